@@ -1,0 +1,3 @@
+//! The hmem command.
+
+fn main() {}

@@ -1,0 +1,163 @@
+//! Addresses, ranges and offsets, each its own type.
+//!
+//! Most published registration bugs are one of these mixed up. None of them is a pointer: a device
+//! address must not be dereferenced, and a host address is only as valid as its owner says.
+//!
+//! ```
+//! use hmem_core::{Address, AddressRange};
+//!
+//! let bytes = [0u8; 64];
+//! let range = AddressRange::of(&bytes);
+//! assert!(range.contains(range.start()));
+//! assert!(AddressRange::new(Address(u64::MAX), 2).is_err());
+//! ```
+
+use std::fmt;
+
+use crate::{Error, ErrorKind, Result};
+
+macro_rules! offset {
+    ($($(#[doc = $doc:literal])+ $name:ident,)+) => {$(
+        $(#[doc = $doc])+
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[derive(serde::Serialize, serde::Deserialize)]
+        pub struct $name(pub u64);
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{:#x}", self.0)
+            }
+        }
+    )+};
+}
+
+offset! {
+    /// A virtual address of this process, of host or device memory. Not a pointer.
+    Address,
+    /// Bytes from the base of an allocation.
+    AllocOffset,
+    /// Bytes from the start of an exported dma-buf.
+    DmaBufOffset,
+    /// The address by which a NIC reaches a region: a virtual address of the target in VIRT_ADDR
+    /// mode, an offset into the region otherwise.
+    Iova,
+}
+
+impl Address {
+    /// The address of a host pointer.
+    #[must_use]
+    pub fn of_ptr<T: ?Sized>(pointer: *const T) -> Self {
+        Self(pointer.cast::<()>().addr() as u64)
+    }
+
+    /// `self + bytes`, or `None` past the end of the address space.
+    #[must_use]
+    pub const fn checked_add(self, bytes: u64) -> Option<Self> {
+        match self.0.checked_add(bytes) {
+            Some(sum) => Some(Self(sum)),
+            None => None,
+        }
+    }
+}
+
+/// A run of addresses: start and length in bytes. Its end never wraps; its length may be 0.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct AddressRange {
+    start: Address,
+    len: u64,
+}
+
+impl AddressRange {
+    /// The range of `len` bytes from `start`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::AddressWraps`] if the last byte would lie past the 64-bit address space.
+    pub fn new(start: Address, len: u64) -> Result<Self> {
+        if len > 0 && start.0.checked_add(len - 1).is_none() {
+            return Err(Error::new(ErrorKind::AddressWraps, "range")
+                .context("start", start)
+                .context("length", len)
+                .remedy("start + length - 1 must fit in 64 bits"));
+        }
+        Ok(Self { start, len })
+    }
+
+    /// The range that a slice of any element type occupies.
+    #[must_use]
+    pub fn of<T>(slice: &[T]) -> Self {
+        Self { start: Address::of_ptr(slice.as_ptr()), len: size_of_val(slice) as u64 }
+    }
+
+    /// The first address.
+    #[must_use]
+    pub const fn start(self) -> Address {
+        self.start
+    }
+
+    /// The length in bytes.
+    #[must_use]
+    pub const fn len(self) -> u64 {
+        self.len
+    }
+
+    /// Whether the length is 0.
+    #[must_use]
+    pub const fn is_empty(self) -> bool {
+        self.len == 0
+    }
+
+    /// One past the last address; `None` if the range reaches the very end of the address space.
+    #[must_use]
+    pub const fn end(self) -> Option<Address> {
+        self.start.checked_add(self.len)
+    }
+
+    /// Whether `address` lies inside.
+    #[must_use]
+    pub const fn contains(self, address: Address) -> bool {
+        address.0.wrapping_sub(self.start.0) < self.len
+    }
+
+    /// Whether all of `other` lies inside. An empty range lies in any range that it touches.
+    #[must_use]
+    pub const fn contains_range(self, other: Self) -> bool {
+        let offset = other.start.0.wrapping_sub(self.start.0);
+        offset <= self.len && other.len <= self.len - offset
+    }
+
+    /// Whether the two share a byte.
+    #[must_use]
+    pub const fn overlaps(self, other: Self) -> bool {
+        self.len > 0 && other.len > 0 && (self.contains(other.start) || other.contains(self.start))
+    }
+
+    /// The part of `len` bytes that begins `offset` bytes in; `None` if it reaches outside.
+    #[must_use]
+    pub const fn slice(self, offset: u64, len: u64) -> Option<Self> {
+        if offset <= self.len && len <= self.len - offset {
+            Some(Self { start: Address(self.start.0.wrapping_add(offset)), len })
+        } else {
+            None
+        }
+    }
+
+    /// The smallest page-aligned range that holds this one. `page` is a power of two, in bytes.
+    #[must_use]
+    pub const fn page_aligned(self, page: u64) -> Self {
+        let start = self.start.0 & !(page - 1);
+        let len = (self.start.0 - start).saturating_add(self.len).saturating_add(page - 1) & !(page - 1);
+        Self { start: Address(start), len }
+    }
+}
+
+impl fmt::Debug for AddressRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Display for AddressRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}+{}", self.start.0, self.len)
+    }
+}

@@ -1,0 +1,40 @@
+//! Completion counters (`fi_cntr`).
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Counts successes and failures; shared by whoever was bound to it.
+#[derive(Debug, Default)]
+pub struct Counter {
+    value: AtomicU64,
+    errors: AtomicU64,
+}
+
+impl Counter {
+    /// A counter at 0.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Successful operations so far.
+    #[must_use]
+    pub fn value(&self) -> u64 {
+        self.value.load(Ordering::Acquire)
+    }
+
+    /// Failed operations so far.
+    #[must_use]
+    pub fn errors(&self) -> u64 {
+        self.errors.load(Ordering::Acquire)
+    }
+
+    /// Adds to the successes; the bytes written before are visible to whoever sees the new value.
+    pub fn add(&self, count: u64) {
+        self.value.fetch_add(count, Ordering::AcqRel);
+    }
+
+    /// Adds to the failures.
+    pub fn add_error(&self, count: u64) {
+        self.errors.fetch_add(count, Ordering::AcqRel);
+    }
+}

@@ -1,0 +1,524 @@
+//! One error type for the whole library: what was asked, what refused it, and what to do.
+//!
+//! ```
+//! use hmem_core::{Error, ErrorKind};
+//!
+//! let error = Error::new(ErrorKind::ZeroLength, "regattr")
+//!     .context("range", "0x1000+0")
+//!     .remedy("register at least one byte");
+//! assert_eq!(error.kind(), ErrorKind::ZeroLength);
+//! assert_eq!(error.fi_errno(), 22);
+//! assert_eq!(
+//!     error.to_string(),
+//!     "regattr: the range is empty (range=0x1000+0); register at least one byte"
+//! );
+//! ```
+
+use std::{borrow::Cow, error::Error as StdError, fmt};
+
+use crate::{DeviceId, IfaceKind};
+
+/// The result of every fallible operation of this library.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+macro_rules! kinds {
+    ($($(#[doc = $doc:literal])+ $name:ident = ($fi:literal, $text:literal),)+) => {
+        /// What went wrong, in the words of the field.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum ErrorKind { $($(#[doc = $doc])+ $name,)+ }
+
+        impl ErrorKind {
+            /// The libfabric errno (`rdma/fi_errno.h`) that this kind maps to, as a positive number.
+            #[must_use]
+            pub const fn fi_errno(self) -> i32 {
+                match self { $(Self::$name => $fi,)+ }
+            }
+
+            /// The kind as a clause of a sentence.
+            #[must_use]
+            pub const fn text(self) -> &'static str {
+                match self { $(Self::$name => $text,)+ }
+            }
+        }
+    };
+}
+
+kinds! {
+    /// An argument is wrong in a way that no more precise kind names.
+    InvalidArgument = (22, "invalid argument"),
+    /// A range of length zero was given where bytes are needed (`fi_mr(3)`: "Must be > 0").
+    ZeroLength = (22, "the range is empty"),
+    /// Start plus length passes the end of the 64-bit address space.
+    AddressWraps = (22, "the range wraps the address space"),
+    /// `offset` is reserved and must be 0 (`fi_mr(3)`).
+    ReservedOffset = (22, "the reserved offset is not zero"),
+    /// `hmem_data` is reserved and must be absent (`fi_mr(3)`).
+    ReservedHmemData = (22, "the reserved hmem_data was given"),
+    /// An access bit that libfabric does not define, or that the operation does not allow.
+    BadAccess = (22, "unknown or disallowed access bit"),
+    /// A flag that libfabric does not define, or that this provider cannot honour (`FI_EBADFLAGS`).
+    BadFlags = (260, "unknown or unsupported flag"),
+    /// More ranges than `mr_iov_limit`.
+    TooManyRanges = (22, "too many ranges"),
+    /// Longer than the provider's `max_mr_size`.
+    TooLong = (22, "longer than the provider can register"),
+    /// A page size that the operating system does not have.
+    BadPageSize = (22, "page size not available"),
+    /// A range that reaches outside the region or allocation that should hold it.
+    OutOfBounds = (22, "outside the bounds"),
+    /// mr_mode bits that the application did not offer but the provider needs, or a forbidden mix.
+    ModeMismatch = (61, "mr_mode not acceptable"),
+    /// Addresses that cannot be reached: unmapped, protected, or past the end of a file (`FI_EFAULT`).
+    BadAddress = (14, "address not reachable"),
+    /// The operation needs a right that the key or region does not grant (`FI_EACCES`).
+    AccessDenied = (13, "access not granted"),
+    /// The requested key is in use (`FI_ENOKEY`).
+    NoKey = (266, "requested key is in use"),
+    /// The requested key cannot be had from this provider (`FI_EKEYREJECTED`).
+    KeyRejected = (129, "requested key rejected"),
+    /// The key exists only as a raw key, or not before registration completes (`FI_KEY_NOTAVAIL`).
+    KeyNotAvailable = (126, "key not available"),
+    /// A key that no region answers to: forged, stale, foreign or dead.
+    InvalidKey = (129, "key does not name a region"),
+    /// A transfer lacks a local descriptor, or has one that is not of this domain (`FI_ENOMR`).
+    NoRegion = (270, "no valid local descriptor"),
+    /// Serialised bytes (a key, a handle) that are truncated, altered, or of an unknown version.
+    Malformed = (22, "malformed bytes"),
+    /// The given buffer is too small; the context says how much is needed (`FI_ETOOSMALL`).
+    TooSmall = (257, "buffer too small"),
+    /// Something still depends on the object (`FI_EBUSY`).
+    Busy = (16, "still in use"),
+    /// The object is in a state that does not allow the operation (`FI_EOPBADSTATE`).
+    BadState = (258, "wrong state"),
+    /// The operation was cancelled before it ran (`FI_ECANCELED`).
+    Canceled = (125, "canceled"),
+    /// Try again: a queue is full, or nothing is there yet (`FI_EAGAIN`).
+    Again = (11, "try again"),
+    /// A received message was longer than the posted buffer (`FI_ETRUNC`).
+    Truncated = (265, "message truncated"),
+    /// A message longer than the provider transfers at once (`FI_EMSGSIZE`).
+    MessageTooLong = (90, "message too long"),
+    /// Out of memory, pinnable memory, regions, or another bounded resource (`FI_ENOMEM`).
+    OutOfResources = (12, "out of resources"),
+    /// The driver, device or build lacks the operation, in whatever dialect it says so (`FI_EOPNOTSUPP`).
+    Unsupported = (95, "not supported"),
+    /// The provider has no such call (`FI_ENOSYS`).
+    NoSys = (38, "not implemented by this provider"),
+    /// A library, driver or device that is not there (`FI_ENODEV`).
+    Unavailable = (19, "unavailable"),
+    /// The process lacks a privilege (`FI_EPERM`).
+    PermissionDenied = (1, "permission denied"),
+    /// The peer cannot be reached or is gone (`FI_ECONNREFUSED`).
+    Unreachable = (111, "peer not reachable"),
+    /// A call into a driver or the operating system failed in another way (`FI_EOTHER`).
+    Driver = (256, "driver call failed"),
+}
+
+impl fmt::Display for ErrorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.text())
+    }
+}
+
+/// An error number of the operating system, printed with its name: `EFAULT (14)`.
+///
+/// ```
+/// use hmem_core::{Errno, ErrorKind};
+///
+/// assert_eq!(Errno(14).to_string(), "EFAULT (14)");
+/// assert_eq!(Errno(524).to_string(), "ENOTSUPP (524)");
+/// assert_eq!(Errno(95).kind(), ErrorKind::Unsupported);
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Errno(pub i32);
+
+impl Errno {
+    /// The error of the last failed call as `std` keeps it; 0 if it carries none.
+    #[must_use]
+    pub fn of(error: &std::io::Error) -> Self {
+        Self(error.raw_os_error().unwrap_or(0))
+    }
+
+    /// The symbolic name, where this library knows it.
+    #[must_use]
+    pub const fn name(self) -> Option<&'static str> {
+        Some(match self.0 {
+            1 => "EPERM",
+            2 => "ENOENT",
+            4 => "EINTR",
+            5 => "EIO",
+            9 => "EBADF",
+            11 => "EAGAIN",
+            12 => "ENOMEM",
+            13 => "EACCES",
+            14 => "EFAULT",
+            16 => "EBUSY",
+            17 => "EEXIST",
+            19 => "ENODEV",
+            22 => "EINVAL",
+            24 => "EMFILE",
+            25 => "ENOTTY",
+            28 => "ENOSPC",
+            38 => "ENOSYS",
+            75 => "EOVERFLOW",
+            90 => "EMSGSIZE",
+            95 => "EOPNOTSUPP",
+            110 => "ETIMEDOUT",
+            111 => "ECONNREFUSED",
+            524 => "ENOTSUPP",
+            _ => return None,
+        })
+    }
+
+    /// The one place where the operating system's numbers become kinds.
+    ///
+    /// 95 and the kernel-internal 524 are the same thing in two dialects.
+    #[must_use]
+    pub const fn kind(self) -> ErrorKind {
+        match self.0 {
+            1 => ErrorKind::PermissionDenied,
+            2 | 19 => ErrorKind::Unavailable,
+            11 => ErrorKind::Again,
+            12 | 24 | 28 => ErrorKind::OutOfResources,
+            13 => ErrorKind::AccessDenied,
+            14 => ErrorKind::BadAddress,
+            16 => ErrorKind::Busy,
+            22 => ErrorKind::InvalidArgument,
+            38 => ErrorKind::NoSys,
+            90 => ErrorKind::MessageTooLong,
+            95 | 524 => ErrorKind::Unsupported,
+            111 => ErrorKind::Unreachable,
+            125 => ErrorKind::Canceled,
+            _ => ErrorKind::Driver,
+        }
+    }
+}
+
+impl fmt::Debug for Errno {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Display for Errno {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.name() {
+            Some(name) => write!(f, "{name} ({})", self.0),
+            None => write!(f, "errno {}", self.0),
+        }
+    }
+}
+
+impl From<rustix::io::Errno> for Errno {
+    fn from(errno: rustix::io::Errno) -> Self {
+        Self(errno.raw_os_error())
+    }
+}
+
+/// A driver's own code with the name that its header gives it: `CUDA_ERROR_NOT_SUPPORTED (801)`.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct DriverCode {
+    /// The name in the vendor's header, or an empty string if the code is not known.
+    pub name: Cow<'static, str>,
+    /// The number as the driver returned it.
+    pub code: i64,
+}
+
+impl fmt::Debug for DriverCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Display for DriverCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.name.is_empty() {
+            write!(f, "code {}", self.code)
+        } else {
+            write!(f, "{} ({})", self.name, self.code)
+        }
+    }
+}
+
+/// Why an operation was refused: kind, operation, who refused, its own code, context, remedy.
+///
+/// `Display` is one readable line; `Debug` is the whole record.
+pub struct Error(Box<Record>);
+
+struct Record {
+    kind: ErrorKind,
+    operation: &'static str,
+    iface: Option<IfaceKind>,
+    device: Option<DeviceId>,
+    provider: Option<Cow<'static, str>>,
+    errno: Option<Errno>,
+    driver: Option<DriverCode>,
+    context: Vec<(&'static str, String)>,
+    remedy: Option<Cow<'static, str>>,
+    source: Option<Box<dyn StdError + Send + Sync>>,
+}
+
+impl Error {
+    /// An error of `kind` raised by `operation` (the public call or the driver's symbol).
+    #[must_use]
+    #[cold]
+    pub fn new(kind: ErrorKind, operation: &'static str) -> Self {
+        Self(Box::new(Record {
+            kind,
+            operation,
+            iface: None,
+            device: None,
+            provider: None,
+            errno: None,
+            driver: None,
+            context: Vec::new(),
+            remedy: None,
+            source: None,
+        }))
+    }
+
+    /// A failed system call: the kind follows from the number.
+    #[must_use]
+    #[cold]
+    pub fn os(errno: impl Into<Errno>, operation: &'static str) -> Self {
+        let errno = errno.into();
+        let mut error = Self::new(errno.kind(), operation);
+        error.0.errno = Some(errno);
+        error
+    }
+
+    /// Adds a name and value that help to find the cause.
+    #[must_use]
+    pub fn context(mut self, name: &'static str, value: impl fmt::Display) -> Self {
+        self.0.context.push((name, value.to_string()));
+        self
+    }
+
+    /// Says what the caller can do about it.
+    #[must_use]
+    pub fn remedy(mut self, remedy: impl Into<Cow<'static, str>>) -> Self {
+        self.0.remedy = Some(remedy.into());
+        self
+    }
+
+    /// Names the iface that refused.
+    #[must_use]
+    pub fn iface(mut self, iface: IfaceKind) -> Self {
+        self.0.iface = Some(iface);
+        self
+    }
+
+    /// Names the device that refused.
+    #[must_use]
+    pub fn device(mut self, device: DeviceId) -> Self {
+        self.0.device = Some(device);
+        self
+    }
+
+    /// Names the provider that refused.
+    #[must_use]
+    pub fn provider(mut self, provider: impl Into<Cow<'static, str>>) -> Self {
+        self.0.provider = Some(provider.into());
+        self
+    }
+
+    /// Adds the operating system's number without changing the kind.
+    #[must_use]
+    pub fn errno(mut self, errno: impl Into<Errno>) -> Self {
+        self.0.errno = Some(errno.into());
+        self
+    }
+
+    /// Adds the driver's own code without changing the kind.
+    #[must_use]
+    pub fn driver_code(mut self, name: impl Into<Cow<'static, str>>, code: i64) -> Self {
+        self.0.driver = Some(DriverCode { name: name.into(), code });
+        self
+    }
+
+    /// Keeps the error that caused this one.
+    #[must_use]
+    pub fn caused_by(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+        self.0.source = Some(source.into());
+        self
+    }
+
+    /// What went wrong.
+    #[must_use]
+    pub fn kind(&self) -> ErrorKind {
+        self.0.kind
+    }
+
+    /// The call that refused.
+    #[must_use]
+    pub fn operation(&self) -> &'static str {
+        self.0.operation
+    }
+
+    /// The operating system's number, where it was the one to refuse.
+    #[must_use]
+    pub fn os_errno(&self) -> Option<Errno> {
+        self.0.errno
+    }
+
+    /// The driver's code, where a driver was the one to refuse.
+    #[must_use]
+    pub fn driver(&self) -> Option<&DriverCode> {
+        self.0.driver.as_ref()
+    }
+
+    /// The iface that refused, where known.
+    #[must_use]
+    pub fn iface_kind(&self) -> Option<IfaceKind> {
+        self.0.iface
+    }
+
+    /// The provider that refused, where known.
+    #[must_use]
+    pub fn provider_name(&self) -> Option<&str> {
+        self.0.provider.as_deref()
+    }
+
+    /// What the caller can do about it, where known.
+    #[must_use]
+    pub fn remedy_text(&self) -> Option<&str> {
+        self.0.remedy.as_deref()
+    }
+
+    /// The value recorded under `name`, where there is one.
+    #[must_use]
+    pub fn context_value(&self, name: &str) -> Option<&str> {
+        self.0.context.iter().find(|(n, _)| *n == name).map(|(_, v)| v.as_str())
+    }
+
+    /// The libfabric errno of the kind, as a positive number.
+    #[must_use]
+    pub fn fi_errno(&self) -> i32 {
+        self.0.kind.fi_errno()
+    }
+
+    /// Whether the operation is lacking (in any dialect) rather than failed.
+    #[must_use]
+    pub fn is_unsupported(&self) -> bool {
+        matches!(self.0.kind, ErrorKind::Unsupported | ErrorKind::NoSys)
+    }
+
+    /// Whether a library, driver or device is not there.
+    #[must_use]
+    pub fn is_unavailable(&self) -> bool {
+        self.0.kind == ErrorKind::Unavailable
+    }
+
+    /// Whether something still depends on the object.
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        self.0.kind == ErrorKind::Busy
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let record = &*self.0;
+        write!(f, "{}: {}", record.operation, record.kind)?;
+        let mut separator = " (";
+        let mut pair = |f: &mut fmt::Formatter<'_>, name: &str, value: &dyn fmt::Display| {
+            let result = write!(f, "{separator}{name}={value}");
+            separator = ", ";
+            result
+        };
+        if let Some(errno) = &record.errno {
+            pair(f, "os", errno)?;
+        }
+        if let Some(code) = &record.driver {
+            pair(f, "driver", code)?;
+        }
+        if let Some(iface) = &record.iface {
+            pair(f, "iface", iface)?;
+        }
+        if let Some(device) = &record.device {
+            pair(f, "device", device)?;
+        }
+        if let Some(provider) = &record.provider {
+            pair(f, "provider", provider)?;
+        }
+        for (name, value) in &record.context {
+            pair(f, name, value)?;
+        }
+        if separator == ", " {
+            f.write_str(")")?;
+        }
+        if let Some(source) = &record.source {
+            write!(f, ": {source}")?;
+        }
+        if let Some(remedy) = &record.remedy {
+            write!(f, "; {remedy}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let record = &*self.0;
+        let mut s = f.debug_struct("Error");
+        s.field("kind", &record.kind).field("operation", &record.operation);
+        s.field("iface", &record.iface).field("device", &record.device);
+        s.field("provider", &record.provider).field("errno", &record.errno);
+        s.field("driver", &record.driver).field("context", &record.context);
+        s.field("remedy", &record.remedy).field("source", &record.source).finish()
+    }
+}
+
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.0.source.as_deref().map(|source| source as _)
+    }
+}
+
+/// A refused operation that took an object by value: the error, and the object back.
+///
+/// ```
+/// use hmem_core::{Error, ErrorKind, Rejected};
+///
+/// let rejected = Rejected::new(vec![1u8, 2], Error::new(ErrorKind::Busy, "close"));
+/// assert!(rejected.error.is_busy());
+/// assert_eq!(rejected.value, [1, 2]);
+/// ```
+pub struct Rejected<T> {
+    /// The object as it was, still usable.
+    pub value: T,
+    /// Why the operation was refused.
+    pub error: Error,
+}
+
+impl<T> Rejected<T> {
+    /// Pairs the object with the error.
+    pub fn new(value: T, error: Error) -> Self {
+        Self { value, error }
+    }
+}
+
+impl<T> fmt::Debug for Rejected<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Rejected").field("error", &self.error).finish_non_exhaustive()
+    }
+}
+
+impl<T> fmt::Display for Rejected<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl<T> StdError for Rejected<T> {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        Some(&self.error)
+    }
+}
+
+impl<T> From<Rejected<T>> for Error {
+    fn from(rejected: Rejected<T>) -> Self {
+        rejected.error
+    }
+}

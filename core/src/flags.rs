@@ -1,0 +1,54 @@
+//! Registration, bind and domain flags, with libfabric's bit values.
+//!
+//! ```
+//! use hmem_core::MrFlags;
+//!
+//! assert_eq!(MrFlags::MR_SINGLE_USE.bits(), 1 << 41);
+//! ```
+
+use std::fmt;
+
+use crate::access::write_names;
+
+bitflags::bitflags! {
+    /// Flags of a registration call (`fi_mr(3)`, "FLAGS").
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct MrFlags: u64 {
+        /// The memory is described by a dma-buf fd in the attributes instead of by addresses.
+        const MR_DMABUF = 1 << 40;
+        /// The key dies with the first remote access that uses it.
+        const MR_SINGLE_USE = 1 << 41;
+        /// Host memory from a device API's host allocator; `device` is ignored.
+        const HMEM_HOST_ALLOC = 1 << 45;
+        /// Memory that only the named device can access.
+        const HMEM_DEVICE_ONLY = 1 << 46;
+        /// Persistent memory, target of persistent RMA.
+        const RMA_PMEM = 1 << 49;
+        /// The region will be bound to a completion counter.
+        const RMA_EVENT = 1 << 56;
+    }
+}
+
+bitflags::bitflags! {
+    /// What a counter bound to a region counts (`fi_mr_bind`).
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct BindFlags: u64 {
+        /// One count for each remote write or atomic that changes the region.
+        const REMOTE_WRITE = 1 << 13;
+    }
+}
+
+bitflags::bitflags! {
+    /// What a domain reports through a bound event queue (`fi_domain_bind`).
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct DomainBindFlags: u64 {
+        /// Registrations complete asynchronously, by an event.
+        const REG_MR = 1 << 59;
+    }
+}
+
+impl fmt::Display for MrFlags {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_names(f, self.iter_names().map(|(name, _)| name), self.bits() & !Self::all().bits())
+    }
+}

@@ -1,0 +1,299 @@
+//! What every memory interface does: host memory, CUDA, ROCr, Level Zero, the simulated device, and
+//! plug-ins from outside the workspace.
+//!
+//! The trait is object-safe and has no default bodies: a new operation breaks every backend visibly. What a
+//! backend lacks is an error of kind [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) with its reason.
+
+use std::{
+    fmt,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+};
+
+use crate::{
+    Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, DmaBufOffset, IfaceKind,
+    Result, Segment, monitor::Monitor, provider::Nic,
+};
+
+/// What an iface can do at all; single devices may do less and say so when asked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Capability {
+    /// Allocates and frees memory.
+    pub allocate: bool,
+    /// Exports ranges as dma-buf fds.
+    pub dma_buf: bool,
+    /// Has a PCIe mapping flag for dma-buf exports (HM-09).
+    pub pcie_mapping: bool,
+    /// Can be reached through a peer-memory kernel client.
+    pub peer_memory: bool,
+    /// Copies asynchronously, with events.
+    pub async_copy: bool,
+    /// Page-locks host memory for its devices.
+    pub host_register: bool,
+    /// Hands allocations to other processes.
+    pub ipc: bool,
+    /// Gives allocations identities that are never reused.
+    pub identity: bool,
+    /// Calls back when memory is freed.
+    pub free_callback: bool,
+}
+
+/// A device of an iface.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Device {
+    /// The iface's ordinal.
+    pub id: DeviceId,
+    /// The name that the driver gives it.
+    pub name: String,
+    /// PCI bus id as `domain:bus:device.function` in lower-case hexadecimal, where it has one.
+    pub pci_bus_id: Option<String>,
+    /// Bytes of memory on it.
+    pub memory: u64,
+}
+
+/// A request to allocate.
+#[derive(Clone, Copy, Debug)]
+pub struct AllocRequest {
+    /// Bytes, more than 0.
+    pub len: u64,
+    /// On which device; ignored by ifaces without devices.
+    pub device: DeviceId,
+    /// Which kind.
+    pub kind: AllocationKind,
+}
+
+/// How device memory should be mapped for the importer of a dma-buf (HM-09).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DmaBufMapping {
+    /// The driver's default.
+    #[default]
+    Default,
+    /// Through the PCIe BAR, even where a faster coherent link exists.
+    Pcie,
+}
+
+/// A dma-buf that an iface exported: an owned fd, and where in it and in its allocation the range lies.
+#[derive(Debug)]
+pub struct DmaBufExport {
+    /// The dma-buf. Closing it ends the export; registrations made from it live on.
+    pub fd: OwnedFd,
+    /// Where the range starts in the dma-buf.
+    pub offset: DmaBufOffset,
+    /// Where the range starts in its allocation.
+    pub alloc_offset: AllocOffset,
+    /// Bytes.
+    pub len: u64,
+    /// The mapping that was used.
+    pub mapping: DmaBufMapping,
+}
+
+impl AsFd for DmaBufExport {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// A range opened to peer-memory kernel clients: what to hand to `ibv_reg_mr`.
+#[derive(Clone, Copy, Debug)]
+pub struct PeerMemoryExport {
+    /// The device address that the kernel client recognises.
+    pub address: Address,
+    /// Bytes.
+    pub len: u64,
+}
+
+/// A copy under way.
+pub trait CopyEvent: Send + fmt::Debug {
+    /// Whether the copy has ended; the result is kept for [`CopyEvent::wait`].
+    fn is_done(&self) -> bool;
+    /// Waits for the end.
+    ///
+    /// # Errors
+    /// What the device reported; the destination then holds unspecified bytes.
+    fn wait(self: Box<Self>) -> Result<()>;
+}
+
+/// An allocation in a form that another process can open: opaque bytes of the iface.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IpcHandle {
+    /// The iface that made it.
+    pub iface: IfaceKind,
+    /// The iface's own form.
+    pub bytes: Vec<u8>,
+}
+
+/// A memory interface.
+///
+/// Core has checked every argument against what it can know (non-empty ranges, no wrap); an
+/// implementation checks what only it can know and answers with typed errors, never with a panic.
+pub trait Iface: fmt::Debug + Send + Sync {
+    /// Its number: libfabric's, or 0x100 and up for a plug-in.
+    fn kind(&self) -> IfaceKind;
+
+    /// Its name as `info` and the command line use it.
+    fn name(&self) -> &str;
+
+    /// What it can do.
+    fn capability(&self) -> Capability;
+
+    /// Its devices; empty for an iface that has none by nature.
+    ///
+    /// # Errors
+    /// Unavailable if the driver lost them.
+    fn devices(&self) -> Result<Vec<Device>>;
+
+    /// The allocation that holds `address`, or `None` if the address is not this iface's.
+    ///
+    /// On the path of every registration: must be cheap for foreign addresses.
+    ///
+    /// # Errors
+    /// A failed driver call; never "not mine".
+    fn query(&self, address: Address) -> Result<Option<Allocation>>;
+
+    /// The physically contiguous parts of `range` in address order (HM-07).
+    ///
+    /// # Errors
+    /// OutOfBounds if a part of it is not this iface's.
+    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>>;
+
+    /// Allocates memory.
+    ///
+    /// # Errors
+    /// OutOfResources, Unsupported for a kind it lacks, InvalidArgument for a device out of range.
+    fn allocate(&self, request: &AllocRequest) -> Result<Allocation>;
+
+    /// Frees what [`Iface::allocate`] returned.
+    ///
+    /// # Safety
+    /// Nothing may use the memory any longer: no reference into CPU-accessible kinds, no copy under way.
+    ///
+    /// # Errors
+    /// InvalidArgument for an allocation that is not live (a double free names the identity).
+    unsafe fn free(&self, allocation: &Allocation) -> Result<()>;
+
+    /// Copies `len` bytes between any two of: host memory, memory of this iface. Blocks until done.
+    ///
+    /// # Safety
+    /// A host side must be valid for `len` bytes and, if it is the destination, not referenced elsewhere.
+    /// Sides that belong to this iface are checked by it.
+    ///
+    /// # Errors
+    /// OutOfBounds for a copy past an allocation; what the device reported otherwise.
+    unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()>;
+
+    /// Starts the same copy and returns its event.
+    ///
+    /// # Safety
+    /// As [`Iface::copy`], until the event says that it is done.
+    ///
+    /// # Errors
+    /// As [`Iface::copy`]; Unsupported where the iface has no asynchronous engine.
+    unsafe fn copy_async(&self, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>>;
+
+    /// Exports `range`, which lies in one allocation, as a dma-buf for `nic`.
+    ///
+    /// # Errors
+    /// Unsupported where the driver, the device or the mapping cannot; Unreachable where the device
+    /// cannot be reached from that NIC.
+    fn export_dma_buf(&self, range: AddressRange, nic: &Nic, mapping: DmaBufMapping) -> Result<DmaBufExport>;
+
+    /// Gives a dma-buf back in the way the driver wants it.
+    ///
+    /// # Errors
+    /// What the driver reported; the fd is closed all the same.
+    fn release_dma_buf(&self, export: DmaBufExport) -> Result<()>;
+
+    /// Opens `range` to peer-memory kernel clients.
+    ///
+    /// # Errors
+    /// Unsupported with the reason.
+    fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport>;
+
+    /// Page-locks host memory for this iface's devices.
+    ///
+    /// # Safety
+    /// The range must stay mapped until [`Iface::host_unregister`].
+    ///
+    /// # Errors
+    /// Unsupported, or what the driver reported.
+    unsafe fn host_register(&self, range: AddressRange) -> Result<()>;
+
+    /// Undoes [`Iface::host_register`].
+    ///
+    /// # Errors
+    /// InvalidArgument for a range that is not registered.
+    fn host_unregister(&self, range: AddressRange) -> Result<()>;
+
+    /// A handle that another process can open.
+    ///
+    /// # Errors
+    /// Unsupported, or InvalidArgument for an allocation that is not live.
+    fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle>;
+
+    /// Opens another process's allocation; free it with [`Iface::ipc_close`].
+    ///
+    /// # Errors
+    /// Malformed for bytes that are no handle; Unavailable if the owner is gone.
+    fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation>;
+
+    /// Closes what [`Iface::ipc_open`] returned.
+    ///
+    /// # Safety
+    /// As [`Iface::free`].
+    ///
+    /// # Errors
+    /// InvalidArgument for an allocation that was not opened.
+    unsafe fn ipc_close(&self, allocation: &Allocation) -> Result<()>;
+
+    /// Makes inbound RMA writes visible to work that the device starts after this call (HM-14).
+    ///
+    /// # Errors
+    /// What the driver reported.
+    fn flush_inbound(&self, device: DeviceId) -> Result<()>;
+
+    /// The monitor that notices when this iface's memory is freed.
+    ///
+    /// # Errors
+    /// Unsupported with the reason.
+    fn monitor(&self) -> Result<Arc<dyn Monitor>>;
+}
+
+/// Copies between this iface's memory and slices, which need no `unsafe` of the caller.
+pub trait IfaceExt: Iface {
+    /// Fills `into` from memory of this iface.
+    ///
+    /// # Errors
+    /// As [`Iface::copy`], and OutOfBounds if `from` is not memory of this iface.
+    fn read(&self, from: Address, into: &mut [u8]) -> Result<()> {
+        own(self, from, into.len() as u64)?;
+        // SAFETY: `into` is an exclusive borrow of `into.len()` bytes; `from` was just found to be this iface's,
+        // which checks it.
+        unsafe { self.copy(Address::of_ptr(into.as_mut_ptr()), from, into.len() as u64) }
+    }
+
+    /// Writes `from` into memory of this iface.
+    ///
+    /// # Errors
+    /// As [`Iface::copy`], and OutOfBounds if `to` is not memory of this iface.
+    fn write(&self, to: Address, from: &[u8]) -> Result<()> {
+        own(self, to, from.len() as u64)?;
+        // SAFETY: `from` is a borrow of `from.len()` readable bytes; `to` was just found to be this iface's, which
+        // checks it.
+        unsafe { self.copy(to, Address::of_ptr(from.as_ptr()), from.len() as u64) }
+    }
+}
+
+impl<I: Iface + ?Sized> IfaceExt for I {}
+
+fn own<I: Iface + ?Sized>(iface: &I, address: Address, len: u64) -> Result<()> {
+    let error = || {
+        crate::Error::new(crate::ErrorKind::OutOfBounds, "copy")
+            .iface(iface.kind())
+            .context("address", address)
+            .context("length", len)
+            .remedy("the range must lie in one allocation of this iface")
+    };
+    let allocation = iface.query(address)?.ok_or_else(error)?;
+    let range = AddressRange::new(address, len)?;
+    if allocation.range.contains_range(range) { Ok(()) } else { Err(error()) }
+}

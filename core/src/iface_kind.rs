@@ -1,0 +1,94 @@
+//! Which software interface owns memory, and which of its devices.
+//!
+//! ```
+//! use hmem_core::IfaceKind;
+//!
+//! assert_eq!(IfaceKind::CUDA.0, 1);
+//! assert_eq!("ze".parse::<IfaceKind>().unwrap(), IfaceKind::ZE);
+//! assert!(IfaceKind(0x100).is_plug_in());
+//! ```
+
+use std::{fmt, str::FromStr};
+
+use crate::{Error, ErrorKind};
+
+/// A memory interface: `enum fi_hmem_iface` for 0..=5, plug-ins from 0x100 up.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct IfaceKind(pub u32);
+
+impl IfaceKind {
+    /// Host memory of the operating system.
+    pub const SYSTEM: Self = Self(0);
+    /// NVIDIA CUDA.
+    pub const CUDA: Self = Self(1);
+    /// AMD ROCr.
+    pub const ROCR: Self = Self(2);
+    /// oneAPI Level Zero.
+    pub const ZE: Self = Self(3);
+    /// AWS Neuron.
+    pub const NEURON: Self = Self(4);
+    /// Habana SynapseAI.
+    pub const SYNAPSEAI: Self = Self(5);
+    /// The lowest number that a plug-in may take.
+    pub const FIRST_PLUG_IN: Self = Self(0x100);
+
+    const NAMED: [(Self, &'static str); 6] = [
+        (Self::SYSTEM, "system"),
+        (Self::CUDA, "cuda"),
+        (Self::ROCR, "rocr"),
+        (Self::ZE, "ze"),
+        (Self::NEURON, "neuron"),
+        (Self::SYNAPSEAI, "synapseai"),
+    ];
+
+    /// Whether the number lies in the range left to plug-ins.
+    #[must_use]
+    pub const fn is_plug_in(self) -> bool {
+        self.0 >= Self::FIRST_PLUG_IN.0
+    }
+
+    /// The name, for the kinds that libfabric numbers.
+    #[must_use]
+    pub fn name(self) -> Option<&'static str> {
+        Self::NAMED.iter().find(|(kind, _)| *kind == self).map(|(_, name)| *name)
+    }
+}
+
+impl fmt::Display for IfaceKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.name() {
+            Some(name) => f.write_str(name),
+            None => write!(f, "iface-{:#x}", self.0),
+        }
+    }
+}
+
+impl fmt::Debug for IfaceKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl FromStr for IfaceKind {
+    type Err = Error;
+
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for a name that libfabric does not number.
+    fn from_str(name: &str) -> Result<Self, Error> {
+        Self::NAMED.iter().find(|(_, n)| *n == name).map(|(kind, _)| *kind).ok_or_else(|| {
+            Error::new(ErrorKind::InvalidArgument, "iface name")
+                .context("name", name)
+                .remedy("one of system, cuda, rocr, ze, neuron, synapseai")
+        })
+    }
+}
+
+/// A device of an iface, by the iface's own ordinal, from 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct DeviceId(pub u32);
+
+impl fmt::Display for DeviceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}

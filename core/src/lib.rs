@@ -1,0 +1,43 @@
+//! Words and rules of memory registration, without any vendor's code.
+//!
+//! An [`Iface`] knows memory: which allocation an address lies in, how to copy it, how to export it. A
+//! [`provider`] knows a NIC: registering, keys, transfers. A `Domain` ties them together and implements the
+//! semantics of libfabric's `fi_mr(3)` once, above both. How memory is reached is a [`Decision`] that stays with
+//! the region.
+//!
+//! # Things this crate does not do
+//!
+//! It loads no library, starts no thread until an event queue is bound, opens no device, and prints nothing:
+//! it logs through `tracing`.
+
+#![deny(unsafe_code)]
+
+mod access;
+mod address;
+mod allocation;
+pub mod counter;
+mod error;
+mod flags;
+#[allow(unsafe_code)]
+pub mod iface;
+mod iface_kind;
+mod key;
+pub mod monitor;
+mod mr_mode;
+pub mod path;
+#[allow(unsafe_code)]
+pub mod provider;
+pub mod registry;
+pub mod transfer;
+
+pub use access::Access;
+pub use address::{Address, AddressRange, AllocOffset, DmaBufOffset, Iova};
+pub use allocation::{Allocation, AllocationId, AllocationKind, Segment};
+pub use error::{DriverCode, Errno, Error, ErrorKind, Rejected, Result};
+pub use flags::{BindFlags, DomainBindFlags, MrFlags};
+pub use iface::{Iface, IfaceExt};
+pub use iface_kind::{DeviceId, IfaceKind};
+pub use key::{Addressing, AuthKey, LocalKey, RawKey, RemoteKey, RemotePiece};
+pub use mr_mode::MrMode;
+pub use path::{Decision, Path};
+pub use registry::Registry;

@@ -1,0 +1,428 @@
+//! What RDMA hardware (or the software NIC) does; `fi_mr` semantics are implemented once, above it.
+//!
+//! Core has checked flags, rights, limits and mode rules before it calls a provider; a provider checks what
+//! only it knows (its keys, its pages) and answers with typed errors.
+
+use std::{any::Any, fmt, os::fd::BorrowedFd, sync::Arc};
+
+use crate::{
+    Access, Address, AddressRange, Addressing, AuthKey, DmaBufOffset, Iova, LocalKey, MrFlags, MrMode,
+    RawKey, RemoteKey, Result,
+    counter::Counter,
+    registry::Registry,
+    transfer::{Completion, EndpointName, PeerId, WorkRequest},
+};
+
+/// A NIC of a provider.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Nic {
+    /// The provider's name.
+    pub provider: String,
+    /// The device name, such as `mlx5_0`; unique within the provider.
+    pub name: String,
+    /// PCI bus id as `domain:bus:device.function`, for hardware.
+    pub pci_bus_id: Option<String>,
+}
+
+impl fmt::Display for Nic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.provider, self.name)
+    }
+}
+
+/// What a NIC can import.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Imports {
+    /// Registers dma-buf fds.
+    pub dma_buf: bool,
+    /// Wants the PCIe mapping of a dma-buf tried first.
+    pub pcie_mapping_first: bool,
+    /// Resolves device addresses through peer-memory clients.
+    pub peer_memory: bool,
+    /// Reaches memory through staged copies.
+    pub staged: bool,
+}
+
+/// The types of memory windows (InfiniBand 10.6.7.2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WindowType {
+    /// Bound by a call; the provider turns the key.
+    One,
+    /// Bound by a posted request, tied to a queue pair.
+    TwoA,
+    /// Bound by a posted request, tied to queue pair and protection domain.
+    TwoB,
+}
+
+/// What a NIC offers and needs; fixed while a domain is open on it.
+#[derive(Clone, Debug)]
+pub struct ProviderAttr {
+    /// Which NIC.
+    pub nic: Nic,
+    /// The mr_mode bits that it cannot do without.
+    pub needs: MrMode,
+    /// The mr_mode bits that it can run in when they are forced on it (by BASIC).
+    pub can: MrMode,
+    /// Bytes of a key: 4 or 8.
+    pub key_size: usize,
+    /// Bytes of a raw key.
+    pub raw_key_size: usize,
+    /// Ranges in one region, at least 1.
+    pub mr_iov_limit: usize,
+    /// Bytes in one region.
+    pub max_mr_size: u64,
+    /// Regions at once.
+    pub max_mr_count: u64,
+    /// Page sizes that registrations may ask for, in bytes, ascending.
+    pub page_sizes: Vec<usize>,
+    /// What it imports.
+    pub imports: Imports,
+    /// The registration flags that it honours.
+    pub flags: MrFlags,
+    /// The window types that it has.
+    pub windows: Vec<WindowType>,
+    /// Whether counters can be bound to regions.
+    pub region_counters: bool,
+}
+
+/// A request to open a domain; core has negotiated the mode.
+#[derive(Clone, Debug)]
+pub struct DomainRequest {
+    /// The NIC's name; `None` for the provider's first.
+    pub nic: Option<String>,
+    /// The mode in force ([`MrMode::effective`]).
+    pub mode: MrMode,
+    /// The domain's authorization key.
+    pub auth_key: AuthKey,
+    /// Whether the application asked for the HMEM capability.
+    pub hmem: bool,
+    /// The ifaces, for transfers that name device addresses without a descriptor.
+    pub registry: Arc<Registry>,
+}
+
+/// Which key a region should get.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KeyRequest {
+    /// This one (`requested_key`).
+    Application(u64),
+    /// Whatever the provider picks.
+    Provider,
+}
+
+/// What to register, apart from where it lies.
+#[derive(Clone, Copy, Debug)]
+pub struct RegistrationRequest<'a> {
+    /// Rights of local and remote accesses.
+    pub access: Access,
+    /// Flags; only those in [`ProviderAttr::flags`].
+    pub flags: MrFlags,
+    /// The key.
+    pub key: KeyRequest,
+    /// Who may reach it; already replaced by the domain's if none was given.
+    pub auth_key: &'a AuthKey,
+    /// How peers address it.
+    pub addressing: Addressing,
+    /// The page size to use, in bytes; 0 leaves it to the provider.
+    pub page_size: usize,
+    /// Whether it can be used at once; otherwise [`ProviderDomain::enable`] follows.
+    pub enabled: bool,
+}
+
+/// Memory reached through copies: the software side of a staged path.
+///
+/// Offsets count from the start of the piece. Calls may come from any thread, several at once.
+pub trait StagedMemory: fmt::Debug + Send + Sync {
+    /// Fills `into` from the memory.
+    ///
+    /// # Errors
+    /// What the copy engine reported.
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<()>;
+
+    /// Writes `from` into the memory.
+    ///
+    /// # Errors
+    /// What the copy engine reported.
+    fn write(&self, offset: u64, from: &[u8]) -> Result<()>;
+}
+
+/// How a provider gets at one piece of memory.
+#[derive(Clone, Debug)]
+pub enum Backing<'a> {
+    /// Host pages at the range's own addresses.
+    Host {
+        /// Whether the region owns them: they stay mapped until it is closed. Only then may a software
+        /// provider touch them with plain loads and stores.
+        owned: bool,
+    },
+    /// A dma-buf (or memfd); the provider takes its own reference if it needs the fd later.
+    DmaBuf {
+        /// The fd.
+        fd: BorrowedFd<'a>,
+        /// Where in it the piece starts, in bytes.
+        offset: DmaBufOffset,
+    },
+    /// A device address that a peer-memory client resolves.
+    PeerMemory {
+        /// The address.
+        address: Address,
+    },
+    /// Copies; atomics are refused.
+    Staged(Arc<dyn StagedMemory>),
+}
+
+/// One range of a registration and how to get at it.
+#[derive(Clone, Debug)]
+pub struct Piece<'a> {
+    /// The addresses by which the application knows it.
+    pub range: AddressRange,
+    /// How the provider gets at it.
+    pub backing: Backing<'a>,
+}
+
+/// A provider's handle of a registered region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProviderRegion {
+    /// The provider's own reference.
+    pub token: u64,
+    /// The local descriptor.
+    pub local: LocalKey,
+    /// The remote key as a number.
+    pub key: u64,
+}
+
+/// A provider's handle of a memory window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProviderWindow {
+    /// The provider's own reference.
+    pub token: u64,
+    /// The window's current key.
+    pub key: u64,
+}
+
+/// What a window is bound to.
+#[derive(Clone, Copy, Debug)]
+pub struct WindowBind {
+    /// The region.
+    pub region: ProviderRegion,
+    /// First byte, counted from the start of the region.
+    pub offset: u64,
+    /// Bytes; 0 unbinds a type 1 window.
+    pub len: u64,
+    /// Remote rights.
+    pub access: Access,
+    /// How peers address it.
+    pub addressing: Addressing,
+}
+
+/// How many objects a provider domain holds: what a leak test reads.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Live {
+    /// Registered regions, sub-regions included.
+    pub regions: u64,
+    /// Registrations of pages: sub-regions add none (SUB-03).
+    pub page_registrations: u64,
+    /// Bytes pinned or exported for registrations.
+    pub bytes: u64,
+    /// Windows.
+    pub windows: u64,
+    /// Mapped raw keys.
+    pub mapped_keys: u64,
+    /// Endpoints.
+    pub endpoints: u64,
+}
+
+/// A family of NICs.
+pub trait Provider: fmt::Debug + Send + Sync {
+    /// Its name: `loopback`, `verbs`.
+    fn name(&self) -> &str;
+
+    /// Its NICs with what each offers and needs.
+    ///
+    /// # Errors
+    /// Unavailable with library and reason.
+    fn nics(&self) -> Result<Vec<ProviderAttr>>;
+
+    /// Opens a domain on a NIC.
+    ///
+    /// # Errors
+    /// InvalidArgument for a NIC that it does not have; what the driver reported otherwise.
+    fn open_domain(&self, request: &DomainRequest) -> Result<Arc<dyn ProviderDomain>>;
+}
+
+/// An open domain of a provider. Calls may come from any thread, several at once.
+pub trait ProviderDomain: fmt::Debug + Send + Sync {
+    /// What the NIC offers and needs.
+    fn attr(&self) -> &ProviderAttr;
+
+    /// Registers pieces as one region.
+    ///
+    /// # Errors
+    /// NoKey, KeyRejected, BadAddress, OutOfResources, Unsupported for a backing it cannot import. Nothing
+    /// stays registered or pinned.
+    fn register(&self, request: &RegistrationRequest<'_>, pieces: &[Piece<'_>]) -> Result<ProviderRegion>;
+
+    /// Registers `len` bytes from `offset` of `base` with its own key and rights, without touching pages.
+    ///
+    /// # Errors
+    /// As [`ProviderDomain::register`].
+    fn register_sub(
+        &self,
+        base: ProviderRegion,
+        request: &RegistrationRequest<'_>,
+        offset: u64,
+        len: u64,
+    ) -> Result<ProviderRegion>;
+
+    /// Deregisters. After it returns, the NIC does not touch the memory, transfers in flight included, and
+    /// the keys are dead.
+    ///
+    /// # Errors
+    /// What the driver reported; the region is then still registered.
+    fn deregister(&self, region: ProviderRegion) -> Result<()>;
+
+    /// Makes a region usable that was registered disabled.
+    ///
+    /// # Errors
+    /// What the driver reported.
+    fn enable(&self, region: ProviderRegion) -> Result<()>;
+
+    /// Counts remote writes and atomics of the region in `counter`.
+    ///
+    /// # Errors
+    /// NoSys where the hardware cannot.
+    fn bind_counter(&self, region: ProviderRegion, counter: &Arc<Counter>) -> Result<()>;
+
+    /// Makes the region reachable through `endpoint` only.
+    ///
+    /// # Errors
+    /// InvalidArgument for an endpoint of another domain; NoSys where the hardware cannot.
+    fn bind_endpoint(&self, region: ProviderRegion, endpoint: &dyn ProviderEndpoint) -> Result<()>;
+
+    /// Looks at the pages again: of `ranges` (addresses inside the region), or of all of it if there are none.
+    /// Peers' accesses fail while it runs.
+    ///
+    /// # Errors
+    /// BadAddress if pages are missing; what was promised before for other pages stays.
+    fn refresh(&self, region: ProviderRegion, ranges: &[AddressRange]) -> Result<()>;
+
+    /// The raw key of a region.
+    ///
+    /// # Errors
+    /// What the driver reported.
+    fn raw_key(&self, region: ProviderRegion) -> Result<RawKey>;
+
+    /// Makes a peer's raw key usable in transfers of this domain.
+    ///
+    /// # Errors
+    /// Malformed for bytes that are no raw key; OutOfResources.
+    fn map_raw(&self, base: Iova, len: u64, addressing: Addressing, raw: &RawKey) -> Result<RemoteKey>;
+
+    /// Frees a mapped key.
+    ///
+    /// # Errors
+    /// InvalidKey for a key that this domain did not map.
+    fn unmap_key(&self, key: &RemoteKey) -> Result<()>;
+
+    /// Allocates an unbound window.
+    ///
+    /// # Errors
+    /// Unsupported for a type that the NIC lacks; OutOfResources.
+    fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow>;
+
+    /// Binds a type 1 window, or unbinds it with length 0; the handle comes back with its new key.
+    ///
+    /// # Errors
+    /// BadState for a type 2 window, which is bound by [`crate::transfer::Operation::BindWindow`]; OutOfBounds.
+    fn bind_window(&self, window: ProviderWindow, bind: &WindowBind) -> Result<ProviderWindow>;
+
+    /// Frees a window; its key is dead.
+    ///
+    /// # Errors
+    /// What the driver reported.
+    fn free_window(&self, window: ProviderWindow) -> Result<()>;
+
+    /// Opens a completion queue of at least `depth` entries.
+    ///
+    /// # Errors
+    /// OutOfResources.
+    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>>;
+
+    /// Opens an endpoint.
+    ///
+    /// # Errors
+    /// OutOfResources; InvalidArgument for queues of another provider.
+    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>>;
+
+    /// Executes what was posted, where progress is by hand; returns how many requests it ended. Providers that
+    /// progress by themselves return 0.
+    ///
+    /// # Errors
+    /// A dead device.
+    fn progress(&self) -> Result<usize>;
+
+    /// What the domain holds now.
+    fn live(&self) -> Live;
+}
+
+/// A request to open an endpoint.
+#[derive(Clone, Debug)]
+pub struct EndpointAttr {
+    /// Where completions of transmits go.
+    pub tx_cq: Arc<dyn CompletionQueue>,
+    /// Where completions of receives go.
+    pub rx_cq: Arc<dyn CompletionQueue>,
+    /// Created with the RMA_EVENT capability: regions with counters can be reached through it (EVT-02).
+    pub rma_event: bool,
+    /// Its authorization key; `None` for the domain's.
+    pub auth_key: Option<AuthKey>,
+    /// Counts completed transmits, where given.
+    pub tx_counter: Option<Arc<Counter>>,
+    /// Counts completed receives, where given.
+    pub rx_counter: Option<Arc<Counter>>,
+    /// Requests that can be outstanding in each direction.
+    pub depth: usize,
+}
+
+/// A queue of completions.
+pub trait CompletionQueue: fmt::Debug + Send + Sync {
+    /// Moves up to `max` completions to the end of `out`, after making progress where that is by hand, and
+    /// returns how many.
+    ///
+    /// # Errors
+    /// A dead device, or an overrun queue.
+    fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize>;
+
+    /// For providers: back to their own type.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// An endpoint of a provider domain.
+pub trait ProviderEndpoint: fmt::Debug + Send + Sync {
+    /// The name by which a peer finds it.
+    fn name(&self) -> EndpointName;
+
+    /// Finds (and, for connected transports, connects) the peer of a name.
+    ///
+    /// # Errors
+    /// Unreachable if nobody answers to it; Malformed for bytes that are no name of this provider.
+    fn resolve(&self, name: &EndpointName) -> Result<PeerId>;
+
+    /// Posts a work request. Its segment lists are copied; the memory they name is used until completion.
+    ///
+    /// # Safety
+    /// Local memory named without a descriptor stays valid until the completion.
+    ///
+    /// # Errors
+    /// Again if the queue is full; NoRegion for a descriptor that is missing or foreign; BadAccess. What only
+    /// the target can know comes back as a failed completion.
+    unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()>;
+
+    /// Closes it: outstanding requests complete as canceled.
+    ///
+    /// # Errors
+    /// Busy if a region or a type 2A window is bound to it.
+    fn close(&self) -> Result<()>;
+
+    /// For providers: back to their own type.
+    fn as_any(&self) -> &dyn Any;
+}

@@ -1,0 +1,145 @@
+//! Which iface owns an address.
+//!
+//! Ifaces that could not start are kept with their reasons, so that asking for one names the library or the
+//! cargo feature instead of failing later with a bare errno.
+
+use std::{fmt, sync::Arc};
+
+use crate::{Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, Iface, IfaceKind, Result};
+
+/// Who owns a range: iface, device where there is one, and the allocation where the iface keeps them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Owner {
+    /// The iface.
+    pub iface: IfaceKind,
+    /// The device, for device memory.
+    pub device: Option<DeviceId>,
+    /// The allocation; `None` for system memory.
+    pub allocation: Option<Allocation>,
+}
+
+impl Owner {
+    /// Host memory of the operating system.
+    pub const SYSTEM: Self = Self { iface: IfaceKind::SYSTEM, device: None, allocation: None };
+}
+
+/// The ifaces of this process: those that started, and why the others did not.
+///
+/// Built once and then read by every thread without a lock.
+#[derive(Default)]
+pub struct Registry {
+    system: Option<Arc<dyn Iface>>,
+    devices: Vec<Arc<dyn Iface>>,
+    absent: Vec<(IfaceKind, Error)>,
+}
+
+impl Registry {
+    /// A registry without ifaces.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds an iface.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] if its kind is taken.
+    pub fn add(&mut self, iface: Arc<dyn Iface>) -> Result<()> {
+        let kind = iface.kind();
+        if self.iter().any(|known| known.kind() == kind) {
+            return Err(Error::new(ErrorKind::InvalidArgument, "add iface")
+                .iface(kind)
+                .context("name", iface.name())
+                .remedy("each iface kind can be added once; plug-ins take a number from 0x100 up"));
+        }
+        if kind == IfaceKind::SYSTEM {
+            self.system = Some(iface);
+        } else {
+            self.devices.push(iface);
+        }
+        Ok(())
+    }
+
+    /// Records why an iface is not here.
+    pub fn add_absent(&mut self, kind: IfaceKind, why: Error) {
+        self.absent.push((kind, why));
+    }
+
+    /// Every iface that started, system first.
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<dyn Iface>> {
+        self.system.iter().chain(&self.devices)
+    }
+
+    /// The ifaces that did not start, with the reason.
+    pub fn absent(&self) -> impl Iterator<Item = (IfaceKind, &Error)> {
+        self.absent.iter().map(|(kind, error)| (*kind, error))
+    }
+
+    /// The iface of a kind.
+    ///
+    /// # Errors
+    /// Unavailable or Unsupported with the reason that the iface gave when it did not start;
+    /// InvalidArgument for a kind that nobody added.
+    pub fn get(&self, kind: IfaceKind) -> Result<&Arc<dyn Iface>> {
+        self.iter().find(|iface| iface.kind() == kind).ok_or_else(|| {
+            match self.absent.iter().find(|(absent, _)| *absent == kind) {
+                Some((_, why)) => {
+                    let mut error = Error::new(why.kind(), "iface").iface(kind).context("why", why);
+                    if let Some(remedy) = why.remedy_text() {
+                        error = error.remedy(remedy.to_owned());
+                    }
+                    error
+                }
+                None => Error::new(ErrorKind::InvalidArgument, "iface")
+                    .iface(kind)
+                    .remedy("add the iface to the builder before using its memory"),
+            }
+        })
+    }
+
+    /// The owner of one address: the device iface that knows it, or the system.
+    ///
+    /// # Errors
+    /// A failed driver call.
+    #[inline]
+    pub fn owner_of(&self, address: Address) -> Result<Owner> {
+        for iface in &self.devices {
+            if let Some(allocation) = iface.query(address)? {
+                return Ok(Owner {
+                    iface: allocation.iface,
+                    device: allocation.device,
+                    allocation: Some(allocation),
+                });
+            }
+        }
+        Ok(Owner::SYSTEM)
+    }
+
+    /// The owner of a whole range.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`] if the range leaves the allocation that its first byte lies in (several
+    /// adjacent allocations are not one).
+    pub fn owner_of_range(&self, range: AddressRange) -> Result<Owner> {
+        let owner = self.owner_of(range.start())?;
+        match owner.allocation {
+            Some(allocation) if !allocation.range.contains_range(range) => {
+                Err(Error::new(ErrorKind::OutOfBounds, "owner of range")
+                    .iface(owner.iface)
+                    .context("range", range)
+                    .context("allocation", allocation.range)
+                    .remedy("the range must lie in one allocation"))
+            }
+            _ => Ok(owner),
+        }
+    }
+}
+
+impl fmt::Debug for Registry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Registry")
+            .field("ifaces", &self.iter().map(|iface| iface.name()).collect::<Vec<_>>())
+            .field("absent", &self.absent)
+            .finish()
+    }
+}

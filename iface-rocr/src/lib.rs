@@ -1,0 +1,1 @@
+//! iface-rocr

@@ -1,0 +1,3 @@
+//! hmem
+
+pub use hmem_core::*;
