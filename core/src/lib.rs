@@ -1,7 +1,7 @@
 //! Words and rules of memory registration, without any vendor's code.
 //!
 //! An [`Iface`] knows memory: which allocation an address lies in, how to copy it, how to export it. A
-//! [`provider`] knows a NIC: registering, keys, transfers. A `Domain` ties them together and implements the
+//! [`provider`] knows a NIC: registering, keys, transfers. A [`Domain`] ties them together and implements the
 //! semantics of libfabric's `fi_mr(3)` once, above both. How memory is reached is a [`Decision`] that stays with
 //! the region.
 //!
@@ -16,7 +16,10 @@ mod access;
 mod address;
 mod allocation;
 pub mod counter;
+#[allow(unsafe_code)]
+mod domain;
 mod error;
+pub mod event_queue;
 mod flags;
 #[allow(unsafe_code)]
 pub mod iface;
@@ -33,6 +36,11 @@ pub mod transfer;
 pub use access::Access;
 pub use address::{Address, AddressRange, AllocOffset, DmaBufOffset, Iova};
 pub use allocation::{Allocation, AllocationId, AllocationKind, Segment};
+pub use domain::{
+    Atomic, DeviceBuffer, DmaBufAttr, Domain, DomainAttr, Endpoint, MemoryRegion, MemoryWindow, MrAttr,
+    OwnedBuffer, Prefault, Progress, RegionSlice, RegionState, Registered, Scoped, VecParts, os_page_sizes,
+    prefault,
+};
 pub use error::{DriverCode, Errno, Error, ErrorKind, Rejected, Result};
 pub use flags::{BindFlags, DomainBindFlags, MrFlags};
 pub use iface::{Iface, IfaceExt};

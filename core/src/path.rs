@@ -1,13 +1,13 @@
 //! How the NIC gets at memory, and why that way: the decision is a value that is kept with the region.
 
-use std::{fmt, sync::Arc};
+use std::{fmt, os::fd::BorrowedFd, sync::Arc};
 
 use serde::{Serialize, Serializer};
 
 use crate::{
-    AddressRange, DeviceId, Error, IfaceKind, Result,
+    AddressRange, DeviceId, DmaBufOffset, Error, IfaceKind, Result,
     iface::DmaBufMapping,
-    provider::{ProviderDomain, ProviderRegion, RegistrationRequest},
+    provider::{Nic, ProviderDomain, ProviderRegion, RegistrationRequest},
     registry::{Owner, Registry},
 };
 
@@ -159,11 +159,13 @@ impl fmt::Display for Decision {
 #[derive(Debug)]
 pub struct PathRequest<'a> {
     /// What to register; the decider adds the pieces.
-    pub registration: &'a RegistrationRequest<'a>,
+    pub registration: RegistrationRequest<'a>,
     /// The ranges, at least one.
     pub ranges: &'a [AddressRange],
-    /// Who owns them (all the same).
-    pub owner: &'a Owner,
+    /// A dma-buf that the application brought along (MR_DMABUF), for the one range.
+    pub dma_buf: Option<(BorrowedFd<'a>, DmaBufOffset)>,
+    /// Who owns the ranges (all the same).
+    pub owner: Owner,
     /// Whether the region owns the memory, so that it cannot go while registered.
     pub owned: bool,
     /// The policy of the domain.
@@ -175,12 +177,16 @@ pub struct PathRequest<'a> {
 pub struct PathOutcome {
     /// The provider's handle.
     pub region: ProviderRegion,
-    /// Why it is reached in this way.
-    pub decision: Arc<Decision>,
+    /// Why it is reached in this way; `None` for [`PathDecider::plain_host`]'s decision, which every
+    /// registration of ordinary host memory shares.
+    pub decision: Option<Arc<Decision>>,
 }
 
 /// Finds the path for each registration and registers over it. Implemented by `hmem-p2p`.
 pub trait PathDecider: fmt::Debug + Send + Sync {
+    /// The decision for ordinary host memory on `nic`.
+    fn plain_host(&self, nic: &Nic) -> Decision;
+
     /// Decides, exports, registers.
     ///
     /// On an error nothing is registered and nothing exported.

@@ -1,0 +1,168 @@
+//! Asynchronous registration: one worker thread for each domain with an event queue bound.
+//!
+//! A job holds the region, so that a region dropped while it waits is registered and deregistered by the worker
+//! alone, or not at all; nothing calls back into freed state (EVT-03).
+
+use std::{
+    collections::VecDeque,
+    os::fd::{AsFd, OwnedFd},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread::JoinHandle,
+};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::{
+    MemoryRegion, Prefault,
+    attr::{DmaBufAttr, MrAttr},
+    inner::RegionInner,
+};
+use crate::{
+    AuthKey, DmaBufOffset, Errno, Error, ErrorKind, Result,
+    event_queue::{Event, EventQueue, RegionId},
+};
+
+impl RegionId {
+    pub(super) fn next() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// A registration to do, with nothing borrowed.
+pub(super) struct Job {
+    region: Arc<RegionInner>,
+    attr: MrAttr<'static>,
+    auth_key: Option<AuthKey>,
+    dma_buf: Option<(OwnedFd, DmaBufOffset, u64)>,
+}
+
+#[derive(Default)]
+struct Queue {
+    jobs: Mutex<(VecDeque<Job>, bool)>,
+    arrived: Condvar,
+}
+
+pub(super) struct Worker {
+    queue: Arc<Queue>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Worker {
+    pub(super) fn start(events: Arc<EventQueue>) -> Result<Self> {
+        let queue = Arc::new(Queue::default());
+        let shared = Arc::clone(&queue);
+        let thread = std::thread::Builder::new()
+            .name("hmem-register".into())
+            .spawn(move || shared.run(&events))
+            .map_err(|error| {
+                Error::new(ErrorKind::OutOfResources, "domain bind")
+                    .caused_by(error)
+                    .context("thread", "hmem-register")
+            })?;
+        Ok(Self { queue, thread: Some(thread) })
+    }
+
+    /// Copies what the request borrows. The progress callback of a prefault stays behind: it would outlive the call.
+    pub(super) fn job(&self, region: &MemoryRegion, attr: &MrAttr<'_>) -> Result<Job> {
+        let dma_buf = match attr.dma_buf {
+            None => None,
+            Some(buffer) => {
+                let fd = buffer.fd.try_clone_to_owned().map_err(|error| {
+                    Error::os(Errno::of(&error), "dup")
+                        .context("fd", "the dma-buf of an asynchronous registration")
+                })?;
+                Some((fd, buffer.offset, buffer.len))
+            }
+        };
+        Ok(Job {
+            region: Arc::clone(region.inner()),
+            attr: MrAttr {
+                requested_key: attr.requested_key,
+                context: attr.context,
+                iface: attr.iface,
+                device: attr.device,
+                page_size: attr.page_size,
+                prefault: attr.prefault.map(|prefault| Prefault { progress: None, ..prefault }),
+                ..MrAttr::new(&[], attr.access)
+            },
+            auth_key: attr.auth_key.cloned(),
+            dma_buf,
+        })
+    }
+
+    pub(super) fn submit(&self, job: Job) {
+        self.queue.jobs.lock().0.push_back(job);
+        self.queue.arrived.notify_one();
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.queue.jobs.lock().1 = true;
+        self.queue.arrived.notify_one();
+        // The last region of a domain may be dropped by the worker itself, which cannot wait for its own end.
+        if let Some(thread) = self.thread.take()
+            && thread.thread().id() != std::thread::current().id()
+            && thread.join().is_err()
+        {
+            tracing::error!("the registration thread panicked");
+        }
+    }
+}
+
+impl Queue {
+    fn run(&self, events: &EventQueue) {
+        loop {
+            let job = {
+                let mut jobs = self.jobs.lock();
+                loop {
+                    if let Some(job) = jobs.0.pop_front() {
+                        break job;
+                    }
+                    if jobs.1 {
+                        return;
+                    }
+                    self.arrived.wait(&mut jobs);
+                }
+            };
+            job.run(events);
+        }
+    }
+}
+
+impl Job {
+    fn run(self, events: &EventQueue) {
+        let region = self.region;
+        let id = region.id().unwrap_or(RegionId(0));
+        let context = region.context();
+        let result = if region.start_registering() {
+            let attr = MrAttr {
+                auth_key: self.auth_key.as_ref(),
+                dma_buf: self.dma_buf.as_ref().map(|(fd, offset, len)| DmaBufAttr {
+                    fd: fd.as_fd(),
+                    offset: *offset,
+                    len: *len,
+                    base_addr: None,
+                }),
+                ..self.attr
+            };
+            let domain = region.domain();
+            let outcome = domain.register_pages(&region, &attr);
+            outcome.map(|outcome| region.complete(outcome)).inspect_err(|_| region.fail())
+        } else {
+            Err(Error::new(ErrorKind::Canceled, "regattr").context("why", "closed before it was registered"))
+        };
+        // In this order: once the region is let go, nothing of the job keeps it or its domain busy; then a waiting
+        // close goes on; then the event can be read.
+        let ended = region.ended();
+        drop(region);
+        if let Some(ended) = ended {
+            ended.signal();
+        }
+        events.push(Event { region: id, context, result });
+    }
+}

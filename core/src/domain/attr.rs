@@ -1,0 +1,131 @@
+//! Attributes of domains and registrations.
+
+use std::{fmt, os::fd::BorrowedFd};
+
+use crate::{
+    Access, Address, AddressRange, AuthKey, DeviceId, DmaBufOffset, IfaceKind, MrMode, domain::MemoryRegion,
+    path::P2pPolicy,
+};
+
+/// How to open a domain (`fi_domain_attr` and the capabilities of `fi_getinfo`).
+#[derive(Clone, Debug)]
+pub struct DomainAttr {
+    /// The NIC's name; `None` for the provider's first.
+    pub nic: Option<String>,
+    /// The mr_mode bits that the application is ready for.
+    pub mr_mode: MrMode,
+    /// Whether the application uses device memory (`FI_HMEM`). Without it `MrAttr::iface` is ignored.
+    pub hmem: bool,
+    /// The authorization key of regions and endpoints that name none.
+    pub auth_key: AuthKey,
+    /// Whether device memory may, should or must be reached directly.
+    pub p2p: P2pPolicy,
+}
+
+impl Default for DomainAttr {
+    /// Ready for what hardware usually needs, with device memory, direct where possible.
+    fn default() -> Self {
+        Self {
+            nic: None,
+            mr_mode: MrMode::LOCAL | MrMode::VIRT_ADDR | MrMode::ALLOCATED | MrMode::PROV_KEY | MrMode::HMEM,
+            hmem: true,
+            auth_key: AuthKey::default(),
+            p2p: P2pPolicy::Enabled,
+        }
+    }
+}
+
+/// A dma-buf to register (`struct fi_mr_dmabuf`).
+#[derive(Clone, Copy, Debug)]
+pub struct DmaBufAttr<'a> {
+    /// The dma-buf; the registration outlives it.
+    pub fd: BorrowedFd<'a>,
+    /// Where the region starts in it.
+    pub offset: DmaBufOffset,
+    /// Bytes, more than 0.
+    pub len: u64,
+    /// The address that the application knows the buffer's start by; `None` counts as 0. In VIRT_ADDR mode peers
+    /// address from `base_addr + offset`.
+    pub base_addr: Option<Address>,
+}
+
+/// Where a long registration reports: bytes done and bytes in all.
+pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
+
+/// Touching pages before they are registered.
+#[derive(Clone, Copy)]
+pub struct Prefault<'a> {
+    /// Threads to use; 0 for one per CPU. Ranges under 64 MiB use one.
+    pub threads: usize,
+    /// Told after each chunk, from any of the threads.
+    pub progress: Option<Progress<'a>>,
+}
+
+impl fmt::Debug for Prefault<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Prefault").field("threads", &self.threads).finish_non_exhaustive()
+    }
+}
+
+/// What to register (`struct fi_mr_attr`).
+#[derive(Clone, Copy, Debug)]
+pub struct MrAttr<'a> {
+    /// The ranges, 1 to `mr_iov_limit`; none with [`MrAttr::dma_buf`].
+    pub ranges: &'a [AddressRange],
+    /// Rights.
+    pub access: Access,
+    /// Reserved: 0.
+    pub offset: u64,
+    /// The key to use, unless the mode is PROV_KEY.
+    pub requested_key: u64,
+    /// Returned with the event of an asynchronous registration.
+    pub context: u64,
+    /// Who may reach the region; `None` for the domain's key.
+    pub auth_key: Option<&'a AuthKey>,
+    /// The owner of the memory, if the caller knows it; found out otherwise. Ignored without the HMEM capability.
+    pub iface: Option<IfaceKind>,
+    /// The device, if the caller knows it.
+    pub device: Option<DeviceId>,
+    /// Reserved: 0.
+    pub hmem_data: u64,
+    /// The page size that the provider should use, in bytes; 0 leaves it to the provider.
+    pub page_size: usize,
+    /// Registers inside this region instead of on its own.
+    pub base: Option<&'a MemoryRegion>,
+    /// A hint: how many sub-regions will follow.
+    pub sub_mr_count: usize,
+    /// The buffer, with [`MrFlags::MR_DMABUF`](crate::MrFlags::MR_DMABUF).
+    pub dma_buf: Option<DmaBufAttr<'a>>,
+    /// Touches host pages first, in parallel.
+    pub prefault: Option<Prefault<'a>>,
+}
+
+impl<'a> MrAttr<'a> {
+    /// Registers `ranges` with `access`, and nothing else asked for.
+    #[must_use]
+    pub const fn new(ranges: &'a [AddressRange], access: Access) -> Self {
+        Self {
+            ranges,
+            access,
+            offset: 0,
+            requested_key: 0,
+            context: 0,
+            auth_key: None,
+            iface: None,
+            device: None,
+            hmem_data: 0,
+            page_size: 0,
+            base: None,
+            sub_mr_count: 0,
+            dma_buf: None,
+            prefault: None,
+        }
+    }
+
+    /// With a requested key.
+    #[must_use]
+    pub const fn key(mut self, requested_key: u64) -> Self {
+        self.requested_key = requested_key;
+        self
+    }
+}

@@ -1,0 +1,382 @@
+//! The safe door: regions that own their memory.
+
+use std::{
+    fmt,
+    mem::ManuallyDrop,
+    ops::Deref,
+    ptr::NonNull,
+    sync::{
+        Arc,
+        atomic::{AtomicU8, Ordering},
+    },
+};
+
+use super::{DomainInner, MemoryRegion, MrAttr, inner::MemoryOwner};
+use crate::{
+    Address, AddressRange, Allocation, Error, ErrorKind, Iface, IfaceExt, MrFlags, Rejected, Result,
+    iface::AllocRequest, transfer::LocalSegment,
+};
+
+/// A buffer that a region can own.
+///
+/// # Safety
+/// For as long as the parts live, the range that [`OwnedBuffer::range`] returns is valid memory of its iface that
+/// does not move, and no Rust reference to it exists: the parts are plain addresses.
+pub unsafe trait OwnedBuffer: Sized {
+    /// The buffer taken apart. Dropping the parts frees the memory.
+    type Parts: Send + Sync + 'static;
+
+    /// Takes the buffer apart.
+    fn into_parts(self) -> Self::Parts;
+
+    /// Puts it together again.
+    fn from_parts(parts: Self::Parts) -> Self;
+
+    /// The memory. May be empty; registering it is then refused.
+    fn range(parts: &Self::Parts) -> AddressRange;
+
+    /// Copies bytes out, from `offset` bytes in; in bounds by the caller's check.
+    ///
+    /// # Errors
+    /// What the device reported.
+    fn read(parts: &Self::Parts, offset: u64, into: &mut [u8]) -> Result<()>;
+
+    /// Copies bytes in, from `offset` bytes in; in bounds by the caller's check.
+    ///
+    /// # Errors
+    /// What the device reported.
+    fn write(parts: &Self::Parts, offset: u64, from: &[u8]) -> Result<()>;
+}
+
+/// Copies host bytes that a NIC may be writing. Byte-wise atomics make a race a mixture of old and new bytes
+/// instead of undefined behaviour.
+pub(super) fn copy_out(from: Address, into: &mut [u8]) {
+    for (at, byte) in into.iter_mut().enumerate() {
+        *byte = cell(from, at).load(Ordering::Relaxed);
+    }
+    std::sync::atomic::fence(Ordering::Acquire);
+}
+
+/// The other way.
+pub(super) fn copy_in(to: Address, from: &[u8]) {
+    for (at, byte) in from.iter().enumerate() {
+        cell(to, at).store(*byte, Ordering::Relaxed);
+    }
+    std::sync::atomic::fence(Ordering::Release);
+}
+
+fn cell<'a>(base: Address, at: usize) -> &'a AtomicU8 {
+    // SAFETY: callers pass addresses inside memory that a region owns (or borrows for a scope) as host memory,
+    // checked to be in bounds; nobody holds a non-atomic reference to it meanwhile.
+    unsafe { AtomicU8::from_ptr((base.0 as usize + at) as *mut u8) }
+}
+
+/// A `Vec<u8>` taken apart: pointer, length and capacity, freed on drop.
+#[derive(Debug)]
+pub struct VecParts {
+    pointer: NonNull<u8>,
+    len: usize,
+    capacity: usize,
+}
+
+// SAFETY: the parts own their heap block exclusively and hand out no references into it.
+unsafe impl Send for VecParts {}
+// SAFETY: through a shared reference the block is only accessed by byte-wise atomics.
+unsafe impl Sync for VecParts {}
+
+impl VecParts {
+    fn new(vec: Vec<u8>) -> Self {
+        let mut vec = ManuallyDrop::new(vec);
+        let (len, capacity) = (vec.len(), vec.capacity());
+        // SAFETY: a Vec's pointer is never null.
+        let pointer = unsafe { NonNull::new_unchecked(vec.as_mut_ptr()) };
+        Self { pointer, len, capacity }
+    }
+
+    fn into_vec(self) -> Vec<u8> {
+        let parts = ManuallyDrop::new(self);
+        // SAFETY: the three came from one Vec in `new`, and `ManuallyDrop` keeps the block from being freed twice.
+        unsafe { Vec::from_raw_parts(parts.pointer.as_ptr(), parts.len, parts.capacity) }
+    }
+
+    fn address(&self) -> Address {
+        Address::of_ptr(self.pointer.as_ptr())
+    }
+}
+
+impl Drop for VecParts {
+    fn drop(&mut self) {
+        // SAFETY: the three came from one Vec in `new`; `into_vec` does not run this drop.
+        drop(unsafe { Vec::from_raw_parts(self.pointer.as_ptr(), self.len, self.capacity) });
+    }
+}
+
+macro_rules! heap_buffer {
+    ($($buffer:ty: $into:expr, $from:expr;)+) => {$(
+        // SAFETY: the heap block stays where it is until the parts are dropped, and `VecParts` holds it as a raw
+        // pointer.
+        unsafe impl OwnedBuffer for $buffer {
+            type Parts = VecParts;
+
+            fn into_parts(self) -> VecParts {
+                VecParts::new($into(self))
+            }
+
+            fn from_parts(parts: VecParts) -> Self {
+                $from(parts.into_vec())
+            }
+
+            fn range(parts: &VecParts) -> AddressRange {
+                AddressRange::new(parts.address(), parts.len as u64).unwrap_or_else(|_| AddressRange::of::<u8>(&[]))
+            }
+
+            fn read(parts: &VecParts, offset: u64, into: &mut [u8]) -> Result<()> {
+                copy_out(Address(parts.address().0 + offset), into);
+                Ok(())
+            }
+
+            fn write(parts: &VecParts, offset: u64, from: &[u8]) -> Result<()> {
+                copy_in(Address(parts.address().0 + offset), from);
+                Ok(())
+            }
+        }
+    )+};
+}
+
+heap_buffer! {
+    Vec<u8>: std::convert::identity, std::convert::identity;
+    Box<[u8]>: <[u8]>::into_vec, Vec::into_boxed_slice;
+}
+
+/// Memory allocated from any iface, freed on drop.
+pub struct DeviceBuffer {
+    iface: Arc<dyn Iface>,
+    allocation: Allocation,
+}
+
+impl DeviceBuffer {
+    /// Allocates.
+    ///
+    /// # Errors
+    /// As [`Iface::allocate`], and [`ErrorKind::ZeroLength`].
+    pub fn allocate(iface: &Arc<dyn Iface>, request: &AllocRequest) -> Result<Self> {
+        if request.len == 0 {
+            return Err(Error::new(ErrorKind::ZeroLength, "allocate").iface(iface.kind()));
+        }
+        let allocation = iface.allocate(request)?;
+        Ok(Self { iface: Arc::clone(iface), allocation })
+    }
+
+    /// What was allocated.
+    #[must_use]
+    pub fn allocation(&self) -> &Allocation {
+        &self.allocation
+    }
+
+    /// The iface that it is from.
+    #[must_use]
+    pub fn iface(&self) -> &Arc<dyn Iface> {
+        &self.iface
+    }
+
+    fn slice(&self, offset: u64, len: u64) -> Result<AddressRange> {
+        self.allocation.range.slice(offset, len).ok_or_else(|| {
+            Error::new(ErrorKind::OutOfBounds, "copy")
+                .iface(self.iface.kind())
+                .context("offset", offset)
+                .context("length", len)
+                .context("allocation", self.allocation.range)
+        })
+    }
+
+    /// Copies bytes out.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        self.iface.read(self.slice(offset, into.len() as u64)?.start(), into)
+    }
+
+    /// Copies bytes in.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
+    pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
+        self.iface.write(self.slice(offset, from.len() as u64)?.start(), from)
+    }
+}
+
+impl Drop for DeviceBuffer {
+    fn drop(&mut self) {
+        // SAFETY: the buffer owns the allocation and hands out no references into it.
+        if let Err(error) = unsafe { self.iface.free(&self.allocation) } {
+            tracing::error!(%error, "device memory could not be freed");
+        }
+    }
+}
+
+impl fmt::Debug for DeviceBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceBuffer")
+            .field("iface", &self.iface.name())
+            .field("allocation", &self.allocation)
+            .finish()
+    }
+}
+
+// SAFETY: the allocation stays where it is until it is freed on drop; no references into it exist, since
+// addresses of an iface are not pointers.
+unsafe impl OwnedBuffer for DeviceBuffer {
+    type Parts = Self;
+
+    fn into_parts(self) -> Self {
+        self
+    }
+
+    fn from_parts(parts: Self) -> Self {
+        parts
+    }
+
+    fn range(parts: &Self) -> AddressRange {
+        parts.allocation.range
+    }
+
+    fn read(parts: &Self, offset: u64, into: &mut [u8]) -> Result<()> {
+        parts.read(offset, into)
+    }
+
+    fn write(parts: &Self, offset: u64, from: &[u8]) -> Result<()> {
+        parts.write(offset, from)
+    }
+}
+
+/// A piece of a region that owns its memory: what the safe transfers of an [`Endpoint`](super::Endpoint) take.
+///
+/// It may outlive the region: the descriptor in it is refused once the region is closed.
+#[derive(Clone, Copy, Debug)]
+pub struct RegionSlice(LocalSegment);
+
+impl RegionSlice {
+    pub(super) fn of(region: &MemoryRegion, offset: u64, len: u64) -> Result<Self> {
+        let range = region.range().slice(offset, len).ok_or_else(|| {
+            Error::new(ErrorKind::OutOfBounds, "slice")
+                .context("offset", offset)
+                .context("length", len)
+                .context("region", region.range())
+        })?;
+        Ok(Self(LocalSegment { address: range.start(), len, desc: Some(region.desc()?) }))
+    }
+
+    #[inline]
+    pub(super) fn segment(self) -> LocalSegment {
+        self.0
+    }
+
+    pub(super) fn address(self) -> Address {
+        self.0.address
+    }
+}
+
+/// A region together with the buffer that it owns.
+///
+/// The bytes are reached by copies: no slice is handed out while a NIC may write to them. Derefs to the region.
+///
+/// If a sub-region or a window still needs the memory when this is dropped, the last of them frees it.
+pub struct Registered<B: OwnedBuffer> {
+    region: MemoryRegion,
+    parts: Arc<B::Parts>,
+}
+
+impl<B: OwnedBuffer> Registered<B> {
+    pub(super) fn register(
+        domain: &Arc<DomainInner>,
+        buffer: B,
+        attr: &MrAttr<'_>,
+        flags: MrFlags,
+    ) -> Result<Self, Rejected<B>> {
+        if attr.base.is_some() || attr.dma_buf.is_some() {
+            let error = Error::new(ErrorKind::InvalidArgument, "register")
+                .remedy("a buffer is registered on its own: use regattr for sub-regions and dma-bufs");
+            return Err(Rejected::new(buffer, error));
+        }
+        let parts = Arc::new(buffer.into_parts());
+        let range = [B::range(&parts)];
+        let attr = MrAttr { ranges: &range, ..*attr };
+        let owner: MemoryOwner = Arc::clone(&parts) as _;
+        let region =
+            domain.prepare(&attr, flags, Some(owner)).and_then(|region| domain.submit(region, &attr));
+        match region {
+            Ok(region) => Ok(Self { region, parts }),
+            Err(error) => Err(Rejected::new(B::from_parts(sole(parts)), error)),
+        }
+    }
+
+    /// A piece for the safe transfers of an endpoint.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`] if it reaches outside; [`ErrorKind::BadState`] before the registration completed.
+    pub fn slice(&self, offset: u64, len: u64) -> Result<RegionSlice> {
+        RegionSlice::of(&self.region, offset, len)
+    }
+
+    fn check(&self, offset: u64, len: u64) -> Result<()> {
+        if self.region.range().slice(offset, len).is_some() {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::OutOfBounds, "copy")
+            .context("offset", offset)
+            .context("length", len)
+            .context("region", self.region.range()))
+    }
+
+    /// Copies bytes out. Bytes that the NIC writes meanwhile come out in any mixture; those of a completed transfer are
+    /// all there.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        self.check(offset, into.len() as u64)?;
+        B::read(&self.parts, offset, into)
+    }
+
+    /// Copies bytes in.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
+    pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
+        self.check(offset, from.len() as u64)?;
+        B::write(&self.parts, offset, from)
+    }
+
+    /// Closes the region and gives the buffer back.
+    ///
+    /// # Errors
+    /// As [`MemoryRegion::close`]; the region comes back, still working.
+    pub fn close(self) -> Result<B, Rejected<Self>> {
+        match self.region.inner().close() {
+            Ok(()) => {}
+            Err(error) => return Err(Rejected::new(self, error)),
+        }
+        drop(self.region.inner().release_owner());
+        Ok(B::from_parts(sole(self.parts)))
+    }
+}
+
+/// The parts, once the region has let go of them.
+fn sole<P>(parts: Arc<P>) -> P {
+    Arc::into_inner(parts).expect("only the region shared the parts, and it was closed or never made")
+}
+
+impl<B: OwnedBuffer> Deref for Registered<B> {
+    type Target = MemoryRegion;
+
+    fn deref(&self) -> &MemoryRegion {
+        &self.region
+    }
+}
+
+impl<B: OwnedBuffer> fmt::Debug for Registered<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Registered").field(&self.region).finish()
+    }
+}

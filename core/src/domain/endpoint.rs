@@ -1,0 +1,219 @@
+//! Endpoints of a domain, and transfers that need no `unsafe`.
+
+use std::{fmt, sync::Arc};
+
+use super::{DomainInner, buffer::RegionSlice};
+use crate::{
+    ErrorKind, Rejected, RemoteKey, Result,
+    provider::{EndpointAttr, ProviderEndpoint},
+    transfer::{
+        AtomicOp, AtomicType, EndpointName, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest,
+    },
+};
+
+/// An endpoint: posts transfers and receives messages.
+///
+/// The safe methods take [`RegionSlice`]s, pieces of regions that own their memory; [`Endpoint::post`] takes raw
+/// addresses.
+pub struct Endpoint {
+    inner: Arc<dyn ProviderEndpoint>,
+    domain: Arc<DomainInner>,
+    closed: bool,
+}
+
+/// An atomic operation over owned memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Atomic<'a> {
+    /// The operation.
+    pub op: AtomicOp,
+    /// The element.
+    pub datatype: AtomicType,
+    /// The target.
+    pub remote: RemoteSegment<'a>,
+    /// The operands.
+    pub operand: RegionSlice,
+    /// Where the old values go, for fetching and comparing forms.
+    pub result: Option<RegionSlice>,
+    /// What to compare with, for comparing forms.
+    pub compare: Option<RegionSlice>,
+}
+
+const INLINE_SEGMENTS: usize = 8;
+
+impl Endpoint {
+    pub(super) fn open(domain: &Arc<DomainInner>, attr: &EndpointAttr) -> Result<Self> {
+        let inner = domain.provider().open_endpoint(attr)?;
+        Ok(Self { inner, domain: Arc::clone(domain), closed: false })
+    }
+
+    pub(super) fn domain(&self) -> &Arc<DomainInner> {
+        &self.domain
+    }
+
+    pub(super) fn provider(&self) -> &dyn ProviderEndpoint {
+        &*self.inner
+    }
+
+    /// The name to send to peers.
+    #[must_use]
+    pub fn name(&self) -> EndpointName {
+        self.inner.name()
+    }
+
+    /// Finds the peer of a name.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unreachable`] if nobody answers to it; [`ErrorKind::Malformed`] for bytes that are no name.
+    pub fn resolve(&self, name: &EndpointName) -> Result<PeerId> {
+        self.inner.resolve(name)
+    }
+
+    /// Posts any work request over raw addresses.
+    ///
+    /// # Safety
+    /// Until its completion, local memory named without a descriptor stays valid and, where the operation writes
+    /// it, unreferenced.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Again`] if the queue is full; [`ErrorKind::NoRegion`] for a descriptor that is missing or foreign. What
+    /// only the target can know comes back as a failed completion.
+    #[inline]
+    pub unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.inner.post(request) }
+    }
+
+    #[inline]
+    fn post_slices(
+        &self,
+        operation: Operation<'_>,
+        local: &[RegionSlice],
+        peer: PeerId,
+        context: u64,
+    ) -> Result<()> {
+        if local.len() > INLINE_SEGMENTS {
+            let segments: Vec<_> = local.iter().map(|slice| slice.segment()).collect();
+            // SAFETY: as below.
+            return unsafe { self.inner.post(&WorkRequest { operation, local: &segments, peer, context }) };
+        }
+        let empty = LocalSegment { address: crate::Address(0), len: 0, desc: None };
+        let mut segments = [empty; INLINE_SEGMENTS];
+        for (segment, slice) in segments.iter_mut().zip(local) {
+            *segment = slice.segment();
+        }
+        let request = WorkRequest { operation, local: &segments[..local.len()], peer, context };
+        // SAFETY: every segment carries the descriptor of a region that owns its memory; the provider refuses it
+        // once that region is closed, and the memory is not freed before.
+        unsafe { self.inner.post(&request) }
+    }
+
+    /// RMA write of `local` to `remote`, each as one run of bytes.
+    ///
+    /// # Errors
+    /// As [`Endpoint::post`].
+    #[inline]
+    pub fn write(
+        &self,
+        local: &[RegionSlice],
+        remote: &[RemoteSegment<'_>],
+        peer: PeerId,
+        context: u64,
+    ) -> Result<()> {
+        self.post_slices(Operation::Write { remote }, local, peer, context)
+    }
+
+    /// RMA read of `remote` into `local`, each as one run of bytes.
+    ///
+    /// # Errors
+    /// As [`Endpoint::post`].
+    pub fn read(
+        &self,
+        local: &[RegionSlice],
+        remote: &[RemoteSegment<'_>],
+        peer: PeerId,
+        context: u64,
+    ) -> Result<()> {
+        self.post_slices(Operation::Read { remote }, local, peer, context)
+    }
+
+    /// An atomic operation.
+    ///
+    /// # Errors
+    /// As [`Endpoint::post`].
+    pub fn atomic(&self, atomic: &Atomic<'_>, peer: PeerId, context: u64) -> Result<()> {
+        let operation = Operation::Atomic {
+            op: atomic.op,
+            datatype: atomic.datatype,
+            remote: atomic.remote,
+            result: atomic.result.map(|slice| slice.segment()),
+            compare: atomic.compare.map(|slice| slice.segment()),
+        };
+        self.post_slices(operation, &[atomic.operand], peer, context)
+    }
+
+    /// Sends a message, tagged if `tag` is given.
+    ///
+    /// # Errors
+    /// As [`Endpoint::post`].
+    pub fn send(&self, local: &[RegionSlice], tag: Option<u64>, peer: PeerId, context: u64) -> Result<()> {
+        self.post_slices(Operation::Send { tag, invalidate: None }, local, peer, context)
+    }
+
+    /// Sends a message and has the receiver's NIC invalidate a type 2 window's key.
+    ///
+    /// # Errors
+    /// As [`Endpoint::post`].
+    pub fn send_invalidate(
+        &self,
+        local: &[RegionSlice],
+        key: &RemoteKey,
+        peer: PeerId,
+        context: u64,
+    ) -> Result<()> {
+        self.post_slices(Operation::Send { tag: None, invalidate: Some(key) }, local, peer, context)
+    }
+
+    /// Posts a buffer for one message; `tag` is a tag and a mask of bits to ignore.
+    ///
+    /// # Errors
+    /// As [`Endpoint::post`].
+    pub fn receive(&self, local: &[RegionSlice], tag: Option<(u64, u64)>, context: u64) -> Result<()> {
+        self.post_slices(Operation::Receive { tag, from: None }, local, PeerId(0), context)
+    }
+
+    /// Closes the endpoint; outstanding requests complete as canceled.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] with the endpoint back, as long as a region (ENDPOINT mode) or a type 2A window is bound.
+    pub fn close(mut self) -> Result<(), Rejected<Self>> {
+        match self.inner.close() {
+            Ok(()) => {
+                self.closed = true;
+                Ok(())
+            }
+            Err(error) => Err(Rejected::new(self, error)),
+        }
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        if self.closed {
+            return;
+        }
+        // A region that is bound keeps the provider's endpoint alive, and is unreachable from now on.
+        match self.inner.close() {
+            Ok(()) => {}
+            Err(error) if error.kind() == ErrorKind::Busy => {
+                tracing::debug!(%error, "endpoint dropped with something bound to it");
+            }
+            Err(error) => tracing::error!(%error, "endpoint could not be closed"),
+        }
+    }
+}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Endpoint").field("name", &self.name()).finish_non_exhaustive()
+    }
+}

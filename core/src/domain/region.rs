@@ -1,0 +1,351 @@
+//! Memory regions: what a registration hands out.
+
+use std::{
+    fmt,
+    sync::{Arc, atomic::Ordering},
+};
+
+use crate::{
+    Access, AddressRange, BindFlags, Decision, DeviceId, Error, ErrorKind, IfaceKind, Iova, LocalKey,
+    MrFlags, MrMode, RawKey, Rejected, RemoteKey, Result,
+    counter::Counter,
+    domain::{
+        DomainInner, MrAttr,
+        endpoint::Endpoint,
+        inner::{MemoryOwner, RegionInner},
+        validate::Checked,
+    },
+    event_queue::RegionId,
+};
+
+/// Where a region is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum RegionState {
+    /// Waiting for its asynchronous registration.
+    Pending = 0,
+    /// Being registered by the worker.
+    Registering = 1,
+    /// Registered, not usable before [`MemoryRegion::enable`].
+    Disabled = 2,
+    /// In use.
+    Enabled = 3,
+    /// Its asynchronous registration failed.
+    Failed = 4,
+    /// Closed, or given up before it was registered.
+    Closed = 5,
+}
+
+impl RegionState {
+    pub(super) fn from_u8(state: u8) -> Self {
+        match state {
+            0 => Self::Pending,
+            1 => Self::Registering,
+            2 => Self::Disabled,
+            3 => Self::Enabled,
+            4 => Self::Failed,
+            _ => Self::Closed,
+        }
+    }
+}
+
+/// A registered memory region (`fid_mr`).
+///
+/// Dropping it deregisters, unless a sub-region or a window still needs it: then the last of them does.
+/// [`MemoryRegion::close`] does the same and says what went wrong.
+pub struct MemoryRegion {
+    inner: Arc<RegionInner>,
+}
+
+impl MemoryRegion {
+    #[inline]
+    pub(super) fn pending(
+        domain: &Arc<DomainInner>,
+        attr: &MrAttr<'_>,
+        flags: MrFlags,
+        checked: &Checked,
+        owner: Option<MemoryOwner>,
+        id: Option<RegionId>,
+    ) -> Self {
+        Self { inner: Arc::new(RegionInner::pending(domain, attr, flags, checked, owner, id)) }
+    }
+
+    #[inline]
+    pub(super) fn inner_mut(&mut self) -> Option<&mut RegionInner> {
+        Arc::get_mut(&mut self.inner)
+    }
+
+    #[inline]
+    pub(crate) fn inner(&self) -> &Arc<RegionInner> {
+        &self.inner
+    }
+
+    /// The first (for most regions, the only) range.
+    #[must_use]
+    pub fn range(&self) -> AddressRange {
+        self.inner.range
+    }
+
+    /// All ranges, in the order given.
+    #[must_use]
+    pub fn ranges(&self) -> &[AddressRange] {
+        self.inner.ranges()
+    }
+
+    /// Bytes in all ranges.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.inner.ranges().iter().map(|range| range.len()).sum()
+    }
+
+    /// Never: a region has at least one byte.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        false
+    }
+
+    /// The rights that its own keys grant.
+    #[must_use]
+    pub fn access(&self) -> Access {
+        self.inner.access
+    }
+
+    /// Where it is in its life.
+    #[must_use]
+    pub fn state(&self) -> RegionState {
+        self.inner.state()
+    }
+
+    /// Its name in events, for regions registered asynchronously.
+    #[must_use]
+    pub fn id(&self) -> Option<RegionId> {
+        self.inner.id()
+    }
+
+    /// The page size asked for, in bytes; a sub-region's is its base's. 0: the provider's choice.
+    #[must_use]
+    pub fn page_size(&self) -> usize {
+        self.inner.page_size()
+    }
+
+    /// The iface and device that the memory was found to belong to.
+    ///
+    /// # Errors
+    /// [`ErrorKind::BadState`] before the registration completed.
+    pub fn iface(&self) -> Result<(IfaceKind, Option<DeviceId>)> {
+        let decision = self.decision()?;
+        Ok((decision.iface, decision.device))
+    }
+
+    /// How the NIC reaches the memory, and why that way.
+    ///
+    /// # Errors
+    /// [`ErrorKind::BadState`] before the registration completed.
+    pub fn decision(&self) -> Result<&Arc<Decision>> {
+        let registration = self.inner.registration("decision")?;
+        Ok(registration.decision.as_ref().unwrap_or(&self.inner.domain.plain_host))
+    }
+
+    /// The local descriptor (`fi_mr_desc`).
+    ///
+    /// # Errors
+    /// [`ErrorKind::BadState`] before the registration completed, or after it failed.
+    #[inline]
+    pub fn desc(&self) -> Result<LocalKey> {
+        Ok(self.inner.registration("desc")?.region.local)
+    }
+
+    /// The remote key (`fi_mr_key`).
+    ///
+    /// # Errors
+    /// [`ErrorKind::KeyNotAvailable`] before the registration completed, after it failed, and in RAW mode.
+    pub fn key(&self) -> Result<RemoteKey> {
+        let unavailable = |why: &'static str| Error::new(ErrorKind::KeyNotAvailable, "key").remedy(why);
+        let Some(region) = self.inner.registered() else {
+            return Err(unavailable("the registration has not completed: wait for its event"));
+        };
+        if self.inner.domain.effective().contains(MrMode::RAW) {
+            return Err(unavailable("in RAW mode use raw_attr here and map_raw at the peer"));
+        }
+        Ok(RemoteKey::new(self.inner.domain.addressing(), self.base_addr(), self.len(), region.key))
+    }
+
+    /// Where peers' addresses start: 0, or the first virtual address in VIRT_ADDR mode.
+    #[must_use]
+    pub fn base_addr(&self) -> Iova {
+        match self.inner.domain.addressing() {
+            crate::Addressing::ZeroBased => Iova(0),
+            crate::Addressing::Virtual => Iova(self.inner.range.start().0),
+        }
+    }
+
+    /// The raw key (`fi_mr_raw_attr`): writes it to `buffer` and returns the base address and the key's length.
+    ///
+    /// Works in every mode.
+    ///
+    /// # Errors
+    /// [`ErrorKind::TooSmall`] whose context `needed` is the size; [`ErrorKind::KeyNotAvailable`] before the registration
+    /// completed.
+    pub fn raw_attr(&self, buffer: &mut [u8]) -> Result<(Iova, usize)> {
+        let raw = self.raw_key()?;
+        let Some(out) = buffer.get_mut(..raw.0.len()) else {
+            return Err(Error::new(ErrorKind::TooSmall, "raw_attr")
+                .context("given", buffer.len())
+                .context("needed", raw.0.len())
+                .remedy("give a buffer of the needed size (ProviderAttr::raw_key_size)"));
+        };
+        out.copy_from_slice(&raw.0);
+        Ok((self.base_addr(), raw.0.len()))
+    }
+
+    /// The raw key by value.
+    ///
+    /// # Errors
+    /// [`ErrorKind::KeyNotAvailable`] before the registration completed.
+    pub fn raw_key(&self) -> Result<RawKey> {
+        let region = self.inner.registered().ok_or_else(|| {
+            Error::new(ErrorKind::KeyNotAvailable, "raw_attr")
+                .remedy("the registration has not completed: wait for its event")
+        })?;
+        self.inner.domain.provider().raw_key(region)
+    }
+
+    /// Registers part of this region under its own key and rights, without new pages (`base_mr`).
+    ///
+    /// The part inherits iface, device and page size; it keeps this region's memory registered.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`] outside this region; [`ErrorKind::AccessDenied`] for rights that let the NIC write
+    /// when this region has none; NoKey, KeyRejected.
+    pub fn sub(&self, range: AddressRange, access: Access, requested_key: u64) -> Result<Self> {
+        let ranges = [range];
+        let attr = MrAttr { base: Some(self), ..MrAttr::new(&ranges, access).key(requested_key) };
+        let region = self.inner.domain.prepare(&attr, MrFlags::empty(), None)?;
+        self.inner.domain.submit(region, &attr)
+    }
+
+    /// Counts what peers do to the region (`fi_mr_bind` with a counter).
+    ///
+    /// # Errors
+    /// [`ErrorKind::NoSys`] where the provider cannot; [`ErrorKind::BadFlags`] unless `flags` is REMOTE_WRITE;
+    /// [`ErrorKind::BadState`] in RMA_EVENT mode for a region without the RMA_EVENT flag or already enabled, and
+    /// where a counter is bound.
+    pub fn bind_counter(&self, counter: &Arc<Counter>, flags: BindFlags) -> Result<()> {
+        let domain = &self.inner.domain;
+        let refuse = |kind, why: &'static str| Err(Error::new(kind, "bind counter").remedy(why));
+        if !domain.provider().attr().region_counters {
+            return Err(Error::new(ErrorKind::NoSys, "bind counter")
+                .provider(domain.provider().attr().nic.to_string())
+                .remedy("this provider does not count accesses to a region"));
+        }
+        if flags != BindFlags::REMOTE_WRITE {
+            return refuse(ErrorKind::BadFlags, "bind a counter with REMOTE_WRITE and nothing else");
+        }
+        let registration = self.inner.registration("bind counter")?;
+        if domain.effective().contains(MrMode::RMA_EVENT) {
+            if !self.inner.flags.contains(MrFlags::RMA_EVENT) {
+                return refuse(ErrorKind::BadState, "in RMA_EVENT mode register with the RMA_EVENT flag");
+            }
+            if self.state() != RegionState::Disabled {
+                return refuse(ErrorKind::BadState, "in RMA_EVENT mode bind before enable");
+            }
+        }
+        let mut bound = self.inner.bindings().counter.lock();
+        if bound.is_some() {
+            return refuse(ErrorKind::BadState, "a counter is bound already");
+        }
+        domain.provider().bind_counter(registration.region, counter)?;
+        *bound = Some(Arc::clone(counter));
+        Ok(())
+    }
+
+    /// Makes the region reachable through `endpoint` (`fi_mr_bind` with an endpoint), in ENDPOINT mode.
+    ///
+    /// # Errors
+    /// [`ErrorKind::BadState`] in other modes, once enabled, or bound; [`ErrorKind::InvalidArgument`] for another
+    /// domain's endpoint.
+    pub fn bind_endpoint(&self, endpoint: &Endpoint) -> Result<()> {
+        let domain = &self.inner.domain;
+        let refuse = |kind, why: &'static str| Err(Error::new(kind, "bind endpoint").remedy(why));
+        if !domain.effective().contains(MrMode::ENDPOINT) {
+            return refuse(ErrorKind::BadState, "only ENDPOINT mode binds regions to endpoints");
+        }
+        if self.state() != RegionState::Disabled {
+            return refuse(ErrorKind::BadState, "bind after registration and before enable");
+        }
+        if !Arc::ptr_eq(endpoint.domain(), domain) {
+            return refuse(ErrorKind::InvalidArgument, "bind an endpoint of the region's own domain");
+        }
+        let registration = self.inner.registration("bind endpoint")?;
+        let mut bound = self.inner.bindings().endpoint.lock();
+        if *bound {
+            return refuse(ErrorKind::BadState, "an endpoint is bound already");
+        }
+        domain.provider().bind_endpoint(registration.region, endpoint.provider())?;
+        *bound = true;
+        Ok(())
+    }
+
+    /// Makes a disabled region usable (`fi_mr_enable`).
+    ///
+    /// # Errors
+    /// [`ErrorKind::BadState`] if it is not disabled, or in ENDPOINT mode without an endpoint bound.
+    pub fn enable(&self) -> Result<()> {
+        let registration = self.inner.registration("enable")?;
+        if self.state() != RegionState::Disabled {
+            return Err(Error::new(ErrorKind::BadState, "enable")
+                .context("state", format_args!("{:?}", self.state()))
+                .remedy("only regions created disabled (RMA_EVENT, ENDPOINT) are enabled, once"));
+        }
+        let endpoint_mode = self.inner.domain.effective().contains(MrMode::ENDPOINT);
+        if endpoint_mode && !*self.inner.bindings().endpoint.lock() {
+            return Err(Error::new(ErrorKind::BadState, "enable")
+                .remedy("in ENDPOINT mode bind the region to an endpoint first"));
+        }
+        self.inner.domain.provider().enable(registration.region)?;
+        self.inner.state.store(RegionState::Enabled as u8, Ordering::Release);
+        Ok(())
+    }
+
+    /// Tells the provider that pages changed (`fi_mr_refresh`): in `ranges`, or anywhere if there are none.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`] for a range outside the region; [`ErrorKind::BadAddress`] where pages are missing.
+    pub fn refresh(&self, ranges: &[AddressRange]) -> Result<()> {
+        let registration = self.inner.registration("refresh")?;
+        for range in ranges {
+            if self.inner.offset_of(*range).is_none() {
+                return Err(Error::new(ErrorKind::OutOfBounds, "refresh")
+                    .context("range", range)
+                    .context("region", self.range())
+                    .remedy("refresh ranges inside the region"));
+            }
+        }
+        self.inner.domain.provider().refresh(registration.region, ranges)
+    }
+
+    /// Closes the region (`fi_close`): after it returns nothing touches the memory and the keys are dead.
+    ///
+    /// A registration still pending is given up; one that the worker is busy with is waited for.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] as long as a sub-region, a window or an open counter is bound to it; what the driver
+    /// reported otherwise. The region comes back, still working.
+    pub fn close(self) -> Result<(), Rejected<Self>> {
+        match self.inner.close() {
+            Ok(()) => Ok(()),
+            Err(error) => Err(Rejected::new(self, error)),
+        }
+    }
+}
+
+impl fmt::Debug for MemoryRegion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryRegion")
+            .field("ranges", &self.ranges())
+            .field("access", &self.access())
+            .field("state", &self.state())
+            .field("decision", &self.decision().ok().map(|decision| decision.path))
+            .finish_non_exhaustive()
+    }
+}

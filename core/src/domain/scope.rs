@@ -1,0 +1,98 @@
+//! Registering borrowed memory for the length of a closure.
+//!
+//! A region that borrowed its memory in its type would be unsound: it can be forgotten, and then outlives the
+//! borrow while its key works. A closure cannot forget what it never owns.
+
+use std::sync::Arc;
+
+use super::{DomainInner, MemoryRegion, MrAttr, buffer::RegionSlice};
+use crate::{Access, Address, AddressRange, Decision, MrFlags, RemoteKey, Result};
+
+/// A region that lives as long as the closure of [`Domain::scope`](super::Domain::scope).
+#[derive(Debug)]
+pub struct Scoped<'a> {
+    region: &'a MemoryRegion,
+}
+
+impl Scoped<'_> {
+    /// The remote key.
+    ///
+    /// # Errors
+    /// As [`MemoryRegion::key`].
+    pub fn key(&self) -> Result<RemoteKey> {
+        self.region.key()
+    }
+
+    /// The address range.
+    #[must_use]
+    pub fn range(&self) -> AddressRange {
+        self.region.range()
+    }
+
+    /// How the NIC reaches the memory.
+    ///
+    /// # Errors
+    /// As [`MemoryRegion::decision`].
+    pub fn decision(&self) -> Result<&Arc<Decision>> {
+        self.region.decision()
+    }
+
+    /// A piece for the safe transfers of an endpoint.
+    ///
+    /// # Errors
+    /// OutOfBounds if it reaches outside the region.
+    pub fn slice(&self, offset: u64, len: u64) -> Result<RegionSlice> {
+        RegionSlice::of(self.region, offset, len)
+    }
+
+    /// Copies bytes of the region out; bytes that the NIC writes meanwhile come out in any mixture.
+    ///
+    /// # Errors
+    /// OutOfBounds if they reach outside the region.
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        let slice = self.slice(offset, into.len() as u64)?;
+        super::buffer::copy_out(slice.address(), into);
+        Ok(())
+    }
+
+    /// Copies bytes into the region.
+    ///
+    /// # Errors
+    /// OutOfBounds if they reach outside the region.
+    pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
+        let slice = self.slice(offset, from.len() as u64)?;
+        super::buffer::copy_in(slice.address(), from);
+        Ok(())
+    }
+}
+
+/// Closes the region on every way out of the closure, a panic included.
+struct CloseOnExit(Option<MemoryRegion>);
+
+impl Drop for CloseOnExit {
+    fn drop(&mut self) {
+        let Some(region) = self.0.take() else { return };
+        if let Err(rejected) = region.close() {
+            // Going on would end the borrow while a peer can still write to the memory.
+            tracing::error!(error = %rejected.error, "a scoped region could not be closed");
+            std::process::abort();
+        }
+    }
+}
+
+pub(super) fn run<R>(
+    domain: &Arc<DomainInner>,
+    bytes: &mut [u8],
+    access: Access,
+    body: impl FnOnce(&Scoped<'_>) -> R,
+) -> Result<R> {
+    let range = AddressRange::new(Address::of_ptr(bytes.as_mut_ptr()), bytes.len() as u64)?;
+    let attr = MrAttr::new(std::slice::from_ref(&range), access);
+    let mut region = domain.prepare_as(None, &attr, MrFlags::empty(), None)?;
+    let inner = region.inner_mut().expect("a region just made is not shared");
+    inner.borrow_for_scope();
+    domain.register_now(&region, &attr)?;
+    let guard = CloseOnExit(Some(region));
+    let region = guard.0.as_ref().expect("set one line above");
+    Ok(body(&Scoped { region }))
+}

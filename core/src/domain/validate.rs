@@ -1,0 +1,181 @@
+//! Everything a caller can get wrong, caught before any iface or provider is asked.
+
+use std::sync::OnceLock;
+
+use crate::{
+    Access, AddressRange, DmaBufOffset, Error, ErrorKind, MrFlags, MrMode, Result,
+    domain::attr::{DmaBufAttr, MrAttr},
+    provider::ProviderAttr,
+};
+
+/// `FI_KEY_NOTAVAIL`: the number that means "no key".
+pub(super) const KEY_NOT_AVAILABLE: u64 = u64::MAX;
+
+/// What is left to look at once the request is known to be sound.
+pub(super) struct Checked {
+    /// The range of a dma-buf registration.
+    pub(super) dma_buf_range: Option<AddressRange>,
+}
+
+#[inline]
+pub(super) fn check(
+    attr: &MrAttr<'_>,
+    flags: MrFlags,
+    mode: MrMode,
+    provider: &ProviderAttr,
+) -> Result<Checked> {
+    check_bits(attr, flags, provider)?;
+    if attr.offset != 0 {
+        return Err(Error::new(ErrorKind::ReservedOffset, "regattr")
+            .context("offset", attr.offset)
+            .remedy("set offset to 0: fi_mr(3) reserves it"));
+    }
+    if attr.hmem_data != 0 {
+        return Err(Error::new(ErrorKind::ReservedHmemData, "regattr")
+            .context("hmem_data", attr.hmem_data)
+            .remedy("leave hmem_data at 0: fi_mr(3) reserves it"));
+    }
+    if attr.page_size != 0 {
+        check_page_size(attr.page_size, provider)?;
+    }
+    if !mode.contains(MrMode::PROV_KEY) && attr.requested_key == KEY_NOT_AVAILABLE {
+        return Err(Error::new(ErrorKind::KeyRejected, "regattr")
+            .context("requested_key", format_args!("{:#x}", attr.requested_key))
+            .remedy("this number means \"no key\" (FI_KEY_NOTAVAIL): request another"));
+    }
+    match (attr.dma_buf, flags.contains(MrFlags::MR_DMABUF)) {
+        (None, false) => {
+            check_ranges(attr.ranges, provider)?;
+            Ok(Checked { dma_buf_range: None })
+        }
+        (Some(buffer), true) => Ok(Checked { dma_buf_range: Some(check_dma_buf(attr, &buffer, provider)?) }),
+        (given, _) => Err(Error::new(ErrorKind::InvalidArgument, "regattr")
+            .context("dma_buf", if given.is_some() { "given" } else { "missing" })
+            .context("flags", flags)
+            .remedy("MR_DMABUF and the dma_buf attribute go together")),
+    }
+}
+
+#[inline]
+fn check_bits(attr: &MrAttr<'_>, flags: MrFlags, provider: &ProviderAttr) -> Result<()> {
+    let bad_flags = flags.difference(provider.flags.intersection(MrFlags::all()));
+    if !bad_flags.is_empty() {
+        let unknown = bad_flags.difference(MrFlags::all());
+        let remedy = if unknown.is_empty() {
+            "this provider does not honour the flag: register without it"
+        } else {
+            "these bits are not flags of fi_mr(3)"
+        };
+        return Err(Error::new(ErrorKind::BadFlags, "regattr")
+            .provider(provider.nic.to_string())
+            .context("flags", bad_flags)
+            .remedy(remedy));
+    }
+    let bad_access = attr.access.difference(Access::all());
+    if !bad_access.is_empty() {
+        return Err(Error::new(ErrorKind::BadAccess, "regattr")
+            .context("access", bad_access)
+            .remedy("these bits are not access rights of fi_mr(3)"));
+    }
+    if flags.contains(MrFlags::HMEM_DEVICE_ONLY | MrFlags::HMEM_HOST_ALLOC) {
+        return Err(Error::new(ErrorKind::BadFlags, "regattr")
+            .context("flags", flags)
+            .remedy("memory is either DEVICE_ONLY or HOST_ALLOC, not both"));
+    }
+    Ok(())
+}
+
+#[inline]
+fn check_ranges(ranges: &[AddressRange], provider: &ProviderAttr) -> Result<u64> {
+    if ranges.len() > provider.mr_iov_limit || ranges.is_empty() {
+        let kind = if ranges.is_empty() { ErrorKind::ZeroLength } else { ErrorKind::TooManyRanges };
+        return Err(Error::new(kind, "regattr")
+            .provider(provider.nic.to_string())
+            .context("ranges", ranges.len())
+            .context("mr_iov_limit", provider.mr_iov_limit)
+            .remedy("give between 1 and mr_iov_limit ranges"));
+    }
+    let mut total = 0u64;
+    for range in ranges {
+        if range.is_empty() {
+            return Err(Error::new(ErrorKind::ZeroLength, "regattr")
+                .context("range", range)
+                .remedy("register at least one byte"));
+        }
+        total = total.saturating_add(range.len());
+    }
+    check_length(total, provider)?;
+    Ok(total)
+}
+
+#[inline]
+fn check_length(total: u64, provider: &ProviderAttr) -> Result<()> {
+    if total > provider.max_mr_size {
+        return Err(Error::new(ErrorKind::TooLong, "regattr")
+            .provider(provider.nic.to_string())
+            .context("length", total)
+            .context("max_mr_size", provider.max_mr_size)
+            .remedy("register the range in parts of at most max_mr_size bytes"));
+    }
+    Ok(())
+}
+
+fn check_dma_buf(
+    attr: &MrAttr<'_>,
+    buffer: &DmaBufAttr<'_>,
+    provider: &ProviderAttr,
+) -> Result<AddressRange> {
+    if attr.base.is_some() {
+        return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
+            .context("base", "given")
+            .remedy("a sub-region inherits its base's memory: drop MR_DMABUF or the base"));
+    }
+    if !attr.ranges.is_empty() {
+        return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
+            .context("ranges", attr.ranges.len())
+            .remedy("a dma-buf registration takes its range from the dma_buf attribute alone"));
+    }
+    if buffer.len == 0 {
+        return Err(Error::new(ErrorKind::ZeroLength, "regattr")
+            .context("dma_buf", "length 0")
+            .remedy("register at least one byte"));
+    }
+    check_length(buffer.len, provider)?;
+    let DmaBufOffset(offset) = buffer.offset;
+    let start = buffer.base_addr.unwrap_or_default().checked_add(offset).ok_or_else(|| {
+        Error::new(ErrorKind::AddressWraps, "regattr")
+            .context("base_addr", buffer.base_addr.unwrap_or_default())
+            .context("offset", buffer.offset)
+    })?;
+    AddressRange::new(start, buffer.len)
+}
+
+fn check_page_size(page_size: usize, provider: &ProviderAttr) -> Result<()> {
+    let os = os_page_sizes();
+    if os.contains(&page_size) && provider.page_sizes.contains(&page_size) {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::BadPageSize, "regattr")
+        .context("page_size", page_size)
+        .context("os", format_args!("{os:?}"))
+        .context("provider", format_args!("{:?}", provider.page_sizes))
+        .remedy("use 0, or a size that both the operating system and the provider have"))
+}
+
+/// The page sizes of this machine in bytes: the base size, then those of `/sys/kernel/mm/hugepages`.
+#[must_use]
+pub fn os_page_sizes() -> &'static [usize] {
+    static SIZES: OnceLock<Vec<usize>> = OnceLock::new();
+    SIZES.get_or_init(|| {
+        let mut sizes = vec![rustix::param::page_size()];
+        if let Ok(entries) = std::fs::read_dir("/sys/kernel/mm/hugepages") {
+            sizes.extend(entries.filter_map(|entry| {
+                let name = entry.ok()?.file_name();
+                let kib = name.to_str()?.strip_prefix("hugepages-")?.strip_suffix("kB")?;
+                kib.parse::<usize>().ok()?.checked_mul(1024)
+            }));
+        }
+        sizes.sort_unstable();
+        sizes
+    })
+}

@@ -1,0 +1,62 @@
+//! Event queues (`fi_eq`): where asynchronous registrations report.
+
+use std::{
+    collections::VecDeque,
+    time::{Duration, Instant},
+};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::Result;
+
+/// Names a region in events, for as long as the process runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RegionId(pub u64);
+
+/// The end of an asynchronous registration (`FI_MR_COMPLETE`).
+#[derive(Debug)]
+pub struct Event {
+    /// The region: [`MemoryRegion::id`](crate::MemoryRegion::id).
+    pub region: RegionId,
+    /// The context given with the registration.
+    pub context: u64,
+    /// Whether it is registered, or why not.
+    pub result: Result<()>,
+}
+
+/// A queue of [`Event`]s, unbounded: it holds at most one event for each registration under way.
+#[derive(Debug, Default)]
+pub struct EventQueue {
+    events: Mutex<VecDeque<Event>>,
+    arrived: Condvar,
+}
+
+impl EventQueue {
+    /// An empty queue.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    pub(crate) fn push(&self, event: Event) {
+        self.events.lock().push_back(event);
+        self.arrived.notify_one();
+    }
+
+    /// The oldest event, if there is one.
+    pub fn read(&self) -> Option<Event> {
+        self.events.lock().pop_front()
+    }
+
+    /// The oldest event, waited for up to `timeout`.
+    pub fn wait(&self, timeout: Duration) -> Option<Event> {
+        let deadline = Instant::now() + timeout;
+        let mut events = self.events.lock();
+        while events.is_empty() {
+            if self.arrived.wait_until(&mut events, deadline).timed_out() {
+                break;
+            }
+        }
+        events.pop_front()
+    }
+}
