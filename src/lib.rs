@@ -1,3 +1,29 @@
-//! hmem
+//! `hmem` registers memory of any kind (host, CUDA, ROCr, Level Zero, plug-ins) with RDMA hardware, and says why it
+//! did so the way it did.
+//!
+//! An application names a buffer or a range and gets back a memory region whose keys a NIC accepts, over the best
+//! path that this machine allows, with the reason for that path kept at the region. Nothing needs a vendor's SDK to
+//! build; vendor libraries are loaded at run time, and an absent one is a typed error.
+//!
+//! # Things this library does not do
+//!
+//! It picks no provider by itself (the software NIC is opt-in, never a substitute for hardware), keeps no process-wide
+//! state, starts no thread before an event queue, a progress thread or a copy engine is asked for, and prints nothing: it
+//! logs through `tracing`.
 
+#![deny(unsafe_code)]
+
+mod builder;
+mod env;
+
+pub use builder::{Builder, Hmem};
 pub use hmem_core::*;
+pub use hmem_iface_system as system;
+pub use hmem_p2p as p2p;
+
+#[cfg(feature = "cuda")]
+pub use hmem_iface_cuda as cuda;
+#[cfg(feature = "rocr")]
+pub use hmem_iface_rocr as rocr;
+#[cfg(feature = "ze")]
+pub use hmem_iface_ze as ze;

@@ -1,0 +1,261 @@
+//! Putting ifaces, providers and the path decision together.
+
+use std::{collections::BTreeSet, sync::Arc};
+
+use hmem_core::{
+    Domain, DomainAttr, Error, ErrorKind, Iface, IfaceKind, Registry, Result,
+    path::PathDecider,
+    provider::{Provider, ProviderAttr},
+};
+use hmem_iface_system::System;
+use hmem_p2p::path::Paths;
+
+use crate::env;
+
+/// Ifaces, providers and the path decision of an application. Cheap to share: put it into an `Arc`.
+#[derive(Debug)]
+pub struct Hmem {
+    registry: Arc<Registry>,
+    providers: Vec<Arc<dyn Provider>>,
+    decider: Arc<dyn PathDecider>,
+}
+
+/// Builds a [`Hmem`].
+#[derive(Debug, Default)]
+pub struct Builder {
+    plug_ins: Vec<Arc<dyn Iface>>,
+    providers: Vec<Arc<dyn Provider>>,
+    filter: Option<String>,
+    disable_p2p: Option<bool>,
+    skip_vendors: bool,
+}
+
+impl Hmem {
+    /// Starts with host memory and the vendor ifaces that were compiled in.
+    #[must_use]
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    /// The ifaces, those that did not start included.
+    #[must_use]
+    pub fn registry(&self) -> &Arc<Registry> {
+        &self.registry
+    }
+
+    /// The iface of a kind.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] naming library and reason, [`ErrorKind::Unsupported`] naming the cargo feature that was
+    /// left out, [`ErrorKind::InvalidArgument`] for a plug-in that was not added.
+    pub fn iface(&self, kind: IfaceKind) -> Result<&Arc<dyn Iface>> {
+        self.registry.get(kind)
+    }
+
+    /// The providers that were added.
+    #[must_use]
+    pub fn providers(&self) -> &[Arc<dyn Provider>] {
+        &self.providers
+    }
+
+    /// The provider of a name.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] naming those that were added.
+    pub fn provider(&self, name: &str) -> Result<&Arc<dyn Provider>> {
+        self.providers.iter().find(|provider| provider.name() == name).ok_or_else(|| {
+            let known: Vec<_> = self.providers.iter().map(|provider| provider.name()).collect();
+            Error::new(ErrorKind::InvalidArgument, "provider")
+                .context("name", name)
+                .context("added", known.join(","))
+                .remedy("add the provider to the builder")
+        })
+    }
+
+    /// The NICs of a provider with what each offers and needs.
+    ///
+    /// # Errors
+    /// As [`Hmem::provider`] and [`Provider::nics`].
+    pub fn nics(&self, provider: &str) -> Result<Vec<ProviderAttr>> {
+        self.provider(provider)?.nics()
+    }
+
+    /// Opens a domain of a provider.
+    ///
+    /// # Errors
+    /// As [`Domain::open`] and [`Hmem::provider`].
+    pub fn domain(&self, provider: &str, attr: DomainAttr) -> Result<Domain> {
+        let provider = self.provider(provider)?;
+        Domain::open(&**provider, Arc::clone(&self.registry), Arc::clone(&self.decider), attr)
+    }
+}
+
+impl Builder {
+    /// Adds an iface from outside this workspace, or the simulated device.
+    #[must_use]
+    pub fn iface(mut self, iface: impl Iface + 'static) -> Self {
+        self.plug_ins.push(Arc::new(iface));
+        self
+    }
+
+    /// [`Builder::iface`] for an iface that the caller keeps a handle of.
+    #[must_use]
+    pub fn shared_iface(mut self, iface: Arc<dyn Iface>) -> Self {
+        self.plug_ins.push(iface);
+        self
+    }
+
+    /// Adds a provider. The software NIC is added like any other and is never a default.
+    #[must_use]
+    pub fn provider(mut self, provider: impl Provider + 'static) -> Self {
+        self.providers.push(Arc::new(provider));
+        self
+    }
+
+    /// [`Builder::provider`] for a provider that the caller keeps a handle of.
+    #[must_use]
+    pub fn shared_provider(mut self, provider: Arc<dyn Provider>) -> Self {
+        self.providers.push(provider);
+        self
+    }
+
+    /// Starts only these ifaces: names separated by `;` or `,`, as in `FI_HMEM`, which this overrides. Host memory is
+    /// always there.
+    #[must_use]
+    pub fn ifaces(mut self, names: impl Into<String>) -> Self {
+        self.filter = Some(names.into());
+        self
+    }
+
+    /// Keeps device memory from every NIC, whatever the domains' policies; overrides `FI_HMEM_DISABLE_P2P`.
+    #[must_use]
+    pub fn disable_p2p(mut self, disable: bool) -> Self {
+        self.disable_p2p = Some(disable);
+        self
+    }
+
+    /// Leaves the vendor ifaces unstarted, so that no vendor library is loaded into the process.
+    #[must_use]
+    pub fn without_vendor_ifaces(mut self) -> Self {
+        self.skip_vendors = true;
+        self
+    }
+
+    /// Starts the ifaces.
+    ///
+    /// One that cannot start does not stop the others: [`Registry::absent`] says why.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for an unknown name in the filter, an environment variable that cannot be read, or a kind
+    /// or provider name that was added twice.
+    pub fn build(self) -> Result<Hmem> {
+        let filter = match self.filter {
+            Some(filter) => Some(filter),
+            None => env::text(env::HMEM)?,
+        };
+        let filter = filter.map(|names| Filter::parse(&names, &self.plug_ins)).transpose()?;
+        let disable_p2p = match self.disable_p2p {
+            Some(disable) => disable,
+            None => env::boolean(env::DISABLE_P2P)?.unwrap_or(false),
+        };
+        let mut registry = Registry::new();
+        registry.add(Arc::new(System::new()))?;
+        for (kind, start) in VENDORS {
+            if self.skip_vendors {
+                registry.add_absent(kind, left_out(kind, "the builder left vendor ifaces unstarted"));
+            } else if filter.as_ref().is_some_and(|filter| !filter.admits(&kind.to_string())) {
+                registry.add_absent(kind, left_out(kind, "the iface filter leaves it out"));
+            } else {
+                match start() {
+                    Ok(iface) => registry.add(iface)?,
+                    Err(why) => {
+                        tracing_absent(kind, &why);
+                        registry.add_absent(kind, why);
+                    }
+                }
+            }
+        }
+        for iface in self.plug_ins {
+            if filter.as_ref().is_some_and(|filter| !filter.admits(iface.name())) {
+                registry.add_absent(iface.kind(), left_out(iface.kind(), "the iface filter leaves it out"));
+            } else {
+                registry.add(iface)?;
+            }
+        }
+        let mut names = BTreeSet::new();
+        for provider in &self.providers {
+            if !names.insert(provider.name().to_owned()) {
+                return Err(Error::new(ErrorKind::InvalidArgument, "add provider")
+                    .provider(provider.name().to_owned())
+                    .remedy("each provider can be added once"));
+            }
+        }
+        Ok(Hmem {
+            registry: Arc::new(registry),
+            providers: self.providers,
+            decider: Arc::new(Paths::new().disable_p2p(disable_p2p)),
+        })
+    }
+}
+
+/// Names of ifaces to start.
+struct Filter(BTreeSet<String>);
+
+impl Filter {
+    fn parse(names: &str, plug_ins: &[Arc<dyn Iface>]) -> Result<Self> {
+        let mut admitted = BTreeSet::new();
+        for name in names.split([';', ',']).map(str::trim).filter(|name| !name.is_empty()) {
+            let name = name.to_ascii_lowercase();
+            let plugged_in = plug_ins.iter().any(|iface| iface.name().eq_ignore_ascii_case(&name));
+            if !plugged_in {
+                name.parse::<IfaceKind>().map_err(|error| {
+                    Error::new(ErrorKind::InvalidArgument, "iface filter")
+                        .context("name", &name)
+                        .context("filter", names)
+                        .remedy("use system, cuda, rocr, ze, neuron, synapseai or the name of an added iface")
+                        .caused_by(error)
+                })?;
+            }
+            admitted.insert(name);
+        }
+        Ok(Self(admitted))
+    }
+
+    fn admits(&self, name: &str) -> bool {
+        self.0.contains(&name.to_ascii_lowercase())
+    }
+}
+
+fn left_out(kind: IfaceKind, why: &'static str) -> Error {
+    Error::new(ErrorKind::Unavailable, "start iface").iface(kind).context("why", why)
+}
+
+fn tracing_absent(kind: IfaceKind, why: &Error) {
+    tracing::debug!(iface = %kind, %why, "iface not started");
+}
+
+type Start = fn() -> Result<Arc<dyn Iface>>;
+
+const VENDORS: [(IfaceKind, Start); 3] =
+    [(IfaceKind::CUDA, start_cuda), (IfaceKind::ROCR, start_rocr), (IfaceKind::ZE, start_ze)];
+
+macro_rules! vendor {
+    ($start:ident, $feature:literal, $kind:expr, $open:expr) => {
+        #[cfg(feature = $feature)]
+        fn $start() -> Result<Arc<dyn Iface>> {
+            Ok(Arc::new($open?))
+        }
+
+        #[cfg(not(feature = $feature))]
+        fn $start() -> Result<Arc<dyn Iface>> {
+            Err(Error::new(ErrorKind::Unsupported, "start iface")
+                .iface($kind)
+                .context("feature", $feature)
+                .remedy(concat!("build hmem with the cargo feature `", $feature, "`")))
+        }
+    };
+}
+
+vendor!(start_cuda, "cuda", IfaceKind::CUDA, hmem_iface_cuda::Cuda::open());
+vendor!(start_rocr, "rocr", IfaceKind::ROCR, hmem_iface_rocr::Rocr::open());
+vendor!(start_ze, "ze", IfaceKind::ZE, hmem_iface_ze::LevelZero::open());
