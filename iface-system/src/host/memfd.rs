@@ -78,7 +78,6 @@ impl MemFd {
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         self.check(offset, into.len() as u64)?;
         let to = Address::of_ptr(into.as_mut_ptr());
-        into.as_mut_ptr().expose_provenance();
         // SAFETY: `into` is borrowed exclusively.
         unsafe { sys::read_at(self.fd.as_fd(), offset, to, into.len() as u64) }
     }
@@ -89,7 +88,6 @@ impl MemFd {
     /// As [`MemFd::read`].
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         self.check(offset, from.len() as u64)?;
-        from.as_ptr().expose_provenance();
         sys::write_at(self.fd.as_fd(), offset, Address::of_ptr(from.as_ptr()), from.len() as u64)
     }
 

@@ -31,7 +31,7 @@ unsafe impl Sync for Heap {}
 
 impl Heap {
     fn new(layout: Layout) -> Option<Self> {
-        // SAFETY: the caller of `System::heap` asked for more than 0 bytes, which has been checked.
+        // SAFETY: `checked_len` refuses 0 bytes, so the layout is not empty.
         let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
         Some(Self { start, layout })
     }
@@ -57,8 +57,8 @@ pub(super) enum Backing {
 impl Backing {
     fn start(&self) -> Address {
         match self {
-            Self::Heap(heap) => Address(heap.start.as_ptr().expose_provenance() as u64),
-            Self::Mapping(mapping) => Address(mapping.as_ptr().expose_provenance() as u64),
+            Self::Heap(heap) => Address::of_ptr(heap.start.as_ptr()),
+            Self::Mapping(mapping) => mapping.address(),
             Self::MemFd(file) | Self::Opened(file) => file.range().start(),
         }
     }
