@@ -7,10 +7,7 @@
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::atomic::{AtomicUsize, Ordering},
 };
 
 use hmem::{
@@ -80,15 +77,7 @@ fn run(mode: MrMode, name: &str) {
     assert_eq!(domain.live().regions, REGIONS as u64);
 
     let cq = domain.open_cq(16).expect("a queue");
-    let attr = EndpointAttr {
-        tx_cq: Arc::clone(&cq),
-        rx_cq: Arc::clone(&cq),
-        rma_event: false,
-        auth_key: None,
-        tx_counter: None,
-        rx_counter: None,
-        depth: 16,
-    };
+    let attr = EndpointAttr::new(&cq);
     let endpoint = domain.open_endpoint(&attr).expect("an endpoint");
     let peer = endpoint.resolve(&endpoint.name()).expect("itself");
     let source = domain

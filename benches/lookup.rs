@@ -15,7 +15,7 @@ use hmem::{
     iface::AllocRequest,
     system::{Simulated, System},
 };
-use report::Row;
+use report::{Row, Target};
 
 const ALLOCATIONS: usize = 100_000;
 const GROUP: &str = "lookup";
@@ -81,13 +81,13 @@ fn main() {
             what: "address among 100,000 device allocations / one random load",
             ours: "lookup/device_100000",
             other: "lookup/limit_random_load",
-            target: 10.0,
+            target: Target::Nanoseconds(30.0),
         },
         Row {
             what: "host address with devices present / two compares",
             ours: "lookup/host_with_devices",
             other: "lookup/limit_two_compares",
-            target: 5.0,
+            target: Target::Nanoseconds(5.0),
         },
     ]);
     for allocation in &allocations {

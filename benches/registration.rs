@@ -20,7 +20,7 @@ use hmem::{
     p2p::loopback::{Loopback, Progress},
 };
 use libfabric::{KeyOrder, Libfabric, RegistrationPeer, RegistrationProvider};
-use report::Row;
+use report::{Row, Target};
 
 const GROUP: &str = "registration";
 const LEN: u64 = 4096;
@@ -142,25 +142,25 @@ fn main() {
             what: "register + close, 16 live / libfabric tcp",
             ours: "registration/hmem_few",
             other: "registration/libfabric_few",
-            target: 1.0,
+            target: Target::Ratio(1.0),
         },
         Row {
             what: "register + close, 100,000 live, scattered keys / libfabric tcp",
             ours: "registration/hmem_100000",
             other: "registration/libfabric_100000",
-            target: 0.5,
+            target: Target::Ratio(0.5),
         },
         Row {
             what: "register + close, 100,000 live, one key / libfabric's best case",
             ours: "registration/hmem_100000_one_key",
             other: "registration/libfabric_100000_one_key",
-            target: 1.0,
+            target: Target::Ratio(1.0),
         },
         Row {
             what: "the same in ALLOCATED mode (looks at the pages), 16 live",
             ours: "registration/hmem_allocated_few",
             other: "registration/libfabric_few",
-            target: f64::INFINITY,
+            target: Target::Orientation,
         },
     ]);
 }

@@ -11,7 +11,7 @@
 mod libfabric;
 mod report;
 
-use std::{hint::black_box, sync::Arc, time::Duration};
+use std::{hint::black_box, time::Duration};
 
 use criterion::{BenchmarkGroup, Criterion, measurement::WallTime};
 use hmem::{
@@ -21,7 +21,7 @@ use hmem::{
     transfer::RemoteSegment,
 };
 use libfabric::{Libfabric, ShmWritePath, ShmWritePeer};
-use report::Row;
+use report::{Row, Target};
 
 const GROUP: &str = "transfer";
 const LARGE: usize = 1 << 20;
@@ -37,15 +37,7 @@ fn ours(group: &mut BenchmarkGroup<'_, WallTime>) {
     let domain = hmem.domain("loopback", attr).expect("the loopback needs no mode");
     let cq = domain.open_cq(64).expect("a queue");
     let endpoint = || {
-        let attr = EndpointAttr {
-            tx_cq: Arc::clone(&cq),
-            rx_cq: Arc::clone(&cq),
-            rma_event: false,
-            auth_key: None,
-            tx_counter: None,
-            rx_counter: None,
-            depth: 64,
-        };
+        let attr = EndpointAttr::new(&cq);
         domain.open_endpoint(&attr).expect("an endpoint")
     };
     let (initiator, target) = (endpoint(), endpoint());
@@ -125,31 +117,31 @@ fn main() {
             what: "8 B RMA write to completion / libfabric shm",
             ours: "transfer/hmem_8",
             other: "transfer/libfabric_8",
-            target: 1.0,
+            target: Target::Ratio(1.0),
         },
         Row {
             what: "4 KiB RMA write / libfabric shm",
             ours: "transfer/hmem_4096",
             other: "transfer/libfabric_4096",
-            target: 1.0,
+            target: Target::Ratio(1.0),
         },
         Row {
             what: "64 KiB RMA write / libfabric shm",
             ours: "transfer/hmem_65536",
             other: "transfer/libfabric_65536",
-            target: 1.0,
+            target: Target::Ratio(1.0),
         },
         Row {
             what: "1 MiB RMA write / libfabric shm",
             ours: "transfer/hmem_1048576",
             other: "transfer/libfabric_1048576",
-            target: 1.0,
+            target: Target::Ratio(1.0),
         },
         Row {
             what: "1 MiB RMA write / memcpy",
             ours: "transfer/hmem_1048576",
             other: "transfer/memcpy_1048576",
-            target: 1.11,
+            target: Target::Ratio(1.11),
         },
     ]);
 }
