@@ -16,14 +16,18 @@ use hmem_iface_ze::{
     },
 };
 
-/// The driver; its root devices are 0x100, 0x101 and so on, with one sub-device 0x1000 above each.
-const DRIVER_HANDLE: usize = 0x10;
-const CONTEXT: usize = 0x20;
+/// The first driver; the next is one above. Its root devices are 0x100, 0x101 and so on, the next driver's 0x110
+/// and so on, with one sub-device 0x1000 above each.
+const FIRST_DRIVER: usize = 0x10;
+/// The first driver's context; the next driver's is one above.
+const FIRST_CONTEXT: usize = 0x20;
 
 /// What the driver of this test's thread answers.
 struct Driver {
     init: ZeResult,
-    devices: u32,
+    drivers: usize,
+    /// Of each driver.
+    devices: usize,
     /// Of the first device: no GPU if not [`sys::ZE_DEVICE_TYPE_GPU`].
     first: u32,
     pci: ZeResult,
@@ -54,6 +58,7 @@ thread_local! {
     static DRIVER: RefCell<Driver> = const {
         RefCell::new(Driver {
             init: ZeResult::ZE_RESULT_SUCCESS,
+            drivers: 1,
             devices: 2,
             first: sys::ZE_DEVICE_TYPE_GPU,
             pci: ZeResult::ZE_RESULT_SUCCESS,
@@ -88,14 +93,16 @@ unsafe extern "C" fn init(_flags: u32) -> ZeResult {
 }
 
 unsafe extern "C" fn driver_get(count: *mut u32, into: *mut DriverHandle) -> ZeResult {
+    let drivers = DRIVER.with_borrow(|driver| driver.drivers);
+    let drivers: Vec<_> = (0..drivers).map(|number| DriverHandle(handle(FIRST_DRIVER + number))).collect();
     // SAFETY: the iface's pointers are passed on.
-    unsafe { list(&[DriverHandle(handle(DRIVER_HANDLE))], count, into) }
+    unsafe { list(&drivers, count, into) }
 }
 
 unsafe extern "C" fn device_get(driver: DriverHandle, count: *mut u32, into: *mut DeviceHandle) -> ZeResult {
-    assert_eq!(driver, DriverHandle(handle(DRIVER_HANDLE)));
-    let devices = DRIVER.with_borrow(|driver| driver.devices as usize);
-    let devices: Vec<_> = (0..devices).map(|ordinal| DeviceHandle(handle(0x100 + ordinal))).collect();
+    let devices = DRIVER.with_borrow(|driver| driver.devices);
+    let first = 0x100 + 0x10 * (driver.0.addr() - FIRST_DRIVER);
+    let devices: Vec<_> = (first..first + devices).map(|device| DeviceHandle(handle(device))).collect();
     // SAFETY: the iface's pointers are passed on.
     unsafe { list(&devices, count, into) }
 }
@@ -147,14 +154,14 @@ unsafe extern "C" fn device_pci_get_properties(device: DeviceHandle, into: *mut 
 }
 
 unsafe extern "C" fn context_create(
-    _driver: DriverHandle,
+    driver: DriverHandle,
     description: *const ContextDescription,
     into: *mut ContextHandle,
 ) -> ZeResult {
     // SAFETY: the iface passes a description and a writable place.
     unsafe {
         assert_eq!((*description).stype, sys::ZE_STRUCTURE_TYPE_CONTEXT_DESC);
-        *into = ContextHandle(handle(CONTEXT));
+        *into = ContextHandle(handle(driver.0.addr() - FIRST_DRIVER + FIRST_CONTEXT));
     }
     DRIVER.with_borrow_mut(|driver| {
         driver.contexts += u32::from(driver.create == ZeResult::ZE_RESULT_SUCCESS);
@@ -163,17 +170,20 @@ unsafe extern "C" fn context_create(
 }
 
 unsafe extern "C" fn context_destroy(context: ContextHandle) -> ZeResult {
-    assert_eq!(context, ContextHandle(handle(CONTEXT)));
+    assert!(context.0.addr() >= FIRST_CONTEXT);
     DRIVER.with_borrow_mut(|driver| {
         driver.contexts -= u32::from(driver.destroy == ZeResult::ZE_RESULT_SUCCESS);
         driver.destroy
     })
 }
 
-fn find(driver: &Driver, pointer: *const c_void) -> Option<&Fake> {
-    let known =
-        |fake: &&Fake| (pointer as u64).checked_sub(fake.start).is_some_and(|at| at < fake.len as u64);
-    driver.allocations.iter().find(known)
+/// What the context's driver knows at the address: memory of its own devices.
+fn find(driver: &Driver, context: ContextHandle, pointer: *const c_void) -> Option<&Fake> {
+    let number = context.0.addr() - FIRST_CONTEXT;
+    driver.allocations.iter().find(|fake| {
+        fake.owner >> 4 & 0xf == number
+            && (pointer as u64).checked_sub(fake.start).is_some_and(|at| at < fake.len as u64)
+    })
 }
 
 unsafe extern "C" fn mem_get_alloc_properties(
@@ -182,7 +192,6 @@ unsafe extern "C" fn mem_get_alloc_properties(
     into: *mut MemoryAllocationProperties,
     owner: *mut DeviceHandle,
 ) -> ZeResult {
-    assert_eq!(context, ContextHandle(handle(CONTEXT)));
     DRIVER.with_borrow(|driver| {
         if driver.query != ZeResult::ZE_RESULT_SUCCESS {
             return driver.query;
@@ -190,7 +199,7 @@ unsafe extern "C" fn mem_get_alloc_properties(
         // SAFETY: the iface passes a writable structure and place.
         unsafe {
             assert_eq!((*into).stype, sys::ZE_STRUCTURE_TYPE_MEMORY_ALLOCATION_PROPERTIES);
-            match find(driver, pointer) {
+            match find(driver, context, pointer) {
                 Some(fake) => {
                     ((*into).kind, (*into).id) = (fake.kind, fake.id);
                     *owner = DeviceHandle(handle(fake.owner));
@@ -203,13 +212,13 @@ unsafe extern "C" fn mem_get_alloc_properties(
 }
 
 unsafe extern "C" fn mem_get_address_range(
-    _context: ContextHandle,
+    context: ContextHandle,
     pointer: *const c_void,
     base: *mut *mut c_void,
     len: *mut usize,
 ) -> ZeResult {
     DRIVER.with_borrow(|driver| {
-        let Some(fake) = find(driver, pointer) else { return ZeResult::ZE_RESULT_ERROR_UNKNOWN };
+        let Some(fake) = find(driver, context, pointer) else { return ZeResult::ZE_RESULT_ERROR_UNKNOWN };
         // SAFETY: the iface passes writable places.
         unsafe { (*base, *len) = (handle(fake.start as usize), fake.len) };
         ZeResult::ZE_RESULT_SUCCESS
@@ -464,4 +473,20 @@ fn each_kind_of_memory_is_told_apart() {
         let allocation = query(&iface, 0x7000_0800).expect("known");
         assert_eq!((allocation.kind, allocation.device, allocation.id), (kind, owner, AllocationId(77)));
     }
+}
+
+/// HM-01: each driver counts its own allocations from 1.
+#[test]
+fn two_drivers_answer_for_their_own_memory_under_different_identities() {
+    DRIVER.with_borrow_mut(|driver| driver.drivers = 2);
+    let iface = open().expect("open");
+    assert_eq!((iface.devices().expect("devices").len(), contexts()), (4, 2));
+    allocate(Fake::device(0x7000_0000, 4096, 1));
+    allocate(Fake::device(0x8000_0000, 4096, 0x11));
+    let (first, second) = (query(&iface, 0x7000_0000), query(&iface, 0x8000_0000));
+    let (first, second) = (first.expect("known"), second.expect("known"));
+    assert_eq!((first.device, second.device), (Some(DeviceId(1)), Some(DeviceId(3))));
+    assert_ne!(first.id, second.id);
+    iface.close().expect("close");
+    assert_eq!(contexts(), 0);
 }
