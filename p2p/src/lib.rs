@@ -1,1 +1,5 @@
 //! p2p
+
+#![deny(unsafe_code)]
+
+pub mod loopback;
