@@ -38,12 +38,12 @@ fn child_that_dereferences_a_device_address() {
 /// HM-13
 #[test]
 fn a_stray_dereference_of_device_memory_ends_the_process() {
-    for kind in 0..CPU_BLIND.len() {
-        let child = spawn_child("child_that_dereferences_a_device_address", &kind.to_string());
+    for (number, kind) in CPU_BLIND.into_iter().enumerate() {
+        let child = spawn_child("child_that_dereferences_a_device_address", &number.to_string());
         let output = child.wait_with_output().unwrap();
         let said = String::from_utf8_lossy(&output.stdout);
         assert!(said.contains("alive") && !said.contains("read"), "{said}");
-        assert_eq!(output.status.signal(), Some(libc::SIGSEGV), "{:?}", CPU_BLIND[kind]);
+        assert_eq!(output.status.signal(), Some(libc::SIGSEGV), "{kind:?}");
     }
 }
 

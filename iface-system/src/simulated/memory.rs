@@ -333,9 +333,7 @@ impl Inner {
         let number = self.table.entry_of(allocation.base());
         let record = number.and_then(|number| book.records[number as usize].as_ref());
         match (number, record) {
-            (Some(number), Some(record))
-                if record.allocation == *allocation && record.origin == origin && !record.going =>
-            {
+            (Some(number), Some(record)) if record.allocation == *allocation && record.origin == origin => {
                 Ok(number)
             }
             _ => Err(self.not_live(allocation, operation)),
