@@ -333,7 +333,9 @@ impl Inner {
         let number = self.table.entry_of(allocation.base());
         let record = number.and_then(|number| book.records[number as usize].as_ref());
         match (number, record) {
-            (Some(number), Some(record)) if record.allocation == *allocation && record.origin == origin => {
+            (Some(number), Some(record))
+                if record.allocation == *allocation && record.origin == origin && !record.going =>
+            {
                 Ok(number)
             }
             _ => Err(self.not_live(allocation, operation)),
