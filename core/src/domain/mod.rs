@@ -505,10 +505,9 @@ impl DomainInner {
         let registration = RegistrationRequest {
             access: attr.access,
             flags: inner.flags(),
-            key: if mode.contains(MrMode::PROV_KEY) {
-                KeyRequest::Provider
-            } else {
-                KeyRequest::Application(attr.requested_key)
+            key: match attr.requested_key {
+                Some(key) if !mode.contains(MrMode::PROV_KEY) => KeyRequest::Application(key),
+                _ => KeyRequest::Provider,
             },
             auth_key: self.auth_key(attr.auth_key),
             addressing: self.addressing(),

@@ -204,9 +204,15 @@ impl MemoryRegion {
     /// # Errors
     /// [`ErrorKind::OutOfBounds`] outside this region; [`ErrorKind::AccessDenied`] for rights that let the NIC write
     /// when this region has none; NoKey, KeyRejected.
-    pub fn sub(&self, range: AddressRange, access: Access, requested_key: u64) -> Result<Self> {
+    pub fn sub(
+        &self,
+        range: AddressRange,
+        access: Access,
+        requested_key: impl Into<Option<u64>>,
+    ) -> Result<Self> {
         let ranges = [range];
-        let attr = MrAttr { base: Some(self), ..MrAttr::new(&ranges, access).key(requested_key) };
+        let requested_key = requested_key.into();
+        let attr = MrAttr { base: Some(self), requested_key, ..MrAttr::new(&ranges, access) };
         let region = self.inner.domain.prepare(&attr, MrFlags::empty(), None)?;
         self.inner.domain.submit(region, &attr)
     }
