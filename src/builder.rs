@@ -85,8 +85,16 @@ impl Hmem {
     /// # Errors
     /// As [`Domain::open`] and [`Hmem::provider`].
     pub fn domain(&self, provider: &str, attr: DomainAttr) -> Result<Domain> {
-        let provider = self.provider(provider)?;
-        Domain::open(&**provider, Arc::clone(&self.registry), Arc::clone(&self.decider), attr)
+        self.domain_on(&**self.provider(provider)?, attr)
+    }
+
+    /// Opens a domain of a provider that need not have been added: of one of several loopback fabrics, for example,
+    /// which share a name.
+    ///
+    /// # Errors
+    /// As [`Domain::open`].
+    pub fn domain_on(&self, provider: &dyn Provider, attr: DomainAttr) -> Result<Domain> {
+        Domain::open(provider, Arc::clone(&self.registry), Arc::clone(&self.decider), attr)
     }
 }
 
