@@ -1,0 +1,152 @@
+//! What came of a check: rows, what was skipped, and whether all is well.
+
+use std::io::{self, Write};
+
+use comfy_table::{Cell, CellAlignment};
+use serde::Serialize;
+
+use crate::{
+    json::{Attempt, SCHEMA, Skipped},
+    table::{Style, Tone, bytes},
+};
+
+/// What came of a fetch-add.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Atomic {
+    /// Not tried.
+    #[default]
+    Untried,
+    /// Old and new value were right.
+    Verified,
+    /// Refused as not supported, as it must be on staged paths.
+    Refused,
+}
+
+/// One combination of memory, NIC and path.
+#[derive(Clone, Debug, Serialize)]
+pub struct Row {
+    /// The iface.
+    pub iface: String,
+    /// The device; null for memory of none.
+    pub device: Option<u32>,
+    /// The sort of memory.
+    pub memory: &'static str,
+    /// The provider.
+    pub provider: String,
+    /// The NIC.
+    pub nic: String,
+    /// The path that was checked.
+    pub path: &'static str,
+    /// Bytes of the largest transfer.
+    pub bytes: u64,
+    /// Bytes of each transfer that was verified.
+    pub sizes: Vec<u64>,
+    /// Whether all of it worked and nothing was left behind.
+    pub verified: bool,
+    /// RMA writes of the last size, in GiB/s; null unless verified.
+    pub gib_per_s: Option<f64>,
+    /// What came of a fetch-add.
+    pub atomic: Atomic,
+    /// What went wrong.
+    pub error: Option<String>,
+    /// The attempts of the path decision.
+    pub trace: Vec<Attempt>,
+}
+
+/// The whole check.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// The schema number.
+    pub schema: u32,
+    /// What was checked.
+    pub rows: Vec<Row>,
+    /// What was not, and why.
+    pub skipped: Vec<Skipped>,
+}
+
+impl Report {
+    pub(super) fn new(skipped: Vec<Skipped>) -> Self {
+        Self { schema: SCHEMA, rows: Vec::new(), skipped }
+    }
+
+    /// Whether something was checked and all of it works: what was skipped is no success.
+    #[must_use]
+    pub fn passed(&self) -> bool {
+        !self.rows.is_empty() && self.rows.iter().all(|row| row.verified)
+    }
+
+    /// One line that says how it went.
+    #[must_use]
+    pub fn summary(&self) -> String {
+        let (rows, skipped) = (self.rows.len(), self.skipped.len());
+        let failed = self.rows.iter().filter(|row| !row.verified).count();
+        match (rows, failed) {
+            (0, _) => format!("nothing was checked: {skipped} skipped"),
+            (_, 0) => format!("all {rows} combinations verified, {skipped} skipped"),
+            _ => format!("{failed} of {rows} combinations FAILED, {skipped} skipped"),
+        }
+    }
+}
+
+/// Prints the report for a person.
+///
+/// # Errors
+/// What the writer reported.
+pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
+    if !report.rows.is_empty() {
+        rows(out, &report.rows, style)?;
+    }
+    for row in report.rows.iter().filter(|row| !row.verified) {
+        let what =
+            format!("{} {} to {}/{} over {}:", row.place(), row.memory, row.provider, row.nic, row.path);
+        let head = format!("{} {what}", style.word("FAILED", Tone::Bad));
+        style.item(out, &head, row.error.as_deref().unwrap_or("unknown"))?;
+    }
+    if !report.skipped.is_empty() {
+        style.heading(out, "Skipped")?;
+        for skipped in &report.skipped {
+            style.item(out, &format!("{}:", skipped.what), &skipped.why)?;
+        }
+        writeln!(out)?;
+    }
+    let tone = if report.passed() { Tone::Good } else { Tone::Bad };
+    writeln!(out, "{}", style.word(&report.summary(), tone))
+}
+
+impl Row {
+    fn place(&self) -> String {
+        match self.device {
+            Some(device) => format!("{}:{device}", self.iface),
+            None => self.iface.clone(),
+        }
+    }
+}
+
+fn rows(out: &mut dyn Write, rows: &[Row], style: Style) -> io::Result<()> {
+    let header = ["memory", "kind", "nic", "path", "up to", "verified", "atomics", "GiB/s"];
+    let mut table = style.table(&header);
+    for column in [4, 7] {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    for row in rows {
+        let atomic = match row.atomic {
+            Atomic::Untried => style.cell("-", Tone::Dim),
+            Atomic::Verified => style.cell("yes", Tone::Good),
+            Atomic::Refused => style.cell("refused", Tone::Dim),
+        };
+        table.add_row([
+            Cell::new(row.place()),
+            Cell::new(row.memory),
+            Cell::new(format!("{}/{}", row.provider, row.nic)),
+            Cell::new(row.path),
+            style.number(bytes(row.bytes)),
+            if row.verified { style.cell("yes", Tone::Good) } else { style.cell("FAILED", Tone::Bad) },
+            atomic,
+            style.number(row.gib_per_s.map_or_else(|| "-".into(), |speed| format!("{speed:.2}"))),
+        ]);
+    }
+    style.print(out, &table)
+}
