@@ -2,13 +2,17 @@
 
 use std::io::{self, IsTerminal, Write};
 
-use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, Table, TableStyle, presets};
+use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, TableStyle};
 
 use crate::args::Color;
 
 /// Columns of output that does not go to a terminal.
 const WIDTH: u16 = 108;
 const WIDEST: u16 = 140;
+
+/// No lines but one under the header.
+const RULED: TableStyle =
+    TableStyle::new().header_separator(LineStyle::new('\u{2500}', '\u{2500}', '\u{2500}', '\u{2500}'));
 
 /// Colours of cells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,15 +59,14 @@ impl Style {
     #[must_use]
     pub fn table(self, header: &[&str]) -> Table {
         let mut table = Table::new();
-        let style: TableStyle = presets::NOTHING;
-        table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic).set_width(self.width);
+        table.load_style(RULED).set_content_arrangement(ContentArrangement::Dynamic).set_width(self.width);
         if self.color {
             table.enforce_styling();
         } else {
             table.force_no_tty();
         }
         table.set_header(header.iter().map(|name| {
-            let cell = Cell::new(name.to_uppercase());
+            let cell = Cell::new(name);
             if self.color { cell.add_attribute(Attribute::Bold) } else { cell }
         }));
         table
@@ -109,13 +112,13 @@ impl Style {
         format!("\x1b[{code}m{text}\x1b[0m")
     }
 
-    /// A table, two columns in, without blanks at line ends.
+    /// A table without blanks at line ends.
     ///
     /// # Errors
     /// What the writer reported.
     pub fn print(self, out: &mut dyn Write, table: &Table) -> io::Result<()> {
         for line in table.lines() {
-            writeln!(out, " {}", line.trim_end())?;
+            writeln!(out, "{}", line.trim_end())?;
         }
         writeln!(out)
     }
@@ -126,14 +129,14 @@ impl Style {
     /// What the writer reported.
     pub fn item(self, out: &mut dyn Write, head: &str, text: &str) -> io::Result<()> {
         let width = usize::from(self.width);
-        let mut line = format!("  {head}");
-        let mut column = line.chars().count();
-        for word in text.split_whitespace() {
+        let mut line = " ".to_owned();
+        let mut column = 1;
+        for word in head.split_whitespace().chain(text.split_whitespace()) {
             let len = word.chars().count();
             if column + 1 + len > width && column > 6 {
                 writeln!(out, "{line}")?;
-                line = " ".repeat(5);
-                column = 5;
+                line = " ".repeat(3);
+                column = 3;
             }
             line.push(' ');
             line.push_str(word);
@@ -157,6 +160,16 @@ pub fn bytes(count: u64) -> String {
     let unit = units[power as usize - 1];
     let value = count as f64 / (1u64 << (10 * power)) as f64;
     if value.fract() == 0.0 { format!("{value:.0} {unit}") } else { format!("{value:.1} {unit}") }
+}
+
+/// A few of many names.
+#[must_use]
+pub fn some(names: &[String]) -> String {
+    const FEW: usize = 3;
+    match names.len().checked_sub(FEW) {
+        None | Some(0) => names.join(", "),
+        Some(more) => format!("{}, and {more} more", names[..FEW].join(", ")),
+    }
 }
 
 #[cfg(test)]

@@ -1,13 +1,16 @@
 //! What came of a check: rows, what was skipped, and whether all is well.
 
-use std::io::{self, Write};
+use std::{
+    collections::BTreeMap,
+    io::{self, Write},
+};
 
 use comfy_table::{Cell, CellAlignment};
 use serde::Serialize;
 
 use crate::{
     json::{Attempt, SCHEMA, Skipped},
-    table::{Style, Tone, bytes},
+    table::{Style, Tone, bytes, some},
 };
 
 /// What came of a fetch-add.
@@ -94,15 +97,13 @@ impl Report {
 /// # Errors
 /// What the writer reported.
 pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
-    if !report.rows.is_empty() {
-        rows(out, &report.rows, style)?;
+    let mut nics: Vec<_> = report.rows.iter().map(Row::full_nic).collect();
+    nics.dedup();
+    for nic in nics {
+        style.heading(out, &nic)?;
+        rows(out, report.rows.iter().filter(|row| row.full_nic() == nic), style)?;
     }
-    for row in report.rows.iter().filter(|row| !row.verified) {
-        let what =
-            format!("{} {} to {}/{} over {}:", row.place(), row.memory, row.provider, row.nic, row.path);
-        let head = format!("{} {what}", style.word("FAILED", Tone::Bad));
-        style.item(out, &head, row.error.as_deref().unwrap_or("unknown"))?;
-    }
+    failures(out, report, style)?;
     if !report.skipped.is_empty() {
         style.heading(out, "Skipped")?;
         for skipped in &report.skipped {
@@ -114,6 +115,23 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
     writeln!(out, "{}", style.word(&report.summary(), tone))
 }
 
+/// Each error once, with what it came of.
+fn failures(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
+    let mut failures: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    for row in report.rows.iter().filter(|row| !row.verified) {
+        let what = format!("{} {} to {} over {}", row.place(), row.memory, row.full_nic(), row.path);
+        failures.entry(row.error.as_deref().unwrap_or("unknown")).or_default().push(what);
+    }
+    if failures.is_empty() {
+        return Ok(());
+    }
+    style.heading(out, "Failed")?;
+    for (error, what) in failures {
+        style.item(out, &format!("{}:", some(&what)), error)?;
+    }
+    writeln!(out)
+}
+
 impl Row {
     fn place(&self) -> String {
         match self.device {
@@ -121,12 +139,15 @@ impl Row {
             None => self.iface.clone(),
         }
     }
+
+    fn full_nic(&self) -> String {
+        format!("{}/{}", self.provider, self.nic)
+    }
 }
 
-fn rows(out: &mut dyn Write, rows: &[Row], style: Style) -> io::Result<()> {
-    let header = ["memory", "kind", "nic", "path", "up to", "verified", "atomics", "GiB/s"];
-    let mut table = style.table(&header);
-    for column in [4, 7] {
+fn rows<'a>(out: &mut dyn Write, rows: impl Iterator<Item = &'a Row>, style: Style) -> io::Result<()> {
+    let mut table = style.table(&["Memory", "Kind", "Path", "Up to", "Verified", "Atomics", "GiB/s"]);
+    for column in [3, 6] {
         if let Some(column) = table.column_mut(column) {
             column.set_cell_alignment(CellAlignment::Right);
         }
@@ -140,7 +161,6 @@ fn rows(out: &mut dyn Write, rows: &[Row], style: Style) -> io::Result<()> {
         table.add_row([
             Cell::new(row.place()),
             Cell::new(row.memory),
-            Cell::new(format!("{}/{}", row.provider, row.nic)),
             Cell::new(row.path),
             style.number(bytes(row.bytes)),
             if row.verified { style.cell("yes", Tone::Good) } else { style.cell("FAILED", Tone::Bad) },

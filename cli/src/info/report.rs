@@ -8,7 +8,7 @@ use std::{
 use comfy_table::Cell;
 
 use super::{IfaceEntry, Inventory, NicEntry, P2pEntry};
-use crate::table::{Style, Tone, bytes};
+use crate::table::{Style, Tone, bytes, some};
 
 /// Prints the inventory for a person.
 ///
@@ -30,7 +30,7 @@ pub fn text(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Res
 
 fn ifaces(out: &mut dyn Write, ifaces: &[IfaceEntry], style: Style) -> io::Result<()> {
     style.heading(out, "Ifaces")?;
-    let mut table = style.table(&["name", "kind", "state", "can"]);
+    let mut table = style.table(&["Name", "Kind", "State", "Can do"]);
     for iface in ifaces {
         let state = match (iface.available, iface.software) {
             (true, false) => style.cell("available", Tone::Good),
@@ -54,7 +54,7 @@ fn devices(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Resu
         return Ok(());
     }
     style.heading(out, "Devices")?;
-    let mut table = style.table(&["device", "name", "PCI bus id", "memory"]);
+    let mut table = style.table(&["Device", "Name", "PCI bus id", "Memory"]);
     for device in &inventory.devices {
         table.add_row([
             Cell::new(format!("{}:{}", device.iface, device.device)),
@@ -83,7 +83,7 @@ fn nics(out: &mut dyn Write, nics: &[NicEntry], style: Style) -> io::Result<()> 
     let names: Vec<_> = nics.iter().map(|nic| format!("{}/{}", nic.provider, nic.nic)).collect();
     let header: Vec<_> = std::iter::once("").chain(names.iter().map(String::as_str)).collect();
     let mut table = style.table(&header);
-    let attributes: [(&str, Attribute); 12] = [
+    let attributes: [(&str, Attribute); 13] = [
         ("kind", |nic| if nic.software { "software, in this process" } else { "hardware" }.to_owned()),
         ("stands for", |nic| nic.note.clone()),
         ("PCI bus id", |nic| nic.pci_bus_id.clone().unwrap_or_else(|| "-".into())),
@@ -97,6 +97,7 @@ fn nics(out: &mut dyn Write, nics: &[NicEntry], style: Style) -> io::Result<()> 
             list(&nic.page_sizes.iter().map(|size| bytes(*size as u64)).collect::<Vec<_>>())
         }),
         ("windows", |nic| format!("types {}", list(&nic.windows))),
+        ("region counters", |nic| if nic.region_counters { "yes" } else { "no" }.to_owned()),
         ("flags", |nic| list(&nic.flags)),
     ];
     for (name, value) in attributes {
@@ -125,17 +126,15 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
         };
         let direct = entry.path.is_some_and(|path| path != "staged");
         let cell = style.cell(entry.path.unwrap_or("none"), if direct { Tone::Good } else { Tone::Dim });
-        let mut reason = match entry.path {
-            Some(path) => format!("{path}: {}", entry.reason),
-            None => format!("none: {}", entry.reason),
-        };
+        let mut reason = format!("{}: {}", entry.path.unwrap_or("none"), entry.reason);
         for refused in entry.trace.iter().filter_map(|attempt| attempt.error.as_ref()) {
-            reason.push_str(&format!(" (refused: {refused})"));
+            reason.push_str(&format!("; refused before: {refused}"));
         }
         if let Some(remedy) = &entry.remedy {
             reason.push_str(&format!(" -> {remedy}"));
         }
-        reasons.entry(reason).or_default().push(format!("{memory} to {nic}"));
+        let between = format!("{memory} to {nic}");
+        reasons.entry(reason).or_default().extend((!direct).then_some(between));
         if !nics.contains(&nic) {
             nics.push(nic.clone());
         }
@@ -146,15 +145,18 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
             None => rows.push((memory, BTreeMap::from([(nic, cell)]))),
         }
     }
-    let header: Vec<_> = std::iter::once("memory").chain(nics.iter().map(String::as_str)).collect();
+    let header: Vec<_> = std::iter::once("Memory").chain(nics.iter().map(String::as_str)).collect();
     let mut table = style.table(&header);
     for (memory, mut cells) in rows {
         let paths = nics.iter().map(|nic| cells.remove(nic).unwrap_or_else(|| Cell::new("-")));
         table.add_row(std::iter::once(Cell::new(memory)).chain(paths));
     }
     style.print(out, &table)?;
-    for reason in reasons.keys() {
-        style.item(out, "", reason)?;
+    for (reason, pairs) in &reasons {
+        match pairs.as_slice() {
+            [] => style.item(out, "", reason)?,
+            pairs => style.item(out, "", &format!("{reason} ({})", some(pairs)))?,
+        }
     }
     writeln!(out)
 }
