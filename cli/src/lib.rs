@@ -1,6 +1,6 @@
 //! The `hmem` command as a library, so that tests can run it on machines of their own making.
 //!
-//! [`Machine`](machine::Machine) is what the command looks at, [`info`] lists it, [`check`] tries it, [`run`] is the
+//! [`Machine`] is what the command looks at, [`info`] lists it, [`check`] tries it, [`run`] is the
 //! command itself.
 
 #![deny(unsafe_code)]

@@ -318,6 +318,7 @@ fn wrong_usage_and_environment_are_refused_in_one_line() {
     refused(&hmem(&["check", "--provider", "nonsense"], &[]), &["--provider", "nonsense", "loopback/pinned"]);
     refused(&hmem(&["check", "--path", "nonsense"], &[]), &["--path", "nonsense", "staged"]);
     refused(&hmem(&["check", "--bytes", "0"], &[]), &["--bytes", "at least one byte"]);
+    refused(&hmem(&["check", "--bytes", "999999999GiB"], &[]), &["--bytes", "fewer"]);
     refused(&hmem(&["check", "--bytes", "many"], &[]), &["--bytes", "many"]);
     refused(&hmem(&["--color", "purple", "info"], &[]), &["purple", "never"]);
     refused(&hmem(&["frobnicate"], &[]), &["frobnicate"]);

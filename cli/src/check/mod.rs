@@ -65,17 +65,17 @@ impl Selection {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for an iface or provider that this machine does not know, naming those that
-    /// it does.
+    /// it does; [`ErrorKind::OutOfResources`] for more bytes than its memory allows.
     pub fn new(args: &CheckArgs, machine: &Machine) -> Result<Self> {
         if let Some(name) = args.iface.as_deref().filter(|name| !machine.knows_iface(name)) {
-            return Err(unknown("--iface", name, machine.iface_names()));
+            return Err(unknown("check --iface", name, machine.iface_names()));
         }
         if let Some(name) = args.provider.as_deref()
             && !machine.nics.iter().any(|nic| nic.answers_to(name))
         {
             let known =
                 machine.nics.iter().flat_map(|nic| [nic.attr.nic.provider.clone(), nic.attr.nic.to_string()]);
-            return Err(unknown("--provider", name, known.collect()));
+            return Err(unknown("check --provider", name, known.collect()));
         }
         let mut selection = Self {
             iface: args.iface.clone(),
@@ -84,6 +84,7 @@ impl Selection {
             ..Self::default()
         };
         if let Some(len) = args.bytes {
+            enough_memory_for(len)?;
             selection.extents = vec![Extent { offset: 0, len }];
         }
         if args.quick {
@@ -91,6 +92,26 @@ impl Selection {
             selection.measure_ns = 0;
         }
         Ok(selection)
+    }
+}
+
+/// Copies of the bytes that one combination keeps, all together.
+const COPIES: u64 = 6;
+
+/// Refuses what would drive the machine out of memory. Where the system does not say what it has, all is allowed.
+fn enough_memory_for(bytes: u64) -> Result<()> {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|line| line.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
+    match kib.map(|kib| kib.saturating_mul(1024)) {
+        Some(available) if bytes > available / COPIES => {
+            Err(Error::new(ErrorKind::OutOfResources, "check --bytes")
+                .context("bytes", bytes)
+                .context("available", available)
+                .context("needed", bytes.saturating_mul(COPIES))
+                .remedy("ask for fewer bytes"))
+        }
+        _ => Ok(()),
     }
 }
 

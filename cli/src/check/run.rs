@@ -120,8 +120,11 @@ fn on_domain(
         };
         match trial.allocate_and_run() {
             Ok(()) => shown.sizes.push(extent.len),
-            // A limit on locked memory bounds what a NIC that pins can take, not whether it works.
-            Err(Ended::Cannot(why)) if why.kind() == ErrorKind::OutOfResources && at > 0 => {
+            // A limit on locked memory bounds how much a NIC that pins can take, not whether it works.
+            Err(Ended::Cannot(why)) if why.kind() == ErrorKind::OutOfResources => {
+                if shown.sizes.is_empty() {
+                    return Err(why.into());
+                }
                 report.skipped.push(skip(format!("{case}, {} bytes", extent.len), why));
             }
             Err(ended) => return Err(ended),
@@ -229,11 +232,15 @@ impl Trial<'_> {
             error.kind(),
             ErrorKind::Unsupported | ErrorKind::NoSys | ErrorKind::Unavailable | ErrorKind::Unreachable
         );
-        let limit = error.kind() == ErrorKind::OutOfResources && self.case.way.path() != Path::Staged;
-        if (lacks && !self.case.software) || limit {
+        if lacks && !self.case.software {
             return Ended::Cannot(error);
         }
-        self.shown.trace = vec![Attempt::refused(self.case.way.path(), &error)];
+        if self.shown.sizes.is_empty() {
+            self.shown.trace = vec![Attempt::refused(self.case.way.path(), &error)];
+        }
+        if error.kind() == ErrorKind::OutOfResources {
+            return Ended::Cannot(error);
+        }
         Ended::Wrong(error.to_string())
     }
 
