@@ -2,8 +2,7 @@
 
 use super::error::FabricErrno;
 use super::{
-    FabricError, KeyOrder, Libfabric, RegistrationPeer, RegistrationProvider, ShmWritePath,
-    ShmWritePeer, sys,
+    FabricError, KeyOrder, Libfabric, RegistrationPeer, RegistrationProvider, ShmWritePath, ShmWritePeer, sys,
 };
 
 /// The library, or nothing after printing why.
@@ -36,9 +35,7 @@ fn the_first_symbol_that_cannot_be_found_ends_the_look_up() {
     let mut asked = Vec::new();
     let lookup = |symbol: &'static std::ffi::CStr| {
         asked.push(symbol);
-        Err(FabricError::OperationMissing {
-            operation: "a look-up",
-        })
+        Err(FabricError::OperationMissing { operation: "a look-up" })
     };
     // SAFETY: the look-up yields no address.
     let error = unsafe { sys::Functions::from_lookup(lookup) }.unwrap_err();
@@ -49,11 +46,7 @@ fn the_first_symbol_that_cannot_be_found_ends_the_look_up() {
 #[test]
 fn a_vacant_key_can_be_registered_again_and_again_and_a_populated_one_cannot() {
     let Some(libfabric) = libfabric() else { return };
-    for provider in [
-        RegistrationProvider::Tcp,
-        RegistrationProvider::TcpRxm,
-        RegistrationProvider::Shm,
-    ] {
+    for provider in [RegistrationProvider::Tcp, RegistrationProvider::TcpRxm, RegistrationProvider::Shm] {
         let mut peer = RegistrationPeer::open(libfabric, provider).unwrap();
         let buffer = vec![0_u8; 4096];
         let access = RegistrationPeer::REMOTE_ACCESS;
@@ -63,27 +56,19 @@ fn a_vacant_key_can_be_registered_again_and_again_and_a_populated_one_cannot() {
             for _ in 0..2 {
                 for pick in 0..=1000 {
                     let key = peer.vacant_key(pick);
-                    peer.reg_close(buffer.as_ptr(), buffer.len(), access, key)
-                        .unwrap();
+                    peer.reg_close(buffer.as_ptr(), buffer.len(), access, key).unwrap();
                 }
             }
             for taken in [2, 1000, 2000] {
                 let refused = peer.reg_close(buffer.as_ptr(), buffer.len(), access, taken);
                 assert!(
-                    matches!(
-                        refused,
-                        Err(FabricError::Call {
-                            code: FabricErrno::NOKEY,
-                            ..
-                        })
-                    ),
+                    matches!(refused, Err(FabricError::Call { code: FabricErrno::NOKEY, .. })),
                     "{provider:?}: {refused:?}"
                 );
             }
         }
         peer.populate(0, KeyOrder::Shuffled).unwrap();
-        peer.reg_close(buffer.as_ptr(), buffer.len(), access, 2)
-            .unwrap();
+        peer.reg_close(buffer.as_ptr(), buffer.len(), access, 2).unwrap();
         peer.close().unwrap();
     }
 }
@@ -116,11 +101,7 @@ fn threads_register_at_once_under_different_keys() {
 #[test]
 fn a_write_has_arrived_when_it_returns() {
     let Some(libfabric) = libfabric() else { return };
-    for path in [
-        ShmWritePath::CommandQueue,
-        ShmWritePath::CrossMemoryAttach,
-        ShmWritePath::Bounce,
-    ] {
+    for path in [ShmWritePath::CommandQueue, ShmWritePath::CrossMemoryAttach, ShmWritePath::Bounce] {
         let mut peer = ShmWritePeer::open(libfabric, path).unwrap();
         // The first write was made while opening.
         let mut writes = 1;

@@ -119,49 +119,29 @@ impl fmt::Display for FabricError {
             Self::LibraryMissing { library, source } => {
                 write!(f, "{library} cannot be loaded: {}", Loader(source))
             }
-            Self::SymbolMissing {
-                library,
-                symbol,
-                source,
-            } => write!(f, "{library} has no symbol {symbol}: {}", Loader(source)),
-            Self::LibraryTooOld { found, needed } => write!(
-                f,
-                "libfabric {}.{} is older than {}.{}",
-                found.0, found.1, needed.0, needed.1
-            ),
-            Self::ProviderMissing {
-                provider,
-                code,
-                text,
-            } => write!(
-                f,
-                "libfabric offers no provider {provider:?} with what is asked: {code} ({text})"
-            ),
-            Self::Call {
-                operation,
-                code,
-                text,
-            } => write!(f, "{operation} failed: {code} ({text})"),
+            Self::SymbolMissing { library, symbol, source } => {
+                write!(f, "{library} has no symbol {symbol}: {}", Loader(source))
+            }
+            Self::LibraryTooOld { found, needed } => {
+                write!(f, "libfabric {}.{} is older than {}.{}", found.0, found.1, needed.0, needed.1)
+            }
+            Self::ProviderMissing { provider, code, text } => {
+                write!(f, "libfabric offers no provider {provider:?} with what is asked: {code} ({text})")
+            }
+            Self::Call { operation, code, text } => write!(f, "{operation} failed: {code} ({text})"),
             Self::OperationMissing { operation } => {
                 write!(f, "the provider does not implement {operation}")
             }
             Self::NothingReturned { operation } => write!(f, "{operation} returned nothing"),
-            Self::Completion {
-                operation,
-                code,
-                provider_code,
-                text,
-            } => write!(
-                f,
-                "{operation} completed in error: {code} ({text}), provider code {provider_code}"
-            ),
+            Self::Completion { operation, code, provider_code, text } => {
+                write!(f, "{operation} completed in error: {code} ({text}), provider code {provider_code}")
+            }
             Self::Stalled { operation, polls } => {
                 write!(f, "{operation} did not finish within {polls} polls")
             }
-            Self::Length { given, largest } => write!(
-                f,
-                "length {given} is not a multiple of 8 between 8 and {largest}"
-            ),
+            Self::Length { given, largest } => {
+                write!(f, "length {given} is not a multiple of 8 between 8 and {largest}")
+            }
             Self::OutOfMemory { bytes } => write!(f, "no memory for a buffer of {bytes} bytes"),
         }
     }
@@ -182,9 +162,7 @@ impl fmt::Display for Loader<'_> {
 impl std::error::Error for FabricError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
-            Self::LibraryMissing { source, .. } | Self::SymbolMissing { source, .. } => {
-                Some(source)
-            }
+            Self::LibraryMissing { source, .. } | Self::SymbolMissing { source, .. } => Some(source),
             _ => None,
         }
     }

@@ -122,10 +122,7 @@ fn expectations() -> Vec<Expectation> {
         FI_EP_MSG, FI_EP_RDM, FI_HMEM_SYSTEM, FI_ENABLE, FI_EAGAIN, FI_ENODATA, FI_EAVAIL, FI_ENOKEY,
     }
     out.push(("FI_VERSION(1, 17)".to_owned(), u64::from(sys::API_VERSION)));
-    out.push((
-        "sizeof(fi_addr_t)".to_owned(),
-        size_of::<sys::fi_addr_t>() as u64,
-    ));
+    out.push(("sizeof(fi_addr_t)".to_owned(), size_of::<sys::fi_addr_t>() as u64));
     out
 }
 
@@ -150,11 +147,7 @@ fn layouts_and_constants_are_those_of_the_installed_headers() {
     let source = directory.join("probe.c");
     let program = directory.join("probe");
 
-    std::fs::write(
-        &source,
-        format!("{INCLUDES}int main(void) {{ return 0; }}\n"),
-    )
-    .unwrap();
+    std::fs::write(&source, format!("{INCLUDES}int main(void) {{ return 0; }}\n")).unwrap();
     if let Err(reason) = compile(&source, &program) {
         println!(
             "skipped: libfabric's headers cannot be compiled: {}",
@@ -167,11 +160,7 @@ fn layouts_and_constants_are_those_of_the_installed_headers() {
     let expectations = expectations();
     let mut text = format!("{INCLUDES}int main(void) {{\n");
     for (expression, _) in &expectations {
-        writeln!(
-            text,
-            "\tprintf(\"%llu\\n\", (unsigned long long) ({expression}));"
-        )
-        .unwrap();
+        writeln!(text, "\tprintf(\"%llu\\n\", (unsigned long long) ({expression}));").unwrap();
     }
     text.push_str("\treturn 0;\n}\n");
     std::fs::write(&source, text).unwrap();
@@ -179,11 +168,8 @@ fn layouts_and_constants_are_those_of_the_installed_headers() {
     let output = Command::new(&program).output().unwrap();
     std::fs::remove_dir_all(&directory).unwrap();
 
-    let numbers: Vec<u64> = String::from_utf8(output.stdout)
-        .unwrap()
-        .lines()
-        .map(|line| line.parse().unwrap())
-        .collect();
+    let numbers: Vec<u64> =
+        String::from_utf8(output.stdout).unwrap().lines().map(|line| line.parse().unwrap()).collect();
     assert_eq!(numbers.len(), expectations.len());
     let different: Vec<String> = expectations
         .iter()

@@ -63,23 +63,17 @@ impl Libfabric {
     pub(crate) fn load_from(name: &str) -> Result<Self, FabricError> {
         // SAFETY: the caller names a libfabric, whose initialisers only register its providers and
         // ask nothing of the process.
-        let library = unsafe { libloading::Library::new(name) }.map_err(|source| {
-            FabricError::LibraryMissing {
-                library: name.to_owned(),
-                source,
-            }
-        })?;
+        let library = unsafe { libloading::Library::new(name) }
+            .map_err(|source| FabricError::LibraryMissing { library: name.to_owned(), source })?;
         let lookup = |symbol: &'static CStr| {
             // SAFETY: the symbol is only copied out as an address here; its type is given to it by
             // `Functions::from_lookup`, from the declaration in libfabric's header.
             let address = unsafe { library.get::<*const c_void>(symbol) };
-            address
-                .map(|address| *address)
-                .map_err(|source| FabricError::SymbolMissing {
-                    library: name.to_owned(),
-                    symbol: symbol.to_string_lossy().into_owned(),
-                    source,
-                })
+            address.map(|address| *address).map_err(|source| FabricError::SymbolMissing {
+                library: name.to_owned(),
+                symbol: symbol.to_string_lossy().into_owned(),
+                source,
+            })
         };
         // SAFETY: the addresses come from the library under the functions' own names, and the
         // library is kept loaded from here on.
@@ -95,9 +89,7 @@ impl Libfabric {
                 needed: unpack_version(sys::API_VERSION),
             });
         }
-        Ok(Self {
-            functions: Box::leak(Box::new(functions)),
-        })
+        Ok(Self { functions: Box::leak(Box::new(functions)) })
     }
 
     /// The version that the library reports, as (major, minor).

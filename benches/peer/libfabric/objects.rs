@@ -22,9 +22,7 @@ impl Libfabric {
             return String::new();
         }
         // SAFETY: not null, and the library returns nul-terminated strings that it never frees.
-        unsafe { CStr::from_ptr(text) }
-            .to_string_lossy()
-            .into_owned()
+        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     }
 
     /// Turns a return value, zero or a negated error number, into a result.
@@ -38,21 +36,12 @@ impl Libfabric {
 
     #[cold]
     fn call_error(self, operation: &'static str, code: FabricErrno) -> FabricError {
-        FabricError::Call {
-            operation,
-            code,
-            text: self.text(code),
-        }
+        FabricError::Call { operation, code, text: self.text(code) }
     }
 
     /// As [`Self::check`], for the calls that return a count or a negated error number.
-    pub(super) fn check_size(
-        self,
-        operation: &'static str,
-        returned: isize,
-    ) -> Result<usize, FabricError> {
-        usize::try_from(returned)
-            .map_err(|_| self.call_error(operation, FabricErrno::from_negated(returned)))
+    pub(super) fn check_size(self, operation: &'static str, returned: isize) -> Result<usize, FabricError> {
+        usize::try_from(returned).map_err(|_| self.call_error(operation, FabricErrno::from_negated(returned)))
     }
 }
 
@@ -196,10 +185,7 @@ impl Object<sys::fid_domain> {
         requested_key: u64,
         flags: u64,
     ) -> Result<Object<sys::fid_mr>, FabricError> {
-        let range = sys::iovec {
-            iov_base: buf.cast(),
-            iov_len: len,
-        };
+        let range = sys::iovec { iov_base: buf.cast(), iov_len: len };
         let attr = sys::fi_mr_attr {
             mr_iov: &raw const range,
             iov_count: 1,
@@ -213,9 +199,7 @@ impl Object<sys::fid_domain> {
             device: 0,
         };
         // SAFETY: the domain is open and owns its table.
-        let regattr = slot("fi_mr_regattr", unsafe {
-            (*(*self.raw.as_ptr()).mr).regattr
-        })?;
+        let regattr = slot("fi_mr_regattr", unsafe { (*(*self.raw.as_ptr()).mr).regattr })?;
         // SAFETY: the domain is open; `attr` and `range` outlive the call, which copies them.
         Object::open(self.libfabric, "fi_mr_regattr", |out| unsafe {
             regattr(self.fid(), &raw const attr, flags, out)
@@ -263,9 +247,7 @@ impl Object<sys::fid_domain> {
     /// The endpoint that `info` describes.
     pub(super) fn endpoint(&self, info: &Info) -> Result<Object<sys::fid_ep>, FabricError> {
         // SAFETY: the domain is open and owns its table.
-        let endpoint = slot("fi_endpoint", unsafe {
-            (*(*self.raw.as_ptr()).ops).endpoint
-        })?;
+        let endpoint = slot("fi_endpoint", unsafe { (*(*self.raw.as_ptr()).ops).endpoint })?;
         // SAFETY: the domain is open and `info` is the entry it was opened from.
         Object::open(self.libfabric, "fi_endpoint", |out| unsafe {
             endpoint(self.raw.as_ptr(), info.as_ptr(), out, ptr::null_mut())
@@ -285,21 +267,12 @@ impl Object<sys::fid_av> {
     /// Adds one address in the provider's format.
     pub(super) fn insert(&self, address: &[u8]) -> Result<sys::fi_addr_t, FabricError> {
         // SAFETY: the address vector is open and owns its table.
-        let insert = slot("fi_av_insert", unsafe {
-            (*(*self.raw.as_ptr()).ops).insert
-        })?;
+        let insert = slot("fi_av_insert", unsafe { (*(*self.raw.as_ptr()).ops).insert })?;
         let mut index = u64::MAX;
         // SAFETY: the address vector is open, `address` is one complete address as the provider
         // wrote it, and there is room for the one index.
         let inserted = unsafe {
-            insert(
-                self.raw.as_ptr(),
-                address.as_ptr().cast(),
-                1,
-                &raw mut index,
-                0,
-                ptr::null_mut(),
-            )
+            insert(self.raw.as_ptr(), address.as_ptr().cast(), 1, &raw mut index, 0, ptr::null_mut())
         };
         if inserted == 1 {
             return Ok(index);
@@ -318,9 +291,7 @@ impl Object<sys::fid_cq> {
     /// reported as `operation`.
     #[inline]
     pub(super) fn poll(&self, operation: &'static str) -> Result<bool, FabricError> {
-        let mut entry = sys::fi_cq_entry {
-            op_context: ptr::null_mut(),
-        };
+        let mut entry = sys::fi_cq_entry { op_context: ptr::null_mut() };
         // SAFETY: the queue is open and owns its table.
         let read = slot("fi_cq_read", unsafe { (*(*self.raw.as_ptr()).ops).read })?;
         // SAFETY: the queue is open with the format of `entry`, of which there is one.
@@ -352,9 +323,7 @@ impl Object<sys::fid_cq> {
             err_data_size: 0,
         };
         // SAFETY: the queue is open and owns its table.
-        let readerr = slot("fi_cq_readerr", unsafe {
-            (*(*self.raw.as_ptr()).ops).readerr
-        });
+        let readerr = slot("fi_cq_readerr", unsafe { (*(*self.raw.as_ptr()).ops).readerr });
         // SAFETY: the queue is open and `entry` has the length of the version that was asked for.
         let taken = readerr.and_then(|readerr| unsafe {
             let returned = readerr(self.raw.as_ptr(), &raw mut entry, 0);

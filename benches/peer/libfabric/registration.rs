@@ -40,11 +40,7 @@ impl RegistrationProvider {
         Hints {
             provider,
             endpoint_type,
-            caps: sys::FI_RMA
-                | sys::FI_READ
-                | sys::FI_WRITE
-                | sys::FI_REMOTE_READ
-                | sys::FI_REMOTE_WRITE,
+            caps: sys::FI_RMA | sys::FI_READ | sys::FI_WRITE | sys::FI_REMOTE_READ | sys::FI_REMOTE_WRITE,
             mr_mode: 0,
             message_order: 0,
             source,
@@ -114,18 +110,12 @@ impl RegistrationPeer {
     ///
     /// [`FabricError::ProviderMissing`] when the library was built without the provider,
     /// [`FabricError::Call`] when the fabric or the domain does not open.
-    pub(crate) fn open(
-        libfabric: Libfabric,
-        provider: RegistrationProvider,
-    ) -> Result<Self, FabricError> {
+    pub(crate) fn open(libfabric: Libfabric, provider: RegistrationProvider) -> Result<Self, FabricError> {
         let hints = provider.hints();
         let info = match Info::find(libfabric, hints) {
             Err(FabricError::ProviderMissing { .. }) => Info::find(
                 libfabric,
-                Hints {
-                    mr_mode: sys::FI_MR_VIRT_ADDR | sys::FI_MR_ALLOCATED | sys::FI_MR_PROV_KEY,
-                    ..hints
-                },
+                Hints { mr_mode: sys::FI_MR_VIRT_ADDR | sys::FI_MR_ALLOCATED | sys::FI_MR_PROV_KEY, ..hints },
             )?,
             found => found?,
         };
@@ -166,9 +156,7 @@ impl RegistrationPeer {
         access: u64,
         requested_key: u64,
     ) -> Result<(), FabricError> {
-        self.domain
-            .register(buf, len, access, requested_key, 0)?
-            .close()
+        self.domain.register(buf, len, access, requested_key, 0)?.close()
     }
 
     /// Closes the regions kept alive so far and registers `count` others, 4 KiB each, under the
@@ -184,9 +172,7 @@ impl RegistrationPeer {
         }
         let bytes = count.saturating_mul(POPULATED_LEN);
         let mut backing = Vec::new();
-        backing
-            .try_reserve_exact(bytes)
-            .map_err(|_| FabricError::OutOfMemory { bytes })?;
+        backing.try_reserve_exact(bytes).map_err(|_| FabricError::OutOfMemory { bytes })?;
         self.backing = backing;
         self.populated.reserve(count);
         for index in order.indices(count) {

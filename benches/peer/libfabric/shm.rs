@@ -55,20 +55,11 @@ impl ShmWritePath {
         let (caps, mr_mode, message_order) = match self {
             Self::CommandQueue => (caps, sys::FI_MR_VIRT_ADDR, sys::FI_ORDER_RMA_WAW),
             Self::CrossMemoryAttach => (caps, sys::FI_MR_VIRT_ADDR, 0),
-            Self::Bounce => (
-                caps | sys::FI_HMEM,
-                sys::FI_MR_VIRT_ADDR | sys::FI_MR_HMEM,
-                sys::FI_ORDER_RMA_WAW,
-            ),
+            Self::Bounce => {
+                (caps | sys::FI_HMEM, sys::FI_MR_VIRT_ADDR | sys::FI_MR_HMEM, sys::FI_ORDER_RMA_WAW)
+            }
         };
-        Hints {
-            provider: "shm",
-            endpoint_type: sys::FI_EP_RDM,
-            caps,
-            mr_mode,
-            message_order,
-            source: None,
-        }
+        Hints { provider: "shm", endpoint_type: sys::FI_EP_RDM, caps, mr_mode, message_order, source: None }
     }
 }
 
@@ -122,18 +113,14 @@ impl Side {
             completions: domain.completion_queue(COMPLETIONS)?,
             addresses: domain.address_vector(2)?,
         };
-        side.endpoint
-            .bind(&side.completions, sys::FI_TRANSMIT | sys::FI_RECV)?;
+        side.endpoint.bind(&side.completions, sys::FI_TRANSMIT | sys::FI_RECV)?;
         side.endpoint.bind(&side.addresses, 0)?;
         side.endpoint.enable()?;
         Ok(side)
     }
 
     fn close(self) -> Result<(), FabricError> {
-        self.endpoint
-            .close()
-            .and(self.completions.close())
-            .and(self.addresses.close())
+        self.endpoint.close().and(self.completions.close()).and(self.addresses.close())
     }
 }
 
@@ -237,10 +224,7 @@ impl ShmWritePeer {
     #[inline]
     pub(crate) fn write(&mut self, len: usize) -> Result<(), FabricError> {
         if !(MARK..=Self::LARGEST).contains(&len) || !len.is_multiple_of(MARK) {
-            return Err(FabricError::Length {
-                given: len,
-                largest: Self::LARGEST,
-            });
+            return Err(FabricError::Length { given: len, largest: Self::LARGEST });
         }
         // A mark that the destination cannot hold already: the count of writes so far, plus one.
         self.writes += 1;
@@ -295,10 +279,7 @@ impl ShmWritePeer {
     fn progress(&self, polls: &mut u64) -> Result<(), FabricError> {
         *polls += 1;
         if *polls > POLLS {
-            return Err(FabricError::Stalled {
-                operation: "fi_write",
-                polls: POLLS,
-            });
+            return Err(FabricError::Stalled { operation: "fi_write", polls: POLLS });
         }
         // A write without remote completion data leaves nothing in the target's queue.
         self.target.completions.poll("fi_write at its target")?;

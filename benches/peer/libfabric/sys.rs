@@ -16,14 +16,8 @@
 //!
 //! Both are compared with the installed headers by the layout test.
 
-#![allow(
-    non_camel_case_types,
-    reason = "the names are those of libfabric's headers and man pages"
-)]
-#![allow(
-    dead_code,
-    reason = "a layout needs every field up to the last one used, read or not"
-)]
+#![allow(non_camel_case_types, reason = "the names are those of libfabric's headers and man pages")]
+#![allow(dead_code, reason = "a layout needs every field up to the last one used, read or not")]
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
@@ -225,12 +219,7 @@ pub(super) struct fid_fabric {
 pub(super) struct fi_ops_fabric {
     pub(super) size: usize,
     pub(super) domain: Option<
-        unsafe extern "C" fn(
-            *mut fid_fabric,
-            *mut fi_info,
-            *mut *mut fid_domain,
-            *mut c_void,
-        ) -> c_int,
+        unsafe extern "C" fn(*mut fid_fabric, *mut fi_info, *mut *mut fid_domain, *mut c_void) -> c_int,
     >,
 }
 
@@ -247,24 +236,13 @@ pub(super) struct fid_domain {
 pub(super) struct fi_ops_domain {
     pub(super) size: usize,
     pub(super) av_open: Option<
-        unsafe extern "C" fn(
-            *mut fid_domain,
-            *mut fi_av_attr,
-            *mut *mut fid_av,
-            *mut c_void,
-        ) -> c_int,
+        unsafe extern "C" fn(*mut fid_domain, *mut fi_av_attr, *mut *mut fid_av, *mut c_void) -> c_int,
     >,
     pub(super) cq_open: Option<
-        unsafe extern "C" fn(
-            *mut fid_domain,
-            *mut fi_cq_attr,
-            *mut *mut fid_cq,
-            *mut c_void,
-        ) -> c_int,
+        unsafe extern "C" fn(*mut fid_domain, *mut fi_cq_attr, *mut *mut fid_cq, *mut c_void) -> c_int,
     >,
-    pub(super) endpoint: Option<
-        unsafe extern "C" fn(*mut fid_domain, *mut fi_info, *mut *mut fid_ep, *mut c_void) -> c_int,
-    >,
+    pub(super) endpoint:
+        Option<unsafe extern "C" fn(*mut fid_domain, *mut fi_info, *mut *mut fid_ep, *mut c_void) -> c_int>,
 }
 
 /// Registration operations of a domain.
@@ -315,14 +293,7 @@ pub(super) struct fid_av {
 pub(super) struct fi_ops_av {
     pub(super) size: usize,
     pub(super) insert: Option<
-        unsafe extern "C" fn(
-            *mut fid_av,
-            *const c_void,
-            usize,
-            *mut fi_addr_t,
-            u64,
-            *mut c_void,
-        ) -> c_int,
+        unsafe extern "C" fn(*mut fid_av, *const c_void, usize, *mut fi_addr_t, u64, *mut c_void) -> c_int,
     >,
 }
 
@@ -351,8 +322,7 @@ pub(super) struct fi_ops_cq {
     pub(super) size: usize,
     pub(super) read: Option<unsafe extern "C" fn(*mut fid_cq, *mut c_void, usize) -> isize>,
     pub(super) readfrom: UnusedOperation,
-    pub(super) readerr:
-        Option<unsafe extern "C" fn(*mut fid_cq, *mut fi_cq_err_entry, u64) -> isize>,
+    pub(super) readerr: Option<unsafe extern "C" fn(*mut fid_cq, *mut fi_cq_err_entry, u64) -> isize>,
 }
 
 /// What a completion queue is to be.
@@ -431,18 +401,11 @@ pub(super) struct fi_ops_rma {
 }
 
 type FiVersion = unsafe extern "C" fn() -> u32;
-type FiGetinfo = unsafe extern "C" fn(
-    u32,
-    *const c_char,
-    *const c_char,
-    u64,
-    *const fi_info,
-    *mut *mut fi_info,
-) -> c_int;
+type FiGetinfo =
+    unsafe extern "C" fn(u32, *const c_char, *const c_char, u64, *const fi_info, *mut *mut fi_info) -> c_int;
 type FiDupinfo = unsafe extern "C" fn(*const fi_info) -> *mut fi_info;
 type FiFreeinfo = unsafe extern "C" fn(*mut fi_info);
-type FiFabric =
-    unsafe extern "C" fn(*mut fi_fabric_attr, *mut *mut fid_fabric, *mut c_void) -> c_int;
+type FiFabric = unsafe extern "C" fn(*mut fi_fabric_attr, *mut *mut fid_fabric, *mut c_void) -> c_int;
 type FiStrerror = unsafe extern "C" fn(c_int) -> *const c_char;
 
 /// The exported functions that the peer calls.
