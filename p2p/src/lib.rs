@@ -9,6 +9,7 @@
 
 #![deny(unsafe_code)]
 
+pub mod loopback;
 pub mod path;
 #[allow(unsafe_code)]
 pub mod staging;
