@@ -1,6 +1,6 @@
 //! What the command looks at: the ifaces and NICs of this machine, and the software ones that are always there.
 
-use std::{fmt, sync::Arc};
+use std::{error::Error as _, fmt, sync::Arc};
 
 use hmem::{
     Domain, DomainAttr, Error, Hmem, IfaceKind, MrMode, Result,
@@ -201,4 +201,14 @@ pub fn reason_and_remedy(error: &Error) -> (String, Option<String>) {
         }
         None => (whole, None),
     }
+}
+
+/// The error at the bottom: of a path decision, what the last way was refused for.
+#[must_use]
+pub fn root(error: &Error) -> &Error {
+    let mut root = error;
+    while let Some(source) = root.source().and_then(|source| source.downcast_ref()) {
+        root = source;
+    }
+    root
 }

@@ -3,7 +3,7 @@
 mod report;
 
 use hmem::{
-    Decision, Error,
+    Decision, Error, Path,
     iface::Capability,
     provider::{Imports, ProviderAttr, WindowType},
 };
@@ -12,7 +12,7 @@ use serde::Serialize;
 pub use self::report::text;
 use crate::{
     json::{Attempt, SCHEMA, Skipped},
-    machine::{Fabric, Machine, reason_and_remedy},
+    machine::{Fabric, Machine, reason_and_remedy, root},
     probe,
 };
 
@@ -278,14 +278,15 @@ fn p2p(machine: &Machine, devices: &[DeviceEntry]) -> Vec<P2pEntry> {
 }
 
 fn entry(iface: &str, device: Option<u32>, nic: &Fabric, decision: Result<&Decision, &Error>) -> P2pEntry {
+    let way = if device.is_some() { Path::Staged } else { Path::PlainHost };
     let (path, reason, remedy, trace) = match decision {
         Ok(decision) => {
             let trace = decision.attempts.iter().map(Attempt::from).collect();
             (Some(decision.path.name()), decision.reason.clone(), None, trace)
         }
         Err(error) => {
-            let (reason, remedy) = reason_and_remedy(error);
-            (None, reason, remedy, Vec::new())
+            let (reason, remedy) = reason_and_remedy(root(error));
+            (None, reason, remedy, vec![Attempt::refused(way, error)])
         }
     };
     P2pEntry {

@@ -127,8 +127,13 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
         let direct = entry.path.is_some_and(|path| path != "staged");
         let cell = style.cell(entry.path.unwrap_or("none"), if direct { Tone::Good } else { Tone::Dim });
         let mut reason = format!("{}: {}", entry.path.unwrap_or("none"), entry.reason);
-        for refused in entry.trace.iter().filter_map(|attempt| attempt.error.as_ref()) {
-            reason.push_str(&format!("; refused before: {refused}"));
+        // The whole errors, with their addresses, are in the JSON.
+        for attempt in entry.trace.iter().filter(|attempt| entry.path.is_some() && attempt.error.is_some()) {
+            let cause = attempt.cause.as_deref().unwrap_or("refused");
+            reason.push_str(&format!("; {} refused: {cause}", attempt.path));
+            if let Some(remedy) = &attempt.remedy {
+                reason.push_str(&format!(" -> {remedy}"));
+            }
         }
         if let Some(remedy) = &entry.remedy {
             reason.push_str(&format!(" -> {remedy}"));
