@@ -171,7 +171,7 @@ fn a_device_that_does_not_export_what_it_promised_fails() {
     let _alone = alone();
     let none = Arc::new(Simulated::builder().p2p(P2pMatrix::none_reachable()).build().unwrap());
     let report = run(&machine(Arc::clone(&none) as _, loopback(), &none));
-    failed(&report, "device", "dma-buf", &["path"]);
+    failed(&report, "device", "dma-buf", &["export dma-buf", "not reachable"]);
     let trace = &row(&report, "device", "dma-buf").trace;
     assert!(trace.iter().any(|attempt| attempt.error.is_some()), "{trace:?}");
     assert!(row(&report, "device", "staged").verified);
