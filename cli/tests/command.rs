@@ -233,6 +233,7 @@ fn check_verifies_every_combination_and_says_so_in_the_documented_json() {
     for (iface, memory, path) in [
         ("system", "heap", "plain-host"),
         ("system", "mmap", "plain-host"),
+        ("system", "borrowed", "plain-host"),
         ("system", "memfd", "plain-host"),
         ("simulated", "device", "dma-buf"),
         ("simulated", "device", "staged"),

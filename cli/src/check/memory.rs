@@ -1,4 +1,4 @@
-//! The memory that is checked: host memory of three sorts, and what ifaces allocate.
+//! The memory that is checked: host memory of four sorts, and what ifaces allocate.
 
 use std::{fmt, sync::Arc};
 
@@ -14,6 +14,8 @@ pub enum Memory {
     Heap,
     /// Pages of their own, from the system iface.
     Mapped(Arc<dyn Iface>),
+    /// The same, registered by its address: the region does not own it.
+    Borrowed(Arc<dyn Iface>),
     /// A mapped memory file.
     MemFd,
     /// Memory of a device iface.
@@ -32,7 +34,7 @@ impl Memory {
     #[must_use]
     pub fn iface(&self) -> &str {
         match self {
-            Self::Heap | Self::Mapped(_) | Self::MemFd => "system",
+            Self::Heap | Self::Mapped(_) | Self::Borrowed(_) | Self::MemFd => "system",
             Self::Allocated { iface, .. } => iface.name(),
         }
     }
@@ -41,7 +43,7 @@ impl Memory {
     #[must_use]
     pub fn iface_kind(&self) -> IfaceKind {
         match self {
-            Self::Heap | Self::Mapped(_) | Self::MemFd => IfaceKind::SYSTEM,
+            Self::Heap | Self::Mapped(_) | Self::Borrowed(_) | Self::MemFd => IfaceKind::SYSTEM,
             Self::Allocated { iface, .. } => iface.kind(),
         }
     }
@@ -55,12 +57,13 @@ impl Memory {
         }
     }
 
-    /// The sort within the iface: `heap`, `mmap`, `memfd`, or the allocation kind.
+    /// The sort within the iface: `heap`, `mmap`, `borrowed`, `memfd`, or the allocation kind.
     #[must_use]
     pub fn sort(&self) -> &'static str {
         match self {
             Self::Heap => "heap",
             Self::Mapped(_) => "mmap",
+            Self::Borrowed(_) => "borrowed",
             Self::MemFd => "memfd",
             Self::Allocated { kind, .. } => kind.name(),
         }

@@ -9,6 +9,7 @@ mod plan;
 mod report;
 mod residue;
 mod run;
+mod target;
 
 use hmem::{Error, ErrorKind, Path, Result};
 

@@ -91,7 +91,13 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
     let mut memories = Vec::new();
     for iface in registry.iter().filter(|iface| wanted(iface.name())) {
         if iface.kind() == IfaceKind::SYSTEM {
-            memories.extend([Memory::Heap, Memory::Mapped(Arc::clone(iface)), Memory::MemFd]);
+            let (mapped, borrowed) = (Arc::clone(iface), Arc::clone(iface));
+            memories.extend([
+                Memory::Heap,
+                Memory::Mapped(mapped),
+                Memory::Borrowed(borrowed),
+                Memory::MemFd,
+            ]);
         } else {
             memories.extend(of_devices(iface, &mut plan.skipped));
         }

@@ -47,7 +47,7 @@ pub struct Row {
     pub sizes: Vec<u64>,
     /// Whether all of it worked and nothing was left behind.
     pub verified: bool,
-    /// RMA writes of the last size, in GiB/s; null unless verified.
+    /// RMA writes of the last verified size, in GiB/s; null unless verified.
     pub gib_per_s: Option<f64>,
     /// What came of a fetch-add.
     pub atomic: Atomic,
