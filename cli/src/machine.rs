@@ -10,6 +10,8 @@ use hmem::{
     system::{SIMULATED, Simulated},
 };
 
+use crate::json::Skipped;
+
 /// What hardware usually needs of an application.
 pub const HARDWARE_LIKE: MrMode = MrMode::LOCAL
     .union(MrMode::VIRT_ADDR)
@@ -47,10 +49,18 @@ pub struct Fabric {
 /// Something that is not here.
 #[derive(Debug)]
 pub struct Absent {
-    /// What.
-    pub what: String,
+    /// Which sort of thing: `iface`, `provider`, `NIC`.
+    pub sort: &'static str,
+    /// Its name, as the command line takes it.
+    pub name: String,
     /// Why, in one line.
     pub why: String,
+}
+
+impl From<&Absent> for Skipped {
+    fn from(absent: &Absent) -> Self {
+        Self { what: format!("{} {}", absent.sort, absent.name), why: absent.why.clone() }
+    }
 }
 
 /// A count that a check must leave as it found it.
@@ -89,7 +99,9 @@ impl Machine {
                 watches.extend(watch_simulated(&simulated));
                 builder = builder.shared_iface(simulated);
             }
-            Err(error) => absent.push(Absent { what: "iface simulated".into(), why: error.to_string() }),
+            Err(error) => {
+                absent.push(Absent { sort: "iface", name: "simulated".into(), why: error.to_string() })
+            }
         }
         let software = vec![(SIMULATED, "simulated".into())];
         let mut machine = Self { absent, software, watches, ..Self::new(builder.build()?) };
@@ -100,12 +112,18 @@ impl Machine {
         ];
         for (nic, needs, memory, note) in modes {
             let loopback = Loopback::builder().nic(nic).needs(needs).memory(memory).build();
-            if let Err(error) = loopback.and_then(|loopback| machine.add(Arc::new(loopback), true, note)) {
-                machine.absent.push(Absent { what: format!("NIC loopback/{nic}"), why: error.to_string() });
+            let added = loopback.and_then(|loopback| machine.add(Arc::new(loopback), true, note));
+            if let Err(error) = added.and_then(|()| machine.drop_last_nic_if_unavailable()) {
+                machine.absent.push(Absent {
+                    sort: "NIC",
+                    name: format!("loopback/{nic}"),
+                    why: error.to_string(),
+                });
             }
         }
         machine.absent.push(Absent {
-            what: "provider verbs".into(),
+            sort: "provider",
+            name: "verbs".into(),
             why: "this build has no verbs provider: no RDMA hardware was looked for".into(),
         });
         Ok(machine)
@@ -120,6 +138,19 @@ impl Machine {
             self.nics.push(Fabric { provider: Arc::clone(&provider), attr, software, note });
         }
         Ok(())
+    }
+
+    /// A NIC can be listed and still need what this machine lacks (io_uring, for one): only a domain tells.
+    fn drop_last_nic_if_unavailable(&mut self) -> Result<()> {
+        let Some(nic) = self.nics.last() else { return Ok(()) };
+        match self.open(nic, P2pPolicy::Enabled) {
+            Err(error) if error.is_unavailable() => {
+                self.nics.pop();
+                Err(error)
+            }
+            // Any other trouble is for the check to find.
+            _ => Ok(()),
+        }
     }
 
     /// Opens a domain on a NIC.
@@ -158,12 +189,24 @@ impl Machine {
             || self.software.iter().any(|(_, software)| software == name)
     }
 
+    /// The names of providers and NICs, absent or not.
+    #[must_use]
+    pub fn provider_names(&self) -> Vec<String> {
+        let here = self.nics.iter().flat_map(|nic| [nic.attr.nic.provider.clone(), nic.attr.nic.to_string()]);
+        let absent = self.absent.iter().filter(|absent| absent.sort != "iface");
+        let mut names: Vec<_> = here.chain(absent.map(|absent| absent.name.clone())).collect();
+        names.sort();
+        names.dedup();
+        names
+    }
+
     /// The names that [`Machine::knows_iface`] knows.
     #[must_use]
     pub fn iface_names(&self) -> Vec<String> {
         let registry = self.hmem.registry();
         let mut names: Vec<_> = registry.iter().map(|iface| iface.name().to_owned()).collect();
         names.extend(registry.absent().map(|(kind, _)| self.iface_name(kind)));
+        names.sort();
         names
     }
 }

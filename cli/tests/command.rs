@@ -268,6 +268,23 @@ fn what_is_absent_is_skipped_with_its_reason_and_is_no_success() {
     }
 }
 
+/// DIAG-02: asked for by name and not there is no success either.
+#[test]
+fn a_provider_that_this_build_lacks_is_skipped_with_its_reason() {
+    let info = json(&hmem(&["info", "--json"], &[]));
+    for absent in list(&info, "absent") {
+        let what = absent["what"].as_str().unwrap_or_default();
+        let Some(name) = what.strip_prefix("provider ").or_else(|| what.strip_prefix("NIC ")) else {
+            continue;
+        };
+        let output = hmem(&["check", "--quick", "--json", "--provider", name], &[]);
+        ended(&output, 1);
+        let document = json(&output);
+        assert!(list(&document, "rows").is_empty());
+        assert!(list(&document, "skipped").contains(absent), "{document}");
+    }
+}
+
 /// DIAG-02: one size, one path, one NIC.
 #[test]
 fn a_check_can_be_narrowed() {
@@ -316,7 +333,10 @@ fn wrong_usage_and_environment_are_refused_in_one_line() {
     refused(&hmem(&["info"], &[("FI_HMEM", "system,nonsense")]), &["nonsense", "FI_HMEM"]);
     refused(&hmem(&["check"], &[("FI_HMEM_DISABLE_P2P", "maybe")]), &["FI_HMEM_DISABLE_P2P", "maybe"]);
     refused(&hmem(&["check", "--iface", "nonsense"], &[]), &["--iface", "nonsense", "simulated"]);
-    refused(&hmem(&["check", "--provider", "nonsense"], &[]), &["--provider", "nonsense", "loopback/pinned"]);
+    refused(
+        &hmem(&["check", "--provider", "nonsense"], &[]),
+        &["--provider", "nonsense", "loopback/hardware"],
+    );
     refused(&hmem(&["check", "--path", "nonsense"], &[]), &["--path", "nonsense", "staged"]);
     refused(&hmem(&["check", "--bytes", "0"], &[]), &["--bytes", "at least one byte"]);
     refused(&hmem(&["check", "--bytes", "999999999GiB"], &[]), &["--bytes", "fewer"]);

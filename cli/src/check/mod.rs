@@ -69,14 +69,11 @@ impl Selection {
     /// it does; [`ErrorKind::OutOfResources`] for more bytes than its memory allows.
     pub fn new(args: &CheckArgs, machine: &Machine) -> Result<Self> {
         if let Some(name) = args.iface.as_deref().filter(|name| !machine.knows_iface(name)) {
-            return Err(unknown("check --iface", name, machine.iface_names()));
+            return Err(unknown("check --iface", name, &machine.iface_names()));
         }
-        if let Some(name) = args.provider.as_deref()
-            && !machine.nics.iter().any(|nic| nic.answers_to(name))
-        {
-            let known =
-                machine.nics.iter().flat_map(|nic| [nic.attr.nic.provider.clone(), nic.attr.nic.to_string()]);
-            return Err(unknown("check --provider", name, known.collect()));
+        let providers = machine.provider_names();
+        if let Some(name) = args.provider.as_ref().filter(|name| !providers.contains(name)) {
+            return Err(unknown("check --provider", name, &providers));
         }
         let mut selection = Self {
             iface: args.iface.clone(),
@@ -116,12 +113,10 @@ fn enough_memory_for(bytes: u64) -> Result<()> {
     }
 }
 
-fn unknown(option: &'static str, name: &str, mut known: Vec<String>) -> Error {
-    known.sort();
-    known.dedup();
+fn unknown(option: &'static str, name: &str, known: &[String]) -> Error {
     Error::new(ErrorKind::InvalidArgument, option)
         .context("name", name)
-        .remedy(format!("this machine has {}", known.join(", ")))
+        .remedy(format!("known here: {}", known.join(", ")))
 }
 
 /// Checks everything selected; `progress` is told before each combination how many are done, of how many, and

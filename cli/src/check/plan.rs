@@ -84,8 +84,13 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
             plan.skipped.push(skip(format!("iface {name}"), why));
         }
     }
-    if selection.iface.is_none() && selection.provider.is_none() {
-        plan.skipped.extend(machine.absent.iter().map(|absent| skip(&absent.what, &absent.why)));
+    for absent in &machine.absent {
+        let by = if absent.sort == "iface" { &selection.iface } else { &selection.provider };
+        let narrowed = selection.iface.is_some() || selection.provider.is_some();
+        let named = |name: &String| *name == absent.name || absent.name.starts_with(&format!("{name}/"));
+        if by.as_ref().map_or(!narrowed, named) {
+            plan.skipped.push(absent.into());
+        }
     }
 
     let mut memories = Vec::new();

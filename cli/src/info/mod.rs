@@ -134,11 +134,7 @@ pub struct P2pEntry {
 /// Looks at the machine: starts nothing that is not started, registers a page for each pair of device and NIC.
 #[must_use]
 pub fn inventory(machine: &Machine) -> Inventory {
-    let mut absent: Vec<_> = machine
-        .absent
-        .iter()
-        .map(|absent| Skipped { what: absent.what.clone(), why: absent.why.clone() })
-        .collect();
+    let mut absent: Vec<_> = machine.absent.iter().map(Skipped::from).collect();
     let devices = devices(machine, &mut absent);
     Inventory {
         schema: SCHEMA,
