@@ -51,11 +51,13 @@ pub(crate) fn print(rows: &[Row]) {
         match (median(&root, row.ours), median(&root, row.other)) {
             (Some(ours), Some(other)) => {
                 let ratio = ours / other;
-                let mark = if ratio <= row.target { "" } else { "  over" };
-                println!(
-                    "{:<66} {ours:>10.1} {other:>10.1} {ratio:>7.2} {:>7.2}{mark}",
-                    row.what, row.target
-                );
+                let (goal, met) = match row.target {
+                    Target::Ratio(most) => (format!("{most:.2}"), ratio <= most),
+                    Target::Nanoseconds(most) => (format!("{most:.0} ns"), ours <= most),
+                    Target::Orientation => ("-".to_owned(), true),
+                };
+                let mark = if met { "" } else { "  over" };
+                println!("{:<66} {ours:>10.1} {other:>10.1} {ratio:>7.2} {goal:>7}{mark}", row.what);
             }
             (ours, other) => {
                 let missing = [(ours, row.ours), (other, row.other)];

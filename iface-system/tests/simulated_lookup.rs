@@ -76,10 +76,10 @@ fn the_owner_is_found_at_both_ends_and_inside_among_ten_thousand_allocations() {
 fn an_address_that_no_device_knows_is_the_systems() {
     let (registry, simulated) = registry(simulated());
     let allocation = device(&*simulated, 4096);
-    let on_the_heap = vec![0_u8; 64];
+    let on_the_stack = [0_u8; 64];
     let window = simulated.window();
     let outside = [
-        Address::of_ptr(on_the_heap.as_ptr()),
+        Address::of_ptr(on_the_stack.as_ptr()),
         Address(0),
         Address(u64::MAX),
         Address(window.start().0 - 1),

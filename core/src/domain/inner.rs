@@ -10,7 +10,7 @@ use std::{
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{DomainInner, MrAttr, RegionState, validate::Checked};
+use super::{DomainInner, MrAttr, RegionState, set_once::SetOnce, validate::Checked};
 use crate::{
     Access, AddressRange, Decision, Error, ErrorKind, MrFlags, MrMode, Result, counter::Counter,
     event_queue::RegionId, path::PathOutcome, provider::ProviderRegion,
@@ -22,7 +22,7 @@ pub(super) type MemoryOwner = Arc<dyn Any + Send + Sync>;
 /// The hot part; what few regions have is in `rare`, because a million regions may be live.
 pub(crate) struct RegionInner {
     pub(super) domain: Arc<DomainInner>,
-    pub(super) registered: OnceLock<Registration>,
+    pub(super) registered: SetOnce<Registration>,
     pub(super) range: AddressRange,
     pub(super) access: Access,
     pub(super) flags: MrFlags,
@@ -105,7 +105,7 @@ impl RegionInner {
         });
         Self {
             domain: Arc::clone(domain),
-            registered: OnceLock::new(),
+            registered: SetOnce::new(),
             range,
             access: attr.access,
             flags,
@@ -214,9 +214,7 @@ impl RegionInner {
     #[inline]
     pub(super) fn complete(&self, outcome: PathOutcome) {
         let registration = Registration { region: outcome.region, decision: outcome.decision };
-        if self.registered.set(registration).is_err() {
-            unreachable!("a region is registered once, by the call or the job that made it");
-        }
+        self.registered.set(registration);
         let state = if self.starts_enabled() { RegionState::Enabled } else { RegionState::Disabled };
         self.state.store(state as u8, Ordering::Release);
     }

@@ -13,6 +13,7 @@ mod owner;
 mod prefault;
 mod region;
 mod scope;
+mod set_once;
 mod validate;
 mod window;
 
