@@ -1,7 +1,7 @@
 //! The `hmem` command as a library, so that tests can run it on machines of their own making.
 //!
-//! [`Machine`] is what the command looks at, [`info`] lists it, [`check`] tries it, [`run`] is the
-//! command itself.
+//! [`Machine`] is what the command looks at, [`mod@info`] lists it, [`mod@check`] tries it, [`run`] is the command
+//! itself.
 
 #![deny(unsafe_code)]
 

@@ -1,9 +1,6 @@
 //! What came of a check: rows, what was skipped, and whether all is well.
 
-use std::{
-    collections::BTreeMap,
-    io::{self, Write},
-};
+use std::io::{self, Write};
 
 use comfy_table::{Cell, CellAlignment};
 use serde::Serialize;
@@ -103,31 +100,37 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
         style.heading(out, &nic)?;
         rows(out, report.rows.iter().filter(|row| row.full_nic() == nic), style)?;
     }
-    failures(out, report, style)?;
-    if !report.skipped.is_empty() {
-        style.heading(out, "Skipped")?;
-        for skipped in &report.skipped {
-            style.item(out, &format!("{}:", skipped.what), &skipped.why)?;
-        }
-        writeln!(out)?;
-    }
+    let failed = report.rows.iter().filter(|row| !row.verified).map(|row| {
+        let what = format!("{} {} to {} over {}", row.place(), row.memory, row.full_nic(), row.path);
+        (row.error.as_deref().unwrap_or("unknown"), what)
+    });
+    reasons(out, "Failed", failed, style)?;
+    let skipped = report.skipped.iter().map(|skipped| (skipped.why.as_str(), skipped.what.clone()));
+    reasons(out, "Skipped", skipped, style)?;
     let tone = if report.passed() { Tone::Good } else { Tone::Bad };
     writeln!(out, "{}", style.word(&report.summary(), tone))
 }
 
-/// Each error once, with what it came of.
-fn failures(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
-    let mut failures: BTreeMap<&str, Vec<String>> = BTreeMap::new();
-    for row in report.rows.iter().filter(|row| !row.verified) {
-        let what = format!("{} {} to {} over {}", row.place(), row.memory, row.full_nic(), row.path);
-        failures.entry(row.error.as_deref().unwrap_or("unknown")).or_default().push(what);
+/// Each reason once, with what it holds for.
+fn reasons<'a>(
+    out: &mut dyn Write,
+    heading: &str,
+    all: impl Iterator<Item = (&'a str, String)>,
+    style: Style,
+) -> io::Result<()> {
+    let mut reasons: Vec<(&str, Vec<String>)> = Vec::new();
+    for (reason, what) in all {
+        match reasons.iter_mut().find(|(known, _)| *known == reason) {
+            Some((_, whats)) => whats.push(what),
+            None => reasons.push((reason, vec![what])),
+        }
     }
-    if failures.is_empty() {
+    if reasons.is_empty() {
         return Ok(());
     }
-    style.heading(out, "Failed")?;
-    for (error, what) in failures {
-        style.item(out, &format!("{}:", some(&what)), error)?;
+    style.heading(out, heading)?;
+    for (reason, whats) in reasons {
+        style.item(out, &format!("{}:", some(&whats)), reason)?;
     }
     writeln!(out)
 }
