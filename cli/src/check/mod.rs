@@ -1,6 +1,6 @@
 //! `hmem check`: registers memory of every kind with every NIC, moves bytes, and compares them.
 //!
-//! [`plan()`] lists what there is to check, [`run`] checks one combination, [`report`] says what came of it.
+//! `plan` lists what there is to check, `run` checks one combination, `report` says what came of it.
 
 mod link;
 mod memory;
