@@ -16,6 +16,9 @@ use crate::{
     event_queue::RegionId, path::PathOutcome, provider::ProviderRegion,
 };
 
+/// Regions have no weak references: a count for them would be one more locked instruction at each close.
+pub(super) type Shared<T> = triomphe::Arc<T>;
+
 /// Memory that a region keeps alive.
 pub(super) type MemoryOwner = Arc<dyn Any + Send + Sync>;
 
@@ -43,7 +46,7 @@ pub(super) struct Registration {
 #[derive(Default)]
 pub(super) struct Rare {
     pub(super) ranges: Vec<AddressRange>,
-    pub(super) parent: Option<Arc<RegionInner>>,
+    pub(super) parent: Option<Shared<RegionInner>>,
     pub(super) owner: Mutex<Option<MemoryOwner>>,
     pub(super) owned: bool,
     pub(super) page_size: usize,
@@ -90,7 +93,7 @@ impl RegionInner {
         let range = checked.dma_buf_range.unwrap_or_else(|| attr.ranges[0]);
         let needs_rare = attr.ranges.len() > 1 || attr.base.is_some() || owner.is_some() || id.is_some();
         let rare = (needs_rare || attr.page_size != 0).then(|| {
-            let parent = attr.base.map(|base| Arc::clone(base.inner()));
+            let parent = attr.base.map(|base| Shared::clone(base.inner()));
             let page_size = match &parent {
                 Some(parent) => parent.page_size(),
                 None => attr.page_size,
@@ -210,13 +213,24 @@ impl RegionInner {
         None
     }
 
+    /// Ends a registration that worked, of a region that nobody else knows yet.
+    #[inline]
+    pub(super) fn complete_unshared(&mut self, outcome: PathOutcome) {
+        self.registered = SetOnce::with(Registration { region: outcome.region, decision: outcome.decision });
+        *self.state.get_mut() = self.first_state() as u8;
+    }
+
     /// Ends a registration that worked.
     #[inline]
     pub(super) fn complete(&self, outcome: PathOutcome) {
         let registration = Registration { region: outcome.region, decision: outcome.decision };
         self.registered.set(registration);
-        let state = if self.starts_enabled() { RegionState::Enabled } else { RegionState::Disabled };
-        self.state.store(state as u8, Ordering::Release);
+        self.state.store(self.first_state() as u8, Ordering::Release);
+    }
+
+    #[inline]
+    fn first_state(&self) -> RegionState {
+        if self.starts_enabled() { RegionState::Enabled } else { RegionState::Disabled }
     }
 
     /// For the worker: claims a pending registration; `false` if it was given up.
@@ -235,7 +249,7 @@ impl RegionInner {
         self.rare.as_ref()?.asynchronous.as_ref().map(|(_, ended)| Arc::clone(ended))
     }
 
-    pub(crate) fn parent(&self) -> Option<&Arc<Self>> {
+    pub(crate) fn parent(&self) -> Option<&Shared<Self>> {
         self.rare.as_ref()?.parent.as_ref()
     }
 

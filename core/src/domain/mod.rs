@@ -62,6 +62,8 @@ pub(crate) struct DomainInner {
     decider: Arc<dyn PathDecider>,
     attr: DomainAttr,
     mode: MrMode,
+    effective: MrMode,
+    provider_attr: ProviderAttr,
     plain_host: Arc<Decision>,
     worker: OnceLock<Worker>,
 }
@@ -110,7 +112,17 @@ impl Domain {
         let provider = provider.open_domain(&request)?;
         let worker = OnceLock::new();
         Ok(Self {
-            inner: Arc::new(DomainInner { provider, registry, decider, attr, mode, plain_host, worker }),
+            inner: Arc::new(DomainInner {
+                provider_attr: provider.attr().clone(),
+                provider,
+                registry,
+                decider,
+                attr,
+                mode,
+                effective: mode.effective(),
+                plain_host,
+                worker,
+            }),
         })
     }
 
@@ -123,7 +135,7 @@ impl Domain {
     /// What the NIC offers and needs.
     #[must_use]
     pub fn provider_attr(&self) -> &ProviderAttr {
-        self.inner.provider.attr()
+        &self.inner.provider_attr
     }
 
     /// The ifaces that this domain knows.
@@ -234,7 +246,6 @@ impl Domain {
         flags: MrFlags,
         out: &OnceLock<MemoryRegion>,
     ) -> Result<()> {
-        let region = self.inner.prepare(attr, flags, None)?;
         let taken = || {
             Error::new(ErrorKind::BadState, "regattr")
                 .context("out", "taken")
@@ -243,11 +254,11 @@ impl Domain {
         if out.get().is_some() {
             return Err(taken());
         }
+        let region = self.inner.prepare(attr, flags, None)?;
         match self.inner.worker.get() {
-            None => {
-                self.inner.register_now(&region, attr).and_then(|()| out.set(region).map_err(|_| taken()))
-            }
+            None => out.set(self.inner.register_now(region, attr)?).map_err(|_| taken()),
             Some(worker) => {
+                let region = MemoryRegion::new(region);
                 let job = worker.job(&region, attr)?;
                 out.set(region).map_err(|_| taken())?;
                 worker.submit(job);
@@ -369,8 +380,14 @@ impl DomainInner {
         &self.provider
     }
 
+    /// The mode without BASIC and SCALABLE.
+    #[inline]
     pub(crate) fn effective(&self) -> MrMode {
-        self.mode.effective()
+        self.effective
+    }
+
+    pub(crate) fn provider_attr(&self) -> &ProviderAttr {
+        &self.provider_attr
     }
 
     pub(crate) fn addressing(&self) -> Addressing {
@@ -388,40 +405,44 @@ impl DomainInner {
         attr: &MrAttr<'_>,
         flags: MrFlags,
         owner: Option<MemoryOwner>,
-    ) -> Result<MemoryRegion> {
+    ) -> Result<RegionInner> {
         let id = self.worker.get().map(|_| RegionId::next());
         self.prepare_as(id, attr, flags, owner)
     }
 
+    #[inline]
     fn prepare_as(
         self: &Arc<Self>,
         id: Option<RegionId>,
         attr: &MrAttr<'_>,
         flags: MrFlags,
         owner: Option<MemoryOwner>,
-    ) -> Result<MemoryRegion> {
-        let checked = validate::check(attr, flags, self.effective(), self.provider.attr())?;
+    ) -> Result<RegionInner> {
+        let checked = validate::check(attr, flags, self.effective, &self.provider_attr)?;
         if let Some(base) = attr.base {
             self.check_base(base, attr)?;
         }
-        Ok(MemoryRegion::pending(self, attr, flags, &checked, owner, id))
+        Ok(RegionInner::pending(self, attr, flags, &checked, owner, id))
     }
 
     /// Registers at once, or hands the region to the worker where an event queue is bound.
     #[inline]
-    fn submit(&self, region: MemoryRegion, attr: &MrAttr<'_>) -> Result<MemoryRegion> {
-        match self.worker.get().filter(|_| region.id().is_some()) {
-            None => self.register_now(&region, attr)?,
-            Some(worker) => worker.submit(worker.job(&region, attr)?),
+    fn submit(&self, region: RegionInner, attr: &MrAttr<'_>) -> Result<MemoryRegion> {
+        match self.worker.get() {
+            None => self.register_now(region, attr),
+            Some(worker) => {
+                let region = MemoryRegion::new(region);
+                worker.submit(worker.job(&region, attr)?);
+                Ok(region)
+            }
         }
-        Ok(region)
     }
 
     #[inline]
-    fn register_now(&self, region: &MemoryRegion, attr: &MrAttr<'_>) -> Result<()> {
-        let outcome = self.register_pages(region.inner(), attr)?;
-        region.inner().complete(outcome);
-        Ok(())
+    fn register_now(&self, mut region: RegionInner, attr: &MrAttr<'_>) -> Result<MemoryRegion> {
+        let outcome = self.register_pages(&region, attr)?;
+        region.complete_unshared(outcome);
+        Ok(MemoryRegion::new(region))
     }
 
     fn check_base(&self, base: &MemoryRegion, attr: &MrAttr<'_>) -> Result<()> {
@@ -461,7 +482,7 @@ impl DomainInner {
     fn register_pages(&self, inner: &RegionInner, attr: &MrAttr<'_>) -> Result<PathOutcome> {
         let span = tracing::debug_span!(
             "register",
-            nic = %self.provider.attr().nic,
+            nic = %self.provider_attr.nic,
             range = %inner.range(),
             ranges = inner.ranges().len(),
             access = %attr.access,
@@ -484,10 +505,9 @@ impl DomainInner {
         let registration = RegistrationRequest {
             access: attr.access,
             flags: inner.flags(),
-            key: if mode.contains(MrMode::PROV_KEY) {
-                KeyRequest::Provider
-            } else {
-                KeyRequest::Application(attr.requested_key)
+            key: match attr.requested_key {
+                Some(key) if !mode.contains(MrMode::PROV_KEY) => KeyRequest::Application(key),
+                _ => KeyRequest::Provider,
             },
             auth_key: self.auth_key(attr.auth_key),
             addressing: self.addressing(),

@@ -29,6 +29,12 @@ impl<T> SetOnce<T> {
         Self { state: AtomicU8::new(EMPTY), value: UnsafeCell::new(MaybeUninit::uninit()) }
     }
 
+    /// A cell that holds its value from the start.
+    #[inline]
+    pub(super) const fn with(value: T) -> Self {
+        Self { state: AtomicU8::new(SET), value: UnsafeCell::new(MaybeUninit::new(value)) }
+    }
+
     /// Sets the value.
     ///
     /// # Panics
