@@ -1,0 +1,394 @@
+//! The iface: opening the driver, its devices, the trait, and the driver's codes as errors.
+
+use std::{
+    ffi::{CStr, c_void},
+    path::{Path, PathBuf},
+    ptr,
+    sync::Arc,
+};
+
+use hmem_core::{
+    Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, Iface, IfaceKind, Rejected, Result,
+    Segment,
+    iface::{
+        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle, PeerMemoryExport,
+    },
+    monitor::Monitor,
+    provider::Nic,
+};
+
+use crate::{
+    copy, export, memory, monitor,
+    sys::{self, Agent, AgentAttribute, Functions, HsaStatus, MemoryPool, PoolAttribute},
+};
+
+/// ROCr memory, over the HSA runtime.
+///
+/// # Examples
+/// ```
+/// use hmem_core::{Address, Iface};
+/// use hmem_iface_rocr::Rocr;
+///
+/// if let Ok(rocr) = Rocr::open() {
+///     let on_the_stack = 0u8;
+///     assert_eq!(rocr.query(Address::of_ptr(&on_the_stack))?, None);
+/// }
+/// # Ok::<(), hmem_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Rocr {
+    pub(crate) functions: Arc<Functions>,
+    devices: Vec<Device>,
+    /// Every agent, and which device it is; CPUs are none.
+    pub(crate) agents: Vec<(Agent, Option<DeviceId>)>,
+    /// Whether a count of the runtime is held.
+    held: bool,
+}
+
+/// Where [`Rocr`] finds its driver.
+///
+/// # Examples
+/// ```
+/// use hmem_core::ErrorKind;
+/// use hmem_iface_rocr::Rocr;
+///
+/// let error = Rocr::builder().library("/nowhere/libhsa-runtime64.so.1").open().unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::Unavailable);
+/// assert_eq!(error.context_value("library"), Some("/nowhere/libhsa-runtime64.so.1"));
+/// ```
+#[derive(Debug)]
+#[must_use = "a builder does nothing until it opens"]
+pub struct Builder {
+    driver: Driver,
+}
+
+#[derive(Debug)]
+enum Driver {
+    Library(PathBuf),
+    Functions(Functions),
+}
+
+impl Builder {
+    /// Loads the library at `path` instead of the one that the dynamic loader finds.
+    pub fn library(mut self, path: impl AsRef<Path>) -> Self {
+        self.driver = Driver::Library(path.as_ref().to_owned());
+        self
+    }
+
+    /// Calls these functions instead of loading a library.
+    pub fn functions(mut self, functions: Functions) -> Self {
+        self.driver = Driver::Functions(functions);
+        self
+    }
+
+    /// Starts the driver and lists its devices.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] without the library, without a symbol of it, without a device, or with a driver
+    /// that does not start; the library is named, and the driver's code where there is one. Otherwise what a
+    /// device answered when asked for its properties.
+    pub fn open(self) -> Result<Rocr> {
+        let functions = match self.driver {
+            Driver::Library(path) => Functions::load(&path)?,
+            Driver::Functions(functions) => functions,
+        };
+        Rocr::start(functions)
+    }
+}
+
+impl Rocr {
+    /// Opens the runtime library that the dynamic loader finds.
+    ///
+    /// # Errors
+    /// As [`Builder::open`].
+    pub fn open() -> Result<Self> {
+        Self::builder().open()
+    }
+
+    /// To open another library, or a driver of one's own.
+    pub fn builder() -> Builder {
+        Builder { driver: Driver::Library(PathBuf::from(Functions::LIBRARY)) }
+    }
+
+    /// Gives back what this iface holds of the driver: one count of the runtime.
+    ///
+    /// Dropping does the same, and can only log a refusal.
+    ///
+    /// # Errors
+    /// What the driver reported, with the iface.
+    pub fn close(mut self) -> Result<(), Rejected<Self>> {
+        match self.release() {
+            Ok(()) => Ok(()),
+            Err(error) => Err(Rejected::new(self, error)),
+        }
+    }
+
+    fn start(functions: Functions) -> Result<Self> {
+        // SAFETY: takes a count of the runtime; any thread may call it any number of times.
+        let code = unsafe { (functions.init)() };
+        if code != HsaStatus::HSA_STATUS_SUCCESS {
+            return Err(coded(unavailable("hsa_init", functions.library()), code).remedy(match code {
+                HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES => {
+                    "no AMD GPU driver answers: see whether /dev/kfd exists and this user may open it"
+                }
+                _ => "see `rocminfo` for the state of the driver",
+            }));
+        }
+        // From here on, dropping it gives the count back.
+        let mut rocr =
+            Self { functions: Arc::new(functions), devices: Vec::new(), agents: Vec::new(), held: true };
+        for agent in agents(&rocr.functions)? {
+            let kind = agent_info(&rocr.functions, agent, sys::HSA_AGENT_INFO_DEVICE)?;
+            let device = if kind == sys::HSA_DEVICE_TYPE_GPU {
+                let id = DeviceId(rocr.devices.len() as u32);
+                rocr.devices.push(describe(&rocr.functions, agent, id).map_err(|error| error.device(id))?);
+                Some(id)
+            } else {
+                None
+            };
+            rocr.agents.push((agent, device));
+        }
+        if rocr.devices.is_empty() {
+            return Err(unavailable("hsa_iterate_agents", rocr.functions.library())
+                .context("devices", 0)
+                .remedy("no AMD GPU is visible: see `rocminfo` and ROCR_VISIBLE_DEVICES"));
+        }
+        tracing::debug!(library = rocr.functions.library(), devices = rocr.devices.len(), "ROCr opened");
+        Ok(rocr)
+    }
+
+    /// The device, if there is one of that number.
+    pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&Device> {
+        self.devices.get(device.0 as usize).ok_or_else(|| {
+            Error::new(ErrorKind::InvalidArgument, operation)
+                .iface(IfaceKind::ROCR)
+                .device(device)
+                .context("devices", self.devices.len())
+                .remedy("devices count from 0")
+        })
+    }
+
+    fn release(&mut self) -> Result<()> {
+        if self.held {
+            // SAFETY: gives back the one count that `start` took; `held` says that it is still there.
+            check(unsafe { (self.functions.shut_down)() }, "hsa_shut_down")?;
+            self.held = false;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Rocr {
+    fn drop(&mut self) {
+        if let Err(error) = self.release() {
+            tracing::warn!(%error, "a count of the HSA runtime stays behind");
+        }
+    }
+}
+
+fn describe(functions: &Functions, agent: Agent, id: DeviceId) -> Result<Device> {
+    let product = text(agent_info(functions, agent, sys::HSA_AMD_AGENT_INFO_PRODUCT_NAME)?);
+    let name = if product.is_empty() {
+        text(agent_info(functions, agent, sys::HSA_AGENT_INFO_NAME)?)
+    } else {
+        product
+    };
+    let domain = agent_info(functions, agent, sys::HSA_AMD_AGENT_INFO_DOMAIN)?;
+    let bdf = agent_info(functions, agent, sys::HSA_AMD_AGENT_INFO_BDFID)?;
+    let (bus, device, function) = (bdf >> 8 & 0xff, bdf >> 3 & 0x1f, bdf & 0x7);
+    Ok(Device {
+        id,
+        name,
+        pci_bus_id: Some(format!("{domain:04x}:{bus:02x}:{device:02x}.{function:x}")),
+        memory: memory_of(functions, agent)?,
+    })
+}
+
+/// The size of the largest global pool: coarse- and fine-grained pools are views of the same memory.
+fn memory_of(functions: &Functions, agent: Agent) -> Result<u64> {
+    unsafe extern "C" fn collect(pool: MemoryPool, into: *mut c_void) -> HsaStatus {
+        // SAFETY: `into` is the vector given beside this callback, which nothing else touches meanwhile.
+        unsafe { &mut *into.cast::<Vec<MemoryPool>>() }.push(pool);
+        HsaStatus::HSA_STATUS_SUCCESS
+    }
+    let mut pools: Vec<MemoryPool> = Vec::new();
+    let into = ptr::from_mut(&mut pools).cast();
+    // SAFETY: the callback gets what it casts back to, and is not called after the return.
+    let code = unsafe { (functions.agent_iterate_memory_pools)(agent, collect, into) };
+    check(code, "hsa_amd_agent_iterate_memory_pools")?;
+    let mut memory = 0;
+    for pool in pools {
+        if pool_info(functions, pool, sys::HSA_AMD_MEMORY_POOL_INFO_SEGMENT)? == sys::HSA_AMD_SEGMENT_GLOBAL {
+            memory = memory.max(pool_info(functions, pool, sys::HSA_AMD_MEMORY_POOL_INFO_SIZE)? as u64);
+        }
+    }
+    Ok(memory)
+}
+
+fn agents(functions: &Functions) -> Result<Vec<Agent>> {
+    unsafe extern "C" fn collect(agent: Agent, into: *mut c_void) -> HsaStatus {
+        // SAFETY: `into` is the vector given beside this callback, which nothing else touches meanwhile.
+        unsafe { &mut *into.cast::<Vec<Agent>>() }.push(agent);
+        HsaStatus::HSA_STATUS_SUCCESS
+    }
+    let mut agents: Vec<Agent> = Vec::new();
+    let into = ptr::from_mut(&mut agents).cast();
+    // SAFETY: the callback gets what it casts back to, and is not called after the return.
+    check(unsafe { (functions.iterate_agents)(collect, into) }, "hsa_iterate_agents")?;
+    Ok(agents)
+}
+
+fn agent_info<T: Copy>(functions: &Functions, agent: Agent, attribute: AgentAttribute<T>) -> Result<T> {
+    let mut value = attribute.empty;
+    // SAFETY: `value` is writable and of the type that the attribute's constant ties to its number.
+    let code =
+        unsafe { (functions.agent_get_info)(agent, attribute.number, ptr::from_mut(&mut value).cast()) };
+    check(code, "hsa_agent_get_info")
+        .map_err(|error| error.context("attribute", format_args!("{:#x}", attribute.number)))?;
+    Ok(value)
+}
+
+fn pool_info<T: Copy>(functions: &Functions, pool: MemoryPool, attribute: PoolAttribute<T>) -> Result<T> {
+    let mut value = attribute.empty;
+    // SAFETY: `value` is writable and of the type that the attribute's constant ties to its number.
+    let code =
+        unsafe { (functions.memory_pool_get_info)(pool, attribute.number, ptr::from_mut(&mut value).cast()) };
+    check(code, "hsa_amd_memory_pool_get_info")
+        .map_err(|error| error.context("attribute", format_args!("{:#x}", attribute.number)))?;
+    Ok(value)
+}
+
+/// The text that a driver wrote, up to its NUL.
+fn text(buffer: [u8; 64]) -> String {
+    match CStr::from_bytes_until_nul(&buffer) {
+        Ok(text) => text.to_string_lossy().into_owned(),
+        Err(_) => String::from_utf8_lossy(&buffer).into_owned(),
+    }
+}
+
+/// A driver that does not start or has no device.
+fn unavailable(operation: &'static str, library: &str) -> Error {
+    Error::new(ErrorKind::Unavailable, operation).iface(IfaceKind::ROCR).context("library", library)
+}
+
+/// An operation that this crate does not have.
+pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
+    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::ROCR).context("reason", reason)
+}
+
+/// The one place where the driver's codes become errors.
+pub(crate) fn check(code: HsaStatus, operation: &'static str) -> Result<()> {
+    let kind = match code {
+        HsaStatus::HSA_STATUS_SUCCESS | HsaStatus::HSA_STATUS_INFO_BREAK => return Ok(()),
+        HsaStatus::HSA_STATUS_ERROR_INVALID_ARGUMENT
+        | HsaStatus::HSA_STATUS_ERROR_INVALID_ALLOCATION
+        | HsaStatus::HSA_STATUS_ERROR_INVALID_AGENT
+        | HsaStatus::HSA_STATUS_ERROR_INVALID_REGION
+        | HsaStatus::HSA_STATUS_ERROR_INVALID_SIGNAL
+        | HsaStatus::HSA_STATUS_ERROR_INVALID_MEMORY_POOL
+        | HsaStatus::HSA_STATUS_ERROR_INCOMPATIBLE_ARGUMENTS => ErrorKind::InvalidArgument,
+        HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES | HsaStatus::HSA_STATUS_ERROR_REFCOUNT_OVERFLOW => {
+            ErrorKind::OutOfResources
+        }
+        HsaStatus::HSA_STATUS_ERROR_NOT_INITIALIZED => ErrorKind::Unavailable,
+        HsaStatus::HSA_STATUS_ERROR_INVALID_RUNTIME_STATE | HsaStatus::HSA_STATUS_ERROR_RESOURCE_FREE => {
+            ErrorKind::BadState
+        }
+        HsaStatus::HSA_STATUS_ERROR_RESOURCE_BUSY => ErrorKind::Busy,
+        HsaStatus::HSA_STATUS_ERROR_MEMORY_FAULT | HsaStatus::HSA_STATUS_ERROR_MEMORY_APERTURE_VIOLATION => {
+            ErrorKind::BadAddress
+        }
+        HsaStatus::HSA_STATUS_ERROR_NOT_SUPPORTED => ErrorKind::Unsupported,
+        _ => ErrorKind::Driver,
+    };
+    Err(coded(Error::new(kind, operation).iface(IfaceKind::ROCR), code))
+}
+
+/// The code by name, and in the base in which the header writes it.
+fn coded(error: Error, code: HsaStatus) -> Error {
+    error
+        .driver_code(code.name().unwrap_or_default(), code.0.into())
+        .context("status", format_args!("{:#x}", code.0))
+}
+
+impl Iface for Rocr {
+    fn kind(&self) -> IfaceKind {
+        IfaceKind::ROCR
+    }
+
+    fn name(&self) -> &str {
+        "rocr"
+    }
+
+    fn capability(&self) -> Capability {
+        Capability::default()
+    }
+
+    fn devices(&self) -> Result<Vec<Device>> {
+        Ok(self.devices.clone())
+    }
+
+    fn query(&self, address: Address) -> Result<Option<Allocation>> {
+        memory::query(self, address)
+    }
+
+    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
+        memory::segments(self, range)
+    }
+
+    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+        memory::allocate(self, request)
+    }
+
+    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        memory::free(self, allocation)
+    }
+
+    unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
+        copy::copy(self, to, from, len)
+    }
+
+    unsafe fn copy_async(&self, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
+        copy::copy_async(self, to, from, len)
+    }
+
+    fn export_dma_buf(&self, range: AddressRange, nic: &Nic, mapping: DmaBufMapping) -> Result<DmaBufExport> {
+        export::export_dma_buf(self, range, nic, mapping)
+    }
+
+    fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
+        export::release_dma_buf(self, export)
+    }
+
+    fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
+        export::export_peer_memory(self, range, nic)
+    }
+
+    unsafe fn host_register(&self, range: AddressRange) -> Result<()> {
+        memory::host_register(self, range)
+    }
+
+    fn host_unregister(&self, range: AddressRange) -> Result<()> {
+        memory::host_unregister(self, range)
+    }
+
+    fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
+        export::ipc_export(self, allocation)
+    }
+
+    fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
+        export::ipc_open(self, handle)
+    }
+
+    unsafe fn ipc_close(&self, allocation: &Allocation) -> Result<()> {
+        export::ipc_close(self, allocation)
+    }
+
+    fn flush_inbound(&self, device: DeviceId) -> Result<()> {
+        export::flush_inbound(self, device)
+    }
+
+    fn monitor(&self) -> Result<Arc<dyn Monitor>> {
+        monitor::monitor(self)
+    }
+}

@@ -1,0 +1,483 @@
+//! The iface: opening the driver, its devices, the trait, and the driver's codes as errors.
+
+use std::{
+    ffi::{CStr, c_char},
+    path::{Path, PathBuf},
+    ptr,
+    sync::Arc,
+};
+
+use hmem_core::{
+    Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, Iface, IfaceKind, Rejected, Result,
+    Segment,
+    iface::{
+        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle, PeerMemoryExport,
+    },
+    monitor::Monitor,
+    provider::Nic,
+};
+
+use crate::{
+    copy, export, memory, monitor,
+    sys::{
+        self, ContextDescription, ContextHandle, DeviceHandle, DeviceMemoryProperties, DeviceProperties,
+        DriverHandle, Functions, PciProperties, ZE_MAX_DEVICE_NAME, ZeResult,
+    },
+};
+
+/// Level Zero memory, over the loader library.
+///
+/// # Examples
+/// ```
+/// use hmem_core::{Address, Iface};
+/// use hmem_iface_ze::LevelZero;
+///
+/// if let Ok(level_zero) = LevelZero::open() {
+///     let on_the_stack = 0u8;
+///     assert_eq!(level_zero.query(Address::of_ptr(&on_the_stack))?, None);
+/// }
+/// # Ok::<(), hmem_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct LevelZero {
+    pub(crate) functions: Arc<Functions>,
+    devices: Vec<Device>,
+    /// Every root and sub-device, and which device it counts as.
+    pub(crate) handles: Vec<(DeviceHandle, DeviceId)>,
+    /// One context for each driver with a GPU.
+    pub(crate) contexts: Vec<ContextHandle>,
+}
+
+/// Where [`LevelZero`] finds its driver.
+///
+/// # Examples
+/// ```
+/// use hmem_core::ErrorKind;
+/// use hmem_iface_ze::LevelZero;
+///
+/// let error = LevelZero::builder().library("/nowhere/libze_loader.so.1").open().unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::Unavailable);
+/// assert_eq!(error.context_value("library"), Some("/nowhere/libze_loader.so.1"));
+/// ```
+#[derive(Debug)]
+#[must_use = "a builder does nothing until it opens"]
+pub struct Builder {
+    driver: Driver,
+}
+
+#[derive(Debug)]
+enum Driver {
+    Library(PathBuf),
+    Functions(Functions),
+}
+
+impl Builder {
+    /// Loads the library at `path` instead of the one that the dynamic loader finds.
+    pub fn library(mut self, path: impl AsRef<Path>) -> Self {
+        self.driver = Driver::Library(path.as_ref().to_owned());
+        self
+    }
+
+    /// Calls these functions instead of loading a library.
+    pub fn functions(mut self, functions: Functions) -> Self {
+        self.driver = Driver::Functions(functions);
+        self
+    }
+
+    /// Starts the driver and lists its devices.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] without the library, without a symbol of it, without a device, or with a driver
+    /// that does not start; the library is named, and the driver's code where there is one. Otherwise what a
+    /// device answered when asked for its properties.
+    pub fn open(self) -> Result<LevelZero> {
+        let functions = match self.driver {
+            Driver::Library(path) => Functions::load(&path)?,
+            Driver::Functions(functions) => functions,
+        };
+        LevelZero::start(functions)
+    }
+}
+
+impl LevelZero {
+    /// Opens the loader library that the dynamic loader finds.
+    ///
+    /// # Errors
+    /// As [`Builder::open`].
+    pub fn open() -> Result<Self> {
+        Self::builder().open()
+    }
+
+    /// To open another library, or a driver of one's own.
+    pub fn builder() -> Builder {
+        Builder { driver: Driver::Library(PathBuf::from(Functions::LIBRARY)) }
+    }
+
+    /// Gives back what this iface holds of the driver: its contexts.
+    ///
+    /// Dropping does the same, and can only log a refusal.
+    ///
+    /// # Errors
+    /// What the driver reported, with the iface.
+    pub fn close(mut self) -> Result<(), Rejected<Self>> {
+        match self.release() {
+            Ok(()) => Ok(()),
+            Err(error) => Err(Rejected::new(self, error)),
+        }
+    }
+
+    fn start(functions: Functions) -> Result<Self> {
+        // SAFETY: the flag is one of the header's; any thread may call it any number of times.
+        let code = unsafe { (functions.init)(sys::ZE_INIT_FLAG_GPU_ONLY) };
+        if code != ZeResult::ZE_RESULT_SUCCESS {
+            return Err(coded(unavailable("zeInit", functions.library()), code).remedy(match code {
+                ZeResult::ZE_RESULT_ERROR_UNINITIALIZED => {
+                    "no Level Zero driver starts: see whether a GPU driver for Level Zero is installed and this user \
+                     may open /dev/dri/renderD*"
+                }
+                _ => "see ZE_ENABLE_LOADER_DEBUG_TRACE=1 for what the loader tried",
+            }));
+        }
+        // From here on, dropping it gives the contexts back.
+        let mut level_zero = Self {
+            functions: Arc::new(functions),
+            devices: Vec::new(),
+            handles: Vec::new(),
+            contexts: Vec::new(),
+        };
+        for driver in drivers(&level_zero.functions)? {
+            level_zero.add(driver)?;
+        }
+        if level_zero.devices.is_empty() {
+            return Err(unavailable("zeDeviceGet", level_zero.functions.library())
+                .context("devices", 0)
+                .remedy("no GPU is visible: see ZE_AFFINITY_MASK, and whether this user may open /dev/dri/renderD*"));
+        }
+        tracing::debug!(
+            library = level_zero.functions.library(),
+            devices = level_zero.devices.len(),
+            "Level Zero opened"
+        );
+        Ok(level_zero)
+    }
+
+    /// Adds a driver's GPUs, and a context if it has any.
+    fn add(&mut self, driver: DriverHandle) -> Result<()> {
+        let before = self.devices.len();
+        for handle in devices(&self.functions, driver)? {
+            let id = DeviceId(self.devices.len() as u32);
+            let Some(device) = describe(&self.functions, handle, id).map_err(|error| error.device(id))?
+            else {
+                continue;
+            };
+            self.devices.push(device);
+            self.handles.push((handle, id));
+            for part in sub_devices(&self.functions, handle).map_err(|error| error.device(id))? {
+                self.handles.push((part, id));
+            }
+        }
+        if self.devices.len() > before {
+            let description = ContextDescription {
+                stype: sys::ZE_STRUCTURE_TYPE_CONTEXT_DESC,
+                next: ptr::null(),
+                flags: 0,
+            };
+            let mut context = ContextHandle::NULL;
+            // SAFETY: the driver is one that the loader listed, the description is complete, `context` is writable.
+            let code = unsafe { (self.functions.context_create)(driver, &description, &mut context) };
+            check(code, "zeContextCreate")?;
+            self.contexts.push(context);
+        }
+        Ok(())
+    }
+
+    /// The device, if there is one of that number.
+    pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&Device> {
+        self.devices.get(device.0 as usize).ok_or_else(|| {
+            Error::new(ErrorKind::InvalidArgument, operation)
+                .iface(IfaceKind::ZE)
+                .device(device)
+                .context("devices", self.devices.len())
+                .remedy("devices count from 0")
+        })
+    }
+
+    fn release(&mut self) -> Result<()> {
+        while let Some(context) = self.contexts.last() {
+            // SAFETY: `start` created it, nobody else knows it, and it leaves the list once destroyed.
+            check(unsafe { (self.functions.context_destroy)(*context) }, "zeContextDestroy")?;
+            self.contexts.pop();
+        }
+        Ok(())
+    }
+}
+
+impl Drop for LevelZero {
+    fn drop(&mut self) {
+        if let Err(error) = self.release() {
+            tracing::warn!(%error, "a Level Zero context stays behind");
+        }
+    }
+}
+
+/// What the driver says about a device; `None` if it is no GPU.
+fn describe(functions: &Functions, handle: DeviceHandle, id: DeviceId) -> Result<Option<Device>> {
+    let mut properties = DeviceProperties {
+        stype: sys::ZE_STRUCTURE_TYPE_DEVICE_PROPERTIES,
+        next: ptr::null_mut(),
+        kind: 0,
+        vendor_id: 0,
+        device_id: 0,
+        flags: 0,
+        subdevice_id: 0,
+        core_clock_rate: 0,
+        max_mem_alloc_size: 0,
+        max_hardware_contexts: 0,
+        max_command_queue_priority: 0,
+        num_threads_per_eu: 0,
+        physical_eu_simd_width: 0,
+        num_eus_per_subslice: 0,
+        num_subslices_per_slice: 0,
+        num_slices: 0,
+        timer_resolution: 0,
+        timestamp_valid_bits: 0,
+        kernel_timestamp_valid_bits: 0,
+        uuid: [0; 16],
+        name: [0; ZE_MAX_DEVICE_NAME],
+    };
+    // SAFETY: the device is one that its driver listed; the structure says its type and ends the chain.
+    check(unsafe { (functions.device_get_properties)(handle, &mut properties) }, "zeDeviceGetProperties")?;
+    if properties.kind != sys::ZE_DEVICE_TYPE_GPU {
+        return Ok(None);
+    }
+    Ok(Some(Device {
+        id,
+        name: text(properties.name),
+        pci_bus_id: pci_bus_id(functions, handle)?,
+        memory: memory_of(functions, handle)?,
+    }))
+}
+
+/// Where the device sits; `None` if its driver has no such extension.
+fn pci_bus_id(functions: &Functions, handle: DeviceHandle) -> Result<Option<String>> {
+    let mut pci = PciProperties {
+        stype: sys::ZE_STRUCTURE_TYPE_PCI_EXT_PROPERTIES,
+        next: ptr::null_mut(),
+        domain: 0,
+        bus: 0,
+        device: 0,
+        function: 0,
+        speed_generation: -1,
+        speed_width: -1,
+        speed_bandwidth: -1,
+    };
+    // SAFETY: the device is one that its driver listed; the structure says its type and ends the chain.
+    let code = unsafe { (functions.device_pci_get_properties)(handle, &mut pci) };
+    match check(code, "zeDevicePciGetPropertiesExt") {
+        Ok(()) => {
+            Ok(Some(format!("{:04x}:{:02x}:{:02x}.{:x}", pci.domain, pci.bus, pci.device, pci.function)))
+        }
+        Err(error) if error.is_unsupported() => {
+            tracing::debug!(%error, "a device without a PCI bus id");
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// The sum of the device's memories.
+fn memory_of(functions: &Functions, handle: DeviceHandle) -> Result<u64> {
+    let empty = DeviceMemoryProperties {
+        stype: sys::ZE_STRUCTURE_TYPE_DEVICE_MEMORY_PROPERTIES,
+        next: ptr::null_mut(),
+        flags: 0,
+        max_clock_rate: 0,
+        max_bus_width: 0,
+        total_size: 0,
+        name: [0; ZE_MAX_DEVICE_NAME],
+    };
+    let memories = list(empty, "zeDeviceGetMemoryProperties", |count, into| {
+        // SAFETY: the device is one that its driver listed; `list` keeps the two pointers' promises.
+        unsafe { (functions.device_get_memory_properties)(handle, count, into) }
+    })?;
+    Ok(memories.iter().map(|memory| memory.total_size).fold(0, u64::saturating_add))
+}
+
+fn drivers(functions: &Functions) -> Result<Vec<DriverHandle>> {
+    list(DriverHandle::NULL, "zeDriverGet", |count, into| {
+        // SAFETY: `list` keeps the two pointers' promises.
+        unsafe { (functions.driver_get)(count, into) }
+    })
+}
+
+fn devices(functions: &Functions, driver: DriverHandle) -> Result<Vec<DeviceHandle>> {
+    list(DeviceHandle::NULL, "zeDeviceGet", |count, into| {
+        // SAFETY: the driver is one that the loader listed; `list` keeps the two pointers' promises.
+        unsafe { (functions.device_get)(driver, count, into) }
+    })
+}
+
+fn sub_devices(functions: &Functions, device: DeviceHandle) -> Result<Vec<DeviceHandle>> {
+    list(DeviceHandle::NULL, "zeDeviceGetSubDevices", |count, into| {
+        // SAFETY: the device is one that its driver listed; `list` keeps the two pointers' promises.
+        unsafe { (functions.device_get_sub_devices)(device, count, into) }
+    })
+}
+
+/// Asks for the count, then for as many elements: the first pointer is a writable count, the second null or the
+/// start of that many elements.
+fn list<T: Clone>(
+    empty: T,
+    operation: &'static str,
+    get: impl Fn(*mut u32, *mut T) -> ZeResult,
+) -> Result<Vec<T>> {
+    let mut count = 0u32;
+    check(get(&mut count, ptr::null_mut()), operation)?;
+    let mut elements = vec![empty; count as usize];
+    if !elements.is_empty() {
+        check(get(&mut count, elements.as_mut_ptr()), operation)?;
+        elements.truncate(count as usize);
+    }
+    Ok(elements)
+}
+
+/// The text that a driver wrote, up to its NUL.
+fn text(buffer: [c_char; ZE_MAX_DEVICE_NAME]) -> String {
+    let bytes = buffer.map(|character| character as u8);
+    match CStr::from_bytes_until_nul(&bytes) {
+        Ok(text) => text.to_string_lossy().into_owned(),
+        Err(_) => String::from_utf8_lossy(&bytes).into_owned(),
+    }
+}
+
+/// A driver that does not start or has no device.
+fn unavailable(operation: &'static str, library: &str) -> Error {
+    Error::new(ErrorKind::Unavailable, operation).iface(IfaceKind::ZE).context("library", library)
+}
+
+/// An operation that this crate does not have.
+pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
+    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::ZE).context("reason", reason)
+}
+
+/// The one place where the driver's codes become errors.
+pub(crate) fn check(code: ZeResult, operation: &'static str) -> Result<()> {
+    let kind = match code {
+        ZeResult::ZE_RESULT_SUCCESS => return Ok(()),
+        ZeResult::ZE_RESULT_ERROR_INVALID_ARGUMENT
+        | ZeResult::ZE_RESULT_ERROR_INVALID_NULL_HANDLE
+        | ZeResult::ZE_RESULT_ERROR_INVALID_NULL_POINTER
+        | ZeResult::ZE_RESULT_ERROR_INVALID_SIZE
+        | ZeResult::ZE_RESULT_ERROR_INVALID_ENUMERATION => ErrorKind::InvalidArgument,
+        ZeResult::ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY | ZeResult::ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY => {
+            ErrorKind::OutOfResources
+        }
+        ZeResult::ZE_RESULT_ERROR_UNINITIALIZED
+        | ZeResult::ZE_RESULT_ERROR_DEVICE_LOST
+        | ZeResult::ZE_RESULT_ERROR_DEVICE_REQUIRES_RESET
+        | ZeResult::ZE_RESULT_ERROR_SURVIVABILITY_MODE_DETECTED
+        | ZeResult::ZE_RESULT_ERROR_DEPENDENCY_UNAVAILABLE => ErrorKind::Unavailable,
+        ZeResult::ZE_RESULT_ERROR_DEVICE_IN_LOW_POWER_STATE => ErrorKind::BadState,
+        ZeResult::ZE_RESULT_NOT_READY => ErrorKind::Again,
+        ZeResult::ZE_RESULT_ERROR_HANDLE_OBJECT_IN_USE | ZeResult::ZE_RESULT_ERROR_NOT_AVAILABLE => {
+            ErrorKind::Busy
+        }
+        ZeResult::ZE_RESULT_ERROR_INSUFFICIENT_PERMISSIONS => ErrorKind::PermissionDenied,
+        ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_VERSION
+        | ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_FEATURE
+        | ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_SIZE
+        | ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_ALIGNMENT
+        | ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_ENUMERATION => ErrorKind::Unsupported,
+        _ => ErrorKind::Driver,
+    };
+    Err(coded(Error::new(kind, operation).iface(IfaceKind::ZE), code))
+}
+
+/// The code by name, and in the base in which the header writes it.
+fn coded(error: Error, code: ZeResult) -> Error {
+    error
+        .driver_code(code.name().unwrap_or_default(), code.0.into())
+        .context("status", format_args!("{:#x}", code.0))
+}
+
+impl Iface for LevelZero {
+    fn kind(&self) -> IfaceKind {
+        IfaceKind::ZE
+    }
+
+    fn name(&self) -> &str {
+        "ze"
+    }
+
+    fn capability(&self) -> Capability {
+        Capability { identity: true, ..Capability::default() }
+    }
+
+    fn devices(&self) -> Result<Vec<Device>> {
+        Ok(self.devices.clone())
+    }
+
+    fn query(&self, address: Address) -> Result<Option<Allocation>> {
+        memory::query(self, address)
+    }
+
+    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
+        memory::segments(self, range)
+    }
+
+    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+        memory::allocate(self, request)
+    }
+
+    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        memory::free(self, allocation)
+    }
+
+    unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
+        copy::copy(self, to, from, len)
+    }
+
+    unsafe fn copy_async(&self, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
+        copy::copy_async(self, to, from, len)
+    }
+
+    fn export_dma_buf(&self, range: AddressRange, nic: &Nic, mapping: DmaBufMapping) -> Result<DmaBufExport> {
+        export::export_dma_buf(self, range, nic, mapping)
+    }
+
+    fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
+        export::release_dma_buf(self, export)
+    }
+
+    fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
+        export::export_peer_memory(self, range, nic)
+    }
+
+    unsafe fn host_register(&self, range: AddressRange) -> Result<()> {
+        memory::host_register(self, range)
+    }
+
+    fn host_unregister(&self, range: AddressRange) -> Result<()> {
+        memory::host_unregister(self, range)
+    }
+
+    fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
+        export::ipc_export(self, allocation)
+    }
+
+    fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
+        export::ipc_open(self, handle)
+    }
+
+    unsafe fn ipc_close(&self, allocation: &Allocation) -> Result<()> {
+        export::ipc_close(self, allocation)
+    }
+
+    fn flush_inbound(&self, device: DeviceId) -> Result<()> {
+        export::flush_inbound(self, device)
+    }
+
+    fn monitor(&self) -> Result<Arc<dyn Monitor>> {
+        monitor::monitor(self)
+    }
+}
