@@ -1,1 +1,23 @@
-//! iface-system
+//! Host memory, and a device for machines that have none.
+//!
+//! [`Simulated`] is a device iface without hardware: device memory that the CPU cannot touch, several devices,
+//! identities, both monitor styles, segments, a copy engine, dma-buf export, IPC, and faults on demand.
+//!
+//! # Things this crate does not do
+//!
+//! It watches no system memory: cache monitors for host memory are not here yet. It pins nothing: that is what
+//! providers do. A simulated device checks no timing and orders nothing beyond what the CPU does.
+
+#![deny(unsafe_code)]
+
+mod ipc_handle;
+#[allow(unsafe_code)]
+mod lazy;
+mod simulated;
+#[allow(unsafe_code)]
+mod sys;
+
+pub use simulated::{
+    AddressReuse, Call, DmaBufKind, Faults, P2pMatrix, SIMULATED, Simulated, SimulatedBuilder,
+    SimulatedStats, Stepping, Style,
+};

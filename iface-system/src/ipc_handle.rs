@@ -1,0 +1,139 @@
+//! How an allocation is named to another process: by the owner's pid and fd, and what must be found there.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use hmem_core::{DeviceId, Error, ErrorKind, Result};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
+
+use crate::sys;
+
+const MAGIC: [u8; 4] = *b"hmIP";
+const VERSION: u16 = 1;
+/// Magic, version, kind, a spare byte, the nine numbers, checksum.
+const LEN: usize = 4 + 2 + 1 + 1 + 4 * 3 + 8 * 6 + 4;
+const NO_DEVICE: u32 = u32::MAX;
+
+/// The content of an IPC handle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct HandleBody {
+    /// The owner's process.
+    pub(crate) pid: u32,
+    /// The memory file's fd there.
+    pub(crate) fd: u32,
+    /// The allocation's device.
+    pub(crate) device: Option<DeviceId>,
+    /// The kind's code.
+    pub(crate) kind: u8,
+    /// Device and inode of the memory file: an fd number may have another meaning by now.
+    pub(crate) file: (u64, u64),
+    /// Where in the file the allocation begins, in bytes.
+    pub(crate) offset: u64,
+    /// Bytes of the allocation.
+    pub(crate) len: u64,
+    /// The owner's identity of the allocation.
+    pub(crate) id: u64,
+    /// The word of the file's header that shows that identity while the allocation lives, and, for what has no
+    /// header, `NO_STAMP`.
+    pub(crate) stamp: u64,
+}
+
+/// The file shows no identities: it holds one allocation and goes with it.
+pub(crate) const NO_STAMP: u64 = u64::MAX;
+
+impl HandleBody {
+    pub(crate) fn to_bytes(self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(LEN);
+        bytes.extend(MAGIC);
+        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend([self.kind, 0]);
+        for word in [self.pid, self.fd, self.device.map_or(NO_DEVICE, |device| device.0)] {
+            bytes.extend(word.to_le_bytes());
+        }
+        for word in [self.file.0, self.file.1, self.offset, self.len, self.id, self.stamp] {
+            bytes.extend(word.to_le_bytes());
+        }
+        bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
+        bytes
+    }
+
+    /// Malformed for anything but what [`HandleBody::to_bytes`] made.
+    pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let malformed = |what: &'static str| {
+            Error::new(ErrorKind::Malformed, "ipc open")
+                .context("why", what)
+                .context("length", bytes.len())
+                .remedy("hand the bytes over as they came out of ipc export")
+        };
+        let (body, checksum) = bytes
+            .split_last_chunk::<4>()
+            .filter(|_| bytes.len() == LEN)
+            .ok_or_else(|| malformed("length"))?;
+        if body[..4] != MAGIC {
+            return Err(malformed("magic"));
+        }
+        if body[4..6] != VERSION.to_le_bytes() {
+            return Err(malformed("version"));
+        }
+        if u32::from_le_bytes(*checksum) != crc32fast::hash(body) {
+            return Err(malformed("checksum"));
+        }
+        let mut rest = &body[8..];
+        let mut word = |size: usize| {
+            let (head, tail) = rest.split_at(size);
+            rest = tail;
+            head.iter().rev().fold(0_u64, |value, byte| value << 8 | u64::from(*byte))
+        };
+        let (pid, fd, device) = (word(4) as u32, word(4) as u32, word(4) as u32);
+        let handle = Self {
+            pid,
+            fd,
+            device: (device != NO_DEVICE).then_some(DeviceId(device)),
+            kind: body[6],
+            file: (word(8), word(8)),
+            offset: word(8),
+            len: word(8),
+            id: word(8),
+            stamp: word(8),
+        };
+        if handle.len == 0 || handle.offset.checked_add(handle.len).is_none_or(|end| end > i64::MAX as u64) {
+            return Err(malformed("range"));
+        }
+        Ok(handle)
+    }
+
+    /// Opens the owner's memory file.
+    pub(crate) fn open_file(&self) -> Result<OwnedFd> {
+        let path = format!("/proc/{}/fd/{}", self.pid, self.fd);
+        // Opening anew needs less of a privilege than taking the fd over, and counts as a user of the file.
+        let fd = sys::reopen_path(&path).or_else(|by_path| self.take_fd_over().map_err(|_| by_path));
+        let fd = fd.map_err(|error| self.gone("the owner or its fd is not there").caused_by(error))?;
+        if sys::file_identity(fd.as_fd())? != self.file {
+            return Err(self.gone("the owner's fd is another file by now"));
+        }
+        Ok(fd)
+    }
+
+    fn take_fd_over(&self) -> Result<OwnedFd> {
+        let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
+        let pid = pid.ok_or_else(|| self.gone("no such process"))?;
+        let owner = rustix::process::pidfd_open(pid, PidfdFlags::empty())
+            .map_err(|errno| Error::os(errno, "pidfd_open").context("pid", self.pid))?;
+        let fd = rustix::process::pidfd_getfd(&owner, self.fd as i32, PidfdGetfdFlags::empty())
+            .map_err(|errno| Error::os(errno, "pidfd_getfd").context("pid", self.pid))?;
+        sys::reopen(fd.as_fd())
+    }
+
+    /// The owner, or the allocation, is no longer there.
+    pub(crate) fn gone(&self, why: &'static str) -> Error {
+        Error::new(ErrorKind::Unavailable, "ipc open")
+            .context("why", why)
+            .context("pid", self.pid)
+            .context("identity", self.id)
+            .remedy("the owner must keep the allocation until it is open everywhere")
+    }
+}
+
+/// The pid under which other processes find this one.
+pub(crate) fn own_pid() -> u32 {
+    std::process::id()
+}

@@ -1,0 +1,51 @@
+//! Large arrays of atomics that take memory only where they were written.
+
+use std::{marker::PhantomData, ops::Deref, slice, sync::atomic::AtomicU32};
+
+use rustix::io::Errno;
+
+use crate::sys::Mapping;
+
+/// What zeroed memory is a valid value of.
+///
+/// # Safety
+/// All-zero bytes are a valid value, sharing it between threads is sound, and it needs no drop.
+pub(crate) unsafe trait ZeroValid: Sync {}
+
+// SAFETY: any bit pattern is an `AtomicU32`.
+unsafe impl ZeroValid for AtomicU32 {}
+
+/// A fixed number of elements, all zero at first.
+#[derive(Debug)]
+pub(crate) struct LazyArray<T> {
+    mapping: Mapping,
+    len: usize,
+    element: PhantomData<T>,
+}
+
+impl<T: ZeroValid> LazyArray<T> {
+    pub(crate) fn new(len: usize) -> Result<Self, Errno> {
+        let bytes = len.checked_mul(size_of::<T>()).ok_or(Errno::NOMEM)?;
+        let mapping = Mapping::lazy_zeroes(bytes.max(1))?;
+        assert!(mapping.as_ptr().cast::<T>().is_aligned(), "mappings are page-aligned");
+        Ok(Self { mapping, len, element: PhantomData })
+    }
+
+    /// Makes `count` elements from `first` zero and gives their whole pages back. Concurrent readers see the old
+    /// value or zero.
+    pub(crate) fn discard(&self, first: usize, count: usize) -> Result<(), Errno> {
+        self.mapping.discard((first * size_of::<T>()) as u64, count * size_of::<T>())
+    }
+}
+
+impl<T: ZeroValid> Deref for LazyArray<T> {
+    type Target = [T];
+
+    #[inline]
+    fn deref(&self) -> &[T] {
+        // SAFETY: the mapping is `len` elements long, aligned, zeroed (which `T` accepts), and lives as long as
+        // `self`; elements are only ever changed through their own interior mutability, or discarded to zero,
+        // which for atomics is one more value.
+        unsafe { slice::from_raw_parts(self.mapping.as_ptr().cast::<T>(), self.len) }
+    }
+}

@@ -1,0 +1,287 @@
+//! Where content lives: memory files that many allocations share.
+//!
+//! An arena is one sealed memory file, mapped once for the copy engine. A hundred thousand small allocations
+//! are a handful of fds and mappings. The file begins with a header, so that no allocation lies at offset 0 of
+//! the file and mistaking an offset in the allocation for an offset in the file is caught.
+//!
+//! An exported fd keeps memory as a dma-buf does: extents of an allocation that was exported are not used again
+//! while anyone has the arena's file open or mapped. Memory files don't count their users, but a lease does
+//! ([`sys::is_open_elsewhere`]), since every exported fd is the file opened anew.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{Arc, atomic::Ordering},
+};
+
+use hmem_core::{Error, ErrorKind, Result};
+
+use super::ranges::FreeRanges;
+use crate::sys::{self, Mapping};
+
+/// Bytes of the part of a header that holds identities of allocations open to other processes.
+const STAMP_BYTES: u64 = 32 << 10;
+
+/// Exported extents that wait for their users before somebody looks whether these are gone.
+const QUARANTINE: usize = 256;
+
+/// One memory file and the copy engine's mapping of it. Copies under way keep it.
+#[derive(Debug)]
+pub(crate) struct ArenaFile {
+    fd: OwnedFd,
+    mapping: Mapping,
+}
+
+impl ArenaFile {
+    /// Maps all of a memory file.
+    pub(crate) fn new(fd: OwnedFd, len: u64) -> Result<Self> {
+        let mapping = Mapping::shared(fd.as_fd(), 0, usize::try_from(len).unwrap_or(usize::MAX))
+            .map_err(|errno| Error::os(errno, "mmap").context("length", len))?;
+        Ok(Self { fd, mapping })
+    }
+
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    pub(crate) fn at(&self, offset: u64) -> *mut u8 {
+        self.mapping.at(offset)
+    }
+
+    /// The identity that a header shows for an allocation open to other processes; 0 once it is freed.
+    pub(crate) fn stamp(&self, slot: u16) -> u64 {
+        self.stamp_word(slot).map_or(0, |word| word.load(Ordering::Acquire))
+    }
+
+    pub(crate) fn set_stamp(&self, slot: u16, id: u64) {
+        if let Some(word) = self.stamp_word(slot) {
+            word.store(id, Ordering::Release);
+        }
+    }
+
+    fn stamp_word(&self, slot: u16) -> Option<&std::sync::atomic::AtomicU64> {
+        let offset = u64::from(slot) * 8;
+        if offset + 8 > STAMP_BYTES.min(self.mapping.len() as u64) {
+            return None;
+        }
+        // SAFETY: in the mapping, which lives as long as `self`, and aligned, as mappings are and 8 divides the
+        // offset.
+        Some(unsafe { sys::atomic_word(self.at(offset)) })
+    }
+}
+
+/// Bytes of one memory file that back an allocation or a segment of one.
+#[derive(Clone, Debug)]
+pub(crate) struct Extent {
+    /// Which arena; `None` for a file of another process.
+    arena: Option<usize>,
+    pub(crate) file: Arc<ArenaFile>,
+    /// Where in the file, in bytes.
+    pub(crate) offset: u64,
+    /// Bytes, whole pages.
+    pub(crate) len: u64,
+}
+
+impl Extent {
+    /// Bytes of another process's file.
+    pub(crate) fn foreign(file: Arc<ArenaFile>, offset: u64, len: u64) -> Self {
+        Self { arena: None, file, offset, len }
+    }
+}
+
+#[derive(Debug)]
+struct Arena {
+    file: Arc<ArenaFile>,
+    free: FreeRanges,
+    /// The shortest length that was looked for in vain since something was given back.
+    full_for: u64,
+    /// Allocations and segments in it.
+    live: usize,
+    /// Belongs to one segment.
+    dedicated: bool,
+    /// Extents of freed allocations whose exports may live on.
+    quarantine: Vec<(u64, u64)>,
+    exported: bool,
+    /// Times that users were looked for since there were none, plus 1: the more often in vain, the rarer.
+    probes: usize,
+    free_stamps: Vec<u16>,
+    stamps_used: u16,
+}
+
+/// All arenas of an iface.
+#[derive(Debug)]
+pub(crate) struct Arenas {
+    arenas: Vec<Option<Arena>>,
+    current: usize,
+    created: u64,
+    page: u64,
+    arena_len: u64,
+}
+
+impl Arenas {
+    pub(crate) fn new(page: u64, arena_len: u64) -> Self {
+        Self { arenas: Vec::new(), current: 0, created: 0, page, arena_len }
+    }
+
+    /// How many memory files there are.
+    pub(crate) fn count(&self) -> usize {
+        self.arenas.iter().flatten().count()
+    }
+
+    /// Takes `len` bytes, whole pages, from an arena with room; from one of its own if `dedicated` or large.
+    pub(crate) fn take(&mut self, len: u64, dedicated: bool) -> Result<Extent> {
+        let own = dedicated || len > self.arena_len / 4;
+        if !own {
+            let from_current = (self.current..self.arenas.len()).chain(0..self.current);
+            for number in from_current.collect::<Vec<_>>() {
+                if let Some(extent) = self.take_in(number, len) {
+                    return Ok(extent);
+                }
+            }
+        }
+        let number = self.create(if own { len } else { self.arena_len }, own)?;
+        self.take_in(number, len)
+            .or_else(|| self.take_all_of(number, len))
+            .ok_or_else(|| Error::new(ErrorKind::OutOfResources, "allocate").context("length", len))
+    }
+
+    fn take_in(&mut self, number: usize, len: u64) -> Option<Extent> {
+        let arena = self.arenas[number].as_mut().filter(|arena| !arena.dedicated)?;
+        if len >= arena.full_for {
+            arena.release_quarantine();
+        }
+        if len >= arena.full_for {
+            return None;
+        }
+        let Some(offset) = arena.free.take_from(0, len) else {
+            arena.full_for = len;
+            return None;
+        };
+        self.current = number;
+        arena.live += 1;
+        Some(Extent { arena: Some(number), file: Arc::clone(&arena.file), offset, len })
+    }
+
+    fn take_all_of(&mut self, number: usize, len: u64) -> Option<Extent> {
+        let arena = self.arenas[number].as_mut()?;
+        let offset = arena.free.take_from(0, len)?;
+        arena.live += 1;
+        Some(Extent { arena: Some(number), file: Arc::clone(&arena.file), offset, len })
+    }
+
+    fn create(&mut self, room: u64, dedicated: bool) -> Result<usize> {
+        // Headers of several lengths: an offset that is right for one arena is wrong for another.
+        let stamps = STAMP_BYTES.next_multiple_of(self.page);
+        let header = stamps + self.page * (1 + self.created % 3);
+        let too_long = || {
+            Error::new(ErrorKind::OutOfResources, "allocate")
+                .context("length", room)
+                .remedy("longer than a memory file can be")
+        };
+        let len = header.checked_add(room).filter(|len| *len < i64::MAX as u64).ok_or_else(too_long)?;
+        let fd = sys::sealed_memfd("hmem-simulated", len)?;
+        let arena = Arena {
+            file: Arc::new(ArenaFile::new(fd, len)?),
+            free: FreeRanges::new(header, room),
+            full_for: u64::MAX,
+            live: 0,
+            dedicated,
+            quarantine: Vec::new(),
+            exported: false,
+            probes: 1,
+            free_stamps: Vec::new(),
+            stamps_used: 0,
+        };
+        self.created += 1;
+        let vacant = self.arenas.iter().position(Option::is_none);
+        let number = vacant.unwrap_or_else(|| {
+            self.arenas.push(None);
+            self.arenas.len() - 1
+        });
+        self.arenas[number] = Some(arena);
+        Ok(number)
+    }
+
+    /// Notes that an fd of this extent's file leaves the iface.
+    pub(crate) fn mark_exported(&mut self, extent: &Extent) {
+        if let Some(arena) = self.arena_of(extent) {
+            arena.exported = true;
+        }
+    }
+
+    /// A free word of the header in which to show an allocation's identity to other processes.
+    pub(crate) fn take_stamp(&mut self, extent: &Extent) -> Result<u16> {
+        let stamps = (STAMP_BYTES / 8) as u16;
+        let full = || {
+            Error::new(ErrorKind::OutOfResources, "ipc export")
+                .context("limit", stamps)
+                .remedy("free allocations that other processes no longer need")
+        };
+        let arena = self.arena_of(extent).ok_or_else(full)?;
+        if let Some(slot) = arena.free_stamps.pop() {
+            return Ok(slot);
+        }
+        if arena.stamps_used == stamps {
+            return Err(full());
+        }
+        arena.stamps_used += 1;
+        Ok(arena.stamps_used - 1)
+    }
+
+    pub(crate) fn give_stamp(&mut self, extent: &Extent, slot: u16) {
+        extent.file.set_stamp(slot, 0);
+        if let Some(arena) = self.arena_of(extent) {
+            arena.free_stamps.push(slot);
+        }
+    }
+
+    /// Takes an extent back. Its pages must have been given back, unless it was `exported`.
+    pub(crate) fn give(&mut self, extent: Extent, exported: bool) {
+        let Some(number) = extent.arena else { return };
+        let Some(arena) = self.arenas[number].as_mut() else { return };
+        arena.live -= 1;
+        if exported {
+            arena.quarantine.push((extent.offset, extent.len));
+        } else {
+            arena.free.give(extent.offset, extent.len);
+            arena.full_for = u64::MAX;
+        }
+        if arena.live == 0 || arena.quarantine.len() >= QUARANTINE * arena.probes {
+            arena.release_quarantine();
+        }
+        // Whoever still has the file of a dropped arena open or mapped keeps its memory, and nobody else can
+        // reach it. One empty arena stays, so that one allocation that comes and goes costs no file.
+        if arena.live == 0 && (arena.dedicated || number != self.current || !arena.quarantine.is_empty()) {
+            self.arenas[number] = None;
+        }
+    }
+
+    /// Whether any exported fd, or mapping of one, is still there, in any process.
+    pub(crate) fn any_open_elsewhere(&self) -> bool {
+        self.arenas.iter().flatten().any(|arena| arena.exported && sys::is_open_elsewhere(arena.file.fd()))
+    }
+
+    fn arena_of(&mut self, extent: &Extent) -> Option<&mut Arena> {
+        self.arenas.get_mut(extent.arena?)?.as_mut()
+    }
+}
+
+impl Arena {
+    /// Makes quarantined extents free if nobody can reach them any longer.
+    fn release_quarantine(&mut self) {
+        if self.quarantine.is_empty() {
+            return;
+        }
+        if sys::is_open_elsewhere(self.file.fd()) {
+            self.probes += 1;
+            return;
+        }
+        self.probes = 1;
+        for (offset, len) in self.quarantine.drain(..) {
+            if let Err(errno) = sys::punch_hole(self.file.fd(), offset, len) {
+                tracing::warn!(%errno, offset, len, "freed pages stay in memory");
+            }
+            self.free.give(offset, len);
+        }
+        self.full_for = u64::MAX;
+    }
+}

@@ -1,0 +1,270 @@
+//! What a simulated device is like.
+
+use std::{sync::Arc, sync::atomic::AtomicU64, time::Duration};
+
+use hmem_core::{AddressRange, Errno, Error, ErrorKind, IfaceKind, Result};
+use parking_lot::Mutex;
+
+use super::{
+    AddressReuse, Call, DmaBufKind, Faults, Inner, P2pMatrix, SIMULATED, Simulated, Stepping, Style,
+    address_space::AddressSpace,
+    arena::Arenas,
+    engine::{Engine, Pace},
+    memory::Book,
+    monitor::Subscriptions,
+    table::Table,
+};
+use crate::sys::{self, Mapping};
+
+const SMALLEST_WINDOW: u64 = 64 << 20;
+
+#[derive(Clone, Debug)]
+pub(crate) struct Config {
+    pub(crate) kind: IfaceKind,
+    pub(crate) name: String,
+    pub(crate) devices: u32,
+    pub(crate) memory_per_device: u64,
+    pub(crate) style: Style,
+    pub(crate) p2p: P2pMatrix,
+    pub(crate) pcie_mapping: bool,
+    pub(crate) peer_memory: bool,
+    pub(crate) dma_buf: DmaBufKind,
+    pub(crate) segment_len: u64,
+}
+
+/// Describes a simulated device; [`SimulatedBuilder::build`] makes it.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use hmem_core::{DeviceId, IfaceKind};
+/// use hmem_iface_system::{AddressReuse, P2pMatrix, Simulated, Style};
+///
+/// let simulated = Simulated::builder()
+///     .kind(IfaceKind(0x101))
+///     .name("sim-callback")
+///     .devices(4)
+///     .style(Style::Callback)
+///     .address_reuse(AddressReuse::JustFreed)
+///     .p2p(P2pMatrix::all_reachable().block(DeviceId(3), "loop0"))
+///     .copy_latency(Duration::from_micros(5))
+///     .build()?;
+/// # Ok::<(), hmem_core::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct SimulatedBuilder {
+    config: Config,
+    reuse: AddressReuse,
+    stepping: Stepping,
+    pace: Pace,
+    window: u64,
+    arena: u64,
+    faults: Vec<(Call, u64, Errno)>,
+}
+
+impl Default for SimulatedBuilder {
+    fn default() -> Self {
+        Self {
+            config: Config {
+                kind: SIMULATED,
+                name: "simulated".into(),
+                devices: 1,
+                memory_per_device: 16 << 30,
+                style: Style::default(),
+                p2p: P2pMatrix::default(),
+                pcie_mapping: true,
+                peer_memory: false,
+                dma_buf: DmaBufKind::default(),
+                segment_len: 2 << 20,
+            },
+            reuse: AddressReuse::default(),
+            stepping: Stepping::default(),
+            pace: Pace::default(),
+            window: 1 << 40,
+            arena: 64 << 20,
+            faults: Vec::new(),
+        }
+    }
+}
+
+impl SimulatedBuilder {
+    /// Its kind, 0x100 or higher, so that several can live in one process; [`SIMULATED`] unless set.
+    #[must_use]
+    pub fn kind(mut self, kind: IfaceKind) -> Self {
+        self.config.kind = kind;
+        self
+    }
+
+    /// Its name; `simulated` unless set.
+    #[must_use]
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.config.name = name.into();
+        self
+    }
+
+    /// How many devices it has; 1 unless set.
+    #[must_use]
+    pub fn devices(mut self, devices: u32) -> Self {
+        self.config.devices = devices;
+        self
+    }
+
+    /// Bytes of memory on each device; 16 GiB unless set. Memory is used only where it is written.
+    #[must_use]
+    pub fn memory_per_device(mut self, bytes: u64) -> Self {
+        self.config.memory_per_device = bytes;
+        self
+    }
+
+    /// How frees are noticed; [`Style::Identity`] unless set.
+    #[must_use]
+    pub fn style(mut self, style: Style) -> Self {
+        self.config.style = style;
+        self
+    }
+
+    /// Whether freed addresses come back at once; [`AddressReuse::Off`] unless set.
+    #[must_use]
+    pub fn address_reuse(mut self, reuse: AddressReuse) -> Self {
+        self.reuse = reuse;
+        self
+    }
+
+    /// Which NIC reaches which device; all unless set.
+    #[must_use]
+    pub fn p2p(mut self, matrix: P2pMatrix) -> Self {
+        self.config.p2p = matrix;
+        self
+    }
+
+    /// How long a copy takes before its first byte; none unless set.
+    #[must_use]
+    pub fn copy_latency(mut self, latency: Duration) -> Self {
+        self.pace.latency = latency;
+        self
+    }
+
+    /// Bytes that the engine copies in a second; 0, unless set, is no limit.
+    #[must_use]
+    pub fn copy_bandwidth(mut self, bytes_per_second: u64) -> Self {
+        self.pace.bandwidth = bytes_per_second;
+        self
+    }
+
+    /// Who runs asynchronous copies; a thread unless set. By hand, latency and bandwidth do not count, and
+    /// blocking copies pass those that wait.
+    #[must_use]
+    pub fn stepping(mut self, stepping: Stepping) -> Self {
+        self.stepping = stepping;
+        self
+    }
+
+    /// Bytes of addresses to reserve; 1 TiB unless set, and less where the system does not have them.
+    #[must_use]
+    pub fn window(mut self, bytes: u64) -> Self {
+        self.window = bytes;
+        self
+    }
+
+    /// Bytes of the memory files that small allocations share; 64 MiB unless set.
+    #[must_use]
+    pub fn arena(mut self, bytes: u64) -> Self {
+        self.arena = bytes;
+        self
+    }
+
+    /// Bytes of a segment of a virtual allocation, rounded up to pages; 2 MiB unless set. The last one may be
+    /// shorter.
+    #[must_use]
+    pub fn segment_len(mut self, bytes: u64) -> Self {
+        self.config.segment_len = bytes;
+        self
+    }
+
+    /// Whether the PCIe mapping of a dma-buf is honoured; it is unless set.
+    #[must_use]
+    pub fn pcie_mapping(mut self, honoured: bool) -> Self {
+        self.config.pcie_mapping = honoured;
+        self
+    }
+
+    /// Whether peer-memory clients know its addresses; none does unless set.
+    #[must_use]
+    pub fn peer_memory(mut self, known: bool) -> Self {
+        self.config.peer_memory = known;
+        self
+    }
+
+    /// What its exported fds are; [`DmaBufKind::Auto`] unless set.
+    #[must_use]
+    pub fn dma_buf(mut self, kind: DmaBufKind) -> Self {
+        self.config.dma_buf = kind;
+        self
+    }
+
+    /// Makes the `nth` call of a kind fail, 1 being the first. More can be added later through
+    /// [`Simulated::faults`].
+    #[must_use]
+    pub fn fault(mut self, call: Call, nth: u64, errno: Errno) -> Self {
+        self.faults.push((call, nth, errno));
+        self
+    }
+
+    /// Makes the device.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for a kind that is no plug-in's, or an arena or segment length of 0;
+    /// [`ErrorKind::OutOfResources`] if no window of addresses can be had; Unavailable if a genuine dma-buf was
+    /// asked for and `/dev/udmabuf` cannot be opened.
+    pub fn build(self) -> Result<Simulated> {
+        let mut config = self.config;
+        if !config.kind.is_plug_in() || self.arena == 0 || config.segment_len == 0 {
+            return Err(Error::new(ErrorKind::InvalidArgument, "build simulated device")
+                .iface(config.kind)
+                .context("arena", self.arena)
+                .context("segment length", config.segment_len)
+                .remedy("take a kind from 0x100 up, and lengths above 0"));
+        }
+        let page = sys::page_size();
+        config.segment_len = config.segment_len.next_multiple_of(page);
+        let window = reserve_window(self.window, page)?;
+        let range = AddressRange::new(window.address(), window.len() as u64)?;
+        let (table, writer) = Table::new(config.kind, range, page)
+            .map_err(|errno| Error::os(errno, "mmap").context("table of a window of", range.len()))?;
+        let faults = Faults::new();
+        for (call, nth, errno) in self.faults {
+            faults.fail_nth(call, nth, errno);
+        }
+        let addresses = AddressSpace::new(range.len() / page, self.reuse);
+        let arenas = Arenas::new(page, self.arena.next_multiple_of(page));
+        let inner = Inner {
+            udmabuf: config.dma_buf.open()?,
+            engine: Engine::new(self.stepping, self.pace),
+            book: Mutex::new(Book::new(arenas, addresses, writer, config.devices)),
+            config,
+            page,
+            table,
+            faults,
+            copies: AtomicU64::new(0),
+            subscriptions: Subscriptions::new(),
+            window,
+        };
+        Ok(Simulated { inner: Arc::new(inner) })
+    }
+}
+
+/// As much of the wanted address space as there is.
+fn reserve_window(wanted: u64, page: u64) -> Result<Mapping> {
+    let mut len = wanted.max(SMALLEST_WINDOW).next_multiple_of(page);
+    loop {
+        match Mapping::reserve(usize::try_from(len).unwrap_or(usize::MAX)) {
+            Ok(window) => return Ok(window),
+            Err(errno) if len / 2 < SMALLEST_WINDOW => {
+                return Err(Error::os(errno, "mmap")
+                    .context("window", len)
+                    .remedy("raise the limit of address space (ulimit -v)"));
+            }
+            Err(_) => len = (len / 2).next_multiple_of(page),
+        }
+    }
+}

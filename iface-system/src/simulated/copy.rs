@@ -1,0 +1,173 @@
+//! Moving bytes between host memory and the files that device memory lives in.
+
+use std::sync::{Arc, atomic::Ordering};
+
+use hmem_core::{Address, AddressRange, Allocation, Error, ErrorKind, Result, iface::CopyEvent};
+
+use super::{Inner, arena::ArenaFile, faults::Call};
+use crate::sys;
+
+/// Bytes of one file.
+#[derive(Debug)]
+pub(crate) struct Piece {
+    pub(crate) file: Arc<ArenaFile>,
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+}
+
+/// One side of a copy.
+#[derive(Debug)]
+enum Side {
+    Host(Address),
+    Own { allocation: Allocation, start: Address, pieces: Vec<Piece> },
+}
+
+/// A checked copy. It keeps the files that it needs, but not the allocations.
+#[derive(Debug)]
+struct Transfer {
+    to: Side,
+    from: Side,
+    len: u64,
+}
+
+impl Inner {
+    /// Copies at once, after the time that the engine takes for it.
+    ///
+    /// # Safety
+    /// As [`hmem_core::Iface::copy`].
+    pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
+        self.call(Call::Copy)?;
+        let transfer = self.transfer(to, from, len)?;
+        self.engine.pass_time(len);
+        // SAFETY: the caller's promise about host memory; our own side has just been checked.
+        unsafe { transfer.run() }.map_err(|error| error.iface(self.config.kind))?;
+        self.copies.fetch_add(1, Ordering::AcqRel);
+        Ok(())
+    }
+
+    /// Hands a copy to the engine.
+    ///
+    /// # Safety
+    /// As [`hmem_core::Iface::copy_async`].
+    pub(crate) unsafe fn copy_async(
+        self: &Arc<Self>,
+        to: Address,
+        from: Address,
+        len: u64,
+    ) -> Result<Box<dyn CopyEvent>> {
+        self.call(Call::CopyAsync)?;
+        let transfer = self.transfer(to, from, len)?;
+        // Weak, as a copy that nobody steps would otherwise keep the iface that would cancel it.
+        let inner = Arc::downgrade(self);
+        self.engine.submit(
+            len,
+            Box::new(move || {
+                let inner = inner.upgrade().ok_or_else(|| Error::new(ErrorKind::Canceled, "copy"))?;
+                inner.call(Call::EngineCopy)?;
+                inner.check_still_there(&transfer)?;
+                // SAFETY: the caller's promise about host memory holds until the event is done, which is after
+                // this returns; our own side is kept by the transfer.
+                unsafe { transfer.run() }.map_err(|error| error.iface(inner.config.kind))?;
+                inner.copies.fetch_add(1, Ordering::AcqRel);
+                Ok(())
+            }),
+        )
+    }
+
+    fn transfer(&self, to: Address, from: Address, len: u64) -> Result<Transfer> {
+        Ok(Transfer { to: self.side(to, len)?, from: self.side(from, len)?, len })
+    }
+
+    fn side(&self, address: Address, len: u64) -> Result<Side> {
+        let range = AddressRange::new(address, len)?;
+        if !self.table.is_mine(address) {
+            return Ok(Side::Host(address));
+        }
+        let (allocation, pieces) = self.pieces(range)?;
+        Ok(Side::Own { allocation, start: address, pieces })
+    }
+
+    /// A queued copy must not reach memory that was freed since, and belongs to another allocation perhaps.
+    fn check_still_there(&self, transfer: &Transfer) -> Result<()> {
+        for side in [&transfer.to, &transfer.from] {
+            if let Side::Own { allocation, start, .. } = side
+                && self.table.lookup(*start).map(|now| now.id) != Some(allocation.id)
+            {
+                return Err(Error::new(ErrorKind::BadState, "copy")
+                    .iface(self.config.kind)
+                    .context("allocation", allocation.range)
+                    .context("identity", allocation.id.0)
+                    .remedy("wait for a copy before its memory is freed"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Transfer {
+    /// # Safety
+    /// Host sides are valid for `len` bytes, and a host destination is not referenced elsewhere.
+    unsafe fn run(&self) -> Result<()> {
+        match (&self.to, &self.from) {
+            (Side::Host(to), Side::Host(from)) => {
+                // SAFETY: both valid for `len` bytes as the caller promises.
+                unsafe { std::ptr::copy(sys::host_ptr(*from), sys::host_ptr(*to), self.len as usize) };
+                Ok(())
+            }
+            (Side::Own { pieces, .. }, Side::Host(from)) => {
+                let mut from = *from;
+                for piece in pieces {
+                    sys::write_at(piece.file.fd(), piece.offset, from, piece.len)?;
+                    from = Address(from.0 + piece.len);
+                }
+                Ok(())
+            }
+            (Side::Host(to), Side::Own { pieces, .. }) => {
+                let mut to = *to;
+                for piece in pieces {
+                    // SAFETY: the destination may be overwritten as the caller promises.
+                    unsafe { sys::read_at(piece.file.fd(), piece.offset, to, piece.len)? };
+                    to = Address(to.0 + piece.len);
+                }
+                Ok(())
+            }
+            (
+                Side::Own { pieces: to, start: to_start, .. },
+                Side::Own { pieces: from, start: from_start, .. },
+            ) => {
+                let mut runs = common_runs(to, from);
+                if to_start > from_start {
+                    // Where the two overlap, later bytes must go before they are overwritten.
+                    runs.reverse();
+                }
+                for (to, from, len) in runs {
+                    // SAFETY: both pointers lie in mappings that the pieces keep, with `len` bytes after them;
+                    // `ptr::copy` allows an overlap within one mapping, and one byte is in one mapping only.
+                    unsafe { std::ptr::copy(from.cast_const(), to, len as usize) };
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Cuts two lists of pieces of equal total length at the boundaries of both.
+fn common_runs(to: &[Piece], from: &[Piece]) -> Vec<(*mut u8, *mut u8, u64)> {
+    let mut runs = Vec::with_capacity(to.len().max(from.len()));
+    let (mut to, mut from) = (to.iter(), from.iter());
+    let (mut to_now, mut from_now) = (to.next(), from.next());
+    let (mut to_done, mut from_done) = (0, 0);
+    while let (Some(a), Some(b)) = (to_now, from_now) {
+        let len = (a.len - to_done).min(b.len - from_done);
+        runs.push((a.file.at(a.offset + to_done), b.file.at(b.offset + from_done), len));
+        to_done += len;
+        from_done += len;
+        if to_done == a.len {
+            (to_now, to_done) = (to.next(), 0);
+        }
+        if from_done == b.len {
+            (from_now, from_done) = (from.next(), 0);
+        }
+    }
+    runs
+}

@@ -1,0 +1,254 @@
+//! The copy engine's queue: copies in order, one at a time, by a thread or by hand.
+//!
+//! Latency and bandwidth are deadlines on the monotonic clock: a copy's bytes move when its time has come, so
+//! that whoever looks earlier sees that they have not. By hand no clock is asked.
+
+use std::{
+    collections::VecDeque,
+    fmt,
+    sync::Arc,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use hmem_core::{Error, ErrorKind, Result, iface::CopyEvent};
+use parking_lot::{Condvar, Mutex};
+
+/// Who runs asynchronous copies.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Stepping {
+    /// A thread, started at the first asynchronous copy.
+    #[default]
+    Thread,
+    /// [`Simulated::step`](crate::Simulated::step), one copy a call, and waiting for an event.
+    ByHand,
+}
+
+/// How long copies take.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Pace {
+    pub(crate) latency: Duration,
+    /// Bytes per second; 0 is no limit.
+    pub(crate) bandwidth: u64,
+}
+
+impl Pace {
+    fn duration(self, len: u64) -> Duration {
+        let nanos = match self.bandwidth {
+            0 => 0,
+            bandwidth => u128::from(len) * 1_000_000_000 / u128::from(bandwidth),
+        };
+        self.latency + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+    }
+
+    fn is_instant(self) -> bool {
+        self.latency.is_zero() && self.bandwidth == 0
+    }
+}
+
+type Work = Box<dyn FnOnce() -> Result<()> + Send>;
+
+struct Job {
+    work: Work,
+    not_before: Option<Instant>,
+    done: Arc<Done>,
+}
+
+#[derive(Debug, Default)]
+struct Done {
+    result: Mutex<Option<Result<()>>>,
+    changed: Condvar,
+}
+
+impl Done {
+    fn finish(&self, result: Result<()>) {
+        *self.result.lock() = Some(result);
+        self.changed.notify_all();
+    }
+}
+
+#[derive(Default)]
+struct Queue {
+    jobs: VecDeque<Job>,
+    /// When the last copy handed in will have ended.
+    busy_until: Option<Instant>,
+    stop: bool,
+}
+
+#[derive(Default)]
+struct Shared {
+    queue: Mutex<Queue>,
+    changed: Condvar,
+    /// Held by hand around a step, so that copies keep their order when several threads step.
+    stepping: Mutex<()>,
+}
+
+/// The engine of one simulated iface.
+pub(crate) struct Engine {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    stepping: Stepping,
+    pace: Pace,
+}
+
+impl Engine {
+    pub(crate) fn new(stepping: Stepping, pace: Pace) -> Self {
+        Self { shared: Arc::default(), thread: Mutex::new(None), stepping, pace }
+    }
+
+    /// Lets as much time pass as a blocking copy of `len` bytes takes.
+    pub(crate) fn pass_time(&self, len: u64) {
+        if self.pace.is_instant() || self.stepping == Stepping::ByHand {
+            return;
+        }
+        let end = self.reserve(&mut self.shared.queue.lock(), len);
+        while let Some(rest) = end.checked_duration_since(Instant::now()).filter(|rest| !rest.is_zero()) {
+            thread::sleep(rest);
+        }
+    }
+
+    fn reserve(&self, queue: &mut Queue, len: u64) -> Instant {
+        let now = Instant::now();
+        let start = queue.busy_until.map_or(now, |busy| busy.max(now));
+        let end = start.checked_add(self.pace.duration(len)).unwrap_or(start);
+        queue.busy_until = Some(end);
+        end
+    }
+
+    /// Queues a copy of `len` bytes.
+    pub(crate) fn submit(&self, len: u64, work: Work) -> Result<Box<dyn CopyEvent>> {
+        let by_hand = self.stepping == Stepping::ByHand;
+        if !by_hand {
+            self.start_thread()?;
+        }
+        let done = Arc::<Done>::default();
+        let mut queue = self.shared.queue.lock();
+        let timed = !by_hand && !self.pace.is_instant();
+        let not_before = timed.then(|| self.reserve(&mut queue, len));
+        queue.jobs.push_back(Job { work, not_before, done: Arc::clone(&done) });
+        drop(queue);
+        self.shared.changed.notify_one();
+        let engine = by_hand.then(|| Arc::clone(&self.shared));
+        Ok(Box::new(Event { done, engine }))
+    }
+
+    fn start_thread(&self) -> Result<()> {
+        let mut thread = self.thread.lock();
+        if thread.is_none() {
+            let shared = Arc::clone(&self.shared);
+            let run = move || shared.run();
+            let spawned = thread::Builder::new().name("hmem-copy-engine".into()).spawn(run);
+            *thread = Some(spawned.map_err(|error| {
+                Error::new(ErrorKind::OutOfResources, "start copy engine").caused_by(error)
+            })?);
+        }
+        Ok(())
+    }
+
+    /// Runs the oldest queued copy; whether there was one.
+    pub(crate) fn step(&self) -> bool {
+        self.shared.step()
+    }
+
+    /// Copies that have not begun.
+    pub(crate) fn pending(&self) -> usize {
+        self.shared.queue.lock().jobs.len()
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.shared.queue.lock().stop = true;
+        self.shared.changed.notify_all();
+        if let Some(thread) = self.thread.lock().take()
+            && thread.thread().id() != thread::current().id()
+            && thread.join().is_err()
+        {
+            tracing::error!("the copy engine's thread panicked");
+        }
+        self.shared.cancel();
+    }
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine").field("stepping", &self.stepping).field("pace", &self.pace).finish()
+    }
+}
+
+impl Shared {
+    fn run(&self) {
+        loop {
+            let mut queue = self.queue.lock();
+            let job = loop {
+                if queue.stop {
+                    drop(queue);
+                    return self.cancel();
+                }
+                let deadline = match queue.jobs.front() {
+                    None => None,
+                    Some(Job { not_before: Some(at), .. }) if *at > Instant::now() => Some(*at),
+                    Some(_) => break queue.jobs.pop_front(),
+                };
+                match deadline {
+                    None => self.changed.wait(&mut queue),
+                    Some(at) => drop(self.changed.wait_until(&mut queue, at)),
+                }
+            };
+            drop(queue);
+            if let Some(job) = job {
+                job.done.finish((job.work)());
+            }
+        }
+    }
+
+    fn step(&self) -> bool {
+        let _in_order = self.stepping.lock();
+        let job = self.queue.lock().jobs.pop_front();
+        match job {
+            Some(job) => job.done.finish((job.work)()),
+            None => return false,
+        }
+        true
+    }
+
+    fn cancel(&self) {
+        let jobs = std::mem::take(&mut self.queue.lock().jobs);
+        for job in jobs {
+            job.done
+                .finish(Err(Error::new(ErrorKind::Canceled, "copy")
+                    .remedy("wait for copies before the iface is dropped")));
+        }
+    }
+}
+
+struct Event {
+    done: Arc<Done>,
+    /// Set where waiting must run the queue itself, since nobody else does.
+    engine: Option<Arc<Shared>>,
+}
+
+impl CopyEvent for Event {
+    fn is_done(&self) -> bool {
+        self.done.result.lock().is_some()
+    }
+
+    fn wait(self: Box<Self>) -> Result<()> {
+        if let Some(engine) = &self.engine {
+            while !self.is_done() && engine.step() {}
+        }
+        let mut result = self.done.result.lock();
+        loop {
+            if let Some(result) = result.take() {
+                return result;
+            }
+            self.done.changed.wait(&mut result);
+        }
+    }
+}
+
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CopyEvent").field("is_done", &self.is_done()).finish()
+    }
+}

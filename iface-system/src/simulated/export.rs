@@ -1,0 +1,180 @@
+//! Handing memory to NICs: dma-bufs, and device addresses for peer-memory clients.
+
+use hmem_core::{
+    AddressRange, AllocOffset, AllocationKind, DmaBufOffset, Errno, Error, ErrorKind, Result,
+    iface::{DmaBufExport, DmaBufMapping, PeerMemoryExport},
+    provider::Nic,
+};
+
+use super::{Inner, arena::Extent, faults::Call};
+use crate::sys::{self, Udmabuf};
+
+/// What the fds of a simulated device are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DmaBufKind {
+    /// Genuine dma-bufs where `/dev/udmabuf` can be opened, memory files otherwise.
+    #[default]
+    Auto,
+    /// Genuine dma-bufs, or no device at all.
+    Udmabuf,
+    /// Memory files: they map, read and write as dma-bufs do, but no kernel driver imports them.
+    MemFd,
+    /// None: every export is Unsupported.
+    None,
+}
+
+impl DmaBufKind {
+    pub(crate) fn open(self) -> Result<Option<Udmabuf>> {
+        match self {
+            Self::Auto => match Udmabuf::open() {
+                Ok(device) => Ok(Some(device)),
+                Err(error) => {
+                    tracing::debug!(%error, "exports are memory files, not dma-bufs");
+                    Ok(None)
+                }
+            },
+            Self::Udmabuf => Udmabuf::open().map(Some),
+            Self::MemFd | Self::None => Ok(None),
+        }
+    }
+}
+
+impl Inner {
+    pub(crate) fn export_dma_buf(
+        &self,
+        range: AddressRange,
+        nic: &Nic,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport> {
+        const OPERATION: &str = "export dma-buf";
+        self.call(Call::ExportDmaBuf)?;
+        let refused = |kind| Error::new(kind, OPERATION).iface(self.config.kind).context("range", range);
+        if range.is_empty() {
+            return Err(refused(ErrorKind::ZeroLength).remedy("export at least one byte"));
+        }
+        if self.config.dma_buf == DmaBufKind::None {
+            return Err(refused(ErrorKind::Unsupported)
+                .errno(Errno(libc::EOPNOTSUPP))
+                .remedy("this device was built without dma-buf export"));
+        }
+        if mapping == DmaBufMapping::Pcie && !self.config.pcie_mapping {
+            return Err(refused(ErrorKind::Unsupported)
+                .errno(Errno(libc::EOPNOTSUPP))
+                .context("mapping", "pcie")
+                .remedy("export with the default mapping"));
+        }
+        let mut book = self.book.lock();
+        let record = self.record_of(&mut book, range)?;
+        let allocation = record.allocation;
+        match allocation.kind {
+            AllocationKind::Managed => {
+                return Err(refused(ErrorKind::Unsupported).remedy(
+                    "managed memory migrates and has no dma-buf: register it as host pages or stage it",
+                ));
+            }
+            AllocationKind::Host => {
+                return Err(refused(ErrorKind::Unsupported)
+                    .remedy("host memory needs no dma-buf: register it as host pages"));
+            }
+            _ => {}
+        }
+        self.check_reachable(&allocation, nic, range, OPERATION)?;
+        let (inside, part) = record.parts_of(range).next().ok_or_else(|| refused(ErrorKind::OutOfBounds))?;
+        if !part.exportable {
+            return Err(refused(ErrorKind::Unsupported)
+                .context("segment", inside.range)
+                .remedy("this segment cannot be exported: stage it, or allocate it exportable"));
+        }
+        if inside.range.len() != range.len() {
+            return Err(refused(ErrorKind::Unsupported)
+                .context("segment", inside.range)
+                .remedy("the range crosses segments: export each one that `segments` lists"));
+        }
+        let extent = part.extent.clone();
+        let alloc_offset = allocation.offset_of(range.start()).unwrap_or(AllocOffset(0));
+        if self.udmabuf.is_none() {
+            // A dma-buf holds the pages themselves; a memory file must not be used again under its users.
+            record.exported = true;
+            book.arenas.mark_exported(&extent);
+        }
+        drop(book);
+
+        let exported =
+            self.call(Call::CreateFd).and_then(|()| self.create_fd(&extent, inside.offset, range.len()));
+        let (fd, offset) = exported.map_err(|error| error.iface(self.config.kind).context("range", range))?;
+        let mut book = self.book.lock();
+        // A free that ran meanwhile may have found no user of the file yet.
+        if self.record_of(&mut book, range).map(|record| record.allocation.id).ok() != Some(allocation.id) {
+            return Err(refused(ErrorKind::BadState).remedy("the allocation was freed while it was exported"));
+        }
+        book.exports += 1;
+        Ok(DmaBufExport { fd, offset: DmaBufOffset(offset), alloc_offset, len: range.len(), mapping })
+    }
+
+    /// An fd, and where in it the bytes at `offset` of the extent lie.
+    fn create_fd(&self, extent: &Extent, offset: u64, len: u64) -> Result<(std::os::fd::OwnedFd, u64)> {
+        let in_file = extent.offset + offset;
+        match &self.udmabuf {
+            None => Ok((sys::reopen(extent.file.fd())?, in_file)),
+            Some(udmabuf) => {
+                let in_page = in_file % self.page;
+                let whole_pages = (in_page + len).next_multiple_of(self.page);
+                Ok((udmabuf.create(extent.file.fd(), in_file - in_page, whole_pages)?, in_page))
+            }
+        }
+    }
+
+    pub(crate) fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
+        drop(export);
+        let mut book = self.book.lock();
+        book.exports = book.exports.saturating_sub(1);
+        drop(book);
+        self.call(Call::ReleaseDmaBuf)
+    }
+
+    pub(crate) fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
+        const OPERATION: &str = "export peer memory";
+        self.call(Call::ExportPeerMemory)?;
+        let refused = |kind| Error::new(kind, OPERATION).iface(self.config.kind).context("range", range);
+        if !self.config.peer_memory {
+            return Err(refused(ErrorKind::Unsupported).remedy(
+                "no peer-memory client knows this device: export a dma-buf, or build it with peer memory",
+            ));
+        }
+        let mut book = self.book.lock();
+        let record = self.record_of(&mut book, range)?;
+        let allocation = record.allocation;
+        if allocation.kind.cpu_accessible() {
+            return Err(refused(ErrorKind::Unsupported).remedy("peer-memory clients know device memory only"));
+        }
+        self.check_reachable(&allocation, nic, range, OPERATION)?;
+        if let Some((inside, _)) = record.parts_of(range).find(|(_, part)| !part.exportable) {
+            return Err(refused(ErrorKind::Unsupported).context("segment", inside.range));
+        }
+        Ok(PeerMemoryExport { address: range.start(), len: range.len() })
+    }
+
+    fn check_reachable(
+        &self,
+        allocation: &hmem_core::Allocation,
+        nic: &Nic,
+        range: AddressRange,
+        operation: &'static str,
+    ) -> Result<()> {
+        if self.config.p2p.reaches_nic(allocation.device, nic) {
+            return Ok(());
+        }
+        // The kernel's own number for a pair of devices that cannot reach each other.
+        const ENOTSUPP: Errno = Errno(524);
+        let error = Error::new(ErrorKind::Unreachable, operation)
+            .errno(ENOTSUPP)
+            .iface(self.config.kind)
+            .context("nic", nic)
+            .context("range", range)
+            .remedy("use a NIC under the same PCIe switch as the device, or stage through host memory");
+        Err(match allocation.device {
+            Some(device) => error.device(device),
+            None => error,
+        })
+    }
+}

@@ -1,0 +1,113 @@
+//! Allocations of other processes.
+//!
+//! A handle names the owner's memory file and the word of its header that shows the allocation's identity
+//! while it lives. Whoever opens it checks both, so that neither a reused fd number nor a reused range of the
+//! file passes for the allocation.
+
+use std::{os::fd::AsRawFd, sync::Arc};
+
+use hmem_core::{
+    Address, AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result, iface::IpcHandle,
+};
+
+use super::{
+    Inner,
+    arena::{ArenaFile, Extent},
+    faults::Call,
+    memory::{Origin, Part},
+    table::{code_of, kind_of},
+};
+use crate::{
+    ipc_handle::{HandleBody, own_pid},
+    sys,
+};
+
+/// The other process's kinds that a device can map.
+fn can_travel(kind: AllocationKind) -> bool {
+    matches!(kind, AllocationKind::Device | AllocationKind::StreamOrdered)
+}
+
+impl Inner {
+    pub(crate) fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
+        self.call(Call::IpcExport)?;
+        let mut book = self.book.lock();
+        let number = self.live_number(&book, allocation, Origin::Allocated, "ipc export")?;
+        if !can_travel(allocation.kind) {
+            return Err(Error::new(ErrorKind::Unsupported, "ipc export")
+                .iface(self.config.kind)
+                .context("kind", allocation.kind.name())
+                .remedy("only device and stream-ordered allocations can be opened by other processes"));
+        }
+        let live = |record: Option<&mut super::memory::Record>| {
+            record.and_then(|record| Some((record.parts.first()?.extent.clone(), record.stamp)))
+        };
+        let (extent, stamp) = live(self.record_mut(&mut book, number))
+            .ok_or_else(|| Error::new(ErrorKind::BadState, "ipc export").iface(self.config.kind))?;
+        let slot = match stamp {
+            Some(slot) => slot,
+            None => book.arenas.take_stamp(&extent)?,
+        };
+        extent.file.set_stamp(slot, allocation.id.0);
+        book.arenas.mark_exported(&extent);
+        if let Some(record) = self.record_mut(&mut book, number) {
+            record.stamp = Some(slot);
+            record.exported = true;
+        }
+        let body = HandleBody {
+            pid: own_pid(),
+            fd: extent.file.fd().as_raw_fd() as u32,
+            device: allocation.device,
+            kind: code_of(allocation.kind),
+            file: sys::file_identity(extent.file.fd())?,
+            offset: extent.offset,
+            len: allocation.range.len(),
+            id: allocation.id.0,
+            stamp: u64::from(slot),
+        };
+        Ok(IpcHandle { iface: self.config.kind, bytes: body.to_bytes() })
+    }
+
+    pub(crate) fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
+        self.call(Call::IpcOpen)?;
+        check_iface(handle, self.config.kind)?;
+        let body = HandleBody::from_bytes(&handle.bytes)?;
+        let kind = kind_of(body.kind);
+        if !can_travel(kind) || body.offset % self.page != 0 {
+            return Err(Error::new(ErrorKind::Malformed, "ipc open").iface(self.config.kind));
+        }
+        let device = body.device.map(|device| self.device(device)).transpose()?;
+        let fd = body.open_file()?;
+        let file_len = rustix::fs::fstat(&fd).map_err(|errno| Error::os(errno, "fstat"))?.st_size as u64;
+        let len = body.len.next_multiple_of(self.page);
+        if body.offset + len > file_len {
+            return Err(body.gone("the owner's file is shorter than the handle says"));
+        }
+        let file = Arc::new(ArenaFile::new(fd, file_len)?);
+        let slot = u16::try_from(body.stamp).map_err(|_| body.gone("the handle names no identity"))?;
+        // After the file was opened: from then on the owner does not use the memory again.
+        if file.stamp(slot) != body.id {
+            return Err(body.gone("the owner has freed the allocation"));
+        }
+        let mut book = self.book.lock();
+        let at = self.take_addresses(&mut book, len).ok_or_else(|| {
+            Error::new(ErrorKind::OutOfResources, "ipc open").iface(self.config.kind).context("length", len)
+        })?;
+        let range = AddressRange::new(Address(self.window_start() + at), body.len)?;
+        let parts = vec![Part { extent: Extent::foreign(file, body.offset, len), exportable: true }];
+        self.enter(&mut book, (range, kind, device), Origin::Opened, parts).map_err(|(error, _)| {
+            self.give_addresses(&mut book, at, len);
+            error
+        })
+    }
+}
+
+/// A handle of another iface is not ours to read.
+pub(crate) fn check_iface(handle: &IpcHandle, mine: IfaceKind) -> Result<()> {
+    if handle.iface == mine {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::Malformed, "ipc open")
+        .iface(mine)
+        .context("handle of", handle.iface)
+        .remedy("open the handle with the iface kind that made it"))
+}

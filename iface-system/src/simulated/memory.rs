@@ -1,0 +1,456 @@
+//! Allocating, freeing, and the book of what is alive.
+
+use std::collections::BTreeMap;
+
+use hmem_core::{
+    Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind, Result,
+    Segment, iface::AllocRequest,
+};
+
+use super::{
+    Inner,
+    address_space::AddressSpace,
+    arena::{Arenas, Extent},
+    copy::Piece,
+    faults::Call,
+    table::{MAX_ENTRIES, TableWriter},
+};
+use crate::sys;
+
+/// Where a record's memory comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// Allocated here.
+    Allocated,
+    /// Another process's, opened here.
+    Opened,
+}
+
+/// One physical part of an allocation.
+#[derive(Debug)]
+pub(crate) struct Part {
+    pub(crate) extent: Extent,
+    pub(crate) exportable: bool,
+}
+
+/// One live allocation.
+#[derive(Debug)]
+pub(crate) struct Record {
+    pub(crate) allocation: Allocation,
+    pub(crate) origin: Origin,
+    /// In address order; together as long as the allocation in whole pages.
+    pub(crate) parts: Vec<Part>,
+    /// Whether an fd of its memory ever left the iface.
+    pub(crate) exported: bool,
+    /// The word of the arena's header that shows its identity to other processes.
+    pub(crate) stamp: Option<u16>,
+    /// Somebody is freeing it.
+    going: bool,
+}
+
+/// All that changes when memory comes and goes; behind one lock.
+#[derive(Debug)]
+pub(crate) struct Book {
+    pub(crate) arenas: Arenas,
+    addresses: AddressSpace,
+    writer: TableWriter,
+    records: Vec<Option<Record>>,
+    free_numbers: Vec<u32>,
+    next_id: u64,
+    /// Bytes in use on each device.
+    used: Vec<u64>,
+    pub(crate) live: u64,
+    pub(crate) live_bytes: u64,
+    pub(crate) opened: u64,
+    /// Exports that were not given back.
+    pub(crate) exports: u64,
+    pub(crate) host_registered: BTreeMap<u64, u64>,
+}
+
+impl Book {
+    pub(crate) fn new(arenas: Arenas, addresses: AddressSpace, writer: TableWriter, devices: u32) -> Self {
+        Self {
+            arenas,
+            addresses,
+            writer,
+            records: Vec::new(),
+            free_numbers: Vec::new(),
+            next_id: 1,
+            used: vec![0; devices as usize],
+            live: 0,
+            live_bytes: 0,
+            opened: 0,
+            exports: 0,
+            host_registered: BTreeMap::new(),
+        }
+    }
+
+    pub(crate) fn set_address_reuse(&mut self, reuse: super::AddressReuse) {
+        self.addresses.set_reuse(reuse);
+    }
+
+    fn take_number(&mut self) -> Option<u32> {
+        self.free_numbers.pop().or_else(|| {
+            (self.records.len() < MAX_ENTRIES).then(|| {
+                self.records.push(None);
+                self.records.len() as u32 - 1
+            })
+        })
+    }
+}
+
+impl Inner {
+    pub(crate) fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+        let refused = |kind| {
+            Error::new(kind, "allocate")
+                .iface(self.config.kind)
+                .context("length", request.len)
+                .context("kind", request.kind.name())
+        };
+        if request.len == 0 {
+            return Err(refused(ErrorKind::ZeroLength).remedy("allocate at least one byte"));
+        }
+        let device = match request.kind {
+            AllocationKind::Host => None,
+            AllocationKind::Device
+            | AllocationKind::Managed
+            | AllocationKind::StreamOrdered
+            | AllocationKind::Virtual => Some(self.device(request.device)?),
+            _ => return Err(refused(ErrorKind::Unsupported).remedy("the system iface allocates this kind")),
+        };
+        let len = request.len.checked_next_multiple_of(self.page).unwrap_or(u64::MAX);
+        let out_of_memory = || refused(ErrorKind::OutOfResources).errno(hmem_core::Errno(12));
+
+        let mut book = self.book.lock();
+        if let Some(DeviceId(device)) = device {
+            let used = book.used[device as usize];
+            if used.checked_add(len).is_none_or(|total| total > self.config.memory_per_device) {
+                return Err(out_of_memory()
+                    .device(DeviceId(device))
+                    .context("used", used)
+                    .context("memory", self.config.memory_per_device)
+                    .remedy("free memory, or give the simulated devices more"));
+            }
+        }
+        self.call(Call::ReserveAddress)?;
+        let pages = len / self.page;
+        let first = book.addresses.take(pages).ok_or_else(|| {
+            out_of_memory().remedy("the window of addresses is used up: build the device with a larger one")
+        })?;
+        let backed = self.back_memory(&mut book, request.kind, first * self.page, len);
+        let parts = match backed {
+            Ok(parts) => parts,
+            Err(error) => {
+                book.addresses.give(first, pages);
+                return Err(error.iface(self.config.kind));
+            }
+        };
+        let range = AddressRange::new(Address(self.window_start() + first * self.page), request.len)?;
+        let shape = (range, request.kind, device);
+        let allocation = match self.enter(&mut book, shape, Origin::Allocated, parts) {
+            Ok(allocation) => allocation,
+            Err((error, parts)) => {
+                self.take_memory_back(&mut book, request.kind, first * self.page, parts);
+                book.addresses.give(first, pages);
+                return Err(error);
+            }
+        };
+        if let Some(DeviceId(device)) = device {
+            book.used[device as usize] += len;
+        }
+        Ok(allocation)
+    }
+
+    /// Creates the files' parts behind an allocation and maps them where the CPU may go; all or nothing.
+    fn back_memory(&self, book: &mut Book, kind: AllocationKind, at: u64, len: u64) -> Result<Vec<Part>> {
+        let segmented = kind == AllocationKind::Virtual;
+        let step = if segmented { self.config.segment_len } else { len };
+        let mut parts = Vec::new();
+        let mut done = 0;
+        while done < len {
+            let this = step.min(len - done);
+            let taken = self.call(Call::CreateMemory).and_then(|()| book.arenas.take(this, segmented));
+            match taken {
+                Ok(extent) => parts.push(Part { extent, exportable: true }),
+                Err(error) => {
+                    self.take_memory_back(book, AllocationKind::Device, at, parts);
+                    return Err(error);
+                }
+            }
+            done += this;
+        }
+        if kind.cpu_accessible()
+            && let Err(error) = self.map_for_cpu(at, &parts)
+        {
+            self.take_memory_back(book, kind, at, parts);
+            return Err(error);
+        }
+        Ok(parts)
+    }
+
+    fn map_for_cpu(&self, at: u64, parts: &[Part]) -> Result<()> {
+        let mut at = at;
+        for Part { extent, .. } in parts {
+            self.call(Call::MapMemory)?;
+            self.window
+                .place_shared(at, extent.len as usize, extent.file.fd(), extent.offset)
+                .map_err(|errno| Error::os(errno, "mmap").context("length", extent.len))?;
+            at += extent.len;
+        }
+        Ok(())
+    }
+
+    /// Undoes [`Inner::back_memory`] for an allocation that nobody has seen.
+    fn take_memory_back(&self, book: &mut Book, kind: AllocationKind, at: u64, parts: Vec<Part>) {
+        if kind.cpu_accessible() {
+            let len: u64 = parts.iter().map(|part| part.extent.len).sum();
+            if let Err(errno) = self.window.place_nothing(at, len as usize) {
+                tracing::error!(%errno, "an allocation that failed stays mapped");
+            }
+        }
+        for part in parts {
+            book.arenas.give(part.extent, false);
+        }
+    }
+
+    /// Gives an allocation its identity and makes it visible.
+    pub(crate) fn enter(
+        &self,
+        book: &mut Book,
+        (range, kind, device): (AddressRange, AllocationKind, Option<DeviceId>),
+        origin: Origin,
+        parts: Vec<Part>,
+    ) -> Result<Allocation, (Error, Vec<Part>)> {
+        let Some(number) = book.take_number() else {
+            let error = Error::new(ErrorKind::OutOfResources, "allocate")
+                .iface(self.config.kind)
+                .context("limit", MAX_ENTRIES);
+            return Err((error, parts));
+        };
+        let id = AllocationId(book.next_id);
+        book.next_id += 1;
+        let allocation = Allocation { iface: self.config.kind, range, device, kind, id };
+        match origin {
+            Origin::Allocated => {
+                book.live += 1;
+                book.live_bytes += range.len();
+            }
+            Origin::Opened => book.opened += 1,
+        }
+        book.records[number as usize] =
+            Some(Record { allocation, origin, parts, exported: false, stamp: None, going: false });
+        self.table.publish(&mut book.writer, number, &allocation);
+        Ok(allocation)
+    }
+
+    /// Addresses for an allocation that is opened, in bytes from the window's start.
+    pub(crate) fn take_addresses(&self, book: &mut Book, len: u64) -> Option<u64> {
+        Some(book.addresses.take(len / self.page)? * self.page)
+    }
+
+    pub(crate) fn give_addresses(&self, book: &mut Book, at: u64, len: u64) {
+        book.addresses.give(at / self.page, len / self.page);
+    }
+
+    /// Ends an allocation: subscribers are told, then it becomes invisible, then its memory goes.
+    pub(crate) fn end(&self, allocation: &Allocation, origin: Origin, operation: &'static str) -> Result<()> {
+        let mut book = self.book.lock();
+        let number = self.live_number(&book, allocation, origin, operation)?;
+        if let Some(record) = &mut book.records[number as usize] {
+            record.going = true;
+        }
+        drop(book);
+
+        if self.config.style == super::Style::Callback {
+            self.subscriptions.tell(allocation.range);
+        }
+        let removed = self.remove(number, allocation);
+        if self.config.style == super::Style::Callback {
+            self.subscriptions.told(allocation.range);
+        }
+        let record = removed?;
+
+        for Part { extent, .. } in
+            record.parts.iter().filter(|_| !record.exported && origin == Origin::Allocated)
+        {
+            // Outside the lock: the pages of a large allocation take their time.
+            if let Err(errno) = sys::punch_hole(extent.file.fd(), extent.offset, extent.len) {
+                tracing::warn!(%errno, len = extent.len, "freed pages stay in memory");
+            }
+        }
+        let mut book = self.book.lock();
+        let range = allocation.range;
+        let len = range.len().next_multiple_of(self.page);
+        self.give_addresses(&mut book, range.start().0 - self.window_start(), len);
+        if origin == Origin::Allocated
+            && let Some(DeviceId(device)) = allocation.device
+        {
+            book.used[device as usize] -= len;
+        }
+        for part in record.parts {
+            book.arenas.give(part.extent, record.exported);
+        }
+        Ok(())
+    }
+
+    fn remove(&self, number: u32, allocation: &Allocation) -> Result<Record> {
+        let mut book = self.book.lock();
+        let range = allocation.range;
+        if allocation.kind.cpu_accessible() {
+            let at = range.start().0 - self.window_start();
+            let len = range.len().next_multiple_of(self.page) as usize;
+            if let Err(errno) = self.window.place_nothing(at, len) {
+                if let Some(record) = &mut book.records[number as usize] {
+                    record.going = false;
+                }
+                return Err(Error::os(errno, "mmap").iface(self.config.kind).context("allocation", range));
+            }
+        }
+        self.table.withdraw(&mut book.writer, number, range);
+        let record = book.records[number as usize].take().ok_or_else(|| self.not_live(allocation, "free"))?;
+        book.free_numbers.push(number);
+        match record.origin {
+            Origin::Allocated => {
+                book.live -= 1;
+                book.live_bytes -= range.len();
+            }
+            Origin::Opened => book.opened -= 1,
+        }
+        if let (Some(slot), Some(part)) = (record.stamp, record.parts.first()) {
+            book.arenas.give_stamp(&part.extent, slot);
+        }
+        Ok(record)
+    }
+
+    /// The number of a live allocation that nobody is freeing.
+    pub(crate) fn live_number(
+        &self,
+        book: &Book,
+        allocation: &Allocation,
+        origin: Origin,
+        operation: &'static str,
+    ) -> Result<u32> {
+        let number = self.table.entry_of(allocation.base());
+        let record = number.and_then(|number| book.records[number as usize].as_ref());
+        match (number, record) {
+            (Some(number), Some(record))
+                if record.allocation == *allocation && record.origin == origin && !record.going =>
+            {
+                Ok(number)
+            }
+            _ => Err(self.not_live(allocation, operation)),
+        }
+    }
+
+    fn not_live(&self, allocation: &Allocation, operation: &'static str) -> Error {
+        Error::new(ErrorKind::InvalidArgument, operation)
+            .iface(self.config.kind)
+            .context("allocation", allocation.range)
+            .context("identity", allocation.id.0)
+            .remedy(
+                "not a live allocation of this iface: freed already, or opened where it should be allocated",
+            )
+    }
+
+    pub(crate) fn record_mut<'a>(&self, book: &'a mut Book, number: u32) -> Option<&'a mut Record> {
+        book.records[number as usize].as_mut()
+    }
+
+    /// The record of the allocation that holds all of `range`.
+    pub(crate) fn record_of<'a>(&self, book: &'a mut Book, range: AddressRange) -> Result<&'a mut Record> {
+        let number = self.table.entry_of(range.start());
+        let record = number.and_then(|number| book.records[number as usize].as_mut());
+        match record {
+            Some(record) if record.allocation.range.contains_range(range) => Ok(record),
+            other => {
+                let error = Error::new(ErrorKind::OutOfBounds, "resolve range")
+                    .iface(self.config.kind)
+                    .context("range", range)
+                    .remedy("the range must lie in one live allocation");
+                Err(match other {
+                    Some(record) => error.context("allocation", record.allocation.range),
+                    None => error,
+                })
+            }
+        }
+    }
+
+    /// The allocation around `range`, and where its bytes lie.
+    pub(crate) fn pieces(&self, range: AddressRange) -> Result<(Allocation, Vec<Piece>)> {
+        let mut book = self.book.lock();
+        let record = self.record_of(&mut book, range)?;
+        let pieces = record
+            .parts_of(range)
+            .map(|(inside, part)| Piece {
+                file: part.extent.file.clone(),
+                offset: part.extent.offset + inside.offset,
+                len: inside.range.len(),
+            })
+            .collect();
+        Ok((record.allocation, pieces))
+    }
+
+    pub(crate) fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
+        self.call(Call::Segments)?;
+        let mut book = self.book.lock();
+        let mut segments = Vec::new();
+        let mut rest = range;
+        loop {
+            // A range may run over allocations that lie side by side.
+            let first = AddressRange::new(rest.start(), rest.len().min(1))?;
+            let record = self.record_of(&mut book, first)?;
+            let offset = rest.start().0 - record.allocation.base().0;
+            let here = rest.len().min(record.allocation.range.len() - offset);
+            let part = AddressRange::new(rest.start(), here)?;
+            segments.extend(
+                record
+                    .parts_of(part)
+                    .map(|(inside, part)| Segment { range: inside.range, exportable: part.exportable }),
+            );
+            match rest.slice(here, rest.len() - here) {
+                Some(after) if !after.is_empty() => rest = after,
+                _ => return Ok(segments),
+            }
+        }
+    }
+}
+
+/// What a part has of a range.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Inside {
+    pub(crate) range: AddressRange,
+    /// From the start of the part, in bytes.
+    pub(crate) offset: u64,
+}
+
+impl Record {
+    /// The parts that hold `range`, which lies in the allocation.
+    pub(crate) fn parts_of(&self, range: AddressRange) -> impl Iterator<Item = (Inside, &Part)> {
+        let mut start = self.allocation.base().0;
+        self.parts.iter().filter_map(move |part| {
+            let base = start;
+            start += part.extent.len;
+            let from = range.start().0.max(base);
+            let to = (range.start().0 + range.len()).min(start);
+            if from >= to {
+                return None;
+            }
+            let range = AddressRange::new(Address(from), to - from).ok()?;
+            Some((Inside { range, offset: from - base }, part))
+        })
+    }
+}
+
+impl Record {
+    /// Sets whether the part that holds `range` can be exported.
+    pub(crate) fn set_exportable(&mut self, range: AddressRange, exportable: bool) {
+        let mut offset = range.start().0 - self.allocation.base().0;
+        for part in &mut self.parts {
+            if offset < part.extent.len {
+                part.exportable = exportable;
+                return;
+            }
+            offset -= part.extent.len;
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! Noticing frees: subscriptions by range, and validity by identity.
+
+use std::{
+    cell::Cell,
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+};
+
+use hmem_core::{
+    AddressRange, Allocation, Error, ErrorKind, Result,
+    monitor::{Invalidator, Monitor, MonitorStyle, Subscription},
+};
+use parking_lot::{Mutex, ReentrantMutex};
+
+use super::{Inner, faults::Call};
+
+/// How a simulated device lets its frees be noticed: the two ways that drivers have.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Style {
+    /// No callback: only identities tell, as with CUDA's buffer ids.
+    #[default]
+    Identity,
+    /// Subscribers are called before memory goes, as with ROCr's deallocation callback.
+    Callback,
+}
+
+#[derive(Debug)]
+struct Watch {
+    range: AddressRange,
+    invalidator: Arc<dyn Invalidator>,
+    /// Whether still subscribed. Held during the call, so that unsubscribing waits for its end; reentrant, so
+    /// that an invalidator may unsubscribe itself.
+    active: ReentrantMutex<Cell<bool>>,
+}
+
+impl Watch {
+    fn tell(&self, range: AddressRange) {
+        let active = self.active.lock();
+        if active.get() {
+            self.invalidator.invalidate(range);
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Watches {
+    next: u64,
+    by_id: HashMap<u64, Arc<Watch>>,
+    /// By the power of two of the length, then by start: what overlaps a range is then found by looking no
+    /// further back than twice that power.
+    by_length: [BTreeMap<(u64, u64), Arc<Watch>>; 64],
+    /// Ranges whose subscribers are being told, or were, and whose memory is still there.
+    going: Vec<AddressRange>,
+}
+
+/// The subscriptions of one iface.
+#[derive(Debug)]
+pub(crate) struct Subscriptions(Mutex<Watches>);
+
+fn length_class(len: u64) -> usize {
+    len.max(1).ilog2() as usize
+}
+
+impl Subscriptions {
+    pub(crate) fn new() -> Self {
+        Self(Mutex::new(Watches {
+            next: 1,
+            by_id: HashMap::new(),
+            by_length: [const { BTreeMap::new() }; 64],
+            going: Vec::new(),
+        }))
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.0.lock().by_id.len()
+    }
+
+    fn add(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Subscription {
+        let watch = Arc::new(Watch { range, invalidator, active: ReentrantMutex::new(Cell::new(true)) });
+        let mut watches = self.0.lock();
+        let id = watches.next;
+        watches.next += 1;
+        watches.by_id.insert(id, Arc::clone(&watch));
+        let class = &mut watches.by_length[length_class(range.len())];
+        class.insert((range.start().0, id), Arc::clone(&watch));
+        // Who comes while subscribers are being told would never be.
+        let missed = watches.going.iter().copied().find(|going| going.overlaps(range));
+        drop(watches);
+        if let Some(going) = missed {
+            watch.tell(going);
+        }
+        Subscription(id)
+    }
+
+    fn remove(&self, subscription: Subscription) {
+        let mut watches = self.0.lock();
+        let Some(watch) = watches.by_id.remove(&subscription.0) else { return };
+        let class = &mut watches.by_length[length_class(watch.range.len())];
+        class.remove(&(watch.range.start().0, subscription.0));
+        drop(watches);
+        watch.active.lock().set(false);
+    }
+
+    /// Tells the subscribers of `range`, with no lock held that they could want, except that unsubscribing one
+    /// of them waits.
+    pub(crate) fn tell(&self, range: AddressRange) {
+        let mut told = Vec::new();
+        let mut watches = self.0.lock();
+        watches.going.push(range);
+        let end = range.start().0.saturating_add(range.len());
+        for (class, by_start) in watches.by_length.iter().enumerate().filter(|(_, class)| !class.is_empty()) {
+            let longest = 1_u64.checked_shl(class as u32 + 1).unwrap_or(u64::MAX);
+            let from = range.start().0.saturating_sub(longest);
+            let near = by_start.range((from, 0)..(end, 0));
+            told.extend(near.map(|(_, watch)| Arc::clone(watch)).filter(|watch| watch.range.overlaps(range)));
+        }
+        drop(watches);
+        for watch in told {
+            watch.tell(range);
+        }
+    }
+
+    /// The memory of `range` is gone, or stays after all.
+    pub(crate) fn told(&self, range: AddressRange) {
+        let mut watches = self.0.lock();
+        if let Some(found) = watches.going.iter().position(|going| *going == range) {
+            watches.going.swap_remove(found);
+        }
+    }
+}
+
+/// The monitor of a simulated device.
+#[derive(Debug)]
+pub(crate) struct SimulatedMonitor(pub(crate) Arc<Inner>);
+
+impl Monitor for SimulatedMonitor {
+    fn style(&self) -> MonitorStyle {
+        match self.0.config.style {
+            Style::Identity => MonitorStyle::Identity,
+            Style::Callback => MonitorStyle::Callback,
+        }
+    }
+
+    fn subscribe(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
+        self.0.call(Call::Subscribe)?;
+        let subscription = self.0.subscriptions.add(range, invalidator);
+        // Only after it was added: a free from here on is told, and one before is seen here.
+        if self.0.table.lookup(range.start()).is_none() {
+            self.0.subscriptions.remove(subscription);
+            return Err(Error::new(ErrorKind::Unsupported, "subscribe")
+                .iface(self.0.config.kind)
+                .context("range", range)
+                .remedy("only live allocations of this iface can be watched"));
+        }
+        Ok(subscription)
+    }
+
+    fn unsubscribe(&self, subscription: Subscription) {
+        self.0.subscriptions.remove(subscription);
+    }
+
+    fn valid(&self, allocation: &Allocation) -> Result<bool> {
+        Ok(self.0.query(allocation.base())?.as_ref() == Some(allocation))
+    }
+}

@@ -1,0 +1,58 @@
+//! Sets of free ranges: of the window's addresses, and of the bytes of an arena.
+
+use std::collections::BTreeMap;
+
+/// Free ranges that never touch: start to length, in any one unit.
+#[derive(Debug, Default)]
+pub(crate) struct FreeRanges {
+    ranges: BTreeMap<u64, u64>,
+}
+
+impl FreeRanges {
+    /// One free range.
+    pub(crate) fn new(start: u64, len: u64) -> Self {
+        Self { ranges: BTreeMap::from([(start, len)]) }
+    }
+
+    /// Takes the lowest `len` that lie at or after `from`.
+    pub(crate) fn take_from(&mut self, from: u64, len: u64) -> Option<u64> {
+        let around = self.ranges.range(..from).next_back().map(|(start, free)| (*start, *free));
+        let split = around.filter(|(start, free)| start + free >= from + len).map(|_| from);
+        let start = split
+            .or_else(|| self.ranges.range(from..).find(|(_, free)| **free >= len).map(|(start, _)| *start))?;
+        self.take_at(start, len).then_some(start)
+    }
+
+    /// Takes exactly this range, if all of it is free.
+    pub(crate) fn take_at(&mut self, start: u64, len: u64) -> bool {
+        let Some((&free_start, &free_len)) = self.ranges.range(..=start).next_back() else { return false };
+        let (end, free_end) = (start + len, free_start + free_len);
+        if free_end < end {
+            return false;
+        }
+        if free_start < start {
+            self.ranges.insert(free_start, start - free_start);
+        } else {
+            self.ranges.remove(&free_start);
+        }
+        if end < free_end {
+            self.ranges.insert(end, free_end - end);
+        }
+        true
+    }
+
+    /// Gives a taken range back and joins it with its neighbours.
+    pub(crate) fn give(&mut self, start: u64, len: u64) {
+        let (mut start, mut len) = (start, len);
+        if let Some((&before, &before_len)) = self.ranges.range(..start).next_back()
+            && before + before_len == start
+        {
+            self.ranges.remove(&before);
+            (start, len) = (before, before_len + len);
+        }
+        if let Some(after_len) = self.ranges.remove(&(start + len)) {
+            len += after_len;
+        }
+        self.ranges.insert(start, len);
+    }
+}

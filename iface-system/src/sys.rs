@@ -1,0 +1,332 @@
+//! The system calls of this crate: mappings, memory files, dma-bufs made of them, positioned reads and writes.
+//!
+//! rustix where it has the call; libc for leases and for reads and writes by raw address, since no reference
+//! may be formed to bytes that a NIC or another process may write meanwhile.
+
+use std::{
+    ffi::c_void,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+    ptr::{self, NonNull},
+};
+
+use hmem_core::{Address, Errno, Error, Result};
+use rustix::{
+    fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags},
+    io::Errno as OsErrno,
+    ioctl::{Ioctl, IoctlOutput, Opcode, opcode},
+    mm::{Advice, MapFlags, ProtFlags},
+};
+
+/// `asm-generic/fcntl.h`; libc has it for some targets only.
+const F_SETSIG: libc::c_int = 10;
+
+/// A mapping of this process, unmapped on drop.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a mapping belongs to the process, not to a thread; all access to its bytes goes through raw pointers
+// whose users synchronise on their own.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; `&Mapping` gives out nothing but addresses.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Address space without memory or access.
+    pub(crate) fn reserve(len: usize) -> Result<Self, OsErrno> {
+        Self::anonymous(len, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE)
+    }
+
+    /// Zeroes that take memory only where they are written.
+    pub(crate) fn lazy_zeroes(len: usize) -> Result<Self, OsErrno> {
+        Self::anonymous(len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE)
+    }
+
+    /// Ordinary memory.
+    pub(crate) fn memory(len: usize) -> Result<Self, OsErrno> {
+        Self::anonymous(len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+    }
+
+    /// Memory in pages of 2 MiB; `len` is a multiple of that.
+    pub(crate) fn huge_pages(len: usize) -> Result<Self, OsErrno> {
+        const HUGE_2MB: u32 = 21 << 26;
+        let flags = MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::from_bits_retain(HUGE_2MB);
+        Self::anonymous(len, ProtFlags::READ | ProtFlags::WRITE, flags)
+    }
+
+    fn anonymous(len: usize, prot: ProtFlags, flags: MapFlags) -> Result<Self, OsErrno> {
+        // SAFETY: a new mapping at an address of the kernel's choice touches no existing one.
+        let start = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), len, prot, flags)? };
+        Self::from_kernel(start, len)
+    }
+
+    /// `len` bytes of `fd` from `offset`, shared.
+    pub(crate) fn shared(fd: BorrowedFd<'_>, offset: u64, len: usize) -> Result<Self, OsErrno> {
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice touches no existing one.
+        let start = unsafe { rustix::mm::mmap(ptr::null_mut(), len, prot, MapFlags::SHARED, fd, offset)? };
+        Self::from_kernel(start, len)
+    }
+
+    fn from_kernel(start: *mut c_void, len: usize) -> Result<Self, OsErrno> {
+        let start = NonNull::new(start.cast::<u8>()).ok_or(OsErrno::FAULT)?;
+        Ok(Self { start, len })
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn as_ptr(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    pub(crate) fn address(&self) -> Address {
+        Address::of_ptr(self.as_ptr())
+    }
+
+    /// A pointer `offset` bytes in.
+    ///
+    /// # Panics
+    /// If the offset lies outside: callers have checked it.
+    pub(crate) fn at(&self, offset: u64) -> *mut u8 {
+        let offset = usize::try_from(offset).ok().filter(|offset| *offset <= self.len);
+        self.as_ptr().wrapping_add(offset.expect("the offset was checked against the mapping's length"))
+    }
+
+    /// Replaces `len` bytes at `offset` of this reservation by a shared mapping of `fd` from `file_offset`.
+    pub(crate) fn place_shared(
+        &self,
+        offset: u64,
+        len: usize,
+        fd: BorrowedFd<'_>,
+        file_offset: u64,
+    ) -> Result<(), OsErrno> {
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        let at = self.inside(offset, len)?;
+        // SAFETY: `inside` has checked that the fixed range lies in this mapping, which nobody else maps into.
+        unsafe { rustix::mm::mmap(at, len, prot, MapFlags::SHARED | MapFlags::FIXED, fd, file_offset)? };
+        Ok(())
+    }
+
+    /// Takes access and memory of `len` bytes at `offset` away again.
+    pub(crate) fn place_nothing(&self, offset: u64, len: usize) -> Result<(), OsErrno> {
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
+        let at = self.inside(offset, len)?;
+        // SAFETY: `inside` has checked that the fixed range lies in this mapping; the caller frees what was there.
+        unsafe { rustix::mm::mmap_anonymous(at, len, ProtFlags::empty(), flags)? };
+        Ok(())
+    }
+
+    /// Gives the memory of private zeroes back; they read as zero again.
+    pub(crate) fn discard(&self, offset: u64, len: usize) -> Result<(), OsErrno> {
+        let at = self.inside(offset, len)?;
+        // SAFETY: the range lies in this mapping and its users accept zeroes (atomics that mean "nothing").
+        unsafe { rustix::mm::madvise(at, len, Advice::LinuxDontNeed) }
+    }
+
+    fn inside(&self, offset: u64, len: usize) -> Result<*mut c_void, OsErrno> {
+        let end = usize::try_from(offset).ok().and_then(|offset| offset.checked_add(len));
+        if end.is_none_or(|end| end > self.len) { Err(OsErrno::INVAL) } else { Ok(self.at(offset).cast()) }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the range was mapped by this value, and whoever drops it has no use for it any longer.
+        if let Err(errno) = unsafe { rustix::mm::munmap(self.as_ptr().cast(), self.len) } {
+            tracing::error!(%errno, address = %self.address(), len = self.len, "munmap failed");
+        }
+    }
+}
+
+/// Creates a memory file of a fixed size: sealed against shrinking (udmabuf insists on it), growing, and
+/// further seals.
+pub(crate) fn sealed_memfd(name: &str, len: u64) -> Result<OwnedFd> {
+    let failed = |call: &'static str| move |errno: OsErrno| Error::os(errno, call).context("length", len);
+    let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+        .map_err(failed("memfd_create"))?;
+    rustix::fs::ftruncate(&fd, len).map_err(failed("ftruncate"))?;
+    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+        .map_err(failed("fcntl(F_ADD_SEALS)"))?;
+    // SAFETY: plain fcntl on an fd that this function owns; the argument is a signal number.
+    if unsafe { libc::fcntl(fd.as_raw_fd(), F_SETSIG, libc::SIGURG) } != 0 {
+        return Err(Error::os(Errno::of(&std::io::Error::last_os_error()), "fcntl(F_SETSIG)"));
+    }
+    Ok(fd)
+}
+
+/// Device and inode of a file: tells two memory files apart across processes.
+pub(crate) fn file_identity(fd: BorrowedFd<'_>) -> Result<(u64, u64)> {
+    let stat = rustix::fs::fstat(fd).map_err(|errno| Error::os(errno, "fstat"))?;
+    Ok((stat.st_dev, stat.st_ino))
+}
+
+/// Opens the file behind an fd of this process once more, for reading and writing: unlike a duplicate, the new
+/// fd is counted by [`is_open_elsewhere`].
+pub(crate) fn reopen(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
+    reopen_path(&format!("/proc/self/fd/{}", fd.as_raw_fd()))
+}
+
+/// Opens a file of `/proc/<pid>/fd`.
+pub(crate) fn reopen_path(path: &str) -> Result<OwnedFd> {
+    rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+        .map_err(|errno| Error::os(errno, "open").context("path", path))
+}
+
+/// Whether anyone opened the file for writing other than by `memfd_create`, and still has it open or mapped, in
+/// any process. A read lease is granted exactly when nobody has.
+///
+/// Answers `true` when it cannot know. Whoever opens the file in the moment that the lease lives waits for its
+/// end; the signal that the kernel sends us then is `SIGURG` (set when the file was made), which is ignored by
+/// default.
+pub(crate) fn is_open_elsewhere(fd: BorrowedFd<'_>) -> bool {
+    // SAFETY: plain fcntl on a borrowed, open fd; the argument is a lease type.
+    if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) } != 0 {
+        return true;
+    }
+    // SAFETY: as above.
+    if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, libc::F_UNLCK) } != 0 {
+        tracing::error!(error = %std::io::Error::last_os_error(), "a lease could not be given back");
+    }
+    false
+}
+
+/// Gives the pages of a part of a file back; it reads as zero again.
+pub(crate) fn punch_hole(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Result<(), OsErrno> {
+    rustix::fs::fallocate(fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)
+}
+
+/// Copies bytes of a file to a host address; an address that cannot be written is `EFAULT`, not a signal.
+///
+/// # Safety
+/// The host range may be overwritten.
+pub(crate) unsafe fn read_at(fd: BorrowedFd<'_>, offset: u64, to: Address, len: u64) -> Result<()> {
+    transfer(len, |done| {
+        // SAFETY: the kernel checks the addresses; that they may be overwritten is the caller's promise.
+        unsafe { libc::pread(fd.as_raw_fd(), host(to, done), chunk(len - done), file_offset(offset + done)) }
+    })
+    .map_err(|errno| Error::os(errno, "pread").context("address", to).context("length", len))
+}
+
+/// Copies bytes from a host address to a file; an address that cannot be read is `EFAULT`, not a signal.
+pub(crate) fn write_at(fd: BorrowedFd<'_>, offset: u64, from: Address, len: u64) -> Result<()> {
+    transfer(len, |done| {
+        // SAFETY: the kernel checks the addresses and only reads them.
+        unsafe {
+            libc::pwrite(fd.as_raw_fd(), host(from, done), chunk(len - done), file_offset(offset + done))
+        }
+    })
+    .map_err(|errno| Error::os(errno, "pwrite").context("address", from).context("length", len))
+}
+
+fn transfer(len: u64, mut call: impl FnMut(u64) -> isize) -> Result<(), Errno> {
+    let mut done = 0;
+    while done < len {
+        match call(done) {
+            moved @ 1.. => done += moved as u64,
+            0 => return Err(Errno(libc::EIO)),
+            _ => match Errno::of(&std::io::Error::last_os_error()) {
+                Errno(libc::EINTR) => {}
+                errno => return Err(errno),
+            },
+        }
+    }
+    Ok(())
+}
+
+fn host(address: Address, done: u64) -> *mut c_void {
+    host_ptr(address).wrapping_add(done as usize).cast()
+}
+
+fn chunk(len: u64) -> usize {
+    len.min(1 << 30) as usize
+}
+
+fn file_offset(offset: u64) -> libc::off_t {
+    offset as libc::off_t
+}
+
+/// A host address as a pointer, for the kernel or for a caller who promised that it is valid.
+pub(crate) fn host_ptr(address: Address) -> *mut u8 {
+    ptr::with_exposed_provenance_mut(address.0 as usize)
+}
+
+/// Reads a host word that the owner may change at any time.
+///
+/// # Safety
+/// `word` is aligned and mapped.
+pub(crate) unsafe fn atomic_word<'a>(word: *mut u8) -> &'a std::sync::atomic::AtomicU64 {
+    // SAFETY: aligned and mapped as the caller promises; every access to it is atomic.
+    unsafe { std::sync::atomic::AtomicU64::from_ptr(word.cast()) }
+}
+
+/// Bytes of a page of this machine.
+pub(crate) fn page_size() -> u64 {
+    rustix::param::page_size() as u64
+}
+
+/// `linux/udmabuf.h`: `struct udmabuf_create`.
+#[repr(C)]
+#[derive(Debug)]
+struct UdmabufCreate {
+    memfd: u32,
+    flags: u32,
+    offset: u64,
+    size: u64,
+}
+
+/// `linux/udmabuf.h`: `UDMABUF_FLAGS_CLOEXEC`.
+const UDMABUF_FLAGS_CLOEXEC: u32 = 1;
+
+struct CreateUdmabuf(UdmabufCreate);
+
+// SAFETY: `UDMABUF_CREATE` reads one `struct udmabuf_create` and returns a new fd.
+unsafe impl Ioctl for CreateUdmabuf {
+    type Output = OwnedFd;
+    const IS_MUTATING: bool = false;
+
+    fn opcode(&self) -> Opcode {
+        opcode::write::<UdmabufCreate>(b'u', 0x42)
+    }
+
+    fn as_ptr(&mut self) -> *mut c_void {
+        (&raw mut self.0).cast()
+    }
+
+    unsafe fn output_from_ptr(out: IoctlOutput, _: *mut c_void) -> rustix::io::Result<OwnedFd> {
+        // SAFETY: the ioctl succeeded, so `out` is a new fd that nobody else owns.
+        Ok(unsafe { OwnedFd::from_raw_fd(out) })
+    }
+}
+
+/// The kernel's maker of dma-bufs from memory files.
+#[derive(Debug)]
+pub(crate) struct Udmabuf(OwnedFd);
+
+impl Udmabuf {
+    /// Opens `/dev/udmabuf`.
+    pub(crate) fn open() -> Result<Self> {
+        rustix::fs::open("/dev/udmabuf", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map(Self).map_err(
+            |errno| {
+                Error::os(errno, "open /dev/udmabuf")
+                    .remedy("load the udmabuf module, and allow this user to use it")
+            },
+        )
+    }
+
+    /// A dma-buf of a page-aligned part of a memory file.
+    pub(crate) fn create(&self, memfd: BorrowedFd<'_>, offset: u64, size: u64) -> Result<OwnedFd> {
+        let create =
+            UdmabufCreate { memfd: memfd.as_raw_fd() as u32, flags: UDMABUF_FLAGS_CLOEXEC, offset, size };
+        // SAFETY: the fd is `/dev/udmabuf`, which knows this ioctl.
+        unsafe { rustix::ioctl::ioctl(self.0.as_fd(), CreateUdmabuf(create)) }.map_err(|errno| {
+            Error::os(errno, "ioctl(UDMABUF_CREATE)")
+                .context("offset", offset)
+                .context("size", size)
+                .remedy("raise /sys/module/udmabuf/parameters/size_limit_mb if the range is longer than that")
+        })
+    }
+}
