@@ -44,10 +44,10 @@ offset! {
 }
 
 impl Address {
-    /// The address of a host pointer.
+    /// The address of a host pointer. Exposes its provenance, since copies turn addresses back into pointers.
     #[must_use]
     pub fn of_ptr<T: ?Sized>(pointer: *const T) -> Self {
-        Self(pointer.cast::<()>().addr() as u64)
+        Self(pointer.cast::<()>().expose_provenance() as u64)
     }
 
     /// `self + bytes`, or `None` past the end of the address space.

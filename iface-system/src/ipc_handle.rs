@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
-use hmem_core::{DeviceId, Error, ErrorKind, Result};
+use hmem_core::{DeviceId, Error, ErrorKind, IfaceKind, Result, iface::IpcHandle};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 
 use crate::sys;
@@ -101,8 +101,8 @@ impl HandleBody {
         Ok(handle)
     }
 
-    /// Opens the owner's memory file.
-    pub(crate) fn open_file(&self) -> Result<OwnedFd> {
+    /// Opens the owner's memory file, and says how long it is.
+    pub(crate) fn open_file(&self) -> Result<(OwnedFd, u64)> {
         let path = format!("/proc/{}/fd/{}", self.pid, self.fd);
         // Opening anew needs less of a privilege than taking the fd over, and counts as a user of the file.
         let fd = sys::reopen_path(&path).or_else(|by_path| self.take_fd_over().map_err(|_| by_path));
@@ -110,7 +110,8 @@ impl HandleBody {
         if sys::file_identity(fd.as_fd())? != self.file {
             return Err(self.gone("the owner's fd is another file by now"));
         }
-        Ok(fd)
+        let stat = rustix::fs::fstat(&fd).map_err(|errno| Error::os(errno, "fstat"))?;
+        Ok((fd, stat.st_size as u64))
     }
 
     fn take_fd_over(&self) -> Result<OwnedFd> {
@@ -136,4 +137,15 @@ impl HandleBody {
 /// The pid under which other processes find this one.
 pub(crate) fn own_pid() -> u32 {
     std::process::id()
+}
+
+/// A handle of another iface is not ours to read.
+pub(crate) fn check_iface(handle: &IpcHandle, mine: IfaceKind) -> Result<()> {
+    if handle.iface == mine {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::Malformed, "ipc open")
+        .iface(mine)
+        .context("handle of", handle.iface)
+        .remedy("open the handle with the iface kind that made it"))
 }

@@ -1,5 +1,7 @@
 //! Host memory, and a device for machines that have none.
 //!
+//! [`System`] is the host's memory: anonymous, in memory files ([`MemFd`]), in huge pages.
+//!
 //! [`Simulated`] is a device iface without hardware: device memory that the CPU cannot touch, several devices,
 //! identities, both monitor styles, segments, a copy engine, dma-buf export, IPC, and faults on demand.
 //!
@@ -10,6 +12,7 @@
 
 #![deny(unsafe_code)]
 
+mod host;
 mod ipc_handle;
 #[allow(unsafe_code)]
 mod lazy;
@@ -17,6 +20,7 @@ mod simulated;
 #[allow(unsafe_code)]
 mod sys;
 
+pub use host::{MemFd, System};
 pub use simulated::{
     AddressReuse, Call, DmaBufKind, Faults, P2pMatrix, SIMULATED, Simulated, SimulatedBuilder,
     SimulatedStats, Stepping, Style,

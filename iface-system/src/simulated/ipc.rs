@@ -7,7 +7,7 @@
 use std::{os::fd::AsRawFd, sync::Arc};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result, iface::IpcHandle,
+    Address, AddressRange, Allocation, AllocationKind, Error, ErrorKind, Result, iface::IpcHandle,
 };
 
 use super::{
@@ -18,7 +18,7 @@ use super::{
     table::{code_of, kind_of},
 };
 use crate::{
-    ipc_handle::{HandleBody, own_pid},
+    ipc_handle::{HandleBody, check_iface, own_pid},
     sys,
 };
 
@@ -76,8 +76,7 @@ impl Inner {
             return Err(Error::new(ErrorKind::Malformed, "ipc open").iface(self.config.kind));
         }
         let device = body.device.map(|device| self.device(device)).transpose()?;
-        let fd = body.open_file()?;
-        let file_len = rustix::fs::fstat(&fd).map_err(|errno| Error::os(errno, "fstat"))?.st_size as u64;
+        let (fd, file_len) = body.open_file()?;
         let len = body.len.next_multiple_of(self.page);
         if body.offset + len > file_len {
             return Err(body.gone("the owner's file is shorter than the handle says"));
@@ -99,15 +98,4 @@ impl Inner {
             error
         })
     }
-}
-
-/// A handle of another iface is not ours to read.
-pub(crate) fn check_iface(handle: &IpcHandle, mine: IfaceKind) -> Result<()> {
-    if handle.iface == mine {
-        return Ok(());
-    }
-    Err(Error::new(ErrorKind::Malformed, "ipc open")
-        .iface(mine)
-        .context("handle of", handle.iface)
-        .remedy("open the handle with the iface kind that made it"))
 }

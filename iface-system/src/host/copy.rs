@@ -1,0 +1,35 @@
+//! Copies between host addresses.
+
+use hmem_core::{Address, AddressRange, Error, ErrorKind, IfaceKind, Result};
+
+use super::System;
+use crate::sys;
+
+impl System {
+    /// # Safety
+    /// As [`hmem_core::Iface::copy`].
+    pub(super) unsafe fn copy_bytes(&self, to: Address, from: Address, len: u64) -> Result<()> {
+        // Held over the copy: a record that is freed meanwhile keeps its memory until here.
+        let _to_stays = self.check_side(to, len)?;
+        let _from_stays = self.check_side(from, len)?;
+        // SAFETY: valid for `len` bytes as the caller promises, and where an allocation is ours, as just
+        // checked; overlaps are allowed.
+        unsafe { std::ptr::copy(sys::host_ptr(from), sys::host_ptr(to), len as usize) };
+        Ok(())
+    }
+
+    fn check_side(&self, address: Address, len: u64) -> Result<Option<std::sync::Arc<super::Record>>> {
+        let range = AddressRange::new(address, len)?;
+        let record = self.record_at(address);
+        match &record {
+            Some(inside) if !inside.allocation.range.contains_range(range) => {
+                Err(Error::new(ErrorKind::OutOfBounds, "copy")
+                    .iface(IfaceKind::SYSTEM)
+                    .context("range", range)
+                    .context("allocation", inside.allocation.range)
+                    .remedy("the copy must end within the allocation that it begins in"))
+            }
+            _ => Ok(record),
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! Handing host memory to NICs and to other processes: what a memory file backs, and nothing else.
+
+use std::os::fd::{AsFd, AsRawFd};
+
+use hmem_core::{
+    AddressRange, AllocOffset, Allocation, DmaBufOffset, Errno, Error, ErrorKind, IfaceKind, Result,
+    iface::{DmaBufExport, DmaBufMapping, IpcHandle},
+};
+
+use super::{
+    System,
+    memory::{Backing, not_live},
+};
+use crate::{
+    ipc_handle::{HandleBody, NO_STAMP, check_iface, own_pid},
+    sys,
+};
+
+impl System {
+    pub(super) fn export(&self, range: AddressRange, mapping: DmaBufMapping) -> Result<DmaBufExport> {
+        let refused =
+            |kind| Error::new(kind, "export dma-buf").iface(IfaceKind::SYSTEM).context("range", range);
+        if range.is_empty() {
+            return Err(refused(ErrorKind::ZeroLength).remedy("export at least one byte"));
+        }
+        if mapping == DmaBufMapping::Pcie {
+            return Err(refused(ErrorKind::Unsupported)
+                .errno(Errno(libc::EOPNOTSUPP))
+                .remedy("host memory has no PCIe mapping: export with the default one"));
+        }
+        let record = self.record_at(range.start());
+        let Some((record, file)) = record.as_ref().and_then(|record| Some((record, record.memfd()?))) else {
+            return Err(refused(ErrorKind::Unsupported)
+                .errno(Errno(libc::EOPNOTSUPP))
+                .remedy("no memory file backs it: register it as host pages, or allocate it with `memfd`"));
+        };
+        if !record.allocation.range.contains_range(range) {
+            return Err(refused(ErrorKind::OutOfBounds)
+                .context("allocation", record.allocation.range)
+                .remedy("the range must lie in one allocation"));
+        }
+        let in_file = range.start().0 - record.allocation.base().0;
+        let (fd, offset) = match &self.udmabuf {
+            Ok(udmabuf) => {
+                let page = sys::page_size();
+                let in_page = in_file % page;
+                let whole_pages = (in_page + range.len()).next_multiple_of(page);
+                (udmabuf.create(file.as_fd(), in_file - in_page, whole_pages)?, in_page)
+            }
+            Err(why) => {
+                tracing::debug!(%why, "the export is a memory file, not a dma-buf");
+                (sys::reopen(file.as_fd())?, in_file)
+            }
+        };
+        Ok(DmaBufExport {
+            fd,
+            offset: DmaBufOffset(offset),
+            alloc_offset: AllocOffset(in_file),
+            len: range.len(),
+            mapping,
+        })
+    }
+
+    pub(super) fn handle_of(&self, allocation: &Allocation) -> Result<IpcHandle> {
+        let record = self.record_at(allocation.base()).filter(|record| record.allocation == *allocation);
+        let record = record.ok_or_else(|| not_live(allocation, "ipc export"))?;
+        let Backing::MemFd(file) = &record.backing else {
+            return Err(Error::new(ErrorKind::Unsupported, "ipc export")
+                .iface(IfaceKind::SYSTEM)
+                .context("allocation", allocation.range)
+                .remedy("only memory files of this process can be opened by others: allocate with `memfd`"));
+        };
+        let body = HandleBody {
+            pid: own_pid(),
+            fd: file.as_fd().as_raw_fd() as u32,
+            device: None,
+            kind: 0,
+            file: sys::file_identity(file.as_fd())?,
+            offset: 0,
+            len: allocation.range.len(),
+            id: allocation.id.0,
+            stamp: NO_STAMP,
+        };
+        Ok(IpcHandle { iface: IfaceKind::SYSTEM, bytes: body.to_bytes() })
+    }
+
+    pub(super) fn open(&self, handle: &IpcHandle) -> Result<Allocation> {
+        check_iface(handle, IfaceKind::SYSTEM)?;
+        let body = HandleBody::from_bytes(&handle.bytes)?;
+        let (fd, file_len) = body.open_file()?;
+        if body.len > file_len || body.offset != 0 {
+            return Err(body.gone("the owner's file is shorter than the handle says"));
+        }
+        self.enter(Backing::Opened(super::MemFd::of(fd, body.len)?), body.len)
+    }
+}

@@ -1,0 +1,115 @@
+//! Memory files: host memory that has an fd.
+
+use std::{
+    fmt,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+};
+
+use hmem_core::{Address, AddressRange, Error, ErrorKind, Result};
+
+use crate::sys::{self, Mapping};
+
+/// A memory file of a fixed size, mapped.
+///
+/// Sealed against shrinking, so that no mapping of it can lose its pages and `/dev/udmabuf` makes dma-bufs of
+/// it. Whoever gets the fd reaches the same bytes.
+///
+/// ```
+/// use hmem_iface_system::MemFd;
+///
+/// let memory = MemFd::new(4096)?;
+/// memory.write(100, b"through the mapping or the fd, it is the same")?;
+/// let mut bytes = [0; 7];
+/// memory.read(104, &mut bytes)?;
+/// assert_eq!(&bytes, b"ugh the");
+/// # Ok::<(), hmem_core::Error>(())
+/// ```
+pub struct MemFd {
+    fd: OwnedFd,
+    mapping: Mapping,
+    len: u64,
+}
+
+impl MemFd {
+    /// Creates and maps a file of `len` bytes, rounded up to pages, all zero.
+    ///
+    /// # Errors
+    /// [`ErrorKind::ZeroLength`]; what the system calls reported, out of fds or memory for one.
+    pub fn new(len: u64) -> Result<Self> {
+        if len == 0 {
+            return Err(Error::new(ErrorKind::ZeroLength, "memfd").remedy("ask for at least one byte"));
+        }
+        let too_long = || Error::new(ErrorKind::OutOfResources, "memfd").context("length", len);
+        let whole_pages = len.checked_next_multiple_of(sys::page_size()).ok_or_else(too_long)?;
+        Self::of(sys::sealed_memfd("hmem", whole_pages)?, len)
+    }
+
+    /// Maps `len` bytes of a file that is at least that long.
+    pub(crate) fn of(fd: OwnedFd, len: u64) -> Result<Self> {
+        let mapping = Mapping::shared(fd.as_fd(), 0, usize::try_from(len).unwrap_or(usize::MAX))
+            .map_err(|errno| Error::os(errno, "mmap").context("length", len))?;
+        Ok(Self { fd, mapping, len })
+    }
+
+    /// Where it is mapped, as long as it was asked for.
+    #[must_use]
+    pub fn range(&self) -> AddressRange {
+        let start = self.mapping.address();
+        AddressRange::new(start, self.len).unwrap_or_else(|_| AddressRange::of::<u8>(&[]))
+    }
+
+    /// Bytes, as they were asked for.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Never: a memory file has at least one byte.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Fills `into` from `offset`, in bytes. No reference to the content is made, so that a NIC may write it
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`] for a range that reaches past the end.
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        self.check(offset, into.len() as u64)?;
+        let to = Address::of_ptr(into.as_mut_ptr());
+        // SAFETY: `into` is borrowed exclusively.
+        unsafe { sys::read_at(self.fd.as_fd(), offset, to, into.len() as u64) }
+    }
+
+    /// Writes `from` at `offset`, in bytes.
+    ///
+    /// # Errors
+    /// As [`MemFd::read`].
+    pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
+        self.check(offset, from.len() as u64)?;
+        sys::write_at(self.fd.as_fd(), offset, Address::of_ptr(from.as_ptr()), from.len() as u64)
+    }
+
+    fn check(&self, offset: u64, len: u64) -> Result<()> {
+        if self.range().slice(offset, len).is_some() {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::OutOfBounds, "memfd")
+            .context("offset", offset)
+            .context("length", len)
+            .context("size", self.len))
+    }
+}
+
+impl AsFd for MemFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl fmt::Debug for MemFd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemFd").field("range", &self.range()).finish()
+    }
+}

@@ -1,0 +1,83 @@
+//! Host memory: what the operating system gives without any device.
+//!
+//! Any host address can be copied to and from and registered; the [`System`] iface keeps a book only of what it
+//! allocated itself, since those allocations have identities and, where a memory file backs them, exports.
+
+#[allow(unsafe_code)]
+mod copy;
+mod export;
+#[allow(unsafe_code)]
+mod iface;
+#[allow(unsafe_code)]
+mod memfd;
+#[allow(unsafe_code)]
+mod memory;
+mod monitor;
+
+use std::{collections::BTreeMap, fmt, sync::Arc};
+
+use hmem_core::{Allocation, Result};
+use parking_lot::RwLock;
+
+pub use self::memfd::MemFd;
+use self::memory::Record;
+use crate::sys::Udmabuf;
+
+/// The system iface: host memory.
+///
+/// ```
+/// use hmem_core::{Iface, IfaceExt};
+/// use hmem_iface_system::System;
+///
+/// let system = System::new();
+/// let memory = system.memfd(8192)?;
+/// system.write(memory.base(), b"bytes")?;
+/// assert_eq!(system.query(memory.base())?, Some(memory));
+///
+/// // Memory of others is host memory too, but not an allocation of this iface.
+/// assert_eq!(system.query(hmem_core::Address::of_ptr(&memory))?, None);
+///
+/// // SAFETY: nothing uses the memory any longer.
+/// unsafe { system.free(&memory)? };
+/// # Ok::<(), hmem_core::Error>(())
+/// ```
+pub struct System {
+    book: RwLock<Book>,
+    /// Why there are none, where there are none.
+    udmabuf: Result<Udmabuf>,
+}
+
+#[derive(Debug)]
+struct Book {
+    next_id: u64,
+    by_start: BTreeMap<u64, Arc<Record>>,
+}
+
+impl System {
+    /// The iface. Its exports are genuine dma-bufs where `/dev/udmabuf` can be opened.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { book: RwLock::new(Book { next_id: 1, by_start: BTreeMap::new() }), udmabuf: Udmabuf::open() }
+    }
+
+    /// What it allocated, or opened, and did not free, in address order.
+    #[must_use]
+    pub fn live(&self) -> Vec<Allocation> {
+        self.book.read().by_start.values().map(|record| record.allocation).collect()
+    }
+}
+
+impl Default for System {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for System {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("System")
+            .field("live", &self.book.read().by_start.len())
+            .field("udmabuf", &self.udmabuf.is_ok())
+            .finish()
+    }
+}
