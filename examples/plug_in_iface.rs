@@ -15,14 +15,16 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AddressRange, AllocOffset, Allocation, AllocationId, AllocationKind, DeviceBuffer, DeviceId,
-    DmaBufOffset, DomainAttr, Errno, Error, ErrorKind, Hmem, Iface, IfaceKind, Result, Segment,
+    Access, Address, AddressRange, AllocOffset, Allocation, AllocationId, AllocationKind, DeviceBuffer,
+    DeviceId,
+    DmaBufOffset, DomainAttr, Errno, Error, ErrorKind, Hmem, Iface, IfaceKind, Iova, Result, Segment,
     iface::{
         AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle, PeerMemoryExport,
     },
     monitor::Monitor,
     p2p::loopback::Loopback,
-    provider::Nic,
+    provider::{EndpointAttr, Nic},
+    transfer::RemoteSegment,
 };
 use rustix::{
     fs::{MemfdFlags, ftruncate, memfd_create},
@@ -241,4 +243,49 @@ fn read_all(file: impl AsFd, mut bytes: &mut [u8], mut offset: u64) -> Result<()
         (bytes, offset) = (&mut bytes[done..], offset + done as u64);
     }
     Ok(())
+}
+
+pub(crate) fn run() -> Result<()> {
+    let hmem = Hmem::builder()
+        .without_vendor_ifaces()
+        .iface(FileMemory::default())
+        .provider(Loopback::builder().build()?)
+        .build()?;
+    let domain = hmem.domain("loopback", DomainAttr::default())?;
+    let request = AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };
+    let buffer = DeviceBuffer::allocate(hmem.iface(FILE_MEMORY)?, &request)?;
+    let target = domain.register(buffer, Access::REMOTE_READ | Access::REMOTE_WRITE)?;
+    let source = domain.register(b"by way of a plug-in".to_vec(), Access::WRITE)?;
+    println!("registered: {}", target.decision()?);
+
+    let cq = domain.open_cq(16)?;
+    let endpoint = domain.open_endpoint(&EndpointAttr {
+        tx_cq: Arc::clone(&cq),
+        rx_cq: Arc::clone(&cq),
+        rma_event: false,
+        auth_key: None,
+        tx_counter: None,
+        rx_counter: None,
+        depth: 16,
+    })?;
+    let peer = endpoint.resolve(&endpoint.name())?;
+    let key = target.key()?;
+    let remote = [RemoteSegment { address: Iova(key.base().0 + 100), len: source.len(), key: &key }];
+    endpoint.write(&[source.slice(0, source.len())?], &remote, peer, 1)?;
+    let mut completions = Vec::new();
+    while cq.read(&mut completions, 1)? == 0 {}
+    for completion in completions {
+        println!("moved: {} bytes", completion.result?);
+    }
+
+    let mut bytes = [0; 19];
+    target.read(100, &mut bytes)?;
+    println!("arrived: {}", String::from_utf8_lossy(&bytes));
+    assert_eq!(&bytes, b"by way of a plug-in");
+    Ok(())
+}
+
+#[allow(dead_code, reason = "the test that includes this file calls `run`")]
+fn main() -> Result<()> {
+    run()
 }

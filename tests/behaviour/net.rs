@@ -214,12 +214,16 @@ impl Net {
         self.next_key.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Memory of the world's kind.
+    /// Memory of the world's kind, zeroed. Where only pages that are there at registration are promised, they are.
     pub(crate) fn bytes(&self, len: usize) -> Bytes {
-        match &self.device {
+        let memory = match &self.device {
             None => Bytes::Host(HostPages::new(len)),
             Some(device) => Bytes::on_device(&(Arc::clone(device) as Arc<dyn Iface>), 0, len),
+        };
+        if self.world.has(MrMode::MMU_NOTIFY) {
+            memory.put(0, &vec![0; len]);
         }
+        memory
     }
 
     /// Memory of the world's kind with bytes in it.
