@@ -1,6 +1,7 @@
 //! From a range to a registered handle: path decisions, staged copies, and providers.
 //!
-//! [`path::Paths`] decides how a NIC gets at memory; [`staging`] moves what it cannot reach.
+//! [`path::Paths`] decides how a NIC gets at memory; [`staging`] moves what it cannot reach; [`loopback`] is the
+//! software NIC.
 //!
 //! # Things this crate does not do
 //!
@@ -9,6 +10,7 @@
 
 #![deny(unsafe_code)]
 
+pub mod loopback;
 pub mod path;
 #[allow(unsafe_code)]
 pub mod staging;

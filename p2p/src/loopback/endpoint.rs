@@ -1,0 +1,636 @@
+//! Endpoints: their names, their queues of posted requests, and what `post` can refuse at once.
+
+#![allow(unsafe_code)]
+
+use std::{
+    any::Any,
+    collections::VecDeque,
+    fmt,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+};
+
+use hmem_core::{
+    Access, Addressing, AuthKey, Error, ErrorKind, IfaceKind, Iova, MrMode, RemoteKey, Result,
+    counter::Counter,
+    provider::{EndpointAttr, ProviderEndpoint, ProviderRegion, ProviderWindow},
+    transfer::{
+        AtomicOp, AtomicType, Completion, CompletionKind, EndpointName, LocalSegment, Operation, PeerId,
+        RemoteSegment, WorkRequest,
+    },
+};
+use parking_lot::{Mutex, RwLock};
+
+use super::{
+    Call,
+    domain::{Domain, DomainState},
+    execute::Outcome,
+    few::Few,
+    keys::{self, Token},
+    message::{Inbox, Receive},
+    queue::{Cq, Queue},
+};
+
+/// A posted request, waiting to be executed.
+#[derive(Debug)]
+pub(super) struct Work {
+    pub(super) task: Task,
+    pub(super) local: Few<LocalPart>,
+    pub(super) peer: PeerId,
+    pub(super) context: u64,
+}
+
+/// What a posted request does.
+#[derive(Debug)]
+pub(super) enum Task {
+    Write(Few<RemotePart>),
+    Read(Few<RemotePart>),
+    Atomic(Box<AtomicTask>),
+    Send { tag: Option<u64>, invalidate: Option<KeyUse> },
+    BindWindow(Box<BindTask>),
+    InvalidateWindow(ProviderWindow),
+}
+
+impl Task {
+    pub(super) const fn kind(&self) -> CompletionKind {
+        match self {
+            Self::Write(_) => CompletionKind::Write,
+            Self::Read(_) => CompletionKind::Read,
+            Self::Atomic(_) => CompletionKind::Atomic,
+            Self::Send { .. } => CompletionKind::Send,
+            Self::BindWindow(_) => CompletionKind::BindWindow,
+            Self::InvalidateWindow(_) => CompletionKind::InvalidateWindow,
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct AtomicTask {
+    pub(super) op: AtomicOp,
+    pub(super) datatype: AtomicType,
+    pub(super) remote: RemotePart,
+    pub(super) result: Option<LocalPart>,
+    pub(super) compare: Option<LocalPart>,
+}
+
+#[derive(Debug)]
+pub(super) struct BindTask {
+    pub(super) window: ProviderWindow,
+    pub(super) region: ProviderRegion,
+    pub(super) offset: u64,
+    pub(super) len: u64,
+    pub(super) access: Access,
+    pub(super) addressing: Addressing,
+    pub(super) tag: u8,
+}
+
+/// A run of local memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LocalPart {
+    pub(super) address: u64,
+    pub(super) len: u64,
+    pub(super) origin: Origin,
+}
+
+/// How local memory is reached.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Origin {
+    /// Through a region.
+    Region(Token),
+    /// Host memory that the caller of `post` vouches for.
+    Host,
+    /// Device memory, copied by its iface.
+    Device(IfaceKind),
+}
+
+/// A key as a request names it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct KeyUse {
+    pub(super) number: u64,
+    pub(super) mapped: bool,
+}
+
+/// A run of a peer's memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RemotePart {
+    pub(super) address: u64,
+    pub(super) len: u64,
+    pub(super) key: KeyUse,
+}
+
+/// What the NIC knows of an endpoint.
+pub(super) struct EndpointState {
+    pub(super) id: u64,
+    pub(super) domain: Arc<DomainState>,
+    pub(super) auth_key: AuthKey,
+    pub(super) rma_event: bool,
+    depth: usize,
+    tx: Arc<Queue>,
+    rx: Arc<Queue>,
+    tx_counter: Option<Arc<Counter>>,
+    rx_counter: Option<Arc<Counter>>,
+    posted: Mutex<VecDeque<Work>>,
+    /// How many are posted: lets progress pass by without the lock.
+    waiting: AtomicUsize,
+    /// Held while requests of this endpoint execute, which keeps their order.
+    running: Mutex<()>,
+    pub(super) inbox: Inbox,
+    peers: RwLock<Vec<(u64, Weak<Self>)>>,
+    standing: Mutex<Standing>,
+    closed: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Standing {
+    closed: bool,
+    /// Regions and type 2A windows bound to it.
+    bound: usize,
+}
+
+impl EndpointState {
+    /// Executes what is posted; returns how many requests ended.
+    #[inline]
+    pub(super) fn step(self: &Arc<Self>) -> usize {
+        let mut ended = 0;
+        if self.waiting.load(Ordering::Acquire) > 0
+            && let Some(_running) = self.running.try_lock()
+        {
+            ended += self.run();
+        }
+        ended + self.inbox.settle(self)
+    }
+
+    fn run(self: &Arc<Self>) -> usize {
+        let mut ended = 0;
+        loop {
+            let Some(work) = self.posted.lock().pop_front() else { return ended };
+            match self.execute(&work) {
+                Outcome::Done(result) => {
+                    self.waiting.fetch_sub(1, Ordering::Release);
+                    self.complete_transmit(&work, result);
+                    ended += 1;
+                }
+                Outcome::NotReady => {
+                    self.posted.lock().push_front(work);
+                    return ended;
+                }
+            }
+        }
+    }
+
+    #[inline]
+    fn complete_transmit(&self, work: &Work, result: Result<u64>) {
+        count(self.tx_counter.as_deref(), &result);
+        self.tx.push(Completion { context: work.context, kind: work.task.kind(), result, tag: None });
+    }
+
+    pub(super) fn complete_receive(&self, context: u64, tag: Option<u64>, result: Result<u64>) {
+        count(self.rx_counter.as_deref(), &result);
+        self.rx.push(Completion { context, kind: CompletionKind::Receive, result, tag });
+    }
+
+    /// The endpoint of a peer, while it is open.
+    #[inline]
+    pub(super) fn peer(&self, peer: PeerId) -> Option<Arc<Self>> {
+        let peer = self.peers.read().get(peer.0 as usize)?.1.upgrade()?;
+        (!peer.closed.load(Ordering::Acquire)).then_some(peer)
+    }
+
+    /// The number of a resolved peer's endpoint.
+    pub(super) fn peer_endpoint(&self, peer: PeerId) -> Option<u64> {
+        Some(self.peers.read().get(peer.0 as usize)?.0)
+    }
+
+    /// Binds a region or type 2A window, which keeps the endpoint from being closed.
+    pub(super) fn bind(&self) -> Result<()> {
+        let mut standing = self.standing.lock();
+        if standing.closed {
+            return Err(closed("bind endpoint"));
+        }
+        standing.bound += 1;
+        Ok(())
+    }
+
+    pub(super) fn unbind(&self) {
+        self.standing.lock().bound -= 1;
+    }
+
+    fn shut(self: &Arc<Self>, force: bool) -> Result<()> {
+        {
+            let mut standing = self.standing.lock();
+            if standing.closed {
+                return Ok(());
+            }
+            if standing.bound > 0 && !force {
+                return Err(Error::new(ErrorKind::Busy, "close endpoint")
+                    .provider("loopback")
+                    .context("bound", standing.bound)
+                    .remedy("close the regions and unbind the type 2A windows that are bound to it first"));
+            }
+            standing.closed = true;
+            self.closed.store(true, Ordering::Release);
+        }
+        self.domain.fabric.detach(self.id);
+        self.domain.remove_endpoint(self.id);
+        // Whatever executes now ends first.
+        let _running = self.running.lock();
+        let canceled = std::mem::take(&mut *self.posted.lock());
+        self.waiting.store(0, Ordering::Release);
+        for work in canceled {
+            self.complete_transmit(&work, Err(canceled_request()));
+        }
+        self.inbox.cancel(self);
+        Ok(())
+    }
+
+    fn local_part(&self, segment: &LocalSegment) -> Result<LocalPart> {
+        let (address, len) = (segment.address.0, segment.len);
+        let refuse = |why: &'static str, remedy: &'static str| {
+            Error::new(ErrorKind::NoRegion, "post")
+                .provider("loopback")
+                .context("address", segment.address)
+                .context("why", why)
+                .remedy(remedy)
+        };
+        let origin = if let Some(desc) = segment.desc {
+            let token = Token::from_u64(desc.to_provider());
+            if !self.domain.nic.table.is_live(self.domain.slot.id, token) {
+                return Err(refuse(
+                    "the descriptor is stale or of another domain",
+                    "pass the descriptor of a region of this domain that is open",
+                ));
+            }
+            Origin::Region(token)
+        } else if self.domain.mode.contains(MrMode::LOCAL) {
+            return Err(refuse("no descriptor", "in LOCAL mode every local buffer needs a descriptor"));
+        } else {
+            if len > 0 && address.checked_add(len - 1).is_none() {
+                return Err(Error::new(ErrorKind::AddressWraps, "post")
+                    .provider("loopback")
+                    .context("address", segment.address)
+                    .context("length", len));
+            }
+            let owner = if self.domain.has_devices && len > 0 {
+                self.domain.registry.owner_of(segment.address)?.iface
+            } else {
+                IfaceKind::SYSTEM
+            };
+            if owner == IfaceKind::SYSTEM {
+                Origin::Host
+            } else if self.domain.mode.contains(MrMode::HMEM) {
+                return Err(
+                    refuse("device memory", "in HMEM mode device buffers need a descriptor").iface(owner)
+                );
+            } else {
+                Origin::Device(owner)
+            }
+        };
+        Ok(LocalPart { address, len, origin })
+    }
+
+    fn local_parts(&self, segments: &[LocalSegment]) -> Result<(Few<LocalPart>, u64)> {
+        let mut parts = Few::None;
+        let mut total = 0u64;
+        for segment in segments {
+            parts.push(self.local_part(segment)?);
+            total = total.checked_add(segment.len).ok_or_else(|| invalid("the local lengths overflow"))?;
+        }
+        Ok((parts, total))
+    }
+
+    fn work(&self, request: &WorkRequest<'_>) -> Result<Work> {
+        let (local, len) = self.local_parts(request.local)?;
+        let task = match &request.operation {
+            Operation::Write { remote } => Task::Write(remote_parts(remote, len)?),
+            Operation::Read { remote } => Task::Read(remote_parts(remote, len)?),
+            Operation::Atomic { op, datatype, remote, result, compare } => {
+                self.atomic(*op, *datatype, remote, result.as_ref(), compare.as_ref(), len)?
+            }
+            Operation::Send { tag, invalidate } => Task::Send {
+                tag: *tag,
+                invalidate: invalidate
+                    .map(|key| Ok::<_, Error>(KeyUse { number: key.as_u64()?, mapped: key.is_mapped() }))
+                    .transpose()?,
+            },
+            Operation::BindWindow { window, region, offset, len, access, addressing, tag } => {
+                Task::BindWindow(Box::new(BindTask {
+                    window: *window,
+                    region: *region,
+                    offset: *offset,
+                    len: *len,
+                    access: *access,
+                    addressing: *addressing,
+                    tag: *tag,
+                }))
+            }
+            Operation::InvalidateWindow { window } => Task::InvalidateWindow(*window),
+            other => {
+                return Err(Error::new(ErrorKind::Unsupported, "post")
+                    .provider("loopback")
+                    .context("operation", format_args!("{other:?}")));
+            }
+        };
+        Ok(Work { task, local, peer: request.peer, context: request.context })
+    }
+
+    fn atomic(
+        &self,
+        op: AtomicOp,
+        datatype: AtomicType,
+        remote: &RemoteSegment<'_>,
+        result: Option<&LocalSegment>,
+        compare: Option<&LocalSegment>,
+        operands: u64,
+    ) -> Result<Task> {
+        let fits = |len: u64| len == remote.len;
+        if remote.len == 0 || !remote.len.is_multiple_of(datatype.size()) {
+            return Err(invalid("the target of an atomic is one or more whole elements"));
+        }
+        if op != AtomicOp::AtomicRead && !fits(operands) {
+            return Err(invalid("an atomic has an operand for each element"));
+        }
+        if op.compares() != compare.is_some() {
+            return Err(invalid("comparing atomics, and no others, have a compare operand"));
+        }
+        if (op.compares() || op == AtomicOp::AtomicRead) && result.is_none() {
+            return Err(invalid("comparing and reading atomics have a result"));
+        }
+        if !result.is_none_or(|segment| fits(segment.len)) || !compare.is_none_or(|segment| fits(segment.len))
+        {
+            return Err(invalid("result and compare buffers have the length of the target"));
+        }
+        Ok(Task::Atomic(Box::new(AtomicTask {
+            op,
+            datatype,
+            remote: RemotePart {
+                address: remote.address.0,
+                len: remote.len,
+                key: KeyUse { number: remote.key.as_u64()?, mapped: remote.key.is_mapped() },
+            },
+            result: result.map(|segment| self.local_part(segment)).transpose()?,
+            compare: compare.map(|segment| self.local_part(segment)).transpose()?,
+        })))
+    }
+
+    fn submit(&self, request: &WorkRequest<'_>) -> Result<()> {
+        if self.closed.load(Ordering::Acquire) {
+            return Err(closed("post"));
+        }
+        self.domain.nic.config.faults.enter(Call::Post)?;
+        if let Operation::Receive { tag, from } = &request.operation {
+            let (local, capacity) = self.local_parts(request.local)?;
+            let from = match from {
+                Some(peer) => Some(
+                    self.peer_endpoint(*peer)
+                        .ok_or_else(|| invalid("the peer of a receive was resolved by this endpoint"))?,
+                ),
+                None => None,
+            };
+            let receive = Receive { local, capacity, tag: *tag, from, context: request.context };
+            self.inbox.post(receive, self.depth)?;
+            if self.closed.load(Ordering::Acquire) {
+                // Closed meanwhile: whoever takes the receive out of the inbox completes it.
+                self.inbox.cancel(self);
+            }
+        } else {
+            let work = self.work(request)?;
+            let mut posted = self.posted.lock();
+            if self.closed.load(Ordering::Acquire) {
+                return Err(closed("post"));
+            }
+            if self.waiting.load(Ordering::Relaxed) >= self.depth {
+                return Err(full());
+            }
+            posted.push_back(work);
+            self.waiting.fetch_add(1, Ordering::Release);
+        }
+        self.domain.wake.wake();
+        Ok(())
+    }
+}
+
+impl fmt::Debug for EndpointState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EndpointState")
+            .field("id", &format_args!("{:#x}", self.id))
+            .field("domain", &self.domain.slot.id)
+            .field("waiting", &self.waiting)
+            .field("standing", &*self.standing.lock())
+            .finish_non_exhaustive()
+    }
+}
+
+fn count(counter: Option<&Counter>, result: &Result<u64>) {
+    if let Some(counter) = counter {
+        match result {
+            Ok(_) => counter.add(1),
+            Err(_) => counter.add_error(1),
+        }
+    }
+}
+
+/// The remote side of a write or read of `len` bytes; a split key's piece by piece.
+fn remote_parts(segments: &[RemoteSegment<'_>], len: u64) -> Result<Few<RemotePart>> {
+    let mut parts = Few::None;
+    let mut total = 0u64;
+    for segment in segments {
+        total = total.checked_add(segment.len).ok_or_else(|| invalid("the remote lengths overflow"))?;
+        let mapped = segment.key.is_mapped();
+        match segment.key.as_u64() {
+            Ok(number) => parts.push(RemotePart {
+                address: segment.address.0,
+                len: segment.len,
+                key: KeyUse { number, mapped },
+            }),
+            Err(_) => split(segment.key, segment.address, segment.len, &mut parts)?,
+        }
+    }
+    if segments.is_empty() || total != len {
+        return Err(invalid(
+            "local and remote lists have the same total length, and a remote one names a key",
+        ));
+    }
+    Ok(parts)
+}
+
+/// Splits an access at the seams of a key of several pieces.
+fn split(key: &RemoteKey, address: Iova, len: u64, parts: &mut Few<RemotePart>) -> Result<()> {
+    let (mut at, mut left) = (address.0, len);
+    for piece in key.pieces() {
+        let skip = at.wrapping_sub(piece.base.0);
+        if skip >= piece.len {
+            continue;
+        }
+        let part = left.min(piece.len - skip);
+        let address = match key.addressing() {
+            Addressing::ZeroBased => skip,
+            Addressing::Virtual => at,
+        };
+        parts.push(RemotePart {
+            address,
+            len: part,
+            key: KeyUse { number: piece.key, mapped: key.is_mapped() },
+        });
+        at = at.wrapping_add(part);
+        left -= part;
+        if left == 0 {
+            return Ok(());
+        }
+    }
+    Err(Error::new(ErrorKind::OutOfBounds, "post")
+        .provider("loopback")
+        .context("address", address)
+        .context("length", len)
+        .remedy("every byte of an access lies in a piece of its key"))
+}
+
+/// The application's handle of an endpoint.
+pub(super) struct Endpoint {
+    state: Arc<EndpointState>,
+    /// Keeps the domain, and its progress thread, alive.
+    domain: Arc<Domain>,
+}
+
+impl Endpoint {
+    pub(super) fn open(domain: Arc<Domain>, attr: &EndpointAttr) -> Result<Self> {
+        let queue = |cq: &dyn hmem_core::provider::CompletionQueue| {
+            cq.as_any()
+                .downcast_ref::<Cq>()
+                .filter(|cq| Arc::ptr_eq(&cq.domain, &domain))
+                .map(|cq| Arc::clone(&cq.queue))
+                .ok_or_else(|| {
+                    Error::new(ErrorKind::InvalidArgument, "open endpoint")
+                        .provider("loopback")
+                        .remedy("use completion queues of the same domain")
+                })
+        };
+        let state = domain.state();
+        let config = &state.nic.config;
+        let endpoint = Arc::new(EndpointState {
+            id: keys::random()?,
+            domain: Arc::clone(state),
+            auth_key: attr.auth_key.clone().unwrap_or_else(|| state.auth_key.clone()),
+            rma_event: attr.rma_event,
+            depth: attr.depth.max(1),
+            tx: queue(&*attr.tx_cq)?,
+            rx: queue(&*attr.rx_cq)?,
+            tx_counter: attr.tx_counter.clone(),
+            rx_counter: attr.rx_counter.clone(),
+            posted: Mutex::new(VecDeque::with_capacity(attr.depth.clamp(1, 64))),
+            waiting: AtomicUsize::new(0),
+            running: Mutex::new(()),
+            inbox: Inbox::new(attr.depth.max(1), config.unexpected_bytes),
+            peers: RwLock::default(),
+            standing: Mutex::default(),
+            closed: AtomicBool::new(false),
+        });
+        state.fabric.attach(&endpoint);
+        state.add_endpoint(&endpoint);
+        Ok(Self { state: endpoint, domain })
+    }
+
+    pub(super) fn state(&self) -> &Arc<EndpointState> {
+        &self.state
+    }
+}
+
+const NAME_MAGIC: &[u8; 4] = b"hmLE";
+const NAME_VERSION: u8 = 1;
+
+impl ProviderEndpoint for Endpoint {
+    /// Magic, version, fabric and endpoint: 21 bytes.
+    fn name(&self) -> EndpointName {
+        let mut bytes = NAME_MAGIC.to_vec();
+        bytes.push(NAME_VERSION);
+        bytes.extend_from_slice(&self.state.domain.fabric.id.to_le_bytes());
+        bytes.extend_from_slice(&self.state.id.to_le_bytes());
+        EndpointName(bytes)
+    }
+
+    fn resolve(&self, name: &EndpointName) -> Result<PeerId> {
+        let fabric = &self.state.domain.fabric;
+        self.state.domain.nic.config.faults.enter(Call::Resolve)?;
+        let (fabric_id, endpoint_id) = parse_name(name)?;
+        let peer = (fabric_id == fabric.id).then(|| fabric.find(endpoint_id)).flatten().ok_or_else(|| {
+            Error::new(ErrorKind::Unreachable, "resolve")
+                .provider("loopback")
+                .remedy("a loopback endpoint is found on its own fabric, while it is open")
+        })?;
+        let mut peers = self.state.peers.write();
+        let known = peers.iter().position(|(id, _)| *id == endpoint_id);
+        let at = known.unwrap_or_else(|| {
+            peers.push((endpoint_id, Arc::downgrade(&peer)));
+            peers.len() - 1
+        });
+        Ok(PeerId(at as u64))
+    }
+
+    unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()> {
+        self.state.submit(request)
+    }
+
+    fn close(&self) -> Result<()> {
+        self.state.domain.nic.config.faults.enter(Call::CloseEndpoint)?;
+        self.state.shut(false)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        if let Err(error) = self.state.shut(true) {
+            tracing::error!(%error, "a dropped loopback endpoint did not close");
+        }
+    }
+}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Endpoint").field("state", &self.state).field("domain", &self.domain).finish()
+    }
+}
+
+fn parse_name(name: &EndpointName) -> Result<(u64, u64)> {
+    let refuse = |wrong: &'static str| {
+        Error::new(ErrorKind::Malformed, "resolve")
+            .provider("loopback")
+            .context("wrong", wrong)
+            .context("bytes", name.0.len())
+            .remedy("pass the bytes of an endpoint's name whole and unchanged")
+    };
+    let rest = name.0.strip_prefix(NAME_MAGIC).ok_or_else(|| refuse("magic"))?;
+    let (version, rest) = rest.split_first().ok_or_else(|| refuse("length"))?;
+    if *version != NAME_VERSION {
+        return Err(refuse("version"));
+    }
+    let (fabric, rest) = rest.split_first_chunk().ok_or_else(|| refuse("length"))?;
+    let endpoint: &[u8; 8] = rest.try_into().map_err(|_| refuse("length"))?;
+    Ok((u64::from_le_bytes(*fabric), u64::from_le_bytes(*endpoint)))
+}
+
+#[cold]
+pub(super) fn canceled_request() -> Error {
+    Error::new(ErrorKind::Canceled, "transfer").provider("loopback").context("why", "its endpoint was closed")
+}
+
+#[cold]
+fn closed(operation: &'static str) -> Error {
+    Error::new(ErrorKind::BadState, operation).provider("loopback").context("why", "the endpoint is closed")
+}
+
+#[cold]
+pub(super) fn full() -> Error {
+    Error::new(ErrorKind::Again, "post")
+        .provider("loopback")
+        .remedy("as many requests are outstanding as the endpoint was opened for: read completions")
+}
+
+#[cold]
+fn invalid(rule: &'static str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, "post").provider("loopback").remedy(rule)
+}

@@ -1,0 +1,51 @@
+//! A software NIC inside the process: a real data path to develop against, not a mock.
+//!
+//! It registers every backing that core can hand to a provider, gives keys that cannot be guessed, and checks
+//! key, domain, bounds, rights, authorization key, endpoint and window at every access. What a region does not
+//! own is reached through the kernel's fault-safe copies, so that absent pages fail the transfer and not the
+//! process. Every `mr_mode` bit can be asked for, transfers step by hand or by a thread of their own, and
+//! [`Faults`] make any call fail or hold it in flight.
+//!
+//! ```
+//! use hmem_core::{MrMode, provider::Provider};
+//! use hmem_p2p::loopback::Loopback;
+//!
+//! let provider = Loopback::builder().nic("nic0").needs(MrMode::PROV_KEY).key_size(4).build()?;
+//! let nics = provider.nics()?;
+//! assert_eq!((nics[0].nic.name.as_str(), nics[0].key_size), ("nic0", 4));
+//! # Ok::<(), hmem_core::Error>(())
+//! ```
+//!
+//! # Rules that the man pages leave open
+//!
+//! - An access that is refused does not use up a single-use key; the first one that passes every check does.
+//! - Fetching atomics need REMOTE_WRITE, like every atomic that may change memory; `AtomicRead` needs REMOTE_READ.
+//! - A message that does not fit its receive ends the receive with Truncated and moves no byte; its send succeeds.
+//! - Zero-length accesses need a valid key with the right, and no valid address; they count nowhere.
+//!
+//! # Things this does not do
+//!
+//! It does not cross processes, keeps no order between endpoints, and its keys are unguessable, not cryptographic.
+
+mod atomic;
+mod config;
+mod domain;
+mod endpoint;
+mod execute;
+mod faults;
+mod few;
+mod keys;
+mod memory;
+mod message;
+mod nic;
+mod progress;
+mod provider;
+mod queue;
+mod region;
+mod register;
+mod table;
+mod window;
+
+pub use config::{Builder, Memory, Progress};
+pub use faults::{Call, Faults, Gate};
+pub use provider::Loopback;

@@ -1,0 +1,287 @@
+//! What the table says about a region, and which bytes an access to it means.
+
+use std::sync::{Arc, OnceLock, Weak};
+
+use hmem_core::{
+    Access, Address, AddressRange, Addressing, AuthKey, Error, ErrorKind, Result, counter::Counter,
+};
+use parking_lot::RwLock;
+
+use super::{
+    endpoint::EndpointState,
+    few::Few,
+    keys::Token,
+    memory::{PieceMemory, Promises, Span},
+};
+
+/// A region: the common case in place, everything rarer behind [`Body::extended`].
+#[derive(Debug)]
+pub(super) struct Body {
+    pub(super) key: u64,
+    /// The first address of a region of one piece of host memory.
+    pub(super) base: u64,
+    /// Bytes in all.
+    pub(super) len: u64,
+    pub(super) extended: OnceLock<Box<Extended>>,
+    /// [`Access`]; all its bits fit.
+    pub(super) access: u16,
+    pub(super) kind: Kind,
+    pub(super) addressing: Addressing,
+}
+
+/// Where a region's bytes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Kind {
+    /// One piece of host memory that the region owns.
+    Owned,
+    /// One piece of host memory that may go away.
+    Borrowed,
+    /// [`Extended::pieces`].
+    Pieces,
+}
+
+/// What few regions have.
+#[derive(Debug, Default)]
+pub(super) struct Extended {
+    /// In zero-based order; empty where the body says it all.
+    pub(super) pieces: Vec<RegionPiece>,
+    /// The authorization key, if it is not the domain's.
+    pub(super) auth_key: Option<AuthKey>,
+    pub(super) counters: RwLock<Vec<Arc<Counter>>>,
+    /// The endpoint through which it can be reached, and no other.
+    pub(super) endpoint: RwLock<Option<Weak<EndpointState>>>,
+    /// The pages that may be touched, where the application says so (MMU_NOTIFY).
+    pub(super) promises: Option<Arc<RwLock<Promises>>>,
+    /// The region of which this is a part.
+    pub(super) parent: Option<Token>,
+    /// Persistent memory: written back before completion.
+    pub(super) persistent: bool,
+}
+
+/// A piece of a region, or a part of a piece for a sub-region.
+#[derive(Clone, Debug)]
+pub(super) struct RegionPiece {
+    /// The application's addresses.
+    pub(super) range: AddressRange,
+    pub(super) memory: PieceMemory,
+    /// Where the piece starts in `memory`.
+    pub(super) at: u64,
+}
+
+/// How an access says where it begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    /// Bytes from the start of the region.
+    Offset(u64),
+    /// An address of the application.
+    Address(u64),
+}
+
+impl Body {
+    pub(super) const EMPTY: Self = Self {
+        key: 0,
+        base: 0,
+        len: 0,
+        extended: OnceLock::new(),
+        access: 0,
+        kind: Kind::Borrowed,
+        addressing: Addressing::ZeroBased,
+    };
+
+    /// Bytes that it adds to the registered ones.
+    #[inline]
+    pub(super) fn bytes(&self, pages: bool) -> u64 {
+        if pages { self.len } else { 0 }
+    }
+
+    #[inline]
+    pub(super) fn extended(&self) -> Option<&Extended> {
+        self.extended.get().map(|extended| &**extended)
+    }
+
+    /// The extended part, made if there is none.
+    pub(super) fn extend(&self) -> &Extended {
+        self.extended.get_or_init(Box::default)
+    }
+
+    /// Whether it is a part of another region.
+    #[inline]
+    pub(super) fn is_sub(&self) -> bool {
+        self.extended().is_some_and(|extended| extended.parent.is_some())
+    }
+
+    #[inline]
+    pub(super) fn access(&self) -> Access {
+        Access::from_bits_retain(u64::from(self.access))
+    }
+
+    /// The first address that a peer uses for the region's first byte.
+    pub(super) fn first_address(&self) -> u64 {
+        match self.pieces().first() {
+            Some(piece) => piece.range.start().0,
+            None => self.base,
+        }
+    }
+
+    /// The addresses whose pages may change.
+    pub(super) fn borrowed_ranges(&self) -> Vec<AddressRange> {
+        match self.kind {
+            Kind::Owned => Vec::new(),
+            Kind::Borrowed => AddressRange::new(Address(self.base), self.len).into_iter().collect(),
+            Kind::Pieces => self
+                .pieces()
+                .iter()
+                .filter(|piece| matches!(piece.memory, PieceMemory::Borrowed))
+                .map(|piece| piece.range)
+                .collect(),
+        }
+    }
+
+    fn pieces(&self) -> &[RegionPiece] {
+        self.extended().map_or(&[], |extended| &extended.pieces)
+    }
+
+    /// Finds the bytes of an access of at least one byte; all of it lies inside, or nothing is found.
+    #[inline]
+    pub(super) fn spans<'a>(&'a self, place: Place, len: u64, into: &mut Few<Span<'a>>) -> Result<()> {
+        if self.kind == Kind::Pieces {
+            return self.spans_of_pieces(place, len, into);
+        }
+        let offset = match place {
+            Place::Offset(offset) => offset,
+            Place::Address(address) => address.wrapping_sub(self.base),
+        };
+        if offset > self.len || len > self.len - offset {
+            return Err(outside(place, len, self.len));
+        }
+        let at = self.base + offset;
+        if let Some(promises) = self.extended().and_then(|extended| extended.promises.as_ref()) {
+            promises.read().check(at, len)?;
+        }
+        into.push(match self.kind {
+            Kind::Owned => Span::Direct { at, len, sync: None },
+            _ => Span::Kernel { at, len },
+        });
+        Ok(())
+    }
+
+    fn spans_of_pieces<'a>(&'a self, place: Place, len: u64, into: &mut Few<Span<'a>>) -> Result<()> {
+        let promises = self.extended().and_then(|extended| extended.promises.as_ref());
+        let mut take = |piece: &'a RegionPiece, skip: u64, len: u64| -> Result<()> {
+            if let Some(promises) = promises {
+                promises.read().check(piece.range.start().0 + skip, len)?;
+            }
+            piece.memory.span(piece.at + skip, len, into)
+        };
+        let mut left = len;
+        match place {
+            Place::Offset(mut skip) => {
+                if skip > self.len || len > self.len - skip {
+                    return Err(outside(place, len, self.len));
+                }
+                for piece in self.pieces() {
+                    if left == 0 {
+                        break;
+                    }
+                    if skip >= piece.range.len() {
+                        skip -= piece.range.len();
+                        continue;
+                    }
+                    let part = left.min(piece.range.len() - skip);
+                    take(piece, skip, part)?;
+                    left -= part;
+                    skip = 0;
+                }
+            }
+            Place::Address(mut address) => {
+                while left > 0 {
+                    let piece = self
+                        .pieces()
+                        .iter()
+                        .find(|piece| piece.range.contains(Address(address)))
+                        .ok_or_else(|| outside(place, len, self.len))?;
+                    let skip = address - piece.range.start().0;
+                    let part = left.min(piece.range.len() - skip);
+                    take(piece, skip, part)?;
+                    left -= part;
+                    address = address.wrapping_add(part);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The offset of an address in the run of all pieces, if the access stays in one run of addresses there.
+    pub(super) fn offset_of(&self, address: u64, len: u64) -> Option<u64> {
+        if self.kind != Kind::Pieces {
+            let offset = address.wrapping_sub(self.base);
+            return (offset <= self.len && len <= self.len - offset).then_some(offset);
+        }
+        let mut run = 0;
+        for (at, piece) in self.pieces().iter().enumerate() {
+            if piece.range.contains(Address(address)) || (len == 0 && piece.range.start().0 == address) {
+                let mut reach = piece.range.len() - (address - piece.range.start().0);
+                let mut end = piece.range.end();
+                for next in &self.pieces()[at + 1..] {
+                    if reach >= len || end != Some(next.range.start()) {
+                        break;
+                    }
+                    reach += next.range.len();
+                    end = next.range.end();
+                }
+                return (reach >= len).then_some(run + (address - piece.range.start().0));
+            }
+            run += piece.range.len();
+        }
+        None
+    }
+
+    /// The address of an offset in the run of all pieces.
+    pub(super) fn address_of(&self, mut offset: u64) -> u64 {
+        for piece in self.pieces() {
+            if offset < piece.range.len() {
+                return piece.range.start().0 + offset;
+            }
+            offset -= piece.range.len();
+        }
+        self.base.wrapping_add(offset)
+    }
+
+    /// The parts of the pieces that a sub-region covers.
+    pub(super) fn part(&self, offset: u64, len: u64) -> Vec<RegionPiece> {
+        let (mut skip, mut left) = (offset, len);
+        let mut parts = Vec::new();
+        for piece in self.pieces() {
+            if skip >= piece.range.len() {
+                skip -= piece.range.len();
+                continue;
+            }
+            let part = left.min(piece.range.len() - skip);
+            if part == 0 {
+                break;
+            }
+            parts.push(RegionPiece {
+                range: piece.range.slice(skip, part).expect("the part was cut to fit the piece"),
+                memory: piece.memory.clone(),
+                at: piece.at + skip,
+            });
+            left -= part;
+            skip = 0;
+        }
+        parts
+    }
+}
+
+#[cold]
+fn outside(place: Place, len: u64, region: u64) -> Error {
+    let error = Error::new(ErrorKind::OutOfBounds, "transfer").provider("loopback");
+    let error = match place {
+        Place::Offset(offset) => error.context("offset", offset),
+        Place::Address(address) => error.context("address", format_args!("{address:#x}")),
+    };
+    error
+        .context("length", len)
+        .context("region", format_args!("{region} bytes"))
+        .remedy("every byte of an access lies in the region that its key names")
+}
