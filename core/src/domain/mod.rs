@@ -35,8 +35,8 @@ use self::{
     inner::{MemoryOwner, RegionInner},
 };
 use crate::{
-    Access, AddressRange, Addressing, AllocationKind, AuthKey, Decision, DomainBindFlags, Error, ErrorKind,
-    IfaceKind, Iova, MrFlags, MrMode, RawKey, Registry, Rejected, RemoteKey, Result,
+    Access, AddressRange, Addressing, AllocationKind, AuthKey, Decision, DeviceId, DomainBindFlags, Error,
+    ErrorKind, IfaceKind, Iova, MrFlags, MrMode, RawKey, Registry, Rejected, RemoteKey, Result,
     event_queue::{EventQueue, RegionId},
     path::{PathDecider, PathOutcome, PathRequest},
     provider::{
@@ -398,10 +398,12 @@ impl DomainInner {
         flags: MrFlags,
         owner: Option<MemoryOwner>,
     ) -> Result<MemoryRegion> {
-        let checked = validate::check(attr, flags, self.effective(), self.provider.attr())?;
-        if let Some(base) = attr.base {
-            self.check_base(base, attr)?;
-        }
+        let checked = validate::check(attr, flags, self.effective(), self.provider.attr());
+        let checked = checked
+            .and_then(|checked| {
+                attr.base.map_or(Ok(()), |base| self.check_base(base, attr)).map(|()| checked)
+            })
+            .inspect_err(|error| tracing::debug!(%error, "registration refused"))?;
         Ok(MemoryRegion::pending(self, attr, flags, &checked, owner, id))
     }
 
@@ -455,8 +457,31 @@ impl DomainInner {
         Ok(())
     }
 
+    /// Registers, in a span that names the request and ends with what came of it.
     #[inline]
     fn register_pages(&self, inner: &RegionInner, attr: &MrAttr<'_>) -> Result<PathOutcome> {
+        let span = tracing::debug_span!(
+            "regattr",
+            range = %inner.range(),
+            ranges = inner.ranges().len(),
+            access = %attr.access,
+            flags = %inner.flags(),
+            nic = %self.provider.attr().nic,
+        );
+        let _entered = span.enter();
+        let outcome = self.register_over_a_path(inner, attr);
+        match &outcome {
+            Ok(outcome) => {
+                let decision = outcome.decision.as_ref().unwrap_or(&self.plain_host);
+                tracing::debug!(path = %decision.path, "registered");
+            }
+            Err(error) => tracing::debug!(%error, "registration refused"),
+        }
+        outcome
+    }
+
+    #[inline]
+    fn register_over_a_path(&self, inner: &RegionInner, attr: &MrAttr<'_>) -> Result<PathOutcome> {
         let mode = self.effective();
         let registration = RegistrationRequest {
             access: attr.access,
@@ -482,7 +507,7 @@ impl DomainInner {
         }
         let ranges = inner.ranges();
         let owner = if attr.dma_buf.is_some() {
-            self.claimed_owner(attr)
+            self.claimed_owner(attr, inner.flags())?
         } else {
             self.owner(ranges, attr, inner.flags())?
         };
@@ -506,11 +531,33 @@ impl DomainInner {
     }
 
     /// The owner as the caller names it, for dma-bufs, whose addresses mean nothing here.
-    fn claimed_owner(&self, attr: &MrAttr<'_>) -> Owner {
-        match attr.iface.filter(|_| self.attr.hmem) {
-            Some(iface) => Owner { iface, device: attr.device, allocation: None },
-            None => Owner::SYSTEM,
+    fn claimed_owner(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<Owner> {
+        let Some(iface) = attr.iface.filter(|_| self.attr.hmem) else { return Ok(Owner::SYSTEM) };
+        let device = self.claimed_device(iface, attr, flags)?;
+        Ok(Owner { iface, device, allocation: None })
+    }
+
+    /// The device that the caller names, if it counts and the iface has it.
+    fn claimed_device(
+        &self,
+        claimed: IfaceKind,
+        attr: &MrAttr<'_>,
+        flags: MrFlags,
+    ) -> Result<Option<DeviceId>> {
+        let iface = self.registry.get(claimed)?;
+        // HOST_ALLOC memory has an iface but no device: fi_mr(3) has the field ignored.
+        let Some(device) = attr.device.filter(|_| !flags.contains(MrFlags::HMEM_HOST_ALLOC)) else {
+            return Ok(None);
+        };
+        let devices = iface.devices()?;
+        if claimed != IfaceKind::SYSTEM && !devices.iter().any(|known| known.id == device) {
+            return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
+                .iface(claimed)
+                .device(device)
+                .context("devices", devices.len())
+                .remedy("name a device that the iface lists"));
         }
+        Ok(Some(device))
     }
 
     /// Finds out who owns the ranges and holds it against what the caller claims.
@@ -543,25 +590,14 @@ impl DomainInner {
         attr: &MrAttr<'_>,
         flags: MrFlags,
     ) -> Result<()> {
-        let iface = self.registry.get(claimed)?;
+        let device = self.claimed_device(claimed, attr, flags)?;
         if owner.iface != claimed {
             return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
                 .iface(claimed)
                 .context("owner", owner.iface)
                 .remedy("the memory belongs to another iface: name that one, or none to have it found out"));
         }
-        // HOST_ALLOC memory has an iface but no device: fi_mr(3) has the field ignored.
-        let Some(device) = attr.device.filter(|_| !flags.contains(MrFlags::HMEM_HOST_ALLOC)) else {
-            return Ok(());
-        };
-        let devices = iface.devices()?;
-        if claimed != IfaceKind::SYSTEM && !devices.iter().any(|known| known.id == device) {
-            return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
-                .iface(claimed)
-                .device(device)
-                .context("devices", devices.len())
-                .remedy("name a device that the iface lists"));
-        }
+        let Some(device) = device else { return Ok(()) };
         match owner.device {
             Some(actual) if actual != device => Err(Error::new(ErrorKind::InvalidArgument, "regattr")
                 .iface(claimed)
