@@ -16,8 +16,8 @@ use std::{
 
 use hmem::{
     Access, Address, AddressRange, AllocOffset, Allocation, AllocationId, AllocationKind, DeviceBuffer,
-    DeviceId,
-    DmaBufOffset, DomainAttr, Errno, Error, ErrorKind, Hmem, Iface, IfaceKind, Iova, Result, Segment,
+    DeviceId, DmaBufOffset, DomainAttr, Errno, Error, ErrorKind, Hmem, Iface, IfaceKind, Iova, Result,
+    Segment,
     iface::{
         AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle, PeerMemoryExport,
     },
@@ -182,7 +182,12 @@ impl Iface for FileMemory {
         Self::lacks("copy_async", "copies of files block")
     }
 
-    fn export_dma_buf(&self, range: AddressRange, _nic: &Nic, mapping: DmaBufMapping) -> Result<DmaBufExport> {
+    fn export_dma_buf(
+        &self,
+        range: AddressRange,
+        _nic: &Nic,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport> {
         let (fd, offset) = self.locate(range)?;
         let (offset, alloc_offset) = (DmaBufOffset(offset), AllocOffset(offset));
         Ok(DmaBufExport { fd, offset, alloc_offset, len: range.len(), mapping })
@@ -236,7 +241,8 @@ fn write_all(file: impl AsFd, mut bytes: &[u8], mut offset: u64) -> Result<()> {
 
 fn read_all(file: impl AsFd, mut bytes: &mut [u8], mut offset: u64) -> Result<()> {
     while !bytes.is_empty() {
-        let done = rustix::io::pread(&file, &mut *bytes, offset).map_err(|errno| Error::os(errno, "pread"))?;
+        let done =
+            rustix::io::pread(&file, &mut *bytes, offset).map_err(|errno| Error::os(errno, "pread"))?;
         if done == 0 {
             return Err(Error::new(ErrorKind::OutOfBounds, "pread").context("offset", offset));
         }

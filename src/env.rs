@@ -13,7 +13,9 @@ pub(crate) fn text(name: &'static str) -> Result<Option<String>> {
         Ok(text) if text.is_empty() => Ok(None),
         Ok(text) => Ok(Some(text)),
         Err(std::env::VarError::NotPresent) => Ok(None),
-        Err(error) => Err(Error::new(ErrorKind::InvalidArgument, "environment").context("variable", name).caused_by(error)),
+        Err(error) => Err(Error::new(ErrorKind::InvalidArgument, "environment")
+            .context("variable", name)
+            .caused_by(error)),
     }
 }
 

@@ -104,7 +104,8 @@ fn provoke() {
     use hmem::{Errno, p2p::loopback::Call, path::P2pPolicy, system::Style};
 
     use crate::world::Memory;
-    let world = World { memory: Memory::Device(Style::Callback), policy: P2pPolicy::Preferred, ..World::PLAIN };
+    let world =
+        World { memory: Memory::Device(Style::Callback), policy: P2pPolicy::Preferred, ..World::PLAIN };
     let net = Setup::of(&world).open();
     let memory = net.bytes(4096);
     net.device.as_ref().unwrap().set_exportable(memory.range().start(), false).unwrap();
@@ -132,6 +133,9 @@ fn diag_04_nothing_is_printed() {
     assert_eq!(String::from_utf8_lossy(&output.stderr), "", "printed to standard error");
     let harness = ["running 1 test", "test diag::", "test result: ok.", "ok", ""];
     for line in printed.lines() {
-        assert!(harness.iter().any(|known| line.starts_with(known) && (!known.is_empty() || line.is_empty())), "printed {line:?}");
+        assert!(
+            harness.iter().any(|known| line.starts_with(known) && (!known.is_empty() || line.is_empty())),
+            "printed {line:?}"
+        );
     }
 }

@@ -4,9 +4,7 @@ use std::os::fd::AsFd;
 
 use hmem::{
     Address, DeviceId, DmaBufAttr, DmaBufOffset, ErrorKind, Iface, IfaceKind, Iova, MrAttr, MrFlags, Path,
-    Result, iface::DmaBufExport,
-    iface::DmaBufMapping,
-    system::System,
+    Result, iface::DmaBufExport, iface::DmaBufMapping, system::System,
 };
 
 use crate::{
@@ -103,12 +101,21 @@ fn mr_13_what_is_wrong_with_a_dma_buf_is_refused(world: &World) {
         error.kind()
     };
     assert_eq!(refused(DmaBufAttr { len: 0, ..good }), ErrorKind::ZeroLength);
-    assert_eq!(refused(DmaBufAttr { base_addr: Some(Address(u64::MAX)), offset: DmaBufOffset(2), ..good }), ErrorKind::AddressWraps);
-    assert_eq!(refused(DmaBufAttr { base_addr: Some(Address(u64::MAX - 100)), len: 200, ..good }), ErrorKind::AddressWraps);
+    assert_eq!(
+        refused(DmaBufAttr { base_addr: Some(Address(u64::MAX)), offset: DmaBufOffset(2), ..good }),
+        ErrorKind::AddressWraps
+    );
+    assert_eq!(
+        refused(DmaBufAttr { base_addr: Some(Address(u64::MAX - 100)), len: 200, ..good }),
+        ErrorKind::AddressWraps
+    );
     let outside = [DmaBufAttr { len: 1 << 30, ..good }, DmaBufAttr { offset: DmaBufOffset(1 << 40), ..good }];
     for attr in outside {
         let kind = refused(attr);
-        assert!(matches!(kind, ErrorKind::BadAddress | ErrorKind::OutOfBounds | ErrorKind::InvalidArgument), "{kind}");
+        assert!(
+            matches!(kind, ErrorKind::BadAddress | ErrorKind::OutOfBounds | ErrorKind::InvalidArgument),
+            "{kind}"
+        );
     }
     let ranges = [memory.range];
     let both = MrAttr { dma_buf: Some(good), ..MrAttr::new(&ranges, REMOTE) };
@@ -116,11 +123,13 @@ fn mr_13_what_is_wrong_with_a_dma_buf_is_refused(world: &World) {
     let unflagged = MrAttr { dma_buf: Some(good), ..MrAttr::new(&[], REMOTE) };
     assert_eq!(net.try_expose(&unflagged, MrFlags::empty()).unwrap_err().kind(), ErrorKind::InvalidArgument);
     let nowhere = MrAttr { dma_buf: Some(good), iface: Some(IfaceKind::NEURON), ..MrAttr::new(&[], REMOTE) };
-    let error = net.try_expose(&nowhere, MrFlags::MR_DMABUF).expect_err("an iface that is not there was believed");
+    let error =
+        net.try_expose(&nowhere, MrFlags::MR_DMABUF).expect_err("an iface that is not there was believed");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     if let Some(device) = &net.device {
         let beyond = MrAttr { iface: Some(device.kind()), device: Some(DeviceId(2)), ..nowhere };
-        let error = net.try_expose(&beyond, MrFlags::MR_DMABUF).expect_err("a device out of range was believed");
+        let error =
+            net.try_expose(&beyond, MrFlags::MR_DMABUF).expect_err("a device out of range was believed");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     }
     assert_eq!(net.live(), before);

@@ -14,7 +14,7 @@ use hmem::{
 };
 
 use crate::{
-    net::{Net, REMOTE, Setup},
+    net::{Net, REMOTE, Setup, wait_held},
     world::{World, needs, over_worlds},
 };
 
@@ -53,14 +53,14 @@ fn evt_01_a_bound_queue_reports_each_registration_with_its_context(world: &World
     assert_eq!(again.kind(), ErrorKind::BadState);
     let memory = net.bytes(4096);
     let ranges = [memory.part(0, 64)];
-    let regions: Vec<_> = (0..20)
-        .map(|context| submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) }))
-        .collect();
+    let regions: Vec<_> =
+        (0..20).map(|context| submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) })).collect();
     for region in &regions {
         let event = event(&queue);
         event.result.expect("registered");
         assert_eq!(Some(event.region), region.id());
-        let context = regions.iter().position(|region| region.id() == Some(event.region)).expect("one of ours");
+        let context =
+            regions.iter().position(|region| region.id() == Some(event.region)).expect("one of ours");
         assert_eq!(event.context, context as u64);
     }
     assert!(queue.read().is_none(), "an event too many");
@@ -133,7 +133,7 @@ fn mr_10_before_completion_there_is_neither_descriptor_nor_key(world: &World) {
     let ranges = [memory.range()];
     let gate = net.faults.hold(Call::Register);
     let region = submit(&net, &MrAttr::new(&ranges, REMOTE));
-    gate.wait_held();
+    wait_held(&gate);
     assert_eq!(region.state(), RegionState::Registering);
     assert_eq!(region.desc().unwrap_err().kind(), ErrorKind::BadState);
     let key = region.key().unwrap_err();
@@ -204,7 +204,8 @@ fn evt_02_an_endpoint_without_rma_event_is_refused(world: &World) {
     let memory = net.filled(&[3; 64]);
     let counter = Arc::new(Counter::new());
     let region = counted(&net, memory.range(), &counter);
-    let error = net.push(&net.key(&region), 0, &[1]).expect_err("reached through an endpoint without RMA_EVENT");
+    let error =
+        net.push(&net.key(&region), 0, &[1]).expect_err("reached through an endpoint without RMA_EVENT");
     assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
     assert_eq!((memory.all(), counter.value()), (vec![3; 64], 0));
     let plain = net.expose(memory.range(), REMOTE);
@@ -232,7 +233,7 @@ fn evt_03_close_during_a_registration_neither_leaks_nor_loses_its_event(world: &
     let attr = |context| MrAttr { context, ..MrAttr::new(&ranges, REMOTE) };
     let gate = net.faults.hold(Call::Register);
     let running = submit(&net, &attr(1));
-    gate.wait_held();
+    wait_held(&gate);
     let waiting = submit(&net, &attr(2));
     let dropped = submit(&net, &attr(3));
     waiting.close().expect("a registration that has not begun is given up at once");
@@ -264,8 +265,9 @@ fn evt_03_a_domain_dropped_during_registrations_ends_cleanly(world: &World) {
     let memory = net.bytes(64);
     let ranges = [memory.range()];
     let gate = net.faults.hold(Call::Register);
-    let regions: Vec<_> = (0..5).map(|context| submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) })).collect();
-    gate.wait_held();
+    let regions: Vec<_> =
+        (0..5).map(|context| submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) })).collect();
+    wait_held(&gate);
     let busy = net.target.domain.close().expect_err("closed under its registrations");
     assert_eq!(busy.error.kind(), ErrorKind::Busy);
     drop((busy.value, net.target.endpoint, net.target.cq, regions));

@@ -3,8 +3,8 @@
 use std::{os::unix::process::ExitStatusExt, process::Output, sync::Arc};
 
 use hmem::{
-    Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, ErrorKind, Hmem, Iface, IfaceExt,
-    IfaceKind, Registry,
+    Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, ErrorKind, Hmem, Iface,
+    IfaceExt, IfaceKind, Registry,
     iface::{AllocRequest, DmaBufMapping},
     provider::Nic,
     registry::Owner,
@@ -50,7 +50,9 @@ fn hm_01_ifaces_answer_whose_an_address_is() {
             assert_eq!(memory.offset_of(address), Some(AllocOffset(offset)));
         }
         let stack = 0u8;
-        for foreign in [Address(0), Address::of_ptr(&stack), Address(u64::MAX), Address(memory.base().0 + 10_000)] {
+        for foreign in
+            [Address(0), Address::of_ptr(&stack), Address(u64::MAX), Address(memory.base().0 + 10_000)]
+        {
             assert_eq!(iface.query(foreign).unwrap(), None, "{name}: {foreign} is foreign");
         }
         let second = allocate(&*iface, 64, kind);
@@ -140,7 +142,8 @@ fn hm_03_copies_reach_exactly_their_bytes_in_every_size_class() {
         }
         let mut bytes = [0; 34];
         iface.read(memory.base(), &mut bytes).unwrap();
-        let expected: Vec<u8> = [vec![0xEE], vec![3; 3], vec![7; 7], vec![1], vec![0xEE; 8], vec![13; 13], vec![0xEE]].concat();
+        let expected: Vec<u8> =
+            [vec![0xEE], vec![3; 3], vec![7; 7], vec![1], vec![0xEE; 8], vec![13; 13], vec![0xEE]].concat();
         assert_eq!(bytes.to_vec(), expected, "{name}");
         let last = Address(memory.base().0 + LEN - 1);
         for error in [iface.write(last, &[1, 2]), iface.read(last, &mut [0; 2])] {
@@ -192,7 +195,10 @@ fn hm_04_vendors_that_are_not_there_say_why_and_the_others_go_on() {
             }
             Err(error) => {
                 assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-                assert!(error.to_string().contains(&format!("`{feature}`")), "{error} does not name the feature");
+                assert!(
+                    error.to_string().contains(&format!("`{feature}`")),
+                    "{error} does not name the feature"
+                );
             }
         }
     }
@@ -207,7 +213,8 @@ fn mapped(fd: &impl std::os::fd::AsFd, offset: u64, len: usize) -> Vec<u8> {
     let whole = inside + len;
     // SAFETY: a new mapping at an address that the kernel picks, read while it is mapped.
     unsafe {
-        let start = mmap(std::ptr::null_mut(), whole, ProtFlags::READ, MapFlags::SHARED, fd, page).expect("mmap");
+        let start =
+            mmap(std::ptr::null_mut(), whole, ProtFlags::READ, MapFlags::SHARED, fd, page).expect("mmap");
         let bytes = std::slice::from_raw_parts(start.cast::<u8>().add(inside), len).to_vec();
         munmap(start, whole).expect("munmap");
         bytes
@@ -228,11 +235,16 @@ fn hm_06_exports_reach_exactly_their_bytes() {
             let export = iface.export_dma_buf(range, &nic, DmaBufMapping::Default).expect("export");
             assert_eq!((export.alloc_offset, export.len), (AllocOffset(offset), len));
             let found = mapped(&export.fd, export.offset.0, len as usize);
-            assert!(found == bytes[offset as usize..(offset + len) as usize], "{}: {len} bytes at {offset}", iface.name());
+            assert!(
+                found == bytes[offset as usize..(offset + len) as usize],
+                "{}: {len} bytes at {offset}",
+                iface.name()
+            );
             iface.release_dma_buf(export).expect("release");
         }
         let outside = AddressRange::new(memory.base(), 100_001).unwrap();
-        let error = iface.export_dma_buf(outside, &nic, DmaBufMapping::Default).expect_err("past the allocation");
+        let error =
+            iface.export_dma_buf(outside, &nic, DmaBufMapping::Default).expect_err("past the allocation");
         assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{}", iface.name());
     }
 }
@@ -270,7 +282,8 @@ fn hm_11_an_iface_from_outside_the_workspace_plugs_in() {
 #[test]
 fn hm_12_the_filter_picks_ifaces_by_name() {
     let build = |names: &str| {
-        let simulated = Simulated::builder().kind(IfaceKind(0x111)).name("sim-b").window(1 << 28).build().unwrap();
+        let simulated =
+            Simulated::builder().kind(IfaceKind(0x111)).name("sim-b").window(1 << 28).build().unwrap();
         Hmem::builder().shared_iface(device(Style::Identity)).iface(simulated).ifaces(names).build()
     };
     let names = |hmem: &Hmem| hmem.registry().iter().map(|iface| iface.name().to_owned()).collect::<Vec<_>>();

@@ -73,7 +73,11 @@ fn key_02_keys_of_closed_regions_do_not_come_back_soon(world: &World) {
         let region = net.expose(memory.range(), REMOTE);
         let key = region.key().expect("key").as_u64().unwrap();
         if let Some(before) = seen.insert(key, round) {
-            assert!(world.key_size == 4 && round - before >= 255, "a key came back after {} others", round - before);
+            assert!(
+                world.key_size == 4 && round - before >= 255,
+                "a key came back after {} others",
+                round - before
+            );
         }
         if world.key_size == 4 {
             assert!(u32::try_from(key).is_ok(), "{key:#x} has more than 32 bits");
@@ -110,7 +114,8 @@ fn key_03_raw_attr_says_the_size_needed_and_works_on_every_region(world: &World)
         let expected = if world.virtual_addresses() { region.range().start().0 } else { 0 };
         assert_eq!(base, Iova(expected));
     }
-    let raws: BTreeSet<_> = [&whole, &sub, &several].iter().map(|region| region.raw_key().unwrap().0).collect();
+    let raws: BTreeSet<_> =
+        [&whole, &sub, &several].iter().map(|region| region.raw_key().unwrap().0).collect();
     assert_eq!(raws.len(), 3, "two regions have one raw key");
 }
 
@@ -129,14 +134,28 @@ fn key_04_raw_keys_are_mapped_and_unmapped(world: &World) {
     }
     let refused = RemoteKey::from_bytes(&keys[0].to_bytes()).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Malformed, "a mapped key means nothing elsewhere");
-    assert_eq!(net.target.domain.unmap_key(&keys[0]).unwrap_err().kind(), ErrorKind::InvalidKey, "another domain's");
+    assert_eq!(
+        net.target.domain.unmap_key(&keys[0]).unwrap_err().kind(),
+        ErrorKind::InvalidKey,
+        "another domain's"
+    );
     net.initiator.domain.unmap_key(&keys[0]).expect("unmap");
     assert_eq!(net.push(&keys[0], 0, &[1]).unwrap_err().kind(), ErrorKind::InvalidKey);
-    assert_eq!(net.initiator.domain.unmap_key(&keys[0]).unwrap_err().kind(), ErrorKind::InvalidKey, "unmapped twice");
+    assert_eq!(
+        net.initiator.domain.unmap_key(&keys[0]).unwrap_err().kind(),
+        ErrorKind::InvalidKey,
+        "unmapped twice"
+    );
     net.assert_works(&keys[1]);
     region.close().expect("a mapping at the peer does not hold the region");
-    assert_eq!(net.push(&keys[1], 0, &[1]).unwrap_err().kind(), ErrorKind::InvalidKey, "the region is closed");
-    for wrong in [vec![], raw.0[..raw.0.len() - 1].to_vec(), [&raw.0[..], &[0]].concat(), vec![0; raw.0.len()]] {
+    assert_eq!(
+        net.push(&keys[1], 0, &[1]).unwrap_err().kind(),
+        ErrorKind::InvalidKey,
+        "the region is closed"
+    );
+    for wrong in
+        [vec![], raw.0[..raw.0.len() - 1].to_vec(), [&raw.0[..], &[0]].concat(), vec![0; raw.0.len()]]
+    {
         assert_eq!(map_of(&net, &wrong), Err(ErrorKind::Malformed), "{} bytes", wrong.len());
     }
     assert_eq!(net.initiator.domain.live().mapped_keys, before + 1);
@@ -165,7 +184,8 @@ fn key_04_a_domain_with_mapped_keys_is_busy_at_close() {
 fn key_05_only_peers_with_the_same_key_reach_the_region(world: &World) {
     let (ours, theirs) = (AuthKey(b"ours".to_vec()), AuthKey(b"theirs".to_vec()));
     // The domains' key is `ours`; the initiator's endpoint carries `ours`, the domain's by default, or `theirs`.
-    for (endpoint, reaches_ours) in [(Some(ours.clone()), true), (None, true), (Some(theirs.clone()), false)] {
+    for (endpoint, reaches_ours) in [(Some(ours.clone()), true), (None, true), (Some(theirs.clone()), false)]
+    {
         let mut setup = Setup::of(world);
         setup.target.auth_key = ours.clone();
         setup.initiator.auth_key = ours.clone();
@@ -176,9 +196,13 @@ fn key_05_only_peers_with_the_same_key_reach_the_region(world: &World) {
         let attr = MrAttr::new(&ranges, REMOTE);
         let empty = AuthKey::default();
         let by_default = net.expose(memory.range(), REMOTE);
-        let with_empty = net.try_expose(&MrAttr { auth_key: Some(&empty), ..attr }, MrFlags::empty()).expect("register");
-        let with_theirs = net.try_expose(&MrAttr { auth_key: Some(&theirs), ..attr }, MrFlags::empty()).expect("register");
-        for (region, reached) in [(&by_default, reaches_ours), (&with_empty, reaches_ours), (&with_theirs, !reaches_ours)] {
+        let with_empty =
+            net.try_expose(&MrAttr { auth_key: Some(&empty), ..attr }, MrFlags::empty()).expect("register");
+        let with_theirs =
+            net.try_expose(&MrAttr { auth_key: Some(&theirs), ..attr }, MrFlags::empty()).expect("register");
+        for (region, reached) in
+            [(&by_default, reaches_ours), (&with_empty, reaches_ours), (&with_theirs, !reaches_ours)]
+        {
             let key = net.key(region);
             if reached {
                 net.assert_works(&key);
@@ -209,7 +233,13 @@ fn key_06_a_key_crosses_processes_unchanged() {
             .collect();
         let key = RemoteKey::from_bytes(&bytes).expect("the key as it was sent");
         let piece = key.pieces().next().expect("a piece");
-        println!("received {} {:?} {:#x} {}", key.as_u64().unwrap(), key.addressing(), piece.base.0, piece.len);
+        println!(
+            "received {} {:?} {:#x} {}",
+            key.as_u64().unwrap(),
+            key.addressing(),
+            piece.base.0,
+            piece.len
+        );
         return;
     }
     let net = Net::open(&World { progress: Progress::ByHand, ..World::PLAIN.with_mode(HARDWARE) });
@@ -233,7 +263,8 @@ fn key_06_truncated_and_altered_keys_are_refused() {
         assert_eq!(RemoteKey::from_bytes(&bytes).expect("unchanged"), key);
         assert_eq!(&bytes[..5], b"hmRK\x01", "the form says what it is and which version");
         let refused = |bytes: &[u8], what: &str| {
-            let error = RemoteKey::from_bytes(bytes).err().unwrap_or_else(|| panic!("{what} was read as a key"));
+            let error =
+                RemoteKey::from_bytes(bytes).err().unwrap_or_else(|| panic!("{what} was read as a key"));
             assert_eq!(error.kind(), ErrorKind::Malformed);
             assert!(error.context_value("wrong").is_some());
         };

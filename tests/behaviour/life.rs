@@ -13,7 +13,7 @@ use hmem::{
 
 use crate::{
     memory::{Bytes, HostPages, pattern},
-    net::{LOCAL, Net, REMOTE, remote},
+    net::{LOCAL, Net, REMOTE, remote, wait_held},
     world::{Memory, World, need, needs, over_worlds},
 };
 
@@ -46,7 +46,7 @@ fn mr_05_close_ends_transfers_in_flight_before_it_returns(world: &World) {
     let gate = net.faults.hold(Call::Transfer);
     thread::scope(|scope| {
         let transfer = scope.spawn(|| net.push(&key, 0, &[0x22; 4096]));
-        gate.wait_held();
+        wait_held(&gate);
         let closing = scope.spawn(|| {
             region.close().expect("close");
             memory.all()
@@ -232,9 +232,17 @@ fn read_stale(world: &World) -> (Vec<u8>, Vec<u8>) {
 }
 
 fn mr_07_without_registering_again_pinned_pages_are_the_old_ones(world: &World) {
-    let expected = if world.has(MrMode::MMU_NOTIFY) { (b"new pages", b"written!!") } else { (b"old pages", b"new pages") };
+    let expected = if world.has(MrMode::MMU_NOTIFY) {
+        (b"new pages", b"written!!")
+    } else {
+        (b"old pages", b"new pages")
+    };
     let (read, memory) = read_stale(world);
-    assert_eq!((&read[..], &memory[..]), (&expected.0[..], &expected.1[..]), "this mode would hide a stale registration");
+    assert_eq!(
+        (&read[..], &memory[..]),
+        (&expected.0[..], &expected.1[..]),
+        "this mode would hide a stale registration"
+    );
 }
 
 fn mr_07_without_registering_again_followed_pages_are_the_new_ones(world: &World) {
@@ -275,5 +283,7 @@ fn mr_14_a_single_use_key_works_once(world: &World) {
     }
     let results: Vec<_> = (0..8).map(|_| net.completion().result.map_err(|error| error.kind())).collect();
     assert_eq!(results.iter().filter(|result| result.is_ok()).count(), 1, "{results:?}");
-    assert!(results.iter().filter_map(|result| result.as_ref().err()).all(|kind| *kind == ErrorKind::InvalidKey));
+    assert!(
+        results.iter().filter_map(|result| result.as_ref().err()).all(|kind| *kind == ErrorKind::InvalidKey)
+    );
 }

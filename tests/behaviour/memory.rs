@@ -2,9 +2,7 @@
 
 use std::{ptr, slice, sync::Arc};
 
-use hmem::{
-    Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Iface, iface::AllocRequest,
-};
+use hmem::{Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Iface, iface::AllocRequest};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
 /// Anonymous pages, unmapped on drop.
@@ -77,7 +75,8 @@ pub(crate) enum Bytes {
 
 impl Bytes {
     pub(crate) fn on_device(iface: &Arc<dyn Iface>, device: u32, len: usize) -> Self {
-        let request = AllocRequest { len: len as u64, device: DeviceId(device), kind: AllocationKind::Device };
+        let request =
+            AllocRequest { len: len as u64, device: DeviceId(device), kind: AllocationKind::Device };
         Self::Device(DeviceBuffer::allocate(iface, &request).expect("allocate device memory"))
     }
 

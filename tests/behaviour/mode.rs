@@ -1,15 +1,15 @@
 //! MODE-01 to MODE-13: what each bit of mr_mode asks of the application, and what holds without it.
 
 use hmem::{
-    Access, AddressRange, Addressing, DomainAttr, ErrorKind, Hmem, Iova, MrAttr, MrFlags, MrMode, RegionState,
-    RemoteKey,
+    Access, AddressRange, Addressing, DomainAttr, ErrorKind, Hmem, Iova, MrAttr, MrFlags, MrMode,
+    RegionState, RemoteKey,
     p2p::loopback::{Call, Loopback},
     transfer::Operation,
 };
 
 use crate::{
     memory::{Bytes, HostPages, pattern},
-    net::{LOCAL, LOOPBACK, Net, REMOTE, open_endpoint, remote, segment},
+    net::{LOCAL, LOOPBACK, Net, REMOTE, open_endpoint, remote, segment, wait_held},
     world::{EVERY_BIT, Need, World, need, needs, over_worlds},
 };
 
@@ -60,7 +60,8 @@ fn mode_01_the_mode_in_force_is_what_was_negotiated(world: &World) {
         assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::ModeMismatch, 61));
         assert_eq!(error.context_value("bits"), Some(bit.to_string().as_str()), "{error}");
     }
-    let unknown = DomainAttr { mr_mode: EVERY_BIT | MrMode::from_bits_retain(1 << 30), ..DomainAttr::default() };
+    let unknown =
+        DomainAttr { mr_mode: EVERY_BIT | MrMode::from_bits_retain(1 << 30), ..DomainAttr::default() };
     assert_eq!(net.hmem.domain(LOOPBACK, unknown).unwrap_err().kind(), ErrorKind::ModeMismatch);
 }
 
@@ -97,7 +98,10 @@ fn mode_02_peers_address_from_0_with_the_requested_key(world: &World) {
         let attr = MrAttr::new(&ranges, REMOTE).key(requested);
         let region = net.target.register(&attr, MrFlags::empty()).expect("register");
         let key = region.key().expect("key");
-        assert_eq!((key.as_u64().unwrap(), key.base(), key.addressing()), (requested, Iova(0), Addressing::ZeroBased));
+        assert_eq!(
+            (key.as_u64().unwrap(), key.base(), key.addressing()),
+            (requested, Iova(0), Addressing::ZeroBased)
+        );
         // A peer needs no more than the number that both agreed on.
         let agreed = RemoteKey::new(Addressing::ZeroBased, Iova(0), 50, requested);
         net.push(&agreed, 7, b"well known").expect("write");
@@ -123,8 +127,16 @@ fn mode_03_local_buffers_need_a_descriptor_of_a_live_region(world: &World) {
     assert_eq!(write(None), if needed { Err(ErrorKind::NoRegion) } else { Ok(64) }, "no descriptor");
     let before = memory.all();
     local.bytes.put(0, &[0xEE; 64]);
-    assert_eq!(write(Some(region.desc().unwrap())), Err(ErrorKind::NoRegion), "the other domain's descriptor");
-    assert_eq!(write(Some(hmem::LocalKey::from_provider(0x1234_5678_9ABC))), Err(ErrorKind::NoRegion), "a forged one");
+    assert_eq!(
+        write(Some(region.desc().unwrap())),
+        Err(ErrorKind::NoRegion),
+        "the other domain's descriptor"
+    );
+    assert_eq!(
+        write(Some(hmem::LocalKey::from_provider(0x1234_5678_9ABC))),
+        Err(ErrorKind::NoRegion),
+        "a forged one"
+    );
     let stale = net.local(64, LOCAL);
     let desc = stale.region.desc().unwrap();
     stale.region.close().expect("close");
@@ -147,9 +159,17 @@ fn mode_04_raw_keys_work_once_mapped(world: &World) {
     net.assert_works(&mapped);
     let number = mapped.as_u64().unwrap();
     let unmapped = RemoteKey::new(mapped.addressing(), base, 64, number);
-    assert_eq!(net.push(&unmapped, 0, &[1]).unwrap_err().kind(), ErrorKind::InvalidKey, "used without mapping it");
+    assert_eq!(
+        net.push(&unmapped, 0, &[1]).unwrap_err().kind(),
+        ErrorKind::InvalidKey,
+        "used without mapping it"
+    );
     net.initiator.domain.unmap_key(&mapped).expect("unmap");
-    assert_eq!(net.push(&mapped, 0, &[1]).unwrap_err().kind(), ErrorKind::InvalidKey, "used after unmapping it");
+    assert_eq!(
+        net.push(&mapped, 0, &[1]).unwrap_err().kind(),
+        ErrorKind::InvalidKey,
+        "used after unmapping it"
+    );
 }
 
 fn mode_05_peers_use_the_targets_addresses_for_every_range(world: &World) {
@@ -170,7 +190,11 @@ fn mode_05_peers_use_the_targets_addresses_for_every_range(world: &World) {
         assert_eq!(past.kind(), ErrorKind::OutOfBounds);
     }
     let zero_based = RemoteKey::new(Addressing::ZeroBased, Iova(0), 677, key.as_u64().unwrap());
-    assert_eq!(net.pull(&zero_based, 0, 1).unwrap_err().kind(), ErrorKind::OutOfBounds, "offsets are no addresses");
+    assert_eq!(
+        net.pull(&zero_based, 0, 1).unwrap_err().kind(),
+        ErrorKind::OutOfBounds,
+        "offsets are no addresses"
+    );
 }
 
 fn mode_06_a_range_without_pages_is_refused(world: &World) {
@@ -179,7 +203,8 @@ fn mode_06_a_range_without_pages_is_refused(world: &World) {
     let (pages, hole) = (HostPages::new(8192), HostPages::reserved(4096));
     let refused = |range: AddressRange, access: Access| {
         let ranges = [range];
-        let error = net.try_expose(&MrAttr::new(&ranges, access), MrFlags::empty()).expect_err("no pages there");
+        let error =
+            net.try_expose(&MrAttr::new(&ranges, access), MrFlags::empty()).expect_err("no pages there");
         assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::BadAddress, 14), "{error}");
         assert_eq!(net.live(), before);
     };
@@ -204,7 +229,8 @@ fn mode_07_the_requested_key_is_ignored(world: &World) {
     };
     // Twice the same number, a number wider than the key, and the number that means "none".
     let regions = [5, 5, u64::MAX - 1, u64::MAX].map(register);
-    let keys: std::collections::BTreeSet<_> = regions.iter().map(|region| region.key().unwrap().as_u64().unwrap()).collect();
+    let keys: std::collections::BTreeSet<_> =
+        regions.iter().map(|region| region.key().unwrap().as_u64().unwrap()).collect();
     assert_eq!(keys.len(), 4, "the provider gave a key twice");
     for region in &regions {
         net.assert_works(&net.key(region));
@@ -218,12 +244,17 @@ fn mode_08_only_refreshed_pages_are_promised(world: &World) {
     let key = net.key(&region);
     let page = |at: u64| memory.part(at * 4096, 4096);
     memory.put(0, &pattern(8, 4 * 4096));
-    let reached = || [0, 1, 2, 3].map(|at| net.pull(&key, at * 4096, 64).map(|_| ()).map_err(|error| error.kind()));
+    let reached =
+        || [0, 1, 2, 3].map(|at| net.pull(&key, at * 4096, 64).map(|_| ()).map_err(|error| error.kind()));
     let missing = Err(ErrorKind::BadAddress);
     assert_eq!(reached(), [missing; 4], "pages that came after registration were never announced");
     region.refresh(&[page(1), page(3)]).expect("refresh two pages");
     assert_eq!(reached(), [missing, Ok(()), missing, Ok(())]);
-    assert_eq!(net.pull(&key, 4096 - 1, 2).unwrap_err().kind(), ErrorKind::BadAddress, "half of it is not promised");
+    assert_eq!(
+        net.pull(&key, 4096 - 1, 2).unwrap_err().kind(),
+        ErrorKind::BadAddress,
+        "half of it is not promised"
+    );
     let outside = AddressRange::new(page(3).start(), 4097).expect("range");
     assert_eq!(region.refresh(&[outside]).unwrap_err().kind(), ErrorKind::OutOfBounds);
     assert_eq!(reached(), [missing, Ok(()), missing, Ok(())], "a refused refresh changed something");
@@ -243,7 +274,7 @@ fn mode_08_peers_fail_during_a_refresh(world: &World) {
     let gate = net.faults.hold(Call::Refresh);
     std::thread::scope(|scope| {
         let refreshing = scope.spawn(|| region.refresh(&[]));
-        gate.wait_held();
+        wait_held(&gate);
         net.push(&key, 0, &[1]).expect_err("written during a refresh");
         net.pull(&key, 0, 1).expect_err("read during a refresh");
         assert_eq!(memory.all(), [4; 4096]);
@@ -332,7 +363,8 @@ fn mode_11_device_buffers_need_a_descriptor_or_are_found_out(world: &World) {
     let without = |range: AddressRange, operation: Operation<'_>| {
         net.transfer(operation, &[segment(range, None)]).map_err(|error| error.kind())
     };
-    let on_device = if world.has(MrMode::LOCAL) || world.has(MrMode::HMEM) { Err(ErrorKind::NoRegion) } else { Ok(64) };
+    let on_device =
+        if world.has(MrMode::LOCAL) || world.has(MrMode::HMEM) { Err(ErrorKind::NoRegion) } else { Ok(64) };
     assert_eq!(without(device.range(), Operation::Write { remote: &write }), on_device);
     assert_eq!(memory.get(64, 64) == pattern(5, 64), on_device.is_ok(), "the iface was not found out");
     memory.put(0, &pattern(6, 64));
@@ -364,7 +396,11 @@ fn mode_13_basic_and_scalable_stand_alone() {
         hmem.domain(LOOPBACK, attr).map(|domain| domain.mr_mode()).map_err(|error| error.kind())
     };
     let free = hmem(MrMode::empty(), MrMode::BASIC_MEANS);
-    assert_eq!(open(&free, MrMode::BASIC), Ok(MrMode::BASIC), "BASIC is forced on a provider that needs nothing");
+    assert_eq!(
+        open(&free, MrMode::BASIC),
+        Ok(MrMode::BASIC),
+        "BASIC is forced on a provider that needs nothing"
+    );
     assert_eq!(open(&free, MrMode::SCALABLE), Ok(MrMode::SCALABLE));
     for bit in MrMode::all().iter() {
         for alone in [MrMode::BASIC, MrMode::SCALABLE] {

@@ -1,17 +1,15 @@
 //! MR-01 to MR-04, MR-12, MR-13, MR-15: what registers, and what is refused.
 
 use hmem::{
-    Access, Address, AddressRange, DeviceId, ErrorKind, IfaceKind, Iova, MemoryRegion, MrAttr, MrFlags, MrMode,
-    Result, os_page_sizes,
-    p2p::loopback::Memory as Pages,
-    transfer::Operation,
+    Access, Address, AddressRange, DeviceId, ErrorKind, IfaceKind, Iova, MemoryRegion, MrAttr, MrFlags,
+    MrMode, Result, os_page_sizes, p2p::loopback::Memory as Pages, transfer::Operation,
 };
 
 use crate::{
     child,
     memory::{Bytes, HostPages, pattern},
     net::{LOCAL, Net, REMOTE, Setup, remote},
-    world::{World, need, needs, over_worlds},
+    world::{World, need, over_worlds},
 };
 
 over_worlds! {
@@ -29,7 +27,12 @@ over_worlds! {
 }
 
 /// The three calls, with the same key.
-fn three_ways(net: &Net, range: AddressRange, access: Access, key: u64) -> [Box<dyn Fn() -> Result<MemoryRegion> + '_>; 3] {
+fn three_ways(
+    net: &Net,
+    range: AddressRange,
+    access: Access,
+    key: u64,
+) -> [Box<dyn Fn() -> Result<MemoryRegion> + '_>; 3] {
     let usable = |region: Result<MemoryRegion>| {
         let region = region?;
         net.target.make_usable(&region)?;
@@ -177,7 +180,10 @@ fn mr_04_each_mistake_is_its_own_error_and_registers_nothing(world: &World) {
     assert_eq!(kind(&plain, MrFlags::from_bits_retain(1)), ErrorKind::BadFlags);
     assert_eq!(kind(&plain, MrFlags::from_bits_retain(1 << 63)), ErrorKind::BadFlags);
     assert_eq!(kind(&MrAttr::new(&good, Access::from_bits_retain(1)), none), ErrorKind::BadAccess);
-    assert_eq!(kind(&MrAttr::new(&good, REMOTE | Access::from_bits_retain(1 << 14)), none), ErrorKind::BadAccess);
+    assert_eq!(
+        kind(&MrAttr::new(&good, REMOTE | Access::from_bits_retain(1 << 14)), none),
+        ErrorKind::BadAccess
+    );
     assert_eq!(kind(&plain, MrFlags::HMEM_DEVICE_ONLY | MrFlags::HMEM_HOST_ALLOC), ErrorKind::BadFlags);
     assert_eq!(kind(&plain, MrFlags::MR_DMABUF), ErrorKind::InvalidArgument);
     let wraps = AddressRange::new(Address(u64::MAX - 4), 6).unwrap_err();
@@ -208,7 +214,8 @@ fn mr_04_a_provider_limit_is_an_error_of_its_own() {
 #[test]
 fn mr_04_refused_registrations_leave_no_fd() {
     child::alone("mr::mr_04_refused_registrations_leave_no_fd", || {
-        let world = World { memory: crate::world::Memory::Device(hmem::system::Style::Identity), ..World::PLAIN };
+        let world =
+            World { memory: crate::world::Memory::Device(hmem::system::Style::Identity), ..World::PLAIN };
         let net = Net::open(&world);
         let memory = net.bytes(8192);
         let taken = net.expose(memory.part(0, 4096), REMOTE);
@@ -234,7 +241,8 @@ fn mr_12_single_flags_are_honoured(world: &World) {
     let attr = MrAttr::new(&attr, REMOTE);
     let persistent = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("RMA_PMEM");
     net.assert_works(&net.key(&persistent));
-    let kind = |flags, attr: &MrAttr<'_>| net.try_expose(attr, flags).map(|_| ()).map_err(|error| error.kind());
+    let kind =
+        |flags, attr: &MrAttr<'_>| net.try_expose(attr, flags).map(|_| ()).map_err(|error| error.kind());
     let device_only = if world.is_system() { Err(ErrorKind::InvalidArgument) } else { Ok(()) };
     assert_eq!(kind(MrFlags::HMEM_DEVICE_ONLY, &attr), device_only, "HMEM_DEVICE_ONLY");
     // This memory is not from a device API's host allocator, whatever it is.
@@ -264,7 +272,8 @@ fn mr_12_host_alloc_ignores_the_device_and_iface_is_ignored_without_hmem() {
     let world = World { memory: crate::world::Memory::Device(hmem::system::Style::Identity), ..World::PLAIN };
     let net = Net::open(&world);
     let device = std::sync::Arc::clone(net.device.as_ref().unwrap()) as std::sync::Arc<dyn hmem::Iface>;
-    let request = hmem::iface::AllocRequest { len: 4096, device: DeviceId(0), kind: hmem::AllocationKind::Host };
+    let request =
+        hmem::iface::AllocRequest { len: 4096, device: DeviceId(0), kind: hmem::AllocationKind::Host };
     let host = hmem::DeviceBuffer::allocate(&device, &request).expect("host memory of the device API");
     let on_device = net.bytes(4096);
     let none = MrFlags::empty();
@@ -296,7 +305,8 @@ fn mr_12_host_alloc_ignores_the_device_and_iface_is_ignored_without_hmem() {
     let net = setup.open();
     let memory = net.bytes(64);
     let ranges = [memory.range()];
-    let claimed = MrAttr { iface: Some(IfaceKind::CUDA), device: Some(DeviceId(9)), ..MrAttr::new(&ranges, REMOTE) };
+    let claimed =
+        MrAttr { iface: Some(IfaceKind::CUDA), device: Some(DeviceId(9)), ..MrAttr::new(&ranges, REMOTE) };
     let region = net.try_expose(&claimed, none).expect("iface is ignored without the HMEM capability");
     assert_eq!(region.iface().unwrap().0, IfaceKind::SYSTEM);
 }
@@ -319,7 +329,9 @@ fn mr_15_page_sizes_that_the_system_has_are_taken_and_others_refused(world: &Wor
     let ranges = [memory.part(5, 5000)];
     let attr = MrAttr::new(&ranges, REMOTE);
     for page_size in std::iter::once(0).chain(os_page_sizes().iter().copied()) {
-        let region = net.try_expose(&MrAttr { page_size, ..attr }, MrFlags::empty()).expect("a page size of the system");
+        let region = net
+            .try_expose(&MrAttr { page_size, ..attr }, MrFlags::empty())
+            .expect("a page size of the system");
         assert_eq!(region.page_size(), page_size);
         net.assert_works(&net.key(&region));
     }

@@ -11,10 +11,12 @@ use std::{
 use hmem::{
     Access, AddressRange, AuthKey, Domain, DomainAttr, Endpoint, Hmem, Iface, Iova, LocalKey, MemoryRegion,
     MrAttr, MrFlags, MrMode, RemoteKey, Result,
-    p2p::loopback::{self, Faults, Loopback},
+    p2p::loopback::{self, Faults, Gate, Loopback},
     provider::{CompletionQueue, EndpointAttr, Live},
     system::{Simulated, Style},
-    transfer::{AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
+    transfer::{
+        AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest,
+    },
 };
 
 use crate::{
@@ -135,19 +137,29 @@ impl Side {
 
     /// The next completion, making progress on this side and the other.
     pub(crate) fn wait(&self, others: &[&Self]) -> Completion {
-        let deadline = Instant::now() + Duration::from_secs(60);
         let mut out = Vec::new();
-        loop {
+        eventually("the end of a transfer", || {
             for side in others {
                 side.domain.progress().expect("progress");
             }
-            if self.cq.read(&mut out, 1).expect("read completions") == 1 {
-                return out.remove(0);
-            }
-            assert!(Instant::now() < deadline, "a transfer never completed");
-            std::thread::yield_now();
-        }
+            self.cq.read(&mut out, 1).expect("read completions") == 1
+        });
+        out.remove(0)
     }
+}
+
+/// Waits for a state that another thread brings about; a minute without it is a failure instead of a hang.
+pub(crate) fn eventually(what: &str, mut reached: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !reached() {
+        assert!(Instant::now() < deadline, "{what} never came about");
+        std::thread::yield_now();
+    }
+}
+
+/// Waits until a call is held by the gate.
+pub(crate) fn wait_held(gate: &Gate) {
+    eventually("the held call", || gate.is_holding());
 }
 
 pub(crate) fn open_endpoint(

@@ -25,7 +25,14 @@ fn p2p_06_the_same_transfers_give_the_same_bytes_on_every_path(world: &World) {
     let mut local_model = pattern(2, LEN);
     local.bytes.put(0, &local_model);
     // Sizes around pages, copy chunks and words; offsets that no alignment fits.
-    for (at, from, len) in [(0, 0, 1), (1, 7, 4095), (4095, 4096, 8193), (70_001, 3, 65_537), (262_143, 9, 2), (12_345, 40_000, 200_000)] {
+    for (at, from, len) in [
+        (0, 0, 1),
+        (1, 7, 4095),
+        (4095, 4096, 8193),
+        (70_001, 3, 65_537),
+        (262_143, 9, 2),
+        (12_345, 40_000, 200_000),
+    ] {
         let to = [remote(&key, at as u64, len as u64)];
         let moved = net.transfer(Operation::Write { remote: &to }, &[local.segment(from as u64, len as u64)]);
         assert_eq!(moved.expect("write"), len as u64);
@@ -33,7 +40,8 @@ fn p2p_06_the_same_transfers_give_the_same_bytes_on_every_path(world: &World) {
     }
     for (at, into, len) in [(5, 1, 1), (0, 100_001, 70_000), (4090, 4097, 12)] {
         let from = [remote(&key, at as u64, len as u64)];
-        net.transfer(Operation::Read { remote: &from }, &[local.segment(into as u64, len as u64)]).expect("read");
+        net.transfer(Operation::Read { remote: &from }, &[local.segment(into as u64, len as u64)])
+            .expect("read");
         local_model[into..into + len].copy_from_slice(&model[at..at + len]);
     }
     // Several pieces on both sides, cut at different places.
@@ -69,7 +77,11 @@ fn p2p_06_the_path_is_the_one_that_the_policy_asks_for(world: &World) {
     assert_eq!(decision.iface, region.iface().unwrap().0);
     if let Some(device) = &net.device {
         let exports = device.stats().calls(hmem::system::Call::ExportDmaBuf);
-        assert_eq!(exports, u64::from(expected == Path::DmaBuf), "a device handle went to the NIC, or none did");
+        assert_eq!(
+            exports,
+            u64::from(expected == Path::DmaBuf),
+            "a device handle went to the NIC, or none did"
+        );
     }
 }
 
@@ -83,7 +95,11 @@ fn p2p_06_a_required_path_that_is_blocked_fails_and_enabled_goes_round_it() {
     let policies = [P2pPolicy::Required, P2pPolicy::Enabled, P2pPolicy::Preferred].map(attr);
     let net = setup.open();
     let memory = net.filled(&pattern(3, 64));
-    net.device.as_ref().unwrap().set_exportable(memory.range().start(), false).expect("the test's own memory");
+    net.device
+        .as_ref()
+        .unwrap()
+        .set_exportable(memory.range().start(), false)
+        .expect("the test's own memory");
     let ranges = [memory.range()];
     let [required, enabled, preferred] = policies.map(|attr| {
         let domain = net.hmem.domain(crate::net::LOOPBACK, attr).expect("open");
@@ -99,6 +115,9 @@ fn p2p_06_a_required_path_that_is_blocked_fails_and_enabled_goes_round_it() {
         let region = region.expect("staged instead");
         let decision = region.decision().unwrap();
         assert_eq!(decision.path, Path::Staged);
-        assert!(decision.attempts[0].path == Path::DmaBuf && decision.attempts[0].error.is_some(), "{decision}");
+        assert!(
+            decision.attempts[0].path == Path::DmaBuf && decision.attempts[0].error.is_some(),
+            "{decision}"
+        );
     }
 }

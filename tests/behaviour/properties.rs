@@ -55,7 +55,10 @@ fn key_01_keys_follow_a_map_of_what_is_in_use() {
                         match net.target.register(&attr, MrFlags::empty()) {
                             Ok(region) => {
                                 memory.put(key * 64, &[round as u8]);
-                                prop_assert!(live.insert(key, (region, round as u8)).is_none(), "{key} given twice");
+                                prop_assert!(
+                                    live.insert(key, (region, round as u8)).is_none(),
+                                    "{key} given twice"
+                                );
                             }
                             Err(error) => {
                                 prop_assert_eq!(error.kind(), ErrorKind::NoKey);
@@ -72,7 +75,8 @@ fn key_01_keys_follow_a_map_of_what_is_in_use() {
                     KeyStep::Use(key) => {
                         let name = RemoteKey::new(Addressing::ZeroBased, Iova(0), 64, key);
                         let read = net.pull(&name, 0, 1).map_err(|error| error.kind());
-                        let expected = live.get(&key).map(|(_, byte)| vec![*byte]).ok_or(ErrorKind::InvalidKey);
+                        let expected =
+                            live.get(&key).map(|(_, byte)| vec![*byte]).ok_or(ErrorKind::InvalidKey);
                         prop_assert_eq!(read, expected);
                     }
                 }
@@ -119,7 +123,9 @@ struct Case {
 }
 
 fn rights() -> impl Strategy<Value = Access> {
-    (0..1u64 << 7).prop_map(|bits| Access::all().iter().enumerate().filter(|(at, _)| bits >> at & 1 == 1).map(|(_, bit)| bit).collect())
+    (0..1u64 << 7).prop_map(|bits| {
+        Access::all().iter().enumerate().filter(|(at, _)| bits >> at & 1 == 1).map(|(_, bit)| bit).collect()
+    })
 }
 
 fn cases() -> impl Strategy<Value = Case> {
@@ -154,7 +160,8 @@ fn run(net: &Net, case: &Case) -> Result<(), TestCaseError> {
     let key = net.key(&region);
     for (round, (write, offset, len)) in case.accesses.iter().enumerate() {
         let right = if *write { Access::REMOTE_WRITE } else { Access::REMOTE_READ };
-        let bytes: Option<Vec<usize>> = (*offset..offset + len).map(|address| places.get(&address).copied()).collect();
+        let bytes: Option<Vec<usize>> =
+            (*offset..offset + len).map(|address| places.get(&address).copied()).collect();
         let expected = match &bytes {
             _ if !case.access.contains(right) => Err(ErrorKind::AccessDenied),
             None => Err(ErrorKind::OutOfBounds),
@@ -213,10 +220,12 @@ fn mr_09_the_local_side_follows_its_rights() {
         let key = net.key(&region);
         check(60, &(rights(), any::<bool>(), 0u64..40, 0u64..40), |(access, write, offset, len)| {
             let local = net.local(32, access);
-            let outside = hmem::AddressRange::new(hmem::Address(local.bytes.range().start().0 + offset), len).expect("range");
+            let outside = hmem::AddressRange::new(hmem::Address(local.bytes.range().start().0 + offset), len)
+                .expect("range");
             let segment = crate::net::segment(outside, Some(local.region.desc().expect("desc")));
             let to = [remote(&key, 0, len)];
-            let operation = if write { Operation::Write { remote: &to } } else { Operation::Read { remote: &to } };
+            let operation =
+                if write { Operation::Write { remote: &to } } else { Operation::Read { remote: &to } };
             let right = if write { Access::WRITE } else { Access::READ };
             let moved = net.transfer(operation, &[segment]).map_err(|error| error.kind());
             let expected = if !access.contains(right) {
@@ -238,28 +247,34 @@ fn sub_01_sub_regions_are_windows_of_their_own_on_the_bases_bytes() {
         for net in every_place(mode) {
             let memory = net.filled(&pattern(9, SPACE));
             let base = net.expose(memory.part(100, 800), REMOTE);
-            check(40, &(0u64..SPACE as u64, 1u64..400, 0u64..500, 1u64..300), |(start, len, offset, count)| {
-                let range = memory.part(start, len.min(SPACE as u64 - start));
-                let inside = start >= 100 && start + range.len() <= 900;
-                match base.sub(range, Access::REMOTE_READ, net.fresh_key()) {
-                    Err(error) => {
-                        prop_assert_eq!((error.kind(), inside), (ErrorKind::OutOfBounds, false));
+            check(
+                40,
+                &(0u64..SPACE as u64, 1u64..400, 0u64..500, 1u64..300),
+                |(start, len, offset, count)| {
+                    let range = memory.part(start, len.min(SPACE as u64 - start));
+                    let inside = start >= 100 && start + range.len() <= 900;
+                    match base.sub(range, Access::REMOTE_READ, net.fresh_key()) {
+                        Err(error) => {
+                            prop_assert_eq!((error.kind(), inside), (ErrorKind::OutOfBounds, false));
+                        }
+                        Ok(sub) => {
+                            prop_assert!(inside, "{range} is outside the base");
+                            let read = net
+                                .pull(&net.key(&sub), offset, count as usize)
+                                .map_err(|error| error.kind());
+                            let expected = if offset + count <= range.len() {
+                                let from = (start + offset) as usize;
+                                Ok(pattern(9, SPACE)[from..from + count as usize].to_vec())
+                            } else {
+                                Err(ErrorKind::OutOfBounds)
+                            };
+                            prop_assert_eq!(read, expected);
+                            sub.close().expect("close");
+                        }
                     }
-                    Ok(sub) => {
-                        prop_assert!(inside, "{range} is outside the base");
-                        let read = net.pull(&net.key(&sub), offset, count as usize).map_err(|error| error.kind());
-                        let expected = if offset + count <= range.len() {
-                            let from = (start + offset) as usize;
-                            Ok(pattern(9, SPACE)[from..from + count as usize].to_vec())
-                        } else {
-                            Err(ErrorKind::OutOfBounds)
-                        };
-                        prop_assert_eq!(read, expected);
-                        sub.close().expect("close");
-                    }
-                }
-                Ok(())
-            });
+                    Ok(())
+                },
+            );
         }
     }
 }
@@ -360,7 +375,10 @@ fn key_07_with_32_bit_keys_stale_ones_reach_nothing_and_the_bound_of_guessing_is
     let mut random = TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha);
     let (tries, hits) = successes(&net, (0..TRIES).map(|_| u64::from(random.next_u32())));
     let expected = tries as f64 * live.len() as f64 / 2f64.powi(32);
-    println!("32-bit keys: {hits} of {tries} random guesses hit one of {} live keys; expected {expected:.3}", live.len());
+    println!(
+        "32-bit keys: {hits} of {tries} random guesses hit one of {} live keys; expected {expected:.3}",
+        live.len()
+    );
     // 40 over an expectation of a quarter has a probability below 10^-60: more means that keys cluster where one guesses.
     assert!(hits as f64 <= expected + 40.0);
     let wide = (0..10_000u64).map(|at| live[at as usize % live.len()] | (at + 1) << 32);

@@ -45,7 +45,8 @@ fn mr_08_overlapping_regions_grant_each_its_own_rights(world: &World) {
 fn mr_09_peers_get_the_rights_of_the_key_and_no_others(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&pattern(2, 256));
-    for access in [Access::empty(), Access::REMOTE_READ, Access::REMOTE_WRITE, REMOTE, LOCAL, LOCAL | REMOTE] {
+    for access in [Access::empty(), Access::REMOTE_READ, Access::REMOTE_WRITE, REMOTE, LOCAL, LOCAL | REMOTE]
+    {
         let region = net.expose(memory.range(), access);
         let key = net.key(&region);
         let read = net.pull(&key, 10, 20).map(|_| ()).map_err(|error| error.kind());
@@ -80,7 +81,9 @@ fn mr_09_one_byte_past_either_end_fails_and_moves_nothing(world: &World) {
     let region = net.expose(memory.part(100, 500), REMOTE);
     let key = net.key(&region);
     let past = u64::MAX;
-    for (offset, len) in [(500, 1), (499, 2), (0, 501), (past, 1), (past, 2), (past - 99, 200), (501, 1), (1 << 40, 1)] {
+    for (offset, len) in
+        [(500, 1), (499, 2), (0, 501), (past, 1), (past, 2), (past - 99, 200), (501, 1), (1 << 40, 1)]
+    {
         let write = net.push(&key, offset, &vec![0xFF; len]).expect_err("wrote outside");
         assert_eq!(write.kind(), ErrorKind::OutOfBounds, "write of {len} at {offset:#x}: {write}");
         let read = net.pull(&key, offset, len).expect_err("read outside");
@@ -88,7 +91,10 @@ fn mr_09_one_byte_past_either_end_fails_and_moves_nothing(world: &World) {
     }
     assert_eq!(memory.all(), pattern(4, 1024), "a refused access moved bytes");
     net.push(&key, 0, &[1; 500]).expect("the whole region");
-    assert_eq!((memory.get(99, 1), memory.get(600, 1)), (pattern(4, 1024)[99..100].to_vec(), pattern(4, 1024)[600..601].to_vec()));
+    assert_eq!(
+        (memory.get(99, 1), memory.get(600, 1)),
+        (pattern(4, 1024)[99..100].to_vec(), pattern(4, 1024)[600..601].to_vec())
+    );
 }
 
 fn mr_09_the_local_side_needs_its_right(world: &World) {

@@ -49,7 +49,9 @@ fn the_skipped_list_is_the_committed_one() {
 
 #[test]
 fn every_id_that_this_suite_is_for_has_a_test() {
-    let ids = |prefix: &str, numbers: &[u32]| numbers.iter().map(|n| format!("{prefix}_{n:02}_")).collect::<Vec<_>>();
+    let ids = |prefix: &str, numbers: &[u32]| {
+        numbers.iter().map(|n| format!("{prefix}_{n:02}_")).collect::<Vec<_>>()
+    };
     let wanted = [
         ids("mr", &(1..=16).collect::<Vec<_>>()),
         ids("mode", &(1..=13).collect::<Vec<_>>()),
@@ -66,6 +68,7 @@ fn every_id_that_this_suite_is_for_has_a_test() {
         .expect("the suite's folder")
         .map(|entry| fs::read_to_string(entry.expect("an entry").path()).expect("a source file"))
         .collect();
-    let missing: Vec<_> = wanted.concat().into_iter().filter(|id| !sources.contains(&format!("fn {id}"))).collect();
+    let missing: Vec<_> =
+        wanted.concat().into_iter().filter(|id| !sources.contains(&format!("fn {id}"))).collect();
     assert!(missing.is_empty(), "no test for {missing:?}");
 }

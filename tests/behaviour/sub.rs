@@ -32,7 +32,11 @@ fn sub_01_a_sub_region_has_its_own_key_rights_and_bounds(world: &World) {
     let expected = if world.virtual_addresses() { memory.part(1000, 50).start().0 } else { 0 };
     assert_eq!(key.base().0, expected, "a sub-region is addressed from its own start");
     assert_eq!(net.pull(&key, 0, 50).expect("read"), pattern(1, 8192)[1000..1050]);
-    assert_eq!(net.push(&key, 0, &[0]).unwrap_err().kind(), ErrorKind::AccessDenied, "the base's right leaked");
+    assert_eq!(
+        net.push(&key, 0, &[0]).unwrap_err().kind(),
+        ErrorKind::AccessDenied,
+        "the base's right leaked"
+    );
     assert_eq!(net.pull(&key, 49, 2).unwrap_err().kind(), ErrorKind::OutOfBounds);
     assert_eq!(net.pull(&key, u64::MAX, 1).unwrap_err().kind(), ErrorKind::OutOfBounds);
     // Rights of its own the other way around: the base's key is not needed to write.

@@ -7,7 +7,7 @@ use std::{
     os::unix::fs::FileExt,
     sync::{Arc, Condvar, Mutex},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use hmem::{
@@ -20,7 +20,7 @@ use hmem::{
 use crate::{
     child,
     memory::{Bytes, HostPages, pattern},
-    net::{LOCAL, Net, REMOTE, Side, open_endpoint, remote},
+    net::{LOCAL, Net, REMOTE, Side, eventually, open_endpoint, remote, wait_held},
     world::{EVERY_BIT, World, over_worlds},
 };
 
@@ -81,7 +81,8 @@ fn objects(provider: &Arc<Watched>, mode: MrMode) -> Vec<Option<Box<dyn Any>>> {
     let memory = Bytes::Host(HostPages::new(4096));
     let ranges = [memory.range()];
     // SAFETY: the memory is leaked below, so that it outlives the region in every order.
-    let region = unsafe { domain.regattr(&MrAttr::new(&ranges, REMOTE | LOCAL).key(1), MrFlags::empty()) }.expect("register");
+    let region = unsafe { domain.regattr(&MrAttr::new(&ranges, REMOTE | LOCAL).key(1), MrFlags::empty()) }
+        .expect("register");
     let sub = region.sub(memory.part(64, 64), REMOTE, 2).expect("sub-region");
     let window = domain.alloc_window(WindowType::One).expect("window");
     if mode.contains(MrMode::ENDPOINT) {
@@ -112,15 +113,6 @@ fn objects(provider: &Arc<Watched>, mode: MrMode) -> Vec<Option<Box<dyn Any>>> {
 
 fn threads_of_this_process() -> usize {
     fs::read_dir("/proc/self/task").expect("procfs").count()
-}
-
-/// Waits for a state that another thread brings about.
-fn eventually(what: &str, mut reached: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !reached() {
-        assert!(Instant::now() < deadline, "{what} never came about");
-        thread::yield_now();
-    }
 }
 
 fn every_order(progress: Progress, mode: MrMode) {
@@ -171,7 +163,8 @@ fn mr_11_closing_a_domain_says_what_is_left() {
     let close = |domain: Domain, expected: [&str; 3]| -> Domain {
         let rejected = domain.close().expect_err("closed with something left");
         assert_eq!(rejected.error.kind(), hmem::ErrorKind::Busy);
-        let said = ["regions", "windows", "endpoints"].map(|what| rejected.error.context_value(what).unwrap());
+        let said =
+            ["regions", "windows", "endpoints"].map(|what| rejected.error.context_value(what).unwrap());
         assert_eq!(said, expected);
         rejected.value
     };
@@ -237,7 +230,7 @@ fn mr_16_a_registration_in_the_driver_holds_up_nobody_else(world: &World) {
     let gate = net.faults.hold(Call::Register);
     thread::scope(|scope| {
         let slow = scope.spawn(|| net.expose(memory.part(4096, 4096), REMOTE));
-        gate.wait_held();
+        wait_held(&gate);
         let region = net.expose(memory.part(0, 4096), REMOTE);
         net.assert_works(&net.key(&region));
         region.close().expect("close");
@@ -251,7 +244,9 @@ fn mr_16_a_registration_in_the_driver_holds_up_nobody_else(world: &World) {
 fn present(pages: &HostPages) -> usize {
     let (start, len) = (pages.range().start().0 / 4096, pages.range().len() as usize / 4096);
     let mut entries = vec![0u8; len * 8];
-    fs::File::open("/proc/self/pagemap").and_then(|map| map.read_exact_at(&mut entries, start * 8)).expect("pagemap");
+    fs::File::open("/proc/self/pagemap")
+        .and_then(|map| map.read_exact_at(&mut entries, start * 8))
+        .expect("pagemap");
     entries.chunks(8).filter(|entry| entry[7] & 0x80 != 0).count()
 }
 

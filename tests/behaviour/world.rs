@@ -129,7 +129,13 @@ impl fmt::Display for World {
             Memory::Device(Style::Identity) => "identity-style device",
             Memory::Device(Style::Callback) => "callback-style device",
         };
-        write!(f, "{memory}, {:?} path, mode {}, {}-bit keys", self.policy, self.mode.name, self.key_size * 8)?;
+        write!(
+            f,
+            "{memory}, {:?} path, mode {}, {}-bit keys",
+            self.policy,
+            self.mode.name,
+            self.key_size * 8
+        )?;
         write!(f, ", {:?} progress, {:?} pages", self.progress, self.pages)
     }
 }
@@ -210,24 +216,25 @@ pub(crate) const fn need(class: &'static str, reason: &'static str, met: fn(&Wor
 pub(crate) mod needs {
     use super::*;
 
-    pub(crate) const DIRECT: Need =
-        need("staged path", "the copies of a staged path keep no registration of pages", |world| !world.staged());
     pub(crate) const SYSTEM: Need =
         need("device memory", "the test moves the pages behind an address", World::is_system);
     pub(crate) const DEVICE: Need =
         need("system memory", "it is about device memory", |world| !world.is_system());
     pub(crate) const FOLLOW: Need =
-        need("pinned pages", "pages must be there when they are pinned", |world| world.pages == Pages::Follow);
-    pub(crate) const PINNED: Need = need("followed pages", "it is about pages that stay pinned", |world| {
-        world.pages == Pages::Pinned
+        need("pinned pages", "pages must be there when they are pinned", |world| {
+            world.pages == Pages::Follow
+        });
+    pub(crate) const PINNED: Need =
+        need("followed pages", "it is about pages that stay pinned", |world| world.pages == Pages::Pinned);
+    pub(crate) const BY_HAND: Need = need("progress by thread", "the test steps transfers itself", |world| {
+        world.progress == Progress::ByHand
     });
-    pub(crate) const BY_HAND: Need =
-        need("progress by thread", "the test steps transfers itself", |world| world.progress == Progress::ByHand);
     pub(crate) const KEYS_AT_HAND: Need =
-        need("mode RAW", "keys are exchanged raw: mode_04 and key_04 show it", |world| !world.has(MrMode::RAW));
-    pub(crate) const OWN_KEYS: Need = need("mode PROV_KEY", "the provider picks the keys", |world| {
-        !world.has(MrMode::PROV_KEY)
-    });
+        need("mode RAW", "keys are exchanged raw: mode_04 and key_04 show it", |world| {
+            !world.has(MrMode::RAW)
+        });
+    pub(crate) const OWN_KEYS: Need =
+        need("mode PROV_KEY", "the provider picks the keys", |world| !world.has(MrMode::PROV_KEY));
     pub(crate) const ATOMICS: Need =
         need("staged path", "atomics on staged memory are refused (BNC-03)", |world| !world.staged());
     pub(crate) const NO_ENDPOINT: Need =
@@ -245,12 +252,14 @@ pub(crate) struct Behaviour {
 }
 
 impl Behaviour {
-    /// Shows it in every world that can, and names those where it failed.
+    /// Shows it in every world that can, and names those where it failed. `HMEM_WORLD` picks the worlds whose names
+    /// contain it, to look into one.
     pub(crate) fn run(&self) {
         let mut shown = 0;
         let mut failures = Vec::new();
+        let only = std::env::var("HMEM_WORLD").unwrap_or_default();
         for world in self.worlds.list() {
-            if self.needs.iter().any(|need| !(need.met)(&world)) {
+            if self.needs.iter().any(|need| !(need.met)(&world)) || !world.to_string().contains(&only) {
                 continue;
             }
             shown += 1;
@@ -260,7 +269,12 @@ impl Behaviour {
         }
         assert!(shown > 0, "{}: no world can show this, and a skip is not a pass", self.name);
         let first = failures.iter().take(8).cloned().collect::<Vec<_>>().join("\n  ");
-        assert!(failures.is_empty(), "{} failed in {} of {shown} worlds:\n  {first}", self.name, failures.len());
+        assert!(
+            failures.is_empty(),
+            "{} failed in {} of {shown} worlds:\n  {first}",
+            self.name,
+            failures.len()
+        );
     }
 
     /// A line for each class of worlds that cannot show it.
