@@ -202,9 +202,9 @@ impl Element {
     fn execute(&self, locks: &AtomicLocks, span: Span<'_>) -> Result<u64> {
         let size = self.datatype.size() as usize;
         match span {
-            Span::Direct { at, sync, .. } => {
+            Span::Direct { at, mapping, .. } => {
                 let _lock = locks.of(at).lock();
-                memory::announced(sync, || self.execute_mapped(at))
+                memory::announced(mapping, || self.execute_mapped(at))
             }
             Span::Kernel { .. } | Span::Far { .. } => {
                 let address = match span {

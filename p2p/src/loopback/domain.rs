@@ -18,12 +18,14 @@ use hmem_core::{
 use parking_lot::RwLock;
 
 use super::{
-    Call, Progress,
+    Call, Memory, Progress,
     endpoint::{Endpoint, EndpointState},
     keys::{self, DomainKeys, RawParts, Token},
+    memory::Pinner,
     nic::{Fabric, Nic},
     progress::{ProgressThread, Wake},
     queue::{Cq, Queue},
+    register::Plain,
     table::DomainSlot,
     window::Windows,
 };
@@ -44,6 +46,9 @@ pub(super) struct DomainState {
     endpoints: RwLock<Arc<[Arc<EndpointState>]>>,
     mapped: RwLock<HashMap<u64, RawParts>>,
     pub(super) windows: Windows,
+    pub(super) plain: Plain,
+    /// Where host memory is pinned.
+    pub(super) pinner: Option<Pinner>,
 }
 
 impl DomainState {
@@ -95,6 +100,10 @@ pub(super) struct Domain {
 impl Domain {
     pub(super) fn open(fabric: &Arc<Fabric>, nic: &Arc<Nic>, request: &DomainRequest) -> Result<Arc<Self>> {
         let keys = DomainKeys::new(nic.attr.key_size)?;
+        let pinner = match nic.config.memory {
+            Memory::Follow => None,
+            Memory::Pinned => Some(Pinner::new()?),
+        };
         let state = Arc::new(DomainState {
             fabric: Arc::clone(fabric),
             nic: Arc::clone(nic),
@@ -108,6 +117,12 @@ impl Domain {
             endpoints: RwLock::new(Arc::from([])),
             mapped: RwLock::default(),
             windows: Windows::default(),
+            plain: Plain {
+                owned: !request.mode.contains(MrMode::MMU_NOTIFY),
+                borrowed: !request.mode.intersects(MrMode::MMU_NOTIFY | MrMode::ALLOCATED)
+                    && pinner.is_none(),
+            },
+            pinner,
         });
         let thread = match nic.config.progress {
             Progress::ByHand => None,

@@ -124,7 +124,7 @@ impl<'t> LocalSide<'t> {
             }
             match hold {
                 LocalHold::Region(held) => held.spans(Place::Address(at), len, into)?,
-                LocalHold::Host => into.push(Span::Direct { at, len, sync: None }),
+                LocalHold::Host => into.push(Span::Direct { at, len, mapping: None }),
                 LocalHold::Device(memory) => into.push(Span::Far { at, len, memory }),
             }
         }

@@ -62,9 +62,15 @@ impl Permutation {
 
 #[inline]
 fn round(half: u32, (whiten, factor): (u64, u64)) -> u32 {
-    let product = u128::from(u64::from(half) ^ whiten) * u128::from(factor);
-    let folded = (product >> 64) as u64 ^ product as u64;
+    let folded = fold(u64::from(half) ^ whiten, factor);
     (folded >> 32) as u32 ^ folded as u32
+}
+
+/// The two halves of a product, mixed: every bit of the result depends on every bit of both factors.
+#[inline]
+pub(super) const fn fold(a: u64, b: u64) -> u64 {
+    let product = a as u128 * b as u128;
+    (product >> 64) as u64 ^ product as u64
 }
 
 /// A number from the operating system's generator.

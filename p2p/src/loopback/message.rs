@@ -274,7 +274,7 @@ impl EndpointState {
             found.and_then(|at| state.receives.remove(at))
         };
         // Mapped memory goes straight to the receive; what may fail is read first, so that the failure is the sender's.
-        let mapped = spans.iter().all(|span| matches!(span, Span::Direct { sync: None, .. }));
+        let mapped = spans.iter().all(|span| matches!(span, Span::Direct { mapping: None, .. }));
         let read = self.domain.nic.config.faults.enter(Call::Transfer).and_then(|()| {
             if mapped && receive.is_some() { Ok(Vec::new()) } else { memory::gather(spans.as_slice(), len) }
         });

@@ -11,7 +11,7 @@ use super::{
     endpoint::EndpointState,
     few::Few,
     keys::Token,
-    memory::{PieceMemory, Promises, Span},
+    memory::{PieceMemory, Pinned, Promises, Span},
 };
 
 /// A region: the common case in place, everything rarer behind [`Body::extended`].
@@ -27,6 +27,33 @@ pub(super) struct Body {
     pub(super) access: u16,
     pub(super) kind: Kind,
     pub(super) addressing: Addressing,
+}
+
+/// What a body is made of, before it has a key.
+#[derive(Debug)]
+pub(super) struct NewBody {
+    pub(super) base: u64,
+    pub(super) len: u64,
+    pub(super) extended: Option<Box<Extended>>,
+    pub(super) access: Access,
+    pub(super) kind: Kind,
+    pub(super) addressing: Addressing,
+}
+
+impl NewBody {
+    /// Fills a body that has no extended part.
+    #[inline]
+    pub(super) fn write(self, body: &mut Body, key: u64) {
+        body.key = key;
+        body.base = self.base;
+        body.len = self.len;
+        body.access = self.access.bits() as u16;
+        body.kind = self.kind;
+        body.addressing = self.addressing;
+        if let Some(extended) = self.extended {
+            body.extended.get_or_init(|| extended);
+        }
+    }
 }
 
 /// Where a region's bytes are.
@@ -59,6 +86,17 @@ pub(super) struct Extended {
     pub(super) persistent: bool,
 }
 
+impl Extended {
+    /// Whether it says nothing.
+    pub(super) fn is_empty(&self) -> bool {
+        self.pieces.is_empty()
+            && self.auth_key.is_none()
+            && self.promises.is_none()
+            && self.parent.is_none()
+            && !self.persistent
+    }
+}
+
 /// A piece of a region, or a part of a piece for a sub-region.
 #[derive(Clone, Debug)]
 pub(super) struct RegionPiece {
@@ -67,6 +105,14 @@ pub(super) struct RegionPiece {
     pub(super) memory: PieceMemory,
     /// Where the piece starts in `memory`.
     pub(super) at: u64,
+}
+
+/// Host memory of a region that does not own it.
+#[derive(Debug)]
+pub(super) struct Borrowed<'a> {
+    pub(super) range: AddressRange,
+    /// Its pinned pages, where it has some.
+    pub(super) pinned: Option<&'a Arc<Pinned>>,
 }
 
 /// How an access says where it begins.
@@ -89,12 +135,6 @@ impl Body {
         addressing: Addressing::ZeroBased,
     };
 
-    /// Bytes that it adds to the registered ones.
-    #[inline]
-    pub(super) fn bytes(&self, pages: bool) -> u64 {
-        if pages { self.len } else { 0 }
-    }
-
     #[inline]
     pub(super) fn extended(&self) -> Option<&Extended> {
         self.extended.get().map(|extended| &**extended)
@@ -116,24 +156,24 @@ impl Body {
         Access::from_bits_retain(u64::from(self.access))
     }
 
-    /// The first address that a peer uses for the region's first byte.
-    pub(super) fn first_address(&self) -> u64 {
-        match self.pieces().first() {
-            Some(piece) => piece.range.start().0,
-            None => self.base,
-        }
-    }
-
-    /// The addresses whose pages may change.
-    pub(super) fn borrowed_ranges(&self) -> Vec<AddressRange> {
+    /// The host memory that the region does not own: its pages may change.
+    pub(super) fn borrowed(&self) -> Vec<Borrowed<'_>> {
         match self.kind {
             Kind::Owned => Vec::new(),
-            Kind::Borrowed => AddressRange::new(Address(self.base), self.len).into_iter().collect(),
+            Kind::Borrowed => {
+                let range = AddressRange::new(Address(self.base), self.len).ok();
+                range.map(|range| Borrowed { range, pinned: None }).into_iter().collect()
+            }
             Kind::Pieces => self
                 .pieces()
                 .iter()
-                .filter(|piece| matches!(piece.memory, PieceMemory::Borrowed))
-                .map(|piece| piece.range)
+                .filter_map(|piece| match &piece.memory {
+                    PieceMemory::Borrowed => Some(Borrowed { range: piece.range, pinned: None }),
+                    PieceMemory::Pinned(pinned) => {
+                        Some(Borrowed { range: piece.range, pinned: Some(pinned) })
+                    }
+                    PieceMemory::Owned | PieceMemory::Mapped(_) | PieceMemory::Far(_) => None,
+                })
                 .collect(),
         }
     }
@@ -160,7 +200,7 @@ impl Body {
             promises.read().check(at, len)?;
         }
         into.push(match self.kind {
-            Kind::Owned => Span::Direct { at, len, sync: None },
+            Kind::Owned => Span::Direct { at, len, mapping: None },
             _ => Span::Kernel { at, len },
         });
         Ok(())
@@ -237,19 +277,9 @@ impl Body {
         None
     }
 
-    /// The address of an offset in the run of all pieces.
-    pub(super) fn address_of(&self, mut offset: u64) -> u64 {
-        for piece in self.pieces() {
-            if offset < piece.range.len() {
-                return piece.range.start().0 + offset;
-            }
-            offset -= piece.range.len();
-        }
-        self.base.wrapping_add(offset)
-    }
-
-    /// The parts of the pieces that a sub-region covers.
-    pub(super) fn part(&self, offset: u64, len: u64) -> Vec<RegionPiece> {
+    /// The parts of the pieces that a sub-region covers; one that `widens` the rights to writing does not take it for
+    /// granted that owned memory is writable.
+    pub(super) fn part(&self, offset: u64, len: u64, widens: bool) -> Vec<RegionPiece> {
         let (mut skip, mut left) = (offset, len);
         let mut parts = Vec::new();
         for piece in self.pieces() {
@@ -261,9 +291,13 @@ impl Body {
             if part == 0 {
                 break;
             }
+            let memory = match &piece.memory {
+                PieceMemory::Owned if widens => PieceMemory::Borrowed,
+                memory => memory.clone(),
+            };
             parts.push(RegionPiece {
                 range: piece.range.slice(skip, part).expect("the part was cut to fit the piece"),
-                memory: piece.memory.clone(),
+                memory,
                 at: piece.at + skip,
             });
             left -= part;

@@ -1,21 +1,21 @@
 //! Registration: from a range and a way to reach it to a live entry in the table.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use hmem_core::{
-    AddressRange, Error, ErrorKind, LocalKey, MrFlags, MrMode, Result,
+    AddressRange, AuthKey, Error, ErrorKind, IfaceKind, LocalKey, MrFlags, MrMode, Result,
     counter::Counter,
     provider::{Backing, KeyRequest, Piece, ProviderRegion, RegistrationRequest},
 };
 use parking_lot::RwLock;
 
 use super::{
-    Call, Memory,
+    Call,
     domain::DomainState,
     endpoint::EndpointState,
     keys::{self, Token},
-    memory::{self, PieceMemory, Promises},
-    region::{Body, Extended, Kind, RegionPiece},
+    memory::{self, DeviceMemory, PieceMemory, Pinned, Pinner, Promises, Run, Staged},
+    region::{Extended, Kind, NewBody, RegionPiece},
     table::{Birth, NewKey},
 };
 
@@ -27,14 +27,20 @@ impl DomainState {
     ) -> Result<ProviderRegion> {
         let len = self.check_size(pieces)?;
         self.nic.reserve(len)?;
-        let registered = self.prepare(request, pieces, len).and_then(|body| {
-            self.nic.config.faults.enter(Call::Register)?;
-            self.insert(request, body, true)
-        });
+        let registered = match self.plain(request, pieces) {
+            Some(body) => self.bring_to_life(request, body),
+            None => self.prepare(request, pieces, len).and_then(|body| self.bring_to_life(request, body)),
+        };
         if registered.is_err() {
             self.nic.release(len);
         }
         registered
+    }
+
+    #[inline]
+    fn bring_to_life(&self, request: &RegistrationRequest<'_>, body: NewBody) -> Result<ProviderRegion> {
+        self.nic.config.faults.enter(Call::Register)?;
+        self.insert(request, body, true)
     }
 
     fn check_size(&self, pieces: &[Piece<'_>]) -> Result<u64> {
@@ -62,67 +68,67 @@ impl DomainState {
         }
     }
 
-    /// The body of a region, its memory imported, pinned or checked as the mode demands.
+    /// The body of a region of one piece of host memory about which there is nothing to find out or to keep: the
+    /// common case.
     #[inline]
-    fn prepare(&self, request: &RegistrationRequest<'_>, pieces: &[Piece<'_>], len: u64) -> Result<Body> {
-        let mut body = Body {
-            key: 0,
-            base: 0,
-            len,
-            extended: OnceLock::new(),
-            access: request.access.bits() as u16,
-            kind: Kind::Pieces,
-            addressing: request.addressing,
-        };
-        let pinned = self.nic.config.memory == Memory::Pinned;
-        if let [Piece { range, backing: Backing::Host { owned } }] = pieces
-            && (*owned || !pinned)
-        {
-            if !owned {
-                self.check_pages(request, *range)?;
-            }
-            body.base = range.start().0;
-            body.kind = if *owned { Kind::Owned } else { Kind::Borrowed };
-        }
-        let plain = body.kind != Kind::Pieces
+    fn plain(&self, request: &RegistrationRequest<'_>, pieces: &[Piece<'_>]) -> Option<NewBody> {
+        let [Piece { range, backing: Backing::Host { owned } }] = pieces else { return None };
+        let plain = if *owned { self.plain.owned } else { self.plain.borrowed }
             && !request.flags.contains(MrFlags::RMA_PMEM)
-            && !self.mode.contains(MrMode::MMU_NOTIFY)
-            && *request.auth_key == self.auth_key;
-        if plain { Ok(body) } else { self.prepare_extended(request, pieces, body) }
+            && self.is_own_key(request.auth_key);
+        plain.then(|| NewBody {
+            base: range.start().0,
+            len: range.len(),
+            extended: None,
+            access: request.access,
+            kind: if *owned { Kind::Owned } else { Kind::Borrowed },
+            addressing: request.addressing,
+        })
     }
 
-    fn prepare_extended(
-        &self,
-        request: &RegistrationRequest<'_>,
-        pieces: &[Piece<'_>],
-        body: Body,
-    ) -> Result<Body> {
+    #[inline]
+    fn is_own_key(&self, key: &AuthKey) -> bool {
+        (key.0.is_empty() && self.auth_key.0.is_empty()) || *key == self.auth_key
+    }
+
+    /// The body of any region, its memory imported, pinned or checked as the mode demands.
+    fn prepare(&self, request: &RegistrationRequest<'_>, pieces: &[Piece<'_>], len: u64) -> Result<NewBody> {
         let mut extended = Extended {
-            auth_key: (*request.auth_key != self.auth_key).then(|| request.auth_key.clone()),
+            auth_key: (!self.is_own_key(request.auth_key)).then(|| request.auth_key.clone()),
             persistent: request.flags.contains(MrFlags::RMA_PMEM),
             ..Extended::default()
         };
-        if body.kind == Kind::Pieces {
-            extended.pieces =
-                pieces.iter().map(|piece| self.import(request, piece)).collect::<Result<_>>()?;
-        }
-        let borrowed = || {
-            pieces
-                .iter()
-                .filter(|piece| matches!(piece.backing, Backing::Host { owned: false }))
-                .map(|p| p.range)
+        let mut body = NewBody {
+            base: 0,
+            len,
+            extended: None,
+            access: request.access,
+            kind: Kind::Pieces,
+            addressing: request.addressing,
         };
-        if self.mode.contains(MrMode::MMU_NOTIFY) && borrowed().next().is_some() {
-            let mut promises = Promises::present(borrowed());
-            for piece in pieces {
-                if !matches!(piece.backing, Backing::Host { owned: false }) {
-                    promises
-                        .add(piece.range.start().0, piece.range.start().0.saturating_add(piece.range.len()));
+        match pieces {
+            [Piece { range, backing: Backing::Host { owned } }] if *owned || self.pinner.is_none() => {
+                if !owned {
+                    self.check_pages(request, *range)?;
                 }
+                body.base = range.start().0;
+                body.kind = if *owned { Kind::Owned } else { Kind::Borrowed };
+            }
+            _ => {
+                extended.pieces =
+                    pieces.iter().map(|piece| self.import(request, piece)).collect::<Result<_>>()?;
+            }
+        }
+        let is_borrowed = |piece: &&Piece<'_>| matches!(piece.backing, Backing::Host { owned: false });
+        if self.mode.contains(MrMode::MMU_NOTIFY) && pieces.iter().any(|piece| is_borrowed(&piece)) {
+            let mut promises = Promises::present(pieces.iter().filter(is_borrowed).map(|piece| piece.range));
+            for piece in pieces.iter().filter(|piece| !is_borrowed(piece)) {
+                let start = piece.range.start().0;
+                promises.add(start, start.saturating_add(piece.range.len()));
             }
             extended.promises = Some(Arc::new(RwLock::new(promises)));
         }
-        body.extended.get_or_init(|| Box::new(extended));
+        body.extended = (!extended.is_empty()).then(|| Box::new(extended));
         Ok(body)
     }
 
@@ -137,23 +143,70 @@ impl DomainState {
     }
 
     fn import(&self, request: &RegistrationRequest<'_>, piece: &Piece<'_>) -> Result<RegionPiece> {
-        let at = piece.range.start().0;
+        let imports = &self.nic.attr.imports;
+        let refuse = |what: &'static str| {
+            Error::new(ErrorKind::Unsupported, "register")
+                .provider("loopback")
+                .context("import", what)
+                .context("nic", &self.nic.attr.nic)
+                .remedy("this NIC was built without this import")
+        };
+        let start = piece.range.start().0;
         let (memory, at) = match &piece.backing {
-            Backing::Host { owned: true } => (PieceMemory::Owned, at),
-            Backing::Host { owned: false } => {
-                self.check_pages(request, piece.range)?;
-                (PieceMemory::Borrowed, at)
+            Backing::Host { owned: true } => (PieceMemory::Owned, start),
+            Backing::Host { owned: false } => (self.import_borrowed(request, piece.range)?, start),
+            Backing::DmaBuf { .. } if !imports.dma_buf => return Err(refuse("dma-buf")),
+            Backing::DmaBuf { fd, offset } => {
+                memory::import_fd(*fd, offset.0, piece.range.len(), request.access.nic_writes())?
             }
-            Backing::DmaBuf { .. } | Backing::PeerMemory { .. } | Backing::Staged(_) => {
-                return Err(Error::new(ErrorKind::Unsupported, "register").provider("loopback"));
+            Backing::PeerMemory { .. } if !imports.peer_memory => return Err(refuse("peer memory")),
+            Backing::PeerMemory { address } => {
+                let owner = self.registry.owner_of(*address)?.iface;
+                if owner == IfaceKind::SYSTEM {
+                    return Err(Error::new(ErrorKind::BadAddress, "register")
+                        .provider("loopback")
+                        .context("address", address)
+                        .remedy("no iface knows this device address"));
+                }
+                let memory = DeviceMemory::new(Arc::clone(self.registry.get(owner)?));
+                (PieceMemory::Far(Arc::new(memory)), address.0)
             }
+            Backing::Staged(_) if !imports.staged => return Err(refuse("staged memory")),
+            Backing::Staged(staged) => (PieceMemory::Far(Arc::new(Staged::new(Arc::clone(staged)))), 0),
         };
         Ok(RegionPiece { range: piece.range, memory, at })
     }
 
+    fn import_borrowed(&self, request: &RegistrationRequest<'_>, range: AddressRange) -> Result<PieceMemory> {
+        let Some(pinner) = &self.pinner else {
+            self.check_pages(request, range)?;
+            return Ok(PieceMemory::Borrowed);
+        };
+        let runs = if self.mode.contains(MrMode::MMU_NOTIFY) {
+            self.pin_present(pinner, range)?
+        } else {
+            pinner.pin(range, "register")?
+        };
+        Ok(PieceMemory::Pinned(Arc::new(Pinned::new(runs))))
+    }
+
+    /// Pins those pages that are there; the application says when there are more.
+    fn pin_present(&self, pinner: &Pinner, range: AddressRange) -> Result<Vec<Run>> {
+        let mut runs = Vec::new();
+        for present in Promises::present(std::iter::once(range)).ranges() {
+            runs.extend(pinner.pin(present, "register")?);
+        }
+        Ok(runs)
+    }
+
     /// Puts a region into the table under the key that the mode asks for.
     #[inline]
-    fn insert(&self, request: &RegistrationRequest<'_>, body: Body, pages: bool) -> Result<ProviderRegion> {
+    fn insert(
+        &self,
+        request: &RegistrationRequest<'_>,
+        body: NewBody,
+        pages: bool,
+    ) -> Result<ProviderRegion> {
         let birth = Birth {
             enabled: request.enabled,
             single_use: request.flags.contains(MrFlags::MR_SINGLE_USE),
@@ -161,7 +214,7 @@ impl DomainState {
         };
         let table = &self.nic.table;
         let (token, key) = if !self.requested_keys() {
-            table.insert(self.slot, &NewKey::Sealed(&self.keys), body, birth)?
+            table.insert(self.slot, NewKey::Sealed(&self.keys), body, birth)?
         } else {
             let number = match request.key {
                 KeyRequest::Application(number) => number,
@@ -180,7 +233,7 @@ impl DomainState {
                     .context("key_size", 4)
                     .remedy("request a key that fits the NIC's key size"));
             }
-            table.insert(self.slot, &NewKey::Requested(number), body, birth)?
+            table.insert(self.slot, NewKey::Requested(number), body, birth)?
         };
         Ok(ProviderRegion { token: token.to_u64(), local: LocalKey::from_provider(token.to_u64()), key })
     }
@@ -216,22 +269,30 @@ impl DomainState {
                         .context("base", parent.len)
                         .remedy("a sub-region lies inside its base"));
                 }
+                let widens = request.access.nic_writes() && !parent.access().nic_writes();
+                let pieces = parent.part(offset, len, widens);
+                if widens && pieces.iter().any(|piece| !piece.memory.takes_stores()) {
+                    return Err(Error::new(ErrorKind::AccessDenied, "register sub-region")
+                        .provider("loopback")
+                        .context("access", request.access)
+                        .remedy("the base region was made from a read-only fd"));
+                }
                 let extended = Extended {
-                    pieces: parent.part(offset, len),
-                    auth_key: (*request.auth_key != self.auth_key).then(|| request.auth_key.clone()),
+                    pieces,
+                    auth_key: (!self.is_own_key(request.auth_key)).then(|| request.auth_key.clone()),
                     promises: parent.extended().and_then(|extended| extended.promises.clone()),
                     parent: Some(base),
                     persistent: request.flags.contains(MrFlags::RMA_PMEM)
                         || parent.extended().is_some_and(|extended| extended.persistent),
                     ..Extended::default()
                 };
-                Ok(Body {
-                    key: 0,
+                Ok(NewBody {
                     base: parent.base.wrapping_add(offset),
                     len,
-                    extended: OnceLock::from(Box::new(extended)),
-                    access: request.access.bits() as u16,
-                    kind: parent.kind,
+                    extended: Some(Box::new(extended)),
+                    access: request.access,
+                    // Memory that the base may only read is not known to be mapped writable.
+                    kind: if widens && parent.kind == Kind::Owned { Kind::Borrowed } else { parent.kind },
                     addressing: request.addressing,
                 })
             })
@@ -247,8 +308,7 @@ impl DomainState {
     }
 
     pub(super) fn deregister(&self, token: Token) -> Result<()> {
-        let removed =
-            self.nic.table.remove(self.slot, token, self.requested_keys(), |body| !body.is_sub())?;
+        let removed = self.nic.table.remove(self.slot, token, self.requested_keys())?;
         self.nic.release(removed.bytes);
         if let Some(extended) = removed.extended {
             if let Some(parent) = extended.parent {
@@ -310,25 +370,44 @@ impl DomainState {
         let refreshing = self.nic.table.refresh(self.slot.id, token)?;
         self.nic.config.faults.enter(Call::Refresh)?;
         let write = refreshing.access().nic_writes();
-        let mut named = refreshing.borrowed_ranges();
-        if !ranges.is_empty() {
-            let parts =
-                named.iter().flat_map(|piece| ranges.iter().filter_map(|range| common(*piece, *range)));
-            named = parts.collect();
+        let mut done = Vec::new();
+        for piece in refreshing.borrowed() {
+            let named: Vec<_> = if ranges.is_empty() {
+                vec![piece.range]
+            } else {
+                ranges.iter().filter_map(|range| common(piece.range, *range)).collect()
+            };
+            for range in named {
+                let pages = range.page_aligned(rustix::param::page_size() as u64);
+                let runs = match (&self.pinner, piece.pinned) {
+                    (Some(pinner), Some(_)) => pinner.pin(pages, "refresh")?,
+                    _ => {
+                        memory::populate(range, write, "refresh")?;
+                        Vec::new()
+                    }
+                };
+                done.push((pages, piece.pinned, runs));
+            }
         }
-        for range in &named {
-            memory::populate(*range, write, "refresh")?;
-        }
-        if let Some(promises) = refreshing.extended().and_then(|extended| extended.promises.as_ref()) {
-            let page = rustix::param::page_size() as u64;
-            let mut promises = promises.write();
-            for range in &named {
-                let pages = range.page_aligned(page);
-                promises.add(pages.start().0, pages.start().0.saturating_add(pages.len()));
+        // Only now, that all pages are there, does anything change.
+        let promises = refreshing.extended().and_then(|extended| extended.promises.as_ref());
+        for (pages, pinned, runs) in done {
+            if let Some(pinned) = pinned {
+                pinned.replace(runs);
+            }
+            if let Some(promises) = promises {
+                promises.write().add(pages.start().0, pages.start().0.saturating_add(pages.len()));
             }
         }
         Ok(())
     }
+}
+
+/// Whether one piece of host memory needs no more than its entry in the table.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Plain {
+    pub(super) owned: bool,
+    pub(super) borrowed: bool,
 }
 
 /// The addresses that two ranges share.

@@ -43,21 +43,18 @@
 use std::{
     cell::UnsafeCell,
     fmt,
-    hash::BuildHasher,
     ops::Deref,
-    sync::{
-        OnceLock,
-        atomic::{AtomicU32, AtomicU64, Ordering},
-    },
+    ptr,
+    sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering},
 };
 
-use hashbrown::HashTable;
+use hashbrown::{HashTable, hash_table};
 use hmem_core::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::{
-    keys::{DomainKeys, KnownGeneration, Token},
-    region::{Body, Extended},
+    keys::{DomainKeys, KnownGeneration, Token, fold},
+    region::{Body, Extended, NewBody},
 };
 
 const SHARD_BITS: u32 = 4;
@@ -107,21 +104,76 @@ impl Default for Entry {
     }
 }
 
+/// A run of entries. Allocated once, and freed with the table.
+type Chunk = [Entry; CHUNK];
+
 #[repr(align(128))]
 struct Shard {
     state: Mutex<ShardState>,
-    chunks: Box<[OnceLock<Box<[Entry]>>]>,
+    chunks: Box<[AtomicPtr<Chunk>; CHUNKS]>,
+}
+
+impl Shard {
+    fn new() -> Self {
+        let chunks: Vec<_> = (0..CHUNKS).map(|_| AtomicPtr::default()).collect();
+        Self {
+            state: Mutex::new(ShardState {
+                requested: HashTable::new(),
+                slots: Slots { first_free: NO_INDEX, last_free: NO_INDEX, free: 0, fresh: 0 },
+                counts: Vec::new(),
+            }),
+            chunks: chunks.try_into().unwrap_or_else(|_| unreachable!("as many were made")),
+        }
+    }
+
+    #[inline]
+    fn entry(&self, within: usize) -> Option<&Entry> {
+        let chunk = self.chunks.get(within >> CHUNK_BITS)?.load(Ordering::Acquire);
+        // SAFETY: a chunk pointer is null or, since the Release that stored it, points to a chunk that lives as long
+        // as the shard.
+        let chunk = unsafe { chunk.as_ref() }?;
+        Some(&chunk[within & (CHUNK - 1)])
+    }
+
+    /// Makes sure that there is an entry; the shard's lock is held.
+    fn make_entry(&self, within: usize) {
+        let chunk = &self.chunks[within >> CHUNK_BITS];
+        if chunk.load(Ordering::Relaxed).is_null() {
+            let entries: Box<[Entry]> = (0..CHUNK).map(|_| Entry::default()).collect();
+            let entries: Box<Chunk> =
+                entries.try_into().unwrap_or_else(|_| unreachable!("as many were made"));
+            chunk.store(Box::into_raw(entries), Ordering::Release);
+        }
+    }
+}
+
+impl Drop for Shard {
+    fn drop(&mut self) {
+        for chunk in &mut *self.chunks {
+            let chunk = std::mem::replace(chunk.get_mut(), ptr::null_mut());
+            if !chunk.is_null() {
+                // SAFETY: the pointer came from `Box::into_raw` in `make_entry`, and nobody refers to entries of a
+                // table that is dropped.
+                drop(unsafe { Box::from_raw(chunk) });
+            }
+        }
+    }
 }
 
 struct ShardState {
     requested: HashTable<u32>,
+    slots: Slots,
+    /// By the slot of the domain.
+    counts: Vec<Counts>,
+}
+
+/// The indices of a shard that are to be had.
+struct Slots {
     first_free: u32,
     last_free: u32,
     free: u32,
     /// Entries that were ever used.
     fresh: u32,
-    /// By the slot of the domain.
-    counts: Vec<Counts>,
 }
 
 /// What a domain has registered.
@@ -163,8 +215,9 @@ pub(super) struct Birth {
 }
 
 pub(super) struct Table {
-    shards: Box<[Shard]>,
-    hasher: foldhash::fast::FixedState,
+    shards: [Shard; SHARDS],
+    /// Secret, so that keys cannot be chosen to collide.
+    seed: u64,
     /// Freed indices are reused oldest first instead of newest first.
     narrow: bool,
     idle: Mutex<()>,
@@ -173,20 +226,9 @@ pub(super) struct Table {
 
 impl Table {
     pub(super) fn new(seed: u64, narrow: bool) -> Self {
-        let shard = || Shard {
-            state: Mutex::new(ShardState {
-                requested: HashTable::new(),
-                first_free: NO_INDEX,
-                last_free: NO_INDEX,
-                free: 0,
-                fresh: 0,
-                counts: Vec::new(),
-            }),
-            chunks: (0..CHUNKS).map(|_| OnceLock::new()).collect(),
-        };
         Self {
-            shards: (0..SHARDS).map(|_| shard()).collect(),
-            hasher: foldhash::fast::FixedState::with_seed(seed),
+            shards: std::array::from_fn(|_| Shard::new()),
+            seed,
             narrow,
             idle: Mutex::new(()),
             became_idle: Condvar::new(),
@@ -215,10 +257,13 @@ impl Table {
     }
 
     #[inline]
+    fn shard(&self, index: u32) -> &Shard {
+        &self.shards[index as usize & (SHARDS - 1)]
+    }
+
+    #[inline]
     fn entry(&self, index: u32) -> Option<&Entry> {
-        let shard = &self.shards[index as usize & (SHARDS - 1)];
-        let within = (index >> SHARD_BITS) as usize;
-        shard.chunks.get(within >> CHUNK_BITS)?.get()?.get(within & (CHUNK - 1))
+        self.shard(index).entry((index >> SHARD_BITS) as usize)
     }
 
     /// The entry of an index that came from the free list or the map: those have one.
@@ -229,7 +274,7 @@ impl Table {
 
     #[inline]
     fn hash(&self, domain: u32, key: u64) -> u64 {
-        self.hasher.hash_one((domain, key))
+        fold(key ^ self.seed, u64::from(domain).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
     #[inline]
@@ -241,63 +286,60 @@ impl Table {
     #[inline]
     fn requested_key(&self, index: u32) -> (u32, u64) {
         let entry = self.known(index);
-        // SAFETY: the caller holds the lock of the shard whose map holds `index`. Entries are filled before they
-        // enter the map and leave it before they are emptied, both under that lock, so the body is not being written.
+        // SAFETY: the caller holds the lock of the shard whose map holds `index`. Entries are filled before that lock
+        // is let go, and leave the map under it before they are emptied, so the body is not being written.
         let key = unsafe { (*entry.body.get()).key };
         (entry.domain.load(Ordering::Relaxed), key)
     }
 
     /// Takes a free index, or the next one that was never used.
-    fn take_index(&self, at: usize, state: &mut ShardState) -> Option<u32> {
+    #[inline]
+    fn take_index(&self, at: usize, slots: &mut Slots) -> Option<u32> {
+        // A free entry is preferred to a fresh one unless it has to rest.
         let rest = if self.narrow { RESTING } else { 0 };
-        if state.free <= rest && (state.fresh as usize) < CHUNKS * CHUNK {
-            let within = state.fresh;
-            let chunk = &self.shards[at].chunks[(within >> CHUNK_BITS) as usize];
-            chunk.get_or_init(|| (0..CHUNK).map(|_| Entry::default()).collect());
-            // A free entry is preferred to a fresh one unless it has to rest.
-            if state.free == 0 || self.narrow {
-                state.fresh += 1;
-                return Some(within << SHARD_BITS | at as u32);
-            }
+        if slots.free <= rest && (slots.fresh as usize) < CHUNKS * CHUNK {
+            return Some(self.fresh_index(at, slots));
         }
-        if state.first_free == NO_INDEX {
+        let index = slots.first_free;
+        if index == NO_INDEX {
             return None;
         }
-        let index = state.first_free;
-        state.first_free = self.known(index).link.load(Ordering::Relaxed);
-        if state.first_free == NO_INDEX {
-            state.last_free = NO_INDEX;
-        }
-        state.free -= 1;
+        slots.first_free = self.known(index).link.load(Ordering::Relaxed);
+        slots.free -= 1;
         Some(index)
     }
 
+    fn fresh_index(&self, at: usize, slots: &mut Slots) -> u32 {
+        let within = slots.fresh;
+        self.shards[at].make_entry(within as usize);
+        slots.fresh += 1;
+        within << SHARD_BITS | at as u32
+    }
+
     /// Gives an index back with its next generation; one that has no more is retired.
-    fn give_index(&self, index: u32, entry: &Entry, state: &mut ShardState) {
+    #[inline]
+    fn give_index(&self, index: u32, entry: &Entry, slots: &mut Slots) {
         let generation = (entry.life.load(Ordering::Relaxed) >> GENERATION_SHIFT) as u32;
         let Some(next) = generation.checked_add(1) else { return };
         entry.life.store(u64::from(next) << GENERATION_SHIFT, Ordering::Relaxed);
-        if state.first_free == NO_INDEX {
+        if self.narrow && slots.first_free != NO_INDEX {
             entry.link.store(NO_INDEX, Ordering::Relaxed);
-            (state.first_free, state.last_free) = (index, index);
-        } else if self.narrow {
-            entry.link.store(NO_INDEX, Ordering::Relaxed);
-            self.known(state.last_free).link.store(index, Ordering::Relaxed);
-            state.last_free = index;
+            self.known(slots.last_free).link.store(index, Ordering::Relaxed);
         } else {
-            entry.link.store(state.first_free, Ordering::Relaxed);
-            state.first_free = index;
+            entry.link.store(slots.first_free, Ordering::Relaxed);
+            slots.first_free = index;
         }
-        state.free += 1;
+        slots.last_free = index;
+        slots.free += 1;
     }
 
     /// A shard with room, beginning at the calling thread's own.
-    fn shard_with_room(&self) -> Option<(usize, MutexGuard<'_, ShardState>, u32)> {
+    fn shard_with_room(&self) -> Option<(MutexGuard<'_, ShardState>, u32)> {
         let home = home_shard();
         (0..SHARDS).map(|step| (home + step) % SHARDS).find_map(|at| {
             let mut state = self.shards[at].state.lock();
-            let index = self.take_index(at, &mut state)?;
-            Some((at, state, index))
+            let index = self.take_index(at, &mut state.slots)?;
+            Some((state, index))
         })
     }
 
@@ -306,77 +348,79 @@ impl Table {
     pub(super) fn insert(
         &self,
         domain: DomainSlot,
-        key: &NewKey<'_>,
-        mut body: Body,
+        key: NewKey<'_>,
+        body: NewBody,
         birth: Birth,
     ) -> Result<(Token, u64)> {
-        let (mut state, index, requested) = match key {
+        match key {
             NewKey::Requested(number) => {
-                let hash = self.hash(domain.id, *number);
+                let hash = self.hash(domain.id, number);
                 let at = Self::shard_of_hash(hash);
                 let mut state = self.shards[at].state.lock();
-                if state.requested.find(hash, |&i| self.requested_key(i) == (domain.id, *number)).is_some() {
-                    return Err(key_in_use(*number));
-                }
-                let index = self.take_index(at, &mut state).ok_or_else(full)?;
-                (state, index, Some((hash, *number)))
+                let ShardState { requested, slots, counts } = &mut *state;
+                let found = requested.entry(
+                    hash,
+                    |&i| self.requested_key(i) == (domain.id, number),
+                    |&i| {
+                        let (domain, key) = self.requested_key(i);
+                        self.hash(domain, key)
+                    },
+                );
+                let hash_table::Entry::Vacant(vacant) = found else { return Err(key_in_use(number)) };
+                let index = self.take_index(at, slots).ok_or_else(full)?;
+                vacant.insert(index);
+                Ok((self.fill(index, counts, domain, |_| number, body, birth), number))
             }
-            NewKey::Sealed(_) => {
-                let (_, state, index) = self.shard_with_room().ok_or_else(full)?;
-                (state, index, None)
+            NewKey::Sealed(keys) => {
+                let (mut state, index) = self.shard_with_room().ok_or_else(full)?;
+                let mut number = 0;
+                let seal = |token| {
+                    number = keys.seal(token);
+                    number
+                };
+                let token = self.fill(index, &mut state.counts, domain, seal, body, birth);
+                Ok((token, number))
             }
-        };
+        }
+    }
+
+    /// Fills the entry of an index that was just taken, under the lock under which it was, and brings it to life.
+    #[inline]
+    fn fill(
+        &self,
+        index: u32,
+        counts: &mut [Counts],
+        domain: DomainSlot,
+        key: impl FnOnce(Token) -> u64,
+        new: NewBody,
+        birth: Birth,
+    ) -> Token {
         let entry = self.known(index);
         let generation = (entry.life.load(Ordering::Relaxed) >> GENERATION_SHIFT) as u32;
         let token = Token { index, generation };
-        body.key = match key {
-            NewKey::Requested(number) => *number,
-            NewKey::Sealed(keys) => keys.seal(token),
-        };
-        let (number, bytes) = (body.key, body.bytes(birth.pages));
-        entry.domain.store(domain.id, Ordering::Relaxed);
-        entry.link.store(0, Ordering::Relaxed);
-        // SAFETY: the index was just taken from the free list under the shard's lock, so the entry is in the state
-        // filling and this thread owns its body. The body there is `Body::EMPTY`, which owns nothing.
-        unsafe { entry.body.get().write(body) };
-        if let Some((hash, _)) = requested {
-            state.requested.insert_unique(hash, index, |&i| {
-                let (domain, key) = self.requested_key(i);
-                self.hash(domain, key)
-            });
-        }
-        let counts = &mut state.counts[domain.slot as usize];
+        let counts = &mut counts[domain.slot as usize];
         counts.regions += 1;
         counts.page_registrations += u64::from(birth.pages);
-        counts.bytes += bytes;
-        let mut word = u64::from(generation) << GENERATION_SHIFT | LIVE;
-        if birth.enabled {
-            word |= ENABLED;
-        }
-        if birth.single_use {
-            word |= SINGLE_USE;
-        }
+        counts.bytes += if birth.pages { new.len } else { 0 };
+        entry.domain.store(domain.id, Ordering::Relaxed);
+        entry.link.store(0, Ordering::Relaxed);
+        // SAFETY: the index was just taken from the free ones under the shard's lock, so the entry is in the state
+        // filling and this thread owns its body. Nothing is overwritten that would have to be dropped.
+        unsafe { new.write(&mut *entry.body.get(), key(token)) };
+        let word = u64::from(generation) << GENERATION_SHIFT
+            | LIVE
+            | if birth.enabled { ENABLED } else { 0 }
+            | if birth.single_use { SINGLE_USE } else { 0 };
         entry.life.store(word, Ordering::Release);
-        Ok((token, number))
+        token
     }
 
     /// Removes a region: its key is dead at once, and when this returns nobody uses it. What it owned comes back, to be
     /// dropped outside every lock.
     #[inline]
-    pub(super) fn remove(
-        &self,
-        domain: DomainSlot,
-        token: Token,
-        requested: bool,
-        pages: impl FnOnce(&Body) -> bool,
-    ) -> Result<Removed> {
-        let stale = || {
-            Error::new(ErrorKind::NoRegion, "deregister")
-                .provider("loopback")
-                .remedy("the handle is stale or of another domain")
-        };
+    pub(super) fn remove(&self, domain: DomainSlot, token: Token, requested: bool) -> Result<Removed> {
         let entry = self.entry(token.index).ok_or_else(stale)?;
-        let shard = &self.shards[token.index as usize & (SHARDS - 1)];
+        let shard = self.shard(token.index);
         let mut state = shard.state.lock();
         let word = entry.life.load(Ordering::Relaxed);
         if word >> GENERATION_SHIFT != u64::from(token.generation)
@@ -393,18 +437,17 @@ impl Table {
                 .remedy("close its sub-regions and unbind its windows first"));
         }
         // SAFETY: LIVE is cleared only under the lock held here, so the entry stays live and its body is only read.
-        let (bytes, pages) = unsafe {
+        let (key, len, pages) = unsafe {
             let body = &*entry.body.get();
-            let pages = pages(body);
-            (body.bytes(pages), pages)
+            (body.key, body.len, !body.is_sub())
         };
         if requested {
-            let hash = self.hash(domain.id, self.requested_key(token.index).1);
-            match state.requested.find_entry(hash, |&i| i == token.index) {
+            match state.requested.find_entry(self.hash(domain.id, key), |&i| i == token.index) {
                 Ok(found) => found.remove(),
                 Err(_) => unreachable!("a live requested key is in the map of its shard"),
             };
         }
+        let bytes = if pages { len } else { 0 };
         let counts = &mut state.counts[domain.slot as usize];
         counts.regions -= 1;
         counts.page_registrations -= u64::from(pages);
@@ -417,11 +460,8 @@ impl Table {
         }
         // SAFETY: LIVE is clear and there are no users (the Acquire read that showed it came after their Releases), so
         // this thread, which cleared LIVE, owns the body.
-        let extended = unsafe {
-            let body = &mut *entry.body.get();
-            body.extended.take()
-        };
-        self.give_index(token.index, entry, &mut state);
+        let extended = unsafe { (*entry.body.get()).extended.take() };
+        self.give_index(token.index, entry, &mut state.slots);
         Ok(Removed { bytes, extended })
     }
 
@@ -522,7 +562,7 @@ impl Table {
                 .remedy("the handle is stale or of another domain")
         };
         let entry = self.entry(token.index).ok_or_else(stale)?;
-        let _state = self.shards[token.index as usize & (SHARDS - 1)].state.lock();
+        let _state = self.shard(token.index).state.lock();
         if self.is_live(domain, token) { Ok(change(entry)) } else { Err(stale()) }
     }
 
@@ -541,7 +581,7 @@ impl Table {
 
     /// Takes away what [`Table::add_dependent`] added.
     pub(super) fn remove_dependent(&self, token: Token) {
-        let _state = self.shards[token.index as usize & (SHARDS - 1)].state.lock();
+        let _state = self.shard(token.index).state.lock();
         self.known(token.index).link.fetch_sub(1, Ordering::Relaxed);
     }
 
@@ -596,13 +636,13 @@ impl Table {
 
     /// Reserves an index for something that is no region, such as a window.
     pub(super) fn reserve(&self) -> Result<u32> {
-        self.shard_with_room().map(|(_, _, index)| index).ok_or_else(full)
+        self.shard_with_room().map(|(_, index)| index).ok_or_else(full)
     }
 
     /// Gives a reserved index back.
     pub(super) fn unreserve(&self, index: u32) {
-        let mut state = self.shards[index as usize & (SHARDS - 1)].state.lock();
-        self.give_index(index, self.known(index), &mut state);
+        let mut state = self.shard(index).state.lock();
+        self.give_index(index, self.known(index), &mut state.slots);
     }
 
     /// The regions that a domain still has.
@@ -613,7 +653,7 @@ impl Table {
             if state.counts[domain.slot as usize].regions == 0 {
                 continue;
             }
-            for within in 0..state.fresh {
+            for within in 0..state.slots.fresh {
                 let index = within << SHARD_BITS | at as u32;
                 let entry = self.known(index);
                 let word = entry.life.load(Ordering::Relaxed);
@@ -716,6 +756,13 @@ fn home_shard() -> usize {
         let address = std::ptr::from_ref(here).addr() as u64;
         (address.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SHARD_BITS)) as usize
     })
+}
+
+#[cold]
+fn stale() -> Error {
+    Error::new(ErrorKind::NoRegion, "deregister")
+        .provider("loopback")
+        .remedy("the handle is stale or of another domain")
 }
 
 #[cold]

@@ -7,16 +7,22 @@
 #![allow(unsafe_code)]
 
 mod device;
+mod fd;
 mod host;
+mod pinned;
 mod promises;
+mod staged;
 
 use std::{fmt, sync::Arc};
 
 use hmem_core::{Error, ErrorKind, Result};
 
 pub(super) use device::DeviceMemory;
+pub(super) use fd::{Mapping, import as import_fd};
 pub(super) use host::{direct_pointer, load_host, populate, store_host};
+pub(super) use pinned::{Pinned, Pinner, Run};
 pub(super) use promises::Promises;
+pub(super) use staged::Staged;
 
 /// Bytes that are copied at once by way of a bounce buffer.
 const BOUNCE: usize = 256 << 10;
@@ -33,13 +39,6 @@ pub(super) trait Far: fmt::Debug + Send + Sync {
     fn persist(&self, at: u64, len: u64) -> Result<()>;
 }
 
-/// CPU access to a genuine dma-buf is announced to its exporter.
-pub(super) trait CpuAccess: fmt::Debug + Send + Sync {
-    fn begin(&self, write: bool) -> Result<()>;
-    fn end(&self, write: bool) -> Result<()>;
-    fn persist(&self, at: u64, len: u64) -> Result<()>;
-}
-
 /// The memory of a piece of a region.
 #[derive(Clone, Debug)]
 pub(super) enum PieceMemory {
@@ -47,20 +46,31 @@ pub(super) enum PieceMemory {
     Owned,
     /// The application's addresses, whatever is mapped there.
     Borrowed,
-    /// A mapping of the NIC's own that begins at `base`.
-    Mapped { base: u64, access: Arc<dyn CpuAccess> },
+    /// A mapping of the NIC's own.
+    Mapped(Arc<Mapping>),
+    /// The pages that were at the application's addresses when they were pinned.
+    Pinned(Arc<Pinned>),
     /// Memory behind calls.
     Far(Arc<dyn Far>),
 }
 
 impl PieceMemory {
+    /// Whether a store fails, where it fails, without a fault.
+    pub(super) fn takes_stores(&self) -> bool {
+        match self {
+            Self::Mapped(mapping) => mapping.is_writable(),
+            Self::Owned | Self::Borrowed | Self::Pinned(_) | Self::Far(_) => true,
+        }
+    }
+
     /// Adds the bytes from `at` on; for host memory `at` is the address.
     #[inline]
     pub(super) fn span<'a>(&'a self, at: u64, len: u64, into: &mut super::few::Few<Span<'a>>) -> Result<()> {
         into.push(match self {
-            Self::Owned => Span::Direct { at, len, sync: None },
+            Self::Owned => Span::Direct { at, len, mapping: None },
             Self::Borrowed => Span::Kernel { at, len },
-            Self::Mapped { base, access } => Span::Direct { at: base + at, len, sync: Some(&**access) },
+            Self::Mapped(mapping) => Span::Direct { at: mapping.address(at), len, mapping: Some(mapping) },
+            Self::Pinned(memory) => Span::Far { at, len, memory: &**memory },
             Self::Far(memory) => Span::Far { at, len, memory: &**memory },
         });
         Ok(())
@@ -72,7 +82,7 @@ impl PieceMemory {
 pub(super) enum Span<'a> {
     /// Mapped while the span is in use: its region is held and owns the memory or the mapping, or the caller of `post`
     /// vouches for it.
-    Direct { at: u64, len: u64, sync: Option<&'a dyn CpuAccess> },
+    Direct { at: u64, len: u64, mapping: Option<&'a Mapping> },
     /// The application's addresses, mapped or not.
     Kernel { at: u64, len: u64 },
     /// Behind calls.
@@ -87,11 +97,18 @@ impl<'a> Span<'a> {
         }
     }
 
+    fn mapping(&self) -> Option<&'a Mapping> {
+        match self {
+            Self::Direct { mapping, .. } => *mapping,
+            Self::Kernel { .. } | Self::Far { .. } => None,
+        }
+    }
+
     /// The part of `len` bytes that begins `skip` bytes in.
     #[inline]
     pub(super) const fn part(self, skip: u64, len: u64) -> Self {
         match self {
-            Self::Direct { at, sync, .. } => Self::Direct { at: at + skip, len, sync },
+            Self::Direct { at, mapping, .. } => Self::Direct { at: at + skip, len, mapping },
             Self::Kernel { at, .. } => Self::Kernel { at: at + skip, len },
             Self::Far { at, memory, .. } => Self::Far { at: at + skip, len, memory },
         }
@@ -106,7 +123,7 @@ impl<'a> Span<'a> {
                 let to = Self::Direct {
                     at: into.as_mut_ptr().expose_provenance() as u64,
                     len: into.len() as u64,
-                    sync: None,
+                    mapping: None,
                 };
                 copy_span(self, to)
             }
@@ -122,7 +139,7 @@ impl<'a> Span<'a> {
                 let from = Span::Direct {
                     at: from.as_ptr().expose_provenance() as u64,
                     len: from.len() as u64,
-                    sync: None,
+                    mapping: None,
                 };
                 copy_span(from, self)
             }
@@ -133,7 +150,7 @@ impl<'a> Span<'a> {
     pub(super) fn persist(self) -> Result<()> {
         match self {
             Self::Far { at, len, memory } => memory.persist(at, len),
-            Self::Direct { at, len, sync: Some(access) } => access.persist(at, len),
+            Self::Direct { at, len, mapping: Some(mapping) } => mapping.persist(at, len),
             Self::Direct { .. } | Self::Kernel { .. } => Ok(()),
         }
     }
@@ -172,7 +189,7 @@ pub(super) fn copy(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64> {
 #[inline]
 fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
     match (from, to) {
-        (Span::Direct { at: from, len, sync: None }, Span::Direct { at: to, sync: None, .. }) => {
+        (Span::Direct { at: from, len, mapping: None }, Span::Direct { at: to, mapping: None, .. }) => {
             // SAFETY: both runs are mapped while their spans are in use (`Span::Direct`), and racing accesses are
             // those that `copy_direct` allows.
             unsafe { host::copy_direct(direct_pointer(from), direct_pointer(to), len as usize) };
@@ -180,45 +197,37 @@ fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
         }
         (Span::Far { .. }, _) | (_, Span::Far { .. }) => bounce(from, to),
         _ => {
-            let (reads, writes) = (sync_of(&from), sync_of(&to));
-            let _reading = reads.map(|access| Announced::begin(access, false)).transpose()?;
-            let _writing = writes.map(|access| Announced::begin(access, true)).transpose()?;
+            let _reading = from.mapping().map(|mapping| Announced::begin(mapping, false)).transpose()?;
+            let _writing = to.mapping().map(|mapping| Announced::begin(mapping, true)).transpose()?;
             copy_near(from, to)
         }
     }
 }
 
-fn sync_of<'a>(span: &Span<'a>) -> Option<&'a dyn CpuAccess> {
-    match span {
-        Span::Direct { sync, .. } => *sync,
-        Span::Kernel { .. } | Span::Far { .. } => None,
-    }
-}
-
 /// A CPU access under way.
 struct Announced<'a> {
-    access: &'a dyn CpuAccess,
+    mapping: &'a Mapping,
     write: bool,
 }
 
 impl<'a> Announced<'a> {
-    fn begin(access: &'a dyn CpuAccess, write: bool) -> Result<Self> {
-        access.begin(write)?;
-        Ok(Self { access, write })
+    fn begin(mapping: &'a Mapping, write: bool) -> Result<Self> {
+        mapping.begin(write)?;
+        Ok(Self { mapping, write })
     }
 }
 
 impl Drop for Announced<'_> {
     fn drop(&mut self) {
-        if let Err(error) = self.access.end(self.write) {
+        if let Err(error) = self.mapping.end(self.write) {
             tracing::warn!(%error, "the end of a CPU access to a dma-buf was refused");
         }
     }
 }
 
 /// Runs `access` on memory that may need its CPU accesses announced.
-pub(super) fn announced<T>(sync: Option<&dyn CpuAccess>, access: impl FnOnce() -> T) -> Result<T> {
-    let _announced = sync.map(|sync| Announced::begin(sync, true)).transpose()?;
+pub(super) fn announced<T>(mapping: Option<&Mapping>, access: impl FnOnce() -> T) -> Result<T> {
+    let _announced = mapping.map(|mapping| Announced::begin(mapping, true)).transpose()?;
     Ok(access())
 }
 

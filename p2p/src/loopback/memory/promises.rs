@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, fs::File, os::unix::fs::FileExt};
 
-use hmem_core::{AddressRange, Result};
+use hmem_core::{Address, AddressRange, Result};
 
 use super::bad_address;
 
@@ -22,6 +22,11 @@ impl Promises {
             }
         }
         promises
+    }
+
+    /// What is promised, in address order.
+    pub(in super::super) fn ranges(&self) -> impl Iterator<Item = AddressRange> {
+        self.runs.iter().filter_map(|(&start, &end)| AddressRange::new(Address(start), end - start).ok())
     }
 
     /// Adds the addresses from `start` up to `end`.

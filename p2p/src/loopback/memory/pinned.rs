@@ -1,0 +1,335 @@
+//! Memory as hardware holds it: the pages that were there at registration, whatever is mapped at their addresses now.
+//!
+//! A buffer registered with io_uring keeps its pages until it is unregistered. Bytes move between a scratch file and
+//! those pages with READ_FIXED and WRITE_FIXED, which name the buffer and never look at the page table.
+
+#![allow(unsafe_code)]
+
+use std::{
+    fmt,
+    os::fd::{AsRawFd, OwnedFd},
+    sync::Arc,
+};
+
+use hmem_core::{AddressRange, Errno, Error, ErrorKind, Result};
+use io_uring::{IoUring, opcode, types};
+use parking_lot::{Mutex, RwLock};
+use rustix::fs::MemfdFlags;
+
+use super::{Far, bad_address, direct_pointer};
+
+/// Bytes that move at once.
+const SCRATCH: usize = 1 << 20;
+/// Buffers of one ring; when they are used up there is another ring.
+const SLOTS: u16 = 4096;
+/// What io_uring takes as one buffer.
+const BUFFER: u64 = 1 << 30;
+
+/// Pins pages for a domain.
+pub(in super::super) struct Pinner {
+    rings: Mutex<Vec<Arc<Ring>>>,
+}
+
+impl Pinner {
+    /// # Errors
+    /// Unavailable where the kernel, a sysctl or a filter refuses io_uring.
+    pub(in super::super) fn new() -> Result<Self> {
+        Ok(Self { rings: Mutex::new(vec![Arc::new(Ring::new()?)]) })
+    }
+
+    /// Pins the pages of a range.
+    ///
+    /// # Errors
+    /// BadAddress if pages are missing or cannot be written; OutOfResources at the locked-memory limit.
+    pub(in super::super) fn pin(&self, range: AddressRange, operation: &'static str) -> Result<Vec<Run>> {
+        let mut runs = Vec::new();
+        let mut done = 0;
+        while done < range.len() {
+            let len = (range.len() - done).min(BUFFER);
+            let start = range.start().0 + done;
+            let slot = Arc::new(self.pin_buffer(start, len, operation)?);
+            runs.push(Run { start, len, slot });
+            done += len;
+        }
+        Ok(runs)
+    }
+
+    fn pin_buffer(&self, start: u64, len: u64, operation: &'static str) -> Result<Slot> {
+        loop {
+            let ring = Arc::clone(self.rings.lock().last().expect("there is always a ring"));
+            if let Some(slot) = ring.pin(start, len, operation)? {
+                return Ok(slot);
+            }
+            let mut rings = self.rings.lock();
+            // A ring with slots given back comes to the end of the list, where it is tried first.
+            match rings.iter().position(|ring| ring.has_room()) {
+                Some(at) => {
+                    let last = rings.len() - 1;
+                    rings.swap(at, last);
+                }
+                None => rings.push(Arc::new(Ring::new()?)),
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Pinner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pinner").field("rings", &self.rings.lock().len()).finish()
+    }
+}
+
+/// An io_uring with a table of buffers and a file to copy through.
+struct Ring {
+    state: Mutex<RingState>,
+}
+
+struct RingState {
+    uring: IoUring,
+    scratch: OwnedFd,
+    free: Vec<u16>,
+}
+
+impl Ring {
+    fn new() -> Result<Self> {
+        let refuse = |call: &'static str| {
+            move |error: std::io::Error| {
+                let errno = Errno::of(&error);
+                Error::new(ErrorKind::Unavailable, "pinned memory")
+                    .provider("loopback")
+                    .errno(errno)
+                    .context("call", call)
+                    .remedy(match errno.0 {
+                        libc::EPERM => {
+                            "io_uring is switched off (sysctl kernel.io_uring_disabled, or a seccomp filter)"
+                        }
+                        libc::ENOSYS => "this kernel has no io_uring, or a seccomp filter hides it",
+                        _ => "pinned memory needs io_uring with sparse buffer tables (Linux 5.19)",
+                    })
+            }
+        };
+        let uring = IoUring::new(8).map_err(refuse("io_uring_setup"))?;
+        uring
+            .submitter()
+            .register_buffers_sparse(u32::from(SLOTS))
+            .map_err(refuse("IORING_REGISTER_BUFFERS2"))?;
+        let scratch = rustix::fs::memfd_create("hmem-scratch", MemfdFlags::CLOEXEC)
+            .and_then(|scratch| rustix::fs::ftruncate(&scratch, SCRATCH as u64).map(|()| scratch))
+            .map_err(|errno| refuse("memfd_create")(errno.into()))?;
+        Ok(Self { state: Mutex::new(RingState { uring, scratch, free: (0..SLOTS).rev().collect() }) })
+    }
+
+    fn has_room(&self) -> bool {
+        !self.state.lock().free.is_empty()
+    }
+
+    /// Pins a buffer; `None` if the table is full.
+    fn pin(self: &Arc<Self>, start: u64, len: u64, operation: &'static str) -> Result<Option<Slot>> {
+        let mut state = self.state.lock();
+        let Some(index) = state.free.pop() else { return Ok(None) };
+        let vector = libc::iovec { iov_base: direct_pointer(start).cast(), iov_len: len as usize };
+        if let Err(error) = state.update(index, vector) {
+            state.free.push(index);
+            return Err(refused(&error, start, len, operation));
+        }
+        Ok(Some(Slot { ring: Arc::clone(self), index }))
+    }
+}
+
+impl RingState {
+    fn update(&self, index: u16, vector: libc::iovec) -> std::io::Result<()> {
+        // SAFETY: the kernel takes references to the pages that the vector names, or reports that it cannot. It does
+        // not rely on the addresses afterwards, so they may be unmapped while the buffer is registered; that is what
+        // this is for.
+        unsafe { self.uring.submitter().register_buffers_update(u32::from(index), &[vector], None) }
+    }
+
+    /// Runs one READ_FIXED or WRITE_FIXED on the scratch file and returns how many bytes it moved.
+    fn run(&mut self, entry: &io_uring::squeue::Entry) -> Result<u64> {
+        let failed =
+            |error: &std::io::Error| Error::os(Errno::of(error), "io_uring_enter").provider("loopback");
+        // SAFETY: the entry names a registered buffer and the scratch file, both of which outlive the request: this
+        // waits for its end under the ring's lock.
+        unsafe { self.uring.submission().push(entry) }
+            .map_err(|_| Error::new(ErrorKind::Driver, "io_uring submission").provider("loopback"))?;
+        loop {
+            match self.uring.submit_and_wait(1) {
+                Ok(_) => {}
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(failed(&error)),
+            }
+            if let Some(completion) = self.uring.completion().next() {
+                let result = completion.result();
+                return u64::try_from(result)
+                    .map_err(|_| Error::os(Errno(-result), "io_uring").provider("loopback"));
+            }
+        }
+    }
+}
+
+fn refused(error: &std::io::Error, start: u64, len: u64, operation: &'static str) -> Error {
+    let errno = Errno::of(error);
+    match errno.0 {
+        libc::ENOMEM => {
+            let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
+            let limit = limit.map_or_else(|| "unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
+            Error::os(errno, operation)
+                .provider("loopback")
+                .context("limit", "RLIMIT_MEMLOCK")
+                .context("value", limit)
+                .context("asked for", len)
+                .remedy("raise the locked-memory limit (ulimit -l), or close regions")
+        }
+        libc::EFAULT => Error::new(ErrorKind::BadAddress, operation)
+            .provider("loopback")
+            .errno(errno)
+            .context("range", format_args!("{start:#x}+{len}"))
+            .remedy("a pinned registration needs mapped, writable pages"),
+        _ => Error::os(errno, operation)
+            .provider("loopback")
+            .context("range", format_args!("{start:#x}+{len}"))
+            .remedy("the kernel does not pin these pages for long (files other than memfd and hugetlbfs)"),
+    }
+}
+
+/// One buffer in a ring's table.
+struct Slot {
+    ring: Arc<Ring>,
+    index: u16,
+}
+
+impl Slot {
+    fn load(&self, address: u64, into: &mut [u8]) -> Result<()> {
+        let mut ring = self.ring.state.lock();
+        let scratch = types::Fd(ring.scratch.as_raw_fd());
+        let entry =
+            opcode::WriteFixed::new(scratch, direct_pointer(address), into.len() as u32, self.index).build();
+        let moved = ring.run(&entry)? as usize;
+        if moved == 0 {
+            return Err(bad_address(address, into.len() as u64));
+        }
+        let got = rustix::io::pread(&ring.scratch, &mut into[..moved], 0)
+            .map_err(|errno| Error::os(errno, "pread").provider("loopback"))?;
+        drop(ring);
+        if got < into.len() { self.load(address + got as u64, &mut into[got..]) } else { Ok(()) }
+    }
+
+    fn store(&self, address: u64, from: &[u8]) -> Result<()> {
+        let mut ring = self.ring.state.lock();
+        let put = rustix::io::pwrite(&ring.scratch, from, 0)
+            .map_err(|errno| Error::os(errno, "pwrite").provider("loopback"))?;
+        let scratch = types::Fd(ring.scratch.as_raw_fd());
+        let entry = opcode::ReadFixed::new(scratch, direct_pointer(address), put as u32, self.index).build();
+        let moved = ring.run(&entry)? as usize;
+        drop(ring);
+        if moved == 0 {
+            return Err(bad_address(address, from.len() as u64));
+        }
+        if moved < from.len() { self.store(address + moved as u64, &from[moved..]) } else { Ok(()) }
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        let mut state = self.ring.state.lock();
+        let none = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        match state.update(self.index, none) {
+            Ok(()) => state.free.push(self.index),
+            Err(error) => tracing::error!(%error, "a pinned buffer could not be released"),
+        }
+    }
+}
+
+impl fmt::Debug for Slot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Slot({})", self.index)
+    }
+}
+
+/// Pages of a run of addresses, in one buffer.
+#[derive(Clone, Debug)]
+pub(in super::super) struct Run {
+    start: u64,
+    len: u64,
+    slot: Arc<Slot>,
+}
+
+impl Run {
+    fn end(&self) -> u64 {
+        self.start + self.len
+    }
+}
+
+/// Pinned pages of a piece; positions are the application's addresses.
+#[derive(Debug)]
+pub(in super::super) struct Pinned {
+    /// In address order, disjoint.
+    runs: RwLock<Vec<Run>>,
+}
+
+impl Pinned {
+    pub(in super::super) fn new(runs: Vec<Run>) -> Self {
+        Self { runs: RwLock::new(runs) }
+    }
+
+    /// Puts newly pinned runs in the place of what was there.
+    pub(in super::super) fn replace(&self, new: Vec<Run>) {
+        let mut runs = self.runs.write();
+        for run in &new {
+            let parts = runs.drain(..).flat_map(|old| {
+                let before = Run { len: run.start.saturating_sub(old.start).min(old.len), ..old.clone() };
+                let after_start = run.end().max(old.start);
+                let after = Run {
+                    start: after_start,
+                    len: old.end().saturating_sub(after_start),
+                    slot: Arc::clone(&old.slot),
+                };
+                [before, after]
+            });
+            *runs = parts.filter(|part| part.len > 0).collect();
+        }
+        runs.extend(new);
+        runs.sort_by_key(|run| run.start);
+    }
+
+    /// The pages of an address: how many bytes from there on lie in the same buffer.
+    fn find(&self, at: u64, len: u64) -> Result<(Arc<Slot>, u64)> {
+        let runs = self.runs.read();
+        let after = runs.partition_point(|run| run.start <= at);
+        let run = after.checked_sub(1).map(|index| &runs[index]).filter(|run| at < run.end());
+        let run = run.ok_or_else(|| bad_address(at, len))?;
+        Ok((Arc::clone(&run.slot), len.min(run.end() - at).min(SCRATCH as u64)))
+    }
+}
+
+impl Far for Pinned {
+    fn load(&self, at: u64, into: &mut [u8]) -> Result<()> {
+        let mut done = 0;
+        while done < into.len() {
+            let address = at + done as u64;
+            let (slot, part) = self.find(address, (into.len() - done) as u64)?;
+            slot.load(address, &mut into[done..done + part as usize])?;
+            done += part as usize;
+        }
+        Ok(())
+    }
+
+    fn store(&self, at: u64, from: &[u8]) -> Result<()> {
+        let mut done = 0;
+        while done < from.len() {
+            let address = at + done as u64;
+            let (slot, part) = self.find(address, (from.len() - done) as u64)?;
+            slot.store(address, &from[done..done + part as usize])?;
+            done += part as usize;
+        }
+        Ok(())
+    }
+
+    fn atomic_address(&self, at: u64) -> Result<u64> {
+        Ok(at)
+    }
+
+    fn persist(&self, _at: u64, _len: u64) -> Result<()> {
+        Ok(())
+    }
+}
