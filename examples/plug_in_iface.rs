@@ -16,8 +16,8 @@ use std::{
 
 use hmem::{
     Access, Address, AddressRange, AllocOffset, Allocation, AllocationId, AllocationKind, DeviceBuffer,
-    DeviceId, DmaBufOffset, DomainAttr, Errno, Error, ErrorKind, Hmem, Iface, IfaceKind, Iova, Result,
-    Segment,
+    DeviceId, DmaBufOffset, DomainAttr, Errno, Error, ErrorKind, Hmem, Iface, IfaceKind, Iova, MrMode,
+    Result, Segment,
     iface::{
         AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle, PeerMemoryExport,
     },
@@ -255,7 +255,7 @@ pub(crate) fn run() -> Result<()> {
     let hmem = Hmem::builder()
         .without_vendor_ifaces()
         .iface(FileMemory::default())
-        .provider(Loopback::builder().build()?)
+        .provider(Loopback::builder().needs(MrMode::PROV_KEY).build()?)
         .build()?;
     let domain = hmem.domain("loopback", DomainAttr::default())?;
     let request = AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };

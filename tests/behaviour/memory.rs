@@ -129,7 +129,11 @@ impl Bytes {
     }
 }
 
-/// Bytes that tell their position and their seed apart.
+/// Bytes that tell their position and their seed apart, none of them 0. They repeat after a prime number of bytes, so
+/// that no page, chunk or word looks like its neighbour.
 pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
-    (0..len as u64).map(|at| ((at * 31 + seed * 97 + (at >> 8) * 7) % 251 + 1) as u8).collect()
+    let block: Vec<_> = (0..257).map(|at| ((at * 31 + seed * 97) % 251 + 1) as u8).collect();
+    let mut bytes = block.repeat(len / block.len() + 1);
+    bytes.truncate(len);
+    bytes
 }

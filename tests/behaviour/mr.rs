@@ -1,8 +1,8 @@
 //! MR-01 to MR-04, MR-12, MR-13, MR-15: what registers, and what is refused.
 
 use hmem::{
-    Access, Address, AddressRange, DeviceId, ErrorKind, IfaceKind, Iova, MemoryRegion, MrAttr, MrFlags,
-    MrMode, Result, os_page_sizes, p2p::loopback::Memory as Pages, transfer::Operation,
+    Access, Address, AddressRange, DeviceId, Domain, ErrorKind, IfaceKind, Iova, MemoryRegion, MrAttr,
+    MrFlags, MrMode, Result, os_page_sizes, p2p::loopback::Memory as Pages, transfer::Operation,
 };
 
 use crate::{
@@ -27,27 +27,18 @@ over_worlds! {
 }
 
 /// The three calls, with the same key.
-fn three_ways(
-    net: &Net,
-    range: AddressRange,
-    access: Access,
-    key: u64,
-) -> [Box<dyn Fn() -> Result<MemoryRegion> + '_>; 3] {
-    let usable = |region: Result<MemoryRegion>| {
-        let region = region?;
-        net.target.make_usable(&region)?;
-        Ok(region)
-    };
-    let domain = &net.target.domain;
+type Register<'a> = Box<dyn Fn(AddressRange) -> Result<MemoryRegion> + 'a>;
+
+fn three_ways(domain: &Domain) -> [Register<'_>; 3] {
+    const KEY: u64 = 7;
+    let none = MrFlags::empty();
     [
         // SAFETY: the caller's memory outlives the regions, and no references into it exist.
-        Box::new(move || usable(unsafe { domain.reg(range, access, key, MrFlags::empty()) })),
+        Box::new(move |range| unsafe { domain.reg(range, REMOTE, KEY, none) }),
         // SAFETY: as above.
-        Box::new(move || usable(unsafe { domain.regv(&[range], access, key, MrFlags::empty()) })),
+        Box::new(move |range| unsafe { domain.regv(&[range], REMOTE, KEY, none) }),
         // SAFETY: as above.
-        Box::new(move || {
-            usable(unsafe { domain.regattr(&MrAttr::new(&[range], access).key(key), MrFlags::empty()) })
-        }),
+        Box::new(move |range| unsafe { domain.regattr(&MrAttr::new(&[range], REMOTE).key(KEY), none) }),
     ]
 }
 
@@ -56,8 +47,9 @@ fn mr_01_reg_regv_and_regattr_register_the_same_range_to_the_same_effect(world: 
     let memory = net.bytes(8192);
     let before = net.live();
     let mut lives = Vec::new();
-    for (seed, register) in three_ways(&net, memory.part(100, 5000), REMOTE, 7).into_iter().enumerate() {
-        let region = register().expect("register");
+    for (seed, register) in three_ways(&net.target.domain).into_iter().enumerate() {
+        let region = register(memory.part(100, 5000)).expect("register");
+        net.target.make_usable(&region).expect("bind and enable");
         assert_eq!(region.ranges(), [memory.part(100, 5000)]);
         assert_eq!((region.range(), region.len(), region.access()), (memory.part(100, 5000), 5000, REMOTE));
         let key = net.key(&region);
