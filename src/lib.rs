@@ -27,3 +27,8 @@ pub use hmem_iface_cuda as cuda;
 pub use hmem_iface_rocr as rocr;
 #[cfg(feature = "ze")]
 pub use hmem_iface_ze as ze;
+
+#[doc = include_str!("../README.md")]
+#[cfg(doctest)]
+#[derive(Debug)]
+pub struct Readme;

@@ -233,10 +233,13 @@ impl fmt::Debug for DriverCode {
 
 impl fmt::Display for DriverCode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.name.is_empty() {
-            write!(f, "code {}", self.code)
-        } else {
-            write!(f, "{} ({})", self.name, self.code)
+        // HSA and Level Zero number their codes in hexadecimal, CUDA in decimal, far below.
+        let hexadecimal = self.code >= 0x1000;
+        match (self.name.is_empty(), hexadecimal) {
+            (true, false) => write!(f, "code {}", self.code),
+            (true, true) => write!(f, "code {:#x}", self.code),
+            (false, false) => write!(f, "{} ({})", self.name, self.code),
+            (false, true) => write!(f, "{} ({:#x})", self.name, self.code),
         }
     }
 }

@@ -383,6 +383,22 @@ pub struct EndpointAttr {
     pub depth: usize,
 }
 
+impl EndpointAttr {
+    /// An endpoint with `cq` for both directions, 128 requests deep, and nothing else asked for.
+    #[must_use]
+    pub fn new(cq: &Arc<dyn CompletionQueue>) -> Self {
+        Self {
+            tx_cq: Arc::clone(cq),
+            rx_cq: Arc::clone(cq),
+            rma_event: false,
+            auth_key: None,
+            tx_counter: None,
+            rx_counter: None,
+            depth: 128,
+        }
+    }
+}
+
 /// A queue of completions.
 pub trait CompletionQueue: fmt::Debug + Send + Sync {
     /// Moves up to `max` completions to the end of `out`, after making progress where that is by hand, and

@@ -103,15 +103,17 @@ impl HandleBody {
 
     /// Opens the owner's memory file, and says how long it is.
     pub(crate) fn open_file(&self) -> Result<(OwnedFd, u64)> {
-        let path = format!("/proc/{}/fd/{}", self.pid, self.fd);
-        // Opening anew needs less of a privilege than taking the fd over, and counts as a user of the file.
-        let fd = sys::reopen_path(&path).or_else(|by_path| self.take_fd_over().map_err(|_| by_path));
-        let fd = fd.map_err(|error| self.gone("the owner or its fd is not there").caused_by(error))?;
-        if sys::file_identity(fd.as_fd())? != self.file {
+        // By path needs less of a privilege than taking the fd over.
+        let found = sys::find_path(&format!("/proc/{}/fd/{}", self.pid, self.fd));
+        let found = found.or_else(|by_path| self.take_fd_over().map_err(|_| by_path));
+        let found = found.map_err(|error| self.gone("the owner or its fd is not there").caused_by(error))?;
+        // Only then opened: the number may be a device's by now, which an open would wake.
+        if sys::file_identity(found.as_fd())? != self.file {
             return Err(self.gone("the owner's fd is another file by now"));
         }
-        let stat = rustix::fs::fstat(&fd).map_err(|errno| Error::os(errno, "fstat"))?;
-        Ok((fd, stat.st_size as u64))
+        let stat = rustix::fs::fstat(&found).map_err(|errno| Error::os(errno, "fstat"))?;
+        // Opened anew in any case: that counts as a user of the file.
+        Ok((sys::reopen(found.as_fd())?, stat.st_size as u64))
     }
 
     fn take_fd_over(&self) -> Result<OwnedFd> {
@@ -119,9 +121,8 @@ impl HandleBody {
         let pid = pid.ok_or_else(|| self.gone("no such process"))?;
         let owner = rustix::process::pidfd_open(pid, PidfdFlags::empty())
             .map_err(|errno| Error::os(errno, "pidfd_open").context("pid", self.pid))?;
-        let fd = rustix::process::pidfd_getfd(&owner, self.fd as i32, PidfdGetfdFlags::empty())
-            .map_err(|errno| Error::os(errno, "pidfd_getfd").context("pid", self.pid))?;
-        sys::reopen(fd.as_fd())
+        rustix::process::pidfd_getfd(&owner, self.fd as i32, PidfdGetfdFlags::empty())
+            .map_err(|errno| Error::os(errno, "pidfd_getfd").context("pid", self.pid))
     }
 
     /// The owner, or the allocation, is no longer there.

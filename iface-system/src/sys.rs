@@ -167,12 +167,16 @@ pub(crate) fn file_identity(fd: BorrowedFd<'_>) -> Result<(u64, u64)> {
 /// Opens the file behind an fd of this process once more, for reading and writing: unlike a duplicate, the new
 /// fd is counted by [`is_open_elsewhere`].
 pub(crate) fn reopen(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
-    reopen_path(&format!("/proc/self/fd/{}", fd.as_raw_fd()))
+    open(&format!("/proc/self/fd/{}", fd.as_raw_fd()), OFlags::RDWR)
 }
 
-/// Opens a file of `/proc/<pid>/fd`.
-pub(crate) fn reopen_path(path: &str) -> Result<OwnedFd> {
-    rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+/// Finds a file without opening it, so that nothing happens to what it turns out to be.
+pub(crate) fn find_path(path: &str) -> Result<OwnedFd> {
+    open(path, OFlags::PATH)
+}
+
+fn open(path: &str, flags: OFlags) -> Result<OwnedFd> {
+    rustix::fs::open(path, flags | OFlags::CLOEXEC, Mode::empty())
         .map_err(|errno| Error::os(errno, "open").context("path", path))
 }
 
@@ -328,5 +332,21 @@ impl Udmabuf {
                 .context("size", size)
                 .remedy("raise /sys/module/udmabuf/parameters/size_limit_mb if the range is longer than that")
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn udmabuf_layout_and_opcode_are_those_of_the_kernel_header() {
+        // What `UDMABUF_CREATE` of linux/udmabuf.h expands to on every architecture with the generic ioctl
+        // encoding.
+        const UDMABUF_CREATE: u32 = 0x4018_7542;
+        let create = CreateUdmabuf(UdmabufCreate { memfd: 0, flags: 0, offset: 0, size: 0 });
+        assert_eq!(create.opcode(), UDMABUF_CREATE);
+        assert_eq!(std::mem::offset_of!(UdmabufCreate, offset), 8);
+        assert_eq!(std::mem::offset_of!(UdmabufCreate, size), 16);
     }
 }

@@ -253,13 +253,15 @@ fn describe(functions: &Functions, handle: DeviceHandle, id: DeviceId) -> Result
     Ok(Some(Device {
         id,
         name: text(properties.name),
-        pci_bus_id: pci_bus_id(functions, handle)?,
+        pci_bus_id: pci_bus_id(functions, handle),
         memory: memory_of(functions, handle)?,
     }))
 }
 
-/// Where the device sits; `None` if its driver has no such extension.
-fn pci_bus_id(functions: &Functions, handle: DeviceHandle) -> Result<Option<String>> {
+/// Where the device sits; `None` if its driver does not say.
+///
+/// A driver without the extension says unsupported; Intel's says uninitialized of a device that is on no PCI bus.
+fn pci_bus_id(functions: &Functions, handle: DeviceHandle) -> Option<String> {
     let mut pci = PciProperties {
         stype: sys::ZE_STRUCTURE_TYPE_PCI_EXT_PROPERTIES,
         next: ptr::null_mut(),
@@ -274,14 +276,11 @@ fn pci_bus_id(functions: &Functions, handle: DeviceHandle) -> Result<Option<Stri
     // SAFETY: the device is one that its driver listed; the structure says its type and ends the chain.
     let code = unsafe { (functions.device_pci_get_properties)(handle, &mut pci) };
     match check(code, "zeDevicePciGetPropertiesExt") {
-        Ok(()) => {
-            Ok(Some(format!("{:04x}:{:02x}:{:02x}.{:x}", pci.domain, pci.bus, pci.device, pci.function)))
-        }
-        Err(error) if error.is_unsupported() => {
+        Ok(()) => Some(format!("{:04x}:{:02x}:{:02x}.{:x}", pci.domain, pci.bus, pci.device, pci.function)),
+        Err(error) => {
             tracing::debug!(%error, "a device without a PCI bus id");
-            Ok(None)
+            None
         }
-        Err(error) => Err(error),
     }
 }
 

@@ -1,7 +1,7 @@
 //! From a range to a registered handle: path decisions, staged copies, and providers.
 //!
-//! [`path::Paths`] decides how a NIC gets at memory; [`staging`] moves what it cannot reach; [`loopback`] is the
-//! software NIC.
+//! [`path::Paths`] decides how a NIC gets at memory; [`staging`] moves what it cannot reach; [`loopback`] is a
+//! software NIC inside the process.
 //!
 //! # Things this crate does not do
 //!

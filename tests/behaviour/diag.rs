@@ -83,7 +83,7 @@ fn diag_04_each_registration_is_a_span_with_its_range_and_outcome(world: &World)
             let range = memory.part(offset, 1000);
             let region = net.expose(range, REMOTE);
             let said = notes.take();
-            let spans: Vec<_> = said.iter().filter(|line| line.starts_with("span regattr")).collect();
+            let spans: Vec<_> = said.iter().filter(|line| line.starts_with("span register")).collect();
             assert_eq!(spans.len(), 1, "one registration is one span: {said:?}");
             assert!(spans[0].contains(&range.to_string()), "{} names its range", spans[0]);
             let path = region.decision().unwrap().path.name();

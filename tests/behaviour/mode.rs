@@ -1,5 +1,7 @@
 //! MODE-01 to MODE-13: what each bit of mr_mode asks of the application, and what holds without it.
 
+use std::sync::Arc;
+
 use hmem::{
     Access, AddressRange, Addressing, DomainAttr, ErrorKind, Hmem, Iova, MrAttr, MrFlags, MrMode,
     RegionState, RemoteKey,
@@ -9,7 +11,7 @@ use hmem::{
 
 use crate::{
     memory::{Bytes, HostPages, pattern},
-    net::{LOCAL, LOOPBACK, Net, REMOTE, open_endpoint, remote, segment, wait_held},
+    net::{LOCAL, LOOPBACK, Net, REMOTE, Side, open_endpoint, remote, segment, wait_held},
     world::{EVERY_BIT, Need, World, need, needs, over_worlds},
 };
 
@@ -41,8 +43,7 @@ over_worlds! {
         need("modes without ENDPOINT", "binding to an endpoint is refused there", |world| world.has(MrMode::ENDPOINT));
     mode_10_other_modes_do_not_bind_to_endpoints: Modes, needs::NO_ENDPOINT;
     mode_11_device_buffers_need_a_descriptor_or_are_found_out: Pairs, needs::DEVICE;
-    mode_12_collective_regions_are_negotiated_and_accepted: Pairs,
-        need("modes without COLLECTIVE", "the access flag is not asked for", |world| world.has(MrMode::COLLECTIVE));
+    mode_12_buffers_of_a_broadcast_need_the_collective_right: Pairs;
 }
 
 const DEFAULT_RULES: Need = need("other modes", "a bit changes the rule", |world| world.bits().is_empty());
@@ -285,7 +286,6 @@ fn mode_08_peers_fail_during_a_refresh(world: &World) {
 }
 
 fn mode_09_regions_with_events_are_bound_before_they_are_enabled(world: &World) {
-    use std::sync::Arc;
     let net = Net::open(world);
     let memory = net.filled(&[6; 64]);
     let counter = Arc::new(hmem::counter::Counter::new());
@@ -374,15 +374,50 @@ fn mode_11_device_buffers_need_a_descriptor_or_are_found_out(world: &World) {
     assert_eq!(without(host.range(), Operation::Read { remote: &read }), on_host, "host memory in HMEM mode");
 }
 
-/// What can be shown without collective operations: the bit is negotiated, and the access right is taken and kept.
-fn mode_12_collective_regions_are_negotiated_and_accepted(world: &World) {
+fn mode_12_buffers_of_a_broadcast_need_the_collective_right(world: &World) {
+    let needed = world.has(MrMode::COLLECTIVE);
     let net = Net::open(world);
-    assert!(net.target.domain.mr_mode().contains(MrMode::COLLECTIVE));
-    let memory = net.bytes(64);
-    let access = Access::COLLECTIVE | LOCAL | REMOTE;
-    let region = net.expose(memory.range(), access);
-    assert_eq!(region.access(), access);
-    net.assert_works(&net.key(&region));
+    assert_eq!(net.target.domain.mr_mode().contains(MrMode::COLLECTIVE), needed);
+    match &net.device {
+        None => broadcast(&net, needed, || vec![0; 100]),
+        Some(device) => broadcast(&net, needed, || {
+            let device = Arc::clone(device) as Arc<dyn hmem::Iface>;
+            let kind = hmem::AllocationKind::Device;
+            let request = hmem::iface::AllocRequest { len: 100, device: hmem::DeviceId(0), kind };
+            hmem::DeviceBuffer::allocate(&device, &request).expect("allocate")
+        }),
+    }
+}
+
+/// Broadcasts from the initiator to the target with the right, and tries to without it.
+fn broadcast<B: hmem::OwnedBuffer>(net: &Net, needed: bool, buffer: impl Fn() -> B) {
+    let register = |side: &Side, access| {
+        let registered = side.domain.register(buffer(), access).expect("register");
+        side.make_usable(&registered).expect("bind and enable");
+        registered
+    };
+    let root_seen_by_target = net.target.endpoint.resolve(&net.initiator.endpoint.name()).expect("resolve");
+    for (right, taken) in [(Access::COLLECTIVE, true), (Access::empty(), !needed)] {
+        let from = register(&net.initiator, Access::SEND | right);
+        let into = register(&net.target, Access::RECV | right);
+        from.write(0, &pattern(12, 100)).expect("write");
+        let (from_slice, into_slice) =
+            (from.slice(0, 100).expect("slice"), into.slice(0, 100).expect("slice"));
+        let members = [root_seen_by_target];
+        let received = net.target.endpoint.broadcast(into_slice, &members, Some(members[0]), 9, 1);
+        let sent = net.initiator.endpoint.broadcast(from_slice, &[net.peer], None, 9, 2);
+        if taken {
+            received.and(sent).expect("broadcast");
+            assert_eq!(net.completion().result.expect("the root's part"), 100);
+            assert_eq!(net.target.wait(&[&net.initiator]).result.expect("the member's part"), 100);
+        } else {
+            let refused = (received.unwrap_err().kind(), sent.unwrap_err().kind());
+            assert_eq!(refused, (ErrorKind::AccessDenied, ErrorKind::AccessDenied));
+        }
+        let mut bytes = vec![0; 100];
+        into.read(0, &mut bytes).expect("read");
+        assert_eq!(bytes == pattern(12, 100), taken, "broadcast with {right}");
+    }
 }
 
 #[test]

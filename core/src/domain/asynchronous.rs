@@ -18,7 +18,7 @@ use parking_lot::{Condvar, Mutex};
 use super::{
     MemoryRegion, Prefault,
     attr::{DmaBufAttr, MrAttr},
-    inner::RegionInner,
+    inner::{RegionInner, Shared},
 };
 use crate::{
     AuthKey, DmaBufOffset, Errno, Error, ErrorKind, Result,
@@ -34,7 +34,7 @@ impl RegionId {
 
 /// A registration to do, with nothing borrowed.
 pub(super) struct Job {
-    region: Arc<RegionInner>,
+    region: Shared<RegionInner>,
     attr: MrAttr<'static>,
     auth_key: Option<AuthKey>,
     dma_buf: Option<(OwnedFd, DmaBufOffset, u64)>,
@@ -79,7 +79,7 @@ impl Worker {
             }
         };
         Ok(Job {
-            region: Arc::clone(region.inner()),
+            region: Shared::clone(region.inner()),
             attr: MrAttr {
                 requested_key: attr.requested_key,
                 context: attr.context,

@@ -76,8 +76,8 @@ pub struct MrAttr<'a> {
     pub access: Access,
     /// Reserved: 0.
     pub offset: u64,
-    /// The key to use, unless the mode is PROV_KEY.
-    pub requested_key: u64,
+    /// The key to use; ignored in PROV_KEY mode. `None` (which `fi_mr_attr` cannot say) leaves it to the provider.
+    pub requested_key: Option<u64>,
     /// Returned with the event of an asynchronous registration.
     pub context: u64,
     /// Who may reach the region; `None` for the domain's key.
@@ -108,7 +108,7 @@ impl<'a> MrAttr<'a> {
             ranges,
             access,
             offset: 0,
-            requested_key: 0,
+            requested_key: None,
             context: 0,
             auth_key: None,
             iface: None,
@@ -125,7 +125,7 @@ impl<'a> MrAttr<'a> {
     /// With a requested key.
     #[must_use]
     pub const fn key(mut self, requested_key: u64) -> Self {
-        self.requested_key = requested_key;
+        self.requested_key = Some(requested_key);
         self
     }
 }

@@ -13,7 +13,7 @@ use std::{
 
 use super::{DomainInner, MemoryRegion, MrAttr, inner::MemoryOwner};
 use crate::{
-    Address, AddressRange, Allocation, Error, ErrorKind, Iface, IfaceExt, MrFlags, Rejected, Result,
+    Access, Address, AddressRange, Allocation, Error, ErrorKind, Iface, IfaceExt, MrFlags, Rejected, Result,
     iface::AllocRequest, transfer::LocalSegment,
 };
 
@@ -254,7 +254,10 @@ unsafe impl OwnedBuffer for DeviceBuffer {
 ///
 /// It may outlive the region: the descriptor in it is refused once the region is closed.
 #[derive(Clone, Copy, Debug)]
-pub struct RegionSlice(LocalSegment);
+pub struct RegionSlice {
+    segment: LocalSegment,
+    access: Access,
+}
 
 impl RegionSlice {
     pub(super) fn of(region: &MemoryRegion, offset: u64, len: u64) -> Result<Self> {
@@ -264,16 +267,21 @@ impl RegionSlice {
                 .context("length", len)
                 .context("region", region.range())
         })?;
-        Ok(Self(LocalSegment { address: range.start(), len, desc: Some(region.desc()?) }))
+        let segment = LocalSegment { address: range.start(), len, desc: Some(region.desc()?) };
+        Ok(Self { segment, access: region.access() })
     }
 
     #[inline]
     pub(super) fn segment(self) -> LocalSegment {
-        self.0
+        self.segment
     }
 
     pub(super) fn address(self) -> Address {
-        self.0.address
+        self.segment.address
+    }
+
+    pub(super) fn access(self) -> Access {
+        self.access
     }
 }
 

@@ -10,11 +10,14 @@ use std::{
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{DomainInner, MrAttr, RegionState, validate::Checked};
+use super::{DomainInner, MrAttr, RegionState, set_once::SetOnce, validate::Checked};
 use crate::{
     Access, AddressRange, Decision, Error, ErrorKind, MrFlags, MrMode, Result, counter::Counter,
     event_queue::RegionId, path::PathOutcome, provider::ProviderRegion,
 };
+
+/// Regions have no weak references: a count for them would be one more locked instruction at each close.
+pub(super) type Shared<T> = triomphe::Arc<T>;
 
 /// Memory that a region keeps alive.
 pub(super) type MemoryOwner = Arc<dyn Any + Send + Sync>;
@@ -22,7 +25,7 @@ pub(super) type MemoryOwner = Arc<dyn Any + Send + Sync>;
 /// The hot part; what few regions have is in `rare`, because a million regions may be live.
 pub(crate) struct RegionInner {
     pub(super) domain: Arc<DomainInner>,
-    pub(super) registered: OnceLock<Registration>,
+    pub(super) registered: SetOnce<Registration>,
     pub(super) range: AddressRange,
     pub(super) access: Access,
     pub(super) flags: MrFlags,
@@ -43,7 +46,7 @@ pub(super) struct Registration {
 #[derive(Default)]
 pub(super) struct Rare {
     pub(super) ranges: Vec<AddressRange>,
-    pub(super) parent: Option<Arc<RegionInner>>,
+    pub(super) parent: Option<Shared<RegionInner>>,
     pub(super) owner: Mutex<Option<MemoryOwner>>,
     pub(super) owned: bool,
     pub(super) page_size: usize,
@@ -90,7 +93,7 @@ impl RegionInner {
         let range = checked.dma_buf_range.unwrap_or_else(|| attr.ranges[0]);
         let needs_rare = attr.ranges.len() > 1 || attr.base.is_some() || owner.is_some() || id.is_some();
         let rare = (needs_rare || attr.page_size != 0).then(|| {
-            let parent = attr.base.map(|base| Arc::clone(base.inner()));
+            let parent = attr.base.map(|base| Shared::clone(base.inner()));
             let page_size = match &parent {
                 Some(parent) => parent.page_size(),
                 None => attr.page_size,
@@ -105,7 +108,7 @@ impl RegionInner {
         });
         Self {
             domain: Arc::clone(domain),
-            registered: OnceLock::new(),
+            registered: SetOnce::new(),
             range,
             access: attr.access,
             flags,
@@ -210,15 +213,24 @@ impl RegionInner {
         None
     }
 
+    /// Ends a registration that worked, of a region that nobody else knows yet.
+    #[inline]
+    pub(super) fn complete_unshared(&mut self, outcome: PathOutcome) {
+        self.registered = SetOnce::with(Registration { region: outcome.region, decision: outcome.decision });
+        *self.state.get_mut() = self.first_state() as u8;
+    }
+
     /// Ends a registration that worked.
     #[inline]
     pub(super) fn complete(&self, outcome: PathOutcome) {
         let registration = Registration { region: outcome.region, decision: outcome.decision };
-        if self.registered.set(registration).is_err() {
-            unreachable!("a region is registered once, by the call or the job that made it");
-        }
-        let state = if self.starts_enabled() { RegionState::Enabled } else { RegionState::Disabled };
-        self.state.store(state as u8, Ordering::Release);
+        self.registered.set(registration);
+        self.state.store(self.first_state() as u8, Ordering::Release);
+    }
+
+    #[inline]
+    fn first_state(&self) -> RegionState {
+        if self.starts_enabled() { RegionState::Enabled } else { RegionState::Disabled }
     }
 
     /// For the worker: claims a pending registration; `false` if it was given up.
@@ -237,7 +249,7 @@ impl RegionInner {
         self.rare.as_ref()?.asynchronous.as_ref().map(|(_, ended)| Arc::clone(ended))
     }
 
-    pub(crate) fn parent(&self) -> Option<&Arc<Self>> {
+    pub(crate) fn parent(&self) -> Option<&Shared<Self>> {
         self.rare.as_ref()?.parent.as_ref()
     }
 

@@ -6,11 +6,14 @@
 mod asynchronous;
 mod attr;
 mod buffer;
+mod collective;
 mod endpoint;
 mod inner;
+mod owner;
 mod prefault;
 mod region;
 mod scope;
+mod set_once;
 mod validate;
 mod window;
 
@@ -35,15 +38,14 @@ use self::{
     inner::{MemoryOwner, RegionInner},
 };
 use crate::{
-    Access, AddressRange, Addressing, AllocationKind, AuthKey, Decision, DeviceId, DomainBindFlags, Error,
-    ErrorKind, IfaceKind, Iova, MrFlags, MrMode, RawKey, Registry, Rejected, RemoteKey, Result,
+    Access, AddressRange, Addressing, AuthKey, Decision, DomainBindFlags, Error, ErrorKind, IfaceKind, Iova,
+    MrFlags, MrMode, RawKey, Registry, Rejected, RemoteKey, Result,
     event_queue::{EventQueue, RegionId},
     path::{PathDecider, PathOutcome, PathRequest},
     provider::{
         CompletionQueue, DomainRequest, EndpointAttr, KeyRequest, Live, Provider, ProviderAttr,
         ProviderDomain, RegistrationRequest, WindowType,
     },
-    registry::Owner,
 };
 
 /// An open domain: registers memory with one NIC.
@@ -60,6 +62,8 @@ pub(crate) struct DomainInner {
     decider: Arc<dyn PathDecider>,
     attr: DomainAttr,
     mode: MrMode,
+    effective: MrMode,
+    provider_attr: ProviderAttr,
     plain_host: Arc<Decision>,
     worker: OnceLock<Worker>,
 }
@@ -108,7 +112,17 @@ impl Domain {
         let provider = provider.open_domain(&request)?;
         let worker = OnceLock::new();
         Ok(Self {
-            inner: Arc::new(DomainInner { provider, registry, decider, attr, mode, plain_host, worker }),
+            inner: Arc::new(DomainInner {
+                provider_attr: provider.attr().clone(),
+                provider,
+                registry,
+                decider,
+                attr,
+                mode,
+                effective: mode.effective(),
+                plain_host,
+                worker,
+            }),
         })
     }
 
@@ -121,7 +135,7 @@ impl Domain {
     /// What the NIC offers and needs.
     #[must_use]
     pub fn provider_attr(&self) -> &ProviderAttr {
-        self.inner.provider.attr()
+        &self.inner.provider_attr
     }
 
     /// The ifaces that this domain knows.
@@ -232,7 +246,6 @@ impl Domain {
         flags: MrFlags,
         out: &OnceLock<MemoryRegion>,
     ) -> Result<()> {
-        let region = self.inner.prepare(attr, flags, None)?;
         let taken = || {
             Error::new(ErrorKind::BadState, "regattr")
                 .context("out", "taken")
@@ -241,11 +254,11 @@ impl Domain {
         if out.get().is_some() {
             return Err(taken());
         }
+        let region = self.inner.prepare(attr, flags, None)?;
         match self.inner.worker.get() {
-            None => {
-                self.inner.register_now(&region, attr).and_then(|()| out.set(region).map_err(|_| taken()))
-            }
+            None => out.set(self.inner.register_now(region, attr)?).map_err(|_| taken()),
             Some(worker) => {
+                let region = MemoryRegion::new(region);
                 let job = worker.job(&region, attr)?;
                 out.set(region).map_err(|_| taken())?;
                 worker.submit(job);
@@ -367,8 +380,14 @@ impl DomainInner {
         &self.provider
     }
 
+    /// The mode without BASIC and SCALABLE.
+    #[inline]
     pub(crate) fn effective(&self) -> MrMode {
-        self.mode.effective()
+        self.effective
+    }
+
+    pub(crate) fn provider_attr(&self) -> &ProviderAttr {
+        &self.provider_attr
     }
 
     pub(crate) fn addressing(&self) -> Addressing {
@@ -386,42 +405,45 @@ impl DomainInner {
         attr: &MrAttr<'_>,
         flags: MrFlags,
         owner: Option<MemoryOwner>,
-    ) -> Result<MemoryRegion> {
+    ) -> Result<RegionInner> {
         let id = self.worker.get().map(|_| RegionId::next());
         self.prepare_as(id, attr, flags, owner)
     }
 
+    #[inline]
     fn prepare_as(
         self: &Arc<Self>,
         id: Option<RegionId>,
         attr: &MrAttr<'_>,
         flags: MrFlags,
         owner: Option<MemoryOwner>,
-    ) -> Result<MemoryRegion> {
-        let checked = validate::check(attr, flags, self.effective(), self.provider.attr());
-        let checked = checked
+    ) -> Result<RegionInner> {
+        let checked = validate::check(attr, flags, self.effective, &self.provider_attr)
             .and_then(|checked| {
                 attr.base.map_or(Ok(()), |base| self.check_base(base, attr)).map(|()| checked)
             })
             .inspect_err(|error| tracing::debug!(%error, "registration refused"))?;
-        Ok(MemoryRegion::pending(self, attr, flags, &checked, owner, id))
+        Ok(RegionInner::pending(self, attr, flags, &checked, owner, id))
     }
 
     /// Registers at once, or hands the region to the worker where an event queue is bound.
     #[inline]
-    fn submit(&self, region: MemoryRegion, attr: &MrAttr<'_>) -> Result<MemoryRegion> {
-        match self.worker.get().filter(|_| region.id().is_some()) {
-            None => self.register_now(&region, attr)?,
-            Some(worker) => worker.submit(worker.job(&region, attr)?),
+    fn submit(&self, region: RegionInner, attr: &MrAttr<'_>) -> Result<MemoryRegion> {
+        match self.worker.get() {
+            None => self.register_now(region, attr),
+            Some(worker) => {
+                let region = MemoryRegion::new(region);
+                worker.submit(worker.job(&region, attr)?);
+                Ok(region)
+            }
         }
-        Ok(region)
     }
 
     #[inline]
-    fn register_now(&self, region: &MemoryRegion, attr: &MrAttr<'_>) -> Result<()> {
-        let outcome = self.register_pages(region.inner(), attr)?;
-        region.inner().complete(outcome);
-        Ok(())
+    fn register_now(&self, mut region: RegionInner, attr: &MrAttr<'_>) -> Result<MemoryRegion> {
+        let outcome = self.register_pages(&region, attr)?;
+        region.complete_unshared(outcome);
+        Ok(MemoryRegion::new(region))
     }
 
     fn check_base(&self, base: &MemoryRegion, attr: &MrAttr<'_>) -> Result<()> {
@@ -457,23 +479,21 @@ impl DomainInner {
         Ok(())
     }
 
-    /// Registers, in a span that names the request and ends with what came of it.
     #[inline]
     fn register_pages(&self, inner: &RegionInner, attr: &MrAttr<'_>) -> Result<PathOutcome> {
         let span = tracing::debug_span!(
-            "regattr",
+            "register",
+            nic = %self.provider_attr.nic,
             range = %inner.range(),
             ranges = inner.ranges().len(),
             access = %attr.access,
-            flags = %inner.flags(),
-            nic = %self.provider.attr().nic,
         );
         let _entered = span.enter();
-        let outcome = self.register_over_a_path(inner, attr);
+        let outcome = self.register_decided(inner, attr);
         match &outcome {
             Ok(outcome) => {
-                let decision = outcome.decision.as_ref().unwrap_or(&self.plain_host);
-                tracing::debug!(path = %decision.path, "registered");
+                let path = outcome.decision.as_ref().unwrap_or(&self.plain_host).path;
+                tracing::debug!(%path, "registered");
             }
             Err(error) => tracing::debug!(%error, "registration refused"),
         }
@@ -481,15 +501,14 @@ impl DomainInner {
     }
 
     #[inline]
-    fn register_over_a_path(&self, inner: &RegionInner, attr: &MrAttr<'_>) -> Result<PathOutcome> {
+    fn register_decided(&self, inner: &RegionInner, attr: &MrAttr<'_>) -> Result<PathOutcome> {
         let mode = self.effective();
         let registration = RegistrationRequest {
             access: attr.access,
             flags: inner.flags(),
-            key: if mode.contains(MrMode::PROV_KEY) {
-                KeyRequest::Provider
-            } else {
-                KeyRequest::Application(attr.requested_key)
+            key: match attr.requested_key {
+                Some(key) if !mode.contains(MrMode::PROV_KEY) => KeyRequest::Application(key),
+                _ => KeyRequest::Provider,
             },
             auth_key: self.auth_key(attr.auth_key),
             addressing: self.addressing(),
@@ -528,105 +547,5 @@ impl DomainInner {
             policy: self.attr.p2p,
         };
         self.decider.register(&request, &self.registry, &*self.provider)
-    }
-
-    /// The owner as the caller names it, for dma-bufs, whose addresses mean nothing here.
-    fn claimed_owner(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<Owner> {
-        let Some(iface) = attr.iface.filter(|_| self.attr.hmem) else { return Ok(Owner::SYSTEM) };
-        let device = self.claimed_device(iface, attr, flags)?;
-        Ok(Owner { iface, device, allocation: None })
-    }
-
-    /// The device that the caller names, if it counts and the iface has it.
-    fn claimed_device(
-        &self,
-        claimed: IfaceKind,
-        attr: &MrAttr<'_>,
-        flags: MrFlags,
-    ) -> Result<Option<DeviceId>> {
-        let iface = self.registry.get(claimed)?;
-        // HOST_ALLOC memory has an iface but no device: fi_mr(3) has the field ignored.
-        let Some(device) = attr.device.filter(|_| !flags.contains(MrFlags::HMEM_HOST_ALLOC)) else {
-            return Ok(None);
-        };
-        let devices = iface.devices()?;
-        if claimed != IfaceKind::SYSTEM && !devices.iter().any(|known| known.id == device) {
-            return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
-                .iface(claimed)
-                .device(device)
-                .context("devices", devices.len())
-                .remedy("name a device that the iface lists"));
-        }
-        Ok(Some(device))
-    }
-
-    /// Finds out who owns the ranges and holds it against what the caller claims.
-    #[inline]
-    fn owner(&self, ranges: &[AddressRange], attr: &MrAttr<'_>, flags: MrFlags) -> Result<Owner> {
-        let owner = self.registry.owner_of_range(ranges[0])?;
-        for range in &ranges[1..] {
-            let other = self.registry.owner_of_range(*range)?;
-            if (other.iface, other.device) != (owner.iface, owner.device) {
-                return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
-                    .context("range", range)
-                    .context("iface", other.iface)
-                    .context("expected", owner.iface)
-                    .remedy("all ranges of a region belong to one iface and device"));
-            }
-        }
-        if self.attr.hmem
-            && let Some(claimed) = attr.iface
-        {
-            self.check_claim(&owner, claimed, attr, flags)?;
-        }
-        self.check_hmem_flags(&owner, flags)?;
-        Ok(owner)
-    }
-
-    fn check_claim(
-        &self,
-        owner: &Owner,
-        claimed: IfaceKind,
-        attr: &MrAttr<'_>,
-        flags: MrFlags,
-    ) -> Result<()> {
-        let device = self.claimed_device(claimed, attr, flags)?;
-        if owner.iface != claimed {
-            return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
-                .iface(claimed)
-                .context("owner", owner.iface)
-                .remedy("the memory belongs to another iface: name that one, or none to have it found out"));
-        }
-        let Some(device) = device else { return Ok(()) };
-        match owner.device {
-            Some(actual) if actual != device => Err(Error::new(ErrorKind::InvalidArgument, "regattr")
-                .iface(claimed)
-                .device(device)
-                .context("owner", actual)
-                .remedy("the memory is on another device: name that one, or none to have it found out")),
-            _ => Ok(()),
-        }
-    }
-
-    #[inline]
-    fn check_hmem_flags(&self, owner: &Owner, flags: MrFlags) -> Result<()> {
-        if !flags.intersects(MrFlags::HMEM_DEVICE_ONLY | MrFlags::HMEM_HOST_ALLOC) {
-            return Ok(());
-        }
-        let kind = owner.allocation.map_or(AllocationKind::System, |allocation| allocation.kind);
-        let refuse = |remedy: &'static str| {
-            Err(Error::new(ErrorKind::InvalidArgument, "regattr")
-                .iface(owner.iface)
-                .context("kind", kind.name())
-                .context("flags", flags)
-                .remedy(remedy))
-        };
-        if flags.contains(MrFlags::HMEM_DEVICE_ONLY) && kind.cpu_accessible() {
-            return refuse("HMEM_DEVICE_ONLY is for memory that only a device can access");
-        }
-        if flags.contains(MrFlags::HMEM_HOST_ALLOC) && kind != AllocationKind::Host {
-            return refuse("HMEM_HOST_ALLOC is for memory from a device API's host allocator");
-        }
-        Ok(())
     }
 }

@@ -10,10 +10,9 @@ use crate::{
     MrFlags, MrMode, RawKey, Rejected, RemoteKey, Result,
     counter::Counter,
     domain::{
-        DomainInner, MrAttr,
+        MrAttr,
         endpoint::Endpoint,
-        inner::{MemoryOwner, RegionInner},
-        validate::Checked,
+        inner::{RegionInner, Shared},
     },
     event_queue::RegionId,
 };
@@ -54,29 +53,17 @@ impl RegionState {
 /// Dropping it deregisters, unless a sub-region or a window still needs it: then the last of them does.
 /// [`MemoryRegion::close`] does the same and says what went wrong.
 pub struct MemoryRegion {
-    inner: Arc<RegionInner>,
+    inner: Shared<RegionInner>,
 }
 
 impl MemoryRegion {
     #[inline]
-    pub(super) fn pending(
-        domain: &Arc<DomainInner>,
-        attr: &MrAttr<'_>,
-        flags: MrFlags,
-        checked: &Checked,
-        owner: Option<MemoryOwner>,
-        id: Option<RegionId>,
-    ) -> Self {
-        Self { inner: Arc::new(RegionInner::pending(domain, attr, flags, checked, owner, id)) }
+    pub(super) fn new(inner: RegionInner) -> Self {
+        Self { inner: Shared::new(inner) }
     }
 
     #[inline]
-    pub(super) fn inner_mut(&mut self) -> Option<&mut RegionInner> {
-        Arc::get_mut(&mut self.inner)
-    }
-
-    #[inline]
-    pub(crate) fn inner(&self) -> &Arc<RegionInner> {
+    pub(super) fn inner(&self) -> &Shared<RegionInner> {
         &self.inner
     }
 
@@ -217,9 +204,15 @@ impl MemoryRegion {
     /// # Errors
     /// [`ErrorKind::OutOfBounds`] outside this region; [`ErrorKind::AccessDenied`] for rights that let the NIC write
     /// when this region has none; NoKey, KeyRejected.
-    pub fn sub(&self, range: AddressRange, access: Access, requested_key: u64) -> Result<Self> {
+    pub fn sub(
+        &self,
+        range: AddressRange,
+        access: Access,
+        requested_key: impl Into<Option<u64>>,
+    ) -> Result<Self> {
         let ranges = [range];
-        let attr = MrAttr { base: Some(self), ..MrAttr::new(&ranges, access).key(requested_key) };
+        let requested_key = requested_key.into();
+        let attr = MrAttr { base: Some(self), requested_key, ..MrAttr::new(&ranges, access) };
         let region = self.inner.domain.prepare(&attr, MrFlags::empty(), None)?;
         self.inner.domain.submit(region, &attr)
     }
@@ -233,9 +226,9 @@ impl MemoryRegion {
     pub fn bind_counter(&self, counter: &Arc<Counter>, flags: BindFlags) -> Result<()> {
         let domain = &self.inner.domain;
         let refuse = |kind, why: &'static str| Err(Error::new(kind, "bind counter").remedy(why));
-        if !domain.provider().attr().region_counters {
+        if !domain.provider_attr().region_counters {
             return Err(Error::new(ErrorKind::NoSys, "bind counter")
-                .provider(domain.provider().attr().nic.to_string())
+                .provider(domain.provider_attr().nic.to_string())
                 .remedy("this provider does not count accesses to a region"));
         }
         if flags != BindFlags::REMOTE_WRITE {

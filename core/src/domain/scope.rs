@@ -89,10 +89,8 @@ pub(super) fn run<R>(
     let range = AddressRange::new(Address::of_ptr(bytes.as_mut_ptr()), bytes.len() as u64)?;
     let attr = MrAttr::new(std::slice::from_ref(&range), access);
     let mut region = domain.prepare_as(None, &attr, MrFlags::empty(), None)?;
-    let inner = region.inner_mut().expect("a region just made is not shared");
-    inner.borrow_for_scope();
-    domain.register_now(&region, &attr)?;
-    let guard = CloseOnExit(Some(region));
+    region.borrow_for_scope();
+    let guard = CloseOnExit(Some(domain.register_now(region, &attr)?));
     let region = guard.0.as_ref().expect("set one line above");
     Ok(body(&Scoped { region }))
 }

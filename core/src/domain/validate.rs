@@ -38,9 +38,9 @@ pub(super) fn check(
     if attr.page_size != 0 {
         check_page_size(attr.page_size, provider)?;
     }
-    if !mode.contains(MrMode::PROV_KEY) && attr.requested_key == KEY_NOT_AVAILABLE {
+    if !mode.contains(MrMode::PROV_KEY) && attr.requested_key == Some(KEY_NOT_AVAILABLE) {
         return Err(Error::new(ErrorKind::KeyRejected, "regattr")
-            .context("requested_key", format_args!("{:#x}", attr.requested_key))
+            .context("requested_key", format_args!("{KEY_NOT_AVAILABLE:#x}"))
             .remedy("this number means \"no key\" (FI_KEY_NOTAVAIL): request another"));
     }
     match (attr.dma_buf, flags.contains(MrFlags::MR_DMABUF)) {

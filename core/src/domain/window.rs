@@ -7,7 +7,10 @@ use std::{fmt, sync::Arc};
 
 use parking_lot::Mutex;
 
-use super::{DomainInner, Endpoint, MemoryRegion, inner::RegionInner};
+use super::{
+    DomainInner, Endpoint, MemoryRegion,
+    inner::{RegionInner, Shared},
+};
 use crate::{
     Access, Addressing, Error, ErrorKind, Iova, RemoteKey, Result,
     provider::{ProviderWindow, WindowBind, WindowType},
@@ -27,16 +30,16 @@ struct State {
 }
 
 struct Bound {
-    region: Arc<RegionInner>,
+    region: Shared<RegionInner>,
     base: Iova,
     len: u64,
     addressing: Addressing,
 }
 
 impl Bound {
-    fn new(region: &Arc<RegionInner>, base: Iova, len: u64, addressing: Addressing) -> Self {
+    fn new(region: &Shared<RegionInner>, base: Iova, len: u64, addressing: Addressing) -> Self {
         region.add_dependent();
-        Self { region: Arc::clone(region), base, len, addressing }
+        Self { region: Shared::clone(region), base, len, addressing }
     }
 }
 

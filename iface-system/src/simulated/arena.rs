@@ -131,11 +131,10 @@ impl Arenas {
     pub(crate) fn take(&mut self, len: u64, dedicated: bool) -> Result<Extent> {
         let own = dedicated || len > self.arena_len / 4;
         if !own {
-            let from_current = (self.current..self.arenas.len()).chain(0..self.current);
-            for number in from_current.collect::<Vec<_>>() {
-                if let Some(extent) = self.take_in(number, len) {
-                    return Ok(extent);
-                }
+            let (first, count) = (self.current, self.arenas.len());
+            let found = (0..count).find_map(|i| self.take_in((first + i) % count, len));
+            if let Some(extent) = found {
+                return Ok(extent);
             }
         }
         let number = self.create(if own { len } else { self.arena_len }, own)?;

@@ -152,7 +152,7 @@ impl Inner {
         let mut book = self.book.lock();
         let before = book.host_registered.range(..range.start().0.saturating_add(range.len())).next_back();
         if let Some((start, len)) = before
-            && start + len > range.start().0
+            && start.saturating_add(*len) > range.start().0
         {
             return Err(
                 refused(ErrorKind::InvalidArgument).remedy("the range overlaps one that is registered")

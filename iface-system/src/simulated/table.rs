@@ -1,6 +1,7 @@
 //! From an address to its allocation: a page table read without locks.
 //!
-//! The window of addresses is cut into pages, and 1,024 pages make a block. A block that one allocation covers
+//! The window of addresses is cut into pages, and as many pages as a page has slots make a block (1,024 where
+//! pages are 4 KiB), so that the slots of an empty block can be given back. A block that one allocation covers
 //! whole has a slot of its own; all other pages have a slot each. A slot holds the number of an [`Entry`] plus
 //! one, or 0. Slots and entries lie in arrays that take memory only where they are used, so a lookup is two
 //! loads that don't wait for each other, and the entry.
@@ -19,9 +20,6 @@ use hmem_core::{
 use rustix::io::Errno;
 
 use crate::lazy::{LazyArray, ZeroValid};
-
-/// Pages of a block: as many as there are slots in a page of slots, so that an empty block's can be given back.
-const BLOCK_PAGES: u64 = 1024;
 
 /// Allocations that can be alive at once.
 pub(crate) const MAX_ENTRIES: usize = 1 << 24;
@@ -47,6 +45,8 @@ pub(crate) struct Table {
     start: u64,
     len: u64,
     page_shift: u32,
+    /// From a page's number to its block's.
+    block_shift: u32,
     blocks: LazyArray<AtomicU32>,
     pages: LazyArray<AtomicU32>,
     entries: LazyArray<Entry>,
@@ -67,13 +67,15 @@ impl Table {
         page_size: u64,
     ) -> Result<(Self, TableWriter), Errno> {
         let page_shift = page_size.trailing_zeros();
+        let block_shift = page_shift - size_of::<AtomicU32>().trailing_zeros();
         let pages = (window.len() >> page_shift) as usize;
-        let blocks = pages.div_ceil(BLOCK_PAGES as usize);
+        let blocks = pages.div_ceil(1 << block_shift);
         let table = Self {
             iface,
             start: window.start().0,
             len: window.len(),
             page_shift,
+            block_shift,
             blocks: LazyArray::new(blocks)?,
             pages: LazyArray::new(pages)?,
             entries: LazyArray::new(MAX_ENTRIES)?,
@@ -101,12 +103,12 @@ impl Table {
         }
         let page = (offset >> self.page_shift) as usize;
         let small = self.pages[page].load(Ordering::Acquire);
-        let large = self.blocks[page / BLOCK_PAGES as usize].load(Ordering::Acquire);
+        let large = self.blocks[page >> self.block_shift].load(Ordering::Acquire);
         let slot = if large != 0 { large } else { small };
         if slot == 0 {
             return None;
         }
-        self.read(slot - 1).filter(|allocation| allocation.range.contains(address))
+        self.read(slot - 1, || ()).filter(|allocation| allocation.range.contains(address))
     }
 
     /// The number of the entry that an address leads to. Only exact for writers.
@@ -116,13 +118,15 @@ impl Table {
             return None;
         }
         let page = (offset >> self.page_shift) as usize;
-        let large = self.blocks[page / BLOCK_PAGES as usize].load(Ordering::Acquire);
+        let large = self.blocks[page >> self.block_shift].load(Ordering::Acquire);
         let slot = if large != 0 { large } else { self.pages[page].load(Ordering::Acquire) };
         slot.checked_sub(1)
     }
 
+    /// `meanwhile` is what other threads do between the fields and the second look at the identity; only tests
+    /// have something there.
     #[inline]
-    fn read(&self, number: u32) -> Option<Allocation> {
+    fn read(&self, number: u32, meanwhile: impl FnOnce()) -> Option<Allocation> {
         let entry = &self.entries[number as usize];
         let id = entry.id.load(Ordering::Acquire);
         if id == 0 {
@@ -131,6 +135,7 @@ impl Table {
         let base = entry.base.load(Ordering::Relaxed);
         let len = entry.len.load(Ordering::Relaxed);
         let kind_and_device = entry.kind_and_device.load(Ordering::Relaxed);
+        meanwhile();
         // Pairs with the release fence of a writer whose fields we may have read: then we see its identity too.
         fence(Ordering::Acquire);
         if entry.id.load(Ordering::Relaxed) != id {
@@ -171,10 +176,11 @@ impl Table {
         let end = ((offset + range.len() - 1) >> self.page_shift) + 1;
         let mut page = first;
         while page < end {
-            let block = (page / BLOCK_PAGES) as usize;
-            let stop = ((page / BLOCK_PAGES + 1) * BLOCK_PAGES).min(end);
+            let block = page >> self.block_shift;
+            let stop = ((block + 1) << self.block_shift).min(end);
             let count = stop - page;
-            if count == BLOCK_PAGES {
+            let block = block as usize;
+            if count == 1 << self.block_shift {
                 self.blocks[block].store(slot, Ordering::Release);
             } else {
                 for page in page..stop {
@@ -196,14 +202,15 @@ impl TableWriter {
             return;
         }
         self.used_pages[block] -= pages;
-        if self.used_pages[block] > 0 || pages == BLOCK_PAGES as u16 || self.emptied == Some(block) {
+        let had_no_slots = pages == 1 << table.block_shift;
+        if self.used_pages[block] > 0 || had_no_slots || self.emptied == Some(block) {
             return;
         }
         if let Some(before) = self.emptied.replace(block)
             && self.used_pages[before] == 0
         {
-            let first = before * BLOCK_PAGES as usize;
-            let count = (BLOCK_PAGES as usize).min(table.pages.len() - first);
+            let first = before << table.block_shift;
+            let count = (1 << table.block_shift).min(table.pages.len() - first);
             if let Err(errno) = table.pages.discard(first, count) {
                 tracing::warn!(%errno, "the slots of an empty block stay in memory");
             }
@@ -228,4 +235,57 @@ pub(crate) fn code_of(kind: AllocationKind) -> u8 {
 #[inline]
 pub(crate) fn kind_of(code: u8) -> AllocationKind {
     KINDS.get(usize::from(code)).copied().unwrap_or(AllocationKind::Device)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn allocation(start: u64, id: u64) -> Allocation {
+        Allocation {
+            iface: IfaceKind::FIRST_PLUG_IN,
+            range: AddressRange::new(Address(start), 4096).unwrap(),
+            device: Some(DeviceId(1)),
+            kind: AllocationKind::Device,
+            id: AllocationId(id),
+        }
+    }
+
+    #[test]
+    fn a_reader_overtaken_by_a_free_or_by_the_next_use_of_the_entry_finds_nothing() {
+        let window = AddressRange::new(Address(1 << 30), 64 << 20).unwrap();
+        let (table, mut writer) = Table::new(IfaceKind::FIRST_PLUG_IN, window, 4096).unwrap();
+        let (first, second) = (allocation(1 << 30, 1), allocation((1 << 30) + 8192, 2));
+        table.publish(&mut writer, 0, &first);
+        assert_eq!(table.read(0, || ()), Some(first));
+        assert_eq!(table.read(0, || table.withdraw(&mut writer, 0, first.range)), None);
+        table.publish(&mut writer, 0, &first);
+        let use_again = || {
+            table.withdraw(&mut writer, 0, first.range);
+            table.publish(&mut writer, 0, &second);
+        };
+        assert_eq!(table.read(0, use_again), None);
+        assert_eq!(table.lookup(second.base()), Some(second));
+        assert_eq!(table.lookup(first.base()), None);
+    }
+
+    #[test]
+    fn a_block_that_fills_and_empties_gives_its_slots_back_and_works_again() {
+        let window = AddressRange::new(Address(1 << 30), 64 << 20).unwrap();
+        let (table, mut writer) = Table::new(IfaceKind::FIRST_PLUG_IN, window, 4096).unwrap();
+        let block = 4 << 20;
+        for round in 1..5 {
+            for number in 0..8_u32 {
+                let at = allocation((1 << 30) + u64::from(number) * block, u64::from(round * 8 + number));
+                table.publish(&mut writer, number, &at);
+                assert_eq!(table.lookup(at.base()), Some(at));
+            }
+            for number in 0..8_u32 {
+                let at = allocation((1 << 30) + u64::from(number) * block, 0);
+                table.withdraw(&mut writer, number, at.range);
+                assert_eq!(table.lookup(at.base()), None);
+            }
+        }
+        assert!(writer.used_pages.iter().all(|used| *used == 0));
+    }
 }

@@ -1,10 +1,26 @@
 //! What the tests of this crate share.
 #![allow(dead_code, missing_docs, unreachable_pub)]
 
-use std::fs;
+use std::{
+    fs,
+    os::unix::process::CommandExt,
+    process::{Child, Command, Stdio},
+};
 
-use hmem_core::{Allocation, AllocationKind, DeviceId, Iface, Result, iface::AllocRequest, provider::Nic};
+use hmem_core::{
+    Address, Allocation, AllocationKind, DeviceId, Iface, Result,
+    iface::{AllocRequest, DmaBufExport},
+    provider::Nic,
+};
 use hmem_iface_system::Simulated;
+
+pub const DEVICE_KINDS: [AllocationKind; 5] = [
+    AllocationKind::Device,
+    AllocationKind::Host,
+    AllocationKind::Managed,
+    AllocationKind::StreamOrdered,
+    AllocationKind::Virtual,
+];
 
 pub fn nic(name: &str) -> Nic {
     Nic { provider: "test".into(), name: name.into(), pci_bus_id: None }
@@ -31,24 +47,103 @@ pub fn free(iface: &dyn Iface, allocation: &Allocation) -> Result<()> {
     unsafe { iface.free(allocation) }
 }
 
-/// Bytes that differ from their neighbours and from run to run of a test.
+pub fn at(allocation: &Allocation, offset: u64) -> Address {
+    Address(allocation.base().0 + offset)
+}
+
+/// Bytes that differ from their neighbours and from seed to seed.
 pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(2).wrapping_add(1);
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        state as u8
+        state.to_le_bytes()
     };
-    (0..len).map(|_| next()).collect()
+    let mut bytes: Vec<u8> = (0..len.div_ceil(8)).flat_map(|_| next()).collect();
+    bytes.truncate(len);
+    bytes
 }
 
 pub fn open_fds() -> usize {
     fs::read_dir("/proc/self/fd").expect("/proc").count()
 }
 
+pub fn mappings() -> usize {
+    fs::read_to_string("/proc/self/maps").expect("/proc").lines().count()
+}
+
+/// Memory of this process, shared memory included.
 pub fn resident_bytes() -> u64 {
     let statm = fs::read_to_string("/proc/self/statm").expect("/proc");
     let pages: u64 = statm.split(' ').nth(1).and_then(|word| word.parse().ok()).expect("statm");
-    pages * 4096
+    pages * rustix::param::page_size() as u64
+}
+
+/// Reads through an exported fd as an importer does: by mapping whole pages of it.
+pub fn through_fd(export: &DmaBufExport, read: impl FnOnce(*mut u8)) {
+    use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+    let page = rustix::param::page_size() as u64;
+    let first = export.offset.0 / page * page;
+    let len = (export.offset.0 - first + export.len) as usize;
+    // SAFETY: a new mapping touches no existing one.
+    let mapped = unsafe {
+        mmap(
+            std::ptr::null_mut(),
+            len,
+            ProtFlags::READ | ProtFlags::WRITE,
+            MapFlags::SHARED,
+            &export.fd,
+            first,
+        )
+    }
+    .expect("mmap of an exported fd");
+    read(mapped.cast::<u8>().wrapping_add((export.offset.0 - first) as usize));
+    // SAFETY: mapped above, and `read` is over.
+    unsafe { munmap(mapped, len) }.expect("munmap");
+}
+
+pub fn read_through_fd(export: &DmaBufExport) -> Vec<u8> {
+    let mut bytes = vec![0; export.len as usize];
+    through_fd(export, |from| {
+        // SAFETY: `through_fd` mapped `len` bytes from here on.
+        unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) };
+    });
+    bytes
+}
+
+pub fn write_through_fd(export: &DmaBufExport, bytes: &[u8]) {
+    assert!(bytes.len() as u64 <= export.len);
+    through_fd(export, |to| {
+        // SAFETY: `through_fd` mapped `len` bytes from here on.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+    });
+}
+
+/// The variable that makes a test function act as the child of another test.
+const CHILD: &str = "HMEM_TEST_CHILD";
+
+/// What the parent handed over, in the child; `None` in an ordinary run of the test.
+pub fn child_input() -> Option<String> {
+    std::env::var(CHILD).ok()
+}
+
+/// Runs one test function of this binary in a process of its own.
+pub fn spawn_child(test: &str, input: &str) -> Child {
+    Command::new(std::env::current_exe().expect("own path"))
+        .arg0("hmem-test-child")
+        .args(["--exact", test, "--nocapture", "--test-threads=1"])
+        .env(CHILD, input)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("spawn")
+}
+
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+pub fn unhex(text: &str) -> Vec<u8> {
+    (0..text.len() / 2).map(|i| u8::from_str_radix(&text[2 * i..2 * i + 2], 16).expect("hex")).collect()
 }

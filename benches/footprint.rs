@@ -1,0 +1,123 @@
+//! A million live regions: library memory for each, and that they register, are used at random, and close.
+//!
+//! Counts every byte that the process allocates (a counting global allocator, which adds the allocator's own rounding as
+//! `malloc_usable_size` reports it), so the figure holds the handle, core's state, the provider's entry and its maps.
+
+#![allow(missing_docs, reason = "a bench is a program")]
+
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
+use hmem::{
+    Access, Address, AddressRange, DomainAttr, Hmem, Iova, MrFlags, MrMode,
+    p2p::loopback::{Loopback, Progress},
+    provider::EndpointAttr,
+    transfer::{LocalSegment, Operation, RemoteSegment, WorkRequest},
+};
+
+struct Counting;
+
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+
+/// Bytes of the block with the allocator's header and rounding (glibc: 8 bytes, multiples of 16).
+fn block(layout: Layout) -> usize {
+    (layout.size() + 8).next_multiple_of(16).max(32)
+}
+
+// SAFETY: passes every call on to the system allocator unchanged.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        LIVE.fetch_add(block(layout), Ordering::Relaxed);
+        // SAFETY: passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(block(layout), Ordering::Relaxed);
+        // SAFETY: passed on.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const REGIONS: usize = 1_000_000;
+const LEN: u64 = 64;
+const BUDGET: usize = 256;
+
+fn run(mode: MrMode, name: &str) {
+    let loopback =
+        Loopback::builder().needs(mode).progress(Progress::ByHand).build().expect("a software NIC starts");
+    let hmem = Hmem::builder()
+        .without_vendor_ifaces()
+        .provider(loopback)
+        .build()
+        .expect("host memory is always there");
+    let domain = hmem
+        .domain("loopback", DomainAttr { mr_mode: mode, ..DomainAttr::default() })
+        .expect("it needs this");
+    let mut memory = vec![0u8; REGIONS * LEN as usize];
+    let base = Address::of_ptr(memory.as_mut_ptr()).0;
+    let mut regions = Vec::with_capacity(REGIONS);
+    let before = LIVE.load(Ordering::Relaxed);
+    for index in 0..REGIONS as u64 {
+        let range = AddressRange::new(Address(base + index * LEN), LEN).expect("in the address space");
+        let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
+        // SAFETY: `memory` outlives the regions, and is only looked at after they are closed.
+        regions.push(unsafe { domain.reg(range, access, index + 1, MrFlags::empty()) }.expect("registers"));
+    }
+    let each = (LIVE.load(Ordering::Relaxed) - before) / REGIONS + size_of_val(&regions[0]);
+    println!(
+        "{name}: {each} B of library memory per region, {REGIONS} live (at most {BUDGET}), the 8 B handle included"
+    );
+    assert!(each <= BUDGET, "{each} B per region is over the budget of {BUDGET} B");
+    assert_eq!(domain.live().regions, REGIONS as u64);
+
+    let cq = domain.open_cq(16).expect("a queue");
+    let attr = EndpointAttr::new(&cq);
+    let endpoint = domain.open_endpoint(&attr).expect("an endpoint");
+    let peer = endpoint.resolve(&endpoint.name()).expect("itself");
+    let source = domain
+        .register(vec![0x5au8; LEN as usize], Access::WRITE)
+        .map(|region| region.desc().map(|desc| (region, desc)));
+    let (source, desc) = source.expect("registers").expect("registered");
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let (mut completions, mut written) = (Vec::new(), Vec::new());
+    for _ in 0..100_000 {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        let index = (state % REGIONS as u64) as usize;
+        let key = regions[index].key().expect("registered");
+        let remote = [RemoteSegment { address: Iova(key.base().0 + 8), len: 8, key: &key }];
+        let local = [LocalSegment { address: source.range().start(), len: 8, desc: Some(desc) }];
+        let request =
+            WorkRequest { operation: Operation::Write { remote: &remote }, local: &local, peer, context: 0 };
+        // SAFETY: the source is a region that owns its memory.
+        unsafe { endpoint.post(&request) }.expect("there is room");
+        while completions.is_empty() {
+            cq.read(&mut completions, 1).expect("the queue is not overrun");
+        }
+        completions.pop().expect("one was read").result.expect("the write arrives");
+        written.push(index);
+    }
+    for region in regions {
+        region.close().expect("nothing is bound to it");
+    }
+    assert!(
+        written.iter().all(|index| memory[index * LEN as usize + 8..][..8] == [0x5a; 8]),
+        "bytes are missing"
+    );
+    println!(
+        "{name}: 100,000 random writes arrived; every region closed, {} left",
+        domain.live().regions - 1
+    );
+}
+
+fn main() {
+    run(MrMode::empty(), "requested keys");
+    run(MrMode::PROV_KEY | MrMode::VIRT_ADDR, "provider keys, virtual addresses");
+}

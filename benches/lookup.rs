@@ -1,0 +1,97 @@
+//! Who owns an address: among 100,000 device allocations, and for a host address with devices present.
+//!
+//! The limit that it is held against is one dependent load at a random place of a table of the same number of lines:
+//! what any lookup pays that has to look at the allocation.
+
+#![allow(missing_docs, reason = "a bench is a program")]
+
+mod report;
+
+use std::{hint::black_box, sync::Arc, time::Duration};
+
+use criterion::Criterion;
+use hmem::{
+    Address, AllocationKind, DeviceId, Iface, Registry,
+    iface::AllocRequest,
+    system::{Simulated, System},
+};
+use report::{Row, Target};
+
+const ALLOCATIONS: usize = 100_000;
+const GROUP: &str = "lookup";
+
+/// A fixed pseudo-random order (xorshift64), the same in every run.
+fn shuffled<T>(mut items: Vec<T>) -> Vec<T> {
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    for last in (1..items.len()).rev() {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        items.swap(last, (state % (last as u64 + 1)) as usize);
+    }
+    items
+}
+
+#[repr(align(64))]
+#[derive(Clone)]
+struct Line(u64);
+
+fn main() {
+    report::forget(GROUP);
+    let simulated = Arc::new(Simulated::builder().build().expect("the simulated device starts"));
+    let request = AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };
+    let allocations: Vec<_> =
+        (0..ALLOCATIONS).map(|_| simulated.allocate(&request).expect("device memory is left")).collect();
+    let mut registry = Registry::new();
+    registry.add(Arc::new(System::new())).expect("an empty registry takes any iface");
+    registry.add(Arc::clone(&simulated) as Arc<dyn Iface>).expect("its kind is free");
+    let addresses = shuffled(
+        allocations.iter().map(|allocation| Address(allocation.base().0 + 1234)).collect::<Vec<_>>(),
+    );
+    let lines = vec![Line(1); ALLOCATIONS];
+    let places = shuffled((0..ALLOCATIONS).collect::<Vec<_>>());
+    let host = vec![0u8; 4096];
+    let host = Address::of_ptr(host.as_ptr());
+
+    let mut criterion = Criterion::default().measurement_time(Duration::from_secs(3)).without_plots();
+    let mut group = criterion.benchmark_group(GROUP);
+    let mut at = 0;
+    group.bench_function("device_100000", |bencher| {
+        bencher.iter(|| {
+            at = if at + 1 == ALLOCATIONS { 0 } else { at + 1 };
+            registry.owner_of(black_box(addresses[at])).expect("a lookup does not fail").device
+        });
+    });
+    group.bench_function("host_with_devices", |bencher| {
+        bencher.iter(|| registry.owner_of(black_box(host)).expect("a lookup does not fail").iface);
+    });
+    group.bench_function("limit_random_load", |bencher| {
+        bencher.iter(|| {
+            at = if at + 1 == ALLOCATIONS { 0 } else { at + 1 };
+            lines[black_box(places[at])].0
+        });
+    });
+    group.bench_function("limit_two_compares", |bencher| {
+        let window = simulated.window();
+        bencher.iter(|| black_box(window).contains(black_box(host)));
+    });
+    group.finish();
+    report::print(&[
+        Row {
+            what: "address among 100,000 device allocations / one random load",
+            ours: "lookup/device_100000",
+            other: "lookup/limit_random_load",
+            target: Target::Nanoseconds(30.0),
+        },
+        Row {
+            what: "host address with devices present / two compares",
+            ours: "lookup/host_with_devices",
+            other: "lookup/limit_two_compares",
+            target: Target::Nanoseconds(5.0),
+        },
+    ]);
+    for allocation in &allocations {
+        // SAFETY: nothing refers to the device memory.
+        unsafe { simulated.free(allocation) }.expect("each allocation is freed once");
+    }
+}

@@ -1,0 +1,127 @@
+//! What a bench relies on. Without libfabric each case that needs it prints why it did nothing.
+
+use super::error::FabricErrno;
+use super::{
+    FabricError, KeyOrder, Libfabric, RegistrationPeer, RegistrationProvider, ShmWritePath, ShmWritePeer, sys,
+};
+
+/// The library, or nothing after printing why.
+fn libfabric() -> Option<Libfabric> {
+    match Libfabric::load() {
+        Ok(libfabric) => Some(libfabric),
+        Err(reason) => {
+            println!("skipped: {reason}");
+            None
+        }
+    }
+}
+
+#[test]
+fn an_absent_library_is_a_printable_reason() {
+    let error = Libfabric::load_from("libfabric-that-is-not-there.so").unwrap_err();
+    assert!(matches!(error, FabricError::LibraryMissing { .. }));
+    assert!(error.to_string().contains("libfabric-that-is-not-there.so"));
+}
+
+#[test]
+fn a_library_that_is_something_else_names_the_missing_symbol() {
+    let error = Libfabric::load_from("libc.so.6").unwrap_err();
+    assert!(matches!(error, FabricError::SymbolMissing { .. }));
+    assert!(error.to_string().contains("fi_version"));
+}
+
+#[test]
+fn the_first_symbol_that_cannot_be_found_ends_the_look_up() {
+    let mut asked = Vec::new();
+    let lookup = |symbol: &'static std::ffi::CStr| {
+        asked.push(symbol);
+        Err(FabricError::OperationMissing { operation: "a look-up" })
+    };
+    // SAFETY: the look-up yields no address.
+    let error = unsafe { sys::Functions::from_lookup(lookup) }.unwrap_err();
+    assert!(matches!(error, FabricError::OperationMissing { .. }));
+    assert_eq!(asked, [c"fi_version"]);
+}
+
+#[test]
+fn a_vacant_key_can_be_registered_again_and_again_and_a_populated_one_cannot() {
+    let Some(libfabric) = libfabric() else { return };
+    for provider in [RegistrationProvider::Tcp, RegistrationProvider::TcpRxm, RegistrationProvider::Shm] {
+        let mut peer = RegistrationPeer::open(libfabric, provider).unwrap();
+        let buffer = vec![0_u8; 4096];
+        let access = RegistrationPeer::REMOTE_ACCESS;
+        for order in [KeyOrder::Shuffled, KeyOrder::Ascending] {
+            peer.populate(1000, order).unwrap();
+            assert_eq!(peer.populated(), 1000);
+            for _ in 0..2 {
+                for pick in 0..=1000 {
+                    let key = peer.vacant_key(pick);
+                    peer.reg_close(buffer.as_ptr(), buffer.len(), access, key).unwrap();
+                }
+            }
+            for taken in [2, 1000, 2000] {
+                let refused = peer.reg_close(buffer.as_ptr(), buffer.len(), access, taken);
+                assert!(
+                    matches!(refused, Err(FabricError::Call { code: FabricErrno::NOKEY, .. })),
+                    "{provider:?}: {refused:?}"
+                );
+            }
+        }
+        peer.populate(0, KeyOrder::Shuffled).unwrap();
+        peer.reg_close(buffer.as_ptr(), buffer.len(), access, 2).unwrap();
+        peer.close().unwrap();
+    }
+}
+
+#[test]
+fn threads_register_at_once_under_different_keys() {
+    let Some(libfabric) = libfabric() else { return };
+    let mut peer = RegistrationPeer::open(libfabric, RegistrationProvider::Tcp).unwrap();
+    peer.populate(2, KeyOrder::Ascending).unwrap();
+    let buffer = vec![0_u8; 4096];
+    std::thread::scope(|scope| {
+        for pick in 0..3 {
+            let (peer, buffer) = (&peer, &buffer);
+            scope.spawn(move || {
+                for _ in 0..1000 {
+                    peer.reg_close(
+                        buffer.as_ptr(),
+                        buffer.len(),
+                        RegistrationPeer::REMOTE_ACCESS,
+                        peer.vacant_key(pick),
+                    )
+                    .unwrap();
+                }
+            });
+        }
+    });
+    peer.close().unwrap();
+}
+
+#[test]
+fn a_write_has_arrived_when_it_returns() {
+    let Some(libfabric) = libfabric() else { return };
+    for path in [ShmWritePath::CommandQueue, ShmWritePath::CrossMemoryAttach, ShmWritePath::Bounce] {
+        let mut peer = ShmWritePeer::open(libfabric, path).unwrap();
+        // The first write was made while opening.
+        let mut writes = 1;
+        for len in [8, 64, 192, 200, 4096, 4104, 65_536, ShmWritePeer::LARGEST] {
+            for _ in 0..50 {
+                peer.write(len).unwrap();
+                writes += 1;
+                assert_eq!(peer.last_mark(len), writes, "{path:?}, {len} bytes");
+            }
+        }
+        peer.close().unwrap();
+    }
+}
+
+#[test]
+fn a_length_that_cannot_be_written_is_refused() {
+    let Some(libfabric) = libfabric() else { return };
+    let mut peer = ShmWritePeer::open(libfabric, ShmWritePath::CommandQueue).unwrap();
+    for len in [0, 4, 12, ShmWritePeer::LARGEST + 8] {
+        let refused = peer.write(len);
+        assert!(matches!(refused, Err(FabricError::Length { given, .. }) if given == len));
+    }
+}

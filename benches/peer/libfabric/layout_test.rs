@@ -1,0 +1,182 @@
+//! Compares the layouts and constants of [`super::sys`] with the installed headers.
+//!
+//! The test writes a C program that prints the same numbers in the same order, and compiles it.
+//! Without a compiler or without libfabric's headers it prints so and does nothing.
+
+use std::fmt::Write as _;
+use std::path::Path;
+use std::process::Command;
+
+use super::sys;
+
+/// One number: the C expression and the value that this crate has for it.
+type Expectation = (String, u64);
+
+const INCLUDES: &str = "\
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <sys/uio.h>
+#include <rdma/fabric.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_rma.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_errno.h>
+";
+
+/// Offsets of the named fields and, after `whole`, the size too. A field that is spelled `a => b`
+/// is `a` here and `b` in C.
+macro_rules! layouts {
+    ($out:ident; $($kind:ident $object:ident { $($field:ident $(=> $c:ident)?),+ $(,)? })+) => {$(
+        $(
+            let c_name = [stringify!($field) $(, stringify!($c))?];
+            $out.push((
+                format!("offsetof(struct {}, {})", stringify!($object), c_name[c_name.len() - 1]),
+                std::mem::offset_of!(sys::$object, $field) as u64,
+            ));
+        )+
+        layouts!(@size $out $kind $object);
+    )+};
+    (@size $out:ident whole $object:ident) => {
+        $out.push((
+            format!("sizeof(struct {})", stringify!($object)),
+            size_of::<sys::$object>() as u64,
+        ));
+    };
+    (@size $out:ident head $object:ident) => {
+        // The library's own may be longer, never shorter.
+        $out.push((
+            format!("sizeof(struct {}) >= {}", stringify!($object), size_of::<sys::$object>()),
+            1,
+        ));
+    };
+}
+
+macro_rules! constants {
+    ($out:ident; $($name:ident),+ $(,)?) => {$(
+        $out.push((format!("(uint64_t) ({})", stringify!($name)), sys::$name as u64));
+    )+};
+}
+
+fn expectations() -> Vec<Expectation> {
+    let mut out: Vec<Expectation> = Vec::new();
+    layouts! { out;
+        whole iovec { iov_base, iov_len }
+        whole fid { fclass, context, ops }
+        head fi_ops { size, close, bind, control }
+        whole fi_info {
+            next, caps, mode, addr_format, src_addrlen, dest_addrlen, src_addr, dest_addr, handle,
+            tx_attr, rx_attr, ep_attr, domain_attr, fabric_attr, nic,
+        }
+        whole fi_tx_attr {
+            caps, mode, op_flags, msg_order, comp_order, inject_size, size, iov_limit,
+            rma_iov_limit, tclass,
+        }
+        whole fi_rx_attr {
+            caps, mode, op_flags, msg_order, comp_order, total_buffered_recv, size, iov_limit,
+        }
+        whole fi_ep_attr {
+            r#type => type, protocol, protocol_version, max_msg_size, msg_prefix_size,
+            max_order_raw_size, max_order_war_size, max_order_waw_size, mem_tag_format, tx_ctx_cnt,
+            rx_ctx_cnt, auth_key_size, auth_key,
+        }
+        whole fi_domain_attr {
+            domain, name, threading, control_progress, data_progress, resource_mgmt, av_type,
+            mr_mode, mr_key_size, cq_data_size, cq_cnt, ep_cnt, tx_ctx_cnt, rx_ctx_cnt,
+            max_ep_tx_ctx, max_ep_rx_ctx, max_ep_stx_ctx, max_ep_srx_ctx, cntr_cnt, mr_iov_limit,
+            caps, mode, auth_key, auth_key_size, max_err_data, mr_cnt, tclass,
+        }
+        whole fi_fabric_attr { fabric, name, prov_name, prov_version, api_version }
+        whole fid_fabric { fid, ops, api_version }
+        head fi_ops_fabric { size, domain }
+        whole fid_domain { fid, ops, mr }
+        head fi_ops_domain { size, av_open, cq_open, endpoint }
+        whole fi_ops_mr { size, reg, regv, regattr }
+        whole fid_mr { fid, mem_desc, key }
+        whole fi_mr_attr {
+            mr_iov, iov_count, access, offset, requested_key, context, auth_key_size, auth_key,
+            iface, device,
+        }
+        whole fid_av { fid, ops }
+        head fi_ops_av { size, insert }
+        whole fi_av_attr { r#type => type, rx_ctx_bits, count, ep_per_node, name, map_addr, flags }
+        whole fid_cq { fid, ops }
+        head fi_ops_cq { size, read, readfrom, readerr }
+        whole fi_cq_attr {
+            size, flags, format, wait_obj, signaling_vector, wait_cond, wait_set,
+        }
+        whole fi_cq_entry { op_context }
+        whole fi_cq_err_entry {
+            op_context, flags, len, buf, data, tag, olen, err, prov_errno, err_data, err_data_size,
+        }
+        head fid_ep { fid, ops, cm, msg, rma }
+        head fi_ops_cm { size, setname, getname }
+        head fi_ops_rma { size, read, readv, readmsg, write }
+    }
+    constants! { out;
+        FI_RMA, FI_READ, FI_WRITE, FI_RECV, FI_SEND, FI_TRANSMIT, FI_REMOTE_READ, FI_REMOTE_WRITE,
+        FI_HMEM, FI_SOURCE, FI_MR_VIRT_ADDR, FI_MR_ALLOCATED, FI_MR_PROV_KEY, FI_MR_HMEM,
+        FI_ORDER_RMA_WAW, FI_AV_TABLE, FI_CQ_FORMAT_CONTEXT, FI_WAIT_NONE, FI_THREAD_SAFE,
+        FI_EP_MSG, FI_EP_RDM, FI_HMEM_SYSTEM, FI_ENABLE, FI_EAGAIN, FI_ENODATA, FI_EAVAIL, FI_ENOKEY,
+    }
+    out.push(("FI_VERSION(1, 17)".to_owned(), u64::from(sys::API_VERSION)));
+    out.push(("sizeof(fi_addr_t)".to_owned(), size_of::<sys::fi_addr_t>() as u64));
+    out
+}
+
+/// Compiles `source` to `program`; the compiler's words when it refuses.
+fn compile(source: &Path, program: &Path) -> Result<(), String> {
+    let output = Command::new("cc")
+        .arg("-o")
+        .arg(program)
+        .arg(source)
+        .output()
+        .map_err(|error| format!("cc cannot be run: {error}"))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+#[test]
+fn layouts_and_constants_are_those_of_the_installed_headers() {
+    let directory = std::env::temp_dir().join(format!("libfabric-layout-{}", std::process::id()));
+    std::fs::create_dir_all(&directory).unwrap();
+    let source = directory.join("probe.c");
+    let program = directory.join("probe");
+
+    std::fs::write(&source, format!("{INCLUDES}int main(void) {{ return 0; }}\n")).unwrap();
+    if let Err(reason) = compile(&source, &program) {
+        println!(
+            "skipped: libfabric's headers cannot be compiled: {}",
+            reason.lines().next().unwrap_or("no reason given")
+        );
+        std::fs::remove_dir_all(&directory).unwrap();
+        return;
+    }
+
+    let expectations = expectations();
+    let mut text = format!("{INCLUDES}int main(void) {{\n");
+    for (expression, _) in &expectations {
+        writeln!(text, "\tprintf(\"%llu\\n\", (unsigned long long) ({expression}));").unwrap();
+    }
+    text.push_str("\treturn 0;\n}\n");
+    std::fs::write(&source, text).unwrap();
+    compile(&source, &program).unwrap();
+    let output = Command::new(&program).output().unwrap();
+    std::fs::remove_dir_all(&directory).unwrap();
+
+    let numbers: Vec<u64> =
+        String::from_utf8(output.stdout).unwrap().lines().map(|line| line.parse().unwrap()).collect();
+    assert_eq!(numbers.len(), expectations.len());
+    let different: Vec<String> = expectations
+        .iter()
+        .zip(&numbers)
+        .filter(|((_, ours), theirs)| ours != *theirs)
+        .map(|((expression, ours), theirs)| format!("{expression}: {ours} here, {theirs} in C"))
+        .collect();
+    assert!(different.is_empty(), "{different:#?}");
+    println!("{} numbers agree with the headers", numbers.len());
+}

@@ -1,0 +1,80 @@
+//! Ratios of what one run measured, read from criterion's own estimates.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+/// One line of the report: a figure of ours, what it is held against, and the ratio that it should not exceed.
+pub(crate) struct Row {
+    /// What is measured.
+    pub(crate) what: &'static str,
+    /// Criterion's id of our figure, `group/function`.
+    pub(crate) ours: &'static str,
+    /// Criterion's id of the peer or limit.
+    pub(crate) other: &'static str,
+    /// What it should be at most.
+    pub(crate) target: Target,
+}
+
+/// A goal.
+pub(crate) enum Target {
+    /// Of ours / other.
+    Ratio(f64),
+    /// Of ours, in nanoseconds.
+    #[allow(dead_code, reason = "not every bench has a goal in nanoseconds")]
+    Nanoseconds(f64),
+    /// None: printed for orientation.
+    #[allow(dead_code, reason = "not every bench prints figures without a goal")]
+    Orientation,
+}
+
+fn target_dir() -> PathBuf {
+    // target/release/deps/<bench>: three levels up.
+    let bench = std::env::current_exe().expect("a running bench has a path");
+    bench.ancestors().nth(3).expect("a bench lies in the target directory").join("criterion")
+}
+
+fn median(root: &Path, id: &str) -> Option<f64> {
+    let text = std::fs::read_to_string(root.join(id).join("new/estimates.json")).ok()?;
+    let estimates: Value = serde_json::from_str(&text).ok()?;
+    estimates["median"]["point_estimate"].as_f64()
+}
+
+/// Prints the ratios of medians. A side that was not measured in this run is said to be missing.
+pub(crate) fn print(rows: &[Row]) {
+    let root = target_dir();
+    println!(
+        "\n{:<66} {:>10} {:>10} {:>7} {:>7}",
+        "figure (medians of this run, ns)", "ours", "other", "ratio", "goal"
+    );
+    for row in rows {
+        match (median(&root, row.ours), median(&root, row.other)) {
+            (Some(ours), Some(other)) => {
+                let ratio = ours / other;
+                let (goal, met) = match row.target {
+                    Target::Ratio(most) => (format!("{most:.2}"), ratio <= most),
+                    Target::Nanoseconds(most) => (format!("{most:.0} ns"), ours <= most),
+                    Target::Orientation => ("-".to_owned(), true),
+                };
+                let mark = if met { "" } else { "  over" };
+                println!("{:<66} {ours:>10.1} {other:>10.1} {ratio:>7.2} {goal:>7}{mark}", row.what);
+            }
+            (ours, other) => {
+                let missing = [(ours, row.ours), (other, row.other)];
+                let missing: Vec<_> =
+                    missing.iter().filter(|(value, _)| value.is_none()).map(|(_, id)| *id).collect();
+                println!("{:<66} not measured: {}", row.what, missing.join(", "));
+            }
+        }
+    }
+}
+
+/// Forgets earlier runs, so that a figure that this run does not measure cannot stand in the report.
+pub(crate) fn forget(group: &str) {
+    let folder = target_dir().join(group);
+    if folder.exists()
+        && let Err(error) = std::fs::remove_dir_all(&folder)
+    {
+        eprintln!("{}: {error}", folder.display());
+    }
+}

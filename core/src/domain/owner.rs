@@ -1,0 +1,108 @@
+//! Who owns the memory of a request: found out by address, and held against what the caller claims.
+
+use super::{DomainInner, MrAttr};
+use crate::{
+    AddressRange, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind, MrFlags, Result, registry::Owner,
+};
+
+impl DomainInner {
+    /// The owner as the caller names it, for dma-bufs, whose addresses mean nothing here.
+    pub(super) fn claimed_owner(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<Owner> {
+        let Some(iface) = attr.iface.filter(|_| self.attr.hmem) else { return Ok(Owner::SYSTEM) };
+        let device = self.claimed_device(iface, attr, flags)?;
+        Ok(Owner { iface, device, allocation: None })
+    }
+
+    /// The device that the caller names, if it counts and the iface has it.
+    fn claimed_device(
+        &self,
+        claimed: IfaceKind,
+        attr: &MrAttr<'_>,
+        flags: MrFlags,
+    ) -> Result<Option<DeviceId>> {
+        let iface = self.registry.get(claimed)?;
+        // HOST_ALLOC memory has an iface but no device: fi_mr(3) has the field ignored.
+        let Some(device) = attr.device.filter(|_| !flags.contains(MrFlags::HMEM_HOST_ALLOC)) else {
+            return Ok(None);
+        };
+        let devices = iface.devices()?;
+        if claimed != IfaceKind::SYSTEM && !devices.iter().any(|known| known.id == device) {
+            return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
+                .iface(claimed)
+                .device(device)
+                .context("devices", devices.len())
+                .remedy("name a device that the iface lists"));
+        }
+        Ok(Some(device))
+    }
+
+    /// Finds out who owns the ranges and holds it against what the caller claims.
+    #[inline]
+    pub(super) fn owner(&self, ranges: &[AddressRange], attr: &MrAttr<'_>, flags: MrFlags) -> Result<Owner> {
+        let owner = self.registry.owner_of_range(ranges[0])?;
+        for range in &ranges[1..] {
+            let other = self.registry.owner_of_range(*range)?;
+            if (other.iface, other.device) != (owner.iface, owner.device) {
+                return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
+                    .context("range", range)
+                    .context("iface", other.iface)
+                    .context("expected", owner.iface)
+                    .remedy("all ranges of a region belong to one iface and device"));
+            }
+        }
+        if self.attr.hmem
+            && let Some(claimed) = attr.iface
+        {
+            self.check_claim(&owner, claimed, attr, flags)?;
+        }
+        self.check_hmem_flags(&owner, flags)?;
+        Ok(owner)
+    }
+
+    fn check_claim(
+        &self,
+        owner: &Owner,
+        claimed: IfaceKind,
+        attr: &MrAttr<'_>,
+        flags: MrFlags,
+    ) -> Result<()> {
+        let device = self.claimed_device(claimed, attr, flags)?;
+        if owner.iface != claimed {
+            return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
+                .iface(claimed)
+                .context("owner", owner.iface)
+                .remedy("the memory belongs to another iface: name that one, or none to have it found out"));
+        }
+        let Some(device) = device else { return Ok(()) };
+        match owner.device {
+            Some(actual) if actual != device => Err(Error::new(ErrorKind::InvalidArgument, "regattr")
+                .iface(claimed)
+                .device(device)
+                .context("owner", actual)
+                .remedy("the memory is on another device: name that one, or none to have it found out")),
+            _ => Ok(()),
+        }
+    }
+
+    #[inline]
+    fn check_hmem_flags(&self, owner: &Owner, flags: MrFlags) -> Result<()> {
+        if !flags.intersects(MrFlags::HMEM_DEVICE_ONLY | MrFlags::HMEM_HOST_ALLOC) {
+            return Ok(());
+        }
+        let kind = owner.allocation.map_or(AllocationKind::System, |allocation| allocation.kind);
+        let refuse = |remedy: &'static str| {
+            Err(Error::new(ErrorKind::InvalidArgument, "regattr")
+                .iface(owner.iface)
+                .context("kind", kind.name())
+                .context("flags", flags)
+                .remedy(remedy))
+        };
+        if flags.contains(MrFlags::HMEM_DEVICE_ONLY) && kind.cpu_accessible() {
+            return refuse("HMEM_DEVICE_ONLY is for memory that only a device can access");
+        }
+        if flags.contains(MrFlags::HMEM_HOST_ALLOC) && kind != AllocationKind::Host {
+            return refuse("HMEM_HOST_ALLOC is for memory from a device API's host allocator");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,261 @@
+//! The copy engine: HM-03, HM-14.
+
+mod support;
+
+use std::time::{Duration, Instant};
+
+use hmem_core::{Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::DmaBufMapping};
+use hmem_iface_system::{Simulated, Stepping};
+use support::*;
+
+/// HM-03: every size class from one byte to 64 MiB, unaligned by odd numbers on both sides.
+#[test]
+fn copies_of_every_size_class_go_in_and_come_out() {
+    let simulated = simulated();
+    let sizes = (0..=26).flat_map(|power| [(1_usize << power) - 1, 1 << power]).filter(|size| *size > 0);
+    for size in sizes {
+        let allocation = device(&simulated, size as u64 + 13);
+        let bytes = pattern(size + 1, size as u64);
+        simulated.write(at(&allocation, 7), &bytes[1..]).unwrap();
+        let mut back = vec![0; size + 3];
+        simulated.read(at(&allocation, 7), &mut back[3..]).unwrap();
+        assert!(back[3..] == bytes[1..], "{size} bytes");
+        free(&simulated, &allocation).unwrap();
+    }
+}
+
+/// HM-03
+#[test]
+fn every_kind_copies_to_every_kind() {
+    let simulated = Simulated::builder().segment_len(8192).build().unwrap();
+    for from_kind in DEVICE_KINDS {
+        for to_kind in DEVICE_KINDS {
+            let (from, to) = (allocate(&simulated, 50_000, from_kind), allocate(&simulated, 50_000, to_kind));
+            let bytes = pattern(45_000, 9);
+            simulated.write(at(&from, 3), &bytes).unwrap();
+            // SAFETY: both sides are the iface's own.
+            unsafe { simulated.copy(at(&to, 4111), at(&from, 3), 45_000).unwrap() };
+            let mut back = vec![0; 45_000];
+            simulated.read(at(&to, 4111), &mut back).unwrap();
+            assert!(back == bytes, "{from_kind:?} to {to_kind:?}");
+            free(&simulated, &from).unwrap();
+            free(&simulated, &to).unwrap();
+        }
+    }
+}
+
+/// HM-03
+#[test]
+fn a_gather_of_uneven_ranges_lands_where_it_should() {
+    let simulated = simulated();
+    let allocation = device(&simulated, 1 << 20);
+    let bytes = pattern(200_000, 4);
+    let mut expected = vec![0_u8; 1 << 20];
+    let mut from = 0;
+    for (offset, len) in
+        [(1, 1), (4095, 2), (10_000, 4097), (70_001, 65_535), (999_999, 3), (300_000, 99_999)]
+    {
+        simulated.write(at(&allocation, offset as u64), &bytes[from..from + len]).unwrap();
+        expected[offset..offset + len].copy_from_slice(&bytes[from..from + len]);
+        from += len;
+    }
+    let mut back = vec![1; 1 << 20];
+    simulated.read(allocation.base(), &mut back).unwrap();
+    assert!(back == expected);
+}
+
+/// HM-03: within one allocation, whichever way the two ranges overlap, and across its segments.
+#[test]
+fn overlapping_copies_move_as_memmove_does() {
+    let simulated = Simulated::builder().segment_len(4096).build().unwrap();
+    for kind in [AllocationKind::Device, AllocationKind::Virtual] {
+        for (to, from) in [(0, 1), (1, 0), (5000, 100), (100, 5000), (4096, 0), (0, 4096)] {
+            let allocation = allocate(&simulated, 40_000, kind);
+            let mut bytes = pattern(40_000, 8);
+            simulated.write(allocation.base(), &bytes).unwrap();
+            // SAFETY: both sides are the iface's own.
+            unsafe {
+                simulated.copy(at(&allocation, to as u64), at(&allocation, from as u64), 30_000).unwrap()
+            };
+            bytes.copy_within(from..from + 30_000, to);
+            let mut back = vec![0; 40_000];
+            simulated.read(allocation.base(), &mut back).unwrap();
+            assert!(back == bytes, "{kind:?} {from} to {to}");
+            free(&simulated, &allocation).unwrap();
+        }
+    }
+}
+
+/// HM-03
+#[test]
+fn a_copy_past_the_allocation_is_refused_and_moves_nothing() {
+    let simulated = simulated();
+    let (allocation, neighbour) = (device(&simulated, 100), device(&simulated, 4096));
+    simulated.write(allocation.base(), &[7; 100]).unwrap();
+    let mut host = [1_u8; 101];
+    let host_address = Address::of_ptr(host.as_mut_ptr());
+    for (offset, len) in [(0, 101), (1, 100), (99, 2), (100, 1), (50, u64::MAX - 50)] {
+        // SAFETY: `host` is valid for what the iface would copy; what it refuses it does not touch.
+        let out = unsafe { simulated.copy(host_address, at(&allocation, offset), len) };
+        // SAFETY: as above.
+        let into = unsafe { simulated.copy(at(&allocation, offset), host_address, len) };
+        // SAFETY: as above.
+        let queued = unsafe { simulated.copy_async(at(&allocation, offset), host_address, len) };
+        let kinds = [ErrorKind::OutOfBounds, ErrorKind::AddressWraps];
+        for error in [out.unwrap_err(), into.unwrap_err(), queued.map(drop).unwrap_err()] {
+            assert!(kinds.contains(&error.kind()), "{error}");
+        }
+    }
+    assert_eq!(host, [1; 101]);
+    free(&simulated, &neighbour).unwrap();
+    assert_eq!(simulated.read(neighbour.base(), &mut host).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    assert_eq!(simulated.stats().copies_done, 1);
+}
+
+/// HM-03: a driver answers a bad host address with an error; it does not take the process down.
+#[test]
+fn a_host_address_that_is_not_mapped_fails_the_copy_and_not_the_process() {
+    let simulated = simulated();
+    let other = Simulated::builder().kind(hmem_core::IfaceKind(0x101)).build().unwrap();
+    let allocation = device(&simulated, 4096);
+    let not_readable = device(&other, 4096);
+    for address in [Address(0x10), not_readable.base()] {
+        // SAFETY: the kernel refuses the address before anything is touched.
+        let into = unsafe { simulated.copy(allocation.base(), address, 8) };
+        // SAFETY: as above.
+        let out = unsafe { simulated.copy(address, allocation.base(), 8) };
+        assert_eq!(into.unwrap_err().kind(), ErrorKind::BadAddress);
+        assert_eq!(out.unwrap_err().kind(), ErrorKind::BadAddress);
+    }
+}
+
+/// HM-03
+#[test]
+fn an_asynchronous_copy_moves_its_bytes_when_the_engine_comes_to_it() {
+    let simulated = Simulated::builder().stepping(Stepping::ByHand).build().unwrap();
+    let allocation = device(&simulated, 64);
+    let bytes = pattern(64, 2);
+    // SAFETY: `bytes` outlives both copies.
+    let first =
+        unsafe { simulated.copy_async(allocation.base(), Address::of_ptr(bytes.as_ptr()), 32) }.unwrap();
+    // SAFETY: as above.
+    let second =
+        unsafe { simulated.copy_async(at(&allocation, 32), Address::of_ptr(bytes[32..].as_ptr()), 32) }
+            .unwrap();
+    assert_eq!(simulated.pending_copies(), 2);
+    let content = || {
+        let mut back = [0; 64];
+        simulated.read(allocation.base(), &mut back).unwrap();
+        back
+    };
+    assert!(!first.is_done());
+    assert_eq!(content(), [0; 64]);
+
+    assert!(simulated.step());
+    assert!(first.is_done() && !second.is_done());
+    assert_eq!(content()[..32], bytes[..32]);
+    assert_eq!(content()[32..], [0; 32]);
+
+    second.wait().unwrap();
+    first.wait().unwrap();
+    assert_eq!(content()[..], bytes[..]);
+    assert!(!simulated.step());
+}
+
+/// HM-03
+#[test]
+fn the_engine_thread_ends_copies_in_order() {
+    let simulated = simulated();
+    let allocation = device(&simulated, 8);
+    let values: Vec<[u8; 8]> = (0..500_u64).map(u64::to_le_bytes).collect();
+    let events: Vec<_> = values
+        .iter()
+        // SAFETY: `values` outlives the copies, which are waited for below.
+        .map(|value| unsafe {
+            simulated.copy_async(allocation.base(), Address::of_ptr(value.as_ptr()), 8).unwrap()
+        })
+        .collect();
+    for event in events {
+        event.wait().unwrap();
+    }
+    let mut last = [0; 8];
+    simulated.read(allocation.base(), &mut last).unwrap();
+    assert_eq!(last, values[499]);
+    assert_eq!(simulated.stats().copies_done, 501);
+}
+
+/// HM-03: the bytes of a copy are not there before its time; how much later they come is not asked.
+#[test]
+fn a_copy_takes_at_least_latency_and_length_over_bandwidth() {
+    let latency = Duration::from_millis(2);
+    let simulated = Simulated::builder().copy_latency(latency).copy_bandwidth(1 << 20).build().unwrap();
+    let allocation = device(&simulated, 4096);
+    let bytes = pattern(4096, 5);
+    let least = latency + Duration::from_secs(1) * 4096 / (1 << 20);
+    let start = Instant::now();
+    simulated.write(allocation.base(), &bytes).unwrap();
+    assert!(start.elapsed() >= least);
+    let start = Instant::now();
+    // SAFETY: `bytes` outlives the copy.
+    let event =
+        unsafe { simulated.copy_async(allocation.base(), Address::of_ptr(bytes.as_ptr()), 4096) }.unwrap();
+    event.wait().unwrap();
+    assert!(start.elapsed() >= least);
+}
+
+#[test]
+fn a_queued_copy_does_not_reach_memory_that_was_freed_and_reused_since() {
+    let simulated = Simulated::builder()
+        .stepping(Stepping::ByHand)
+        .address_reuse(hmem_iface_system::AddressReuse::JustFreed)
+        .build()
+        .unwrap();
+    let stale = device(&simulated, 64);
+    let bytes = [9; 64];
+    // SAFETY: `bytes` outlives the copy.
+    let event = unsafe { simulated.copy_async(stale.base(), Address::of_ptr(bytes.as_ptr()), 64) }.unwrap();
+    free(&simulated, &stale).unwrap();
+    let fresh = device(&simulated, 64);
+    assert_eq!(fresh.base(), stale.base());
+    let error = event.wait().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::BadState);
+    assert_eq!(error.context_value("identity"), Some(stale.id.0.to_string().as_str()));
+    let mut back = [1; 64];
+    simulated.read(fresh.base(), &mut back).unwrap();
+    assert_eq!(back, [0; 64]);
+}
+
+#[test]
+fn dropping_the_iface_cancels_what_its_engine_has_not_begun() {
+    for stepping in [Stepping::ByHand, Stepping::Thread] {
+        let simulated =
+            Simulated::builder().stepping(stepping).copy_latency(Duration::from_secs(3600)).build().unwrap();
+        let allocation = device(&simulated, 64);
+        let bytes = [9; 64];
+        // SAFETY: `bytes` outlives the copy.
+        let event =
+            unsafe { simulated.copy_async(allocation.base(), Address::of_ptr(bytes.as_ptr()), 64) }.unwrap();
+        drop(simulated);
+        assert_eq!(event.wait().unwrap_err().kind(), ErrorKind::Canceled);
+    }
+}
+
+/// HM-14
+#[test]
+fn the_device_sees_inbound_writes_after_a_flush() {
+    let simulated = simulated();
+    let (target, copy) = (device(&simulated, 10_000), device(&simulated, 10_000));
+    let range = target.range.slice(123, 5000).unwrap();
+    let export = simulated.export_dma_buf(range, &nic("loop0"), DmaBufMapping::Default).unwrap();
+    for round in 0..10 {
+        let bytes = pattern(5000, round);
+        write_through_fd(&export, &bytes);
+        simulated.flush_inbound(DeviceId(0)).unwrap();
+        // Work on the device: a copy from device memory to device memory.
+        // SAFETY: both sides are the iface's own.
+        unsafe { simulated.copy_async(copy.base(), range.start(), 5000) }.unwrap().wait().unwrap();
+        let mut back = vec![0; 5000];
+        simulated.read(copy.base(), &mut back).unwrap();
+        assert!(back == bytes);
+    }
+}

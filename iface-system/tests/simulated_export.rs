@@ -1,0 +1,310 @@
+//! Exports to NICs: HM-06, HM-07, HM-08, HM-09, and the P2P matrix.
+
+mod support;
+
+use std::sync::Mutex;
+
+use hmem_core::{
+    AllocationKind, DeviceId, Errno, ErrorKind, Iface, IfaceExt,
+    iface::{AllocRequest, DmaBufMapping},
+};
+use hmem_iface_system::{AddressReuse, DmaBufKind, P2pMatrix, Simulated};
+use support::*;
+
+/// Fds are counted for the whole process: the tests of this file take turns.
+static TURN: Mutex<()> = Mutex::new(());
+
+fn turn() -> std::sync::MutexGuard<'static, ()> {
+    TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// HM-06
+#[test]
+fn page_unaligned_ranges_reach_exactly_their_bytes_through_the_exported_fd() {
+    let _turn = turn();
+    let simulated = simulated();
+    let decoy = device(&simulated, 4096);
+    simulated.write(decoy.base(), &[0xee; 4096]).unwrap();
+    let allocation = device(&simulated, 100_000);
+    let bytes = pattern(100_000, 1);
+    simulated.write(allocation.base(), &bytes).unwrap();
+    for (offset, len) in [(0, 1), (1, 1), (4095, 2), (4096, 4096), (5001, 33_333), (99_999, 1), (0, 100_000)]
+    {
+        let range = allocation.range.slice(offset, len).unwrap();
+        let export = simulated.export_dma_buf(range, &nic("loop0"), DmaBufMapping::Default).unwrap();
+        assert_eq!((export.alloc_offset.0, export.len), (offset, len));
+        let expected = &bytes[offset as usize..(offset + len) as usize];
+        assert!(read_through_fd(&export) == expected, "{offset}+{len}");
+
+        let written = pattern(len as usize, offset + 77);
+        write_through_fd(&export, &written);
+        let mut all = vec![0; 100_000];
+        simulated.read(allocation.base(), &mut all).unwrap();
+        let mut expected_all = bytes.clone();
+        expected_all[offset as usize..(offset + len) as usize].copy_from_slice(&written);
+        assert!(all == expected_all, "nothing but {offset}+{len} changed");
+        simulated.write(allocation.base(), &bytes).unwrap();
+        simulated.release_dma_buf(export).unwrap();
+    }
+}
+
+/// HM-06: the offset in the dma-buf is not the offset in the allocation, so that mixing them up is caught.
+#[test]
+fn in_a_memory_file_no_allocation_begins_at_offset_0() {
+    let _turn = turn();
+    let simulated = Simulated::builder().dma_buf(DmaBufKind::MemFd).build().unwrap();
+    for len in [64, 4096, 1 << 20, 200 << 20] {
+        let allocation = device(&simulated, len);
+        let export =
+            simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default).unwrap();
+        assert_eq!(export.alloc_offset.0, 0);
+        assert!(export.offset.0 > 0 && export.offset.0.is_multiple_of(4096));
+    }
+}
+
+/// HM-06
+#[test]
+fn the_fd_count_after_many_exports_is_what_it_was() {
+    let _turn = turn();
+    let simulated = simulated();
+    let allocation = device(&simulated, 1 << 20);
+    let before = open_fds();
+    for i in 0..100_000_u64 {
+        let range = allocation.range.slice(i * 7 % 1_000_000, 1 + i % 1000).unwrap();
+        let export = simulated.export_dma_buf(range, &nic("loop0"), DmaBufMapping::Default).unwrap();
+        if i % 2 == 0 {
+            simulated.release_dma_buf(export).unwrap();
+        }
+    }
+    assert_eq!(open_fds(), before);
+    assert_eq!(simulated.stats().live_exports, 0);
+}
+
+/// HM-06: as a dma-buf does, an exported fd keeps the bytes, and nobody else gets them.
+#[test]
+fn an_export_outlives_the_allocation_and_never_shows_the_next_one() {
+    let _turn = turn();
+    let simulated = Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap();
+    let neighbour = device(&simulated, 4096);
+    let allocation = device(&simulated, 4096);
+    let bytes = pattern(4096, 6);
+    simulated.write(allocation.base(), &bytes).unwrap();
+    let export = simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default).unwrap();
+    free(&simulated, &allocation).unwrap();
+    for _ in 0..5000 {
+        let next = device(&simulated, 4096);
+        assert_eq!(next.base(), allocation.base());
+        simulated.write(next.base(), &[0x55; 4096]).unwrap();
+        free(&simulated, &next).unwrap();
+    }
+    assert!(read_through_fd(&export) == bytes, "a stale registration moves stale bytes");
+    drop(export);
+    free(&simulated, &neighbour).unwrap();
+    assert_eq!(simulated.stats().live_exports, 0);
+}
+
+/// HM-06: however many exports come and go around one that stays.
+#[test]
+fn one_export_that_stays_keeps_its_bytes_while_thousands_come_and_go() {
+    let _turn = turn();
+    let simulated = simulated();
+    let neighbour = device(&simulated, 4096);
+    let export_and_free = |fill: u8| {
+        let allocation = device(&simulated, 4096);
+        simulated.write(allocation.base(), &[fill; 4096]).unwrap();
+        let export =
+            simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default).unwrap();
+        free(&simulated, &allocation).unwrap();
+        export
+    };
+    let stays = export_and_free(1);
+    for _ in 0..3000 {
+        drop(export_and_free(2));
+    }
+    assert_eq!(read_through_fd(&stays), [1; 4096]);
+    free(&simulated, &neighbour).unwrap();
+}
+
+/// HM-06: memory that was exported is used again once its fds are gone.
+#[test]
+fn exported_memory_comes_back_when_its_last_user_has_gone() {
+    let _turn = turn();
+    let simulated = Simulated::builder().arena(1 << 20).build().unwrap();
+    let mut stay = Vec::new();
+    for i in 0..20_000 {
+        if i % 100 == 0 {
+            // Without these, files that are empty would just be dropped.
+            stay.push(device(&simulated, 4096));
+        }
+        let allocation = device(&simulated, 4096);
+        drop(simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default).unwrap());
+        free(&simulated, &allocation).unwrap();
+    }
+    let files = simulated.stats().memory_files;
+    assert!(files <= 4, "{files} memory files for 200 live pages");
+}
+
+/// HM-07
+#[test]
+fn a_virtual_allocation_lists_its_segments_and_exports_each() {
+    let _turn = turn();
+    let simulated = Simulated::builder().segment_len(8192).build().unwrap();
+    let allocation = allocate(&simulated, 30_000, AllocationKind::Virtual);
+    let bytes = pattern(30_000, 3);
+    simulated.write(allocation.base(), &bytes).unwrap();
+
+    let range = allocation.range.slice(1000, 25_000).unwrap();
+    let segments = simulated.segments(range).unwrap();
+    let offsets: Vec<_> =
+        segments.iter().map(|s| (s.range.start().0 - allocation.base().0, s.range.len())).collect();
+    assert_eq!(offsets, [(1000, 7192), (8192, 8192), (16_384, 8192), (24_576, 1424)]);
+    assert!(segments.iter().all(|segment| segment.exportable));
+    let mut read = Vec::new();
+    for segment in &segments {
+        let export = simulated.export_dma_buf(segment.range, &nic("loop0"), DmaBufMapping::Default).unwrap();
+        assert_eq!(export.alloc_offset.0, segment.range.start().0 - allocation.base().0);
+        read.extend(read_through_fd(&export));
+    }
+    assert!(read == bytes[1000..26_000]);
+}
+
+/// HM-07
+#[test]
+fn an_export_across_segments_is_refused_naming_the_first() {
+    let _turn = turn();
+    let simulated = Simulated::builder().segment_len(8192).build().unwrap();
+    let allocation = allocate(&simulated, 30_000, AllocationKind::Virtual);
+    let range = allocation.range.slice(8000, 8192).unwrap();
+    let error = simulated.export_dma_buf(range, &nic("loop0"), DmaBufMapping::Default).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    let first = allocation.range.slice(8000, 192).unwrap();
+    assert_eq!(error.context_value("segment"), Some(first.to_string().as_str()));
+}
+
+/// HM-07
+#[test]
+fn a_segment_that_cannot_be_exported_says_so_and_the_others_still_can() {
+    let _turn = turn();
+    let simulated = Simulated::builder().segment_len(4096).build().unwrap();
+    let allocation = allocate(&simulated, 3 * 4096, AllocationKind::Virtual);
+    simulated.set_exportable(at(&allocation, 5000), false).unwrap();
+    let segments = simulated.segments(allocation.range).unwrap();
+    assert_eq!(segments.iter().map(|s| s.exportable).collect::<Vec<_>>(), [true, false, true]);
+    for segment in segments {
+        let export = simulated.export_dma_buf(segment.range, &nic("loop0"), DmaBufMapping::Default);
+        match export {
+            Ok(_) => assert!(segment.exportable),
+            Err(error) => {
+                assert!(!segment.exportable && error.is_unsupported());
+                assert_eq!(error.context_value("segment"), Some(segment.range.to_string().as_str()));
+            }
+        }
+    }
+    free(&simulated, &allocation).unwrap();
+    assert_eq!(simulated.set_exportable(allocation.base(), true).unwrap_err().kind(), ErrorKind::OutOfBounds);
+}
+
+#[test]
+fn segments_of_neighbouring_allocations_are_listed_apart_and_a_gap_is_refused() {
+    let _turn = turn();
+    let simulated = simulated();
+    let (one, two) = (device(&simulated, 4096), device(&simulated, 100));
+    let both = hmem_core::AddressRange::new(one.base(), 4196).unwrap();
+    let segments: Vec<_> = simulated.segments(both).unwrap().iter().map(|s| s.range).collect();
+    assert_eq!(segments, [one.range, two.range]);
+    let past = hmem_core::AddressRange::new(one.base(), 4197).unwrap();
+    assert_eq!(simulated.segments(past).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    let export = simulated.export_dma_buf(both, &nic("loop0"), DmaBufMapping::Default);
+    assert_eq!(export.unwrap_err().kind(), ErrorKind::OutOfBounds);
+}
+
+/// HM-08
+#[test]
+fn managed_and_host_memory_have_no_dma_buf_and_say_what_to_do() {
+    let _turn = turn();
+    let simulated = simulated();
+    for kind in [AllocationKind::Managed, AllocationKind::Host] {
+        let allocation = allocate(&simulated, 4096, kind);
+        let error =
+            simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default).unwrap_err();
+        assert!(error.is_unsupported());
+        assert!(error.remedy_text().unwrap().contains("host pages"), "{error}");
+    }
+}
+
+/// HM-09
+#[test]
+fn the_pcie_mapping_is_honoured_or_refused_as_configured() {
+    let _turn = turn();
+    for honoured in [true, false] {
+        let simulated = Simulated::builder().pcie_mapping(honoured).build().unwrap();
+        assert_eq!(simulated.capability().pcie_mapping, honoured);
+        let allocation = device(&simulated, 4096);
+        let export = simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Pcie);
+        match export {
+            Ok(export) => assert!(honoured && export.mapping == DmaBufMapping::Pcie),
+            Err(error) => {
+                assert!(!honoured && error.is_unsupported());
+                assert_eq!(error.os_errno(), Some(Errno(95)));
+            }
+        }
+        let plain =
+            simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default).unwrap();
+        assert_eq!(plain.mapping, DmaBufMapping::Default);
+    }
+}
+
+#[test]
+fn a_nic_that_does_not_reach_the_device_is_refused_and_others_go_on() {
+    let _turn = turn();
+    let matrix = P2pMatrix::all_reachable().block(DeviceId(1), "loop1");
+    let simulated = Simulated::builder().devices(2).p2p(matrix).peer_memory(true).build().unwrap();
+    for (number, name) in [(0, "loop0"), (0, "loop1"), (1, "loop0"), (1, "loop1")] {
+        let request = AllocRequest { len: 64, device: DeviceId(number), kind: AllocationKind::Device };
+        let allocation = simulated.allocate(&request).unwrap();
+        let by_fd = simulated.export_dma_buf(allocation.range, &nic(name), DmaBufMapping::Default).map(drop);
+        let by_address = simulated.export_peer_memory(allocation.range, &nic(name)).map(drop);
+        for result in [by_fd, by_address] {
+            let Err(error) = result else {
+                assert!((number, name) != (1, "loop1"));
+                continue;
+            };
+            assert_eq!((number, name), (1, "loop1"));
+            assert_eq!(error.kind(), ErrorKind::Unreachable);
+            assert_eq!(error.os_errno(), Some(Errno(524)));
+            assert_eq!(error.context_value("nic"), Some("test/loop1"));
+            assert!(error.remedy_text().is_some());
+        }
+    }
+}
+
+#[test]
+fn peer_memory_and_dma_bufs_can_each_be_missing() {
+    let _turn = turn();
+    let simulated = Simulated::builder().dma_buf(DmaBufKind::None).build().unwrap();
+    let allocation = device(&simulated, 64);
+    assert!(!simulated.capability().dma_buf && !simulated.capability().peer_memory);
+    let by_fd = simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default);
+    assert!(by_fd.unwrap_err().is_unsupported());
+    assert!(simulated.export_peer_memory(allocation.range, &nic("loop0")).unwrap_err().is_unsupported());
+}
+
+#[test]
+fn genuine_dma_bufs_are_made_where_udmabuf_is_there_and_asking_for_them_elsewhere_fails() {
+    let _turn = turn();
+    match Simulated::builder().dma_buf(DmaBufKind::Udmabuf).build() {
+        Ok(simulated) => {
+            let allocation = device(&simulated, 10_000);
+            let bytes = pattern(10_000, 1);
+            simulated.write(allocation.base(), &bytes).unwrap();
+            let range = allocation.range.slice(4100, 5000).unwrap();
+            let export = simulated.export_dma_buf(range, &nic("loop0"), DmaBufMapping::Default).unwrap();
+            assert_eq!(export.offset.0, 4);
+            assert!(read_through_fd(&export) == bytes[4100..9100]);
+        }
+        Err(error) => {
+            println!("skipped the content of dma-bufs: {error}");
+            assert!(error.remedy_text().unwrap().contains("udmabuf"));
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! Every driver call fails once, and nothing is left behind.
+
+mod support;
+
+use std::sync::Mutex;
+
+use hmem_core::{
+    Address, AddressRange, AllocationKind, DeviceId, Errno, Iface, Result,
+    iface::{AllocRequest, DmaBufMapping},
+    monitor::Invalidator,
+};
+use hmem_iface_system::{Call, Simulated, Style};
+use support::*;
+
+/// Fds are counted for the whole process: the tests of this file take turns.
+static TURN: Mutex<()> = Mutex::new(());
+
+fn turn() -> std::sync::MutexGuard<'static, ()> {
+    TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+#[derive(Debug)]
+struct Deaf;
+
+impl Invalidator for Deaf {
+    fn invalidate(&self, _: AddressRange) {}
+}
+
+/// Uses all of the iface once, goes on where a call fails, and returns the errors.
+fn use_everything(simulated: &Simulated) -> Vec<hmem_core::Error> {
+    let mut errors = Vec::new();
+    let mut keep = |result: Result<()>| errors.extend(result.err());
+    keep(simulated.devices().map(drop));
+    keep(simulated.flush_inbound(DeviceId(0)));
+    let host = [5_u8; 5000];
+    let host_address = Address::of_ptr(host.as_ptr());
+    // SAFETY: `host` outlives its registration.
+    match unsafe { simulated.host_register(AddressRange::of(&host)) } {
+        Ok(()) => {
+            while let Err(error) = simulated.host_unregister(AddressRange::of(&host)) {
+                keep(Err(error));
+            }
+        }
+        failed => keep(failed),
+    }
+    for kind in DEVICE_KINDS {
+        let allocation = match try_allocate(simulated, 20_000, kind) {
+            Ok(allocation) => allocation,
+            Err(error) => {
+                keep(Err(error));
+                continue;
+            }
+        };
+        keep(simulated.query(allocation.base()).map(drop));
+        keep(simulated.segments(allocation.range).map(drop));
+        // SAFETY: `host` is only read.
+        keep(unsafe { simulated.copy(allocation.base(), host_address, 5000) });
+        // SAFETY: `host` is only read, and lives until the copy is waited for.
+        keep(
+            unsafe { simulated.copy_async(allocation.base(), host_address, 5000) }
+                .and_then(|event| event.wait()),
+        );
+        if kind == AllocationKind::Device {
+            let export = simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default);
+            keep(export.and_then(|export| simulated.release_dma_buf(export)));
+            keep(simulated.export_peer_memory(allocation.range, &nic("loop0")).map(drop));
+            let opened = simulated.ipc_export(&allocation).and_then(|handle| simulated.ipc_open(&handle));
+            match opened {
+                Ok(opened) => loop {
+                    // SAFETY: nothing refers to the memory.
+                    match unsafe { simulated.ipc_close(&opened) } {
+                        Ok(()) => break,
+                        failed => keep(failed),
+                    }
+                },
+                Err(error) => keep(Err(error)),
+            }
+        }
+        let monitor = simulated.monitor().unwrap();
+        let subscription = monitor.subscribe(allocation.range, std::sync::Arc::new(Deaf));
+        let subscription = subscription.map_err(|error| keep(Err(error))).ok();
+        while let Err(error) = free(simulated, &allocation) {
+            keep(Err(error));
+        }
+        subscription.into_iter().for_each(|subscription| monitor.unsubscribe(subscription));
+    }
+    errors
+}
+
+fn build() -> Simulated {
+    let builder = Simulated::builder().segment_len(8192).peer_memory(true).style(Style::Callback);
+    builder.arena(1 << 20).build().unwrap()
+}
+
+fn assert_nothing_is_left(simulated: &Simulated) {
+    let stats = simulated.stats();
+    let left = [
+        stats.live_allocations,
+        stats.live_bytes,
+        stats.opened_allocations,
+        stats.live_exports,
+        stats.subscriptions,
+        stats.host_registrations,
+        stats.copies_pending,
+    ];
+    assert_eq!(left, [0; 7], "{stats:?}");
+    // All of the memory can be had again.
+    let request = AllocRequest { len: 16 << 30, device: DeviceId(0), kind: AllocationKind::Device };
+    let all = simulated.allocate(&request).unwrap();
+    free(simulated, &all).unwrap();
+}
+
+#[test]
+fn whichever_call_fails_says_so_and_leaves_nothing() {
+    let _turn = turn();
+    let simulated = build();
+    assert!(use_everything(&simulated).is_empty());
+    let (fds, maps) = (open_fds(), mappings());
+    for call in Call::ALL {
+        let before = simulated.faults().count(*call);
+        // Queries are counted only while a fault waits for them.
+        simulated.faults().fail_nth(*call, u64::MAX / 2, Errno(5));
+        assert!(use_everything(&simulated).is_empty());
+        simulated.faults().clear();
+        let calls = simulated.faults().count(*call) - before;
+        assert!(calls > 0, "{call:?} is not exercised");
+        for nth in 1..=calls {
+            simulated.faults().fail_nth(*call, nth, Errno(5));
+            let errors = use_everything(&simulated);
+            assert_eq!(errors.len(), 1, "{call:?} {nth}: {errors:?}");
+            assert_eq!(errors[0].os_errno(), Some(Errno(5)));
+            assert_eq!(errors[0].operation(), call.name());
+            assert_eq!(errors[0].iface_kind(), Some(simulated.kind()));
+            simulated.faults().clear();
+            assert_nothing_is_left(&simulated);
+        }
+    }
+    assert_eq!(open_fds(), fds);
+    assert!(mappings() < maps + 20, "a mapping leaks with each fault");
+}
+
+#[test]
+fn a_call_fails_as_often_as_asked_and_no_more() {
+    let _turn = turn();
+    let simulated = Simulated::builder().fault(Call::Devices, 2, Errno(19)).build().unwrap();
+    assert!(simulated.devices().is_ok());
+    assert!(simulated.devices().unwrap_err().is_unavailable());
+    assert!(simulated.devices().is_ok());
+
+    simulated.faults().fail_always(Call::Devices, Errno(95));
+    for _ in 0..3 {
+        assert!(simulated.devices().unwrap_err().is_unsupported());
+    }
+    simulated.faults().clear();
+    assert!(simulated.devices().is_ok());
+    assert_eq!(simulated.stats().calls(Call::Devices), 7);
+}
+
+#[test]
+fn a_failed_lookup_is_an_error_and_not_somebody_elses_address() {
+    let _turn = turn();
+    let simulated = simulated();
+    let allocation = device(&simulated, 64);
+    simulated.faults().fail_next(Call::Query, Errno(5));
+    assert!(simulated.query(Address(0x1000)).unwrap().is_none());
+    assert!(simulated.query(allocation.base()).is_err());
+    assert_eq!(simulated.query(allocation.base()).unwrap(), Some(allocation));
+}

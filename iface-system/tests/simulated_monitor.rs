@@ -1,0 +1,282 @@
+//! Frees that are noticed: MON-07, MON-08.
+
+mod support;
+
+use std::{
+    fmt,
+    sync::{
+        Arc, Barrier, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+};
+
+use hmem_core::{
+    Address, AddressRange, AllocationKind, ErrorKind, Iface, IfaceExt,
+    monitor::{Invalidator, MonitorStyle, Subscription},
+};
+use hmem_iface_system::{AddressReuse, Simulated, Style};
+use parking_lot::Mutex;
+use support::*;
+
+fn with_style(style: Style) -> Arc<Simulated> {
+    let builder = Simulated::builder().style(style).address_reuse(AddressReuse::JustFreed);
+    Arc::new(builder.build().unwrap())
+}
+
+/// Remembers what it was told.
+#[derive(Debug, Default)]
+struct Told(Mutex<Vec<AddressRange>>);
+
+impl Told {
+    fn new() -> Arc<Self> {
+        Arc::default()
+    }
+
+    fn ranges(&self) -> Vec<AddressRange> {
+        self.0.lock().clone()
+    }
+}
+
+impl Invalidator for Told {
+    fn invalidate(&self, range: AddressRange) {
+        self.0.lock().push(range);
+    }
+}
+
+/// Does what a test wants when it is told.
+struct Doing<F>(F);
+
+impl<F> fmt::Debug for Doing<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Doing")
+    }
+}
+
+impl<F: Fn(AddressRange) + Send + Sync> Invalidator for Doing<F> {
+    fn invalidate(&self, range: AddressRange) {
+        (self.0)(range);
+    }
+}
+
+fn doing(action: impl Fn(AddressRange) + Send + Sync + 'static) -> Arc<dyn Invalidator> {
+    Arc::new(Doing(action))
+}
+
+/// MON-07
+#[test]
+fn a_reused_address_is_never_valid_in_either_style() {
+    for style in [Style::Identity, Style::Callback] {
+        let simulated = with_style(style);
+        let monitor = simulated.monitor().unwrap();
+        for kind in DEVICE_KINDS {
+            let mut stale = Vec::new();
+            for _ in 0..50 {
+                let allocation = allocate(&*simulated, 4096, kind);
+                assert!(monitor.valid(&allocation).unwrap());
+                for before in &stale {
+                    assert!(!monitor.valid(before).unwrap());
+                }
+                free(&*simulated, &allocation).unwrap();
+                assert!(!monitor.valid(&allocation).unwrap());
+                stale.push(allocation);
+            }
+            assert!(stale.iter().all(|before| before.base() == stale[0].base()), "the address was reused");
+        }
+    }
+}
+
+/// MON-07
+#[test]
+fn the_callback_style_tells_exactly_the_subscribers_of_what_is_freed() {
+    let simulated = with_style(Style::Callback);
+    let monitor = simulated.monitor().unwrap();
+    assert_eq!(monitor.style(), MonitorStyle::Callback);
+    assert!(simulated.capability().free_callback);
+    let (freed, kept) = (device(&*simulated, 1 << 20), device(&*simulated, 1 << 20));
+    let told: Vec<_> = (0..6).map(|_| Told::new()).collect();
+    let ranges = [
+        freed.range,
+        freed.range.slice(0, 1).unwrap(),
+        freed.range.slice((1 << 20) - 1, 1).unwrap(),
+        freed.range.slice(5000, 70_000).unwrap(),
+        kept.range,
+        kept.range.slice(0, 1).unwrap(),
+    ];
+    for (told, range) in told.iter().zip(ranges) {
+        monitor.subscribe(range, Arc::clone(told) as _).unwrap();
+    }
+    free(&*simulated, &freed).unwrap();
+    for (number, told) in told.iter().enumerate() {
+        let expected = if number < 4 { vec![freed.range] } else { vec![] };
+        assert_eq!(told.ranges(), expected, "subscriber {number}");
+    }
+}
+
+/// MON-07: and no lock is held that the callback could want, unlikely as it is that it should.
+#[test]
+fn a_callback_comes_before_the_memory_goes_and_may_use_the_iface() {
+    let simulated = with_style(Style::Callback);
+    let monitor = simulated.monitor().unwrap();
+    let allocation = device(&*simulated, 4096);
+    simulated.write(allocation.base(), &[7; 16]).unwrap();
+    let seen = Arc::new(Mutex::new(None));
+    let subscription = Arc::new(Mutex::new(None::<Subscription>));
+    let callback = {
+        let (iface, seen) = (Arc::downgrade(&simulated), Arc::clone(&seen));
+        let (monitor, subscription) = (Arc::downgrade(&monitor), Arc::clone(&subscription));
+        move |range: AddressRange| {
+            let iface = Weak::upgrade(&iface).unwrap();
+            let mut bytes = [0; 16];
+            iface.read(range.start(), &mut bytes).unwrap();
+            let found = iface.query(range.start()).unwrap();
+            let other = device(&*iface, 64);
+            free(&*iface, &other).unwrap();
+            monitor.upgrade().unwrap().unsubscribe(subscription.lock().unwrap());
+            *seen.lock() = Some((bytes, found));
+        }
+    };
+    *subscription.lock() = Some(monitor.subscribe(allocation.range, doing(callback)).unwrap());
+    free(&*simulated, &allocation).unwrap();
+    assert_eq!(seen.lock().take(), Some(([7; 16], Some(allocation))));
+    assert_eq!(simulated.stats().subscriptions, 0);
+}
+
+#[test]
+fn who_subscribes_while_the_others_are_told_is_told_too() {
+    let simulated = with_style(Style::Callback);
+    let monitor = simulated.monitor().unwrap();
+    let allocation = device(&*simulated, 4096);
+    let late = Told::new();
+    let callback = {
+        let (monitor, late) = (Arc::downgrade(&monitor), Arc::clone(&late));
+        move |range: AddressRange| {
+            monitor.upgrade().unwrap().subscribe(range, Arc::clone(&late) as _).unwrap();
+        }
+    };
+    monitor.subscribe(allocation.range, doing(callback)).unwrap();
+    free(&*simulated, &allocation).unwrap();
+    assert_eq!(late.ranges(), [allocation.range]);
+}
+
+#[test]
+fn a_free_that_begins_while_another_frees_the_same_is_a_double_free() {
+    let simulated = with_style(Style::Callback);
+    let monitor = simulated.monitor().unwrap();
+    let allocation = device(&*simulated, 4096);
+    let second = Arc::new(Mutex::new(None));
+    let callback = {
+        let (iface, second) = (Arc::downgrade(&simulated), Arc::clone(&second));
+        move |_| *second.lock() = Some(free(&*iface.upgrade().unwrap(), &allocation))
+    };
+    monitor.subscribe(allocation.range, doing(callback)).unwrap();
+    free(&*simulated, &allocation).unwrap();
+    let error = second.lock().take().unwrap().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+}
+
+/// MON-08
+#[test]
+fn after_unsubscribe_returns_the_invalidator_is_not_called() {
+    let simulated = with_style(Style::Callback);
+    let monitor = simulated.monitor().unwrap();
+    let allocation = device(&*simulated, 4096);
+    let told = Told::new();
+    let subscription = monitor.subscribe(allocation.range, Arc::clone(&told) as _).unwrap();
+    monitor.unsubscribe(subscription);
+    monitor.unsubscribe(subscription);
+    free(&*simulated, &allocation).unwrap();
+    assert!(told.ranges().is_empty());
+}
+
+/// MON-08
+#[test]
+fn unsubscribe_waits_for_a_call_under_way() {
+    let simulated = with_style(Style::Callback);
+    let monitor = simulated.monitor().unwrap();
+    let allocation = device(&*simulated, 4096);
+    let inside = Arc::new(Barrier::new(2));
+    let ended = Arc::new(AtomicBool::new(false));
+    let callback = {
+        let (inside, ended) = (Arc::clone(&inside), Arc::clone(&ended));
+        move |_| {
+            inside.wait();
+            // Long enough for an unsubscribe that did not wait to come back first.
+            (0..1000).for_each(|_| thread::yield_now());
+            ended.store(true, Ordering::Release);
+        }
+    };
+    let subscription = monitor.subscribe(allocation.range, doing(callback)).unwrap();
+    let freeing = {
+        let simulated = Arc::clone(&simulated);
+        thread::spawn(move || free(&*simulated, &allocation).unwrap())
+    };
+    inside.wait();
+    monitor.unsubscribe(subscription);
+    assert!(ended.load(Ordering::Acquire), "the call was over before unsubscribe came back");
+    freeing.join().unwrap();
+}
+
+/// MON-08
+#[test]
+fn subscriptions_come_and_go_in_pairs_in_both_styles() {
+    for style in [Style::Identity, Style::Callback] {
+        let simulated = with_style(style);
+        let monitor = simulated.monitor().unwrap();
+        let allocation = device(&*simulated, 1 << 20);
+        let told = Told::new();
+        let subscriptions: Vec<_> = (0..1000)
+            .map(|i| {
+                let range = allocation.range.slice(i * 100, 1 + i * 37 % 5000).unwrap();
+                monitor.subscribe(range, Arc::clone(&told) as _).unwrap()
+            })
+            .collect();
+        assert_eq!(simulated.stats().subscriptions, 1000);
+        free(&*simulated, &allocation).unwrap();
+        let calls = if style == Style::Callback { 1000 } else { 0 };
+        assert_eq!(told.ranges().len(), calls, "the identity style calls nobody");
+        subscriptions.into_iter().for_each(|subscription| monitor.unsubscribe(subscription));
+        assert_eq!(simulated.stats().subscriptions, 0);
+    }
+}
+
+#[test]
+fn what_is_not_alive_cannot_be_watched() {
+    let simulated = with_style(Style::Callback);
+    let monitor = simulated.monitor().unwrap();
+    let allocation = device(&*simulated, 4096);
+    free(&*simulated, &allocation).unwrap();
+    let host = [0_u8; 16];
+    for range in [allocation.range, AddressRange::of(&host), AddressRange::new(Address(0), 8).unwrap()] {
+        let error = monitor.subscribe(range, Told::new()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+    }
+    assert_eq!(simulated.stats().subscriptions, 0);
+}
+
+/// MON-07: whatever the lengths, everyone who overlaps is told, once, and nobody else.
+#[test]
+fn many_subscribers_of_many_allocations_are_told_apart() {
+    let simulated = with_style(Style::Callback);
+    let monitor = simulated.monitor().unwrap();
+    let allocations: Vec<_> =
+        (0..40).map(|i| allocate(&*simulated, 1 + i * 7919, AllocationKind::Device)).collect();
+    let subscribers: Vec<_> = (0..2000_u64)
+        .map(|i| {
+            let allocation = &allocations[i as usize % allocations.len()];
+            let offset = i * 613 % allocation.range.len();
+            let len = 1 + i * 1009 % (allocation.range.len() - offset);
+            let told = Told::new();
+            monitor.subscribe(allocation.range.slice(offset, len).unwrap(), Arc::clone(&told) as _).unwrap();
+            (*allocation, told)
+        })
+        .collect();
+    for freed in allocations.iter().step_by(3) {
+        free(&*simulated, freed).unwrap();
+    }
+    for (allocation, told) in subscribers {
+        let was_freed = allocations.iter().step_by(3).any(|freed| freed.id == allocation.id);
+        let expected = if was_freed { vec![allocation.range] } else { vec![] };
+        assert_eq!(told.ranges(), expected);
+    }
+}

@@ -1,0 +1,46 @@
+//! The arrows between crates: `iface-* -> core`, `p2p -> core`, `hmem -> all of them`, `hmem-cli -> hmem`.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    process::Command,
+};
+
+use serde_json::Value;
+
+fn workspace_arrows() -> BTreeMap<String, BTreeSet<String>> {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--format-version=1", "--no-deps", "--offline"])
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output()
+        .expect("cargo runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let metadata: Value = serde_json::from_slice(&output.stdout).expect("cargo metadata prints JSON");
+    let packages = metadata["packages"].as_array().expect("packages");
+    let text = |value: &Value| value.as_str().expect("a string").to_owned();
+    let names: BTreeSet<_> = packages.iter().map(|package| text(&package["name"])).collect();
+    let arrows_of = |package: &Value| {
+        let dependencies = package["dependencies"].as_array().expect("dependencies");
+        let normal = dependencies.iter().filter(|dependency| dependency["kind"].is_null());
+        normal.map(|dependency| text(&dependency["name"])).filter(|name| names.contains(name)).collect()
+    };
+    packages.iter().map(|package| (text(&package["name"]), arrows_of(package))).collect()
+}
+
+#[test]
+fn dependencies_run_one_way() {
+    let arrows = workspace_arrows();
+    let only_core = BTreeSet::from(["hmem-core".to_owned()]);
+    for (package, targets) in &arrows {
+        match package.as_str() {
+            "hmem-core" => assert!(targets.is_empty(), "core depends on {targets:?}"),
+            "hmem-p2p" => assert_eq!(targets, &only_core, "p2p knows no iface"),
+            "hmem" => assert!(!targets.contains("hmem-cli"), "the library does not know the command"),
+            "hmem-cli" => assert_eq!(targets, &BTreeSet::from(["hmem".to_owned()])),
+            iface if iface.starts_with("hmem-iface-") => {
+                assert_eq!(targets, &only_core, "{iface} knows core and nothing else of the workspace");
+            }
+            other => panic!("say in this test what {other} may depend on"),
+        }
+    }
+    assert!(arrows.len() >= 8, "{arrows:?}");
+}
