@@ -14,6 +14,7 @@ use crate::{
 
 over_worlds! {
     key_01_a_requested_key_in_use_is_refused_and_free_again_after_close: Pairs, needs::OWN_KEYS;
+    key_01_who_asks_for_no_key_gets_one_that_is_free: Pairs;
     key_01_a_key_that_the_provider_cannot_give_is_rejected: Pairs, needs::OWN_KEYS;
     key_02_keys_of_closed_regions_do_not_come_back_soon: Pairs, needs::KEYS_AT_HAND,
         need("modes without PROV_KEY", "the application picks the keys", |world| world.has(MrMode::PROV_KEY));
@@ -41,6 +42,20 @@ fn key_01_a_requested_key_in_use_is_refused_and_free_again_after_close(world: &W
     first.close().expect("close");
     let again = net.target.register(&attr, MrFlags::empty()).expect("the key can be had again");
     net.assert_works(&net.key(&again));
+}
+
+fn key_01_who_asks_for_no_key_gets_one_that_is_free(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(64);
+    let ranges = [memory.range()];
+    let register = || net.target.register(&MrAttr::new(&ranges, REMOTE), MrFlags::empty()).expect("register");
+    let regions: Vec<_> = (0..20).map(|_| register()).collect();
+    let keys: BTreeSet<_> = regions.iter().map(|region| net.key(region).as_u64().unwrap()).collect();
+    assert_eq!(keys.len(), 20, "a key was given twice");
+    net.assert_works(&net.key(&regions[7]));
+    let sub = regions[0].sub(memory.part(0, 32), REMOTE, None).expect("sub-region");
+    net.target.make_usable(&sub).expect("bind and enable");
+    net.assert_works(&net.key(&sub));
 }
 
 fn key_01_a_key_that_the_provider_cannot_give_is_rejected(world: &World) {

@@ -8,7 +8,7 @@ use hmem::{
     p2p::loopback::Call,
     provider::WindowType,
     system::{AddressReuse, Style},
-    transfer::Operation,
+    transfer::{Operation, PeerId, WorkRequest},
 };
 
 use crate::{
@@ -19,6 +19,8 @@ use crate::{
 
 over_worlds! {
     mr_05_close_ends_transfers_in_flight_before_it_returns: Pairs;
+    mr_05_close_of_a_local_buffer_ends_transfers_in_flight_too: Pairs;
+    mr_05_what_was_posted_and_has_not_begun_fails_after_close: Pairs, needs::BY_HAND;
     mr_05_after_close_the_peer_fails_and_the_local_endpoint_works_on: Every;
     mr_06_a_region_with_a_counter_is_busy_and_works_on: Pairs;
     mr_06_a_region_with_a_window_is_busy_and_works_on: Pairs;
@@ -63,6 +65,65 @@ fn mr_05_close_ends_transfers_in_flight_before_it_returns(world: &World) {
         let expected = if moved { 0x22 } else { 0x11 };
         assert_eq!(at_close, [expected; 4096], "the transfer says moved: {moved}");
     });
+}
+
+fn mr_05_close_of_a_local_buffer_ends_transfers_in_flight_too(world: &World) {
+    let net = Net::open(world);
+    let memory = net.filled(&[0x22; 4096]);
+    let region = net.expose(memory.range(), REMOTE);
+    let key = net.key(&region);
+    let local = net.local(4096, LOCAL);
+    local.bytes.put(0, &[0x11; 4096]);
+    let (from, into) = ([remote(&key, 0, 4096)], [local.segment(0, 4096)]);
+    let (closing_region, bytes) = (local.region, &local.bytes);
+    net.faults.count();
+    let closes = net.faults.calls(Call::Deregister);
+    let gate = net.faults.hold(Call::Transfer);
+    thread::scope(|scope| {
+        let transfer = scope.spawn(|| net.transfer(Operation::Read { remote: &from }, &into));
+        wait_held(&gate);
+        let closing = scope.spawn(|| {
+            closing_region.close().expect("close");
+            bytes.all()
+        });
+        net.faults.wait_for_calls(Call::Deregister, closes + 1);
+        for _ in 0..200 {
+            thread::yield_now();
+        }
+        gate.release();
+        let moved = transfer.join().expect("the transfer's thread").is_ok();
+        let at_close = closing.join().expect("the closing thread");
+        assert_eq!(bytes.all(), at_close, "memory was touched after close returned");
+        assert_eq!(at_close, [if moved { 0x22 } else { 0x11 }; 4096], "the transfer says moved: {moved}");
+    });
+}
+
+fn mr_05_what_was_posted_and_has_not_begun_fails_after_close(world: &World) {
+    let net = Net::open(world);
+    let memory = net.filled(&[0x11; 64]);
+    let region = net.expose(memory.range(), REMOTE);
+    let key = net.key(&region);
+    let (gone, stays) = (net.local(64, LOCAL), net.local(64, LOCAL));
+    let to = [remote(&key, 0, 64)];
+    let inbox = net.filled(&[0x11; 64]);
+    let inbox_region = net.expose(inbox.range(), LOCAL);
+    let into = crate::net::segment(inbox.range(), Some(inbox_region.desc().expect("desc")));
+    let receive = Operation::Receive { tag: None, from: None };
+    let request = WorkRequest { operation: receive, local: &[into], peer: PeerId(0), context: 4 };
+    // SAFETY: the memory belongs to the test and outlives the transfer.
+    unsafe { net.target.endpoint.post(&request) }.expect("post");
+    net.post(Operation::Write { remote: &to }, &[gone.segment(0, 64)], 1).expect("post");
+    net.post(Operation::Write { remote: &to }, &[stays.segment(0, 64)], 2).expect("post");
+    net.post(Operation::Send { tag: None, invalidate: None }, &[stays.segment(0, 64)], 3).expect("post");
+    gone.region.close().expect("nothing has begun");
+    region.close().expect("nothing has begun");
+    inbox_region.close().expect("nothing has begun");
+    let ends: Vec<_> = (0..2).map(|_| net.completion()).collect();
+    let kinds: Vec<_> = ends.into_iter().map(|end| (end.context, end.result.unwrap_err().kind())).collect();
+    assert_eq!(kinds, [(1, ErrorKind::NoRegion), (2, ErrorKind::InvalidKey)]);
+    let received = net.target.wait(&[&net.initiator]);
+    assert_eq!((received.context, received.result.unwrap_err().kind()), (4, ErrorKind::NoRegion));
+    assert_eq!((memory.all(), inbox.all()), (vec![0x11; 64], vec![0x11; 64]), "a closed region was written");
 }
 
 fn mr_05_after_close_the_peer_fails_and_the_local_endpoint_works_on(world: &World) {
