@@ -1,15 +1,39 @@
 //! Who owns the memory of a request: found out by address, and held against what the caller claims.
 
 use super::{DomainInner, MrAttr};
-use crate::{AddressRange, AllocationKind, Error, ErrorKind, IfaceKind, MrFlags, Result, registry::Owner};
+use crate::{
+    AddressRange, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind, MrFlags, Result, registry::Owner,
+};
 
 impl DomainInner {
     /// The owner as the caller names it, for dma-bufs, whose addresses mean nothing here.
-    pub(super) fn claimed_owner(&self, attr: &MrAttr<'_>) -> Owner {
-        match attr.iface.filter(|_| self.attr.hmem) {
-            Some(iface) => Owner { iface, device: attr.device, allocation: None },
-            None => Owner::SYSTEM,
+    pub(super) fn claimed_owner(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<Owner> {
+        let Some(iface) = attr.iface.filter(|_| self.attr.hmem) else { return Ok(Owner::SYSTEM) };
+        let device = self.claimed_device(iface, attr, flags)?;
+        Ok(Owner { iface, device, allocation: None })
+    }
+
+    /// The device that the caller names, if it counts and the iface has it.
+    fn claimed_device(
+        &self,
+        claimed: IfaceKind,
+        attr: &MrAttr<'_>,
+        flags: MrFlags,
+    ) -> Result<Option<DeviceId>> {
+        let iface = self.registry.get(claimed)?;
+        // HOST_ALLOC memory has an iface but no device: fi_mr(3) has the field ignored.
+        let Some(device) = attr.device.filter(|_| !flags.contains(MrFlags::HMEM_HOST_ALLOC)) else {
+            return Ok(None);
+        };
+        let devices = iface.devices()?;
+        if claimed != IfaceKind::SYSTEM && !devices.iter().any(|known| known.id == device) {
+            return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
+                .iface(claimed)
+                .device(device)
+                .context("devices", devices.len())
+                .remedy("name a device that the iface lists"));
         }
+        Ok(Some(device))
     }
 
     /// Whether a range is ordinary host memory that nothing special was asked for: most registrations.
@@ -55,25 +79,14 @@ impl DomainInner {
         attr: &MrAttr<'_>,
         flags: MrFlags,
     ) -> Result<()> {
-        let iface = self.registry.get(claimed)?;
+        let device = self.claimed_device(claimed, attr, flags)?;
         if owner.iface != claimed {
             return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
                 .iface(claimed)
                 .context("owner", owner.iface)
                 .remedy("the memory belongs to another iface: name that one, or none to have it found out"));
         }
-        // HOST_ALLOC memory has an iface but no device: fi_mr(3) has the field ignored.
-        let Some(device) = attr.device.filter(|_| !flags.contains(MrFlags::HMEM_HOST_ALLOC)) else {
-            return Ok(());
-        };
-        let devices = iface.devices()?;
-        if claimed != IfaceKind::SYSTEM && !devices.iter().any(|known| known.id == device) {
-            return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
-                .iface(claimed)
-                .device(device)
-                .context("devices", devices.len())
-                .remedy("name a device that the iface lists"));
-        }
+        let Some(device) = device else { return Ok(()) };
         match owner.device {
             Some(actual) if actual != device => Err(Error::new(ErrorKind::InvalidArgument, "regattr")
                 .iface(claimed)

@@ -1,0 +1,297 @@
+//! An iface from outside the workspace: memory in an anonymous file that the CPU reaches by system calls only.
+//!
+//! A real plug-in would call its vendor's library in the same places. It needs nothing but the public traits:
+//!
+//! ```text
+//! cargo run --example plug_in_iface
+//! ```
+
+use std::{
+    collections::BTreeMap,
+    os::fd::{AsFd, OwnedFd},
+    ptr::null_mut,
+    slice,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use hmem::{
+    Access, Address, AddressRange, AllocOffset, Allocation, AllocationId, AllocationKind, DeviceBuffer,
+    DeviceId, DmaBufOffset, DomainAttr, Errno, Error, ErrorKind, Hmem, Iface, IfaceKind, Iova, MrMode,
+    Result, Segment,
+    iface::{
+        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle, PeerMemoryExport,
+    },
+    monitor::Monitor,
+    p2p::loopback::Loopback,
+    provider::{EndpointAttr, Nic},
+    transfer::RemoteSegment,
+};
+use rustix::{
+    fs::{MemfdFlags, ftruncate, memfd_create},
+    mm::{MapFlags, ProtFlags, mmap_anonymous, munmap},
+};
+
+/// The number under which it plugs in: 0x100 and up are free to take.
+pub(crate) const FILE_MEMORY: IfaceKind = IfaceKind(0x200);
+
+#[derive(Debug)]
+struct Block {
+    allocation: Allocation,
+    file: OwnedFd,
+}
+
+#[derive(Debug, Default)]
+struct Blocks {
+    by_base: BTreeMap<u64, Block>,
+    next_id: u64,
+}
+
+/// Memory in anonymous files. Its addresses are reserved, so that nobody else gets them, and cannot be touched.
+#[derive(Debug, Default)]
+pub(crate) struct FileMemory {
+    blocks: Mutex<Blocks>,
+}
+
+impl FileMemory {
+    fn blocks(&self) -> std::sync::MutexGuard<'_, Blocks> {
+        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The file behind `range` and where in it the range starts.
+    fn locate(&self, range: AddressRange) -> Result<(OwnedFd, u64)> {
+        let blocks = self.blocks();
+        let around = blocks.by_base.range(..=range.start().0).next_back().map(|(_, block)| block);
+        match around {
+            Some(block) if block.allocation.range.contains_range(range) => {
+                let file = block.file.try_clone().map_err(|error| Error::os(Errno::of(&error), "dup"))?;
+                Ok((file, range.start().0 - block.allocation.base().0))
+            }
+            _ => Err(Error::new(ErrorKind::OutOfBounds, "file memory")
+                .iface(FILE_MEMORY)
+                .context("range", range)
+                .remedy("the range must lie in one allocation")),
+        }
+    }
+
+    fn owns(&self, address: Address) -> bool {
+        self.query(address).is_ok_and(|found| found.is_some())
+    }
+
+    fn lacks<T>(operation: &'static str, why: &'static str) -> Result<T> {
+        Err(Error::new(ErrorKind::Unsupported, operation).iface(FILE_MEMORY).remedy(why))
+    }
+}
+
+impl Iface for FileMemory {
+    fn kind(&self) -> IfaceKind {
+        FILE_MEMORY
+    }
+
+    fn name(&self) -> &str {
+        "file-memory"
+    }
+
+    fn capability(&self) -> Capability {
+        Capability { allocate: true, dma_buf: true, identity: true, ..Capability::default() }
+    }
+
+    fn devices(&self) -> Result<Vec<Device>> {
+        Ok(vec![Device { id: DeviceId(0), name: "files".into(), pci_bus_id: None, memory: 1 << 30 }])
+    }
+
+    fn query(&self, address: Address) -> Result<Option<Allocation>> {
+        let blocks = self.blocks();
+        let around = blocks.by_base.range(..=address.0).next_back().map(|(_, block)| block.allocation);
+        Ok(around.filter(|allocation| allocation.range.contains(address)))
+    }
+
+    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
+        self.locate(range)?;
+        Ok(vec![Segment { range, exportable: true }])
+    }
+
+    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+        if request.kind != AllocationKind::Device || request.device != DeviceId(0) {
+            return Err(Error::new(ErrorKind::InvalidArgument, "allocate")
+                .iface(FILE_MEMORY)
+                .device(request.device)
+                .context("kind", request.kind.name()));
+        }
+        let file = memfd_create(c"file-memory", MemfdFlags::CLOEXEC)
+            .map_err(|errno| Error::os(errno, "memfd_create"))?;
+        ftruncate(&file, request.len).map_err(|errno| Error::os(errno, "ftruncate"))?;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a new mapping without access, at an address that the kernel picks, replaces nothing.
+        let base = unsafe { mmap_anonymous(null_mut(), request.len as usize, ProtFlags::empty(), flags) }
+            .map_err(|errno| Error::os(errno, "mmap"))?;
+        let mut blocks = self.blocks();
+        blocks.next_id += 1;
+        let allocation = Allocation {
+            iface: FILE_MEMORY,
+            range: AddressRange::new(Address::of_ptr(base), request.len)?,
+            device: Some(DeviceId(0)),
+            kind: AllocationKind::Device,
+            id: AllocationId(blocks.next_id),
+        };
+        blocks.by_base.insert(allocation.base().0, Block { allocation, file });
+        Ok(allocation)
+    }
+
+    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        let mut blocks = self.blocks();
+        let base = allocation.base().0;
+        if blocks.by_base.get(&base).map(|block| block.allocation.id) != Some(allocation.id) {
+            return Err(Error::new(ErrorKind::InvalidArgument, "free")
+                .iface(FILE_MEMORY)
+                .context("identity", allocation.id.0)
+                .remedy("not a live allocation"));
+        }
+        // SAFETY: `allocate` mapped this range, and nothing can hold references into memory without access.
+        unsafe { munmap(base as *mut _, allocation.range.len() as usize) }
+            .map_err(|errno| Error::os(errno, "munmap"))?;
+        blocks.by_base.remove(&base);
+        Ok(())
+    }
+
+    unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
+        match (self.owns(to), self.owns(from)) {
+            (true, false) => {
+                let (file, offset) = self.locate(AddressRange::new(to, len)?)?;
+                // SAFETY: the caller says that the host side is valid for `len` bytes.
+                let bytes = unsafe { slice::from_raw_parts(from.0 as *const u8, len as usize) };
+                write_all(&file, bytes, offset)
+            }
+            (false, true) => {
+                let (file, offset) = self.locate(AddressRange::new(from, len)?)?;
+                // SAFETY: the caller says that the host side is valid for `len` bytes and not referenced elsewhere.
+                let bytes = unsafe { slice::from_raw_parts_mut(to.0 as *mut u8, len as usize) };
+                read_all(&file, bytes, offset)
+            }
+            (true, true) => {
+                let (source, source_offset) = self.locate(AddressRange::new(from, len)?)?;
+                let (target, target_offset) = self.locate(AddressRange::new(to, len)?)?;
+                let mut bytes = vec![0; len as usize];
+                read_all(&source, &mut bytes, source_offset)?;
+                write_all(&target, &bytes, target_offset)
+            }
+            (false, false) => Self::lacks("copy", "one side must be memory of this iface"),
+        }
+    }
+
+    unsafe fn copy_async(&self, _to: Address, _from: Address, _len: u64) -> Result<Box<dyn CopyEvent>> {
+        Self::lacks("copy_async", "copies of files block")
+    }
+
+    fn export_dma_buf(
+        &self,
+        range: AddressRange,
+        _nic: &Nic,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport> {
+        let (fd, offset) = self.locate(range)?;
+        let (offset, alloc_offset) = (DmaBufOffset(offset), AllocOffset(offset));
+        Ok(DmaBufExport { fd, offset, alloc_offset, len: range.len(), mapping })
+    }
+
+    fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
+        drop(export);
+        Ok(())
+    }
+
+    fn export_peer_memory(&self, _range: AddressRange, _nic: &Nic) -> Result<PeerMemoryExport> {
+        Self::lacks("export_peer_memory", "no kernel client knows these addresses")
+    }
+
+    unsafe fn host_register(&self, _range: AddressRange) -> Result<()> {
+        Self::lacks("host_register", "files need no page-locked host memory")
+    }
+
+    fn host_unregister(&self, _range: AddressRange) -> Result<()> {
+        Self::lacks("host_unregister", "nothing can be registered")
+    }
+
+    fn ipc_export(&self, _allocation: &Allocation) -> Result<IpcHandle> {
+        Self::lacks("ipc_export", "send the exported fd over a socket instead")
+    }
+
+    fn ipc_open(&self, _handle: &IpcHandle) -> Result<Allocation> {
+        Self::lacks("ipc_open", "no handle of this iface exists")
+    }
+
+    unsafe fn ipc_close(&self, _allocation: &Allocation) -> Result<()> {
+        Self::lacks("ipc_close", "nothing can be opened")
+    }
+
+    fn flush_inbound(&self, _device: DeviceId) -> Result<()> {
+        Ok(())
+    }
+
+    fn monitor(&self) -> Result<Arc<dyn Monitor>> {
+        Self::lacks("monitor", "compare allocation identities instead")
+    }
+}
+
+fn write_all(file: impl AsFd, mut bytes: &[u8], mut offset: u64) -> Result<()> {
+    while !bytes.is_empty() {
+        let done = rustix::io::pwrite(&file, bytes, offset).map_err(|errno| Error::os(errno, "pwrite"))?;
+        (bytes, offset) = (&bytes[done..], offset + done as u64);
+    }
+    Ok(())
+}
+
+fn read_all(file: impl AsFd, mut bytes: &mut [u8], mut offset: u64) -> Result<()> {
+    while !bytes.is_empty() {
+        let done =
+            rustix::io::pread(&file, &mut *bytes, offset).map_err(|errno| Error::os(errno, "pread"))?;
+        if done == 0 {
+            return Err(Error::new(ErrorKind::OutOfBounds, "pread").context("offset", offset));
+        }
+        (bytes, offset) = (&mut bytes[done..], offset + done as u64);
+    }
+    Ok(())
+}
+
+pub(crate) fn run() -> Result<()> {
+    let hmem = Hmem::builder()
+        .without_vendor_ifaces()
+        .iface(FileMemory::default())
+        .provider(Loopback::builder().needs(MrMode::PROV_KEY).build()?)
+        .build()?;
+    let domain = hmem.domain("loopback", DomainAttr::default())?;
+    let request = AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };
+    let buffer = DeviceBuffer::allocate(hmem.iface(FILE_MEMORY)?, &request)?;
+    let target = domain.register(buffer, Access::REMOTE_READ | Access::REMOTE_WRITE)?;
+    let source = domain.register(b"by way of a plug-in".to_vec(), Access::WRITE)?;
+    println!("registered: {}", target.decision()?);
+
+    let cq = domain.open_cq(16)?;
+    let endpoint = domain.open_endpoint(&EndpointAttr {
+        tx_cq: Arc::clone(&cq),
+        rx_cq: Arc::clone(&cq),
+        rma_event: false,
+        auth_key: None,
+        tx_counter: None,
+        rx_counter: None,
+        depth: 16,
+    })?;
+    let peer = endpoint.resolve(&endpoint.name())?;
+    let key = target.key()?;
+    let remote = [RemoteSegment { address: Iova(key.base().0 + 100), len: source.len(), key: &key }];
+    endpoint.write(&[source.slice(0, source.len())?], &remote, peer, 1)?;
+    let mut completions = Vec::new();
+    while cq.read(&mut completions, 1)? == 0 {}
+    for completion in completions {
+        println!("moved: {} bytes", completion.result?);
+    }
+
+    let mut bytes = [0; 19];
+    target.read(100, &mut bytes)?;
+    println!("arrived: {}", String::from_utf8_lossy(&bytes));
+    assert_eq!(&bytes, b"by way of a plug-in");
+    Ok(())
+}
+
+#[allow(dead_code, reason = "the test that includes this file calls `run`")]
+fn main() -> Result<()> {
+    run()
+}

@@ -1,0 +1,39 @@
+//! Runs a test again, alone in a process of its own: for what a process has once (fds, standard output, environment).
+
+use std::{
+    env,
+    process::{Command, Output},
+};
+
+const ALONE: &str = "HMEM_TEST_ALONE";
+
+/// Whether this process was started by [`output`] for the test `name`.
+pub(crate) fn is_alone(name: &str) -> bool {
+    env::var(ALONE).is_ok_and(|alone| alone == name)
+}
+
+/// Runs the test `name` (its path in this binary) in a child and returns what it printed.
+pub(crate) fn output(name: &str, variables: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(env::current_exe().expect("the test binary"));
+    command.args([name, "--exact", "--nocapture", "--test-threads=1"]).env(ALONE, name);
+    command.envs(variables.iter().copied());
+    command.output().expect("start a child")
+}
+
+/// Runs `body` in a child of which this test is the only one, and fails as it does.
+pub(crate) fn alone(name: &str, body: impl FnOnce()) {
+    if is_alone(name) {
+        return body();
+    }
+    let output = output(name, &[]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    let ran = text.contains("1 passed") || text.contains("1 failed");
+    assert!(ran, "{name} is no test of this binary:\n{text}");
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{name} failed in its own process:\n{text}\n{errors}");
+}
+
+/// The number of open file descriptors of this process.
+pub(crate) fn open_fds() -> usize {
+    std::fs::read_dir("/proc/self/fd").expect("procfs").count()
+}

@@ -1,0 +1,141 @@
+//! DIAG-04: what the library says goes through `tracing`, and nowhere else.
+
+use std::{
+    fmt::Write,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use hmem::{ErrorKind, MrAttr, MrFlags};
+use tracing::{
+    Event, Metadata, Subscriber,
+    field::{Field, Visit},
+    span,
+};
+
+use crate::{
+    child,
+    net::{Net, REMOTE, Setup},
+    world::{World, over_worlds},
+};
+
+over_worlds! {
+    diag_04_each_registration_is_a_span_with_its_range_and_outcome: Pairs;
+}
+
+/// Writes down what it is told.
+#[derive(Clone, Default)]
+struct Notes(Arc<Mutex<Vec<String>>>);
+
+struct Line(String);
+
+impl Visit for Line {
+    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+        write!(self.0, " {field}={value:?}").expect("a String takes everything");
+    }
+}
+
+impl Notes {
+    fn take(&self) -> Vec<String> {
+        std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn add(&self, line: Line) -> usize {
+        let mut notes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        notes.push(line.0);
+        notes.len()
+    }
+}
+
+impl Subscriber for Notes {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.target().starts_with("hmem")
+    }
+
+    fn new_span(&self, attributes: &span::Attributes<'_>) -> span::Id {
+        let mut line = Line(format!("span {}", attributes.metadata().name()));
+        attributes.record(&mut line);
+        span::Id::from_u64(self.add(line) as u64)
+    }
+
+    fn record(&self, _: &span::Id, values: &span::Record<'_>) {
+        let mut line = Line("record".into());
+        values.record(&mut line);
+        self.add(line);
+    }
+
+    fn event(&self, event: &Event<'_>) {
+        let mut line = Line(format!("event {}", event.metadata().level()));
+        event.record(&mut line);
+        self.add(line);
+    }
+
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+    fn enter(&self, _: &span::Id) {}
+    fn exit(&self, _: &span::Id) {}
+}
+
+fn diag_04_each_registration_is_a_span_with_its_range_and_outcome(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(4096);
+    let notes = Notes::default();
+    tracing::subscriber::with_default(notes.clone(), || {
+        for offset in [0, 100] {
+            let range = memory.part(offset, 1000);
+            let region = net.expose(range, REMOTE);
+            let said = notes.take();
+            let spans: Vec<_> = said.iter().filter(|line| line.starts_with("span register")).collect();
+            assert_eq!(spans.len(), 1, "one registration is one span: {said:?}");
+            assert!(spans[0].contains(&range.to_string()), "{} names its range", spans[0]);
+            let path = region.decision().unwrap().path.name();
+            assert!(said.iter().any(|line| line.contains(path)), "{said:?} names the path {path}");
+            region.close().expect("close");
+            notes.take();
+        }
+        let ranges = [memory.part(0, 64)];
+        let attr = MrAttr { offset: 1, ..MrAttr::new(&ranges, REMOTE) };
+        let error = net.try_expose(&attr, MrFlags::empty()).unwrap_err();
+        let said = notes.take();
+        assert!(said.iter().any(|line| line.contains(error.kind().text())), "{said:?} names the refusal");
+    });
+}
+
+/// Makes the library want to talk: refusals, fallbacks, leaks.
+fn provoke() {
+    use hmem::{Errno, p2p::loopback::Call, path::P2pPolicy, system::Style};
+
+    use crate::world::Memory;
+    let world =
+        World { memory: Memory::Device(Style::Callback), policy: P2pPolicy::Preferred, ..World::PLAIN };
+    let net = Setup::of(&world).open();
+    let memory = net.bytes(4096);
+    net.device.as_ref().unwrap().set_exportable(memory.range().start(), false).unwrap();
+    let staged = net.expose(memory.range(), REMOTE);
+    net.assert_works(&net.key(&staged));
+    net.push(&net.key(&staged), 5000, &[1]).unwrap_err();
+    net.faults.fail(Call::Register, 1, Errno(12));
+    let ranges = [memory.range()];
+    let refused = net.try_expose(&MrAttr::new(&ranges, REMOTE), MrFlags::empty()).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::OutOfResources);
+    net.faults.fail(Call::Deregister, 1, Errno(5));
+    drop(staged);
+    drop(hmem::Hmem::builder().build());
+}
+
+#[test]
+fn diag_04_nothing_is_printed() {
+    const NAME: &str = "diag::diag_04_nothing_is_printed";
+    if child::is_alone(NAME) {
+        return provoke();
+    }
+    let output = child::output(NAME, &[("RUST_LOG", "trace")]);
+    let printed = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{printed}");
+    assert_eq!(String::from_utf8_lossy(&output.stderr), "", "printed to standard error");
+    let harness = ["running 1 test", "test diag::", "test result: ok.", "ok", ""];
+    for line in printed.lines() {
+        assert!(
+            harness.iter().any(|known| line.starts_with(known) && (!known.is_empty() || line.is_empty())),
+            "printed {line:?}"
+        );
+    }
+}

@@ -1,0 +1,150 @@
+//! MR-13: memory that the application brings as a dma-buf.
+
+use std::os::fd::AsFd;
+
+use hmem::{
+    Address, DeviceId, DmaBufAttr, DmaBufOffset, ErrorKind, Iface, IfaceKind, Iova, MrAttr, MrFlags, Path,
+    Result, iface::DmaBufExport, iface::DmaBufMapping, system::System,
+};
+
+use crate::{
+    memory::pattern,
+    net::{Net, REMOTE},
+    world::{World, need, over_worlds},
+};
+
+over_worlds! {
+    mr_13_a_dma_buf_registers_with_and_without_a_base_address: Pairs;
+    mr_13_a_dma_buf_and_a_base_region_exclude_each_other: Pairs;
+    mr_13_what_is_wrong_with_a_dma_buf_is_refused: Pairs;
+    mr_13_a_device_kept_from_nics_is_not_reached_by_its_dma_buf: Pairs,
+        need("direct path", "device memory may be reached directly", World::staged);
+}
+
+const LEN: u64 = 20_000;
+
+/// A memory file of the system iface with a pattern in it, and its export.
+fn exported(net: &Net) -> (System, hmem::Allocation, DmaBufExport) {
+    use hmem::IfaceExt;
+    let system = System::new();
+    let memory = system.memfd(LEN).expect("memory file");
+    system.write(memory.base(), &pattern(13, LEN as usize)).expect("write");
+    let nic = &net.target.domain.provider_attr().nic;
+    let export = system.export_dma_buf(memory.range, nic, DmaBufMapping::Default).expect("export");
+    (system, memory, export)
+}
+
+fn register(net: &Net, dma_buf: DmaBufAttr<'_>) -> Result<hmem::MemoryRegion> {
+    net.try_expose(&MrAttr { dma_buf: Some(dma_buf), ..MrAttr::new(&[], REMOTE) }, MrFlags::MR_DMABUF)
+}
+
+fn mr_13_a_dma_buf_registers_with_and_without_a_base_address(world: &World) {
+    use hmem::IfaceExt;
+    let net = Net::open(world);
+    let (system, memory, export) = exported(&net);
+    let before = net.live();
+    for base_addr in [None, Some(memory.base()), Some(Address(0x7000_0000_1000))] {
+        for (offset, len) in [(0, LEN), (4096, 100), (4097, 9000), (LEN - 1, 1)] {
+            let offset_in = DmaBufOffset(export.offset.0 + offset);
+            let attr = DmaBufAttr { fd: export.fd.as_fd(), offset: offset_in, len, base_addr };
+            let region = register(&net, attr).expect("register");
+            let address = base_addr.unwrap_or_default().0 + offset_in.0;
+            assert_eq!((region.range().start(), region.len()), (Address(address), len));
+            let expected = if world.virtual_addresses() { Iova(address) } else { Iova(0) };
+            let key = net.key(&region);
+            assert_eq!((region.base_addr(), key.base()), (expected, expected));
+            assert_eq!(region.decision().unwrap().path, Path::DmaBuf);
+            let bytes = pattern(13, LEN as usize)[offset as usize..(offset + len) as usize].to_vec();
+            assert_eq!(net.pull(&key, 0, len as usize).expect("read"), bytes);
+            net.push(&key, len - 1, &[0xFE]).expect("write");
+            let mut last = [0];
+            let at = Address(memory.base().0 + offset + len - 1);
+            system.read(at, &mut last).expect("read");
+            assert_eq!(last, [0xFE]);
+            system.write(at, &bytes[len as usize - 1..]).expect("write");
+            assert_eq!(net.push(&key, len, &[1]).unwrap_err().kind(), ErrorKind::OutOfBounds);
+            region.close().expect("close");
+        }
+    }
+    assert_eq!(net.live(), before);
+    // The registration outlives the fd.
+    let attr = DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
+    let region = register(&net, attr).expect("register");
+    drop(export);
+    assert_eq!(net.pull(&net.key(&region), 0, 8).expect("read"), pattern(13, 8));
+}
+
+fn mr_13_a_dma_buf_and_a_base_region_exclude_each_other(world: &World) {
+    let net = Net::open(world);
+    let (_system, _memory, export) = exported(&net);
+    let attr = DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
+    let whole = register(&net, attr).expect("register");
+    let before = net.live();
+    let both = MrAttr { dma_buf: Some(attr), base: Some(&whole), ..MrAttr::new(&[], REMOTE) };
+    assert_eq!(net.try_expose(&both, MrFlags::MR_DMABUF).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    assert_eq!(net.live(), before);
+    // A part of a dma-buf's region is a sub-region like any other.
+    let part = whole.range().slice(100, 50).expect("a part");
+    let sub = whole.sub(part, REMOTE, net.fresh_key()).expect("sub-region");
+    net.target.make_usable(&sub).expect("bind and enable");
+    assert_eq!(net.pull(&net.key(&sub), 0, 50).expect("read"), pattern(13, LEN as usize)[100..150]);
+}
+
+fn mr_13_what_is_wrong_with_a_dma_buf_is_refused(world: &World) {
+    let net = Net::open(world);
+    let (_system, memory, export) = exported(&net);
+    let before = net.live();
+    let good = DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
+    let refused = |dma_buf: DmaBufAttr<'_>| {
+        let error = register(&net, dma_buf).expect_err("a mistake was registered");
+        assert_eq!(net.live(), before);
+        error.kind()
+    };
+    assert_eq!(refused(DmaBufAttr { len: 0, ..good }), ErrorKind::ZeroLength);
+    assert_eq!(
+        refused(DmaBufAttr { base_addr: Some(Address(u64::MAX)), offset: DmaBufOffset(2), ..good }),
+        ErrorKind::AddressWraps
+    );
+    assert_eq!(
+        refused(DmaBufAttr { base_addr: Some(Address(u64::MAX - 100)), len: 200, ..good }),
+        ErrorKind::AddressWraps
+    );
+    let outside = [DmaBufAttr { len: 1 << 30, ..good }, DmaBufAttr { offset: DmaBufOffset(1 << 40), ..good }];
+    for attr in outside {
+        let kind = refused(attr);
+        assert!(
+            matches!(kind, ErrorKind::BadAddress | ErrorKind::OutOfBounds | ErrorKind::InvalidArgument),
+            "{kind}"
+        );
+    }
+    let ranges = [memory.range];
+    let both = MrAttr { dma_buf: Some(good), ..MrAttr::new(&ranges, REMOTE) };
+    assert_eq!(net.try_expose(&both, MrFlags::MR_DMABUF).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    let unflagged = MrAttr { dma_buf: Some(good), ..MrAttr::new(&[], REMOTE) };
+    assert_eq!(net.try_expose(&unflagged, MrFlags::empty()).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    let nowhere = MrAttr { dma_buf: Some(good), iface: Some(IfaceKind::NEURON), ..MrAttr::new(&[], REMOTE) };
+    let error =
+        net.try_expose(&nowhere, MrFlags::MR_DMABUF).expect_err("an iface that is not there was believed");
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    if let Some(device) = &net.device {
+        let beyond = MrAttr { iface: Some(device.kind()), device: Some(DeviceId(2)), ..nowhere };
+        let error =
+            net.try_expose(&beyond, MrFlags::MR_DMABUF).expect_err("a device out of range was believed");
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    }
+    assert_eq!(net.live(), before);
+}
+
+fn mr_13_a_device_kept_from_nics_is_not_reached_by_its_dma_buf(world: &World) {
+    let net = Net::open(world);
+    let memory = net.filled(&pattern(1, 4096));
+    let device = net.device.as_ref().expect("a device");
+    let nic = &net.target.domain.provider_attr().nic;
+    let export = device.export_dma_buf(memory.range(), nic, DmaBufMapping::Default).expect("export");
+    let dma_buf = DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: 4096, base_addr: None };
+    let attr = MrAttr { dma_buf: Some(dma_buf), iface: Some(device.kind()), ..MrAttr::new(&[], REMOTE) };
+    let before = net.live();
+    let error = net.try_expose(&attr, MrFlags::MR_DMABUF).expect_err("the policy was ignored");
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert_eq!(net.live(), before);
+}

@@ -1,0 +1,278 @@
+//! EVT-01 to EVT-03 and MR-10: asynchronous registration, and counting what peers do.
+
+use std::{
+    sync::{Arc, OnceLock},
+    thread,
+    time::Duration,
+};
+
+use hmem::{
+    BindFlags, DomainBindFlags, Errno, ErrorKind, MemoryRegion, MrAttr, MrFlags, MrMode, RegionState,
+    counter::Counter,
+    event_queue::{Event, EventQueue},
+    p2p::loopback::Call,
+};
+
+use crate::{
+    net::{Net, REMOTE, Setup, wait_held},
+    world::{World, needs, over_worlds},
+};
+
+over_worlds! {
+    evt_01_a_bound_queue_reports_each_registration_with_its_context: Pairs;
+    evt_01_the_region_is_written_before_its_event_can_be_read: Places;
+    evt_01_a_refused_call_gives_no_event_and_a_later_failure_gives_one: Pairs;
+    mr_10_before_completion_there_is_neither_descriptor_nor_key: Pairs;
+    evt_02_a_counter_counts_each_remote_write_and_atomic_once: Pairs;
+    evt_02_an_endpoint_without_rma_event_is_refused: Pairs;
+    evt_03_close_during_a_registration_neither_leaks_nor_loses_its_event: Pairs;
+    evt_03_a_domain_dropped_during_registrations_ends_cleanly: Places;
+}
+
+const LONG: Duration = Duration::from_secs(60);
+
+fn bound(net: &Net) -> Arc<EventQueue> {
+    let queue = Arc::new(EventQueue::new());
+    net.target.domain.bind(&queue, DomainBindFlags::REG_MR).expect("bind the event queue");
+    queue
+}
+
+fn event(queue: &EventQueue) -> Event {
+    queue.wait(LONG).expect("an event never came")
+}
+
+fn submit(net: &Net, attr: &MrAttr<'_>) -> MemoryRegion {
+    // SAFETY: the tests' memory outlives their regions and is referenced by nobody.
+    unsafe { net.target.domain.regattr(&attr.key(net.fresh_key()), MrFlags::empty()) }.expect("submit")
+}
+
+fn evt_01_a_bound_queue_reports_each_registration_with_its_context(world: &World) {
+    let net = Net::open(world);
+    let queue = bound(&net);
+    let again = net.target.domain.bind(&Arc::default(), DomainBindFlags::REG_MR).unwrap_err();
+    assert_eq!(again.kind(), ErrorKind::BadState);
+    let memory = net.bytes(4096);
+    let ranges = [memory.part(0, 64)];
+    let regions: Vec<_> =
+        (0..20).map(|context| submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) })).collect();
+    for region in &regions {
+        let event = event(&queue);
+        event.result.expect("registered");
+        assert_eq!(Some(event.region), region.id());
+        let context =
+            regions.iter().position(|region| region.id() == Some(event.region)).expect("one of ours");
+        assert_eq!(event.context, context as u64);
+    }
+    assert!(queue.read().is_none(), "an event too many");
+    net.target.make_usable(&regions[3]).expect("bind and enable");
+    net.assert_works(&net.key(&regions[3]));
+    assert_eq!(net.live().regions, 20);
+    drop(regions);
+    assert_eq!(net.live().regions, 0);
+}
+
+fn evt_01_the_region_is_written_before_its_event_can_be_read(world: &World) {
+    let net = Net::open(world);
+    let queue = bound(&net);
+    let memory = net.bytes(64);
+    let ranges = [memory.range()];
+    for round in 0..50 {
+        let out = OnceLock::new();
+        let attr = MrAttr { context: round, ..MrAttr::new(&ranges, REMOTE).key(net.fresh_key()) };
+        thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                let event = event(&queue);
+                event.result.expect("registered");
+                let region: &MemoryRegion = out.get().expect("the event came before the region");
+                assert_eq!((region.id(), region.state()), (Some(event.region), RegionState::Enabled));
+            });
+            // SAFETY: the memory outlives the region and is referenced by nobody.
+            unsafe { net.target.domain.regattr_into(&attr, MrFlags::empty(), &out) }.expect("submit");
+            reader.join().expect("the reader");
+        });
+        // SAFETY: as above.
+        let taken = unsafe { net.target.domain.regattr_into(&attr, MrFlags::empty(), &out) }.unwrap_err();
+        assert_eq!(taken.kind(), ErrorKind::BadState, "the place was taken");
+        assert!(queue.read().is_none(), "the call failed, and yet there is an event");
+    }
+}
+
+fn evt_01_a_refused_call_gives_no_event_and_a_later_failure_gives_one(world: &World) {
+    let net = Net::open(world);
+    let queue = bound(&net);
+    let memory = net.bytes(64);
+    let ranges = [memory.range()];
+    let wrong = MrAttr { offset: 1, ..MrAttr::new(&ranges, REMOTE) };
+    // SAFETY: nothing is registered.
+    let refused = unsafe { net.target.domain.regattr(&wrong, MrFlags::empty()) }.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::ReservedOffset);
+    net.faults.fail(Call::Register, 1, Errno(12));
+    // On a path with several ways the first refusal is not the last word.
+    if !world.is_system() && !world.staged() && world.policy != hmem::path::P2pPolicy::Required {
+        net.faults.fail(Call::Register, 2, Errno(12));
+    }
+    let failing = submit(&net, &MrAttr { context: 7, ..MrAttr::new(&ranges, REMOTE) });
+    let event = event(&queue);
+    assert_eq!((event.context, Some(event.region)), (7, failing.id()));
+    assert_eq!(event.result.unwrap_err().kind(), ErrorKind::OutOfResources);
+    assert_eq!(failing.state(), RegionState::Failed);
+    assert_eq!(failing.desc().unwrap_err().kind(), ErrorKind::BadState);
+    assert_eq!(failing.key().unwrap_err().kind(), ErrorKind::KeyNotAvailable);
+    failing.close().expect("a failed region closes");
+    assert!(queue.read().is_none(), "an event too many");
+    assert_eq!(net.live().regions, 0);
+    let next = submit(&net, &MrAttr::new(&ranges, REMOTE));
+    self::event(&queue).result.expect("the next registration works");
+    drop(next);
+}
+
+fn mr_10_before_completion_there_is_neither_descriptor_nor_key(world: &World) {
+    let net = Net::open(world);
+    let queue = bound(&net);
+    let memory = net.bytes(64);
+    let ranges = [memory.range()];
+    let gate = net.faults.hold(Call::Register);
+    let region = submit(&net, &MrAttr::new(&ranges, REMOTE));
+    wait_held(&gate);
+    assert_eq!(region.state(), RegionState::Registering);
+    assert_eq!(region.desc().unwrap_err().kind(), ErrorKind::BadState);
+    let key = region.key().unwrap_err();
+    assert_eq!((key.kind(), key.fi_errno()), (ErrorKind::KeyNotAvailable, 126));
+    assert_eq!(region.raw_key().unwrap_err().kind(), ErrorKind::KeyNotAvailable);
+    assert_eq!(region.enable().unwrap_err().kind(), ErrorKind::BadState);
+    assert_eq!(region.sub(memory.part(0, 8), REMOTE, 9).unwrap_err().kind(), ErrorKind::BadState);
+    assert!(queue.read().is_none(), "the event came before the end");
+    gate.release();
+    event(&queue).result.expect("registered");
+    region.desc().expect("the local descriptor");
+    net.target.make_usable(&region).expect("bind and enable");
+    net.assert_works(&net.key(&region));
+}
+
+/// A region with a counter bound, ready for use.
+fn counted(net: &Net, range: hmem::AddressRange, counter: &Arc<Counter>) -> MemoryRegion {
+    let ranges = [range];
+    let attr = MrAttr::new(&ranges, REMOTE).key(net.fresh_key());
+    // SAFETY: the tests' memory outlives their regions and is referenced by nobody.
+    let region = unsafe { net.target.domain.regattr(&attr, MrFlags::RMA_EVENT) }.expect("register");
+    region.bind_counter(counter, BindFlags::REMOTE_WRITE).expect("bind the counter");
+    if net.world.has(MrMode::ENDPOINT) {
+        region.bind_endpoint(&net.target.endpoint).expect("bind the endpoint");
+    }
+    if region.state() == RegionState::Disabled {
+        region.enable().expect("enable");
+    }
+    region
+}
+
+fn evt_02_a_counter_counts_each_remote_write_and_atomic_once(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(4096);
+    let counter = Arc::new(Counter::new());
+    let region = counted(&net, memory.part(0, 2048), &counter);
+    let other = net.expose(memory.part(0, 4096), REMOTE);
+    let (key, uncounted) = (net.key(&region), net.key(&other));
+    for count in 1..=10 {
+        net.push(&key, 0, &[1; 700]).expect("write");
+        assert_eq!(counter.value(), count);
+    }
+    let mut expected = 10;
+    if needs_atomics(world) {
+        net.fetch_add(&key, 8, 1).expect("atomic");
+        expected += 1;
+    }
+    net.pull(&key, 0, 100).expect("reads are not counted");
+    net.push(&uncounted, 0, &[1]).expect("another region over the same bytes is not counted");
+    net.push(&key, 2048, &[1]).expect_err("outside");
+    assert_eq!((counter.value(), counter.errors()), (expected, counter.errors()));
+    let twice = region.bind_counter(&Arc::default(), BindFlags::REMOTE_WRITE).unwrap_err();
+    assert_eq!(twice.kind(), ErrorKind::BadState);
+    assert_eq!(other.bind_counter(&counter, BindFlags::empty()).unwrap_err().kind(), ErrorKind::BadFlags);
+    counter.close();
+    net.push(&key, 0, &[1]).expect("write");
+    assert_eq!(counter.value(), expected, "a closed counter counted");
+}
+
+fn needs_atomics(world: &World) -> bool {
+    (needs::ATOMICS.met)(world)
+}
+
+fn evt_02_an_endpoint_without_rma_event_is_refused(world: &World) {
+    let mut setup = Setup::of(world);
+    setup.rma_event = false;
+    let net = setup.open();
+    let memory = net.filled(&[3; 64]);
+    let counter = Arc::new(Counter::new());
+    let region = counted(&net, memory.range(), &counter);
+    let error =
+        net.push(&net.key(&region), 0, &[1]).expect_err("reached through an endpoint without RMA_EVENT");
+    assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
+    assert_eq!((memory.all(), counter.value()), (vec![3; 64], 0));
+    let plain = net.expose(memory.range(), REMOTE);
+    net.assert_works(&net.key(&plain));
+}
+
+#[test]
+fn evt_02_binding_is_nosys_where_the_provider_cannot_count() {
+    let mut setup = Setup::of(&World::PLAIN);
+    setup.provider = setup.provider.region_counters(false);
+    let net = setup.open();
+    let memory = net.bytes(64);
+    let region = net.expose(memory.range(), REMOTE);
+    let error = region.bind_counter(&Arc::default(), BindFlags::REMOTE_WRITE).unwrap_err();
+    assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::NoSys, 38));
+    assert!(error.is_unsupported() && error.provider_name() == Some("loopback/loop0"));
+    region.close().expect("nothing was bound");
+}
+
+fn evt_03_close_during_a_registration_neither_leaks_nor_loses_its_event(world: &World) {
+    let net = Net::open(world);
+    let queue = bound(&net);
+    let memory = net.bytes(64);
+    let ranges = [memory.range()];
+    let attr = |context| MrAttr { context, ..MrAttr::new(&ranges, REMOTE) };
+    let gate = net.faults.hold(Call::Register);
+    let running = submit(&net, &attr(1));
+    wait_held(&gate);
+    let waiting = submit(&net, &attr(2));
+    let dropped = submit(&net, &attr(3));
+    waiting.close().expect("a registration that has not begun is given up at once");
+    drop(dropped);
+    thread::scope(|scope| {
+        let closing = scope.spawn(|| running.close());
+        // A close that does not wait for the driver gets the time to return.
+        for _ in 0..200 {
+            thread::yield_now();
+        }
+        assert!(!closing.is_finished(), "close returned while the driver was registering");
+        gate.release();
+        closing.join().expect("the closing thread").expect("close");
+    });
+    let mut results = Vec::new();
+    for _ in 0..3 {
+        let event = event(&queue);
+        results.push((event.context, event.result.map_err(|error| error.kind())));
+    }
+    assert_eq!(results[..2], [(1, Ok(())), (2, Err(ErrorKind::Canceled))]);
+    assert_eq!(results[2].0, 3);
+    assert!(queue.read().is_none());
+    assert_eq!((net.live().regions, net.live().bytes), (0, 0), "something stayed registered");
+}
+
+fn evt_03_a_domain_dropped_during_registrations_ends_cleanly(world: &World) {
+    let net = Net::open(world);
+    let queue = bound(&net);
+    let memory = net.bytes(64);
+    let ranges = [memory.range()];
+    let gate = net.faults.hold(Call::Register);
+    let regions: Vec<_> =
+        (0..5).map(|context| submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) })).collect();
+    wait_held(&gate);
+    let busy = net.target.domain.close().expect_err("closed under its registrations");
+    assert_eq!(busy.error.kind(), ErrorKind::Busy);
+    drop((busy.value, net.target.endpoint, net.target.cq, regions));
+    gate.release();
+    let contexts: Vec<_> = (0..5).map(|_| event(&queue).context).collect();
+    assert_eq!(contexts, [0, 1, 2, 3, 4], "each registration has its one event");
+    drop(memory);
+}

@@ -1,0 +1,343 @@
+//! HM-01 to HM-04, HM-06, HM-11 to HM-13: what ifaces answer, and how they plug in.
+
+use std::{os::unix::process::ExitStatusExt, process::Output, sync::Arc};
+
+use hmem::{
+    Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, ErrorKind, Hmem, Iface,
+    IfaceExt, IfaceKind, Registry,
+    iface::{AllocRequest, DmaBufMapping},
+    provider::Nic,
+    registry::Owner,
+    system::{Simulated, Style, System},
+};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use crate::{child, memory::pattern, net::device, plug_in_iface::FileMemory};
+
+fn request(len: u64, device: u32, kind: AllocationKind) -> AllocRequest {
+    AllocRequest { len, device: DeviceId(device), kind }
+}
+
+fn allocate(iface: &dyn Iface, len: u64, kind: AllocationKind) -> Allocation {
+    iface.allocate(&request(len, 0, kind)).expect("allocate")
+}
+
+fn free(iface: &dyn Iface, allocation: &Allocation) {
+    // SAFETY: the test is done with the memory.
+    unsafe { iface.free(allocation) }.expect("free");
+}
+
+/// Each iface that this machine has for certain, with a kind that it allocates.
+fn ifaces() -> Vec<(Arc<dyn Iface>, AllocationKind)> {
+    vec![
+        (Arc::new(System::new()), AllocationKind::System),
+        (device(Style::Identity), AllocationKind::Device),
+        (device(Style::Callback), AllocationKind::Device),
+        (Arc::new(FileMemory::default()), AllocationKind::Device),
+    ]
+}
+
+#[test]
+fn hm_01_ifaces_answer_whose_an_address_is() {
+    for (iface, kind) in ifaces() {
+        let name = iface.name().to_owned();
+        let memory = allocate(&*iface, 10_000, kind);
+        assert_eq!((memory.iface, memory.kind, memory.range.len()), (iface.kind(), kind, 10_000), "{name}");
+        assert_eq!(memory.device, (kind == AllocationKind::Device).then_some(DeviceId(0)), "{name}");
+        for offset in [0, 1, 4096, 9_999] {
+            let address = Address(memory.base().0 + offset);
+            assert_eq!(iface.query(address).unwrap(), Some(memory), "{name}: byte {offset}");
+            assert_eq!(memory.offset_of(address), Some(AllocOffset(offset)));
+        }
+        let stack = 0u8;
+        for foreign in
+            [Address(0), Address::of_ptr(&stack), Address(u64::MAX), Address(memory.base().0 + 10_000)]
+        {
+            assert_eq!(iface.query(foreign).unwrap(), None, "{name}: {foreign} is foreign");
+        }
+        let second = allocate(&*iface, 64, kind);
+        assert_ne!(memory.id, second.id, "{name}: two allocations with one identity");
+        free(&*iface, &memory);
+        assert_eq!(iface.query(memory.base()).unwrap(), None, "{name}: freed");
+        // SAFETY: the allocation is dead, which is what is asked.
+        let twice = unsafe { iface.free(&memory) }.expect_err("freed twice");
+        assert_eq!(twice.kind(), ErrorKind::InvalidArgument, "{name}");
+        free(&*iface, &second);
+    }
+}
+
+#[test]
+fn hm_01_the_simulated_device_has_every_kind() {
+    let simulated = device(Style::Identity);
+    for (kind, on_device) in [
+        (AllocationKind::Device, true),
+        (AllocationKind::Managed, true),
+        (AllocationKind::StreamOrdered, true),
+        (AllocationKind::Virtual, true),
+        (AllocationKind::Host, false),
+    ] {
+        let memory = simulated.allocate(&request(5000, 1, kind)).expect("allocate");
+        let expected = (simulated.kind(), kind, on_device.then_some(DeviceId(1)));
+        assert_eq!((memory.iface, memory.kind, memory.device), expected);
+        free(&*simulated, &memory);
+    }
+    let error = simulated.allocate(&request(64, 2, AllocationKind::Device)).unwrap_err();
+    assert_eq!((error.kind(), error.iface_kind()), (ErrorKind::InvalidArgument, Some(simulated.kind())));
+}
+
+#[test]
+fn hm_02_the_owner_of_any_address_is_found_among_ten_thousand() {
+    let simulated = device(Style::Identity);
+    let mut registry = Registry::new();
+    registry.add(Arc::new(System::new())).unwrap();
+    registry.add(Arc::new(FileMemory::default())).unwrap();
+    registry.add(Arc::clone(&simulated) as Arc<dyn Iface>).unwrap();
+    let lengths = [1, 4095, 4096, 4097, 12_288, 100];
+    let memories: Vec<_> = (0..10_000)
+        .map(|n| allocate(&*simulated, lengths[n % lengths.len()], AllocationKind::Device))
+        .collect();
+    let identity = |address| registry.owner_of(address).unwrap().allocation.map(|allocation| allocation.id);
+    for memory in &memories {
+        let (base, len) = (memory.base().0, memory.range.len());
+        for offset in [0, len / 2, len - 1] {
+            assert_eq!(identity(Address(base + offset)), Some(memory.id), "byte {offset} of {len}");
+        }
+        assert_ne!(identity(Address(base + len)), Some(memory.id), "one past the end");
+        assert_ne!(identity(Address(base - 1)), Some(memory.id), "one before the start");
+        assert_eq!(registry.owner_of_range(memory.range).unwrap().device, Some(DeviceId(0)));
+    }
+    let heap = vec![0u8; 100];
+    assert_eq!(registry.owner_of_range(AddressRange::of(&heap)).unwrap(), Owner::SYSTEM);
+    let across = AddressRange::new(memories[0].base(), memories[0].range.len() + 1).unwrap();
+    assert_eq!(registry.owner_of_range(across).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    for memory in &memories[..5000] {
+        free(&*simulated, memory);
+        assert_eq!(registry.owner_of(memory.base()).unwrap(), Owner::SYSTEM, "freed memory is nobody's");
+    }
+    assert_eq!(identity(memories[7500].base()), Some(memories[7500].id));
+}
+
+#[test]
+fn hm_03_copies_reach_exactly_their_bytes_in_every_size_class() {
+    const LEN: u64 = (4 << 20) + 100;
+    for (iface, kind) in ifaces() {
+        let name = iface.name().to_owned();
+        let memory = allocate(&*iface, LEN, kind);
+        let mut size = 1u64;
+        while size <= 4 << 20 {
+            for (offset, len) in [(0, size), (1, size), (63, (size - 1).max(1)), (LEN - size, size)] {
+                let bytes = pattern(size + offset, len as usize);
+                let at = Address(memory.base().0 + offset);
+                iface.write(at, &bytes).unwrap_or_else(|error| panic!("{name}: {error}"));
+                let mut back = vec![0; len as usize];
+                iface.read(at, &mut back).unwrap_or_else(|error| panic!("{name}: {error}"));
+                assert!(back == bytes, "{name}: {len} bytes at {offset}");
+            }
+            size *= 4;
+        }
+        // Neighbouring bytes stay as they are, and uneven ranges meet.
+        iface.write(memory.base(), &[0xEE; 64]).unwrap();
+        for (offset, len) in [(1u64, 3usize), (4, 7), (11, 1), (20, 13)] {
+            iface.write(Address(memory.base().0 + offset), &vec![len as u8; len]).unwrap();
+        }
+        let mut bytes = [0; 34];
+        iface.read(memory.base(), &mut bytes).unwrap();
+        let expected: Vec<u8> =
+            [vec![0xEE], vec![3; 3], vec![7; 7], vec![1], vec![0xEE; 8], vec![13; 13], vec![0xEE]].concat();
+        assert_eq!(bytes.to_vec(), expected, "{name}");
+        let last = Address(memory.base().0 + LEN - 1);
+        for error in [iface.write(last, &[1, 2]), iface.read(last, &mut [0; 2])] {
+            assert_eq!(error.unwrap_err().kind(), ErrorKind::OutOfBounds, "{name}: past the allocation");
+        }
+        free(&*iface, &memory);
+        let dead = iface.write(memory.base(), &[1]).expect_err("a copy to freed memory");
+        assert_eq!(dead.kind(), ErrorKind::OutOfBounds, "{name}");
+    }
+}
+
+#[test]
+fn hm_03_asynchronous_copies_end_with_their_event() {
+    use hmem::system::Stepping;
+    let simulated = Simulated::builder().window(1 << 30).stepping(Stepping::ByHand).build().unwrap();
+    let memory = allocate(&simulated, 8192, AllocationKind::Device);
+    let (source, sink) = (pattern(1, 5000), crate::memory::HostPages::new(8192));
+    let to = Address(memory.base().0 + 3);
+    // SAFETY: the host sides outlive the copies, and nobody refers to the pages of `sink`.
+    let (up, down) = unsafe {
+        let up = simulated.copy_async(to, Address::of_ptr(source.as_ptr()), 5000).expect("start");
+        (up, simulated.copy_async(sink.range().start(), to, 5000).expect("start"))
+    };
+    assert!(!up.is_done() && !down.is_done() && simulated.pending_copies() == 2);
+    assert!(simulated.step() && up.is_done() && !down.is_done());
+    up.wait().expect("the first copy");
+    down.wait().expect("waiting steps");
+    assert!(!simulated.step());
+    assert_eq!(crate::memory::Bytes::Host(sink).get(0, 5000), source);
+    // SAFETY: as above; the copy is refused.
+    let past = unsafe { simulated.copy_async(to, Address::of_ptr(source.as_ptr()), 8192) };
+    assert_eq!(past.unwrap_err().kind(), ErrorKind::OutOfBounds);
+}
+
+#[test]
+fn hm_04_vendors_that_are_not_there_say_why_and_the_others_go_on() {
+    let hmem = Hmem::builder().shared_iface(device(Style::Identity)).build().expect("start");
+    let vendors = [
+        (IfaceKind::CUDA, cfg!(feature = "cuda"), "cuda", "libcuda"),
+        (IfaceKind::ROCR, cfg!(feature = "rocr"), "rocr", "libhsa-runtime64"),
+        (IfaceKind::ZE, cfg!(feature = "ze"), "ze", "libze_loader"),
+    ];
+    for (kind, compiled, feature, library) in vendors {
+        match hmem.iface(kind) {
+            Ok(iface) => assert!(compiled && iface.devices().is_ok_and(|devices| !devices.is_empty())),
+            Err(error) if compiled => {
+                assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+                assert!(error.to_string().contains(library), "{error} does not name {library}");
+            }
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+                assert!(
+                    error.to_string().contains(&format!("`{feature}`")),
+                    "{error} does not name the feature"
+                );
+            }
+        }
+    }
+    let simulated = hmem.iface(hmem::system::SIMULATED).expect("the others go on");
+    allocate(&**simulated, 64, AllocationKind::Device);
+    assert_eq!(hmem.iface(IfaceKind::NEURON).unwrap_err().kind(), ErrorKind::InvalidArgument);
+}
+
+/// The bytes of an exported fd, through a mapping as a NIC has one.
+fn mapped(fd: &impl std::os::fd::AsFd, offset: u64, len: usize) -> Vec<u8> {
+    let (page, inside) = (offset & !4095, (offset & 4095) as usize);
+    let whole = inside + len;
+    // SAFETY: a new mapping at an address that the kernel picks, read while it is mapped.
+    unsafe {
+        let start =
+            mmap(std::ptr::null_mut(), whole, ProtFlags::READ, MapFlags::SHARED, fd, page).expect("mmap");
+        let bytes = std::slice::from_raw_parts(start.cast::<u8>().add(inside), len).to_vec();
+        munmap(start, whole).expect("munmap");
+        bytes
+    }
+}
+
+#[test]
+fn hm_06_exports_reach_exactly_their_bytes() {
+    let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
+    for (iface, kind) in &ifaces()[1..] {
+        // Neighbours in front, so that offsets in the allocation and in the export differ.
+        let _in_front = allocate(&**iface, 50_000, *kind);
+        let memory = allocate(&**iface, 100_000, *kind);
+        let bytes = pattern(6, 100_000);
+        iface.write(memory.base(), &bytes).unwrap();
+        for (offset, len) in [(0, 1), (1, 4096), (4095, 2), (12_345, 777), (99_999, 1), (0, 100_000)] {
+            let range = memory.range.slice(offset, len).unwrap();
+            let export = iface.export_dma_buf(range, &nic, DmaBufMapping::Default).expect("export");
+            assert_eq!((export.alloc_offset, export.len), (AllocOffset(offset), len));
+            let found = mapped(&export.fd, export.offset.0, len as usize);
+            assert!(
+                found == bytes[offset as usize..(offset + len) as usize],
+                "{}: {len} bytes at {offset}",
+                iface.name()
+            );
+            iface.release_dma_buf(export).expect("release");
+        }
+        let outside = AddressRange::new(memory.base(), 100_001).unwrap();
+        let error =
+            iface.export_dma_buf(outside, &nic, DmaBufMapping::Default).expect_err("past the allocation");
+        assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{}", iface.name());
+    }
+}
+
+fn exports(count: usize) {
+    let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
+    let simulated = device(Style::Identity);
+    let memory = allocate(&*simulated, 65_536, AllocationKind::Device);
+    let fds = child::open_fds();
+    for n in 0..count as u64 {
+        let range = memory.range.slice(n % 60_000, 1 + n % 5000).unwrap();
+        let export = simulated.export_dma_buf(range, &nic, DmaBufMapping::Default).expect("export");
+        simulated.release_dma_buf(export).expect("release");
+    }
+    assert_eq!(child::open_fds(), fds, "after {count} exports");
+    assert_eq!(simulated.stats().live_exports, 0);
+}
+
+#[test]
+fn hm_06_ten_thousand_exports_leave_no_fd() {
+    child::alone("hm::hm_06_ten_thousand_exports_leave_no_fd", || exports(10_000));
+}
+
+#[test]
+#[ignore = "slow tier: cargo test --workspace --release -- --ignored"]
+fn hm_06_a_million_exports_leave_no_fd() {
+    exports(1_000_000);
+}
+
+#[test]
+fn hm_11_an_iface_from_outside_the_workspace_plugs_in() {
+    crate::plug_in_iface::run().expect("the example");
+}
+
+#[test]
+fn hm_12_the_filter_picks_ifaces_by_name() {
+    let build = |names: &str| {
+        let simulated =
+            Simulated::builder().kind(IfaceKind(0x111)).name("sim-b").window(1 << 28).build().unwrap();
+        Hmem::builder().shared_iface(device(Style::Identity)).iface(simulated).ifaces(names).build()
+    };
+    let names = |hmem: &Hmem| hmem.registry().iter().map(|iface| iface.name().to_owned()).collect::<Vec<_>>();
+    assert_eq!(names(&build("simulated").unwrap()), ["system", "simulated"]);
+    assert_eq!(names(&build("SIM-B; simulated").unwrap()), ["system", "simulated", "sim-b"]);
+    assert_eq!(names(&build("system").unwrap()), ["system"]);
+    assert_eq!(names(&build("").unwrap()), ["system"]);
+    let only = build("sim-b").unwrap();
+    for left_out in [hmem::system::SIMULATED, IfaceKind::CUDA, IfaceKind::ROCR, IfaceKind::ZE] {
+        let error = only.iface(left_out).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+        assert!(error.to_string().contains("filter"), "{error}");
+    }
+    for unknown in ["simulatd", "system;gpu", "cuda,nonesuch"] {
+        let error = build(unknown).expect_err("an unknown name was taken");
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.context_value("name").is_some_and(|name| unknown.contains(name)), "{error}");
+    }
+}
+
+#[test]
+fn hm_12_the_environment_filters_and_the_builder_wins() {
+    const NAME: &str = "hm::hm_12_the_environment_filters_and_the_builder_wins";
+    if child::is_alone(NAME) {
+        let build = || Hmem::builder().shared_iface(device(Style::Identity));
+        let count = |hmem: &Hmem| hmem.registry().iter().count();
+        match std::env::var("FI_HMEM").as_deref() {
+            Ok("nonesuch") => assert_eq!(build().build().unwrap_err().kind(), ErrorKind::InvalidArgument),
+            _ => assert_eq!(count(&build().build().unwrap()), 1, "FI_HMEM=system leaves host memory alone"),
+        }
+        assert_eq!(count(&build().ifaces("system;simulated").build().unwrap()), 2, "the builder wins");
+        return;
+    }
+    for value in ["system", "nonesuch"] {
+        let Output { status, stdout, stderr } = child::output(NAME, &[("FI_HMEM", value)]);
+        let text = [stdout, stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+        assert!(status.success() && text.contains("1 passed"), "FI_HMEM={value}: {text}");
+    }
+}
+
+#[test]
+fn hm_13_a_stray_dereference_of_device_memory_faults() {
+    const NAME: &str = "hm::hm_13_a_stray_dereference_of_device_memory_faults";
+    if child::is_alone(NAME) {
+        let simulated = device(Style::Identity);
+        let memory = allocate(&*simulated, 4096, AllocationKind::Device);
+        simulated.write(memory.base(), &[1; 4096]).unwrap();
+        let pointer = std::ptr::with_exposed_provenance::<u8>(memory.base().0 as usize);
+        // SAFETY: none: this is the bug that the fault is for.
+        let byte = unsafe { pointer.read_volatile() };
+        println!("read {byte} from device memory");
+        return;
+    }
+    let output = child::output(NAME, &[]);
+    assert_eq!(output.status.signal(), Some(11), "{}", String::from_utf8_lossy(&output.stdout));
+    assert!(!String::from_utf8_lossy(&output.stdout).contains("from device memory"));
+}

@@ -1,0 +1,139 @@
+//! Memory of a world: host pages whose mapping a test controls, or a buffer of a device.
+
+use std::{ptr, slice, sync::Arc};
+
+use hmem::{Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Iface, iface::AllocRequest};
+use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
+
+/// Anonymous pages, unmapped on drop.
+#[derive(Debug)]
+pub(crate) struct HostPages {
+    start: u64,
+    len: usize,
+}
+
+impl HostPages {
+    pub(crate) fn new(len: usize) -> Self {
+        // SAFETY: a new mapping at an address that the kernel picks replaces nothing.
+        let start = unsafe {
+            mmap_anonymous(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+        };
+        Self { start: start.expect("mmap").addr() as u64, len }
+    }
+
+    /// Addresses without access and without pages.
+    pub(crate) fn reserved(len: usize) -> Self {
+        // SAFETY: as in `new`.
+        let start = unsafe {
+            mmap_anonymous(ptr::null_mut(), len, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE)
+        };
+        Self { start: start.expect("mmap").addr() as u64, len }
+    }
+
+    pub(crate) fn range(&self) -> AddressRange {
+        AddressRange::new(Address(self.start), self.len as u64).expect("a mapping does not wrap")
+    }
+
+    /// Puts fresh zeroed pages where the old ones were, as freeing and allocating again does.
+    pub(crate) fn replace_pages(&self) {
+        let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::FIXED);
+        // SAFETY: the range is a mapping of ours, and tests hold no references into it.
+        unsafe { mmap_anonymous(self.start as *mut _, self.len, access, flags) }.expect("mmap");
+    }
+
+    /// Takes pages and access away and keeps the addresses, so that nobody else gets them.
+    pub(crate) fn remove_pages(&self) {
+        let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
+        // SAFETY: as in `replace_pages`.
+        unsafe { mmap_anonymous(self.start as *mut _, self.len, ProtFlags::empty(), flags) }.expect("mmap");
+    }
+
+    pub(crate) fn make_read_only(&self) {
+        // SAFETY: the range is a mapping of ours, and tests hold no references into it.
+        unsafe { mprotect(self.start as *mut _, self.len, MprotectFlags::READ) }.expect("mprotect");
+    }
+
+    fn pointer(&self, offset: u64, len: u64) -> *mut u8 {
+        assert!(self.range().slice(offset, len).is_some(), "the test reaches outside its own memory");
+        (self.start + offset) as *mut u8
+    }
+}
+
+impl Drop for HostPages {
+    fn drop(&mut self) {
+        // SAFETY: the range is a mapping of ours, and nothing uses it any longer.
+        unsafe { munmap(self.start as *mut _, self.len) }.expect("munmap");
+    }
+}
+
+/// Memory of a world.
+#[derive(Debug)]
+pub(crate) enum Bytes {
+    Host(HostPages),
+    Device(DeviceBuffer),
+}
+
+impl Bytes {
+    pub(crate) fn on_device(iface: &Arc<dyn Iface>, device: u32, len: usize) -> Self {
+        let request =
+            AllocRequest { len: len as u64, device: DeviceId(device), kind: AllocationKind::Device };
+        Self::Device(DeviceBuffer::allocate(iface, &request).expect("allocate device memory"))
+    }
+
+    pub(crate) fn range(&self) -> AddressRange {
+        match self {
+            Self::Host(pages) => pages.range(),
+            Self::Device(buffer) => buffer.allocation().range,
+        }
+    }
+
+    pub(crate) fn part(&self, offset: u64, len: u64) -> AddressRange {
+        self.range().slice(offset, len).expect("a part of the test's own memory")
+    }
+
+    pub(crate) fn put(&self, offset: u64, bytes: &[u8]) {
+        match self {
+            Self::Host(pages) => {
+                let to = pages.pointer(offset, bytes.len() as u64);
+                // SAFETY: in bounds as just checked; nothing else uses the bytes while no transfer is under way.
+                unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+            }
+            Self::Device(buffer) => buffer.write(offset, bytes).expect("copy to the device"),
+        }
+    }
+
+    pub(crate) fn get(&self, offset: u64, len: usize) -> Vec<u8> {
+        match self {
+            Self::Host(pages) => {
+                // SAFETY: in bounds; nothing writes the bytes while no transfer is under way.
+                unsafe { slice::from_raw_parts(pages.pointer(offset, len as u64), len) }.to_vec()
+            }
+            Self::Device(buffer) => {
+                let mut bytes = vec![0; len];
+                buffer.read(offset, &mut bytes).expect("copy from the device");
+                bytes
+            }
+        }
+    }
+
+    pub(crate) fn all(&self) -> Vec<u8> {
+        self.get(0, self.range().len() as usize)
+    }
+
+    /// The pages, in worlds of system memory.
+    pub(crate) fn pages(&self) -> &HostPages {
+        match self {
+            Self::Host(pages) => pages,
+            Self::Device(_) => panic!("only system memory has pages that a test can move"),
+        }
+    }
+}
+
+/// Bytes that tell their position and their seed apart, none of them 0. They repeat after a prime number of bytes, so
+/// that no page, chunk or word looks like its neighbour.
+pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    let block: Vec<_> = (0..257).map(|at| ((at * 31 + seed * 97) % 251 + 1) as u8).collect();
+    let mut bytes = block.repeat(len / block.len() + 1);
+    bytes.truncate(len);
+    bytes
+}

@@ -1,0 +1,355 @@
+//! MR-01 to MR-04, MR-12, MR-13, MR-15: what registers, and what is refused.
+
+use hmem::{
+    Access, Address, AddressRange, DeviceId, Domain, ErrorKind, IfaceKind, Iova, MemoryRegion, MrAttr,
+    MrFlags, MrMode, Result, os_page_sizes, p2p::loopback::Memory as Pages, transfer::Operation,
+};
+
+use crate::{
+    child,
+    memory::{Bytes, HostPages, pattern},
+    net::{LOCAL, Net, REMOTE, Setup, remote},
+    world::{World, need, over_worlds},
+};
+
+over_worlds! {
+    mr_01_reg_regv_and_regattr_register_the_same_range_to_the_same_effect: Every;
+    mr_02_every_subset_of_the_access_bits_registers_at_any_start_and_closes: Pairs;
+    mr_02_sizes_up_to_64_mib_register_and_are_reached_at_both_ends: Places;
+    mr_03_regv_is_one_run_of_bytes_over_its_ranges: Pairs,
+        need("mode VIRT_ADDR", "there peers address each range by its own address: mode_05 shows it", |world| {
+            !world.virtual_addresses()
+        });
+    mr_03_regv_takes_up_to_the_limit_and_one_more_is_refused: Pairs;
+    mr_04_each_mistake_is_its_own_error_and_registers_nothing: Pairs;
+    mr_12_single_flags_are_honoured: Pairs;
+    mr_15_page_sizes_that_the_system_has_are_taken_and_others_refused: Pairs;
+}
+
+/// The three calls, with the same key.
+type Register<'a> = Box<dyn Fn(AddressRange) -> Result<MemoryRegion> + 'a>;
+
+fn three_ways(domain: &Domain) -> [Register<'_>; 3] {
+    const KEY: u64 = 7;
+    let none = MrFlags::empty();
+    [
+        // SAFETY: the caller's memory outlives the regions, and no references into it exist.
+        Box::new(move |range| unsafe { domain.reg(range, REMOTE, KEY, none) }),
+        // SAFETY: as above.
+        Box::new(move |range| unsafe { domain.regv(&[range], REMOTE, KEY, none) }),
+        // SAFETY: as above.
+        Box::new(move |range| unsafe { domain.regattr(&MrAttr::new(&[range], REMOTE).key(KEY), none) }),
+    ]
+}
+
+fn mr_01_reg_regv_and_regattr_register_the_same_range_to_the_same_effect(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(8192);
+    let before = net.live();
+    let mut lives = Vec::new();
+    for (seed, register) in three_ways(&net.target.domain).into_iter().enumerate() {
+        let region = register(memory.part(100, 5000)).expect("register");
+        net.target.make_usable(&region).expect("bind and enable");
+        assert_eq!(region.ranges(), [memory.part(100, 5000)]);
+        assert_eq!((region.range(), region.len(), region.access()), (memory.part(100, 5000), 5000, REMOTE));
+        let key = net.key(&region);
+        assert_eq!(key.base(), region.base_addr());
+        if !world.has(MrMode::PROV_KEY) && !world.has(MrMode::RAW) {
+            assert_eq!(key.as_u64().unwrap(), 7);
+        }
+        let bytes = pattern(seed as u64, 5000);
+        net.push(&key, 0, &bytes).expect("write");
+        assert_eq!(memory.get(100, 5000), bytes);
+        assert_eq!(net.pull(&key, 0, 5000).expect("read"), bytes);
+        lives.push(net.live());
+        region.close().expect("close");
+        assert_eq!(net.live().regions, before.regions);
+    }
+    assert!(lives.iter().all(|live| live == &lives[0]), "the three calls hold different things: {lives:?}");
+}
+
+fn mr_02_every_subset_of_the_access_bits_registers_at_any_start_and_closes(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(64 << 10);
+    let before = net.live();
+    for bits in 0..1u64 << Access::all().iter().count() {
+        let access: Access = Access::all()
+            .iter()
+            .enumerate()
+            .filter(|(at, _)| bits >> at & 1 == 1)
+            .map(|(_, bit)| bit)
+            .collect();
+        for (start, len) in [(0, 1), (1, 1), (4095, 2), (63, 4097)] {
+            let region = net.expose(memory.part(start, len), access);
+            assert_eq!((region.access(), region.range()), (access, memory.part(start, len)));
+            assert_eq!(net.live().regions, before.regions + 1);
+            region.close().unwrap_or_else(|rejected| panic!("close with {access}: {rejected}"));
+        }
+    }
+    assert_eq!(net.live(), before, "something stayed registered");
+}
+
+fn mr_02_sizes_up_to_64_mib_register_and_are_reached_at_both_ends(world: &World) {
+    const LARGEST: u64 = 64 << 20;
+    let net = Net::open(world);
+    let memory = net.bytes(LARGEST as usize + 4096);
+    let before = net.live();
+    for size in [1, 2, 63, 64, 4095, 4096, 4097, 65_535, (1 << 20) + 1, (2 << 20) - 1, 2 << 20, LARGEST] {
+        for start in [0, 1, 511] {
+            let region = net.expose(memory.part(start, size), REMOTE);
+            let key = net.key(&region);
+            for at in [0, size - 1] {
+                net.push(&key, at, &[0xA5]).expect("write");
+                assert_eq!(memory.get(start + at, 1), [0xA5], "{size} bytes from {start}: byte {at}");
+                memory.put(start + at, &[0]);
+            }
+            assert_eq!(net.push(&key, size, &[0xA5]).unwrap_err().kind(), ErrorKind::OutOfBounds);
+            region.close().expect("close");
+        }
+    }
+    assert_eq!(net.live(), before, "something stayed registered");
+}
+
+/// Ranges that lie apart, touch, and run backwards.
+fn scattered(memory: &Bytes) -> Vec<AddressRange> {
+    [(8192, 100), (8292, 50), (3, 1), (4096, 777)].map(|(start, len)| memory.part(start, len)).to_vec()
+}
+
+fn mr_03_regv_is_one_run_of_bytes_over_its_ranges(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(16 << 10);
+    let region = net.expose_all(&scattered(&memory), REMOTE);
+    assert_eq!((region.len(), region.ranges()), (928, &scattered(&memory)[..]));
+    let key = net.key(&region);
+    let bytes = pattern(3, 928);
+    net.push(&key, 0, &bytes).expect("write across every seam");
+    let mut found = memory.get(8192, 150);
+    found.extend(memory.get(3, 1));
+    found.extend(memory.get(4096, 777));
+    assert_eq!(found, bytes);
+    assert_eq!(net.pull(&key, 99, 53).expect("read across three ranges"), bytes[99..152]);
+    assert_eq!(net.push(&key, 928, &[1]).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    assert_eq!(net.push(&key, 927, &[1, 2]).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    assert_eq!(memory.get(4096 + 776, 2), [bytes[927], 0], "a refused write moved a byte");
+}
+
+fn mr_03_regv_takes_up_to_the_limit_and_one_more_is_refused(world: &World) {
+    let net = Net::open(world);
+    let limit = net.target.domain.provider_attr().mr_iov_limit;
+    let memory = net.bytes((limit + 1) * 4096);
+    let before = net.live();
+    let ranges: Vec<_> = (0..=limit as u64).map(|at| memory.part(at * 4096 + at, 16)).collect();
+    for count in 1..=limit {
+        let region = net.expose_all(&ranges[..count], REMOTE);
+        assert_eq!(region.len(), 16 * count as u64);
+        region.close().expect("close");
+    }
+    let error = net.try_expose(&MrAttr::new(&ranges, REMOTE), MrFlags::empty()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::TooManyRanges);
+    assert_eq!(error.context_value("mr_iov_limit"), Some(limit.to_string().as_str()));
+    assert_eq!(net.live(), before);
+}
+
+fn mr_04_each_mistake_is_its_own_error_and_registers_nothing(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(8192);
+    let good = [memory.part(0, 4096)];
+    let empty = [memory.part(0, 4096), memory.part(4096, 0)];
+    let before = net.live();
+    let kind = |attr: &MrAttr<'_>, flags: MrFlags| {
+        let error = net.try_expose(attr, flags).expect_err("a mistake was registered");
+        assert_eq!(net.live(), before, "{error} left something");
+        assert_eq!(error.operation(), "regattr");
+        error.kind()
+    };
+    let plain = MrAttr::new(&good, REMOTE);
+    let none = MrFlags::empty();
+    assert_eq!(kind(&MrAttr::new(&empty[1..], REMOTE), none), ErrorKind::ZeroLength);
+    assert_eq!(kind(&MrAttr::new(&empty, REMOTE), none), ErrorKind::ZeroLength);
+    assert_eq!(kind(&MrAttr::new(&[], REMOTE), none), ErrorKind::ZeroLength);
+    assert_eq!(kind(&MrAttr { offset: 1, ..plain }, none), ErrorKind::ReservedOffset);
+    assert_eq!(kind(&MrAttr { hmem_data: 1, ..plain }, none), ErrorKind::ReservedHmemData);
+    assert_eq!(kind(&plain, MrFlags::from_bits_retain(1)), ErrorKind::BadFlags);
+    assert_eq!(kind(&plain, MrFlags::from_bits_retain(1 << 63)), ErrorKind::BadFlags);
+    assert_eq!(kind(&MrAttr::new(&good, Access::from_bits_retain(1)), none), ErrorKind::BadAccess);
+    assert_eq!(
+        kind(&MrAttr::new(&good, REMOTE | Access::from_bits_retain(1 << 14)), none),
+        ErrorKind::BadAccess
+    );
+    assert_eq!(kind(&plain, MrFlags::HMEM_DEVICE_ONLY | MrFlags::HMEM_HOST_ALLOC), ErrorKind::BadFlags);
+    assert_eq!(kind(&plain, MrFlags::MR_DMABUF), ErrorKind::InvalidArgument);
+    let wraps = AddressRange::new(Address(u64::MAX - 4), 6).unwrap_err();
+    assert_eq!(wraps.kind(), ErrorKind::AddressWraps);
+    assert!(AddressRange::new(Address(u64::MAX - 4), 5).is_ok(), "the last byte of the address space is one");
+    net.expose(memory.part(0, 4096), REMOTE).close().expect("the next registration works");
+}
+
+#[test]
+fn mr_04_a_provider_limit_is_an_error_of_its_own() {
+    let mut setup = Setup::of(&World::PLAIN);
+    setup.provider = setup.provider.max_mr_size(4096).max_mr_count(2);
+    let net = setup.open();
+    let memory = net.bytes(8192);
+    let error = net.try_expose(&MrAttr::new(&[memory.part(0, 4097)], REMOTE), MrFlags::empty()).unwrap_err();
+    assert_eq!((error.kind(), error.context_value("max_mr_size")), (ErrorKind::TooLong, Some("4096")));
+    let halves = [memory.part(0, 4096), memory.part(4096, 1)];
+    let error = net.try_expose(&MrAttr::new(&halves, REMOTE), MrFlags::empty()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::TooLong, "the limit is for all ranges together");
+    let regions = [0, 1].map(|at| net.expose(memory.part(at, 16), REMOTE));
+    let error = net.try_expose(&MrAttr::new(&[memory.part(0, 1)], REMOTE), MrFlags::empty()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::OutOfResources);
+    assert_eq!(net.live().regions, 2);
+    drop(regions);
+    net.expose(memory.part(0, 1), REMOTE);
+}
+
+#[test]
+fn mr_04_refused_registrations_leave_no_fd() {
+    child::alone("mr::mr_04_refused_registrations_leave_no_fd", || {
+        let world =
+            World { memory: crate::world::Memory::Device(hmem::system::Style::Identity), ..World::PLAIN };
+        let net = Net::open(&world);
+        let memory = net.bytes(8192);
+        let taken = net.expose(memory.part(0, 4096), REMOTE);
+        let key = taken.key().unwrap().as_u64().unwrap();
+        let fds = child::open_fds();
+        for _ in 0..100 {
+            let ranges = [memory.part(0, 4096)];
+            // NoKey comes from the provider, after the memory was exported to it.
+            let refused = net.target.register(&MrAttr::new(&ranges, REMOTE).key(key), MrFlags::empty());
+            assert_eq!(refused.unwrap_err().kind(), ErrorKind::NoKey);
+            net.expose(memory.part(1, 100), REMOTE).close().expect("close");
+        }
+        assert_eq!(child::open_fds(), fds);
+        assert_eq!(net.device.as_ref().unwrap().stats().live_exports, 0, "an export was not given back");
+    });
+}
+
+fn mr_12_single_flags_are_honoured(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(4096);
+    // Persistence is a property of the memory: the flag changes neither key nor bytes.
+    let attr = [memory.range()];
+    let attr = MrAttr::new(&attr, REMOTE);
+    let persistent = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("RMA_PMEM");
+    net.assert_works(&net.key(&persistent));
+    let kind =
+        |flags, attr: &MrAttr<'_>| net.try_expose(attr, flags).map(|_| ()).map_err(|error| error.kind());
+    let device_only = if world.is_system() { Err(ErrorKind::InvalidArgument) } else { Ok(()) };
+    assert_eq!(kind(MrFlags::HMEM_DEVICE_ONLY, &attr), device_only, "HMEM_DEVICE_ONLY");
+    // This memory is not from a device API's host allocator, whatever it is.
+    assert_eq!(kind(MrFlags::HMEM_HOST_ALLOC, &attr), Err(ErrorKind::InvalidArgument), "HMEM_HOST_ALLOC");
+    // In COLLECTIVE mode and out of it the access bit stands beside others.
+    let collective = MrAttr { access: REMOTE | Access::COLLECTIVE | Access::SEND | Access::RECV, ..attr };
+    let region = net.try_expose(&collective, MrFlags::empty()).expect("COLLECTIVE");
+    assert!(region.access().contains(Access::COLLECTIVE));
+    net.assert_works(&net.key(&region));
+}
+
+#[test]
+fn mr_12_a_flag_that_hardware_lacks_is_refused_and_named() {
+    let mut setup = Setup::of(&World::PLAIN);
+    setup.provider = setup.provider.flags(MrFlags::all() - MrFlags::RMA_PMEM);
+    let net = setup.open();
+    let memory = net.bytes(64);
+    let ranges = [memory.range()];
+    let error = net.try_expose(&MrAttr::new(&ranges, REMOTE), MrFlags::RMA_PMEM).unwrap_err();
+    assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::BadFlags, 260));
+    assert_eq!(error.context_value("flags"), Some("RMA_PMEM"));
+    assert_eq!(error.provider_name(), Some("loopback/loop0"));
+}
+
+#[test]
+fn mr_12_host_alloc_ignores_the_device_and_iface_is_ignored_without_hmem() {
+    let world = World { memory: crate::world::Memory::Device(hmem::system::Style::Identity), ..World::PLAIN };
+    let net = Net::open(&world);
+    let device = std::sync::Arc::clone(net.device.as_ref().unwrap()) as std::sync::Arc<dyn hmem::Iface>;
+    let request =
+        hmem::iface::AllocRequest { len: 4096, device: DeviceId(0), kind: hmem::AllocationKind::Host };
+    let host = hmem::DeviceBuffer::allocate(&device, &request).expect("host memory of the device API");
+    let on_device = net.bytes(4096);
+    let none = MrFlags::empty();
+    let (host_range, device_range) = ([host.allocation().range], [on_device.range()]);
+    let (host, on_device) = (MrAttr::new(&host_range, REMOTE), MrAttr::new(&device_range, REMOTE));
+    let kind = Some(device.kind());
+
+    let named = MrAttr { iface: kind, device: Some(DeviceId(77)), ..host };
+    let region = net.try_expose(&named, MrFlags::HMEM_HOST_ALLOC).expect("HOST_ALLOC ignores the device");
+    net.assert_works(&net.key(&region));
+    assert_eq!(net.try_expose(&named, none).unwrap_err().kind(), ErrorKind::InvalidArgument);
+
+    let right = MrAttr { iface: kind, device: Some(DeviceId(0)), ..on_device };
+    let region = net.try_expose(&right, none).expect("the right iface and device");
+    assert_eq!(region.iface().unwrap(), (device.kind(), Some(DeviceId(0))));
+    for wrong in [
+        MrAttr { iface: Some(IfaceKind::SYSTEM), ..on_device },
+        MrAttr { iface: kind, device: Some(DeviceId(1)), ..on_device },
+        MrAttr { iface: kind, device: Some(DeviceId(2)), ..on_device },
+        MrAttr { iface: kind, ..MrAttr::new(&[AddressRange::of(&[0u8; 8])], REMOTE) },
+    ] {
+        let error = net.try_expose(&wrong, none).expect_err("a wrong claim was believed");
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    }
+    assert!(net.try_expose(&MrAttr { iface: Some(IfaceKind::CUDA), ..on_device }, none).is_err());
+
+    let mut setup = Setup::of(&World::PLAIN);
+    setup.target.hmem = false;
+    let net = setup.open();
+    let memory = net.bytes(64);
+    let ranges = [memory.range()];
+    let claimed =
+        MrAttr { iface: Some(IfaceKind::CUDA), device: Some(DeviceId(9)), ..MrAttr::new(&ranges, REMOTE) };
+    let region = net.try_expose(&claimed, none).expect("iface is ignored without the HMEM capability");
+    assert_eq!(region.iface().unwrap().0, IfaceKind::SYSTEM);
+}
+
+#[test]
+fn mr_12_every_flag_is_covered() {
+    // MR_DMABUF: mr_13. MR_SINGLE_USE: mr_14. RMA_EVENT: mode_09 and evt_02. The others: mr_12.
+    let covered = MrFlags::MR_DMABUF
+        | MrFlags::MR_SINGLE_USE
+        | MrFlags::RMA_EVENT
+        | MrFlags::RMA_PMEM
+        | MrFlags::HMEM_DEVICE_ONLY
+        | MrFlags::HMEM_HOST_ALLOC;
+    assert_eq!(covered, MrFlags::all(), "a new flag needs a test");
+}
+
+fn mr_15_page_sizes_that_the_system_has_are_taken_and_others_refused(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(8192);
+    let ranges = [memory.part(5, 5000)];
+    let attr = MrAttr::new(&ranges, REMOTE);
+    for page_size in std::iter::once(0).chain(os_page_sizes().iter().copied()) {
+        let region = net
+            .try_expose(&MrAttr { page_size, ..attr }, MrFlags::empty())
+            .expect("a page size of the system");
+        assert_eq!(region.page_size(), page_size);
+        net.assert_works(&net.key(&region));
+    }
+    let before = net.live();
+    for page_size in [1, 4095, 4097, 8192, 3 << 20, usize::MAX] {
+        let error = net.try_expose(&MrAttr { page_size, ..attr }, MrFlags::empty()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::BadPageSize);
+        assert_eq!(error.context_value("page_size"), Some(page_size.to_string().as_str()));
+    }
+    assert_eq!(net.live(), before);
+}
+
+/// What is left over after the imports that other tests of this module take.
+#[test]
+fn mr_02_a_region_is_reached_in_vectored_transfers_with_uneven_seams() {
+    let net = Net::open(&World { pages: Pages::Follow, ..World::PLAIN });
+    let memory = Bytes::Host(HostPages::new(8192));
+    let region = net.expose(memory.range(), REMOTE);
+    let key = net.key(&region);
+    let local = net.local(4096, LOCAL);
+    let bytes = pattern(9, 300);
+    local.bytes.put(0, &bytes);
+    let segments = [local.segment(0, 1), local.segment(1, 199), local.segment(200, 100)];
+    let remotes = [remote(&key, 4000, 150), remote(&key, 0, 50), remote(&key, 7000, 100)];
+    assert_eq!(net.transfer(Operation::Write { remote: &remotes }, &segments).expect("write"), 300);
+    assert_eq!((memory.get(4000, 150), memory.get(0, 50)), (bytes[..150].to_vec(), bytes[150..200].to_vec()));
+    assert_eq!(memory.get(7000, 100), bytes[200..]);
+    assert_eq!(key.base(), Iova(0));
+}

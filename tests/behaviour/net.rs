@@ -1,0 +1,372 @@
+//! Two domains on one software NIC: a target that exposes memory, and an initiator that reaches for it.
+
+use std::{
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use hmem::{
+    Access, AddressRange, AuthKey, Domain, DomainAttr, Endpoint, Hmem, Iface, Iova, LocalKey, MemoryRegion,
+    MrAttr, MrFlags, MrMode, RemoteKey, Result,
+    p2p::loopback::{self, Faults, Gate, Loopback},
+    provider::{CompletionQueue, EndpointAttr, Live},
+    system::{Simulated, Style},
+    transfer::{
+        AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest,
+    },
+};
+
+use crate::{
+    memory::{Bytes, HostPages},
+    world::{Memory, World},
+};
+
+/// Every right of the local side.
+pub(crate) const LOCAL: Access = Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
+/// Every right of peers.
+pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+/// The provider's name.
+pub(crate) const LOOPBACK: &str = "loopback";
+
+const SCRATCH: u64 = 64 << 10;
+
+/// How to build a [`Net`] that differs from its world's usual one.
+pub(crate) struct Setup {
+    pub(crate) world: World,
+    pub(crate) provider: loopback::Builder,
+    pub(crate) target: DomainAttr,
+    pub(crate) initiator: DomainAttr,
+    /// Whether the target's endpoint has the RMA_EVENT capability.
+    pub(crate) rma_event: bool,
+    pub(crate) initiator_key: Option<AuthKey>,
+    pub(crate) faults: Faults,
+}
+
+impl Setup {
+    pub(crate) fn of(world: &World) -> Self {
+        let faults = Faults::new();
+        let attr = DomainAttr {
+            mr_mode: world.mode.offered,
+            hmem: true,
+            p2p: world.policy,
+            ..DomainAttr::default()
+        };
+        Self {
+            world: *world,
+            provider: Loopback::builder()
+                .needs(world.mode.needed)
+                .key_size(world.key_size)
+                .memory(world.pages)
+                .progress(world.progress)
+                .faults(&faults),
+            target: attr.clone(),
+            initiator: attr,
+            rma_event: true,
+            initiator_key: None,
+            faults,
+        }
+    }
+
+    pub(crate) fn open(self) -> Net {
+        let mut builder = Hmem::builder()
+            .without_vendor_ifaces()
+            .provider(self.provider.build().expect("build the software NIC"));
+        let device = match self.world.memory {
+            Memory::System => None,
+            Memory::Device(style) => Some(device(style)),
+        };
+        if let Some(device) = &device {
+            builder = builder.shared_iface(Arc::clone(device) as Arc<dyn Iface>);
+        }
+        let hmem = builder.build().expect("start the ifaces");
+        let target = Side::open(&hmem, self.target, self.rma_event, None);
+        let initiator = Side::open(&hmem, self.initiator, true, self.initiator_key);
+        let peer = initiator.endpoint.resolve(&target.endpoint.name()).expect("find the target");
+        Net {
+            world: self.world,
+            scratch: OnceLock::new(),
+            initiator,
+            target,
+            hmem,
+            device,
+            peer,
+            faults: self.faults,
+            next_key: AtomicU64::new(100),
+        }
+    }
+}
+
+/// A simulated device of two devices.
+pub(crate) fn device(style: Style) -> Arc<Simulated> {
+    let builder = Simulated::builder().devices(2).style(style).window(1 << 32);
+    Arc::new(builder.build().expect("build the simulated device"))
+}
+
+/// A domain with an endpoint and a completion queue.
+pub(crate) struct Side {
+    pub(crate) endpoint: Endpoint,
+    pub(crate) cq: Arc<dyn CompletionQueue>,
+    pub(crate) domain: Domain,
+}
+
+impl Side {
+    pub(crate) fn open(hmem: &Hmem, attr: DomainAttr, rma_event: bool, key: Option<AuthKey>) -> Self {
+        let domain = hmem.domain(LOOPBACK, attr).expect("open a domain");
+        let (endpoint, cq) = open_endpoint(&domain, rma_event, key);
+        Self { endpoint, cq, domain }
+    }
+
+    /// Registers and makes usable: bound to the endpoint and enabled in ENDPOINT mode.
+    pub(crate) fn register(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<MemoryRegion> {
+        // SAFETY: the tests own the memory for longer than the regions and hold no references into it.
+        let region = unsafe { self.domain.regattr(attr, flags)? };
+        self.make_usable(&region)?;
+        Ok(region)
+    }
+
+    pub(crate) fn make_usable(&self, region: &MemoryRegion) -> Result<()> {
+        if self.domain.mr_mode().contains(MrMode::ENDPOINT) {
+            region.bind_endpoint(&self.endpoint)?;
+            region.enable()?;
+        }
+        Ok(())
+    }
+
+    /// The next completion, making progress on this side and the other.
+    pub(crate) fn wait(&self, others: &[&Self]) -> Completion {
+        let mut out = Vec::new();
+        eventually("the end of a transfer", || {
+            for side in others {
+                side.domain.progress().expect("progress");
+            }
+            self.cq.read(&mut out, 1).expect("read completions") == 1
+        });
+        out.remove(0)
+    }
+}
+
+/// Waits for a state that another thread brings about; a minute without it is a failure instead of a hang.
+pub(crate) fn eventually(what: &str, mut reached: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !reached() {
+        assert!(Instant::now() < deadline, "{what} never came about");
+        std::thread::yield_now();
+    }
+}
+
+/// Waits until a call is held by the gate.
+pub(crate) fn wait_held(gate: &Gate) {
+    eventually("the held call", || gate.is_holding());
+}
+
+pub(crate) fn open_endpoint(
+    domain: &Domain,
+    rma_event: bool,
+    auth_key: Option<AuthKey>,
+) -> (Endpoint, Arc<dyn CompletionQueue>) {
+    let cq = domain.open_cq(1024).expect("open a completion queue");
+    let attr = EndpointAttr {
+        tx_cq: Arc::clone(&cq),
+        rx_cq: Arc::clone(&cq),
+        rma_event,
+        auth_key,
+        tx_counter: None,
+        rx_counter: None,
+        depth: 256,
+    };
+    (domain.open_endpoint(&attr).expect("open an endpoint"), cq)
+}
+
+/// A registered buffer of the initiator.
+pub(crate) struct Local {
+    pub(crate) region: MemoryRegion,
+    pub(crate) bytes: Bytes,
+}
+
+impl Local {
+    pub(crate) fn segment(&self, offset: u64, len: u64) -> LocalSegment {
+        let desc = self.region.desc().expect("the local buffer is registered");
+        segment(self.bytes.part(offset, len), Some(desc))
+    }
+}
+
+pub(crate) fn segment(range: AddressRange, desc: Option<LocalKey>) -> LocalSegment {
+    LocalSegment { address: range.start(), len: range.len(), desc }
+}
+
+/// The fixture of most tests.
+pub(crate) struct Net {
+    pub(crate) world: World,
+    scratch: OnceLock<Local>,
+    pub(crate) initiator: Side,
+    pub(crate) target: Side,
+    pub(crate) hmem: Hmem,
+    pub(crate) device: Option<Arc<Simulated>>,
+    /// The target, as the initiator's endpoint knows it.
+    pub(crate) peer: PeerId,
+    pub(crate) faults: Faults,
+    next_key: AtomicU64,
+}
+
+impl Net {
+    pub(crate) fn open(world: &World) -> Self {
+        Setup::of(world).open()
+    }
+
+    /// What the target's domain holds.
+    pub(crate) fn live(&self) -> Live {
+        self.target.domain.live()
+    }
+
+    /// A key that was not asked for yet.
+    pub(crate) fn fresh_key(&self) -> u64 {
+        self.next_key.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Memory of the world's kind, zeroed. Where only pages that are there at registration are promised, they are.
+    pub(crate) fn bytes(&self, len: usize) -> Bytes {
+        let memory = match &self.device {
+            None => Bytes::Host(HostPages::new(len)),
+            Some(device) => Bytes::on_device(&(Arc::clone(device) as Arc<dyn Iface>), 0, len),
+        };
+        if self.world.has(MrMode::MMU_NOTIFY) {
+            memory.put(0, &vec![0; len]);
+        }
+        memory
+    }
+
+    /// Memory of the world's kind with bytes in it.
+    pub(crate) fn filled(&self, bytes: &[u8]) -> Bytes {
+        let memory = self.bytes(bytes.len());
+        memory.put(0, bytes);
+        memory
+    }
+
+    /// Registers one range at the target, ready for use.
+    pub(crate) fn expose(&self, range: AddressRange, access: Access) -> MemoryRegion {
+        self.expose_all(&[range], access)
+    }
+
+    pub(crate) fn expose_all(&self, ranges: &[AddressRange], access: Access) -> MemoryRegion {
+        self.try_expose(&MrAttr::new(ranges, access), MrFlags::empty()).expect("register")
+    }
+
+    pub(crate) fn try_expose(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<MemoryRegion> {
+        self.target.register(&attr.key(self.fresh_key()), flags)
+    }
+
+    /// The key as the initiator uses it: mapped there in RAW mode.
+    pub(crate) fn key(&self, region: &MemoryRegion) -> RemoteKey {
+        if self.world.has(MrMode::RAW) {
+            let raw = region.raw_key().expect("raw key");
+            self.initiator.domain.map_raw(region.base_addr(), region.len(), &raw).expect("map the raw key")
+        } else {
+            region.key().expect("key")
+        }
+    }
+
+    /// A registered buffer of the initiator with every local right.
+    pub(crate) fn local(&self, len: usize, access: Access) -> Local {
+        let bytes = self.bytes(len);
+        let attr = [bytes.range()];
+        let attr = MrAttr::new(&attr, access).key(self.fresh_key());
+        let region = self.initiator.register(&attr, MrFlags::empty()).expect("register the local buffer");
+        Local { region, bytes }
+    }
+
+    fn scratch(&self) -> &Local {
+        self.scratch.get_or_init(|| self.local(SCRATCH as usize, LOCAL))
+    }
+
+    /// Posts from the initiator and waits for the completion.
+    pub(crate) fn transfer(&self, operation: Operation<'_>, local: &[LocalSegment]) -> Result<u64> {
+        self.post(operation, local, 1)?;
+        let completion = self.completion();
+        assert_eq!(completion.context, 1, "a completion of another request");
+        completion.result
+    }
+
+    pub(crate) fn post(&self, operation: Operation<'_>, local: &[LocalSegment], context: u64) -> Result<()> {
+        let request = WorkRequest { operation, local, peer: self.peer, context };
+        // SAFETY: the local memory belongs to the test and outlives the transfer.
+        unsafe { self.initiator.endpoint.post(&request) }
+    }
+
+    pub(crate) fn completion(&self) -> Completion {
+        self.initiator.wait(&[&self.target])
+    }
+
+    /// Writes bytes to an offset of the region behind `key`.
+    pub(crate) fn push(&self, key: &RemoteKey, offset: u64, bytes: &[u8]) -> Result<u64> {
+        let local = self.scratch();
+        local.bytes.put(0, bytes);
+        let remote = [remote(key, offset, bytes.len() as u64)];
+        self.transfer(Operation::Write { remote: &remote }, &[local.segment(0, bytes.len() as u64)])
+    }
+
+    /// Reads bytes from an offset of the region behind `key`. Nothing of the local buffer changes where it fails.
+    pub(crate) fn pull(&self, key: &RemoteKey, offset: u64, len: usize) -> Result<Vec<u8>> {
+        let local = self.scratch();
+        let before = vec![0xEE; len];
+        local.bytes.put(0, &before);
+        let remote = [remote(key, offset, len as u64)];
+        let moved = self.transfer(Operation::Read { remote: &remote }, &[local.segment(0, len as u64)]);
+        let after = local.bytes.get(0, len);
+        match moved {
+            Ok(moved) => {
+                assert_eq!(moved, len as u64, "a completed read moves all of its bytes");
+                Ok(after)
+            }
+            Err(error) => {
+                assert_eq!(after, before, "a refused read moved bytes");
+                Err(error)
+            }
+        }
+    }
+
+    /// Adds to the 64-bit number at an offset and returns what was there.
+    pub(crate) fn fetch_add(&self, key: &RemoteKey, offset: u64, value: u64) -> Result<u64> {
+        let local = self.scratch();
+        local.bytes.put(0, &value.to_le_bytes());
+        local.bytes.put(8, &[0; 8]);
+        let operation = Operation::Atomic {
+            op: AtomicOp::Sum,
+            datatype: AtomicType::U64,
+            remote: remote(key, offset, 8),
+            result: Some(local.segment(8, 8)),
+            compare: None,
+        };
+        self.transfer(operation, &[local.segment(0, 8)])?;
+        Ok(u64::from_le_bytes(local.bytes.get(8, 8).try_into().expect("8 bytes")))
+    }
+
+    /// Sends `message` from the initiator to a receive of the target into `into`.
+    pub(crate) fn send(&self, message: LocalSegment, into: LocalSegment) -> (Result<u64>, Result<u64>) {
+        let receive = Operation::Receive { tag: None, from: None };
+        let request = WorkRequest { operation: receive, local: &[into], peer: PeerId(0), context: 2 };
+        // SAFETY: the memory belongs to the test and outlives the transfer.
+        if let Err(error) = unsafe { self.target.endpoint.post(&request) } {
+            return (Ok(0), Err(error));
+        }
+        let sent = self.transfer(Operation::Send { tag: None, invalidate: None }, &[message]);
+        if let Err(error) = sent {
+            return (Err(error), Ok(0));
+        }
+        (sent, self.target.wait(&[&self.initiator]).result)
+    }
+
+    /// The region still takes a write and gives it back.
+    pub(crate) fn assert_works(&self, key: &RemoteKey) {
+        let bytes = b"the region is alive";
+        assert_eq!(self.push(key, 0, bytes).expect("write"), bytes.len() as u64);
+        assert_eq!(self.pull(key, 0, bytes.len()).expect("read"), bytes);
+    }
+}
+
+/// `len` bytes from an offset of the region behind `key`.
+pub(crate) fn remote(key: &RemoteKey, offset: u64, len: u64) -> RemoteSegment<'_> {
+    RemoteSegment { address: Iova(key.base().0.wrapping_add(offset)), len, key }
+}

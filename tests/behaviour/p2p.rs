@@ -1,0 +1,123 @@
+//! P2P-06: the same transfers give the same bytes on every path. And which path that was.
+
+use hmem::{DomainAttr, ErrorKind, MrAttr, MrFlags, Path, path::P2pPolicy, transfer::Operation};
+
+use crate::{
+    memory::pattern,
+    net::{LOCAL, Net, REMOTE, Setup, remote, segment},
+    world::{World, over_worlds},
+};
+
+over_worlds! {
+    p2p_06_the_same_transfers_give_the_same_bytes_on_every_path: Every;
+    p2p_06_the_path_is_the_one_that_the_policy_asks_for: Pairs;
+}
+
+const LEN: usize = 300 << 10;
+
+fn p2p_06_the_same_transfers_give_the_same_bytes_on_every_path(world: &World) {
+    let net = Net::open(world);
+    let memory = net.filled(&pattern(1, LEN));
+    let mut model = pattern(1, LEN);
+    let region = net.expose(memory.range(), REMOTE | LOCAL);
+    let key = net.key(&region);
+    let local = net.local(LEN, LOCAL);
+    let mut local_model = pattern(2, LEN);
+    local.bytes.put(0, &local_model);
+    // Sizes around pages, copy chunks and words; offsets that no alignment fits.
+    for (at, from, len) in [
+        (0, 0, 1),
+        (1, 7, 4095),
+        (4095, 4096, 8193),
+        (70_001, 3, 65_537),
+        (262_143, 9, 2),
+        (12_345, 40_000, 200_000),
+    ] {
+        let to = [remote(&key, at as u64, len as u64)];
+        let moved = net.transfer(Operation::Write { remote: &to }, &[local.segment(from as u64, len as u64)]);
+        assert_eq!(moved.expect("write"), len as u64);
+        model[at..at + len].copy_from_slice(&local_model[from..from + len]);
+    }
+    for (at, into, len) in [(5, 1, 1), (0, 100_001, 70_000), (4090, 4097, 12)] {
+        let from = [remote(&key, at as u64, len as u64)];
+        net.transfer(Operation::Read { remote: &from }, &[local.segment(into as u64, len as u64)])
+            .expect("read");
+        local_model[into..into + len].copy_from_slice(&model[at..at + len]);
+    }
+    // Several pieces on both sides, cut at different places.
+    let to = [remote(&key, 100, 33), remote(&key, 200_000, 10_000), remote(&key, 7, 1)];
+    let from = [local.segment(50, 9_000), local.segment(1, 1), local.segment(30_000, 1_033)];
+    net.transfer(Operation::Write { remote: &to }, &from).expect("vectored write");
+    let run = [&local_model[50..9_050], &local_model[1..2], &local_model[30_000..31_033]].concat();
+    model[100..133].copy_from_slice(&run[..33]);
+    model[200_000..210_000].copy_from_slice(&run[33..10_033]);
+    model[7..8].copy_from_slice(&run[10_033..]);
+    // And a message.
+    let into = segment(memory.part(250_000, 5_000), Some(region.desc().expect("desc")));
+    let (sent, received) = net.send(local.segment(11, 4_999), into);
+    assert_eq!((sent.expect("send"), received.expect("receive")), (4_999, 4_999));
+    model[250_000..254_999].copy_from_slice(&local_model[11..5_010]);
+    assert!(memory.all() == model, "the target's bytes differ from the model's");
+    assert!(local.bytes.all() == local_model, "the initiator's bytes differ from the model's");
+}
+
+fn p2p_06_the_path_is_the_one_that_the_policy_asks_for(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(64);
+    let region = net.expose(memory.range(), REMOTE);
+    let decision = region.decision().expect("decision");
+    let expected = match (world.is_system(), world.policy) {
+        (true, _) => Path::PlainHost,
+        (false, P2pPolicy::Disabled) => Path::Staged,
+        (false, _) => Path::DmaBuf,
+    };
+    assert_eq!(decision.path, expected, "{decision}");
+    let last = decision.attempts.last().expect("at least the attempt that worked");
+    assert!(last.path == expected && last.error.is_none(), "{decision}");
+    assert_eq!(decision.iface, region.iface().unwrap().0);
+    if let Some(device) = &net.device {
+        let exports = device.stats().calls(hmem::system::Call::ExportDmaBuf);
+        assert_eq!(
+            exports,
+            u64::from(expected == Path::DmaBuf),
+            "a device handle went to the NIC, or none did"
+        );
+    }
+}
+
+#[test]
+fn p2p_06_a_required_path_that_is_blocked_fails_and_enabled_goes_round_it() {
+    use crate::world::Memory;
+    use hmem::system::Style;
+    let world = World { memory: Memory::Device(Style::Identity), ..World::PLAIN };
+    let setup = Setup::of(&world);
+    let attr = |p2p| DomainAttr { p2p, ..setup.target.clone() };
+    let policies = [P2pPolicy::Required, P2pPolicy::Enabled, P2pPolicy::Preferred].map(attr);
+    let net = setup.open();
+    let memory = net.filled(&pattern(3, 64));
+    net.device
+        .as_ref()
+        .unwrap()
+        .set_exportable(memory.range().start(), false)
+        .expect("the test's own memory");
+    let ranges = [memory.range()];
+    let [required, enabled, preferred] = policies.map(|attr| {
+        let domain = net.hmem.domain(crate::net::LOOPBACK, attr).expect("open");
+        // SAFETY: the memory outlives the region and is referenced by nobody.
+        let region = unsafe { domain.regattr(&MrAttr::new(&ranges, REMOTE).key(1), MrFlags::empty()) };
+        assert_eq!(domain.live().regions, u64::from(region.is_ok()));
+        region
+    });
+    let error = required.expect_err("a copy instead of the direct path that was required");
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.context_value("trace").is_some_and(|trace| trace.contains("export_dma_buf")), "{error}");
+    for region in [enabled, preferred] {
+        let region = region.expect("staged instead");
+        let decision = region.decision().unwrap();
+        assert_eq!(decision.path, Path::Staged);
+        assert!(
+            decision.attempts[0].path == Path::DmaBuf && decision.attempts[0].error.is_some(),
+            "{decision}"
+        );
+    }
+}

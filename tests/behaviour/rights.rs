@@ -1,0 +1,140 @@
+//! MR-08 and MR-09: every access is checked against the rights and bounds of its key, on both sides.
+
+use hmem::{Access, Error, ErrorKind, MrMode, transfer::Operation};
+
+use crate::{
+    memory::pattern,
+    net::{LOCAL, Net, REMOTE, remote, segment},
+    world::{Need, World, need, needs, over_worlds},
+};
+
+over_worlds! {
+    mr_08_overlapping_regions_grant_each_its_own_rights: Every;
+    mr_09_peers_get_the_rights_of_the_key_and_no_others: Every;
+    mr_09_atomics_need_the_right_to_write: Pairs, needs::ATOMICS;
+    mr_09_one_byte_past_either_end_fails_and_moves_nothing: Every;
+    mr_09_the_local_side_needs_its_right: Pairs, LOCAL_MODE;
+    mr_09_receives_need_their_right_and_bounds: Pairs, LOCAL_MODE;
+}
+
+const LOCAL_MODE: Need =
+    need("modes without LOCAL", "local buffers need no registration there", |world| world.has(MrMode::LOCAL));
+
+fn mr_08_overlapping_regions_grant_each_its_own_rights(world: &World) {
+    let net = Net::open(world);
+    let memory = net.filled(&pattern(1, 4096));
+    let reads = net.expose(memory.part(0, 3000), Access::REMOTE_READ);
+    let writes = net.expose(memory.part(1000, 3096), Access::REMOTE_WRITE);
+    let neither = net.expose(memory.part(500, 3000), LOCAL);
+    let (reader, writer, locked) = (net.key(&reads), net.key(&writes), net.key(&neither));
+    let denied = |result: Result<u64, Error>| assert_eq!(result.unwrap_err().kind(), ErrorKind::AccessDenied);
+    denied(net.push(&reader, 1500, &[0]));
+    denied(net.pull(&writer, 500, 1).map(|_| 0));
+    denied(net.push(&locked, 1000, &[0]));
+    denied(net.pull(&locked, 1000, 1).map(|_| 0));
+    assert_eq!(memory.all(), pattern(1, 4096), "a refused access moved bytes");
+    net.push(&writer, 500, b"through the writer").expect("write");
+    assert_eq!(net.pull(&reader, 1500, 18).expect("read"), b"through the writer");
+    // What happens to one changes nothing for the others.
+    writes.close().expect("close");
+    denied(net.push(&reader, 1500, &[0]));
+    assert_eq!(net.push(&writer, 500, &[0]).unwrap_err().kind(), ErrorKind::InvalidKey);
+    net.pull(&reader, 0, 3000).expect("read");
+}
+
+fn mr_09_peers_get_the_rights_of_the_key_and_no_others(world: &World) {
+    let net = Net::open(world);
+    let memory = net.filled(&pattern(2, 256));
+    for access in [Access::empty(), Access::REMOTE_READ, Access::REMOTE_WRITE, REMOTE, LOCAL, LOCAL | REMOTE]
+    {
+        let region = net.expose(memory.range(), access);
+        let key = net.key(&region);
+        let read = net.pull(&key, 10, 20).map(|_| ()).map_err(|error| error.kind());
+        assert_eq!(read.is_ok(), access.contains(Access::REMOTE_READ), "read with {access}: {read:?}");
+        let write = net.push(&key, 10, &[1; 20]).map(|_| ()).map_err(|error| error.kind());
+        assert_eq!(write.is_ok(), access.contains(Access::REMOTE_WRITE), "write with {access}: {write:?}");
+        for refused in [read, write].into_iter().filter_map(Result::err) {
+            assert_eq!(refused, ErrorKind::AccessDenied, "with {access}");
+        }
+        let changed = memory.get(10, 20) == [1; 20];
+        assert_eq!(changed, access.contains(Access::REMOTE_WRITE), "with {access}");
+        memory.put(0, &pattern(2, 256));
+        region.close().expect("close");
+    }
+}
+
+fn mr_09_atomics_need_the_right_to_write(world: &World) {
+    let net = Net::open(world);
+    let memory = net.filled(&40u64.to_le_bytes());
+    let reads = net.expose(memory.range(), Access::REMOTE_READ | LOCAL);
+    let refused = net.fetch_add(&net.key(&reads), 0, 2).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::AccessDenied);
+    assert_eq!(memory.all(), 40u64.to_le_bytes());
+    let writes = net.expose(memory.range(), Access::REMOTE_WRITE);
+    assert_eq!(net.fetch_add(&net.key(&writes), 0, 2).expect("atomic"), 40);
+    assert_eq!(memory.all(), 42u64.to_le_bytes());
+}
+
+fn mr_09_one_byte_past_either_end_fails_and_moves_nothing(world: &World) {
+    let net = Net::open(world);
+    let memory = net.filled(&pattern(4, 1024));
+    let region = net.expose(memory.part(100, 500), REMOTE);
+    let key = net.key(&region);
+    let past = u64::MAX;
+    for (offset, len) in
+        [(500, 1), (499, 2), (0, 501), (past, 1), (past, 2), (past - 99, 200), (501, 1), (1 << 40, 1)]
+    {
+        let write = net.push(&key, offset, &vec![0xFF; len]).expect_err("wrote outside");
+        assert_eq!(write.kind(), ErrorKind::OutOfBounds, "write of {len} at {offset:#x}: {write}");
+        let read = net.pull(&key, offset, len).expect_err("read outside");
+        assert_eq!(read.kind(), ErrorKind::OutOfBounds, "read of {len} at {offset:#x}: {read}");
+    }
+    assert_eq!(memory.all(), pattern(4, 1024), "a refused access moved bytes");
+    net.push(&key, 0, &[1; 500]).expect("the whole region");
+    assert_eq!(
+        (memory.get(99, 1), memory.get(600, 1)),
+        (pattern(4, 1024)[99..100].to_vec(), pattern(4, 1024)[600..601].to_vec())
+    );
+}
+
+fn mr_09_the_local_side_needs_its_right(world: &World) {
+    let net = Net::open(world);
+    let memory = net.filled(&[5; 64]);
+    let region = net.expose(memory.range(), REMOTE | LOCAL);
+    let key = net.key(&region);
+    let remote = [remote(&key, 0, 32)];
+    for missing in LOCAL.iter() {
+        let local = net.local(64, LOCAL - missing);
+        local.bytes.put(0, &[6; 64]);
+        let part = [local.segment(0, 32)];
+        let refused = |result: Result<u64, Error>, needs: Access| {
+            let kind = result.map(|_| ()).map_err(|error| error.kind());
+            let expected = if needs == missing { Err(ErrorKind::AccessDenied) } else { Ok(()) };
+            assert_eq!(kind, expected, "{needs} without {missing}");
+        };
+        refused(net.transfer(Operation::Write { remote: &remote }, &part), Access::WRITE);
+        memory.put(0, &[5; 64]);
+        refused(net.transfer(Operation::Read { remote: &remote }, &part), Access::READ);
+        local.bytes.put(0, &[6; 64]);
+        let whole = segment(memory.part(32, 32), Some(region.desc().expect("desc")));
+        refused(net.send(part[0], whole).0, Access::SEND);
+    }
+}
+
+fn mr_09_receives_need_their_right_and_bounds(world: &World) {
+    let net = Net::open(world);
+    let memory = net.filled(&[5; 64]);
+    let deaf = net.expose(memory.range(), REMOTE | (LOCAL - Access::RECV));
+    let voice = net.local(32, LOCAL);
+    let into = segment(memory.part(0, 32), Some(deaf.desc().expect("desc")));
+    let (_, received) = net.send(voice.segment(0, 32), into);
+    assert_eq!(received.unwrap_err().kind(), ErrorKind::AccessDenied);
+    assert_eq!(memory.all(), [5; 64]);
+    let open = net.expose(memory.range(), LOCAL);
+    let outside = segment(
+        hmem::AddressRange::new(memory.range().start(), 65).expect("range"),
+        Some(open.desc().expect("desc")),
+    );
+    let beyond = net.send(voice.segment(0, 32), outside).1.unwrap_err();
+    assert_eq!(beyond.kind(), ErrorKind::OutOfBounds, "a local buffer past its region");
+}

@@ -1,0 +1,74 @@
+//! The list of what is skipped and why, compared with the committed one: a skip is never silent.
+
+use std::{collections::BTreeSet, env, fs, path::PathBuf};
+
+use crate::world::Behaviour;
+
+const TABLES: &[&[Behaviour]] = &[
+    crate::diag::BEHAVIOURS,
+    crate::dmabuf::BEHAVIOURS,
+    crate::evt::BEHAVIOURS,
+    crate::key::BEHAVIOURS,
+    crate::life::BEHAVIOURS,
+    crate::mode::BEHAVIOURS,
+    crate::mr::BEHAVIOURS,
+    crate::p2p::BEHAVIOURS,
+    crate::rights::BEHAVIOURS,
+    crate::sub::BEHAVIOURS,
+    crate::threads::BEHAVIOURS,
+    crate::window::BEHAVIOURS,
+];
+
+const HEADER: &str = "\
+# What the behaviour suite skips, and why: behaviour | worlds that cannot show it: reason.
+# Written by `HMEM_BLESS=1 cargo test --test behaviour skips`. A skip is not a pass.
+";
+
+/// What is skipped depends on the worlds alone, not on the machine: a machine that cannot run one fails.
+#[test]
+fn the_skipped_list_is_the_committed_one() {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/skipped.txt");
+    let behaviours = TABLES.iter().flat_map(|table| table.iter());
+    let actual: BTreeSet<_> = behaviours.flat_map(Behaviour::skipped).collect();
+    if env::var_os("HMEM_BLESS").is_some() {
+        let lines = actual.iter().map(|line| format!("{line}\n")).collect::<String>();
+        fs::write(&path, format!("{HEADER}{lines}")).expect("write the list");
+    }
+    let text = fs::read_to_string(&path).expect("the committed list");
+    let lines: Vec<_> = text.lines().filter(|line| !line.starts_with('#')).map(str::to_owned).collect();
+    assert!(lines.is_sorted(), "{} is not sorted", path.display());
+    let committed: BTreeSet<_> = lines.into_iter().collect();
+    let added: Vec<_> = actual.difference(&committed).map(|line| format!("+ {line}")).collect();
+    let gone: Vec<_> = committed.difference(&actual).map(|line| format!("- {line}")).collect();
+    assert!(
+        added.is_empty() && gone.is_empty(),
+        "skips changed; look at each, then run with HMEM_BLESS=1:\n{}",
+        [gone, added].concat().join("\n")
+    );
+}
+
+#[test]
+fn every_id_that_this_suite_is_for_has_a_test() {
+    let ids = |prefix: &str, numbers: &[u32]| {
+        numbers.iter().map(|n| format!("{prefix}_{n:02}_")).collect::<Vec<_>>()
+    };
+    let wanted = [
+        ids("mr", &(1..=16).collect::<Vec<_>>()),
+        ids("mode", &(1..=13).collect::<Vec<_>>()),
+        ids("key", &(1..=7).collect::<Vec<_>>()),
+        ids("evt", &[1, 2, 3]),
+        ids("sub", &[1, 2, 3]),
+        ids("mw", &(1..=7).collect::<Vec<_>>()),
+        ids("hm", &[1, 2, 3, 4, 6, 11, 12, 13]),
+        ids("p2p", &[6]),
+        ids("diag", &[4]),
+    ];
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/behaviour");
+    let sources: String = fs::read_dir(folder)
+        .expect("the suite's folder")
+        .map(|entry| fs::read_to_string(entry.expect("an entry").path()).expect("a source file"))
+        .collect();
+    let missing: Vec<_> =
+        wanted.concat().into_iter().filter(|id| !sources.contains(&format!("fn {id}"))).collect();
+    assert!(missing.is_empty(), "no test for {missing:?}");
+}

@@ -1,0 +1,135 @@
+//! SUB-01 to SUB-03: regions within regions.
+
+use hmem::{Access, ErrorKind, MrAttr, MrFlags, os_page_sizes};
+
+use crate::{
+    memory::pattern,
+    net::{LOCAL, Net, REMOTE},
+    world::{World, over_worlds},
+};
+
+over_worlds! {
+    sub_01_a_sub_region_has_its_own_key_rights_and_bounds: Every;
+    sub_01_outside_the_base_or_wider_than_it_is_refused: Pairs;
+    sub_02_a_base_closes_after_its_sub_regions_three_levels_deep: Pairs;
+    sub_02_a_dropped_base_lives_as_long_as_its_sub_regions: Pairs;
+    sub_03_sub_regions_pin_and_register_no_pages: Pairs;
+}
+
+fn sub_01_a_sub_region_has_its_own_key_rights_and_bounds(world: &World) {
+    let net = Net::open(world);
+    let memory = net.filled(&pattern(1, 8192));
+    let ranges = [memory.part(100, 8000)];
+    let page_size = os_page_sizes()[0];
+    let attr = MrAttr { page_size, ..MrAttr::new(&ranges, REMOTE | LOCAL) };
+    let base = net.try_expose(&attr, MrFlags::empty()).expect("register");
+    let sub = base.sub(memory.part(1000, 50), Access::REMOTE_READ, net.fresh_key()).expect("sub-region");
+    net.target.make_usable(&sub).expect("bind and enable");
+    assert_eq!((sub.range(), sub.len(), sub.access()), (memory.part(1000, 50), 50, Access::REMOTE_READ));
+    assert_eq!((sub.iface().unwrap(), sub.page_size()), (base.iface().unwrap(), page_size));
+    let (base_key, key) = (net.key(&base), net.key(&sub));
+    assert_ne!(base_key.as_u64().unwrap(), key.as_u64().unwrap());
+    let expected = if world.virtual_addresses() { memory.part(1000, 50).start().0 } else { 0 };
+    assert_eq!(key.base().0, expected, "a sub-region is addressed from its own start");
+    assert_eq!(net.pull(&key, 0, 50).expect("read"), pattern(1, 8192)[1000..1050]);
+    assert_eq!(
+        net.push(&key, 0, &[0]).unwrap_err().kind(),
+        ErrorKind::AccessDenied,
+        "the base's right leaked"
+    );
+    assert_eq!(net.pull(&key, 49, 2).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    assert_eq!(net.pull(&key, u64::MAX, 1).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    // Rights of its own the other way around: the base's key is not needed to write.
+    let writes = base.sub(memory.part(5000, 8), Access::REMOTE_WRITE, net.fresh_key()).expect("sub-region");
+    net.target.make_usable(&writes).expect("bind and enable");
+    net.push(&net.key(&writes), 0, b"sub wrot").expect("write");
+    assert_eq!(memory.get(5000, 8), b"sub wrot");
+    assert_eq!(net.pull(&base_key, 4900, 8).expect("read"), b"sub wrot");
+}
+
+fn sub_01_outside_the_base_or_wider_than_it_is_refused(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(8192);
+    let base = net.expose(memory.part(1000, 1000), Access::REMOTE_READ | Access::SEND);
+    let before = net.live();
+    let sub = |offset, len, access| base.sub(memory.part(offset, len), access, net.fresh_key()).map(|_| ());
+    for (offset, len) in [(999, 1), (999, 10), (2000, 1), (1999, 2), (0, 8192), (5000, 10)] {
+        let error = sub(offset, len, Access::REMOTE_READ).expect_err("outside the base");
+        assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{len} bytes at {offset}");
+    }
+    assert_eq!(sub(1000, 0, Access::REMOTE_READ).unwrap_err().kind(), ErrorKind::ZeroLength);
+    for writes in [Access::REMOTE_WRITE, Access::READ, Access::RECV] {
+        let error = sub(1000, 8, writes).expect_err("the base's pages are read only to the NIC");
+        assert_eq!(error.kind(), ErrorKind::AccessDenied, "{writes}");
+    }
+    let ranges = [memory.part(1000, 8)];
+    let attr = MrAttr { base: Some(&base), ..MrAttr::new(&ranges, Access::REMOTE_READ) };
+    let page_size = net.try_expose(&MrAttr { page_size: os_page_sizes()[0], ..attr }, MrFlags::empty());
+    assert_eq!(page_size.unwrap_err().kind(), ErrorKind::BadPageSize, "page size is inherited");
+    let foreign = net.initiator.register(&attr.key(net.fresh_key()), MrFlags::empty());
+    assert_eq!(foreign.unwrap_err().kind(), ErrorKind::InvalidArgument, "a base of another domain");
+    let two = [memory.part(1000, 8), memory.part(1100, 8)];
+    let attr = MrAttr { base: Some(&base), ..MrAttr::new(&two, Access::REMOTE_READ) };
+    net.try_expose(&attr, MrFlags::empty()).expect_err("a sub-region is one range");
+    assert_eq!(net.live(), before, "something stayed registered");
+    sub(1000, 1000, Access::REMOTE_READ).expect("all of the base");
+    base.close().expect("nothing depends on it");
+}
+
+fn sub_02_a_base_closes_after_its_sub_regions_three_levels_deep(world: &World) {
+    let net = Net::open(world);
+    let memory = net.filled(&pattern(2, 4096));
+    let base = net.expose(memory.range(), REMOTE);
+    let middle = base.sub(memory.part(1000, 2000), REMOTE, net.fresh_key()).expect("second level");
+    let leaf = middle.sub(memory.part(1500, 100), REMOTE, net.fresh_key()).expect("third level");
+    for region in [&middle, &leaf] {
+        net.target.make_usable(region).expect("bind and enable");
+    }
+    assert_eq!(middle.sub(memory.part(999, 2), REMOTE, 9).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    assert_eq!(net.pull(&net.key(&leaf), 0, 100).expect("read"), pattern(2, 4096)[1500..1600]);
+    let busy = |region: hmem::MemoryRegion| {
+        let rejected = region.close().expect_err("closed under a sub-region");
+        assert_eq!(rejected.error.kind(), ErrorKind::Busy);
+        net.assert_works(&net.key(&rejected.value));
+        rejected.value
+    };
+    let base = busy(base);
+    let middle = busy(middle);
+    leaf.close().expect("the leaf first");
+    let base = busy(base);
+    middle.close().expect("then the middle");
+    net.assert_works(&net.key(&base));
+    base.close().expect("then the base");
+    assert_eq!((net.live().regions, net.live().bytes), (0, 0));
+}
+
+fn sub_02_a_dropped_base_lives_as_long_as_its_sub_regions(world: &World) {
+    let net = Net::open(world);
+    let memory = net.filled(&pattern(3, 4096));
+    let base = net.expose(memory.range(), REMOTE);
+    let sub = base.sub(memory.part(100, 100), REMOTE, net.fresh_key()).expect("sub-region");
+    net.target.make_usable(&sub).expect("bind and enable");
+    drop(base);
+    assert_eq!(net.pull(&net.key(&sub), 0, 100).expect("read"), pattern(3, 4096)[100..200]);
+    drop(sub);
+    assert_eq!((net.live().regions, net.live().page_registrations, net.live().bytes), (0, 0, 0));
+}
+
+fn sub_03_sub_regions_pin_and_register_no_pages(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(64 << 10);
+    let base = net.expose(memory.range(), REMOTE);
+    let before = net.live();
+    let subs: Vec<_> = (0..64)
+        .map(|at| base.sub(memory.part(at * 1024, 1024), REMOTE, net.fresh_key()).expect("sub-region"))
+        .collect();
+    let after = net.live();
+    assert_eq!(after.regions, before.regions + 64);
+    assert_eq!((after.page_registrations, after.bytes), (before.page_registrations, before.bytes));
+    if let Some(device) = &net.device {
+        let exports = device.stats().calls(hmem::system::Call::ExportDmaBuf);
+        assert!(exports <= 1, "{exports} exports for one registration of pages");
+    }
+    drop(subs);
+    assert_eq!(net.live(), before);
+}

@@ -1,0 +1,295 @@
+//! MR-11 and MR-16: any order of drops, and many threads at once.
+
+use std::{
+    any::Any,
+    collections::BTreeSet,
+    fs,
+    os::unix::fs::FileExt,
+    sync::{Arc, Condvar, Mutex},
+    thread,
+    time::Duration,
+};
+
+use hmem::{
+    Domain, DomainAttr, Hmem, MrAttr, MrFlags, MrMode, Prefault, Result,
+    p2p::loopback::{Call, Loopback, Progress},
+    prefault,
+    provider::{DomainRequest, Live, Provider, ProviderAttr, ProviderDomain, WindowType},
+};
+
+use crate::{
+    child,
+    memory::{Bytes, HostPages, pattern},
+    net::{LOCAL, Net, REMOTE, Side, eventually, open_endpoint, remote, wait_held},
+    world::{EVERY_BIT, World, over_worlds},
+};
+
+over_worlds! {
+    mr_16_threads_register_transfer_and_close_at_once: Places;
+    mr_16_a_registration_in_the_driver_holds_up_nobody_else: Pairs;
+}
+
+/// A provider that keeps a handle of every domain it opens, so that a test sees what is left when all is dropped.
+#[derive(Debug)]
+struct Watched {
+    provider: Loopback,
+    opened: Mutex<Vec<Arc<dyn ProviderDomain>>>,
+}
+
+impl Provider for Watched {
+    fn name(&self) -> &str {
+        self.provider.name()
+    }
+
+    fn nics(&self) -> Result<Vec<ProviderAttr>> {
+        self.provider.nics()
+    }
+
+    fn open_domain(&self, request: &DomainRequest) -> Result<Arc<dyn ProviderDomain>> {
+        let domain = self.provider.open_domain(request)?;
+        self.opened.lock().expect("not poisoned").push(Arc::clone(&domain));
+        Ok(domain)
+    }
+}
+
+/// Every order of `items` things, by Heap's algorithm.
+fn orders(items: usize) -> Vec<Vec<usize>> {
+    let mut order: Vec<_> = (0..items).collect();
+    let mut counts = vec![0; items];
+    let mut all = vec![order.clone()];
+    let mut at = 0;
+    while at < items {
+        if counts[at] < at {
+            order.swap(if at % 2 == 0 { 0 } else { counts[at] }, at);
+            all.push(order.clone());
+            counts[at] += 1;
+            at = 0;
+        } else {
+            counts[at] = 0;
+            at += 1;
+        }
+    }
+    all
+}
+
+/// An application's objects, each of which may go first. A transfer is under way.
+fn objects(provider: &Arc<Watched>, mode: MrMode) -> Vec<Option<Box<dyn Any>>> {
+    let builder = Hmem::builder().without_vendor_ifaces();
+    let hmem = builder.shared_provider(Arc::clone(provider) as Arc<dyn Provider>).build().expect("build");
+    let attr = DomainAttr { mr_mode: EVERY_BIT, ..DomainAttr::default() };
+    let Side { endpoint, cq, domain } = Side::open(&hmem, attr, true, None);
+    let memory = Bytes::Host(HostPages::new(4096));
+    let ranges = [memory.range()];
+    // SAFETY: the memory is leaked below, so that it outlives the region in every order.
+    let region = unsafe { domain.regattr(&MrAttr::new(&ranges, REMOTE | LOCAL).key(1), MrFlags::empty()) }
+        .expect("register");
+    let sub = region.sub(memory.part(64, 64), REMOTE, 2).expect("sub-region");
+    let window = domain.alloc_window(WindowType::One).expect("window");
+    if mode.contains(MrMode::ENDPOINT) {
+        for region in [&region, &sub] {
+            region.bind_endpoint(&endpoint).expect("bind");
+            region.enable().expect("enable");
+        }
+    }
+    window.bind(&region, 0, 32, REMOTE).expect("bind");
+    let peer = endpoint.resolve(&endpoint.name()).expect("itself");
+    let key = region.key().expect("key");
+    let local = crate::net::segment(memory.part(1024, 64), Some(region.desc().expect("desc")));
+    let remote = [remote(&key, 0, 64)];
+    let operation = hmem::transfer::Operation::Write { remote: &remote };
+    let request = hmem::transfer::WorkRequest { operation, local: &[local], peer, context: 1 };
+    // SAFETY: the memory is leaked.
+    unsafe { endpoint.post(&request) }.expect("post");
+    std::mem::forget(memory);
+    vec![
+        Some(Box::new(endpoint)),
+        Some(Box::new(region)),
+        Some(Box::new(sub)),
+        Some(Box::new(window)),
+        Some(Box::new((domain, cq))),
+        Some(Box::new(hmem)),
+    ]
+}
+
+fn threads_of_this_process() -> usize {
+    fs::read_dir("/proc/self/task").expect("procfs").count()
+}
+
+fn every_order(progress: Progress, mode: MrMode) {
+    let (fds, threads) = (child::open_fds(), threads_of_this_process());
+    for order in orders(6) {
+        let provider = Loopback::builder().progress(progress).needs(mode).build().expect("build");
+        let provider = Arc::new(Watched { provider, opened: Mutex::default() });
+        let mut objects = objects(&provider, mode);
+        for at in &order {
+            drop(objects[*at].take());
+        }
+        let opened = std::mem::take(&mut *provider.opened.lock().expect("not poisoned"));
+        let live: Vec<_> = opened.iter().map(|domain| domain.live()).collect();
+        assert_eq!(live, [Live::default()], "left after dropping in the order {order:?}");
+    }
+    eventually("the end of every thread", || threads_of_this_process() == threads);
+    assert_eq!(child::open_fds(), fds);
+}
+
+#[test]
+fn mr_11_any_order_of_drops_leaves_nothing_with_progress_by_hand() {
+    child::alone("threads::mr_11_any_order_of_drops_leaves_nothing_with_progress_by_hand", || {
+        every_order(Progress::ByHand, MrMode::empty());
+    });
+}
+
+#[test]
+fn mr_11_any_order_of_drops_leaves_nothing_with_a_progress_thread() {
+    child::alone("threads::mr_11_any_order_of_drops_leaves_nothing_with_a_progress_thread", || {
+        every_order(Progress::Thread, MrMode::empty());
+    });
+}
+
+#[test]
+fn mr_11_any_order_of_drops_leaves_nothing_with_regions_bound_to_endpoints() {
+    child::alone("threads::mr_11_any_order_of_drops_leaves_nothing_with_regions_bound_to_endpoints", || {
+        every_order(Progress::ByHand, MrMode::ENDPOINT);
+        every_order(Progress::Thread, MrMode::ENDPOINT);
+    });
+}
+
+#[test]
+fn mr_11_closing_a_domain_says_what_is_left() {
+    let net = Net::open(&World::PLAIN);
+    let memory = net.bytes(64);
+    let region = net.expose(memory.range(), REMOTE);
+    let window = net.target.domain.alloc_window(WindowType::TwoB).expect("window");
+    let close = |domain: Domain, expected: [&str; 3]| -> Domain {
+        let rejected = domain.close().expect_err("closed with something left");
+        assert_eq!(rejected.error.kind(), hmem::ErrorKind::Busy);
+        let said =
+            ["regions", "windows", "endpoints"].map(|what| rejected.error.context_value(what).unwrap());
+        assert_eq!(said, expected);
+        rejected.value
+    };
+    let domain = close(net.target.domain, ["1", "1", "1"]);
+    drop(region);
+    let domain = close(domain, ["0", "1", "1"]);
+    drop(window);
+    let domain = close(domain, ["0", "0", "1"]);
+    net.target.endpoint.close().expect("close the endpoint");
+    domain.close().expect("nothing is left");
+}
+
+fn mr_16_threads_register_transfer_and_close_at_once(world: &World) {
+    const THREADS: u64 = 3;
+    const KEPT: u64 = 150;
+    let net = Net::open(world);
+    let before = net.live();
+    let work = |thread: u64| {
+        let (endpoint, cq) = open_endpoint(&net.initiator.domain, true, None);
+        let peer = endpoint.resolve(&net.target.endpoint.name()).expect("resolve");
+        let (memory, local) = (net.bytes(KEPT as usize * 64), net.local(4096, LOCAL));
+        let mut kept = Vec::new();
+        let mut out = Vec::new();
+        for round in 0..2 * KEPT {
+            let slot = round % KEPT;
+            let region = net.expose(memory.part(slot * 64, 64), REMOTE);
+            let key = region.key().expect("key");
+            let bytes = pattern(thread * 1000 + round, 64);
+            local.bytes.put(0, &bytes);
+            let (to, from) = ([remote(&key, 0, 64)], [local.segment(0, 64)]);
+            let operation = hmem::transfer::Operation::Write { remote: &to };
+            let request = hmem::transfer::WorkRequest { operation, local: &from, peer, context: round };
+            // SAFETY: the local memory outlives the transfer.
+            unsafe { endpoint.post(&request) }.expect("post");
+            eventually("the completion", || {
+                net.target.domain.progress().expect("progress");
+                cq.read(&mut out, 1).expect("read") == 1
+            });
+            let completion = out.remove(0);
+            assert_eq!((completion.context, completion.result.expect("write")), (round, 64));
+            assert_eq!(memory.get(slot * 64, 64), bytes, "thread {thread}, round {round}");
+            if round % 2 == 0 || round >= KEPT {
+                region.close().expect("close");
+            } else {
+                kept.push((region, key));
+            }
+        }
+        kept.len() as u64
+    };
+    let kept: u64 = thread::scope(|scope| {
+        let workers: Vec<_> = (0..THREADS).map(|thread| scope.spawn(move || work(thread))).collect();
+        workers.into_iter().map(|worker| worker.join().expect("a worker")).sum()
+    });
+    assert_eq!(kept, THREADS * KEPT / 2);
+    assert_eq!(net.live().regions, before.regions, "regions that the threads kept outlived them");
+}
+
+fn mr_16_a_registration_in_the_driver_holds_up_nobody_else(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(8192);
+    let warm = net.expose(memory.range(), REMOTE);
+    net.assert_works(&net.key(&warm));
+    let gate = net.faults.hold(Call::Register);
+    thread::scope(|scope| {
+        let slow = scope.spawn(|| net.expose(memory.part(4096, 4096), REMOTE));
+        wait_held(&gate);
+        let region = net.expose(memory.part(0, 4096), REMOTE);
+        net.assert_works(&net.key(&region));
+        region.close().expect("close");
+        assert!(gate.is_holding() && !slow.is_finished());
+        gate.release();
+        net.assert_works(&net.key(&slow.join().expect("the slow registration")));
+    });
+}
+
+/// Whether the page of each 4 KiB of `pages` is in memory.
+fn present(pages: &HostPages) -> usize {
+    let (start, len) = (pages.range().start().0 / 4096, pages.range().len() as usize / 4096);
+    let mut entries = vec![0u8; len * 8];
+    fs::File::open("/proc/self/pagemap")
+        .and_then(|map| map.read_exact_at(&mut entries, start * 8))
+        .expect("pagemap");
+    entries.chunks(8).filter(|entry| entry[7] & 0x80 != 0).count()
+}
+
+#[test]
+fn mr_16_a_huge_range_is_touched_in_parallel_and_reports_progress() {
+    const LEN: usize = 96 << 20;
+    let pages = HostPages::new(LEN);
+    assert_eq!(present(&pages), 0);
+    let (seen, arrived) = (Mutex::new((BTreeSet::new(), Vec::new())), Condvar::new());
+    // Each chunk waits until two threads are at work: with one alone it would wait in vain.
+    let progress = |done: u64, all: u64| {
+        let mut seen = seen.lock().expect("not poisoned");
+        seen.0.insert(format!("{:?}", thread::current().id()));
+        seen.1.push((done, all));
+        arrived.notify_all();
+        let waited = arrived.wait_timeout_while(seen, Duration::from_secs(60), |seen| seen.0.len() < 2);
+        assert!(!waited.expect("not poisoned").1.timed_out(), "one thread touches all pages");
+    };
+    prefault(pages.range(), true, &Prefault { threads: 2, progress: Some(&progress) }).expect("prefault");
+    let (_, mut reports) = seen.into_inner().expect("not poisoned");
+    reports.sort_unstable();
+    assert_eq!(reports.last(), Some(&(LEN as u64, LEN as u64)));
+    assert!(reports.windows(2).all(|pair| pair[0].0 < pair[1].0), "progress goes up: {reports:?}");
+    assert_eq!(present(&pages), LEN / 4096);
+}
+
+#[test]
+fn mr_16_registering_touches_pages_where_asked_and_reports_progress() {
+    let net = Net::open(&World::PLAIN);
+    let memory = net.bytes(1 << 20);
+    let ranges = [memory.range()];
+    let reports = Mutex::new(Vec::new());
+    let progress = |done: u64, all: u64| reports.lock().expect("not poisoned").push((done, all));
+    let attr = MrAttr::new(&ranges, REMOTE);
+    let untouched = net.try_expose(&attr, MrFlags::empty()).expect("register");
+    assert_eq!(present(memory.pages()), 0, "nobody asked for pages");
+    let prefault = Some(Prefault { threads: 0, progress: Some(&progress) });
+    let touched = net.try_expose(&MrAttr { prefault, ..attr }, MrFlags::empty()).expect("register");
+    assert_eq!(present(memory.pages()), 256);
+    assert_eq!(reports.lock().expect("not poisoned").last(), Some(&(1 << 20, 1 << 20)));
+    drop((untouched, touched));
+    memory.pages().remove_pages();
+    let before = net.live();
+    net.try_expose(&MrAttr { prefault, ..attr }, MrFlags::empty()).expect_err("pages that cannot be had");
+    assert_eq!(net.live(), before);
+}

@@ -1,0 +1,343 @@
+//! The worlds that behaviours are shown in: memory x mr_mode x key size x progress x pages x path.
+//!
+//! A behaviour is a function over a [`World`]. What a world cannot show is declared as a [`Need`] with its reason, and
+//! ends up in `tests/skipped.txt`; a behaviour that no world showed fails.
+
+use std::{
+    fmt,
+    panic::{AssertUnwindSafe, catch_unwind},
+};
+
+use hmem::{
+    MrMode,
+    p2p::loopback::{Memory as Pages, Progress},
+    path::P2pPolicy,
+    system::Style,
+};
+
+/// Where the memory under test comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Memory {
+    System,
+    Device(Style),
+}
+
+/// One combination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct World {
+    pub(crate) memory: Memory,
+    /// What the application offers and what the provider needs.
+    pub(crate) mode: Mode,
+    pub(crate) key_size: usize,
+    pub(crate) progress: Progress,
+    pub(crate) pages: Pages,
+    pub(crate) policy: P2pPolicy,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Mode {
+    pub(crate) name: &'static str,
+    pub(crate) offered: MrMode,
+    pub(crate) needed: MrMode,
+}
+
+/// Every bit but the two that stand alone.
+pub(crate) const EVERY_BIT: MrMode = MrMode::all().difference(MrMode::BASIC.union(MrMode::SCALABLE));
+
+const fn single(name: &'static str, needed: MrMode) -> Mode {
+    Mode { name, offered: EVERY_BIT, needed }
+}
+
+pub(crate) const DEFAULT: Mode = single("default", MrMode::empty());
+pub(crate) const HARDWARE: Mode = single(
+    "hardware",
+    MrMode::LOCAL
+        .union(MrMode::VIRT_ADDR)
+        .union(MrMode::ALLOCATED)
+        .union(MrMode::PROV_KEY)
+        .union(MrMode::HMEM),
+);
+pub(crate) const MODES: [Mode; 14] = [
+    DEFAULT,
+    Mode { name: "SCALABLE", offered: MrMode::SCALABLE, needed: MrMode::empty() },
+    Mode { name: "BASIC", offered: MrMode::BASIC, needed: MrMode::BASIC_MEANS },
+    single("LOCAL", MrMode::LOCAL),
+    single("RAW", MrMode::RAW),
+    single("VIRT_ADDR", MrMode::VIRT_ADDR),
+    single("ALLOCATED", MrMode::ALLOCATED),
+    single("PROV_KEY", MrMode::PROV_KEY),
+    single("MMU_NOTIFY", MrMode::MMU_NOTIFY),
+    single("RMA_EVENT", MrMode::RMA_EVENT),
+    single("ENDPOINT", MrMode::ENDPOINT),
+    single("HMEM", MrMode::HMEM),
+    single("COLLECTIVE", MrMode::COLLECTIVE),
+    HARDWARE,
+];
+
+const PLACES: [(Memory, P2pPolicy); 5] = [
+    (Memory::System, P2pPolicy::Enabled),
+    (Memory::Device(Style::Identity), P2pPolicy::Enabled),
+    (Memory::Device(Style::Identity), P2pPolicy::Disabled),
+    (Memory::Device(Style::Callback), P2pPolicy::Required),
+    (Memory::Device(Style::Callback), P2pPolicy::Disabled),
+];
+const KEY_SIZES: [usize; 2] = [8, 4];
+const PROGRESSES: [Progress; 2] = [Progress::ByHand, Progress::Thread];
+const PAGES: [Pages; 2] = [Pages::Follow, Pages::Pinned];
+
+impl World {
+    /// Hardware-like, over host memory, stepped by hand: for behaviours that no dimension changes.
+    pub(crate) const PLAIN: Self = Self {
+        memory: Memory::System,
+        mode: DEFAULT,
+        key_size: 8,
+        progress: Progress::ByHand,
+        pages: Pages::Follow,
+        policy: P2pPolicy::Enabled,
+    };
+
+    pub(crate) const fn with_mode(self, mode: Mode) -> Self {
+        Self { mode, ..self }
+    }
+
+    /// The mode in force, BASIC and SCALABLE resolved.
+    pub(crate) fn bits(&self) -> MrMode {
+        self.mode.needed
+    }
+
+    pub(crate) fn has(&self, bits: MrMode) -> bool {
+        self.bits().contains(bits)
+    }
+
+    pub(crate) fn virtual_addresses(&self) -> bool {
+        self.has(MrMode::VIRT_ADDR)
+    }
+
+    pub(crate) fn staged(&self) -> bool {
+        self.policy == P2pPolicy::Disabled
+    }
+
+    pub(crate) fn is_system(&self) -> bool {
+        self.memory == Memory::System
+    }
+}
+
+impl fmt::Display for World {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let memory = match self.memory {
+            Memory::System => "system memory",
+            Memory::Device(Style::Identity) => "identity-style device",
+            Memory::Device(Style::Callback) => "callback-style device",
+        };
+        write!(
+            f,
+            "{memory}, {:?} path, mode {}, {}-bit keys",
+            self.policy,
+            self.mode.name,
+            self.key_size * 8
+        )?;
+        write!(f, ", {:?} progress, {:?} pages", self.progress, self.pages)
+    }
+}
+
+/// Which worlds a behaviour is to be shown in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Worlds {
+    /// The whole product.
+    Every,
+    /// Every mode with every memory and path, the other dimensions turning so that any two values of any two
+    /// dimensions meet.
+    Pairs,
+    /// Every mode, over host memory.
+    Modes,
+    /// Every memory and path, progress and pages, in the default mode.
+    Places,
+}
+
+impl Worlds {
+    pub(crate) fn list(self) -> Vec<World> {
+        match self {
+            Self::Every => product(&MODES, &PLACES, &KEY_SIZES),
+            Self::Pairs => pairs(),
+            Self::Modes => MODES.iter().map(|mode| World::PLAIN.with_mode(*mode)).collect(),
+            Self::Places => product(&[DEFAULT], &PLACES, &[8]),
+        }
+    }
+}
+
+fn product(modes: &[Mode], places: &[(Memory, P2pPolicy)], key_sizes: &[usize]) -> Vec<World> {
+    let mut worlds = Vec::new();
+    for mode in modes {
+        for (memory, policy) in places {
+            for key_size in key_sizes {
+                for progress in PROGRESSES {
+                    for pages in PAGES {
+                        let (memory, policy, mode, key_size) = (*memory, *policy, *mode, *key_size);
+                        worlds.push(World { memory, mode, key_size, progress, pages, policy });
+                    }
+                }
+            }
+        }
+    }
+    worlds
+}
+
+fn pairs() -> Vec<World> {
+    let mut worlds = Vec::new();
+    for (i, mode) in MODES.iter().enumerate() {
+        for (j, (memory, policy)) in PLACES.iter().enumerate() {
+            worlds.push(World {
+                memory: *memory,
+                mode: *mode,
+                key_size: KEY_SIZES[(i + j) % 2],
+                progress: PROGRESSES[(i / 2 + j) % 2],
+                pages: PAGES[(i / 4 + i + j / 2) % 2],
+                policy: *policy,
+            });
+        }
+    }
+    worlds
+}
+
+/// Something that a behaviour cannot do without.
+#[derive(Clone, Copy)]
+pub(crate) struct Need {
+    /// The worlds that lack it.
+    pub(crate) class: &'static str,
+    pub(crate) reason: &'static str,
+    pub(crate) met: fn(&World) -> bool,
+}
+
+pub(crate) const fn need(class: &'static str, reason: &'static str, met: fn(&World) -> bool) -> Need {
+    Need { class, reason, met }
+}
+
+/// Needs that many behaviours share.
+pub(crate) mod needs {
+    use super::*;
+
+    pub(crate) const SYSTEM: Need =
+        need("device memory", "the test moves the pages behind an address", World::is_system);
+    pub(crate) const DEVICE: Need =
+        need("system memory", "it is about device memory", |world| !world.is_system());
+    pub(crate) const FOLLOW: Need =
+        need("pinned pages", "pages must be there when they are pinned", |world| {
+            world.pages == Pages::Follow
+        });
+    pub(crate) const PINNED: Need =
+        need("followed pages", "it is about pages that stay pinned", |world| world.pages == Pages::Pinned);
+    pub(crate) const BY_HAND: Need = need("progress by thread", "the test steps transfers itself", |world| {
+        world.progress == Progress::ByHand
+    });
+    pub(crate) const KEYS_AT_HAND: Need =
+        need("mode RAW", "keys are exchanged raw: mode_04 and key_04 show it", |world| {
+            !world.has(MrMode::RAW)
+        });
+    pub(crate) const OWN_KEYS: Need =
+        need("mode PROV_KEY", "the provider picks the keys", |world| !world.has(MrMode::PROV_KEY));
+    pub(crate) const ATOMICS: Need =
+        need("staged path", "atomics on staged memory are refused (BNC-03)", |world| !world.staged());
+    pub(crate) const NO_ENDPOINT: Need =
+        need("mode ENDPOINT", "a region is bound to its endpoint before use: mode_10 shows it", |world| {
+            !world.has(MrMode::ENDPOINT)
+        });
+}
+
+/// One behaviour: a name with its acceptance id, and how to show it.
+pub(crate) struct Behaviour {
+    pub(crate) name: &'static str,
+    pub(crate) worlds: Worlds,
+    pub(crate) needs: &'static [Need],
+    pub(crate) show: fn(&World),
+}
+
+impl Behaviour {
+    /// Shows it in every world that can, and names those where it failed. `HMEM_WORLD` picks the worlds whose names
+    /// contain it, to look into one.
+    pub(crate) fn run(&self) {
+        let mut shown = 0;
+        let mut failures = Vec::new();
+        let only = std::env::var("HMEM_WORLD").unwrap_or_default();
+        for world in self.worlds.list() {
+            if self.needs.iter().any(|need| !(need.met)(&world)) || !world.to_string().contains(&only) {
+                continue;
+            }
+            shown += 1;
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| (self.show)(&world))) {
+                failures.push(format!("{world}:\n    {}", message(&*panic)));
+            }
+        }
+        assert!(shown > 0, "{}: no world can show this, and a skip is not a pass", self.name);
+        let first = failures.iter().take(8).cloned().collect::<Vec<_>>().join("\n  ");
+        assert!(
+            failures.is_empty(),
+            "{} failed in {} of {shown} worlds:\n  {first}",
+            self.name,
+            failures.len()
+        );
+    }
+
+    /// A line for each class of worlds that cannot show it.
+    pub(crate) fn skipped(&self) -> impl Iterator<Item = String> + '_ {
+        let worlds = self.worlds.list();
+        self.needs
+            .iter()
+            .filter(move |need| worlds.iter().any(|world| !(need.met)(world)))
+            .map(|need| format!("{} | {}: {}", self.name, need.class, need.reason))
+    }
+}
+
+fn message(panic: &(dyn std::any::Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("panicked")
+}
+
+/// Makes a test of each behaviour of a module, and the table that the list of skips is read from.
+macro_rules! over_worlds {
+    ($($name:ident: $worlds:ident $(, $need:expr)*;)+) => {
+        pub(crate) const BEHAVIOURS: &[$crate::world::Behaviour] = &[$(
+            $crate::world::Behaviour {
+                name: stringify!($name),
+                worlds: $crate::world::Worlds::$worlds,
+                needs: &[$($need),*],
+                show: $name,
+            }
+        ),+];
+
+        mod over_worlds {
+            use super::BEHAVIOURS;
+
+            $(#[test]
+            fn $name() {
+                BEHAVIOURS.iter().find(|behaviour| behaviour.name == stringify!($name)).expect("in the table").run();
+            })+
+        }
+    };
+}
+pub(crate) use over_worlds;
+
+#[test]
+fn the_paired_worlds_cover_every_two_values() {
+    let values = |world: &World| {
+        [
+            world.mode.name.to_owned(),
+            format!("{:?}/{:?}", world.memory, world.policy),
+            world.key_size.to_string(),
+            format!("{:?}", world.progress),
+            format!("{:?}", world.pages),
+        ]
+    };
+    let meet = |worlds: &[World]| {
+        let mut pairs = std::collections::BTreeSet::new();
+        for world in worlds {
+            let values = values(world);
+            for a in 0..values.len() {
+                for b in a + 1..values.len() {
+                    pairs.insert((a, values[a].clone(), b, values[b].clone()));
+                }
+            }
+        }
+        pairs
+    };
+    assert_eq!(meet(&Worlds::Pairs.list()), meet(&Worlds::Every.list()));
+}
