@@ -10,6 +10,7 @@
 #[path = "peer/libfabric/mod.rs"]
 #[allow(dead_code, reason = "other benches use the rest of it")]
 mod libfabric;
+#[allow(dead_code, reason = "other benches use the rest of it")]
 mod report;
 
 use std::{hint::black_box, time::Duration};

@@ -35,10 +35,11 @@ impl DomainInner {
         flags: MrFlags,
         owner: Option<MemoryOwner>,
     ) -> Result<RegionInner> {
-        let checked = validate::check(attr, flags, self.effective, &self.provider_attr)?;
-        if let Some(base) = attr.base {
-            self.check_base(base, attr)?;
-        }
+        let checked = validate::check(attr, flags, self.effective, &self.provider_attr)
+            .and_then(|checked| {
+                attr.base.map_or(Ok(()), |base| self.check_base(base, attr)).map(|()| checked)
+            })
+            .inspect_err(|error| tracing::debug!(%error, "registration refused"))?;
         Ok(RegionInner::pending(self, attr, flags, &checked, owner, id))
     }
 
@@ -175,7 +176,7 @@ impl DomainInner {
         }
         let ranges = inner.ranges();
         let owner = if attr.dma_buf.is_some() {
-            self.claimed_owner(attr)
+            self.claimed_owner(attr, inner.flags())?
         } else {
             self.owner(ranges, attr, inner.flags())?
         };
