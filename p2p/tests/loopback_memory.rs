@@ -32,8 +32,9 @@ impl Pages {
         let len = pages * PAGE;
         let flags = MapFlags::PRIVATE;
         // SAFETY: a new mapping at an address of the kernel's choice.
-        let start =
-            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags) };
+        let start = unsafe {
+            rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags)
+        };
         Self { start: start.unwrap().cast(), len }
     }
 
@@ -43,8 +44,12 @@ impl Pages {
         unsafe {
             rustix::mm::munmap(self.start.cast(), self.len).unwrap();
             let flags = MapFlags::PRIVATE | MapFlags::FIXED;
-            let again =
-                rustix::mm::mmap_anonymous(self.start.cast(), self.len, ProtFlags::READ | ProtFlags::WRITE, flags);
+            let again = rustix::mm::mmap_anonymous(
+                self.start.cast(),
+                self.len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                flags,
+            );
             assert_eq!(again.unwrap().cast(), self.start);
         }
     }
@@ -162,8 +167,9 @@ fn pinned_registrations_need_pages_and_give_them_back() {
     assert_eq!(domain.live().regions, 0);
     let buffer = Buffer::new(100);
     // More than one table of buffers holds.
-    let regions: Vec<_> =
-        (0..5000).map(|key| How::key(key).register(&*domain, &[host(buffer.range(), false)]).unwrap()).collect();
+    let regions: Vec<_> = (0..5000)
+        .map(|key| How::key(key).register(&*domain, &[host(buffer.range(), false)]).unwrap())
+        .collect();
     for region in regions {
         domain.deregister(region).unwrap();
     }
@@ -328,7 +334,9 @@ impl StagedMemory for Device {
         let bytes = self.0.lock().unwrap();
         let offset = offset as usize;
         into.copy_from_slice(
-            bytes.get(offset..offset + into.len()).ok_or_else(|| Error::new(ErrorKind::OutOfBounds, "staged"))?,
+            bytes
+                .get(offset..offset + into.len())
+                .ok_or_else(|| Error::new(ErrorKind::OutOfBounds, "staged"))?,
         );
         Ok(())
     }

@@ -20,7 +20,13 @@ const fn send(tag: Option<u64>) -> Operation<'static> {
     Operation::Send { tag, invalidate: None }
 }
 
-fn receive(end: &End, tag: Option<(u64, u64)>, from: Option<PeerId>, buffer: LocalSegment, context: u64) -> Result<()> {
+fn receive(
+    end: &End,
+    tag: Option<(u64, u64)>,
+    from: Option<PeerId>,
+    buffer: LocalSegment,
+    context: u64,
+) -> Result<()> {
     end.post(Operation::Receive { tag, from }, &[buffer], PeerId(0), context)
 }
 
@@ -123,16 +129,16 @@ fn local_rights_are_needed_where_there_is_a_descriptor() {
     let pair = pair();
     let buffer = Buffer::filled(8, 1);
     let with = |end: &End, access| {
-        let region = How::key(u64::from(access as u8)).access(if access {
-            Access::SEND
-        } else {
-            Access::RECV
-        });
+        let region =
+            How::key(u64::from(access as u8)).access(if access { Access::SEND } else { Access::RECV });
         region.register(&*end.domain, &[host(buffer.range(), true)]).unwrap()
     };
     let (sender, receiver) = (with(&pair.here, true), with(&pair.here, false));
     let there = with(&pair.there, true);
-    refused(pair.here.run(send(None), &[buffer.segment(0, 8, Some(receiver.local))], pair.to), ErrorKind::AccessDenied);
+    refused(
+        pair.here.run(send(None), &[buffer.segment(0, 8, Some(receiver.local))], pair.to),
+        ErrorKind::AccessDenied,
+    );
     receive(&pair.there, None, None, buffer.segment(0, 8, Some(there.local)), 1).unwrap();
     pair.here.run(send(None), &[buffer.segment(0, 8, Some(sender.local))], pair.to).unwrap();
     refused(pair.there.next().result, ErrorKind::AccessDenied);

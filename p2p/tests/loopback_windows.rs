@@ -21,8 +21,9 @@ struct Scene {
 
 /// A region of 256 bytes that the NIC may write but that grants peers nothing, in each width of keys.
 fn scenes() -> impl Iterator<Item = Scene> {
-    [(8, MrMode::empty()), (8, MrMode::PROV_KEY), (4, MrMode::PROV_KEY), (4, MrMode::empty())].into_iter().map(
-        |(size, mode)| {
+    [(8, MrMode::empty()), (8, MrMode::PROV_KEY), (4, MrMode::PROV_KEY), (4, MrMode::empty())]
+        .into_iter()
+        .map(|(size, mode)| {
             let pair = Pair::new(Loopback::builder().key_size(size).build().unwrap(), mode);
             let target = Buffer::new(256);
             let region = How::key(1)
@@ -30,8 +31,7 @@ fn scenes() -> impl Iterator<Item = Scene> {
                 .register(&*pair.there.domain, &[host(target.range(), true)])
                 .unwrap();
             Scene { pair, target, region }
-        },
-    )
+        })
 }
 
 impl Scene {
@@ -251,16 +251,10 @@ fn mw_07_windows_outside_their_region_or_of_another_domain_are_refused() {
         let window = there.domain.alloc_window(WindowType::One).unwrap();
         refused(scene.bind(window, 200, 57, READ), ErrorKind::OutOfBounds);
         refused(scene.bind(window, u64::MAX, 1, READ), ErrorKind::OutOfBounds);
-        let foreign = How::key(9)
-            .register(&*scene.pair.here.domain, &[host(scene.target.range(), true)])
-            .unwrap();
-        let bind = WindowBind {
-            region: foreign,
-            offset: 0,
-            len: 1,
-            access: READ,
-            addressing: Addressing::Virtual,
-        };
+        let foreign =
+            How::key(9).register(&*scene.pair.here.domain, &[host(scene.target.range(), true)]).unwrap();
+        let bind =
+            WindowBind { region: foreign, offset: 0, len: 1, access: READ, addressing: Addressing::Virtual };
         refused(there.domain.bind_window(window, &bind), ErrorKind::NoRegion);
         refused(scene.pair.here.domain.free_window(window), ErrorKind::InvalidArgument);
         there.domain.deregister(scene.region).unwrap();

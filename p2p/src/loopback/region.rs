@@ -125,15 +125,17 @@ pub(super) enum Place {
 }
 
 impl Body {
-    pub(super) const EMPTY: Self = Self {
-        key: 0,
-        base: 0,
-        len: 0,
-        extended: OnceLock::new(),
-        access: 0,
-        kind: Kind::Borrowed,
-        addressing: Addressing::ZeroBased,
-    };
+    pub(super) fn empty() -> Self {
+        Self {
+            key: 0,
+            base: 0,
+            len: 0,
+            extended: OnceLock::new(),
+            access: 0,
+            kind: Kind::Borrowed,
+            addressing: Addressing::ZeroBased,
+        }
+    }
 
     #[inline]
     pub(super) fn extended(&self) -> Option<&Extended> {

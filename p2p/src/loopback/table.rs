@@ -99,7 +99,7 @@ impl Default for Entry {
             life: AtomicU64::new(1 << GENERATION_SHIFT),
             domain: AtomicU32::new(0),
             link: AtomicU32::new(0),
-            body: UnsafeCell::new(Body::EMPTY),
+            body: UnsafeCell::new(Body::empty()),
         }
     }
 }
