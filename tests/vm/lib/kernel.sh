@@ -53,6 +53,7 @@ prepare_kernel() {
         for package in "$folder.new"/debs/*.deb; do
             dpkg-deb -x "$package" "$folder.new" || no_environment "cannot unpack $package"
         done
+        dpkg-deb -f "$package" Version >"$folder.new/version"
         rm -rf "$folder.new/debs" "$folder.new/usr/share"
         # Where /lib is a link into /usr, packages may carry the modules there.
         [[ -d $folder.new/lib ]] || ln -s usr/lib "$folder.new/lib"

@@ -4,7 +4,7 @@ mark="@@hmem-vm-$$-$RANDOM@@"
 
 # One line of arguments to `cargo test` for each set of binaries.
 suite() {
-    echo "--manifest-path tests/vm/smoke/Cargo.toml"
+    echo "--manifest-path tests/vm/smoke/Cargo.toml${dma_buf:+ --features dma-buf}"
     if compgen -G "$repository/p2p/tests/verbs_*.rs" >/dev/null; then
         echo "--package hmem-p2p --features verbs --test verbs_*"
     fi
@@ -41,7 +41,8 @@ place_tests() {
     done
     : >"$guest_root/tests/arguments"
     ((${#test_arguments[@]} == 0)) || printf '%s\n' "${test_arguments[@]}" >"$guest_root/tests/arguments"
-    printf '%s=%q\n' mark "$mark" verbose "$keep" 'export HMEM_VM_KERNEL' "$kernel_release" >"$guest_root/tests/environment"
+    printf '%s=%q\n' mark "$mark" verbose "$keep" preload "${dma_buf:+/lib/ibv_reg_dmabuf_mr.so}" \
+        'export HMEM_VM_KERNEL' "$kernel_release" 'export HMEM_VERBS_DMA_BUF' "$dma_buf" >"$guest_root/tests/environment"
 }
 
 # Pass the tests' output on and count; what came of it stays in these variables.
