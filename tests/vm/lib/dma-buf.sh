@@ -13,7 +13,7 @@ prepare_dma_buf() {
     local sources=$cache/dma-buf/$kernel_release
     [[ -d $sources ]] || unpack_kernel_sources "$sources"
     say "building rdma_rxe with dma-buf regions"
-    rm -rf "$dma_buf_built.new"
+    rm -rf "$sources"-*
     "$here/rxe-dmabuf/build" "$sources/rxe" "$sources/usr/src/linux-headers-$kernel_release" "$dma_buf_built.new" \
         >"$work/rxe-build.log" 2>&1 || {
         cat "$work/rxe-build.log" >&2
@@ -27,7 +27,7 @@ kernel_source_packages() {
     series=$(cut -d. -f1,2 <<<"$kernel_release")
     version=$(<"$cache/kernel/$kernel_release/version")
     echo "linux-source-$series=$version linux-headers-$kernel_release"
-    apt_cache depends --no-recommends --no-suggests "linux-headers-$kernel_release" |
+    apt_cache depends --no-recommends --no-suggests "linux-headers-$kernel_release" 2>/dev/null |
         awk '$1 == "Depends:" && $2 ~ /^linux-(headers-.*-common|kbuild-)/ { print $2 }'
 }
 
@@ -53,7 +53,7 @@ unpack_kernel_sources() {
     mkdir -p "$folder.new/rxe"
     tar -xJf "$archive" -C "$folder.new/rxe" --strip-components=5 --wildcards '*/drivers/infiniband/sw/rxe/*' ||
         no_environment "no rxe in $archive"
-    sed -i "s#^include /usr/src/#include $folder/usr/src/#" "$folder.new/usr/src/linux-headers-$kernel_release/Makefile"
+    sed -i "s#/usr/src/#$folder/usr/src/#" "$folder.new/usr/src/linux-headers-$kernel_release/Makefile"
     rm -rf "$folder.new/debs" "$archive"
     mv "$folder.new" "$folder"
 }
