@@ -63,11 +63,7 @@ boot() {
         -chardev "file,id=console,path=$work/console.log" -serial chardev:console
         -chardev "stdio,id=results,signal=off" -serial chardev:results
         -kernel "$cache/kernel/$kernel_release/vmlinux" -initrd "$work/initramfs"
-        -append "console=ttyS0 quiet panic=-1 mitigations=off random.trust_cpu=on")
-    exec {results}< <(
-        status=0
-        timeout --foreground -k 5 "$limit" "${command[@]}" </dev/null 2>"$work/qemu.log" || status=$?
-        echo $status >"$work/qemu.status"
-    )
+        -append "console=ttyS0 quiet panic=-1 oops=panic mitigations=off random.trust_cpu=on")
+    exec {results}< <(exec timeout --foreground -k 5 "$limit" "${command[@]}" </dev/null 2>"$work/qemu.log")
     guest=$!
 }

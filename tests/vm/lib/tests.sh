@@ -5,6 +5,8 @@ mark="@@hmem-vm-$$-$RANDOM@@"
 # One line of arguments to `cargo test` for each set of binaries.
 suite() {
     echo "--manifest-path tests/vm/smoke/Cargo.toml${dma_buf:+ --features dma-buf}"
+    # Real memory, where a genuine exporter of it (/dev/udmabuf) is at hand.
+    echo "--package hmem-iface-system --test system"
     if compgen -G "$repository/p2p/tests/verbs_*.rs" >/dev/null; then
         echo "--package hmem-p2p --features verbs --test verbs_*"
     fi
@@ -41,8 +43,10 @@ place_tests() {
     done
     : >"$guest_root/tests/arguments"
     ((${#test_arguments[@]} == 0)) || printf '%s\n' "${test_arguments[@]}" >"$guest_root/tests/arguments"
-    printf '%s=%q\n' mark "$mark" verbose "$keep" preload "${dma_buf:+/lib/ibv_reg_dmabuf_mr.so}" \
-        'export HMEM_VM_KERNEL' "$kernel_release" 'export HMEM_VERBS_DMA_BUF' "$dma_buf" >"$guest_root/tests/environment"
+    {
+        printf '%s=%q\n' mark "$mark" verbose "$keep" 'export HMEM_VM_KERNEL' "$kernel_release"
+        [[ ! $dma_buf ]] || printf '%s\n' preload=/lib/ibv_reg_dmabuf_mr.so 'export HMEM_VERBS_DMA_BUF=1'
+    } >"$guest_root/tests/environment"
 }
 
 # Pass the tests' output on and count; what came of it stays in these variables.
@@ -74,11 +78,9 @@ read_results() {
 
 # Exit with what the run came to, and say it in one line.
 judge() {
-    local reason='' kernel_says qemu_status
-    # QEMU has closed its output; its status follows.
-    wait "$guest" 2>/dev/null || true
+    local reason='' kernel_says qemu_status=0
+    wait "$guest" || qemu_status=$?
     guest=''
-    qemu_status=$(cat "$work/qemu.status" 2>/dev/null || echo unknown)
     kernel_says=$(grep -m1 -aE 'Kernel panic|BUG: |Oops|general protection fault' "$work/console.log" | tr -d '\r') || true
 
     if [[ $broken ]]; then
