@@ -79,26 +79,27 @@ impl Buffer {
     }
 
     fn system_heap(length: usize) -> Self {
-        #[repr(C)]
-        struct Allocate {
-            length: u64,
-            fd: u32,
-            fd_flags: u32,
-            heap_flags: u64,
-        }
-        let heap = fs::File::open("/dev/dma_heap/system").unwrap();
-        let fd_flags = (libc::O_RDWR | libc::O_CLOEXEC) as u32;
-        let mut allocate = Allocate { length: length as u64, fd: 0, fd_flags, heap_flags: 0 };
-        // SAFETY: a structure of the ioctl's shape; the descriptor that comes back is new.
-        let fd = unsafe {
-            checked(
-                libc::ioctl(heap.as_raw_fd(), 0xc018_4800_u64 as _, &mut allocate),
-                "DMA_HEAP_IOCTL_ALLOC",
-            );
-            OwnedFd::from_raw_fd(allocate.fd as i32)
-        };
+        let fd = system_heap_fd(length, libc::O_RDWR);
         let behind = fd.try_clone().unwrap();
         Self::mapped(fd, &behind, 0, length)
+    }
+}
+
+fn system_heap_fd(length: usize, mode: i32) -> OwnedFd {
+    #[repr(C)]
+    struct Allocate {
+        length: u64,
+        fd: u32,
+        fd_flags: u32,
+        heap_flags: u64,
+    }
+    let heap = fs::File::open("/dev/dma_heap/system").unwrap();
+    let fd_flags = (mode | libc::O_CLOEXEC) as u32;
+    let mut allocate = Allocate { length: length as u64, fd: 0, fd_flags, heap_flags: 0 };
+    // SAFETY: a structure of the ioctl's shape; the descriptor that comes back is new.
+    unsafe {
+        checked(libc::ioctl(heap.as_raw_fd(), 0xc018_4800_u64 as _, &mut allocate), "DMA_HEAP_IOCTL_ALLOC");
+        OwnedFd::from_raw_fd(allocate.fd as i32)
     }
 }
 
@@ -261,6 +262,15 @@ fn what_cannot_be_a_region_is_refused() {
         assert_eq!(refusal(fd, 0, PAGE, 0, LOCAL_WRITE | 16), Some(libc::EINVAL), "MW_BIND");
         assert_eq!(refusal(fd, 0, PAGE, 0, LOCAL_WRITE | 64), Some(libc::EINVAL), "ON_DEMAND");
         assert_eq!(refusal(fd, 0, PAGE, 0, ALL), None);
+    });
+}
+
+/// So whoever cares has to look at the descriptor's mode.
+#[test]
+fn a_read_only_descriptor_is_registered_for_writing_all_the_same() {
+    with_domain(|domain| {
+        let fd = system_heap_fd(PAGE, libc::O_RDONLY);
+        domain.register_dma_buf(fd.as_raw_fd(), 0, PAGE, 0, ALL).unwrap();
     });
 }
 
