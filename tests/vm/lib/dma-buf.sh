@@ -1,0 +1,59 @@
+# The tier's own rdma_rxe, built out of the distribution's kernel source for exactly the release that is booted.
+
+# Sets dma_buf_built, the folder with what rxe-dmabuf/build makes.
+prepare_dma_buf() {
+    local program sum
+    for program in make gcc strip xz; do
+        command -v $program >/dev/null || no_environment "--dma-buf needs $program on this machine"
+    done
+    sum=$(cat "$here"/rxe-dmabuf/* | sha256sum)
+    dma_buf_built=$cache/dma-buf/$kernel_release-${sum:0:16}
+    [[ -f $dma_buf_built/rdma_rxe.ko ]] && return
+
+    local sources=$cache/dma-buf/$kernel_release
+    [[ -d $sources ]] || unpack_kernel_sources "$sources"
+    say "building rdma_rxe with dma-buf regions"
+    rm -rf "$sources"-*
+    "$here/rxe-dmabuf/build" "$sources/rxe" "$sources/usr/src/linux-headers-$kernel_release" "$dma_buf_built.new" \
+        >"$work/rxe-build.log" 2>&1 || {
+        cat "$work/rxe-build.log" >&2
+        no_environment "rdma_rxe does not build: $(grep -m1 -E 'error|\*\*\*|changed|not found' "$work/rxe-build.log")"
+    }
+    mv "$dma_buf_built.new" "$dma_buf_built"
+}
+
+kernel_source_packages() {
+    local series version
+    series=$(cut -d. -f1,2 <<<"$kernel_release")
+    version=$(<"$cache/kernel/$kernel_release/version")
+    echo "linux-source-$series=$version linux-headers-$kernel_release"
+    apt_cache depends --no-recommends --no-suggests "linux-headers-$kernel_release" 2>/dev/null |
+        awk '$1 == "Depends:" && $2 ~ /^linux-(headers-.*-common|kbuild-)/ { print $2 }'
+}
+
+# Leaves the headers as packaged, with their paths turned to where they lie, and rxe's own folder of the source.
+unpack_kernel_sources() {
+    local folder=$1 packages package archive
+    mapfile -t packages < <(kernel_source_packages | tr ' ' '\n')
+    if ((${#packages[@]} < 4)) && ((${#apt_lists[@]} == 0)); then
+        use_lists_in_cache
+        mapfile -t packages < <(kernel_source_packages | tr ' ' '\n')
+    fi
+    say "downloading ${packages[*]}"
+    rm -rf "$folder.new"
+    if ! download "$folder.new/debs" "${packages[@]}"; then
+        ((${#apt_lists[@]})) || use_lists_in_cache
+        download "$folder.new/debs" "${packages[@]}" ||
+            no_environment "cannot download ${packages[*]}: $(grep -m1 '^E:' "$cache/apt/download.log")"
+    fi
+    for package in "$folder.new"/debs/*.deb; do
+        dpkg-deb -x "$package" "$folder.new" || no_environment "cannot unpack $package"
+    done
+    archive=$(compgen -G "$folder.new/usr/src/linux-source-*.tar.xz") || no_environment "no archive in ${packages[0]}"
+    mkdir -p "$folder.new/rxe"
+    tar -xJf "$archive" -C "$folder.new/rxe" --strip-components=5 --wildcards '*/drivers/infiniband/sw/rxe/*' ||
+        no_environment "no rxe in $archive"
+    sed -i "s#/usr/src/#$folder/usr/src/#" "$folder.new/usr/src/linux-headers-$kernel_release/Makefile"
+    rm -rf "$folder.new/debs" "$archive"
+    mv "$folder.new" "$folder"
+}

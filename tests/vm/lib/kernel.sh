@@ -1,0 +1,142 @@
+# The distribution's kernel: its newest release of a series, the ELF image out of its bzImage, its modules.
+
+# The newest release of a series that the package lists know, as in 6.12.117+deb12-amd64. The suffix leaves out the
+# cloud flavour, which has no rdma_rxe.
+newest_release() {
+    local series=${1//./\\.}
+    apt_cache pkgnames linux- |
+        sed -nE "s/^linux-(image|binary|binary-unsigned)-($series\\.[0-9]+\\+deb[0-9]+-amd64)$/\\2/p" | sort -uV | tail -n1
+}
+
+has_package() { apt_cache show --no-all-versions "$1" >/dev/null 2>&1; }
+
+# A release comes as one package with image and modules, or (newer) as a package of each.
+packages_of_release() {
+    local release=$1 image
+    if has_package "linux-modules-$release"; then
+        for image in "linux-binary-$release" "linux-binary-unsigned-$release"; do
+            has_package "$image" && echo "$image linux-modules-$release" && return
+        done
+    fi
+    echo "linux-image-$release"
+}
+
+# Sets kernel_release; leaves $cache/kernel/$kernel_release/{vmlinux,boot,lib/modules}.
+prepare_kernel() {
+    local series=$1 resolved=$cache/kernel/newest-$1
+    mkdir -p "$cache/kernel"
+    if [[ $resolved -nt $fresh_after && -f $cache/kernel/$(<"$resolved")/vmlinux ]]; then
+        kernel_release=$(<"$resolved")
+        return
+    fi
+    kernel_release=$(newest_release "$series")
+    if [[ -z $kernel_release && ${#apt_lists[@]} == 0 ]]; then
+        use_lists_in_cache
+        kernel_release=$(newest_release "$series")
+    fi
+    if [[ -z $kernel_release ]]; then
+        [[ -f $resolved ]] || no_environment "no package of a $series kernel in the package lists"
+        kernel_release=$(<"$resolved")
+    fi
+    local folder=$cache/kernel/$kernel_release
+    if [[ ! -f $folder/vmlinux ]]; then
+        local packages
+        read -ra packages < <(packages_of_release "$kernel_release")
+        say "downloading ${packages[*]}"
+        rm -rf "$folder" "$folder.new"
+        if ! download "$folder.new/debs" "${packages[@]}"; then
+            [[ ${#apt_lists[@]} == 0 ]] && use_lists_in_cache
+            download "$folder.new/debs" "${packages[@]}" ||
+                no_environment "cannot download ${packages[*]}: $(grep -m1 '^E:' "$cache/apt/download.log")"
+        fi
+        local package image
+        for package in "$folder.new"/debs/*.deb; do
+            dpkg-deb -x "$package" "$folder.new" || no_environment "cannot unpack $package"
+        done
+        dpkg-deb -f "$package" Version >"$folder.new/version"
+        rm -rf "$folder.new/debs" "$folder.new/usr/share"
+        # Where /lib is a link into /usr, packages may carry the modules there.
+        [[ -d $folder.new/lib ]] || ln -s usr/lib "$folder.new/lib"
+        image=$(find "$folder.new" -type f -name "vmlinuz*" | head -n1)
+        [[ $image ]] || no_environment "no vmlinuz in ${packages[*]}"
+        extract_vmlinux "$image" "$folder.new/vmlinux"
+        mv "$folder.new" "$folder"
+    fi
+    echo "$kernel_release" >"$resolved"
+}
+
+# An unsigned little-endian number of so many bytes at an offset of a file.
+number_at() { od -An -v -t "u$3" -j "$2" -N "$3" "$1" | tr -d ' '; }
+
+# The boot protocol (Documentation/arch/x86/boot.rst) says where a bzImage keeps its compressed payload: payload_offset
+# (0x248) from the end of the setup sectors (0x1f1, plus the boot sector), payload_length (0x24c) bytes. What is packed is the ELF image,
+# which QEMU starts through its PVH note, without the time that the bzImage takes to unpack itself under emulation.
+extract_vmlinux() {
+    local image=$1 vmlinux=$2
+    [[ $(od -An -c -j 514 -N 4 "$image" | tr -d ' ') == HdrS ]] || no_environment "$image is not a bzImage"
+    local start length magic unpack
+    start=$((($(number_at "$image" 497 1) + 1) * 512 + $(number_at "$image" 584 4)))
+    length=$(number_at "$image" 588 4)
+    magic=$(od -An -v -t x1 -j $start -N 4 "$image" | tr -d ' ')
+    # All but gzip are followed by the unpacked length, in four bytes that are no part of the stream.
+    case $magic in
+    1f8b*) unpack="gzip -dc" ;;
+    28b52ffd) unpack="zstd -dc" length=$((length - 4)) ;;
+    fd377a58) unpack="xz -dc" length=$((length - 4)) ;;
+    *) no_environment "$image is packed in a way not known here (it begins with $magic)" ;;
+    esac
+    dd if="$image" iflag=skip_bytes,count_bytes skip=$start count="$length" bs=1M status=none | tool $unpack >"$vmlinux.new"
+    [[ $(od -An -c -j 1 -N 3 "$vmlinux.new" | tr -d ' ') == ELF ]] || no_environment "no ELF image came out of $image"
+    mv "$vmlinux.new" "$vmlinux"
+}
+
+# Copy modules and what they depend on, unpacked, to a folder, under names that sort in the order of loading. A module
+# that the kernel has built in is left out, and so is one named with a question mark that it lacks. NAME=FILE ahead of the
+# names puts a file in the place of the distribution's module of that name.
+copy_modules() {
+    local folder=$1
+    shift
+    local -A path_of=() copied=()
+    local tree=$cache/kernel/$kernel_release/lib/modules/$kernel_release path name count=0
+    while IFS= read -r path; do
+        name=${path##*/}
+        name=${name%%.ko*}
+        path_of[${name//-/_}]=$path
+    done < <(find "$tree/kernel" -name '*.ko*')
+    while [[ ${1:-} == *=* ]]; do
+        path_of[${1%%=*}]=${1#*=}
+        shift
+    done
+    mkdir -p "$folder"
+    for name; do
+        local optional=''
+        [[ $name == *\? ]] && optional=1
+        name=${name%\?}
+        copy_module "${name//-/_}"
+    done
+}
+
+copy_module() {
+    local name=$1 path depends dependency file
+    [[ ${copied[$name]:-} ]] && return
+    copied[$name]=1
+    path=${path_of[$name]:-}
+    if [[ -z $path ]]; then
+        [[ $optional ]] && return
+        tr - _ <"$tree/modules.builtin" | grep "/$name\.ko$" >/dev/null && return
+        no_environment "kernel $kernel_release has no module $name"
+    fi
+    file=$folder/.$name
+    case $path in
+    *.xz) busybox unxz -c "$path" >"$file" ;;
+    *.zst) tool zstd -dc "$path" >"$file" ;;
+    *.gz) gzip -dc "$path" >"$file" ;;
+    *) cp "$path" "$file" ;;
+    esac
+    depends=$(LC_ALL=C grep -azo '^depends=.*' "$file" | tr -d '\0') || no_environment "$path does not say what it depends on"
+    depends=${depends#depends=}
+    optional=''
+    for dependency in ${depends//,/ }; do copy_module "${dependency//-/_}"; done
+    printf -v count '%03d' $((10#$count + 1))
+    mv "$file" "$folder/$count-$name.ko"
+}

@@ -1,0 +1,114 @@
+# The test binaries: which, how they are built, and what is made of what they print.
+
+mark="@@hmem-vm-$$-$RANDOM@@"
+
+# One line of arguments to `cargo test` for each set of binaries.
+suite() {
+    echo "--manifest-path tests/vm/smoke/Cargo.toml${dma_buf:+ --features dma-buf}"
+    # Real memory, where a genuine exporter of it (/dev/udmabuf) is at hand.
+    echo "--package hmem-iface-system --test system"
+    if compgen -G "$repository/p2p/tests/verbs_*.rs" >/dev/null; then
+        echo "--package hmem-p2p --features verbs --test verbs_*"
+    fi
+}
+
+# Sets test_binaries.
+build_tests() {
+    local line arguments messages=$work/cargo.json
+    test_binaries=()
+    while IFS= read -r line; do
+        read -ra arguments <<<"$line"
+        say "building: cargo test ${arguments[*]}"
+        (cd "$repository" && cargo test --quiet --no-run --message-format=json-render-diagnostics \
+            --target-dir "${CARGO_TARGET_DIR:-$repository/target}" "${arguments[@]}") >"$messages" ||
+            { say "FAILED: the tests do not build"; exit 1; }
+        while IFS= read -r line; do
+            test_binaries+=("$line")
+        done < <(sed -n '/"test":true}/s/.*"executable":"\([^"]*\)".*/\1/p' "$messages")
+    done < <(suite)
+    ((${#test_binaries[@]})) || { say "FAILED: no test binaries"; exit 1; }
+}
+
+place_tests() {
+    local binary name
+    : >"$guest_root/tests/list"
+    for binary in "${test_binaries[@]}"; do
+        # Without the hash that cargo puts behind the name.
+        name=${binary##*/}
+        name=${name%-*}
+        [[ -e $guest_root/tests/$name ]] && name=${binary##*/}
+        copy_program "$binary" "$guest_root/tests/$name"
+        command -v strip >/dev/null && strip --strip-debug "$guest_root/tests/$name"
+        echo "$name" >>"$guest_root/tests/list"
+    done
+    : >"$guest_root/tests/arguments"
+    ((${#test_arguments[@]} == 0)) || printf '%s\n' "${test_arguments[@]}" >"$guest_root/tests/arguments"
+    {
+        printf '%s=%q\n' mark "$mark" verbose "$keep" 'export HMEM_VM_KERNEL' "$kernel_release"
+        [[ ! $dma_buf ]] || printf '%s\n' preload=/lib/ibv_reg_dmabuf_mr.so 'export HMEM_VERBS_DMA_BUF=1'
+    } >"$guest_root/tests/environment"
+}
+
+# Pass the tests' output on and count; what came of it stays in these variables.
+ready='' running='' ended='' broken='' passed=0 failed=0 ignored=0 failures=()
+read_results() {
+    local line name status
+    while IFS= read -r line <&"$results" || [[ $line ]]; do
+        if [[ $line == "$mark "* ]]; then
+            line=${line#"$mark "}
+            case $line in
+            ready) ready=$((SECONDS - booted)) ;;
+            running\ *) running=${line#running } && printf '     Running %s (guest)\n' "$running" ;;
+            ended\ *)
+                read -r _ name status <<<"$line"
+                running=''
+                [[ $status == 0 ]] || failures+=("$name (status $status)")
+                ;;
+            broken\ *) broken=${line#broken } ;;
+            end) ended=1 ;;
+            esac
+            continue
+        fi
+        printf '%s\n' "$line"
+        if [[ $line =~ ^test\ result:.*\ ([0-9]+)\ passed\;\ ([0-9]+)\ failed\;\ ([0-9]+)\ ignored ]]; then
+            passed=$((passed + BASH_REMATCH[1])) failed=$((failed + BASH_REMATCH[2])) ignored=$((ignored + BASH_REMATCH[3]))
+        fi
+    done
+}
+
+# Exit with what the run came to, and say it in one line.
+judge() {
+    local reason='' kernel_says qemu_status=0
+    wait "$guest" || qemu_status=$?
+    guest=''
+    kernel_says=$(grep -m1 -aE 'Kernel panic|BUG: |Oops|general protection fault' "$work/console.log" | tr -d '\r') || true
+
+    if [[ $broken ]]; then
+        reason="the guest could not be set up: $broken"
+    elif [[ $kernel_says ]]; then
+        reason="the guest's kernel: $kernel_says${running:+ (while running $running)}"
+    elif [[ ! $ended ]]; then
+        case $qemu_status in
+        124 | 137) reason="the guest was not done after $time_limit s${running:+ (running $running)}" ;;
+        0) reason="the guest stopped early${running:+ (running $running)}" ;;
+        *) reason="QEMU ended with status $qemu_status: $(tail -n1 "$work/qemu.log")" ;;
+        esac
+    elif ((${#failures[@]})); then
+        reason="in ${failures[*]}"
+    elif ((passed + failed == 0)); then
+        reason="no test ran"
+    fi
+    if [[ $reason && ( $broken || $kernel_says || ! $ended ) && -s $work/console.log ]]; then
+        say "the last the guest's console said:"
+        tail -n 40 "$work/console.log" | tr -d '\r' >&2
+    elif grep -qa 'WARNING: ' "$work/console.log"; then
+        say "note: the guest's kernel warned: $(grep -m1 -a 'WARNING: ' "$work/console.log" | tr -d '\r')"
+    fi
+    local counts="$passed passed, $failed failed, $ignored ignored in ${#test_binaries[@]} binaries"
+    local times="guest ready after ${ready:-?} s, off after $((SECONDS - booted)) s; $((SECONDS - started)) s in all"
+    if [[ $reason ]]; then
+        say "FAILED on $kernel_release: $reason; $counts; $times"
+        exit 1
+    fi
+    say "ok on $kernel_release: $counts; $times"
+}

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * dma-buf memory regions for rdma_rxe, for tests in a virtual machine. Built into the distribution's rdma_rxe by ./build.
+ *
+ * rxe copies through the kernel's mapping of pages, so only buffers made of ordinary memory (udmabuf, the system heap)
+ * can work: the pages are taken from the exporter's scatter list. That list is meant for a device's DMA; reading pages out
+ * of it is what makes this test equipment and not a driver.
+ */
+
+#include <linux/dma-mapping.h>
+#include <linux/version.h>
+
+#include "rxe.h"
+#include "rxe_loc.h"
+
+#define ACCESS_ALLOWED \
+	(IB_ACCESS_LOCAL_WRITE | IB_ACCESS_REMOTE_READ | IB_ACCESS_REMOTE_WRITE | \
+	 IB_ACCESS_REMOTE_ATOMIC | IB_ACCESS_RELAXED_ORDERING)
+
+void rxe_dmabuf_setup(struct ib_device *device);
+
+static int fill_pages(struct rxe_mr *mr, struct ib_umem_dmabuf *buffer)
+{
+	struct sg_table *table = &buffer->umem.sgt_append.sgt;
+	size_t capacity = ib_umem_num_pages(&buffer->umem);
+	/* The first entry's DMA address and length are trimmed to the range asked for, its page is not. */
+	size_t skip = buffer->first_sg_offset;
+	struct scatterlist *entry;
+	int index;
+
+	mr->page_info = kcalloc(capacity, sizeof(*mr->page_info), GFP_KERNEL);
+	if (!mr->page_info)
+		return -ENOMEM;
+	mr->num_buf = capacity;
+	mr->max_allowed_buf = capacity;
+
+	for_each_sgtable_dma_sg(table, entry, index) {
+		/* Entries of huge pages begin any number of pages into theirs, so counting starts at the entry's page. */
+		size_t at = entry->offset + skip;
+		size_t end = at + sg_dma_len(entry);
+
+		/* An IOMMU that joined entries would leave pages and DMA lengths unrelated. */
+		if (!sg_page(entry) || !PAGE_ALIGNED(at) || !PAGE_ALIGNED(end) || end > entry->offset + entry->length)
+			return -EOPNOTSUPP;
+		for (; at < end; at += PAGE_SIZE) {
+			if (mr->nbuf == capacity)
+				return -ERANGE;
+			mr->page_info[mr->nbuf++].page = pfn_to_page(page_to_pfn(sg_page(entry)) + PHYS_PFN(at));
+		}
+		skip = 0;
+	}
+	return mr->nbuf == capacity ? 0 : -ERANGE;
+}
+
+static int pin(struct rxe_dev *rxe, struct rxe_mr *mr, u64 offset, u64 length, u64 iova, int fd, int access)
+{
+	struct ib_umem_dmabuf *buffer;
+
+	/* rxe has no DMA device of its own: the verbs device stands in for it. */
+	buffer = ib_umem_dmabuf_get_pinned_with_dma_device(&rxe->ib_dev, &rxe->ib_dev.dev, offset, length, fd, access);
+	if (IS_ERR(buffer))
+		return PTR_ERR(buffer);
+	/* Released with the region. */
+	mr->umem = &buffer->umem;
+	/* The pages are counted from this. */
+	mr->umem->iova = iova;
+	return fill_pages(mr, buffer);
+}
+
+static struct ib_mr *reg_user_mr_dmabuf(struct ib_pd *pd, u64 offset, u64 length, u64 iova, int fd, int access,
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 17, 0)
+					struct ib_dmah *dmah,
+#endif
+					struct uverbs_attr_bundle *attrs)
+{
+	struct rxe_dev *rxe = to_rdev(pd->device);
+	struct rxe_mr *mr;
+	int err;
+
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 17, 0)
+	if (dmah)
+		return ERR_PTR(-EOPNOTSUPP);
+#endif
+	if ((access & ~ACCESS_ALLOWED) || !length || offset_in_page(offset) != offset_in_page(iova))
+		return ERR_PTR(-EINVAL);
+
+	mr = kzalloc(sizeof(*mr), GFP_KERNEL);
+	if (!mr)
+		return ERR_PTR(-ENOMEM);
+	err = rxe_add_to_pool(&rxe->mr_pool, mr);
+	if (err) {
+		kfree(mr);
+		return ERR_PTR(err);
+	}
+
+	/* From here on the pool's cleanup gives back the domain, the pin and the page list. */
+	rxe_get(to_rpd(pd));
+	mr->ibmr.pd = pd;
+	mr->ibmr.device = pd->device;
+	rxe_mr_init(access, mr);
+	mr->ibmr.type = IB_MR_TYPE_USER;
+	err = pin(rxe, mr, offset, length, iova, fd, access);
+	if (err) {
+		rxe_cleanup(mr);
+		kfree(mr);
+		return ERR_PTR(err);
+	}
+	mr->ibmr.iova = iova;
+	mr->ibmr.length = length;
+	mr->state = RXE_MR_STATE_VALID;
+	rxe_finalize(mr);
+	return &mr->ibmr;
+}
+
+static const struct ib_device_ops dmabuf_ops = {
+	.reg_user_mr_dmabuf = reg_user_mr_dmabuf,
+};
+
+/* Called once for each device, before it is registered. */
+void rxe_dmabuf_setup(struct ib_device *device)
+{
+	ib_set_device_ops(device, &dmabuf_ops);
+	WARN_ON(dma_coerce_mask_and_coherent(&device->dev, DMA_BIT_MASK(64)));
+}
