@@ -258,8 +258,8 @@ fn peers_are_turned_away_during_a_refresh() {
     let target = Buffer::filled(64, 1);
     let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), false)]).unwrap();
     let here = Buffer::new(8);
-    let gate = faults.hold(Call::Refresh);
     std::thread::scope(|scope| {
+        let gate = faults.hold(Call::Refresh);
         let refreshing = scope.spawn(|| pair.there.domain.refresh(region, &[]));
         gate.wait_held();
         let write = || pair.here.write(pair.to, &[here.whole()], &remote(region, 64), 0);
