@@ -296,6 +296,21 @@ fn files_are_reached_at_exactly_their_bytes() {
 }
 
 #[test]
+fn persistent_memory_is_written_back_before_completion() {
+    for seals in [SealFlags::empty(), SealFlags::SHRINK] {
+        let pair = pair(Memory::Follow, MrMode::empty());
+        let fd = memfd(2 * PAGE as u64, seals);
+        let region = How::key(1)
+            .flags(hmem_core::MrFlags::RMA_PMEM)
+            .register(&*pair.there.domain, &[file(&fd, 100, 5000)])
+            .unwrap();
+        let source = Buffer::counting(4500);
+        pair.here.write(pair.to, &[source.whole()], &remote(region, 5000), 300).unwrap();
+        assert_eq!(file_bytes(&fd, 400, 4500), source.bytes());
+    }
+}
+
+#[test]
 fn a_file_that_shrinks_fails_the_transfer() {
     let pair = pair(Memory::Follow, MrMode::empty());
     let fd = memfd(2 * PAGE as u64, SealFlags::empty());
