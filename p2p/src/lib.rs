@@ -12,3 +12,5 @@
 pub mod path;
 #[allow(unsafe_code)]
 pub mod staging;
+#[cfg(feature = "verbs")]
+pub mod verbs;

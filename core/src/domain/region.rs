@@ -176,7 +176,8 @@ impl MemoryRegion {
         if self.inner.domain.effective().contains(MrMode::RAW) {
             return Err(unavailable("in RAW mode use raw_attr here and map_raw at the peer"));
         }
-        let single = || RemoteKey::new(self.inner.domain.addressing(), self.base_addr(), self.len(), region.key);
+        let single =
+            || RemoteKey::new(self.inner.domain.addressing(), self.base_addr(), self.len(), region.key);
         Ok(self.inner.domain.provider().remote_key(region).unwrap_or_else(single))
     }
 
