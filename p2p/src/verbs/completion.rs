@@ -81,6 +81,11 @@ pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Erro
         (WcStatus::IBV_WC_RNR_RETRY_EXC_ERR, _) => {
             (ErrorKind::Unreachable, "receiver not ready", "the peer has no receive posted")
         }
+        (WcStatus::IBV_WC_REM_OP_ERR, Send) => (
+            ErrorKind::Driver,
+            "remote operation error",
+            "the peer's NIC could not complete it: its receive may be shorter than the message, or without rights",
+        ),
         (WcStatus::IBV_WC_REM_OP_ERR, _) => {
             (ErrorKind::Driver, "remote operation error", "the peer's NIC could not complete it")
         }
