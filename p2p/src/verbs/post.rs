@@ -263,7 +263,8 @@ impl EndpointState {
         if !device.rights().atomics {
             return Err(self.refuse(ErrorKind::Unsupported, "this device has no atomics"));
         }
-        if remote.address.0 % atomic::ELEMENT != 0 || remote.len == 0 || remote.len % atomic::ELEMENT != 0 {
+        let whole = remote.len > 0 && remote.len.is_multiple_of(atomic::ELEMENT);
+        if !whole || !remote.address.0.is_multiple_of(atomic::ELEMENT) {
             return Err(self
                 .refuse(ErrorKind::InvalidArgument, "atomics take whole, aligned 64-bit elements")
                 .context("address", remote.address)

@@ -894,11 +894,14 @@ fn versioned(handle: *mut c_void, symbol: &str, _version: &str) -> Option<*const
 }
 
 fn not_loaded(library: &str, reason: libloading::Error) -> Error {
-    Error::new(ErrorKind::Unavailable, "load library")
+    let error = Error::new(ErrorKind::Unavailable, "load library")
         .provider("verbs")
         .context("library", library)
-        .caused_by(reason)
-        .remedy("install rdma-core's libibverbs, or name its library with Verbs::builder().library(path)")
+        .remedy("install rdma-core's libibverbs, or name its library with Verbs::builder().library(path)");
+    match reason {
+        libloading::Error::DlOpen { source } => error.caused_by(source),
+        other => error.caused_by(other),
+    }
 }
 
 fn lacks_symbol(library: &str, symbol: &'static str) -> Error {
