@@ -54,6 +54,8 @@ mod gid;
 #[allow(unsafe_code)]
 mod library;
 #[allow(unsafe_code)]
+mod operand;
+#[allow(unsafe_code)]
 mod post;
 #[allow(unsafe_code)]
 mod provider;
@@ -61,6 +63,8 @@ mod provider;
 mod queue;
 #[allow(unsafe_code)]
 mod region;
+#[allow(unsafe_code)]
+mod register;
 mod split;
 #[allow(unsafe_code)]
 pub mod sys;

@@ -26,7 +26,8 @@ use super::{
     domain::DomainState,
     errors,
     queue::CqState,
-    region::{Part, Region, has_window},
+    region::{Part, Region},
+    register::has_window,
     sys::{AccessFlags, Mw, MwBind, MwBindInfo, MwType, SendFlags, Wc, WcStatus},
 };
 
