@@ -38,6 +38,7 @@ impl EndpointState {
         self.recover()?;
         let mut inner = self.lock();
         inner.open()?;
+        let _held = self.domain.regions.hold();
         let mut scratch = std::mem::take(&mut inner.scratch);
         scratch.spans.clear();
         scratch.targets.clear();
@@ -405,8 +406,8 @@ impl EndpointState {
         }
         let mut bad = ptr::null_mut();
         // SAFETY: the queue pair is open under the lock; requests and segments live for the call. The memory that they
-        // name lies in regions that are registered, or were, in which case the NIC refuses their keys; inline bytes
-        // are of memory that its region owns.
+        // name lies in regions that are held registered until this returns; inline bytes are of memory that its region
+        // owns.
         let posted = errors::status(unsafe { post(qp, first, &mut bad) });
         posted.map_err(|errno| {
             inner.take(wr_id);

@@ -9,7 +9,7 @@ use hmem_core::{
     Access, Address, AddressRange, Addressing, Error, ErrorKind, Iova, LocalKey, RawKey, RemoteKey,
     RemotePiece, Result, provider::ProviderRegion,
 };
-use parking_lot::RwLock;
+use parking_lot::{RwLock, RwLockReadGuard};
 
 use super::{
     VerbsOptions,
@@ -174,6 +174,11 @@ impl Regions {
         self.map.write().insert(handle.token, region);
     }
 
+    /// Keeps every region where it is: a post that copies inline reads memory that a close on another thread would free.
+    pub(super) fn hold(&self) -> RwLockReadGuard<'_, impl Sized> {
+        self.map.read()
+    }
+
     /// Runs `with` while the region cannot go away.
     pub(super) fn with<T>(
         &self,
@@ -181,7 +186,7 @@ impl Regions {
         operation: &'static str,
         with: impl FnOnce(&Region) -> Result<T>,
     ) -> Result<T> {
-        with(self.map.read().get(&region.token).ok_or_else(|| unknown(operation))?)
+        with(self.map.read_recursive().get(&region.token).ok_or_else(|| unknown(operation))?)
     }
 
     /// Translates a local segment, checked for its right and its bounds before the NIC would end the connection over it.
@@ -209,7 +214,7 @@ impl Regions {
                 "give the descriptor of the region that the memory lies in",
             ));
         };
-        let map = self.map.read();
+        let map = self.map.read_recursive();
         let region = map.get(&desc.to_provider()).ok_or_else(|| {
             refuse(ErrorKind::NoRegion, "the descriptor is of no open region of this domain")
         })?;
