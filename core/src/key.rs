@@ -120,7 +120,7 @@ impl RemoteKey {
     }
 
     /// All pieces in address order.
-    pub fn pieces(&self) -> impl Iterator<Item = &RemotePiece> {
+    pub fn pieces(&self) -> impl Iterator<Item = &RemotePiece> + Clone {
         std::iter::once(&self.first).chain(&self.rest)
     }
 

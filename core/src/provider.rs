@@ -311,6 +311,10 @@ pub trait ProviderDomain: fmt::Debug + Send + Sync {
     /// What the driver reported.
     fn raw_key(&self, region: ProviderRegion) -> Result<RawKey>;
 
+    /// The remote key of a region that takes more than one number (VRB-07), or that peers address otherwise than
+    /// the domain's other regions; `None` for all others, whose key is [`ProviderRegion::key`] over their length.
+    fn remote_key(&self, region: ProviderRegion) -> Option<RemoteKey>;
+
     /// Makes a peer's raw key usable in transfers of this domain.
     ///
     /// # Errors
@@ -362,6 +366,9 @@ pub trait ProviderDomain: fmt::Debug + Send + Sync {
 
     /// What the domain holds now.
     fn live(&self) -> Live;
+
+    /// For providers: back to their own type, for what only they have.
+    fn as_any(&self) -> &dyn Any;
 }
 
 /// A request to open an endpoint.

@@ -14,3 +14,5 @@ pub mod loopback;
 pub mod path;
 #[allow(unsafe_code)]
 pub mod staging;
+#[cfg(feature = "verbs")]
+pub mod verbs;

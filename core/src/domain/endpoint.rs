@@ -54,6 +54,12 @@ impl Endpoint {
         &*self.inner
     }
 
+    /// The provider's own endpoint, for what only that provider has ([`ProviderEndpoint::as_any`]).
+    #[must_use]
+    pub fn provider_endpoint(&self) -> &dyn ProviderEndpoint {
+        &*self.inner
+    }
+
     /// The name to send to peers.
     #[must_use]
     pub fn name(&self) -> EndpointName {

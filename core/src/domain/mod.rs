@@ -136,6 +136,14 @@ impl Domain {
         &self.inner.provider_attr
     }
 
+    /// The provider's own domain, for what only that provider has ([`ProviderDomain::as_any`]).
+    ///
+    /// Regions that are registered or deregistered through it are none of this domain's.
+    #[must_use]
+    pub fn provider_domain(&self) -> &dyn ProviderDomain {
+        &*self.inner.provider
+    }
+
     /// The ifaces that this domain knows.
     #[must_use]
     pub fn registry(&self) -> &Arc<Registry> {

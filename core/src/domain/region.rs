@@ -15,6 +15,7 @@ use crate::{
         inner::{RegionInner, Shared},
     },
     event_queue::RegionId,
+    provider::ProviderRegion,
 };
 
 /// Where a region is in its life.
@@ -133,6 +134,14 @@ impl MemoryRegion {
         Ok(registration.decision.as_ref().unwrap_or(&self.inner.domain.plain_host))
     }
 
+    /// The provider's own handle, for what only that provider has.
+    ///
+    /// # Errors
+    /// [`ErrorKind::BadState`] before the registration completed, or after it failed.
+    pub fn provider_region(&self) -> Result<ProviderRegion> {
+        Ok(self.inner.registration("provider region")?.region)
+    }
+
     /// The local descriptor (`fi_mr_desc`).
     ///
     /// # Errors
@@ -154,7 +163,9 @@ impl MemoryRegion {
         if self.inner.domain.effective().contains(MrMode::RAW) {
             return Err(unavailable("in RAW mode use raw_attr here and map_raw at the peer"));
         }
-        Ok(RemoteKey::new(self.inner.domain.addressing(), self.base_addr(), self.len(), region.key))
+        let single =
+            || RemoteKey::new(self.inner.domain.addressing(), self.base_addr(), self.len(), region.key);
+        Ok(self.inner.domain.provider().remote_key(region).unwrap_or_else(single))
     }
 
     /// Where peers' addresses start: 0, or the first virtual address in VIRT_ADDR mode.

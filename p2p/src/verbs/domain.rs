@@ -1,0 +1,387 @@
+//! A domain: a protection domain, its regions and windows, and the calls of the provider contract.
+
+use std::{
+    any::Any,
+    collections::HashMap,
+    ffi::c_void,
+    fmt, ptr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use hmem_core::{
+    Access, AddressRange, Addressing, Domain, Error, ErrorKind, Iova, LocalKey, RawKey, RemoteKey,
+    RemotePiece, Result,
+    counter::Counter,
+    provider::{
+        CompletionQueue, DomainRequest, EndpointAttr, Live, Piece, ProviderAttr, ProviderDomain,
+        ProviderEndpoint, ProviderRegion, ProviderWindow, RegistrationRequest, WindowBind, WindowType,
+    },
+};
+use parking_lot::{Mutex, RwLock};
+
+use super::{
+    Grant, VerbsKey, VerbsOptions,
+    device::{Port, ProtectionDomain},
+    endpoint::Endpoint,
+    errors, post,
+    provider::Fabric,
+    queue::{CqState, Queue},
+    region::{Regions, read_raw},
+    register::Registrar,
+    split::Span,
+    sys::{AccessFlags, Mr},
+    window::Windows,
+};
+
+/// What the builder says about domains.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct DomainOptions {
+    pub(super) options: VerbsOptions,
+    pub(super) port: Option<u8>,
+    pub(super) gid_index: Option<u8>,
+    /// 0 for the device's.
+    pub(super) max_registration: u64,
+    pub(super) connect_in_process: bool,
+}
+
+/// What endpoints, queues and the application's handle share.
+pub(super) struct DomainState {
+    pub(super) options: DomainOptions,
+    pub(super) fabric: Arc<Fabric>,
+    pub(super) regions: Regions,
+    pub(super) windows: Windows,
+    pub(super) endpoints: AtomicU64,
+    mapped: RwLock<HashMap<u64, Vec<RemotePiece>>>,
+    next_mapped: AtomicU64,
+    nowhere: Mutex<Option<Nowhere>>,
+    /// Last, so that everything in it is gone before.
+    pub(super) pd: ProtectionDomain,
+}
+
+/// Where the old values of atomics go that fetch nothing.
+struct Nowhere {
+    mr: *mut Mr,
+    lkey: u32,
+    /// Written by the NIC only.
+    memory: *mut u64,
+}
+
+// SAFETY: libibverbs objects may be used from any thread; the memory is never looked at.
+unsafe impl Send for Nowhere {}
+
+impl DomainState {
+    fn registrar(&self) -> Registrar<'_> {
+        let device = self.pd.device.max_registration();
+        let max = match self.options.max_registration {
+            0 => device,
+            asked => asked.min(device),
+        };
+        Registrar { pd: &self.pd, regions: &self.regions, max }
+    }
+
+    pub(super) fn port(&self) -> Result<Port> {
+        self.pd.device.port(self.options.port, self.options.gid_index)
+    }
+
+    pub(super) fn mapped_key(&self, key: &RemoteKey) -> Result<Vec<RemotePiece>> {
+        let number = key.as_u64()?;
+        self.mapped.read().get(&number).cloned().ok_or_else(|| {
+            Error::new(ErrorKind::InvalidKey, "post")
+                .provider(self.pd.device.nic().to_string())
+                .remedy("map the raw key in this domain, and use it before it is unmapped")
+        })
+    }
+
+    /// Eight bytes that the NIC may write and nobody reads.
+    pub(super) fn nowhere(&self) -> Result<Span> {
+        let mut nowhere = self.nowhere.lock();
+        if nowhere.is_none() {
+            let memory: *mut u64 = Box::into_raw(Box::new(0));
+            let access = AccessFlags::LOCAL_WRITE.bits() as i32;
+            let register = self.pd.device.library().functions.reg_mr;
+            // SAFETY: the memory is freed only after the region is deregistered.
+            let mr = unsafe { register(self.pd.pd, memory.cast(), size_of::<u64>(), access) };
+            if mr.is_null() {
+                let error = errors::call(self.pd.device.nic(), "ibv_reg_mr", errors::last());
+                // SAFETY: it was boxed above and is registered nowhere.
+                drop(unsafe { Box::from_raw(memory) });
+                return Err(error);
+            }
+            // SAFETY: the driver made the region just now.
+            let lkey = unsafe { (*mr).lkey };
+            *nowhere = Some(Nowhere { mr, lkey, memory });
+        }
+        let (lkey, address) =
+            nowhere.as_ref().map_or((0, ptr::null_mut()), |nowhere| (nowhere.lkey, nowhere.memory));
+        Ok(post::span_of(address.expose_provenance() as u64, LocalKey::from_provider(u64::from(lkey))))
+    }
+}
+
+impl Drop for DomainState {
+    fn drop(&mut self) {
+        self.windows.clear(self);
+        self.regions.clear(&self.pd);
+        let Some(nowhere) = self.nowhere.get_mut().take() else { return };
+        let deregister = self.pd.device.library().functions.dereg_mr;
+        // SAFETY: endpoints hold the domain, so that none is left to use it.
+        match errors::status(unsafe { deregister(nowhere.mr) }) {
+            // SAFETY: it was boxed when it was registered, and is registered no more.
+            Ok(()) => drop(unsafe { Box::from_raw(nowhere.memory) }),
+            Err(errno) => tracing::error!(%errno, "ibv_dereg_mr: eight bytes are leaked"),
+        }
+    }
+}
+
+/// An open domain, and what verbs has that core has no words for.
+///
+/// ```no_run
+/// use hmem_core::Domain;
+/// use hmem_p2p::verbs::VerbsDomain;
+///
+/// # fn f(domain: &Domain) -> hmem_core::Result<()> {
+/// let verbs = VerbsDomain::of(domain).expect("a domain of the verbs provider");
+/// // Another crate's work requests may use our keys: they are of this protection domain.
+/// println!("pd {:p}", verbs.pd());
+/// # Ok(()) }
+/// ```
+pub struct VerbsDomain {
+    state: Arc<DomainState>,
+}
+
+impl VerbsDomain {
+    pub(super) fn open(
+        pd: ProtectionDomain,
+        options: DomainOptions,
+        fabric: Arc<Fabric>,
+        request: &DomainRequest,
+    ) -> Result<Self> {
+        if !request.auth_key.0.is_empty() {
+            return Err(Error::new(ErrorKind::Unsupported, "open domain")
+                .provider(pd.device.nic().to_string())
+                .remedy(
+                    "verbs has no authorization keys: domains are separated by their protection domains",
+                ));
+        }
+        tracing::debug!(nic = %pd.device.nic(), mode = %request.mode, ?options, "verbs domain opened");
+        let state = DomainState {
+            options,
+            fabric,
+            regions: Regions::default(),
+            windows: Windows::default(),
+            endpoints: AtomicU64::new(0),
+            mapped: RwLock::default(),
+            next_mapped: AtomicU64::new(1),
+            nowhere: Mutex::default(),
+            pd,
+        };
+        Ok(Self { state: Arc::new(state) })
+    }
+
+    /// The verbs side of a domain; `None` if its provider is another.
+    #[must_use]
+    pub fn of(domain: &Domain) -> Option<&Self> {
+        domain.provider_domain().as_any().downcast_ref()
+    }
+
+    /// Its `ibv_pd`, for another crate's calls. It lives as long as the domain.
+    #[must_use]
+    pub fn pd(&self) -> *mut c_void {
+        self.state.pd.pd.cast()
+    }
+
+    /// Its `ibv_context`. It lives as long as the domain.
+    #[must_use]
+    pub fn context(&self) -> *mut c_void {
+        self.state.pd.device.context().cast()
+    }
+
+    /// The keys of a region, one for each registration that it took.
+    ///
+    /// # Errors
+    /// InvalidArgument for a region that is not open here.
+    pub fn keys(&self, region: ProviderRegion) -> Result<Vec<VerbsKey>> {
+        self.state.regions.keys(region)
+    }
+
+    /// The options that a region was registered with, and what is known about each.
+    ///
+    /// # Errors
+    /// InvalidArgument for a region that is not open here.
+    pub fn options(&self, region: ProviderRegion) -> Result<Vec<(VerbsOptions, Grant)>> {
+        self.state.regions.with(region, "options", |region| Ok(region.options.grants().collect()))
+    }
+
+    /// The access flags that a region's registration was asked for with.
+    ///
+    /// # Errors
+    /// InvalidArgument for a region that is not open here.
+    pub fn flags(&self, region: ProviderRegion) -> Result<AccessFlags> {
+        self.state.regions.with(region, "flags", |region| Ok(region.flags))
+    }
+
+    /// Registers as [`ProviderDomain::register`] does, with options of this registration only.
+    ///
+    /// # Errors
+    /// As there; Unsupported naming the device for an option that it lacks.
+    pub fn register_with(
+        &self,
+        request: &RegistrationRequest<'_>,
+        pieces: &[Piece<'_>],
+        options: VerbsOptions,
+    ) -> Result<ProviderRegion> {
+        self.state.registrar().register(request, pieces, options)
+    }
+
+    /// Registers host pages in verbs' own words, as `ibv_reg_mr(3)`.
+    ///
+    /// # Safety
+    /// As [`Domain::regattr`].
+    ///
+    /// # Errors
+    /// BadAccess for REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE, before the driver is asked; ZeroLength;
+    /// BadAddress; OutOfResources; Unsupported naming the device for a flag that it lacks.
+    pub unsafe fn reg_mr(&self, range: AddressRange, flags: AccessFlags) -> Result<ProviderRegion> {
+        self.state.registrar().register_flags(range, flags)
+    }
+
+    /// Changes a region's rights in place (`ibv_rereg_mr(3)`). Local requests are refused meanwhile. Its keys may change:
+    /// ask for [`VerbsDomain::keys`], or the region's remote key, again.
+    ///
+    /// # Errors
+    /// Unsupported where the driver lacks it, with the region as it was; what the driver reported otherwise.
+    pub fn rereg(&self, region: ProviderRegion, access: Access) -> Result<()> {
+        self.state.registrar().rereg(region, access)
+    }
+
+    fn lacks(&self, operation: &'static str, kind: ErrorKind, why: &'static str) -> Error {
+        Error::new(kind, operation).provider(self.attr().nic.to_string()).remedy(why)
+    }
+}
+
+impl ProviderDomain for VerbsDomain {
+    fn attr(&self) -> &ProviderAttr {
+        self.state.pd.device.provider_attr()
+    }
+
+    fn register(&self, request: &RegistrationRequest<'_>, pieces: &[Piece<'_>]) -> Result<ProviderRegion> {
+        self.register_with(request, pieces, self.state.options.options)
+    }
+
+    fn register_sub(
+        &self,
+        _base: ProviderRegion,
+        _request: &RegistrationRequest<'_>,
+        _offset: u64,
+        _len: u64,
+    ) -> Result<ProviderRegion> {
+        Err(self.lacks(
+            "register sub-region",
+            ErrorKind::Unsupported,
+            "verbs has no key for part of a registration: register the part by itself, or bind a memory window",
+        ))
+    }
+
+    fn deregister(&self, region: ProviderRegion) -> Result<()> {
+        self.state.regions.deregister(&self.state.pd, region)
+    }
+
+    fn enable(&self, region: ProviderRegion) -> Result<()> {
+        // Usable since it was registered.
+        self.state.regions.with(region, "enable", |_| Ok(()))
+    }
+
+    fn bind_counter(&self, _region: ProviderRegion, _counter: &Arc<Counter>) -> Result<()> {
+        Err(self.lacks("bind counter", ErrorKind::NoSys, "verbs does not count accesses to a region"))
+    }
+
+    fn bind_endpoint(&self, _region: ProviderRegion, _endpoint: &dyn ProviderEndpoint) -> Result<()> {
+        Err(self.lacks(
+            "bind endpoint",
+            ErrorKind::NoSys,
+            "verbs regions belong to a protection domain: bind a type 2 window to limit a key to one endpoint",
+        ))
+    }
+
+    fn refresh(&self, _region: ProviderRegion, _ranges: &[AddressRange]) -> Result<()> {
+        Err(self.lacks(
+            "refresh",
+            ErrorKind::NoSys,
+            "a verbs region keeps its pages: close it and register again, or use the ON_DEMAND option",
+        ))
+    }
+
+    fn raw_key(&self, region: ProviderRegion) -> Result<RawKey> {
+        self.state.regions.raw_key(region)
+    }
+
+    fn remote_key(&self, region: ProviderRegion) -> Option<RemoteKey> {
+        self.state.regions.remote_key(region)
+    }
+
+    fn map_raw(&self, base: Iova, len: u64, addressing: Addressing, raw: &RawKey) -> Result<RemoteKey> {
+        let pieces = read_raw(raw)?;
+        let number = self.state.next_mapped.fetch_add(1, Ordering::Relaxed);
+        self.state.mapped.write().insert(number, pieces);
+        Ok(RemoteKey::mapped(addressing, base, len, number))
+    }
+
+    fn unmap_key(&self, key: &RemoteKey) -> Result<()> {
+        if key.is_mapped() && self.state.mapped.write().remove(&key.as_u64()?).is_some() {
+            return Ok(());
+        }
+        Err(self.lacks("unmap key", ErrorKind::InvalidKey, "unmap a key once, in the domain that mapped it"))
+    }
+
+    fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow> {
+        self.state.windows.alloc(&self.state, window)
+    }
+
+    fn bind_window(&self, window: ProviderWindow, bind: &WindowBind) -> Result<ProviderWindow> {
+        self.state.windows.bind_type_1(&self.state, window, bind)
+    }
+
+    fn free_window(&self, window: ProviderWindow) -> Result<()> {
+        self.state.windows.free(&self.state, window)
+    }
+
+    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
+        Ok(Arc::new(Queue { state: Arc::new(CqState::create(&self.state.pd.device, depth)?) }))
+    }
+
+    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
+        Ok(Arc::new(Endpoint::open(&self.state, attr)?))
+    }
+
+    fn progress(&self) -> Result<usize> {
+        Ok(0)
+    }
+
+    fn live(&self) -> Live {
+        let (regions, page_registrations, bytes) = self.state.regions.counts();
+        Live {
+            regions,
+            page_registrations,
+            bytes,
+            windows: self.state.windows.count(),
+            mapped_keys: self.state.mapped.read().len() as u64,
+            endpoints: self.state.endpoints.load(Ordering::Relaxed),
+        }
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl fmt::Debug for VerbsDomain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("VerbsDomain")
+            .field("nic", &self.attr().nic)
+            .field("options", &self.state.options)
+            .field("live", &self.live())
+            .finish()
+    }
+}

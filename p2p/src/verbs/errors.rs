@@ -1,0 +1,103 @@
+//! The errno dialect of libibverbs and its drivers, turned into kinds, causes and remedies.
+
+use std::ffi::c_int;
+
+use hmem_core::{AddressRange, Errno, Error, ErrorKind, provider::Nic};
+use rustix::process::{Resource, getrlimit};
+
+use super::{access::names, sys::AccessFlags};
+
+/// The error of the last call that returned a null pointer.
+pub(super) fn last() -> Errno {
+    Errno::of(&std::io::Error::last_os_error())
+}
+
+/// The errno of a call that returns one; some calls return -1 and set it.
+pub(super) fn status(returned: c_int) -> Result<(), Errno> {
+    match returned {
+        0 => Ok(()),
+        errno if errno > 0 => Err(Errno(errno)),
+        _ => Err(last()),
+    }
+}
+
+/// A call that failed, with nothing known but its number.
+pub(super) fn call(nic: &Nic, symbol: &'static str, errno: Errno) -> Error {
+    Error::os(errno, symbol).provider(nic.to_string())
+}
+
+/// What a registration was about, for its error.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Registration {
+    pub(super) symbol: &'static str,
+    pub(super) range: AddressRange,
+    pub(super) flags: AccessFlags,
+    pub(super) backing: BackingKind,
+}
+
+/// How the NIC was to get at the memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum BackingKind {
+    Host,
+    DmaBuf,
+    PeerMemory,
+}
+
+const OPTIONS: AccessFlags = AccessFlags::MW_BIND
+    .union(AccessFlags::ZERO_BASED)
+    .union(AccessFlags::ON_DEMAND)
+    .union(AccessFlags::HUGETLB)
+    .union(AccessFlags::RELAXED_ORDERING);
+
+/// Why a driver refused a registration.
+pub(super) fn registration(nic: &Nic, errno: Errno, what: &Registration) -> Error {
+    let limit = getrlimit(Resource::Memlock).current;
+    let base = |kind| {
+        Error::new(kind, what.symbol)
+            .errno(errno)
+            .provider(nic.to_string())
+            .context("range", what.range)
+            .context("access", names(what.flags))
+    };
+    let options = what.flags.intersection(OPTIONS);
+    match (errno.0, what.backing) {
+        (1, BackingKind::Host) if limit.is_some() => memlock(base(ErrorKind::OutOfResources), limit),
+        (12, BackingKind::Host) if limit.is_some() => memlock(base(ErrorKind::OutOfResources), limit),
+        (12, _) => base(ErrorKind::OutOfResources)
+            .remedy("the NIC is out of regions or translation tables: close regions, or register larger pages"),
+        (14, BackingKind::Host) => base(ErrorKind::BadAddress)
+            .remedy("map the whole range, with write permission if the NIC is to write, before registering it"),
+        (14, BackingKind::PeerMemory) => base(ErrorKind::BadAddress).remedy(
+            "no peer-memory client answers for this device address: load one (nvidia-peermem), or use dma-buf",
+        ),
+        (9, BackingKind::DmaBuf) => {
+            base(ErrorKind::InvalidArgument).remedy("the file descriptor is not open: give an open dma-buf")
+        }
+        (22, BackingKind::DmaBuf) => base(ErrorKind::InvalidArgument).remedy(
+            "the fd is no dma-buf, the range reaches past its end, or address and offset differ within a page",
+        ),
+        (38 | 95, BackingKind::DmaBuf) => base(ErrorKind::Unsupported).remedy(
+            "this kernel or NIC driver imports no dma-buf: update it, or use peer memory or a staged copy",
+        ),
+        (524, BackingKind::DmaBuf) => base(ErrorKind::Unsupported).remedy(
+            "the device cannot be reached from this NIC, or the mapping type is wrong: try the other mapping",
+        ),
+        (38 | 95 | 524, _) if !options.is_empty() => base(ErrorKind::Unsupported)
+            .context("options", names(options))
+            .remedy("this device lacks one of the options: register without them"),
+        (22, _) if !options.is_empty() => base(ErrorKind::InvalidArgument)
+            .context("options", names(options))
+            .remedy("the driver refused the range, the rights or one of the options"),
+        (22, _) => base(ErrorKind::InvalidArgument).remedy("the driver refused the range or the rights"),
+        _ => base(errno.kind()),
+    }
+}
+
+/// VRB-05: the limit, its value, and what to do.
+fn memlock(error: Error, limit: Option<u64>) -> Error {
+    let value = limit.map_or_else(|| "unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
+    error.context("limit", "RLIMIT_MEMLOCK").context("value", value).remedy(
+        "raise the locked-memory limit (ulimit -l, memlock in limits.conf, LimitMEMLOCK= in systemd): each \
+         registration counts its pages again; if the limit is not reached, the NIC is out of regions",
+    )
+}

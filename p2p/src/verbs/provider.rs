@@ -1,0 +1,294 @@
+//! The provider: a library, its devices, and how domains on them are opened.
+
+use std::{
+    collections::HashMap,
+    ffi::c_void,
+    fmt,
+    path::{Path, PathBuf},
+    sync::{Arc, Weak},
+};
+
+use hmem_core::{
+    Error, ErrorKind, Result,
+    provider::{DomainRequest, Provider, ProviderAttr, ProviderDomain},
+};
+use parking_lot::Mutex;
+
+use super::{
+    ForkSupport, VerbsDomain, VerbsOptions,
+    device::{OpenDevice, ProtectionDomain},
+    domain::DomainOptions,
+    endpoint::EndpointState,
+    library::Library,
+    sys::{Functions, Pd},
+};
+
+/// Whether pages under registration are protected over `fork` where the kernel does not do it (MON-06).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ForkSafety {
+    /// `ibv_fork_init` where the kernel does not copy pinned pages at fork.
+    #[default]
+    Auto,
+    /// Nothing: the application does not fork, or knows what it does.
+    Off,
+}
+
+/// How to start the provider.
+#[derive(Debug, Default)]
+pub struct Builder {
+    library: Option<PathBuf>,
+    functions: Option<Functions>,
+    fork: ForkSafety,
+    domain: DomainOptions,
+}
+
+impl Builder {
+    /// Loads libibverbs from `path` instead of by its usual name.
+    #[must_use]
+    pub fn library(mut self, path: impl Into<PathBuf>) -> Self {
+        self.library = Some(path.into());
+        self
+    }
+
+    /// Uses these functions instead of a library's.
+    #[must_use]
+    pub fn functions(mut self, functions: Functions) -> Self {
+        self.functions = Some(functions);
+        self
+    }
+
+    /// Whether pages are protected over `fork`.
+    #[must_use]
+    pub fn fork_safety(mut self, fork: ForkSafety) -> Self {
+        self.fork = fork;
+        self
+    }
+
+    /// Options of every registration; one registration's own are those of [`VerbsDomain::register_with`].
+    #[must_use]
+    pub fn options(mut self, options: VerbsOptions) -> Self {
+        self.domain.options = options;
+        self
+    }
+
+    /// Speaks through this port instead of the first active one.
+    #[must_use]
+    pub fn port(mut self, port: u8) -> Self {
+        self.domain.port = Some(port);
+        self
+    }
+
+    /// Speaks from this entry of the port's GID table instead of the best one.
+    #[must_use]
+    pub fn gid_index(mut self, index: u8) -> Self {
+        self.domain.gid_index = Some(index);
+        self
+    }
+
+    /// Splits registrations longer than this many bytes, if the device's own limit is not smaller (VRB-07).
+    #[must_use]
+    pub fn max_registration(mut self, bytes: u64) -> Self {
+        self.domain.max_registration = bytes;
+        self
+    }
+
+    /// Connects both sides at `resolve` where the peer is an endpoint of this provider in this process, and connects
+    /// them again after a failed completion, as if they were connectionless. For tests and single-process tools.
+    #[must_use]
+    pub fn connect_in_process(mut self, connect: bool) -> Self {
+        self.domain.connect_in_process = connect;
+        self
+    }
+
+    /// Loads the library.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] naming the library, with the loader's reason or the symbol that it lacks.
+    pub fn build(self) -> Result<Verbs> {
+        let library = self.start()?;
+        Ok(Verbs::new(library, self.domain, None))
+    }
+
+    /// Uses another crate's protection domain: the provider's one NIC is that of its context, and every domain opened
+    /// registers in it (VRB-04).
+    ///
+    /// # Errors
+    /// As [`Builder::build`]; InvalidArgument for a null pointer; what the driver reported about the device.
+    ///
+    /// # Safety
+    /// `pd` is a live `ibv_pd` of the same copy of libibverbs that this provider loads (or was given), and outlives the
+    /// provider and everything opened from it.
+    pub unsafe fn with_pd(self, pd: *mut c_void) -> Result<Verbs> {
+        let pd: *mut Pd = pd.cast();
+        if pd.is_null() {
+            return Err(Error::new(ErrorKind::InvalidArgument, "with_pd")
+                .provider("verbs")
+                .remedy("give a protection domain of ibv_alloc_pd"));
+        }
+        let library = self.start()?;
+        // SAFETY: the caller vouches for the protection domain.
+        let device = Arc::new(unsafe { OpenDevice::borrowed(&library, pd) }?);
+        Ok(Verbs::new(library, self.domain, Some((device, BroughtPd(pd)))))
+    }
+
+    fn start(&self) -> Result<Arc<Library>> {
+        let functions = match (&self.functions, &self.library) {
+            (Some(functions), _) => functions.clone(),
+            (None, Some(path)) => Functions::load(path)?,
+            (None, None) => Functions::load(Path::new(Functions::LIBRARY))?,
+        };
+        Ok(Arc::new(Library::new(functions, self.fork == ForkSafety::Auto)))
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct BroughtPd(*mut Pd);
+
+// SAFETY: a protection domain may be used from any thread; `with_pd`'s caller keeps it alive.
+unsafe impl Send for BroughtPd {}
+// SAFETY: as above.
+unsafe impl Sync for BroughtPd {}
+
+/// RDMA hardware through libibverbs.
+#[derive(Clone)]
+pub struct Verbs {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    library: Arc<Library>,
+    options: DomainOptions,
+    brought: Option<(Arc<OpenDevice>, BroughtPd)>,
+    /// Kept open: opening costs milliseconds, and every domain of a device can share one context.
+    devices: Mutex<HashMap<String, Arc<OpenDevice>>>,
+    fabric: Arc<Fabric>,
+}
+
+/// The endpoints of one provider, for [`Builder::connect_in_process`].
+#[derive(Debug, Default)]
+pub(super) struct Fabric {
+    endpoints: Mutex<Vec<Weak<EndpointState>>>,
+}
+
+impl Fabric {
+    pub(super) fn add(&self, endpoint: &Arc<EndpointState>) {
+        let mut endpoints = self.endpoints.lock();
+        endpoints.retain(|endpoint| endpoint.strong_count() > 0);
+        endpoints.push(Arc::downgrade(endpoint));
+    }
+
+    /// The endpoint that `is_it` holds for.
+    pub(super) fn find(&self, is_it: impl Fn(&EndpointState) -> bool) -> Option<Arc<EndpointState>> {
+        let alive: Vec<_> = self.endpoints.lock().iter().filter_map(Weak::upgrade).collect();
+        alive.into_iter().find(|endpoint| is_it(endpoint))
+    }
+}
+
+impl Verbs {
+    /// Loads libibverbs by its usual name.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] naming the library, with the loader's reason or the symbol that it lacks.
+    pub fn open() -> Result<Self> {
+        Self::builder().build()
+    }
+
+    /// Starts building.
+    #[must_use]
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    fn new(
+        library: Arc<Library>,
+        options: DomainOptions,
+        brought: Option<(Arc<OpenDevice>, BroughtPd)>,
+    ) -> Self {
+        let (devices, fabric) = (Mutex::default(), Arc::default());
+        Self { inner: Arc::new(Inner { library, options, brought, devices, fabric }) }
+    }
+
+    /// The library in use, as it was named.
+    #[must_use]
+    pub fn library(&self) -> &str {
+        self.inner.library.functions.library()
+    }
+
+    /// How pages under registration survive a `fork`.
+    #[must_use]
+    pub fn fork_support(&self) -> &ForkSupport {
+        &self.inner.library.fork
+    }
+
+    fn device(&self, name: &str) -> Result<Arc<OpenDevice>> {
+        if let Some(device) = self.inner.devices.lock().get(name) {
+            return Ok(Arc::clone(device));
+        }
+        let device = Arc::new(OpenDevice::open(&self.inner.library, name)?);
+        Ok(Arc::clone(self.inner.devices.lock().entry(name.to_owned()).or_insert(device)))
+    }
+}
+
+impl Provider for Verbs {
+    fn name(&self) -> &str {
+        "verbs"
+    }
+
+    fn nics(&self) -> Result<Vec<ProviderAttr>> {
+        if let Some((device, _)) = &self.inner.brought {
+            return Ok(vec![device.provider_attr().clone()]);
+        }
+        let names = self.inner.library.device_names()?;
+        self.inner.devices.lock().retain(|name, _| names.contains(name));
+        let mut nics = Vec::with_capacity(names.len());
+        let mut refused = None;
+        for name in &names {
+            match self.device(name) {
+                Ok(device) => nics.push(device.provider_attr().clone()),
+                Err(error) => {
+                    tracing::warn!(device = name, %error, "a device is left out");
+                    refused = Some(error);
+                }
+            }
+        }
+        match refused {
+            Some(error) if nics.is_empty() => Err(error),
+            _ => Ok(nics),
+        }
+    }
+
+    fn open_domain(&self, request: &DomainRequest) -> Result<Arc<dyn ProviderDomain>> {
+        let pd = match &self.inner.brought {
+            Some((device, pd)) => {
+                let name = &device.nic().name;
+                if request.nic.as_ref().is_some_and(|asked| asked != name) {
+                    return Err(Error::new(ErrorKind::InvalidArgument, "open domain")
+                        .provider(device.nic().to_string())
+                        .context("nic", request.nic.as_deref().unwrap_or_default())
+                        .remedy("the protection domain that was brought along belongs to the named device"));
+                }
+                // SAFETY: `with_pd`'s caller keeps it alive for as long as anything opened from this provider.
+                unsafe { ProtectionDomain::borrowed(device, pd.0) }
+            }
+            None => {
+                let name = match &request.nic {
+                    Some(name) => name.clone(),
+                    None => self.inner.library.device_names()?.swap_remove(0),
+                };
+                ProtectionDomain::alloc(&self.device(&name)?)?
+            }
+        };
+        let domain = VerbsDomain::open(pd, self.inner.options, Arc::clone(&self.inner.fabric), request)?;
+        Ok(Arc::new(domain))
+    }
+}
+
+impl fmt::Debug for Verbs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Verbs")
+            .field("library", &self.library())
+            .field("fork", self.fork_support())
+            .field("options", &self.inner.options)
+            .finish_non_exhaustive()
+    }
+}

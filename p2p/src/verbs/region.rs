@@ -1,0 +1,334 @@
+//! Regions: one or several registrations presented as one.
+
+use std::{
+    collections::HashMap,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use hmem_core::{
+    Access, Address, AddressRange, Addressing, Error, ErrorKind, Iova, LocalKey, RawKey, RemoteKey,
+    RemotePiece, Result, provider::ProviderRegion,
+};
+use parking_lot::{RwLock, RwLockReadGuard};
+
+use super::{
+    VerbsOptions,
+    device::ProtectionDomain,
+    errors,
+    split::Span,
+    sys::{AccessFlags, Mr},
+};
+
+/// The keys of one registration, as any code that works on the same protection domain can use them (VRB-04).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VerbsKey {
+    /// The application's addresses.
+    pub range: AddressRange,
+    /// Where the NIC's addresses of it start, on both sides: the same, or 0 with ZERO_BASED.
+    pub base: u64,
+    /// For local segments.
+    pub lkey: u32,
+    /// For peers.
+    pub rkey: u32,
+}
+
+/// One `ibv_mr`.
+#[derive(Debug)]
+pub(super) struct Part {
+    pub(super) mr: *mut Mr,
+    pub(super) key: VerbsKey,
+}
+
+// SAFETY: libibverbs objects may be used from any thread; the region that holds the part is the only one to deregister it.
+unsafe impl Send for Part {}
+// SAFETY: as above.
+unsafe impl Sync for Part {}
+
+/// What the CPU may do with a region's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum CpuAccess {
+    /// The region owns it: plain loads.
+    Owned,
+    /// Host pages that may be gone: the kernel's fault-safe copy.
+    Guarded,
+    /// None.
+    None,
+}
+
+#[derive(Debug)]
+pub(super) struct Region {
+    pub(super) access: Access,
+    pub(super) flags: AccessFlags,
+    pub(super) options: VerbsOptions,
+    pub(super) cpu: CpuAccess,
+    pub(super) parts: Vec<Part>,
+}
+
+/// Local keys from here up name regions whose lkey cannot stand for them: several, or not the application's addresses.
+const NAMED: u64 = 1 << 63;
+
+/// The regions of a domain, by local key.
+#[derive(Debug, Default)]
+pub(super) struct Regions {
+    map: RwLock<HashMap<u64, Region>>,
+    next: AtomicU64,
+}
+
+/// Bytes of the raw key of a region of one registration; each further one adds the same without the header.
+pub(super) const RAW_KEY: usize = RAW_HEADER + RAW_PIECE;
+const RAW_HEADER: usize = 4;
+const RAW_PIECE: usize = 20;
+const RAW_MAGIC: [u8; 3] = *b"vk\x01";
+
+fn unknown(operation: &'static str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, operation)
+        .provider("verbs")
+        .remedy("the region is not registered here, or is closed")
+}
+
+impl Region {
+    fn addressing(&self) -> Addressing {
+        if self.flags.contains(AccessFlags::ZERO_BASED) { Addressing::ZeroBased } else { Addressing::Virtual }
+    }
+
+    fn len(&self) -> u64 {
+        self.parts.iter().map(|part| part.key.range.len()).sum()
+    }
+
+    fn pieces(&self) -> impl Iterator<Item = RemotePiece> {
+        self.parts.iter().map(|part| RemotePiece {
+            base: Iova(part.key.base),
+            len: part.key.range.len(),
+            key: u64::from(part.key.rkey),
+        })
+    }
+
+    /// The part that holds `address`.
+    pub(super) fn part_at(&self, address: Address) -> Option<&Part> {
+        self.parts.iter().find(|part| part.key.range.contains(address))
+    }
+
+    /// The part and address at `offset` from the region's start, for `len` bytes that lie in one part.
+    pub(super) fn slice(&self, offset: u64, len: u64) -> Option<(&Part, Address)> {
+        let mut before = 0;
+        for part in &self.parts {
+            let size = part.key.range.len();
+            if offset >= before && offset - before <= size && len <= size - (offset - before) {
+                return Some((part, Address(part.key.range.start().0 + (offset - before))));
+            }
+            before += size;
+        }
+        None
+    }
+
+    /// Cuts a local segment into runs of one lkey.
+    fn spans(&self, mut address: Address, mut left: u64, out: &mut Vec<Span>) -> Option<()> {
+        while left > 0 {
+            let part = self.part_at(address)?;
+            let into = address.0 - part.key.range.start().0;
+            let len = left.min(part.key.range.len() - into);
+            out.push(Span { address: part.key.base + into, len, lkey: part.key.lkey });
+            left -= len;
+            address = Address(address.0.wrapping_add(len));
+        }
+        Some(())
+    }
+}
+
+impl Regions {
+    pub(super) fn insert(&self, region: Region) -> ProviderRegion {
+        let single = region.parts.len() == 1 && region.addressing() == Addressing::Virtual;
+        let (lkey, key) = region.parts.first().map_or((0, 0), |part| (part.key.lkey, part.key.rkey));
+        let mut map = self.map.write();
+        let local = if single && !map.contains_key(&u64::from(lkey)) {
+            u64::from(lkey)
+        } else {
+            NAMED | self.next.fetch_add(1, Ordering::Relaxed)
+        };
+        map.insert(local, region);
+        ProviderRegion { token: local, local: LocalKey::from_provider(local), key: u64::from(key) }
+    }
+
+    /// Takes a region out while a driver call changes it, since no lock is held over that, and leaves an empty one in its
+    /// place: its keys may pass to others meanwhile, its name here may not.
+    pub(super) fn take_to_change(&self, handle: ProviderRegion, operation: &'static str) -> Result<Region> {
+        let mut map = self.map.write();
+        let held = map.get_mut(&handle.token).ok_or_else(|| unknown(operation))?;
+        let empty = Region {
+            access: Access::empty(),
+            flags: AccessFlags::empty(),
+            options: VerbsOptions::empty(),
+            cpu: CpuAccess::None,
+            parts: Vec::new(),
+        };
+        Ok(std::mem::replace(held, empty))
+    }
+
+    /// Takes a region out to deregister it.
+    fn take(&self, handle: ProviderRegion, operation: &'static str) -> Result<Region> {
+        self.map.write().remove(&handle.token).ok_or_else(|| unknown(operation))
+    }
+
+    /// Puts a region back that was taken out.
+    pub(super) fn put_back(&self, handle: ProviderRegion, region: Region) {
+        self.map.write().insert(handle.token, region);
+    }
+
+    /// Keeps every region where it is: a post that copies inline reads memory that a close on another thread would free.
+    pub(super) fn hold(&self) -> RwLockReadGuard<'_, impl Sized> {
+        self.map.read()
+    }
+
+    /// Runs `with` while the region cannot go away.
+    pub(super) fn with<T>(
+        &self,
+        region: ProviderRegion,
+        operation: &'static str,
+        with: impl FnOnce(&Region) -> Result<T>,
+    ) -> Result<T> {
+        with(self.map.read_recursive().get(&region.token).ok_or_else(|| unknown(operation))?)
+    }
+
+    /// Translates a local segment, checked for its right and its bounds before the NIC would end the connection over it.
+    pub(super) fn translate(
+        &self,
+        desc: Option<LocalKey>,
+        address: Address,
+        len: u64,
+        right: Access,
+        out: &mut Vec<Span>,
+    ) -> Result<CpuAccess> {
+        let refuse = |kind, why: &'static str| {
+            Error::new(kind, "post")
+                .provider("verbs")
+                .context("address", address)
+                .context("length", len)
+                .remedy(why)
+        };
+        let Some(desc) = desc else {
+            if len == 0 {
+                return Ok(CpuAccess::Guarded);
+            }
+            return Err(refuse(
+                ErrorKind::NoRegion,
+                "give the descriptor of the region that the memory lies in",
+            ));
+        };
+        let map = self.map.read_recursive();
+        let region = map.get(&desc.to_provider()).ok_or_else(|| {
+            refuse(ErrorKind::NoRegion, "the descriptor is of no open region of this domain")
+        })?;
+        if !region.access.contains(right) {
+            return Err(refuse(
+                ErrorKind::AccessDenied,
+                "register the region with the right that this takes",
+            )
+            .context("access", region.access)
+            .context("needed", right));
+        }
+        let before = out.len();
+        if region.spans(address, len, out).is_none() {
+            out.truncate(before);
+            return Err(refuse(ErrorKind::OutOfBounds, "the segment reaches outside its region"));
+        }
+        Ok(region.cpu)
+    }
+
+    pub(super) fn counts(&self) -> (u64, u64, u64) {
+        let map = self.map.read();
+        let parts = map.values().map(|region| region.parts.len() as u64).sum();
+        (map.len() as u64, parts, map.values().map(Region::len).sum())
+    }
+
+    /// Deregisters; what the driver keeps stays registered, so that the call can be made again.
+    pub(super) fn deregister(&self, pd: &ProtectionDomain, handle: ProviderRegion) -> Result<()> {
+        let mut region = self.take(handle, "deregister")?;
+        while let Some(part) = region.parts.pop() {
+            if let Err(error) = release(pd, &part) {
+                region.parts.push(part);
+                self.put_back(handle, region);
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Deregisters what is left when its domain goes.
+    pub(super) fn clear(&self, pd: &ProtectionDomain) {
+        let map = std::mem::take(&mut *self.map.write());
+        if !map.is_empty() {
+            tracing::warn!(nic = %pd.device.nic(), regions = map.len(), "a domain went with regions open");
+        }
+        for part in map.into_values().flat_map(|region| region.parts) {
+            if let Err(error) = release(pd, &part) {
+                tracing::error!(%error, range = %part.key.range, "a region is left to the process's end");
+            }
+        }
+    }
+
+    pub(super) fn keys(&self, region: ProviderRegion) -> Result<Vec<VerbsKey>> {
+        self.with(region, "keys", |region| Ok(region.parts.iter().map(|part| part.key).collect()))
+    }
+
+    pub(super) fn remote_key(&self, handle: ProviderRegion) -> Option<RemoteKey> {
+        let map = self.map.read();
+        let region = map.get(&handle.token)?;
+        let mut pieces = region.pieces();
+        let first = pieces.next()?;
+        let rest: Vec<_> = pieces.collect();
+        let usual = rest.is_empty() && region.addressing() == Addressing::Virtual && first.key == handle.key;
+        (!usual).then(|| RemoteKey::split(region.addressing(), first, rest))
+    }
+
+    pub(super) fn raw_key(&self, handle: ProviderRegion) -> Result<RawKey> {
+        self.with(handle, "raw key", |region| {
+            let mut raw = Vec::with_capacity(RAW_HEADER + RAW_PIECE * region.parts.len());
+            raw.extend_from_slice(&RAW_MAGIC);
+            raw.push(u8::from(region.addressing() == Addressing::ZeroBased));
+            for piece in region.pieces() {
+                raw.extend_from_slice(&piece.base.0.to_be_bytes());
+                raw.extend_from_slice(&piece.len.to_be_bytes());
+                raw.extend_from_slice(&(piece.key as u32).to_be_bytes());
+            }
+            Ok(RawKey(raw))
+        })
+    }
+}
+
+/// The pieces of a raw key.
+pub(super) fn read_raw(raw: &RawKey) -> Result<Vec<RemotePiece>> {
+    let malformed = || {
+        Error::new(ErrorKind::Malformed, "map raw key")
+            .provider("verbs")
+            .context("bytes", raw.0.len())
+            .remedy("pass on the bytes of raw_attr unchanged and whole")
+    };
+    let body = raw.0.strip_prefix(&RAW_MAGIC).ok_or_else(malformed)?;
+    let Some((0 | 1, body)) = body.split_first().map(|(zero, body)| (*zero, body)) else {
+        return Err(malformed());
+    };
+    let (pieces, rest) = body.as_chunks::<RAW_PIECE>();
+    if pieces.is_empty() || !rest.is_empty() {
+        return Err(malformed());
+    }
+    let read = |piece: &[u8; RAW_PIECE]| {
+        let number =
+            |from: usize| piece[from..].first_chunk::<8>().map_or(0, |bytes| u64::from_be_bytes(*bytes));
+        let key = piece.last_chunk::<4>().map_or(0, |bytes| u32::from_be_bytes(*bytes));
+        RemotePiece { base: Iova(number(0)), len: number(8), key: u64::from(key) }
+    };
+    Ok(pieces.iter().map(read).collect())
+}
+
+/// Deregisters one part.
+pub(super) fn release(pd: &ProtectionDomain, part: &Part) -> Result<()> {
+    let deregister = pd.device.library().functions.dereg_mr;
+    // SAFETY: the part was registered in this domain and was taken out of its map, so that nobody else has it.
+    errors::status(unsafe { deregister(part.mr) }).map_err(|errno| {
+        let error = Error::os(errno, "ibv_dereg_mr")
+            .provider(pd.device.nic().to_string())
+            .context("range", part.key.range);
+        // rxe answers EINVAL where the manual says EBUSY.
+        error.remedy("if a memory window is bound to the region, free or unbind it first")
+    })
+}
