@@ -27,6 +27,7 @@ mod iface_kind;
 mod key;
 pub mod monitor;
 mod mr_mode;
+#[allow(unsafe_code)]
 pub mod path;
 #[allow(unsafe_code)]
 pub mod provider;

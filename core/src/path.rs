@@ -191,9 +191,12 @@ pub trait PathDecider: fmt::Debug + Send + Sync {
     ///
     /// On an error nothing is registered and nothing exported.
     ///
+    /// # Safety
+    /// As [`ProviderDomain::register`], for the ranges of the request.
+    ///
     /// # Errors
     /// The error of the last attempt, with the whole trace in its context, if every way was refused.
-    fn register(
+    unsafe fn register(
         &self,
         request: &PathRequest<'_>,
         registry: &Registry,

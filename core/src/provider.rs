@@ -256,10 +256,18 @@ pub trait ProviderDomain: fmt::Debug + Send + Sync {
 
     /// Registers pieces as one region.
     ///
+    /// # Safety
+    /// As [`Domain::regattr`](crate::Domain::regattr): until the region is deregistered the NIC and peers reach the
+    /// memory behind the compiler's back. Memory said to be owned ([`Backing::Host`]) stays mapped until then.
+    ///
     /// # Errors
     /// NoKey, KeyRejected, BadAddress, OutOfResources, Unsupported for a backing it cannot import. Nothing
     /// stays registered or pinned.
-    fn register(&self, request: &RegistrationRequest<'_>, pieces: &[Piece<'_>]) -> Result<ProviderRegion>;
+    unsafe fn register(
+        &self,
+        request: &RegistrationRequest<'_>,
+        pieces: &[Piece<'_>],
+    ) -> Result<ProviderRegion>;
 
     /// Registers `len` bytes from `offset` of `base` with its own key and rights, without touching pages.
     ///

@@ -11,6 +11,7 @@
 #![deny(unsafe_code)]
 
 pub mod loopback;
+#[allow(unsafe_code)]
 pub mod path;
 #[allow(unsafe_code)]
 pub mod staging;

@@ -56,30 +56,35 @@ impl PathDecider for Paths {
         }
     }
 
-    #[inline]
-    fn register(
+    unsafe fn register(
         &self,
         request: &PathRequest<'_>,
         registry: &Registry,
         provider: &dyn ProviderDomain,
     ) -> Result<PathOutcome> {
         if request.dma_buf.is_none() && request.owner.iface == IfaceKind::SYSTEM {
-            let region = register_host(request, provider)?;
+            // SAFETY: passed on to the caller.
+            let region = unsafe { register_host(request, provider) }?;
             return Ok(PathOutcome { region, decision: None });
         }
         let policy = self.policy(request.policy);
-        Trial { request, provider, policy, attempts: Vec::new() }.run(registry)
+        let trial = Trial { request, provider, policy, attempts: Vec::new() };
+        // SAFETY: passed on to the caller.
+        unsafe { trial.run(registry) }
     }
 }
 
-#[inline]
-fn register_host(request: &PathRequest<'_>, provider: &dyn ProviderDomain) -> Result<ProviderRegion> {
+/// # Safety
+/// As [`ProviderDomain::register`], for the ranges of the request.
+unsafe fn register_host(
+    request: &PathRequest<'_>,
+    provider: &dyn ProviderDomain,
+) -> Result<ProviderRegion> {
     let piece =
         |range: &AddressRange| Piece { range: *range, backing: Backing::Host { owned: request.owned } };
-    match request.ranges {
-        [range] => provider.register(&request.registration, &[piece(range)]),
-        ranges => provider.register(&request.registration, &ranges.iter().map(piece).collect::<Vec<_>>()),
-    }
+    let pieces: Vec<_> = request.ranges.iter().map(piece).collect();
+    // SAFETY: passed on to the caller.
+    unsafe { provider.register(&request.registration, &pieces) }
 }
 
 /// Exports of one attempt, given back in the iface's own way when it ends.
@@ -119,7 +124,9 @@ struct Trial<'a> {
 }
 
 impl Trial<'_> {
-    fn run(mut self, registry: &Registry) -> Result<PathOutcome> {
+    /// # Safety
+    /// As [`ProviderDomain::register`], for the ranges of the request.
+    unsafe fn run(mut self, registry: &Registry) -> Result<PathOutcome> {
         if let Some((fd, offset)) = self.request.dma_buf {
             return self.given_dma_buf(fd, offset);
         }
@@ -175,7 +182,8 @@ impl Trial<'_> {
             );
         }
         let piece = Piece { range: self.request.ranges[0], backing: Backing::DmaBuf { fd, offset } };
-        match self.provider.register(&self.request.registration, &[piece]) {
+        // SAFETY: `run` passes the requirement on to the caller.
+        match unsafe { self.provider.register(&self.request.registration, &[piece]) } {
             Ok(region) => Ok(self.done(
                 region,
                 Path::DmaBuf,
@@ -190,7 +198,8 @@ impl Trial<'_> {
     }
 
     fn through_host_pages(mut self, kind: AllocationKind) -> Result<PathOutcome> {
-        match register_host(self.request, self.provider) {
+        // SAFETY: `run` passes the requirement on to the caller.
+        match unsafe { register_host(self.request, self.provider) } {
             Ok(region) => {
                 let why = match kind {
                     AllocationKind::Managed => {
@@ -230,8 +239,8 @@ impl Trial<'_> {
                 exports.made.push((segment.range, export));
             }
         }
-        self.provider
-            .register(&self.request.registration, &exports.pieces())
+        // SAFETY: `run` passes the requirement on to the caller.
+        unsafe { self.provider.register(&self.request.registration, &exports.pieces()) }
             .map_err(|error| (format!("register(dma-buf, {mapping:?} mapping)"), error))
     }
 
@@ -244,8 +253,8 @@ impl Trial<'_> {
                 .map_err(|error| (format!("export_peer_memory({range})"), error))?;
             pieces.push(Piece { range: *range, backing: Backing::PeerMemory { address: export.address } });
         }
-        self.provider
-            .register(&self.request.registration, &pieces)
+        // SAFETY: `run` passes the requirement on to the caller.
+        unsafe { self.provider.register(&self.request.registration, &pieces) }
             .map_err(|error| ("register(peer memory)".to_owned(), error))
     }
 
@@ -259,7 +268,8 @@ impl Trial<'_> {
             backing: Backing::Staged(Arc::new(StagedRange::new(Arc::clone(iface), *range))),
         };
         let pieces: Vec<_> = self.request.ranges.iter().map(piece).collect();
-        match self.provider.register(&self.request.registration, &pieces) {
+        // SAFETY: `run` passes the requirement on to the caller.
+        match unsafe { self.provider.register(&self.request.registration, &pieces) } {
             Ok(region) => Ok(self.done(region, Path::Staged, why, DmaBufMapping::Default)),
             Err(error) => {
                 self.refused(Path::Staged, "register(staged)".into(), error);

@@ -151,7 +151,10 @@ impl DomainInner {
             && self.is_plain_host(*range, attr, inner.flags())?
         {
             let backing = Backing::Host { owned: inner.owns_memory() };
-            let region = self.provider.register(&registration, &[Piece { range: *range, backing }])?;
+            let piece = [Piece { range: *range, backing }];
+            // SAFETY: the memory is the caller's of an unsafe registration call, or owned by the region or borrowed
+            // by the scope that is being registered; `owns_memory` says which.
+            let region = unsafe { self.provider.register(&registration, &piece) }?;
             return Ok(PathOutcome { region, decision: None });
         }
         self.register_rare(inner, attr, registration)
@@ -196,6 +199,7 @@ impl DomainInner {
             owned: inner.owns_memory(),
             policy: self.attr.p2p,
         };
-        self.decider.register(&request, &self.registry, &*self.provider)
+        // SAFETY: as in `register_decided`.
+        unsafe { self.decider.register(&request, &self.registry, &*self.provider) }
     }
 }

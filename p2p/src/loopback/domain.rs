@@ -195,7 +195,11 @@ impl ProviderDomain for Domain {
         &self.state.nic.attr
     }
 
-    fn register(&self, request: &RegistrationRequest<'_>, pieces: &[Piece<'_>]) -> Result<ProviderRegion> {
+    unsafe fn register(
+        &self,
+        request: &RegistrationRequest<'_>,
+        pieces: &[Piece<'_>],
+    ) -> Result<ProviderRegion> {
         self.state.register(request, pieces)
     }
 
@@ -247,6 +251,10 @@ impl ProviderDomain for Domain {
         let token = token_of(region);
         let key = self.state.nic.table.inspect(self.state.slot.id, token, "raw key", |body| body.key)?;
         Ok(keys::write_raw(key, self.state.keys.cookie(key, token), self.state.nic.attr.raw_key_size))
+    }
+
+    fn remote_key(&self, _region: ProviderRegion) -> Option<RemoteKey> {
+        None
     }
 
     fn map_raw(&self, base: Iova, len: u64, addressing: Addressing, raw: &RawKey) -> Result<RemoteKey> {
@@ -314,5 +322,9 @@ impl ProviderDomain for Domain {
             mapped_keys: self.state.mapped.read().len() as u64,
             endpoints: self.state.endpoints.read().len() as u64,
         }
+    }
+
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
     }
 }
