@@ -224,6 +224,7 @@ fn rights_change_in_place_or_the_region_stays_as_it_was() {
         }
         Err(error) => {
             assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+            assert!(error.remedy_text().is_some_and(|text| text.contains("as it was")), "{error}");
             println!("{name}: {error}");
             let key = target.key().expect("key");
             pair.near.read(local, remote(&key, 0, 64)).expect("the old right still works");

@@ -280,11 +280,14 @@ impl Registrar<'_> {
             };
             if done != 0 {
                 // The call returns a class of failure, and the number in errno.
-                let error = Error::os(errors::last(), SYMBOL)
+                let errno = errors::last();
+                let error = Error::os(errno, SYMBOL)
                     .provider(self.pd.device.nic().to_string())
                     .context("range", part.key.range)
                     .context("access", names(flags));
-                return Err(if done <= sys::IBV_REREG_MR_ERR_CMD {
+                // A driver without the call has touched nothing, whatever class the library puts that in.
+                let lost = done <= sys::IBV_REREG_MR_ERR_CMD && errno.kind() != ErrorKind::Unsupported;
+                return Err(if lost {
                     error.remedy("the driver says that the region must not be used any more: close it")
                 } else {
                     error.remedy("the region is as it was: register again with the other rights")
