@@ -76,10 +76,7 @@ impl PathDecider for Paths {
 
 /// # Safety
 /// As [`ProviderDomain::register`], for the ranges of the request.
-unsafe fn register_host(
-    request: &PathRequest<'_>,
-    provider: &dyn ProviderDomain,
-) -> Result<ProviderRegion> {
+unsafe fn register_host(request: &PathRequest<'_>, provider: &dyn ProviderDomain) -> Result<ProviderRegion> {
     let piece =
         |range: &AddressRange| Piece { range: *range, backing: Backing::Host { owned: request.owned } };
     let pieces: Vec<_> = request.ranges.iter().map(piece).collect();

@@ -1,5 +1,7 @@
 //! A domain: its keys, its endpoints, and the calls of the provider contract.
 
+#![allow(unsafe_code)]
+
 use std::{
     collections::HashMap,
     fmt,

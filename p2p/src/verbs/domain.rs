@@ -1,5 +1,7 @@
 //! A domain: a protection domain, its regions and windows, and the calls of the provider contract.
 
+#![allow(unsafe_code)]
+
 use std::{
     any::Any,
     collections::HashMap,
@@ -266,7 +268,11 @@ impl ProviderDomain for VerbsDomain {
         self.state.pd.device.provider_attr()
     }
 
-    fn register(&self, request: &RegistrationRequest<'_>, pieces: &[Piece<'_>]) -> Result<ProviderRegion> {
+    unsafe fn register(
+        &self,
+        request: &RegistrationRequest<'_>,
+        pieces: &[Piece<'_>],
+    ) -> Result<ProviderRegion> {
         self.register_with(request, pieces, self.state.options.options)
     }
 
