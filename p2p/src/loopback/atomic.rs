@@ -20,10 +20,11 @@ use parking_lot::Mutex;
 
 use super::{
     Call,
-    endpoint::{AtomicTask, EndpointState, LocalPart, Recent, Work},
+    endpoint::{EndpointState, Recent},
     execute::{LocalSide, RemoteSide},
     few::Few,
     memory::{self, Span},
+    post::{AtomicTask, LocalPart, Work},
 };
 
 /// The locks under which a NIC's atomics run.

@@ -9,10 +9,11 @@ use hmem_core::{Access, Error, ErrorKind, MrMode, Result, transfer::PeerId};
 
 use super::{
     Call,
-    endpoint::{EndpointState, KeyUse, LocalPart, Origin, Recent, RemotePart, Task, Work},
+    endpoint::{EndpointState, Recent},
     few::Few,
     keys::{KnownGeneration, Token},
     memory::{self, DeviceMemory, Span},
+    post::{KeyUse, LocalPart, Origin, RemotePart, Task, Work},
     region::{Body, Place},
     table::{Held, Refusal},
     window::BoundUse,

@@ -17,10 +17,11 @@ use parking_lot::{Mutex, ReentrantMutex};
 use super::{
     Call,
     domain::DomainState,
-    endpoint::{EndpointState, KeyUse, LocalPart, Recent, Work, canceled_request, full},
+    endpoint::{EndpointState, Recent, canceled_request, full},
     execute::{LocalSide, Outcome},
     few::Few,
     memory::{self, Span},
+    post::{KeyUse, LocalPart, Work},
 };
 
 /// A posted receive.

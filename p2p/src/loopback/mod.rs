@@ -38,6 +38,7 @@ mod keys;
 mod memory;
 mod message;
 mod nic;
+mod post;
 mod progress;
 mod provider;
 mod queue;

@@ -40,148 +40,30 @@
 
 #![allow(unsafe_code)]
 
+mod entry;
+mod held;
+#[cfg(test)]
+mod tests;
+
 use std::{
-    cell::UnsafeCell,
     fmt,
-    ops::Deref,
-    ptr,
-    sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering},
+    sync::atomic::{AtomicU64, Ordering},
 };
 
-use hashbrown::{HashTable, hash_table};
+use hashbrown::hash_table;
 use hmem_core::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use self::entry::{
+    CHUNK, CHUNKS, ENABLED, Entry, GENERATION_SHIFT, LIVE, NO_INDEX, REFRESHING, RESTING, SHARD_BITS, SHARDS,
+    SINGLE_USE, SPENT, Shard, ShardState, Slots, USERS,
+};
+pub(super) use self::held::{Held, Refreshing};
 
 use super::{
     keys::{DomainKeys, KnownGeneration, Token, fold},
     region::{Body, Extended, NewBody},
 };
-
-const SHARD_BITS: u32 = 4;
-const SHARDS: usize = 1 << SHARD_BITS;
-const CHUNK_BITS: u32 = 10;
-const CHUNK: usize = 1 << CHUNK_BITS;
-const CHUNKS: usize = 1 << (24 - SHARD_BITS - CHUNK_BITS);
-/// Where keys are narrow, freed indices rest until this many of their shard are free.
-const RESTING: u32 = 256;
-const NO_INDEX: u32 = u32::MAX;
-
-const GENERATION_SHIFT: u32 = 32;
-const LIVE: u64 = 1 << 31;
-const ENABLED: u64 = 1 << 30;
-const REFRESHING: u64 = 1 << 29;
-const SINGLE_USE: u64 = 1 << 28;
-const SPENT: u64 = 1 << 27;
-const USERS: u64 = SPENT - 1;
-
-/// One region, or room for one.
-#[repr(C, align(64))]
-struct Entry {
-    life: AtomicU64,
-    /// The domain that the body belongs to; a hint unless the entry is held.
-    domain: AtomicU32,
-    /// Of a free entry the next free one, of a live one how many windows and sub-regions depend on it. Changed under
-    /// the shard's lock only.
-    link: AtomicU32,
-    body: UnsafeCell<Body>,
-}
-
-const _: () = assert!(size_of::<Entry>() == 64, "an entry is one cache line");
-
-// SAFETY: `life`, `domain` and `link` are atomics. `body` is written only in the states filling and emptying, by
-// the one thread that owns the entry then (the table of states above), and read only by users, who come after the
-// Release of LIVE and leave with a Release before emptying begins. `Body` itself is Send and Sync.
-unsafe impl Sync for Entry {}
-
-impl Entry {
-    #[inline]
-    fn generation(&self) -> u32 {
-        (self.life.load(Ordering::Relaxed) >> GENERATION_SHIFT) as u32
-    }
-}
-
-impl Default for Entry {
-    fn default() -> Self {
-        Self {
-            life: AtomicU64::new(1 << GENERATION_SHIFT),
-            domain: AtomicU32::new(0),
-            link: AtomicU32::new(0),
-            body: UnsafeCell::new(Body::empty()),
-        }
-    }
-}
-
-/// A run of entries. Allocated once, and freed with the table.
-type Chunk = [Entry; CHUNK];
-
-#[repr(align(128))]
-struct Shard {
-    state: Mutex<ShardState>,
-    chunks: Box<[AtomicPtr<Chunk>; CHUNKS]>,
-}
-
-impl Shard {
-    fn new() -> Self {
-        let chunks: Vec<_> = (0..CHUNKS).map(|_| AtomicPtr::default()).collect();
-        Self {
-            state: Mutex::new(ShardState {
-                requested: HashTable::new(),
-                slots: Slots { first_free: NO_INDEX, last_free: NO_INDEX, free: 0, fresh: 0 },
-                counts: Vec::new(),
-            }),
-            chunks: chunks.try_into().unwrap_or_else(|_| unreachable!("as many were made")),
-        }
-    }
-
-    #[inline]
-    fn entry(&self, within: usize) -> Option<&Entry> {
-        let chunk = self.chunks.get(within >> CHUNK_BITS)?.load(Ordering::Acquire);
-        // SAFETY: a chunk pointer is null or, since the Release that stored it, points to a chunk that lives as long
-        // as the shard.
-        let chunk = unsafe { chunk.as_ref() }?;
-        Some(&chunk[within & (CHUNK - 1)])
-    }
-
-    /// Makes sure that there is an entry; the shard's lock is held.
-    fn make_entry(&self, within: usize) {
-        let chunk = &self.chunks[within >> CHUNK_BITS];
-        if chunk.load(Ordering::Relaxed).is_null() {
-            let entries: Box<[Entry]> = (0..CHUNK).map(|_| Entry::default()).collect();
-            let entries: Box<Chunk> =
-                entries.try_into().unwrap_or_else(|_| unreachable!("as many were made"));
-            chunk.store(Box::into_raw(entries), Ordering::Release);
-        }
-    }
-}
-
-impl Drop for Shard {
-    fn drop(&mut self) {
-        for chunk in &mut *self.chunks {
-            let chunk = std::mem::replace(chunk.get_mut(), ptr::null_mut());
-            if !chunk.is_null() {
-                // SAFETY: the pointer came from `Box::into_raw` in `make_entry`, and nobody refers to entries of a
-                // table that is dropped.
-                drop(unsafe { Box::from_raw(chunk) });
-            }
-        }
-    }
-}
-
-struct ShardState {
-    requested: HashTable<u32>,
-    slots: Slots,
-    /// By the slot of the domain.
-    counts: Vec<Counts>,
-}
-
-/// The indices of a shard that are to be had.
-struct Slots {
-    first_free: u32,
-    last_free: u32,
-    free: u32,
-    /// Entries that were ever used.
-    fresh: u32,
-}
 
 /// What a domain has registered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -679,73 +561,6 @@ pub(super) struct Removed {
     pub(super) extended: Option<Box<Extended>>,
 }
 
-/// A region that cannot be emptied while this is held.
-pub(super) struct Held<'t> {
-    table: &'t Table,
-    entry: &'t Entry,
-    pub(super) token: Token,
-}
-
-impl Held<'_> {
-    #[inline]
-    pub(super) fn domain(&self) -> u32 {
-        self.entry.domain.load(Ordering::Relaxed)
-    }
-
-    /// Uses up the key, if it is good for one use only; false if somebody else was first.
-    #[inline]
-    pub(super) fn spend(&self) -> bool {
-        self.entry.life.load(Ordering::Relaxed) & SINGLE_USE == 0
-            || self.entry.life.fetch_or(SPENT, Ordering::AcqRel) & SPENT == 0
-    }
-}
-
-impl Deref for Held<'_> {
-    type Target = Body;
-
-    #[inline]
-    fn deref(&self) -> &Body {
-        // SAFETY: this is a user of the entry (`hold_entry` or `refresh` added it, `drop` takes it away), and bodies
-        // are written only where there are no users.
-        unsafe { &*self.entry.body.get() }
-    }
-}
-
-impl Drop for Held<'_> {
-    #[inline]
-    fn drop(&mut self) {
-        let before = self.entry.life.fetch_sub(1, Ordering::Release);
-        if before & (LIVE | REFRESHING) != LIVE {
-            self.table.wake_waiters();
-        }
-    }
-}
-
-impl fmt::Debug for Held<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Held").field(&self.token).finish()
-    }
-}
-
-/// A region whose users are gone and that takes no new ones until this is dropped.
-pub(super) struct Refreshing<'t> {
-    held: Held<'t>,
-}
-
-impl Deref for Refreshing<'_> {
-    type Target = Body;
-
-    fn deref(&self) -> &Body {
-        &self.held
-    }
-}
-
-impl Drop for Refreshing<'_> {
-    fn drop(&mut self) {
-        self.held.entry.life.fetch_and(!REFRESHING, Ordering::Release);
-    }
-}
-
 /// A shard of the calling thread's own, so that threads rarely meet at a lock: by the address of a thread-local, which
 /// no other living thread shares.
 #[inline]
@@ -786,97 +601,4 @@ fn full() -> Error {
         .provider("loopback")
         .context("limit", "2^24 table entries")
         .remedy("close regions before registering more")
-}
-
-#[cfg(test)]
-mod tests {
-    use hmem_core::{Access, Addressing};
-
-    use super::*;
-    use crate::loopback::region::Kind;
-
-    const DOMAIN: DomainSlot = DomainSlot { id: 7, slot: 0 };
-    const BIRTH: Birth = Birth { enabled: true, single_use: false, pages: true };
-
-    fn table(narrow: bool) -> Table {
-        let table = Table::new(1, narrow);
-        table.admit(DOMAIN);
-        table
-    }
-
-    fn body() -> NewBody {
-        NewBody {
-            base: 4096,
-            len: 64,
-            extended: None,
-            access: Access::REMOTE_READ,
-            kind: Kind::Borrowed,
-            addressing: Addressing::ZeroBased,
-        }
-    }
-
-    #[test]
-    fn a_token_is_good_for_one_life() {
-        let table = table(false);
-        let first = table.insert_requested(DOMAIN, 1, body(), BIRTH).unwrap();
-        table.remove(DOMAIN, first, true).unwrap();
-        let second = table.insert_requested(DOMAIN, 1, body(), BIRTH).unwrap();
-        assert_eq!(first.index, second.index);
-        let hold = |token: Token| {
-            let known = KnownGeneration::Whole(token.generation);
-            table.hold(token.index, known, true).map(|held| held.token)
-        };
-        assert_eq!(hold(first).unwrap_err(), Refusal::Dead);
-        assert_eq!(hold(second).unwrap(), second);
-        assert!(!table.is_live(DOMAIN.id, first) && table.is_live(DOMAIN.id, second));
-        assert!(table.remove(DOMAIN, first, true).is_err());
-        assert!(table.remove(DomainSlot { id: 8, slot: 0 }, second, true).is_err());
-    }
-
-    #[test]
-    fn of_two_that_hold_a_single_use_region_one_may_use_it() {
-        let table = table(false);
-        let birth = Birth { single_use: true, ..BIRTH };
-        table.insert_requested(DOMAIN, 1, body(), birth).unwrap();
-        let hold = || table.hold_requested(DOMAIN.id, 1, true);
-        let (one, two) = (hold().unwrap(), hold().unwrap());
-        assert!(one.spend() && !two.spend());
-        assert_eq!(hold().unwrap_err(), Refusal::Dead);
-        table.hold(one.token.index, KnownGeneration::Whole(one.token.generation), false).unwrap();
-    }
-
-    #[test]
-    fn narrow_tables_reuse_the_oldest_index_and_only_after_a_rest() {
-        let table = table(true);
-        let keys = DomainKeys::new(4).unwrap();
-        let mut last_seen = std::collections::HashMap::new();
-        for round in 0..10 * RESTING {
-            let (token, key) = table.insert_sealed(DOMAIN, &keys, body(), BIRTH).unwrap();
-            assert_eq!(key >> 8, u64::from(token.index));
-            if let Some(before) = last_seen.insert(token.index, round) {
-                assert!(
-                    round - before >= RESTING,
-                    "index {} came back after {}",
-                    token.index,
-                    round - before
-                );
-            }
-            table.remove(DOMAIN, token, false).unwrap();
-        }
-        assert!(last_seen.len() <= RESTING as usize + 1);
-    }
-
-    #[test]
-    fn an_index_whose_generations_are_used_up_is_retired() {
-        let table = table(false);
-        let token = table.insert_requested(DOMAIN, 1, body(), BIRTH).unwrap();
-        table.remove(DOMAIN, token, true).unwrap();
-        let last = u64::from(u32::MAX) << GENERATION_SHIFT;
-        table.known(token.index).life.store(last, Ordering::Relaxed);
-        let old = table.insert_requested(DOMAIN, 1, body(), BIRTH).unwrap();
-        assert_eq!((old.index, old.generation), (token.index, u32::MAX));
-        table.remove(DOMAIN, old, true).unwrap();
-        let next = table.insert_requested(DOMAIN, 1, body(), BIRTH).unwrap();
-        assert_ne!(next.index, token.index);
-    }
 }

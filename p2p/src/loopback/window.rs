@@ -21,9 +21,10 @@ use parking_lot::{Condvar, Mutex, RwLock};
 
 use super::{
     domain::{DomainState, token_of},
-    endpoint::{BindTask, EndpointState, KeyUse},
+    endpoint::EndpointState,
     execute::{denied, refused_remote},
     keys::{self, KnownGeneration, Token},
+    post::{BindTask, KeyUse},
     region::{Body, Place},
     table::{Held, Refusal},
 };
