@@ -5,6 +5,7 @@
 
 #![allow(missing_docs, reason = "a bench is a program")]
 
+#[allow(dead_code, reason = "other benches use the rest of it")]
 mod report;
 
 use std::{hint::black_box, sync::Arc, time::Duration};

@@ -8,8 +8,9 @@
 #![allow(missing_docs, reason = "a bench is a program")]
 
 #[path = "peer/libfabric/mod.rs"]
-#[allow(dead_code, reason = "other benches use the rest of it")]
+#[allow(dead_code, unused_imports, reason = "other benches use the rest of it")]
 mod libfabric;
+#[allow(dead_code, reason = "other benches use the rest of it")]
 mod report;
 
 use std::{hint::black_box, time::Duration};

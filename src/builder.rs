@@ -85,8 +85,16 @@ impl Hmem {
     /// # Errors
     /// As [`Domain::open`] and [`Hmem::provider`].
     pub fn domain(&self, provider: &str, attr: DomainAttr) -> Result<Domain> {
-        let provider = self.provider(provider)?;
-        Domain::open(&**provider, Arc::clone(&self.registry), Arc::clone(&self.decider), attr)
+        self.domain_on(&**self.provider(provider)?, attr)
+    }
+
+    /// Opens a domain of a provider that need not have been added: of one of several loopback fabrics, for example,
+    /// which share a name.
+    ///
+    /// # Errors
+    /// As [`Domain::open`].
+    pub fn domain_on(&self, provider: &dyn Provider, attr: DomainAttr) -> Result<Domain> {
+        Domain::open(provider, Arc::clone(&self.registry), Arc::clone(&self.decider), attr)
     }
 }
 
@@ -150,10 +158,12 @@ impl Builder {
     /// or provider name that was added twice.
     pub fn build(self) -> Result<Hmem> {
         let filter = match self.filter {
-            Some(filter) => Some(filter),
-            None => env::text(env::HMEM)?,
+            Some(names) => Some(Filter::parse(&names, &self.plug_ins)?),
+            None => env::text(env::HMEM)?
+                .map(|names| Filter::parse(&names, &self.plug_ins))
+                .transpose()
+                .map_err(|error| error.context("variable", env::HMEM))?,
         };
-        let filter = filter.map(|names| Filter::parse(&names, &self.plug_ins)).transpose()?;
         let disable_p2p = match self.disable_p2p {
             Some(disable) => disable,
             None => env::boolean(env::DISABLE_P2P)?.unwrap_or(false),
@@ -208,12 +218,11 @@ impl Filter {
             let name = name.to_ascii_lowercase();
             let plugged_in = plug_ins.iter().any(|iface| iface.name().eq_ignore_ascii_case(&name));
             if !plugged_in {
-                name.parse::<IfaceKind>().map_err(|error| {
+                name.parse::<IfaceKind>().map_err(|_| {
                     Error::new(ErrorKind::InvalidArgument, "iface filter")
                         .context("name", &name)
                         .context("filter", names)
                         .remedy("use system, cuda, rocr, ze, neuron, synapseai or the name of an added iface")
-                        .caused_by(error)
                 })?;
             }
             admitted.insert(name);

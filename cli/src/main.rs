@@ -1,3 +1,67 @@
-//! The hmem command.
+//! The hmem command: reads the command line, runs, and turns the outcome into an exit status.
 
-fn main() {}
+#![deny(unsafe_code)]
+
+use std::{
+    io::{self, BufWriter, IsTerminal, Write},
+    process::ExitCode,
+};
+
+use clap::{Parser, error::ErrorKind};
+use hmem_cli::{
+    Failure, Outcome,
+    args::{self, Cli},
+};
+use tracing_subscriber::filter::LevelFilter;
+
+const FAILED: u8 = 1;
+const USAGE: u8 = 2;
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return refuse(&error),
+    };
+    log(&cli);
+    let mut out = BufWriter::new(io::stdout().lock());
+    let outcome = hmem_cli::run(&cli, &mut out).and_then(|outcome| {
+        out.flush()?;
+        Ok(outcome)
+    });
+    match outcome {
+        Ok(Outcome::Passed) => ExitCode::SUCCESS,
+        Ok(Outcome::Failed) => ExitCode::from(FAILED),
+        // Whoever read the output has seen enough.
+        Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("error: {failure}");
+            ExitCode::from(USAGE)
+        }
+    }
+}
+
+fn refuse(error: &clap::Error) -> ExitCode {
+    match error.kind() {
+        ErrorKind::DisplayHelp
+        | ErrorKind::DisplayVersion
+        | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => error.exit(),
+        _ => {
+            eprintln!("{}", args::one_line(error));
+            ExitCode::from(USAGE)
+        }
+    }
+}
+
+/// The library logs through `tracing`; nobody listens unless asked to.
+fn log(cli: &Cli) {
+    let level = match cli.verbose {
+        0 => return,
+        1 => LevelFilter::DEBUG,
+        _ => LevelFilter::TRACE,
+    };
+    tracing_subscriber::fmt()
+        .with_max_level(level)
+        .with_ansi(io::stderr().is_terminal() && cli.color != args::Color::Never)
+        .with_writer(io::stderr)
+        .init();
+}

@@ -115,6 +115,20 @@ impl Registry {
         Ok(Owner::SYSTEM)
     }
 
+    /// Whether no device iface claims `address`.
+    ///
+    /// # Errors
+    /// A failed driver call.
+    #[inline]
+    pub fn is_host(&self, address: Address) -> Result<bool> {
+        for iface in &self.devices {
+            if iface.query(address)?.is_some() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// The owner of a whole range.
     ///
     /// # Errors

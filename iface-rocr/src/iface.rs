@@ -306,9 +306,7 @@ pub(crate) fn check(code: HsaStatus, operation: &'static str) -> Result<()> {
 
 /// The code by name, and in the base in which the header writes it.
 fn coded(error: Error, code: HsaStatus) -> Error {
-    error
-        .driver_code(code.name().unwrap_or_default(), code.0.into())
-        .context("status", format_args!("{:#x}", code.0))
+    error.driver_code(code.name().unwrap_or_default(), code.0.into())
 }
 
 impl Iface for Rocr {

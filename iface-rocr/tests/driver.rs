@@ -231,7 +231,7 @@ fn a_driver_without_devices_is_unavailable_with_its_own_code() {
     let code = error.driver().expect("the driver's code");
     assert_eq!((code.name.as_ref(), code.code), ("HSA_STATUS_ERROR_OUT_OF_RESOURCES", 0x1008));
     assert!(error.context_value("library").is_some());
-    assert_eq!(error.context_value("status"), Some("0x1008"));
+    assert!(error.to_string().contains("0x1008"), "{error}");
 }
 
 /// HM-04
@@ -295,7 +295,7 @@ fn a_code_that_no_header_names_keeps_its_number() {
     DRIVER.with_borrow_mut(|driver| driver.query = HsaStatus(12_345));
     let error = iface.query(Address(0x7000_0000)).expect_err("the driver refused");
     assert_eq!(error.kind(), ErrorKind::Driver);
-    assert!(error.to_string().contains("code 12345"), "{error}");
+    assert!(error.to_string().contains("code 0x3039"), "{error}");
 }
 
 /// HM-05

@@ -394,9 +394,7 @@ pub(crate) fn check(code: ZeResult, operation: &'static str) -> Result<()> {
 
 /// The code by name, and in the base in which the header writes it.
 fn coded(error: Error, code: ZeResult) -> Error {
-    error
-        .driver_code(code.name().unwrap_or_default(), code.0.into())
-        .context("status", format_args!("{:#x}", code.0))
+    error.driver_code(code.name().unwrap_or_default(), code.0.into())
 }
 
 impl Iface for LevelZero {

@@ -282,7 +282,7 @@ fn a_driver_without_devices_is_unavailable_with_its_own_code() {
     let code = error.driver().expect("the driver's code");
     assert_eq!((code.name.as_ref(), code.code), ("ZE_RESULT_ERROR_UNINITIALIZED", 0x7800_0001));
     assert!(error.context_value("library").is_some());
-    assert_eq!(error.context_value("status"), Some("0x78000001"));
+    assert!(error.to_string().contains("0x78000001"), "{error}");
 }
 
 /// HM-04
@@ -346,7 +346,7 @@ fn a_code_that_no_header_names_keeps_its_number() {
     DRIVER.with_borrow_mut(|driver| driver.query = ZeResult(12_345));
     let error = iface.query(Address(0x7000_0000)).expect_err("the driver refused");
     assert_eq!(error.kind(), ErrorKind::Driver);
-    assert!(error.to_string().contains("code 12345"), "{error}");
+    assert!(error.to_string().contains("code 0x3039"), "{error}");
 }
 
 /// HM-05

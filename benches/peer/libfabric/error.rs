@@ -10,14 +10,14 @@ pub(crate) struct FabricErrno(pub(crate) i32);
 
 impl FabricErrno {
     /// The provider has no room now; make progress and try again.
-    pub(super) const AGAIN: Self = Self(sys::FI_EAGAIN);
+    pub(crate) const AGAIN: Self = Self(sys::FI_EAGAIN);
     /// No provider satisfies the hints.
-    pub(super) const NODATA: Self = Self(sys::FI_ENODATA);
+    pub(crate) const NODATA: Self = Self(sys::FI_ENODATA);
     /// A failed operation is waiting in the completion queue.
-    pub(super) const AVAIL: Self = Self(sys::FI_EAVAIL);
+    pub(crate) const AVAIL: Self = Self(sys::FI_EAVAIL);
     /// The key is taken, or unknown.
     #[cfg(test)]
-    pub(super) const NOKEY: Self = Self(sys::FI_ENOKEY);
+    pub(crate) const NOKEY: Self = Self(sys::FI_ENOKEY);
 }
 
 impl fmt::Display for FabricErrno {

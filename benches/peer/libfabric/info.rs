@@ -10,24 +10,24 @@ use super::sys;
 
 /// What is asked of a provider. Where a field is zero, the provider chooses.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Hints {
+pub(crate) struct Hints {
     /// The provider's name, layered ones with a semicolon.
-    pub(super) provider: &'static str,
+    pub(crate) provider: &'static str,
     /// `FI_EP_*`.
-    pub(super) endpoint_type: c_int,
+    pub(crate) endpoint_type: c_int,
     /// Capabilities of the endpoints.
-    pub(super) caps: u64,
+    pub(crate) caps: u64,
     /// Registration modes that this program can live with.
-    pub(super) mr_mode: c_int,
+    pub(crate) mr_mode: c_int,
     /// Orders that the initiator insists on.
-    pub(super) message_order: u64,
+    pub(crate) message_order: u64,
     /// The local address to be used, where the provider has more than one.
-    pub(super) source: Option<&'static CStr>,
+    pub(crate) source: Option<&'static CStr>,
 }
 
 /// A list found by `fi_getinfo`. The peers use its first entry, which is libfabric's preference.
 #[derive(Debug)]
-pub(super) struct Info {
+pub(crate) struct Info {
     libfabric: Libfabric,
     head: NonNull<sys::fi_info>,
 }
@@ -39,7 +39,7 @@ impl Info {
     ///
     /// [`FabricError::ProviderMissing`] when nothing satisfies them, [`FabricError::Call`]
     /// otherwise.
-    pub(super) fn find(libfabric: Libfabric, hints: Hints) -> Result<Self, FabricError> {
+    pub(crate) fn find(libfabric: Libfabric, hints: Hints) -> Result<Self, FabricError> {
         let wanted = Self::hints(libfabric, hints)?;
         let (node, flags) = match hints.source {
             Some(address) => (address.as_ptr(), sys::FI_SOURCE),
@@ -109,12 +109,12 @@ impl Info {
     }
 
     /// The entry, for the calls that open something by it. Valid as long as `self`.
-    pub(super) fn as_ptr(&self) -> *mut sys::fi_info {
+    pub(crate) fn as_ptr(&self) -> *mut sys::fi_info {
         self.head.as_ptr()
     }
 
     /// The provider's full name.
-    pub(super) fn provider(&self) -> String {
+    pub(crate) fn provider(&self) -> String {
         // SAFETY: entries that `fi_getinfo` returns have a `fabric_attr`.
         let name = unsafe { (*self.head.as_ref().fabric_attr).prov_name };
         if name.is_null() {
@@ -125,13 +125,13 @@ impl Info {
     }
 
     /// The registration modes that the provider demands.
-    pub(super) fn mr_mode(&self) -> c_int {
+    pub(crate) fn mr_mode(&self) -> c_int {
         // SAFETY: entries that `fi_getinfo` returns have a `domain_attr`.
         unsafe { (*self.head.as_ref().domain_attr).mr_mode }
     }
 
     /// Opens the fabric of this entry.
-    pub(super) fn fabric(&self) -> Result<Object<sys::fid_fabric>, FabricError> {
+    pub(crate) fn fabric(&self) -> Result<Object<sys::fid_fabric>, FabricError> {
         // SAFETY: `fabric_attr` belongs to this entry, and the call writes the object on success.
         Object::open(self.libfabric, "fi_fabric", |out| unsafe {
             (self.libfabric.functions.fi_fabric)(self.head.as_ref().fabric_attr, out, ptr::null_mut())

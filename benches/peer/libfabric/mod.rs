@@ -20,17 +20,12 @@
 //! library is never unloaded, and why these peers belong in a bench and not next to code under
 //! test that relies on its own handlers.
 
-mod error;
-mod info;
-mod objects;
-mod registration;
-mod shm;
-mod sys;
-
-#[cfg(test)]
-mod behaviour_test;
-#[cfg(test)]
-mod layout_test;
+pub(crate) mod error;
+pub(crate) mod info;
+pub(crate) mod objects;
+pub(crate) mod registration;
+pub(crate) mod shm;
+pub(crate) mod sys;
 
 use std::ffi::{CStr, c_void};
 

@@ -15,7 +15,7 @@ use super::sys;
 
 impl Libfabric {
     /// The library's text for an error number.
-    pub(super) fn text(self, code: FabricErrno) -> String {
+    pub(crate) fn text(self, code: FabricErrno) -> String {
         // SAFETY: `fi_strerror` accepts any number.
         let text = unsafe { (self.functions.fi_strerror)(code.0) };
         if text.is_null() {
@@ -27,7 +27,7 @@ impl Libfabric {
 
     /// Turns a return value, zero or a negated error number, into a result.
     #[inline]
-    pub(super) fn check(self, operation: &'static str, returned: c_int) -> Result<(), FabricError> {
+    pub(crate) fn check(self, operation: &'static str, returned: c_int) -> Result<(), FabricError> {
         if returned == 0 {
             return Ok(());
         }
@@ -40,14 +40,14 @@ impl Libfabric {
     }
 
     /// As [`Self::check`], for the calls that return a count or a negated error number.
-    pub(super) fn check_size(self, operation: &'static str, returned: isize) -> Result<usize, FabricError> {
+    pub(crate) fn check_size(self, operation: &'static str, returned: isize) -> Result<usize, FabricError> {
         usize::try_from(returned).map_err(|_| self.call_error(operation, FabricErrno::from_negated(returned)))
     }
 }
 
 impl FabricErrno {
     /// The error number behind a negative return value of the data transfer calls.
-    pub(super) fn from_negated(returned: isize) -> Self {
+    pub(crate) fn from_negated(returned: isize) -> Self {
         Self(i32::try_from(-returned).unwrap_or(i32::MAX))
     }
 }
@@ -60,7 +60,7 @@ fn missing(operation: &'static str) -> FabricError {
 }
 
 #[cold]
-pub(super) fn nothing_returned(operation: &'static str) -> FabricError {
+pub(crate) fn nothing_returned(operation: &'static str) -> FabricError {
     FabricError::NothingReturned { operation }
 }
 
@@ -78,7 +78,7 @@ fn slot<T>(operation: &'static str, slot: Option<T>) -> Result<T, FabricError> {
 /// # Safety
 ///
 /// The type is `repr(C)` and its first field is a [`sys::fid`].
-pub(super) unsafe trait Fid {
+pub(crate) unsafe trait Fid {
     /// What closing it is called in an error.
     const CLOSE: &'static str;
 }
@@ -102,7 +102,7 @@ fid! {
 }
 
 /// An open object. Invariant: `raw` came from a successful open and has not been closed.
-pub(super) struct Object<T: Fid> {
+pub(crate) struct Object<T: Fid> {
     libfabric: Libfabric,
     raw: NonNull<T>,
 }
@@ -111,7 +111,7 @@ impl<T: Fid> Object<T> {
     /// Runs `open`, which puts the object's address where it is told and returns zero, or returns
     /// a negated error number.
     #[inline]
-    pub(super) fn open(
+    pub(crate) fn open(
         libfabric: Libfabric,
         operation: &'static str,
         open: impl FnOnce(*mut *mut T) -> c_int,
@@ -139,7 +139,7 @@ impl<T: Fid> Object<T> {
     /// Closes the object. When the library refuses, the object is left to the process: it is in
     /// use by something this module does not know of.
     #[inline]
-    pub(super) fn close(self) -> Result<(), FabricError> {
+    pub(crate) fn close(self) -> Result<(), FabricError> {
         let closed = self.close_raw();
         std::mem::forget(self);
         closed
@@ -162,7 +162,7 @@ impl<T: Fid> Drop for Object<T> {
 
 impl Object<sys::fid_fabric> {
     /// Opens the domain that `info` describes.
-    pub(super) fn domain(&self, info: &Info) -> Result<Object<sys::fid_domain>, FabricError> {
+    pub(crate) fn domain(&self, info: &Info) -> Result<Object<sys::fid_domain>, FabricError> {
         // SAFETY: the fabric is open and owns its table.
         let domain = slot("fi_domain", unsafe { (*(*self.raw.as_ptr()).ops).domain })?;
         // SAFETY: the fabric is open and `info` is the entry it was opened from.
@@ -177,7 +177,7 @@ impl Object<sys::fid_domain> {
     ///
     /// The software providers only note the range; they touch its bytes when a transfer does.
     #[inline]
-    pub(super) fn register(
+    pub(crate) fn register(
         &self,
         buf: *const u8,
         len: usize,
@@ -207,7 +207,7 @@ impl Object<sys::fid_domain> {
     }
 
     /// A completion queue of `size` entries in the shortest format, without a wait object.
-    pub(super) fn completion_queue(&self, size: usize) -> Result<Object<sys::fid_cq>, FabricError> {
+    pub(crate) fn completion_queue(&self, size: usize) -> Result<Object<sys::fid_cq>, FabricError> {
         let mut attr = sys::fi_cq_attr {
             size,
             flags: 0,
@@ -226,7 +226,7 @@ impl Object<sys::fid_domain> {
     }
 
     /// An address vector for `count` addresses.
-    pub(super) fn address_vector(&self, count: usize) -> Result<Object<sys::fid_av>, FabricError> {
+    pub(crate) fn address_vector(&self, count: usize) -> Result<Object<sys::fid_av>, FabricError> {
         let mut attr = sys::fi_av_attr {
             r#type: sys::FI_AV_TABLE,
             rx_ctx_bits: 0,
@@ -245,7 +245,7 @@ impl Object<sys::fid_domain> {
     }
 
     /// The endpoint that `info` describes.
-    pub(super) fn endpoint(&self, info: &Info) -> Result<Object<sys::fid_ep>, FabricError> {
+    pub(crate) fn endpoint(&self, info: &Info) -> Result<Object<sys::fid_ep>, FabricError> {
         // SAFETY: the domain is open and owns its table.
         let endpoint = slot("fi_endpoint", unsafe { (*(*self.raw.as_ptr()).ops).endpoint })?;
         // SAFETY: the domain is open and `info` is the entry it was opened from.
@@ -257,7 +257,7 @@ impl Object<sys::fid_domain> {
 
 impl Object<sys::fid_mr> {
     /// The key that a peer must present.
-    pub(super) fn key(&self) -> u64 {
+    pub(crate) fn key(&self) -> u64 {
         // SAFETY: the region is open, and its key is written before it is handed out.
         unsafe { (*self.raw.as_ptr()).key }
     }
@@ -265,7 +265,7 @@ impl Object<sys::fid_mr> {
 
 impl Object<sys::fid_av> {
     /// Adds one address in the provider's format.
-    pub(super) fn insert(&self, address: &[u8]) -> Result<sys::fi_addr_t, FabricError> {
+    pub(crate) fn insert(&self, address: &[u8]) -> Result<sys::fi_addr_t, FabricError> {
         // SAFETY: the address vector is open and owns its table.
         let insert = slot("fi_av_insert", unsafe { (*(*self.raw.as_ptr()).ops).insert })?;
         let mut index = u64::MAX;
@@ -290,7 +290,7 @@ impl Object<sys::fid_cq> {
     /// [`FabricError::Completion`] when the completion is that of a failed operation, which is then
     /// reported as `operation`.
     #[inline]
-    pub(super) fn poll(&self, operation: &'static str) -> Result<bool, FabricError> {
+    pub(crate) fn poll(&self, operation: &'static str) -> Result<bool, FabricError> {
         let mut entry = sys::fi_cq_entry { op_context: ptr::null_mut() };
         // SAFETY: the queue is open and owns its table.
         let read = slot("fi_cq_read", unsafe { (*(*self.raw.as_ptr()).ops).read })?;
@@ -344,7 +344,7 @@ impl Object<sys::fid_cq> {
 
 impl Object<sys::fid_ep> {
     /// Binds a completion queue or an address vector.
-    pub(super) fn bind<T: Fid>(&self, other: &Object<T>, flags: u64) -> Result<(), FabricError> {
+    pub(crate) fn bind<T: Fid>(&self, other: &Object<T>, flags: u64) -> Result<(), FabricError> {
         // SAFETY: the endpoint is open and owns its table.
         let bind = slot("fi_ep_bind", unsafe { (*(*self.fid()).ops).bind })?;
         // SAFETY: both objects are open and of one domain.
@@ -353,7 +353,7 @@ impl Object<sys::fid_ep> {
     }
 
     /// Turns the endpoint on.
-    pub(super) fn enable(&self) -> Result<(), FabricError> {
+    pub(crate) fn enable(&self) -> Result<(), FabricError> {
         // SAFETY: the endpoint is open and owns its table.
         let control = slot("fi_enable", unsafe { (*(*self.fid()).ops).control })?;
         // SAFETY: the endpoint is open, and this command takes no argument.
@@ -362,7 +362,7 @@ impl Object<sys::fid_ep> {
     }
 
     /// The endpoint's own address in the provider's format.
-    pub(super) fn name(&self) -> Result<Vec<u8>, FabricError> {
+    pub(crate) fn name(&self) -> Result<Vec<u8>, FabricError> {
         // SAFETY: the endpoint is open and owns its table.
         let getname = slot("fi_getname", unsafe { (*(*self.raw.as_ptr()).cm).getname })?;
         let mut address = vec![0; 512];
@@ -383,7 +383,7 @@ impl Object<sys::fid_ep> {
     /// writable at `remote` for `len` bytes, until the operation has completed and arrived. No Rust
     /// reference to either range is used meanwhile.
     #[inline]
-    pub(super) unsafe fn write(
+    pub(crate) unsafe fn write(
         &self,
         source: *const u8,
         len: usize,

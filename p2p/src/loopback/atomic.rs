@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 
 use super::{
     Call,
-    endpoint::{AtomicTask, EndpointState, LocalPart, Work},
+    endpoint::{AtomicTask, EndpointState, LocalPart, Recent, Work},
     execute::{LocalSide, RemoteSide},
     few::Few,
     memory::{self, Span},
@@ -101,8 +101,13 @@ mod integer {
 }
 
 impl EndpointState {
-    pub(super) fn atomic_transfer(self: &Arc<Self>, work: &Work, task: &AtomicTask) -> Result<u64> {
-        let target = self.target(work)?;
+    pub(super) fn atomic_transfer(
+        self: &Arc<Self>,
+        work: &Work,
+        task: &AtomicTask,
+        recent: &mut Recent,
+    ) -> Result<u64> {
+        let target = self.target(work, recent)?;
         let reads_only = task.op == AtomicOp::AtomicRead;
         let (len, size) = (task.remote.len, task.datatype.size());
         let operands = if reads_only { vec![0; len as usize] } else { self.operands(&work.local, len)? };
@@ -116,7 +121,7 @@ impl EndpointState {
         result_side.spans(&result_parts, &mut result_spans)?;
         let right = if reads_only { Access::REMOTE_READ } else { Access::REMOTE_WRITE };
         let remote = [task.remote];
-        let far = RemoteSide::hold(self, &target, &remote, right)?;
+        let far = RemoteSide::hold(self, &target, &remote, right, recent)?;
         let mut spans = Few::None;
         far.spans(&remote, &mut spans)?;
         for span in spans.iter() {

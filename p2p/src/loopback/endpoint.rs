@@ -132,14 +132,22 @@ pub(super) struct EndpointState {
     tx_counter: Option<Arc<Counter>>,
     rx_counter: Option<Arc<Counter>>,
     posted: Mutex<VecDeque<Work>>,
-    /// How many are posted: lets progress pass by without the lock.
+    /// How many are posted: lets progress pass by without the lock. Written under the lock of `posted`.
     waiting: AtomicUsize,
     /// Held while requests of this endpoint execute, which keeps their order.
-    running: Mutex<()>,
+    running: Mutex<Recent>,
     pub(super) inbox: Inbox,
     peers: RwLock<Vec<(u64, Weak<Self>)>>,
     standing: Mutex<Standing>,
     closed: AtomicBool,
+}
+
+/// What the last requests of an endpoint found, so that the next one need not search.
+#[derive(Debug, Default)]
+pub(super) struct Recent {
+    peer: Option<(PeerId, Weak<EndpointState>)>,
+    /// The last requested key: whose endpoint, the key, and the region that had it.
+    pub(super) key: Option<(u64, u64, Token)>,
 }
 
 #[derive(Debug, Default)]
@@ -155,29 +163,37 @@ impl EndpointState {
     pub(super) fn step(self: &Arc<Self>) -> usize {
         let mut ended = 0;
         if self.waiting.load(Ordering::Acquire) > 0
-            && let Some(_running) = self.running.try_lock()
+            && let Some(mut recent) = self.running.try_lock()
         {
-            ended += self.run();
+            ended += self.run(&mut recent);
         }
         ended + self.inbox.settle(self)
     }
 
-    fn run(self: &Arc<Self>) -> usize {
+    fn run(self: &Arc<Self>, recent: &mut Recent) -> usize {
         let mut ended = 0;
-        loop {
-            let Some(work) = self.posted.lock().pop_front() else { return ended };
-            match self.execute(&work) {
+        while self.waiting.load(Ordering::Acquire) > 0 {
+            let next = {
+                let mut posted = self.posted.lock();
+                let next = posted.pop_front();
+                self.waiting.store(posted.len(), Ordering::Release);
+                next
+            };
+            let Some(work) = next else { break };
+            match self.execute(&work, recent) {
                 Outcome::Done(result) => {
-                    self.waiting.fetch_sub(1, Ordering::Release);
                     self.complete_transmit(&work, result);
                     ended += 1;
                 }
                 Outcome::NotReady => {
-                    self.posted.lock().push_front(work);
-                    return ended;
+                    let mut posted = self.posted.lock();
+                    posted.push_front(work);
+                    self.waiting.store(posted.len(), Ordering::Release);
+                    break;
                 }
             }
         }
+        ended
     }
 
     #[inline]
@@ -193,9 +209,17 @@ impl EndpointState {
 
     /// The endpoint of a peer, while it is open.
     #[inline]
-    pub(super) fn peer(&self, peer: PeerId) -> Option<Arc<Self>> {
-        let peer = self.peers.read().get(peer.0 as usize)?.1.upgrade()?;
-        (!peer.closed.load(Ordering::Acquire)).then_some(peer)
+    pub(super) fn peer(&self, peer: PeerId, recent: &mut Recent) -> Option<Arc<Self>> {
+        let found = match &recent.peer {
+            Some((known, endpoint)) if *known == peer => endpoint.upgrade()?,
+            _ => {
+                let endpoint = self.peers.read().get(peer.0 as usize)?.1.clone();
+                let found = endpoint.upgrade()?;
+                recent.peer = Some((peer, endpoint));
+                found
+            }
+        };
+        (!found.closed.load(Ordering::Acquire)).then_some(found)
     }
 
     /// The number of a resolved peer's endpoint.
@@ -235,9 +259,13 @@ impl EndpointState {
         self.domain.fabric.detach(self.id);
         self.domain.remove_endpoint(self.id);
         // Whatever executes now ends first.
-        let _running = self.running.lock();
-        let canceled = std::mem::take(&mut *self.posted.lock());
-        self.waiting.store(0, Ordering::Release);
+        let mut recent = self.running.lock();
+        *recent = Recent::default();
+        let canceled = {
+            let mut posted = self.posted.lock();
+            self.waiting.store(0, Ordering::Release);
+            std::mem::take(&mut *posted)
+        };
         for work in canceled {
             self.complete_transmit(&work, Err(canceled_request()));
         }
@@ -400,11 +428,11 @@ impl EndpointState {
             if self.closed.load(Ordering::Acquire) {
                 return Err(closed("post"));
             }
-            if self.waiting.load(Ordering::Relaxed) >= self.depth {
+            if posted.len() >= self.depth {
                 return Err(full());
             }
             posted.push_back(work);
-            self.waiting.fetch_add(1, Ordering::Release);
+            self.waiting.store(posted.len(), Ordering::Release);
         }
         self.domain.wake.wake();
         Ok(())
@@ -520,7 +548,7 @@ impl Endpoint {
             rx_counter: attr.rx_counter.clone(),
             posted: Mutex::new(VecDeque::with_capacity(attr.depth.clamp(1, 64))),
             waiting: AtomicUsize::new(0),
-            running: Mutex::new(()),
+            running: Mutex::default(),
             inbox: Inbox::new(attr.depth.max(1), config.unexpected_bytes),
             peers: RwLock::default(),
             standing: Mutex::default(),

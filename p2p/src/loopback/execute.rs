@@ -5,13 +5,13 @@
 
 use std::sync::Arc;
 
-use hmem_core::{Access, Addressing, Error, ErrorKind, MrMode, Result};
+use hmem_core::{Access, Error, ErrorKind, MrMode, Result, transfer::PeerId};
 
 use super::{
     Call,
-    endpoint::{EndpointState, KeyUse, LocalPart, Origin, RemotePart, Task, Work},
+    endpoint::{EndpointState, KeyUse, LocalPart, Origin, Recent, RemotePart, Task, Work},
     few::Few,
-    keys::KnownGeneration,
+    keys::{KnownGeneration, Token},
     memory::{self, DeviceMemory, Span},
     region::{Body, Place},
     table::{Held, Refusal},
@@ -28,12 +28,12 @@ pub(super) enum Outcome {
 
 impl EndpointState {
     #[inline]
-    pub(super) fn execute(self: &Arc<Self>, work: &Work) -> Outcome {
+    pub(super) fn execute(self: &Arc<Self>, work: &Work, recent: &mut Recent) -> Outcome {
         let result = match &work.task {
-            Task::Write(remote) => self.rma(work, remote, true),
-            Task::Read(remote) => self.rma(work, remote, false),
-            Task::Atomic(task) => self.atomic_transfer(work, task),
-            Task::Send { tag, invalidate } => return self.send(work, *tag, *invalidate),
+            Task::Write(remote) => self.rma(work, remote, true, recent),
+            Task::Read(remote) => self.rma(work, remote, false, recent),
+            Task::Atomic(task) => self.atomic_transfer(work, task, recent),
+            Task::Send { tag, invalidate } => return self.send(work, *tag, *invalidate, recent),
             Task::BindWindow(task) => self.bind_posted(task).map(|()| 0),
             Task::InvalidateWindow(window) => self.domain.invalidate_window(*window).map(|()| 0),
         };
@@ -41,23 +41,23 @@ impl EndpointState {
     }
 
     /// The peer of a request, if it is still there.
-    pub(super) fn target(&self, work: &Work) -> Result<Arc<Self>> {
-        self.peer(work.peer).ok_or_else(|| {
-            Error::new(ErrorKind::Unreachable, "transfer")
-                .provider("loopback")
-                .context("peer", work.peer.0)
-                .remedy("the peer's endpoint is closed, or this endpoint did not resolve it")
-        })
+    #[inline]
+    pub(super) fn target(&self, work: &Work, recent: &mut Recent) -> Result<Arc<Self>> {
+        self.peer(work.peer, recent).ok_or_else(|| unreachable_peer(work.peer))
     }
 
-    fn rma(&self, work: &Work, remote: &Few<RemotePart>, write: bool) -> Result<u64> {
-        let target = self.target(work)?;
-        let (local_right, remote_right) =
-            if write { (Access::WRITE, Access::REMOTE_WRITE) } else { (Access::READ, Access::REMOTE_READ) };
+    fn rma(&self, work: &Work, remote: &Few<RemotePart>, write: bool, recent: &mut Recent) -> Result<u64> {
+        let target = self.target(work, recent)?;
+        if let (Few::One(near), Few::One(far)) = (&work.local, remote)
+            && let Some(moved) = self.plain_rma(&target, near, far, write, recent)?
+        {
+            return Ok(moved);
+        }
+        let (local_right, remote_right) = rights(write);
         let near = LocalSide::hold(self, &work.local, local_right)?;
         let mut local = Few::None;
         near.spans(&work.local, &mut local)?;
-        let far = RemoteSide::hold(self, &target, remote.as_slice(), remote_right)?;
+        let far = RemoteSide::hold(self, &target, remote.as_slice(), remote_right, recent)?;
         let mut spans = Few::None;
         far.spans(remote.as_slice(), &mut spans)?;
         far.spend()?;
@@ -72,6 +72,54 @@ impl EndpointState {
         }
         Ok(moved)
     }
+
+    /// A write or read from one run of bytes to another, where both regions are as simple as can be: the same checks
+    /// as in [`EndpointState::rma`] without the lists. `None` where they are not that simple; nothing is done then.
+    #[inline]
+    fn plain_rma(
+        &self,
+        target: &Self,
+        near: &LocalPart,
+        far: &RemotePart,
+        write: bool,
+        recent: &mut Recent,
+    ) -> Result<Option<u64>> {
+        let (local_right, remote_right) = rights(write);
+        if near.len == 0 || far.len != near.len {
+            return Ok(None);
+        }
+        let local_region;
+        let local = match near.origin {
+            Origin::Host => Span::Direct { at: near.address, len: near.len, mapping: None },
+            Origin::Region(token) => {
+                local_region = hold_local(self, token, local_right)?;
+                match local_region.plain_span(Place::Address(near.address), near.len)? {
+                    Some(span) => span,
+                    None => return Ok(None),
+                }
+            }
+            Origin::Device(_) => return Ok(None),
+        };
+        let hold = hold_key(self, target, far.key, remote_right, recent)?;
+        if hold.window.is_some() {
+            return Ok(None);
+        }
+        let Some(remote) = hold.region.plain_span(hold.region.place(far.address), far.len)? else {
+            return Ok(None);
+        };
+        if !hold.region.spend() {
+            return Err(refused_remote(Refusal::Dead));
+        }
+        self.domain.nic.config.faults.enter(Call::Transfer)?;
+        let (from, to) = if write { (local, remote) } else { (remote, local) };
+        memory::copy_span(from, to)?;
+        Ok(Some(far.len))
+    }
+}
+
+/// The rights that a write or read needs on the local and on the remote side.
+const fn rights(write: bool) -> (Access, Access) {
+    if write { (Access::WRITE, Access::REMOTE_WRITE) } else { (Access::READ, Access::REMOTE_READ) }
 }
 
 /// The local side of a transfer, held.
@@ -92,19 +140,7 @@ impl<'t> LocalSide<'t> {
         let mut holds = Few::None;
         for part in parts.iter() {
             holds.push(match part.origin {
-                Origin::Region(token) => {
-                    let known = KnownGeneration::Whole(token.generation);
-                    let held = endpoint.domain.nic.table.hold(token.index, known, false);
-                    let held = held.map_err(refused_local)?;
-                    if held.domain() != endpoint.domain.slot.id {
-                        return Err(refused_local(Refusal::Dead));
-                    }
-                    if !held.access().contains(right) {
-                        return Err(denied("local side", right));
-                    }
-                    check_endpoint(&held, endpoint)?;
-                    LocalHold::Region(held)
-                }
+                Origin::Region(token) => LocalHold::Region(hold_local(endpoint, token, right)?),
                 Origin::Host => LocalHold::Host,
                 Origin::Device(kind) => {
                     LocalHold::Device(DeviceMemory::new(Arc::clone(endpoint.domain.registry.get(kind)?)))
@@ -151,10 +187,11 @@ impl<'t> RemoteSide<'t> {
         target: &'t EndpointState,
         parts: &[RemotePart],
         right: Access,
+        recent: &mut Recent,
     ) -> Result<Self> {
         let mut holds = Few::None;
         for part in parts {
-            holds.push(hold_key(initiator, target, part.key, right)?);
+            holds.push(hold_key(initiator, target, part.key, right, recent)?);
         }
         Ok(Self { holds })
     }
@@ -168,8 +205,7 @@ impl<'t> RemoteSide<'t> {
             }
             let place = match &hold.window {
                 Some(window) => window.place(&hold.region, part.address, part.len)?,
-                None if hold.region.addressing == Addressing::Virtual => Place::Address(part.address),
-                None => Place::Offset(part.address),
+                None => hold.region.place(part.address),
             };
             hold.region.spans(place, part.len, into)?;
         }
@@ -219,6 +255,21 @@ impl<'t> RemoteSide<'t> {
     }
 }
 
+/// Holds the region of a local descriptor.
+#[inline]
+fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<Held<'_>> {
+    let known = KnownGeneration::Whole(token.generation);
+    let held = endpoint.domain.nic.table.hold(token.index, known, false).map_err(refused_local)?;
+    if held.domain() != endpoint.domain.slot.id {
+        return Err(refused_local(Refusal::Dead));
+    }
+    if !held.access().contains(right) {
+        return Err(denied("local side", right));
+    }
+    check_endpoint(&held, endpoint)?;
+    Ok(held)
+}
+
 /// Holds what one key names.
 #[inline]
 fn hold_key<'t>(
@@ -226,6 +277,7 @@ fn hold_key<'t>(
     target: &'t EndpointState,
     key: KeyUse,
     right: Access,
+    recent: &mut Recent,
 ) -> Result<RemoteHold<'t>> {
     let domain = &target.domain;
     let table = &domain.nic.table;
@@ -240,7 +292,7 @@ fn hold_key<'t>(
         (key.number, None)
     };
     let held = if domain.requested_keys() {
-        table.hold_requested(domain.slot.id, number, true)
+        hold_requested(target, number, recent)
     } else {
         match domain.keys.open(number) {
             Some((index, known)) => table.hold(index, known, true).and_then(|held| {
@@ -271,17 +323,33 @@ fn hold_key<'t>(
     Ok(RemoteHold { region: held, window: None })
 }
 
+/// Holds the region of a requested key.
+#[inline]
+fn hold_requested<'t>(target: &'t EndpointState, key: u64, recent: &mut Recent) -> Result<Held<'t>, Refusal> {
+    let table = &target.domain.nic.table;
+    if let Some((endpoint, number, token)) = recent.key
+        && (endpoint, number) == (target.id, key)
+    {
+        // As long as this life of the entry lasts, the key is its.
+        match table.hold(token.index, KnownGeneration::Whole(token.generation), true) {
+            Err(Refusal::Dead) => {}
+            other => return other,
+        }
+    }
+    let held = table.hold_requested(target.domain.slot.id, key, true)?;
+    recent.key = Some((target.id, key, held.token));
+    Ok(held)
+}
+
 /// Checks that the initiator may reach the region through this endpoint.
 #[inline]
 fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Body) -> Result<()> {
     let extended = region.extended();
     let auth_key =
         extended.and_then(|extended| extended.auth_key.as_ref()).unwrap_or(&target.domain.auth_key);
-    if *auth_key != initiator.auth_key {
-        return Err(Error::new(ErrorKind::AccessDenied, "transfer")
-            .provider("loopback")
-            .context("why", "authorization keys differ")
-            .remedy("open the endpoint with the authorization key of the region"));
+    let agree = (auth_key.0.is_empty() && initiator.auth_key.0.is_empty()) || *auth_key == initiator.auth_key;
+    if !agree {
+        return Err(wrong_auth_key());
     }
     check_endpoint(region, target)?;
     if let Some(extended) = extended
@@ -299,22 +367,40 @@ fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Body) 
 /// Checks that the region may be reached through this endpoint of its domain.
 #[inline]
 fn check_endpoint(region: &Body, endpoint: &EndpointState) -> Result<()> {
-    let refuse = |why: &'static str| {
-        Err(Error::new(ErrorKind::AccessDenied, "transfer")
-            .provider("loopback")
-            .context("why", why)
-            .remedy("a bound region is reached through its endpoint only"))
-    };
     let bound = region.extended().and_then(|extended| extended.endpoint.read().clone());
     match bound {
         Some(bound) if !std::ptr::eq(bound.as_ptr(), endpoint) => {
-            refuse("the region is bound to another endpoint")
+            Err(wrong_endpoint("the region is bound to another endpoint"))
         }
         None if endpoint.domain.mode.contains(MrMode::ENDPOINT) => {
-            refuse("the region is bound to no endpoint")
+            Err(wrong_endpoint("the region is bound to no endpoint"))
         }
         _ => Ok(()),
     }
+}
+
+#[cold]
+fn wrong_auth_key() -> Error {
+    Error::new(ErrorKind::AccessDenied, "transfer")
+        .provider("loopback")
+        .context("why", "authorization keys differ")
+        .remedy("open the endpoint with the authorization key of the region")
+}
+
+#[cold]
+fn wrong_endpoint(why: &'static str) -> Error {
+    Error::new(ErrorKind::AccessDenied, "transfer")
+        .provider("loopback")
+        .context("why", why)
+        .remedy("a bound region is reached through its endpoint only")
+}
+
+#[cold]
+fn unreachable_peer(peer: PeerId) -> Error {
+    Error::new(ErrorKind::Unreachable, "transfer")
+        .provider("loopback")
+        .context("peer", peer.0)
+        .remedy("the peer's endpoint is closed, or this endpoint did not resolve it")
 }
 
 /// Why a peer's key leads nowhere.

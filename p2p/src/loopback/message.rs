@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 use super::{
     Call,
     domain::DomainState,
-    endpoint::{EndpointState, KeyUse, LocalPart, Work, canceled_request, full},
+    endpoint::{EndpointState, KeyUse, LocalPart, Recent, Work, canceled_request, full},
     execute::{LocalSide, Outcome},
     few::Few,
     memory::{self, Span},
@@ -220,8 +220,9 @@ impl EndpointState {
         work: &Work,
         tag: Option<u64>,
         invalidate: Option<KeyUse>,
+        recent: &mut Recent,
     ) -> Outcome {
-        match self.deliver(work, tag, invalidate) {
+        match self.deliver(work, tag, invalidate, recent) {
             Ok(Some(len)) => Outcome::Done(Ok(len)),
             Ok(None) => Outcome::NotReady,
             Err(error) => Outcome::Done(Err(error)),
@@ -234,8 +235,9 @@ impl EndpointState {
         work: &Work,
         tag: Option<u64>,
         invalidate: Option<KeyUse>,
+        recent: &mut Recent,
     ) -> Result<Option<u64>> {
-        let target = self.target(work)?;
+        let target = self.target(work, recent)?;
         let delivered = {
             let _delivery = target.inbox.delivery.lock();
             target.inbox.settle_locked(&target);

@@ -51,7 +51,10 @@ impl Queue {
                     "the queue was overrun and lost completions: open it deeper, or read it more often",
                 ));
         }
-        out.extend(state.entries.drain(..count));
+        out.reserve(count);
+        for _ in 0..count {
+            out.extend(state.entries.pop_front());
+        }
         Ok(count)
     }
 }

@@ -125,15 +125,17 @@ pub(super) enum Place {
 }
 
 impl Body {
-    pub(super) const EMPTY: Self = Self {
-        key: 0,
-        base: 0,
-        len: 0,
-        extended: OnceLock::new(),
-        access: 0,
-        kind: Kind::Borrowed,
-        addressing: Addressing::ZeroBased,
-    };
+    pub(super) fn empty() -> Self {
+        Self {
+            key: 0,
+            base: 0,
+            len: 0,
+            extended: OnceLock::new(),
+            access: 0,
+            kind: Kind::Borrowed,
+            addressing: Addressing::ZeroBased,
+        }
+    }
 
     #[inline]
     pub(super) fn extended(&self) -> Option<&Extended> {
@@ -182,12 +184,32 @@ impl Body {
         self.extended().map_or(&[], |extended| &extended.pieces)
     }
 
-    /// Finds the bytes of an access of at least one byte; all of it lies inside, or nothing is found.
+    /// Where an access with a peer's address begins.
     #[inline]
-    pub(super) fn spans<'a>(&'a self, place: Place, len: u64, into: &mut Few<Span<'a>>) -> Result<()> {
-        if self.kind == Kind::Pieces {
-            return self.spans_of_pieces(place, len, into);
+    pub(super) fn place(&self, address: u64) -> Place {
+        match self.addressing {
+            Addressing::ZeroBased => Place::Offset(address),
+            Addressing::Virtual => Place::Address(address),
         }
+    }
+
+    /// The bytes of an access to a region of one piece of host memory that has nothing special about it.
+    #[inline]
+    pub(super) fn plain_span(&self, place: Place, len: u64) -> Result<Option<Span<'_>>> {
+        if self.kind == Kind::Pieces || self.extended().is_some() {
+            return Ok(None);
+        }
+        let at = self.base + self.offset_of_place(place, len)?;
+        Ok(Some(if self.kind == Kind::Owned {
+            Span::Direct { at, len, mapping: None }
+        } else {
+            Span::Kernel { at, len }
+        }))
+    }
+
+    /// Where in a region of one piece an access begins.
+    #[inline]
+    fn offset_of_place(&self, place: Place, len: u64) -> Result<u64> {
         let offset = match place {
             Place::Offset(offset) => offset,
             Place::Address(address) => address.wrapping_sub(self.base),
@@ -195,7 +217,16 @@ impl Body {
         if offset > self.len || len > self.len - offset {
             return Err(outside(place, len, self.len));
         }
-        let at = self.base + offset;
+        Ok(offset)
+    }
+
+    /// Finds the bytes of an access of at least one byte; all of it lies inside, or nothing is found.
+    #[inline]
+    pub(super) fn spans<'a>(&'a self, place: Place, len: u64, into: &mut Few<Span<'a>>) -> Result<()> {
+        if self.kind == Kind::Pieces {
+            return self.spans_of_pieces(place, len, into);
+        }
+        let at = self.base + self.offset_of_place(place, len)?;
         if let Some(promises) = self.extended().and_then(|extended| extended.promises.as_ref()) {
             promises.read().check(at, len)?;
         }

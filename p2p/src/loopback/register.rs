@@ -16,28 +16,40 @@ use super::{
     keys::{self, Token},
     memory::{self, DeviceMemory, PieceMemory, Pinned, Pinner, Promises, Run, Staged},
     region::{Extended, Kind, NewBody, RegionPiece},
-    table::{Birth, NewKey},
+    table::Birth,
 };
 
 impl DomainState {
+    #[inline]
     pub(super) fn register(
+        &self,
+        request: &RegistrationRequest<'_>,
+        pieces: &[Piece<'_>],
+    ) -> Result<ProviderRegion> {
+        match self.plain(request, pieces) {
+            Some(body) => {
+                let len = body.len;
+                self.nic.reserve(len)?;
+                self.bring_to_life(request, body).inspect_err(|_| self.nic.release(len))
+            }
+            None => self.register_any(request, pieces),
+        }
+    }
+
+    #[inline(never)]
+    fn register_any(
         &self,
         request: &RegistrationRequest<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
         let len = self.check_size(pieces)?;
         self.nic.reserve(len)?;
-        let registered = match self.plain(request, pieces) {
-            Some(body) => self.bring_to_life(request, body),
-            None => self.prepare(request, pieces, len).and_then(|body| self.bring_to_life(request, body)),
-        };
-        if registered.is_err() {
-            self.nic.release(len);
-        }
-        registered
+        self.prepare(request, pieces, len)
+            .and_then(|body| self.bring_to_life(request, body))
+            .inspect_err(|_| self.nic.release(len))
     }
 
-    #[inline]
+    #[inline(always)]
     fn bring_to_life(&self, request: &RegistrationRequest<'_>, body: NewBody) -> Result<ProviderRegion> {
         self.nic.config.faults.enter(Call::Register)?;
         self.insert(request, body, true)
@@ -45,11 +57,6 @@ impl DomainState {
 
     fn check_size(&self, pieces: &[Piece<'_>]) -> Result<u64> {
         let attr = &self.nic.attr;
-        if let [piece] = pieces
-            && piece.range.len() <= attr.max_mr_size
-        {
-            return Ok(piece.range.len());
-        }
         let refuse = |limit: &'static str, value: u64, asked: u64| {
             Error::new(ErrorKind::InvalidArgument, "register")
                 .provider("loopback")
@@ -75,7 +82,8 @@ impl DomainState {
         let [Piece { range, backing: Backing::Host { owned } }] = pieces else { return None };
         let plain = if *owned { self.plain.owned } else { self.plain.borrowed }
             && !request.flags.contains(MrFlags::RMA_PMEM)
-            && self.is_own_key(request.auth_key);
+            && self.is_own_key(request.auth_key)
+            && range.len() <= self.nic.attr.max_mr_size;
         plain.then(|| NewBody {
             base: range.start().0,
             len: range.len(),
@@ -200,7 +208,7 @@ impl DomainState {
     }
 
     /// Puts a region into the table under the key that the mode asks for.
-    #[inline]
+    #[inline(always)]
     fn insert(
         &self,
         request: &RegistrationRequest<'_>,
@@ -213,32 +221,26 @@ impl DomainState {
             pages,
         };
         let table = &self.nic.table;
-        let (token, key) = if !self.requested_keys() {
-            table.insert(self.slot, NewKey::Sealed(&self.keys), body, birth)?
-        } else {
+        let (token, key) = if self.requested_keys() {
             let number = match request.key {
                 KeyRequest::Application(number) => number,
                 KeyRequest::Provider => self.unused_key()?,
             };
             if self.is_window_key(number) {
-                return Err(Error::new(ErrorKind::NoKey, "register")
-                    .provider("loopback")
-                    .context("key", format_args!("{number:#x}"))
-                    .remedy("a window has this key: request another"));
+                return Err(window_has_key(number));
             }
             if self.keys.narrow() && number > u64::from(u32::MAX) {
-                return Err(Error::new(ErrorKind::KeyRejected, "register")
-                    .provider("loopback")
-                    .context("key", format_args!("{number:#x}"))
-                    .context("key_size", 4)
-                    .remedy("request a key that fits the NIC's key size"));
+                return Err(too_wide(number));
             }
-            table.insert(self.slot, NewKey::Requested(number), body, birth)?
+            (table.insert_requested(self.slot, number, body, birth)?, number)
+        } else {
+            table.insert_sealed(self.slot, &self.keys, body, birth)?
         };
         Ok(ProviderRegion { token: token.to_u64(), local: LocalKey::from_provider(token.to_u64()), key })
     }
 
     /// A random key that is not in use.
+    #[cold]
     fn unused_key(&self) -> Result<u64> {
         loop {
             let random = keys::random()?;
@@ -307,18 +309,25 @@ impl DomainState {
         registered
     }
 
+    #[inline]
     pub(super) fn deregister(&self, token: Token) -> Result<()> {
         let removed = self.nic.table.remove(self.slot, token, self.requested_keys())?;
         self.nic.release(removed.bytes);
         if let Some(extended) = removed.extended {
-            if let Some(parent) = extended.parent {
-                self.nic.table.remove_dependent(parent);
-            }
-            if let Some(endpoint) = extended.endpoint.read().as_ref().and_then(std::sync::Weak::upgrade) {
-                endpoint.unbind();
-            }
+            self.let_go(*extended);
         }
         Ok(())
+    }
+
+    /// Undoes what a removed region's extended part stands for.
+    #[cold]
+    fn let_go(&self, extended: Extended) {
+        if let Some(parent) = extended.parent {
+            self.nic.table.remove_dependent(parent);
+        }
+        if let Some(endpoint) = extended.endpoint.read().as_ref().and_then(std::sync::Weak::upgrade) {
+            endpoint.unbind();
+        }
     }
 
     /// Deregisters what a dropped domain left, parts before what they are part of.
@@ -401,6 +410,23 @@ impl DomainState {
         }
         Ok(())
     }
+}
+
+#[cold]
+fn window_has_key(key: u64) -> Error {
+    Error::new(ErrorKind::NoKey, "register")
+        .provider("loopback")
+        .context("key", format_args!("{key:#x}"))
+        .remedy("a window has this key: request another")
+}
+
+#[cold]
+fn too_wide(key: u64) -> Error {
+    Error::new(ErrorKind::KeyRejected, "register")
+        .provider("loopback")
+        .context("key", format_args!("{key:#x}"))
+        .context("key_size", 4)
+        .remedy("request a key that fits the NIC's key size")
 }
 
 /// Whether one piece of host memory needs no more than its entry in the table.

@@ -93,13 +93,20 @@ const _: () = assert!(size_of::<Entry>() == 64, "an entry is one cache line");
 // Release of LIVE and leave with a Release before emptying begins. `Body` itself is Send and Sync.
 unsafe impl Sync for Entry {}
 
+impl Entry {
+    #[inline]
+    fn generation(&self) -> u32 {
+        (self.life.load(Ordering::Relaxed) >> GENERATION_SHIFT) as u32
+    }
+}
+
 impl Default for Entry {
     fn default() -> Self {
         Self {
             life: AtomicU64::new(1 << GENERATION_SHIFT),
             domain: AtomicU32::new(0),
             link: AtomicU32::new(0),
-            body: UnsafeCell::new(Body::EMPTY),
+            body: UnsafeCell::new(Body::empty()),
         }
     }
 }
@@ -191,12 +198,6 @@ pub(super) struct DomainSlot {
     pub(super) slot: u32,
 }
 
-/// The key that a new region shall have.
-pub(super) enum NewKey<'a> {
-    Requested(u64),
-    Sealed(&'a DomainKeys),
-}
-
 /// Why an entry cannot be held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
@@ -218,8 +219,8 @@ pub(super) struct Table {
     shards: [Shard; SHARDS],
     /// Secret, so that keys cannot be chosen to collide.
     seed: u64,
-    /// Freed indices are reused oldest first instead of newest first.
-    narrow: bool,
+    /// How many freed indices of a shard rest. If any do, they are reused oldest first, otherwise newest first.
+    resting: u32,
     idle: Mutex<()>,
     became_idle: Condvar,
 }
@@ -229,7 +230,7 @@ impl Table {
         Self {
             shards: std::array::from_fn(|_| Shard::new()),
             seed,
-            narrow,
+            resting: if narrow { RESTING } else { 0 },
             idle: Mutex::new(()),
             became_idle: Condvar::new(),
         }
@@ -294,35 +295,36 @@ impl Table {
 
     /// Takes a free index, or the next one that was never used.
     #[inline]
-    fn take_index(&self, at: usize, slots: &mut Slots) -> Option<u32> {
+    fn take_index(&self, at: usize, slots: &mut Slots) -> Option<(u32, &Entry)> {
         // A free entry is preferred to a fresh one unless it has to rest.
-        let rest = if self.narrow { RESTING } else { 0 };
-        if slots.free <= rest && (slots.fresh as usize) < CHUNKS * CHUNK {
+        if slots.free <= self.resting && (slots.fresh as usize) < CHUNKS * CHUNK {
             return Some(self.fresh_index(at, slots));
         }
         let index = slots.first_free;
         if index == NO_INDEX {
             return None;
         }
-        slots.first_free = self.known(index).link.load(Ordering::Relaxed);
+        let entry = self.known(index);
+        slots.first_free = entry.link.load(Ordering::Relaxed);
         slots.free -= 1;
-        Some(index)
+        Some((index, entry))
     }
 
-    fn fresh_index(&self, at: usize, slots: &mut Slots) -> u32 {
+    #[cold]
+    fn fresh_index(&self, at: usize, slots: &mut Slots) -> (u32, &Entry) {
         let within = slots.fresh;
         self.shards[at].make_entry(within as usize);
         slots.fresh += 1;
-        within << SHARD_BITS | at as u32
+        let index = within << SHARD_BITS | at as u32;
+        (index, self.known(index))
     }
 
     /// Gives an index back with its next generation; one that has no more is retired.
     #[inline]
     fn give_index(&self, index: u32, entry: &Entry, slots: &mut Slots) {
-        let generation = (entry.life.load(Ordering::Relaxed) >> GENERATION_SHIFT) as u32;
-        let Some(next) = generation.checked_add(1) else { return };
+        let Some(next) = entry.generation().checked_add(1) else { return };
         entry.life.store(u64::from(next) << GENERATION_SHIFT, Ordering::Relaxed);
-        if self.narrow && slots.first_free != NO_INDEX {
+        if self.resting > 0 && slots.first_free != NO_INDEX {
             entry.link.store(NO_INDEX, Ordering::Relaxed);
             self.known(slots.last_free).link.store(index, Ordering::Relaxed);
         } else {
@@ -334,70 +336,72 @@ impl Table {
     }
 
     /// A shard with room, beginning at the calling thread's own.
-    fn shard_with_room(&self) -> Option<(MutexGuard<'_, ShardState>, u32)> {
+    #[inline]
+    fn shard_with_room(&self) -> Option<(MutexGuard<'_, ShardState>, u32, &Entry)> {
         let home = home_shard();
         (0..SHARDS).map(|step| (home + step) % SHARDS).find_map(|at| {
             let mut state = self.shards[at].state.lock();
-            let index = self.take_index(at, &mut state.slots)?;
-            Some((state, index))
+            let (index, entry) = self.take_index(at, &mut state.slots)?;
+            Some((state, index, entry))
         })
     }
 
-    /// Adds a live region.
-    #[inline]
-    pub(super) fn insert(
+    /// Adds a live region under a requested key.
+    #[inline(always)]
+    pub(super) fn insert_requested(
         &self,
         domain: DomainSlot,
-        key: NewKey<'_>,
+        key: u64,
+        body: NewBody,
+        birth: Birth,
+    ) -> Result<Token> {
+        let hash = self.hash(domain.id, key);
+        let at = Self::shard_of_hash(hash);
+        let mut state = self.shards[at].state.lock();
+        let ShardState { requested, slots, counts } = &mut *state;
+        let found = requested.entry(
+            hash,
+            |&i| self.requested_key(i) == (domain.id, key),
+            |&i| {
+                let (domain, key) = self.requested_key(i);
+                self.hash(domain, key)
+            },
+        );
+        let hash_table::Entry::Vacant(vacant) = found else { return Err(key_in_use(key)) };
+        let (index, entry) = self.take_index(at, slots).ok_or_else(full)?;
+        vacant.insert(index);
+        let token = Token { index, generation: entry.generation() };
+        Self::fill(entry, token, key, counts, domain, body, birth);
+        Ok(token)
+    }
+
+    /// Adds a live region under a key of the NIC's own; the key is the second of the pair.
+    #[inline]
+    pub(super) fn insert_sealed(
+        &self,
+        domain: DomainSlot,
+        keys: &DomainKeys,
         body: NewBody,
         birth: Birth,
     ) -> Result<(Token, u64)> {
-        match key {
-            NewKey::Requested(number) => {
-                let hash = self.hash(domain.id, number);
-                let at = Self::shard_of_hash(hash);
-                let mut state = self.shards[at].state.lock();
-                let ShardState { requested, slots, counts } = &mut *state;
-                let found = requested.entry(
-                    hash,
-                    |&i| self.requested_key(i) == (domain.id, number),
-                    |&i| {
-                        let (domain, key) = self.requested_key(i);
-                        self.hash(domain, key)
-                    },
-                );
-                let hash_table::Entry::Vacant(vacant) = found else { return Err(key_in_use(number)) };
-                let index = self.take_index(at, slots).ok_or_else(full)?;
-                vacant.insert(index);
-                Ok((self.fill(index, counts, domain, |_| number, body, birth), number))
-            }
-            NewKey::Sealed(keys) => {
-                let (mut state, index) = self.shard_with_room().ok_or_else(full)?;
-                let mut number = 0;
-                let seal = |token| {
-                    number = keys.seal(token);
-                    number
-                };
-                let token = self.fill(index, &mut state.counts, domain, seal, body, birth);
-                Ok((token, number))
-            }
-        }
+        let (mut state, index, entry) = self.shard_with_room().ok_or_else(full)?;
+        let token = Token { index, generation: entry.generation() };
+        let key = keys.seal(token);
+        Self::fill(entry, token, key, &mut state.counts, domain, body, birth);
+        Ok((token, key))
     }
 
     /// Fills the entry of an index that was just taken, under the lock under which it was, and brings it to life.
-    #[inline]
+    #[inline(always)]
     fn fill(
-        &self,
-        index: u32,
+        entry: &Entry,
+        token: Token,
+        key: u64,
         counts: &mut [Counts],
         domain: DomainSlot,
-        key: impl FnOnce(Token) -> u64,
         new: NewBody,
         birth: Birth,
-    ) -> Token {
-        let entry = self.known(index);
-        let generation = (entry.life.load(Ordering::Relaxed) >> GENERATION_SHIFT) as u32;
-        let token = Token { index, generation };
+    ) {
         let counts = &mut counts[domain.slot as usize];
         counts.regions += 1;
         counts.page_registrations += u64::from(birth.pages);
@@ -406,13 +410,12 @@ impl Table {
         entry.link.store(0, Ordering::Relaxed);
         // SAFETY: the index was just taken from the free ones under the shard's lock, so the entry is in the state
         // filling and this thread owns its body. Nothing is overwritten that would have to be dropped.
-        unsafe { new.write(&mut *entry.body.get(), key(token)) };
-        let word = u64::from(generation) << GENERATION_SHIFT
+        unsafe { new.write(&mut *entry.body.get(), key) };
+        let word = u64::from(token.generation) << GENERATION_SHIFT
             | LIVE
             | if birth.enabled { ENABLED } else { 0 }
             | if birth.single_use { SINGLE_USE } else { 0 };
         entry.life.store(word, Ordering::Release);
-        token
     }
 
     /// Removes a region: its key is dead at once, and when this returns nobody uses it. What it owned comes back, to be
@@ -431,10 +434,7 @@ impl Table {
         }
         let dependents = entry.link.load(Ordering::Relaxed);
         if dependents > 0 {
-            return Err(Error::new(ErrorKind::Busy, "deregister")
-                .provider("loopback")
-                .context("dependents", dependents)
-                .remedy("close its sub-regions and unbind its windows first"));
+            return Err(depended_on(dependents));
         }
         // SAFETY: LIVE is cleared only under the lock held here, so the entry stays live and its body is only read.
         let (key, len, pages) = unsafe {
@@ -526,8 +526,7 @@ impl Table {
         let index =
             *state.requested.find(hash, |&i| self.requested_key(i) == (domain, key)).ok_or(Refusal::Dead)?;
         let entry = self.known(index);
-        let generation = (entry.life.load(Ordering::Relaxed) >> GENERATION_SHIFT) as u32;
-        self.hold_entry(entry, index, KnownGeneration::Whole(generation), remote)
+        self.hold_entry(entry, index, KnownGeneration::Whole(entry.generation()), remote)
     }
 
     /// Whether a requested key is in use.
@@ -636,7 +635,7 @@ impl Table {
 
     /// Reserves an index for something that is no region, such as a window.
     pub(super) fn reserve(&self) -> Result<u32> {
-        self.shard_with_room().map(|(_, index)| index).ok_or_else(full)
+        self.shard_with_room().map(|(_, index, _)| index).ok_or_else(full)
     }
 
     /// Gives a reserved index back.
@@ -756,6 +755,14 @@ fn home_shard() -> usize {
         let address = std::ptr::from_ref(here).addr() as u64;
         (address.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SHARD_BITS)) as usize
     })
+}
+
+#[cold]
+fn depended_on(dependents: u32) -> Error {
+    Error::new(ErrorKind::Busy, "deregister")
+        .provider("loopback")
+        .context("dependents", dependents)
+        .remedy("close its sub-regions and unbind its windows first")
 }
 
 #[cold]

@@ -187,7 +187,7 @@ pub(super) fn copy(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64> {
 
 /// Copies between two spans of the same length.
 #[inline]
-fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
+pub(super) fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
     match (from, to) {
         (Span::Direct { at: from, len, mapping: None }, Span::Direct { at: to, mapping: None, .. }) => {
             // SAFETY: both runs are mapped while their spans are in use (`Span::Direct`), and racing accesses are

@@ -1,7 +1,7 @@
 //! What a bench relies on. Without libfabric each case that needs it prints why it did nothing.
 
-use super::error::FabricErrno;
-use super::{
+use crate::libfabric::error::FabricErrno;
+use crate::libfabric::{
     FabricError, KeyOrder, Libfabric, RegistrationPeer, RegistrationProvider, ShmWritePath, ShmWritePeer, sys,
 };
 

@@ -21,10 +21,8 @@ pub(crate) enum Target {
     /// Of ours / other.
     Ratio(f64),
     /// Of ours, in nanoseconds.
-    #[allow(dead_code, reason = "not every bench has a goal in nanoseconds")]
     Nanoseconds(f64),
     /// None: printed for orientation.
-    #[allow(dead_code, reason = "not every bench prints figures without a goal")]
     Orientation,
 }
 

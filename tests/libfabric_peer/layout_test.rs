@@ -1,4 +1,4 @@
-//! Compares the layouts and constants of [`super::sys`] with the installed headers.
+//! Compares the layouts and constants of [`crate::libfabric::sys`] with the installed headers.
 //!
 //! The test writes a C program that prints the same numbers in the same order, and compiles it.
 //! Without a compiler or without libfabric's headers it prints so and does nothing.
@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::process::Command;
 
-use super::sys;
+use crate::libfabric::sys;
 
 /// One number: the C expression and the value that this crate has for it.
 type Expectation = (String, u64);

@@ -1,0 +1,40 @@
+//! Bytes that tell where they belong: no run of them repeats, and two seeds never agree for long.
+
+/// Fills `into` with the pattern of `seed`.
+pub(super) fn fill(into: &mut [u8], seed: u64) {
+    for (word, chunk) in into.chunks_mut(8).enumerate() {
+        let bytes = mix(seed.wrapping_add(word as u64)).to_le_bytes();
+        chunk.copy_from_slice(&bytes[..chunk.len()]);
+    }
+}
+
+/// SplitMix64's finaliser.
+fn mix(word: u64) -> u64 {
+    let z = word.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Where two equally long runs of bytes differ: the first place, and at how many.
+pub(super) fn difference(expected: &[u8], found: &[u8]) -> Option<(usize, usize)> {
+    let mut wrong = expected.iter().zip(found).enumerate().filter(|(_, (expected, found))| expected != found);
+    let (first, _) = wrong.next()?;
+    Some((first, 1 + wrong.count()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_seeds_give_different_bytes_of_any_length() {
+        for len in [1usize, 7, 8, 9, 4099] {
+            let (mut one, mut two) = (vec![0; len], vec![0; len]);
+            fill(&mut one, 1);
+            fill(&mut two, 1 << 32);
+            assert!(difference(&one, &two).is_some());
+            assert_eq!(difference(&one, &one), None);
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! What there is to check on this machine, and what cannot be.
+
+use std::{fmt, sync::Arc};
+
+use hmem::{AllocationKind, DeviceId, Iface, IfaceKind, Path, path::P2pPolicy};
+
+use super::{Memory, Selection, skip};
+use crate::{
+    json::Skipped,
+    machine::{Fabric, Machine},
+};
+
+/// How the NIC should get at the memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// As host pages.
+    Host,
+    /// Straight from the device, over this path.
+    Direct(Path),
+    /// Through copies.
+    Staged,
+}
+
+impl Way {
+    /// The path that the decision should come to.
+    #[must_use]
+    pub const fn path(self) -> Path {
+        match self {
+            Self::Host => Path::PlainHost,
+            Self::Direct(path) => path,
+            Self::Staged => Path::Staged,
+        }
+    }
+
+    /// The policy that leaves no other.
+    #[must_use]
+    pub const fn policy(self) -> P2pPolicy {
+        match self {
+            Self::Host => P2pPolicy::Enabled,
+            Self::Direct(_) => P2pPolicy::Required,
+            Self::Staged => P2pPolicy::Disabled,
+        }
+    }
+}
+
+/// One combination.
+#[derive(Clone, Debug)]
+pub struct Case<'a> {
+    /// The memory.
+    pub memory: Memory,
+    /// The NIC.
+    pub nic: &'a Fabric,
+    /// The way between them.
+    pub way: Way,
+    /// Whether both are software, which has no excuse for refusing.
+    pub software: bool,
+}
+
+impl fmt::Display for Case<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} to {} over {}", self.memory, self.nic.attr.nic, self.way.path())
+    }
+}
+
+/// What to check, and what not.
+#[derive(Debug, Default)]
+pub struct Plan<'a> {
+    /// In the order of the report.
+    pub cases: Vec<Case<'a>>,
+    /// With reasons.
+    pub skipped: Vec<Skipped>,
+}
+
+/// Lists every combination of memory, NIC and way that was selected.
+#[must_use]
+pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
+    let mut plan = Plan::default();
+    let registry = machine.hmem.registry();
+    let wanted = |iface: &str| selection.iface.as_deref().is_none_or(|wanted| wanted == iface);
+
+    for (kind, why) in registry.absent() {
+        let name = machine.iface_name(kind);
+        if wanted(&name) {
+            plan.skipped.push(skip(format!("iface {name}"), why));
+        }
+    }
+    for absent in &machine.absent {
+        let by = if absent.sort == "iface" { &selection.iface } else { &selection.provider };
+        let narrowed = selection.iface.is_some() || selection.provider.is_some();
+        let named = |name: &String| *name == absent.name || absent.name.starts_with(&format!("{name}/"));
+        if by.as_ref().map_or(!narrowed, named) {
+            plan.skipped.push(absent.into());
+        }
+    }
+
+    let mut memories = Vec::new();
+    for iface in registry.iter().filter(|iface| wanted(iface.name())) {
+        if iface.kind() == IfaceKind::SYSTEM {
+            let (mapped, borrowed) = (Arc::clone(iface), Arc::clone(iface));
+            memories.extend([
+                Memory::Heap,
+                Memory::Mapped(mapped),
+                Memory::Borrowed(borrowed),
+                Memory::MemFd,
+            ]);
+        } else {
+            memories.extend(of_devices(iface, &mut plan.skipped));
+        }
+    }
+    let wanted = |nic: &Fabric| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
+    for nic in machine.nics.iter().filter(|nic| wanted(nic)) {
+        for memory in &memories {
+            for way in ways(memory, nic, &mut plan.skipped) {
+                if selection.path.is_none_or(|path| path == way.path()) {
+                    let simulated = matches!(memory, Memory::Allocated { iface, .. } if machine.is_software(iface.kind()));
+                    let software = nic.software && (simulated || memory.iface_kind() == IfaceKind::SYSTEM);
+                    plan.cases.push(Case { memory: memory.clone(), nic, way, software });
+                }
+            }
+        }
+    }
+    plan
+}
+
+/// What a device iface allocates: each kind on each device, and host memory once.
+fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<Memory> {
+    let name = iface.name();
+    if !iface.capability().allocate {
+        skipped
+            .push(skip(format!("iface {name}"), "it started, but does not allocate memory in this version"));
+        return Vec::new();
+    }
+    let devices = match iface.devices() {
+        Ok(devices) if devices.is_empty() => {
+            skipped.push(skip(format!("iface {name}"), "it has no device"));
+            return Vec::new();
+        }
+        Ok(devices) => devices,
+        Err(error) => {
+            skipped.push(skip(format!("iface {name}"), error));
+            return Vec::new();
+        }
+    };
+    let of = |device: Option<DeviceId>, kind| Memory::Allocated { iface: Arc::clone(iface), device, kind };
+    let mut memories = vec![of(None, AllocationKind::Host)];
+    for device in devices {
+        for kind in [
+            AllocationKind::Device,
+            AllocationKind::Managed,
+            AllocationKind::StreamOrdered,
+            AllocationKind::Virtual,
+        ] {
+            memories.push(of(Some(device.id), kind));
+        }
+    }
+    memories
+}
+
+/// The ways that could be there between memory and NIC.
+fn ways(memory: &Memory, nic: &Fabric, skipped: &mut Vec<Skipped>) -> Vec<Way> {
+    let Memory::Allocated { iface, .. } = memory else { return vec![Way::Host] };
+    if memory.is_host() {
+        return vec![Way::Host];
+    }
+    let (imports, can) = (nic.attr.imports, iface.capability());
+    let mut ways = Vec::new();
+    let between = || format!("{} to {}", iface.name(), nic.attr.nic);
+    if imports.dma_buf && can.dma_buf {
+        ways.push(Way::Direct(Path::DmaBuf));
+    } else if imports.peer_memory && can.peer_memory {
+        ways.push(Way::Direct(Path::PeerMemory));
+    } else {
+        let why = format!(
+            "no direct way: dma-buf needs export ({}) and import ({}), peer memory needs both sides too",
+            can.dma_buf, imports.dma_buf
+        );
+        skipped.push(skip(format!("{} directly", between()), why));
+    }
+    if imports.staged {
+        ways.push(Way::Staged);
+    } else {
+        skipped.push(skip(format!("{} over staged", between()), "this NIC takes no staged copies"));
+    }
+    ways
+}

@@ -1,0 +1,384 @@
+//! One combination: allocate, register, move, compare, undo, and see that nothing is left.
+
+use std::{sync::Arc, time::Instant};
+
+use hmem::{
+    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, Error, ErrorKind, Iface, MemoryRegion, MrAttr,
+    MrFlags, OwnedBuffer, Path, Registered, RemoteKey, iface::AllocRequest, provider::Live, system::MemFd,
+};
+
+use super::{
+    Case, Extent, Memory, Selection,
+    link::{Link, Target},
+    memory::{FileBuffer, heap},
+    pattern,
+    report::{Atomic, Report, Row},
+    residue::Residue,
+    skip,
+    target::{Borrowed, Registration},
+};
+use crate::{
+    json::Attempt,
+    machine::{Machine, root},
+};
+
+/// Bytes behind each transfer that must stay as they were.
+const TAIL: u64 = 16;
+const BACKGROUND: u64 = 1 << 40;
+const PAYLOAD: u64 = 2 << 40;
+const ADDEND: u64 = 0x0101_0101_0101_0101;
+
+/// How a combination ends early.
+enum Ended {
+    /// It cannot be had here, and that is nobody's fault.
+    Cannot(Error),
+    /// It should work and does not.
+    Wrong(String),
+}
+
+impl From<Error> for Ended {
+    fn from(error: Error) -> Self {
+        Self::Wrong(error.to_string())
+    }
+}
+
+impl<T> From<hmem::Rejected<T>> for Ended {
+    fn from(rejected: hmem::Rejected<T>) -> Self {
+        rejected.error.into()
+    }
+}
+
+/// What a combination has shown so far.
+#[derive(Default)]
+struct Shown {
+    sizes: Vec<u64>,
+    gib_per_s: Option<f64>,
+    atomic: Atomic,
+    trace: Vec<Attempt>,
+}
+
+/// Checks one combination and enters what came of it.
+///
+/// What is left behind must be left behind twice: drivers keep what they opened at the first use.
+pub(super) fn case(machine: &Machine, case: &Case<'_>, selection: &Selection, report: &mut Report) {
+    let (mut shown, mut ended, left) = attempt(machine, case, selection, report);
+    if ended.is_ok() && left.is_some() {
+        let left;
+        (shown, ended, left) = attempt(machine, case, selection, report);
+        if let Some(left) = left.filter(|_| ended.is_ok()) {
+            ended = Err(Ended::Wrong(format!("something was left behind: {left}")));
+        }
+    }
+    let error = match ended {
+        Ok(()) => None,
+        Err(Ended::Wrong(error)) => Some(error),
+        Err(Ended::Cannot(why)) => {
+            report.skipped.push(skip(case.to_string(), why));
+            return;
+        }
+    };
+    report.rows.push(Row {
+        iface: case.memory.iface().to_owned(),
+        device: case.memory.device().map(|device| device.0),
+        memory: case.memory.sort(),
+        provider: case.nic.attr.nic.provider.clone(),
+        nic: case.nic.attr.nic.name.clone(),
+        path: case.way.path().name(),
+        bytes: shown.sizes.iter().copied().max().unwrap_or(0),
+        sizes: shown.sizes,
+        verified: error.is_none(),
+        gib_per_s: shown.gib_per_s.filter(|_| error.is_none()),
+        atomic: shown.atomic,
+        error,
+        trace: shown.trace,
+    });
+}
+
+/// Tries a combination; also says what is left behind.
+fn attempt(
+    machine: &Machine,
+    case: &Case<'_>,
+    selection: &Selection,
+    report: &mut Report,
+) -> (Shown, Result<(), Ended>, Option<String>) {
+    let before = Residue::count(machine);
+    let mut shown = Shown::default();
+    let ended = match machine.open(case.nic, case.way.policy()) {
+        Ok(domain) => {
+            let ended = on_domain(case, selection, &domain, &mut shown, report);
+            // What failed half-way has dropped its regions by now: the domain must be empty either way.
+            let closed = closed(domain);
+            ended.and(closed)
+        }
+        Err(error) => Err(error.into()),
+    };
+    let left = Residue::count(machine).left_since(&before);
+    (shown, ended, left)
+}
+
+fn on_domain(
+    case: &Case<'_>,
+    selection: &Selection,
+    domain: &Domain,
+    shown: &mut Shown,
+    report: &mut Report,
+) -> Result<(), Ended> {
+    let mut link = Link::open(domain)?;
+    for (at, extent) in selection.extents.iter().enumerate() {
+        let mut trial = Trial {
+            case,
+            domain,
+            link: &mut link,
+            extent: *extent,
+            // The last but one for a moment, in case the last is more than a limit allows.
+            measure_ns: match selection.extents.len() - at {
+                1 => Some(selection.measure_ns),
+                2 => Some(selection.measure_ns / 8),
+                _ => None,
+            },
+            shown: &mut *shown,
+        };
+        match trial.allocate_and_run() {
+            Ok(()) => shown.sizes.push(extent.len),
+            // A limit on locked memory bounds how much a NIC that pins can take, not whether it works.
+            Err(Ended::Cannot(why)) if why.kind() == ErrorKind::OutOfResources => {
+                if shown.sizes.is_empty() {
+                    return Err(why.into());
+                }
+                report.skipped.push(skip(format!("{case}, {} bytes", extent.len), why));
+            }
+            Err(ended) => return Err(ended),
+        }
+    }
+    link.close()?;
+    Ok(())
+}
+
+fn closed(domain: Domain) -> Result<(), Ended> {
+    let live = domain.live();
+    if live != Live::default() {
+        return Err(Ended::Wrong(format!("left registered: {live:?}")));
+    }
+    Ok(domain.close()?)
+}
+
+/// One size of one combination.
+struct Trial<'a> {
+    case: &'a Case<'a>,
+    domain: &'a Domain,
+    link: &'a mut Link,
+    extent: Extent,
+    /// How long to measure; `None` not to.
+    measure_ns: Option<u64>,
+    shown: &'a mut Shown,
+}
+
+impl Trial<'_> {
+    /// Bytes in the target region.
+    fn region_len(&self) -> u64 {
+        self.extent.offset.saturating_add(self.extent.len).saturating_add(TAIL)
+    }
+
+    fn allocate_and_run(&mut self) -> Result<(), Ended> {
+        let len = self.region_len();
+        match &self.case.memory {
+            Memory::Heap => self.own(heap(len)?),
+            Memory::MemFd => self.own(FileBuffer(MemFd::new(len)?)),
+            Memory::Mapped(iface) => self.own(mapped(iface, len)?),
+            Memory::Borrowed(iface) => {
+                let target = Borrowed::register(self.domain, mapped(iface, len)?, &attr(1));
+                self.move_bytes(target.map_err(|rejected| rejected.error))
+            }
+            Memory::Allocated { iface, device, kind } => {
+                let request = AllocRequest { len, device: device.unwrap_or_default(), kind: *kind };
+                match DeviceBuffer::allocate(iface, &request) {
+                    Ok(buffer) => self.own(buffer),
+                    // Not every iface has every kind.
+                    Err(error) if error.is_unsupported() && !self.case.software => Err(Ended::Cannot(error)),
+                    Err(error) => Err(error.into()),
+                }
+            }
+        }
+    }
+
+    fn own<B: OwnedBuffer>(&mut self, buffer: B) -> Result<(), Ended> {
+        let target = self.domain.register_with(buffer, &attr(1), MrFlags::empty());
+        self.move_bytes(target.map_err(|rejected| rejected.error))
+    }
+
+    /// Everything that happens to one registration.
+    fn move_bytes(&mut self, target: Result<impl Registration, Error>) -> Result<(), Ended> {
+        let target = target.map_err(|error| self.refused(error))?;
+        self.look_at_decision(target.region())?;
+
+        let region_len = usize::try_from(self.region_len()).unwrap_or(usize::MAX);
+        let (start, len) = (self.extent.offset as usize, self.extent.len as usize);
+        let mut expected = heap(region_len as u64)?;
+        pattern::fill(&mut expected, BACKGROUND);
+        target.write(0, &expected)?;
+        pattern::fill(&mut expected[start..start + len], PAYLOAD);
+
+        let mut payload = heap(self.extent.len)?;
+        payload.copy_from_slice(&expected[start..start + len]);
+        let source = self.register_local(payload, 2)?;
+        let sink = self.register_local(heap(self.extent.len)?, 3)?;
+
+        let key = target.region().key()?;
+        let remote = Target { key: &key, offset: self.extent.offset, len: self.extent.len };
+        let whole = self.extent.len;
+        self.link.write(self.domain, source.slice(0, whole)?, remote)?;
+        self.link.read(self.domain, sink.slice(0, whole)?, remote)?;
+
+        let mut found = heap(self.extent.len)?;
+        sink.read(0, &mut found)?;
+        same(&expected[start..start + len], &found, "read back by RMA")?;
+        self.compare(&target, &expected, "read through the iface")?;
+        if len >= 16 {
+            self.fetch_add(&target, &key, &mut expected)?;
+        }
+        if let Some(measure_ns) = self.measure_ns {
+            self.shown.gib_per_s = Some(self.throughput(&source, remote, measure_ns)?);
+        }
+        source.close()?;
+        sink.close()?;
+        Ok(target.close()?)
+    }
+
+    /// A refusal is a failure, unless hardware (or a limit on a NIC that pins) is what refuses.
+    fn refused(&mut self, error: Error) -> Ended {
+        let lacks = matches!(
+            error.kind(),
+            ErrorKind::Unsupported | ErrorKind::NoSys | ErrorKind::Unavailable | ErrorKind::Unreachable
+        );
+        if lacks && !self.case.software {
+            return Ended::Cannot(error);
+        }
+        if self.shown.sizes.is_empty() {
+            self.shown.trace = vec![Attempt::refused(self.case.way.path(), &error)];
+        }
+        if error.kind() == ErrorKind::OutOfResources {
+            return Ended::Cannot(error);
+        }
+        Ended::Wrong(root(&error).to_string())
+    }
+
+    fn register_local(&mut self, buffer: Vec<u8>, key: u64) -> Result<Registered<Vec<u8>>, Ended> {
+        self.domain.register_with(buffer, &attr(key), MrFlags::empty()).map_err(|rejected| {
+            match rejected.error.kind() {
+                ErrorKind::OutOfResources => Ended::Cannot(rejected.error),
+                _ => rejected.error.into(),
+            }
+        })
+    }
+
+    fn look_at_decision(&mut self, target: &MemoryRegion) -> Result<(), Ended> {
+        let decision = target.decision()?;
+        self.shown.trace = decision.attempts.iter().map(Attempt::from).collect();
+        if decision.path == self.case.way.path() {
+            return Ok(());
+        }
+        let wanted = self.case.way.path();
+        if decision.attempts.iter().all(|attempt| attempt.error.is_none()) {
+            // Nothing refused the wanted way: the application's environment forbids it.
+            let error = Error::new(ErrorKind::Unsupported, "register")
+                .context("path", decision.path)
+                .context("why", &decision.reason)
+                .remedy("unset FI_HMEM_DISABLE_P2P");
+            return Err(Ended::Cannot(error));
+        }
+        Err(Ended::Wrong(format!(
+            "registered over {} instead of {wanted}: {}",
+            decision.path, decision.reason
+        )))
+    }
+
+    fn compare(&self, target: &impl Registration, expected: &[u8], how: &str) -> Result<(), Ended> {
+        let mut found = heap(expected.len() as u64)?;
+        target.read(0, &mut found)?;
+        same(expected, &found, how)
+    }
+
+    /// Adds to an aligned word of the target; on a staged path that must be refused, and change nothing.
+    fn fetch_add(
+        &mut self,
+        target: &impl Registration,
+        key: &RemoteKey,
+        expected: &mut [u8],
+    ) -> Result<(), Ended> {
+        let address = target.region().range().start().0 + self.extent.offset;
+        let at = (self.extent.offset + (address.next_multiple_of(8) - address)) as usize;
+        let word = expected[at..at + 8].try_into().map_or(0, u64::from_le_bytes);
+        let mut operands = heap(16)?;
+        operands[..8].copy_from_slice(&ADDEND.to_ne_bytes());
+        let operands = self.register_local(operands, 4)?;
+        let remote = Target { key, offset: at as u64, len: 8 };
+        let result = self.link.fetch_add(self.domain, operands.slice(0, 8)?, operands.slice(8, 8)?, remote);
+        match result {
+            Ok(()) if self.case.way.path() == Path::Staged => {
+                return Err(Ended::Wrong("an atomic on staged memory was not refused".into()));
+            }
+            Ok(()) => {
+                let mut old = [0; 8];
+                operands.read(8, &mut old)?;
+                if u64::from_ne_bytes(old) != word {
+                    return Err(Ended::Wrong("fetch-add returned a wrong old value".into()));
+                }
+                expected[at..at + 8].copy_from_slice(&word.wrapping_add(ADDEND).to_le_bytes());
+                self.shown.atomic = Atomic::Verified;
+            }
+            Err(error) if error.kind() == ErrorKind::Unsupported => {
+                let may_refuse = self.case.way.path() == Path::Staged || !self.case.nic.software;
+                if !may_refuse {
+                    return Err(error.into());
+                }
+                self.shown.atomic = Atomic::Refused;
+            }
+            Err(error) => return Err(error.into()),
+        }
+        operands.close()?;
+        self.compare(target, expected, "after a fetch-add")
+    }
+
+    /// GiB/s of RMA writes into the target.
+    fn throughput(
+        &mut self,
+        source: &Registered<Vec<u8>>,
+        remote: Target<'_>,
+        measure_ns: u64,
+    ) -> Result<f64, Ended> {
+        let slice = source.slice(0, remote.len)?;
+        let started = Instant::now();
+        let mut transfers = 0u64;
+        loop {
+            self.link.write(self.domain, slice, remote)?;
+            transfers += 1;
+            let ns = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX).max(1);
+            if ns >= measure_ns {
+                let gib = (transfers * remote.len) as f64 / (1u64 << 30) as f64;
+                return Ok(gib * 1e9 / ns as f64);
+            }
+        }
+    }
+}
+
+/// All rights, and a key of its own for modes in which the application chooses.
+fn attr(key: u64) -> MrAttr<'static> {
+    let access = Access::REMOTE_READ | Access::REMOTE_WRITE | Access::READ | Access::WRITE;
+    MrAttr::new(&[], access).key(key)
+}
+
+/// Pages of their own.
+fn mapped(iface: &Arc<dyn Iface>, len: u64) -> hmem::Result<DeviceBuffer> {
+    let request = AllocRequest { len, device: DeviceId(0), kind: AllocationKind::System };
+    DeviceBuffer::allocate(iface, &request)
+}
+
+fn same(expected: &[u8], found: &[u8], how: &str) -> Result<(), Ended> {
+    match pattern::difference(expected, found) {
+        None => Ok(()),
+        Some((first, count)) => Err(Ended::Wrong(format!(
+            "{count} of {} bytes are wrong when {how}, the first at {first}",
+            expected.len()
+        ))),
+    }
+}

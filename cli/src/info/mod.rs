@@ -1,0 +1,298 @@
+//! `hmem info`: ifaces, devices, NICs, and the path from each device to each NIC.
+
+mod report;
+
+use hmem::{
+    Decision, Error, Path,
+    iface::Capability,
+    provider::{Imports, ProviderAttr, WindowType},
+};
+use serde::Serialize;
+
+pub use self::report::text;
+use crate::{
+    json::{Attempt, SCHEMA, Skipped},
+    machine::{Fabric, Machine, reason_and_remedy, root},
+    probe,
+};
+
+/// What the machine has.
+#[derive(Debug, Serialize)]
+pub struct Inventory {
+    /// The schema number.
+    pub schema: u32,
+    /// The version of the command.
+    pub version: &'static str,
+    /// The ifaces, those that did not start included.
+    pub ifaces: Vec<IfaceEntry>,
+    /// The devices of all ifaces.
+    pub devices: Vec<DeviceEntry>,
+    /// The NICs of all providers.
+    pub providers: Vec<NicEntry>,
+    /// From memory to NIC.
+    pub p2p: Vec<P2pEntry>,
+    /// Providers and NICs that are not here, and what could not be listed.
+    pub absent: Vec<Skipped>,
+}
+
+/// One iface.
+#[derive(Debug, Serialize)]
+pub struct IfaceEntry {
+    /// Its name.
+    pub name: String,
+    /// Its number: libfabric's, or 256 and up.
+    pub kind: u32,
+    /// Whether it is a simulation.
+    pub software: bool,
+    /// Whether it started.
+    pub available: bool,
+    /// Why not.
+    pub reason: Option<String>,
+    /// What would make it start.
+    pub remedy: Option<String>,
+    /// What it can do.
+    pub capability: Vec<&'static str>,
+}
+
+/// One device.
+#[derive(Debug, Serialize)]
+pub struct DeviceEntry {
+    /// Its iface.
+    pub iface: String,
+    /// Its ordinal there.
+    pub device: u32,
+    /// The driver's name for it.
+    pub name: String,
+    /// Where it is plugged in.
+    pub pci_bus_id: Option<String>,
+    /// Its memory, in bytes.
+    pub memory: u64,
+    /// Whether it is simulated.
+    pub software: bool,
+}
+
+/// One NIC.
+#[derive(Debug, Serialize)]
+pub struct NicEntry {
+    /// Its provider.
+    pub provider: String,
+    /// Its name there.
+    pub nic: String,
+    /// Whether it is software.
+    pub software: bool,
+    /// What it stands for.
+    pub note: String,
+    /// Where it is plugged in.
+    pub pci_bus_id: Option<String>,
+    /// The mr_mode bits that an application must offer.
+    pub needs: Vec<String>,
+    /// The mr_mode bits that it can run in if BASIC forces them.
+    pub can: Vec<String>,
+    /// Bytes of a key.
+    pub key_size: usize,
+    /// Bytes of a raw key.
+    pub raw_key_size: usize,
+    /// Ranges in one region.
+    pub mr_iov_limit: usize,
+    /// Bytes in one region.
+    pub max_mr_size: u64,
+    /// Regions at once.
+    pub max_mr_count: u64,
+    /// Page sizes that can be asked for, in bytes.
+    pub page_sizes: Vec<usize>,
+    /// What it imports.
+    pub imports: Vec<&'static str>,
+    /// The registration flags that it honours.
+    pub flags: Vec<String>,
+    /// The types of memory windows.
+    pub windows: Vec<&'static str>,
+    /// Whether counters can be bound to regions.
+    pub region_counters: bool,
+}
+
+/// The path from one device to one NIC.
+#[derive(Debug, Serialize)]
+pub struct P2pEntry {
+    /// The iface.
+    pub iface: String,
+    /// The device; null for host memory.
+    pub device: Option<u32>,
+    /// The provider.
+    pub provider: String,
+    /// The NIC.
+    pub nic: String,
+    /// The path that a registration took just now; null if every way was refused.
+    pub path: Option<&'static str>,
+    /// Why that way, or why none.
+    pub reason: String,
+    /// What would make it work, if nothing did.
+    pub remedy: Option<String>,
+    /// Everything that was tried.
+    pub trace: Vec<Attempt>,
+}
+
+/// Looks at the machine: starts nothing that is not started, registers a page for each pair of device and NIC.
+#[must_use]
+pub fn inventory(machine: &Machine) -> Inventory {
+    let mut absent: Vec<_> = machine.absent.iter().map(Skipped::from).collect();
+    let devices = devices(machine, &mut absent);
+    Inventory {
+        schema: SCHEMA,
+        version: env!("CARGO_PKG_VERSION"),
+        ifaces: ifaces(machine),
+        p2p: p2p(machine, &devices),
+        devices,
+        providers: machine.nics.iter().map(nic).collect(),
+        absent,
+    }
+}
+
+fn ifaces(machine: &Machine) -> Vec<IfaceEntry> {
+    let registry = machine.hmem.registry();
+    let present = registry.iter().map(|iface| IfaceEntry {
+        name: iface.name().to_owned(),
+        kind: iface.kind().0,
+        software: machine.is_software(iface.kind()),
+        available: true,
+        reason: None,
+        remedy: None,
+        capability: capability(iface.capability()),
+    });
+    let absent = registry.absent().map(|(kind, why)| {
+        let (reason, remedy) = reason_and_remedy(why);
+        IfaceEntry {
+            name: machine.iface_name(kind),
+            kind: kind.0,
+            software: machine.is_software(kind),
+            available: false,
+            reason: Some(reason),
+            remedy,
+            capability: Vec::new(),
+        }
+    });
+    let mut ifaces: Vec<_> = present.chain(absent).collect();
+    ifaces.sort_by_key(|iface| iface.kind);
+    ifaces
+}
+
+fn capability(can: Capability) -> Vec<&'static str> {
+    let all = [
+        (can.allocate, "allocate"),
+        (can.dma_buf, "dma-buf"),
+        (can.pcie_mapping, "pcie-mapping"),
+        (can.peer_memory, "peer-memory"),
+        (can.async_copy, "async-copy"),
+        (can.host_register, "host-register"),
+        (can.ipc, "ipc"),
+        (can.identity, "identity"),
+        (can.free_callback, "free-callback"),
+    ];
+    all.into_iter().filter(|(has, _)| *has).map(|(_, name)| name).collect()
+}
+
+fn devices(machine: &Machine, absent: &mut Vec<Skipped>) -> Vec<DeviceEntry> {
+    let mut entries = Vec::new();
+    for iface in machine.hmem.registry().iter() {
+        match iface.devices() {
+            Ok(devices) => entries.extend(devices.into_iter().map(|device| DeviceEntry {
+                iface: iface.name().to_owned(),
+                device: device.id.0,
+                name: device.name,
+                pci_bus_id: device.pci_bus_id,
+                memory: device.memory,
+                software: machine.is_software(iface.kind()),
+            })),
+            Err(error) => {
+                absent.push(Skipped { what: format!("devices of {}", iface.name()), why: error.to_string() })
+            }
+        }
+    }
+    entries
+}
+
+fn names<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
+    names.map(str::to_owned).collect()
+}
+
+fn imports(imports: Imports) -> Vec<&'static str> {
+    let all = [
+        (imports.dma_buf, "dma-buf"),
+        (imports.pcie_mapping_first, "pcie-mapping-first"),
+        (imports.peer_memory, "peer-memory"),
+        (imports.staged, "staged"),
+    ];
+    all.into_iter().filter(|(has, _)| *has).map(|(_, name)| name).collect()
+}
+
+fn nic(fabric: &Fabric) -> NicEntry {
+    let ProviderAttr { nic, needs, can, .. } = &fabric.attr;
+    let attr = &fabric.attr;
+    NicEntry {
+        provider: nic.provider.clone(),
+        nic: nic.name.clone(),
+        software: fabric.software,
+        note: fabric.note.to_owned(),
+        pci_bus_id: nic.pci_bus_id.clone(),
+        needs: names(needs.iter_names().map(|(name, _)| name)),
+        can: names(can.iter_names().map(|(name, _)| name)),
+        key_size: attr.key_size,
+        raw_key_size: attr.raw_key_size,
+        mr_iov_limit: attr.mr_iov_limit,
+        max_mr_size: attr.max_mr_size,
+        max_mr_count: attr.max_mr_count,
+        page_sizes: attr.page_sizes.clone(),
+        imports: imports(attr.imports),
+        flags: names(attr.flags.iter_names().map(|(name, _)| name)),
+        windows: attr.windows.iter().map(|window| window_name(*window)).collect(),
+        region_counters: attr.region_counters,
+    }
+}
+
+const fn window_name(window: WindowType) -> &'static str {
+    match window {
+        WindowType::One => "1",
+        WindowType::TwoA => "2A",
+        WindowType::TwoB => "2B",
+    }
+}
+
+fn p2p(machine: &Machine, devices: &[DeviceEntry]) -> Vec<P2pEntry> {
+    let mut entries: Vec<_> = machine
+        .nics
+        .iter()
+        .map(|nic| entry("system", None, nic, probe::host(machine, nic).as_deref()))
+        .collect();
+    for iface in machine.hmem.registry().iter() {
+        for device in devices.iter().filter(|device| device.iface == iface.name()) {
+            for nic in &machine.nics {
+                let decision = probe::device(machine, nic, iface, hmem::DeviceId(device.device));
+                entries.push(entry(&device.iface, Some(device.device), nic, decision.as_deref()));
+            }
+        }
+    }
+    entries
+}
+
+fn entry(iface: &str, device: Option<u32>, nic: &Fabric, decision: Result<&Decision, &Error>) -> P2pEntry {
+    let way = if device.is_some() { Path::Staged } else { Path::PlainHost };
+    let (path, reason, remedy, trace) = match decision {
+        Ok(decision) => {
+            let trace = decision.attempts.iter().map(Attempt::from).collect();
+            (Some(decision.path.name()), decision.reason.clone(), None, trace)
+        }
+        Err(error) => {
+            let (reason, remedy) = reason_and_remedy(root(error));
+            (None, reason, remedy, vec![Attempt::refused(way, error)])
+        }
+    };
+    P2pEntry {
+        iface: iface.to_owned(),
+        device,
+        provider: nic.attr.nic.provider.clone(),
+        nic: nic.attr.nic.name.clone(),
+        path,
+        reason,
+        remedy,
+        trace,
+    }
+}

@@ -1,0 +1,167 @@
+//! The inventory as tables.
+
+use std::{
+    collections::BTreeMap,
+    io::{self, Write},
+};
+
+use comfy_table::Cell;
+
+use super::{IfaceEntry, Inventory, NicEntry, P2pEntry};
+use crate::table::{Style, Tone, bytes, some};
+
+/// Prints the inventory for a person.
+///
+/// # Errors
+/// What the writer reported.
+pub fn text(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Result<()> {
+    ifaces(out, &inventory.ifaces, style)?;
+    devices(out, inventory, style)?;
+    nics(out, &inventory.providers, style)?;
+    p2p(out, &inventory.p2p, style)?;
+    if !inventory.absent.is_empty() {
+        style.heading(out, "Not here")?;
+        for absent in &inventory.absent {
+            style.item(out, &format!("{}:", absent.what), &absent.why)?;
+        }
+    }
+    Ok(())
+}
+
+fn ifaces(out: &mut dyn Write, ifaces: &[IfaceEntry], style: Style) -> io::Result<()> {
+    style.heading(out, "Ifaces")?;
+    let mut table = style.table(&["Name", "Kind", "State", "Can do"]);
+    for iface in ifaces {
+        let state = match (iface.available, iface.software) {
+            (true, false) => style.cell("available", Tone::Good),
+            (true, true) => style.cell("simulation", Tone::Good),
+            (false, _) => style.cell("absent", Tone::Dim),
+        };
+        let kind = if iface.kind < 0x100 { iface.kind.to_string() } else { format!("{:#x}", iface.kind) };
+        let can = match (&iface.reason, &iface.remedy) {
+            (Some(reason), Some(remedy)) => format!("{reason}\n-> {remedy}"),
+            (Some(reason), None) => reason.clone(),
+            (None, _) => iface.capability.join(", "),
+        };
+        let tone = if iface.available { Cell::new(can) } else { style.cell(can, Tone::Dim) };
+        table.add_row([Cell::new(&iface.name), style.number(kind), state, tone]);
+    }
+    style.print(out, &table)
+}
+
+fn devices(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Result<()> {
+    if inventory.devices.is_empty() {
+        return Ok(());
+    }
+    style.heading(out, "Devices")?;
+    let mut table = style.table(&["Device", "Name", "PCI bus id", "Memory"]);
+    for device in &inventory.devices {
+        table.add_row([
+            Cell::new(format!("{}:{}", device.iface, device.device)),
+            Cell::new(&device.name),
+            Cell::new(device.pci_bus_id.as_deref().unwrap_or("-")),
+            style.number(bytes(device.memory)),
+        ]);
+    }
+    style.print(out, &table)
+}
+
+fn list<T: AsRef<str>>(names: &[T]) -> String {
+    let names: Vec<_> = names.iter().map(AsRef::as_ref).collect();
+    if names.is_empty() { "none".into() } else { names.join(", ") }
+}
+
+/// A line of the table of NICs.
+type Attribute = fn(&NicEntry) -> String;
+
+/// One column for each NIC: there are few of them, and much to say of each.
+fn nics(out: &mut dyn Write, nics: &[NicEntry], style: Style) -> io::Result<()> {
+    if nics.is_empty() {
+        return Ok(());
+    }
+    style.heading(out, "NICs")?;
+    let names: Vec<_> = nics.iter().map(|nic| format!("{}/{}", nic.provider, nic.nic)).collect();
+    let header: Vec<_> = std::iter::once("").chain(names.iter().map(String::as_str)).collect();
+    let mut table = style.table(&header);
+    let attributes: [(&str, Attribute); 13] = [
+        ("kind", |nic| if nic.software { "software, in this process" } else { "hardware" }.to_owned()),
+        ("stands for", |nic| nic.note.clone()),
+        ("PCI bus id", |nic| nic.pci_bus_id.clone().unwrap_or_else(|| "-".into())),
+        ("needs mr_mode", |nic| list(&nic.needs)),
+        ("imports", |nic| list(&nic.imports)),
+        ("key, raw key", |nic| format!("{} B, {} B", nic.key_size, nic.raw_key_size)),
+        ("region: ranges", |nic| nic.mr_iov_limit.to_string()),
+        ("region: size", |nic| bytes(nic.max_mr_size)),
+        ("regions at once", |nic| nic.max_mr_count.to_string()),
+        ("page sizes", |nic| {
+            list(&nic.page_sizes.iter().map(|size| bytes(*size as u64)).collect::<Vec<_>>())
+        }),
+        ("windows", |nic| format!("types {}", list(&nic.windows))),
+        ("region counters", |nic| if nic.region_counters { "yes" } else { "no" }.to_owned()),
+        ("flags", |nic| list(&nic.flags)),
+    ];
+    for (name, value) in attributes {
+        let values: Vec<_> = nics.iter().map(value).collect();
+        if values.iter().all(|value| value == "-") {
+            continue;
+        }
+        table.add_row(std::iter::once(name.to_owned()).chain(values));
+    }
+    style.print(out, &table)
+}
+
+fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()> {
+    if entries.is_empty() {
+        return Ok(());
+    }
+    style.heading(out, "Paths (a page of each was registered just now)")?;
+    let mut nics: Vec<String> = Vec::new();
+    let mut rows: Vec<(String, BTreeMap<String, Cell>)> = Vec::new();
+    let mut reasons: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for entry in entries {
+        let nic = format!("{}/{}", entry.provider, entry.nic);
+        let memory = match entry.device {
+            Some(device) => format!("{}:{device}", entry.iface),
+            None => format!("{} (host)", entry.iface),
+        };
+        let direct = entry.path.is_some_and(|path| path != "staged");
+        let cell = style.cell(entry.path.unwrap_or("none"), if direct { Tone::Good } else { Tone::Dim });
+        let mut reason = format!("{}: {}", entry.path.unwrap_or("none"), entry.reason);
+        // The whole errors, with their addresses, are in the JSON.
+        for attempt in entry.trace.iter().filter(|attempt| entry.path.is_some() && attempt.error.is_some()) {
+            let cause = attempt.cause.as_deref().unwrap_or("refused");
+            reason.push_str(&format!("; {} refused: {cause}", attempt.path));
+            if let Some(remedy) = &attempt.remedy {
+                reason.push_str(&format!(" -> {remedy}"));
+            }
+        }
+        if let Some(remedy) = &entry.remedy {
+            reason.push_str(&format!(" -> {remedy}"));
+        }
+        let between = format!("{memory} to {nic}");
+        reasons.entry(reason).or_default().extend((!direct).then_some(between));
+        if !nics.contains(&nic) {
+            nics.push(nic.clone());
+        }
+        match rows.iter_mut().find(|(name, _)| *name == memory) {
+            Some((_, cells)) => {
+                cells.insert(nic, cell);
+            }
+            None => rows.push((memory, BTreeMap::from([(nic, cell)]))),
+        }
+    }
+    let header: Vec<_> = std::iter::once("Memory").chain(nics.iter().map(String::as_str)).collect();
+    let mut table = style.table(&header);
+    for (memory, mut cells) in rows {
+        let paths = nics.iter().map(|nic| cells.remove(nic).unwrap_or_else(|| Cell::new("-")));
+        table.add_row(std::iter::once(Cell::new(memory)).chain(paths));
+    }
+    style.print(out, &table)?;
+    for (reason, pairs) in &reasons {
+        match pairs.as_slice() {
+            [] => style.item(out, "", reason)?,
+            pairs => style.item(out, "", &format!("{reason} ({})", some(pairs)))?,
+        }
+    }
+    writeln!(out)
+}

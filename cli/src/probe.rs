@@ -1,0 +1,58 @@
+//! Finds out by doing which path a registration takes: allocates a page, registers it, undoes both.
+
+use std::sync::Arc;
+
+use hmem::{
+    Access, AllocationKind, Decision, DeviceBuffer, DeviceId, Error, ErrorKind, Iface, MrAttr, MrFlags,
+    Registered, Result, iface::AllocRequest, path::P2pPolicy,
+};
+
+use crate::machine::{Fabric, Machine};
+
+/// Bytes to try with: a page on every machine that the library runs on.
+const PAGE: u64 = 4096;
+
+/// The decision for a page of host memory.
+///
+/// # Errors
+/// What kept the NIC from it.
+pub(crate) fn host(machine: &Machine, nic: &Fabric) -> Result<Arc<Decision>> {
+    let domain = machine.open(nic, P2pPolicy::Enabled)?;
+    let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
+    let registered =
+        domain.register_with(vec![0u8; PAGE as usize], &MrAttr::new(&[], access), MrFlags::empty())?;
+    let decision = Arc::clone(registered.decision()?);
+    close(registered)?;
+    domain.close()?;
+    Ok(decision)
+}
+
+/// The decision for a page of device memory, or of what the iface allocates instead.
+///
+/// # Errors
+/// What kept the iface from allocating, or the NIC from the memory.
+pub(crate) fn device(
+    machine: &Machine,
+    nic: &Fabric,
+    iface: &Arc<dyn Iface>,
+    device: DeviceId,
+) -> Result<Arc<Decision>> {
+    if !iface.capability().allocate {
+        return Err(Error::new(ErrorKind::Unsupported, "allocate")
+            .iface(iface.kind())
+            .device(device)
+            .remedy("this iface does not allocate yet, so that nothing can be tried"));
+    }
+    let request = AllocRequest { len: PAGE, device, kind: AllocationKind::Device };
+    let buffer = DeviceBuffer::allocate(iface, &request)?;
+    let domain = machine.open(nic, P2pPolicy::Enabled)?;
+    let registered = domain.register(buffer, Access::REMOTE_READ | Access::REMOTE_WRITE)?;
+    let decision = Arc::clone(registered.decision()?);
+    drop(close(registered)?);
+    domain.close()?;
+    Ok(decision)
+}
+
+fn close<B: hmem::OwnedBuffer>(registered: Registered<B>) -> Result<B> {
+    registered.close().map_err(Error::from)
+}

@@ -1,0 +1,378 @@
+//! The built binary, as a user meets it.
+
+use std::{
+    collections::BTreeSet,
+    process::{Command, Output},
+};
+
+use serde_json::Value;
+
+fn hmem(arguments: &[&str], environment: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_hmem"));
+    for name in ["FI_HMEM", "FI_HMEM_DISABLE_P2P", "NO_COLOR", "CLICOLOR_FORCE"] {
+        command.env_remove(name);
+    }
+    command.args(arguments).envs(environment.iter().copied()).output().expect("the binary runs")
+}
+
+fn stdout(output: &Output) -> &str {
+    std::str::from_utf8(&output.stdout).expect("output is UTF-8")
+}
+
+fn stderr(output: &Output) -> &str {
+    std::str::from_utf8(&output.stderr).expect("errors are UTF-8")
+}
+
+fn json(output: &Output) -> Value {
+    serde_json::from_str(stdout(output)).unwrap_or_else(|error| panic!("{error}: {}", stderr(output)))
+}
+
+fn list<'a>(document: &'a Value, name: &str) -> &'a Vec<Value> {
+    document[name].as_array().unwrap_or_else(|| panic!("{name} is no array: {document}"))
+}
+
+/// Fails with what was printed unless the command ended with `code`.
+fn ended(output: &Output, code: i32) {
+    assert_eq!(output.status.code(), Some(code), "{}\n{}", stdout(output), stderr(output));
+}
+
+/// One readable line on stderr and nothing on stdout.
+fn refused(output: &Output, words: &[&str]) {
+    ended(output, 2);
+    assert_eq!(stdout(output), "");
+    let error = stderr(output);
+    assert_eq!(error.trim_end().lines().count(), 1, "{error}");
+    assert!(error.starts_with("error: "), "{error}");
+    for word in words {
+        assert!(error.contains(word), "{word} is not in: {error}");
+    }
+}
+
+/// A field's type: `s`tring, `n`umber, `b`oolean, `a`rray; `?` for "or null".
+fn is_of(value: &Value, kind: &str) -> bool {
+    match kind.as_bytes() {
+        [_, b'?'] if value.is_null() => true,
+        [b's', ..] => value.is_string(),
+        [b'n', ..] => value.is_number(),
+        [b'b', ..] => value.is_boolean(),
+        [b'a', ..] => value.is_array(),
+        _ => unreachable!("unknown kind {kind}"),
+    }
+}
+
+/// Exactly these fields of these types, each of them described in the document.
+fn matches(object: &Value, fields: &[(&str, &str)]) {
+    let names: BTreeSet<_> = object.as_object().expect("an object").keys().map(String::as_str).collect();
+    assert_eq!(names, fields.iter().map(|(name, _)| *name).collect(), "{object}");
+    for (name, kind) in fields {
+        assert!(is_of(&object[name], kind), "{name} is not {kind}: {object}");
+        assert!(SCHEMA.contains(&format!("`{name}`")), "{name} is not in docs/check-schema.md");
+    }
+}
+
+const SCHEMA: &str = include_str!("../../docs/check-schema.md");
+const SKIPPED: &[(&str, &str)] = &[("what", "s"), ("why", "s")];
+const ATTEMPT: &[(&str, &str)] =
+    &[("path", "s"), ("call", "s"), ("error", "s?"), ("cause", "s?"), ("remedy", "s?")];
+
+/// DIAG-01, HM-04
+#[test]
+fn info_lists_ifaces_devices_nics_and_paths_with_reasons() {
+    let output = hmem(&["info"], &[]);
+    ended(&output, 0);
+    let text = stdout(&output);
+    for word in [
+        "system",
+        "cuda",
+        "rocr",
+        "ze",
+        "simulated:1",
+        "loopback/pinned",
+        "dma-buf",
+        "plain-host",
+        "VIRT_ADDR",
+        "software",
+        "simulation",
+    ] {
+        assert!(text.contains(word), "{word} is not in:\n{text}");
+    }
+    for line in text.lines() {
+        assert!(line.chars().count() <= 110, "too wide: {line}");
+        assert_eq!(line, line.trim_end(), "blanks at the end of: {line}");
+    }
+}
+
+/// DIAG-01, HM-04
+#[test]
+fn info_json_is_what_the_schema_document_says() {
+    let output = hmem(&["info", "--json"], &[]);
+    ended(&output, 0);
+    let document = json(&output);
+    let arrays = ["ifaces", "devices", "providers", "p2p", "absent"];
+    let fields = [("schema", "n"), ("version", "s")].into_iter().chain(arrays.map(|name| (name, "a")));
+    matches(&document, &fields.collect::<Vec<_>>());
+    assert_eq!(document["schema"], 1);
+    for iface in list(&document, "ifaces") {
+        matches(
+            iface,
+            &[
+                ("name", "s"),
+                ("kind", "n"),
+                ("software", "b"),
+                ("available", "b"),
+                ("reason", "s?"),
+                ("remedy", "s?"),
+                ("capability", "a"),
+            ],
+        );
+        assert_ne!(iface["available"], iface["reason"].is_string(), "absent means a reason: {iface}");
+    }
+    let names: BTreeSet<_> =
+        list(&document, "ifaces").iter().filter_map(|iface| iface["name"].as_str()).collect();
+    assert!(names.is_superset(&BTreeSet::from(["system", "cuda", "rocr", "ze", "simulated"])), "{names:?}");
+    for device in list(&document, "devices") {
+        matches(
+            device,
+            &[
+                ("iface", "s"),
+                ("device", "n"),
+                ("name", "s"),
+                ("pci_bus_id", "s?"),
+                ("memory", "n"),
+                ("software", "b"),
+            ],
+        );
+    }
+    for nic in list(&document, "providers") {
+        matches(
+            nic,
+            &[
+                ("provider", "s"),
+                ("nic", "s"),
+                ("software", "b"),
+                ("note", "s"),
+                ("pci_bus_id", "s?"),
+                ("needs", "a"),
+                ("can", "a"),
+                ("key_size", "n"),
+                ("raw_key_size", "n"),
+                ("mr_iov_limit", "n"),
+                ("max_mr_size", "n"),
+                ("max_mr_count", "n"),
+                ("page_sizes", "a"),
+                ("imports", "a"),
+                ("flags", "a"),
+                ("windows", "a"),
+                ("region_counters", "b"),
+            ],
+        );
+    }
+    for entry in list(&document, "p2p") {
+        matches(
+            entry,
+            &[
+                ("iface", "s"),
+                ("device", "n?"),
+                ("provider", "s"),
+                ("nic", "s"),
+                ("path", "s?"),
+                ("reason", "s"),
+                ("remedy", "s?"),
+                ("trace", "a"),
+            ],
+        );
+        list(entry, "trace").iter().for_each(|attempt| matches(attempt, ATTEMPT));
+    }
+    let (devices, nics) = (list(&document, "devices").len(), list(&document, "providers").len());
+    assert_eq!(
+        list(&document, "p2p").len(),
+        (devices + 1) * nics,
+        "host memory and every device with every NIC"
+    );
+    list(&document, "absent").iter().for_each(|absent| matches(absent, SKIPPED));
+}
+
+/// DIAG-02
+#[test]
+fn check_verifies_every_combination_and_says_so_in_the_documented_json() {
+    let output = hmem(&["check", "--quick", "--json"], &[]);
+    ended(&output, 0);
+    let document = json(&output);
+    matches(&document, &[("schema", "n"), ("rows", "a"), ("skipped", "a")]);
+    assert_eq!(document["schema"], 1);
+    let mut seen = BTreeSet::new();
+    for row in list(&document, "rows") {
+        matches(
+            row,
+            &[
+                ("iface", "s"),
+                ("device", "n?"),
+                ("memory", "s"),
+                ("provider", "s"),
+                ("nic", "s"),
+                ("path", "s"),
+                ("bytes", "n"),
+                ("sizes", "a"),
+                ("verified", "b"),
+                ("gib_per_s", "n?"),
+                ("atomic", "s"),
+                ("error", "s?"),
+                ("trace", "a"),
+            ],
+        );
+        assert_eq!(row["verified"], true, "{row}");
+        assert!(row["gib_per_s"].as_f64().is_some_and(|speed| speed > 0.0), "{row}");
+        let staged = row["path"] == "staged";
+        assert_eq!(row["atomic"], if staged { "refused" } else { "verified" }, "{row}");
+        let trace = list(row, "trace");
+        trace.iter().for_each(|attempt| matches(attempt, ATTEMPT));
+        let last = trace.last().expect("a verified row was decided");
+        assert!(last["error"].is_null() && last["path"] == row["path"], "{row}");
+        seen.insert((row["iface"].to_string(), row["memory"].to_string(), row["path"].to_string()));
+    }
+    for (iface, memory, path) in [
+        ("system", "heap", "plain-host"),
+        ("system", "mmap", "plain-host"),
+        ("system", "borrowed", "plain-host"),
+        ("system", "memfd", "plain-host"),
+        ("simulated", "device", "dma-buf"),
+        ("simulated", "device", "staged"),
+        ("simulated", "virtual", "dma-buf"),
+        ("simulated", "host", "plain-host"),
+        ("simulated", "managed", "plain-host"),
+    ] {
+        let quoted = |word: &str| format!("\"{word}\"");
+        assert!(
+            seen.contains(&(quoted(iface), quoted(memory), quoted(path))),
+            "{iface} {memory} {path}: {seen:?}"
+        );
+    }
+    list(&document, "skipped").iter().for_each(|skipped| matches(skipped, SKIPPED));
+}
+
+/// DIAG-02, HM-04
+#[test]
+fn what_is_absent_is_skipped_with_its_reason_and_is_no_success() {
+    let info = json(&hmem(&["info", "--json"], &[]));
+    let check = json(&hmem(&["check", "--quick", "--json", "--iface", "system"], &[]));
+    assert!(list(&check, "rows").iter().all(|row| row["iface"] == "system"));
+    for iface in list(&info, "ifaces").iter().filter(|iface| iface["available"] == false) {
+        let name = iface["name"].as_str().unwrap_or_default();
+        let output = hmem(&["check", "--quick", "--json", "--iface", name], &[]);
+        ended(&output, 1);
+        let document = json(&output);
+        assert!(list(&document, "rows").is_empty());
+        let skipped = list(&document, "skipped");
+        let why = skipped.iter().find(|skipped| skipped["what"] == format!("iface {name}")).expect("skipped");
+        assert!(why["why"].as_str().is_some_and(|why| why.contains(name)), "{why}");
+    }
+}
+
+/// DIAG-02: asked for by name and not there is no success either.
+#[test]
+fn a_provider_that_this_build_lacks_is_skipped_with_its_reason() {
+    let info = json(&hmem(&["info", "--json"], &[]));
+    for absent in list(&info, "absent") {
+        let what = absent["what"].as_str().unwrap_or_default();
+        let Some(name) = what.strip_prefix("provider ").or_else(|| what.strip_prefix("NIC ")) else {
+            continue;
+        };
+        let output = hmem(&["check", "--quick", "--json", "--provider", name], &[]);
+        ended(&output, 1);
+        let document = json(&output);
+        assert!(list(&document, "rows").is_empty());
+        assert!(list(&document, "skipped").contains(absent), "{document}");
+    }
+}
+
+/// DIAG-02: one size, one path, one NIC.
+#[test]
+fn a_check_can_be_narrowed() {
+    let arguments =
+        ["check", "--json", "--provider", "loopback/hardware", "--path", "dma-buf", "--bytes", "12345"];
+    let output = hmem(&arguments, &[]);
+    ended(&output, 0);
+    let document = json(&output);
+    let rows = list(&document, "rows");
+    assert!(!rows.is_empty());
+    for row in rows {
+        assert_eq!(
+            (&row["nic"], &row["path"], &row["bytes"]),
+            (&"hardware".into(), &"dma-buf".into(), &12345.into())
+        );
+    }
+}
+
+/// HM-12, P2P-02: the environment is libfabric's.
+#[test]
+fn the_environment_filters_ifaces_and_forbids_direct_access() {
+    let output = hmem(&["info", "--json"], &[("FI_HMEM", "system")]);
+    ended(&output, 0);
+    let document = json(&output);
+    for iface in list(&document, "ifaces") {
+        assert_eq!(iface["available"], iface["name"] == "system", "{iface}");
+    }
+    assert!(list(&document, "devices").is_empty());
+
+    let output = hmem(&["check", "--quick", "--iface", "simulated"], &[("FI_HMEM", "system")]);
+    ended(&output, 1);
+    assert!(stdout(&output).contains("nothing was checked"), "{}", stdout(&output));
+
+    let output = hmem(&["check", "--quick", "--json"], &[("FI_HMEM_DISABLE_P2P", "1")]);
+    ended(&output, 0);
+    let document = json(&output);
+    let paths: BTreeSet<_> = list(&document, "rows").iter().filter_map(|row| row["path"].as_str()).collect();
+    assert_eq!(paths, BTreeSet::from(["plain-host", "staged"]));
+    let skipped = list(&document, "skipped").iter().filter_map(|skipped| skipped["why"].as_str());
+    assert!(skipped.into_iter().any(|why| why.contains("FI_HMEM_DISABLE_P2P")), "{document}");
+}
+
+/// HM-12
+#[test]
+fn wrong_usage_and_environment_are_refused_in_one_line() {
+    refused(&hmem(&["info"], &[("FI_HMEM", "system,nonsense")]), &["nonsense", "FI_HMEM"]);
+    refused(&hmem(&["check"], &[("FI_HMEM_DISABLE_P2P", "maybe")]), &["FI_HMEM_DISABLE_P2P", "maybe"]);
+    refused(&hmem(&["check", "--iface", "nonsense"], &[]), &["--iface", "nonsense", "simulated"]);
+    refused(
+        &hmem(&["check", "--provider", "nonsense"], &[]),
+        &["--provider", "nonsense", "loopback/hardware"],
+    );
+    refused(&hmem(&["check", "--path", "nonsense"], &[]), &["--path", "nonsense", "staged"]);
+    refused(&hmem(&["check", "--bytes", "0"], &[]), &["--bytes", "at least one byte"]);
+    refused(&hmem(&["check", "--bytes", "999999999GiB"], &[]), &["--bytes", "fewer"]);
+    refused(&hmem(&["check", "--bytes", "many"], &[]), &["--bytes", "many"]);
+    refused(&hmem(&["--color", "purple", "info"], &[]), &["purple", "never"]);
+    refused(&hmem(&["frobnicate"], &[]), &["frobnicate"]);
+}
+
+#[test]
+fn help_and_version_are_there() {
+    for arguments in [&["--help"][..], &["info", "--help"], &["check", "--help"], &["--version"]] {
+        let output = hmem(arguments, &[]);
+        ended(&output, 0);
+        assert!(stdout(&output).contains("hmem"));
+    }
+    let output = hmem(&[], &[]);
+    ended(&output, 2);
+    assert!(stderr(&output).contains("Usage: hmem"));
+}
+
+#[test]
+fn colours_are_for_terminals_and_for_those_who_ask() {
+    for arguments in [&["info"][..], &["check", "--quick"], &["--help"]] {
+        let output = hmem(arguments, &[]);
+        assert!(!stdout(&output).contains('\x1b') && !stderr(&output).contains('\x1b'));
+    }
+    assert!(stdout(&hmem(&["--color", "always", "info"], &[])).contains('\x1b'));
+    assert!(!stdout(&hmem(&["--color", "never", "info"], &[])).contains('\x1b'));
+}
+
+/// DIAG-04: the library prints nothing unless somebody listens.
+#[test]
+fn logs_come_only_when_asked_for_and_only_on_stderr() {
+    let quiet = hmem(&["check", "--quick", "--path", "dma-buf"], &[]);
+    assert_eq!(stderr(&quiet), "");
+    let verbose = hmem(&["check", "--quick", "--json", "--path", "dma-buf", "--verbose"], &[]);
+    assert!(stderr(&verbose).contains("path decided"), "{}", stderr(&verbose));
+    json(&verbose);
+}

@@ -1,0 +1,201 @@
+//! Machines on which something is wrong: a check must see it, name it and fail.
+
+mod faulty;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use hmem::{
+    Errno, Hmem, Iface,
+    p2p::loopback::{self, Loopback},
+    provider::Provider,
+    system::{self, DmaBufKind, P2pMatrix, SIMULATED, Simulated},
+};
+use hmem_cli::{
+    Outcome,
+    args::{CheckArgs, Command},
+    check::{Atomic, Report, Selection, check, text},
+    machine::{Machine, Watch},
+    run_on,
+    table::Style,
+};
+
+use self::faulty::{Fault, Faulty};
+
+/// A check counts the fds of the process: one at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn simulated() -> Arc<Simulated> {
+    Arc::new(Simulated::builder().build().unwrap())
+}
+
+fn machine(iface: Arc<dyn Iface>, provider: impl Provider + 'static, watch: &Arc<Simulated>) -> Machine {
+    let hmem =
+        Hmem::builder().without_vendor_ifaces().ifaces("simulated").shared_iface(iface).build().unwrap();
+    let watched = Arc::clone(watch);
+    let mut machine = Machine::new(hmem);
+    machine.software.push((SIMULATED, "simulated".into()));
+    machine
+        .watches
+        .push(Watch { what: "allocations", count: Box::new(move || watched.stats().live_allocations) });
+    machine.add(Arc::new(provider), true, "for tests").unwrap();
+    machine
+}
+
+fn loopback() -> Loopback {
+    Loopback::builder().build().unwrap()
+}
+
+fn quick() -> Selection {
+    let mut selection = Selection { iface: Some("simulated".into()), measure_ns: 0, ..Selection::default() };
+    selection.extents.pop();
+    selection
+}
+
+fn run(machine: &Machine) -> Report {
+    check(machine, &quick(), |_, _, _| {})
+}
+
+/// The rows of one sort of memory over one path.
+#[track_caller]
+fn row<'a>(report: &'a Report, memory: &str, path: &str) -> &'a hmem_cli::check::Row {
+    let mut rows = report.rows.iter().filter(|row| row.memory == memory && row.path == path);
+    rows.next().unwrap_or_else(|| panic!("no row of {memory} over {path}: {report:?}"))
+}
+
+/// The row failed, and its error says all of this.
+#[track_caller]
+fn failed(report: &Report, memory: &str, path: &str, words: &[&str]) {
+    let row = row(report, memory, path);
+    let error = row.error.as_deref().unwrap_or_default();
+    assert!(!row.verified && row.gib_per_s.is_none(), "{row:?}");
+    for word in words {
+        assert!(error.contains(word), "{word} is not in: {error}");
+    }
+    assert!(!report.passed());
+}
+
+/// DIAG-02
+#[test]
+fn a_sound_machine_passes() {
+    let _alone = alone();
+    let simulated = simulated();
+    let report = run(&machine(Arc::clone(&simulated) as _, loopback(), &simulated));
+    assert!(report.passed(), "{report:?}");
+    assert_eq!(row(&report, "device", "dma-buf").atomic, Atomic::Verified);
+    assert_eq!(row(&report, "device", "staged").atomic, Atomic::Refused);
+    assert_eq!(report.skipped, []);
+}
+
+/// DIAG-02
+#[test]
+fn a_copy_engine_that_flips_a_bit_is_caught() {
+    let _alone = alone();
+    let simulated = simulated();
+    let faulty = Faulty { simulated: Arc::clone(&simulated), fault: Fault::FlipsABit };
+    let report = run(&machine(Arc::new(faulty), loopback(), &simulated));
+    failed(&report, "device", "dma-buf", &["1 of", "bytes are wrong"]);
+    failed(&report, "device", "staged", &["bytes are wrong"]);
+}
+
+/// DIAG-02
+#[test]
+fn what_a_combination_leaves_behind_is_caught() {
+    let _alone = alone();
+    for (fault, memory, path, what) in [
+        (Fault::LeaksAnFd, "device", "dma-buf", "open fds"),
+        (Fault::KeepsMemory, "device", "staged", "allocations"),
+    ] {
+        let simulated = simulated();
+        let faulty = Faulty { simulated: Arc::clone(&simulated), fault };
+        let report = run(&machine(Arc::new(faulty), loopback(), &simulated));
+        failed(&report, memory, path, &["left behind", what]);
+    }
+}
+
+/// DIAG-02: exit status 1, with the driver's own error in text and JSON.
+#[test]
+fn a_failing_copy_fails_the_command_and_names_the_call() {
+    let _alone = alone();
+    let simulated = simulated();
+    simulated.faults().fail_always(system::Call::Copy, Errno(5));
+    let machine = machine(Arc::clone(&simulated) as _, loopback(), &simulated);
+    for json in [false, true] {
+        let mut out = Vec::new();
+        let command = Command::Check(CheckArgs { json, quick: true, ..CheckArgs::default() });
+        let outcome = run_on(&machine, &command, Style::plain(), &mut out).unwrap();
+        assert_eq!(outcome, Outcome::Failed);
+        let out = String::from_utf8(out).unwrap();
+        assert!(out.contains("EIO (5)") && out.contains("sim_copy"), "{out}");
+        if json {
+            let document: serde_json::Value = serde_json::from_str(&out).unwrap();
+            let rows = document["rows"].as_array().unwrap();
+            assert!(rows.iter().any(|row| row["verified"] == true), "host memory still works");
+            assert!(rows.iter().any(|row| row["verified"] == false && row["gib_per_s"].is_null()));
+        } else {
+            assert!(
+                out.contains("simulated:0 device to loopback/loop0 over dma-buf") && out.contains("FAILED"),
+                "{out}"
+            );
+        }
+    }
+}
+
+/// DIAG-02
+#[test]
+fn a_nic_that_loses_a_transfer_or_a_registration_is_caught() {
+    let _alone = alone();
+    for (call, path, words) in [
+        (loopback::Call::Transfer, "dma-buf", &["EIO (5)"][..]),
+        (loopback::Call::Register, "dma-buf", &["register", "EIO (5)"]),
+        (loopback::Call::Deregister, "staged", &["EIO (5)"]),
+        (loopback::Call::OpenEndpoint, "plain-host", &["EIO (5)"]),
+    ] {
+        let simulated = simulated();
+        let faults = loopback::Faults::new();
+        let nic = Loopback::builder().faults(&faults).build().unwrap();
+        let machine = machine(Arc::clone(&simulated) as _, nic, &simulated);
+        // More than a check makes.
+        (1..1000).for_each(|nth| faults.fail(call, nth, Errno(5)));
+        let report = run(&machine);
+        let memory = if path == "plain-host" { "host" } else { "device" };
+        failed(&report, memory, path, words);
+    }
+}
+
+/// DIAG-02: software has no excuse for refusing what it says it can.
+#[test]
+fn a_device_that_does_not_export_what_it_promised_fails() {
+    let _alone = alone();
+    let none = Arc::new(Simulated::builder().p2p(P2pMatrix::none_reachable()).build().unwrap());
+    let report = run(&machine(Arc::clone(&none) as _, loopback(), &none));
+    failed(&report, "device", "dma-buf", &["export dma-buf", "not reachable"]);
+    let trace = &row(&report, "device", "dma-buf").trace;
+    assert!(trace.iter().any(|attempt| attempt.error.is_some()), "{trace:?}");
+    assert!(row(&report, "device", "staged").verified);
+}
+
+/// P2P-01: what the device says it lacks is skipped, with the reason.
+#[test]
+fn a_device_without_export_is_skipped_directly_and_checked_staged() {
+    let _alone = alone();
+    let none = Arc::new(Simulated::builder().dma_buf(DmaBufKind::None).build().unwrap());
+    let report = run(&machine(Arc::clone(&none) as _, loopback(), &none));
+    assert!(report.passed(), "{report:?}");
+    assert!(report.rows.iter().all(|row| row.path != "dma-buf"));
+    assert!(report.skipped.iter().any(|skipped| skipped.what.contains("directly")), "{:?}", report.skipped);
+}
+
+/// DIAG-02: no row is no success.
+#[test]
+fn nothing_to_check_is_not_a_pass() {
+    let _alone = alone();
+    let machine = Machine::new(Hmem::builder().without_vendor_ifaces().build().unwrap());
+    let report = check(&machine, &Selection::default(), |_, _, _| {});
+    assert!(!report.passed());
+    let mut out = Vec::new();
+    text(&mut out, &report, Style::plain()).unwrap();
+    assert!(String::from_utf8(out).unwrap().contains("nothing was checked"));
+}

@@ -1,0 +1,201 @@
+//! From a checked request to a registered region.
+
+use std::sync::Arc;
+
+use super::{
+    DomainInner, MemoryRegion, MrAttr,
+    inner::{MemoryOwner, RegionInner},
+    prefault, validate,
+};
+use crate::{
+    Error, ErrorKind, IfaceKind, MrFlags, MrMode, Result,
+    event_queue::RegionId,
+    path::{PathOutcome, PathRequest},
+    provider::{Backing, KeyRequest, Piece, RegistrationRequest},
+};
+
+impl DomainInner {
+    /// Checks the request and makes the region that it will fill; nothing is registered yet.
+    #[inline]
+    pub(super) fn prepare(
+        self: &Arc<Self>,
+        attr: &MrAttr<'_>,
+        flags: MrFlags,
+        owner: Option<MemoryOwner>,
+    ) -> Result<RegionInner> {
+        let id = self.worker.get().map(|_| RegionId::next());
+        self.prepare_as(id, attr, flags, owner)
+    }
+
+    #[inline]
+    pub(super) fn prepare_as(
+        self: &Arc<Self>,
+        id: Option<RegionId>,
+        attr: &MrAttr<'_>,
+        flags: MrFlags,
+        owner: Option<MemoryOwner>,
+    ) -> Result<RegionInner> {
+        let checked = validate::check(attr, flags, self.effective, &self.provider_attr)
+            .and_then(|checked| {
+                attr.base.map_or(Ok(()), |base| self.check_base(base, attr)).map(|()| checked)
+            })
+            .inspect_err(|error| tracing::debug!(%error, "registration refused"))?;
+        Ok(RegionInner::pending(self, attr, flags, &checked, owner, id))
+    }
+
+    /// Registers at once, or hands the region to the worker where an event queue is bound.
+    #[inline]
+    pub(super) fn submit(&self, region: RegionInner, attr: &MrAttr<'_>) -> Result<MemoryRegion> {
+        match self.worker.get() {
+            None => self.register_now(region, attr),
+            Some(worker) => {
+                let region = MemoryRegion::new(region);
+                worker.submit(worker.job(&region, attr)?);
+                Ok(region)
+            }
+        }
+    }
+
+    #[inline]
+    pub(super) fn register_now(&self, mut region: RegionInner, attr: &MrAttr<'_>) -> Result<MemoryRegion> {
+        let outcome = self.register_pages(&region, attr)?;
+        region.complete_unshared(outcome);
+        Ok(MemoryRegion::new(region))
+    }
+
+    fn check_base(&self, base: &MemoryRegion, attr: &MrAttr<'_>) -> Result<()> {
+        let refuse = |kind, remedy: &'static str| {
+            Err(Error::new(kind, "regattr").context("base", base.range()).remedy(remedy))
+        };
+        if !std::ptr::eq(Arc::as_ptr(base.inner().domain()), self) {
+            return refuse(ErrorKind::InvalidArgument, "the base must be a region of the same domain");
+        }
+        if base.inner().registered().is_none() {
+            return refuse(ErrorKind::BadState, "wait until the base is registered");
+        }
+        let [range] = attr.ranges else {
+            return refuse(ErrorKind::TooManyRanges, "a sub-region is one range of its base");
+        };
+        if base.inner().offset_of(*range).is_none() {
+            return Err(Error::new(ErrorKind::OutOfBounds, "regattr")
+                .context("range", range)
+                .context("base", base.range())
+                .remedy("a sub-region lies inside one range of its base"));
+        }
+        if attr.access.nic_writes() && !base.access().nic_writes() {
+            return Err(Error::new(ErrorKind::AccessDenied, "regattr")
+                .context("access", attr.access)
+                .context("base_access", base.access())
+                .remedy(
+                    "the base's pages are registered for reading: register it with a right that writes",
+                ));
+        }
+        if attr.page_size != 0 {
+            return refuse(ErrorKind::BadPageSize, "a sub-region inherits its base's page size: use 0");
+        }
+        Ok(())
+    }
+
+    #[inline]
+    pub(super) fn register_pages(&self, inner: &RegionInner, attr: &MrAttr<'_>) -> Result<PathOutcome> {
+        if tracing::enabled!(tracing::Level::DEBUG) {
+            self.register_traced(inner, attr)
+        } else {
+            self.register_decided(inner, attr)
+        }
+    }
+
+    #[cold]
+    fn register_traced(&self, inner: &RegionInner, attr: &MrAttr<'_>) -> Result<PathOutcome> {
+        let span = tracing::debug_span!(
+            "register",
+            nic = %self.provider_attr.nic,
+            range = %inner.range(),
+            ranges = inner.ranges().len(),
+            access = %attr.access,
+        );
+        let _entered = span.enter();
+        let outcome = self.register_decided(inner, attr);
+        match &outcome {
+            Ok(outcome) => {
+                let path = outcome.decision.as_ref().unwrap_or(&self.plain_host).path;
+                tracing::debug!(%path, "registered");
+            }
+            Err(error) => tracing::debug!(%error, "registration refused"),
+        }
+        outcome
+    }
+
+    #[inline]
+    fn request<'a>(&'a self, inner: &RegionInner, attr: &MrAttr<'a>) -> RegistrationRequest<'a> {
+        RegistrationRequest {
+            access: attr.access,
+            flags: inner.flags(),
+            key: match attr.requested_key {
+                Some(key) if !self.effective.contains(MrMode::PROV_KEY) => KeyRequest::Application(key),
+                _ => KeyRequest::Provider,
+            },
+            auth_key: self.auth_key(attr.auth_key),
+            addressing: self.addressing(),
+            page_size: attr.page_size,
+            enabled: inner.starts_enabled(),
+        }
+    }
+
+    #[inline]
+    fn register_decided(&self, inner: &RegionInner, attr: &MrAttr<'_>) -> Result<PathOutcome> {
+        let registration = self.request(inner, attr);
+        let plain = inner.parent().is_none() && attr.dma_buf.is_none() && attr.prefault.is_none();
+        if plain
+            && let [range] = inner.ranges()
+            && self.is_plain_host(*range, attr, inner.flags())?
+        {
+            let backing = Backing::Host { owned: inner.owns_memory() };
+            let region = self.provider.register(&registration, &[Piece { range: *range, backing }])?;
+            return Ok(PathOutcome { region, decision: None });
+        }
+        self.register_rare(inner, attr, registration)
+    }
+
+    /// Sub-regions, dma-bufs, several ranges, device memory.
+    #[cold]
+    fn register_rare(
+        &self,
+        inner: &RegionInner,
+        attr: &MrAttr<'_>,
+        registration: RegistrationRequest<'_>,
+    ) -> Result<PathOutcome> {
+        if let Some(parent) = inner.parent() {
+            let (Some(parent_region), Some(offset)) = (parent.registered(), parent.offset_of(inner.range()))
+            else {
+                return Err(Error::new(ErrorKind::BadState, "regattr").context("base", parent.range()));
+            };
+            let len = inner.range().len();
+            let region = self.provider.register_sub(parent_region, &registration, offset, len)?;
+            return Ok(PathOutcome { region, decision: parent.recorded_decision() });
+        }
+        let ranges = inner.ranges();
+        let owner = if attr.dma_buf.is_some() {
+            self.claimed_owner(attr, inner.flags())?
+        } else {
+            self.owner(ranges, attr, inner.flags())?
+        };
+        if let Some(prefault) = &attr.prefault
+            && owner.iface == IfaceKind::SYSTEM
+            && attr.dma_buf.is_none()
+        {
+            for range in ranges {
+                prefault::prefault(*range, attr.access.nic_writes(), prefault)?;
+            }
+        }
+        let request = PathRequest {
+            registration,
+            ranges,
+            dma_buf: attr.dma_buf.map(|buffer| (buffer.fd, buffer.offset)),
+            owner,
+            owned: inner.owns_memory(),
+            policy: self.attr.p2p,
+        };
+        self.decider.register(&request, &self.registry, &*self.provider)
+    }
+}

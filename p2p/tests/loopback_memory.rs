@@ -1,0 +1,420 @@
+//! How the loopback NIC reaches memory: pinned pages or mappings, missing pages, files, staged copies, atomics on each.
+
+mod support;
+
+use std::{
+    os::fd::{AsFd, OwnedFd},
+    sync::{Arc, Mutex},
+};
+
+use hmem_core::{
+    Access, Address, AddressRange, DmaBufOffset, Error, ErrorKind, MrMode, Result,
+    provider::{Backing, Piece, StagedMemory},
+    transfer::AtomicOp,
+};
+use hmem_p2p::loopback::{Call, Faults, Loopback, Memory};
+use rustix::{
+    fs::{MemfdFlags, SealFlags},
+    mm::{MapFlags, MprotectFlags, ProtFlags},
+};
+use support::*;
+
+const PAGE: usize = 4096;
+
+/// Anonymous pages at an address that can be mapped anew.
+struct Pages {
+    start: *mut u8,
+    len: usize,
+}
+
+impl Pages {
+    fn new(pages: usize) -> Self {
+        let len = pages * PAGE;
+        let flags = MapFlags::PRIVATE;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let start = unsafe {
+            rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags)
+        };
+        Self { start: start.unwrap().cast(), len }
+    }
+
+    /// Puts fresh pages at the same address.
+    fn remap(&self) {
+        // SAFETY: the range is this object's own mapping, and nothing holds references into it.
+        unsafe {
+            rustix::mm::munmap(self.start.cast(), self.len).unwrap();
+            let flags = MapFlags::PRIVATE | MapFlags::FIXED;
+            let again = rustix::mm::mmap_anonymous(
+                self.start.cast(),
+                self.len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                flags,
+            );
+            assert_eq!(again.unwrap().cast(), self.start);
+        }
+    }
+
+    fn protect(&self, page: usize, protection: MprotectFlags) {
+        assert!(page * PAGE < self.len);
+        // SAFETY: a page of this object's own mapping.
+        unsafe { rustix::mm::mprotect(self.start.add(page * PAGE).cast(), PAGE, protection).unwrap() }
+    }
+
+    /// Unmaps one page, which leaves a hole.
+    fn punch(&self, page: usize) {
+        assert!(page * PAGE < self.len);
+        // SAFETY: a page of this object's own mapping, which nothing refers to.
+        unsafe { rustix::mm::munmap(self.start.add(page * PAGE).cast(), PAGE).unwrap() }
+    }
+
+    fn set(&self, at: usize, byte: u8) {
+        assert!(at < self.len);
+        // SAFETY: in the mapping; pages that tests took away are not touched.
+        unsafe { self.start.add(at).write_volatile(byte) }
+    }
+
+    fn get(&self, at: usize) -> u8 {
+        assert!(at < self.len);
+        // SAFETY: as in `set`.
+        unsafe { self.start.add(at).read_volatile() }
+    }
+
+    fn range(&self) -> AddressRange {
+        AddressRange::new(Address(self.start.expose_provenance() as u64), self.len as u64).unwrap()
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: this object's own mapping; holes in it are no error.
+        unsafe { rustix::mm::munmap(self.start.cast(), self.len).unwrap() }
+    }
+}
+
+fn pair(memory: Memory, mode: MrMode) -> Pair {
+    Pair::new(Loopback::builder().memory(memory).build().unwrap(), mode)
+}
+
+fn memfd(len: u64, seals: SealFlags) -> OwnedFd {
+    let fd = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&fd, len).unwrap();
+    rustix::fs::fcntl_add_seals(&fd, seals).unwrap();
+    fd
+}
+
+fn file_bytes(fd: &OwnedFd, at: u64, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    assert_eq!(rustix::io::pread(fd, &mut bytes, at).unwrap(), len);
+    bytes
+}
+
+fn file(fd: &OwnedFd, offset: u64, len: u64) -> Piece<'_> {
+    Piece {
+        range: AddressRange::new(Address(0x7000_0000_0000 + offset % 4096), len).unwrap(),
+        backing: Backing::DmaBuf { fd: fd.as_fd(), offset: DmaBufOffset(offset) },
+    }
+}
+
+#[test]
+fn pinned_registrations_keep_the_old_pages_and_others_follow_the_mapping() {
+    for memory in [Memory::Pinned, Memory::Follow] {
+        let pair = pair(memory, MrMode::empty());
+        let pages = Pages::new(3);
+        for at in 0..pages.len {
+            pages.set(at, 1);
+        }
+        let region = How::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
+        let key = remote(region, pages.len as u64);
+        pages.remap();
+        pages.set(100, 2);
+        let source = Buffer::filled(PAGE, 9);
+        let back = Buffer::new(pages.len);
+        pair.here.write(pair.to, &[source.whole()], &key, 5000).unwrap();
+        pair.here.read(pair.to, &[back.whole()], &key, 0).unwrap();
+        let (mapped, read) = (pages.get(5000), (back.get(0), back.get(100), back.get(5000)));
+        match memory {
+            // The stale registration moves stale bytes, and the new mapping does not see the write.
+            Memory::Pinned => assert_eq!((mapped, read), (0, (1, 1, 9))),
+            Memory::Follow => assert_eq!((mapped, read), (9, (0, 2, 9))),
+        }
+        pair.there.domain.refresh(region, &[]).unwrap();
+        pair.here.read(pair.to, &[back.whole()], &key, 0).unwrap();
+        assert_eq!((back.get(0), back.get(100)), (0, 2));
+        pair.there.domain.deregister(region).unwrap();
+    }
+}
+
+#[test]
+fn pinned_memory_larger_than_the_scratch_file_moves_whole() {
+    let pair = pair(Memory::Pinned, MrMode::empty());
+    let len = (3 << 20) + 12_345;
+    let target = Buffer::new(len);
+    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), false)]).unwrap();
+    let source = Buffer::counting(len - 7);
+    pair.here.write(pair.to, &[source.whole()], &remote(region, len as u64), 3).unwrap();
+    let back = Buffer::new(len - 7);
+    pair.here.read(pair.to, &[back.whole()], &remote(region, len as u64), 3).unwrap();
+    assert!(target.bytes()[3..len - 4] == source.bytes()[..] && back.bytes() == source.bytes());
+}
+
+#[test]
+fn pinned_registrations_need_pages_and_give_them_back() {
+    let provider = Loopback::builder().memory(Memory::Pinned).build().unwrap();
+    let domain = domain(&provider, MrMode::empty());
+    let pages = Pages::new(3);
+    pages.punch(1);
+    refused(How::key(1).register(&*domain, &[host(pages.range(), false)]), ErrorKind::BadAddress);
+    assert_eq!(domain.live().regions, 0);
+    let buffer = Buffer::new(100);
+    // More than one table of buffers holds.
+    let regions: Vec<_> = (0..5000)
+        .map(|key| How::key(key).register(&*domain, &[host(buffer.range(), false)]).unwrap())
+        .collect();
+    for region in regions {
+        domain.deregister(region).unwrap();
+    }
+    assert_eq!(domain.live().bytes, 0);
+}
+
+#[test]
+fn absent_pages_fail_the_transfer_and_not_the_process() {
+    let pair = pair(Memory::Follow, MrMode::empty());
+    let pages = Pages::new(4);
+    let region = How::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
+    let key = remote(region, pages.len as u64);
+    let here = Buffer::new(2 * PAGE);
+    pages.punch(1);
+    pages.protect(2, MprotectFlags::READ);
+    pages.protect(3, MprotectFlags::empty());
+    let segment = |len| [here.segment(0, len, None)];
+    refused(pair.here.write(pair.to, &segment(8), &key, PAGE as u64), ErrorKind::BadAddress);
+    refused(pair.here.read(pair.to, &segment(8), &key, PAGE as u64 - 4), ErrorKind::BadAddress);
+    refused(pair.here.write(pair.to, &segment(8), &key, 2 * PAGE as u64), ErrorKind::BadAddress);
+    pair.here.read(pair.to, &segment(8), &key, 2 * PAGE as u64).unwrap();
+    refused(pair.here.read(pair.to, &segment(8), &key, 3 * PAGE as u64), ErrorKind::BadAddress);
+    refused(pair.here.fetch(pair.to, AtomicOp::Sum, 1, None, &key, PAGE as u64), ErrorKind::BadAddress);
+    pair.here.write(pair.to, &segment(PAGE), &key, 0).unwrap();
+    // A local descriptor over missing pages is a local failure of the same kind.
+    let local = How::key(2).register(&*pair.here.domain, &[host(pages.range(), false)]).unwrap();
+    let hole = hmem_core::transfer::LocalSegment {
+        address: Address(pages.range().start().0 + PAGE as u64),
+        len: 8,
+        desc: Some(local.local),
+    };
+    refused(pair.here.write(pair.to, &[hole], &key, 0), ErrorKind::BadAddress);
+}
+
+#[test]
+fn allocated_mode_wants_pages_at_registration() {
+    let domain = domain(&Loopback::builder().build().unwrap(), MrMode::ALLOCATED);
+    let pages = Pages::new(3);
+    let register = |access| {
+        let region = How::key(1).access(access).register(&*domain, &[host(pages.range(), false)])?;
+        domain.deregister(region)
+    };
+    register(all_rights()).unwrap();
+    pages.protect(1, MprotectFlags::READ);
+    refused(register(all_rights()), ErrorKind::BadAddress);
+    register(Access::REMOTE_READ | Access::SEND).unwrap();
+    pages.protect(1, MprotectFlags::empty());
+    refused(register(Access::REMOTE_READ), ErrorKind::BadAddress);
+    pages.punch(1);
+    refused(register(Access::REMOTE_READ), ErrorKind::BadAddress);
+}
+
+#[test]
+fn mmu_notify_reaches_only_promised_pages() {
+    for memory in [Memory::Follow, Memory::Pinned] {
+        let pair = pair(memory, MrMode::MMU_NOTIFY);
+        let pages = Pages::new(4);
+        pages.set(0, 1);
+        let region = How::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
+        let key = remote(region, pages.len as u64);
+        let here = Buffer::filled(16, 5);
+        let write = |page: usize| pair.here.write(pair.to, &[here.whole()], &key, (page * PAGE) as u64);
+        write(0).unwrap();
+        refused(write(2), ErrorKind::BadAddress);
+        pages.set(2 * PAGE, 1);
+        refused(write(2), ErrorKind::BadAddress);
+        let page = |n: usize| pages.range().slice((n * PAGE) as u64, PAGE as u64).unwrap();
+        pair.there.domain.refresh(region, &[page(2)]).unwrap();
+        write(2).unwrap();
+        assert_eq!(pages.get(2 * PAGE), 5);
+        refused(write(1), ErrorKind::BadAddress);
+        pages.punch(3);
+        refused(pair.there.domain.refresh(region, &[page(1), page(3)]), ErrorKind::BadAddress);
+        refused(write(1), ErrorKind::BadAddress);
+        refused(pair.there.domain.refresh(region, &[]), ErrorKind::BadAddress);
+        write(0).unwrap();
+        write(2).unwrap();
+    }
+}
+
+#[test]
+fn peers_are_turned_away_during_a_refresh() {
+    let faults = Faults::new();
+    let provider = Loopback::builder().faults(&faults).build().unwrap();
+    let pair = Pair::new(provider, MrMode::MMU_NOTIFY);
+    let target = Buffer::filled(64, 1);
+    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), false)]).unwrap();
+    let here = Buffer::new(8);
+    let gate = faults.hold(Call::Refresh);
+    std::thread::scope(|scope| {
+        let refreshing = scope.spawn(|| pair.there.domain.refresh(region, &[]));
+        gate.wait_held();
+        let write = || pair.here.write(pair.to, &[here.whole()], &remote(region, 64), 0);
+        refused(write(), ErrorKind::BadState);
+        gate.release();
+        refreshing.join().unwrap().unwrap();
+        write().unwrap();
+    });
+}
+
+#[test]
+fn files_are_reached_at_exactly_their_bytes() {
+    for seals in [SealFlags::empty(), SealFlags::SHRINK, SealFlags::SHRINK | SealFlags::GROW] {
+        let pair = pair(Memory::Follow, MrMode::empty());
+        let fd = memfd(3 * PAGE as u64, seals);
+        let offset = PAGE as u64 + 123;
+        let region = How::key(1).register(&*pair.there.domain, &[file(&fd, offset, 5000)]).unwrap();
+        let key = remote(region, 5000);
+        let source = Buffer::counting(5000);
+        pair.here.write(pair.to, &[source.whole()], &key, 0).unwrap();
+        assert_eq!(file_bytes(&fd, offset, 5000), source.bytes());
+        assert_eq!(file_bytes(&fd, offset - 1, 1), [0]);
+        assert_eq!(file_bytes(&fd, offset + 5000, 1), [0]);
+        let kept = fd.try_clone().unwrap();
+        drop(fd);
+        let back = Buffer::new(100);
+        pair.here.read(pair.to, &[back.whole()], &key, 1000).unwrap();
+        assert_eq!(back.bytes(), source.bytes()[1000..1100]);
+        let old = pair.here.fetch(pair.to, AtomicOp::Sum, 3, None, &key, 5).unwrap();
+        assert_eq!(old, source.u64_at(5));
+        assert_eq!(file_bytes(&kept, offset + 5, 8), (old + 3).to_le_bytes());
+        refused(pair.here.fetch(pair.to, AtomicOp::Sum, 3, None, &key, 6), ErrorKind::InvalidArgument);
+    }
+}
+
+#[test]
+fn a_file_that_shrinks_fails_the_transfer() {
+    let pair = pair(Memory::Follow, MrMode::empty());
+    let fd = memfd(2 * PAGE as u64, SealFlags::empty());
+    let region = How::key(1).register(&*pair.there.domain, &[file(&fd, 0, 2 * PAGE as u64)]).unwrap();
+    let key = remote(region, 2 * PAGE as u64);
+    rustix::fs::ftruncate(&fd, PAGE as u64).unwrap();
+    let here = Buffer::filled(16, 1);
+    refused(pair.here.write(pair.to, &[here.whole()], &key, PAGE as u64 - 8), ErrorKind::BadAddress);
+    refused(pair.here.read(pair.to, &[here.whole()], &key, PAGE as u64), ErrorKind::BadAddress);
+    assert_eq!(rustix::fs::fstat(&fd).unwrap().st_size, PAGE as i64);
+    pair.here.write(pair.to, &[here.whole()], &key, 0).unwrap();
+}
+
+#[test]
+fn files_that_cannot_be_registered_say_why() {
+    let domain = domain(&Loopback::builder().build().unwrap(), MrMode::empty());
+    let fd = memfd(PAGE as u64, SealFlags::SHRINK);
+    let all = How::key(1);
+    refused(all.register(&*domain, &[file(&fd, 1, PAGE as u64)]), ErrorKind::OutOfBounds);
+    refused(all.register(&*domain, &[file(&fd, u64::MAX, 2)]), ErrorKind::OutOfBounds);
+    let sealed = memfd(PAGE as u64, SealFlags::SHRINK | SealFlags::WRITE);
+    refused(all.register(&*domain, &[file(&sealed, 0, 10)]), ErrorKind::AccessDenied);
+    let region = How::key(1).access(Access::REMOTE_READ).register(&*domain, &[file(&sealed, 0, 10)]).unwrap();
+    refused(domain.register_sub(region, &How::key(2).request(), 0, 5), ErrorKind::AccessDenied);
+    let (pipe, _other) = rustix::pipe::pipe().unwrap();
+    refused(all.register(&*domain, &[file(&pipe, 0, 10)]), ErrorKind::InvalidArgument);
+    assert_eq!(domain.live().regions, 1);
+}
+
+/// Device memory as the staging path shows it.
+#[derive(Debug)]
+struct Device(Mutex<Vec<u8>>);
+
+impl StagedMemory for Device {
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        let bytes = self.0.lock().unwrap();
+        let offset = offset as usize;
+        into.copy_from_slice(
+            bytes
+                .get(offset..offset + into.len())
+                .ok_or_else(|| Error::new(ErrorKind::OutOfBounds, "staged"))?,
+        );
+        Ok(())
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
+        let offset = offset as usize;
+        self.0.lock().unwrap()[offset..offset + from.len()].copy_from_slice(from);
+        Ok(())
+    }
+}
+
+#[test]
+fn staged_memory_moves_in_pieces_and_refuses_atomics() {
+    let pair = pair(Memory::Follow, MrMode::empty());
+    let len = (1 << 20) + 77;
+    let device = Arc::new(Device(Mutex::new(vec![0; len])));
+    let piece = Piece {
+        range: AddressRange::new(Address(0x10_0000_0000), len as u64).unwrap(),
+        backing: Backing::Staged(Arc::clone(&device) as Arc<dyn StagedMemory>),
+    };
+    let region = How::key(1).register(&*pair.there.domain, &[piece]).unwrap();
+    let source = Buffer::counting(len - 1);
+    let key = remote(region, len as u64);
+    pair.here.write(pair.to, &[source.whole()], &key, 1).unwrap();
+    assert!(device.0.lock().unwrap()[1..] == source.bytes()[..]);
+    let back = Buffer::new(len - 1);
+    pair.here.read(pair.to, &[back.whole()], &key, 1).unwrap();
+    assert!(back.bytes() == source.bytes());
+    let refusal = pair.here.fetch(pair.to, AtomicOp::Sum, 1, None, &key, 0).unwrap_err();
+    assert_eq!(refusal.kind(), ErrorKind::Unsupported);
+    assert!(refusal.to_string().contains("staged copies"), "{refusal}");
+    let sub = pair.there.domain.register_sub(region, &How::key(2).request(), 1000, 10).unwrap();
+    pair.here.write(pair.to, &[source.segment(0, 10, None)], &remote(sub, 10), 0).unwrap();
+    assert_eq!(device.0.lock().unwrap()[1000..1010], source.bytes()[..10]);
+}
+
+#[test]
+fn imports_that_the_nic_lacks_are_unsupported() {
+    let imports = hmem_core::provider::Imports::default();
+    let domain = domain(&Loopback::builder().imports(imports).build().unwrap(), MrMode::empty());
+    let fd = memfd(PAGE as u64, SealFlags::SHRINK);
+    refused(How::key(1).register(&*domain, &[file(&fd, 0, 10)]), ErrorKind::Unsupported);
+    let staged = Piece {
+        range: AddressRange::new(Address(4096), 1).unwrap(),
+        backing: Backing::Staged(Arc::new(Device(Mutex::default()))),
+    };
+    refused(How::key(1).register(&*domain, &[staged]), ErrorKind::Unsupported);
+    let peer = Piece {
+        range: AddressRange::new(Address(4096), 1).unwrap(),
+        backing: Backing::PeerMemory { address: Address(4096) },
+    };
+    refused(How::key(1).register(&*domain, &[peer]), ErrorKind::Unsupported);
+}
+
+#[test]
+fn atomics_agree_however_the_same_word_is_reached() {
+    let pair = pair(Memory::Follow, MrMode::empty());
+    let target = Buffer::new(64);
+    let keys: Vec<_> = [true, false]
+        .iter()
+        .enumerate()
+        .map(|(n, owned)| {
+            How::key(n as u64).register(&*pair.there.domain, &[host(target.range(), *owned)]).unwrap()
+        })
+        .map(|region| remote(region, 64))
+        .collect();
+    let rounds = 300;
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let end = End::open(&pair.here.domain);
+            let (there, keys) = (&pair.there, &keys);
+            scope.spawn(move || {
+                let to = end.peer(there);
+                for round in 0..rounds {
+                    end.fetch(to, AtomicOp::Sum, 1, None, &keys[(round + thread) % 2], 8).unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(target.u64_at(8), 4 * rounds as u64);
+}
