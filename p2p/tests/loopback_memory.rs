@@ -258,8 +258,8 @@ fn peers_are_turned_away_during_a_refresh() {
     let target = Buffer::filled(64, 1);
     let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), false)]).unwrap();
     let here = Buffer::new(8);
-    let gate = faults.hold(Call::Refresh);
     std::thread::scope(|scope| {
+        let gate = faults.hold(Call::Refresh);
         let refreshing = scope.spawn(|| pair.there.domain.refresh(region, &[]));
         gate.wait_held();
         let write = || pair.here.write(pair.to, &[here.whole()], &remote(region, 64), 0);
@@ -292,6 +292,21 @@ fn files_are_reached_at_exactly_their_bytes() {
         assert_eq!(old, source.u64_at(5));
         assert_eq!(file_bytes(&kept, offset + 5, 8), (old + 3).to_le_bytes());
         refused(pair.here.fetch(pair.to, AtomicOp::Sum, 3, None, &key, 6), ErrorKind::InvalidArgument);
+    }
+}
+
+#[test]
+fn persistent_memory_is_written_back_before_completion() {
+    for seals in [SealFlags::empty(), SealFlags::SHRINK] {
+        let pair = pair(Memory::Follow, MrMode::empty());
+        let fd = memfd(2 * PAGE as u64, seals);
+        let region = How::key(1)
+            .flags(hmem_core::MrFlags::RMA_PMEM)
+            .register(&*pair.there.domain, &[file(&fd, 100, 5000)])
+            .unwrap();
+        let source = Buffer::counting(4500);
+        pair.here.write(pair.to, &[source.whole()], &remote(region, 5000), 300).unwrap();
+        assert_eq!(file_bytes(&fd, 400, 4500), source.bytes());
     }
 }
 

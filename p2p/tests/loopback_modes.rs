@@ -300,3 +300,43 @@ fn domains_and_endpoints_can_be_dropped_in_any_order() {
         }
     }
 }
+
+/// A copy engine that, when it is called, drops the last handles of the very domain that called it.
+#[derive(Debug)]
+struct Dropping(std::sync::Mutex<Option<End>>, std::sync::mpsc::Sender<std::thread::ThreadId>);
+
+impl hmem_core::provider::StagedMemory for Dropping {
+    fn read(&self, _offset: u64, _into: &mut [u8]) -> hmem_core::Result<()> {
+        Ok(())
+    }
+
+    fn write(&self, _offset: u64, _from: &[u8]) -> hmem_core::Result<()> {
+        drop(self.0.lock().unwrap().take());
+        self.1.send(std::thread::current().id()).unwrap();
+        Ok(())
+    }
+}
+
+#[test]
+fn a_domain_can_be_dropped_by_its_own_progress_thread() {
+    use hmem_core::{Address, AddressRange, provider::Backing, provider::Piece};
+    let provider = Loopback::builder().progress(hmem_p2p::loopback::Progress::Thread).build().unwrap();
+    let Pair { here, there, to, .. } = Pair::new(provider, MrMode::empty());
+    let (sender, dropped) = std::sync::mpsc::channel();
+    let device = Arc::new(Dropping(std::sync::Mutex::new(None), sender));
+    let piece = Piece {
+        range: AddressRange::new(Address(4096), 8).unwrap(),
+        backing: Backing::Staged(Arc::clone(&device) as Arc<dyn hmem_core::provider::StagedMemory>),
+    };
+    let region = How::key(1).register(&*there.domain, &[piece]).unwrap();
+    let source = Buffer::filled(8, 1);
+    let key = remote(region, 8);
+    let list = [RemoteSegment { address: hmem_core::Iova(0), len: 8, key: &key }];
+    // The device owns `here` before it is called: its lock is held until then.
+    let mut slot = device.0.lock().unwrap();
+    here.post(Operation::Write { remote: &list }, &[source.whole()], to, 1).unwrap();
+    *slot = Some(here);
+    drop(slot);
+    assert_ne!(dropped.recv().unwrap(), std::thread::current().id());
+    there.domain.deregister(region).unwrap();
+}

@@ -17,9 +17,9 @@ fn deregistration_waits_for_a_transfer_in_flight() {
         let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
         let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
         let key = remote(region, 64);
-        let gate = faults.hold(Call::Transfer);
         let returned = AtomicBool::new(false);
         std::thread::scope(|scope| {
+            let gate = faults.hold(Call::Transfer);
             let writing = scope.spawn(|| {
                 let result = pair.here.write(pair.to, &[source.whole()], &key, 0);
                 (result, returned.load(Ordering::SeqCst))
@@ -72,8 +72,8 @@ fn invalidating_a_window_waits_for_a_transfer_through_it() {
     let window = pair.there.domain.bind_window(window, &bind(64)).unwrap();
     let key =
         hmem_core::RemoteKey::new(Addressing::Virtual, hmem_core::Iova(target.address().0), 64, window.key);
-    let gate = faults.hold(Call::Transfer);
     std::thread::scope(|scope| {
+        let gate = faults.hold(Call::Transfer);
         let writing = scope.spawn(|| pair.here.write(pair.to, &[source.whole()], &key, target.address().0));
         gate.wait_held();
         let unbinding = scope.spawn(|| {
@@ -173,8 +173,8 @@ fn registration_in_flight_is_not_there_yet() {
     let pair = Pair::new(Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
     let target = Buffer::new(8);
     let source = Buffer::filled(8, 1);
-    let gate = faults.hold(Call::Register);
     std::thread::scope(|scope| {
+        let gate = faults.hold(Call::Register);
         let registering =
             scope.spawn(|| How::key(9).register(&*pair.there.domain, &[host(target.range(), true)]));
         gate.wait_held();

@@ -74,6 +74,18 @@ impl DomainState {
         *endpoints = endpoints.iter().filter(|endpoint| endpoint.id != id).map(Arc::clone).collect();
     }
 
+    /// Gives back what the application left behind.
+    pub(super) fn close(&self) {
+        self.free_all_windows();
+        let table = &self.nic.table;
+        if table.counts(self.slot).regions > 0 {
+            let tokens = table.tokens_of(self.slot);
+            tracing::warn!(regions = tokens.len(), "a loopback domain was dropped with regions open");
+            self.remove_all(tokens);
+        }
+        self.nic.dismiss_domain(self.slot);
+    }
+
     /// What a mapped key stands for.
     pub(super) fn mapped_key(&self, number: u64) -> Option<RawParts> {
         self.mapped.read().get(&number).copied()
@@ -160,15 +172,10 @@ impl Domain {
 
 impl Drop for Domain {
     fn drop(&mut self) {
-        self.thread.take();
-        self.state.free_all_windows();
-        let (table, slot) = (&self.state.nic.table, self.state.slot);
-        if table.counts(slot).regions > 0 {
-            let tokens = table.tokens_of(slot);
-            tracing::warn!(regions = tokens.len(), "a loopback domain was dropped with regions open");
-            self.state.remove_all(tokens);
+        match self.thread.take() {
+            Some(thread) => drop(thread),
+            None => self.state.close(),
         }
-        self.state.nic.dismiss_domain(slot);
     }
 }
 

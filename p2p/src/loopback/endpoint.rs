@@ -4,7 +4,8 @@
 
 use std::{
     any::Any,
-    collections::VecDeque,
+    cell::RefCell,
+    collections::{HashMap, VecDeque},
     fmt,
     sync::{
         Arc, Weak,
@@ -21,7 +22,7 @@ use hmem_core::{
         RemoteSegment, WorkRequest,
     },
 };
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Mutex, ReentrantMutex, RwLock};
 
 use super::{
     Call,
@@ -135,9 +136,10 @@ pub(super) struct EndpointState {
     /// How many are posted: lets progress pass by without the lock. Written under the lock of `posted`.
     waiting: AtomicUsize,
     /// Held while requests of this endpoint execute, which keeps their order.
-    running: Mutex<Recent>,
+    /// A copy engine that it calls may come back to this endpoint on the same thread, to close it.
+    running: ReentrantMutex<RefCell<Recent>>,
     pub(super) inbox: Inbox,
-    peers: RwLock<Vec<(u64, Weak<Self>)>>,
+    peers: RwLock<Peers>,
     standing: Mutex<Standing>,
     closed: AtomicBool,
 }
@@ -148,6 +150,13 @@ pub(super) struct Recent {
     peer: Option<(PeerId, Weak<EndpointState>)>,
     /// The last requested key: whose endpoint, the key, and the region that had it.
     pub(super) key: Option<(u64, u64, Token)>,
+}
+
+/// The endpoints that an endpoint resolved; a [`PeerId`] is a place in the list.
+#[derive(Debug, Default)]
+struct Peers {
+    known: Vec<(u64, Weak<EndpointState>)>,
+    by_endpoint: HashMap<u64, usize>,
 }
 
 #[derive(Debug, Default)]
@@ -163,7 +172,8 @@ impl EndpointState {
     pub(super) fn step(self: &Arc<Self>) -> usize {
         let mut ended = 0;
         if self.waiting.load(Ordering::Acquire) > 0
-            && let Some(mut recent) = self.running.try_lock()
+            && let Some(running) = self.running.try_lock()
+            && let Ok(mut recent) = running.try_borrow_mut()
         {
             ended += self.run(&mut recent);
         }
@@ -213,7 +223,7 @@ impl EndpointState {
         let found = match &recent.peer {
             Some((known, endpoint)) if *known == peer => endpoint.upgrade()?,
             _ => {
-                let endpoint = self.peers.read().get(peer.0 as usize)?.1.clone();
+                let endpoint = self.peers.read().known.get(peer.0 as usize)?.1.clone();
                 let found = endpoint.upgrade()?;
                 recent.peer = Some((peer, endpoint));
                 found
@@ -224,7 +234,7 @@ impl EndpointState {
 
     /// The number of a resolved peer's endpoint.
     pub(super) fn peer_endpoint(&self, peer: PeerId) -> Option<u64> {
-        Some(self.peers.read().get(peer.0 as usize)?.0)
+        Some(self.peers.read().known.get(peer.0 as usize)?.0)
     }
 
     /// Binds a region or type 2A window, which keeps the endpoint from being closed.
@@ -259,8 +269,10 @@ impl EndpointState {
         self.domain.fabric.detach(self.id);
         self.domain.remove_endpoint(self.id);
         // Whatever executes now ends first.
-        let mut recent = self.running.lock();
-        *recent = Recent::default();
+        let running = self.running.lock();
+        if let Ok(mut recent) = running.try_borrow_mut() {
+            *recent = Recent::default();
+        }
         let canceled = {
             let mut posted = self.posted.lock();
             self.waiting.store(0, Ordering::Release);
@@ -548,7 +560,7 @@ impl Endpoint {
             rx_counter: attr.rx_counter.clone(),
             posted: Mutex::new(VecDeque::with_capacity(attr.depth.clamp(1, 64))),
             waiting: AtomicUsize::new(0),
-            running: Mutex::default(),
+            running: ReentrantMutex::default(),
             inbox: Inbox::new(attr.depth.max(1), config.unexpected_bytes),
             peers: RwLock::default(),
             standing: Mutex::default(),
@@ -587,11 +599,11 @@ impl ProviderEndpoint for Endpoint {
                 .remedy("a loopback endpoint is found on its own fabric, while it is open")
         })?;
         let mut peers = self.state.peers.write();
-        let known = peers.iter().position(|(id, _)| *id == endpoint_id);
-        let at = known.unwrap_or_else(|| {
-            peers.push((endpoint_id, Arc::downgrade(&peer)));
-            peers.len() - 1
-        });
+        let next = peers.known.len();
+        let at = *peers.by_endpoint.entry(endpoint_id).or_insert(next);
+        if at == next {
+            peers.known.push((endpoint_id, Arc::downgrade(&peer)));
+        }
         Ok(PeerId(at as u64))
     }
 

@@ -12,7 +12,7 @@ use std::{
 };
 
 use hmem_core::{Access, Error, ErrorKind, Result};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, ReentrantMutex};
 
 use super::{
     Call,
@@ -61,7 +61,7 @@ pub(super) struct Inbox {
     depth: usize,
     limit: u64,
     /// Held from a match until its bytes are there, so that receives complete in the order of their matches.
-    delivery: Mutex<()>,
+    delivery: ReentrantMutex<()>,
     state: Mutex<State>,
     /// A receive was posted while messages were kept.
     unsettled: AtomicBool,
@@ -78,6 +78,12 @@ struct State {
 }
 
 impl State {
+    fn wait(&mut self, sender: &Arc<DomainState>) {
+        if !self.waiting.iter().any(|domain| std::ptr::eq(domain.as_ptr(), Arc::as_ptr(sender))) {
+            self.waiting.push(Arc::downgrade(sender));
+        }
+    }
+
     fn wake_senders(&mut self) {
         for domain in self.waiting.drain(..).filter_map(|domain| domain.upgrade()) {
             domain.wake.wake();
@@ -90,7 +96,7 @@ impl Inbox {
         Self {
             depth,
             limit,
-            delivery: Mutex::new(()),
+            delivery: ReentrantMutex::new(()),
             state: Mutex::default(),
             unsettled: AtomicBool::new(false),
         }
@@ -156,6 +162,8 @@ impl Inbox {
 
     /// Ends every receive as canceled, and lets waiting senders find out.
     pub(super) fn cancel(&self, owner: &EndpointState) {
+        // A message on its way arrives first: nothing writes to the buffers of receives afterwards.
+        let _delivery = self.delivery.lock();
         let receives = {
             let mut state = self.state.lock();
             state.messages.clear();
@@ -270,7 +278,7 @@ impl EndpointState {
             if found.is_none()
                 && (state.messages.len() >= target.inbox.depth || state.bytes + len > target.inbox.limit)
             {
-                state.waiting.push(Arc::downgrade(&self.domain));
+                state.wait(&self.domain);
                 return Ok(None);
             }
             found.and_then(|at| state.receives.remove(at))

@@ -57,7 +57,8 @@ impl Drop for ProgressThread {
         self.domain.wake.stop.store(true, Ordering::Release);
         let Some(handle) = self.handle.take() else { return };
         handle.thread().unpark();
-        // The domain may be dropped by the thread itself, from within a copy engine that it called.
+        // The domain may be dropped by the thread itself, from within a copy engine that it called; it then cleans up
+        // when it comes back from there.
         if handle.thread().id() != thread::current().id() && handle.join().is_err() {
             tracing::error!("the progress thread of a loopback domain panicked");
         }
@@ -72,4 +73,5 @@ fn run(domain: &DomainState) {
             thread::park();
         }
     }
+    domain.close();
 }

@@ -223,6 +223,7 @@ impl fmt::Debug for Buffer {
 }
 
 /// An endpoint with its queue.
+#[derive(Debug)]
 pub(crate) struct End {
     pub(crate) domain: Arc<dyn ProviderDomain>,
     pub(crate) cq: Arc<dyn CompletionQueue>,
