@@ -271,7 +271,7 @@ fn hm_06_ten_thousand_exports_leave_no_fd() {
 #[test]
 #[ignore = "slow tier: cargo test --workspace --release -- --ignored"]
 fn hm_06_a_million_exports_leave_no_fd() {
-    exports(1_000_000);
+    child::alone("hm::hm_06_a_million_exports_leave_no_fd", || exports(1_000_000));
 }
 
 #[test]
