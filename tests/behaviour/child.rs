@@ -15,7 +15,7 @@ pub(crate) fn is_alone(name: &str) -> bool {
 /// Runs the test `name` (its path in this binary) in a child and returns what it printed.
 pub(crate) fn output(name: &str, variables: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env::current_exe().expect("the test binary"));
-    command.args([name, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]).env(ALONE, name);
+    command.args([name, "--exact", "--nocapture", "--test-threads=1"]).env(ALONE, name);
     command.envs(variables.iter().copied());
     command.output().expect("start a child")
 }
