@@ -11,7 +11,7 @@ use hmem::{
 
 use crate::{
     memory::{Bytes, HostPages, pattern},
-    net::{LOCAL, LOOPBACK, Net, REMOTE, Side, open_endpoint, remote, segment, wait_held},
+    net::{LOCAL, LOOPBACK, Local, Net, REMOTE, Side, open_endpoint, remote, segment, wait_held},
     world::{EVERY_BIT, Need, World, need, needs, over_worlds},
 };
 
@@ -138,18 +138,29 @@ fn mode_03_local_buffers_need_a_descriptor_of_a_live_region(world: &World) {
         Err(ErrorKind::NoRegion),
         "a forged one"
     );
-    let stale = net.local(64, LOCAL);
-    let desc = stale.region.desc().unwrap();
-    stale.region.close().expect("close");
-    let moved = net.transfer(Operation::Write { remote: &to }, &[segment(stale.bytes.range(), Some(desc))]);
-    assert_eq!(moved.unwrap_err().kind(), ErrorKind::NoRegion, "the descriptor of a closed region");
+    let Local { region: stale, bytes } = net.local(64, LOCAL);
+    let desc = stale.desc().unwrap();
+    stale.close().expect("close");
+    let with_stale = || {
+        let moved = net.transfer(Operation::Write { remote: &to }, &[segment(bytes.range(), Some(desc))]);
+        assert_eq!(moved.unwrap_err().kind(), ErrorKind::NoRegion, "the descriptor of a closed region");
+    };
+    with_stale();
+    // What the provider numbered it with comes back; the descriptor does not, though the memory is registered.
+    let ranges = [bytes.range()];
+    let again = |_| net.initiator.register(&MrAttr::new(&ranges, LOCAL), MrFlags::empty()).expect("register");
+    let _registered: Vec<_> = (0..100).map(again).collect();
+    with_stale();
     assert_eq!(memory.all(), before, "a refused transfer moved bytes");
 }
 
 fn mode_04_raw_keys_work_once_mapped(world: &World) {
+    const REQUESTED: u64 = 77;
     let net = Net::open(world);
     let memory = net.bytes(64);
-    let region = net.expose(memory.range(), REMOTE);
+    let ranges = [memory.range()];
+    let attr = MrAttr::new(&ranges, REMOTE).key(REQUESTED);
+    let region = net.target.register(&attr, MrFlags::empty()).expect("register");
     let error = region.key().unwrap_err();
     assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::KeyNotAvailable, 126));
     let mut raw = vec![0; net.target.domain.provider_attr().raw_key_size];
@@ -158,13 +169,12 @@ fn mode_04_raw_keys_work_once_mapped(world: &World) {
     let mapped = net.initiator.domain.map_raw(base, 64, &hmem::RawKey(raw)).expect("map");
     assert!(mapped.is_mapped());
     net.assert_works(&mapped);
-    let number = mapped.as_u64().unwrap();
-    let unmapped = RemoteKey::new(mapped.addressing(), base, 64, number);
-    assert_eq!(
-        net.push(&unmapped, 0, &[1]).unwrap_err().kind(),
-        ErrorKind::InvalidKey,
-        "used without mapping it"
-    );
+    // Neither the mapped number nor the target's own is a key by itself.
+    for number in [mapped.as_u64().unwrap(), REQUESTED] {
+        let unmapped = RemoteKey::new(mapped.addressing(), base, 64, number);
+        let used = net.push(&unmapped, 0, &[1]);
+        assert_eq!(used.unwrap_err().kind(), ErrorKind::InvalidKey, "used without mapping it");
+    }
     net.initiator.domain.unmap_key(&mapped).expect("unmap");
     assert_eq!(
         net.push(&mapped, 0, &[1]).unwrap_err().kind(),

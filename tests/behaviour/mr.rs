@@ -336,7 +336,6 @@ fn mr_15_page_sizes_that_the_system_has_are_taken_and_others_refused(world: &Wor
     assert_eq!(net.live(), before);
 }
 
-/// What is left over after the imports that other tests of this module take.
 #[test]
 fn mr_02_a_region_is_reached_in_vectored_transfers_with_uneven_seams() {
     let net = Net::open(&World { pages: Pages::Follow, ..World::PLAIN });
