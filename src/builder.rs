@@ -17,6 +17,7 @@ use crate::env;
 pub struct Hmem {
     registry: Arc<Registry>,
     providers: Vec<Arc<dyn Provider>>,
+    absent_providers: Vec<(&'static str, Error)>,
     decider: Arc<dyn PathDecider>,
 }
 
@@ -25,6 +26,7 @@ pub struct Hmem {
 pub struct Builder {
     plug_ins: Vec<Arc<dyn Iface>>,
     providers: Vec<Arc<dyn Provider>>,
+    absent_providers: Vec<(&'static str, Error)>,
     filter: Option<String>,
     disable_p2p: Option<bool>,
     skip_vendors: bool,
@@ -61,15 +63,28 @@ impl Hmem {
     /// The provider of a name.
     ///
     /// # Errors
+    /// [`ErrorKind::Unavailable`] or [`ErrorKind::Unsupported`] with the reason why it is not here;
     /// [`ErrorKind::InvalidArgument`] naming those that were added.
     pub fn provider(&self, name: &str) -> Result<&Arc<dyn Provider>> {
         self.providers.iter().find(|provider| provider.name() == name).ok_or_else(|| {
+            if let Some((_, why)) = self.absent_providers.iter().find(|(absent, _)| *absent == name) {
+                let error = Error::new(why.kind(), "provider").provider(name.to_owned()).context("why", why);
+                return match why.remedy_text() {
+                    Some(remedy) => error.remedy(remedy.to_owned()),
+                    None => error,
+                };
+            }
             let known: Vec<_> = self.providers.iter().map(|provider| provider.name()).collect();
             Error::new(ErrorKind::InvalidArgument, "provider")
                 .context("name", name)
                 .context("added", known.join(","))
                 .remedy("add the provider to the builder")
         })
+    }
+
+    /// The providers that were asked for and are not here, with the reason.
+    pub fn absent_providers(&self) -> impl Iterator<Item = (&'static str, &Error)> {
+        self.absent_providers.iter().map(|(name, why)| (*name, why))
     }
 
     /// The NICs of a provider with what each offers and needs.
@@ -124,6 +139,20 @@ impl Builder {
     #[must_use]
     pub fn shared_provider(mut self, provider: Arc<dyn Provider>) -> Self {
         self.providers.push(provider);
+        self
+    }
+
+    /// Adds RDMA hardware through libibverbs, where this build and this machine have it; otherwise
+    /// [`Hmem::absent_providers`] says why not.
+    #[must_use]
+    pub fn verbs(mut self) -> Self {
+        match start_verbs() {
+            Ok(verbs) => self.providers.push(verbs),
+            Err(why) => {
+                tracing::debug!(%why, "verbs not started");
+                self.absent_providers.push(("verbs", why));
+            }
+        }
         self
     }
 
@@ -203,6 +232,7 @@ impl Builder {
         Ok(Hmem {
             registry: Arc::new(registry),
             providers: self.providers,
+            absent_providers: self.absent_providers,
             decider: Arc::new(Paths::new().disable_p2p(disable_p2p)),
         })
     }
@@ -268,3 +298,19 @@ macro_rules! vendor {
 vendor!(start_cuda, "cuda", IfaceKind::CUDA, hmem_iface_cuda::Cuda::open());
 vendor!(start_rocr, "rocr", IfaceKind::ROCR, hmem_iface_rocr::Rocr::open());
 vendor!(start_ze, "ze", IfaceKind::ZE, hmem_iface_ze::LevelZero::open());
+
+#[cfg(feature = "verbs")]
+fn start_verbs() -> Result<Arc<dyn Provider>> {
+    let verbs = hmem_p2p::verbs::Verbs::open()?;
+    // A library without devices is no provider to open domains on.
+    verbs.nics()?;
+    Ok(Arc::new(verbs))
+}
+
+#[cfg(not(feature = "verbs"))]
+fn start_verbs() -> Result<Arc<dyn Provider>> {
+    Err(Error::new(ErrorKind::Unsupported, "start provider")
+        .provider("verbs")
+        .context("feature", "verbs")
+        .remedy("build hmem with the cargo feature `verbs`"))
+}

@@ -92,7 +92,7 @@ impl Machine {
     pub fn find() -> Result<Self> {
         let mut absent = Vec::new();
         let mut watches = Vec::new();
-        let mut builder = Hmem::builder();
+        let mut builder = Hmem::builder().verbs();
         match Simulated::builder().devices(2).build() {
             Ok(simulated) => {
                 let simulated = Arc::new(simulated);
@@ -121,12 +121,25 @@ impl Machine {
                 });
             }
         }
-        machine.absent.push(Absent {
-            sort: "provider",
-            name: "verbs".into(),
-            why: "this build has no verbs provider: no RDMA hardware was looked for".into(),
-        });
+        machine.find_hardware();
         Ok(machine)
+    }
+
+    /// Adds the NICs of the providers that the library found, and the reasons for those that it did not.
+    fn find_hardware(&mut self) {
+        let absent = |name: &str, why: &hmem::Error| Absent {
+            sort: "provider",
+            name: name.into(),
+            why: why.to_string(),
+        };
+        let missing: Vec<_> = self.hmem.absent_providers().map(|(name, why)| absent(name, why)).collect();
+        self.absent.extend(missing);
+        for provider in self.hmem.providers().to_vec() {
+            let name = provider.name().to_owned();
+            if let Err(error) = self.add(provider, false, "RDMA hardware") {
+                self.absent.push(absent(&name, &error));
+            }
+        }
     }
 
     /// Adds the NICs of a provider.

@@ -1,7 +1,5 @@
 //! A domain: a protection domain, its regions and windows, and the calls of the provider contract.
 
-#![allow(unsafe_code)]
-
 use std::{
     any::Any,
     collections::HashMap,
