@@ -3,9 +3,9 @@
 mod support;
 
 use hmem_core::{
-    Access, Addressing, ErrorKind, Iova, MrMode, RemoteKey,
+    Access, Address, Addressing, ErrorKind, Iova, MrMode, RemoteKey,
     provider::Live,
-    transfer::{Operation, RemoteSegment},
+    transfer::{LocalSegment, Operation, RemoteSegment},
 };
 use hmem_p2p::loopback::Loopback;
 use support::*;
@@ -169,4 +169,20 @@ fn requested_keys_are_free_again_after_close() {
     domain.deregister(region).unwrap();
     refused(domain.deregister(region), ErrorKind::NoRegion);
     register(42).unwrap();
+}
+
+/// MODE-02
+#[test]
+fn an_absent_page_under_a_local_buffer_without_descriptor_fails_the_transfer_and_not_the_process() {
+    let pair = pair(MrMode::empty());
+    for owned in [true, false] {
+        let target = Buffer::new(64);
+        let region = How::key(7).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
+        let key = remote(region, 64);
+        let nothing = LocalSegment { address: Address(0x1000), len: 64, desc: None };
+        refused(pair.here.write(pair.to, &[nothing], &key, 0), ErrorKind::BadAddress);
+        refused(pair.here.read(pair.to, &[nothing], &key, 0), ErrorKind::BadAddress);
+        assert_eq!(target.bytes(), [0; 64]);
+        pair.there.domain.deregister(region).unwrap();
+    }
 }

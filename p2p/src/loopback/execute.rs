@@ -91,7 +91,7 @@ impl EndpointState {
         }
         let local_region;
         let local = match near.origin {
-            Origin::Host => Span::Direct { at: near.address, len: near.len, mapping: None },
+            Origin::Host => Span::Kernel { at: near.address, len: near.len },
             Origin::Region(token) => {
                 local_region = hold_local(self, token, local_right)?;
                 match local_region.plain_span(Place::Address(near.address), near.len)? {
@@ -161,7 +161,7 @@ impl<'t> LocalSide<'t> {
             }
             match hold {
                 LocalHold::Region(held) => held.spans(Place::Address(at), len, into)?,
-                LocalHold::Host => into.push(Span::Direct { at, len, mapping: None }),
+                LocalHold::Host => into.push(Span::Kernel { at, len }),
                 LocalHold::Device(memory) => into.push(Span::Far { at, len, memory }),
             }
         }
