@@ -192,6 +192,8 @@ pub(crate) fn eventually(what: &str, mut reached: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !reached() {
         assert!(Instant::now() < deadline, "{what} never came about");
+        // In an emulated machine this is what lets the other processor run.
+        std::hint::spin_loop();
         std::thread::yield_now();
     }
 }
