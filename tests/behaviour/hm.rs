@@ -287,7 +287,7 @@ fn hm_06_unaligned_parts_of_device_memory_reach_exactly_their_bytes_through_a_ni
 }
 
 fn hm_06_registrations_through_a_nic_leave_no_fd(world: &World) {
-    child::alone("hm::over_worlds::hm_06_registrations_through_a_nic_leave_no_fd", || {
+    child::alone_in(world, "hm::over_worlds::hm_06_registrations_through_a_nic_leave_no_fd", || {
         let net = Net::open(world);
         let memory = net.bytes(65_536);
         let fds = child::open_fds();

@@ -145,7 +145,7 @@ fn every_order_on_loopback(progress: Progress, mode: MrMode) {
 
 /// Without sub-regions, which not every NIC has.
 fn mr_11_any_order_of_drops_leaves_nothing(world: &World) {
-    child::alone("threads::over_worlds::mr_11_any_order_of_drops_leaves_nothing", || {
+    child::alone_in(world, "threads::over_worlds::mr_11_any_order_of_drops_leaves_nothing", || {
         every_order(world, false, || match world.nic {
             Nic::Loopback => Arc::new(Loopback::builder().build().expect("build")),
             Nic::Verbs { .. } => crate::net::verbs(true),
