@@ -114,7 +114,8 @@ fn mr_05_close_amid_a_stream_of_writes_leaves_the_memory_alone(world: &World) {
         net.push(&key, 0, &[round]).expect("the first of the stream");
         thread::scope(|scope| {
             let stream = scope.spawn(|| {
-                let failed = (0u8..=255).cycle().find_map(|n| net.push(&key, 0, &[n; 4096]).err());
+                let failed =
+                    (0u8..=255).cycle().take(1_000_000).find_map(|n| net.push(&key, 0, &[n; 4096]).err());
                 failed.expect("writes do not go on for ever").kind()
             });
             for _ in 0..100 {

@@ -25,9 +25,9 @@ use crate::{
 };
 
 over_worlds! {
-    mr_16_threads_register_transfer_and_close_at_once: Places;
     mr_11_any_order_of_drops_leaves_nothing: Plain, needs::SYSTEM;
     mr_11_closing_a_domain_says_what_is_left: Plain;
+    mr_16_threads_register_transfer_and_close_at_once: Places;
     mr_16_a_registration_in_the_driver_holds_up_nobody_else: Pairs, needs::FAULTS;
     mr_16_registering_touches_pages_where_asked_and_reports_progress: Plain, needs::SYSTEM;
 }
