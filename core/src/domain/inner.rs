@@ -19,6 +19,9 @@ use crate::{
 /// Regions have no weak references: a count for them would be one more locked instruction at each close.
 pub(super) type Shared<T> = triomphe::Arc<T>;
 
+/// A region that nobody else knows yet: made where it will stay, filled in, then shared.
+pub(super) type Unique<T> = triomphe::UniqueArc<T>;
+
 /// Memory that a region keeps alive.
 pub(super) type MemoryOwner = Arc<dyn Any + Send + Sync>;
 
