@@ -325,6 +325,10 @@ impl Far for Pinned {
         Ok(())
     }
 
+    fn takes_stores(&self) -> bool {
+        true
+    }
+
     fn atomic_address(&self, at: u64) -> Result<u64> {
         Ok(at)
     }
