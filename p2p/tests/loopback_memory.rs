@@ -360,7 +360,8 @@ fn a_file_is_registered_only_if_its_fd_reads_and_writes_where_it_is_told() {
         How::key(1).access(Access::REMOTE_READ).register(domain, &[file(&write_only, 0, 64)]),
         ErrorKind::AccessDenied,
     );
-    let region = How::key(1).access(Access::REMOTE_READ).register(domain, &[file(&read_only, 0, 64)]).unwrap();
+    let region =
+        How::key(1).access(Access::REMOTE_READ).register(domain, &[file(&read_only, 0, 64)]).unwrap();
     refused(domain.register_sub(region, &How::key(2).request(), 0, 8), ErrorKind::AccessDenied);
     domain.deregister(region).unwrap();
     // Appending comes later, through the fd that the application kept.

@@ -230,7 +230,10 @@ impl FileMemory {
         if flags.contains(OFlags::APPEND) {
             return Err(Error::new(ErrorKind::InvalidArgument, operation)
                 .provider("loopback")
-                .context("why", "the fd was opened with O_APPEND: every write would go to the end of the file")
+                .context(
+                    "why",
+                    "the fd was opened with O_APPEND: every write would go to the end of the file",
+                )
                 .remedy("open the file without O_APPEND, or seal it against shrinking (F_SEAL_SHRINK)"));
         }
         Ok(())
