@@ -19,6 +19,7 @@ pub struct Hmem {
     providers: Vec<Arc<dyn Provider>>,
     absent_providers: Vec<(&'static str, Error)>,
     decider: Arc<dyn PathDecider>,
+    p2p_disabled: bool,
 }
 
 /// Builds a [`Hmem`].
@@ -52,6 +53,12 @@ impl Hmem {
     /// left out, [`ErrorKind::InvalidArgument`] for a plug-in that was not added.
     pub fn iface(&self, kind: IfaceKind) -> Result<&Arc<dyn Iface>> {
         self.registry.get(kind)
+    }
+
+    /// Whether device memory is kept from every NIC, by the builder or by `FI_HMEM_DISABLE_P2P`.
+    #[must_use]
+    pub fn p2p_disabled(&self) -> bool {
+        self.p2p_disabled
     }
 
     /// The providers that were added.
@@ -234,6 +241,7 @@ impl Builder {
             providers: self.providers,
             absent_providers: self.absent_providers,
             decider: Arc::new(Paths::new().disable_p2p(disable_p2p)),
+            p2p_disabled: disable_p2p,
         })
     }
 }

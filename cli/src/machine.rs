@@ -6,7 +6,7 @@ use hmem::{
     Domain, DomainAttr, Error, Hmem, IfaceKind, MrMode, Result,
     p2p::loopback::{Loopback, Memory},
     path::P2pPolicy,
-    provider::{Provider, ProviderAttr},
+    provider::{Imports, Provider, ProviderAttr},
     system::{SIMULATED, Simulated},
 };
 
@@ -18,6 +18,9 @@ pub const HARDWARE_LIKE: MrMode = MrMode::LOCAL
     .union(MrMode::ALLOCATED)
     .union(MrMode::PROV_KEY)
     .union(MrMode::HMEM);
+
+/// The loopback NIC that reaches device memory by peer memory instead of by dma-buf.
+const PEER_MEMORY: &str = "peer-memory";
 
 /// Ifaces and NICs to look at.
 #[derive(Debug)]
@@ -93,7 +96,7 @@ impl Machine {
         let mut absent = Vec::new();
         let mut watches = Vec::new();
         let mut builder = Hmem::builder().verbs();
-        match Simulated::builder().devices(2).build() {
+        match Simulated::builder().devices(2).peer_memory(true).build() {
             Ok(simulated) => {
                 let simulated = Arc::new(simulated);
                 watches.extend(watch_simulated(&simulated));
@@ -108,10 +111,16 @@ impl Machine {
         let modes = [
             ("scalable", MrMode::empty(), Memory::Follow, "mr_mode 0: zero-based addresses, requested keys"),
             ("hardware", HARDWARE_LIKE, Memory::Follow, "the mr_mode that hardware needs"),
+            (PEER_MEMORY, HARDWARE_LIKE, Memory::Follow, "hardware that has peer memory and no dma-buf"),
             ("pinned", HARDWARE_LIKE, Memory::Pinned, "as hardware, and keeps the pages of registration"),
         ];
         for (nic, needs, memory, note) in modes {
-            let loopback = Loopback::builder().nic(nic).needs(needs).memory(memory).build();
+            let mut loopback = Loopback::builder().nic(nic).needs(needs).memory(memory);
+            if nic == PEER_MEMORY {
+                let imports = Imports { peer_memory: true, staged: true, ..Imports::default() };
+                loopback = loopback.imports(imports);
+            }
+            let loopback = loopback.build();
             let added = loopback.and_then(|loopback| machine.add(Arc::new(loopback), true, note));
             if let Err(error) = added.and_then(|()| machine.drop_last_nic_if_unavailable()) {
                 machine.absent.push(Absent {

@@ -115,14 +115,15 @@ impl Registry {
         Ok(Owner::SYSTEM)
     }
 
-    /// Whether no device iface claims `address`.
+    /// Whether no device iface claims the first or the last byte of a range.
     ///
     /// # Errors
     /// A failed driver call.
     #[inline]
-    pub fn is_host(&self, address: Address) -> Result<bool> {
+    pub fn is_host(&self, range: AddressRange) -> Result<bool> {
+        let last = Address(range.start().0 + range.len().saturating_sub(1));
         for iface in &self.devices {
-            if iface.query(address)?.is_some() {
+            if iface.query(range.start())?.is_some() || iface.query(last)?.is_some() {
                 return Ok(false);
             }
         }
@@ -133,18 +134,21 @@ impl Registry {
     ///
     /// # Errors
     /// [`ErrorKind::OutOfBounds`] if the range leaves the allocation that its first byte lies in (several
-    /// adjacent allocations are not one).
+    /// adjacent allocations are not one), or ends in one that it does not begin in. A device allocation in the middle
+    /// of a range of host memory is not looked for.
     pub fn owner_of_range(&self, range: AddressRange) -> Result<Owner> {
         let owner = self.owner_of(range.start())?;
-        match owner.allocation {
-            Some(allocation) if !allocation.range.contains_range(range) => {
-                Err(Error::new(ErrorKind::OutOfBounds, "owner of range")
-                    .iface(owner.iface)
-                    .context("range", range)
-                    .context("allocation", allocation.range)
-                    .remedy("the range must lie in one allocation"))
-            }
-            _ => Ok(owner),
+        let crossed = match owner.allocation {
+            Some(allocation) => Some(allocation).filter(|whole| !whole.range.contains_range(range)),
+            None => self.owner_of(Address(range.start().0 + range.len().saturating_sub(1)))?.allocation,
+        };
+        match crossed {
+            None => Ok(owner),
+            Some(allocation) => Err(Error::new(ErrorKind::OutOfBounds, "owner of range")
+                .iface(allocation.iface)
+                .context("range", range)
+                .context("allocation", allocation.range)
+                .remedy("the range must lie in one allocation")),
         }
     }
 }

@@ -132,6 +132,11 @@ impl Trial<'_> {
         if kind.cpu_accessible() {
             return self.through_host_pages(kind);
         }
+        if self.policy == P2pPolicy::Disabled && self.request.policy == P2pPolicy::Required {
+            return Err(
+                self.exhausted("direct access is required by the domain and switched off for the process")
+            );
+        }
         if self.policy == P2pPolicy::Disabled {
             return self.staged(iface, "direct access to device memory is disabled");
         }

@@ -3,8 +3,9 @@
 use std::{fmt, sync::Arc};
 
 use hmem::{
-    AddressRange, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceKind, OwnedBuffer, Result,
-    system::MemFd,
+    AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt, IfaceKind,
+    OwnedBuffer, Result,
+    system::{MemFd, System},
 };
 
 /// A sort of memory.
@@ -18,6 +19,8 @@ pub enum Memory {
     Borrowed(Arc<dyn Iface>),
     /// A mapped memory file.
     MemFd,
+    /// Huge pages.
+    HugePages(Arc<System>),
     /// Memory of a device iface.
     Allocated {
         /// Whose.
@@ -34,7 +37,7 @@ impl Memory {
     #[must_use]
     pub fn iface(&self) -> &str {
         match self {
-            Self::Heap | Self::Mapped(_) | Self::Borrowed(_) | Self::MemFd => "system",
+            Self::Heap | Self::Mapped(_) | Self::Borrowed(_) | Self::MemFd | Self::HugePages(_) => "system",
             Self::Allocated { iface, .. } => iface.name(),
         }
     }
@@ -43,7 +46,9 @@ impl Memory {
     #[must_use]
     pub fn iface_kind(&self) -> IfaceKind {
         match self {
-            Self::Heap | Self::Mapped(_) | Self::Borrowed(_) | Self::MemFd => IfaceKind::SYSTEM,
+            Self::Heap | Self::Mapped(_) | Self::Borrowed(_) | Self::MemFd | Self::HugePages(_) => {
+                IfaceKind::SYSTEM
+            }
             Self::Allocated { iface, .. } => iface.kind(),
         }
     }
@@ -57,7 +62,7 @@ impl Memory {
         }
     }
 
-    /// The sort within the iface: `heap`, `mmap`, `borrowed`, `memfd`, or the allocation kind.
+    /// The sort within the iface: `heap`, `mmap`, `borrowed`, `memfd`, `huge-pages`, or the allocation kind.
     #[must_use]
     pub fn sort(&self) -> &'static str {
         match self {
@@ -65,6 +70,7 @@ impl Memory {
             Self::Mapped(_) => "mmap",
             Self::Borrowed(_) => "borrowed",
             Self::MemFd => "memfd",
+            Self::HugePages(_) => "huge-pages",
             Self::Allocated { kind, .. } => kind.name(),
         }
     }
@@ -133,5 +139,63 @@ unsafe impl OwnedBuffer for FileBuffer {
 
     fn write(parts: &MemFd, offset: u64, from: &[u8]) -> Result<()> {
         parts.write(offset, from)
+    }
+}
+
+/// Huge pages that a region can own.
+#[derive(Debug)]
+pub(super) struct HugeBuffer {
+    system: Arc<System>,
+    allocation: Allocation,
+}
+
+impl HugeBuffer {
+    /// Allocates.
+    ///
+    /// # Errors
+    /// Unavailable, naming what the machine lacks.
+    pub(super) fn allocate(system: &Arc<System>, len: u64) -> Result<Self> {
+        Ok(Self { system: Arc::clone(system), allocation: system.huge_pages(len)? })
+    }
+
+    fn part(&self, offset: u64, len: usize) -> Result<hmem::Address> {
+        let part = self.allocation.range.slice(offset, len as u64);
+        part.map(AddressRange::start).ok_or_else(|| Error::new(ErrorKind::OutOfBounds, "copy"))
+    }
+}
+
+impl Drop for HugeBuffer {
+    fn drop(&mut self) {
+        // SAFETY: the buffer owns the allocation and makes no reference into it.
+        #[allow(unsafe_code, reason = "freeing is unsafe")]
+        if let Err(error) = unsafe { self.system.free(&self.allocation) } {
+            tracing::error!(%error, "huge pages could not be freed");
+        }
+    }
+}
+
+// SAFETY: the pages stay mapped where they are until they are freed on drop, and no reference into them is made.
+#[allow(unsafe_code, reason = "the trait states what a buffer promises")]
+unsafe impl OwnedBuffer for HugeBuffer {
+    type Parts = Self;
+
+    fn into_parts(self) -> Self {
+        self
+    }
+
+    fn from_parts(parts: Self) -> Self {
+        parts
+    }
+
+    fn range(parts: &Self) -> AddressRange {
+        parts.allocation.range
+    }
+
+    fn read(parts: &Self, offset: u64, into: &mut [u8]) -> Result<()> {
+        parts.system.read(parts.part(offset, into.len())?, into)
+    }
+
+    fn write(parts: &Self, offset: u64, from: &[u8]) -> Result<()> {
+        parts.system.write(parts.part(offset, from.len())?, from)
     }
 }

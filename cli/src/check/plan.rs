@@ -2,9 +2,9 @@
 
 use std::{fmt, sync::Arc};
 
-use hmem::{AllocationKind, DeviceId, Iface, IfaceKind, Path, path::P2pPolicy};
+use hmem::{AllocationKind, DeviceId, Iface, IfaceKind, Path, path::P2pPolicy, system::System};
 
-use super::{Memory, Selection, skip};
+use super::{Memory, Selection, memory::HugeBuffer, skip};
 use crate::{
     json::Skipped,
     machine::{Fabric, Machine},
@@ -103,6 +103,7 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
                 Memory::Borrowed(borrowed),
                 Memory::MemFd,
             ]);
+            memories.extend(huge_pages(&mut plan.skipped));
         } else {
             memories.extend(of_devices(iface, &mut plan.skipped));
         }
@@ -110,7 +111,7 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
     let wanted = |nic: &Fabric| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
     for nic in machine.nics.iter().filter(|nic| wanted(nic)) {
         for memory in &memories {
-            for way in ways(memory, nic, &mut plan.skipped) {
+            for way in ways(memory, nic, machine.hmem.p2p_disabled(), &mut plan.skipped) {
                 if selection.path.is_none_or(|path| path == way.path()) {
                     let simulated = matches!(memory, Memory::Allocated { iface, .. } if machine.is_software(iface.kind()));
                     let software = nic.software && (simulated || memory.iface_kind() == IfaceKind::SYSTEM);
@@ -120,6 +121,18 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
         }
     }
     plan
+}
+
+/// Huge pages, if the machine gives one out.
+fn huge_pages(skipped: &mut Vec<Skipped>) -> Option<Memory> {
+    let system = Arc::new(System::new());
+    match HugeBuffer::allocate(&system, 1) {
+        Ok(_) => Some(Memory::HugePages(system)),
+        Err(error) => {
+            skipped.push(skip("system huge-pages", error));
+            None
+        }
+    }
 }
 
 /// What a device iface allocates: each kind on each device, and host memory once.
@@ -157,7 +170,7 @@ fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<Memory>
 }
 
 /// The ways that could be there between memory and NIC.
-fn ways(memory: &Memory, nic: &Fabric, skipped: &mut Vec<Skipped>) -> Vec<Way> {
+fn ways(memory: &Memory, nic: &Fabric, p2p_disabled: bool, skipped: &mut Vec<Skipped>) -> Vec<Way> {
     let Memory::Allocated { iface, .. } = memory else { return vec![Way::Host] };
     if memory.is_host() {
         return vec![Way::Host];
@@ -165,7 +178,10 @@ fn ways(memory: &Memory, nic: &Fabric, skipped: &mut Vec<Skipped>) -> Vec<Way> {
     let (imports, can) = (nic.attr.imports, iface.capability());
     let mut ways = Vec::new();
     let between = || format!("{} to {}", iface.name(), nic.attr.nic);
-    if imports.dma_buf && can.dma_buf {
+    if p2p_disabled {
+        let why = "direct access to device memory is switched off (FI_HMEM_DISABLE_P2P)";
+        skipped.push(skip(format!("{} directly", between()), why));
+    } else if imports.dma_buf && can.dma_buf {
         ways.push(Way::Direct(Path::DmaBuf));
     } else if imports.peer_memory && can.peer_memory {
         ways.push(Way::Direct(Path::PeerMemory));

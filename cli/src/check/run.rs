@@ -10,7 +10,7 @@ use hmem::{
 use super::{
     Case, Extent, Memory, Selection,
     link::{Link, Target},
-    memory::{FileBuffer, heap},
+    memory::{FileBuffer, HugeBuffer, heap},
     pattern,
     report::{Atomic, Report, Row},
     residue::Residue,
@@ -184,6 +184,11 @@ impl Trial<'_> {
         match &self.case.memory {
             Memory::Heap => self.own(heap(len)?),
             Memory::MemFd => self.own(FileBuffer(MemFd::new(len)?)),
+            Memory::HugePages(system) => match HugeBuffer::allocate(system, len) {
+                Ok(buffer) => self.own(buffer),
+                // There may be some, and not enough.
+                Err(error) => Err(Ended::Cannot(error)),
+            },
             Memory::Mapped(iface) => self.own(mapped(iface, len)?),
             Memory::Borrowed(iface) => {
                 let target = Borrowed::register(self.domain, mapped(iface, len)?, &attr(1));
@@ -278,14 +283,6 @@ impl Trial<'_> {
             return Ok(());
         }
         let wanted = self.case.way.path();
-        if decision.attempts.iter().all(|attempt| attempt.error.is_none()) {
-            // Nothing refused the wanted way: the application's environment forbids it.
-            let error = Error::new(ErrorKind::Unsupported, "register")
-                .context("path", decision.path)
-                .context("why", &decision.reason)
-                .remedy("unset FI_HMEM_DISABLE_P2P");
-            return Err(Ended::Cannot(error));
-        }
         Err(Ended::Wrong(format!(
             "registered over {} instead of {wanted}: {}",
             decision.path, decision.reason
@@ -327,7 +324,9 @@ impl Trial<'_> {
                 self.shown.atomic = Atomic::Verified;
             }
             Err(error) if error.kind() == ErrorKind::Unsupported => {
-                let may_refuse = self.case.way.path() == Path::Staged || !self.case.nic.software;
+                // The software NIC resolves peer memory by the iface's copies, so it has no atomics there either.
+                let copies = matches!(self.case.way.path(), Path::Staged | Path::PeerMemory);
+                let may_refuse = copies || !self.case.nic.software;
                 if !may_refuse {
                     return Err(error.into());
                 }

@@ -6,6 +6,7 @@
 use std::{
     collections::VecDeque,
     os::fd::{AsFd, OwnedFd},
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -48,22 +49,23 @@ struct Queue {
 
 pub(super) struct Worker {
     queue: Arc<Queue>,
+    events: Arc<EventQueue>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Worker {
     pub(super) fn start(events: Arc<EventQueue>) -> Result<Self> {
         let queue = Arc::new(Queue::default());
-        let shared = Arc::clone(&queue);
+        let (shared, reports) = (Arc::clone(&queue), Arc::clone(&events));
         let thread = std::thread::Builder::new()
             .name("hmem-register".into())
-            .spawn(move || shared.run(&events))
+            .spawn(move || shared.run(&reports))
             .map_err(|error| {
                 Error::new(ErrorKind::OutOfResources, "domain bind")
                     .caused_by(error)
                     .context("thread", "hmem-register")
             })?;
-        Ok(Self { queue, thread: Some(thread) })
+        Ok(Self { queue, events, thread: Some(thread) })
     }
 
     /// Copies what the request borrows. The progress callback of a prefault stays behind: it would outlive the call.
@@ -98,6 +100,27 @@ impl Worker {
         self.queue.jobs.lock().0.push_back(job);
         self.queue.arrived.notify_one();
     }
+}
+
+impl Worker {
+    /// Takes back a job that did not begin, for a region that was given up; `false` if the thread has it already.
+    pub(super) fn withdraw(&self, id: RegionId) -> bool {
+        let withdrawn = {
+            let jobs = &mut self.queue.jobs.lock().0;
+            let at = jobs.iter().position(|job| job.region.id() == Some(id));
+            at.and_then(|at| jobs.remove(at))
+        };
+        // Outside the lock: the job may hold the last reference to what it would have registered.
+        let Some(job) = withdrawn else { return false };
+        let context = job.region.context();
+        drop(job);
+        self.events.push(Event { region: id, context, result: Err(given_up()) });
+        true
+    }
+}
+
+fn given_up() -> Error {
+    Error::new(ErrorKind::Canceled, "regattr").context("why", "closed before it was registered")
 }
 
 impl Drop for Worker {
@@ -136,33 +159,42 @@ impl Queue {
 
 impl Job {
     fn run(self, events: &EventQueue) {
-        let region = self.region;
-        let id = region.id().unwrap_or(RegionId(0));
-        let context = region.context();
-        let result = if region.start_registering() {
-            let attr = MrAttr {
-                auth_key: self.auth_key.as_ref(),
-                dma_buf: self.dma_buf.as_ref().map(|(fd, offset, len)| DmaBufAttr {
-                    fd: fd.as_fd(),
-                    offset: *offset,
-                    len: *len,
-                    base_addr: None,
-                }),
-                ..self.attr
-            };
-            let domain = region.domain();
-            let outcome = domain.register_pages(&region, &attr);
-            outcome.map(|outcome| region.complete(outcome)).inspect_err(|_| region.fail())
+        let id = self.region.id().unwrap_or(RegionId(0));
+        let context = self.region.context();
+        let result = if self.region.start_registering() {
+            // A backend that panics must not leave a close waiting, nor the jobs behind this one.
+            catch_unwind(AssertUnwindSafe(|| self.register())).unwrap_or_else(|_| {
+                Err(Error::new(ErrorKind::Driver, "regattr").context("why", "the iface or provider panicked"))
+            })
         } else {
-            Err(Error::new(ErrorKind::Canceled, "regattr").context("why", "closed before it was registered"))
+            Err(given_up())
         };
+        if result.is_err() {
+            self.region.fail();
+        }
         // In this order: once the region is let go, nothing of the job keeps it or its domain busy; then a waiting
         // close goes on; then the event can be read.
-        let ended = region.ended();
-        drop(region);
+        let ended = self.region.ended();
+        drop(self);
         if let Some(ended) = ended {
             ended.signal();
         }
         events.push(Event { region: id, context, result });
+    }
+
+    fn register(&self) -> Result<()> {
+        let attr = MrAttr {
+            auth_key: self.auth_key.as_ref(),
+            dma_buf: self.dma_buf.as_ref().map(|(fd, offset, len)| DmaBufAttr {
+                fd: fd.as_fd(),
+                offset: *offset,
+                len: *len,
+                base_addr: None,
+            }),
+            ..self.attr
+        };
+        let outcome = self.region.domain().register_pages(&self.region, &attr)?;
+        self.region.complete(outcome);
+        Ok(())
     }
 }

@@ -21,7 +21,8 @@ use crate::{
 ///
 /// # Safety
 /// For as long as the parts live, the range that [`OwnedBuffer::range`] returns is valid memory of its iface that
-/// does not move, and no Rust reference to it exists: the parts are plain addresses.
+/// does not move, host memory is mapped readable and writable, and no Rust reference to it exists: the parts are plain
+/// addresses.
 pub unsafe trait OwnedBuffer: Sized {
     /// The buffer taken apart. Dropping the parts frees the memory.
     type Parts: Send + Sync + 'static;
@@ -35,16 +36,16 @@ pub unsafe trait OwnedBuffer: Sized {
     /// The memory. May be empty; registering it is then refused.
     fn range(parts: &Self::Parts) -> AddressRange;
 
-    /// Copies bytes out, from `offset` bytes in; in bounds by the caller's check.
+    /// Copies bytes out, from `offset` bytes in.
     ///
     /// # Errors
-    /// What the device reported.
+    /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
     fn read(parts: &Self::Parts, offset: u64, into: &mut [u8]) -> Result<()>;
 
-    /// Copies bytes in, from `offset` bytes in; in bounds by the caller's check.
+    /// Copies bytes in, from `offset` bytes in.
     ///
     /// # Errors
-    /// What the device reported.
+    /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
     fn write(parts: &Self::Parts, offset: u64, from: &[u8]) -> Result<()>;
 }
 
@@ -111,6 +112,17 @@ impl Drop for VecParts {
     }
 }
 
+/// The address of a part of a buffer that lies inside it.
+fn part(range: AddressRange, offset: u64, len: usize) -> Result<Address> {
+    let part = range.slice(offset, len as u64).ok_or_else(|| {
+        Error::new(ErrorKind::OutOfBounds, "copy")
+            .context("offset", offset)
+            .context("length", len)
+            .context("buffer", range)
+    })?;
+    Ok(part.start())
+}
+
 macro_rules! heap_buffer {
     ($($buffer:ty: $into:expr, $from:expr;)+) => {$(
         // SAFETY: the heap block stays where it is until the parts are dropped, and `VecParts` holds it as a raw
@@ -131,12 +143,12 @@ macro_rules! heap_buffer {
             }
 
             fn read(parts: &VecParts, offset: u64, into: &mut [u8]) -> Result<()> {
-                copy_out(Address(parts.address().0 + offset), into);
+                copy_out(part(Self::range(parts), offset, into.len())?, into);
                 Ok(())
             }
 
             fn write(parts: &VecParts, offset: u64, from: &[u8]) -> Result<()> {
-                copy_in(Address(parts.address().0 + offset), from);
+                copy_in(part(Self::range(parts), offset, from.len())?, from);
                 Ok(())
             }
         }
@@ -327,23 +339,12 @@ impl<B: OwnedBuffer> Registered<B> {
         RegionSlice::of(&self.region, offset, len)
     }
 
-    fn check(&self, offset: u64, len: u64) -> Result<()> {
-        if self.region.range().slice(offset, len).is_some() {
-            return Ok(());
-        }
-        Err(Error::new(ErrorKind::OutOfBounds, "copy")
-            .context("offset", offset)
-            .context("length", len)
-            .context("region", self.region.range()))
-    }
-
     /// Copies bytes out. Bytes that the NIC writes meanwhile come out in any mixture; those of a completed transfer are
     /// all there.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
-        self.check(offset, into.len() as u64)?;
         B::read(&self.parts, offset, into)
     }
 
@@ -352,7 +353,6 @@ impl<B: OwnedBuffer> Registered<B> {
     /// # Errors
     /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
-        self.check(offset, from.len() as u64)?;
         B::write(&self.parts, offset, from)
     }
 

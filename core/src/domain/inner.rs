@@ -19,6 +19,9 @@ use crate::{
 /// Regions have no weak references: a count for them would be one more locked instruction at each close.
 pub(super) type Shared<T> = triomphe::Arc<T>;
 
+/// A region that nobody else knows yet: made where it will stay, filled in, then shared.
+pub(super) type Unique<T> = triomphe::UniqueArc<T>;
+
 /// Memory that a region keeps alive.
 pub(super) type MemoryOwner = Arc<dyn Any + Send + Sync>;
 
@@ -239,9 +242,12 @@ impl RegionInner {
         self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// For the worker: ends a registration that failed.
+    /// For the worker: ends a registration that failed, unless the region was given up before.
     pub(super) fn fail(&self) {
-        self.state.store(RegionState::Failed as u8, Ordering::Release);
+        let (from, to) = (RegionState::Registering as u8, RegionState::Failed as u8);
+        // Nothing else is done about a region that is closed already.
+        let _was_given_up =
+            self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_err();
     }
 
     /// For the worker: what a close waits for.
@@ -262,15 +268,21 @@ impl RegionInner {
     }
 
     /// Takes back a registration that did not begin, and waits for one that did; `true` if nothing was registered.
+    ///
+    /// Either way the worker holds nothing of the region afterwards.
     fn give_up_or_wait(&self) -> bool {
         let (from, to) = (RegionState::Pending as u8, RegionState::Closed as u8);
-        if self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok() {
+        let given_up = self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        if given_up
+            && let (Some(worker), Some(id)) = (self.domain.worker.get(), self.id())
+            && worker.withdraw(id)
+        {
             return true;
         }
         if let Some(ended) = self.ended() {
             ended.wait();
         }
-        false
+        given_up
     }
 
     #[inline]

@@ -295,10 +295,13 @@ impl Domain {
         Registered::register(&self.inner, buffer, attr, flags)
     }
 
-    /// Registers borrowed memory for as long as `body` runs; the region is closed before this returns.
+    /// Registers borrowed memory for as long as `body` runs; the region is closed before this returns, also by a panic.
+    ///
+    /// If the provider refuses to close it, the process is aborted: the borrow would end while peers can still write
+    /// to the memory.
     ///
     /// # Errors
-    /// As [`Domain::regattr`]; `body` does not run then.
+    /// As [`Domain::regattr`], and [`ErrorKind::BadState`] in ENDPOINT mode; `body` does not run then.
     pub fn scope<R>(
         &self,
         bytes: &mut [u8],

@@ -46,7 +46,7 @@ impl DomainInner {
     ) -> Result<bool> {
         let asks = flags.intersects(MrFlags::HMEM_DEVICE_ONLY | MrFlags::HMEM_HOST_ALLOC)
             || (self.attr.hmem && attr.iface.is_some());
-        Ok(!asks && self.registry.is_host(range.start())?)
+        Ok(!asks && self.registry.is_host(range)?)
     }
 
     /// Finds out who owns the ranges and holds it against what the caller claims.

@@ -12,7 +12,7 @@ use crate::{
     domain::{
         MrAttr,
         endpoint::Endpoint,
-        inner::{RegionInner, Shared},
+        inner::{RegionInner, Shared, Unique},
     },
     event_queue::RegionId,
     provider::ProviderRegion,
@@ -59,8 +59,8 @@ pub struct MemoryRegion {
 
 impl MemoryRegion {
     #[inline]
-    pub(super) fn new(inner: RegionInner) -> Self {
-        Self { inner: Shared::new(inner) }
+    pub(super) fn new(inner: Unique<RegionInner>) -> Self {
+        Self { inner: inner.shareable() }
     }
 
     #[inline]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{
     DomainInner, MemoryRegion, MrAttr,
-    inner::{MemoryOwner, RegionInner},
+    inner::{MemoryOwner, RegionInner, Unique},
     prefault, validate,
 };
 use crate::{
@@ -22,7 +22,7 @@ impl DomainInner {
         attr: &MrAttr<'_>,
         flags: MrFlags,
         owner: Option<MemoryOwner>,
-    ) -> Result<RegionInner> {
+    ) -> Result<Unique<RegionInner>> {
         let id = self.worker.get().map(|_| RegionId::next());
         self.prepare_as(id, attr, flags, owner)
     }
@@ -34,18 +34,18 @@ impl DomainInner {
         attr: &MrAttr<'_>,
         flags: MrFlags,
         owner: Option<MemoryOwner>,
-    ) -> Result<RegionInner> {
+    ) -> Result<Unique<RegionInner>> {
         let checked = validate::check(attr, flags, self.effective, &self.provider_attr)
             .and_then(|checked| {
                 attr.base.map_or(Ok(()), |base| self.check_base(base, attr)).map(|()| checked)
             })
             .inspect_err(|error| tracing::debug!(%error, "registration refused"))?;
-        Ok(RegionInner::pending(self, attr, flags, &checked, owner, id))
+        Ok(Unique::new(RegionInner::pending(self, attr, flags, &checked, owner, id)))
     }
 
     /// Registers at once, or hands the region to the worker where an event queue is bound.
     #[inline]
-    pub(super) fn submit(&self, region: RegionInner, attr: &MrAttr<'_>) -> Result<MemoryRegion> {
+    pub(super) fn submit(&self, region: Unique<RegionInner>, attr: &MrAttr<'_>) -> Result<MemoryRegion> {
         match self.worker.get() {
             None => self.register_now(region, attr),
             Some(worker) => {
@@ -57,7 +57,11 @@ impl DomainInner {
     }
 
     #[inline]
-    pub(super) fn register_now(&self, mut region: RegionInner, attr: &MrAttr<'_>) -> Result<MemoryRegion> {
+    pub(super) fn register_now(
+        &self,
+        mut region: Unique<RegionInner>,
+        attr: &MrAttr<'_>,
+    ) -> Result<MemoryRegion> {
         let outcome = self.register_pages(&region, attr)?;
         region.complete_unshared(outcome);
         Ok(MemoryRegion::new(region))

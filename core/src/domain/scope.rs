@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use super::{DomainInner, MemoryRegion, MrAttr, buffer::RegionSlice};
-use crate::{Access, Address, AddressRange, Decision, MrFlags, RemoteKey, Result};
+use crate::{Access, Address, AddressRange, Decision, Error, ErrorKind, MrFlags, MrMode, RemoteKey, Result};
 
 /// A region that lives as long as the closure of [`Domain::scope`](super::Domain::scope).
 #[derive(Debug)]
@@ -88,6 +88,11 @@ pub(super) fn run<R>(
 ) -> Result<R> {
     let range = AddressRange::new(Address::of_ptr(bytes.as_mut_ptr()), bytes.len() as u64)?;
     let attr = MrAttr::new(std::slice::from_ref(&range), access);
+    if domain.effective().contains(MrMode::ENDPOINT) {
+        return Err(Error::new(ErrorKind::BadState, "scope")
+            .context("mr_mode", domain.effective())
+            .remedy("in ENDPOINT mode a region needs an endpoint before use: register a buffer instead"));
+    }
     let mut region = domain.prepare_as(None, &attr, MrFlags::empty(), None)?;
     region.borrow_for_scope();
     let guard = CloseOnExit(Some(domain.register_now(region, &attr)?));

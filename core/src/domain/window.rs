@@ -130,7 +130,8 @@ impl MemoryWindow {
     }
 
     /// Posts the bind of a type 2 window with the low 8 bits of its key, and returns the key; it works once the
-    /// request has completed.
+    /// request has completed. The window counts as bound from now on: after a bind that completed in error, post an
+    /// invalidation, or say [`MemoryWindow::bind_failed`].
     ///
     /// # Errors
     /// [`ErrorKind::BadState`] for type 1, or when bound already (invalidate first); [`ErrorKind::ZeroLength`]; OutOfBounds,
@@ -147,6 +148,7 @@ impl MemoryWindow {
         context: u64,
     ) -> Result<RemoteKey> {
         self.expect_type_2("post bind window")?;
+        self.check_endpoint(endpoint)?;
         self.check(region, offset, len, access)?;
         if len == 0 {
             return Err(Error::new(ErrorKind::ZeroLength, "post bind window")
@@ -183,10 +185,16 @@ impl MemoryWindow {
     /// [`ErrorKind::BadState`] for type 1, whose keys die by binding again.
     pub fn post_invalidate(&self, endpoint: &Endpoint, context: u64) -> Result<()> {
         self.expect_type_2("post invalidate window")?;
+        self.check_endpoint(endpoint)?;
         let mut state = self.state.lock();
         post(endpoint, Operation::InvalidateWindow { window: state.window }, context)?;
         state.bound = None;
         Ok(())
+    }
+
+    /// Notes that a posted bind completed in error: the window is unbound, and its region free of it.
+    pub fn bind_failed(&self) {
+        self.state.lock().bound = None;
     }
 
     /// Notes that a peer's send-with-invalidate killed the key, as the receive's completion said.
@@ -200,6 +208,14 @@ impl MemoryWindow {
         let state = self.state.lock();
         let bound = state.bound.as_ref()?;
         Some(RemoteKey::new(bound.addressing, bound.base, bound.len, state.window.key))
+    }
+
+    fn check_endpoint(&self, endpoint: &Endpoint) -> Result<()> {
+        if Arc::ptr_eq(endpoint.domain(), &self.domain) {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::InvalidArgument, "window request")
+            .remedy("post it to an endpoint of the window's own domain"))
     }
 
     fn expect_type_1(&self, operation: &'static str) -> Result<()> {

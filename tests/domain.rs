@@ -1,0 +1,236 @@
+//! What the domain promises whatever the world: closing, bounds, owners, and the switch that keeps devices from NICs.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use hmem::{
+    Access, Address, AddressRange, Addressing, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr,
+    DomainBindFlags, Errno, ErrorKind, Hmem, IfaceKind, MrFlags, MrMode, OwnedBuffer, Path, Rejected, Result,
+    event_queue::EventQueue,
+    iface::AllocRequest,
+    p2p::loopback::{Call, Faults, Loopback},
+    path::P2pPolicy,
+    provider::{EndpointAttr, WindowType},
+    system::{SIMULATED, Simulated},
+};
+
+fn hmem(faults: &Faults) -> Hmem {
+    let builder = Hmem::builder().without_vendor_ifaces();
+    let loopback = Loopback::builder().faults(faults).build().expect("a software NIC");
+    let simulated = Simulated::builder().build().expect("a simulated device");
+    builder.iface(simulated).provider(loopback).build().expect("nothing in the environment forbids it")
+}
+
+fn domain(hmem: &Hmem) -> Domain {
+    let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
+    hmem.domain("loopback", attr).expect("the loopback needs no mode")
+}
+
+fn device_buffer(hmem: &Hmem) -> DeviceBuffer {
+    let iface = hmem.iface(SIMULATED).expect("it was added");
+    let request = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
+    DeviceBuffer::allocate(iface, &request).expect("device memory")
+}
+
+/// SUB-02, MR-06, EVT-03
+#[test]
+fn what_is_closed_before_it_was_registered_keeps_nothing_busy() {
+    let faults = Faults::new();
+    let hmem = hmem(&faults);
+    for _ in 0..200 {
+        let domain = domain(&hmem);
+        let base = domain.register(vec![0u8; 4096], Access::REMOTE_READ).expect("registers");
+        let events = Arc::new(EventQueue::new());
+        domain.bind(&events, DomainBindFlags::REG_MR).expect("the first queue");
+        let part = base.range().slice(0, 64).expect("inside");
+        let sub = base.sub(part, Access::REMOTE_READ, None).expect("a sound request");
+        let other = domain.register(vec![0u8; 64], Access::REMOTE_READ).expect("a sound request");
+        sub.close().expect("nothing depends on it");
+        base.close().expect("the sub-region is closed");
+        other.close().expect("nothing depends on it");
+        domain.close().expect("every region is closed");
+        for _ in 0..2 {
+            assert!(events.wait(Duration::from_secs(60)).is_some(), "each registration has its event");
+        }
+    }
+}
+
+/// EVT-03
+#[test]
+fn a_registration_given_up_in_the_queue_is_canceled_and_never_made() {
+    let faults = Faults::new();
+    let hmem = hmem(&faults);
+    let domain = domain(&hmem);
+    let events = Arc::new(EventQueue::new());
+    domain.bind(&events, DomainBindFlags::REG_MR).expect("the first queue");
+    let gate = faults.hold(Call::Register);
+    let first = domain.register(vec![0u8; 64], Access::REMOTE_READ).expect("a sound request");
+    gate.wait_held();
+    let second = domain.register(vec![0u8; 64], Access::REMOTE_READ).expect("a sound request");
+    let id = second.id();
+    second.close().expect("it was not begun");
+    let event = events.read().expect("the cancellation is there at once");
+    assert_eq!((Some(event.region), event.result.unwrap_err().kind()), (id, ErrorKind::Canceled));
+    gate.release();
+    assert!(events.wait(Duration::from_secs(60)).expect("the first ends").result.is_ok());
+    assert_eq!(domain.live().regions, 1);
+    first.close().expect("nothing depends on it");
+}
+
+/// MR-04
+#[test]
+fn a_range_that_runs_from_host_memory_into_a_device_is_refused() {
+    let hmem = hmem(&Faults::new());
+    let domain = domain(&hmem);
+    let buffer = device_buffer(&hmem);
+    let start = buffer.allocation().base().0;
+    for (start, len) in [(start - 4096, 8192), (start + 4096, 8192)] {
+        let range = AddressRange::new(Address(start), len).expect("in the address space");
+        // SAFETY: registration is refused.
+        let error = unsafe { domain.reg(range, Access::REMOTE_READ, 1, MrFlags::empty()) }.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{error}");
+    }
+    assert_eq!(domain.live().regions, 0);
+}
+
+#[test]
+fn parts_of_a_buffer_are_copied_within_their_bounds_only() {
+    let parts = <Vec<u8> as OwnedBuffer>::into_parts(vec![1; 8]);
+    let mut out = [0; 4];
+    <Vec<u8> as OwnedBuffer>::read(&parts, 4, &mut out).expect("inside");
+    assert_eq!(out, [1; 4]);
+    for offset in [5, 1 << 20, u64::MAX] {
+        let read = <Vec<u8> as OwnedBuffer>::read(&parts, offset, &mut out);
+        let write = <Vec<u8> as OwnedBuffer>::write(&parts, offset, &[0; 4]);
+        for refused in [read, write] {
+            assert_eq!(refused.unwrap_err().kind(), ErrorKind::OutOfBounds);
+        }
+    }
+}
+
+/// MW-07
+#[test]
+fn window_requests_go_to_endpoints_of_the_windows_own_domain() {
+    let hmem = hmem(&Faults::new());
+    let (ours, theirs) = (domain(&hmem), domain(&hmem));
+    let endpoint = |domain: &Domain| {
+        let cq = domain.open_cq(8).expect("a queue");
+        domain.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint")
+    };
+    let (at_home, abroad) = (endpoint(&ours), endpoint(&theirs));
+    let region = ours.register(vec![0u8; 4096], Access::REMOTE_WRITE).expect("registers");
+    let window = ours.alloc_window(WindowType::TwoB).expect("the loopback has them");
+    let bind = |endpoint| {
+        let (addressing, access) = (Addressing::ZeroBased, Access::REMOTE_WRITE);
+        window.post_bind(endpoint, &region, (0, 64), access, addressing, 1, 0)
+    };
+    assert_eq!(bind(&abroad).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    assert_eq!(window.post_invalidate(&abroad, 0).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    assert!(window.key().is_none());
+    bind(&at_home).expect("its own domain");
+    assert!(window.key().is_some());
+}
+
+#[test]
+fn a_scope_is_refused_where_a_region_needs_an_endpoint_first() {
+    let loopback = Loopback::builder().needs(MrMode::ENDPOINT).build().expect("a software NIC");
+    let hmem = Hmem::builder().without_vendor_ifaces().provider(loopback).build().expect("builds");
+    let attr = DomainAttr { mr_mode: MrMode::ENDPOINT, ..DomainAttr::default() };
+    let domain = hmem.domain("loopback", attr).expect("the mode is offered");
+    let error = domain.scope(&mut [0; 64], Access::WRITE, |_| panic!("it must not run")).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::BadState);
+    assert_eq!(domain.live().regions, 0);
+}
+
+/// P2P-02
+#[test]
+fn direct_access_switched_off_stages_device_memory_whatever_the_policy() {
+    for (disable, policy, path) in [
+        (false, P2pPolicy::Enabled, Some(Path::DmaBuf)),
+        (false, P2pPolicy::Required, Some(Path::DmaBuf)),
+        (false, P2pPolicy::Disabled, Some(Path::Staged)),
+        (true, P2pPolicy::Enabled, Some(Path::Staged)),
+        (true, P2pPolicy::Preferred, Some(Path::Staged)),
+        (true, P2pPolicy::Required, None),
+    ] {
+        let builder = Hmem::builder().without_vendor_ifaces().disable_p2p(disable);
+        let simulated = Simulated::builder().build().expect("a simulated device");
+        let loopback = Loopback::builder().build().expect("a software NIC");
+        let hmem = builder.iface(simulated).provider(loopback).build().expect("builds");
+        let attr = DomainAttr { mr_mode: MrMode::empty(), p2p: policy, ..DomainAttr::default() };
+        let domain = hmem.domain("loopback", attr).expect("opens");
+        let region = match domain.register(device_buffer(&hmem), Access::REMOTE_READ) {
+            Ok(region) => region,
+            Err(rejected) => {
+                assert_eq!(path, None, "{rejected}");
+                assert_eq!((rejected.error.kind(), domain.live().regions), (ErrorKind::Unsupported, 0));
+                continue;
+            }
+        };
+        let decision = region.decision().expect("registered");
+        assert_eq!(Some(decision.path), path, "disable {disable}, {policy:?}: {decision}");
+        assert_eq!(decision.iface, SIMULATED);
+        assert_ne!(decision.iface, IfaceKind::SYSTEM);
+    }
+}
+
+/// Heap memory whose end is counted.
+struct Counted(Vec<u8>, Arc<AtomicUsize>);
+
+struct CountedParts(<Vec<u8> as OwnedBuffer>::Parts, Arc<AtomicUsize>);
+
+impl Drop for CountedParts {
+    fn drop(&mut self) {
+        self.1.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+// SAFETY: the memory is that of a `Vec`, whose own implementation keeps the promises.
+unsafe impl OwnedBuffer for Counted {
+    type Parts = CountedParts;
+
+    fn into_parts(self) -> CountedParts {
+        CountedParts(OwnedBuffer::into_parts(self.0), self.1)
+    }
+
+    fn from_parts(_: CountedParts) -> Self {
+        unreachable!("these tests drop their regions")
+    }
+
+    fn range(parts: &CountedParts) -> AddressRange {
+        <Vec<u8> as OwnedBuffer>::range(&parts.0)
+    }
+
+    fn read(parts: &CountedParts, offset: u64, into: &mut [u8]) -> Result<()> {
+        <Vec<u8> as OwnedBuffer>::read(&parts.0, offset, into)
+    }
+
+    fn write(parts: &CountedParts, offset: u64, from: &[u8]) -> Result<()> {
+        <Vec<u8> as OwnedBuffer>::write(&parts.0, offset, from)
+    }
+}
+
+/// MR-05
+#[test]
+fn memory_whose_deregistration_failed_is_not_given_back() {
+    for (fails, freed) in [(false, 1), (true, 0)] {
+        let faults = Faults::new();
+        let hmem = hmem(&faults);
+        let domain = domain(&hmem);
+        let ends = Arc::new(AtomicUsize::new(0));
+        let buffer = Counted(vec![0; 64], Arc::clone(&ends));
+        let region = domain.register(buffer, Access::REMOTE_WRITE).map_err(|Rejected { error, .. }| error);
+        let region = region.expect("registers");
+        if fails {
+            faults.fail(Call::Deregister, 1, Errno(5));
+        }
+        drop(region);
+        assert_eq!(ends.load(Ordering::SeqCst), freed, "deregistration fails: {fails}");
+        assert_eq!(domain.live().regions, u64::from(fails));
+    }
+}
