@@ -6,7 +6,7 @@ mod verbs_fake;
 use std::{
     os::fd::{AsFd, OwnedFd},
     path::Path,
-    sync::Arc,
+    sync::{Arc, Mutex},
 };
 
 use hmem_core::{
@@ -62,7 +62,7 @@ fn host(start: u64, len: u64) -> Piece<'static> {
 }
 
 #[test]
-fn an_absent_library_is_named_with_the_loaders_reason() {
+fn vrb_06_an_absent_library_is_named_with_the_loaders_reason() {
     let error = Verbs::builder().library("/nowhere/libibverbs.so.1").build().expect_err("not there");
     assert!(error.is_unavailable());
     assert_eq!(error.context_value("library"), Some("/nowhere/libibverbs.so.1"));
@@ -71,7 +71,7 @@ fn an_absent_library_is_named_with_the_loaders_reason() {
 }
 
 #[test]
-fn a_missing_symbol_is_named_with_its_version() {
+fn vrb_06_a_missing_symbol_is_named_with_its_version() {
     for (missing, version) in Functions::SYMBOLS {
         // SAFETY: the fake's functions have the header's signatures.
         let error =
@@ -97,7 +97,7 @@ fn the_installed_library_has_every_symbol_in_its_version() {
 }
 
 #[test]
-fn no_device_is_unavailable_and_names_the_library() {
+fn vrb_06_no_device_is_unavailable_and_names_the_library() {
     let verbs = Verbs::builder().functions(functions()).build().expect("start");
     with(|script| script.devices = None);
     let error = verbs.nics().expect_err("errno 38");
@@ -111,7 +111,7 @@ fn no_device_is_unavailable_and_names_the_library() {
 }
 
 #[test]
-fn rights_are_translated_exactly_as_wide_as_asked() {
+fn vrb_03_rights_are_translated_exactly_as_wide_as_asked() {
     let plain = DeviceRights::default();
     let atomics = DeviceRights { atomics: true, iwarp: false };
     let iwarp = DeviceRights { atomics: false, iwarp: true };
@@ -129,6 +129,57 @@ fn rights_are_translated_exactly_as_wide_as_asked() {
         (Access::all(), plain, write | local | read),
     ] {
         assert_eq!(access_flags(access, device), expected, "{access} on {device:?}");
+    }
+}
+
+/// Keeps the events of this crate.
+#[derive(Default)]
+struct Events(Mutex<String>);
+
+impl tracing::field::Visit for &Events {
+    fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+        let mut text = self.0.lock().expect("not poisoned");
+        *text += &format!("{field}={value:?} ");
+    }
+}
+
+impl tracing::Subscriber for &'static Events {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        metadata.target().starts_with("hmem_p2p::verbs")
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        event.record(&mut &**self);
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[test]
+fn vrb_03_a_right_that_verbs_adds_is_said_in_the_trace() {
+    let domain = domain();
+    // With one subscriber alone, tracing asks the thread that first comes to an event whether anybody listens, which
+    // may be another test's.
+    let _second = tracing::Dispatch::new::<&'static Events>(Box::leak(Box::default()));
+    let said = |access| {
+        let events: &'static Events = Box::leak(Box::default());
+        tracing::subscriber::with_default(events, || {
+            register(&domain, &[host(0x1000, 64)], access, VerbsOptions::empty()).expect("register");
+        });
+        events.0.lock().expect("not poisoned").clone()
+    };
+    let added = said(Access::REMOTE_WRITE);
+    assert!(added.contains("added=LOCAL_WRITE"), "{added:?}");
+    for as_asked in [Access::REMOTE_WRITE | Access::RECV, Access::REMOTE_READ, Access::SEND] {
+        let text = said(as_asked);
+        assert!(!text.contains("added="), "{as_asked}: {text:?}");
     }
 }
 
@@ -159,8 +210,9 @@ fn every_refusal_of_a_driver_says_what_it_means() {
     assert_eq!(domain.live().regions, 0);
 }
 
+/// Also VRB-01: rights that verbs does not have by themselves.
 #[test]
-fn what_verbs_lacks_is_refused_before_the_driver_is_asked() {
+fn vrb_02_what_verbs_lacks_is_refused_before_the_driver_is_asked() {
     let domain = domain();
     let verbs = VerbsDomain::of(&domain).expect("verbs");
     calls();
@@ -184,7 +236,7 @@ fn what_verbs_lacks_is_refused_before_the_driver_is_asked() {
 }
 
 #[test]
-fn options_travel_by_the_call_that_takes_them() {
+fn vrb_02_options_travel_by_the_call_that_takes_them() {
     let domain = domain();
     calls();
     let region = register(&domain, &[host(0x1000, 4096)], Access::SEND, VerbsOptions::RELAXED_ORDERING)
@@ -202,7 +254,7 @@ fn options_travel_by_the_call_that_takes_them() {
 }
 
 #[test]
-fn a_long_region_is_split_and_a_refused_part_takes_the_others_back() {
+fn vrb_07_a_long_region_is_split_and_a_refused_part_takes_the_others_back() {
     let functions = functions();
     with(|script| script.max_mr_size = 0x3000);
     let domain = open(&Verbs::builder().functions(functions).build().expect("start"));
@@ -274,7 +326,7 @@ fn dma_bufs_are_found_out_by_doing_and_a_read_only_fd_is_refused_here() {
 }
 
 #[test]
-fn a_protection_domain_that_was_brought_along_is_used_and_left_alone() {
+fn vrb_04_a_protection_domain_that_was_brought_along_is_used_and_left_alone() {
     let functions = functions();
     let pd = verbs_fake::foreign_pd();
     // SAFETY: a null pointer is what is tested.

@@ -82,7 +82,7 @@ fn with_options(
 }
 
 #[test]
-fn every_subset_of_rights_registers_and_closes() {
+fn vrb_03_every_subset_of_rights_registers_and_closes() {
     let Some(name) = device() else { return };
     let side = side(&name);
     let pages = Pages::new(1 << 20);
@@ -107,7 +107,7 @@ fn every_subset_of_rights_registers_and_closes() {
 }
 
 #[test]
-fn what_is_refused_before_the_driver_is_asked_the_driver_refuses_too() {
+fn vrb_01_what_is_refused_before_the_driver_is_asked_the_driver_refuses_too() {
     let Some(name) = device() else { return };
     let (side, raw) = (side(&name), Raw::load());
     let pages = Pages::new(8192);
@@ -134,7 +134,7 @@ fn what_is_refused_before_the_driver_is_asked_the_driver_refuses_too() {
 }
 
 #[test]
-fn no_right_at_all_still_lets_the_nic_read_locally() {
+fn vrb_01_no_right_at_all_still_lets_the_nic_read_locally() {
     let Some(name) = device() else { return };
     let pair = Pair::new(&name);
     let (from, to) = (Pages::new(4096), Pages::new(4096));
@@ -175,7 +175,7 @@ fn memory_that_is_not_there_or_may_not_be_written_is_a_bad_address() {
 }
 
 #[test]
-fn options_reach_the_driver_or_are_unsupported_by_name() {
+fn vrb_02_options_reach_the_driver_or_are_unsupported_by_name() {
     let Some(name) = device() else { return };
     let side = side(&name);
     let pages = Pages::new(8192);
@@ -209,7 +209,7 @@ fn options_reach_the_driver_or_are_unsupported_by_name() {
 }
 
 #[test]
-fn rights_change_in_place_or_the_region_stays_as_it_was() {
+fn vrb_01_rights_change_in_place_or_the_region_stays_as_it_was() {
     let Some(name) = device() else { return };
     let pair = Pair::new(&name);
     let (from, to) = (Pages::new(4096), Pages::new(4096));
@@ -255,7 +255,7 @@ fn register_over_the_limit(name: &str, limit: u64, errno: i32) {
 }
 
 #[test]
-fn the_locked_memory_limit_is_named_with_its_value_and_remedy() {
+fn vrb_05_the_locked_memory_limit_is_named_with_its_value_and_remedy() {
     const LIMIT: &str = "HMEM_VERBS_TEST_LIMIT";
     let Some(name) = device() else { return };
     if let Ok(limit) = std::env::var(LIMIT) {
@@ -269,7 +269,7 @@ fn the_locked_memory_limit_is_named_with_its_value_and_remedy() {
     }
     for limit in ["65536", "0"] {
         let output = std::process::Command::new(std::env::current_exe().expect("this test"))
-            .args(["--exact", "the_locked_memory_limit_is_named_with_its_value_and_remedy"])
+            .args(["--exact", "vrb_05_the_locked_memory_limit_is_named_with_its_value_and_remedy"])
             .env(LIMIT, limit)
             .output()
             .expect("run this test again");

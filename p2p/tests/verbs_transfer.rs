@@ -110,7 +110,7 @@ fn vectors_on_both_sides_move_as_one_run_of_bytes() {
 }
 
 #[test]
-fn a_region_longer_than_the_device_takes_is_split_and_works_as_one() {
+fn vrb_07_a_region_longer_than_the_device_takes_is_split_and_works_as_one() {
     let Some(name) = device() else { return };
     let pair = Pair::with(&name, Verbs::builder().max_registration(3 * 4096));
     let len = 10 * 4096 + 100;
@@ -269,7 +269,7 @@ fn requests_of_a_closed_endpoint_complete_as_canceled() {
 }
 
 #[test]
-fn our_keys_work_on_a_protection_domain_that_was_brought_along() {
+fn vrb_04_our_keys_work_on_a_protection_domain_that_was_brought_along() {
     let Some(name) = device() else { return };
     let lender = Pair::new(&name);
     let pd = VerbsDomain::of(&lender.far.domain).expect("verbs").pd();

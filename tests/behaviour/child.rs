@@ -5,6 +5,8 @@ use std::{
     process::{Command, Output},
 };
 
+use crate::world::World;
+
 const ALONE: &str = "HMEM_TEST_ALONE";
 
 /// Whether this process was started by [`output`] for the test `name`.
@@ -22,15 +24,25 @@ pub(crate) fn output(name: &str, variables: &[(&str, &str)]) -> Output {
 
 /// Runs `body` in a child of which this test is the only one, and fails as it does.
 pub(crate) fn alone(name: &str, body: impl FnOnce()) {
+    alone_with(name, &[], body);
+}
+
+fn alone_with(name: &str, variables: &[(&str, &str)], body: impl FnOnce()) {
     if is_alone(name) {
         return body();
     }
-    let output = output(name, &[]);
+    let output = output(name, variables);
     let text = String::from_utf8_lossy(&output.stdout);
     let ran = text.contains("1 passed") || text.contains("1 failed");
     assert!(ran, "{name} is no test of this binary:\n{text}");
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{name} failed in its own process:\n{text}\n{errors}");
+}
+
+/// The same for a behaviour, in `world` only.
+pub(crate) fn alone_in(world: &World, name: &str, body: impl FnOnce()) {
+    let world = world.to_string();
+    alone_with(name, &[("HMEM_WORLD", &*world)], body);
 }
 
 /// The number of open file descriptors of this process.

@@ -78,6 +78,9 @@ fn diag_04_each_registration_is_a_span_with_its_range_and_outcome(world: &World)
     let net = Net::open(world);
     let memory = net.bytes(4096);
     let notes = Notes::default();
+    // With one subscriber alone, tracing asks the thread that first comes to an event whether anybody listens, which
+    // may be another test's.
+    let _second = tracing::Dispatch::new(Notes::default());
     tracing::subscriber::with_default(notes.clone(), || {
         for offset in [0, 100] {
             let range = memory.part(offset, 1000);

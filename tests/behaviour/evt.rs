@@ -14,7 +14,8 @@ use hmem::{
 };
 
 use crate::{
-    net::{Net, REMOTE, Setup, wait_held},
+    memory::HostPages,
+    net::{Net, REMOTE, Setup, eventually, wait_held},
     world::{World, needs, over_worlds},
 };
 
@@ -22,11 +23,13 @@ over_worlds! {
     evt_01_a_bound_queue_reports_each_registration_with_its_context: Pairs;
     evt_01_the_region_is_written_before_its_event_can_be_read: Places;
     evt_01_a_refused_call_gives_no_event_and_a_later_failure_gives_one: Pairs;
-    mr_10_before_completion_there_is_neither_descriptor_nor_key: Pairs;
-    evt_02_a_counter_counts_each_remote_write_and_atomic_once: Pairs;
-    evt_02_an_endpoint_without_rma_event_is_refused: Pairs;
-    evt_03_close_during_a_registration_neither_leaks_nor_loses_its_event: Pairs;
-    evt_03_a_domain_dropped_during_registrations_ends_cleanly: Places;
+    mr_10_before_completion_there_is_neither_descriptor_nor_key: Pairs, needs::FAULTS;
+    evt_02_a_counter_counts_each_remote_write_and_atomic_once: Pairs, needs::COUNTERS;
+    evt_02_an_endpoint_without_rma_event_is_refused: Pairs, needs::COUNTERS;
+    evt_03_close_during_a_registration_neither_leaks_nor_loses_its_event: Pairs, needs::FAULTS;
+    evt_03_close_at_any_moment_neither_leaks_nor_loses_an_event: Pairs;
+    evt_03_a_domain_dropped_during_registrations_ends_cleanly: Places, needs::FAULTS;
+    evt_03_a_domain_dropped_right_after_submitting_ends_cleanly: Places;
 }
 
 const LONG: Duration = Duration::from_secs(60);
@@ -106,15 +109,22 @@ fn evt_01_a_refused_call_gives_no_event_and_a_later_failure_gives_one(world: &Wo
     // SAFETY: nothing is registered.
     let refused = unsafe { net.target.domain.regattr(&wrong, MrFlags::empty()) }.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::ReservedOffset);
+    // A device refuses addresses without pages; in the software NIC any call can be made to fail.
+    let hole = HostPages::reserved(4096);
+    let refused_later = if world.is_loopback() {
+        (memory.range(), ErrorKind::OutOfResources)
+    } else {
+        (hole.range(), ErrorKind::BadAddress)
+    };
     net.faults.fail(Call::Register, 1, Errno(12));
     // On a path with several ways the first refusal is not the last word.
     if !world.is_system() && !world.staged() && world.policy != hmem::path::P2pPolicy::Required {
         net.faults.fail(Call::Register, 2, Errno(12));
     }
-    let failing = submit(&net, &MrAttr { context: 7, ..MrAttr::new(&ranges, REMOTE) });
+    let failing = submit(&net, &MrAttr { context: 7, ..MrAttr::new(&[refused_later.0], REMOTE) });
     let event = event(&queue);
     assert_eq!((event.context, Some(event.region)), (7, failing.id()));
-    assert_eq!(event.result.unwrap_err().kind(), ErrorKind::OutOfResources);
+    assert_eq!(event.result.unwrap_err().kind(), refused_later.1);
     assert_eq!(failing.state(), RegionState::Failed);
     assert_eq!(failing.desc().unwrap_err().kind(), ErrorKind::BadState);
     assert_eq!(failing.key().unwrap_err().kind(), ErrorKind::KeyNotAvailable);
@@ -258,6 +268,54 @@ fn evt_03_close_during_a_registration_neither_leaks_nor_loses_its_event(world: &
     assert_eq!(results[2].0, 3);
     assert!(queue.read().is_none());
     assert_eq!((net.live().regions, net.live().bytes), (0, 0), "something stayed registered");
+}
+
+fn evt_03_close_at_any_moment_neither_leaks_nor_loses_an_event(world: &World) {
+    const ROUNDS: u64 = 20;
+    let net = Net::open(world);
+    let queue = bound(&net);
+    let memory = net.bytes(8192);
+    let ranges = [memory.range()];
+    for round in 0..ROUNDS {
+        let regions: Vec<_> = (0..4)
+            .map(|at| {
+                let context = round * 4 + at;
+                submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) })
+            })
+            .collect();
+        for _ in 0..round {
+            thread::yield_now();
+        }
+        for (at, region) in regions.into_iter().enumerate() {
+            if at % 2 == 0 { region.close().expect("close") } else { drop(region) }
+        }
+        let mut contexts = Vec::new();
+        for _ in 0..4 {
+            let event = event(&queue);
+            contexts.push(event.context);
+            if let Err(error) = event.result {
+                assert_eq!(error.kind(), ErrorKind::Canceled, "{error}");
+            }
+        }
+        contexts.sort_unstable();
+        assert_eq!(contexts, (round * 4..round * 4 + 4).collect::<Vec<_>>());
+    }
+    assert!(queue.read().is_none(), "an event too many");
+    eventually("the end of what was dropped", || (net.live().regions, net.live().bytes) == (0, 0));
+}
+
+fn evt_03_a_domain_dropped_right_after_submitting_ends_cleanly(world: &World) {
+    let net = Net::open(world);
+    let queue = bound(&net);
+    let memory = net.bytes(64);
+    let ranges = [memory.range()];
+    let regions: Vec<_> =
+        (0..5).map(|context| submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) })).collect();
+    drop((net.target, regions));
+    let mut contexts: Vec<_> = (0..5).map(|_| event(&queue).context).collect();
+    contexts.sort_unstable();
+    assert_eq!(contexts, [0, 1, 2, 3, 4], "each registration has its one event");
+    drop(memory);
 }
 
 fn evt_03_a_domain_dropped_during_registrations_ends_cleanly(world: &World) {

@@ -12,7 +12,18 @@ use hmem::{
 };
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-use crate::{child, memory::pattern, net::device, plug_in_iface::FileMemory};
+use crate::{
+    child,
+    memory::pattern,
+    net::{Net, REMOTE, device},
+    plug_in_iface::FileMemory,
+    world::{World, needs, over_worlds},
+};
+
+over_worlds! {
+    hm_06_unaligned_parts_of_device_memory_reach_exactly_their_bytes_through_a_nic: Pairs, needs::DEVICE;
+    hm_06_registrations_through_a_nic_leave_no_fd: Hardware;
+}
 
 fn request(len: u64, device: u32, kind: AllocationKind) -> AllocRequest {
     AllocRequest { len, device: DeviceId(device), kind }
@@ -247,6 +258,45 @@ fn hm_06_exports_reach_exactly_their_bytes() {
             iface.export_dma_buf(outside, &nic, DmaBufMapping::Default).expect_err("past the allocation");
         assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{}", iface.name());
     }
+}
+
+fn hm_06_unaligned_parts_of_device_memory_reach_exactly_their_bytes_through_a_nic(world: &World) {
+    const LEN: usize = 100_000;
+    let net = Net::open(world);
+    let memory = net.filled(&pattern(6, LEN));
+    let mut model = pattern(6, LEN);
+    for (seed, (offset, len)) in
+        [(0, 1), (1, 4096), (4095, 2), (12_345, 777), (99_999, 1), (50_001, 40_000)].into_iter().enumerate()
+    {
+        let region = net.expose(memory.part(offset, len), REMOTE);
+        let key = net.key(&region);
+        let (at, len) = (offset as usize, len as usize);
+        assert!(net.pull(&key, 0, len).expect("read") == model[at..at + len], "{len} bytes at {offset}");
+        let bytes = pattern(70 + seed as u64, len);
+        net.push(&key, 0, &bytes).expect("write");
+        model[at..at + len].copy_from_slice(&bytes);
+        assert!(memory.all() == model, "{len} bytes at {offset}: the neighbours changed, or not all arrived");
+        for outside in [u64::MAX, len as u64] {
+            let error = net.push(&key, outside, &[0]).expect_err("outside the part");
+            assert_eq!(error.kind(), net.seen(hmem::ErrorKind::OutOfBounds));
+        }
+        region.close().expect("close");
+    }
+    let exports = net.device.as_ref().expect("a device").stats().live_exports;
+    assert_eq!(exports, 0, "an export was not given back");
+}
+
+fn hm_06_registrations_through_a_nic_leave_no_fd(world: &World) {
+    child::alone_in(world, "hm::over_worlds::hm_06_registrations_through_a_nic_leave_no_fd", || {
+        let net = Net::open(world);
+        let memory = net.bytes(65_536);
+        let fds = child::open_fds();
+        for n in 0..200 {
+            let region = net.expose(memory.part(n * 131, 1 + n * 17), REMOTE);
+            region.close().expect("close");
+        }
+        assert_eq!(child::open_fds(), fds, "after 200 registrations");
+    });
 }
 
 fn exports(count: usize) {

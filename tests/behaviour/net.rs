@@ -9,10 +9,10 @@ use std::{
 };
 
 use hmem::{
-    Access, AddressRange, AuthKey, Domain, DomainAttr, Endpoint, Hmem, Iface, Iova, LocalKey, MemoryRegion,
-    MrAttr, MrFlags, MrMode, RemoteKey, Result,
+    Access, AddressRange, AuthKey, Domain, DomainAttr, Endpoint, ErrorKind, Hmem, Iface, Iova, LocalKey,
+    MemoryRegion, MrAttr, MrFlags, MrMode, RemoteKey, Result,
     p2p::loopback::{self, Faults, Gate, Loopback},
-    provider::{CompletionQueue, EndpointAttr, Live},
+    provider::{CompletionQueue, EndpointAttr, Live, Provider},
     system::{Simulated, Style},
     transfer::{
         AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest,
@@ -21,14 +21,14 @@ use hmem::{
 
 use crate::{
     memory::{Bytes, HostPages},
-    world::{Memory, World},
+    world::{Memory, Nic, World},
 };
 
 /// Every right of the local side.
 pub(crate) const LOCAL: Access = Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
 /// Every right of peers.
 pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
-/// The provider's name.
+/// The software NIC's provider.
 pub(crate) const LOOPBACK: &str = "loopback";
 
 const SCRATCH: u64 = 64 << 10;
@@ -42,6 +42,8 @@ pub(crate) struct Setup {
     /// Whether the target's endpoint has the RMA_EVENT capability.
     pub(crate) rma_event: bool,
     pub(crate) initiator_key: Option<AuthKey>,
+    /// Whether windows will be bound, which verbs wants to know at registration.
+    pub(crate) windows: bool,
     pub(crate) faults: Faults,
 }
 
@@ -52,6 +54,7 @@ impl Setup {
             mr_mode: world.mode.offered,
             hmem: true,
             p2p: world.policy,
+            nic: nic_name(world),
             ..DomainAttr::default()
         };
         Self {
@@ -66,14 +69,17 @@ impl Setup {
             initiator: attr,
             rma_event: true,
             initiator_key: None,
+            windows: false,
             faults,
         }
     }
 
     pub(crate) fn open(self) -> Net {
-        let mut builder = Hmem::builder()
-            .without_vendor_ifaces()
-            .provider(self.provider.build().expect("build the software NIC"));
+        let mut builder = Hmem::builder().without_vendor_ifaces();
+        builder = match self.world.nic {
+            Nic::Loopback => builder.provider(self.provider.build().expect("build the software NIC")),
+            Nic::Verbs { .. } => builder.shared_provider(verbs(self.windows)),
+        };
         let device = match self.world.memory {
             Memory::System => None,
             Memory::Device(style) => Some(device(style)),
@@ -82,12 +88,14 @@ impl Setup {
             builder = builder.shared_iface(Arc::clone(device) as Arc<dyn Iface>);
         }
         let hmem = builder.build().expect("start the ifaces");
-        let target = Side::open(&hmem, self.target, self.rma_event, None);
-        let initiator = Side::open(&hmem, self.initiator, true, self.initiator_key);
+        let provider = provider_name(&self.world);
+        let target = Side::open(&hmem, provider, self.target, self.rma_event, None);
+        let initiator = Side::open(&hmem, provider, self.initiator, true, self.initiator_key);
         let peer = initiator.endpoint.resolve(&target.endpoint.name()).expect("find the target");
         Net {
             world: self.world,
             scratch: OnceLock::new(),
+            operands: OnceLock::new(),
             initiator,
             target,
             hmem,
@@ -97,6 +105,31 @@ impl Setup {
             next_key: AtomicU64::new(100),
         }
     }
+}
+
+/// The provider's name.
+pub(crate) fn provider_name(world: &World) -> &'static str {
+    if world.is_loopback() { LOOPBACK } else { "verbs" }
+}
+
+/// Which of the provider's NICs is meant.
+pub(crate) fn nic_name(world: &World) -> Option<String> {
+    let verbs = || std::env::var("HMEM_VERBS_DEVICE").expect("a verbs world is made where a device is named");
+    (!world.is_loopback()).then(verbs)
+}
+
+/// RDMA devices, whose connections are made and made anew as if there were none.
+#[cfg(feature = "verbs")]
+pub(crate) fn verbs(windows: bool) -> Arc<dyn Provider> {
+    use hmem::p2p::verbs::{Verbs, VerbsOptions};
+    let options = if windows { VerbsOptions::MW_BIND } else { VerbsOptions::empty() };
+    let verbs = Verbs::builder().connect_in_process(true).options(options).build();
+    Arc::new(verbs.expect("load libibverbs"))
+}
+
+#[cfg(not(feature = "verbs"))]
+pub(crate) fn verbs(_: bool) -> Arc<dyn Provider> {
+    panic!("HMEM_VERBS_DEVICE names a device, and this build is without the cargo feature `verbs`")
 }
 
 /// A simulated device of two devices.
@@ -113,8 +146,14 @@ pub(crate) struct Side {
 }
 
 impl Side {
-    pub(crate) fn open(hmem: &Hmem, attr: DomainAttr, rma_event: bool, key: Option<AuthKey>) -> Self {
-        let domain = hmem.domain(LOOPBACK, attr).expect("open a domain");
+    pub(crate) fn open(
+        hmem: &Hmem,
+        provider: &str,
+        attr: DomainAttr,
+        rma_event: bool,
+        key: Option<AuthKey>,
+    ) -> Self {
+        let domain = hmem.domain(provider, attr).expect("open a domain");
         let (endpoint, cq) = open_endpoint(&domain, rma_event, key);
         Self { endpoint, cq, domain }
     }
@@ -153,6 +192,8 @@ pub(crate) fn eventually(what: &str, mut reached: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !reached() {
         assert!(Instant::now() < deadline, "{what} never came about");
+        // In an emulated machine this is what lets the other processor run.
+        std::hint::spin_loop();
         std::thread::yield_now();
     }
 }
@@ -201,6 +242,8 @@ pub(crate) fn segment(range: AddressRange, desc: Option<LocalKey>) -> LocalSegme
 pub(crate) struct Net {
     pub(crate) world: World,
     scratch: OnceLock<Local>,
+    /// Where atomics take their operands from.
+    operands: OnceLock<Local>,
     pub(crate) initiator: Side,
     pub(crate) target: Side,
     pub(crate) hmem: Hmem,
@@ -214,6 +257,11 @@ pub(crate) struct Net {
 impl Net {
     pub(crate) fn open(world: &World) -> Self {
         Setup::of(world).open()
+    }
+
+    /// How the initiator sees a refusal of the target.
+    pub(crate) fn seen(&self, refusal: ErrorKind) -> ErrorKind {
+        self.world.seen(refusal)
     }
 
     /// What the target's domain holds.
@@ -270,7 +318,10 @@ impl Net {
 
     /// A registered buffer of the initiator with every local right.
     pub(crate) fn local(&self, len: usize, access: Access) -> Local {
-        let bytes = self.bytes(len);
+        self.local_of(self.bytes(len), access)
+    }
+
+    fn local_of(&self, bytes: Bytes, access: Access) -> Local {
         let attr = [bytes.range()];
         let attr = MrAttr::new(&attr, access).key(self.fresh_key());
         let region = self.initiator.register(&attr, MrFlags::empty()).expect("register the local buffer");
@@ -329,7 +380,12 @@ impl Net {
 
     /// Adds to the 64-bit number at an offset and returns what was there.
     pub(crate) fn fetch_add(&self, key: &RemoteKey, offset: u64, value: u64) -> Result<u64> {
-        let local = self.scratch();
+        // In verbs, operands are part of the request: the CPU reads them.
+        let operands = || match self.world.nic {
+            Nic::Loopback => self.local(16, LOCAL),
+            Nic::Verbs { .. } => self.local_of(Bytes::Host(HostPages::new(16)), LOCAL),
+        };
+        let local = self.operands.get_or_init(operands);
         local.bytes.put(0, &value.to_le_bytes());
         local.bytes.put(8, &[0; 8]);
         let operation = Operation::Atomic {

@@ -2,12 +2,13 @@
 
 use std::{collections::BTreeSet, env, fs, path::PathBuf};
 
-use crate::world::Behaviour;
+use crate::world::{Behaviour, VERBS_NEEDS};
 
 const TABLES: &[&[Behaviour]] = &[
     crate::diag::BEHAVIOURS,
     crate::dmabuf::BEHAVIOURS,
     crate::evt::BEHAVIOURS,
+    crate::hm::BEHAVIOURS,
     crate::key::BEHAVIOURS,
     crate::life::BEHAVIOURS,
     crate::mode::BEHAVIOURS,
@@ -24,15 +25,32 @@ const HEADER: &str = "\
 # Written by `HMEM_BLESS=1 cargo test --test behaviour skips`. A skip is not a pass.
 ";
 
+const VERBS_HEADER: &str = "\
+# What the behaviour suite skips over an RDMA device (HMEM_VERBS_DEVICE), and why, as in skipped.txt.
+# tests/vm/run leaves out what \"every verbs world\" cannot show. Written by `HMEM_BLESS=1 cargo test --test behaviour skips`.
+";
+
 /// What is skipped depends on the worlds alone, not on the machine: a machine that cannot run one fails.
 #[test]
 fn the_skipped_list_is_the_committed_one() {
-    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/skipped.txt");
     let behaviours = TABLES.iter().flat_map(|table| table.iter());
-    let actual: BTreeSet<_> = behaviours.flat_map(Behaviour::skipped).collect();
+    compare("skipped.txt", HEADER, behaviours.flat_map(Behaviour::skipped).collect());
+}
+
+#[test]
+fn the_skipped_list_of_verbs_devices_is_the_committed_one() {
+    let everywhere =
+        VERBS_NEEDS.iter().map(|need| format!("(every behaviour) | {}: {}", need.class, need.reason));
+    let behaviours = TABLES.iter().flat_map(|table| table.iter());
+    let actual = everywhere.chain(behaviours.flat_map(Behaviour::skipped_verbs)).collect();
+    compare("skipped-verbs.txt", VERBS_HEADER, actual);
+}
+
+fn compare(file: &str, header: &str, actual: BTreeSet<String>) {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests").join(file);
     if env::var_os("HMEM_BLESS").is_some() {
         let lines = actual.iter().map(|line| format!("{line}\n")).collect::<String>();
-        fs::write(&path, format!("{HEADER}{lines}")).expect("write the list");
+        fs::write(&path, format!("{header}{lines}")).expect("write the list");
     }
     let text = fs::read_to_string(&path).expect("the committed list");
     let lines: Vec<_> = text.lines().filter(|line| !line.starts_with('#')).map(str::to_owned).collect();

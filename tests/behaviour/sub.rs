@@ -5,15 +5,15 @@ use hmem::{Access, ErrorKind, MrAttr, MrFlags, os_page_sizes};
 use crate::{
     memory::pattern,
     net::{LOCAL, Net, REMOTE},
-    world::{World, over_worlds},
+    world::{World, needs, over_worlds},
 };
 
 over_worlds! {
-    sub_01_a_sub_region_has_its_own_key_rights_and_bounds: Every;
-    sub_01_outside_the_base_or_wider_than_it_is_refused: Pairs;
-    sub_02_a_base_closes_after_its_sub_regions_three_levels_deep: Pairs;
-    sub_02_a_dropped_base_lives_as_long_as_its_sub_regions: Pairs;
-    sub_03_sub_regions_pin_and_register_no_pages: Pairs;
+    sub_01_a_sub_region_has_its_own_key_rights_and_bounds: Every, needs::SUB_REGIONS;
+    sub_01_outside_the_base_or_wider_than_it_is_refused: Pairs, needs::SUB_REGIONS;
+    sub_02_a_base_closes_after_its_sub_regions_three_levels_deep: Pairs, needs::SUB_REGIONS;
+    sub_02_a_dropped_base_lives_as_long_as_its_sub_regions: Pairs, needs::SUB_REGIONS;
+    sub_03_sub_regions_pin_and_register_no_pages: Pairs, needs::SUB_REGIONS;
 }
 
 fn sub_01_a_sub_region_has_its_own_key_rights_and_bounds(world: &World) {

@@ -12,7 +12,7 @@ use std::{
 
 use hmem::{
     Domain, DomainAttr, Hmem, MrAttr, MrFlags, MrMode, Prefault, Result,
-    p2p::loopback::{Call, Loopback, Progress},
+    p2p::loopback::{Call, Loopback, Memory as Pages, Progress},
     prefault,
     provider::{DomainRequest, Live, Provider, ProviderAttr, ProviderDomain, WindowType},
 };
@@ -20,19 +20,22 @@ use hmem::{
 use crate::{
     child,
     memory::{Bytes, HostPages, pattern},
-    net::{LOCAL, Net, REMOTE, Side, eventually, open_endpoint, remote, wait_held},
-    world::{EVERY_BIT, World, over_worlds},
+    net::{LOCAL, Net, REMOTE, Side, eventually, nic_name, open_endpoint, provider_name, remote, wait_held},
+    world::{EVERY_BIT, Mode, Nic, World, needs, over_worlds},
 };
 
 over_worlds! {
+    mr_11_any_order_of_drops_leaves_nothing: Plain, needs::SYSTEM;
+    mr_11_closing_a_domain_says_what_is_left: Plain;
     mr_16_threads_register_transfer_and_close_at_once: Places;
-    mr_16_a_registration_in_the_driver_holds_up_nobody_else: Pairs;
+    mr_16_a_registration_in_the_driver_holds_up_nobody_else: Pairs, needs::FAULTS;
+    mr_16_registering_touches_pages_where_asked_and_reports_progress: Plain, needs::SYSTEM;
 }
 
 /// A provider that keeps a handle of every domain it opens, so that a test sees what is left when all is dropped.
 #[derive(Debug)]
 struct Watched {
-    provider: Loopback,
+    provider: Arc<dyn Provider>,
     opened: Mutex<Vec<Arc<dyn ProviderDomain>>>,
 }
 
@@ -73,20 +76,20 @@ fn orders(items: usize) -> Vec<Vec<usize>> {
 }
 
 /// An application's objects, each of which may go first. A transfer is under way.
-fn objects(provider: &Arc<Watched>, mode: MrMode) -> Vec<Option<Box<dyn Any>>> {
+fn objects(provider: &Arc<Watched>, world: &World, subs: bool) -> Vec<Option<Box<dyn Any>>> {
     let builder = Hmem::builder().without_vendor_ifaces();
     let hmem = builder.shared_provider(Arc::clone(provider) as Arc<dyn Provider>).build().expect("build");
-    let attr = DomainAttr { mr_mode: EVERY_BIT, ..DomainAttr::default() };
-    let Side { endpoint, cq, domain } = Side::open(&hmem, attr, true, None);
+    let attr = DomainAttr { mr_mode: EVERY_BIT, nic: nic_name(world), ..DomainAttr::default() };
+    let Side { endpoint, cq, domain } = Side::open(&hmem, provider_name(world), attr, true, None);
     let memory = Bytes::Host(HostPages::new(4096));
     let ranges = [memory.range()];
     // SAFETY: the memory is leaked below, so that it outlives the region in every order.
     let region = unsafe { domain.regattr(&MrAttr::new(&ranges, REMOTE | LOCAL).key(1), MrFlags::empty()) }
         .expect("register");
-    let sub = region.sub(memory.part(64, 64), REMOTE, 2).expect("sub-region");
+    let sub = subs.then(|| region.sub(memory.part(64, 64), REMOTE, 2).expect("sub-region"));
     let window = domain.alloc_window(WindowType::One).expect("window");
-    if mode.contains(MrMode::ENDPOINT) {
-        for region in [&region, &sub] {
+    if world.has(MrMode::ENDPOINT) {
+        for region in std::iter::once(&region).chain(&sub) {
             region.bind_endpoint(&endpoint).expect("bind");
             region.enable().expect("enable");
         }
@@ -101,30 +104,31 @@ fn objects(provider: &Arc<Watched>, mode: MrMode) -> Vec<Option<Box<dyn Any>>> {
     // SAFETY: the memory is leaked.
     unsafe { endpoint.post(&request) }.expect("post");
     std::mem::forget(memory);
-    vec![
+    let mut objects: Vec<Option<Box<dyn Any>>> = vec![
         Some(Box::new(endpoint)),
         Some(Box::new(region)),
-        Some(Box::new(sub)),
         Some(Box::new(window)),
         Some(Box::new((domain, cq))),
         Some(Box::new(hmem)),
-    ]
+    ];
+    objects.extend(sub.map(|sub| Some(Box::new(sub) as Box<dyn Any>)));
+    objects
 }
 
 fn threads_of_this_process() -> usize {
     fs::read_dir("/proc/self/task").expect("procfs").count()
 }
 
-fn every_order(progress: Progress, mode: MrMode) {
+fn every_order(world: &World, subs: bool, provider: impl Fn() -> Arc<dyn Provider>) {
     let (fds, threads) = (child::open_fds(), threads_of_this_process());
-    for order in orders(6) {
-        let provider = Loopback::builder().progress(progress).needs(mode).build().expect("build");
-        let provider = Arc::new(Watched { provider, opened: Mutex::default() });
-        let mut objects = objects(&provider, mode);
+    for order in orders(if subs { 6 } else { 5 }) {
+        let provider = Arc::new(Watched { provider: provider(), opened: Mutex::default() });
+        let mut objects = objects(&provider, world, subs);
         for at in &order {
             drop(objects[*at].take());
         }
         let opened = std::mem::take(&mut *provider.opened.lock().expect("not poisoned"));
+        drop(provider);
         let live: Vec<_> = opened.iter().map(|domain| domain.live()).collect();
         assert_eq!(live, [Live::default()], "left after dropping in the order {order:?}");
     }
@@ -132,31 +136,47 @@ fn every_order(progress: Progress, mode: MrMode) {
     assert_eq!(child::open_fds(), fds);
 }
 
+fn every_order_on_loopback(progress: Progress, mode: MrMode) {
+    let world = World::PLAIN.with_mode(Mode { name: "of the test", offered: EVERY_BIT, needed: mode });
+    every_order(&world, true, || {
+        Arc::new(Loopback::builder().progress(progress).needs(mode).build().expect("build"))
+    });
+}
+
+/// Without sub-regions, which not every NIC has.
+fn mr_11_any_order_of_drops_leaves_nothing(world: &World) {
+    child::alone_in(world, "threads::over_worlds::mr_11_any_order_of_drops_leaves_nothing", || {
+        every_order(world, false, || match world.nic {
+            Nic::Loopback => Arc::new(Loopback::builder().build().expect("build")),
+            Nic::Verbs { .. } => crate::net::verbs(true),
+        });
+    });
+}
+
 #[test]
 fn mr_11_any_order_of_drops_leaves_nothing_with_progress_by_hand() {
     child::alone("threads::mr_11_any_order_of_drops_leaves_nothing_with_progress_by_hand", || {
-        every_order(Progress::ByHand, MrMode::empty());
+        every_order_on_loopback(Progress::ByHand, MrMode::empty());
     });
 }
 
 #[test]
 fn mr_11_any_order_of_drops_leaves_nothing_with_a_progress_thread() {
     child::alone("threads::mr_11_any_order_of_drops_leaves_nothing_with_a_progress_thread", || {
-        every_order(Progress::Thread, MrMode::empty());
+        every_order_on_loopback(Progress::Thread, MrMode::empty());
     });
 }
 
 #[test]
 fn mr_11_any_order_of_drops_leaves_nothing_with_regions_bound_to_endpoints() {
     child::alone("threads::mr_11_any_order_of_drops_leaves_nothing_with_regions_bound_to_endpoints", || {
-        every_order(Progress::ByHand, MrMode::ENDPOINT);
-        every_order(Progress::Thread, MrMode::ENDPOINT);
+        every_order_on_loopback(Progress::ByHand, MrMode::ENDPOINT);
+        every_order_on_loopback(Progress::Thread, MrMode::ENDPOINT);
     });
 }
 
-#[test]
-fn mr_11_closing_a_domain_says_what_is_left() {
-    let net = Net::open(&World::PLAIN);
+fn mr_11_closing_a_domain_says_what_is_left(world: &World) {
+    let net = Net::open(world);
     let memory = net.bytes(64);
     let region = net.expose(memory.range(), REMOTE);
     let window = net.target.domain.alloc_window(WindowType::TwoB).expect("window");
@@ -183,8 +203,10 @@ fn mr_16_threads_register_transfer_and_close_at_once(world: &World) {
     let net = Net::open(world);
     let before = net.live();
     let work = |thread: u64| {
+        // A verbs endpoint has one peer.
+        let (listening, _cq) = open_endpoint(&net.target.domain, true, None);
         let (endpoint, cq) = open_endpoint(&net.initiator.domain, true, None);
-        let peer = endpoint.resolve(&net.target.endpoint.name()).expect("resolve");
+        let peer = endpoint.resolve(&listening.name()).expect("resolve");
         let (memory, local) = (net.bytes(KEPT as usize * 64), net.local(4096, LOCAL));
         let mut kept = Vec::new();
         let mut out = Vec::new();
@@ -279,16 +301,17 @@ fn mr_16_a_huge_range_is_touched_in_parallel_and_reports_progress() {
     assert_eq!(present(&pages), LEN / 4096);
 }
 
-#[test]
-fn mr_16_registering_touches_pages_where_asked_and_reports_progress() {
-    let net = Net::open(&World::PLAIN);
+fn mr_16_registering_touches_pages_where_asked_and_reports_progress(world: &World) {
+    let net = Net::open(world);
     let memory = net.bytes(1 << 20);
     let ranges = [memory.range()];
     let reports = Mutex::new(Vec::new());
     let progress = |done: u64, all: u64| reports.lock().expect("not poisoned").push((done, all));
     let attr = MrAttr::new(&ranges, REMOTE);
     let untouched = net.try_expose(&attr, MrFlags::empty()).expect("register");
-    assert_eq!(present(memory.pages()), 0, "nobody asked for pages");
+    if world.pages == Pages::Follow {
+        assert_eq!(present(memory.pages()), 0, "nobody asked for pages");
+    }
     let prefault = Some(Prefault { threads: 0, progress: Some(&progress) });
     let touched = net.try_expose(&MrAttr { prefault, ..attr }, MrFlags::empty()).expect("register");
     assert_eq!(present(memory.pages()), 256);

@@ -1,7 +1,8 @@
-//! The worlds that behaviours are shown in: memory x mr_mode x key size x progress x pages x path.
+//! The worlds that behaviours are shown in: memory x mr_mode x key size x progress x pages x path on the software NIC,
+//! and, where `HMEM_VERBS_DEVICE` names one, memory x path on an RDMA device.
 //!
 //! A behaviour is a function over a [`World`]. What a world cannot show is declared as a [`Need`] with its reason, and
-//! ends up in `tests/skipped.txt`; a behaviour that no world showed fails.
+//! ends up in `tests/skipped.txt` or `tests/skipped-verbs.txt`; a behaviour that no world showed fails.
 
 use std::{
     fmt,
@@ -9,7 +10,7 @@ use std::{
 };
 
 use hmem::{
-    MrMode,
+    ErrorKind, MrMode,
     p2p::loopback::{Memory as Pages, Progress},
     path::P2pPolicy,
     system::Style,
@@ -22,9 +23,22 @@ pub(crate) enum Memory {
     Device(Style),
 }
 
+/// What moves the bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Nic {
+    /// The software NIC of this library.
+    Loopback,
+    /// The device that `HMEM_VERBS_DEVICE` names, through libibverbs.
+    Verbs {
+        /// Its driver registers dma-bufs.
+        dma_buf: bool,
+    },
+}
+
 /// One combination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct World {
+    pub(crate) nic: Nic,
     pub(crate) memory: Memory,
     /// What the application offers and what the provider needs.
     pub(crate) mode: Mode,
@@ -57,6 +71,9 @@ pub(crate) const HARDWARE: Mode = single(
         .union(MrMode::PROV_KEY)
         .union(MrMode::HMEM),
 );
+/// What RDMA devices need.
+const VERBS: Mode =
+    single("verbs", MrMode::LOCAL.union(MrMode::VIRT_ADDR).union(MrMode::ALLOCATED).union(MrMode::PROV_KEY));
 pub(crate) const MODES: [Mode; 14] = [
     DEFAULT,
     Mode { name: "SCALABLE", offered: MrMode::SCALABLE, needed: MrMode::empty() },
@@ -88,6 +105,7 @@ const PAGES: [Pages; 2] = [Pages::Follow, Pages::Pinned];
 impl World {
     /// The default mode over host memory, stepped by hand: for behaviours that no dimension changes.
     pub(crate) const PLAIN: Self = Self {
+        nic: Nic::Loopback,
         memory: Memory::System,
         mode: DEFAULT,
         key_size: 8,
@@ -120,6 +138,28 @@ impl World {
     pub(crate) fn is_system(&self) -> bool {
         self.memory == Memory::System
     }
+
+    pub(crate) fn is_loopback(&self) -> bool {
+        self.nic == Nic::Loopback
+    }
+
+    /// Whether the NIC registers dma-bufs.
+    pub(crate) fn imports_dma_bufs(&self) -> bool {
+        self.nic != Nic::Verbs { dma_buf: false }
+    }
+
+    /// Whether windows bind to its regions. The VM's driver takes that for host memory only.
+    pub(crate) fn binds_windows(&self) -> bool {
+        self.is_loopback() || self.is_system()
+    }
+
+    /// How the initiator sees that the target refused. The software NIC says why. RDMA devices answer a dead key, a
+    /// range outside and a missing right alike, with a remote access error.
+    pub(crate) fn seen(&self, refusal: ErrorKind) -> ErrorKind {
+        let at_the_target =
+            matches!(refusal, ErrorKind::InvalidKey | ErrorKind::OutOfBounds | ErrorKind::BadAddress);
+        if at_the_target && !self.is_loopback() { ErrorKind::AccessDenied } else { refusal }
+    }
 }
 
 impl fmt::Display for World {
@@ -129,6 +169,10 @@ impl fmt::Display for World {
             Memory::Device(Style::Identity) => "identity-style device",
             Memory::Device(Style::Callback) => "callback-style device",
         };
+        if let Nic::Verbs { dma_buf } = self.nic {
+            let imports = if dma_buf { "with" } else { "without" };
+            return write!(f, "verbs device {imports} dma-bufs, {memory}, {:?} path", self.policy);
+        }
         write!(
             f,
             "{memory}, {:?} path, mode {}, {}-bit keys",
@@ -152,6 +196,10 @@ pub(crate) enum Worlds {
     Modes,
     /// Every memory and path, progress and pages, in the default mode.
     Places,
+    /// One: for behaviours that no dimension changes.
+    Plain,
+    /// One, in the mode of hardware.
+    Hardware,
 }
 
 impl Worlds {
@@ -161,8 +209,53 @@ impl Worlds {
             Self::Pairs => pairs(),
             Self::Modes => MODES.iter().map(|mode| World::PLAIN.with_mode(*mode)).collect(),
             Self::Places => product(&[DEFAULT], &PLACES, &[8]),
+            Self::Plain => vec![World::PLAIN],
+            Self::Hardware => vec![World::PLAIN.with_mode(HARDWARE)],
         }
     }
+}
+
+/// The worlds of an RDMA device, whether it is here or not. Every behaviour is shown in each that can.
+pub(crate) fn verbs_worlds() -> Vec<World> {
+    let world = |dma_buf, memory, policy| World {
+        nic: Nic::Verbs { dma_buf },
+        memory,
+        mode: VERBS,
+        key_size: 4,
+        progress: Progress::Thread,
+        pages: Pages::Pinned,
+        policy,
+    };
+    let mut worlds = Vec::new();
+    for dma_buf in [false, true] {
+        worlds.extend(PLACES.iter().map(|(memory, policy)| world(dma_buf, *memory, *policy)));
+    }
+    worlds
+}
+
+/// What no behaviour can be shown without on an RDMA device.
+pub(crate) const VERBS_NEEDS: [Need; 2] = [
+    need(
+        "staged path",
+        "a device cannot reach memory through copies: the staging pipeline is to come",
+        |world| !world.staged(),
+    ),
+    need("device memory, a driver without dma-bufs", "no path leads there but a staged one", |world| {
+        world.is_system() || world.staged() || world.imports_dma_bufs()
+    }),
+];
+
+/// Those of the device at hand; none where `HMEM_VERBS_DEVICE` names no device.
+fn verbs_worlds_here() -> Vec<World> {
+    if !set("HMEM_VERBS_DEVICE") {
+        return Vec::new();
+    }
+    let dma_buf = set("HMEM_VERBS_DMA_BUF");
+    verbs_worlds().into_iter().filter(|world| world.imports_dma_bufs() == dma_buf).collect()
+}
+
+fn set(variable: &str) -> bool {
+    std::env::var_os(variable).is_some_and(|value| !value.is_empty())
 }
 
 fn product(modes: &[Mode], places: &[(Memory, P2pPolicy)], key_sizes: &[usize]) -> Vec<World> {
@@ -173,7 +266,8 @@ fn product(modes: &[Mode], places: &[(Memory, P2pPolicy)], key_sizes: &[usize]) 
                 for progress in PROGRESSES {
                     for pages in PAGES {
                         let (memory, policy, mode, key_size) = (*memory, *policy, *mode, *key_size);
-                        worlds.push(World { memory, mode, key_size, progress, pages, policy });
+                        let nic = Nic::Loopback;
+                        worlds.push(World { nic, memory, mode, key_size, progress, pages, policy });
                     }
                 }
             }
@@ -187,6 +281,7 @@ fn pairs() -> Vec<World> {
     for (i, mode) in MODES.iter().enumerate() {
         for (j, (memory, policy)) in PLACES.iter().enumerate() {
             worlds.push(World {
+                nic: Nic::Loopback,
                 memory: *memory,
                 mode: *mode,
                 key_size: KEY_SIZES[(i + j) % 2],
@@ -237,6 +332,19 @@ pub(crate) mod needs {
         need("mode PROV_KEY", "the provider picks the keys", |world| !world.has(MrMode::PROV_KEY));
     pub(crate) const ATOMICS: Need =
         need("staged path", "atomics on staged memory are refused (BNC-03)", |world| !world.staged());
+    pub(crate) const DMA_BUFS: Need =
+        need("a driver without dma-bufs", "it is about dma-bufs", World::imports_dma_bufs);
+    pub(crate) const FAULTS: Need =
+        need("verbs", "calls are held and failed in the software NIC only", World::is_loopback);
+    pub(crate) const SUB_REGIONS: Need =
+        need("verbs", "verbs has no key for a part of a registration", World::is_loopback);
+    pub(crate) const COUNTERS: Need =
+        need("verbs", "verbs does not count accesses to a region", World::is_loopback);
+    pub(crate) const WINDOWS: Need = need(
+        "device memory on verbs",
+        "the VM's driver binds windows to host memory only",
+        World::binds_windows,
+    );
     pub(crate) const NO_ENDPOINT: Need =
         need("mode ENDPOINT", "a region is bound to its endpoint before use: mode_10 shows it", |world| {
             !world.has(MrMode::ENDPOINT)
@@ -258,7 +366,10 @@ impl Behaviour {
         let mut shown = 0;
         let mut failures = Vec::new();
         let only = std::env::var("HMEM_WORLD").unwrap_or_default();
-        for world in self.worlds.list() {
+        for world in self.worlds.list().into_iter().chain(verbs_worlds_here()) {
+            if !world.is_loopback() && !VERBS_NEEDS.iter().all(|need| (need.met)(&world)) {
+                continue;
+            }
             if self.needs.iter().any(|need| !(need.met)(&world)) || !world.to_string().contains(&only) {
                 continue;
             }
@@ -282,6 +393,35 @@ impl Behaviour {
             .iter()
             .filter(move |need| worlds.iter().any(|world| !(need.met)(world)))
             .map(|need| format!("{} | {}: {}", self.name, need.class, need.reason))
+    }
+
+    /// The same for the worlds of an RDMA device. Where none of them can show it, or none without dma-bufs, the class
+    /// says so.
+    pub(crate) fn skipped_verbs(&self) -> Vec<String> {
+        let worlds: Vec<_> = verbs_worlds()
+            .into_iter()
+            .filter(|world| VERBS_NEEDS.iter().all(|need| (need.met)(world)))
+            .collect();
+        let unmet = |need: &Need, dma_bufs: bool| {
+            worlds
+                .iter()
+                .filter(|world| dma_bufs || !world.imports_dma_bufs())
+                .all(|world| !(need.met)(world))
+        };
+        let mut lines = Vec::new();
+        for need in self.needs {
+            let class = if unmet(need, true) {
+                "every verbs world"
+            } else if unmet(need, false) {
+                "every verbs world without dma-bufs"
+            } else if worlds.iter().any(|world| !(need.met)(world)) {
+                need.class
+            } else {
+                continue;
+            };
+            lines.push(format!("{} | {class}: {}", self.name, need.reason));
+        }
+        lines
     }
 }
 

@@ -91,6 +91,15 @@ pub fn access_flags(access: Access, device: DeviceRights) -> AccessFlags {
     flags
 }
 
+/// What [`access_flags`] gives beyond what was asked for: verbs' LOCAL_WRITE and iWARP's REMOTE_WRITE (VRB-03).
+pub(super) fn added(access: Access, device: DeviceRights) -> AccessFlags {
+    let mut asked = AccessFlags::empty();
+    asked.set(AccessFlags::LOCAL_WRITE, access.intersects(Access::READ | Access::RECV));
+    asked.set(AccessFlags::REMOTE_WRITE, access.contains(Access::REMOTE_WRITE));
+    let limits = AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE;
+    access_flags(access, device).intersection(limits).difference(asked)
+}
+
 /// Rights in libfabric's words, for regions registered in verbs' words.
 pub(super) fn access_of(flags: AccessFlags) -> Access {
     let mut access = Access::WRITE | Access::SEND;
@@ -131,4 +140,24 @@ pub(super) fn names(flags: AccessFlags) -> String {
         names.push(format!("{unknown:#x}"));
     }
     if names.is_empty() { "none".to_owned() } else { names.join("|") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn vrb_03_what_is_added_is_told_apart_from_what_was_asked_for() {
+        let (plain, iwarp) = (DeviceRights::default(), DeviceRights { atomics: true, iwarp: true });
+        for (access, device, expected) in [
+            (Access::REMOTE_WRITE, plain, AccessFlags::LOCAL_WRITE),
+            (Access::REMOTE_WRITE | Access::READ, plain, AccessFlags::empty()),
+            (Access::READ, plain, AccessFlags::empty()),
+            (Access::READ, iwarp, AccessFlags::REMOTE_WRITE),
+            (Access::READ | Access::REMOTE_WRITE, iwarp, AccessFlags::empty()),
+            (Access::REMOTE_READ, iwarp, AccessFlags::empty()),
+        ] {
+            assert_eq!(added(access, device), expected, "{access} on {device:?}");
+        }
+    }
 }

@@ -12,7 +12,7 @@ use hmem_core::{
 
 use super::{
     VerbsKey, VerbsOptions,
-    access::{access_flags, access_of, check_flags, names},
+    access::{access_flags, access_of, added, check_flags, names},
     device::ProtectionDomain,
     errors::{self, BackingKind, Registration},
     region::{CpuAccess, Part, Region, Regions, release},
@@ -61,12 +61,9 @@ impl Registrar<'_> {
             return refuse(ErrorKind::Unsupported, "offer VIRT_ADDR, or ask for the ZERO_BASED option");
         }
         let flags = access_flags(request.access, self.pd.device.rights());
-        let added = flags.difference(access_flags(
-            request.access.difference(Access::REMOTE_WRITE),
-            self.pd.device.rights(),
-        ));
-        if added.contains(AccessFlags::LOCAL_WRITE) {
-            tracing::debug!(nic = %self.pd.device.nic(), "LOCAL_WRITE added: verbs demands it under remote write");
+        let added = added(request.access, self.pd.device.rights());
+        if !added.is_empty() {
+            tracing::debug!(nic = %self.pd.device.nic(), added = %names(added), "rights added: verbs demands them");
         }
         self.register_pieces(request.access, flags, pieces, options)
     }

@@ -10,6 +10,15 @@ suite() {
     if compgen -G "$repository/p2p/tests/verbs_*.rs" >/dev/null; then
         echo "--package hmem-p2p --features verbs --test verbs_*"
     fi
+    echo "--package hmem --test behaviour"
+}
+
+# What `behaviour` runs there: its cases over worlds, but for those that no verbs world can show.
+behaviour_arguments() {
+    local class='every verbs world'
+    [[ $dma_buf ]] || class+='\( without dma-bufs\)\?'
+    [[ $filter ]] || echo over_worlds
+    sed -n "s/^\([a-z0-9_]*\) | $class: .*/\1/p" "$repository/tests/skipped-verbs.txt" | sort -u | sed 's/^/--skip\n/'
 }
 
 # Sets test_binaries.
@@ -41,8 +50,12 @@ place_tests() {
         command -v strip >/dev/null && strip --strip-debug "$guest_root/tests/$name"
         echo "$name" >>"$guest_root/tests/list"
     done
-    : >"$guest_root/tests/arguments"
-    ((${#test_arguments[@]} == 0)) || printf '%s\n' "${test_arguments[@]}" >"$guest_root/tests/arguments"
+    for name in $(<"$guest_root/tests/list"); do
+        {
+            ((${#test_arguments[@]} == 0)) || printf '%s\n' "${test_arguments[@]}"
+            [[ $name != behaviour ]] || behaviour_arguments
+        } >"$guest_root/tests/$name.arguments"
+    done
     {
         printf '%s=%q\n' mark "$mark" verbose "$keep" 'export HMEM_VM_KERNEL' "$kernel_release"
         [[ ! $dma_buf ]] || printf '%s\n' preload=/lib/ibv_reg_dmabuf_mr.so 'export HMEM_VERBS_DMA_BUF=1'
