@@ -10,7 +10,7 @@ use std::{
 
 use hmem_core::{
     AddressRange, AllocationKind, Decision, DmaBufOffset, Error, ErrorKind, Iface, IfaceKind, Path, Registry,
-    Result,
+    Result, Segment,
     iface::{DmaBufExport, DmaBufMapping},
     path::{Attempt, P2pPolicy, PathDecider, PathOutcome, PathRequest},
     provider::{Backing, Nic, Piece, ProviderDomain, ProviderRegion},
