@@ -267,9 +267,9 @@ impl Functions {
                 loaded.get::<*const ()>(symbol).ok().map(|address| address.as_raw_ptr().cast_const().cast())
             })
         }?;
-        // The handle is given up: the driver leaves threads, callbacks and exit handlers behind, and unloading it
-        // under them would crash the process.
-        let _ = loaded.into_raw();
+        // Dropping the handle would unload the driver under the threads, callbacks and exit handlers that it leaves
+        // behind, and crash the process.
+        std::mem::forget(loaded);
         Ok(functions)
     }
 

@@ -3,7 +3,10 @@
 use std::os::fd::{AsFd, OwnedFd};
 
 use hmem_core::{DeviceId, Error, ErrorKind, IfaceKind, Result, iface::IpcHandle};
-use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
+use rustix::{
+    fs::SealFlags,
+    process::{Pid, PidfdFlags, PidfdGetfdFlags},
+};
 
 use crate::sys;
 
@@ -101,7 +104,7 @@ impl HandleBody {
         Ok(handle)
     }
 
-    /// Opens the owner's memory file, and says how long it is.
+    /// Opens the owner's memory file, which cannot shrink, and says how long it is.
     pub(crate) fn open_file(&self) -> Result<(OwnedFd, u64)> {
         // By path needs less of a privilege than taking the fd over.
         let found = sys::find_path(&format!("/proc/{}/fd/{}", self.pid, self.fd));
@@ -111,9 +114,19 @@ impl HandleBody {
         if sys::file_identity(found.as_fd())? != self.file {
             return Err(self.gone("the owner's fd is another file by now"));
         }
-        let stat = rustix::fs::fstat(&found).map_err(|errno| Error::os(errno, "fstat"))?;
         // Opened anew in any case: that counts as a user of the file.
-        Ok((sys::reopen(found.as_fd())?, stat.st_size as u64))
+        let file = sys::reopen(found.as_fd())?;
+        // A handle is bytes from another process. A file that could shrink under a mapping would end this process with
+        // SIGBUS; no file that an allocation lives in can, and only what has seals at all is one.
+        let seals = rustix::fs::fcntl_get_seals(&file);
+        if !seals.is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
+            return Err(Error::new(ErrorKind::Malformed, "ipc open")
+                .context("why", "the handle names a file that can shrink, which no allocation lives in")
+                .context("pid", self.pid)
+                .remedy("hand the bytes over as they came out of ipc export"));
+        }
+        let stat = rustix::fs::fstat(&file).map_err(|errno| Error::os(errno, "fstat"))?;
+        Ok((file, stat.st_size as u64))
     }
 
     fn take_fd_over(&self) -> Result<OwnedFd> {

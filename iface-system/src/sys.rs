@@ -258,6 +258,19 @@ pub(crate) fn host_ptr(address: Address) -> *mut u8 {
     ptr::with_exposed_provenance_mut(address.0 as usize)
 }
 
+/// Copies bytes that a NIC or another process may write meanwhile; the two runs may overlap.
+///
+/// It is the C library's memmove and not `ptr::copy`: that is an access of the Rust abstract machine, for which a race
+/// is undefined behaviour. Of a call into foreign code the compiler knows nothing, so that racing bytes are merely
+/// unspecified.
+///
+/// # Safety
+/// `from` is readable and `to` writable for `len` bytes.
+pub(crate) unsafe fn copy_bytes(from: *const u8, to: *mut u8, len: usize) {
+    // SAFETY: valid for `len` bytes as the caller promises.
+    unsafe { libc::memmove(to.cast(), from.cast(), len) };
+}
+
 /// Reads a host word that the owner may change at any time.
 ///
 /// # Safety

@@ -10,7 +10,7 @@ use std::{
 
 use hmem_core::{
     AddressRange, AllocationKind, Decision, DmaBufOffset, Error, ErrorKind, Iface, IfaceKind, Path, Registry,
-    Result,
+    Result, Segment,
     iface::{DmaBufExport, DmaBufMapping},
     path::{Attempt, P2pPolicy, PathDecider, PathOutcome, PathRequest},
     provider::{Backing, Nic, Piece, ProviderDomain, ProviderRegion},
@@ -227,6 +227,14 @@ impl Trial<'_> {
         let mut exports = Exports { iface: &**iface, made: Vec::new() };
         for range in self.request.ranges {
             let segments = iface.segments(*range).map_err(|error| (format!("segments({range})"), error))?;
+            if !cover(&segments, *range) {
+                let error = Error::new(ErrorKind::OutOfBounds, "segments")
+                    .iface(iface.kind())
+                    .context("range", range)
+                    .context("segments", segments.len())
+                    .remedy("the iface names segments that are not the whole range: nothing is registered in part");
+                return Err((format!("segments({range})"), error));
+            }
             for segment in segments {
                 let call = || format!("export_dma_buf({}, {mapping:?})", segment.range);
                 if !segment.exportable {
@@ -340,11 +348,44 @@ impl Trial<'_> {
     }
 }
 
+/// Whether segments follow one another over the whole of a range.
+fn cover(segments: &[Segment], range: AddressRange) -> bool {
+    let end = segments.iter().try_fold(range.start(), |at, segment| {
+        (segment.range.start() == at).then(|| segment.range.end()).flatten()
+    });
+    end == range.end()
+}
+
 /// Mappings in the order to try them (HM-09).
 fn mappings(pcie_first: bool, has_pcie: bool) -> &'static [DmaBufMapping] {
     if pcie_first && has_pcie {
         &[DmaBufMapping::Pcie, DmaBufMapping::Default]
     } else {
         &[DmaBufMapping::Default]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use hmem_core::Address;
+
+    use super::*;
+
+    #[test]
+    fn segments_that_leave_out_part_of_a_range_are_noticed() {
+        let range = |start, len| AddressRange::new(Address(start), len).unwrap();
+        let segment = |start, len| Segment { range: range(start, len), exportable: true };
+        let whole = range(100, 60);
+        assert!(cover(&[segment(100, 60)], whole));
+        assert!(cover(&[segment(100, 10), segment(110, 50)], whole));
+        for short in [
+            vec![],
+            vec![segment(100, 59)],
+            vec![segment(101, 59)],
+            vec![segment(100, 10), segment(111, 49)],
+            vec![segment(100, 61)],
+        ] {
+            assert!(!cover(&short, whole), "{short:?}");
+        }
     }
 }

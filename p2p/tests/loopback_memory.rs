@@ -3,7 +3,7 @@
 mod support;
 
 use std::{
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, OwnedFd},
     sync::{Arc, Mutex},
 };
 
@@ -14,7 +14,7 @@ use hmem_core::{
 };
 use hmem_p2p::loopback::{Call, Faults, Loopback, Memory};
 use rustix::{
-    fs::{MemfdFlags, SealFlags},
+    fs::{MemfdFlags, OFlags, SealFlags},
     mm::{MapFlags, MprotectFlags, ProtFlags},
 };
 use support::*;
@@ -338,6 +338,41 @@ fn files_that_cannot_be_registered_say_why() {
     let (pipe, _other) = rustix::pipe::pipe().unwrap();
     refused(all.register(&*domain, &[file(&pipe, 0, 10)]), ErrorKind::InvalidArgument);
     assert_eq!(domain.live().regions, 1);
+}
+
+#[test]
+fn a_file_is_registered_only_if_its_fd_reads_and_writes_where_it_is_told() {
+    let pair = pair(Memory::Follow, MrMode::empty());
+    let domain = &*pair.there.domain;
+    let fd = memfd(PAGE as u64, SealFlags::empty());
+    let reopened = |flags| {
+        let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+        rustix::fs::open(path, flags | OFlags::CLOEXEC, rustix::fs::Mode::empty()).unwrap()
+    };
+    let all = How::key(1);
+    let appending = reopened(OFlags::RDWR | OFlags::APPEND);
+    let refusal = all.register(domain, &[file(&appending, 0, 64)]).unwrap_err();
+    assert_eq!(refusal.kind(), ErrorKind::InvalidArgument, "{refusal}");
+    assert!(refusal.to_string().contains("without O_APPEND"), "{refusal}");
+    let (read_only, write_only) = (reopened(OFlags::RDONLY), reopened(OFlags::WRONLY));
+    refused(all.register(domain, &[file(&read_only, 0, 64)]), ErrorKind::AccessDenied);
+    refused(
+        How::key(1).access(Access::REMOTE_READ).register(domain, &[file(&write_only, 0, 64)]),
+        ErrorKind::AccessDenied,
+    );
+    let region =
+        How::key(1).access(Access::REMOTE_READ).register(domain, &[file(&read_only, 0, 64)]).unwrap();
+    refused(domain.register_sub(region, &How::key(2).request(), 0, 8), ErrorKind::AccessDenied);
+    domain.deregister(region).unwrap();
+    // Appending comes later, through the fd that the application kept.
+    let region = all.register(domain, &[file(&fd, 0, 64)]).unwrap();
+    let source = Buffer::filled(8, 7);
+    pair.here.write(pair.to, &[source.whole()], &remote(region, 64), 8).unwrap();
+    rustix::fs::fcntl_setfl(&fd, OFlags::APPEND).unwrap();
+    let late = pair.here.write(pair.to, &[source.whole()], &remote(region, 64), 0);
+    refused(late, ErrorKind::InvalidArgument);
+    assert_eq!(rustix::fs::fstat(&fd).unwrap().st_size, PAGE as i64, "nothing was appended");
+    assert_eq!(file_bytes(&fd, 0, 16), [[0; 8], [7; 8]].concat());
 }
 
 /// Device memory as the staging path shows it.

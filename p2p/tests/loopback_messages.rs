@@ -5,8 +5,9 @@ mod support;
 use std::sync::Arc;
 
 use hmem_core::{
-    Access, ErrorKind, MrMode, Result,
+    Access, Address, AddressRange, ErrorKind, MrMode, Result,
     counter::Counter,
+    provider::{Backing, Piece, ProviderEndpoint, StagedMemory},
     transfer::{Completion, CompletionKind, LocalSegment, Operation, PeerId},
 };
 use hmem_p2p::loopback::{Call, Faults, Loopback, Progress};
@@ -155,6 +156,68 @@ fn a_failed_send_leaves_the_receive_in_its_place() {
     pair.here.run(send(None), &[Buffer::filled(8, 2).whole()], pair.to).unwrap();
     assert_eq!(received(pair.there.next()), (1, 8, None));
     assert_eq!(sink.bytes(), [2; 8]);
+}
+
+#[test]
+fn a_failed_send_leaves_the_order_of_receives_as_it_was() {
+    let faults = Faults::new();
+    let pair = Pair::new(Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
+    let sink = Buffer::new(2);
+    receive(&pair.there, Some((1, 0)), None, sink.segment(0, 1, None), 1).unwrap();
+    // Takes every tag, and so the one that the first one waits for.
+    receive(&pair.there, Some((0, u64::MAX)), None, sink.segment(1, 1, None), 2).unwrap();
+    faults.fail(Call::Transfer, 1, hmem_core::Errno(5));
+    refused(pair.here.run(send(Some(2)), &[Buffer::filled(1, 1).whole()], pair.to), ErrorKind::Driver);
+    pair.here.run(send(Some(1)), &[Buffer::filled(1, 2).whole()], pair.to).unwrap();
+    assert_eq!(received(pair.there.next()), (1, 1, Some(1)));
+    pair.here.run(send(Some(1)), &[Buffer::filled(1, 3).whole()], pair.to).unwrap();
+    assert_eq!(received(pair.there.next()), (2, 1, Some(1)));
+    assert_eq!(sink.bytes(), [2, 3]);
+}
+
+/// A copy engine that closes an endpoint when it is asked for bytes.
+#[derive(Debug)]
+struct Closing {
+    endpoint: Arc<dyn ProviderEndpoint>,
+    fails: bool,
+}
+
+impl StagedMemory for Closing {
+    fn read(&self, _offset: u64, into: &mut [u8]) -> Result<()> {
+        self.endpoint.close()?;
+        into.fill(9);
+        if self.fails { Err(hmem_core::Error::new(ErrorKind::Driver, "staged")) } else { Ok(()) }
+    }
+
+    fn write(&self, _offset: u64, _from: &[u8]) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_receive_whose_endpoint_is_closed_in_the_middle_of_a_message_is_canceled() {
+    for fails in [true, false] {
+        let pair = pair();
+        let sink = Buffer::new(8);
+        for context in 0..2 {
+            receive(&pair.there, None, None, sink.whole(), context).unwrap();
+        }
+        let range = AddressRange::new(Address(4096), 8).unwrap();
+        let device = Arc::new(Closing { endpoint: Arc::clone(&pair.there.endpoint), fails });
+        let piece = Piece { range, backing: Backing::Staged(device) };
+        let region = How::key(1).register(&*pair.here.domain, &[piece]).unwrap();
+        let message = LocalSegment { address: range.start(), len: 8, desc: Some(region.local) };
+        let expected = if fails { ErrorKind::Driver } else { ErrorKind::Unreachable };
+        refused(pair.here.run(send(None), &[message], pair.to), expected);
+        let mut ended = [pair.there.next(), pair.there.next()];
+        ended.sort_by_key(|completion| completion.context);
+        for (completion, context) in ended.into_iter().zip(0..) {
+            assert_eq!(completion.context, context);
+            refused(completion.result, ErrorKind::Canceled);
+        }
+        assert!(pair.there.try_next().is_none());
+        assert_eq!(sink.bytes(), [0; 8]);
+    }
 }
 
 #[test]

@@ -96,6 +96,57 @@ fn mode_10_regions_are_reached_through_their_endpoint_only() {
 }
 
 #[test]
+fn mode_10_local_buffers_are_used_through_their_endpoint_only() {
+    let provider = Loopback::builder().build().unwrap();
+    let here = domain(&provider, MrMode::ENDPOINT);
+    let (bound, other) = (End::open(&here), End::open(&here));
+    let there = End::open(&domain(&provider, MrMode::empty()));
+    let (target, local, sink) = (Buffer::new(8), Buffer::filled(8, 1), Buffer::new(8));
+    let exposed = How::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
+    let key = remote(exposed, 8);
+    for owned in [true, false] {
+        let register = |key, endpoint: Option<&End>| {
+            let how = How::key(key).disabled();
+            let region = how.register(&*here, &[host(local.range(), owned)]).unwrap();
+            if let Some(end) = endpoint {
+                here.bind_endpoint(region, &*end.endpoint).unwrap();
+            }
+            here.enable(region).unwrap();
+            region
+        };
+        let (region, unbound) = (register(10, Some(&bound)), register(11, None));
+        let segment = |region: hmem_core::provider::ProviderRegion| local.segment(0, 8, Some(region.local));
+        for (end, region) in [(&other, region), (&bound, unbound)] {
+            let to = end.peer(&there);
+            refused(end.write(to, &[segment(region)], &key, 0), ErrorKind::AccessDenied);
+            refused(end.read(to, &[segment(region)], &key, 0), ErrorKind::AccessDenied);
+            // In a list, which goes another way, and as the buffer of a message.
+            let half = [local.segment(0, 4, Some(region.local)), local.segment(4, 4, Some(region.local))];
+            refused(end.write(to, &half, &key, 0), ErrorKind::AccessDenied);
+            let send = Operation::Send { tag: None, invalidate: None };
+            refused(end.run(send, &[segment(region)], to), ErrorKind::AccessDenied);
+            end.post(Operation::Receive { tag: None, from: None }, &[segment(region)], PeerId(0), 3).unwrap();
+            there
+                .run(Operation::Send { tag: None, invalidate: None }, &[sink.whole()], there.peer(end))
+                .unwrap();
+            let received = end.next();
+            assert_eq!(received.context, 3);
+            refused(received.result, ErrorKind::AccessDenied);
+        }
+        assert_eq!(
+            (target.bytes(), local.bytes()),
+            (vec![0; 8], vec![1; 8]),
+            "a refused transfer moved bytes"
+        );
+        bound.write(bound.peer(&there), &[segment(region)], &key, 0).unwrap();
+        assert_eq!(target.bytes(), [1; 8]);
+        target.fill(0);
+        here.deregister(region).unwrap();
+        here.deregister(unbound).unwrap();
+    }
+}
+
+#[test]
 fn zero_length_accesses_need_a_key_and_a_right() {
     let pair = pair(MrMode::empty());
     let target = Buffer::new(8);

@@ -4,7 +4,10 @@ mod support;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use hmem_core::{ErrorKind, MrMode};
+use hmem_core::{
+    ErrorKind, MrMode,
+    transfer::{Operation, PeerId},
+};
 use hmem_p2p::loopback::{Call, Faults, Loopback, Memory, Progress};
 use support::*;
 
@@ -47,6 +50,60 @@ fn deregistration_waits_for_a_transfer_in_flight() {
                 [1; 64],
                 "the transfer ended before the deregistration returned"
             );
+        });
+    }
+}
+
+#[test]
+fn closing_an_endpoint_waits_for_what_it_executes() {
+    for message in [false, true] {
+        let faults = Faults::new();
+        let provider = Loopback::builder().faults(&faults).build().unwrap();
+        let pair = Pair::new(provider, MrMode::empty());
+        let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
+        let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+        let key = remote(region, 64);
+        // The initiator's endpoint executes a write; a message is in the hands of the receiver's.
+        let closed = if message { &pair.there } else { &pair.here };
+        let receive = Operation::Receive { tag: None, from: None };
+        if message {
+            pair.there.post(receive, &[target.whole()], PeerId(0), 1).unwrap();
+        }
+        std::thread::scope(|scope| {
+            let gate = faults.hold(Call::Transfer);
+            let moving = scope.spawn(|| {
+                if message {
+                    let send = Operation::Send { tag: None, invalidate: None };
+                    pair.here.run(send, &[source.whole()], pair.to)
+                } else {
+                    pair.here.write(pair.to, &[source.whole()], &key, 0)
+                }
+            });
+            gate.wait_held();
+            let closing = scope.spawn(|| {
+                closed.endpoint.close().unwrap();
+                target.bytes()
+            });
+            while closed.domain.live().endpoints > 0 {
+                std::thread::yield_now();
+            }
+            // A close that does not wait gets the time to return before the transfer goes on.
+            for _ in 0..1000 {
+                std::thread::yield_now();
+            }
+            assert!(!closing.is_finished(), "closed in the middle of a transfer");
+            assert_eq!(target.bytes(), [0; 64]);
+            gate.release();
+            let (moved, at_close) = (moving.join().unwrap(), closing.join().unwrap());
+            assert_eq!(target.bytes(), at_close, "memory was touched after close returned");
+            if message {
+                // The receiver went away before a byte of it had moved.
+                refused(moved, ErrorKind::Unreachable);
+                refused(pair.there.next().result, ErrorKind::Canceled);
+                assert_eq!(at_close, [0; 64]);
+            } else {
+                assert_eq!((moved.unwrap(), at_close), (64, vec![1; 64]));
+            }
         });
     }
 }

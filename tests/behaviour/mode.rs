@@ -286,8 +286,9 @@ fn mode_08_peers_fail_during_a_refresh(world: &World) {
     let key = net.key(&region);
     net.assert_works(&key);
     memory.put(0, &[4; 4096]);
-    let gate = net.faults.hold(Call::Refresh);
     std::thread::scope(|scope| {
+        // In the scope, which waits for its threads also when it fails: the gate is dropped, and lets go, before.
+        let gate = net.faults.hold(Call::Refresh);
         let refreshing = scope.spawn(|| region.refresh(&[]));
         wait_held(&gate);
         net.push(&key, 0, &[1]).expect_err("written during a refresh");

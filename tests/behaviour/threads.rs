@@ -249,13 +249,19 @@ fn mr_16_a_registration_in_the_driver_holds_up_nobody_else(world: &World) {
     let memory = net.bytes(8192);
     let warm = net.expose(memory.range(), REMOTE);
     net.assert_works(&net.key(&warm));
-    let gate = net.faults.hold(Call::Register);
     thread::scope(|scope| {
+        // In the scope, which waits for its threads also when it fails: the gate is dropped, and lets go, before.
+        let gate = net.faults.hold(Call::Register);
         let slow = scope.spawn(|| net.expose(memory.part(4096, 4096), REMOTE));
         wait_held(&gate);
-        let region = net.expose(memory.part(0, 4096), REMOTE);
-        net.assert_works(&net.key(&region));
-        region.close().expect("close");
+        // On a thread of its own: held up, it is given up after a while.
+        let other = scope.spawn(|| {
+            let region = net.expose(memory.part(0, 4096), REMOTE);
+            net.assert_works(&net.key(&region));
+            region.close().expect("close");
+        });
+        eventually("the registration of somebody else", || other.is_finished());
+        other.join().expect("the other registration");
         assert!(gate.is_holding() && !slow.is_finished());
         gate.release();
         net.assert_works(&net.key(&slow.join().expect("the slow registration")));

@@ -14,7 +14,7 @@ impl System {
         let _from_stays = self.check_side(from, len)?;
         // SAFETY: valid for `len` bytes as the caller promises, and where an allocation is ours, as just
         // checked; overlaps are allowed.
-        unsafe { std::ptr::copy(sys::host_ptr(from), sys::host_ptr(to), len as usize) };
+        unsafe { sys::copy_bytes(sys::host_ptr(from), sys::host_ptr(to), len as usize) };
         Ok(())
     }
 

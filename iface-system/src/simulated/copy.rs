@@ -39,7 +39,17 @@ impl Inner {
         self.call(Call::Copy)?;
         let transfer = self.transfer(to, from, len)?;
         self.engine.pass_time(len);
-        // SAFETY: the caller's promise about host memory; our own side has just been checked.
+        // SAFETY: the caller's promise about host memory.
+        unsafe { self.finish(&transfer) }
+    }
+
+    /// Moves the bytes when the time of a copy has come.
+    ///
+    /// # Safety
+    /// As [`hmem_core::Iface::copy`] for the host side; our own side is kept by the transfer.
+    unsafe fn finish(&self, transfer: &Transfer) -> Result<()> {
+        self.check_still_there(transfer)?;
+        // SAFETY: the caller's promise about host memory; our own side is kept by the transfer.
         unsafe { transfer.run() }.map_err(|error| error.iface(self.config.kind))?;
         self.copies.fetch_add(1, Ordering::AcqRel);
         Ok(())
@@ -64,12 +74,9 @@ impl Inner {
             Box::new(move || {
                 let inner = inner.upgrade().ok_or_else(|| Error::new(ErrorKind::Canceled, "copy"))?;
                 inner.call(Call::EngineCopy)?;
-                inner.check_still_there(&transfer)?;
                 // SAFETY: the caller's promise about host memory holds until the event is done, which is after
-                // this returns; our own side is kept by the transfer.
-                unsafe { transfer.run() }.map_err(|error| error.iface(inner.config.kind))?;
-                inner.copies.fetch_add(1, Ordering::AcqRel);
-                Ok(())
+                // this returns.
+                unsafe { inner.finish(&transfer) }
             }),
         )
     }
@@ -87,7 +94,8 @@ impl Inner {
         Ok(Side::Own { allocation, start: address, pieces })
     }
 
-    /// A queued copy must not reach memory that was freed since, and belongs to another allocation perhaps.
+    /// A copy whose time has come must not reach memory that was freed since, and belongs to another allocation
+    /// perhaps.
     fn check_still_there(&self, transfer: &Transfer) -> Result<()> {
         for side in [&transfer.to, &transfer.from] {
             if let Side::Own { allocation, start, .. } = side
@@ -111,7 +119,7 @@ impl Transfer {
         match (&self.to, &self.from) {
             (Side::Host(to), Side::Host(from)) => {
                 // SAFETY: both valid for `len` bytes as the caller promises.
-                unsafe { std::ptr::copy(sys::host_ptr(*from), sys::host_ptr(*to), self.len as usize) };
+                unsafe { sys::copy_bytes(sys::host_ptr(*from), sys::host_ptr(*to), self.len as usize) };
                 Ok(())
             }
             (Side::Own { pieces, .. }, Side::Host(from)) => {
@@ -141,9 +149,9 @@ impl Transfer {
                     runs.reverse();
                 }
                 for (to, from, len) in runs {
-                    // SAFETY: both pointers lie in mappings that the pieces keep, with `len` bytes after them;
-                    // `ptr::copy` allows an overlap within one mapping, and one byte is in one mapping only.
-                    unsafe { std::ptr::copy(from.cast_const(), to, len as usize) };
+                    // SAFETY: both pointers lie in mappings that the pieces keep, with `len` bytes after them; they
+                    // may overlap within one mapping, and one byte is in one mapping only.
+                    unsafe { sys::copy_bytes(from.cast_const(), to, len as usize) };
                 }
                 Ok(())
             }
@@ -170,4 +178,31 @@ fn common_runs(to: &[Piece], from: &[Piece]) -> Vec<(*mut u8, *mut u8, u64)> {
         }
     }
     runs
+}
+
+#[cfg(test)]
+mod tests {
+    use hmem_core::{AllocationKind, DeviceId, Iface, IfaceExt, iface::AllocRequest};
+
+    use super::*;
+    use crate::{AddressReuse, Simulated};
+
+    #[test]
+    fn a_copy_does_not_reach_memory_that_was_freed_while_its_time_passed() {
+        let simulated = Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap();
+        let request = AllocRequest { len: 64, device: DeviceId(0), kind: AllocationKind::Device };
+        let stale = simulated.allocate(&request).unwrap();
+        let bytes = [9; 64];
+        let transfer = simulated.inner.transfer(stale.base(), Address::of_ptr(bytes.as_ptr()), 64).unwrap();
+        // SAFETY: nothing refers to device memory.
+        unsafe { simulated.free(&stale) }.unwrap();
+        let fresh = simulated.allocate(&request).unwrap();
+        assert_eq!(fresh.base(), stale.base());
+        // SAFETY: `bytes` is alive.
+        let error = unsafe { simulated.inner.finish(&transfer) }.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::BadState);
+        let mut back = [1; 64];
+        simulated.read(fresh.base(), &mut back).unwrap();
+        assert_eq!(back, [0; 64]);
+    }
 }

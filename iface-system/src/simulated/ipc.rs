@@ -99,3 +99,49 @@ impl Inner {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use hmem_core::Iface;
+    use rustix::fs::{MemfdFlags, SealFlags};
+
+    use super::*;
+    use crate::{Simulated, System, ipc_handle::NO_STAMP};
+
+    #[test]
+    fn a_handle_of_a_file_that_can_shrink_is_malformed() {
+        let (system, simulated) = (System::new(), Simulated::builder().build().unwrap());
+        let fd = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&fd, 1 << 20).unwrap();
+        let file = sys::file_identity(fd.as_fd()).unwrap();
+        // What the header of a real one says: the identity 0.
+        let body = |kind, stamp, offset| HandleBody {
+            pid: own_pid(),
+            fd: fd.as_raw_fd() as u32,
+            device: None,
+            kind,
+            file,
+            offset,
+            len: 4096,
+            id: 0,
+            stamp,
+        };
+        let cases: [(&dyn Iface, HandleBody); 2] = [
+            (&system, body(0, NO_STAMP, 0)),
+            (&simulated, body(code_of(AllocationKind::Device), 0, 1 << 19)),
+        ];
+        for (iface, body) in cases {
+            let handle = IpcHandle { iface: iface.kind(), bytes: body.to_bytes() };
+            let error = iface.ipc_open(&handle).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
+        }
+        // Nothing but the seal was wrong with it.
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK).unwrap();
+        for (iface, body) in cases {
+            let handle = IpcHandle { iface: iface.kind(), bytes: body.to_bytes() };
+            iface.ipc_open(&handle).unwrap();
+        }
+    }
+}

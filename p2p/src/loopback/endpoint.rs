@@ -142,6 +142,10 @@ impl EndpointState {
         (!found.closed.load(Ordering::Acquire)).then_some(found)
     }
 
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
     /// The number of a resolved peer's endpoint.
     pub(super) fn peer_endpoint(&self, peer: PeerId) -> Option<u64> {
         Some(self.peers.read().known.get(peer.0 as usize)?.0)
@@ -209,7 +213,7 @@ impl EndpointState {
                 ),
                 None => None,
             };
-            let receive = Receive { local, capacity, tag: *tag, from, context: request.context };
+            let receive = Receive { local, capacity, tag: *tag, from, context: request.context, number: 0 };
             self.inbox.post(receive, self.depth)?;
             if self.closed.load(Ordering::Acquire) {
                 // Closed meanwhile: whoever takes the receive out of the inbox completes it.

@@ -397,7 +397,7 @@ fn wrong_endpoint(why: &'static str) -> Error {
 }
 
 #[cold]
-fn unreachable_peer(peer: PeerId) -> Error {
+pub(super) fn unreachable_peer(peer: PeerId) -> Error {
     Error::new(ErrorKind::Unreachable, "transfer")
         .provider("loopback")
         .context("peer", peer.0)

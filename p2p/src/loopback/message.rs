@@ -18,7 +18,7 @@ use super::{
     Call,
     domain::DomainState,
     endpoint::{EndpointState, Recent, canceled_request, full},
-    execute::{LocalSide, Outcome},
+    execute::{LocalSide, Outcome, unreachable_peer},
     few::Few,
     memory::{self, Span},
     post::{KeyUse, LocalPart, Work},
@@ -35,6 +35,8 @@ pub(super) struct Receive {
     /// The endpoint from which alone it takes messages.
     pub(super) from: Option<u64>,
     pub(super) context: u64,
+    /// How many receives were posted to the inbox before it; the inbox says.
+    pub(super) number: u64,
 }
 
 impl Receive {
@@ -70,7 +72,10 @@ pub(super) struct Inbox {
 
 #[derive(Debug, Default)]
 struct State {
+    /// In the order of their numbers.
     receives: VecDeque<Receive>,
+    /// How many receives were ever posted.
+    posted: u64,
     messages: VecDeque<Message>,
     /// Of the kept messages.
     bytes: u64,
@@ -103,11 +108,13 @@ impl Inbox {
         }
     }
 
-    pub(super) fn post(&self, receive: Receive, depth: usize) -> Result<()> {
+    pub(super) fn post(&self, mut receive: Receive, depth: usize) -> Result<()> {
         let mut state = self.state.lock();
         if state.receives.len() >= depth {
             return Err(full());
         }
+        receive.number = state.posted;
+        state.posted += 1;
         state.receives.push_back(receive);
         if !state.messages.is_empty() {
             self.unsettled.store(true, Ordering::Release);
@@ -159,6 +166,17 @@ impl Inbox {
             ended += 1;
         }
         ended
+    }
+
+    /// Puts a receive that a failed message had taken back to where it was.
+    fn put_back(&self, receive: Receive) {
+        let mut state = self.state.lock();
+        let at = state.receives.partition_point(|other| other.number < receive.number);
+        state.receives.insert(at, receive);
+        // It may have missed a message that came in the meantime.
+        if !state.messages.is_empty() {
+            self.unsettled.store(true, Ordering::Release);
+        }
     }
 
     /// Ends every receive as canceled, and lets waiting senders find out.
@@ -289,11 +307,18 @@ impl EndpointState {
         let read = self.domain.nic.config.faults.enter(Call::Transfer).and_then(|()| {
             if mapped && receive.is_some() { Ok(Vec::new()) } else { memory::gather(spans.as_slice(), len) }
         });
+        // A copy engine that was called may have closed the receiver on this very thread, which waits for nothing.
+        let read = read
+            .and_then(|bytes| if target.is_closed() { Err(unreachable_peer(work.peer)) } else { Ok(bytes) });
         let bytes = match read {
             Ok(bytes) => bytes,
             Err(error) => {
                 if let Some(receive) = receive {
-                    target.inbox.state.lock().receives.push_front(receive);
+                    target.inbox.put_back(receive);
+                    if target.is_closed() {
+                        // What canceled the others did not find it.
+                        target.inbox.cancel(target);
+                    }
                 }
                 return Err(error);
             }

@@ -163,8 +163,9 @@ impl Body {
         match self.kind {
             Kind::Owned => Vec::new(),
             Kind::Borrowed => {
-                let range = AddressRange::new(Address(self.base), self.len).ok();
-                range.map(|range| Borrowed { range, pinned: None }).into_iter().collect()
+                let range = AddressRange::new(Address(self.base), self.len)
+                    .expect("a body of one piece has the range of that piece, or a part of it");
+                vec![Borrowed { range, pinned: None }]
             }
             Kind::Pieces => self
                 .pieces()

@@ -31,6 +31,10 @@ impl Far for DeviceMemory {
         unsafe { self.iface.copy(Address(at), Address::of_ptr(from.as_ptr()), from.len() as u64) }
     }
 
+    fn takes_stores(&self) -> bool {
+        true
+    }
+
     fn atomic_address(&self, _at: u64) -> Result<u64> {
         Err(Error::new(ErrorKind::Unsupported, "atomic")
             .provider("loopback")

@@ -30,7 +30,7 @@ const DMA_BUF_SYNC_END: u64 = 4;
 /// Imports `len` bytes at `offset` of a file; the result begins at the second value of the pair.
 ///
 /// # Errors
-/// InvalidArgument for an fd that is no memory, OutOfBounds past the end of the file, AccessDenied for rights that
+/// InvalidArgument for an fd that is no memory or that appends, OutOfBounds past the end of the file, AccessDenied for rights that
 /// the fd does not have.
 pub(in super::super) fn import(
     fd: BorrowedFd<'_>,
@@ -54,7 +54,9 @@ pub(in super::super) fn import(
             .remedy("export the buffer writable, or register it without rights to write"));
     }
     if file.can_shrink {
-        return Ok((PieceMemory::Far(Arc::new(FileMemory { fd: own(fd)? })), offset));
+        let memory = FileMemory { fd: own(fd)?, writable: file.writable };
+        memory.check_position("register")?;
+        return Ok((PieceMemory::Far(Arc::new(memory)), offset));
     }
     let start = offset - offset % file.page;
     let mapping = Mapping::new(fd, start, offset - start + len, &file)?;
@@ -92,7 +94,8 @@ impl Properties {
         if mode == OFlags::WRONLY {
             return Err(Error::new(ErrorKind::AccessDenied, "register")
                 .provider("loopback")
-                .context("why", "the fd is write-only"));
+                .context("why", "the fd is write-only, and the NIC reads what it maps")
+                .remedy("open the file for reading and writing"));
         }
         let len = if dma_buf {
             let len = rustix::fs::seek(fd, SeekFrom::End(0)).map_err(failed("lseek(SEEK_END)"))?;
@@ -215,6 +218,26 @@ impl Drop for Mapping {
 #[derive(Debug)]
 struct FileMemory {
     fd: OwnedFd,
+    writable: bool,
+}
+
+impl FileMemory {
+    /// Refuses a file whose writes go to its end instead of their position. The flag is the application's to change at
+    /// any time, as the NIC's fd is a duplicate of its own.
+    fn check_position(&self, operation: &'static str) -> Result<()> {
+        let flags = rustix::fs::fcntl_getfl(&self.fd)
+            .map_err(|errno| Error::os(errno, "fcntl(F_GETFL)").provider("loopback"))?;
+        if flags.contains(OFlags::APPEND) {
+            return Err(Error::new(ErrorKind::InvalidArgument, operation)
+                .provider("loopback")
+                .context(
+                    "why",
+                    "the fd was opened with O_APPEND: every write would go to the end of the file",
+                )
+                .remedy("open the file without O_APPEND, or seal it against shrinking (F_SEAL_SHRINK)"));
+        }
+        Ok(())
+    }
 }
 
 impl Far for FileMemory {
@@ -232,6 +255,7 @@ impl Far for FileMemory {
     }
 
     fn store(&self, at: u64, from: &[u8]) -> Result<()> {
+        self.check_position("transfer")?;
         // A write past the end would make the file longer.
         let stat =
             rustix::fs::fstat(&self.fd).map_err(|errno| Error::os(errno, "fstat").provider("loopback"))?;
@@ -248,6 +272,10 @@ impl Far for FileMemory {
             }
         }
         Ok(())
+    }
+
+    fn takes_stores(&self) -> bool {
+        self.writable
     }
 
     fn atomic_address(&self, at: u64) -> Result<u64> {

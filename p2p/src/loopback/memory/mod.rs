@@ -33,6 +33,8 @@ const BOUNCE: usize = 256 << 10;
 pub(super) trait Far: fmt::Debug + Send + Sync {
     fn load(&self, at: u64, into: &mut [u8]) -> Result<()>;
     fn store(&self, at: u64, from: &[u8]) -> Result<()>;
+    /// Whether stores are allowed at all.
+    fn takes_stores(&self) -> bool;
     /// The address whose low bits say how `at` is aligned and where in its page it lies; or why there are no atomics.
     fn atomic_address(&self, at: u64) -> Result<u64>;
     /// Writes persistent memory back.
@@ -59,7 +61,8 @@ impl PieceMemory {
     pub(super) fn takes_stores(&self) -> bool {
         match self {
             Self::Mapped(mapping) => mapping.is_writable(),
-            Self::Owned | Self::Borrowed | Self::Pinned(_) | Self::Far(_) => true,
+            Self::Far(memory) => memory.takes_stores(),
+            Self::Owned | Self::Borrowed | Self::Pinned(_) => true,
         }
     }
 

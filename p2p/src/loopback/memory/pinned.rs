@@ -25,6 +25,9 @@ const SLOTS: u16 = 4096;
 /// What io_uring takes as one buffer.
 const BUFFER: u64 = 1 << 30;
 
+/// How often the kernel may refuse a request for want of memory before it counts as failed.
+const REFUSALS: u32 = 1000;
+
 /// Pins pages for a domain.
 pub(in super::super) struct Pinner {
     rings: Mutex<Vec<Arc<Ring>>>,
@@ -56,11 +59,15 @@ impl Pinner {
 
     fn pin_buffer(&self, start: u64, len: u64, operation: &'static str) -> Result<Slot> {
         loop {
-            let ring = Arc::clone(self.rings.lock().last().expect("there is always a ring"));
-            if let Some(slot) = ring.pin(start, len, operation)? {
+            let ring = self.rings.lock().last().map(Arc::clone);
+            if let Some(ring) = ring
+                && let Some(slot) = ring.pin(start, len, operation)?
+            {
                 return Ok(slot);
             }
             let mut rings = self.rings.lock();
+            // Regions keep a broken ring for as long as they need it.
+            rings.retain(|ring| !ring.is_broken());
             // A ring with slots given back comes to the end of the list, where it is tried first.
             match rings.iter().position(|ring| ring.has_room()) {
                 Some(at) => {
@@ -80,6 +87,10 @@ impl fmt::Debug for Pinner {
 }
 
 /// An io_uring with a table of buffers and a file to copy through.
+///
+/// One lock covers both transfers and pinning, so that a transfer through a ring waits while a long buffer is pinned
+/// with the same ring. A second lock would not change that: the kernel pins under the lock of the ring that every
+/// `io_uring_enter` takes too.
 struct Ring {
     state: Mutex<RingState>,
 }
@@ -88,6 +99,9 @@ struct RingState {
     uring: IoUring,
     scratch: OwnedFd,
     free: Vec<u16>,
+    /// A request was left in the queue: its completion would pass for that of the next one, and it would move bytes
+    /// of a time that is over. Nothing is submitted any longer; buffers can still be given back.
+    broken: bool,
 }
 
 impl Ring {
@@ -116,16 +130,25 @@ impl Ring {
         let scratch = rustix::fs::memfd_create("hmem-scratch", MemfdFlags::CLOEXEC)
             .and_then(|scratch| rustix::fs::ftruncate(&scratch, SCRATCH as u64).map(|()| scratch))
             .map_err(|errno| refuse("memfd_create")(errno.into()))?;
-        Ok(Self { state: Mutex::new(RingState { uring, scratch, free: (0..SLOTS).rev().collect() }) })
+        Ok(Self {
+            state: Mutex::new(RingState { uring, scratch, free: (0..SLOTS).rev().collect(), broken: false }),
+        })
     }
 
     fn has_room(&self) -> bool {
         !self.state.lock().free.is_empty()
     }
 
-    /// Pins a buffer; `None` if the table is full.
+    fn is_broken(&self) -> bool {
+        self.state.lock().broken
+    }
+
+    /// Pins a buffer; `None` if the table is full, or the ring broken.
     fn pin(self: &Arc<Self>, start: u64, len: u64, operation: &'static str) -> Result<Option<Slot>> {
         let mut state = self.state.lock();
+        if state.broken {
+            return Ok(None);
+        }
         let Some(index) = state.free.pop() else { return Ok(None) };
         let vector = libc::iovec { iov_base: direct_pointer(start).cast(), iov_len: len as usize };
         if let Err(error) = state.update(index, vector) {
@@ -145,18 +168,35 @@ impl RingState {
     }
 
     /// Runs one READ_FIXED or WRITE_FIXED on the scratch file and returns how many bytes it moved.
+    ///
+    /// # Errors
+    /// What io_uring said about the request. An error of `io_uring_enter` itself ends the use of the ring.
     fn run(&mut self, entry: &io_uring::squeue::Entry) -> Result<u64> {
-        let failed =
-            |error: &std::io::Error| Error::os(Errno::of(error), "io_uring_enter").provider("loopback");
+        if self.broken {
+            return Err(Error::new(ErrorKind::BadState, "io_uring")
+                .provider("loopback")
+                .context("why", "an earlier request was left in the queue of the ring")
+                .remedy("close the region and register it again"));
+        }
         // SAFETY: the entry names a registered buffer and the scratch file, both of which outlive the request: this
         // waits for its end under the ring's lock.
         unsafe { self.uring.submission().push(entry) }
             .map_err(|_| Error::new(ErrorKind::Driver, "io_uring submission").provider("loopback"))?;
+        let mut refusals = 0;
         loop {
             match self.uring.submit_and_wait(1) {
                 Ok(_) => {}
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(failed(&error)),
+                // Short of memory for the moment.
+                Err(error) if error.raw_os_error() == Some(libc::EAGAIN) && refusals < REFUSALS => {
+                    refusals += 1;
+                    std::thread::yield_now();
+                }
+                Err(error) => {
+                    self.broken = true;
+                    tracing::error!(%error, "a ring of pinned memory is out of use");
+                    return Err(Error::os(Errno::of(&error), "io_uring_enter").provider("loopback"));
+                }
             }
             if let Some(completion) = self.uring.completion().next() {
                 let result = completion.result();
@@ -325,11 +365,75 @@ impl Far for Pinned {
         Ok(())
     }
 
+    fn takes_stores(&self) -> bool {
+        true
+    }
+
     fn atomic_address(&self, at: u64) -> Result<u64> {
         Ok(at)
     }
 
     fn persist(&self, _at: u64, _len: u64) -> Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Takes the kernel's ring away from behind a ring's fd, and gives it back on drop.
+    struct Away {
+        ring: i32,
+        kept: OwnedFd,
+    }
+
+    impl Away {
+        fn take(ring: &Ring) -> Self {
+            use std::os::fd::BorrowedFd;
+            let ring = ring.state.lock().uring.as_raw_fd();
+            // SAFETY: the ring that the caller borrows has the fd open.
+            let kept = unsafe { BorrowedFd::borrow_raw(ring) }.try_clone_to_owned().unwrap();
+            let null = std::fs::File::open("/dev/null").unwrap();
+            // SAFETY: replaces what the fd means, which its owner finds out as a refused call.
+            assert_eq!(unsafe { libc::dup2(null.as_raw_fd(), ring) }, ring);
+            Self { ring, kept }
+        }
+    }
+
+    impl Drop for Away {
+        fn drop(&mut self) {
+            // SAFETY: gives the fd its old meaning back.
+            assert_eq!(unsafe { libc::dup2(self.kept.as_raw_fd(), self.ring) }, self.ring);
+        }
+    }
+
+    #[test]
+    fn a_request_that_was_left_in_the_queue_is_never_run_nor_taken_for_another() {
+        let pinner = Pinner::new().unwrap();
+        let memory = vec![7u8; 4096];
+        let range = AddressRange::of(&memory);
+        let pinned = Pinned::new(pinner.pin(range, "test").unwrap());
+        let ring = Arc::clone(&pinner.rings.lock()[0]);
+        let at = range.start().0;
+        let mut back = [0; 16];
+        pinned.load(at, &mut back).unwrap();
+        assert_eq!(back, [7; 16]);
+        {
+            let _away = Away::take(&ring);
+            pinned.store(at, &[9; 8]).unwrap_err();
+        }
+        back = [0; 16];
+        assert_eq!(pinned.load(at + 100, &mut back).unwrap_err().kind(), ErrorKind::BadState);
+        assert_eq!(back, [0; 16]);
+        // SAFETY: the vector is alive; the NIC may have written to it.
+        assert_eq!(unsafe { memory.as_ptr().read_volatile() }, 7, "the refused request ran later");
+        // What is registered from now on has another ring.
+        let again = Pinned::new(pinner.pin(range, "test").unwrap());
+        again.load(at, &mut back).unwrap();
+        assert_eq!(back, [7; 16]);
+        assert_eq!(pinner.rings.lock().len(), 1);
+        drop(pinned);
+        assert_eq!(ring.state.lock().free.len(), usize::from(SLOTS), "a broken ring takes its buffers back");
     }
 }

@@ -58,13 +58,29 @@ fn present_pages(range: AddressRange) -> Vec<(u64, u64)> {
     const PRESENT_OR_SWAPPED: u64 = 1 << 63 | 1 << 62;
     let page = rustix::param::page_size() as u64;
     let pages = range.page_aligned(page);
-    let Ok(pagemap) = File::open("/proc/self/pagemap") else { return Vec::new() };
     let mut present = Vec::new();
+    let unknown = |error: std::io::Error| {
+        tracing::warn!(%error, %range, "/proc/self/pagemap cannot be read: pages count as absent until a refresh");
+    };
+    let pagemap = match File::open("/proc/self/pagemap") {
+        Ok(pagemap) => pagemap,
+        Err(error) => {
+            unknown(error);
+            return present;
+        }
+    };
     let mut entries = vec![0; 8 * 4096];
-    let (mut first, last) = (pages.start().0 / page, (pages.start().0 + pages.len()) / page);
+    let (mut first, last) = (pages.start().0 / page, pages.start().0 / page + pages.len() / page);
     while first < last {
         let want = ((last - first) * 8).min(entries.len() as u64) as usize;
-        let Ok(got) = pagemap.read_at(&mut entries[..want], first * 8) else { break };
+        let got = match pagemap.read_at(&mut entries[..want], first * 8) {
+            Ok(got) => got,
+            Err(error) => {
+                unknown(error);
+                break;
+            }
+        };
+        // Past the addresses that a process can have.
         if got < 8 {
             break;
         }
@@ -101,6 +117,12 @@ mod tests {
             let expected = naive[at as usize..(at + len) as usize].iter().all(|byte| *byte);
             prop_assert_eq!(promises.check(at, len).is_ok(), expected);
         }
+    }
+
+    #[test]
+    fn the_last_page_of_all_addresses_is_never_present() {
+        let last = AddressRange::new(Address(u64::MAX - 4095), 4096).unwrap();
+        assert_eq!(Promises::present(std::iter::once(last)).ranges().count(), 0);
     }
 
     #[test]

@@ -27,6 +27,10 @@ impl Far for Staged {
         self.memory.write(at, from)
     }
 
+    fn takes_stores(&self) -> bool {
+        true
+    }
+
     fn atomic_address(&self, _at: u64) -> Result<u64> {
         Err(Error::new(ErrorKind::Unsupported, "atomic")
             .provider("loopback")
