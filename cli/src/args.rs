@@ -1,7 +1,10 @@
 //! The command line.
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::{net::IpAddr, time::Duration};
+
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use hmem::Path;
+use serde::{Deserialize, Serialize};
 
 /// What memory and NICs this machine has, and whether they work together.
 ///
@@ -36,6 +39,10 @@ pub enum Command {
     #[command(after_help = "Exit status: 0 all verified, 1 a combination failed or none could be checked, \
         2 wrong usage or environment.")]
     Check(CheckArgs),
+    /// Measure transfers between two hosts and verify what arrives: --server on one, HOST on the other
+    #[command(after_help = "Both sides print the same report. The client chooses what is measured. \
+        Exit status: 0 measured and verified, 1 it failed, 2 wrong usage or environment.")]
+    Perf(PerfArgs),
 }
 
 /// When to use colours.
@@ -84,6 +91,154 @@ pub struct CheckArgs {
     /// Leave out the large transfers: quicker, and throughput says little
     #[arg(long, conflicts_with = "bytes")]
     pub quick: bool,
+}
+
+/// Arguments of `hmem perf`.
+#[derive(Clone, Debug, Args)]
+#[command(group = ArgGroup::new("role").required(true).args(["host", "server", "loopback"]))]
+pub struct PerfArgs {
+    /// Connect to the server on this host
+    #[arg(value_name = "HOST")]
+    pub host: Option<String>,
+
+    /// Wait for a client, serve it, and exit
+    #[arg(long)]
+    pub server: bool,
+
+    /// Both sides in this process, over the software NIC unless --nic names another
+    #[arg(long)]
+    pub loopback: bool,
+
+    /// TCP port of the server; 0 for any free one
+    #[arg(long, value_name = "N", default_value_t = 18600)]
+    #[arg(conflicts_with = "loopback")]
+    pub port: u16,
+
+    /// Address that the server listens at
+    #[arg(long, value_name = "ADDR", default_value = "0.0.0.0", requires = "server")]
+    pub bind: IpAddr,
+
+    /// Serve clients one after another, without end
+    #[arg(long, requires = "server")]
+    pub persistent: bool,
+
+    /// Memory of this iface on this side
+    #[arg(long, value_name = "NAME", default_value = "system")]
+    pub iface: String,
+
+    /// Memory of this device of the iface
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub device: u32,
+
+    /// This provider (verbs) or NIC (verbs/mlx5_0) of this side; the first RDMA NIC otherwise
+    #[arg(long, value_name = "NAME")]
+    pub nic: Option<String>,
+
+    /// What to measure: write, read, send or atomic (a 64-bit fetch-add)
+    #[arg(long, value_name = "OP", default_value_t, value_enum, hide_possible_values = true)]
+    #[arg(conflicts_with = "server")]
+    pub op: PerfOp,
+
+    /// Bytes of a transfer: sizes (64, 4KiB) and ranges in powers of two (8..1M), with commas between
+    #[arg(long, value_name = "SIZES", value_parser = sizes, conflicts_with = "server")]
+    #[arg(default_value = "8,4KiB,64KiB,1MiB")]
+    pub size: Sizes,
+
+    /// Transfers outstanding while bandwidth is measured; latency is measured one by one
+    #[arg(long, value_name = "N", default_value_t = 64, conflicts_with = "server")]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub depth: u32,
+
+    /// What to find out: bandwidth, latency or both
+    #[arg(long, value_name = "WHAT", default_value_t, value_enum, hide_possible_values = true)]
+    #[arg(conflicts_with = "server")]
+    pub measure: Measure,
+
+    /// Transfers of each measurement
+    #[arg(long, value_name = "N", default_value_t = 1000, conflicts_with_all = ["server", "duration"])]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    pub iterations: u64,
+
+    /// Seconds of each measurement, instead of a number of transfers
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, conflicts_with = "server")]
+    pub duration: Option<Duration>,
+
+    /// Seed of the pattern that is moved and verified; random otherwise
+    #[arg(long, value_name = "N", conflicts_with = "server")]
+    pub seed: Option<u64>,
+
+    /// Print JSON (docs/perf-schema.md) instead of a table
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// What `hmem perf` measures.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PerfOp {
+    /// RMA writes into the server's memory.
+    #[default]
+    Write,
+    /// RMA reads of the server's memory.
+    Read,
+    /// Messages to the server.
+    Send,
+    /// 64-bit fetch-adds on the server's memory.
+    Atomic,
+}
+
+/// Which figures `hmem perf` finds out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Measure {
+    /// Both, one after the other.
+    #[default]
+    Both,
+    /// With many transfers outstanding.
+    Bandwidth,
+    /// With one.
+    Latency,
+}
+
+/// Sizes of transfers, in bytes, in the order asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sizes(pub Vec<u64>);
+
+/// Bytes of the largest transfer of `hmem perf`.
+pub const LARGEST: u64 = 1 << 30;
+/// Sizes of one run of `hmem perf`.
+pub const MOST_SIZES: usize = 64;
+
+fn sizes(text: &str) -> Result<Sizes, String> {
+    let mut all = Vec::new();
+    for part in text.split(',') {
+        let (mut size, last) = match part.split_once("..") {
+            Some((first, last)) => (bytes(first.trim())?, bytes(last.trim())?),
+            None => (bytes(part.trim())?, bytes(part.trim())?),
+        };
+        if size > last {
+            return Err("a range goes upwards, as in 8..1M".to_owned());
+        }
+        if last > LARGEST {
+            return Err("at most 1 GiB at once".to_owned());
+        }
+        while size < last {
+            all.push(size);
+            size *= 2;
+        }
+        all.push(last);
+    }
+    if all.len() > MOST_SIZES {
+        return Err(format!("at most {MOST_SIZES} sizes"));
+    }
+    Ok(Sizes(all))
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds: f64 = text.parse().map_err(|error| format!("{error}"))?;
+    if !(0.001..=86_400.0).contains(&seconds) {
+        return Err("between 0.001 and 86400 seconds".to_owned());
+    }
+    Duration::try_from_secs_f64(seconds).map_err(|error| format!("{error}"))
 }
 
 fn path(name: &str) -> Result<Path, String> {
@@ -138,6 +293,25 @@ mod tests {
         assert_eq!(bytes("1g"), Ok(1 << 30));
         for wrong in ["", "0", "x", "-1", "1.5", "4 parsecs", "99999999999999999999", "99999999999GiB"] {
             assert!(bytes(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn sizes_are_lists_and_ranges() {
+        assert_eq!(sizes("64"), Ok(Sizes(vec![64])));
+        assert_eq!(sizes("8..64"), Ok(Sizes(vec![8, 16, 32, 64])));
+        assert_eq!(sizes("3..10, 1M"), Ok(Sizes(vec![3, 6, 10, 1 << 20])));
+        for wrong in ["", ",", "8..", "..8", "64..8", "0..8", "2GiB", "1..1,1..1..2"] {
+            assert!(sizes(wrong).is_err(), "{wrong}");
+        }
+        assert!(sizes(&vec!["1"; MOST_SIZES + 1].join(",")).is_err());
+    }
+
+    #[test]
+    fn durations_are_seconds() {
+        assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
+        for wrong in ["", "0", "-1", "NaN", "inf", "1e300", "5s"] {
+            assert!(seconds(wrong).is_err(), "{wrong}");
         }
     }
 

@@ -1,20 +1,23 @@
-//! The JSON of both commands: what `docs/check-schema.md` describes, and nothing else.
+//! The JSON of the commands: what `docs/check-schema.md` and `docs/perf-schema.md` describe, and nothing else.
 //!
 //! A field is added without a new schema number; one that goes or changes its meaning takes a new number.
 
-use std::io::{self, Write};
+use std::{
+    borrow::Cow,
+    io::{self, Write},
+};
 
 use hmem::{Error, Path, path};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-/// The schema number of both documents.
+/// The schema number of the documents.
 pub const SCHEMA: u32 = 1;
 
 /// One way that was tried.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Attempt {
     /// The path.
-    pub path: &'static str,
+    pub path: Cow<'static, str>,
     /// The exact call that decided it.
     pub call: String,
     /// The refusal, in one line; null for the attempt that succeeded.
@@ -28,7 +31,7 @@ pub struct Attempt {
 impl From<&path::Attempt> for Attempt {
     fn from(attempt: &path::Attempt) -> Self {
         Self {
-            path: attempt.path.name(),
+            path: attempt.path.name().into(),
             call: attempt.call.clone(),
             error: attempt.error.as_ref().map(Error::to_string),
             cause: attempt.cause.clone(),
@@ -42,7 +45,7 @@ impl Attempt {
     #[must_use]
     pub fn refused(path: Path, error: &Error) -> Self {
         Self {
-            path: path.name(),
+            path: path.name().into(),
             call: "register".into(),
             error: Some(error.to_string()),
             cause: Some(error.kind().text().to_owned()),

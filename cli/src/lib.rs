@@ -1,7 +1,7 @@
 //! The `hmem` command as a library, so that tests can run it on machines of their own making.
 //!
-//! [`Machine`] is what the command looks at, [`mod@info`] lists it, [`mod@check`] tries it, [`run`] is the command
-//! itself.
+//! [`Machine`] is what the command looks at, [`mod@info`] lists it, [`mod@check`] tries it, [`mod@perf`] measures it with
+//! another host, [`run`] is the command itself.
 
 #![deny(unsafe_code)]
 
@@ -10,6 +10,7 @@ pub mod check;
 pub mod info;
 pub mod json;
 pub mod machine;
+pub mod perf;
 mod probe;
 pub mod table;
 
@@ -22,7 +23,7 @@ use std::{
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::{
-    args::{CheckArgs, Cli, Command, InfoArgs},
+    args::{CheckArgs, Cli, Command, InfoArgs, PerfArgs},
     machine::Machine,
     table::Style,
 };
@@ -36,19 +37,21 @@ pub enum Outcome {
     Failed,
 }
 
-/// Why the command could not do its work: exit status 2.
+/// Why the command could not do its work.
 #[derive(Debug)]
 pub enum Failure {
-    /// A wrong argument or environment variable.
+    /// A wrong argument or environment variable: exit status 2.
     Usage(hmem::Error),
-    /// The output could not be written.
+    /// A measurement that failed, on this side or the other: exit status 1.
+    Measurement(hmem::Error),
+    /// The output could not be written: exit status 2.
     Output(io::Error),
 }
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Usage(error) => error.fmt(f),
+            Self::Usage(error) | Self::Measurement(error) => error.fmt(f),
             Self::Output(error) => write!(f, "cannot write the output: {error}"),
         }
     }
@@ -89,6 +92,7 @@ pub fn run_on(
     match command {
         Command::Info(args) => info(machine, args, style, out),
         Command::Check(args) => check(machine, args, style, out),
+        Command::Perf(args) => perf(machine, args, style, out),
     }
 }
 
@@ -113,6 +117,13 @@ fn check(machine: &Machine, args: &CheckArgs, style: Style, out: &mut dyn Write)
         check::text(out, &report, style)?;
     }
     Ok(if report.passed() { Outcome::Passed } else { Outcome::Failed })
+}
+
+fn perf(machine: &Machine, args: &PerfArgs, style: Style, out: &mut dyn Write) -> Result<Outcome, Failure> {
+    perf::run(machine, args, |report| {
+        if args.json { json::write(out, report) } else { perf::text(out, report, style) }
+    })?;
+    Ok(Outcome::Passed)
 }
 
 /// A bar on stderr for work that takes its time, where somebody can see it.

@@ -180,13 +180,7 @@ impl Machine {
     /// # Errors
     /// As [`Domain::open`].
     pub fn open(&self, nic: &Fabric, p2p: P2pPolicy) -> Result<Domain> {
-        let attr = DomainAttr {
-            nic: Some(nic.attr.nic.name.clone()),
-            mr_mode: HARDWARE_LIKE | nic.attr.needs,
-            p2p,
-            ..DomainAttr::default()
-        };
-        self.hmem.domain_on(&*nic.provider, attr)
+        nic.open(&self.hmem, p2p)
     }
 
     /// The name of an iface, absent or not.
@@ -234,6 +228,20 @@ impl Machine {
 }
 
 impl Fabric {
+    /// Opens a domain on the NIC.
+    ///
+    /// # Errors
+    /// As [`Domain::open`].
+    pub fn open(&self, hmem: &Hmem, p2p: P2pPolicy) -> Result<Domain> {
+        let attr = DomainAttr {
+            nic: Some(self.attr.nic.name.clone()),
+            mr_mode: HARDWARE_LIKE | self.attr.needs,
+            p2p,
+            ..DomainAttr::default()
+        };
+        hmem.domain_on(&*self.provider, attr)
+    }
+
     /// Whether `name` names it: its provider, or provider and NIC with a slash.
     #[must_use]
     pub fn answers_to(&self, name: &str) -> bool {

@@ -98,7 +98,7 @@ impl fmt::Display for Memory {
 ///
 /// # Errors
 /// OutOfResources.
-pub(super) fn heap(len: u64) -> Result<Vec<u8>> {
+pub(crate) fn heap(len: u64) -> Result<Vec<u8>> {
     let refused = || {
         Error::new(ErrorKind::OutOfResources, "allocate")
             .context("length", len)

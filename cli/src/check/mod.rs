@@ -4,7 +4,7 @@
 
 mod link;
 mod memory;
-mod pattern;
+pub(crate) mod pattern;
 mod plan;
 mod report;
 mod residue;
@@ -13,6 +13,7 @@ mod target;
 
 use hmem::{Error, ErrorKind, Path, Result};
 
+pub(crate) use self::memory::heap;
 pub use self::{
     memory::Memory,
     plan::{Case, Plan, Way, plan},

@@ -1,7 +1,7 @@
 //! Bytes that tell where they belong: no run of them repeats, and two seeds never agree for long.
 
 /// Fills `into` with the pattern of `seed`.
-pub(super) fn fill(into: &mut [u8], seed: u64) {
+pub(crate) fn fill(into: &mut [u8], seed: u64) {
     for (word, chunk) in into.chunks_mut(8).enumerate() {
         let bytes = mix(seed.wrapping_add(word as u64)).to_le_bytes();
         chunk.copy_from_slice(&bytes[..chunk.len()]);
@@ -17,7 +17,7 @@ fn mix(word: u64) -> u64 {
 }
 
 /// Where two equally long runs of bytes differ: the first place, and at how many.
-pub(super) fn difference(expected: &[u8], found: &[u8]) -> Option<(usize, usize)> {
+pub(crate) fn difference(expected: &[u8], found: &[u8]) -> Option<(usize, usize)> {
     let mut wrong = expected.iter().zip(found).enumerate().filter(|(_, (expected, found))| expected != found);
     let (first, _) = wrong.next()?;
     Some((first, 1 + wrong.count()))

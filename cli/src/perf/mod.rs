@@ -1,0 +1,233 @@
+//! `hmem perf`: moves verified bytes between two hosts, and measures how fast.
+//!
+//! `wire` is what the sides say over TCP, `layout` is which bytes belong where, `end` is the memory and endpoint of a
+//! side, `client` and `server` are the sides, `report` is what both print.
+
+mod client;
+mod end;
+mod layout;
+mod report;
+mod server;
+mod wire;
+
+use std::{
+    hash::{BuildHasher, Hasher, RandomState},
+    io,
+    net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
+    thread,
+    time::Duration,
+};
+
+use hmem::{DeviceId, Errno, Error, ErrorKind, Result};
+
+pub use self::report::{Bandwidth, Latency, Report, Role, Row, Side, text};
+use self::{
+    client::{Amount, Wish},
+    end::Place,
+    layout::{Layout, WORD},
+    wire::Request,
+};
+use crate::{
+    Failure,
+    args::{PerfArgs, PerfOp, Sizes},
+    machine::{Fabric, Machine},
+};
+
+const CONNECT: Duration = Duration::from_secs(10);
+
+impl Request {
+    fn largest(&self) -> u64 {
+        self.sizes.iter().copied().max().unwrap_or(1)
+    }
+
+    fn layout(&self, size: u64) -> Layout {
+        Layout::new(self.op, size, self.largest(), self.depth)
+    }
+}
+
+/// Runs one side, or both, and prints what came of it.
+///
+/// # Errors
+/// [`Failure::Usage`] for a NIC, iface or device that is not here; [`Failure::Measurement`] for what went wrong with the
+/// other side; [`Failure::Output`] for a report that cannot be printed.
+pub fn run(
+    machine: &Machine,
+    args: &PerfArgs,
+    mut print: impl FnMut(&Report) -> io::Result<()>,
+) -> Result<(), Failure> {
+    let place = place(machine, args)?;
+    if args.server {
+        let listener = listen(SocketAddr::new(args.bind, args.port)).map_err(Failure::Measurement)?;
+        return serve(&place, &listener, args.persistent, &mut print);
+    }
+    let wish = wish(args)?;
+    let report = match &args.host {
+        Some(host) => connect(host, args.port)
+            .and_then(|(stream, address)| client::measure(&place, &wish, stream, address)),
+        None => both(&place, &wish),
+    };
+    Ok(print(&report.map_err(Failure::Measurement)?)?)
+}
+
+fn serve(
+    place: &Place<'_>,
+    listener: &TcpListener,
+    persistent: bool,
+    print: &mut dyn FnMut(&Report) -> io::Result<()>,
+) -> Result<(), Failure> {
+    loop {
+        let served = listener
+            .accept()
+            .map_err(|error| Error::os(Errno::of(&error), "accept"))
+            .and_then(|(stream, address)| server::serve(place, stream, address));
+        match served {
+            Ok(report) => print(&report)?,
+            Err(error) if persistent => eprintln!("error: {error}"),
+            Err(error) => return Err(Failure::Measurement(error)),
+        }
+        if !persistent {
+            return Ok(());
+        }
+    }
+}
+
+/// Client and server in this process, which talk over TCP all the same.
+fn both(place: &Place<'_>, wish: &Wish) -> Result<Report> {
+    let os = |operation| move |error: io::Error| Error::os(Errno::of(&error), operation);
+    let listener = TcpListener::bind(("127.0.0.1", 0)).map_err(os("listen"))?;
+    let address = listener.local_addr().map_err(os("listen"))?;
+    let near = TcpStream::connect_timeout(&address, CONNECT).map_err(os("connect"))?;
+    let near_address = near.local_addr().map_err(os("connect"))?;
+    let (far, far_address) = loop {
+        let (far, from) = listener.accept().map_err(os("accept"))?;
+        // Anybody on this machine may have been quicker.
+        if from == near_address {
+            break (far, from);
+        }
+    };
+    thread::scope(|scope| {
+        let server = thread::Builder::new()
+            .name("hmem-perf-server".into())
+            .spawn_scoped(scope, || server::serve(place, far, far_address))
+            .map_err(os("start a thread"))?;
+        let report = client::measure(place, wish, near, address);
+        let served = server.join().unwrap_or_else(|_| Err(Error::new(ErrorKind::Driver, "server thread")));
+        let report = report?;
+        served.map(|_| report)
+    })
+}
+
+fn listen(address: SocketAddr) -> Result<TcpListener> {
+    let refused = |error: io::Error| {
+        Error::os(Errno::of(&error), "listen")
+            .context("address", address)
+            .remedy("use an address of this host and a free port (--bind, --port)")
+    };
+    let listener = TcpListener::bind(address).map_err(refused)?;
+    eprintln!("listening on {}", listener.local_addr().map_err(refused)?);
+    Ok(listener)
+}
+
+fn connect(host: &str, port: u16) -> Result<(TcpStream, SocketAddr)> {
+    let unreachable = || {
+        Error::new(ErrorKind::Unreachable, "connect")
+            .context("host", host)
+            .context("port", port)
+            .remedy("start `hmem perf --server` there first, and let the firewall pass its port (--port)")
+    };
+    let addresses = (host, port).to_socket_addrs().map_err(|error| unreachable().caused_by(error))?;
+    let mut last = unreachable();
+    for address in addresses {
+        match TcpStream::connect_timeout(&address, CONNECT) {
+            Ok(stream) => return Ok((stream, address)),
+            Err(error) => last = unreachable().caused_by(error),
+        }
+    }
+    Err(last)
+}
+
+fn wish(args: &PerfArgs) -> Result<Wish> {
+    let sizes = match (args.op, &args.size) {
+        (PerfOp::Atomic, size) if is_default(size) || size.0 == [WORD] => vec![WORD],
+        (PerfOp::Atomic, _) => {
+            return Err(usage("--size").remedy("an atomic has 8 bytes: leave --size out"));
+        }
+        (_, size) => size.0.clone(),
+    };
+    Ok(Wish {
+        op: args.op,
+        sizes,
+        depth: if args.measure == crate::args::Measure::Latency { 1 } else { args.depth },
+        measure: args.measure,
+        amount: args.duration.map_or(Amount::Transfers(args.iterations), Amount::For),
+        seed: args.seed.unwrap_or_else(|| RandomState::new().build_hasher().finish()),
+    })
+}
+
+fn is_default(size: &Sizes) -> bool {
+    size.0 == [8, 4 << 10, 64 << 10, 1 << 20]
+}
+
+fn usage(option: &'static str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, "perf").context("option", option)
+}
+
+fn place<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<Place<'a>> {
+    let registry = machine.hmem.registry();
+    let name = args.iface.as_str();
+    let Some(iface) = registry.iter().find(|iface| iface.name() == name) else {
+        if let Some((_, why)) = registry.absent().find(|(kind, _)| machine.iface_name(*kind) == name) {
+            return Err(Error::new(why.kind(), "perf --iface").context("name", name).context("why", why));
+        }
+        return Err(usage("--iface").context("name", name).remedy(one_of(&machine.iface_names())));
+    };
+    let device = DeviceId(args.device);
+    let devices = iface.devices()?;
+    let has_it =
+        if devices.is_empty() { args.device == 0 } else { devices.iter().any(|known| known.id == device) };
+    if !has_it {
+        return Err(usage("--device")
+            .context("iface", name)
+            .context("device", device)
+            .context("devices", devices.len())
+            .remedy("name a device that `hmem info` lists"));
+    }
+    Ok(Place { hmem: &machine.hmem, nic: nic(machine, args)?, iface, device })
+}
+
+fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a Fabric> {
+    if let Some(name) = args.nic.as_deref() {
+        if let Some(nic) = machine.nics.iter().find(|nic| nic.answers_to(name)) {
+            return Ok(nic);
+        }
+        if let Some(absent) =
+            machine.absent.iter().find(|absent| absent.sort != "iface" && absent.name == name)
+        {
+            return Err(Error::new(ErrorKind::Unavailable, "perf --nic")
+                .context("name", name)
+                .context("why", &absent.why));
+        }
+        return Err(usage("--nic").context("name", name).remedy(one_of(&machine.provider_names())));
+    }
+    if args.loopback {
+        let software = || machine.nics.iter().filter(|nic| nic.software);
+        // The one that is most like hardware.
+        let nic = software().find(|nic| nic.attr.nic.name == "hardware").or_else(|| software().next());
+        return nic.ok_or_else(|| {
+            Error::new(ErrorKind::Unavailable, "perf --loopback")
+                .remedy("the software NIC does not start here: see `hmem info`")
+        });
+    }
+    machine.nics.iter().find(|nic| !nic.software).ok_or_else(|| {
+        let why =
+            machine.absent.iter().find(|absent| absent.name == "verbs").map(|absent| absent.why.as_str());
+        Error::new(ErrorKind::Unavailable, "perf")
+            .context("NIC", "no RDMA NIC on this machine")
+            .context("why", why.unwrap_or("no provider has one"))
+            .remedy("try the command without one: hmem perf --loopback")
+    })
+}
+
+fn one_of(names: &[String]) -> String {
+    format!("use one of {}", names.join(", "))
+}

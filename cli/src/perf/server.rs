@@ -1,0 +1,188 @@
+//! The server: gives its memory, takes what comes, and verifies it.
+
+use std::net::{SocketAddr, TcpStream};
+
+use hmem::{Error, ErrorKind, Result};
+
+use super::{
+    end::{End, Idle, Place, Role, completed},
+    layout::{Layout, WORD, same},
+    report::Report,
+    wire::{Begin, HANDSHAKE, Message, PATIENCE, Peer, Ready, Request},
+};
+use crate::{
+    args::{LARGEST, MOST_SIZES, PerfOp},
+    check::heap,
+};
+
+const MOST_DEPTH: u32 = 4096;
+/// Receives posted beyond what the client may have outstanding, so that it does not wait for a new one.
+const SPARE_RECEIVES: u32 = 256;
+
+/// Serves one client.
+pub(super) fn serve(place: &Place<'_>, stream: TcpStream, address: SocketAddr) -> Result<Report> {
+    let mut peer = Peer::greet(stream, address)?;
+    match converse(place, &mut peer) {
+        Ok(report) => Ok(report),
+        Err(error) => {
+            peer.give_up(&error);
+            Err(error)
+        }
+    }
+}
+
+fn converse(place: &Place<'_>, peer: &mut Peer) -> Result<Report> {
+    let request = match peer.receive("request", HANDSHAKE)? {
+        Message::Request(request) => request,
+        other => return Err(peer.out_of_turn("request", &other)),
+    };
+    let room = check(&request, peer)?;
+    let receives = request.depth + SPARE_RECEIVES;
+    let depth = if request.op == PerfOp::Send { receives } else { request.depth };
+    let end = End::open(place, Role::Server, request.op, room, depth as usize)?;
+    let theirs = request.side.clone().plain();
+    end.connect(request.endpoint.clone(), &theirs)?;
+
+    let mut server = Server { peer, end, request, posted: 0, received: 0 };
+    if server.request.op == PerfOp::Send {
+        server.post_receives(receives)?;
+    }
+    let key = match server.request.op {
+        PerfOp::Send => None,
+        _ => Some(server.end.region.key()?.to_bytes()),
+    };
+    let ready = Ready { endpoint: server.end.endpoint.name().0, key, side: server.end.side.clone() };
+    server.peer.send(&Message::Ready(ready))?;
+    let results = loop {
+        match server.peer.receive("begin", PATIENCE)? {
+            Message::Begin(begin) => server.run(begin)?,
+            Message::Results(results) => break results,
+            other => return Err(server.peer.out_of_turn("begin", &other)),
+        }
+    };
+    let Server { peer, end, request, .. } = server;
+    let local = end.side.clone();
+    end.close()?;
+    Ok(Report::new(super::report::Role::Server, peer.address(), &request, local, theirs, results))
+}
+
+/// Refuses what no client of this protocol asks for; gives the bytes of memory that the request needs.
+fn check(request: &Request, peer: &Peer) -> Result<u64> {
+    let refuse = |what: &'static str, value: u64| {
+        Err(peer
+            .malformed("request")
+            .context(what, value)
+            .remedy("run the same version of hmem on both sides"))
+    };
+    if request.sizes.is_empty() || request.sizes.len() > MOST_SIZES {
+        return refuse("sizes", request.sizes.len() as u64);
+    }
+    if !(1..=MOST_DEPTH).contains(&request.depth) {
+        return refuse("depth", u64::from(request.depth));
+    }
+    let possible = if request.op == PerfOp::Atomic { WORD..=WORD } else { 1..=LARGEST };
+    if let Some(size) = request.sizes.iter().find(|size| !possible.contains(size)) {
+        return refuse("size", *size);
+    }
+    Ok(request.sizes.iter().map(|size| request.layout(*size).room()).max().unwrap_or_default())
+}
+
+struct Server<'a> {
+    peer: &'a mut Peer,
+    end: End,
+    request: Request,
+    /// Receives posted since the start.
+    posted: u64,
+    /// Messages received since the start.
+    received: u64,
+}
+
+impl Server<'_> {
+    /// One run of transfers, from preparing the memory to verifying it.
+    fn run(&mut self, begin: Begin) -> Result<()> {
+        if !self.request.sizes.contains(&begin.size) {
+            return Err(self.peer.malformed("begin").context("size", begin.size));
+        }
+        let layout = self.request.layout(begin.size);
+        let op = self.request.op;
+        let mut content = heap(layout.room())?;
+        match op {
+            PerfOp::Write | PerfOp::Send => layout.fill(&mut content, begin.seed, 0, 0),
+            PerfOp::Read => layout.fill(&mut content, begin.seed, layout.slots, 0),
+            PerfOp::Atomic => layout.fill_words(&mut content, begin.seed, 0),
+        }
+        self.end.region.write(0, &content)?;
+        self.peer.send(&Message::Go)?;
+        let first = self.received;
+        let transfers = if op == PerfOp::Send { self.receive(layout)? } else { self.wait()? };
+        match op {
+            PerfOp::Write | PerfOp::Send => layout.fill(&mut content, begin.seed, transfers, first),
+            PerfOp::Read => {}
+            PerfOp::Atomic => layout.fill_words(&mut content, begin.seed, transfers),
+        }
+        self.end.domain.progress()?;
+        same(&content, &self.end.content(content.len())?, "server")?;
+        self.peer.send(&Message::Verified)
+    }
+
+    /// Waits for the client's end of a run that needs nothing of this side.
+    fn wait(&mut self) -> Result<u64> {
+        loop {
+            match self.peer.receive("end", PATIENCE)? {
+                Message::Running => {}
+                Message::End { transfers } => return Ok(transfers),
+                other => return Err(self.peer.out_of_turn("end", &other)),
+            }
+        }
+    }
+
+    /// Takes messages until the client has said how many there were and all have come.
+    fn receive(&mut self, layout: Layout) -> Result<u64> {
+        let mut sent = None;
+        let mut received = 0;
+        let mut idle = Idle::new();
+        let mut completions = Vec::with_capacity(64);
+        while sent.is_none_or(|sent| received < sent) {
+            if self.end.queue.read(&mut completions, 64)? > 0 {
+                idle.busy();
+                for completion in completions.drain(..) {
+                    completed(completion, layout.size)?;
+                    received += 1;
+                    self.received += 1;
+                    self.post_receives(1)?;
+                }
+            } else if idle.wait(&self.end.domain, self.peer)? {
+                idle.busy();
+                match self.peer.receive("end", HANDSHAKE)? {
+                    Message::Running if sent.is_none() => {}
+                    Message::End { transfers } if sent.is_none() => sent = Some(transfers),
+                    other => return Err(self.peer.out_of_turn("end", &other)),
+                }
+            }
+        }
+        match sent {
+            Some(sent) if received > sent => Err(Error::new(ErrorKind::Driver, "receive")
+                .context("messages", received)
+                .context("sent", sent)
+                .remedy("the NIC delivered messages that were not sent")),
+            _ => Ok(received),
+        }
+    }
+
+    fn post_receives(&mut self, count: u32) -> Result<()> {
+        let largest = self.request.largest();
+        let layout = self.request.layout(largest);
+        for _ in 0..count {
+            let slice = self.end.region.slice(layout.offset(self.posted), largest)?;
+            match self.end.endpoint.receive(&[slice], None, self.posted) {
+                Ok(()) => self.posted += 1,
+                // The NIC has fewer than was hoped for.
+                Err(error) if error.kind() == ErrorKind::Again && self.posted > self.received => {
+                    return Ok(());
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,282 @@
+//! What both sides say to each other over TCP.
+//!
+//! A connection opens with a greeting in each direction: `hmemperf` and the protocol's version, 4 bytes, big endian. Then
+//! come messages: their length, 4 bytes, big endian, and as many bytes of JSON. Whatever a peer sends, no more than
+//! [`LIMIT`] bytes are kept of it, and every read ends after a time.
+
+use std::{
+    io::{self, Read, Write},
+    net::{Shutdown, SocketAddr, TcpStream},
+    time::{Duration, Instant},
+};
+
+use hmem::{Errno, Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
+
+use super::report::{Row, Side};
+use crate::args::PerfOp;
+
+/// The protocol's version: a change that the other side must know about takes a new one.
+pub(super) const VERSION: u32 = 1;
+const MAGIC: [u8; 8] = *b"hmemperf";
+/// Bytes of the longest message.
+const LIMIT: usize = 256 << 10;
+/// Characters of a peer's words that are passed on.
+const WORDS: usize = 400;
+
+/// How long a peer may take to answer while nothing is measured.
+pub(super) const HANDSHAKE: Duration = Duration::from_secs(10);
+/// How long a peer may be silent while transfers run, which it reports every [`HEARTBEAT`].
+pub(super) const PATIENCE: Duration = Duration::from_secs(20);
+/// How often a client that measures says so.
+pub(super) const HEARTBEAT: Duration = Duration::from_secs(1);
+
+/// One message.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(super) enum Message {
+    /// The client's first.
+    Request(Request),
+    /// The server's answer: its end is connected.
+    Ready(Ready),
+    /// The client will transfer as this says.
+    Begin(Begin),
+    /// The server has prepared its memory.
+    Go,
+    /// The client is still transferring.
+    Running,
+    /// So many transfers have completed at the client.
+    End { transfers: u64 },
+    /// The server has what it should have.
+    Verified,
+    /// The client's measurements: the end.
+    Results(Vec<Row>),
+    /// What went wrong at the other side: the end.
+    Failed { why: String },
+}
+
+/// What the client wants.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Request {
+    pub(super) op: PerfOp,
+    pub(super) sizes: Vec<u64>,
+    pub(super) depth: u32,
+    pub(super) seed: u64,
+    /// The endpoint's name.
+    pub(super) endpoint: Vec<u8>,
+    pub(super) side: Side,
+}
+
+/// Where the server's memory is.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Ready {
+    /// The endpoint's name.
+    pub(super) endpoint: Vec<u8>,
+    /// The bytes of the remote key, unless messages are sent.
+    pub(super) key: Option<Vec<u8>>,
+    pub(super) side: Side,
+}
+
+/// A run of equal transfers.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Begin {
+    pub(super) size: u64,
+    pub(super) seed: u64,
+}
+
+impl Message {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Request(_) => "request",
+            Self::Ready(_) => "ready",
+            Self::Begin(_) => "begin",
+            Self::Go => "go",
+            Self::Running => "running",
+            Self::End { .. } => "end",
+            Self::Verified => "verified",
+            Self::Results(_) => "results",
+            Self::Failed { .. } => "failed",
+        }
+    }
+}
+
+/// The other side.
+#[derive(Debug)]
+pub(super) struct Peer {
+    stream: TcpStream,
+    address: SocketAddr,
+}
+
+impl Peer {
+    /// Exchanges greetings.
+    pub(super) fn greet(stream: TcpStream, address: SocketAddr) -> Result<Self> {
+        let mut peer = Self { stream, address };
+        let setup = peer.stream.set_nodelay(true);
+        setup
+            .and_then(|()| peer.stream.set_write_timeout(Some(HANDSHAKE)))
+            .map_err(|error| peer.lost("greeting", &error))?;
+        let mut greeting = [0; 12];
+        greeting[..8].copy_from_slice(&MAGIC);
+        greeting[8..].copy_from_slice(&VERSION.to_be_bytes());
+        peer.write(&greeting, "greeting")?;
+        let theirs: [u8; 12] = peer.read_array("greeting", Instant::now() + HANDSHAKE)?;
+        if theirs[..8] != MAGIC {
+            return Err(peer
+                .malformed("greeting")
+                .context("wrong", "this is no hmem perf")
+                .remedy("is another program using this port?"));
+        }
+        let version = theirs.last_chunk().map_or(0, |bytes| u32::from_be_bytes(*bytes));
+        if version != VERSION {
+            return Err(peer
+                .malformed("greeting")
+                .context("protocol", version)
+                .context("expected", VERSION)
+                .remedy("run the same version of hmem on both sides"));
+        }
+        Ok(peer)
+    }
+
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    pub(super) fn send(&mut self, message: &Message) -> Result<()> {
+        let json = serde_json::to_vec(message)
+            .map_err(|error| self.malformed("encode").context("message", message.name()).caused_by(error))?;
+        if json.len() > LIMIT {
+            return Err(self
+                .malformed("encode")
+                .context("message", message.name())
+                .context("bytes", json.len()));
+        }
+        let mut frame = Vec::with_capacity(4 + json.len());
+        frame.extend_from_slice(&(json.len() as u32).to_be_bytes());
+        frame.extend_from_slice(&json);
+        self.write(&frame, message.name())
+    }
+
+    /// The next message; a peer's failure is an error.
+    pub(super) fn receive(&mut self, wanted: &'static str, patience: Duration) -> Result<Message> {
+        let until = Instant::now() + patience;
+        let len = u32::from_be_bytes(self.read_array(wanted, until)?) as usize;
+        if len > LIMIT {
+            return Err(self
+                .malformed(wanted)
+                .context("bytes", len)
+                .context("limit", LIMIT)
+                .remedy("no message is that long: is the other side hmem perf?"));
+        }
+        let mut json = vec![0; len];
+        self.read(&mut json, wanted, until)?;
+        match serde_json::from_slice(&json) {
+            Ok(Message::Failed { why }) => Err(Error::new(ErrorKind::Canceled, "the other side failed")
+                .context("peer", self.address)
+                .context("why", plain(&why))),
+            Ok(message) => Ok(message),
+            Err(error) => Err(self
+                .malformed(wanted)
+                .context("wrong", plain(&error.to_string()))
+                .remedy("run the same version of hmem on both sides")),
+        }
+    }
+
+    /// Whether something has arrived, the end of the connection included.
+    pub(super) fn has_spoken(&self) -> Result<bool> {
+        let mut byte = [0];
+        let peeked = self.stream.set_nonblocking(true).and_then(|()| self.stream.peek(&mut byte));
+        let reset = self.stream.set_nonblocking(false);
+        match (peeked, reset) {
+            (Err(error), Ok(())) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
+            (Ok(_), Ok(())) => Ok(true),
+            (Err(error), _) | (_, Err(error)) => Err(self.lost("look for messages", &error)),
+        }
+    }
+
+    /// An error for a message out of turn.
+    pub(super) fn out_of_turn(&self, wanted: &'static str, message: &Message) -> Error {
+        self.malformed(wanted)
+            .context("message", message.name())
+            .remedy("run the same version of hmem on both sides")
+    }
+
+    /// An error for a message whose content cannot be.
+    pub(super) fn malformed(&self, what: &'static str) -> Error {
+        Error::new(ErrorKind::Malformed, "talk to peer").context("peer", self.address).context("in", what)
+    }
+
+    /// Tells the other side why this one gives up, and hangs up.
+    pub(super) fn give_up(mut self, error: &Error) {
+        // A connection closed with bytes unread is reset, and what was sent last is lost: so read on for a moment.
+        let told = self.send(&Message::Failed { why: error.to_string() }).is_ok();
+        if told && self.stream.shutdown(Shutdown::Write).is_ok() {
+            let until = Instant::now() + Duration::from_millis(300);
+            let mut rest = [0; 4096];
+            while self.read_some(&mut rest, until).is_ok_and(|read| read > 0) {}
+        }
+    }
+
+    fn write(&mut self, bytes: &[u8], what: &'static str) -> Result<()> {
+        self.stream.write_all(bytes).map_err(|error| self.lost(what, &error))
+    }
+
+    fn read_array<const N: usize>(&mut self, what: &'static str, until: Instant) -> Result<[u8; N]> {
+        let mut bytes = [0; N];
+        self.read(&mut bytes, what, until)?;
+        Ok(bytes)
+    }
+
+    /// Fills `into`, whatever pace the bytes come at, by `until`.
+    fn read(&mut self, into: &mut [u8], what: &'static str, until: Instant) -> Result<()> {
+        let mut filled = 0;
+        while filled < into.len() {
+            match self.read_some(&mut into[filled..], until) {
+                Ok(0) => {
+                    return Err(Error::new(ErrorKind::Unreachable, "talk to peer")
+                        .context("peer", self.address)
+                        .context("in", what)
+                        .context("wrong", "the other side hung up")
+                        .remedy("see what it said"));
+                }
+                Ok(read) => filled += read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(self.lost(what, &error)),
+            }
+        }
+        Ok(())
+    }
+
+    fn read_some(&mut self, into: &mut [u8], until: Instant) -> io::Result<usize> {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        self.stream.set_read_timeout(Some(left))?;
+        self.stream.read(into)
+    }
+
+    fn lost(&self, what: &'static str, error: &io::Error) -> Error {
+        let lost = Error::new(ErrorKind::Unreachable, "talk to peer")
+            .context("peer", self.address)
+            .context("in", what);
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+                lost.context("wrong", "no answer in time").remedy("is the other side hmem perf, and alive?")
+            }
+            io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => lost
+                .errno(Errno::of(error))
+                .context("wrong", "the other side hung up")
+                .remedy("see what it said"),
+            _ => lost.errno(Errno::of(error)),
+        }
+    }
+}
+
+/// A peer's words on one line, without what a terminal would act on.
+pub(super) fn plain(words: &str) -> String {
+    let clean = words.chars().map(|c| if c.is_control() { ' ' } else { c });
+    clean.take(WORDS).collect::<String>().split_whitespace().collect::<Vec<_>>().join(" ")
+}
