@@ -115,11 +115,12 @@ pub struct PerfArgs {
     pub port: u16,
 
     /// Address that the server listens at
-    #[arg(long, value_name = "ADDR", default_value = "0.0.0.0", requires = "server")]
+    #[arg(long, value_name = "ADDR", default_value = "0.0.0.0")]
+    #[arg(conflicts_with_all = ["host", "loopback"])]
     pub bind: IpAddr,
 
     /// Serve clients one after another, without end
-    #[arg(long, requires = "server")]
+    #[arg(long, conflicts_with_all = ["host", "loopback"])]
     pub persistent: bool,
 
     /// Memory of this iface on this side
