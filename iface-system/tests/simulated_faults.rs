@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use hmem_core::{
     Address, AddressRange, AllocationKind, DeviceId, Errno, Iface, Result,
     iface::{AllocRequest, DmaBufMapping},
-    monitor::Invalidator,
+    monitor::{Cause, Change, Invalidator},
 };
 use hmem_iface_system::{Call, Simulated, Style};
 use support::*;
@@ -23,7 +23,18 @@ fn turn() -> std::sync::MutexGuard<'static, ()> {
 struct Deaf;
 
 impl Invalidator for Deaf {
-    fn invalidate(&self, _: AddressRange) {}
+    fn invalidate(&self, _: AddressRange, _: Cause) {}
+
+    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+        self.invalidate(range, cause);
+        Change(0)
+    }
+
+    fn end(&self, _: Change) {}
+
+    fn close_gate(&self) {}
+
+    fn open_gate(&self) {}
 }
 
 /// Uses all of the iface once, goes on where a call fails, and returns the errors.

@@ -13,7 +13,7 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, ErrorKind, Iface, IfaceExt,
-    monitor::{Invalidator, MonitorStyle, Subscription},
+    monitor::{Cause, Change, Invalidator, MonitorStyle, Subscription},
 };
 use hmem_iface_system::{AddressReuse, Simulated, Style};
 use parking_lot::Mutex;
@@ -39,9 +39,20 @@ impl Told {
 }
 
 impl Invalidator for Told {
-    fn invalidate(&self, range: AddressRange) {
+    fn invalidate(&self, range: AddressRange, _: Cause) {
         self.0.lock().push(range);
     }
+
+    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+        self.invalidate(range, cause);
+        Change(0)
+    }
+
+    fn end(&self, _: Change) {}
+
+    fn close_gate(&self) {}
+
+    fn open_gate(&self) {}
 }
 
 /// Does what a test wants when it is told.
@@ -54,9 +65,20 @@ impl<F> fmt::Debug for Doing<F> {
 }
 
 impl<F: Fn(AddressRange) + Send + Sync> Invalidator for Doing<F> {
-    fn invalidate(&self, range: AddressRange) {
+    fn invalidate(&self, range: AddressRange, _: Cause) {
         (self.0)(range);
     }
+
+    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+        self.invalidate(range, cause);
+        Change(0)
+    }
+
+    fn end(&self, _: Change) {}
+
+    fn close_gate(&self) {}
+
+    fn open_gate(&self) {}
 }
 
 fn doing(action: impl Fn(AddressRange) + Send + Sync + 'static) -> Arc<dyn Invalidator> {

@@ -8,7 +8,7 @@ use std::{
 
 use hmem_core::{
     AddressRange, Allocation, Error, ErrorKind, Result,
-    monitor::{Invalidator, Monitor, MonitorStyle, Subscription},
+    monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
 };
 use parking_lot::{Mutex, ReentrantMutex};
 
@@ -37,7 +37,7 @@ impl Watch {
     fn tell(&self, range: AddressRange) {
         let active = self.active.lock();
         if active.get() {
-            self.invalidator.invalidate(range);
+            self.invalidator.invalidate(range, Cause::Free);
         }
     }
 }
@@ -134,6 +134,20 @@ impl Subscriptions {
 pub(crate) struct SimulatedMonitor(pub(crate) Arc<Inner>);
 
 impl Monitor for SimulatedMonitor {
+    fn name(&self) -> &str {
+        match self.0.config.style {
+            Style::Identity => "identity",
+            Style::Callback => "callback",
+        }
+    }
+
+    fn watches(&self, cause: Cause) -> bool {
+        match self.0.config.style {
+            Style::Identity => cause == Cause::Identity,
+            Style::Callback => cause == Cause::Free,
+        }
+    }
+
     fn style(&self) -> MonitorStyle {
         match self.0.config.style {
             Style::Identity => MonitorStyle::Identity,
