@@ -1,104 +1,38 @@
 //! `hmem perf` as a user meets it: both sides in one process, and peers that are no hmem at all.
 
+mod hmem_process;
+
 use std::{
-    io::{BufRead, BufReader, Read, Write},
+    io::{Read, Write},
     net::{Shutdown, TcpListener, TcpStream},
-    process::{Child, ChildStderr, Command, Output, Stdio},
     thread,
 };
 
+use hmem_process::{Server, document_of, is_as_documented, one_line, perf, refused, text};
 use serde_json::{Value, json};
 
 const SOFTWARE: &str = "loopback/hardware";
-const SCHEMA: &str = include_str!("../../docs/perf-schema.md");
-
-fn hmem(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_hmem"));
-    for name in ["FI_HMEM", "FI_HMEM_DISABLE_P2P", "NO_COLOR", "CLICOLOR_FORCE"] {
-        command.env_remove(name);
-    }
-    command.arg("perf").args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    command
-}
-
-fn perf(arguments: &[&str]) -> Output {
-    hmem(arguments).output().expect("the command runs")
-}
-
-fn text(bytes: &[u8]) -> &str {
-    std::str::from_utf8(bytes).expect("UTF-8")
-}
-
-/// One readable line that has the words in it.
-fn one_line(error: &str, words: &[&str]) {
-    assert!(error.starts_with("error: ") && error.trim_end().lines().count() == 1, "{error}");
-    assert!(!error.trim_end().contains(|c: char| c.is_control()), "{error:?}");
-    for word in words {
-        assert!(error.contains(word), "{word} is not in: {error}");
-    }
-}
-
-fn refused(output: &Output, code: i32, words: &[&str]) {
-    assert_eq!(output.status.code(), Some(code), "{}", text(&output.stderr));
-    assert_eq!(text(&output.stdout), "");
-    one_line(text(&output.stderr), words);
-}
 
 fn document(arguments: &[&str]) -> Value {
-    let output = perf(&[&["--loopback", "--json", "--iterations", "200"], arguments].concat());
-    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", text(&output.stderr));
-    assert_eq!(text(&output.stderr), "");
-    serde_json::from_slice(&output.stdout).expect("JSON")
+    document_of(&perf(&[&["--loopback", "--json", "--iterations", "200"], arguments].concat()))
 }
 
-/// Exactly these fields, each of them described in the document.
-fn has(object: &Value, fields: &[&str]) {
-    let mut names: Vec<_> = object.as_object().expect("an object").keys().map(String::as_str).collect();
-    let mut fields = fields.to_vec();
-    names.sort_unstable();
-    fields.sort_unstable();
-    assert_eq!(names, fields, "{object}");
-    for name in names {
-        assert!(SCHEMA.contains(&format!("`{name}`")), "{name} is not in docs/perf-schema.md");
-    }
-}
-
-fn is_as_documented(document: &Value, path: &str) {
-    has(document, &["schema", "version", "role", "peer", "op", "seed", "local", "remote", "results"]);
-    assert_eq!((&document["schema"], &document["role"]), (&1.into(), &"client".into()));
-    for side in ["local", "remote"] {
-        let side = &document[side];
-        has(side, &["iface", "device", "provider", "nic", "path", "reason", "trace"]);
-        assert_eq!(side["path"], path, "{side}");
-        let trace = side["trace"].as_array().expect("a trace");
-        assert!(trace.last().is_some_and(|last| last["error"].is_null() && last["path"] == path), "{side}");
-    }
-    for row in document["results"].as_array().expect("results") {
-        has(row, &["bytes", "verified", "bandwidth", "latency"]);
-        assert_eq!(row["verified"], true);
-        let bandwidth = &row["bandwidth"];
-        has(bandwidth, &["depth", "transfers", "seconds", "gib_per_s", "transfers_per_s"]);
-        assert!(bandwidth["gib_per_s"].as_f64().is_some_and(|speed| speed > 0.0), "{row}");
-        let latency = &row["latency"];
-        let quantiles = ["min_us", "p50_us", "p90_us", "p99_us", "p999_us", "max_us"];
-        has(latency, &[&["transfers"], &quantiles[..]].concat());
-        let us: Vec<_> = quantiles.iter().filter_map(|name| latency[name].as_f64()).collect();
-        assert!(us.len() == quantiles.len() && us.is_sorted() && us[0] > 0.0, "{row}");
-    }
+fn server(arguments: &[&str]) -> Server {
+    Server::start(&[&["--nic", SOFTWARE], arguments].concat())
 }
 
 #[test]
 fn every_operation_moves_verified_bytes_between_host_memories() {
     for op in ["write", "read", "send"] {
         let document = document(&["--op", op, "--size", "1,7,8..32,4097,1MiB"]);
-        is_as_documented(&document, "plain-host");
+        is_as_documented(&document, ["plain-host"; 2]);
         assert_eq!(document["op"], op);
         let sizes: Vec<_> =
             document["results"].as_array().expect("results").iter().map(|row| row["bytes"].clone()).collect();
         assert_eq!(sizes, [1, 7, 8, 16, 32, 4097, 1 << 20].map(Value::from));
     }
     let atomic = document(&["--op", "atomic"]);
-    is_as_documented(&atomic, "plain-host");
+    is_as_documented(&atomic, ["plain-host"; 2]);
     assert_eq!(atomic["results"].as_array().map(Vec::len), Some(1));
 }
 
@@ -107,7 +41,7 @@ fn every_operation_moves_verified_bytes_between_device_memories() {
     for op in ["write", "read", "send", "atomic"] {
         let sizes: &[&str] = if op == "atomic" { &[] } else { &["--size", "3,64KiB"] };
         let document = document(&[&["--op", op, "--iface", "simulated", "--device", "1"], sizes].concat());
-        is_as_documented(&document, "dma-buf");
+        is_as_documented(&document, ["dma-buf"; 2]);
         assert_eq!(document["local"]["device"], 1);
     }
 }
@@ -118,7 +52,7 @@ fn every_software_nic_and_depth_works() {
         for depth in ["1", "3", "4096"] {
             for op in ["write", "send", "atomic"] {
                 let document = document(&["--nic", nic, "--depth", depth, "--op", op, "--size", "8"]);
-                is_as_documented(&document, "plain-host");
+                is_as_documented(&document, ["plain-host"; 2]);
             }
         }
     }
@@ -200,44 +134,6 @@ fn nobody_listening_is_one_line() {
     );
 }
 
-/// A server that listens; killed with it.
-struct Server {
-    process: Child,
-    stderr: BufReader<ChildStderr>,
-    port: u16,
-}
-
-impl Server {
-    fn start(arguments: &[&str]) -> Self {
-        let all = ["--server", "--bind", "127.0.0.1", "--port", "0", "--nic", SOFTWARE];
-        let mut process = hmem(&[&all[..], arguments].concat()).spawn().expect("the command starts");
-        let mut stderr = BufReader::new(process.stderr.take().expect("a pipe"));
-        let mut line = String::new();
-        stderr.read_line(&mut line).expect("the server says where it listens");
-        let port = line.trim().strip_prefix("listening on 127.0.0.1:").and_then(|port| port.parse().ok());
-        Self { port: port.unwrap_or_else(|| panic!("{line}")), process, stderr }
-    }
-
-    fn next_line(&mut self) -> String {
-        let mut line = String::new();
-        self.stderr.read_line(&mut line).expect("UTF-8");
-        line
-    }
-
-    fn status(&mut self) -> Option<i32> {
-        self.process.wait().expect("it ends").code()
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        if matches!(self.process.try_wait(), Ok(None)) {
-            self.process.kill().expect("it can be killed");
-            self.process.wait().expect("it ends");
-        }
-    }
-}
-
 fn greeting(version: u32) -> Vec<u8> {
     [&b"hmemperf"[..], &version.to_be_bytes()].concat()
 }
@@ -299,9 +195,9 @@ fn a_malformed_client_is_one_line_at_the_server() {
             "size=16",
         ),
     ]);
-    let mut persistent = Server::start(&["--persistent"]);
+    let mut persistent = server(&["--persistent"]);
     for (bytes, word) in all {
-        let mut server = Server::start(&[]);
+        let mut server = self::server(&[]);
         for port in [server.port, persistent.port] {
             let mut stream = TcpStream::connect(("127.0.0.1", port)).expect("it listens");
             // The other side may have hung up over the first bytes.
@@ -352,7 +248,7 @@ fn a_malformed_server_is_one_line_at_the_client() {
 /// The read has a deadline of its own, not one for each byte.
 #[test]
 fn a_peer_that_says_nothing_is_given_up() {
-    let mut server = Server::start(&[]);
+    let mut server = self::server(&[]);
     let mut stream = TcpStream::connect(("127.0.0.1", server.port)).expect("it listens");
     let trickle = thread::spawn(move || {
         for byte in greeting(1) {
@@ -370,7 +266,7 @@ fn a_peer_that_says_nothing_is_given_up() {
 
 #[test]
 fn the_software_nic_does_not_reach_another_process_and_says_so() {
-    let mut server = Server::start(&[]);
+    let mut server = self::server(&[]);
     let output = perf(&["127.0.0.1", "--port", &server.port.to_string(), "--nic", SOFTWARE]);
     refused(&output, 1, &["--loopback"]);
     one_line(&server.next_line(), &["--loopback"]);

@@ -13,6 +13,7 @@
 pub mod loopback;
 #[allow(unsafe_code)]
 pub mod path;
+mod random;
 #[allow(unsafe_code)]
 pub mod staging;
 #[cfg(feature = "verbs")]

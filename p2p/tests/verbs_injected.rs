@@ -253,6 +253,28 @@ fn vrb_02_options_travel_by_the_call_that_takes_them() {
     assert_eq!(verbs.keys(region).expect("keys")[0].base, 0);
 }
 
+/// KEY-04: each domain's mapped keys are its own, in whatever order both mapped.
+#[test]
+fn key_04_another_domains_mapped_key_unmaps_nothing() {
+    let (mine, theirs) = (domain(), domain());
+    // SAFETY: the fake touches no memory.
+    let region =
+        unsafe { mine.reg(range(0x1000, 64), Access::REMOTE_READ, 0, MrFlags::empty()) }.expect("register");
+    let raw = region.raw_key().expect("raw key");
+    let map = |domain: &Domain| {
+        [(); 8].map(|()| domain.map_raw(region.base_addr(), region.len(), &raw).expect("map"))
+    };
+    let (own, foreign) = (map(&mine), map(&theirs));
+    for key in &foreign {
+        assert_eq!(mine.unmap_key(key).expect_err("another domain's").kind(), ErrorKind::InvalidKey);
+    }
+    assert_eq!(mine.live().mapped_keys, 8);
+    for key in &own {
+        mine.unmap_key(key).expect("it is still there");
+    }
+    assert_eq!((mine.live().mapped_keys, theirs.live().mapped_keys), (0, 8));
+}
+
 #[test]
 fn vrb_07_a_long_region_is_split_and_a_refused_part_takes_the_others_back() {
     let functions = functions();

@@ -75,12 +75,7 @@ pub(super) const fn fold(a: u64, b: u64) -> u64 {
 
 /// A number from the operating system's generator.
 pub(super) fn random() -> Result<u64> {
-    getrandom::u64().map_err(|error| {
-        Error::new(ErrorKind::Unavailable, "getrandom")
-            .provider("loopback")
-            .caused_by(error)
-            .remedy("keys need the operating system's random numbers")
-    })
+    crate::random::random("loopback")
 }
 
 /// How a domain makes and reads keys.

@@ -21,8 +21,9 @@ use super::{
 const DEPTH_OF_READS: i32 = 16;
 /// 4.096 us << 17: half a second before a packet is sent again.
 const TIMEOUT: u8 = 17;
-/// Packets are sent again this often before the peer counts as gone; 7 is the most.
-const RETRIES: u8 = 7;
+/// Packets are sent again this often before the peer counts as gone. Not 7, the most there is: rxe takes that as without
+/// end, and would never notice that a peer is gone.
+const RETRIES: u8 = 6;
 /// A receiver without a receive is waited for without end.
 const RECEIVER_RETRIES: u8 = 7;
 /// 0.64 ms before a sender tries a receiver that was not ready again.

@@ -2,7 +2,7 @@
 
 use std::{
     any::Any,
-    collections::HashMap,
+    collections::{HashMap, hash_map::Entry},
     ffi::c_void,
     fmt, ptr,
     sync::{
@@ -21,6 +21,8 @@ use hmem_core::{
     },
 };
 use parking_lot::{Mutex, RwLock};
+
+use crate::random::random;
 
 use super::{
     Grant, VerbsKey, VerbsOptions,
@@ -54,8 +56,7 @@ pub(super) struct DomainState {
     pub(super) regions: Regions,
     pub(super) windows: Windows,
     pub(super) endpoints: AtomicU64,
-    mapped: RwLock<HashMap<u64, Vec<RemotePiece>>>,
-    next_mapped: AtomicU64,
+    mapped: RwLock<HashMap<u64, Arc<[RemotePiece]>>>,
     nowhere: Mutex<Option<Nowhere>>,
     /// Last, so that everything in it is gone before.
     pub(super) pd: ProtectionDomain,
@@ -86,7 +87,7 @@ impl DomainState {
         self.pd.device.port(self.options.port, self.options.gid_index)
     }
 
-    pub(super) fn mapped_key(&self, key: &RemoteKey) -> Result<Vec<RemotePiece>> {
+    pub(super) fn mapped_key(&self, key: &RemoteKey) -> Result<Arc<[RemotePiece]>> {
         let number = key.as_u64()?;
         self.mapped.read().get(&number).cloned().ok_or_else(|| {
             Error::new(ErrorKind::InvalidKey, "post")
@@ -173,7 +174,6 @@ impl VerbsDomain {
             windows: Windows::default(),
             endpoints: AtomicU64::new(0),
             mapped: RwLock::default(),
-            next_mapped: AtomicU64::new(1),
             nowhere: Mutex::default(),
             pd,
         };
@@ -326,9 +326,15 @@ impl ProviderDomain for VerbsDomain {
     }
 
     fn map_raw(&self, base: Iova, len: u64, addressing: Addressing, raw: &RawKey) -> Result<RemoteKey> {
-        let pieces = read_raw(raw)?;
-        let number = self.state.next_mapped.fetch_add(1, Ordering::Relaxed);
-        self.state.mapped.write().insert(number, pieces);
+        let pieces: Arc<[_]> = read_raw(raw)?.into();
+        // Not counted: another domain's key must not name one of this.
+        let number = loop {
+            let number = random("verbs")?;
+            if let Entry::Vacant(entry) = self.state.mapped.write().entry(number) {
+                entry.insert(pieces);
+                break number;
+            }
+        };
         Ok(RemoteKey::mapped(addressing, base, len, number))
     }
 

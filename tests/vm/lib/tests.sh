@@ -11,6 +11,8 @@ suite() {
         echo "--package hmem-p2p --features verbs --test verbs_*"
     fi
     echo "--package hmem --test behaviour"
+    # They run the command, which is built with them.
+    echo "--package hmem-cli --test *_verbs"
 }
 
 # What `behaviour` runs there: its cases over worlds, but for those that no verbs world can show.
@@ -21,10 +23,10 @@ behaviour_arguments() {
     sed -n "s/^\([a-z0-9_]*\) | $class: .*/\1/p" "$repository/tests/skipped-verbs.txt" | sort -u | sed 's/^/--skip\n/'
 }
 
-# Sets test_binaries.
+# Sets test_binaries, and programs, which tests start.
 build_tests() {
     local line arguments messages=$work/cargo.json
-    test_binaries=()
+    test_binaries=() programs=()
     while IFS= read -r line; do
         read -ra arguments <<<"$line"
         say "building: cargo test ${arguments[*]}"
@@ -33,21 +35,32 @@ build_tests() {
             { say "FAILED: the tests do not build"; exit 1; }
         while IFS= read -r line; do
             test_binaries+=("$line")
-        done < <(sed -n '/"test":true}/s/.*"executable":"\([^"]*\)".*/\1/p' "$messages")
+        done < <(sed -n '/"kind":\["bin"\]/d; /"test":true}/s/.*"executable":"\([^"]*\)".*/\1/p' "$messages")
+        while IFS= read -r line; do
+            programs+=("$line")
+        done < <(sed -n '/"kind":\["bin"\].*"test":false}/s/.*"executable":"\([^"]*\)".*/\1/p' "$messages")
     done < <(suite)
     ((${#test_binaries[@]})) || { say "FAILED: no test binaries"; exit 1; }
 }
 
+# place BINARY TO
+place() {
+    copy_program "$1" "$2"
+    ! command -v strip >/dev/null || strip --strip-debug "$2"
+}
+
 place_tests() {
     local binary name
+    for binary in "${programs[@]}"; do
+        place "$binary" "$guest_root/tests/programs/${binary##*/}"
+    done
     : >"$guest_root/tests/list"
     for binary in "${test_binaries[@]}"; do
         # Without the hash that cargo puts behind the name.
         name=${binary##*/}
         name=${name%-*}
         [[ -e $guest_root/tests/$name ]] && name=${binary##*/}
-        copy_program "$binary" "$guest_root/tests/$name"
-        command -v strip >/dev/null && strip --strip-debug "$guest_root/tests/$name"
+        place "$binary" "$guest_root/tests/$name"
         echo "$name" >>"$guest_root/tests/list"
     done
     for name in $(<"$guest_root/tests/list"); do

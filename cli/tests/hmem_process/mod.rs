@@ -1,0 +1,140 @@
+//! `hmem` as a process of its own, and what is expected of its output. `HMEM_PROGRAM` names another binary than the one
+//! built with the tests, for machines that have neither cargo nor its folders.
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+use std::{
+    io::{BufRead, BufReader},
+    process::{Child, ChildStderr, Command, Output, Stdio},
+};
+
+use serde_json::Value;
+
+const SCHEMA: &str = include_str!("../../../docs/perf-schema.md");
+
+/// The program to run.
+pub(crate) fn program() -> String {
+    std::env::var("HMEM_PROGRAM").unwrap_or_else(|_| env!("CARGO_BIN_EXE_hmem").to_owned())
+}
+
+/// The command, with nothing of the tests' environment that would change what it does.
+pub(crate) fn hmem(subcommand: &str, arguments: &[&str]) -> Command {
+    let mut command = Command::new(program());
+    for name in ["FI_HMEM", "FI_HMEM_DISABLE_P2P", "NO_COLOR", "CLICOLOR_FORCE"] {
+        command.env_remove(name);
+    }
+    command.arg(subcommand).args(arguments);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+pub(crate) fn perf(arguments: &[&str]) -> Output {
+    hmem("perf", arguments).output().expect("the command runs")
+}
+
+pub(crate) fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).expect("UTF-8")
+}
+
+/// One readable line that has the words in it.
+pub(crate) fn one_line(error: &str, words: &[&str]) {
+    assert!(error.starts_with("error: ") && error.trim_end().lines().count() == 1, "{error}");
+    assert!(!error.trim_end().contains(|c: char| c.is_control()), "{error:?}");
+    for word in words {
+        assert!(error.contains(word), "{word} is not in: {error}");
+    }
+}
+
+pub(crate) fn refused(output: &Output, code: i32, words: &[&str]) {
+    assert_eq!(output.status.code(), Some(code), "{}", text(&output.stderr));
+    assert_eq!(text(&output.stdout), "");
+    one_line(text(&output.stderr), words);
+}
+
+/// The document of a run that went well.
+pub(crate) fn document_of(output: &Output) -> Value {
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert_eq!(text(&output.stderr), "");
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+/// Exactly these fields, each of them described in the document.
+fn has(object: &Value, fields: &[&str]) {
+    let mut names: Vec<_> = object.as_object().expect("an object").keys().map(String::as_str).collect();
+    let mut fields = fields.to_vec();
+    names.sort_unstable();
+    fields.sort_unstable();
+    assert_eq!(names, fields, "{object}");
+    for name in names {
+        assert!(SCHEMA.contains(&format!("`{name}`")), "{name} is not in docs/perf-schema.md");
+    }
+}
+
+/// A client's document is as `docs/perf-schema.md` says, and its content was verified over these paths, this side's
+/// first.
+pub(crate) fn is_as_documented(document: &Value, paths: [&str; 2]) {
+    has(document, &["schema", "version", "role", "peer", "op", "seed", "local", "remote", "results"]);
+    assert_eq!((&document["schema"], &document["role"]), (&1.into(), &"client".into()));
+    for (side, path) in [("local", paths[0]), ("remote", paths[1])] {
+        let side = &document[side];
+        has(side, &["iface", "device", "provider", "nic", "path", "reason", "trace"]);
+        assert_eq!(side["path"], path, "{side}");
+        let trace = side["trace"].as_array().expect("a trace");
+        assert!(trace.last().is_some_and(|last| last["error"].is_null() && last["path"] == path), "{side}");
+    }
+    for row in document["results"].as_array().expect("results") {
+        has(row, &["bytes", "verified", "bandwidth", "latency"]);
+        assert_eq!(row["verified"], true);
+        let bandwidth = &row["bandwidth"];
+        has(bandwidth, &["depth", "transfers", "seconds", "gib_per_s", "transfers_per_s"]);
+        assert!(bandwidth["gib_per_s"].as_f64().is_some_and(|speed| speed > 0.0), "{row}");
+        let latency = &row["latency"];
+        let quantiles = ["min_us", "p50_us", "p90_us", "p99_us", "p999_us", "max_us"];
+        has(latency, &[&["transfers"], &quantiles[..]].concat());
+        let us: Vec<_> = quantiles.iter().filter_map(|name| latency[name].as_f64()).collect();
+        assert!(us.len() == quantiles.len() && us.is_sorted() && us[0] > 0.0, "{row}");
+    }
+}
+
+/// A server that listens; killed with it.
+pub(crate) struct Server {
+    pub(crate) process: Child,
+    stderr: BufReader<ChildStderr>,
+    pub(crate) port: u16,
+}
+
+impl Server {
+    pub(crate) fn start(arguments: &[&str]) -> Self {
+        let all = ["--server", "--bind", "127.0.0.1", "--port", "0"];
+        let mut process = hmem("perf", &[&all[..], arguments].concat()).spawn().expect("the command starts");
+        let mut stderr = BufReader::new(process.stderr.take().expect("a pipe"));
+        let mut line = String::new();
+        stderr.read_line(&mut line).expect("the server says where it listens");
+        let port = line.trim().strip_prefix("listening on 127.0.0.1:").and_then(|port| port.parse().ok());
+        Self { port: port.unwrap_or_else(|| panic!("{line}")), process, stderr }
+    }
+
+    /// The arguments with which a client finds it.
+    pub(crate) fn client(&self, arguments: &[&str]) -> Vec<String> {
+        let port = self.port.to_string();
+        [&["127.0.0.1", "--port", &port], arguments].concat().into_iter().map(str::to_owned).collect()
+    }
+
+    pub(crate) fn next_line(&mut self) -> String {
+        let mut line = String::new();
+        self.stderr.read_line(&mut line).expect("UTF-8");
+        line
+    }
+
+    pub(crate) fn status(&mut self) -> Option<i32> {
+        self.process.wait().expect("it ends").code()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if matches!(self.process.try_wait(), Ok(None)) {
+            self.process.kill().expect("it can be killed");
+            self.process.wait().expect("it ends");
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! A relay between `hmem perf`'s two sides, that lets a test look at their messages and change them.
+
+use std::{
+    io::{self, Read, Write},
+    net::{Shutdown, TcpListener, TcpStream},
+    sync::{Arc, Mutex},
+    thread::{self, JoinHandle},
+};
+
+use serde_json::Value;
+
+/// Who speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum From {
+    Client,
+    Server,
+}
+
+/// Relays one connection.
+pub(crate) struct Relay {
+    pub(crate) port: u16,
+    thread: JoinHandle<()>,
+}
+
+type Look = Box<dyn FnMut(From, &mut Value) + Send>;
+
+impl Relay {
+    /// Listens, and passes on what a client and the server at `port` say to each other; `look` sees each message first.
+    pub(crate) fn to(port: u16, look: impl FnMut(From, &mut Value) + Send + 'static) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let own = listener.local_addr().expect("an address").port();
+        let look: Arc<Mutex<Look>> = Arc::new(Mutex::new(Box::new(look)));
+        let thread = thread::spawn(move || {
+            let (client, _) = listener.accept().expect("the client comes");
+            let server = TcpStream::connect(("127.0.0.1", port)).expect("the server listens");
+            let clone = |stream: &TcpStream| stream.try_clone().expect("another handle");
+            let (from, to, seen) = (clone(&client), clone(&server), Arc::clone(&look));
+            let there = thread::spawn(move || pass_on(From::Client, from, to, &seen));
+            pass_on(From::Server, server, client, &look);
+            there.join().expect("no panic");
+        });
+        Self { port: own, thread }
+    }
+
+    /// Waits until both sides have hung up.
+    pub(crate) fn join(self) {
+        self.thread.join().expect("no panic");
+    }
+}
+
+fn pass_on(who: From, mut from: TcpStream, mut to: TcpStream, look: &Mutex<Look>) {
+    let mut all = || -> io::Result<()> {
+        let mut greeting = [0; 12];
+        from.read_exact(&mut greeting)?;
+        to.write_all(&greeting)?;
+        loop {
+            let mut len = [0; 4];
+            from.read_exact(&mut len)?;
+            let mut json = vec![0; u32::from_be_bytes(len) as usize];
+            from.read_exact(&mut json)?;
+            let mut message: Value = serde_json::from_slice(&json)?;
+            look.lock().expect("no panic")(who, &mut message);
+            let json = serde_json::to_vec(&message)?;
+            to.write_all(&[&(json.len() as u32).to_be_bytes()[..], &json].concat())?;
+        }
+    };
+    // It ends with an error: one side has hung up, and the other learns it.
+    let _ = all();
+    let _ = to.shutdown(Shutdown::Write);
+}

@@ -1,0 +1,318 @@
+//! `hmem perf` between two processes over the RDMA device that `HMEM_VERBS_DEVICE` names.
+
+mod hmem_process;
+#[path = "hmem_process/relay.rs"]
+mod relay;
+
+use std::{
+    process::Command,
+    sync::{Arc, Mutex, MutexGuard, mpsc},
+};
+
+use hmem::{Addressing, RemoteKey};
+use hmem_process::{Server, document_of, hmem, is_as_documented, one_line, perf, refused, text};
+use relay::{From, Relay};
+use serde_json::{Value, json};
+
+/// The device, for one test at a time, since each counts what is left on it.
+struct Device {
+    nic: String,
+    _alone: MutexGuard<'static, ()>,
+}
+
+/// The device to test on. Not named: the test is skipped, and says so. Named and absent: it fails.
+fn device() -> Option<Device> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let Some(name) = std::env::var("HMEM_VERBS_DEVICE").ok().filter(|name| !name.is_empty()) else {
+        println!("skipped: HMEM_VERBS_DEVICE names no device");
+        return None;
+    };
+    let alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    Some(Device { nic: format!("verbs/{name}"), _alone: alone })
+}
+
+fn dma_buf() -> bool {
+    std::env::var("HMEM_VERBS_DMA_BUF").is_ok_and(|value| value == "1")
+}
+
+/// What the kernel holds for processes on all devices: protection domains, queues, regions, contexts.
+fn resources() -> String {
+    let output = Command::new("rdma").args(["resource", "show"]).output().expect("rdma (iproute2) runs");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    text(&output.stdout).to_owned()
+}
+
+impl Device {
+    fn server(&self, arguments: &[&str]) -> Server {
+        Server::start(&[&["--nic", &self.nic], arguments].concat())
+    }
+
+    /// A client of the server at `port`.
+    fn client(&self, port: u16, arguments: &[&str]) -> std::process::Output {
+        let port = port.to_string();
+        perf(&[&["127.0.0.1", "--port", &port, "--nic", &self.nic, "--json"], arguments].concat())
+    }
+
+    fn document(&self, server: &[&str], client: &[&str]) -> Value {
+        let mut server = self.server(server);
+        let document = document_of(&self.client(server.port, client));
+        assert_eq!(server.status(), Some(0), "{}", server.next_line());
+        for side in ["local", "remote"] {
+            assert_eq!(format!("verbs/{}", document[side]["nic"].as_str().expect("a name")), self.nic);
+        }
+        document
+    }
+}
+
+/// Little memory to fill and compare: an emulated processor takes its time.
+const FEW: [&str; 4] = ["--iterations", "20", "--depth", "3"];
+
+#[test]
+fn every_operation_moves_verified_bytes_between_two_processes() {
+    let Some(device) = device() else { return };
+    let before = resources();
+    for op in ["write", "read", "send"] {
+        let size = ["--op", op, "--size", "1,7,4097,64KiB"];
+        let document = device.document(&[], &[&size[..], &FEW].concat());
+        is_as_documented(&document, ["plain-host"; 2]);
+        let rows = document["results"].as_array().expect("results");
+        let sizes: Vec<_> = rows.iter().map(|row| row["bytes"].clone()).collect();
+        assert_eq!(sizes, [1, 7, 4097, 64 << 10].map(Value::from));
+    }
+    let document = device.document(&[], &[&["--op", "atomic"], &FEW[..]].concat());
+    is_as_documented(&document, ["plain-host"; 2]);
+    assert_eq!(resources(), before);
+}
+
+/// Also HM-14 and P2P-06: what the NIC wrote is what the device's own copies find.
+#[test]
+fn every_operation_moves_verified_bytes_between_device_memories_of_two_processes() {
+    let Some(device) = device() else { return };
+    if !dma_buf() {
+        println!("skipped: HMEM_VERBS_DMA_BUF does not say that the driver registers dma-bufs");
+        return;
+    }
+    let before = resources();
+    let simulated = ["--iface", "simulated", "--device", "1"];
+    for op in ["write", "read", "send", "atomic"] {
+        let sizes: &[&str] = if op == "atomic" { &[] } else { &["--size", "3,4097,64KiB"] };
+        let document = device.document(&simulated, &[&["--op", op], sizes, &simulated[..], &FEW].concat());
+        is_as_documented(&document, ["dma-buf"; 2]);
+        assert_eq!((&document["local"]["device"], &document["remote"]["device"]), (&1.into(), &1.into()));
+    }
+    let mixed = device.document(&simulated, &[&["--size", "4097"], &FEW[..]].concat());
+    is_as_documented(&mixed, ["plain-host", "dma-buf"]);
+    assert_eq!(resources(), before);
+}
+
+#[test]
+fn a_server_serves_one_client_after_another_and_the_table_names_the_path() {
+    let Some(device) = device() else { return };
+    let server = device.server(&["--persistent"]);
+    let before = resources();
+    for size in ["8", "64KiB"] {
+        let output = hmem("perf", &[])
+            .args(server.client(&[
+                "--nic",
+                &device.nic,
+                "--size",
+                size,
+                "--iterations",
+                "20",
+                "--depth",
+                "3",
+            ]))
+            .output()
+            .expect("the command runs");
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        for word in ["RMA write to server 127.0.0.1", "plain-host", &device.nic] {
+            assert!(text(&output.stdout).contains(word), "{word} is not in:\n{}", text(&output.stdout));
+        }
+    }
+    assert_eq!(resources(), before, "the server holds nothing of clients that are gone");
+}
+
+#[test]
+fn a_server_that_dies_in_mid_transfer_is_one_line_at_the_client() {
+    let Some(device) = device() else { return };
+    let before = resources();
+    for op in ["write", "send"] {
+        let server = device.server(&[]);
+        let (running, told) = mpsc::channel();
+        let relay = Relay::to(server.port, move |from, message| {
+            if from == From::Client && *message == json!("running") {
+                // Again and again: only the first counts.
+                let _ = running.send(());
+            }
+        });
+        let port = relay.port.to_string();
+        let client = [
+            "127.0.0.1",
+            "--port",
+            &port,
+            "--nic",
+            &device.nic,
+            "--op",
+            op,
+            "--size",
+            "4096",
+            "--duration",
+            "600",
+        ];
+        let client = hmem("perf", &client).spawn().expect("the command starts");
+        told.recv().expect("the client says that it transfers");
+        // Killed with its handle.
+        drop(server);
+        let output = client.wait_with_output().expect("it ends");
+        refused(&output, 1, &["; "]);
+        relay.join();
+    }
+    assert_eq!(resources(), before);
+}
+
+#[test]
+fn a_client_that_dies_in_mid_transfer_is_one_line_at_the_server_which_serves_on() {
+    let Some(device) = device() else { return };
+    let mut server = device.server(&["--persistent"]);
+    let before = resources();
+    for op in ["write", "send"] {
+        let (running, told) = mpsc::channel();
+        let relay = Relay::to(server.port, move |from, message| {
+            if from == From::Client && *message == json!("running") {
+                let _ = running.send(());
+            }
+        });
+        let port = relay.port.to_string();
+        let client = [
+            "127.0.0.1",
+            "--port",
+            &port,
+            "--nic",
+            &device.nic,
+            "--op",
+            op,
+            "--size",
+            "4096",
+            "--duration",
+            "600",
+        ];
+        let mut client = hmem("perf", &client).spawn().expect("the command starts");
+        told.recv().expect("the client says that it transfers");
+        client.kill().expect("it can be killed");
+        client.wait().expect("it ends");
+        one_line(&server.next_line(), &["hung up"]);
+        relay.join();
+        assert_eq!(resources(), before, "nothing is left of it");
+    }
+    let document = document_of(&device.client(server.port, &["--size", "64", "--iterations", "20"]));
+    is_as_documented(&document, ["plain-host"; 2]);
+}
+
+/// What is done to a message, and the words by which the side that takes it says so.
+type Change = fn(&mut Value);
+
+fn flip(bytes: &mut Value, index: usize) {
+    let byte = bytes[index].as_u64().expect("a byte");
+    bytes[index] = json!(byte ^ 1);
+}
+
+/// The same range under another key: well-formed, and of nobody.
+fn forge(key: &mut Value) {
+    let bytes: Vec<u8> = serde_json::from_value(key.clone()).expect("bytes");
+    let real = RemoteKey::from_bytes(&bytes).expect("a key");
+    let piece = real.pieces().next().expect("a piece");
+    let forged = RemoteKey::new(Addressing::Virtual, real.base(), piece.len, piece.key ^ 0x5500);
+    *key = json!(forged.to_bytes());
+}
+
+#[test]
+fn an_altered_handshake_is_refused_in_one_line() {
+    let Some(device) = device() else { return };
+    let before = resources();
+    let cases: [(From, &str, Change, &[&str]); 4] = [
+        (From::Client, "request", |request| flip(&mut request["endpoint"], 9), &["resolve", "unchanged"]),
+        (From::Server, "ready", |ready| flip(&mut ready["endpoint"], 9), &["resolve", "unchanged"]),
+        (From::Server, "ready", |ready| flip(&mut ready["key"], 20), &["remote key"]),
+        (From::Server, "ready", |ready| forge(&mut ready["key"]), &["remote access error (10)", "stale"]),
+    ];
+    for (who, name, change, words) in cases {
+        let mut server = device.server(&[]);
+        let relay = Relay::to(server.port, move |from, message| {
+            if from == who
+                && let Some(content) = message.get_mut(name)
+            {
+                change(content);
+            }
+        });
+        let output = device.client(relay.port, &["--size", "64", "--iterations", "4"]);
+        refused(&output, 1, words);
+        // Whoever found it out says what, and the other passes it on.
+        one_line(&server.next_line(), words);
+        assert_eq!(server.status(), Some(1));
+        relay.join();
+    }
+    assert_eq!(resources(), before);
+}
+
+/// The queue pair and the region of a server that is gone, in the name of one that is there.
+#[test]
+fn a_stale_handshake_is_one_line_on_both_sides() {
+    let Some(device) = device() else { return };
+    let before = resources();
+    let stale = Arc::new(Mutex::new(Value::Null));
+    let transfer = ["--size", "64", "--iterations", "4"];
+
+    let mut server = device.server(&[]);
+    let keep = Arc::clone(&stale);
+    let relay = Relay::to(server.port, move |_, message| {
+        if let Some(ready) = message.get("ready") {
+            *keep.lock().expect("no panic") = ready.clone();
+        }
+    });
+    document_of(&device.client(relay.port, &transfer));
+    assert_eq!(server.status(), Some(0));
+    relay.join();
+
+    for (part, words) in [
+        (&["endpoint", "key"][..], &["retries exceeded (12)", "does not answer"][..]),
+        (&["key"], &["remote access error (10)", "stale"]),
+    ] {
+        let mut server = device.server(&[]);
+        let replay = Arc::clone(&stale);
+        let relay = Relay::to(server.port, move |_, message| {
+            if let Some(ready) = message.get_mut("ready") {
+                for field in part {
+                    ready[*field] = replay.lock().expect("no panic")[*field].clone();
+                }
+            }
+        });
+        refused(&device.client(relay.port, &transfer), 1, words);
+        one_line(&server.next_line(), words);
+        assert_eq!(server.status(), Some(1));
+        relay.join();
+    }
+    assert_eq!(resources(), before);
+}
+
+#[test]
+fn a_device_that_is_not_there_is_named_with_those_that_are() {
+    let Some(device) = device() else { return };
+    let before = resources();
+    for arguments in [&["--server", "--port", "0"][..], &["127.0.0.1"]] {
+        let output = perf(&[arguments, &["--nic", "verbs/nonsense"]].concat());
+        refused(&output, 2, &["verbs/nonsense", "use one of", &device.nic]);
+    }
+    assert_eq!(resources(), before);
+}
+
+#[test]
+fn nobody_at_the_port_is_one_line() {
+    let Some(device) = device() else { return };
+    let before = resources();
+    let port = std::net::TcpListener::bind("127.0.0.1:0")
+        .and_then(|listener| listener.local_addr())
+        .expect("a port")
+        .port();
+    refused(&device.client(port, &[]), 1, &["connect", "--server"]);
+    assert_eq!(resources(), before);
+}
