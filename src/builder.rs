@@ -8,7 +8,7 @@ use hmem_core::{
     provider::{Provider, ProviderAttr},
 };
 use hmem_iface_system::System;
-use hmem_p2p::path::Paths;
+use hmem_p2p::path::{ExplainRequest, Explanation, Paths};
 
 use crate::env;
 
@@ -18,7 +18,7 @@ pub struct Hmem {
     registry: Arc<Registry>,
     providers: Vec<Arc<dyn Provider>>,
     absent_providers: Vec<(&'static str, Error)>,
-    decider: Arc<dyn PathDecider>,
+    paths: Arc<Paths>,
     p2p_disabled: bool,
 }
 
@@ -116,7 +116,31 @@ impl Hmem {
     /// # Errors
     /// As [`Domain::open`].
     pub fn domain_on(&self, provider: &dyn Provider, attr: DomainAttr) -> Result<Domain> {
-        Domain::open(provider, Arc::clone(&self.registry), Arc::clone(&self.decider), attr)
+        let decider: Arc<dyn PathDecider> = Arc::clone(&self.paths) as _;
+        Domain::open(provider, Arc::clone(&self.registry), decider, attr)
+    }
+
+    /// The path decisions of its domains: what is remembered, and how to have it forgotten.
+    #[must_use]
+    pub fn paths(&self) -> &Paths {
+        &self.paths
+    }
+
+    /// Says which way a registration of a provider's NIC would take and why, by doing it and undoing it: what `hmem explain`
+    /// prints. The value serialises; its `Display` is a line for the decision and one for each attempt and remedy.
+    ///
+    /// # Errors
+    /// As [`Hmem::provider`] and [`Paths::explain`]. A path that was refused is no error.
+    pub fn explain(&self, provider: &str, request: &ExplainRequest) -> Result<Explanation> {
+        self.explain_on(&**self.provider(provider)?, request)
+    }
+
+    /// [`Hmem::explain`] for a provider that need not have been added, as in [`Hmem::domain_on`].
+    ///
+    /// # Errors
+    /// As [`Paths::explain`].
+    pub fn explain_on(&self, provider: &dyn Provider, request: &ExplainRequest) -> Result<Explanation> {
+        self.paths.explain(&self.registry, provider, request)
     }
 }
 
@@ -240,7 +264,7 @@ impl Builder {
             registry: Arc::new(registry),
             providers: self.providers,
             absent_providers: self.absent_providers,
-            decider: Arc::new(Paths::new().disable_p2p(disable_p2p)),
+            paths: Arc::new(Paths::new().disable_p2p(disable_p2p)),
             p2p_disabled: disable_p2p,
         })
     }

@@ -16,7 +16,7 @@
 
 use std::{borrow::Cow, error::Error as StdError, fmt};
 
-use crate::{DeviceId, IfaceKind};
+use crate::{DeviceId, IfaceKind, path::Trace};
 
 /// The result of every fallible operation of this library.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -259,6 +259,7 @@ struct Record {
     driver: Option<DriverCode>,
     context: Vec<(&'static str, String)>,
     remedy: Option<Cow<'static, str>>,
+    trace: Trace,
     source: Option<Box<dyn StdError + Send + Sync>>,
 }
 
@@ -277,6 +278,7 @@ impl Error {
             driver: None,
             context: Vec::new(),
             remedy: None,
+            trace: Trace::default(),
             source: None,
         }))
     }
@@ -347,6 +349,13 @@ impl Error {
         self
     }
 
+    /// Keeps what was tried; its refusal ([`Trace::refusal`]) is the source, if there is no other.
+    #[must_use]
+    pub fn with_trace(mut self, trace: Trace) -> Self {
+        self.0.trace = trace;
+        self
+    }
+
     /// What went wrong.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
@@ -395,6 +404,18 @@ impl Error {
         self.0.context.iter().find(|(n, _)| *n == name).map(|(_, v)| v.as_str())
     }
 
+    /// The ways that were tried, of a path decision that found none.
+    #[must_use]
+    pub fn trace(&self) -> &Trace {
+        &self.0.trace
+    }
+
+    /// The line of `Display` without the remedy.
+    #[must_use]
+    pub fn reason(&self) -> impl fmt::Display + '_ {
+        Reason(self)
+    }
+
     /// The libfabric errno of the kind, as a positive number.
     #[must_use]
     pub fn fi_errno(&self) -> i32 {
@@ -420,9 +441,11 @@ impl Error {
     }
 }
 
-impl fmt::Display for Error {
+struct Reason<'a>(&'a Error);
+
+impl fmt::Display for Reason<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let record = &*self.0;
+        let record = &*self.0.0;
         write!(f, "{}: {}", record.operation, record.kind)?;
         let mut separator = " (";
         let mut pair = |f: &mut fmt::Formatter<'_>, name: &str, value: &dyn fmt::Display| {
@@ -451,13 +474,23 @@ impl fmt::Display for Error {
         if separator == ", " {
             f.write_str(")")?;
         }
-        if let Some(source) = &record.source {
-            write!(f, ": {source}")?;
+        if !record.trace.is_empty() {
+            write!(f, ": {}", record.trace)?;
         }
-        if let Some(remedy) = &record.remedy {
-            write!(f, "; {remedy}")?;
+        match &record.source {
+            Some(source) => write!(f, ": {source}"),
+            None => Ok(()),
         }
-        Ok(())
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.reason())?;
+        match self.remedy_text() {
+            Some(remedy) => write!(f, "; {remedy}"),
+            None => Ok(()),
+        }
     }
 }
 
@@ -469,13 +502,15 @@ impl fmt::Debug for Error {
         s.field("iface", &record.iface).field("device", &record.device);
         s.field("provider", &record.provider).field("errno", &record.errno);
         s.field("driver", &record.driver).field("context", &record.context);
-        s.field("remedy", &record.remedy).field("source", &record.source).finish()
+        s.field("remedy", &record.remedy).field("trace", &record.trace);
+        s.field("source", &record.source).finish()
     }
 }
 
 impl StdError for Error {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        self.0.source.as_deref().map(|source| source as _)
+        let tried = || self.0.trace.refusal().map(|error| error as _);
+        self.0.source.as_deref().map(|source| source as _).or_else(tried)
     }
 }
 

@@ -63,7 +63,8 @@ pub struct AllocRequest {
 }
 
 /// How device memory should be mapped for the importer of a dma-buf (HM-09).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum DmaBufMapping {
     /// The driver's default.
     #[default]

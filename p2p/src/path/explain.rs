@@ -1,0 +1,225 @@
+//! What would be decided, found out by doing and undone: the library's side of `hmem explain`.
+
+use std::{fmt, sync::Arc};
+
+use hmem_core::{
+    Access, AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, ErrorKind, Iface,
+    IfaceKind, MrMode, Path, Registry, Result,
+    iface::{AllocRequest, DmaBufMapping},
+    path::{P2pPolicy, Trace},
+    provider::Provider,
+};
+use serde::{Serialize, Serializer};
+
+use super::Paths;
+
+/// What to explain.
+#[derive(Clone, Debug)]
+pub struct ExplainRequest {
+    /// Whose memory.
+    pub iface: IfaceKind,
+    /// On which device; the first unless said, ignored for host memory.
+    pub device: Option<DeviceId>,
+    /// Which kind of memory; [`AllocationKind::System`] for host memory, [`AllocationKind::Device`] otherwise, unless said.
+    pub kind: Option<AllocationKind>,
+    /// Which of the provider's NICs; the first unless said.
+    pub nic: Option<String>,
+    /// Bytes, more than 0; a page unless said.
+    pub size: u64,
+    /// The policy of the domain.
+    pub policy: P2pPolicy,
+}
+
+impl ExplainRequest {
+    /// A page of an iface's first device, for the first NIC, under the default policy.
+    #[must_use]
+    pub fn new(iface: IfaceKind) -> Self {
+        let size = rustix::param::page_size() as u64;
+        Self { iface, device: None, kind: None, nic: None, size, policy: P2pPolicy::default() }
+    }
+}
+
+/// A decision with its reasons, as a registration would come to it now.
+#[derive(Clone, Debug, Serialize)]
+pub struct Explanation {
+    /// Whose memory.
+    #[serde(serialize_with = "display")]
+    pub iface: IfaceKind,
+    /// On which device; `None` for host memory.
+    pub device: Option<u32>,
+    /// Where the device is plugged in.
+    pub device_pci_bus_id: Option<String>,
+    /// Which kind of memory.
+    pub kind: &'static str,
+    /// Bytes.
+    pub size: u64,
+    /// The NIC, as `provider/name`.
+    pub nic: String,
+    /// Where the NIC is plugged in.
+    pub nic_pci_bus_id: Option<String>,
+    /// The policy asked for.
+    pub policy: P2pPolicy,
+    /// Whether device memory is kept from every NIC, whatever the policy (`FI_HMEM_DISABLE_P2P`, or the builder).
+    pub p2p_disabled: bool,
+    /// The way; `None` if every one was refused.
+    pub path: Option<Path>,
+    /// The mapping of the dma-buf, where that is the way.
+    pub mapping: Option<DmaBufMapping>,
+    /// Why that way, or why none.
+    pub reason: String,
+    /// What to change to get a better way, or any at all; each once, in the order of the attempts.
+    pub remedies: Vec<String>,
+    /// Every way that was tried.
+    pub attempts: Trace,
+}
+
+fn display<T: fmt::Display, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(value)
+}
+
+impl Paths {
+    /// Says which way a registration would take, by allocating and registering `request.size` bytes and undoing both.
+    /// Nothing remembered is used, and nothing is remembered.
+    ///
+    /// A way that is refused, or all of them, is a result; errors are for what keeps it from being found out.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for an iface, device or NIC that is not there; [`ErrorKind::ZeroLength`]; what
+    /// allocating or opening the NIC reported.
+    pub fn explain(
+        &self,
+        registry: &Arc<Registry>,
+        provider: &dyn Provider,
+        request: &ExplainRequest,
+    ) -> Result<Explanation> {
+        let iface = registry.get(request.iface)?;
+        let (device, device_pci_bus_id) = device(iface, request)?;
+        let system = request.iface == IfaceKind::SYSTEM;
+        let usual = if system { AllocationKind::System } else { AllocationKind::Device };
+        let kind = request.kind.unwrap_or(usual);
+        let attr = DomainAttr {
+            nic: request.nic.clone(),
+            mr_mode: MrMode::all().difference(MrMode::BASIC | MrMode::SCALABLE),
+            hmem: true,
+            p2p: request.policy,
+            ..DomainAttr::default()
+        };
+        let decider = Arc::new(self.without_memory());
+        let domain = Domain::open(provider, Arc::clone(registry), decider, attr)?;
+        let wanted = AllocRequest { len: request.size, device: device.unwrap_or(DeviceId(0)), kind };
+        let buffer = DeviceBuffer::allocate(iface, &wanted)?;
+        let outcome = match domain.register(buffer, Access::REMOTE_READ | Access::REMOTE_WRITE) {
+            Ok(registered) => {
+                let decision = Arc::clone(registered.decision()?);
+                drop(registered.close()?);
+                Ok(decision)
+            }
+            Err(rejected) => Err(rejected.error),
+        };
+        let nic = &domain.provider_attr().nic;
+        let mut explanation = Explanation {
+            iface: request.iface,
+            device: device.map(|device| device.0),
+            device_pci_bus_id,
+            kind: kind.name(),
+            size: request.size,
+            nic: nic.to_string(),
+            nic_pci_bus_id: nic.pci_bus_id.clone(),
+            policy: request.policy,
+            p2p_disabled: self.is_p2p_disabled(),
+            path: None,
+            mapping: None,
+            reason: String::new(),
+            remedies: Vec::new(),
+            attempts: Trace::default(),
+        };
+        match outcome {
+            Ok(decision) => explanation.take(&decision),
+            Err(error) => explanation.refused(&error)?,
+        }
+        domain.close()?;
+        Ok(explanation)
+    }
+}
+
+/// The device meant, and where it is plugged in.
+fn device(iface: &Arc<dyn Iface>, request: &ExplainRequest) -> Result<(Option<DeviceId>, Option<String>)> {
+    if request.iface == IfaceKind::SYSTEM {
+        return Ok((None, None));
+    }
+    let devices = iface.devices()?;
+    let found = match request.device {
+        None => devices.first(),
+        Some(id) => devices.iter().find(|device| device.id == id),
+    };
+    let found = found.ok_or_else(|| {
+        let error = Error::new(ErrorKind::InvalidArgument, "explain")
+            .iface(request.iface)
+            .context("devices", devices.len())
+            .remedy("name a device that the iface lists");
+        match request.device {
+            Some(device) => error.device(device),
+            None => error,
+        }
+    })?;
+    Ok((Some(found.id), found.pci_bus_id.clone()))
+}
+
+impl Explanation {
+    fn take(&mut self, decision: &Decision) {
+        self.path = Some(decision.path);
+        self.mapping = (decision.path == Path::DmaBuf).then_some(decision.mapping);
+        self.reason.clone_from(&decision.reason);
+        self.attempts = decision.attempts.clone();
+        let staged_by_order = decision.path == Path::Staged && decision.policy == P2pPolicy::Disabled;
+        if staged_by_order {
+            self.advise(super::allow(self.p2p_disabled).to_owned());
+        }
+        self.advise_by_attempts();
+    }
+
+    /// An error with a trace is a decision; one without kept the decision from being made.
+    fn refused(&mut self, error: &Error) -> Result<()> {
+        self.reason = error.context_value("why").unwrap_or(error.kind().text()).to_owned();
+        self.attempts = error.trace().clone();
+        self.advise_by_attempts();
+        if let Some(remedy) = error.remedy_text() {
+            self.advise(remedy.to_owned());
+        }
+        Ok(())
+    }
+
+    fn advise_by_attempts(&mut self) {
+        let attempts = self.attempts.clone();
+        for remedy in attempts.iter().filter_map(|attempt| attempt.remedy.clone()) {
+            self.advise(remedy);
+        }
+    }
+
+    fn advise(&mut self, remedy: String) {
+        if !self.remedies.contains(&remedy) {
+            self.remedies.push(remedy);
+        }
+    }
+}
+
+impl fmt::Display for Explanation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.path {
+            Some(path) => write!(f, "{path}")?,
+            None => f.write_str("no path")?,
+        }
+        write!(f, " ({}) for {} bytes of {} memory of {}", self.reason, self.size, self.kind, self.iface)?;
+        if let Some(device) = self.device {
+            write!(f, " device {device}")?;
+        }
+        write!(f, " on {}, policy {}", self.nic, self.policy)?;
+        for attempt in &self.attempts {
+            write!(f, "\n  {attempt}")?;
+        }
+        for remedy in &self.remedies {
+            write!(f, "\n  to do: {remedy}")?;
+        }
+        Ok(())
+    }
+}

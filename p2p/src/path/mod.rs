@@ -1,0 +1,371 @@
+//! Which way a NIC gets at memory: plain host, dma-buf, peer memory, or staged copies.
+//!
+//! Ways are tried, not guessed: each attempt registers, and a refusal is recorded with its error, probable cause and
+//! remedy before the next way is tried. What worked is tried first the next time for the same iface, device, kind of
+//! memory, NIC and policy, and is forgotten when it fails. One odd buffer demotes nobody: where a way was refused, a page of
+//! the same kind is registered and given back, and only what that page showed is remembered.
+//!
+//! [`Paths::explain`] says what would be decided without leaving anything registered.
+//!
+//! ```
+//! use hmem_core::{Path, path::{P2pPolicy, PathDecider}, provider::Nic};
+//! use hmem_p2p::path::Paths;
+//!
+//! let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
+//! let decision = Paths::new().plain_host(&nic);
+//! assert_eq!(decision.path, Path::PlainHost);
+//! ```
+
+mod cache;
+mod explain;
+mod exports;
+mod probe;
+mod trial;
+
+use std::{os::fd::BorrowedFd, sync::Arc};
+
+use hmem_core::{
+    AllocationKind, Decision, DmaBufOffset, IfaceKind, Path, Registry, Result,
+    iface::DmaBufMapping,
+    path::{Attempt, P2pPolicy, PathDecider, PathOutcome, PathRequest},
+    provider::{Backing, Nic, Piece, ProviderAttr, ProviderDomain, ProviderRegion},
+    registry::Owner,
+};
+
+pub use self::explain::{ExplainRequest, Explanation};
+use self::{
+    cache::{Cache, Key},
+    probe::{Shown, probe},
+    trial::{Asked, Refusal, Step, Subject, Trial, Way},
+};
+
+/// The path decision of this library, with the decisions made so far.
+#[derive(Debug, Default)]
+pub struct Paths {
+    disable_p2p: bool,
+    cache: Cache,
+}
+
+impl Paths {
+    /// Decides by the policy of each domain.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Keeps device memory from every NIC, whatever the domains' policies (`FI_HMEM_DISABLE_P2P=1`).
+    #[must_use]
+    pub fn disable_p2p(mut self, disable: bool) -> Self {
+        self.disable_p2p = disable;
+        self
+    }
+
+    /// Whether device memory is kept from every NIC.
+    #[must_use]
+    pub fn is_p2p_disabled(&self) -> bool {
+        self.disable_p2p
+    }
+
+    /// What is tried first for memory of this owner on this NIC: the decision made earlier for its class, if there is one.
+    ///
+    /// Takes no lock and asks no driver.
+    #[must_use]
+    pub fn remembered(&self, owner: &Owner, nic: &ProviderAttr, policy: P2pPolicy) -> Option<Arc<Decision>> {
+        let key = Key::new(owner.iface, owner.device, kind_of(owner), self.policy(policy), nic);
+        self.cache.decided(&key).map(|decided| Arc::clone(&decided.decision))
+    }
+
+    /// Forgets every decision, so that what changed on the machine (a module loaded, a limit raised) is found out.
+    pub fn forget(&self) {
+        self.cache.clear();
+    }
+
+    /// The same settings, and no decisions.
+    fn without_memory(&self) -> Self {
+        Self { disable_p2p: self.disable_p2p, cache: Cache::default() }
+    }
+
+    #[inline]
+    fn policy(&self, asked: P2pPolicy) -> P2pPolicy {
+        if self.disable_p2p { P2pPolicy::Disabled } else { asked }
+    }
+
+    /// # Safety
+    /// As [`ProviderDomain::register`], for the ranges of the request.
+    unsafe fn decide(&self, subject: Subject<'_>) -> Result<PathOutcome> {
+        let request = subject.request;
+        let attr = subject.provider.attr();
+        let key = Key::new(request.owner.iface, request.owner.device, subject.kind, subject.policy, attr);
+        let mut exports = subject.exports();
+        let mut tried = None;
+        if let Some(decided) = self.cache.decided(&key) {
+            // SAFETY: passed on to the caller.
+            match unsafe { subject.take(decided.way, &mut exports) } {
+                Ok(region) => {
+                    let decision = remembered_now(&decided.decision, exports.close());
+                    return Ok(PathOutcome { region, decision: Some(decision) });
+                }
+                Err(refusal) => {
+                    if !refusal.own && !refusal.is_about_the_request() {
+                        self.cache.slot(&key).forget(&decided);
+                    }
+                    tried = Some((decided.way, refusal));
+                }
+            }
+        }
+        let span = tracing::debug_span!("path", iface = %request.owner.iface, device = ?request.owner.device.map(|id| id.0),
+            kind = subject.kind.name(), nic = %attr.nic, policy = %subject.policy);
+        let _entered = span.enter();
+        let mut trial = Trial::new(subject.asked);
+        let failed = tried.map(|(way, refusal)| {
+            let own = refusal.own;
+            trial.refuse(way.path(), refusal);
+            (way, own)
+        });
+        // SAFETY: passed on to the caller.
+        let (way, region) =
+            match unsafe { ways_left(&subject, &mut trial, &mut exports, failed.map(|(way, _)| way)) } {
+                Ok(found) => found,
+                Err((why, remedy)) => {
+                    trial.note(exports.close());
+                    return Err(trial.exhausted(why, remedy));
+                }
+            };
+        trial.note(exports.close());
+        let learn =
+            Learn { refused_by_driver: trial.refused_by_driver, own: failed.is_some_and(|(_, own)| own) };
+        let decision = Arc::new(trial.decision(way, reason(way, &subject)));
+        self.learn(&key, &subject, way, &decision, learn);
+        Ok(PathOutcome { region, decision: Some(decision) })
+    }
+
+    /// Remembers what holds for other buffers too.
+    fn learn(&self, key: &Key<'_>, subject: &Subject<'_>, way: Way, decision: &Arc<Decision>, learn: Learn) {
+        if !learn.refused_by_driver {
+            let decision = Decision { remembered: true, ..Decision::clone(decision) };
+            return self.cache.slot(key).remember(way, Arc::new(decision));
+        }
+        if learn.own || !self.cache.slot(key).count_refused() {
+            return;
+        }
+        match probe(subject) {
+            Shown::Direct(way, decision) => {
+                let decision = Decision { remembered: true, ..*decision };
+                self.cache.slot(key).remember(way, Arc::new(decision));
+            }
+            Shown::NoDirect(mut attempts) if way == Way::Staged => {
+                attempts.push(Attempt::success(way.path(), way.registering()));
+                let attempts = attempts.into();
+                let decision = Decision { remembered: true, attempts, ..Decision::clone(decision) };
+                self.cache.slot(key).remember(way, Arc::new(decision));
+            }
+            Shown::NoDirect(_) | Shown::Nothing => {}
+        }
+    }
+}
+
+/// What a registration says about others of its class.
+#[derive(Clone, Copy, Debug)]
+struct Learn {
+    /// A driver refused a way before one worked.
+    refused_by_driver: bool,
+    /// What was remembered holds still: the buffer itself could not take it.
+    own: bool,
+}
+
+/// The remembered decision, or a copy with what went wrong while exports were given back.
+#[inline]
+fn remembered_now(decision: &Arc<Decision>, also: Vec<Attempt>) -> Arc<Decision> {
+    if also.is_empty() { Arc::clone(decision) } else { with_more(decision, also) }
+}
+
+#[cold]
+fn with_more(decision: &Decision, mut also: Vec<Attempt>) -> Arc<Decision> {
+    also.push(Attempt::success(decision.path, format!("register({})", decision.path)));
+    Arc::new(Decision { remembered: false, attempts: also.into(), ..decision.clone() })
+}
+
+/// The ways that the policy leaves, but for one that was just refused.
+///
+/// # Safety
+/// As [`ProviderDomain::register`], for the ranges of the request.
+unsafe fn ways_left(
+    subject: &Subject<'_>,
+    trial: &mut Trial<'_>,
+    exports: &mut exports::Exports<'_>,
+    tried: Option<Way>,
+) -> Result<(Way, ProviderRegion), (&'static str, &'static str)> {
+    const REFUSED: (&str, &str) =
+        ("what was asked for was refused, whatever the way", "ask for something else, as the trace says");
+    if trial.request_refused {
+        return Err(REFUSED);
+    }
+    if subject.kind.cpu_accessible() {
+        if tried.is_none() {
+            // SAFETY: passed on to the caller.
+            match unsafe { subject.take(Way::HostPages, exports) } {
+                Ok(region) => return Ok((Way::HostPages, region)),
+                Err(refusal) => trial.refuse(Path::PlainHost, refusal),
+            }
+        }
+        return Err(("its host pages were refused", "see the trace: there is no other way to host pages"));
+    }
+    if subject.policy == P2pPolicy::Disabled {
+        if subject.request.policy == P2pPolicy::Required {
+            return Err((
+                "direct access is required by the domain and switched off for the process",
+                ALLOW_IN_PROCESS,
+            ));
+        }
+        if tried.is_none() {
+            // SAFETY: passed on to the caller.
+            if let Some(region) = unsafe { trial.staged(subject, exports) } {
+                return Ok((Way::Staged, region));
+            }
+        }
+        return Err((
+            "direct access to device memory is disabled, and the NIC takes no staged copies",
+            allow(subject.request.policy != P2pPolicy::Disabled),
+        ));
+    }
+    // SAFETY: passed on to the caller.
+    if let Some(found) = unsafe { trial.direct(subject, exports, tried) } {
+        return Ok(found);
+    }
+    if trial.request_refused {
+        return Err(REFUSED);
+    }
+    if subject.policy == P2pPolicy::Required {
+        return Err((
+            "direct access is required and every way was refused",
+            "make one of the ways in the trace work, or let the policy be Enabled, which stages copies",
+        ));
+    }
+    if subject.policy == P2pPolicy::Preferred {
+        tracing::warn!(range = %subject.request.ranges[0], "no direct path to device memory: staging copies");
+    }
+    if tried != Some(Way::Staged) {
+        // SAFETY: passed on to the caller.
+        if let Some(region) = unsafe { trial.staged(subject, exports) } {
+            return Ok((Way::Staged, region));
+        }
+    }
+    Err(("no direct way worked, nor did staged copies", "make one of the ways in the trace work"))
+}
+
+const ALLOW_IN_PROCESS: &str = "allow direct access again (unset FI_HMEM_DISABLE_P2P, or the builder's disable_p2p), or \
+                                let the policy be Enabled, which stages copies";
+
+/// What lets direct access be tried that was switched off.
+pub(crate) const fn allow(by_process: bool) -> &'static str {
+    if by_process {
+        "unset FI_HMEM_DISABLE_P2P (or the builder's disable_p2p) to have direct access tried"
+    } else {
+        "let the domain's policy be Enabled to have direct access tried"
+    }
+}
+
+fn reason(way: Way, subject: &Subject<'_>) -> &'static str {
+    match (way, subject.kind) {
+        (Way::DmaBuf(_), _) => "the device exports it and the NIC imports it",
+        (Way::PeerMemory, _) => "a peer-memory client resolves the device address",
+        (Way::Staged, _) if subject.policy != P2pPolicy::Disabled => "no direct way worked",
+        (Way::Staged, _) if subject.request.policy == P2pPolicy::Disabled => {
+            "direct access to device memory is disabled by the domain's policy"
+        }
+        (Way::Staged, _) => "direct access to device memory is disabled for the process",
+        (Way::HostPages, AllocationKind::Managed) => {
+            "managed memory migrates: its host pages are registered, not device memory"
+        }
+        (Way::HostPages, _) => "the device API's host memory consists of host pages",
+    }
+}
+
+#[inline]
+fn kind_of(owner: &Owner) -> AllocationKind {
+    match owner.allocation {
+        Some(allocation) => allocation.kind,
+        None if owner.iface == IfaceKind::SYSTEM => AllocationKind::System,
+        None => AllocationKind::Device,
+    }
+}
+
+impl PathDecider for Paths {
+    fn plain_host(&self, nic: &Nic) -> Decision {
+        Decision {
+            path: Path::PlainHost,
+            reason: "host memory needs no export".into(),
+            iface: IfaceKind::SYSTEM,
+            device: None,
+            nic: nic.to_string(),
+            policy: P2pPolicy::Enabled,
+            mapping: DmaBufMapping::Default,
+            remembered: false,
+            attempts: vec![Attempt::success(Path::PlainHost, "register(host pages)")].into(),
+        }
+    }
+
+    unsafe fn register(
+        &self,
+        request: &PathRequest<'_>,
+        registry: &Registry,
+        provider: &dyn ProviderDomain,
+    ) -> Result<PathOutcome> {
+        if request.dma_buf.is_none() && request.owner.iface == IfaceKind::SYSTEM {
+            // SAFETY: passed on to the caller.
+            let region = unsafe { register_host(request, provider) }?;
+            return Ok(PathOutcome { region, decision: None });
+        }
+        let policy = self.policy(request.policy);
+        let asked = Asked { request, kind: kind_of(&request.owner), provider, policy };
+        if let Some((fd, offset)) = request.dma_buf {
+            // SAFETY: passed on to the caller.
+            return unsafe { given_dma_buf(asked, fd, offset) };
+        }
+        let iface = registry.get(request.owner.iface)?;
+        // SAFETY: passed on to the caller.
+        unsafe { self.decide(Subject { asked, iface }) }
+    }
+}
+
+/// # Safety
+/// As [`ProviderDomain::register`], for the ranges of the request.
+unsafe fn register_host(request: &PathRequest<'_>, provider: &dyn ProviderDomain) -> Result<ProviderRegion> {
+    let backing = Backing::Host { owned: request.owned };
+    let pieces: Vec<_> =
+        request.ranges.iter().map(|range| Piece { range: *range, backing: backing.clone() }).collect();
+    // SAFETY: passed on to the caller.
+    unsafe { provider.register(&request.registration, &pieces) }
+}
+
+/// Memory that the application brought as a dma-buf: there is no other way to it.
+///
+/// # Safety
+/// As [`ProviderDomain::register`], for the ranges of the request.
+unsafe fn given_dma_buf(asked: Asked<'_>, fd: BorrowedFd<'_>, offset: DmaBufOffset) -> Result<PathOutcome> {
+    let (request, way) = (asked.request, Way::DmaBuf(DmaBufMapping::Default));
+    let mut trial = Trial::new(asked);
+    if asked.policy == P2pPolicy::Disabled && request.owner.iface != IfaceKind::SYSTEM {
+        return Err(trial.exhausted(
+            "direct access is disabled, and a dma-buf can be reached in no other way",
+            "allow direct access (the domain's policy, FI_HMEM_DISABLE_P2P), or bring the memory by address instead of by \
+             dma-buf",
+        ));
+    }
+    let piece = Piece { range: request.ranges[0], backing: Backing::DmaBuf { fd, offset } };
+    // SAFETY: passed on to the caller.
+    match unsafe { asked.provider.register(&request.registration, &[piece]) } {
+        Ok(region) => {
+            let decision = trial.decision(way, "the application brought the dma-buf");
+            Ok(PathOutcome { region, decision: Some(Arc::new(decision)) })
+        }
+        Err(error) => {
+            let call = format!("register(dma-buf offset {offset})");
+            trial.refuse(Path::DmaBuf, Refusal::new(Step::Register, call, error));
+            Err(trial.exhausted(
+                "the dma-buf was refused",
+                "see the trace: a dma-buf can be reached in no other way",
+            ))
+        }
+    }
+}

@@ -1,0 +1,381 @@
+//! Trying ways on one buffer for one NIC, and writing down what came of each.
+
+use std::{ops::Deref, sync::Arc};
+
+use hmem_core::{
+    AddressRange, AllocationKind, Decision, Error, ErrorKind, Iface, Path, Result,
+    iface::DmaBufMapping,
+    path::{Attempt, P2pPolicy, PathRequest, Trace},
+    provider::{Backing, Imports, Piece, ProviderDomain, ProviderRegion},
+};
+
+use super::exports::Exports;
+use crate::staging::StagedRange;
+
+/// A way from memory to a NIC, as exactly as it can be taken again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    HostPages,
+    DmaBuf(DmaBufMapping),
+    PeerMemory,
+    Staged,
+}
+
+impl Way {
+    pub(super) const fn path(self) -> Path {
+        match self {
+            Self::HostPages => Path::PlainHost,
+            Self::DmaBuf(_) => Path::DmaBuf,
+            Self::PeerMemory => Path::PeerMemory,
+            Self::Staged => Path::Staged,
+        }
+    }
+
+    pub(super) const fn mapping(self) -> DmaBufMapping {
+        match self {
+            Self::DmaBuf(mapping) => mapping,
+            _ => DmaBufMapping::Default,
+        }
+    }
+
+    pub(super) fn registering(self) -> String {
+        match self {
+            Self::HostPages => "register(host pages)".into(),
+            Self::DmaBuf(mapping) => format!("register(dma-buf, {mapping:?} mapping)"),
+            Self::PeerMemory => "register(peer memory)".into(),
+            Self::Staged => "register(staged)".into(),
+        }
+    }
+}
+
+/// What was being done when a way was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// Finding the physical segments.
+    Segments,
+    /// Exporting, as a dma-buf or to peer-memory clients.
+    Export,
+    /// Registering with the NIC.
+    Register,
+}
+
+/// A way that was refused.
+#[derive(Debug)]
+pub(super) struct Refusal {
+    pub(super) step: Step,
+    pub(super) call: String,
+    pub(super) error: Error,
+    /// Whether it is about this buffer alone, by what the iface says of its segments: no driver was asked.
+    pub(super) own: bool,
+    /// What else went wrong while it was undone.
+    pub(super) also: Vec<Attempt>,
+}
+
+impl Refusal {
+    pub(super) fn new(step: Step, call: String, error: Error) -> Self {
+        Self { step, call, error, own: false, also: Vec::new() }
+    }
+
+    /// Whether every way would meet the same refusal: it is about what was asked for, not about how the NIC gets there.
+    pub(super) fn is_about_the_request(&self) -> bool {
+        matches!(
+            self.error.kind(),
+            ErrorKind::NoKey
+                | ErrorKind::KeyRejected
+                | ErrorKind::BadFlags
+                | ErrorKind::BadAccess
+                | ErrorKind::BadPageSize
+                | ErrorKind::TooManyRanges
+                | ErrorKind::TooLong
+                | ErrorKind::ZeroLength
+                | ErrorKind::AddressWraps
+                | ErrorKind::ModeMismatch
+                | ErrorKind::BadState
+                | ErrorKind::Canceled
+        )
+    }
+
+    /// Whether another buffer of the same class would meet the same refusal at another time, as far as its kind tells.
+    fn lasts(&self) -> bool {
+        matches!(
+            self.error.kind(),
+            ErrorKind::Unsupported
+                | ErrorKind::NoSys
+                | ErrorKind::Unreachable
+                | ErrorKind::InvalidArgument
+                | ErrorKind::BadAddress
+                | ErrorKind::PermissionDenied
+                | ErrorKind::AccessDenied
+        )
+    }
+}
+
+/// What is to be registered, and where.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Asked<'a> {
+    pub(super) request: &'a PathRequest<'a>,
+    pub(super) kind: AllocationKind,
+    pub(super) provider: &'a dyn ProviderDomain,
+    /// The policy in force.
+    pub(super) policy: P2pPolicy,
+}
+
+/// The same, of an iface that can be asked.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Subject<'a> {
+    pub(super) asked: Asked<'a>,
+    pub(super) iface: &'a Arc<dyn Iface>,
+}
+
+impl<'a> Deref for Subject<'a> {
+    type Target = Asked<'a>;
+
+    fn deref(&self) -> &Asked<'a> {
+        &self.asked
+    }
+}
+
+impl<'a> Subject<'a> {
+    fn imports(&self) -> Imports {
+        self.provider.attr().imports
+    }
+
+    pub(super) fn exports(&self) -> Exports<'a> {
+        Exports::new(&**self.iface, self.request.ranges)
+    }
+
+    /// Takes one way.
+    ///
+    /// # Safety
+    /// As [`ProviderDomain::register`], for the ranges of the request.
+    pub(super) unsafe fn take(&self, way: Way, exports: &mut Exports<'_>) -> Result<ProviderRegion, Refusal> {
+        let nic = &self.provider.attr().nic;
+        let registered = match way {
+            Way::HostPages => {
+                let backing = Backing::Host { owned: self.request.owned };
+                let pieces = self.pieces(|_| backing.clone());
+                // SAFETY: passed on to the caller.
+                unsafe { self.register(&pieces) }
+            }
+            Way::DmaBuf(mapping) => {
+                let pieces = exports.pieces(mapping, nic)?;
+                // SAFETY: passed on to the caller.
+                let registered = unsafe { self.register(&pieces) };
+                match registered {
+                    Ok(region) => {
+                        exports.mark_used(mapping);
+                        Ok(region)
+                    }
+                    Err(error) => {
+                        let also = exports.refused(mapping);
+                        return Err(Refusal {
+                            also,
+                            ..Refusal::new(Step::Register, way.registering(), error)
+                        });
+                    }
+                }
+            }
+            Way::PeerMemory => {
+                let mut pieces = Vec::with_capacity(self.request.ranges.len());
+                for range in self.request.ranges {
+                    let export = self.iface.export_peer_memory(*range, nic).map_err(|error| {
+                        Refusal::new(Step::Export, format!("export_peer_memory({range})"), error)
+                    })?;
+                    let backing = Backing::PeerMemory { address: export.address };
+                    pieces.push(Piece { range: *range, backing });
+                }
+                // SAFETY: passed on to the caller.
+                unsafe { self.register(&pieces) }
+            }
+            Way::Staged => {
+                let pieces = self.pieces(|range| {
+                    Backing::Staged(Arc::new(StagedRange::new(Arc::clone(self.iface), range)))
+                });
+                // SAFETY: passed on to the caller.
+                unsafe { self.register(&pieces) }
+            }
+        };
+        registered.map_err(|error| Refusal::new(Step::Register, way.registering(), error))
+    }
+
+    fn pieces<'b>(&self, backing: impl Fn(AddressRange) -> Backing<'b>) -> Vec<Piece<'b>> {
+        self.request.ranges.iter().map(|range| Piece { range: *range, backing: backing(*range) }).collect()
+    }
+
+    /// # Safety
+    /// As [`ProviderDomain::register`].
+    unsafe fn register(&self, pieces: &[Piece<'_>]) -> Result<ProviderRegion> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.provider.register(&self.request.registration, pieces) }
+    }
+}
+
+/// One decision under way.
+#[derive(Debug)]
+pub(super) struct Trial<'a> {
+    asked: Asked<'a>,
+    attempts: Vec<Attempt>,
+    /// Whether a driver refused a way, and not only the NIC's list of imports.
+    pub(super) refused_by_driver: bool,
+    /// Whether some refusal may be gone the next time.
+    pub(super) may_pass: bool,
+    /// Whether no other way needs to be tried.
+    pub(super) request_refused: bool,
+}
+
+impl<'a> Trial<'a> {
+    pub(super) fn new(asked: Asked<'a>) -> Self {
+        Self {
+            asked,
+            attempts: Vec::new(),
+            refused_by_driver: false,
+            may_pass: false,
+            request_refused: false,
+        }
+    }
+
+    /// Tries the direct ways in order, but for one that was tried already.
+    ///
+    /// # Safety
+    /// As [`ProviderDomain::register`], for the ranges of the request.
+    pub(super) unsafe fn direct(
+        &mut self,
+        subject: &Subject<'_>,
+        exports: &mut Exports<'_>,
+        tried: Option<Way>,
+    ) -> Option<(Way, ProviderRegion)> {
+        let imports = subject.imports();
+        if !imports.dma_buf {
+            self.lacks(Path::DmaBuf, "dma-buf");
+        }
+        let pcie = subject.iface.capability().pcie_mapping;
+        let mut mappings = mappings(imports.pcie_mapping_first, pcie).to_vec();
+        if let Some(existing) = exports.existing() {
+            // One export for all NICs: another mapping only where this one is refused.
+            mappings.retain(|mapping| *mapping != existing);
+            mappings.insert(0, existing);
+        }
+        let dma_bufs = mappings.into_iter().filter(|_| imports.dma_buf).map(Way::DmaBuf);
+        let ways: Vec<_> = dma_bufs.chain(imports.peer_memory.then_some(Way::PeerMemory)).collect();
+        for way in ways {
+            if tried == Some(way) {
+                continue;
+            }
+            // SAFETY: passed on to the caller.
+            match unsafe { subject.take(way, exports) } {
+                Ok(region) => return Some((way, region)),
+                Err(refusal) => self.refuse(way.path(), refusal),
+            }
+            if self.request_refused {
+                return None;
+            }
+        }
+        if !imports.peer_memory {
+            self.lacks(Path::PeerMemory, "peer memory");
+        }
+        None
+    }
+
+    /// Stages copies.
+    ///
+    /// # Safety
+    /// As [`ProviderDomain::register`], for the ranges of the request.
+    pub(super) unsafe fn staged(
+        &mut self,
+        subject: &Subject<'_>,
+        exports: &mut Exports<'_>,
+    ) -> Option<ProviderRegion> {
+        if !subject.imports().staged {
+            self.lacks(Path::Staged, "staged copies");
+            return None;
+        }
+        // SAFETY: passed on to the caller.
+        match unsafe { subject.take(Way::Staged, exports) } {
+            Ok(region) => Some(region),
+            Err(refusal) => {
+                self.refuse(Path::Staged, refusal);
+                None
+            }
+        }
+    }
+
+    fn lacks(&mut self, path: Path, what: &'static str) {
+        let error = Error::new(ErrorKind::Unsupported, "import")
+            .provider(self.asked.provider.attr().nic.to_string())
+            .context("what", what)
+            .remedy("use a NIC and driver that have it");
+        tracing::debug!(%path, %error, "path not there");
+        self.attempts.push(Attempt::lacking(path, error));
+    }
+
+    /// Writes a refusal down.
+    pub(super) fn refuse(&mut self, path: Path, refusal: Refusal) {
+        self.refused_by_driver = true;
+        self.may_pass |= !refusal.lasts();
+        self.request_refused |= refusal.is_about_the_request();
+        let Refusal { step, call, error, also, .. } = refusal;
+        let attempt = Attempt::refused(path, call, error);
+        tracing::debug!(%path, ?step, call = attempt.call, error = %attempt.error.as_ref().map(Error::to_string).unwrap_or_default(),
+            cause = attempt.cause, remedy = attempt.remedy, "path refused");
+        self.attempts.push(attempt);
+        self.attempts.extend(also);
+    }
+
+    /// Writes down what went wrong without changing the way.
+    pub(super) fn note(&mut self, attempts: Vec<Attempt>) {
+        self.attempts.extend(attempts);
+    }
+
+    /// What was tried.
+    pub(super) fn into_attempts(self) -> Vec<Attempt> {
+        self.attempts
+    }
+
+    /// The decision for a way that worked.
+    pub(super) fn decision(self, way: Way, reason: &str) -> Decision {
+        let mut attempts = self.attempts;
+        attempts.push(Attempt::success(way.path(), way.registering()));
+        let request = self.asked.request;
+        let decision = Decision {
+            path: way.path(),
+            reason: reason.into(),
+            iface: request.owner.iface,
+            device: request.owner.device,
+            nic: self.asked.provider.attr().nic.to_string(),
+            policy: self.asked.policy,
+            mapping: way.mapping(),
+            remembered: false,
+            attempts: attempts.into(),
+        };
+        tracing::debug!(%decision, "path decided");
+        decision
+    }
+
+    /// No way is left: the kind of the last refusal, with the whole trace.
+    pub(super) fn exhausted(self, why: &'static str, remedy: &'static str) -> Error {
+        let trace = Trace::from(self.attempts);
+        let request = self.asked.request;
+        let kind = trace.refusal().map_or(ErrorKind::Unsupported, Error::kind);
+        let mut error = Error::new(kind, "path")
+            .iface(request.owner.iface)
+            .provider(self.asked.provider.attr().nic.to_string())
+            .context("range", request.ranges[0])
+            .context("policy", self.asked.policy)
+            .context("why", why)
+            .remedy(remedy)
+            .with_trace(trace);
+        if let Some(device) = request.owner.device {
+            error = error.device(device);
+        }
+        error
+    }
+}
+
+/// Mappings in the order to try them (HM-09).
+fn mappings(pcie_first: bool, has_pcie: bool) -> &'static [DmaBufMapping] {
+    if pcie_first && has_pcie {
+        &[DmaBufMapping::Pcie, DmaBufMapping::Default]
+    } else {
+        &[DmaBufMapping::Default]
+    }
+}

@@ -1,0 +1,306 @@
+//! Which way is taken, who it is decided for, and what is remembered of it (P2P-01, P2P-03, P2P-04, HM-09).
+
+mod path_support;
+
+use hmem_core::{
+    AllocationKind, DeviceId, Errno, ErrorKind, Path,
+    iface::DmaBufMapping,
+    path::P2pPolicy,
+    provider::{Imports, Provider},
+};
+use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated};
+use hmem_p2p::{
+    loopback::{Call as NicCall, Loopback},
+    path::{ExplainRequest, Paths},
+};
+use path_support::{ALL_IMPORTS, Bench, PAGE, close, register};
+
+const DMA_BUF: Imports =
+    Imports { dma_buf: true, pcie_mapping_first: false, peer_memory: false, staged: true };
+
+fn device() -> hmem_iface_system::SimulatedBuilder {
+    Simulated::builder().devices(2).dma_buf(DmaBufKind::MemFd)
+}
+
+#[test]
+fn p2p_01_each_device_and_nic_has_its_own_decision() {
+    let matrix = P2pMatrix::all_reachable().block(DeviceId(0), "loop1").block(DeviceId(1), "loop0");
+    let bench = Bench::new(device().p2p(matrix), DMA_BUF);
+    for round in 0..3 {
+        for nic in ["loop0", "loop1"] {
+            let domain = bench.domain(nic, P2pPolicy::Enabled);
+            for id in [DeviceId(0), DeviceId(1)] {
+                let region = register(&domain, bench.buffer_of(AllocationKind::Device, id, PAGE)).unwrap();
+                let decision = region.decision().unwrap();
+                let near = (nic == "loop0") == (id == DeviceId(0));
+                let expected = if near { Path::DmaBuf } else { Path::Staged };
+                assert_eq!(decision.path, expected, "{decision}");
+                assert_eq!((decision.device, decision.nic.as_str()), (Some(id), &*format!("loopback/{nic}")));
+                assert_eq!(decision.remembered, round > 0, "{decision}");
+                close(region);
+            }
+        }
+    }
+}
+
+#[test]
+fn p2p_01_a_pair_without_a_direct_path_is_probed_once() {
+    let matrix = P2pMatrix::none_reachable();
+    let bench = Bench::new(device().p2p(matrix).peer_memory(true), ALL_IMPORTS);
+    let domain = bench.domain("loop0", P2pPolicy::Enabled);
+    let calls = || [Call::ExportDmaBuf, Call::ExportPeerMemory, Call::Segments].map(|call| bench.calls(call));
+    let first = close(register(&domain, bench.buffer(PAGE)).unwrap());
+    // The buffer and one page to tell whether it was the buffer: two mappings and a peer-memory export each.
+    assert_eq!(calls(), [4, 2, 2]);
+    assert_eq!(bench.calls(Call::CreateMemory), 2, "one page was allocated to try with");
+    for _ in 0..50 {
+        let region = register(&domain, bench.buffer(PAGE)).unwrap();
+        assert_eq!(region.decision().unwrap().path, Path::Staged);
+    }
+    assert_eq!(calls(), [4, 2, 2], "a remembered decision asks no driver");
+    assert_eq!(bench.calls(Call::CreateMemory), 52);
+    // Another NIC is another pair.
+    let other = bench.domain("loop1", P2pPolicy::Enabled);
+    close(register(&other, first).unwrap());
+    assert_eq!(calls(), [8, 4, 4]);
+}
+
+#[test]
+fn p2p_01_a_pair_with_a_direct_path_needs_no_probe_but_the_registration() {
+    let bench = Bench::new(device(), DMA_BUF);
+    let domain = bench.domain("loop0", P2pPolicy::Enabled);
+    for done in 1..=20 {
+        close(register(&domain, bench.buffer(PAGE)).unwrap());
+        assert_eq!(bench.calls(Call::ExportDmaBuf), done);
+    }
+    assert_eq!(bench.calls(Call::CreateMemory), 20, "only the test allocated");
+}
+
+#[test]
+fn hm_09_the_pcie_mapping_is_tried_first_and_its_refusal_is_remembered() {
+    // A driver that says it has the mapping and does not: a fault for each time it is asked.
+    let bench = Bench::new(device(), ALL_IMPORTS);
+    let domain = bench.domain("loop0", P2pPolicy::Enabled);
+    let both = register(&domain, bench.buffer(PAGE)).unwrap();
+    let decision = both.decision().unwrap();
+    assert_eq!((decision.mapping, decision.attempts.len()), (DmaBufMapping::Pcie, 1), "{decision}");
+    close(both);
+    bench.paths.forget();
+    bench.device.faults().fail_nth(Call::ExportDmaBuf, 1, Errno(95));
+    bench.device.faults().fail_nth(Call::ExportDmaBuf, 3, Errno(95));
+    let before = bench.calls(Call::ExportDmaBuf);
+    let region = register(&domain, bench.buffer(PAGE)).unwrap();
+    let decision = region.decision().unwrap();
+    let calls: Vec<_> = decision.attempts.iter().map(|attempt| attempt.call.as_str()).collect();
+    assert!(calls[0].starts_with("export_dma_buf(") && calls[0].ends_with(", Pcie)"), "{calls:?}");
+    assert_eq!(calls[1], "register(dma-buf, Default mapping)");
+    assert_eq!(decision.mapping, DmaBufMapping::Default);
+    assert_eq!(bench.calls(Call::ExportDmaBuf) - before, 4, "the buffer's two and the page's two");
+    let again = register(&domain, bench.buffer(PAGE)).unwrap();
+    assert_eq!(again.decision().unwrap().mapping, DmaBufMapping::Default);
+    assert_eq!(bench.calls(Call::ExportDmaBuf) - before, 5, "the refused mapping is not tried again");
+}
+
+#[test]
+fn p2p_01_odd_buffers_demote_no_ordinary_one() {
+    let bench = Bench::new(device(), DMA_BUF);
+    let domain = bench.domain("loop0", P2pPolicy::Enabled);
+    let path = |buffer| close_and_path(&domain, buffer);
+    // Before anything is decided, and after.
+    for _ in 0..3 {
+        assert_eq!(path(bench.odd(PAGE)), Path::Staged);
+        assert_eq!(path(bench.buffer(PAGE)), Path::DmaBuf);
+    }
+    // By what the driver answers, not the iface: the odd one cannot be told beforehand.
+    for errno in [95, 22, 12, 5] {
+        bench.device.faults().fail_next(Call::ExportDmaBuf, Errno(errno));
+        assert_eq!(path(bench.buffer(PAGE)), Path::Staged, "errno {errno}");
+        assert_eq!(path(bench.buffer(PAGE)), Path::DmaBuf, "errno {errno}");
+    }
+    // By what the NIC answers.
+    bench.faults.fail(NicCall::Register, 1, Errno(524));
+    assert_eq!(path(bench.buffer(PAGE)), Path::Staged);
+    assert_eq!(path(bench.buffer(PAGE)), Path::DmaBuf);
+}
+
+fn close_and_path(domain: &hmem_core::Domain, buffer: hmem_core::DeviceBuffer) -> Path {
+    let region = register(domain, buffer).unwrap();
+    let path = region.decision().unwrap().path;
+    close(region);
+    path
+}
+
+#[test]
+fn p2p_01_many_odd_buffers_cost_few_probes() {
+    let bench = Bench::new(device(), DMA_BUF);
+    let domain = bench.domain("loop0", P2pPolicy::Enabled);
+    close(register(&domain, bench.buffer(PAGE)).unwrap());
+    let before = bench.calls(Call::CreateMemory);
+    for _ in 0..64 {
+        bench.device.faults().fail_next(Call::ExportDmaBuf, Errno(95));
+        assert_eq!(close_and_path(&domain, bench.buffer(PAGE)), Path::Staged);
+    }
+    let probes = bench.calls(Call::CreateMemory) - before - 64;
+    assert!((1..=7).contains(&probes), "{probes} pages to try with for 64 odd buffers");
+}
+
+#[test]
+fn p2p_01_a_failure_forgets_the_decision() {
+    let bench = Bench::new(device(), DMA_BUF);
+    let domain = bench.domain("loop0", P2pPolicy::Enabled);
+    let attr = domain.provider_attr();
+    let buffer = bench.buffer(PAGE);
+    let owner = bench.registry.owner_of(buffer.allocation().base()).unwrap();
+    let remembered = || bench.paths.remembered(&owner, attr, P2pPolicy::Enabled);
+    assert!(remembered().is_none());
+    let buffer = close(register(&domain, buffer).unwrap());
+    assert_eq!(remembered().unwrap().path, Path::DmaBuf);
+    // One that may pass says nothing about the pair: no page is tried, and nothing is remembered.
+    bench.device.faults().fail_next(Call::ExportDmaBuf, Errno(12));
+    bench.device.faults().fail_next(Call::CreateMemory, Errno(12));
+    let region = register(&domain, buffer).unwrap();
+    let decision = region.decision().unwrap();
+    assert!(!decision.remembered && decision.attempts[0].error.is_some(), "{decision}");
+    assert!(remembered().is_none());
+    close(region);
+    assert_eq!(close_and_path(&domain, bench.buffer(PAGE)), Path::DmaBuf);
+    assert!(remembered().is_some());
+    bench.paths.forget();
+    assert!(remembered().is_none());
+}
+
+#[test]
+fn p2p_01_decisions_are_never_shared_by_the_process() {
+    let near = Bench::new(device(), DMA_BUF);
+    let far = Bench::new(device().p2p(P2pMatrix::none_reachable()), DMA_BUF);
+    for _ in 0..2 {
+        for (bench, expected) in [(&near, Path::DmaBuf), (&far, Path::Staged)] {
+            let domain = bench.domain("loop0", P2pPolicy::Enabled);
+            assert_eq!(close_and_path(&domain, bench.buffer(PAGE)), expected);
+        }
+    }
+}
+
+#[test]
+fn p2p_03_the_trace_is_there_on_success_in_errors_in_text_and_in_json() {
+    let bench = Bench::new(device().p2p(P2pMatrix::none_reachable()), DMA_BUF);
+    let enabled = bench.domain("loop0", P2pPolicy::Enabled);
+    let buffer = bench.buffer(PAGE);
+    let range = buffer.allocation().range;
+    let region = register(&enabled, buffer).unwrap();
+    let decision = region.decision().unwrap();
+    let [export, peer, staged] = &decision.attempts[..] else { panic!("{decision}") };
+    assert_eq!(export.call, format!("export_dma_buf({range}, Default)"));
+    assert_eq!(export.error.as_ref().unwrap().os_errno(), Some(Errno(524)));
+    assert!(export.remedy.as_ref().is_some_and(|remedy| !remedy.is_empty()));
+    assert_eq!((peer.path, peer.error.as_ref().unwrap().kind()), (Path::PeerMemory, ErrorKind::Unsupported));
+    assert!(staged.error.is_none() && staged.call == "register(staged)");
+    let json = serde_json::to_value(&**decision).unwrap();
+    assert_eq!(json["path"], "staged");
+    assert_eq!(json["policy"], "enabled");
+    assert_eq!(json["attempts"][0]["call"], export.call);
+    assert!(json["attempts"][0]["error"].as_str().unwrap().contains("ENOTSUPP (524)"));
+    close(region);
+
+    let required = bench.domain("loop0", P2pPolicy::Required);
+    let error = register(&required, bench.buffer(PAGE)).unwrap_err().error;
+    assert_eq!(error.trace().len(), 2);
+    assert_eq!(error.kind(), ErrorKind::Unreachable, "what a driver said, not what the NIC lacks");
+    let text = error.to_string();
+    assert!(!text.contains('\n'), "{text}");
+    for once in ["export_dma_buf(", "ENOTSUPP (524)", "same PCIe switch", "policy=required", "stages copies"]
+    {
+        assert_eq!(text.matches(once).count(), 1, "{once:?} in {text}");
+    }
+    let source = std::error::Error::source(&error).expect("the refusal");
+    assert_eq!(source.to_string(), error.trace()[0].error.as_ref().unwrap().to_string());
+}
+
+#[test]
+fn p2p_04_what_is_claimed_is_tried_all_the_same_and_everything_is_undone() {
+    // The device says that it exports nothing, the NIC that it imports everything: both are asked.
+    let bench = Bench::new(device().dma_buf(DmaBufKind::None).peer_memory(true), ALL_IMPORTS);
+    let domain = bench.domain("loop0", P2pPolicy::Enabled);
+    let region = register(&domain, bench.buffer(PAGE)).unwrap();
+    assert_eq!(region.decision().unwrap().path, Path::PeerMemory);
+    assert!(bench.calls(Call::ExportDmaBuf) > 0);
+    close(region);
+    assert_eq!(bench.device.stats().live_allocations, 0, "the page of the probe was freed");
+    assert_eq!((domain.live().regions, domain.live().bytes), (0, 0));
+}
+
+#[test]
+fn p2p_04_an_explanation_is_a_decision_that_leaves_nothing_behind() {
+    let matrix = P2pMatrix::all_reachable().block(DeviceId(1), "loop0");
+    let bench = Bench::new(device().p2p(matrix), DMA_BUF);
+    let before = bench.device.stats().live_allocations;
+    let kind = hmem_iface_system::SIMULATED;
+    let explain = |id, policy, nic: &str| {
+        let request = ExplainRequest {
+            device: Some(DeviceId(id)),
+            policy,
+            nic: Some(nic.into()),
+            size: 10_000,
+            ..ExplainRequest::new(kind)
+        };
+        bench.paths.explain(&bench.registry, &bench.provider, &request)
+    };
+    let near = explain(0, P2pPolicy::Enabled, "loop0").unwrap();
+    assert_eq!((near.path, near.mapping), (Some(Path::DmaBuf), Some(DmaBufMapping::Default)));
+    assert!(near.remedies.is_empty(), "{near}");
+    let far = explain(1, P2pPolicy::Enabled, "loop0").unwrap();
+    assert_eq!(far.path, Some(Path::Staged));
+    assert!(far.remedies.iter().any(|remedy| remedy.contains("PCIe switch")), "{far}");
+    let refused = explain(1, P2pPolicy::Required, "loop0").unwrap();
+    assert_eq!(refused.path, None);
+    assert!(refused.reason.contains("required") && refused.to_string().starts_with("no path"), "{refused}");
+    let json = serde_json::to_value(&refused).unwrap();
+    assert_eq!(json["path"], serde_json::Value::Null);
+    assert_eq!(json["attempts"].as_array().unwrap().len(), 2);
+    assert_eq!((&json["size"], &json["device"]), (&10_000.into(), &1.into()));
+    let ordered = explain(0, P2pPolicy::Disabled, "loop1").unwrap();
+    assert_eq!(ordered.path, Some(Path::Staged));
+    assert!(ordered.remedies[0].contains("policy be Enabled"), "{ordered}");
+
+    assert_eq!(explain(7, P2pPolicy::Enabled, "loop0").unwrap_err().kind(), ErrorKind::InvalidArgument);
+    assert_eq!(explain(0, P2pPolicy::Enabled, "loop7").unwrap_err().kind(), ErrorKind::InvalidArgument);
+    let host = ExplainRequest::new(hmem_core::IfaceKind::SYSTEM);
+    let host = bench.paths.explain(&bench.registry, &bench.provider, &host).unwrap();
+    assert_eq!((host.path, host.kind), (Some(Path::PlainHost), "system"));
+    assert_eq!(bench.device.stats().live_allocations, before);
+    let domain = bench.domain("loop0", P2pPolicy::Enabled);
+    let owner = bench.registry.owner_of(bench.buffer(PAGE).allocation().base()).unwrap();
+    assert!(bench.paths.remembered(&owner, domain.provider_attr(), P2pPolicy::Enabled).is_none());
+}
+
+#[test]
+fn p2p_04_an_explanation_says_that_the_process_switched_direct_access_off() {
+    let provider = Loopback::builder().imports(DMA_BUF);
+    let bench = Bench::with(device(), provider, Paths::new().disable_p2p(true));
+    let request = ExplainRequest::new(hmem_iface_system::SIMULATED);
+    let explanation = bench.paths.explain(&bench.registry, &bench.provider, &request).unwrap();
+    assert!(explanation.p2p_disabled && explanation.path == Some(Path::Staged));
+    assert!(explanation.remedies[0].contains("FI_HMEM_DISABLE_P2P"), "{explanation}");
+    assert_eq!(bench.provider.nics().unwrap()[0].nic.name, "loop0");
+}
+
+#[test]
+fn p2p_01_a_request_that_no_way_can_meet_ends_the_decision() {
+    use hmem_core::{MrAttr, MrFlags};
+    let bench = Bench::with(device(), Loopback::builder().imports(DMA_BUF), Paths::new());
+    let attr = hmem_core::DomainAttr { hmem: true, ..hmem_core::DomainAttr::default() };
+    let registry = std::sync::Arc::clone(&bench.registry);
+    let domain = hmem_core::Domain::open(&bench.provider, registry, bench.paths.clone(), attr).unwrap();
+    let register = |buffer| {
+        domain.register_with(buffer, &MrAttr::new(&[], path_support::REMOTE).key(7), MrFlags::empty())
+    };
+    let first = register(bench.buffer(PAGE)).unwrap();
+    let exports = bench.calls(Call::ExportDmaBuf);
+    for _ in 0..2 {
+        let error = register(bench.buffer(PAGE)).unwrap_err().error;
+        assert_eq!((error.kind(), error.trace().len()), (ErrorKind::NoKey, 1), "{error}");
+    }
+    assert_eq!(bench.calls(Call::ExportDmaBuf) - exports, 2, "neither other ways nor a page were tried");
+    close(first);
+    assert!(register(bench.buffer(PAGE)).unwrap().decision().unwrap().remembered, "nothing was forgotten");
+}

@@ -1,0 +1,140 @@
+//! What the path suites share: a simulated device, software NICs that keep a record, and domains on them.
+
+#![allow(dead_code, reason = "each suite uses a part of it")]
+
+pub(crate) mod recording;
+
+use std::{fs, sync::Arc};
+
+use hmem_core::{
+    Access, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, Iface,
+    MemoryRegion, MrAttr, MrFlags, MrMode, Registered, Registry, Rejected, Result,
+    iface::AllocRequest,
+    path::P2pPolicy,
+    provider::{Imports, Provider},
+};
+use hmem_iface_system::{Call, Simulated, SimulatedBuilder, System};
+use hmem_p2p::{
+    loopback::{self, Faults, Loopback},
+    path::Paths,
+};
+use recording::{Record, Recording};
+
+pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+pub(crate) const PAGE: u64 = 4096;
+
+/// Imports of a NIC that takes everything.
+pub(crate) const ALL_IMPORTS: Imports =
+    Imports { dma_buf: true, pcie_mapping_first: true, peer_memory: true, staged: true };
+
+/// A simulated device and a fabric of software NICs `loop0`, `loop1`, ...
+pub(crate) struct Bench {
+    pub(crate) device: Arc<Simulated>,
+    pub(crate) registry: Arc<Registry>,
+    pub(crate) provider: Recording<Loopback>,
+    pub(crate) record: Record,
+    pub(crate) faults: Faults,
+    pub(crate) paths: Arc<Paths>,
+}
+
+impl Bench {
+    /// Two NICs that import `imports`.
+    pub(crate) fn new(device: SimulatedBuilder, imports: Imports) -> Self {
+        Self::with(device, Loopback::builder().nic("loop0").nic("loop1").imports(imports), Paths::new())
+    }
+
+    pub(crate) fn with(device: SimulatedBuilder, provider: loopback::Builder, paths: Paths) -> Self {
+        let device = Arc::new(device.window(1 << 32).build().expect("a simulated device"));
+        let mut registry = Registry::new();
+        registry.add(Arc::new(System::new())).expect("the first");
+        registry.add(Arc::clone(&device) as Arc<dyn Iface>).expect("its kind is free");
+        let (faults, record) = (Faults::new(), Record::default());
+        let inner = provider.faults(&faults).build().expect("a fabric");
+        Self {
+            device,
+            registry: Arc::new(registry),
+            provider: Recording { inner, record: record.clone() },
+            record,
+            faults,
+            paths: Arc::new(paths),
+        }
+    }
+
+    pub(crate) fn domain(&self, nic: &str, p2p: P2pPolicy) -> Domain {
+        self.try_domain(nic, p2p).expect("open a domain")
+    }
+
+    pub(crate) fn try_domain(&self, nic: &str, p2p: P2pPolicy) -> Result<Domain> {
+        let mr_mode = MrMode::all().difference(MrMode::BASIC | MrMode::SCALABLE);
+        let attr =
+            DomainAttr { nic: Some(nic.to_owned()), mr_mode, hmem: true, p2p, ..DomainAttr::default() };
+        Domain::open(&self.provider, Arc::clone(&self.registry), Arc::clone(&self.paths) as _, attr)
+    }
+
+    pub(crate) fn buffer(&self, len: u64) -> DeviceBuffer {
+        self.buffer_of(AllocationKind::Device, DeviceId(0), len)
+    }
+
+    pub(crate) fn buffer_of(&self, kind: AllocationKind, device: DeviceId, len: u64) -> DeviceBuffer {
+        let iface: Arc<dyn Iface> = Arc::clone(&self.device) as _;
+        DeviceBuffer::allocate(&iface, &AllocRequest { len, device, kind }).expect("device memory")
+    }
+
+    /// A buffer that cannot be exported, as its iface says.
+    pub(crate) fn odd(&self, len: u64) -> DeviceBuffer {
+        let buffer = self.buffer(len);
+        self.device.set_exportable(buffer.allocation().base(), false).expect("a live allocation");
+        buffer
+    }
+
+    pub(crate) fn calls(&self, call: Call) -> u64 {
+        self.device.stats().calls(call)
+    }
+
+    /// Everything that a leak would change.
+    pub(crate) fn residue(&self) -> Residue {
+        let stats = self.device.stats();
+        Residue {
+            allocations: stats.live_allocations,
+            exports: stats.live_exports,
+            fds: open_fds(),
+            nics: self.provider.nics().expect("NICs").len(),
+        }
+    }
+}
+
+/// What is left behind.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Residue {
+    pub(crate) allocations: u64,
+    pub(crate) exports: u64,
+    pub(crate) fds: usize,
+    nics: usize,
+}
+
+/// Open file descriptors of this process: tests that read it run alone in their process or thread.
+pub(crate) fn open_fds() -> usize {
+    fs::read_dir("/proc/self/fd").expect("procfs").count()
+}
+
+/// Threads of this process.
+pub(crate) fn threads() -> usize {
+    fs::read_dir("/proc/self/task").expect("procfs").count()
+}
+
+pub(crate) fn register(
+    domain: &Domain,
+    buffer: DeviceBuffer,
+) -> Result<Registered<DeviceBuffer>, Rejected<DeviceBuffer>> {
+    domain.register(buffer, REMOTE)
+}
+
+/// Registers by raw address what the caller keeps.
+pub(crate) fn register_range(domain: &Domain, range: AddressRange) -> Result<MemoryRegion> {
+    // SAFETY: the test keeps the memory until the region is closed, and nothing refers to it.
+    unsafe { domain.regattr(&MrAttr::new(&[range], REMOTE), MrFlags::empty()) }
+}
+
+pub(crate) fn close<B: hmem_core::OwnedBuffer>(registered: Registered<B>) -> B {
+    registered.close().map_err(Error::from).expect("close")
+}
