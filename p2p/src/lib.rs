@@ -1,7 +1,7 @@
 //! From a range to a registered handle: path decisions, staged copies, and providers.
 //!
 //! [`path::Paths`] decides how a NIC gets at memory; [`staging`] moves what it cannot reach; [`loopback`] is a
-//! software NIC inside the process.
+//! software NIC inside the process; [`topology`] says which device is near which NIC.
 //!
 //! # Things this crate does not do
 //!
@@ -16,5 +16,6 @@ pub mod path;
 mod random;
 #[allow(unsafe_code)]
 pub mod staging;
+pub mod topology;
 #[cfg(feature = "verbs")]
 pub mod verbs;

@@ -1,0 +1,222 @@
+//! Archives of a recorded tree: tar, plain or with gzip.
+
+use std::{
+    collections::BTreeMap,
+    io::{self, Read, Write},
+    path::{Component, Path},
+};
+
+use flate2::{Compression, GzBuilder, read::GzDecoder};
+use hmem_core::{Error, ErrorKind, Result};
+use tar::{EntryType, Header};
+
+use super::source::{Entry, LARGEST_FILE};
+
+/// Bytes of an archive once unpacked. A recording of a large server has less than one hundredth of this.
+const LARGEST_ARCHIVE: u64 = 64 << 20;
+const MOST_ENTRIES: usize = 1 << 17;
+const GZIP: [u8; 2] = [0x1f, 0x8b];
+/// A tar ends with two blocks of zeros; what lacks them was cut off.
+const END: [u8; 1024] = [0; 1024];
+
+fn damaged(name: &str, problem: impl std::fmt::Display) -> Error {
+    Error::new(ErrorKind::Malformed, "read topology")
+        .context("file", name)
+        .context("problem", problem)
+        .remedy("give a tar or tar.gz that hmem topo --record FILE made")
+}
+
+/// Unpacks the archive `name` in memory.
+pub(super) fn unpack(name: &str, mut bytes: impl Read) -> Result<BTreeMap<String, Entry>> {
+    let mut start = Vec::new();
+    let read = |start: &mut Vec<u8>, from: &mut dyn Read| {
+        from.take(LARGEST_ARCHIVE + 1).read_to_end(start).map_err(|error| damaged(name, error))
+    };
+    read(&mut start, &mut bytes)?;
+    let tar = if start.starts_with(&GZIP) {
+        let mut tar = Vec::new();
+        read(&mut tar, &mut GzDecoder::new(&start[..]))?;
+        tar
+    } else {
+        start
+    };
+    if tar.len() as u64 > LARGEST_ARCHIVE {
+        return Err(damaged(name, format_args!("more than {LARGEST_ARCHIVE} bytes")));
+    }
+    if !tar.ends_with(&END) {
+        return Err(damaged(name, "not a tar archive, or cut off before its end"));
+    }
+    let mut entries = BTreeMap::new();
+    let mut archive = tar::Archive::new(&tar[..]);
+    for entry in archive.entries().map_err(|error| damaged(name, error))? {
+        let mut entry = entry.map_err(|error| damaged(name, error))?;
+        let path = entry.path().map_err(|error| damaged(name, error))?;
+        let path =
+            relative(&path).ok_or_else(|| damaged(name, format_args!("a path that leads out: {path:?}")))?;
+        let broken = |problem: &dyn std::fmt::Display| damaged(name, format_args!("{path}: {problem}"));
+        let made = match entry.header().entry_type() {
+            EntryType::Directory => continue,
+            EntryType::Regular => {
+                if entry.size() > LARGEST_FILE {
+                    return Err(broken(&format_args!("larger than {LARGEST_FILE} bytes")));
+                }
+                let mut bytes = Vec::new();
+                entry.read_to_end(&mut bytes).map_err(|error| broken(&error))?;
+                Entry::File(bytes)
+            }
+            EntryType::Symlink => {
+                let target = entry.link_name().map_err(|error| broken(&error))?;
+                let target = target.and_then(|target| target.to_str().map(str::to_owned));
+                Entry::Link(target.ok_or_else(|| broken(&"a link without a target"))?)
+            }
+            other => return Err(broken(&format_args!("neither file, folder nor link: {other:?}"))),
+        };
+        entries.insert(path, made);
+        if entries.len() > MOST_ENTRIES {
+            return Err(damaged(name, format_args!("more than {MOST_ENTRIES} files")));
+        }
+    }
+    Ok(below_top_folder(entries))
+}
+
+/// A path of plain names, from the root.
+fn relative(path: &Path) -> Option<String> {
+    let mut parts = Vec::new();
+    for component in path.components() {
+        match component {
+            Component::Normal(part) => parts.push(part.to_str()?),
+            Component::CurDir | Component::RootDir => {}
+            Component::ParentDir | Component::Prefix(_) => return None,
+        }
+    }
+    Some(parts.join("/"))
+}
+
+/// Archives are often made of one folder; what counts is below it.
+fn below_top_folder(entries: BTreeMap<String, Entry>) -> BTreeMap<String, Entry> {
+    let top = entries.keys().next().and_then(|path| path.split_once('/')).map(|(top, _)| format!("{top}/"));
+    let Some(top) = top else { return entries };
+    let inner = format!("{top}sys/");
+    if top == "sys/" || !entries.keys().all(|path| path.starts_with(&top)) {
+        return entries;
+    }
+    if !entries.keys().any(|path| path.starts_with(&inner)) {
+        return entries;
+    }
+    entries.into_iter().map(|(path, entry)| (path[top.len()..].to_owned(), entry)).collect()
+}
+
+/// Packs entries into a tar with gzip. The same entries give the same bytes: no times, owners or names of this machine.
+pub(super) fn pack(entries: &BTreeMap<String, Entry>, out: impl Write) -> io::Result<()> {
+    let gzip = GzBuilder::new().mtime(0).write(out, Compression::best());
+    let mut tar = tar::Builder::new(gzip);
+    for (path, entry) in entries {
+        let mut header = Header::new_ustar();
+        header.set_mtime(0);
+        header.set_uid(0);
+        header.set_gid(0);
+        match entry {
+            Entry::File(bytes) => {
+                header.set_entry_type(EntryType::Regular);
+                header.set_mode(0o644);
+                header.set_size(bytes.len() as u64);
+                tar.append_data(&mut header, path, &bytes[..])?;
+            }
+            Entry::Link(target) => {
+                header.set_entry_type(EntryType::Symlink);
+                header.set_mode(0o777);
+                header.set_size(0);
+                tar.append_link(&mut header, path, target)?;
+            }
+        }
+    }
+    tar.into_inner()?.finish()?.flush()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn sample() -> BTreeMap<String, Entry> {
+        BTreeMap::from([
+            ("proc/modules".into(), Entry::File(b"nvidia 1 0 - Live 0x0\n".to_vec())),
+            ("sys/a".into(), Entry::Link("../proc/modules".into())),
+            // Longer than the 100 bytes that a tar header has for it.
+            (format!("sys/{}x", "long/".repeat(60)), Entry::File(vec![1, 2, 3])),
+            ("sys/link".into(), Entry::Link("long/".repeat(60))),
+        ])
+    }
+
+    fn packed(entries: &BTreeMap<String, Entry>) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        pack(entries, &mut bytes).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn an_archive_reads_back_and_is_the_same_every_time() {
+        let bytes = packed(&sample());
+        assert_eq!(unpack("x", &bytes[..]).unwrap(), sample());
+        assert_eq!(bytes, packed(&sample()));
+    }
+
+    #[test]
+    fn the_one_folder_that_holds_everything_is_left_out() {
+        let inside: BTreeMap<_, _> =
+            sample().into_iter().map(|(path, entry)| (format!("machine/{path}"), entry)).collect();
+        assert_eq!(unpack("x", &packed(&inside)[..]).unwrap(), sample());
+    }
+
+    #[test]
+    fn an_archive_that_is_cut_off_anywhere_is_refused() {
+        let whole = packed(&sample());
+        let mut tar = Vec::new();
+        GzDecoder::new(&whole[..]).read_to_end(&mut tar).unwrap();
+        for len in 0..whole.len() {
+            assert!(unpack("x", &whole[..len]).is_err(), "gzip cut at {len}");
+        }
+        for len in (0..tar.len() - END.len()).step_by(256) {
+            let error = unpack("recording.tar", &tar[..len]).unwrap_err().to_string();
+            assert!(error.contains("recording.tar") && error.contains("--record"), "{error}");
+        }
+    }
+
+    #[test]
+    fn an_archive_that_unpacks_to_absurd_sizes_is_refused() {
+        let mut gzip = GzBuilder::new().write(Vec::new(), Compression::fast());
+        let zeros = vec![0; 1 << 20];
+        for _ in 0..=LARGEST_ARCHIVE >> 20 {
+            gzip.write_all(&zeros).unwrap();
+        }
+        let bomb = gzip.finish().unwrap();
+        assert!(unpack("bomb", &bomb[..]).unwrap_err().to_string().contains("more than"));
+        let large = BTreeMap::from([("sys/x".into(), Entry::File(vec![0; LARGEST_FILE as usize + 1]))]);
+        assert!(unpack("x", &packed(&large)[..]).unwrap_err().to_string().contains("sys/x: larger"));
+    }
+
+    proptest! {
+        /// REL-03
+        #[test]
+        fn an_archive_with_altered_bytes_never_makes_it_panic(
+            changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8),
+        ) {
+            let mut tar = Vec::new();
+            GzDecoder::new(&packed(&sample())[..]).read_to_end(&mut tar).unwrap();
+            for (at, byte) in changes {
+                let at = at.index(tar.len());
+                tar[at] = byte;
+            }
+            let _ = unpack("x", &tar[..]);
+        }
+
+        /// REL-03
+        #[test]
+        fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..4096)) {
+            let _ = unpack("x", &bytes[..]);
+            let gzipped = [&GZIP[..], &bytes].concat();
+            let _ = unpack("x", &gzipped[..]);
+        }
+    }
+}

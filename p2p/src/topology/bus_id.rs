@@ -1,0 +1,146 @@
+//! Where a PCI function is plugged in: the one name of a device that no environment variable renumbers.
+
+use std::{fmt, str::FromStr};
+
+use hmem_core::{Error, ErrorKind};
+
+/// The address of a PCI function: domain, bus, device, function.
+///
+/// Ordinals of GPUs change with `CUDA_VISIBLE_DEVICES` and its like; this does not. It reads what sysfs
+/// (`0000:07:00.0`), CUDA (`00000000:07:00.0`, upper or lower case) and `lspci` (`07:00.0`, domain 0) write, and prints
+/// what sysfs writes.
+///
+/// ```
+/// use hmem_p2p::topology::BusId;
+///
+/// let id: BusId = "0000:07:00.0".parse()?;
+/// assert_eq!("00000000:07:00.0".parse::<BusId>()?, id);
+/// assert_eq!("07:00.0".parse::<BusId>()?, id);
+/// assert_eq!(id.to_string(), "0000:07:00.0");
+/// assert!("0000:07:20.0".parse::<BusId>().is_err());
+/// # Ok::<(), hmem_core::Error>(())
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BusId {
+    /// The PCI domain (segment); hypervisors and VMD number beyond 16 bits.
+    pub domain: u32,
+    /// The bus within the domain.
+    pub bus: u8,
+    /// The device on the bus, 0 to 31.
+    pub device: u8,
+    /// The function of the device, 0 to 7.
+    pub function: u8,
+}
+
+/// The bus that a host bridge roots: `pci0000:00` in sysfs.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RootBus {
+    /// The PCI domain.
+    pub domain: u32,
+    /// The bus within the domain.
+    pub bus: u8,
+}
+
+/// Hexadecimal digits and nothing else (`from_str_radix` takes a sign too).
+fn hex(text: &str, most: usize) -> Option<u32> {
+    let digits = !text.is_empty() && text.len() <= most && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    if digits { u32::from_str_radix(text, 16).ok() } else { None }
+}
+
+impl BusId {
+    pub(super) fn read(text: &str) -> Option<Self> {
+        let (place, function) = text.rsplit_once('.')?;
+        let (place, device) = place.rsplit_once(':')?;
+        let (domain, bus) = place.rsplit_once(':').unwrap_or(("0", place));
+        let id = Self {
+            domain: hex(domain, 8)?,
+            bus: u8::try_from(hex(bus, 2)?).ok()?,
+            device: u8::try_from(hex(device, 2)?).ok()?,
+            function: u8::try_from(hex(function, 1)?).ok()?,
+        };
+        (id.device < 32 && id.function < 8).then_some(id)
+    }
+}
+
+impl RootBus {
+    /// Reads `pci0000:00`, a folder of `/sys/devices`.
+    pub(super) fn read(name: &str) -> Option<Self> {
+        let (domain, bus) = name.strip_prefix("pci")?.split_once(':')?;
+        if domain.len() < 4 || bus.len() != 2 {
+            return None;
+        }
+        Some(Self { domain: hex(domain, 8)?, bus: u8::try_from(hex(bus, 2)?).ok()? })
+    }
+}
+
+impl FromStr for BusId {
+    type Err = Error;
+
+    /// # Errors
+    /// Malformed, with the text.
+    fn from_str(text: &str) -> Result<Self, Error> {
+        Self::read(text.trim()).ok_or_else(|| {
+            Error::new(ErrorKind::Malformed, "read PCI address")
+                .context("text", format_args!("{:?}", text.chars().take(40).collect::<String>()))
+                .remedy("write domain:bus:device.function in hexadecimal, as in 0000:07:00.0")
+        })
+    }
+}
+
+impl fmt::Display for BusId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { domain, bus, device, function } = self;
+        write!(f, "{domain:04x}:{bus:02x}:{device:02x}.{function:x}")
+    }
+}
+
+impl fmt::Debug for BusId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Display for RootBus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "pci{:04x}:{:02x}", self.domain, self.bus)
+    }
+}
+
+impl fmt::Debug for RootBus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn every_address_reads_back(domain: u32, bus: u8, device in 0u8..32, function in 0u8..8) {
+            let id = BusId { domain, bus, device, function };
+            prop_assert_eq!(id.to_string().parse::<BusId>().unwrap(), id);
+            prop_assert_eq!(id.to_string().to_uppercase().parse::<BusId>().unwrap(), id);
+            let root = RootBus { domain, bus };
+            prop_assert_eq!(RootBus::read(&root.to_string()), Some(root));
+        }
+
+        #[test]
+        fn no_text_makes_the_reader_panic(text in ".*") {
+            let _ = text.parse::<BusId>();
+            let _ = RootBus::read(&text);
+        }
+    }
+
+    #[test]
+    fn what_is_no_address_is_refused() {
+        for wrong in
+            ["", ":", ".", "07:00", "07:00.8", "+7:00.0", "0000:07:00.0.0", "000000000:07:00.0", "::."]
+        {
+            assert!(wrong.parse::<BusId>().is_err(), "{wrong}");
+        }
+    }
+}

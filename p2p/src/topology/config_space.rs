@@ -1,0 +1,337 @@
+//! PCI configuration space, as far as paths depend on it: the kind of port, and Access Control Services.
+//!
+//! Offsets and bits are those of `linux/pci_regs.h` and of the PCI Express base specification (7.5.3 for the port type,
+//! 7.7.11 for ACS). Both capabilities lie past the first 64 bytes, which is all that Linux shows to a process without
+//! `CAP_SYS_ADMIN`.
+
+use std::fmt;
+
+/// What a PCI function is in the tree.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Port {
+    /// A device at the end of the tree.
+    Endpoint,
+    /// A port of the root complex, with a link below it.
+    RootPort,
+    /// The port of a switch that faces the root.
+    Upstream,
+    /// A port of a switch that faces devices.
+    Downstream,
+    /// A bridge of another sort: to conventional PCI, or of a machine that does not say.
+    Bridge,
+}
+
+impl Port {
+    /// The name as it is printed.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Endpoint => "endpoint",
+            Self::RootPort => "root-port",
+            Self::Upstream => "switch-upstream",
+            Self::Downstream => "switch-downstream",
+            Self::Bridge => "bridge",
+        }
+    }
+}
+
+impl fmt::Display for Port {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Access Control Services of a port: whether it sends traffic between devices below it up to the root complex.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Acs {
+    /// Configuration space ends where the capability could begin (64 bytes): read it with `CAP_SYS_ADMIN`.
+    Unreadable,
+    /// The function has no such capability.
+    Absent,
+    /// The control register.
+    Control(AcsControl),
+}
+
+/// The ACS control register (`PCI_ACS_CTRL`).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct AcsControl(pub u16);
+
+impl AcsControl {
+    const NAMES: [(u16, &'static str); 7] = [
+        (0x01, "SrcValid"),
+        (0x02, "TransBlk"),
+        (0x04, "ReqRedir"),
+        (0x08, "CmpltRedir"),
+        (0x10, "UpstreamFwd"),
+        (0x20, "EgressCtrl"),
+        (0x40, "DirectTrans"),
+    ];
+
+    /// Whether requests or completions between two devices below the port go by the root complex.
+    #[must_use]
+    pub const fn redirects(self) -> bool {
+        self.0 & 0x0c != 0
+    }
+
+    /// The names of the bits that are set, as `lspci` prints them.
+    pub fn names(self) -> impl Iterator<Item = &'static str> {
+        Self::NAMES.into_iter().filter(move |(bit, _)| self.0 & bit != 0).map(|(_, name)| name)
+    }
+}
+
+impl fmt::Debug for AcsControl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.names()).finish()
+    }
+}
+
+impl Acs {
+    /// Whether the port redirects; nothing where that cannot be told.
+    #[must_use]
+    pub const fn redirects(self) -> Option<bool> {
+        match self {
+            Self::Unreadable => None,
+            Self::Absent => Some(false),
+            Self::Control(control) => Some(control.redirects()),
+        }
+    }
+}
+
+/// What the bytes said.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ConfigSpace {
+    /// The port type; nothing without a PCI Express capability in reach.
+    pub(super) port: Option<Port>,
+    pub(super) acs: Acs,
+}
+
+/// Bytes that a process without privilege sees.
+pub(super) const HEADER: usize = 64;
+const CONVENTIONAL: usize = 256;
+const EXTENDED: usize = 4096;
+
+const STATUS: usize = 0x06;
+const STATUS_HAS_CAPABILITIES: u16 = 0x10;
+const HEADER_TYPE: usize = 0x0e;
+const CAPABILITY_POINTER: usize = 0x34;
+const PCI_EXPRESS: u8 = 0x10;
+const ACS: u16 = 0x0d;
+const ACS_CONTROL: usize = 6;
+
+fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
+    Some(u16::from_le_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
+}
+
+/// Reads configuration space. The error is what is wrong with it.
+pub(super) fn read(bytes: &[u8]) -> Result<ConfigSpace, String> {
+    if bytes.len() < HEADER || bytes.len() > EXTENDED {
+        return Err(format!("{} bytes of configuration space: 64 to 4096 are possible", bytes.len()));
+    }
+    let bridge = bytes[HEADER_TYPE] & 0x7f == 1;
+    let status = u16_at(bytes, STATUS).unwrap_or(0);
+    if status == u16::MAX {
+        // A device that does not answer reads as all ones.
+        return Ok(ConfigSpace { port: None, acs: Acs::Unreadable });
+    }
+    if status & STATUS_HAS_CAPABILITIES == 0 {
+        return Ok(ConfigSpace { port: (!bridge).then_some(Port::Endpoint), acs: Acs::Absent });
+    }
+    if bytes.len() == HEADER {
+        return Ok(ConfigSpace { port: None, acs: Acs::Unreadable });
+    }
+    let port = pci_express(bytes)?.map(|flags| match (flags >> 4) & 0xf {
+        4 => Port::RootPort,
+        5 => Port::Upstream,
+        6 => Port::Downstream,
+        7 | 8 => Port::Bridge,
+        _ => Port::Endpoint,
+    });
+    let acs = if port.is_none() { Acs::Absent } else { extended(bytes)? };
+    Ok(ConfigSpace { port, acs })
+}
+
+/// The flags of the PCI Express capability.
+fn pci_express(bytes: &[u8]) -> Result<Option<u16>, String> {
+    let mut at = usize::from(bytes[CAPABILITY_POINTER] & 0xfc);
+    // Each capability has four bytes or more, so that there cannot be more than these.
+    for _ in 0..(CONVENTIONAL - HEADER) / 4 {
+        if at == 0 {
+            return Ok(None);
+        }
+        let (Some(id), Some(next)) = (bytes.get(at), bytes.get(at + 1)) else {
+            return Err(format!("a capability at {at:#x}, past the end"));
+        };
+        if at < HEADER {
+            return Err(format!("a capability at {at:#x}, inside the header"));
+        }
+        if *id == PCI_EXPRESS {
+            return u16_at(bytes, at + 2).map(Some).ok_or_else(|| format!("a capability cut off at {at:#x}"));
+        }
+        at = usize::from(next & 0xfc);
+    }
+    Err("a loop of capabilities".to_owned())
+}
+
+/// The ACS capability, in the list of extended ones.
+fn extended(bytes: &[u8]) -> Result<Acs, String> {
+    let mut at = CONVENTIONAL;
+    for _ in 0..(EXTENDED - CONVENTIONAL) / 8 {
+        let Some(header) = u32_at(bytes, at) else {
+            // Where only conventional space is emulated there is no extended capability to have.
+            return if at == CONVENTIONAL {
+                Ok(Acs::Absent)
+            } else {
+                Err(format!("a capability at {at:#x}, past the end"))
+            };
+        };
+        if header == 0 || header == u32::MAX {
+            return Ok(Acs::Absent);
+        }
+        if header & 0xffff == u32::from(ACS) {
+            let control = u16_at(bytes, at + ACS_CONTROL).ok_or_else(|| format!("ACS cut off at {at:#x}"))?;
+            return Ok(Acs::Control(AcsControl(control)));
+        }
+        at = (header >> 20) as usize & 0xffc;
+        if at == 0 {
+            return Ok(Acs::Absent);
+        }
+        if at < CONVENTIONAL {
+            return Err(format!("an extended capability at {at:#x}, inside conventional space"));
+        }
+    }
+    Err("a loop of extended capabilities".to_owned())
+}
+
+/// Configuration space that says this and nothing else.
+pub(super) fn write(space: ConfigSpace, bridge: bool) -> Vec<u8> {
+    let mut bytes = vec![0; HEADER];
+    bytes[HEADER_TYPE] = u8::from(bridge);
+    let (port, acs) = match space {
+        ConfigSpace { acs: Acs::Unreadable, .. } => {
+            bytes[STATUS] = STATUS_HAS_CAPABILITIES as u8;
+            return bytes;
+        }
+        // Without a PCI Express capability.
+        ConfigSpace { port: None, .. } => {
+            bytes.resize(CONVENTIONAL, 0);
+            bytes[STATUS] = STATUS_HAS_CAPABILITIES as u8;
+            return bytes;
+        }
+        ConfigSpace { port: Some(port), acs } => (port, acs),
+    };
+    // As short as says it: the reader takes what ends here for the end of the list.
+    bytes.resize(if acs == Acs::Absent { CONVENTIONAL } else { CONVENTIONAL + 8 }, 0);
+    bytes[STATUS] = STATUS_HAS_CAPABILITIES as u8;
+    bytes[CAPABILITY_POINTER] = HEADER as u8;
+    bytes[HEADER] = PCI_EXPRESS;
+    bytes[HEADER + 2] = match port {
+        Port::Endpoint => 0x02,
+        Port::RootPort => 0x42,
+        Port::Upstream => 0x52,
+        Port::Downstream => 0x62,
+        Port::Bridge => 0x72,
+    };
+    if let Acs::Control(control) = acs {
+        bytes[CONVENTIONAL..CONVENTIONAL + 4].copy_from_slice(&(u32::from(ACS) | 1 << 16).to_le_bytes());
+        bytes[CONVENTIONAL + ACS_CONTROL..CONVENTIONAL + ACS_CONTROL + 2]
+            .copy_from_slice(&control.0.to_le_bytes());
+    }
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// What a root port with a serial number ahead of its ACS capability looks like.
+    fn root_port() -> Vec<u8> {
+        let mut bytes = vec![0; EXTENDED];
+        bytes[STATUS] = 0x10;
+        bytes[HEADER_TYPE] = 0x81;
+        bytes[CAPABILITY_POINTER] = 0x40;
+        bytes[0x40..0x44].copy_from_slice(&[0x01, 0x50, 0, 0]);
+        bytes[0x50..0x54].copy_from_slice(&[0x10, 0x00, 0x42, 0]);
+        bytes[0x100..0x104].copy_from_slice(&(0x0003_u32 | 1 << 16 | 0x148 << 20).to_le_bytes());
+        bytes[0x148..0x14c].copy_from_slice(&(0x000d_u32 | 1 << 16).to_le_bytes());
+        bytes[0x14e..0x150].copy_from_slice(&0x001d_u16.to_le_bytes());
+        bytes
+    }
+
+    #[test]
+    fn acs_is_found_behind_other_capabilities() {
+        let space = read(&root_port()).unwrap();
+        assert_eq!(space.port, Some(Port::RootPort));
+        let Acs::Control(control) = space.acs else { panic!("{space:?}") };
+        assert!(control.redirects());
+        assert_eq!(
+            control.names().collect::<Vec<_>>(),
+            ["SrcValid", "ReqRedir", "CmpltRedir", "UpstreamFwd"]
+        );
+    }
+
+    #[test]
+    fn what_a_process_without_privilege_sees_is_no_answer() {
+        let space = read(&root_port()[..HEADER]).unwrap();
+        assert_eq!(space, ConfigSpace { port: None, acs: Acs::Unreadable });
+        assert_eq!(space.acs.redirects(), None);
+    }
+
+    #[test]
+    fn loops_and_pointers_out_of_bounds_are_refused() {
+        let changed = |at: usize, new: &[u8]| {
+            let mut bytes = root_port();
+            bytes[at..at + new.len()].copy_from_slice(new);
+            read(&bytes).unwrap_err()
+        };
+        let mut bytes = root_port();
+        bytes[0x50] = 0x05;
+        bytes[0x51] = 0x40;
+        assert!(read(&bytes).unwrap_err().contains("loop of capabilities"));
+        assert!(changed(CAPABILITY_POINTER, &[0x10]).contains("inside the header"));
+        let header = |next: u32| (0x0003_u32 | 1 << 16 | next << 20).to_le_bytes();
+        assert!(changed(0x100, &header(0x100)).contains("loop of extended"));
+        assert!(changed(0x100, &header(0x40)).contains("inside conventional"));
+        let mut cut = root_port();
+        cut.truncate(0x148);
+        assert!(read(&cut).unwrap_err().contains("past the end"));
+        assert!(read(&[0; 63]).is_err() && read(&[0; 4097]).is_err());
+    }
+
+    #[test]
+    fn what_is_written_reads_back() {
+        for port in [Port::Endpoint, Port::RootPort, Port::Upstream, Port::Downstream, Port::Bridge] {
+            for acs in [Acs::Absent, Acs::Control(AcsControl(0x1d)), Acs::Control(AcsControl(0))] {
+                let space = ConfigSpace { port: Some(port), acs };
+                assert_eq!(read(&write(space, port != Port::Endpoint)), Ok(space));
+            }
+        }
+        for space in
+            [ConfigSpace { port: None, acs: Acs::Unreadable }, ConfigSpace { port: None, acs: Acs::Absent }]
+        {
+            assert_eq!(read(&write(space, true)), Ok(space));
+        }
+    }
+
+    proptest! {
+        /// REL-03
+        #[test]
+        fn no_bytes_make_the_reader_panic_or_hang(
+            bytes in prop::collection::vec(any::<u8>(), 0..4200),
+            changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..16),
+        ) {
+            let _ = read(&bytes);
+            let mut altered = root_port();
+            for (at, byte) in changes {
+                let at = at.index(altered.len());
+                altered[at] = byte;
+            }
+            let _ = read(&altered);
+        }
+    }
+}

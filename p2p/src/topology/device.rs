@@ -1,0 +1,480 @@
+//! PCI functions: what one is, what it is plugged into, and how fast its link runs.
+
+use std::collections::BTreeMap;
+
+use hmem_core::Result;
+
+use super::{
+    bus_id::{BusId, RootBus},
+    config_space::{self, Acs, ConfigSpace, Port},
+    source::{Contents, Source},
+};
+
+/// Bridges between a device and its host bridge. Real machines have fewer than ten.
+const DEEPEST: usize = 64;
+/// A base address register cannot size more: addresses have 64 bits, and no bus has more than 52 of them.
+const LARGEST_BAR: u64 = 1 << 52;
+
+/// A PCI function.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct PciDevice {
+    /// Where it is plugged in.
+    pub bus_id: BusId,
+    /// The host bridge that it is under.
+    pub root: RootBus,
+    /// The bridges above it, from the root port down.
+    pub bridges: Vec<BusId>,
+    /// Base class, subclass and interface, as in `0x030200`.
+    pub class: u32,
+    /// The vendor's number.
+    pub vendor: u16,
+    /// The vendor's number for the device.
+    pub device: u16,
+    /// What it is in the tree. Where configuration space cannot be read, as its place tells.
+    pub port: Port,
+    /// Whether it redirects traffic between devices.
+    pub acs: Acs,
+    /// The NUMA node; nothing where firmware does not say (-1 in sysfs).
+    pub numa_node: Option<u32>,
+    /// The IOMMU group; nothing without an IOMMU.
+    pub iommu_group: Option<u32>,
+    /// The driver bound to it.
+    pub driver: Option<String>,
+    /// Its link towards the root; nothing for what is part of the root complex.
+    pub link: Option<Link>,
+    /// Its base address registers that have a size.
+    pub bars: Vec<Bar>,
+    pub(super) space: Option<ConfigSpace>,
+}
+
+/// A PCIe link, as it runs and as the device could run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Link {
+    /// Gigatransfers per second; nothing while the link is down.
+    pub speed: Option<f32>,
+    /// Lanes; nothing while the link is down.
+    pub width: Option<u8>,
+    /// The most gigatransfers per second.
+    pub max_speed: Option<f32>,
+    /// The most lanes.
+    pub max_width: Option<u8>,
+}
+
+impl Link {
+    /// Whether the link runs slower or narrower than the device could.
+    #[must_use]
+    pub fn is_degraded(&self) -> bool {
+        let less = |now: Option<f32>, most: Option<f32>| now.zip(most).is_some_and(|(now, most)| now < most);
+        less(self.speed, self.max_speed) || less(self.width.map(f32::from), self.max_width.map(f32::from))
+    }
+}
+
+/// A base address register.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bar {
+    /// Its number, 0 to 5; 6 is the expansion ROM.
+    pub index: u8,
+    /// Bytes behind it.
+    pub size: u64,
+    /// Whether it is memory, and not I/O ports.
+    pub memory: bool,
+    /// Whether it has 64-bit addresses.
+    pub wide: bool,
+    /// Whether it can be prefetched.
+    pub prefetchable: bool,
+}
+
+/// What a device is to this library.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// A GPU or accelerator, whose memory a NIC may want to reach.
+    Accelerator,
+    /// A network controller.
+    Network,
+    /// A bridge, switch port or host bridge.
+    Bridge,
+    /// Anything else.
+    Other,
+}
+
+impl Role {
+    /// The name as it is printed.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Accelerator => "accelerator",
+            Self::Network => "network",
+            Self::Bridge => "bridge",
+            Self::Other => "other",
+        }
+    }
+}
+
+const NVIDIA: u16 = 0x10de;
+const AMD: u16 = 0x1002;
+const INTEL: u16 = 0x8086;
+
+impl PciDevice {
+    /// What it is to this library: GPUs are display controllers (03xx) of NVIDIA, AMD and Intel, so that a
+    /// management controller's VGA is none; processing accelerators are 12xx of any vendor.
+    #[must_use]
+    pub const fn role(&self) -> Role {
+        match (self.class >> 16, self.vendor) {
+            (0x03, NVIDIA | AMD | INTEL) | (0x12, _) => Role::Accelerator,
+            (0x02, _) => Role::Network,
+            (0x06, _) => Role::Bridge,
+            _ => Role::Other,
+        }
+    }
+
+    /// Whether other devices can be below it.
+    #[must_use]
+    pub const fn is_bridge(&self) -> bool {
+        self.class >> 8 == 0x0604
+    }
+
+    /// The largest memory BAR in bytes: what a peer can reach of the device's memory at once; 0 without any.
+    #[must_use]
+    pub fn largest_bar(&self) -> u64 {
+        self.bars.iter().filter(|bar| bar.memory && bar.index < 6).map(|bar| bar.size).max().unwrap_or(0)
+    }
+
+    /// The vendor's name, for the vendors of GPUs, NICs and switches.
+    #[must_use]
+    pub const fn vendor_name(&self) -> Option<&'static str> {
+        Some(match self.vendor {
+            NVIDIA => "NVIDIA",
+            AMD | 0x1022 => "AMD",
+            INTEL => "Intel",
+            0x15b3 => "Mellanox",
+            0x14e4 | 0x1000 => "Broadcom",
+            0x10b5 => "PLX",
+            0x11f8 => "Microchip",
+            0x1d0f => "Amazon",
+            0x1414 => "Microsoft",
+            0x1af4 | 0x1b36 => "Red Hat",
+            0x1da3 => "Habana",
+            0x1dd8 => "Pensando",
+            0x1a03 => "ASPEED",
+            0x144d => "Samsung",
+            0x10ec => "Realtek",
+            _ => return None,
+        })
+    }
+}
+
+/// Where a folder of `/sys/devices` is in the tree.
+pub(super) struct Place {
+    pub(super) root: RootBus,
+    /// The functions on the way, the device itself last.
+    pub(super) functions: Vec<BusId>,
+    /// The path of the last of them.
+    pub(super) path: String,
+}
+
+/// Reads a path such as `sys/devices/pci0000:00/0000:00:01.0/0000:07:00.0/infiniband/mlx5_0`.
+///
+/// What is ahead of the host bridge (a platform device, a hypervisor's bus) does not count.
+pub(super) fn place(path: &str) -> Option<Place> {
+    let parts: Vec<_> = path.split('/').collect();
+    let at = parts.iter().position(|part| RootBus::read(part).is_some())?;
+    let root = RootBus::read(parts[at])?;
+    let functions: Vec<_> = parts[at + 1..].iter().map_while(|part| BusId::read(part)).collect();
+    let path = parts[..=at + functions.len()].join("/");
+    (!functions.is_empty()).then_some(Place { root, functions, path })
+}
+
+/// Reads every PCI function.
+pub(super) fn read_all(source: &Source) -> Result<BTreeMap<BusId, PciDevice>> {
+    const FOLDER: &str = "sys/bus/pci/devices";
+    let mut devices = BTreeMap::new();
+    for name in source.names(FOLDER)?.unwrap_or_default() {
+        let path = format!("{FOLDER}/{name}");
+        let Some(id) = BusId::read(&name) else {
+            return Err(source.malformed(&path, "not the address of a PCI function"));
+        };
+        let target = source.link(&path)?.ok_or_else(|| source.malformed(&path, "not a link to a device"))?;
+        let Some(place) = place(&target) else {
+            return Err(
+                source.malformed(&path, format_args!("a link to no place in a PCI tree: {target:.200}"))
+            );
+        };
+        if place.functions.last() != Some(&id) || place.path != target {
+            return Err(source.malformed(&path, format_args!("a link to another device: {target:.200}")));
+        }
+        if place.functions.len() > DEEPEST {
+            return Err(source.malformed(&path, format_args!("more than {DEEPEST} bridges above the device")));
+        }
+        devices.insert(id, read(source, id, place)?);
+    }
+    for device in devices.values() {
+        let path = format!("{FOLDER}/{}", device.bus_id);
+        for (depth, bridge) in device.bridges.iter().enumerate() {
+            match devices.get(bridge) {
+                None => return Err(source.vanished(&format!("{FOLDER}/{bridge}"))),
+                Some(found) if found.bridges != device.bridges[..depth] || found.root != device.root => {
+                    return Err(source.malformed(&path, format_args!("{bridge} is elsewhere in the tree")));
+                }
+                Some(_) => {}
+            }
+        }
+    }
+    infer_ports(&mut devices);
+    Ok(devices)
+}
+
+/// What configuration space does not tell, the place in the tree does: bridges in turn are root port, upstream port,
+/// downstream port, upstream port and so on.
+fn infer_ports(devices: &mut BTreeMap<BusId, PciDevice>) {
+    let mut order: Vec<_> = devices.values().map(|device| (device.bridges.len(), device.bus_id)).collect();
+    order.sort_unstable();
+    for (depth, id) in order {
+        let above = devices[&id].bridges.last().map(|above| devices[above].port);
+        let Some(device) = devices.get_mut(&id) else { continue };
+        if device.space.and_then(|space| space.port).is_some() {
+            continue;
+        }
+        device.port = match above {
+            _ if !device.is_bridge() => Port::Endpoint,
+            None if depth == 0 => Port::RootPort,
+            Some(Port::RootPort | Port::Downstream) => Port::Upstream,
+            Some(Port::Upstream) => Port::Downstream,
+            _ => Port::Bridge,
+        };
+    }
+}
+
+fn read(source: &Source, bus_id: BusId, mut place: Place) -> Result<PciDevice> {
+    let at = |name: &str| format!("{}/{name}", place.path);
+    let class = hex(source, &at("class"))?;
+    let [vendor, device] = ["vendor", "device"].map(|name| {
+        let path = at(name);
+        let number = hex(source, &path)?;
+        u16::try_from(number).map_err(|_| source.malformed(&path, "more than 16 bits"))
+    });
+    let (vendor, device) = (vendor?, device?);
+    if class > 0xff_ffff {
+        return Err(source.malformed(&at("class"), "more than 24 bits"));
+    }
+    let config = at("config");
+    let space = match source.contents(&config)? {
+        Contents::Bytes(bytes) => {
+            Some(config_space::read(&bytes).map_err(|problem| source.malformed(&config, problem))?)
+        }
+        Contents::Absent | Contents::Denied => None,
+    };
+    let resource = at("resource");
+    let bars = match source.text(&resource)? {
+        Some(text) => bars(&text).map_err(|problem| source.malformed(&resource, problem))?,
+        None => Vec::new(),
+    };
+    let last_part = |name: &str| -> Result<Option<String>> {
+        Ok(source.link(&at(name))?.and_then(|target| target.rsplit('/').next().map(str::to_owned)))
+    };
+    let driver = last_part("driver")?.filter(|driver| is_word(driver));
+    let iommu_group = match last_part("iommu_group")? {
+        Some(number) => Some(
+            number.parse().map_err(|_| source.malformed(&at("iommu_group"), "a link to no IOMMU group"))?,
+        ),
+        None => None,
+    };
+    let numa = at("numa_node");
+    let numa_node = match source.text(&numa)?.as_deref() {
+        None | Some("-1") => None,
+        Some(node) => {
+            let number = node.parse().ok().filter(|number| *number < super::numa::MOST_NODES);
+            Some(number.ok_or_else(|| source.malformed(&numa, format_args!("no NUMA node: {node:.40}")))?)
+        }
+    };
+    let link = link(source, &at)?;
+    place.functions.pop();
+    Ok(PciDevice {
+        bus_id,
+        root: place.root,
+        bridges: place.functions,
+        class,
+        vendor,
+        device,
+        port: space.and_then(|space| space.port).unwrap_or(Port::Endpoint),
+        acs: space.map_or(Acs::Unreadable, |space| space.acs),
+        numa_node,
+        iommu_group,
+        driver,
+        link,
+        bars,
+        space,
+    })
+}
+
+/// A name of a driver or module.
+pub(super) fn is_word(text: &str) -> bool {
+    !text.is_empty()
+        && text.len() < 64
+        && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-.".contains(&byte))
+}
+
+fn hex(source: &Source, path: &str) -> Result<u32> {
+    let text = source.needed(path)?;
+    let digits = text.strip_prefix("0x").filter(|digits| digits.bytes().all(|byte| byte.is_ascii_hexdigit()));
+    digits
+        .and_then(|digits| u32::from_str_radix(digits, 16).ok())
+        .ok_or_else(|| source.malformed(path, format_args!("no hexadecimal number: {text:.40}")))
+}
+
+fn link(source: &Source, at: &dyn Fn(&str) -> String) -> Result<Option<Link>> {
+    let speed = |name: &str| -> Result<Option<f32>> {
+        let path = at(name);
+        match source.text(&path)? {
+            Some(text) => speed(&text).map_err(|problem| source.malformed(&path, problem)),
+            None => Ok(None),
+        }
+    };
+    let width = |name: &str| -> Result<Option<u8>> {
+        let path = at(name);
+        match source.text(&path)? {
+            Some(text) => width(&text).map_err(|problem| source.malformed(&path, problem)),
+            None => Ok(None),
+        }
+    };
+    let link = Link {
+        speed: speed("current_link_speed")?,
+        width: width("current_link_width")?,
+        max_speed: speed("max_link_speed")?,
+        max_width: width("max_link_width")?,
+    };
+    Ok((link.max_speed.is_some() && link.max_width.is_some()).then_some(link))
+}
+
+/// `16.0 GT/s PCIe`, `8 GT/s`, or `Unknown` where there is no link.
+fn speed(text: &str) -> Result<Option<f32>, String> {
+    if text.starts_with("Unknown") {
+        return Ok(None);
+    }
+    let number = text.split_once(" GT/s").and_then(|(number, _)| number.parse::<f32>().ok());
+    match number.filter(|speed| (0.1..=1024.0).contains(speed)) {
+        Some(speed) => Ok(Some(speed)),
+        None => Err(format!("no link speed: {text:.40}")),
+    }
+}
+
+/// Lanes; 0 and 255 stand for none.
+fn width(text: &str) -> Result<Option<u8>, String> {
+    match text.parse::<u8>() {
+        Ok(0 | 255) => Ok(None),
+        Ok(width @ 1..=32) => Ok(Some(width)),
+        _ => Err(format!("no link width: {text:.40}")),
+    }
+}
+
+const MEMORY: u64 = 0x200;
+const PORTS: u64 = 0x100;
+const PREFETCH: u64 = 0x2000;
+const WIDE: u64 = 0x10_0000;
+
+/// `resource`: start, end and flags of each register, one a line (`linux/ioport.h`). Lines past the sixth register and
+/// the ROM are windows of bridges.
+fn bars(text: &str) -> Result<Vec<Bar>, String> {
+    let mut bars = Vec::new();
+    for (index, line) in text.lines().take(7).enumerate() {
+        let mut numbers = line.split_whitespace().map(|word| {
+            let digits = word.strip_prefix("0x").unwrap_or("");
+            if digits.starts_with('+') { None } else { u64::from_str_radix(digits, 16).ok() }
+        });
+        let mut next = || numbers.next().flatten().ok_or_else(|| format!("no resource: {line:.60}"));
+        let (start, end, flags) = (next()?, next()?, next()?);
+        if flags & (MEMORY | PORTS) == 0 || end == 0 {
+            continue;
+        }
+        let size = end.checked_sub(start).and_then(|size| size.checked_add(1));
+        let Some(size) = size.filter(|size| *size <= LARGEST_BAR) else {
+            return Err(format!("a register with an impossible range: {line:.60}"));
+        };
+        bars.push(Bar {
+            index: index as u8,
+            size,
+            memory: flags & MEMORY != 0,
+            wide: flags & WIDE != 0,
+            prefetchable: flags & PREFETCH != 0,
+        });
+    }
+    Ok(bars)
+}
+
+/// `resource` with these sizes, and each register at an address that says nothing.
+pub(super) fn write_bars(bars: &[Bar]) -> String {
+    let mut text = String::new();
+    for index in 0..7 {
+        let (start, end, flags) = match bars.iter().find(|bar| bar.index == index) {
+            Some(bar) => {
+                let flag = |set: bool, flag: u64| if set { flag } else { 0 };
+                let kind = if bar.memory { MEMORY } else { PORTS };
+                (bar.size, 2 * bar.size - 1, kind | flag(bar.wide, WIDE) | flag(bar.prefetchable, PREFETCH))
+            }
+            None => (0, 0, 0),
+        };
+        text.push_str(&format!("0x{start:016x} 0x{end:016x} 0x{flags:016x}\n"));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn registers_have_the_size_between_start_and_end() {
+        let text = "0x0000000040000000 0x000000004007ffff 0x0000000000140204\n\
+                    0x0000000000000000 0x0000000000000000 0x0000000000000000\n\
+                    0x0000380000000000 0x000039ffffffffff 0x000000000014220c\n";
+        let bars = bars(text).unwrap();
+        assert_eq!(bars.len(), 2);
+        assert_eq!((bars[0].size, bars[0].wide, bars[0].prefetchable), (512 << 10, true, false));
+        assert_eq!((bars[1].index, bars[1].size, bars[1].prefetchable), (2, 2 << 40, true));
+        assert_eq!(super::bars(&write_bars(&bars)).unwrap(), bars);
+    }
+
+    #[test]
+    fn absurd_registers_links_and_widths_are_refused() {
+        for wrong in [
+            "x",
+            "0x5 0x2 0x200",
+            "0x0 0xffffffffffffffff 0x200",
+            "0x0 0x1",
+            "0x+1 0x2 0x200",
+            "0x0 0x10000000000000000 0x200",
+        ] {
+            assert!(bars(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(speed("16.0 GT/s PCIe"), Ok(Some(16.0)));
+        assert_eq!(speed("Unknown"), Ok(None));
+        assert!(speed("NaN GT/s").is_err() && speed("-1 GT/s").is_err() && speed("fast").is_err());
+        assert_eq!((width("16"), width("255"), width("0")), (Ok(Some(16)), Ok(None), Ok(None)));
+        assert!(width("33").is_err() && width("-1").is_err());
+    }
+
+    #[test]
+    fn places_begin_at_the_host_bridge() {
+        let path = "sys/devices/LNXSYSTM:00/VMBUS:00/47505500-0001/pci0001:00/0001:00:00.0/infiniband/x";
+        let found = place(path).unwrap();
+        assert_eq!(found.root.to_string(), "pci0001:00");
+        assert_eq!(found.functions.len(), 1);
+        assert!(found.path.ends_with("pci0001:00/0001:00:00.0"));
+        assert!(place("sys/devices/virtual/infiniband/rxe0").is_none());
+        assert!(place("sys/devices/pci0000:00").is_none());
+    }
+
+    proptest! {
+        /// REL-03
+        #[test]
+        fn no_text_makes_a_reader_panic(text in ".{0,200}", numbers in "(0x[0-9a-f]{0,17} ?){0,4}\n?") {
+            let _ = bars(&text);
+            let _ = bars(&numbers);
+            let _ = speed(&text);
+            let _ = width(&text);
+            let _ = place(&text);
+        }
+    }
+}

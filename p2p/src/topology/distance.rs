@@ -1,0 +1,241 @@
+//! How far two PCI functions are apart, in the classes of `nvidia-smi topo`, and by which way.
+
+use std::fmt;
+
+use super::{
+    Topology,
+    bus_id::{BusId, RootBus},
+    config_space::Port,
+    device::PciDevice,
+};
+
+/// How far two PCI functions are apart, nearest first. The names are those of `nvidia-smi topo -m`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Distance {
+    /// `X`: the function itself.
+    Same,
+    /// `PIX`: at most one switch between them.
+    Pix,
+    /// `PXB`: several switches, and no host bridge.
+    Pxb,
+    /// `PHB`: a host bridge (usually a CPU).
+    Phb,
+    /// `NODE`: two host bridges of one NUMA node.
+    Node,
+    /// `SYS`: two NUMA nodes, or host bridges of which that is not known.
+    Sys,
+}
+
+impl Distance {
+    /// All of them, nearest first.
+    pub const ALL: [Self; 6] = [Self::Same, Self::Pix, Self::Pxb, Self::Phb, Self::Node, Self::Sys];
+
+    /// The name that `nvidia-smi topo` has for it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Same => "X",
+            Self::Pix => "PIX",
+            Self::Pxb => "PXB",
+            Self::Phb => "PHB",
+            Self::Node => "NODE",
+            Self::Sys => "SYS",
+        }
+    }
+
+    /// What it stands for, in a few words.
+    #[must_use]
+    pub const fn meaning(self) -> &'static str {
+        match self {
+            Self::Same => "the same PCI function",
+            Self::Pix => "at most one PCIe switch",
+            Self::Pxb => "several PCIe switches, no host bridge",
+            Self::Phb => "a PCIe host bridge (the CPU)",
+            Self::Node => "two host bridges of one NUMA node",
+            Self::Sys => "between NUMA nodes, or not known to be inside one",
+        }
+    }
+}
+
+impl fmt::Display for Distance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A step of the way between two functions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Hop {
+    /// One of the two ends.
+    Function(BusId),
+    /// A bridge or port of a switch.
+    Bridge(BusId, Port),
+    /// A host bridge.
+    HostBridge(RootBus),
+    /// Between host bridges, inside a NUMA node or to another.
+    Interconnect,
+}
+
+impl fmt::Display for Hop {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Function(id) => write!(f, "{id}"),
+            Self::Bridge(id, port) => write!(f, "{id} ({port})"),
+            Self::HostBridge(root) => write!(f, "{root} (host-bridge)"),
+            Self::Interconnect => f.write_str("interconnect"),
+        }
+    }
+}
+
+/// Whether Access Control Services send the traffic of a pair up to the root complex.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Redirection {
+    /// No port on the way redirects.
+    None,
+    /// These ports do: what could stay in a switch goes by the root complex.
+    By(Vec<BusId>),
+    /// No port is known to, and these could not be read.
+    Unknown(Vec<BusId>),
+}
+
+/// The way between two PCI functions.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PciPath {
+    /// How far they are apart.
+    pub distance: Distance,
+    /// Every step, from the one to the other.
+    pub hops: Vec<Hop>,
+    /// Whether ports on the way redirect it.
+    pub redirection: Redirection,
+    /// Whether `SYS` is a guess, since the NUMA node of one of them is not known.
+    pub numa_unknown: bool,
+}
+
+impl Topology {
+    /// The way between two functions; nothing where one of them is not here.
+    #[must_use]
+    pub fn path(&self, from: BusId, to: BusId) -> Option<PciPath> {
+        let (a, b) = (self.device(from)?, self.device(to)?);
+        if from == to {
+            return Some(PciPath {
+                distance: Distance::Same,
+                hops: vec![Hop::Function(from)],
+                redirection: Redirection::None,
+                numa_unknown: false,
+            });
+        }
+        let shared = if a.root == b.root {
+            a.bridges.iter().zip(&b.bridges).take_while(|(a, b)| a == b).count()
+        } else {
+            0
+        };
+        let (up, down) = (&a.bridges[shared..], &b.bridges[shared..]);
+        let meeting = a.bridges[..shared].last().copied();
+        let (distance, numa_unknown) = self.classify(a, b, meeting, up, down);
+        let bridge =
+            |id: &BusId| Hop::Bridge(*id, self.device(*id).map_or(Port::Bridge, |bridge| bridge.port));
+        let mut hops = vec![Hop::Function(from)];
+        hops.extend(up.iter().rev().map(bridge));
+        match (meeting, a.root == b.root) {
+            (Some(meeting), _) => hops.push(bridge(&meeting)),
+            (None, true) => hops.push(Hop::HostBridge(a.root)),
+            (None, false) => {
+                hops.extend([Hop::HostBridge(a.root), Hop::Interconnect, Hop::HostBridge(b.root)]);
+            }
+        }
+        hops.extend(down.iter().map(bridge));
+        hops.push(Hop::Function(to));
+        Some(PciPath { distance, hops, redirection: self.redirection(distance, up, down), numa_unknown })
+    }
+
+    fn classify(
+        &self,
+        a: &PciDevice,
+        b: &PciDevice,
+        meeting: Option<BusId>,
+        up: &[BusId],
+        down: &[BusId],
+    ) -> (Distance, bool) {
+        if let Some(meeting) = meeting {
+            // A switch has one upstream port, so that these count switches.
+            let on_the_way = up.iter().chain(down).chain([&meeting]);
+            let switches = on_the_way.filter(|id| self.port(**id) == Some(Port::Upstream)).count();
+            // Conventional bridges are no switches, and each counts.
+            let others = up.iter().chain(down).filter(|id| self.port(**id) == Some(Port::Bridge)).count();
+            return (if switches + others <= 1 { Distance::Pix } else { Distance::Pxb }, false);
+        }
+        if a.root == b.root {
+            return (Distance::Phb, false);
+        }
+        match (a.numa_node, b.numa_node) {
+            (Some(a), Some(b)) if a == b => (Distance::Node, false),
+            (Some(_), Some(_)) => (Distance::Sys, false),
+            _ if self.numa.len() <= 1 => (Distance::Node, false),
+            _ => (Distance::Sys, true),
+        }
+    }
+
+    fn port(&self, id: BusId) -> Option<Port> {
+        self.device(id).map(|device| device.port)
+    }
+
+    /// Ports below the meeting point decide: a request that one of them redirects goes up to the root complex.
+    fn redirection(&self, distance: Distance, up: &[BusId], down: &[BusId]) -> Redirection {
+        if !matches!(distance, Distance::Pix | Distance::Pxb | Distance::Phb) {
+            return Redirection::None;
+        }
+        let ports = up.iter().chain(down).filter_map(|id| self.device(*id));
+        let ports = ports.filter(|port| matches!(port.port, Port::Downstream | Port::RootPort));
+        let (mut by, mut unknown) = (Vec::new(), Vec::new());
+        for port in ports {
+            match port.acs.redirects() {
+                Some(true) => by.push(port.bus_id),
+                Some(false) => {}
+                None => unknown.push(port.bus_id),
+            }
+        }
+        match (by.is_empty(), unknown.is_empty()) {
+            (false, _) => Redirection::By(by),
+            (true, false) => Redirection::Unknown(unknown),
+            (true, true) => Redirection::None,
+        }
+    }
+
+    /// The RDMA NICs with a PCI address, nearest to `device` first; of two as near, the one with fewer hops.
+    ///
+    /// Nothing where `device` is not here or no NIC has a PCI address.
+    #[must_use]
+    pub fn nics_by_distance(&self, device: BusId) -> Vec<(BusId, PciPath)> {
+        self.by_distance(device, self.rdma.iter().filter_map(|rdma| rdma.bus_id))
+    }
+
+    /// The RDMA NICs that are nearest to `device`: those of [`nics_by_distance`](Self::nics_by_distance) with the first
+    /// one's distance.
+    #[must_use]
+    pub fn nearest_nics(&self, device: BusId) -> Vec<(BusId, PciPath)> {
+        nearest(self.nics_by_distance(device))
+    }
+
+    /// The GPUs and accelerators that are nearest to `nic`.
+    #[must_use]
+    pub fn nearest_accelerators(&self, nic: BusId) -> Vec<(BusId, PciPath)> {
+        nearest(self.by_distance(nic, self.accelerators().map(|device| device.bus_id)))
+    }
+
+    fn by_distance(&self, from: BusId, to: impl Iterator<Item = BusId>) -> Vec<(BusId, PciPath)> {
+        let mut to: Vec<_> = to.collect();
+        to.sort_unstable();
+        to.dedup();
+        let mut paths: Vec<_> = to.into_iter().filter_map(|to| Some((to, self.path(from, to)?))).collect();
+        paths.sort_by_key(|(to, path)| (path.distance, path.hops.len(), *to));
+        paths
+    }
+}
+
+fn nearest(mut paths: Vec<(BusId, PciPath)>) -> Vec<(BusId, PciPath)> {
+    if let Some(best) = paths.first().map(|(_, path)| path.distance) {
+        paths.retain(|(_, path)| path.distance == best);
+    }
+    paths
+}

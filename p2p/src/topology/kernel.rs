@@ -1,0 +1,395 @@
+//! What of the kernel decides paths: its options, its command line, its modules, and the IOMMU's mode.
+
+use std::{collections::BTreeMap, fmt, io::Read};
+
+use flate2::read::GzDecoder;
+use hmem_core::Result;
+
+use super::{
+    device::is_word,
+    source::{LARGEST_FILE, Source},
+};
+
+/// Options of the kernel's configuration that direct paths depend on, each with what it brings.
+pub const OPTIONS: [(&str, &str); 16] = [
+    ("CONFIG_PCI_P2PDMA", "transfers between PCI devices"),
+    ("CONFIG_ZONE_DEVICE", "device memory as pages, which P2PDMA stands on"),
+    ("CONFIG_DMA_SHARED_BUFFER", "dma-buf"),
+    ("CONFIG_DMABUF_MOVE_NOTIFY", "dma-bufs whose memory moves"),
+    ("CONFIG_UDMABUF", "dma-bufs of a process's own memory"),
+    ("CONFIG_DMABUF_HEAPS", "dma-bufs from the kernel's heaps"),
+    ("CONFIG_INFINIBAND", "RDMA"),
+    ("CONFIG_INFINIBAND_USER_ACCESS", "RDMA from user space"),
+    ("CONFIG_INFINIBAND_ON_DEMAND_PAGING", "regions that follow the page tables"),
+    ("CONFIG_MLX5_INFINIBAND", "mlx5 NICs"),
+    ("CONFIG_RDMA_RXE", "RDMA in software over Ethernet"),
+    ("CONFIG_HSA_AMD", "ROCm's kernel driver"),
+    ("CONFIG_HSA_AMD_P2P", "transfers between AMD GPUs and other devices"),
+    ("CONFIG_IOMMU_DEFAULT_PASSTHROUGH", "an IOMMU that does not translate unless asked"),
+    ("CONFIG_INTEL_IOMMU_DEFAULT_ON", "Intel's IOMMU without being asked"),
+    ("CONFIG_STRICT_DEVMEM", "no mapping of device memory through /dev/mem"),
+];
+
+/// Modules that paths depend on, each with what it is for.
+pub const MODULES: [(&str, &str); 24] = [
+    ("nvidia_peermem", "peer memory of NVIDIA GPUs"),
+    ("nv_peer_mem", "peer memory of NVIDIA GPUs, before nvidia_peermem"),
+    ("ib_peer_mem", "peer memory of the vendors' RDMA stack"),
+    ("nvidia", "NVIDIA GPUs"),
+    ("nvidia_uvm", "CUDA"),
+    ("nvidia_fs", "GPUDirect Storage"),
+    ("gdrdrv", "GDRCopy"),
+    ("nouveau", "NVIDIA GPUs, without CUDA"),
+    ("amdgpu", "AMD GPUs, with dma-buf export"),
+    ("i915", "Intel GPUs"),
+    ("xe", "Intel GPUs"),
+    ("habanalabs", "Gaudi accelerators"),
+    ("neuron", "Trainium and Inferentia accelerators"),
+    ("ib_core", "RDMA"),
+    ("ib_uverbs", "RDMA from user space"),
+    ("mlx5_ib", "mlx5 NICs"),
+    ("mlx4_ib", "mlx4 NICs"),
+    ("bnxt_re", "Broadcom NICs"),
+    ("irdma", "Intel NICs"),
+    ("efa", "Amazon NICs"),
+    ("mana_ib", "Microsoft NICs"),
+    ("rdma_rxe", "RDMA in software over Ethernet"),
+    ("siw", "iWARP in software"),
+    ("udmabuf", "dma-bufs of a process's own memory"),
+];
+
+/// The modules of [`MODULES`] that let a NIC resolve device addresses by itself.
+pub const PEER_MEMORY: [&str; 3] = ["nvidia_peermem", "nv_peer_mem", "ib_peer_mem"];
+
+/// Words of the command line that change how devices reach one another.
+const WORDS: [&str; 14] = [
+    "iommu",
+    "intel_iommu",
+    "amd_iommu",
+    "arm-smmu.disable_bypass",
+    "iommu.passthrough",
+    "iommu.strict",
+    "iommu.forcedac",
+    "pci",
+    "pcie_acs_override",
+    "pcie_aspm",
+    "pcie_ports",
+    "module_blacklist",
+    "mem_encrypt",
+    "amdgpu.pcie_p2p",
+];
+
+/// The kernel, as far as paths depend on it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Kernel {
+    /// Its release, as `uname -r` prints it.
+    pub release: Option<String>,
+    /// The options of [`OPTIONS`] that its configuration sets; nothing where no configuration can be read.
+    pub options: Option<BTreeMap<String, Setting>>,
+    /// The words of its command line that change how devices reach one another.
+    pub command_line: Vec<String>,
+    /// The modules of [`MODULES`] that are there, loaded or built in.
+    pub modules: Vec<String>,
+    /// NVIDIA's kernel driver.
+    pub nvidia: Option<NvidiaDriver>,
+}
+
+/// How an option of the kernel is set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Setting {
+    /// Built in.
+    Yes,
+    /// A module.
+    Module,
+    /// Left out.
+    No,
+}
+
+impl Setting {
+    /// The letter that a configuration has for it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Yes => "y",
+            Self::Module => "m",
+            Self::No => "n",
+        }
+    }
+}
+
+/// NVIDIA's kernel driver: dma-buf export needs the open one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NvidiaDriver {
+    /// Its version, as in `535.161.08`.
+    pub version: String,
+    /// Whether it is the variant with open kernel modules.
+    pub open: bool,
+}
+
+impl Kernel {
+    /// Whether a module of [`MODULES`] is there.
+    #[must_use]
+    pub fn has_module(&self, name: &str) -> bool {
+        self.modules.iter().any(|module| module == name)
+    }
+
+    /// The modules that are there and let a NIC resolve device addresses by itself.
+    pub fn peer_memory(&self) -> impl Iterator<Item = &str> {
+        self.modules.iter().map(String::as_str).filter(|module| PEER_MEMORY.contains(module))
+    }
+
+    /// How an option of [`OPTIONS`] is set; nothing where no configuration can be read.
+    #[must_use]
+    pub fn option(&self, name: &str) -> Option<Setting> {
+        self.options.as_ref().map(|options| options.get(name).copied().unwrap_or(Setting::No))
+    }
+}
+
+/// Whether device addresses are translated on their way to memory and to other devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum IommuMode {
+    /// There is none, or it is off.
+    Off,
+    /// It is on, and every group passes addresses through.
+    Passthrough,
+    /// It is on and translates for every group.
+    Translating,
+    /// Some groups pass addresses through, and some do not.
+    Mixed,
+    /// It is on, and what it does cannot be told.
+    Unknown,
+}
+
+impl IommuMode {
+    /// The name as it is printed.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Passthrough => "passthrough",
+            Self::Translating => "translating",
+            Self::Mixed => "mixed",
+            Self::Unknown => "unknown",
+        }
+    }
+}
+
+impl fmt::Display for IommuMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+pub(super) const GROUPS: &str = "sys/kernel/iommu_groups";
+
+/// The IOMMU groups with their types (`identity`, `DMA`, `DMA-FQ`); the type is empty where the kernel does not say.
+pub(super) fn groups(source: &Source) -> Result<BTreeMap<u32, String>> {
+    let mut groups = BTreeMap::new();
+    for name in source.names(GROUPS)?.unwrap_or_default() {
+        let path = format!("{GROUPS}/{name}");
+        let Ok(number) = name.parse() else { return Err(source.malformed(&path, "no IOMMU group")) };
+        let kind = source.text(&format!("{path}/type"))?.unwrap_or_default();
+        if !kind.is_empty() && !is_word(&kind) {
+            return Err(source.malformed(&format!("{path}/type"), format_args!("no type: {kind:.40}")));
+        }
+        groups.insert(number, kind);
+    }
+    Ok(groups)
+}
+
+pub(super) fn mode(groups: &BTreeMap<u32, String>) -> IommuMode {
+    let identity = groups.values().filter(|kind| *kind == "identity").count();
+    let unknown = groups.values().filter(|kind| kind.is_empty()).count();
+    match groups.len() {
+        0 => IommuMode::Off,
+        _ if unknown > 0 => IommuMode::Unknown,
+        all if identity == all => IommuMode::Passthrough,
+        _ if identity == 0 => IommuMode::Translating,
+        _ => IommuMode::Mixed,
+    }
+}
+
+pub(super) fn read(source: &Source) -> Result<Kernel> {
+    let release = source.text("proc/sys/kernel/osrelease")?.filter(|release| is_release(release));
+    let command_line = source.text("proc/cmdline")?.map(|text| words(&text)).unwrap_or_default();
+    Ok(Kernel {
+        options: options(source, release.as_deref())?,
+        command_line,
+        modules: modules(source)?,
+        nvidia: nvidia(source)?,
+        release,
+    })
+}
+
+fn is_release(text: &str) -> bool {
+    !text.is_empty()
+        && text.len() < 128
+        && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-.+~".contains(&byte))
+}
+
+/// The words that count, up to the end of the kernel's own.
+fn words(text: &str) -> Vec<String> {
+    let own = text.split_whitespace().take_while(|word| *word != "--");
+    let name = |word: &str| word.split('=').next().map(str::to_owned);
+    own.filter(|word| name(word).is_some_and(|name| WORDS.contains(&name.as_str())))
+        .filter(|word| word.len() < 256)
+        .map(str::to_owned)
+        .collect()
+}
+
+fn options(source: &Source, release: Option<&str>) -> Result<Option<BTreeMap<String, Setting>>> {
+    const PACKED: &str = "proc/config.gz";
+    if let Some(packed) = source.bytes(PACKED)? {
+        let mut text = Vec::new();
+        let read = GzDecoder::new(&packed[..]).take(LARGEST_FILE + 1).read_to_end(&mut text);
+        if let Err(error) = read {
+            return Err(source.malformed(PACKED, error));
+        }
+        if text.len() as u64 > LARGEST_FILE {
+            return Err(source.malformed(PACKED, format_args!("larger than {LARGEST_FILE} bytes")));
+        }
+        return Ok(Some(settings(&String::from_utf8_lossy(&text))));
+    }
+    let Some(release) = release else { return Ok(None) };
+    for path in [format!("boot/config-{release}"), format!("lib/modules/{release}/config")] {
+        if let Some(bytes) = source.bytes(&path)? {
+            return Ok(Some(settings(&String::from_utf8_lossy(&bytes))));
+        }
+    }
+    Ok(None)
+}
+
+fn settings(text: &str) -> BTreeMap<String, Setting> {
+    let set = text.lines().filter_map(|line| {
+        let (name, value) = line.split_once('=')?;
+        let setting = match value.trim() {
+            "y" => Setting::Yes,
+            "m" => Setting::Module,
+            _ => return None,
+        };
+        OPTIONS.iter().any(|(option, _)| *option == name).then(|| (name.to_owned(), setting))
+    });
+    set.collect()
+}
+
+/// Loaded modules by `/proc/modules`, and those built in by their folder of parameters.
+fn modules(source: &Source) -> Result<Vec<String>> {
+    const LOADED: &str = "proc/modules";
+    let text = source.text(LOADED)?.unwrap_or_default();
+    let mut loaded = Vec::new();
+    for line in text.lines() {
+        // "nvidia_peermem 16384 0 - Live 0x0000000000000000"
+        let mut fields = line.split_whitespace();
+        let (name, size) = (fields.next(), fields.next().map(str::parse::<u64>));
+        let (Some(name), Some(Ok(_))) = (name, size) else {
+            return Err(source.malformed(LOADED, format_args!("no module: {line:.60}")));
+        };
+        if fields.nth(2).is_some_and(|state| state != "Live") {
+            continue;
+        }
+        loaded.push(name);
+    }
+    let mut found = Vec::new();
+    let folders = source.names("sys/module")?.unwrap_or_default();
+    for (name, _) in MODULES {
+        if loaded.contains(&name) || folders.iter().any(|folder| folder == name) {
+            found.push(name.to_owned());
+        }
+    }
+    Ok(found)
+}
+
+fn nvidia(source: &Source) -> Result<Option<NvidiaDriver>> {
+    let Some(text) = source.text("proc/driver/nvidia/version")? else { return Ok(None) };
+    // "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.161.08  Release Build  (builder)"
+    let line = text.lines().next().unwrap_or_default();
+    let version = line.split_whitespace().find(|word| {
+        word.contains('.')
+            && word.len() < 32
+            && word.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.')
+    });
+    Ok(version.map(|version| NvidiaDriver {
+        version: version.to_owned(),
+        open: line.contains("Open Kernel Module"),
+    }))
+}
+
+/// The line that [`nvidia`] reads, without who built the driver.
+pub(super) fn write_nvidia(driver: &NvidiaDriver) -> String {
+    let open = if driver.open { "Open " } else { "" };
+    format!("NVRM version: NVIDIA UNIX {open}Kernel Module  {}\n", driver.version)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::{super::source::Entry, *};
+
+    fn with(path: &str, bytes: impl Into<Vec<u8>>) -> Source {
+        let entries = BTreeMap::from([(path.to_owned(), Entry::File(bytes.into()))]);
+        Source::Archive { name: "test".into(), entries }
+    }
+
+    #[test]
+    fn the_command_line_is_kept_as_far_as_it_matters() {
+        let line = "BOOT_IMAGE=/vmlinuz root=UUID=123 intel_iommu=on iommu=pt pci=realloc quiet -- pci=no";
+        assert_eq!(words(line), ["intel_iommu=on", "iommu=pt", "pci=realloc"]);
+    }
+
+    #[test]
+    fn modules_count_once_they_are_live() {
+        let text =
+            "nvidia_peermem 16384 0 - Live 0x0\nnvidia 1 2 a,b, Loading 0x0 (POE)\nsnd 3 0 - Live 0x0\n";
+        assert_eq!(modules(&with("proc/modules", text)).unwrap(), ["nvidia_peermem"]);
+        assert!(modules(&with("proc/modules", "nvidia many 0")).is_err());
+        assert_eq!(modules(&with("sys/module/ib_core/version", "")).unwrap(), ["ib_core"]);
+    }
+
+    #[test]
+    fn the_open_driver_is_told_from_the_closed_one() {
+        let line = |open: &str| {
+            format!(
+                "NVRM version: NVIDIA UNIX {open}x86_64 Kernel Module  535.161.08  Sat Feb 24 (root@host)\nGCC: x"
+            )
+        };
+        let read = |text: String| nvidia(&with("proc/driver/nvidia/version", text)).unwrap().unwrap();
+        let open =
+            read("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build".into());
+        assert_eq!((open.version.as_str(), open.open), ("550.54.15", true));
+        assert_eq!((read(line("")).version.as_str(), read(line("")).open), ("535.161.08", false));
+        assert_eq!(read(write_nvidia(&open)), open);
+    }
+
+    #[test]
+    fn the_iommu_is_what_all_its_groups_are() {
+        let groups = |kinds: &[&str]| {
+            mode(&kinds.iter().map(|kind| (*kind).into()).enumerate().map(|(n, k)| (n as u32, k)).collect())
+        };
+        assert_eq!(groups(&[]), IommuMode::Off);
+        assert_eq!(groups(&["identity", "identity"]), IommuMode::Passthrough);
+        assert_eq!(groups(&["DMA-FQ", "DMA"]), IommuMode::Translating);
+        assert_eq!(groups(&["DMA", "identity"]), IommuMode::Mixed);
+        assert_eq!(groups(&["DMA", ""]), IommuMode::Unknown);
+    }
+
+    #[test]
+    fn a_configuration_that_is_no_gzip_is_refused() {
+        let error = read(&with("proc/config.gz", "CONFIG_PCI_P2PDMA=y")).unwrap_err().to_string();
+        assert!(error.contains("proc/config.gz"), "{error}");
+    }
+
+    proptest! {
+        /// REL-03
+        #[test]
+        fn no_file_makes_a_reader_panic(bytes in prop::collection::vec(any::<u8>(), 0..400), text in ".{0,200}") {
+            for path in ["proc/config.gz", "proc/modules", "proc/cmdline", "proc/driver/nvidia/version"] {
+                let _ = read(&with(path, bytes.clone()));
+                let _ = read(&with(path, text.clone()));
+            }
+            let _ = groups(&with("sys/kernel/iommu_groups/0/type", text));
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! Recordings: a tree of files that says what was understood of a machine, and nothing else.
+//!
+//! No file of the machine is copied. Each is written anew from the [`Topology`], so that serial numbers, MAC addresses
+//! and GUIDs, physical addresses, the rest of configuration space and of the command line cannot get in; a name that
+//! holds the machine's host name loses it.
+
+use std::{collections::BTreeMap, io::Write};
+
+use hmem_core::{Errno, Error, Result};
+
+use super::{
+    Topology, archive,
+    config_space::{self, ConfigSpace},
+    device::{Link, PciDevice, write_bars},
+    kernel::{GROUPS, write_nvidia},
+    rdma::{self, RdmaDevice},
+    source::Entry,
+};
+
+/// Says that a tree was made here, and in which form.
+pub(super) const MARK: &str = "hmem-recording";
+pub(super) const VERSION: &str = "version 1";
+const REPLACED: &str = "host";
+
+struct Recording<'a> {
+    topology: &'a Topology,
+    entries: BTreeMap<String, Entry>,
+}
+
+impl Topology {
+    /// Writes the topology as a tar.gz that [`Topology::open`] reads. It holds no serial numbers, addresses of networks or
+    /// of memory, and no host name. The same topology gives the same bytes.
+    ///
+    /// # Errors
+    /// What the writer reported.
+    pub fn record(&self, out: impl Write) -> Result<()> {
+        archive::pack(&self.entries(), out).map_err(|error| {
+            Error::os(Errno::of(&error), "write recording")
+                .caused_by(error)
+                .remedy("write it where there is room")
+        })
+    }
+
+    pub(super) fn entries(&self) -> BTreeMap<String, Entry> {
+        let mut recording = Recording { topology: self, entries: BTreeMap::new() };
+        recording.file(MARK, VERSION);
+        for device in self.devices() {
+            recording.device(device);
+        }
+        for device in self.rdma() {
+            recording.rdma(device);
+        }
+        for node in self.numa() {
+            recording.file(&format!("sys/devices/system/node/node{}/cpulist", node.id), &node.cpus);
+        }
+        for (group, kind) in &self.groups {
+            recording.file(&format!("{GROUPS}/{group}/type"), kind);
+        }
+        recording.kernel();
+        recording.entries
+    }
+}
+
+impl Recording<'_> {
+    fn put(&mut self, path: &str, entry: Entry) {
+        self.entries.insert(path.to_owned(), entry);
+    }
+
+    fn file(&mut self, path: &str, text: &str) {
+        let text = format!("{}\n", self.anonymous(text));
+        self.put(path, Entry::File(text.into_bytes()));
+    }
+
+    fn link(&mut self, path: &str, target: String) {
+        self.put(path, Entry::Link(target));
+    }
+
+    /// The text without the machine's host name.
+    fn anonymous(&self, text: &str) -> String {
+        let host = self.topology.host.as_deref().unwrap_or_default();
+        let mut text = text.to_owned();
+        for name in [host, host.split('.').next().unwrap_or_default()] {
+            // Shorter ones, and those that every machine's files hold, would tear words apart.
+            if name.len() < 3 || name == "localhost" {
+                continue;
+            }
+            while let Some(at) = text.to_ascii_lowercase().find(&name.to_ascii_lowercase()) {
+                text.replace_range(at..at + name.len(), "\0");
+            }
+        }
+        text.replace('\0', REPLACED)
+    }
+
+    fn device(&mut self, device: &PciDevice) {
+        let folder = folder(device);
+        let listed = format!("sys/bus/pci/devices/{}", device.bus_id);
+        self.link(&listed, format!("../../../{}", folder.strip_prefix("sys/").unwrap_or(&folder)));
+        let at = |name: &str| format!("{folder}/{name}");
+        self.file(&at("class"), &format!("0x{:06x}", device.class));
+        self.file(&at("vendor"), &format!("0x{:04x}", device.vendor));
+        self.file(&at("device"), &format!("0x{:04x}", device.device));
+        self.file(&at("numa_node"), &device.numa_node.map_or("-1".into(), |node| node.to_string()));
+        if !device.bars.is_empty() {
+            self.put(&at("resource"), Entry::File(write_bars(&device.bars).into_bytes()));
+        }
+        if let Some(space) = device.space {
+            let config = config_space::write(ConfigSpace { acs: device.acs, ..space }, device.is_bridge());
+            self.put(&at("config"), Entry::File(config));
+        }
+        if let Some(driver) = &device.driver {
+            let driver = self.anonymous(driver);
+            self.link(&at("driver"), up(&folder, &format!("sys/bus/pci/drivers/{driver}")));
+        }
+        if let Some(group) = device.iommu_group {
+            self.link(&at("iommu_group"), up(&folder, &format!("{GROUPS}/{group}")));
+        }
+        if let Some(Link { speed, width, max_speed, max_width }) = device.link {
+            let written =
+                |speed: Option<f32>| speed.map_or("Unknown".into(), |speed| format!("{speed:.1} GT/s PCIe"));
+            self.file(&at("current_link_speed"), &written(speed));
+            self.file(&at("current_link_width"), &width.unwrap_or(0).to_string());
+            self.file(&at("max_link_speed"), &written(max_speed));
+            self.file(&at("max_link_width"), &max_width.unwrap_or(0).to_string());
+        }
+    }
+
+    fn rdma(&mut self, device: &RdmaDevice) {
+        let name = self.anonymous(&device.name);
+        let above = device.bus_id.and_then(|id| self.topology.device(id)).map(folder);
+        let folder = format!("{}/infiniband/{name}", above.as_deref().unwrap_or("sys/devices/virtual"));
+        self.link(&format!("{}/{name}", rdma::FOLDER), up(rdma::FOLDER, &folder));
+        // A folder is there by the files in it.
+        self.file(&format!("{folder}/name"), &name);
+        for port in &device.ports {
+            let at = |file: &str| format!("{folder}/ports/{}/{file}", port.number);
+            if let Some(layer) = &port.link_layer {
+                self.file(&at("link_layer"), layer);
+            }
+            if let Some(active) = port.active {
+                self.file(&at("state"), if active { "4: ACTIVE" } else { "1: DOWN" });
+            }
+            if let Some(rate) = port.rate {
+                self.file(&at("rate"), &format!("{rate} Gb/sec"));
+            }
+        }
+    }
+
+    fn kernel(&mut self) {
+        let kernel = &self.topology.kernel;
+        let release = kernel.release.as_deref().map(|release| self.anonymous(release));
+        if let Some(release) = &release {
+            self.file("proc/sys/kernel/osrelease", release);
+        }
+        self.file("proc/cmdline", &kernel.command_line.join(" "));
+        let modules: String =
+            kernel.modules.iter().map(|module| format!("{module} 0 0 - Live 0x0\n")).collect();
+        self.put("proc/modules", Entry::File(modules.into_bytes()));
+        if let Some(options) = &kernel.options {
+            let text: String =
+                options.iter().map(|(name, setting)| format!("{name}={}\n", setting.name())).collect();
+            let release = release.unwrap_or_else(|| REPLACED.to_owned());
+            self.file("proc/sys/kernel/osrelease", &release);
+            self.put(&format!("boot/config-{release}"), Entry::File(text.into_bytes()));
+        }
+        if let Some(driver) = &kernel.nvidia {
+            self.put("proc/driver/nvidia/version", Entry::File(write_nvidia(driver).into_bytes()));
+        }
+    }
+}
+
+/// Where a device's folder is in a recording.
+fn folder(device: &PciDevice) -> String {
+    let mut path = format!("sys/devices/{}", device.root);
+    for id in device.bridges.iter().chain([&device.bus_id]) {
+        path.push_str(&format!("/{id}"));
+    }
+    path
+}
+
+/// A relative link from inside `folder` to `path`.
+fn up(folder: &str, path: &str) -> String {
+    format!("{}{path}", "../".repeat(folder.split('/').count()))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::{super::source::Source, *};
+
+    fn laptop() -> BTreeMap<String, Entry> {
+        let recording = include_bytes!("../../tests/fixtures/topology/laptop.tar.gz");
+        archive::unpack("laptop", &recording[..]).unwrap()
+    }
+
+    fn read(entries: BTreeMap<String, Entry>) -> Result<Topology> {
+        Topology::from_source(&Source::Archive { name: "altered".into(), entries })
+    }
+
+    #[test]
+    fn a_recording_is_what_it_is_recorded_as() {
+        let entries = laptop();
+        assert_eq!(read(entries.clone()).unwrap().entries(), entries);
+    }
+
+    fn entry() -> impl Strategy<Value = Option<Entry>> {
+        prop_oneof![
+            Just(None),
+            prop::collection::vec(any::<u8>(), 0..300).prop_map(|bytes| Some(Entry::File(bytes))),
+            "(0x)?-?[0-9a-f.]{0,20}( GT/s)?\n".prop_map(|text: String| Some(Entry::File(text.into_bytes()))),
+            "(\\.\\./){0,4}[a-z0-9:./]{0,40}".prop_map(|target| Some(Entry::Link(target))),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// REL-03: any files changed to anything, gone, or made links: an answer or an error, and what was understood can
+        /// be recorded and read again.
+        #[test]
+        fn a_tree_with_altered_files_never_makes_the_reader_panic(
+            changes in prop::collection::vec((any::<prop::sample::Index>(), entry()), 1..6),
+            moved in any::<(prop::sample::Index, prop::sample::Index)>(),
+        ) {
+            let mut entries = laptop();
+            let paths: Vec<_> = entries.keys().cloned().collect();
+            if let Some(entry) = entries.remove(moved.0.get(&paths)) {
+                entries.insert(moved.1.get(&paths).clone(), entry);
+            }
+            for (at, change) in changes {
+                let path = at.get(&paths);
+                match change {
+                    Some(entry) => entries.insert(path.clone(), entry),
+                    None => entries.remove(path),
+                };
+            }
+            match read(entries) {
+                Ok(topology) => prop_assert_eq!(read(topology.entries()).unwrap(), topology),
+                Err(error) => prop_assert!(
+                    error.remedy_text().is_some() && error.to_string().contains("altered"),
+                    "{}", error
+                ),
+            }
+        }
+    }
+}

@@ -1,0 +1,265 @@
+//! Where the files come from: the machine, a folder that holds a copy of its sysfs and procfs, or an archive of one.
+//!
+//! Paths are relative to the root and pass through no link: links are read as text and followed by their words, so that
+//! a recording cannot lead out of itself and a loop of links cannot hold anybody up.
+
+use std::{
+    collections::BTreeMap,
+    fs::{self, File, OpenOptions},
+    io::{self, Read},
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+};
+
+use hmem_core::{Errno, Error, ErrorKind, Result};
+
+/// Bytes of one file. A kernel configuration, the largest that is read, has a quarter of this.
+pub(super) const LARGEST_FILE: u64 = 1 << 20;
+/// Names in one folder. A full PCI domain has fewer functions that any machine populates.
+const MOST_NAMES: usize = 1 << 16;
+
+/// What an archive holds at a path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Entry {
+    File(Vec<u8>),
+    Link(String),
+}
+
+/// A root folder, real or recorded.
+#[derive(Debug)]
+pub(super) enum Source {
+    /// The machine itself, or a folder.
+    Folder { root: PathBuf, live: bool },
+    /// What an archive held, by path.
+    Archive { name: String, entries: BTreeMap<String, Entry> },
+}
+
+/// What a file turned out to be.
+#[derive(Debug)]
+pub(super) enum Contents {
+    Absent,
+    Denied,
+    Bytes(Vec<u8>),
+}
+
+impl Source {
+    /// An error about the file at `path`, which is of the wrong form.
+    pub(super) fn malformed(&self, path: &str, problem: impl std::fmt::Display) -> Error {
+        let error = Error::new(ErrorKind::Malformed, "read topology")
+            .context("file", self.name(path))
+            .context("problem", problem);
+        match self {
+            Self::Folder { live: true, .. } => error
+                .remedy("the kernel wrote what this version cannot read: report it with this file's content"),
+            _ => error.remedy("the recording is damaged: make it again with hmem topo --record FILE"),
+        }
+    }
+
+    /// An error about a file that must be there and is not.
+    pub(super) fn vanished(&self, path: &str) -> Error {
+        let error = Error::new(ErrorKind::Unavailable, "read topology").context("file", self.name(path));
+        match self {
+            Self::Folder { live: true, .. } => error
+                .context("problem", "the file vanished while the tree was read")
+                .remedy("a device is going away: run it again once that is done"),
+            _ => error
+                .context("problem", "the file is missing")
+                .remedy("the recording is not whole: make it again with hmem topo --record FILE"),
+        }
+    }
+
+    /// The root as it was given.
+    pub(super) fn root(&self) -> String {
+        match self {
+            Self::Folder { root, .. } => root.display().to_string(),
+            Self::Archive { name, .. } => name.clone(),
+        }
+    }
+
+    fn name(&self, path: &str) -> String {
+        match self {
+            Self::Folder { root, .. } => root.join(path).display().to_string(),
+            Self::Archive { name, .. } => format!("{name}:{path}"),
+        }
+    }
+
+    /// The file at `path`.
+    pub(super) fn contents(&self, path: &str) -> Result<Contents> {
+        match self {
+            Self::Folder { root, live } => {
+                read(&root.join(path), *live).map_err(|error| self.failed(path, &error))
+            }
+            Self::Archive { entries, .. } => Ok(match entries.get(path) {
+                Some(Entry::File(bytes)) => Contents::Bytes(bytes.clone()),
+                Some(Entry::Link(_)) => return Err(self.malformed(path, "a link in place of a file")),
+                None => Contents::Absent,
+            }),
+        }
+    }
+
+    /// The file at `path`, or nothing where it is not there or may not be read.
+    pub(super) fn bytes(&self, path: &str) -> Result<Option<Vec<u8>>> {
+        Ok(match self.contents(path)? {
+            Contents::Bytes(bytes) => Some(bytes),
+            Contents::Absent | Contents::Denied => None,
+        })
+    }
+
+    /// The text of the file at `path` without the line feed at its end.
+    pub(super) fn text(&self, path: &str) -> Result<Option<String>> {
+        let Some(bytes) = self.bytes(path)? else { return Ok(None) };
+        match String::from_utf8(bytes) {
+            Ok(text) => Ok(Some(text.trim_end().to_owned())),
+            Err(_) => Err(self.malformed(path, "not text")),
+        }
+    }
+
+    /// The text of a file that must be there.
+    pub(super) fn needed(&self, path: &str) -> Result<String> {
+        self.text(path)?.ok_or_else(|| self.vanished(path))
+    }
+
+    /// Where the link at `path` leads, as a path from the root; nothing where there is no link.
+    pub(super) fn link(&self, path: &str) -> Result<Option<String>> {
+        let target = match self {
+            Self::Folder { root, .. } => match fs::read_link(root.join(path)) {
+                Ok(target) => target
+                    .into_os_string()
+                    .into_string()
+                    .map_err(|_| self.malformed(path, "a link whose target is not text"))?,
+                // EINVAL: not a link.
+                Err(error) if gone(&error) || error.raw_os_error() == Some(libc::EINVAL) => return Ok(None),
+                Err(error) => return Err(self.failed(path, &error)),
+            },
+            Self::Archive { entries, .. } => match entries.get(path) {
+                Some(Entry::Link(target)) => target.clone(),
+                _ => return Ok(None),
+            },
+        };
+        let folder = path.rsplit_once('/').map_or("", |(folder, _)| folder);
+        match resolve(folder, &target) {
+            Some(resolved) => Ok(Some(resolved)),
+            None => {
+                Err(self.malformed(path, format_args!("a link that leads out of the tree: {target:.200}")))
+            }
+        }
+    }
+
+    /// The names in the folder at `path`, in order; nothing where there is no such folder.
+    pub(super) fn names(&self, path: &str) -> Result<Option<Vec<String>>> {
+        let mut names = Vec::new();
+        match self {
+            Self::Folder { root, .. } => {
+                let folder = match fs::read_dir(root.join(path)) {
+                    Ok(folder) => folder,
+                    Err(error) if gone(&error) => return Ok(None),
+                    Err(error) => return Err(self.failed(path, &error)),
+                };
+                for entry in folder {
+                    let entry = entry.map_err(|error| self.failed(path, &error))?;
+                    // sysfs has no names that are not text.
+                    names.extend(entry.file_name().into_string());
+                    if names.len() > MOST_NAMES {
+                        return Err(self.malformed(path, format_args!("more than {MOST_NAMES} names")));
+                    }
+                }
+                names.sort();
+            }
+            Self::Archive { entries, .. } => {
+                let prefix = format!("{path}/");
+                for (name, _) in entries.range(prefix.clone()..) {
+                    let Some(rest) = name.strip_prefix(&prefix) else { break };
+                    let first = rest.split('/').next().unwrap_or(rest);
+                    if names.last().is_none_or(|last| last != first) {
+                        names.push(first.to_owned());
+                    }
+                }
+                names.dedup();
+                if names.is_empty() {
+                    return Ok(None);
+                }
+            }
+        }
+        Ok(Some(names))
+    }
+
+    /// Whether this is the machine itself.
+    pub(super) fn is_live(&self) -> bool {
+        matches!(self, Self::Folder { live: true, .. })
+    }
+
+    fn failed(&self, path: &str, error: &io::Error) -> Error {
+        if let Some(problem) = error.get_ref() {
+            return self.malformed(path, problem);
+        }
+        Error::os(Errno::of(error), "read topology")
+            .context("file", self.name(path))
+            .remedy("run it where the file can be read")
+    }
+}
+
+/// Not there, or of a device that has just been pulled out.
+fn gone(error: &io::Error) -> bool {
+    let gone = [libc::ENOENT, libc::ENOTDIR, libc::ENODEV, libc::ENXIO];
+    error.raw_os_error().is_some_and(|number| gone.contains(&number))
+}
+
+fn read(path: &Path, live: bool) -> io::Result<Contents> {
+    // A recording has no business with links to files, and must not make us wait at a named pipe.
+    let flags = if live { libc::O_NONBLOCK } else { libc::O_NONBLOCK | libc::O_NOFOLLOW };
+    let file: io::Result<File> = OpenOptions::new().read(true).custom_flags(flags).open(path);
+    let outcome = file.and_then(|file| {
+        if !file.metadata()?.is_file() {
+            return Err(io::Error::other("not an ordinary file"));
+        }
+        let mut bytes = Vec::new();
+        file.take(LARGEST_FILE + 1).read_to_end(&mut bytes)?;
+        Ok(bytes)
+    });
+    match outcome {
+        Ok(bytes) if bytes.len() as u64 > LARGEST_FILE => {
+            Err(io::Error::other(format!("larger than {LARGEST_FILE} bytes")))
+        }
+        Ok(bytes) => Ok(Contents::Bytes(bytes)),
+        Err(error) if gone(&error) => Ok(Contents::Absent),
+        Err(error) => match error.raw_os_error() {
+            Some(libc::EACCES | libc::EPERM) => Ok(Contents::Denied),
+            Some(libc::ELOOP) => Err(io::Error::other("a link in place of a file")),
+            // sysfs answers so for attributes that a device has and cannot tell just now.
+            Some(libc::EIO | libc::EINVAL | libc::EOPNOTSUPP) if live => Ok(Contents::Absent),
+            _ => Err(error),
+        },
+    }
+}
+
+/// Follows a relative target by its words; nothing where it leads above the root or is not relative.
+pub(super) fn resolve(folder: &str, target: &str) -> Option<String> {
+    if target.starts_with('/') || target.len() > 4096 {
+        return None;
+    }
+    let mut parts: Vec<_> = folder.split('/').filter(|part| !part.is_empty()).collect();
+    for part in target.split('/') {
+        match part {
+            "" | "." => {}
+            ".." => {
+                parts.pop()?;
+            }
+            name => parts.push(name),
+        }
+    }
+    Some(parts.join("/"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_are_followed_by_their_words_and_never_above_the_root() {
+        let folder = "sys/bus/pci/devices";
+        assert_eq!(resolve(folder, "../../../devices/pci0000:00").as_deref(), Some("sys/devices/pci0000:00"));
+        assert_eq!(resolve(folder, "./x//y").as_deref(), Some("sys/bus/pci/devices/x/y"));
+        assert_eq!(resolve(folder, "../../../../../etc"), None);
+        assert_eq!(resolve(folder, "/etc/passwd"), None);
+    }
+}

@@ -1,0 +1,405 @@
+//! Topology: recorded machines, their distances as published, and what a recording holds.
+
+#[allow(dead_code, reason = "other tests use the rest of it")]
+mod topology_machines;
+
+use std::{fs, io::Read};
+
+use flate2::read::GzDecoder;
+use hmem_core::ErrorKind;
+use hmem_p2p::topology::{Acs, BusId, Distance, IommuMode, Port, Redirection, Role, Setting, Topology};
+use topology_machines::{Folder, SECRETS, SERIAL, fixtures, make, recording};
+
+const MACHINES: [&str; 5] = ["dgx-a100", "hgx-h100", "two-socket-acs", "cloud-vm", "laptop"];
+
+fn open(name: &str) -> Topology {
+    Topology::open(recording(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+fn id(text: &str) -> BusId {
+    text.parse().unwrap()
+}
+
+fn nic(topology: &Topology, name: &str) -> BusId {
+    topology.rdma_named(name).and_then(|nic| nic.bus_id).unwrap_or_else(|| panic!("no {name}"))
+}
+
+/// The distances from each GPU, in the order of their addresses, to the NICs of these names.
+fn matrix(topology: &Topology, nics: impl Fn(usize) -> String, count: usize) -> Vec<String> {
+    let row = |gpu: BusId| {
+        let to = |column| topology.path(gpu, nic(topology, &nics(column))).unwrap().distance.name();
+        (0..count).map(to).collect::<Vec<_>>().join(" ")
+    };
+    topology.accelerators().map(|gpu| row(gpu.bus_id)).collect()
+}
+
+/// P2P-05: NVIDIA/nccl#1505 publishes rows 0 to 4; 5 to 7 follow from the box's symmetry (fixtures/topology/README.md).
+#[test]
+fn p2p_05_a_dgx_a100_has_its_published_distances() {
+    let published = [
+        "PXB PXB SYS SYS SYS SYS SYS SYS SYS SYS SYS SYS",
+        "PXB PXB SYS SYS SYS SYS SYS SYS SYS SYS SYS SYS",
+        "SYS SYS PXB PXB SYS SYS SYS SYS SYS SYS SYS SYS",
+        "SYS SYS PXB PXB SYS SYS SYS SYS SYS SYS SYS SYS",
+        "SYS SYS SYS SYS SYS SYS PXB PXB SYS SYS SYS SYS",
+        "SYS SYS SYS SYS SYS SYS PXB PXB SYS SYS SYS SYS",
+        "SYS SYS SYS SYS SYS SYS SYS SYS PXB PXB SYS SYS",
+        "SYS SYS SYS SYS SYS SYS SYS SYS PXB PXB SYS SYS",
+    ];
+    let dgx = open("dgx-a100");
+    assert_eq!(matrix(&dgx, |column| format!("mlx5_{column}"), 12), published);
+    let cpus: Vec<_> = ["0000:07:00.0", "0000:47:00.0", "0000:87:00.0"]
+        .map(|gpu| {
+            let node = dgx.device(id(gpu)).unwrap().numa_node;
+            dgx.numa().iter().find(|numa| Some(numa.id) == node).unwrap().cpus.as_str()
+        })
+        .into();
+    assert_eq!(cpus, ["48-63,176-191", "16-31,144-159", "112-127,240-255"]);
+}
+
+/// P2P-05: NVIDIA/nccl#1453 publishes every row.
+#[test]
+fn p2p_05_an_hgx_h100_has_its_published_distances() {
+    let published = [
+        "SYS SYS SYS SYS SYS NODE NODE NODE PIX",
+        "SYS SYS SYS SYS SYS NODE NODE PIX NODE",
+        "SYS SYS SYS SYS SYS NODE PIX NODE NODE",
+        "SYS SYS SYS SYS SYS PIX NODE NODE NODE",
+        "SYS NODE NODE NODE PIX SYS SYS SYS SYS",
+        "SYS NODE NODE PIX NODE SYS SYS SYS SYS",
+        "SYS NODE PIX NODE NODE SYS SYS SYS SYS",
+        "SYS PIX NODE NODE NODE SYS SYS SYS SYS",
+    ];
+    let hgx = open("hgx-h100");
+    assert_eq!(matrix(&hgx, |column| format!("mlx5_{column}"), 9), published);
+    // The NIC that is far from all: its NUMA node is not known, and the path says that it is a guess.
+    let gpu = hgx.accelerators().next().unwrap().bus_id;
+    assert!(hgx.path(gpu, nic(&hgx, "mlx5_0")).unwrap().numa_unknown);
+    assert!(!hgx.path(gpu, nic(&hgx, "mlx5_1")).unwrap().numa_unknown);
+}
+
+/// P2P-05: lattice/quda#669 publishes the whole matrix, GPUs among one another included.
+#[test]
+fn p2p_05_a_two_socket_server_has_its_published_distances() {
+    let published = [
+        "X PIX PXB PXB SYS SYS SYS SYS SYS",
+        "PIX X PXB PXB SYS SYS SYS SYS SYS",
+        "PXB PXB X PIX SYS SYS SYS SYS SYS",
+        "PXB PXB PIX X SYS SYS SYS SYS SYS",
+        "SYS SYS SYS SYS X PIX PXB PXB PHB",
+        "SYS SYS SYS SYS PIX X PXB PXB PHB",
+        "SYS SYS SYS SYS PXB PXB X PIX PHB",
+        "SYS SYS SYS SYS PXB PXB PIX X PHB",
+        "SYS SYS SYS SYS PHB PHB PHB PHB X",
+    ];
+    let server = open("two-socket-acs");
+    let mut all: Vec<_> = server.accelerators().map(|gpu| gpu.bus_id).collect();
+    all.push(nic(&server, "mlx5_0"));
+    let row = |from: &BusId| {
+        let to = |to: &BusId| server.path(*from, *to).unwrap().distance.name();
+        all.iter().map(to).collect::<Vec<_>>().join(" ")
+    };
+    assert_eq!(all.iter().map(row).collect::<Vec<_>>(), published);
+}
+
+/// P2P-05: what has no structure is as far as the host bridge, everywhere (NVIDIA/nccl#1674).
+#[test]
+fn p2p_05_a_flat_virtual_machine_is_one_host_bridge() {
+    let vm = open("cloud-vm");
+    assert_eq!(matrix(&vm, |_| "mlx5_0".into(), 1), ["PHB"; 8]);
+    assert_eq!(vm.iommu(), IommuMode::Off);
+    assert!(vm.devices().all(|device| device.numa_node.is_none() && device.bridges.is_empty()));
+    assert_eq!(vm.nearest_accelerators(nic(&vm, "mlx5_0")).len(), 8);
+}
+
+/// P2P-05: nothing to be near to is no error.
+#[test]
+fn p2p_05_a_laptop_has_gpus_and_no_nic() {
+    let laptop = open("laptop");
+    let gpus: Vec<_> = laptop.accelerators().map(|gpu| gpu.bus_id).collect();
+    assert_eq!(gpus, [id("0000:00:02.0"), id("0000:01:00.0")]);
+    assert!(laptop.rdma().is_empty());
+    assert!(laptop.nics_by_distance(gpus[1]).is_empty());
+    let path = laptop.path(gpus[0], gpus[1]).unwrap();
+    assert_eq!(path.distance, Distance::Phb);
+    // A process without privilege sees 64 bytes of configuration space, and so knows nothing of ACS.
+    assert_eq!(path.redirection, Redirection::Unknown(vec![id("0000:00:01.0")]));
+    assert_eq!(laptop.unreadable_ports().count(), 3);
+    assert_eq!(laptop.device(id("0000:00:01.0")).unwrap().port, Port::RootPort);
+    assert!(laptop.device(gpus[1]).unwrap().link.unwrap().is_degraded());
+    assert_eq!(laptop.iommu(), IommuMode::Translating);
+    assert_eq!(laptop.device(id("0000:02:00.0")).unwrap().role(), Role::Network);
+}
+
+/// P2P-05
+#[test]
+fn p2p_05_the_nearest_nic_and_the_nearest_devices_are_found() {
+    let dgx = open("dgx-a100");
+    let near = |gpu: &str| -> Vec<String> {
+        let nics = dgx.nearest_nics(id(gpu));
+        nics.iter().map(|(nic, _)| dgx.rdma_at(*nic).next().unwrap().name.clone()).collect()
+    };
+    // GPU1 shares the inner switch with mlx5_0.
+    assert_eq!(near("0000:0f:00.0"), ["mlx5_0", "mlx5_1"]);
+    assert_eq!(near("0000:47:00.0"), ["mlx5_2", "mlx5_3"]);
+    let devices = dgx.nearest_accelerators(nic(&dgx, "mlx5_9"));
+    assert_eq!(
+        devices.iter().map(|(id, _)| *id).collect::<Vec<_>>(),
+        [id("0000:b7:00.0"), id("0000:bd:00.0")]
+    );
+    let all = dgx.nics_by_distance(id("0000:07:00.0"));
+    assert_eq!(all.len(), 12);
+    assert!(all.is_sorted_by_key(|(_, path)| path.distance));
+    assert!(dgx.nics_by_distance(id("0000:ff:00.0")).is_empty());
+}
+
+/// P2P-05: the driver's ordinals depend on the environment; addresses, however they are written, do not.
+#[test]
+fn p2p_05_renumbered_devices_have_the_same_nearest_nic() {
+    let dgx = open("dgx-a100");
+    // As the CUDA driver lists them without, and with, CUDA_VISIBLE_DEVICES=7,2,0.
+    let all = ["07", "0F", "47", "4E", "87", "90", "B7", "BD"].map(|bus| format!("00000000:{bus}:00.0"));
+    let visible = [7, 2, 0].map(|ordinal: usize| all[ordinal].clone());
+    let nearest = |address: &String| dgx.nearest_nics(address.parse().unwrap());
+    let renumbered: Vec<_> = visible.iter().map(nearest).collect();
+    assert_eq!(renumbered, [7, 2, 0].map(|ordinal: usize| nearest(&all[ordinal])));
+    assert_ne!(nearest(&visible[0]), nearest(&all[0]), "ordinal 0 is another device now");
+}
+
+/// P2P-05, DIAG-03: what ACS and the IOMMU do to a pair is told with the pair.
+#[test]
+fn p2p_05_ports_that_redirect_are_named() {
+    let server = open("two-socket-acs");
+    let gpus: Vec<_> = server.accelerators().map(|gpu| gpu.bus_id).collect();
+    let path = server.path(gpus[0], gpus[1]).unwrap();
+    assert_eq!(path.distance, Distance::Pix);
+    assert_eq!(path.redirection, Redirection::By(vec![id("0000:05:08.0"), id("0000:05:10.0")]));
+    let Acs::Control(control) = server.device(id("0000:05:08.0")).unwrap().acs else { panic!("no ACS") };
+    assert_eq!(control.names().collect::<Vec<_>>(), ["SrcValid", "ReqRedir", "CmpltRedir", "UpstreamFwd"]);
+    assert_eq!(server.iommu(), IommuMode::Translating);
+    assert_eq!(server.kernel().command_line, ["intel_iommu=on"]);
+
+    let dgx = open("dgx-a100");
+    let path = dgx.path(id("0000:07:00.0"), nic(&dgx, "mlx5_0")).unwrap();
+    assert_eq!(path.redirection, Redirection::None);
+    assert_eq!(dgx.iommu(), IommuMode::Passthrough);
+    let ports: Vec<_> = path.hops.iter().map(ToString::to_string).collect();
+    assert_eq!(ports.first().unwrap(), "0000:07:00.0");
+    assert_eq!(ports.last().unwrap(), "0000:0c:00.0");
+    assert!(ports.contains(&"0000:01:00.0 (switch-upstream)".to_owned()), "{ports:?}");
+    assert!(!ports.iter().any(|port| port.contains("host-bridge")), "{ports:?}");
+}
+
+/// P2P-05, DIAG-03: BARs, links, modules and kernel options, as far as a cause can lie in them.
+#[test]
+fn p2p_05_what_a_cause_can_lie_in_is_read() {
+    let dgx = open("dgx-a100");
+    let gpu = dgx.device(id("0000:07:00.0")).unwrap();
+    assert_eq!(gpu.largest_bar(), 64 << 30);
+    assert_eq!((gpu.vendor, gpu.device, gpu.driver.as_deref()), (0x10de, 0x20b0, Some("nvidia")));
+    let link = gpu.link.unwrap();
+    assert_eq!((link.speed, link.width, link.is_degraded()), (Some(16.0), Some(16), false));
+    assert_eq!(dgx.kernel().peer_memory().collect::<Vec<_>>(), ["nvidia_peermem"]);
+    assert_eq!(dgx.kernel().option("CONFIG_DMABUF_MOVE_NOTIFY"), Some(Setting::Yes));
+    assert_eq!(dgx.kernel().option("CONFIG_MLX5_INFINIBAND"), Some(Setting::Module));
+    assert_eq!(dgx.kernel().option("CONFIG_HSA_AMD_P2P"), Some(Setting::No));
+    assert!(!dgx.kernel().nvidia.as_ref().unwrap().open);
+    assert!(open("hgx-h100").kernel().nvidia.as_ref().unwrap().open);
+    assert_eq!(open("hgx-h100").kernel().peer_memory().count(), 0);
+    assert_eq!(open("cloud-vm").kernel().option("CONFIG_PCI_P2PDMA"), None, "no configuration to read");
+    let port = &dgx.rdma_named("mlx5_5").unwrap().ports[0];
+    assert_eq!(
+        (port.link_layer.as_deref(), port.rate, port.active),
+        (Some("Ethernet"), Some(100), Some(true))
+    );
+}
+
+/// The recordings are what the descriptions make. `HMEM_BLESS=1` makes them anew.
+#[test]
+fn the_recordings_are_made_of_their_descriptions() {
+    for name in MACHINES {
+        let machine = make(name);
+        let topology = Topology::open(machine.path()).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let mut made = Vec::new();
+        topology.record(&mut made).unwrap();
+        if std::env::var_os("HMEM_BLESS").is_some() {
+            fs::write(recording(name), &made).unwrap();
+        }
+        let kept = fs::read(recording(name)).expect("HMEM_BLESS=1 makes it");
+        assert!(unpacked(&made) == unpacked(&kept), "{name}: the description says otherwise");
+        assert!(kept.len() < 32 << 10, "{name} has {} bytes", kept.len());
+    }
+}
+
+fn unpacked(gzip: &[u8]) -> Vec<u8> {
+    let mut tar = Vec::new();
+    GzDecoder::new(gzip).read_to_end(&mut tar).unwrap();
+    tar
+}
+
+fn holds(haystack: &[u8], needle: &[u8]) -> bool {
+    haystack.windows(needle.len()).any(|window| window.eq_ignore_ascii_case(needle))
+}
+
+/// P2P-05: a recording can be shown to anybody.
+#[test]
+fn p2p_05_a_recording_holds_no_serial_number_address_or_host_name() {
+    for name in MACHINES {
+        let machine = make(name);
+        // A kernel and an RDMA device that somebody named after the machine.
+        if name == "dgx-a100" {
+            machine.write("proc/sys/kernel/osrelease", "6.9.0-GPU-NODE-17-rc1\n");
+            let folder = "sys/devices/virtual/infiniband/gpu-node-17_rxe";
+            machine.write(&format!("{folder}/ports/1/state"), "4: ACTIVE");
+            machine.link("sys/class/infiniband/gpu-node-17_rxe", &format!("../../../{folder}"));
+        }
+        let mut made = Vec::new();
+        let topology = Topology::open(machine.path()).unwrap();
+        topology.record(&mut made).unwrap();
+        let tar = unpacked(&made);
+        for secret in SECRETS {
+            assert!(!holds(&tar, secret.as_bytes()), "{name}: {secret} is in the recording");
+        }
+        assert!(!holds(&tar, &SERIAL), "{name}: the serial number is in the recording");
+        if name == "dgx-a100" {
+            let archive = machine.path().join("recording.tar.gz");
+            fs::write(&archive, &made).unwrap();
+            let read = Topology::open(&archive).unwrap();
+            assert_eq!(read.kernel().release.as_deref(), Some("6.9.0-host-rc1"));
+            assert_eq!(read.rdma_named("host_rxe").unwrap().bus_id, None, "software has no PCI address");
+        }
+    }
+}
+
+/// P2P-05: a recording says what the machine said, packed or not, recorded once or twice.
+#[test]
+fn p2p_05_a_recording_reads_as_the_machine_does() {
+    for name in MACHINES {
+        let machine = make(name);
+        fs::remove_file(machine.path().join("proc/sys/kernel/hostname")).unwrap();
+        let topology = Topology::open(machine.path()).unwrap();
+        assert_eq!(open(name), topology, "{name}");
+        let (mut once, mut twice) = (Vec::new(), Vec::new());
+        topology.record(&mut once).unwrap();
+        open(name).record(&mut twice).unwrap();
+        assert_eq!(once, twice, "{name}");
+    }
+}
+
+/// P2P-05: this machine, whatever it is.
+#[test]
+fn p2p_05_this_machine_reads_and_its_recording_says_the_same() {
+    let here = Topology::read().unwrap();
+    let folder = Folder::new();
+    let archive = folder.path().join("here.tar.gz");
+    here.record(fs::File::create(&archive).unwrap()).unwrap();
+    let read = Topology::open(&archive).unwrap();
+    assert!(here.devices().eq(read.devices()));
+    assert_eq!(here.iommu(), read.iommu());
+    assert_eq!(here.numa(), read.numa());
+    assert_eq!(here.kernel().options, read.kernel().options);
+}
+
+fn refused(folder: &Folder) -> (ErrorKind, String) {
+    let error = Topology::open(folder.path()).unwrap_err();
+    assert!(error.remedy_text().is_some(), "{error}");
+    (error.kind(), error.to_string())
+}
+
+/// REL-03: each wrong file is named.
+#[test]
+fn a_wrong_file_is_named_with_what_to_do() {
+    let gpu = "sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0";
+    let cases = [
+        (format!("{gpu}/class"), "GPU"),
+        (format!("{gpu}/vendor"), "0x123456"),
+        (format!("{gpu}/numa_node"), "-7"),
+        (format!("{gpu}/numa_node"), "99999999999999999999"),
+        (format!("{gpu}/resource"), "0x5 0x2 0x200"),
+        (format!("{gpu}/resource"), "0x0 0xffffffffffffffff 0x200"),
+        (format!("{gpu}/config"), "short"),
+        (format!("{gpu}/current_link_speed"), "fast"),
+        (format!("{gpu}/max_link_width"), "4096"),
+        ("proc/modules".to_owned(), "nvidia lots"),
+        ("sys/devices/system/node/node0/cpulist".to_owned(), "all"),
+        ("proc/config.gz".to_owned(), "CONFIG_PCI=y"),
+        ("hmem-recording".to_owned(), "version 2"),
+    ];
+    let machine = make("laptop");
+    for (path, contents) in cases {
+        let before = fs::read(machine.path().join(&path));
+        machine.write(&path, contents);
+        let (kind, text) = refused(&machine);
+        assert_eq!(kind, ErrorKind::Malformed, "{text}");
+        assert!(text.contains(&path), "{path} is not in: {text}");
+        match before {
+            Ok(bytes) => machine.write(&path, bytes),
+            Err(_) => fs::remove_file(machine.path().join(&path)).unwrap(),
+        }
+    }
+    machine.write("proc/modules", vec![b'x'; (1 << 20) + 1]);
+    assert!(refused(&machine).1.contains("larger than"));
+    machine.write("proc/modules", [0xff, 0xfe]);
+    assert!(refused(&machine).1.contains("not text"));
+}
+
+/// REL-03: what vanishes while the tree is read, links that lead elsewhere, and what is no file.
+#[test]
+fn files_that_vanish_and_links_that_lead_elsewhere_are_named() {
+    let vanished = |path: &str| {
+        let machine = make("laptop");
+        let path = machine.path().join(path);
+        if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) }.unwrap();
+        refused(&machine)
+    };
+    let (kind, text) = vanished("sys/devices/pci0000:00/0000:00:02.0/vendor");
+    assert_eq!(kind, ErrorKind::Unavailable);
+    assert!(text.contains("0000:00:02.0/vendor") && text.contains("missing"), "{text}");
+    let (kind, text) = vanished("sys/bus/pci/devices/0000:00:01.0");
+    assert_eq!(kind, ErrorKind::Unavailable, "the bridge above a device");
+    assert!(text.contains("0000:00:01.0"), "{text}");
+    assert!(vanished("sys/devices/pci0000:00/0000:00:01.0").1.contains("0000:00:01.0"));
+
+    for target in [
+        "../devices",
+        "0000:09:00.0",
+        "/etc",
+        "../../../../../../etc",
+        "../../../devices/pci0000:00/0000:00:02.0",
+    ] {
+        let machine = make("laptop");
+        machine.link("sys/bus/pci/devices/0000:09:00.0", target);
+        let (kind, text) = refused(&machine);
+        assert_eq!(kind, ErrorKind::Malformed);
+        assert!(text.contains("sys/bus/pci/devices/0000:09:00.0"), "{text}");
+    }
+    let machine = make("laptop");
+    let class = "sys/devices/pci0000:00/0000:00:02.0/class";
+    fs::remove_file(machine.path().join(class)).unwrap();
+    machine.link(class, "class");
+    assert!(refused(&machine).1.contains(class));
+    fs::remove_file(machine.path().join(class)).unwrap();
+    rustix::fs::mkfifoat(rustix::fs::CWD, machine.path().join(class), 0o600.into()).unwrap();
+    assert!(refused(&machine).1.contains("not an ordinary file"), "a pipe holds nobody up");
+
+    let empty = Folder::new();
+    assert!(refused(&empty).1.contains("sys folder"));
+    let error = Topology::open(empty.path().join("nowhere")).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(error.to_string().contains("nowhere"), "{error}");
+}
+
+/// REL-03: a description of a machine, and one of the repository's recordings, cut off anywhere.
+#[test]
+fn a_recording_that_is_cut_off_is_refused() {
+    let whole = fs::read(recording("laptop")).unwrap();
+    let folder = Folder::new();
+    for len in (0..whole.len()).step_by(97) {
+        folder.write("cut.tar.gz", &whole[..len]);
+        let error = Topology::open(folder.path().join("cut.tar.gz")).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Malformed);
+        assert!(error.to_string().contains("cut.tar.gz"), "{error}");
+    }
+    let error = Topology::open(fixtures().join("laptop.txt")).unwrap_err().to_string();
+    assert!(error.contains("laptop.txt") && error.contains("tar"), "{error}");
+}
