@@ -97,6 +97,11 @@ impl Endpoint {
         peer: PeerId,
         context: u64,
     ) -> Result<()> {
+        if let [slice] = local {
+            let request = WorkRequest { operation, local: &[slice.segment()], peer, context };
+            // SAFETY: as below.
+            return unsafe { self.inner.post(&request) };
+        }
         if local.len() > INLINE_SEGMENTS {
             let segments: Vec<_> = local.iter().map(|slice| slice.segment()).collect();
             // SAFETY: as below.

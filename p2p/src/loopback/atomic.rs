@@ -108,7 +108,8 @@ impl EndpointState {
         task: &AtomicTask,
         recent: &mut Recent,
     ) -> Result<u64> {
-        let target = self.target(work, recent)?;
+        let Recent { peer, key } = recent;
+        let target = self.target(work, peer)?;
         let reads_only = task.op == AtomicOp::AtomicRead;
         let (len, size) = (task.remote.len, task.datatype.size());
         let operands = if reads_only { vec![0; len as usize] } else { self.operands(&work.local, len)? };
@@ -122,7 +123,7 @@ impl EndpointState {
         result_side.spans(&result_parts, &mut result_spans)?;
         let right = if reads_only { Access::REMOTE_READ } else { Access::REMOTE_WRITE };
         let remote = [task.remote];
-        let far = RemoteSide::hold(self, &target, &remote, right, recent)?;
+        let far = RemoteSide::hold(self, target, &remote, right, key)?;
         let mut spans = Few::None;
         far.spans(&remote, &mut spans)?;
         for span in spans.iter() {

@@ -5,7 +5,10 @@
 use std::{
     collections::HashMap,
     fmt,
-    sync::{Arc, Weak},
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use hmem_core::{
@@ -26,11 +29,25 @@ use super::{
     memory::Pinner,
     nic::{Fabric, Nic},
     progress::{ProgressThread, Wake},
-    queue::{Cq, Queue},
+    queue::Cq,
     register::Plain,
     table::DomainSlot,
     window::Windows,
 };
+
+type Endpoints = Arc<[Arc<EndpointState>]>;
+
+/// The endpoints of a domain as somebody saw them who steps them over and over.
+#[derive(Default)]
+pub(super) struct Seen {
+    endpoints: Endpoints,
+    replaced: u64,
+}
+
+#[inline]
+fn step_all(endpoints: &[Arc<EndpointState>]) -> usize {
+    endpoints.iter().map(|endpoint| endpoint.step()).sum()
+}
 
 /// What endpoints, the progress thread and the application's handle share.
 pub(super) struct DomainState {
@@ -45,7 +62,9 @@ pub(super) struct DomainState {
     pub(super) keys: DomainKeys,
     pub(super) wake: Wake,
     /// Replaced as a whole, so that progress holds no lock while it executes.
-    endpoints: RwLock<Arc<[Arc<EndpointState>]>>,
+    endpoints: RwLock<Endpoints>,
+    /// How often `endpoints` was replaced; changed under its lock.
+    replaced: AtomicU64,
     mapped: RwLock<HashMap<u64, RawParts>>,
     pub(super) windows: Windows,
     pub(super) plain: Plain,
@@ -63,17 +82,38 @@ impl DomainState {
     /// Executes what was posted to any endpoint; returns how many requests ended.
     pub(super) fn step(&self) -> usize {
         let endpoints = Arc::clone(&self.endpoints.read());
-        endpoints.iter().map(|endpoint| endpoint.step()).sum()
+        step_all(&endpoints)
+    }
+
+    /// [`DomainState::step`] for who does it over and over and keeps what it saw of the endpoints.
+    #[inline]
+    pub(super) fn step_again(&self, seen: &mut Seen) -> usize {
+        if seen.replaced != self.replaced.load(Ordering::Acquire) {
+            self.look_at_endpoints(seen);
+        }
+        step_all(&seen.endpoints)
+    }
+
+    #[cold]
+    fn look_at_endpoints(&self, seen: &mut Seen) {
+        let endpoints = self.endpoints.read();
+        *seen = Seen {
+            endpoints: Arc::clone(&endpoints),
+            // Under the lock it is the count of just these endpoints.
+            replaced: self.replaced.load(Ordering::Relaxed),
+        };
     }
 
     pub(super) fn add_endpoint(&self, endpoint: &Arc<EndpointState>) {
         let mut endpoints = self.endpoints.write();
         *endpoints = endpoints.iter().chain([endpoint]).map(Arc::clone).collect();
+        self.replaced.fetch_add(1, Ordering::Release);
     }
 
     pub(super) fn remove_endpoint(&self, id: u64) {
         let mut endpoints = self.endpoints.write();
         *endpoints = endpoints.iter().filter(|endpoint| endpoint.id != id).map(Arc::clone).collect();
+        self.replaced.fetch_add(1, Ordering::Release);
     }
 
     /// Gives back what the application left behind.
@@ -128,7 +168,8 @@ impl Domain {
             has_devices: request.registry.iter().any(|iface| iface.kind() != IfaceKind::SYSTEM),
             keys,
             wake: Wake::default(),
-            endpoints: RwLock::new(Arc::from([])),
+            endpoints: RwLock::default(),
+            replaced: AtomicU64::new(0),
             mapped: RwLock::default(),
             windows: Windows::default(),
             plain: Plain {
@@ -301,7 +342,7 @@ impl ProviderDomain for Domain {
 
     fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
         self.enter(Call::OpenCq)?;
-        Ok(Arc::new(Cq { queue: Arc::new(Queue::new(depth.max(1))), domain: self.this() }))
+        Ok(Arc::new(Cq::new(depth, self.this())))
     }
 
     fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {

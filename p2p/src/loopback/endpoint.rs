@@ -19,13 +19,14 @@ use hmem_core::{
     provider::{EndpointAttr, ProviderEndpoint},
     transfer::{Completion, CompletionKind, EndpointName, Operation, PeerId, WorkRequest},
 };
-use parking_lot::{Mutex, ReentrantMutex, RwLock};
+use parking_lot::{Mutex, RwLock};
 
 use super::{
     Call,
     domain::{Domain, DomainState},
     execute::Outcome,
     keys::{self, Token},
+    lock::{Lock, ReentrantLock},
     message::{Inbox, Receive},
     post::{Work, invalid},
     queue::{Cq, Queue},
@@ -42,12 +43,12 @@ pub(super) struct EndpointState {
     rx: Arc<Queue>,
     tx_counter: Option<Arc<Counter>>,
     rx_counter: Option<Arc<Counter>>,
-    posted: Mutex<VecDeque<Work>>,
+    posted: Lock<VecDeque<Work>>,
     /// How many are posted: lets progress pass by without the lock. Written under the lock of `posted`.
     waiting: AtomicUsize,
     /// Held while requests of this endpoint execute, which keeps their order.
     /// A copy engine that it calls may come back to this endpoint on the same thread, to close it.
-    running: ReentrantMutex<RefCell<Recent>>,
+    running: ReentrantLock<RefCell<Recent>>,
     pub(super) inbox: Inbox,
     peers: RwLock<Peers>,
     standing: Mutex<Standing>,
@@ -57,10 +58,16 @@ pub(super) struct EndpointState {
 /// What the last requests of an endpoint found, so that the next one need not search.
 #[derive(Debug, Default)]
 pub(super) struct Recent {
-    peer: Option<(PeerId, Weak<EndpointState>)>,
-    /// The last requested key: whose endpoint, the key, and the region that had it.
-    pub(super) key: Option<(u64, u64, Token)>,
+    pub(super) peer: RecentPeer,
+    pub(super) key: RecentKey,
 }
+
+/// The last peer: counted once, not at each request. Two endpoints that write to one another hold one another here, until
+/// either is closed, which empties its own.
+pub(super) type RecentPeer = Option<(PeerId, Arc<EndpointState>)>;
+
+/// The last requested key: whose endpoint, the key, and the region that had it.
+pub(super) type RecentKey = Option<(u64, u64, Token)>;
 
 /// The endpoints that an endpoint resolved; a [`PeerId`] is a place in the list.
 #[derive(Debug, Default)]
@@ -86,6 +93,10 @@ impl EndpointState {
             && let Ok(mut recent) = running.try_borrow_mut()
         {
             ended += self.run(&mut recent);
+            if self.is_closed() {
+                // Closed by what it executed, while `recent` was in use.
+                *recent = Recent::default();
+            }
         }
         ended + self.inbox.settle(self)
     }
@@ -129,19 +140,20 @@ impl EndpointState {
 
     /// The endpoint of a peer, while it is open.
     #[inline]
-    pub(super) fn peer(&self, peer: PeerId, recent: &mut Recent) -> Option<Arc<Self>> {
-        let found = match &recent.peer {
-            Some((known, endpoint)) if *known == peer => endpoint.upgrade()?,
-            _ => {
-                let endpoint = self.peers.read().known.get(peer.0 as usize)?.1.clone();
-                let found = endpoint.upgrade()?;
-                recent.peer = Some((peer, endpoint));
-                found
+    pub(super) fn peer<'r>(&self, peer: PeerId, recent: &'r mut RecentPeer) -> Option<&'r Arc<Self>> {
+        if recent.as_ref().is_none_or(|(known, endpoint)| *known != peer || endpoint.is_closed()) {
+            // What is closed is let go of at once.
+            *recent = None;
+            let found = self.peers.read().known.get(peer.0 as usize)?.1.upgrade()?;
+            if found.is_closed() {
+                return None;
             }
-        };
-        (!found.closed.load(Ordering::Acquire)).then_some(found)
+            *recent = Some((peer, found));
+        }
+        recent.as_ref().map(|(_, endpoint)| endpoint)
     }
 
+    #[inline]
     pub(super) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
     }
@@ -288,9 +300,9 @@ impl Endpoint {
             rx: queue(&*attr.rx_cq)?,
             tx_counter: attr.tx_counter.clone(),
             rx_counter: attr.rx_counter.clone(),
-            posted: Mutex::new(VecDeque::with_capacity(attr.depth.clamp(1, 64))),
+            posted: Lock::new(VecDeque::with_capacity(attr.depth.clamp(1, 64))),
             waiting: AtomicUsize::new(0),
-            running: ReentrantMutex::default(),
+            running: ReentrantLock::default(),
             inbox: Inbox::new(attr.depth.max(1), config.unexpected_bytes),
             peers: RwLock::default(),
             standing: Mutex::default(),

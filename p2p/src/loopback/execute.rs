@@ -9,7 +9,7 @@ use hmem_core::{Access, Error, ErrorKind, MrMode, Result, transfer::PeerId};
 
 use super::{
     Call,
-    endpoint::{EndpointState, Recent},
+    endpoint::{EndpointState, Recent, RecentKey, RecentPeer},
     few::Few,
     keys::{KnownGeneration, Token},
     memory::{self, DeviceMemory, Span},
@@ -43,14 +43,15 @@ impl EndpointState {
 
     /// The peer of a request, if it is still there.
     #[inline]
-    pub(super) fn target(&self, work: &Work, recent: &mut Recent) -> Result<Arc<Self>> {
+    pub(super) fn target<'r>(&self, work: &Work, recent: &'r mut RecentPeer) -> Result<&'r Arc<Self>> {
         self.peer(work.peer, recent).ok_or_else(|| unreachable_peer(work.peer))
     }
 
     fn rma(&self, work: &Work, remote: &Few<RemotePart>, write: bool, recent: &mut Recent) -> Result<u64> {
-        let target = self.target(work, recent)?;
+        let Recent { peer, key } = recent;
+        let target = self.target(work, peer)?;
         if let (Few::One(near), Few::One(far)) = (&work.local, remote)
-            && let Some(moved) = self.plain_rma(&target, near, far, write, recent)?
+            && let Some(moved) = self.plain_rma(target, near, far, write, key)?
         {
             return Ok(moved);
         }
@@ -58,7 +59,7 @@ impl EndpointState {
         let near = LocalSide::hold(self, &work.local, local_right)?;
         let mut local = Few::None;
         near.spans(&work.local, &mut local)?;
-        let far = RemoteSide::hold(self, &target, remote.as_slice(), remote_right, recent)?;
+        let far = RemoteSide::hold(self, target, remote.as_slice(), remote_right, key)?;
         let mut spans = Few::None;
         far.spans(remote.as_slice(), &mut spans)?;
         far.spend()?;
@@ -83,7 +84,7 @@ impl EndpointState {
         near: &LocalPart,
         far: &RemotePart,
         write: bool,
-        recent: &mut Recent,
+        recent: &mut RecentKey,
     ) -> Result<Option<u64>> {
         let (local_right, remote_right) = rights(write);
         if near.len == 0 || far.len != near.len {
@@ -188,7 +189,7 @@ impl<'t> RemoteSide<'t> {
         target: &'t EndpointState,
         parts: &[RemotePart],
         right: Access,
-        recent: &mut Recent,
+        recent: &mut RecentKey,
     ) -> Result<Self> {
         let mut holds = Few::None;
         for part in parts {
@@ -272,13 +273,13 @@ fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<H
 }
 
 /// Holds what one key names.
-#[inline]
+#[inline(always)]
 fn hold_key<'t>(
     initiator: &EndpointState,
     target: &'t EndpointState,
     key: KeyUse,
     right: Access,
-    recent: &mut Recent,
+    recent: &mut RecentKey,
 ) -> Result<RemoteHold<'t>> {
     let domain = &target.domain;
     let table = &domain.nic.table;
@@ -326,9 +327,13 @@ fn hold_key<'t>(
 
 /// Holds the region of a requested key.
 #[inline]
-fn hold_requested<'t>(target: &'t EndpointState, key: u64, recent: &mut Recent) -> Result<Held<'t>, Refusal> {
+fn hold_requested<'t>(
+    target: &'t EndpointState,
+    key: u64,
+    recent: &mut RecentKey,
+) -> Result<Held<'t>, Refusal> {
     let table = &target.domain.nic.table;
-    if let Some((endpoint, number, token)) = recent.key
+    if let Some((endpoint, number, token)) = *recent
         && (endpoint, number) == (target.id, key)
     {
         // As long as this life of the entry lasts, the key is its.
@@ -338,7 +343,7 @@ fn hold_requested<'t>(target: &'t EndpointState, key: u64, recent: &mut Recent) 
         }
     }
     let held = table.hold_requested(target.domain.slot.id, key, true)?;
-    recent.key = Some((target.id, key, held.token));
+    *recent = Some((target.id, key, held.token));
     Ok(held)
 }
 

@@ -264,11 +264,11 @@ impl EndpointState {
         invalidate: Option<KeyUse>,
         recent: &mut Recent,
     ) -> Result<Option<u64>> {
-        let target = self.target(work, recent)?;
+        let target = self.target(work, &mut recent.peer)?;
         let delivered = {
             let _delivery = target.inbox.delivery.lock();
-            target.inbox.settle_locked(&target);
-            self.deliver_to(&target, work, tag, invalidate)
+            target.inbox.settle_locked(target);
+            self.deliver_to(target, work, tag, invalidate)
         };
         if target.inbox.unsettled.load(Ordering::Acquire) {
             target.domain.wake.wake();

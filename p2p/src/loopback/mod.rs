@@ -35,6 +35,7 @@ mod execute;
 mod faults;
 mod few;
 mod keys;
+mod lock;
 mod memory;
 mod message;
 mod nic;

@@ -98,6 +98,7 @@ pub(super) struct RemotePart {
 }
 
 impl EndpointState {
+    #[inline(always)]
     fn local_part(&self, segment: &LocalSegment) -> Result<LocalPart> {
         let (address, len) = (segment.address.0, segment.len);
         let refuse = |why: &'static str, remedy: &'static str| {
@@ -107,16 +108,17 @@ impl EndpointState {
                 .context("why", why)
                 .remedy(remedy)
         };
-        let origin = if let Some(desc) = segment.desc {
+        if let Some(desc) = segment.desc {
             let token = Token::from_u64(desc.to_provider());
-            if !self.domain.nic.table.is_live(self.domain.slot.id, token) {
-                return Err(refuse(
-                    "the descriptor is stale or of another domain",
-                    "pass the descriptor of a region of this domain that is open",
-                ));
+            if self.domain.nic.table.is_live(self.domain.slot.id, token) {
+                return Ok(LocalPart { address, len, origin: Origin::Region(token) });
             }
-            Origin::Region(token)
-        } else if self.domain.mode.contains(MrMode::LOCAL) {
+            return Err(refuse(
+                "the descriptor is stale or of another domain",
+                "pass the descriptor of a region of this domain that is open",
+            ));
+        }
+        let origin = if self.domain.mode.contains(MrMode::LOCAL) {
             return Err(refuse("no descriptor", "in LOCAL mode every local buffer needs a descriptor"));
         } else {
             if len > 0 && address.checked_add(len - 1).is_none() {
@@ -143,7 +145,11 @@ impl EndpointState {
         Ok(LocalPart { address, len, origin })
     }
 
+    #[inline]
     pub(super) fn local_parts(&self, segments: &[LocalSegment]) -> Result<(Few<LocalPart>, u64)> {
+        if let [segment] = segments {
+            return Ok((Few::One(self.local_part(segment)?), segment.len));
+        }
         let mut parts = Few::None;
         let mut total = 0u64;
         for segment in segments {
@@ -229,7 +235,15 @@ impl EndpointState {
 }
 
 /// The remote side of a write or read of `len` bytes; a split key's piece by piece.
+#[inline]
 fn remote_parts(segments: &[RemoteSegment<'_>], len: u64) -> Result<Few<RemotePart>> {
+    if let [segment] = segments
+        && segment.len == len
+        && let Ok(number) = segment.key.as_u64()
+    {
+        let key = KeyUse { number, mapped: segment.key.is_mapped() };
+        return Ok(Few::One(RemotePart { address: segment.address.0, len, key }));
+    }
     let mut parts = Few::None;
     let mut total = 0u64;
     for segment in segments {

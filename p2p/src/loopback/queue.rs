@@ -3,15 +3,18 @@
 use std::{any::Any, collections::VecDeque, fmt, sync::Arc};
 
 use hmem_core::{Error, ErrorKind, Result, provider::CompletionQueue, transfer::Completion};
-use parking_lot::Mutex;
 
-use super::{Call, domain::Domain};
+use super::{
+    Call,
+    domain::{Domain, Seen},
+    lock::Lock,
+};
 
 /// Completions on their way to the application.
 #[derive(Debug)]
 pub(super) struct Queue {
     depth: usize,
-    state: Mutex<State>,
+    state: Lock<State>,
 }
 
 #[derive(Debug)]
@@ -23,7 +26,7 @@ struct State {
 impl Queue {
     pub(super) fn new(depth: usize) -> Self {
         let entries = VecDeque::with_capacity(depth.min(1024));
-        Self { depth, state: Mutex::new(State { entries, overrun: false }) }
+        Self { depth, state: Lock::new(State { entries, overrun: false }) }
     }
 
     /// Adds a completion; one that finds no room is lost, and the queue is overrun.
@@ -63,6 +66,14 @@ impl Queue {
 pub(super) struct Cq {
     pub(super) queue: Arc<Queue>,
     pub(super) domain: Arc<Domain>,
+    /// Held while its reader executes what was posted.
+    seen: Lock<Seen>,
+}
+
+impl Cq {
+    pub(super) fn new(depth: usize, domain: Arc<Domain>) -> Self {
+        Self { queue: Arc::new(Queue::new(depth.max(1))), domain, seen: Lock::default() }
+    }
 }
 
 impl CompletionQueue for Cq {
@@ -70,7 +81,11 @@ impl CompletionQueue for Cq {
         let state = self.domain.state();
         state.nic.config.faults.enter(Call::ReadCq)?;
         if self.domain.by_hand() {
-            state.step();
+            match self.seen.try_lock() {
+                Some(mut seen) => state.step_again(&mut seen),
+                // Another thread reads this queue too, or a copy engine that a step called does.
+                None => state.step(),
+            };
         }
         self.queue.pop(out, max)
     }

@@ -52,7 +52,7 @@ use std::{
 
 use hashbrown::hash_table;
 use hmem_core::{Error, ErrorKind, Result};
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 
 use self::entry::{
     CHUNK, CHUNKS, ENABLED, Entry, GENERATION_SHIFT, LIVE, NO_INDEX, REFRESHING, RESTING, SHARD_BITS, SHARDS,
@@ -62,6 +62,7 @@ pub(super) use self::held::{Held, Refreshing};
 
 use super::{
     keys::{DomainKeys, KnownGeneration, Token, fold},
+    lock::LockGuard,
     region::{Body, Extended, NewBody},
 };
 
@@ -219,7 +220,7 @@ impl Table {
 
     /// A shard with room, beginning at the calling thread's own.
     #[inline]
-    fn shard_with_room(&self) -> Option<(MutexGuard<'_, ShardState>, u32, &Entry)> {
+    fn shard_with_room(&self) -> Option<(LockGuard<'_, ShardState>, u32, &Entry)> {
         let home = home_shard();
         (0..SHARDS).map(|step| (home + step) % SHARDS).find_map(|at| {
             let mut state = self.shards[at].state.lock();

@@ -9,9 +9,11 @@ use std::{
 };
 
 use hashbrown::HashTable;
-use parking_lot::Mutex;
 
-use super::{super::region::Body, Counts};
+use super::{
+    super::{lock::Lock, region::Body},
+    Counts,
+};
 
 pub(super) const SHARD_BITS: u32 = 4;
 pub(super) const SHARDS: usize = 1 << SHARD_BITS;
@@ -72,7 +74,7 @@ pub(super) type Chunk = [Entry; CHUNK];
 
 #[repr(align(128))]
 pub(super) struct Shard {
-    pub(super) state: Mutex<ShardState>,
+    pub(super) state: Lock<ShardState>,
     chunks: Box<[AtomicPtr<Chunk>; CHUNKS]>,
 }
 
@@ -80,7 +82,7 @@ impl Shard {
     pub(super) fn new() -> Self {
         let chunks: Vec<_> = (0..CHUNKS).map(|_| AtomicPtr::default()).collect();
         Self {
-            state: Mutex::new(ShardState {
+            state: Lock::new(ShardState {
                 requested: HashTable::new(),
                 slots: Slots { first_free: NO_INDEX, last_free: NO_INDEX, free: 0, fresh: 0 },
                 counts: Vec::new(),
