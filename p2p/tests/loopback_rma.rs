@@ -2,12 +2,15 @@
 
 mod support;
 
+use std::sync::Arc;
+
 use hmem_core::{
     Access, Address, Addressing, ErrorKind, Iova, MrMode, RemoteKey,
+    counter::Counter,
     provider::Live,
     transfer::{LocalSegment, Operation, RemoteSegment},
 };
-use hmem_p2p::loopback::Loopback;
+use hmem_p2p::loopback::{Loopback, Progress};
 use support::*;
 
 fn pair(mode: MrMode) -> Pair {
@@ -184,5 +187,49 @@ fn an_absent_page_under_a_local_buffer_without_descriptor_fails_the_transfer_and
         refused(pair.here.read(pair.to, &[nothing], &key, 0), ErrorKind::BadAddress);
         assert_eq!(target.bytes(), [0; 64]);
         pair.there.domain.deregister(region).unwrap();
+    }
+}
+
+/// MR-11: an endpoint keeps the last peer that it wrote to, and that keeps nobody.
+#[test]
+fn mr_11_endpoints_that_wrote_to_one_another_leave_nothing_behind() {
+    for by_thread in [true, false] {
+        for first in 0..3 {
+            let progress = if by_thread { Progress::Thread } else { Progress::ByHand };
+            let provider = Loopback::builder().progress(progress).build().unwrap();
+            let counter = Arc::new(Counter::new());
+            let open = || {
+                let domain = domain(&provider, MrMode::empty());
+                End::with(&domain, |attr| attr.tx_counter = Some(Arc::clone(&counter)))
+            };
+            let mut ends = vec![open(), open(), open()];
+            let buffer = Buffer::new(8);
+            let keys: Vec<_> = ends
+                .iter()
+                .map(|end| How::key(1).register(&*end.domain, &[host(buffer.range(), true)]).unwrap())
+                .map(|region| remote(region, 8))
+                .collect();
+            // Around the ring, and each to itself.
+            for step in [1, 0] {
+                for from in 0..3 {
+                    let to = (from + step) % 3;
+                    let peer = ends[from].peer(&ends[to]);
+                    ends[from].write(peer, &[buffer.whole()], &keys[to], 0).unwrap();
+                }
+            }
+            let closed = ends[first].peer(&ends[first]);
+            let to_closed = ends[(first + 1) % 3].peer(&ends[first]);
+            ends[(first + 1) % 3].write(to_closed, &[buffer.whole()], &keys[first], 0).unwrap();
+            ends[first].endpoint.close().unwrap();
+            let again = ends[(first + 1) % 3].write(to_closed, &[buffer.whole()], &keys[first], 0);
+            refused(again, ErrorKind::Unreachable);
+            assert!(
+                ends[first].post(Operation::Send { tag: None, invalidate: None }, &[], closed, 0).is_err()
+            );
+            drop(ends.swap_remove(first));
+            drop(ends);
+            drop(provider);
+            assert_eq!(Arc::strong_count(&counter), 1, "an endpoint outlived its handle");
+        }
     }
 }

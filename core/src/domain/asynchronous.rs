@@ -19,7 +19,8 @@ use parking_lot::{Condvar, Mutex};
 use super::{
     MemoryRegion, Prefault,
     attr::{DmaBufAttr, MrAttr},
-    inner::{RegionInner, Shared},
+    inner::RegionInner,
+    shared::Shared,
 };
 use crate::{
     AuthKey, DmaBufOffset, Errno, Error, ErrorKind, Result,

@@ -10,17 +10,15 @@ use std::{
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{DomainInner, MrAttr, RegionState, set_once::SetOnce, validate::Checked};
+use super::{
+    DomainInner, MrAttr, RegionState,
+    set_once::SetOnce,
+    shared::{Shared, Unique},
+};
 use crate::{
-    Access, AddressRange, Decision, Error, ErrorKind, MrFlags, MrMode, Result, counter::Counter,
+    Access, AddressRange, Decision, Error, ErrorKind, LocalKey, MrFlags, MrMode, Result, counter::Counter,
     event_queue::RegionId, path::PathOutcome, provider::ProviderRegion,
 };
-
-/// Regions have no weak references: a count for them would be one more locked instruction at each close.
-pub(super) type Shared<T> = triomphe::Arc<T>;
-
-/// A region that nobody else knows yet: made where it will stay, filled in, then shared.
-pub(super) type Unique<T> = triomphe::UniqueArc<T>;
 
 /// Memory that a region keeps alive.
 pub(super) type MemoryOwner = Arc<dyn Any + Send + Sync>;
@@ -40,9 +38,28 @@ pub(crate) struct RegionInner {
     pub(super) state: AtomicU8,
 }
 
+/// A [`ProviderRegion`] and its decision. The numbers of the region lie apart, and not in its own order, so that they are
+/// copied from where the provider has just written them one by one: one wide load over several narrow stores that are still
+/// under way waits for all of them.
+#[repr(C)]
 pub(super) struct Registration {
-    pub(super) region: ProviderRegion,
+    local: LocalKey,
     pub(super) decision: Option<Arc<Decision>>,
+    token: u64,
+    key: u64,
+}
+
+impl Registration {
+    #[inline]
+    fn new(region: &ProviderRegion, decision: Option<Arc<Decision>>) -> Self {
+        let ProviderRegion { token, local, key } = *region;
+        Self { local, decision, token, key }
+    }
+
+    #[inline]
+    pub(super) fn region(&self) -> ProviderRegion {
+        ProviderRegion { token: self.token, local: self.local, key: self.key }
+    }
 }
 
 /// What only vectored, nested, owned or asynchronous regions have.
@@ -84,16 +101,15 @@ pub(super) struct Bindings {
 }
 
 impl RegionInner {
-    #[inline]
+    #[inline(always)]
     pub(super) fn pending(
         domain: &Arc<DomainInner>,
         attr: &MrAttr<'_>,
         flags: MrFlags,
-        checked: &Checked,
+        range: AddressRange,
         owner: Option<MemoryOwner>,
         id: Option<RegionId>,
-    ) -> Self {
-        let range = checked.dma_buf_range.unwrap_or_else(|| attr.ranges[0]);
+    ) -> Unique<Self> {
         let needs_rare = attr.ranges.len() > 1 || attr.base.is_some() || owner.is_some() || id.is_some();
         let rare = (needs_rare || attr.page_size != 0).then(|| {
             let parent = attr.base.map(|base| Shared::clone(base.inner()));
@@ -109,7 +125,7 @@ impl RegionInner {
             let owned = owner.is_some();
             Box::new(Rare { ranges, parent, owner: Mutex::new(owner), owned, page_size, asynchronous })
         });
-        Self {
+        Unique::new_with(|| Self {
             domain: Arc::clone(domain),
             registered: SetOnce::new(),
             range,
@@ -120,7 +136,7 @@ impl RegionInner {
             bindings: OnceLock::new(),
             dependents: AtomicU32::new(0),
             state: AtomicU8::new(RegionState::Pending as u8),
-        }
+        })
     }
 
     #[inline]
@@ -179,7 +195,7 @@ impl RegionInner {
 
     #[inline]
     pub(crate) fn registered(&self) -> Option<ProviderRegion> {
-        self.registered.get().map(|registration| registration.region)
+        self.registered.get().map(Registration::region)
     }
 
     pub(super) fn recorded_decision(&self) -> Option<Arc<Decision>> {
@@ -218,16 +234,15 @@ impl RegionInner {
 
     /// Ends a registration that worked, of a region that nobody else knows yet.
     #[inline]
-    pub(super) fn complete_unshared(&mut self, outcome: PathOutcome) {
-        self.registered = SetOnce::with(Registration { region: outcome.region, decision: outcome.decision });
+    pub(super) fn complete_unshared(&mut self, region: &ProviderRegion, decision: Option<Arc<Decision>>) {
+        self.registered.set_unshared(Registration::new(region, decision));
         *self.state.get_mut() = self.first_state() as u8;
     }
 
     /// Ends a registration that worked.
     #[inline]
     pub(super) fn complete(&self, outcome: PathOutcome) {
-        let registration = Registration { region: outcome.region, decision: outcome.decision };
-        self.registered.set(registration);
+        self.registered.set(Registration::new(&outcome.region, outcome.decision));
         self.state.store(self.first_state() as u8, Ordering::Release);
     }
 
@@ -311,7 +326,7 @@ impl RegionInner {
     fn deregister(&self) -> Result<()> {
         let open = matches!(self.state(), RegionState::Enabled | RegionState::Disabled);
         if let Some(registration) = self.registered.get().filter(|_| open) {
-            self.domain.provider().deregister(registration.region)?;
+            self.domain.provider().deregister(registration.region())?;
             self.state.store(RegionState::Closed as u8, Ordering::Release);
         }
         Ok(())

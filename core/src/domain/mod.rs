@@ -15,6 +15,7 @@ mod region;
 mod register;
 mod scope;
 mod set_once;
+mod shared;
 mod validate;
 mod window;
 

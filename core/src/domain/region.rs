@@ -12,7 +12,8 @@ use crate::{
     domain::{
         MrAttr,
         endpoint::Endpoint,
-        inner::{RegionInner, Shared, Unique},
+        inner::RegionInner,
+        shared::{Shared, Unique},
     },
     event_queue::RegionId,
     provider::ProviderRegion,
@@ -139,7 +140,7 @@ impl MemoryRegion {
     /// # Errors
     /// [`ErrorKind::BadState`] before the registration completed, or after it failed.
     pub fn provider_region(&self) -> Result<ProviderRegion> {
-        Ok(self.inner.registration("provider region")?.region)
+        Ok(self.inner.registration("provider region")?.region())
     }
 
     /// The local descriptor (`fi_mr_desc`).
@@ -148,7 +149,7 @@ impl MemoryRegion {
     /// [`ErrorKind::BadState`] before the registration completed, or after it failed.
     #[inline]
     pub fn desc(&self) -> Result<LocalKey> {
-        Ok(self.inner.registration("desc")?.region.local)
+        Ok(self.inner.registration("desc")?.region().local)
     }
 
     /// The remote key (`fi_mr_key`).
@@ -258,7 +259,7 @@ impl MemoryRegion {
         if bound.is_some() {
             return refuse(ErrorKind::BadState, "a counter is bound already");
         }
-        domain.provider().bind_counter(registration.region, counter)?;
+        domain.provider().bind_counter(registration.region(), counter)?;
         *bound = Some(Arc::clone(counter));
         Ok(())
     }
@@ -285,7 +286,7 @@ impl MemoryRegion {
         if *bound {
             return refuse(ErrorKind::BadState, "an endpoint is bound already");
         }
-        domain.provider().bind_endpoint(registration.region, endpoint.provider())?;
+        domain.provider().bind_endpoint(registration.region(), endpoint.provider())?;
         *bound = true;
         Ok(())
     }
@@ -306,7 +307,7 @@ impl MemoryRegion {
             return Err(Error::new(ErrorKind::BadState, "enable")
                 .remedy("in ENDPOINT mode bind the region to an endpoint first"));
         }
-        self.inner.domain.provider().enable(registration.region)?;
+        self.inner.domain.provider().enable(registration.region())?;
         self.inner.state.store(RegionState::Enabled as u8, Ordering::Release);
         Ok(())
     }
@@ -325,7 +326,7 @@ impl MemoryRegion {
                     .remedy("refresh ranges inside the region"));
             }
         }
-        self.inner.domain.provider().refresh(registration.region, ranges)
+        self.inner.domain.provider().refresh(registration.region(), ranges)
     }
 
     /// Closes the region (`fi_close`): after it returns nothing touches the memory and the keys are dead.

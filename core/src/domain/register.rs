@@ -4,14 +4,16 @@ use std::sync::Arc;
 
 use super::{
     DomainInner, MemoryRegion, MrAttr,
-    inner::{MemoryOwner, RegionInner, Unique},
-    prefault, validate,
+    inner::{MemoryOwner, RegionInner},
+    prefault,
+    shared::Unique,
+    validate,
 };
 use crate::{
     Error, ErrorKind, IfaceKind, MrFlags, MrMode, Result,
     event_queue::RegionId,
     path::{PathOutcome, PathRequest},
-    provider::{Backing, KeyRequest, Piece, RegistrationRequest},
+    provider::{Backing, KeyRequest, Piece, ProviderRegion, RegistrationRequest},
 };
 
 impl DomainInner {
@@ -40,7 +42,8 @@ impl DomainInner {
                 attr.base.map_or(Ok(()), |base| self.check_base(base, attr)).map(|()| checked)
             })
             .inspect_err(|error| tracing::debug!(%error, "registration refused"))?;
-        Ok(Unique::new(RegionInner::pending(self, attr, flags, &checked, owner, id)))
+        let range = checked.dma_buf_range.unwrap_or_else(|| attr.ranges[0]);
+        Ok(RegionInner::pending(self, attr, flags, range, owner, id))
     }
 
     /// Registers at once, or hands the region to the worker where an event queue is bound.
@@ -62,8 +65,14 @@ impl DomainInner {
         mut region: Unique<RegionInner>,
         attr: &MrAttr<'_>,
     ) -> Result<MemoryRegion> {
-        let outcome = self.register_pages(&region, attr)?;
-        region.complete_unshared(outcome);
+        if !tracing::enabled!(tracing::Level::DEBUG)
+            && let Some(registered) = self.register_plain(&region, attr)?
+        {
+            region.complete_unshared(&registered, None);
+        } else {
+            let outcome = self.register_pages(&region, attr)?;
+            region.complete_unshared(&outcome.region, outcome.decision);
+        }
         Ok(MemoryRegion::new(region))
     }
 
@@ -146,22 +155,27 @@ impl DomainInner {
         }
     }
 
-    #[inline]
     fn register_decided(&self, inner: &RegionInner, attr: &MrAttr<'_>) -> Result<PathOutcome> {
-        let registration = self.request(inner, attr);
-        let plain = inner.parent().is_none() && attr.dma_buf.is_none() && attr.prefault.is_none();
-        if plain
-            && let [range] = inner.ranges()
-            && self.is_plain_host(*range, attr, inner.flags())?
-        {
-            let backing = Backing::Host { owned: inner.owns_memory() };
-            let piece = [Piece { range: *range, backing }];
-            // SAFETY: the memory is the caller's of an unsafe registration call, or owned by the region or borrowed
-            // by the scope that is being registered; `owns_memory` says which.
-            let region = unsafe { self.provider.register(&registration, &piece) }?;
-            return Ok(PathOutcome { region, decision: None });
+        match self.register_plain(inner, attr)? {
+            Some(region) => Ok(PathOutcome { region, decision: None }),
+            None => self.register_rare(inner, attr, self.request(inner, attr)),
         }
-        self.register_rare(inner, attr, registration)
+    }
+
+    /// Registers one range of ordinary host memory, about which there is nothing to decide; `None` if it is anything else.
+    #[inline(always)]
+    fn register_plain(&self, inner: &RegionInner, attr: &MrAttr<'_>) -> Result<Option<ProviderRegion>> {
+        if inner.parent().is_some() || attr.dma_buf.is_some() || attr.prefault.is_some() {
+            return Ok(None);
+        }
+        let [range] = inner.ranges() else { return Ok(None) };
+        if !self.is_plain_host(*range, attr, inner.flags())? {
+            return Ok(None);
+        }
+        let piece = [Piece { range: *range, backing: Backing::Host { owned: inner.owns_memory() } }];
+        // SAFETY: the memory is the caller's of an unsafe registration call, or owned by the region or borrowed
+        // by the scope that is being registered; `owns_memory` says which.
+        unsafe { self.provider.register(&self.request(inner, attr), &piece) }.map(Some)
     }
 
     /// Sub-regions, dma-bufs, several ranges, device memory.

@@ -13,6 +13,8 @@ const EMPTY: u8 = 0;
 const BEING_SET: u8 = 1;
 const SET: u8 = 2;
 
+const ONCE: &str = "a region is registered once, by the call or the job that made it";
+
 pub(super) struct SetOnce<T> {
     state: AtomicU8,
     value: UnsafeCell<MaybeUninit<T>>,
@@ -29,10 +31,15 @@ impl<T> SetOnce<T> {
         Self { state: AtomicU8::new(EMPTY), value: UnsafeCell::new(MaybeUninit::uninit()) }
     }
 
-    /// A cell that holds its value from the start.
+    /// Sets the value of a cell that nobody else sees yet.
+    ///
+    /// # Panics
+    /// As [`SetOnce::set`].
     #[inline]
-    pub(super) const fn with(value: T) -> Self {
-        Self { state: AtomicU8::new(SET), value: UnsafeCell::new(MaybeUninit::new(value)) }
+    pub(super) fn set_unshared(&mut self, value: T) {
+        assert!(*self.state.get_mut() == EMPTY, "{ONCE}");
+        self.value.get_mut().write(value);
+        *self.state.get_mut() = SET;
     }
 
     /// Sets the value.
@@ -42,7 +49,7 @@ impl<T> SetOnce<T> {
     #[inline]
     pub(super) fn set(&self, value: T) {
         let claimed = self.state.compare_exchange(EMPTY, BEING_SET, Ordering::Relaxed, Ordering::Relaxed);
-        assert!(claimed.is_ok(), "a region is registered once, by the call or the job that made it");
+        assert!(claimed.is_ok(), "{ONCE}");
         // SAFETY: the state was EMPTY and is not any more, so nobody else writes, and nobody reads before SET.
         unsafe { (*self.value.get()).write(value) };
         self.state.store(SET, Ordering::Release);

@@ -7,10 +7,7 @@ use std::{fmt, sync::Arc};
 
 use parking_lot::Mutex;
 
-use super::{
-    DomainInner, Endpoint, MemoryRegion,
-    inner::{RegionInner, Shared},
-};
+use super::{DomainInner, Endpoint, MemoryRegion, inner::RegionInner, shared::Shared};
 use crate::{
     Access, Addressing, Error, ErrorKind, Iova, RemoteKey, Result,
     provider::{ProviderWindow, WindowBind, WindowType},

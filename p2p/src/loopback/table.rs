@@ -202,10 +202,11 @@ impl Table {
         (index, self.known(index))
     }
 
-    /// Gives an index back with its next generation; one that has no more is retired.
+    /// Gives an index back with the generation after that of its last life; one that has no more is retired.
     #[inline]
-    fn give_index(&self, index: u32, entry: &Entry, slots: &mut Slots) {
-        let Some(next) = entry.generation().checked_add(1) else { return };
+    fn give_index(&self, last: Token, entry: &Entry, slots: &mut Slots) {
+        let Token { index, generation } = last;
+        let Some(next) = generation.checked_add(1) else { return };
         entry.life.store(u64::from(next) << GENERATION_SHIFT, Ordering::Relaxed);
         if self.resting > 0 && slots.first_free != NO_INDEX {
             entry.link.store(NO_INDEX, Ordering::Relaxed);
@@ -344,7 +345,7 @@ impl Table {
         // SAFETY: LIVE is clear and there are no users (the Acquire read that showed it came after their Releases), so
         // this thread, which cleared LIVE, owns the body.
         let extended = unsafe { (*entry.body.get()).extended.take() };
-        self.give_index(token.index, entry, &mut state.slots);
+        self.give_index(token, entry, &mut state.slots);
         Ok(Removed { bytes, extended })
     }
 
@@ -524,7 +525,8 @@ impl Table {
     /// Gives a reserved index back.
     pub(super) fn unreserve(&self, index: u32) {
         let mut state = self.shard(index).state.lock();
-        self.give_index(index, self.known(index), &mut state.slots);
+        let entry = self.known(index);
+        self.give_index(Token { index, generation: entry.generation() }, entry, &mut state.slots);
     }
 
     /// The regions that a domain still has.
