@@ -9,6 +9,7 @@ use crate::{
     Access, Address, AddressRange, Addressing, AuthKey, DmaBufOffset, Iova, LocalKey, MrFlags, MrMode,
     RawKey, RemoteKey, Result,
     counter::Counter,
+    iface::CopyEvent,
     registry::Registry,
     transfer::{Completion, EndpointName, PeerId, WorkRequest},
 };
@@ -98,6 +99,8 @@ pub struct DomainRequest {
     pub hmem: bool,
     /// The ifaces, for transfers that name device addresses without a descriptor.
     pub registry: Arc<Registry>,
+    /// The staging buffers that staged regions get.
+    pub staging: StagingAttr,
 }
 
 /// Which key a region should get.
@@ -128,6 +131,50 @@ pub struct RegistrationRequest<'a> {
     pub enabled: bool,
 }
 
+/// The staging buffers of a domain: host memory that the NIC reaches, through which device memory is copied that it
+/// does not.
+///
+/// They are allocated and registered once, when the domain's first staged region is, and never grow: a transfer that
+/// finds them all in use waits.
+///
+/// The default, 8 buffers of 512 KiB, is half of the 8 MiB that an unprivileged process may lock on many systems. A buffer
+/// is long enough that the time to start a copy is small beside the copy, and 3 in flight keep copy engine and wire busy at
+/// the same time; the others serve further transfers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StagingAttr {
+    /// Bytes of a buffer, at least 1: the longest chunk. A message is cut into 16 chunks, of at least 128 KiB if a buffer
+    /// holds that.
+    pub chunk: usize,
+    /// How many buffers, at least 1. Where a NIC needs a message whole, as verbs does, half of them serve receives and
+    /// a quarter sends, so that transfers which wait for a peer never keep the others from going on.
+    pub slots: usize,
+}
+
+impl Default for StagingAttr {
+    fn default() -> Self {
+        Self { chunk: 512 << 10, slots: 8 }
+    }
+}
+
+impl StagingAttr {
+    /// Checks the numbers.
+    ///
+    /// # Errors
+    /// InvalidArgument if one is 0, or both together pass the address space.
+    pub fn check(&self) -> Result<()> {
+        let bytes = self
+            .chunk
+            .checked_mul(self.slots)
+            .filter(|bytes| *bytes > 0 && *bytes <= isize::MAX as usize / 2);
+        bytes.map(|_| ()).ok_or_else(|| {
+            crate::Error::new(crate::ErrorKind::InvalidArgument, "open domain")
+                .context("staging chunk", self.chunk)
+                .context("staging slots", self.slots)
+                .remedy("staging takes at least one buffer of at least one byte")
+        })
+    }
+}
+
 /// Memory reached through copies: the software side of a staged path.
 ///
 /// Offsets count from the start of the piece. Calls may come from any thread, several at once.
@@ -143,6 +190,25 @@ pub trait StagedMemory: fmt::Debug + Send + Sync {
     /// # Errors
     /// What the copy engine reported.
     fn write(&self, offset: u64, from: &[u8]) -> Result<()>;
+
+    /// Starts filling `len` bytes of host memory from the memory. Where there is no engine to do it, it is done when
+    /// this returns ([`FinishedCopy`](crate::iface::FinishedCopy)).
+    ///
+    /// # Safety
+    /// `into` is valid for writes of `len` bytes and not referenced elsewhere until the event is done.
+    ///
+    /// # Errors
+    /// What the copy engine reported.
+    unsafe fn start_read(&self, offset: u64, into: Address, len: u64) -> Result<Box<dyn CopyEvent>>;
+
+    /// Starts writing `len` bytes of host memory into the memory.
+    ///
+    /// # Safety
+    /// `from` is valid for reads of `len` bytes and does not change until the event is done.
+    ///
+    /// # Errors
+    /// What the copy engine reported.
+    unsafe fn start_write(&self, offset: u64, from: Address, len: u64) -> Result<Box<dyn CopyEvent>>;
 }
 
 /// How a provider gets at one piece of memory.
@@ -229,6 +295,8 @@ pub struct Live {
     pub mapped_keys: u64,
     /// Endpoints.
     pub endpoints: u64,
+    /// Staging buffers that transfers hold.
+    pub staging_slots: u64,
 }
 
 /// A family of NICs.
@@ -374,6 +442,9 @@ pub trait ProviderDomain: fmt::Debug + Send + Sync {
 
     /// What the domain holds now.
     fn live(&self) -> Live;
+
+    /// Bytes of its staging buffers: 0 before the first staged region, the same ever after.
+    fn staging_bytes(&self) -> u64;
 
     /// For providers: back to their own type, for what only they have.
     fn as_any(&self) -> &dyn Any;

@@ -1,6 +1,8 @@
 //! How the loopback NIC reaches memory: pinned pages or mappings, missing pages, files, staged copies, atomics on each.
 
 mod support;
+#[path = "support/waiting_copies.rs"]
+mod waiting_copies;
 
 use std::{
     os::fd::{AsFd, AsRawFd, OwnedFd},
@@ -396,6 +398,8 @@ impl StagedMemory for Device {
         self.0.lock().unwrap()[offset..offset + from.len()].copy_from_slice(from);
         Ok(())
     }
+
+    waiting_copies::waiting_copies!();
 }
 
 #[test]

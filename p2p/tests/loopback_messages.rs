@@ -1,6 +1,8 @@
 //! Sends and receives on the loopback NIC: matching, order, bounds, cancellation, queues and counters.
 
 mod support;
+#[path = "support/waiting_copies.rs"]
+mod waiting_copies;
 
 use std::sync::Arc;
 
@@ -192,6 +194,8 @@ impl StagedMemory for Closing {
     fn write(&self, _offset: u64, _from: &[u8]) -> Result<()> {
         Ok(())
     }
+
+    waiting_copies::waiting_copies!();
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! What the mr_mode bits, flags, limits and faults of the loopback NIC do.
 
 mod support;
+#[path = "support/waiting_copies.rs"]
+mod waiting_copies;
 
 use std::sync::Arc;
 
@@ -366,6 +368,8 @@ impl hmem_core::provider::StagedMemory for Dropping {
         self.1.send(std::thread::current().id()).unwrap();
         Ok(())
     }
+
+    waiting_copies::waiting_copies!();
 }
 
 #[test]

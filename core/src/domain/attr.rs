@@ -4,7 +4,7 @@ use std::{fmt, os::fd::BorrowedFd};
 
 use crate::{
     Access, Address, AddressRange, AuthKey, DeviceId, DmaBufOffset, IfaceKind, MrMode, domain::MemoryRegion,
-    path::P2pPolicy,
+    path::P2pPolicy, provider::StagingAttr,
 };
 
 /// How to open a domain (`fi_domain_attr` and the capabilities of `fi_getinfo`).
@@ -20,6 +20,8 @@ pub struct DomainAttr {
     pub auth_key: AuthKey,
     /// Whether device memory may, should or must be reached directly.
     pub p2p: P2pPolicy,
+    /// The buffers through which device memory is copied that the NIC cannot reach.
+    pub staging: StagingAttr,
 }
 
 impl Default for DomainAttr {
@@ -31,6 +33,7 @@ impl Default for DomainAttr {
             hmem: true,
             auth_key: AuthKey::default(),
             p2p: P2pPolicy::Enabled,
+            staging: StagingAttr::default(),
         }
     }
 }

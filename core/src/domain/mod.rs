@@ -72,14 +72,15 @@ impl Domain {
     ///
     /// # Errors
     /// [`ErrorKind::ModeMismatch`] that names the bits which the provider needs and `attr.mr_mode` does not offer, or
-    /// a BASIC that the provider cannot run; [`ErrorKind::InvalidArgument`] for a NIC that it does not have; what
-    /// the driver reported otherwise.
+    /// a BASIC that the provider cannot run; [`ErrorKind::InvalidArgument`] for a NIC that it does not have, or no
+    /// staging buffers; what the driver reported otherwise.
     pub fn open(
         provider: &dyn Provider,
         registry: Arc<Registry>,
         decider: Arc<dyn PathDecider>,
         attr: DomainAttr,
     ) -> Result<Self> {
+        attr.staging.check()?;
         let nics = provider.nics()?;
         let nic = match &attr.nic {
             None => nics.first(),
@@ -106,6 +107,7 @@ impl Domain {
             auth_key: attr.auth_key.clone(),
             hmem: attr.hmem,
             registry: Arc::clone(&registry),
+            staging: attr.staging,
         };
         let plain_host = Arc::new(decider.plain_host(&nic.nic));
         let provider = provider.open_domain(&request)?;
@@ -155,6 +157,13 @@ impl Domain {
     #[must_use]
     pub fn live(&self) -> Live {
         self.inner.provider.live()
+    }
+
+    /// Bytes of the domain's staging buffers, registered with the NIC where it needs that: 0 before the first staged region,
+    /// the same ever after. How many are in use is in [`Live::staging_slots`].
+    #[must_use]
+    pub fn staging_bytes(&self) -> u64 {
+        self.inner.provider.staging_bytes()
     }
 
     /// Executes posted work where progress is by hand.

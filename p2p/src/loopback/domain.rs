@@ -17,10 +17,11 @@ use hmem_core::{
     counter::Counter,
     provider::{
         CompletionQueue, DomainRequest, EndpointAttr, Live, Piece, ProviderAttr, ProviderDomain,
-        ProviderEndpoint, ProviderRegion, ProviderWindow, RegistrationRequest, WindowBind, WindowType,
+        ProviderEndpoint, ProviderRegion, ProviderWindow, RegistrationRequest, StagingAttr, WindowBind,
+        WindowType,
     },
 };
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 
 use super::{
     Call, Memory, Progress,
@@ -34,6 +35,7 @@ use super::{
     table::DomainSlot,
     window::Windows,
 };
+use crate::staging::Pool;
 
 type Endpoints = Arc<[Arc<EndpointState>]>;
 
@@ -70,6 +72,9 @@ pub(super) struct DomainState {
     pub(super) plain: Plain,
     /// Where host memory is pinned.
     pub(super) pinner: Option<Pinner>,
+    /// How its staging buffers are to be, and they themselves since the first staged region.
+    staging: StagingAttr,
+    pool: Mutex<Option<Arc<Pool>>>,
 }
 
 impl DomainState {
@@ -128,6 +133,19 @@ impl DomainState {
         self.nic.dismiss_domain(self.slot);
     }
 
+    /// The staging buffers, allocated now if they are not yet.
+    pub(super) fn staging_pool(&self) -> Result<Arc<Pool>> {
+        let mut pool = self.pool.lock();
+        if let Some(pool) = &*pool {
+            return Ok(Arc::clone(pool));
+        }
+        Ok(Arc::clone(pool.insert(Pool::new(self.staging, None)?)))
+    }
+
+    fn pool(&self) -> Option<Arc<Pool>> {
+        self.pool.lock().clone()
+    }
+
     /// What a mapped key stands for.
     pub(super) fn mapped_key(&self, number: u64) -> Option<RawParts> {
         self.mapped.read().get(&number).copied()
@@ -178,6 +196,8 @@ impl Domain {
                     && pinner.is_none(),
             },
             pinner,
+            staging: request.staging,
+            pool: Mutex::default(),
         });
         let thread = match nic.config.progress {
             Progress::ByHand => None,
@@ -364,7 +384,12 @@ impl ProviderDomain for Domain {
             windows: self.state.windows.len(),
             mapped_keys: self.state.mapped.read().len() as u64,
             endpoints: self.state.endpoints.read().len() as u64,
+            staging_slots: self.state.pool().map_or(0, |pool| pool.held()),
         }
+    }
+
+    fn staging_bytes(&self) -> u64 {
+        self.state.pool().map_or(0, |pool| pool.range().len())
     }
 
     fn as_any(&self) -> &dyn std::any::Any {

@@ -9,7 +9,7 @@ use hmem_core::{Access, Error, ErrorKind, MrMode, Result, transfer::PeerId};
 
 use super::{
     Call,
-    endpoint::{EndpointState, Recent, RecentKey, RecentPeer},
+    endpoint::{EndpointState, Recent, RecentKey, RecentPeer, canceled_request},
     few::Few,
     keys::{KnownGeneration, Token},
     memory::{self, DeviceMemory, Span},
@@ -65,14 +65,40 @@ impl EndpointState {
         far.spend()?;
         self.domain.nic.config.faults.enter(Call::Transfer)?;
         let moved = if write {
-            memory::copy(local.as_slice(), spans.as_slice())?
+            self.carry(target, (local.as_slice(), spans.as_slice()), local.as_slice())?
         } else {
-            memory::copy(spans.as_slice(), local.as_slice())?
+            self.carry(target, (spans.as_slice(), local.as_slice()), local.as_slice())?
         };
         if write && moved > 0 {
             far.changed(spans.as_slice())?;
         }
         Ok(moved)
+    }
+
+    /// Copies a run of bytes from or to memory of `target`, through staging buffers where one side needs them. `own` is
+    /// the side that is this endpoint's.
+    pub(super) fn carry(
+        &self,
+        target: &Self,
+        (from, to): (&[Span<'_>], &[Span<'_>]),
+        own: &[Span<'_>],
+    ) -> std::result::Result<u64, memory::Failed> {
+        let staged = |spans: &[Span<'_>]| spans.iter().any(|span| span.staged().is_some());
+        if !staged(from) && !staged(to) {
+            return memory::copy(from, to).map_err(memory::Failed::on_the_wire);
+        }
+        let own = if staged(own) { self } else { target };
+        let pool = own.domain.staging_pool().map_err(memory::Failed::on_the_wire)?;
+        let canceled = || match (self.is_closed(), target.is_closed()) {
+            (true, _) => Some(canceled_request()),
+            (_, true) => Some(
+                Error::new(ErrorKind::Unreachable, "transfer")
+                    .provider("loopback")
+                    .remedy("the peer's endpoint was closed in the middle of the transfer"),
+            ),
+            _ => None,
+        };
+        memory::pipe(from, to, &pool, canceled, || self.domain.nic.config.faults.enter(Call::Chunk))
     }
 
     /// A write or read from one run of bytes to another, where both regions are as simple as can be: the same checks

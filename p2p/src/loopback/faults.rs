@@ -70,11 +70,14 @@ pub enum Call {
     /// The execution of a write, read, atomic or send; held after every check, before a byte moves. Its failure is a
     /// failed completion.
     Transfer,
+    /// One chunk of a transfer through staging buffers, where the NIC copies it; held between the copies of the engine.
+    /// Its failure is that of the transfer.
+    Chunk,
 }
 
 impl Call {
     /// Every kind of call.
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 23] = [
         Self::OpenDomain,
         Self::Register,
         Self::RegisterSub,
@@ -97,6 +100,7 @@ impl Call {
         Self::Post,
         Self::CloseEndpoint,
         Self::Transfer,
+        Self::Chunk,
     ];
 
     const fn operation(self) -> &'static str {
@@ -123,6 +127,7 @@ impl Call {
             Self::Post => "post",
             Self::CloseEndpoint => "close endpoint",
             Self::Transfer => "transfer",
+            Self::Chunk => "staged chunk",
         }
     }
 }

@@ -20,9 +20,10 @@ use super::{
     endpoint::{EndpointState, Recent, canceled_request, full},
     execute::{LocalSide, Outcome, unreachable_peer},
     few::Few,
-    memory::{self, Span},
+    memory::{self, Failed, Span},
     post::{KeyUse, LocalPart, Work},
 };
+use crate::staging::Part;
 
 /// A posted receive.
 #[derive(Debug)]
@@ -161,7 +162,7 @@ impl Inbox {
                 }
             };
             let Some((receive, message)) = matched else { break };
-            let result = fill(owner, &receive, &Content::Kept(&message.bytes));
+            let result = fill(owner, &receive, &Content::Kept(&message.bytes)).unwrap_or_else(Err);
             owner.complete_receive(receive.context, message.tag, result);
             ended += 1;
         }
@@ -199,41 +200,55 @@ impl Inbox {
 /// What a message says, where it is now.
 enum Content<'a> {
     Kept(&'a [u8]),
-    /// Memory of the sender that is mapped.
-    Mapped(&'a [Span<'a>], u64),
+    /// Memory of the sender, which is copied from there.
+    Sent(&'a EndpointState, &'a [Span<'a>], u64),
 }
 
 impl Content<'_> {
     fn len(&self) -> u64 {
         match self {
             Self::Kept(bytes) => bytes.len() as u64,
-            Self::Mapped(_, len) => *len,
+            Self::Sent(_, _, len) => *len,
         }
     }
 }
 
-/// Fills the buffer of a receive.
-fn fill(owner: &EndpointState, receive: &Receive, content: &Content<'_>) -> Result<u64> {
+/// Fills the buffer of a receive. Inside, what became of the receive; outside, a failure of the sender's.
+fn fill(owner: &EndpointState, receive: &Receive, content: &Content<'_>) -> Result<Result<u64>> {
+    let filled = fill_from(owner, receive, content);
+    match filled {
+        Err(Failed { part: Part::Target, error }) => Ok(Err(error)),
+        Err(Failed { error, .. }) if matches!(content, Content::Sent(..)) => Err(error),
+        Err(Failed { error, .. }) => Ok(Err(error)),
+        Ok(len) => Ok(Ok(len)),
+    }
+}
+
+fn fill_from(owner: &EndpointState, receive: &Receive, content: &Content<'_>) -> Result<u64, Failed> {
+    let receivers = |error| Failed { part: Part::Target, error };
     let len = content.len();
     if len > receive.capacity {
-        return Err(Error::new(ErrorKind::Truncated, "receive")
-            .provider("loopback")
-            .context("message", len)
-            .context("buffer", receive.capacity)
-            .remedy("post a buffer that holds the longest message"));
+        return Err(receivers(
+            Error::new(ErrorKind::Truncated, "receive")
+                .provider("loopback")
+                .context("message", len)
+                .context("buffer", receive.capacity)
+                .remedy("post a buffer that holds the longest message"),
+        ));
     }
-    let side = LocalSide::hold(owner, &receive.local, Access::RECV)?;
+    let side = LocalSide::hold(owner, &receive.local, Access::RECV).map_err(receivers)?;
     let mut spans = Few::None;
-    side.spans(&receive.local, &mut spans)?;
+    side.spans(&receive.local, &mut spans).map_err(receivers)?;
     match content {
-        Content::Mapped(from, len) => {
-            memory::copy(from, memory::head(spans.as_slice(), *len).as_slice())?;
+        Content::Sent(sender, from, len) => {
+            let to = memory::head(spans.as_slice(), *len);
+            sender.carry(owner, (from, to.as_slice()), from)?;
         }
         Content::Kept(bytes) => {
             let mut bytes = *bytes;
             for span in memory::head(spans.as_slice(), len).iter() {
                 let (part, rest) = bytes.split_at(span.len() as usize);
-                span.store(part)?;
+                span.store(part).map_err(receivers)?;
                 bytes = rest;
             }
         }
@@ -302,32 +317,42 @@ impl EndpointState {
             }
             found.and_then(|at| state.receives.remove(at))
         };
-        // Mapped memory goes straight to the receive; what may fail is read first, so that the failure is the sender's.
-        let mapped = spans.iter().all(|span| matches!(span, Span::Direct { mapping: None, .. }));
+        // Mapped and staged memory goes straight to the receive, and says whose a failure is; what else may fail is read
+        // first, so that the failure is the sender's.
+        let direct = spans
+            .iter()
+            .all(|span| matches!(span, Span::Direct { mapping: None, .. }) || span.staged().is_some());
         let read = self.domain.nic.config.faults.enter(Call::Transfer).and_then(|()| {
-            if mapped && receive.is_some() { Ok(Vec::new()) } else { memory::gather(spans.as_slice(), len) }
+            if direct && receive.is_some() { Ok(Vec::new()) } else { memory::gather(spans.as_slice(), len) }
         });
         // A copy engine that was called may have closed the receiver on this very thread, which waits for nothing.
         let read = read
             .and_then(|bytes| if target.is_closed() { Err(unreachable_peer(work.peer)) } else { Ok(bytes) });
+        let put_back = |receive| {
+            target.inbox.put_back(receive);
+            if target.is_closed() {
+                // What canceled the others did not find it.
+                target.inbox.cancel(target);
+            }
+        };
         let bytes = match read {
             Ok(bytes) => bytes,
             Err(error) => {
-                if let Some(receive) = receive {
-                    target.inbox.put_back(receive);
-                    if target.is_closed() {
-                        // What canceled the others did not find it.
-                        target.inbox.cancel(target);
-                    }
-                }
+                receive.into_iter().for_each(put_back);
                 return Err(error);
             }
         };
         match receive {
             Some(receive) => {
                 let content =
-                    if mapped { Content::Mapped(spans.as_slice(), len) } else { Content::Kept(&bytes) };
-                let filled = fill(target, &receive, &content);
+                    if direct { Content::Sent(self, spans.as_slice(), len) } else { Content::Kept(&bytes) };
+                let filled = match fill(target, &receive, &content) {
+                    Ok(filled) => filled,
+                    Err(error) => {
+                        put_back(receive);
+                        return Err(error);
+                    }
+                };
                 if let Some(window) = doomed {
                     window.invalidate();
                 }

@@ -180,7 +180,10 @@ impl DomainState {
                 (PieceMemory::Far(Arc::new(memory)), address.0)
             }
             Backing::Staged(_) if !imports.staged => return Err(refuse("staged memory")),
-            Backing::Staged(staged) => (PieceMemory::Far(Arc::new(Staged::new(Arc::clone(staged)))), 0),
+            Backing::Staged(staged) => {
+                self.staging_pool()?;
+                (PieceMemory::Far(Arc::new(Staged::new(Arc::clone(staged)))), 0)
+            }
         };
         Ok(RegionPiece { range: piece.range, memory, at })
     }

@@ -378,7 +378,12 @@ impl ProviderDomain for VerbsDomain {
             windows: self.state.windows.count(),
             mapped_keys: self.state.mapped.read().len() as u64,
             endpoints: self.state.endpoints.load(Ordering::Relaxed),
+            staging_slots: 0,
         }
+    }
+
+    fn staging_bytes(&self) -> u64 {
+        0
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -180,6 +180,10 @@ impl ProviderDomain for RecordingDomain {
         self.inner.live()
     }
 
+    fn staging_bytes(&self) -> u64 {
+        self.inner.staging_bytes()
+    }
+
     fn as_any(&self) -> &dyn Any {
         self.inner.as_any()
     }

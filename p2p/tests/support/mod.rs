@@ -9,7 +9,7 @@ use hmem_core::{
     RemoteKey, Result,
     provider::{
         Backing, CompletionQueue, DomainRequest, EndpointAttr, KeyRequest, Piece, Provider, ProviderDomain,
-        ProviderEndpoint, ProviderRegion, RegistrationRequest,
+        ProviderEndpoint, ProviderRegion, RegistrationRequest, StagingAttr,
     },
     transfer::{
         AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest,
@@ -30,6 +30,7 @@ pub(crate) fn request(mode: MrMode) -> DomainRequest {
         auth_key: AuthKey::default(),
         hmem: false,
         registry: Arc::new(Registry::new()),
+        staging: StagingAttr::default(),
     }
 }
 

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use hmem_core::{Address, Error, ErrorKind, Iface, Result};
+use hmem_core::{Address, Error, ErrorKind, Iface, Result, provider::StagedMemory};
 
 use super::Far;
 
@@ -45,5 +45,9 @@ impl Far for DeviceMemory {
 
     fn persist(&self, _at: u64, _len: u64) -> Result<()> {
         Ok(())
+    }
+
+    fn staged(&self) -> Option<&dyn StagedMemory> {
+        None
     }
 }

@@ -11,7 +11,7 @@ use std::{
     sync::Arc,
 };
 
-use hmem_core::{Errno, Error, ErrorKind, Result};
+use hmem_core::{Errno, Error, ErrorKind, Result, provider::StagedMemory};
 use rustix::{
     fs::{FileType, OFlags, SealFlags, SeekFrom},
     mm::{MapFlags, MsyncFlags, ProtFlags},
@@ -284,6 +284,10 @@ impl Far for FileMemory {
 
     fn persist(&self, _at: u64, _len: u64) -> Result<()> {
         rustix::fs::fdatasync(&self.fd).map_err(|errno| Error::os(errno, "fdatasync").provider("loopback"))
+    }
+
+    fn staged(&self) -> Option<&dyn StagedMemory> {
+        None
     }
 }
 

@@ -10,17 +10,19 @@ mod device;
 mod fd;
 mod host;
 mod pinned;
+mod piped;
 mod promises;
 mod staged;
 
 use std::{fmt, sync::Arc};
 
-use hmem_core::{Error, ErrorKind, Result};
+use hmem_core::{Error, ErrorKind, Result, provider::StagedMemory};
 
 pub(super) use device::DeviceMemory;
 pub(super) use fd::{Mapping, import as import_fd};
 pub(super) use host::{direct_pointer, load_host, populate, store_host};
 pub(super) use pinned::{Pinned, Pinner, Run};
+pub(super) use piped::{Failed, pipe};
 pub(super) use promises::Promises;
 pub(super) use staged::Staged;
 
@@ -39,6 +41,8 @@ pub(super) trait Far: fmt::Debug + Send + Sync {
     fn atomic_address(&self, at: u64) -> Result<u64>;
     /// Writes persistent memory back.
     fn persist(&self, at: u64, len: u64) -> Result<()>;
+    /// The memory, if it is reached through copies: the same positions.
+    fn staged(&self) -> Option<&dyn StagedMemory>;
 }
 
 /// The memory of a piece of a region.
@@ -97,6 +101,14 @@ impl<'a> Span<'a> {
     pub(super) const fn len(&self) -> u64 {
         match *self {
             Self::Direct { len, .. } | Self::Kernel { len, .. } | Self::Far { len, .. } => len,
+        }
+    }
+
+    /// The memory and the position in it, if it is reached through copies.
+    pub(super) fn staged(self) -> Option<(&'a dyn StagedMemory, u64)> {
+        match self {
+            Self::Far { at, memory, .. } => Some((memory.staged()?, at)),
+            Self::Direct { .. } | Self::Kernel { .. } => None,
         }
     }
 

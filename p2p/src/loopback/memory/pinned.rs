@@ -11,7 +11,7 @@ use std::{
     sync::Arc,
 };
 
-use hmem_core::{AddressRange, Errno, Error, ErrorKind, Result};
+use hmem_core::{AddressRange, Errno, Error, ErrorKind, Result, provider::StagedMemory};
 use io_uring::{IoUring, opcode, types};
 use parking_lot::{Mutex, RwLock};
 use rustix::fs::MemfdFlags;
@@ -375,6 +375,10 @@ impl Far for Pinned {
 
     fn persist(&self, _at: u64, _len: u64) -> Result<()> {
         Ok(())
+    }
+
+    fn staged(&self) -> Option<&dyn StagedMemory> {
+        None
     }
 }
 

@@ -41,4 +41,8 @@ impl Far for Staged {
     fn persist(&self, _at: u64, _len: u64) -> Result<()> {
         Ok(())
     }
+
+    fn staged(&self) -> Option<&dyn StagedMemory> {
+        Some(&*self.memory)
+    }
 }

@@ -1,0 +1,453 @@
+//! One message on its way through staging buffers, chunk by chunk.
+//!
+//! A chunk is filled from the device (where the message comes from there), handed to the wire, and drained into the
+//! device (where it goes there). Chunks go to the wire in the order of the message; several are under way at a time, each
+//! where it happens to be. A failure anywhere begins nothing more and lets what is under way end, so that no copy and no
+//! request uses a buffer that was given back.
+
+use std::{collections::VecDeque, ops::Deref};
+
+use hmem_core::{
+    Address, Error, Result,
+    iface::{CopyEvent, FinishedCopy},
+    provider::StagedMemory,
+};
+
+use super::pool::{Claim, Slots, Use};
+
+/// Chunks of a message, so that filling the pipeline and emptying it takes a sixteenth of the time each.
+const CHUNKS: u64 = 16;
+/// What a chunk has at least, where buffers hold it: below, starting the copies would cost more than is won.
+const SHORTEST: u64 = 128 << 10;
+/// Chunks under way at a time that need no buffer.
+const MOST: usize = 64;
+
+/// How long the chunks of a message of `len` bytes are.
+pub(crate) fn chunk_len(len: u64, slot_len: u64) -> u64 {
+    let even = len.div_ceil(CHUNKS).next_multiple_of(4096);
+    even.max(SHORTEST).min(slot_len)
+}
+
+/// A run of bytes of a message that lies in staged memory.
+#[derive(Debug)]
+pub(crate) struct Run<M> {
+    /// Where in the message.
+    pub(crate) at: u64,
+    /// Bytes, more than 0.
+    pub(crate) len: u64,
+    pub(crate) memory: M,
+    /// Where in the memory.
+    pub(crate) offset: u64,
+}
+
+/// Where a transfer failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Part {
+    /// Copying from the memory that it comes from.
+    Source,
+    /// Between the two, or because it was given up.
+    Wire,
+    /// Copying into the memory that it goes to.
+    Target,
+}
+
+/// What became of a chunk that was handed to the wire.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Posted {
+    /// Its bytes are where they go.
+    Done,
+    /// They will be: [`Pipeline::landed`] says when.
+    #[allow(dead_code, reason = "the software NIC's wire is a copy")]
+    Sent,
+    /// There is no room: try again later.
+    #[allow(dead_code, reason = "the software NIC's wire is a copy")]
+    Full,
+}
+
+/// A chunk as the wire sees it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct View<'a> {
+    /// By which [`Pipeline::landed`] knows it.
+    #[allow(dead_code, reason = "the software NIC's wire is a copy")]
+    pub(crate) number: u64,
+    /// Where in the message.
+    pub(crate) at: u64,
+    pub(crate) len: u64,
+    slots: Option<&'a Slots>,
+}
+
+impl View<'_> {
+    /// Where the buffers have `len` bytes of the message from `at` on, which lie in this chunk: address, place in the
+    /// message, length.
+    pub(crate) fn parts(&self, at: u64, len: u64) -> impl Iterator<Item = (Address, u64, u64)> {
+        let start = self.at;
+        self.slots
+            .into_iter()
+            .flat_map(move |slots| slots.parts(at - start, len))
+            .map(move |(address, offset, len)| (address, start + offset, len))
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Filling,
+    Ready,
+    OnWire,
+    Landed,
+    Draining,
+    Ended,
+}
+
+#[derive(Debug)]
+struct Chunk {
+    number: u64,
+    at: u64,
+    len: u64,
+    stage: Stage,
+    copies: Vec<Box<dyn CopyEvent>>,
+    slots: Option<Slots>,
+}
+
+/// A message under way. Before it is dropped its requests on the wire have ended; dropping it waits for its copies.
+#[derive(Debug)]
+pub(crate) struct Pipeline<M> {
+    sources: Vec<Run<M>>,
+    targets: Vec<Run<M>>,
+    len: u64,
+    chunk: u64,
+    purpose: Use,
+    begun: u64,
+    next: u64,
+    chunks: VecDeque<Chunk>,
+    claim: Claim,
+    granted: Option<Slots>,
+    moved: u64,
+    failure: Option<(Part, Error)>,
+    /// Copies are waited for where they begin: for messages of one chunk, where nothing can overlap.
+    waits: bool,
+}
+
+impl<M> Pipeline<M> {
+    /// A message of `len` bytes, more than 0, cut into chunks of `chunk` bytes. `sources` and `targets` are those of its
+    /// bytes that come from, and go to, staged memory, in the order of the message.
+    pub(crate) fn new(
+        claim: Claim,
+        purpose: Use,
+        (len, chunk): (u64, u64),
+        sources: Vec<Run<M>>,
+        targets: Vec<Run<M>>,
+    ) -> Self {
+        Self {
+            sources,
+            targets,
+            len,
+            chunk: chunk.max(1),
+            purpose,
+            begun: 0,
+            next: 0,
+            chunks: VecDeque::new(),
+            claim,
+            granted: None,
+            moved: 0,
+            failure: None,
+            waits: false,
+        }
+    }
+
+    /// Whether nothing is under way and nothing more will be.
+    pub(crate) fn is_over(&self) -> bool {
+        self.chunks.is_empty() && (self.failure.is_some() || self.begun == self.len)
+    }
+
+    /// How it ended.
+    pub(crate) fn result(&mut self) -> Result<u64, (Part, Error)> {
+        match self.failure.take() {
+            Some(failure) => Err(failure),
+            None => Ok(self.moved),
+        }
+    }
+
+    /// Gives it up: nothing more begins.
+    pub(crate) fn fail(&mut self, part: Part, error: Error) {
+        self.failure.get_or_insert((part, error));
+        // Whoever waits behind it for buffers need not wait any longer.
+        self.claim = Claim::new(self.claim.pool());
+        self.granted = None;
+    }
+
+    /// Waits for every copy under way.
+    fn wait_for_copies(&mut self) {
+        let copies: Vec<_> = self.chunks.iter_mut().flat_map(|chunk| chunk.copies.drain(..)).collect();
+        for copy in copies {
+            if let Err(error) = copy.wait() {
+                tracing::debug!(%error, "a copy of a transfer that was given up");
+            }
+        }
+    }
+
+    /// The buffers that the next chunk takes.
+    fn wanted(&self, len: u64) -> usize {
+        len.div_ceil(self.claim.pool().slot_len()) as usize
+    }
+
+    /// Takes the results of copies that ended.
+    fn settle(&mut self) -> bool {
+        let mut progressed = false;
+        let mut failed = None;
+        for chunk in &mut self.chunks {
+            if !matches!(chunk.stage, Stage::Filling | Stage::Draining) {
+                continue;
+            }
+            let part = if chunk.stage == Stage::Filling { Part::Source } else { Part::Target };
+            let (done, left) = std::mem::take(&mut chunk.copies).into_iter().partition(|copy| copy.is_done());
+            chunk.copies = left;
+            for copy in done {
+                progressed = true;
+                if let Err(error) = copy.wait() {
+                    failed.get_or_insert((part, error));
+                }
+            }
+            if chunk.copies.is_empty() {
+                progressed = true;
+                chunk.stage = if chunk.stage == Stage::Filling { Stage::Ready } else { Stage::Ended };
+            }
+        }
+        if let Some((part, error)) = failed {
+            self.fail(part, error);
+        }
+        progressed
+    }
+
+    /// Hands filled chunks to the wire, in order.
+    fn post(&mut self, wire: &mut impl FnMut(View<'_>) -> Result<Posted>) -> bool {
+        let mut progressed = false;
+        let mut failed = None;
+        for chunk in &mut self.chunks {
+            match chunk.stage {
+                Stage::Filling => break,
+                Stage::Ready if self.failure.is_some() || failed.is_some() => chunk.stage = Stage::Ended,
+                Stage::Ready => {
+                    let view = View {
+                        number: chunk.number,
+                        at: chunk.at,
+                        len: chunk.len,
+                        slots: chunk.slots.as_ref(),
+                    };
+                    chunk.stage = match wire(view) {
+                        Ok(Posted::Done) => Stage::Landed,
+                        Ok(Posted::Sent) => Stage::OnWire,
+                        Ok(Posted::Full) => break,
+                        Err(error) => {
+                            failed = Some(error);
+                            Stage::Ended
+                        }
+                    };
+                }
+                _ => continue,
+            }
+            progressed = true;
+        }
+        if let Some(error) = failed {
+            self.fail(Part::Wire, error);
+        }
+        progressed
+    }
+
+    /// Lets go of chunks that ended, and of those that will not go on.
+    fn retire(&mut self) -> bool {
+        let before = self.chunks.len();
+        let failed = self.failure.is_some();
+        let mut moved = 0;
+        self.chunks.retain(|chunk| {
+            let stays = chunk.stage == Stage::OnWire || !chunk.copies.is_empty();
+            let over = chunk.stage == Stage::Ended || (failed && !stays);
+            if over {
+                moved += chunk.len;
+            }
+            !over
+        });
+        self.moved += moved;
+        self.chunks.len() < before
+    }
+}
+
+impl<M> Drop for Pipeline<M> {
+    fn drop(&mut self) {
+        self.wait_for_copies();
+    }
+}
+
+impl<M, D> Pipeline<M>
+where
+    M: Deref<Target = D>,
+    D: StagedMemory + ?Sized,
+{
+    /// Does what can be done now; whether that was anything.
+    pub(crate) fn step(&mut self, wire: &mut impl FnMut(View<'_>) -> Result<Posted>) -> bool {
+        // Begin first: the copy engine works while the wire is given what is ready.
+        let mut progressed = self.settle();
+        progressed |= self.begin();
+        progressed |= self.post(wire);
+        progressed |= self.drain();
+        progressed |= self.settle();
+        progressed |= self.retire();
+        progressed
+    }
+
+    /// Runs it to its end. A wire that says [`Posted::Sent`] or [`Posted::Full`] is none for this.
+    pub(crate) fn run(
+        mut self,
+        canceled: impl Fn() -> Option<Error>,
+        mut wire: impl FnMut(View<'_>) -> Result<Posted>,
+    ) -> Result<u64, (Part, Error)> {
+        self.waits = self.len <= self.chunk;
+        // A copy engine may have given it up on this very thread.
+        let mut wire = |view: View<'_>| canceled().map_or_else(|| wire(view), Err);
+        while !self.is_over() {
+            if self.failure.is_none()
+                && let Some(error) = canceled()
+            {
+                self.fail(Part::Wire, error);
+            }
+            if !self.step(&mut wire) && !self.is_over() {
+                self.block();
+            }
+        }
+        self.result()
+    }
+
+    /// Waits for the copy that began first, or for a buffer.
+    fn block(&mut self) {
+        let oldest = self.chunks.iter_mut().find(|chunk| !chunk.copies.is_empty());
+        if let Some(chunk) = oldest {
+            let part = if chunk.stage == Stage::Filling { Part::Source } else { Part::Target };
+            if let Err(error) = chunk.copies.remove(0).wait() {
+                self.fail(part, error);
+            }
+        } else if self.granted.is_none() {
+            let len = self.chunk.min(self.len - self.begun);
+            self.granted = Some(self.claim.wait(self.wanted(len), self.purpose));
+        }
+    }
+
+    fn begin(&mut self) -> bool {
+        let mut progressed = false;
+        while self.failure.is_none() && self.begun < self.len && self.chunks.len() < MOST {
+            let (at, len) = (self.begun, self.chunk.min(self.len - self.begun));
+            let staged =
+                overlaps(&self.sources, at, len).chain(overlaps(&self.targets, at, len)).next().is_some();
+            let slots = if staged {
+                let want = self.wanted(len);
+                let Some(slots) = self.granted.take().or_else(|| self.claim.take(want, self.purpose)) else {
+                    break;
+                };
+                Some(slots)
+            } else {
+                None
+            };
+            let mut copies = Vec::new();
+            let mut started = Ok(());
+            for (run, start, part) in overlaps(&self.sources, at, len) {
+                let slots = slots.as_ref().expect("a chunk with staged bytes has buffers");
+                started =
+                    start_copies(run, (start, part), at, slots, Direction::Fill, self.waits, &mut copies);
+                if started.is_err() {
+                    break;
+                }
+            }
+            self.chunks.push_back(Chunk { number: self.next, at, len, stage: Stage::Filling, copies, slots });
+            self.next += 1;
+            self.begun += len;
+            progressed = true;
+            if let Err(error) = started {
+                self.fail(Part::Source, error);
+            }
+        }
+        // Chunks that need no filling go on at once.
+        progressed | self.settle()
+    }
+
+    fn drain(&mut self) -> bool {
+        let mut progressed = false;
+        let mut failed = None;
+        for chunk in self.chunks.iter_mut().filter(|chunk| chunk.stage == Stage::Landed) {
+            progressed = true;
+            chunk.stage = Stage::Draining;
+            if self.failure.is_some() || failed.is_some() {
+                continue;
+            }
+            for (run, start, part) in overlaps(&self.targets, chunk.at, chunk.len) {
+                let slots = chunk.slots.as_ref().expect("a chunk with staged bytes has buffers");
+                let range = (start, part);
+                let copies = &mut chunk.copies;
+                if let Err(error) =
+                    start_copies(run, range, chunk.at, slots, Direction::Drain, self.waits, copies)
+                {
+                    failed = Some(error);
+                    break;
+                }
+            }
+        }
+        if let Some(error) = failed {
+            self.fail(Part::Target, error);
+        }
+        progressed
+    }
+}
+
+/// The parts of runs that lie in `len` bytes of the message from `at` on: the run, where in the message, bytes.
+fn overlaps<M>(runs: &[Run<M>], at: u64, len: u64) -> impl Iterator<Item = (&Run<M>, u64, u64)> {
+    let end = at + len;
+    let first = runs.partition_point(|run| run.at + run.len <= at);
+    runs[first..].iter().take_while(move |run| run.at < end).map(move |run| {
+        let start = run.at.max(at);
+        (run, start, (run.at + run.len).min(end) - start)
+    })
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Direction {
+    Fill,
+    Drain,
+}
+
+/// Starts the copies between a run and the buffers of the chunk that begins at `base` in the message.
+fn start_copies<M, D>(
+    run: &Run<M>,
+    (start, len): (u64, u64),
+    base: u64,
+    slots: &Slots,
+    direction: Direction,
+    waits: bool,
+    copies: &mut Vec<Box<dyn CopyEvent>>,
+) -> Result<()>
+where
+    M: Deref<Target = D>,
+    D: StagedMemory + ?Sized,
+{
+    for (address, offset, len) in slots.parts(start - base, len) {
+        let at = run.offset + (base + offset - run.at);
+        let pointer: *mut u8 = std::ptr::with_exposed_provenance_mut(address.0 as usize);
+        let copy: Box<dyn CopyEvent> = match (direction, waits) {
+            // SAFETY: the buffer is the chunk's own until it is given back, which is after its copies ended; it is
+            // mapped as long as its pool, which it holds.
+            (Direction::Fill, false) => unsafe { run.memory.start_read(at, address, len) }?,
+            // SAFETY: as above; nothing writes to it meanwhile, since its request on the wire has ended.
+            (Direction::Drain, false) => unsafe { run.memory.start_write(at, address, len) }?,
+            (Direction::Fill, true) => {
+                // SAFETY: as above, and zeroed when it was mapped.
+                let buffer = unsafe { std::slice::from_raw_parts_mut(pointer, len as usize) };
+                run.memory.read(at, buffer)?;
+                Box::new(FinishedCopy(Ok(())))
+            }
+            (Direction::Drain, true) => {
+                // SAFETY: as above.
+                let buffer = unsafe { std::slice::from_raw_parts(pointer, len as usize) };
+                run.memory.write(at, buffer)?;
+                Box::new(FinishedCopy(Ok(())))
+            }
+        };
+        copies.push(copy);
+    }
+    Ok(())
+}

@@ -1,0 +1,305 @@
+//! The staging buffers of a domain: a fixed number, handed out in the order in which they were asked for.
+//!
+//! Who finds too few takes a place in the queue and gets its buffers when those before it have theirs. A chunk of an RMA
+//! transfer takes one and gives it back without needing another, so that those never wait for one another in a circle.
+//! A message that the NIC needs whole takes all its buffers at once and keeps them until the peer plays its part; receives
+//! and sends are therefore limited to a share each, and the rest is always there for RMA.
+
+use std::{collections::VecDeque, sync::Arc};
+
+use hmem_core::{Address, AddressRange, Result, provider::StagingAttr};
+use parking_lot::{Condvar, Mutex};
+
+use super::memory::Memory;
+
+/// What a buffer is taken for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(dead_code, reason = "the software NIC matches a message before it takes buffers for it")]
+pub(crate) enum Use {
+    /// A chunk of a write or read, or of anything that no peer can hold up.
+    Rma,
+    /// A whole message to send.
+    Send,
+    /// Room for a whole message.
+    Receive,
+}
+
+/// A pool.
+#[derive(Debug)]
+pub(crate) struct Pool {
+    memory: Memory,
+    attr: StagingAttr,
+    stride: usize,
+    state: Mutex<State>,
+    given_back: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    free: Vec<u32>,
+    /// By use.
+    held: [usize; 3],
+    waiting: VecDeque<Waiting>,
+    next: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Waiting {
+    number: u64,
+    want: usize,
+    purpose: Use,
+}
+
+impl Pool {
+    /// Allocates the buffers, near `node` where that is known.
+    pub(crate) fn new(attr: StagingAttr, node: Option<u32>) -> Result<Arc<Self>> {
+        attr.check()?;
+        // Buffers begin at cache lines; those of a page or more at pages.
+        let align = if attr.chunk >= rustix::param::page_size() { rustix::param::page_size() } else { 64 };
+        let stride = attr.chunk.next_multiple_of(align);
+        let memory = Memory::map(stride * attr.slots, node)?;
+        let free = (0..u32::try_from(attr.slots).unwrap_or(u32::MAX)).rev().collect();
+        let state = Mutex::new(State { free, held: [0; 3], waiting: VecDeque::new(), next: 0 });
+        Ok(Arc::new(Self { memory, attr, stride, state, given_back: Condvar::new() }))
+    }
+
+    /// All of its memory: what a NIC registers.
+    pub(crate) fn range(&self) -> AddressRange {
+        self.memory.range()
+    }
+
+    /// Bytes of a buffer.
+    pub(crate) fn slot_len(&self) -> u64 {
+        self.attr.chunk as u64
+    }
+
+    /// Buffers in use.
+    pub(crate) fn held(&self) -> u64 {
+        self.state.lock().held.iter().sum::<usize>() as u64
+    }
+
+    /// The buffers that a use may hold at once.
+    pub(crate) fn share(&self, purpose: Use) -> usize {
+        let all = self.attr.slots;
+        match purpose {
+            Use::Rma => all,
+            Use::Receive => all / 2,
+            Use::Send => (all - all / 2) / 2,
+        }
+    }
+
+    /// Takes buffers, if it is the turn of who asks.
+    fn take(
+        self: &Arc<Self>,
+        state: &mut State,
+        number: &mut Option<u64>,
+        want: usize,
+        purpose: Use,
+    ) -> Option<Slots> {
+        if !self.is_turn(state, *number, want, purpose) {
+            if number.is_none() {
+                state.next += 1;
+                *number = Some(state.next);
+                state.waiting.push_back(Waiting { number: state.next, want, purpose });
+            }
+            return None;
+        }
+        if let Some(number) = number.take() {
+            state.waiting.retain(|waiting| waiting.number != number);
+        }
+        state.held[purpose as usize] += want;
+        let rest = state.free.len() - want;
+        Some(Slots { pool: Arc::clone(self), purpose, list: state.free.split_off(rest) })
+    }
+
+    /// Whether the buffers are there when all who came before are served.
+    fn is_turn(&self, state: &State, number: Option<u64>, want: usize, purpose: Use) -> bool {
+        let (mut free, mut held) = (state.free.len(), state.held);
+        for waiting in &state.waiting {
+            if Some(waiting.number) == number {
+                break;
+            }
+            let kind = waiting.purpose as usize;
+            if held[kind] + waiting.want > self.share(waiting.purpose) {
+                // Waits for its own kind: the others pass, its kind does not.
+                held[kind] = self.share(waiting.purpose);
+                continue;
+            }
+            held[kind] += waiting.want;
+            free = free.saturating_sub(waiting.want);
+        }
+        held[purpose as usize] + want <= self.share(purpose) && want <= free
+    }
+}
+
+/// A place in the queue for buffers; given up when it is dropped.
+#[derive(Debug)]
+pub(crate) struct Claim {
+    pool: Arc<Pool>,
+    number: Option<u64>,
+}
+
+impl Claim {
+    pub(crate) fn new(pool: &Arc<Pool>) -> Self {
+        Self { pool: Arc::clone(pool), number: None }
+    }
+
+    pub(crate) fn pool(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+
+    /// Takes `want` buffers, which are within the share of their use, or a place in the queue.
+    pub(crate) fn take(&mut self, want: usize, purpose: Use) -> Option<Slots> {
+        self.pool.take(&mut self.pool.state.lock(), &mut self.number, want, purpose)
+    }
+
+    /// Waits for them.
+    pub(crate) fn wait(&mut self, want: usize, purpose: Use) -> Slots {
+        let mut state = self.pool.state.lock();
+        loop {
+            if let Some(slots) = self.pool.take(&mut state, &mut self.number, want, purpose) {
+                return slots;
+            }
+            self.pool.given_back.wait(&mut state);
+        }
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if let Some(number) = self.number {
+            self.pool.state.lock().waiting.retain(|waiting| waiting.number != number);
+            self.pool.given_back.notify_all();
+        }
+    }
+}
+
+/// Buffers in use, addressed as one run of bytes; given back when dropped.
+#[derive(Debug)]
+pub(crate) struct Slots {
+    pool: Arc<Pool>,
+    purpose: Use,
+    list: Vec<u32>,
+}
+
+impl Slots {
+    /// Where the bytes from `offset` on are, cut where buffers end: address, offset, length.
+    pub(crate) fn parts(&self, offset: u64, len: u64) -> impl Iterator<Item = (Address, u64, u64)> {
+        let slot_len = self.pool.slot_len();
+        let (mut at, end) = (offset, offset + len);
+        std::iter::from_fn(move || {
+            if at >= end {
+                return None;
+            }
+            let (slot, into) = (at / slot_len, at % slot_len);
+            let part = (slot_len - into).min(end - at);
+            let index = u64::from(*self.list.get(slot as usize)?);
+            let address = Address(self.pool.memory.address().0 + index * self.pool.stride as u64 + into);
+            let found = (address, at, part);
+            at += part;
+            Some(found)
+        })
+    }
+}
+
+impl Drop for Slots {
+    fn drop(&mut self) {
+        let mut state = self.pool.state.lock();
+        state.held[self.purpose as usize] -= self.list.len();
+        state.free.append(&mut self.list);
+        drop(state);
+        self.pool.given_back.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn pool(chunk: usize, slots: usize) -> Arc<Pool> {
+        Pool::new(StagingAttr { chunk, slots }, Some(0)).unwrap()
+    }
+
+    #[test]
+    fn buffers_do_not_overlap_and_lie_in_the_pool() {
+        for (chunk, slots) in [(1, 3), (4095, 5), (4096, 2), (3 << 20, 2)] {
+            let pool = pool(chunk, slots);
+            let mut claim = Claim::new(&pool);
+            let all = claim.take(slots, Use::Rma).unwrap();
+            let mut parts: Vec<_> = all.parts(0, (chunk * slots) as u64).collect();
+            assert_eq!(parts.len(), slots);
+            parts.sort_by_key(|(address, ..)| address.0);
+            for pair in parts.windows(2) {
+                assert!(pair[0].0.0 + pair[0].2 <= pair[1].0.0);
+            }
+            for (address, _, len) in parts {
+                assert!(pool.range().contains_range(AddressRange::new(address, len).unwrap()));
+            }
+        }
+    }
+
+    #[test]
+    fn bnc_02_who_asked_first_is_served_first_and_a_place_can_be_given_up() {
+        let pool = pool(8, 2);
+        let (mut a, mut b, mut c) = (Claim::new(&pool), Claim::new(&pool), Claim::new(&pool));
+        let held = a.take(2, Use::Rma).unwrap();
+        assert!(b.take(2, Use::Rma).is_none());
+        assert!(c.take(1, Use::Rma).is_none());
+        drop(held);
+        assert!(c.take(1, Use::Rma).is_none(), "the one before it wants both");
+        drop(b);
+        let first = c.take(1, Use::Rma).unwrap();
+        assert_eq!(pool.held(), 1);
+        drop(first);
+        assert_eq!(pool.held(), 0);
+    }
+
+    #[test]
+    fn bnc_02_messages_that_wait_for_peers_leave_buffers_for_rma() {
+        for slots in 1..20 {
+            let pool = pool(8, slots);
+            let mut held = Vec::new();
+            for purpose in [Use::Receive, Use::Send, Use::Receive, Use::Send] {
+                while let Some(taken) = Claim::new(&pool).take(1, purpose) {
+                    held.push(taken);
+                }
+            }
+            assert_eq!(held.len(), pool.share(Use::Receive) + pool.share(Use::Send));
+            let mut waiting = [Claim::new(&pool), Claim::new(&pool)];
+            assert!(waiting[0].take(1, Use::Receive).is_none());
+            assert!(waiting[1].take(1, Use::Send).is_none());
+            assert!(Claim::new(&pool).take(1, Use::Rma).is_some(), "{slots} slots");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn everyone_is_served_and_nothing_is_left(wants in prop::collection::vec((1usize..4, 0usize..3), 1..60)) {
+            let pool = pool(8, 12);
+            let purposes = [Use::Rma, Use::Send, Use::Receive];
+            let mut claims: Vec<_> =
+                wants.iter().map(|(want, purpose)| (Claim::new(&pool), *want, purposes[*purpose])).collect();
+            let mut rounds = 0;
+            while !claims.is_empty() {
+                let mut held = Vec::new();
+                claims.retain_mut(|(claim, want, purpose)| match claim.take(*want, *purpose) {
+                    Some(slots) => {
+                        held.push(slots);
+                        false
+                    }
+                    None => true,
+                });
+                prop_assert!(!held.is_empty(), "nobody was served");
+                let in_use: usize = held.iter().map(|slots| slots.list.len()).sum();
+                prop_assert_eq!(in_use as u64, pool.held());
+                prop_assert!(in_use <= 12);
+                rounds += 1;
+                prop_assert!(rounds <= wants.len());
+            }
+            prop_assert_eq!(pool.held(), 0);
+            prop_assert!(pool.state.lock().waiting.is_empty());
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! A range of an iface as staged memory.
+
+use std::sync::Arc;
+
+use hmem_core::{
+    Address, AddressRange, Error, ErrorKind, Iface, Result,
+    iface::{CopyEvent, FinishedCopy},
+    provider::StagedMemory,
+};
+
+/// A range of an iface that is reached through its copy engine.
+#[derive(Debug)]
+pub struct StagedRange {
+    iface: Arc<dyn Iface>,
+    range: AddressRange,
+    /// Whether the iface copies asynchronously; otherwise it copies and waits.
+    engine: bool,
+}
+
+impl StagedRange {
+    /// Stages `range`, which belongs to `iface`.
+    #[must_use]
+    pub fn new(iface: Arc<dyn Iface>, range: AddressRange) -> Self {
+        let engine = iface.capability().async_copy;
+        Self { iface, range, engine }
+    }
+
+    fn at(&self, offset: u64, len: u64) -> Result<Address> {
+        let part = self.range.slice(offset, len).ok_or_else(|| {
+            Error::new(ErrorKind::OutOfBounds, "staged copy")
+                .iface(self.iface.kind())
+                .context("offset", offset)
+                .context("length", len)
+                .context("range", self.range)
+        })?;
+        Ok(part.start())
+    }
+
+    /// # Safety
+    /// As [`Iface::copy_async`].
+    unsafe fn start(&self, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
+        if self.engine {
+            // SAFETY: passed on to the caller.
+            return unsafe { self.iface.copy_async(to, from, len) };
+        }
+        // SAFETY: passed on to the caller.
+        unsafe { self.iface.copy(to, from, len) }?;
+        Ok(Box::new(FinishedCopy(Ok(()))))
+    }
+}
+
+impl StagedMemory for StagedRange {
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        let from = self.at(offset, into.len() as u64)?;
+        // SAFETY: `into` is exclusively borrowed for its whole length; `from` lies in memory of the iface, which
+        // checks it.
+        unsafe { self.iface.copy(Address::of_ptr(into.as_mut_ptr()), from, into.len() as u64) }
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
+        let to = self.at(offset, from.len() as u64)?;
+        // SAFETY: `from` is readable for its whole length; `to` lies in memory of the iface, which checks it.
+        unsafe { self.iface.copy(to, Address::of_ptr(from.as_ptr()), from.len() as u64) }
+    }
+
+    unsafe fn start_read(&self, offset: u64, into: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
+        let from = self.at(offset, len)?;
+        // SAFETY: the caller vouches for `into`; `from` lies in memory of the iface, which checks it.
+        unsafe { self.start(into, from, len) }
+    }
+
+    unsafe fn start_write(&self, offset: u64, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
+        let to = self.at(offset, len)?;
+        // SAFETY: the caller vouches for `from`; `to` lies in memory of the iface, which checks it.
+        unsafe { self.start(to, from, len) }
+    }
+}

@@ -1,0 +1,400 @@
+//! Transfers through staging buffers: the cases that hold on every provider, and what they need.
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use hmem_core::{
+    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Endpoint, Errno, ErrorKind, Iface,
+    Iova, Path, RegionSlice, Registered, Registry, Result,
+    iface::AllocRequest,
+    path::P2pPolicy,
+    provider::{CompletionQueue, EndpointAttr, Provider, StagingAttr},
+    transfer::{Completion, CompletionKind, PeerId, RemoteSegment},
+};
+use hmem_iface_system::{Call, Simulated};
+use hmem_p2p::path::Paths;
+use proptest::{prelude::*, test_runner::TestRunner};
+
+/// Every right of the local side.
+pub(crate) const LOCAL: Access = Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
+/// Every right of peers.
+pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+
+/// Memory under test, registered.
+pub(crate) enum Mem {
+    Host(Registered<Vec<u8>>),
+    Device(Registered<DeviceBuffer>),
+}
+
+impl Mem {
+    pub(crate) fn slice(&self, offset: u64, len: u64) -> RegionSlice {
+        match self {
+            Self::Host(region) => region.slice(offset, len),
+            Self::Device(region) => region.slice(offset, len),
+        }
+        .expect("inside")
+    }
+
+    pub(crate) fn get(&self, offset: u64, len: u64) -> Vec<u8> {
+        let mut bytes = vec![0; len as usize];
+        match self {
+            Self::Host(region) => region.read(offset, &mut bytes),
+            Self::Device(region) => region.read(offset, &mut bytes),
+        }
+        .expect("read memory");
+        bytes
+    }
+
+    pub(crate) fn put(&self, offset: u64, bytes: &[u8]) {
+        match self {
+            Self::Host(region) => region.write(offset, bytes),
+            Self::Device(region) => region.write(offset, bytes),
+        }
+        .expect("write memory");
+    }
+
+    pub(crate) fn region(&self) -> &hmem_core::MemoryRegion {
+        match self {
+            Self::Host(region) => region,
+            Self::Device(region) => region,
+        }
+    }
+}
+
+/// A domain with an endpoint and a queue.
+pub(crate) struct Side {
+    pub(crate) endpoint: Endpoint,
+    pub(crate) cq: Arc<dyn CompletionQueue>,
+    pub(crate) domain: Domain,
+}
+
+impl Side {
+    pub(crate) fn host(&self, len: u64, access: Access) -> Mem {
+        Mem::Host(self.domain.register(vec![0; len as usize], access).expect("register host memory"))
+    }
+
+    pub(crate) fn device(&self, device: &Arc<Simulated>, len: u64, access: Access) -> Result<Mem> {
+        let iface = Arc::clone(device) as Arc<dyn Iface>;
+        let request = AllocRequest { len, device: DeviceId(0), kind: AllocationKind::Device };
+        let buffer = DeviceBuffer::allocate(&iface, &request)?;
+        let region = self.domain.register(buffer, access).map_err(|rejected| rejected.error)?;
+        assert_eq!(region.decision()?.path, Path::Staged);
+        Ok(Mem::Device(region))
+    }
+
+    pub(crate) fn slots(&self) -> u64 {
+        self.domain.live().staging_slots
+    }
+}
+
+/// Two domains, connected, over one simulated device that no NIC may reach.
+pub(crate) struct Net {
+    pub(crate) near: Side,
+    pub(crate) far: Side,
+    pub(crate) device: Arc<Simulated>,
+    pub(crate) staging: StagingAttr,
+    pub(crate) provider: Arc<dyn Provider>,
+    pub(crate) nic: Option<String>,
+}
+
+impl Net {
+    pub(crate) fn new(
+        provider: Arc<dyn Provider>,
+        nic: Option<String>,
+        staging: StagingAttr,
+        device: Simulated,
+    ) -> Self {
+        let device = Arc::new(device);
+        let mut registry = Registry::new();
+        registry.add(Arc::clone(&device) as Arc<dyn Iface>).expect("add the device");
+        let registry = Arc::new(registry);
+        let side = || {
+            let p2p = P2pPolicy::Disabled;
+            let attr = DomainAttr { nic: nic.clone(), p2p, staging, ..DomainAttr::default() };
+            let domain = Domain::open(&*provider, Arc::clone(&registry), Arc::new(Paths::new()), attr)
+                .expect("open a domain");
+            let cq = domain.open_cq(64).expect("open a queue");
+            let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint");
+            Side { endpoint, cq, domain }
+        };
+        let (near, far) = (side(), side());
+        let net = Self { near, far, device, staging, provider, nic };
+        net.connect();
+        net
+    }
+
+    /// Connects both sides, where a failure ended the connection.
+    pub(crate) fn connect(&self) {
+        let (near, far) = (self.near.endpoint.name(), self.far.endpoint.name());
+        assert_eq!(self.near.endpoint.resolve(&far).expect("connect"), PeerId(0));
+        assert_eq!(self.far.endpoint.resolve(&near).expect("connect"), PeerId(0));
+    }
+
+    /// Makes progress on both sides until as many completions are there.
+    pub(crate) fn complete(&self, near: usize, far: usize) -> (Vec<Completion>, Vec<Completion>) {
+        let until = Instant::now() + Duration::from_secs(120);
+        let (mut here, mut there) = (Vec::new(), Vec::new());
+        while here.len() < near || there.len() < far {
+            assert!(Instant::now() < until, "a transfer never completed: {here:?} {there:?}");
+            self.near.cq.read(&mut here, 64).expect("read completions");
+            self.far.cq.read(&mut there, 64).expect("read completions");
+            std::thread::yield_now();
+        }
+        (here, there)
+    }
+
+    /// What holds whenever nothing is under way.
+    pub(crate) fn assert_idle(&self) {
+        assert_eq!((self.near.slots(), self.far.slots()), (0, 0), "staging buffers are in use");
+        assert_eq!(self.device.pending_copies(), 0, "copies are under way");
+    }
+
+    /// One transfer to its end; the lists of the near side as one run, the far side as one piece.
+    pub(crate) fn transfer(
+        &self,
+        kind: CompletionKind,
+        near: &[RegionSlice],
+        far: (&Mem, u64, u64),
+    ) -> Result<u64> {
+        let (mem, offset, len) = far;
+        let remote = |key: &hmem_core::RemoteKey| Iova(key.base().0 + offset);
+        let received = match kind {
+            CompletionKind::Write => {
+                let key = mem.region().key()?;
+                let remote = [RemoteSegment { address: remote(&key), len, key: &key }];
+                self.near.endpoint.write(near, &remote, PeerId(0), 5)?;
+                0
+            }
+            CompletionKind::Read => {
+                let key = mem.region().key()?;
+                let remote = [RemoteSegment { address: remote(&key), len, key: &key }];
+                self.near.endpoint.read(near, &remote, PeerId(0), 5)?;
+                0
+            }
+            CompletionKind::Send => {
+                self.far.endpoint.receive(&[mem.slice(offset, len)], None, 6)?;
+                self.near.endpoint.send(near, None, PeerId(0), 5)?;
+                1
+            }
+            other => unreachable!("{other:?} is no case"),
+        };
+        let (mut here, there) = self.complete(1, received);
+        assert_eq!((here.len(), there.len()), (1, received), "one request, one completion");
+        let ended = here.remove(0);
+        assert_eq!((ended.context, ended.kind), (5, kind));
+        for message in there {
+            assert_eq!(message.context, 6);
+            message.result?;
+        }
+        ended.result
+    }
+}
+
+/// Bytes that differ from place to place and from seed to seed.
+pub(crate) fn pattern(len: u64, seed: u64) -> Vec<u8> {
+    (0..len)
+        .map(|at| (at.wrapping_mul(31) ^ (at >> 8) ^ (at >> 16) ^ seed.wrapping_mul(0x9d)) as u8)
+        .collect()
+}
+
+/// One transfer between fresh patterns, checked byte by byte, with the bytes around the target.
+pub(crate) fn moves(net: &Net, kind: CompletionKind, near: &[(&Mem, u64, u64)], far: (&Mem, u64, u64)) {
+    let total: u64 = near.iter().map(|(_, _, len)| len).sum();
+    let (mem, offset, len) = far;
+    assert_eq!(total, len);
+    let bytes = pattern(total, total ^ offset);
+    let blank = vec![0xee; total as usize];
+    let fill = |here: &[u8], there: &[u8]| {
+        let mut at = 0;
+        for (mem, offset, len) in near {
+            mem.put(*offset, &here[at..at + *len as usize]);
+            at += *len as usize;
+        }
+        mem.put(offset, there);
+    };
+    let outward = kind != CompletionKind::Read;
+    if outward {
+        fill(&bytes, &blank)
+    } else {
+        fill(&blank, &bytes)
+    }
+    mem.put(offset + len, &[0x77]);
+    let list: Vec<_> = near.iter().map(|(mem, offset, len)| mem.slice(*offset, *len)).collect();
+    let moved = net.transfer(kind, &list, far).expect("the transfer works");
+    assert_eq!(moved, total, "{kind:?} of {total} bytes");
+    let arrived = if outward {
+        mem.get(offset, len)
+    } else {
+        near.iter().flat_map(|(mem, offset, len)| mem.get(*offset, *len)).collect()
+    };
+    assert!(arrived == bytes, "{kind:?} of {total} bytes: other bytes arrived");
+    assert_eq!(mem.get(offset + len, 1), [0x77], "a byte past the end was touched");
+    net.assert_idle();
+}
+
+pub(crate) const KINDS: [CompletionKind; 3] =
+    [CompletionKind::Write, CompletionKind::Read, CompletionKind::Send];
+
+/// BNC-01: 0 B, 1 B, around a chunk, several chunks, aligned and not, arrive whole. Messages up to `longest`.
+pub(crate) fn every_size_arrives(net: &Net, sizes: &[u64], longest: u64) {
+    let room = sizes.iter().max().copied().unwrap_or(0) + 64;
+    let near = net.near.device(&net.device, room, LOCAL).expect("stage device memory");
+    let far = net.far.host(room, LOCAL | REMOTE);
+    for kind in KINDS {
+        for len in sizes.iter().filter(|len| kind != CompletionKind::Send || **len <= longest) {
+            for (here, there) in [(0, 0), (1, 0), (3, 13)] {
+                moves(net, kind, &[(&near, here, *len)], (&far, there, *len));
+            }
+        }
+    }
+}
+
+/// Local lists that mix staged and host memory, with seams anywhere.
+pub(crate) fn lists_arrive(net: &Net, chunk: u64, longest: u64) {
+    let a = net.near.device(&net.device, chunk * 4, LOCAL).expect("stage device memory");
+    let b = net.near.device(&net.device, chunk * 4, LOCAL).expect("stage device memory");
+    let host = net.near.host(chunk * 4, LOCAL);
+    let far = net.far.host(chunk * 20, LOCAL | REMOTE);
+    let lists: [&[(&Mem, u64, u64)]; 5] = [
+        &[(&a, 1, chunk - 1), (&b, 0, 1)],
+        &[(&a, 0, 7), (&host, 3, 5), (&b, 9, chunk + 3), (&host, 100, chunk)],
+        &[(&host, 0, chunk * 2), (&a, 5, 1), (&host, chunk * 2, chunk)],
+        &[(&a, 0, 0), (&b, 1, chunk * 3), (&a, 0, 0), (&a, 8, chunk * 2 + 1)],
+        &[(&a, 2, 1), (&b, 3, 1), (&a, 4, 1), (&b, 5, 1), (&host, 1, 1), (&a, 6, 1)],
+    ];
+    for list in lists {
+        let total = list.iter().map(|(_, _, len)| len).sum();
+        for kind in KINDS {
+            if kind != CompletionKind::Send || total <= longest {
+                moves(net, kind, list, (&far, 11, total));
+            }
+        }
+    }
+}
+
+/// Random sizes, chunks, buffers and latencies: the bytes of a plain copy, and every buffer free afterwards.
+pub(crate) fn anything_arrives(cases: u32, provider: impl Fn() -> (Arc<dyn Provider>, Option<String>)) {
+    let mut runner =
+        TestRunner::new(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) });
+    let part = (any::<bool>(), 0u64..40, 0u64..9000);
+    let strategy = (
+        1usize..3000,
+        1usize..9,
+        0u64..3,
+        prop::collection::vec((0usize..3, prop::collection::vec(part, 1..5)), 1..6),
+    );
+    runner
+        .run(&strategy, |(chunk, slots, latency, transfers)| {
+            let (provider, nic) = provider();
+            let device =
+                Simulated::builder().window(1 << 30).copy_latency(Duration::from_micros(latency * 20));
+            let staging = StagingAttr { chunk, slots };
+            let net = Net::new(provider, nic, staging, device.build().expect("build the device"));
+            let staged = net.near.device(&net.device, 64 << 10, LOCAL).expect("stage device memory");
+            let host = net.near.host(64 << 10, LOCAL);
+            let far = net.far.host(64 << 10, LOCAL | REMOTE);
+            for (kind, parts) in transfers {
+                let mut at = 0;
+                let mut list = Vec::new();
+                for (is_staged, skip, len) in parts {
+                    list.push((if is_staged { &staged } else { &host }, at + skip, len));
+                    at += skip + len;
+                }
+                let total: u64 = list.iter().map(|(_, _, len)| len).sum();
+                let message = total.div_ceil(chunk as u64) <= (slots - slots / 2) as u64 / 2;
+                let kind = if message { KINDS[kind] } else { KINDS[kind % 2] };
+                moves(&net, kind, &list, (&far, 3, total));
+            }
+            prop_assert_eq!(net.near.domain.staging_bytes(), staging_bytes(&net));
+            Ok(())
+        })
+        .unwrap_or_else(|failure| panic!("{failure}"));
+}
+
+/// The bytes of a pool as they are at the start: what they are ever after.
+pub(crate) fn staging_bytes(net: &Net) -> u64 {
+    let once = net.near.domain.staging_bytes();
+    assert!(once >= (net.staging.chunk * net.staging.slots) as u64, "the pool is smaller than asked for");
+    once
+}
+
+/// REL-01: every call of the copy engine fails in turn. The transfer fails with that error, nothing is left in use, and
+/// the next transfer works.
+pub(crate) fn faults_drain_the_pipeline(net: &Net, len: u64, kinds: &[CompletionKind]) {
+    let staged = net.near.device(&net.device, len + 64, LOCAL).expect("stage device memory");
+    let far = net.far.host(len + 64, LOCAL | REMOTE);
+    for kind in kinds {
+        let mut failed = 0;
+        for call in [Call::CopyAsync, Call::EngineCopy, Call::Copy] {
+            for nth in 1.. {
+                // Buffers are filled and looked at through the same engine: after the fault is armed, by nobody else.
+                let bytes = pattern(len, nth);
+                if *kind == CompletionKind::Read {
+                    far.put(0, &bytes)
+                } else {
+                    staged.put(0, &bytes)
+                }
+                net.device.faults().fail_nth(call, nth, Errno(5));
+                let ended = net.transfer(*kind, &[staged.slice(0, len)], (&far, 0, len));
+                let reached = ended.is_err();
+                net.device.faults().clear();
+                net.assert_idle();
+                if let Err(error) = ended {
+                    assert_eq!(error.os_errno(), Some(Errno(5)), "{kind:?}, {call:?} {nth}: {error}");
+                    settle(net);
+                }
+                if !reached {
+                    break;
+                }
+                failed += 1;
+            }
+        }
+        assert!(failed >= len / net.staging.chunk as u64, "only {failed} calls failed in {kind:?}");
+        moves(net, *kind, &[(&staged, 1, len)], (&far, 2, len));
+    }
+}
+
+/// Takes what a failed transfer left to the peer, and connects again where the failure ended the connection.
+pub(crate) fn settle(net: &Net) {
+    net.connect();
+    let mut left = Vec::new();
+    net.far.cq.read(&mut left, 64).expect("read completions");
+    net.near.cq.read(&mut left, 64).expect("read completions");
+    for completion in left {
+        let error = completion.result.expect_err("only canceled requests are left");
+        assert_eq!(error.kind(), ErrorKind::Canceled, "{error}");
+    }
+}
+
+/// BNC-02: more transfers at once than buffers: each waits its turn, all arrive, and there are never more buffers.
+pub(crate) fn an_exhausted_pool_makes_transfers_wait(net: &Net, count: u64) {
+    let chunk = net.staging.chunk as u64;
+    let len = chunk * 3 + 1;
+    let staged = net.near.device(&net.device, len * count, LOCAL).expect("stage device memory");
+    let again = net.near.device(&net.device, 8, LOCAL).expect("stage device memory");
+    let before = staging_bytes(net);
+    let far = net.far.host(len * count, LOCAL | REMOTE);
+    let bytes = pattern(len * count, 3);
+    staged.put(0, &bytes);
+    let key = far.region().key().expect("a key");
+    for context in 0..count {
+        let remote = [RemoteSegment { address: Iova(key.base().0 + context * len), len, key: &key }];
+        let local = [staged.slice(context * len, len)];
+        net.near.endpoint.write(&local, &remote, PeerId(0), context).expect("there is room to post");
+        assert!(net.near.slots() <= net.staging.slots as u64);
+    }
+    let (ended, _) = net.complete(count as usize, 0);
+    for (completion, context) in ended.into_iter().zip(0..) {
+        assert_eq!(completion.context, context, "requests end in the order in which they were posted");
+        assert_eq!(completion.result.expect("it arrives"), len);
+    }
+    assert!(far.get(0, len * count) == bytes);
+    assert_eq!(net.near.domain.staging_bytes(), before, "the pool grew, or was registered twice");
+    assert_eq!(net.far.domain.staging_bytes(), 0, "a domain without staged regions has no pool");
+    net.assert_idle();
+    drop((staged, again));
+    assert_eq!(net.near.domain.staging_bytes(), before, "the pool serves regions to come");
+}
