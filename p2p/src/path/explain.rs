@@ -6,12 +6,15 @@ use hmem_core::{
     Access, AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, ErrorKind, Iface,
     IfaceKind, MrMode, Path, Registry, Result,
     iface::{AllocRequest, DmaBufMapping},
-    path::{P2pPolicy, Trace},
-    provider::Provider,
+    path::{Attempt, P2pPolicy, Trace},
+    provider::{Nic, Provider},
 };
 use serde::{Serialize, Serializer};
 
-use super::Paths;
+use super::{
+    Facts, Paths,
+    cause::{self, Circumstance, Step},
+};
 
 /// What to explain.
 #[derive(Clone, Debug)]
@@ -135,10 +138,14 @@ impl Paths {
         };
         match outcome {
             Ok(decision) => explanation.take(&decision),
-            Err(error) => explanation.refused(&error)?,
+            Err(error) => explanation.refused(error, &self.facts_of(&explanation, nic)),
         }
         domain.close()?;
         Ok(explanation)
+    }
+
+    fn facts_of(&self, explanation: &Explanation, nic: &Nic) -> Facts {
+        self.facts.facts(explanation.device_pci_bus_id.as_deref(), nic)
     }
 }
 
@@ -178,15 +185,38 @@ impl Explanation {
         self.advise_by_attempts();
     }
 
-    /// An error with a trace is a decision; one without kept the decision from being made.
-    fn refused(&mut self, error: &Error) -> Result<()> {
+    fn refused(&mut self, error: Error, facts: &Facts) {
         self.reason = error.context_value("why").unwrap_or(error.kind().text()).to_owned();
-        self.attempts = error.trace().clone();
+        let remedy = error.remedy_text().map(str::to_owned);
+        self.attempts = match error.trace().is_empty() {
+            false => error.trace().clone(),
+            true => self.only_attempt(error, facts).into(),
+        };
         self.advise_by_attempts();
-        if let Some(remedy) = error.remedy_text() {
-            self.advise(remedy.to_owned());
+        if let Some(remedy) = remedy {
+            self.advise(remedy);
         }
-        Ok(())
+    }
+
+    /// What was refused without a decision: host memory, whose one way is registered straight away.
+    fn only_attempt(&self, error: Error, facts: &Facts) -> Vec<Attempt> {
+        if self.iface != IfaceKind::SYSTEM {
+            return Vec::new();
+        }
+        let circumstance = Circumstance {
+            path: Path::PlainHost,
+            step: Step::Register,
+            iface: self.iface,
+            kind: AllocationKind::System,
+            mapping: DmaBufMapping::Default,
+            error: &error,
+        };
+        let cause = cause::probable(&circumstance, facts);
+        let attempt = Attempt::refused(Path::PlainHost, "register(host pages)", error);
+        vec![match cause {
+            Some(cause) => attempt.because(cause.name, cause.cause, cause.remedy),
+            None => attempt,
+        }]
     }
 
     fn advise_by_attempts(&mut self) {

@@ -9,7 +9,10 @@ use hmem_core::{
     provider::{Backing, Nic, Piece},
 };
 
-use super::trial::{Refusal, Step, Way};
+use super::{
+    cause::Step,
+    trial::{Refusal, Way},
+};
 
 /// Exports of the ranges of one request, given back in the iface's own way when the decision is made.
 pub(super) struct Exports<'a> {

@@ -17,8 +17,10 @@
 //! ```
 
 mod cache;
+pub mod cause;
 mod explain;
 mod exports;
+mod facts;
 mod probe;
 mod trial;
 
@@ -32,18 +34,29 @@ use hmem_core::{
     registry::Owner,
 };
 
-pub use self::explain::{ExplainRequest, Explanation};
 use self::{
     cache::{Cache, Key},
+    cause::Step,
     probe::{Shown, probe},
-    trial::{Asked, Refusal, Step, Subject, Trial, Way},
+    trial::{Asked, Machine, Refusal, Subject, Trial, Way},
+};
+pub use self::{
+    explain::{ExplainRequest, Explanation},
+    facts::{FactSource, Facts, ThisMachine},
 };
 
 /// The path decision of this library, with the decisions made so far.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Paths {
     disable_p2p: bool,
+    facts: Arc<dyn FactSource>,
     cache: Cache,
+}
+
+impl Default for Paths {
+    fn default() -> Self {
+        Self { disable_p2p: false, facts: Arc::new(ThisMachine::default()), cache: Cache::default() }
+    }
 }
 
 impl Paths {
@@ -57,6 +70,13 @@ impl Paths {
     #[must_use]
     pub fn disable_p2p(mut self, disable: bool) -> Self {
         self.disable_p2p = disable;
+        self
+    }
+
+    /// Takes facts about the machine from here, to name causes; [`ThisMachine`] unless said.
+    #[must_use]
+    pub fn facts(mut self, source: Arc<dyn FactSource>) -> Self {
+        self.facts = source;
         self
     }
 
@@ -82,7 +102,7 @@ impl Paths {
 
     /// The same settings, and no decisions.
     fn without_memory(&self) -> Self {
-        Self { disable_p2p: self.disable_p2p, cache: Cache::default() }
+        Self { disable_p2p: self.disable_p2p, facts: Arc::clone(&self.facts), cache: Cache::default() }
     }
 
     #[inline]
@@ -119,7 +139,7 @@ impl Paths {
         let mut trial = Trial::new(subject.asked);
         let failed = tried.map(|(way, refusal)| {
             let own = refusal.own;
-            trial.refuse(way.path(), refusal);
+            trial.refuse(way, refusal);
             (way, own)
         });
         // SAFETY: passed on to the caller.
@@ -205,13 +225,13 @@ unsafe fn ways_left(
             // SAFETY: passed on to the caller.
             match unsafe { subject.take(Way::HostPages, exports) } {
                 Ok(region) => return Ok((Way::HostPages, region)),
-                Err(refusal) => trial.refuse(Path::PlainHost, refusal),
+                Err(refusal) => trial.refuse(Way::HostPages, refusal),
             }
         }
         return Err(("its host pages were refused", "see the trace: there is no other way to host pages"));
     }
     if subject.policy == P2pPolicy::Disabled {
-        if subject.request.policy == P2pPolicy::Required {
+        if subject.off && subject.request.policy == P2pPolicy::Required {
             return Err((
                 "direct access is required by the domain and switched off for the process",
                 ALLOW_IN_PROCESS,
@@ -225,7 +245,7 @@ unsafe fn ways_left(
         }
         return Err((
             "direct access to device memory is disabled, and the NIC takes no staged copies",
-            allow(subject.request.policy != P2pPolicy::Disabled),
+            allow(subject.off),
         ));
     }
     // SAFETY: passed on to the caller.
@@ -317,12 +337,21 @@ impl PathDecider for Paths {
             return Ok(PathOutcome { region, decision: None });
         }
         let policy = self.policy(request.policy);
-        let asked = Asked { request, kind: kind_of(&request.owner), provider, policy };
+        let machine = Machine { source: &*self.facts, iface: None };
+        let asked = Asked {
+            request,
+            kind: kind_of(&request.owner),
+            provider,
+            policy,
+            off: self.disable_p2p,
+            machine,
+        };
         if let Some((fd, offset)) = request.dma_buf {
             // SAFETY: passed on to the caller.
             return unsafe { given_dma_buf(asked, fd, offset) };
         }
         let iface = registry.get(request.owner.iface)?;
+        let asked = Asked { machine: Machine { iface: Some(&**iface), ..machine }, ..asked };
         // SAFETY: passed on to the caller.
         unsafe { self.decide(Subject { asked, iface }) }
     }
@@ -361,7 +390,7 @@ unsafe fn given_dma_buf(asked: Asked<'_>, fd: BorrowedFd<'_>, offset: DmaBufOffs
         }
         Err(error) => {
             let call = format!("register(dma-buf offset {offset})");
-            trial.refuse(Path::DmaBuf, Refusal::new(Step::Register, call, error));
+            trial.refuse(way, Refusal::new(Step::Register, call, error));
             Err(trial.exhausted(
                 "the dma-buf was refused",
                 "see the trace: a dma-buf can be reached in no other way",

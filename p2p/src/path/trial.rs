@@ -1,15 +1,19 @@
 //! Trying ways on one buffer for one NIC, and writing down what came of each.
 
-use std::{ops::Deref, sync::Arc};
+use std::{cell::OnceCell, ops::Deref, sync::Arc};
 
 use hmem_core::{
-    AddressRange, AllocationKind, Decision, Error, ErrorKind, Iface, Path, Result,
+    AddressRange, AllocationKind, Decision, DeviceId, Error, ErrorKind, Iface, Path, Result,
     iface::DmaBufMapping,
     path::{Attempt, P2pPolicy, PathRequest, Trace},
-    provider::{Backing, Imports, Piece, ProviderDomain, ProviderRegion},
+    provider::{Backing, Imports, Nic, Piece, ProviderDomain, ProviderRegion},
 };
 
-use super::exports::Exports;
+use super::{
+    cause::{self, Cause, Circumstance, Step},
+    exports::Exports,
+    facts::{FactSource, Facts},
+};
 use crate::staging::StagedRange;
 
 /// A way from memory to a NIC, as exactly as it can be taken again.
@@ -46,17 +50,6 @@ impl Way {
             Self::Staged => "register(staged)".into(),
         }
     }
-}
-
-/// What was being done when a way was refused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Step {
-    /// Finding the physical segments.
-    Segments,
-    /// Exporting, as a dma-buf or to peer-memory clients.
-    Export,
-    /// Registering with the NIC.
-    Register,
 }
 
 /// A way that was refused.
@@ -118,6 +111,35 @@ pub(super) struct Asked<'a> {
     pub(super) provider: &'a dyn ProviderDomain,
     /// The policy in force.
     pub(super) policy: P2pPolicy,
+    /// Whether direct access is switched off for the process.
+    pub(super) off: bool,
+    /// Whom to ask about the machine when a way is refused.
+    pub(super) machine: Machine<'a>,
+}
+
+/// What causes are told apart by.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Machine<'a> {
+    pub(super) source: &'a dyn FactSource,
+    pub(super) iface: Option<&'a dyn Iface>,
+}
+
+impl Machine<'_> {
+    #[cold]
+    fn facts(&self, device: Option<DeviceId>, nic: &Nic) -> Facts {
+        self.source.facts(self.bus_id(device).as_deref(), nic)
+    }
+
+    fn bus_id(&self, device: Option<DeviceId>) -> Option<String> {
+        let (iface, device) = (self.iface?, device?);
+        match iface.devices() {
+            Ok(devices) => devices.into_iter().find(|known| known.id == device)?.pci_bus_id,
+            Err(error) => {
+                tracing::debug!(%error, "where the device is plugged in is not known");
+                None
+            }
+        }
+    }
 }
 
 /// The same, of an iface that can be asked.
@@ -215,6 +237,7 @@ impl<'a> Subject<'a> {
 pub(super) struct Trial<'a> {
     asked: Asked<'a>,
     attempts: Vec<Attempt>,
+    facts: OnceCell<Facts>,
     /// Whether a driver refused a way, and not only the NIC's list of imports.
     pub(super) refused_by_driver: bool,
     /// Whether some refusal may be gone the next time.
@@ -228,6 +251,7 @@ impl<'a> Trial<'a> {
         Self {
             asked,
             attempts: Vec::new(),
+            facts: OnceCell::new(),
             refused_by_driver: false,
             may_pass: false,
             request_refused: false,
@@ -264,7 +288,7 @@ impl<'a> Trial<'a> {
             // SAFETY: passed on to the caller.
             match unsafe { subject.take(way, exports) } {
                 Ok(region) => return Some((way, region)),
-                Err(refusal) => self.refuse(way.path(), refusal),
+                Err(refusal) => self.refuse(way, refusal),
             }
             if self.request_refused {
                 return None;
@@ -293,7 +317,7 @@ impl<'a> Trial<'a> {
         match unsafe { subject.take(Way::Staged, exports) } {
             Ok(region) => Some(region),
             Err(refusal) => {
-                self.refuse(Path::Staged, refusal);
+                self.refuse(Way::Staged, refusal);
                 None
             }
         }
@@ -304,19 +328,36 @@ impl<'a> Trial<'a> {
             .provider(self.asked.provider.attr().nic.to_string())
             .context("what", what)
             .remedy("use a NIC and driver that have it");
+        let mapping = DmaBufMapping::Default;
+        let cause = self.cause(path, Step::Import, mapping, &error);
         tracing::debug!(%path, %error, "path not there");
-        self.attempts.push(Attempt::lacking(path, error));
+        self.attempts.push(explained(Attempt::lacking(path, error), cause));
     }
 
-    /// Writes a refusal down.
-    pub(super) fn refuse(&mut self, path: Path, refusal: Refusal) {
+    fn cause(&self, path: Path, step: Step, mapping: DmaBufMapping, error: &Error) -> Option<&'static Cause> {
+        let Asked { request, kind, provider, machine, .. } = &self.asked;
+        let facts = self.facts.get_or_init(|| machine.facts(request.owner.device, &provider.attr().nic));
+        let iface = request.owner.iface;
+        cause::probable(&Circumstance { path, step, iface, kind: *kind, mapping, error }, facts)
+    }
+
+    /// Writes the refusal of a way down.
+    pub(super) fn refuse(&mut self, way: Way, refusal: Refusal) {
         self.refused_by_driver = true;
         self.may_pass |= !refusal.lasts();
         self.request_refused |= refusal.is_about_the_request();
         let Refusal { step, call, error, also, .. } = refusal;
-        let attempt = Attempt::refused(path, call, error);
-        tracing::debug!(%path, ?step, call = attempt.call, error = %attempt.error.as_ref().map(Error::to_string).unwrap_or_default(),
-            cause = attempt.cause, remedy = attempt.remedy, "path refused");
+        let cause = self.cause(way.path(), step, way.mapping(), &error);
+        let attempt = explained(Attempt::refused(way.path(), call, error), cause);
+        tracing::debug!(
+            path = %attempt.path,
+            step = step.name(),
+            call = attempt.call,
+            error = attempt.error.as_ref().map(tracing::field::display),
+            cause = attempt.cause,
+            remedy = attempt.remedy,
+            "path refused"
+        );
         self.attempts.push(attempt);
         self.attempts.extend(also);
     }
@@ -368,6 +409,13 @@ impl<'a> Trial<'a> {
             error = error.device(device);
         }
         error
+    }
+}
+
+fn explained(attempt: Attempt, cause: Option<&'static Cause>) -> Attempt {
+    match cause {
+        Some(cause) => attempt.because(cause.name, cause.cause, cause.remedy),
+        None => attempt,
     }
 }
 

@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each suite uses a part of it")]
 
 pub(crate) mod recording;
+pub(crate) mod vendor;
 
 use std::{fs, sync::Arc};
 

@@ -1,0 +1,207 @@
+//! What is known of the machine, to tell causes apart that answer with the same number.
+//!
+//! No path is chosen by these facts: ways are tried. They only make the sentence that goes with a refusal more exact.
+
+use std::{
+    collections::BTreeSet,
+    fmt, fs,
+    path::{Path, PathBuf},
+};
+
+use hmem_core::provider::Nic;
+
+/// Facts about a machine, each `None` (or empty) where it could not be found out.
+///
+/// ```
+/// use hmem_p2p::path::Facts;
+///
+/// let facts = Facts { kernel: Some((5, 4)), ..Facts::default() };
+/// assert_eq!(facts.has_module("nvidia_peermem"), None);
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Facts {
+    /// The kernel's version and patch level: `(6, 12)`.
+    pub kernel: Option<(u32, u32)>,
+    /// The modules that are loaded or built in and have parameters, with underscores.
+    pub modules: Option<BTreeSet<String>>,
+    /// The kernel's build options that are set to `y` or `m`, without `CONFIG_`.
+    pub kernel_options: Option<BTreeSet<String>>,
+    /// Whether NVIDIA's kernel modules are the open ones.
+    pub nvidia_modules_open: Option<bool>,
+    /// The locked-memory limit of the process in bytes; `u64::MAX` is no limit.
+    pub memlock: Option<u64>,
+    /// Whether the IOMMU translates the addresses that the NIC (or the device) uses.
+    pub iommu_translates: Option<bool>,
+    /// Whether ACS sends what the two say to one another through the root complex.
+    pub acs_redirects: Option<bool>,
+    /// Bytes of the device's largest BAR.
+    pub bar: Option<u64>,
+}
+
+impl Facts {
+    /// Whether a module is there, by its name with underscores.
+    #[must_use]
+    pub fn has_module(&self, name: &str) -> Option<bool> {
+        self.modules.as_ref().map(|modules| modules.contains(name))
+    }
+
+    /// Whether a kernel build option is set, by its name without `CONFIG_`.
+    #[must_use]
+    pub fn has_option(&self, name: &str) -> Option<bool> {
+        self.kernel_options.as_ref().map(|options| options.contains(name))
+    }
+}
+
+/// Where facts come from.
+pub trait FactSource: fmt::Debug + Send + Sync {
+    /// The facts that matter to a device (by PCI bus id, where it has one) and a NIC.
+    fn facts(&self, device: Option<&str>, nic: &Nic) -> Facts;
+}
+
+/// The machine that this runs on, by procfs and sysfs. Says nothing about ACS, which takes the whole PCIe tree.
+#[derive(Clone, Debug)]
+pub struct ThisMachine {
+    root: PathBuf,
+}
+
+impl Default for ThisMachine {
+    fn default() -> Self {
+        Self::below("/")
+    }
+}
+
+impl ThisMachine {
+    /// Reads `proc`, `sys` and `boot` below this folder.
+    #[must_use]
+    pub fn below(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into() }
+    }
+
+    fn text(&self, path: impl AsRef<Path>) -> Option<String> {
+        fs::read_to_string(self.root.join(path)).ok()
+    }
+
+    fn kernel_options(&self) -> Option<BTreeSet<String>> {
+        let release = self.text("proc/sys/kernel/osrelease")?;
+        let config = self.text(format!("boot/config-{}", release.trim()))?;
+        let set = |line: &str| {
+            let (name, value) = line.strip_prefix("CONFIG_")?.split_once('=')?;
+            matches!(value.trim(), "y" | "m").then(|| name.to_owned())
+        };
+        Some(config.lines().filter_map(set).collect())
+    }
+
+    fn modules(&self) -> Option<BTreeSet<String>> {
+        // Loaded modules, and built-in ones that have parameters.
+        let entries = fs::read_dir(self.root.join("sys/module")).ok()?;
+        Some(entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect())
+    }
+
+    fn iommu_translates(&self, bus_id: &str) -> Option<bool> {
+        let group = self.text(format!("sys/bus/pci/devices/{bus_id}/iommu_group/type"))?;
+        Some(group.trim() != "identity")
+    }
+
+    fn bar(&self, bus_id: &str) -> Option<u64> {
+        let resources = self.text(format!("sys/bus/pci/devices/{bus_id}/resource"))?;
+        // Six BARs come first, a line each: first address, last address, flags.
+        let sizes = resources.lines().take(6).filter_map(|line| {
+            let mut words = line
+                .split_whitespace()
+                .map(|word| u64::from_str_radix(word.trim_start_matches("0x"), 16).ok());
+            let (start, end) = (words.next()??, words.next()??);
+            end.checked_sub(start)?.checked_add(1).filter(|size| *size > 1)
+        });
+        sizes.max()
+    }
+}
+
+impl FactSource for ThisMachine {
+    fn facts(&self, device: Option<&str>, nic: &Nic) -> Facts {
+        let bus_ids = [nic.pci_bus_id.as_deref(), device];
+        let translates = bus_ids.into_iter().flatten().filter_map(|bus_id| self.iommu_translates(bus_id));
+        Facts {
+            kernel: self.text("proc/sys/kernel/osrelease").as_deref().and_then(version),
+            modules: self.modules(),
+            kernel_options: self.kernel_options(),
+            nvidia_modules_open: self
+                .text("proc/driver/nvidia/version")
+                .map(|text| text.contains("Open Kernel Module")),
+            memlock: self.text("proc/self/limits").and_then(|text| limit(&text, "Max locked memory")),
+            iommu_translates: translates.reduce(|one, other| one || other),
+            acs_redirects: None,
+            bar: device.and_then(|bus_id| self.bar(bus_id)),
+        }
+    }
+}
+
+/// `6.12.117-amd64` as `(6, 12)`.
+fn version(release: &str) -> Option<(u32, u32)> {
+    let mut numbers = release.trim().split(|c: char| !c.is_ascii_digit());
+    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
+}
+
+/// The soft limit of a line of `/proc/self/limits`.
+fn limit(text: &str, name: &str) -> Option<u64> {
+    let value = text.lines().find_map(|line| line.strip_prefix(name))?.split_whitespace().next()?;
+    if value == "unlimited" { Some(u64::MAX) } else { value.parse().ok() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn nic(bus_id: Option<&str>) -> Nic {
+        Nic { provider: "verbs".into(), name: "mlx5_0".into(), pci_bus_id: bus_id.map(str::to_owned) }
+    }
+
+    #[test]
+    fn facts_are_read_from_a_recorded_machine_and_absent_ones_are_none() {
+        let root = std::env::temp_dir().join(format!("hmem-facts-{}", std::process::id()));
+        let write = |path: &str, text: &str| {
+            let path = root.join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        write("proc/sys/kernel/osrelease", "5.4.0-150-generic\n");
+        write(
+            "boot/config-5.4.0-150-generic",
+            "CONFIG_PCI_P2PDMA=y\n# CONFIG_X is not set\nCONFIG_N=\"t\"\n",
+        );
+        write("sys/module/nvidia_peermem/refcnt", "0");
+        write("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module  565.57\n");
+        write(
+            "proc/self/limits",
+            "Limit  Soft Limit  Hard Limit  Units\nMax locked memory  65536  65536  bytes\n",
+        );
+        write("sys/bus/pci/devices/0000:17:00.0/iommu_group/type", "DMA-FQ\n");
+        write(
+            "sys/bus/pci/devices/0000:18:00.0/resource",
+            "0x00000000fb000000 0x00000000fbffffff 0x0000000000040200\n\
+             0x0000006000000000 0x0000006fffffffff 0x000000000014220c\n\
+             0x0000000000000000 0x0000000000000000 0x0000000000000000\nnot numbers\n",
+        );
+        let facts = ThisMachine::below(&root).facts(Some("0000:18:00.0"), &nic(Some("0000:17:00.0")));
+        fs::remove_dir_all(&root).unwrap();
+        let names = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect());
+        let expected = Facts {
+            kernel: Some((5, 4)),
+            modules: names(&["nvidia_peermem"]),
+            kernel_options: names(&["PCI_P2PDMA"]),
+            nvidia_modules_open: Some(true),
+            memlock: Some(65536),
+            iommu_translates: Some(true),
+            acs_redirects: None,
+            bar: Some(64 << 30),
+        };
+        assert_eq!(facts, expected);
+        assert_eq!(ThisMachine::below("/nonexistent").facts(None, &nic(None)), Facts::default());
+        assert_eq!((version("7.3.4"), version("7"), version("x")), (Some((7, 3)), None, None));
+    }
+
+    #[test]
+    fn this_machine_has_a_kernel_and_limits() {
+        let facts = ThisMachine::default().facts(None, &nic(None));
+        assert!(facts.kernel.is_some() && facts.memlock.is_some(), "{facts:?}");
+    }
+}

@@ -1,0 +1,375 @@
+//! Causes and remedies (DIAG-03): every entry of the table is met by a registration whose driver answers as the real one
+//! does, and `docs/causes.md` is the table.
+
+mod path_support;
+
+use std::{collections::BTreeSet, fmt::Write as _, path::PathBuf, sync::Arc};
+
+use hmem_core::{
+    AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Error, ErrorKind, IfaceKind, MrMode,
+    Registry,
+    iface::{AllocRequest, DmaBufMapping},
+    path::Trace,
+    provider::{Imports, Nic},
+};
+use hmem_iface_system::{DmaBufKind, Simulated, System};
+use hmem_p2p::{
+    loopback::{Call, Faults, Loopback},
+    path::{
+        ExplainRequest, FactSource, Facts, Paths,
+        cause::{Answer, CAUSES, Cause},
+    },
+};
+use path_support::{ALL_IMPORTS, PAGE, REMOTE, vendor::Vendor};
+
+/// Facts as a test wants them.
+#[derive(Debug)]
+struct Told(Facts);
+
+impl FactSource for Told {
+    fn facts(&self, _: Option<&str>, _: &Nic) -> Facts {
+        self.0.clone()
+    }
+}
+
+/// One registration on a machine that has something against it.
+struct Scene {
+    iface: IfaceKind,
+    kind: AllocationKind,
+    imports: Imports,
+    facts: Facts,
+    /// What is broken about the iface.
+    iface_breaks: fn(&mut Vendor),
+    /// Numbers that the NIC answers registrations with, in order.
+    nic_answers: &'static [i32],
+    unexportable: bool,
+}
+
+const DEFAULT_FIRST: Imports = Imports { pcie_mapping_first: false, ..ALL_IMPORTS };
+const PEER_ONLY: Imports = Imports { dma_buf: false, ..DEFAULT_FIRST };
+const NO_PEER: Imports = Imports { peer_memory: false, ..DEFAULT_FIRST };
+const NOTHING: Imports =
+    Imports { dma_buf: false, pcie_mapping_first: false, peer_memory: false, staged: false };
+
+impl Scene {
+    fn of(iface: IfaceKind) -> Self {
+        Self {
+            iface,
+            kind: AllocationKind::Device,
+            imports: DEFAULT_FIRST,
+            facts: Facts::default(),
+            iface_breaks: |_| {},
+            nic_answers: &[],
+            unexportable: false,
+        }
+    }
+
+    fn cuda() -> Self {
+        Self::of(IfaceKind::CUDA)
+    }
+
+    /// What a registration and an explanation say.
+    fn play(&self) -> Vec<Trace> {
+        let memory = Simulated::builder().window(1 << 32).dma_buf(DmaBufKind::MemFd).peer_memory(true);
+        let mut vendor = Vendor::new(self.iface, Arc::new(memory.build().expect("simulated memory")));
+        (self.iface_breaks)(&mut vendor);
+        let simulated = Arc::clone(&vendor.memory);
+        let vendor: Arc<dyn hmem_core::Iface> = Arc::new(vendor);
+        let mut registry = Registry::new();
+        registry.add(Arc::new(System::new())).expect("the first");
+        registry.add(Arc::clone(&vendor)).expect("its kind is free");
+        let registry = Arc::new(registry);
+        let faults = Faults::new();
+        let provider = Loopback::builder().imports(self.imports).faults(&faults).build().expect("a fabric");
+        let paths = Arc::new(Paths::new().facts(Arc::new(Told(self.facts.clone()))));
+        let answer = || {
+            for (nth, errno) in self.nic_answers.iter().enumerate() {
+                faults.fail(Call::Register, nth as u64 + 1, Errno(*errno));
+            }
+        };
+        let mr_mode = MrMode::all().difference(MrMode::BASIC | MrMode::SCALABLE);
+        let attr = DomainAttr { mr_mode, hmem: true, ..DomainAttr::default() };
+        let domain = Domain::open(&provider, Arc::clone(&registry), paths.clone(), attr).expect("open");
+        let request = AllocRequest { len: PAGE, device: DeviceId(0), kind: self.kind };
+        let buffer = DeviceBuffer::allocate(&vendor, &request).expect("memory");
+        if self.unexportable {
+            simulated.set_exportable(buffer.allocation().base(), false).expect("a live allocation");
+        }
+        answer();
+        let registered = match domain.register(buffer, REMOTE) {
+            Ok(region) => region.decision().expect("registered").attempts.clone(),
+            Err(rejected) => rejected.error.trace().clone(),
+        };
+        faults.clear();
+        answer();
+        let request = ExplainRequest { kind: Some(self.kind), ..ExplainRequest::new(self.iface) };
+        let explained = paths.explain(&registry, &provider, &request).expect("an explanation").attempts;
+        faults.clear();
+        assert_eq!(domain.live().regions, 0);
+        vec![registered, explained]
+    }
+}
+
+fn modules(names: &[&str]) -> Facts {
+    let modules = names.iter().map(|name| (*name).to_owned()).collect();
+    Facts { modules: Some(modules), ..Facts::default() }
+}
+
+fn cuda(name: &'static str, code: i64) -> Error {
+    let kind = match code {
+        801 => ErrorKind::Unsupported,
+        1 => ErrorKind::InvalidArgument,
+        2 => ErrorKind::OutOfResources,
+        _ => ErrorKind::Driver,
+    };
+    Error::new(kind, "cuMemGetHandleForAddressRange").iface(IfaceKind::CUDA).driver_code(name, code)
+}
+
+fn not_supported() -> Option<Error> {
+    Some(cuda("CUDA_ERROR_NOT_SUPPORTED", 801))
+}
+
+fn out_of_reach() -> Option<Error> {
+    Some(Error::os(Errno(524), "export dma-buf"))
+}
+
+/// Who meets the cause, by its name.
+fn scenes() -> Vec<(&'static str, Scene)> {
+    let nic = |nic_answers| Scene { nic_answers, ..Scene::cuda() };
+    let broken = |iface_breaks| Scene { iface_breaks, ..Scene::cuda() };
+    let host = |nic_answers| Scene { kind: AllocationKind::Host, ..nic(nic_answers) };
+    let kernel = |major, minor| Facts { kernel: Some((major, minor)), ..Facts::default() };
+    let cannot_reach: fn(&mut Vendor) = |vendor| {
+        vendor.dma_buf = out_of_reach;
+        vendor.peer_memory = out_of_reach;
+    };
+    vec![
+        ("file-descriptors", broken(|vendor| vendor.dma_buf = || Some(Error::os(Errno(24), "export")))),
+        ("kernel-without-dma-buf", Scene { facts: kernel(5, 4), ..nic(&[95]) }),
+        ("kernel-without-dma-buf", Scene { facts: kernel(5, 4), imports: PEER_ONLY, ..Scene::cuda() }),
+        ("nic-driver-without-dma-buf", Scene { facts: kernel(6, 12), ..nic(&[95]) }),
+        ("nic-driver-without-dma-buf", nic(&[38])),
+        ("nic-driver-without-dma-buf", Scene { imports: NOTHING, ..Scene::cuda() }),
+        (
+            "nvidia-closed-modules",
+            Scene {
+                facts: Facts { nvidia_modules_open: Some(false), ..Facts::default() },
+                ..broken(|vendor| vendor.dma_buf = not_supported)
+            },
+        ),
+        (
+            "vmm-range",
+            Scene {
+                kind: AllocationKind::Virtual,
+                ..broken(|vendor| vendor.dma_buf = || Some(cuda("CUDA_ERROR_INVALID_VALUE", 1)))
+            },
+        ),
+        (
+            "stream-ordered-pool",
+            Scene { kind: AllocationKind::StreamOrdered, ..broken(|vendor| vendor.dma_buf = not_supported) },
+        ),
+        ("segment-not-exportable", Scene { unexportable: true, ..Scene::cuda() }),
+        (
+            "freed-or-outside",
+            broken(|vendor| vendor.segments = || Some(Error::new(ErrorKind::OutOfBounds, "segments"))),
+        ),
+        ("wrong-context", broken(|vendor| vendor.dma_buf = || Some(cuda("CUDA_ERROR_INVALID_CONTEXT", 201)))),
+        (
+            "bar-small",
+            Scene {
+                facts: Facts { bar: Some(256 << 20), ..Facts::default() },
+                ..broken(|vendor| vendor.dma_buf = || Some(Error::os(Errno(12), "export")))
+            },
+        ),
+        ("bar-full", broken(|vendor| vendor.dma_buf = || Some(cuda("CUDA_ERROR_OUT_OF_MEMORY", 2)))),
+        ("bar-full", broken(|vendor| vendor.dma_buf = || Some(Error::os(Errno(28), "export")))),
+        (
+            "rocr-kernel-options",
+            Scene {
+                iface: IfaceKind::ROCR,
+                facts: Facts {
+                    kernel_options: Some(BTreeSet::from(["PCI_P2PDMA".to_owned()])),
+                    ..Facts::default()
+                },
+                ..broken(|vendor| {
+                    vendor.dma_buf =
+                        || Some(Error::new(ErrorKind::Unsupported, "hsa_amd_portable_export_dmabuf"));
+                })
+            },
+        ),
+        (
+            "ze-not-exportable",
+            Scene {
+                iface: IfaceKind::ZE,
+                ..broken(|vendor| {
+                    vendor.dma_buf = || Some(Error::new(ErrorKind::Unsupported, "zeMemGetAllocProperties"));
+                })
+            },
+        ),
+        ("no-pcie-mapping", Scene { imports: ALL_IMPORTS, ..broken(|vendor| vendor.pcie = not_supported) }),
+        ("device-without-dma-buf", broken(|vendor| vendor.dma_buf = not_supported)),
+        (
+            "acs",
+            Scene { facts: Facts { acs_redirects: Some(true), ..Facts::default() }, ..broken(cannot_reach) },
+        ),
+        (
+            "iommu",
+            Scene {
+                facts: Facts { iommu_translates: Some(true), ..Facts::default() },
+                ..broken(cannot_reach)
+            },
+        ),
+        ("device-not-reachable-from-nic", broken(cannot_reach)),
+        ("device-not-reachable-from-nic", nic(&[524])),
+        ("device-not-reachable-from-nic", nic(&[121])),
+        (
+            "peer-memory-module-missing",
+            Scene { imports: PEER_ONLY, facts: modules(&["nvidia"]), ..nic(&[14]) },
+        ),
+        ("peer-memory-module-missing", Scene { imports: NO_PEER, facts: modules(&["nvidia"]), ..nic(&[95]) }),
+        (
+            "peer-memory-range",
+            Scene { imports: PEER_ONLY, facts: modules(&["nvidia_peermem"]), ..nic(&[14]) },
+        ),
+        ("nic-without-peer-memory", Scene { imports: NO_PEER, ..nic(&[95]) }),
+        (
+            "device-without-peer-memory",
+            Scene { imports: PEER_ONLY, ..broken(|vendor| vendor.peer_memory = not_supported) },
+        ),
+        ("memlock", Scene { facts: Facts { memlock: Some(65536), ..Facts::default() }, ..host(&[12]) }),
+        ("memlock", Scene { facts: Facts { memlock: Some(0), ..Facts::default() }, ..host(&[1]) }),
+        ("rdma-cgroup", nic(&[11])),
+        ("nic-tables-full", nic(&[12])),
+        (
+            "nic-tables-full",
+            Scene { facts: Facts { memlock: Some(u64::MAX), ..Facts::default() }, ..host(&[12]) },
+        ),
+        ("beyond-the-export", nic(&[22])),
+        ("dma-buf-not-mappable", nic(&[14])),
+        ("bad-host-pages", host(&[14])),
+        ("closed-descriptor", nic(&[9])),
+        ("device-files", nic(&[13])),
+        ("device-files", host(&[1])),
+        ("device-lost", broken(|vendor| vendor.dma_buf = || Some(cuda("CUDA_ERROR_DEVICE_UNAVAILABLE", 46)))),
+        ("nic-lost", nic(&[19, 19, 19])),
+        ("nic-lost", nic(&[5])),
+        ("nic-takes-no-copies", Scene { imports: NOTHING, ..Scene::cuda() }),
+    ]
+}
+
+#[test]
+fn diag_03_every_cause_is_named_by_a_registration_and_an_explanation_that_meet_it() {
+    let mut met = BTreeSet::new();
+    for (name, scene) in scenes() {
+        let cause =
+            CAUSES.iter().find(|cause| cause.name == name).unwrap_or_else(|| panic!("no cause {name}"));
+        for (who, trace) in ["registration", "explanation"].into_iter().zip(scene.play()) {
+            // A page that the explanation allocates has segments that can be exported.
+            if scene.unexportable && who == "explanation" {
+                continue;
+            }
+            let attempt = trace.iter().find(|attempt| attempt.cause_name == Some(name));
+            let attempt = attempt.unwrap_or_else(|| panic!("{who} of {name}: {trace}"));
+            assert_eq!(attempt.cause.as_deref(), Some(cause.cause), "{name}");
+            assert_eq!(attempt.remedy.as_deref(), Some(cause.remedy), "{name}");
+            let text = attempt.to_string();
+            assert!(text.contains(cause.cause) && text.contains(cause.remedy), "{text}");
+        }
+        met.insert(name);
+    }
+    let unmet: Vec<_> =
+        CAUSES.iter().filter(|cause| !met.contains(cause.name)).map(|cause| cause.name).collect();
+    assert!(unmet.is_empty(), "met by no scene: {unmet:?}");
+}
+
+#[test]
+fn diag_03_host_memory_that_is_refused_has_its_cause_explained() {
+    let faults = Faults::new();
+    let provider = Loopback::builder().faults(&faults).build().unwrap();
+    let mut registry = Registry::new();
+    registry.add(Arc::new(System::new())).unwrap();
+    let facts = Facts { memlock: Some(65536), ..Facts::default() };
+    let paths = Paths::new().facts(Arc::new(Told(facts)));
+    faults.fail(Call::Register, 1, Errno(12));
+    let explanation =
+        paths.explain(&Arc::new(registry), &provider, &ExplainRequest::new(IfaceKind::SYSTEM)).unwrap();
+    assert_eq!(explanation.path, None);
+    assert_eq!(explanation.attempts[0].cause_name, Some("memlock"), "{explanation}");
+    assert!(explanation.remedies[0].contains("ulimit -l"), "{explanation}");
+}
+
+fn page() -> String {
+    let mut page = String::from(
+        "# Causes and remedies\n\n\
+         Why a way from memory to a NIC is refused, and what to do about it. The name of a cause is the `cause_name` of an attempt in a\n\
+         decision's trace (`hmem explain`, `hmem info --json`). Special causes stand before general ones: the first that fits is the\n\
+         probable one. Facts about the machine only choose between causes; whether a way works is found out by trying it.\n\n\
+         This page is `p2p/src/path/cause.rs`; a test compares them (`HMEM_BLESS=1 cargo test -p hmem-p2p --test path_causes` writes it).\n",
+    );
+    for cause in CAUSES {
+        let paths = join(cause.paths.iter().map(|path| path.name().to_owned()));
+        let steps = join(cause.steps.iter().map(|step| step.name().to_owned()));
+        let mut when = format!("{paths}, on {steps}");
+        if let Some(iface) = cause.iface {
+            write!(when, ", {iface}").unwrap();
+        }
+        if let Some(kind) = cause.kind {
+            write!(when, ", {} memory", kind.name()).unwrap();
+        }
+        if cause.mapping == Some(DmaBufMapping::Pcie) {
+            when.push_str(", PCIe mapping");
+        }
+        let answers = join(cause.answers.iter().flat_map(|answer| answers(*answer)));
+        write!(when, ": {answers}").unwrap();
+        if let Some(needs) = cause.needs {
+            write!(when, "; {}", needs.text).unwrap();
+        }
+        let Cause { name, cause, remedy, .. } = cause;
+        write!(page, "\n## {name}\n\n{when}.\n\n- Cause: {cause}.\n- Remedy: {remedy}.\n").unwrap();
+    }
+    page
+}
+
+fn join(words: impl Iterator<Item = String>) -> String {
+    words.collect::<Vec<_>>().join(" or ")
+}
+
+fn answers(answer: Answer) -> Vec<String> {
+    match answer {
+        Answer::Errno(numbers) => numbers.iter().map(|number| Errno(*number).to_string()).collect(),
+        Answer::Driver(codes) => codes.iter().map(|code| format!("driver code {code}")).collect(),
+        Answer::Kind(kinds) => kinds.iter().map(|kind| format!("\"{kind}\"")).collect(),
+    }
+}
+
+#[test]
+fn diag_03_the_page_of_causes_is_the_table() {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../docs/causes.md");
+    if std::env::var_os("HMEM_BLESS").is_some() {
+        std::fs::write(&path, page()).expect("write the page");
+    }
+    let written = std::fs::read_to_string(&path).expect("docs/causes.md is there");
+    assert_eq!(written, page(), "docs/causes.md is not the table: look, then run with HMEM_BLESS=1");
+}
+
+#[test]
+fn diag_03_the_table_is_whole() {
+    let names: BTreeSet<_> = CAUSES.iter().map(|cause| cause.name).collect();
+    assert_eq!(names.len(), CAUSES.len(), "a name stands twice");
+    for cause in CAUSES {
+        let Cause { name, paths, steps, answers, cause, remedy, .. } = cause;
+        assert!(!paths.is_empty() && !steps.is_empty() && !answers.is_empty(), "{name}");
+        assert!(cause.len() > 20 && remedy.len() > 10, "{name}");
+        assert!(!cause.ends_with('.') && !remedy.ends_with('.'), "{name} is a clause");
+    }
+    // The numbers of InfiniBand's folklore each have an entry.
+    for errno in [12, 14, 22, 95, 524] {
+        let named = |cause: &&Cause| {
+            cause
+                .answers
+                .iter()
+                .any(|answer| matches!(answer, Answer::Errno(numbers) if numbers.contains(&errno)))
+        };
+        assert!(CAUSES.iter().any(|cause| named(&cause)), "errno {errno}");
+    }
+}

@@ -1,0 +1,198 @@
+//! What the policy allows, over every combination of device and NIC (P2P-02), by the NIC's own record of what it was given.
+
+mod path_support;
+
+use std::os::fd::AsFd;
+
+use hmem_core::{
+    AllocationKind, DeviceId, DmaBufAttr, ErrorKind, Iface, MrAttr, MrFlags, Path,
+    iface::DmaBufMapping,
+    path::P2pPolicy,
+    provider::{Imports, Nic},
+};
+use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated, Style};
+use hmem_p2p::{loopback::Loopback, path::Paths};
+use path_support::{Bench, PAGE, REMOTE, close, recording::Handed, register};
+
+/// One machine.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    style: Style,
+    /// The device exports dma-bufs, with the PCIe mapping, to peer memory; the NIC reaches it.
+    exports: [bool; 3],
+    reachable: bool,
+    imports: Imports,
+    policy: P2pPolicy,
+    disabled: bool,
+}
+
+impl Case {
+    fn all() -> Vec<Self> {
+        let mut cases = Vec::new();
+        for bits in 0..1u32 << 10 {
+            let bit = |at: u32| bits >> at & 1 == 1;
+            let style = if bit(0) { Style::Callback } else { Style::Identity };
+            let exports = [bit(1), bit(2), bit(3)];
+            if exports[1] && !exports[0] {
+                continue;
+            }
+            let imports =
+                Imports { dma_buf: bit(5), pcie_mapping_first: bit(6), peer_memory: bit(7), staged: bit(8) };
+            for policy in P2pPolicy::ALL {
+                let (reachable, disabled) = (bit(4), bit(9));
+                cases.push(Self { style, exports, reachable, imports, policy, disabled });
+            }
+        }
+        cases
+    }
+
+    /// What must come of it, worked out from the words of the policy.
+    fn expected(&self) -> Result<(Path, DmaBufMapping), &'static str> {
+        let [dma_buf, pcie, peer_memory] = self.exports;
+        let direct = if dma_buf && self.imports.dma_buf && self.reachable {
+            let mapping = if pcie && self.imports.pcie_mapping_first {
+                DmaBufMapping::Pcie
+            } else {
+                DmaBufMapping::Default
+            };
+            Some((Path::DmaBuf, mapping))
+        } else if peer_memory && self.imports.peer_memory && self.reachable {
+            Some((Path::PeerMemory, DmaBufMapping::Default))
+        } else {
+            None
+        };
+        let staged = (Path::Staged, DmaBufMapping::Default);
+        match (self.policy, self.disabled, direct) {
+            (P2pPolicy::Required, true, _) => Err("FI_HMEM_DISABLE_P2P"),
+            (P2pPolicy::Disabled, false, _) if !self.imports.staged => Err("policy be Enabled"),
+            (_, true, _) if !self.imports.staged => Err("FI_HMEM_DISABLE_P2P"),
+            (P2pPolicy::Disabled, ..) | (_, true, _) => Ok(staged),
+            (_, _, Some(direct)) => Ok(direct),
+            (P2pPolicy::Required, _, None) => Err("let the policy be Enabled"),
+            (_, _, None) if self.imports.staged => Ok(staged),
+            (_, _, None) => Err("make one of the ways in the trace work"),
+        }
+    }
+
+    fn bench(&self) -> Bench {
+        let [dma_buf, pcie, peer_memory] = self.exports;
+        let matrix = if self.reachable { P2pMatrix::all_reachable() } else { P2pMatrix::none_reachable() };
+        let device = Simulated::builder()
+            .style(self.style)
+            .dma_buf(if dma_buf { DmaBufKind::MemFd } else { DmaBufKind::None })
+            .pcie_mapping(pcie)
+            .peer_memory(peer_memory)
+            .p2p(matrix);
+        let provider = Loopback::builder().imports(self.imports);
+        Bench::with(device, provider, Paths::new().disable_p2p(self.disabled))
+    }
+
+    fn is_off(&self) -> bool {
+        self.disabled || self.policy == P2pPolicy::Disabled
+    }
+}
+
+#[test]
+fn p2p_02_every_combination_takes_the_path_that_its_policy_allows() {
+    let cases = Case::all();
+    assert_eq!(cases.len(), 2 * 6 * 2 * 16 * 2 * 4);
+    for case in cases {
+        let bench = case.bench();
+        let domain = bench.domain("loop0", case.policy);
+        // Twice: decided, and remembered.
+        for round in 0..2 {
+            let outcome = register(&domain, bench.buffer(PAGE));
+            let handed = bench.record.handed();
+            match (case.expected(), outcome) {
+                (Ok((path, mapping)), Ok(region)) => {
+                    let decision = region.decision().unwrap();
+                    assert_eq!((decision.path, decision.mapping), (path, mapping), "{case:?}: {decision}");
+                    let given = match path {
+                        Path::DmaBuf => handed.iter().any(|handed| matches!(handed, Handed::DmaBuf(_))),
+                        Path::PeerMemory => handed.contains(&Handed::DeviceAddress),
+                        _ => handed.contains(&Handed::Copies),
+                    };
+                    assert!(given, "{case:?}: {handed:?}");
+                    close(region);
+                }
+                (Err(says), Err(rejected)) => {
+                    let error = rejected.error;
+                    let text = error.to_string();
+                    assert!(text.contains(says), "{case:?}: {text}");
+                    let policy = if case.disabled { P2pPolicy::Disabled } else { case.policy };
+                    assert_eq!(error.context_value("policy"), Some(policy.name()), "{text}");
+                    assert!(
+                        matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::Unreachable),
+                        "{case:?}: {text}"
+                    );
+                }
+                (expected, outcome) => {
+                    panic!("{case:?}, round {round}: {expected:?}, not {:?}", outcome.map_err(|e| e.error))
+                }
+            }
+            if case.policy == P2pPolicy::Required {
+                assert!(!handed.contains(&Handed::Copies), "{case:?}: copied instead of failing");
+            }
+            if case.is_off() {
+                assert!(!handed.iter().any(|handed| handed.is_device_handle()), "{case:?}: {handed:?}");
+                let exports = bench.calls(Call::ExportDmaBuf) + bench.calls(Call::ExportPeerMemory);
+                assert_eq!(exports, 0, "{case:?}");
+            }
+        }
+        assert_eq!(domain.live().regions, 0, "{case:?}");
+        let stats = bench.device.stats();
+        assert_eq!((stats.live_allocations, stats.live_exports), (0, 0), "{case:?}");
+    }
+}
+
+#[test]
+fn p2p_02_memory_that_the_cpu_reaches_is_registered_as_host_pages_under_every_policy() {
+    for (policy, disabled) in P2pPolicy::ALL.into_iter().flat_map(|policy| [(policy, false), (policy, true)])
+    {
+        let bench =
+            Bench::with(Simulated::builder(), Loopback::builder(), Paths::new().disable_p2p(disabled));
+        let domain = bench.domain("loop0", policy);
+        for kind in [AllocationKind::Host, AllocationKind::Managed] {
+            for remembered in [false, true] {
+                let region = register(&domain, bench.buffer_of(kind, DeviceId(0), PAGE)).unwrap();
+                let decision = region.decision().unwrap();
+                assert_eq!((decision.path, decision.remembered), (Path::PlainHost, remembered), "{decision}");
+                let managed = decision.reason.contains("managed");
+                assert_eq!(managed, kind == AllocationKind::Managed, "{decision}");
+                close(region);
+            }
+        }
+        let host = domain.register(vec![0u8; 100], REMOTE).unwrap();
+        assert_eq!(host.decision().unwrap().path, Path::PlainHost);
+        assert_eq!(bench.record.handed(), vec![Handed::HostPages; 5]);
+    }
+}
+
+#[test]
+fn p2p_02_a_dma_buf_that_the_application_brings_is_kept_from_the_nic_where_direct_access_is_off() {
+    for (policy, disabled) in P2pPolicy::ALL.into_iter().flat_map(|policy| [(policy, false), (policy, true)])
+    {
+        let device = Simulated::builder().dma_buf(DmaBufKind::MemFd);
+        let bench = Bench::with(device, Loopback::builder(), Paths::new().disable_p2p(disabled));
+        let domain = bench.domain("loop0", policy);
+        let buffer = bench.buffer(PAGE);
+        let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
+        let range = buffer.allocation().range;
+        let export = bench.device.export_dma_buf(range, &nic, DmaBufMapping::Default).unwrap();
+        let given = DmaBufAttr { fd: export.as_fd(), offset: export.offset, len: PAGE, base_addr: None };
+        let iface = Some(bench.device.kind());
+        let attr = MrAttr { dma_buf: Some(given), iface, ..MrAttr::new(&[], REMOTE) };
+        // SAFETY: the buffer outlives the region, and nothing refers to it.
+        let region = unsafe { domain.regattr(&attr, MrFlags::MR_DMABUF) };
+        let handed = bench.record.handed();
+        if disabled || policy == P2pPolicy::Disabled {
+            let error = region.unwrap_err();
+            assert!(error.to_string().contains("allow direct access"), "{error}");
+            assert!(handed.is_empty(), "{handed:?}");
+        } else {
+            assert_eq!(region.unwrap().decision().unwrap().path, Path::DmaBuf);
+            assert_eq!(handed, [Handed::DmaBuf(std::os::fd::AsRawFd::as_raw_fd(&export.fd))]);
+        }
+        bench.device.release_dma_buf(export).unwrap();
+    }
+}

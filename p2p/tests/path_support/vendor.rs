@@ -1,0 +1,135 @@
+//! An iface of any kind, over simulated memory, that refuses what it is told to with the errors of that kind's driver.
+
+use std::sync::Arc;
+
+use hmem_core::{
+    Address, AddressRange, Allocation, DeviceId, Error, Iface, IfaceKind, Result, Segment,
+    iface::{
+        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle, PeerMemoryExport,
+    },
+    monitor::Monitor,
+    provider::Nic,
+};
+use hmem_iface_system::Simulated;
+
+/// What is refused, as long as it is.
+pub(crate) type Refuse = fn() -> Option<Error>;
+
+#[derive(Debug)]
+pub(crate) struct Vendor {
+    pub(crate) kind: IfaceKind,
+    pub(crate) memory: Arc<Simulated>,
+    pub(crate) segments: Refuse,
+    pub(crate) dma_buf: Refuse,
+    pub(crate) pcie: Refuse,
+    pub(crate) peer_memory: Refuse,
+}
+
+impl Vendor {
+    pub(crate) fn new(kind: IfaceKind, memory: Arc<Simulated>) -> Self {
+        let nothing: Refuse = || None;
+        Self { kind, memory, segments: nothing, dma_buf: nothing, pcie: nothing, peer_memory: nothing }
+    }
+
+    fn own(&self, allocation: Allocation) -> Allocation {
+        Allocation { iface: self.kind, ..allocation }
+    }
+
+    fn theirs(&self, allocation: &Allocation) -> Allocation {
+        Allocation { iface: self.memory.kind(), ..*allocation }
+    }
+}
+
+fn check(refuse: Refuse) -> Result<()> {
+    refuse().map_or(Ok(()), Err)
+}
+
+impl Iface for Vendor {
+    fn kind(&self) -> IfaceKind {
+        self.kind
+    }
+
+    fn name(&self) -> &str {
+        self.kind.name().unwrap_or("vendor")
+    }
+
+    fn capability(&self) -> Capability {
+        self.memory.capability()
+    }
+
+    fn devices(&self) -> Result<Vec<Device>> {
+        self.memory.devices()
+    }
+
+    fn query(&self, address: Address) -> Result<Option<Allocation>> {
+        Ok(self.memory.query(address)?.map(|allocation| self.own(allocation)))
+    }
+
+    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
+        check(self.segments)?;
+        self.memory.segments(range)
+    }
+
+    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+        Ok(self.own(self.memory.allocate(request)?))
+    }
+
+    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.memory.free(&self.theirs(allocation)) }
+    }
+
+    unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.memory.copy(to, from, len) }
+    }
+
+    unsafe fn copy_async(&self, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.memory.copy_async(to, from, len) }
+    }
+
+    fn export_dma_buf(&self, range: AddressRange, nic: &Nic, mapping: DmaBufMapping) -> Result<DmaBufExport> {
+        check(if mapping == DmaBufMapping::Pcie { self.pcie } else { self.dma_buf })?;
+        self.memory.export_dma_buf(range, nic, mapping)
+    }
+
+    fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
+        self.memory.release_dma_buf(export)
+    }
+
+    fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
+        check(self.peer_memory)?;
+        self.memory.export_peer_memory(range, nic)
+    }
+
+    unsafe fn host_register(&self, range: AddressRange) -> Result<()> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.memory.host_register(range) }
+    }
+
+    fn host_unregister(&self, range: AddressRange) -> Result<()> {
+        self.memory.host_unregister(range)
+    }
+
+    fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
+        self.memory.ipc_export(&self.theirs(allocation))
+    }
+
+    fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
+        Ok(self.own(self.memory.ipc_open(handle)?))
+    }
+
+    unsafe fn ipc_close(&self, allocation: &Allocation) -> Result<()> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.memory.ipc_close(&self.theirs(allocation)) }
+    }
+
+    fn flush_inbound(&self, device: DeviceId) -> Result<()> {
+        self.memory.flush_inbound(device)
+    }
+
+    fn monitor(&self) -> Result<Arc<dyn Monitor>> {
+        self.memory.monitor()
+    }
+}
