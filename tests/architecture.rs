@@ -36,6 +36,10 @@ fn dependencies_run_one_way() {
             "hmem-p2p" => assert_eq!(targets, &only_core, "p2p knows no iface"),
             "hmem" => assert!(!targets.contains("hmem-cli"), "the library does not know the command"),
             "hmem-cli" => assert_eq!(targets, &BTreeSet::from(["hmem".to_owned()])),
+            "hmem-fake-cuda" => {
+                let only_cuda = BTreeSet::from(["hmem-iface-cuda".to_owned()]);
+                assert_eq!(targets, &only_cuda, "a fake driver knows the table that it fills");
+            }
             iface if iface.starts_with("hmem-iface-") => {
                 assert_eq!(targets, &only_core, "{iface} knows core and nothing else of the workspace");
             }

@@ -10,12 +10,17 @@ pub enum AllocationKind {
     Device,
     /// Page-locked host memory from the device API's host allocator.
     Host,
+    /// The application's own host memory, page-locked by the device API. It is registered, watched and cached as the
+    /// system memory that it is.
+    HostRegistered,
     /// Memory that migrates between host and devices.
     Managed,
     /// Device memory from a stream-ordered pool.
     StreamOrdered,
     /// A reserved address range with separately mapped physical segments (VMM).
     Virtual,
+    /// Device memory of another process, opened here.
+    Imported,
     /// Ordinary memory of the operating system.
     System,
 }
@@ -27,9 +32,11 @@ impl AllocationKind {
         match self {
             Self::Device => "device",
             Self::Host => "host",
+            Self::HostRegistered => "host-registered",
             Self::Managed => "managed",
             Self::StreamOrdered => "stream-ordered",
             Self::Virtual => "virtual",
+            Self::Imported => "imported",
             Self::System => "system",
         }
     }
@@ -37,7 +44,7 @@ impl AllocationKind {
     /// Whether the CPU can load and store there.
     #[must_use]
     pub const fn cpu_accessible(self) -> bool {
-        matches!(self, Self::Host | Self::Managed | Self::System)
+        matches!(self, Self::Host | Self::HostRegistered | Self::Managed | Self::System)
     }
 }
 

@@ -5,7 +5,9 @@
 
 use std::{fmt, sync::Arc};
 
-use crate::{Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, Iface, IfaceKind, Result};
+use crate::{
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceKind, Result,
+};
 
 /// Who owns a range: iface, device where there is one, and the allocation where the iface keeps them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,14 +99,15 @@ impl Registry {
         })
     }
 
-    /// The owner of one address: the device iface that knows it, or the system.
+    /// The owner of one address: the device iface that knows it, or the system. Host memory of the application that a
+    /// device API page-locked stays the system's: the device knows a part of it, and may cease to at any time.
     ///
     /// # Errors
     /// A failed driver call.
     #[inline]
     pub fn owner_of(&self, address: Address) -> Result<Owner> {
         for iface in &self.devices {
-            if let Some(allocation) = iface.query(address)? {
+            if let Some(allocation) = iface.query(address)?.filter(is_claimed) {
                 return Ok(Owner {
                     iface: allocation.iface,
                     device: allocation.device,
@@ -123,8 +126,10 @@ impl Registry {
     pub fn is_host(&self, range: AddressRange) -> Result<bool> {
         let last = Address(range.start().0 + range.len().saturating_sub(1));
         for iface in &self.devices {
-            if iface.query(range.start())?.is_some() || iface.query(last)?.is_some() {
-                return Ok(false);
+            for address in [range.start(), last] {
+                if iface.query(address)?.as_ref().is_some_and(is_claimed) {
+                    return Ok(false);
+                }
             }
         }
         Ok(true)
@@ -151,6 +156,10 @@ impl Registry {
                 .remedy("the range must lie in one allocation")),
         }
     }
+}
+
+fn is_claimed(allocation: &Allocation) -> bool {
+    allocation.kind != AllocationKind::HostRegistered
 }
 
 impl fmt::Debug for Registry {

@@ -1,19 +1,239 @@
 //! Copies between host memory and memory of the devices.
+//!
+//! They run on a private stream of the device's primary context, or, for memory of a context that the application
+//! made, on a stream that lives as long as the copy. They are not ordered behind the application's own streams: work that
+//! writes the source is waited for by whoever started it.
 
-use hmem_core::{Address, Result, iface::CopyEvent};
+use std::{fmt, sync::Arc};
 
-use crate::iface::{Cuda, lacks};
+use hmem_core::{Address, AddressRange, DeviceId, Error, ErrorKind, IfaceKind, Result, iface::CopyEvent};
 
-pub(crate) fn copy(_cuda: &Cuda, to: Address, from: Address, len: u64) -> Result<()> {
-    Err(lacks("copy", "hmem-iface-cuda does not copy yet")
-        .context("to", to)
-        .context("from", from)
-        .context("length", len))
+use crate::{
+    context::{new_event, new_stream, within},
+    driver::Driver,
+    error::check,
+    memory::Found,
+    sys::{CuContext, CuEvent, CuResult, CuStream},
+};
+
+/// Where a copy runs.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    context: CuContext,
+    device: DeviceId,
+    /// Whether the context is the device's primary one, which has a stream and events for copies.
+    primary: bool,
 }
 
-pub(crate) fn copy_async(_cuda: &Cuda, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
-    Err(lacks("copy_async", "hmem-iface-cuda does not copy asynchronously yet")
-        .context("to", to)
-        .context("from", from)
-        .context("length", len))
+impl Driver {
+    /// # Safety
+    /// As [`hmem_core::Iface::copy`].
+    pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
+        let Some(place) = self.place(to, from, len)? else {
+            // SAFETY: both sides are host memory, which the caller promises to be valid.
+            unsafe { copy_host(to, from, len) };
+            return Ok(());
+        };
+        within(&self.functions, place.context, || {
+            let stream = self.stream_at(place)?;
+            let copied = self.start(stream, to, from, len).and_then(|()| {
+                // SAFETY: the stream is this driver's own.
+                check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize")
+            });
+            self.leave_stream(place, stream).and(copied)
+        })
+        .map_err(|error| error.context("to", to).context("from", from).context("length", len))
+    }
+
+    /// # Safety
+    /// As [`hmem_core::Iface::copy_async`].
+    pub(crate) unsafe fn copy_async(
+        self: &Arc<Self>,
+        to: Address,
+        from: Address,
+        len: u64,
+    ) -> Result<Box<dyn CopyEvent>> {
+        let Some(place) = self.place(to, from, len)? else {
+            // SAFETY: as in `copy`.
+            unsafe { copy_host(to, from, len) };
+            return Ok(Box::new(Done));
+        };
+        let (stream, event) = within(&self.functions, place.context, || {
+            let stream = self.stream_at(place)?;
+            let started = self.event_at(place).and_then(|event| {
+                let recorded = self.start(stream, to, from, len).and_then(|()| {
+                    // SAFETY: event and stream are this driver's own and of the current context.
+                    check(unsafe { (self.functions.event_record)(event, stream) }, "cuEventRecord")
+                });
+                if recorded.is_err() {
+                    // The copy may have begun: the caller must not get its memory back before it ended.
+                    // SAFETY: the stream is this driver's own.
+                    check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize")?;
+                    self.leave_event(place, event)?;
+                }
+                recorded.map(|()| event)
+            });
+            if started.is_err() {
+                self.leave_stream(place, stream)?;
+            }
+            started.map(|event| (stream, event))
+        })
+        .map_err(|error| error.context("to", to).context("from", from).context("length", len))?;
+        Ok(Box::new(Event { driver: Arc::clone(self), place, stream, event }))
+    }
+
+    /// Where the copy runs; `None` if both sides are host memory that CUDA does not know.
+    fn place(&self, to: Address, from: Address, len: u64) -> Result<Option<Place>> {
+        let ours = [self.side(to, len)?, self.side(from, len)?];
+        // Device memory decides: host memory is within reach of every context.
+        let known = ours.iter().flatten();
+        let Some(found) =
+            known.clone().find(|found| found.allocation.device.is_some()).or(known.clone().next())
+        else {
+            return Ok(None);
+        };
+        let device = found.device();
+        let primary = self.primary_is_active(device)?.then(|| self.primary(device)).transpose()?;
+        let context = match primary {
+            Some(primary) if found.context.is_null() => primary,
+            Some(_) | None => self.context_for(found.context, device)?,
+        };
+        // `context_for` may have made the primary context just now.
+        let primary = found.context.is_null() || primary == Some(context);
+        Ok(Some(Place { context, device, primary }))
+    }
+
+    /// A side of a copy that CUDA knows, checked to lie in one allocation.
+    fn side(&self, address: Address, len: u64) -> Result<Option<Found>> {
+        let range = AddressRange::new(address, len)?;
+        let Some(found) = self.find(address)? else { return Ok(None) };
+        let allocation = &found.allocation;
+        if allocation.kind == hmem_core::AllocationKind::HostRegistered {
+            // The application's own pages, of which a part is page-locked.
+            return Ok(None);
+        }
+        if allocation.range.contains_range(range) {
+            return Ok(Some(found));
+        }
+        Err(Error::new(ErrorKind::OutOfBounds, "copy")
+            .iface(IfaceKind::CUDA)
+            .context("range", range)
+            .context("allocation", allocation.range)
+            .remedy("the range must lie in one allocation of this iface"))
+    }
+
+    fn start(&self, stream: CuStream, to: Address, from: Address, len: u64) -> Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        // SAFETY: sides of this iface were checked in `side`; the caller of `Iface::copy` promises host memory to be
+        // valid until the copy has ended.
+        check(unsafe { (self.functions.memcpy_async)(to.0, from.0, len as usize, stream) }, "cuMemcpyAsync")
+    }
+
+    fn stream_at(&self, place: Place) -> Result<CuStream> {
+        if place.primary { self.stream(place.device) } else { new_stream(&self.functions) }
+    }
+
+    fn leave_stream(&self, place: Place, stream: CuStream) -> Result<()> {
+        if place.primary {
+            return Ok(());
+        }
+        // SAFETY: made for this copy by `stream_at`.
+        check(unsafe { (self.functions.stream_destroy)(stream) }, "cuStreamDestroy_v2")
+    }
+
+    fn event_at(&self, place: Place) -> Result<CuEvent> {
+        if place.primary { self.take_event(place.device) } else { new_event(&self.functions) }
+    }
+
+    fn leave_event(&self, place: Place, event: CuEvent) -> Result<()> {
+        if place.primary {
+            return self.give_event(place.device, event);
+        }
+        // SAFETY: made for this copy by `event_at`.
+        check(unsafe { (self.functions.event_destroy)(event) }, "cuEventDestroy_v2")
+    }
+}
+
+/// # Safety
+/// Both sides are valid for `len` bytes, and the destination is not referenced elsewhere. They may overlap.
+unsafe fn copy_host(to: Address, from: Address, len: u64) {
+    let (to, from) = (to.0 as usize, from.0 as usize);
+    // SAFETY: as the caller promises.
+    unsafe {
+        std::ptr::copy(
+            std::ptr::with_exposed_provenance::<u8>(from),
+            std::ptr::with_exposed_provenance_mut::<u8>(to),
+            len as usize,
+        );
+    }
+}
+
+/// A copy between two host buffers, done when it began.
+#[derive(Debug)]
+struct Done;
+
+impl CopyEvent for Done {
+    fn is_done(&self) -> bool {
+        true
+    }
+
+    fn wait(self: Box<Self>) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A copy on a stream. Dropped unread it waits for the copy's end, so that nobody frees memory under it.
+struct Event {
+    driver: Arc<Driver>,
+    place: Place,
+    stream: CuStream,
+    event: CuEvent,
+}
+
+impl Event {
+    fn finish(&mut self) -> Result<()> {
+        if self.event.is_null() {
+            return Ok(());
+        }
+        let (driver, place) = (&self.driver, self.place);
+        let event = std::mem::take(&mut self.event);
+        within(&driver.functions, place.context, || {
+            // SAFETY: the event is this copy's own, recorded when the copy began.
+            let copied = check(unsafe { (driver.functions.event_synchronize)(event) }, "cuEventSynchronize");
+            let left = driver.leave_event(place, event);
+            let left = driver.leave_stream(place, self.stream).and(left);
+            copied.and(left)
+        })
+    }
+}
+
+impl CopyEvent for Event {
+    fn is_done(&self) -> bool {
+        // An error ends the copy too; `wait` then returns it.
+        let asked = within(&self.driver.functions, self.place.context, || {
+            // SAFETY: the event is this copy's own.
+            Ok(unsafe { (self.driver.functions.event_query)(self.event) })
+        });
+        !matches!(asked, Ok(CuResult::CUDA_ERROR_NOT_READY))
+    }
+
+    fn wait(mut self: Box<Self>) -> Result<()> {
+        self.finish()
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if let Err(error) = self.finish() {
+            tracing::warn!(%error, "a copy that nobody waited for");
+        }
+    }
+}
+
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Event").field("place", &self.place).finish_non_exhaustive()
+    }
 }

@@ -1,48 +1,255 @@
-//! Exports: dma-bufs, peer memory, handles for other processes, and what inbound writes need.
+//! Handing device memory to NICs: dma-bufs, peer memory, and what inbound writes need to be seen.
+
+use std::{
+    ffi::c_int,
+    os::fd::{FromRawFd, OwnedFd},
+};
 
 use hmem_core::{
-    AddressRange, Allocation, DeviceId, Result,
-    iface::{DmaBufExport, DmaBufMapping, IpcHandle, PeerMemoryExport},
+    AddressRange, AllocOffset, AllocationKind, DeviceId, DmaBufOffset, Error, ErrorKind, IfaceKind, Result,
+    iface::{DmaBufExport, DmaBufMapping, PeerMemoryExport},
     provider::Nic,
 };
 
-use crate::iface::{Cuda, lacks};
+use crate::{
+    context::within,
+    driver::Driver,
+    error::{check, lacks, lacks_symbol, refused},
+    memory::Found,
+    sys::{self, CuResult},
+};
 
-pub(crate) fn export_dma_buf(
-    _cuda: &Cuda,
-    range: AddressRange,
-    _nic: &Nic,
-    _mapping: DmaBufMapping,
-) -> Result<DmaBufExport> {
-    Err(lacks("export_dma_buf", "hmem-iface-cuda does not export dma-bufs yet").context("range", range))
+/// What the kernel module says of itself, where it is loaded.
+const KERNEL_MODULE: &str = "/proc/driver/nvidia/version";
+
+impl Driver {
+    pub(crate) fn export_dma_buf(
+        &self,
+        range: AddressRange,
+        nic: &Nic,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport> {
+        const OPERATION: &str = "export_dma_buf";
+        let described = |error: Error| error.context("range", range).context("nic", nic);
+        let found = self.exportable(OPERATION, range)?;
+        let device = found.device();
+        let get = self
+            .functions
+            .mem_get_handle_for_address_range
+            .ok_or_else(|| described(lacks_symbol(OPERATION, "cuMemGetHandleForAddressRange")))?;
+        if !self.abilities(OPERATION, device)?.dma_buf {
+            return Err(described(no_dma_buf(OPERATION).device(device)));
+        }
+        // `cuda.h`: "Users must ensure the dptr and size are aligned to the host page size."
+        let whole = range.page_aligned(rustix::param::page_size() as u64);
+        let flags = match mapping {
+            DmaBufMapping::Default => 0,
+            DmaBufMapping::Pcie => sys::CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE,
+        };
+        let context = self.context_for(found.context, device)?;
+        let fd = within(&self.functions, context, || {
+            self.synchronise_memory(&found, range)?;
+            let mut fd: c_int = -1;
+            // SAFETY: for this type of handle the driver writes one int; the range is only looked up.
+            let code = unsafe {
+                get(
+                    (&raw mut fd).cast(),
+                    whole.start().0,
+                    whole.len() as usize,
+                    sys::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD,
+                    flags,
+                )
+            };
+            if !code.is_success() {
+                return Err(described(dma_buf_refused(code, mapping).device(device)));
+            }
+            if fd < 0 {
+                return Err(described(
+                    Error::new(ErrorKind::Driver, "cuMemGetHandleForAddressRange")
+                        .iface(IfaceKind::CUDA)
+                        .context("reason", "the call succeeded and gave no fd"),
+                ));
+            }
+            // SAFETY: the driver made the fd for this call and keeps no other use of it.
+            Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+        })?;
+        rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)
+            .map_err(|errno| described(Error::os(errno, "fcntl(F_SETFD)").iface(IfaceKind::CUDA)))?;
+        Ok(DmaBufExport {
+            fd,
+            offset: DmaBufOffset(range.start().0 - whole.start().0),
+            alloc_offset: found.allocation.offset_of(range.start()).unwrap_or(AllocOffset(0)),
+            len: range.len(),
+            mapping,
+        })
+    }
+
+    pub(crate) fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
+        const OPERATION: &str = "export_peer_memory";
+        let found = self.exportable(OPERATION, range)?;
+        let device = found.device();
+        let described = |error: Error| error.device(device).context("range", range).context("nic", nic);
+        if !self.abilities(OPERATION, device)?.peer_memory {
+            return Err(described(
+                lacks(OPERATION, "the device's memory cannot be pinned for other devices")
+                    .context("attribute", "GPU_DIRECT_RDMA_SUPPORTED")
+                    .remedy("GPUDirect RDMA needs a data centre or workstation GPU: stage the copies"),
+            ));
+        }
+        if let Some(segment) = self.segments(range)?.iter().find(|segment| !segment.exportable) {
+            return Err(described(
+                lacks(OPERATION, "GPUDirect RDMA does not reach this memory")
+                    .context("segment", segment.range)
+                    .remedy(
+                        "create it with gpuDirectRDMACapable set in CUmemAllocationProp, or use cuMemAlloc",
+                    ),
+            ));
+        }
+        let context = self.context_for(found.context, device)?;
+        within(&self.functions, context, || self.synchronise_memory(&found, range)).map_err(described)?;
+        // Whether a kernel client takes the address only registering it tells.
+        Ok(PeerMemoryExport { address: range.start(), len: range.len() })
+    }
+
+    /// The allocation around a range, if its kind can be handed to a NIC as device memory.
+    fn exportable(&self, operation: &'static str, range: AddressRange) -> Result<Found> {
+        let refuse = |error: Error| error.context("range", range);
+        let outside = || {
+            refuse(
+                Error::new(ErrorKind::OutOfBounds, operation)
+                    .iface(IfaceKind::CUDA)
+                    .remedy("the range must lie in one live allocation"),
+            )
+        };
+        if range.is_empty() {
+            return Err(refuse(Error::new(ErrorKind::ZeroLength, operation).iface(IfaceKind::CUDA)));
+        }
+        let found = self.find(range.start())?.ok_or_else(outside)?;
+        let allocation = &found.allocation;
+        if !allocation.range.contains_range(range) {
+            return Err(outside().context("allocation", allocation.range));
+        }
+        match allocation.kind {
+            AllocationKind::Managed => Err(refuse(
+                lacks(operation, "managed memory migrates, and has no place to hand out")
+                    .remedy("register its host pages, stage it, or use cuMemAlloc"),
+            )),
+            AllocationKind::Host | AllocationKind::HostRegistered => Err(refuse(
+                lacks(operation, "page-locked host memory is host memory").remedy("register its host pages"),
+            )),
+            _ => Ok(found),
+        }
+    }
+
+    /// GPUDirect RDMA goes around the driver, so that operations that call themselves synchronous must be so before a
+    /// NIC reads the memory: SYNC_MEMOPS. Memory of `cuMemAlloc` has it per allocation. VMM and stream-ordered
+    /// memory do not; for them it is a flag of the context, from CUDA 12.1 on. The memory's context is current.
+    fn synchronise_memory(&self, found: &Found, range: AddressRange) -> Result<()> {
+        const CALL: &str = "cuPointerSetAttribute";
+        let on: std::ffi::c_uint = 1;
+        // SAFETY: the value is an unsigned int, as this attribute takes it.
+        let code = unsafe {
+            (self.functions.pointer_set_attribute)(
+                (&raw const on).cast(),
+                sys::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS,
+                range.start().0,
+            )
+        };
+        let per_context = matches!(
+            found.allocation.kind,
+            AllocationKind::Virtual | AllocationKind::StreamOrdered | AllocationKind::Imported
+        );
+        let not_for_this_kind =
+            matches!(code, CuResult::CUDA_ERROR_NOT_SUPPORTED | CuResult::CUDA_ERROR_INVALID_VALUE);
+        if !(per_context && not_for_this_kind) {
+            return check(code, CALL).map_err(|error| error.context("attribute", "SYNC_MEMOPS"));
+        }
+        let (Some(get), Some(set)) = (self.functions.ctx_get_flags, self.functions.ctx_set_flags) else {
+            tracing::warn!(%range, "this driver has no SYNC_MEMOPS for such memory: wait for its copies before a transfer");
+            return Ok(());
+        };
+        let mut flags = 0;
+        // SAFETY: `flags` is writable.
+        check(unsafe { get(&mut flags) }, "cuCtxGetFlags")?;
+        if flags & sys::CU_CTX_SYNC_MEMOPS == 0 {
+            // SAFETY: the flags that the context has, and one more.
+            check(unsafe { set(flags | sys::CU_CTX_SYNC_MEMOPS) }, "cuCtxSetFlags")?;
+        }
+        Ok(())
+    }
+
+    /// Makes inbound writes visible to work that the device starts after this call.
+    ///
+    /// A device that orders them natively needs nothing (`cuda.h`: the call "will be a no-op and can be safely omitted").
+    pub(crate) fn flush_inbound(&self, device: DeviceId) -> Result<()> {
+        const OPERATION: &str = "flush_inbound";
+        let abilities = self.abilities(OPERATION, device)?;
+        if abilities.orders_writes {
+            return Ok(());
+        }
+        let flush = self.functions.flush_gpu_direct_rdma_writes;
+        let flush =
+            flush.ok_or_else(|| lacks_symbol(OPERATION, "cuFlushGPUDirectRDMAWrites").device(device))?;
+        if !abilities.flushes {
+            return Err(lacks(
+                OPERATION,
+                "the device neither orders inbound writes nor flushes them on demand",
+            )
+            .device(device)
+            .context("attribute", "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS")
+            .remedy("read a byte of the memory through the NIC after the write, which orders them"));
+        }
+        let context = self.primary(device)?;
+        within(&self.functions, context, || {
+            let (target, scope) = (
+                sys::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
+                sys::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER,
+            );
+            // SAFETY: the values are those of the header's enumerations.
+            check(unsafe { flush(target, scope) }, "cuFlushGPUDirectRDMAWrites")
+        })
+        .map_err(|error| error.device(device))
+    }
 }
 
-/// Nothing that this iface exported comes here yet; the fd is closed all the same.
-pub(crate) fn release_dma_buf(_cuda: &Cuda, export: DmaBufExport) -> Result<()> {
-    drop(export);
-    Err(lacks("release_dma_buf", "hmem-iface-cuda does not export dma-bufs yet"))
+/// A device without dma-bufs, and which kernel module is to blame.
+fn no_dma_buf(operation: &'static str) -> Error {
+    let error =
+        lacks(operation, "the device exports no dma-bufs").context("attribute", "DMA_BUF_SUPPORTED").remedy(
+            "dma-bufs need NVIDIA's open kernel modules and Linux 5.12 or newer; else load nvidia_peermem",
+        );
+    match std::fs::read_to_string(KERNEL_MODULE) {
+        Ok(version) => error.context("kernel module", version.lines().next().unwrap_or_default().trim()),
+        Err(_) => error,
+    }
 }
 
-pub(crate) fn export_peer_memory(_cuda: &Cuda, range: AddressRange, _nic: &Nic) -> Result<PeerMemoryExport> {
-    Err(lacks("export_peer_memory", "hmem-iface-cuda does not export peer memory yet")
-        .context("range", range))
-}
-
-pub(crate) fn ipc_export(_cuda: &Cuda, allocation: &Allocation) -> Result<IpcHandle> {
-    Err(lacks("ipc_export", "hmem-iface-cuda does not hand allocations to other processes yet")
-        .context("range", allocation.range))
-}
-
-pub(crate) fn ipc_open(_cuda: &Cuda, _handle: &IpcHandle) -> Result<Allocation> {
-    Err(lacks("ipc_open", "hmem-iface-cuda does not open other processes' allocations yet"))
-}
-
-pub(crate) fn ipc_close(_cuda: &Cuda, allocation: &Allocation) -> Result<()> {
-    Err(lacks("ipc_close", "hmem-iface-cuda does not open other processes' allocations yet")
-        .context("range", allocation.range))
-}
-
-pub(crate) fn flush_inbound(cuda: &Cuda, device: DeviceId) -> Result<()> {
-    cuda.device("flush_inbound", device)?;
-    Err(lacks("flush_inbound", "hmem-iface-cuda does not flush inbound writes yet").device(device))
+/// A refused export. What the driver says of the PCIe mapping where it does not have it differs by release: INVALID_VALUE
+/// before the flag existed, NOT_SUPPORTED since.
+fn dma_buf_refused(code: CuResult, mapping: DmaBufMapping) -> Error {
+    const CALL: &str = "cuMemGetHandleForAddressRange";
+    let lacking = matches!(code, CuResult::CUDA_ERROR_NOT_SUPPORTED | CuResult::CUDA_ERROR_INVALID_VALUE);
+    if mapping == DmaBufMapping::Pcie && lacking {
+        return lacks(CALL, "this driver or platform has no PCIe mapping for dma-bufs")
+            .driver_code(code.name().unwrap_or_default(), code.0.into())
+            .context("mapping", "pcie")
+            .remedy("export with the default mapping");
+    }
+    let error = refused(code, CALL);
+    match code {
+        CuResult::CUDA_ERROR_NOT_SUPPORTED => error.remedy(
+            "the driver exports no dma-buf of this memory: allocate it with cuMemAlloc, or with cuMemCreate and \
+             gpuDirectRDMACapable",
+        ),
+        CuResult::CUDA_ERROR_INVALID_VALUE => {
+            error.remedy("the range must be mapped whole, by memory of one device with the same properties")
+        }
+        CuResult::CUDA_ERROR_OUT_OF_MEMORY => error.remedy(
+            "the device's BAR1 window may be full (`nvidia-smi -q -d MEMORY`): register less, or close registrations",
+        ),
+        CuResult::CUDA_ERROR_OPERATING_SYSTEM => {
+            error.remedy("the process may be out of file descriptors (`ulimit -n`)")
+        }
+        _ => error,
+    }
 }

@@ -1,7 +1,6 @@
-//! The iface: opening the driver, its devices, the trait, and the driver's codes as errors.
+//! The iface: opening the driver, and the trait, each operation in a line.
 
 use std::{
-    ffi::{CStr, c_char, c_int},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -17,8 +16,11 @@ use hmem_core::{
 };
 
 use crate::{
-    copy, export, memory, monitor,
-    sys::{self, CuDevice, CuResult, Functions},
+    device,
+    driver::Driver,
+    error::{refused, unavailable},
+    monitor::CudaMonitor,
+    sys::Functions,
 };
 
 /// CUDA memory, over the driver library.
@@ -36,10 +38,7 @@ use crate::{
 /// ```
 #[derive(Debug)]
 pub struct Cuda {
-    pub(crate) functions: Arc<Functions>,
-    devices: Vec<Device>,
-    /// Whether the driver knows which pool stream-ordered memory came from.
-    pub(crate) pool_handles: bool,
+    driver: Arc<Driver>,
 }
 
 /// Where [`Cuda`] finds its driver.
@@ -56,25 +55,27 @@ pub struct Cuda {
 #[derive(Debug)]
 #[must_use = "a builder does nothing until it opens"]
 pub struct Builder {
-    driver: Driver,
+    source: Source,
 }
 
 #[derive(Debug)]
-enum Driver {
+enum Source {
+    /// What the environment names, else the dynamic loader's.
+    Found,
     Library(PathBuf),
-    Functions(Functions),
+    Functions(Box<Functions>),
 }
 
 impl Builder {
-    /// Loads the library at `path` instead of the one that the dynamic loader finds.
+    /// Loads the library at `path` instead of the one that `HMEM_CUDA_LIBRARY` names or the dynamic loader finds.
     pub fn library(mut self, path: impl AsRef<Path>) -> Self {
-        self.driver = Driver::Library(path.as_ref().to_owned());
+        self.source = Source::Library(path.as_ref().to_owned());
         self
     }
 
     /// Calls these functions instead of loading a library.
     pub fn functions(mut self, functions: Functions) -> Self {
-        self.driver = Driver::Functions(functions);
+        self.source = Source::Functions(Box::new(functions));
         self
     }
 
@@ -85,16 +86,23 @@ impl Builder {
     /// that does not start; the library is named, and the driver's code where there is one. Otherwise what a
     /// device answered when asked for its properties.
     pub fn open(self) -> Result<Cuda> {
-        let functions = match self.driver {
-            Driver::Library(path) => Functions::load(&path)?,
-            Driver::Functions(functions) => functions,
+        let functions = match self.source {
+            Source::Functions(functions) => *functions,
+            Source::Library(path) => Functions::load(&path)?,
+            Source::Found => match std::env::var_os(Cuda::LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
+                Some(path) => Functions::load(Path::new(&path))?,
+                None => Functions::load(Path::new(Functions::LIBRARY))?,
+            },
         };
         Cuda::start(functions)
     }
 }
 
 impl Cuda {
-    /// Opens the driver library that the dynamic loader finds.
+    /// The environment variable that names the library to load, where the builder names none.
+    pub const LIBRARY_VARIABLE: &str = "HMEM_CUDA_LIBRARY";
+
+    /// Opens the driver library that `HMEM_CUDA_LIBRARY` names, or the one that the dynamic loader finds.
     ///
     /// # Errors
     /// As [`Builder::open`].
@@ -104,157 +112,63 @@ impl Cuda {
 
     /// To open another library, or a driver of one's own.
     pub fn builder() -> Builder {
-        Builder { driver: Driver::Library(PathBuf::from(Functions::LIBRARY)) }
+        Builder { source: Source::Found }
     }
 
-    /// Gives back what this iface holds of the driver.
-    ///
-    /// CUDA has no counterpart to `cuInit`, and no context is held, so that there is nothing to refuse it yet.
+    /// Gives back what this iface holds of the driver: the streams and primary contexts that it needed.
     ///
     /// # Errors
-    /// What the driver reported, with the iface.
+    /// [`ErrorKind::Busy`] while memory that it allocated, opened or page-locked is not given back, or a copy is under
+    /// way; what the driver reported otherwise. The iface comes back, still working.
     pub fn close(self) -> Result<(), Rejected<Self>> {
-        Ok(())
+        let busy = |what: &'static str, count: usize| {
+            Error::new(ErrorKind::Busy, "close")
+                .iface(IfaceKind::CUDA)
+                .context(what, count)
+                .remedy("free what was allocated and wait for copies before the iface is closed")
+        };
+        let (allocations, copies) = (self.driver.in_use(), Arc::strong_count(&self.driver) - 1);
+        if allocations > 0 {
+            return Err(Rejected::new(self, busy("allocations", allocations)));
+        }
+        if copies > 0 {
+            return Err(Rejected::new(self, busy("copies", copies)));
+        }
+        match self.driver.release_contexts() {
+            Ok(()) => Ok(()),
+            Err(error) => Err(Rejected::new(self, error)),
+        }
     }
 
     fn start(functions: Functions) -> Result<Self> {
+        let library = functions.library().to_owned();
         // SAFETY: no flags are defined, 0 is the one value; any thread may call it any number of times.
         let code = unsafe { (functions.init)(0) };
-        if code != CuResult::CUDA_SUCCESS {
-            return Err(unavailable("cuInit", functions.library()).driver_code(name(code), code.0.into()).remedy(
-                match code {
-                    CuResult::CUDA_ERROR_NO_DEVICE => {
-                        "no NVIDIA device is visible: see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES"
-                    }
-                    CuResult::CUDA_ERROR_STUB_LIBRARY => {
-                        "this is the toolkit's stub: take its folder out of LD_LIBRARY_PATH, so that the driver's \
-                         own library is found"
-                    }
-                    CuResult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH => {
-                        "the library and the kernel module are of different versions: reload the module or restart"
-                    }
-                    _ => "see `nvidia-smi` for the state of the driver",
-                },
-            ));
-        }
-        let mut version: c_int = 0;
-        // SAFETY: `version` is writable.
-        check(unsafe { (functions.driver_get_version)(&mut version) }, "cuDriverGetVersion")?;
-        if version < sys::VERSION_WITH_RANGES {
-            return Err(unavailable("cuDriverGetVersion", functions.library())
-                .context("version", version)
+        if !code.is_success() {
+            let remedy = refused(code, "cuInit").remedy_text().map(str::to_owned);
+            return Err(unavailable("cuInit", &library)
+                .driver_code(code.name().unwrap_or_default(), code.0.into())
                 .remedy(
-                    "the driver must be of CUDA 10.2 (10020) or newer to say which range an address is in",
+                    remedy.unwrap_or_else(|| "see `nvidia-smi` for the state of the driver".to_owned()),
                 ));
         }
-        let mut count: c_int = 0;
-        // SAFETY: `count` is writable.
-        check(unsafe { (functions.device_get_count)(&mut count) }, "cuDeviceGetCount")?;
-        if count <= 0 {
-            return Err(unavailable("cuDeviceGetCount", functions.library())
-                .context("devices", count)
+        let devices = device::list(&functions)?;
+        if devices.is_empty() {
+            return Err(unavailable("cuDeviceGetCount", &library)
+                .context("devices", 0)
                 .remedy("no NVIDIA device is visible: see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES"));
         }
-        let devices = (0..count.unsigned_abs())
-            .map(|ordinal| describe(&functions, ordinal).map_err(|error| error.device(DeviceId(ordinal))))
-            .collect::<Result<Vec<_>>>()?;
-        tracing::debug!(library = functions.library(), version, devices = devices.len(), "CUDA opened");
-        Ok(Self {
-            functions: Arc::new(functions),
-            devices,
-            pool_handles: version >= sys::VERSION_WITH_POOL_HANDLE,
-        })
+        let driver = Driver::new(functions, devices);
+        driver.learn_attributes().map_err(|error| {
+            if error.is_unsupported() {
+                unavailable("cuPointerGetAttributes", &library).caused_by(error)
+            } else {
+                error
+            }
+        })?;
+        tracing::debug!(library, devices = driver.devices.len(), "CUDA opened");
+        Ok(Self { driver: Arc::new(driver) })
     }
-
-    /// The device, if there is one of that number.
-    pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&Device> {
-        self.devices.get(device.0 as usize).ok_or_else(|| {
-            Error::new(ErrorKind::InvalidArgument, operation)
-                .iface(IfaceKind::CUDA)
-                .device(device)
-                .context("devices", self.devices.len())
-                .remedy("devices count from 0")
-        })
-    }
-}
-
-fn describe(functions: &Functions, ordinal: u32) -> Result<Device> {
-    let mut device: CuDevice = 0;
-    // SAFETY: `device` is writable.
-    check(unsafe { (functions.device_get)(&mut device, ordinal.cast_signed()) }, "cuDeviceGet")?;
-    let name = text(|buffer, len| {
-        // SAFETY: the buffer has `len` writable bytes.
-        check(unsafe { (functions.device_get_name)(buffer, len, device) }, "cuDeviceGetName")
-    })?;
-    let mut memory = 0usize;
-    // SAFETY: `memory` is writable.
-    check(unsafe { (functions.device_total_mem)(&mut memory, device) }, "cuDeviceTotalMem_v2")?;
-    let pci_bus_id = text(|buffer, len| {
-        // SAFETY: the buffer has `len` writable bytes.
-        check(unsafe { (functions.device_get_pci_bus_id)(buffer, len, device) }, "cuDeviceGetPCIBusId")
-    })?;
-    Ok(Device {
-        id: DeviceId(ordinal),
-        name,
-        pci_bus_id: Some(pci_bus_id.to_ascii_lowercase()),
-        memory: memory as u64,
-    })
-}
-
-/// The text that a driver call writes, up to its NUL.
-fn text(write: impl FnOnce(*mut c_char, c_int) -> Result<()>) -> Result<String> {
-    let mut buffer = [0u8; 256];
-    write(buffer.as_mut_ptr().cast(), 255)?;
-    Ok(CStr::from_bytes_until_nul(&buffer).unwrap_or_default().to_string_lossy().into_owned())
-}
-
-/// A driver that does not start or has no device.
-fn unavailable(operation: &'static str, library: &str) -> Error {
-    Error::new(ErrorKind::Unavailable, operation).iface(IfaceKind::CUDA).context("library", library)
-}
-
-/// An operation that this crate does not have.
-pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
-    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::CUDA).context("reason", reason)
-}
-
-/// The one place where the driver's codes become errors.
-pub(crate) fn check(code: CuResult, operation: &'static str) -> Result<()> {
-    let kind = match code {
-        CuResult::CUDA_SUCCESS => return Ok(()),
-        CuResult::CUDA_ERROR_INVALID_VALUE
-        | CuResult::CUDA_ERROR_INVALID_DEVICE
-        | CuResult::CUDA_ERROR_INVALID_HANDLE => ErrorKind::InvalidArgument,
-        CuResult::CUDA_ERROR_OUT_OF_MEMORY
-        | CuResult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
-        | CuResult::CUDA_ERROR_TOO_MANY_PEERS => ErrorKind::OutOfResources,
-        CuResult::CUDA_ERROR_NOT_INITIALIZED
-        | CuResult::CUDA_ERROR_DEINITIALIZED
-        | CuResult::CUDA_ERROR_STUB_LIBRARY
-        | CuResult::CUDA_ERROR_DEVICE_UNAVAILABLE
-        | CuResult::CUDA_ERROR_NO_DEVICE
-        | CuResult::CUDA_ERROR_DEVICE_NOT_LICENSED
-        | CuResult::CUDA_ERROR_SYSTEM_NOT_READY
-        | CuResult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH => ErrorKind::Unavailable,
-        CuResult::CUDA_ERROR_INVALID_CONTEXT
-        | CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED
-        | CuResult::CUDA_ERROR_ILLEGAL_STATE => ErrorKind::BadState,
-        CuResult::CUDA_ERROR_NOT_READY => ErrorKind::Again,
-        CuResult::CUDA_ERROR_ILLEGAL_ADDRESS => ErrorKind::BadAddress,
-        CuResult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED => ErrorKind::Busy,
-        CuResult::CUDA_ERROR_NOT_PERMITTED => ErrorKind::PermissionDenied,
-        CuResult::CUDA_ERROR_NOT_SUPPORTED
-        | CuResult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED
-        | CuResult::CUDA_ERROR_UNSUPPORTED_LIMIT
-        | CuResult::CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE
-        | CuResult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED => ErrorKind::Unsupported,
-        _ => ErrorKind::Driver,
-    };
-    Err(Error::new(kind, operation).iface(IfaceKind::CUDA).driver_code(name(code), code.0.into()))
-}
-
-fn name(code: CuResult) -> &'static str {
-    code.name().unwrap_or_default()
 }
 
 impl Iface for Cuda {
@@ -267,74 +181,94 @@ impl Iface for Cuda {
     }
 
     fn capability(&self) -> Capability {
-        Capability { identity: true, ..Capability::default() }
+        let any = |has: fn(&device::Abilities) -> bool| {
+            self.driver.devices.iter().any(|entry| has(&entry.abilities))
+        };
+        let exports = self.driver.functions.mem_get_handle_for_address_range.is_some();
+        let dma_buf = exports && any(|abilities| abilities.dma_buf);
+        Capability {
+            allocate: true,
+            dma_buf,
+            // No attribute tells: asking for it does.
+            pcie_mapping: dma_buf,
+            peer_memory: any(|abilities| abilities.peer_memory),
+            async_copy: true,
+            host_register: true,
+            ipc: true,
+            identity: true,
+            free_callback: false,
+        }
     }
 
     fn devices(&self) -> Result<Vec<Device>> {
-        Ok(self.devices.clone())
+        Ok(self.driver.devices.iter().map(|entry| entry.description.clone()).collect())
     }
 
     fn query(&self, address: Address) -> Result<Option<Allocation>> {
-        memory::query(self, address)
+        Ok(self.driver.find(address)?.map(|found| found.allocation))
     }
 
     fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
-        memory::segments(self, range)
+        self.driver.segments(range)
     }
 
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
-        memory::allocate(self, request)
+        self.driver.allocate(request)
     }
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        memory::free(self, allocation)
+        self.driver.free(allocation)
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        copy::copy(self, to, from, len)
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.driver.copy(to, from, len) }
     }
 
     unsafe fn copy_async(&self, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
-        copy::copy_async(self, to, from, len)
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.driver.copy_async(to, from, len) }
     }
 
     fn export_dma_buf(&self, range: AddressRange, nic: &Nic, mapping: DmaBufMapping) -> Result<DmaBufExport> {
-        export::export_dma_buf(self, range, nic, mapping)
+        self.driver.export_dma_buf(range, nic, mapping)
     }
 
+    /// Closes the fd: CUDA has no call of its own for it.
     fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
-        export::release_dma_buf(self, export)
+        drop(export);
+        Ok(())
     }
 
     fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
-        export::export_peer_memory(self, range, nic)
+        self.driver.export_peer_memory(range, nic)
     }
 
     unsafe fn host_register(&self, range: AddressRange) -> Result<()> {
-        memory::host_register(self, range)
+        self.driver.host_register(range)
     }
 
     fn host_unregister(&self, range: AddressRange) -> Result<()> {
-        memory::host_unregister(self, range)
+        self.driver.host_unregister(range)
     }
 
     fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
-        export::ipc_export(self, allocation)
+        self.driver.ipc_export(allocation)
     }
 
     fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
-        export::ipc_open(self, handle)
+        self.driver.ipc_open(handle)
     }
 
     unsafe fn ipc_close(&self, allocation: &Allocation) -> Result<()> {
-        export::ipc_close(self, allocation)
+        self.driver.ipc_close(allocation)
     }
 
     fn flush_inbound(&self, device: DeviceId) -> Result<()> {
-        export::flush_inbound(self, device)
+        self.driver.flush_inbound(device)
     }
 
     fn monitor(&self) -> Result<Arc<dyn Monitor>> {
-        monitor::monitor(self)
+        Ok(Arc::new(CudaMonitor::new(&self.driver)))
     }
 }

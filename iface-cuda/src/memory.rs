@@ -1,18 +1,20 @@
-//! Memory by address and by request: which allocation an address lies in, and allocating.
+//! Memory by address: which allocation an address lies in, of which kind, and which of its parts NICs can reach.
 
-use std::ffi::c_void;
+use std::{ffi::c_void, sync::atomic::Ordering};
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind,
-    Result, Segment, iface::AllocRequest,
+    Result, Segment,
 };
 
 use crate::{
-    iface::{Cuda, check, lacks},
-    sys::{self, CuPointerAttribute, CuResult},
+    context::within,
+    driver::{Driver, Origin},
+    error::check,
+    sys::{self, CuContext, CuDevicePtr, CuPointerAttribute, CuResult},
 };
 
-/// What [`query`] asks for, all in one call; the last only of drivers that know it.
+/// What a query asks for, all in one call; the last only of drivers that know it.
 const ATTRIBUTES: [CuPointerAttribute; 8] = [
     sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
     sys::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
@@ -24,59 +26,296 @@ const ATTRIBUTES: [CuPointerAttribute; 8] = [
     sys::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE,
 ];
 
-pub(crate) fn query(cuda: &Cuda, address: Address) -> Result<Option<Allocation>> {
-    const CALL: &str = "cuPointerGetAttributes";
-    let mut attributes = ATTRIBUTES;
-    // An unknown attribute would fail the whole call with the code that also means "foreign address".
-    let asked = if cuda.pool_handles { ATTRIBUTES.len() } else { ATTRIBUTES.len() - 1 };
-    // Zeroed and as wide as the widest attribute: what the driver writes narrower reads back the same
-    // (little-endian), and what it does not write reads as the null that it documents.
-    const { assert!(cfg!(target_endian = "little")) };
-    let mut values = [0u64; ATTRIBUTES.len()];
-    let mut places = values.each_mut().map(|value| std::ptr::from_mut(value).cast::<c_void>());
-    // SAFETY: the first `asked` entries of both arrays exist, and each place has the 8 bytes that the widest
-    // attribute takes. The address is only looked up, never dereferenced.
-    let code = unsafe {
-        (cuda.functions.pointer_get_attributes)(
-            asked as u32,
-            attributes.as_mut_ptr(),
-            places.as_mut_ptr(),
-            address.0,
-        )
-    };
-    // `cuda.h` on foreign addresses: this call succeeds with null attributes, or answers INVALID_CONTEXT where no
-    // context with unified addressing knows them; the call for one attribute answers INVALID_VALUE.
-    if matches!(code, CuResult::CUDA_ERROR_INVALID_CONTEXT | CuResult::CUDA_ERROR_INVALID_VALUE) {
-        return Ok(None);
-    }
-    check(code, CALL).map_err(|error| error.context("address", address))?;
+/// An allocation as the driver describes it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Found {
+    pub(crate) allocation: Allocation,
+    /// The context that it was allocated in; null for memory of no context.
+    pub(crate) context: CuContext,
+}
 
-    let [memory_type, start, len, ordinal, buffer, managed, context, pool] = values;
-    let kind = match memory_type as u32 {
-        0 => return Ok(None),
-        _ if managed != 0 => AllocationKind::Managed,
-        sys::CU_MEMORYTYPE_HOST => AllocationKind::Host,
-        sys::CU_MEMORYTYPE_DEVICE if pool != 0 => AllocationKind::StreamOrdered,
-        sys::CU_MEMORYTYPE_DEVICE if context == 0 => AllocationKind::Virtual,
-        sys::CU_MEMORYTYPE_DEVICE => AllocationKind::Device,
-        other => return Err(inconsistent(address).context("memory_type", other)),
-    };
-    let range = AddressRange::new(Address(start), len)?;
-    if !range.contains(address) {
-        // Application memory that was page-locked may be known under the device's alias only. The CPU reaches it
-        // as any memory of the system, and so does a NIC.
-        if kind == AllocationKind::Host {
-            tracing::debug!(%address, %range, "page-locked memory without a range of its own: left to the system");
-            return Ok(None);
-        }
-        return Err(inconsistent(address).context("range", range));
+impl Found {
+    /// The device to work on it with: its own, or the first for memory of no device.
+    pub(crate) fn device(&self) -> DeviceId {
+        self.allocation.device.unwrap_or(DeviceId(0))
     }
-    // Host memory belongs to no device, managed memory to several. A negative ordinal is none.
-    let device = match kind {
-        AllocationKind::Host | AllocationKind::Managed => None,
-        _ => u32::try_from(ordinal as i32).ok().map(DeviceId),
-    };
-    Ok(Some(Allocation { iface: IfaceKind::CUDA, range, device, kind, id: AllocationId(buffer) }))
+}
+
+/// What the driver answered about an address.
+enum Answer<const N: usize> {
+    Values([u64; N]),
+    /// No context with unified addressing knows it, or none could be asked.
+    NoContext,
+    /// An attribute that the driver does not know, or the dialect of some for "foreign".
+    Invalid,
+}
+
+impl Driver {
+    /// One call for all attributes. It needs no context and dereferences nothing.
+    fn ask<const N: usize>(
+        &self,
+        address: u64,
+        mut attributes: [CuPointerAttribute; N],
+        asked: u32,
+    ) -> Result<Answer<N>> {
+        // Zeroed and as wide as the widest attribute: what the driver writes narrower reads back the same
+        // (little-endian), and what it does not write reads as the null that it documents.
+        const { assert!(cfg!(target_endian = "little")) };
+        let mut values = [0u64; N];
+        let mut places = values.each_mut().map(|value| std::ptr::from_mut(value).cast::<c_void>());
+        // SAFETY: the first `asked` entries of both arrays exist, and each place has the 8 bytes that the widest
+        // attribute takes. The address is only looked up, never dereferenced.
+        let code = unsafe {
+            (self.functions.pointer_get_attributes)(
+                asked,
+                attributes.as_mut_ptr(),
+                places.as_mut_ptr(),
+                address,
+            )
+        };
+        match code {
+            CuResult::CUDA_ERROR_INVALID_CONTEXT => Ok(Answer::NoContext),
+            CuResult::CUDA_ERROR_INVALID_VALUE => Ok(Answer::Invalid),
+            code => check(code, "cuPointerGetAttributes")
+                .map(|()| Answer::Values(values))
+                .map_err(|error| error.context("address", Address(address))),
+        }
+    }
+
+    /// Asks; where this thread has no context and the driver wants one, asks again within those that exist.
+    ///
+    /// `cuda.h`: INVALID_CONTEXT is the answer for an address that no context with unified addressing knows. A thread
+    /// without a current context gets it from some drivers for any address, device memory included.
+    fn ask_anywhere<const N: usize>(
+        &self,
+        address: u64,
+        attributes: [CuPointerAttribute; N],
+        asked: u32,
+    ) -> Result<Answer<N>> {
+        let first = self.ask(address, attributes, asked)?;
+        if !matches!(first, Answer::NoContext) || self.has_current_context()? {
+            return Ok(first);
+        }
+        for entry in &self.devices {
+            let device = entry.description.id;
+            if !self.primary_is_active(device)? {
+                continue;
+            }
+            let context = self.primary(device)?;
+            let answer = within(&self.functions, context, || self.ask(address, attributes, asked))?;
+            if !matches!(answer, Answer::NoContext) {
+                return Ok(answer);
+            }
+        }
+        Ok(Answer::NoContext)
+    }
+
+    fn has_current_context(&self) -> Result<bool> {
+        let mut current = CuContext::NULL;
+        // SAFETY: `current` is writable.
+        check(unsafe { (self.functions.ctx_get_current)(&mut current) }, "cuCtxGetCurrent")?;
+        Ok(!current.is_null())
+    }
+
+    /// Finds out how many of [`ATTRIBUTES`] the driver knows, by asking about an address that is not its own.
+    ///
+    /// # Errors
+    /// Unsupported for a driver that cannot say which range an address is in.
+    pub(crate) fn learn_attributes(&self) -> Result<()> {
+        let foreign = std::ptr::from_ref(self).addr() as u64;
+        for asked in [ATTRIBUTES.len() as u32, ATTRIBUTES.len() as u32 - 1] {
+            match self.ask(foreign, ATTRIBUTES, asked)? {
+                Answer::Invalid => {}
+                Answer::Values(_) | Answer::NoContext => {
+                    self.attributes.store(asked, Ordering::Release);
+                    return Ok(());
+                }
+            }
+        }
+        Err(Error::new(ErrorKind::Unsupported, "cuPointerGetAttributes")
+            .iface(IfaceKind::CUDA)
+            .context("attribute", "RANGE_START_ADDR")
+            .remedy("the driver must be of CUDA 10.2 or newer to say which range an address is in"))
+    }
+
+    /// The allocation around an address; `None` for memory that CUDA does not know.
+    pub(crate) fn find(&self, address: Address) -> Result<Option<Found>> {
+        let asked = self.attributes.load(Ordering::Acquire);
+        match self.ask_anywhere(address.0, ATTRIBUTES, asked)? {
+            Answer::Values(values) => self.describe(address, values),
+            // The call for several attributes succeeds for foreign addresses, the call for one answers INVALID_VALUE.
+            Answer::NoContext | Answer::Invalid => Ok(None),
+        }
+    }
+
+    fn describe(&self, address: Address, values: [u64; ATTRIBUTES.len()]) -> Result<Option<Found>> {
+        let [memory_type, start, len, ordinal, buffer, managed, context, pool] = values;
+        let context = CuContext(context as usize);
+        let mut kind = match memory_type as u32 {
+            0 => return Ok(None),
+            _ if managed != 0 => AllocationKind::Managed,
+            sys::CU_MEMORYTYPE_HOST => AllocationKind::Host,
+            sys::CU_MEMORYTYPE_DEVICE if pool != 0 => AllocationKind::StreamOrdered,
+            sys::CU_MEMORYTYPE_DEVICE if context.is_null() => AllocationKind::Virtual,
+            sys::CU_MEMORYTYPE_DEVICE => AllocationKind::Device,
+            other => return Err(inconsistent(address).context("memory_type", other)),
+        };
+        let range = AddressRange::new(Address(start), len)?;
+        if !range.contains(address) {
+            // Application memory that was page-locked may be known under the device's alias only. The CPU reaches it
+            // as any memory of the system, and so does a NIC.
+            if kind == AllocationKind::Host {
+                tracing::debug!(%address, %range, "page-locked memory without a range of its own: left to the system");
+                return Ok(None);
+            }
+            return Err(inconsistent(address).context("range", range));
+        }
+        match kind {
+            AllocationKind::Host if self.is_registered(range, context)? => {
+                kind = AllocationKind::HostRegistered;
+            }
+            AllocationKind::Device if self.is_imported(range.start()) => kind = AllocationKind::Imported,
+            _ => {}
+        }
+        // Host memory belongs to no device, managed memory to several. A negative ordinal is none.
+        let device = match kind {
+            AllocationKind::Host | AllocationKind::HostRegistered | AllocationKind::Managed => None,
+            _ => u32::try_from(ordinal as i32).ok().map(DeviceId),
+        };
+        let id = AllocationId(buffer);
+        let allocation = Allocation { iface: IfaceKind::CUDA, range, device, kind, id };
+        Ok(Some(Found { allocation, context }))
+    }
+
+    /// Whether page-locked memory is the application's own: `cuda.h` has `cuMemHostGetFlags` fail for what
+    /// `cuMemHostAlloc` did not allocate.
+    fn is_registered(&self, range: AddressRange, context: CuContext) -> Result<bool> {
+        let book = self.book.lock();
+        if book.registered.contains_key(&range.start().0) {
+            return Ok(true);
+        }
+        if book.owned.contains_key(&range.start().0) {
+            return Ok(false);
+        }
+        drop(book);
+        let asks = || {
+            let mut flags = 0;
+            // SAFETY: `flags` is writable; the address is looked up, not followed.
+            let code =
+                unsafe { (self.functions.mem_host_get_flags)(&mut flags, range.start().0 as *mut c_void) };
+            match code {
+                CuResult::CUDA_ERROR_INVALID_VALUE => Ok(true),
+                code => check(code, "cuMemHostGetFlags")
+                    .map(|()| false)
+                    .map_err(|error| error.context("range", range)),
+            }
+        };
+        if context.is_null() { asks() } else { within(&self.functions, context, asks) }
+    }
+
+    fn is_imported(&self, base: Address) -> bool {
+        self.imported.load(Ordering::Acquire) > 0
+            && matches!(
+                self.book.lock().owned.get(&base.0),
+                Some(owned) if matches!(owned.origin, Origin::Imported { .. })
+            )
+    }
+
+    /// The identity of whatever is at `address` now; `None` if CUDA knows nothing there.
+    pub(crate) fn identity(&self, address: Address) -> Result<Option<AllocationId>> {
+        const IDENTITY: [CuPointerAttribute; 2] =
+            [sys::CU_POINTER_ATTRIBUTE_BUFFER_ID, sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE];
+        match self.ask_anywhere(address.0, IDENTITY, IDENTITY.len() as u32)? {
+            Answer::Values([id, memory_type]) if memory_type != 0 => Ok(Some(AllocationId(id))),
+            _ => Ok(None),
+        }
+    }
+
+    /// The parts of a range that are one mapping each, and whether a NIC can reach them.
+    pub(crate) fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
+        let outside = || {
+            Error::new(ErrorKind::OutOfBounds, "segments")
+                .iface(IfaceKind::CUDA)
+                .context("range", range)
+                .remedy("the range must lie in one live allocation")
+        };
+        let found = self.find(range.start())?.ok_or_else(outside)?;
+        let allocation = found.allocation;
+        if !allocation.range.contains_range(range) {
+            return Err(outside().context("allocation", allocation.range));
+        }
+        if allocation.kind.cpu_accessible() {
+            return Ok(vec![Segment { range, exportable: false }]);
+        }
+        if allocation.kind != AllocationKind::Virtual {
+            let exportable = self.is_rdma_capable(range.start())?;
+            return Ok(vec![Segment { range, exportable }]);
+        }
+        let context = self.context_for(found.context, found.device())?;
+        let mut segments = Vec::new();
+        let mut done = 0;
+        while let Some(rest) = range.slice(done, range.len() - done).filter(|rest| !rest.is_empty()) {
+            let mapping = within(&self.functions, context, || self.mapping_at(rest.start()))?;
+            let offset = rest.start().0.wrapping_sub(mapping.start().0);
+            let len = mapping.len().saturating_sub(offset).min(rest.len());
+            let part = rest.slice(0, len).filter(|part| !part.is_empty());
+            let part = part.ok_or_else(|| inconsistent(rest.start()).context("mapping", mapping))?;
+            segments.push(Segment { range: part, exportable: self.is_rdma_capable(part.start())? });
+            done += len;
+        }
+        Ok(segments)
+    }
+
+    /// The mapping around an address of a reservation. `cuda.h` on RANGE_SIZE: "To retrieve the size of the mapped
+    /// region, see cuMemGetAddressRange".
+    fn mapping_at(&self, address: Address) -> Result<AddressRange> {
+        let (mut base, mut size): (CuDevicePtr, usize) = (0, 0);
+        // SAFETY: both are writable.
+        let code = unsafe { (self.functions.mem_get_address_range)(&mut base, &mut size, address.0) };
+        match code {
+            CuResult::CUDA_ERROR_INVALID_VALUE | CuResult::CUDA_ERROR_NOT_FOUND => {
+                Err(Error::new(ErrorKind::OutOfBounds, "cuMemGetAddressRange_v2")
+                    .iface(IfaceKind::CUDA)
+                    .driver_code(code.name().unwrap_or_default(), code.0.into())
+                    .context("address", address)
+                    .remedy("no memory is mapped there (cuMemMap): map it, or register the mapped parts"))
+            }
+            code => check(code, "cuMemGetAddressRange_v2")
+                .and_then(|()| AddressRange::new(Address(base), size as u64)),
+        }
+    }
+
+    /// Whether GPUDirect RDMA reaches the memory at an address: the driver's own word where it has one, else that of
+    /// the physical memory's properties. Where neither can be asked, trying to export it tells.
+    fn is_rdma_capable(&self, address: Address) -> Result<bool> {
+        const CAPABLE: [CuPointerAttribute; 1] = [sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE];
+        if let Answer::Values([capable]) = self.ask_anywhere(address.0, CAPABLE, 1)? {
+            return Ok(capable != 0);
+        }
+        let functions = &self.functions;
+        let (Some(retain), Some(properties), Some(release)) = (
+            functions.mem_retain_allocation_handle,
+            functions.mem_get_allocation_properties,
+            functions.mem_release,
+        ) else {
+            return Ok(true);
+        };
+        let mut handle = 0;
+        // SAFETY: `handle` is writable; the address is looked up, not followed.
+        let code = unsafe { retain(&mut handle, address.0 as *mut c_void) };
+        if matches!(code, CuResult::CUDA_ERROR_INVALID_VALUE | CuResult::CUDA_ERROR_NOT_SUPPORTED) {
+            // Not VMM memory: it has no handle.
+            return Ok(true);
+        }
+        check(code, "cuMemRetainAllocationHandle")?;
+        let mut of_memory = sys::CuMemAllocationProp::default();
+        // SAFETY: the place is writable, and the handle was retained just now.
+        let asked =
+            check(unsafe { properties(&mut of_memory, handle) }, "cuMemGetAllocationPropertiesFromHandle");
+        // SAFETY: retained once above, released once.
+        check(unsafe { release(handle) }, "cuMemRelease")?;
+        asked.map(|()| of_memory.gpu_direct_rdma_capable != 0)
+    }
 }
 
 fn inconsistent(address: Address) -> Error {
@@ -84,29 +323,4 @@ fn inconsistent(address: Address) -> Error {
         .iface(IfaceKind::CUDA)
         .context("reason", "the driver's attributes do not describe an allocation that holds the address")
         .context("address", address)
-}
-
-pub(crate) fn segments(_cuda: &Cuda, range: AddressRange) -> Result<Vec<Segment>> {
-    Err(lacks("segments", "hmem-iface-cuda does not list physical segments yet").context("range", range))
-}
-
-pub(crate) fn allocate(cuda: &Cuda, request: &AllocRequest) -> Result<Allocation> {
-    cuda.device("allocate", request.device)?;
-    Err(lacks("allocate", "hmem-iface-cuda does not allocate yet")
-        .device(request.device)
-        .context("kind", request.kind.name())
-        .context("length", request.len))
-}
-
-pub(crate) fn free(_cuda: &Cuda, allocation: &Allocation) -> Result<()> {
-    Err(lacks("free", "hmem-iface-cuda does not allocate yet").context("range", allocation.range))
-}
-
-pub(crate) fn host_register(_cuda: &Cuda, range: AddressRange) -> Result<()> {
-    Err(lacks("host_register", "hmem-iface-cuda does not page-lock host memory yet").context("range", range))
-}
-
-pub(crate) fn host_unregister(_cuda: &Cuda, range: AddressRange) -> Result<()> {
-    Err(lacks("host_unregister", "hmem-iface-cuda does not page-lock host memory yet")
-        .context("range", range))
 }

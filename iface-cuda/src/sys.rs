@@ -11,6 +11,9 @@
 //! assert_eq!(CuResult::CUDA_ERROR_NO_DEVICE.name(), Some("CUDA_ERROR_NO_DEVICE"));
 //! ```
 
+mod codes;
+mod layout;
+
 use std::{
     ffi::{c_char, c_int, c_uint, c_void},
     mem,
@@ -21,184 +24,35 @@ use std::{
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-/// `CUresult`: what every call of the driver API returns.
-#[repr(transparent)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CuResult(pub u32);
+pub use self::{codes::CuResult, layout::*};
 
-macro_rules! codes {
-    ($($name:ident = $code:literal,)+) => {
-        impl CuResult {
-            $(
-                #[doc = concat!("`", stringify!($name), "`")]
-                pub const $name: Self = Self($code);
-            )+
-
-            /// The name in `cuda.h`, where it has one.
-            #[must_use]
-            pub const fn name(self) -> Option<&'static str> {
-                match self.0 {
-                    $($code => Some(stringify!($name)),)+
-                    _ => None,
-                }
-            }
-        }
-    };
-}
-
-codes! {
-    CUDA_SUCCESS = 0,
-    CUDA_ERROR_INVALID_VALUE = 1,
-    CUDA_ERROR_OUT_OF_MEMORY = 2,
-    CUDA_ERROR_NOT_INITIALIZED = 3,
-    CUDA_ERROR_DEINITIALIZED = 4,
-    CUDA_ERROR_PROFILER_DISABLED = 5,
-    CUDA_ERROR_PROFILER_NOT_INITIALIZED = 6,
-    CUDA_ERROR_PROFILER_ALREADY_STARTED = 7,
-    CUDA_ERROR_PROFILER_ALREADY_STOPPED = 8,
-    CUDA_ERROR_STUB_LIBRARY = 34,
-    CUDA_ERROR_DEVICE_UNAVAILABLE = 46,
-    CUDA_ERROR_NO_DEVICE = 100,
-    CUDA_ERROR_INVALID_DEVICE = 101,
-    CUDA_ERROR_DEVICE_NOT_LICENSED = 102,
-    CUDA_ERROR_INVALID_IMAGE = 200,
-    CUDA_ERROR_INVALID_CONTEXT = 201,
-    CUDA_ERROR_CONTEXT_ALREADY_CURRENT = 202,
-    CUDA_ERROR_MAP_FAILED = 205,
-    CUDA_ERROR_UNMAP_FAILED = 206,
-    CUDA_ERROR_ARRAY_IS_MAPPED = 207,
-    CUDA_ERROR_ALREADY_MAPPED = 208,
-    CUDA_ERROR_NO_BINARY_FOR_GPU = 209,
-    CUDA_ERROR_ALREADY_ACQUIRED = 210,
-    CUDA_ERROR_NOT_MAPPED = 211,
-    CUDA_ERROR_NOT_MAPPED_AS_ARRAY = 212,
-    CUDA_ERROR_NOT_MAPPED_AS_POINTER = 213,
-    CUDA_ERROR_ECC_UNCORRECTABLE = 214,
-    CUDA_ERROR_UNSUPPORTED_LIMIT = 215,
-    CUDA_ERROR_CONTEXT_ALREADY_IN_USE = 216,
-    CUDA_ERROR_PEER_ACCESS_UNSUPPORTED = 217,
-    CUDA_ERROR_INVALID_PTX = 218,
-    CUDA_ERROR_INVALID_GRAPHICS_CONTEXT = 219,
-    CUDA_ERROR_NVLINK_UNCORRECTABLE = 220,
-    CUDA_ERROR_JIT_COMPILER_NOT_FOUND = 221,
-    CUDA_ERROR_UNSUPPORTED_PTX_VERSION = 222,
-    CUDA_ERROR_JIT_COMPILATION_DISABLED = 223,
-    CUDA_ERROR_UNSUPPORTED_EXEC_AFFINITY = 224,
-    CUDA_ERROR_UNSUPPORTED_DEVSIDE_SYNC = 225,
-    CUDA_ERROR_CONTAINED = 226,
-    CUDA_ERROR_INVALID_SOURCE = 300,
-    CUDA_ERROR_FILE_NOT_FOUND = 301,
-    CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND = 302,
-    CUDA_ERROR_SHARED_OBJECT_INIT_FAILED = 303,
-    CUDA_ERROR_OPERATING_SYSTEM = 304,
-    CUDA_ERROR_INVALID_HANDLE = 400,
-    CUDA_ERROR_ILLEGAL_STATE = 401,
-    CUDA_ERROR_LOSSY_QUERY = 402,
-    CUDA_ERROR_NOT_FOUND = 500,
-    CUDA_ERROR_NOT_READY = 600,
-    CUDA_ERROR_ILLEGAL_ADDRESS = 700,
-    CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES = 701,
-    CUDA_ERROR_LAUNCH_TIMEOUT = 702,
-    CUDA_ERROR_LAUNCH_INCOMPATIBLE_TEXTURING = 703,
-    CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704,
-    CUDA_ERROR_PEER_ACCESS_NOT_ENABLED = 705,
-    CUDA_ERROR_PRIMARY_CONTEXT_ACTIVE = 708,
-    CUDA_ERROR_CONTEXT_IS_DESTROYED = 709,
-    CUDA_ERROR_ASSERT = 710,
-    CUDA_ERROR_TOO_MANY_PEERS = 711,
-    CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712,
-    CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713,
-    CUDA_ERROR_HARDWARE_STACK_ERROR = 714,
-    CUDA_ERROR_ILLEGAL_INSTRUCTION = 715,
-    CUDA_ERROR_MISALIGNED_ADDRESS = 716,
-    CUDA_ERROR_INVALID_ADDRESS_SPACE = 717,
-    CUDA_ERROR_INVALID_PC = 718,
-    CUDA_ERROR_LAUNCH_FAILED = 719,
-    CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE = 720,
-    CUDA_ERROR_TENSOR_MEMORY_LEAK = 721,
-    CUDA_ERROR_NOT_PERMITTED = 800,
-    CUDA_ERROR_NOT_SUPPORTED = 801,
-    CUDA_ERROR_SYSTEM_NOT_READY = 802,
-    CUDA_ERROR_SYSTEM_DRIVER_MISMATCH = 803,
-    CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE = 804,
-    CUDA_ERROR_MPS_CONNECTION_FAILED = 805,
-    CUDA_ERROR_MPS_RPC_FAILURE = 806,
-    CUDA_ERROR_MPS_SERVER_NOT_READY = 807,
-    CUDA_ERROR_MPS_MAX_CLIENTS_REACHED = 808,
-    CUDA_ERROR_MPS_MAX_CONNECTIONS_REACHED = 809,
-    CUDA_ERROR_MPS_CLIENT_TERMINATED = 810,
-    CUDA_ERROR_CDP_NOT_SUPPORTED = 811,
-    CUDA_ERROR_CDP_VERSION_MISMATCH = 812,
-    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
-    CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
-    CUDA_ERROR_STREAM_CAPTURE_MERGE = 902,
-    CUDA_ERROR_STREAM_CAPTURE_UNMATCHED = 903,
-    CUDA_ERROR_STREAM_CAPTURE_UNJOINED = 904,
-    CUDA_ERROR_STREAM_CAPTURE_ISOLATION = 905,
-    CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906,
-    CUDA_ERROR_CAPTURED_EVENT = 907,
-    CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD = 908,
-    CUDA_ERROR_TIMEOUT = 909,
-    CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE = 910,
-    CUDA_ERROR_EXTERNAL_DEVICE = 911,
-    CUDA_ERROR_INVALID_CLUSTER_SIZE = 912,
-    CUDA_ERROR_FUNCTION_NOT_LOADED = 913,
-    CUDA_ERROR_INVALID_RESOURCE_TYPE = 914,
-    CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION = 915,
-    CUDA_ERROR_KEY_ROTATION = 916,
-    CUDA_ERROR_UNKNOWN = 999,
-}
-
-/// `CUdevice`: a device's ordinal as the driver numbers it.
-pub type CuDevice = c_int;
-
-/// `CUpointer_attribute`: what to ask about a pointer.
-pub type CuPointerAttribute = c_uint;
-
-/// `CU_POINTER_ATTRIBUTE_CONTEXT`: the context of the allocation, null for VMM and stream-ordered memory.
-pub const CU_POINTER_ATTRIBUTE_CONTEXT: CuPointerAttribute = 1;
-/// `CU_POINTER_ATTRIBUTE_MEMORY_TYPE`: a `CU_MEMORYTYPE_*` as `unsigned int`, 0 for foreign addresses.
-pub const CU_POINTER_ATTRIBUTE_MEMORY_TYPE: CuPointerAttribute = 2;
-/// `CU_POINTER_ATTRIBUTE_BUFFER_ID`: never given twice in a process, as `unsigned long long`.
-pub const CU_POINTER_ATTRIBUTE_BUFFER_ID: CuPointerAttribute = 7;
-/// `CU_POINTER_ATTRIBUTE_IS_MANAGED`: a boolean.
-pub const CU_POINTER_ATTRIBUTE_IS_MANAGED: CuPointerAttribute = 8;
-/// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`: as `int`; negative for memory of no device.
-pub const CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: CuPointerAttribute = 9;
-/// `CU_POINTER_ATTRIBUTE_RANGE_START_ADDR`: the allocation's (for VMM, the reservation's) first address.
-pub const CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: CuPointerAttribute = 11;
-/// `CU_POINTER_ATTRIBUTE_RANGE_SIZE`: the allocation's (for VMM, the reservation's) bytes, as `size_t`.
-pub const CU_POINTER_ATTRIBUTE_RANGE_SIZE: CuPointerAttribute = 12;
-/// `CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE`: the pool of stream-ordered memory, null for other memory. From CUDA
-/// 11.3 on.
-pub const CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE: CuPointerAttribute = 17;
-
-/// `CU_MEMORYTYPE_HOST`
-pub const CU_MEMORYTYPE_HOST: c_uint = 1;
-/// `CU_MEMORYTYPE_DEVICE`
-pub const CU_MEMORYTYPE_DEVICE: c_uint = 2;
-
-/// The first driver version (`1000 * major + 10 * minor`) with range attributes: CUDA 10.2.
-pub const VERSION_WITH_RANGES: c_int = 10020;
-/// The first driver version with [`CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE`]: CUDA 11.3.
-pub const VERSION_WITH_POOL_HANDLE: c_int = 11030;
-
-const _: () = assert!(size_of::<CuResult>() == 4);
-const _: () = assert!(size_of::<CuDevice>() == 4);
-const _: () = assert!(size_of::<CuPointerAttribute>() == 4);
+/// A function of the driver: its symbol, and the types of its arguments as they are written here.
+pub type Signature = (&'static str, &'static [&'static str]);
 
 macro_rules! functions {
-    ($($(#[doc = $doc:literal])+ $field:ident: $symbol:ident = fn($($argument:ty),*);)+) => {
-        /// The functions of libcuda.so.1 that this crate calls.
+    (
+        required { $($(#[doc = $doc:literal])+ $field:ident: $symbol:ident($($argument:ty),*);)+ }
+        optional { $($(#[doc = $odoc:literal])+ $ofield:ident: $osymbol:ident($($oargument:ty),*);)+ }
+    ) => {
+        /// The functions of libcuda.so.1 that this crate calls. Each returns a [`CuResult`].
         #[derive(Clone, Debug)]
         pub struct Functions {
             library: Arc<str>,
-            $($(#[doc = $doc])+ pub(crate) $field: unsafe extern "C" fn($($argument),*) -> CuResult,)+
+            $($(#[doc = $doc])+ pub $field: unsafe extern "C" fn($($argument),*) -> CuResult,)+
+            $($(#[doc = $odoc])+ pub $ofield: Option<unsafe extern "C" fn($($oargument),*) -> CuResult>,)+
         }
 
         impl Functions {
             /// Every symbol that the library must have.
             pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
+            /// The symbols that newer drivers have; without one of them the operations that need it are
+            /// [`ErrorKind::Unsupported`], naming it.
+            pub const OPTIONAL_SYMBOLS: &[&str] = &[$(stringify!($osymbol)),+];
+            /// All of them with the types of their arguments.
+            pub const SIGNATURES: &[Signature] = &[
+                $((stringify!($symbol), &[$(stringify!($argument)),*]),)+
+                $((stringify!($osymbol), &[$(stringify!($oargument)),*]),)+
+            ];
 
             /// # Safety
             /// As [`Functions::from_lookup`].
@@ -206,11 +60,11 @@ macro_rules! functions {
                 library: &str,
                 mut lookup: impl FnMut(&'static str) -> Option<*const ()>,
             ) -> Result<Self> {
+                let mut lookup = |symbol| lookup(symbol).filter(|address| !address.is_null());
                 Ok(Self {
                     library: library.into(),
                     $($field: {
                         let address = lookup(stringify!($symbol))
-                            .filter(|address| !address.is_null())
                             .ok_or_else(|| lacks_symbol(library, stringify!($symbol)))?;
                         // SAFETY: the caller promises that what it returns under this name is a function with the
                         // signature that the header declares for it, which is the one in this table.
@@ -218,6 +72,12 @@ macro_rules! functions {
                             mem::transmute::<*const (), unsafe extern "C" fn($($argument),*) -> CuResult>(address)
                         }
                     },)+
+                    $($ofield: lookup(stringify!($osymbol)).map(|address| {
+                        // SAFETY: as above.
+                        unsafe {
+                            mem::transmute::<*const (), unsafe extern "C" fn($($oargument),*) -> CuResult>(address)
+                        }
+                    }),)+
                 })
             }
         }
@@ -225,22 +85,120 @@ macro_rules! functions {
 }
 
 functions! {
-    /// `cuInit(flags)`
-    init: cuInit = fn(c_uint);
-    /// `cuDriverGetVersion(version)`
-    driver_get_version: cuDriverGetVersion = fn(*mut c_int);
-    /// `cuDeviceGetCount(count)`
-    device_get_count: cuDeviceGetCount = fn(*mut c_int);
-    /// `cuDeviceGet(device, ordinal)`
-    device_get: cuDeviceGet = fn(*mut CuDevice, c_int);
-    /// `cuDeviceGetName(name, len, device)`
-    device_get_name: cuDeviceGetName = fn(*mut c_char, c_int, CuDevice);
-    /// `cuDeviceTotalMem_v2(bytes, device)`
-    device_total_mem: cuDeviceTotalMem_v2 = fn(*mut usize, CuDevice);
-    /// `cuDeviceGetPCIBusId(id, len, device)`
-    device_get_pci_bus_id: cuDeviceGetPCIBusId = fn(*mut c_char, c_int, CuDevice);
-    /// `cuPointerGetAttributes(count, attributes, data, pointer)`
-    pointer_get_attributes: cuPointerGetAttributes = fn(c_uint, *mut CuPointerAttribute, *mut *mut c_void, u64);
+    required {
+        /// `cuInit(flags)`
+        init: cuInit(c_uint);
+        /// `cuDriverGetVersion(version)`
+        driver_get_version: cuDriverGetVersion(*mut c_int);
+        /// `cuGetErrorName(error, name)`
+        get_error_name: cuGetErrorName(CuResult, *mut *const c_char);
+        /// `cuGetErrorString(error, text)`
+        get_error_string: cuGetErrorString(CuResult, *mut *const c_char);
+        /// `cuDeviceGetCount(count)`
+        device_get_count: cuDeviceGetCount(*mut c_int);
+        /// `cuDeviceGet(device, ordinal)`
+        device_get: cuDeviceGet(*mut CuDevice, c_int);
+        /// `cuDeviceGetName(name, len, device)`
+        device_get_name: cuDeviceGetName(*mut c_char, c_int, CuDevice);
+        /// `cuDeviceTotalMem_v2(bytes, device)`
+        device_total_mem: cuDeviceTotalMem_v2(*mut usize, CuDevice);
+        /// `cuDeviceGetPCIBusId(id, len, device)`
+        device_get_pci_bus_id: cuDeviceGetPCIBusId(*mut c_char, c_int, CuDevice);
+        /// `cuDeviceGetAttribute(value, attribute, device)`
+        device_get_attribute: cuDeviceGetAttribute(*mut c_int, CuDeviceAttribute, CuDevice);
+        /// `cuDevicePrimaryCtxRetain(context, device)`
+        primary_ctx_retain: cuDevicePrimaryCtxRetain(*mut CuContext, CuDevice);
+        /// `cuDevicePrimaryCtxRelease_v2(device)`
+        primary_ctx_release: cuDevicePrimaryCtxRelease_v2(CuDevice);
+        /// `cuDevicePrimaryCtxGetState(device, flags, active)`
+        primary_ctx_get_state: cuDevicePrimaryCtxGetState(CuDevice, *mut c_uint, *mut c_int);
+        /// `cuCtxGetCurrent(context)`
+        ctx_get_current: cuCtxGetCurrent(*mut CuContext);
+        /// `cuCtxPushCurrent_v2(context)`
+        ctx_push_current: cuCtxPushCurrent_v2(CuContext);
+        /// `cuCtxPopCurrent_v2(context)`
+        ctx_pop_current: cuCtxPopCurrent_v2(*mut CuContext);
+        /// `cuPointerGetAttributes(count, attributes, data, pointer)`
+        pointer_get_attributes: cuPointerGetAttributes(c_uint, *mut CuPointerAttribute, *mut *mut c_void, CuDevicePtr);
+        /// `cuPointerSetAttribute(value, attribute, pointer)`
+        pointer_set_attribute: cuPointerSetAttribute(*const c_void, CuPointerAttribute, CuDevicePtr);
+        /// `cuMemGetAddressRange_v2(base, size, pointer)`
+        mem_get_address_range: cuMemGetAddressRange_v2(*mut CuDevicePtr, *mut usize, CuDevicePtr);
+        /// `cuMemAlloc_v2(pointer, size)`
+        mem_alloc: cuMemAlloc_v2(*mut CuDevicePtr, usize);
+        /// `cuMemFree_v2(pointer)`
+        mem_free: cuMemFree_v2(CuDevicePtr);
+        /// `cuMemHostAlloc(pointer, size, flags)`
+        mem_host_alloc: cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
+        /// `cuMemFreeHost(pointer)`
+        mem_free_host: cuMemFreeHost(*mut c_void);
+        /// `cuMemHostGetFlags(flags, pointer)`
+        mem_host_get_flags: cuMemHostGetFlags(*mut c_uint, *mut c_void);
+        /// `cuMemHostRegister_v2(pointer, size, flags)`
+        mem_host_register: cuMemHostRegister_v2(*mut c_void, usize, c_uint);
+        /// `cuMemHostUnregister(pointer)`
+        mem_host_unregister: cuMemHostUnregister(*mut c_void);
+        /// `cuMemAllocManaged(pointer, size, flags)`
+        mem_alloc_managed: cuMemAllocManaged(*mut CuDevicePtr, usize, c_uint);
+        /// `cuMemcpyAsync(to, from, size, stream)`
+        memcpy_async: cuMemcpyAsync(CuDevicePtr, CuDevicePtr, usize, CuStream);
+        /// `cuStreamCreate(stream, flags)`
+        stream_create: cuStreamCreate(*mut CuStream, c_uint);
+        /// `cuStreamSynchronize(stream)`
+        stream_synchronize: cuStreamSynchronize(CuStream);
+        /// `cuStreamDestroy_v2(stream)`
+        stream_destroy: cuStreamDestroy_v2(CuStream);
+        /// `cuEventCreate(event, flags)`
+        event_create: cuEventCreate(*mut CuEvent, c_uint);
+        /// `cuEventRecord(event, stream)`
+        event_record: cuEventRecord(CuEvent, CuStream);
+        /// `cuEventQuery(event)`
+        event_query: cuEventQuery(CuEvent);
+        /// `cuEventSynchronize(event)`
+        event_synchronize: cuEventSynchronize(CuEvent);
+        /// `cuEventDestroy_v2(event)`
+        event_destroy: cuEventDestroy_v2(CuEvent);
+        /// `cuIpcGetMemHandle(handle, pointer)`
+        ipc_get_mem_handle: cuIpcGetMemHandle(*mut CuIpcMemHandle, CuDevicePtr);
+        /// `cuIpcOpenMemHandle_v2(pointer, handle, flags)`
+        ipc_open_mem_handle: cuIpcOpenMemHandle_v2(*mut CuDevicePtr, CuIpcMemHandle, c_uint);
+        /// `cuIpcCloseMemHandle(pointer)`
+        ipc_close_mem_handle: cuIpcCloseMemHandle(CuDevicePtr);
+    }
+    optional {
+        /// `cuMemGetHandleForAddressRange(handle, pointer, size, type, flags)`
+        mem_get_handle_for_address_range: cuMemGetHandleForAddressRange(*mut c_void, CuDevicePtr, usize, c_uint, u64);
+        /// `cuFlushGPUDirectRDMAWrites(target, scope)`
+        flush_gpu_direct_rdma_writes: cuFlushGPUDirectRDMAWrites(c_uint, c_uint);
+        /// `cuCtxGetFlags(flags)`
+        ctx_get_flags: cuCtxGetFlags(*mut c_uint);
+        /// `cuCtxSetFlags(flags)`
+        ctx_set_flags: cuCtxSetFlags(c_uint);
+        /// `cuMemAllocAsync(pointer, size, stream)`
+        mem_alloc_async: cuMemAllocAsync(*mut CuDevicePtr, usize, CuStream);
+        /// `cuMemFreeAsync(pointer, stream)`
+        mem_free_async: cuMemFreeAsync(CuDevicePtr, CuStream);
+        /// `cuMemGetAllocationGranularity(granularity, properties, option)`
+        mem_get_allocation_granularity: cuMemGetAllocationGranularity(*mut usize, *const CuMemAllocationProp, c_uint);
+        /// `cuMemAddressReserve(pointer, size, alignment, wanted, flags)`
+        mem_address_reserve: cuMemAddressReserve(*mut CuDevicePtr, usize, usize, CuDevicePtr, u64);
+        /// `cuMemAddressFree(pointer, size)`
+        mem_address_free: cuMemAddressFree(CuDevicePtr, usize);
+        /// `cuMemCreate(handle, size, properties, flags)`
+        mem_create: cuMemCreate(*mut CuMemHandle, usize, *const CuMemAllocationProp, u64);
+        /// `cuMemRelease(handle)`
+        mem_release: cuMemRelease(CuMemHandle);
+        /// `cuMemMap(pointer, size, offset, handle, flags)`
+        mem_map: cuMemMap(CuDevicePtr, usize, usize, CuMemHandle, u64);
+        /// `cuMemUnmap(pointer, size)`
+        mem_unmap: cuMemUnmap(CuDevicePtr, usize);
+        /// `cuMemSetAccess(pointer, size, who, count)`
+        mem_set_access: cuMemSetAccess(CuDevicePtr, usize, *const CuMemAccessDesc, usize);
+        /// `cuMemRetainAllocationHandle(handle, address)`
+        mem_retain_allocation_handle: cuMemRetainAllocationHandle(*mut CuMemHandle, *mut c_void);
+        /// `cuMemGetAllocationPropertiesFromHandle(properties, handle)`
+        mem_get_allocation_properties: cuMemGetAllocationPropertiesFromHandle(*mut CuMemAllocationProp, CuMemHandle);
+    }
 }
 
 impl Functions {
@@ -297,7 +255,7 @@ fn not_loaded(library: &str, reason: libloading::Error) -> Error {
     let error = Error::new(ErrorKind::Unavailable, "load library")
         .iface(IfaceKind::CUDA)
         .context("library", library)
-        .remedy("install NVIDIA's driver, or name its library with Cuda::builder().library(path)");
+        .remedy("install NVIDIA's driver, or name its library with Cuda::builder().library(path) or HMEM_CUDA_LIBRARY");
     match reason {
         libloading::Error::DlOpen { source } => error.caused_by(source),
         other => error.caused_by(other),
@@ -309,5 +267,5 @@ fn lacks_symbol(library: &str, symbol: &'static str) -> Error {
         .iface(IfaceKind::CUDA)
         .context("library", library)
         .context("symbol", symbol)
-        .remedy("the library has no such symbol: it is not NVIDIA's driver library, or older than CUDA 10.2")
+        .remedy("the library has no such symbol: it is not NVIDIA's driver library, or older than CUDA 11.0")
 }

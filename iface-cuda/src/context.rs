@@ -1,0 +1,202 @@
+//! Contexts: retained when first needed, current only while a call runs, given back at the end.
+//!
+//! A device's primary context is the one that the CUDA runtime and every well-behaved library use. It exists once in
+//! a process, made by whoever retains it first, which is why this is the crate's one piece of process-wide state. Memory
+//! of a context that the application made itself is worked on in that context, which is never kept.
+
+use hmem_core::{DeviceId, Error, Result};
+
+use crate::{
+    device::{self, DeviceEntry},
+    driver::Driver,
+    error::check,
+    sys::{self, CuContext, CuEvent, CuStream, Functions},
+};
+
+/// A retained primary context, with what was made in it.
+#[derive(Debug)]
+pub(crate) struct Primary {
+    pub(crate) context: CuContext,
+    /// For copies and stream-ordered memory; null until the first.
+    stream: CuStream,
+    /// Events that are not in use.
+    events: Vec<CuEvent>,
+}
+
+/// Runs `run` with `context` current on this thread, and puts the thread's own context back.
+///
+/// # Errors
+/// What `run` or the driver refused.
+pub(crate) fn within<T>(
+    functions: &Functions,
+    context: CuContext,
+    run: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    within_or_undo(functions, context, run, |_| Ok(()))
+}
+
+/// [`within`] for what leaves something behind: `undo` takes it back where the thread's own context cannot be put back
+/// and the caller gets an error.
+pub(crate) fn within_or_undo<T>(
+    functions: &Functions,
+    context: CuContext,
+    run: impl FnOnce() -> Result<T>,
+    undo: impl FnOnce(T) -> Result<()>,
+) -> Result<T> {
+    // SAFETY: the context is a retained primary one, or one that the driver named as the memory's own just now.
+    check(unsafe { (functions.ctx_push_current)(context) }, "cuCtxPushCurrent_v2")?;
+    let result = run();
+    let Err(stuck) = pop(functions) else { return result };
+    let result = result.and_then(|value| undo(value).and(Err(stuck)));
+    // Nobody wants to go on with a foreign context current: once more.
+    if let Err(error) = pop(functions) {
+        tracing::error!(%error, "the calling thread keeps a CUDA context that is not its own");
+    }
+    result
+}
+
+fn pop(functions: &Functions) -> Result<()> {
+    let mut popped = CuContext::NULL;
+    // SAFETY: `popped` is writable.
+    check(unsafe { (functions.ctx_pop_current)(&mut popped) }, "cuCtxPopCurrent_v2")
+}
+
+impl Driver {
+    /// The primary context of a device, retained from the first call on.
+    pub(crate) fn primary(&self, device: DeviceId) -> Result<CuContext> {
+        let entry = device::get(&self.devices, "cuDevicePrimaryCtxRetain", device)?;
+        let mut primary = entry.primary.lock();
+        if let Some(primary) = &*primary {
+            return Ok(primary.context);
+        }
+        let mut context = CuContext::NULL;
+        // SAFETY: `context` is writable, and the device is one that the driver listed.
+        let code = unsafe { (self.functions.primary_ctx_retain)(&mut context, entry.handle) };
+        check(code, "cuDevicePrimaryCtxRetain").map_err(|error| error.device(device))?;
+        *primary = Some(Primary { context, stream: CuStream::NULL, events: Vec::new() });
+        Ok(context)
+    }
+
+    /// Whether somebody in this process uses the device's primary context. Creates none.
+    pub(crate) fn primary_is_active(&self, device: DeviceId) -> Result<bool> {
+        let entry = device::get(&self.devices, "cuDevicePrimaryCtxGetState", device)?;
+        if entry.primary.lock().is_some() {
+            return Ok(true);
+        }
+        let (mut flags, mut active) = (0, 0);
+        // SAFETY: both are writable.
+        let code = unsafe { (self.functions.primary_ctx_get_state)(entry.handle, &mut flags, &mut active) };
+        check(code, "cuDevicePrimaryCtxGetState")?;
+        Ok(active != 0)
+    }
+
+    /// The context to work on memory in: its own where it has one, else the device's primary one.
+    pub(crate) fn context_for(&self, own: CuContext, device: DeviceId) -> Result<CuContext> {
+        if own.is_null() { self.primary(device) } else { Ok(own) }
+    }
+
+    /// The private stream of a device, which exists from the first call on. The primary context is current.
+    pub(crate) fn stream(&self, device: DeviceId) -> Result<CuStream> {
+        let entry = device::get(&self.devices, "cuStreamCreate", device)?;
+        let mut slot = entry.primary.lock();
+        let Some(primary) = &mut *slot else { return Err(not_retained()) };
+        if primary.stream.is_null() {
+            primary.stream = new_stream(&self.functions)?;
+        }
+        Ok(primary.stream)
+    }
+
+    /// An event of a device's primary context, which is current.
+    pub(crate) fn take_event(&self, device: DeviceId) -> Result<CuEvent> {
+        let entry = device::get(&self.devices, "cuEventCreate", device)?;
+        let spare = entry.primary.lock().as_mut().ok_or_else(not_retained)?.events.pop();
+        match spare {
+            Some(event) => Ok(event),
+            None => new_event(&self.functions),
+        }
+    }
+
+    /// Keeps an event for the next copy.
+    pub(crate) fn give_event(&self, device: DeviceId, event: CuEvent) -> Result<()> {
+        let entry = device::get(&self.devices, "cuEventDestroy_v2", device)?;
+        let mut slot = entry.primary.lock();
+        match &mut *slot {
+            Some(primary) => {
+                primary.events.push(event);
+                Ok(())
+            }
+            None => Err(not_retained()),
+        }
+    }
+
+    /// Gives every retained context back, with what was made in it.
+    ///
+    /// # Errors
+    /// The first refusal; what was not given back is kept, and can be tried again.
+    pub(crate) fn release_contexts(&self) -> Result<()> {
+        for entry in &self.devices {
+            let mut slot = entry.primary.lock();
+            let Some(primary) = &mut *slot else { continue };
+            within(&self.functions, primary.context, || {
+                while let Some(event) = primary.events.last() {
+                    // SAFETY: the event is ours, and no copy waits for it: it was given back.
+                    check(unsafe { (self.functions.event_destroy)(*event) }, "cuEventDestroy_v2")?;
+                    primary.events.pop();
+                }
+                if !primary.stream.is_null() {
+                    // SAFETY: the stream is ours; copies that still run on it end before it goes.
+                    check(unsafe { (self.functions.stream_destroy)(primary.stream) }, "cuStreamDestroy_v2")?;
+                    primary.stream = CuStream::NULL;
+                }
+                Ok(())
+            })
+            .and_then(|()| self.release_primary(entry))
+            .map_err(|error| error.device(entry.description.id))?;
+            *slot = None;
+        }
+        Ok(())
+    }
+
+    /// Drops the reference that [`Driver::primary`] took; the caller forgets it.
+    fn release_primary(&self, entry: &DeviceEntry) -> Result<()> {
+        // SAFETY: retained once by `primary`; the caller empties the slot.
+        check(unsafe { (self.functions.primary_ctx_release)(entry.handle) }, "cuDevicePrimaryCtxRelease_v2")
+    }
+
+    /// The same at the end, when nobody can try again: a stream of a context that was reset, for one, cannot be
+    /// destroyed, and the reference to the context is dropped all the same.
+    pub(crate) fn abandon_contexts(&self) {
+        let Err(error) = self.release_contexts() else { return };
+        tracing::error!(%error, "a CUDA object could not be given back");
+        for entry in &self.devices {
+            if entry.primary.lock().take().is_some()
+                && let Err(error) = self.release_primary(entry)
+            {
+                tracing::error!(%error, "a CUDA context could not be given back");
+            }
+        }
+    }
+}
+
+/// A stream of the current context that waits for no other.
+pub(crate) fn new_stream(functions: &Functions) -> Result<CuStream> {
+    let mut stream = CuStream::NULL;
+    // SAFETY: `stream` is writable.
+    check(unsafe { (functions.stream_create)(&mut stream, sys::CU_STREAM_NON_BLOCKING) }, "cuStreamCreate")?;
+    Ok(stream)
+}
+
+/// An event of the current context.
+pub(crate) fn new_event(functions: &Functions) -> Result<CuEvent> {
+    let mut event = CuEvent::NULL;
+    let flags = sys::CU_EVENT_DISABLE_TIMING;
+    // SAFETY: `event` is writable.
+    check(unsafe { (functions.event_create)(&mut event, flags) }, "cuEventCreate")?;
+    Ok(event)
+}
+
+fn not_retained() -> Error {
+    Error::new(hmem_core::ErrorKind::BadState, "context")
+        .iface(hmem_core::IfaceKind::CUDA)
+        .remedy("the iface gave its contexts back already")
+}

@@ -1,0 +1,127 @@
+//! The devices: what each is called, what it can do, and its primary context.
+//!
+//! What a device can do is what its attributes say. A driver that does not know an attribute answers INVALID_VALUE, and
+//! the device does not have what the attribute is about.
+
+use std::ffi::{CStr, c_char, c_int};
+
+use hmem_core::{DeviceId, Error, ErrorKind, IfaceKind, Result, iface};
+use parking_lot::Mutex;
+
+use crate::{
+    context::Primary,
+    error::check,
+    sys::{self, CuDevice, CuDeviceAttribute, CuResult, Functions},
+};
+
+/// What a device's attributes say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Abilities {
+    pub(crate) managed: bool,
+    pub(crate) vmm: bool,
+    /// `cuMemCreate` takes the GPUDirect RDMA flag.
+    pub(crate) rdma_with_vmm: bool,
+    pub(crate) pools: bool,
+    /// Kernel clients can pin its memory.
+    pub(crate) peer_memory: bool,
+    pub(crate) dma_buf: bool,
+    /// It sees inbound writes in order without a flush.
+    pub(crate) orders_writes: bool,
+    /// `cuFlushGPUDirectRDMAWrites` works on it.
+    pub(crate) flushes: bool,
+}
+
+/// One device.
+#[derive(Debug)]
+pub(crate) struct DeviceEntry {
+    pub(crate) handle: CuDevice,
+    pub(crate) description: iface::Device,
+    pub(crate) abilities: Abilities,
+    pub(crate) primary: Mutex<Option<Primary>>,
+}
+
+/// The devices in the order of their ordinals.
+pub(crate) fn list(functions: &Functions) -> Result<Vec<DeviceEntry>> {
+    let mut count: c_int = 0;
+    // SAFETY: `count` is writable.
+    check(unsafe { (functions.device_get_count)(&mut count) }, "cuDeviceGetCount")?;
+    (0..count.max(0).unsigned_abs())
+        .map(|ordinal| describe(functions, ordinal).map_err(|error| error.device(DeviceId(ordinal))))
+        .collect()
+}
+
+/// The device of a number.
+pub(crate) fn get<'a>(
+    devices: &'a [DeviceEntry],
+    operation: &'static str,
+    device: DeviceId,
+) -> Result<&'a DeviceEntry> {
+    devices.get(device.0 as usize).ok_or_else(|| {
+        Error::new(ErrorKind::InvalidArgument, operation)
+            .iface(IfaceKind::CUDA)
+            .device(device)
+            .context("devices", devices.len())
+            .remedy("devices count from 0")
+    })
+}
+
+fn describe(functions: &Functions, ordinal: u32) -> Result<DeviceEntry> {
+    let mut handle: CuDevice = 0;
+    // SAFETY: `handle` is writable.
+    check(unsafe { (functions.device_get)(&mut handle, ordinal.cast_signed()) }, "cuDeviceGet")?;
+    let name = text(|buffer, len| {
+        // SAFETY: the buffer has `len` writable bytes.
+        check(unsafe { (functions.device_get_name)(buffer, len, handle) }, "cuDeviceGetName")
+    })?;
+    let mut memory = 0usize;
+    // SAFETY: `memory` is writable.
+    check(unsafe { (functions.device_total_mem)(&mut memory, handle) }, "cuDeviceTotalMem_v2")?;
+    let pci_bus_id = text(|buffer, len| {
+        // SAFETY: the buffer has `len` writable bytes.
+        check(unsafe { (functions.device_get_pci_bus_id)(buffer, len, handle) }, "cuDeviceGetPCIBusId")
+    })?;
+    let description = iface::Device {
+        id: DeviceId(ordinal),
+        name,
+        pci_bus_id: Some(pci_bus_id.to_ascii_lowercase()),
+        memory: memory as u64,
+    };
+    let abilities = abilities(functions, handle)?;
+    Ok(DeviceEntry { handle, description, abilities, primary: Mutex::new(None) })
+}
+
+/// The text that a driver call writes, up to its NUL.
+fn text(write: impl FnOnce(*mut c_char, c_int) -> Result<()>) -> Result<String> {
+    let mut buffer = [0u8; 256];
+    write(buffer.as_mut_ptr().cast(), 255)?;
+    Ok(CStr::from_bytes_until_nul(&buffer).unwrap_or_default().to_string_lossy().into_owned())
+}
+
+fn abilities(functions: &Functions, device: CuDevice) -> Result<Abilities> {
+    let value = |attribute| attribute_of(functions, device, attribute);
+    let has = |attribute| Ok::<_, Error>(value(attribute)? != 0);
+    let flushes = value(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)?;
+    let ordering = value(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)?;
+    Ok(Abilities {
+        managed: has(sys::CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY)?,
+        vmm: has(sys::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)?,
+        rdma_with_vmm: has(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)?,
+        pools: has(sys::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)?,
+        peer_memory: has(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)?,
+        dma_buf: has(sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED)?,
+        orders_writes: ordering >= sys::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER.cast_signed(),
+        flushes: flushes.unsigned_abs() & sys::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST != 0,
+    })
+}
+
+/// An attribute's value; 0 for one that this driver does not know.
+fn attribute_of(functions: &Functions, device: CuDevice, attribute: CuDeviceAttribute) -> Result<c_int> {
+    let mut value: c_int = 0;
+    // SAFETY: `value` is writable.
+    match unsafe { (functions.device_get_attribute)(&mut value, attribute, device) } {
+        CuResult::CUDA_ERROR_INVALID_VALUE => Ok(0),
+        code => check(code, "cuDeviceGetAttribute")
+            .map(|()| value)
+            .map_err(|error| error.context("attribute", attribute)),
+    }
+}

@@ -1,0 +1,109 @@
+//! The driver as one opened iface sees it: functions, devices, and what was taken from it.
+
+use std::{
+    collections::HashMap,
+    sync::atomic::{AtomicU32, AtomicUsize},
+};
+
+use hmem_core::{Allocation, AllocationId, DeviceId, Error, ErrorKind, IfaceKind, Result};
+use parking_lot::Mutex;
+
+use crate::{
+    device::{self, Abilities, DeviceEntry},
+    monitor::Subscriptions,
+    sys::{CuMemHandle, Functions},
+};
+
+/// Shared by the iface, its copies under way and its monitors.
+#[derive(Debug)]
+pub(crate) struct Driver {
+    pub(crate) functions: Functions,
+    pub(crate) devices: Vec<DeviceEntry>,
+    /// How many of the pointer attributes the driver knows; 0 until it has shown it.
+    pub(crate) attributes: AtomicU32,
+    pub(crate) book: Mutex<Book>,
+    /// How many allocations of other processes are open: spares most queries the book's lock.
+    pub(crate) imported: AtomicUsize,
+    pub(crate) subscriptions: Subscriptions,
+}
+
+/// What was taken from the driver and has to be given back.
+#[derive(Debug, Default)]
+pub(crate) struct Book {
+    /// By first address.
+    pub(crate) owned: HashMap<u64, Owned>,
+    /// Host ranges that were page-locked: first address to bytes.
+    pub(crate) registered: HashMap<u64, u64>,
+}
+
+/// One allocation to give back.
+#[derive(Clone, Debug)]
+pub(crate) struct Owned {
+    pub(crate) id: AllocationId,
+    pub(crate) device: DeviceId,
+    pub(crate) origin: Origin,
+}
+
+/// How it came, and so how it goes.
+#[derive(Clone, Debug)]
+pub(crate) enum Origin {
+    /// `cuMemAlloc`, `cuMemAllocManaged`.
+    Memory,
+    /// `cuMemHostAlloc`.
+    Host,
+    /// `cuMemAllocAsync`.
+    Pool,
+    /// `cuMemAddressReserve` of so many bytes, `cuMemCreate`, `cuMemMap`.
+    Virtual { reserved: usize, handle: CuMemHandle },
+    /// `cuIpcOpenMemHandle`, so often.
+    Imported { opened: u64 },
+}
+
+impl Driver {
+    pub(crate) fn new(functions: Functions, devices: Vec<DeviceEntry>) -> Self {
+        Self {
+            functions,
+            devices,
+            attributes: AtomicU32::new(0),
+            book: Mutex::default(),
+            imported: AtomicUsize::new(0),
+            subscriptions: Subscriptions::default(),
+        }
+    }
+
+    pub(crate) fn abilities(&self, operation: &'static str, device: DeviceId) -> Result<Abilities> {
+        Ok(device::get(&self.devices, operation, device)?.abilities)
+    }
+
+    /// What the iface took from the driver and still has.
+    pub(crate) fn in_use(&self) -> usize {
+        let book = self.book.lock();
+        book.owned.len() + book.registered.len()
+    }
+
+    /// The book's entry of a live allocation.
+    pub(crate) fn owned(&self, operation: &'static str, allocation: &Allocation) -> Result<Owned> {
+        let owned = self.book.lock().owned.get(&allocation.base().0).cloned();
+        owned.filter(|owned| owned.id == allocation.id).ok_or_else(|| not_live(operation, allocation))
+    }
+}
+
+pub(crate) fn not_live(operation: &'static str, allocation: &Allocation) -> Error {
+    Error::new(ErrorKind::InvalidArgument, operation)
+        .iface(IfaceKind::CUDA)
+        .context("allocation", allocation.range)
+        .context("identity", allocation.id.0)
+        .remedy(
+            "not a live allocation of this iface: freed already, or allocated by somebody else, who frees it",
+        )
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        let left = self.in_use();
+        if left > 0 {
+            tracing::warn!(left, "CUDA memory was not freed before its iface was dropped");
+        }
+        self.abandon_contexts();
+    }
+}

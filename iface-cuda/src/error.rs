@@ -1,0 +1,131 @@
+//! The driver's codes as errors: the one place where they get a kind and a remedy.
+
+use hmem_core::{Error, ErrorKind, IfaceKind, Result};
+
+use crate::sys::CuResult;
+
+/// A driver that does not start or has no device.
+pub(crate) fn unavailable(operation: &'static str, library: &str) -> Error {
+    Error::new(ErrorKind::Unavailable, operation).iface(IfaceKind::CUDA).context("library", library)
+}
+
+/// An operation that the driver, the device or this crate does not have.
+pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
+    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::CUDA).context("reason", reason)
+}
+
+/// An optional symbol that the loaded library does not have.
+pub(crate) fn lacks_symbol(operation: &'static str, symbol: &'static str) -> Error {
+    lacks(operation, "the loaded driver is older than a call that this needs")
+        .context("symbol", symbol)
+        .remedy("update the NVIDIA driver")
+}
+
+/// Success, or the code as an error.
+pub(crate) fn check(code: CuResult, operation: &'static str) -> Result<()> {
+    if code.is_success() { Ok(()) } else { Err(refused(code, operation)) }
+}
+
+#[cold]
+pub(crate) fn refused(code: CuResult, operation: &'static str) -> Error {
+    let error = Error::new(kind(code), operation)
+        .iface(IfaceKind::CUDA)
+        .driver_code(code.name().unwrap_or_default(), code.0.into());
+    match remedy(code) {
+        Some(remedy) => error.remedy(remedy),
+        None => error,
+    }
+}
+
+fn kind(code: CuResult) -> ErrorKind {
+    match code {
+        // A lost device stays lost: it is no longer there for this process.
+        sticky if sticky.is_sticky() => ErrorKind::Unavailable,
+        CuResult::CUDA_ERROR_INVALID_VALUE
+        | CuResult::CUDA_ERROR_INVALID_DEVICE
+        | CuResult::CUDA_ERROR_INVALID_HANDLE
+        | CuResult::CUDA_ERROR_NOT_FOUND
+        | CuResult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED => ErrorKind::InvalidArgument,
+        CuResult::CUDA_ERROR_OUT_OF_MEMORY
+        | CuResult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
+        | CuResult::CUDA_ERROR_MAP_FAILED
+        | CuResult::CUDA_ERROR_TOO_MANY_PEERS => ErrorKind::OutOfResources,
+        CuResult::CUDA_ERROR_NOT_INITIALIZED
+        | CuResult::CUDA_ERROR_DEINITIALIZED
+        | CuResult::CUDA_ERROR_STUB_LIBRARY
+        | CuResult::CUDA_ERROR_DEVICE_UNAVAILABLE
+        | CuResult::CUDA_ERROR_NO_DEVICE
+        | CuResult::CUDA_ERROR_DEVICE_NOT_LICENSED
+        | CuResult::CUDA_ERROR_SYSTEM_NOT_READY
+        | CuResult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH => ErrorKind::Unavailable,
+        CuResult::CUDA_ERROR_INVALID_CONTEXT
+        | CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED
+        | CuResult::CUDA_ERROR_ILLEGAL_STATE => ErrorKind::BadState,
+        CuResult::CUDA_ERROR_NOT_READY => ErrorKind::Again,
+        CuResult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED => ErrorKind::Busy,
+        CuResult::CUDA_ERROR_NOT_PERMITTED => ErrorKind::PermissionDenied,
+        CuResult::CUDA_ERROR_NOT_SUPPORTED
+        | CuResult::CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER
+        | CuResult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED
+        | CuResult::CUDA_ERROR_UNSUPPORTED_LIMIT
+        | CuResult::CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE
+        | CuResult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED => ErrorKind::Unsupported,
+        _ => ErrorKind::Driver,
+    }
+}
+
+fn remedy(code: CuResult) -> Option<&'static str> {
+    Some(match code {
+        sticky if sticky.is_sticky() => {
+            "the device is lost for this process, and every further call fails alike: end the process and start it \
+             again; see `dmesg` for the Xid"
+        }
+        CuResult::CUDA_ERROR_OUT_OF_MEMORY => "free device memory, or ask for less: see `nvidia-smi`",
+        CuResult::CUDA_ERROR_NO_DEVICE => {
+            "no NVIDIA device is visible: see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES"
+        }
+        CuResult::CUDA_ERROR_STUB_LIBRARY => {
+            "this is the toolkit's stub: take its folder out of LD_LIBRARY_PATH, so that the driver's own library is \
+             found"
+        }
+        CuResult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH => {
+            "the library and the kernel module are of different versions: reload the module or restart"
+        }
+        CuResult::CUDA_ERROR_INVALID_CONTEXT => {
+            "the memory's CUDA context is not usable: it was destroyed, or the address belongs to no context"
+        }
+        CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED => {
+            "the device's primary context was reset (cudaDeviceReset): open the iface anew"
+        }
+        CuResult::CUDA_ERROR_DEINITIALIZED => "the process is ending: close the iface before `main` returns",
+        CuResult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED => {
+            "a part of the range is page-locked already: unregister it first"
+        }
+        CuResult::CUDA_ERROR_INVALID_VALUE => {
+            "the driver does not know the address: it was freed, or belongs to another process"
+        }
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lost_devices_are_unavailable_and_say_what_helps() {
+        let error = check(CuResult::CUDA_ERROR_ILLEGAL_ADDRESS, "cuStreamSynchronize").unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+        assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("end the process")));
+    }
+
+    #[test]
+    fn every_code_but_success_is_an_error_with_its_own_name() {
+        for code in CuResult::ALL {
+            match check(*code, "cuInit") {
+                Ok(()) => assert!(code.is_success()),
+                Err(error) => assert_eq!(error.driver().unwrap().name, code.name().unwrap()),
+            }
+        }
+    }
+}

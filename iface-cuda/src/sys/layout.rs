@@ -1,0 +1,196 @@
+//! Types, layouts and constants of `cuda.h`, laid out by hand; `tests/layout.rs` compares them with the header.
+
+use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ushort};
+
+/// `CUdevice`: a device's handle as the driver gives it for an ordinal.
+pub type CuDevice = c_int;
+/// `CUdeviceptr`: an address in the unified address space.
+pub type CuDevicePtr = u64;
+/// `CUpointer_attribute`: what to ask about a pointer.
+pub type CuPointerAttribute = c_uint;
+/// `CUdevice_attribute`: what to ask about a device.
+pub type CuDeviceAttribute = c_uint;
+/// `CUmemGenericAllocationHandle`: physical memory of `cuMemCreate`.
+pub type CuMemHandle = u64;
+
+macro_rules! handles {
+    ($($(#[doc = $doc:literal])+ $name:ident,)+) => {$(
+        $(#[doc = $doc])+
+        #[repr(transparent)]
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+        pub struct $name(pub usize);
+
+        impl $name {
+            /// The null handle.
+            pub const NULL: Self = Self(0);
+
+            /// Whether it is the null handle.
+            #[must_use]
+            pub const fn is_null(self) -> bool {
+                self.0 == 0
+            }
+        }
+    )+};
+}
+
+// Opaque pointers of the driver, which nobody follows: kept as numbers, so that they may change threads.
+handles! {
+    /// `CUcontext`: an opaque pointer.
+    CuContext,
+    /// `CUstream`: an opaque pointer.
+    CuStream,
+    /// `CUevent`: an opaque pointer.
+    CuEvent,
+}
+
+/// `CUmemLocation`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CuMemLocation {
+    /// A `CU_MEM_LOCATION_TYPE_*`.
+    pub kind: c_uint,
+    /// The device's ordinal.
+    pub id: c_int,
+}
+
+/// `CUmemAllocationProp`: what physical memory to create.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CuMemAllocationProp {
+    /// A `CU_MEM_ALLOCATION_TYPE_*`.
+    pub kind: c_uint,
+    /// `CU_MEM_HANDLE_TYPE_*` bits.
+    pub requested_handle_types: c_uint,
+    /// Where.
+    pub location: CuMemLocation,
+    /// Null on Linux.
+    pub win32_handle_meta_data: usize,
+    /// A `CU_MEM_ALLOCATION_COMP_*`.
+    pub compression_type: c_uchar,
+    /// 1 for memory that GPUDirect RDMA reaches.
+    pub gpu_direct_rdma_capable: c_uchar,
+    /// `CU_MEM_CREATE_USAGE_*` bits.
+    pub usage: c_ushort,
+    /// Zero.
+    pub reserved: [c_uchar; 4],
+}
+
+/// `CUmemAccessDesc`: who may access a mapping.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CuMemAccessDesc {
+    /// From where.
+    pub location: CuMemLocation,
+    /// A `CU_MEM_ACCESS_FLAGS_*`.
+    pub flags: c_uint,
+}
+
+/// `CU_IPC_HANDLE_SIZE`: bytes of a [`CuIpcMemHandle`].
+pub const CU_IPC_HANDLE_SIZE: usize = 64;
+
+/// `CUipcMemHandle`: an allocation for another process.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CuIpcMemHandle {
+    /// Opaque.
+    pub reserved: [c_char; CU_IPC_HANDLE_SIZE],
+}
+
+macro_rules! constants {
+    ($($(#[doc = $doc:literal])+ $name:ident: $type:ty = $value:literal;)+) => {
+        $($(#[doc = $doc])+ pub const $name: $type = $value;)+
+
+        /// Every constant of this module with its name in `cuda.h` and its value.
+        pub const CONSTANTS: &[(&str, u64)] = &[$((stringify!($name), $name as u64)),+];
+    };
+}
+
+constants! {
+    /// The context of the allocation, null for VMM and stream-ordered memory.
+    CU_POINTER_ATTRIBUTE_CONTEXT: CuPointerAttribute = 1;
+    /// A `CU_MEMORYTYPE_*` as `unsigned int`, 0 for foreign addresses.
+    CU_POINTER_ATTRIBUTE_MEMORY_TYPE: CuPointerAttribute = 2;
+    /// Whether synchronous operations on the memory always synchronise, as `unsigned int`.
+    CU_POINTER_ATTRIBUTE_SYNC_MEMOPS: CuPointerAttribute = 6;
+    /// Never given twice in a process, as `unsigned long long`.
+    CU_POINTER_ATTRIBUTE_BUFFER_ID: CuPointerAttribute = 7;
+    /// A boolean.
+    CU_POINTER_ATTRIBUTE_IS_MANAGED: CuPointerAttribute = 8;
+    /// As `int`; negative for memory of no device.
+    CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: CuPointerAttribute = 9;
+    /// The allocation's (for VMM, the reservation's) first address.
+    CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: CuPointerAttribute = 11;
+    /// The allocation's (for VMM, the reservation's) bytes, as `size_t`.
+    CU_POINTER_ATTRIBUTE_RANGE_SIZE: CuPointerAttribute = 12;
+    /// A boolean: whether memory is mapped at the address.
+    CU_POINTER_ATTRIBUTE_MAPPED: CuPointerAttribute = 13;
+    /// A boolean: whether GPUDirect RDMA can reach the memory.
+    CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE: CuPointerAttribute = 15;
+    /// The pool of stream-ordered memory, null for other memory.
+    CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE: CuPointerAttribute = 17;
+
+    /// The device shares one address space with the host.
+    CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: CuDeviceAttribute = 41;
+    /// The device allocates managed memory.
+    CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY: CuDeviceAttribute = 83;
+    /// The device has `cuMemAddressReserve`, `cuMemCreate`, `cuMemMap`.
+    CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: CuDeviceAttribute = 102;
+    /// `cuMemCreate` takes the GPUDirect RDMA flag.
+    CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED: CuDeviceAttribute = 110;
+    /// The device has `cuMemAllocAsync`.
+    CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED: CuDeviceAttribute = 115;
+    /// Kernel clients can pin the device's memory (`nvidia_p2p_get_pages`).
+    CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED: CuDeviceAttribute = 116;
+    /// `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_*` bits.
+    CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS: CuDeviceAttribute = 117;
+    /// A `CU_GPU_DIRECT_RDMA_WRITES_ORDERING_*`.
+    CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING: CuDeviceAttribute = 118;
+    /// The device exports dma-bufs.
+    CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED: CuDeviceAttribute = 124;
+    /// The device exports page-locked host memory as dma-bufs. From CUDA 13 on.
+    CU_DEVICE_ATTRIBUTE_HOST_ALLOC_DMA_BUF_SUPPORTED: CuDeviceAttribute = 146;
+
+    /// Memory of the host.
+    CU_MEMORYTYPE_HOST: u32 = 1;
+    /// Memory of a device.
+    CU_MEMORYTYPE_DEVICE: u32 = 2;
+
+    /// Page-locked for every context.
+    CU_MEMHOSTALLOC_PORTABLE: u32 = 1;
+    /// Page-locked for every context.
+    CU_MEMHOSTREGISTER_PORTABLE: u32 = 1;
+    /// Any stream of any device may use the managed memory.
+    CU_MEM_ATTACH_GLOBAL: u32 = 1;
+    /// The stream does not wait for the default one.
+    CU_STREAM_NON_BLOCKING: u32 = 1;
+    /// The event carries no time.
+    CU_EVENT_DISABLE_TIMING: u32 = 2;
+    /// Synchronous operations of the context always synchronise. From CUDA 12.1 on.
+    CU_CTX_SYNC_MEMOPS: u32 = 128;
+    /// Peer access is enabled where the opened memory needs it.
+    CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: u32 = 1;
+
+    /// On a device.
+    CU_MEM_LOCATION_TYPE_DEVICE: u32 = 1;
+    /// Pinned on its device.
+    CU_MEM_ALLOCATION_TYPE_PINNED: u32 = 1;
+    /// The smallest step of sizes and addresses.
+    CU_MEM_ALLOC_GRANULARITY_MINIMUM: u32 = 0;
+    /// Reads and writes.
+    CU_MEM_ACCESS_FLAGS_PROT_READWRITE: u32 = 3;
+    /// A dma-buf fd.
+    CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD: u32 = 1;
+    /// Map the dma-buf through the PCIe BAR.
+    CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE: u64 = 1;
+
+    /// `cuFlushGPUDirectRDMAWrites` works.
+    CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST: u32 = 1;
+    /// The device that owns the memory sees inbound writes in order.
+    CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER: u32 = 100;
+    /// Every device does.
+    CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ALL_DEVICES: u32 = 200;
+    /// Flush towards the current context.
+    CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX: u32 = 0;
+    /// Until the owner sees the writes.
+    CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER: u32 = 100;
+}

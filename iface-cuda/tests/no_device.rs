@@ -1,0 +1,111 @@
+//! The real `libcuda.so.1` of two releases, without a device: what it truly does. `HMEM_CUDA=driver` makes its absence a
+//! failure.
+
+mod support;
+
+use std::{ffi::c_int, path::PathBuf};
+
+use hmem_core::ErrorKind;
+use hmem_iface_cuda::{
+    Cuda,
+    sys::{self, CuContext, CuDevicePtr, CuResult, Functions},
+};
+
+fn drivers() -> Vec<(&'static str, PathBuf)> {
+    ["535", "550"]
+        .into_iter()
+        .filter_map(|release| {
+            Some((release, support::cached("driver", &format!("driver/{release}/libcuda.so.1"))?))
+        })
+        .collect()
+}
+
+/// Two of them in one process would share what is global to it: each in a process of its own.
+fn alone(name: &str, show: impl Fn(&str, &std::path::Path)) {
+    const RELEASE: &str = "HMEM_CUDA_RELEASE";
+    for (release, path) in drivers() {
+        if std::env::var(RELEASE).is_ok_and(|wanted| wanted == release) {
+            return show(release, &path);
+        }
+        if std::env::var_os(RELEASE).is_some() {
+            continue;
+        }
+        let output = std::process::Command::new(std::env::current_exe().expect("this test"))
+            .args(["--exact", name, "--nocapture", "--test-threads=1"])
+            .env(RELEASE, release)
+            .output()
+            .expect("the test runs");
+        let text =
+            [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+        assert!(output.status.success() && text.contains("1 passed"), "{release}: {text}");
+    }
+}
+
+fn machine_has_a_gpu() -> bool {
+    std::path::Path::new("/proc/driver/nvidia/version").exists()
+}
+
+#[test]
+fn hm_04_the_real_driver_without_a_device_is_unavailable_and_says_so() {
+    alone("hm_04_the_real_driver_without_a_device_is_unavailable_and_says_so", |release, path| {
+        if machine_has_a_gpu() {
+            return eprintln!("skipped: this machine has a driver of its own");
+        }
+        let error = Cuda::builder().library(path).open().expect_err("no device");
+        assert_eq!(
+            (error.kind(), error.operation()),
+            (ErrorKind::Unavailable, "cuInit"),
+            "{release}: {error}"
+        );
+        let code = error.driver().expect("the driver's code");
+        assert_eq!((code.name.as_ref(), code.code), ("CUDA_ERROR_NO_DEVICE", 100), "{release}");
+        assert_eq!(error.context_value("library"), Some(path.display().to_string().as_str()));
+        assert!(error.remedy_text().is_some());
+    });
+}
+
+/// HM-04: every symbol of the table is there, optional ones included, and the answers before a successful `cuInit` are
+/// those that the fake driver gives as recorded.
+#[test]
+fn hm_04_the_real_driver_answers_as_recorded_before_it_started() {
+    alone("hm_04_the_real_driver_answers_as_recorded_before_it_started", |release, path| {
+        if machine_has_a_gpu() {
+            return eprintln!("skipped: this machine has a driver of its own");
+        }
+        let f = Functions::load(path).expect("load");
+        let not_started = CuResult::CUDA_ERROR_NOT_INITIALIZED;
+        let (mut number, mut pointer): (c_int, CuDevicePtr) = (7, 7);
+        let mut context = CuContext(7);
+        // SAFETY: every place is writable; nothing is started, so that no call reaches a device.
+        unsafe {
+            assert_eq!((f.init)(0), CuResult::CUDA_ERROR_NO_DEVICE, "{release}");
+            assert_eq!((f.device_get_count)(&mut number), not_started);
+            assert_eq!((f.ctx_get_current)(&mut context), not_started);
+            assert_eq!((f.mem_alloc)(&mut pointer, 4096), not_started);
+            let mut attributes = [sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE];
+            let mut kind = 0u32;
+            let mut data = [std::ptr::from_mut(&mut kind).cast()];
+            let code = (f.pointer_get_attributes)(1, attributes.as_mut_ptr(), data.as_mut_ptr(), 0x1000);
+            assert_eq!(code, not_started);
+            let mut size = 7usize;
+            pointer = 7;
+            assert_eq!((f.mem_get_address_range)(&mut pointer, &mut size, 0x1000), not_started);
+            assert_eq!((pointer, size), (0, 0), "{release}: the outputs are zeroed on failure");
+            let export = f.mem_get_handle_for_address_range.expect("the symbol");
+            let code = export((&raw mut number).cast(), 0x1000, 4096, 1, 0);
+            assert_eq!(code, CuResult::CUDA_ERROR_NOT_SUPPORTED, "{release}: not the code of the others");
+            assert!((f.driver_get_version)(&mut number).is_success());
+            let version = if release == "535" { 12_020 } else { 12_040 };
+            assert_eq!(number, version, "the version that the fake's profile has");
+        }
+        for optional in [
+            f.flush_gpu_direct_rdma_writes.is_some(),
+            f.ctx_set_flags.is_some(),
+            f.mem_alloc_async.is_some(),
+            f.mem_create.is_some(),
+            f.mem_get_allocation_properties.is_some(),
+        ] {
+            assert!(optional, "{release}");
+        }
+    });
+}

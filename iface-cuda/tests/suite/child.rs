@@ -1,0 +1,22 @@
+//! Running one test of this binary in another process.
+
+use std::process::{Command, Stdio};
+
+/// What the parent passes on, in the child.
+pub(crate) fn passed() -> Option<String> {
+    std::env::var("HMEM_CUDA_CHILD").ok()
+}
+
+/// Runs the test `name` alone in a process of its own, with `pass` for [`passed`].
+pub(crate) fn run(name: &str, pass: &str) {
+    let test = std::env::current_exe().expect("this test");
+    let output = Command::new(test)
+        .args(["--exact", name, "--nocapture", "--test-threads=1"])
+        .env("HMEM_CUDA_CHILD", pass)
+        .stdin(Stdio::null())
+        .output()
+        .expect("the test runs");
+    let text =
+        [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}

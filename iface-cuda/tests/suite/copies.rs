@@ -1,0 +1,157 @@
+//! Moving bytes.
+
+use hmem_core::{Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::AllocRequest};
+use hmem_fake_cuda::Profile;
+use hmem_iface_cuda::Cuda;
+
+use crate::world::{Expandable, World, each, over, pattern};
+
+const KINDS: [AllocationKind; 5] = [
+    AllocationKind::Device,
+    AllocationKind::Host,
+    AllocationKind::Managed,
+    AllocationKind::StreamOrdered,
+    AllocationKind::Virtual,
+];
+
+#[test]
+fn hm_03_bytes_come_back_from_every_kind_at_every_size() {
+    each(|world| {
+        for kind in KINDS {
+            for len in [1, 2, 63, 64, 4095, 4096, 4097, 65_537, (1 << 20) + 1, 4 << 20] {
+                let memory = world.allocate(len as u64 + 7, kind);
+                let (at, bytes) = (memory.base().checked_add(7).expect("inside"), pattern(len as u64, len));
+                world.cuda.write(at, &bytes).unwrap_or_else(|error| panic!("{}: {error}", world.name));
+                let mut back = vec![0; len];
+                world.cuda.read(at, &mut back).expect("read");
+                assert!(back == bytes, "{}: {len} bytes of {kind:?}", world.name);
+                world.free(&memory);
+            }
+        }
+    });
+}
+
+#[test]
+fn hm_03_bytes_move_between_devices_memories_and_within_one() {
+    each(|world| {
+        let last = world.cuda.devices().expect("devices").len() as u32 - 1;
+        let request = AllocRequest { len: 9000, device: DeviceId(last), kind: AllocationKind::Device };
+        let (near, far) =
+            (world.allocate(9000, AllocationKind::Device), world.cuda.allocate(&request).expect("allocate"));
+        let bytes = pattern(3, 9000);
+        world.cuda.write(near.base(), &bytes).expect("write");
+        // SAFETY: both sides belong to the iface, which checks them.
+        unsafe { world.cuda.copy(Address(far.base().0 + 11), Address(near.base().0 + 5), 8000) }
+            .expect("copy");
+        let mut back = vec![0; 8000];
+        world.cuda.read(Address(far.base().0 + 11), &mut back).expect("read");
+        assert!(back == bytes[5..8005], "{}", world.name);
+        world.free(&near);
+        world.free(&far);
+    });
+}
+
+#[test]
+fn hm_03_a_copy_past_an_allocation_is_refused_and_moves_nothing() {
+    each(|world| {
+        for kind in KINDS {
+            let memory = world.allocate(4 << 20, kind);
+            let end = memory.base().0 + (4 << 20);
+            world.cuda.write(Address(end - 1), &[7]).expect("the last byte");
+            let mut bytes = [9u8; 2];
+            // SAFETY: the host side is this array; the other is checked by the iface.
+            let error = unsafe { world.cuda.copy(Address::of_ptr(bytes.as_mut_ptr()), Address(end - 1), 2) };
+            let error = error.expect_err("one byte too many");
+            assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{}: {kind:?}: {error}", world.name);
+            assert_eq!(bytes, [9, 9]);
+            world.free(&memory);
+        }
+    });
+}
+
+#[test]
+fn hm_03_a_copy_into_freed_memory_is_refused() {
+    each(|world| {
+        let memory = world.allocate(8 << 20, AllocationKind::Device);
+        world.free(&memory);
+        let error = world.cuda.write(memory.base(), &[1]).expect_err("freed");
+        assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{}: {error}", world.name);
+    });
+}
+
+#[test]
+fn hm_03_copies_span_the_mappings_of_a_reservation() {
+    each(|world| {
+        let parts = [Some(true), Some(false), Some(true)];
+        let memory = Expandable::new(&mut world.app, &parts);
+        let bytes = pattern(8, 2 * memory.step as usize);
+        world.cuda.write(Address(memory.base + 77), &bytes).expect("write");
+        let mut back = vec![0; bytes.len()];
+        world.cuda.read(Address(memory.base + 77), &mut back).expect("read");
+        assert!(back == bytes, "{}", world.name);
+        memory.end(&mut world.app, &parts);
+    });
+}
+
+fn start(world: &World, to: Address, from: Address, len: u64) -> Box<dyn hmem_core::iface::CopyEvent> {
+    // SAFETY: callers keep the host side alive and unused until the event is done.
+    unsafe { world.cuda.copy_async(to, from, len) }.expect("start")
+}
+
+#[test]
+fn hm_03_asynchronous_copies_end_with_their_events() {
+    each(|world| {
+        let memory = world.allocate(1 << 20, AllocationKind::Device);
+        let bytes = pattern(4, 1 << 20);
+        let mut back = vec![0; 1 << 20];
+        start(world, memory.base(), Address::of_ptr(bytes.as_ptr()), 1 << 20).wait().expect("wait");
+        // Vectored: uneven ranges, started together, waited for in another order.
+        let cuts = [0, 1, 4096, 4099, 300_000, 1 << 20];
+        let into = Address::of_ptr(back.as_mut_ptr()).0;
+        let mut events: Vec<_> = cuts
+            .windows(2)
+            .map(|cut| {
+                start(world, Address(into + cut[0]), Address(memory.base().0 + cut[0]), cut[1] - cut[0])
+            })
+            .collect();
+        while let Some(event) = events.pop() {
+            event.wait().expect("wait");
+        }
+        assert!(back == bytes, "{}", world.name);
+        world.free(&memory);
+    });
+}
+
+#[test]
+fn hm_03_an_event_says_when_its_copy_is_under_way() {
+    over(Profile { slow_copies: true, ..Profile::default() }, |world| {
+        let memory = world.allocate(4096, AllocationKind::Device);
+        let bytes = pattern(5, 4096);
+        let event = start(world, memory.base(), Address::of_ptr(bytes.as_ptr()), 4096);
+        assert!(!event.is_done(), "nobody waited for it yet");
+        assert!(event.is_done());
+        event.wait().expect("wait");
+        let event = start(world, memory.base(), Address::of_ptr(bytes.as_ptr()), 4096);
+        drop(event);
+        let live = world.driver().live();
+        assert_eq!((live.events, live.streams), (1, 1), "events are used again");
+        world.free(&memory);
+    });
+}
+
+/// HM-03, HM-05: an open event keeps the iface from closing.
+#[test]
+fn hm_05_closing_with_a_copy_or_an_allocation_left_is_refused_and_hands_the_iface_back() {
+    let mut world = World::fake(Profile { slow_copies: true, ..Profile::default() });
+    let memory = world.allocate(4096, AllocationKind::Device);
+    let bytes = pattern(5, 4096);
+    let event = start(&world, memory.base(), Address::of_ptr(bytes.as_ptr()), 4096);
+    let other = Cuda::builder().functions(world.app.functions.clone()).open().expect("a second iface");
+    let refused =
+        std::mem::replace(&mut world.cuda, other).close().expect_err("an allocation and a copy are left");
+    assert!(refused.error.is_busy(), "{}", refused.error);
+    world.cuda = refused.value;
+    event.wait().expect("wait");
+    world.free(&memory);
+    world.end();
+}

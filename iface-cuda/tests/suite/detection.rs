@@ -1,0 +1,249 @@
+//! Which memory an address is of.
+
+use hmem_core::{Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceKind, iface::AllocRequest};
+use hmem_fake_cuda::Profile;
+use hmem_iface_cuda::sys::{CuDevicePtr, CuResult};
+
+use crate::world::{Expandable, check, each, over};
+
+const KINDS: [AllocationKind; 5] = [
+    AllocationKind::Device,
+    AllocationKind::Host,
+    AllocationKind::Managed,
+    AllocationKind::StreamOrdered,
+    AllocationKind::Virtual,
+];
+
+#[test]
+fn hm_01_every_kind_is_told_apart_at_both_ends_and_inside() {
+    each(|world| {
+        for kind in KINDS {
+            let memory = world.allocate(100_000, kind);
+            assert_eq!((memory.iface, memory.kind, memory.range.len()), (IfaceKind::CUDA, kind, 100_000));
+            for offset in [0, 1, 4097, 99_999] {
+                let address = memory.base().checked_add(offset).expect("inside");
+                let found = world.cuda.query(address).expect("query").expect("known");
+                assert_eq!(
+                    (found.kind, found.id, found.base()),
+                    (kind, memory.id, memory.base()),
+                    "{}",
+                    world.name
+                );
+                let on_a_device = !kind.cpu_accessible();
+                assert_eq!(found.device, on_a_device.then_some(DeviceId(0)), "{}: {kind:?}", world.name);
+            }
+            let before = memory.base().0.checked_sub(1).map(Address).expect("not at 0");
+            let found = world.cuda.query(before).expect("query");
+            assert!(found.is_none_or(|found| found.id != memory.id), "{}: {kind:?}", world.name);
+            world.free(&memory);
+            let found = world.cuda.query(memory.base()).expect("query");
+            assert!(found.is_none_or(|found| found.id != memory.id), "{}: freed {kind:?}", world.name);
+        }
+    });
+}
+
+#[test]
+fn hm_01_memory_of_the_applications_own_is_recognised() {
+    each(|world| {
+        let mut pointer: CuDevicePtr = 0;
+        // SAFETY: the place is writable.
+        world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 70_000) }));
+        let found = world.cuda.query(Address(pointer + 69_999)).expect("query").expect("known");
+        assert_eq!(
+            (found.kind, found.base(), found.range.len()),
+            (AllocationKind::Device, Address(pointer), 70_000)
+        );
+        // SAFETY: allocated above.
+        world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
+        assert_eq!(world.cuda.query(Address(pointer)).expect("query"), None, "a freed pointer is nobody's");
+    });
+}
+
+#[test]
+fn hm_01_host_memory_that_the_application_page_locked_is_recognised_as_its_own() {
+    each(|world| {
+        let memory = vec![0u8; 1 << 20];
+        let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096);
+        let range = AddressRange::new(Address(start), 64 << 10).expect("a range");
+        assert_eq!(world.cuda.query(range.start()).expect("query"), None);
+        // SAFETY: `memory` outlives the registration.
+        unsafe { world.cuda.host_register(range) }.expect("page-lock");
+        let found = world.cuda.query(Address(start + 5000)).expect("query").expect("known");
+        assert_eq!((found.kind, found.device), (AllocationKind::HostRegistered, None), "{}", world.name);
+        assert!(found.kind.cpu_accessible());
+        // SAFETY: as above; the call is refused.
+        let twice = unsafe { world.cuda.host_register(range) }.expect_err("page-locked already");
+        assert!(twice.is_busy(), "{twice}");
+        let part = range.slice(0, 4096).expect("a part");
+        assert_eq!(
+            world.cuda.host_unregister(part).expect_err("a part").kind(),
+            hmem_core::ErrorKind::InvalidArgument
+        );
+        world.cuda.host_unregister(range).expect("unregister");
+        assert_eq!(world.cuda.query(range.start()).expect("query"), None);
+        world.cuda.host_unregister(range).expect_err("once only");
+    });
+}
+
+#[test]
+fn hm_01_host_memory_that_somebody_else_page_locked_is_recognised_as_the_applications() {
+    each(|world| {
+        let memory = vec![0u8; 1 << 16];
+        let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096) as *mut std::ffi::c_void;
+        // SAFETY: `memory` outlives the registration.
+        world.app.current(|driver| check(unsafe { (driver.mem_host_register)(start, 8192, 1) }));
+        let found = world.cuda.query(Address(start as u64 + 100)).expect("query").expect("known");
+        assert_eq!(found.kind, AllocationKind::HostRegistered, "{}", world.name);
+        // SAFETY: registered above.
+        world.app.current(|driver| check(unsafe { (driver.mem_host_unregister)(start) }));
+    });
+}
+
+#[test]
+fn hm_02_addresses_are_found_among_ten_thousand_allocations() {
+    over(Profile::default(), |world| {
+        let memory: Vec<_> =
+            (0..10_000).map(|n| world.allocate(1 + n * 13 % 5000, AllocationKind::Device)).collect();
+        for one in memory.iter().step_by(37) {
+            for address in [one.base().0, one.base().0 + one.range.len() - 1] {
+                let found = world.cuda.query(Address(address)).expect("query").expect("known");
+                assert_eq!((found.id, found.base()), (one.id, one.base()));
+            }
+        }
+        for one in &memory {
+            world.free(one);
+        }
+    });
+}
+
+#[test]
+fn hm_02_a_foreign_address_is_nobodys_and_costs_one_driver_call() {
+    each(|world| {
+        let on_the_stack = 0u8;
+        for address in [Address(0), Address::of_ptr(&on_the_stack), Address(u64::MAX)] {
+            let before = world.fake.as_ref().map(|(driver, _)| driver.all_calls());
+            assert_eq!(world.cuda.query(address).expect("query"), None, "{}", world.name);
+            if let Some(before) = before {
+                assert_eq!(world.driver().all_calls(), before + 1);
+            }
+        }
+    });
+}
+
+#[test]
+fn hm_02_detection_makes_one_call_and_no_context() {
+    over(Profile::default(), |world| {
+        let memory = world.allocate(4096, AllocationKind::Device);
+        let (before, references) = (world.driver().all_calls(), world.driver().live().primary_references);
+        world.cuda.query(memory.base()).expect("query").expect("known");
+        assert_eq!(world.driver().all_calls(), before + 1);
+        assert_eq!(world.driver().live().primary_references, references);
+        world.free(&memory);
+    });
+}
+
+/// HM-01, and MON-07's need of it: what a driver does not know it is not asked for.
+#[test]
+fn hm_01_a_driver_that_does_not_know_pools_is_asked_for_the_rest() {
+    over(Profile { last_pointer_attribute: 16, ..Profile::default() }, |world| {
+        let memory = world.allocate(4096, AllocationKind::Device);
+        let found = world.cuda.query(memory.base()).expect("query").expect("known");
+        assert_eq!((found.kind, found.id), (AllocationKind::Device, memory.id));
+        world.free(&memory);
+    });
+}
+
+/// HM-05: the driver answers INVALID_CONTEXT to a thread without a context; the memory is still the device's.
+#[test]
+fn hm_05_device_memory_is_not_taken_for_host_memory_on_a_thread_without_context() {
+    let profile = Profile { queries_need_context: true, ..Profile::default() };
+    over(profile, |world| {
+        let mut pointer: CuDevicePtr = 0;
+        // SAFETY: the place is writable.
+        world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4096) }));
+        let cuda = &world.cuda;
+        std::thread::scope(|scope| {
+            let asked = scope.spawn(move || cuda.query(Address(pointer)).expect("query").expect("known"));
+            assert_eq!(asked.join().expect("no panic").kind, AllocationKind::Device);
+        });
+        let on_the_stack = 0u8;
+        assert_eq!(world.cuda.query(Address::of_ptr(&on_the_stack)).expect("query"), None);
+        // SAFETY: allocated above.
+        world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
+    });
+}
+
+#[test]
+fn hm_07_segments_are_the_mappings_of_a_reservation() {
+    each(|world| {
+        let parts = [Some(true), Some(true), Some(true)];
+        let memory = Expandable::new(&mut world.app, &parts);
+        let range = memory.range(1000, 2 * memory.step);
+        let found = world.cuda.query(range.start()).expect("query").expect("known");
+        assert_eq!(
+            (found.kind, found.base()),
+            (AllocationKind::Virtual, Address(memory.base)),
+            "{}",
+            world.name
+        );
+        assert!(found.range.contains_range(range), "the reservation holds ranges over several handles");
+        let segments = world.cuda.segments(range).expect("segments");
+        let lens: Vec<_> = segments.iter().map(|segment| segment.range.len()).collect();
+        assert_eq!(lens, [memory.step - 1000, memory.step, 1000], "{}", world.name);
+        assert!(segments.iter().all(|segment| segment.exportable));
+        memory.end(&mut world.app, &parts);
+    });
+}
+
+#[test]
+fn hm_07_a_hole_in_a_reservation_is_named() {
+    each(|world| {
+        let parts = [Some(true), None, Some(true)];
+        let memory = Expandable::new(&mut world.app, &parts);
+        let error = world.cuda.segments(memory.range(0, 3 * memory.step)).expect_err("not mapped whole");
+        assert_eq!(error.kind(), hmem_core::ErrorKind::OutOfBounds, "{error}");
+        let hole = Address(memory.base + memory.step).to_string();
+        assert_eq!(error.context_value("address"), Some(hole.as_str()), "{error}");
+        memory.end(&mut world.app, &parts);
+    });
+}
+
+#[test]
+fn hm_07_memory_that_was_not_created_for_rdma_is_not_exportable() {
+    each(|world| {
+        let parts = [Some(true), Some(false)];
+        let memory = Expandable::new(&mut world.app, &parts);
+        let segments = world.cuda.segments(memory.range(0, 2 * memory.step)).expect("segments");
+        let exportable: Vec<_> = segments.iter().map(|segment| segment.exportable).collect();
+        assert_eq!(exportable, [true, false], "{}", world.name);
+        memory.end(&mut world.app, &parts);
+    });
+}
+
+#[test]
+fn hm_05_a_device_out_of_range_is_an_invalid_argument() {
+    each(|world| {
+        let request = AllocRequest { len: 4096, device: DeviceId(99), kind: AllocationKind::Device };
+        for error in [
+            world.cuda.allocate(&request).expect_err("no such device"),
+            world.cuda.flush_inbound(DeviceId(u32::MAX)).expect_err("no such device"),
+        ] {
+            assert_eq!(error.kind(), hmem_core::ErrorKind::InvalidArgument);
+            assert!(error.context_value("devices").is_some());
+        }
+    });
+}
+
+#[test]
+fn hm_01_a_failed_query_is_an_error_with_the_drivers_code_and_the_address() {
+    over(Profile::default(), |world| {
+        world.driver().fail("cuPointerGetAttributes", CuResult::CUDA_ERROR_DEINITIALIZED);
+        let error = world.cuda.query(Address(0x7000_0000)).expect_err("the driver refused");
+        assert_eq!(error.operation(), "cuPointerGetAttributes");
+        assert_eq!(error.driver().expect("code").name, "CUDA_ERROR_DEINITIALIZED");
+        assert_eq!(error.context_value("address"), Some("0x70000000"));
+        world.driver().fail("cuPointerGetAttributes", CuResult(2_345));
+        let error = world.cuda.query(Address(0x7000_0000)).expect_err("the driver refused");
+        assert!(error.to_string().contains("code 2345"), "{error}");
+    });
+}

@@ -1,0 +1,219 @@
+//! Handing memory to NICs.
+
+use std::os::fd::AsFd;
+
+use hmem_core::{
+    AddressRange, AllocOffset, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::DmaBufMapping,
+};
+use hmem_fake_cuda::Profile;
+use hmem_iface_cuda::sys::{self, CuResult};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use crate::world::{Expandable, each, nic, open_fds, over, pattern};
+
+/// The bytes of an exported fd, through a mapping as a NIC has one; `None` where the driver does not let the CPU map.
+fn mapped(fd: &impl AsFd, offset: u64, len: usize) -> Option<Vec<u8>> {
+    let (page, inside) = (offset & !4095, (offset & 4095) as usize);
+    // SAFETY: a new mapping at an address that the kernel picks, read while it is mapped.
+    unsafe {
+        let start =
+            mmap(std::ptr::null_mut(), inside + len, ProtFlags::READ, MapFlags::SHARED, fd, page).ok()?;
+        let bytes = std::slice::from_raw_parts(start.cast::<u8>().add(inside), len).to_vec();
+        munmap(start, inside + len).expect("munmap");
+        Some(bytes)
+    }
+}
+
+#[test]
+fn hm_06_exports_reach_exactly_their_bytes_at_any_offset() {
+    each(|world| {
+        if !world.exports_dma_bufs() {
+            return;
+        }
+        // Neighbours in front and behind, so that pages are shared and offsets differ.
+        let around = [1000, 3000].map(|len| world.allocate(len, AllocationKind::Device));
+        for kind in [AllocationKind::Device, AllocationKind::Virtual] {
+            let memory = world.allocate(100_000, kind);
+            let bytes = pattern(6, 100_000);
+            world.cuda.write(memory.base(), &bytes).expect("write");
+            for (offset, len) in [(0, 1), (1, 4096), (4095, 2), (12_345, 777), (99_999, 1), (0, 100_000)] {
+                let range = memory.range.slice(offset, len).expect("a part");
+                let export =
+                    world.cuda.export_dma_buf(range, &nic(), DmaBufMapping::Default).expect("export");
+                assert_eq!((export.alloc_offset, export.len), (AllocOffset(offset), len));
+                assert_eq!(export.offset.0, range.start().0 % 4096, "page-rounded: {}", world.name);
+                let flags = rustix::io::fcntl_getfd(&export.fd).expect("an open fd");
+                assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+                match mapped(&export.fd, export.offset.0, len as usize) {
+                    Some(found) => assert!(
+                        found == bytes[offset as usize..(offset + len) as usize],
+                        "{}: {len} bytes at {offset} of {kind:?}",
+                        world.name
+                    ),
+                    None => assert!(world.is_real(), "the fake's fds can be mapped"),
+                }
+                world.cuda.release_dma_buf(export).expect("release");
+            }
+            world.free(&memory);
+        }
+        for one in &around {
+            world.free(one);
+        }
+    });
+}
+
+#[test]
+fn hm_06_a_range_past_its_allocation_or_empty_is_not_exported() {
+    each(|world| {
+        let memory = world.allocate(4096, AllocationKind::Device);
+        let past = AddressRange::new(memory.base(), memory.range.len() + (64 << 20)).expect("a range");
+        let empty = memory.range.slice(0, 0).expect("empty");
+        for (range, kind) in [(past, ErrorKind::OutOfBounds), (empty, ErrorKind::ZeroLength)] {
+            let dma_buf =
+                world.cuda.export_dma_buf(range, &nic(), DmaBufMapping::Default).expect_err("refused");
+            let peer = world.cuda.export_peer_memory(range, &nic()).expect_err("refused");
+            assert_eq!((dma_buf.kind(), peer.kind()), (kind, kind), "{}: {dma_buf}", world.name);
+        }
+        world.free(&memory);
+        let error =
+            world.cuda.export_dma_buf(memory.range, &nic(), DmaBufMapping::Default).expect_err("freed");
+        assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{}: {error}", world.name);
+    });
+}
+
+/// HM-06. In a process of its own, as other tests open fds too.
+#[test]
+fn hm_06_many_exports_leave_no_fd() {
+    const NAME: &str = "export::hm_06_many_exports_leave_no_fd";
+    if crate::child::passed().is_none() {
+        return crate::child::run(NAME, "");
+    }
+    let rounds = 20_000;
+    over(Profile::default(), |world| {
+        let memory = world.allocate(65_536, AllocationKind::Device);
+        let export = |n: u64| {
+            let range = memory.range.slice(n % 7 * 4096, 1 + n % 5000).expect("a part");
+            let export = world.cuda.export_dma_buf(range, &nic(), DmaBufMapping::Default).expect("export");
+            world.cuda.release_dma_buf(export).expect("release");
+        };
+        export(0);
+        // The fake keeps one file for each part of the memory, of which there are few.
+        let before = open_fds();
+        (0..rounds).for_each(export);
+        assert!(open_fds() <= before + 16, "{} fds after {rounds} exports, {before} before", open_fds());
+        world.free(&memory);
+    });
+}
+
+/// HM-07, HM-08 and the rules of the other kinds.
+#[test]
+fn hm_08_memory_that_is_not_the_devices_own_is_not_exported_and_says_what_to_do() {
+    each(|world| {
+        for (kind, word) in [(AllocationKind::Managed, "migrates"), (AllocationKind::Host, "host memory")] {
+            let memory = world.allocate(10_000, kind);
+            for error in [
+                world.cuda.export_dma_buf(memory.range, &nic(), DmaBufMapping::Default).expect_err("refused"),
+                world.cuda.export_peer_memory(memory.range, &nic()).expect_err("refused"),
+            ] {
+                assert!(
+                    error.is_unsupported() && error.to_string().contains(word),
+                    "{}: {error}",
+                    world.name
+                );
+                assert!(error.remedy_text().is_some(), "{error}");
+            }
+            let segments = world.cuda.segments(memory.range).expect("segments");
+            assert!(segments.len() == 1 && !segments[0].exportable);
+            world.free(&memory);
+        }
+    });
+}
+
+#[test]
+fn hm_07_the_first_segment_that_cannot_is_named() {
+    each(|world| {
+        let parts = [Some(true), Some(false), Some(false)];
+        let memory = Expandable::new(&mut world.app, &parts);
+        let whole = memory.range(0, 3 * memory.step);
+        let error = world.cuda.export_peer_memory(whole, &nic()).expect_err("refused");
+        let first = memory.range(memory.step, memory.step).to_string();
+        assert_eq!(error.context_value("segment"), Some(first.as_str()), "{}: {error}", world.name);
+        assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("gpuDirectRDMACapable")), "{error}");
+        if world.exports_dma_bufs() {
+            let second = memory.range(memory.step, memory.step);
+            let error =
+                world.cuda.export_dma_buf(second, &nic(), DmaBufMapping::Default).expect_err("refused");
+            assert!(error.is_unsupported(), "{error}");
+        }
+        memory.end(&mut world.app, &parts);
+    });
+}
+
+/// HM-09: which drivers have the mapping they say themselves.
+#[test]
+fn hm_09_the_pcie_mapping_is_used_or_refused_as_unsupported() {
+    for (profile, code) in [
+        (Profile::named("535-open").expect("a profile"), Some(CuResult::CUDA_ERROR_INVALID_VALUE)),
+        (Profile { pcie_mapping: false, ..Profile::default() }, Some(CuResult::CUDA_ERROR_NOT_SUPPORTED)),
+        (Profile::default(), None),
+    ] {
+        over(profile, |world| {
+            let memory = world.allocate(4096, AllocationKind::Device);
+            let export = world.cuda.export_dma_buf(memory.range, &nic(), DmaBufMapping::Pcie);
+            match (export, code) {
+                (Ok(export), None) => {
+                    assert_eq!(export.mapping, DmaBufMapping::Pcie);
+                    world.cuda.release_dma_buf(export).expect("release");
+                }
+                (Err(error), Some(code)) => {
+                    assert!(error.is_unsupported(), "{error}");
+                    assert_eq!(error.driver().expect("code").code, i64::from(code.0));
+                    assert_eq!(error.context_value("mapping"), Some("pcie"));
+                }
+                (other, _) => panic!("{}: {other:?}", world.name),
+            }
+            world.cuda.export_dma_buf(memory.range, &nic(), DmaBufMapping::Default).expect("without it");
+            world.free(&memory);
+        });
+    }
+}
+
+#[test]
+fn hm_06_synchronous_operations_are_made_so_before_a_nic_may_read() {
+    over(Profile::default(), |world| {
+        let memory = world.allocate(4096, AllocationKind::Device);
+        assert!(!world.driver().sync_memops(memory.base().0));
+        world.cuda.export_peer_memory(memory.range, &nic()).expect("export");
+        assert!(world.driver().sync_memops(memory.base().0));
+        assert_eq!(world.driver().context_flags(0), 0, "an allocation's own flag is enough");
+        world.free(&memory);
+        let memory = world.allocate(4096, AllocationKind::Virtual);
+        let export = world.cuda.export_dma_buf(memory.range, &nic(), DmaBufMapping::Default).expect("export");
+        world.cuda.release_dma_buf(export).expect("release");
+        assert_eq!(
+            world.driver().context_flags(0),
+            sys::CU_CTX_SYNC_MEMOPS,
+            "VMM memory has none of its own"
+        );
+        world.free(&memory);
+    });
+}
+
+#[test]
+fn hm_14_inbound_writes_are_flushed_where_the_device_does_not_order_them() {
+    for (ordering, flushes) in [(0, 1), (100, 0), (200, 0)] {
+        over(Profile { writes_ordering: ordering, ..Profile::default() }, |world| {
+            world.cuda.flush_inbound(DeviceId(1)).expect("flush");
+            assert_eq!(world.driver().calls("cuFlushGPUDirectRDMAWrites"), flushes, "ordering {ordering}");
+        });
+    }
+    over(Profile { writes_ordering: 0, flush_options: 0, ..Profile::default() }, |world| {
+        let error = world.cuda.flush_inbound(DeviceId(0)).expect_err("neither");
+        assert!(error.is_unsupported() && error.remedy_text().is_some(), "{error}");
+    });
+    let absent = vec!["cuFlushGPUDirectRDMAWrites"];
+    over(Profile { writes_ordering: 0, absent, ..Profile::default() }, |world| {
+        let error = world.cuda.flush_inbound(DeviceId(0)).expect_err("an older driver");
+        assert_eq!(error.context_value("symbol"), Some("cuFlushGPUDirectRDMAWrites"));
+    });
+}

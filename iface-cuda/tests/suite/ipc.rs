@@ -1,0 +1,113 @@
+//! Memory of another process.
+
+use hmem_core::{AllocationKind, ErrorKind, Iface, IfaceExt, IfaceKind, iface::IpcHandle};
+use hmem_fake_cuda::Profile;
+
+use crate::{
+    child,
+    world::{World, over, pattern},
+};
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn unhex(text: &str) -> Vec<u8> {
+    let digits = text.as_bytes().chunks_exact(2);
+    digits.map(|pair| u8::from_str_radix(std::str::from_utf8(pair).expect("hex"), 16).expect("hex")).collect()
+}
+
+fn handle(text: &str) -> IpcHandle {
+    IpcHandle { iface: IfaceKind::CUDA, bytes: unhex(text) }
+}
+
+/// The child's part: opens twice, writes, closes twice.
+fn use_it(world: &World, text: &str) {
+    let memory = world.cuda.ipc_open(&handle(text)).expect("open");
+    let again = world.cuda.ipc_open(&handle(text)).expect("open again");
+    assert_eq!((memory.base(), memory.kind), (again.base(), AllocationKind::Imported));
+    assert_eq!(
+        world.cuda.query(memory.base()).expect("query").expect("known").kind,
+        AllocationKind::Imported
+    );
+    let mut bytes = vec![0; memory.range.len() as usize];
+    world.cuda.read(memory.base(), &mut bytes).expect("read");
+    assert!(bytes == pattern(1, bytes.len()), "the owner's bytes");
+    world.cuda.write(memory.base(), &pattern(2, bytes.len())).expect("write");
+    // SAFETY: nobody uses it; the call is refused.
+    let error = unsafe { world.cuda.free(&memory) }.expect_err("opened, not allocated");
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    world.cuda.ipc_export(&memory).expect_err("somebody else's");
+    for _ in 0..2 {
+        // SAFETY: nobody uses it any longer.
+        unsafe { world.cuda.ipc_close(&memory) }.expect("close");
+    }
+    // SAFETY: as above; the call is refused.
+    unsafe { world.cuda.ipc_close(&memory) }.expect_err("closed as often as opened");
+}
+
+fn show(name: &str, world: &mut World) {
+    if let Some(text) = child::passed() {
+        return use_it(world, &text);
+    }
+    for len in [40_000u64, 5 << 20] {
+        let memory = world.allocate(len, AllocationKind::Device);
+        world.cuda.write(memory.base(), &pattern(1, len as usize)).expect("write");
+        let handle = world.cuda.ipc_export(&memory).expect("export");
+        child::run(name, &hex(&handle.bytes));
+        let mut bytes = vec![0; len as usize];
+        world.cuda.read(memory.base(), &mut bytes).expect("read");
+        assert!(bytes == pattern(2, bytes.len()), "the other process wrote");
+        world.free(&memory);
+    }
+}
+
+#[test]
+fn hm_10_another_process_opens_reads_writes_and_closes() {
+    over(Profile::default(), |world| show("ipc::hm_10_another_process_opens_reads_writes_and_closes", world));
+}
+
+/// HM-10 over a GPU, where one is asked for.
+#[test]
+fn hm_10_another_process_reaches_memory_of_a_real_device() {
+    if crate::support::asked_for("real") {
+        let mut world = World::real();
+        show("ipc::hm_10_another_process_reaches_memory_of_a_real_device", &mut world);
+        world.end();
+    }
+}
+
+#[test]
+fn hm_10_what_is_no_handle_is_malformed_and_what_is_gone_unavailable() {
+    const NAME: &str = "ipc::hm_10_what_is_no_handle_is_malformed_and_what_is_gone_unavailable";
+    if let Some(text) = child::passed() {
+        return over(Profile::default(), |world| {
+            let error = world.cuda.ipc_open(&handle(&text)).expect_err("freed");
+            assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+            assert!(error.remedy_text().is_some());
+        });
+    }
+    over(Profile::default(), |world| {
+        let memory = world.allocate(3 << 20, AllocationKind::Device);
+        let good = world.cuda.ipc_export(&memory).expect("export");
+        for bytes in [Vec::new(), vec![0; 100], good.bytes[1..].to_vec(), {
+            let mut altered = good.bytes.clone();
+            altered[30] ^= 4;
+            altered
+        }] {
+            let error =
+                world.cuda.ipc_open(&IpcHandle { iface: IfaceKind::CUDA, bytes }).expect_err("no handle");
+            assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
+        }
+        let error = world.cuda.ipc_open(&good).expect_err("the process's own");
+        assert!(error.remedy_text().is_some(), "{error}");
+        for kind in [AllocationKind::Virtual, AllocationKind::StreamOrdered, AllocationKind::Managed] {
+            let other = world.allocate(4096, kind);
+            assert!(world.cuda.ipc_export(&other).expect_err("refused").is_unsupported());
+            world.free(&other);
+        }
+        world.free(&memory);
+        assert_eq!(world.cuda.ipc_export(&memory).expect_err("freed").kind(), ErrorKind::InvalidArgument);
+        child::run(NAME, &hex(&good.bytes));
+    });
+}

@@ -1,0 +1,15 @@
+//! What a user sees of CUDA memory, over the fake driver in every profile and, with `HMEM_CUDA=real`, over a GPU.
+#![allow(unsafe_code)]
+
+mod child;
+mod contexts;
+mod copies;
+mod detection;
+mod export;
+mod failures;
+mod ipc;
+mod monitor;
+mod opening;
+#[path = "../support/mod.rs"]
+mod support;
+mod world;

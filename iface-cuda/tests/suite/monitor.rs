@@ -1,0 +1,164 @@
+//! Noticing that memory was freed.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
+
+use hmem_core::{
+    Address, AddressRange, AllocationId, AllocationKind, Iface,
+    monitor::{Cause, Change, Invalidator, MonitorStyle},
+};
+use hmem_fake_cuda::Profile;
+use hmem_iface_cuda::sys::CuDevicePtr;
+use parking_lot::Mutex;
+
+use crate::world::{Expandable, check, each, over};
+
+/// Notes what it is told.
+#[derive(Debug, Default)]
+struct Told {
+    ranges: Mutex<Vec<(AddressRange, Cause)>>,
+    open: AtomicUsize,
+}
+
+impl Invalidator for Told {
+    fn invalidate(&self, range: AddressRange, cause: Cause) {
+        self.ranges.lock().push((range, cause));
+    }
+
+    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+        self.open.fetch_add(1, Ordering::AcqRel);
+        self.ranges.lock().push((range, cause));
+        Change(0)
+    }
+
+    fn end(&self, _change: Change) {
+        self.open.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    fn close_gate(&self) {}
+
+    fn open_gate(&self) {}
+}
+
+#[test]
+fn mon_07_a_freed_and_reused_address_is_never_valid_again() {
+    each(|world| {
+        let monitor = world.cuda.monitor().expect("monitor");
+        assert_eq!(monitor.style(), MonitorStyle::Identity);
+        assert!(monitor.watches(Cause::Identity) && !monitor.watches(Cause::Free));
+        for kind in [
+            AllocationKind::Device,
+            AllocationKind::Host,
+            AllocationKind::Managed,
+            AllocationKind::StreamOrdered,
+        ] {
+            let mut reused = 0;
+            let mut last = world.allocate(4 << 20, kind);
+            for _ in 0..200 {
+                assert!(monitor.valid(&last).expect("ask"), "{}: live", world.name);
+                world.free(&last);
+                assert!(!monitor.valid(&last).expect("ask"), "{}: freed {kind:?}", world.name);
+                let next = world.allocate(4 << 20, kind);
+                assert!(!monitor.valid(&last).expect("ask"), "{}: replaced {kind:?}", world.name);
+                assert_ne!(next.id, last.id);
+                reused += usize::from(next.base() == last.base());
+                last = next;
+            }
+            assert!(
+                reused > 0,
+                "{}: no address of {kind:?} came back, so that nothing was shown",
+                world.name
+            );
+            world.free(&last);
+        }
+    });
+}
+
+#[test]
+fn mon_07_asking_whether_memory_is_still_there_costs_one_call() {
+    over(Profile::default(), |world| {
+        let (monitor, memory) =
+            (world.cuda.monitor().expect("monitor"), world.allocate(4096, AllocationKind::Device));
+        let before = world.driver().all_calls();
+        assert!(monitor.valid(&memory).expect("ask"));
+        assert_eq!(world.driver().all_calls(), before + 1);
+        world.free(&memory);
+    });
+}
+
+#[test]
+fn mon_07_a_free_by_the_application_itself_is_noticed_by_identity() {
+    each(|world| {
+        let monitor = world.cuda.monitor().expect("monitor");
+        let mut pointer: CuDevicePtr = 0;
+        // SAFETY: the place is writable.
+        world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4 << 20) }));
+        let found = world.cuda.query(Address(pointer)).expect("query").expect("known");
+        assert!(monitor.valid(&found).expect("ask"));
+        world.app.current(|driver| {
+            // SAFETY: allocated above; the place is writable.
+            unsafe {
+                check((driver.mem_free)(pointer));
+                check((driver.mem_alloc)(&mut pointer, 4 << 20));
+            }
+        });
+        assert!(!monitor.valid(&found).expect("ask"), "{}", world.name);
+        // SAFETY: allocated above.
+        world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
+    });
+}
+
+#[test]
+fn mon_07_frees_through_the_iface_are_told_before_the_memory_goes() {
+    each(|world| {
+        let monitor = world.cuda.monitor().expect("monitor");
+        let (memory, other) =
+            (world.allocate(10_000, AllocationKind::Device), world.allocate(10_000, AllocationKind::Device));
+        let told = Arc::new(Told::default());
+        let part = memory.range.slice(100, 50).expect("a part");
+        let subscription = monitor.subscribe(part, Arc::clone(&told) as _).expect("subscribe");
+        world.free(&other);
+        assert!(told.ranges.lock().is_empty(), "{}: another allocation went", world.name);
+        world.free(&memory);
+        assert_eq!(*told.ranges.lock(), [(memory.range, Cause::Free)]);
+        assert_eq!(told.open.load(Ordering::Acquire), 0, "every change that began has ended");
+        monitor.unsubscribe(subscription);
+        let again = world.allocate(10_000, AllocationKind::Device);
+        let subscription = monitor.subscribe(again.range, Arc::clone(&told) as _).expect("subscribe");
+        monitor.unsubscribe(subscription);
+        world.free(&again);
+        assert_eq!(told.ranges.lock().len(), 1, "unsubscribed");
+    });
+}
+
+/// MON-07, CACHE-02's need of it: what cannot be watched is refused with the reason, so that it stays uncached.
+#[test]
+fn mon_07_memory_that_cannot_be_watched_is_refused_with_the_reason() {
+    each(|world| {
+        let monitor = world.cuda.monitor().expect("monitor");
+        let parts = [Some(true), Some(true)];
+        let memory = Expandable::new(&mut world.app, &parts);
+        let found = world.cuda.query(Address(memory.base)).expect("query").expect("known");
+        let told = Arc::new(Told::default());
+        let error = monitor.subscribe(memory.range(0, 4096), Arc::clone(&told) as _).expect_err("VMM");
+        assert!(error.is_unsupported() && error.remedy_text().is_some(), "{error}");
+        assert!(!monitor.valid(&found).expect("ask"), "never a hit");
+        memory.end(&mut world.app, &parts);
+        let on_the_stack = [0u8; 8];
+        let error = monitor.subscribe(AddressRange::of(&on_the_stack), told).expect_err("not CUDA's");
+        assert!(error.is_unsupported(), "{error}");
+    });
+}
+
+#[test]
+fn mon_07_a_monitor_outlives_its_iface_and_says_so() {
+    let world = crate::world::World::fake(Profile::default());
+    let monitor = world.cuda.monitor().expect("monitor");
+    let memory = world.allocate(4096, AllocationKind::Device);
+    world.free(&memory);
+    world.end();
+    assert!(monitor.valid(&memory).expect_err("closed").is_unavailable());
+    let _ = AllocationId(0);
+}

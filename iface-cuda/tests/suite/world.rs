@@ -1,0 +1,258 @@
+//! The drivers that the behaviours are shown over: the fake in every profile, and a real GPU where `HMEM_CUDA=real`
+//! asks for one (its absence is then a failure).
+
+use std::sync::{Mutex, MutexGuard};
+
+use hmem_core::{
+    AddressRange, Allocation, AllocationKind, DeviceId, Iface, iface::AllocRequest, provider::Nic,
+};
+use hmem_fake_cuda::{FakeDriver, Live, Profile};
+use hmem_iface_cuda::{
+    Cuda,
+    sys::{self, CuContext, CuDevicePtr, CuMemAllocationProp, CuMemHandle, CuResult, Functions},
+};
+
+use crate::support;
+
+/// One driver with the iface over it.
+pub(crate) struct World {
+    pub(crate) name: String,
+    pub(crate) cuda: Cuda,
+    pub(crate) app: App,
+    /// The fake's controls and profile; `None` for real hardware.
+    pub(crate) fake: Option<(FakeDriver, Profile)>,
+    _turn: Option<MutexGuard<'static, ()>>,
+}
+
+/// The application beside the iface: it reaches the driver on its own.
+pub(crate) struct App {
+    pub(crate) functions: Functions,
+    lookup: Box<dyn Fn(&str) -> *const ()>,
+    primary: CuContext,
+}
+
+static REAL: Mutex<()> = Mutex::new(());
+
+/// Shows a behaviour over every profile of the fake, and over real hardware where it is asked for.
+pub(crate) fn each(show: impl Fn(&mut World)) {
+    for profile in Profile::all() {
+        over(profile, &show);
+    }
+    if support::asked_for("real") {
+        let mut world = World::real();
+        show(&mut world);
+        world.end();
+    }
+}
+
+/// Shows a behaviour over one profile. Nothing is left behind.
+pub(crate) fn over(profile: Profile, show: impl FnOnce(&mut World)) {
+    let mut world = World::fake(profile);
+    show(&mut world);
+    world.end();
+}
+
+pub(crate) fn check(code: CuResult) {
+    assert_eq!(code, CuResult::CUDA_SUCCESS);
+}
+
+impl World {
+    pub(crate) fn fake(profile: Profile) -> Self {
+        let fake = FakeDriver::start(profile.clone());
+        // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
+        let functions = unsafe { Functions::from_lookup(|name| fake.symbol(name)) }.expect("the table");
+        let lookup = Box::new(|name: &str| hmem_fake_cuda_symbol(name));
+        let cuda = Cuda::builder().functions(functions.clone()).open().expect("open");
+        let app = App { functions, lookup, primary: CuContext::NULL };
+        Self { name: profile.name.into(), cuda, app, fake: Some((fake, profile)), _turn: None }
+    }
+
+    pub(crate) fn real() -> Self {
+        let turn = REAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let path = std::env::var(Cuda::LIBRARY_VARIABLE).unwrap_or_else(|_| Functions::LIBRARY.into());
+        let functions = Functions::load(path.as_ref()).expect("HMEM_CUDA=real asks for a driver");
+        // SAFETY: loaded already, so that no initialiser runs.
+        let library = unsafe { libloading::Library::new(&path) }.expect("loaded just now");
+        let lookup = Box::new(move |name: &str| {
+            // SAFETY: the address is only passed on under its name.
+            let symbol = unsafe { library.get::<*const ()>(name) };
+            *symbol.unwrap_or_else(|error| panic!("{name}: {error}"))
+        });
+        let cuda =
+            Cuda::builder().functions(functions.clone()).open().expect("HMEM_CUDA=real asks for a GPU");
+        let app = App { functions, lookup, primary: CuContext::NULL };
+        Self { name: "real".into(), cuda, app, fake: None, _turn: Some(turn) }
+    }
+
+    pub(crate) fn is_real(&self) -> bool {
+        self.fake.is_none()
+    }
+
+    pub(crate) fn driver(&self) -> &FakeDriver {
+        &self.fake.as_ref().expect("a behaviour of the fake").0
+    }
+
+    /// Closes everything, and sees that nothing is left.
+    pub(crate) fn end(self) {
+        let Self { name, cuda, app, fake, _turn } = self;
+        cuda.close().unwrap_or_else(|refused| panic!("{name}: {}", refused.error));
+        app.end();
+        if let Some((fake, _)) = fake {
+            fake.heal();
+            assert_eq!(fake.live(), Live::default(), "{name}: something is left");
+            assert_eq!(fake.contexts_of_this_thread(), Vec::<usize>::new(), "{name}");
+        }
+    }
+
+    pub(crate) fn allocate(&self, len: u64, kind: AllocationKind) -> Allocation {
+        let request = AllocRequest { len, device: DeviceId(0), kind };
+        self.cuda.allocate(&request).unwrap_or_else(|error| panic!("{}: {error}", self.name))
+    }
+
+    pub(crate) fn free(&self, allocation: &Allocation) {
+        // SAFETY: tests hold no reference into it, and every copy was waited for.
+        unsafe { self.cuda.free(allocation) }.unwrap_or_else(|error| panic!("{}: {error}", self.name));
+    }
+
+    pub(crate) fn exports_dma_bufs(&self) -> bool {
+        self.cuda.capability().dma_buf
+    }
+}
+
+/// The fake's function of a name, whatever the profile lacks.
+fn hmem_fake_cuda_symbol(name: &str) -> *const () {
+    match name {
+        "cuCtxCreate_v2" => hmem_fake_cuda::cuCtxCreate_v2 as *const (),
+        "cuCtxDestroy_v2" => hmem_fake_cuda::cuCtxDestroy_v2 as *const (),
+        other => panic!("{other}"),
+    }
+}
+
+impl App {
+    /// Runs with the primary context of device 0 current, which the application keeps from its first use on.
+    pub(crate) fn current<T>(&mut self, run: impl FnOnce(&Functions) -> T) -> T {
+        if self.primary.is_null() {
+            // SAFETY: the place is writable; device 0 is there.
+            check(unsafe { (self.functions.primary_ctx_retain)(&mut self.primary, 0) });
+        }
+        // SAFETY: retained above.
+        check(unsafe { (self.functions.ctx_push_current)(self.primary) });
+        let result = run(&self.functions);
+        let mut popped = CuContext::NULL;
+        // SAFETY: the place is writable.
+        check(unsafe { (self.functions.ctx_pop_current)(&mut popped) });
+        assert_eq!(popped, self.primary, "the iface left another context current");
+        result
+    }
+
+    fn end(mut self) {
+        if !std::mem::take(&mut self.primary).is_null() {
+            // SAFETY: retained once by `current`.
+            check(unsafe { (self.functions.primary_ctx_release)(0) });
+        }
+    }
+
+    /// A context of the application's own on device 0, current on this thread.
+    pub(crate) fn create_context(&self) -> CuContext {
+        // SAFETY: the symbol is the function of that name in `cuda.h`.
+        let create: unsafe extern "C" fn(*mut CuContext, u32, i32) -> CuResult =
+            unsafe { std::mem::transmute((self.lookup)("cuCtxCreate_v2")) };
+        let mut context = CuContext::NULL;
+        // SAFETY: the place is writable; device 0 is there.
+        check(unsafe { create(&mut context, 0, 0) });
+        context
+    }
+
+    pub(crate) fn destroy_context(&self, context: CuContext) {
+        // SAFETY: the symbol is the function of that name in `cuda.h`.
+        let destroy: unsafe extern "C" fn(CuContext) -> CuResult =
+            unsafe { std::mem::transmute((self.lookup)("cuCtxDestroy_v2")) };
+        // SAFETY: made by `create_context`.
+        check(unsafe { destroy(context) });
+    }
+}
+
+/// A reservation of the application's with several handles mapped into it, as PyTorch's expandable segments have.
+pub(crate) struct Expandable {
+    pub(crate) base: u64,
+    pub(crate) step: u64,
+    handles: Vec<CuMemHandle>,
+}
+
+impl Expandable {
+    /// One handle for each entry, RDMA capable or not; an entry of `None` stays unmapped.
+    pub(crate) fn new(app: &mut App, parts: &[Option<bool>]) -> Self {
+        app.current(|functions| {
+            let properties = |capable: bool| CuMemAllocationProp {
+                kind: sys::CU_MEM_ALLOCATION_TYPE_PINNED,
+                location: sys::CuMemLocation { kind: sys::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 },
+                gpu_direct_rdma_capable: capable.into(),
+                ..CuMemAllocationProp::default()
+            };
+            let mut step = 0usize;
+            let granularity = functions.mem_get_allocation_granularity.expect("VMM");
+            // SAFETY: the place is writable, the properties are whole.
+            check(unsafe {
+                granularity(&mut step, &properties(false), sys::CU_MEM_ALLOC_GRANULARITY_MINIMUM)
+            });
+            let mut base: CuDevicePtr = 0;
+            let whole = step * parts.len();
+            // SAFETY: the place is writable.
+            check(unsafe { functions.mem_address_reserve.expect("VMM")(&mut base, whole, 0, 0, 0) });
+            let mut handles = Vec::new();
+            for (number, part) in parts.iter().enumerate() {
+                let Some(capable) = part else { continue };
+                let (mut handle, at) = (0, base + (number * step) as u64);
+                let who = sys::CuMemAccessDesc {
+                    location: properties(false).location,
+                    flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+                };
+                // SAFETY: places are writable, the range is reserved and not mapped yet.
+                unsafe {
+                    check(functions.mem_create.expect("VMM")(&mut handle, step, &properties(*capable), 0));
+                    check(functions.mem_map.expect("VMM")(at, step, 0, handle, 0));
+                    check(functions.mem_set_access.expect("VMM")(at, step, &who, 1));
+                }
+                handles.push(handle);
+            }
+            Self { base, step: step as u64, handles }
+        })
+    }
+
+    pub(crate) fn range(&self, from: u64, len: u64) -> AddressRange {
+        AddressRange::new(hmem_core::Address(self.base + from), len).expect("a range")
+    }
+
+    pub(crate) fn end(self, app: &mut App, parts: &[Option<bool>]) {
+        app.current(|functions| {
+            for (number, part) in parts.iter().enumerate() {
+                if part.is_some() {
+                    let at = self.base + number as u64 * self.step;
+                    // SAFETY: mapped by `new`.
+                    check(unsafe { functions.mem_unmap.expect("VMM")(at, self.step as usize) });
+                }
+            }
+            // SAFETY: reserved and created by `new`, with nothing mapped any longer.
+            unsafe {
+                check(functions.mem_address_free.expect("VMM")(self.base, self.step as usize * parts.len()));
+                for handle in self.handles {
+                    check(functions.mem_release.expect("VMM")(handle));
+                }
+            }
+        });
+    }
+}
+
+pub(crate) fn nic() -> Nic {
+    Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None }
+}
+
+/// Bytes that tell their position and seed apart.
+pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    (0..len as u64).map(|at| ((at * 31 + seed * 97 + (at >> 8) * 7) % 251 + 1) as u8).collect()
+}
+
+/// The fds that this process has open.
+pub(crate) fn open_fds() -> usize {
+    std::fs::read_dir("/proc/self/fd").expect("/proc").count()
+}

@@ -1,0 +1,100 @@
+//! What the driver says of devices and of addresses.
+
+use std::ffi::{c_int, c_void};
+
+use hmem_iface_cuda::sys::{self, CuDeviceAttribute, CuPointerAttribute, CuResult};
+
+use crate::{
+    entry::put,
+    profile::Profile,
+    state::{Kind, State},
+};
+
+/// A device attribute; INVALID_VALUE for one that the release does not know, as `cuDeviceGetAttribute` documents.
+pub(crate) fn attribute_of_device(
+    profile: &Profile,
+    attribute: CuDeviceAttribute,
+) -> Result<c_int, CuResult> {
+    if attribute == 0 || attribute > profile.last_device_attribute {
+        return Err(CuResult::CUDA_ERROR_INVALID_VALUE);
+    }
+    Ok(match attribute {
+        sys::CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING
+        | sys::CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY
+        | sys::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        | sys::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED => 1,
+        sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED => profile.rdma_with_vmm.into(),
+        sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED => profile.rdma.into(),
+        sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS => profile.flush_options,
+        sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING => profile.writes_ordering,
+        sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED => profile.dma_buf.into(),
+        _ => 0,
+    })
+}
+
+/// Writes one pointer attribute. "this function will not return an error when the ptr encountered is not a valid CUDA
+/// pointer. Instead, the attributes are assigned default NULL values".
+pub(crate) fn pointer_attribute(
+    state: &State,
+    attribute: CuPointerAttribute,
+    place: *mut c_void,
+    pointer: u64,
+) -> Result<(), CuResult> {
+    if attribute == 0 || attribute > state.profile.last_pointer_attribute {
+        return Err(CuResult::CUDA_ERROR_INVALID_VALUE);
+    }
+    let mapping = state.mapping_around(pointer);
+    // Of a reservation without memory the header says nothing: here it is no valid pointer.
+    let known = state.around(pointer).filter(|(_, one)| one.kind != Kind::Reservation || mapping.is_some());
+    let (start, one) = known.map_or((0, None), |(start, one)| (start, Some(one)));
+    let is = |of: fn(&Kind) -> bool| one.is_some_and(|one| of(&one.kind));
+    let physical = mapping.and_then(|(_, mapping)| state.physical.get(&mapping.handle));
+    match attribute {
+        sys::CU_POINTER_ATTRIBUTE_CONTEXT => put(place.cast(), one.map_or(0, |one| one.context)),
+        sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE => {
+            let host = is(|kind| matches!(kind, Kind::Host | Kind::Registered));
+            put(
+                place.cast::<u32>(),
+                match (one, host) {
+                    (None, _) => 0,
+                    (_, true) => sys::CU_MEMORYTYPE_HOST,
+                    _ => sys::CU_MEMORYTYPE_DEVICE,
+                },
+            )
+        }
+        sys::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS => {
+            put(place.cast::<u32>(), one.is_some_and(|one| one.sync_memops).into())
+        }
+        sys::CU_POINTER_ATTRIBUTE_BUFFER_ID => put(place.cast(), one.map_or(0, |one| one.id)),
+        // A bool of C: one byte.
+        sys::CU_POINTER_ATTRIBUTE_IS_MANAGED => {
+            put(place.cast(), u8::from(is(|kind| *kind == Kind::Managed)))
+        }
+        sys::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL => {
+            let ordinal = match (physical, one) {
+                (Some(physical), _) => physical.properties.location.id,
+                (None, Some(one)) => one.device as c_int,
+                (None, None) => 0,
+            };
+            put(place.cast(), ordinal)
+        }
+        sys::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR => put(place.cast(), start),
+        sys::CU_POINTER_ATTRIBUTE_RANGE_SIZE => put(place.cast(), one.map_or(0, |one| one.len)),
+        sys::CU_POINTER_ATTRIBUTE_MAPPED => put(place.cast(), u8::from(one.is_some())),
+        sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE => {
+            // Of VMM memory what it was created with; stream-ordered memory is not in the list of what
+            // `cuMemGetHandleForAddressRange` takes.
+            let capable = state.profile.rdma
+                && match physical {
+                    Some(physical) => physical.properties.gpu_direct_rdma_capable != 0,
+                    None => is(|kind| *kind == Kind::Memory),
+                };
+            put(place.cast(), u8::from(capable))
+        }
+        sys::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE => {
+            let pool = if is(|kind| *kind == Kind::Pool) { 0x900 } else { 0 };
+            put(place.cast::<usize>(), pool)
+        }
+        _ => put(place.cast::<u64>(), 0),
+    }
+}

@@ -1,0 +1,202 @@
+//! A CUDA driver for tests: the symbols of `libcuda.so.1` over memory files.
+//!
+//! It is entered like the real one, through its function table: within a test's process by [`FakeDriver::symbol`], or as
+//! a library (`libhmem_fake_cuda.so`) that is loaded where `libcuda.so.1` would be. Device memory faults under the CPU;
+//! its addresses come back as soon as they are freed, its identities never; its dma-bufs are memory files that begin
+//! where the exported range does, so that bytes that a NIC moves are bytes of the device. Every call can be made to fail.
+//!
+//! Its memory is not the simulated device's: that exports a file and an offset in it, which `cuMemGetHandleForAddressRange`
+//! has no way to say.
+//!
+//! # What it cannot show
+//!
+//! Two dma-bufs that overlap with different page bounds, alive at once: the second export is refused (801), which a real
+//! driver does not do. What no header and no recorded run says is marked in the source as decided here.
+//!
+//! As a library it is told by the environment what to be: `HMEM_FAKE_CUDA` is the name of a profile, followed by
+//! `;symbol=code` for calls that fail always and `;devices=n`.
+
+#![allow(missing_docs)] // The functions of the driver are documented by cuda.h.
+
+mod answers;
+mod entry;
+mod ipc;
+mod pages;
+mod profile;
+mod state;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use hmem_iface_cuda::sys::CuResult;
+use parking_lot::{Mutex, MutexGuard};
+
+pub use entry::*;
+pub use profile::Profile;
+pub use state::Live;
+use state::State;
+
+/// The driver of this process: there is one, as there is of the real one.
+static STATE: Mutex<Option<State>> = Mutex::new(None);
+/// Who has it, one test at a time.
+static TURN: Mutex<()> = Mutex::new(());
+static GENERATION: AtomicU64 = AtomicU64::new(1);
+
+fn fresh(profile: Profile) -> State {
+    State::new(GENERATION.fetch_add(1, Ordering::Relaxed), profile)
+}
+
+/// Runs a call of the driver.
+fn enter(symbol: &'static str, run: impl FnOnce(&mut State) -> Result<(), CuResult>) -> CuResult {
+    let mut state = STATE.lock();
+    let state = state.get_or_insert_with(from_environment);
+    let needs_start = !matches!(
+        symbol,
+        "cuInit"
+            | "cuDriverGetVersion"
+            | "cuGetErrorName"
+            | "cuGetErrorString"
+            | "cuMemGetHandleForAddressRange"
+    );
+    let result = state.call(symbol).and_then(|()| {
+        // Recorded run: before `cuInit` succeeded calls answer 3.
+        if needs_start && !state.started { Err(CuResult::CUDA_ERROR_NOT_INITIALIZED) } else { run(state) }
+    });
+    result.err().unwrap_or(CuResult::CUDA_SUCCESS)
+}
+
+/// What `HMEM_FAKE_CUDA` asks for; the default profile without it.
+fn from_environment() -> State {
+    let text = std::env::var("HMEM_FAKE_CUDA").unwrap_or_default();
+    let mut words = text.split(';').map(str::trim);
+    let name = words.next().unwrap_or_default();
+    let mut profile = if name.is_empty() {
+        Profile::default()
+    } else {
+        Profile::named(name).unwrap_or_else(|| panic!("HMEM_FAKE_CUDA: no profile {name}"))
+    };
+    let mut faults = Vec::new();
+    for word in words {
+        match word.split_once('=') {
+            Some(("devices", count)) => profile.devices = count.parse().expect("HMEM_FAKE_CUDA: devices=n"),
+            Some((symbol, code)) => {
+                let code = code.parse().expect("HMEM_FAKE_CUDA: symbol=code");
+                faults.push((known(symbol), CuResult(code)));
+            }
+            None => panic!("HMEM_FAKE_CUDA: {word}"),
+        }
+    }
+    let mut state = fresh(profile);
+    for (symbol, code) in faults {
+        state.fail(symbol, 0, true, code);
+    }
+    state
+}
+
+fn known(symbol: &str) -> &'static str {
+    SYMBOLS.iter().find(|known| **known == symbol).unwrap_or_else(|| panic!("the driver has no {symbol}"))
+}
+
+/// The driver, for one test at a time: others wait until it is dropped.
+#[derive(Debug)]
+pub struct FakeDriver {
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl FakeDriver {
+    /// A driver of a profile, not initialised yet.
+    ///
+    /// Whoever uses its functions must be gone when this is dropped.
+    #[must_use]
+    pub fn start(profile: Profile) -> Self {
+        let turn = TURN.lock();
+        *STATE.lock() = Some(fresh(profile));
+        Self { _turn: turn }
+    }
+
+    fn with<T>(&self, run: impl FnOnce(&mut State) -> T) -> T {
+        run(STATE.lock().as_mut().expect("started"))
+    }
+
+    /// The address of a function, unless the profile lacks it.
+    #[must_use]
+    pub fn symbol(&self, name: &str) -> Option<*const ()> {
+        let absent = self.with(|state| state.profile.absent.contains(&name));
+        if absent { None } else { entry::symbol(name) }
+    }
+
+    /// Changes what the driver is like from now on.
+    pub fn change(&self, change: impl FnOnce(&mut Profile)) {
+        self.with(|state| change(&mut state.profile));
+    }
+
+    /// Makes the `nth` call of a function from now on fail, 1 being the next.
+    pub fn fail_nth(&self, symbol: &str, nth: u64, code: CuResult) {
+        self.with(|state| state.fail(known(symbol), nth.saturating_sub(1), false, code));
+    }
+
+    /// Makes the next call of a function fail.
+    pub fn fail(&self, symbol: &str, code: CuResult) {
+        self.fail_nth(symbol, 1, code);
+    }
+
+    /// Makes every call of a function fail.
+    pub fn fail_always(&self, symbol: &str, code: CuResult) {
+        self.with(|state| state.fail(known(symbol), 0, true, code));
+    }
+
+    /// Loses the device: every call answers `code` from now on.
+    pub fn lose_device(&self, code: CuResult) {
+        self.with(|state| state.sticky = Some(code));
+    }
+
+    /// Forgets all faults, a lost device included.
+    pub fn heal(&self) {
+        self.with(State::clear_faults);
+    }
+
+    /// How often a function was called, failed calls included.
+    #[must_use]
+    pub fn calls(&self, symbol: &str) -> u64 {
+        let symbol = known(symbol);
+        self.with(|state| state.calls(symbol))
+    }
+
+    /// How often any function was called.
+    #[must_use]
+    pub fn all_calls(&self) -> u64 {
+        self.with(|state| state.all_calls())
+    }
+
+    /// What is alive.
+    #[must_use]
+    pub fn live(&self) -> Live {
+        self.with(|state| state.live())
+    }
+
+    /// Whether SYNC_MEMOPS is set on the allocation around an address.
+    #[must_use]
+    pub fn sync_memops(&self, address: u64) -> bool {
+        self.with(|state| state.around(address).is_some_and(|(_, allocation)| allocation.sync_memops))
+    }
+
+    /// The flags of a device's primary context.
+    #[must_use]
+    pub fn context_flags(&self, device: u32) -> u32 {
+        self.with(|state| {
+            let of_device = |one: &&state::Context| one.primary && one.device == device;
+            state.contexts.values().find(of_device).map_or(0, |one| one.flags)
+        })
+    }
+
+    /// The calling thread's contexts, the current one last.
+    #[must_use]
+    pub fn contexts_of_this_thread(&self) -> Vec<usize> {
+        self.with(|state| state.stack(|stack| stack.clone()))
+    }
+}
+
+impl Drop for FakeDriver {
+    fn drop(&mut self) {
+        *STATE.lock() = None;
+    }
+}

@@ -1,0 +1,441 @@
+//! What the driver knows: contexts, allocations, mappings, streams, and the faults to inject.
+
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, HashMap, VecDeque},
+    os::fd::OwnedFd,
+};
+
+use hmem_iface_cuda::sys::{CuMemAllocationProp, CuResult};
+
+use crate::{
+    pages::{PAGE, Pages},
+    profile::Profile,
+};
+
+/// `CU_MEM_ALLOC_GRANULARITY_MINIMUM` of devices with 2 MiB pages.
+pub(crate) const GRANULARITY: u64 = 2 << 20;
+/// What addresses of `cuMemAlloc` are aligned to: the CUDA programming guide says "at least 256 bytes".
+const ALIGNMENT: u64 = 512;
+/// Allocations below this share blocks of [`GRANULARITY`], so that their pages have neighbours.
+const SMALL: u64 = 1 << 20;
+
+thread_local! {
+    /// The thread's contexts, the current one last, and the driver that they are of.
+    pub(crate) static CONTEXTS: RefCell<(u64, Vec<usize>)> = const { RefCell::new((0, Vec::new())) };
+}
+
+/// What an allocation is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Memory,
+    Pool,
+    Managed,
+    Host,
+    Registered,
+    Reservation,
+    /// Another process's, by the inode of its file.
+    Imported {
+        opened: u32,
+        inode: u64,
+    },
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Allocation {
+    pub(crate) len: u64,
+    pub(crate) kind: Kind,
+    pub(crate) device: u32,
+    /// Null for VMM and stream-ordered memory.
+    pub(crate) context: usize,
+    pub(crate) id: u64,
+    pub(crate) sync_memops: bool,
+}
+
+/// Physical memory of `cuMemCreate`.
+#[derive(Debug)]
+pub(crate) struct Physical {
+    pub(crate) file: OwnedFd,
+    pub(crate) len: u64,
+    pub(crate) properties: CuMemAllocationProp,
+    /// `cuMemCreate`'s reference and those of `cuMemRetainAllocationHandle`.
+    pub(crate) references: u32,
+    pub(crate) mappings: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Mapping {
+    pub(crate) len: u64,
+    pub(crate) handle: u64,
+    pub(crate) accessible: bool,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Context {
+    pub(crate) device: u32,
+    pub(crate) flags: u32,
+    /// References to a primary context; 1 for another.
+    pub(crate) references: u32,
+    pub(crate) primary: bool,
+}
+
+/// A copy that was handed in.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Copy {
+    pub(crate) to: u64,
+    pub(crate) from: u64,
+    pub(crate) len: usize,
+}
+
+#[derive(Debug)]
+pub(crate) struct Stream {
+    pub(crate) context: usize,
+    pub(crate) waiting: VecDeque<Copy>,
+    pub(crate) handed_in: u64,
+    pub(crate) done: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Event {
+    pub(crate) context: usize,
+    /// The stream, and how many of its copies come before.
+    pub(crate) recorded: Option<(usize, u64)>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Fault {
+    symbol: &'static str,
+    /// How many calls go by before.
+    after: u64,
+    always: bool,
+    code: CuResult,
+}
+
+/// What is alive.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Live {
+    /// Allocations of every kind but those below.
+    pub allocations: usize,
+    /// Reserved address ranges.
+    pub reservations: usize,
+    /// Handles of physical memory, and mappings of it.
+    pub handles: usize,
+    /// See `handles`.
+    pub mappings: usize,
+    /// Host ranges that are page-locked.
+    pub registered: usize,
+    /// Allocations of other processes that are open.
+    pub imported: usize,
+    /// References to primary contexts.
+    pub primary_references: u32,
+    /// Streams.
+    pub streams: usize,
+    /// Events.
+    pub events: usize,
+}
+
+#[derive(Debug)]
+pub(crate) struct State {
+    /// Tells this driver from those that a process had before.
+    pub(crate) generation: u64,
+    pub(crate) profile: Profile,
+    pub(crate) started: bool,
+    pub(crate) sticky: Option<CuResult>,
+    pub(crate) pages: Pages,
+    pub(crate) allocations: BTreeMap<u64, Allocation>,
+    pub(crate) mappings: BTreeMap<u64, Mapping>,
+    pub(crate) physical: HashMap<u64, Physical>,
+    pub(crate) contexts: HashMap<usize, Context>,
+    pub(crate) streams: HashMap<usize, Stream>,
+    pub(crate) events: HashMap<usize, Event>,
+    pub(crate) used: Vec<u64>,
+    next_handle: usize,
+    next_id: u64,
+    next_address: u64,
+    /// The rest of the block that small allocations are taken from.
+    block: (u64, u64),
+    /// Freed addresses by length, the last freed last.
+    free: HashMap<u64, Vec<u64>>,
+    faults: Vec<Fault>,
+    calls: HashMap<&'static str, u64>,
+}
+
+impl State {
+    pub(crate) fn new(generation: u64, profile: Profile) -> Self {
+        let pages = Pages::new();
+        Self {
+            generation,
+            started: false,
+            sticky: None,
+            allocations: BTreeMap::new(),
+            mappings: BTreeMap::new(),
+            physical: HashMap::new(),
+            contexts: HashMap::new(),
+            streams: HashMap::new(),
+            events: HashMap::new(),
+            used: vec![0; profile.devices as usize],
+            next_handle: 0x1000,
+            // Identities are unique in a process, also across the drivers that a test has one after another.
+            next_id: generation << 32 | 1,
+            next_address: pages.first().next_multiple_of(GRANULARITY),
+            block: (0, 0),
+            free: HashMap::new(),
+            faults: Vec::new(),
+            calls: HashMap::new(),
+            pages,
+            profile,
+        }
+    }
+
+    /// Counts a call and says whether it is to fail.
+    pub(crate) fn call(&mut self, symbol: &'static str) -> Result<(), CuResult> {
+        *self.calls.entry(symbol).or_default() += 1;
+        if let Some(at) = self.faults.iter().position(|fault| fault.symbol == symbol) {
+            let fault = &mut self.faults[at];
+            if fault.after > 0 {
+                fault.after -= 1;
+            } else {
+                let code = fault.code;
+                if !fault.always {
+                    self.faults.remove(at);
+                }
+                return Err(code);
+            }
+        }
+        match self.sticky {
+            // `cuda.h`: "any further CUDA work will return the same error".
+            Some(code) if symbol != "cuGetErrorName" && symbol != "cuGetErrorString" => Err(code),
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn fail(&mut self, symbol: &'static str, after: u64, always: bool, code: CuResult) {
+        self.faults.push(Fault { symbol, after, always, code });
+    }
+
+    pub(crate) fn clear_faults(&mut self) {
+        self.faults.clear();
+        self.sticky = None;
+    }
+
+    pub(crate) fn calls(&self, symbol: &str) -> u64 {
+        self.calls.get(symbol).copied().unwrap_or(0)
+    }
+
+    pub(crate) fn all_calls(&self) -> u64 {
+        self.calls.values().sum()
+    }
+
+    pub(crate) fn live(&self) -> Live {
+        let count = |of: fn(&Kind) -> bool| self.allocations.values().filter(|one| of(&one.kind)).count();
+        Live {
+            allocations: count(|kind| matches!(kind, Kind::Memory | Kind::Pool | Kind::Managed | Kind::Host)),
+            reservations: count(|kind| *kind == Kind::Reservation),
+            handles: self.physical.values().filter(|one| one.references > 0).count(),
+            mappings: self.mappings.len(),
+            registered: count(|kind| *kind == Kind::Registered),
+            imported: count(|kind| matches!(kind, Kind::Imported { .. })),
+            primary_references: self
+                .contexts
+                .values()
+                .filter(|one| one.primary)
+                .map(|one| one.references)
+                .sum(),
+            streams: self.streams.len(),
+            events: self.events.len(),
+        }
+    }
+
+    pub(crate) fn handle(&mut self) -> usize {
+        self.next_handle += 0x10;
+        self.next_handle
+    }
+
+    pub(crate) fn identity(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id
+    }
+
+    /// The thread's current context.
+    pub(crate) fn current(&self) -> Result<usize, CuResult> {
+        CONTEXTS.with_borrow_mut(|(generation, stack)| {
+            if *generation != self.generation {
+                (*generation, *stack) = (self.generation, Vec::new());
+            }
+            match stack.last() {
+                None => Err(CuResult::CUDA_ERROR_INVALID_CONTEXT),
+                Some(context) if self.contexts.contains_key(context) => Ok(*context),
+                Some(_) => Err(CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED),
+            }
+        })
+    }
+
+    pub(crate) fn stack<T>(&self, with: impl FnOnce(&mut Vec<usize>) -> T) -> T {
+        CONTEXTS.with_borrow_mut(|(generation, stack)| {
+            if *generation != self.generation {
+                (*generation, *stack) = (self.generation, Vec::new());
+            }
+            with(stack)
+        })
+    }
+
+    pub(crate) fn device_of(&self, context: usize) -> u32 {
+        self.contexts[&context].device
+    }
+
+    /// The allocation around an address.
+    pub(crate) fn around(&self, address: u64) -> Option<(u64, &Allocation)> {
+        let (start, allocation) = self.allocations.range(..=address).next_back()?;
+        (address - start < allocation.len).then_some((*start, allocation))
+    }
+
+    /// The mapping around an address of a reservation.
+    pub(crate) fn mapping_around(&self, address: u64) -> Option<(u64, Mapping)> {
+        let (start, mapping) = self.mappings.range(..=address).next_back()?;
+        (address - start < mapping.len).then_some((*start, *mapping))
+    }
+
+    /// Addresses of their own for whole blocks.
+    pub(crate) fn take_addresses(&mut self, len: u64) -> u64 {
+        let len = len.next_multiple_of(GRANULARITY);
+        if let Some(address) = self.free.get_mut(&len).and_then(Vec::pop) {
+            return address;
+        }
+        let address = self.next_address;
+        self.next_address += len;
+        address
+    }
+
+    pub(crate) fn give_addresses(&mut self, address: u64, len: u64) {
+        self.free.entry(len.next_multiple_of(GRANULARITY)).or_default().push(address);
+    }
+
+    /// Memory of a device: its addresses come back at once when it is freed, as a real driver's do.
+    pub(crate) fn take_memory(&mut self, len: u64, kind: Kind) -> Result<u64, CuResult> {
+        let context = self.current()?;
+        let device = self.device_of(context);
+        if len == 0 {
+            return Err(CuResult::CUDA_ERROR_INVALID_VALUE);
+        }
+        let host = kind == Kind::Host;
+        let used = self.used[device as usize].checked_add(len);
+        if !host && used.is_none_or(|used| used > self.profile.memory) {
+            return Err(CuResult::CUDA_ERROR_OUT_OF_MEMORY);
+        }
+        let address = match kind {
+            Kind::Memory | Kind::Pool if len < SMALL => self.take_small(len)?,
+            _ => {
+                let address = self.take_addresses(len);
+                let mapped = matches!(kind, Kind::Managed | Kind::Host);
+                self.pages
+                    .back(address, len.next_multiple_of(PAGE), mapped)
+                    .map_err(|_| CuResult::CUDA_ERROR_OUT_OF_MEMORY)?;
+                address
+            }
+        };
+        if !host {
+            self.used[device as usize] += len;
+        }
+        let context = if kind == Kind::Pool { 0 } else { context };
+        let id = self.identity();
+        let sync_memops = false;
+        self.allocations.insert(address, Allocation { len, kind, device, context, id, sync_memops });
+        Ok(address)
+    }
+
+    fn take_small(&mut self, len: u64) -> Result<u64, CuResult> {
+        let len = len.next_multiple_of(ALIGNMENT);
+        if let Some(address) = self.free.get_mut(&len).and_then(Vec::pop) {
+            return Ok(address);
+        }
+        if self.block.1 < len {
+            let block = self.take_addresses(GRANULARITY);
+            self.pages.back(block, GRANULARITY, false).map_err(|_| CuResult::CUDA_ERROR_OUT_OF_MEMORY)?;
+            self.block = (block, GRANULARITY);
+        }
+        let address = self.block.0;
+        self.block = (address + len, self.block.1 - len);
+        Ok(address)
+    }
+
+    pub(crate) fn free_memory(&mut self, address: u64) -> Result<(), CuResult> {
+        let allocation = self.allocations.remove(&address).ok_or(CuResult::CUDA_ERROR_INVALID_VALUE)?;
+        let len = allocation.len;
+        if allocation.kind != Kind::Host {
+            self.used[allocation.device as usize] -= len;
+        }
+        match allocation.kind {
+            Kind::Memory | Kind::Pool if len < SMALL => {
+                self.pages.leave_behind(address, len).map_err(|_| CuResult::CUDA_ERROR_OPERATING_SYSTEM)?;
+                self.free.entry(len.next_multiple_of(ALIGNMENT)).or_default().push(address);
+            }
+            _ => {
+                self.pages.clear(address, len.next_multiple_of(PAGE));
+                self.give_addresses(address, len);
+            }
+        }
+        Ok(())
+    }
+
+    /// What a context takes with it when it goes.
+    pub(crate) fn destroy_context(&mut self, context: usize) {
+        let ours = |allocation: &Allocation| allocation.context == context;
+        let memory: Vec<_> =
+            self.allocations.iter().filter(|(_, one)| ours(one)).map(|(at, _)| *at).collect();
+        for address in memory {
+            if self.allocations[&address].kind == Kind::Registered {
+                self.allocations.remove(&address);
+            } else {
+                self.free_memory(address).expect("listed just now");
+            }
+        }
+        self.streams.retain(|_, stream| stream.context != context);
+        self.events.retain(|_, event| event.context != context);
+        self.contexts.remove(&context);
+    }
+
+    /// Runs the oldest copy of a stream; whether there was one.
+    pub(crate) fn step(&mut self, stream: usize) -> bool {
+        let Some(copy) = self.streams.get_mut(&stream).and_then(|stream| stream.waiting.pop_front()) else {
+            return false;
+        };
+        self.move_bytes(copy);
+        if let Some(stream) = self.streams.get_mut(&stream) {
+            stream.done += 1;
+        }
+        true
+    }
+
+    pub(crate) fn finish(&mut self, stream: usize) {
+        while self.step(stream) {}
+    }
+
+    /// A side of a copy: where the driver reaches it. Memory that it does not know is the host's.
+    pub(crate) fn side(&self, address: u64, len: usize) -> Result<*mut u8, CuResult> {
+        let end = address.checked_add(len as u64).ok_or(CuResult::CUDA_ERROR_INVALID_VALUE)?;
+        if !self.pages.holds(address) {
+            return Ok(std::ptr::with_exposed_provenance_mut(address as usize));
+        }
+        let (start, allocation) = self.around(address).ok_or(CuResult::CUDA_ERROR_INVALID_VALUE)?;
+        if end > start + allocation.len {
+            return Err(CuResult::CUDA_ERROR_INVALID_VALUE);
+        }
+        if allocation.kind == Kind::Reservation {
+            let mut at = address;
+            while at < end {
+                let mapped = self.mapping_around(at).filter(|(_, mapping)| mapping.accessible);
+                let (start, mapping) = mapped.ok_or(CuResult::CUDA_ERROR_INVALID_VALUE)?;
+                at = start + mapping.len;
+            }
+        }
+        Ok(self.pages.at(address))
+    }
+
+    pub(crate) fn move_bytes(&self, copy: Copy) {
+        let Copy { to, from, len } = copy;
+        if let (Ok(to), Ok(from)) = (self.side(to, len), self.side(from, len)) {
+            // SAFETY: both sides were checked when the copy was handed in; host memory is the caller's promise.
+            unsafe { libc::memmove(to.cast(), from.cast_const().cast(), len) };
+        }
+    }
+}
