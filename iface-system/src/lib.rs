@@ -16,6 +16,7 @@ mod host;
 mod ipc_handle;
 #[allow(unsafe_code)]
 mod lazy;
+pub mod monitor;
 mod simulated;
 #[allow(unsafe_code)]
 mod sys;

@@ -1,0 +1,310 @@
+//! What is mapped at an address, and whether a monitor of this process can see all that can happen to it.
+//!
+//! Nothing here allocates, locks or calls libc: `shmdt` inside a hook asks too. Linux 6.11 answers for one
+//! address (`PROCMAP_QUERY` of `linux/fs.h`); before that, `/proc/self/maps` is read up to the address.
+
+use std::{ffi::CStr, os::fd::BorrowedFd};
+
+use hmem_core::{Address, AddressRange, Error, ErrorKind, IfaceKind, Result};
+use rustix::{
+    fs::{CWD, Mode, OFlags},
+    io::Errno,
+    ioctl::{Opcode, Updater, opcode},
+};
+
+const MAPS: &CStr = c"/proc/self/maps";
+
+/// Bytes of a mapping's name that are kept.
+const NAME: usize = 256;
+
+/// What is behind a mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Backing {
+    /// Nothing but memory: private or shared anonymous pages, heap, stack, huge pages.
+    Anonymous,
+    /// A System V segment of this identifier.
+    SysV(i32),
+    /// A file, a memory file or a device: whoever has it open can change what is behind the mapping.
+    File,
+}
+
+/// One mapping of this process.
+#[derive(Clone, Copy)]
+pub(crate) struct Area {
+    pub(crate) start: u64,
+    /// One past the last byte.
+    pub(crate) end: u64,
+    pub(crate) backing: Backing,
+    /// Bytes of one of its pages; assumed to be 2 MiB for huge pages where the kernel does not say.
+    pub(crate) page_size: u64,
+    name: [u8; NAME],
+    name_len: usize,
+}
+
+impl std::fmt::Debug for Area {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { start, end, backing, .. } = self;
+        write!(f, "Area {{ {start:#x}-{end:#x} {backing:?} {:?} }}", self.name())
+    }
+}
+
+impl Area {
+    fn new(start: u64, end: u64, inode: u64, page_size: Option<u64>, full_name: &[u8]) -> Self {
+        let backing = match full_name {
+            b"" | b"/dev/zero" | b"/dev/zero (deleted)" | b"/anon_hugepage (deleted)" => Backing::Anonymous,
+            [b'[', ..] => Backing::Anonymous,
+            name if name.starts_with(b"/SYSV") && name.ends_with(b" (deleted)") => {
+                Backing::SysV(inode as i32)
+            }
+            _ => Backing::File,
+        };
+        let name_len = full_name.len().min(NAME);
+        let mut name = [0; NAME];
+        name[..name_len].copy_from_slice(&full_name[..name_len]);
+        let page_size = page_size.unwrap_or_else(|| match full_name {
+            b"/anon_hugepage (deleted)" => 2 << 20,
+            _ => crate::sys::page_size(),
+        });
+        Self { start, end, backing, page_size, name, name_len }
+    }
+
+    /// The name as `/proc/self/maps` gives it; empty for nameless anonymous memory.
+    pub(crate) fn name(&self) -> &str {
+        let name = &self.name[..self.name_len];
+        std::str::from_utf8(name).unwrap_or("(a name that is not UTF-8)")
+    }
+}
+
+/// `struct procmap_query` of `linux/fs.h`.
+#[repr(C)]
+#[derive(Debug, Default)]
+struct ProcmapQuery {
+    size: u64,
+    query_flags: u64,
+    query_addr: u64,
+    vma_start: u64,
+    vma_end: u64,
+    vma_flags: u64,
+    vma_page_size: u64,
+    vma_offset: u64,
+    inode: u64,
+    dev_major: u32,
+    dev_minor: u32,
+    vma_name_size: u32,
+    build_id_size: u32,
+    vma_name_addr: u64,
+    build_id_addr: u64,
+}
+
+const PROCMAP_QUERY: Opcode = opcode::read_write::<ProcmapQuery>(b'f', 17);
+const COVERING_OR_NEXT_VMA: u64 = 0x10;
+
+/// The mapping at `address`, or the next one above it.
+pub(crate) fn at_or_after(address: u64) -> Result<Option<Area>, Errno> {
+    let maps = rustix::fs::openat(CWD, MAPS, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+    let maps = std::os::fd::AsFd::as_fd(&maps);
+    match queried(maps, address) {
+        // qemu-user says that it has no such call.
+        Err(Errno::NOTTY | Errno::NOSYS) => read(maps, address),
+        answer => answer,
+    }
+}
+
+fn queried(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>, Errno> {
+    let mut name = [0_u8; NAME];
+    let mut query = ProcmapQuery {
+        size: size_of::<ProcmapQuery>() as u64,
+        query_flags: COVERING_OR_NEXT_VMA,
+        query_addr: address,
+        vma_name_size: NAME as u32,
+        vma_name_addr: name.as_mut_ptr().expose_provenance() as u64,
+        ..ProcmapQuery::default()
+    };
+    let full_name = match ioctl(maps, &mut query) {
+        Ok(()) => &name[..(query.vma_name_size as usize).saturating_sub(1)],
+        Err(Errno::NOENT) => return Ok(None),
+        // Only a path can be that long.
+        Err(Errno::NAMETOOLONG) => {
+            (query.vma_name_size, query.vma_name_addr) = (0, 0);
+            ioctl(maps, &mut query)?;
+            b"(a long path)"
+        }
+        Err(errno) => return Err(errno),
+    };
+    Ok(Some(Area::new(query.vma_start, query.vma_end, query.inode, Some(query.vma_page_size), full_name)))
+}
+
+fn ioctl(maps: BorrowedFd<'_>, query: &mut ProcmapQuery) -> Result<(), Errno> {
+    // SAFETY: the ioctl reads and writes one `ProcmapQuery`, and writes up to `vma_name_size` bytes at
+    // `vma_name_addr`, which `queried` points at a buffer of that size, or at none.
+    unsafe { rustix::ioctl::ioctl(maps, Updater::<PROCMAP_QUERY, _>::new(query)) }
+}
+
+/// As [`queried`], for kernels that have no query: reads lines until one ends above `address`.
+fn read(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>, Errno> {
+    // A line is at most 73 bytes before its name; what is longer than this is cut.
+    let mut line = [0_u8; 73 + NAME];
+    let mut len = 0;
+    let mut chunk = [0_u8; 512];
+    loop {
+        let filled = match rustix::io::read(maps, &mut chunk) {
+            Ok(0) => return Ok(None),
+            Ok(filled) => filled,
+            Err(Errno::INTR) => continue,
+            Err(errno) => return Err(errno),
+        };
+        for &byte in &chunk[..filled] {
+            if byte != b'\n' {
+                if len < line.len() {
+                    line[len] = byte;
+                    len += 1;
+                }
+                continue;
+            }
+            let area = parsed(&line[..len]).ok_or(Errno::INVAL)?;
+            if area.end > address {
+                return Ok(Some(area));
+            }
+            len = 0;
+        }
+    }
+}
+
+/// `7f0000000000-7f0000001000 rw-p 00000000 00:01 1234    /SYSV00000000 (deleted)`
+fn parsed(line: &[u8]) -> Option<Area> {
+    let mut rest = line;
+    let mut word = || {
+        let len = rest.iter().position(|byte| *byte == b' ').unwrap_or(rest.len());
+        let (word, after) = rest.split_at(len);
+        rest = after.get(1..).unwrap_or(b"");
+        std::str::from_utf8(word).ok()
+    };
+    let (start, end) = word()?.split_once('-')?;
+    let (_perms, _offset, _device) = (word()?, word()?, word()?);
+    let inode = word()?.parse().ok()?;
+    let (start, end) = (u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?);
+    Some(Area::new(start, end, inode, None, rest.trim_ascii_start()))
+}
+
+/// Whether all of `range` is memory that only calls of this process on its addresses can take away.
+///
+/// Returns the mapping that holds the end of the range, for callers that remember.
+///
+/// # Errors
+/// BadAddress where nothing is mapped. Unsupported for a file's mapping, since truncating the file, or
+/// punching a hole into it, takes the pages away without any call that names the range.
+pub(crate) fn check(range: AddressRange, monitor: &'static str) -> Result<Area> {
+    let refused = |kind| {
+        Error::new(kind, "subscribe")
+            .iface(IfaceKind::SYSTEM)
+            .context("monitor", monitor)
+            .context("range", range)
+    };
+    let last = range.start().0.saturating_add(range.len().saturating_sub(1));
+    let mut first: Option<u64> = None;
+    let mut at = range.start().0;
+    loop {
+        let mut area = at_or_after(at)
+            .map_err(|errno| {
+                refused(ErrorKind::Unsupported)
+                    .errno(errno)
+                    .context("file", "/proc/self/maps")
+                    .remedy("what is mapped there cannot be told: mount /proc")
+            })?
+            .filter(|area| area.start <= at)
+            .ok_or_else(|| refused(ErrorKind::BadAddress).context("nothing mapped at", Address(at)))?;
+        if area.backing == Backing::File {
+            return Err(refused(ErrorKind::Unsupported)
+                .context("mapping of", area.name())
+                .context("why", "truncating or punching the file behind a mapping is seen by no monitor")
+                .remedy("use anonymous memory, or an import monitor that knows when the file changes"));
+        }
+        let start = *first.get_or_insert(area.start);
+        if area.end > last {
+            area.start = start;
+            return Ok(area);
+        }
+        at = area.end;
+    }
+}
+
+/// The addresses that detaching the segment attached at `address` takes away.
+///
+/// Where it cannot be known: all above, which is never too little.
+pub(crate) fn attached(address: u64) -> AddressRange {
+    let everything_above = super::table::clamped(address, u64::MAX);
+    match at_or_after(address) {
+        Ok(Some(Area { start, end, backing: Backing::SysV(id), .. })) if start >= address => segment_len(id)
+            .map_or(everything_above, |len| super::table::clamped(address, len.max(end - address))),
+        Ok(None) => super::table::clamped(address, 0),
+        _ => everything_above,
+    }
+}
+
+/// Bytes of a System V segment, in whole pages.
+pub(crate) fn segment_len(id: i32) -> Option<u64> {
+    let mut status = std::mem::MaybeUninit::<libc::shmid_ds>::zeroed();
+    // SAFETY: IPC_STAT writes one `shmid_ds`. libc's shmctl is a thin wrapper that is not patched, allocates
+    // nothing, and whose errno the hooks put back.
+    if unsafe { libc::shmctl(id, libc::IPC_STAT, status.as_mut_ptr()) } != 0 {
+        return None;
+    }
+    // SAFETY: zeroes are a valid `shmid_ds`, and the call has succeeded.
+    let bytes = unsafe { status.assume_init() }.shm_segsz as u64;
+    Some(bytes.next_multiple_of(crate::sys::page_size()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, os::fd::AsFd};
+
+    use super::*;
+    use crate::sys::{Mapping, sealed_memfd};
+
+    #[test]
+    fn the_query_has_the_layout_and_number_of_the_kernel_header() {
+        assert_eq!(size_of::<ProcmapQuery>(), 104);
+        assert_eq!(std::mem::offset_of!(ProcmapQuery, vma_name_size), 80);
+        assert_eq!(PROCMAP_QUERY, 0xc068_6611);
+    }
+
+    #[test]
+    fn the_query_and_the_text_give_the_same_answers() {
+        let memfd = sealed_memfd("area", 8192).unwrap();
+        let shared = Mapping::shared(memfd.as_fd(), 0, 8192).unwrap();
+        let anonymous = Mapping::memory(3 * 4096).unwrap();
+        let code = (the_query_and_the_text_give_the_same_answers as fn() as *const ()).addr() as u64;
+        let text = |address| read(File::open("/proc/self/maps").unwrap().as_fd(), address).unwrap();
+        for (address, backing) in [
+            (shared.address().0, Backing::File),
+            (anonymous.address().0 + 4096, Backing::Anonymous),
+            (code, Backing::File),
+        ] {
+            let by_text = text(address).unwrap();
+            assert_eq!(by_text.backing, backing);
+            assert!(by_text.start <= address && address < by_text.end);
+            let by_query = at_or_after(address).unwrap().unwrap();
+            assert_eq!(
+                (by_query.start, by_query.end, by_query.backing, by_query.name()),
+                (by_text.start, by_text.end, by_text.backing, by_text.name())
+            );
+        }
+        assert_eq!(
+            text(u64::MAX).map(|area| area.start),
+            at_or_after(u64::MAX).unwrap().map(|area| area.start)
+        );
+    }
+
+    #[test]
+    fn lines_of_maps_are_told_apart() {
+        let backing = |line: &str| parsed(line.as_bytes()).map(|area| area.backing);
+        let line = "7f00-8000 rw-s 00000000 00:01 98309                    /SYSV00000000 (deleted)";
+        assert_eq!(backing(line), Some(Backing::SysV(98309)));
+        assert_eq!(backing("7f00-8000 rw-p 00000000 00:00 0 "), Some(Backing::Anonymous));
+        assert_eq!(backing("7f00-8000 rw-p 00000000 00:00 0  [heap]"), Some(Backing::Anonymous));
+        assert_eq!(backing("7f00-8000 rw-s 00000000 00:01 7 /memfd:x (deleted)"), Some(Backing::File));
+        assert_eq!(backing("7f00-8000 rw-s 00000000 00:01 7 /dev/zero (deleted)"), Some(Backing::Anonymous));
+        assert_eq!(backing("7f00"), None);
+        assert_eq!(backing(""), None);
+    }
+}

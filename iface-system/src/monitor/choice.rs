@@ -1,0 +1,334 @@
+//! Which monitor, and why that one.
+
+use std::{fmt, str::FromStr, sync::Arc};
+
+use hmem_core::{Error, ErrorKind, IfaceKind, Result, monitor::Monitor};
+use serde::{Serialize, Serializer};
+
+use super::{Layered, MemHooks, UserFaultFd};
+
+/// A system monitor by its name, as `FI_MR_CACHE_MONITOR` of libfabric has them.
+///
+/// ```
+/// use hmem_iface_system::monitor::MonitorKind;
+///
+/// assert_eq!("uffd".parse::<MonitorKind>()?, MonitorKind::UserFaultFd);
+/// assert_eq!("default".parse::<MonitorKind>()?, MonitorKind::Auto);
+/// assert!("memhook".parse::<MonitorKind>().unwrap_err().to_string().contains("memhooks"));
+/// # Ok::<(), hmem_core::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(into = "&'static str")]
+pub enum MonitorKind {
+    /// The best one that passes its own test here.
+    #[default]
+    Auto,
+    /// [`MemHooks`]
+    MemHooks,
+    /// [`UserFaultFd`]
+    UserFaultFd,
+    /// [`super::Import`], which the application makes itself.
+    Import,
+    /// None: host memory is not cached.
+    Disabled,
+}
+
+impl MonitorKind {
+    /// Every kind, with the names that it is known by; the first is the one that is printed.
+    const NAMES: [(Self, &'static [&'static str]); 5] = [
+        (Self::Auto, &["auto", "default"]),
+        (Self::MemHooks, &["memhooks"]),
+        (Self::UserFaultFd, &["userfaultfd", "uffd"]),
+        (Self::Import, &["import"]),
+        (Self::Disabled, &["disabled"]),
+    ];
+
+    /// The name as configuration and `info` use it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::MemHooks => "memhooks",
+            Self::UserFaultFd => "userfaultfd",
+            Self::Import => "import",
+            Self::Disabled => "disabled",
+        }
+    }
+}
+
+impl From<MonitorKind> for &'static str {
+    fn from(kind: MonitorKind) -> Self {
+        kind.name()
+    }
+}
+
+impl fmt::Display for MonitorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for MonitorKind {
+    type Err = Error;
+
+    /// # Errors
+    /// InvalidArgument for an unknown name, with those that are known.
+    fn from_str(name: &str) -> Result<Self> {
+        let given = name.trim().to_ascii_lowercase();
+        let found = Self::NAMES.iter().find(|(_, names)| names.contains(&given.as_str()));
+        found.map(|(kind, _)| *kind).ok_or_else(|| {
+            let known: Vec<_> = Self::NAMES.iter().flat_map(|(_, names)| names.iter().copied()).collect();
+            Error::new(ErrorKind::InvalidArgument, "cache monitor")
+                .iface(IfaceKind::SYSTEM)
+                .context("name", name)
+                .remedy(format!("use one of {}", known.join(", ")))
+        })
+    }
+}
+
+/// One monitor that was tried.
+#[derive(Debug, Serialize)]
+pub struct Tried {
+    /// Its name.
+    pub name: &'static str,
+    /// Why it was not taken; `None` if it passed its test.
+    #[serde(serialize_with = "display_option")]
+    pub refused: Option<Error>,
+}
+
+/// Which monitor was chosen for host memory, and why.
+///
+/// `Display` is one line; it serialises as `{"requested","name","why","limits","tried":[{"name","refused"}]}`.
+#[derive(Debug, Serialize)]
+pub struct MonitorChoice {
+    /// What was asked for.
+    pub requested: MonitorKind,
+    /// What is used: a monitor's name, `disabled` if that was asked for, `none` if no monitor works here.
+    pub name: &'static str,
+    /// Why that one.
+    pub why: String,
+    /// What it does not see.
+    pub limits: &'static str,
+    /// What was tried, in order.
+    pub tried: Vec<Tried>,
+}
+
+impl fmt::Display for MonitorChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.name, self.why)?;
+        for Tried { name, refused } in &self.tried {
+            if let Some(refused) = refused {
+                write!(f, "; {name} refused: {refused}")?;
+            }
+        }
+        if !self.limits.is_empty() {
+            write!(f, "; {}", self.limits)?;
+        }
+        Ok(())
+    }
+}
+
+fn display_option<S: Serializer>(error: &Option<Error>, serializer: S) -> Result<S::Ok, S::Error> {
+    match error {
+        Some(error) => serializer.collect_str(error),
+        None => serializer.serialize_none(),
+    }
+}
+
+/// A monitor of host memory, running, with the choice that led to it.
+#[derive(Debug)]
+pub struct SystemMonitor {
+    monitor: Option<Arc<dyn Monitor>>,
+    choice: MonitorChoice,
+}
+
+const HOOKS_ALONE: &str = "memory that raw system calls or the dynamic loader unmap is not noticed";
+const NET_ALONE: &str = "a thread that maps the addresses anew at once, while another still unmaps them, can hit what was there before";
+const LAYERED: &str =
+    "of memory that raw system calls unmap, another thread can hit what was there before for a moment";
+const NOTHING: &str = "host memory is registered anew each time";
+
+impl SystemMonitor {
+    /// Starts the monitor of a kind, and sees that it works.
+    ///
+    /// `Auto` never fails: without any monitor it says so, loudly, and host memory is not cached.
+    ///
+    /// # Errors
+    /// Why the monitor that was asked for by name does not work here; InvalidArgument for `Import`, which is the
+    /// application's to make ([`SystemMonitor::imported`]).
+    pub fn start(kind: MonitorKind) -> Result<Self> {
+        match kind {
+            MonitorKind::Auto => Ok(Self::auto()),
+            MonitorKind::MemHooks => Ok(Self::named(kind, MemHooks::start()?, HOOKS_ALONE)),
+            MonitorKind::UserFaultFd => Ok(Self::named(kind, UserFaultFd::start()?, NET_ALONE)),
+            MonitorKind::Import => Err(Error::new(ErrorKind::InvalidArgument, "cache monitor")
+                .iface(IfaceKind::SYSTEM)
+                .context("name", kind)
+                .remedy("an imported monitor is the application's: make it with Import::new and pass it")),
+            MonitorKind::Disabled => Ok(Self {
+                monitor: None,
+                choice: MonitorChoice {
+                    requested: kind,
+                    name: kind.name(),
+                    why: "it was asked for".into(),
+                    limits: NOTHING,
+                    tried: Vec::new(),
+                },
+            }),
+        }
+    }
+
+    /// The application's own monitor.
+    #[must_use]
+    pub fn imported(monitor: Arc<dyn Monitor>) -> Self {
+        Self::named(MonitorKind::Import, monitor, "what the application does not tell is not noticed")
+    }
+
+    fn named(kind: MonitorKind, monitor: Arc<dyn Monitor>, limits: &'static str) -> Self {
+        let choice = MonitorChoice {
+            requested: kind,
+            name: kind.name(),
+            why: "it was asked for".into(),
+            limits,
+            tried: vec![Tried { name: kind.name(), refused: None }],
+        };
+        Self { monitor: Some(monitor), choice }
+    }
+
+    fn auto() -> Self {
+        Self::best(MemHooks::start(), UserFaultFd::start())
+    }
+
+    /// What is best of what works.
+    fn best(hooks: Result<Arc<MemHooks>>, net: Result<Arc<UserFaultFd>>) -> Self {
+        let (memhooks, userfaultfd) = (MonitorKind::MemHooks.name(), MonitorKind::UserFaultFd.name());
+        let choice = |name, why: &str, limits, tried| MonitorChoice {
+            requested: MonitorKind::Auto,
+            name,
+            why: why.into(),
+            limits,
+            tried,
+        };
+        let passed = |name| Tried { name, refused: None };
+        let refused = |name, error| Tried { name, refused: Some(error) };
+        match (hooks, net) {
+            (Ok(hooks), Ok(net)) => Self {
+                monitor: Some(Layered::new(hooks, net)),
+                choice: choice(
+                    "memhooks+userfaultfd",
+                    "calls of the C library are noticed before the memory goes, and raw system calls by the kernel's events",
+                    LAYERED,
+                    vec![passed(memhooks), passed(userfaultfd)],
+                ),
+            },
+            (Ok(hooks), Err(error)) => Self {
+                monitor: Some(hooks),
+                choice: choice(
+                    memhooks,
+                    "calls of the C library are noticed before the memory goes",
+                    HOOKS_ALONE,
+                    vec![passed(memhooks), refused(userfaultfd, error)],
+                ),
+            },
+            (Err(error), Ok(net)) => {
+                tracing::warn!(%error, limits = NET_ALONE, "memhooks do not work here: host memory is watched by userfaultfd alone");
+                Self {
+                    monitor: Some(net),
+                    choice: choice(
+                        userfaultfd,
+                        "the kernel's events are the only ones to be had",
+                        NET_ALONE,
+                        vec![refused(memhooks, error), passed(userfaultfd)],
+                    ),
+                }
+            }
+            (Err(hooks), Err(net)) => {
+                tracing::warn!(memhooks = %hooks, userfaultfd = %net, "no monitor of host memory works here: it is not cached");
+                Self {
+                    monitor: None,
+                    choice: choice(
+                        "none",
+                        "no monitor of host memory works here",
+                        NOTHING,
+                        vec![refused(memhooks, hooks), refused(userfaultfd, net)],
+                    ),
+                }
+            }
+        }
+    }
+
+    /// The monitor.
+    ///
+    /// # Errors
+    /// Unsupported where there is none, because it was disabled or because none works, with the reasons.
+    pub fn monitor(&self) -> Result<Arc<dyn Monitor>> {
+        self.monitor.clone().ok_or_else(|| {
+            Error::new(ErrorKind::Unsupported, "monitor")
+                .iface(IfaceKind::SYSTEM)
+                .context("monitor", self.choice.name)
+                .context("why", &self.choice)
+        })
+    }
+
+    /// Why that one.
+    #[must_use]
+    pub fn choice(&self) -> &MonitorChoice {
+        &self.choice
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn no(what: &'static str) -> Error {
+        Error::new(ErrorKind::Unsupported, what).remedy("try another machine")
+    }
+
+    #[test]
+    fn mon_04_auto_says_what_it_took_and_why_not_the_others() {
+        let none = SystemMonitor::best(Err(no("hooks")), Err(no("net")));
+        assert_eq!(none.choice().name, "none");
+        let text = none.choice().to_string();
+        assert!(text.contains("hooks: not supported") && text.contains("net: not supported"), "{text}");
+        let error = none.monitor().unwrap_err();
+        assert!(
+            error.is_unsupported() && error.to_string().contains("no monitor of host memory works"),
+            "{error}"
+        );
+
+        if let Ok(net) = UserFaultFd::start() {
+            let net = SystemMonitor::best(Err(no("hooks")), Ok(net));
+            assert_eq!(net.choice().name, "userfaultfd");
+            assert!(net.choice().to_string().contains("hit what was there before"));
+            assert_eq!(net.monitor().unwrap().name(), "userfaultfd");
+        }
+    }
+
+    #[test]
+    fn names_are_those_of_libfabric_and_unknown_ones_are_refused_naming_the_known() {
+        for (kind, names) in MonitorKind::NAMES {
+            assert_eq!(names[0], kind.name());
+            for name in names {
+                assert_eq!(name.to_uppercase().parse::<MonitorKind>().unwrap(), kind);
+            }
+        }
+        let error = "kdreg2".parse::<MonitorKind>().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        for known in ["auto", "default", "memhooks", "userfaultfd", "uffd", "import", "disabled", "kdreg2"] {
+            assert!(error.to_string().contains(known), "{error}");
+        }
+    }
+
+    #[test]
+    fn disabled_is_a_choice_and_import_is_the_applications_to_make() {
+        let disabled = SystemMonitor::start(MonitorKind::Disabled).unwrap();
+        assert_eq!(
+            (disabled.choice().name, disabled.choice().why.as_str()),
+            ("disabled", "it was asked for")
+        );
+        assert!(disabled.monitor().unwrap_err().is_unsupported());
+        let import = SystemMonitor::start(MonitorKind::Import).unwrap_err();
+        assert_eq!(import.kind(), ErrorKind::InvalidArgument);
+    }
+}

@@ -1,0 +1,161 @@
+//! Changes that the application tells: for memory whose comings and goings it knows better than any hook.
+
+use std::{collections::HashMap, sync::Arc};
+
+use hmem_core::{
+    AddressRange, Allocation, Result,
+    monitor::{Cause, Change, Invalidator, Monitor, MonitorStyle, Subscription},
+};
+use parking_lot::Mutex;
+
+use super::{
+    table::{Subscribers, Table},
+    wiped::forked,
+};
+
+const NAME: &str = "import";
+
+/// What an application's own monitor does, as `fi_ops_mem_monitor` of libfabric.
+pub trait Watcher: std::fmt::Debug + Send + Sync {
+    /// A range is about to be cached: from now on the application calls [`Import::invalidate`], or
+    /// [`Import::while_changing`], before its memory goes. Ranges may overlap, and come more than once.
+    ///
+    /// # Errors
+    /// Unsupported if the application cannot watch it: it is then not cached.
+    fn subscribe(&self, range: AddressRange) -> Result<()>;
+
+    /// The range is not cached any more. Called once for each successful [`Watcher::subscribe`], with the same range.
+    fn unsubscribe(&self, range: AddressRange);
+}
+
+/// A monitor whose events are the application's calls, from any thread.
+///
+/// # Examples
+/// ```
+/// use std::sync::Arc;
+///
+/// use hmem_core::{AddressRange, Result};
+/// use hmem_iface_system::monitor::{Import, Watcher};
+///
+/// /// Memory that is never freed before the pool is told.
+/// #[derive(Debug)]
+/// struct Pool;
+///
+/// impl Watcher for Pool {
+///     fn subscribe(&self, _: AddressRange) -> Result<()> {
+///         Ok(())
+///     }
+///
+///     fn unsubscribe(&self, _: AddressRange) {}
+/// }
+///
+/// let monitor = Import::new(Arc::new(Pool))?;
+/// let block = vec![0_u8; 4096];
+/// monitor.invalidate(AddressRange::of(&block));
+/// drop(block);
+/// # Ok::<(), hmem_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Import {
+    watcher: Arc<dyn Watcher>,
+    subscribers: Subscribers<Table>,
+    book: Mutex<Book>,
+}
+
+#[derive(Debug, Default)]
+struct Book {
+    next: u64,
+    subscriptions: HashMap<u64, (AddressRange, u8)>,
+}
+
+impl Import {
+    /// The monitor of an application that watches by `watcher`.
+    ///
+    /// # Errors
+    /// OutOfResources without memory, Unsupported where the kernel cannot tell forked children apart.
+    pub fn new(watcher: Arc<dyn Watcher>) -> Result<Arc<Self>> {
+        let subscribers = Subscribers::new(NAME, |table: &Table| table)?;
+        Ok(Arc::new(Self { watcher, subscribers, book: Mutex::default() }))
+    }
+
+    /// The memory behind `range` goes, and does not come back as something else before this returns. Allocates
+    /// nothing and takes no lock.
+    pub fn invalidate(&self, range: AddressRange) {
+        self.subscribers
+            .table()
+            .pass()
+            .each(|_, invalidator| invalidator.invalidate(range, Cause::Application));
+    }
+
+    /// The memory behind `range` goes while `change` runs: what is cached over it is dead before, and nothing over
+    /// it is cached until after. For changes that another thread could register over while they are under way.
+    pub fn while_changing<R>(&self, range: AddressRange, change: impl FnOnce() -> R) -> R {
+        let pass = self.subscribers.table().pass();
+        let mut changes = [const { None::<Change> }; super::table::SLOTS];
+        pass.each(|slot, invalidator| {
+            changes[slot] = Some(invalidator.begin(range, Cause::Application));
+        });
+        let result = change();
+        pass.each(|slot, invalidator| {
+            if let Some(change) = changes[slot].take() {
+                invalidator.end(change);
+            }
+        });
+        result
+    }
+}
+
+impl Monitor for Import {
+    fn name(&self) -> &str {
+        NAME
+    }
+
+    fn style(&self) -> MonitorStyle {
+        MonitorStyle::Callback
+    }
+
+    fn watches(&self, cause: Cause) -> bool {
+        cause == Cause::Application
+    }
+
+    fn subscribe(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
+        if !self.subscribers.shared().is_ours() {
+            return Err(forked("subscribe", NAME));
+        }
+        let slot = self.subscribers.add(invalidator)?;
+        if let Err(error) = self.watcher.subscribe(range) {
+            self.subscribers.remove(slot);
+            return Err(error);
+        }
+        let mut book = self.book.lock();
+        book.next += 1;
+        let id = book.next;
+        book.subscriptions.insert(id, (range, slot));
+        Ok(Subscription(id))
+    }
+
+    fn unsubscribe(&self, subscription: Subscription) {
+        if !self.subscribers.shared().is_ours() {
+            return;
+        }
+        let Some((range, slot)) = self.book.lock().subscriptions.remove(&subscription.0) else { return };
+        self.subscribers.remove(slot);
+        self.watcher.unsubscribe(range);
+    }
+
+    fn valid(&self, _: &Allocation) -> Result<bool> {
+        Ok(true)
+    }
+}
+
+impl Drop for Import {
+    fn drop(&mut self) {
+        if !self.subscribers.shared().is_ours() {
+            return;
+        }
+        for (_, (range, slot)) in self.book.get_mut().subscriptions.drain() {
+            self.subscribers.remove(slot);
+            self.watcher.unsubscribe(range);
+        }
+    }
+}

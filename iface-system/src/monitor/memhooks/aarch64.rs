@@ -1,0 +1,251 @@
+//! aarch64: a `b` (reach 128 MiB) over one 4-byte instruction. It has met no hardware: it runs under qemu-user.
+//!
+//! glibc's wrappers are a few register moves and then `svc #0`. It is the `svc` that is replaced: the architecture lets `SVC`
+//! be replaced by `B` while other processors run it (Arm ARM B2.2.5), and does not say so of a `mov`. `mremap` is
+//! compiled C with a frame: there the first instruction, `stp x29, x30, [sp, #-n]!`, is replaced, which the
+//! architecture leaves unpredictable for a processor that runs it at that very moment, and which implementations
+//! answer with the one instruction or the other.
+
+use std::{
+    arch::asm,
+    sync::atomic::{AtomicU32, Ordering},
+};
+
+use super::entry::{Fit, LOOKED_AT, Misfit};
+
+/// How far a jump reaches.
+pub(super) const REACH: u64 = (1 << 27) - (1 << 20);
+
+const SVC_0: u32 = 0xd400_0001;
+
+fn word(code: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes([code[at], code[at + 1], code[at + 2], code[at + 3]])
+}
+
+enum Known {
+    /// Copied for the way from the hook: register moves among registers that no argument is in.
+    Copied,
+    /// Not copied: it branches away for arguments that the function refuses, which then never come this far.
+    Branch,
+    MovX8(i64),
+}
+
+fn known(instruction: u32) -> Option<Known> {
+    match instruction {
+        // nop; bti c
+        0xd503_201f | 0xd503_245f => Some(Known::Copied),
+        // mov x8, #imm16
+        _ if instruction & 0xffe0_001f == 0xd280_0008 => {
+            Some(Known::MovX8(i64::from(instruction >> 5 & 0xffff)))
+        }
+        // sxtw xN, wN
+        _ if instruction & 0xffff_fc00 == 0x9340_7c00 && instruction & 0x1f == instruction >> 5 & 0x1f => {
+            Some(Known::Copied)
+        }
+        // mov x1, x0: of brk, which has one argument
+        0xaa00_03e1 => Some(Known::Copied),
+        // tst x5, #imm
+        _ if instruction & 0xff80_03ff == 0xf200_00bf => Some(Known::Copied),
+        // b.ne forwards
+        _ if instruction & 0xff80_001f == 0x5400_0001 => Some(Known::Branch),
+        _ => None,
+    }
+}
+
+/// `b`, `bl`, or the beginning of an absolute jump: `ldr x16 or x17, literal`.
+fn is_jump(instruction: u32) -> bool {
+    instruction & 0x7c00_0000 == 0x1400_0000 || instruction & 0xff00_001e == 0x5800_0010
+}
+
+/// Looks for the instruction to replace in `code`, which makes system call `nr`.
+pub(super) fn decode(_: u64, code: &[u8; LOOKED_AT], nr: i64) -> Result<Fit, Misfit> {
+    let mut skipped = Vec::new();
+    for at in (0..LOOKED_AT).step_by(4) {
+        let instruction = word(code, at);
+        if is_jump(instruction) {
+            return Err(Misfit::Jump);
+        }
+        // stp x29, x30, [sp, #-n]!
+        if at == 0 && instruction & 0xffe0_7fff == 0xa9a0_7bfd {
+            return Ok(Fit { at, undo: Vec::new(), skipped: code[..4].to_vec(), resume: 4 });
+        }
+        let copied = &code[at..at + 4];
+        if instruction == SVC_0 {
+            skipped.extend_from_slice(copied);
+            return Ok(Fit { at, undo: Vec::new(), skipped, resume: at + 4 });
+        }
+        match known(instruction).ok_or(Misfit::Unknown(at))? {
+            Known::MovX8(called) if called != nr => return Err(Misfit::OtherCall(called)),
+            Known::MovX8(_) | Known::Copied => skipped.extend_from_slice(copied),
+            Known::Branch => {}
+        }
+    }
+    Err(Misfit::NoRoom)
+}
+
+/// One instruction, and what it is replaced by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Patch {
+    start: u64,
+    before: u32,
+    after: u32,
+}
+
+impl Patch {
+    /// A jump to `target` in place of the instruction at `address`.
+    ///
+    /// # Safety
+    /// The instruction is readable.
+    pub(super) unsafe fn jump(address: u64, target: u64) -> Option<Self> {
+        let mut patch = Self { start: address, before: 0, after: u32::from_le_bytes(jump(address, target)?) };
+        patch.before = patch.word().load(Ordering::Acquire);
+        Some(patch)
+    }
+
+    /// The first byte that is written; all written bytes lie in its page.
+    pub(super) fn start(&self) -> u64 {
+        self.start
+    }
+
+    fn word(&self) -> &AtomicU32 {
+        let at = std::ptr::with_exposed_provenance_mut::<u32>(self.start as usize);
+        // SAFETY: code of the C library, which is never unmapped; instructions are aligned words.
+        unsafe { AtomicU32::from_ptr(at) }
+    }
+
+    /// Whether the jump is in place.
+    pub(super) fn is_in_place(&self) -> bool {
+        self.word().load(Ordering::Acquire) == self.after
+    }
+
+    /// Whether the bytes are those that were there before.
+    pub(super) fn is_taken_back(&self) -> bool {
+        self.word().load(Ordering::Acquire) == self.before
+    }
+
+    /// Puts the jump in place, if the instruction is that of before.
+    ///
+    /// # Safety
+    /// The word is writable, and the jump's target may be run in place of what it replaces.
+    pub(super) unsafe fn put(&self) -> bool {
+        self.exchange(self.before, self.after)
+    }
+
+    /// Puts the instruction of before back, if the jump is in place.
+    ///
+    /// # Safety
+    /// The word is writable.
+    pub(super) unsafe fn take_back(&self) -> bool {
+        self.exchange(self.after, self.before)
+    }
+
+    fn exchange(&self, from: u32, to: u32) -> bool {
+        let done = self.word().compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok();
+        // SAFETY: the word was just accessed.
+        unsafe { flush(self.start, 4) };
+        done
+    }
+}
+
+/// `b` from `address` to `target`.
+pub(super) fn jump(address: u64, target: u64) -> Option<[u8; 4]> {
+    let distance = target.wrapping_sub(address) as i64;
+    let words = (-(1 << 27)..1 << 27).contains(&distance).then_some(distance >> 2)?;
+    Some((0x1400_0000 | words as u32 & 0x03ff_ffff).to_le_bytes())
+}
+
+/// `ldr x16, #8; br x16` with the address behind it.
+pub(super) fn absolute_jump(target: u64) -> Vec<u8> {
+    let mut code = Vec::new();
+    code.extend(0x5800_0050_u32.to_le_bytes());
+    code.extend(0xd61f_0200_u32.to_le_bytes());
+    code.extend(target.to_le_bytes());
+    code
+}
+
+/// Where a jump among the first instructions of `code`, which lies at `address`, leads; for the name of its owner.
+pub(super) fn jump_target(address: u64, code: &[u8; LOOKED_AT]) -> Option<u64> {
+    let at = (0..LOOKED_AT).step_by(4).find(|at| is_jump(word(code, *at)))?;
+    let instruction = word(code, at);
+    let from = address + at as u64;
+    if instruction & 0x7c00_0000 == 0x1400_0000 {
+        let words = ((instruction << 6) as i32 >> 6) as i64;
+        return Some(from.wrapping_add_signed(words << 2));
+    }
+    let literal = at + ((instruction >> 5 & 0x7ffff) << 2) as usize;
+    code.get(literal..literal + 8)?.try_into().map(u64::from_le_bytes).ok()
+}
+
+/// Makes instruction fetch see what was stored.
+///
+/// # Safety
+/// The bytes are mapped.
+pub(super) unsafe fn flush(start: u64, len: usize) {
+    let cache_type: u64;
+    // SAFETY: reads a register that user space may read.
+    unsafe { asm!("mrs {}, ctr_el0", out(reg) cache_type, options(nomem, nostack)) };
+    let line = |shift: u64| 4_u64 << (cache_type >> shift & 0xf);
+    let lines = |size: u64| (start & !(size - 1)..start + len as u64).step_by(size as usize);
+    for at in lines(line(16)) {
+        // SAFETY: cleans a line of mapped memory.
+        unsafe { asm!("dc cvau, {}", in(reg) at, options(nostack)) };
+    }
+    // SAFETY: a barrier.
+    unsafe { asm!("dsb ish", options(nostack)) };
+    for at in lines(line(0)) {
+        // SAFETY: drops a line of the instruction cache.
+        unsafe { asm!("ic ivau, {}", in(reg) at, options(nostack)) };
+    }
+    // SAFETY: barriers.
+    unsafe { asm!("dsb ish", "isb", options(nostack)) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(words: &[u32]) -> [u8; LOOKED_AT] {
+        let mut code = [0; LOOKED_AT];
+        for (into, word) in code.chunks_exact_mut(4).zip(words) {
+            into.copy_from_slice(&word.to_le_bytes());
+        }
+        code
+    }
+
+    #[test]
+    fn wrappers_fit_at_the_svc_and_frames_at_their_beginning() {
+        // nop; mov x8, #215; svc #0
+        let fit = decode(0, &entry(&[0xd503_201f, 0xd280_1ae8, SVC_0]), 215).unwrap();
+        assert_eq!((fit.at, fit.resume, fit.skipped.len()), (8, 12, 12));
+        // mmap: the branch is left out of the copy
+        let mmap = [0xf240_2cbf, 0x5400_0121, 0x9340_7c42, 0x9340_7c63, 0x9340_7c84, 0xd280_1bc8, SVC_0];
+        let fit = decode(0, &entry(&mmap), 222).unwrap();
+        assert_eq!((fit.at, fit.resume, fit.skipped.len()), (24, 28, 24));
+        // brk
+        let fit = decode(0, &entry(&[0xaa00_03e1, 0xd280_1ac8, SVC_0]), 214).unwrap();
+        assert_eq!((fit.at, fit.resume), (8, 12));
+        // mremap
+        let fit = decode(0, &entry(&[0xa9bb_7bfd, 0xf000_05a5]), 216).unwrap();
+        assert_eq!((fit.at, fit.resume, fit.skipped.len()), (0, 4, 4));
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_by_name() {
+        assert_eq!(decode(0, &entry(&[0xd280_1ae8, SVC_0]), 216), Err(Misfit::OtherCall(215)));
+        assert_eq!(decode(0, &entry(&[0xd503_233f, 0xa9bb_7bfd]), 216), Err(Misfit::Unknown(0)));
+        assert_eq!(decode(0, &entry(&[0x1400_0010]), 215), Err(Misfit::Jump));
+        assert_eq!(decode(0, &entry(&[0x5800_0050, 0xd61f_0200]), 215), Err(Misfit::Jump));
+    }
+
+    #[test]
+    fn jumps_lead_where_they_say() {
+        for (from, to) in [(0x10_0000, 0x20_0000), (0x20_0000, 0x10_0000)] {
+            let code = entry(&[u32::from_le_bytes(jump(from, to).unwrap())]);
+            assert_eq!(jump_target(from, &code), Some(to));
+        }
+        assert_eq!(jump(0, 1 << 27), None);
+        let mut code = entry(&[]);
+        code[..16].copy_from_slice(&absolute_jump(0x7f00_1234_5678));
+        assert_eq!(jump_target(0, &code), Some(0x7f00_1234_5678));
+    }
+}

@@ -1,0 +1,210 @@
+//! The functions of the C library that take memory away, and what each takes.
+
+use hmem_core::{AddressRange, monitor::Cause};
+
+use crate::{
+    monitor::{area, table::clamped},
+    sys,
+};
+
+/// Arguments as the registers hold them.
+pub(super) type Args = [usize; 6];
+
+/// What one call takes away: up to two ranges.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Taken(pub(super) [Option<(AddressRange, Cause)>; 2]);
+
+impl Taken {
+    const NOTHING: Self = Self([None, None]);
+
+    fn one(start: usize, len: u64, cause: Cause) -> Self {
+        Self([some(start as u64, len, cause), None])
+    }
+}
+
+fn some(start: u64, len: u64, cause: Cause) -> Option<(AddressRange, Cause)> {
+    (len > 0).then(|| (clamped(start, len), cause))
+}
+
+macro_rules! functions {
+    ($($(#[doc = $doc:literal])+ $variant:ident = ($name:literal, $nr:expr),)+) => {
+        /// One function.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(usize)]
+        pub(super) enum Function { $($(#[doc = $doc])+ $variant,)+ }
+
+        impl Function {
+            /// Every function, in the order of their numbers.
+            pub(super) const ALL: [Self; [$($nr),+].len()] = [$(Self::$variant),+];
+
+            /// Its name as a C string.
+            pub(super) const fn symbol(self) -> &'static std::ffi::CStr {
+                match self { $(Self::$variant => $name,)+ }
+            }
+
+            /// The number of its system call.
+            pub(super) const fn nr(self) -> i64 {
+                match self { $(Self::$variant => $nr as i64,)+ }
+            }
+        }
+    };
+}
+
+functions! {
+    /// `munmap(address, length)`
+    Munmap = (c"munmap", libc::SYS_munmap),
+    /// `mmap(address, length, protection, flags, fd, offset)`
+    Mmap = (c"mmap", libc::SYS_mmap),
+    /// `mremap(old, old length, new length, flags, new)`
+    Mremap = (c"mremap", libc::SYS_mremap),
+    /// `madvise(address, length, advice)`
+    Madvise = (c"madvise", libc::SYS_madvise),
+    /// `process_madvise(pidfd, ranges, count, advice, flags)`
+    ProcessMadvise = (c"process_madvise", libc::SYS_process_madvise),
+    /// `brk(address)`, which `sbrk` calls
+    Brk = (c"brk", libc::SYS_brk),
+    /// `shmat(id, address, flags)`
+    Shmat = (c"shmat", libc::SYS_shmat),
+    /// `shmdt(address)`
+    Shmdt = (c"shmdt", libc::SYS_shmdt),
+}
+
+/// `linux/mman.h`, since 6.13: the pages are dropped, and access faults.
+const MADV_GUARD_INSTALL: i32 = 102;
+/// `asm-generic/mman-common.h`, since 5.18.
+const MADV_DONTNEED_LOCKED: i32 = 24;
+/// `linux/shm.h`
+const SHM_REMAP: usize = 0o40000;
+
+const fn discards(advice: usize) -> bool {
+    matches!(
+        advice as i32,
+        libc::MADV_DONTNEED | libc::MADV_FREE | libc::MADV_REMOVE | MADV_DONTNEED_LOCKED | MADV_GUARD_INSTALL
+    )
+}
+
+const fn has(flags: usize, bits: i32) -> bool {
+    flags as i32 & bits == bits
+}
+
+impl Function {
+    /// Its name.
+    pub(super) const fn name(self) -> &'static str {
+        match self.symbol().to_str() {
+            Ok(name) => name,
+            Err(_) => "a function",
+        }
+    }
+
+    /// Whether the C library may be without it.
+    pub(super) const fn optional(self) -> bool {
+        matches!(self, Self::ProcessMadvise)
+    }
+
+    /// Whether a call with these arguments can take memory away at all. Cheap: every call asks.
+    #[inline(always)]
+    pub(super) const fn takes(self, args: &Args) -> bool {
+        match self {
+            Self::Munmap | Self::Shmdt => true,
+            // FIXED_NOREPLACE fails where something is mapped.
+            Self::Mmap => has(args[3], libc::MAP_FIXED) && !has(args[3], libc::MAP_FIXED_NOREPLACE),
+            Self::Mremap => has(args[3], libc::MREMAP_MAYMOVE) || args[2] < args[1],
+            Self::Madvise => discards(args[2]),
+            Self::ProcessMadvise => discards(args[3]),
+            Self::Brk => args[0] != 0,
+            Self::Shmat => args[2] & SHM_REMAP != 0,
+        }
+    }
+
+    /// What a call with these arguments is about to take away. Allocates nothing and takes no lock.
+    pub(super) fn taken(self, args: &Args) -> Taken {
+        let pages =
+            |bytes: usize| (bytes as u64).checked_next_multiple_of(sys::page_size()).unwrap_or(u64::MAX);
+        match self {
+            Self::Munmap => Taken::one(args[0], pages(args[1]), Cause::Unmap),
+            Self::Mmap => Taken::one(args[0], pages(args[1]), Cause::Replace),
+            Self::Madvise => Taken::one(args[0], pages(args[1]), Cause::Discard),
+            // The ranges lie in memory that may not be readable: only the kernel can look without harm.
+            Self::ProcessMadvise => Taken::one(0, u64::MAX, Cause::Discard),
+            Self::Mremap => {
+                let [old, old_len, new_len, flags, new, _] = *args;
+                let (old_pages, new_pages) = (pages(old_len), pages(new_len));
+                let moves = has(flags, libc::MREMAP_FIXED) || has(flags, libc::MREMAP_DONTUNMAP);
+                let from = if new_pages <= old_pages && !moves {
+                    some((old as u64).saturating_add(new_pages), old_pages - new_pages, Cause::Remap)
+                } else {
+                    some(old as u64, old_pages, Cause::Remap)
+                };
+                let onto = has(flags, libc::MREMAP_FIXED)
+                    .then(|| some(new as u64, new_pages, Cause::Replace))
+                    .flatten();
+                Taken([from, onto])
+            }
+            Self::Brk => {
+                // SAFETY: the kernel answers with the break, and changes nothing for an address below the heap.
+                let now = unsafe { libc::syscall(libc::SYS_brk, 0) } as usize;
+                let (to, now) = (pages(args[0]), pages(now));
+                if to < now { Taken([some(to, now - to, Cause::Shrink), None]) } else { Taken::NOTHING }
+            }
+            Self::Shmat => {
+                let start = args[1] as u64 & !(sys::page_size() - 1);
+                let len = area::segment_len(args[0] as i32).unwrap_or(u64::MAX);
+                Taken([some(start, len, Cause::Replace), None])
+            }
+            Self::Shmdt => {
+                let range = area::attached(args[0] as u64);
+                Taken([(!range.is_empty()).then_some((range, Cause::Detach)), None])
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn taken(function: Function, args: &[usize]) -> Vec<(u64, u64, Cause)> {
+        let mut all = [0; 6];
+        all[..args.len()].copy_from_slice(args);
+        if !function.takes(&all) {
+            return Vec::new();
+        }
+        let Taken(ranges) = function.taken(&all);
+        ranges.iter().flatten().map(|(range, cause)| (range.start().0, range.len(), *cause)).collect()
+    }
+
+    #[test]
+    fn a_call_takes_what_its_arguments_say_and_no_more() {
+        use Function::*;
+        let (may_move, fixed, keep) = (1_usize, 3_usize, 5_usize);
+        assert_eq!(taken(Munmap, &[0x10000, 1]), [(0x10000, 4096, Cause::Unmap)]);
+        assert_eq!(taken(Munmap, &[0x10000, 0]), []);
+        let fixed_map = libc::MAP_FIXED as usize;
+        assert_eq!(taken(Mmap, &[0x10000, 8192, 3, fixed_map]), [(0x10000, 8192, Cause::Replace)]);
+        assert_eq!(taken(Mmap, &[0x10000, 8192, 3, 0]), []);
+        assert_eq!(taken(Mmap, &[0x10000, 8192, 3, libc::MAP_FIXED_NOREPLACE as usize]), []);
+        // Shrinking takes the tail, whatever else is allowed; growing in place takes nothing.
+        assert_eq!(taken(Mremap, &[0x10000, 0x4000, 0x1000, 0]), [(0x11000, 0x3000, Cause::Remap)]);
+        assert_eq!(taken(Mremap, &[0x10000, 0x4000, 0x1000, may_move]), [(0x11000, 0x3000, Cause::Remap)]);
+        assert_eq!(taken(Mremap, &[0x10000, 0x1000, 0x4000, 0]), []);
+        assert_eq!(taken(Mremap, &[0x10000, 0x1000, 0x4000, may_move]), [(0x10000, 0x1000, Cause::Remap)]);
+        assert_eq!(
+            taken(Mremap, &[0x10000, 0x1000, 0x1000, fixed, 0x90000]),
+            [(0x10000, 0x1000, Cause::Remap), (0x90000, 0x1000, Cause::Replace)]
+        );
+        assert_eq!(taken(Mremap, &[0x10000, 0x1000, 0x1000, keep]), [(0x10000, 0x1000, Cause::Remap)]);
+        for advice in [4, 8, 9, 24, 102] {
+            assert_eq!(taken(Madvise, &[0x10000, 4096, advice]), [(0x10000, 4096, Cause::Discard)]);
+            assert_eq!(taken(ProcessMadvise, &[9, 9, 9, advice]), [(0, u64::MAX, Cause::Discard)]);
+        }
+        for advice in [0, 1, 2, 3, 10, 14, 20, 21, 22, 23, 103] {
+            assert_eq!(taken(Madvise, &[0x10000, 4096, advice]), []);
+            assert_eq!(taken(ProcessMadvise, &[9, 9, 9, advice]), []);
+        }
+        assert_eq!(taken(Brk, &[0]), []);
+        assert_eq!(taken(Brk, &[usize::MAX / 2]), []);
+        assert_eq!(taken(Shmat, &[0, 0x10000, 0]), []);
+        // Lengths that wrap reach to the end of the address space, and no further.
+        assert_eq!(taken(Munmap, &[0x10000, usize::MAX]), [(0x10000, u64::MAX - 0xffff, Cause::Unmap)]);
+    }
+}

@@ -1,0 +1,151 @@
+//! What runs in place of the C library's functions.
+//!
+//! On whatever thread calls them, inside allocators, signal handlers and with any lock held: nothing here
+//! allocates, locks, logs, runs a destructor or touches thread-local storage other than `errno`, which is put back.
+
+use std::{
+    mem::MaybeUninit,
+    sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering},
+};
+
+use hmem_core::monitor::Change;
+
+use super::function::{Args, Function, Taken};
+use crate::monitor::{
+    table::{Pass, SLOTS, Subscribers, Table},
+    wiped::Wipeable,
+};
+
+/// What hooks share with the rest of the process.
+#[repr(C)]
+pub(super) struct Shared {
+    pub(super) table: Table,
+    /// Calls of `brk(NULL)` that arrived: the only call of `brk` that a test may make.
+    pub(super) brk_probes: AtomicU64,
+}
+
+// SAFETY: zeroes are an empty table and no arrivals; both are shared by atomics alone.
+unsafe impl Wipeable for Shared {}
+
+/// A function of the C library as the registers see it: whole registers in, whole register out.
+type Call = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> usize;
+
+/// The subscribers of this process, or of the one that it was forked from, whose table is then wiped.
+static SUBSCRIBERS: AtomicPtr<Subscribers<Shared>> = AtomicPtr::new(std::ptr::null_mut());
+
+/// Where each function goes on behind the replaced instruction, by [`Function`].
+static ORIGINALS: [AtomicUsize; Function::ALL.len()] = [const { AtomicUsize::new(0) }; Function::ALL.len()];
+
+/// Makes hooks tell these subscribers. They are never freed: a hook may be reading them at any time.
+pub(super) fn tell(subscribers: &'static Subscribers<Shared>) {
+    SUBSCRIBERS.store(std::ptr::from_ref(subscribers).cast_mut(), Ordering::Release);
+}
+
+/// Tells the hook of `function` how to go on.
+///
+/// # Safety
+/// `original` behaves as the function did before its entry was patched, and stays mapped.
+pub(super) unsafe fn set_original(function: Function, original: usize) {
+    ORIGINALS[function as usize].store(original, Ordering::Release);
+}
+
+/// Where the patched entry of `function` leads.
+pub(super) fn address(function: Function) -> usize {
+    let hook: Call = match function {
+        Function::Munmap => munmap,
+        Function::Mmap => mmap,
+        Function::Mremap => mremap,
+        Function::Madvise => madvise,
+        Function::ProcessMadvise => process_madvise,
+        Function::Brk => brk,
+        Function::Shmat => shmat,
+        Function::Shmdt => shmdt,
+    };
+    (hook as *const ()).expose_provenance()
+}
+
+macro_rules! hooks {
+    ($($name:ident = $function:expr;)+) => {$(
+        unsafe extern "C" fn $name(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> usize {
+            // SAFETY: called in place of the function with its arguments.
+            unsafe { hooked($function, [a, b, c, d, e, f]) }
+        }
+    )+};
+}
+
+hooks! {
+    munmap = Function::Munmap;
+    mmap = Function::Mmap;
+    mremap = Function::Mremap;
+    madvise = Function::Madvise;
+    process_madvise = Function::ProcessMadvise;
+    brk = Function::Brk;
+    shmat = Function::Shmat;
+    shmdt = Function::Shmdt;
+}
+
+/// # Safety
+/// As for the function with these arguments.
+#[inline(always)]
+unsafe fn hooked(function: Function, args: Args) -> usize {
+    // SAFETY: null, or a `Subscribers` that is never freed.
+    let subscribers = unsafe { SUBSCRIBERS.load(Ordering::Acquire).as_ref() };
+    let Some(subscribers) = subscribers.filter(|_| function.takes(&args)) else {
+        if let (Some(subscribers), Function::Brk) = (subscribers, function) {
+            subscribers.shared().brk_probes.fetch_add(1, Ordering::Relaxed);
+        }
+        // SAFETY: as the caller's.
+        return unsafe { original(function, args) };
+    };
+    let pass = subscribers.table().pass();
+    // The pass lasts over the system call even with nobody to tell: who subscribes meanwhile waits for it.
+    if pass.is_empty() {
+        // SAFETY: as the caller's.
+        unsafe { original(function, args) }
+    } else {
+        // SAFETY: as the caller's.
+        unsafe { told(&pass, function, args) }
+    }
+}
+
+/// # Safety
+/// As for the function with these arguments.
+#[inline(never)]
+unsafe fn told(pass: &Pass<'_>, function: Function, args: Args) -> usize {
+    // SAFETY: `errno` of this thread, which libc keeps for as long as the thread runs.
+    let errno = unsafe { &mut *libc::__errno_location() };
+    let before = *errno;
+    let Taken(taken) = function.taken(&args);
+    let mut changes = [const { [const { MaybeUninit::<Change>::uninit() }; SLOTS] }; 2];
+    for (taken, changes) in taken.iter().zip(&mut changes) {
+        if let Some((range, cause)) = *taken {
+            pass.each(|slot, invalidator| _ = changes[slot].write(invalidator.begin(range, cause)));
+        }
+    }
+    *errno = before;
+    // SAFETY: as the caller's.
+    let result = unsafe { original(function, args) };
+    let after = *errno;
+    for (taken, changes) in taken.iter().zip(&changes) {
+        if taken.is_some() {
+            pass.each(|slot, invalidator| {
+                // SAFETY: this pass has the same slots each time, and `begin` wrote this one for the same range.
+                invalidator.end(unsafe { changes[slot].assume_init_read() });
+            });
+        }
+    }
+    *errno = after;
+    result
+}
+
+/// # Safety
+/// As for the function with these arguments.
+#[inline(always)]
+unsafe fn original(function: Function, [a, b, c, d, e, f]: Args) -> usize {
+    let original = ORIGINALS[function as usize].load(Ordering::Relaxed);
+    // SAFETY: whoever patched the entry that led here has called `set_original` before, whose caller vouches for
+    // the address; the store of the patch orders it.
+    let original: Call = unsafe { std::mem::transmute(std::ptr::with_exposed_provenance::<()>(original)) };
+    // SAFETY: as the caller's.
+    unsafe { original(a, b, c, d, e, f) }
+}

@@ -1,0 +1,183 @@
+//! Do changes arrive? Each function is called as the application calls it, on memory of the test's own.
+
+use std::{
+    ptr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use hmem_core::{
+    Address, AddressRange, Error, ErrorKind, IfaceKind, Result,
+    monitor::{Cause, Change, Invalidator},
+};
+
+use super::process::Process;
+use crate::sys;
+
+/// Counts the changes that are begun, and ended, over an expected range and by an expected cause.
+#[derive(Debug, Default)]
+struct Expecting {
+    start: AtomicU64,
+    len: AtomicU64,
+    cause: AtomicU64,
+    begun: AtomicU64,
+    ended: AtomicU64,
+}
+
+impl Invalidator for Expecting {
+    fn invalidate(&self, range: AddressRange, cause: Cause) {
+        let change = self.begin(range, cause);
+        self.end(change);
+    }
+
+    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+        let expected = range.start().0 == self.start.load(Ordering::SeqCst)
+            && range.len() == self.len.load(Ordering::SeqCst)
+            && cause as u64 == self.cause.load(Ordering::SeqCst);
+        if expected {
+            self.begun.fetch_add(1, Ordering::SeqCst);
+        }
+        Change(u32::from(expected))
+    }
+
+    fn end(&self, Change(expected): Change) {
+        self.ended.fetch_add(u64::from(expected), Ordering::SeqCst);
+    }
+
+    fn close_gate(&self) {}
+
+    fn open_gate(&self) {}
+}
+
+struct Test<'a> {
+    expecting: &'a Expecting,
+}
+
+impl Test<'_> {
+    /// Does `call`, and fails unless exactly one change over the range is begun and ended by it.
+    fn arrives(
+        &self,
+        function: &'static str,
+        (start, len, cause): (*mut libc::c_void, usize, Cause),
+        call: impl FnOnce() -> bool,
+    ) -> Result<()> {
+        let Expecting { start: expected, len: expected_len, cause: expected_cause, begun, ended } =
+            self.expecting;
+        expected_cause.store(cause as u64, Ordering::SeqCst);
+        expected_len.store(len as u64, Ordering::SeqCst);
+        begun.store(0, Ordering::SeqCst);
+        ended.store(0, Ordering::SeqCst);
+        expected.store(Address::of_ptr(start).0, Ordering::SeqCst);
+        let called = call();
+        let errno = std::io::Error::last_os_error();
+        expected.store(u64::MAX, Ordering::SeqCst);
+        if !called {
+            return Err(failed(function).context("the call itself failed", errno));
+        }
+        match (begun.load(Ordering::SeqCst), ended.load(Ordering::SeqCst)) {
+            (1.., 1..) => Ok(()),
+            (begun, ended) => Err(failed(function)
+                .context("changes begun", begun)
+                .context("changes ended", ended)
+                .remedy("another library stands before the C library's function, and does not call it: turn its memory hooks off, or use the userfaultfd monitor")),
+        }
+    }
+}
+
+fn failed(function: &'static str) -> Error {
+    Error::new(ErrorKind::Busy, "memhooks self-test").iface(IfaceKind::SYSTEM).context("function", function)
+}
+
+/// Fires an event through each function and sees it arrive.
+///
+/// # Errors
+/// Busy, naming the function whose event did not arrive.
+pub(super) fn run(process: &'static Process) -> Result<()> {
+    let expecting = Arc::new(Expecting { start: AtomicU64::new(u64::MAX), ..Expecting::default() });
+    let slot = process.subscribers.add(Arc::<Expecting>::clone(&expecting))?;
+    let result = fire(&Test { expecting: &expecting }).and_then(|()| fire_brk(process));
+    process.subscribers.remove(slot);
+    result
+}
+
+fn fire(test: &Test<'_>) -> Result<()> {
+    let page = sys::page_size() as usize;
+    let prot = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: a new mapping at an address of the kernel's choice.
+    let map = || match unsafe { libc::mmap(ptr::null_mut(), 2 * page, prot, flags, -1, 0) } {
+        libc::MAP_FAILED => Err(failed("mmap").context("os", std::io::Error::last_os_error())),
+        mapped => Ok(mapped),
+    };
+    let memory = map()?;
+    // SAFETY: here and below, each call is on pages that only this function knows, and none after it gave them away.
+    test.arrives("madvise", (memory, page, Cause::Discard), || unsafe {
+        libc::madvise(memory, page, libc::MADV_DONTNEED) == 0
+    })?;
+    // SAFETY: as above.
+    test.arrives("mmap", (memory, page, Cause::Replace), || unsafe {
+        libc::mmap(memory, page, prot, flags | libc::MAP_FIXED, -1, 0) == memory
+    })?;
+    // SAFETY: as above.
+    test.arrives("munmap", (memory, 2 * page, Cause::Unmap), || unsafe {
+        libc::munmap(memory, 2 * page) == 0
+    })?;
+    let memory = map()?;
+    let tail = memory.wrapping_byte_add(page);
+    // SAFETY: as above.
+    test.arrives("mremap", (tail, page, Cause::Remap), || unsafe {
+        libc::mremap(memory, 2 * page, page, 0) == memory
+    })?;
+    let mut moved = libc::MAP_FAILED;
+    // SAFETY: as above.
+    test.arrives("mremap", (memory, page, Cause::Remap), || unsafe {
+        moved = libc::mremap(memory, page, 2 * page, libc::MREMAP_MAYMOVE);
+        moved != libc::MAP_FAILED
+    })?;
+    // SAFETY: as above.
+    test.arrives("munmap", (moved, 2 * page, Cause::Unmap), || unsafe {
+        libc::munmap(moved, 2 * page) == 0
+    })?;
+    fire_shm(test, page)
+}
+
+/// System V segments may be forbidden (a namespace's limits, seccomp): then nothing can be attached by anybody.
+fn fire_shm(test: &Test<'_>, page: usize) -> Result<()> {
+    // SAFETY: makes a new segment.
+    let id = unsafe { libc::shmget(libc::IPC_PRIVATE, page, libc::IPC_CREAT | 0o600) };
+    if id < 0 {
+        tracing::debug!(error = %std::io::Error::last_os_error(), "no System V segment to test shmdt with");
+        return Ok(());
+    }
+    // SAFETY: attaches it at an address of the kernel's choice.
+    let attached = unsafe { libc::shmat(id, ptr::null(), 0) };
+    // SAFETY: marks it for removal when the last attachment goes.
+    unsafe { libc::shmctl(id, libc::IPC_RMID, ptr::null_mut()) };
+    if attached.addr() == usize::MAX {
+        return Err(failed("shmat").context("os", std::io::Error::last_os_error()));
+    }
+    // SAFETY: replaces the attachment by itself.
+    test.arrives("shmat", (attached, page, Cause::Replace), || unsafe {
+        libc::shmat(id, attached, SHM_REMAP) == attached
+    })?;
+    // SAFETY: nobody uses the segment.
+    test.arrives("shmdt", (attached, page, Cause::Detach), || unsafe { libc::shmdt(attached) == 0 })
+}
+
+/// `linux/shm.h`
+const SHM_REMAP: libc::c_int = 0o40000;
+
+/// No test may move the break under other threads' allocations: `brk(NULL)` moves nothing, and the hook counts it.
+fn fire_brk(process: &'static Process) -> Result<()> {
+    let arrived = || process.subscribers.shared().brk_probes.load(Ordering::SeqCst);
+    let before = arrived();
+    // SAFETY: asks for a break below the heap's start, which the kernel answers with the one that there is.
+    unsafe { libc::brk(ptr::null_mut()) };
+    if arrived() == before {
+        return Err(failed("brk")
+            .remedy("another library stands before the C library's brk: turn its memory hooks off"));
+    }
+    Ok(())
+}

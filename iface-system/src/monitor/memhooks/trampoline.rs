@@ -1,0 +1,140 @@
+//! Code between an entry and its hook, in a mapping that the entry's short jump can reach.
+
+use std::fs;
+
+use hmem_core::{Error, ErrorKind, IfaceKind, Result};
+use rustix::{
+    io::Errno,
+    mm::{MapFlags, MprotectFlags, ProtFlags},
+};
+
+use super::{arch, entry::Fit, function::Function};
+use crate::sys;
+
+/// Bytes for one function's two ways.
+const SLOT: u64 = 128;
+
+/// The mapping. It is never unmapped: a thread may be on its way through it at any time.
+#[derive(Debug)]
+pub(super) struct Trampolines {
+    start: u64,
+}
+
+impl Trampolines {
+    /// A mapping within reach of code at `near`, writable until [`Trampolines::seal`].
+    pub(super) fn new(near: u64) -> Result<Self> {
+        let len = Self::len();
+        let failed = |call: &'static str, errno: Errno| Error::os(errno, call).iface(IfaceKind::SYSTEM);
+        let maps = fs::read_to_string("/proc/self/maps").map_err(|error| {
+            failed("read /proc/self/maps", Errno::from_io_error(&error).unwrap_or(Errno::IO))
+                .remedy("mount /proc: memhooks must find free addresses near the C library")
+        })?;
+        let distance = |start: u64| start.abs_diff(near).max((start + len).abs_diff(near));
+        let mut free: Vec<_> = gaps(&maps, len).filter(|start| distance(*start) < arch::REACH).collect();
+        free.sort_by_key(|start| distance(*start));
+        for start in free {
+            let prot = ProtFlags::READ | ProtFlags::WRITE;
+            let flags = MapFlags::PRIVATE | MapFlags::FIXED_NOREPLACE;
+            let at = std::ptr::with_exposed_provenance_mut(start as usize);
+            // SAFETY: a new mapping, which by its flag replaces none.
+            match unsafe { rustix::mm::mmap_anonymous(at, len as usize, prot, flags) } {
+                Ok(mapped) if mapped == at => return Ok(Self { start }),
+                Ok(elsewhere) => {
+                    // SAFETY: kernels that do not know the flag take the address for a hint: this mapping is ours.
+                    unsafe { rustix::mm::munmap(elsewhere, len as usize) }
+                        .map_err(|errno| failed("munmap", errno))?;
+                }
+                Err(Errno::EXIST) => {}
+                Err(errno) => return Err(failed("mmap", errno)),
+            }
+        }
+        Err(Error::new(ErrorKind::OutOfResources, "map trampolines")
+            .iface(IfaceKind::SYSTEM)
+            .context("near", hmem_core::Address(near))
+            .remedy("no free address lies within a jump of the C library: use the userfaultfd monitor"))
+    }
+
+    fn len() -> u64 {
+        (Function::ALL.len() as u64 * SLOT).next_multiple_of(sys::page_size())
+    }
+
+    /// Writes the two ways of a function whose entry is at `entry`, and returns where they begin: to the hook, and
+    /// past the replaced instruction.
+    pub(super) fn write(&self, function: Function, entry: u64, fit: &Fit) -> Option<(u64, u64)> {
+        let to_hook = self.start + function as u64 * SLOT;
+        let mut code = fit.undo.clone();
+        code.extend(arch::absolute_jump(super::hook::address(function) as u64));
+        code.resize(code.len().next_multiple_of(16), 0);
+        let past = to_hook + code.len() as u64;
+        code.extend_from_slice(&fit.skipped);
+        code.extend(arch::jump(to_hook + code.len() as u64, entry + fit.resume as u64)?);
+        assert!(code.len() as u64 <= SLOT, "the ways of {} are {} bytes long", function.name(), code.len());
+        let at = std::ptr::with_exposed_provenance_mut::<u8>(to_hook as usize);
+        // SAFETY: the slot lies in the mapping, which nobody runs or reads before it is sealed.
+        unsafe { std::ptr::copy_nonoverlapping(code.as_ptr(), at, code.len()) };
+        Some((to_hook, past))
+    }
+
+    /// Makes the mapping executable, and no longer writable.
+    pub(super) fn seal(&self) -> Result<()> {
+        let at = std::ptr::with_exposed_provenance_mut(self.start as usize);
+        let len = Self::len() as usize;
+        // SAFETY: the mapping is this value's own.
+        unsafe { rustix::mm::mprotect(at, len, MprotectFlags::READ | MprotectFlags::EXEC) }
+            .map_err(|errno| not_allowed(errno, "mprotect of trampolines"))?;
+        // SAFETY: just mapped.
+        unsafe { arch::flush(self.start, len) };
+        Ok(())
+    }
+}
+
+/// Code must not be made: what forbids it.
+pub(super) fn not_allowed(errno: Errno, operation: &'static str) -> Error {
+    Error::os(errno, operation)
+        .iface(IfaceKind::SYSTEM)
+        .context("monitor", "memhooks")
+        .remedy("a security policy (SELinux execmod or execmem, PR_SET_MDWE, seccomp) forbids changing code: allow it, or use the userfaultfd monitor")
+}
+
+/// Starts of `len` free bytes at both ends of every gap of the address space.
+fn gaps(maps: &str, len: u64) -> impl Iterator<Item = u64> {
+    // Keeps clear of guards and of what grows.
+    const MARGIN: u64 = 1 << 20;
+    let page = sys::page_size();
+    let mut last_end = None::<u64>;
+    maps.lines()
+        .flat_map(move |line| {
+            let bounds = line.split(' ').next().and_then(|bounds| bounds.split_once('-'));
+            let bounds = bounds.and_then(|(start, end)| {
+                Some((u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?))
+            });
+            let Some((start, end)) = bounds else { return [None, None] };
+            let gap = last_end.replace(end).filter(|from| start.saturating_sub(*from) >= len);
+            let grows = line.ends_with("[stack]") || line.ends_with("[vsyscall]");
+            match gap {
+                // Too narrow for margins: only between libraries, where nothing grows.
+                Some(from) if start - from < 3 * MARGIN + len => [(!grows).then_some(start - len), None],
+                Some(from) => {
+                    let above = (from + MARGIN).next_multiple_of(page);
+                    [Some(above), (!grows).then_some(start - MARGIN - len)]
+                }
+                None => [None, None],
+            }
+        })
+        .flatten()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gaps_are_free_and_keep_clear_of_the_stack() {
+        let maps = "10000-20000 r-xp 0 0:0 0 /a\n\
+                    21000-30000 r-xp 0 0:0 0 /b\n\
+                    40000000-40001000 rw-p 0 0:0 0 \n\
+                    7ff000000000-7ff000021000 rw-p 0 0:0 0   [stack]\n";
+        let found: Vec<_> = gaps(maps, 0x1000).collect();
+        assert_eq!(found, [0x20000, 0x13_0000, 0x3fef_f000, 0x4010_1000]);
+    }
+}

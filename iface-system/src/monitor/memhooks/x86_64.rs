@@ -1,0 +1,297 @@
+//! x86-64: a 5-byte `jmp rel32` over one instruction of at least that length.
+//!
+//! glibc's wrappers begin with `mov $nr,%eax` (5 bytes), which has exactly its length; `mmap` has a 7-byte `test` before.
+//! The jump must lie within 8 aligned bytes, or within 16 where the processor has `cmpxchg16b`: stores of those
+//! are seen by every processor as a whole, by instruction fetch too.
+
+use std::{
+    arch::asm,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use super::entry::{Fit, LOOKED_AT, Misfit};
+
+/// How far a jump reaches.
+pub(super) const REACH: u64 = (1 << 31) - (1 << 20);
+
+const JUMP_LEN: usize = 5;
+
+/// An instruction that may stand before the system call, or be replaced.
+struct Known {
+    len: usize,
+    /// What takes its effect back; `None` if its effect is none that a caller could see.
+    undo: Option<Vec<u8>>,
+}
+
+fn known(code: &[u8]) -> Option<Known> {
+    let plain = |len| Some(Known { len, undo: None });
+    match *code {
+        // endbr64
+        [0xf3, 0x0f, 0x1e, 0xfa, ..] => plain(4),
+        // mov $imm32,%eax
+        [0xb8, _, _, _, _, ..] => plain(5),
+        // mov %ecx,%r10d; mov %rcx,%r10
+        [0x41 | 0x49, 0x89, 0xca, ..] => plain(3),
+        // test $imm32,%r9d
+        [0x41, 0xf7, 0xc1, _, _, _, _, ..] => plain(7),
+        // mov %r8,disp8(%rsp): into the function's own frame
+        [0x4c, 0x89, 0x44, 0x24, disp, ..] if disp < 0x80 => plain(5),
+        // sub $imm8,%rsp: lea imm8(%rsp),%rsp takes it back
+        [0x48, 0x83, 0xec, bytes, ..] if bytes < 0x80 => {
+            Some(Known { len: 4, undo: Some(vec![0x48, 0x8d, 0x64, 0x24, bytes]) })
+        }
+        _ => None,
+    }
+}
+
+fn is_jump(code: &[u8]) -> bool {
+    // jmp rel32, call rel32, jmp rel8, jmp *m, movabs into r11 or rax (of an absolute jump), push imm32
+    matches!(*code, [0xe9 | 0xe8 | 0xeb | 0x68, ..] | [0xff, 0x25, ..] | [0x49, 0xbb, ..] | [0x48, 0xb8, ..])
+}
+
+/// Looks for the instruction to replace in `code`, which lies at `address` and makes system call `nr`.
+pub(super) fn decode(address: u64, code: &[u8; LOOKED_AT], nr: i64) -> Result<Fit, Misfit> {
+    let mut at = 0;
+    let mut undo = Vec::new();
+    while at + 16 <= LOOKED_AT {
+        if is_jump(&code[at..]) {
+            return Err(Misfit::Jump);
+        }
+        let instruction = known(&code[at..]).ok_or(Misfit::Unknown(at))?;
+        if let [0xb8, a, b, c, d, ..] = code[at..] {
+            let called = i64::from(i32::from_le_bytes([a, b, c, d]));
+            if called != nr {
+                return Err(Misfit::OtherCall(called));
+            }
+        }
+        if instruction.len >= JUMP_LEN && window(address + at as u64).is_some() {
+            let resume = at + instruction.len;
+            return Ok(Fit { at, undo, skipped: code[..resume].to_vec(), resume });
+        }
+        // The system call is the next instruction: behind it is too late.
+        if code[at] == 0xb8 {
+            return Err(Misfit::NoRoom);
+        }
+        if let Some(mut undoes) = instruction.undo {
+            undoes.append(&mut undo);
+            undo = undoes;
+        }
+        at += instruction.len;
+    }
+    Err(Misfit::NoRoom)
+}
+
+/// The aligned store that holds a jump at `address`: where, and of how many bytes.
+fn window(address: u64) -> Option<(u64, usize)> {
+    let within = |bytes: u64| (address % bytes + JUMP_LEN as u64 <= bytes).then_some(address & !(bytes - 1));
+    let wide = || std::arch::is_x86_feature_detected!("cmpxchg16b").then(|| within(16)).flatten();
+    within(8).map(|start| (start, 8)).or_else(|| wide().map(|start| (start, 16)))
+}
+
+/// One aligned run of code bytes, and what it is replaced by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Patch {
+    start: u64,
+    bytes: usize,
+    before: u128,
+    after: u128,
+}
+
+impl Patch {
+    /// A jump to `target` in place of the instruction at `address`.
+    ///
+    /// # Safety
+    /// The 16 aligned bytes around `address` are readable.
+    pub(super) unsafe fn jump(address: u64, target: u64) -> Option<Self> {
+        let (start, bytes) = window(address)?;
+        let mut patch = Self { start, bytes, before: 0, after: 0 };
+        // SAFETY: the window lies in the bytes that the caller vouches for.
+        patch.before = unsafe { patch.read() };
+        let mut code = patch.before.to_le_bytes();
+        let at = (address - start) as usize;
+        code[at..at + JUMP_LEN].copy_from_slice(&jump(address, target)?);
+        patch.after = u128::from_le_bytes(code);
+        Some(patch)
+    }
+
+    /// The first byte that is written; all written bytes lie in its page.
+    pub(super) fn start(&self) -> u64 {
+        self.start
+    }
+
+    /// # Safety
+    /// The window is readable.
+    unsafe fn read(&self) -> u128 {
+        let at = std::ptr::with_exposed_provenance::<u64>(self.start as usize);
+        // SAFETY: readable as the caller says, and aligned; others change these bytes by whole aligned words only.
+        let word = |index: usize| {
+            u128::from(unsafe { AtomicU64::from_ptr(at.add(index).cast_mut()) }.load(Ordering::Acquire))
+        };
+        if self.bytes == 8 { word(0) } else { word(0) | word(1) << 64 }
+    }
+
+    /// Whether the jump is in place.
+    pub(super) fn is_in_place(&self) -> bool {
+        // SAFETY: code of the C library, which is never unmapped.
+        unsafe { self.read() == self.after }
+    }
+
+    /// Whether the bytes are those that were there before.
+    pub(super) fn is_taken_back(&self) -> bool {
+        // SAFETY: as above.
+        unsafe { self.read() == self.before }
+    }
+
+    /// Puts the jump in place, if the bytes are those of before.
+    ///
+    /// # Safety
+    /// The window is writable, and the jump's target may be run in place of what it replaces.
+    pub(super) unsafe fn put(&self) -> bool {
+        // SAFETY: as the caller's.
+        unsafe { self.exchange(self.before, self.after) }
+    }
+
+    /// Puts the bytes of before back, if the jump is in place.
+    ///
+    /// # Safety
+    /// The window is writable.
+    pub(super) unsafe fn take_back(&self) -> bool {
+        // SAFETY: as the caller's.
+        unsafe { self.exchange(self.after, self.before) }
+    }
+
+    /// # Safety
+    /// The window is writable, and either content of it may be run at any time.
+    unsafe fn exchange(&self, from: u128, to: u128) -> bool {
+        let at = std::ptr::with_exposed_provenance_mut::<u128>(self.start as usize);
+        if self.bytes == 8 {
+            // SAFETY: aligned to 8 bytes by `window`, writable as the caller says.
+            let word = unsafe { AtomicU64::from_ptr(at.cast()) };
+            word.compare_exchange(from as u64, to as u64, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+        } else {
+            // SAFETY: aligned to 16 bytes by `window`, which has asked for the feature; writable as the caller says.
+            unsafe { exchange_wide(at, from, to) }
+        }
+    }
+}
+
+/// The intrinsic of `core::arch` needs libatomic where it is not inlined.
+///
+/// # Safety
+/// `at` is aligned to 16 bytes and writable, and the processor has `cmpxchg16b`.
+unsafe fn exchange_wide(at: *mut u128, from: u128, to: u128) -> bool {
+    let equal: u8;
+    // SAFETY: as the caller's; rbx, which the compiler keeps to itself, is put back.
+    unsafe {
+        asm!(
+            "xchg {low}, rbx",
+            "lock cmpxchg16b [{at}]",
+            "sete {equal}",
+            "mov rbx, {low}",
+            at = in(reg) at,
+            low = inout(reg) to as u64 => _,
+            equal = out(reg_byte) equal,
+            in("rcx") (to >> 64) as u64,
+            inout("rax") from as u64 => _,
+            inout("rdx") (from >> 64) as u64 => _,
+            options(nostack),
+        );
+    }
+    equal != 0
+}
+
+/// `jmp rel32` from `address` to `target`.
+pub(super) fn jump(address: u64, target: u64) -> Option<[u8; JUMP_LEN]> {
+    let distance = i128::from(target) - i128::from(address + JUMP_LEN as u64);
+    let [a, b, c, d] = i32::try_from(distance).ok()?.to_le_bytes();
+    Some([0xe9, a, b, c, d])
+}
+
+/// `jmp *0(%rip)` with the address behind it.
+pub(super) fn absolute_jump(target: u64) -> Vec<u8> {
+    let mut code = vec![0xff, 0x25, 0, 0, 0, 0];
+    code.extend(target.to_le_bytes());
+    code
+}
+
+/// Where a jump at the beginning of `code`, which lies at `address`, leads; for the name of its owner.
+pub(super) fn jump_target(address: u64, code: &[u8; LOOKED_AT]) -> Option<u64> {
+    let skip = if code.starts_with(&[0xf3, 0x0f, 0x1e, 0xfa]) { 4 } else { 0 };
+    let word = |at: usize| code[at..at + 8].try_into().map(u64::from_le_bytes).ok();
+    match code[skip..] {
+        [0xe9, a, b, c, d, ..] => {
+            let from = address + (skip + JUMP_LEN) as u64;
+            Some(from.wrapping_add_signed(i64::from(i32::from_le_bytes([a, b, c, d]))))
+        }
+        [0xff, 0x25, 0, 0, 0, 0, ..] => word(skip + 6),
+        [0x49, 0xbb, ..] | [0x48, 0xb8, ..] => word(skip + 2),
+        _ => None,
+    }
+}
+
+/// Instruction fetch sees stores without further ado.
+///
+/// # Safety
+/// The bytes are mapped.
+pub(super) unsafe fn flush(_: u64, _: usize) {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(bytes: &str) -> [u8; LOOKED_AT] {
+        let mut code = [0xcc; LOOKED_AT];
+        for (into, byte) in code.iter_mut().zip(bytes.split_whitespace()) {
+            *into = u8::from_str_radix(byte, 16).unwrap();
+        }
+        code
+    }
+
+    #[test]
+    fn wrappers_with_and_without_endbr64_fit_at_the_mov() {
+        let fit = decode(0x1000, &entry("b8 0b 00 00 00 0f 05 48 3d 01 f0 ff ff"), 11).unwrap();
+        assert_eq!(fit, Fit { at: 0, undo: vec![], skipped: vec![0xb8, 11, 0, 0, 0], resume: 5 });
+        let fit = decode(0x1000, &entry("f3 0f 1e fa b8 0b 00 00 00 0f 05"), 11).unwrap();
+        assert_eq!((fit.at, fit.resume), (4, 9));
+        assert_eq!(window(0x1004), Some((0x1000, 16)));
+    }
+
+    #[test]
+    fn mmap_fits_at_its_test_and_mremap_at_its_second_instruction() {
+        let mmap = entry("41 89 ca 41 f7 c1 ff 0f 00 00 75 14 b8 09 00 00 00 0f 05");
+        let fit = decode(0x1000, &mmap, 9).unwrap();
+        assert_eq!((fit.at, fit.resume, fit.undo.len()), (3, 10, 0));
+        assert_eq!(window(0x1003), Some((0x1000, 8)));
+        let mremap = entry("48 83 ec 58 4c 89 44 24 40 64 48 8b 04 25 28 00 00 00");
+        let fit = decode(0x1000, &mremap, 25).unwrap();
+        assert_eq!((fit.at, fit.resume), (4, 9));
+        assert_eq!(fit.undo, [0x48, 0x8d, 0x64, 0x24, 0x58]);
+        assert_eq!(fit.skipped, mremap[..9]);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_by_name() {
+        let unlike = decode(0x1000, &entry("b8 0b 00 00 00 0f 05"), 12);
+        assert_eq!(unlike, Err(Misfit::OtherCall(11)));
+        assert_eq!(decode(0x100c, &entry("b8 0b 00 00 00 0f 05"), 11), Err(Misfit::NoRoom));
+        assert_eq!(decode(0x1000, &entry("55 48 89 e5"), 11), Err(Misfit::Unknown(0)));
+        assert_eq!(decode(0x1000, &entry("48 83 ec 08 55"), 11), Err(Misfit::Unknown(4)));
+        for jump in
+            ["e9 00 00 00 00", "49 bb 0 0 0 0 0 0 0 0 41 ff e3", "ff 25 0 0 0 0", "f3 0f 1e fa e9 0 0 0 0"]
+        {
+            assert_eq!(decode(0x1000, &entry(jump), 11), Err(Misfit::Jump));
+        }
+    }
+
+    #[test]
+    fn jumps_lead_where_they_say() {
+        let mut code = entry("");
+        code[..5].copy_from_slice(&jump(0x10_0000, 0x20_0000).unwrap());
+        assert_eq!(jump_target(0x10_0000, &code), Some(0x20_0000));
+        code[..5].copy_from_slice(&jump(0x20_0000, 0x10_0000).unwrap());
+        assert_eq!(jump_target(0x20_0000, &code), Some(0x10_0000));
+        code[..14].copy_from_slice(&absolute_jump(0x7f00_1234_5678));
+        assert_eq!(jump_target(0x20_0000, &code), Some(0x7f00_1234_5678));
+        assert_eq!(jump(0, 1 << 40), None);
+    }
+}

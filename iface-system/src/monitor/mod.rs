@@ -1,0 +1,37 @@
+//! Monitors of host memory: what notices that memory went under a cached registration.
+//!
+//! [`SystemMonitor::start`] picks one and says why; `docs/monitors.md` has the table of what each notices.
+//!
+//! # Examples
+//! ```
+//! use hmem_iface_system::monitor::{MonitorKind, SystemMonitor};
+//!
+//! let chosen = SystemMonitor::start(MonitorKind::Auto)?;
+//! println!("{}", chosen.choice());
+//! # Ok::<(), hmem_core::Error>(())
+//! ```
+
+#[allow(unsafe_code)]
+mod area;
+mod choice;
+mod import;
+mod layered;
+#[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
+#[allow(unsafe_code)]
+mod memhooks;
+#[cfg(not(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64"))))]
+#[path = "no_memhooks.rs"]
+mod memhooks;
+#[allow(unsafe_code)]
+mod table;
+mod userfaultfd;
+#[allow(unsafe_code)]
+mod wiped;
+
+pub use self::{
+    choice::{MonitorChoice, MonitorKind, SystemMonitor, Tried},
+    import::{Import, Watcher},
+    layered::Layered,
+    memhooks::MemHooks,
+    userfaultfd::UserFaultFd,
+};

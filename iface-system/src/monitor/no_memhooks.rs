@@ -1,0 +1,71 @@
+//! Where the C library's functions cannot be patched: another library than glibc, or another architecture.
+
+use std::sync::Arc;
+
+use hmem_core::{
+    AddressRange, Allocation, Error, ErrorKind, IfaceKind, Result,
+    monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
+};
+
+/// The monitor that patches the C library: there is none for this target.
+#[derive(Debug)]
+pub enum MemHooks {}
+
+impl MemHooks {
+    /// Fails.
+    ///
+    /// # Errors
+    /// Unsupported, always.
+    pub fn start() -> Result<Arc<Self>> {
+        Err(Error::new(ErrorKind::Unsupported, "memhooks")
+            .iface(IfaceKind::SYSTEM)
+            .context("architecture", std::env::consts::ARCH)
+            .remedy("memhooks patch glibc on x86-64 and aarch64: use the userfaultfd monitor"))
+    }
+
+    /// There is nothing to check.
+    ///
+    /// # Errors
+    /// None: there is no value.
+    pub fn check(&self) -> Result<()> {
+        match *self {}
+    }
+
+    /// The functions that are patched.
+    ///
+    /// # Errors
+    /// None: there is no value.
+    pub fn functions(&self) -> Result<Vec<&'static str>> {
+        match *self {}
+    }
+
+    pub(super) fn is_ours(&self) -> bool {
+        match *self {}
+    }
+}
+
+impl Monitor for MemHooks {
+    fn name(&self) -> &str {
+        match *self {}
+    }
+
+    fn style(&self) -> MonitorStyle {
+        match *self {}
+    }
+
+    fn watches(&self, _: Cause) -> bool {
+        match *self {}
+    }
+
+    fn subscribe(&self, _: AddressRange, _: Arc<dyn Invalidator>) -> Result<Subscription> {
+        match *self {}
+    }
+
+    fn unsubscribe(&self, _: Subscription) {
+        match *self {}
+    }
+
+    fn valid(&self, _: &Allocation) -> Result<bool> {
+        match *self {}
+    }
+}

@@ -1,0 +1,261 @@
+//! Changes noticed by the kernel, for every system call whoever makes it.
+//!
+//! Ranges are registered with a userfaultfd in write-protect mode and never write-protected, so that events of
+//! `munmap`, `mremap` and `madvise` arrive and no page fault of the application ever waits for this library. No
+//! privilege is needed since Linux 5.11.
+//!
+//! # The window
+//!
+//! The thread that unmaps waits until the event is *read*. Between reading and invalidating, the gate of
+//! [`Invalidator`] is closed, so that this thread cannot hit what it has just unmapped. *Another* thread can: the
+//! kernel gives the addresses free before it queues the event, so that another thread may map them anew, look
+//! them up and hit before the monitor knows of anything. Likewise what another thread registers while a `madvise` is
+//! under way. A program in which one thread unmaps what another maps anew at once needs memhooks.
+
+mod ranges;
+#[allow(unsafe_code)]
+mod sys;
+#[allow(unsafe_code)]
+mod thread;
+
+use std::{collections::HashMap, ops::Range, sync::Arc, thread::JoinHandle, time::Duration};
+
+use hmem_core::{
+    AddressRange, Allocation, Error, ErrorKind, IfaceKind, Result,
+    monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
+};
+use parking_lot::Mutex;
+use rustix::{event::EventfdFlags, io::Errno};
+
+use self::{
+    ranges::Counted,
+    thread::{Shared, Watched},
+};
+use super::{
+    area::{self, Area},
+    table::Subscribers,
+    wiped::forked,
+};
+use crate::sys::page_size;
+
+const NAME: &str = "userfaultfd";
+
+/// The monitor that asks the kernel.
+///
+/// # Examples
+/// ```
+/// use hmem_iface_system::monitor::UserFaultFd;
+///
+/// match UserFaultFd::start() {
+///     Ok(monitor) => println!("{monitor:?}"),
+///     // The kernel, a sysctl or a seccomp filter: the error says which, and what to do.
+///     Err(error) => println!("{error}"),
+/// }
+/// ```
+#[derive(Debug)]
+pub struct UserFaultFd {
+    watched: Arc<Watched>,
+    thread: Option<JoinHandle<()>>,
+    book: Mutex<Book>,
+}
+
+#[derive(Debug, Default)]
+struct Book {
+    next: u64,
+    subscriptions: HashMap<u64, (Range<u64>, u8)>,
+    counted: Counted,
+}
+
+impl UserFaultFd {
+    /// Opens a userfaultfd and starts the thread that reads its events.
+    ///
+    /// # Errors
+    /// Unsupported, PermissionDenied or OutOfResources, naming the kernel option, version, sysctl, seccomp filter or
+    /// limit that is in the way.
+    pub fn start() -> Result<Arc<Self>> {
+        let events = sys::open()?;
+        let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)
+            .map_err(|errno| Error::os(errno, "eventfd").iface(IfaceKind::SYSTEM))?;
+        let subscribers = Subscribers::new(NAME, |shared: &Shared| &shared.table)?;
+        let watched = Arc::new(Watched { events, stop, subscribers });
+        let thread = Some(thread::start(&watched)?);
+        Ok(Arc::new(Self { watched, thread, book: Mutex::default() }))
+    }
+
+    /// The subscriptions now.
+    #[must_use]
+    pub fn subscriptions(&self) -> usize {
+        if self.is_ours() { self.book.lock().subscriptions.len() } else { 0 }
+    }
+
+    fn is_ours(&self) -> bool {
+        self.watched.subscribers.shared().is_ours()
+    }
+
+    /// As [`Monitor::subscribe`] of a range that was found to be memory and nothing else.
+    pub(super) fn watch(
+        &self,
+        range: AddressRange,
+        invalidator: Arc<dyn Invalidator>,
+        area: Option<&Area>,
+    ) -> Result<Subscription> {
+        if !self.is_ours() {
+            return Err(forked("subscribe", NAME));
+        }
+        if let Some(errno) = self.watched.subscribers.shared().failure() {
+            return Err(refused(range, ErrorKind::BadState)
+                .errno(errno)
+                .context("why", "the monitor's thread has ended")
+                .remedy("something closed its file: start a new monitor"));
+        }
+        let page = area.map_or_else(page_size, |area| area.page_size);
+        let whole = range.page_aligned(page);
+        let pages = whole.start().0..whole.start().0.saturating_add(whole.len());
+        // Before the kernel watches: an event that is being read now is told to those who are subscribed now.
+        let slot = self.watched.subscribers.add(invalidator)?;
+        let mut book = self.book.lock();
+        book.counted.add(pages.clone());
+        // Each time, whatever the counts say: the memory may be new since. Watching twice is watching.
+        if let Err(errno) = sys::register(&self.watched.events, pages.start, pages.end - pages.start) {
+            let unwatched = book.counted.remove(pages);
+            self.unregister(&unwatched);
+            drop(book);
+            self.watched.subscribers.remove(slot);
+            return Err(explained(range, errno));
+        }
+        book.next += 1;
+        let id = book.next;
+        book.subscriptions.insert(id, (pages, slot));
+        self.forget_moved(&book.counted);
+        Ok(Subscription(id))
+    }
+
+    /// The book's lock is held.
+    fn unregister(&self, unwatched: &[Range<u64>]) {
+        for range in unwatched {
+            match sys::unregister(&self.watched.events, range.start, range.end - range.start) {
+                // EINVAL: the memory is gone, or something that cannot be watched is there.
+                Ok(()) | Err(Errno::INVAL | Errno::NOMEM) => {}
+                Err(errno) => tracing::debug!(%errno, ?range, "still watched; its events cost time"),
+            }
+        }
+    }
+
+    /// What mremap moved is watched by the kernel where it went, and by nobody here.
+    fn forget_moved(&self, counted: &Counted) {
+        while let Some((start, len)) = self.watched.subscribers.shared().take_moved() {
+            self.unregister(&counted.gaps(start..start.saturating_add(len)));
+        }
+    }
+
+    /// Stops watching everything, and waits until the thread has read every event that somebody waits for.
+    ///
+    /// Closing the file would do, if a forked child could not have it open too: then a thread that unmaps would wait
+    /// for a reader that is gone.
+    fn quiesce(&self) {
+        let book = self.book.lock();
+        self.forget_moved(&book.counted);
+        // Not mapping by mapping: before Linux 6.15 that would end the watch of other userfaultfds too.
+        self.unregister(&book.counted.all());
+        drop(book);
+        while self.watched.subscribers.shared().failure().is_none()
+            && sys::changes_under_way(&self.watched.events)
+        {
+            std::thread::sleep(Duration::from_micros(20));
+        }
+    }
+}
+
+fn refused(range: AddressRange, kind: ErrorKind) -> Error {
+    Error::new(kind, "subscribe").iface(IfaceKind::SYSTEM).context("monitor", NAME).context("range", range)
+}
+
+/// Why the kernel does not watch a range.
+fn explained(range: AddressRange, errno: Errno) -> Error {
+    let (kind, why, remedy) = match errno {
+        Errno::NOMEM => (
+            ErrorKind::OutOfResources,
+            "each separately watched range is a mapping of its own, and the process has too many mappings",
+            "raise vm.max_map_count, watch fewer or larger ranges, or use the memhooks monitor",
+        ),
+        Errno::BUSY => (
+            ErrorKind::Busy,
+            "another userfaultfd of this process watches the range",
+            "use the memhooks monitor for memory that something else handles faults of",
+        ),
+        Errno::INVAL => (
+            ErrorKind::Unsupported,
+            "userfaultfd does not watch this kind of mapping (files, System V segments, devices; shared memory before Linux 5.19)",
+            "use the memhooks monitor, or anonymous memory",
+        ),
+        _ => (errno_kind(errno), "the kernel does not watch the range", "use the memhooks monitor"),
+    };
+    refused(range, kind).errno(errno).context("why", why).remedy(remedy)
+}
+
+fn errno_kind(errno: Errno) -> ErrorKind {
+    hmem_core::Errno::from(errno).kind()
+}
+
+impl Monitor for UserFaultFd {
+    fn name(&self) -> &str {
+        NAME
+    }
+
+    fn style(&self) -> MonitorStyle {
+        MonitorStyle::Callback
+    }
+
+    /// MAP_FIXED over a range and a lower break are told as [`Cause::Unmap`], which is what the kernel says.
+    fn watches(&self, cause: Cause) -> bool {
+        matches!(cause, Cause::Unmap | Cause::Remap | Cause::Discard | Cause::Replace | Cause::Shrink)
+    }
+
+    fn subscribe(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
+        if !self.is_ours() {
+            return Err(forked("subscribe", NAME));
+        }
+        let area = area::check(range, NAME)?;
+        self.watch(range, invalidator, Some(&area))
+    }
+
+    fn unsubscribe(&self, subscription: Subscription) {
+        if !self.is_ours() {
+            return;
+        }
+        let mut book = self.book.lock();
+        let Some((pages, slot)) = book.subscriptions.remove(&subscription.0) else { return };
+        let unwatched = book.counted.remove(pages);
+        self.unregister(&unwatched);
+        self.forget_moved(&book.counted);
+        drop(book);
+        self.watched.subscribers.remove(slot);
+    }
+
+    fn valid(&self, _: &Allocation) -> Result<bool> {
+        Ok(true)
+    }
+}
+
+impl Drop for UserFaultFd {
+    fn drop(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
+        if !self.is_ours() {
+            // The thread is the parent's.
+            std::mem::forget(thread);
+            return;
+        }
+        self.quiesce();
+        if let Err(errno) = rustix::io::write(&self.watched.stop, &1_u64.to_ne_bytes()) {
+            tracing::error!(%errno, "the userfaultfd monitor's thread cannot be stopped");
+            return;
+        }
+        if thread.join().is_err() {
+            tracing::error!("the userfaultfd monitor's thread has panicked");
+        }
+        let slots: Vec<_> = self.book.get_mut().subscriptions.drain().map(|(_, (_, slot))| slot).collect();
+        for slot in slots {
+            self.watched.subscribers.remove(slot);
+        }
+    }
+}

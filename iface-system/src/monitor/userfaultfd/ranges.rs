@@ -1,0 +1,142 @@
+//! How often each address is watched: runs of addresses with a count, cut where subscriptions begin and end.
+
+use std::{collections::BTreeMap, ops::Range};
+
+/// Disjoint runs of addresses that are watched at least once.
+#[derive(Debug, Default)]
+pub(super) struct Counted {
+    /// End and count, by start.
+    runs: BTreeMap<u64, (u64, u32)>,
+}
+
+impl Counted {
+    /// Counts one more for every address of `range`.
+    pub(super) fn add(&mut self, range: Range<u64>) {
+        self.cut(range.start);
+        self.cut(range.end);
+        let mut at = range.start;
+        while at < range.end {
+            let next = self.runs.range_mut(at..range.end).next();
+            match next {
+                Some((&start, (end, count))) if start == at => {
+                    *count += 1;
+                    at = *end;
+                }
+                found => {
+                    let end = found.map_or(range.end, |(&start, _)| start);
+                    self.runs.insert(at, (end, 1));
+                    at = end;
+                }
+            }
+        }
+    }
+
+    /// Counts one less for every address of `range`, and returns what nobody watches any more.
+    pub(super) fn remove(&mut self, range: Range<u64>) -> Vec<Range<u64>> {
+        self.cut(range.start);
+        self.cut(range.end);
+        let mut unwatched: Vec<Range<u64>> = Vec::new();
+        for (&start, (end, count)) in self.runs.range_mut(range) {
+            *count -= 1;
+            if *count == 0 {
+                match unwatched.last_mut() {
+                    Some(last) if last.end == start => last.end = *end,
+                    _ => unwatched.push(start..*end),
+                }
+            }
+        }
+        for gone in &unwatched {
+            let starts: Vec<_> = self.runs.range(gone.clone()).map(|(start, _)| *start).collect();
+            for start in starts {
+                self.runs.remove(&start);
+            }
+        }
+        unwatched
+    }
+
+    /// Everything that is watched.
+    pub(super) fn all(&self) -> Vec<Range<u64>> {
+        self.runs.iter().map(|(start, (end, _))| *start..*end).collect()
+    }
+
+    /// The parts of `range` that nobody watches.
+    pub(super) fn gaps(&self, range: Range<u64>) -> Vec<Range<u64>> {
+        let before = self.runs.range(..range.start).next_back().filter(|(_, (end, _))| *end > range.start);
+        let mut at = before.map_or(range.start, |(_, (end, _))| *end);
+        let mut gaps = Vec::new();
+        for (&start, (end, _)) in self.runs.range(range.clone()) {
+            if at < start {
+                gaps.push(at..start);
+            }
+            at = *end;
+        }
+        if at < range.end {
+            gaps.push(at..range.end);
+        }
+        gaps
+    }
+
+    fn cut(&mut self, at: u64) {
+        let Some((_, run)) = self.runs.range_mut(..at).next_back() else { return };
+        let (end, count) = *run;
+        if end > at {
+            run.0 = at;
+            self.runs.insert(at, (end, count));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const PAGES: u64 = 48;
+
+    fn watched(counted: &Counted) -> Vec<u32> {
+        let count = |page| {
+            let run = counted.runs.range(..=page).next_back().filter(|(_, (end, _))| *end > page);
+            run.map_or(0, |(_, (_, count))| *count)
+        };
+        (0..PAGES).map(count).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn counts_are_those_of_a_page_by_page_book(
+            changes in prop::collection::vec((any::<bool>(), 0..PAGES, 1..16_u64, any::<prop::sample::Index>()), 1..60)
+        ) {
+            let mut counted = Counted::default();
+            let mut book = vec![0_u32; PAGES as usize];
+            let mut live = Vec::new();
+            for (add, start, len, which) in changes {
+                if add || live.is_empty() {
+                    let range = start..(start + len).min(PAGES);
+                    counted.add(range.clone());
+                    range.clone().for_each(|page| book[page as usize] += 1);
+                    live.push(range);
+                } else {
+                    let range = live.swap_remove(which.index(live.len()));
+                    let mut unwatched = Vec::new();
+                    for page in range.clone() {
+                        book[page as usize] -= 1;
+                        if book[page as usize] == 0 {
+                            unwatched.push(page);
+                        }
+                    }
+                    let told: Vec<u64> = counted.remove(range).into_iter().flatten().collect();
+                    prop_assert_eq!(told, unwatched);
+                }
+                prop_assert_eq!(watched(&counted), book.clone());
+                let gaps: Vec<u64> = counted.gaps(3..PAGES - 2).into_iter().flatten().collect();
+                let free: Vec<u64> = (3..PAGES - 2).filter(|page| book[*page as usize] == 0).collect();
+                prop_assert_eq!(gaps, free);
+            }
+            for range in live {
+                counted.remove(range);
+            }
+            prop_assert!(counted.runs.is_empty());
+        }
+    }
+}

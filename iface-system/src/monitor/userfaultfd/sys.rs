@@ -1,0 +1,262 @@
+//! `linux/userfaultfd.h`: the calls, and why they are refused.
+
+use std::{
+    fs,
+    os::fd::{AsFd, FromRawFd, OwnedFd},
+};
+
+use hmem_core::{Error, ErrorKind, IfaceKind, Result};
+use rustix::{
+    fs::{Mode, OFlags},
+    io::Errno,
+    ioctl::{self, Ioctl, IoctlOutput, Opcode, Updater, opcode},
+    mm::UserfaultfdFlags,
+};
+
+const UFFD_USER_MODE_ONLY: u32 = 1;
+const UFFD_API: u64 = 0xaa;
+const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
+
+pub(super) const EVENT_REMAP: u8 = 0x14;
+pub(super) const EVENT_REMOVE: u8 = 0x15;
+pub(super) const EVENT_UNMAP: u8 = 0x16;
+
+/// A feature bit with the header's name for it.
+type Feature = (u64, &'static str);
+
+const NEEDED: [Feature; 4] = [
+    (1 << 0, "UFFD_FEATURE_PAGEFAULT_FLAG_WP"),
+    (1 << 2, "UFFD_FEATURE_EVENT_REMAP"),
+    (1 << 3, "UFFD_FEATURE_EVENT_REMOVE"),
+    (1 << 6, "UFFD_FEATURE_EVENT_UNMAP"),
+];
+
+/// Shared and huge pages too, since Linux 5.19.
+const WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
+
+#[repr(C)]
+struct Api {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Range {
+    start: u64,
+    len: u64,
+}
+
+#[repr(C)]
+struct Register {
+    range: Range,
+    mode: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+struct WriteProtect {
+    range: Range,
+    mode: u64,
+}
+
+const UFFDIO_API: Opcode = opcode::read_write::<Api>(0xaa, 0x3f);
+const UFFDIO_REGISTER: Opcode = opcode::read_write::<Register>(0xaa, 0);
+const UFFDIO_UNREGISTER: Opcode = opcode::read::<Range>(0xaa, 1);
+const UFFDIO_WRITEPROTECT: Opcode = opcode::read_write::<WriteProtect>(0xaa, 6);
+
+/// `USERFAULTFD_IOC_NEW` of `/dev/userfaultfd`, which takes the flags as its argument.
+struct New(u32);
+
+// SAFETY: the ioctl takes a number and returns a new fd.
+unsafe impl Ioctl for New {
+    type Output = OwnedFd;
+    const IS_MUTATING: bool = false;
+
+    fn opcode(&self) -> Opcode {
+        opcode::none(0xaa, 0)
+    }
+
+    fn as_ptr(&mut self) -> *mut std::ffi::c_void {
+        std::ptr::without_provenance_mut(self.0 as usize)
+    }
+
+    unsafe fn output_from_ptr(out: IoctlOutput, _: *mut std::ffi::c_void) -> rustix::io::Result<OwnedFd> {
+        // SAFETY: the ioctl succeeded, so `out` is a new fd that nobody else owns.
+        Ok(unsafe { OwnedFd::from_raw_fd(out) })
+    }
+}
+
+/// One message, as `struct uffd_msg`: the event in its first byte, and up to three words.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct Message {
+    head: u64,
+    pub(super) words: [u64; 3],
+}
+
+impl Message {
+    pub(super) fn event(&self) -> u8 {
+        self.head.to_ne_bytes()[0]
+    }
+}
+
+/// Reads messages that are there; `Errno::AGAIN` without any.
+pub(super) fn read<'a>(fd: &OwnedFd, into: &'a mut [Message; 16]) -> Result<&'a [Message], Errno> {
+    // SAFETY: messages are plain words, and their whole array is lent out as the bytes that it is.
+    let bytes =
+        unsafe { std::slice::from_raw_parts_mut(into.as_mut_ptr().cast::<u8>(), size_of::<[Message; 16]>()) };
+    let read = rustix::io::read(fd, bytes)?;
+    Ok(&into[..read / size_of::<Message>()])
+}
+
+/// The file, for user-mode faults only, with the events that the monitor needs.
+///
+/// # Errors
+/// PermissionDenied, Unsupported or OutOfResources, naming what refuses it: the kernel, a sysctl, a security policy.
+pub(super) fn open() -> Result<OwnedFd> {
+    let offered = Api { api: UFFD_API, features: 0, ioctls: 0 };
+    // The handshake can be made once for each file: one to ask, one to use.
+    let offered = handshake(&new()?, offered)?.features;
+    let missing: Vec<_> =
+        NEEDED.iter().filter(|(bit, _)| offered & bit == 0).map(|(_, name)| *name).collect();
+    if !missing.is_empty() {
+        return Err(refused(ErrorKind::Unsupported, "ioctl(UFFDIO_API)")
+            .context("missing", missing.join(","))
+            .remedy("Linux 5.7 has them on x86-64, 6.10 on aarch64, with CONFIG_HAVE_ARCH_USERFAULTFD_WP"));
+    }
+    let features = NEEDED.iter().fold(offered & WP_HUGETLBFS_SHMEM, |all, (bit, _)| all | bit);
+    let fd = new()?;
+    handshake(&fd, Api { api: UFFD_API, features, ioctls: 0 })?;
+    Ok(fd)
+}
+
+fn handshake(fd: &OwnedFd, mut api: Api) -> Result<Api> {
+    // SAFETY: the ioctl reads and writes one `Api`.
+    unsafe { ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_API, _>::new(&mut api)) }
+        .map_err(|errno| Error::os(errno, "ioctl(UFFDIO_API)").iface(IfaceKind::SYSTEM))?;
+    Ok(api)
+}
+
+fn new() -> Result<OwnedFd> {
+    let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
+    let user_mode = flags | UserfaultfdFlags::from_bits_retain(UFFD_USER_MODE_ONLY);
+    // SAFETY: a file on which this module does nothing but what its functions say.
+    let mut call = unsafe { rustix::mm::userfaultfd(user_mode) };
+    let before_user_mode = call.as_ref().is_err_and(|errno| *errno == Errno::INVAL);
+    if before_user_mode {
+        // SAFETY: as above.
+        call = unsafe { rustix::mm::userfaultfd(flags) };
+    }
+    call.or_else(|errno| {
+        let device = rustix::fs::open("/dev/userfaultfd", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+            // SAFETY: the file is `/dev/userfaultfd`, which knows this ioctl.
+            .and_then(|device| unsafe { ioctl::ioctl(device.as_fd(), New(user_mode.bits())) });
+        device.map_err(|device| {
+            let (kind, why, remedy) = cause(errno, before_user_mode, filtered());
+            refused(kind, "userfaultfd")
+                .errno(errno)
+                .context("why", why)
+                .context("/dev/userfaultfd", device)
+                .remedy(remedy)
+        })
+    })
+}
+
+fn refused(kind: ErrorKind, operation: &'static str) -> Error {
+    Error::new(kind, operation).iface(IfaceKind::SYSTEM).context("monitor", "userfaultfd")
+}
+
+/// Whether a seccomp filter is in force.
+fn filtered() -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    status
+        .lines()
+        .any(|line| line.split_once(':').is_some_and(|(name, mode)| name == "Seccomp" && mode.trim() == "2"))
+}
+
+/// What refused the call, and what to do about it.
+fn cause(errno: Errno, before_user_mode: bool, filtered: bool) -> (ErrorKind, &'static str, &'static str) {
+    const ALLOW: &str =
+        "allow the system call in the container's seccomp profile, or give the process /dev/userfaultfd";
+    match errno {
+        Errno::PERM | Errno::ACCESS | Errno::NOSYS if filtered => {
+            (ErrorKind::PermissionDenied, "a seccomp filter is in force and refuses the call", ALLOW)
+        }
+        Errno::NOSYS => (
+            ErrorKind::Unsupported,
+            "the kernel was built without CONFIG_USERFAULTFD",
+            "use a kernel with CONFIG_USERFAULTFD=y",
+        ),
+        Errno::PERM | Errno::ACCESS if before_user_mode => (
+            ErrorKind::PermissionDenied,
+            "the kernel is older than 5.11, where only the sysctl vm.unprivileged_userfaultfd or CAP_SYS_PTRACE allows the call",
+            "set vm.unprivileged_userfaultfd=1, or use a newer kernel",
+        ),
+        Errno::PERM | Errno::ACCESS => (
+            ErrorKind::PermissionDenied,
+            "a security module (SELinux, AppArmor) refuses the call",
+            "allow it in the policy, or give the process /dev/userfaultfd",
+        ),
+        Errno::MFILE | Errno::NFILE | Errno::NOMEM => {
+            (ErrorKind::OutOfResources, "no file descriptor or memory is left", "raise RLIMIT_NOFILE")
+        }
+        _ => (ErrorKind::Driver, "the kernel refuses the call", "use the memhooks monitor"),
+    }
+}
+
+/// Watches whole pages: events only, no fault of anybody is intercepted, since nothing is ever write-protected.
+pub(super) fn register(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno> {
+    let mut register = Register { range: Range { start, len }, mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
+    // SAFETY: the ioctl reads and writes one `Register`, and changes no memory's content.
+    unsafe { ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_REGISTER, _>::new(&mut register)) }
+}
+
+/// Stops watching whole pages.
+pub(super) fn unregister(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno> {
+    let mut range = Range { start, len };
+    // SAFETY: the ioctl reads one `Range`.
+    unsafe { ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_UNREGISTER, _>::new(&mut range)) }
+}
+
+/// Whether some thread has unmapped watched memory whose event was not read yet.
+///
+/// The kernel refuses to write-protect while that is so, before it looks at the range: an empty one changes nothing.
+pub(super) fn changes_under_way(fd: &OwnedFd) -> bool {
+    let mut nothing = WriteProtect { range: Range { start: 0, len: 0 }, mode: 0 };
+    // SAFETY: the ioctl reads one `WriteProtect`, whose empty range it refuses.
+    let answer = unsafe { ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_WRITEPROTECT, _>::new(&mut nothing)) };
+    answer == Err(Errno::AGAIN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_and_layouts_are_those_of_the_kernel_header() {
+        assert_eq!(
+            [UFFDIO_API, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_WRITEPROTECT, New(0).opcode()],
+            [0xc018_aa3f, 0xc020_aa00, 0x8010_aa01, 0xc018_aa06, 0xaa00]
+        );
+        assert_eq!(size_of::<Message>(), 32);
+        assert_eq!(std::mem::offset_of!(Message, words), 8);
+    }
+
+    #[test]
+    fn mon_02_a_refusal_names_kernel_sysctl_or_seccomp() {
+        let (kind, why, remedy) = cause(Errno::PERM, false, true);
+        assert_eq!(kind, ErrorKind::PermissionDenied);
+        assert!(why.contains("seccomp") && remedy.contains("seccomp"), "{why}; {remedy}");
+        let (_, why, _) = cause(Errno::NOSYS, false, true);
+        assert!(why.contains("seccomp"), "filters answer ENOSYS too: {why}");
+        let (kind, why, _) = cause(Errno::NOSYS, false, false);
+        assert!(kind == ErrorKind::Unsupported && why.contains("CONFIG_USERFAULTFD"), "{why}");
+        let (_, why, remedy) = cause(Errno::PERM, true, false);
+        assert!(why.contains("vm.unprivileged_userfaultfd") && remedy.contains("=1"), "{why}; {remedy}");
+        let (_, why, _) = cause(Errno::PERM, false, false);
+        assert!(why.contains("security module"), "{why}");
+        assert_eq!(cause(Errno::MFILE, false, false).0, ErrorKind::OutOfResources);
+    }
+}
