@@ -52,9 +52,8 @@ impl Process {
     pub(super) fn get() -> Result<&'static Self> {
         let seen = PROCESS.load(Ordering::Acquire);
         // SAFETY: null, or from `Box::into_raw` below and never freed.
-        if let Some(process) =
-            unsafe { seen.as_ref() }.filter(|process| process.subscribers.shared().is_ours())
-        {
+        let here = unsafe { seen.as_ref() };
+        if let Some(process) = here.filter(|process| process.subscribers.shared().is_ours()) {
             return Ok(process);
         }
         let subscribers = Subscribers::new("memhooks", |shared: &Shared| &shared.table)?;

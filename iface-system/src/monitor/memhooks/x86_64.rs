@@ -122,10 +122,11 @@ impl Patch {
     /// # Safety
     /// The window is readable.
     unsafe fn read(&self) -> u128 {
-        let at = std::ptr::with_exposed_provenance::<u64>(self.start as usize);
-        // SAFETY: readable as the caller says, and aligned; others change these bytes by whole aligned words only.
+        let at = std::ptr::with_exposed_provenance_mut::<u64>(self.start as usize);
         let word = |index: usize| {
-            u128::from(unsafe { AtomicU64::from_ptr(at.add(index).cast_mut()) }.load(Ordering::Acquire))
+            // SAFETY: readable as the caller says, and aligned; others change these bytes by whole aligned words only.
+            let word = unsafe { AtomicU64::from_ptr(at.add(index)) };
+            u128::from(word.load(Ordering::Acquire))
         };
         if self.bytes == 8 { word(0) } else { word(0) | word(1) << 64 }
     }

@@ -1,0 +1,255 @@
+//! What the tests of monitors share: a recorder of what monitors tell, cases that each run in a process of their
+//! own, so that a crash is a failure of that case, and memory to take away.
+#![allow(dead_code, missing_docs, unreachable_pub)]
+
+use std::{
+    env,
+    process::{Command, ExitCode},
+    ptr,
+    sync::{
+        Arc,
+        atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering::SeqCst},
+    },
+};
+
+use hmem_core::{
+    Address, AddressRange,
+    monitor::{Cause, Change, Invalidator},
+};
+use libtest_mimic::{Arguments, Failed, Trial};
+
+/// A case: its name, what it does, and whether only the slow tier runs it.
+pub type Case = (&'static str, fn(), bool);
+
+const CASE: &str = "HMEM_TEST_CASE";
+
+/// Runs cases as tests, each in a new process of this binary.
+pub fn run(cases: &[Case]) -> ExitCode {
+    if let Ok(name) = env::var(CASE) {
+        let (_, case, _) = cases.iter().find(|(case, ..)| *case == name).expect("a known case");
+        // A hang is a failure: the kernel ends the process.
+        // SAFETY: sets a timer of this process.
+        unsafe { libc::alarm(300) };
+        case();
+        return ExitCode::SUCCESS;
+    }
+    let trials = cases.iter().map(|&(name, _, slow)| {
+        Trial::test(name, move || {
+            let own = env::current_exe().map_err(Failed::from)?;
+            let output = Command::new(own).env(CASE, name).output().map_err(Failed::from)?;
+            if output.status.success() {
+                return Ok(());
+            }
+            let said = String::from_utf8_lossy(&output.stderr);
+            Err(format!("{}\n{}{said}", output.status, String::from_utf8_lossy(&output.stdout)).into())
+        })
+        .with_ignored_flag(slow)
+    });
+    libtest_mimic::run(&Arguments::from_args(), trials.collect()).exit_code()
+}
+
+#[macro_export]
+macro_rules! cases {
+    ($($name:ident),* $(,)? ; slow: $($slow:ident),* $(,)?) => {
+        fn main() -> std::process::ExitCode {
+            monitors::run(&[
+                $((stringify!($name), $name, false),)*
+                $((stringify!($slow), $slow, true),)*
+            ])
+        }
+    };
+}
+
+/// How a monitor told of a change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum How {
+    Told,
+    Begun,
+    Ended,
+}
+
+const EVENTS: usize = 1 << 16;
+
+/// Remembers what it is told, as an invalidator must: without allocating, locking or logging.
+pub struct Recorder {
+    events: Box<[[AtomicU64; 3]]>,
+    count: AtomicUsize,
+    pub gates: AtomicI64,
+    pub closings: AtomicU64,
+}
+
+impl std::fmt::Debug for Recorder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(self.events()).finish()
+    }
+}
+
+impl Recorder {
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self {
+            events: (0..EVENTS).map(|_| [const { AtomicU64::new(0) }; 3]).collect(),
+            count: AtomicUsize::new(0),
+            gates: AtomicI64::new(0),
+            closings: AtomicU64::new(0),
+        })
+    }
+
+    fn push(&self, range: AddressRange, cause: Cause, how: How) -> usize {
+        let at = self.count.fetch_add(1, SeqCst) % EVENTS;
+        let [start, len, kind] = &self.events[at];
+        start.store(range.start().0, SeqCst);
+        len.store(range.len(), SeqCst);
+        kind.store(1 + (cause as u64) * 3 + how as u64, SeqCst);
+        at
+    }
+
+    pub fn count(&self) -> usize {
+        self.count.load(SeqCst)
+    }
+
+    pub fn events(&self) -> Vec<(AddressRange, Cause, How)> {
+        self.events.iter().take(self.count().min(EVENTS)).filter_map(|event| self.event(event)).collect()
+    }
+
+    fn event(&self, [start, len, kind]: &[AtomicU64; 3]) -> Option<(AddressRange, Cause, How)> {
+        let kind = kind.load(SeqCst).checked_sub(1)?;
+        let range = AddressRange::new(Address(start.load(SeqCst)), len.load(SeqCst)).unwrap();
+        let how = [How::Told, How::Begun, How::Ended][kind as usize % 3];
+        Some((range, Cause::ALL[kind as usize / 3], how))
+    }
+
+    pub fn clear(&self) {
+        self.count.store(0, SeqCst);
+    }
+
+    /// What was told about memory that shares a byte with `range`.
+    pub fn about(&self, range: AddressRange) -> Vec<(Cause, How)> {
+        let mut about = self.events();
+        about.retain(|(told, ..)| told.overlaps(range));
+        about.into_iter().map(|(_, cause, how)| (cause, how)).collect()
+    }
+}
+
+impl Invalidator for Recorder {
+    fn invalidate(&self, range: AddressRange, cause: Cause) {
+        self.push(range, cause, How::Told);
+    }
+
+    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+        Change(self.push(range, cause, How::Begun) as u32)
+    }
+
+    fn end(&self, Change(at): Change) {
+        if let Some((range, cause, how)) = self.event(&self.events[at as usize]) {
+            assert_eq!(how, How::Begun, "a change ends once");
+            self.push(range, cause, How::Ended);
+        }
+    }
+
+    fn close_gate(&self) {
+        self.gates.fetch_add(1, SeqCst);
+        self.closings.fetch_add(1, SeqCst);
+    }
+
+    fn open_gate(&self) {
+        self.gates.fetch_sub(1, SeqCst);
+    }
+}
+
+pub fn page() -> usize {
+    rustix::param::page_size()
+}
+
+pub fn range(at: *mut libc::c_void, len: usize) -> AddressRange {
+    AddressRange::new(Address::of_ptr(at), len as u64).unwrap()
+}
+
+/// Maps written anonymous memory by libc; not unmapped by anybody but the test.
+pub fn map(len: usize) -> *mut libc::c_void {
+    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    // SAFETY: a new mapping at an address of the kernel's choice, filled with ones.
+    unsafe {
+        let at = libc::mmap(ptr::null_mut(), len, prot, flags, -1, 0);
+        assert_ne!(at, libc::MAP_FAILED);
+        at.cast::<u8>().write_bytes(1, len);
+        at
+    }
+}
+
+/// libc's munmap, of a test's own memory.
+pub fn unmap(at: *mut libc::c_void, len: usize) {
+    // SAFETY: tests unmap only what they mapped.
+    assert_eq!(unsafe { libc::munmap(at, len) }, 0);
+}
+
+/// munmap past the C library.
+pub fn raw_unmap(at: *mut libc::c_void, len: usize) {
+    // SAFETY: tests unmap only what they mapped.
+    assert_eq!(unsafe { libc::syscall(libc::SYS_munmap, at, len) }, 0);
+}
+
+/// Forks, runs `child` there, and returns its exit status.
+pub fn forked(child: impl FnOnce()) -> i32 {
+    // SAFETY: the child does what the test is about, and ends.
+    let pid = unsafe { libc::fork() };
+    assert!(pid >= 0, "fork");
+    if pid == 0 {
+        // SAFETY: a timer of the child's own: a deadlock ends it.
+        unsafe { libc::alarm(60) };
+        child();
+        // SAFETY: ends the child without its parent's destructors.
+        unsafe { libc::_exit(0) };
+    }
+    let mut status = -1;
+    // SAFETY: waits for the child that was just made.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+    status
+}
+
+/// A userfaultfd of the test's own that watches a mapping: who unmaps it waits until [`Blocker::release`].
+pub struct Blocker(i32);
+
+impl Blocker {
+    /// Registers `len` bytes at `at`. The caller has checked that this machine has userfaultfd.
+    pub fn new(at: *mut libc::c_void, len: usize) -> Self {
+        const EVENT_UNMAP: u64 = 1 << 6;
+        const MODE_MISSING: u64 = 1;
+        // SAFETY: plain calls on a new fd and the test's own mapping, with structures as in linux/userfaultfd.h.
+        unsafe {
+            let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | 1) as i32;
+            assert!(fd >= 0, "userfaultfd: {}", std::io::Error::last_os_error());
+            let mut api = [0xaa_u64, EVENT_UNMAP, 0];
+            assert_eq!(libc::ioctl(fd, 0xc018_aa3f, api.as_mut_ptr()), 0);
+            let mut register = [at.addr() as u64, len as u64, MODE_MISSING, 0];
+            assert_eq!(libc::ioctl(fd, 0xc020_aa00, register.as_mut_ptr()), 0);
+            Self(fd)
+        }
+    }
+
+    /// Waits until somebody waits in munmap, without letting them go.
+    pub fn wait(&self) {
+        let mut poll = libc::pollfd { fd: self.0, events: libc::POLLIN, revents: 0 };
+        // SAFETY: polls one fd.
+        assert_eq!(unsafe { libc::poll(&raw mut poll, 1, -1) }, 1);
+    }
+
+    /// Reads the event: the thread in munmap goes on.
+    pub fn release(&self) {
+        let mut message = [0_u64; 4];
+        // SAFETY: reads one message into as many bytes.
+        assert_eq!(unsafe { libc::read(self.0, message.as_mut_ptr().cast(), 32) }, 32);
+    }
+}
+
+impl Drop for Blocker {
+    fn drop(&mut self) {
+        // SAFETY: closes this value's own fd.
+        unsafe { libc::close(self.0) };
+    }
+}
+
+/// Resident bytes of this process.
+pub fn resident() -> u64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").expect("/proc");
+    statm.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok()).expect("statm") * page() as u64
+}
