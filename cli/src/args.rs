@@ -1,9 +1,9 @@
 //! The command line.
 
-use std::{net::IpAddr, time::Duration};
+use std::{net::IpAddr, path::PathBuf, time::Duration};
 
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
-use hmem::Path;
+use hmem::{Path, path::P2pPolicy};
 use serde::{Deserialize, Serialize};
 
 /// What memory and NICs this machine has, and whether they work together.
@@ -39,6 +39,13 @@ pub enum Command {
     #[command(after_help = "Exit status: 0 all verified, 1 a combination failed or none could be checked, \
         2 wrong usage or environment.")]
     Check(CheckArgs),
+    /// Say which path a registration takes and why, what was tried, and what would make it better
+    #[command(after_help = "Exit status: 0 each pair has a path, 1 one has none or none was found out, \
+        2 wrong usage or environment.")]
+    Explain(ExplainArgs),
+    /// Draw how devices and NICs are wired: PCIe tree, distances, ACS, IOMMU
+    #[command(after_help = "Exit status: 0 done, 1 it cannot be read or written, 2 wrong usage.")]
+    Topo(TopoArgs),
     /// Measure transfers between two hosts and verify what arrives: --server on one, HOST on the other
     #[command(after_help = "Both sides print the same report. The client chooses what is measured. \
         Exit status: 0 measured and verified, 1 it failed, 2 wrong usage or environment.")]
@@ -91,6 +98,58 @@ pub struct CheckArgs {
     /// Leave out the large transfers: quicker, and throughput says little
     #[arg(long, conflicts_with = "bytes")]
     pub quick: bool,
+}
+
+/// Arguments of `hmem explain`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct ExplainArgs {
+    /// Print JSON (docs/explain-schema.md) instead of text
+    #[arg(long)]
+    pub json: bool,
+
+    /// Only memory of this iface, as `hmem info` names it
+    #[arg(long, value_name = "NAME")]
+    pub iface: Option<String>,
+
+    /// Only memory of this device of the iface
+    #[arg(long, value_name = "N", requires = "iface")]
+    pub device: Option<u32>,
+
+    /// Only this provider (verbs) or NIC (verbs/mlx5_0)
+    #[arg(long, value_name = "NAME")]
+    pub nic: Option<String>,
+
+    /// Bytes to register (4096, 64KiB, 8MiB); a page unless said
+    #[arg(long, value_name = "N", value_parser = bytes)]
+    pub size: Option<u64>,
+
+    /// Whether direct access is allowed: enabled, preferred, required or disabled
+    #[arg(long, value_name = "NAME", value_parser = policy, default_value = "enabled")]
+    pub policy: P2pPolicy,
+}
+
+/// Arguments of `hmem topo`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct TopoArgs {
+    /// Print JSON (docs/topo-schema.md) instead of the tree
+    #[arg(long)]
+    pub json: bool,
+
+    /// Every PCI function, and not only accelerators, network controllers and what is above them
+    #[arg(long, conflicts_with = "json")]
+    pub all: bool,
+
+    /// Read a recording (a folder, tar or tar.gz) instead of this machine
+    #[arg(long, value_name = "PATH")]
+    pub from: Option<PathBuf>,
+
+    /// Write a recording (tar.gz) without serial numbers, network addresses and host name
+    #[arg(long, value_name = "FILE")]
+    pub record: Option<PathBuf>,
+
+    /// Write a picture of devices and NICs with the distance of each pair
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
 }
 
 /// Arguments of `hmem perf`.
@@ -247,6 +306,11 @@ fn path(name: &str) -> Result<Path, String> {
         .into_iter()
         .find(|path| path.name() == name)
         .ok_or_else(|| "use plain-host, dma-buf, peer-memory or staged".to_owned())
+}
+
+fn policy(name: &str) -> Result<P2pPolicy, String> {
+    let found = P2pPolicy::ALL.into_iter().find(|policy| policy.name() == name);
+    found.ok_or_else(|| "use enabled, preferred, required or disabled".to_owned())
 }
 
 fn bytes(text: &str) -> Result<u64, String> {

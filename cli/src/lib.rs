@@ -1,18 +1,20 @@
 //! The `hmem` command as a library, so that tests can run it on machines of their own making.
 //!
-//! [`Machine`] is what the command looks at, [`mod@info`] lists it, [`mod@check`] tries it, [`mod@perf`] measures it with
-//! another host, [`run`] is the command itself.
+//! [`Machine`] is what the command looks at, [`mod@info`] lists it, [`mod@check`] tries it, [`mod@explain`] says why,
+//! [`mod@topo`] draws how it is wired, [`mod@perf`] measures it with another host, [`run`] is the command itself.
 
 #![deny(unsafe_code)]
 
 pub mod args;
 pub mod check;
+pub mod explain;
 pub mod info;
 pub mod json;
 pub mod machine;
 pub mod perf;
 mod probe;
 pub mod table;
+pub mod topo;
 
 use std::{
     fmt,
@@ -23,7 +25,7 @@ use std::{
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::{
-    args::{CheckArgs, Cli, Command, InfoArgs, PerfArgs},
+    args::{CheckArgs, Cli, Command, ExplainArgs, InfoArgs, PerfArgs, TopoArgs},
     machine::Machine,
     table::Style,
 };
@@ -44,6 +46,8 @@ pub enum Failure {
     Usage(hmem::Error),
     /// A measurement that failed, on this side or the other: exit status 1.
     Measurement(hmem::Error),
+    /// A topology that could not be read, drawn or recorded: exit status 1.
+    Topology(hmem::Error),
     /// The output could not be written: exit status 2.
     Output(io::Error),
 }
@@ -51,7 +55,7 @@ pub enum Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Usage(error) | Self::Measurement(error) => error.fmt(f),
+            Self::Usage(error) | Self::Measurement(error) | Self::Topology(error) => error.fmt(f),
             Self::Output(error) => write!(f, "cannot write the output: {error}"),
         }
     }
@@ -76,7 +80,12 @@ impl From<io::Error> for Failure {
 /// # Errors
 /// [`Failure`]: a wrong name or environment variable, or output that cannot be written.
 pub fn run(cli: &Cli, out: &mut dyn Write) -> Result<Outcome, Failure> {
-    run_on(&Machine::find()?, &cli.command, Style::for_stdout(cli.color), out)
+    let style = Style::for_stdout(cli.color);
+    if let Command::Topo(args) = &cli.command {
+        // It looks at files alone, and starts no driver.
+        return topo(args, style, out);
+    }
+    run_on(&Machine::find()?, &cli.command, style, out)
 }
 
 /// Runs a command on a machine that the caller put together.
@@ -93,6 +102,8 @@ pub fn run_on(
         Command::Info(args) => info(machine, args, style, out),
         Command::Check(args) => check(machine, args, style, out),
         Command::Perf(args) => perf(machine, args, style, out),
+        Command::Explain(args) => explain(machine, args, style, out),
+        Command::Topo(args) => topo(args, style, out),
     }
 }
 
@@ -117,6 +128,26 @@ fn check(machine: &Machine, args: &CheckArgs, style: Style, out: &mut dyn Write)
         check::text(out, &report, style)?;
     }
     Ok(if report.passed() { Outcome::Passed } else { Outcome::Failed })
+}
+
+fn explain(
+    machine: &Machine,
+    args: &ExplainArgs,
+    style: Style,
+    out: &mut dyn Write,
+) -> Result<Outcome, Failure> {
+    let report = explain::explain(machine, args)?;
+    if args.json {
+        json::write(out, &report)?;
+    } else {
+        explain::text(out, &report, style)?;
+    }
+    Ok(if report.passed() { Outcome::Passed } else { Outcome::Failed })
+}
+
+fn topo(args: &TopoArgs, style: Style, out: &mut dyn Write) -> Result<Outcome, Failure> {
+    topo::run(args, style, out)?;
+    Ok(Outcome::Passed)
 }
 
 fn perf(machine: &Machine, args: &PerfArgs, style: Style, out: &mut dyn Write) -> Result<Outcome, Failure> {

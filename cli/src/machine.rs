@@ -4,7 +4,11 @@ use std::{error::Error as _, fmt, sync::Arc};
 
 use hmem::{
     Domain, DomainAttr, Error, Hmem, IfaceKind, MrMode, Result,
-    p2p::loopback::{Loopback, Memory},
+    p2p::{
+        loopback::{Loopback, Memory},
+        path::{ExplainRequest, Explanation},
+        topology::{BusId, Topology},
+    },
     path::P2pPolicy,
     provider::{Imports, Provider, ProviderAttr},
     system::{SIMULATED, Simulated},
@@ -33,6 +37,8 @@ pub struct Machine {
     pub absent: Vec<Absent>,
     /// Kinds that are software, with their names.
     pub software: Vec<(IfaceKind, String)>,
+    /// How it is wired, where that can be read.
+    pub topology: Option<Topology>,
     /// Counts that a check must leave as it found them, beside those of the process.
     pub watches: Vec<Watch>,
 }
@@ -52,7 +58,7 @@ pub struct Fabric {
 /// Something that is not here.
 #[derive(Debug)]
 pub struct Absent {
-    /// Which sort of thing: `iface`, `provider`, `NIC`.
+    /// Which sort of thing: `iface`, `provider`, `NIC`, `topology`.
     pub sort: &'static str,
     /// Its name, as the command line takes it.
     pub name: String,
@@ -84,7 +90,14 @@ impl Machine {
     /// These ifaces, and no NIC yet.
     #[must_use]
     pub fn new(hmem: Hmem) -> Self {
-        Self { hmem, nics: Vec::new(), absent: Vec::new(), software: Vec::new(), watches: Vec::new() }
+        Self {
+            hmem,
+            nics: Vec::new(),
+            absent: Vec::new(),
+            software: Vec::new(),
+            topology: None,
+            watches: Vec::new(),
+        }
     }
 
     /// This machine, with a simulated device of two devices and a loopback NIC in three modes.
@@ -131,6 +144,14 @@ impl Machine {
             }
         }
         machine.find_hardware();
+        match Topology::read() {
+            Ok(topology) => machine.topology = Some(topology),
+            Err(error) => machine.absent.push(Absent {
+                sort: "topology",
+                name: "of this machine".into(),
+                why: error.to_string(),
+            }),
+        }
         Ok(machine)
     }
 
@@ -183,6 +204,24 @@ impl Machine {
         nic.open(&self.hmem, p2p)
     }
 
+    /// The PCI function at an address that an iface or provider gave, in whichever form.
+    ///
+    /// # Errors
+    /// Why there is none, in a few words: `what` has no address, or one that is not in the PCIe tree.
+    pub fn function(
+        &self,
+        what: &str,
+        address: Option<&str>,
+    ) -> std::result::Result<(&Topology, BusId), String> {
+        let Some(topology) = &self.topology else { return Err("the topology cannot be read".to_owned()) };
+        let Some(address) = address else { return Err(format!("{what} has no PCI address")) };
+        let id: BusId = address.parse().map_err(|error: Error| error.to_string())?;
+        match topology.device(id) {
+            Some(_) => Ok((topology, id)),
+            None => Err(format!("{what}: {id} is not in the PCIe tree")),
+        }
+    }
+
     /// The name of an iface, absent or not.
     #[must_use]
     pub fn iface_name(&self, kind: IfaceKind) -> String {
@@ -209,7 +248,7 @@ impl Machine {
     #[must_use]
     pub fn provider_names(&self) -> Vec<String> {
         let here = self.nics.iter().flat_map(|nic| [nic.attr.nic.provider.clone(), nic.attr.nic.to_string()]);
-        let absent = self.absent.iter().filter(|absent| absent.sort != "iface");
+        let absent = self.absent.iter().filter(|absent| ["provider", "NIC"].contains(&absent.sort));
         let mut names: Vec<_> = here.chain(absent.map(|absent| absent.name.clone())).collect();
         names.sort();
         names.dedup();
@@ -240,6 +279,14 @@ impl Fabric {
             ..DomainAttr::default()
         };
         hmem.domain_on(&*self.provider, attr)
+    }
+
+    /// Says which way a registration with the NIC would take.
+    ///
+    /// # Errors
+    /// As [`Hmem::explain_on`].
+    pub fn explain(&self, hmem: &Hmem, request: &ExplainRequest) -> Result<Explanation> {
+        hmem.explain_on(&*self.provider, request)
     }
 
     /// Whether `name` names it: its provider, or provider and NIC with a slash.

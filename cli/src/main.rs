@@ -35,7 +35,11 @@ fn main() -> ExitCode {
         Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(failure) => {
             eprintln!("error: {failure}");
-            ExitCode::from(if matches!(failure, Failure::Measurement(_)) { FAILED } else { USAGE })
+            ExitCode::from(if matches!(failure, Failure::Measurement(_) | Failure::Topology(_)) {
+                FAILED
+            } else {
+                USAGE
+            })
         }
     }
 }

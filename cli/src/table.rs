@@ -19,6 +19,8 @@ const RULED: TableStyle =
 pub enum Tone {
     /// As it should be.
     Good,
+    /// Neither.
+    Plain,
     /// Not there, or refused.
     Dim,
     /// Wrong.
@@ -55,6 +57,12 @@ impl Style {
         Self { color, width }
     }
 
+    /// Columns of a line.
+    #[must_use]
+    pub fn width(self) -> usize {
+        usize::from(self.width)
+    }
+
     /// An empty table with this header.
     #[must_use]
     pub fn table(self, header: &[&str]) -> Table {
@@ -81,6 +89,7 @@ impl Style {
         }
         match tone {
             Tone::Good => cell.fg(comfy_table::Color::Green),
+            Tone::Plain => cell,
             Tone::Dim => cell.add_attribute(Attribute::Dim),
             Tone::Bad => cell.fg(comfy_table::Color::Red).add_attribute(Attribute::Bold),
         }
@@ -104,8 +113,8 @@ impl Style {
     #[must_use]
     pub fn word(self, text: &str, tone: Tone) -> String {
         let code = match tone {
-            _ if !self.color => return text.to_owned(),
-            Tone::Good => "32",
+            _ if !self.color || tone == Tone::Plain => return text.to_owned(),
+            Tone::Good | Tone::Plain => "32",
             Tone::Dim => "2",
             Tone::Bad => "1;31",
         };

@@ -175,11 +175,18 @@ fn info_json_is_what_the_schema_document_says() {
                 ("device", "n?"),
                 ("provider", "s"),
                 ("nic", "s"),
+                ("distance", "s?"),
+                ("distance_unknown", "s?"),
                 ("path", "s?"),
                 ("reason", "s"),
                 ("remedy", "s?"),
                 ("trace", "a"),
             ],
+        );
+        assert_eq!(
+            entry["distance"].is_null() && !entry["device"].is_null(),
+            entry["distance_unknown"].is_string(),
+            "what is not known has a reason: {entry}"
         );
         list(entry, "trace").iter().for_each(|attempt| matches(attempt, ATTEMPT));
     }

@@ -10,7 +10,7 @@ use hmem_core::ErrorKind;
 use hmem_p2p::topology::{Acs, BusId, Distance, IommuMode, Port, Redirection, Role, Setting, Topology};
 use topology_machines::{Folder, SECRETS, SERIAL, fixtures, make, recording};
 
-const MACHINES: [&str; 5] = ["dgx-a100", "hgx-h100", "two-socket-acs", "cloud-vm", "laptop"];
+const MACHINES: [&str; 6] = ["dgx-a100", "hgx-h100", "two-socket-acs", "switch-acs", "cloud-vm", "laptop"];
 
 fn open(name: &str) -> Topology {
     Topology::open(recording(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
@@ -102,6 +102,19 @@ fn p2p_05_a_two_socket_server_has_its_published_distances() {
     assert_eq!(all.iter().map(row).collect::<Vec<_>>(), published);
 }
 
+/// P2P-05: NVIDIA/nccl-tests#29 publishes rows 0 to 6.
+#[test]
+fn p2p_05_a_server_with_nics_behind_a_switch_has_its_published_distances() {
+    let server = open("switch-acs");
+    let published =
+        ["NODE NODE", "NODE NODE", "PIX PIX", "PIX PIX", "SYS SYS", "SYS SYS", "SYS SYS", "SYS SYS"];
+    assert_eq!(matrix(&server, |column| format!("mlx5_{column}"), 2), published);
+    let path = server.path(id("0000:3d:00.0"), nic(&server, "mlx5_0")).unwrap();
+    assert_eq!(path.redirection, Redirection::By(vec![id("0000:3c:04.0"), id("0000:3c:0c.0")]));
+    let ports = server.path(nic(&server, "mlx5_0"), nic(&server, "mlx5_1")).unwrap();
+    assert_eq!((ports.distance, ports.hops.len()), (Distance::Pix, 3), "two functions of a card");
+}
+
 /// P2P-05: what has no structure is as far as the host bridge, everywhere (NVIDIA/nccl#1674).
 #[test]
 fn p2p_05_a_flat_virtual_machine_is_one_host_bridge() {
@@ -122,8 +135,8 @@ fn p2p_05_a_laptop_has_gpus_and_no_nic() {
     assert!(laptop.nics_by_distance(gpus[1]).is_empty());
     let path = laptop.path(gpus[0], gpus[1]).unwrap();
     assert_eq!(path.distance, Distance::Phb);
+    assert_eq!(path.redirection, Redirection::None, "it goes to the root complex anyway");
     // A process without privilege sees 64 bytes of configuration space, and so knows nothing of ACS.
-    assert_eq!(path.redirection, Redirection::Unknown(vec![id("0000:00:01.0")]));
     assert_eq!(laptop.unreadable_ports().count(), 3);
     assert_eq!(laptop.device(id("0000:00:01.0")).unwrap().port, Port::RootPort);
     assert!(laptop.device(gpus[1]).unwrap().link.unwrap().is_degraded());
@@ -174,8 +187,22 @@ fn p2p_05_ports_that_redirect_are_named() {
     let path = server.path(gpus[0], gpus[1]).unwrap();
     assert_eq!(path.distance, Distance::Pix);
     assert_eq!(path.redirection, Redirection::By(vec![id("0000:05:08.0"), id("0000:05:10.0")]));
+    // Seen without privilege, the same ports tell nothing, and that is said.
+    let machine = make("two-socket-acs");
+    for port in ["05:08.0", "05:10.0"] {
+        let config = machine.path().join(format!("sys/bus/pci/devices/0000:{port}/config"));
+        let bytes = fs::read(&config).unwrap();
+        fs::write(config, &bytes[..64]).unwrap();
+    }
+    let blind = Topology::open(machine.path()).unwrap();
+    let unknown = Redirection::Unknown(vec![id("0000:05:08.0"), id("0000:05:10.0")]);
+    assert_eq!(blind.path(gpus[0], gpus[1]).unwrap().redirection, unknown);
+    assert_eq!(blind.device(id("0000:05:08.0")).unwrap().port, Port::Downstream, "by its place");
     let Acs::Control(control) = server.device(id("0000:05:08.0")).unwrap().acs else { panic!("no ACS") };
     assert_eq!(control.names().collect::<Vec<_>>(), ["SrcValid", "ReqRedir", "CmpltRedir", "UpstreamFwd"]);
+    // What goes up to the root complex anyway is not redirected.
+    let path = server.path(id("0000:86:00.0"), nic(&server, "mlx5_0")).unwrap();
+    assert_eq!((path.distance, path.redirection), (Distance::Phb, Redirection::None));
     assert_eq!(server.iommu(), IommuMode::Translating);
     assert_eq!(server.kernel().command_line, ["intel_iommu=on"]);
 

@@ -114,7 +114,7 @@ fn enough_memory_for(bytes: u64) -> Result<()> {
     }
 }
 
-fn unknown(option: &'static str, name: &str, known: &[String]) -> Error {
+pub(crate) fn unknown(option: &'static str, name: &str, known: &[String]) -> Error {
     Error::new(ErrorKind::InvalidArgument, option)
         .context("name", name)
         .remedy(format!("known here: {}", known.join(", ")))

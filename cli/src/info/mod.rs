@@ -121,6 +121,10 @@ pub struct P2pEntry {
     pub provider: String,
     /// The NIC.
     pub nic: String,
+    /// How far they are apart, as `nvidia-smi topo` names it; null where that is not known.
+    pub distance: Option<&'static str>,
+    /// Why it is not known; null for host memory, which is no device.
+    pub distance_unknown: Option<String>,
     /// The path that a registration took just now; null if every way was refused.
     pub path: Option<&'static str>,
     /// Why that way, or why none.
@@ -260,20 +264,26 @@ fn p2p(machine: &Machine, devices: &[DeviceEntry]) -> Vec<P2pEntry> {
     let mut entries: Vec<_> = machine
         .nics
         .iter()
-        .map(|nic| entry("system", None, nic, probe::host(machine, nic).as_deref()))
+        .map(|nic| entry(machine, "system", None, nic, probe::host(machine, nic).as_deref()))
         .collect();
     for iface in machine.hmem.registry().iter() {
         for device in devices.iter().filter(|device| device.iface == iface.name()) {
             for nic in &machine.nics {
                 let decision = probe::device(machine, nic, iface, hmem::DeviceId(device.device));
-                entries.push(entry(&device.iface, Some(device.device), nic, decision.as_deref()));
+                entries.push(entry(machine, &device.iface, Some(device), nic, decision.as_deref()));
             }
         }
     }
     entries
 }
 
-fn entry(iface: &str, device: Option<u32>, nic: &Fabric, decision: Result<&Decision, &Error>) -> P2pEntry {
+fn entry(
+    machine: &Machine,
+    iface: &str,
+    device: Option<&DeviceEntry>,
+    nic: &Fabric,
+    decision: Result<&Decision, &Error>,
+) -> P2pEntry {
     let way = if device.is_some() { Path::Staged } else { Path::PlainHost };
     let (path, reason, remedy, trace) = match decision {
         Ok(decision) => {
@@ -285,9 +295,16 @@ fn entry(iface: &str, device: Option<u32>, nic: &Fabric, decision: Result<&Decis
             (None, reason, remedy, vec![Attempt::refused(way, error)])
         }
     };
+    let (distance, distance_unknown) = match device.map(|device| distance(machine, device, nic)) {
+        None => (None, None),
+        Some(Ok(distance)) => (Some(distance), None),
+        Some(Err(why)) => (None, Some(why)),
+    };
     P2pEntry {
         iface: iface.to_owned(),
-        device,
+        device: device.map(|device| device.device),
+        distance,
+        distance_unknown,
         provider: nic.attr.nic.provider.clone(),
         nic: nic.attr.nic.name.clone(),
         path,
@@ -295,4 +312,12 @@ fn entry(iface: &str, device: Option<u32>, nic: &Fabric, decision: Result<&Decis
         remedy,
         trace,
     }
+}
+
+/// How far a device and a NIC are apart, or why that is not known.
+fn distance(machine: &Machine, device: &DeviceEntry, nic: &Fabric) -> Result<&'static str, String> {
+    let name = format!("{}:{}", device.iface, device.device);
+    let (topology, from) = machine.function(&name, device.pci_bus_id.as_deref())?;
+    let (_, to) = machine.function(&nic.attr.nic.to_string(), nic.attr.nic.pci_bus_id.as_deref())?;
+    topology.path(from, to).map(|path| path.distance.name()).ok_or_else(|| "not in the PCIe tree".to_owned())
 }

@@ -118,6 +118,7 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
     let mut nics: Vec<String> = Vec::new();
     let mut rows: Vec<(String, BTreeMap<String, Cell>)> = Vec::new();
     let mut reasons: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    let mut unknown: Vec<String> = Vec::new();
     for entry in entries {
         let nic = format!("{}/{}", entry.provider, entry.nic);
         let memory = match entry.device {
@@ -125,12 +126,17 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
             None => format!("{} (host)", entry.iface),
         };
         let direct = entry.path.is_some_and(|path| path != "staged");
-        let cell = style.cell(entry.path.unwrap_or("none"), if direct { Tone::Good } else { Tone::Dim });
+        let path = entry.path.unwrap_or("none");
+        let shown = entry.distance.map_or_else(|| path.to_owned(), |distance| format!("{path} ({distance})"));
+        let cell = style.cell(shown, if direct { Tone::Good } else { Tone::Dim });
+        if let Some(why) = entry.distance_unknown.clone().filter(|why| !unknown.contains(why)) {
+            unknown.push(why);
+        }
         let mut reason = format!("{}: {}", entry.path.unwrap_or("none"), entry.reason);
         // The whole errors, with their addresses, are in the JSON.
         for attempt in entry.trace.iter().filter(|attempt| entry.path.is_some() && attempt.error.is_some()) {
-            let cause = attempt.cause.as_deref().unwrap_or("refused");
-            reason.push_str(&format!("; {} refused: {cause}", attempt.path));
+            let cause = attempt.cause.as_ref().map(|cause| format!(": {cause}")).unwrap_or_default();
+            reason.push_str(&format!("; {} refused{cause}", attempt.path));
             if let Some(remedy) = &attempt.remedy {
                 reason.push_str(&format!(" -> {remedy}"));
             }
@@ -162,6 +168,9 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
             [] => style.item(out, "", reason)?,
             pairs => style.item(out, "", &format!("{reason} ({})", some(pairs)))?,
         }
+    }
+    if !unknown.is_empty() {
+        style.item(out, "no distance:", &some(&unknown))?;
     }
     writeln!(out)
 }

@@ -23,6 +23,7 @@ pub(crate) struct Config {
     pub(crate) kind: IfaceKind,
     pub(crate) name: String,
     pub(crate) devices: u32,
+    pub(crate) pci_bus_ids: Vec<String>,
     pub(crate) memory_per_device: u64,
     pub(crate) style: Style,
     pub(crate) p2p: P2pMatrix,
@@ -69,6 +70,7 @@ impl Default for SimulatedBuilder {
                 kind: SIMULATED,
                 name: "simulated".into(),
                 devices: 1,
+                pci_bus_ids: Vec::new(),
                 memory_per_device: 16 << 30,
                 style: Style::default(),
                 p2p: P2pMatrix::default(),
@@ -106,6 +108,14 @@ impl SimulatedBuilder {
     #[must_use]
     pub fn devices(mut self, devices: u32) -> Self {
         self.config.devices = devices;
+        self
+    }
+
+    /// Where the devices say that they are plugged in, in the order of their numbers, so that a test can put them into a
+    /// recorded topology; nowhere unless set.
+    #[must_use]
+    pub fn pci_bus_ids(mut self, ids: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        self.config.pci_bus_ids = ids.into_iter().map(Into::into).collect();
         self
     }
 

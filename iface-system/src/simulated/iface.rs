@@ -49,7 +49,7 @@ impl Iface for Simulated {
         let device = |number| Device {
             id: DeviceId(number),
             name: format!("simulated device {number}"),
-            pci_bus_id: None,
+            pci_bus_id: self.inner.config.pci_bus_ids.get(number as usize).cloned(),
             memory: self.inner.config.memory_per_device,
         };
         Ok((0..self.inner.config.devices).map(device).collect())

@@ -107,6 +107,12 @@ impl Builder {
         self
     }
 
+    /// Where the NICs say that they are plugged in, so that a test can put them into a recorded topology. Default: nowhere.
+    pub fn pci_bus_id(mut self, id: impl Into<String>) -> Self {
+        self.config.attr.nic.pci_bus_id = Some(id.into());
+        self
+    }
+
     /// The mr_mode bits that an application must offer. Default: none.
     pub fn needs(mut self, modes: MrMode) -> Self {
         self.config.attr.needs = modes;

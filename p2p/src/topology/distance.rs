@@ -180,13 +180,14 @@ impl Topology {
         self.device(id).map(|device| device.port)
     }
 
-    /// Ports below the meeting point decide: a request that one of them redirects goes up to the root complex.
+    /// Ports below the meeting point decide: a request that one of them redirects goes up to the root complex. What goes
+    /// there anyway is not redirected (as in `drivers/pci/p2pdma.c`).
     fn redirection(&self, distance: Distance, up: &[BusId], down: &[BusId]) -> Redirection {
-        if !matches!(distance, Distance::Pix | Distance::Pxb | Distance::Phb) {
+        if !matches!(distance, Distance::Pix | Distance::Pxb) {
             return Redirection::None;
         }
         let ports = up.iter().chain(down).filter_map(|id| self.device(*id));
-        let ports = ports.filter(|port| matches!(port.port, Port::Downstream | Port::RootPort));
+        let ports = ports.filter(|port| port.port == Port::Downstream);
         let (mut by, mut unknown) = (Vec::new(), Vec::new());
         for port in ports {
             match port.acs.redirects() {

@@ -31,6 +31,7 @@ mod bus_id;
 mod config_space;
 mod device;
 mod distance;
+mod findings;
 mod kernel;
 mod numa;
 mod rdma;
@@ -50,6 +51,7 @@ pub use self::{
     config_space::{Acs, AcsControl, Port},
     device::{Bar, Link, PciDevice, Role},
     distance::{Distance, Hop, PciPath, Redirection},
+    findings::Finding,
     kernel::{IommuMode, Kernel, MODULES, NvidiaDriver, OPTIONS, PEER_MEMORY, Setting},
     numa::NumaNode,
     rdma::{RdmaDevice, RdmaPort},

@@ -1,0 +1,164 @@
+//! `hmem topo`: how the machine is wired, drawn, as JSON, as a picture, and as a recording.
+
+mod matrix;
+mod report;
+mod svg;
+mod tree;
+
+use std::{
+    fs,
+    io::{self, Write},
+    path::Path,
+};
+
+use hmem::{
+    Errno, Error,
+    p2p::topology::{Finding, Setting, Topology},
+};
+
+pub use self::report::{
+    BarEntry, FunctionEntry, KernelEntry, LinkEntry, NodeEntry, NvidiaEntry, PathEntry, PortEntry, RdmaEntry,
+    Report, WayEntry,
+};
+use crate::{
+    Failure,
+    args::TopoArgs,
+    json,
+    table::{Style, Tone},
+};
+
+/// Reads the topology and prints, draws or records it.
+///
+/// # Errors
+/// [`Failure::Topology`] for a tree that cannot be read and a file that cannot be written; [`Failure::Output`].
+pub fn run(args: &TopoArgs, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
+    let topology = match &args.from {
+        Some(path) => Topology::open(path),
+        None => Topology::read(),
+    };
+    let topology = topology.map_err(Failure::Topology)?;
+    if let Some(path) = &args.record {
+        let mut bytes = Vec::new();
+        topology.record(&mut bytes).map_err(Failure::Topology)?;
+        write(path, &bytes)?;
+    }
+    if let Some(path) = &args.svg {
+        write(path, svg::draw(&topology).as_bytes())?;
+    }
+    if args.json {
+        let from = args.from.as_ref().map(|path| path.display().to_string());
+        json::write(out, &Report::new(&topology, from))?;
+        return Ok(());
+    }
+    for path in [&args.record, &args.svg].into_iter().flatten() {
+        writeln!(out, "wrote {}", path.display())?;
+    }
+    if args.record.is_none() && args.svg.is_none() {
+        text(out, &topology, args.all, style)?;
+    }
+    Ok(())
+}
+
+fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    fs::write(path, bytes).map_err(|error| {
+        let error = Error::os(Errno::of(&error), "write file").context("file", path.display());
+        Failure::Topology(error.remedy("name a file in a folder that can be written"))
+    })
+}
+
+/// Prints the topology for a person.
+///
+/// # Errors
+/// What the writer reported.
+pub fn text(out: &mut dyn Write, topology: &Topology, all: bool, style: Style) -> io::Result<()> {
+    tree::print(out, topology, all, style)?;
+    matrix::print(out, topology, style)?;
+    facts(out, topology, style)?;
+    findings(out, topology, style)
+}
+
+/// What stands between each device and its nearest NICs, each thing once.
+fn findings(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Result<()> {
+    let mut seen: Vec<Finding> = Vec::new();
+    for device in topology.accelerators().map(|device| device.bus_id) {
+        for (nic, _) in topology.nearest_nics(device) {
+            for finding in topology.findings(device, nic, None) {
+                if !seen.contains(&finding) {
+                    seen.push(finding);
+                }
+            }
+        }
+    }
+    if seen.is_empty() {
+        return Ok(());
+    }
+    writeln!(out)?;
+    style.heading(out, "Between devices and their nearest NICs")?;
+    // One line for each remedy, with a few of what it is for.
+    let mut remedies: Vec<&str> = seen.iter().map(|finding| finding.remedy).collect();
+    remedies.sort_unstable();
+    remedies.dedup();
+    for remedy in remedies {
+        let found = seen.iter().filter(|finding| finding.remedy == remedy);
+        let what: Vec<_> = found.map(|finding| finding.what.clone()).collect();
+        const FEW: usize = 2;
+        for what in what.iter().take(FEW) {
+            style.item(out, "-", what)?;
+        }
+        if let Some(more) = what.len().checked_sub(FEW + 1) {
+            style.item(out, "-", &format!("and {} more of these", more + 1))?;
+        }
+        style.item(out, "  ->", remedy)?;
+    }
+    Ok(())
+}
+
+/// What of the whole machine decides paths.
+fn facts(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Result<()> {
+    style.heading(out, "Machine")?;
+    let kernel = topology.kernel();
+    let release = kernel.release.as_deref().unwrap_or("not known");
+    style.item(out, "kernel:", release)?;
+    if !kernel.command_line.is_empty() {
+        style.item(out, "command line:", &kernel.command_line.join(" "))?;
+    }
+    style.item(out, "IOMMU:", topology.iommu().name())?;
+    let peer: Vec<_> = kernel.peer_memory().collect();
+    let peer = if peer.is_empty() { "no module loaded".to_owned() } else { peer.join(", ") };
+    style.item(out, "peer memory:", &peer)?;
+    if let Some(driver) = &kernel.nvidia {
+        let kind = if driver.open { "open" } else { "closed: it exports no dma-buf" };
+        style.item(out, "NVIDIA driver:", &format!("{} ({kind})", driver.version))?;
+    }
+    if !kernel.modules.is_empty() {
+        style.item(out, "modules:", &kernel.modules.join(", "))?;
+    }
+    match &kernel.options {
+        None => style.item(out, "options:", "no configuration of this kernel can be read")?,
+        Some(options) => {
+            let set = options.iter().filter(|(_, setting)| **setting != Setting::No);
+            let set: Vec<_> = set.map(|(name, setting)| format!("{name}={}", setting.name())).collect();
+            style.item(
+                out,
+                "options:",
+                &if set.is_empty() { "none that matter".into() } else { set.join(" ") },
+            )?;
+        }
+    }
+    let unreadable = topology.unreadable_ports().count();
+    if unreadable > 0 {
+        let text = format!(
+            "not known for {unreadable} ports: configuration space ends at 64 bytes without CAP_SYS_ADMIN -> run it as root"
+        );
+        style.item(out, "ACS:", &style.word(&text, Tone::Dim))?;
+    } else {
+        let on = topology.devices().filter(|device| device.acs.redirects() == Some(true)).count();
+        let text = match on {
+            0 => "no port redirects".to_owned(),
+            1 => "1 port redirects peer traffic to the root complex".to_owned(),
+            _ => format!("{on} ports redirect peer traffic to the root complex"),
+        };
+        style.item(out, "ACS:", &text)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,335 @@
+//! The topology as JSON: what `docs/topo-schema.md` describes, and nothing else.
+
+use std::collections::BTreeMap;
+
+use hmem::p2p::topology::{Acs, BusId, Kernel, PciDevice, PciPath, RdmaDevice, Redirection, Topology};
+use serde::Serialize;
+
+use crate::json::SCHEMA;
+
+/// A machine, wired.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// The schema number.
+    pub schema: u32,
+    /// The version of the command.
+    pub version: &'static str,
+    /// The recording that it was read from; null for this machine.
+    pub from: Option<String>,
+    /// The kernel.
+    pub kernel: KernelEntry,
+    /// What the IOMMU does.
+    pub iommu: &'static str,
+    /// The NUMA nodes.
+    pub numa: Vec<NodeEntry>,
+    /// Every PCI function.
+    pub functions: Vec<FunctionEntry>,
+    /// The RDMA devices.
+    pub nics: Vec<RdmaEntry>,
+    /// The ways between accelerators, and from them to RDMA devices.
+    pub paths: Vec<PathEntry>,
+}
+
+/// The kernel, as far as paths depend on it.
+#[derive(Debug, Serialize)]
+pub struct KernelEntry {
+    /// Its release.
+    pub release: Option<String>,
+    /// Words of its command line.
+    pub command_line: Vec<String>,
+    /// Options of its configuration; null where none can be read.
+    pub options: Option<BTreeMap<String, &'static str>>,
+    /// Modules, loaded or built in.
+    pub modules: Vec<String>,
+    /// Those of them that let a NIC resolve device addresses.
+    pub peer_memory: Vec<String>,
+    /// NVIDIA's driver.
+    pub nvidia: Option<NvidiaEntry>,
+}
+
+/// NVIDIA's kernel driver.
+#[derive(Debug, Serialize)]
+pub struct NvidiaEntry {
+    /// Its version.
+    pub version: String,
+    /// Whether its kernel modules are the open ones.
+    pub open: bool,
+}
+
+/// A NUMA node.
+#[derive(Debug, Serialize)]
+pub struct NodeEntry {
+    /// Its number.
+    pub node: u32,
+    /// Its processors.
+    pub cpus: String,
+}
+
+/// A PCI function.
+#[derive(Debug, Serialize)]
+pub struct FunctionEntry {
+    /// Its address.
+    pub pci_bus_id: String,
+    /// Its host bridge.
+    pub host_bridge: String,
+    /// The bridges above it, from the root port down.
+    pub bridges: Vec<String>,
+    /// What it is to this library.
+    pub role: &'static str,
+    /// What it is in the tree.
+    pub port: &'static str,
+    /// Its class, as sysfs writes it.
+    pub class: String,
+    /// Vendor and device.
+    pub id: String,
+    /// The vendor's name.
+    pub vendor: Option<&'static str>,
+    /// Its driver.
+    pub driver: Option<String>,
+    /// Its NUMA node.
+    pub numa_node: Option<u32>,
+    /// Its IOMMU group.
+    pub iommu_group: Option<u32>,
+    /// The type of that group.
+    pub iommu_type: Option<String>,
+    /// Whether it can redirect traffic between devices.
+    pub acs: &'static str,
+    /// The bits of ACS that are on.
+    pub acs_control: Vec<&'static str>,
+    /// Its link.
+    pub link: Option<LinkEntry>,
+    /// Its registers.
+    pub bars: Vec<BarEntry>,
+}
+
+/// A PCIe link.
+#[derive(Debug, Serialize)]
+pub struct LinkEntry {
+    /// Gigatransfers per second.
+    pub speed: Option<f64>,
+    /// Lanes.
+    pub width: Option<u8>,
+    /// The most that the device could run at.
+    pub max_speed: Option<f64>,
+    /// The most lanes.
+    pub max_width: Option<u8>,
+}
+
+/// A base address register.
+#[derive(Debug, Serialize)]
+pub struct BarEntry {
+    /// Its number.
+    pub index: u8,
+    /// Bytes.
+    pub size: u64,
+    /// `memory` or `ports`.
+    pub kind: &'static str,
+    /// Whether it has 64-bit addresses.
+    pub wide: bool,
+    /// Whether it can be prefetched.
+    pub prefetchable: bool,
+}
+
+/// An RDMA device.
+#[derive(Debug, Serialize)]
+pub struct RdmaEntry {
+    /// Its name.
+    pub name: String,
+    /// Its PCI function.
+    pub pci_bus_id: Option<String>,
+    /// Its ports.
+    pub ports: Vec<PortEntry>,
+    /// The accelerators nearest to it.
+    pub nearest: Vec<String>,
+}
+
+/// A port of an RDMA device.
+#[derive(Debug, Serialize)]
+pub struct PortEntry {
+    /// Its number.
+    pub port: u32,
+    /// `InfiniBand` or `Ethernet`.
+    pub link_layer: Option<String>,
+    /// Whether it is active.
+    pub active: Option<bool>,
+    /// Gigabits per second.
+    pub rate: Option<u32>,
+}
+
+/// The way between two functions.
+#[derive(Debug, Serialize)]
+pub struct PathEntry {
+    /// One end, an accelerator.
+    pub from: String,
+    /// The other end.
+    pub to: String,
+    /// The RDMA devices of that end; empty where it is an accelerator.
+    pub nics: Vec<String>,
+    /// The way.
+    #[serde(flatten)]
+    pub way: WayEntry,
+}
+
+/// A way, in words.
+#[derive(Clone, Debug, Serialize)]
+pub struct WayEntry {
+    /// How far, as `nvidia-smi topo` names it.
+    pub distance: &'static str,
+    /// Whether that is a guess.
+    pub numa_unknown: bool,
+    /// Every step.
+    pub hops: Vec<String>,
+    /// Whether ACS sends it up to the root complex.
+    pub redirection: &'static str,
+    /// The ports that do, or that could not be read.
+    pub ports: Vec<String>,
+}
+
+fn texts<T: ToString>(items: &[T]) -> Vec<String> {
+    items.iter().map(ToString::to_string).collect()
+}
+
+impl Report {
+    /// Everything that there is to say about a topology.
+    #[must_use]
+    pub fn new(topology: &Topology, from: Option<String>) -> Self {
+        let nodes = topology.numa().iter();
+        Self {
+            schema: SCHEMA,
+            version: env!("CARGO_PKG_VERSION"),
+            from,
+            kernel: kernel(topology.kernel()),
+            iommu: topology.iommu().name(),
+            numa: nodes.map(|node| NodeEntry { node: node.id, cpus: node.cpus.clone() }).collect(),
+            functions: topology.devices().map(|device| function(topology, device)).collect(),
+            nics: topology.rdma().iter().map(|device| rdma(topology, device)).collect(),
+            paths: paths(topology),
+        }
+    }
+}
+
+fn kernel(kernel: &Kernel) -> KernelEntry {
+    let options = kernel.options.as_ref().map(|options| {
+        options.iter().map(|(name, setting)| (name.clone(), setting.name())).collect::<BTreeMap<_, _>>()
+    });
+    KernelEntry {
+        release: kernel.release.clone(),
+        command_line: kernel.command_line.clone(),
+        options,
+        modules: kernel.modules.clone(),
+        peer_memory: kernel.peer_memory().map(str::to_owned).collect(),
+        nvidia: kernel
+            .nvidia
+            .as_ref()
+            .map(|driver| NvidiaEntry { version: driver.version.clone(), open: driver.open }),
+    }
+}
+
+fn function(topology: &Topology, device: &PciDevice) -> FunctionEntry {
+    let (acs, acs_control) = match device.acs {
+        Acs::Unreadable => ("unreadable", Vec::new()),
+        Acs::Absent => ("absent", Vec::new()),
+        Acs::Control(control) => ("present", control.names().collect()),
+    };
+    FunctionEntry {
+        pci_bus_id: device.bus_id.to_string(),
+        host_bridge: device.root.to_string(),
+        bridges: texts(&device.bridges),
+        role: device.role().name(),
+        port: device.port.name(),
+        class: format!("0x{:06x}", device.class),
+        id: format!("{:04x}:{:04x}", device.vendor, device.device),
+        vendor: device.vendor_name(),
+        driver: device.driver.clone(),
+        numa_node: device.numa_node,
+        iommu_group: device.iommu_group,
+        iommu_type: device.iommu_group.and_then(|group| topology.group_type(group)).map(str::to_owned),
+        acs,
+        acs_control,
+        link: device.link.map(|link| LinkEntry {
+            speed: link.speed.map(f64::from),
+            width: link.width,
+            max_speed: link.max_speed.map(f64::from),
+            max_width: link.max_width,
+        }),
+        bars: device
+            .bars
+            .iter()
+            .map(|bar| BarEntry {
+                index: bar.index,
+                size: bar.size,
+                kind: if bar.memory { "memory" } else { "ports" },
+                wide: bar.wide,
+                prefetchable: bar.prefetchable,
+            })
+            .collect(),
+    }
+}
+
+fn rdma(topology: &Topology, device: &RdmaDevice) -> RdmaEntry {
+    let ports = device.ports.iter().map(|port| PortEntry {
+        port: port.number,
+        link_layer: port.link_layer.clone(),
+        active: port.active,
+        rate: port.rate,
+    });
+    let nearest = device.bus_id.map(|id| topology.nearest_accelerators(id)).unwrap_or_default();
+    RdmaEntry {
+        name: device.name.clone(),
+        pci_bus_id: device.bus_id.map(|id| id.to_string()),
+        ports: ports.collect(),
+        nearest: nearest.iter().map(|(id, _)| id.to_string()).collect(),
+    }
+}
+
+/// The PCI functions that have RDMA devices, in the order of the devices' names.
+pub(crate) fn nic_functions(topology: &Topology) -> Vec<BusId> {
+    let mut functions: Vec<BusId> = Vec::new();
+    for id in topology.rdma().iter().filter_map(|device| device.bus_id) {
+        if topology.device(id).is_some() && !functions.contains(&id) {
+            functions.push(id);
+        }
+    }
+    functions
+}
+
+/// The names of a function's RDMA devices.
+pub(crate) fn nic_names(topology: &Topology, id: BusId) -> Vec<String> {
+    topology.rdma_at(id).map(|device| device.name.clone()).collect()
+}
+
+fn paths(topology: &Topology) -> Vec<PathEntry> {
+    let accelerators: Vec<_> = topology.accelerators().map(|device| device.bus_id).collect();
+    let nics = nic_functions(topology);
+    let mut entries = Vec::new();
+    for (at, from) in accelerators.iter().enumerate() {
+        for to in accelerators[at + 1..].iter().chain(&nics) {
+            entries.extend(topology.path(*from, *to).map(|path| PathEntry {
+                from: from.to_string(),
+                to: to.to_string(),
+                nics: nic_names(topology, *to),
+                way: WayEntry::new(&path),
+            }));
+        }
+    }
+    entries
+}
+
+impl WayEntry {
+    /// A way between two PCI functions.
+    #[must_use]
+    pub fn new(path: &PciPath) -> Self {
+        let (redirection, ports) = match &path.redirection {
+            Redirection::None => ("none", Vec::new()),
+            Redirection::By(ports) => ("by-ports", texts(ports)),
+            Redirection::Unknown(ports) => ("unknown", texts(ports)),
+        };
+        Self {
+            distance: path.distance.name(),
+            numa_unknown: path.numa_unknown,
+            hops: texts(&path.hops),
+            redirection,
+            ports,
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! The PCIe tree as lines with branches.
+
+use std::{
+    collections::BTreeMap,
+    io::{self, Write},
+};
+
+use hmem::p2p::topology::{BusId, PciDevice, Port, Role, RootBus, Topology};
+
+use super::report::nic_names;
+use crate::table::{Style, Tone, bytes};
+
+/// The tree, in the order of host bridges.
+struct Tree<'a> {
+    topology: &'a Topology,
+    style: Style,
+    /// Whether to print what is neither accelerator nor NIC, nor above one.
+    all: bool,
+    /// What is directly below a function.
+    below: BTreeMap<BusId, Vec<&'a PciDevice>>,
+}
+
+/// Prints the tree. Without `all`, what is neither accelerator, network controller, nor above one, is counted only.
+///
+/// # Errors
+/// What the writer reported.
+pub(super) fn print(out: &mut dyn Write, topology: &Topology, all: bool, style: Style) -> io::Result<()> {
+    let mut below: BTreeMap<BusId, Vec<&PciDevice>> = BTreeMap::new();
+    let mut roots: BTreeMap<RootBus, Vec<&PciDevice>> = BTreeMap::new();
+    for device in topology.devices() {
+        match device.bridges.last() {
+            Some(bridge) => below.entry(*bridge).or_default().push(device),
+            None => roots.entry(device.root).or_default().push(device),
+        }
+    }
+    style.heading(out, "PCIe tree")?;
+    if roots.is_empty() {
+        return writeln!(out, "no PCI function\n");
+    }
+    let tree = Tree { topology, style, all, below };
+    let mut hidden = 0;
+    for (root, devices) in &roots {
+        let shown: Vec<_> = devices.iter().copied().filter(|device| tree.shows(device)).collect();
+        hidden += devices.iter().map(|device| tree.hidden(device)).sum::<usize>();
+        if shown.is_empty() {
+            continue;
+        }
+        writeln!(out, "{root}{}", tree.node_of(devices))?;
+        for (at, device) in shown.iter().enumerate() {
+            tree.print(out, device, "", at + 1 == shown.len())?;
+        }
+    }
+    if hidden > 0 {
+        let functions = if hidden == 1 { "function" } else { "functions" };
+        writeln!(out, "{}", style.word(&format!("and {hidden} other {functions} (--all)"), Tone::Dim))?;
+    }
+    writeln!(out)
+}
+
+impl Tree<'_> {
+    fn below(&self, device: &PciDevice) -> &[&PciDevice] {
+        self.below.get(&device.bus_id).map_or(&[], Vec::as_slice)
+    }
+
+    /// Whether it is worth a line, or something below it is.
+    fn shows(&self, device: &PciDevice) -> bool {
+        self.all
+            || matches!(device.role(), Role::Accelerator | Role::Network)
+            || self.topology.rdma_at(device.bus_id).next().is_some()
+            || self.below(device).iter().any(|device| self.shows(device))
+    }
+
+    fn hidden(&self, device: &PciDevice) -> usize {
+        usize::from(!self.shows(device))
+            + self.below(device).iter().map(|below| self.hidden(below)).sum::<usize>()
+    }
+
+    /// The NUMA node of a host bridge: that of what is below it.
+    fn node_of(&self, devices: &[&PciDevice]) -> String {
+        let Some(node) = devices.iter().find_map(|device| device.numa_node) else {
+            return " (NUMA node not known)".to_owned();
+        };
+        match self.topology.numa().iter().find(|numa| numa.id == node) {
+            Some(numa) if !numa.cpus.is_empty() => format!(" (NUMA node {node}, CPUs {})", numa.cpus),
+            _ => format!(" (NUMA node {node})"),
+        }
+    }
+
+    fn print(&self, out: &mut dyn Write, device: &PciDevice, indent: &str, last: bool) -> io::Result<()> {
+        let branch = if last { "\u{2514}\u{2500} " } else { "\u{251c}\u{2500} " };
+        // A port with one thing below it shares that thing's line.
+        let mut ports = String::new();
+        let mut device = device;
+        while matches!(device.port, Port::RootPort | Port::Downstream) {
+            let shown: Vec<_> = self.below(device).iter().filter(|device| self.shows(device)).collect();
+            let [only] = shown.as_slice() else { break };
+            ports.push_str(&self.port(device));
+            ports.push_str(" \u{2192} ");
+            device = only;
+        }
+        writeln!(out, "{indent}{branch}{ports}{}", self.describe(device))?;
+        let indent = format!("{indent}{}", if last { "   " } else { "\u{2502}  " });
+        let shown: Vec<_> = self.below(device).iter().filter(|device| self.shows(device)).collect();
+        for (at, below) in shown.iter().enumerate() {
+            self.print(out, below, &indent, at + 1 == shown.len())?;
+        }
+        Ok(())
+    }
+
+    /// A port: its address, and whether it redirects.
+    fn port(&self, device: &PciDevice) -> String {
+        let address = self.style.word(&short(device.bus_id), Tone::Dim);
+        match device.acs.redirects() {
+            Some(true) => format!("{address} {}", self.style.word("ACS", Tone::Bad)),
+            _ => address,
+        }
+    }
+
+    fn describe(&self, device: &PciDevice) -> String {
+        let nics = nic_names(self.topology, device.bus_id);
+        let kind = match (device.port, device.role()) {
+            (Port::RootPort, _) => return format!("{} root port", self.port(device)),
+            (Port::Downstream, _) => return format!("{} switch port", self.port(device)),
+            (Port::Upstream, _) => "switch".to_owned(),
+            (Port::Bridge, _) => "bridge".to_owned(),
+            (_, Role::Accelerator) if device.class >> 16 == 0x03 => "GPU".to_owned(),
+            (_, Role::Accelerator) => "accelerator".to_owned(),
+            _ if !nics.is_empty() => format!("NIC {}", nics.join(", ")),
+            (_, Role::Network) => "network, no RDMA".to_owned(),
+            _ => format!("class 0x{:06x}", device.class),
+        };
+        let important = device.role() == Role::Accelerator || !nics.is_empty();
+        if !important {
+            let vendor = device.vendor_name().map(|vendor| format!(" {vendor}")).unwrap_or_default();
+            let link = self.link(device, true).map(|link| format!(", {link}")).unwrap_or_default();
+            return format!("{} {kind}{vendor}{link}", short(device.bus_id));
+        }
+        let vendor = device.vendor_name().map(|vendor| format!(" {vendor}")).unwrap_or_default();
+        let mut words = vec![format!(
+            "{} {}{vendor} {:04x}:{:04x}",
+            device.bus_id,
+            self.style.word(&kind, Tone::Good),
+            device.vendor,
+            device.device
+        )];
+        if device.largest_bar() > 0 {
+            words.push(format!("BAR {}", bytes(device.largest_bar())));
+        }
+        words.extend(self.link(device, false));
+        if let Some(group) = device.iommu_group {
+            words.push(format!("IOMMU group {group}"));
+        }
+        words.extend(device.driver.clone());
+        words.join(", ")
+    }
+
+    /// The link, or only what is wrong with it.
+    fn link(&self, device: &PciDevice, only_if_degraded: bool) -> Option<String> {
+        let link = device.link?;
+        let of = |speed: Option<f32>, width: Option<u8>| Some(format!("{} GT/s x{}", speed?, width?));
+        let now = of(link.speed, link.width).unwrap_or_else(|| "link down".to_owned());
+        if link.is_degraded() {
+            let most = of(link.max_speed, link.max_width)?;
+            return Some(self.style.word(&format!("{now} of {most}"), Tone::Bad));
+        }
+        (!only_if_degraded).then_some(now)
+    }
+}
+
+/// Without the domain, which the host bridge has.
+fn short(id: BusId) -> String {
+    format!("{:02x}:{:02x}.{:x}", id.bus, id.device, id.function)
+}

@@ -1,0 +1,278 @@
+//! `hmem explain`, and the distances in `hmem info`: the built binary, and a machine that stands in a recorded topology.
+
+use std::{
+    collections::BTreeSet,
+    process::{Command, Output},
+};
+
+use hmem::{
+    Hmem,
+    p2p::{loopback::Loopback, topology::Topology},
+    provider::Imports,
+    system::{SIMULATED, Simulated},
+};
+use hmem_cli::{args::ExplainArgs, explain::explain, info, machine::Machine, table::Style};
+use serde_json::Value;
+
+const SCHEMA: &str = include_str!("../../docs/explain-schema.md");
+
+fn hmem(arguments: &[&str], environment: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_hmem"));
+    for name in ["FI_HMEM", "FI_HMEM_DISABLE_P2P", "NO_COLOR", "CLICOLOR_FORCE"] {
+        command.env_remove(name);
+    }
+    command.args(arguments).envs(environment.iter().copied()).output().expect("the binary runs")
+}
+
+fn ended(output: &Output, code: i32) -> &str {
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{errors}");
+    std::str::from_utf8(&output.stdout).expect("output is UTF-8")
+}
+
+fn json(output: &Output, code: i32) -> Value {
+    serde_json::from_str(ended(output, code)).expect("JSON")
+}
+
+fn list<'a>(value: &'a Value, name: &str) -> &'a [Value] {
+    value[name].as_array().unwrap_or_else(|| panic!("{name} is no array"))
+}
+
+/// Exactly these fields, each of them in the schema's document.
+fn matches(object: &Value, fields: &[&str]) {
+    let names: BTreeSet<_> = object.as_object().expect("an object").keys().map(String::as_str).collect();
+    assert_eq!(names, fields.iter().copied().collect(), "{object}");
+    for name in fields {
+        assert!(SCHEMA.contains(&format!("`{name}`")), "{name} is not in docs/explain-schema.md");
+    }
+}
+
+const ENTRY: [&str; 14] = [
+    "iface",
+    "device",
+    "kind",
+    "size",
+    "provider",
+    "nic",
+    "policy",
+    "p2p_disabled",
+    "path",
+    "mapping",
+    "reason",
+    "remedies",
+    "trace",
+    "wiring",
+];
+const WIRING: [&str; 7] =
+    ["device_pci_bus_id", "nic_pci_bus_id", "way", "unknown", "iommu", "largest_bar", "findings"];
+const WAY: [&str; 5] = ["distance", "numa_unknown", "hops", "redirection", "ports"];
+
+/// DIAG-01, P2P-03: every pair of memory and NIC, with its path, trace and reasons, as documented.
+#[test]
+fn diag_01_explain_says_the_path_of_every_pair_in_the_documented_json() {
+    let document = json(&hmem(&["explain", "--json"], &[]), 0);
+    matches(&document, &["schema", "version", "explanations", "skipped"]);
+    assert_eq!(document["schema"], 1);
+    let explanations = list(&document, "explanations");
+    let info = json(&hmem(&["info", "--json"], &[]), 0);
+    let (devices, nics) = (list(&info, "devices"), list(&info, "providers"));
+    let simulated = devices.iter().filter(|device| device["software"] == true).count();
+    assert!(explanations.len() >= (simulated + 1) * nics.len());
+    for entry in explanations {
+        matches(entry, &ENTRY);
+        matches(&entry["wiring"], &WIRING);
+        let trace = list(entry, "trace");
+        assert!(
+            trace.last().is_some_and(|last| last["error"].is_null() && last["path"] == entry["path"]),
+            "{entry}"
+        );
+        if entry["iface"] == "simulated" {
+            let unknown = entry["wiring"]["unknown"].as_str().expect("said");
+            assert!(unknown.contains("no PCI address"), "software is plugged in nowhere: {unknown}");
+            assert!(entry["wiring"]["way"].is_null() && list(&entry["wiring"], "findings").is_empty());
+        }
+    }
+}
+
+/// DIAG-01, P2P-02, P2P-03: narrowed to one, as text, with what was refused and what to do.
+#[test]
+fn diag_01_explain_can_be_narrowed_and_obeys_the_policy() {
+    let one =
+        ["explain", "--iface", "simulated", "--device", "1", "--nic", "loopback/hardware", "--size", "64KiB"];
+    let output = hmem(&one, &[]);
+    let text = ended(&output, 0);
+    for word in
+        ["simulated:1 to loopback/hardware", "64 KiB", "path: dma-buf", "simulated:1 has no PCI address"]
+    {
+        assert!(text.contains(word), "{word} is not in:\n{text}");
+    }
+    assert_eq!(text.matches("path: ").count(), 1, "{text}");
+    assert!(!text.contains('\x1b'));
+
+    let staged = hmem(&[&one[..], &["--policy", "disabled", "--json"]].concat(), &[]);
+    let document = json(&staged, 0);
+    let entry = &list(&document, "explanations")[0];
+    assert_eq!((&entry["path"], &entry["policy"]), (&"staged".into(), &"disabled".into()));
+    assert!(!list(entry, "remedies").is_empty(), "what would make it direct: {entry}");
+
+    let forbidden = [("FI_HMEM_DISABLE_P2P", "1")];
+    let refused = hmem(&[&one[..], &["--policy", "required", "--json"]].concat(), &forbidden);
+    let document = json(&refused, 1);
+    let entry = &list(&document, "explanations")[0];
+    assert!(entry["path"].is_null() && entry["p2p_disabled"] == true, "{entry}");
+    assert!(!list(entry, "remedies").is_empty(), "{entry}");
+    assert!(
+        ended(&hmem(&[&one[..], &["--policy", "required"]].concat(), &forbidden), 1).contains("path: none")
+    );
+}
+
+/// DIAG-01: what is not there is said, and is no success; wrong names are refused with the right ones.
+#[test]
+fn diag_01_explain_says_what_is_not_there() {
+    let info = json(&hmem(&["info", "--json"], &[]), 0);
+    for iface in list(&info, "ifaces").iter().filter(|iface| iface["available"] == false) {
+        let name = iface["name"].as_str().expect("text");
+        let document = json(&hmem(&["explain", "--json", "--iface", name], &[]), 1);
+        assert!(list(&document, "explanations").is_empty());
+        assert!(list(&document, "skipped").iter().any(|skipped| skipped["what"] == format!("iface {name}")));
+        assert!(ended(&hmem(&["explain", "--iface", name], &[]), 1).contains("nothing was explained"));
+    }
+    for (arguments, words) in [
+        (&["explain", "--iface", "nonsense"][..], &["--iface", "simulated"][..]),
+        (&["explain", "--nic", "nonsense"], &["--nic", "loopback/pinned"]),
+        (&["explain", "--iface", "simulated", "--device", "7"], &["--device", "7", "0, 1"]),
+        (&["explain", "--device", "0"], &["--iface"]),
+        (&["explain", "--policy", "maybe"], &["--policy", "required"]),
+        (&["explain", "--size", "0"], &["--size"]),
+    ] {
+        let output = hmem(arguments, &[]);
+        assert_eq!(ended(&output, 2), "");
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(error.starts_with("error: ") && error.trim_end().lines().count() == 1, "{error}");
+        words.iter().for_each(|word| assert!(error.contains(word), "{word} is not in: {error}"));
+    }
+}
+
+/// Two devices and two NICs that say they are plugged into a recorded machine.
+fn placed(name: &str, devices: [&str; 2], nics: [(&str, &str); 2]) -> Machine {
+    let simulated = Simulated::builder().devices(2).pci_bus_ids(devices).memory_per_device(80 << 30).build();
+    let hmem = Hmem::builder().without_vendor_ifaces().iface(simulated.unwrap()).build().unwrap();
+    let mut machine = Machine::new(hmem);
+    machine.software.push((SIMULATED, "simulated".into()));
+    for (nic, address) in nics {
+        let imports = Imports { staged: true, ..Imports::default() };
+        let nic = Loopback::builder().nic(nic).pci_bus_id(address).imports(imports).build().unwrap();
+        machine.add(std::sync::Arc::new(nic), true, "for tests").unwrap();
+    }
+    let path = format!("{}/../p2p/tests/fixtures/topology/{name}.tar.gz", env!("CARGO_MANIFEST_DIR"));
+    machine.topology = Some(Topology::open(path).unwrap());
+    machine
+}
+
+fn dgx() -> Machine {
+    // As the CUDA driver writes addresses; ordinal 0 is the box's third GPU.
+    placed(
+        "dgx-a100",
+        ["00000000:47:00.0", "00000000:07:00.0"],
+        [("near", "0000:0c:00.0"), ("storage", "0000:61:00.0")],
+    )
+}
+
+/// DIAG-01, P2P-05: the matrix of `info` has the distance beside the path, by address and not by ordinal.
+#[test]
+fn diag_01_info_has_the_distance_of_each_pair() {
+    let inventory = info::inventory(&dgx());
+    let distances: Vec<_> = inventory
+        .p2p
+        .iter()
+        .map(|entry| (entry.device, entry.nic.as_str(), entry.distance, entry.path))
+        .collect();
+    assert_eq!(
+        distances,
+        [
+            (None, "near", None, Some("plain-host")),
+            (None, "storage", None, Some("plain-host")),
+            (Some(0), "near", Some("SYS"), Some("staged")),
+            (Some(0), "storage", Some("SYS"), Some("staged")),
+            (Some(1), "near", Some("PXB"), Some("staged")),
+            (Some(1), "storage", Some("SYS"), Some("staged")),
+        ]
+    );
+    let mut text = Vec::new();
+    info::text(&mut text, &inventory, Style::plain()).unwrap();
+    assert!(String::from_utf8(text).unwrap().contains("staged (PXB)"));
+
+    // A device that is not in the tree, and one that says nothing, are said to be so.
+    let elsewhere =
+        placed("laptop", ["0000:ee:00.0", "0000:01:00.0"], [("a", "0000:0c:00.0"), ("b", "nowhere")]);
+    let inventory = info::inventory(&elsewhere);
+    let why: Vec<_> = inventory.p2p.iter().filter_map(|entry| entry.distance_unknown.as_deref()).collect();
+    assert_eq!(why.len(), 4);
+    assert!(why[0].contains("simulated:0: 0000:ee:00.0 is not in the PCIe tree"), "{why:?}");
+    assert!(why[2].contains("loopback/a: 0000:0c:00.0 is not in the PCIe tree"), "{why:?}");
+    assert!(why[3].contains("nowhere"), "{why:?}");
+}
+
+/// DIAG-03, P2P-05: what the wiring has to say stands beside the decision: the way, the small BAR, the nearer NIC.
+#[test]
+fn diag_03_explain_names_the_nearer_nic_and_the_small_bar() {
+    let arguments = ExplainArgs { iface: Some("simulated".into()), ..ExplainArgs::default() };
+    let report = explain(&dgx(), &arguments).unwrap();
+    let document = serde_json::to_value(&report).unwrap();
+    let entries = list(&document, "explanations");
+    assert_eq!(entries.len(), 4);
+    let of = |device: u32, nic: &str| {
+        entries.iter().find(|entry| entry["device"] == device && entry["nic"] == nic).expect("an entry")
+    };
+    for entry in entries {
+        matches(&entry["wiring"]["way"], &WAY);
+        assert_eq!(entry["wiring"]["largest_bar"], 64_u64 << 30);
+        assert_eq!(entry["wiring"]["iommu"], "passthrough");
+        list(&entry["wiring"], "findings")
+            .iter()
+            .for_each(|finding| matches(finding, &["name", "what", "remedy"]));
+    }
+    let findings = |entry: &Value| -> Vec<(String, String)> {
+        let findings = list(&entry["wiring"], "findings").iter();
+        findings.map(|finding| (finding["name"].to_string(), finding["what"].to_string())).collect()
+    };
+    let near = findings(of(1, "near"));
+    assert_eq!(
+        near.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(),
+        ["\"bar\""],
+        "80 GiB behind 64"
+    );
+    let far = findings(of(1, "storage"));
+    let (_, what) = far.iter().find(|(name, _)| name == "\"distance\"").expect("a nearer NIC");
+    assert!(what.contains("mlx5_0") && what.contains("PXB"), "{what}");
+}
+
+/// DIAG-03: ACS on the way and an IOMMU that translates are found in the recording of a machine that has both.
+#[test]
+fn diag_03_explain_finds_acs_and_the_iommu() {
+    let machine = placed(
+        "switch-acs",
+        ["0000:3d:00.0", "0000:1a:00.0"],
+        [("near", "0000:3f:00.0"), ("other", "0000:3f:00.1")],
+    );
+    let arguments = ExplainArgs { nic: Some("loopback/near".into()), ..ExplainArgs::default() };
+    let report = explain(&machine, &arguments).unwrap();
+    let entry = report.explanations.iter().find(|entry| entry.device == Some(0)).unwrap();
+    let names: Vec<_> = entry.wiring.findings.iter().map(|finding| finding.name).collect();
+    assert_eq!(names, ["acs", "iommu", "bar", "peer-memory"]);
+    let acs = &entry.wiring.findings[0];
+    assert!(acs.what.contains("0000:3c:04.0, 0000:3c:0c.0") && acs.remedy.contains("setpci"), "{acs:?}");
+    assert!(entry.wiring.findings[1].remedy.contains("iommu=pt"));
+    let way = entry.wiring.way.as_ref().unwrap();
+    assert_eq!((way.distance, way.redirection), ("PIX", "by-ports"));
+    let far = report.explanations.iter().find(|entry| entry.device == Some(1)).unwrap();
+    let way = far.wiring.way.as_ref().unwrap();
+    assert_eq!((way.distance, way.redirection), ("NODE", "none"));
+    assert!(way.hops.iter().any(|hop| hop.contains("host-bridge")), "{way:?}");
+    let mut text = Vec::new();
+    hmem_cli::explain::text(&mut text, &report, Style::plain()).unwrap();
+    let text = String::from_utf8(text).unwrap();
+    for word in ["distance: PIX", "ACS: redirects at 0000:3c:04.0", "found (acs):", "IOMMU: translating"] {
+        assert!(text.contains(word), "{word} is not in:\n{text}");
+    }
+}

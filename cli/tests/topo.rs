@@ -1,0 +1,308 @@
+//! `hmem topo`: the built binary over recorded machines.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::PathBuf,
+    process::{Command, Output},
+};
+
+use serde_json::Value;
+
+const SCHEMA: &str = include_str!("../../docs/topo-schema.md");
+
+fn hmem(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_hmem"));
+    command.env_remove("NO_COLOR").env_remove("CLICOLOR_FORCE");
+    command.args(arguments).output().expect("the binary runs")
+}
+
+fn recording(name: &str) -> String {
+    format!("{}/../p2p/tests/fixtures/topology/{name}.tar.gz", env!("CARGO_MANIFEST_DIR"))
+}
+
+/// A file that goes when it is dropped.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        Self(std::env::temp_dir().join(format!("hmem-topo-{}-{name}", std::process::id())))
+    }
+
+    fn name(&self) -> &str {
+        self.0.to_str().expect("a name of text")
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+fn stdout(output: &Output) -> &str {
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{errors}");
+    assert_eq!(errors, "");
+    std::str::from_utf8(&output.stdout).expect("output is UTF-8")
+}
+
+/// One readable line on stderr, and this exit status.
+fn refused(output: &Output, code: i32, words: &[&str]) {
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{error}");
+    assert!(output.stdout.is_empty());
+    assert!(error.starts_with("error: ") && error.trim_end().lines().count() == 1, "{error}");
+    for word in words {
+        assert!(error.contains(word), "{word} is not in: {error}");
+    }
+}
+
+fn document(name: &str) -> Value {
+    let output = hmem(&["topo", "--json", "--from", &recording(name)]);
+    serde_json::from_str(stdout(&output)).expect("JSON")
+}
+
+/// Exactly these fields, each of them in a table of the schema's document.
+fn matches(object: &Value, fields: &[&str]) {
+    let names: BTreeSet<_> = object.as_object().expect("an object").keys().map(String::as_str).collect();
+    assert_eq!(names, fields.iter().copied().collect(), "{object}");
+    for name in fields {
+        assert!(SCHEMA.contains(&format!("`{name}`")), "{name} is not in docs/topo-schema.md");
+    }
+}
+
+fn list<'a>(value: &'a Value, name: &str) -> &'a [Value] {
+    value[name].as_array().unwrap_or_else(|| panic!("{name} is no array"))
+}
+
+/// P2P-05: the tree, the distances and what the machine is, in lines that fit.
+#[test]
+fn p2p_05_the_tree_and_the_distances_are_drawn() {
+    let output = hmem(&["topo", "--from", &recording("dgx-a100")]);
+    let text = stdout(&output);
+    let lines: Vec<_> = text.lines().collect();
+    for line in &lines {
+        assert!(line.chars().count() <= 120, "too wide: {line}");
+        assert_eq!(*line, line.trim_end(), "blanks at the end");
+    }
+    assert!(!text.contains('\x1b'), "colours are for terminals");
+    // The GPU is three switches below its root port, each indented by one branch.
+    let gpu = lines.iter().find(|line| line.contains("0000:07:00.0 GPU NVIDIA")).expect("the GPU is drawn");
+    assert!(
+        gpu.starts_with("\u{2502}  \u{2502}     \u{2514}\u{2500} 06:00.0")
+            || gpu.contains("06:00.0 \u{2192} 0000:07:00.0"),
+        "{gpu}"
+    );
+    for word in ["BAR 64 GiB", "16 GT/s x16", "IOMMU group", "nvidia"] {
+        assert!(gpu.contains(word), "{word} is not in: {gpu}");
+    }
+    let row = lines.iter().find(|line| line.starts_with("  0000:47:00.0 ")).expect("a row of distances");
+    let cells: Vec<_> = row.split_whitespace().skip(1).collect();
+    assert_eq!(cells, ["SYS", "SYS", "PXB", "PXB", "SYS", "SYS", "SYS", "SYS", "SYS", "SYS", "SYS", "SYS"]);
+    for word in
+        ["nearest to 0000:47:00.0, 0000:4e:00.0: mlx5_2, mlx5_3", "IOMMU: passthrough", "nvidia_peermem"]
+    {
+        assert!(text.contains(word), "{word} is not in:\n{text}");
+    }
+    assert!(stdout(&hmem(&["--color", "always", "topo", "--from", &recording("dgx-a100")])).contains('\x1b'));
+}
+
+/// P2P-05, DIAG-03: ACS, a translating IOMMU and missing privilege are said with what to do.
+#[test]
+fn p2p_05_what_stands_in_the_way_is_said_with_its_remedy() {
+    let output = hmem(&["topo", "--from", &recording("switch-acs")]);
+    let text = stdout(&output).split_whitespace().collect::<Vec<_>>().join(" ");
+    for word in [
+        "PIX*",
+        "NODE",
+        "13 ports redirect",
+        "ports 0000:3c:04.0, 0000:3c:0c.0",
+        "iommu=pt",
+        "setpci",
+        "(its group has type DMA)",
+        "closed kernel modules",
+        "load nvidia_peermem",
+    ] {
+        assert!(text.contains(word), "{word} is not in:\n{text}");
+    }
+    let output = hmem(&["topo", "--from", &recording("laptop")]);
+    let text = stdout(&output);
+    for word in [
+        "no RDMA NIC with a PCI address",
+        "without CAP_SYS_ADMIN",
+        "2.5 GT/s x16 of 8 GT/s x16",
+        "other functions (--all)",
+    ] {
+        assert!(text.contains(word), "{word} is not in:\n{text}");
+    }
+    let all = hmem(&["topo", "--all", "--from", &recording("laptop")]);
+    assert!(stdout(&all).contains("class 0x0c0330") && !stdout(&all).contains("--all"));
+}
+
+/// P2P-05
+#[test]
+fn p2p_05_the_json_is_what_the_schema_document_says() {
+    for name in ["dgx-a100", "two-socket-acs", "laptop", "cloud-vm"] {
+        let document = document(name);
+        matches(
+            &document,
+            &["schema", "version", "from", "kernel", "iommu", "numa", "functions", "nics", "paths"],
+        );
+        assert_eq!(document["schema"], 1);
+        matches(
+            &document["kernel"],
+            &["release", "command_line", "options", "modules", "peer_memory", "nvidia"],
+        );
+        if !document["kernel"]["nvidia"].is_null() {
+            matches(&document["kernel"]["nvidia"], &["version", "open"]);
+        }
+        list(&document, "numa").iter().for_each(|node| matches(node, &["node", "cpus"]));
+        for function in list(&document, "functions") {
+            matches(
+                function,
+                &[
+                    "pci_bus_id",
+                    "host_bridge",
+                    "bridges",
+                    "role",
+                    "port",
+                    "class",
+                    "id",
+                    "vendor",
+                    "driver",
+                    "numa_node",
+                    "iommu_group",
+                    "iommu_type",
+                    "acs",
+                    "acs_control",
+                    "link",
+                    "bars",
+                ],
+            );
+            if !function["link"].is_null() {
+                matches(&function["link"], &["speed", "width", "max_speed", "max_width"]);
+            }
+            let bars = list(function, "bars").iter();
+            bars.for_each(|bar| matches(bar, &["index", "size", "kind", "wide", "prefetchable"]));
+            for (field, known) in [
+                ("role", &["accelerator", "network", "bridge", "other"][..]),
+                ("port", &["endpoint", "root-port", "switch-upstream", "switch-downstream", "bridge"]),
+                ("acs", &["unreadable", "absent", "present"]),
+            ] {
+                let value = function[field].as_str().expect("text");
+                assert!(known.contains(&value) && SCHEMA.contains(&format!("`{value}`")), "{value}");
+            }
+        }
+        for nic in list(&document, "nics") {
+            matches(nic, &["name", "pci_bus_id", "ports", "nearest"]);
+            list(nic, "ports")
+                .iter()
+                .for_each(|port| matches(port, &["port", "link_layer", "active", "rate"]));
+        }
+        for path in list(&document, "paths") {
+            matches(
+                path,
+                &["from", "to", "nics", "distance", "numa_unknown", "hops", "redirection", "ports"],
+            );
+        }
+    }
+}
+
+/// P2P-05: every pair once, with the distances that were published.
+#[test]
+fn p2p_05_the_json_has_every_pair_with_its_distance() {
+    let dgx = document("dgx-a100");
+    let paths = list(&dgx, "paths");
+    assert_eq!(paths.len(), 8 * 12 + 8 * 7 / 2);
+    let mut count = BTreeMap::new();
+    for path in paths.iter().filter(|path| !list(path, "nics").is_empty()) {
+        *count.entry(path["distance"].as_str().expect("text")).or_insert(0) += 1;
+    }
+    assert_eq!(count, BTreeMap::from([("PXB", 16), ("SYS", 80)]));
+    let nic = list(&dgx, "nics").iter().find(|nic| nic["name"] == "mlx5_9").expect("mlx5_9");
+    assert_eq!(nic["nearest"], serde_json::json!(["0000:b7:00.0", "0000:bd:00.0"]));
+}
+
+/// P2P-05: recorded again, and read from a folder, it says the same.
+#[test]
+fn p2p_05_a_recording_of_a_recording_says_the_same() {
+    let file = Scratch::new("again.tar.gz");
+    let output = hmem(&["topo", "--from", &recording("two-socket-acs"), "--record", file.name()]);
+    assert_eq!(stdout(&output), format!("wrote {}\n", file.name()));
+    let again = hmem(&["topo", "--json", "--from", file.name()]);
+    let mut again: Value = serde_json::from_str(stdout(&again)).expect("JSON");
+    let mut first = document("two-socket-acs");
+    for document in [&mut again, &mut first] {
+        assert!(document["from"].take().is_string());
+    }
+    assert_eq!(again, first);
+}
+
+/// P2P-05: this machine, whatever it is.
+#[test]
+fn p2p_05_this_machine_is_drawn_and_recorded() {
+    let file = Scratch::new("here.tar.gz");
+    assert!(stdout(&hmem(&["topo"])).contains("PCIe tree"));
+    stdout(&hmem(&["topo", "--record", file.name()]));
+    let [here, read] =
+        [&["topo", "--json"][..], &["topo", "--json", "--from", file.name()]].map(|arguments| {
+            let mut document: Value = serde_json::from_str(stdout(&hmem(arguments))).expect("JSON");
+            document["from"].take();
+            // Its name could be in it, which a recording leaves out.
+            document["kernel"]["release"].take();
+            document
+        });
+    assert_eq!(here, read);
+}
+
+/// P2P-05: a line and a cell for each pair, in the colour of its distance, and everything labelled.
+#[test]
+fn p2p_05_the_picture_has_a_line_for_each_pair_in_the_colour_of_its_distance() {
+    let file = Scratch::new("dgx.svg");
+    stdout(&hmem(&["topo", "--from", &recording("dgx-a100"), "--svg", file.name()]));
+    let svg = fs::read_to_string(&file.0).expect("a picture");
+    assert!(svg.starts_with("<svg xmlns=\"http://www.w3.org/2000/svg\"") && svg.ends_with("</svg>\n"));
+    let lines: Vec<_> = svg.lines().filter(|line| line.starts_with("<path ")).collect();
+    assert_eq!(lines.len(), 8 * 12);
+    let colour = |line: &&str| {
+        let (_, rest) = line.split_once("stroke=\"").expect("a colour");
+        rest.split('"').next().map(str::to_owned).expect("a colour")
+    };
+    let mut colours = BTreeMap::new();
+    lines.iter().for_each(|line| *colours.entry(colour(line)).or_insert(0) += 1);
+    assert_eq!(colours.values().copied().collect::<BTreeSet<_>>(), BTreeSet::from([16, 80]));
+    for text in
+        ["mlx5_0", "mlx5_11", "0000:07:00.0", "NUMA node 3", "PIX: ", "PXB: ", "PHB: ", "NODE: ", "SYS: "]
+    {
+        assert!(svg.contains(text), "{text} is not in the picture");
+    }
+    assert_eq!(svg.matches(">PXB</text>").count(), 16);
+    // Redirected pairs are dashed and starred.
+    stdout(&hmem(&["topo", "--from", &recording("switch-acs"), "--svg", file.name()]));
+    let svg = fs::read_to_string(&file.0).expect("a picture");
+    assert_eq!(svg.matches("stroke-dasharray").count(), 4);
+    assert_eq!(svg.matches(">PIX*</text>").count(), 4);
+    // Nothing to draw is said.
+    stdout(&hmem(&["topo", "--from", &recording("laptop"), "--svg", file.name()]));
+    let svg = fs::read_to_string(&file.0).expect("a picture");
+    assert!(svg.contains("no RDMA NIC with a PCI address") && !svg.contains("<path "));
+}
+
+/// P2P-05, REL-03: what cannot be read or written is 1, a wrong command line 2; both are one line.
+#[test]
+fn p2p_05_what_is_wrong_is_said_in_one_line() {
+    refused(&hmem(&["topo", "--from", "/nowhere/at/all"]), 1, &["/nowhere/at/all", "--record"]);
+    let file = Scratch::new("wrong.tar.gz");
+    fs::write(&file.0, &fs::read(recording("laptop")).expect("a recording")[..1000]).expect("a file");
+    refused(&hmem(&["topo", "--from", file.name()]), 1, &[file.name(), "--record"]);
+    fs::write(&file.0, "no archive").expect("a file");
+    refused(&hmem(&["topo", "--json", "--from", file.name()]), 1, &[file.name(), "tar"]);
+    let laptop = recording("laptop");
+    for option in ["--svg", "--record"] {
+        refused(&hmem(&["topo", "--from", &laptop, option, "/nowhere/file"]), 1, &["/nowhere/file"]);
+    }
+    refused(&hmem(&["topo", "--from"]), 2, &["--from"]);
+    refused(&hmem(&["topo", "--frobnicate"]), 2, &["--frobnicate"]);
+    refused(&hmem(&["topo", "--json", "--all"]), 2, &["--all"]);
+}

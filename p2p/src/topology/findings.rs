@@ -1,0 +1,110 @@
+//! What in the wiring stands in the way of a device and a NIC, with what to do about it.
+
+use super::{BusId, Distance, Redirection, Topology};
+
+/// Something in the wiring or the kernel that keeps a device and a NIC apart, or slows them down.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Finding {
+    /// Its name: `acs`, `iommu`, `bar`, `link`, `distance` or `peer-memory`.
+    pub name: &'static str,
+    /// What was found, in a sentence.
+    pub what: String,
+    /// What to do about it.
+    pub remedy: &'static str,
+}
+
+const ACS: &str = "turn ACS redirection off on these ports, in firmware or with setpci, where devices are trusted; or turn ATS \
+                   on in the NIC";
+const ACS_UNKNOWN: &str = "run it as root (CAP_SYS_ADMIN), so that ACS can be read";
+const IOMMU: &str = "boot with iommu=pt, so that addresses pass through";
+const BAR: &str = "turn on Above 4G Decoding and Resizable BAR in firmware, or choose a device whose whole memory can be \
+                   mapped";
+const LINK: &str =
+    "put it under load first, since links slow down when idle; then look at the slot, riser or cable";
+const DISTANCE: &str = "use a NIC that is nearer";
+const FAR: &str = "move one of them under the same PCIe switch, or copy through host memory near the NIC";
+const PEER_MEMORY: &str =
+    "load nvidia_peermem, or install the driver's open kernel modules, which export dma-bufs";
+
+impl Topology {
+    /// What stands in the way of `device` and `nic`, worst first; nothing where one of them is not here.
+    ///
+    /// `memory` is how much the device has, in bytes, where that is known: a BAR that is smaller shows only part of it.
+    /// Whether direct access works all the same, only a registration tells.
+    #[must_use]
+    pub fn findings(&self, device: BusId, nic: BusId, memory: Option<u64>) -> Vec<Finding> {
+        let (Some(path), Some(gpu), Some(card)) =
+            (self.path(device, nic), self.device(device), self.device(nic))
+        else {
+            return Vec::new();
+        };
+        let mut found = Vec::new();
+        let mut add = |name, what, remedy| found.push(Finding { name, what, remedy });
+        let list = |ids: &[BusId]| ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        match &path.redirection {
+            Redirection::By(ports) => {
+                let what = format!(
+                    "ACS sends what {device} and {nic} exchange up to the root complex (ports {})",
+                    list(ports)
+                );
+                add("acs", what, ACS);
+            }
+            Redirection::Unknown(ports) => {
+                let what = format!("whether ACS on ports {} redirects cannot be read", list(ports));
+                add("acs", what, ACS_UNKNOWN);
+            }
+            Redirection::None => {}
+        }
+        let translated =
+            |id: Option<u32>| id.and_then(|id| self.group_type(id)).filter(|kind| *kind != "identity");
+        if let Some(kind) = translated(card.iommu_group) {
+            let what = format!("the IOMMU translates what {nic} sends (its group has type {kind})");
+            add("iommu", what, IOMMU);
+        }
+        let bar = gpu.largest_bar();
+        if let Some(memory) = memory.filter(|memory| bar < *memory) {
+            add("bar", format!("{device} shows {bar} of its {memory} bytes of memory through its BAR"), BAR);
+        }
+        for function in [gpu, card] {
+            if let Some(link) = function.link.filter(super::Link::is_degraded) {
+                let or_none = |speed: Option<f32>| speed.map_or("?".into(), |speed| speed.to_string());
+                let lanes = |width: Option<u8>| width.map_or("?".into(), |width| width.to_string());
+                let what = format!(
+                    "the link of {} runs at {} GT/s x{} of {} GT/s x{}",
+                    function.bus_id,
+                    or_none(link.speed),
+                    lanes(link.width),
+                    or_none(link.max_speed),
+                    lanes(link.max_width)
+                );
+                add("link", what, LINK);
+            }
+        }
+        let nearest = self.nearest_nics(device);
+        let nearer = nearest.first().filter(|(_, best)| best.distance < path.distance);
+        if let Some((best, way)) = nearer {
+            let name = self.rdma_at(*best).next().map_or("a NIC", |device| &device.name);
+            let what =
+                format!("{nic} is {} from {device}; {name} ({best}) is {}", path.distance, way.distance);
+            add("distance", what, DISTANCE);
+        } else if path.distance >= Distance::Node {
+            add(
+                "distance",
+                format!("{device} and {nic} are {} apart, and no NIC is nearer", path.distance),
+                FAR,
+            );
+        }
+        // A driver that exports dma-bufs needs no such module.
+        let nvidia = gpu.vendor == 0x10de;
+        let closed = self.kernel.nvidia.as_ref().filter(|driver| !driver.open);
+        if let Some(driver) = closed.filter(|_| nvidia && self.kernel.peer_memory().next().is_none()) {
+            let what = format!(
+                "NVIDIA's driver {} has closed kernel modules, which export no dma-buf, and no peer-memory module is loaded",
+                driver.version
+            );
+            add("peer-memory", what, PEER_MEMORY);
+        }
+        found
+    }
+}
