@@ -1,5 +1,5 @@
 //! Register and close of a 4 KiB host range, with few and with 100,000 regions live, against libfabric's
-//! `fi_mr_regattr` + `fi_close` on its software provider `tcp` in the same run.
+//! `fi_mr_regattr` + `fi_close` on its software provider `tcp`, by turns.
 //!
 //! Both sides: zero-based addressing, keys requested by the caller, remote read and write rights, pages not touched. With many
 //! regions libfabric's cost depends on the keys (a red-black tree), so both sides register under keys scattered
@@ -13,17 +13,18 @@ mod libfabric;
 #[allow(dead_code, reason = "other benches use the rest of it")]
 mod report;
 
-use std::{hint::black_box, time::Duration};
+use std::hint::black_box;
 
-use criterion::{BenchmarkGroup, Criterion, measurement::WallTime};
 use hmem::{
     Access, Address, AddressRange, Domain, DomainAttr, Hmem, MemoryRegion, MrFlags, MrMode,
     p2p::loopback::{Loopback, Progress},
 };
-use libfabric::{KeyOrder, Libfabric, RegistrationPeer, RegistrationProvider};
-use report::{Row, Target};
+use libfabric::{FabricError, KeyOrder, Libfabric, RegistrationPeer, RegistrationProvider};
+use report::{
+    Target,
+    turns::{self, Turns},
+};
 
-const GROUP: &str = "registration";
 const LEN: u64 = 4096;
 const FEW: usize = 16;
 const MANY: usize = 100_000;
@@ -43,7 +44,7 @@ fn domain(needs: MrMode) -> Domain {
 
 /// Regions kept alive under the even keys from 2 on, as the peer does.
 struct Live {
-    regions: Vec<MemoryRegion>,
+    _regions: Vec<MemoryRegion>,
     _backing: Vec<u8>,
 }
 
@@ -58,7 +59,7 @@ fn populate(domain: &Domain, count: usize) -> Live {
     let base = Address::of_ptr(backing.as_ptr()).0;
     let regions =
         (0..count as u64).map(|index| register(domain, base + index * LEN, 2 * (index + 1))).collect();
-    Live { regions, _backing: backing }
+    Live { _regions: regions, _backing: backing }
 }
 
 /// The same keys in the same order as on the peer's side.
@@ -70,98 +71,89 @@ fn scattered(call: u64) -> u64 {
     call.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 20
 }
 
-fn measure(group: &mut BenchmarkGroup<'_, WallTime>, name: &str, mut operation: impl FnMut(u64)) {
-    let mut call = 0;
-    group.bench_function(name, |bencher| {
-        bencher.iter(|| {
-            call += 1;
-            operation(black_box(call));
-        });
-    });
+/// Which of the vacant keys the calls of a row ask for.
+#[derive(Clone, Copy)]
+enum Picks {
+    Scattered,
+    One,
 }
 
-fn ours(group: &mut BenchmarkGroup<'_, WallTime>, needs: MrMode, names: [&str; 3]) {
-    let domain = domain(needs);
-    let buffer = vec![0u8; LEN as usize];
-    let start = Address::of_ptr(buffer.as_ptr()).0;
-    let close = |region: MemoryRegion| region.close().expect("nothing is bound to it");
-    for (live, name, one_key) in [(FEW, names[0], false), (MANY, names[1], false), (MANY, names[2], true)] {
-        let populated = populate(&domain, live);
-        measure(group, name, |call| {
-            let pick = if one_key { live as u64 / 2 } else { scattered(call) };
-            close(register(&domain, start, vacant_key(pick, live)));
-        });
-        populated.regions.into_iter().for_each(close);
-    }
-    domain.close().expect("every region is closed");
-}
-
-fn theirs(
-    group: &mut BenchmarkGroup<'_, WallTime>,
-    libfabric: Libfabric,
-) -> Result<(), libfabric::FabricError> {
-    let mut peer = RegistrationPeer::open(libfabric, RegistrationProvider::Tcp)?;
-    let buffer = vec![0u8; LEN as usize];
-    for (live, name, one_key) in [
-        (FEW, "libfabric_few", false),
-        (MANY, "libfabric_100000", false),
-        (MANY, "libfabric_100000_one_key", true),
-    ] {
-        peer.populate(live, KeyOrder::Shuffled)?;
-        measure(group, name, |call| {
-            let key = peer.vacant_key(if one_key { live as u64 / 2 } else { scattered(call) });
-            peer.reg_close(buffer.as_ptr(), LEN as usize, RegistrationPeer::REMOTE_ACCESS, key)
-                .expect("the key is vacant");
-        });
-    }
-    peer.close()
-}
-
-fn main() {
-    report::forget(GROUP);
-    let mut criterion = Criterion::default().measurement_time(Duration::from_secs(3)).without_plots();
-    let mut group = criterion.benchmark_group(GROUP);
-    ours(&mut group, MrMode::empty(), ["hmem_few", "hmem_100000", "hmem_100000_one_key"]);
-    ours(
-        &mut group,
-        MrMode::ALLOCATED,
-        ["hmem_allocated_few", "hmem_allocated_100000", "hmem_allocated_100000_one_key"],
-    );
-    match Libfabric::load() {
-        Ok(libfabric) => {
-            let (major, minor) = libfabric.version();
-            println!("peer: libfabric {major}.{minor}, provider tcp");
-            if let Err(error) = theirs(&mut group, libfabric) {
-                println!("peer: libfabric could not be measured: {error}");
-            }
+impl Picks {
+    fn of(self, call: u64, live: usize) -> u64 {
+        match self {
+            Self::Scattered => scattered(call),
+            Self::One => live as u64 / 2,
         }
-        Err(error) => println!("peer: libfabric is not here: {error}"),
     }
-    group.finish();
-    report::print(&[
-        Row {
-            what: "register + close, 16 live / libfabric tcp",
-            ours: "registration/hmem_few",
-            other: "registration/libfabric_few",
-            target: Target::Ratio(1.0),
-        },
-        Row {
-            what: "register + close, 100,000 live, scattered keys / libfabric tcp",
-            ours: "registration/hmem_100000",
-            other: "registration/libfabric_100000",
-            target: Target::Ratio(0.5),
-        },
-        Row {
-            what: "register + close, 100,000 live, one key / libfabric's best case",
-            ours: "registration/hmem_100000_one_key",
-            other: "registration/libfabric_100000_one_key",
-            target: Target::Ratio(1.0),
-        },
-        Row {
-            what: "the same in ALLOCATED mode (looks at the pages), 16 live",
-            ours: "registration/hmem_allocated_few",
-            other: "registration/libfabric_few",
-            target: Target::Orientation,
-        },
-    ]);
+}
+
+/// Measures one row; `populate` has put as many regions in place on the peer's side.
+fn row(
+    what: &'static str,
+    target: Target,
+    domain: &Domain,
+    peer: Option<&RegistrationPeer>,
+    live: usize,
+    picks: Picks,
+) -> Turns {
+    let buffer = vec![0u8; LEN as usize];
+    let (mut our_call, mut their_call) = (0, 0);
+    let ours = || {
+        our_call += 1;
+        let key = vacant_key(picks.of(black_box(our_call), live), live);
+        let region = register(domain, Address::of_ptr(buffer.as_ptr()).0, key);
+        region.close().expect("nothing is bound to it");
+    };
+    let Some(peer) = peer else { return turns::alone(what, target, ours) };
+    let theirs = || {
+        their_call += 1;
+        let key = peer.vacant_key(picks.of(black_box(their_call), live));
+        peer.reg_close(buffer.as_ptr(), LEN as usize, RegistrationPeer::REMOTE_ACCESS, key)
+            .expect("the key is vacant");
+    };
+    turns::against(what, target, ours, theirs)
+}
+
+fn peer() -> Option<RegistrationPeer> {
+    let opened = Libfabric::load().and_then(|libfabric| {
+        let (major, minor) = libfabric.version();
+        println!("peer: libfabric {major}.{minor}, provider tcp");
+        RegistrationPeer::open(libfabric, RegistrationProvider::Tcp)
+    });
+    opened.inspect_err(|error| println!("peer: libfabric cannot be measured: {error}")).ok()
+}
+
+fn main() -> Result<(), FabricError> {
+    let mut peer = peer();
+    let plain = domain(MrMode::empty());
+    let allocated = domain(MrMode::ALLOCATED);
+    let mut lines = Vec::new();
+    for live in [FEW, MANY] {
+        if let Some(peer) = &mut peer {
+            peer.populate(live, KeyOrder::Shuffled)?;
+        }
+        let populated = populate(&plain, live);
+        let mut measure = |what, target, domain, picks| {
+            lines.push(row(what, target, domain, peer.as_ref(), live, picks));
+        };
+        if live == FEW {
+            let few = "register + close, 16 live / libfabric tcp";
+            measure(few, Target::Ratio(1.0), &plain, Picks::Scattered);
+            let looking = "the same in ALLOCATED mode (looks at the pages), 16 live";
+            let also_populated = populate(&allocated, live);
+            measure(looking, Target::Orientation, &allocated, Picks::Scattered);
+            drop(also_populated);
+        } else {
+            let many = "register + close, 100,000 live, scattered keys / libfabric tcp";
+            measure(many, Target::Ratio(0.5), &plain, Picks::Scattered);
+            let one_key = "register + close, 100,000 live, one key / libfabric's best case";
+            measure(one_key, Target::Ratio(1.0), &plain, Picks::One);
+        }
+        drop(populated);
+    }
+    turns::print(lines);
+    for domain in [plain, allocated] {
+        domain.close().expect("every region is closed");
+    }
+    peer.map_or(Ok(()), RegistrationPeer::close)
 }

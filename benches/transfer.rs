@@ -1,5 +1,5 @@
 //! RMA writes to completion over the software NIC: 8 bytes against libfabric's `shm` provider in one process, 1 MiB
-//! against `memcpy`, in the same run.
+//! against `memcpy`, by turns.
 //!
 //! Ours: progress by hand, both regions own their memory. libfabric: the inline command path of `shm`, which is its
 //! fastest for short writes, until the completion is there and the bytes are at the target.
@@ -12,22 +12,48 @@ mod libfabric;
 #[allow(dead_code, reason = "other benches use the rest of it")]
 mod report;
 
-use std::{hint::black_box, time::Duration};
+use std::hint::black_box;
 
-use criterion::{BenchmarkGroup, Criterion, measurement::WallTime};
 use hmem::{
-    Access, DomainAttr, Hmem, MrMode,
+    Access, DomainAttr, Hmem, MrMode, RegionSlice,
     p2p::loopback::{Loopback, Progress},
     provider::EndpointAttr,
     transfer::RemoteSegment,
 };
-use libfabric::{Libfabric, ShmWritePath, ShmWritePeer};
-use report::{Row, Target};
+use libfabric::{FabricError, Libfabric, ShmWritePath, ShmWritePeer};
+use report::{
+    Target,
+    turns::{self, Turns},
+};
 
-const GROUP: &str = "transfer";
 const LARGE: usize = 1 << 20;
 
-fn ours(group: &mut BenchmarkGroup<'_, WallTime>) {
+fn peer() -> Option<ShmWritePeer> {
+    let opened = Libfabric::load().and_then(|libfabric| {
+        let (major, minor) = libfabric.version();
+        println!("peer: libfabric {major}.{minor}, provider shm");
+        ShmWritePeer::open(libfabric, ShmWritePath::CommandQueue)
+    });
+    opened.inspect_err(|error| println!("peer: libfabric cannot be measured: {error}")).ok()
+}
+
+fn against_peer(
+    what: &'static str,
+    target: Target,
+    ours: impl FnMut(),
+    peer: Option<&mut ShmWritePeer>,
+    len: usize,
+) -> Turns {
+    match peer {
+        Some(peer) => {
+            turns::against(what, target, ours, || peer.write(black_box(len)).expect("the write arrives"))
+        }
+        None => turns::alone(what, target, ours),
+    }
+}
+
+fn main() -> Result<(), FabricError> {
+    let mut peer = peer();
     let loopback = Loopback::builder().progress(Progress::ByHand).build().expect("a software NIC starts");
     let hmem = Hmem::builder()
         .without_vendor_ifaces()
@@ -42,107 +68,40 @@ fn ours(group: &mut BenchmarkGroup<'_, WallTime>) {
         domain.open_endpoint(&attr).expect("an endpoint")
     };
     let (initiator, target) = (endpoint(), endpoint());
-    let peer = initiator.resolve(&target.name()).expect("it is there");
+    let to = initiator.resolve(&target.name()).expect("it is there");
     let source = domain.register(vec![7u8; LARGE], Access::WRITE).expect("registers");
     let destination = domain.register(vec![0u8; LARGE], Access::REMOTE_WRITE).expect("registers");
     let key = destination.key().expect("registered");
     let mut completions = Vec::with_capacity(1);
-    for (name, len) in
-        [("hmem_8", 8), ("hmem_4096", 4096), ("hmem_65536", 65536), ("hmem_1048576", LARGE as u64)]
-    {
-        let local = [source.slice(0, len).expect("inside")];
-        let remote = [RemoteSegment { address: key.base(), len, key: &key }];
-        group.bench_function(name, |bencher| {
-            bencher.iter(|| {
-                initiator.write(black_box(&local), black_box(&remote), peer, 1).expect("there is room");
-                while completions.is_empty() {
-                    cq.read(&mut completions, 1).expect("the queue is not overrun");
-                }
-                let completion = completions.pop().expect("one was read");
-                assert_eq!(completion.result.expect("the write arrives"), len);
-            });
-        });
+    let segments = |len: usize| {
+        let local = [source.slice(0, len as u64).expect("inside")];
+        (local, [RemoteSegment { address: key.base(), len: len as u64, key: &key }])
+    };
+    let mut write = |(local, remote): &([RegionSlice; 1], [RemoteSegment<'_>; 1])| {
+        initiator.write(black_box(local), black_box(remote), to, 1).expect("there is room");
+        while completions.is_empty() {
+            cq.read(&mut completions, 1).expect("the queue is not overrun");
+        }
+        let completion = completions.pop().expect("one was read");
+        assert_eq!(completion.result.expect("the write arrives"), remote[0].len);
+    };
+    let mut lines = Vec::new();
+    for (what, len) in [
+        ("8 B RMA write to completion / libfabric shm", 8),
+        ("4 KiB RMA write / libfabric shm", 4096),
+        ("64 KiB RMA write / libfabric shm", 65536),
+        ("1 MiB RMA write / libfabric shm", LARGE),
+    ] {
+        let segments = segments(len);
+        lines.push(against_peer(what, Target::Ratio(1.0), || write(&segments), peer.as_mut(), len));
     }
+    let (from, mut to) = (vec![7u8; LARGE], vec![0u8; LARGE]);
+    let memcpy = || black_box(&mut to).copy_from_slice(black_box(&from));
+    let segments = segments(LARGE);
+    lines.push(turns::against("1 MiB RMA write / memcpy", Target::Ratio(1.11), || write(&segments), memcpy));
+    turns::print(lines);
     let mut arrived = [0u8; 8];
     destination.read(LARGE as u64 - 8, &mut arrived).expect("inside");
     assert_eq!(arrived, [7; 8], "the bytes did not arrive");
-}
-
-fn limit(group: &mut BenchmarkGroup<'_, WallTime>) {
-    let source = vec![7u8; LARGE];
-    let mut destination = vec![0u8; LARGE];
-    for (name, len) in [("memcpy_4096", 4096), ("memcpy_65536", 65536), ("memcpy_1048576", LARGE)] {
-        group.bench_function(name, |bencher| {
-            bencher.iter(|| black_box(&mut destination)[..len].copy_from_slice(&black_box(&source)[..len]));
-        });
-    }
-}
-
-fn theirs(
-    group: &mut BenchmarkGroup<'_, WallTime>,
-    libfabric: Libfabric,
-) -> Result<(), libfabric::FabricError> {
-    let mut peer = ShmWritePeer::open(libfabric, ShmWritePath::CommandQueue)?;
-    for (name, len) in [
-        ("libfabric_8", 8),
-        ("libfabric_4096", 4096),
-        ("libfabric_65536", 65536),
-        ("libfabric_1048576", LARGE),
-    ] {
-        group.bench_function(name, |bencher| {
-            bencher.iter(|| peer.write(black_box(len)).expect("the write arrives"))
-        });
-    }
-    peer.close()
-}
-
-fn main() {
-    report::forget(GROUP);
-    let mut criterion = Criterion::default().measurement_time(Duration::from_secs(3)).without_plots();
-    let mut group = criterion.benchmark_group(GROUP);
-    ours(&mut group);
-    limit(&mut group);
-    match Libfabric::load() {
-        Ok(libfabric) => {
-            let (major, minor) = libfabric.version();
-            println!("peer: libfabric {major}.{minor}, provider shm");
-            if let Err(error) = theirs(&mut group, libfabric) {
-                println!("peer: libfabric could not be measured: {error}");
-            }
-        }
-        Err(error) => println!("peer: libfabric is not here: {error}"),
-    }
-    group.finish();
-    report::print(&[
-        Row {
-            what: "8 B RMA write to completion / libfabric shm",
-            ours: "transfer/hmem_8",
-            other: "transfer/libfabric_8",
-            target: Target::Ratio(1.0),
-        },
-        Row {
-            what: "4 KiB RMA write / libfabric shm",
-            ours: "transfer/hmem_4096",
-            other: "transfer/libfabric_4096",
-            target: Target::Ratio(1.0),
-        },
-        Row {
-            what: "64 KiB RMA write / libfabric shm",
-            ours: "transfer/hmem_65536",
-            other: "transfer/libfabric_65536",
-            target: Target::Ratio(1.0),
-        },
-        Row {
-            what: "1 MiB RMA write / libfabric shm",
-            ours: "transfer/hmem_1048576",
-            other: "transfer/libfabric_1048576",
-            target: Target::Ratio(1.0),
-        },
-        Row {
-            what: "1 MiB RMA write / memcpy",
-            ours: "transfer/hmem_1048576",
-            other: "transfer/memcpy_1048576",
-            target: Target::Ratio(1.11),
-        },
-    ]);
+    peer.map_or(Ok(()), ShmWritePeer::close)
 }

@@ -1,4 +1,6 @@
-//! Ratios of what one run measured, read from criterion's own estimates.
+//! Ratios of what one run measured, read from criterion's own estimates, or taken by turns.
+
+pub(crate) mod turns;
 
 use std::path::{Path, PathBuf};
 
@@ -26,6 +28,17 @@ pub(crate) enum Target {
     Orientation,
 }
 
+impl Target {
+    /// The goal as it is printed, and whether our figure and the ratio are within it.
+    fn holds(&self, ours: f64, ratio: f64) -> (String, bool) {
+        match *self {
+            Self::Ratio(most) => (format!("{most:.2}"), ratio <= most),
+            Self::Nanoseconds(most) => (format!("{most:.0} ns"), ours <= most),
+            Self::Orientation => ("-".to_owned(), true),
+        }
+    }
+}
+
 fn target_dir() -> PathBuf {
     // target/release/deps/<bench>: three levels up.
     let bench = std::env::current_exe().expect("a running bench has a path");
@@ -49,11 +62,7 @@ pub(crate) fn print(rows: &[Row]) {
         match (median(&root, row.ours), median(&root, row.other)) {
             (Some(ours), Some(other)) => {
                 let ratio = ours / other;
-                let (goal, met) = match row.target {
-                    Target::Ratio(most) => (format!("{most:.2}"), ratio <= most),
-                    Target::Nanoseconds(most) => (format!("{most:.0} ns"), ours <= most),
-                    Target::Orientation => ("-".to_owned(), true),
-                };
+                let (goal, met) = row.target.holds(ours, ratio);
                 let mark = if met { "" } else { "  over" };
                 println!("{:<66} {ours:>10.1} {other:>10.1} {ratio:>7.2} {goal:>7}{mark}", row.what);
             }

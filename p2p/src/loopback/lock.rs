@@ -14,8 +14,8 @@
 //! | AWAITED | somebody has it, and others may sleep until it is let go |
 //!
 //! Only a compare-and-swap from FREE, or a swap that finds FREE, takes it; while it is taken the word changes from HELD
-//! to AWAITED and not otherwise, so that the holder's store overwrites no one else's hold. Who lets go and sees
-//! AWAITED wakes a sleeper.
+//! to AWAITED and not otherwise. The holder's store comes after all of that in the word's order of modifications, so that it
+//! overwrites nobody else's hold. Who lets go and sees AWAITED wakes a sleeper.
 //!
 //! What the second locked instruction is good for elsewhere is missing here: a waiter that sets AWAITED after the holder
 //! looked and before the holder stored has its mark overwritten, and nobody wakes it. So sleepers look again
@@ -36,9 +36,6 @@ const FREE: u32 = 0;
 const HELD: u32 = 1;
 const AWAITED: u32 = 2;
 
-/// How often a waiter looks before it sleeps: longer than the NIC holds any of these locks when it is not preempted.
-const LOOKS: u32 = 100;
-
 /// How long a waiter sleeps at most before it looks again.
 const LOOK_AGAIN: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000 };
 
@@ -51,32 +48,96 @@ pub(super) type LockGuard<'a, T> = lock_api::MutexGuard<'a, RawLock, T>;
 /// A [`Lock`] that its holder can take again.
 pub(super) type ReentrantLock<T> = lock_api::ReentrantMutex<RawLock, RawThreadId, T>;
 
-/// The word of a [`Lock`].
-pub(super) struct RawLock(AtomicU32);
+/// What the lock does to its word, apart from how, so that a model can try every order of events.
+trait Word {
+    /// How often a waiter looks before it sleeps.
+    const LOOKS: u32;
 
-impl RawLock {
-    #[cold]
-    fn lock_contended(&self) {
-        for _ in 0..LOOKS {
-            if self.0.load(Ordering::Relaxed) == FREE && self.try_lock() {
-                return;
-            }
-            std::hint::spin_loop();
-        }
-        // Others may be asleep too, so that it is taken as AWAITED: whoever lets go of it wakes one of them.
-        while self.0.swap(AWAITED, Ordering::Acquire) != FREE {
-            // Woken, out of time, interrupted, or no longer AWAITED: in each case there is something to look at.
-            let _why = futex::wait(&self.0, futex::Flags::PRIVATE, AWAITED, Some(&LOOK_AGAIN));
-        }
+    fn load(&self) -> u32;
+    /// From FREE to HELD; false if it was not free.
+    fn take(&self) -> bool;
+    /// To AWAITED, whatever it was; that is the answer.
+    fn mark(&self) -> u32;
+    /// To FREE, whatever it was.
+    fn free(&self);
+    /// Until it is woken, or the word is not AWAITED, or for [`LOOK_AGAIN`].
+    fn sleep(&self);
+    fn wake_one(&self);
+}
+
+impl Word for AtomicU32 {
+    /// Longer than the NIC holds any of these locks when it is not preempted.
+    const LOOKS: u32 = 100;
+
+    #[inline]
+    fn load(&self) -> u32 {
+        Self::load(self, Ordering::Relaxed)
     }
 
-    #[cold]
-    fn unlock_awaited(&self) {
-        self.0.store(FREE, Ordering::Release);
+    #[inline]
+    fn take(&self) -> bool {
+        self.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).is_ok()
+    }
+
+    #[inline]
+    fn mark(&self) -> u32 {
+        self.swap(AWAITED, Ordering::Acquire)
+    }
+
+    #[inline]
+    fn free(&self) {
+        self.store(FREE, Ordering::Release);
+    }
+
+    fn sleep(&self) {
+        // Woken, out of time, interrupted, or no longer AWAITED: in each case there is something to look at.
+        let _why = futex::wait(self, futex::Flags::PRIVATE, AWAITED, Some(&LOOK_AGAIN));
+    }
+
+    fn wake_one(&self) {
         // It fails for addresses that are no memory, and this one is.
-        let _woken = futex::wake(&self.0, futex::Flags::PRIVATE, 1);
+        let _woken = futex::wake(self, futex::Flags::PRIVATE, 1);
     }
 }
+
+#[inline]
+fn lock(word: &impl Word) {
+    if !word.take() {
+        lock_contended(word);
+    }
+}
+
+#[cold]
+fn lock_contended<W: Word>(word: &W) {
+    for _ in 0..W::LOOKS {
+        if word.load() == FREE && word.take() {
+            return;
+        }
+        std::hint::spin_loop();
+    }
+    // Others may be asleep too, so that it is taken as AWAITED: whoever lets go of it wakes one of them.
+    while word.mark() != FREE {
+        word.sleep();
+    }
+}
+
+#[inline]
+fn unlock(word: &impl Word) {
+    if word.load() == HELD {
+        word.free();
+    } else {
+        unlock_awaited(word);
+    }
+}
+
+#[cold]
+fn unlock_awaited(word: &impl Word) {
+    word.free();
+    word.wake_one();
+}
+
+/// The word of a [`Lock`].
+pub(super) struct RawLock(AtomicU32);
 
 // SAFETY: `lock` and `try_lock` return (true) only after a read-modify-write that found FREE and left HELD or AWAITED.
 // Until `unlock` stores FREE, which only the holder calls, every other read-modify-write finds the word taken: the
@@ -89,28 +150,22 @@ unsafe impl RawMutex for RawLock {
 
     #[inline]
     fn lock(&self) {
-        if !self.try_lock() {
-            self.lock_contended();
-        }
+        lock(&self.0);
     }
 
     #[inline]
     fn try_lock(&self) -> bool {
-        self.0.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).is_ok()
+        self.0.take()
     }
 
     #[inline]
     unsafe fn unlock(&self) {
-        if self.0.load(Ordering::Relaxed) == HELD {
-            self.0.store(FREE, Ordering::Release);
-        } else {
-            self.unlock_awaited();
-        }
+        unlock(&self.0);
     }
 
     #[inline]
     fn is_locked(&self) -> bool {
-        self.0.load(Ordering::Relaxed) != FREE
+        Word::load(&self.0) != FREE
     }
 }
 
@@ -119,6 +174,73 @@ mod tests {
     use std::{sync::Arc, thread};
 
     use super::*;
+
+    impl Word for loom::sync::atomic::AtomicU32 {
+        const LOOKS: u32 = 0;
+
+        fn load(&self) -> u32 {
+            Self::load(self, Ordering::Relaxed)
+        }
+
+        fn take(&self) -> bool {
+            self.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).is_ok()
+        }
+
+        fn mark(&self) -> u32 {
+            self.swap(AWAITED, Ordering::Acquire)
+        }
+
+        fn free(&self) {
+            // A store, as far as the language goes: it follows the holder's HELD in the order of modifications, and so
+            // every mark, since a swap that found HELD comes right after it. The model keeps that order among
+            // read-modify-writes only.
+            self.swap(FREE, Ordering::Release);
+        }
+
+        fn sleep(&self) {
+            unreachable!("the model's waiters give up instead");
+        }
+
+        fn wake_one(&self) {}
+    }
+
+    /// Every order of the steps that threads take with the word. A waiter marks it twice and then gives up, since a model
+    /// of one that goes on for ever has no end.
+    #[test]
+    fn in_no_order_of_events_do_two_have_it() {
+        type Shared = (loom::sync::atomic::AtomicU32, loom::cell::UnsafeCell<u32>);
+
+        fn step(shared: &Shared, marks: u32) -> u32 {
+            let (word, count) = shared;
+            if !word.take() && (0..marks).all(|_| word.mark() != FREE) {
+                return 0;
+            }
+            // SAFETY: the lock was just taken; if somebody else has it too, the model fails here.
+            count.with_mut(|count| unsafe { *count += 1 });
+            unlock(word);
+            1
+        }
+
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(3);
+        model.check(|| {
+            let shared = loom::sync::Arc::new((
+                loom::sync::atomic::AtomicU32::new(FREE),
+                loom::cell::UnsafeCell::new(0),
+            ));
+            let threads = [2, 1].map(|marks| {
+                let shared = loom::sync::Arc::clone(&shared);
+                loom::thread::spawn(move || step(&shared, marks))
+            });
+            let mut steps = step(&shared, 1) + step(&shared, 0);
+            for thread in threads {
+                steps += thread.join().unwrap();
+            }
+            assert_eq!(shared.0.mark(), FREE);
+            // SAFETY: the lock was free, and the line above took it.
+            assert_eq!(shared.1.with(|count| unsafe { *count }), steps);
+        });
+    }
 
     #[test]
     fn no_step_of_many_threads_is_lost() {

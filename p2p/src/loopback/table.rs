@@ -36,33 +36,33 @@
 //!
 //! The table is split into shards by the low bits of the index. A shard's lock guards its free list, its map from
 //! requested keys to indices, its counts, and every change from live to not live; the data path takes it only to
-//! look up a requested key. The map holds indices and compares keys in the entries.
+//! look up a requested key. It is the mutex of `lock.rs`, one locked instruction a time, so that a registration executes one
+//! here and a deregistration two, the other of which clears LIVE. The map holds indices and compares keys in the entries.
 
 #![allow(unsafe_code)]
 
 mod entry;
 mod held;
+mod slots;
 #[cfg(test)]
 mod tests;
 
-use std::{
-    fmt,
-    sync::atomic::{AtomicU64, Ordering},
-};
+use std::{fmt, sync::atomic::Ordering};
 
 use hashbrown::hash_table;
 use hmem_core::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
 
-use self::entry::{
-    CHUNK, CHUNKS, ENABLED, Entry, GENERATION_SHIFT, LIVE, NO_INDEX, REFRESHING, RESTING, SHARD_BITS, SHARDS,
-    SINGLE_USE, SPENT, Shard, ShardState, Slots, USERS,
+pub(super) use self::held::Held;
+use self::{
+    entry::{
+        ENABLED, Entry, GENERATION_SHIFT, LIVE, RESTING, SHARD_BITS, SHARDS, SINGLE_USE, Shard, ShardState,
+        USERS,
+    },
+    slots::full,
 };
-pub(super) use self::held::{Held, Refreshing};
-
 use super::{
-    keys::{DomainKeys, KnownGeneration, Token, fold},
-    lock::LockGuard,
+    keys::{DomainKeys, Token, fold},
     region::{Body, Extended, NewBody},
 };
 
@@ -174,60 +174,6 @@ impl Table {
         // is let go, and leave the map under it before they are emptied, so the body is not being written.
         let key = unsafe { (*entry.body.get()).key };
         (entry.domain.load(Ordering::Relaxed), key)
-    }
-
-    /// Takes a free index, or the next one that was never used.
-    #[inline]
-    fn take_index(&self, at: usize, slots: &mut Slots) -> Option<(u32, &Entry)> {
-        // A free entry is preferred to a fresh one unless it has to rest.
-        if slots.free <= self.resting && (slots.fresh as usize) < CHUNKS * CHUNK {
-            return Some(self.fresh_index(at, slots));
-        }
-        let index = slots.first_free;
-        if index == NO_INDEX {
-            return None;
-        }
-        let entry = self.known(index);
-        slots.first_free = entry.link.load(Ordering::Relaxed);
-        slots.free -= 1;
-        Some((index, entry))
-    }
-
-    #[cold]
-    fn fresh_index(&self, at: usize, slots: &mut Slots) -> (u32, &Entry) {
-        let within = slots.fresh;
-        self.shards[at].make_entry(within as usize);
-        slots.fresh += 1;
-        let index = within << SHARD_BITS | at as u32;
-        (index, self.known(index))
-    }
-
-    /// Gives an index back with the generation after that of its last life; one that has no more is retired.
-    #[inline]
-    fn give_index(&self, last: Token, entry: &Entry, slots: &mut Slots) {
-        let Token { index, generation } = last;
-        let Some(next) = generation.checked_add(1) else { return };
-        entry.life.store(u64::from(next) << GENERATION_SHIFT, Ordering::Relaxed);
-        if self.resting > 0 && slots.first_free != NO_INDEX {
-            entry.link.store(NO_INDEX, Ordering::Relaxed);
-            self.known(slots.last_free).link.store(index, Ordering::Relaxed);
-        } else {
-            entry.link.store(slots.first_free, Ordering::Relaxed);
-            slots.first_free = index;
-        }
-        slots.last_free = index;
-        slots.free += 1;
-    }
-
-    /// A shard with room, beginning at the calling thread's own.
-    #[inline]
-    fn shard_with_room(&self) -> Option<(LockGuard<'_, ShardState>, u32, &Entry)> {
-        let home = home_shard();
-        (0..SHARDS).map(|step| (home + step) % SHARDS).find_map(|at| {
-            let mut state = self.shards[at].state.lock();
-            let (index, entry) = self.take_index(at, &mut state.slots)?;
-            Some((state, index, entry))
-        })
     }
 
     /// Adds a live region under a requested key.
@@ -349,70 +295,6 @@ impl Table {
         Ok(Removed { bytes, extended })
     }
 
-    /// Waits until an entry that admits no new users has none.
-    fn wait_unused(&self, life: &AtomicU64) {
-        for _ in 0..200 {
-            if life.load(Ordering::Acquire) & USERS == 0 {
-                return;
-            }
-            std::hint::spin_loop();
-        }
-        let mut idle = self.idle.lock();
-        while life.load(Ordering::Acquire) & USERS != 0 {
-            self.became_idle.wait(&mut idle);
-        }
-    }
-
-    #[cold]
-    fn wake_waiters(&self) {
-        let _idle = self.idle.lock();
-        self.became_idle.notify_all();
-    }
-
-    /// Holds an entry for use.
-    #[inline]
-    pub(super) fn hold(&self, index: u32, known: KnownGeneration, remote: bool) -> Result<Held<'_>, Refusal> {
-        let entry = self.entry(index).ok_or(Refusal::Dead)?;
-        self.hold_entry(entry, index, known, remote)
-    }
-
-    #[inline]
-    fn hold_entry<'t>(
-        &'t self,
-        entry: &'t Entry,
-        index: u32,
-        known: KnownGeneration,
-        remote: bool,
-    ) -> Result<Held<'t>, Refusal> {
-        let mut word = entry.life.load(Ordering::Relaxed);
-        loop {
-            let generation = (word >> GENERATION_SHIFT) as u32;
-            if !known.matches(generation) || word & LIVE == 0 || (remote && word & SPENT != 0) {
-                return Err(Refusal::Dead);
-            }
-            if word & ENABLED == 0 {
-                return Err(Refusal::Disabled);
-            }
-            if word & REFRESHING != 0 {
-                return Err(Refusal::Refreshing);
-            }
-            match entry.life.compare_exchange_weak(word, word + 1, Ordering::Acquire, Ordering::Relaxed) {
-                Ok(_) => return Ok(Held { table: self, entry, token: Token { index, generation } }),
-                Err(now) => word = now,
-            }
-        }
-    }
-
-    /// Holds the region of a requested key.
-    pub(super) fn hold_requested(&self, domain: u32, key: u64, remote: bool) -> Result<Held<'_>, Refusal> {
-        let hash = self.hash(domain, key);
-        let state = self.shards[Self::shard_of_hash(hash)].state.lock();
-        let index =
-            *state.requested.find(hash, |&i| self.requested_key(i) == (domain, key)).ok_or(Refusal::Dead)?;
-        let entry = self.known(index);
-        self.hold_entry(entry, index, KnownGeneration::Whole(entry.generation()), remote)
-    }
-
     /// Whether a requested key is in use.
     pub(super) fn is_requested(&self, domain: u32, key: u64) -> bool {
         let hash = self.hash(domain, key);
@@ -483,52 +365,6 @@ impl Table {
         })
     }
 
-    /// Turns new users away and waits for the present ones, until the returned guard is dropped. The guard is a user
-    /// itself, so that the region stays.
-    pub(super) fn refresh(&self, domain: u32, token: Token) -> Result<Refreshing<'_>> {
-        let entry = self.with_live(domain, token, "refresh", |_| ()).map(|()| self.known(token.index))?;
-        let mut word = entry.life.load(Ordering::Relaxed);
-        loop {
-            if word >> GENERATION_SHIFT != u64::from(token.generation) || word & LIVE == 0 {
-                return Err(Error::new(ErrorKind::NoRegion, "refresh").provider("loopback"));
-            }
-            if word & REFRESHING != 0 {
-                return Err(Error::new(ErrorKind::Busy, "refresh")
-                    .provider("loopback")
-                    .remedy("another refresh of the region is under way"));
-            }
-            match entry.life.compare_exchange_weak(
-                word,
-                (word | REFRESHING) + 1,
-                Ordering::Acquire,
-                Ordering::Relaxed,
-            ) {
-                Ok(_) => break,
-                Err(now) => word = now,
-            }
-        }
-        let held = Held { table: self, entry, token };
-        if entry.life.load(Ordering::Acquire) & USERS > 1 {
-            let mut idle = self.idle.lock();
-            while entry.life.load(Ordering::Acquire) & USERS > 1 {
-                self.became_idle.wait(&mut idle);
-            }
-        }
-        Ok(Refreshing { held })
-    }
-
-    /// Reserves an index for something that is no region, such as a window.
-    pub(super) fn reserve(&self) -> Result<u32> {
-        self.shard_with_room().map(|(_, index, _)| index).ok_or_else(full)
-    }
-
-    /// Gives a reserved index back.
-    pub(super) fn unreserve(&self, index: u32) {
-        let mut state = self.shard(index).state.lock();
-        let entry = self.known(index);
-        self.give_index(Token { index, generation: entry.generation() }, entry, &mut state.slots);
-    }
-
     /// The regions that a domain still has.
     pub(super) fn tokens_of(&self, domain: DomainSlot) -> Vec<Token> {
         let mut tokens = Vec::new();
@@ -564,17 +400,6 @@ pub(super) struct Removed {
     pub(super) extended: Option<Box<Extended>>,
 }
 
-/// A shard of the calling thread's own, so that threads rarely meet at a lock: by the address of a thread-local, which
-/// no other living thread shares.
-#[inline]
-fn home_shard() -> usize {
-    thread_local!(static HERE: u8 = const { 0 });
-    HERE.with(|here| {
-        let address = std::ptr::from_ref(here).addr() as u64;
-        (address.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SHARD_BITS)) as usize
-    })
-}
-
 #[cold]
 fn depended_on(dependents: u32) -> Error {
     Error::new(ErrorKind::Busy, "deregister")
@@ -596,12 +421,4 @@ fn key_in_use(key: u64) -> Error {
         .provider("loopback")
         .context("key", format_args!("{key:#x}"))
         .remedy("close the region that has this key, or request another")
-}
-
-#[cold]
-fn full() -> Error {
-    Error::new(ErrorKind::OutOfResources, "register")
-        .provider("loopback")
-        .context("limit", "2^24 table entries")
-        .remedy("close regions before registering more")
 }

@@ -5,27 +5,33 @@
 //! who use it, so that a key is dead and unused once its unbinding or invalidation has ended. Binding costs no system
 //! call (InfiniBand 10.6.7; MW-08).
 
+mod bound;
+mod posted;
+
 use std::{
     collections::HashMap,
     sync::{
-        Arc, Weak,
+        Arc,
         atomic::{AtomicUsize, Ordering},
     },
 };
 
 use hmem_core::{
-    Access, Addressing, Error, ErrorKind, MrMode, Result,
+    Access, Addressing, Error, ErrorKind, Result,
     provider::{ProviderWindow, WindowBind, WindowType},
 };
-use parking_lot::{Condvar, Mutex, RwLock};
+use parking_lot::{Mutex, RwLock};
 
+pub(super) use self::bound::BoundUse;
+use self::{
+    bound::{Bound, Tie},
+    posted::not_invalidated,
+};
 use super::{
     domain::{DomainState, token_of},
     endpoint::EndpointState,
     execute::{denied, refused_remote},
-    keys::{self, KnownGeneration, Token},
-    post::{BindTask, KeyUse},
-    region::{Body, Place},
+    keys::{self, KnownGeneration},
     table::{Held, Refusal},
 };
 
@@ -63,106 +69,6 @@ struct State {
 impl State {
     const fn key(&self) -> u64 {
         self.prefix << 8 | self.tag as u64
-    }
-}
-
-/// One binding of a window.
-#[derive(Debug)]
-pub(super) struct Bound {
-    domain: Weak<DomainState>,
-    region: Token,
-    offset: u64,
-    len: u64,
-    access: Access,
-    addressing: Addressing,
-    /// The endpoint to which a type 2 window is tied.
-    endpoint: Option<Tie>,
-    standing: Mutex<Standing>,
-    unused: Condvar,
-}
-
-#[derive(Debug)]
-struct Tie {
-    id: u64,
-    /// Of a 2A window: the endpoint that cannot close meanwhile.
-    holds: Option<Weak<EndpointState>>,
-}
-
-#[derive(Debug, Default)]
-struct Standing {
-    dead: bool,
-    users: usize,
-}
-
-impl Bound {
-    fn begin(self: &Arc<Self>) -> Option<BoundUse> {
-        let mut standing = self.standing.lock();
-        if standing.dead {
-            return None;
-        }
-        standing.users += 1;
-        Some(BoundUse { bound: Arc::clone(self) })
-    }
-
-    /// Ends the binding: no new users, and none left when this returns.
-    fn end(&self) {
-        {
-            let mut standing = self.standing.lock();
-            standing.dead = true;
-            while standing.users > 0 {
-                self.unused.wait(&mut standing);
-            }
-        }
-        if let Some(domain) = self.domain.upgrade() {
-            domain.nic.table.remove_dependent(self.region);
-        }
-        if let Some(endpoint) =
-            self.endpoint.as_ref().and_then(|tie| tie.holds.as_ref()).and_then(Weak::upgrade)
-        {
-            endpoint.unbind();
-        }
-    }
-}
-
-/// A binding in use by a transfer.
-#[derive(Debug)]
-pub(super) struct BoundUse {
-    bound: Arc<Bound>,
-}
-
-impl BoundUse {
-    /// Where in the region an access through the window begins.
-    pub(super) fn place(&self, region: &Body, address: u64, len: u64) -> Result<Place> {
-        let bound = &self.bound;
-        let offset = match bound.addressing {
-            Addressing::ZeroBased => bound.offset.checked_add(address),
-            Addressing::Virtual => region.offset_of(address, len),
-        };
-        offset
-            .filter(|offset| {
-                offset
-                    .checked_sub(bound.offset)
-                    .is_some_and(|skip| skip <= bound.len && len <= bound.len - skip)
-            })
-            .map(Place::Offset)
-            .ok_or_else(|| {
-                Error::new(ErrorKind::OutOfBounds, "transfer")
-                    .provider("loopback")
-                    .context("address", format_args!("{address:#x}"))
-                    .context("length", len)
-                    .context("window", format_args!("{} bytes", bound.len))
-                    .remedy("every byte of an access lies in the window that its key names")
-            })
-    }
-}
-
-impl Drop for BoundUse {
-    fn drop(&mut self) {
-        let mut standing = self.bound.standing.lock();
-        standing.users -= 1;
-        if standing.dead && standing.users == 0 {
-            self.bound.unused.notify_all();
-        }
     }
 }
 
@@ -288,17 +194,7 @@ impl DomainState {
             table.remove_dependent(region);
             return Err(error);
         }
-        Ok(Arc::new(Bound {
-            domain: Arc::downgrade(self),
-            region,
-            offset: bind.offset,
-            len: bind.len,
-            access: bind.access,
-            addressing: bind.addressing,
-            endpoint,
-            standing: Mutex::default(),
-            unused: Condvar::new(),
-        }))
+        Ok(Arc::new(Bound::new(Arc::downgrade(self), region, bind, endpoint)))
     }
 
     pub(super) fn bind_window(
@@ -401,7 +297,7 @@ impl DomainState {
             let bound = state.bound.as_ref().filter(|_| state.key() == key).ok_or_else(dead)?;
             bound.begin().ok_or_else(dead)?
         };
-        let bound = &used.bound;
+        let bound = used.bound();
         if bound.endpoint.as_ref().is_some_and(|tie| tie.id != through.id) {
             return Err(Error::new(ErrorKind::AccessDenied, "transfer")
                 .provider("loopback")
@@ -417,114 +313,9 @@ impl DomainState {
     }
 }
 
-impl EndpointState {
-    /// Binds a type 2 window.
-    pub(super) fn bind_posted(self: &Arc<Self>, task: &BindTask) -> Result<()> {
-        let domain = &self.domain;
-        let window = domain.windows.find(task.window, "bind window")?;
-        let refuse = |kind, remedy: &'static str| {
-            Err(Error::new(kind, "bind window").provider("loopback").remedy(remedy))
-        };
-        if window.kind == WindowType::One {
-            return refuse(ErrorKind::BadState, "a type 1 window is bound by a call");
-        }
-        if task.len == 0 {
-            return refuse(
-                ErrorKind::ZeroLength,
-                "a type 2 window has at least one byte; invalidate it to unbind",
-            );
-        }
-        let holds = (window.kind == WindowType::TwoA).then(|| Arc::downgrade(self));
-        if holds.is_some() {
-            self.bind()?;
-        }
-        let bind = WindowBind {
-            region: task.region,
-            offset: task.offset,
-            len: task.len,
-            access: task.access,
-            addressing: task.addressing,
-        };
-        let holding = holds.is_some();
-        let new = match domain.new_bound(&bind, "bind window", Some(Tie { id: self.id, holds })) {
-            Ok(new) => new,
-            Err(error) => {
-                if holding {
-                    self.unbind();
-                }
-                return Err(error);
-            }
-        };
-        let refused = {
-            let mut state = window.state.lock();
-            if state.freed {
-                Some(freed("bind window"))
-            } else if state.bound.is_some() {
-                Some(
-                    Error::new(ErrorKind::BadState, "bind window")
-                        .provider("loopback")
-                        .remedy("invalidate the key of a type 2 window before binding it again"),
-                )
-            } else {
-                state.tag = task.tag;
-                state.bound = Some(Arc::clone(&new));
-                None
-            }
-        };
-        match refused {
-            None => Ok(()),
-            Some(error) => {
-                new.end();
-                Err(error)
-            }
-        }
-    }
-
-    /// The window whose key a message with invalidate names, if this endpoint may invalidate it.
-    pub(super) fn window_to_invalidate(&self, sender: &Self, key: KeyUse) -> Result<Arc<Window>> {
-        let dead = || refused_remote(Refusal::Dead);
-        if key.mapped || sender.domain.mode.contains(MrMode::RAW) && !self.domain.has_windows() {
-            return Err(dead());
-        }
-        let number = key.number;
-        let window = self
-            .domain
-            .windows
-            .index
-            .read()
-            .by_prefix
-            .get(&(number >> 8))
-            .map(Arc::clone)
-            .ok_or_else(dead)?;
-        if window.kind == WindowType::One {
-            return Err(not_invalidated());
-        }
-        {
-            let state = window.state.lock();
-            if state.key() != number || state.freed {
-                return Err(dead());
-            }
-            let tie = state.bound.as_ref().and_then(|bound| bound.endpoint.as_ref());
-            if tie.is_some_and(|tie| tie.id != self.id) {
-                return Err(Error::new(ErrorKind::AccessDenied, "send")
-                    .provider("loopback")
-                    .context("why", "the window is bound to another endpoint"));
-            }
-        }
-        Ok(window)
-    }
-}
-
 #[cold]
 fn freed(operation: &'static str) -> Error {
     Error::new(ErrorKind::InvalidArgument, operation)
         .provider("loopback")
         .context("why", "the window was freed")
-}
-
-#[cold]
-fn not_invalidated() -> Error {
-    Error::new(ErrorKind::BadState, "invalidate window")
-        .provider("loopback")
-        .remedy("only type 2 windows are invalidated; bind a type 1 window anew to kill its key")
 }

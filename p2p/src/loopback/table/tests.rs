@@ -3,7 +3,7 @@
 use hmem_core::{Access, Addressing};
 
 use super::*;
-use crate::loopback::region::Kind;
+use crate::loopback::{keys::KnownGeneration, region::Kind};
 
 const DOMAIN: DomainSlot = DomainSlot { id: 7, slot: 0 };
 const BIRTH: Birth = Birth { enabled: true, single_use: false, pages: true };
