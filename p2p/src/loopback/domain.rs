@@ -39,7 +39,8 @@ use crate::staging::Pool;
 
 type Endpoints = Arc<[Arc<EndpointState>]>;
 
-/// The endpoints of a domain as somebody saw them who steps them over and over.
+/// The endpoints of a domain as somebody saw them who steps them over and over. What was closed since is kept until they
+/// are looked at again, and has nothing left to execute.
 #[derive(Default)]
 pub(super) struct Seen {
     endpoints: Endpoints,
@@ -101,12 +102,12 @@ impl DomainState {
 
     #[cold]
     fn look_at_endpoints(&self, seen: &mut Seen) {
-        let endpoints = self.endpoints.read();
-        *seen = Seen {
-            endpoints: Arc::clone(&endpoints),
+        let now = {
+            let endpoints = self.endpoints.read();
             // Under the lock it is the count of just these endpoints.
-            replaced: self.replaced.load(Ordering::Relaxed),
+            Seen { endpoints: Arc::clone(&endpoints), replaced: self.replaced.load(Ordering::Relaxed) }
         };
+        *seen = now;
     }
 
     pub(super) fn add_endpoint(&self, endpoint: &Arc<EndpointState>) {
