@@ -1,0 +1,100 @@
+//! A program under memhooks whose allocator maps and unmaps on its own.
+
+use std::{
+    ptr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
+    },
+    thread,
+};
+
+use hmem_core::monitor::{Cause, Monitor};
+use hmem_iface_system::monitor::{Layered, MemHooks, UserFaultFd};
+
+use crate::monitors::*;
+
+/// Threads allocate and free blocks of all sizes, some freed by other threads, while the patches come and go, and
+/// while memory of the allocator's own is subscribed. `collect` makes the allocator give back what it has kept.
+fn churn(monitor: &dyn Monitor, collect: fn()) {
+    let recorder = Recorder::new();
+    let running = AtomicBool::new(true);
+    let handed_over = AtomicUsize::new(0);
+    let busy = || {
+        let mut kept: Vec<Vec<u8>> = Vec::new();
+        for round in 0..1000_usize {
+            let len = [24, 700, 5_000, 70_000, 3 << 20, 9 << 20][round % 6] + round;
+            let mut block = vec![0_u8; len];
+            block[len - 1] = round as u8;
+            kept.push(block);
+            if kept.len() > 12 {
+                let block: Box<Vec<u8>> = Box::new(kept.swap_remove(round % 12));
+                let before = handed_over.swap(Box::into_raw(block).expose_provenance(), SeqCst);
+                if before != 0 {
+                    // SAFETY: from `Box::into_raw` above, and taken out by this thread alone.
+                    drop(unsafe { Box::from_raw(ptr::with_exposed_provenance_mut::<Vec<u8>>(before)) });
+                }
+            }
+        }
+    };
+    thread::scope(|scope| {
+        let workers: Vec<_> = (0..3).map(|_| scope.spawn(busy)).collect();
+        scope.spawn(|| {
+            while running.load(SeqCst) {
+                // The last one to go takes the patches out; the caller's stay.
+                drop(MemHooks::start().unwrap());
+                thread::yield_now();
+            }
+        });
+        for _ in 0..50 {
+            let block = vec![1_u8; 4 << 20];
+            let here = range(block.as_ptr().cast_mut().cast(), block.len());
+            let subscription = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
+            drop(block);
+            collect();
+            monitor.unsubscribe(subscription);
+        }
+        for worker in workers {
+            worker.join().unwrap();
+        }
+        running.store(false, SeqCst);
+    });
+    let left = handed_over.load(SeqCst);
+    if left != 0 {
+        // SAFETY: as above; no other thread is left.
+        drop(unsafe { Box::from_raw(ptr::with_exposed_provenance_mut::<Vec<u8>>(left)) });
+    }
+    assert!(recorder.count() > 0, "the allocator gave memory back, and it was told");
+}
+
+pub(crate) fn under_memhooks(collect: fn()) {
+    churn(&*MemHooks::start().unwrap(), collect);
+}
+
+pub(crate) fn under_memhooks_and_userfaultfd(collect: fn()) {
+    churn(&*Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap()), collect);
+}
+
+/// A large block is told when it goes, whoever's calls the allocator makes.
+pub(crate) fn large_blocks_are_told(collect: fn()) {
+    let monitor = MemHooks::start().unwrap();
+    let recorder = Recorder::new();
+    let mut told = false;
+    for _ in 0..50 {
+        let block = vec![1_u8; 16 << 20];
+        let here = range(block.as_ptr().cast_mut().cast(), block.len());
+        let subscription = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
+        drop(block);
+        collect();
+        told = recorder.events().iter().any(|(range, cause, how)| {
+            range.overlaps(here)
+                && *how == How::Begun
+                && matches!(cause, Cause::Unmap | Cause::Discard | Cause::Replace | Cause::Remap)
+        });
+        monitor.unsubscribe(subscription);
+        if told {
+            break;
+        }
+    }
+    assert!(told, "no block went with a call that memhooks see");
+}

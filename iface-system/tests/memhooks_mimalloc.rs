@@ -1,0 +1,40 @@
+//! A program with mimalloc under memhooks: MON-03.
+#![allow(missing_docs)]
+
+mod allocators;
+#[path = "monitors/mod.rs"]
+mod monitors;
+
+use allocators::{large_blocks_are_told, under_memhooks, under_memhooks_and_userfaultfd};
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+unsafe extern "C" {
+    /// mimalloc.h
+    fn mi_collect(force: bool);
+}
+
+fn collect() {
+    // SAFETY: gives unused memory back, at any time.
+    unsafe { mi_collect(true) };
+}
+
+fn mon_03_mimalloc_does_not_deadlock() {
+    under_memhooks(collect);
+}
+
+fn mon_03_mimalloc_does_not_deadlock_with_a_net() {
+    under_memhooks_and_userfaultfd(collect);
+}
+
+fn mon_03_mimallocs_own_calls_are_seen() {
+    large_blocks_are_told(collect);
+}
+
+cases! {
+    mon_03_mimalloc_does_not_deadlock,
+    mon_03_mimalloc_does_not_deadlock_with_a_net,
+    mon_03_mimallocs_own_calls_are_seen;
+    slow:
+}

@@ -1,0 +1,111 @@
+//! The application's own monitor: MON-08.
+
+#[path = "monitors/mod.rs"]
+mod monitors;
+
+use std::{sync::Arc, thread};
+
+use hmem_core::{
+    Address, AddressRange, Error, ErrorKind, Result,
+    monitor::{Cause, Monitor},
+};
+use hmem_iface_system::monitor::{Import, MonitorKind, SystemMonitor, Watcher};
+use monitors::*;
+use parking_lot::Mutex;
+
+/// Remembers what it was asked, and refuses what lies below a page.
+#[derive(Debug, Default)]
+struct Asked(Mutex<Vec<(bool, AddressRange)>>);
+
+impl Watcher for Asked {
+    fn subscribe(&self, range: AddressRange) -> Result<()> {
+        if range.start().0 < 4096 {
+            return Err(Error::new(ErrorKind::Unsupported, "subscribe").remedy("not here"));
+        }
+        self.0.lock().push((true, range));
+        Ok(())
+    }
+
+    fn unsubscribe(&self, range: AddressRange) {
+        self.0.lock().push((false, range));
+    }
+}
+
+fn at(start: u64) -> AddressRange {
+    AddressRange::new(Address(start), 4096).unwrap()
+}
+
+#[test]
+fn mon_08_an_import_is_told_subscribe_and_unsubscribe_in_pairs() {
+    let asked = Arc::new(Asked::default());
+    let monitor = Import::new(Arc::<Asked>::clone(&asked)).unwrap();
+    let recorder = Recorder::new();
+    let subscribe = |range| monitor.subscribe(range, Arc::<Recorder>::clone(&recorder));
+    let (first, second) = (subscribe(at(0x10000)).unwrap(), subscribe(at(0x10000)).unwrap());
+    assert!(subscribe(at(0)).unwrap_err().is_unsupported(), "the application's own refusal");
+    monitor.unsubscribe(first);
+    monitor.unsubscribe(first);
+    assert_eq!(*asked.0.lock(), [(true, at(0x10000)), (true, at(0x10000)), (false, at(0x10000))]);
+    monitor.unsubscribe(second);
+    let left = subscribe(at(0x20000)).unwrap();
+    assert_ne!(left, second);
+    drop(monitor);
+    let asked = asked.0.lock();
+    for range in [at(0x10000), at(0x20000)] {
+        let of = |kind| asked.iter().filter(|entry| **entry == (kind, range)).count();
+        assert_eq!(of(true), of(false), "{asked:?}");
+    }
+    assert_eq!(Arc::strong_count(&recorder), 1);
+}
+
+#[test]
+fn mon_08_an_import_may_invalidate_from_any_thread() {
+    let monitor = Import::new(Arc::new(Asked::default())).unwrap();
+    let recorder = Recorder::new();
+    let subscription = monitor.subscribe(at(0x10000), Arc::<Recorder>::clone(&recorder)).unwrap();
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| (0..100).for_each(|_| monitor.invalidate(at(0x10000))));
+        }
+    });
+    assert_eq!(recorder.about(at(0x10000)), [(Cause::Application, How::Told); 400]);
+    recorder.clear();
+    let result = monitor.while_changing(at(0x10000), || {
+        assert_eq!(recorder.about(at(0x10000)), [(Cause::Application, How::Begun)]);
+        7
+    });
+    assert_eq!(result, 7);
+    assert_eq!(recorder.events().last().unwrap().2, How::Ended);
+    monitor.unsubscribe(subscription);
+    recorder.clear();
+    monitor.invalidate(at(0x10000));
+    assert_eq!(recorder.count(), 0, "after unsubscribing nobody is told");
+}
+
+#[test]
+fn mon_06_an_import_tells_nobody_in_a_forked_child() {
+    let asked = Arc::new(Asked::default());
+    let monitor = Import::new(Arc::<Asked>::clone(&asked)).unwrap();
+    let recorder = Recorder::new();
+    let subscription = monitor.subscribe(at(0x10000), Arc::<Recorder>::clone(&recorder)).unwrap();
+    let status = forked(|| {
+        monitor.invalidate(at(0x10000));
+        let told = recorder.count() != 0;
+        let refused = monitor.subscribe(at(0x10000), Recorder::new()).is_err();
+        monitor.unsubscribe(subscription);
+        // SAFETY: ends the child; a panic would run the parent's test harness on.
+        unsafe { libc::_exit(i32::from(told || !refused)) };
+    });
+    assert_eq!(status, 0);
+    monitor.unsubscribe(subscription);
+}
+
+#[test]
+fn an_imported_monitor_is_a_choice_that_says_so() {
+    let imported = SystemMonitor::imported(Import::new(Arc::new(Asked::default())).unwrap());
+    assert_eq!(imported.choice().requested, MonitorKind::Import);
+    assert_eq!(imported.monitor().unwrap().name(), "import");
+    let json = serde_json::to_value(imported.choice()).unwrap();
+    assert_eq!(json["name"], "import");
+    assert_eq!(json["tried"][0]["refused"], serde_json::Value::Null);
+}

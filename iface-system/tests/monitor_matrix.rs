@@ -1,0 +1,270 @@
+//! MON-01: the table of `docs/monitors.md` is what happens.
+//!
+//! Each line's cause is done to each column's monitor, on memory that was subscribed, in a process for each column.
+#![allow(missing_docs)]
+
+#[path = "monitors/mod.rs"]
+mod monitors;
+
+use std::{
+    fs,
+    os::fd::{AsRawFd, FromRawFd, OwnedFd},
+    path::Path,
+    ptr,
+    sync::{Arc, atomic::Ordering::SeqCst},
+    thread,
+};
+
+use hmem_core::{
+    AddressRange, Result,
+    monitor::{Cause, Monitor},
+};
+use hmem_iface_system::monitor::{Import, Layered, MemHooks, UserFaultFd, Watcher};
+use monitors::*;
+
+cases! {
+    mon_01_the_table_has_these_lines_and_columns,
+    mon_01_memhooks,
+    mon_01_userfaultfd,
+    mon_01_memhooks_and_userfaultfd,
+    mon_01_import;
+    slow:
+}
+
+const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
+const ANONYMOUS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+const COLUMNS: [&str; 4] = ["memhooks", "userfaultfd", "memhooks+userfaultfd", "import"];
+
+/// Memory, and what happens to it.
+type Row = (&'static str, fn() -> (*mut libc::c_void, Box<dyn FnOnce()>));
+
+/// Four pages, and something done to them.
+fn with_map(act: impl FnOnce(*mut libc::c_void) + 'static) -> (*mut libc::c_void, Box<dyn FnOnce()>) {
+    let at = map(4 * page());
+    (at, Box::new(move || act(at)))
+}
+
+fn with_file(shared: bool, act: impl FnOnce(&OwnedFd) + 'static) -> (*mut libc::c_void, Box<dyn FnOnce()>) {
+    let (sharing, len) = (if shared { libc::MAP_SHARED } else { libc::MAP_PRIVATE }, 4 * page());
+    // SAFETY: a new memory file and a mapping of it.
+    let (file, at) = unsafe {
+        let file = OwnedFd::from_raw_fd(libc::memfd_create(c"hmem-matrix".as_ptr(), libc::MFD_CLOEXEC));
+        assert_eq!(libc::ftruncate(file.as_raw_fd(), len as i64), 0);
+        let at = libc::mmap(ptr::null_mut(), len, RW, sharing, file.as_raw_fd(), 0);
+        assert_ne!(at, libc::MAP_FAILED);
+        (file, at)
+    };
+    (at, Box::new(move || act(&file)))
+}
+
+fn raw(number: libc::c_long, arguments: [usize; 5]) -> usize {
+    let [a, b, c, d, e] = arguments;
+    // SAFETY: calls on the test's own memory.
+    unsafe { libc::syscall(number, a, b, c, d, e) as usize }
+}
+
+fn segment() -> (i32, *mut libc::c_void) {
+    // SAFETY: a new segment, removed with its last attachment.
+    unsafe {
+        let id = libc::shmget(libc::IPC_PRIVATE, 4 * page(), libc::IPC_CREAT | 0o600);
+        let at = libc::shmat(id, ptr::null(), 0);
+        assert_ne!(at.addr(), usize::MAX);
+        libc::shmctl(id, libc::IPC_RMID, ptr::null_mut());
+        (id, at)
+    }
+}
+
+/// Advises the first page.
+fn advise(at: *mut libc::c_void, advice: i32) {
+    // SAFETY: the test's own memory.
+    assert_eq!(unsafe { libc::madvise(at, page(), advice) }, 0);
+}
+
+const ROWS: [Row; 19] = [
+    ("munmap", || with_map(|at| unmap(at, 4 * page()))),
+    ("munmap of a part", || with_map(|at| unmap(at.wrapping_byte_add(page()), page()))),
+    ("mremap to another place", || {
+        with_map(|at| {
+            let (len, onto) = (4 * page(), map(4 * page()));
+            // SAFETY: the test's own memory.
+            let moved =
+                unsafe { libc::mremap(at, len, len, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, onto) };
+            assert_eq!(moved, onto);
+        })
+    }),
+    ("mremap to a smaller size", || {
+        // SAFETY: the test's own memory.
+        with_map(|at| assert_eq!(unsafe { libc::mremap(at, 4 * page(), page(), 0) }, at))
+    }),
+    ("madvise DONTNEED", || with_map(|at| advise(at, libc::MADV_DONTNEED))),
+    ("madvise FREE", || with_map(|at| advise(at, libc::MADV_FREE))),
+    ("madvise REMOVE", || {
+        // SAFETY: a new mapping.
+        let at = unsafe {
+            libc::mmap(ptr::null_mut(), 4 * page(), RW, libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1, 0)
+        };
+        (at, Box::new(move || advise(at, libc::MADV_REMOVE)))
+    }),
+    ("MAP_FIXED over it", || {
+        with_map(|at| {
+            // SAFETY: the test's own memory.
+            let onto = unsafe { libc::mmap(at, page(), RW, ANONYMOUS | libc::MAP_FIXED, -1, 0) };
+            assert_eq!(onto, at);
+        })
+    }),
+    ("mremap onto it", || {
+        with_map(|at| {
+            let other = map(page());
+            let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+            // SAFETY: the test's own memory.
+            assert_eq!(unsafe { libc::mremap(other, page(), page(), fixed, at) }, at);
+        })
+    }),
+    ("brk or sbrk to a lower address", || {
+        // No other thread of this process moves the break.
+        // SAFETY: memory between the old break and the new one is this function's.
+        let top = unsafe { libc::sbrk((8 * page()) as isize) };
+        let at = top.wrapping_byte_add(top.align_offset(page()));
+        // SAFETY: takes back what it took.
+        (at, Box::new(|| assert_ne!(unsafe { libc::sbrk(-((8 * page()) as isize)) }.addr(), usize::MAX)))
+    }),
+    ("shmdt", || {
+        let (_, at) = segment();
+        // SAFETY: the test's own segment.
+        (at, Box::new(move || assert_eq!(unsafe { libc::shmdt(at) }, 0)))
+    }),
+    ("shmat SHM_REMAP over it", || {
+        with_map(|at| {
+            let (id, _) = segment();
+            // SAFETY: the test's own memory.
+            assert_eq!(unsafe { libc::shmat(id, at, 0o40000) }, at);
+        })
+    }),
+    ("free of a large block", || {
+        // SAFETY: a block of the test's own, freed once. malloc maps blocks of this size on their own.
+        let block = unsafe { libc::malloc(64 << 20) };
+        // SAFETY: as above.
+        (block, Box::new(move || unsafe { libc::free(block) }))
+    }),
+    ("raw system call munmap", || with_map(|at| raw_unmap(at, 4 * page()))),
+    ("raw system call madvise", || {
+        with_map(|at| {
+            assert_eq!(raw(libc::SYS_madvise, [at.addr(), page(), libc::MADV_DONTNEED as usize, 0, 0]), 0)
+        })
+    }),
+    ("raw system call mremap", || {
+        with_map(|at| assert_eq!(raw(libc::SYS_mremap, [at.addr(), 4 * page(), page(), 0, 0]), at.addr()))
+    }),
+    ("truncating the memory file behind", || {
+        // SAFETY: the test's own file.
+        with_file(true, |file| assert_eq!(unsafe { libc::ftruncate(file.as_raw_fd(), 0) }, 0))
+    }),
+    ("punching a hole into the memory file behind", || {
+        with_file(true, |file| {
+            let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+            // SAFETY: the test's own file.
+            assert_eq!(unsafe { libc::fallocate(file.as_raw_fd(), mode, 0, page() as i64) }, 0);
+        })
+    }),
+    ("truncating the file behind a private mapping", || {
+        // SAFETY: the test's own file.
+        with_file(false, |file| assert_eq!(unsafe { libc::ftruncate(file.as_raw_fd(), 0) }, 0))
+    }),
+];
+
+/// The documented table: lines of a name and a word for each column.
+fn documented() -> Vec<(String, Vec<String>)> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/monitors.md");
+    let text = fs::read_to_string(path).expect("docs/monitors.md is there");
+    let (_, after) = text.split_once("<!-- The test `monitor_matrix`").expect("the table is marked");
+    let mut lines =
+        after.lines().skip_while(|line| !line.starts_with('|')).take_while(|line| line.starts_with('|'));
+    let cells = |line: &str| -> Vec<String> {
+        line.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect()
+    };
+    let header = cells(lines.next().expect("a header"));
+    assert_eq!(header[1..], COLUMNS);
+    lines.skip(1).map(cells).map(|mut cells| (cells.remove(0), cells)).collect()
+}
+
+fn mon_01_the_table_has_these_lines_and_columns() {
+    let documented: Vec<_> = documented().into_iter().map(|(name, _)| name).collect();
+    assert_eq!(documented, ROWS.map(|(name, _)| name));
+}
+
+/// Does each line's cause under a monitor, and compares with its column.
+fn column(name: &str, monitor: &dyn Monitor, tell: &dyn Fn(AddressRange)) {
+    let index = COLUMNS.iter().position(|column| *column == name).expect("a column");
+    assert_eq!(monitor.name(), name);
+    let mut wrong = Vec::new();
+    for ((row, prepare), (_, expected)) in ROWS.iter().zip(documented()) {
+        let recorder = Recorder::new();
+        let (at, act) = prepare();
+        let here = range(at, 4 * page());
+        let seen = match monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)) {
+            Err(error) => {
+                assert!(error.is_unsupported() && error.context_value("why").is_some(), "{row}: {error}");
+                act();
+                "refused"
+            }
+            Ok(subscription) => {
+                recorder.clear();
+                tell(here);
+                act();
+                // The call has come back, so that its event was read, if there is one; it is told once no gate is closed.
+                while recorder.gates.load(SeqCst) != 0 {
+                    thread::yield_now();
+                }
+                monitor.unsubscribe(subscription);
+                let about = recorder.about(here);
+                let how = |sought| about.iter().any(|(_, how)| *how == sought);
+                if about.iter().any(|(cause, _)| *cause == Cause::Application) {
+                    "told"
+                } else if how(How::Begun) && how(How::Ended) {
+                    "before"
+                } else if how(How::Told) {
+                    "event"
+                } else {
+                    "unseen"
+                }
+            }
+        };
+        if seen != expected[index] {
+            wrong.push(format!("{row} under {name}: documented {}, seen {seen}", expected[index]));
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+fn mon_01_memhooks() {
+    column("memhooks", &*MemHooks::start().unwrap(), &|_| {});
+}
+
+fn mon_01_userfaultfd() {
+    column("userfaultfd", &*UserFaultFd::start().unwrap(), &|_| {});
+}
+
+fn mon_01_memhooks_and_userfaultfd() {
+    let monitor = Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
+    column("memhooks+userfaultfd", &*monitor, &|_| {});
+    // The segment, which the kernel does not watch.
+    assert_eq!(monitor.without_net(), 1);
+    assert!(monitor.why_without_net().unwrap().contains("System V"));
+}
+
+/// Watches whatever it is asked to.
+#[derive(Debug)]
+struct Anything;
+
+impl Watcher for Anything {
+    fn subscribe(&self, _: AddressRange) -> Result<()> {
+        Ok(())
+    }
+
+    fn unsubscribe(&self, _: AddressRange) {}
+}
+
+fn mon_01_import() {
+    let monitor = Import::new(Arc::new(Anything)).unwrap();
+    column("import", &*monitor, &|range| monitor.invalidate(range));
+}
