@@ -4,10 +4,14 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use hmem_core::{
     Domain, DomainAttr, Error, ErrorKind, Iface, IfaceKind, Registry, Result,
+    monitor::Monitor,
     path::PathDecider,
     provider::{Provider, ProviderAttr},
 };
-use hmem_iface_system::System;
+use hmem_iface_system::{
+    System,
+    monitor::{MonitorKind, SystemMonitor},
+};
 use hmem_p2p::path::{ExplainRequest, Explanation, Paths};
 
 use crate::env;
@@ -20,6 +24,7 @@ pub struct Hmem {
     absent_providers: Vec<(&'static str, Error)>,
     paths: Arc<Paths>,
     p2p_disabled: bool,
+    system: Arc<System>,
 }
 
 /// Builds a [`Hmem`].
@@ -31,6 +36,14 @@ pub struct Builder {
     filter: Option<String>,
     disable_p2p: Option<bool>,
     skip_vendors: bool,
+    cache_monitor: Option<CacheMonitor>,
+}
+
+/// What the application said about the monitor of host memory.
+#[derive(Debug)]
+enum CacheMonitor {
+    Kind(MonitorKind),
+    Imported(Arc<dyn Monitor>),
 }
 
 impl Hmem {
@@ -59,6 +72,13 @@ impl Hmem {
     #[must_use]
     pub fn p2p_disabled(&self) -> bool {
         self.p2p_disabled
+    }
+
+    /// What notices that host memory went under a cached registration, and why that was picked. Starts it, if nothing
+    /// did so before.
+    #[must_use]
+    pub fn cache_monitor(&self) -> &SystemMonitor {
+        self.system.cache_monitor()
     }
 
     /// The providers that were added.
@@ -202,6 +222,21 @@ impl Builder {
         self
     }
 
+    /// Watches host memory by this monitor; overrides `FI_MR_CACHE_MONITOR`. Without either it is
+    /// [`MonitorKind::Auto`], started when it is first needed.
+    #[must_use]
+    pub fn cache_monitor(mut self, kind: MonitorKind) -> Self {
+        self.cache_monitor = Some(CacheMonitor::Kind(kind));
+        self
+    }
+
+    /// Watches host memory by the application's own monitor, [`hmem_iface_system::monitor::Import`] for one.
+    #[must_use]
+    pub fn imported_cache_monitor(mut self, monitor: Arc<dyn Monitor>) -> Self {
+        self.cache_monitor = Some(CacheMonitor::Imported(monitor));
+        self
+    }
+
     /// Leaves the vendor ifaces unstarted, so that no vendor library is loaded into the process.
     #[must_use]
     pub fn without_vendor_ifaces(mut self) -> Self {
@@ -215,7 +250,7 @@ impl Builder {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for an unknown name in the filter, an environment variable that cannot be read, or a kind
-    /// or provider name that was added twice.
+    /// or provider name that was added twice. Why a cache monitor that was asked for by name does not work here.
     pub fn build(self) -> Result<Hmem> {
         let filter = match self.filter {
             Some(names) => Some(Filter::parse(&names, &self.plug_ins)?),
@@ -229,7 +264,8 @@ impl Builder {
             None => env::boolean(env::DISABLE_P2P)?.unwrap_or(false),
         };
         let mut registry = Registry::new();
-        registry.add(Arc::new(System::new()))?;
+        let system = Arc::new(system(self.cache_monitor)?);
+        registry.add(Arc::<System>::clone(&system))?;
         for (kind, start) in VENDORS {
             if self.skip_vendors {
                 registry.add_absent(kind, left_out(kind, "the builder left vendor ifaces unstarted"));
@@ -266,7 +302,27 @@ impl Builder {
             absent_providers: self.absent_providers,
             paths: Arc::new(Paths::new().disable_p2p(disable_p2p)),
             p2p_disabled: disable_p2p,
+            system,
         })
+    }
+}
+
+/// Host memory with the monitor that was asked for. `Auto` waits until it is needed.
+fn system(asked: Option<CacheMonitor>) -> Result<System> {
+    let kind = match asked {
+        Some(CacheMonitor::Imported(monitor)) => {
+            return Ok(System::new().with_monitor(SystemMonitor::imported(monitor)));
+        }
+        Some(CacheMonitor::Kind(kind)) => kind,
+        None => env::text(env::CACHE_MONITOR)?
+            .map(|name| name.parse::<MonitorKind>())
+            .transpose()
+            .map_err(|error| error.context("variable", env::CACHE_MONITOR))?
+            .unwrap_or_default(),
+    };
+    match kind {
+        MonitorKind::Auto => Ok(System::new()),
+        named => Ok(System::new().with_monitor(SystemMonitor::start(named)?)),
     }
 }
 

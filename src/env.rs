@@ -6,6 +6,8 @@ use hmem_core::{Error, ErrorKind, Result};
 pub(crate) const HMEM: &str = "FI_HMEM";
 /// Whether device memory is kept from every NIC.
 pub(crate) const DISABLE_P2P: &str = "FI_HMEM_DISABLE_P2P";
+/// What notices that host memory went under a cached registration.
+pub(crate) const CACHE_MONITOR: &str = "FI_MR_CACHE_MONITOR";
 
 /// A variable's text, if it is set and not empty.
 pub(crate) fn text(name: &'static str) -> Result<Option<String>> {

@@ -8,7 +8,8 @@
 //! # Things this library does not do
 //!
 //! It picks no provider by itself (the software NIC is opt-in, never a substitute for hardware), keeps no process-wide
-//! state, starts no thread before an event queue, a progress thread or a copy engine is asked for, and prints nothing: it
+//! state but what a cache monitor patches or opens (which `info` names), starts no thread before an event queue, a
+//! progress thread, a copy engine or a cache monitor is asked for, and prints nothing: it
 //! logs through `tracing`.
 
 #![deny(unsafe_code)]

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 fn hmem(arguments: &[&str], environment: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_hmem"));
-    for name in ["FI_HMEM", "FI_HMEM_DISABLE_P2P", "NO_COLOR", "CLICOLOR_FORCE"] {
+    for name in ["FI_HMEM", "FI_HMEM_DISABLE_P2P", "FI_MR_CACHE_MONITOR", "NO_COLOR", "CLICOLOR_FORCE"] {
         command.env_remove(name);
     }
     command.args(arguments).envs(environment.iter().copied()).output().expect("the binary runs")
@@ -48,7 +48,7 @@ fn refused(output: &Output, words: &[&str]) {
     }
 }
 
-/// A field's type: `s`tring, `n`umber, `b`oolean, `a`rray; `?` for "or null".
+/// A field's type: `s`tring, `n`umber, `b`oolean, `a`rray, `o`bject; `?` for "or null".
 fn is_of(value: &Value, kind: &str) -> bool {
     match kind.as_bytes() {
         [_, b'?'] if value.is_null() => true,
@@ -56,6 +56,7 @@ fn is_of(value: &Value, kind: &str) -> bool {
         [b'n', ..] => value.is_number(),
         [b'b', ..] => value.is_boolean(),
         [b'a', ..] => value.is_array(),
+        [b'o', ..] => value.is_object(),
         _ => unreachable!("unknown kind {kind}"),
     }
 }
@@ -102,6 +103,41 @@ fn info_lists_ifaces_devices_nics_and_paths_with_reasons() {
     }
 }
 
+/// MON-04: in text and in JSON, chosen, asked for, or refused by name.
+#[test]
+fn mon_04_info_says_which_cache_monitor_and_why() {
+    let text = |output: &Output| stdout(output).split_whitespace().collect::<Vec<_>>().join(" ");
+    let output = hmem(&["info"], &[]);
+    ended(&output, 0);
+    let said = text(&output);
+    assert!(said.contains("Cache monitor of host memory"), "{said}");
+    assert!(said.contains("tried memhooks:") && said.contains("tried userfaultfd:"), "{said}");
+
+    let document = json(&hmem(&["info", "--json"], &[]));
+    let monitor = &document["cache_monitor"];
+    assert_eq!(monitor["requested"], "auto");
+    let passed = list(monitor, "tried").iter().filter(|tried| tried["refused"].is_null());
+    let passed: Vec<_> = passed.map(|tried| tried["name"].as_str().expect("a name")).collect();
+    let expected = if passed.is_empty() { "none".to_owned() } else { passed.join("+") };
+    assert_eq!(monitor["name"], expected.as_str(), "{monitor}");
+
+    for (asked, name) in [("disabled", "disabled"), ("uffd", "userfaultfd"), ("MemHooks", "memhooks")] {
+        let output = hmem(&["info", "--json"], &[("FI_MR_CACHE_MONITOR", asked)]);
+        if output.status.success() {
+            let document = json(&output);
+            assert_eq!(document["cache_monitor"]["name"], name);
+            assert_eq!(document["cache_monitor"]["requested"], name);
+            assert!(document["cache_monitor"]["why"].as_str().is_some_and(|why| why.contains("asked for")));
+        } else {
+            // Not here: an error, never another monitor.
+            refused(&output, &[name]);
+        }
+    }
+    let unknown = hmem(&["info"], &[("FI_MR_CACHE_MONITOR", "kdreg2")]);
+    refused(&unknown, &["FI_MR_CACHE_MONITOR", "kdreg2", "memhooks", "userfaultfd", "import", "disabled"]);
+    refused(&hmem(&["info"], &[("FI_MR_CACHE_MONITOR", "import")]), &["import", "Import::new"]);
+}
+
 /// DIAG-01, HM-04
 #[test]
 fn info_json_is_what_the_schema_document_says() {
@@ -109,9 +145,16 @@ fn info_json_is_what_the_schema_document_says() {
     ended(&output, 0);
     let document = json(&output);
     let arrays = ["ifaces", "devices", "providers", "p2p", "absent"];
-    let fields = [("schema", "n"), ("version", "s")].into_iter().chain(arrays.map(|name| (name, "a")));
+    let fields = [("schema", "n"), ("version", "s"), ("cache_monitor", "o")]
+        .into_iter()
+        .chain(arrays.map(|name| (name, "a")));
     matches(&document, &fields.collect::<Vec<_>>());
     assert_eq!(document["schema"], 1);
+    let monitor = &document["cache_monitor"];
+    matches(monitor, &[("requested", "s"), ("name", "s"), ("why", "s"), ("limits", "s"), ("tried", "a")]);
+    for tried in list(monitor, "tried") {
+        matches(tried, &[("name", "s"), ("refused", "s?"), ("remedy", "s?")]);
+    }
     for iface in list(&document, "ifaces") {
         matches(
             iface,

@@ -1,7 +1,8 @@
 //! The system calls of this crate: mappings, memory files, dma-bufs made of them, positioned reads and writes.
 //!
 //! rustix where it has the call; libc for leases and for reads and writes by raw address, since no reference
-//! may be formed to bytes that a NIC or another process may write meanwhile.
+//! may be formed to bytes that a NIC or another process may write meanwhile. libc, too, for what takes memory away:
+//! its functions are what cache monitors hook, and rustix makes raw system calls.
 
 use std::{
     ffi::c_void,
@@ -14,7 +15,7 @@ use rustix::{
     fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags},
     io::Errno as OsErrno,
     ioctl::{Ioctl, IoctlOutput, Opcode, opcode},
-    mm::{Advice, MapFlags, ProtFlags},
+    mm::{MapFlags, ProtFlags},
 };
 
 /// `asm-generic/fcntl.h`; libc has it for some targets only.
@@ -96,35 +97,34 @@ impl Mapping {
         self.as_ptr().wrapping_add(offset.expect("the offset was checked against the mapping's length"))
     }
 
-    /// Replaces `len` bytes at `offset` of this reservation by a shared mapping of `fd` from `file_offset`.
+    /// Replaces `len` bytes at `offset` of this reservation by a shared mapping of `fd` from `in_file`.
     pub(crate) fn place_shared(
         &self,
         offset: u64,
         len: usize,
         fd: BorrowedFd<'_>,
-        file_offset: u64,
+        in_file: u64,
     ) -> Result<(), OsErrno> {
-        let prot = ProtFlags::READ | ProtFlags::WRITE;
         let at = self.inside(offset, len)?;
+        let offset = file_offset(in_file);
+        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
         // SAFETY: `inside` has checked that the fixed range lies in this mapping, which nobody else maps into.
-        unsafe { rustix::mm::mmap(at, len, prot, MapFlags::SHARED | MapFlags::FIXED, fd, file_offset)? };
-        Ok(())
+        placed(unsafe { libc::mmap(at, len, prot, flags, fd.as_raw_fd(), offset) })
     }
 
     /// Takes access and memory of `len` bytes at `offset` away again.
     pub(crate) fn place_nothing(&self, offset: u64, len: usize) -> Result<(), OsErrno> {
-        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
         let at = self.inside(offset, len)?;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
         // SAFETY: `inside` has checked that the fixed range lies in this mapping; the caller frees what was there.
-        unsafe { rustix::mm::mmap_anonymous(at, len, ProtFlags::empty(), flags)? };
-        Ok(())
+        placed(unsafe { libc::mmap(at, len, libc::PROT_NONE, flags, -1, 0) })
     }
 
     /// Gives the memory of private zeroes back; they read as zero again.
     pub(crate) fn discard(&self, offset: u64, len: usize) -> Result<(), OsErrno> {
         let at = self.inside(offset, len)?;
         // SAFETY: the range lies in this mapping and its users accept zeroes (atomics that mean "nothing").
-        unsafe { rustix::mm::madvise(at, len, Advice::LinuxDontNeed) }
+        done(unsafe { libc::madvise(at, len, libc::MADV_DONTNEED) })
     }
 
     fn inside(&self, offset: u64, len: usize) -> Result<*mut c_void, OsErrno> {
@@ -136,10 +136,22 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: the range was mapped by this value, and whoever drops it has no use for it any longer.
-        if let Err(errno) = unsafe { rustix::mm::munmap(self.as_ptr().cast(), self.len) } {
+        if let Err(errno) = done(unsafe { libc::munmap(self.as_ptr().cast(), self.len) }) {
             tracing::error!(%errno, address = %self.address(), len = self.len, "munmap failed");
         }
     }
+}
+
+fn done(result: libc::c_int) -> Result<(), OsErrno> {
+    if result == 0 { Ok(()) } else { Err(last_errno()) }
+}
+
+fn placed(at: *mut c_void) -> Result<(), OsErrno> {
+    if at == libc::MAP_FAILED { Err(last_errno()) } else { Ok(()) }
+}
+
+fn last_errno() -> OsErrno {
+    OsErrno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(OsErrno::IO)
 }
 
 /// Creates a memory file of a fixed size: sealed against shrinking (udmabuf insists on it), growing, and

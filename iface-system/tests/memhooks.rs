@@ -18,10 +18,14 @@ use std::{
 };
 
 use hmem_core::{
-    AddressRange, ErrorKind,
+    AddressRange, AllocationKind, DeviceId, ErrorKind, Iface,
+    iface::AllocRequest,
     monitor::{Cause, Change, Invalidator, Monitor},
 };
-use hmem_iface_system::monitor::{MemHooks, UserFaultFd};
+use hmem_iface_system::{
+    System,
+    monitor::{MemHooks, MonitorKind, SystemMonitor, UserFaultFd},
+};
 use monitors::*;
 
 cases! {
@@ -40,7 +44,8 @@ cases! {
     mon_06_a_forked_child_is_disarmed_and_the_parent_undisturbed,
     mon_06_forks_while_other_threads_subscribe_do_not_deadlock,
     more_invalidators_than_slots_are_refused,
-    files_are_refused_with_the_reason;
+    files_are_refused_with_the_reason,
+    the_system_ifaces_own_frees_are_told;
     slow: mon_03_threads_run_the_functions_while_they_are_patched_many_times,
 }
 
@@ -722,4 +727,19 @@ fn files_are_refused_with_the_reason() {
     assert!(refused(block, 2 * page).is_unsupported(), "a file behind the second page");
     unmap(block, page);
     assert_eq!(refused(block, page).kind(), ErrorKind::BadAddress);
+}
+
+/// rustix, which the iface uses otherwise, makes raw system calls.
+fn the_system_ifaces_own_frees_are_told() {
+    let monitor = MemHooks::start().unwrap();
+    let system = System::new().with_monitor(SystemMonitor::start(MonitorKind::MemHooks).unwrap());
+    assert_eq!(system.monitor().unwrap().name(), "memhooks");
+    let request = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::System };
+    let memory = system.allocate(&request).unwrap();
+    let recorder = Recorder::new();
+    let subscription = monitor.subscribe(memory.range, Arc::<Recorder>::clone(&recorder)).unwrap();
+    // SAFETY: nobody uses the memory.
+    unsafe { system.free(&memory) }.unwrap();
+    assert_eq!(recorder.about(memory.range), [(Cause::Unmap, How::Begun), (Cause::Unmap, How::Ended)]);
+    monitor.unsubscribe(subscription);
 }

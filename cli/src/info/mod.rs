@@ -31,6 +31,8 @@ pub struct Inventory {
     pub providers: Vec<NicEntry>,
     /// From memory to NIC.
     pub p2p: Vec<P2pEntry>,
+    /// What notices that host memory went under a cached registration.
+    pub cache_monitor: CacheMonitorEntry,
     /// Providers and NICs that are not here, and what could not be listed.
     pub absent: Vec<Skipped>,
 }
@@ -52,6 +54,32 @@ pub struct IfaceEntry {
     pub remedy: Option<String>,
     /// What it can do.
     pub capability: Vec<&'static str>,
+}
+
+/// The monitor of host memory.
+#[derive(Debug, Serialize)]
+pub struct CacheMonitorEntry {
+    /// What was asked for.
+    pub requested: &'static str,
+    /// What is used.
+    pub name: &'static str,
+    /// Why that one.
+    pub why: String,
+    /// What it does not notice.
+    pub limits: &'static str,
+    /// What was tried, in order.
+    pub tried: Vec<TriedMonitor>,
+}
+
+/// A monitor that was tried.
+#[derive(Debug, Serialize)]
+pub struct TriedMonitor {
+    /// Its name.
+    pub name: &'static str,
+    /// Why it was not taken; null if it passed its test.
+    pub refused: Option<String>,
+    /// What would make it work.
+    pub remedy: Option<String>,
 }
 
 /// One device.
@@ -145,6 +173,7 @@ pub fn inventory(machine: &Machine) -> Inventory {
         version: env!("CARGO_PKG_VERSION"),
         ifaces: ifaces(machine),
         p2p: p2p(machine, &devices),
+        cache_monitor: cache_monitor(machine),
         devices,
         providers: machine.nics.iter().map(nic).collect(),
         absent,
@@ -177,6 +206,21 @@ fn ifaces(machine: &Machine) -> Vec<IfaceEntry> {
     let mut ifaces: Vec<_> = present.chain(absent).collect();
     ifaces.sort_by_key(|iface| iface.kind);
     ifaces
+}
+
+fn cache_monitor(machine: &Machine) -> CacheMonitorEntry {
+    let choice = machine.hmem.cache_monitor().choice();
+    let tried = choice.tried.iter().map(|tried| {
+        let (refused, remedy) = tried.refused.as_ref().map(reason_and_remedy).unzip();
+        TriedMonitor { name: tried.name, refused, remedy: remedy.flatten() }
+    });
+    CacheMonitorEntry {
+        requested: choice.requested.name(),
+        name: choice.name,
+        why: choice.why.clone(),
+        limits: choice.limits,
+        tried: tried.collect(),
+    }
 }
 
 fn capability(can: Capability) -> Vec<&'static str> {

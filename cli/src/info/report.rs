@@ -7,7 +7,7 @@ use std::{
 
 use comfy_table::Cell;
 
-use super::{IfaceEntry, Inventory, NicEntry, P2pEntry};
+use super::{CacheMonitorEntry, IfaceEntry, Inventory, NicEntry, P2pEntry};
 use crate::table::{Style, Tone, bytes, some};
 
 /// Prints the inventory for a person.
@@ -19,6 +19,7 @@ pub fn text(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Res
     devices(out, inventory, style)?;
     nics(out, &inventory.providers, style)?;
     p2p(out, &inventory.p2p, style)?;
+    cache_monitor(out, &inventory.cache_monitor, style)?;
     if !inventory.absent.is_empty() {
         style.heading(out, "Not here")?;
         for absent in &inventory.absent {
@@ -47,6 +48,22 @@ fn ifaces(out: &mut dyn Write, ifaces: &[IfaceEntry], style: Style) -> io::Resul
         table.add_row([Cell::new(&iface.name), style.number(kind), state, tone]);
     }
     style.print(out, &table)
+}
+
+fn cache_monitor(out: &mut dyn Write, monitor: &CacheMonitorEntry, style: Style) -> io::Result<()> {
+    style.heading(out, "Cache monitor of host memory")?;
+    let asked = if monitor.requested == monitor.name { "" } else { ", picked" };
+    style.item(out, &format!("{}{asked}:", monitor.name), &monitor.why)?;
+    style.item(out, "limits:", monitor.limits)?;
+    for tried in &monitor.tried {
+        let verdict = match (&tried.refused, &tried.remedy) {
+            (None, _) => "passed its test".to_owned(),
+            (Some(refused), Some(remedy)) => format!("refused: {refused} -> {remedy}"),
+            (Some(refused), None) => format!("refused: {refused}"),
+        };
+        style.item(out, &format!("tried {}:", tried.name), &verdict)?;
+    }
+    writeln!(out)
 }
 
 fn devices(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Result<()> {

@@ -13,7 +13,7 @@ use hmem_core::{
     provider::Nic,
 };
 
-use super::{System, monitor};
+use super::System;
 
 fn unsupported(operation: &'static str, remedy: &'static str) -> Error {
     Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::SYSTEM).remedy(remedy)
@@ -119,6 +119,6 @@ impl Iface for System {
     }
 
     fn monitor(&self) -> Result<Arc<dyn Monitor>> {
-        monitor::monitor()
+        self.watched_by()
     }
 }

@@ -14,14 +14,18 @@ mod memfd;
 mod memory;
 mod monitor;
 
-use std::{collections::BTreeMap, fmt, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    fmt,
+    sync::{Arc, OnceLock},
+};
 
 use hmem_core::{Allocation, Result};
 use parking_lot::RwLock;
 
 pub use self::memfd::MemFd;
 use self::memory::Record;
-use crate::sys::Udmabuf;
+use crate::{monitor::SystemMonitor, sys::Udmabuf};
 
 /// The system iface: host memory.
 ///
@@ -45,6 +49,7 @@ pub struct System {
     book: RwLock<Book>,
     /// Why there are none, where there are none.
     udmabuf: Result<Udmabuf>,
+    monitor: OnceLock<SystemMonitor>,
 }
 
 #[derive(Debug)]
@@ -57,7 +62,11 @@ impl System {
     /// The iface. Its exports are genuine dma-bufs where `/dev/udmabuf` can be opened.
     #[must_use]
     pub fn new() -> Self {
-        Self { book: RwLock::new(Book { next_id: 1, by_start: BTreeMap::new() }), udmabuf: Udmabuf::open() }
+        Self {
+            book: RwLock::new(Book { next_id: 1, by_start: BTreeMap::new() }),
+            udmabuf: Udmabuf::open(),
+            monitor: OnceLock::new(),
+        }
     }
 
     /// What it allocated, or opened, and did not free, in address order.
@@ -78,6 +87,7 @@ impl fmt::Debug for System {
         f.debug_struct("System")
             .field("live", &self.book.read().by_start.len())
             .field("udmabuf", &self.udmabuf.is_ok())
+            .field("monitor", &self.monitor.get().map(|monitor| monitor.choice().name))
             .finish()
     }
 }

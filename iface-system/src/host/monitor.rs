@@ -1,12 +1,26 @@
-//! What notices that host memory was unmapped: nothing in this crate yet.
+//! What notices that host memory went: started when it is first asked for, since it may patch the C library.
 
 use std::sync::Arc;
 
-use hmem_core::{Error, ErrorKind, IfaceKind, Result, monitor::Monitor};
+use hmem_core::{Result, monitor::Monitor};
 
-/// The reason that there is none.
-pub(super) fn monitor() -> Result<Arc<dyn Monitor>> {
-    Err(Error::new(ErrorKind::Unsupported, "monitor")
-        .iface(IfaceKind::SYSTEM)
-        .remedy("host memory is unmapped behind this iface's back: pass a system monitor to the cache"))
+use super::System;
+use crate::monitor::SystemMonitor;
+
+impl System {
+    /// Uses this monitor instead of the one that [`MonitorKind::Auto`](crate::monitor::MonitorKind::Auto) picks.
+    #[must_use]
+    pub fn with_monitor(mut self, monitor: SystemMonitor) -> Self {
+        self.monitor = monitor.into();
+        self
+    }
+
+    /// The monitor of host memory, with the reasons for it. Starts it if it was not started.
+    pub fn cache_monitor(&self) -> &SystemMonitor {
+        self.monitor.get_or_init(SystemMonitor::auto)
+    }
+
+    pub(super) fn watched_by(&self) -> Result<Arc<dyn Monitor>> {
+        self.cache_monitor().monitor()
+    }
 }

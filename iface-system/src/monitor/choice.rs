@@ -195,7 +195,7 @@ impl SystemMonitor {
         Self { monitor: Some(monitor), choice }
     }
 
-    fn auto() -> Self {
+    pub(crate) fn auto() -> Self {
         Self::best(MemHooks::start(), UserFaultFd::start())
     }
 
