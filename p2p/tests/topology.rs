@@ -6,8 +6,11 @@ mod topology_machines;
 use std::{fs, io::Read};
 
 use flate2::read::GzDecoder;
-use hmem_core::ErrorKind;
-use hmem_p2p::topology::{Acs, BusId, Distance, IommuMode, Port, Redirection, Role, Setting, Topology};
+use hmem_core::{ErrorKind, provider::Nic};
+use hmem_p2p::{
+    path::{FactSource, ThisMachine},
+    topology::{Acs, BusId, Distance, IommuMode, Port, Redirection, Role, Setting, Topology},
+};
 use topology_machines::{Folder, SECRETS, SERIAL, fixtures, make, recording};
 
 const MACHINES: [&str; 6] = ["dgx-a100", "hgx-h100", "two-socket-acs", "switch-acs", "cloud-vm", "laptop"];
@@ -215,6 +218,29 @@ fn p2p_05_ports_that_redirect_are_named() {
     assert_eq!(ports.last().unwrap(), "0000:0c:00.0");
     assert!(ports.contains(&"0000:01:00.0 (switch-upstream)".to_owned()), "{ports:?}");
     assert!(!ports.iter().any(|port| port.contains("host-bridge")), "{ports:?}");
+}
+
+/// DIAG-03: the facts that causes are told apart by know what ACS does between the two.
+#[test]
+fn diag_03_the_facts_of_a_refusal_know_about_acs() {
+    let nic = |id: &str| Nic { provider: "verbs".into(), name: "x".into(), pci_bus_id: Some(id.into()) };
+    let machine = make("switch-acs");
+    let here = ThisMachine::below(machine.path());
+    let facts = here.facts(Some("0000:3d:00.0"), &nic("0000:3f:00.0"));
+    assert_eq!((facts.acs_redirects, facts.iommu_translates), (Some(true), Some(true)));
+    assert_eq!(here.facts(Some("0000:1a:00.0"), &nic("0000:3f:00.0")).acs_redirects, Some(false));
+    assert_eq!(here.facts(Some("0000:ee:00.0"), &nic("0000:3f:00.0")).acs_redirects, None);
+    assert_eq!(here.facts(None, &nic("nowhere")).acs_redirects, None);
+    let config = machine.path().join("sys/bus/pci/devices/0000:3c:0c.0/config");
+    fs::write(&config, &fs::read(&config).unwrap()[..64]).unwrap();
+    assert_eq!(
+        here.facts(Some("0000:3d:00.0"), &nic("0000:3f:00.0")).acs_redirects,
+        Some(true),
+        "one is enough"
+    );
+    let config = machine.path().join("sys/bus/pci/devices/0000:3c:04.0/config");
+    fs::write(&config, &fs::read(&config).unwrap()[..64]).unwrap();
+    assert_eq!(here.facts(Some("0000:3d:00.0"), &nic("0000:3f:00.0")).acs_redirects, None, "not known");
 }
 
 /// P2P-05, DIAG-03: BARs, links, modules and kernel options, as far as a cause can lie in them.

@@ -10,6 +10,8 @@ use std::{
 
 use hmem_core::provider::Nic;
 
+use crate::topology::Topology;
+
 /// Facts about a machine, each `None` (or empty) where it could not be found out.
 ///
 /// ```
@@ -58,7 +60,7 @@ pub trait FactSource: fmt::Debug + Send + Sync {
     fn facts(&self, device: Option<&str>, nic: &Nic) -> Facts;
 }
 
-/// The machine that this runs on, by procfs and sysfs. Says nothing about ACS, which takes the whole PCIe tree.
+/// The machine that this runs on, by procfs and sysfs.
 #[derive(Clone, Debug)]
 pub struct ThisMachine {
     root: PathBuf,
@@ -102,6 +104,11 @@ impl ThisMachine {
         Some(group.trim() != "identity")
     }
 
+    fn acs_redirects(&self, device: Option<&str>, nic: &Nic) -> Option<bool> {
+        let id = |text: Option<&str>| text?.parse().ok();
+        Topology::redirects_below(&self.root, id(device)?, id(nic.pci_bus_id.as_deref())?)
+    }
+
     fn bar(&self, bus_id: &str) -> Option<u64> {
         let resources = self.text(format!("sys/bus/pci/devices/{bus_id}/resource"))?;
         // Six BARs come first, a line each: first address, last address, flags.
@@ -129,7 +136,7 @@ impl FactSource for ThisMachine {
                 .map(|text| text.contains("Open Kernel Module")),
             memlock: self.text("proc/self/limits").and_then(|text| limit(&text, "Max locked memory")),
             iommu_translates: translates.reduce(|one, other| one || other),
-            acs_redirects: None,
+            acs_redirects: self.acs_redirects(device, nic),
             bar: device.and_then(|bus_id| self.bar(bus_id)),
         }
     }

@@ -1,10 +1,11 @@
 //! PCI functions: what one is, what it is plugged into, and how fast its link runs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, btree_map::Entry};
 
 use hmem_core::Result;
 
 use super::{
+    bars::{self, Bar},
     bus_id::{BusId, RootBus},
     config_space::{self, Acs, ConfigSpace, Port},
     source::{Contents, Source},
@@ -12,9 +13,6 @@ use super::{
 
 /// Bridges between a device and its host bridge. Real machines have fewer than ten.
 const DEEPEST: usize = 64;
-/// A base address register cannot size more: addresses have 64 bits, and no bus has more than 52 of them.
-const LARGEST_BAR: u64 = 1 << 52;
-
 /// A PCI function.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -68,21 +66,6 @@ impl Link {
         let less = |now: Option<f32>, most: Option<f32>| now.zip(most).is_some_and(|(now, most)| now < most);
         less(self.speed, self.max_speed) || less(self.width.map(f32::from), self.max_width.map(f32::from))
     }
-}
-
-/// A base address register.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Bar {
-    /// Its number, 0 to 5; 6 is the expansion ROM.
-    pub index: u8,
-    /// Bytes behind it.
-    pub size: u64,
-    /// Whether it is memory, and not I/O ports.
-    pub memory: bool,
-    /// Whether it has 64-bit addresses.
-    pub wide: bool,
-    /// Whether it can be prefetched.
-    pub prefetchable: bool,
 }
 
 /// What a device is to this library.
@@ -185,29 +168,58 @@ pub(super) fn place(path: &str) -> Option<Place> {
     (!functions.is_empty()).then_some(Place { root, functions, path })
 }
 
+/// The links to every PCI function.
+const FOLDER: &str = "sys/bus/pci/devices";
+
 /// Reads every PCI function.
 pub(super) fn read_all(source: &Source) -> Result<BTreeMap<BusId, PciDevice>> {
-    const FOLDER: &str = "sys/bus/pci/devices";
     let mut devices = BTreeMap::new();
     for name in source.names(FOLDER)?.unwrap_or_default() {
         let path = format!("{FOLDER}/{name}");
         let Some(id) = BusId::read(&name) else {
             return Err(source.malformed(&path, "not the address of a PCI function"));
         };
-        let target = source.link(&path)?.ok_or_else(|| source.malformed(&path, "not a link to a device"))?;
-        let Some(place) = place(&target) else {
-            return Err(
-                source.malformed(&path, format_args!("a link to no place in a PCI tree: {target:.200}"))
-            );
-        };
-        if place.functions.last() != Some(&id) || place.path != target {
-            return Err(source.malformed(&path, format_args!("a link to another device: {target:.200}")));
-        }
-        if place.functions.len() > DEEPEST {
-            return Err(source.malformed(&path, format_args!("more than {DEEPEST} bridges above the device")));
-        }
+        let place = place_of(source, id)?;
         devices.insert(id, read(source, id, place)?);
     }
+    check_bridges(source, &devices)?;
+    infer_ports(&mut devices);
+    Ok(devices)
+}
+
+/// Reads these PCI functions and the bridges above them.
+pub(super) fn read_with_bridges(source: &Source, wanted: &[BusId]) -> Result<BTreeMap<BusId, PciDevice>> {
+    let mut devices = BTreeMap::new();
+    for id in wanted {
+        for id in place_of(source, *id)?.functions {
+            if let Entry::Vacant(entry) = devices.entry(id) {
+                entry.insert(read(source, id, place_of(source, id)?)?);
+            }
+        }
+    }
+    check_bridges(source, &devices)?;
+    infer_ports(&mut devices);
+    Ok(devices)
+}
+
+/// Where the link to a function leads.
+fn place_of(source: &Source, id: BusId) -> Result<Place> {
+    let path = format!("{FOLDER}/{id}");
+    let target = source.link(&path)?.ok_or_else(|| source.malformed(&path, "not a link to a device"))?;
+    let Some(place) = place(&target) else {
+        return Err(source.malformed(&path, format_args!("a link to no place in a PCI tree: {target:.200}")));
+    };
+    if place.functions.last() != Some(&id) || place.path != target {
+        return Err(source.malformed(&path, format_args!("a link to another device: {target:.200}")));
+    }
+    if place.functions.len() > DEEPEST {
+        return Err(source.malformed(&path, format_args!("more than {DEEPEST} bridges above the device")));
+    }
+    Ok(place)
+}
+
+/// Whether each bridge is where the devices below it have it.
+fn check_bridges(source: &Source, devices: &BTreeMap<BusId, PciDevice>) -> Result<()> {
     for device in devices.values() {
         let path = format!("{FOLDER}/{}", device.bus_id);
         for (depth, bridge) in device.bridges.iter().enumerate() {
@@ -220,8 +232,7 @@ pub(super) fn read_all(source: &Source) -> Result<BTreeMap<BusId, PciDevice>> {
             }
         }
     }
-    infer_ports(&mut devices);
-    Ok(devices)
+    Ok(())
 }
 
 /// What configuration space does not tell, the place in the tree does: bridges in turn are root port, upstream port,
@@ -266,7 +277,7 @@ fn read(source: &Source, bus_id: BusId, mut place: Place) -> Result<PciDevice> {
     };
     let resource = at("resource");
     let bars = match source.text(&resource)? {
-        Some(text) => bars(&text).map_err(|problem| source.malformed(&resource, problem))?,
+        Some(text) => bars::read(&text).map_err(|problem| source.malformed(&resource, problem))?,
         None => Vec::new(),
     };
     let last_part = |name: &str| -> Result<Option<String>> {
@@ -367,57 +378,6 @@ fn width(text: &str) -> Result<Option<u8>, String> {
     }
 }
 
-const MEMORY: u64 = 0x200;
-const PORTS: u64 = 0x100;
-const PREFETCH: u64 = 0x2000;
-const WIDE: u64 = 0x10_0000;
-
-/// `resource`: start, end and flags of each register, one a line (`linux/ioport.h`). Lines past the sixth register and
-/// the ROM are windows of bridges.
-fn bars(text: &str) -> Result<Vec<Bar>, String> {
-    let mut bars = Vec::new();
-    for (index, line) in text.lines().take(7).enumerate() {
-        let mut numbers = line.split_whitespace().map(|word| {
-            let digits = word.strip_prefix("0x").unwrap_or("");
-            if digits.starts_with('+') { None } else { u64::from_str_radix(digits, 16).ok() }
-        });
-        let mut next = || numbers.next().flatten().ok_or_else(|| format!("no resource: {line:.60}"));
-        let (start, end, flags) = (next()?, next()?, next()?);
-        if flags & (MEMORY | PORTS) == 0 || end == 0 {
-            continue;
-        }
-        let size = end.checked_sub(start).and_then(|size| size.checked_add(1));
-        let Some(size) = size.filter(|size| *size <= LARGEST_BAR) else {
-            return Err(format!("a register with an impossible range: {line:.60}"));
-        };
-        bars.push(Bar {
-            index: index as u8,
-            size,
-            memory: flags & MEMORY != 0,
-            wide: flags & WIDE != 0,
-            prefetchable: flags & PREFETCH != 0,
-        });
-    }
-    Ok(bars)
-}
-
-/// `resource` with these sizes, and each register at an address that says nothing.
-pub(super) fn write_bars(bars: &[Bar]) -> String {
-    let mut text = String::new();
-    for index in 0..7 {
-        let (start, end, flags) = match bars.iter().find(|bar| bar.index == index) {
-            Some(bar) => {
-                let flag = |set: bool, flag: u64| if set { flag } else { 0 };
-                let kind = if bar.memory { MEMORY } else { PORTS };
-                (bar.size, 2 * bar.size - 1, kind | flag(bar.wide, WIDE) | flag(bar.prefetchable, PREFETCH))
-            }
-            None => (0, 0, 0),
-        };
-        text.push_str(&format!("0x{start:016x} 0x{end:016x} 0x{flags:016x}\n"));
-    }
-    text
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -425,29 +385,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn registers_have_the_size_between_start_and_end() {
-        let text = "0x0000000040000000 0x000000004007ffff 0x0000000000140204\n\
-                    0x0000000000000000 0x0000000000000000 0x0000000000000000\n\
-                    0x0000380000000000 0x000039ffffffffff 0x000000000014220c\n";
-        let bars = bars(text).unwrap();
-        assert_eq!(bars.len(), 2);
-        assert_eq!((bars[0].size, bars[0].wide, bars[0].prefetchable), (512 << 10, true, false));
-        assert_eq!((bars[1].index, bars[1].size, bars[1].prefetchable), (2, 2 << 40, true));
-        assert_eq!(super::bars(&write_bars(&bars)).unwrap(), bars);
-    }
-
-    #[test]
-    fn absurd_registers_links_and_widths_are_refused() {
-        for wrong in [
-            "x",
-            "0x5 0x2 0x200",
-            "0x0 0xffffffffffffffff 0x200",
-            "0x0 0x1",
-            "0x+1 0x2 0x200",
-            "0x0 0x10000000000000000 0x200",
-        ] {
-            assert!(bars(wrong).is_err(), "{wrong}");
-        }
+    fn absurd_links_are_refused() {
         assert_eq!(speed("16.0 GT/s PCIe"), Ok(Some(16.0)));
         assert_eq!(speed("Unknown"), Ok(None));
         assert!(speed("NaN GT/s").is_err() && speed("-1 GT/s").is_err() && speed("fast").is_err());
@@ -469,9 +407,7 @@ mod tests {
     proptest! {
         /// REL-03
         #[test]
-        fn no_text_makes_a_reader_panic(text in ".{0,200}", numbers in "(0x[0-9a-f]{0,17} ?){0,4}\n?") {
-            let _ = bars(&text);
-            let _ = bars(&numbers);
+        fn no_text_makes_a_reader_panic(text in ".{0,200}") {
             let _ = speed(&text);
             let _ = width(&text);
             let _ = place(&text);

@@ -27,6 +27,7 @@
 //! what a hypervisor hides.
 
 mod archive;
+mod bars;
 mod bus_id;
 mod config_space;
 mod device;
@@ -47,9 +48,10 @@ use std::{
 use hmem_core::{Errno, Error, ErrorKind, Result};
 
 pub use self::{
+    bars::Bar,
     bus_id::{BusId, RootBus},
     config_space::{Acs, AcsControl, Port},
-    device::{Bar, Link, PciDevice, Role},
+    device::{Link, PciDevice, Role},
     distance::{Distance, Hop, PciPath, Redirection},
     findings::Finding,
     kernel::{IommuMode, Kernel, MODULES, NvidiaDriver, OPTIONS, PEER_MEMORY, Setting},
@@ -120,6 +122,26 @@ impl Topology {
             host: source.text("proc/sys/kernel/hostname")?,
         };
         Ok(topology)
+    }
+
+    /// Whether ACS redirects what two functions below `root` exchange, by reading them and the bridges above them alone;
+    /// nothing where they, or it, cannot be read.
+    pub(crate) fn redirects_below(root: &Path, one: BusId, other: BusId) -> Option<bool> {
+        let source = Source::Folder { root: root.to_owned(), live: root == Path::new("/") };
+        let devices = device::read_with_bridges(&source, &[one, other]).ok()?;
+        let topology = Self {
+            devices,
+            rdma: Vec::new(),
+            numa: Vec::new(),
+            groups: BTreeMap::new(),
+            kernel: Kernel::default(),
+            host: None,
+        };
+        match topology.path(one, other)?.redirection {
+            Redirection::None => Some(false),
+            Redirection::By(_) => Some(true),
+            Redirection::Unknown(_) => None,
+        }
     }
 
     /// Every PCI function, in the order of their addresses.

@@ -9,9 +9,9 @@ use std::{collections::BTreeMap, io::Write};
 use hmem_core::{Errno, Error, Result};
 
 use super::{
-    Topology, archive,
+    Topology, archive, bars,
     config_space::{self, ConfigSpace},
-    device::{Link, PciDevice, write_bars},
+    device::{Link, PciDevice},
     kernel::{GROUPS, write_nvidia},
     rdma::{self, RdmaDevice},
     source::Entry,
@@ -101,7 +101,7 @@ impl Recording<'_> {
         self.file(&at("device"), &format!("0x{:04x}", device.device));
         self.file(&at("numa_node"), &device.numa_node.map_or("-1".into(), |node| node.to_string()));
         if !device.bars.is_empty() {
-            self.put(&at("resource"), Entry::File(write_bars(&device.bars).into_bytes()));
+            self.put(&at("resource"), Entry::File(bars::write(&device.bars).into_bytes()));
         }
         if let Some(space) = device.space {
             let config = config_space::write(ConfigSpace { acs: device.acs, ..space }, device.is_bridge());

@@ -1,0 +1,112 @@
+//! Base address registers: how much of a device's memory its peers can reach.
+
+/// A base address register cannot size more: addresses have 64 bits, and no bus has more than 52 of them.
+const LARGEST_BAR: u64 = 1 << 52;
+
+/// A base address register.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bar {
+    /// Its number, 0 to 5; 6 is the expansion ROM.
+    pub index: u8,
+    /// Bytes behind it.
+    pub size: u64,
+    /// Whether it is memory, and not I/O ports.
+    pub memory: bool,
+    /// Whether it has 64-bit addresses.
+    pub wide: bool,
+    /// Whether it can be prefetched.
+    pub prefetchable: bool,
+}
+
+const MEMORY: u64 = 0x200;
+const PORTS: u64 = 0x100;
+const PREFETCH: u64 = 0x2000;
+const WIDE: u64 = 0x10_0000;
+
+/// `resource`: start, end and flags of each register, one a line (`linux/ioport.h`). Lines past the sixth register and
+/// the ROM are windows of bridges.
+pub(super) fn read(text: &str) -> Result<Vec<Bar>, String> {
+    let mut bars = Vec::new();
+    for (index, line) in text.lines().take(7).enumerate() {
+        let mut numbers = line.split_whitespace().map(|word| {
+            let digits = word.strip_prefix("0x").unwrap_or("");
+            if digits.starts_with('+') { None } else { u64::from_str_radix(digits, 16).ok() }
+        });
+        let mut next = || numbers.next().flatten().ok_or_else(|| format!("no resource: {line:.60}"));
+        let (start, end, flags) = (next()?, next()?, next()?);
+        if flags & (MEMORY | PORTS) == 0 || end == 0 {
+            continue;
+        }
+        let size = end.checked_sub(start).and_then(|size| size.checked_add(1));
+        let Some(size) = size.filter(|size| *size <= LARGEST_BAR) else {
+            return Err(format!("a register with an impossible range: {line:.60}"));
+        };
+        bars.push(Bar {
+            index: index as u8,
+            size,
+            memory: flags & MEMORY != 0,
+            wide: flags & WIDE != 0,
+            prefetchable: flags & PREFETCH != 0,
+        });
+    }
+    Ok(bars)
+}
+
+/// `resource` with these sizes, and each register at an address that says nothing.
+pub(super) fn write(bars: &[Bar]) -> String {
+    let mut text = String::new();
+    for index in 0..7 {
+        let (start, end, flags) = match bars.iter().find(|bar| bar.index == index) {
+            Some(bar) => {
+                let flag = |set: bool, flag: u64| if set { flag } else { 0 };
+                let kind = if bar.memory { MEMORY } else { PORTS };
+                (bar.size, 2 * bar.size - 1, kind | flag(bar.wide, WIDE) | flag(bar.prefetchable, PREFETCH))
+            }
+            None => (0, 0, 0),
+        };
+        text.push_str(&format!("0x{start:016x} 0x{end:016x} 0x{flags:016x}\n"));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn registers_have_the_size_between_start_and_end() {
+        let text = "0x0000000040000000 0x000000004007ffff 0x0000000000140204\n\
+                    0x0000000000000000 0x0000000000000000 0x0000000000000000\n\
+                    0x0000380000000000 0x000039ffffffffff 0x000000000014220c\n";
+        let bars = read(text).unwrap();
+        assert_eq!(bars.len(), 2);
+        assert_eq!((bars[0].size, bars[0].wide, bars[0].prefetchable), (512 << 10, true, false));
+        assert_eq!((bars[1].index, bars[1].size, bars[1].prefetchable), (2, 2 << 40, true));
+        assert_eq!(read(&write(&bars)).unwrap(), bars);
+    }
+
+    #[test]
+    fn absurd_registers_are_refused() {
+        for wrong in [
+            "x",
+            "0x5 0x2 0x200",
+            "0x0 0xffffffffffffffff 0x200",
+            "0x0 0x1",
+            "0x+1 0x2 0x200",
+            "0x0 0x10000000000000000 0x200",
+        ] {
+            assert!(read(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    proptest! {
+        /// REL-03
+        #[test]
+        fn no_text_makes_the_reader_panic(text in ".{0,200}", numbers in "(0x[0-9a-f]{0,17} ?){0,4}\n?") {
+            let _ = read(&text);
+            let _ = read(&numbers);
+        }
+    }
+}
