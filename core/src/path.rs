@@ -319,4 +319,21 @@ pub trait PathDecider: fmt::Debug + Send + Sync {
         registry: &Registry,
         provider: &dyn ProviderDomain,
     ) -> Result<PathOutcome>;
+
+    /// Decides and registers for several NICs, from one export of each physical segment.
+    ///
+    /// The requests name the same ranges. Outcomes are added to `done` in the order of the requests; on an error it
+    /// holds those that came before, which stay registered until the caller undoes them. Nothing stays exported.
+    ///
+    /// # Safety
+    /// As [`ProviderDomain::register`], for the ranges of each request.
+    ///
+    /// # Errors
+    /// As [`PathDecider::register`], of the NIC that refused.
+    unsafe fn register_on(
+        &self,
+        requests: &[(PathRequest<'_>, &dyn ProviderDomain)],
+        registry: &Registry,
+        done: &mut Vec<PathOutcome>,
+    ) -> Result<()>;
 }

@@ -371,7 +371,7 @@ impl<B: OwnedBuffer> Registered<B> {
 }
 
 /// The parts, once the region has let go of them.
-fn sole<P>(parts: Arc<P>) -> P {
+pub(super) fn sole<P>(parts: Arc<P>) -> P {
     Arc::into_inner(parts).expect("only the region shared the parts, and it was closed or never made")
 }
 

@@ -9,6 +9,7 @@ mod buffer;
 mod collective;
 mod endpoint;
 mod inner;
+mod multi;
 mod owner;
 mod prefault;
 mod region;
@@ -28,6 +29,7 @@ pub use self::{
     attr::{DmaBufAttr, DomainAttr, MrAttr, Prefault, Progress},
     buffer::{DeviceBuffer, OwnedBuffer, RegionSlice, Registered, VecParts},
     endpoint::{Atomic, Endpoint},
+    multi::{MultiRegion, MultiRegistered, regattr_on, register_on},
     prefault::prefault,
     region::{MemoryRegion, RegionState},
     scope::Scoped,

@@ -14,6 +14,7 @@ use crate::{
     event_queue::RegionId,
     path::{PathOutcome, PathRequest},
     provider::{Backing, KeyRequest, Piece, ProviderRegion, RegistrationRequest},
+    registry::Owner,
 };
 
 impl DomainInner {
@@ -140,7 +141,7 @@ impl DomainInner {
     }
 
     #[inline]
-    fn request<'a>(&'a self, inner: &RegionInner, attr: &MrAttr<'a>) -> RegistrationRequest<'a> {
+    pub(super) fn request<'a>(&'a self, inner: &RegionInner, attr: &MrAttr<'a>) -> RegistrationRequest<'a> {
         RegistrationRequest {
             access: attr.access,
             flags: inner.flags(),
@@ -195,6 +196,14 @@ impl DomainInner {
             let region = self.provider.register_sub(parent_region, &registration, offset, len)?;
             return Ok(PathOutcome { region, decision: parent.recorded_decision() });
         }
+        let owner = self.resolve(inner, attr)?;
+        let request = self.path_request(inner, attr, registration, owner);
+        // SAFETY: as in `register_decided`.
+        unsafe { self.decider.register(&request, &self.registry, &*self.provider) }
+    }
+
+    /// Finds out whose memory it is, and touches the pages where that was asked for.
+    pub(super) fn resolve(&self, inner: &RegionInner, attr: &MrAttr<'_>) -> Result<Owner> {
         let ranges = inner.ranges();
         let owner = if attr.dma_buf.is_some() {
             self.claimed_owner(attr, inner.flags())?
@@ -209,15 +218,23 @@ impl DomainInner {
                 prefault::prefault(*range, attr.access.nic_writes(), prefault)?;
             }
         }
-        let request = PathRequest {
+        Ok(owner)
+    }
+
+    pub(super) fn path_request<'a>(
+        &self,
+        inner: &'a RegionInner,
+        attr: &MrAttr<'a>,
+        registration: RegistrationRequest<'a>,
+        owner: Owner,
+    ) -> PathRequest<'a> {
+        PathRequest {
             registration,
-            ranges,
+            ranges: inner.ranges(),
             dma_buf: attr.dma_buf.map(|buffer| (buffer.fd, buffer.offset)),
             owner,
             owned: inner.owns_memory(),
             policy: self.attr.p2p,
-        };
-        // SAFETY: as in `register_decided`.
-        unsafe { self.decider.register(&request, &self.registry, &*self.provider) }
+        }
     }
 }

@@ -20,19 +20,19 @@ pub(super) struct Exports<'a> {
     ranges: &'a [AddressRange],
     segments: Option<Vec<Segment>>,
     sets: Vec<Set>,
+    /// Whether several NICs register from it, so that what one refuses is kept for the next.
+    pub(super) shared: bool,
 }
 
 /// All segments under one mapping.
 struct Set {
     mapping: DmaBufMapping,
     made: Vec<(AddressRange, DmaBufExport)>,
-    /// Whether a NIC holds a registration that was made from it.
-    used: bool,
 }
 
 impl<'a> Exports<'a> {
     pub(super) fn new(iface: &'a dyn Iface, ranges: &'a [AddressRange]) -> Self {
-        Self { iface, ranges, segments: None, sets: Vec::new() }
+        Self { iface, ranges, segments: None, sets: Vec::new(), shared: false }
     }
 
     /// The mapping under which the ranges are exported already.
@@ -46,24 +46,16 @@ impl<'a> Exports<'a> {
             Some(at) => at,
             None => {
                 let made = self.export(mapping, nic)?;
-                self.sets.push(Set { mapping, made, used: false });
+                self.sets.push(Set { mapping, made });
                 self.sets.len() - 1
             }
         };
         Ok(self.sets[at].made.iter().map(piece).collect())
     }
 
-    /// A NIC registered the exports of a mapping.
-    pub(super) fn mark_used(&mut self, mapping: DmaBufMapping) {
-        if let Some(set) = self.sets.iter_mut().find(|set| set.mapping == mapping) {
-            set.used = true;
-        }
-    }
-
-    /// A NIC refused the exports of a mapping: they are given back, unless another uses them.
+    /// A NIC refused the exports of a mapping: they are given back, unless others are to try them.
     pub(super) fn refused(&mut self, mapping: DmaBufMapping) -> Vec<Attempt> {
-        let refused = |set: &Set| set.mapping == mapping && !set.used;
-        match self.sets.iter().position(refused) {
+        match self.sets.iter().position(|set| set.mapping == mapping && !self.shared) {
             Some(at) => {
                 let set = self.sets.swap_remove(at);
                 self.give_back(set.made)

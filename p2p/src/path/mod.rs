@@ -37,6 +37,7 @@ use hmem_core::{
 use self::{
     cache::{Cache, Key},
     cause::Step,
+    exports::Exports,
     probe::{Shown, probe},
     trial::{Asked, Machine, Refusal, Subject, Trial, Way},
 };
@@ -110,26 +111,33 @@ impl Paths {
         if self.disable_p2p { P2pPolicy::Disabled } else { asked }
     }
 
+    /// Takes the way that was remembered, or finds one and remembers it.
+    ///
     /// # Safety
     /// As [`ProviderDomain::register`], for the ranges of the request.
-    unsafe fn decide(&self, subject: Subject<'_>) -> Result<PathOutcome> {
+    unsafe fn decide(&self, subject: Subject<'_>, exports: &mut Exports<'_>) -> Result<PathOutcome> {
         let request = subject.request;
         let attr = subject.provider.attr();
         let key = Key::new(request.owner.iface, request.owner.device, subject.kind, subject.policy, attr);
-        let mut exports = subject.exports();
         let mut tried = None;
         if let Some(decided) = self.cache.decided(&key) {
+            let way = match (decided.way, exports.existing()) {
+                // One export for all NICs, whichever mapping the first asked for.
+                (Way::DmaBuf(_), Some(existing)) => Way::DmaBuf(existing),
+                (way, _) => way,
+            };
             // SAFETY: passed on to the caller.
-            match unsafe { subject.take(decided.way, &mut exports) } {
+            match unsafe { subject.take(way, exports) } {
                 Ok(region) => {
-                    let decision = remembered_now(&decided.decision, exports.close());
+                    let refused = if exports.shared { Vec::new() } else { exports.close() };
+                    let decision = remembered_now(&decided.decision, way, refused);
                     return Ok(PathOutcome { region, decision: Some(decision) });
                 }
                 Err(refusal) => {
-                    if !refusal.own && !refusal.is_about_the_request() {
+                    if way == decided.way && !refusal.own && !refusal.is_about_the_request() {
                         self.cache.slot(&key).forget(&decided);
                     }
-                    tried = Some((decided.way, refusal));
+                    tried = Some((way, refusal));
                 }
             }
         }
@@ -143,20 +151,47 @@ impl Paths {
             (way, own)
         });
         // SAFETY: passed on to the caller.
-        let (way, region) =
-            match unsafe { ways_left(&subject, &mut trial, &mut exports, failed.map(|(way, _)| way)) } {
-                Ok(found) => found,
-                Err((why, remedy)) => {
-                    trial.note(exports.close());
-                    return Err(trial.exhausted(why, remedy));
-                }
-            };
-        trial.note(exports.close());
+        let found = unsafe { ways_left(&subject, &mut trial, exports, failed.map(|(way, _)| way)) };
+        if !exports.shared {
+            trial.note(exports.close());
+        }
+        let (way, region) = match found {
+            Ok(found) => found,
+            Err((why, remedy)) => return Err(trial.exhausted(why, remedy)),
+        };
         let learn =
             Learn { refused_by_driver: trial.refused_by_driver, own: failed.is_some_and(|(_, own)| own) };
         let decision = Arc::new(trial.decision(way, reason(way, &subject)));
         self.learn(&key, &subject, way, &decision, learn);
         Ok(PathOutcome { region, decision: Some(decision) })
+    }
+
+    /// Decides by a page, before anything is exported that several NICs are to share: what one of them can do is then not
+    /// found out by an export of the range for it alone.
+    fn decide_beforehand(&self, subject: &Subject<'_>) {
+        let attr = subject.provider.attr();
+        let owner = &subject.request.owner;
+        let key = Key::new(owner.iface, owner.device, subject.kind, subject.policy, attr);
+        let direct = subject.policy != P2pPolicy::Disabled && !subject.kind.cpu_accessible();
+        if !direct || self.cache.decided(&key).is_some() {
+            return;
+        }
+        let staged = attr.imports.staged && subject.policy != P2pPolicy::Required;
+        match probe(subject) {
+            Shown::Direct(way, decision) => {
+                let decision = Decision { remembered: true, ..*decision };
+                self.cache.slot(&key).remember(way, Arc::new(decision));
+            }
+            Shown::NoDirect(mut attempts) if staged => {
+                attempts.push(Attempt::success(Path::Staged, Way::Staged.registering()));
+                let mut trial = Trial::new(subject.asked);
+                trial.note(attempts);
+                let decision = trial.recorded(Way::Staged, reason(Way::Staged, subject));
+                let decision = Decision { remembered: true, ..decision };
+                self.cache.slot(&key).remember(Way::Staged, Arc::new(decision));
+            }
+            Shown::NoDirect(_) | Shown::Nothing => {}
+        }
     }
 
     /// Remembers what holds for other buffers too.
@@ -193,16 +228,22 @@ struct Learn {
     own: bool,
 }
 
-/// The remembered decision, or a copy with what went wrong while exports were given back.
+/// The remembered decision, or a copy where something differs: another mapping, exports that could not be given back.
 #[inline]
-fn remembered_now(decision: &Arc<Decision>, also: Vec<Attempt>) -> Arc<Decision> {
-    if also.is_empty() { Arc::clone(decision) } else { with_more(decision, also) }
+fn remembered_now(decision: &Arc<Decision>, way: Way, refused: Vec<Attempt>) -> Arc<Decision> {
+    if refused.is_empty() && decision.mapping == way.mapping() {
+        Arc::clone(decision)
+    } else {
+        made_now(decision, way, refused)
+    }
 }
 
 #[cold]
-fn with_more(decision: &Decision, mut also: Vec<Attempt>) -> Arc<Decision> {
-    also.push(Attempt::success(decision.path, format!("register({})", decision.path)));
-    Arc::new(Decision { remembered: false, attempts: also.into(), ..decision.clone() })
+fn made_now(decision: &Decision, way: Way, refused: Vec<Attempt>) -> Arc<Decision> {
+    let mut attempts = refused;
+    attempts.push(Attempt::success(way.path(), way.registering()));
+    let (mapping, attempts) = (way.mapping(), attempts.into());
+    Arc::new(Decision { mapping, remembered: false, attempts, ..decision.clone() })
 }
 
 /// The ways that the policy leaves, but for one that was just refused.
@@ -212,7 +253,7 @@ fn with_more(decision: &Decision, mut also: Vec<Attempt>) -> Arc<Decision> {
 unsafe fn ways_left(
     subject: &Subject<'_>,
     trial: &mut Trial<'_>,
-    exports: &mut exports::Exports<'_>,
+    exports: &mut Exports<'_>,
     tried: Option<Way>,
 ) -> Result<(Way, ProviderRegion), (&'static str, &'static str)> {
     const REFUSED: (&str, &str) =
@@ -352,8 +393,39 @@ impl PathDecider for Paths {
         }
         let iface = registry.get(request.owner.iface)?;
         let asked = Asked { machine: Machine { iface: Some(&**iface), ..machine }, ..asked };
+        let subject = Subject { asked, iface };
         // SAFETY: passed on to the caller.
-        unsafe { self.decide(Subject { asked, iface }) }
+        unsafe { self.decide(subject, &mut subject.exports()) }
+    }
+
+    unsafe fn register_on(
+        &self,
+        requests: &[(PathRequest<'_>, &dyn ProviderDomain)],
+        registry: &Registry,
+        done: &mut Vec<PathOutcome>,
+    ) -> Result<()> {
+        let Some((first, _)) = requests.first() else { return Ok(()) };
+        if first.dma_buf.is_some() || first.owner.iface == IfaceKind::SYSTEM {
+            for (request, provider) in requests {
+                // SAFETY: passed on to the caller.
+                done.push(unsafe { self.register(request, registry, *provider) }?);
+            }
+            return Ok(());
+        }
+        let iface = registry.get(first.owner.iface)?;
+        let mut exports = Exports::new(&**iface, first.ranges);
+        for (at, (request, provider)) in requests.iter().enumerate() {
+            let machine = Machine { source: &*self.facts, iface: Some(&**iface) };
+            let (kind, policy) = (kind_of(&request.owner), self.policy(request.policy));
+            let asked = Asked { request, kind, provider: *provider, policy, off: self.disable_p2p, machine };
+            let subject = Subject { asked, iface };
+            self.decide_beforehand(&subject);
+            // The last one gives the exports back, and writes down what went wrong with that.
+            exports.shared = at + 1 < requests.len();
+            // SAFETY: passed on to the caller.
+            done.push(unsafe { self.decide(subject, &mut exports) }?);
+        }
+        Ok(())
     }
 }
 

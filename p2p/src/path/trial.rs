@@ -183,19 +183,10 @@ impl<'a> Subject<'a> {
                 let pieces = exports.pieces(mapping, nic)?;
                 // SAFETY: passed on to the caller.
                 let registered = unsafe { self.register(&pieces) };
-                match registered {
-                    Ok(region) => {
-                        exports.mark_used(mapping);
-                        Ok(region)
-                    }
-                    Err(error) => {
-                        let also = exports.refused(mapping);
-                        return Err(Refusal {
-                            also,
-                            ..Refusal::new(Step::Register, way.registering(), error)
-                        });
-                    }
-                }
+                return registered.map_err(|error| {
+                    let also = exports.refused(mapping);
+                    Refusal { also, ..Refusal::new(Step::Register, way.registering(), error) }
+                });
             }
             Way::PeerMemory => {
                 let mut pieces = Vec::with_capacity(self.request.ranges.len());
@@ -373,9 +364,13 @@ impl<'a> Trial<'a> {
     }
 
     /// The decision for a way that worked.
-    pub(super) fn decision(self, way: Way, reason: &str) -> Decision {
-        let mut attempts = self.attempts;
-        attempts.push(Attempt::success(way.path(), way.registering()));
+    pub(super) fn decision(mut self, way: Way, reason: &str) -> Decision {
+        self.attempts.push(Attempt::success(way.path(), way.registering()));
+        self.recorded(way, reason)
+    }
+
+    /// The decision for a way whose success is written down already.
+    pub(super) fn recorded(self, way: Way, reason: &str) -> Decision {
         let request = self.asked.request;
         let decision = Decision {
             path: way.path(),
@@ -386,7 +381,7 @@ impl<'a> Trial<'a> {
             policy: self.asked.policy,
             mapping: way.mapping(),
             remembered: false,
-            attempts: attempts.into(),
+            attempts: self.attempts.into(),
         };
         tracing::debug!(%decision, "path decided");
         decision

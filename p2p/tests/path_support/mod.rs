@@ -4,21 +4,21 @@
 
 pub(crate) mod recording;
 pub(crate) mod vendor;
+pub(crate) mod wire;
 
 use std::{fs, sync::Arc};
 
 use hmem_core::{
     Access, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, Iface,
-    MemoryRegion, MrAttr, MrFlags, MrMode, Registered, Registry, Rejected, Result,
-    iface::AllocRequest,
-    path::P2pPolicy,
-    provider::{Imports, Provider},
+    MemoryRegion, MrAttr, MrFlags, MrMode, Registered, Registry, Rejected, Result, iface::AllocRequest,
+    path::P2pPolicy, provider::Imports,
 };
 use hmem_iface_system::{Call, Simulated, SimulatedBuilder, System};
 use hmem_p2p::{
     loopback::{self, Faults, Loopback},
     path::Paths,
 };
+use parking_lot::{Mutex, MutexGuard};
 use recording::{Record, Recording};
 
 pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
@@ -99,7 +99,7 @@ impl Bench {
             allocations: stats.live_allocations,
             exports: stats.live_exports,
             fds: open_fds(),
-            nics: self.provider.nics().expect("NICs").len(),
+            threads: threads(),
         }
     }
 }
@@ -110,10 +110,16 @@ pub(crate) struct Residue {
     pub(crate) allocations: u64,
     pub(crate) exports: u64,
     pub(crate) fds: usize,
-    nics: usize,
+    pub(crate) threads: usize,
 }
 
-/// Open file descriptors of this process: tests that read it run alone in their process or thread.
+/// Held by every test of a suite that counts what the whole process has.
+pub(crate) fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock()
+}
+
+/// Open file descriptors of this process.
 pub(crate) fn open_fds() -> usize {
     fs::read_dir("/proc/self/fd").expect("procfs").count()
 }

@@ -1,0 +1,277 @@
+//! One range on several NICs: from one export of each physical segment, all of it or nothing (VRB-08).
+//!
+//! ```no_run
+//! use hmem_core::{Access, Domain, DeviceBuffer, Result, register_on};
+//!
+//! fn expose(nics: &[&Domain], buffer: DeviceBuffer) -> Result<DeviceBuffer> {
+//!     let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
+//!     let shared = register_on(nics, buffer, access)?;
+//!     for (nic, key) in nics.iter().zip(shared.keys()?) {
+//!         println!("{}: {key:?}", nic.provider_attr().nic);
+//!     }
+//!     Ok(shared.close()?)
+//! }
+//! ```
+
+use std::{fmt, ops::Deref, sync::Arc};
+
+use super::{
+    Domain, DomainInner, MemoryRegion, MrAttr,
+    buffer::{OwnedBuffer, RegionSlice, sole},
+    inner::MemoryOwner,
+};
+use crate::{
+    Access, Error, ErrorKind, MrFlags, Rejected, RemoteKey, Result,
+    path::{PathOutcome, PathRequest},
+    provider::ProviderDomain,
+};
+
+/// Registers one range with several NICs, each through a domain of its own, by raw addresses or a dma-buf.
+///
+/// The domains share their ifaces and path decisions: they were opened by one `Hmem`. Each physical segment is
+/// exported once, and every NIC that takes the export registers the same dma-buf; one that does not takes its next way
+/// under the policy of its domain. A requested key is asked of every NIC. The registration is done when this returns, also
+/// where an event queue is bound, and gives no event.
+///
+/// # Safety
+/// As [`Domain::regattr`], for every domain.
+///
+/// # Errors
+/// As [`Domain::regattr`], and [`ErrorKind::InvalidArgument`] for no domain, domains of different registries, or a base
+/// region. Everything registered before is closed again: the value of the error is empty. If a driver refuses that,
+/// the value holds what is left, to be closed again.
+pub unsafe fn regattr_on(
+    domains: &[&Domain],
+    attr: &MrAttr<'_>,
+    flags: MrFlags,
+) -> Result<MultiRegion, Rejected<MultiRegion>> {
+    register_all(domains, attr, flags, None)
+}
+
+/// [`regattr_on`] for a buffer that the regions then own together: the safe door.
+///
+/// # Errors
+/// As [`regattr_on`]. The buffer is in the value of the error, whose [`close`](MultiRegistered::close) gives it back: at once,
+/// unless a driver refused to undo what was registered before.
+pub fn register_on<B: OwnedBuffer>(
+    domains: &[&Domain],
+    buffer: B,
+    access: Access,
+) -> Result<MultiRegistered<B>, Rejected<MultiRegistered<B>>> {
+    let parts = Arc::new(buffer.into_parts());
+    let range = [B::range(&parts)];
+    let owner: MemoryOwner = Arc::clone(&parts) as _;
+    match register_all(domains, &MrAttr::new(&range, access), MrFlags::empty(), Some(&owner)) {
+        Ok(regions) => Ok(MultiRegistered { regions, parts }),
+        Err(Rejected { value: regions, error }) => {
+            Err(Rejected::new(MultiRegistered { regions, parts }, error))
+        }
+    }
+}
+
+fn register_all(
+    domains: &[&Domain],
+    attr: &MrAttr<'_>,
+    flags: MrFlags,
+    owner: Option<&MemoryOwner>,
+) -> Result<MultiRegion, Rejected<MultiRegion>> {
+    let mut regions = Vec::with_capacity(domains.len());
+    match try_register_all(domains, attr, flags, owner, &mut regions) {
+        Ok(()) => Ok(MultiRegion { regions }),
+        Err(error) => {
+            let registered = regions.len();
+            let error = error.context("registered before", registered);
+            match (MultiRegion { regions }).close() {
+                Ok(()) => Err(Rejected::new(MultiRegion { regions: Vec::new() }, error)),
+                Err(Rejected { value: left, error: why }) => {
+                    tracing::error!(left = left.regions.len(), %why, "regions could not be closed again");
+                    let error = error.context("left registered", left.regions.len()).context("why left", why);
+                    Err(Rejected::new(left, error))
+                }
+            }
+        }
+    }
+}
+
+fn try_register_all(
+    domains: &[&Domain],
+    attr: &MrAttr<'_>,
+    flags: MrFlags,
+    owner: Option<&MemoryOwner>,
+    regions: &mut Vec<MemoryRegion>,
+) -> Result<()> {
+    let first = check(domains, attr)?;
+    let mut pending = Vec::with_capacity(domains.len());
+    for domain in domains {
+        pending.push(domain.inner.prepare_as(None, attr, flags, owner.cloned())?);
+    }
+    let mut done = Vec::with_capacity(domains.len());
+    let registered = {
+        let memory = first.resolve(&pending[0], attr)?;
+        let mut requests: Vec<(PathRequest<'_>, &dyn ProviderDomain)> = Vec::with_capacity(domains.len());
+        for (domain, region) in domains.iter().zip(&pending) {
+            let inner = &domain.inner;
+            let request = inner.path_request(region, attr, inner.request(region, attr), memory);
+            requests.push((request, &**inner.provider()));
+        }
+        let span = tracing::debug_span!("register on", nics = domains.len(), range = %pending[0].range());
+        let _entered = span.enter();
+        // SAFETY: the memory is the caller's of the unsafe `regattr_on`, or owned by the regions, each of which keeps it.
+        unsafe { first.decider.register_on(&requests, &first.registry, &mut done) }
+    };
+    for (mut region, PathOutcome { region: handle, decision }) in pending.into_iter().zip(done) {
+        region.complete_unshared(&handle, decision);
+        regions.push(MemoryRegion::new(region));
+    }
+    registered
+}
+
+fn check<'a>(domains: &[&'a Domain], attr: &MrAttr<'_>) -> Result<&'a Arc<DomainInner>> {
+    let refuse = |what: &'static str, remedy: &'static str| {
+        Err(Error::new(ErrorKind::InvalidArgument, "register on").context("what", what).remedy(remedy))
+    };
+    let Some(first) = domains.first() else { return refuse("no domain", "name at least one domain") };
+    let strange = |domain: &&&Domain| {
+        !Arc::ptr_eq(&domain.inner.registry, &first.inner.registry)
+            || !Arc::ptr_eq(&domain.inner.decider, &first.inner.decider)
+    };
+    if domains.iter().any(|domain| strange(&domain)) {
+        return refuse("domains of different libraries", "open all domains from one `Hmem`");
+    }
+    if attr.base.is_some() {
+        return refuse("a base region", "a base is a region of one domain: register its parts with `sub`");
+    }
+    Ok(&first.inner)
+}
+
+/// One range registered with several NICs: a region for each, in the order of the domains.
+///
+/// Dropping it deregisters as dropping the regions does.
+#[derive(Debug)]
+pub struct MultiRegion {
+    regions: Vec<MemoryRegion>,
+}
+
+impl MultiRegion {
+    /// The regions, in the order of the domains.
+    #[must_use]
+    pub fn regions(&self) -> &[MemoryRegion] {
+        &self.regions
+    }
+
+    /// The remote key of each NIC, in the order of the domains.
+    ///
+    /// # Errors
+    /// As [`MemoryRegion::key`].
+    pub fn keys(&self) -> Result<Vec<RemoteKey>> {
+        self.regions.iter().map(MemoryRegion::key).collect()
+    }
+
+    /// How many NICs have it.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.regions.len()
+    }
+
+    /// Whether no NIC has it: of the value of an error, that everything was undone.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.regions.is_empty()
+    }
+
+    /// Takes it apart into regions that live on their own.
+    #[must_use]
+    pub fn into_regions(self) -> Vec<MemoryRegion> {
+        self.regions
+    }
+
+    /// Closes the regions of all NICs.
+    ///
+    /// # Errors
+    /// As [`MemoryRegion::close`], the first of them; every region is tried, and those that were refused come back, still
+    /// working.
+    pub fn close(mut self) -> Result<(), Rejected<Self>> {
+        match self.close_each() {
+            Ok(()) => Ok(()),
+            Err(error) => Err(Rejected::new(self, error)),
+        }
+    }
+
+    fn close_each(&mut self) -> Result<()> {
+        let mut first = Ok(());
+        let mut left = Vec::new();
+        for region in std::mem::take(&mut self.regions) {
+            if let Err(Rejected { value, error }) = region.close() {
+                left.push(value);
+                first = first.and(Err(error));
+            }
+        }
+        self.regions = left;
+        let left = self.regions.len();
+        first.map_err(|error: Error| error.context("left registered", left))
+    }
+}
+
+/// One buffer registered with several NICs and owned by their regions together.
+///
+/// Derefs to the regions. The bytes are reached by copies, as those of [`Registered`](super::Registered).
+pub struct MultiRegistered<B: OwnedBuffer> {
+    regions: MultiRegion,
+    parts: Arc<B::Parts>,
+}
+
+impl<B: OwnedBuffer> MultiRegistered<B> {
+    /// A piece for the safe transfers of an endpoint of the NIC at `nic`, in the order of the domains.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`] if it reaches outside, or for a NIC past the last.
+    pub fn slice(&self, nic: usize, offset: u64, len: u64) -> Result<RegionSlice> {
+        let region = self.regions.regions.get(nic).ok_or_else(|| {
+            Error::new(ErrorKind::OutOfBounds, "slice")
+                .context("nic", nic)
+                .context("nics", self.regions.len())
+        })?;
+        RegionSlice::of(region, offset, len)
+    }
+
+    /// Copies bytes out.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        B::read(&self.parts, offset, into)
+    }
+
+    /// Copies bytes in.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
+    pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
+        B::write(&self.parts, offset, from)
+    }
+
+    /// Closes the regions of all NICs and gives the buffer back.
+    ///
+    /// # Errors
+    /// As [`MultiRegion::close`]: what is left comes back, with the buffer.
+    pub fn close(mut self) -> Result<B, Rejected<Self>> {
+        match self.regions.close_each() {
+            Ok(()) => Ok(B::from_parts(sole(self.parts))),
+            Err(error) => Err(Rejected::new(self, error)),
+        }
+    }
+}
+
+impl<B: OwnedBuffer> Deref for MultiRegistered<B> {
+    type Target = MultiRegion;
+
+    fn deref(&self) -> &MultiRegion {
+        &self.regions
+    }
+}
+
+impl<B: OwnedBuffer> fmt::Debug for MultiRegistered<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("MultiRegistered").field(&self.regions).finish()
+    }
+}

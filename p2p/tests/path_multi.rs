@@ -1,0 +1,328 @@
+//! One range on several NICs: one export for all, everything or nothing (VRB-08).
+
+mod path_support;
+
+use std::{os::fd::AsFd, sync::Arc};
+
+use hmem_core::{
+    Allocation, AllocationKind, DeviceBuffer, DeviceId, DmaBufAttr, Domain, DomainAttr, Errno, Error,
+    ErrorKind, Iface, MrAttr, MrFlags, MultiRegistered, Path, Rejected,
+    iface::DmaBufMapping,
+    path::P2pPolicy,
+    provider::{Imports, Nic},
+    regattr_on, register_on,
+};
+use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated, SimulatedBuilder};
+use hmem_p2p::{
+    loopback::{Call as NicCall, Loopback},
+    path::Paths,
+};
+use path_support::{
+    ALL_IMPORTS, Bench, PAGE, REMOTE, alone,
+    recording::Handed,
+    wire::{LOCAL, Wire},
+};
+
+const NICS: [&str; 4] = ["loop0", "loop1", "loop2", "loop3"];
+const DIRECT: Imports = Imports { peer_memory: false, ..ALL_IMPORTS };
+
+fn bench_of(device: SimulatedBuilder, imports: Imports) -> Bench {
+    let provider = NICS.iter().fold(Loopback::builder(), |builder, nic| builder.nic(*nic)).imports(imports);
+    Bench::with(device.dma_buf(DmaBufKind::MemFd), provider, Paths::new())
+}
+
+fn bench(imports: Imports) -> Bench {
+    bench_of(Simulated::builder(), imports)
+}
+
+fn domains(bench: &Bench, policy: P2pPolicy) -> Vec<Domain> {
+    NICS.iter().map(|nic| bench.domain(nic, policy)).collect()
+}
+
+fn regions(domains: &[Domain]) -> u64 {
+    domains.iter().map(|domain| domain.live().regions).sum()
+}
+
+fn register(
+    domains: &[Domain],
+    buffer: DeviceBuffer,
+) -> Result<MultiRegistered<DeviceBuffer>, Rejected<MultiRegistered<DeviceBuffer>>> {
+    register_on(&domains.iter().collect::<Vec<_>>(), buffer, REMOTE | LOCAL)
+}
+
+fn close(registered: MultiRegistered<DeviceBuffer>) -> DeviceBuffer {
+    registered.close().map_err(Error::from).expect("close")
+}
+
+#[test]
+fn vrb_08_one_export_of_each_segment_serves_every_nic() {
+    let _alone = alone();
+    for (kind, segments) in [(AllocationKind::Device, 1), (AllocationKind::Virtual, 3)] {
+        let bench = bench_of(Simulated::builder().segment_len(PAGE), DIRECT);
+        let domains = domains(&bench, P2pPolicy::Required);
+        for round in 0..3 {
+            let before = bench.calls(Call::ExportDmaBuf);
+            let buffer = bench.buffer_of(kind, DeviceId(0), segments * PAGE);
+            bench.record.take();
+            let shared = register(&domains, buffer).unwrap();
+            // At first each NIC tries a page of its own, which is another buffer.
+            let probes = if round == 0 { NICS.len() as u64 } else { 0 };
+            assert_eq!(
+                bench.calls(Call::ExportDmaBuf) - before,
+                segments + probes,
+                "{kind:?}, round {round}"
+            );
+            let handed = bench.record.take();
+            let last = &handed[handed.len() - NICS.len() * segments as usize..];
+            if round > 0 {
+                let of = |nic: &str| last.iter().filter(|(name, _)| name == nic).map(|(_, fd)| *fd).collect();
+                let fds: Vec<Vec<Handed>> = NICS.iter().map(|nic| of(nic)).collect();
+                assert!(fds.iter().all(|fd| *fd == fds[0] && fd.len() == segments as usize), "{fds:?}");
+            }
+            assert_eq!((shared.len(), regions(&domains)), (NICS.len(), NICS.len() as u64));
+            for region in shared.regions() {
+                let decision = region.decision().unwrap();
+                assert_eq!((decision.path, decision.mapping), (Path::DmaBuf, DmaBufMapping::Pcie));
+            }
+            drop(close(shared));
+            assert_eq!(regions(&domains), 0);
+        }
+        assert_eq!(bench.device.stats().live_exports, 0);
+    }
+}
+
+#[test]
+fn vrb_08_every_nic_reaches_the_same_bytes_with_its_own_key() {
+    let _alone = alone();
+    let matrix = P2pMatrix::all_reachable().block(DeviceId(0), "loop2");
+    let bench = bench_of(Simulated::builder().p2p(matrix), DIRECT);
+    let domains = domains(&bench, P2pPolicy::Enabled);
+    let initiator = bench.domain("loop0", P2pPolicy::Enabled);
+    let shared = register(&domains, bench.buffer(3 * PAGE)).unwrap();
+    let paths: Vec<_> = shared.regions().iter().map(|region| region.decision().unwrap().path).collect();
+    assert_eq!(paths, [Path::DmaBuf, Path::DmaBuf, Path::Staged, Path::DmaBuf]);
+    let keys = shared.keys().unwrap();
+    let mut model = vec![0u8; 3 * PAGE as usize];
+    for (at, (domain, key)) in domains.iter().zip(&keys).enumerate() {
+        let wire = Wire::new(&initiator, domain, 3 * PAGE as usize);
+        let bytes: Vec<u8> = (0..5000).map(|byte| (byte * 7 + at) as u8).collect();
+        wire.push(key, 100 + at as u64, &bytes).unwrap();
+        model[100 + at..5100 + at].copy_from_slice(&bytes);
+        assert!(wire.pull(key, 0, model.len()).unwrap() == model, "NIC {at} reads what all have written");
+        // A message lands through this NIC's own descriptor.
+        wire.send(shared.slice(at, 9000, 3).unwrap(), &[at as u8; 3]).unwrap();
+        model[9000..9003].fill(at as u8);
+    }
+    let mut bytes = vec![0; model.len()];
+    shared.read(0, &mut bytes).unwrap();
+    assert!(bytes == model);
+    assert_eq!(shared.slice(4, 0, 1).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    close(shared);
+}
+
+#[test]
+fn vrb_08_a_fault_at_any_call_of_any_nic_leaves_nothing_registered() {
+    let _alone = alone();
+    let device_calls = [
+        Call::Query,
+        Call::Segments,
+        Call::ExportDmaBuf,
+        Call::CreateFd,
+        Call::ExportPeerMemory,
+        Call::ReserveAddress,
+        Call::CreateMemory,
+        Call::Free,
+        Call::ReleaseDmaBuf,
+    ];
+    for warm in [false, true] {
+        for peer_memory in [false, true] {
+            let imports = Imports { dma_buf: !peer_memory, peer_memory, ..DIRECT };
+            let mut faults = 0;
+            for call in device_calls {
+                for nth in 1.. {
+                    let fault = |bench: &Bench| bench.device.faults().fail_nth(call, nth, Errno(5));
+                    if !breaks(imports, warm, &fault, &|bench| bench.calls(call), nth) {
+                        break;
+                    }
+                    faults += 1;
+                }
+            }
+            for nth in 1.. {
+                let fault = |bench: &Bench| bench.faults.fail(NicCall::Register, nth, Errno(5));
+                if !breaks(imports, warm, &fault, &|bench| bench.faults.calls(NicCall::Register), nth) {
+                    break;
+                }
+                faults += 1;
+            }
+            assert!(faults >= 6, "{faults} faults");
+        }
+    }
+}
+
+/// One fault, and what became of it; `false` if there is no such call.
+fn breaks(
+    imports: Imports,
+    warm: bool,
+    fault: &dyn Fn(&Bench),
+    calls: &dyn Fn(&Bench) -> u64,
+    nth: u64,
+) -> bool {
+    let bench = bench_of(Simulated::builder().peer_memory(true), imports);
+    bench.faults.count();
+    let domains = domains(&bench, P2pPolicy::Required);
+    let mut buffer = bench.buffer(PAGE);
+    if warm {
+        buffer = close(register(&domains, buffer).unwrap());
+    }
+    let (before, made) = (bench.residue(), calls(&bench));
+    fault(&bench);
+    let outcome = register(&domains, buffer);
+    let fired = calls(&bench) >= made + nth;
+    bench.device.faults().clear();
+    bench.faults.clear();
+    let buffer = match outcome {
+        Err(rejected) => {
+            assert!(rejected.value.is_empty(), "{:?}", rejected.error);
+            assert_eq!(regions(&domains), 0, "{}", rejected.error);
+            close(rejected.value)
+        }
+        // A probe that could not be made, a mapping that another replaced, an export that was given back with complaints.
+        Ok(shared) => close(shared),
+    };
+    assert_eq!(regions(&domains), 0);
+    let leaked_page = bench.residue().allocations - before.allocations;
+    assert!(leaked_page <= 1, "only a page that could not be freed is left");
+    assert_eq!(bench.residue().fds, before.fds);
+    close(register(&domains, buffer).expect("the next call works"));
+    fired
+}
+
+#[test]
+fn vrb_08_a_registration_that_the_last_nic_refuses_is_undone_at_the_others() {
+    let _alone = alone();
+    let bench = bench(DIRECT);
+    let domains = domains(&bench, P2pPolicy::Required);
+    let buffer = close(register(&domains, bench.buffer(PAGE)).unwrap());
+    let before = bench.residue();
+    // Both mappings of the last NIC.
+    bench.faults.fail(NicCall::Register, 4, Errno(12));
+    bench.faults.fail(NicCall::Register, 5, Errno(12));
+    let rejected = register(&domains, buffer).unwrap_err();
+    assert_eq!(rejected.error.kind(), ErrorKind::OutOfResources);
+    assert_eq!(rejected.error.provider_name(), Some("loopback/loop3"), "it says which");
+    assert_eq!(rejected.error.context_value("registered before"), Some("3"));
+    assert!(rejected.value.is_empty() && regions(&domains) == 0);
+    assert_eq!(bench.residue(), before);
+    close(register(&domains, close(rejected.value)).unwrap());
+}
+
+#[test]
+fn vrb_08_what_a_driver_does_not_let_go_comes_back_with_the_error() {
+    let _alone = alone();
+    let bench = bench(DIRECT);
+    let domains = domains(&bench, P2pPolicy::Required);
+    let buffer = close(register(&domains, bench.buffer(PAGE)).unwrap());
+    bench.faults.fail(NicCall::Register, 3, Errno(12));
+    bench.faults.fail(NicCall::Register, 4, Errno(12));
+    bench.faults.fail(NicCall::Deregister, 2, Errno(5));
+    let rejected = register(&domains, buffer).unwrap_err();
+    assert_eq!((rejected.value.len(), regions(&domains)), (1, 1));
+    assert_eq!(rejected.error.context_value("left registered"), Some("1"));
+    // The region works on, and the buffer is there until it is closed.
+    let nic = &domains[1];
+    let wire = Wire::new(&domains[0], nic, 16);
+    wire.push(&rejected.value.keys().unwrap()[0], 3, b"still").unwrap();
+    let buffer = close(rejected.value);
+    let mut bytes = [0; 5];
+    buffer.read(3, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"still");
+    drop(wire);
+    assert_eq!(regions(&domains), 0);
+}
+
+#[test]
+fn vrb_08_a_close_that_is_refused_hands_back_what_is_left() {
+    let _alone = alone();
+    let bench = bench(DIRECT);
+    let domains = domains(&bench, P2pPolicy::Required);
+    let shared = register(&domains, bench.buffer(PAGE)).unwrap();
+    let part = shared.regions()[2].range().slice(10, 20).unwrap();
+    let sub = shared.regions()[2].sub(part, REMOTE, None).unwrap();
+    bench.faults.fail(NicCall::Deregister, 1, Errno(5));
+    let rejected = shared.close().unwrap_err();
+    assert_eq!(rejected.value.len(), 2, "the one that the driver refused and the one with a sub-region");
+    assert_eq!(rejected.error.context_value("left registered"), Some("2"));
+    let rejected = rejected.value.close().unwrap_err();
+    assert!(rejected.error.is_busy() && rejected.value.len() == 1);
+    sub.close().map_err(Error::from).unwrap();
+    drop(close(rejected.value));
+    assert_eq!(regions(&domains), 0);
+    assert_eq!(bench.device.stats().live_allocations, 0);
+}
+
+#[test]
+fn vrb_08_dropping_it_deregisters_everywhere() {
+    let _alone = alone();
+    let bench = bench(DIRECT);
+    let domains = domains(&bench, P2pPolicy::Required);
+    drop(register(&domains, bench.buffer(PAGE)).unwrap());
+    assert_eq!((regions(&domains), bench.device.stats().live_allocations), (0, 0));
+}
+
+#[test]
+fn vrb_08_host_memory_and_brought_dma_bufs_register_on_several_nics() {
+    let _alone = alone();
+    let bench = bench(DIRECT);
+    let owned = domains(&bench, P2pPolicy::Required);
+    let domains: Vec<_> = owned.iter().collect();
+    let host = register_on(&domains, vec![7u8; 100], REMOTE).unwrap();
+    assert!(host.regions().iter().all(|region| region.decision().unwrap().path == Path::PlainHost));
+    assert_eq!(host.close().unwrap(), vec![7u8; 100]);
+    let buffer = bench.buffer(PAGE);
+    let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
+    let Allocation { range, .. } = *buffer.allocation();
+    let export = bench.device.export_dma_buf(range, &nic, DmaBufMapping::Default).unwrap();
+    let given = DmaBufAttr { fd: export.as_fd(), offset: export.offset, len: PAGE, base_addr: None };
+    let attr = MrAttr { dma_buf: Some(given), ..MrAttr::new(&[], REMOTE) };
+    // SAFETY: the buffer outlives the regions, and nothing refers to it.
+    let shared = unsafe { regattr_on(&domains, &attr, MrFlags::MR_DMABUF) }.unwrap();
+    assert_eq!((shared.len(), bench.calls(Call::ExportDmaBuf)), (4, 1));
+    // SAFETY: as above.
+    let doubled = unsafe {
+        regattr_on(
+            &domains,
+            &MrAttr { dma_buf: Some(given), ..MrAttr::new(&[range], REMOTE) },
+            MrFlags::MR_DMABUF,
+        )
+    };
+    assert_eq!(doubled.unwrap_err().error.kind(), ErrorKind::InvalidArgument);
+    shared.close().map_err(Error::from).unwrap();
+    bench.device.release_dma_buf(export).unwrap();
+}
+
+#[test]
+fn vrb_08_domains_that_do_not_belong_together_are_refused() {
+    let _alone = alone();
+    let (one, two) = (bench(DIRECT), bench(DIRECT));
+    let (near, far) = (one.domain("loop0", P2pPolicy::Enabled), two.domain("loop0", P2pPolicy::Enabled));
+    for domains in [&[][..], &[&near, &far][..]] {
+        let rejected = register_on(domains, vec![1u8; 64], REMOTE).unwrap_err();
+        assert_eq!(rejected.error.kind(), ErrorKind::InvalidArgument);
+        assert_eq!(rejected.value.close().unwrap(), vec![1u8; 64]);
+    }
+    let base = near.register(vec![0u8; 64], REMOTE).unwrap();
+    let ranges = [base.range()];
+    let attr = MrAttr { base: Some(&base), ..MrAttr::new(&ranges, REMOTE) };
+    // SAFETY: nothing is registered.
+    let rejected = unsafe { regattr_on(&[&near], &attr, MrFlags::empty()) }.unwrap_err();
+    assert_eq!(rejected.error.kind(), ErrorKind::InvalidArgument);
+    // One domain that cannot do what is asked keeps all from it.
+    let attr = DomainAttr { nic: Some("loop1".into()), ..DomainAttr::default() };
+    let other =
+        Domain::open(&one.provider, Arc::clone(&one.registry), Arc::clone(&one.paths) as _, attr).unwrap();
+    let attr = MrAttr { page_size: 3, ..MrAttr::new(&ranges, REMOTE) };
+    // SAFETY: nothing is registered.
+    let rejected = unsafe { regattr_on(&[&near, &other], &attr, MrFlags::empty()) }.unwrap_err();
+    assert_eq!(rejected.error.kind(), ErrorKind::BadPageSize);
+    assert_eq!((near.live().regions, other.live().regions), (1, 0));
+}
