@@ -285,7 +285,7 @@ unsafe fn ways_left(
             }
         }
         return Err((
-            "direct access to device memory is disabled, and the NIC takes no staged copies",
+            "direct access to device memory is disabled, and staged copies were refused",
             allow(subject.off),
         ));
     }

@@ -4,7 +4,7 @@
 //! happened to it says nothing about others: an ordinary page of the same kind tells the two apart.
 
 use hmem_core::{
-    Allocation, AllocationKind, Decision, DeviceId, ErrorKind, MrFlags,
+    Allocation, AllocationKind, Decision, DeviceId, ErrorKind, MrFlags, Result,
     iface::AllocRequest,
     path::{Attempt, PathRequest},
     provider::{KeyRequest, RegistrationRequest},
@@ -22,6 +22,14 @@ pub(super) enum Shown {
     NoDirect(Vec<Attempt>),
     /// Nothing that holds for others: no page could be had, or a refusal may pass.
     Nothing,
+}
+
+/// Undoes something that nobody else will undo: what fails once is tried once more.
+fn twice(what: &'static str, undo: impl Fn() -> Result<()>) -> Result<()> {
+    undo().or_else(|error| {
+        tracing::warn!(what, %error, "the page of a probe was not let go; trying again");
+        undo()
+    })
 }
 
 /// Bytes to try with.
@@ -97,7 +105,7 @@ impl<'a> Page<'a> {
         trial.note(exports.close());
         match direct {
             Some((way, region)) => {
-                if let Err(error) = subject.provider.deregister(region) {
+                if let Err(error) = twice("deregister", || subject.provider.deregister(region)) {
                     tracing::error!(%error, "the page of a probe could not be deregistered; it is leaked");
                     self.stuck = true;
                     return Shown::Nothing;
@@ -117,7 +125,7 @@ impl Drop for Page<'_> {
             return;
         }
         // SAFETY: the page was never referred to, and no NIC has it any more.
-        if let Err(error) = unsafe { self.subject.iface.free(&self.allocation) } {
+        if let Err(error) = twice("free", || unsafe { self.subject.iface.free(&self.allocation) }) {
             tracing::error!(%error, "the page of a probe could not be freed");
         }
     }

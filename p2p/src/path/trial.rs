@@ -1,6 +1,6 @@
 //! Trying ways on one buffer for one NIC, and writing down what came of each.
 
-use std::{cell::OnceCell, ops::Deref, sync::Arc};
+use std::{ops::Deref, sync::Arc};
 
 use hmem_core::{
     AddressRange, AllocationKind, Decision, DeviceId, Error, ErrorKind, Iface, Path, Result,
@@ -125,20 +125,19 @@ pub(super) struct Machine<'a> {
 }
 
 impl Machine<'_> {
+    /// The facts, and what kept the device from being found among those of its iface.
     #[cold]
-    fn facts(&self, device: Option<DeviceId>, nic: &Nic) -> Facts {
-        self.source.facts(self.bus_id(device).as_deref(), nic)
+    fn facts(&self, device: Option<DeviceId>, nic: &Nic) -> (Facts, Option<Error>) {
+        match self.bus_id(device) {
+            Ok(bus_id) => (self.source.facts(bus_id.as_deref(), nic), None),
+            Err(error) => (self.source.facts(None, nic), Some(error)),
+        }
     }
 
-    fn bus_id(&self, device: Option<DeviceId>) -> Option<String> {
-        let (iface, device) = (self.iface?, device?);
-        match iface.devices() {
-            Ok(devices) => devices.into_iter().find(|known| known.id == device)?.pci_bus_id,
-            Err(error) => {
-                tracing::debug!(%error, "where the device is plugged in is not known");
-                None
-            }
-        }
+    fn bus_id(&self, device: Option<DeviceId>) -> Result<Option<String>> {
+        let (Some(iface), Some(device)) = (self.iface, device) else { return Ok(None) };
+        let known = iface.devices()?.into_iter().find(|known| known.id == device);
+        Ok(known.and_then(|known| known.pci_bus_id))
     }
 }
 
@@ -228,7 +227,8 @@ impl<'a> Subject<'a> {
 pub(super) struct Trial<'a> {
     asked: Asked<'a>,
     attempts: Vec<Attempt>,
-    facts: OnceCell<Facts>,
+    /// Read at the first refusal.
+    facts: Option<Facts>,
     /// Whether a driver refused a way, and not only the NIC's list of imports.
     pub(super) refused_by_driver: bool,
     /// Whether some refusal may be gone the next time.
@@ -242,7 +242,7 @@ impl<'a> Trial<'a> {
         Self {
             asked,
             attempts: Vec::new(),
-            facts: OnceCell::new(),
+            facts: None,
             refused_by_driver: false,
             may_pass: false,
             request_refused: false,
@@ -325,11 +325,25 @@ impl<'a> Trial<'a> {
         self.attempts.push(explained(Attempt::lacking(path, error), cause));
     }
 
-    fn cause(&self, path: Path, step: Step, mapping: DmaBufMapping, error: &Error) -> Option<&'static Cause> {
-        let Asked { request, kind, provider, machine, .. } = &self.asked;
-        let facts = self.facts.get_or_init(|| machine.facts(request.owner.device, &provider.attr().nic));
+    fn cause(
+        &mut self,
+        path: Path,
+        step: Step,
+        mapping: DmaBufMapping,
+        error: &Error,
+    ) -> Option<&'static Cause> {
+        let Asked { request, kind, provider, machine, .. } = self.asked;
+        let facts = match self.facts.take() {
+            Some(facts) => facts,
+            None => {
+                let (facts, refused) = machine.facts(request.owner.device, &provider.attr().nic);
+                self.attempts.extend(refused.map(|error| Attempt::refused(path, "devices()", error)));
+                facts
+            }
+        };
+        let facts = self.facts.insert(facts);
         let iface = request.owner.iface;
-        cause::probable(&Circumstance { path, step, iface, kind: *kind, mapping, error }, facts)
+        cause::probable(&Circumstance { path, step, iface, kind, mapping, error }, facts)
     }
 
     /// Writes the refusal of a way down.

@@ -17,10 +17,10 @@ pub(crate) struct End {
 }
 
 impl End {
-    pub(crate) fn of(domain: &Domain) -> Self {
-        let cq = domain.open_cq(64).expect("a completion queue");
-        let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint");
-        Self { endpoint, cq }
+    pub(crate) fn of(domain: &Domain) -> Result<Self> {
+        let cq = domain.open_cq(64)?;
+        let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq))?;
+        Ok(Self { endpoint, cq })
     }
 }
 
@@ -35,11 +35,23 @@ pub(crate) struct Wire<'a> {
 
 impl<'a> Wire<'a> {
     pub(crate) fn new(near: &'a Domain, far: &'a Domain, len: usize) -> Self {
+        Self::open(near, far, len).expect("a wire")
+    }
+
+    pub(crate) fn open(near: &'a Domain, far: &'a Domain, len: usize) -> Result<Self> {
         let domains = [near, far];
-        let (near_end, far_end) = (End::of(near), End::of(far));
-        let peer = near_end.endpoint.resolve(&far_end.endpoint.name()).expect("the target");
-        let local = near.register(vec![0u8; len], LOCAL).expect("register the local buffer");
-        Self { near: near_end, far: far_end, domains, peer, local }
+        let (near_end, far_end) = (End::of(near)?, End::of(far)?);
+        let peer = near_end.endpoint.resolve(&far_end.endpoint.name())?;
+        let local = near.register(vec![0u8; len], LOCAL)?;
+        Ok(Self { near: near_end, far: far_end, domains, peer, local })
+    }
+
+    /// Closes the local region and the endpoints.
+    pub(crate) fn close(self) -> Result<()> {
+        self.local.close()?;
+        self.near.endpoint.close()?;
+        self.far.endpoint.close()?;
+        Ok(())
     }
 
     /// The result of the next completion of one end.
@@ -47,9 +59,9 @@ impl<'a> Wire<'a> {
         let mut out = Vec::new();
         for _ in 0..1_000_000 {
             for domain in self.domains {
-                domain.progress().expect("progress");
+                domain.progress()?;
             }
-            if end.cq.read(&mut out, 1).expect("completions") == 1 {
+            if end.cq.read(&mut out, 1)? == 1 {
                 return out.remove(0).result;
             }
         }
@@ -62,7 +74,7 @@ impl<'a> Wire<'a> {
 
     /// Writes `bytes` to the target's region at `at`.
     pub(crate) fn push(&self, key: &RemoteKey, at: u64, bytes: &[u8]) -> Result<u64> {
-        self.local.write(0, bytes).expect("inside");
+        self.local.write(0, bytes)?;
         let local = [self.local.slice(0, bytes.len() as u64)?];
         self.near.endpoint.write(&local, &[Self::remote(key, at, bytes.len() as u64)], self.peer, 1)?;
         self.end(&self.near)
@@ -74,13 +86,13 @@ impl<'a> Wire<'a> {
         self.near.endpoint.read(&local, &[Self::remote(key, at, len as u64)], self.peer, 2)?;
         self.end(&self.near)?;
         let mut bytes = vec![0; len];
-        self.local.read(0, &mut bytes).expect("inside");
+        self.local.read(0, &mut bytes)?;
         Ok(bytes)
     }
 
     /// Sends a message into part of the target's region.
     pub(crate) fn send(&self, into: hmem_core::RegionSlice, bytes: &[u8]) -> Result<u64> {
-        self.local.write(0, bytes).expect("inside");
+        self.local.write(0, bytes)?;
         self.far.endpoint.receive(&[into], None, 3)?;
         self.near.endpoint.send(&[self.local.slice(0, bytes.len() as u64)?], None, self.peer, 4)?;
         self.end(&self.near)?;
@@ -89,7 +101,7 @@ impl<'a> Wire<'a> {
 
     /// Adds to eight bytes of the target's region.
     pub(crate) fn add(&self, key: &RemoteKey, at: u64, value: u64) -> Result<u64> {
-        self.local.write(0, &value.to_ne_bytes()).expect("inside");
+        self.local.write(0, &value.to_ne_bytes())?;
         let atomic = Atomic {
             op: hmem_core::transfer::AtomicOp::Sum,
             datatype: hmem_core::transfer::AtomicType::U64,

@@ -1,0 +1,203 @@
+//! The same transfers give the same bytes on every path and under every policy (P2P-06), and atomics where copies stand
+//! between the NIC and the memory are refused with the reason (BNC-03).
+
+mod path_support;
+
+use hmem_core::{
+    AllocationKind, Decision, DeviceId, Domain, ErrorKind, OwnedBuffer, Path, Registered, RemoteKey,
+    iface::DmaBufMapping, path::P2pPolicy, provider::Imports,
+};
+use hmem_iface_system::{DmaBufKind, P2pMatrix, Simulated, SimulatedBuilder};
+use hmem_p2p::loopback::{Loopback, Progress};
+use path_support::{
+    ALL_IMPORTS, Bench, PAGE, REMOTE,
+    wire::{LOCAL, Wire},
+};
+
+const LEN: usize = 300_000;
+
+/// A way to a kind of memory, and what leads there.
+struct Way {
+    kind: AllocationKind,
+    expected: (Path, DmaBufMapping),
+    device: fn(SimulatedBuilder) -> SimulatedBuilder,
+    imports: Imports,
+    policies: &'static [P2pPolicy],
+}
+
+const DIRECT: &[P2pPolicy] = &[P2pPolicy::Enabled, P2pPolicy::Preferred, P2pPolicy::Required];
+const COPIES: &[P2pPolicy] = &[P2pPolicy::Enabled, P2pPolicy::Preferred];
+const DEFAULT: Imports = Imports { pcie_mapping_first: false, ..ALL_IMPORTS };
+
+fn blocked(device: SimulatedBuilder) -> SimulatedBuilder {
+    device.p2p(P2pMatrix::none_reachable())
+}
+
+fn ways() -> Vec<Way> {
+    let way = |kind, path, policies| Way {
+        kind,
+        expected: (path, DmaBufMapping::Default),
+        device: |device| device,
+        imports: DEFAULT,
+        policies,
+    };
+    let peer = Imports { dma_buf: false, ..DEFAULT };
+    let pcie = (Path::DmaBuf, DmaBufMapping::Pcie);
+    let mut ways = vec![
+        way(AllocationKind::System, Path::PlainHost, &P2pPolicy::ALL),
+        way(AllocationKind::Host, Path::PlainHost, &P2pPolicy::ALL),
+        way(AllocationKind::Managed, Path::PlainHost, &P2pPolicy::ALL),
+    ];
+    for kind in [AllocationKind::Device, AllocationKind::StreamOrdered, AllocationKind::Virtual] {
+        ways.push(way(kind, Path::DmaBuf, DIRECT));
+        ways.push(Way { expected: pcie, imports: ALL_IMPORTS, ..way(kind, Path::DmaBuf, DIRECT) });
+        ways.push(Way { imports: peer, ..way(kind, Path::PeerMemory, DIRECT) });
+        ways.push(way(kind, Path::Staged, &[P2pPolicy::Disabled]));
+        ways.push(Way { device: blocked, ..way(kind, Path::Staged, COPIES) });
+    }
+    ways
+}
+
+/// Plays the same transfers over every way; `play` gets the target's region and key.
+fn over_every_way(mut play: impl FnMut(&Wire<'_>, &Target, &RemoteKey)) {
+    for way in ways() {
+        for policy in way.policies {
+            for progress in [Progress::ByHand, Progress::Thread] {
+                let device =
+                    Simulated::builder().dma_buf(DmaBufKind::MemFd).peer_memory(true).segment_len(16 * PAGE);
+                let provider = Loopback::builder().imports(way.imports).progress(progress).mr_iov_limit(64);
+                let bench = Bench::with((way.device)(device), provider, hmem_p2p::path::Paths::new());
+                let (near, far) = (bench.domain("loop0", *policy), bench.domain("loop0", *policy));
+                // Decided, and remembered.
+                for _ in 0..2 {
+                    let target = Target::register(&bench, &far, way.kind);
+                    let decision = target.decision();
+                    assert_eq!((decision.path, decision.mapping), way.expected, "{decision}");
+                    let wire = Wire::new(&near, &far, LEN);
+                    let key = target.key();
+                    play(&wire, &target, &key);
+                }
+            }
+        }
+    }
+}
+
+/// Registered memory of any kind.
+enum Target {
+    Host(Registered<Vec<u8>>),
+    Device(Registered<hmem_core::DeviceBuffer>),
+}
+
+impl Target {
+    fn register(bench: &Bench, domain: &Domain, kind: AllocationKind) -> Self {
+        let access = REMOTE | LOCAL;
+        if kind == AllocationKind::System {
+            return Self::Host(domain.register(vec![0u8; LEN], access).expect("register"));
+        }
+        let buffer = bench.buffer_of(kind, DeviceId(0), LEN as u64);
+        Self::Device(domain.register(buffer, access).expect("register"))
+    }
+
+    fn decision(&self) -> &Decision {
+        match self {
+            Self::Host(region) => region.decision().expect("registered"),
+            Self::Device(region) => region.decision().expect("registered"),
+        }
+    }
+
+    fn key(&self) -> RemoteKey {
+        match self {
+            Self::Host(region) => region.key().expect("key"),
+            Self::Device(region) => region.key().expect("key"),
+        }
+    }
+
+    fn slice(&self, offset: u64, len: u64) -> hmem_core::RegionSlice {
+        match self {
+            Self::Host(region) => region.slice(offset, len).expect("inside"),
+            Self::Device(region) => region.slice(offset, len).expect("inside"),
+        }
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        fn all<B: OwnedBuffer>(region: &Registered<B>) -> Vec<u8> {
+            let mut bytes = vec![0; LEN];
+            region.read(0, &mut bytes).expect("inside");
+            bytes
+        }
+        match self {
+            Self::Host(region) => all(region),
+            Self::Device(region) => all(region),
+        }
+    }
+}
+
+fn pattern(seed: usize, len: usize) -> Vec<u8> {
+    (0..len).map(|at| (at * 31 + (at >> 8) * 7 + seed) as u8).collect()
+}
+
+#[test]
+fn p2p_06_every_path_and_policy_ends_with_the_same_bytes() {
+    let mut ends: Option<Vec<u8>> = None;
+    over_every_way(|wire, target, key| {
+        let mut model = vec![0u8; LEN];
+        // Around pages, segments and chunks, and at offsets that nothing is aligned to.
+        for (seed, (at, len)) in
+            [(0, 1), (1, 4095), (4095, 8193), (65_535, 2), (60_001, 150_001), (LEN - 1, 1), (7, 0)]
+                .into_iter()
+                .enumerate()
+        {
+            let bytes = pattern(seed, len);
+            assert_eq!(wire.push(key, at as u64, &bytes).expect("write"), len as u64);
+            model[at..at + len].copy_from_slice(&bytes);
+        }
+        let message = pattern(99, 5000);
+        wire.send(target.slice(131_071, 5000), &message).expect("send");
+        model[131_071..136_071].copy_from_slice(&message);
+        for (at, len) in [(0, LEN), (4097, 70_000), (131_070, 3)] {
+            assert!(wire.pull(key, at as u64, len).expect("read") == model[at..at + len], "read at {at}");
+        }
+        assert!(target.bytes() == model, "{}", target.decision());
+        let first = ends.get_or_insert_with(|| model.clone());
+        assert!(*first == model);
+        assert_eq!(wire.push(key, LEN as u64, &[1]).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    });
+}
+
+#[test]
+fn bnc_03_atomics_on_staged_memory_are_refused_with_the_reason_and_others_work() {
+    let (mut refused, mut worked) = (0, 0);
+    over_every_way(|wire, target, key| {
+        wire.push(key, 4096, &40u64.to_ne_bytes()).expect("write");
+        let outcome = wire.add(key, 4096, 2);
+        let value = u64::from_ne_bytes(target.bytes()[4096..4104].try_into().expect("eight bytes"));
+        match target.decision().path {
+            Path::Staged => {
+                let error = outcome.expect_err("an atomic was emulated");
+                assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+                let text = error.to_string();
+                assert!(text.contains("staged copies") && text.contains("dma-buf"), "{text}");
+                assert_eq!(value, 40, "no byte changed");
+                assert!(
+                    target.decision().reason.contains("direct"),
+                    "and why it is staged: {}",
+                    target.decision()
+                );
+                refused += 1;
+            }
+            // The software NIC reaches device addresses through the iface's copies.
+            Path::PeerMemory => {
+                assert_eq!(outcome.expect_err("an atomic was emulated").kind(), ErrorKind::Unsupported);
+                assert_eq!(value, 40);
+            }
+            Path::PlainHost | Path::DmaBuf => {
+                outcome.expect("an atomic");
+                assert_eq!(value, 42);
+                worked += 1;
+            }
+        }
+        // The endpoint works on.
+        wire.push(key, 0, &[1]).expect("write");
+    });
+    assert!(refused > 0 && worked > 0);
+}

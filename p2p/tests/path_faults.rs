@@ -1,0 +1,287 @@
+//! A fault at every driver and provider call of every path, one at a time (REL-01): it is said, nothing leaks, and the next
+//! life of a region from opening the NIC to closing it works.
+
+mod path_support;
+
+use std::sync::Arc;
+
+use hmem_core::{
+    AllocationKind, Decision, DeviceId, Domain, Errno, Error, Iface, MemoryRegion, MrAttr, MrFlags, Path,
+    Rejected, Result,
+    iface::AllocRequest,
+    path::P2pPolicy,
+    provider::{Imports, Live},
+};
+use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated};
+use hmem_p2p::{
+    loopback::{Call as NicCall, Loopback},
+    path::Paths,
+};
+use path_support::{
+    ALL_IMPORTS, Bench, REMOTE, Residue, alone,
+    wire::{LOCAL, Wire},
+};
+
+const LEN: u64 = 70_000;
+
+/// A way, and what leads there.
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    path: Path,
+    kind: AllocationKind,
+    imports: Imports,
+    policy: P2pPolicy,
+    reachable: bool,
+}
+
+const WAYS: [Way; 7] = [
+    Way {
+        path: Path::PlainHost,
+        kind: AllocationKind::Managed,
+        imports: ALL_IMPORTS,
+        policy: P2pPolicy::Enabled,
+        reachable: true,
+    },
+    Way {
+        path: Path::DmaBuf,
+        kind: AllocationKind::Device,
+        imports: ALL_IMPORTS,
+        policy: P2pPolicy::Enabled,
+        reachable: true,
+    },
+    Way {
+        path: Path::DmaBuf,
+        kind: AllocationKind::Virtual,
+        imports: Imports { peer_memory: false, staged: false, ..ALL_IMPORTS },
+        policy: P2pPolicy::Required,
+        reachable: true,
+    },
+    Way {
+        path: Path::PeerMemory,
+        kind: AllocationKind::Device,
+        imports: Imports { dma_buf: false, ..ALL_IMPORTS },
+        policy: P2pPolicy::Preferred,
+        reachable: true,
+    },
+    Way {
+        path: Path::PeerMemory,
+        kind: AllocationKind::Device,
+        imports: Imports { dma_buf: false, staged: false, ..ALL_IMPORTS },
+        policy: P2pPolicy::Required,
+        reachable: true,
+    },
+    Way {
+        path: Path::Staged,
+        kind: AllocationKind::Device,
+        imports: ALL_IMPORTS,
+        policy: P2pPolicy::Disabled,
+        reachable: true,
+    },
+    // Every direct way is refused, and a page is tried.
+    Way {
+        path: Path::Staged,
+        kind: AllocationKind::Device,
+        imports: ALL_IMPORTS,
+        policy: P2pPolicy::Enabled,
+        reachable: false,
+    },
+];
+
+impl Way {
+    fn bench(&self) -> Bench {
+        let matrix = if self.reachable { P2pMatrix::all_reachable() } else { P2pMatrix::none_reachable() };
+        let device = Simulated::builder()
+            .dma_buf(DmaBufKind::MemFd)
+            .peer_memory(true)
+            .segment_len(16 << 10)
+            .p2p(matrix);
+        Bench::with(device, Loopback::builder().imports(self.imports), Paths::new())
+    }
+}
+
+/// What one life of a region said.
+#[derive(Debug, Default)]
+struct Said {
+    /// The calls that failed.
+    errors: Vec<String>,
+    /// The ways that were taken, and those that were refused before.
+    decisions: Vec<Arc<Decision>>,
+}
+
+impl Said {
+    /// Whether an injected failure came out, in an error or in a trace.
+    fn mentions_the_fault(&self) -> bool {
+        let injected = |text: &str| text.contains("EIO (5)");
+        let traced = |decision: &Arc<Decision>| {
+            decision
+                .attempts
+                .iter()
+                .filter_map(|attempt| attempt.error.as_ref())
+                .any(|e| injected(&e.to_string()))
+        };
+        self.errors.iter().any(|error| injected(error)) || self.decisions.iter().any(traced)
+    }
+}
+
+/// Tries a second time what was refused once: whoever closes or frees has to.
+fn insist<T>(said: &mut Said, value: T, close: impl Fn(T) -> Result<(), Rejected<T>>) {
+    if let Err(Rejected { value, error }) = close(value) {
+        said.errors.push(error.to_string());
+        close(value).map_err(Error::from).expect("a second close works");
+    }
+}
+
+/// Opens, allocates, registers twice, transfers, closes, frees.
+fn live(bench: &Bench, way: &Way) -> Said {
+    let mut said = Said::default();
+    // In an inner function, so that an early end lets everything go.
+    let result = (|| -> Result<()> {
+        let near = bench.try_domain("loop0", P2pPolicy::Enabled)?;
+        let far = bench.try_domain("loop0", way.policy)?;
+        let request = AllocRequest { len: LEN, device: DeviceId(0), kind: way.kind };
+        let memory = bench.device.allocate(&request)?;
+        let used = use_memory(bench, [&near, &far], memory.range, &mut said);
+        // SAFETY: every region of it is closed, and nothing refers to it.
+        if let Err(error) = unsafe { bench.device.free(&memory) } {
+            said.errors.push(error.to_string());
+            // SAFETY: as above.
+            unsafe { bench.device.free(&memory) }.expect("a second free works");
+        }
+        insist(&mut said, near, Domain::close);
+        insist(&mut said, far, Domain::close);
+        used
+    })();
+    if let Err(error) = result {
+        said.errors.push(error.to_string());
+    }
+    said
+}
+
+fn use_memory(
+    bench: &Bench,
+    [near, far]: [&Domain; 2],
+    range: hmem_core::AddressRange,
+    said: &mut Said,
+) -> Result<()> {
+    let attr = [range];
+    let attr = MrAttr::new(&attr, REMOTE | LOCAL);
+    for _ in 0..2 {
+        // SAFETY: the memory lives until its regions are closed, and nothing refers to it.
+        let region = unsafe { far.regattr(&attr, MrFlags::empty()) }?;
+        said.decisions.push(Arc::clone(region.decision()?));
+        let moved = transfer(bench, [near, far], &region);
+        insist(said, region, MemoryRegion::close);
+        moved?;
+    }
+    Ok(())
+}
+
+fn transfer(bench: &Bench, [near, far]: [&Domain; 2], region: &MemoryRegion) -> Result<()> {
+    let wire = Wire::open(near, far, 40_000)?;
+    let key = region.key()?;
+    let bytes: Vec<u8> = (0..30_001).map(|at| (at * 13) as u8).collect();
+    wire.push(&key, 77, &bytes)?;
+    let back = wire.pull(&key, 77, bytes.len())?;
+    assert!(back == bytes, "bytes of a transfer that succeeded");
+    let mut last = [0];
+    hmem_core::IfaceExt::read(
+        &*bench.device,
+        region.range().slice(30_077, 1).expect("inside").start(),
+        &mut last,
+    )?;
+    assert_eq!(last[0], bytes[30_000]);
+    wire.close()
+}
+
+/// What both domains of a NIC and the device hold when nothing is alive.
+fn nothing() -> Live {
+    Live::default()
+}
+
+fn held(bench: &Bench) -> (Live, Residue) {
+    // The NIC's limits and counts are of all its domains; a new one shows that none of its own is taken.
+    let domain = bench.domain("loop0", P2pPolicy::Enabled);
+    let live = domain.live();
+    domain.close().map_err(Error::from).expect("a new domain holds nothing");
+    (live, bench.residue())
+}
+
+/// One fault in one life; `false` if the life makes no such call.
+fn survive(way: &Way, what: &str, arm: &dyn Fn(&Bench), calls: &dyn Fn(&Bench) -> u64, nth: u64) -> bool {
+    let bench = way.bench();
+    bench.faults.count();
+    // Once without a fault, so that threads and pools are there.
+    let first = live(&bench, way);
+    assert!(first.errors.is_empty(), "{way:?}: {:?}", first.errors);
+    assert!(first.decisions.iter().all(|decision| decision.path == way.path), "{way:?}: {first:?}");
+    bench.paths.forget();
+    let (before, made) = (held(&bench), calls(&bench));
+    arm(&bench);
+    let said = live(&bench, way);
+    let fired = calls(&bench) >= made + nth;
+    bench.device.faults().clear();
+    bench.faults.clear();
+    let context = format!("{way:?}, fault at call {nth} of {what}: {said:?}");
+    if fired {
+        // A page that could not be had, or looked up, says nothing, and is not needed.
+        assert!(said.mentions_the_fault() || !way.reachable, "not a word: {context}");
+    } else {
+        assert!(said.errors.is_empty(), "{context}");
+    }
+    let after = held(&bench);
+    assert_eq!((after.0, &after.1), (nothing(), &before.1), "leaked: {context}");
+    let next = live(&bench, way);
+    assert!(next.errors.is_empty(), "the next life: {:?} after {context}", next.errors);
+    if way.reachable {
+        let back = next.decisions.iter().all(|decision| decision.path == way.path);
+        assert!(back, "demoted: {next:?} after {context}");
+    }
+    assert_eq!(held(&bench), (nothing(), before.1), "leaked by the next: {context}");
+    fired
+}
+
+/// Every call of a kind, until there is no such call.
+fn each(way: &Way, what: &str, arm: impl Fn(&Bench, u64), calls: impl Fn(&Bench) -> u64) -> u64 {
+    let mut faults = 0;
+    // A life reads completions in a loop: the first hundred are enough.
+    for nth in 1..=100 {
+        if !survive(way, what, &|bench| arm(bench, nth), &calls, nth) {
+            break;
+        }
+        faults += 1;
+    }
+    faults
+}
+
+fn every_fault(way: &Way) {
+    let mut hit = 0;
+    for call in Call::ALL {
+        let arm = |bench: &Bench, nth| bench.device.faults().fail_nth(*call, nth, Errno(5));
+        hit += u64::from(each(way, call.name(), arm, |bench| bench.calls(*call)) > 0);
+    }
+    for call in NicCall::ALL {
+        let arm = |bench: &Bench, nth| bench.faults.fail(call, nth, Errno(5));
+        hit += u64::from(each(way, &format!("{call:?}"), arm, |bench| bench.faults.calls(call)) > 0);
+    }
+    assert!(hit >= 12, "{way:?}: only {hit} kinds of call were made");
+}
+
+macro_rules! over_ways {
+    ($($name:ident: $at:literal,)+) => {$(
+        #[test]
+        fn $name() {
+            let _alone = alone();
+            every_fault(&WAYS[$at]);
+        }
+    )+};
+}
+
+over_ways! {
+    rel_01_a_fault_at_every_call_of_host_pages: 0,
+    rel_01_a_fault_at_every_call_of_a_dma_buf: 1,
+    rel_01_a_fault_at_every_call_of_a_required_dma_buf_of_several_segments: 2,
+    rel_01_a_fault_at_every_call_of_peer_memory: 3,
+    rel_01_a_fault_at_every_call_of_required_peer_memory: 4,
+    rel_01_a_fault_at_every_call_of_staged_copies: 5,
+    rel_01_a_fault_at_every_call_of_a_pair_without_a_direct_path: 6,
+}
