@@ -44,7 +44,7 @@ pub(crate) fn pointer_attribute(
         return Err(CuResult::CUDA_ERROR_INVALID_VALUE);
     }
     let mapping = state.mapping_around(pointer);
-    // Of a reservation without memory the header says nothing: here it is no valid pointer.
+    // Decided here: a reservation without memory is no valid pointer.
     let known = state.around(pointer).filter(|(_, one)| one.kind != Kind::Reservation || mapping.is_some());
     let (start, one) = known.map_or((0, None), |(start, one)| (start, Some(one)));
     let is = |of: fn(&Kind) -> bool| one.is_some_and(|one| of(&one.kind));
@@ -82,8 +82,8 @@ pub(crate) fn pointer_attribute(
         sys::CU_POINTER_ATTRIBUTE_RANGE_SIZE => put(place.cast(), one.map_or(0, |one| one.len)),
         sys::CU_POINTER_ATTRIBUTE_MAPPED => put(place.cast(), u8::from(one.is_some())),
         sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE => {
-            // Of VMM memory what it was created with; stream-ordered memory is not in the list of what
-            // `cuMemGetHandleForAddressRange` takes.
+            // Of VMM memory what it was created with. Decided here, of stream-ordered memory: it is not, as it is not
+            // in the list of what `cuMemGetHandleForAddressRange` takes.
             let capable = state.profile.rdma
                 && match physical {
                     Some(physical) => physical.properties.gpu_direct_rdma_capable != 0,

@@ -54,7 +54,7 @@ pub(crate) fn open(state: &mut State, handle: &CuIpcMemHandle) -> Result<u64, Cu
     let context = state.current()?;
     let [process, fd, inode, whole, offset, len, _] = body(handle);
     if process == u64::from(std::process::id()) {
-        // A handle is for other processes.
+        // Decided here, from the codes that the header lists: a handle is for other processes.
         return Err(CuResult::CUDA_ERROR_INVALID_CONTEXT);
     }
     let file = reopen(process, fd).ok_or(CuResult::CUDA_ERROR_INVALID_HANDLE)?;

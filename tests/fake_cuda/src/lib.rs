@@ -11,7 +11,7 @@
 //! # What it cannot show
 //!
 //! Two dma-bufs that overlap with different page bounds, alive at once: the second export is refused (801), which a real
-//! driver does not do. What no header and no recorded run says is marked in the source as decided here.
+//! driver does not do; small allocations that share a page are the case. What no header and no recorded run says is marked in the source as decided here.
 //!
 //! As a library it is told by the environment what to be: `HMEM_FAKE_CUDA` is the name of a profile, followed by
 //! `;symbol=code` for calls that fail always and `;devices=n`.
@@ -93,7 +93,7 @@ fn from_environment() -> State {
 }
 
 fn known(symbol: &str) -> &'static str {
-    SYMBOLS.iter().find(|known| **known == symbol).unwrap_or_else(|| panic!("the driver has no {symbol}"))
+    entry::known(symbol).unwrap_or_else(|| panic!("the driver has no {symbol}"))
 }
 
 /// The driver, for one test at a time: others wait until it is dropped.

@@ -130,21 +130,6 @@ impl Pages {
         Ok(true)
     }
 
-    /// What frees do: pages that somebody else still has a registration of do not come back with the address.
-    pub(crate) fn leave_behind(&mut self, address: u64, len: u64) -> rustix::io::Result<()> {
-        let (start, end) = (address - address % PAGE, (address + len).next_multiple_of(PAGE));
-        let touched: Vec<_> = self
-            .files
-            .range(..end)
-            .filter(|(at, (len, file))| *at + len > start && is_used(file.as_fd()))
-            .map(|(at, (len, _))| (*at, *len))
-            .collect();
-        for (at, len) in touched {
-            self.move_to_new_file(at, len)?;
-        }
-        Ok(())
-    }
-
     fn move_to_new_file(&mut self, address: u64, len: u64) -> rustix::io::Result<()> {
         let file = memory_file(len)?;
         let mut done = 0;

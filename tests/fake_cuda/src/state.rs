@@ -17,6 +17,12 @@ use crate::{
 pub(crate) const GRANULARITY: u64 = 2 << 20;
 /// What addresses of `cuMemAlloc` are aligned to: the CUDA programming guide says "at least 256 bytes".
 const ALIGNMENT: u64 = 512;
+
+/// The bytes that a small allocation takes. Decided here: from a page on, allocations are whole pages, so that only
+/// smaller ones share a page and their dma-bufs overlap.
+fn small_size(len: u64) -> u64 {
+    if len < PAGE { len.next_multiple_of(ALIGNMENT) } else { len.next_multiple_of(PAGE) }
+}
 /// Allocations below this share blocks of [`GRANULARITY`], so that their pages have neighbours.
 const SMALL: u64 = 1 << 20;
 
@@ -344,9 +350,14 @@ impl State {
     }
 
     fn take_small(&mut self, len: u64) -> Result<u64, CuResult> {
-        let len = len.next_multiple_of(ALIGNMENT);
+        let len = small_size(len);
         if let Some(address) = self.free.get_mut(&len).and_then(Vec::pop) {
             return Ok(address);
+        }
+        if len >= PAGE {
+            let (at, rest) = self.block;
+            let skipped = (at.next_multiple_of(PAGE) - at).min(rest);
+            self.block = (at + skipped, rest - skipped);
         }
         if self.block.1 < len {
             let block = self.take_addresses(GRANULARITY);
@@ -366,8 +377,8 @@ impl State {
         }
         match allocation.kind {
             Kind::Memory | Kind::Pool if len < SMALL => {
-                self.pages.leave_behind(address, len).map_err(|_| CuResult::CUDA_ERROR_OPERATING_SYSTEM)?;
-                self.free.entry(len.next_multiple_of(ALIGNMENT)).or_default().push(address);
+                // The block stays, with its pages: who has a registration of them sees what comes there next.
+                self.free.entry(small_size(len)).or_default().push(address);
             }
             _ => {
                 self.pages.clear(address, len.next_multiple_of(PAGE));

@@ -1,0 +1,111 @@
+//! The built binary with a CUDA driver library: the fake one, loaded by `HMEM_CUDA_LIBRARY` as a real one would be.
+
+use std::{
+    path::PathBuf,
+    process::{Command, Output},
+};
+
+use serde_json::Value;
+
+/// The fake driver's library. Cargo builds it beside this test, of whose dependencies it is one.
+fn library() -> PathBuf {
+    // Named so that the dependency is there even when nothing else of it is used.
+    let _: fn() -> Vec<hmem_fake_cuda::Profile> = hmem_fake_cuda::Profile::all;
+    let test = std::env::current_exe().expect("this test");
+    let library = test.parent().expect("a folder").join("libhmem_fake_cuda.so");
+    assert!(library.exists(), "{} was not built", library.display());
+    library
+}
+
+fn hmem(driver: &str, arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_hmem"));
+    for name in ["FI_HMEM", "FI_HMEM_DISABLE_P2P", "NO_COLOR", "CLICOLOR_FORCE"] {
+        command.env_remove(name);
+    }
+    command.env("HMEM_CUDA_LIBRARY", library()).env("HMEM_FAKE_CUDA", driver);
+    command.args(arguments).output().expect("the binary runs")
+}
+
+fn json(output: &Output) -> Value {
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| {
+        panic!("{error}: {}", String::from_utf8_lossy(&output.stderr));
+    })
+}
+
+fn cuda(info: &Value) -> &Value {
+    let ifaces = info["ifaces"].as_array().expect("ifaces");
+    ifaces.iter().find(|iface| iface["name"] == "cuda").expect("cuda is listed")
+}
+
+/// DIAG-01
+#[test]
+fn diag_01_info_lists_the_devices_of_a_driver_library_and_the_path_to_each_nic() {
+    let output = hmem("580-open", &["info"]);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}");
+    for words in ["NVIDIA Fake 580-open 0", "cuda:1", "0000:3b:00.0", "dma-buf"] {
+        assert!(text.contains(words), "{words} is not in:\n{text}");
+    }
+    assert!(
+        json(&hmem("580-open", &["info", "--json"])).to_string().contains("cuda:0")
+            || text.contains("cuda:0")
+    );
+}
+
+/// DIAG-03: a library that is there and does not start says why, and the rest goes on.
+#[test]
+fn diag_03_a_driver_that_does_not_start_is_listed_with_its_reason_and_remedy() {
+    for (driver, words) in [
+        (
+            "580-open;cuInit=34",
+            ["CUDA_ERROR_STUB_LIBRARY (34)", "stub: take its folder out of LD_LIBRARY_PATH"],
+        ),
+        ("580-open;devices=0", ["CUDA_ERROR_NO_DEVICE (100)", "CUDA_VISIBLE_DEVICES"]),
+        ("580-open;cuInit=803", ["CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)", "reload the module"]),
+    ] {
+        let output = hmem(driver, &["info", "--json"]);
+        assert!(output.status.success());
+        let info = json(&output);
+        let listed = cuda(&info).to_string();
+        for word in words {
+            assert!(listed.contains(word), "{word} is not in {listed}");
+        }
+        assert!(info["devices"].to_string().contains("simulated"), "the other ifaces go on");
+    }
+}
+
+/// DIAG-02
+#[test]
+fn diag_02_check_moves_verified_bytes_of_every_kind_of_cuda_memory() {
+    for driver in ["580-open", "535-closed"] {
+        let output = hmem(driver, &["check", "--iface", "cuda", "--quick", "--json"]);
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{driver}: {text}");
+        for kind in ["device", "host", "managed", "stream-ordered", "virtual"] {
+            assert!(text.contains(&format!("\"{kind}\"")), "{driver}: {kind} was not checked: {text}");
+        }
+        let report = json(&output);
+        let rows = report["rows"].as_array().expect("rows");
+        let over_dma_buf = rows.iter().any(|row| row["path"] == "dma-buf");
+        assert_eq!(over_dma_buf, driver == "580-open", "{driver}: {text}");
+    }
+}
+
+/// DIAG-02: a driver that fails where it should work ends the check with 1.
+#[test]
+fn diag_02_check_fails_with_a_driver_that_cannot_copy() {
+    let output = hmem("580-open;cuMemcpyAsync=700", &["check", "--iface", "cuda", "--quick"]);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("CUDA_ERROR_ILLEGAL_ADDRESS (700)"), "{text}");
+}
+
+#[test]
+fn perf_measures_transfers_between_cuda_devices_and_verifies_them() {
+    let arguments =
+        ["perf", "--loopback", "--iface", "cuda", "--size", "4KiB", "--iterations", "20", "--json"];
+    let output = hmem("580-open", &arguments);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(text.contains("\"cuda\"") && text.contains("dma-buf") && !text.contains("staged"), "{text}");
+}

@@ -1,0 +1,8 @@
+//! CUDA memory under a NIC: the fake driver's memory, registered over the software NIC, with every byte that moves
+//! compared. What the iface does on its own is shown in `iface-cuda/tests/suite`.
+#![cfg(feature = "cuda")]
+#![allow(unsafe_code)]
+
+mod link;
+mod paths;
+mod reuse;

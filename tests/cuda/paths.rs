@@ -1,0 +1,258 @@
+//! Which way each kind of memory goes, and what the decision says.
+
+use hmem::{
+    Address, AddressRange, AllocationKind, Decision, ErrorKind, Iface, IfaceExt, Path,
+    cuda::sys::{self, CuResult},
+    iface::DmaBufMapping,
+    p2p::loopback::Memory,
+    path::P2pPolicy,
+    provider::Imports,
+};
+use hmem_fake_cuda::Profile;
+
+use crate::link::{IMPORTS, Link, close, pattern};
+
+/// Registers whole memory of a kind, moves bytes both ways through the NIC, and returns the decision.
+fn moved(link: &Link, kind: AllocationKind, len: u64) -> std::sync::Arc<Decision> {
+    let region = link
+        .domain
+        .register(link.buffer(len, kind), crate::link::REMOTE)
+        .map_err(hmem::Error::from)
+        .unwrap_or_else(|error| panic!("{kind:?}: {error}"));
+    let key = region.key().expect("key");
+    let bytes = pattern(len, len as usize);
+    link.put(&key, 0, &bytes).expect("write");
+    link.cuda.flush_inbound(hmem::DeviceId(0)).expect("flush");
+    let mut found = vec![0; bytes.len()];
+    region.read(0, &mut found).expect("the device's own copy");
+    assert!(found == bytes, "{kind:?}: what the NIC wrote");
+    region.write(7, &[9; 100]).expect("write on the device");
+    assert_eq!(link.get(&key, 7, 100).expect("read"), [9; 100], "{kind:?}: what the device wrote");
+    let decision = std::sync::Arc::clone(region.decision().expect("decision"));
+    drop(close(region));
+    decision
+}
+
+const KINDS: [AllocationKind; 5] = [
+    AllocationKind::Device,
+    AllocationKind::Virtual,
+    AllocationKind::StreamOrdered,
+    AllocationKind::Host,
+    AllocationKind::Managed,
+];
+
+#[test]
+fn p2p_01_each_kind_of_memory_goes_its_own_way_and_its_bytes_arrive() {
+    for profile in Profile::all() {
+        let open = profile.dma_buf;
+        let link = Link::open(profile);
+        for kind in KINDS {
+            for len in [1000, 100_001, (4 << 20) + 17] {
+                let decision = moved(&link, kind, len);
+                let path = match kind {
+                    AllocationKind::Host | AllocationKind::Managed => Path::PlainHost,
+                    // The header does not list stream-ordered memory among what is exported.
+                    AllocationKind::StreamOrdered => Path::Staged,
+                    _ if open => Path::DmaBuf,
+                    _ => Path::Staged,
+                };
+                assert_eq!(decision.path, path, "{kind:?}: {decision}");
+            }
+        }
+    }
+}
+
+/// HM-08: the result says what was done.
+#[test]
+fn hm_08_managed_memory_is_registered_as_host_pages_and_says_so() {
+    let link = Link::open(Profile::default());
+    let decision = moved(&link, AllocationKind::Managed, 10_000);
+    assert_eq!(decision.path, Path::PlainHost);
+    assert!(decision.reason.contains("migrates"), "{decision}");
+}
+
+#[test]
+fn p2p_01_a_nic_with_peer_memory_alone_gets_device_addresses() {
+    let imports = Imports { dma_buf: false, peer_memory: true, ..IMPORTS };
+    let link = Link::with(
+        Profile::named("550-closed").expect("a profile"),
+        imports,
+        P2pPolicy::Required,
+        Memory::Follow,
+    );
+    let buffer = link.buffer(5000, AllocationKind::Device);
+    let base = buffer.allocation().base().0;
+    assert!(!link.driver.sync_memops(base));
+    let region =
+        link.domain.register(buffer, crate::link::REMOTE).map_err(hmem::Error::from).expect("register");
+    assert_eq!(region.decision().expect("decision").path, Path::PeerMemory);
+    assert!(link.driver.sync_memops(base), "synchronous operations are made so first");
+    let key = region.key().expect("key");
+    link.put(&key, 10, &pattern(1, 4000)).expect("write");
+    assert!(link.get(&key, 10, 4000).expect("read") == pattern(1, 4000));
+    drop(close(region));
+}
+
+#[test]
+fn p2p_01_one_refused_buffer_demotes_no_other() {
+    let link = Link::open(Profile::default());
+    assert_eq!(moved(&link, AllocationKind::Device, 5000).path, Path::DmaBuf);
+    link.driver.fail("cuMemGetHandleForAddressRange", CuResult::CUDA_ERROR_OUT_OF_MEMORY);
+    let demoted = moved(&link, AllocationKind::Device, 5000);
+    assert_eq!(demoted.path, Path::Staged, "{demoted}");
+    assert_eq!(moved(&link, AllocationKind::Device, 5000).path, Path::DmaBuf);
+}
+
+#[test]
+fn p2p_03_the_decision_names_each_call_its_error_its_cause_and_its_remedy() {
+    let link = Link::open(Profile::named("535-closed").expect("a profile"));
+    let decision = moved(&link, AllocationKind::Device, 5000);
+    let refused =
+        decision.attempts.iter().find(|attempt| attempt.path == Path::DmaBuf).expect("it was tried");
+    assert!(refused.call.starts_with("export_dma_buf("), "{}", refused.call);
+    let error = refused.error.as_ref().expect("refused");
+    assert!(
+        error.is_unsupported() && error.context_value("attribute") == Some("DMA_BUF_SUPPORTED"),
+        "{error}"
+    );
+    assert!(refused.cause.is_some() && refused.remedy.is_some());
+    let last = decision.attempts.last().expect("an attempt");
+    assert!(last.error.is_none() && last.path == Path::Staged, "{decision}");
+    assert!(decision.to_string().contains("535") || decision.to_string().contains("cuda"), "{decision}");
+}
+
+/// HM-09 and P2P-03: both attempts are in the trace.
+#[test]
+fn hm_09_the_pcie_mapping_is_tried_first_and_then_without() {
+    let imports = Imports { pcie_mapping_first: true, ..IMPORTS };
+    for (profile, refusals, mapping) in [
+        (Profile::default(), 0, DmaBufMapping::Pcie),
+        (Profile::named("550-open").expect("a profile"), 1, DmaBufMapping::Default),
+        (Profile { pcie_mapping: false, ..Profile::default() }, 1, DmaBufMapping::Default),
+    ] {
+        let link = Link::with(profile, imports, P2pPolicy::Required, Memory::Follow);
+        let decision = moved(&link, AllocationKind::Device, 5000);
+        assert_eq!((decision.path, decision.mapping), (Path::DmaBuf, mapping), "{decision}");
+        let tried: Vec<_> = decision.attempts.iter().filter(|attempt| attempt.error.is_some()).collect();
+        assert_eq!(tried.len(), refusals, "{decision}");
+        for attempt in tried {
+            assert!(attempt.call.contains("Pcie") && attempt.remedy.is_some(), "{}", attempt.call);
+        }
+    }
+}
+
+/// What PyTorch's expandable segments are: one reservation, a handle for each step, all the application's own.
+struct Segments<'a> {
+    link: &'a Link,
+    base: u64,
+    step: u64,
+    handles: Vec<u64>,
+}
+
+impl<'a> Segments<'a> {
+    fn new(link: &'a Link, capable: &[bool]) -> Self {
+        let f = &link.functions;
+        let step = 2usize << 20;
+        let (mut base, mut handles) = (0, Vec::new());
+        // SAFETY: places are writable; what is mapped was reserved and created just now.
+        unsafe {
+            let reserve = f.mem_address_reserve.expect("VMM");
+            assert!(reserve(&mut base, step * capable.len(), 0, 0, 0).is_success());
+            for (number, capable) in capable.iter().enumerate() {
+                let location = sys::CuMemLocation { kind: sys::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 };
+                let properties = sys::CuMemAllocationProp {
+                    kind: sys::CU_MEM_ALLOCATION_TYPE_PINNED,
+                    location,
+                    gpu_direct_rdma_capable: (*capable).into(),
+                    ..Default::default()
+                };
+                let who = sys::CuMemAccessDesc { location, flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
+                let (mut handle, at) = (0, base + (number * step) as u64);
+                assert!(f.mem_create.expect("VMM")(&mut handle, step, &properties, 0).is_success());
+                assert!(f.mem_map.expect("VMM")(at, step, 0, handle, 0).is_success());
+                assert!(f.mem_set_access.expect("VMM")(at, step, &who, 1).is_success());
+                handles.push(handle);
+            }
+        }
+        Self { link, base, step: step as u64, handles }
+    }
+
+    fn range(&self, from: u64, len: u64) -> AddressRange {
+        AddressRange::new(Address(self.base + from), len).expect("a range")
+    }
+}
+
+impl Drop for Segments<'_> {
+    fn drop(&mut self) {
+        let f = &self.link.functions;
+        let whole = self.step as usize * self.handles.len();
+        // SAFETY: mapped and reserved in `new`, and no region is left over it.
+        unsafe {
+            assert!(f.mem_unmap.expect("VMM")(self.base, whole).is_success());
+            assert!(f.mem_address_free.expect("VMM")(self.base, whole).is_success());
+            for handle in &self.handles {
+                assert!(f.mem_release.expect("VMM")(*handle).is_success());
+            }
+        }
+    }
+}
+
+#[test]
+fn hm_07_a_range_over_several_handles_is_registered_whole() {
+    let link = Link::with(Profile::default(), IMPORTS, P2pPolicy::Required, Memory::Follow);
+    let segments = Segments::new(&link, &[true; 4]);
+    let range = segments.range(12_345, 3 * segments.step);
+    let region = link.expose(range).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(region.decision().expect("decision").path, Path::DmaBuf);
+    let (key, bytes) = (region.key().expect("key"), pattern(7, range.len() as usize));
+    link.put(&key, 0, &bytes).expect("write over every seam");
+    let mut found = vec![0; bytes.len()];
+    link.cuda.read(range.start(), &mut found).expect("read");
+    assert!(found == bytes);
+    assert!(
+        link.get(&key, segments.step - 20_000, 40_000).expect("read")
+            == bytes[segments.step as usize - 20_000..][..40_000]
+    );
+    region.close().expect("close");
+}
+
+#[test]
+fn hm_07_a_range_with_a_segment_that_cannot_is_refused_naming_the_first() {
+    let link = Link::with(Profile::default(), IMPORTS, P2pPolicy::Required, Memory::Follow);
+    let segments = Segments::new(&link, &[true, false, false]);
+    let error = link.expose(segments.range(100, 3 * segments.step - 100)).expect_err("the second cannot");
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+    let first = segments.range(segments.step, segments.step).to_string();
+    assert!(error.to_string().contains(&first), "{error}");
+    assert!(error.to_string().contains("gpuDirectRDMACapable"), "{error}");
+}
+
+#[test]
+fn hm_01_host_memory_that_was_page_locked_in_part_is_registered_as_the_applications_own() {
+    let link = Link::open(Profile::default());
+    let memory = vec![5u8; 1 << 20];
+    let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096);
+    let locked = AddressRange::new(Address(start), 64 << 10).expect("a range");
+    // SAFETY: `memory` outlives the registration.
+    unsafe { link.cuda.host_register(locked) }.expect("page-lock");
+    // Larger than what CUDA knows, at both ends.
+    let region = link.expose(AddressRange::of(&memory)).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(region.decision().expect("decision").path, Path::PlainHost);
+    assert_eq!(link.get(&region.key().expect("key"), 0, 100).expect("read"), [5; 100]);
+    region.close().expect("close");
+    link.cuda.host_unregister(locked).expect("unregister");
+}
+
+#[test]
+fn hm_06_registrations_of_device_memory_leave_nothing() {
+    let link = Link::open(Profile::default());
+    let memory = link.buffer(300_000, AllocationKind::Device);
+    let before = link.driver.live();
+    for round in 0..500u64 {
+        let range = memory.allocation().range.slice(round * 131 % 100_000, 1 + round * 17).expect("a part");
+        let region = link.expose(range).unwrap_or_else(|error| panic!("{round}: {error}"));
+        assert_eq!(region.decision().expect("decision").path, Path::DmaBuf);
+        region.close().expect("close");
+    }
+    assert_eq!(link.driver.live(), before);
+}

@@ -1,0 +1,70 @@
+//! Memory that is freed, and other memory at its address.
+
+use hmem::{AllocationKind, Path, p2p::loopback::Memory, path::P2pPolicy};
+use hmem_fake_cuda::Profile;
+
+use crate::link::{IMPORTS, Link, REMOTE, close, pattern};
+
+/// MR-07 on device memory, over a NIC that keeps the pages of registration and over one that follows.
+#[test]
+fn mr_07_registering_freeing_and_allocating_again_reaches_the_new_bytes() {
+    for (memory, policy) in [
+        (Memory::Follow, P2pPolicy::Required),
+        (Memory::Pinned, P2pPolicy::Required),
+        (Memory::Follow, P2pPolicy::Disabled),
+    ] {
+        let link = Link::with(Profile::default(), IMPORTS, policy, memory);
+        for kind in [AllocationKind::Device, AllocationKind::Virtual] {
+            for len in [5000u64, 3 << 20] {
+                let (mut last, mut reused) = (None, 0);
+                for round in 0..40 {
+                    let buffer = link.buffer(len, kind);
+                    reused += u32::from(
+                        last.replace(buffer.allocation().base()) == Some(buffer.allocation().base()),
+                    );
+                    let region = link.domain.register(buffer, REMOTE).map_err(hmem::Error::from);
+                    let region = region.unwrap_or_else(|error| panic!("{error}"));
+                    let staged = policy == P2pPolicy::Disabled;
+                    let path = if staged { Path::Staged } else { Path::DmaBuf };
+                    assert_eq!(region.decision().expect("decision").path, path);
+                    let (key, bytes) = (region.key().expect("key"), pattern(round, 4000));
+                    link.put(&key, 500, &bytes).expect("write");
+                    let mut found = vec![0; bytes.len()];
+                    region.read(500, &mut found).expect("read");
+                    assert!(found == bytes, "{kind:?}, round {round}: the NIC wrote to other memory");
+                    drop(close(region));
+                    link.put(&key, 0, &[1]).expect_err("the key is dead");
+                }
+                assert!(reused > 20, "{kind:?} of {len}: no address came back, so that nothing was shown");
+            }
+        }
+    }
+}
+
+/// The bug that the behaviour is about, live: a region kept over a free moves stale bytes, and never the new
+/// allocation's. That it does not fault shows that the fake's exported pages outlive their allocation, as a dma-buf does.
+#[test]
+fn mr_07_a_region_that_outlives_its_memory_reaches_none_of_the_memory_that_took_its_place() {
+    for len in [2 << 20, 3 << 20] {
+        let link = Link::with(Profile::default(), IMPORTS, P2pPolicy::Required, Memory::Follow);
+        let first = link.buffer(len, AllocationKind::Device);
+        let base = first.allocation().base();
+        first.write(0, &[1; 4000]).expect("write");
+        let stale = link.expose(first.allocation().range).expect("register");
+        drop(first);
+        let second = link.buffer(len, AllocationKind::Device);
+        assert_eq!(second.allocation().base(), base, "the address came back");
+        second.write(0, &[2; 4000]).expect("write");
+        let key = stale.key().expect("key");
+        assert_eq!(
+            link.get(&key, 0, 4000).expect("read"),
+            [1; 4000],
+            "stale bytes: what a cache must not hand out"
+        );
+        link.put(&key, 0, &[3; 4000]).expect("write");
+        let mut found = [0; 4000];
+        second.read(0, &mut found).expect("read");
+        assert_eq!(found, [2; 4000]);
+        stale.close().expect("close");
+    }
+}

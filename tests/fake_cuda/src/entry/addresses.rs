@@ -1,0 +1,72 @@
+//! What the driver says of an address.
+
+use std::ffi::{c_uint, c_void};
+
+use hmem_iface_cuda::sys::{self, CuDevicePtr, CuPointerAttribute, CuResult};
+
+use super::{Answer, INVALID_VALUE, NOT_SUPPORTED, put};
+use crate::{
+    answers::pointer_attribute,
+    state::{Kind, State},
+};
+
+driver! {
+    fn cuPointerGetAttributes(
+        state,
+        count: c_uint,
+        attributes: *mut CuPointerAttribute,
+        data: *mut *mut c_void,
+        pointer: CuDevicePtr
+    ) {
+        if state.profile.queries_need_context && state.current().is_err() {
+            return Err(CuResult::CUDA_ERROR_INVALID_CONTEXT);
+        }
+        for at in 0..count as usize {
+            // SAFETY: the caller passes `count` attributes and as many places.
+            let (attribute, place) = unsafe { (*attributes.add(at), *data.add(at)) };
+            pointer_attribute(state, attribute, place, pointer)?;
+        }
+        Ok(())
+    }
+
+    fn cuPointerSetAttribute(
+        state,
+        value: *const c_void,
+        attribute: CuPointerAttribute,
+        pointer: CuDevicePtr
+    ) {
+        // "The supported attributes are": SYNC_MEMOPS.
+        if attribute != sys::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS || value.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let (start, allocation) = state.around(pointer).ok_or(INVALID_VALUE)?;
+        // Decided here: VMM and stream-ordered memory have it as a flag of their context (`CU_CTX_SYNC_MEMOPS`) only.
+        if !matches!(allocation.kind, Kind::Memory | Kind::Managed | Kind::Host | Kind::Registered) {
+            return Err(NOT_SUPPORTED);
+        }
+        // SAFETY: the header: "a pointer to an unsigned integer".
+        let on = unsafe { value.cast::<c_uint>().read_unaligned() } != 0;
+        if let Some(allocation) = state.allocations.get_mut(&start) {
+            allocation.sync_memops = on;
+        }
+        Ok(())
+    }
+
+    fn cuMemGetAddressRange_v2(state, base: *mut CuDevicePtr, size: *mut usize, pointer: CuDevicePtr) {
+        // Recorded run: the outputs are zeroed on failure.
+        let known = match state.around(pointer) {
+            Some((_, allocation)) if allocation.kind == Kind::Reservation => {
+                state.mapping_around(pointer).map(|(start, mapping)| (start, mapping.len))
+            }
+            known => known.map(|(start, allocation)| (start, allocation.len)),
+        };
+        let (start, len) = known.unwrap_or((0, 0));
+        if !base.is_null() {
+            put(base, start)?;
+        }
+        if !size.is_null() {
+            put(size, len as usize)?;
+        }
+        known.map(drop).ok_or(CuResult::CUDA_ERROR_NOT_FOUND)
+    }
+}

@@ -1,0 +1,96 @@
+//! Contexts.
+
+use std::ffi::{c_int, c_uint};
+
+use hmem_iface_cuda::sys::{CuContext, CuDevice, CuResult};
+
+use super::{Answer, device, put};
+use crate::state::{Context, State};
+
+driver! {
+    fn cuDevicePrimaryCtxRetain(state, context: *mut CuContext, dev: CuDevice) {
+        let number = device(state, dev)?;
+        let known = state.contexts.iter().find(|(_, one)| one.primary && one.device == number);
+        let id = match known {
+            Some((id, _)) => *id,
+            None => {
+                let id = state.handle();
+                state.contexts.insert(id, Context { device: number, primary: true, ..Context::default() });
+                id
+            }
+        };
+        put(context, CuContext(id))?;
+        state.contexts.entry(id).or_default().references += 1;
+        Ok(())
+    }
+
+    fn cuDevicePrimaryCtxRelease_v2(state, dev: CuDevice) {
+        let number = device(state, dev)?;
+        let known = state.contexts.iter_mut().find(|(_, one)| one.primary && one.device == number);
+        let Some((id, context)) = known else { return Err(CuResult::CUDA_ERROR_INVALID_CONTEXT) };
+        context.references -= 1;
+        if context.references == 0 {
+            // "Once released the primary context is destroyed if it is the last reference."
+            let id = *id;
+            state.destroy_context(id);
+        }
+        Ok(())
+    }
+
+    fn cuDevicePrimaryCtxGetState(state, dev: CuDevice, flags: *mut c_uint, active: *mut c_int) {
+        let number = device(state, dev)?;
+        let known = state.contexts.values().find(|one| one.primary && one.device == number);
+        put(flags, known.map_or(0, |one| one.flags))?;
+        put(active, known.is_some().into())
+    }
+
+    fn cuCtxCreate_v2(state, context: *mut CuContext, flags: c_uint, dev: CuDevice) {
+        let number = device(state, dev)?;
+        let id = state.handle();
+        state.contexts.insert(id, Context { device: number, flags, references: 1, primary: false });
+        // "The created context is made current."
+        state.stack(|stack| stack.push(id));
+        put(context, CuContext(id))
+    }
+
+    fn cuCtxDestroy_v2(state, context: CuContext) {
+        if state.contexts.get(&context.0).is_none_or(|one| one.primary) {
+            return Err(CuResult::CUDA_ERROR_INVALID_CONTEXT);
+        }
+        // "If ctx is current to the calling thread then ctx will also be popped."
+        state.stack(|stack| {
+            stack.pop_if(|top| *top == context.0);
+        });
+        state.destroy_context(context.0);
+        Ok(())
+    }
+
+    fn cuCtxGetCurrent(state, context: *mut CuContext) {
+        put(context, CuContext(state.stack(|stack| stack.last().copied()).unwrap_or(0)))
+    }
+
+    fn cuCtxPushCurrent_v2(state, context: CuContext) {
+        if !state.contexts.contains_key(&context.0) {
+            return Err(CuResult::CUDA_ERROR_INVALID_CONTEXT);
+        }
+        state.stack(|stack| stack.push(context.0));
+        Ok(())
+    }
+
+    fn cuCtxPopCurrent_v2(state, context: *mut CuContext) {
+        let popped = state.stack(Vec::pop).ok_or(CuResult::CUDA_ERROR_INVALID_CONTEXT)?;
+        // "If pctx is not NULL".
+        if context.is_null() { Ok(()) } else { put(context, CuContext(popped)) }
+    }
+
+    fn cuCtxGetFlags(state, flags: *mut c_uint) {
+        let current = state.current()?;
+        put(flags, state.contexts[&current].flags)
+    }
+
+    fn cuCtxSetFlags(state, flags: c_uint) {
+        let current = state.current()?;
+        state.contexts.entry(current).or_default().flags = flags;
+        Ok(())
+    }
+}

@@ -1,0 +1,94 @@
+//! Copies, streams and events.
+
+use std::ffi::c_uint;
+
+use hmem_iface_cuda::sys::{CuDevicePtr, CuEvent, CuResult, CuStream};
+
+use super::{Answer, INVALID_HANDLE, put};
+use crate::state::{Copy, Event, State, Stream};
+
+driver! {
+    fn cuMemcpyAsync(state, to: CuDevicePtr, from: CuDevicePtr, len: usize, stream: CuStream) {
+        state.current()?;
+        state.side(to, len)?;
+        state.side(from, len)?;
+        let slow = state.profile.slow_copies;
+        let known = state.streams.get_mut(&stream.0).ok_or(INVALID_HANDLE)?;
+        known.waiting.push_back(Copy { to, from, len });
+        known.handed_in += 1;
+        if !slow {
+            state.finish(stream.0);
+        }
+        Ok(())
+    }
+
+    fn cuMemcpy(state, to: CuDevicePtr, from: CuDevicePtr, len: usize) {
+        state.current()?;
+        state.side(to, len)?;
+        state.side(from, len)?;
+        state.move_bytes(Copy { to, from, len });
+        Ok(())
+    }
+
+    fn cuStreamCreate(state, stream: *mut CuStream, _flags: c_uint) {
+        let context = state.current()?;
+        let id = state.handle();
+        let made = Stream { context, waiting: Default::default(), handed_in: 0, done: 0 };
+        state.streams.insert(id, made);
+        put(stream, CuStream(id))
+    }
+
+    fn cuStreamSynchronize(state, stream: CuStream) {
+        if !state.streams.contains_key(&stream.0) {
+            return Err(INVALID_HANDLE);
+        }
+        state.finish(stream.0);
+        Ok(())
+    }
+
+    fn cuStreamDestroy_v2(state, stream: CuStream) {
+        state.finish(stream.0);
+        state.streams.remove(&stream.0).map(drop).ok_or(INVALID_HANDLE)
+    }
+
+    fn cuEventCreate(state, event: *mut CuEvent, _flags: c_uint) {
+        let context = state.current()?;
+        let id = state.handle();
+        state.events.insert(id, Event { context, recorded: None });
+        put(event, CuEvent(id))
+    }
+
+    fn cuEventRecord(state, event: CuEvent, stream: CuStream) {
+        let known = state.streams.get(&stream.0).ok_or(INVALID_HANDLE)?;
+        let (context, before) = (known.context, known.handed_in);
+        let event = state.events.get_mut(&event.0).ok_or(INVALID_HANDLE)?;
+        // "hEvent and hStream must be from the same context".
+        if event.context != context {
+            return Err(INVALID_HANDLE);
+        }
+        event.recorded = Some((stream.0, before));
+        Ok(())
+    }
+
+    fn cuEventQuery(state, event: CuEvent) {
+        let event = state.events.get(&event.0).ok_or(INVALID_HANDLE)?;
+        let Some((stream, before)) = event.recorded else { return Ok(()) };
+        if state.streams.get(&stream).is_none_or(|stream| stream.done >= before) {
+            return Ok(());
+        }
+        // A copy ends a while after somebody saw it under way.
+        state.step(stream);
+        Err(CuResult::CUDA_ERROR_NOT_READY)
+    }
+
+    fn cuEventSynchronize(state, event: CuEvent) {
+        let event = state.events.get(&event.0).ok_or(INVALID_HANDLE)?;
+        let Some((stream, before)) = event.recorded else { return Ok(()) };
+        while state.streams.get(&stream).is_some_and(|stream| stream.done < before) && state.step(stream) {}
+        Ok(())
+    }
+
+    fn cuEventDestroy_v2(state, event: CuEvent) {
+        state.events.remove(&event.0).map(drop).ok_or(INVALID_HANDLE)
+    }
+}
