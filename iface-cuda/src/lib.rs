@@ -32,6 +32,7 @@
 //! | `copy` | copies |
 //! | `export`, `ipc` | dma-buf, peer memory, flushing; other processes |
 //! | `monitor` | noticing frees |
+//! | `cudarc` | slices of the `cudarc` crate as buffers (cargo feature `cudarc`) |
 //! | `error` | driver codes as errors |
 //!
 //! # Kinds of memory
@@ -61,6 +62,9 @@ mod allocate;
 mod context;
 #[allow(unsafe_code)]
 mod copy;
+#[cfg(feature = "cudarc")]
+#[allow(unsafe_code)]
+pub mod cudarc;
 #[allow(unsafe_code)]
 mod device;
 mod driver;

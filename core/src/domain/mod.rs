@@ -323,6 +323,22 @@ impl Domain {
         scope::run(&self.inner, bytes, access, body)
     }
 
+    /// [`Domain::scope`] for memory of any iface, by its addresses.
+    ///
+    /// # Safety
+    /// As [`Domain::regattr`], for as long as `body` runs: the range stays allocated, and is given to no other use.
+    ///
+    /// # Errors
+    /// As [`Domain::scope`].
+    pub unsafe fn scope_range<R>(
+        &self,
+        range: AddressRange,
+        access: Access,
+        body: impl FnOnce(&Scoped<'_>) -> R,
+    ) -> Result<R> {
+        scope::run_over(&self.inner, range, false, access, body)
+    }
+
     /// Makes a peer's raw key usable in transfers of this domain (`fi_mr_map_raw`).
     ///
     /// `base` and `len` are what the peer sent along with it; they only describe the key, the peer's NIC enforces.

@@ -12,6 +12,8 @@ use crate::{Access, Address, AddressRange, Decision, Error, ErrorKind, MrFlags, 
 #[derive(Debug)]
 pub struct Scoped<'a> {
     region: &'a MemoryRegion,
+    /// Whether it is ordinary host memory, which the CPU reaches by its address.
+    host: bool,
 }
 
 impl Scoped<'_> {
@@ -48,9 +50,9 @@ impl Scoped<'_> {
     /// Copies bytes of the region out; bytes that the NIC writes meanwhile come out in any mixture.
     ///
     /// # Errors
-    /// OutOfBounds if they reach outside the region.
+    /// OutOfBounds if they reach outside the region; Unsupported for memory of a device, which its iface copies.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
-        let slice = self.slice(offset, into.len() as u64)?;
+        let slice = self.host_slice(offset, into.len())?;
         super::buffer::copy_out(slice.address(), into);
         Ok(())
     }
@@ -58,11 +60,20 @@ impl Scoped<'_> {
     /// Copies bytes into the region.
     ///
     /// # Errors
-    /// OutOfBounds if they reach outside the region.
+    /// As [`Scoped::read`].
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
-        let slice = self.slice(offset, from.len() as u64)?;
+        let slice = self.host_slice(offset, from.len())?;
         super::buffer::copy_in(slice.address(), from);
         Ok(())
+    }
+
+    fn host_slice(&self, offset: u64, len: usize) -> Result<RegionSlice> {
+        if self.host {
+            return self.slice(offset, len as u64);
+        }
+        Err(Error::new(ErrorKind::Unsupported, "scoped copy")
+            .context("range", self.range())
+            .remedy("copy through the memory's iface (IfaceExt::read, IfaceExt::write)"))
     }
 }
 
@@ -80,6 +91,7 @@ impl Drop for CloseOnExit {
     }
 }
 
+/// Borrowed host memory.
 pub(super) fn run<R>(
     domain: &Arc<DomainInner>,
     bytes: &mut [u8],
@@ -87,6 +99,17 @@ pub(super) fn run<R>(
     body: impl FnOnce(&Scoped<'_>) -> R,
 ) -> Result<R> {
     let range = AddressRange::new(Address::of_ptr(bytes.as_mut_ptr()), bytes.len() as u64)?;
+    run_over(domain, range, true, access, body)
+}
+
+/// Memory of any iface.
+pub(super) fn run_over<R>(
+    domain: &Arc<DomainInner>,
+    range: AddressRange,
+    host: bool,
+    access: Access,
+    body: impl FnOnce(&Scoped<'_>) -> R,
+) -> Result<R> {
     let attr = MrAttr::new(std::slice::from_ref(&range), access);
     if domain.effective().contains(MrMode::ENDPOINT) {
         return Err(Error::new(ErrorKind::BadState, "scope")
@@ -94,8 +117,10 @@ pub(super) fn run<R>(
             .remedy("in ENDPOINT mode a region needs an endpoint before use: register a buffer instead"));
     }
     let mut region = domain.prepare_as(None, &attr, MrFlags::empty(), None)?;
-    region.borrow_for_scope();
+    if host {
+        region.borrow_for_scope();
+    }
     let guard = CloseOnExit(Some(domain.register_now(region, &attr)?));
     let region = guard.0.as_ref().expect("set one line above");
-    Ok(body(&Scoped { region }))
+    Ok(body(&Scoped { region, host }))
 }

@@ -83,6 +83,29 @@ driver! {
         if context.is_null() { Ok(()) } else { put(context, CuContext(popped)) }
     }
 
+    fn cuCtxSetCurrent(state, context: CuContext) {
+        // "If ctx is NULL, the context on the top is popped"; "otherwise" it takes that context's place.
+        if !context.is_null() && !state.contexts.contains_key(&context.0) {
+            return Err(CuResult::CUDA_ERROR_INVALID_CONTEXT);
+        }
+        state.stack(|stack| {
+            stack.pop();
+            if !context.is_null() {
+                stack.push(context.0);
+            }
+        });
+        Ok(())
+    }
+
+    fn cuCtxSynchronize(state) {
+        let current = state.current()?;
+        let streams: Vec<_> = state.streams.iter().filter(|(_, one)| one.context == current).map(|(id, _)| *id).collect();
+        for stream in streams {
+            state.finish(stream);
+        }
+        Ok(())
+    }
+
     fn cuCtxGetFlags(state, flags: *mut c_uint) {
         let current = state.current()?;
         put(flags, state.contexts[&current].flags)

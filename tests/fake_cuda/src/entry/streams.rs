@@ -1,6 +1,6 @@
 //! Copies, streams and events.
 
-use std::ffi::c_uint;
+use std::ffi::{c_uint, c_void};
 
 use hmem_iface_cuda::sys::{CuDevicePtr, CuEvent, CuResult, CuStream};
 
@@ -9,15 +9,25 @@ use crate::state::{Copy, Event, State, Stream};
 
 driver! {
     fn cuMemcpyAsync(state, to: CuDevicePtr, from: CuDevicePtr, len: usize, stream: CuStream) {
-        state.current()?;
-        state.side(to, len)?;
-        state.side(from, len)?;
-        let slow = state.profile.slow_copies;
-        let known = state.streams.get_mut(&stream.0).ok_or(INVALID_HANDLE)?;
-        known.waiting.push_back(Copy { to, from, len });
-        known.handed_in += 1;
-        if !slow {
-            state.finish(stream.0);
+        copy(state, to, from, len, stream)
+    }
+
+    fn cuMemcpyHtoDAsync_v2(state, to: CuDevicePtr, from: *const c_void, len: usize, stream: CuStream) {
+        copy(state, to, from.expose_provenance() as u64, len, stream)
+    }
+
+    fn cuMemcpyDtoHAsync_v2(state, to: *mut c_void, from: CuDevicePtr, len: usize, stream: CuStream) {
+        copy(state, to.expose_provenance() as u64, from, len, stream)
+    }
+
+    fn cuStreamWaitEvent(state, stream: CuStream, event: CuEvent, _flags: c_uint) {
+        if !state.streams.contains_key(&stream.0) {
+            return Err(INVALID_HANDLE);
+        }
+        // What comes later on the stream waits: here the copies before the event end at once.
+        let event = state.events.get(&event.0).ok_or(INVALID_HANDLE)?;
+        if let Some((before, _)) = event.recorded {
+            state.finish(before);
         }
         Ok(())
     }
@@ -91,4 +101,18 @@ driver! {
     fn cuEventDestroy_v2(state, event: CuEvent) {
         state.events.remove(&event.0).map(drop).ok_or(INVALID_HANDLE)
     }
+}
+
+fn copy(state: &mut State, to: u64, from: u64, len: usize, stream: CuStream) -> Answer {
+    state.current()?;
+    state.side(to, len)?;
+    state.side(from, len)?;
+    let slow = state.profile.slow_copies;
+    let known = state.streams.get_mut(&stream.0).ok_or(INVALID_HANDLE)?;
+    known.waiting.push_back(Copy { to, from, len });
+    known.handed_in += 1;
+    if !slow {
+        state.finish(stream.0);
+    }
+    Ok(())
 }

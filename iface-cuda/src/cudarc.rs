@@ -1,0 +1,159 @@
+//! Memory of the [`cudarc`] crate, registered directly (cargo feature `cudarc`).
+//!
+//! A [`CudaSlice`] is handed over with [`CudarcBuffer`], whose region owns it until it is closed, or lent for a closure with
+//! [`scope`]. Which CUDA version `cudarc` is built for is the application's choice, by a `cuda-*` feature of its own
+//! dependency or the environment variable `CUDARC_CUDA_VERSION`: this crate picks none, as two that differ cannot be built
+//! together. How `cudarc` finds the driver library is its own affair too.
+//!
+//! By default `cudarc` allocates stream-ordered memory, which the driver may not let a NIC reach; the region's decision
+//! then says that it is staged, and why.
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//!
+//! use cudarc::driver::CudaContext;
+//! use hmem_core::{Access, Domain, Iface};
+//! use hmem_iface_cuda::cudarc::CudarcBuffer;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # fn domain() -> Domain { unimplemented!() }
+//! # fn iface() -> Arc<dyn Iface> { unimplemented!() }
+//! let stream = CudaContext::new(0)?.default_stream();
+//! let slice = stream.alloc_zeros::<f32>(1024)?;
+//! let buffer = CudarcBuffer::new(&iface(), slice)?;
+//! let region = domain().register(buffer, Access::REMOTE_WRITE)?;
+//! // ... a peer writes ...
+//! let slice = region.close()?.into_slice();
+//! # Ok(())
+//! # }
+//! ```
+
+use std::{fmt, sync::Arc};
+
+use cudarc::driver::{CudaSlice, DevicePtr};
+use hmem_core::{
+    Access, Address, AddressRange, Domain, Error, ErrorKind, Iface, IfaceExt, IfaceKind, OwnedBuffer,
+    Rejected, Result, Scoped,
+};
+
+/// A slice of `cudarc` that a region can own.
+pub struct CudarcBuffer<T> {
+    slice: CudaSlice<T>,
+    range: AddressRange,
+    iface: Arc<dyn Iface>,
+}
+
+impl<T> CudarcBuffer<T> {
+    /// Makes a slice ready to be registered. Waits for what its stream was given before, so that a NIC sees it.
+    ///
+    /// `iface` is the one that copies between the slice and the host: that of kind [`IfaceKind::CUDA`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for another iface; [`ErrorKind::OutOfBounds`] for memory that its driver does not
+    /// know; what the driver reported. The slice comes back.
+    pub fn new(iface: &Arc<dyn Iface>, slice: CudaSlice<T>) -> Result<Self, Rejected<CudaSlice<T>>> {
+        match ready(&**iface, &slice) {
+            Ok(range) => Ok(Self { slice, range, iface: Arc::clone(iface) }),
+            Err(error) => Err(Rejected::new(slice, error)),
+        }
+    }
+
+    /// The slice.
+    #[must_use]
+    pub fn slice(&self) -> &CudaSlice<T> {
+        &self.slice
+    }
+
+    /// The slice back.
+    #[must_use]
+    pub fn into_slice(self) -> CudaSlice<T> {
+        self.slice
+    }
+
+    fn part(&self, offset: u64, len: usize) -> Result<Address> {
+        let part = self.range.slice(offset, len as u64).ok_or_else(|| {
+            Error::new(ErrorKind::OutOfBounds, "copy")
+                .iface(IfaceKind::CUDA)
+                .context("offset", offset)
+                .context("length", len)
+                .context("slice", self.range)
+        })?;
+        Ok(part.start())
+    }
+}
+
+impl<T> fmt::Debug for CudarcBuffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudarcBuffer").field("range", &self.range).finish_non_exhaustive()
+    }
+}
+
+// SAFETY: the slice's memory stays where it is until the slice is dropped, and a `CudaSlice` is no reference into it:
+// device memory is reached by addresses.
+unsafe impl<T: Send + Sync + 'static> OwnedBuffer for CudarcBuffer<T> {
+    type Parts = Self;
+
+    fn into_parts(self) -> Self {
+        self
+    }
+
+    fn from_parts(parts: Self) -> Self {
+        parts
+    }
+
+    fn range(parts: &Self) -> AddressRange {
+        parts.range
+    }
+
+    fn read(parts: &Self, offset: u64, into: &mut [u8]) -> Result<()> {
+        parts.iface.read(parts.part(offset, into.len())?, into)
+    }
+
+    fn write(parts: &Self, offset: u64, from: &[u8]) -> Result<()> {
+        parts.iface.write(parts.part(offset, from.len())?, from)
+    }
+}
+
+/// Registers a borrowed slice for as long as `body` runs; the region is closed before this returns, also by a panic.
+///
+/// # Errors
+/// As [`Domain::scope`] and [`CudarcBuffer::new`]; `body` does not run then.
+pub fn scope<T, R>(
+    domain: &Domain,
+    iface: &Arc<dyn Iface>,
+    slice: &mut CudaSlice<T>,
+    access: Access,
+    body: impl FnOnce(&Scoped<'_>) -> R,
+) -> Result<R> {
+    let range = ready(&**iface, slice)?;
+    // SAFETY: the slice is borrowed exclusively for the length of the call, so that its memory stays and nobody else is
+    // given it.
+    unsafe { domain.scope_range(range, access, body) }
+}
+
+/// The slice's range, once its stream has done what it was given and its memory is known to the iface.
+fn ready<T>(iface: &dyn Iface, slice: &CudaSlice<T>) -> Result<AddressRange> {
+    const OPERATION: &str = "register CudaSlice";
+    if iface.kind() != IfaceKind::CUDA {
+        return Err(Error::new(ErrorKind::InvalidArgument, OPERATION)
+            .iface(iface.kind())
+            .remedy("pass the CUDA iface: Hmem::iface(IfaceKind::CUDA)"));
+    }
+    let pointer = {
+        let (pointer, _recorded) = slice.device_ptr(slice.stream());
+        pointer
+    };
+    slice.stream().synchronize().map_err(|error| {
+        let code = error.0 as u32;
+        crate::error::refused(crate::sys::CuResult(code), "cuStreamSynchronize").context("through", "cudarc")
+    })?;
+    let range = AddressRange::new(Address(pointer), slice.num_bytes() as u64)?;
+    let known = iface.query(range.start())?.is_some_and(|allocation| allocation.range.contains_range(range));
+    if known || range.is_empty() {
+        return Ok(range);
+    }
+    Err(Error::new(ErrorKind::OutOfBounds, OPERATION)
+        .iface(IfaceKind::CUDA)
+        .context("range", range)
+        .remedy("cudarc and this iface use different driver libraries: name one for both"))
+}

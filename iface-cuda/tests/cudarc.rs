@@ -1,0 +1,144 @@
+//! The real `cudarc` crate over the fake driver library: its slices are registered and reached through the software NIC.
+//!
+//! `CUDARC_CUDA_VERSION=12080 cargo test -p hmem-iface-cuda --features cudarc --test cudarc`
+#![cfg(feature = "cudarc")]
+
+use std::{os::unix::fs::symlink, path::PathBuf, process::Command, sync::Arc};
+
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream};
+use hmem_core::{
+    Access, Domain, DomainAttr, Endpoint, ErrorKind, Iface, Iova, Path, Registry, RemoteKey,
+    path::PathDecider,
+    provider::{CompletionQueue, EndpointAttr},
+    transfer::{PeerId, RemoteSegment},
+};
+use hmem_iface_cuda::{Cuda, cudarc::CudarcBuffer};
+use hmem_p2p::{loopback::Loopback, path::Paths};
+
+/// Runs the test `name` in a process in which both cudarc and this library find the fake driver.
+fn with_the_fake_driver(name: &str, show: impl FnOnce()) {
+    if std::env::var_os("HMEM_CUDA_CHILD").is_some() {
+        return show();
+    }
+    // Named so that the library is built.
+    let _: fn() -> Vec<hmem_fake_cuda::Profile> = hmem_fake_cuda::Profile::all;
+    let test = std::env::current_exe().expect("this test");
+    let library = test.parent().expect("a folder").join("libhmem_fake_cuda.so");
+    let folder = std::env::temp_dir().join(format!("hmem-cudarc-{}-{name}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let link: PathBuf = folder.join("libcuda.so");
+    symlink(&library, &link).expect("a link");
+    let output = Command::new(&test)
+        .args(["--exact", name, "--nocapture", "--test-threads=1"])
+        .env("HMEM_CUDA_CHILD", "1")
+        .env("LD_LIBRARY_PATH", &folder)
+        .env("HMEM_CUDA_LIBRARY", &link)
+        .output()
+        .expect("the test runs");
+    std::fs::remove_dir_all(&folder).expect("clean up");
+    let text =
+        [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}
+
+struct Link {
+    queue: Arc<dyn CompletionQueue>,
+    endpoint: Endpoint,
+    peer: PeerId,
+    domain: Domain,
+    iface: Arc<dyn Iface>,
+}
+
+impl Link {
+    fn open() -> Self {
+        let iface: Arc<dyn Iface> = Arc::new(Cuda::open().expect("the driver"));
+        let mut registry = Registry::new();
+        registry.add(Arc::clone(&iface)).expect("add");
+        let nic = Loopback::builder().build().expect("the software NIC");
+        let decider: Arc<dyn PathDecider> = Arc::new(Paths::new());
+        let domain =
+            Domain::open(&nic, Arc::new(registry), decider, DomainAttr::default()).expect("a domain");
+        let queue = domain.open_cq(16).expect("a queue");
+        let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue)).expect("an endpoint");
+        let peer = endpoint.resolve(&endpoint.name()).expect("itself");
+        Self { queue, endpoint, peer, domain, iface }
+    }
+
+    fn put(&self, key: &RemoteKey, bytes: &[u8]) {
+        let source = self.domain.register(bytes.to_vec(), Access::WRITE).expect("register");
+        let len = bytes.len() as u64;
+        let remote = [RemoteSegment { address: Iova(key.base().0), len, key }];
+        self.endpoint.write(&[source.slice(0, len).expect("a slice")], &remote, self.peer, 1).expect("post");
+        let mut done = Vec::new();
+        while done.is_empty() {
+            self.queue.read(&mut done, 1).expect("poll");
+        }
+        done.remove(0).result.expect("write");
+    }
+}
+
+fn slice(values: &[u32]) -> (Arc<CudaStream>, CudaSlice<u32>) {
+    let stream = CudaContext::new(0).expect("cudarc finds the driver").new_stream().expect("a stream");
+    // SAFETY: written whole before anybody reads it.
+    let mut slice = unsafe { stream.alloc::<u32>(values.len()) }.expect("allocate");
+    stream.memcpy_htod(values, &mut slice).expect("copy");
+    (stream, slice)
+}
+
+#[test]
+fn a_slice_is_owned_by_its_region_and_comes_back() {
+    with_the_fake_driver("a_slice_is_owned_by_its_region_and_comes_back", || {
+        let link = Link::open();
+        let (stream, slice) = slice(&[7; 1000]);
+        let buffer = CudarcBuffer::new(&link.iface, slice).expect("a buffer");
+        let region = link.domain.register(buffer, Access::REMOTE_WRITE).expect("register");
+        let mut before = [0; 4];
+        region.read(8, &mut before).expect("read");
+        assert_eq!(u32::from_le_bytes(before), 7);
+        // Memory of a pool: the driver lets no NIC reach it, and the decision says so.
+        assert_eq!(region.decision().expect("decision").path, Path::Staged);
+        link.put(&region.key().expect("key"), &[1; 4000]);
+        let slice = region.close().expect("close").into_slice();
+        let mut values = vec![0u32; 1000];
+        stream.memcpy_dtoh(&slice, &mut values).expect("copy");
+        stream.synchronize().expect("wait");
+        assert_eq!(values, [0x0101_0101; 1000]);
+    });
+}
+
+#[test]
+fn a_slice_is_lent_for_a_closure() {
+    with_the_fake_driver("a_slice_is_lent_for_a_closure", || {
+        let link = Link::open();
+        let (stream, mut slice) = slice(&[7; 16]);
+        let lent = hmem_iface_cuda::cudarc::scope(
+            &link.domain,
+            &link.iface,
+            &mut slice,
+            Access::REMOTE_WRITE,
+            |region| {
+                link.put(&region.key().expect("key"), &[2; 8]);
+                let error = region.read(0, &mut [0; 4]).expect_err("device memory has no host address");
+                assert!(error.is_unsupported(), "{error}");
+                region.key().expect("key")
+            },
+        );
+        let key = lent.expect("lend");
+        let mut values = vec![0u32; 16];
+        stream.memcpy_dtoh(&slice, &mut values).expect("copy");
+        stream.synchronize().expect("wait");
+        assert_eq!(values[..3], [0x0202_0202, 0x0202_0202, 7]);
+        drop(key);
+    });
+}
+
+#[test]
+fn another_iface_is_refused_and_the_slice_comes_back() {
+    with_the_fake_driver("another_iface_is_refused_and_the_slice_comes_back", || {
+        let system: Arc<dyn Iface> = Arc::new(hmem_iface_system::System::new());
+        let (_stream, slice) = slice(&[1]);
+        let refused = CudarcBuffer::new(&system, slice).expect_err("not CUDA's");
+        assert_eq!(refused.error.kind(), ErrorKind::InvalidArgument);
+        assert_eq!(refused.value.len(), 1);
+    });
+}
