@@ -33,6 +33,7 @@
 //! | `export`, `ipc` | dma-buf, peer memory, flushing; other processes |
 //! | `monitor` | noticing frees |
 //! | `cudarc` | slices of the `cudarc` crate as buffers (cargo feature `cudarc`) |
+//! | [`gdrcopy`] | the CPU's own access to device memory, where GDRCopy is there |
 //! | `error` | driver codes as errors |
 //!
 //! # Kinds of memory
@@ -71,6 +72,8 @@ mod driver;
 mod error;
 #[allow(unsafe_code)]
 mod export;
+#[allow(unsafe_code)]
+pub mod gdrcopy;
 #[allow(unsafe_code)]
 mod iface;
 #[allow(unsafe_code)]

@@ -7,6 +7,7 @@ mod copies;
 mod detection;
 mod export;
 mod failures;
+mod gdrcopy;
 mod ipc;
 mod monitor;
 mod opening;

@@ -96,6 +96,18 @@ fn known(symbol: &str) -> &'static str {
     entry::known(symbol).unwrap_or_else(|| panic!("the driver has no {symbol}"))
 }
 
+/// Where the CPU reaches the bytes of a device address, as a mapping of the device's BAR does.
+///
+/// # Panics
+/// Without a driver, or for an address that is not a device's.
+#[must_use]
+pub fn reach(address: u64) -> *mut u8 {
+    let state = STATE.lock();
+    let pages = &state.as_ref().expect("started").pages;
+    assert!(pages.holds(address), "an address of a device");
+    pages.at(address)
+}
+
 /// The driver, for one test at a time: others wait until it is dropped.
 #[derive(Debug)]
 pub struct FakeDriver {

@@ -1,0 +1,306 @@
+//! The CPU's own access to device memory, through GDRCopy (`libgdrapi.so.2`) where it is there.
+//!
+//! A few bytes reach the device sooner through a mapping of its BAR than through a copy engine. The library is loaded at
+//! run time, and its absence is an error that names it. Memory must be of a kind that kernel clients can pin: that of
+//! `cuMemAlloc`, or VMM memory that was created GPUDirect RDMA capable.
+//!
+//! ```
+//! use hmem_core::ErrorKind;
+//! use hmem_iface_cuda::gdrcopy::Gdrcopy;
+//!
+//! let absent = Gdrcopy::load("/nowhere/libgdrapi.so.2").unwrap_err();
+//! assert_eq!(absent.kind(), ErrorKind::Unavailable);
+//! assert_eq!(absent.context_value("library"), Some("/nowhere/libgdrapi.so.2"));
+//! ```
+
+use std::{
+    ffi::{c_int, c_ulong, c_void},
+    fmt,
+    path::Path,
+    sync::Arc,
+};
+
+use hmem_core::{AddressRange, Errno, Error, ErrorKind, Iface, IfaceKind, Result};
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+
+use crate::Cuda;
+
+/// `GPU_PAGE_SIZE` of `gdrapi.h`: what pinning is in steps of, in bytes.
+pub const GPU_PAGE: u64 = 64 << 10;
+
+/// `gdr_mh_t`: a pinned buffer.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GdrHandle {
+    /// Opaque.
+    pub h: c_ulong,
+}
+
+macro_rules! functions {
+    ($($(#[doc = $doc:literal])+ $field:ident: $symbol:ident($($argument:ty),*) -> $result:ty;)+) => {
+        /// The functions of `gdrapi.h` that this crate calls.
+        #[derive(Clone, Copy, Debug)]
+        pub struct GdrFunctions {
+            $($(#[doc = $doc])+ pub $field: unsafe extern "C" fn($($argument),*) -> $result,)+
+        }
+
+        impl GdrFunctions {
+            /// Every symbol that the library must have.
+            pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
+
+            /// Fills the table from a lookup closure.
+            ///
+            /// # Errors
+            /// [`ErrorKind::Unavailable`] naming the first symbol for which `lookup` has nothing.
+            ///
+            /// # Safety
+            /// Each address that `lookup` returns is a function with the signature that `gdrapi.h` declares for that
+            /// name, and stays callable from any thread for as long as the table is used.
+            pub unsafe fn from_lookup(
+                mut lookup: impl FnMut(&'static str) -> Option<*const ()>,
+            ) -> Result<Self> {
+                Ok(Self {
+                    $($field: {
+                        let address = lookup(stringify!($symbol)).filter(|address| !address.is_null());
+                        let address = address.ok_or_else(|| absent("load library").context("symbol", stringify!($symbol)))?;
+                        // SAFETY: the caller promises that this is a function of the signature in this table.
+                        unsafe {
+                            std::mem::transmute::<*const (), unsafe extern "C" fn($($argument),*) -> $result>(address)
+                        }
+                    },)+
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    /// `gdr_open()`: null without the kernel module.
+    open: gdr_open() -> usize;
+    /// `gdr_close(library)`
+    close: gdr_close(usize) -> c_int;
+    /// `gdr_pin_buffer(library, address, size, token, space, handle)`
+    pin_buffer: gdr_pin_buffer(usize, c_ulong, usize, u64, u32, *mut GdrHandle) -> c_int;
+    /// `gdr_unpin_buffer(library, handle)`
+    unpin_buffer: gdr_unpin_buffer(usize, GdrHandle) -> c_int;
+    /// `gdr_map(library, handle, address, size)`
+    map: gdr_map(usize, GdrHandle, *mut *mut c_void, usize) -> c_int;
+    /// `gdr_unmap(library, handle, address, size)`
+    unmap: gdr_unmap(usize, GdrHandle, *mut c_void, usize) -> c_int;
+    /// `gdr_copy_to_mapping(handle, mapping, from, size)`
+    copy_to_mapping: gdr_copy_to_mapping(GdrHandle, *mut c_void, *const c_void, usize) -> c_int;
+    /// `gdr_copy_from_mapping(handle, to, mapping, size)`
+    copy_from_mapping: gdr_copy_from_mapping(GdrHandle, *mut c_void, *const c_void, usize) -> c_int;
+}
+
+fn absent(operation: &'static str) -> Error {
+    Error::new(ErrorKind::Unavailable, operation)
+        .iface(IfaceKind::CUDA)
+        .remedy("install GDRCopy: its library and its kernel module gdrdrv; copies work without it")
+}
+
+/// Every call but `gdr_open` returns 0 or an errno.
+fn check(code: c_int, operation: &'static str) -> Result<()> {
+    if code == 0 { Ok(()) } else { Err(Error::os(Errno(code.abs()), operation).iface(IfaceKind::CUDA)) }
+}
+
+struct Inner {
+    functions: GdrFunctions,
+    library: usize,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: opened once and closed once, after its last window.
+        if let Err(error) = check(unsafe { (self.functions.close)(self.library) }, "gdr_close") {
+            tracing::error!(%error, "GDRCopy could not be closed");
+        }
+    }
+}
+
+/// GDRCopy, opened.
+#[derive(Clone)]
+pub struct Gdrcopy {
+    inner: Arc<Inner>,
+}
+
+impl fmt::Debug for Gdrcopy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Gdrcopy").finish_non_exhaustive()
+    }
+}
+
+impl Gdrcopy {
+    /// The name by which the dynamic loader finds the library.
+    pub const LIBRARY: &str = "libgdrapi.so.2";
+
+    /// Loads the library that the dynamic loader finds, and opens its kernel module.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] without the library, a symbol of it, or the module; each is named.
+    pub fn open() -> Result<Self> {
+        Self::load(Self::LIBRARY)
+    }
+
+    /// [`Gdrcopy::open`] with the library at `path`.
+    ///
+    /// # Errors
+    /// As [`Gdrcopy::open`].
+    pub fn load(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let described = |error: Error| error.context("library", path.display());
+        // SAFETY: loading runs the library's initialisers; the caller names GDRCopy's, which have no precondition.
+        let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|reason| {
+            let error = described(absent("load library"));
+            match reason {
+                libloading::Error::DlOpen { source } => error.caused_by(source),
+                other => error.caused_by(other),
+            }
+        })?;
+        // SAFETY: the addresses come from the library itself under the names of its own header, and it is never
+        // unloaded once the table is filled.
+        let functions = unsafe {
+            GdrFunctions::from_lookup(|symbol| {
+                library.get::<*const ()>(symbol).ok().map(|address| address.as_raw_ptr().cast_const().cast())
+            })
+        }
+        .map_err(described)?;
+        std::mem::forget(library);
+        Self::with(functions).map_err(described)
+    }
+
+    /// Opens over functions of the caller's own.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] if `gdr_open` gives nothing.
+    pub fn with(functions: GdrFunctions) -> Result<Self> {
+        // SAFETY: no argument; null is the one failure.
+        let library = unsafe { (functions.open)() };
+        if library == 0 {
+            return Err(absent("gdr_open").context("module", "/dev/gdrdrv cannot be opened"));
+        }
+        Ok(Self { inner: Arc::new(Inner { functions, library }) })
+    }
+
+    /// Maps a range of device memory for the CPU.
+    ///
+    /// # Safety
+    /// The memory is not freed before the window is closed or dropped: its mapping would be taken away under the CPU.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`] for a range that is not in one allocation; [`ErrorKind::Unsupported`] for memory that
+    /// kernel clients cannot pin, naming it; what the library reported.
+    pub unsafe fn map(&self, cuda: &Cuda, range: AddressRange) -> Result<CpuWindow> {
+        let described = |error: Error| error.context("range", range);
+        if range.is_empty() {
+            return Err(described(
+                Error::new(ErrorKind::ZeroLength, "gdr_pin_buffer").iface(IfaceKind::CUDA),
+            ));
+        }
+        if let Some(segment) = cuda.segments(range)?.iter().find(|segment| !segment.exportable) {
+            return Err(described(
+                crate::error::lacks("gdr_pin_buffer", "kernel clients cannot pin this memory")
+                    .context("segment", segment.range)
+                    .remedy("use memory of cuMemAlloc, or the iface's copies"),
+            ));
+        }
+        let whole = range.page_aligned(GPU_PAGE);
+        let Inner { functions, library } = &*self.inner;
+        let mut handle = GdrHandle::default();
+        // SAFETY: the range was found to be device memory; `handle` is writable. No token is needed since CUDA 6.
+        let code = unsafe {
+            (functions.pin_buffer)(*library, whole.start().0, whole.len() as usize, 0, 0, &mut handle)
+        };
+        check(code, "gdr_pin_buffer").map_err(described)?;
+        let mut mapping: *mut c_void = std::ptr::null_mut();
+        // SAFETY: pinned just now; `mapping` is writable.
+        let code = unsafe { (functions.map)(*library, handle, &mut mapping, whole.len() as usize) };
+        if let Err(error) = check(code, "gdr_map") {
+            // SAFETY: pinned above and mapped nowhere.
+            check(unsafe { (functions.unpin_buffer)(*library, handle) }, "gdr_unpin_buffer")?;
+            return Err(described(error));
+        }
+        let inner = Arc::clone(&self.inner);
+        Ok(CpuWindow { inner, handle, mapping: mapping.expose_provenance(), whole, range })
+    }
+}
+
+/// A range of device memory that the CPU reaches. Closed on drop.
+pub struct CpuWindow {
+    inner: Arc<Inner>,
+    handle: GdrHandle,
+    /// Where the first byte of `whole` is.
+    mapping: usize,
+    whole: AddressRange,
+    range: AddressRange,
+}
+
+impl CpuWindow {
+    /// The range.
+    #[must_use]
+    pub fn range(&self) -> AddressRange {
+        self.range
+    }
+
+    fn at(&self, offset: u64, len: usize) -> Result<usize> {
+        let part = self.range.slice(offset, len as u64).ok_or_else(|| {
+            Error::new(ErrorKind::OutOfBounds, "copy")
+                .iface(IfaceKind::CUDA)
+                .context("offset", offset)
+                .context("length", len)
+                .context("window", self.range)
+        })?;
+        Ok(self.mapping + (part.start().0 - self.whole.start().0) as usize)
+    }
+
+    /// Copies bytes out, from `offset` bytes in.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`]; what the library reported otherwise.
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        let from = std::ptr::with_exposed_provenance(self.at(offset, into.len())?);
+        // SAFETY: `into` is writable for its length; the other side lies in the mapping, as just checked.
+        let code = unsafe {
+            (self.inner.functions.copy_from_mapping)(self.handle, into.as_mut_ptr().cast(), from, into.len())
+        };
+        check(code, "gdr_copy_from_mapping")
+    }
+
+    /// Copies bytes in.
+    ///
+    /// # Errors
+    /// As [`CpuWindow::read`].
+    pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
+        let to = std::ptr::with_exposed_provenance_mut(self.at(offset, from.len())?);
+        // SAFETY: `from` is readable for its length; the other side lies in the mapping, as just checked.
+        let code = unsafe {
+            (self.inner.functions.copy_to_mapping)(self.handle, to, from.as_ptr().cast(), from.len())
+        };
+        check(code, "gdr_copy_to_mapping")
+    }
+}
+
+impl fmt::Debug for CpuWindow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CpuWindow").field("range", &self.range).finish_non_exhaustive()
+    }
+}
+
+impl Drop for CpuWindow {
+    fn drop(&mut self) {
+        let Inner { functions, library } = &*self.inner;
+        let mapping = std::ptr::with_exposed_provenance_mut(self.mapping);
+        // SAFETY: mapped and pinned in `Gdrcopy::map`, and given back once each, in the other order.
+        let codes = unsafe {
+            [
+                ((functions.unmap)(*library, self.handle, mapping, self.whole.len() as usize), "gdr_unmap"),
+                ((functions.unpin_buffer)(*library, self.handle), "gdr_unpin_buffer"),
+            ]
+        };
+        for (code, operation) in codes {
+            if let Err(error) = check(code, operation) {
+                tracing::error!(%error, range = %self.range, "a window of device memory could not be given back");
+            }
+        }
+    }
+}

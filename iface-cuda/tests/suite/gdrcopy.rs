@@ -1,0 +1,145 @@
+//! The CPU's own access to device memory, over functions that stand where GDRCopy's would.
+
+use std::{
+    ffi::{c_int, c_ulong, c_void},
+    sync::atomic::{AtomicI32, AtomicU64, Ordering},
+};
+
+use hmem_core::{AllocationKind, ErrorKind, IfaceExt};
+use hmem_fake_cuda::Profile;
+use hmem_iface_cuda::gdrcopy::{GPU_PAGE, GdrFunctions, GdrHandle, Gdrcopy};
+
+use crate::world::{over, pattern};
+
+/// Pinned buffers and mappings alive.
+static ALIVE: AtomicI32 = AtomicI32::new(0);
+/// What was pinned last.
+static PINNED: AtomicU64 = AtomicU64::new(0);
+/// What `gdr_map` answers.
+static MAP: AtomicI32 = AtomicI32::new(0);
+
+unsafe extern "C" fn open() -> usize {
+    1
+}
+
+unsafe extern "C" fn close(_: usize) -> c_int {
+    0
+}
+
+unsafe extern "C" fn pin(
+    _: usize,
+    address: c_ulong,
+    size: usize,
+    _: u64,
+    _: u32,
+    handle: *mut GdrHandle,
+) -> c_int {
+    // As `gdrapi.h` wants it.
+    assert!(address.is_multiple_of(GPU_PAGE) && (size as u64).is_multiple_of(GPU_PAGE));
+    PINNED.store(address, Ordering::Release);
+    ALIVE.fetch_add(1, Ordering::AcqRel);
+    // SAFETY: the caller passes a writable place.
+    unsafe { *handle = GdrHandle { h: address } };
+    0
+}
+
+unsafe extern "C" fn unpin(_: usize, _: GdrHandle) -> c_int {
+    ALIVE.fetch_sub(1, Ordering::AcqRel);
+    0
+}
+
+unsafe extern "C" fn map(_: usize, handle: GdrHandle, address: *mut *mut c_void, _: usize) -> c_int {
+    let refused = MAP.load(Ordering::Acquire);
+    if refused != 0 {
+        return refused;
+    }
+    ALIVE.fetch_add(1, Ordering::AcqRel);
+    // SAFETY: the caller passes a writable place.
+    unsafe { *address = hmem_fake_cuda::reach(handle.h).cast() };
+    0
+}
+
+unsafe extern "C" fn unmap(_: usize, _: GdrHandle, _: *mut c_void, _: usize) -> c_int {
+    ALIVE.fetch_sub(1, Ordering::AcqRel);
+    0
+}
+
+unsafe extern "C" fn to_mapping(_: GdrHandle, to: *mut c_void, from: *const c_void, len: usize) -> c_int {
+    // SAFETY: the caller passes two sides of `len` bytes.
+    unsafe { std::ptr::copy_nonoverlapping(from.cast::<u8>(), to.cast(), len) };
+    0
+}
+
+unsafe extern "C" fn from_mapping(_: GdrHandle, to: *mut c_void, from: *const c_void, len: usize) -> c_int {
+    // SAFETY: the caller passes two sides of `len` bytes.
+    unsafe { std::ptr::copy_nonoverlapping(from.cast::<u8>(), to.cast(), len) };
+    0
+}
+
+fn functions() -> GdrFunctions {
+    GdrFunctions {
+        open,
+        close,
+        pin_buffer: pin,
+        unpin_buffer: unpin,
+        map,
+        unmap,
+        copy_to_mapping: to_mapping,
+        copy_from_mapping: from_mapping,
+    }
+}
+
+#[test]
+fn hm_03_the_cpu_reaches_device_memory_through_a_window() {
+    over(Profile::default(), |world| {
+        let gdr = Gdrcopy::with(functions()).expect("open");
+        let memory = world.allocate(300_000, AllocationKind::Device);
+        let part = memory.range.slice(70_001, 5000).expect("a part");
+        // SAFETY: the memory is freed after the window.
+        let window = unsafe { gdr.map(&world.cuda, part) }.expect("map");
+        window.write(3, &pattern(1, 4000)).expect("write");
+        let mut found = vec![0; 4000];
+        world.cuda.read(part.slice(3, 4000).expect("inside").start(), &mut found).expect("read");
+        assert!(found == pattern(1, 4000), "the device sees what the CPU wrote");
+        world.cuda.write(part.start(), &[9; 16]).expect("write");
+        let mut found = [0; 16];
+        window.read(0, &mut found).expect("read");
+        assert_eq!(found, [9; 16]);
+        for (offset, len) in [(0, 5001), (5000, 1), (u64::MAX, 1)] {
+            let error = window.write(offset, &vec![0; len]).expect_err("outside the window");
+            assert_eq!(error.kind(), ErrorKind::OutOfBounds);
+        }
+        drop(window);
+        assert_eq!(ALIVE.load(Ordering::Acquire), 0, "unmapped and unpinned");
+        MAP.store(12, Ordering::Release);
+        // SAFETY: as above.
+        let error = unsafe { gdr.map(&world.cuda, part) }.expect_err("refused");
+        assert_eq!((error.kind(), error.operation()), (ErrorKind::OutOfResources, "gdr_map"));
+        assert_eq!(ALIVE.load(Ordering::Acquire), 0, "unpinned again");
+        MAP.store(0, Ordering::Release);
+        world.free(&memory);
+        for kind in [AllocationKind::StreamOrdered, AllocationKind::Managed] {
+            let other = world.allocate(4096, kind);
+            // SAFETY: as above; the call is refused.
+            let error = unsafe { gdr.map(&world.cuda, other.range) }.expect_err("cannot be pinned");
+            assert!(error.is_unsupported() && error.remedy_text().is_some(), "{error}");
+            world.free(&other);
+        }
+    });
+}
+
+/// HM-04
+#[test]
+fn hm_04_without_gdrcopy_its_absence_is_named() {
+    for (path, word) in [("/nowhere/libgdrapi.so.2", "No such file"), ("libm.so.6", "gdr_open")] {
+        let error = Gdrcopy::load(path).expect_err("not GDRCopy");
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+        assert_eq!(error.context_value("library"), Some(path));
+        assert!(error.to_string().contains(word) && error.remedy_text().is_some(), "{error}");
+    }
+    unsafe extern "C" fn no_module() -> usize {
+        0
+    }
+    let error = Gdrcopy::with(GdrFunctions { open: no_module, ..functions() }).expect_err("no module");
+    assert!(error.is_unavailable() && error.to_string().contains("gdrdrv"), "{error}");
+}
