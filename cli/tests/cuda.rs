@@ -109,3 +109,15 @@ fn perf_measures_transfers_between_cuda_devices_and_verifies_them() {
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
     assert!(text.contains("\"cuda\"") && text.contains("dma-buf") && !text.contains("staged"), "{text}");
 }
+
+/// P2P-03: what would be done, with the driver's own reason.
+#[test]
+fn p2p_03_explain_says_why_a_driver_does_not_let_the_nic_at_its_memory() {
+    let output = hmem("535-closed", &["explain", "--iface", "cuda", "--device", "0"]);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(text.contains("DMA_BUF_SUPPORTED") && text.contains("staged"), "{text}");
+    let output = hmem("580-open", &["explain", "--iface", "cuda", "--device", "0"]);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success() && text.contains("dma-buf"), "{text}");
+}

@@ -140,6 +140,18 @@ impl Cuda {
         }
     }
 
+    /// Frees memory of the application's own, with `free`, while everything cached over `range` is dead.
+    ///
+    /// Identities tell of such a free in any case, when a cached registration is next asked for. An allocator that
+    /// knows its frees (PyTorch's pluggable one, for example) can tell of them before: then nothing is registered any longer
+    /// when the memory goes.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] while the same memory is being freed elsewhere; `free` does not run then.
+    pub fn while_freeing<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> Result<T> {
+        self.driver.subscriptions.while_it_goes(range, free)
+    }
+
     fn start(functions: Functions) -> Result<Self> {
         let library = functions.library().to_owned();
         // SAFETY: no flags are defined, 0 is the one value; any thread may call it any number of times.

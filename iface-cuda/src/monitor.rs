@@ -2,7 +2,9 @@
 //!
 //! The driver has no callback for frees. It has identities: no two allocations of a process get the same buffer id, so
 //! that one call tells whether an address still holds what was registered. Frees through this iface are told to
-//! subscribers besides, before the memory goes. Frees by others are not: their callers reach the driver directly.
+//! subscribers besides, before the memory goes, and so are those that an application announces
+//! ([`Cuda::while_freeing`](crate::Cuda::while_freeing)). Other frees are not: their callers reach the driver directly,
+//! and its entry points are not patched.
 //!
 //! VMM memory is not watched. The identity belongs to the reservation, and an application can map other memory there
 //! (PyTorch's expandable segments do) without its changing.

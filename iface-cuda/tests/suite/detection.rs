@@ -247,3 +247,38 @@ fn hm_01_a_failed_query_is_an_error_with_the_drivers_code_and_the_address() {
         assert!(error.to_string().contains("code 2345"), "{error}");
     });
 }
+
+/// HM-07: an older driver does not say whether an address can be reached by RDMA; the memory's properties do.
+#[test]
+fn hm_07_what_memory_was_created_for_is_asked_of_its_handle_where_the_driver_says_nothing_of_its_address() {
+    over(Profile { last_pointer_attribute: 14, ..Profile::default() }, |world| {
+        let parts = [Some(true), Some(false)];
+        let memory = Expandable::new(&mut world.app, &parts);
+        let segments = world.cuda.segments(memory.range(0, 2 * memory.step)).expect("segments");
+        let exportable: Vec<_> = segments.iter().map(|segment| segment.exportable).collect();
+        assert_eq!(exportable, [true, false]);
+        for symbol in
+            ["cuMemRetainAllocationHandle", "cuMemGetAllocationPropertiesFromHandle", "cuMemRelease"]
+        {
+            world.driver().fail(symbol, CuResult::CUDA_ERROR_UNKNOWN);
+            let error = world.cuda.segments(memory.range(0, 100)).expect_err("the driver refused");
+            assert_eq!(error.operation(), symbol);
+            if symbol == "cuMemRelease" {
+                // The reference that could not be given back is the fake's to forget.
+                let mut handle = 0;
+                let retain = world.app.functions.mem_retain_allocation_handle.expect("VMM");
+                // SAFETY: the place is writable; the address is looked up.
+                check(unsafe { retain(&mut handle, memory.base as *mut std::ffi::c_void) });
+                for _ in 0..2 {
+                    // SAFETY: retained once by the iface and once here.
+                    check(unsafe { world.app.functions.mem_release.expect("VMM")(handle) });
+                }
+            }
+        }
+        memory.end(&mut world.app, &parts);
+        // What has no handle is left to trying.
+        let plain = world.allocate(4096, hmem_core::AllocationKind::Device);
+        assert!(world.cuda.segments(plain.range).expect("segments")[0].exportable);
+        world.free(&plain);
+    });
+}

@@ -2,6 +2,7 @@
 
 use hmem_core::{AllocationKind, ErrorKind, Iface, IfaceExt, IfaceKind, iface::IpcHandle};
 use hmem_fake_cuda::Profile;
+use hmem_iface_cuda::sys::CuResult;
 
 use crate::{
     child,
@@ -23,6 +24,20 @@ fn handle(text: &str) -> IpcHandle {
 
 /// The child's part: opens twice, writes, closes twice.
 fn use_it(world: &World, text: &str) {
+    if let Some((driver, _)) = &world.fake {
+        // REL-01: a fault at each call of opening leaves nothing open.
+        for symbol in [
+            "cuDevicePrimaryCtxRetain",
+            "cuIpcOpenMemHandle_v2",
+            "cuPointerGetAttributes",
+            "cuCtxPopCurrent_v2",
+        ] {
+            driver.fail(symbol, CuResult::CUDA_ERROR_UNKNOWN);
+            let error = world.cuda.ipc_open(&handle(text)).expect_err("the driver refused");
+            assert!(error.to_string().contains("(999)"), "{symbol}: {error}");
+            assert_eq!(driver.live().imported, 0, "{symbol}");
+        }
+    }
     let memory = world.cuda.ipc_open(&handle(text)).expect("open");
     let again = world.cuda.ipc_open(&handle(text)).expect("open again");
     assert_eq!((memory.base(), memory.kind), (again.base(), AllocationKind::Imported));
@@ -39,7 +54,12 @@ fn use_it(world: &World, text: &str) {
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     world.cuda.ipc_export(&memory).expect_err("somebody else's");
     for _ in 0..2 {
-        // SAFETY: nobody uses it any longer.
+        if let Some((driver, _)) = &world.fake {
+            driver.fail("cuIpcCloseMemHandle", CuResult::CUDA_ERROR_UNKNOWN);
+            // SAFETY: nobody uses it any longer.
+            unsafe { world.cuda.ipc_close(&memory) }.expect_err("the driver refused");
+        }
+        // SAFETY: as above.
         unsafe { world.cuda.ipc_close(&memory) }.expect("close");
     }
     // SAFETY: as above; the call is refused.

@@ -133,6 +133,30 @@ fn mon_07_frees_through_the_iface_are_told_before_the_memory_goes() {
     });
 }
 
+/// MON-07: an application that frees by itself, and knows when, can say so.
+#[test]
+fn mon_07_an_application_can_tell_of_its_own_frees_before_they_happen() {
+    each(|world| {
+        let monitor = world.cuda.monitor().expect("monitor");
+        let mut pointer: CuDevicePtr = 0;
+        // SAFETY: the place is writable.
+        world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 10_000) }));
+        let range = AddressRange::new(Address(pointer), 10_000).expect("a range");
+        let told = Arc::new(Told::default());
+        let subscription = monitor.subscribe(range, Arc::clone(&told) as _).expect("subscribe");
+        world
+            .cuda
+            .while_freeing(range, || {
+                assert_eq!(told.open.load(Ordering::Acquire), 1, "told before");
+                // SAFETY: allocated above.
+                world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
+            })
+            .expect("free");
+        assert_eq!((told.open.load(Ordering::Acquire), told.ranges.lock().len()), (0, 1));
+        monitor.unsubscribe(subscription);
+    });
+}
+
 /// MON-07, CACHE-02's need of it: what cannot be watched is refused with the reason, so that it stays uncached.
 #[test]
 fn mon_07_memory_that_cannot_be_watched_is_refused_with_the_reason() {
