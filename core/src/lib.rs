@@ -39,8 +39,8 @@ pub use address::{Address, AddressRange, AllocOffset, DmaBufOffset, Iova};
 pub use allocation::{Allocation, AllocationId, AllocationKind, Segment};
 pub use domain::{
     Atomic, DeviceBuffer, DmaBufAttr, Domain, DomainAttr, Endpoint, MemoryRegion, MemoryWindow, MrAttr,
-    MultiRegion, MultiRegistered, OwnedBuffer, Prefault, Progress, RegionSlice, RegionState, Registered,
-    Scoped, VecParts, os_page_sizes, prefault, regattr_on, register_on,
+    MultiRegion, MultiRegistered, OwnedBuffer, Parallel, Prefault, Progress, RegionSlice, RegionState,
+    Registered, Scoped, VecParts, os_page_sizes, prefault, regattr_on, register_on,
 };
 pub use error::{DriverCode, Errno, Error, ErrorKind, Rejected, Result};
 pub use flags::{BindFlags, DomainBindFlags, MrFlags};

@@ -7,7 +7,7 @@ use std::{any::Any, fmt, os::fd::BorrowedFd, sync::Arc};
 
 use crate::{
     Access, Address, AddressRange, Addressing, AuthKey, DmaBufOffset, Iova, LocalKey, MrFlags, MrMode,
-    RawKey, RemoteKey, Result,
+    Parallel, RawKey, RemoteKey, Result,
     counter::Counter,
     iface::CopyEvent,
     registry::Registry,
@@ -129,6 +129,9 @@ pub struct RegistrationRequest<'a> {
     pub page_size: usize,
     /// Whether it can be used at once; otherwise [`ProviderDomain::enable`] follows.
     pub enabled: bool,
+    /// Whether host memory may be registered in parts, several at once. A provider that has no use for it reports all
+    /// of the range as done once it is.
+    pub parallel: Option<&'a Parallel<'a>>,
 }
 
 /// The staging buffers of a domain: host memory that the NIC reaches, through which device memory is copied that it

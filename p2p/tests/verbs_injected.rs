@@ -53,6 +53,7 @@ fn register(
         addressing: Addressing::Virtual,
         page_size: 0,
         enabled: true,
+        parallel: None,
     };
     VerbsDomain::of(domain).expect("verbs").register_with(&request, pieces, options)
 }

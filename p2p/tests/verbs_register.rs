@@ -77,6 +77,7 @@ fn with_options(
         addressing: Addressing::Virtual,
         page_size: 0,
         enabled: true,
+        parallel: None,
     };
     side.verbs().register_with(&request, &[Piece { range, backing: Backing::Host { owned: false } }], options)
 }

@@ -4,7 +4,7 @@
 mod verbs_support;
 
 use hmem_core::{
-    Access, Address, ErrorKind, LocalKey, MrAttr, MrFlags, RemoteKey,
+    Access, Address, ErrorKind, LocalKey, MrAttr, MrFlags, Parallel, RemoteKey,
     transfer::{AtomicOp, CompletionKind, LocalSegment, Operation},
 };
 use hmem_p2p::verbs::{Verbs, VerbsDomain};
@@ -107,6 +107,28 @@ fn vectors_on_both_sides_move_as_one_run_of_bytes() {
     assert_eq!(to.get(8192, 1000), sent[..1000]);
     assert_eq!(to.get(100, 3000), sent[1000..]);
     assert_eq!(to.get(3100, 64), [0; 64]);
+}
+
+#[test]
+fn mr_16_a_region_registered_by_several_calls_at_once_works_as_one() {
+    let Some(name) = device() else { return };
+    let pair = Pair::new(&name);
+    let len = 40 * 4096 + 100;
+    let (from, to) = (Pages::new(len), Pages::new(len));
+    let bytes = from.fill(41);
+    let ranges = [to.part(50, len as u64 - 50)];
+    let parallel = Some(Parallel { threads: 3, chunk: 8 * 4096, progress: None });
+    let attr = MrAttr { parallel, ..MrAttr::new(&ranges, REMOTE) };
+    let near = pair.near.register(from.range(), LOCAL).expect("register");
+    // SAFETY: the pages outlive the region.
+    let far = unsafe { pair.far.domain.regattr(&attr, MrFlags::empty()) }.expect("register");
+    assert_eq!(pair.far.domain.live().page_registrations, 6);
+    let key = RemoteKey::from_bytes(&far.key().expect("key").to_bytes()).expect("on the wire");
+    let local = segment(from.part(50, len as u64 - 50), near.desc().expect("desc"));
+    pair.near.write(local, remote(&key, 0, len as u64 - 50)).expect("write over every seam");
+    assert_eq!(to.get(50, len - 50), bytes[50..]);
+    far.close().map_err(|rejected| rejected.error).expect("close");
+    assert_eq!(pair.far.domain.live().page_registrations, 0);
 }
 
 #[test]

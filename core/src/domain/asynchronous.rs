@@ -17,7 +17,7 @@ use std::{
 use parking_lot::{Condvar, Mutex};
 
 use super::{
-    MemoryRegion, Prefault,
+    MemoryRegion, Parallel, Prefault,
     attr::{DmaBufAttr, MrAttr},
     inner::RegionInner,
     shared::Shared,
@@ -69,7 +69,7 @@ impl Worker {
         Ok(Self { queue, events, thread: Some(thread) })
     }
 
-    /// Copies what the request borrows. The progress callback of a prefault stays behind: it would outlive the call.
+    /// Copies what the request borrows. Progress callbacks stay behind: they would outlive the call.
     pub(super) fn job(&self, region: &MemoryRegion, attr: &MrAttr<'_>) -> Result<Job> {
         let dma_buf = match attr.dma_buf {
             None => None,
@@ -90,6 +90,7 @@ impl Worker {
                 device: attr.device,
                 page_size: attr.page_size,
                 prefault: attr.prefault.map(|prefault| Prefault { progress: None, ..prefault }),
+                parallel: attr.parallel.map(|parallel| Parallel { progress: None, ..parallel }),
                 ..MrAttr::new(&[], attr.access)
             },
             auth_key: attr.auth_key.cloned(),

@@ -26,7 +26,7 @@ use std::{
 };
 
 pub use self::{
-    attr::{DmaBufAttr, DomainAttr, MrAttr, Prefault, Progress},
+    attr::{DmaBufAttr, DomainAttr, MrAttr, Parallel, Prefault, Progress},
     buffer::{DeviceBuffer, OwnedBuffer, RegionSlice, Registered, VecParts},
     endpoint::{Atomic, Endpoint},
     multi::{MultiRegion, MultiRegistered, regattr_on, register_on},

@@ -141,7 +141,11 @@ impl DomainInner {
     }
 
     #[inline]
-    pub(super) fn request<'a>(&'a self, inner: &RegionInner, attr: &MrAttr<'a>) -> RegistrationRequest<'a> {
+    pub(super) fn request<'a>(
+        &'a self,
+        inner: &RegionInner,
+        attr: &'a MrAttr<'_>,
+    ) -> RegistrationRequest<'a> {
         RegistrationRequest {
             access: attr.access,
             flags: inner.flags(),
@@ -153,6 +157,7 @@ impl DomainInner {
             addressing: self.addressing(),
             page_size: attr.page_size,
             enabled: inner.starts_enabled(),
+            parallel: attr.parallel.as_ref(),
         }
     }
 

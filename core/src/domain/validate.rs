@@ -38,6 +38,9 @@ pub(super) fn check(
     if attr.page_size != 0 {
         check_page_size(attr.page_size, provider)?;
     }
+    if let Some(parallel) = &attr.parallel {
+        check_chunk(parallel.chunk)?;
+    }
     if !mode.contains(MrMode::PROV_KEY) && attr.requested_key == Some(KEY_NOT_AVAILABLE) {
         return Err(Error::new(ErrorKind::KeyRejected, "regattr")
             .context("requested_key", format_args!("{KEY_NOT_AVAILABLE:#x}"))
@@ -148,6 +151,17 @@ fn check_dma_buf(
             .context("offset", buffer.offset)
     })?;
     AddressRange::new(start, buffer.len)
+}
+
+#[cold]
+fn check_chunk(chunk: u64) -> Result<()> {
+    let page = rustix::param::page_size() as u64;
+    if chunk == 0 || chunk >= page {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::InvalidArgument, "regattr")
+        .context("chunk", chunk)
+        .remedy("parts have a page at least; 0 leaves their length to the provider"))
 }
 
 fn check_page_size(page_size: usize, provider: &ProviderAttr) -> Result<()> {

@@ -4,9 +4,9 @@ use std::{
     any::Any,
     collections::{HashMap, hash_map::Entry},
     ffi::c_void,
-    fmt, ptr,
+    fmt,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -20,7 +20,7 @@ use hmem_core::{
         ProviderEndpoint, ProviderRegion, ProviderWindow, RegistrationRequest, WindowBind, WindowType,
     },
 };
-use parking_lot::{Mutex, RwLock};
+use parking_lot::RwLock;
 
 use crate::random::random;
 
@@ -57,7 +57,7 @@ pub(super) struct DomainState {
     pub(super) windows: Windows,
     pub(super) endpoints: AtomicU64,
     mapped: RwLock<HashMap<u64, Arc<[RemotePiece]>>>,
-    nowhere: Mutex<Option<Nowhere>>,
+    nowhere: OnceLock<Nowhere>,
     /// Last, so that everything in it is gone before.
     pub(super) pd: ProtectionDomain,
 }
@@ -72,6 +72,8 @@ struct Nowhere {
 
 // SAFETY: libibverbs objects may be used from any thread; the memory is never looked at.
 unsafe impl Send for Nowhere {}
+// SAFETY: as above.
+unsafe impl Sync for Nowhere {}
 
 impl DomainState {
     fn registrar(&self) -> Registrar<'_> {
@@ -98,26 +100,48 @@ impl DomainState {
 
     /// Eight bytes that the NIC may write and nobody reads.
     pub(super) fn nowhere(&self) -> Result<Span> {
-        let mut nowhere = self.nowhere.lock();
-        if nowhere.is_none() {
-            let memory: *mut u64 = Box::into_raw(Box::new(0));
-            let access = AccessFlags::LOCAL_WRITE.bits() as i32;
-            let register = self.pd.device.library().functions.reg_mr;
-            // SAFETY: the memory is freed only after the region is deregistered.
-            let mr = unsafe { register(self.pd.pd, memory.cast(), size_of::<u64>(), access) };
-            if mr.is_null() {
-                let error = errors::call(self.pd.device.nic(), "ibv_reg_mr", errors::last());
-                // SAFETY: it was boxed above and is registered nowhere.
-                drop(unsafe { Box::from_raw(memory) });
-                return Err(error);
+        let nowhere = match self.nowhere.get() {
+            Some(nowhere) => nowhere,
+            None => {
+                // No lock is held over the driver's call: of two threads that come here at once, one gives its back.
+                let made = Nowhere::register(&self.pd)?;
+                if let Err(late) = self.nowhere.set(made) {
+                    late.release(&self.pd);
+                }
+                self.nowhere.wait()
             }
-            // SAFETY: the driver made the region just now.
-            let lkey = unsafe { (*mr).lkey };
-            *nowhere = Some(Nowhere { mr, lkey, memory });
+        };
+        let address = nowhere.memory.expose_provenance() as u64;
+        Ok(post::span_of(address, LocalKey::from_provider(u64::from(nowhere.lkey))))
+    }
+}
+
+impl Nowhere {
+    fn register(pd: &ProtectionDomain) -> Result<Self> {
+        let memory: *mut u64 = Box::into_raw(Box::new(0));
+        let access = AccessFlags::LOCAL_WRITE.bits() as i32;
+        let register = pd.device.library().functions.reg_mr;
+        // SAFETY: the memory is freed only after the region is deregistered.
+        let mr = unsafe { register(pd.pd, memory.cast(), size_of::<u64>(), access) };
+        if mr.is_null() {
+            let error = errors::call(pd.device.nic(), "ibv_reg_mr", errors::last());
+            // SAFETY: it was boxed above and is registered nowhere.
+            drop(unsafe { Box::from_raw(memory) });
+            return Err(error);
         }
-        let (lkey, address) =
-            nowhere.as_ref().map_or((0, ptr::null_mut()), |nowhere| (nowhere.lkey, nowhere.memory));
-        Ok(post::span_of(address.expose_provenance() as u64, LocalKey::from_provider(u64::from(lkey))))
+        // SAFETY: the driver made the region just now.
+        let lkey = unsafe { (*mr).lkey };
+        Ok(Self { mr, lkey, memory })
+    }
+
+    fn release(self, pd: &ProtectionDomain) {
+        let deregister = pd.device.library().functions.dereg_mr;
+        // SAFETY: nobody transfers there: the value was never handed out, or every endpoint is gone.
+        match errors::status(unsafe { deregister(self.mr) }) {
+            // SAFETY: it was boxed when it was registered, and is registered no more.
+            Ok(()) => drop(unsafe { Box::from_raw(self.memory) }),
+            Err(errno) => tracing::error!(%errno, "ibv_dereg_mr: eight bytes are leaked"),
+        }
     }
 }
 
@@ -125,13 +149,8 @@ impl Drop for DomainState {
     fn drop(&mut self) {
         self.windows.clear(self);
         self.regions.clear(&self.pd);
-        let Some(nowhere) = self.nowhere.get_mut().take() else { return };
-        let deregister = self.pd.device.library().functions.dereg_mr;
-        // SAFETY: endpoints hold the domain, so that none is left to use it.
-        match errors::status(unsafe { deregister(nowhere.mr) }) {
-            // SAFETY: it was boxed when it was registered, and is registered no more.
-            Ok(()) => drop(unsafe { Box::from_raw(nowhere.memory) }),
-            Err(errno) => tracing::error!(%errno, "ibv_dereg_mr: eight bytes are leaked"),
+        if let Some(nowhere) = self.nowhere.take() {
+            nowhere.release(&self.pd);
         }
     }
 }
@@ -174,7 +193,7 @@ impl VerbsDomain {
             windows: Windows::default(),
             endpoints: AtomicU64::new(0),
             mapped: RwLock::default(),
-            nowhere: Mutex::default(),
+            nowhere: OnceLock::new(),
             pd,
         };
         Ok(Self { state: Arc::new(state) })

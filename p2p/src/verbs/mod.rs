@@ -55,6 +55,7 @@ mod gid;
 mod library;
 #[allow(unsafe_code)]
 mod operand;
+mod parallel;
 #[allow(unsafe_code)]
 mod post;
 #[allow(unsafe_code)]

@@ -6,7 +6,7 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, DmaBufOffset, Error, ErrorKind, Result,
+    Access, Address, AddressRange, Addressing, DmaBufOffset, Error, ErrorKind, Parallel, Result,
     provider::{Backing, KeyRequest, Piece, ProviderRegion, RegistrationRequest, WindowType},
 };
 
@@ -15,6 +15,7 @@ use super::{
     access::{access_flags, access_of, added, check_flags, names},
     device::ProtectionDomain,
     errors::{self, BackingKind, Registration},
+    parallel::{self, Cut},
     region::{CpuAccess, Part, Region, Regions, release},
     split::seams,
     sys::{self, AccessFlags, Mr},
@@ -65,7 +66,7 @@ impl Registrar<'_> {
         if !added.is_empty() {
             tracing::debug!(nic = %self.pd.device.nic(), added = %names(added), "rights added: verbs demands them");
         }
-        self.register_pieces(request.access, flags, pieces, options)
+        self.register_pieces(request.access, flags, pieces, options, request.parallel)
     }
 
     /// Registers host pages in verbs' words.
@@ -73,7 +74,7 @@ impl Registrar<'_> {
         check_flags(flags)?;
         let options = VerbsOptions::from_bits_truncate(flags.bits());
         let piece = Piece { range, backing: Backing::Host { owned: false } };
-        self.register_pieces(access_of(flags), flags.difference(options.flags()), &[piece], options)
+        self.register_pieces(access_of(flags), flags.difference(options.flags()), &[piece], options, None)
     }
 
     fn register_pieces(
@@ -82,6 +83,7 @@ impl Registrar<'_> {
         flags: AccessFlags,
         pieces: &[Piece<'_>],
         options: VerbsOptions,
+        parallel: Option<&Parallel<'_>>,
     ) -> Result<ProviderRegion> {
         let flags = flags | options.flags();
         check_flags(flags)?;
@@ -95,7 +97,7 @@ impl Registrar<'_> {
         };
         let mut region = Region { access, flags, options, cpu, parts: Vec::with_capacity(pieces.len()) };
         for piece in pieces {
-            if let Err(error) = self.register_piece(piece, flags, &mut region.parts) {
+            if let Err(error) = self.register_piece(piece, flags, parallel, &mut region.parts) {
                 for part in &region.parts {
                     if let Err(error) = release(self.pd, part) {
                         tracing::error!(%error, "a part of a refused registration is left registered");
@@ -143,42 +145,65 @@ impl Registrar<'_> {
         Ok(())
     }
 
-    fn register_piece(&self, piece: &Piece<'_>, flags: AccessFlags, parts: &mut Vec<Part>) -> Result<()> {
+    fn register_piece(
+        &self,
+        piece: &Piece<'_>,
+        flags: AccessFlags,
+        parallel: Option<&Parallel<'_>>,
+        parts: &mut Vec<Part>,
+    ) -> Result<()> {
         let range = piece.range;
         if range.is_empty() {
             return Err(self.refuse(ErrorKind::ZeroLength, "register", "register at least one byte"));
         }
-        let page = rustix::param::page_size() as u64;
-        for (offset, len) in seams(range.start().0, range.len(), self.max, page) {
-            let part = AddressRange::new(Address(range.start().0 + offset), len)?;
-            let base = if flags.contains(AccessFlags::ZERO_BASED) { 0 } else { part.start().0 };
-            let mr = match &piece.backing {
-                Backing::Host { .. } => {
-                    self.by_address(part, part.start(), base, flags, BackingKind::Host)?
-                }
-                Backing::PeerMemory { address } => {
-                    let address = Address(address.0.wrapping_add(offset));
-                    self.by_address(part, address, base, flags, BackingKind::PeerMemory)?
-                }
-                Backing::DmaBuf { fd, offset: start } => {
-                    let start = start.0.checked_add(offset).ok_or_else(|| {
-                        self.refuse(ErrorKind::AddressWraps, "ibv_reg_dmabuf_mr", "the offset wraps")
-                    })?;
-                    self.by_dma_buf(part, *fd, DmaBufOffset(start), base, flags)?
-                }
-                Backing::Staged(_) => {
-                    return Err(self.refuse(
-                        ErrorKind::Unsupported,
-                        "register",
-                        "hardware cannot reach memory through copies: register a host buffer and copy through it",
-                    ));
-                }
-            };
-            // SAFETY: the driver made the region just now; its keys are set before it is returned.
-            let (lkey, rkey) = unsafe { ((*mr).lkey, (*mr).rkey) };
-            parts.push(Part { mr, key: VerbsKey { range: part, base, lkey, rkey } });
+        // Pages that come on demand take no time now, and addresses from 0 need one registration.
+        let whole = AccessFlags::ON_DEMAND | AccessFlags::ZERO_BASED;
+        let cut = match &piece.backing {
+            Backing::Host { .. }
+                if !flags.intersects(whole) && (parallel.is_some() || range.len() > self.max) =>
+            {
+                Cut::new(range.len(), self.max, parallel, parallel::cpus())
+            }
+            _ => Cut::none(self.max),
+        };
+        let one = |offset: u64, len: u64| self.register_part(piece, flags, offset, len);
+        if range.len() <= cut.part {
+            parts.push(one(0, range.len())?);
+            return Ok(());
         }
-        Ok(())
+        let page = rustix::param::page_size() as u64;
+        let seams: Vec<_> = seams(range.start().0, range.len(), cut.part, page).collect();
+        let progress = parallel.and_then(|parallel| parallel.progress);
+        parallel::register(&seams, cut.threads, progress, one, parts)
+    }
+
+    /// One registration: `len` bytes at `offset` of a piece.
+    fn register_part(&self, piece: &Piece<'_>, flags: AccessFlags, offset: u64, len: u64) -> Result<Part> {
+        let part = AddressRange::new(Address(piece.range.start().0 + offset), len)?;
+        let base = if flags.contains(AccessFlags::ZERO_BASED) { 0 } else { part.start().0 };
+        let mr = match &piece.backing {
+            Backing::Host { .. } => self.by_address(part, part.start(), base, flags, BackingKind::Host)?,
+            Backing::PeerMemory { address } => {
+                let address = Address(address.0.wrapping_add(offset));
+                self.by_address(part, address, base, flags, BackingKind::PeerMemory)?
+            }
+            Backing::DmaBuf { fd, offset: start } => {
+                let start = start.0.checked_add(offset).ok_or_else(|| {
+                    self.refuse(ErrorKind::AddressWraps, "ibv_reg_dmabuf_mr", "the offset wraps")
+                })?;
+                self.by_dma_buf(part, *fd, DmaBufOffset(start), base, flags)?
+            }
+            Backing::Staged(_) => {
+                return Err(self.refuse(
+                    ErrorKind::Unsupported,
+                    "register",
+                    "hardware cannot reach memory through copies: register a host buffer and copy through it",
+                ));
+            }
+        };
+        // SAFETY: the driver made the region just now; its keys are set before it is returned.
+        let (lkey, rkey) = unsafe { ((*mr).lkey, (*mr).rkey) };
+        Ok(Part { mr, key: VerbsKey { range: part, base, lkey, rkey } })
     }
 
     fn by_address(

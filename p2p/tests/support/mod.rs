@@ -91,6 +91,7 @@ impl How {
             addressing: self.addressing,
             page_size: 0,
             enabled: self.enabled,
+            parallel: None,
         }
     }
 
