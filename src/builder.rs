@@ -21,7 +21,7 @@ use crate::env;
 pub struct Hmem {
     registry: Arc<Registry>,
     providers: Vec<Arc<dyn Provider>>,
-    absent_providers: Vec<(&'static str, Error)>,
+    absent_providers: Vec<(String, Error)>,
     paths: Arc<Paths>,
     p2p_disabled: bool,
     system: Arc<System>,
@@ -32,7 +32,7 @@ pub struct Hmem {
 pub struct Builder {
     plug_ins: Vec<Arc<dyn Iface>>,
     providers: Vec<Arc<dyn Provider>>,
-    absent_providers: Vec<(&'static str, Error)>,
+    absent_providers: Vec<(String, Error)>,
     filter: Option<String>,
     disable_p2p: Option<bool>,
     skip_vendors: bool,
@@ -94,7 +94,7 @@ impl Hmem {
     /// [`ErrorKind::InvalidArgument`] naming those that were added.
     pub fn provider(&self, name: &str) -> Result<&Arc<dyn Provider>> {
         self.providers.iter().find(|provider| provider.name() == name).ok_or_else(|| {
-            if let Some((_, why)) = self.absent_providers.iter().find(|(absent, _)| *absent == name) {
+            if let Some((_, why)) = self.absent_providers.iter().find(|(absent, _)| absent == name) {
                 let error = Error::new(why.kind(), "provider").provider(name.to_owned()).context("why", why);
                 return match why.remedy_text() {
                     Some(remedy) => error.remedy(remedy.to_owned()),
@@ -109,9 +109,10 @@ impl Hmem {
         })
     }
 
-    /// The providers that were asked for and are not here, with the reason.
-    pub fn absent_providers(&self) -> impl Iterator<Item = (&'static str, &Error)> {
-        self.absent_providers.iter().map(|(name, why)| (*name, why))
+    /// The providers that were asked for and are not here, with the reason; and of those that are here, the NICs that
+    /// cannot be opened, as `verbs/mlx5_0`.
+    pub fn absent_providers(&self) -> impl Iterator<Item = (&str, &Error)> {
+        self.absent_providers.iter().map(|(name, why)| (name.as_str(), why))
     }
 
     /// The NICs of a provider with what each offers and needs.
@@ -198,10 +199,13 @@ impl Builder {
     #[must_use]
     pub fn verbs(mut self) -> Self {
         match start_verbs() {
-            Ok(verbs) => self.providers.push(verbs),
+            Ok((verbs, left_out)) => {
+                self.providers.push(verbs);
+                self.absent_providers.extend(left_out);
+            }
             Err(why) => {
                 tracing::debug!(%why, "verbs not started");
-                self.absent_providers.push(("verbs", why));
+                self.absent_providers.push(("verbs".to_owned(), why));
             }
         }
         self
@@ -387,16 +391,21 @@ vendor!(start_cuda, "cuda", IfaceKind::CUDA, hmem_iface_cuda::Cuda::open());
 vendor!(start_rocr, "rocr", IfaceKind::ROCR, hmem_iface_rocr::Rocr::open());
 vendor!(start_ze, "ze", IfaceKind::ZE, hmem_iface_ze::LevelZero::open());
 
+/// A provider, and those of its NICs that cannot be opened.
+type Started = (Arc<dyn Provider>, Vec<(String, Error)>);
+
 #[cfg(feature = "verbs")]
-fn start_verbs() -> Result<Arc<dyn Provider>> {
+fn start_verbs() -> Result<Started> {
     let verbs = hmem_p2p::verbs::Verbs::open()?;
     // A library without devices is no provider to open domains on.
     verbs.nics()?;
-    Ok(Arc::new(verbs))
+    let left_out = verbs.left_out()?.into_iter().map(|(device, why)| (format!("verbs/{device}"), why));
+    let left_out = left_out.collect();
+    Ok((Arc::new(verbs), left_out))
 }
 
 #[cfg(not(feature = "verbs"))]
-fn start_verbs() -> Result<Arc<dyn Provider>> {
+fn start_verbs() -> Result<Started> {
     Err(Error::new(ErrorKind::Unsupported, "start provider")
         .provider("verbs")
         .context("feature", "verbs")

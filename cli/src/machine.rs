@@ -158,7 +158,7 @@ impl Machine {
     /// Adds the NICs of the providers that the library found, and the reasons for those that it did not.
     fn find_hardware(&mut self) {
         let absent = |name: &str, why: &hmem::Error| Absent {
-            sort: "provider",
+            sort: if name.contains('/') { "NIC" } else { "provider" },
             name: name.into(),
             why: why.to_string(),
         };

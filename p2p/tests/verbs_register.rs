@@ -9,7 +9,7 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, AuthKey, ErrorKind, MrFlags,
+    Access, Address, AddressRange, Addressing, AuthKey, ErrorKind, Iova, MrFlags, RemoteKey,
     provider::{Backing, KeyRequest, Piece, ProviderDomain, ProviderRegion, RegistrationRequest},
 };
 use hmem_p2p::verbs::{ForkSupport, Grant, Verbs, VerbsDomain, VerbsOptions, sys::AccessFlags};
@@ -207,6 +207,38 @@ fn vrb_02_options_reach_the_driver_or_are_unsupported_by_name() {
             assert!(answers.iter().any(|answer| answer == expected), "{expected}: {answers:?}");
         }
     }
+}
+
+/// The opposite of pinned pages: what was mapped anew is what peers reach.
+#[test]
+fn vrb_02_pages_on_demand_follow_their_mapping() {
+    let Some(name) = device() else { return };
+    let pair = Pair::new(&name);
+    let (from, to) = (Pages::new(8192), Pages::new(8192));
+    let granted = with_options(&pair.far, to.range(), VerbsOptions::ON_DEMAND);
+    let newer = std::env::var("HMEM_VM_KERNEL").is_ok_and(|release| !release.starts_with("6."));
+    let region = match granted {
+        Ok(region) => region,
+        Err(error) if !newer => {
+            assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+            println!("skipped: {error}");
+            return;
+        }
+        Err(error) => panic!("rxe of this kernel pages on demand: {error}"),
+    };
+    let bytes = from.fill(61);
+    let source = pair.near.register(from.range(), LOCAL).expect("register");
+    let key = pair.far.verbs().keys(region).expect("keys")[0];
+    let key = RemoteKey::new(Addressing::Virtual, Iova(key.base), 8192, u64::from(key.rkey));
+    let write =
+        || pair.near.write(segment(from.range(), source.desc().expect("desc")), remote(&key, 0, 8192));
+    write().expect("write");
+    assert_eq!(to.get(0, 8192), bytes);
+    to.map_anew();
+    assert_eq!(to.get(0, 8192), vec![0; 8192], "new pages");
+    write().expect("write into the new pages");
+    assert_eq!(to.get(0, 8192), bytes, "the NIC has followed");
+    pair.far.verbs().deregister(region).expect("deregister");
 }
 
 #[test]

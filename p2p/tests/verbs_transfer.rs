@@ -109,6 +109,27 @@ fn vectors_on_both_sides_move_as_one_run_of_bytes() {
     assert_eq!(to.get(3100, 64), [0; 64]);
 }
 
+/// The peer's process may be gone, or its network: nobody answers.
+#[test]
+fn a_transfer_to_a_peer_that_is_gone_ends_as_unreachable() {
+    let Some(name) = device() else { return };
+    let pair = Pair::new(&name);
+    let (from, to) = (Pages::new(4096), Pages::new(4096));
+    let near = pair.near.register(from.range(), LOCAL).expect("register");
+    let far = pair.far.register(to.range(), REMOTE).expect("register");
+    let key = far.key().expect("key");
+    pair.far.endpoint.close().expect("close");
+    let local = segment(from.range(), near.desc().expect("desc"));
+    let error = pair.near.write(local, remote(&key, 0, 4096)).expect_err("nobody answers");
+    assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
+    assert_eq!(error.driver().map(|code| code.code), Some(12), "{error}");
+    assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("does not answer")), "{error}");
+    assert_eq!(to.get(0, 4096), [0; 4096]);
+    pair.near.endpoint.close().expect("close");
+    near.close().map_err(|rejected| rejected.error).expect("close");
+    assert_eq!((pair.near.domain.live().endpoints, pair.near.domain.live().page_registrations), (0, 0));
+}
+
 #[test]
 fn mr_16_a_region_registered_by_several_calls_at_once_works_as_one() {
     let Some(name) = device() else { return };

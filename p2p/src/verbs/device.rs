@@ -243,8 +243,11 @@ impl OpenDevice {
             let query = self.library.functions.query_port;
             // SAFETY: the context is open; the attributes are writable and zeroed, as the header's inline fallback
             // passes them.
-            errors::status(unsafe { query(self.context, number, &mut attr) })
-                .map_err(|errno| errors::call(&self.nic, "ibv_query_port", errno).context("port", number))?;
+            errors::status(unsafe { query(self.context, number, &mut attr) }).map_err(|errno| {
+                errors::call(&self.nic, "ibv_query_port", errno)
+                    .context("port", number)
+                    .remedy(format!("the device has {} ports, from 1 on", self.attr.phys_port_cnt))
+            })?;
             if asked.is_none() && attr.state != PortState::IBV_PORT_ACTIVE {
                 down.push(format!("{number}: {}", attr.state.name().unwrap_or("unknown state")));
                 continue;

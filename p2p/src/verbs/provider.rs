@@ -220,6 +220,31 @@ impl Verbs {
         &self.inner.library.fork
     }
 
+    /// The devices that are there and cannot be opened, which [`Provider::nics`] leaves out, with the reason for each.
+    ///
+    /// # Errors
+    /// Unavailable where there is no device at all.
+    pub fn left_out(&self) -> Result<Vec<(String, Error)>> {
+        if self.inner.brought.is_some() {
+            return Ok(Vec::new());
+        }
+        Ok(self.survey()?.1)
+    }
+
+    /// The devices that could be opened, and those that could not.
+    fn survey(&self) -> Result<(Vec<ProviderAttr>, Vec<(String, Error)>)> {
+        let names = self.inner.library.device_names()?;
+        self.inner.devices.lock().retain(|name, _| names.contains(name));
+        let (mut nics, mut left_out) = (Vec::with_capacity(names.len()), Vec::new());
+        for name in names {
+            match self.device(&name) {
+                Ok(device) => nics.push(device.provider_attr().clone()),
+                Err(error) => left_out.push((name, error)),
+            }
+        }
+        Ok((nics, left_out))
+    }
+
     fn device(&self, name: &str) -> Result<Arc<OpenDevice>> {
         if let Some(device) = self.inner.devices.lock().get(name) {
             return Ok(Arc::clone(device));
@@ -238,21 +263,12 @@ impl Provider for Verbs {
         if let Some((device, _)) = &self.inner.brought {
             return Ok(vec![device.provider_attr().clone()]);
         }
-        let names = self.inner.library.device_names()?;
-        self.inner.devices.lock().retain(|name, _| names.contains(name));
-        let mut nics = Vec::with_capacity(names.len());
-        let mut refused = None;
-        for name in &names {
-            match self.device(name) {
-                Ok(device) => nics.push(device.provider_attr().clone()),
-                Err(error) => {
-                    tracing::warn!(device = name, %error, "a device is left out");
-                    refused = Some(error);
-                }
-            }
+        let (nics, mut left_out) = self.survey()?;
+        for (device, error) in &left_out {
+            tracing::warn!(device, %error, "a device is left out");
         }
-        match refused {
-            Some(error) if nics.is_empty() => Err(error),
+        match left_out.pop() {
+            Some((_, error)) if nics.is_empty() => Err(error),
             _ => Ok(nics),
         }
     }

@@ -22,6 +22,10 @@ pub(crate) struct Script {
     /// The errno of a dma-buf registration.
     pub(crate) dma_buf: i32,
     pub(crate) dereg: i32,
+    /// The device that cannot be opened, and the errno that says so.
+    pub(crate) closed: Option<(usize, i32)>,
+    /// What a change of rights returns, and its errno.
+    pub(crate) rereg: (c_int, i32),
     pub(crate) fork: c_int,
     pub(crate) calls: Vec<String>,
     next_key: u32,
@@ -74,6 +78,10 @@ extern "C" fn get_device_name(device: *mut Device) -> *const c_char {
 
 extern "C" fn open_device(device: *mut Device) -> *mut Context {
     called("open_device".into());
+    if let Some((_, errno)) = with(|script| script.closed).filter(|(closed, _)| closed + 1 == device.addr()) {
+        set_errno(errno);
+        return ptr::null_mut();
+    }
     context(device)
 }
 
@@ -176,6 +184,25 @@ extern "C" fn dereg_mr(_mr: *mut Mr) -> c_int {
     with(|script| mem::take(&mut script.dereg))
 }
 
+extern "C" fn rereg_mr(
+    mr: *mut Mr,
+    flags: c_int,
+    _pd: *mut Pd,
+    _addr: *mut c_void,
+    _length: usize,
+    access: c_int,
+) -> c_int {
+    called(format!("rereg_mr {flags:#x} {access:#x}"));
+    let (class, errno) = with(|script| script.rereg);
+    if class == 0 {
+        // SAFETY: the caller gives a live region; a driver may change its keys.
+        unsafe { ((*mr).lkey, (*mr).rkey) = ((*mr).lkey + 0x10, (*mr).rkey + 0x10) };
+    } else {
+        set_errno(errno);
+    }
+    class
+}
+
 extern "C" fn create_cq(_: *mut Context, _: c_int, _: *mut c_void, _: *mut c_void, _: c_int) -> *mut Cq {
     set_errno(12);
     ptr::null_mut()
@@ -228,6 +255,7 @@ pub(crate) fn symbol(name: &str) -> Option<*const ()> {
         "ibv_reg_mr_iova2" => reg_mr_iova2 as *const (),
         "ibv_reg_dmabuf_mr" => reg_dmabuf_mr as *const (),
         "ibv_dereg_mr" => dereg_mr as *const (),
+        "ibv_rereg_mr" => rereg_mr as *const (),
         "ibv_create_cq" => create_cq as *const (),
         "ibv_destroy_cq" => destroy_cq as *const (),
         "ibv_create_qp" => create_qp as *const (),

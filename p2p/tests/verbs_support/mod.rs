@@ -63,6 +63,15 @@ impl Pages {
         AddressRange::new(Address(self.address + offset), len).expect("inside the pages")
     }
 
+    /// Puts new, empty pages at the same addresses.
+    pub(crate) fn map_anew(&self) {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: the mapping that is replaced is this value's own.
+        let mapped = unsafe { libc::mmap(self.pointer(0).cast(), self.len, protection, flags, -1, 0) };
+        assert_ne!(mapped, libc::MAP_FAILED, "mmap");
+    }
+
     fn pointer(&self, offset: usize) -> *mut u8 {
         ptr::with_exposed_provenance_mut(self.address as usize + offset)
     }

@@ -1,0 +1,161 @@
+//! `hmem info`, `check` and `perf` on a machine with RDMA devices (`HMEM_VERBS_DEVICE`), and with devices that cannot be used.
+
+mod hmem_process;
+
+use std::{
+    fs::{self, Permissions},
+    os::unix::{fs::PermissionsExt, process::CommandExt},
+    path::PathBuf,
+    process::{Command, Output},
+    sync::{Mutex, MutexGuard},
+};
+
+use hmem_process::{document_of, hmem, program, refused, text};
+use serde_json::Value;
+
+/// A user without privileges, who needs no entry in a user database.
+const NOBODY: u32 = 65534;
+
+/// The devices, for one test at a time, since some take a device away for a while.
+fn devices() -> Option<(String, Option<String>, MutexGuard<'static, ()>)> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let named = |variable| std::env::var(variable).ok().filter(|name| !name.is_empty());
+    let Some(first) = named("HMEM_VERBS_DEVICE") else {
+        println!("skipped: HMEM_VERBS_DEVICE names no device");
+        return None;
+    };
+    let alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    Some((first, named("HMEM_VERBS_SECOND_DEVICE"), alone))
+}
+
+/// The second device, which a test may take away: its link and its node are changed.
+fn second() -> Option<(String, MutexGuard<'static, ()>)> {
+    let (_, second, alone) = devices()?;
+    if second.is_none() {
+        println!("skipped: HMEM_VERBS_SECOND_DEVICE names no device");
+    }
+    second.map(|second| (second, alone))
+}
+
+fn run(mut command: Command) -> Output {
+    command.output().expect("the command runs")
+}
+
+fn rows<'a>(document: &'a Value, field: &str, device: &str) -> Vec<&'a Value> {
+    let rows = document[field].as_array().expect("a list");
+    rows.iter().filter(|row| row["provider"] == "verbs" && row["nic"] == device).collect()
+}
+
+/// DIAG-01 for RDMA devices.
+#[test]
+fn info_shows_the_devices_and_the_paths_to_them() {
+    let Some((first, second, _alone)) = devices() else { return };
+    let document = document_of(&run(hmem("info", &["--json"])));
+    for device in [Some(first), second].into_iter().flatten() {
+        let [nic] = rows(&document, "providers", &device)[..] else { panic!("{device}: {document}") };
+        assert_eq!((&nic["software"], &nic["key_size"]), (&false.into(), &4.into()), "{nic}");
+        for bit in ["LOCAL", "VIRT_ADDR", "ALLOCATED", "PROV_KEY"] {
+            assert!(nic["needs"].as_array().expect("bits").contains(&bit.into()), "{bit}: {nic}");
+        }
+        assert!(nic["max_mr_size"].as_u64().is_some_and(|max| max > 0), "{nic}");
+        let paths = rows(&document, "p2p", &device);
+        let host = paths.iter().find(|entry| entry["iface"] == "system").expect("host memory");
+        assert_eq!(host["path"], "plain-host", "{host}");
+        if std::env::var("HMEM_VERBS_DMA_BUF").is_ok_and(|value| value == "1") {
+            assert_eq!(nic["imports"], Value::from(vec!["dma-buf"]), "{nic}");
+            let device = paths.iter().find(|entry| entry["iface"] == "simulated").expect("device memory");
+            assert_eq!(device["path"], "dma-buf", "{device}");
+        }
+        let table = run(hmem("info", &[]));
+        assert!(text(&table.stdout).contains(&device), "{}", text(&table.stdout));
+    }
+}
+
+/// DIAG-02 for RDMA devices.
+#[test]
+fn check_moves_verified_bytes_through_the_device() {
+    let Some((first, _, _alone)) = devices() else { return };
+    let nic = format!("verbs/{first}");
+    let output = run(hmem("check", &["--json", "--provider", &nic, "--bytes", "4097"]));
+    let document: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(output.status.code(), Some(0), "{document:#}");
+    let text = document.to_string();
+    assert!(text.contains("plain-host"), "{text}");
+    if std::env::var("HMEM_VERBS_DMA_BUF").is_ok_and(|value| value == "1") {
+        assert!(text.contains("dma-buf"), "{text}");
+    }
+}
+
+/// The node through which processes reach a device.
+fn node(device: &str) -> PathBuf {
+    let verbs = fs::read_dir("/sys/class/infiniband_verbs").expect("the kernel's list");
+    let named =
+        |path: &PathBuf| fs::read_to_string(path.join("ibdev")).is_ok_and(|name| name.trim() == device);
+    let folder = verbs.filter_map(|entry| entry.ok().map(|entry| entry.path()).filter(named)).next();
+    PathBuf::from("/dev/infiniband").join(folder.expect("the device").file_name().expect("a name"))
+}
+
+/// Puts a node's permissions back.
+struct Restore(PathBuf, Permissions);
+
+impl Drop for Restore {
+    fn drop(&mut self) {
+        fs::set_permissions(&self.0, self.1.clone()).expect("put back");
+    }
+}
+
+#[test]
+fn a_device_whose_node_may_not_be_opened_is_listed_with_the_reason() {
+    let Some((second, _alone)) = second() else { return };
+    let node = node(&second);
+    let before = fs::metadata(&node).expect("the node").permissions();
+    let _restore = Restore(node.clone(), before);
+    fs::set_permissions(&node, Permissions::from_mode(0o600)).expect("take it away");
+    let nic = format!("verbs/{second}");
+
+    let nobody = |subcommand, arguments: &[&str]| {
+        let mut command = hmem(subcommand, arguments);
+        command.uid(NOBODY).gid(NOBODY);
+        run(command)
+    };
+    let document = document_of(&nobody("info", &["--json"]));
+    assert!(rows(&document, "providers", &second).is_empty(), "{document}");
+    let absent = document["absent"].as_array().expect("a list");
+    let entry = absent.iter().find(|entry| entry["what"] == format!("NIC {nic}")).expect("it is listed");
+    for word in ["ibv_open_device", "EACCES", "/dev/infiniband"] {
+        assert!(entry["why"].as_str().is_some_and(|why| why.contains(word)), "{word}: {entry}");
+    }
+    for arguments in [&["--loopback", "--nic", &nic][..], &["127.0.0.1", "--nic", &nic]] {
+        refused(&nobody("perf", arguments), 2, &[&nic, "ibv_open_device", "EACCES", "/dev/infiniband"]);
+    }
+}
+
+#[test]
+fn a_port_that_is_down_is_one_line() {
+    let Some((second, _alone)) = second() else { return };
+    let netdev = format!("/sys/class/infiniband/{second}/ports/1/gid_attrs/ndevs/0");
+    let netdev = fs::read_to_string(netdev).expect("its network device");
+    let link = |state| {
+        let status = Command::new("ip").args(["link", "set", netdev.trim(), state]).status();
+        assert!(status.expect("ip (iproute2) runs").success(), "{netdev} {state}");
+    };
+    let nic = format!("verbs/{second}");
+    let transfer = ["--loopback", "--nic", &nic, "--size", "64", "--iterations", "4", "--depth", "2"];
+    link("down");
+    let output = run(hmem("perf", &transfer));
+    let state = fs::read_to_string(format!("/sys/class/infiniband/{second}/ports/1/state"));
+    let info = run(hmem("info", &["--json"]));
+    link("up");
+    refused(&output, 1, &["ibv_query_port", "PORT_DOWN", "bring the link up"]);
+    assert!(state.is_ok_and(|state| state.contains("DOWN")), "the test has taken the port down");
+    assert_eq!(rows(&document_of(&info), "providers", &second).len(), 1, "the device is there all the same");
+}
+
+#[test]
+fn a_locked_memory_limit_is_one_line_with_its_remedy() {
+    let Some((first, _, _alone)) = devices() else { return };
+    let mut shell = Command::new("sh");
+    let script = r#"ulimit -l 64; exec "$0" perf --loopback --nic "$1" --size 1MiB --iterations 4 --depth 2"#;
+    shell.args(["-c", script, &program(), &format!("verbs/{first}")]).uid(NOBODY).gid(NOBODY);
+    refused(&run(shell), 1, &["RLIMIT_MEMLOCK", "value=65536 bytes", "ulimit -l"]);
+}
