@@ -62,9 +62,10 @@ fn a_device_that_is_not_there_is_named_with_those_that_are() {
     let attr = DomainAttr { nic: Some("nonsense".into()), ..DomainAttr::default() };
     let error = Domain::open(&verbs, Arc::new(Registry::new()), Arc::new(Paths::new()), attr)
         .expect_err("no such device");
-    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
-    assert_eq!(error.context_value("device"), Some("nonsense"));
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    assert_eq!(error.context_value("nic"), Some("nonsense"));
     assert!(
-        error.context_value("devices").is_some_and(|devices| devices.split(',').any(|known| known == name))
+        error.context_value("nics").is_some_and(|nics| nics.split(',').any(|nic| nic == name)),
+        "{error}"
     );
 }

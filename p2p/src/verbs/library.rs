@@ -1,6 +1,11 @@
 //! The loaded library: device lists, opened devices, and safety over `fork`.
 
-use std::{ffi::CStr, ptr};
+use std::{
+    ffi::CStr,
+    fs::{self, File},
+    path::{Path, PathBuf},
+    ptr,
+};
 
 use hmem_core::{Errno, Error, ErrorKind, Result};
 
@@ -120,12 +125,45 @@ impl Library {
         // SAFETY: the device is of the list that is still held.
         let context = unsafe { (self.functions.open_device)(device) };
         if ptr::eq(context, ptr::null()) {
-            return Err(Error::os(errors::last(), "ibv_open_device")
-                .provider(format!("verbs/{name}"))
-                .remedy("the process must be able to open the device's node under /dev/infiniband"));
+            return Err(not_opened(name, errors::last()));
         }
         Ok(context)
     }
+}
+
+/// Why a device could not be opened. libibverbs says ENOENT, whatever the node's own error was.
+fn not_opened(name: &str, errno: Errno) -> Error {
+    let node = node(name);
+    let opened = node.as_ref().map(|node| File::options().read(true).write(true).open(node));
+    let errno = match opened {
+        Some(Err(error)) => Errno::of(&error),
+        _ => errno,
+    };
+    let error = Error::os(errno, "ibv_open_device").provider(format!("verbs/{name}"));
+    let error = match &node {
+        Some(node) => error.context("node", node.display()),
+        None => error,
+    };
+    match errno {
+        Errno(1 | 13) => error.remedy(
+            "the process may not open the device's node under /dev/infiniband: give its user or group read and write \
+             permission",
+        ),
+        Errno(2) => error.remedy(
+            "the device's node under /dev/infiniband is not there: load ib_uverbs, and pass the node into the container",
+        ),
+        _ => error.remedy("the process must be able to open the device's node under /dev/infiniband"),
+    }
+}
+
+/// The node through which processes reach a device; `None` where sysfs does not know the device.
+fn node(name: &str) -> Option<PathBuf> {
+    let is_it = |entry: &fs::DirEntry| {
+        fs::read_to_string(entry.path().join("ibdev")).is_ok_and(|device| device.trim() == name)
+    };
+    let entries = fs::read_dir("/sys/class/infiniband_verbs").ok()?;
+    let entry = entries.filter_map(|entry| entry.ok().filter(is_it)).next()?;
+    Some(Path::new("/dev/infiniband").join(entry.file_name()))
 }
 
 fn fork_support(functions: &Functions, fork_init: bool) -> ForkSupport {

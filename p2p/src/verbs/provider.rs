@@ -141,6 +141,9 @@ impl Builder {
     }
 }
 
+/// Devices that cannot be opened, with the reason for each.
+type LeftOut = Vec<(String, Error)>;
+
 #[derive(Clone, Copy, Debug)]
 struct BroughtPd(*mut Pd);
 
@@ -232,7 +235,7 @@ impl Verbs {
     }
 
     /// The devices that could be opened, and those that could not.
-    fn survey(&self) -> Result<(Vec<ProviderAttr>, Vec<(String, Error)>)> {
+    fn survey(&self) -> Result<(Vec<ProviderAttr>, LeftOut)> {
         let names = self.inner.library.device_names()?;
         self.inner.devices.lock().retain(|name, _| names.contains(name));
         let (mut nics, mut left_out) = (Vec::with_capacity(names.len()), Vec::new());
