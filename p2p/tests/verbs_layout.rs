@@ -7,7 +7,7 @@ use hmem_p2p::verbs::sys::{
     AccessFlags, AhAttr, AtomicCap, Context, DeviceAttr, DeviceAttrEx, DeviceCaps, ForkStatus, Gid,
     GlobalRoute, IBV_ODP_SUPPORT, IBV_REREG_MR_CHANGE_ACCESS, IBV_REREG_MR_ERR_CMD, LinkLayer, Mr, Mw,
     MwBind, MwBindInfo, MwType, OdpCaps, Pd, PortAttr, PortState, Qp, QpAttr, QpAttrMask, QpCap, QpInitAttr,
-    QpState, QpType, RecvWr, SendFlags, SendWr, Sge, TransportType, VerbsContext, Wc, WcStatus, WrOpcode,
+    QpState, QpType, RecvWr, SendFlags, SendWr, Sge, VerbsContext, Wc, WcStatus, WrOpcode,
 };
 
 /// What the C compiler is asked, and what this crate says.
@@ -232,7 +232,6 @@ fn ask_everything(p: &mut Probe) {
         []
     );
     constants!(p,
-        TransportType: IBV_TRANSPORT_IB, IBV_TRANSPORT_IWARP;
         AtomicCap: IBV_ATOMIC_NONE, IBV_ATOMIC_HCA, IBV_ATOMIC_GLOB;
         PortState: IBV_PORT_NOP, IBV_PORT_DOWN, IBV_PORT_INIT, IBV_PORT_ARMED, IBV_PORT_ACTIVE, IBV_PORT_ACTIVE_DEFER;
         LinkLayer: IBV_LINK_LAYER_UNSPECIFIED, IBV_LINK_LAYER_INFINIBAND, IBV_LINK_LAYER_ETHERNET;

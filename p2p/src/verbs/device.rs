@@ -18,7 +18,7 @@ use super::{
     library::{Library, device_name},
     sys::{
         self, AtomicCap, Context, DeviceAttr, DeviceAttrEx, DeviceCaps, DeviceExInput, LinkLayer, Pd,
-        PortAttr, PortState, TransportType, VerbsContext,
+        PortAttr, PortState, VerbsContext,
     },
 };
 
@@ -33,6 +33,7 @@ pub(super) struct OpenDevice {
     owned: bool,
     nic: Nic,
     attr: DeviceAttr,
+    rights: DeviceRights,
     on_demand: bool,
     provider_attr: ProviderAttr,
 }
@@ -85,12 +86,17 @@ impl OpenDevice {
             provider_attr: blank(&nic),
             nic,
             attr,
+            rights: DeviceRights::default(),
             on_demand: false,
         };
         // From here on, an error closes the context by dropping `device`.
         // SAFETY: the context is open; the attributes are writable for the call.
         errors::status(unsafe { (library.functions.query_device)(context, &mut device.attr) })
             .map_err(|errno| errors::call(&device.nic, "ibv_query_device", errno))?;
+        device.rights = DeviceRights {
+            atomics: device.attr.atomic_cap != AtomicCap::IBV_ATOMIC_NONE,
+            iwarp: device.is_iwarp(),
+        };
         device.on_demand = device.query_on_demand()?;
         let dma_buf = device.probe_dma_buf()?;
         device.provider_attr = device.describe(dma_buf);
@@ -128,21 +134,15 @@ impl OpenDevice {
         unsafe { &(*self.context).ops }
     }
 
+    /// Asked at each registration: looked up once.
     pub(super) fn rights(&self) -> DeviceRights {
-        DeviceRights {
-            atomics: self.attr.atomic_cap != AtomicCap::IBV_ATOMIC_NONE,
-            iwarp: self.transport() == Some(TransportType::IBV_TRANSPORT_IWARP),
-        }
+        self.rights
     }
 
     /// iWARP devices say so in sysfs: `node_type` is "4: RNIC".
-    fn transport(&self) -> Option<TransportType> {
-        let text = fs::read_to_string(format!("/sys/class/infiniband/{}/node_type", self.nic.name)).ok()?;
-        Some(if text.starts_with('4') {
-            TransportType::IBV_TRANSPORT_IWARP
-        } else {
-            TransportType::IBV_TRANSPORT_IB
-        })
+    fn is_iwarp(&self) -> bool {
+        let node_type = format!("/sys/class/infiniband/{}/node_type", self.nic.name);
+        fs::read_to_string(node_type).is_ok_and(|text| text.starts_with('4'))
     }
 
     /// The longest registration, in bytes.

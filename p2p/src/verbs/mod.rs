@@ -66,6 +66,8 @@ mod queue;
 mod region;
 #[allow(unsafe_code)]
 mod register;
+#[allow(unsafe_code)]
+mod single;
 mod split;
 #[allow(unsafe_code)]
 pub mod sys;

@@ -4,11 +4,20 @@ use std::ptr;
 
 use hmem_core::{Access, Address, Error, ErrorKind, Result, transfer::LocalSegment};
 
-use super::{endpoint::EndpointState, errors, region::CpuAccess};
+use super::{
+    endpoint::EndpointState,
+    errors,
+    region::{CpuAccess, Held},
+};
 
 impl EndpointState {
     /// Reads operands with the CPU: verbs takes them by value.
-    pub(super) fn read_elements(&self, local: &[LocalSegment], len: u64) -> Result<Vec<u64>> {
+    pub(super) fn read_elements(
+        &self,
+        held: &Held<'_>,
+        local: &[LocalSegment],
+        len: u64,
+    ) -> Result<Vec<u64>> {
         let total: u64 = local.iter().map(|segment| segment.len).sum();
         if total != len {
             return Err(self
@@ -19,13 +28,8 @@ impl EndpointState {
         let mut bytes = Vec::with_capacity(len as usize);
         for segment in local {
             let mut spans = Vec::new();
-            let cpu = self.domain.regions.translate(
-                segment.desc,
-                segment.address,
-                segment.len,
-                Access::WRITE,
-                &mut spans,
-            )?;
+            let cpu =
+                held.translate(segment.desc, segment.address, segment.len, Access::WRITE, &mut spans)?;
             if cpu == CpuAccess::None {
                 return Err(self.refuse(
                     ErrorKind::Unsupported,

@@ -12,7 +12,7 @@ use super::{
     atomic,
     endpoint::{EndpointState, InFlight, Inner},
     errors,
-    region::CpuAccess,
+    region::{CpuAccess, Held},
     split::{Planned, Span, Target, plan},
     sys::{AtomicPart, BindPart, MwBindInfo, RdmaPart, RecvWr, SendFlags, SendWr, Sge, WrOpcode, WrPart},
 };
@@ -27,6 +27,10 @@ pub(super) struct Scratch {
     requests: Vec<SendWr>,
 }
 
+/// The opcodes of RMA, and the right of the local side that each takes.
+const WRITE: (WrOpcode, Access) = (WrOpcode::IBV_WR_RDMA_WRITE, Access::WRITE);
+const READ: (WrOpcode, Access) = (WrOpcode::IBV_WR_RDMA_READ, Access::READ);
+
 impl EndpointState {
     pub(super) fn refuse(&self, kind: ErrorKind, why: &'static str) -> Error {
         Error::new(kind, "post").provider(self.domain.pd.device.nic().to_string()).remedy(why)
@@ -38,13 +42,28 @@ impl EndpointState {
         self.recover()?;
         let mut inner = self.lock();
         inner.open()?;
-        let _held = self.domain.regions.hold();
+        let held = self.domain.regions.hold();
+        let entry = |kind| InFlight { context: request.context, kind, bytes: 0, requests: 0, window: None };
+        let single = match request.operation {
+            Operation::Write { remote } => {
+                let lists = (request.local, remote);
+                self.post_single(&held, &mut inner, lists, WRITE, entry(CompletionKind::Write))
+            }
+            Operation::Read { remote } => {
+                let lists = (request.local, remote);
+                self.post_single(&held, &mut inner, lists, READ, entry(CompletionKind::Read))
+            }
+            _ => None,
+        };
+        if let Some(posted) = single {
+            return posted;
+        }
         let mut scratch = std::mem::take(&mut inner.scratch);
         scratch.spans.clear();
         scratch.targets.clear();
         scratch.requests.clear();
         // SAFETY: passed on to the caller.
-        let posted = unsafe { self.post_with(&mut inner, &mut scratch, request) };
+        let posted = unsafe { self.post_with(&held, &mut inner, &mut scratch, request) };
         inner.scratch = scratch;
         posted
     }
@@ -53,6 +72,7 @@ impl EndpointState {
     /// As [`EndpointState::post`].
     unsafe fn post_with(
         &self,
+        held: &Held<'_>,
         inner: &mut Inner,
         scratch: &mut Scratch,
         request: &WorkRequest<'_>,
@@ -61,27 +81,25 @@ impl EndpointState {
         match request.operation {
             Operation::Write { remote } => {
                 let entry = entry(CompletionKind::Write);
-                let way = (WrOpcode::IBV_WR_RDMA_WRITE, Access::WRITE);
-                self.post_rma(inner, scratch, (request.local, remote), way, entry)
+                self.post_rma(held, inner, scratch, (request.local, remote), WRITE, entry)
             }
             Operation::Read { remote } => {
                 let entry = entry(CompletionKind::Read);
-                let way = (WrOpcode::IBV_WR_RDMA_READ, Access::READ);
-                self.post_rma(inner, scratch, (request.local, remote), way, entry)
+                self.post_rma(held, inner, scratch, (request.local, remote), READ, entry)
             }
             Operation::Send { tag: Some(_), .. } | Operation::Receive { tag: Some(_), .. } => {
                 Err(self.refuse(ErrorKind::Unsupported, "verbs has no tagged messages: send without a tag"))
             }
             Operation::Send { tag: None, invalidate } => {
-                self.post_send(inner, scratch, (request.local, invalidate), entry(CompletionKind::Send))
+                self.post_send(held, inner, scratch, (request.local, invalidate), entry(CompletionKind::Send))
             }
             Operation::Receive { tag: None, .. } => {
-                self.post_receive(inner, scratch, request.local, entry(CompletionKind::Receive))
+                self.post_receive(held, inner, scratch, request.local, entry(CompletionKind::Receive))
             }
             Operation::Atomic { op, datatype, remote, result, compare } => {
                 let entry = entry(CompletionKind::Atomic);
                 let lists = (request.local, result, compare);
-                self.post_atomic(inner, scratch, (op, datatype), remote, lists, entry)
+                self.post_atomic(held, inner, scratch, (op, datatype, remote), lists, entry)
             }
             Operation::BindWindow { window, region, offset, len, access, addressing, tag } => {
                 let target = (region, offset, len);
@@ -97,11 +115,16 @@ impl EndpointState {
     }
 
     /// Translates the local list; says whether the CPU may read all of it, and its length.
-    fn local(&self, spans: &mut Vec<Span>, local: &[LocalSegment], right: Access) -> Result<(bool, u64)> {
+    fn local(
+        &self,
+        held: &Held<'_>,
+        spans: &mut Vec<Span>,
+        local: &[LocalSegment],
+        right: Access,
+    ) -> Result<(bool, u64)> {
         let (mut owned, mut bytes) = (true, 0_u64);
         for segment in local {
-            let cpu =
-                self.domain.regions.translate(segment.desc, segment.address, segment.len, right, spans)?;
+            let cpu = held.translate(segment.desc, segment.address, segment.len, right, spans)?;
             owned &= cpu == CpuAccess::Owned;
             bytes = bytes.saturating_add(segment.len);
         }
@@ -122,13 +145,14 @@ impl EndpointState {
 
     fn post_rma(
         &self,
+        held: &Held<'_>,
         inner: &mut Inner,
         scratch: &mut Scratch,
         (local, remote): (&[LocalSegment], &[RemoteSegment<'_>]),
         (opcode, right): (WrOpcode, Access),
         mut entry: InFlight,
     ) -> Result<()> {
-        let (owned, bytes) = self.local(&mut scratch.spans, local, right)?;
+        let (owned, bytes) = self.local(held, &mut scratch.spans, local, right)?;
         let mut far = 0_u64;
         for segment in remote {
             far = far.saturating_add(segment.len);
@@ -160,17 +184,18 @@ impl EndpointState {
             return Err(self.refuse(ErrorKind::InvalidArgument, "name a remote range"));
         }
         entry.bytes = bytes;
-        self.submit(inner, scratch, entry)
+        self.submit(inner, &mut scratch.requests, entry)
     }
 
     fn post_send(
         &self,
+        held: &Held<'_>,
         inner: &mut Inner,
         scratch: &mut Scratch,
         (local, invalidate): (&[LocalSegment], Option<&RemoteKey>),
         mut entry: InFlight,
     ) -> Result<()> {
-        let (owned, bytes) = self.local(&mut scratch.spans, local, Access::SEND)?;
+        let (owned, bytes) = self.local(held, &mut scratch.spans, local, Access::SEND)?;
         let pair = inner.open()?;
         self.one_message(scratch, pair.cap.max_send_sge, pair.port.max_message, bytes)?;
         let opcode =
@@ -186,7 +211,7 @@ impl EndpointState {
         }
         scratch.requests.push(wr);
         entry.bytes = bytes;
-        self.submit(inner, scratch, entry)
+        self.submit(inner, &mut scratch.requests, entry)
     }
 
     /// Fills the segment list for a message, which cannot be cut.
@@ -211,12 +236,13 @@ impl EndpointState {
 
     fn post_receive(
         &self,
+        held: &Held<'_>,
         inner: &mut Inner,
         scratch: &mut Scratch,
         local: &[LocalSegment],
         mut entry: InFlight,
     ) -> Result<()> {
-        let (_, bytes) = self.local(&mut scratch.spans, local, Access::RECV)?;
+        let (_, bytes) = self.local(held, &mut scratch.spans, local, Access::RECV)?;
         let (most, cap, qp) = {
             let pair = inner.open()?;
             // A receive may be longer than any message.
@@ -252,10 +278,10 @@ impl EndpointState {
 
     fn post_atomic(
         &self,
+        held: &Held<'_>,
         inner: &mut Inner,
         scratch: &mut Scratch,
-        (op, datatype): (AtomicOp, AtomicType),
-        remote: RemoteSegment<'_>,
+        (op, datatype, remote): (AtomicOp, AtomicType, RemoteSegment<'_>),
         (local, result, compare): (&[LocalSegment], Option<LocalSegment>, Option<LocalSegment>),
         mut entry: InFlight,
     ) -> Result<()> {
@@ -271,9 +297,9 @@ impl EndpointState {
                 .context("address", remote.address)
                 .context("length", remote.len));
         }
-        let operands = self.read_elements(local, remote.len)?;
+        let operands = self.read_elements(held, local, remote.len)?;
         let compares = match (op, compare) {
-            (AtomicOp::Cswap, Some(segment)) => self.read_elements(&[segment], remote.len)?,
+            (AtomicOp::Cswap, Some(segment)) => self.read_elements(held, &[segment], remote.len)?,
             (AtomicOp::Cswap, None) => {
                 return Err(
                     self.refuse(ErrorKind::InvalidArgument, "a comparing atomic takes a compare operand")
@@ -283,7 +309,7 @@ impl EndpointState {
         };
         match result {
             Some(segment) if segment.len == remote.len => {
-                self.local(&mut scratch.spans, &[segment], Access::READ)?;
+                self.local(held, &mut scratch.spans, &[segment], Access::READ)?;
             }
             Some(_) => {
                 return Err(self.refuse(ErrorKind::InvalidArgument, "the result is as long as the target"));
@@ -316,7 +342,7 @@ impl EndpointState {
             scratch.requests.push(wr);
         }
         entry.bytes = remote.len;
-        self.submit(inner, scratch, entry)
+        self.submit(inner, &mut scratch.requests, entry)
     }
 
     fn post_bind(
@@ -344,7 +370,7 @@ impl EndpointState {
                 wr.bind_mw = BindPart { mw, rkey, bind_info };
                 scratch.requests.push(wr);
                 entry.window = Some((window.token, old_key));
-                self.submit(inner, scratch, entry)?;
+                self.submit(inner, &mut scratch.requests, entry)?;
                 // SAFETY: as above. The caller of the verb keeps the key up to date (ibv_post_send(3)).
                 unsafe { (*mw).rkey = rkey };
                 inner.note_window(window.token);
@@ -366,17 +392,22 @@ impl EndpointState {
             wr.invalidate_rkey = unsafe { (*mw).rkey };
             scratch.requests.push(wr);
             entry.window = Some((window.token, wr.invalidate_rkey));
-            self.submit(inner, scratch, entry)
+            self.submit(inner, &mut scratch.requests, entry)
         })
     }
 
-    /// Posts the chain in `scratch.requests`, which completes once.
-    fn submit(&self, inner: &mut Inner, scratch: &mut Scratch, mut entry: InFlight) -> Result<()> {
+    /// Posts a chain of requests, which completes once.
+    pub(super) fn submit(
+        &self,
+        inner: &mut Inner,
+        requests: &mut [SendWr],
+        mut entry: InFlight,
+    ) -> Result<()> {
         let (most, qp) = {
             let pair = inner.open()?;
             (pair.cap.max_send_wr, pair.qp)
         };
-        let count = scratch.requests.len() as u32;
+        let count = requests.len() as u32;
         if inner.sends.saturating_add(count) > most {
             let (kind, why) = if inner.sends == 0 {
                 (ErrorKind::MessageTooLong, "open the endpoint deeper, or transfer less at once")
@@ -394,9 +425,9 @@ impl EndpointState {
             .ok_or_else(|| self.refuse(ErrorKind::Unsupported, "this driver has no sends"))?;
         entry.requests = count;
         let wr_id = inner.admit(entry);
-        let first = scratch.requests.as_mut_ptr();
-        let last = scratch.requests.len() - 1;
-        for (index, wr) in scratch.requests.iter_mut().enumerate() {
+        let first = requests.as_mut_ptr();
+        let last = requests.len() - 1;
+        for (index, wr) in requests.iter_mut().enumerate() {
             wr.wr_id = wr_id;
             if index == last {
                 wr.send_flags |= SendFlags::SIGNALED.bits();

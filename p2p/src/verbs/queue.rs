@@ -2,14 +2,16 @@
 
 use std::{
     any::Any,
-    collections::{HashMap, VecDeque},
+    collections::VecDeque,
     ffi::c_int,
+    mem::MaybeUninit,
     ptr,
     sync::{Arc, Weak},
 };
 
 use hmem_core::{Error, ErrorKind, Result, provider::CompletionQueue, transfer::Completion};
 use parking_lot::{Mutex, RwLock};
+use rustc_hash::FxHashMap;
 
 use super::{
     device::OpenDevice,
@@ -23,7 +25,7 @@ use super::{
 pub(super) struct CqState {
     device: Arc<OpenDevice>,
     cq: *mut Cq,
-    endpoints: RwLock<HashMap<u32, Weak<EndpointState>>>,
+    endpoints: RwLock<FxHashMap<u32, Weak<EndpointState>>>,
     /// Completions read from the NIC before the application asked for them.
     ready: Mutex<VecDeque<Completion>>,
 }
@@ -79,8 +81,8 @@ impl CqState {
         self.ready.lock().push_back(completion);
     }
 
-    /// Reads up to a batch of work completions.
-    pub(super) fn poll_raw(&self, batch: &mut [Wc]) -> Result<usize> {
+    /// Reads up to a batch of work completions, and gives those that there were.
+    pub(super) fn poll_raw<'a>(&self, batch: &'a mut [MaybeUninit<Wc>]) -> Result<&'a [Wc]> {
         let Some(poll) = self.device.ops().poll_cq else {
             return Err(
                 Error::new(ErrorKind::Unsupported, "ibv_poll_cq").provider(self.device.nic().to_string())
@@ -88,32 +90,33 @@ impl CqState {
         };
         let most = c_int::try_from(batch.len()).unwrap_or(c_int::MAX);
         // SAFETY: the queue lives as long as `self`; the batch is writable for `most` entries.
-        let count = unsafe { poll(self.cq, most, batch.as_mut_ptr()) };
-        usize::try_from(count).map_err(|_| {
-            Error::new(ErrorKind::Driver, "ibv_poll_cq")
-                .provider(self.device.nic().to_string())
-                .context("returned", count)
-                .remedy(
-                    "the queue was overrun or the device is gone: open a deeper queue, read it more often",
-                )
-        })
+        let count = unsafe { poll(self.cq, most, batch.as_mut_ptr().cast()) };
+        if let Ok(read) = usize::try_from(count) {
+            // SAFETY: the driver has filled so many entries; every bit pattern of its plain fields is a value.
+            return Ok(unsafe { batch[..read].assume_init_ref() });
+        }
+        Err(Error::new(ErrorKind::Driver, "ibv_poll_cq")
+            .provider(self.device.nic().to_string())
+            .context("returned", count)
+            .remedy("the queue was overrun or the device is gone: open a deeper queue, read it more often"))
     }
 
     /// Hands on what the NIC has completed, up to `max`.
     pub(super) fn poll(&self, max: usize, mut deliver: impl FnMut(Completion)) -> Result<usize> {
         let mut delivered = 0;
-        let mut batch = [Wc::default(); BATCH];
+        // Not zeroed: it would be most of the work of an empty poll.
+        let mut batch = [const { MaybeUninit::<Wc>::uninit() }; BATCH];
         while delivered < max {
             let wanted = (max - delivered).min(BATCH);
-            let count = self.poll_raw(&mut batch[..wanted])?;
-            for wc in &batch[..count] {
+            let read = self.poll_raw(&mut batch[..wanted])?;
+            for wc in read {
                 let endpoint = self.endpoints.read().get(&wc.qp_num).and_then(Weak::upgrade);
                 if let Some(completion) = endpoint.and_then(|endpoint| endpoint.complete(wc)) {
                     deliver(completion);
                     delivered += 1;
                 }
             }
-            if count < wanted {
+            if read.len() < wanted {
                 break;
             }
         }

@@ -1,15 +1,13 @@
 //! Regions: one or several registrations presented as one.
 
-use std::{
-    collections::HashMap,
-    sync::atomic::{AtomicU64, Ordering},
-};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use hmem_core::{
     Access, Address, AddressRange, Addressing, Error, ErrorKind, Iova, LocalKey, RawKey, RemoteKey,
-    RemotePiece, Result, provider::ProviderRegion,
+    RemotePiece, Result, provider::ProviderRegion, transfer::LocalSegment,
 };
 use parking_lot::{RwLock, RwLockReadGuard};
+use rustc_hash::FxHashMap;
 
 use super::{
     VerbsOptions,
@@ -70,7 +68,7 @@ const NAMED: u64 = 1 << 63;
 /// The regions of a domain, by local key.
 #[derive(Debug, Default)]
 pub(super) struct Regions {
-    map: RwLock<HashMap<u64, Region>>,
+    map: RwLock<FxHashMap<u64, Region>>,
     next: AtomicU64,
 }
 
@@ -175,8 +173,8 @@ impl Regions {
     }
 
     /// Keeps every region where it is: a post that copies inline reads memory that a close on another thread would free.
-    pub(super) fn hold(&self) -> RwLockReadGuard<'_, impl Sized> {
-        self.map.read()
+    pub(super) fn hold(&self) -> Held<'_> {
+        Held(self.map.read())
     }
 
     /// Runs `with` while the region cannot go away.
@@ -187,51 +185,6 @@ impl Regions {
         with: impl FnOnce(&Region) -> Result<T>,
     ) -> Result<T> {
         with(self.map.read_recursive().get(&region.token).ok_or_else(|| unknown(operation))?)
-    }
-
-    /// Translates a local segment, checked for its right and its bounds before the NIC would end the connection over it.
-    pub(super) fn translate(
-        &self,
-        desc: Option<LocalKey>,
-        address: Address,
-        len: u64,
-        right: Access,
-        out: &mut Vec<Span>,
-    ) -> Result<CpuAccess> {
-        let refuse = |kind, why: &'static str| {
-            Error::new(kind, "post")
-                .provider("verbs")
-                .context("address", address)
-                .context("length", len)
-                .remedy(why)
-        };
-        let Some(desc) = desc else {
-            if len == 0 {
-                return Ok(CpuAccess::Guarded);
-            }
-            return Err(refuse(
-                ErrorKind::NoRegion,
-                "give the descriptor of the region that the memory lies in",
-            ));
-        };
-        let map = self.map.read_recursive();
-        let region = map.get(&desc.to_provider()).ok_or_else(|| {
-            refuse(ErrorKind::NoRegion, "the descriptor is of no open region of this domain")
-        })?;
-        if !region.access.contains(right) {
-            return Err(refuse(
-                ErrorKind::AccessDenied,
-                "register the region with the right that this takes",
-            )
-            .context("access", region.access)
-            .context("needed", right));
-        }
-        let before = out.len();
-        if region.spans(address, len, out).is_none() {
-            out.truncate(before);
-            return Err(refuse(ErrorKind::OutOfBounds, "the segment reaches outside its region"));
-        }
-        Ok(region.cpu)
     }
 
     pub(super) fn counts(&self) -> (u64, u64, u64) {
@@ -292,6 +245,66 @@ impl Regions {
             }
             Ok(RawKey(raw))
         })
+    }
+}
+
+/// Regions that stay where they are.
+pub(super) struct Held<'a>(RwLockReadGuard<'a, FxHashMap<u64, Region>>);
+
+impl Held<'_> {
+    /// The one registration that holds a local segment, if it lies in a region of one and may be used so.
+    #[inline]
+    pub(super) fn single(&self, local: &LocalSegment, right: Access) -> Option<(VerbsKey, CpuAccess)> {
+        let region = self.0.get(&local.desc?.to_provider())?;
+        let [part] = &region.parts[..] else { return None };
+        let range = part.key.range;
+        let into = local.address.0.checked_sub(range.start().0)?;
+        let inside = into <= range.len() && local.len <= range.len() - into;
+        (inside && region.access.contains(right)).then_some((part.key, region.cpu))
+    }
+
+    /// Translates a local segment, checked for its right and its bounds before the NIC would end the connection over it.
+    pub(super) fn translate(
+        &self,
+        desc: Option<LocalKey>,
+        address: Address,
+        len: u64,
+        right: Access,
+        out: &mut Vec<Span>,
+    ) -> Result<CpuAccess> {
+        let refuse = |kind, why: &'static str| {
+            Error::new(kind, "post")
+                .provider("verbs")
+                .context("address", address)
+                .context("length", len)
+                .remedy(why)
+        };
+        let Some(desc) = desc else {
+            if len == 0 {
+                return Ok(CpuAccess::Guarded);
+            }
+            return Err(refuse(
+                ErrorKind::NoRegion,
+                "give the descriptor of the region that the memory lies in",
+            ));
+        };
+        let region = self.0.get(&desc.to_provider()).ok_or_else(|| {
+            refuse(ErrorKind::NoRegion, "the descriptor is of no open region of this domain")
+        })?;
+        if !region.access.contains(right) {
+            return Err(refuse(
+                ErrorKind::AccessDenied,
+                "register the region with the right that this takes",
+            )
+            .context("access", region.access)
+            .context("needed", right));
+        }
+        let before = out.len();
+        if region.spans(address, len, out).is_none() {
+            out.truncate(before);
+            return Err(refuse(ErrorKind::OutOfBounds, "the segment reaches outside its region"));
+        }
+        Ok(region.cpu)
     }
 }
 

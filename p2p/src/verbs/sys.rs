@@ -138,11 +138,6 @@ macro_rules! numbers {
 }
 
 numbers! {
-    /// `enum ibv_transport_type`
-    TransportType(c_int) {
-        IBV_TRANSPORT_IB = 0,
-        IBV_TRANSPORT_IWARP = 1,
-    }
     /// `enum ibv_atomic_cap`
     AtomicCap(c_int) {
         IBV_ATOMIC_NONE = 0,

@@ -5,6 +5,7 @@
 
 use std::{
     collections::HashMap,
+    mem::MaybeUninit,
     ptr,
     sync::{
         Arc,
@@ -289,8 +290,11 @@ impl Binder {
 
     fn wait(&self) -> Result<Wc> {
         let until = Instant::now() + PATIENCE;
-        let mut wc = [Wc::default()];
-        while self.cq.poll_raw(&mut wc)? == 0 {
+        let mut wc = [MaybeUninit::uninit()];
+        loop {
+            if let [wc] = self.cq.poll_raw(&mut wc)? {
+                return Ok(*wc);
+            }
             if Instant::now() > until {
                 return Err(Error::new(ErrorKind::Driver, "ibv_bind_mw")
                     .provider("verbs")
@@ -298,7 +302,6 @@ impl Binder {
             }
             std::thread::yield_now();
         }
-        Ok(wc[0])
     }
 }
 
