@@ -79,6 +79,25 @@ prepare_tools() {
     rm -rf "$cache/apt/archives"
 }
 
+# perftest, for measurements, with its libraries; its own folder, so that runs of tests need not have it.
+prepare_perftest() {
+    local packages=(perftest libibumad3 librdmacm1 libpci3 zlib1g libudev1) package
+    perftest=$cache/perftest
+    [[ -d $perftest ]] && return
+    say "downloading ${packages[*]}"
+    if ! download "$cache/apt/perftest" "${packages[@]}"; then
+        use_lists_in_cache
+        download "$cache/apt/perftest" "${packages[@]}" ||
+            no_environment "cannot download ${packages[*]}: $(grep -m1 '^E:' "$cache/apt/download.log")"
+    fi
+    mkdir -p "$perftest.new"
+    for package in "$cache"/apt/perftest/*.deb; do
+        dpkg-deb -x "$package" "$perftest.new" || no_environment "cannot unpack $package"
+    done
+    rm -rf "$cache/apt/perftest"
+    mv "$perftest.new" "$perftest"
+}
+
 # Where a tool lies: the machine's, or the unpacked one, started with the unpacked libraries.
 tool() {
     local name=$1 place
@@ -96,6 +115,11 @@ tool() {
     no_environment "no $name"
 }
 
-unpacked_libraries() { echo "$unpacked/usr/lib/x86_64-linux-gnu:$unpacked/lib/x86_64-linux-gnu"; }
+unpacked_libraries() {
+    local folder
+    for folder in "$unpacked" ${perftest:+"$perftest"}; do
+        printf '%s:' "$folder/usr/lib/x86_64-linux-gnu" "$folder/lib/x86_64-linux-gnu"
+    done
+}
 
 busybox() { "$unpacked/bin/busybox" "$@"; }

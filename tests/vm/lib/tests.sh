@@ -2,8 +2,13 @@
 
 mark="@@hmem-vm-$$-$RANDOM@@"
 
-# One line of arguments to `cargo test` for each set of binaries.
+# One line of arguments to `cargo test` (`cargo bench` with --bench) for each set of binaries.
 suite() {
+    if [[ $bench ]]; then
+        echo "--package hmem-p2p --features verbs --bench verbs"
+        echo "--package hmem-cli --bench perftest"
+        return
+    fi
     echo "--manifest-path tests/vm/smoke/Cargo.toml${dma_buf:+ --features dma-buf}"
     # Real memory, where a genuine exporter of it (/dev/udmabuf) is at hand.
     echo "--package hmem-iface-system --test system"
@@ -25,12 +30,13 @@ behaviour_arguments() {
 
 # Sets test_binaries, and programs, which tests start.
 build_tests() {
-    local line arguments messages=$work/cargo.json
+    local line arguments verb=test messages=$work/cargo.json
+    [[ ! $bench ]] || verb=bench
     test_binaries=() programs=()
     while IFS= read -r line; do
         read -ra arguments <<<"$line"
-        say "building: cargo test ${arguments[*]}"
-        (cd "$repository" && cargo test --quiet --no-run --message-format=json-render-diagnostics \
+        say "building: cargo $verb ${arguments[*]}"
+        (cd "$repository" && cargo $verb --quiet --no-run --message-format=json-render-diagnostics \
             --target-dir "${CARGO_TARGET_DIR:-$repository/target}" "${arguments[@]}") >"$messages" ||
             { say "FAILED: the tests do not build"; exit 1; }
         while IFS= read -r line; do
@@ -121,7 +127,7 @@ judge() {
         esac
     elif ((${#failures[@]})); then
         reason="in ${failures[*]}"
-    elif ((passed + failed == 0)); then
+    elif [[ ! $bench ]] && ((passed + failed == 0)); then
         reason="no test ran"
     fi
     if [[ $reason && ( $broken || $kernel_says || ! $ended ) && -s $work/console.log ]]; then
