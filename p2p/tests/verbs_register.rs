@@ -311,6 +311,7 @@ fn vrb_05_the_locked_memory_limit_is_named_with_its_value_and_remedy() {
     }
 }
 
+/// MON-06, as far as it is about verbs.
 #[test]
 fn pages_under_registration_survive_a_fork() {
     let Some(name) = device() else { return };
