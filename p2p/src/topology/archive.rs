@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    io::{self, Read, Write},
+    io::{self, Cursor, Read, Write},
     path::{Component, Path},
 };
 
@@ -47,8 +47,9 @@ pub(super) fn unpack(name: &str, mut bytes: impl Read) -> Result<BTreeMap<String
         return Err(damaged(name, "not a tar archive, or cut off before its end"));
     }
     let mut entries = BTreeMap::new();
-    let mut archive = tar::Archive::new(&tar[..]);
-    for entry in archive.entries().map_err(|error| damaged(name, error))? {
+    // What can seek is not skipped by reading: the crate zeroes a large buffer for that, at each entry.
+    let mut archive = tar::Archive::new(Cursor::new(&tar));
+    for entry in archive.entries_with_seek().map_err(|error| damaged(name, error))? {
         let mut entry = entry.map_err(|error| damaged(name, error))?;
         let path = entry.path().map_err(|error| damaged(name, error))?;
         let path =

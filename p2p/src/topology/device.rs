@@ -158,10 +158,11 @@ pub(super) struct Place {
 
 /// Reads a path such as `sys/devices/pci0000:00/0000:00:01.0/0000:07:00.0/infiniband/mlx5_0`.
 ///
-/// What is ahead of the host bridge (a platform device, a hypervisor's bus) does not count.
+/// What is ahead of the host bridge does not count: a platform device, a hypervisor's bus, or the function that a volume
+/// management device (Intel VMD) puts a PCI domain of its own behind.
 pub(super) fn place(path: &str) -> Option<Place> {
     let parts: Vec<_> = path.split('/').collect();
-    let at = parts.iter().position(|part| RootBus::read(part).is_some())?;
+    let at = parts.iter().rposition(|part| RootBus::read(part).is_some())?;
     let root = RootBus::read(parts[at])?;
     let functions: Vec<_> = parts[at + 1..].iter().map_while(|part| BusId::read(part)).collect();
     let path = parts[..=at + functions.len()].join("/");
@@ -270,14 +271,12 @@ fn read(source: &Source, bus_id: BusId, mut place: Place) -> Result<PciDevice> {
     }
     let config = at("config");
     let space = match source.contents(&config)? {
-        Contents::Bytes(bytes) => {
-            Some(config_space::read(&bytes).map_err(|problem| source.malformed(&config, problem))?)
-        }
+        Contents::Bytes(bytes) => source.doubted(&config, config_space::read(&bytes))?,
         Contents::Absent | Contents::Denied => None,
     };
     let resource = at("resource");
     let bars = match source.text(&resource)? {
-        Some(text) => bars::read(&text).map_err(|problem| source.malformed(&resource, problem))?,
+        Some(text) => source.doubted(&resource, bars::read(&text))?.unwrap_or_default(),
         None => Vec::new(),
     };
     let last_part = |name: &str| -> Result<Option<String>> {
@@ -337,14 +336,14 @@ fn link(source: &Source, at: &dyn Fn(&str) -> String) -> Result<Option<Link>> {
     let speed = |name: &str| -> Result<Option<f32>> {
         let path = at(name);
         match source.text(&path)? {
-            Some(text) => speed(&text).map_err(|problem| source.malformed(&path, problem)),
+            Some(text) => Ok(source.doubted(&path, speed(&text))?.flatten()),
             None => Ok(None),
         }
     };
     let width = |name: &str| -> Result<Option<u8>> {
         let path = at(name);
         match source.text(&path)? {
-            Some(text) => width(&text).map_err(|problem| source.malformed(&path, problem)),
+            Some(text) => Ok(source.doubted(&path, width(&text))?.flatten()),
             None => Ok(None),
         }
     };
@@ -369,10 +368,10 @@ fn speed(text: &str) -> Result<Option<f32>, String> {
     }
 }
 
-/// Lanes; 0 and 255 stand for none.
+/// Lanes; 0, 255, and 63 (six bits of a device that does not answer) stand for none.
 fn width(text: &str) -> Result<Option<u8>, String> {
     match text.parse::<u8>() {
-        Ok(0 | 255) => Ok(None),
+        Ok(0 | 63 | 255) => Ok(None),
         Ok(width @ 1..=32) => Ok(Some(width)),
         _ => Err(format!("no link width: {text:.40}")),
     }
@@ -380,6 +379,8 @@ fn width(text: &str) -> Result<Option<u8>, String> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -389,7 +390,7 @@ mod tests {
         assert_eq!(speed("16.0 GT/s PCIe"), Ok(Some(16.0)));
         assert_eq!(speed("Unknown"), Ok(None));
         assert!(speed("NaN GT/s").is_err() && speed("-1 GT/s").is_err() && speed("fast").is_err());
-        assert_eq!((width("16"), width("255"), width("0")), (Ok(Some(16)), Ok(None), Ok(None)));
+        assert_eq!((width("16"), width("255"), width("63")), (Ok(Some(16)), Ok(None), Ok(None)));
         assert!(width("33").is_err() && width("-1").is_err());
     }
 
@@ -400,8 +401,44 @@ mod tests {
         assert_eq!(found.root.to_string(), "pci0001:00");
         assert_eq!(found.functions.len(), 1);
         assert!(found.path.ends_with("pci0001:00/0001:00:00.0"));
+        let vmd =
+            place("sys/devices/pci0000:00/0000:00:0e.0/pci10000:e0/10000:e0:06.0/10000:e1:00.0").unwrap();
+        assert_eq!((vmd.root.to_string().as_str(), vmd.functions.len()), ("pci10000:e0", 2));
         assert!(place("sys/devices/virtual/infiniband/rxe0").is_none());
         assert!(place("sys/devices/pci0000:00").is_none());
+    }
+
+    #[test]
+    fn a_device_that_answers_oddly_hides_no_other_on_a_live_machine() {
+        let root = std::env::temp_dir().join(format!("hmem-odd-device-{}", std::process::id()));
+        let folder = root.join("sys/devices/pci0000:00/0000:00:01.0");
+        fs::create_dir_all(&folder).unwrap();
+        fs::create_dir_all(root.join(FOLDER)).unwrap();
+        let link = root.join(FOLDER).join("0000:00:01.0");
+        std::os::unix::fs::symlink("../../../devices/pci0000:00/0000:00:01.0", link).unwrap();
+        let mut looped = vec![0; 256];
+        (looped[6], looped[0x34], looped[0x40], looped[0x41]) = (0x10, 0x40, 1, 0x40);
+        let files: [(&str, &[u8]); 8] = [
+            ("class", b"0x020700"),
+            ("vendor", b"0x15b3"),
+            ("device", b"0x101b"),
+            ("config", &looped),
+            ("resource", b"0x5 0x2 0x200"),
+            ("current_link_width", b"99"),
+            ("max_link_width", b"16"),
+            ("max_link_speed", b"16.0 GT/s PCIe"),
+        ];
+        for (name, bytes) in files {
+            fs::write(folder.join(name), bytes).unwrap();
+        }
+        let read = |live| read_all(&Source::Folder { root: root.clone(), live });
+        let (live, recorded) = (read(true), read(false));
+        fs::remove_dir_all(&root).unwrap();
+        let live = live.unwrap();
+        let device = live.values().next().unwrap();
+        assert_eq!((device.acs, device.bars.len()), (Acs::Unreadable, 0), "not known, and not made up");
+        assert_eq!(device.link.unwrap().width, None);
+        assert!(recorded.unwrap_err().to_string().contains("0000:00:01.0/config"));
     }
 
     proptest! {

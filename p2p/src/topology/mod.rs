@@ -79,7 +79,8 @@ impl Topology {
     /// Reads this machine.
     ///
     /// # Errors
-    /// - Malformed: a file of another form than any kernel known here writes; the context names it.
+    /// - Malformed: a file of another form than any kernel known here writes; the context names it. What a single device
+    ///   answers oddly (configuration space, registers, link) is left out and logged.
     /// - Unavailable: a file vanished meanwhile, as when a device is unplugged.
     /// - As the operating system's number says, where it failed to read.
     pub fn read() -> Result<Self> {

@@ -55,6 +55,19 @@ impl Source {
         }
     }
 
+    /// What was read, or what to make of it where it was of the wrong form: in a recording that is an error; on a live
+    /// machine it is a device that answers oddly, which must not hide all others, and is logged.
+    pub(super) fn doubted<T>(&self, path: &str, read: std::result::Result<T, String>) -> Result<Option<T>> {
+        match read {
+            Ok(read) => Ok(Some(read)),
+            Err(problem) if self.is_live() => {
+                tracing::warn!(file = self.name(path), problem, "not understood, and left out");
+                Ok(None)
+            }
+            Err(problem) => Err(self.malformed(path, problem)),
+        }
+    }
+
     /// An error about a file that must be there and is not.
     pub(super) fn vanished(&self, path: &str) -> Error {
         let error = Error::new(ErrorKind::Unavailable, "read topology").context("file", self.name(path));
