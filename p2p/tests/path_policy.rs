@@ -145,6 +145,28 @@ fn p2p_02_every_combination_takes_the_path_that_its_policy_allows() {
     }
 }
 
+/// Domains of every policy share the decisions of one library: none takes another's.
+#[test]
+fn p2p_02_what_is_remembered_under_one_policy_is_not_taken_under_another() {
+    for disabled in [false, true] {
+        let device = Simulated::builder().dma_buf(DmaBufKind::MemFd);
+        let bench = Bench::with(device, Loopback::builder(), Paths::new().disable_p2p(disabled));
+        for _ in 0..2 {
+            for policy in P2pPolicy::ALL.into_iter().chain(P2pPolicy::ALL.into_iter().rev()) {
+                let domain = bench.domain("loop0", policy);
+                let outcome = register(&domain, bench.buffer(PAGE));
+                let path = outcome.as_ref().ok().map(|region| region.decision().unwrap().path);
+                let expected = match (policy, disabled) {
+                    (P2pPolicy::Required, true) => None,
+                    (P2pPolicy::Disabled, _) | (_, true) => Some(Path::Staged),
+                    _ => Some(Path::DmaBuf),
+                };
+                assert_eq!(path, expected, "{policy}, switched off for the process: {disabled}");
+            }
+        }
+    }
+}
+
 #[test]
 fn p2p_02_memory_that_the_cpu_reaches_is_registered_as_host_pages_under_every_policy() {
     for (policy, disabled) in P2pPolicy::ALL.into_iter().flat_map(|policy| [(policy, false), (policy, true)])

@@ -102,6 +102,38 @@ fn diag_04_each_registration_is_a_span_with_its_range_and_outcome(world: &World)
     });
 }
 
+#[test]
+fn p2p_03_each_refused_way_is_told_inside_the_registration_with_call_error_cause_and_remedy() {
+    use hmem::system::Style;
+
+    use crate::world::Memory;
+    let world = World { memory: Memory::Device(Style::Identity), ..World::PLAIN };
+    let net = Net::open(&world);
+    let memory = net.bytes(4096);
+    net.device.as_ref().unwrap().set_exportable(memory.range().start(), false).unwrap();
+    let notes = Notes::default();
+    let _second = tracing::Dispatch::new(Notes::default());
+    let region = tracing::subscriber::with_default(notes.clone(), || net.expose(memory.range(), REMOTE));
+    let said = notes.take();
+    let at = |start: &str, part: &str| {
+        let found = said.iter().position(|line| line.starts_with(start) && line.contains(part));
+        found.unwrap_or_else(|| panic!("no {start:?} with {part:?} in {said:?}"))
+    };
+    let refused = at("event DEBUG", "path refused");
+    assert!(at("span register", "range=") < at("span path", "policy=enabled"));
+    assert!(at("span path", "nic=loopback/") < refused);
+    let attempt = &region.decision().unwrap().attempts[0];
+    for part in [
+        "path=dma-buf",
+        &attempt.call,
+        &attempt.error.as_ref().unwrap().to_string(),
+        attempt.cause.as_ref().unwrap(),
+        attempt.remedy.as_ref().unwrap(),
+    ] {
+        assert!(said[refused].contains(part), "{part:?} in {}", said[refused]);
+    }
+}
+
 /// Makes the library want to talk: refusals, fallbacks, leaks.
 fn provoke() {
     use hmem::{Errno, p2p::loopback::Call, path::P2pPolicy, system::Style};

@@ -6,7 +6,7 @@
 
 use std::{
     fmt,
-    hash::BuildHasher,
+    hash::{BuildHasher, Hash, Hasher},
     sync::{
         Arc,
         atomic::{AtomicU32, Ordering},
@@ -32,14 +32,26 @@ pub(super) struct Key<'a> {
 }
 
 /// The part of a key that is plain numbers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Class {
     iface: IfaceKind,
     device: Option<DeviceId>,
     kind: AllocationKind,
+    /// The domain's: where direct access is off for the process, it is for all of them.
     policy: P2pPolicy,
     /// Providers of one name may differ in what their NICs import.
     imports: u8,
+}
+
+/// In two words instead of one for each field.
+impl Hash for Class {
+    #[inline]
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        let device = self.device.map_or(u64::MAX, |device| u64::from(device.0));
+        let small = (self.kind as u64) << 16 | (self.policy as u64) << 8 | u64::from(self.imports);
+        state.write_u64(device);
+        state.write_u64(u64::from(self.iface.0) << 32 | small);
+    }
 }
 
 impl<'a> Key<'a> {
@@ -126,7 +138,15 @@ impl Cache {
         self.hasher.hash_one((class, nic.name.as_str(), nic.provider.as_str()))
     }
 
-    /// The decision of a key.
+    /// The decision of a key, for those who only want to know it.
+    #[inline]
+    pub(super) fn decision(&self, key: &Key<'_>) -> Option<Arc<Decision>> {
+        let slots = self.slots.load();
+        let slot = find(&slots, self.hash(key.class, key.nic), key)?;
+        slot.decided.load().as_ref().map(|decided| Arc::clone(&decided.decision))
+    }
+
+    /// The decision of a key, with its way.
     #[inline]
     pub(super) fn decided(&self, key: &Key<'_>) -> Option<Arc<Decided>> {
         let slots = self.slots.load();

@@ -92,8 +92,8 @@ impl Paths {
     /// Takes no lock and asks no driver.
     #[must_use]
     pub fn remembered(&self, owner: &Owner, nic: &ProviderAttr, policy: P2pPolicy) -> Option<Arc<Decision>> {
-        let key = Key::new(owner.iface, owner.device, kind_of(owner), self.policy(policy), nic);
-        self.cache.decided(&key).map(|decided| Arc::clone(&decided.decision))
+        let key = Key::new(owner.iface, owner.device, kind_of(owner), policy, nic);
+        self.cache.decision(&key)
     }
 
     /// Forgets every decision, so that what changed on the machine (a module loaded, a limit raised) is found out.
@@ -118,7 +118,7 @@ impl Paths {
     unsafe fn decide(&self, subject: Subject<'_>, exports: &mut Exports<'_>) -> Result<PathOutcome> {
         let request = subject.request;
         let attr = subject.provider.attr();
-        let key = Key::new(request.owner.iface, request.owner.device, subject.kind, subject.policy, attr);
+        let key = Key::new(request.owner.iface, request.owner.device, subject.kind, request.policy, attr);
         let mut tried = None;
         if let Some(decided) = self.cache.decided(&key) {
             let way = match (decided.way, exports.existing()) {
@@ -171,7 +171,7 @@ impl Paths {
     fn decide_beforehand(&self, subject: &Subject<'_>) {
         let attr = subject.provider.attr();
         let owner = &subject.request.owner;
-        let key = Key::new(owner.iface, owner.device, subject.kind, subject.policy, attr);
+        let key = Key::new(owner.iface, owner.device, subject.kind, subject.request.policy, attr);
         let direct = subject.policy != P2pPolicy::Disabled && !subject.kind.cpu_accessible();
         if !direct || self.cache.decided(&key).is_some() {
             return;

@@ -1,0 +1,131 @@
+//! What a path decision costs: one already made, held against what finding and sharing any value takes; and what a first one asks of
+//! the drivers, counted.
+
+#![allow(missing_docs, reason = "a bench is a program")]
+
+#[allow(dead_code, reason = "other benches use the rest of it")]
+mod report;
+
+use std::{collections::HashMap, hint::black_box, sync::Arc, time::Duration};
+
+use criterion::Criterion;
+use hmem::{
+    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Hmem, Iface, Path,
+    iface::AllocRequest,
+    p2p::loopback::{self, Loopback},
+    path::P2pPolicy,
+    system::{Call, DmaBufKind, P2pMatrix, Simulated},
+};
+use report::{Row, Target};
+
+const GROUP: &str = "path";
+/// As many as a node of eight GPUs and eight NICs has, half of them without a direct path.
+const DEVICES: u32 = 8;
+const NICS: u32 = 8;
+
+struct Node {
+    device: Arc<Simulated>,
+    faults: loopback::Faults,
+    hmem: Hmem,
+    domains: Vec<Domain>,
+}
+
+fn nic(number: u32) -> String {
+    format!("loop{number}")
+}
+
+impl Node {
+    fn new() -> Self {
+        let mut matrix = P2pMatrix::all_reachable();
+        for device in 0..DEVICES {
+            for number in (0..NICS).filter(|number| !(number + device).is_multiple_of(2)) {
+                matrix = matrix.block(DeviceId(device), nic(number));
+            }
+        }
+        let device = Simulated::builder().devices(DEVICES).p2p(matrix).dma_buf(DmaBufKind::MemFd).build();
+        let device = Arc::new(device.expect("the simulated device starts"));
+        let faults = loopback::Faults::new();
+        let provider = (0..NICS).fold(Loopback::builder(), |builder, number| builder.nic(nic(number)));
+        let hmem = Hmem::builder()
+            .without_vendor_ifaces()
+            .shared_iface(Arc::clone(&device) as Arc<dyn Iface>)
+            .provider(provider.faults(&faults).build().expect("a fabric"))
+            .build()
+            .expect("the ifaces start");
+        let attr = |number| DomainAttr { nic: Some(nic(number)), hmem: true, ..DomainAttr::default() };
+        let domains =
+            (0..NICS).map(|number| hmem.domain("loopback", attr(number)).expect("a domain")).collect();
+        Self { device, faults, hmem, domains }
+    }
+
+    fn buffer(&self, device: u32) -> DeviceBuffer {
+        let iface: Arc<dyn Iface> = Arc::clone(&self.device) as _;
+        let request = AllocRequest { len: 4096, device: DeviceId(device), kind: AllocationKind::Device };
+        DeviceBuffer::allocate(&iface, &request).expect("device memory is left")
+    }
+
+    /// Registers a page of each device with each NIC, and returns what the drivers were asked meanwhile.
+    fn register_all(&self) -> [u64; 3] {
+        let made = || {
+            let stats = self.device.stats();
+            let exports = stats.calls(Call::ExportDmaBuf) + stats.calls(Call::ExportPeerMemory);
+            [stats.calls(Call::CreateMemory), exports, self.faults.calls(loopback::Call::Register)]
+        };
+        let before = made();
+        for device in 0..DEVICES {
+            for (number, domain) in self.domains.iter().enumerate() {
+                let region = domain.register(self.buffer(device), Access::REMOTE_READ).expect("register");
+                let direct = (number as u32 + device).is_multiple_of(2);
+                let expected = if direct { Path::DmaBuf } else { Path::Staged };
+                assert_eq!(region.decision().expect("registered").path, expected);
+                drop(region.close().expect("close"));
+            }
+        }
+        let after = made();
+        [0, 1, 2].map(|at| after[at] - before[at])
+    }
+}
+
+fn main() {
+    report::forget(GROUP);
+    let node = Node::new();
+    node.faults.count();
+    let pairs = u64::from(DEVICES * NICS);
+    println!(
+        "driver calls for a page of each of {DEVICES} devices on each of {NICS} NICs, half of them out of reach:"
+    );
+    for round in ["first", "second"] {
+        let [memory, exports, registrations] = node.register_all();
+        println!(
+            "  {round} round: {} pages tried ({} pairs out of reach), {exports} exports, {registrations} registrations",
+            memory - pairs,
+            pairs / 2
+        );
+    }
+
+    let attr = node.domains[3].provider_attr();
+    let buffer = node.buffer(5);
+    let owner = node.hmem.registry().owner_of(buffer.allocation().base()).expect("a lookup");
+    let paths = node.hmem.paths();
+    assert!(paths.remembered(&owner, attr, P2pPolicy::Enabled).is_some());
+
+    let mut criterion = Criterion::default().measurement_time(Duration::from_secs(3)).without_plots();
+    let mut group = criterion.benchmark_group(GROUP);
+    group.bench_function("remembered", |bencher| {
+        bencher.iter(|| paths.remembered(black_box(&owner), black_box(attr), P2pPolicy::Enabled));
+    });
+    let known: HashMap<(u32, u32, String), Arc<u64>> = (0..DEVICES * NICS)
+        .map(|pair| ((0x100, pair / NICS, nic(pair % NICS)), Arc::new(u64::from(pair))))
+        .collect();
+    let key = (0x100, 5, nic(3));
+    group.bench_function("limit_hash_map", |bencher| {
+        bencher.iter(|| known.get(black_box(&key)).cloned());
+    });
+    group.finish();
+    report::print(&[Row {
+        what: "a path decided already / std's HashMap by (iface, device, NIC name)",
+        ours: "path/remembered",
+        other: "path/limit_hash_map",
+        target: Target::Nanoseconds(100.0),
+    }]);
+}
