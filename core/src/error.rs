@@ -14,7 +14,7 @@
 //! );
 //! ```
 
-use std::{borrow::Cow, error::Error as StdError, fmt};
+use std::{borrow::Cow, error::Error as StdError, fmt, sync::Arc};
 
 use crate::{DeviceId, IfaceKind, path::Trace};
 
@@ -246,9 +246,12 @@ impl fmt::Display for DriverCode {
 
 /// Why an operation was refused: kind, operation, who refused, its own code, context, remedy.
 ///
-/// `Display` is one readable line; `Debug` is the whole record.
+/// `Display` is one readable line; `Debug` is the whole record. A clone is for a second caller that waited for the same
+/// thing.
+#[derive(Clone)]
 pub struct Error(Box<Record>);
 
+#[derive(Clone)]
 struct Record {
     kind: ErrorKind,
     operation: &'static str,
@@ -260,7 +263,7 @@ struct Record {
     context: Vec<(&'static str, String)>,
     remedy: Option<Cow<'static, str>>,
     trace: Trace,
-    source: Option<Box<dyn StdError + Send + Sync>>,
+    source: Option<Arc<dyn StdError + Send + Sync>>,
 }
 
 impl Error {
@@ -345,7 +348,7 @@ impl Error {
     /// Keeps the error that caused this one.
     #[must_use]
     pub fn caused_by(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
-        self.0.source = Some(source.into());
+        self.0.source = Some(Arc::from(source.into()));
         self
     }
 

@@ -15,6 +15,8 @@
 mod access;
 mod address;
 mod allocation;
+#[allow(unsafe_code)]
+pub mod cache;
 pub mod counter;
 #[allow(unsafe_code)]
 mod domain;

@@ -1,0 +1,119 @@
+//! What a hit of the registration cache costs.
+//!
+//! `cargo run --release -p hmem-core --example cache_cost` prints nanoseconds. For instructions per hit, the difference of
+//! two runs: `valgrind --tool=callgrind target/release/examples/cache_cost get REGIONS HITS` and the same with `key`, which
+//! makes the keys and looks nothing up.
+
+use std::{env, hint::black_box, sync::Arc, time::Instant};
+
+use hmem_core::{
+    Access, Address, AddressRange, Rejected, Result,
+    cache::{Cache, Key, Limits, Source},
+    monitor::Invalidator,
+};
+
+struct Nothing;
+
+impl Source for Nothing {
+    type Region = u64;
+    type Watch = ();
+
+    fn watch(&self, _: &Key, _: &Arc<dyn Invalidator>) -> Result<()> {
+        Ok(())
+    }
+    fn unwatch(&self, _: ()) {}
+    fn checked(&self, _: &()) -> bool {
+        false
+    }
+    fn valid(&self, _: &()) -> Result<bool> {
+        Ok(true)
+    }
+    fn longest(&self) -> u64 {
+        u64::MAX
+    }
+    fn register(&self, key: &Key) -> Result<u64> {
+        Ok(key.range().start().0)
+    }
+    fn deregister(&self, _: u64) -> Result<(), Rejected<u64>> {
+        Ok(())
+    }
+}
+
+const LEN: u64 = 4096;
+const BASE: u64 = 0x7f00_0000_0000;
+
+#[inline(always)]
+fn key(region: u64) -> Key {
+    let range = AddressRange::new(Address(BASE + region * LEN), LEN).expect("no wrap");
+    Key::new(range, Access::SEND).expect("a key")
+}
+
+fn filled(regions: u64) -> Cache<Nothing> {
+    let limits = Limits { max_count: regions as usize + 1, ..Limits::default() };
+    let cache = Cache::new(Nothing, limits).expect("a cache");
+    for region in 0..regions {
+        cache.get(&key(region)).expect("registered");
+    }
+    cache
+}
+
+fn hits(cache: &Cache<Nothing>, regions: u64, count: u64) {
+    let mut random = 1_u64;
+    for _ in 0..count {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        let region = ((random >> 32) * regions) >> 32;
+        let lease = cache.get(&key(region)).expect("a hit");
+        black_box(*lease);
+    }
+}
+
+fn keys(regions: u64, count: u64) {
+    let mut random = 1_u64;
+    for _ in 0..count {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        let region = ((random >> 32) * regions) >> 32;
+        black_box(&key(region));
+    }
+}
+
+fn per(count: u64, run: impl FnOnce()) -> f64 {
+    let start = Instant::now();
+    run();
+    start.elapsed().as_nanos() as f64 / count as f64
+}
+
+fn main() {
+    let arguments: Vec<String> = env::args().skip(1).collect();
+    if let [what, regions, count] = &arguments[..] {
+        let (regions, count) = (regions.parse().expect("a number"), count.parse().expect("a number"));
+        let cache = filled(regions);
+        if what == "get" {
+            hits(&cache, regions, count)
+        } else {
+            keys(regions, count)
+        }
+        return;
+    }
+    const HITS: u64 = 20_000_000;
+    for regions in [1, 1_000, 100_000] {
+        let cache = filled(regions);
+        hits(&cache, regions, HITS / 10);
+        let one = per(HITS, || hits(&cache, regions, HITS));
+        let two = per(HITS, || {
+            std::thread::scope(|scope| {
+                for _ in 0..2 {
+                    scope.spawn(|| hits(&cache, regions, HITS));
+                }
+            });
+        });
+        let limits = Limits { max_count: regions as usize, ..Limits::default() };
+        let full = Cache::new(Nothing, limits).expect("a cache");
+        let misses = 4_000_000;
+        let miss = per(misses, || {
+            for region in 0..misses {
+                black_box(*full.get(&key(region % (2 * regions + 1))).expect("registered"));
+            }
+        });
+        println!("{regions} regions: hit {one:.1} ns, two threads {two:.1} ns each, miss {miss:.0} ns");
+    }
+}

@@ -1,0 +1,188 @@
+//! Memory that keeps its type: what a late reader follows a stale index to is always a `T`.
+//!
+//! An arena reserves addresses for as many as it may ever hold and gives them memory as it grows, so that an index
+//! becomes a reference by one addition. Nothing is unmapped before the arena goes.
+
+#[cfg(not(loom))]
+pub(super) use self::mapped::Arena;
+#[cfg(loom)]
+pub(super) use self::modelled::Arena;
+
+/// A type of which fresh memory of the operating system is a value.
+///
+/// # Safety
+/// All bytes zero must be a valid value, and the type must need no drop.
+pub(super) unsafe trait Zeroed {
+    /// That value, for where memory does not come from the operating system.
+    #[cfg(loom)]
+    fn zeroed() -> Self;
+}
+
+#[cfg(not(loom))]
+mod mapped {
+    use std::{
+        fmt,
+        ptr::{self, NonNull},
+        sync::atomic::{AtomicUsize, Ordering},
+    };
+
+    use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munmap};
+
+    use super::Zeroed;
+    use crate::{Error, Result};
+
+    const PAGE: usize = 4096;
+
+    /// Up to a fixed number of `T`s; index 0 stands for none and is never used.
+    pub(in crate::cache) struct Arena<T> {
+        base: NonNull<T>,
+        reserved: usize,
+        /// Bytes that have memory; grown under the cache's lock.
+        usable: AtomicUsize,
+    }
+
+    // SAFETY: the arena only hands out shared references; a `T` that is `Sync` may be shared, and nothing is dropped
+    // with it that would need `T: Send`.
+    unsafe impl<T: Sync> Sync for Arena<T> {}
+    // SAFETY: as above.
+    unsafe impl<T: Sync> Send for Arena<T> {}
+
+    impl<T: Zeroed> Arena<T> {
+        /// Room for indices 1 to `count`.
+        pub(in crate::cache) fn reserve(count: usize) -> Result<Self> {
+            let reserved = ((count + 1) * size_of::<T>()).next_multiple_of(PAGE);
+            // SAFETY: a new mapping replaces nothing.
+            let base = unsafe {
+                mmap_anonymous(
+                    ptr::null_mut(),
+                    reserved,
+                    ProtFlags::empty(),
+                    MapFlags::PRIVATE | MapFlags::NORESERVE,
+                )
+            }
+            .map_err(|errno| {
+                Error::os(errno, "mmap")
+                    .context("bytes", reserved)
+                    .remedy("the registration cache reserves addresses: raise RLIMIT_AS or lower its limit")
+            })?;
+            let base = NonNull::new(base.cast()).expect("a mapping is not at address 0");
+            Ok(Self { base, reserved, usable: AtomicUsize::new(0) })
+        }
+
+        /// Gives memory to everything up to `index`; `false` if there is no more. Not from two threads at once.
+        pub(in crate::cache) fn ensure(&self, index: u32) -> bool {
+            let needed = (index as usize + 1) * size_of::<T>();
+            let usable = self.usable.load(Ordering::Relaxed);
+            if needed <= usable {
+                return true;
+            }
+            let wanted = needed.max(usable + usable / 4).next_multiple_of(PAGE * 16).min(self.reserved);
+            if wanted < needed {
+                return false;
+            }
+            // SAFETY: the range lies in the mapping made by `reserve`, and pages only become accessible.
+            let grown = unsafe {
+                mprotect(self.base.as_ptr().cast(), wanted, MprotectFlags::READ | MprotectFlags::WRITE)
+            };
+            if grown.is_ok() {
+                self.usable.store(wanted, Ordering::Relaxed);
+            }
+            grown.is_ok()
+        }
+
+        /// The `index`th.
+        #[inline(always)]
+        pub(in crate::cache) fn at(&self, index: u32) -> &T {
+            debug_assert!((index as usize + 1) * size_of::<T>() <= self.usable.load(Ordering::Relaxed));
+            // SAFETY: indices are given out after `ensure` took them, so the memory is there, and it stays a `T` (zero
+            // bytes are one) until the arena goes, which the reference cannot outlive.
+            unsafe { self.base.add(index as usize).as_ref() }
+        }
+
+        /// The one whose index is what is left of `tagged` without `tag`: for tags that stand above all indices.
+        #[inline(always)]
+        pub(in crate::cache) fn at_tagged(&self, tagged: u32, tag: u32) -> &T {
+            debug_assert!(tagged & tag == tag);
+            let biased = self.base.as_ptr().wrapping_sub(tag as usize);
+            // SAFETY: as for `at`, of the index `tagged - tag`; the detour outside the mapping is only arithmetic.
+            unsafe { &*biased.wrapping_add(tagged as usize) }
+        }
+
+        /// The index of one that [`Arena::at`] returned.
+        pub(in crate::cache) fn index_of(&self, one: &T) -> u32 {
+            ((ptr::from_ref(one).addr() - self.base.addr().get()) / size_of::<T>()) as u32
+        }
+
+        /// Gives the memory of the `index`th, which is all zero, back, if it fills whole pages.
+        pub(in crate::cache) fn give_back(&self, index: u32) {
+            let place = self.base.as_ptr().wrapping_add(index as usize).cast();
+            // SAFETY: the pages are the arena's own, and read as what they were: zeroes.
+            if let Err(errno) = unsafe { madvise(place, size_of::<T>(), Advice::LinuxDontNeed) } {
+                tracing::debug!(%errno, "memory of an empty node is kept");
+            }
+        }
+
+        /// Keeps huge pages away, which would give memory to what is far from used.
+        pub(in crate::cache) fn small_pages(self) -> Self {
+            // SAFETY: advice about the arena's own pages changes no content.
+            let advised =
+                unsafe { madvise(self.base.as_ptr().cast(), self.reserved, Advice::LinuxNoHugepage) };
+            if let Err(errno) = advised {
+                tracing::debug!(%errno, "transparent huge pages are left as they are");
+            }
+            self
+        }
+    }
+
+    impl<T> Drop for Arena<T> {
+        fn drop(&mut self) {
+            // SAFETY: the mapping is the arena's own, and references to it have ended.
+            if let Err(errno) = unsafe { munmap(self.base.as_ptr().cast(), self.reserved) } {
+                tracing::error!(%errno, "memory of a registration cache is leaked");
+            }
+        }
+    }
+
+    impl<T> fmt::Debug for Arena<T> {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.debug_struct("Arena").field("usable", &self.usable).finish_non_exhaustive()
+        }
+    }
+}
+
+#[cfg(loom)]
+mod modelled {
+    use super::Zeroed;
+    use crate::Result;
+
+    #[derive(Debug)]
+    pub(in crate::cache) struct Arena<T>(Vec<T>);
+
+    impl<T: Zeroed> Arena<T> {
+        pub(in crate::cache) fn reserve(count: usize) -> Result<Self> {
+            Ok(Self((0..=count).map(|_| T::zeroed()).collect()))
+        }
+
+        pub(in crate::cache) fn ensure(&self, index: u32) -> bool {
+            (index as usize) < self.0.len()
+        }
+
+        pub(in crate::cache) fn at(&self, index: u32) -> &T {
+            &self.0[index as usize]
+        }
+
+        pub(in crate::cache) fn at_tagged(&self, tagged: u32, tag: u32) -> &T {
+            self.at(tagged & !tag)
+        }
+
+        pub(in crate::cache) fn index_of(&self, one: &T) -> u32 {
+            self.0.iter().position(|other| std::ptr::eq(other, one)).expect("one of these") as u32
+        }
+
+        pub(in crate::cache) fn give_back(&self, _index: u32) {}
+
+        pub(in crate::cache) fn small_pages(self) -> Self {
+            self
+        }
+    }
+}

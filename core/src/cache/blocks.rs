@@ -1,0 +1,154 @@
+//! Lease blocks: where a thread says which entries it uses, on cache lines that only it writes while it looks up.
+
+use super::{
+    arena::{Arena, Zeroed},
+    sync::{AtomicU32, AtomicU64, Mutex, Ordering},
+};
+use crate::Result;
+
+#[cfg(not(loom))]
+const SLOTS: usize = 64;
+#[cfg(loom)]
+const SLOTS: usize = 2;
+
+/// Blocks that a cache can have: one for each thread that looks up at a time, more for those with many leases.
+#[cfg(not(loom))]
+const MAX_BLOCKS: usize = 1 << 16;
+#[cfg(loom)]
+const MAX_BLOCKS: usize = 4;
+
+/// A thread's leases of one cache. A slot holds the index of an entry, or 0.
+///
+/// `hint`, `hits` and `next` are the owner's. Slots are set by the owner and cleared by whoever drops the lease.
+#[repr(C, align(128))]
+pub(super) struct Block {
+    owned: AtomicU32,
+    /// The owner's next block, once this one was full.
+    next: AtomicU32,
+    hint: AtomicU32,
+    hits: AtomicU64,
+    slots: [AtomicU32; SLOTS],
+}
+
+// SAFETY: atomics of zero bytes are 0 and need no drop.
+unsafe impl Zeroed for Block {
+    #[cfg(loom)]
+    fn zeroed() -> Self {
+        Self {
+            owned: AtomicU32::new(0),
+            next: AtomicU32::new(0),
+            hint: AtomicU32::new(0),
+            hits: AtomicU64::new(0),
+            slots: std::array::from_fn(|_| AtomicU32::new(0)),
+        }
+    }
+}
+
+impl Block {
+    /// The slot that is likely free. Only for the owner.
+    #[inline(always)]
+    pub(super) fn first_slot(&self) -> &AtomicU32 {
+        let hint = self.hint.load(Ordering::Relaxed) as usize;
+        // SAFETY: the hint is 0 or what `free_slot` found, both places of slots.
+        unsafe { self.slots.get_unchecked(hint) }
+    }
+
+    /// A free slot of the block. Only for the owner.
+    fn free_slot(&self) -> Option<&AtomicU32> {
+        let hint = self.hint.load(Ordering::Relaxed) as usize;
+        let free = (hint..hint + SLOTS).find(|slot| self.slots[slot % SLOTS].load(Ordering::Relaxed) == 0)?;
+        // The next lookup begins behind this slot, which is about to be taken.
+        self.hint.store(((free + 1) % SLOTS) as u32, Ordering::Relaxed);
+        Some(&self.slots[free % SLOTS])
+    }
+
+    /// Counts a hit. Only for the owner: nobody else writes the line.
+    #[inline(always)]
+    pub(super) fn count_hit(&self) {
+        self.hits.store(self.hits.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+    }
+}
+
+/// All blocks of a cache.
+#[derive(Debug)]
+pub(super) struct Blocks {
+    arena: Arena<Block>,
+    /// How many there are; they never become fewer. Blocks of threads that ended are taken over.
+    made: AtomicU32,
+    giving_out: Mutex<()>,
+}
+
+impl Blocks {
+    pub(super) fn new() -> Result<Self> {
+        Ok(Self { arena: Arena::reserve(MAX_BLOCKS)?, made: AtomicU32::new(0), giving_out: Mutex::new(()) })
+    }
+
+    fn each(&self) -> impl Iterator<Item = &Block> {
+        (1..=self.made.load(Ordering::Acquire)).map(|index| self.arena.at(index))
+    }
+
+    /// Calls `visit` with each entry that a slot holds.
+    pub(super) fn leased(&self, mut visit: impl FnMut(u32)) {
+        for block in self.each() {
+            for slot in &block.slots {
+                let entry = slot.load(Ordering::Acquire);
+                if entry != 0 {
+                    visit(entry);
+                }
+            }
+        }
+    }
+
+    /// Hits of all threads, ever.
+    pub(super) fn hits(&self) -> u64 {
+        self.each().map(|block| block.hits.load(Ordering::Relaxed)).sum()
+    }
+
+    /// A block that is the caller's alone until it gives it back; `None` if there can be no more.
+    pub(super) fn take(&self) -> Option<&Block> {
+        let _one_at_a_time = self.giving_out.lock();
+        let made = self.made.load(Ordering::Relaxed);
+        let free = self.each().find(|block| block.owned.load(Ordering::Acquire) == 0);
+        let block = match free {
+            Some(block) => block,
+            None => {
+                if made as usize == MAX_BLOCKS || !self.arena.ensure(made + 1) {
+                    return None;
+                }
+                self.made.store(made + 1, Ordering::Release);
+                self.arena.at(made + 1)
+            }
+        };
+        block.owned.store(1, Ordering::Relaxed);
+        Some(block)
+    }
+
+    /// Ends the ownership of a block and those added to it. Leases in them go on.
+    pub(super) fn give_back(&self, block: &Block) {
+        let mut next = block.next.swap(0, Ordering::Relaxed);
+        block.owned.store(0, Ordering::Release);
+        while next != 0 {
+            let block = self.arena.at(next);
+            next = block.next.swap(0, Ordering::Relaxed);
+            block.owned.store(0, Ordering::Release);
+        }
+    }
+
+    /// A free slot of the owner's, in another block if it must be; `None` if there can be no more blocks.
+    pub(super) fn slot<'a>(&'a self, block: &'a Block) -> Option<&'a AtomicU32> {
+        let mut block = block;
+        loop {
+            if let Some(slot) = block.free_slot() {
+                return Some(slot);
+            }
+            let next = block.next.load(Ordering::Relaxed);
+            block = if next != 0 {
+                self.arena.at(next)
+            } else {
+                let more = self.take()?;
+                block.next.store(self.arena.index_of(more), Ordering::Relaxed);
+                more
+            };
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! Leases: what a lookup returns.
+
+use std::{fmt, ops::Deref, ptr::NonNull, sync::Arc};
+
+use super::{
+    Cache, Key, Source,
+    entry::{Entry, state},
+    shared::Shared,
+    sync::{AtomicU32, Ordering},
+};
+use crate::Error;
+
+/// Why a region is not cached: it is registered for its lease alone.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Uncached {
+    /// Caching is off: the limits are 0.
+    Off,
+    /// Longer than the limit by bytes.
+    TooLong,
+    /// The cache is full of regions in use.
+    Full,
+    /// A monitor is finding out what changed.
+    ChangeUnderWay,
+    /// The process is a forked child.
+    Forked,
+    /// The address is above those that the table has room for (2^48 bytes).
+    NoPlace,
+    /// No monitor watches the memory, and this is why.
+    Unwatched(Error),
+}
+
+impl fmt::Display for Uncached {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Off => "caching is off",
+            Self::TooLong => "longer than the cache's limit by bytes",
+            Self::Full => "the cache is full of regions in use",
+            Self::ChangeUnderWay => "a monitor is finding out what changed",
+            Self::Forked => "the process is a forked child",
+            Self::NoPlace => "the address is above 2^48",
+            Self::Unwatched(why) => return write!(f, "no monitor watches the memory: {why}"),
+        })
+    }
+}
+
+/// An entry in use: the slot says so to everybody.
+pub(super) struct Held<'c, S: Source> {
+    pub(super) entry: &'c Entry<S>,
+    pub(super) slot: &'c AtomicU32,
+}
+
+/// A region in use. Dropping it puts the region back, on whatever thread.
+///
+/// A cached region stays registered afterwards, until it is evicted or its memory goes. What was
+/// invalidated in use is deregistered at the last put.
+pub struct Lease<'c, S: Source> {
+    shared: &'c Shared<S>,
+    region: NonNull<S::Region>,
+    /// An [`Entry`], or a leaked box of an [`Alone`] that the lease owns.
+    holder: NonNull<()>,
+    /// The slot of an entry. With the lowest bit set, putting back is not plain: it fences, or there is no slot.
+    slot: *const AtomicU32,
+}
+
+const NOT_PLAIN: usize = 1;
+
+struct Alone<R> {
+    region: R,
+    why: Uncached,
+}
+
+// SAFETY: a lease refers to a cache, which is `Sync`, and to a slot that any thread may clear; what only the owner of the
+// slot's block may do was done when the lease was made. A region of its own is `Send`.
+unsafe impl<S: Source> Send for Lease<'_, S> {}
+// SAFETY: through a shared lease only the shared region and the key are reached.
+unsafe impl<S: Source> Sync for Lease<'_, S> {}
+
+impl<'c, S: Source> Lease<'c, S> {
+    #[inline(always)]
+    pub(super) fn cached(shared: &'c Shared<S>, held: Held<'c, S>) -> Self {
+        let region = held.entry.region_place();
+        Self { shared, region, holder: NonNull::from(held.entry).cast(), slot: held.slot }
+    }
+
+    /// The same of a lookup that did not take the plain way.
+    pub(super) fn cached_anyhow(shared: &'c Shared<S>, held: Held<'c, S>) -> Self {
+        let mut lease = Self::cached(shared, held);
+        if shared.barrier.lookups_fence() {
+            lease.slot = lease.slot.map_addr(|place| place | NOT_PLAIN);
+        }
+        lease
+    }
+
+    pub(super) fn alone(shared: &'c Shared<S>, region: S::Region, why: Uncached) -> Self {
+        let alone = NonNull::from(Box::leak(Box::new(Alone { region, why })));
+        // SAFETY: the box was just made.
+        let region = NonNull::from(unsafe { &alone.as_ref().region });
+        Self { shared, region, holder: alone.cast(), slot: std::ptr::without_provenance(NOT_PLAIN) }
+    }
+
+    /// The same lease, moved piece by piece: a hit then need not keep its pieces in memory for the sake of a miss.
+    #[inline(always)]
+    pub(super) fn in_pieces(self) -> Self {
+        let Self { shared, region, holder, slot } = *std::mem::ManuallyDrop::new(self);
+        Self { shared, region, holder, slot }
+    }
+
+    /// The entry and the slot, unless the lease has a region of its own.
+    fn held(&self) -> Option<Held<'c, S>> {
+        let slot = self.slot.map_addr(|place| place & !NOT_PLAIN);
+        // SAFETY: where there is a slot, it is one of the cache's and the holder one of its entries, whose memory lives as
+        // long as the borrow of the cache.
+        (!slot.is_null()).then(|| unsafe { Held { entry: self.holder.cast().as_ref(), slot: &*slot } })
+    }
+
+    fn own(&self) -> Option<&Alone<S::Region>> {
+        // SAFETY: without a slot, the holder is the lease's own box.
+        (self.slot.addr() == NOT_PLAIN).then(|| unsafe { self.holder.cast().as_ref() })
+    }
+
+    /// Why the region is not cached; `None` if it is.
+    #[must_use]
+    pub fn uncached(&self) -> Option<&Uncached> {
+        self.own().map(|alone| &alone.why)
+    }
+
+    /// What the cached region was registered for, which may be more than was asked for.
+    #[must_use]
+    pub fn key(&self) -> Option<Key> {
+        self.held().map(|held| held.entry.key())
+    }
+
+    /// Whether the memory changed since the lease was taken: the region is then deregistered when the lease is dropped.
+    #[must_use]
+    pub fn is_dead(&self) -> bool {
+        self.held().is_some_and(|held| held.entry.state.load(Ordering::Acquire) & state::DEAD != 0)
+    }
+}
+
+impl<S: Source> Deref for Lease<'_, S> {
+    type Target = S::Region;
+
+    #[inline(always)]
+    fn deref(&self) -> &S::Region {
+        // SAFETY: the region of an entry stays while there is a lease, which was published before the entry was seen
+        // registered; that of a box as long as the box.
+        unsafe { self.region.as_ref() }
+    }
+}
+
+impl<S: Source> Drop for Lease<'_, S> {
+    #[inline(always)]
+    fn drop(&mut self) {
+        if self.slot.addr() & NOT_PLAIN == 0 {
+            // SAFETY: a plain lease has a slot and an entry of the cache.
+            let (entry, slot) = unsafe { (self.holder.cast().as_ref(), &*self.slot) };
+            self.shared.release_plainly(entry, slot);
+        } else {
+            drop_anyhow(self);
+        }
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn drop_anyhow<S: Source>(lease: &Lease<'_, S>) {
+    if let Some(held) = lease.held() {
+        lease.shared.release(&held);
+        return;
+    }
+    // SAFETY: without a slot, the holder is a box that was leaked for the lease, which is being dropped.
+    let alone = unsafe { Box::from_raw(lease.holder.cast::<Alone<S::Region>>().as_ptr()) };
+    lease.shared.drop_alone(alone.region);
+}
+
+impl<S: Source> fmt::Debug for Lease<'_, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lease")
+            .field("key", &self.key())
+            .field("dead", &self.is_dead())
+            .field("uncached", &self.uncached())
+            .finish()
+    }
+}
+
+/// A lease that keeps its cache alive: for what outlives the borrow, at the price of a shared reference count.
+pub struct OwnedLease<S: Source> {
+    /// Dropped first: it refers to the cache.
+    lease: Lease<'static, S>,
+    _cache: Arc<Cache<S>>,
+}
+
+impl<S: Source> OwnedLease<S> {
+    pub(super) fn new(cache: &Arc<Cache<S>>, lease: Lease<'_, S>) -> Self {
+        // SAFETY: the lease refers to what the cache holds, at addresses that do not move; the cache lives as long as the
+        // reference beside it, which is dropped after the lease.
+        let lease = unsafe { std::mem::transmute::<Lease<'_, S>, Lease<'static, S>>(lease) };
+        Self { lease, _cache: Arc::clone(cache) }
+    }
+
+    /// The lease.
+    #[must_use]
+    pub fn lease(&self) -> &Lease<'_, S> {
+        &self.lease
+    }
+}
+
+impl<S: Source> Deref for OwnedLease<S> {
+    type Target = S::Region;
+
+    fn deref(&self) -> &S::Region {
+        &self.lease
+    }
+}
+
+impl<S: Source> fmt::Debug for OwnedLease<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.lease.fmt(f)
+    }
+}

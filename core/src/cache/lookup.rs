@@ -1,0 +1,125 @@
+//! The way of a hit, and putting back: no lock, and no line written that another thread writes.
+
+use super::{
+    Key, Source,
+    blocks::Block,
+    entry::{Entry, state},
+    lease::Held,
+    shared::Shared,
+    sync::{self, AtomicU32, Ordering},
+};
+use crate::monitor::Cause;
+
+impl<S: Source> Shared<S> {
+    /// A lease of a live entry that covers the key, if the first look finds one, and it was used lately, and there is
+    /// nobody to ask. The caller has seen the gate open and that lookups need no fence.
+    #[inline(always)]
+    pub(super) fn plain_hit<'c>(&'c self, block: &'c Block, key: &Key) -> Option<Held<'c, S>> {
+        let index = self.find_live(key);
+        let entry = self.entries.at(index);
+        let slot = block.first_slot();
+        if slot.load(Ordering::Relaxed) != 0 {
+            return None;
+        }
+        slot.store(index, Ordering::Relaxed);
+        sync::light_unfenced();
+        // Entry 0, for none, is free.
+        if state::is_plain(entry.state.load(Ordering::Acquire)) && entry.covers(key) {
+            block.count_hit();
+            return Some(Held { entry, slot });
+        }
+        self.release_plainly(entry, slot);
+        None
+    }
+
+    /// The same, however open the gate is and whatever the entry wants.
+    #[inline(never)]
+    pub(super) fn hit<'c>(&'c self, block: &'c Block, key: &Key) -> Option<Held<'c, S>> {
+        if !self.gate.is_open() {
+            return None;
+        }
+        let index = self.find_live(key);
+        if index == 0 {
+            return None;
+        }
+        let slot = self.blocks.slot(block)?;
+        let entry = self.entries.at(index);
+        slot.store(index, Ordering::Relaxed);
+        self.barrier.light();
+        if self.may_hit(entry, key) {
+            block.count_hit();
+            return Some(Held { entry, slot });
+        }
+        self.release_slot(entry, slot);
+        None
+    }
+
+    #[inline(always)]
+    fn find_live(&self, key: &Key) -> u32 {
+        self.radix.find(key.start, |index| {
+            let entry = self.entries.at(index);
+            state::is_live(entry.state.load(Ordering::Relaxed)) && entry.covers(key)
+        })
+    }
+
+    /// Whether an entry may be used of which the caller published a lease.
+    pub(super) fn may_hit(&self, entry: &Entry<S>, key: &Key) -> bool {
+        let word = entry.state.load(Ordering::Acquire);
+        if !state::is_live(word) || !entry.covers(key) {
+            return false;
+        }
+        if word & state::CHECKED != 0 && !self.is_valid(entry) {
+            return false;
+        }
+        entry.mark_used(word);
+        true
+    }
+
+    /// Asks the source; what it does not confirm is dead.
+    #[inline(never)]
+    fn is_valid(&self, entry: &Entry<S>) -> bool {
+        // SAFETY: the caller published a lease before it saw the entry live.
+        match self.source.valid(unsafe { entry.watch() }) {
+            Ok(true) => return true,
+            Ok(false) => {}
+            Err(error) => tracing::debug!(%error, "a cached region could not be confirmed"),
+        }
+        if entry.kill(|_| true) {
+            self.counters.invalidated(Cause::Identity);
+            self.push_dead(self.entries.index_of(entry));
+        }
+        false
+    }
+
+    /// Puts back.
+    pub(super) fn release(&self, held: &Held<'_, S>) {
+        self.release_slot(held.entry, held.slot);
+    }
+
+    /// Clears a slot, where lookups need no fence.
+    #[inline(always)]
+    pub(super) fn release_plainly(&self, entry: &Entry<S>, slot: &AtomicU32) {
+        slot.store(0, Ordering::Release);
+        sync::light_unfenced();
+        // The entry may be another's by now, which at worst wakes the worker for nothing.
+        if entry.state.load(Ordering::Relaxed) & state::DEAD != 0 {
+            self.last_put();
+        }
+    }
+
+    pub(super) fn release_slot(&self, entry: &Entry<S>, slot: &AtomicU32) {
+        slot.store(0, Ordering::Release);
+        self.barrier.light();
+        if entry.state.load(Ordering::Relaxed) & state::DEAD != 0 {
+            self.last_put();
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn last_put(&self) {
+        if !self.gate.is_forked() {
+            self.waker.wake();
+        }
+    }
+}

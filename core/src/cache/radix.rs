@@ -1,0 +1,557 @@
+//! The table from addresses to entries: a page table whose leaves point straight at entries.
+//!
+//! Three levels of nodes: a slot stands for a page at the bottom, for 16 MiB in the middle, for 64 GiB at the top. An entry
+//! stands in every slot whose span it covers, as high up as that goes, and in the slots of the pages that it covers in part.
+//! Where several things meet in one slot, a chain of buckets hangs off it: entries, and the node below.
+//!
+//! Lookups and changes walk it without a lock; one thread at a time alters it ([`Shape`] is under the cache's lock).
+
+use super::{
+    arena::{Arena, Zeroed},
+    sync::{AtomicU32, Ordering, fence},
+};
+use crate::{AddressRange, Result};
+
+const PAGE_BITS: u32 = 12;
+#[cfg(not(loom))]
+const FAN_BITS: u32 = 12;
+#[cfg(loom)]
+const FAN_BITS: u32 = 1;
+const FAN: usize = 1 << FAN_BITS;
+#[cfg(not(loom))]
+const TOP: u32 = 2;
+#[cfg(loom)]
+const TOP: u32 = 1;
+/// Addresses from here on have no place in the table: user addresses end at 2^47 or 2^48.
+const END: u64 = 1 << (PAGE_BITS + FAN_BITS * (TOP + 1));
+
+/// The node that is always there.
+const ROOT: u32 = 1;
+
+/// What a slot holds, told by its two highest bits: nothing, an entry, a node or a chain.
+const NODE: u32 = 1 << 31;
+const CHAIN: u32 = 1 << 30;
+const INDEX: u32 = CHAIN - 1;
+
+/// The highest index that an entry may have.
+pub(super) const MAX_INDEX: u32 = INDEX;
+
+/// Empty nodes that keep their memory.
+const WARM_NODES: usize = 16;
+
+#[repr(C)]
+struct Node {
+    slots: [AtomicU32; FAN],
+}
+
+// SAFETY: an atomic of zero bytes is 0, and needs no drop.
+unsafe impl Zeroed for Node {
+    #[cfg(loom)]
+    fn zeroed() -> Self {
+        Self { slots: std::array::from_fn(|_| AtomicU32::new(0)) }
+    }
+}
+
+#[cfg(not(loom))]
+const WIDTH: usize = 5;
+#[cfg(loom)]
+const WIDTH: usize = 2;
+
+/// A part of a chain.
+#[repr(C)]
+struct Bucket {
+    /// Counts how often the chain that this is the head of was taken apart.
+    generation: AtomicU32,
+    /// The node below the slot; only in the head.
+    child: AtomicU32,
+    next: AtomicU32,
+    entries: [AtomicU32; WIDTH],
+}
+
+// SAFETY: an atomic of zero bytes is 0, and needs no drop.
+unsafe impl Zeroed for Bucket {
+    #[cfg(loom)]
+    fn zeroed() -> Self {
+        Self {
+            generation: AtomicU32::new(0),
+            child: AtomicU32::new(0),
+            next: AtomicU32::new(0),
+            entries: std::array::from_fn(|_| AtomicU32::new(0)),
+        }
+    }
+}
+
+/// What every thread may walk.
+#[derive(Debug)]
+pub(super) struct Radix {
+    nodes: Arena<Node>,
+    buckets: Arena<Bucket>,
+}
+
+/// What only the thread that alters the table knows.
+#[derive(Debug)]
+pub(super) struct Shape {
+    /// Slots in use, by node.
+    filled: Vec<u32>,
+    free_nodes: Vec<u32>,
+    buckets_made: u32,
+    free_buckets: Vec<u32>,
+}
+
+#[inline(always)]
+const fn slot_of(page: u64, level: u32) -> usize {
+    (page >> (FAN_BITS * level)) as usize & (FAN - 1)
+}
+
+/// Pages that one slot of `level` stands for, as a power of two.
+const fn span_bits(level: u32) -> u32 {
+    FAN_BITS * level
+}
+
+/// First and last page between two addresses; `None` if they have no place in the table.
+pub(super) fn pages(start: u64, last: u64) -> Option<(u64, u64)> {
+    (last < END).then_some((start >> PAGE_BITS, last >> PAGE_BITS))
+}
+
+impl Radix {
+    /// A table for `entries` ranges.
+    pub(super) fn new(entries: usize) -> Result<(Self, Shape)> {
+        #[cfg(not(loom))]
+        let (nodes, buckets) = (entries.saturating_mul(2).clamp(64, 1 << 19), entries.clamp(64, 1 << 22));
+        #[cfg(loom)]
+        let (nodes, buckets) = (3, entries);
+        let radix = Self {
+            nodes: Arena::reserve(nodes)?.small_pages(),
+            buckets: Arena::reserve(buckets)?.small_pages(),
+        };
+        if !radix.nodes.ensure(ROOT) {
+            return Err(crate::Error::new(crate::ErrorKind::OutOfResources, "mprotect"));
+        }
+        let shape =
+            Shape { filled: vec![0, 0], free_nodes: Vec::new(), buckets_made: 0, free_buckets: Vec::new() };
+        Ok((radix, shape))
+    }
+
+    /// An entry at the page of `address`, or 0: one that `accept` took, or the only one that could be meant, which
+    /// `accept` was not asked about.
+    #[inline(always)]
+    pub(super) fn find(&self, address: u64, accept: impl Fn(u32) -> bool) -> u32 {
+        // An address above those of the table finds another's entry, which does not cover it.
+        let page = address >> PAGE_BITS;
+        let mut node = NODE | ROOT;
+        for level in (1..=TOP).rev() {
+            let value = self.nodes.at_tagged(node, NODE).slots[slot_of(page, level)].load(Ordering::Acquire);
+            if value & NODE == 0 {
+                return self.find_from(value, page, level, accept);
+            }
+            node = value;
+        }
+        let value = self.nodes.at_tagged(node, NODE).slots[slot_of(page, 0)].load(Ordering::Acquire);
+        if value < CHAIN { value } else { self.find_from(value, page, 0, accept) }
+    }
+
+    /// [`Radix::find`] from a slot on that holds no node.
+    #[cold]
+    #[inline(never)]
+    fn find_from(&self, value: u32, page: u64, level: u32, accept: impl Fn(u32) -> bool) -> u32 {
+        let (mut value, mut level) = (value, level);
+        loop {
+            if value & CHAIN != 0 {
+                match self.find_in_chain(value & INDEX, &accept) {
+                    Found::Entry(entry) => return entry,
+                    Found::Below(child) => value = child,
+                }
+            }
+            if value & NODE == 0 || level == 0 {
+                // A node below a page is what a slot says that changed meaning under this walk.
+                return if value < CHAIN { value } else { 0 };
+            }
+            level -= 1;
+            value = self.nodes.at(value & INDEX).slots[slot_of(page, level)].load(Ordering::Acquire);
+        }
+    }
+
+    #[inline(never)]
+    fn find_in_chain(&self, head: u32, accept: &impl Fn(u32) -> bool) -> Found {
+        let mut bucket = self.buckets.at(head);
+        let child = bucket.child.load(Ordering::Acquire);
+        loop {
+            for cell in &bucket.entries {
+                let entry = cell.load(Ordering::Acquire);
+                if entry != 0 && accept(entry) {
+                    return Found::Entry(entry);
+                }
+            }
+            let next = bucket.next.load(Ordering::Acquire);
+            if next == 0 {
+                return Found::Below(child);
+            }
+            bucket = self.buckets.at(next);
+        }
+    }
+
+    /// Calls `visit` with every entry that stands in a slot of these pages from before the walk until after it; more than
+    /// once where it stands in several. Others may be among them.
+    pub(super) fn walk(&self, first: u64, last: u64, visit: &mut impl FnMut(u32)) {
+        self.walk_node(ROOT, TOP, first, last.min((END - 1) >> PAGE_BITS), visit);
+    }
+
+    fn walk_node(&self, node: u32, level: u32, first: u64, last: u64, visit: &mut impl FnMut(u32)) {
+        let bits = span_bits(level);
+        let slots = &self.nodes.at(node).slots;
+        let (mut unit, end) = (first >> bits, last >> bits);
+        let mut before = 0;
+        while unit <= end {
+            let slot = &slots[unit as usize & (FAN - 1)];
+            let mut value = slot.load(Ordering::Acquire);
+            if value & CHAIN != 0 {
+                value = self.walk_chain(slot, value, visit);
+            }
+            if value & NODE != 0 {
+                if level > 0 {
+                    let from = first.max(unit << bits);
+                    let to = last.min(((unit + 1) << bits) - 1);
+                    self.walk_node(value & INDEX, level - 1, from, to, visit);
+                }
+            } else if value != 0 && value != before {
+                visit(value);
+            }
+            before = value;
+            unit += 1;
+        }
+    }
+
+    /// Visits a chain's entries and returns what is left to see of the slot: its node, its only entry, or nothing.
+    ///
+    /// A chain that is taken apart under the walk could be in use elsewhere already and not show what is in this
+    /// slot: the generation tells, and the slot is read again.
+    #[cold]
+    fn walk_chain(&self, slot: &AtomicU32, mut value: u32, visit: &mut impl FnMut(u32)) -> u32 {
+        while value & CHAIN != 0 {
+            let head = self.buckets.at(value & INDEX);
+            let generation = head.generation.load(Ordering::Acquire);
+            let again = slot.load(Ordering::Acquire);
+            if again != value {
+                value = again;
+                continue;
+            }
+            let child = head.child.load(Ordering::Acquire);
+            let mut bucket = head;
+            // A chain that changes hands may lead anywhere, round in a circle too, until that is seen.
+            loop {
+                for cell in &bucket.entries {
+                    let entry = cell.load(Ordering::Acquire);
+                    if entry != 0 {
+                        visit(entry);
+                    }
+                }
+                let next = bucket.next.load(Ordering::Acquire);
+                if next == 0 || head.generation.load(Ordering::Relaxed) != generation {
+                    break;
+                }
+                bucket = self.buckets.at(next);
+            }
+            fence(Ordering::Acquire);
+            if head.generation.load(Ordering::Relaxed) == generation {
+                return child;
+            }
+            value = slot.load(Ordering::Acquire);
+        }
+        value
+    }
+
+    /// Puts an entry into the slots of these pages; `false` if there is no room, with nothing put.
+    pub(super) fn insert(&self, shape: &mut Shape, first: u64, last: u64, entry: u32) -> bool {
+        if self.insert_into(shape, ROOT, TOP, first, last, entry) {
+            return true;
+        }
+        self.remove(shape, first, last, entry);
+        false
+    }
+
+    fn insert_into(
+        &self,
+        shape: &mut Shape,
+        node: u32,
+        level: u32,
+        first: u64,
+        last: u64,
+        entry: u32,
+    ) -> bool {
+        let bits = span_bits(level);
+        for unit in first >> bits..=last >> bits {
+            let from = first.max(unit << bits);
+            let to = last.min(((unit + 1) << bits) - 1);
+            let slot = &self.nodes.at(node).slots[unit as usize & (FAN - 1)];
+            let whole = to - from + 1 == 1 << bits;
+            let done = if whole {
+                self.add_entry(shape, node, slot, entry)
+            } else {
+                self.child_of(shape, node, slot)
+                    .is_some_and(|child| self.insert_into(shape, child, level - 1, from, to, entry))
+            };
+            if !done {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn add_entry(&self, shape: &mut Shape, node: u32, slot: &AtomicU32, entry: u32) -> bool {
+        let value = slot.load(Ordering::Relaxed);
+        if value == 0 {
+            shape.filled[node as usize] += 1;
+            slot.store(entry, Ordering::Release);
+            return true;
+        }
+        let Some(head) = self.chain_of(shape, slot, value) else { return false };
+        let mut bucket = head;
+        loop {
+            if let Some(cell) = bucket.entries.iter().find(|cell| cell.load(Ordering::Relaxed) == 0) {
+                cell.store(entry, Ordering::Release);
+                return true;
+            }
+            let next = bucket.next.load(Ordering::Relaxed);
+            if next == 0 {
+                break;
+            }
+            bucket = self.buckets.at(next);
+        }
+        let Some(index) = self.take_bucket(shape) else { return false };
+        self.buckets.at(index).entries[0].store(entry, Ordering::Release);
+        bucket.next.store(index, Ordering::Release);
+        true
+    }
+
+    /// The node below a slot, made if it is missing.
+    fn child_of(&self, shape: &mut Shape, node: u32, slot: &AtomicU32) -> Option<u32> {
+        let value = slot.load(Ordering::Relaxed);
+        if value & NODE != 0 {
+            return Some(value & INDEX);
+        }
+        if value == 0 {
+            let child = self.take_node(shape)?;
+            shape.filled[node as usize] += 1;
+            slot.store(NODE | child, Ordering::Release);
+            return Some(child);
+        }
+        let head = self.chain_of(shape, slot, value)?;
+        let child = head.child.load(Ordering::Relaxed);
+        if child != 0 {
+            return Some(child & INDEX);
+        }
+        let child = self.take_node(shape)?;
+        head.child.store(NODE | child, Ordering::Release);
+        Some(child)
+    }
+
+    /// The head of the chain that hangs off a slot in use; one is made of what the slot holds if it is none yet.
+    fn chain_of(&self, shape: &mut Shape, slot: &AtomicU32, value: u32) -> Option<&Bucket> {
+        if value & CHAIN != 0 {
+            return Some(self.buckets.at(value & INDEX));
+        }
+        let index = self.take_bucket(shape)?;
+        let head = self.buckets.at(index);
+        if value & NODE != 0 {
+            head.child.store(value, Ordering::Release);
+        } else {
+            head.entries[0].store(value, Ordering::Release);
+        }
+        slot.store(CHAIN | index, Ordering::Release);
+        Some(head)
+    }
+
+    /// Takes an entry out of the slots of these pages.
+    pub(super) fn remove(&self, shape: &mut Shape, first: u64, last: u64, entry: u32) {
+        self.remove_from(shape, ROOT, TOP, first, last, entry);
+    }
+
+    fn remove_from(&self, shape: &mut Shape, node: u32, level: u32, first: u64, last: u64, entry: u32) {
+        let bits = span_bits(level);
+        for unit in first >> bits..=last >> bits {
+            let from = first.max(unit << bits);
+            let to = last.min(((unit + 1) << bits) - 1);
+            let slot = &self.nodes.at(node).slots[unit as usize & (FAN - 1)];
+            if to - from + 1 == 1 << bits {
+                self.remove_entry(shape, node, slot, entry);
+                continue;
+            }
+            let value = slot.load(Ordering::Relaxed);
+            let child = if value & CHAIN != 0 {
+                self.buckets.at(value & INDEX).child.load(Ordering::Relaxed)
+            } else {
+                value
+            };
+            if child & NODE == 0 {
+                continue;
+            }
+            self.remove_from(shape, child & INDEX, level - 1, from, to, entry);
+            if shape.filled[(child & INDEX) as usize] == 0 {
+                if value & CHAIN != 0 {
+                    self.buckets.at(value & INDEX).child.store(0, Ordering::Release);
+                    self.collapse(shape, node, slot, value & INDEX);
+                } else {
+                    slot.store(0, Ordering::Release);
+                    shape.filled[node as usize] -= 1;
+                }
+                self.free_node(shape, child & INDEX);
+            }
+        }
+    }
+
+    fn remove_entry(&self, shape: &mut Shape, node: u32, slot: &AtomicU32, entry: u32) {
+        let value = slot.load(Ordering::Relaxed);
+        if value == entry {
+            slot.store(0, Ordering::Release);
+            shape.filled[node as usize] -= 1;
+        } else if value & CHAIN != 0 {
+            let mut bucket = self.buckets.at(value & INDEX);
+            loop {
+                if let Some(cell) = bucket.entries.iter().find(|cell| cell.load(Ordering::Relaxed) == entry) {
+                    cell.store(0, Ordering::Release);
+                    break;
+                }
+                let next = bucket.next.load(Ordering::Relaxed);
+                if next == 0 {
+                    return;
+                }
+                bucket = self.buckets.at(next);
+            }
+            self.collapse(shape, node, slot, value & INDEX);
+        }
+    }
+
+    /// Replaces a chain by what is left in it, if the slot can hold that.
+    fn collapse(&self, shape: &mut Shape, node: u32, slot: &AtomicU32, head: u32) {
+        let mut left = self.buckets.at(head).child.load(Ordering::Relaxed);
+        let mut index = head;
+        while index != 0 {
+            let bucket = self.buckets.at(index);
+            for cell in &bucket.entries {
+                let entry = cell.load(Ordering::Relaxed);
+                if entry != 0 && left != 0 {
+                    return;
+                }
+                left |= entry;
+            }
+            index = bucket.next.load(Ordering::Relaxed);
+        }
+        slot.store(left, Ordering::Release);
+        if left == 0 {
+            shape.filled[node as usize] -= 1;
+        }
+        let generation = &self.buckets.at(head).generation;
+        generation.store(generation.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+        // Whoever sees the chain's next use sees that its generation is over.
+        fence(Ordering::Release);
+        let mut index = head;
+        while index != 0 {
+            let bucket = self.buckets.at(index);
+            let next = bucket.next.load(Ordering::Relaxed);
+            for cell in &bucket.entries {
+                cell.store(0, Ordering::Release);
+            }
+            bucket.child.store(0, Ordering::Release);
+            bucket.next.store(0, Ordering::Release);
+            shape.free_buckets.push(index);
+            index = next;
+        }
+    }
+
+    fn take_node(&self, shape: &mut Shape) -> Option<u32> {
+        if let Some(node) = shape.free_nodes.pop() {
+            return Some(node);
+        }
+        let node = shape.filled.len() as u32;
+        if !self.nodes.ensure(node) {
+            return None;
+        }
+        shape.filled.push(0);
+        Some(node)
+    }
+
+    fn free_node(&self, shape: &mut Shape, node: u32) {
+        if shape.free_nodes.len() >= WARM_NODES {
+            self.nodes.give_back(node);
+        }
+        shape.free_nodes.push(node);
+    }
+
+    fn take_bucket(&self, shape: &mut Shape) -> Option<u32> {
+        if let Some(bucket) = shape.free_buckets.pop() {
+            return Some(bucket);
+        }
+        let bucket = shape.buckets_made + 1;
+        if !self.buckets.ensure(bucket) {
+            return None;
+        }
+        shape.buckets_made = bucket;
+        Some(bucket)
+    }
+}
+
+enum Found {
+    Entry(u32),
+    /// The node below, or 0.
+    Below(u32),
+}
+
+/// The pages that a range of any form touches; for changes, which may name more than the table has room for.
+pub(super) fn touched(range: AddressRange) -> Option<(u64, u64)> {
+    let last = range.start().0.checked_add(range.len().checked_sub(1)?)?.min(END - 1);
+    (range.start().0 < END).then_some((range.start().0 >> PAGE_BITS, last >> PAGE_BITS))
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn ranges() -> impl Strategy<Value = (u64, u64)> {
+        let start = prop_oneof![0..64_u64 * 4096, 15 * MIB..17 * MIB, 0..100_u64 << 30];
+        let len = prop_oneof![1..3_u64 * 4096, 1..40 * MIB, Just(16 * MIB), Just(64 << 30)];
+        (start, len).prop_map(|(start, len)| (start & !0xff, len))
+    }
+
+    proptest! {
+        #[test]
+        fn finds_and_walks_exactly_what_was_inserted(
+            steps in proptest::collection::vec((ranges(), any::<bool>()), 1..40),
+        ) {
+            let (radix, mut shape) = Radix::new(64).unwrap();
+            let mut oracle = BTreeMap::new();
+            for (index, ((start, len), drop_first)) in steps.into_iter().enumerate() {
+                let entry = index as u32 + 1;
+                let (first, last) = pages(start, start + len - 1).unwrap();
+                prop_assert!(radix.insert(&mut shape, first, last, entry));
+                oracle.insert(entry, (first, last));
+                if drop_first {
+                    let (gone, (first, last)) = oracle.pop_first().unwrap();
+                    radix.remove(&mut shape, first, last, gone);
+                }
+                for (entry, (first, last)) in &oracle {
+                    for page in [*first, *last, first.midpoint(*last)] {
+                        let found = radix.find(page << PAGE_BITS, |candidate| candidate == *entry);
+                        let fits = |(first, last): &(u64, u64)| (*first..=*last).contains(&page);
+                        prop_assert!(found == *entry || oracle.get(&found).is_some_and(fits));
+                    }
+                    let mut walked = std::collections::BTreeSet::new();
+                    radix.walk(*first, *last, &mut |entry| { walked.insert(entry); });
+                    let expected = oracle.iter().filter(|(_, (f, l))| f <= last && first <= l);
+                    prop_assert_eq!(walked, expected.map(|(entry, _)| *entry).collect());
+                }
+            }
+            for (entry, (first, last)) in oracle {
+                radix.remove(&mut shape, first, last, entry);
+            }
+            prop_assert_eq!(&shape.filled[1..], &vec![0; shape.filled.len() - 1]);
+            prop_assert_eq!(shape.free_nodes.len(), shape.filled.len() - 2);
+            prop_assert_eq!(shape.free_buckets.len() as u32, shape.buckets_made);
+        }
+    }
+}

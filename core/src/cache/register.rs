@@ -1,0 +1,319 @@
+//! The way of a miss: find again, wait for another thread's registration, or register outside every lock.
+
+use std::sync::Arc;
+
+use super::{
+    Key, Source, Uncached,
+    blocks::Block,
+    entry::state,
+    lease::{Held, Lease},
+    radix,
+    shared::{Retired, Shared, Structure},
+    statistics::count,
+    sync::{AtomicU32, MutexGuard, Ordering, announce},
+};
+use crate::{Error, ErrorKind, Result, monitor::Invalidator};
+
+/// How often a lookup lets others run before it does without the cache, while a monitor keeps the gate closed.
+const GATE_TRIES: u32 = 64;
+
+/// Ends a registration that its source left by a panic.
+struct Ends<'c, S: Source> {
+    shared: &'c Shared<S>,
+    index: u32,
+    slot: &'c AtomicU32,
+}
+
+impl<S: Source> Drop for Ends<'_, S> {
+    fn drop(&mut self) {
+        let panicked =
+            || Error::new(ErrorKind::BadState, "cached registration").context("source", "panicked");
+        self.shared.fail(self.index, self.slot, Some(panicked()));
+    }
+}
+
+impl<S: Source> Shared<S> {
+    #[cold]
+    #[inline(never)]
+    pub(super) fn miss<'c>(
+        &'c self,
+        invalidator: &Arc<dyn Invalidator>,
+        block: &'c Block,
+        key: &Key,
+    ) -> Result<Lease<'c, S>> {
+        loop {
+            if let Some(why) = self.kept_out() {
+                return self.alone(key, why);
+            }
+            let structure = self.structure.lock();
+            let takes = |word| state::is_live(word) || state::is_registering(word);
+            let index = self.find_locked(key, takes);
+            let Some(slot) = self.blocks.slot(block) else {
+                drop(structure);
+                return self.alone(key, Uncached::Full);
+            };
+            if index == 0 {
+                return self.register(structure, invalidator, slot, key);
+            }
+            slot.store(index, Ordering::Relaxed);
+            let held = Held { entry: self.entries.at(index), slot };
+            match self.wait(structure, index) {
+                Some(error) => {
+                    count(&self.counters.failures);
+                    self.release(&held);
+                    return Err(error);
+                }
+                None => {
+                    self.barrier.light();
+                    if self.may_hit(held.entry, key) {
+                        count(&self.counters.late_hits);
+                        return Ok(Lease::cached_anyhow(self, held));
+                    }
+                    self.release(&held);
+                }
+            }
+        }
+    }
+
+    /// Why nothing may be looked up now.
+    fn kept_out(&self) -> Option<Uncached> {
+        for _ in 0..GATE_TRIES {
+            if self.gate.is_forked() {
+                return Some(Uncached::Forked);
+            }
+            if self.limits.max_count == 0 || self.limits.max_bytes == 0 {
+                return Some(Uncached::Off);
+            }
+            if self.gate.is_open() {
+                return None;
+            }
+            std::thread::yield_now();
+        }
+        Some(Uncached::ChangeUnderWay)
+    }
+
+    /// Waits until an entry is registered that the caller leased under the lock; why it failed, if it did and says so.
+    fn wait<'a>(&'a self, mut structure: MutexGuard<'a, Structure<S>>, index: u32) -> Option<Error> {
+        let entry = self.entries.at(index);
+        if entry.state.load(Ordering::Acquire) & state::REGISTERING == 0 {
+            return None;
+        }
+        // The lease keeps the entry from being used anew, so that its state is about this registration.
+        let mut word = entry.state.fetch_or(state::WAITED, Ordering::AcqRel);
+        while word & state::REGISTERING != 0 {
+            structure = self.settled.wait(structure);
+            word = entry.state.load(Ordering::Acquire);
+        }
+        if word & state::FAILED == 0 { None } else { structure.failures.get(&index).cloned() }
+    }
+
+    fn register<'c>(
+        &'c self,
+        mut structure: MutexGuard<'c, Structure<S>>,
+        invalidator: &Arc<dyn Invalidator>,
+        slot: &'c AtomicU32,
+        key: &Key,
+    ) -> Result<Lease<'c, S>> {
+        let mut retired = Vec::new();
+        let reserved = self.reserve(&mut structure, key, &mut retired);
+        if let Ok((index, _)) = reserved {
+            slot.store(index, Ordering::Relaxed);
+        }
+        drop(structure);
+        self.deregister(retired);
+        let (index, key) = match reserved {
+            Ok(reserved) => reserved,
+            Err(why) => return self.alone(key, why),
+        };
+        let entry = self.entries.at(index);
+        // Whoever changes memory from here on finds the entry; who began before is found here.
+        announce();
+        if let Some(cause) = self.changes.touching(key.start, key.last) {
+            self.kill(index, cause);
+        }
+        let ends = Ends { shared: self, index, slot };
+        let watch = match self.source.watch(&key, invalidator) {
+            Ok(watch) => watch,
+            Err(why) => {
+                std::mem::forget(ends);
+                self.fail(index, slot, None);
+                return self.alone(&key, Uncached::Unwatched(why));
+            }
+        };
+        let region = match self.ask(&key) {
+            Ok(region) => region,
+            Err(error) => {
+                self.source.unwatch(watch);
+                std::mem::forget(ends);
+                count(&self.counters.failures);
+                self.fail(index, slot, Some(error.clone()));
+                return Err(error);
+            }
+        };
+        std::mem::forget(ends);
+        let checked = if self.source.checked(&watch) { state::CHECKED } else { 0 };
+        entry.born.store(super::now(), Ordering::Relaxed);
+        // SAFETY: this thread made the entry, and ends its registration below.
+        unsafe { entry.put(region, watch) };
+        self.settle(index, checked);
+        count(&self.counters.registrations);
+        Ok(Lease::cached_anyhow(self, Held { entry, slot }))
+    }
+
+    /// Ends a registration, and wakes those who wait for it.
+    fn settle(&self, index: u32, phase: u32) {
+        let entry = self.entries.at(index);
+        let mut word = entry.state.load(Ordering::Relaxed);
+        loop {
+            let next = word & !(state::REGISTERING | state::WAITED) | phase;
+            match entry.state.compare_exchange_weak(word, next, Ordering::AcqRel, Ordering::Relaxed) {
+                Ok(_) => break,
+                Err(now) => word = now,
+            }
+        }
+        if word & state::WAITED != 0 {
+            let _between_their_look_and_their_wait = self.structure.lock();
+            self.settled.notify_all();
+        }
+    }
+
+    /// Ends a registration without a region; those who waited get the error, or try themselves if there is none.
+    fn fail(&self, index: u32, slot: &AtomicU32, error: Option<Error>) {
+        if let Some(error) = error {
+            self.structure.lock().failures.insert(index, error);
+        }
+        let entry = self.entries.at(index);
+        if entry.kill(|_| true) {
+            self.push_dead(index);
+        }
+        self.settle(index, state::FAILED);
+        slot.store(0, Ordering::Release);
+        let mut retired = Vec::new();
+        let mut structure = self.structure.lock();
+        self.collect(&mut structure, &mut retired);
+        drop(structure);
+        self.deregister(retired);
+    }
+
+    /// For a thread that can have no lease block: it ends, or there are too many.
+    pub(super) fn alone_without_block(&self, key: &Key) -> Result<Lease<'_, S>> {
+        self.alone(key, self.kept_out().unwrap_or(Uncached::Full))
+    }
+
+    /// A region for one lease only.
+    pub(super) fn alone(&self, key: &Key, why: Uncached) -> Result<Lease<'_, S>> {
+        let region = match why {
+            Uncached::Forked => self.source.register(key),
+            _ => self.ask(key),
+        };
+        match region {
+            Ok(region) => {
+                count(&self.counters.uncached);
+                Ok(Lease::alone(self, region, why))
+            }
+            Err(error) => {
+                count(&self.counters.failures);
+                Err(error)
+            }
+        }
+    }
+
+    /// Registers; when the provider is out of resources, once more after idle entries were given back.
+    fn ask(&self, key: &Key) -> Result<S::Region> {
+        match self.source.register(key) {
+            Err(error) if error.kind() == ErrorKind::OutOfResources && self.give_back() => {
+                tracing::debug!(%error, "idle cached regions were given back; registering once more");
+                self.source.register(key)
+            }
+            result => result,
+        }
+    }
+
+    /// Takes an entry for the key, or for what it was merged to; room is made by what goes to `retired`.
+    fn reserve(
+        &self,
+        structure: &mut Structure<S>,
+        key: &Key,
+        retired: &mut Vec<Retired<S>>,
+    ) -> Result<(u32, Key), Uncached> {
+        if key.len() > self.limits.max_bytes {
+            return Err(Uncached::TooLong);
+        }
+        if radix::pages(key.start, key.last).is_none() {
+            return Err(Uncached::NoPlace);
+        }
+        self.drain_dead(structure);
+        let key = if self.limits.merge { self.merge(structure, key, retired) } else { *key };
+        let (first, last) = radix::pages(key.start, key.last).ok_or(Uncached::NoPlace)?;
+        if !self.make_room(structure, key.len(), retired) {
+            return Err(Uncached::Full);
+        }
+        let index = match structure.free.pop() {
+            Some(index) => index,
+            None if self.entries.ensure(structure.made + 1) => {
+                structure.made += 1;
+                structure.made
+            }
+            None => return Err(Uncached::Full),
+        };
+        let entry = self.entries.at(index);
+        entry.fill(&key);
+        if !self.radix.insert(&mut structure.shape, first, last, index) {
+            if entry.kill(|_| true) {
+                entry.free();
+                structure.free.push(index);
+            } else {
+                // A hook saw it: it is on the dead stack, and counts until it is collected from there.
+                structure.count += 1;
+                structure.bytes += key.len();
+                entry.state.fetch_xor(state::REGISTERING | state::FAILED, Ordering::AcqRel);
+            }
+            return Err(Uncached::Full);
+        }
+        structure.count += 1;
+        structure.bytes += key.len();
+        Ok((index, key))
+    }
+
+    /// Grows the key over live entries of the same rights and memory that it overlaps or touches, and those that
+    /// these touch; they die, and those that are idle go to `retired`.
+    fn merge(&self, structure: &mut Structure<S>, key: &Key, retired: &mut Vec<Retired<S>>) -> Key {
+        let mut merged = *key;
+        let mut into = Vec::new();
+        loop {
+            let before = merged;
+            let start = merged.start.saturating_sub(1);
+            let Some((first, last)) = radix::pages(start, merged.last.saturating_add(1)) else { break };
+            let mut near = Vec::new();
+            self.radix.walk(first, last, &mut |index| near.push(index));
+            for index in near {
+                let entry = self.entries.at(index);
+                let other = entry.key();
+                let live = state::is_live(entry.state.load(Ordering::Acquire));
+                if !live || into.contains(&index) || !other.joins(&merged) {
+                    continue;
+                }
+                let start = merged.start.min(other.start);
+                let union = Key { start, last: merged.last.max(other.last), ..merged };
+                if union.len() > self.limits.max_bytes.min(self.source.longest()) {
+                    continue;
+                }
+                merged = union;
+                into.push(index);
+            }
+            if merged == before {
+                break;
+            }
+        }
+        for index in into {
+            if self.entries.at(index).kill(|_| true) {
+                count(&self.counters.merged);
+                self.push_dead(index);
+            }
+        }
+        if merged != *key {
+            self.collect(structure, retired);
+        }
+        merged
+    }
+}

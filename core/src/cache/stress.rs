@@ -1,0 +1,1 @@
+//! Races on real processors, and that the barrier is what they need.

@@ -1,0 +1,57 @@
+//! The thread that deregisters what died.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+};
+
+use super::{Source, shared::Shared};
+use crate::{Error, ErrorKind, Result};
+
+pub(super) struct Worker {
+    ends: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Worker {
+    pub(super) fn start<S: Source>(shared: &Arc<Shared<S>>) -> Result<Self> {
+        let ends = Arc::new(AtomicBool::new(false));
+        let worker = (Arc::clone(shared), Arc::clone(&ends));
+        let thread = thread::Builder::new()
+            .name("hmem-cache".to_owned())
+            .spawn(move || run(&worker.0, &worker.1))
+            .map_err(|error| {
+                Error::new(ErrorKind::OutOfResources, "registration cache")
+                    .context("thread", "hmem-cache")
+                    .caused_by(error)
+            })?;
+        let known = shared.waker.worker.set(thread.thread().clone());
+        debug_assert!(known.is_ok(), "a cache has one worker");
+        Ok(Self { ends, thread: Some(thread) })
+    }
+}
+
+fn run<S: Source>(shared: &Shared<S>, ends: &AtomicBool) {
+    while !ends.load(Ordering::Acquire) {
+        if shared.waker.called.swap(false, Ordering::SeqCst) {
+            shared.collect_once();
+        } else {
+            thread::park();
+        }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.ends.store(true, Ordering::Release);
+        let Some(thread) = self.thread.take() else { return };
+        thread.thread().unpark();
+        // Whoever is told of a deregistration on this very thread may drop the cache there.
+        if thread.thread().id() != thread::current().id() && thread.join().is_err() {
+            tracing::error!("the thread of a registration cache panicked");
+        }
+    }
+}
