@@ -17,14 +17,19 @@ const MAX_BLOCKS: usize = 1 << 16;
 #[cfg(loom)]
 const MAX_BLOCKS: usize = 4;
 
+/// Full blocks that are looked at before another is taken.
+const NEAR: usize = 8;
+
 /// A thread's leases of one cache. A slot holds the index of an entry, or 0.
 ///
-/// `hint`, `hits` and `next` are the owner's. Slots are set by the owner and cleared by whoever drops the lease.
+/// `next`, `cursor`, `hint` and `hits` are the owner's. Slots are set by the owner and cleared by whoever drops the lease.
 #[repr(C, align(128))]
 pub(super) struct Block {
     owned: AtomicU32,
     /// The owner's next block, once this one was full.
     next: AtomicU32,
+    /// In the owner's first block: the block in which a slot was found last, 0 for the first.
+    cursor: AtomicU32,
     hint: AtomicU32,
     hits: AtomicU64,
     slots: [AtomicU32; SLOTS],
@@ -37,6 +42,7 @@ unsafe impl Zeroed for Block {
         Self {
             owned: AtomicU32::new(0),
             next: AtomicU32::new(0),
+            cursor: AtomicU32::new(0),
             hint: AtomicU32::new(0),
             hits: AtomicU64::new(0),
             slots: std::array::from_fn(|_| AtomicU32::new(0)),
@@ -125,6 +131,7 @@ impl Blocks {
 
     /// Ends the ownership of a block and those added to it. Leases in them go on.
     pub(super) fn give_back(&self, block: &Block) {
+        block.cursor.store(0, Ordering::Relaxed);
         let mut next = block.next.swap(0, Ordering::Relaxed);
         block.owned.store(0, Ordering::Release);
         while next != 0 {
@@ -135,20 +142,26 @@ impl Blocks {
     }
 
     /// A free slot of the owner's, in another block if it must be; `None` if there can be no more blocks.
-    pub(super) fn slot<'a>(&'a self, block: &'a Block) -> Option<&'a AtomicU32> {
-        let mut block = block;
-        loop {
+    ///
+    /// It looks where it found one last, and a few blocks on, before it takes another block.
+    pub(super) fn slot<'a>(&'a self, first: &'a Block) -> Option<&'a AtomicU32> {
+        if let Some(slot) = first.free_slot() {
+            return Some(slot);
+        }
+        let mut index = first.cursor.load(Ordering::Relaxed);
+        for _ in 0..NEAR {
+            let block = if index == 0 { first } else { self.arena.at(index) };
             if let Some(slot) = block.free_slot() {
+                first.cursor.store(index, Ordering::Relaxed);
                 return Some(slot);
             }
-            let next = block.next.load(Ordering::Relaxed);
-            block = if next != 0 {
-                self.arena.at(next)
-            } else {
-                let more = self.take()?;
-                block.next.store(self.arena.index_of(more), Ordering::Relaxed);
-                more
-            };
+            index = block.next.load(Ordering::Relaxed);
         }
+        let more = self.take()?;
+        let index = self.arena.index_of(more);
+        more.next.store(first.next.load(Ordering::Relaxed), Ordering::Relaxed);
+        first.next.store(index, Ordering::Relaxed);
+        first.cursor.store(index, Ordering::Relaxed);
+        more.free_slot()
     }
 }

@@ -155,6 +155,7 @@ impl<S: Source> Entry<S> {
         self.owner.store(key.owner, Ordering::Relaxed);
         self.allocation.store(key.allocation, Ordering::Relaxed);
         self.lacks.store(!key.access, Ordering::Relaxed);
+        self.leased_at.store(0, Ordering::Relaxed);
         let word = self.state.load(Ordering::Relaxed);
         let word = word & !state::FREE | state::REGISTERING | state::UNUSED;
         self.state.store(word, Ordering::Release);

@@ -248,7 +248,7 @@ impl<S: Source> Shared<S> {
         let mut structure = self.structure.lock();
         let others = structure.in_flight > 0;
         self.collect(&mut structure, &mut retired);
-        let mut looks = structure.made as usize;
+        let mut looks = if self.has_idle(&mut structure) { structure.made as usize } else { 0 };
         while looks > 0 {
             let given_up = self.evict(&mut structure, usize::MAX, u64::MAX, true, &mut looks, &mut retired);
             self.counters.evictions.fetch_add(given_up, Ordering::Relaxed);

@@ -46,7 +46,7 @@ pub struct Statistics {
 }
 
 impl Statistics {
-    /// Entries that died by `cause`.
+    /// Entries that died by `cause`; those whose registration failed after that are among them.
     #[must_use]
     pub fn invalidations(&self, cause: Cause) -> u64 {
         self.invalidations[cause as usize]

@@ -1,0 +1,127 @@
+//! How much is held, and what gives way.
+
+use std::sync::atomic::Ordering;
+
+use hmem_core::cache::{Limits, Uncached};
+use proptest::prelude::*;
+
+use crate::support::*;
+
+#[test]
+fn cache_03_idle_entries_never_exceed_the_limits() {
+    for max_count in [1, 2, 7, 100] {
+        let (cache, books) = cache(limits(max_count));
+        for i in 0..5 * max_count as u64 {
+            cache.get(&key(i * PAGE, PAGE)).unwrap();
+            assert!(books.live() <= max_count);
+            assert!(cache.statistics().entries <= max_count);
+        }
+    }
+    let (cache, books) = cache(Limits { max_bytes: 10 * PAGE, ..Limits::default() });
+    for i in 0..50 {
+        cache.get(&key(i << 24, (i % 7 + 1) * PAGE)).unwrap();
+        assert!(
+            books.registered.lock().unwrap().values().map(|key| key.range().len()).sum::<u64>() <= 10 * PAGE
+        );
+    }
+    let long = cache.get(&key(0, 11 * PAGE)).unwrap();
+    assert!(matches!(long.uncached(), Some(Uncached::TooLong)));
+    assert!(cache.statistics().bytes <= 10 * PAGE);
+}
+
+#[test]
+fn cache_03_what_was_hit_since_the_last_pass_stays_and_the_rest_goes_within_the_slack() {
+    const COUNT: u64 = 320;
+    let (cache, _books) = cache(limits(COUNT as usize));
+    for i in 0..COUNT {
+        cache.get(&key(i * PAGE, PAGE)).unwrap();
+    }
+    for i in (0..COUNT).step_by(2) {
+        cache.get(&key(i * PAGE, PAGE)).unwrap();
+    }
+    // One pass of the hand: as many as were not hit.
+    for i in COUNT..COUNT + COUNT / 2 {
+        cache.get(&key(i * PAGE, PAGE)).unwrap();
+    }
+    let kept = (0..COUNT).filter(|i| cache.find(&key(i * PAGE, PAGE)).is_some()).collect::<Vec<_>>();
+    let hit_and_lost = (0..COUNT).step_by(2).filter(|i| !kept.contains(i)).count() as u64;
+    let slack = COUNT / 16;
+    assert!(hit_and_lost <= slack, "{hit_and_lost} of those that were hit are gone");
+    assert!(kept.iter().all(|i| i % 2 == 0), "some that were not hit stayed");
+    assert!(cache.statistics().evictions <= COUNT / 2 + slack);
+}
+
+#[test]
+fn cache_03_entries_in_use_are_never_evicted_and_a_full_cache_gives_uncached_regions() {
+    let (cache, books) = cache(limits(8));
+    let leases: Vec<_> = (0..8).map(|i| cache.get(&key(i * PAGE, PAGE)).unwrap()).collect();
+    for i in 8..40 {
+        let lease = cache.get(&key(i * PAGE, PAGE)).unwrap();
+        assert!(matches!(lease.uncached(), Some(Uncached::Full)));
+        assert_eq!(books.live(), 9);
+    }
+    assert_eq!(books.live(), 8);
+    for (i, lease) in leases.iter().enumerate() {
+        assert_eq!(cache.get(&key(i as u64 * PAGE, PAGE)).unwrap().id, lease.id);
+    }
+    drop(leases);
+    assert!(cache.get(&key(8 * PAGE, PAGE)).unwrap().uncached().is_none());
+    assert_eq!(books.live(), 8);
+}
+
+#[test]
+fn cache_03_what_cannot_be_watched_is_uncached_with_the_reason() {
+    let (cache, books) = cache(Limits::default());
+    books.unwatchable.store(true, Ordering::SeqCst);
+    let lease = cache.get(&key(0, PAGE)).unwrap();
+    let Some(Uncached::Unwatched(why)) = lease.uncached() else { panic!("{lease:?}") };
+    assert!(why.to_string().contains("nobody watches this"));
+    drop(lease);
+    assert_empty(&books);
+    books.unwatchable.store(false, Ordering::SeqCst);
+    assert!(cache.get(&key(0, PAGE)).unwrap().uncached().is_none());
+}
+
+#[test]
+fn cache_04_with_a_limit_of_0_every_get_registers_and_every_put_closes() {
+    for limits in [limits(0), Limits { max_bytes: 0, ..Limits::default() }] {
+        let (cache, books) = cache(limits);
+        for round in 1..=5 {
+            let lease = cache.get(&key(0, PAGE)).unwrap();
+            assert!(matches!(lease.uncached(), Some(Uncached::Off)));
+            assert_eq!((books.live(), books.registrations.load(Ordering::SeqCst)), (1, round));
+            drop(lease);
+            assert_eq!(books.live(), 0);
+        }
+        assert_eq!(cache.statistics().hits, 0);
+    }
+}
+
+proptest! {
+    /// Any mix of gets and puts: the books agree with the statistics, and no lease points at what is gone.
+    #[test]
+    fn cache_03_limits_hold_under_any_mix_of_leases(
+        max_count in 1..12_usize,
+        max_pages in 1..40_u64,
+        steps in proptest::collection::vec((0..30_u64, 1..6_u64, any::<bool>()), 1..200),
+    ) {
+        let (cache, books) = cache(Limits { max_count, max_bytes: max_pages * PAGE, merge: false });
+        let mut leases = Vec::new();
+        for (page, pages, put) in steps {
+            leases.push(cache.get(&key(page * PAGE, pages * PAGE)).unwrap());
+            if put {
+                leases.swap_remove(page as usize % leases.len());
+            }
+            let registered = books.registered.lock().unwrap();
+            prop_assert!(leases.iter().all(|lease| registered.contains_key(&lease.id)));
+            drop(registered);
+            let now = cache.statistics();
+            prop_assert!(now.entries <= max_count && now.bytes <= max_pages * PAGE);
+            let alone = leases.iter().filter(|lease| lease.uncached().is_some()).count();
+            prop_assert_eq!(books.live(), now.entries + alone);
+        }
+        drop(leases);
+        drop(cache);
+        assert_empty(&books);
+    }
+}

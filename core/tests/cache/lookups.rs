@@ -1,0 +1,168 @@
+//! What hits and what does not.
+
+use std::sync::{Arc, atomic::Ordering};
+
+use hmem_core::{
+    Access, Address, AddressRange, AllocationId, DeviceId, ErrorKind, IfaceKind,
+    cache::{Key, Limits, Uncached},
+};
+
+use crate::support::*;
+
+#[test]
+fn cache_01_a_covered_get_is_a_hit_and_returns_the_same_region() {
+    let (cache, books) = cache(Limits::default());
+    let whole = cache.get(&key(0x10_0000, 4 * PAGE)).unwrap();
+    for (start, len) in [(0x10_0000, 1), (0x10_0000 + 3 * PAGE, PAGE), (0x10_0001, 4 * PAGE - 1)] {
+        assert_eq!(cache.get(&key(start, len)).unwrap().id, whole.id);
+    }
+    for (start, len) in [(0x10_0000 - 1, 1), (0x10_0000, 4 * PAGE + 1), (0x10_0000 + 4 * PAGE, 1)] {
+        assert_ne!(cache.get(&key(start, len)).unwrap().id, whole.id);
+    }
+    // The last of them is covered by the second.
+    assert_eq!(books.registrations.load(Ordering::SeqCst), 3);
+    drop(whole);
+    drop(cache);
+    assert_empty(&books);
+}
+
+#[test]
+fn cache_01_more_rights_than_registered_is_a_miss_and_fewer_is_a_hit() {
+    let (cache, books) = cache(Limits::default());
+    let at = range(0x20_0000, PAGE);
+    let send = Key::new(at, Access::SEND).unwrap();
+    let both = Key::new(at, Access::SEND | Access::REMOTE_WRITE).unwrap();
+    let first = cache.get(&send).unwrap();
+    let second = cache.get(&both).unwrap();
+    assert_ne!(first.id, second.id);
+    // What each asked for was registered, and nothing wider.
+    assert_eq!((first.key.access(), second.key.access()), (send.access(), both.access()));
+    let remote = Key::new(at, Access::REMOTE_WRITE).unwrap();
+    assert_eq!(cache.get(&remote).unwrap().id, second.id);
+    let receive = Key::new(at, Access::RECV).unwrap();
+    assert_eq!(cache.get(&receive).unwrap().key.access(), Access::RECV);
+    assert_eq!(books.registrations.load(Ordering::SeqCst), 3);
+}
+
+#[test]
+fn cache_01_many_ranges_in_one_page_and_large_ones_over_them_are_told_apart() {
+    let (cache, books) = cache(Limits::default());
+    let base = 1 << 40;
+    let keys: Vec<_> = (0..40)
+        .map(|i| key(base + 64 * i, 64))
+        .chain([key(base, 1 << 24), key(base - PAGE, 3 * PAGE), key(base, 1 << 37)])
+        .collect();
+    // Larger ones last, so that each is a registration.
+    let ids: Vec<_> = keys.iter().map(|key| cache.get(key).unwrap().id).collect();
+    assert_eq!(books.registrations.load(Ordering::SeqCst), keys.len());
+    for (key, id) in keys.iter().zip(&ids) {
+        let lease = cache.get(key).unwrap();
+        assert!(lease.id == *id || lease.key.range().contains_range(key.range()));
+    }
+    assert_eq!(books.registrations.load(Ordering::SeqCst), keys.len());
+    cache.clear();
+    assert_empty(&books);
+}
+
+#[test]
+fn cache_02_owner_and_allocation_are_part_of_the_identity() {
+    let (cache, books) = cache(Limits::default());
+    let host = key(0x30_0000, PAGE);
+    let on = |device| host.owned_by(IfaceKind::CUDA, Some(DeviceId(device)));
+    let keys = [
+        host,
+        host.owned_by(IfaceKind::CUDA, None),
+        on(0),
+        on(1),
+        on(1).in_allocation(AllocationId(1)),
+        on(1).in_allocation(AllocationId(2)),
+        host.owned_by(IfaceKind::ZE, Some(DeviceId(1))),
+    ];
+    let ids: Vec<_> = keys.iter().map(|key| cache.get(key).unwrap().id).collect();
+    assert_eq!(books.registrations.load(Ordering::SeqCst), keys.len());
+    for (key, id) in keys.iter().zip(ids) {
+        let lease = cache.get(key).unwrap();
+        assert_eq!((lease.id, lease.key), (id, *key));
+    }
+    assert_eq!(on(1).device(), Some(DeviceId(1)));
+    assert!(cache.find(&key(0x30_0000, PAGE).of_any_owner()).is_some());
+    assert!(cache.find(&key(0x40_0000, PAGE).of_any_owner()).is_none());
+}
+
+#[test]
+fn a_key_of_nothing_and_a_right_that_is_none_are_refused() {
+    let empty = Key::new(range(0x1000, 0), Access::SEND).unwrap_err();
+    assert_eq!(empty.kind(), ErrorKind::ZeroLength);
+    let unknown = Key::new(range(0x1000, 1), Access::from_bits_retain(1 << 40)).unwrap_err();
+    assert_eq!(unknown.kind(), ErrorKind::BadAccess);
+}
+
+#[test]
+fn cache_03_addresses_beyond_the_table_are_uncached_and_say_so() {
+    let (cache, books) = cache(Limits::default());
+    for start in [1 << 48, u64::MAX - 2 * PAGE, (1 << 48) - 1] {
+        let at = AddressRange::new(Address(start), PAGE).unwrap();
+        let lease = cache.get(&Key::new(at, Access::SEND).unwrap()).unwrap();
+        assert!(matches!(lease.uncached(), Some(Uncached::NoPlace)));
+    }
+    assert_eq!(books.live(), 0);
+    assert_eq!(cache.statistics().uncached, 3);
+}
+
+#[test]
+fn leases_cross_threads_and_one_thread_may_hold_very_many() {
+    let (cache, books) = cache(Limits::default());
+    let leases: Vec<_> = (0..300).map(|i| cache.get(&key(i * PAGE, PAGE)).unwrap()).collect();
+    let again: Vec<_> = (0..300).map(|i| cache.get(&key(i * PAGE, PAGE)).unwrap()).collect();
+    assert_eq!(cache.statistics().leases, 600);
+    assert_eq!(cache.statistics().in_use, 300);
+    std::thread::scope(|scope| {
+        scope.spawn(move || drop(leases));
+        scope.spawn(move || drop(again));
+    });
+    assert_eq!(cache.statistics().leases, 0);
+    assert_eq!(books.registrations.load(Ordering::SeqCst), 300);
+    // The blocks of threads that ended are used again, with what is leased in them.
+    std::thread::scope(|scope| {
+        let lease = scope.spawn(|| cache.get(&key(0, 1)).unwrap()).join().unwrap();
+        let id = lease.id;
+        let cache = &cache;
+        scope.spawn(move || assert_eq!(cache.get(&key(0, 1)).unwrap().id, id)).join().unwrap();
+        assert_eq!(cache.statistics().leases, 1);
+    });
+}
+
+#[test]
+fn bursts_and_owned_leases_work_like_gets() {
+    let (cache, books) = cache(Limits::default());
+    let cache = Arc::new(cache);
+    let burst = cache.burst();
+    let first = burst.get(&key(0, PAGE)).unwrap();
+    let second = burst.get(&key(0, PAGE)).unwrap();
+    drop(burst);
+    assert_eq!(first.id, second.id);
+    drop((first, second));
+    let owned = cache.get_owned(&key(0, PAGE)).unwrap();
+    assert!(owned.lease().uncached().is_none());
+    drop(cache);
+    assert_eq!(books.live(), 1);
+    assert_eq!(owned.id, 0);
+    drop(owned);
+    assert_empty(&books);
+}
+
+#[test]
+fn a_source_that_must_be_asked_is_asked_once_a_hit_and_believed() {
+    let (cache, books) = cache(Limits::default());
+    books.checked.store(true, Ordering::SeqCst);
+    let first = cache.get(&key(0, PAGE)).unwrap().id;
+    assert_eq!(books.asked.load(Ordering::SeqCst), 0);
+    for asked in 1..=3 {
+        assert_eq!(cache.get(&key(0, PAGE)).unwrap().id, first);
+        assert_eq!(books.asked.load(Ordering::SeqCst), asked);
+    }
+    books.invalid.store(true, Ordering::SeqCst);
+    assert_ne!(cache.get(&key(0, PAGE)).unwrap().id, first);
+    cache.flush();
+    assert_eq!(books.live(), 1);
+}

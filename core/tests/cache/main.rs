@@ -1,0 +1,11 @@
+//! The registration cache over a source that keeps books.
+
+mod forks;
+mod invalidation;
+mod limits;
+mod lookups;
+mod merging;
+mod oracle;
+mod statistics;
+mod support;
+mod waiting;

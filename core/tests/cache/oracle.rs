@@ -1,0 +1,306 @@
+//! Threads at random against real mappings, with a source that remembers what was there when it registered.
+
+use std::{
+    collections::BTreeMap,
+    ptr,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+};
+
+use hmem_core::{
+    Access, Address, AddressRange, Error, ErrorKind, Rejected, Result,
+    cache::{Cache, Key, Limits, Source},
+    monitor::{Cause, Invalidator},
+};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+const PAGES: usize = 16;
+const PAGE: usize = 4096;
+
+/// A file whose every page says its number, mapped in pieces that are replaced by others all the time: what a page says is
+/// which mapping it is.
+struct Place {
+    base: usize,
+    file: std::os::fd::OwnedFd,
+    /// The next page of the file, never mapped before.
+    next: AtomicU64,
+    changing: Mutex<()>,
+}
+
+impl Place {
+    fn new(remaps: usize) -> Self {
+        let file = rustix::fs::memfd_create("pages", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
+        let pages = PAGES + remaps;
+        rustix::fs::ftruncate(&file, (pages * PAGE) as u64).expect("its length");
+        for page in 0..pages as u64 {
+            rustix::io::pwrite(&file, &page.to_ne_bytes(), page * PAGE as u64).expect("its number");
+        }
+        // SAFETY: a new mapping replaces nothing.
+        let base =
+            unsafe { mmap(ptr::null_mut(), PAGES * PAGE, ProtFlags::READ, MapFlags::SHARED, &file, 0) };
+        let base = base.expect("a mapping").addr();
+        Self { base, file, next: AtomicU64::new(PAGES as u64), changing: Mutex::new(()) }
+    }
+
+    fn address(&self, page: usize) -> usize {
+        self.base + page * PAGE
+    }
+
+    /// What is mapped there now. The page may be replaced at any time, but is always there.
+    fn says(&self, page: usize) -> u64 {
+        // SAFETY: the pages of the place stay mapped; they are replaced in one step.
+        unsafe { ptr::with_exposed_provenance::<AtomicU64>(self.address(page)).as_ref() }
+            .expect("mapped")
+            .load(Ordering::Relaxed)
+    }
+
+    /// Puts the next page of the file there, as a patched `mmap` would have it told.
+    fn replace(&self, page: usize, invalidator: &dyn Invalidator) {
+        let _one_at_a_time = self.changing.lock().unwrap();
+        let range = AddressRange::new(Address(self.address(page) as u64), PAGE as u64).expect("no wrap");
+        let change = invalidator.begin(range, Cause::Replace);
+        let from = self.next.fetch_add(1, Ordering::Relaxed) * PAGE as u64;
+        let at = ptr::with_exposed_provenance_mut(self.address(page));
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        // SAFETY: replaces a page of the place's own, which is only read through atomics.
+        unsafe { mmap(at, PAGE, ProtFlags::READ, flags, &self.file, from) }.expect("a mapping");
+        invalidator.end(change);
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is the place's own.
+        unsafe { munmap(ptr::with_exposed_provenance_mut(self.base), PAGES * PAGE) }.expect("unmapped");
+    }
+}
+
+/// What was mapped when it was registered: what a NIC with pinned pages would reach.
+struct Pinned {
+    id: u64,
+    first: usize,
+    said: Vec<u64>,
+}
+
+#[derive(Clone)]
+struct Pinning {
+    place: Arc<Place>,
+    alive: Arc<Mutex<BTreeMap<u64, ()>>>,
+    next: Arc<AtomicU64>,
+    /// One in so many calls fails; 0 for none.
+    failing: u64,
+    calls: Arc<AtomicU64>,
+    watches: Arc<AtomicUsize>,
+}
+
+impl Pinning {
+    fn fails(&self) -> bool {
+        let call = self.calls.fetch_add(1, Ordering::Relaxed);
+        self.failing > 0 && call.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32 < (1 << 32) / self.failing
+    }
+}
+
+impl Source for Pinning {
+    type Region = Pinned;
+    type Watch = ();
+
+    fn watch(&self, _: &Key, _: &Arc<dyn Invalidator>) -> Result<()> {
+        self.watches.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn unwatch(&self, (): ()) {
+        self.watches.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    fn checked(&self, (): &()) -> bool {
+        false
+    }
+
+    fn valid(&self, (): &()) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn longest(&self) -> u64 {
+        u64::MAX
+    }
+
+    fn register(&self, key: &Key) -> Result<Pinned> {
+        if self.fails() {
+            let kinds = [ErrorKind::OutOfResources, ErrorKind::BadAddress];
+            let kind = kinds[self.calls.load(Ordering::Relaxed) as usize % 2];
+            return Err(Error::new(kind, "register"));
+        }
+        let first = (key.range().start().0 as usize - self.place.base) / PAGE;
+        let pages = (key.range().len() as usize).div_ceil(PAGE);
+        let said = (first..first + pages).map(|page| self.place.says(page)).collect();
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        self.alive.lock().unwrap().insert(id, ());
+        Ok(Pinned { id, first, said })
+    }
+
+    fn deregister(&self, region: Pinned) -> Result<(), Rejected<Pinned>> {
+        if self.fails() {
+            return Err(Rejected::new(region, Error::new(ErrorKind::Driver, "deregister")));
+        }
+        assert!(self.alive.lock().unwrap().remove(&region.id).is_some(), "deregistered twice");
+        Ok(())
+    }
+}
+
+/// Threads get ranges and replace pages of their own part, and check after each of their changes that what they get is what
+/// is mapped; everybody gets everybody's.
+fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
+    let place = Arc::new(Place::new(threads * rounds));
+    let pinning = Pinning {
+        place: Arc::clone(&place),
+        alive: Arc::default(),
+        next: Arc::default(),
+        failing,
+        calls: Arc::default(),
+        watches: Arc::default(),
+    };
+    let cache = Cache::new(pinning.clone(), limits).expect("a cache");
+    std::thread::scope(|scope| {
+        for thread in 0..threads {
+            let (cache, place) = (&cache, &place);
+            scope.spawn(move || {
+                let mut random = seed ^ (thread as u64 + 1) << 40;
+                let mut draw = |below: usize| {
+                    random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(0x9e37);
+                    (random >> 33) as usize % below
+                };
+                let own = |page: usize| page % threads == thread;
+                let mut kept = Vec::new();
+                for _ in 0..rounds {
+                    let first = draw(PAGES);
+                    let pages = 1 + draw(PAGES - first).min(3);
+                    let start = Address(place.address(first) as u64);
+                    let range = AddressRange::new(start, (pages * PAGE) as u64).expect("no wrap");
+                    let key = Key::new(range, Access::SEND).expect("a key");
+                    // Nobody but this thread changes its own pages, so they say the same until it does.
+                    if let Ok(lease) = cache.get(&key) {
+                        assert!(cache.source().alive.lock().unwrap().contains_key(&lease.id));
+                        for page in (first..first + pages).filter(|page| own(*page)) {
+                            assert_eq!(lease.said[page - lease.first], place.says(page), "a stale hit");
+                        }
+                        if draw(4) == 0 {
+                            kept.push(lease);
+                        }
+                    }
+                    if draw(8) == 0 {
+                        kept.clear();
+                    }
+                    let mine = draw(PAGES);
+                    if own(mine) && draw(2) == 0 {
+                        place.replace(mine, &**cache.invalidator());
+                    }
+                }
+            });
+        }
+    });
+    for _ in 0..1000 {
+        cache.clear();
+        if cache.try_empty().is_ok() {
+            break;
+        }
+    }
+    cache.try_empty().expect("all given back");
+    assert_eq!(pinning.alive.lock().unwrap().len(), 0, "lost registrations");
+    assert_eq!(pinning.watches.load(Ordering::SeqCst), 0, "lost watches");
+}
+
+#[test]
+fn cache_11_no_stale_hit_no_lost_registration_no_double_deregistration() {
+    for (seed, max_count, merge) in [(1, 6, false), (2, 1000, false), (3, 6, true), (4, 1000, true)] {
+        run(3, 5_000, Limits { max_count, merge, ..Limits::default() }, 0, seed);
+    }
+}
+
+#[test]
+fn cache_11_the_same_with_a_provider_that_fails_at_random() {
+    for (seed, max_count, merge) in [(5, 6, false), (6, 1000, false), (7, 6, true)] {
+        run(3, 5_000, Limits { max_count, merge, ..Limits::default() }, 16, seed);
+    }
+}
+
+#[test]
+#[ignore = "the slow tier"]
+fn cache_11_slow_a_million_rounds() {
+    for seed in 0..10 {
+        let limits =
+            Limits { max_count: 6 + seed as usize % 3 * 500, merge: seed % 2 == 1, ..Limits::default() };
+        run(4, 25_000, limits, seed % 3 * 8, seed);
+    }
+}
+
+mod properties {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[derive(Clone, Copy, Debug)]
+    enum Step {
+        Get { first: usize, pages: usize, keep: bool },
+        Put,
+        Replace { page: usize },
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            4 => (0..PAGES, 1..5_usize, any::<bool>()).prop_map(|(first, pages, keep)| {
+                Step::Get { first, pages: pages.min(PAGES - first), keep }
+            }),
+            1 => Just(Step::Put),
+            2 => (0..PAGES).prop_map(|page| Step::Replace { page }),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// One thread, any order: what is got is always what is mapped.
+        #[test]
+        fn cache_11_what_is_got_is_what_is_mapped(
+            max_count in 0..6_usize,
+            merge in any::<bool>(),
+            failing in prop_oneof![Just(0_u64), Just(6)],
+            steps in proptest::collection::vec(step(), 1..120),
+        ) {
+            let place = Arc::new(Place::new(steps.len()));
+            let pinning = Pinning {
+                place: Arc::clone(&place),
+                alive: Arc::default(),
+                next: Arc::default(),
+                failing,
+                calls: Arc::default(),
+                watches: Arc::default(),
+            };
+            let cache = Cache::new(pinning.clone(), Limits { max_count, merge, ..Limits::default() }).unwrap();
+            let mut kept = Vec::new();
+            for step in steps {
+                match step {
+                    Step::Get { first, pages, keep } => {
+                        let start = Address(place.address(first) as u64);
+                        let range = AddressRange::new(start, (pages * PAGE) as u64).unwrap();
+                        let Ok(lease) = cache.get(&Key::new(range, Access::SEND).unwrap()) else { continue };
+                        for page in first..first + pages {
+                            prop_assert_eq!(lease.said[page - lease.first], place.says(page));
+                        }
+                        if keep {
+                            kept.push(lease);
+                        }
+                    }
+                    Step::Put => kept.clear(),
+                    Step::Replace { page } => place.replace(page, &**cache.invalidator()),
+                }
+            }
+            drop(kept);
+            while cache.try_empty().is_err() {}
+            prop_assert_eq!(pinning.alive.lock().unwrap().len(), 0);
+            prop_assert_eq!(pinning.watches.load(Ordering::SeqCst), 0);
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! A source that keeps books: what is registered, what is watched, what was asked for twice.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Condvar, Mutex,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
+};
+
+use hmem_core::{
+    Access, Address, AddressRange, Error, ErrorKind, Rejected, Result,
+    cache::{Cache, Key, Limits, Source},
+    monitor::Invalidator,
+};
+
+/// A registration of the books.
+#[derive(Debug)]
+pub(crate) struct Region {
+    pub(crate) id: u64,
+    pub(crate) key: Key,
+}
+
+#[derive(Default)]
+pub(crate) struct Books {
+    pub(crate) registered: Mutex<BTreeMap<u64, Key>>,
+    next: AtomicU64,
+    pub(crate) registrations: AtomicUsize,
+    pub(crate) deregistrations: AtomicUsize,
+    pub(crate) watches: AtomicUsize,
+    pub(crate) unwatches: AtomicUsize,
+    /// Registrations to fail, and as what.
+    failing: Mutex<Vec<ErrorKind>>,
+    /// Deregistrations to refuse.
+    pub(crate) refusing: AtomicUsize,
+    /// Registrations that the provider has room for; 0 for any number.
+    pub(crate) room: AtomicUsize,
+    pub(crate) unwatchable: AtomicBool,
+    /// Hits must ask, and are told this.
+    pub(crate) checked: AtomicBool,
+    pub(crate) invalid: AtomicBool,
+    pub(crate) asked: AtomicUsize,
+    held: Mutex<bool>,
+    released: Condvar,
+    waiting: AtomicUsize,
+    /// Called in the middle of the next registration.
+    pub(crate) meanwhile: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+}
+
+impl Books {
+    pub(crate) fn fail_next(&self, kind: ErrorKind) {
+        self.failing.lock().unwrap().push(kind);
+    }
+
+    /// Holds registrations until [`Books::release`].
+    pub(crate) fn hold(&self) {
+        *self.held.lock().unwrap() = true;
+    }
+
+    pub(crate) fn release(&self) {
+        *self.held.lock().unwrap() = false;
+        self.released.notify_all();
+    }
+
+    /// Lets others run until `count` registrations are held.
+    pub(crate) fn until_held(&self, count: usize) {
+        while self.waiting.load(Ordering::SeqCst) < count {
+            std::thread::yield_now();
+        }
+    }
+
+    pub(crate) fn live(&self) -> usize {
+        self.registered.lock().unwrap().len()
+    }
+}
+
+/// The books as a source.
+#[derive(Clone, Default)]
+pub(crate) struct Ledger(pub(crate) Arc<Books>);
+
+impl Source for Ledger {
+    type Region = Region;
+    type Watch = Key;
+
+    fn watch(&self, key: &Key, _: &Arc<dyn Invalidator>) -> Result<Key> {
+        if self.0.unwatchable.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::Unsupported, "subscribe").remedy("nobody watches this"));
+        }
+        self.0.watches.fetch_add(1, Ordering::SeqCst);
+        Ok(*key)
+    }
+
+    fn unwatch(&self, _: Key) {
+        self.0.unwatches.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn checked(&self, _: &Key) -> bool {
+        self.0.checked.load(Ordering::SeqCst)
+    }
+
+    fn valid(&self, _: &Key) -> Result<bool> {
+        self.0.asked.fetch_add(1, Ordering::SeqCst);
+        Ok(!self.0.invalid.swap(false, Ordering::SeqCst))
+    }
+
+    fn longest(&self) -> u64 {
+        1 << 30
+    }
+
+    fn register(&self, key: &Key) -> Result<Region> {
+        self.0.registrations.fetch_add(1, Ordering::SeqCst);
+        let mut held = self.0.held.lock().unwrap();
+        self.0.waiting.fetch_add(1, Ordering::SeqCst);
+        while *held {
+            held = self.0.released.wait(held).unwrap();
+        }
+        self.0.waiting.fetch_sub(1, Ordering::SeqCst);
+        drop(held);
+        if let Some(meanwhile) = self.0.meanwhile.lock().unwrap().take() {
+            meanwhile();
+        }
+        if let Some(kind) = self.0.failing.lock().unwrap().pop() {
+            return Err(Error::new(kind, "register").context("range", key.range()));
+        }
+        let mut registered = self.0.registered.lock().unwrap();
+        let room = self.0.room.load(Ordering::SeqCst);
+        if room > 0 && registered.len() >= room {
+            return Err(Error::new(ErrorKind::OutOfResources, "register"));
+        }
+        let id = self.0.next.fetch_add(1, Ordering::SeqCst);
+        registered.insert(id, *key);
+        Ok(Region { id, key: *key })
+    }
+
+    fn deregister(&self, region: Region) -> Result<(), Rejected<Region>> {
+        let refuse = |left: usize| left.checked_sub(1);
+        if self.0.refusing.fetch_update(Ordering::SeqCst, Ordering::SeqCst, refuse).is_ok() {
+            return Err(Rejected::new(region, Error::new(ErrorKind::Driver, "deregister")));
+        }
+        self.0.deregistrations.fetch_add(1, Ordering::SeqCst);
+        let gone = self.0.registered.lock().unwrap().remove(&region.id);
+        assert!(gone.is_some(), "{region:?} is deregistered twice");
+        Ok(())
+    }
+}
+
+pub(crate) const PAGE: u64 = 4096;
+
+pub(crate) fn range(start: u64, len: u64) -> AddressRange {
+    AddressRange::new(Address(start), len).expect("no wrap")
+}
+
+pub(crate) fn key(start: u64, len: u64) -> Key {
+    Key::new(range(start, len), Access::SEND).expect("a key")
+}
+
+/// A cache of a ledger with its books.
+pub(crate) fn cache(limits: Limits) -> (Cache<Ledger>, Arc<Books>) {
+    let ledger = Ledger::default();
+    let books = Arc::clone(&ledger.0);
+    (Cache::new(ledger, limits).expect("a cache"), books)
+}
+
+pub(crate) fn limits(max_count: usize) -> Limits {
+    Limits { max_count, ..Limits::default() }
+}
+
+/// Everything that was registered is deregistered, everything that was watched is watched no more.
+pub(crate) fn assert_empty(books: &Books) {
+    assert_eq!(books.live(), 0);
+    assert_eq!(books.watches.load(Ordering::SeqCst), books.unwatches.load(Ordering::SeqCst));
+}

@@ -1,0 +1,136 @@
+//! Registrations under way: who waits for them and who does not; and those that fail.
+
+use std::sync::{Barrier, atomic::Ordering};
+
+use hmem_core::{ErrorKind, cache::Limits};
+
+use crate::support::*;
+
+#[test]
+fn cache_06_a_registration_in_progress_holds_up_no_other_lookup() {
+    let (cache, books) = cache(Limits::default());
+    let cached = cache.get(&key(0, PAGE)).unwrap().id;
+    books.hold();
+    std::thread::scope(|scope| {
+        let slow = scope.spawn(|| cache.get(&key(PAGE, PAGE)).unwrap().id);
+        books.until_held(1);
+        // Hits, misses that wait for nobody, statistics, invalidation: all while it is held.
+        assert_eq!(cache.get(&key(0, PAGE)).unwrap().id, cached);
+        let other = scope.spawn(|| cache.get(&key(2 * PAGE, PAGE)).unwrap().id);
+        books.until_held(2);
+        assert_eq!(cache.statistics().entries, 3);
+        cache.invalidate(range(0, PAGE));
+        assert!(cache.find(&key(0, PAGE)).is_none());
+        books.release();
+        assert_ne!(slow.join().unwrap(), other.join().unwrap());
+    });
+}
+
+#[test]
+fn cache_06_threads_that_want_the_same_range_register_once() {
+    const THREADS: usize = 8;
+    let (cache, books) = cache(Limits::default());
+    books.hold();
+    let start = Barrier::new(THREADS + 1);
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS)
+            .map(|_| {
+                let (cache, start) = (&cache, &start);
+                scope.spawn(move || {
+                    start.wait();
+                    cache.get(&key(0, PAGE)).unwrap().id
+                })
+            })
+            .collect();
+        start.wait();
+        books.until_held(1);
+        books.release();
+        let ids: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+        assert!(ids.iter().all(|id| *id == ids[0]));
+    });
+    assert_eq!(books.registrations.load(Ordering::SeqCst), 1);
+    let now = cache.statistics();
+    assert_eq!((now.lookups, now.hits, now.registrations), (THREADS as u64, THREADS as u64 - 1, 1));
+}
+
+#[test]
+fn cache_07_a_failed_registration_is_every_waiters_error_and_leaves_nothing() {
+    const THREADS: usize = 4;
+    let (cache, books) = cache(Limits::default());
+    books.hold();
+    books.fail_next(ErrorKind::BadAddress);
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| cache.get(&key(0, PAGE)).map(|lease| lease.id));
+        books.until_held(1);
+        let others: Vec<_> =
+            (1..THREADS).map(|_| scope.spawn(|| cache.get(&key(0, PAGE)).map(|lease| lease.id))).collect();
+        // A waiter has its lease before it waits, so that it is seen here.
+        while cache.statistics().leases < THREADS {
+            std::thread::yield_now();
+        }
+        books.release();
+        let error = first.join().unwrap().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::BadAddress);
+        for other in others {
+            let other = other.join().unwrap().unwrap_err();
+            assert_eq!(other.to_string(), error.to_string());
+        }
+    });
+    assert_eq!(books.registrations.load(Ordering::SeqCst), 1);
+    cache.flush();
+    let now = cache.statistics();
+    assert_eq!((now.entries, now.bytes, now.dying, now.failures), (0, 0, 0, THREADS as u64));
+    assert_empty(&books);
+    assert!(cache.get(&key(0, PAGE)).is_ok());
+}
+
+#[test]
+fn cache_07_a_source_that_panics_leaves_nothing_and_nobody_waiting() {
+    let (cache, books) = cache(Limits::default());
+    *books.meanwhile.lock().unwrap() = Some(Box::new(|| panic!("by the test")));
+    let panicked =
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| cache.get(&key(0, PAGE)).is_ok()));
+    assert!(panicked.is_err());
+    books.meanwhile.clear_poison();
+    cache.flush();
+    assert_eq!(cache.statistics().entries, 0);
+    assert!(cache.get(&key(0, PAGE)).is_ok());
+}
+
+#[test]
+fn cache_07_idle_entries_are_given_back_when_the_provider_is_out_of_resources() {
+    let (cache, books) = cache(Limits::default());
+    books.room.store(4, Ordering::SeqCst);
+    let busy = cache.get(&key(0, PAGE)).unwrap();
+    for i in 1..4 {
+        cache.get(&key(i * PAGE, PAGE)).unwrap();
+    }
+    assert_eq!(books.live(), 4);
+    let before = books.registrations.load(Ordering::SeqCst);
+    let fifth = cache.get(&key(9 * PAGE, PAGE)).unwrap();
+    assert!(fifth.uncached().is_none());
+    // Refused once, then tried once more; what is in use stayed.
+    assert_eq!(books.registrations.load(Ordering::SeqCst), before + 2);
+    assert_eq!(books.live(), 2);
+    assert_eq!(cache.get(&key(0, PAGE)).unwrap().id, busy.id);
+    // With nothing to give back it is an error, after one try.
+    let (_third, _fourth) =
+        (cache.get(&key(1 << 20, PAGE)).unwrap(), cache.get(&key(2 << 20, PAGE)).unwrap());
+    let error = cache.get(&key(3 << 20, PAGE)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::OutOfResources);
+    assert_eq!(books.registrations.load(Ordering::SeqCst), before + 5);
+}
+
+#[test]
+fn a_region_that_the_provider_will_not_deregister_is_tried_again_and_not_lost() {
+    let (cache, books) = cache(Limits::default());
+    cache.get(&key(0, PAGE)).unwrap();
+    books.refusing.store(1, Ordering::SeqCst);
+    cache.invalidate(range(0, PAGE));
+    while books.refusing.load(Ordering::SeqCst) > 0 {
+        cache.flush();
+    }
+    cache.flush();
+    assert_eq!((books.live(), cache.statistics().stuck), (0, 0));
+    assert_empty(&books);
+}
