@@ -19,13 +19,14 @@ const KINDS: [AllocationKind; 5] = [
     AllocationKind::Host,
 ];
 
+const SIZES: [u64; 9] = [1, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30, 4 << 30, 16 << 30];
+
 pub(crate) fn write(driver: &Driver, extent: Extent, out: &mut Vec<u8>) -> io::Result<()> {
     writeln!(out, "\n### dma-buf export\n")?;
     writeln!(out, "| kind | size | default mapping | PCIe mapping | CPU maps the fd | fds left |")?;
     writeln!(out, "|---|---|---|---|---|---|")?;
     for kind in KINDS {
-        let mut len = 4096;
-        while len <= extent.largest_export {
+        for len in SIZES.into_iter().filter(|len| *len <= extent.largest_export) {
             match driver.allocate(len, kind) {
                 Ok(memory) => {
                     row(driver, &memory, out)?;
@@ -35,7 +36,6 @@ pub(crate) fn write(driver: &Driver, extent: Extent, out: &mut Vec<u8>) -> io::R
                     writeln!(out, "| {} | {} | not allocated: {error} | | | |", kind.name(), size(len))?;
                 }
             }
-            len *= 16;
         }
     }
     Ok(())

@@ -11,7 +11,7 @@ pub(crate) fn passed() -> Option<String> {
 pub(crate) fn run(name: &str, pass: &str) {
     let test = std::env::current_exe().expect("this test");
     let output = Command::new(test)
-        .args(["--exact", name, "--nocapture", "--test-threads=1"])
+        .args(["--exact", name, "--nocapture", "--include-ignored", "--test-threads=1"])
         .env("HMEM_CUDA_CHILD", pass)
         .stdin(Stdio::null())
         .output()

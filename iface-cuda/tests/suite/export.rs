@@ -84,11 +84,20 @@ fn hm_06_a_range_past_its_allocation_or_empty_is_not_exported() {
 /// HM-06. In a process of its own, as other tests open fds too.
 #[test]
 fn hm_06_many_exports_leave_no_fd() {
-    const NAME: &str = "export::hm_06_many_exports_leave_no_fd";
+    leave_no_fd("export::hm_06_many_exports_leave_no_fd", 20_000);
+}
+
+/// HM-06, in the slow tier.
+#[test]
+#[ignore = "slow: a million exports"]
+fn hm_06_a_million_exports_leave_no_fd() {
+    leave_no_fd("export::hm_06_a_million_exports_leave_no_fd", 1_000_000);
+}
+
+fn leave_no_fd(name: &str, rounds: u64) {
     if crate::child::passed().is_none() {
-        return crate::child::run(NAME, "");
+        return crate::child::run(name, "");
     }
-    let rounds = 20_000;
     over(Profile::default(), |world| {
         let memory = world.allocate(65_536, AllocationKind::Device);
         let export = |n: u64| {
