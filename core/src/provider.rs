@@ -78,6 +78,9 @@ pub struct ProviderAttr {
     pub page_sizes: Vec<usize>,
     /// What it imports.
     pub imports: Imports,
+    /// The rights that a staged region may have: the local ones where staged memory takes this side's help to reach, all
+    /// where the NIC copies for peers too.
+    pub staged_access: Access,
     /// The registration flags that it honours.
     pub flags: MrFlags,
     /// The window types that it has.
@@ -392,7 +395,10 @@ pub trait ProviderDomain: fmt::Debug + Send + Sync {
 
     /// The remote key of a region that takes more than one number (VRB-07), or that peers address otherwise than
     /// the domain's other regions; `None` for all others, whose key is [`ProviderRegion::key`] over their length.
-    fn remote_key(&self, region: ProviderRegion) -> Option<RemoteKey>;
+    ///
+    /// # Errors
+    /// KeyNotAvailable for a region that no peer can reach: a staged one, where the NIC does not reach staged memory.
+    fn remote_key(&self, region: ProviderRegion) -> Result<Option<RemoteKey>>;
 
     /// Makes a peer's raw key usable in transfers of this domain.
     ///

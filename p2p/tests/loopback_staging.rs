@@ -6,9 +6,9 @@ mod staging_cases;
 use std::{sync::Arc, time::Duration};
 
 use hmem_core::{
-    Errno, ErrorKind, Iova, RemoteKey,
+    Atomic, Errno, ErrorKind, Iova, RemoteKey,
     provider::{EndpointAttr, Provider, StagingAttr},
-    transfer::{CompletionKind, PeerId, RemoteSegment},
+    transfer::{AtomicOp, AtomicType, CompletionKind, PeerId, RemoteSegment},
 };
 use hmem_iface_system::{Call as DeviceCall, Simulated, Stepping};
 use hmem_p2p::loopback::{Call, Faults, Loopback, Progress};
@@ -37,7 +37,7 @@ const PROGRESSES: [Progress; 2] = [Progress::ByHand, Progress::Thread];
 #[test]
 fn bnc_01_every_size_arrives_whole() {
     for progress in PROGRESSES {
-        every_size_arrives(&net(progress), &SIZES, u64::MAX);
+        every_size_arrives(&net(progress), &SIZES, &STARTS, u64::MAX);
     }
 }
 
@@ -45,7 +45,7 @@ fn bnc_01_every_size_arrives_whole() {
 #[ignore = "the slow tier: moves a gigabyte each way"]
 fn bnc_01_a_gigabyte_arrives_whole() {
     let net = net_with(Progress::ByHand, &Faults::new(), StagingAttr::default(), device());
-    every_size_arrives(&net, &[1 << 30], 1 << 30);
+    every_size_arrives(&net, &[1 << 30], &STARTS[2..], 1 << 30);
 }
 
 #[test]
@@ -225,6 +225,34 @@ fn bnc_02_transfers_of_several_threads_share_the_pool() {
             assert!(far.get(thread * CHUNK * 8, len) == pattern(len, 19 + thread));
         }
         net.assert_idle();
+    }
+}
+
+#[test]
+fn bnc_03_atomics_on_staged_memory_are_refused_and_change_nothing() {
+    let net = net(Progress::ByHand);
+    let staged = net.far.device(&net.device, 64, LOCAL | REMOTE).unwrap();
+    let host = net.near.host(64, LOCAL);
+    let bytes = pattern(64, 8);
+    staged.put(0, &bytes);
+    let key = staged.region().key().unwrap();
+    for op in AtomicOp::ALL {
+        for datatype in AtomicType::ALL {
+            let len = datatype.size();
+            let atomic = Atomic {
+                op,
+                datatype,
+                remote: RemoteSegment { address: Iova(key.base().0 + 8), len, key: &key },
+                operand: host.slice(0, len),
+                result: Some(host.slice(8, len)),
+                compare: op.compares().then(|| host.slice(16, len)),
+            };
+            net.near.endpoint.atomic(&atomic, PeerId(0), 1).unwrap();
+            let refused = net.complete(1, 0).0.remove(0).result.unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::Unsupported);
+            assert!(refused.to_string().contains("staged copies"), "{refused}");
+            assert!(staged.get(0, 64) == bytes, "{op:?} changed staged memory");
+        }
     }
 }
 

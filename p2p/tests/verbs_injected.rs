@@ -249,7 +249,7 @@ fn vrb_02_options_travel_by_the_call_that_takes_them() {
     let region =
         register(&domain, &[host(0x1000, 4096)], Access::READ, VerbsOptions::ZERO_BASED).expect("register");
     assert_eq!(calls(), ["reg_mr_iova2 0x1000+0x1000 at 0x0 0x21"]);
-    let key = verbs.remote_key(region).expect("not the usual key");
+    let key = verbs.remote_key(region).expect("a key").expect("not the usual key");
     assert_eq!((key.addressing(), key.base().0), (Addressing::ZeroBased, 0));
     assert_eq!(verbs.keys(region).expect("keys")[0].base, 0);
 }

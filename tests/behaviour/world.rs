@@ -237,7 +237,7 @@ pub(crate) fn verbs_worlds() -> Vec<World> {
 pub(crate) const VERBS_NEEDS: [Need; 2] = [
     need(
         "staged path",
-        "a device cannot reach memory through copies: the staging pipeline is to come",
+        "no peer reaches staged memory over a device: `p2p/tests/verbs_staging.rs` shows what the owner does with it",
         |world| !world.staged(),
     ),
     need("device memory, a driver without dma-bufs", "no path leads there but a staged one", |world| {

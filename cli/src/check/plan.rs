@@ -2,7 +2,7 @@
 
 use std::{fmt, sync::Arc};
 
-use hmem::{AllocationKind, DeviceId, Iface, IfaceKind, Path, path::P2pPolicy, system::System};
+use hmem::{Access, AllocationKind, DeviceId, Iface, IfaceKind, Path, path::P2pPolicy, system::System};
 
 use super::{Memory, Selection, memory::HugeBuffer, skip};
 use crate::{
@@ -193,8 +193,12 @@ fn ways(memory: &Memory, nic: &Fabric, p2p_disabled: bool, skipped: &mut Vec<Ski
         );
         skipped.push(skip(format!("{} directly", between()), why));
     }
-    if imports.staged {
+    let exposed = Access::REMOTE_READ | Access::REMOTE_WRITE;
+    if imports.staged && nic.attr.staged_access.contains(exposed) {
         ways.push(Way::Staged);
+    } else if imports.staged {
+        let why = "peers cannot reach memory that this NIC is given copies of, and a check lets them";
+        skipped.push(skip(format!("{} over staged", between()), why));
     } else {
         skipped.push(skip(format!("{} over staged", between()), "this NIC takes no staged copies"));
     }

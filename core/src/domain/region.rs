@@ -155,7 +155,8 @@ impl MemoryRegion {
     /// The remote key (`fi_mr_key`).
     ///
     /// # Errors
-    /// [`ErrorKind::KeyNotAvailable`] before the registration completed, after it failed, and in RAW mode.
+    /// [`ErrorKind::KeyNotAvailable`] before the registration completed, after it failed, in RAW mode, and for a staged
+    /// region of a NIC that needs this side's help to reach it: no peer can.
     pub fn key(&self) -> Result<RemoteKey> {
         let unavailable = |why: &'static str| Error::new(ErrorKind::KeyNotAvailable, "key").remedy(why);
         let Some(region) = self.inner.registered() else {
@@ -166,7 +167,7 @@ impl MemoryRegion {
         }
         let single =
             || RemoteKey::new(self.inner.domain.addressing(), self.base_addr(), self.len(), region.key);
-        Ok(self.inner.domain.provider().remote_key(region).unwrap_or_else(single))
+        Ok(self.inner.domain.provider().remote_key(region)?.unwrap_or_else(single))
     }
 
     /// Where peers' addresses start: 0, or the first virtual address in VIRT_ADDR mode.

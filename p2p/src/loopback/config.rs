@@ -3,7 +3,7 @@
 use std::fmt;
 
 use hmem_core::{
-    Error, ErrorKind, MrFlags, MrMode, Result,
+    Access, Error, ErrorKind, MrFlags, MrMode, Result,
     provider::{Imports, Nic, ProviderAttr, WindowType},
 };
 
@@ -80,6 +80,7 @@ impl Default for Builder {
             max_mr_size: u64::MAX,
             max_mr_count: MAX_REGIONS,
             page_sizes: page_sizes(),
+            staged_access: Access::all(),
             imports: Imports { dma_buf: true, pcie_mapping_first: false, peer_memory: false, staged: true },
             flags: MrFlags::all(),
             windows: vec![WindowType::One, WindowType::TwoA, WindowType::TwoB],

@@ -317,8 +317,8 @@ impl ProviderDomain for Domain {
         Ok(keys::write_raw(key, self.state.keys.cookie(key, token), self.state.nic.attr.raw_key_size))
     }
 
-    fn remote_key(&self, _region: ProviderRegion) -> Option<RemoteKey> {
-        None
+    fn remote_key(&self, _region: ProviderRegion) -> Result<Option<RemoteKey>> {
+        Ok(None)
     }
 
     fn map_raw(&self, base: Iova, len: u64, addressing: Addressing, raw: &RawKey) -> Result<RemoteKey> {

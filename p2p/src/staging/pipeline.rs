@@ -57,10 +57,10 @@ pub(crate) enum Posted {
     /// Its bytes are where they go.
     Done,
     /// They will be: [`Pipeline::landed`] says when.
-    #[allow(dead_code, reason = "the software NIC's wire is a copy")]
+    #[cfg_attr(not(feature = "verbs"), allow(dead_code, reason = "the software NIC's wire is a copy"))]
     Sent,
     /// There is no room: try again later.
-    #[allow(dead_code, reason = "the software NIC's wire is a copy")]
+    #[cfg_attr(not(feature = "verbs"), allow(dead_code, reason = "the software NIC's wire is a copy"))]
     Full,
 }
 
@@ -68,7 +68,7 @@ pub(crate) enum Posted {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct View<'a> {
     /// By which [`Pipeline::landed`] knows it.
-    #[allow(dead_code, reason = "the software NIC's wire is a copy")]
+    #[cfg_attr(not(feature = "verbs"), allow(dead_code, reason = "the software NIC's wire is a copy"))]
     pub(crate) number: u64,
     /// Where in the message.
     pub(crate) at: u64,
@@ -173,6 +173,65 @@ impl<M> Pipeline<M> {
         // Whoever waits behind it for buffers need not wait any longer.
         self.claim = Claim::new(self.claim.pool());
         self.granted = None;
+    }
+
+    /// Whether it failed; what is under way may go on for a while.
+    #[cfg(feature = "verbs")]
+    pub(crate) fn has_failed(&self) -> bool {
+        self.failure.is_some()
+    }
+
+    /// Whether it takes no more buffers.
+    #[cfg(feature = "verbs")]
+    pub(crate) fn has_begun(&self) -> bool {
+        self.failure.is_some() || self.begun == self.len
+    }
+
+    /// Changes what further buffers are taken for.
+    #[cfg(feature = "verbs")]
+    pub(crate) fn set_purpose(&mut self, purpose: Use) {
+        if self.purpose != purpose {
+            self.purpose = purpose;
+            // Its place in the queue was for the other.
+            self.claim = Claim::new(self.claim.pool());
+        }
+    }
+
+    /// Whether all of it was handed to the wire, or will not be.
+    #[cfg(feature = "verbs")]
+    pub(crate) fn is_posted(&self) -> bool {
+        let waits = |chunk: &Chunk| matches!(chunk.stage, Stage::Filling | Stage::Ready);
+        self.failure.is_some() || (self.begun == self.len && !self.chunks.iter().any(waits))
+    }
+
+    /// The memories that it copies from and to.
+    #[cfg(feature = "verbs")]
+    pub(crate) fn memories(&self) -> impl Iterator<Item = &M> {
+        self.sources.iter().chain(&self.targets).map(|run| &run.memory)
+    }
+
+    /// The end of a chunk on the wire: the bytes that were moved, which for a message that was received may be fewer.
+    #[cfg(feature = "verbs")]
+    pub(crate) fn landed(&mut self, number: u64, result: Result<u64>) {
+        let is_it = |chunk: &&mut Chunk| chunk.number == number && chunk.stage == Stage::OnWire;
+        let Some(chunk) = self.chunks.iter_mut().find(is_it) else { return };
+        match result {
+            Ok(bytes) => {
+                chunk.len = chunk.len.min(bytes);
+                chunk.stage = Stage::Landed;
+            }
+            Err(error) => {
+                chunk.stage = Stage::Ended;
+                self.fail(Part::Wire, error);
+            }
+        }
+    }
+
+    /// Waits for the copies of a transfer that was given up, and lets go of what is not on the wire.
+    #[cfg(feature = "verbs")]
+    pub(crate) fn stop(&mut self) {
+        self.wait_for_copies();
+        self.retire();
     }
 
     /// Waits for every copy under way.
@@ -282,11 +341,17 @@ where
     M: Deref<Target = D>,
     D: StagedMemory + ?Sized,
 {
-    /// Does what can be done now; whether that was anything.
-    pub(crate) fn step(&mut self, wire: &mut impl FnMut(View<'_>) -> Result<Posted>) -> bool {
-        // Begin first: the copy engine works while the wire is given what is ready.
+    /// Does what can be done now; whether that was anything. Without `may_begin` it takes no buffers.
+    pub(crate) fn step(
+        &mut self,
+        may_begin: bool,
+        wire: &mut impl FnMut(View<'_>) -> Result<Posted>,
+    ) -> bool {
         let mut progressed = self.settle();
-        progressed |= self.begin();
+        if may_begin {
+            // First: the copy engine works while the wire is given what is ready.
+            progressed |= self.begin();
+        }
         progressed |= self.post(wire);
         progressed |= self.drain();
         progressed |= self.settle();
@@ -309,7 +374,7 @@ where
             {
                 self.fail(Part::Wire, error);
             }
-            if !self.step(&mut wire) && !self.is_over() {
+            if !self.step(true, &mut wire) && !self.is_over() {
                 self.block();
             }
         }

@@ -14,7 +14,10 @@ use super::memory::Memory;
 
 /// What a buffer is taken for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(dead_code, reason = "the software NIC matches a message before it takes buffers for it")]
+#[cfg_attr(
+    not(feature = "verbs"),
+    allow(dead_code, reason = "the software NIC matches a message before it takes buffers for it")
+)]
 pub(crate) enum Use {
     /// A chunk of a write or read, or of anything that no peer can hold up.
     Rma,

@@ -9,13 +9,14 @@ use std::{
 };
 
 use hmem_core::{
-    Errno, Error, ErrorKind, MrFlags, MrMode, Result,
+    Access, Errno, Error, ErrorKind, MrFlags, MrMode, Result,
     provider::{Imports, Nic, ProviderAttr, WindowType},
 };
 
 use super::{
     DeviceRights, GidEntry, choose_gid, errors, gid,
     library::{Library, device_name},
+    staged::Active,
     sys::{
         self, AtomicCap, Context, DeviceAttr, DeviceAttrEx, DeviceCaps, DeviceExInput, LinkLayer, Pd,
         PortAttr, PortState, VerbsContext,
@@ -36,6 +37,7 @@ pub(super) struct OpenDevice {
     rights: DeviceRights,
     on_demand: bool,
     provider_attr: ProviderAttr,
+    active: Active,
 }
 
 // SAFETY: a context of libibverbs may be used from any thread, several at once ("thread safe", ibverbs(7)); everything
@@ -88,6 +90,7 @@ impl OpenDevice {
             attr,
             rights: DeviceRights::default(),
             on_demand: false,
+            active: Active::default(),
         };
         // From here on, an error closes the context by dropping `device`.
         // SAFETY: the context is open; the attributes are writable for the call.
@@ -101,6 +104,11 @@ impl OpenDevice {
         let dma_buf = device.probe_dma_buf()?;
         device.provider_attr = device.describe(dma_buf);
         Ok(device)
+    }
+
+    /// The endpoints with staged transfers under way.
+    pub(super) fn active(&self) -> &Active {
+        &self.active
     }
 
     pub(super) fn library(&self) -> &Arc<Library> {
@@ -223,7 +231,12 @@ impl OpenDevice {
         ProviderAttr {
             max_mr_size: self.max_registration().saturating_mul(max_mr_count),
             max_mr_count,
-            imports: Imports { dma_buf, peer_memory: peer_memory_client(), ..Imports::default() },
+            imports: Imports {
+                dma_buf,
+                peer_memory: peer_memory_client(),
+                staged: true,
+                ..Imports::default()
+            },
             flags: if dma_buf { host | MrFlags::MR_DMABUF } else { host },
             windows: windows
                 .into_iter()
@@ -313,6 +326,7 @@ fn blank(nic: &Nic) -> ProviderAttr {
         max_mr_count: 0,
         page_sizes: vec![rustix::param::page_size()],
         imports: Imports::default(),
+        staged_access: Access::READ | Access::WRITE | Access::SEND | Access::RECV,
         flags: MrFlags::empty(),
         windows: Vec::new(),
         region_counters: false,

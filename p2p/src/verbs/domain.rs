@@ -16,7 +16,7 @@ use hmem_core::{
     RemotePiece, Result,
     counter::Counter,
     provider::{
-        CompletionQueue, DomainRequest, EndpointAttr, Live, Piece, ProviderAttr, ProviderDomain,
+        Backing, CompletionQueue, DomainRequest, EndpointAttr, Live, Piece, ProviderAttr, ProviderDomain,
         ProviderEndpoint, ProviderRegion, ProviderWindow, RegistrationRequest, WindowBind, WindowType,
     },
 };
@@ -34,6 +34,7 @@ use super::{
     region::{Regions, read_raw},
     register::Registrar,
     split::Span,
+    staged::Staging,
     sys::{AccessFlags, Mr},
     window::Windows,
 };
@@ -55,6 +56,7 @@ pub(super) struct DomainState {
     pub(super) fabric: Arc<Fabric>,
     pub(super) regions: Regions,
     pub(super) windows: Windows,
+    pub(super) staging: Staging,
     pub(super) endpoints: AtomicU64,
     mapped: RwLock<HashMap<u64, Arc<[RemotePiece]>>>,
     nowhere: OnceLock<Nowhere>,
@@ -76,7 +78,7 @@ unsafe impl Send for Nowhere {}
 unsafe impl Sync for Nowhere {}
 
 impl DomainState {
-    fn registrar(&self) -> Registrar<'_> {
+    pub(super) fn registrar(&self) -> Registrar<'_> {
         let device = self.pd.device.max_registration();
         let max = match self.options.max_registration {
             0 => device,
@@ -191,6 +193,7 @@ impl VerbsDomain {
             fabric,
             regions: Regions::default(),
             windows: Windows::default(),
+            staging: Staging::new(request.staging),
             endpoints: AtomicU64::new(0),
             mapped: RwLock::default(),
             nowhere: OnceLock::new(),
@@ -251,7 +254,12 @@ impl VerbsDomain {
         pieces: &[Piece<'_>],
         options: VerbsOptions,
     ) -> Result<ProviderRegion> {
-        self.state.registrar().register(request, pieces, options)
+        let registrar = self.state.registrar();
+        if pieces.iter().any(|piece| matches!(piece.backing, Backing::Staged(_))) {
+            registrar.check(request)?;
+            return self.state.register_staged(request, pieces, options);
+        }
+        registrar.register(request, pieces, options)
     }
 
     /// Registers host pages in verbs' own words, as `ibv_reg_mr(3)`.
@@ -308,7 +316,10 @@ impl ProviderDomain for VerbsDomain {
     }
 
     fn deregister(&self, region: ProviderRegion) -> Result<()> {
-        self.state.regions.deregister(&self.state.pd, region)
+        match self.state.regions.staged(region) {
+            Some(staged) => self.state.deregister_staged(region, &staged),
+            None => self.state.regions.deregister(&self.state.pd, region),
+        }
     }
 
     fn enable(&self, region: ProviderRegion) -> Result<()> {
@@ -340,7 +351,7 @@ impl ProviderDomain for VerbsDomain {
         self.state.regions.raw_key(region)
     }
 
-    fn remote_key(&self, region: ProviderRegion) -> Option<RemoteKey> {
+    fn remote_key(&self, region: ProviderRegion) -> Result<Option<RemoteKey>> {
         self.state.regions.remote_key(region)
     }
 
@@ -385,7 +396,8 @@ impl ProviderDomain for VerbsDomain {
     }
 
     fn progress(&self) -> Result<usize> {
-        Ok(0)
+        // The NIC runs by itself; staged transfers do not.
+        Ok(self.state.pd.device.active().progress())
     }
 
     fn live(&self) -> Live {
@@ -397,12 +409,12 @@ impl ProviderDomain for VerbsDomain {
             windows: self.state.windows.count(),
             mapped_keys: self.state.mapped.read().len() as u64,
             endpoints: self.state.endpoints.load(Ordering::Relaxed),
-            staging_slots: 0,
+            staging_slots: self.state.staging.pool().map_or(0, |pool| pool.held()),
         }
     }
 
     fn staging_bytes(&self) -> u64 {
-        0
+        self.state.staging.pool().map_or(0, |pool| pool.range().len())
     }
 
     fn as_any(&self) -> &dyn Any {

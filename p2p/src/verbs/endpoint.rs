@@ -20,6 +20,7 @@ use super::{
     domain::DomainState,
     post::Scratch,
     queue::{CqState, Queue},
+    staged::{Lanes, Token},
     sys::{QpState, Wc, WcStatus},
 };
 
@@ -34,6 +35,7 @@ pub(super) struct EndpointState {
     tx_counter: Option<Arc<Counter>>,
     rx_counter: Option<Arc<Counter>>,
     number: u32,
+    pub(super) lanes: Lanes,
     inner: Mutex<Inner>,
 }
 
@@ -47,6 +49,8 @@ pub(super) struct Inner {
     slots: Vec<Slot>,
     free: Vec<u32>,
     pub(super) sends: u32,
+    /// Of those, messages: they end when the peer has a receive for them.
+    messages: u32,
     pub(super) receives: u32,
     /// Type 2 windows that were bound through it, to be freed before it.
     windows: Vec<u64>,
@@ -71,6 +75,8 @@ pub(super) struct InFlight {
     pub(super) requests: u32,
     /// For binds: the window, and its key before.
     pub(super) window: Option<(u64, u32)>,
+    /// Whose it is, for requests of a lane.
+    pub(super) owner: Option<Token>,
 }
 
 impl Inner {
@@ -80,6 +86,7 @@ impl Inner {
             self.receives += entry.requests;
         } else {
             self.sends += entry.requests;
+            self.messages += u32::from(entry.kind == CompletionKind::Send);
         }
         let index = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Slot::default());
@@ -104,6 +111,7 @@ impl Inner {
             self.receives -= entry.requests;
         } else {
             self.sends -= entry.requests;
+            self.messages -= u32::from(entry.kind == CompletionKind::Send);
         }
         Some(entry)
     }
@@ -117,6 +125,14 @@ impl Inner {
             .map(|(index, slot)| u64::from(slot.generation) << 32 | index as u64)
             .collect();
         ids.into_iter().filter_map(|id| self.take(id)).collect()
+    }
+
+    pub(super) fn has_messages(&self) -> bool {
+        self.messages > 0
+    }
+
+    pub(super) fn is_failed(&self) -> bool {
+        self.failed
     }
 
     pub(super) fn note_failure(&mut self) {
@@ -199,18 +215,48 @@ impl EndpointState {
             }
             Err(error)
         };
-        Some(self.finish(&entry, result))
+        self.end(&entry, result)
     }
 
-    fn finish(&self, entry: &InFlight, result: Result<u64>) -> Completion {
-        let receive = entry.kind == CompletionKind::Receive;
+    /// The completion of a request, or news for its lane.
+    fn end(&self, entry: &InFlight, result: Result<u64>) -> Option<Completion> {
+        match entry.owner {
+            Some(token) => {
+                self.lanes.tell(entry.kind, token, result);
+                None
+            }
+            None => Some(self.finish(entry.kind, entry.context, result)),
+        }
+    }
+
+    /// Ends requests that the NIC has forgotten.
+    fn end_all(&self, entries: Vec<InFlight>) {
+        for entry in entries {
+            if let Some(completion) = self.end(&entry, Err(canceled(entry.kind))) {
+                self.queue(entry.kind).push(completion);
+            }
+        }
+    }
+
+    pub(super) fn queue(&self, kind: CompletionKind) -> &CqState {
+        if kind == CompletionKind::Receive { &self.rx } else { &self.tx }
+    }
+
+    /// Takes everything that the NIC has completed into memory.
+    pub(super) fn drain_queues(&self) -> Result<()> {
+        self.tx.drain()?;
+        if Arc::ptr_eq(&self.tx, &self.rx) { Ok(()) } else { self.rx.drain() }
+    }
+
+    pub(super) fn finish(&self, kind: CompletionKind, context: u64, result: Result<u64>) -> Completion {
+        let receive = kind == CompletionKind::Receive;
         if let Some(counter) = if receive { &self.rx_counter } else { &self.tx_counter } {
             match &result {
                 Ok(_) => counter.add(1),
                 Err(_) => counter.add_error(1),
             }
         }
-        Completion { context: entry.context, kind: entry.kind, result, tag: None }
+        Completion { context, kind, result, tag: None }
     }
 
     /// Connects again where both sides are here and a request failed.
@@ -274,10 +320,8 @@ impl EndpointState {
             return Ok(());
         }
         inner.open()?.to_error()?;
-        for entry in inner.take_all() {
-            let queue = if entry.kind == CompletionKind::Receive { &self.rx } else { &self.tx };
-            queue.push(self.finish(&entry, Err(canceled(entry.kind))));
-        }
+        self.end_all(inner.take_all());
+        self.lanes.cancel();
         Ok(())
     }
 
@@ -285,10 +329,7 @@ impl EndpointState {
         if self.inner.lock().pair.is_none() {
             return Ok(());
         }
-        self.tx.drain()?;
-        if !Arc::ptr_eq(&self.tx, &self.rx) {
-            self.rx.drain()?;
-        }
+        self.drain_queues()?;
         let (pair, windows, left) = {
             let mut inner = self.inner.lock();
             if inner.windows.iter().any(|token| self.domain.windows.holds_pair(*token)) {
@@ -306,10 +347,8 @@ impl EndpointState {
             self.domain.windows.release_bound(&self.domain, token);
         }
         drop(pair);
-        for entry in left {
-            let queue = if entry.kind == CompletionKind::Receive { &self.rx } else { &self.tx };
-            queue.push(self.finish(&entry, Err(canceled(entry.kind))));
-        }
+        self.end_all(left);
+        self.shut_lanes();
         self.domain.endpoints.fetch_sub(1, Ordering::Relaxed);
         Ok(())
     }
@@ -363,6 +402,7 @@ impl Endpoint {
             slots: Vec::new(),
             free: Vec::new(),
             sends: 0,
+            messages: 0,
             receives: 0,
             windows: Vec::new(),
             scratch: Scratch::default(),
@@ -374,6 +414,7 @@ impl Endpoint {
             tx_counter: attr.tx_counter.clone(),
             rx_counter: attr.rx_counter.clone(),
             number,
+            lanes: Lanes::default(),
             inner: Mutex::new(inner),
         });
         state.tx.attach(number, &state);

@@ -70,6 +70,8 @@ mod register;
 mod single;
 mod split;
 #[allow(unsafe_code)]
+mod staged;
+#[allow(unsafe_code)]
 pub mod sys;
 #[allow(unsafe_code)]
 mod window;

@@ -14,6 +14,7 @@ use super::{
     errors,
     region::{CpuAccess, Held},
     split::{Planned, Span, Target, plan},
+    staged::Token,
     sys::{AtomicPart, BindPart, MwBindInfo, RdmaPart, RecvWr, SendFlags, SendWr, Sge, WrOpcode, WrPart},
 };
 
@@ -40,10 +41,27 @@ impl EndpointState {
     /// As [`hmem_core::provider::ProviderEndpoint::post`].
     pub(super) unsafe fn post(self: &Arc<Self>, request: &WorkRequest<'_>) -> Result<()> {
         self.recover()?;
+        if self.needs_lane(request) {
+            return self.post_to_lane(request);
+        }
+        // SAFETY: passed on to the caller.
+        unsafe { self.post_now(request, None) }
+    }
+
+    /// Posts to the NIC, for the application or for a lane.
+    ///
+    /// # Safety
+    /// As [`EndpointState::post`].
+    pub(super) unsafe fn post_now(
+        self: &Arc<Self>,
+        request: &WorkRequest<'_>,
+        owner: Option<Token>,
+    ) -> Result<()> {
         let mut inner = self.lock();
         inner.open()?;
         let held = self.domain.regions.hold();
-        let entry = |kind| InFlight { context: request.context, kind, bytes: 0, requests: 0, window: None };
+        let context = request.context;
+        let entry = |kind| InFlight { context, kind, bytes: 0, requests: 0, window: None, owner };
         let single = match request.operation {
             Operation::Write { remote } => {
                 let lists = (request.local, remote);
@@ -63,7 +81,7 @@ impl EndpointState {
         scratch.targets.clear();
         scratch.requests.clear();
         // SAFETY: passed on to the caller.
-        let posted = unsafe { self.post_with(&held, &mut inner, &mut scratch, request) };
+        let posted = unsafe { self.post_with(&held, &mut inner, &mut scratch, request, owner) };
         inner.scratch = scratch;
         posted
     }
@@ -76,8 +94,10 @@ impl EndpointState {
         inner: &mut Inner,
         scratch: &mut Scratch,
         request: &WorkRequest<'_>,
+        owner: Option<Token>,
     ) -> Result<()> {
-        let entry = |kind| InFlight { context: request.context, kind, bytes: 0, requests: 0, window: None };
+        let context = request.context;
+        let entry = |kind| InFlight { context, kind, bytes: 0, requests: 0, window: None, owner };
         match request.operation {
             Operation::Write { remote } => {
                 let entry = entry(CompletionKind::Write);

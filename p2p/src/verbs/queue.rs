@@ -10,7 +10,7 @@ use std::{
 };
 
 use hmem_core::{Error, ErrorKind, Result, provider::CompletionQueue, transfer::Completion};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Mutex, ReentrantMutex, RwLock};
 use rustc_hash::FxHashMap;
 
 use super::{
@@ -28,6 +28,9 @@ pub(super) struct CqState {
     endpoints: RwLock<FxHashMap<u32, Weak<EndpointState>>>,
     /// Completions read from the NIC before the application asked for them.
     ready: Mutex<VecDeque<Completion>>,
+    /// Held from asking the NIC until what it said is handed on: a staged transfer's progress asks too, and completions
+    /// keep their order.
+    asking: ReentrantMutex<()>,
 }
 
 // SAFETY: libibverbs objects may be used from any thread, several at once; the owner of this value destroys it once.
@@ -58,7 +61,13 @@ impl CqState {
                 .context("depth", depth)
                 .context("max_cqe", most));
         }
-        Ok(Self { device: Arc::clone(device), cq, endpoints: RwLock::default(), ready: Mutex::default() })
+        Ok(Self {
+            device: Arc::clone(device),
+            cq,
+            endpoints: RwLock::default(),
+            ready: Mutex::default(),
+            asking: ReentrantMutex::default(),
+        })
     }
 
     pub(super) fn cq(&self) -> *mut Cq {
@@ -125,6 +134,7 @@ impl CqState {
 
     /// Takes everything that the NIC has completed into memory.
     pub(super) fn drain(&self) -> Result<()> {
+        let _asking = self.asking.lock();
         self.poll(usize::MAX, |completion| self.push(completion)).map(|_| ())
     }
 }
@@ -146,6 +156,8 @@ pub(super) struct Queue {
 
 impl CompletionQueue for Queue {
     fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
+        self.state.device.active().progress();
+        let _asking = self.state.asking.lock();
         let mut count = 0;
         {
             let mut ready = self.state.ready.lock();

@@ -1,6 +1,9 @@
 //! Regions: one or several registrations presented as one.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
 
 use hmem_core::{
     Access, Address, AddressRange, Addressing, Error, ErrorKind, Iova, LocalKey, RawKey, RemoteKey,
@@ -14,6 +17,7 @@ use super::{
     device::ProtectionDomain,
     errors,
     split::Span,
+    staged::StagedRegion,
     sys::{AccessFlags, Mr},
 };
 
@@ -60,6 +64,25 @@ pub(super) struct Region {
     pub(super) options: VerbsOptions,
     pub(super) cpu: CpuAccess,
     pub(super) parts: Vec<Part>,
+    pub(super) kind: Kind,
+}
+
+/// Whose a region is.
+#[derive(Clone, Debug)]
+pub(super) enum Kind {
+    /// The application's, registered with the NIC.
+    Registered,
+    /// The application's, reached through the staging buffers.
+    Staged(Arc<StagedRegion>),
+    /// The staging buffers.
+    Buffers,
+}
+
+/// How local memory of a request is reached.
+#[derive(Debug)]
+pub(super) enum Local {
+    Plain,
+    Staged(Arc<StagedRegion>),
 }
 
 /// Local keys from here up name regions whose lkey cannot stand for them: several, or not the application's addresses.
@@ -84,13 +107,17 @@ fn unknown(operation: &'static str) -> Error {
         .remedy("the region is not registered here, or is closed")
 }
 
+/// Peers cannot reach staged memory.
+fn no_remote_key(operation: &'static str) -> Error {
+    Error::new(ErrorKind::KeyNotAvailable, operation).provider("verbs").context("path", "staged").remedy(
+        "a peer's NIC cannot reach memory through copies: let this side write, read or exchange messages, or make a \
+         direct path work",
+    )
+}
+
 impl Region {
     fn addressing(&self) -> Addressing {
         if self.flags.contains(AccessFlags::ZERO_BASED) { Addressing::ZeroBased } else { Addressing::Virtual }
-    }
-
-    fn len(&self) -> u64 {
-        self.parts.iter().map(|part| part.key.range.len()).sum()
     }
 
     fn pieces(&self) -> impl Iterator<Item = RemotePiece> {
@@ -158,7 +185,13 @@ impl Regions {
             options: VerbsOptions::empty(),
             cpu: CpuAccess::None,
             parts: Vec::new(),
+            kind: Kind::Registered,
         };
+        if matches!(held.kind, Kind::Staged(_)) {
+            return Err(Error::new(ErrorKind::Unsupported, operation)
+                .provider("verbs")
+                .remedy("a staged region is not registered with the NIC: close it and register again"));
+        }
         Ok(std::mem::replace(held, empty))
     }
 
@@ -187,10 +220,61 @@ impl Regions {
         with(self.map.read_recursive().get(&region.token).ok_or_else(|| unknown(operation))?)
     }
 
+    /// Whether a local segment lies in staged memory.
+    pub(super) fn is_staged(&self, segment: &LocalSegment) -> bool {
+        segment.len > 0
+            && segment.desc.is_some_and(|desc| {
+                let map = self.map.read_recursive();
+                map.get(&desc.to_provider()).is_some_and(|region| matches!(region.kind, Kind::Staged(_)))
+            })
+    }
+
+    /// How a local segment is reached, checked as [`Regions::translate`] checks it, for a right where one is given.
+    pub(super) fn local(&self, segment: &LocalSegment, right: Option<Access>) -> Result<Local> {
+        let staged = segment.desc.filter(|_| segment.len > 0).and_then(|desc| {
+            let map = self.map.read_recursive();
+            let region = map.get(&desc.to_provider())?;
+            let Kind::Staged(staged) = &region.kind else { return None };
+            Some((Arc::clone(staged), region.access))
+        });
+        let Some((staged, access)) = staged else {
+            let right = right.unwrap_or(Access::empty());
+            self.hold().translate(segment.desc, segment.address, segment.len, right, &mut Vec::new())?;
+            return Ok(Local::Plain);
+        };
+        if right.is_some_and(|right| !access.contains(right)) {
+            return Err(Error::new(ErrorKind::AccessDenied, "post")
+                .provider("verbs")
+                .context("address", segment.address)
+                .context("length", segment.len)
+                .context("access", access)
+                .remedy("register the region with the right that this takes"));
+        }
+        Ok(Local::Staged(staged))
+    }
+
+    /// Takes a region out that the NIC does not know.
+    pub(super) fn forget(&self, handle: ProviderRegion) -> Result<()> {
+        self.take(handle, "deregister").map(|_| ())
+    }
+
+    /// The memory of a staged region; `None` for others.
+    pub(super) fn staged(&self, handle: ProviderRegion) -> Option<Arc<StagedRegion>> {
+        match &self.map.read().get(&handle.token)?.kind {
+            Kind::Staged(staged) => Some(Arc::clone(staged)),
+            Kind::Registered | Kind::Buffers => None,
+        }
+    }
+
     pub(super) fn counts(&self) -> (u64, u64, u64) {
         let map = self.map.read();
-        let parts = map.values().map(|region| region.parts.len() as u64).sum();
-        (map.len() as u64, parts, map.values().map(Region::len).sum())
+        let mut counts = (0, 0, 0);
+        for region in map.values().filter(|region| !matches!(region.kind, Kind::Buffers)) {
+            counts.0 += 1;
+            counts.1 += region.parts.len() as u64;
+            counts.2 += region.parts.iter().map(|part| part.key.range.len()).sum::<u64>();
+        }
+        counts
     }
 
     /// Deregisters; what the driver keeps stays registered, so that the call can be made again.
@@ -209,8 +293,9 @@ impl Regions {
     /// Deregisters what is left when its domain goes.
     pub(super) fn clear(&self, pd: &ProtectionDomain) {
         let map = std::mem::take(&mut *self.map.write());
-        if !map.is_empty() {
-            tracing::warn!(nic = %pd.device.nic(), regions = map.len(), "a domain went with regions open");
+        let left = map.values().filter(|region| !matches!(region.kind, Kind::Buffers)).count();
+        if left > 0 {
+            tracing::warn!(nic = %pd.device.nic(), regions = left, "a domain went with regions open");
         }
         for part in map.into_values().flat_map(|region| region.parts) {
             if let Err(error) = release(pd, &part) {
@@ -223,18 +308,24 @@ impl Regions {
         self.with(region, "keys", |region| Ok(region.parts.iter().map(|part| part.key).collect()))
     }
 
-    pub(super) fn remote_key(&self, handle: ProviderRegion) -> Option<RemoteKey> {
+    pub(super) fn remote_key(&self, handle: ProviderRegion) -> Result<Option<RemoteKey>> {
         let map = self.map.read();
-        let region = map.get(&handle.token)?;
+        let Some(region) = map.get(&handle.token) else { return Ok(None) };
         let mut pieces = region.pieces();
-        let first = pieces.next()?;
+        if matches!(region.kind, Kind::Staged(_)) {
+            return Err(no_remote_key("key"));
+        }
+        let Some(first) = pieces.next() else { return Ok(None) };
         let rest: Vec<_> = pieces.collect();
         let usual = rest.is_empty() && region.addressing() == Addressing::Virtual && first.key == handle.key;
-        (!usual).then(|| RemoteKey::split(region.addressing(), first, rest))
+        Ok((!usual).then(|| RemoteKey::split(region.addressing(), first, rest)))
     }
 
     pub(super) fn raw_key(&self, handle: ProviderRegion) -> Result<RawKey> {
         self.with(handle, "raw key", |region| {
+            if matches!(region.kind, Kind::Staged(_)) {
+                return Err(no_remote_key("raw_attr"));
+            }
             let mut raw = Vec::with_capacity(RAW_HEADER + RAW_PIECE * region.parts.len());
             raw.extend_from_slice(&RAW_MAGIC);
             raw.push(u8::from(region.addressing() == Addressing::ZeroBased));
@@ -298,6 +389,13 @@ impl Held<'_> {
             )
             .context("access", region.access)
             .context("needed", right));
+        }
+        if len > 0 && matches!(region.kind, Kind::Staged(_)) {
+            return Err(refuse(
+                ErrorKind::Unsupported,
+                "the region is reached through staged copies, which cannot be atomic: atomics take host memory or a \
+                 direct path",
+            ));
         }
         let before = out.len();
         if region.spans(address, len, out).is_none() {

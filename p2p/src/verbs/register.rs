@@ -16,7 +16,7 @@ use super::{
     device::ProtectionDomain,
     errors::{self, BackingKind, Registration},
     parallel::{self, Cut},
-    region::{CpuAccess, Part, Region, Regions, release},
+    region::{CpuAccess, Kind, Part, Region, Regions, release},
     split::seams,
     sys::{self, AccessFlags, Mr},
 };
@@ -34,13 +34,8 @@ impl Registrar<'_> {
         Error::new(kind, operation).provider(self.pd.device.nic().to_string()).remedy(why.into())
     }
 
-    /// Registers in fi words.
-    pub(super) fn register(
-        &self,
-        request: &RegistrationRequest<'_>,
-        pieces: &[Piece<'_>],
-        options: VerbsOptions,
-    ) -> Result<ProviderRegion> {
+    /// Checks what no registration can have.
+    pub(super) fn check(&self, request: &RegistrationRequest<'_>) -> Result<()> {
         let refuse = |kind, why: &'static str| Err(self.refuse(kind, "register", why));
         if let KeyRequest::Application(_) = request.key {
             return refuse(ErrorKind::KeyRejected, "verbs chooses keys: offer PROV_KEY");
@@ -57,6 +52,18 @@ impl Registrar<'_> {
         if !request.enabled {
             return refuse(ErrorKind::Unsupported, "verbs regions are usable at once");
         }
+        Ok(())
+    }
+
+    /// Registers in fi words.
+    pub(super) fn register(
+        &self,
+        request: &RegistrationRequest<'_>,
+        pieces: &[Piece<'_>],
+        options: VerbsOptions,
+    ) -> Result<ProviderRegion> {
+        self.check(request)?;
+        let refuse = |kind, why: &'static str| Err(self.refuse(kind, "register", why));
         let zero_based = options.contains(VerbsOptions::ZERO_BASED);
         if request.addressing == Addressing::ZeroBased && !zero_based {
             return refuse(ErrorKind::Unsupported, "offer VIRT_ADDR, or ask for the ZERO_BASED option");
@@ -66,7 +73,15 @@ impl Registrar<'_> {
         if !added.is_empty() {
             tracing::debug!(nic = %self.pd.device.nic(), added = %names(added), "rights added: verbs demands them");
         }
-        self.register_pieces(request.access, flags, pieces, options, request.parallel)
+        self.register_pieces(request.access, flags, pieces, options, (request.parallel, Kind::Registered))
+    }
+
+    /// Registers the staging buffers, for every local use.
+    pub(super) fn register_buffers(&self, range: AddressRange) -> Result<ProviderRegion> {
+        let access = Access::READ | Access::WRITE | Access::SEND | Access::RECV;
+        let flags = access_flags(access, self.pd.device.rights());
+        let piece = Piece { range, backing: Backing::Host { owned: true } };
+        self.register_pieces(access, flags, &[piece], VerbsOptions::empty(), (None, Kind::Buffers))
     }
 
     /// Registers host pages in verbs' words.
@@ -74,7 +89,8 @@ impl Registrar<'_> {
         check_flags(flags)?;
         let options = VerbsOptions::from_bits_truncate(flags.bits());
         let piece = Piece { range, backing: Backing::Host { owned: false } };
-        self.register_pieces(access_of(flags), flags.difference(options.flags()), &[piece], options, None)
+        let flags = flags.difference(options.flags());
+        self.register_pieces(access_of(flags), flags, &[piece], options, (None, Kind::Registered))
     }
 
     fn register_pieces(
@@ -83,7 +99,7 @@ impl Registrar<'_> {
         flags: AccessFlags,
         pieces: &[Piece<'_>],
         options: VerbsOptions,
-        parallel: Option<&Parallel<'_>>,
+        (parallel, kind): (Option<&Parallel<'_>>, Kind),
     ) -> Result<ProviderRegion> {
         let flags = flags | options.flags();
         check_flags(flags)?;
@@ -95,7 +111,8 @@ impl Registrar<'_> {
             }
             _ => CpuAccess::None,
         };
-        let mut region = Region { access, flags, options, cpu, parts: Vec::with_capacity(pieces.len()) };
+        let parts = Vec::with_capacity(pieces.len());
+        let mut region = Region { access, flags, options, cpu, parts, kind };
         for piece in pieces {
             if let Err(error) = self.register_piece(piece, flags, parallel, &mut region.parts) {
                 for part in &region.parts {
@@ -197,7 +214,7 @@ impl Registrar<'_> {
                 return Err(self.refuse(
                     ErrorKind::Unsupported,
                     "register",
-                    "hardware cannot reach memory through copies: register a host buffer and copy through it",
+                    "a region is staged as a whole or not at all",
                 ));
             }
         };

@@ -140,7 +140,7 @@ impl ProviderDomain for RecordingDomain {
         self.inner.raw_key(region)
     }
 
-    fn remote_key(&self, region: ProviderRegion) -> Option<RemoteKey> {
+    fn remote_key(&self, region: ProviderRegion) -> Result<Option<RemoteKey>> {
         self.inner.remote_key(region)
     }
 

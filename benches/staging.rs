@@ -1,0 +1,239 @@
+//! RMA between device memory that is staged and host memory, over the software NIC, against the slower of copy engine and
+//! wire; and a short one against its copy and its transfer one after the other.
+//!
+//! The simulated device's copy engine is held to a bandwidth and a latency, which every copy pays anew. The limits are
+//! measured in the same run, turn by turn with ours, so that what else the machine does meets all of them: the wire by the
+//! same transfer between host buffers, the engine by what it is held to or, where the machine cannot copy that fast, by
+//! one asynchronous copy of the whole message on an engine that is held to nothing.
+
+#![allow(missing_docs, reason = "a bench is a program")]
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use hmem::{
+    Access, Address, AllocationKind, DeviceBuffer, DeviceId, DomainAttr, Endpoint, Hmem, Iface, MrMode,
+    RegionSlice, Registered, RemoteKey,
+    iface::AllocRequest,
+    p2p::loopback::{Loopback, Progress},
+    path::P2pPolicy,
+    provider::{CompletionQueue, EndpointAttr},
+    system::Simulated,
+    transfer::{PeerId, RemoteSegment},
+};
+
+const LONGEST: usize = 64 << 20;
+/// Bytes per second and latency of the engine.
+const ENGINES: [(u64, Duration); 4] = [
+    (250_000_000, Duration::from_micros(20)),
+    (500_000_000, Duration::from_micros(20)),
+    (1_000_000_000, Duration::from_micros(10)),
+    (2_000_000_000, Duration::from_micros(5)),
+];
+const LONG: [u64; 3] = [4 << 20, 16 << 20, LONGEST as u64];
+const SHORT: u64 = 64 << 10;
+
+/// One domain with an initiator and a target.
+struct Net {
+    endpoint: Endpoint,
+    _target: Endpoint,
+    cq: Arc<dyn CompletionQueue>,
+    peer: PeerId,
+    key: RemoteKey,
+    _remote: Registered<Vec<u8>>,
+    staged: Registered<DeviceBuffer>,
+    host: Registered<Vec<u8>>,
+    device: Arc<Simulated>,
+    /// A device whose engine is held to nothing, and memory of it.
+    unlimited: (Arc<Simulated>, DeviceBuffer),
+    /// Where copies by hand go to and come from.
+    buffer: Vec<u8>,
+}
+
+impl Net {
+    fn new(bandwidth: u64, latency: Duration) -> Self {
+        let builder = Simulated::builder().window(1 << 32).copy_bandwidth(bandwidth).copy_latency(latency);
+        let device = Arc::new(builder.build().expect("a simulated device"));
+        let loopback = Loopback::builder().progress(Progress::ByHand).build().expect("a software NIC starts");
+        let hmem = Hmem::builder()
+            .without_vendor_ifaces()
+            .provider(loopback)
+            .shared_iface(Arc::clone(&device) as Arc<dyn Iface>)
+            .build()
+            .expect("host memory is always there");
+        let (mr_mode, p2p) = (MrMode::empty(), P2pPolicy::Disabled);
+        let domain =
+            hmem.domain("loopback", DomainAttr { mr_mode, p2p, ..DomainAttr::default() }).expect("a domain");
+        let cq = domain.open_cq(64).expect("a queue");
+        let open = || domain.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint");
+        let (endpoint, target) = (open(), open());
+        let peer = endpoint.resolve(&target.name()).expect("it is there");
+        let local = Access::READ | Access::WRITE;
+        let remote = Access::REMOTE_READ | Access::REMOTE_WRITE;
+        let remote = domain.register(vec![1u8; LONGEST], remote).expect("registers");
+        let host = domain.register(vec![2u8; LONGEST], local).expect("registers");
+        let staged = domain.register(device_memory(&device), local).expect("registers");
+        let free = Simulated::builder().window(1 << 32).build().expect("another simulated device");
+        let free = Arc::new(free);
+        let unlimited = (Arc::clone(&free), device_memory(&free));
+        let key = remote.key().expect("registered");
+        let buffer = vec![4; LONGEST];
+        Self {
+            endpoint,
+            _target: target,
+            cq,
+            peer,
+            key,
+            _remote: remote,
+            staged,
+            host,
+            device,
+            unlimited,
+            buffer,
+        }
+    }
+
+    fn transfer(&self, local: RegionSlice, len: u64, read: bool) {
+        let remote = [RemoteSegment { address: self.key.base(), len, key: &self.key }];
+        if read {
+            self.endpoint.read(&[local], &remote, self.peer, 1).expect("there is room");
+        } else {
+            self.endpoint.write(&[local], &remote, self.peer, 1).expect("there is room");
+        }
+        let mut completions = Vec::with_capacity(1);
+        while completions.is_empty() {
+            self.cq.read(&mut completions, 1).expect("the queue is not overrun");
+        }
+        let completion = completions.pop().expect("one was read");
+        assert_eq!(completion.result.expect("it arrives"), len);
+    }
+
+    fn staged(&self, len: u64, read: bool) {
+        self.transfer(self.staged.slice(0, len).expect("inside"), len, read);
+    }
+
+    fn wire(&self, len: u64, read: bool) {
+        self.transfer(self.host.slice(0, len).expect("inside"), len, read);
+    }
+
+    /// Where a copy in the direction of a transfer goes to and comes from.
+    fn sides(&mut self, device: Address, read: bool) -> (Address, Address) {
+        let host = Address::of_ptr(self.buffer.as_mut_ptr());
+        if read { (device, host) } else { (host, device) }
+    }
+
+    /// What the machine copies at most.
+    fn unlimited(&mut self, len: u64, read: bool) {
+        let (to, from) = self.sides(self.unlimited.1.allocation().base(), read);
+        // SAFETY: the host side is this value's own buffer of `LONGEST` bytes, and the copy is waited for.
+        let copy = unsafe { self.unlimited.0.copy_async(to, from, len) }.expect("the engine takes it");
+        copy.wait().expect("it arrives");
+    }
+
+    /// One chunk without a pipeline: the copy, then the wire, or the other way round.
+    fn one_by_one(&mut self, len: u64, read: bool) {
+        let copy = |net: &mut Self| {
+            let (to, from) = net.sides(net.staged.range().start(), read);
+            // SAFETY: as in `unlimited`.
+            unsafe { net.device.copy(to, from, len) }.expect("it arrives");
+        };
+        if read {
+            self.wire(len, read);
+            copy(self);
+        } else {
+            copy(self);
+            self.wire(len, read);
+        }
+    }
+}
+
+fn device_memory(device: &Arc<Simulated>) -> DeviceBuffer {
+    let iface = Arc::clone(device) as Arc<dyn Iface>;
+    let request = AllocRequest { len: LONGEST as u64, device: DeviceId(0), kind: AllocationKind::Device };
+    let memory = DeviceBuffer::allocate(&iface, &request).expect("device memory");
+    memory.write(0, &vec![3; LONGEST]).expect("writes");
+    memory
+}
+
+fn timed(run: impl FnOnce()) -> Duration {
+    let start = Instant::now();
+    run();
+    start.elapsed()
+}
+
+fn median(mut times: Vec<Duration>) -> Duration {
+    times.sort_unstable();
+    times[times.len() / 2]
+}
+
+fn micros(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e6
+}
+
+fn direction(read: bool) -> &'static str {
+    if read { "read into device" } else { "write from device" }
+}
+
+fn long(net: &mut Net, len: u64, read: bool, (bandwidth, latency): (u64, Duration)) -> bool {
+    let rounds = if len > 16 << 20 { 9 } else { 25 };
+    let (mut ours, mut unlimited, mut wire) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..rounds {
+        ours.push(timed(|| net.staged(len, read)));
+        unlimited.push(timed(|| net.unlimited(len, read)));
+        wire.push(timed(|| net.wire(len, read)));
+    }
+    let set = latency + Duration::from_secs_f64(len as f64 / bandwidth as f64);
+    let (ours, engine, wire) = (median(ours), median(unlimited).max(set), median(wire));
+    let ratio = engine.max(wire).as_secs_f64() / ours.as_secs_f64();
+    let met = ratio >= 0.9;
+    println!(
+        "{:<18} {:>5} MiB  ours {:>9.0}  engine {:>9.0}  wire {:>9.0}  ratio {ratio:>5.2}  goal 0.90{}",
+        direction(read),
+        len >> 20,
+        micros(ours),
+        micros(engine),
+        micros(wire),
+        if met { "" } else { "  under" }
+    );
+    met
+}
+
+fn short(net: &mut Net, read: bool) -> bool {
+    let (mut ours, mut plain) = (Vec::new(), Vec::new());
+    for _ in 0..301 {
+        ours.push(timed(|| net.staged(SHORT, read)));
+        plain.push(timed(|| net.one_by_one(SHORT, read)));
+    }
+    let (ours, plain) = (median(ours), median(plain));
+    let ratio = ours.as_secs_f64() / plain.as_secs_f64();
+    let met = ratio <= 1.2;
+    println!(
+        "{:<18} {:>5} KiB  ours {:>9.1}  one by one {:>9.1}  ratio {ratio:>5.2}  goal 1.20{}",
+        direction(read),
+        SHORT >> 10,
+        micros(ours),
+        micros(plain),
+        if met { "" } else { "  over" }
+    );
+    met
+}
+
+fn main() {
+    let mut missed = 0;
+    for engine @ (bandwidth, latency) in ENGINES {
+        println!(
+            "\ncopy engine of {} MB/s, {latency:?} a copy (medians, microseconds)",
+            bandwidth / 1_000_000
+        );
+        let mut net = Net::new(bandwidth, latency);
+        for read in [false, true] {
+            for len in LONG {
+                missed += u32::from(!long(&mut net, len, read, engine));
+            }
+            missed += u32::from(!short(&mut net, read));
+        }
+    }
+    println!("\n{missed} goals not met");
+}
