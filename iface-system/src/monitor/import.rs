@@ -89,6 +89,7 @@ impl Import {
 
     /// The memory behind `range` goes while `change` runs: what is cached over it is dead before, and nothing over
     /// it is cached until after. For changes that another thread could register over while they are under way.
+    /// `change` must not wait for a subscription of this monitor: the first one of a cache waits for it.
     pub fn while_changing<R>(&self, range: AddressRange, change: impl FnOnce() -> R) -> R {
         let pass = self.subscribers.table().pass();
         let mut changes = [const { None::<Change> }; super::table::SLOTS];

@@ -1,0 +1,168 @@
+//! What monitors of host memory cost whoever maps and unmaps, and whoever subscribes.
+//!
+//! Each figure is held against the same system calls made past the C library, by turns in one process.
+
+#![allow(missing_docs, reason = "a bench is a program")]
+
+#[allow(dead_code, reason = "other benches use the rest of it")]
+mod report;
+
+use std::{
+    fs, ptr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use hmem::{
+    Address, AddressRange,
+    monitor::{Cause, Change, Invalidator, Monitor},
+    system::monitor::{Layered, MemHooks, UserFaultFd},
+};
+use report::{
+    Target,
+    turns::{self, Turns},
+};
+
+const LEN: usize = 64 << 10;
+const UNMAPS: usize = 40_000;
+
+/// Knows nothing of any range: what a cache is to memory that it has not cached.
+#[derive(Debug, Default)]
+struct Ignorant(AtomicU64);
+
+impl Invalidator for Ignorant {
+    fn invalidate(&self, _: AddressRange, _: Cause) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+        self.invalidate(range, cause);
+        Change(0)
+    }
+
+    fn end(&self, _: Change) {}
+
+    fn close_gate(&self) {}
+
+    fn open_gate(&self) {}
+}
+
+const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
+const ANONYMOUS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+
+fn map() -> *mut libc::c_void {
+    // SAFETY: a new mapping at an address of the kernel's choice.
+    let at = unsafe { libc::mmap(ptr::null_mut(), LEN, RW, ANONYMOUS, -1, 0) };
+    assert_ne!(at, libc::MAP_FAILED);
+    at
+}
+
+fn unmap(at: *mut libc::c_void) {
+    // SAFETY: a mapping of this bench's own, which nobody uses.
+    assert_eq!(unsafe { libc::munmap(at, LEN) }, 0);
+}
+
+/// By the C library's functions, hooked or not.
+fn pair() {
+    unmap(map());
+}
+
+/// By the system calls themselves.
+fn raw_pair() {
+    // SAFETY: as `map` and `unmap`.
+    unsafe {
+        let at = libc::syscall(libc::SYS_mmap, 0, LEN, RW, ANONYMOUS, -1, 0);
+        assert_eq!(libc::syscall(libc::SYS_munmap, at, LEN), 0);
+    }
+}
+
+fn range(at: *mut libc::c_void) -> AddressRange {
+    AddressRange::new(Address::of_ptr(at), LEN as u64).expect("a mapping does not wrap")
+}
+
+/// A range is mapped, subscribed, unmapped and forgotten.
+fn cycle(monitor: &dyn Monitor, invalidator: &Arc<Ignorant>) {
+    let at = map();
+    let subscription =
+        monitor.subscribe(range(at), Arc::<Ignorant>::clone(invalidator)).expect("memory can be watched");
+    unmap(at);
+    monitor.unsubscribe(subscription);
+}
+
+/// A range is subscribed and forgotten, again and again.
+fn renewal(monitor: &dyn Monitor, invalidator: &Arc<Ignorant>, at: *mut libc::c_void) {
+    let subscription =
+        monitor.subscribe(range(at), Arc::<Ignorant>::clone(invalidator)).expect("memory can be watched");
+    monitor.unsubscribe(subscription);
+}
+
+fn resident() -> i64 {
+    let statm = fs::read_to_string("/proc/self/statm").expect("/proc");
+    statm.split(' ').nth(1).and_then(|pages| pages.parse::<i64>().ok()).expect("statm") * 4096
+}
+
+fn growth(what: &str) {
+    (0..UNMAPS).for_each(|_| pair());
+    let before = resident();
+    (0..UNMAPS).for_each(|_| pair());
+    println!("{what}: {UNMAPS} unmaps grew the process by {} KiB (goal: 512)", (resident() - before) >> 10);
+}
+
+fn main() {
+    let invalidator = Arc::new(Ignorant::default());
+    let kept = map();
+    let mut figures: Vec<Turns> = Vec::new();
+    let free = Target::Ratio(1.02);
+    figures.push(turns::against(
+        "mmap+munmap 64 KiB: the C library, unhooked",
+        Target::Orientation,
+        pair,
+        raw_pair,
+    ));
+
+    let hooks = MemHooks::start().expect("memhooks");
+    figures.push(turns::against("mmap+munmap 64 KiB: memhooks, nothing cached", free, pair, raw_pair));
+    growth("memhooks, nothing cached");
+    let subscription = hooks.subscribe(range(kept), Arc::<Ignorant>::clone(&invalidator)).expect("subscribe");
+    let some = "mmap+munmap 64 KiB: memhooks, one cache told that ignores it";
+    figures.push(turns::against(some, Target::Orientation, pair, raw_pair));
+    growth("memhooks, a cache told");
+    let subscribe = "memhooks: subscribe+unsubscribe";
+    figures.push(turns::alone(subscribe, Target::Orientation, || renewal(&*hooks, &invalidator, kept)));
+    let cycled = "map, subscribe, unmap, unsubscribe: memhooks";
+    figures.push(turns::against(cycled, Target::Orientation, || cycle(&*hooks, &invalidator), raw_pair));
+    hooks.unsubscribe(subscription);
+
+    match UserFaultFd::start() {
+        Ok(net) => {
+            // Kept watched, so that the table is not emptied and filled at each turn.
+            let subscription =
+                net.subscribe(range(kept), Arc::<Ignorant>::clone(&invalidator)).expect("subscribe");
+            let unwatched = "mmap+munmap 64 KiB: userfaultfd, range not watched";
+            figures.push(turns::against(unwatched, Target::Orientation, pair, raw_pair));
+            let watched = "map, subscribe, unmap, unsubscribe: userfaultfd";
+            figures.push(turns::against(
+                watched,
+                Target::Orientation,
+                || cycle(&*net, &invalidator),
+                raw_pair,
+            ));
+            net.unsubscribe(subscription);
+            let layered = Layered::new(hooks, net);
+            let both = "map, subscribe, unmap, unsubscribe: memhooks+userfaultfd";
+            let subscription =
+                layered.subscribe(range(kept), Arc::<Ignorant>::clone(&invalidator)).expect("subscribe");
+            figures.push(turns::against(
+                both,
+                Target::Orientation,
+                || cycle(&*layered, &invalidator),
+                raw_pair,
+            ));
+            layered.unsubscribe(subscription);
+        }
+        Err(error) => println!("userfaultfd: {error}"),
+    }
+    turns::print(figures);
+}
