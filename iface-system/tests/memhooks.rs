@@ -86,9 +86,9 @@ fn entry(name: &std::ffi::CStr) -> *mut u8 {
     }
 }
 
-fn code(name: &std::ffi::CStr) -> [u8; 16] {
+fn code(name: &std::ffi::CStr) -> [u8; 32] {
     // SAFETY: code of the C library is readable.
-    unsafe { entry(name).cast::<[u8; 16]>().read_unaligned() }
+    unsafe { entry(name).cast::<[u8; 32]>().read_unaligned() }
 }
 
 const PATCHED: [&std::ffi::CStr; 7] = [c"munmap", c"mmap", c"mremap", c"madvise", c"brk", c"shmat", c"shmdt"];
@@ -563,7 +563,6 @@ fn mon_05_unmaps_of_uncached_memory_cost_bounded_memory() {
     monitor.unsubscribe(subscription);
 }
 
-#[cfg_attr(target_arch = "aarch64", expect(unused, reason = "qemu-user ignores MADV_WIPEONFORK"))]
 fn in_children(monitor: &Arc<MemHooks>, subscription: hmem_core::monitor::Subscription, here: AddressRange) {
     let page = page();
     let block = map(page);
@@ -599,9 +598,6 @@ fn in_children(monitor: &Arc<MemHooks>, subscription: hmem_core::monitor::Subscr
 }
 
 fn mon_06_a_forked_child_is_disarmed_and_the_parent_undisturbed() {
-    if cfg!(target_arch = "aarch64") {
-        return;
-    }
     /// Counts in memory that a child shares.
     #[derive(Debug)]
     struct Shared(usize);
@@ -638,9 +634,6 @@ fn mon_06_a_forked_child_is_disarmed_and_the_parent_undisturbed() {
 }
 
 fn mon_06_forks_while_other_threads_subscribe_do_not_deadlock() {
-    if cfg!(target_arch = "aarch64") {
-        return;
-    }
     let monitor = MemHooks::start().unwrap();
     let page = page();
     let block = map(page);

@@ -97,6 +97,7 @@ mod tests {
     unsafe impl Wipeable for Word {}
 
     #[test]
+    #[cfg_attr(target_arch = "aarch64", ignore = "qemu-user takes MADV_WIPEONFORK and does nothing")]
     fn a_forked_child_finds_zeroes_and_the_parent_keeps_its_value() {
         let wiped = WipedOnFork::<Word>::new().unwrap();
         wiped.0.store(7, Ordering::Relaxed);
