@@ -1,0 +1,213 @@
+//! Is a stale hit possible? With the monitor off it is, which proves the test; with a monitor on, by no cause that
+//! it watches.
+//!
+//! A registration here remembers what the memory held when it was registered, as a NIC remembers its pages. Memory that
+//! is new reads as zero until its owner writes the round's number: a registration that remembers an earlier round
+//! is stale.
+#![allow(missing_docs)]
+
+#[path = "monitors/mod.rs"]
+mod monitors;
+
+use std::{
+    ptr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+    },
+    thread,
+};
+
+use hmem_core::{
+    Access, Error, ErrorKind, Rejected, Result,
+    cache::{Cache, Key, Limits, Source},
+    monitor::{Invalidator, Monitor, Subscription},
+};
+use hmem_iface_system::monitor::{Layered, MemHooks, UserFaultFd};
+use monitors::*;
+
+cases! {
+    without_a_monitor_every_cause_leaves_stale_hits,
+    memhooks_leave_none_not_even_for_a_second_thread,
+    userfaultfd_leaves_none_for_the_thread_that_unmaps,
+    memhooks_and_userfaultfd_leave_none;
+    slow: a_million_rounds_of_each,
+}
+
+/// Registers by reading a word, which fails where nothing is mapped.
+struct Remembering(Option<Arc<dyn Monitor>>);
+
+impl Source for Remembering {
+    type Region = u64;
+    type Watch = Option<Subscription>;
+
+    fn watch(&self, key: &Key, invalidator: &Arc<dyn Invalidator>) -> Result<Self::Watch> {
+        let subscribe = |monitor: &Arc<dyn Monitor>| monitor.subscribe(key.range(), Arc::clone(invalidator));
+        self.0.as_ref().map(subscribe).transpose()
+    }
+
+    fn unwatch(&self, watch: Self::Watch) {
+        if let (Some(monitor), Some(subscription)) = (&self.0, watch) {
+            monitor.unsubscribe(subscription);
+        }
+    }
+
+    fn checked(&self, _: &Self::Watch) -> bool {
+        false
+    }
+
+    fn valid(&self, _: &Self::Watch) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn longest(&self) -> u64 {
+        u64::MAX
+    }
+
+    fn register(&self, key: &Key) -> Result<u64> {
+        let mut word = 0_u64;
+        let local = libc::iovec { iov_base: (&raw mut word).cast(), iov_len: 8 };
+        let start = ptr::with_exposed_provenance_mut(key.range().start().0 as usize);
+        let remote = libc::iovec { iov_base: start, iov_len: 8 };
+        // SAFETY: the kernel checks the addresses, and fills a word of this function's own.
+        let read = unsafe { libc::process_vm_readv(libc::getpid(), &local, 1, &remote, 1, 0) };
+        if read == 8 { Ok(word) } else { Err(Error::new(ErrorKind::BadAddress, "register")) }
+    }
+
+    fn deregister(&self, _: u64) -> Result<(), Rejected<u64>> {
+        Ok(())
+    }
+}
+
+/// Makes the page at an address another one, which reads as zero.
+type Replace = fn(*mut libc::c_void);
+
+const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
+const FIXED: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+
+fn map_at(at: *mut libc::c_void) {
+    // SAFETY: the test's own page, or one that it has just given up and that no other thread of this process takes.
+    assert_eq!(unsafe { libc::mmap(at, page(), RW, FIXED, -1, 0) }, at);
+}
+
+const HOOKED: [(&str, Replace); 4] = [
+    ("MAP_FIXED", map_at),
+    // SAFETY: the test's own page.
+    ("madvise", |at| assert_eq!(unsafe { libc::madvise(at, page(), libc::MADV_DONTNEED) }, 0)),
+    ("munmap", |at| {
+        unmap(at, page());
+        raw_map_at(at);
+    }),
+    ("mremap", |at| {
+        let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        let elsewhere = map(page());
+        // SAFETY: the test's own pages.
+        assert_eq!(unsafe { libc::mremap(at, page(), page(), fixed, elsewhere) }, elsewhere);
+        raw_map_at(at);
+        unmap(elsewhere, page());
+    }),
+];
+
+const RAW: [(&str, Replace); 2] = [
+    ("raw munmap", |at| {
+        raw_unmap(at, page());
+        raw_map_at(at);
+    }),
+    ("raw madvise", |at| {
+        // SAFETY: the test's own page.
+        assert_eq!(unsafe { libc::syscall(libc::SYS_madvise, at, page(), libc::MADV_DONTNEED) }, 0);
+    }),
+];
+
+/// Maps at a free address past the C library, so that only the cause itself is noticed.
+fn raw_map_at(at: *mut libc::c_void) {
+    // SAFETY: as `map_at`.
+    let mapped = unsafe { libc::syscall(libc::SYS_mmap, at, page(), RW, FIXED, -1, 0) };
+    assert_eq!(mapped as usize, at.addr());
+}
+
+/// Rounds in which the owner's lookup gave a registration of an earlier round.
+fn stale_hits(monitor: Option<Arc<dyn Monitor>>, replace: Replace, rounds: u64, adversary: bool) -> u64 {
+    let cache = Cache::new(Remembering(monitor), Limits::default()).unwrap();
+    let at = map(page());
+    let key = Key::new(range(at, page()), Access::SEND).unwrap();
+    let (running, looked) = (AtomicBool::new(true), AtomicU64::new(0));
+    let mut stale = 0;
+    thread::scope(|scope| {
+        if adversary {
+            scope.spawn(|| {
+                while running.load(SeqCst) {
+                    // Registers in the middle of changes; where nothing is mapped that is refused.
+                    drop(cache.get(&key));
+                    looked.fetch_add(1, SeqCst);
+                }
+            });
+        }
+        for round in 1..=rounds {
+            replace(at);
+            // SAFETY: the test's own page, which others only read through the kernel.
+            unsafe { at.cast::<u64>().write_volatile(round) };
+            let lease = cache.get(&key).unwrap();
+            stale += u64::from(![0, round].contains(&*lease));
+        }
+        running.store(false, SeqCst);
+    });
+    assert!(!adversary || looked.load(SeqCst) > 0);
+    stale
+}
+
+fn none(monitor: &Arc<dyn Monitor>, causes: &[(&str, Replace)], rounds: u64, adversary: bool) {
+    for (cause, replace) in causes {
+        let stale = stale_hits(Some(Arc::clone(monitor)), *replace, rounds, adversary);
+        assert_eq!(stale, 0, "{cause} under {}", monitor.name());
+    }
+}
+
+fn without_a_monitor_every_cause_leaves_stale_hits() {
+    for (cause, replace) in HOOKED.iter().chain(&RAW) {
+        assert!(stale_hits(None, *replace, 100, false) > 0, "{cause}");
+    }
+    // And what memhooks do not see.
+    let hooks: Arc<dyn Monitor> = MemHooks::start().unwrap();
+    for (cause, replace) in RAW {
+        assert!(stale_hits(Some(Arc::clone(&hooks)), replace, 100, false) > 0, "{cause}");
+    }
+}
+
+fn memhooks(rounds: u64) {
+    let hooks: Arc<dyn Monitor> = MemHooks::start().unwrap();
+    none(&hooks, &HOOKED, rounds, false);
+    none(&hooks, &HOOKED, rounds, true);
+}
+
+fn userfaultfd(rounds: u64) {
+    let events: Arc<dyn Monitor> = UserFaultFd::start().unwrap();
+    none(&events, &HOOKED, rounds, false);
+    none(&events, &RAW, rounds, false);
+}
+
+fn layered(rounds: u64) {
+    let both: Arc<dyn Monitor> = Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
+    none(&both, &HOOKED, rounds, true);
+    none(&both, &RAW, rounds, false);
+}
+
+fn memhooks_leave_none_not_even_for_a_second_thread() {
+    memhooks(2_000);
+}
+
+fn userfaultfd_leaves_none_for_the_thread_that_unmaps() {
+    userfaultfd(2_000);
+}
+
+fn memhooks_and_userfaultfd_leave_none() {
+    layered(2_000);
+}
+
+fn a_million_rounds_of_each() {
+    // SAFETY: gives this case as long as it needs.
+    unsafe { libc::alarm(0) };
+    memhooks(1_000_000);
+    userfaultfd(1_000_000);
+    layered(1_000_000);
+}
