@@ -16,8 +16,9 @@ use std::{
 };
 
 use hmem::{
-    Address, AddressRange,
-    monitor::{Cause, Change, Invalidator, Monitor},
+    Access, Address, AddressRange, Rejected, Result,
+    cache::{Cache, Key, Limits, Source},
+    monitor::{Cause, Change, Invalidator, Monitor, Subscription},
     system::monitor::{Layered, MemHooks, UserFaultFd},
 };
 use report::{
@@ -27,6 +28,8 @@ use report::{
 
 const LEN: usize = 64 << 10;
 const UNMAPS: usize = 40_000;
+const CACHED: usize = 100_000;
+const PAGE: usize = 4096;
 
 /// Knows nothing of any range: what a cache is to memory that it has not cached.
 #[derive(Debug, Default)]
@@ -98,6 +101,60 @@ fn renewal(monitor: &dyn Monitor, invalidator: &Arc<Ignorant>, at: *mut libc::c_
     monitor.unsubscribe(subscription);
 }
 
+/// Registers nothing, and has every range watched.
+struct Watched(Arc<MemHooks>);
+
+impl Source for Watched {
+    type Region = ();
+    type Watch = Subscription;
+
+    fn watch(&self, key: &Key, invalidator: &Arc<dyn Invalidator>) -> Result<Subscription> {
+        self.0.subscribe(key.range(), Arc::clone(invalidator))
+    }
+
+    fn unwatch(&self, watch: Subscription) {
+        self.0.unsubscribe(watch);
+    }
+
+    fn checked(&self, _: &Subscription) -> bool {
+        false
+    }
+
+    fn valid(&self, _: &Subscription) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn longest(&self) -> u64 {
+        u64::MAX
+    }
+
+    fn register(&self, _: &Key) -> Result<()> {
+        Ok(())
+    }
+
+    fn deregister(&self, (): ()) -> Result<(), Rejected<()>> {
+        Ok(())
+    }
+}
+
+/// A cache of this many ranges of a page each.
+fn cached(hooks: &Arc<MemHooks>) -> Cache<Watched> {
+    let limits = Limits { max_count: 2 * CACHED, ..Limits::default() };
+    let cache = Cache::new(Watched(Arc::clone(hooks)), limits).expect("a cache starts");
+    let flags = ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: a new mapping at an address of the kernel's choice, which stays.
+    let start = unsafe { libc::mmap(ptr::null_mut(), CACHED * PAGE, RW, flags, -1, 0) };
+    assert_ne!(start, libc::MAP_FAILED);
+    for page in 0..CACHED {
+        let start = Address::of_ptr(start.wrapping_byte_add(page * PAGE));
+        let range = AddressRange::new(start, PAGE as u64).expect("a mapping does not wrap");
+        drop(cache.get(&Key::new(range, Access::SEND).expect("a key")).expect("nothing refuses"));
+    }
+    let found = cache.statistics().registrations;
+    assert_eq!(found, CACHED as u64);
+    cache
+}
+
 fn resident() -> i64 {
     let statm = fs::read_to_string("/proc/self/statm").expect("/proc");
     statm.split(' ').nth(1).and_then(|pages| pages.parse::<i64>().ok()).expect("statm") * 4096
@@ -134,6 +191,12 @@ fn main() {
     let cycled = "map, subscribe, unmap, unsubscribe: memhooks";
     figures.push(turns::against(cycled, Target::Orientation, || cycle(&*hooks, &invalidator), raw_pair));
     hooks.unsubscribe(subscription);
+
+    let cache = cached(&hooks);
+    let full = "mmap+munmap 64 KiB: memhooks, 100,000 ranges cached";
+    figures.push(turns::against(full, Target::Ratio(1.05), pair, raw_pair));
+    growth("memhooks, 100,000 ranges cached");
+    drop(cache);
 
     match UserFaultFd::start() {
         Ok(net) => {
