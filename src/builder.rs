@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, sync::Arc};
 
 use hmem_core::{
-    Domain, DomainAttr, Error, ErrorKind, Iface, IfaceKind, Registry, Result,
+    CacheAttr, Domain, DomainAttr, Error, ErrorKind, Iface, IfaceKind, Registry, Result,
     monitor::Monitor,
     path::PathDecider,
     provider::{Provider, ProviderAttr},
@@ -25,6 +25,7 @@ pub struct Hmem {
     paths: Arc<Paths>,
     p2p_disabled: bool,
     system: Arc<System>,
+    cache: CacheAttr,
 }
 
 /// Builds a [`Hmem`].
@@ -37,6 +38,7 @@ pub struct Builder {
     disable_p2p: Option<bool>,
     skip_vendors: bool,
     cache_monitor: Option<CacheMonitor>,
+    cache: CacheAttr,
 }
 
 /// What the application said about the monitor of host memory.
@@ -79,6 +81,12 @@ impl Hmem {
     #[must_use]
     pub fn cache_monitor(&self) -> &SystemMonitor {
         self.system.cache_monitor()
+    }
+
+    /// How domains cache registrations that ask for it and do not say it themselves, by the builder or the environment.
+    #[must_use]
+    pub fn cache_attr(&self) -> &CacheAttr {
+        &self.cache
     }
 
     /// The providers that were added.
@@ -136,7 +144,8 @@ impl Hmem {
     ///
     /// # Errors
     /// As [`Domain::open`].
-    pub fn domain_on(&self, provider: &dyn Provider, attr: DomainAttr) -> Result<Domain> {
+    pub fn domain_on(&self, provider: &dyn Provider, mut attr: DomainAttr) -> Result<Domain> {
+        attr.cache = attr.cache.map(|cache| filled_in(cache, &self.cache));
         let decider: Arc<dyn PathDecider> = Arc::clone(&self.paths) as _;
         Domain::open(provider, Arc::clone(&self.registry), decider, attr)
     }
@@ -226,6 +235,15 @@ impl Builder {
         self
     }
 
+    /// How domains cache registrations that ask for it and do not say it themselves ([`DomainAttr::cache`]); overrides
+    /// `FI_MR_CACHE_MAX_SIZE`, `FI_MR_CACHE_MAX_COUNT`, `FI_MR_CACHE_MERGE_REGIONS` and
+    /// `FI_MR_{CUDA,ROCR,ZE}_CACHE_MONITOR_ENABLED`.
+    #[must_use]
+    pub fn cache(mut self, cache: CacheAttr) -> Self {
+        self.cache = cache;
+        self
+    }
+
     /// Watches host memory by this monitor; overrides `FI_MR_CACHE_MONITOR`. Without either it is
     /// [`MonitorKind::Auto`], started when it is first needed.
     #[must_use]
@@ -267,6 +285,7 @@ impl Builder {
             Some(disable) => disable,
             None => env::boolean(env::DISABLE_P2P)?.unwrap_or(false),
         };
+        let cache = filled_in(self.cache, &env::cache()?);
         let mut registry = Registry::new();
         let system = Arc::new(system(self.cache_monitor)?);
         registry.add(Arc::<System>::clone(&system))?;
@@ -307,7 +326,18 @@ impl Builder {
             paths: Arc::new(Paths::new().disable_p2p(disable_p2p)),
             p2p_disabled: disable_p2p,
             system,
+            cache,
         })
+    }
+}
+
+/// What `first` says, and where it says nothing what `second` says.
+fn filled_in(first: CacheAttr, second: &CacheAttr) -> CacheAttr {
+    CacheAttr {
+        max_count: first.max_count.or(second.max_count),
+        max_bytes: first.max_bytes.or(second.max_bytes),
+        merge: first.merge.or(second.merge),
+        without_monitors: first.without_monitors.or_else(|| second.without_monitors.clone()),
     }
 }
 

@@ -1,6 +1,6 @@
 //! The environment variables of libfabric that apply here. The builder wins over them.
 
-use hmem_core::{Error, ErrorKind, Result};
+use hmem_core::{CacheAttr, Error, ErrorKind, IfaceKind, Result};
 
 /// Ifaces to start: names separated by `;` or `,`.
 pub(crate) const HMEM: &str = "FI_HMEM";
@@ -8,6 +8,47 @@ pub(crate) const HMEM: &str = "FI_HMEM";
 pub(crate) const DISABLE_P2P: &str = "FI_HMEM_DISABLE_P2P";
 /// What notices that host memory went under a cached registration.
 pub(crate) const CACHE_MONITOR: &str = "FI_MR_CACHE_MONITOR";
+
+/// Bytes that a registration cache may hold.
+pub(crate) const CACHE_MAX_SIZE: &str = "FI_MR_CACHE_MAX_SIZE";
+/// Entries that a registration cache may hold.
+pub(crate) const CACHE_MAX_COUNT: &str = "FI_MR_CACHE_MAX_COUNT";
+/// Whether a registration cache merges.
+pub(crate) const CACHE_MERGE: &str = "FI_MR_CACHE_MERGE_REGIONS";
+/// Whether a registration cache uses an iface's monitor.
+pub(crate) const CACHE_MONITORS: [(&str, IfaceKind); 3] = [
+    ("FI_MR_CUDA_CACHE_MONITOR_ENABLED", IfaceKind::CUDA),
+    ("FI_MR_ROCR_CACHE_MONITOR_ENABLED", IfaceKind::ROCR),
+    ("FI_MR_ZE_CACHE_MONITOR_ENABLED", IfaceKind::ZE),
+];
+
+/// What the environment says of registration caches.
+pub(crate) fn cache() -> Result<CacheAttr> {
+    let max_count = number(CACHE_MAX_COUNT)?;
+    let mut without = Vec::new();
+    for (name, iface) in CACHE_MONITORS {
+        if boolean(name)? == Some(false) {
+            without.push(iface);
+        }
+    }
+    Ok(CacheAttr {
+        max_count: max_count.map(|count| usize::try_from(count).unwrap_or(usize::MAX)),
+        max_bytes: number(CACHE_MAX_SIZE)?,
+        merge: boolean(CACHE_MERGE)?,
+        without_monitors: Some(without).filter(|without| !without.is_empty()),
+    })
+}
+
+fn number(name: &'static str) -> Result<Option<u64>> {
+    let Some(text) = text(name)? else { return Ok(None) };
+    text.parse().map(Some).map_err(|error| {
+        Error::new(ErrorKind::InvalidArgument, "environment")
+            .context("variable", name)
+            .context("value", text)
+            .caused_by(error)
+            .remedy("use a decimal number, 0 or more")
+    })
+}
 
 /// A variable's text, if it is set and not empty.
 pub(crate) fn text(name: &'static str) -> Result<Option<String>> {

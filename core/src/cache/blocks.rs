@@ -24,6 +24,7 @@ const NEAR: usize = 8;
 ///
 /// `next`, `cursor`, `hint` and `hits` are the owner's. Slots are set by the owner and cleared by whoever drops the lease.
 #[repr(C, align(128))]
+#[derive(Debug)]
 pub(super) struct Block {
     owned: AtomicU32,
     /// The owner's next block, once this one was full.

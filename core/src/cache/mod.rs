@@ -66,7 +66,6 @@ mod statistics;
 #[cfg(all(test, not(loom)))]
 mod stress;
 mod sync;
-#[cfg(not(loom))]
 mod threads;
 #[cfg(not(loom))]
 mod worker;
@@ -188,7 +187,6 @@ impl<S: Source> Cache<S> {
     ///
     /// # Errors
     /// What the source reported.
-    #[cfg(not(loom))]
     #[inline(always)]
     pub fn get(&self, key: &Key) -> Result<Lease<'_, S>> {
         if let Some(block) = threads::noted(&self.shared)
@@ -199,7 +197,6 @@ impl<S: Source> Cache<S> {
         Ok(self.get_anyhow(key)?.in_pieces())
     }
 
-    #[cfg(not(loom))]
     #[cold]
     #[inline(never)]
     fn get_anyhow(&self, key: &Key) -> Result<Lease<'_, S>> {
@@ -209,18 +206,20 @@ impl<S: Source> Cache<S> {
         }
     }
 
-    #[cfg(not(loom))]
     fn block(&self) -> Option<&Block> {
         threads::noted(&self.shared).or_else(|| threads::find_or_take(&self.shared))
     }
 
     /// A cached region, if there is one; a miss counts for nothing. The key may be [of any
     /// owner](Key::of_any_owner).
-    #[cfg(not(loom))]
     #[must_use]
     pub fn find(&self, key: &Key) -> Option<Lease<'_, S>> {
-        let block = self.block()?;
-        let held = self.shared.hit(block, key)?;
+        if let Some(block) = threads::noted(&self.shared)
+            && let Some(held) = self.shared.plain_hit(block, key)
+        {
+            return Some(Lease::cached(&self.shared, held));
+        }
+        let held = self.shared.hit(self.block()?, key)?;
         Some(Lease::cached_anyhow(&self.shared, held))
     }
 
@@ -228,7 +227,6 @@ impl<S: Source> Cache<S> {
     ///
     /// # Errors
     /// As [`Cache::get`].
-    #[cfg(not(loom))]
     pub fn get_owned(self: &Arc<Self>, key: &Key) -> Result<OwnedLease<S>> {
         Ok(OwnedLease::new(self, self.get(key)?))
     }

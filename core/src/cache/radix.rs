@@ -40,6 +40,7 @@ pub(super) const MAX_INDEX: u32 = INDEX;
 const WARM_NODES: usize = 16;
 
 #[repr(C)]
+#[derive(Debug)]
 struct Node {
     slots: [AtomicU32; FAN],
 }
@@ -59,6 +60,7 @@ const WIDTH: usize = 2;
 
 /// A part of a chain.
 #[repr(C)]
+#[derive(Debug)]
 struct Bucket {
     /// Counts how often the chain that this is the head of was taken apart.
     generation: AtomicU32,

@@ -1,5 +1,5 @@
-//! Which lease block a thread uses where nobody says. Loom's threads share what the operating system's thread has, so that
-//! models say it.
+//! Which lease block a thread uses where nobody says. (Loom's threads share what the operating system's thread has: models
+//! say it.)
 
 use std::{
     cell::{Cell, RefCell},

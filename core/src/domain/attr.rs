@@ -3,8 +3,10 @@
 use std::{fmt, os::fd::BorrowedFd};
 
 use crate::{
-    Access, Address, AddressRange, AuthKey, DeviceId, DmaBufOffset, IfaceKind, MrMode, domain::MemoryRegion,
-    path::P2pPolicy, provider::StagingAttr,
+    Access, Address, AddressRange, AuthKey, DeviceId, DmaBufOffset, IfaceKind, MrMode,
+    domain::{CacheAttr, MemoryRegion},
+    path::P2pPolicy,
+    provider::StagingAttr,
 };
 
 /// How to open a domain (`fi_domain_attr` and the capabilities of `fi_getinfo`).
@@ -18,6 +20,8 @@ pub struct DomainAttr {
     pub hmem: bool,
     /// The authorization key of regions and endpoints that name none.
     pub auth_key: AuthKey,
+    /// Caches registrations in [`Domain::cache`](crate::Domain::cache); `None` leaves it out.
+    pub cache: Option<CacheAttr>,
     /// Whether device memory may, should or must be reached directly.
     pub p2p: P2pPolicy,
     /// The buffers through which device memory is copied that the NIC cannot reach.
@@ -32,6 +36,7 @@ impl Default for DomainAttr {
             mr_mode: MrMode::LOCAL | MrMode::VIRT_ADDR | MrMode::ALLOCATED | MrMode::PROV_KEY | MrMode::HMEM,
             hmem: true,
             auth_key: AuthKey::default(),
+            cache: None,
             p2p: P2pPolicy::Enabled,
             staging: StagingAttr::default(),
         }

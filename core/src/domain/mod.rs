@@ -6,6 +6,7 @@
 mod asynchronous;
 mod attr;
 mod buffer;
+mod cached;
 mod collective;
 mod endpoint;
 mod inner;
@@ -28,6 +29,7 @@ use std::{
 pub use self::{
     attr::{DmaBufAttr, DomainAttr, MrAttr, Parallel, Prefault, Progress},
     buffer::{DeviceBuffer, OwnedBuffer, RegionSlice, Registered, VecParts},
+    cached::{CacheAttr, CachedRegion, RegionCache, Registrations, Watch},
     endpoint::{Atomic, Endpoint},
     multi::{MultiRegion, MultiRegistered, regattr_on, register_on},
     prefault::prefault,
@@ -54,6 +56,8 @@ use crate::{
 /// Cheap to share by reference; every method may be called from any thread at once. Regions, endpoints and windows
 /// keep what they need alive, so that dropping a domain early is harmless; [`Domain::close`] says what is left.
 pub struct Domain {
+    /// Before the rest: its regions go first.
+    cache: OnceLock<RegionCache>,
     inner: Arc<DomainInner>,
 }
 
@@ -115,6 +119,7 @@ impl Domain {
         let provider = provider.open_domain(&request)?;
         let worker = OnceLock::new();
         Ok(Self {
+            cache: OnceLock::new(),
             inner: Arc::new(DomainInner {
                 provider_attr: provider.attr().clone(),
                 provider,
@@ -384,8 +389,13 @@ impl Domain {
     /// Closes the domain.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] with the domain back, as long as regions, endpoints, windows or mapped keys are left.
-    pub fn close(self) -> Result<(), Rejected<Self>> {
+    /// [`ErrorKind::Busy`] with the domain back, as long as regions, endpoints, windows or mapped keys are left, or something
+    /// cached cannot be given back.
+    pub fn close(mut self) -> Result<(), Rejected<Self>> {
+        if let Some(Err(error)) = self.cache.get().map(RegionCache::try_empty) {
+            return Err(Rejected::new(self, error));
+        }
+        drop(self.cache.take());
         let live = self.live();
         let held = Arc::strong_count(&self.inner) - 1;
         if held > 0 || live.mapped_keys > 0 {

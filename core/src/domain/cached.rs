@@ -1,0 +1,331 @@
+//! Regions that stay registered: the registration cache of a domain.
+
+use std::{fmt, ops::Deref, sync::Arc};
+
+use parking_lot::Mutex;
+
+use super::{Domain, DomainInner, MemoryRegion, MrAttr};
+use crate::{
+    Access, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, MrFlags, MrMode, Rejected,
+    Result,
+    cache::{Cache, Key, Lease, Limits, Listed, Source, Statistics},
+    monitor::{Invalidator, Monitor, MonitorStyle, Subscription},
+    path::Path,
+};
+
+/// How a domain caches registrations; what is not said is libfabric's environment variable where the domain is opened through
+/// `hmem::Hmem`, and the default of [`Limits`] otherwise.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CacheAttr {
+    /// Entries; 0 turns caching off.
+    pub max_count: Option<usize>,
+    /// Bytes; 0 turns caching off.
+    pub max_bytes: Option<u64>,
+    /// Whether registrations are merged.
+    pub merge: Option<bool>,
+    /// Ifaces whose monitors are not to be used: their memory is registered uncached.
+    pub without_monitors: Option<Vec<IfaceKind>>,
+}
+
+impl CacheAttr {
+    /// At most so many entries.
+    #[must_use]
+    pub fn max_count(self, max_count: usize) -> Self {
+        Self { max_count: Some(max_count), ..self }
+    }
+
+    /// At most so many bytes.
+    #[must_use]
+    pub fn max_bytes(self, max_bytes: u64) -> Self {
+        Self { max_bytes: Some(max_bytes), ..self }
+    }
+
+    /// Joins registrations that overlap or touch, or not.
+    #[must_use]
+    pub fn merge(self, merge: bool) -> Self {
+        Self { merge: Some(merge), ..self }
+    }
+
+    fn limits(&self) -> Limits {
+        let default = Limits::default();
+        Limits {
+            max_count: self.max_count.unwrap_or(default.max_count),
+            max_bytes: self.max_bytes.unwrap_or(default.max_bytes),
+            merge: self.merge.unwrap_or(default.merge),
+        }
+    }
+}
+
+/// The cached registrations of a domain.
+///
+/// Host memory is watched by the monitor of the system iface, device memory by its own iface's; each is started and
+/// fails apart. What none watches is registered uncached, and the lease says why.
+#[derive(Debug)]
+pub struct RegionCache {
+    cache: Arc<Cache<Registrations>>,
+}
+
+/// A cached region in use: a [`MemoryRegion`] of the domain that stays registered when this is dropped.
+#[derive(Debug)]
+pub struct CachedRegion<'c>(Lease<'c, Registrations>);
+
+impl<'c> CachedRegion<'c> {
+    /// The lease: whether it is cached, why not, and whether its memory changed.
+    #[must_use]
+    pub fn lease(&self) -> &Lease<'c, Registrations> {
+        &self.0
+    }
+}
+
+impl Deref for CachedRegion<'_> {
+    type Target = MemoryRegion;
+
+    fn deref(&self) -> &MemoryRegion {
+        &self.0
+    }
+}
+
+impl RegionCache {
+    pub(super) fn new(domain: &Arc<DomainInner>, attr: &CacheAttr) -> Result<Self> {
+        let registrations = Registrations {
+            domain: Arc::clone(domain),
+            without: attr.without_monitors.clone().unwrap_or_default(),
+            monitors: Mutex::new(Vec::new()),
+        };
+        Ok(Self { cache: Arc::new(Cache::new(registrations, attr.limits())?) })
+    }
+
+    /// A region that covers `range` with at least the rights `access`: a cached one, or a new one.
+    ///
+    /// Its iface and device are found out where it is not cached.
+    ///
+    /// # Safety
+    /// As [`Domain::regattr`], for as long as the region stays in the cache, which is longer than the lease: until it is
+    /// evicted, invalidated, or the domain goes. Memory that is given back to an allocator without being unmapped stays
+    /// reachable for peers that hold its key.
+    ///
+    /// # Errors
+    /// As [`Domain::regattr`].
+    #[inline]
+    pub unsafe fn get(&self, range: AddressRange, access: Access) -> Result<CachedRegion<'_>> {
+        match self.cache.find(&Key::new(range, access)?.of_any_owner()) {
+            Some(lease) => Ok(CachedRegion(lease)),
+            None => self.register(range, access),
+        }
+    }
+
+    /// [`RegionCache::get`] of memory of an iface and device that the caller knows: for addresses that mean something on
+    /// several devices.
+    ///
+    /// # Safety
+    /// As [`RegionCache::get`].
+    ///
+    /// # Errors
+    /// As [`RegionCache::get`]; [`ErrorKind::InvalidArgument`] if the memory is not theirs.
+    pub unsafe fn get_on(
+        &self,
+        range: AddressRange,
+        access: Access,
+        iface: IfaceKind,
+        device: Option<DeviceId>,
+    ) -> Result<CachedRegion<'_>> {
+        let owner = self.cache.source().domain.registry.owner_of_range(range)?;
+        if owner.iface != iface || device.is_some_and(|device| owner.device != Some(device)) {
+            return Err(Error::new(ErrorKind::InvalidArgument, "cached registration")
+                .iface(iface)
+                .context("owner", owner.iface)
+                .remedy("the memory belongs to another iface or device: name that one, or none"));
+        }
+        self.register(range, access)
+    }
+
+    #[cold]
+    fn register(&self, range: AddressRange, access: Access) -> Result<CachedRegion<'_>> {
+        let owner = self.cache.source().domain.registry.owner_of_range(range)?;
+        let mut key = Key::new(range, access)?.owned_by(owner.iface, owner.device);
+        if let Some(allocation) = owner.allocation {
+            key = key.in_allocation(allocation.id);
+        }
+        Ok(CachedRegion(self.cache.get(&key)?))
+    }
+
+    /// Makes everything dead that touches the range, for memory that changes without a monitor's notice.
+    pub fn invalidate(&self, range: AddressRange) {
+        self.cache.invalidate(range);
+    }
+
+    /// [`RegionCache::invalidate`] that calls `told` once, when it is deregistered.
+    pub fn invalidate_then(&self, range: AddressRange, told: impl FnOnce() + Send + 'static) {
+        self.cache.invalidate_then(range, told);
+    }
+
+    /// What the cache did and holds.
+    #[must_use]
+    pub fn statistics(&self) -> Statistics {
+        self.cache.statistics()
+    }
+
+    /// The entries, with the way by which the NIC reaches each.
+    #[must_use]
+    pub fn entries(&self) -> Vec<Listed<Option<Path>>> {
+        self.cache.entries(|region| region.decision().ok().map(|decision| decision.path))
+    }
+
+    /// Deregisters what is dead and idle, and waits for what is being deregistered.
+    pub fn flush(&self) {
+        self.cache.flush();
+    }
+
+    /// Gives back everything idle.
+    pub fn clear(&self) {
+        self.cache.clear();
+    }
+
+    pub(super) fn try_empty(&self) -> Result<()> {
+        self.cache.try_empty()
+    }
+
+    /// The monitor of an iface's memory as this cache uses it.
+    ///
+    /// # Errors
+    /// Why it has none: the iface's own reason, or that it was asked to do without.
+    pub fn monitor(&self, iface: IfaceKind) -> Result<Arc<dyn Monitor>> {
+        self.cache.source().monitor(iface)
+    }
+}
+
+/// Registrations of a domain as the cache's source.
+pub struct Registrations {
+    domain: Arc<DomainInner>,
+    without: Vec<IfaceKind>,
+    /// Monitors that were started, or why they were not.
+    monitors: Mutex<Vec<(IfaceKind, Result<Arc<dyn Monitor>>)>>,
+}
+
+/// What watches a cached region.
+#[derive(Debug)]
+pub struct Watch {
+    monitor: Arc<dyn Monitor>,
+    subscription: Subscription,
+    /// For monitors that must be asked.
+    allocation: Option<Box<Allocation>>,
+}
+
+impl Registrations {
+    fn monitor(&self, iface: IfaceKind) -> Result<Arc<dyn Monitor>> {
+        let known =
+            self.monitors.lock().iter().find(|(known, _)| *known == iface).map(|(_, one)| one.clone());
+        if let Some(known) = known {
+            return known;
+        }
+        let started = self.start_monitor(iface);
+        self.monitors.lock().push((iface, started.clone()));
+        started
+    }
+
+    fn start_monitor(&self, iface: IfaceKind) -> Result<Arc<dyn Monitor>> {
+        if self.without.contains(&iface) {
+            return Err(Error::new(ErrorKind::Unsupported, "cache monitor")
+                .iface(iface)
+                .context("why", "it was asked to be left out")
+                .remedy("enable the iface's cache monitor"));
+        }
+        let started = self.domain.registry.get(iface)?.monitor();
+        match &started {
+            Ok(monitor) => tracing::debug!(%iface, monitor = monitor.name(), "cache monitor"),
+            Err(why) => tracing::warn!(%iface, %why, "memory of the iface is registered uncached"),
+        }
+        started
+    }
+}
+
+impl Source for Registrations {
+    type Region = MemoryRegion;
+    type Watch = Watch;
+
+    fn watch(&self, key: &Key, invalidator: &Arc<dyn Invalidator>) -> Result<Watch> {
+        let monitor = self.monitor(key.iface())?;
+        let subscription = monitor.subscribe(key.range(), Arc::clone(invalidator))?;
+        let Some(id) = key.allocation() else { return Ok(Watch { monitor, subscription, allocation: None }) };
+        // From here on a free is told, or seen by the identity; one before is seen here.
+        let now = self.domain.registry.owner_of(key.range().start());
+        match now {
+            Ok(owner) if owner.allocation.is_some_and(|allocation| allocation.id == id) => {
+                Ok(Watch { monitor, subscription, allocation: owner.allocation.map(Box::new) })
+            }
+            other => {
+                monitor.unsubscribe(subscription);
+                Err(other.err().unwrap_or_else(|| {
+                    Error::new(ErrorKind::BadAddress, "cached registration")
+                        .iface(key.iface())
+                        .context("range", key.range())
+                        .remedy("the memory was freed while it was being registered")
+                }))
+            }
+        }
+    }
+
+    fn unwatch(&self, watch: Watch) {
+        watch.monitor.unsubscribe(watch.subscription);
+    }
+
+    fn checked(&self, watch: &Watch) -> bool {
+        watch.allocation.is_some() && watch.monitor.style() == MonitorStyle::Identity
+    }
+
+    fn valid(&self, watch: &Watch) -> Result<bool> {
+        match &watch.allocation {
+            Some(allocation) => watch.monitor.valid(allocation),
+            None => Ok(true),
+        }
+    }
+
+    fn longest(&self) -> u64 {
+        self.domain.provider_attr.max_mr_size
+    }
+
+    fn register(&self, key: &Key) -> Result<MemoryRegion> {
+        let ranges = [key.range()];
+        let attr = MrAttr::new(&ranges, key.access());
+        // An event queue is not told of cached registrations: the caller waits for them.
+        let region = self.domain.prepare_as(None, &attr, MrFlags::empty(), None)?;
+        self.domain.register_now(region, &attr)
+    }
+
+    fn deregister(&self, region: MemoryRegion) -> Result<(), Rejected<MemoryRegion>> {
+        region.close()
+    }
+}
+
+impl fmt::Debug for Registrations {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Registrations").field("nic", &self.domain.provider_attr.nic).finish_non_exhaustive()
+    }
+}
+
+impl Domain {
+    /// The registration cache, where [`DomainAttr::cache`](super::DomainAttr::cache) asked for one; its thread starts with
+    /// the first call.
+    ///
+    /// # Errors
+    /// [`ErrorKind::BadState`] if the domain was opened without; [`ErrorKind::Unsupported`] in ENDPOINT mode, where a region
+    /// works with one endpoint only; [`ErrorKind::OutOfResources`] if it cannot start.
+    pub fn cache(&self) -> Result<&RegionCache> {
+        if let Some(cache) = self.cache.get() {
+            return Ok(cache);
+        }
+        let Some(attr) = &self.inner.attr.cache else {
+            return Err(Error::new(ErrorKind::BadState, "domain cache")
+                .remedy("open the domain with DomainAttr::cache"));
+        };
+        if self.inner.effective.contains(MrMode::ENDPOINT) {
+            return Err(Error::new(ErrorKind::Unsupported, "domain cache")
+                .context("mr_mode", MrMode::ENDPOINT)
+                .remedy(
+                    "in ENDPOINT mode a region works with the endpoint that it is bound to: register it",
+                ));
+        }
+        let cache = RegionCache::new(&self.inner, attr)?;
+        Ok(self.cache.get_or_init(|| cache))
+    }
+}

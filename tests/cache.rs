@@ -1,0 +1,397 @@
+//! The registration cache of a domain: over host memory and a simulated device, in the loopback's pinned mode.
+
+use std::{
+    env,
+    process::Command,
+    ptr,
+    sync::{Arc, Mutex},
+};
+
+use hmem::{
+    Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr,
+    Endpoint, ErrorKind, Hmem, Iface, IfaceKind, MemoryRegion, MrMode, Path, Result,
+    cache::Uncached,
+    iface::AllocRequest,
+    monitor::Cause,
+    p2p::loopback::{Loopback, Memory},
+    provider::{CompletionQueue, EndpointAttr},
+    system::{
+        AddressReuse, SIMULATED, Simulated, Style,
+        monitor::{Import, MonitorKind, Watcher},
+    },
+    transfer::RemoteSegment,
+};
+
+const PAGE: usize = 4096;
+const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+
+fn range(start: usize, len: usize) -> AddressRange {
+    AddressRange::new(Address(start as u64), len as u64).expect("no wrap")
+}
+
+/// A software NIC that keeps the pages that it registered, and a peer that reads through it.
+struct Net {
+    target: Domain,
+    initiator: Domain,
+    endpoint: Endpoint,
+    cq: Arc<dyn CompletionQueue>,
+    name: hmem::transfer::EndpointName,
+    _target_endpoint: Endpoint,
+}
+
+impl Net {
+    fn open(hmem: &Hmem, cache: CacheAttr) -> Self {
+        let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
+        let target =
+            hmem.domain("loopback", DomainAttr { cache: Some(cache), ..attr.clone() }).expect("a domain");
+        let initiator = hmem.domain("loopback", attr).expect("a domain");
+        let cq = initiator.open_cq(8).expect("a queue");
+        let endpoint = initiator.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint");
+        let target_cq = target.open_cq(8).expect("a queue");
+        let target_endpoint = target.open_endpoint(&EndpointAttr::new(&target_cq)).expect("an endpoint");
+        let name = target_endpoint.name();
+        Self { target, initiator, endpoint, cq, name, _target_endpoint: target_endpoint }
+    }
+
+    /// What a peer reads of the region's first bytes.
+    fn pulled(&self, region: &MemoryRegion, len: u64) -> Vec<u8> {
+        let buffer = self.initiator.register(vec![0_u8; len as usize], Access::READ).expect("a buffer");
+        let key = region.key().expect("a key");
+        let remote = [RemoteSegment { address: region.base_addr(), len, key: &key }];
+        let peer = self.endpoint.resolve(&self.name).expect("the target");
+        let local = [buffer.slice(0, len).expect("all of it")];
+        self.endpoint.read(&local, &remote, peer, 1).expect("posted");
+        let mut done = Vec::new();
+        while self.cq.read(&mut done, 1).expect("the queue") == 0 {
+            self.target.progress().expect("progress");
+        }
+        done.remove(0).result.expect("read");
+        let mut bytes = vec![0; len as usize];
+        buffer.read(0, &mut bytes).expect("inside");
+        buffer.close().expect("closed");
+        bytes
+    }
+}
+
+fn loopback() -> Loopback {
+    Loopback::builder().memory(Memory::Pinned).build().expect("a software NIC")
+}
+
+fn simulated(style: Style) -> Arc<Simulated> {
+    let builder = Simulated::builder().devices(2).style(style).address_reuse(AddressReuse::JustFreed);
+    Arc::new(builder.build().expect("a simulated device"))
+}
+
+/// Maps fresh pages, through the C library, as applications do.
+fn map(at: Option<usize>, len: usize) -> usize {
+    let fixed = if at.is_some() { libc::MAP_FIXED } else { 0 };
+    // SAFETY: a new mapping, or in place of one that the caller unmapped.
+    let place = unsafe {
+        libc::mmap(
+            ptr::with_exposed_provenance_mut(at.unwrap_or(0)),
+            len,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | fixed,
+            -1,
+            0,
+        )
+    };
+    assert_ne!(place, libc::MAP_FAILED);
+    place.expose_provenance()
+}
+
+fn unmap(at: usize, len: usize) {
+    // SAFETY: a mapping of the test's own, which nobody refers into.
+    assert_eq!(unsafe { libc::munmap(ptr::with_exposed_provenance_mut(at), len) }, 0);
+}
+
+fn fill(at: usize, byte: u8) {
+    // SAFETY: mapped by the test, and nobody refers into it.
+    unsafe { ptr::with_exposed_provenance_mut::<u8>(at).write_bytes(byte, PAGE) };
+}
+
+/// Runs this test again, alone in a process, with variables set.
+fn alone(name: &str, variables: &[(&str, &str)]) -> bool {
+    const ALONE: &str = "HMEM_TEST_ALONE";
+    if env::var(ALONE).is_ok_and(|alone| alone == name) {
+        return true;
+    }
+    let mut child = Command::new(env::current_exe().expect("the test binary"));
+    child.args([name, "--exact", "--nocapture", "--test-threads=1"]).env(ALONE, name);
+    let output = child.envs(variables.iter().copied()).output().expect("a child");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && text.contains("1 passed"),
+        "{text}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    false
+}
+
+/// Frees, maps again at the same address, and registers again; how often the peer read what was there before.
+fn stale_reads(hmem: &Hmem, rounds: u32) -> u32 {
+    let net = Net::open(hmem, CacheAttr::default());
+    let cache = net.target.cache().expect("a cache");
+    let at = map(None, PAGE);
+    let mut stale = 0;
+    for round in 0..rounds {
+        let byte = (round % 251) as u8 + 1;
+        fill(at, byte);
+        // SAFETY: the memory is the test's own, and nobody refers into it.
+        let region = unsafe { cache.get(range(at, PAGE), REMOTE) }.expect("registered");
+        assert!(region.lease().uncached().is_none(), "{:?}", region.lease());
+        stale += u32::from(net.pulled(&region, 16) != [byte; 16]);
+        drop(region);
+        unmap(at, PAGE);
+        assert_eq!(map(Some(at), PAGE), at);
+    }
+    unmap(at, PAGE);
+    stale
+}
+
+/// An application that says nothing of its changes.
+#[derive(Debug, Default)]
+struct Silent(Mutex<Vec<AddressRange>>);
+
+impl Watcher for Silent {
+    fn subscribe(&self, range: AddressRange) -> Result<()> {
+        self.0.lock().unwrap().push(range);
+        Ok(())
+    }
+
+    fn unsubscribe(&self, range: AddressRange) {
+        let mut watched = self.0.lock().unwrap();
+        let place = watched.iter().position(|other| *other == range).expect("it was subscribed");
+        watched.swap_remove(place);
+    }
+}
+
+#[test]
+fn mr_07_memory_that_comes_back_at_its_address_is_never_a_stale_hit_under_memhooks() {
+    let name = "mr_07_memory_that_comes_back_at_its_address_is_never_a_stale_hit_under_memhooks";
+    if !alone(name, &[]) {
+        return;
+    }
+    let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(MonitorKind::MemHooks);
+    let hmem = builder.provider(loopback()).build().expect("memhooks work here");
+    assert_eq!(stale_reads(&hmem, 10_000), 0);
+}
+
+#[test]
+fn mr_07_with_a_monitor_that_says_nothing_the_same_rounds_are_stale() {
+    let monitor = Import::new(Arc::new(Silent::default())).expect("a monitor");
+    let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
+    let hmem = builder.provider(loopback()).build().expect("nothing in the way");
+    assert_eq!(stale_reads(&hmem, 50), 49, "the rounds do not notice a stale registration");
+}
+
+#[test]
+fn mon_07_device_memory_freed_and_allocated_again_at_its_address_is_never_a_hit() {
+    for style in [Style::Identity, Style::Callback] {
+        let device = simulated(style);
+        let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(MonitorKind::Disabled);
+        let hmem =
+            builder.shared_iface(Arc::clone(&device) as _).provider(loopback()).build().expect("started");
+        let net = Net::open(&hmem, CacheAttr::default());
+        let cache = net.target.cache().expect("a cache");
+        let request = AllocRequest { len: 8192, device: DeviceId(1), kind: AllocationKind::Device };
+        let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
+        let mut addresses = Vec::new();
+        for round in 1..=50_u8 {
+            let buffer = DeviceBuffer::allocate(&iface, &request).expect("device memory");
+            let at = buffer.allocation().range;
+            addresses.push(at);
+            buffer.write(0, &[round; 16]).expect("inside");
+            for _ in 0..2 {
+                // SAFETY: the buffer is the test's own.
+                let region = unsafe { cache.get(at, REMOTE) }.expect("registered");
+                assert!(region.lease().uncached().is_none(), "{:?}", region.lease());
+                assert_eq!(region.iface().expect("registered"), (SIMULATED, Some(DeviceId(1))));
+                assert_eq!(net.pulled(&region, 16), [round; 16], "{style:?}");
+            }
+            drop(buffer);
+        }
+        assert!(addresses.iter().all(|at| *at == addresses[0]), "the address did not come back");
+        let now = cache.statistics();
+        assert_eq!((now.registrations, now.hits), (50, 50));
+        let cause = if style == Style::Identity { Cause::Identity } else { Cause::Free };
+        assert!(now.invalidations(cause) >= 49, "{now:?}");
+        cache.clear();
+        cache.flush();
+        assert_eq!(net.target.live().regions, 0);
+    }
+}
+
+#[test]
+fn mon_09_monitors_of_different_ifaces_start_and_fail_apart() {
+    let device = simulated(Style::Callback);
+    let request = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
+    let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
+    let buffer = DeviceBuffer::allocate(&iface, &request).expect("device memory");
+    let host = map(None, PAGE);
+    // Which of the two is watched.
+    let cases = [
+        (MonitorKind::Disabled, None, false, true),
+        (MonitorKind::Import, Some(vec![SIMULATED]), true, false),
+        (MonitorKind::Import, None, true, true),
+    ];
+    for (system, without_monitors, host_cached, device_cached) in cases {
+        let builder = Hmem::builder().without_vendor_ifaces();
+        let builder = match system {
+            MonitorKind::Import => {
+                let monitor = Import::new(Arc::new(Silent::default())).expect("a monitor");
+                builder.imported_cache_monitor(monitor)
+            }
+            other => builder.cache_monitor(other),
+        };
+        let hmem =
+            builder.shared_iface(Arc::clone(&device) as _).provider(loopback()).build().expect("started");
+        let net = Net::open(&hmem, CacheAttr { without_monitors, ..CacheAttr::default() });
+        let cache = net.target.cache().expect("a cache");
+        for (at, cached, iface) in [
+            (range(host, PAGE), host_cached, IfaceKind::SYSTEM),
+            (buffer.allocation().range, device_cached, SIMULATED),
+        ] {
+            // SAFETY: the memory is the test's own.
+            let region = unsafe { cache.get(at, REMOTE) }.expect("registered");
+            assert_eq!(region.lease().uncached().is_none(), cached, "{:?}", region.lease());
+            assert_eq!(cache.monitor(iface).is_ok(), cached);
+            if let Some(Uncached::Unwatched(why)) = region.lease().uncached() {
+                assert_eq!(why.iface_kind(), Some(iface), "{why}");
+            }
+        }
+    }
+    unmap(host, PAGE);
+}
+
+#[test]
+fn mon_08_subscriptions_of_cached_regions_come_in_pairs() {
+    let watcher = Arc::new(Silent::default());
+    let monitor = Import::new(Arc::clone(&watcher) as _).expect("a monitor");
+    let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
+    let hmem = builder.provider(loopback()).build().expect("started");
+    let net = Net::open(&hmem, CacheAttr::default().max_count(4));
+    let at = map(None, 16 * PAGE);
+    let cache = net.target.cache().expect("a cache");
+    for page in 0..16 {
+        // SAFETY: the memory is the test's own.
+        unsafe { cache.get(range(at + page * PAGE, PAGE), REMOTE) }.expect("registered");
+    }
+    assert!(!watcher.0.lock().unwrap().is_empty());
+    cache.clear();
+    assert!(watcher.0.lock().unwrap().is_empty());
+    assert_eq!(net.target.live().regions, 0);
+    unmap(at, 16 * PAGE);
+}
+
+#[test]
+fn cache_10_entries_of_a_domain_name_their_path_and_a_domain_closes_with_idle_ones() {
+    let monitor = Import::new(Arc::new(Silent::default())).expect("a monitor");
+    let device = simulated(Style::Callback);
+    let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
+    let request = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
+    let buffer = DeviceBuffer::allocate(&iface, &request).expect("device memory");
+    let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
+    let hmem = builder.iface_and_provider(&device);
+    let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
+    let domain =
+        hmem.domain("loopback", DomainAttr { cache: Some(CacheAttr::default()), ..attr }).expect("a domain");
+    let at = map(None, PAGE);
+    {
+        let cache = domain.cache().expect("a cache");
+        // SAFETY: the memory is the test's own.
+        let (host, there) =
+            unsafe { (cache.get(range(at, PAGE), REMOTE), cache.get(buffer.allocation().range, REMOTE)) };
+        let (host, there) = (host.expect("registered"), there.expect("registered"));
+        let mut paths: Vec<_> = cache.entries().into_iter().map(|one| (one.region, one.users)).collect();
+        paths.sort_by_key(|(path, _)| path.map(Path::name));
+        assert_eq!(paths, [(Some(Path::DmaBuf), 1), (Some(Path::PlainHost), 1)]);
+        drop((host, there));
+        assert_eq!(domain.live().regions, 2);
+    }
+    domain.close().expect("idle regions are given back");
+    unmap(at, PAGE);
+}
+
+/// The device and a software NIC added.
+trait WithBoth {
+    fn iface_and_provider(self, device: &Arc<Simulated>) -> Hmem;
+}
+
+impl WithBoth for hmem::Builder {
+    fn iface_and_provider(self, device: &Arc<Simulated>) -> Hmem {
+        self.shared_iface(Arc::clone(device) as _).provider(loopback()).build().expect("started")
+    }
+}
+
+#[test]
+fn a_domain_without_a_cache_says_how_to_get_one_and_endpoint_mode_has_none() {
+    let loopback = Loopback::builder().needs(MrMode::ENDPOINT).build().expect("a software NIC");
+    let hmem = Hmem::builder().without_vendor_ifaces().provider(loopback).build().expect("started");
+    let attr = DomainAttr { mr_mode: MrMode::ENDPOINT, ..DomainAttr::default() };
+    let without = hmem.domain("loopback", attr.clone()).expect("a domain");
+    assert_eq!(without.cache().unwrap_err().kind(), ErrorKind::BadState);
+    let with =
+        hmem.domain("loopback", DomainAttr { cache: Some(CacheAttr::default()), ..attr }).expect("a domain");
+    assert_eq!(with.cache().unwrap_err().kind(), ErrorKind::Unsupported);
+}
+
+#[test]
+fn cache_12_the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name() {
+    let name = "cache_12_the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name";
+    let variables = [
+        ("FI_MR_CACHE_MAX_SIZE", "20480"),
+        ("FI_MR_CACHE_MAX_COUNT", "3"),
+        ("FI_MR_CACHE_MERGE_REGIONS", "yes"),
+        ("FI_MR_CACHE_MONITOR", "disabled"),
+        ("FI_MR_CUDA_CACHE_MONITOR_ENABLED", "0"),
+        ("FI_MR_ROCR_CACHE_MONITOR_ENABLED", "no"),
+        ("FI_MR_ZE_CACHE_MONITOR_ENABLED", "1"),
+    ];
+    let builder = || Hmem::builder().without_vendor_ifaces();
+    match env::var("HMEM_TEST_BAD") {
+        Ok(bad) => {
+            let error = builder().build().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert!(error.to_string().contains(&bad), "{error}");
+            return;
+        }
+        Err(_) if !alone(name, &variables) => {
+            for (bad, value) in [
+                ("FI_MR_CACHE_MAX_SIZE", "much"),
+                ("FI_MR_CACHE_MAX_COUNT", "-1"),
+                ("FI_MR_CACHE_MERGE_REGIONS", "perhaps"),
+                ("FI_MR_CACHE_MONITOR", "memhook"),
+                ("FI_MR_CUDA_CACHE_MONITOR_ENABLED", "2"),
+                ("FI_MR_ROCR_CACHE_MONITOR_ENABLED", "x"),
+                ("FI_MR_ZE_CACHE_MONITOR_ENABLED", "?"),
+            ] {
+                alone(name, &[("HMEM_TEST_BAD", bad), (bad, value)]);
+            }
+            return;
+        }
+        Err(_) => {}
+    }
+    let hmem = builder().build().expect("good values");
+    let read = hmem.cache_attr();
+    assert_eq!((read.max_bytes, read.max_count, read.merge), (Some(20480), Some(3), Some(true)));
+    assert_eq!(read.without_monitors, Some(vec![IfaceKind::CUDA, IfaceKind::ROCR]));
+    let monitor = Import::new(Arc::new(Silent::default())).expect("a monitor");
+    let builder =
+        builder().imported_cache_monitor(monitor).cache(CacheAttr::default().max_count(2).merge(false));
+    let hmem = builder.provider(loopback()).build().expect("good values");
+    let read = hmem.cache_attr();
+    assert_eq!((read.max_bytes, read.max_count, read.merge), (Some(20480), Some(2), Some(false)));
+    // And it is what domains use.
+    let net = Net::open(&hmem, CacheAttr::default());
+    let at = map(None, 16 * PAGE);
+    let cache = net.target.cache().expect("a cache");
+    for page in 0..4 {
+        // SAFETY: the memory is the test's own.
+        unsafe { cache.get(range(at + 2 * page * PAGE, PAGE), REMOTE) }.expect("registered");
+    }
+    assert_eq!(cache.statistics().entries, 2);
+    // SAFETY: as above.
+    let long = unsafe { cache.get(range(at, 6 * PAGE), REMOTE) }.expect("registered");
+    assert!(matches!(long.lease().uncached(), Some(Uncached::TooLong)));
+}
