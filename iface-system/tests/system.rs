@@ -7,7 +7,10 @@ use std::os::fd::AsFd;
 use hmem_core::{
     Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, IfaceKind, iface::DmaBufMapping,
 };
-use hmem_iface_system::{MemFd, System};
+use hmem_iface_system::{
+    MemFd, System,
+    monitor::{MonitorKind, SystemMonitor},
+};
 use support::*;
 
 fn huge_pages() -> u64 {
@@ -138,7 +141,7 @@ fn a_memory_file_cannot_shrink_under_its_users() {
 
 #[test]
 fn what_host_memory_lacks_is_unsupported_with_a_reason() {
-    let system = System::new();
+    let system = System::new().with_monitor(SystemMonitor::start(MonitorKind::Disabled).unwrap());
     let bytes = [0_u8; 8];
     let range = hmem_core::AddressRange::of(&bytes);
     let address = Address::of_ptr(bytes.as_ptr());

@@ -267,6 +267,7 @@ impl SystemMonitor {
                 .iface(IfaceKind::SYSTEM)
                 .context("monitor", self.choice.name)
                 .context("why", &self.choice)
+                .remedy("host memory is registered without a cache: ask for another monitor to have one")
         })
     }
 
