@@ -45,7 +45,11 @@ impl Changes {
         let mut taken = self.taken.load(Ordering::Relaxed);
         loop {
             // Threads look from different places on, by where their stacks are.
+            #[cfg(not(loom))]
             let from = (std::ptr::from_ref(&taken).addr() >> 12) as u32 % PLACES as u32;
+            // A model must take the same place each time.
+            #[cfg(loom)]
+            let from = 0;
             let free = !taken & (u64::MAX >> (64 - PLACES));
             if free == 0 {
                 self.unplaced.fetch_add(1, Ordering::SeqCst);

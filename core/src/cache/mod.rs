@@ -58,6 +58,8 @@ mod gate;
 mod key;
 mod lease;
 mod lookup;
+#[cfg(all(test, loom))]
+mod models;
 mod radix;
 mod register;
 mod retire;

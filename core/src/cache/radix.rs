@@ -8,7 +8,7 @@
 
 use super::{
     arena::{Arena, Zeroed},
-    sync::{AtomicU32, Ordering, fence},
+    sync::{AtomicU32, Ordering, end_generation, fence},
 };
 use crate::{AddressRange, Result};
 
@@ -446,10 +446,7 @@ impl Radix {
         if left == 0 {
             shape.filled[node as usize] -= 1;
         }
-        let generation = &self.buckets.at(head).generation;
-        generation.store(generation.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
-        // Whoever sees the chain's next use sees that its generation is over.
-        fence(Ordering::Release);
+        end_generation(&self.buckets.at(head).generation);
         let mut index = head;
         while index != 0 {
             let bucket = self.buckets.at(index);

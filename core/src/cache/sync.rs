@@ -41,6 +41,7 @@ impl Condvar {
 pub(super) enum Barrier {
     /// `membarrier(2)`: lookups keep the compiler from reordering, and the ending side makes every other processor
     /// pass a barrier.
+    #[cfg_attr(loom, expect(dead_code, reason = "loom has no membarrier"))]
     Expedited,
     /// Both sides fence.
     Fences,
@@ -125,6 +126,19 @@ pub(super) fn announce() {
     modelled::fence_unless(modelled::ANNOUNCE);
 }
 
+/// Counts up what tells a walk that a chain was taken apart under it, before the chain is used again.
+#[inline(always)]
+pub(super) fn end_generation(generation: &AtomicU32) {
+    #[cfg(loom)]
+    if modelled::is_left_out(modelled::GENERATION) {
+        return;
+    }
+    // Release: whoever sees the new generation sees that the slot holds the chain no more.
+    generation.store(generation.load(Ordering::Relaxed).wrapping_add(1), Ordering::Release);
+    // Whoever sees the chain's next use sees that its generation is over.
+    fence(Ordering::Release);
+}
+
 /// Loom has no `membarrier`: both halves are fences, and a model can leave one kind out to show that it is needed.
 #[cfg(loom)]
 pub(super) mod modelled {
@@ -136,11 +150,18 @@ pub(super) mod modelled {
     pub(in crate::cache) const HEAVY: u32 = 2;
     pub(in crate::cache) const ANNOUNCE: u32 = 4;
 
-    /// Which fences are left out; no part of the model.
+    /// No fence: chains that are taken apart are not counted.
+    pub(in crate::cache) const GENERATION: u32 = 8;
+
+    /// What is left out; no part of the model.
     pub(in crate::cache) static LEFT_OUT: Plain = Plain::new(0);
 
+    pub(super) fn is_left_out(kind: u32) -> bool {
+        LEFT_OUT.load(Relaxed) & kind != 0
+    }
+
     pub(super) fn fence_unless(kind: u32) {
-        if LEFT_OUT.load(Relaxed) & kind == 0 {
+        if !is_left_out(kind) {
             fence(Ordering::SeqCst);
         }
     }
