@@ -50,6 +50,8 @@ pub enum Command {
     #[command(after_help = "Both sides print the same report. The client chooses what is measured. \
         Exit status: 0 measured and verified, 1 it failed, 2 wrong usage or environment.")]
     Perf(PerfArgs),
+    /// Measure what the library costs here, beside its peers in the same run
+    Bench(BenchArgs),
 }
 
 /// When to use colours.
@@ -150,6 +152,33 @@ pub struct TopoArgs {
     /// Write a picture of devices and NICs with the distance of each pair
     #[arg(long, value_name = "FILE")]
     pub svg: Option<PathBuf>,
+}
+
+/// Arguments of `hmem bench`.
+#[derive(Clone, Debug, Args)]
+pub struct BenchArgs {
+    /// Of what.
+    #[command(subcommand)]
+    pub of: BenchOf,
+}
+
+/// What `hmem bench` measures.
+#[derive(Clone, Debug, Subcommand)]
+pub enum BenchOf {
+    /// The registration cache, beside UCX's where UCX is installed; a minute on a quiet machine
+    Cache(BenchCacheArgs),
+}
+
+/// Arguments of `hmem bench cache`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct BenchCacheArgs {
+    /// Print JSON (docs/bench-schema.md) instead of tables
+    #[arg(long)]
+    pub json: bool,
+
+    /// Fewer and shorter rounds: quicker, and the figures say little
+    #[arg(long)]
+    pub quick: bool,
 }
 
 /// Arguments of `hmem perf`.

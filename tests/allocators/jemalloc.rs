@@ -1,16 +1,16 @@
 //! A program with jemalloc under memhooks: MON-03.
 #![allow(missing_docs)]
 
-mod allocators;
-#[path = "monitors/mod.rs"]
+#[path = "../../iface-system/tests/monitors/mod.rs"]
 mod monitors;
+mod programs;
 
 use std::{
     ffi::{c_char, c_int, c_void},
     ptr,
 };
 
-use allocators::{large_blocks_are_told, under_memhooks, under_memhooks_and_userfaultfd};
+use programs::{large_blocks_are_told, under_memhooks, under_memhooks_and_userfaultfd};
 
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;

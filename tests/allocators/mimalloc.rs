@@ -1,11 +1,11 @@
 //! A program with mimalloc under memhooks: MON-03.
 #![allow(missing_docs)]
 
-mod allocators;
-#[path = "monitors/mod.rs"]
+#[path = "../../iface-system/tests/monitors/mod.rs"]
 mod monitors;
+mod programs;
 
-use allocators::{large_blocks_are_told, under_memhooks, under_memhooks_and_userfaultfd};
+use programs::{large_blocks_are_told, under_memhooks, under_memhooks_and_userfaultfd};
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;

@@ -1,0 +1,93 @@
+//! Measuring two sides in turns, so that what disturbs the machine disturbs both.
+
+use std::{
+    sync::Barrier,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// How long and how often each side runs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Effort {
+    /// Of one side in one round.
+    pub(super) round: Duration,
+    /// Rounds.
+    pub(super) rounds: usize,
+}
+
+impl Effort {
+    /// For figures that are written down.
+    pub(super) const FULL: Self = Self { round: Duration::from_millis(20), rounds: 31 };
+    /// To see that it runs.
+    pub(super) const QUICK: Self = Self { round: Duration::from_millis(1), rounds: 3 };
+}
+
+/// What is measured: operations from `start` on, `count` of them.
+pub(super) type Side<'a> = &'a (dyn Fn(u64, u64) + Sync);
+
+/// Nanoseconds an operation of each side, in the same order: medians over rounds that alternate.
+pub(super) fn in_turns(effort: Effort, threads: usize, sides: &[Side<'_>]) -> Vec<f64> {
+    let counts: Vec<u64> = sides.iter().map(|side| calibrate(effort, threads, *side)).collect();
+    let mut seen = vec![Vec::with_capacity(effort.rounds); sides.len()];
+    for round in 0..effort.rounds {
+        for (index, side) in sides.iter().enumerate() {
+            let count = counts[index];
+            let elapsed = time(threads, *side, round as u64 * count, count);
+            seen[index].push(elapsed.as_nanos() as f64 / count as f64);
+        }
+    }
+    seen.into_iter().map(median).collect()
+}
+
+/// How many operations fill a round.
+fn calibrate(effort: Effort, threads: usize, side: Side<'_>) -> u64 {
+    let mut count = 64;
+    loop {
+        let elapsed = time(threads, side, 0, count);
+        if elapsed >= effort.round / 2 {
+            let fitting = count as f64 * effort.round.as_secs_f64() / elapsed.as_secs_f64();
+            return (fitting as u64).max(1);
+        }
+        count *= 2;
+    }
+}
+
+/// The time of the slowest thread, each of which does `count` operations.
+fn time(threads: usize, side: Side<'_>, start: u64, count: u64) -> Duration {
+    if threads == 1 {
+        let began = Instant::now();
+        side(start, count);
+        return began.elapsed();
+    }
+    let barrier = Barrier::new(threads);
+    thread::scope(|scope| {
+        let running: Vec<_> = (0..threads as u64)
+            .map(|thread| {
+                let barrier = &barrier;
+                scope.spawn(move || {
+                    // Threads start at different places of the same sequence.
+                    let start = start.wrapping_add(thread << 32);
+                    barrier.wait();
+                    let began = Instant::now();
+                    side(start, count);
+                    began.elapsed()
+                })
+            })
+            .collect();
+        running.into_iter().map(|thread| thread.join().expect("a side does not panic")).max()
+    })
+    .unwrap_or_default()
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// The place of operation `number` in a fixed pseudo-random order (splitmix64), below `bound`.
+#[inline]
+pub(super) fn place(number: u64, bound: u64) -> u64 {
+    let mut z = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    ((z >> 32) * bound) >> 32
+}
