@@ -427,3 +427,37 @@ fn logs_come_only_when_asked_for_and_only_on_stderr() {
     assert!(stderr(&verbose).contains("path decided"), "{}", stderr(&verbose));
     json(&verbose);
 }
+
+#[test]
+fn bench_cache_prints_every_figure_with_what_it_is_held_against() {
+    let output = hmem(&["bench", "cache", "--quick", "--json"], &[]);
+    ended(&output, 0);
+    let document = json(&output);
+    assert_eq!(document["schema"], 1);
+    let ucx_is_here = list(&document, "skipped").iter().all(|skipped| skipped["what"] != "UCX");
+    let rows = list(&document, "rows");
+    for row in rows {
+        for (field, kind) in [
+            ("figure", "s"),
+            ("regions", "n"),
+            ("threads", "n"),
+            ("ours_ns", "n"),
+            ("peer", "s?"),
+            ("peer_ns", "n?"),
+            ("ratio", "n?"),
+            ("target", "n?"),
+        ] {
+            assert!(is_of(&row[field], kind), "{field}: {row}");
+        }
+        assert!(row["ours_ns"].as_f64() > Some(0.0), "{row}");
+        assert_eq!(row["peer"].is_null(), row["ratio"].is_null(), "{row}");
+    }
+    let figures: BTreeSet<_> = rows.iter().filter_map(|row| row["figure"].as_str()).collect();
+    for figure in
+        ["hit, at random", "hit, the same region", "hit, different regions", "miss, insert and evict"]
+    {
+        assert!(figures.contains(figure), "{figure} is not in {figures:?}");
+    }
+    assert_eq!(rows.iter().any(|row| row["peer"] == "UCX"), ucx_is_here);
+    assert_eq!(list(&document, "memory").len(), 5);
+}

@@ -11,7 +11,6 @@ use hdrhistogram::Histogram;
 use hmem::{
     Address, AllocationKind, DeviceId, Error, ErrorKind, Iface, Registry, Result,
     iface::AllocRequest,
-    monitor::Monitor,
     system::{Simulated, System},
 };
 
@@ -31,7 +30,6 @@ const IDLE: &str = "ours, nobody registering";
 /// What is measured with.
 pub(super) struct Bench {
     pub(super) effort: Effort,
-    pub(super) monitor: Option<Arc<dyn Monitor>>,
     pub(super) ucx: std::result::Result<Ucx, String>,
     pub(super) report: Report,
 }
@@ -94,7 +92,7 @@ impl Bench {
 
     fn hits(&mut self) -> Result<()> {
         for (regions, target) in [(1, 0.25), (1_000, 0.25), (100_000, 0.3)] {
-            let cache = noop::cache(2 * regions, regions, self.monitor.as_ref())?;
+            let cache = noop::cache(2 * regions, regions)?;
             let ucx = self.ucx_cache(2 * regions, regions)?;
             let ours = |start: u64, count: u64| {
                 for number in start..start + count {
@@ -120,7 +118,7 @@ impl Bench {
 
     fn two_threads(&mut self) -> Result<()> {
         for (figure, regions) in [("hit, the same region", 1), ("hit, different regions", 1_000)] {
-            let cache = noop::cache(2 * regions, regions, self.monitor.as_ref())?;
+            let cache = noop::cache(2 * regions, regions)?;
             let ucx = self.ucx_cache(2 * regions, regions)?;
             let ours = |start: u64, count: u64| {
                 for number in start..start + count {
@@ -150,7 +148,7 @@ impl Bench {
     /// Each get is of a region that was evicted since it was last there.
     fn misses(&mut self) -> Result<()> {
         for regions in [1, 1_000, 100_000] {
-            let cache = noop::cache(regions, 0, self.monitor.as_ref())?;
+            let cache = noop::cache(regions, 0)?;
             let ucx = self.ucx_cache(regions, 0)?;
             let all = 2 * regions + 1;
             let ours = |start: u64, count: u64| {
@@ -172,7 +170,7 @@ impl Bench {
 
     fn registering(&mut self) -> Result<()> {
         const REGIONS: u64 = 1_000;
-        let cache = noop::cache(2 * REGIONS, REGIONS, self.monitor.as_ref())?;
+        let cache = noop::cache(2 * REGIONS, REGIONS)?;
         let slow = Arc::clone(&cache.source().slow);
         // Latencies of single lookups for as long as `going` says.
         let lookups = |going: &dyn Fn() -> bool| {

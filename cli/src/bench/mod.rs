@@ -21,7 +21,6 @@ use crate::args::BenchCacheArgs;
 pub fn cache(args: &BenchCacheArgs, next: impl FnMut(usize, usize, &str)) -> Result<Report> {
     let mut bench = Bench {
         effort: if args.quick { Effort::QUICK } else { Effort::FULL },
-        monitor: None,
         ucx: Ucx::load(),
         report: Report::default(),
     };

@@ -194,12 +194,15 @@ impl RegionCache {
     }
 }
 
+/// The monitor of an iface, or why it has none.
+type OfIface = (IfaceKind, Result<Arc<dyn Monitor>>);
+
 /// Registrations of a domain as the cache's source.
 pub struct Registrations {
     domain: Arc<DomainInner>,
     without: Vec<IfaceKind>,
     /// Monitors that were started, or why they were not.
-    monitors: Mutex<Vec<(IfaceKind, Result<Arc<dyn Monitor>>)>>,
+    monitors: Mutex<Vec<OfIface>>,
 }
 
 /// What watches a cached region.
