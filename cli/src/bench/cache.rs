@@ -189,7 +189,7 @@ impl Bench {
         let began = Instant::now();
         let idle = lookups(&|| began.elapsed() < Duration::from_secs(1));
         let busy = thread::scope(|scope| {
-            let registering = scope.spawn(|| cache.get(&noop::slow_key()).map(|lease| drop(lease)));
+            let registering = scope.spawn(|| cache.get(&noop::slow_key()).map(drop));
             while !slow.load(Ordering::Acquire) && !registering.is_finished() {
                 thread::yield_now();
             }
