@@ -8,9 +8,9 @@
 //! # Things this library does not do
 //!
 //! It picks no provider by itself (the software NIC is opt-in, never a substitute for hardware), keeps no process-wide
-//! state but what a cache monitor patches or opens (which `info` names), starts no thread before an event queue, a
-//! progress thread, a copy engine or a cache monitor is asked for, and prints nothing: it
-//! logs through `tracing`.
+//! state but what the operating system has one of (patched C library functions, while a cache's monitor runs), starts no
+//! thread before an event queue, a progress thread, a copy engine or a registration cache is asked for, and prints
+//! nothing: it logs through `tracing`.
 
 #![deny(unsafe_code)]
 
