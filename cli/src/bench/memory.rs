@@ -40,16 +40,16 @@ const LAYOUTS: [Layout; 5] = [
     layout("1 GiB, not aligned", 1_000, 0x3600_0000_0123, GIB, 2 * GIB),
 ];
 
-/// Bytes that are resident.
+/// Bytes of memory that the process has of its own: code that is paged in meanwhile is none of a cache's.
 fn resident() -> Result<u64> {
     let path = "/proc/self/smaps_rollup";
     let unreadable = |why: &dyn std::fmt::Display| {
         Error::new(ErrorKind::Unavailable, "bench cache").context("file", path).context("why", why)
     };
     let text = fs::read_to_string(path).map_err(|error| unreadable(&error))?;
-    let line = text.lines().find_map(|line| line.strip_prefix("Rss:"));
+    let line = text.lines().find_map(|line| line.strip_prefix("Anonymous:"));
     let kilobytes = line.and_then(|line| line.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
-    kilobytes.map(|kilobytes| kilobytes * KIB).ok_or_else(|| unreadable(&"it has no line `Rss: N kB`"))
+    kilobytes.map(|kilobytes| kilobytes * KIB).ok_or_else(|| unreadable(&"it has no line `Anonymous: N kB`"))
 }
 
 /// Fills a cache for each layout. All are kept until the end, so that none stands on another's memory.

@@ -272,8 +272,9 @@ impl Drop for Blocker {
     }
 }
 
-/// Resident bytes of this process.
+/// Bytes of anonymous memory that are resident: code that is paged in meanwhile is nothing that a monitor took.
 pub fn resident() -> u64 {
-    let statm = std::fs::read_to_string("/proc/self/statm").expect("/proc");
-    statm.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok()).expect("statm") * page() as u64
+    let rollup = std::fs::read_to_string("/proc/self/smaps_rollup").expect("/proc");
+    let anonymous = rollup.lines().find_map(|line| line.strip_prefix("Anonymous:")).expect("such a line");
+    anonymous.trim().trim_end_matches("kB").trim().parse::<u64>().expect("a number of kB") << 10
 }
