@@ -20,7 +20,7 @@ use super::{
     Barrier, Cache, Key, Limits, Source,
     blocks::Block,
     lease::{Lease, OwnedLease},
-    radix::Radix,
+    radix::{Radix, Shape},
     sync::modelled::{ANNOUNCE, GENERATION, HEAVY, LEFT_OUT, LIGHT},
 };
 use crate::{
@@ -418,34 +418,66 @@ fn whoever_waits_for_a_registration_that_fails_is_told() {
 
 const UNSEEN: &str = "a change passed an entry over";
 
-fn walk_against_an_alteration() {
-    model(|| {
+/// A walk of all pages up to `last` beside `alter`. Entry 1 stays, and entry 2 goes.
+fn walk_beside(put: &'static [(u64, u64, u32)], last: u64, alter: fn(&Radix, &mut Shape)) {
+    model(move || {
         let (radix, mut shape) = Radix::new(4).expect("a table");
-        for entry in [1, 2] {
-            assert!(radix.insert(&mut shape, 0, 0, entry));
+        for (first, last, entry) in put {
+            assert!(radix.insert(&mut shape, *first, *last, *entry));
         }
         let radix = Arc::new(radix);
         let walker = {
             let radix = Arc::clone(&radix);
             thread::spawn(move || {
-                let mut seen = [0; 3];
-                radix.walk(0, 0, &mut |entry| seen[(entry as usize).min(3) - 1] += 1);
-                assert!(seen[0] != 0, "{UNSEEN}");
-                meet(seen[1] != 0);
+                let mut seen = (false, false);
+                radix.walk(0, last, &mut |entry| seen = (seen.0 || entry == 1, seen.1 || entry == 2));
+                assert!(seen.0, "{UNSEEN}");
+                meet(seen.1);
             })
         };
-        // The chain of the first page is taken apart, and its bucket used for the next page.
-        radix.remove(&mut shape, 0, 0, 2);
-        for entry in [3, 4] {
-            assert!(radix.insert(&mut shape, 1, 1, entry));
-        }
+        alter(&radix, &mut shape);
         walker.join().unwrap();
+    });
+}
+
+/// The chain of the first page is taken apart, and its bucket used for the next page.
+fn walk_against_an_alteration() {
+    walk_beside(&[(0, 0, 1), (0, 0, 2)], 0, |radix, shape| {
+        radix.remove(shape, 0, 0, 2);
+        for entry in [3, 4] {
+            assert!(radix.insert(shape, 1, 1, entry));
+        }
     });
 }
 
 #[test]
 fn a_walk_sees_what_stays_while_the_table_is_altered() {
     holds(walk_against_an_alteration);
+}
+
+#[test]
+fn a_walk_sees_what_stays_of_a_chain_of_two_buckets() {
+    holds(|| {
+        walk_beside(&[(0, 0, 1), (0, 0, 2), (0, 0, 3)], 0, |radix, shape| {
+            radix.remove(shape, 0, 0, 2);
+            radix.remove(shape, 0, 0, 3);
+            for entry in [4, 5] {
+                assert!(radix.insert(shape, 1, 1, entry));
+            }
+        });
+    });
+}
+
+#[test]
+fn a_walk_sees_what_stays_while_a_node_changes_hands() {
+    holds(|| {
+        walk_beside(&[(2, 3, 1), (0, 0, 2)], 3, |radix, shape| {
+            radix.remove(shape, 0, 0, 2);
+            // The node of the first two pages now hangs off a chain, with the entry of the last two.
+            assert!(radix.insert(shape, 2, 2, 3));
+            radix.remove(shape, 2, 2, 3);
+        });
+    });
 }
 
 #[test]
