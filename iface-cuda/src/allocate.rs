@@ -249,7 +249,7 @@ impl Driver {
         let Some(taken) = taken.filter(|taken| taken.id == owned.id) else {
             return Err(not_live("free", allocation));
         };
-        let result = self.primary(taken.device).and_then(|context| {
+        let result = self.primary(taken.device).map(|context| {
             self.subscriptions.while_it_goes(allocation.range, || {
                 let mut gone = false;
                 let ended = within(&self.functions, context, || {

@@ -145,10 +145,7 @@ impl Cuda {
     /// Identities tell of such a free in any case, when a cached registration is next asked for. An allocator that
     /// knows its frees (PyTorch's pluggable one, for example) can tell of them before: then nothing is registered any longer
     /// when the memory goes.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Busy`] while the same memory is being freed elsewhere; `free` does not run then.
-    pub fn while_freeing<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> Result<T> {
+    pub fn while_freeing<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> T {
         self.driver.subscriptions.while_it_goes(range, free)
     }
 

@@ -144,15 +144,31 @@ fn mon_07_an_application_can_tell_of_its_own_frees_before_they_happen() {
         let range = AddressRange::new(Address(pointer), 10_000).expect("a range");
         let told = Arc::new(Told::default());
         let subscription = monitor.subscribe(range, Arc::clone(&told) as _).expect("subscribe");
-        world
-            .cuda
-            .while_freeing(range, || {
-                assert_eq!(told.open.load(Ordering::Acquire), 1, "told before");
-                // SAFETY: allocated above.
-                world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
-            })
-            .expect("free");
+        world.cuda.while_freeing(range, || {
+            assert_eq!(told.open.load(Ordering::Acquire), 1, "told before");
+            // SAFETY: allocated above.
+            world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
+        });
         assert_eq!((told.open.load(Ordering::Acquire), told.ranges.lock().len()), (0, 1));
+        monitor.unsubscribe(subscription);
+    });
+}
+
+/// MON-07: the driver gives an address to another thread as soon as it has it back, and that thread may free it before
+/// the first free has told of its end.
+#[test]
+fn mon_07_an_address_may_be_given_out_and_freed_again_before_its_free_has_ended() {
+    each(|world| {
+        let monitor = world.cuda.monitor().expect("monitor");
+        let memory = world.allocate(10_000, AllocationKind::Device);
+        let told = Arc::new(Told::default());
+        let subscription = monitor.subscribe(memory.range, Arc::clone(&told) as _).expect("subscribe");
+        world.cuda.while_freeing(memory.range, || {
+            world.free(&memory);
+            assert_eq!(told.open.load(Ordering::Acquire), 1, "the outer change goes on");
+        });
+        assert_eq!(*told.ranges.lock(), [(memory.range, Cause::Free); 2]);
+        assert_eq!(told.open.load(Ordering::Acquire), 0, "every change that began has ended");
         monitor.unsubscribe(subscription);
     });
 }
