@@ -35,7 +35,7 @@ pub struct Cli {
 pub enum Command {
     /// List ifaces, devices, NICs, and the path from each device to each NIC
     Info(InfoArgs),
-    /// Register memory of every kind with every NIC and move verified bytes
+    /// Register memory of every kind with every NIC and move verified bytes, also through the registration cache
     #[command(after_help = "Exit status: 0 all verified, 1 a combination failed or none could be checked, \
         2 wrong usage or environment.")]
     Check(CheckArgs),
@@ -97,7 +97,7 @@ pub struct CheckArgs {
     #[arg(long, value_name = "N", value_parser = bytes)]
     pub bytes: Option<u64>,
 
-    /// Leave out the large transfers: quicker, and throughput says little
+    /// Leave out the large transfers and most rounds of cache monitors: quicker, and throughput says little
     #[arg(long, conflicts_with = "bytes")]
     pub quick: bool,
 }

@@ -3,7 +3,7 @@
 use std::{error::Error as _, fmt, sync::Arc};
 
 use hmem::{
-    Domain, DomainAttr, Error, Hmem, IfaceKind, MrMode, Result,
+    CacheAttr, Domain, DomainAttr, Error, Hmem, IfaceKind, MrMode, Result,
     p2p::{
         loopback::{Loopback, Memory},
         path::{ExplainRequest, Explanation},
@@ -11,7 +11,7 @@ use hmem::{
     },
     path::P2pPolicy,
     provider::{Imports, Provider, ProviderAttr},
-    system::{SIMULATED, Simulated},
+    system::{AddressReuse, SIMULATED, Simulated, SimulatedBuilder},
 };
 
 use crate::json::Skipped;
@@ -25,6 +25,9 @@ pub const HARDWARE_LIKE: MrMode = MrMode::LOCAL
 
 /// The loopback NIC that reaches device memory by peer memory instead of by dma-buf.
 const PEER_MEMORY: &str = "peer-memory";
+
+/// The loopback NIC that keeps the pages of registration.
+const PINNED: &str = "pinned";
 
 /// Ifaces and NICs to look at.
 #[derive(Debug)]
@@ -109,7 +112,7 @@ impl Machine {
         let mut absent = Vec::new();
         let mut watches = Vec::new();
         let mut builder = Hmem::builder().verbs();
-        match Simulated::builder().devices(2).peer_memory(true).build() {
+        match simulated_devices().build() {
             Ok(simulated) => {
                 let simulated = Arc::new(simulated);
                 watches.extend(watch_simulated(&simulated));
@@ -125,7 +128,7 @@ impl Machine {
             ("scalable", MrMode::empty(), Memory::Follow, "mr_mode 0: zero-based addresses, requested keys"),
             ("hardware", HARDWARE_LIKE, Memory::Follow, "the mr_mode that hardware needs"),
             (PEER_MEMORY, HARDWARE_LIKE, Memory::Follow, "hardware that has peer memory and no dma-buf"),
-            ("pinned", HARDWARE_LIKE, Memory::Pinned, "as hardware, and keeps the pages of registration"),
+            (PINNED, HARDWARE_LIKE, Memory::Pinned, "as hardware, and keeps the pages of registration"),
         ];
         for (nic, needs, memory, note) in modes {
             let mut loopback = Loopback::builder().nic(nic).needs(needs).memory(memory);
@@ -272,10 +275,19 @@ impl Fabric {
     /// # Errors
     /// As [`Domain::open`].
     pub fn open(&self, hmem: &Hmem, p2p: P2pPolicy) -> Result<Domain> {
+        self.open_with(hmem, p2p, None)
+    }
+
+    /// [`Fabric::open`] of a domain with a registration cache.
+    ///
+    /// # Errors
+    /// As [`Domain::open`].
+    pub fn open_with(&self, hmem: &Hmem, p2p: P2pPolicy, cache: Option<CacheAttr>) -> Result<Domain> {
         let attr = DomainAttr {
             nic: Some(self.attr.nic.name.clone()),
             mr_mode: HARDWARE_LIKE | self.attr.needs,
             p2p,
+            cache,
             ..DomainAttr::default()
         };
         hmem.domain_on(&*self.provider, attr)
@@ -289,11 +301,22 @@ impl Fabric {
         hmem.explain_on(&*self.provider, request)
     }
 
+    /// Whether it is the software NIC that keeps the pages of registration, as hardware does.
+    #[must_use]
+    pub fn keeps_pages(&self) -> bool {
+        self.software && self.attr.nic.name == PINNED
+    }
+
     /// Whether `name` names it: its provider, or provider and NIC with a slash.
     #[must_use]
     pub fn answers_to(&self, name: &str) -> bool {
         self.attr.nic.provider == name || self.attr.nic.to_string() == name
     }
+}
+
+/// Addresses that were freed come back at once, which is what finds stale registrations.
+fn simulated_devices() -> SimulatedBuilder {
+    Simulated::builder().devices(2).peer_memory(true).address_reuse(AddressReuse::JustFreed)
 }
 
 fn watch_simulated(simulated: &Arc<Simulated>) -> [Watch; 2] {

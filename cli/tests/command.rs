@@ -248,7 +248,7 @@ fn check_verifies_every_combination_and_says_so_in_the_documented_json() {
     let output = hmem(&["check", "--quick", "--json"], &[]);
     ended(&output, 0);
     let document = json(&output);
-    matches(&document, &[("schema", "n"), ("rows", "a"), ("skipped", "a")]);
+    matches(&document, &[("schema", "n"), ("rows", "a"), ("stale", "a"), ("skipped", "a")]);
     assert_eq!(document["schema"], 1);
     let mut seen = BTreeSet::new();
     for row in list(&document, "rows") {
@@ -299,6 +299,59 @@ fn check_verifies_every_combination_and_says_so_in_the_documented_json() {
         );
     }
     list(&document, "skipped").iter().for_each(|skipped| matches(skipped, SKIPPED));
+}
+
+/// DIAG-02, MR-07, CACHE-02: every monitor is tortured, or skipped with its reason.
+#[test]
+fn check_tortures_the_registration_cache_under_each_monitor() {
+    let output = hmem(&["check", "--json", "--bytes", "64"], &[("FI_MR_CACHE_MAX_COUNT", "0")]);
+    ended(&output, 0);
+    let document = json(&output);
+    let mut seen = BTreeSet::new();
+    for row in list(&document, "stale") {
+        matches(
+            row,
+            &[
+                ("iface", "s"),
+                ("monitor", "s"),
+                ("provider", "s"),
+                ("nic", "s"),
+                ("path", "s"),
+                ("rounds", "n"),
+                ("reused", "n"),
+                ("hits", "n"),
+                ("stale", "n"),
+                ("verified", "b"),
+                ("error", "s?"),
+            ],
+        );
+        assert!(row["verified"] == true && row["stale"] == 0 && row["rounds"] == 10_000, "{row}");
+        // Addresses come back, and registrations are found again before they go.
+        let often = |field: &str| row[field].as_u64().is_some_and(|count| count > 5_000);
+        assert!(often("reused") && often("hits"), "{row}");
+        let name = |field: &str| row[field].as_str().unwrap_or_default().to_owned();
+        seen.insert((name("iface"), name("monitor")));
+    }
+    let skipped: Vec<_> = list(&document, "skipped").iter().map(Value::to_string).collect();
+    for (iface, monitor) in [
+        ("system", "memhooks"),
+        ("system", "userfaultfd"),
+        ("system", "memhooks+userfaultfd"),
+        ("system", "import"),
+        ("simulated", "identity"),
+        ("simulated", "callback"),
+    ] {
+        let excused = skipped
+            .iter()
+            .any(|skipped| skipped.contains("stale registrations") && skipped.contains(monitor));
+        assert!(
+            seen.contains(&(iface.to_owned(), monitor.to_owned())) || excused,
+            "{iface} {monitor}: {seen:?}"
+        );
+    }
+    // It takes the NIC that keeps pages.
+    let other = json(&hmem(&["check", "--quick", "--json", "--provider", "loopback/scalable"], &[]));
+    assert_eq!(list(&other, "stale").len(), 0);
 }
 
 /// DIAG-02, HM-04

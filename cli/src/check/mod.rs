@@ -1,14 +1,17 @@
 //! `hmem check`: registers memory of every kind with every NIC, moves bytes, and compares them.
 //!
-//! `plan` lists what there is to check, `run` checks one combination, `report` says what came of it.
+//! `plan` lists what there is to check, `run` checks one combination, `stale` tortures the registration cache, `report` says
+//! what came of it.
 
 mod link;
 mod memory;
 pub(crate) mod pattern;
+mod place;
 mod plan;
 mod report;
 mod residue;
 mod run;
+mod stale;
 mod target;
 
 use hmem::{Error, ErrorKind, Path, Result};
@@ -18,6 +21,7 @@ pub use self::{
     memory::Memory,
     plan::{Case, Plan, Way, plan},
     report::{Atomic, Report, Row, text},
+    stale::StaleRow,
 };
 use crate::{args::CheckArgs, json::Skipped, machine::Machine};
 
@@ -43,6 +47,8 @@ pub struct Selection {
     pub extents: Vec<Extent>,
     /// Nanoseconds to spend on throughput for each combination; one transfer is always measured.
     pub measure_ns: u64,
+    /// How often each cache monitor sees memory go and come back; 0 leaves that out.
+    pub stale_rounds: u64,
 }
 
 const SMALL: [Extent; 5] = [
@@ -58,7 +64,14 @@ impl Default for Selection {
     /// Everything, with small transfers, unaligned ones, and a large one.
     fn default() -> Self {
         let extents = SMALL.into_iter().chain([LARGE]).collect();
-        Self { iface: None, provider: None, path: None, extents, measure_ns: 20_000_000 }
+        Self {
+            iface: None,
+            provider: None,
+            path: None,
+            extents,
+            measure_ns: 20_000_000,
+            stale_rounds: 10_000,
+        }
     }
 }
 
@@ -89,6 +102,7 @@ impl Selection {
         if args.quick {
             selection.extents.pop();
             selection.measure_ns = 0;
+            selection.stale_rounds = 500;
         }
         Ok(selection)
     }
@@ -128,13 +142,25 @@ pub fn check(
     selection: &Selection,
     mut progress: impl FnMut(usize, usize, &str),
 ) -> Report {
-    let Plan { cases, skipped } = plan(machine, selection);
+    let Plan { cases, mut skipped } = plan(machine, selection);
+    let stale = match selection.stale_rounds {
+        0 => Vec::new(),
+        _ => stale::plan(machine, selection, &mut skipped),
+    };
+    let all = cases.len() + stale.len();
     let mut report = Report::new(skipped);
     for (done, case) in cases.iter().enumerate() {
-        progress(done, cases.len(), &case.to_string());
+        progress(done, all, &case.to_string());
         run::case(machine, case, selection, &mut report);
     }
-    progress(cases.len(), cases.len(), "");
+    for (done, case) in stale.iter().enumerate() {
+        progress(cases.len() + done, all, &case.title());
+        match case.run(selection.stale_rounds) {
+            Ok(row) => report.stale.push(row),
+            Err(skipped) => report.skipped.push(skipped),
+        }
+    }
+    progress(all, all, "");
     report.skipped.sort();
     report.skipped.dedup();
     report

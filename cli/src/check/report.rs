@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use comfy_table::{Cell, CellAlignment};
 use serde::Serialize;
 
+use super::StaleRow;
 use crate::{
     json::{Attempt, SCHEMA, Skipped},
     table::{Style, Tone, bytes, some},
@@ -61,26 +62,33 @@ pub struct Report {
     pub schema: u32,
     /// What was checked.
     pub rows: Vec<Row>,
+    /// What came of the registration cache's monitors.
+    pub stale: Vec<StaleRow>,
     /// What was not, and why.
     pub skipped: Vec<Skipped>,
 }
 
 impl Report {
     pub(super) fn new(skipped: Vec<Skipped>) -> Self {
-        Self { schema: SCHEMA, rows: Vec::new(), skipped }
+        Self { schema: SCHEMA, rows: Vec::new(), stale: Vec::new(), skipped }
     }
 
     /// Whether something was checked and all of it works: what was skipped is no success.
     #[must_use]
     pub fn passed(&self) -> bool {
-        !self.rows.is_empty() && self.rows.iter().all(|row| row.verified)
+        self.outcomes().next().is_some() && self.outcomes().all(|verified| verified)
+    }
+
+    /// Whether each row is verified.
+    fn outcomes(&self) -> impl Iterator<Item = bool> {
+        self.rows.iter().map(|row| row.verified).chain(self.stale.iter().map(|row| row.verified))
     }
 
     /// One line that says how it went.
     #[must_use]
     pub fn summary(&self) -> String {
-        let (rows, skipped) = (self.rows.len(), self.skipped.len());
-        let failed = self.rows.iter().filter(|row| !row.verified).count();
+        let (rows, skipped) = (self.outcomes().count(), self.skipped.len());
+        let failed = self.outcomes().filter(|verified| !verified).count();
         match (rows, failed) {
             (0, _) => format!("nothing was checked: {skipped} skipped"),
             (_, 0) => format!("all {rows} combinations verified, {skipped} skipped"),
@@ -100,11 +108,19 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
         style.heading(out, &nic)?;
         rows(out, report.rows.iter().filter(|row| row.full_nic() == nic), style)?;
     }
+    if !report.stale.is_empty() {
+        style.heading(out, "Stale registrations")?;
+        stale(out, &report.stale, style)?;
+    }
     let failed = report.rows.iter().filter(|row| !row.verified).map(|row| {
         let what = format!("{} {} to {} over {}", row.place(), row.memory, row.full_nic(), row.path);
         (row.error.as_deref().unwrap_or("unknown"), what)
     });
-    reasons(out, "Failed", failed, style)?;
+    let caught = report.stale.iter().filter(|row| !row.verified).map(|row| {
+        let what = format!("stale registrations of {} under {}", row.iface, row.monitor);
+        (row.error.as_deref().unwrap_or("unknown"), what)
+    });
+    reasons(out, "Failed", failed.chain(caught), style)?;
     let skipped = report.skipped.iter().map(|skipped| (skipped.why.as_str(), skipped.what.clone()));
     reasons(out, "Skipped", skipped, style)?;
     let tone = if report.passed() { Tone::Good } else { Tone::Bad };
@@ -169,6 +185,30 @@ fn rows<'a>(out: &mut dyn Write, rows: impl Iterator<Item = &'a Row>, style: Sty
             if row.verified { style.cell("yes", Tone::Good) } else { style.cell("FAILED", Tone::Bad) },
             atomic,
             style.number(row.gib_per_s.map_or_else(|| "-".into(), |speed| format!("{speed:.2}"))),
+        ]);
+    }
+    style.print(out, &table)
+}
+
+fn stale(out: &mut dyn Write, rows: &[StaleRow], style: Style) -> io::Result<()> {
+    let mut table =
+        style.table(&["Memory", "Monitor", "Path", "Rounds", "Reused", "Hits", "Stale", "Verified"]);
+    for column in 3..7 {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    for row in rows {
+        let count = |count: u64| style.number(count.to_string());
+        table.add_row([
+            Cell::new(&row.iface),
+            Cell::new(&row.monitor),
+            Cell::new(row.path),
+            count(row.rounds),
+            count(row.reused),
+            count(row.hits),
+            count(row.stale),
+            if row.verified { style.cell("yes", Tone::Good) } else { style.cell("FAILED", Tone::Bad) },
         ]);
     }
     style.print(out, &table)

@@ -7,7 +7,7 @@ use hmem::{
     iface::{
         AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle, PeerMemoryExport,
     },
-    monitor::Monitor,
+    monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
     provider::Nic,
     system::Simulated,
 };
@@ -21,6 +21,8 @@ pub(crate) enum Fault {
     LeaksAnFd,
     /// It says that memory is free and keeps it.
     KeepsMemory,
+    /// Its monitor takes new memory at an address for what was there before.
+    ConfusesAllocations,
 }
 
 /// A simulated device with a fault.
@@ -132,6 +134,37 @@ impl Iface for Faulty {
     }
 
     fn monitor(&self) -> Result<Arc<dyn Monitor>> {
-        self.simulated.monitor()
+        let monitor = self.simulated.monitor()?;
+        Ok(if self.fault == Fault::ConfusesAllocations { Arc::new(Confused(monitor)) } else { monitor })
+    }
+}
+
+/// A monitor to which all memory at an address is the same.
+#[derive(Debug)]
+struct Confused(Arc<dyn Monitor>);
+
+impl Monitor for Confused {
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn style(&self) -> MonitorStyle {
+        self.0.style()
+    }
+
+    fn watches(&self, cause: Cause) -> bool {
+        self.0.watches(cause)
+    }
+
+    fn subscribe(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
+        self.0.subscribe(range, invalidator)
+    }
+
+    fn unsubscribe(&self, subscription: Subscription) {
+        self.0.unsubscribe(subscription);
+    }
+
+    fn valid(&self, _: &Allocation) -> Result<bool> {
+        Ok(true)
     }
 }

@@ -8,7 +8,7 @@ use hmem::{
     Errno, Hmem, Iface,
     p2p::loopback::{self, Loopback},
     provider::Provider,
-    system::{self, DmaBufKind, P2pMatrix, SIMULATED, Simulated},
+    system::{self, AddressReuse, DmaBufKind, P2pMatrix, SIMULATED, Simulated},
 };
 use hmem_cli::{
     Outcome,
@@ -139,6 +139,45 @@ fn a_failing_copy_fails_the_command_and_names_the_call() {
                 out.contains("simulated:0 device to loopback/loop0 over dma-buf") && out.contains("FAILED"),
                 "{out}"
             );
+        }
+    }
+}
+
+/// DIAG-02, CACHE-02: exit status 1, with the stale bytes counted in text and JSON.
+#[test]
+fn a_monitor_that_misses_what_it_watches_fails_the_command() {
+    let _alone = alone();
+    let device = || Arc::new(Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap());
+    for (fault, outcome) in [(Some(Fault::ConfusesAllocations), Outcome::Failed), (None, Outcome::Passed)] {
+        let simulated = device();
+        let iface: Arc<dyn Iface> = match fault {
+            Some(fault) => Arc::new(Faulty { simulated: Arc::clone(&simulated), fault }),
+            None => Arc::clone(&simulated) as _,
+        };
+        let nic = Loopback::builder().nic("pinned").memory(loopback::Memory::Pinned).build().unwrap();
+        let machine = machine(iface, nic, &simulated);
+        for json in [false, true] {
+            let mut out = Vec::new();
+            let arguments =
+                CheckArgs { json, quick: true, iface: Some("simulated".into()), ..CheckArgs::default() };
+            let ended = run_on(&machine, &Command::Check(arguments), Style::plain(), &mut out).unwrap();
+            let out = String::from_utf8(out).unwrap();
+            assert_eq!(ended, outcome, "{out}");
+            if !json {
+                let what = "stale registrations of simulated under identity";
+                assert_eq!(out.contains(what), fault.is_some(), "{out}");
+                continue;
+            }
+            let document: serde_json::Value = serde_json::from_str(&out).unwrap();
+            let rows = document["stale"].as_array().unwrap();
+            let row = rows.iter().find(|row| row["monitor"] == "identity").unwrap();
+            assert_eq!(row["verified"], fault.is_none(), "{row}");
+            // Every round but the first finds what was registered in it.
+            let stale = row["rounds"].as_u64().unwrap() - 1;
+            assert_eq!(row["stale"], if fault.is_some() { stale } else { 0 }, "{row}");
+            // The device's own monitor is none the worse for the other's.
+            assert!(rows.iter().any(|row| row["monitor"] == "callback" && row["verified"] == true), "{out}");
+            assert!(document["rows"].as_array().unwrap().iter().all(|row| row["verified"] == true), "{out}");
         }
     }
 }
