@@ -232,11 +232,11 @@ pub(crate) fn check(range: AddressRange, monitor: &'static str) -> Result<Area> 
 ///
 /// Where it cannot be known: all above, which is never too little.
 pub(crate) fn attached(address: u64) -> AddressRange {
-    let everything_above = super::table::clamped(address, u64::MAX);
+    let everything_above = hmem_hook::clamped(address, u64::MAX);
     match at_or_after(address) {
         Ok(Some(Area { start, end, backing: Backing::SysV(id), .. })) if start >= address => segment_len(id)
-            .map_or(everything_above, |len| super::table::clamped(address, len.max(end - address))),
-        Ok(None) => super::table::clamped(address, 0),
+            .map_or(everything_above, |len| hmem_hook::clamped(address, len.max(end - address))),
+        Ok(None) => hmem_hook::clamped(address, 0),
         _ => everything_above,
     }
 }

@@ -3,17 +3,14 @@
 use std::{collections::HashMap, sync::Arc};
 
 use hmem_core::{
-    AddressRange, Allocation, Result,
+    AddressRange, Allocation, IfaceKind, Result,
     monitor::{Cause, Change, Invalidator, Monitor, MonitorStyle, Subscription},
 };
+use hmem_hook::{MonitorName, SLOTS, Subscribers, Table};
 use parking_lot::Mutex;
 
-use super::{
-    table::{Subscribers, Table},
-    wiped::forked,
-};
-
-const NAME: &str = "import";
+const NAME: MonitorName =
+    MonitorName { name: "import", iface: IfaceKind::SYSTEM, otherwise: "use the memhooks monitor" };
 
 /// What an application's own monitor does, as `fi_ops_mem_monitor` of libfabric.
 pub trait Watcher: std::fmt::Debug + Send + Sync {
@@ -92,7 +89,7 @@ impl Import {
     /// `change` must not wait for a subscription of this monitor: the first one of a cache waits for it.
     pub fn while_changing<R>(&self, range: AddressRange, change: impl FnOnce() -> R) -> R {
         let pass = self.subscribers.table().pass();
-        let mut changes = [const { None::<Change> }; super::table::SLOTS];
+        let mut changes = [const { None::<Change> }; SLOTS];
         pass.each(|slot, invalidator| {
             changes[slot] = Some(invalidator.begin(range, Cause::Application));
         });
@@ -108,7 +105,7 @@ impl Import {
 
 impl Monitor for Import {
     fn name(&self) -> &str {
-        NAME
+        NAME.name
     }
 
     fn style(&self) -> MonitorStyle {
@@ -121,7 +118,7 @@ impl Monitor for Import {
 
     fn subscribe(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
         if !self.subscribers.shared().is_ours() {
-            return Err(forked("subscribe", NAME));
+            return Err(NAME.forked("subscribe"));
         }
         let slot = self.subscribers.add(invalidator)?;
         if let Err(error) = self.watcher.subscribe(range) {

@@ -22,11 +22,7 @@ mod memhooks;
 #[cfg(not(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64"))))]
 #[path = "no_memhooks.rs"]
 mod memhooks;
-#[allow(unsafe_code)]
-mod table;
 mod userfaultfd;
-#[allow(unsafe_code)]
-mod wiped;
 
 pub use self::{
     choice::{MonitorChoice, MonitorKind, SystemMonitor, Tried},

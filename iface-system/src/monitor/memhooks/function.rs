@@ -1,11 +1,9 @@
 //! The functions of the C library that take memory away, and what each takes.
 
 use hmem_core::{AddressRange, monitor::Cause};
+use hmem_hook::clamped;
 
-use crate::{
-    monitor::{area, table::clamped},
-    sys,
-};
+use crate::{monitor::area, sys};
 
 /// Arguments as the registers hold them.
 pub(super) type Args = [usize; 6];

@@ -9,12 +9,9 @@ use std::{
 };
 
 use hmem_core::monitor::Change;
+use hmem_hook::{Pass, SLOTS, Subscribers, Table, Wipeable};
 
 use super::function::{Args, Function, Taken};
-use crate::monitor::{
-    table::{Pass, SLOTS, Subscribers, Table},
-    wiped::Wipeable,
-};
 
 /// What hooks share with the rest of the process.
 #[repr(C)]
@@ -41,12 +38,9 @@ pub(super) fn tell(subscribers: &'static Subscribers<Shared>) {
     SUBSCRIBERS.store(std::ptr::from_ref(subscribers).cast_mut(), Ordering::Release);
 }
 
-/// Tells the hook of `function` how to go on.
-///
-/// # Safety
-/// `original` behaves as the function did before its entry was patched, and stays mapped.
-pub(super) unsafe fn set_original(function: Function, original: usize) {
-    ORIGINALS[function as usize].store(original, Ordering::Release);
+/// Where the hook of `function` finds how to go on: written before its entry is patched.
+pub(super) fn original_of(function: Function) -> &'static AtomicUsize {
+    &ORIGINALS[function as usize]
 }
 
 /// Where the patched entry of `function` leads.
@@ -143,8 +137,8 @@ unsafe fn told(pass: &Pass<'_>, function: Function, args: Args) -> usize {
 #[inline(always)]
 unsafe fn original(function: Function, [a, b, c, d, e, f]: Args) -> usize {
     let original = ORIGINALS[function as usize].load(Ordering::Relaxed);
-    // SAFETY: whoever patched the entry that led here has called `set_original` before, whose caller vouches for
-    // the address; the store of the patch orders it.
+    // SAFETY: the plan of the patches, by which an entry led here, has written the way past what it replaced; the store
+    // of the patch orders it.
     let original: Call = unsafe { std::mem::transmute(std::ptr::with_exposed_provenance::<()>(original)) };
     // SAFETY: as the caller's.
     unsafe { original(a, b, c, d, e, f) }

@@ -4,35 +4,27 @@
 //! patched where they begin, so that the library's own calls (of `free`, of ending threads) are seen too. What is not
 //! seen: raw system calls, the dynamic loader's own `munmap` (`dlclose`), and what other processes do.
 //!
-//! `entry.rs` has the rules by which running threads are safe from the patching, `hook.rs` those of the hooks,
-//! `process.rs` what is process-wide.
+//! The patching is that of `hmem-hook`; `hook.rs` has the rules of the hooks, `process.rs` what is process-wide.
 
-#[cfg_attr(target_arch = "aarch64", path = "aarch64.rs")]
-#[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
-mod arch;
-mod entry;
 mod function;
 mod hook;
 mod process;
 mod self_test;
-mod trampoline;
 
 use std::sync::Arc;
 
 use hmem_core::{
-    AddressRange, Allocation, Result,
+    AddressRange, Allocation, IfaceKind, Result,
     monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
 };
+use hmem_hook::{MonitorName, SLOTS, Table};
 use parking_lot::Mutex;
 
 use self::process::Process;
-use super::{
-    area,
-    table::{SLOTS, Table},
-    wiped::forked,
-};
+use super::area;
 
-const NAME: &str = "memhooks";
+const NAME: MonitorName =
+    MonitorName { name: "memhooks", iface: IfaceKind::SYSTEM, otherwise: "use the userfaultfd monitor" };
 
 /// Areas that are remembered as watchable.
 const REMEMBERED: usize = 16;
@@ -76,7 +68,7 @@ impl Remembered {
         } else {
             self.areas.clear();
         }
-        let area = area::check(range, NAME)?;
+        let area = area::check(range, NAME.name)?;
         if let Some(stamp) = stamp {
             self.stamp = stamp;
             if self.areas.len() < REMEMBERED {
@@ -113,9 +105,9 @@ impl MemHooks {
     /// forked child.
     pub fn check(&self) -> Result<()> {
         if !self.is_ours() {
-            return Err(forked("check", NAME));
+            return Err(NAME.forked("check"));
         }
-        process::in_place(process::plan()?)?;
+        process::plan()?.in_place()?;
         self_test::run(self.process)
     }
 
@@ -129,13 +121,13 @@ impl MemHooks {
     /// # Errors
     /// As [`MemHooks::start`].
     pub fn functions(&self) -> Result<Vec<&'static str>> {
-        Ok(process::plan()?.iter().map(|site| site.function.name()).collect())
+        Ok(process::plan()?.functions().collect())
     }
 }
 
 impl Monitor for MemHooks {
     fn name(&self) -> &str {
-        NAME
+        NAME.name
     }
 
     fn style(&self) -> MonitorStyle {
@@ -152,9 +144,9 @@ impl Monitor for MemHooks {
     fn subscribe(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
         // First: in a child no lock may be taken, since another thread may have held it in the parent.
         if !self.is_ours() {
-            return Err(forked("subscribe", NAME));
+            return Err(NAME.forked("subscribe"));
         }
-        process::in_place(process::plan()?)?;
+        process::plan()?.in_place()?;
         let slot = self.process.subscribers.add(invalidator)?;
         let mut own = self.own.lock();
         // Only now: a change from here on is told, and what one before has left is seen here.

@@ -24,6 +24,7 @@ use hmem_core::{
     AddressRange, Allocation, Error, ErrorKind, IfaceKind, Result,
     monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
 };
+use hmem_hook::{MonitorName, Subscribers};
 use parking_lot::Mutex;
 use rustix::{event::EventfdFlags, io::Errno};
 
@@ -31,14 +32,11 @@ use self::{
     ranges::Counted,
     thread::{Shared, Watched},
 };
-use super::{
-    area::{self, Area},
-    table::Subscribers,
-    wiped::forked,
-};
+use super::area::{self, Area};
 use crate::sys::page_size;
 
-const NAME: &str = "userfaultfd";
+const NAME: MonitorName =
+    MonitorName { name: "userfaultfd", iface: IfaceKind::SYSTEM, otherwise: "use the memhooks monitor" };
 
 /// The monitor that asks the kernel.
 ///
@@ -100,7 +98,7 @@ impl UserFaultFd {
         area: Option<&Area>,
     ) -> Result<Subscription> {
         if !self.is_ours() {
-            return Err(forked("subscribe", NAME));
+            return Err(NAME.forked("subscribe"));
         }
         if let Some(errno) = self.watched.subscribers.shared().failure() {
             return Err(refused(range, ErrorKind::BadState)
@@ -167,7 +165,10 @@ impl UserFaultFd {
 }
 
 fn refused(range: AddressRange, kind: ErrorKind) -> Error {
-    Error::new(kind, "subscribe").iface(IfaceKind::SYSTEM).context("monitor", NAME).context("range", range)
+    Error::new(kind, "subscribe")
+        .iface(IfaceKind::SYSTEM)
+        .context("monitor", NAME.name)
+        .context("range", range)
 }
 
 /// Why the kernel does not watch a range.
@@ -199,7 +200,7 @@ fn errno_kind(errno: Errno) -> ErrorKind {
 
 impl Monitor for UserFaultFd {
     fn name(&self) -> &str {
-        NAME
+        NAME.name
     }
 
     fn style(&self) -> MonitorStyle {
@@ -213,9 +214,9 @@ impl Monitor for UserFaultFd {
 
     fn subscribe(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
         if !self.is_ours() {
-            return Err(forked("subscribe", NAME));
+            return Err(NAME.forked("subscribe"));
         }
-        let area = area::check(range, NAME)?;
+        let area = area::check(range, NAME.name)?;
         self.watch(range, invalidator, Some(&area))
     }
 

@@ -15,16 +15,13 @@ use std::{
 };
 
 use hmem_core::{Error, IfaceKind, Result, monitor::Cause};
+use hmem_hook::{Subscribers, Table, Wipeable, clamped};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     io::Errno,
 };
 
 use super::sys::{self, EVENT_REMAP, EVENT_REMOVE, EVENT_UNMAP, Message};
-use crate::monitor::{
-    table::{Subscribers, Table, clamped},
-    wiped::Wipeable,
-};
 
 /// Moved mappings that are remembered until somebody can stop watching them.
 const MOVED: usize = 64;
@@ -144,11 +141,7 @@ fn run(watched: &Watched) -> Result<(), Errno> {
     }
 }
 
-fn tell(
-    watched: &Watched,
-    pass: &crate::monitor::table::Pass<'_>,
-    messages: &mut [Message; 16],
-) -> Result<(), Errno> {
+fn tell(watched: &Watched, pass: &hmem_hook::Pass<'_>, messages: &mut [Message; 16]) -> Result<(), Errno> {
     let messages = match sys::read(&watched.events, messages) {
         Ok(messages) => messages,
         Err(Errno::AGAIN | Errno::INTR) => return Ok(()),

@@ -11,7 +11,7 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
-use super::entry::{Fit, LOOKED_AT, Misfit};
+use super::entry::{Fit, LOOKED_AT, Misfit, Relative};
 
 /// How far a jump reaches.
 pub(super) const REACH: u64 = (1 << 27) - (1 << 20);
@@ -57,8 +57,8 @@ fn is_jump(instruction: u32) -> bool {
     instruction & 0x7c00_0000 == 0x1400_0000 || instruction & 0xff00_001e == 0x5800_0010
 }
 
-/// Looks for the instruction to replace in `code`, which makes system call `nr`.
-pub(super) fn decode(_: u64, code: &[u8; LOOKED_AT], nr: i64) -> Result<Fit, Misfit> {
+/// Looks for the instruction to replace in `code`, which makes system call `nr`, if any.
+pub(super) fn decode(_: u64, code: &[u8; LOOKED_AT], nr: Option<i64>) -> Result<Fit, Misfit> {
     let mut skipped = Vec::new();
     for at in (0..LOOKED_AT).step_by(4) {
         let instruction = word(code, at);
@@ -67,15 +67,23 @@ pub(super) fn decode(_: u64, code: &[u8; LOOKED_AT], nr: i64) -> Result<Fit, Mis
         }
         // stp x29, x30, [sp, #-n]!
         if at == 0 && instruction & 0xffe0_7fff == 0xa9a0_7bfd {
-            return Ok(Fit { at, undo: Vec::new(), skipped: code[..4].to_vec(), resume: 4 });
+            return Ok(Fit {
+                at,
+                undo: Vec::new(),
+                skipped: code[..4].to_vec(),
+                relative: Vec::new(),
+                resume: 4,
+            });
         }
         let copied = &code[at..at + 4];
         if instruction == SVC_0 {
             skipped.extend_from_slice(copied);
-            return Ok(Fit { at, undo: Vec::new(), skipped, resume: at + 4 });
+            return Ok(Fit { at, undo: Vec::new(), skipped, relative: Vec::new(), resume: at + 4 });
         }
         match known(instruction).ok_or(Misfit::Unknown(at))? {
-            Known::MovX8(called) if called != nr => return Err(Misfit::OtherCall(called)),
+            Known::MovX8(called) if nr.is_some_and(|nr| called != nr) => {
+                return Err(Misfit::OtherCall(called));
+            }
             Known::MovX8(_) | Known::Copied => skipped.extend_from_slice(copied),
             Known::Branch => {}
         }
@@ -109,7 +117,7 @@ impl Patch {
 
     fn word(&self) -> &AtomicU32 {
         let at = std::ptr::with_exposed_provenance_mut::<u32>(self.start as usize);
-        // SAFETY: code of the C library, which is never unmapped; instructions are aligned words.
+        // SAFETY: code of a library that stays loaded; instructions are aligned words.
         unsafe { AtomicU32::from_ptr(at) }
     }
 
@@ -152,6 +160,11 @@ pub(super) fn jump(address: u64, target: u64) -> Option<[u8; 4]> {
     let distance = target.wrapping_sub(address) as i64;
     let words = (-(1 << 27)..1 << 27).contains(&distance).then_some(distance >> 2)?;
     Some((0x1400_0000 | words as u32 & 0x03ff_ffff).to_le_bytes())
+}
+
+/// No instruction that is copied counts from its own place.
+pub(super) fn displacement(_: u64, _: &Relative) -> Option<[u8; 4]> {
+    None
 }
 
 /// `ldr x16, #8; br x16` with the address behind it.
@@ -215,26 +228,26 @@ mod tests {
     #[test]
     fn wrappers_fit_at_the_svc_and_frames_at_their_beginning() {
         // nop; mov x8, #215; svc #0
-        let fit = decode(0, &entry(&[0xd503_201f, 0xd280_1ae8, SVC_0]), 215).unwrap();
+        let fit = decode(0, &entry(&[0xd503_201f, 0xd280_1ae8, SVC_0]), Some(215)).unwrap();
         assert_eq!((fit.at, fit.resume, fit.skipped.len()), (8, 12, 12));
         // mmap: the branch is left out of the copy
         let mmap = [0xf240_2cbf, 0x5400_0121, 0x9340_7c42, 0x9340_7c63, 0x9340_7c84, 0xd280_1bc8, SVC_0];
-        let fit = decode(0, &entry(&mmap), 222).unwrap();
+        let fit = decode(0, &entry(&mmap), Some(222)).unwrap();
         assert_eq!((fit.at, fit.resume, fit.skipped.len()), (24, 28, 24));
         // brk
-        let fit = decode(0, &entry(&[0xaa00_03e1, 0xd280_1ac8, SVC_0]), 214).unwrap();
+        let fit = decode(0, &entry(&[0xaa00_03e1, 0xd280_1ac8, SVC_0]), Some(214)).unwrap();
         assert_eq!((fit.at, fit.resume), (8, 12));
         // mremap
-        let fit = decode(0, &entry(&[0xa9bb_7bfd, 0xf000_05a5]), 216).unwrap();
+        let fit = decode(0, &entry(&[0xa9bb_7bfd, 0xf000_05a5]), Some(216)).unwrap();
         assert_eq!((fit.at, fit.resume, fit.skipped.len()), (0, 4, 4));
     }
 
     #[test]
     fn what_does_not_fit_is_refused_by_name() {
-        assert_eq!(decode(0, &entry(&[0xd280_1ae8, SVC_0]), 216), Err(Misfit::OtherCall(215)));
-        assert_eq!(decode(0, &entry(&[0xd503_233f, 0xa9bb_7bfd]), 216), Err(Misfit::Unknown(0)));
-        assert_eq!(decode(0, &entry(&[0x1400_0010]), 215), Err(Misfit::Jump));
-        assert_eq!(decode(0, &entry(&[0x5800_0050, 0xd61f_0200]), 215), Err(Misfit::Jump));
+        assert_eq!(decode(0, &entry(&[0xd280_1ae8, SVC_0]), Some(216)), Err(Misfit::OtherCall(215)));
+        assert_eq!(decode(0, &entry(&[0xd503_233f, 0xa9bb_7bfd]), Some(216)), Err(Misfit::Unknown(0)));
+        assert_eq!(decode(0, &entry(&[0x1400_0010]), Some(215)), Err(Misfit::Jump));
+        assert_eq!(decode(0, &entry(&[0x5800_0050, 0xd61f_0200]), Some(215)), Err(Misfit::Jump));
     }
 
     #[test]

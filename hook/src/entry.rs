@@ -4,7 +4,7 @@
 //! - exactly one whole instruction is replaced, by one aligned store: no thread's program counter is ever inside;
 //! - what runs before it is known, leaves the arguments as they are, and can be undone or does no harm;
 //! - what runs in its place, when a hook goes on to the original, is a copy of what was skipped, and then the rest
-//!   of the function where it is: return value and `errno` are the C library's own work.
+//!   of the function where it is: return value and `errno` are the library's own work.
 //!
 //! Everything is decoded. An entry that does not fit is refused with the bytes that were seen.
 
@@ -20,8 +20,21 @@ pub(super) struct Fit {
     pub(super) undo: Vec<u8>,
     /// Code that does what the function does up to `resume`, for the way from the hook.
     pub(super) skipped: Vec<u8>,
+    /// What in `skipped` counts from its own place, and has to be counted anew from another.
+    pub(super) relative: Vec<Relative>,
     /// Where the function goes on after that, in bytes from the entry.
     pub(super) resume: usize,
+}
+
+/// A displacement of an instruction that reaches memory beside the code.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Relative {
+    /// Where its 4 bytes are.
+    pub(super) at: usize,
+    /// The end of its instruction, from which it counts.
+    pub(super) from: usize,
+    /// The address that it reaches.
+    pub(super) target: u64,
 }
 
 /// Why an entry cannot be patched.

@@ -1,6 +1,7 @@
 //! x86-64: a 5-byte `jmp rel32` over one instruction of at least that length.
 //!
 //! glibc's wrappers begin with `mov $nr,%eax` (5 bytes), which has exactly its length; `mmap` has a 7-byte `test` before.
+//! Every entry of NVIDIA's `libcuda` begins with a 10-byte comparison of a word of its own with a constant.
 //! The jump must lie within 8 aligned bytes, or within 16 where the processor has `cmpxchg16b`: stores of those
 //! are seen by every processor as a whole, by instruction fetch too.
 
@@ -9,12 +10,15 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use super::entry::{Fit, LOOKED_AT, Misfit};
+use super::entry::{Fit, LOOKED_AT, Misfit, Relative};
 
 /// How far a jump reaches.
 pub(super) const REACH: u64 = (1 << 31) - (1 << 20);
 
 const JUMP_LEN: usize = 5;
+
+/// `cmpl $imm32,disp32(%rip)`: two bytes, the displacement, the constant.
+const COMPARE_LEN: usize = 10;
 
 /// An instruction that may stand before the system call, or be replaced.
 struct Known {
@@ -34,6 +38,8 @@ fn known(code: &[u8]) -> Option<Known> {
         [0x41 | 0x49, 0x89, 0xca, ..] => plain(3),
         // test $imm32,%r9d
         [0x41, 0xf7, 0xc1, _, _, _, _, ..] => plain(7),
+        // cmpl $imm32,disp32(%rip)
+        [0x81, 0x3d, ..] => plain(COMPARE_LEN),
         // mov %r8,disp8(%rsp): into the function's own frame
         [0x4c, 0x89, 0x44, 0x24, disp, ..] if disp < 0x80 => plain(5),
         // sub $imm8,%rsp: lea imm8(%rsp),%rsp takes it back
@@ -49,10 +55,10 @@ fn is_jump(code: &[u8]) -> bool {
     matches!(*code, [0xe9 | 0xe8 | 0xeb | 0x68, ..] | [0xff, 0x25, ..] | [0x49, 0xbb, ..] | [0x48, 0xb8, ..])
 }
 
-/// Looks for the instruction to replace in `code`, which lies at `address` and makes system call `nr`.
-pub(super) fn decode(address: u64, code: &[u8; LOOKED_AT], nr: i64) -> Result<Fit, Misfit> {
+/// Looks for the instruction to replace in `code`, which lies at `address` and makes system call `nr`, if any.
+pub(super) fn decode(address: u64, code: &[u8; LOOKED_AT], nr: Option<i64>) -> Result<Fit, Misfit> {
     let mut at = 0;
-    let mut undo = Vec::new();
+    let (mut undo, mut relative) = (Vec::new(), Vec::new());
     while at + 16 <= LOOKED_AT {
         if is_jump(&code[at..]) {
             return Err(Misfit::Jump);
@@ -60,13 +66,19 @@ pub(super) fn decode(address: u64, code: &[u8; LOOKED_AT], nr: i64) -> Result<Fi
         let instruction = known(&code[at..]).ok_or(Misfit::Unknown(at))?;
         if let [0xb8, a, b, c, d, ..] = code[at..] {
             let called = i64::from(i32::from_le_bytes([a, b, c, d]));
-            if called != nr {
+            if nr.is_some_and(|nr| called != nr) {
                 return Err(Misfit::OtherCall(called));
             }
         }
+        if let [0x81, 0x3d, a, b, c, d, ..] = code[at..] {
+            let end = at + COMPARE_LEN;
+            let distance = i64::from(i32::from_le_bytes([a, b, c, d]));
+            let target = (address + end as u64).wrapping_add_signed(distance);
+            relative.push(Relative { at: at + 2, from: end, target });
+        }
         if instruction.len >= JUMP_LEN && window(address + at as u64).is_some() {
             let resume = at + instruction.len;
-            return Ok(Fit { at, undo, skipped: code[..resume].to_vec(), resume });
+            return Ok(Fit { at, undo, skipped: code[..resume].to_vec(), relative, resume });
         }
         // The system call is the next instruction: behind it is too late.
         if code[at] == 0xb8 {
@@ -133,7 +145,7 @@ impl Patch {
 
     /// Whether the jump is in place.
     pub(super) fn is_in_place(&self) -> bool {
-        // SAFETY: code of the C library, which is never unmapped.
+        // SAFETY: code of a library that stays loaded.
         unsafe { self.read() == self.after }
     }
 
@@ -208,6 +220,12 @@ pub(super) fn jump(address: u64, target: u64) -> Option<[u8; JUMP_LEN]> {
     Some([0xe9, a, b, c, d])
 }
 
+/// The 4 bytes at `relative.at` of code that is copied to `address`.
+pub(super) fn displacement(address: u64, relative: &Relative) -> Option<[u8; 4]> {
+    let distance = i128::from(relative.target) - i128::from(address + relative.from as u64);
+    i32::try_from(distance).ok().map(i32::to_le_bytes)
+}
+
 /// `jmp *0(%rip)` with the address behind it.
 pub(super) fn absolute_jump(target: u64) -> Vec<u8> {
     let mut code = vec![0xff, 0x25, 0, 0, 0, 0];
@@ -250,9 +268,12 @@ mod tests {
 
     #[test]
     fn wrappers_with_and_without_endbr64_fit_at_the_mov() {
-        let fit = decode(0x1000, &entry("b8 0b 00 00 00 0f 05 48 3d 01 f0 ff ff"), 11).unwrap();
-        assert_eq!(fit, Fit { at: 0, undo: vec![], skipped: vec![0xb8, 11, 0, 0, 0], resume: 5 });
-        let fit = decode(0x1000, &entry("f3 0f 1e fa b8 0b 00 00 00 0f 05"), 11).unwrap();
+        let fit = decode(0x1000, &entry("b8 0b 00 00 00 0f 05 48 3d 01 f0 ff ff"), Some(11)).unwrap();
+        assert_eq!(
+            fit,
+            Fit { at: 0, undo: vec![], skipped: vec![0xb8, 11, 0, 0, 0], relative: vec![], resume: 5 }
+        );
+        let fit = decode(0x1000, &entry("f3 0f 1e fa b8 0b 00 00 00 0f 05"), Some(11)).unwrap();
         assert_eq!((fit.at, fit.resume), (4, 9));
         assert_eq!(window(0x1004), Some((0x1000, 16)));
     }
@@ -260,27 +281,40 @@ mod tests {
     #[test]
     fn mmap_fits_at_its_test_and_mremap_at_its_second_instruction() {
         let mmap = entry("41 89 ca 41 f7 c1 ff 0f 00 00 75 14 b8 09 00 00 00 0f 05");
-        let fit = decode(0x1000, &mmap, 9).unwrap();
+        let fit = decode(0x1000, &mmap, Some(9)).unwrap();
         assert_eq!((fit.at, fit.resume, fit.undo.len()), (3, 10, 0));
         assert_eq!(window(0x1003), Some((0x1000, 8)));
         let mremap = entry("48 83 ec 58 4c 89 44 24 40 64 48 8b 04 25 28 00 00 00");
-        let fit = decode(0x1000, &mremap, 25).unwrap();
+        let fit = decode(0x1000, &mremap, Some(25)).unwrap();
         assert_eq!((fit.at, fit.resume), (4, 9));
         assert_eq!(fit.undo, [0x48, 0x8d, 0x64, 0x24, 0x58]);
         assert_eq!(fit.skipped, mremap[..9]);
     }
 
+    /// The entries of `libcuda.so` 535.261 and 550.163.
+    #[test]
+    fn a_comparison_with_memory_moves_with_what_it_compares() {
+        let code = entry("81 3d 04 35 93 01 00 ba 1c 32 74 0c ff 25 46 c0 83 01");
+        let fit = decode(0x2d_56a0, &code, None).unwrap();
+        assert_eq!((fit.at, fit.resume, fit.undo.len()), (0, 10, 0));
+        assert_eq!(fit.relative, [Relative { at: 2, from: 10, target: 0x2d_56aa + 0x193_3504 }]);
+        assert_eq!(displacement(0x2d_56a0, &fit.relative[0]), Some([0x04, 0x35, 0x93, 0x01]));
+        assert_eq!(displacement(0x1c0_8ba4, &fit.relative[0]), Some([0, 0, 0, 0]));
+        assert_eq!(displacement(1 << 40, &fit.relative[0]), None);
+        assert_eq!(decode(0x2d_56a0, &code, Some(9)).unwrap(), fit);
+    }
+
     #[test]
     fn what_does_not_fit_is_refused_by_name() {
-        let unlike = decode(0x1000, &entry("b8 0b 00 00 00 0f 05"), 12);
+        let unlike = decode(0x1000, &entry("b8 0b 00 00 00 0f 05"), Some(12));
         assert_eq!(unlike, Err(Misfit::OtherCall(11)));
-        assert_eq!(decode(0x100c, &entry("b8 0b 00 00 00 0f 05"), 11), Err(Misfit::NoRoom));
-        assert_eq!(decode(0x1000, &entry("55 48 89 e5"), 11), Err(Misfit::Unknown(0)));
-        assert_eq!(decode(0x1000, &entry("48 83 ec 08 55"), 11), Err(Misfit::Unknown(4)));
+        assert_eq!(decode(0x100c, &entry("b8 0b 00 00 00 0f 05"), Some(11)), Err(Misfit::NoRoom));
+        assert_eq!(decode(0x1000, &entry("55 48 89 e5"), Some(11)), Err(Misfit::Unknown(0)));
+        assert_eq!(decode(0x1000, &entry("48 83 ec 08 55"), Some(11)), Err(Misfit::Unknown(4)));
         for jump in
             ["e9 00 00 00 00", "49 bb 0 0 0 0 0 0 0 0 41 ff e3", "ff 25 0 0 0 0", "f3 0f 1e fa e9 0 0 0 0"]
         {
-            assert_eq!(decode(0x1000, &entry(jump), 11), Err(Misfit::Jump));
+            assert_eq!(decode(0x1000, &entry(jump), Some(11)), Err(Misfit::Jump));
         }
     }
 

@@ -4,19 +4,26 @@
 //! was made (`fork`, raw `clone`), has no invalidator, no lock that another thread held, and nothing under way.
 //! A child that shares the parent's memory (`vfork`, threads) shares this too, as it must.
 
-use std::{ops::Deref, sync::atomic::AtomicU32};
+use std::{
+    ops::Deref,
+    ptr::{self, NonNull},
+    sync::atomic::{AtomicU32, Ordering},
+};
 
-use hmem_core::{Error, ErrorKind, IfaceKind, Result};
-use rustix::{io::Errno, mm::Advice};
+use hmem_core::{Error, ErrorKind, Result};
+use rustix::{
+    io::Errno,
+    mm::{Advice, MapFlags, ProtFlags},
+};
 
-use crate::sys::Mapping;
+use crate::MonitorName;
 
 /// What zeroed memory is a valid value of, at any moment.
 ///
 /// # Safety
 /// All-zero bytes are a valid value even where another value was a moment ago, sharing it between threads is
 /// sound, and it needs no drop.
-pub(crate) unsafe trait Wipeable: Sync {}
+pub unsafe trait Wipeable: Sync {}
 
 /// `T` behind a mark that a child does not have.
 #[repr(C)]
@@ -27,42 +34,63 @@ struct Marked<T> {
 
 /// One `T` that starts as zeroes, and is zeroes again in a forked child.
 #[derive(Debug)]
-pub(crate) struct WipedOnFork<T> {
-    mapping: Mapping,
-    value: std::marker::PhantomData<T>,
+pub struct WipedOnFork<T> {
+    marked: NonNull<Marked<T>>,
 }
 
+// SAFETY: a mapping belongs to the process, not to a thread; what lies in it is shared as `T: Wipeable` allows, which
+// needs no drop, so that any thread may drop it.
+unsafe impl<T: Wipeable> Send for WipedOnFork<T> {}
+// SAFETY: as above; `&WipedOnFork` gives out nothing but `&T`.
+unsafe impl<T: Wipeable> Sync for WipedOnFork<T> {}
+
 impl<T: Wipeable> WipedOnFork<T> {
+    /// For a monitor, which is named where it cannot be had.
+    ///
     /// # Errors
     /// OutOfResources without memory; Unsupported where the kernel cannot wipe (before Linux 4.14).
-    pub(crate) fn new() -> Result<Self> {
+    pub fn new(monitor: MonitorName) -> Result<Self> {
         assert!(align_of::<Marked<T>>() <= rustix::param::page_size(), "mappings are page-aligned");
-        let failed = |call: &'static str| move |errno: Errno| Error::os(errno, call).iface(IfaceKind::SYSTEM);
-        let mapping = Mapping::memory(size_of::<Marked<T>>()).map_err(failed("mmap"))?;
+        let len = size_of::<Marked<T>>();
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        let failed = |errno: Errno| Error::os(errno, "mmap").iface(monitor.iface);
+        // SAFETY: a new mapping at an address of the kernel's choice touches no existing one.
+        let at = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), len, prot, MapFlags::PRIVATE) };
+        let at = at.map_err(failed)?;
+        let this = Self { marked: NonNull::new(at.cast()).ok_or_else(|| failed(Errno::FAULT))? };
         // SAFETY: the mapping is this function's own, and zeroes are what its users accept.
-        unsafe { rustix::mm::madvise(mapping.as_ptr().cast(), mapping.len(), Advice::LinuxWipeOnFork) }
-            .map_err(|errno| {
-                Error::new(ErrorKind::Unsupported, "madvise(MADV_WIPEONFORK)")
-                    .iface(IfaceKind::SYSTEM)
-                    .errno(errno)
-                    .remedy("monitors of host memory need Linux 4.14: without it a forked child could not be told apart")
-            })?;
-        let this = Self { mapping, value: std::marker::PhantomData };
-        this.marked().ours.store(1, std::sync::atomic::Ordering::Relaxed);
+        unsafe { rustix::mm::madvise(at, len, Advice::LinuxWipeOnFork) }.map_err(|errno| {
+            Error::new(ErrorKind::Unsupported, "madvise(MADV_WIPEONFORK)")
+                .iface(monitor.iface)
+                .context("monitor", monitor.name)
+                .errno(errno)
+                .remedy("it needs Linux 4.14: without that call a forked child could not be told apart")
+        })?;
+        this.marked().ours.store(1, Ordering::Relaxed);
         Ok(this)
     }
 
     /// Whether this process made it. Not so in a forked child, where it holds zeroes.
     #[inline]
-    pub(crate) fn is_ours(&self) -> bool {
-        self.marked().ours.load(std::sync::atomic::Ordering::Relaxed) != 0
+    pub fn is_ours(&self) -> bool {
+        self.marked().ours.load(Ordering::Relaxed) != 0
     }
 
     #[inline]
     fn marked(&self) -> &Marked<T> {
         // SAFETY: the mapping is as long as a `Marked<T>`, aligned, lives as long as `self`, and holds zeroes or
         // what `&Marked<T>` was used to write; `T: Wipeable` accepts both, and so does an `AtomicU32`.
-        unsafe { &*self.mapping.as_ptr().cast::<Marked<T>>() }
+        unsafe { self.marked.as_ref() }
+    }
+}
+
+impl<T> Drop for WipedOnFork<T> {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new`, of this length, and whoever drops it has no use for it any longer.
+        let done = unsafe { rustix::mm::munmap(self.marked.as_ptr().cast(), size_of::<Marked<T>>()) };
+        if let Err(errno) = done {
+            tracing::error!(%errno, "munmap failed");
+        }
     }
 }
 
@@ -75,19 +103,11 @@ impl<T: Wipeable> Deref for WipedOnFork<T> {
     }
 }
 
-/// What a monitor answers in a child of the process that it watches.
-#[cold]
-pub(crate) fn forked(operation: &'static str, monitor: &'static str) -> Error {
-    Error::new(ErrorKind::Unsupported, operation)
-        .iface(IfaceKind::SYSTEM)
-        .context("monitor", monitor)
-        .context("why", "this process was forked from the one that the monitor watches")
-        .remedy("start a monitor of its own in the child, or exec")
-}
-
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::atomic::AtomicU64;
+
+    use hmem_core::IfaceKind;
 
     use super::*;
 
@@ -99,7 +119,8 @@ mod tests {
     #[test]
     #[cfg_attr(target_arch = "aarch64", ignore = "qemu-user takes MADV_WIPEONFORK and does nothing")]
     fn a_forked_child_finds_zeroes_and_the_parent_keeps_its_value() {
-        let wiped = WipedOnFork::<Word>::new().unwrap();
+        let name = MonitorName { name: "test", iface: IfaceKind::SYSTEM, otherwise: "" };
+        let wiped = WipedOnFork::<Word>::new(name).unwrap();
         wiped.0.store(7, Ordering::Relaxed);
         // SAFETY: the child makes no call that could need a lock of another thread.
         let child = unsafe { libc::fork() };

@@ -2,14 +2,13 @@
 
 use std::fs;
 
-use hmem_core::{Error, ErrorKind, IfaceKind, Result};
+use hmem_core::{Error, ErrorKind, Result};
 use rustix::{
     io::Errno,
     mm::{MapFlags, MprotectFlags, ProtFlags},
 };
 
-use super::{arch, entry::Fit, function::Function};
-use crate::sys;
+use crate::{MonitorName, arch, entry::Fit};
 
 /// Bytes for one function's two ways.
 const SLOT: u64 = 128;
@@ -17,17 +16,19 @@ const SLOT: u64 = 128;
 /// The mapping. It is never unmapped: a thread may be on its way through it at any time.
 #[derive(Debug)]
 pub(super) struct Trampolines {
+    monitor: MonitorName,
     start: u64,
+    len: u64,
 }
 
 impl Trampolines {
-    /// A mapping within reach of code at `near`, writable until [`Trampolines::seal`].
-    pub(super) fn new(near: u64) -> Result<Self> {
-        let len = Self::len();
-        let failed = |call: &'static str, errno: Errno| Error::os(errno, call).iface(IfaceKind::SYSTEM);
+    /// A mapping for so many functions within reach of code at `near`, writable until [`Trampolines::seal`].
+    pub(super) fn new(monitor: MonitorName, near: u64, functions: usize) -> Result<Self> {
+        let len = (functions as u64 * SLOT).next_multiple_of(page_size());
+        let failed = |call: &'static str, errno: Errno| Error::os(errno, call).iface(monitor.iface);
         let maps = fs::read_to_string("/proc/self/maps").map_err(|error| {
             failed("read /proc/self/maps", Errno::from_io_error(&error).unwrap_or(Errno::IO))
-                .remedy("mount /proc: memhooks must find free addresses near the C library")
+                .remedy("mount /proc: hooks must find free addresses near the library")
         })?;
         let distance = |start: u64| start.abs_diff(near).max((start + len).abs_diff(near));
         let mut free: Vec<_> = gaps(&maps, len).filter(|start| distance(*start) < arch::REACH).collect();
@@ -38,7 +39,7 @@ impl Trampolines {
             let at = std::ptr::with_exposed_provenance_mut(start as usize);
             // SAFETY: a new mapping, which by its flag replaces none.
             match unsafe { rustix::mm::mmap_anonymous(at, len as usize, prot, flags) } {
-                Ok(mapped) if mapped == at => return Ok(Self { start }),
+                Ok(mapped) if mapped == at => return Ok(Self { monitor, start, len }),
                 Ok(elsewhere) => {
                     // SAFETY: kernels that do not know the flag take the address for a hint: this mapping is ours.
                     unsafe { rustix::mm::munmap(elsewhere, len as usize) }
@@ -49,26 +50,27 @@ impl Trampolines {
             }
         }
         Err(Error::new(ErrorKind::OutOfResources, "map trampolines")
-            .iface(IfaceKind::SYSTEM)
+            .iface(monitor.iface)
             .context("near", hmem_core::Address(near))
-            .remedy("no free address lies within a jump of the C library: use the userfaultfd monitor"))
+            .remedy(format!("no free address lies within a jump of the library: {}", monitor.otherwise)))
     }
 
-    fn len() -> u64 {
-        (Function::ALL.len() as u64 * SLOT).next_multiple_of(sys::page_size())
-    }
-
-    /// Writes the two ways of a function whose entry is at `entry`, and returns where they begin: to the hook, and
-    /// past the replaced instruction.
-    pub(super) fn write(&self, function: Function, entry: u64, fit: &Fit) -> Option<(u64, u64)> {
-        let to_hook = self.start + function as u64 * SLOT;
+    /// Writes the two ways of the function in this slot, whose entry is at `entry`, and returns where they begin: to the
+    /// hook, and past the replaced instruction.
+    pub(super) fn write(&self, slot: usize, hook: u64, entry: u64, fit: &Fit) -> Option<(u64, u64)> {
+        let to_hook = self.start + slot as u64 * SLOT;
+        assert!(to_hook + SLOT <= self.start + self.len, "as many slots as functions");
         let mut code = fit.undo.clone();
-        code.extend(arch::absolute_jump(super::hook::address(function) as u64));
+        code.extend(arch::absolute_jump(hook));
         code.resize(code.len().next_multiple_of(16), 0);
         let past = to_hook + code.len() as u64;
-        code.extend_from_slice(&fit.skipped);
+        let mut skipped = fit.skipped.clone();
+        for relative in &fit.relative {
+            skipped[relative.at..][..4].copy_from_slice(&arch::displacement(past, relative)?);
+        }
+        code.extend(skipped);
         code.extend(arch::jump(to_hook + code.len() as u64, entry + fit.resume as u64)?);
-        assert!(code.len() as u64 <= SLOT, "the ways of {} are {} bytes long", function.name(), code.len());
+        assert!(code.len() as u64 <= SLOT, "the ways are {} bytes long", code.len());
         let at = std::ptr::with_exposed_provenance_mut::<u8>(to_hook as usize);
         // SAFETY: the slot lies in the mapping, which nobody runs or reads before it is sealed.
         unsafe { std::ptr::copy_nonoverlapping(code.as_ptr(), at, code.len()) };
@@ -78,10 +80,10 @@ impl Trampolines {
     /// Makes the mapping executable, and no longer writable.
     pub(super) fn seal(&self) -> Result<()> {
         let at = std::ptr::with_exposed_provenance_mut(self.start as usize);
-        let len = Self::len() as usize;
+        let len = self.len as usize;
         // SAFETY: the mapping is this value's own.
         unsafe { rustix::mm::mprotect(at, len, MprotectFlags::READ | MprotectFlags::EXEC) }
-            .map_err(|errno| not_allowed(errno, "mprotect of trampolines"))?;
+            .map_err(|errno| not_allowed(self.monitor, errno, "mprotect of trampolines"))?;
         // SAFETY: just mapped.
         unsafe { arch::flush(self.start, len) };
         Ok(())
@@ -89,18 +91,22 @@ impl Trampolines {
 }
 
 /// Code must not be made: what forbids it.
-pub(super) fn not_allowed(errno: Errno, operation: &'static str) -> Error {
-    Error::os(errno, operation)
-        .iface(IfaceKind::SYSTEM)
-        .context("monitor", "memhooks")
-        .remedy("a security policy (SELinux execmod or execmem, PR_SET_MDWE, seccomp) forbids changing code: allow it, or use the userfaultfd monitor")
+pub(super) fn not_allowed(monitor: MonitorName, errno: Errno, operation: &'static str) -> Error {
+    Error::os(errno, operation).iface(monitor.iface).context("monitor", monitor.name).remedy(format!(
+        "a security policy (SELinux execmod or execmem, PR_SET_MDWE, seccomp) forbids changing code: allow it, or {}",
+        monitor.otherwise
+    ))
+}
+
+fn page_size() -> u64 {
+    rustix::param::page_size() as u64
 }
 
 /// Starts of `len` free bytes at both ends of every gap of the address space.
 fn gaps(maps: &str, len: u64) -> impl Iterator<Item = u64> {
     // Keeps clear of guards and of what grows.
     const MARGIN: u64 = 1 << 20;
-    let page = sys::page_size();
+    let page = page_size();
     let mut last_end = None::<u64>;
     maps.lines()
         .flat_map(move |line| {

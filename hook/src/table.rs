@@ -26,18 +26,19 @@ use std::{
     time::Duration,
 };
 
-use hmem_core::{AddressRange, Error, ErrorKind, IfaceKind, Result, monitor::Invalidator};
+use hmem_core::{AddressRange, Error, ErrorKind, Result, monitor::Invalidator};
 use parking_lot::Mutex;
 
-use super::wiped::{Wipeable, WipedOnFork, forked};
+use crate::{MonitorName, Wipeable, WipedOnFork};
 
 /// How many invalidators one monitor tells: one for each cache of the process.
-pub(crate) const SLOTS: usize = 64;
+pub const SLOTS: usize = 64;
 
 const LINES: usize = 16;
 
 /// Passes under way in the lower half, passes ever begun in the upper.
 #[repr(align(64))]
+#[derive(Debug)]
 struct Line(AtomicU64);
 
 const PASS: u64 = 1 << 32 | 1;
@@ -45,7 +46,8 @@ const UNDER_WAY: u64 = (1 << 32) - 1;
 
 /// The invalidators of a monitor.
 #[repr(C)]
-pub(crate) struct Table {
+#[derive(Debug)]
+pub struct Table {
     taken: AtomicU64,
     side: AtomicUsize,
     slots: [AtomicPtr<Arc<dyn Invalidator>>; SLOTS],
@@ -57,7 +59,8 @@ pub(crate) struct Table {
 unsafe impl Wipeable for Table {}
 
 /// One reader's time in the table.
-pub(crate) struct Pass<'a> {
+#[derive(Debug)]
+pub struct Pass<'a> {
     table: &'a Table,
     line: &'a AtomicU64,
     taken: u64,
@@ -66,7 +69,7 @@ pub(crate) struct Pass<'a> {
 impl Table {
     /// Counts the caller in.
     #[inline]
-    pub(crate) fn pass(&self) -> Pass<'_> {
+    pub fn pass(&self) -> Pass<'_> {
         let on_stack = 0_u8;
         let line = (ptr::addr_of!(on_stack).addr() >> 14) % LINES;
         let line = &self.passes[self.side.load(SeqCst) & 1][line].0;
@@ -75,7 +78,7 @@ impl Table {
     }
 
     /// A number that differs whenever a pass began in between; `None` while one is under way.
-    pub(crate) fn quiet_stamp(&self) -> Option<u64> {
+    pub fn quiet_stamp(&self) -> Option<u64> {
         let mut stamp = 0_u64;
         for line in self.passes.iter().flatten() {
             let passes = line.0.load(SeqCst);
@@ -110,13 +113,13 @@ impl Table {
 impl Pass<'_> {
     /// Whether there is nobody to tell.
     #[inline]
-    pub(crate) fn is_empty(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.taken == 0
     }
 
     /// Calls `tell` with each slot's number and invalidator: the same ones each time within a pass.
     #[inline]
-    pub(crate) fn each(&self, mut tell: impl FnMut(usize, &dyn Invalidator)) {
+    pub fn each(&self, mut tell: impl FnMut(usize, &dyn Invalidator)) {
         let mut left = self.taken;
         while left != 0 {
             let slot = left.trailing_zeros() as usize;
@@ -147,8 +150,8 @@ struct Book {
 /// The invalidators of one monitor with their subscriptions.
 ///
 /// The lock is never taken by whoever tells, nor in a forked child.
-pub(crate) struct Subscribers<T: Wipeable> {
-    monitor: &'static str,
+pub struct Subscribers<T: Wipeable> {
+    monitor: MonitorName,
     table: fn(&T) -> &Table,
     shared: WipedOnFork<T>,
     book: Mutex<Book>,
@@ -156,7 +159,7 @@ pub(crate) struct Subscribers<T: Wipeable> {
 
 impl<T: Wipeable> std::fmt::Debug for Subscribers<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Subscribers").field("monitor", &self.monitor).finish_non_exhaustive()
+        f.debug_struct("Subscribers").field("monitor", &self.monitor.name).finish_non_exhaustive()
     }
 }
 
@@ -166,20 +169,20 @@ fn identity(invalidator: &Arc<dyn Invalidator>) -> usize {
 
 impl<T: Wipeable> Subscribers<T> {
     /// Subscribers whose table is the part of `shared` that `table` names.
-    pub(crate) fn new(monitor: &'static str, table: fn(&T) -> &Table) -> Result<Self> {
+    pub fn new(monitor: MonitorName, table: fn(&T) -> &Table) -> Result<Self> {
         let book = Book { by_invalidator: HashMap::new(), subscriptions: [0; SLOTS] };
-        Ok(Self { monitor, table, shared: WipedOnFork::new()?, book: Mutex::new(book) })
+        Ok(Self { monitor, table, shared: WipedOnFork::new(monitor)?, book: Mutex::new(book) })
     }
 
     /// What hooks and threads share.
     #[inline]
-    pub(crate) fn shared(&self) -> &WipedOnFork<T> {
+    pub fn shared(&self) -> &WipedOnFork<T> {
         &self.shared
     }
 
     /// The table.
     #[inline]
-    pub(crate) fn table(&self) -> &Table {
+    pub fn table(&self) -> &Table {
         (self.table)(&self.shared)
     }
 
@@ -188,9 +191,9 @@ impl<T: Wipeable> Subscribers<T> {
     ///
     /// # Errors
     /// OutOfResources when [`SLOTS`] invalidators are subscribed; Unsupported in a forked child.
-    pub(crate) fn add(&self, invalidator: Arc<dyn Invalidator>) -> Result<u8> {
+    pub fn add(&self, invalidator: Arc<dyn Invalidator>) -> Result<u8> {
         if !self.shared.is_ours() {
-            return Err(forked("subscribe", self.monitor));
+            return Err(self.monitor.forked("subscribe"));
         }
         let mut book = self.book.lock();
         let key = identity(&invalidator);
@@ -202,8 +205,8 @@ impl<T: Wipeable> Subscribers<T> {
         let slot = table.taken.load(SeqCst).trailing_ones() as usize;
         if slot == SLOTS {
             return Err(Error::new(ErrorKind::OutOfResources, "subscribe")
-                .iface(IfaceKind::SYSTEM)
-                .context("monitor", self.monitor)
+                .iface(self.monitor.iface)
+                .context("monitor", self.monitor.name)
                 .context("invalidators", SLOTS)
                 .remedy("share one cache between domains, or close those that are not used"));
         }
@@ -216,7 +219,7 @@ impl<T: Wipeable> Subscribers<T> {
     }
 
     /// Takes a subscription back. After the last one of an invalidator it is not called any more.
-    pub(crate) fn remove(&self, slot: u8) {
+    pub fn remove(&self, slot: u8) {
         if !self.shared.is_ours() {
             return;
         }
@@ -242,7 +245,7 @@ impl<T: Wipeable> Subscribers<T> {
 
 /// A range for `start` and `len` as a system call was given them: to the end of the address space where they wrap.
 #[inline]
-pub(crate) fn clamped(start: u64, len: u64) -> AddressRange {
+pub fn clamped(start: u64, len: u64) -> AddressRange {
     let longest = (u64::MAX - start).saturating_add(1);
     AddressRange::new(hmem_core::Address(start), len.min(longest)).unwrap_or(AddressRange::of::<u8>(&[]))
 }

@@ -1,0 +1,49 @@
+//! Functions of loaded libraries, hooked where they begin, and the caches that hooks tell.
+//!
+//! What the monitors of several ifaces have in common: the C library's `munmap` and a driver's free are patched by the same
+//! rules, and hooks in them tell [`Invalidator`](hmem_core::monitor::Invalidator)s from the same kind of table. What a
+//! function takes away, and when, each monitor knows for itself.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `patch` | [`Patches`]: a set of functions patched and taken back, and who overwrote which |
+//! | `entry`, `arch` | which entries can be patched, by one store, under running threads |
+//! | `trampoline` | the code between an entry and its hook |
+//! | `table` | [`Subscribers`]: who is told, read without a lock |
+//! | `wiped` | [`WipedOnFork`]: memory that a forked child finds zeroed |
+//! | `name` | [`MonitorName`]: who speaks in errors |
+//!
+//! Patching is there for glibc on x86-64 and aarch64; the rest for every Linux.
+//!
+//! # Things this crate does not do
+//!
+//! It knows no library and no system call, decides nothing about caching, and hooks nothing by being linked.
+
+#![deny(unsafe_code)]
+
+#[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
+#[cfg_attr(target_arch = "aarch64", path = "arch/aarch64.rs")]
+#[cfg_attr(target_arch = "x86_64", path = "arch/x86_64.rs")]
+#[allow(unsafe_code)]
+mod arch;
+#[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
+mod entry;
+mod name;
+#[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
+#[allow(unsafe_code)]
+mod patch;
+#[allow(unsafe_code)]
+mod table;
+#[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
+#[allow(unsafe_code)]
+mod trampoline;
+#[allow(unsafe_code)]
+mod wiped;
+
+#[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
+pub use self::patch::{Patches, Target};
+pub use self::{
+    name::MonitorName,
+    table::{Pass, SLOTS, Subscribers, Table, clamped},
+    wiped::{Wipeable, WipedOnFork},
+};

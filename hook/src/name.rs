@@ -1,0 +1,42 @@
+//! Who speaks in errors.
+
+use hmem_core::{Error, ErrorKind, IfaceKind};
+
+/// A monitor as its errors name it.
+///
+/// # Examples
+/// ```
+/// use hmem_core::IfaceKind;
+/// use hmem_hook::MonitorName;
+///
+/// let name = MonitorName { name: "memhooks", iface: IfaceKind::SYSTEM, otherwise: "use another monitor" };
+/// assert!(name.forked("subscribe").is_unsupported());
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MonitorName {
+    /// Its name.
+    pub name: &'static str,
+    /// The iface whose memory it watches.
+    pub iface: IfaceKind,
+    /// What to do where it cannot run, as the end of a remedy.
+    pub otherwise: &'static str,
+}
+
+impl MonitorName {
+    /// An error of the monitor.
+    #[must_use]
+    pub fn error(&self, kind: ErrorKind) -> Error {
+        Error::new(kind, self.name).iface(self.iface)
+    }
+
+    /// What it answers in a child of the process that it watches.
+    #[cold]
+    #[must_use]
+    pub fn forked(&self, operation: &'static str) -> Error {
+        Error::new(ErrorKind::Unsupported, operation)
+            .iface(self.iface)
+            .context("monitor", self.name)
+            .context("why", "this process was forked from the one that the monitor watches")
+            .remedy("start a monitor of its own in the child, or exec")
+    }
+}
