@@ -72,12 +72,10 @@ impl AddressRange {
     ///
     /// # Errors
     /// [`ErrorKind::AddressWraps`] if the last byte would lie past the 64-bit address space.
+    #[inline]
     pub fn new(start: Address, len: u64) -> Result<Self> {
         if len > 0 && start.0.checked_add(len - 1).is_none() {
-            return Err(Error::new(ErrorKind::AddressWraps, "range")
-                .context("start", start)
-                .context("length", len)
-                .remedy("start + length - 1 must fit in 64 bits"));
+            return Err(wraps(start, len));
         }
         Ok(Self { start, len })
     }
@@ -148,6 +146,14 @@ impl AddressRange {
         let len = (self.start.0 - start).saturating_add(self.len).saturating_add(page - 1) & !(page - 1);
         Self { start: Address(start), len }
     }
+}
+
+#[cold]
+fn wraps(start: Address, len: u64) -> Error {
+    Error::new(ErrorKind::AddressWraps, "range")
+        .context("start", start)
+        .context("length", len)
+        .remedy("start + length - 1 must fit in 64 bits")
 }
 
 impl fmt::Debug for AddressRange {

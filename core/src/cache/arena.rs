@@ -36,6 +36,8 @@ mod mapped {
     /// Up to a fixed number of `T`s; index 0 stands for none and is never used.
     pub(in crate::cache) struct Arena<T> {
         base: NonNull<T>,
+        /// Where the one of index 0 would be if all indices had the tag of [`Arena::at_tagged`].
+        tagged: *const T,
         reserved: usize,
         /// Bytes that have memory; grown under the cache's lock.
         usable: AtomicUsize,
@@ -66,7 +68,13 @@ mod mapped {
                     .remedy("the registration cache reserves addresses: raise RLIMIT_AS or lower its limit")
             })?;
             let base = NonNull::new(base.cast()).expect("a mapping is not at address 0");
-            Ok(Self { base, reserved, usable: AtomicUsize::new(0) })
+            Ok(Self { base, tagged: base.as_ptr(), reserved, usable: AtomicUsize::new(0) })
+        }
+
+        /// Has [`Arena::at_tagged`] take indices with this tag, which stands above all indices.
+        pub(in crate::cache) fn tag(mut self, tag: u32) -> Self {
+            self.tagged = self.base.as_ptr().wrapping_sub(tag as usize);
+            self
         }
 
         /// Gives memory to everything up to `index`; `false` if there is no more. Not from two threads at once.
@@ -99,13 +107,11 @@ mod mapped {
             unsafe { self.base.add(index as usize).as_ref() }
         }
 
-        /// The one whose index is what is left of `tagged` without `tag`: for tags that stand above all indices.
+        /// The one whose index is what is left of `tagged` without the arena's tag, which it has.
         #[inline(always)]
-        pub(in crate::cache) fn at_tagged(&self, tagged: u32, tag: u32) -> &T {
-            debug_assert!(tagged & tag == tag);
-            let biased = self.base.as_ptr().wrapping_sub(tag as usize);
-            // SAFETY: as for `at`, of the index `tagged - tag`; the detour outside the mapping is only arithmetic.
-            unsafe { &*biased.wrapping_add(tagged as usize) }
+        pub(in crate::cache) fn at_tagged(&self, tagged: u32) -> &T {
+            // SAFETY: as for `at`; the detour outside the mapping is only arithmetic.
+            unsafe { &*self.tagged.wrapping_add(tagged as usize) }
         }
 
         /// The index of one that [`Arena::at`] returned.
@@ -156,11 +162,15 @@ mod modelled {
     use crate::Result;
 
     #[derive(Debug)]
-    pub(in crate::cache) struct Arena<T>(Vec<T>);
+    pub(in crate::cache) struct Arena<T>(Vec<T>, u32);
 
     impl<T: Zeroed> Arena<T> {
         pub(in crate::cache) fn reserve(count: usize) -> Result<Self> {
-            Ok(Self((0..=count).map(|_| T::zeroed()).collect()))
+            Ok(Self((0..=count).map(|_| T::zeroed()).collect(), 0))
+        }
+
+        pub(in crate::cache) fn tag(self, tag: u32) -> Self {
+            Self(self.0, tag)
         }
 
         pub(in crate::cache) fn ensure(&self, index: u32) -> bool {
@@ -171,8 +181,8 @@ mod modelled {
             &self.0[index as usize]
         }
 
-        pub(in crate::cache) fn at_tagged(&self, tagged: u32, tag: u32) -> &T {
-            self.at(tagged & !tag)
+        pub(in crate::cache) fn at_tagged(&self, tagged: u32) -> &T {
+            self.at(tagged - self.1)
         }
 
         pub(in crate::cache) fn index_of(&self, one: &T) -> u32 {

@@ -6,8 +6,9 @@ use super::{
 };
 use crate::Result;
 
+/// With what stands before them they fill four pairs of cache lines.
 #[cfg(not(loom))]
-const SLOTS: usize = 64;
+const SLOTS: usize = 31;
 #[cfg(loom)]
 const SLOTS: usize = 2;
 
@@ -20,9 +21,25 @@ const MAX_BLOCKS: usize = 4;
 /// Full blocks that are looked at before another is taken.
 const NEAR: usize = 8;
 
-/// A thread's leases of one cache. A slot holds the index of an entry, or 0.
-///
-/// `next`, `cursor`, `hint` and `hits` are the owner's. Slots are set by the owner and cleared by whoever drops the lease.
+/// A place for one lease.
+#[repr(C)]
+#[derive(Debug)]
+pub(super) struct Slot {
+    /// The index of an entry, or 0. Set by the block's owner and cleared by whoever drops the lease.
+    pub(super) entry: AtomicU32,
+    /// Leases of this slot that were hits. The owner's.
+    hits: AtomicU64,
+}
+
+impl Slot {
+    /// Counts a hit. Only for the owner: nobody else writes the line while the owner looks up.
+    #[inline(always)]
+    pub(super) fn count_hit(&self) {
+        self.hits.store(self.hits.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+    }
+}
+
+/// A thread's leases of one cache. `next`, `cursor` and `hint` are the owner's.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub(super) struct Block {
@@ -32,9 +49,11 @@ pub(super) struct Block {
     /// In the owner's first block: the block in which a slot was found last, 0 for the first.
     cursor: AtomicU32,
     hint: AtomicU32,
-    hits: AtomicU64,
-    slots: [AtomicU32; SLOTS],
+    slots: [Slot; SLOTS],
 }
+
+#[cfg(not(loom))]
+const _: () = assert!(size_of::<Block>() == 512);
 
 // SAFETY: atomics of zero bytes are 0 and need no drop.
 unsafe impl Zeroed for Block {
@@ -45,8 +64,7 @@ unsafe impl Zeroed for Block {
             next: AtomicU32::new(0),
             cursor: AtomicU32::new(0),
             hint: AtomicU32::new(0),
-            hits: AtomicU64::new(0),
-            slots: std::array::from_fn(|_| AtomicU32::new(0)),
+            slots: std::array::from_fn(|_| Slot { entry: AtomicU32::new(0), hits: AtomicU64::new(0) }),
         }
     }
 }
@@ -54,25 +72,20 @@ unsafe impl Zeroed for Block {
 impl Block {
     /// The slot that is likely free. Only for the owner.
     #[inline(always)]
-    pub(super) fn first_slot(&self) -> &AtomicU32 {
+    pub(super) fn first_slot(&self) -> &Slot {
         let hint = self.hint.load(Ordering::Relaxed) as usize;
         // SAFETY: the hint is 0 or what `free_slot` found, both places of slots.
         unsafe { self.slots.get_unchecked(hint) }
     }
 
     /// A free slot of the block. Only for the owner.
-    fn free_slot(&self) -> Option<&AtomicU32> {
+    fn free_slot(&self) -> Option<&Slot> {
         let hint = self.hint.load(Ordering::Relaxed) as usize;
-        let free = (hint..hint + SLOTS).find(|slot| self.slots[slot % SLOTS].load(Ordering::Relaxed) == 0)?;
+        let is_free = |slot: &usize| self.slots[slot % SLOTS].entry.load(Ordering::Relaxed) == 0;
+        let free = (hint..hint + SLOTS).find(is_free)?;
         // The next lookup begins behind this slot, which is about to be taken.
         self.hint.store(((free + 1) % SLOTS) as u32, Ordering::Relaxed);
         Some(&self.slots[free % SLOTS])
-    }
-
-    /// Counts a hit. Only for the owner: nobody else writes the line.
-    #[inline(always)]
-    pub(super) fn count_hit(&self) {
-        self.hits.store(self.hits.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 }
 
@@ -98,7 +111,7 @@ impl Blocks {
     pub(super) fn leased(&self, mut visit: impl FnMut(u32)) {
         for block in self.each() {
             for slot in &block.slots {
-                let entry = slot.load(Ordering::Acquire);
+                let entry = slot.entry.load(Ordering::Acquire);
                 if entry != 0 {
                     visit(entry);
                 }
@@ -108,7 +121,7 @@ impl Blocks {
 
     /// Hits of all threads, ever.
     pub(super) fn hits(&self) -> u64 {
-        self.each().map(|block| block.hits.load(Ordering::Relaxed)).sum()
+        self.each().flat_map(|block| &block.slots).map(|slot| slot.hits.load(Ordering::Relaxed)).sum()
     }
 
     /// A block that is the caller's alone until it gives it back; `None` if there can be no more.
@@ -142,10 +155,19 @@ impl Blocks {
         }
     }
 
+    /// The slot that the owner's next lookup should try: likely free.
+    pub(super) fn likely<'a>(&'a self, first: &'a Block) -> &'a Slot {
+        let block = match first.cursor.load(Ordering::Relaxed) {
+            0 => first,
+            index => self.arena.at(index),
+        };
+        block.first_slot()
+    }
+
     /// A free slot of the owner's, in another block if it must be; `None` if there can be no more blocks.
     ///
     /// It looks where it found one last, and a few blocks on, before it takes another block.
-    pub(super) fn slot<'a>(&'a self, first: &'a Block) -> Option<&'a AtomicU32> {
+    pub(super) fn slot<'a>(&'a self, first: &'a Block) -> Option<&'a Slot> {
         if let Some(slot) = first.free_slot() {
             return Some(slot);
         }

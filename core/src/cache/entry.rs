@@ -1,11 +1,11 @@
 //! Entries: one cached registration each, in memory that stays an entry for ever.
 
-use std::{cell::UnsafeCell, mem::MaybeUninit, ptr::NonNull};
+use std::{cell::UnsafeCell, mem::MaybeUninit};
 
 use super::{
     Key, Source,
     arena::Zeroed,
-    sync::{AtomicU32, AtomicU64, Ordering},
+    sync::{self, AtomicU32, AtomicU64, Ordering},
 };
 
 /// Bits of the state word; above them counts the generation, one for each use of the entry.
@@ -93,6 +93,12 @@ unsafe impl<S: Source> Sync for Entry<S> {}
 unsafe impl<S: Source> Zeroed for Entry<S> {
     #[cfg(loom)]
     fn zeroed() -> Self {
+        Self::holding(MaybeUninit::uninit())
+    }
+}
+
+impl<S: Source> Entry<S> {
+    fn holding(region: MaybeUninit<S::Region>) -> Self {
         Self {
             state: AtomicU32::new(0),
             lacks: AtomicU32::new(0),
@@ -101,15 +107,40 @@ unsafe impl<S: Source> Zeroed for Entry<S> {
             owner: AtomicU64::new(0),
             allocation: AtomicU64::new(0),
             next_dead: AtomicU32::new(0),
-            region: UnsafeCell::new(MaybeUninit::uninit()),
+            region: UnsafeCell::new(region),
             watch: UnsafeCell::new(MaybeUninit::uninit()),
             born: AtomicU64::new(0),
             leased_at: AtomicU64::new(0),
         }
     }
-}
 
-impl<S: Source> Entry<S> {
+    /// One outside the table, for a region of one lease.
+    pub(super) fn of_region(region: S::Region) -> Self {
+        Self::holding(MaybeUninit::new(region))
+    }
+
+    /// [`Entry::covers`], read plainly.
+    ///
+    /// # Safety
+    /// The caller published a lease, and saw the entry live after that: nobody writes the fields until it is cleared.
+    #[inline(always)]
+    pub(super) unsafe fn leased_covers(&self, key: &Key) -> bool {
+        // SAFETY: nobody writes, says the caller.
+        let (start, last, lacks, owner, allocation) = unsafe {
+            (
+                sync::settled_u64(&self.start),
+                sync::settled_u64(&self.last),
+                sync::settled_u32(&self.lacks),
+                sync::settled_u64(&self.owner),
+                sync::settled_u64(&self.allocation),
+            )
+        };
+        lacks & key.access == 0
+            && start <= key.start
+            && key.last <= last
+            && (key.exact == 0 || owner == key.owner && allocation == key.allocation)
+    }
+
     /// Whether it is of the key's memory, with at least its rights and its identity.
     #[inline(always)]
     pub(super) fn covers(&self, key: &Key) -> bool {
@@ -195,16 +226,11 @@ impl<S: Source> Entry<S> {
         }
     }
 
-    /// Where the region is, once there is one.
-    #[inline(always)]
-    pub(super) fn region_place(&self) -> NonNull<S::Region> {
-        NonNull::new(self.region.get()).expect("a field has an address").cast()
-    }
-
     /// The region.
     ///
     /// # Safety
-    /// The caller holds a lease published before it saw the entry registered, or the cache's lock since it did.
+    /// The caller holds a lease published before it saw the entry registered, or the cache's lock since it did, or it is the
+    /// owner of an entry outside the table.
     #[inline(always)]
     pub(super) unsafe fn region(&self) -> &S::Region {
         // SAFETY: it was written before the state that the caller saw, and is not taken while there is a lease or the
@@ -227,6 +253,15 @@ impl<S: Source> Entry<S> {
     /// The entry was registered and not taken from in this use, and no lease of it is left or can be published any more.
     pub(super) unsafe fn take(&self) -> (S::Region, S::Watch) {
         // SAFETY: both were written by `put`, says the caller, and are read out once.
-        unsafe { ((*self.region.get()).assume_init_read(), (*self.watch.get()).assume_init_read()) }
+        unsafe { (self.take_region(), (*self.watch.get()).assume_init_read()) }
+    }
+
+    /// Takes the region out.
+    ///
+    /// # Safety
+    /// As [`Entry::take`], or by the owner of an entry outside the table; once.
+    pub(super) unsafe fn take_region(&self) -> S::Region {
+        // SAFETY: it was written, and is read out once, says the caller.
+        unsafe { (*self.region.get()).assume_init_read() }
     }
 }

@@ -4,9 +4,10 @@ use std::{fmt, ops::Deref, ptr::NonNull, sync::Arc};
 
 use super::{
     Cache, Key, Source,
+    blocks::Slot,
     entry::{Entry, state},
     shared::Shared,
-    sync::{AtomicU32, Ordering},
+    sync::Ordering,
 };
 use crate::Error;
 
@@ -47,7 +48,7 @@ impl fmt::Display for Uncached {
 /// An entry in use: the slot says so to everybody.
 pub(super) struct Held<'c, S: Source> {
     pub(super) entry: &'c Entry<S>,
-    pub(super) slot: &'c AtomicU32,
+    pub(super) slot: &'c Slot,
 }
 
 /// A region in use. Dropping it puts the region back, on whatever thread.
@@ -56,17 +57,18 @@ pub(super) struct Held<'c, S: Source> {
 /// invalidated in use is deregistered at the last put.
 pub struct Lease<'c, S: Source> {
     shared: &'c Shared<S>,
-    region: NonNull<S::Region>,
-    /// An [`Entry`], or a leaked box of an [`Alone`] that the lease owns.
-    holder: NonNull<()>,
-    /// The slot of an entry. With the lowest bit set, putting back is not plain: it fences, or there is no slot.
-    slot: *const AtomicU32,
+    /// One of the cache's, or that of a leaked [`Alone`] that the lease owns.
+    entry: NonNull<Entry<S>>,
+    /// Where the entry is leased. With the lowest bit set, putting back is not plain: it fences, or there is no slot.
+    slot: *const Slot,
 }
 
 const NOT_PLAIN: usize = 1;
 
-struct Alone<R> {
-    region: R,
+/// A region of one lease, in an entry that nobody finds.
+#[repr(C)]
+struct Alone<S: Source> {
+    entry: Entry<S>,
     why: Uncached,
 }
 
@@ -79,8 +81,7 @@ unsafe impl<S: Source> Sync for Lease<'_, S> {}
 impl<'c, S: Source> Lease<'c, S> {
     #[inline(always)]
     pub(super) fn cached(shared: &'c Shared<S>, held: Held<'c, S>) -> Self {
-        let region = held.entry.region_place();
-        Self { shared, region, holder: NonNull::from(held.entry).cast(), slot: held.slot }
+        Self { shared, entry: NonNull::from(held.entry), slot: held.slot }
     }
 
     /// The same of a lookup that did not take the plain way.
@@ -93,30 +94,29 @@ impl<'c, S: Source> Lease<'c, S> {
     }
 
     pub(super) fn alone(shared: &'c Shared<S>, region: S::Region, why: Uncached) -> Self {
-        let alone = NonNull::from(Box::leak(Box::new(Alone { region, why })));
-        // SAFETY: the box was just made.
-        let region = NonNull::from(unsafe { &alone.as_ref().region });
-        Self { shared, region, holder: alone.cast(), slot: std::ptr::without_provenance(NOT_PLAIN) }
+        let alone = Box::leak(Box::new(Alone { entry: Entry::<S>::of_region(region), why }));
+        let entry = NonNull::from(alone).cast();
+        Self { shared, entry, slot: std::ptr::without_provenance(NOT_PLAIN) }
     }
 
     /// The same lease, moved piece by piece: a hit then need not keep its pieces in memory for the sake of a miss.
     #[inline(always)]
     pub(super) fn in_pieces(self) -> Self {
-        let Self { shared, region, holder, slot } = *std::mem::ManuallyDrop::new(self);
-        Self { shared, region, holder, slot }
+        let Self { shared, entry, slot } = *std::mem::ManuallyDrop::new(self);
+        Self { shared, entry, slot }
     }
 
     /// The entry and the slot, unless the lease has a region of its own.
     fn held(&self) -> Option<Held<'c, S>> {
         let slot = self.slot.map_addr(|place| place & !NOT_PLAIN);
-        // SAFETY: where there is a slot, it is one of the cache's and the holder one of its entries, whose memory lives as
-        // long as the borrow of the cache.
-        (!slot.is_null()).then(|| unsafe { Held { entry: self.holder.cast().as_ref(), slot: &*slot } })
+        // SAFETY: where there is a slot, it and the entry are the cache's, whose memory lives as long as the borrow of the
+        // cache.
+        (!slot.is_null()).then(|| unsafe { Held { entry: self.entry.as_ref(), slot: &*slot } })
     }
 
-    fn own(&self) -> Option<&Alone<S::Region>> {
-        // SAFETY: without a slot, the holder is the lease's own box.
-        (self.slot.addr() == NOT_PLAIN).then(|| unsafe { self.holder.cast().as_ref() })
+    fn own(&self) -> Option<&Alone<S>> {
+        // SAFETY: without a slot, the entry is the first field of the lease's own box.
+        (self.slot.addr() == NOT_PLAIN).then(|| unsafe { self.entry.cast().as_ref() })
     }
 
     /// Why the region is not cached; `None` if it is.
@@ -145,7 +145,7 @@ impl<S: Source> Deref for Lease<'_, S> {
     fn deref(&self) -> &S::Region {
         // SAFETY: the region of an entry stays while there is a lease, which was published before the entry was seen
         // registered; that of a box as long as the box.
-        unsafe { self.region.as_ref() }
+        unsafe { self.entry.as_ref().region() }
     }
 }
 
@@ -154,24 +154,27 @@ impl<S: Source> Drop for Lease<'_, S> {
     fn drop(&mut self) {
         if self.slot.addr() & NOT_PLAIN == 0 {
             // SAFETY: a plain lease has a slot and an entry of the cache.
-            let (entry, slot) = unsafe { (self.holder.cast().as_ref(), &*self.slot) };
+            let (entry, slot) = unsafe { (self.entry.as_ref(), &*self.slot) };
             self.shared.release_plainly(entry, slot);
         } else {
-            drop_anyhow(self);
+            // Piece by piece, as for `in_pieces`.
+            drop_anyhow(self.shared, self.entry, self.slot);
         }
     }
 }
 
 #[cold]
 #[inline(never)]
-fn drop_anyhow<S: Source>(lease: &Lease<'_, S>) {
+fn drop_anyhow<S: Source>(shared: &Shared<S>, entry: NonNull<Entry<S>>, slot: *const Slot) {
+    let lease = std::mem::ManuallyDrop::new(Lease { shared, entry, slot });
     if let Some(held) = lease.held() {
-        lease.shared.release(&held);
+        shared.release(&held);
         return;
     }
-    // SAFETY: without a slot, the holder is a box that was leaked for the lease, which is being dropped.
-    let alone = unsafe { Box::from_raw(lease.holder.cast::<Alone<S::Region>>().as_ptr()) };
-    lease.shared.drop_alone(alone.region);
+    // SAFETY: without a slot, the entry is that of a box that was leaked for the lease, which is being dropped.
+    let alone = unsafe { Box::from_raw(entry.cast::<Alone<S>>().as_ptr()) };
+    // SAFETY: it was made with a region, which nobody else takes.
+    shared.drop_alone(unsafe { alone.entry.take_region() });
 }
 
 impl<S: Source> fmt::Debug for Lease<'_, S> {

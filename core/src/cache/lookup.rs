@@ -1,33 +1,37 @@
 //! The way of a hit, and putting back: no lock, and no line written that another thread writes.
 
+use std::hint::cold_path;
+
 use super::{
     Key, Source,
-    blocks::Block,
+    blocks::{Block, Slot},
     entry::{Entry, state},
     lease::Held,
+    radix::Met,
     shared::Shared,
-    sync::{self, AtomicU32, Ordering},
+    sync::{self, Ordering},
 };
 use crate::monitor::Cause;
 
 impl<S: Source> Shared<S> {
     /// A lease of a live entry that covers the key, if the first look finds one, and it was used lately, and there is
-    /// nobody to ask. The caller has seen the gate open and that lookups need no fence.
+    /// nobody to ask. The caller has seen the gate open and that lookups need no fence, and owns the slot's block.
     #[inline(always)]
-    pub(super) fn plain_hit<'c>(&'c self, block: &'c Block, key: &Key) -> Option<Held<'c, S>> {
+    pub(super) fn plain_hit<'c>(&'c self, slot: &'c Slot, key: &Key) -> Option<Held<'c, S>> {
         let index = self.find_live(key);
         let entry = self.entries.at(index);
-        let slot = block.first_slot();
-        if slot.load(Ordering::Relaxed) != 0 {
+        if slot.entry.load(Ordering::Relaxed) != 0 {
+            cold_path();
             return None;
         }
-        slot.store(index, Ordering::Relaxed);
+        slot.entry.store(index, Ordering::Relaxed);
         sync::light_unfenced();
-        // Entry 0, for none, is free.
-        if state::is_plain(entry.state.load(Ordering::Acquire)) && entry.covers(key) {
-            block.count_hit();
+        // Entry 0, for none, is free. SAFETY: the lease is published, and the entry seen live after that.
+        if state::is_plain(entry.state.load(Ordering::Acquire)) && unsafe { entry.leased_covers(key) } {
+            slot.count_hit();
             return Some(Held { entry, slot });
         }
+        cold_path();
         self.release_plainly(entry, slot);
         None
     }
@@ -44,10 +48,10 @@ impl<S: Source> Shared<S> {
         }
         let slot = self.blocks.slot(block)?;
         let entry = self.entries.at(index);
-        slot.store(index, Ordering::Relaxed);
+        slot.entry.store(index, Ordering::Relaxed);
         self.barrier.light();
         if self.may_hit(entry, key) {
-            block.count_hit();
+            slot.count_hit();
             return Some(Held { entry, slot });
         }
         self.release_slot(entry, slot);
@@ -56,7 +60,20 @@ impl<S: Source> Shared<S> {
 
     #[inline(always)]
     fn find_live(&self, key: &Key) -> u32 {
-        self.radix.find(key.start, |index| {
+        match self.radix.find_at_page(key.start) {
+            Ok(index) => index,
+            Err(met) => {
+                // A copy, as in `Cache::get`.
+                let key = *key;
+                self.find_live_from(met, &key)
+            }
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn find_live_from(&self, met: Met, key: &Key) -> u32 {
+        self.radix.find_from(key.start, met, |index| {
             let entry = self.entries.at(index);
             state::is_live(entry.state.load(Ordering::Relaxed)) && entry.covers(key)
         })
@@ -98,8 +115,8 @@ impl<S: Source> Shared<S> {
 
     /// Clears a slot, where lookups need no fence.
     #[inline(always)]
-    pub(super) fn release_plainly(&self, entry: &Entry<S>, slot: &AtomicU32) {
-        slot.store(0, Ordering::Release);
+    pub(super) fn release_plainly(&self, entry: &Entry<S>, slot: &Slot) {
+        slot.entry.store(0, Ordering::Release);
         sync::light_unfenced();
         // The entry may be another's by now, which at worst wakes the worker for nothing.
         if entry.state.load(Ordering::Relaxed) & state::DEAD != 0 {
@@ -107,8 +124,8 @@ impl<S: Source> Shared<S> {
         }
     }
 
-    pub(super) fn release_slot(&self, entry: &Entry<S>, slot: &AtomicU32) {
-        slot.store(0, Ordering::Release);
+    pub(super) fn release_slot(&self, entry: &Entry<S>, slot: &Slot) {
+        slot.entry.store(0, Ordering::Release);
         self.barrier.light();
         if entry.state.load(Ordering::Relaxed) & state::DEAD != 0 {
             self.last_put();

@@ -72,10 +72,10 @@ mod threads;
 #[cfg(not(loom))]
 mod worker;
 
-use std::{fmt, marker::PhantomData, sync::Arc};
+use std::{cell::Cell, fmt, marker::PhantomData, sync::Arc};
 
 use self::{
-    blocks::Block,
+    blocks::{Block, Slot},
     shared::{Shared, Told},
     sync::Barrier,
 };
@@ -191,37 +191,38 @@ impl<S: Source> Cache<S> {
     /// What the source reported.
     #[inline(always)]
     pub fn get(&self, key: &Key) -> Result<Lease<'_, S>> {
-        if let Some(block) = threads::noted(&self.shared)
-            && let Some(held) = self.shared.plain_hit(block, key)
+        if let Some(slot) = threads::noted(&self.shared)
+            && let Some(held) = self.shared.plain_hit(slot, key)
         {
             return Ok(Lease::cached(&self.shared, held));
         }
-        Ok(self.get_anyhow(key)?.in_pieces())
+        std::hint::cold_path();
+        // A copy: a hit then need not put the key where a miss could find it.
+        let key = *key;
+        Ok(self.get_anyhow(&key)?.in_pieces())
     }
 
     #[cold]
     #[inline(never)]
     fn get_anyhow(&self, key: &Key) -> Result<Lease<'_, S>> {
-        match self.block() {
-            Some(block) => self.get_in(block, key),
-            None => self.shared.alone_without_block(key),
-        }
-    }
-
-    fn block(&self) -> Option<&Block> {
-        threads::noted(&self.shared).or_else(|| threads::find_or_take(&self.shared))
+        let Some(block) = threads::block(&self.shared) else { return self.shared.alone_without_block(key) };
+        let lease = self.get_in(block, key);
+        threads::note(&self.shared, block);
+        lease
     }
 
     /// A cached region, if there is one; a miss counts for nothing. The key may be [of any
     /// owner](Key::of_any_owner).
     #[must_use]
     pub fn find(&self, key: &Key) -> Option<Lease<'_, S>> {
-        if let Some(block) = threads::noted(&self.shared)
-            && let Some(held) = self.shared.plain_hit(block, key)
+        if let Some(slot) = threads::noted(&self.shared)
+            && let Some(held) = self.shared.plain_hit(slot, key)
         {
             return Some(Lease::cached(&self.shared, held));
         }
-        let held = self.shared.hit(self.block()?, key)?;
+        let block = threads::block(&self.shared)?;
+        let held = self.shared.hit(block, key)?;
+        threads::note(&self.shared, block);
         Some(Lease::cached_anyhow(&self.shared, held))
     }
 
@@ -246,11 +247,9 @@ impl<S: Source> Cache<S> {
     #[must_use]
     pub fn burst(&self) -> Burst<'_, S> {
         let usable = !self.shared.gate.is_forked();
-        Burst {
-            cache: self,
-            block: usable.then(|| self.shared.blocks.take()).flatten(),
-            not_send: PhantomData,
-        }
+        let block = usable.then(|| self.shared.blocks.take()).flatten();
+        let own = block.map(|block| Own { block, slot: Cell::new(self.shared.blocks.likely(block)) });
+        Burst { cache: self, own, not_send: PhantomData }
     }
 
     /// What is told of changes of memory.
@@ -341,9 +340,15 @@ impl<S: Source> fmt::Debug for Cache<S> {
 /// Lookups of one thread; see [`Cache::burst`]. Its leases may outlive it.
 pub struct Burst<'c, S: Source> {
     cache: &'c Cache<S>,
-    block: Option<&'c Block>,
+    own: Option<Own<'c>>,
     /// The block is used by one thread.
     not_send: PhantomData<*const ()>,
+}
+
+/// A burst's block, and the slot of it that is tried first.
+struct Own<'c> {
+    block: &'c Block,
+    slot: Cell<&'c Slot>,
 }
 
 impl<'c, S: Source> Burst<'c, S> {
@@ -353,21 +358,32 @@ impl<'c, S: Source> Burst<'c, S> {
     /// As [`Cache::get`].
     #[inline(always)]
     pub fn get(&self, key: &Key) -> Result<Lease<'c, S>> {
-        let Some(block) = self.block else { return self.cache.shared.alone_without_block(key) };
         let shared = &self.cache.shared;
-        if shared.gate.read() == gate::plainly_open(shared.number)
-            && let Some(held) = shared.plain_hit(block, key)
+        if let Some(own) = &self.own
+            && shared.gate.read() == gate::plainly_open(shared.number)
+            && let Some(held) = shared.plain_hit(own.slot.get(), key)
         {
             return Ok(Lease::cached(shared, held));
         }
-        self.cache.get_in(block, key)
+        let key = *key;
+        Ok(self.get_anyhow(&key)?.in_pieces())
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn get_anyhow(&self, key: &Key) -> Result<Lease<'c, S>> {
+        let shared = &self.cache.shared;
+        let Some(own) = &self.own else { return shared.alone_without_block(key) };
+        let lease = self.cache.get_in(own.block, key);
+        own.slot.set(shared.blocks.likely(own.block));
+        lease
     }
 }
 
 impl<S: Source> Drop for Burst<'_, S> {
     fn drop(&mut self) {
-        if let Some(block) = self.block {
-            self.cache.shared.blocks.give_back(block);
+        if let Some(own) = &self.own {
+            self.cache.shared.blocks.give_back(own.block);
         }
     }
 }

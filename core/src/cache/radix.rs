@@ -127,7 +127,7 @@ impl Radix {
         #[cfg(loom)]
         let (nodes, buckets) = (3, entries);
         let radix = Self {
-            nodes: Arena::reserve(nodes)?.small_pages(),
+            nodes: Arena::reserve(nodes)?.tag(NODE).small_pages(),
             buckets: Arena::reserve(buckets)?.small_pages(),
         };
         if !radix.nodes.ensure(ROOT) {
@@ -140,27 +140,30 @@ impl Radix {
 
     /// An entry at the page of `address`, or 0: one that `accept` took, or the only one that could be meant, which
     /// `accept` was not asked about.
-    #[inline(always)]
     pub(super) fn find(&self, address: u64, accept: impl Fn(u32) -> bool) -> u32 {
-        // An address above those of the table finds another's entry, which does not cover it.
-        let page = address >> PAGE_BITS;
-        let mut node = NODE | ROOT;
-        for level in (1..=TOP).rev() {
-            let value = self.nodes.at_tagged(node, NODE).slots[slot_of(page, level)].load(Ordering::Acquire);
-            if value & NODE == 0 {
-                return self.find_from(value, page, level, accept);
-            }
-            node = value;
-        }
-        let value = self.nodes.at_tagged(node, NODE).slots[slot_of(page, 0)].load(Ordering::Acquire);
-        if value < CHAIN { value } else { self.find_from(value, page, 0, accept) }
+        self.find_at_page(address).unwrap_or_else(|met| self.find_from(address, met, accept))
     }
 
-    /// [`Radix::find`] from a slot on that holds no node.
-    #[cold]
-    #[inline(never)]
-    fn find_from(&self, value: u32, page: u64, level: u32, accept: impl Fn(u32) -> bool) -> u32 {
-        let (mut value, mut level) = (value, level);
+    /// The way of [`Radix::find`] to an entry that stands alone at its page, or what it met before that: for
+    /// [`Radix::find_from`].
+    #[inline(always)]
+    pub(super) fn find_at_page(&self, address: u64) -> std::result::Result<u32, Met> {
+        // An address above those of the table finds another's entry, which does not cover it.
+        let page = address >> PAGE_BITS;
+        let mut value = self.nodes.at(ROOT).slots[slot_of(page, TOP)].load(Ordering::Acquire);
+        for level in (0..TOP).rev() {
+            if value & NODE == 0 {
+                return Err(Met { value, level: level + 1 });
+            }
+            value = self.nodes.at_tagged(value).slots[slot_of(page, level)].load(Ordering::Acquire);
+        }
+        if value < CHAIN { Ok(value) } else { Err(Met { value, level: 0 }) }
+    }
+
+    /// The rest of the way of [`Radix::find`].
+    pub(super) fn find_from(&self, address: u64, met: Met, accept: impl Fn(u32) -> bool) -> u32 {
+        let page = address >> PAGE_BITS;
+        let Met { mut value, mut level } = met;
         loop {
             if value & CHAIN != 0 {
                 match self.find_in_chain(value & INDEX, &accept) {
@@ -491,6 +494,13 @@ impl Radix {
         shape.buckets_made = bucket;
         Some(bucket)
     }
+}
+
+/// What a slot holds at a level.
+#[derive(Clone, Copy)]
+pub(super) struct Met {
+    value: u32,
+    level: u32,
 }
 
 enum Found {

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use super::{
     Key, Source, Uncached,
-    blocks::Block,
+    blocks::{Block, Slot},
     entry::state,
     lease::{Held, Lease},
     radix,
     shared::{Retired, Shared, Structure},
     statistics::count,
-    sync::{AtomicU32, MutexGuard, Ordering, announce},
+    sync::{MutexGuard, Ordering, announce},
 };
 use crate::{Error, ErrorKind, Result, monitor::Invalidator};
 
@@ -21,7 +21,7 @@ const GATE_TRIES: u32 = 64;
 struct Ends<'c, S: Source> {
     shared: &'c Shared<S>,
     index: u32,
-    slot: &'c AtomicU32,
+    slot: &'c Slot,
 }
 
 impl<S: Source> Drop for Ends<'_, S> {
@@ -55,7 +55,7 @@ impl<S: Source> Shared<S> {
             if index == 0 {
                 return self.register(structure, invalidator, slot, key);
             }
-            slot.store(index, Ordering::Relaxed);
+            slot.entry.store(index, Ordering::Relaxed);
             let held = Held { entry: self.entries.at(index), slot };
             match self.wait(structure, index) {
                 Some(error) => {
@@ -111,13 +111,13 @@ impl<S: Source> Shared<S> {
         &'c self,
         mut structure: MutexGuard<'c, Structure<S>>,
         invalidator: &Arc<dyn Invalidator>,
-        slot: &'c AtomicU32,
+        slot: &'c Slot,
         key: &Key,
     ) -> Result<Lease<'c, S>> {
         let mut retired = Vec::new();
         let reserved = self.reserve(&mut structure, key, &mut retired);
         if let Ok((index, _)) = reserved {
-            slot.store(index, Ordering::Relaxed);
+            slot.entry.store(index, Ordering::Relaxed);
         }
         drop(structure);
         self.deregister(retired);
@@ -178,7 +178,7 @@ impl<S: Source> Shared<S> {
     }
 
     /// Ends a registration without a region; those who waited get the error, or try themselves if there is none.
-    fn fail(&self, index: u32, slot: &AtomicU32, error: Option<Error>) {
+    fn fail(&self, index: u32, slot: &Slot, error: Option<Error>) {
         if let Some(error) = error {
             self.structure.lock().failures.insert(index, error);
         }
@@ -187,7 +187,7 @@ impl<S: Source> Shared<S> {
             self.push_dead(index);
         }
         self.settle(index, state::FAILED);
-        slot.store(0, Ordering::Release);
+        slot.entry.store(0, Ordering::Release);
         let mut retired = Vec::new();
         let mut structure = self.structure.lock();
         self.collect(&mut structure, &mut retired);

@@ -117,6 +117,34 @@ pub(super) fn light_unfenced() {
     modelled::fence_unless(modelled::LIGHT);
 }
 
+/// The value of an atomic, read plainly, so that it may be an operand of what it is compared with.
+///
+/// # Safety
+/// Its last write happened before, and none can happen beside this.
+#[inline(always)]
+pub(super) unsafe fn settled_u64(value: &AtomicU64) -> u64 {
+    #[cfg(not(loom))]
+    // SAFETY: nobody writes, says the caller.
+    return unsafe { *value.as_ptr() };
+    #[cfg(loom)]
+    // SAFETY: as above; loom looks.
+    return unsafe { value.unsync_load() };
+}
+
+/// As [`settled_u64`].
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+pub(super) unsafe fn settled_u32(value: &AtomicU32) -> u32 {
+    #[cfg(not(loom))]
+    // SAFETY: nobody writes, says the caller.
+    return unsafe { *value.as_ptr() };
+    #[cfg(loom)]
+    // SAFETY: as above; loom looks.
+    return unsafe { value.unsync_load() };
+}
+
 /// The fence between what a change or a new entry announces and what it then looks for.
 #[inline(always)]
 pub(super) fn announce() {

@@ -9,7 +9,7 @@ use std::{
 
 use super::{
     Source,
-    blocks::{Block, Blocks},
+    blocks::{Block, Blocks, Slot},
     gate::plainly_open,
     shared::{Shared, WAYS},
 };
@@ -17,9 +17,10 @@ use super::{
 /// No gate's word.
 const NOBODY: u64 = u64::MAX;
 
-/// A thread's blocks: of the cache whose open gate's word is in the same place.
+/// A thread's blocks, and the slots to try: of the cache whose open gate's word is in the same place.
 struct Ways {
     words: [Cell<u64>; WAYS],
+    slots: [Cell<NonNull<Slot>>; WAYS],
     blocks: [Cell<NonNull<Block>>; WAYS],
 }
 
@@ -28,6 +29,7 @@ thread_local! {
     static WAYS_OF_THREAD: Ways = const {
         Ways {
             words: [const { Cell::new(NOBODY) }; WAYS],
+            slots: [const { Cell::new(NonNull::dangling()) }; WAYS],
             blocks: [const { Cell::new(NonNull::dangling()) }; WAYS],
         }
     };
@@ -50,32 +52,50 @@ impl Drop for Owned {
     }
 }
 
-/// The calling thread's block of a cache, if it is where the thread looks first and the gate is plainly open.
+/// The slot that the calling thread tries first, if it noted one and the gate is plainly open. The thread owns its block.
 #[inline(always)]
-pub(super) fn noted<S: Source>(shared: &Shared<S>) -> Option<&Block> {
+pub(super) fn noted<S: Source>(shared: &Shared<S>) -> Option<&Slot> {
     WAYS_OF_THREAD.with(|ways| {
         debug_assert!(shared.way < WAYS);
+        // Both are read before the gate's word, so that their place is found once.
         // SAFETY: a cache's way is its number modulo WAYS.
-        let (word, block) =
-            unsafe { (ways.words.get_unchecked(shared.way), ways.blocks.get_unchecked(shared.way)) };
-        if word.get() != shared.gate.read() {
+        let (word, slot) = unsafe {
+            (ways.words.get_unchecked(shared.way).get(), ways.slots.get_unchecked(shared.way).get())
+        };
+        if word != shared.gate.read() {
             return None;
         }
-        // SAFETY: the word has the cache's number, which no other had, so the block is one of its blocks, whose memory the
-        // caller's reference keeps; this thread owns it until its end, which resets the word.
-        Some(unsafe { block.get().as_ref() })
+        // SAFETY: the word has the cache's number, which no other had, so the slot lies in one of its blocks, whose memory
+        // the caller's reference keeps; this thread owns it until its end, which resets the word.
+        Some(unsafe { slot.as_ref() })
     })
+}
+
+/// Has the calling thread's next lookup try the slot that `block`, its own, has likely free.
+pub(super) fn note<S: Source>(shared: &Shared<S>, block: &Block) {
+    WAYS_OF_THREAD.with(|ways| {
+        if ways.words[shared.way].get() == plainly_open(shared.number) {
+            ways.slots[shared.way].set(NonNull::from(shared.blocks.likely(block)));
+        }
+    });
 }
 
 /// The calling thread's block of a cache; `None` for a thread that is ending, in a forked child, or if there can
 /// be no more.
-#[cold]
-#[inline(never)]
-pub(super) fn find_or_take<S: Source>(shared: &Shared<S>) -> Option<&Block> {
+pub(super) fn block<S: Source>(shared: &Shared<S>) -> Option<&Block> {
     if shared.gate.is_forked() {
         // A thread of the parent may have held the lock that a new block takes.
         return None;
     }
+    let noted = WAYS_OF_THREAD.with(|ways| {
+        let ours = ways.words[shared.way].get() == plainly_open(shared.number);
+        // SAFETY: as in `noted`.
+        ours.then(|| unsafe { ways.blocks[shared.way].get().as_ref() })
+    });
+    noted.or_else(|| find_or_take(shared))
+}
+
+fn find_or_take<S: Source>(shared: &Shared<S>) -> Option<&Block> {
     let block = OWNED
         .try_with(|owned| {
             let mut owned = owned.borrow_mut();
@@ -90,6 +110,8 @@ pub(super) fn find_or_take<S: Source>(shared: &Shared<S>) -> Option<&Block> {
         .ok()??;
     WAYS_OF_THREAD.with(|ways| {
         ways.words[shared.way].set(plainly_open(shared.number));
+        // SAFETY: as in `noted`.
+        ways.slots[shared.way].set(NonNull::from(shared.blocks.likely(unsafe { block.as_ref() })));
         ways.blocks[shared.way].set(block);
     });
     // SAFETY: as in `noted`.
