@@ -223,6 +223,52 @@ fn mon_07_device_memory_freed_and_allocated_again_at_its_address_is_never_a_hit(
 }
 
 #[test]
+fn cache_02_another_allocation_at_the_address_and_another_device_are_other_entries() {
+    let device = simulated(Style::Identity);
+    let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
+    let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(MonitorKind::Disabled);
+    let hmem = builder.shared_iface(Arc::clone(&device) as _).provider(loopback()).build().expect("started");
+    let net = Net::open(&hmem, CacheAttr::default());
+    let cache = net.target.cache().expect("a cache");
+    let allocate = |device: u32| {
+        let request = AllocRequest { len: 8192, device: DeviceId(device), kind: AllocationKind::Device };
+        DeviceBuffer::allocate(&iface, &request).expect("device memory")
+    };
+    // SAFETY: the memory is the test's own, and nobody refers into it.
+    let get = |at| unsafe { cache.get(at, REMOTE) }.expect("registered");
+    let mut identities = Vec::new();
+    // The address goes from device to device and from allocation to allocation.
+    for round in 0..20_u32 {
+        let buffer = allocate(round % 2);
+        let at = buffer.allocation().range;
+        identities.push((at, buffer.allocation().id));
+        buffer.write(0, &[round as u8 + 1; 16]).expect("inside");
+        let region = get(at);
+        assert_eq!(region.iface().expect("registered"), (SIMULATED, Some(DeviceId(round % 2))));
+        assert_eq!(net.pulled(&region, 16), [round as u8 + 1; 16]);
+        let first = region.lease().key().expect("cached");
+        drop(region);
+        // The same allocation is a hit, in part too.
+        let part = AddressRange::new(at.start(), 100).expect("no wrap");
+        assert_eq!(get(part).lease().key(), Some(first));
+        assert_eq!(cache.statistics().hits, u64::from(round) + 1);
+        assert_eq!(cache.statistics().registrations, u64::from(round) + 1);
+        // What was registered of memory that is not this is refused by name.
+        let other = Some(DeviceId(1 - round % 2));
+        // SAFETY: as above.
+        let refused = unsafe { cache.get_on(at, REMOTE, SIMULATED, other) }.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
+    }
+    assert!(identities.iter().all(|(at, _)| *at == identities[0].0), "the address did not come back");
+    identities.sort_by_key(|(_, id)| id.0);
+    identities.dedup_by_key(|(_, id)| id.0);
+    assert_eq!(identities.len(), 20, "every allocation has an identity of its own");
+    cache.clear();
+    cache.flush();
+    assert_eq!(net.target.live().regions, 0);
+}
+
+#[test]
 fn mon_09_monitors_of_different_ifaces_start_and_fail_apart() {
     let device = simulated(Style::Callback);
     let request = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };

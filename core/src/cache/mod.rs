@@ -226,6 +226,12 @@ impl<S: Source> Cache<S> {
         Some(Lease::cached_anyhow(&self.shared, held))
     }
 
+    /// [`Cache::find`] whose lease keeps the cache alive.
+    #[must_use]
+    pub fn find_owned(self: &Arc<Self>, key: &Key) -> Option<OwnedLease<S>> {
+        Some(OwnedLease::new(self, self.find(key)?))
+    }
+
     /// [`Cache::get`] whose lease keeps the cache alive.
     ///
     /// # Errors

@@ -8,9 +8,10 @@ use super::{Domain, DomainInner, MemoryRegion, MrAttr};
 use crate::{
     Access, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, MrFlags, MrMode, Rejected,
     Result,
-    cache::{Cache, Key, Lease, Limits, Listed, Source, Statistics},
+    cache::{Cache, Key, Lease, Limits, Listed, OwnedLease, Source, Statistics},
     monitor::{Invalidator, Monitor, MonitorStyle, Subscription},
     path::Path,
+    registry::Owner,
 };
 
 /// How a domain caches registrations; what is not said is libfabric's environment variable where the domain is opened through
@@ -142,11 +143,29 @@ impl RegionCache {
     #[cold]
     fn register(&self, range: AddressRange, access: Access) -> Result<CachedRegion<'_>> {
         let owner = self.cache.source().domain.registry.owner_of_range(range)?;
-        let mut key = Key::new(range, access)?.owned_by(owner.iface, owner.device);
-        if let Some(allocation) = owner.allocation {
-            key = key.in_allocation(allocation.id);
+        Ok(CachedRegion(self.cache.get(&key_of(range, access, &owner)?)?))
+    }
+
+    /// A lease that outlives the borrow, of device memory or, with `host`, of any; `None` for other memory.
+    pub(super) fn lease(
+        &self,
+        range: AddressRange,
+        access: Access,
+        host: bool,
+    ) -> Result<Option<OwnedLease<Registrations>>> {
+        if let Some(lease) = self.cache.find_owned(&Key::new(range, access)?.of_any_owner()) {
+            return Ok(Some(lease));
         }
-        Ok(CachedRegion(self.cache.get(&key)?))
+        let owner = self.cache.source().domain.registry.owner_of_range(range)?;
+        if owner.iface == IfaceKind::SYSTEM && !host {
+            return Ok(None);
+        }
+        self.cache.get_owned(&key_of(range, access, &owner)?).map(Some)
+    }
+
+    /// The same cache.
+    pub(super) fn share(&self) -> Self {
+        Self { cache: Arc::clone(&self.cache) }
     }
 
     /// Makes everything dead that touches the range, for memory that changes without a monitor's notice.
@@ -192,6 +211,15 @@ impl RegionCache {
     pub fn monitor(&self, iface: IfaceKind) -> Result<Arc<dyn Monitor>> {
         self.cache.source().monitor(iface)
     }
+}
+
+/// The key of memory whose owner was found out.
+fn key_of(range: AddressRange, access: Access, owner: &Owner) -> Result<Key> {
+    let key = Key::new(range, access)?.owned_by(owner.iface, owner.device);
+    Ok(match owner.allocation {
+        Some(allocation) => key.in_allocation(allocation.id),
+        None => key,
+    })
 }
 
 /// The monitor of an iface, or why it has none.

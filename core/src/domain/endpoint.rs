@@ -2,7 +2,11 @@
 
 use std::{fmt, sync::Arc};
 
-use super::{DomainInner, buffer::RegionSlice};
+use super::{
+    DomainInner,
+    buffer::RegionSlice,
+    local::{Leasing, LeasingQueue},
+};
 use crate::{
     ErrorKind, Rejected, RemoteKey, Result,
     provider::{EndpointAttr, ProviderEndpoint},
@@ -18,6 +22,8 @@ use crate::{
 pub struct Endpoint {
     inner: Arc<dyn ProviderEndpoint>,
     domain: Arc<DomainInner>,
+    /// For local memory that names no region, where the domain's cache registers it.
+    leasing: Option<Leasing>,
     closed: bool,
 }
 
@@ -41,9 +47,13 @@ pub struct Atomic<'a> {
 const INLINE_SEGMENTS: usize = 8;
 
 impl Endpoint {
-    pub(super) fn open(domain: &Arc<DomainInner>, attr: &EndpointAttr) -> Result<Self> {
-        let inner = domain.provider().open_endpoint(attr)?;
-        Ok(Self { inner, domain: Arc::clone(domain), closed: false })
+    pub(super) fn open(
+        domain: &Arc<DomainInner>,
+        attr: &EndpointAttr,
+        leasing: Option<Leasing>,
+    ) -> Result<Self> {
+        let inner = domain.provider().open_endpoint(&LeasingQueue::unwrapped(attr))?;
+        Ok(Self { inner, domain: Arc::clone(domain), leasing, closed: false })
     }
 
     pub(super) fn domain(&self) -> &Arc<DomainInner> {
@@ -78,15 +88,21 @@ impl Endpoint {
     ///
     /// # Safety
     /// Until its completion, local memory named without a descriptor stays valid and, where the operation writes
-    /// it, unreferenced.
+    /// it, unreferenced. Where the domain's cache registers it, [`RegionCache::get`](super::RegionCache::get)'s conditions are
+    /// added, with no right for peers.
     ///
     /// # Errors
-    /// [`ErrorKind::Again`] if the queue is full; [`ErrorKind::NoRegion`] for a descriptor that is missing or foreign. What
-    /// only the target can know comes back as a failed completion.
+    /// [`ErrorKind::Again`] if the queue is full; [`ErrorKind::NoRegion`] for a descriptor that is missing or foreign; where the
+    /// cache registers what names no region, the errors of that. What only the target can know comes back as a failed
+    /// completion.
     #[inline]
     pub unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()> {
-        // SAFETY: passed on to the caller.
-        unsafe { self.inner.post(request) }
+        match &self.leasing {
+            // SAFETY: passed on to the caller.
+            None => unsafe { self.inner.post(request) },
+            // SAFETY: as above.
+            Some(leasing) => unsafe { leasing.post(&*self.inner, request) },
+        }
     }
 
     #[inline]
@@ -100,12 +116,12 @@ impl Endpoint {
         if let [slice] = local {
             let request = WorkRequest { operation, local: &[slice.segment()], peer, context };
             // SAFETY: as below.
-            return unsafe { self.inner.post(&request) };
+            return unsafe { self.post(&request) };
         }
         if local.len() > INLINE_SEGMENTS {
             let segments: Vec<_> = local.iter().map(|slice| slice.segment()).collect();
             // SAFETY: as below.
-            return unsafe { self.inner.post(&WorkRequest { operation, local: &segments, peer, context }) };
+            return unsafe { self.post(&WorkRequest { operation, local: &segments, peer, context }) };
         }
         let empty = LocalSegment { address: crate::Address(0), len: 0, desc: None };
         let mut segments = [empty; INLINE_SEGMENTS];
@@ -115,7 +131,7 @@ impl Endpoint {
         let request = WorkRequest { operation, local: &segments[..local.len()], peer, context };
         // SAFETY: every segment carries the descriptor of a region that owns its memory; the provider refuses it
         // once that region is closed, and the memory is not freed before.
-        unsafe { self.inner.post(&request) }
+        unsafe { self.post(&request) }
     }
 
     /// RMA write of `local` to `remote`, each as one run of bytes.
@@ -197,13 +213,21 @@ impl Endpoint {
     /// # Errors
     /// [`ErrorKind::Busy`] with the endpoint back, as long as a region (ENDPOINT mode) or a type 2A window is bound.
     pub fn close(mut self) -> Result<(), Rejected<Self>> {
-        match self.inner.close() {
+        match self.shut() {
             Ok(()) => {
                 self.closed = true;
                 Ok(())
             }
             Err(error) => Err(Rejected::new(self, error)),
         }
+    }
+
+    fn shut(&self) -> Result<()> {
+        self.inner.close()?;
+        if let Some(leasing) = &self.leasing {
+            leasing.release();
+        }
+        Ok(())
     }
 }
 
@@ -213,7 +237,7 @@ impl Drop for Endpoint {
             return;
         }
         // A region that is bound keeps the provider's endpoint alive, and is unreachable from now on.
-        match self.inner.close() {
+        match self.shut() {
             Ok(()) => {}
             Err(error) if error.kind() == ErrorKind::Busy => {
                 tracing::debug!(%error, "endpoint dropped with something bound to it");

@@ -10,6 +10,7 @@ mod cached;
 mod collective;
 mod endpoint;
 mod inner;
+mod local;
 mod multi;
 mod owner;
 mod prefault;
@@ -39,7 +40,10 @@ pub use self::{
     window::MemoryWindow,
 };
 
-use self::asynchronous::Worker;
+use self::{
+    asynchronous::Worker,
+    local::{Leasing, LeasingQueue},
+};
 use crate::{
     Access, AddressRange, Addressing, AuthKey, Decision, DomainBindFlags, Error, ErrorKind, Iova, MrFlags,
     MrMode, RawKey, Registry, Rejected, RemoteKey, Result,
@@ -367,15 +371,31 @@ impl Domain {
     /// # Errors
     /// [`ErrorKind::OutOfResources`].
     pub fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
-        self.inner.provider.open_cq(depth)
+        let queue = self.inner.provider.open_cq(depth)?;
+        Ok(if self.leases_local_memory() { Arc::new(LeasingQueue::new(queue)) } else { queue })
     }
 
     /// Opens an endpoint.
     ///
+    /// Where the domain has a cache, and its mode wants a descriptor for local memory (LOCAL, and HMEM for that of devices),
+    /// transfers may leave it out: such memory is registered through the cache, as with [`RegionCache::get`], and its region is
+    /// held until the completion is read or the endpoint closed. Both queues are then to be of [`Domain::open_cq`].
+    ///
     /// # Errors
     /// [`ErrorKind::OutOfResources`]; [`ErrorKind::InvalidArgument`] for queues of another provider.
     pub fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Endpoint> {
-        Endpoint::open(&self.inner, attr)
+        let leasing = match self.leases_local_memory() {
+            true => Some(Leasing::new(self.cache()?, self.inner.effective.contains(MrMode::LOCAL), attr)),
+            false => None,
+        };
+        Endpoint::open(&self.inner, attr, leasing)
+    }
+
+    /// Whether local memory of transfers that name no region is registered through the cache.
+    fn leases_local_memory(&self) -> bool {
+        let mode = self.inner.effective;
+        let wanted = mode.intersects(MrMode::LOCAL | MrMode::HMEM);
+        wanted && self.inner.attr.cache.is_some() && !mode.contains(MrMode::ENDPOINT)
     }
 
     /// Allocates a memory window, bound to nothing.
@@ -395,9 +415,9 @@ impl Domain {
         if let Some(Err(error)) = self.cache.get().map(RegionCache::try_empty) {
             return Err(Rejected::new(self, error));
         }
-        drop(self.cache.take());
         let live = self.live();
-        let held = Arc::strong_count(&self.inner) - 1;
+        // The cache is one that holds it.
+        let held = Arc::strong_count(&self.inner) - 1 - usize::from(self.cache.get().is_some());
         if held > 0 || live.mapped_keys > 0 {
             let error = Error::new(ErrorKind::Busy, "close domain")
                 .provider(self.provider_attr().nic.to_string())
@@ -408,6 +428,7 @@ impl Domain {
                 .remedy("close regions, endpoints and windows and unmap raw keys first");
             return Err(Rejected::new(self, error));
         }
+        drop(self.cache.take());
         Ok(())
     }
 }

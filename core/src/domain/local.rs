@@ -1,0 +1,342 @@
+//! Local memory of transfers that name no region: leased from the domain's cache until the transfer has ended.
+//!
+//! A NIC that needs a descriptor for every local buffer (`mr_mode` LOCAL), or for those in device memory (HMEM), gets one of a
+//! cached region for each that comes without. The leases of a request stay with its completion queue. The request is
+//! posted under a context of the queue's own, by which its completion finds them; whoever reads the completion sees the
+//! application's context and ends the leases. An application's context that looks like one of the queue's is carried in the same
+//! way, so that none is taken for the other; all others pass as they are. Closing an endpoint ends the leases of its
+//! requests, since the NIC is done with them then; their completions keep their contexts until they are read.
+
+use std::{any::Any, fmt, sync::Arc};
+
+use parking_lot::Mutex;
+
+use super::cached::{RegionCache, Registrations};
+use crate::{
+    Access, Address, Result,
+    cache::OwnedLease,
+    provider::{CompletionQueue, EndpointAttr, ProviderEndpoint},
+    transfer::{Completion, LocalSegment, Operation, WorkRequest},
+};
+
+/// What the NIC reads, and what it writes: rights that fit every transfer of the sort, so that one region serves all. A region
+/// for reading can be of memory that is read-only.
+const SOURCE: Access = Access::SEND.union(Access::WRITE);
+const SINK: Access = SOURCE.union(Access::RECV).union(Access::READ);
+
+/// The upper 16 bits of a queue's own contexts; below are 24 bits of a slot's generation and 24 of its place.
+const MARK: u64 = 0xCAC4 << 48;
+const MARK_BITS: u64 = 0xFFFF << 48;
+const PLACE_BITS: u32 = 24;
+const GENERATION: u32 = (1 << 24) - 1;
+
+/// Local segments up to which a post allocates nothing.
+const INLINE: usize = 8;
+const NOWHERE: LocalSegment = LocalSegment { address: Address(0), len: 0, desc: None };
+
+const fn is_marked(context: u64) -> bool {
+    context & MARK_BITS == MARK
+}
+
+/// Requests under way that hold leases, or whose contexts look like those of such.
+#[derive(Debug, Default)]
+struct InFlight {
+    slots: Mutex<Slots>,
+}
+
+#[derive(Debug, Default)]
+struct Slots {
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+    endpoints: u64,
+}
+
+#[derive(Debug, Default)]
+struct Slot {
+    generation: u32,
+    /// Whose; `None` if the slot is free.
+    endpoint: Option<u64>,
+    context: u64,
+    /// Kept when the slot becomes free, so that a later request fills it without an allocation.
+    leases: Vec<OwnedLease<Registrations>>,
+}
+
+impl Slots {
+    fn marked(&mut self, context: u64) -> Option<&mut Slot> {
+        let place = context as u32 & ((1 << PLACE_BITS) - 1);
+        let generation = (context >> PLACE_BITS) as u32 & GENERATION;
+        let slot = self.slots.get_mut(place as usize)?;
+        (slot.generation == generation && slot.endpoint.is_some()).then_some(slot)
+    }
+}
+
+impl InFlight {
+    /// The number of a new endpoint.
+    fn enrol(&self) -> u64 {
+        let mut slots = self.slots.lock();
+        slots.endpoints += 1;
+        slots.endpoints
+    }
+
+    /// Notes a request, and gives the context to post it under; `None` if there are too many.
+    fn admit(&self, endpoint: u64, context: u64) -> Option<u64> {
+        let mut slots = self.slots.lock();
+        let place = match slots.free.pop() {
+            Some(place) => place,
+            None if slots.slots.len() >> PLACE_BITS > 0 => return None,
+            None => {
+                slots.slots.push(Slot::default());
+                // So that freeing a slot does not allocate.
+                let all = slots.slots.len();
+                slots.free.reserve(all);
+                all as u32 - 1
+            }
+        };
+        let slot = &mut slots.slots[place as usize];
+        slot.endpoint = Some(endpoint);
+        slot.context = context;
+        Some(MARK | u64::from(slot.generation) << PLACE_BITS | u64::from(place))
+    }
+
+    fn keep(&self, marked: u64, lease: OwnedLease<Registrations>) {
+        if let Some(slot) = self.slots.lock().marked(marked) {
+            slot.leases.push(lease);
+        }
+    }
+
+    /// Ends a request and its leases; gives the application's context, or `None` for a request that is not here.
+    fn end(&self, marked: u64) -> Option<u64> {
+        let (context, mut leases) = {
+            let mut slots = self.slots.lock();
+            let slot = slots.marked(marked)?;
+            (slot.context, std::mem::take(&mut slot.leases))
+        };
+        // May deregister, so not under the lock. Until the slot is free nobody else has it.
+        leases.clear();
+        let mut slots = self.slots.lock();
+        let slot = slots.marked(marked)?;
+        slot.leases = leases;
+        slot.endpoint = None;
+        slot.generation = (slot.generation + 1) & GENERATION;
+        slots.free.push(marked as u32 & ((1 << PLACE_BITS) - 1));
+        Some(context)
+    }
+
+    /// Ends the leases of an endpoint's requests, which the NIC is done with; their completions are still to be read.
+    fn release(&self, endpoint: u64) {
+        let mut released = Vec::new();
+        let mut slots = self.slots.lock();
+        for slot in slots.slots.iter_mut().filter(|slot| slot.endpoint == Some(endpoint)) {
+            released.append(&mut slot.leases);
+        }
+        drop(slots);
+        drop(released);
+    }
+
+    fn translate(&self, completions: &mut [Completion]) {
+        for completion in completions.iter_mut().filter(|completion| is_marked(completion.context)) {
+            if let Some(context) = self.end(completion.context) {
+                completion.context = context;
+            }
+        }
+    }
+}
+
+/// A completion queue whose requests may hold leases.
+#[derive(Debug)]
+pub(super) struct LeasingQueue {
+    queue: Arc<dyn CompletionQueue>,
+    in_flight: Arc<InFlight>,
+}
+
+impl LeasingQueue {
+    pub(super) fn new(queue: Arc<dyn CompletionQueue>) -> Self {
+        Self { queue, in_flight: Arc::default() }
+    }
+
+    fn of(queue: &Arc<dyn CompletionQueue>) -> Option<&Self> {
+        queue.as_any().downcast_ref()
+    }
+
+    /// The attributes with the provider's own queues, which are all that a provider knows.
+    pub(super) fn unwrapped(attr: &EndpointAttr) -> EndpointAttr {
+        let own = |queue: &Arc<dyn CompletionQueue>| {
+            Arc::clone(Self::of(queue).map_or(queue, |leasing| &leasing.queue))
+        };
+        EndpointAttr { tx_cq: own(&attr.tx_cq), rx_cq: own(&attr.rx_cq), ..attr.clone() }
+    }
+}
+
+impl CompletionQueue for LeasingQueue {
+    fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
+        let before = out.len();
+        let read = self.queue.read(out, max);
+        // What was read before an error is the application's too.
+        self.in_flight.translate(&mut out[before..]);
+        read
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// One direction of an endpoint.
+struct Side {
+    in_flight: Arc<InFlight>,
+    endpoint: u64,
+}
+
+impl Side {
+    fn of(queue: &Arc<dyn CompletionQueue>) -> Option<Self> {
+        let in_flight = Arc::clone(&LeasingQueue::of(queue)?.in_flight);
+        Some(Self { endpoint: in_flight.enrol(), in_flight })
+    }
+}
+
+/// An endpoint's part: where leases come from, and where they are kept.
+pub(super) struct Leasing {
+    cache: RegionCache,
+    /// Whether host memory too needs a descriptor.
+    host: bool,
+    transmits: Option<Side>,
+    receives: Option<Side>,
+}
+
+impl Leasing {
+    pub(super) fn new(cache: &RegionCache, host: bool, attr: &EndpointAttr) -> Self {
+        let (transmits, receives) = (Side::of(&attr.tx_cq), Side::of(&attr.rx_cq));
+        Self { cache: cache.share(), host, transmits, receives }
+    }
+
+    /// Posts a request, with leased regions for the local memory that names none.
+    ///
+    /// # Safety
+    /// As [`ProviderEndpoint::post`].
+    #[inline]
+    pub(super) unsafe fn post(&self, to: &dyn ProviderEndpoint, request: &WorkRequest<'_>) -> Result<()> {
+        let receives = matches!(request.operation, Operation::Receive { .. });
+        let side = if receives { &self.receives } else { &self.transmits };
+        let bare = names_no_region(request);
+        match side {
+            Some(side) if bare || is_marked(request.context) => {
+                // SAFETY: passed on to the caller.
+                unsafe { self.post_marked(to, side, request, bare) }
+            }
+            // SAFETY: passed on to the caller.
+            _ => unsafe { to.post(request) },
+        }
+    }
+
+    /// # Safety
+    /// As [`Leasing::post`].
+    unsafe fn post_marked(
+        &self,
+        to: &dyn ProviderEndpoint,
+        side: &Side,
+        request: &WorkRequest<'_>,
+        bare: bool,
+    ) -> Result<()> {
+        let Some(context) = side.in_flight.admit(side.endpoint, request.context) else {
+            return Err(crate::Error::new(crate::ErrorKind::Again, "post")
+                .remedy("too many requests are under way: read completions"));
+        };
+        let posted = if bare {
+            // SAFETY: passed on to the caller.
+            unsafe { self.post_leased(to, side, request, context) }
+        } else {
+            // SAFETY: passed on to the caller.
+            unsafe { to.post(&WorkRequest { context, ..*request }) }
+        };
+        if posted.is_err() {
+            side.in_flight.end(context);
+        }
+        posted
+    }
+
+    /// # Safety
+    /// As [`Leasing::post`].
+    unsafe fn post_leased(
+        &self,
+        to: &dyn ProviderEndpoint,
+        side: &Side,
+        request: &WorkRequest<'_>,
+        context: u64,
+    ) -> Result<()> {
+        let lease = |segment: &mut LocalSegment, access| -> Result<()> {
+            if let Some(lease) = self.lease(segment, access)? {
+                segment.desc = Some(lease.desc()?);
+                side.in_flight.keep(context, lease);
+            }
+            Ok(())
+        };
+        let sink = matches!(request.operation, Operation::Read { .. } | Operation::Receive { .. });
+        let mut inline = [NOWHERE; INLINE];
+        let mut more = Vec::new();
+        let segments = match inline.get_mut(..request.local.len()) {
+            Some(inline) => {
+                inline.copy_from_slice(request.local);
+                inline
+            }
+            None => {
+                more.extend_from_slice(request.local);
+                &mut more[..]
+            }
+        };
+        let mut count = 0;
+        for at in 0..segments.len() {
+            // Of nothing there is no region, and nothing to move.
+            if segments[at].desc.is_none() && segments[at].len == 0 {
+                continue;
+            }
+            segments[count] = segments[at];
+            lease(&mut segments[count], if sink { SINK } else { SOURCE })?;
+            count += 1;
+        }
+        let mut operation = request.operation;
+        if let Operation::Atomic { result, compare, .. } = &mut operation {
+            if let Some(result) = result {
+                lease(result, SINK)?;
+            }
+            if let Some(compare) = compare {
+                lease(compare, SOURCE)?;
+            }
+        }
+        let local = &segments[..count];
+        // SAFETY: passed on to the caller. Leased regions stay registered until the completion is read or the endpoint closed.
+        unsafe { to.post(&WorkRequest { operation, local, context, ..*request }) }
+    }
+
+    /// A region of the segment's memory, where it names none and needs one.
+    fn lease(&self, segment: &LocalSegment, access: Access) -> Result<Option<OwnedLease<Registrations>>> {
+        if segment.desc.is_some() {
+            return Ok(None);
+        }
+        let range = crate::AddressRange::new(segment.address, segment.len)?;
+        self.cache.lease(range, access, self.host)
+    }
+
+    /// Ends all leases; the endpoint is closed.
+    pub(super) fn release(&self) {
+        for side in self.transmits.iter().chain(&self.receives) {
+            side.in_flight.release(side.endpoint);
+        }
+    }
+}
+
+#[inline]
+fn names_no_region(request: &WorkRequest<'_>) -> bool {
+    let none = |segment: &LocalSegment| segment.desc.is_none();
+    request.local.iter().any(none)
+        || matches!(&request.operation, Operation::Atomic { result, compare, .. }
+            if result.as_ref().is_some_and(none) || compare.as_ref().is_some_and(none))
+}
+
+impl fmt::Debug for Leasing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Leasing")
+            .field("cache", &self.cache)
+            .field("host", &self.host)
+            .finish_non_exhaustive()
+    }
+}

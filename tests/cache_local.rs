@@ -1,0 +1,607 @@
+//! Local memory of transfers that name no region, on a NIC that wants one: the domain's cache registers it, and holds it until
+//! the transfer has ended. Over the loopback's pinned mode, in which a stale registration moves stale bytes.
+
+use std::{
+    alloc::{GlobalAlloc, Layout, System as SystemAllocator},
+    cell::Cell,
+    ptr,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering::SeqCst},
+    },
+    thread,
+};
+
+use hmem::{
+    Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr,
+    Endpoint, Errno, ErrorKind, Hmem, Iface, MrMode, RemoteKey, Result,
+    cache::Statistics,
+    iface::AllocRequest,
+    p2p::loopback::{Builder, Call, Faults, Loopback, Memory},
+    provider::{CompletionQueue, EndpointAttr},
+    system::{
+        AddressReuse, Simulated,
+        monitor::{Import, MonitorKind, Watcher},
+    },
+    transfer::{
+        AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest,
+    },
+};
+
+const PAGE: usize = 4096;
+/// What the queues' own contexts begin with.
+const MARKED: u64 = 0xCAC4 << 48;
+
+/// Counts the allocations of each thread.
+struct Counting;
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+// SAFETY: the system's allocator does the work.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.with(|count| count.set(count.get() + 1));
+        // SAFETY: as the caller's.
+        unsafe { SystemAllocator.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: as the caller's.
+        unsafe { SystemAllocator.dealloc(at, layout) };
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Pages of the test's own, at addresses that others can name.
+struct Pages {
+    at: usize,
+    len: usize,
+}
+
+impl Pages {
+    fn new(len: usize) -> Self {
+        let mut pages = Self { at: 0, len };
+        pages.map();
+        pages
+    }
+
+    /// Maps where it was, unless another thread has taken the addresses meanwhile.
+    fn map(&mut self) {
+        let fixed = if self.at == 0 { 0 } else { libc::MAP_FIXED_NOREPLACE };
+        self.at = self.mapped(fixed).or_else(|| self.mapped(0)).expect("memory");
+    }
+
+    fn mapped(&self, fixed: i32) -> Option<usize> {
+        let (rights, own) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let at = ptr::with_exposed_provenance_mut(if fixed == 0 { 0 } else { self.at });
+        // SAFETY: a new mapping, in place of nothing.
+        let place = unsafe { libc::mmap(at, self.len, rights, own | fixed, -1, 0) };
+        (place != libc::MAP_FAILED).then(|| place.expose_provenance())
+    }
+
+    fn unmap(&self) {
+        // SAFETY: this value's own mapping, which nobody refers into.
+        assert_eq!(unsafe { libc::munmap(ptr::with_exposed_provenance_mut(self.at), self.len) }, 0);
+    }
+
+    /// Other pages at the same address.
+    fn replace(&mut self) {
+        self.unmap();
+        self.map();
+    }
+
+    fn fill(&self, byte: u8) {
+        // SAFETY: mapped, and nobody refers into it.
+        unsafe { ptr::with_exposed_provenance_mut::<u8>(self.at).write_bytes(byte, self.len) };
+    }
+
+    fn byte(&self, at: usize) -> u8 {
+        assert!(at < self.len);
+        // SAFETY: inside of what is mapped.
+        unsafe { ptr::with_exposed_provenance::<u8>(self.at + at).read_volatile() }
+    }
+
+    fn bare(&self, offset: usize, len: usize) -> LocalSegment {
+        assert!(offset + len <= self.len);
+        LocalSegment { address: Address((self.at + offset) as u64), len: len as u64, desc: None }
+    }
+
+    fn range(&self) -> AddressRange {
+        AddressRange::new(Address(self.at as u64), self.len as u64).expect("no wrap")
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        self.unmap();
+    }
+}
+
+/// An application that tells of its changes by `Import::invalidate`.
+#[derive(Debug)]
+struct Told;
+
+impl Watcher for Told {
+    fn subscribe(&self, _: AddressRange) -> Result<()> {
+        Ok(())
+    }
+
+    fn unsubscribe(&self, _: AddressRange) {}
+}
+
+/// A domain with a cache whose NIC wants descriptors, and a peer with a region to write to.
+struct Net {
+    endpoint: Option<Endpoint>,
+    cq: Arc<dyn CompletionQueue>,
+    domain: Domain,
+    peer: PeerId,
+    key: RemoteKey,
+    far: hmem::Registered<Vec<u8>>,
+    far_endpoint: Endpoint,
+    far_cq: Arc<dyn CompletionQueue>,
+    far_domain: Domain,
+}
+
+const FAR: usize = 64 * PAGE;
+
+impl Net {
+    fn open(hmem: &Hmem, mode: MrMode) -> Self {
+        Self::with(hmem, DomainAttr { mr_mode: mode, ..DomainAttr::default() }, 16, 64)
+    }
+
+    fn with(hmem: &Hmem, attr: DomainAttr, depth: usize, queue: usize) -> Self {
+        let domain = hmem
+            .domain("loopback", DomainAttr { cache: Some(CacheAttr::default()), ..attr.clone() })
+            .expect("a domain");
+        let far_domain = hmem.domain("loopback", attr).expect("a domain");
+        let open = |domain: &Domain| {
+            let cq = domain.open_cq(queue).expect("a queue");
+            let attr = EndpointAttr { depth, ..EndpointAttr::new(&cq) };
+            (domain.open_endpoint(&attr).expect("an endpoint"), cq)
+        };
+        let ((endpoint, cq), (far_endpoint, far_cq)) = (open(&domain), open(&far_domain));
+        let all = Access::REMOTE_READ | Access::REMOTE_WRITE | Access::SEND | Access::RECV;
+        let far = far_domain.register(vec![0_u8; FAR], all).expect("registered");
+        let peer = endpoint.resolve(&far_endpoint.name()).expect("the peer");
+        far_endpoint.resolve(&endpoint.name()).expect("this side");
+        let key = far.key().expect("a key");
+        Self { endpoint: Some(endpoint), cq, domain, peer, key, far, far_endpoint, far_cq, far_domain }
+    }
+
+    fn post(&self, operation: Operation<'_>, local: &[LocalSegment], context: u64) -> Result<()> {
+        let request = WorkRequest { operation, local, peer: self.peer, context };
+        // SAFETY: the memory is the test's own, outlives the transfer, and is referred to by nobody.
+        unsafe { self.endpoint.as_ref().expect("open").post(&request) }
+    }
+
+    fn remote(&self, offset: u64, len: u64) -> [RemoteSegment<'_>; 1] {
+        [RemoteSegment { address: hmem::Iova(self.key.base().0 + offset), len, key: &self.key }]
+    }
+
+    fn write(&self, local: &[LocalSegment], context: u64) -> Result<()> {
+        let remote = self.remote(0, local.iter().map(|segment| segment.len).sum());
+        self.post(Operation::Write { remote: &remote }, local, context)
+    }
+
+    fn read(&self, local: &[LocalSegment], context: u64) -> Result<()> {
+        let remote = self.remote(0, local.iter().map(|segment| segment.len).sum());
+        self.post(Operation::Read { remote: &remote }, local, context)
+    }
+
+    fn wait(&self, cq: &Arc<dyn CompletionQueue>) -> Completion {
+        let mut done = Vec::new();
+        while cq.read(&mut done, 1).expect("the queue") == 0 {
+            self.domain.progress().expect("progress");
+            self.far_domain.progress().expect("progress");
+        }
+        done.remove(0)
+    }
+
+    fn done(&self, context: u64) -> u64 {
+        let completion = self.wait(&self.cq);
+        assert_eq!(completion.context, context);
+        completion.result.expect("it worked")
+    }
+
+    fn far_bytes(&self, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.far.read(0, &mut bytes).expect("inside");
+        bytes
+    }
+
+    fn statistics(&self) -> Statistics {
+        self.domain.cache().expect("a cache").statistics()
+    }
+
+    /// Nothing is held, and everything can be given back.
+    fn assert_nothing_left(&self) {
+        assert_eq!(self.statistics().leases, 0);
+        let cache = self.domain.cache().expect("a cache");
+        cache.clear();
+        cache.flush();
+        assert_eq!(self.domain.live().regions, 0, "{:?}", cache.statistics());
+    }
+}
+
+fn nic() -> Builder {
+    Loopback::builder().memory(Memory::Pinned).needs(MrMode::LOCAL)
+}
+
+/// Host memory watched by the test, and the monitor by which it tells.
+fn told(nic: Builder) -> (Hmem, Arc<Import>) {
+    let import = Import::new(Arc::new(Told)).expect("a monitor");
+    let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(Arc::clone(&import) as _);
+    (builder.provider(nic.build().expect("a software NIC")).build().expect("started"), import)
+}
+
+/// Writes from, reads into, and sends from memory that goes and comes back: how often a byte of earlier memory was moved.
+fn stale_transfers(hmem: &Hmem, rounds: u32) -> u32 {
+    let net = Net::open(hmem, MrMode::LOCAL);
+    let mut pages = Pages::new(PAGE);
+    let into = net.far.slice(0, 16).expect("inside");
+    let mut stale = 0;
+    for round in 0..rounds {
+        let byte = (round % 250) as u8 + 1;
+        pages.fill(byte);
+        match round % 3 {
+            0 => {
+                net.write(&[pages.bare(0, 16)], 1).expect("posted");
+                assert_eq!(net.done(1), 16);
+                stale += u32::from(net.far_bytes(16) != [byte; 16]);
+            }
+            1 => {
+                net.far.write(0, &[!byte; 16]).expect("inside");
+                net.read(&[pages.bare(0, 16)], 2).expect("posted");
+                assert_eq!(net.done(2), 16);
+                stale += u32::from(pages.byte(15) != !byte);
+            }
+            _ => {
+                net.far_endpoint.receive(&[into], None, 3).expect("posted");
+                net.post(Operation::Send { tag: None, invalidate: None }, &[pages.bare(0, 16)], 4)
+                    .expect("posted");
+                assert_eq!(net.done(4), 16);
+                net.wait(&net.far_cq).result.expect("received");
+                stale += u32::from(net.far_bytes(16) != [byte; 16]);
+            }
+        }
+        pages.replace();
+    }
+    net.assert_nothing_left();
+    stale
+}
+
+#[test]
+fn mr_07_local_memory_without_a_descriptor_moves_its_bytes_after_it_came_back() {
+    let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(MonitorKind::MemHooks);
+    let hmem = builder.provider(nic().build().expect("a NIC")).build().expect("memhooks work here");
+    assert_eq!(stale_transfers(&hmem, 3_000), 0);
+}
+
+#[test]
+fn mr_07_with_a_monitor_that_says_nothing_the_same_transfers_are_stale() {
+    let (hmem, _silent) = told(nic());
+    assert!(stale_transfers(&hmem, 30) >= 20, "the rounds do not notice a stale registration");
+}
+
+#[test]
+fn transfers_of_the_same_memory_register_it_once() {
+    let (hmem, _import) = told(nic());
+    let net = Net::open(&hmem, MrMode::LOCAL);
+    let pages = Pages::new(4 * PAGE);
+    pages.fill(7);
+    net.read(&[pages.bare(0, 4 * PAGE)], 0).expect("posted");
+    net.done(0);
+    for round in 1..100 {
+        net.write(&[pages.bare(round, 100)], round as u64).expect("posted");
+        assert_eq!(net.done(round as u64), 100);
+    }
+    let now = net.statistics();
+    assert_eq!((now.registrations, now.hits, now.uncached), (1, 99, 0));
+    net.assert_nothing_left();
+}
+
+#[test]
+fn cache_08_memory_that_changes_under_a_transfer_stays_registered_until_its_completion_is_read() {
+    let (hmem, import) = told(nic());
+    let net = Net::open(&hmem, MrMode::LOCAL);
+    let pages = Pages::new(PAGE);
+    pages.fill(9);
+    net.write(&[pages.bare(0, 64)], 5).expect("posted");
+    let cache = net.domain.cache().expect("a cache");
+    assert_eq!((cache.statistics().leases, net.domain.live().regions), (1, 1));
+    import.invalidate(pages.range());
+    cache.flush();
+    // Dead, and not deregistered under the NIC.
+    let told = Arc::new(AtomicU32::new(0));
+    let tell = Arc::clone(&told);
+    cache.invalidate_then(pages.range(), move || {
+        tell.fetch_add(1, SeqCst);
+    });
+    assert_eq!((cache.statistics().dying, net.domain.live().regions), (1, 1));
+    assert_eq!(net.done(5), 64);
+    assert_eq!(net.far_bytes(64), [9; 64]);
+    cache.flush();
+    assert_eq!((cache.statistics().leases, net.domain.live().regions), (0, 0));
+    assert_eq!(told.load(SeqCst), 1);
+}
+
+#[test]
+fn closing_an_endpoint_ends_what_its_requests_held_and_their_completions_keep_their_contexts() {
+    let (hmem, _import) = told(nic());
+    let mut net = Net::open(&hmem, MrMode::LOCAL);
+    let pages = Pages::new(8 * PAGE);
+    pages.fill(1);
+    for page in 0..4 {
+        let receive = Operation::Receive { tag: None, from: None };
+        net.post(receive, &[pages.bare(page * PAGE, 64)], 100 + page as u64).expect("posted");
+        net.write(&[pages.bare((4 + page) * PAGE, 64)], 200 + page as u64).expect("posted");
+    }
+    assert_eq!(net.statistics().leases, 8);
+    net.endpoint.take().expect("open").close().expect("closed");
+    assert_eq!(net.statistics().leases, 0);
+    let mut done = Vec::new();
+    while net.cq.read(&mut done, 8).expect("the queue") > 0 {}
+    let mut contexts: Vec<_> = done.iter().map(|completion| completion.context).collect();
+    contexts.sort_unstable();
+    assert_eq!(contexts, [100, 101, 102, 103, 200, 201, 202, 203]);
+    assert!(done.iter().all(|one| one.result.as_ref().is_err_and(|why| why.kind() == ErrorKind::Canceled)));
+    net.assert_nothing_left();
+}
+
+#[test]
+fn dropping_endpoint_queue_and_domain_in_any_order_leaves_nothing() {
+    for order in [[0, 1, 2], [2, 0, 1], [1, 2, 0], [1, 0, 2], [0, 2, 1], [2, 1, 0]] {
+        let faults = Faults::new();
+        faults.count();
+        let (hmem, _import) = told(nic().faults(&faults));
+        let cache = Some(CacheAttr::default());
+        let attr = DomainAttr { mr_mode: MrMode::LOCAL, cache, ..DomainAttr::default() };
+        let domain = hmem.domain("loopback", attr).expect("a domain");
+        let cq = domain.open_cq(4).expect("a queue");
+        let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint");
+        let pages = Pages::new(PAGE);
+        let receive = Operation::Receive { tag: None, from: None };
+        let request =
+            WorkRequest { operation: receive, local: &[pages.bare(0, 64)], peer: PeerId(0), context: 1 };
+        // SAFETY: the memory is the test's own and outlives the endpoint.
+        unsafe { endpoint.post(&request) }.expect("posted");
+        assert_eq!(domain.live().regions, 1);
+        let mut parts: [Option<Box<dyn Send>>; 3] =
+            [Some(Box::new(endpoint)), Some(Box::new(cq)), Some(Box::new(domain))];
+        for part in order {
+            drop(parts[part].take());
+        }
+        assert_eq!((faults.calls(Call::Register), faults.calls(Call::Deregister)), (1, 1), "{order:?}");
+    }
+}
+
+#[test]
+fn a_request_that_is_refused_holds_nothing() {
+    let faults = Faults::new();
+    let (hmem, _import) = told(nic().faults(&faults));
+    let net = Net::with(&hmem, DomainAttr { mr_mode: MrMode::LOCAL, ..DomainAttr::default() }, 2, 64);
+    let pages = Pages::new(4 * PAGE);
+    // The NIC registers none of them, the first, and not the second of a list.
+    for nth in [1, 2] {
+        faults.fail(Call::Register, nth, Errno(5));
+        let error = net.write(&[pages.bare(0, 64), pages.bare(2 * PAGE, 64)], 1).unwrap_err();
+        assert!(error.to_string().contains("EIO (5)"), "{error}");
+        faults.clear();
+        assert_eq!(net.statistics().leases, 0);
+    }
+    faults.fail(Call::Post, 1, Errno(5));
+    net.write(&[pages.bare(0, 64)], 1).unwrap_err();
+    faults.clear();
+    assert_eq!(net.statistics().leases, 0);
+    // A full queue, and then there is room again.
+    for context in 0..2 {
+        net.write(&[pages.bare(0, 64)], context).expect("posted");
+    }
+    assert_eq!(net.write(&[pages.bare(0, 64)], 2).unwrap_err().kind(), ErrorKind::Again);
+    assert_eq!(net.statistics().leases, 2);
+    (0..2).for_each(|context| assert_eq!(net.done(context), 64));
+    // What fails on its way.
+    let outside = net.remote(FAR as u64, 64);
+    net.post(Operation::Write { remote: &outside }, &[pages.bare(0, 64)], 3).expect("posted");
+    let failed = net.wait(&net.cq);
+    assert_eq!((failed.context, failed.result.unwrap_err().kind()), (3, ErrorKind::OutOfBounds));
+    // Memory that is not there.
+    let gone = Pages::new(PAGE);
+    let nowhere = gone.bare(0, 64);
+    drop(gone);
+    assert_eq!(net.write(&[nowhere], 4).unwrap_err().kind(), ErrorKind::BadAddress);
+    net.assert_nothing_left();
+}
+
+#[test]
+fn a_transfer_whose_memory_is_cached_allocates_nothing() {
+    // The pinned mode allocates for each transfer, whether it names a region or not.
+    let (hmem, _import) = told(Loopback::builder().needs(MrMode::LOCAL));
+    let net = Net::open(&hmem, MrMode::LOCAL);
+    let pages = Pages::new(8 * PAGE);
+    pages.fill(1);
+    let local: Vec<_> = (0..8).map(|page| pages.bare(page * PAGE, 8)).collect();
+    let mut done = Vec::with_capacity(4);
+    let mut turn = || {
+        let before = ALLOCATIONS.with(Cell::get);
+        net.write(&local[..1], 1).expect("posted");
+        net.read(&local[1..2], 2).expect("posted");
+        while done.len() < 2 {
+            net.cq.read(&mut done, 4).expect("the queue");
+        }
+        done.clear();
+        ALLOCATIONS.with(Cell::get) - before
+    };
+    assert!(turn() > 0, "the first ones register, so allocations are counted");
+    (0..10).for_each(|_| _ = turn());
+    assert_eq!((0..100).map(|_| turn()).sum::<u64>(), 0);
+    assert_eq!(net.statistics().registrations, 2);
+}
+
+#[test]
+fn contexts_of_the_application_come_back_as_they_were_whatever_they_look_like() {
+    let (hmem, _import) = told(nic());
+    let net = Net::open(&hmem, MrMode::LOCAL);
+    let pages = Pages::new(PAGE);
+    let own = net.domain.register(vec![3_u8; 64], Access::WRITE).expect("registered");
+    let named = own.slice(0, 64).expect("inside");
+    for context in [0, 1, MARKED, MARKED | 1, MARKED | (1 << 24), u64::MAX, MARKED | 0xFFFF_FFFF_FFFF] {
+        for _ in 0..3 {
+            net.write(&[pages.bare(0, 64)], context).expect("posted");
+            let endpoint = net.endpoint.as_ref().expect("open");
+            endpoint.write(&[named], &net.remote(0, 64), net.peer, context).expect("posted");
+            assert_eq!((net.done(context), net.done(context)), (64, 64));
+        }
+    }
+    own.close().expect("closed");
+    net.assert_nothing_left();
+}
+
+#[test]
+fn lists_atomics_and_segments_of_nothing_need_no_descriptor_either() {
+    let (hmem, _import) = told(nic());
+    let net = Net::open(&hmem, MrMode::LOCAL);
+    let pages = Pages::new(20 * PAGE);
+    for count in [1_usize, 3, 8, 9, 12] {
+        pages.fill(count as u8);
+        let mut local: Vec<_> = (0..count).map(|page| pages.bare(page * PAGE, 10)).collect();
+        local.insert(count / 2, LocalSegment { address: Address(0x1000), len: 0, desc: None });
+        net.write(&local, count as u64).expect("posted");
+        assert_eq!(net.done(count as u64), 10 * count as u64);
+        assert_eq!(net.far_bytes(10 * count), vec![count as u8; 10 * count]);
+    }
+    pages.fill(0);
+    net.far.write(0, &7_u64.to_ne_bytes()).expect("inside");
+    // SAFETY: the pages are mapped, and nobody refers into them.
+    unsafe { ptr::with_exposed_provenance_mut::<u64>(pages.at).write(5) };
+    let remote = net.remote(0, 8)[0];
+    let result = pages.bare(2 * PAGE, 8);
+    let sum = Operation::Atomic {
+        op: AtomicOp::Sum,
+        datatype: AtomicType::U64,
+        remote,
+        result: Some(result),
+        compare: None,
+    };
+    net.post(sum, &[pages.bare(0, 8)], 50).expect("posted");
+    net.done(50);
+    assert_eq!((net.far_bytes(8), pages.byte(2 * PAGE)), (12_u64.to_ne_bytes().to_vec(), 7));
+    let compare = pages.bare(4 * PAGE, 8);
+    // SAFETY: as above.
+    unsafe { ptr::with_exposed_provenance_mut::<u64>(pages.at + 4 * PAGE).write(12) };
+    let swap = Operation::Atomic {
+        op: AtomicOp::Cswap,
+        datatype: AtomicType::U64,
+        remote,
+        result: Some(result),
+        compare: Some(compare),
+    };
+    net.post(swap, &[pages.bare(0, 8)], 51).expect("posted");
+    net.done(51);
+    assert_eq!((net.far_bytes(8), pages.byte(2 * PAGE)), (5_u64.to_ne_bytes().to_vec(), 12));
+    net.assert_nothing_left();
+}
+
+#[test]
+fn mode_04_without_a_cache_or_with_a_foreign_queue_a_missing_descriptor_is_refused() {
+    let (hmem, _import) = told(nic());
+    let net = Net::open(&hmem, MrMode::LOCAL);
+    let pages = Pages::new(PAGE);
+    let request = |endpoint: &Endpoint, peer| {
+        let remote = net.remote(0, 64);
+        let operation = Operation::Write { remote: &remote };
+        let request = WorkRequest { operation, local: &[pages.bare(0, 64)], peer, context: 1 };
+        // SAFETY: the memory is the test's own and outlives the transfer.
+        unsafe { endpoint.post(&request) }
+    };
+    let peer = net.far_endpoint.resolve(&net.endpoint.as_ref().expect("open").name()).expect("a peer");
+    assert_eq!(request(&net.far_endpoint, peer).unwrap_err().kind(), ErrorKind::NoRegion);
+    let cq = net.domain.provider_domain().open_cq(4).expect("a queue");
+    let endpoint = net.domain.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint");
+    let peer = endpoint.resolve(&net.far_endpoint.name()).expect("a peer");
+    assert_eq!(request(&endpoint, peer).unwrap_err().kind(), ErrorKind::NoRegion);
+    assert_eq!(net.statistics().registrations, 0);
+}
+
+#[test]
+fn mon_07_device_memory_without_a_descriptor_in_hmem_mode_is_never_a_stale_hit() {
+    let device =
+        Arc::new(Simulated::builder().address_reuse(AddressReuse::JustFreed).build().expect("a device"));
+    let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
+    let nic = Loopback::builder().memory(Memory::Pinned).needs(MrMode::HMEM).build().expect("a NIC");
+    let import = Import::new(Arc::new(Told)).expect("a monitor");
+    let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(import);
+    let hmem = builder.shared_iface(Arc::clone(&device) as _).provider(nic).build().expect("started");
+    let net = Net::open(&hmem, MrMode::HMEM);
+    let request = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
+    let mut addresses = Vec::new();
+    for round in 1..=50_u8 {
+        let buffer = DeviceBuffer::allocate(&iface, &request).expect("device memory");
+        buffer.write(0, &[round; 64]).expect("inside");
+        let at = buffer.allocation().range.start();
+        addresses.push(at);
+        for context in 0..2 {
+            net.write(&[LocalSegment { address: at, len: 64, desc: None }], context).expect("posted");
+            assert_eq!(net.done(context), 64);
+            assert_eq!(net.far_bytes(64), [round; 64]);
+        }
+    }
+    assert!(addresses.iter().all(|at| *at == addresses[0]), "the address did not come back");
+    let now = net.statistics();
+    assert_eq!((now.registrations, now.hits), (50, 50));
+    // Host memory needs no descriptor in this mode, and is not registered.
+    let pages = Pages::new(PAGE);
+    pages.fill(77);
+    net.write(&[pages.bare(0, 64)], 9).expect("posted");
+    assert_eq!((net.done(9), net.far_bytes(64)), (64, vec![77; 64]));
+    assert_eq!(net.statistics().registrations, 50);
+    net.assert_nothing_left();
+}
+
+#[test]
+fn threads_that_post_and_read_together_leave_nothing() {
+    let (hmem, import) = told(nic());
+    const EACH: u64 = 1_000;
+    // Who reads completions executes what is posted, as long as there is some: the queue takes them all.
+    let attr = DomainAttr { mr_mode: MrMode::LOCAL, ..DomainAttr::default() };
+    let net = Net::with(&hmem, attr, 64, 3 * EACH as usize);
+    thread::scope(|scope| {
+        let post = |thread: u64| {
+            let (net, import) = (&net, &import);
+            scope.spawn(move || {
+                let pages = Pages::new(8 * PAGE);
+                for number in 0..EACH {
+                    let local = [pages.bare(number as usize % 8 * PAGE, 32)];
+                    while net.write(&local, thread << 32 | number).is_err_and(|why| {
+                        assert_eq!(why.kind(), ErrorKind::Again, "{why}");
+                        true
+                    }) {
+                        thread::yield_now();
+                    }
+                    if number % 50 == 0 {
+                        import.invalidate(pages.range());
+                    }
+                }
+                pages
+            })
+        };
+        let posting: Vec<_> = (0..3).map(post).collect();
+        let mut seen = [0_u64; 3];
+        let mut done = Vec::new();
+        while seen.iter().sum::<u64>() < 3 * EACH {
+            net.cq.read(&mut done, 16).expect("the queue");
+            for completion in done.drain(..) {
+                assert_eq!(completion.result.expect("written"), 32);
+                seen[(completion.context >> 32) as usize] += 1;
+            }
+        }
+        assert_eq!(seen, [EACH; 3]);
+        // The pages stay until everything that reads them has ended.
+        posting.into_iter().for_each(|thread| drop(thread.join().expect("posted")));
+    });
+    net.assert_nothing_left();
+}
