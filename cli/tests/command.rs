@@ -144,7 +144,7 @@ fn info_json_is_what_the_schema_document_says() {
     let output = hmem(&["info", "--json"], &[]);
     ended(&output, 0);
     let document = json(&output);
-    let arrays = ["ifaces", "devices", "providers", "p2p", "absent"];
+    let arrays = ["ifaces", "devices", "providers", "p2p", "device_monitors", "absent"];
     let fields = [("schema", "n"), ("version", "s"), ("cache_monitor", "o")]
         .into_iter()
         .chain(arrays.map(|name| (name, "a")));
@@ -154,6 +154,9 @@ fn info_json_is_what_the_schema_document_says() {
     matches(monitor, &[("requested", "s"), ("name", "s"), ("why", "s"), ("limits", "s"), ("tried", "a")]);
     for tried in list(monitor, "tried") {
         matches(tried, &[("name", "s"), ("refused", "s?"), ("remedy", "s?")]);
+    }
+    for monitor in list(&document, "device_monitors") {
+        matches(monitor, &[("iface", "s"), ("name", "s?"), ("why", "s"), ("remedy", "s?")]);
     }
     for iface in list(&document, "ifaces") {
         matches(

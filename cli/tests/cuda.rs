@@ -18,11 +18,16 @@ fn library() -> PathBuf {
 }
 
 fn hmem(driver: &str, arguments: &[&str]) -> Output {
+    hmem_with(driver, &[], arguments)
+}
+
+fn hmem_with(driver: &str, variables: &[(&str, &str)], arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_hmem"));
-    for name in ["FI_HMEM", "FI_HMEM_DISABLE_P2P", "NO_COLOR", "CLICOLOR_FORCE"] {
+    for name in ["FI_HMEM", "FI_HMEM_DISABLE_P2P", "HMEM_CUDA_MONITOR", "NO_COLOR", "CLICOLOR_FORCE"] {
         command.env_remove(name);
     }
     command.env("HMEM_CUDA_LIBRARY", library()).env("HMEM_FAKE_CUDA", driver);
+    command.envs(variables.iter().copied());
     command.args(arguments).output().expect("the binary runs")
 }
 
@@ -50,6 +55,30 @@ fn diag_01_info_lists_the_devices_of_a_driver_library_and_the_path_to_each_nic()
         json(&hmem("580-open", &["info", "--json"])).to_string().contains("cuda:0")
             || text.contains("cuda:0")
     );
+}
+
+/// MON-04: a library's frees are hooked where they can be, and the command says which monitor is on and why.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn mon_04_info_says_which_monitor_watches_cuda_memory_and_why() {
+    for (asked, name, words) in [
+        ("", "cuda-hooks+identity", "hooked functions of"),
+        ("auto", "cuda-hooks+identity", "told before the memory goes"),
+        ("hooks", "cuda-hooks", "as was asked for"),
+        ("identity", "cuda-identity", "no other was asked for"),
+    ] {
+        let output = hmem_with("580-open", &[("HMEM_CUDA_MONITOR", asked)], &["info", "--json"]);
+        let info = json(&output);
+        let monitors = info["device_monitors"].as_array().expect("monitors");
+        let of_cuda = monitors.iter().find(|one| one["iface"] == "cuda").expect("cuda has one");
+        assert_eq!(of_cuda["name"], name, "{of_cuda}");
+        assert!(of_cuda["why"].as_str().expect("a reason").contains(words), "{of_cuda}");
+        let text = hmem_with("580-open", &[("HMEM_CUDA_MONITOR", asked)], &["info"]);
+        assert!(String::from_utf8_lossy(&text.stdout).contains(name));
+    }
+    let info = json(&hmem_with("580-open", &[("HMEM_CUDA_MONITOR", "hook")], &["info", "--json"]));
+    let refused = cuda(&info).to_string();
+    assert!(refused.contains("HMEM_CUDA_MONITOR") && refused.contains("identity"), "{refused}");
 }
 
 /// DIAG-03: a library that is there and does not start says why, and the rest goes on.

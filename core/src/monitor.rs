@@ -120,6 +120,9 @@ pub trait Monitor: fmt::Debug + Send + Sync {
     /// Its name as configuration and `info` use it: `memhooks`, `userfaultfd`, `import`.
     fn name(&self) -> &str;
 
+    /// How it came to be this one and what it does not see, in a line for people.
+    fn why(&self) -> String;
+
     /// How it learns of changes.
     fn style(&self) -> MonitorStyle;
 

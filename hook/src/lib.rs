@@ -9,6 +9,7 @@
 //! | `patch` | [`Patches`]: a set of functions patched and taken back, and who overwrote which |
 //! | `entry`, `arch` | which entries can be patched, by one store, under running threads |
 //! | `trampoline` | the code between an entry and its hook |
+//! | `process` | [`Process`]: what one kind of hooks has once in a process |
 //! | `table` | [`Subscribers`]: who is told, read without a lock |
 //! | `wiped` | [`WipedOnFork`]: memory that a forked child finds zeroed |
 //! | `name` | [`MonitorName`]: who speaks in errors |
@@ -32,6 +33,9 @@ mod name;
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
 #[allow(unsafe_code)]
 mod patch;
+#[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
+#[allow(unsafe_code)]
+mod process;
 #[allow(unsafe_code)]
 mod table;
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
@@ -40,10 +44,13 @@ mod trampoline;
 #[allow(unsafe_code)]
 mod wiped;
 
-#[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
-pub use self::patch::{Patches, Target};
 pub use self::{
     name::MonitorName,
     table::{Pass, SLOTS, Subscribers, Table, clamped},
     wiped::{Wipeable, WipedOnFork},
+};
+#[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
+pub use self::{
+    patch::{Patches, Target},
+    process::{Place, Process},
 };

@@ -19,7 +19,7 @@ use crate::{
     device,
     driver::Driver,
     error::{refused, unavailable},
-    monitor::CudaMonitor,
+    monitor::{CudaMonitor, MonitorKind},
     sys::Functions,
 };
 
@@ -39,6 +39,7 @@ use crate::{
 #[derive(Debug)]
 pub struct Cuda {
     driver: Arc<Driver>,
+    monitor: MonitorKind,
 }
 
 /// Where [`Cuda`] finds its driver.
@@ -56,6 +57,7 @@ pub struct Cuda {
 #[must_use = "a builder does nothing until it opens"]
 pub struct Builder {
     source: Source,
+    monitor: Option<MonitorKind>,
 }
 
 #[derive(Debug)]
@@ -79,13 +81,26 @@ impl Builder {
         self
     }
 
+    /// What cached registrations of its memory rest on; overrides `HMEM_CUDA_MONITOR`. Without either it is
+    /// [`MonitorKind::Auto`].
+    pub fn monitor(mut self, kind: MonitorKind) -> Self {
+        self.monitor = Some(kind);
+        self
+    }
+
     /// Starts the driver and lists its devices.
     ///
     /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for a monitor in the environment that is none.
     /// [`ErrorKind::Unavailable`] without the library, without a symbol of it, without a device, or with a driver
     /// that does not start; the library is named, and the driver's code where there is one. Otherwise what a
     /// device answered when asked for its properties.
     pub fn open(self) -> Result<Cuda> {
+        let named = || std::env::var(Cuda::MONITOR_VARIABLE).ok().filter(|name| !name.is_empty());
+        let monitor = match self.monitor {
+            Some(monitor) => monitor,
+            None => named().map(|name| name.parse()).transpose().map_err(in_environment)?.unwrap_or_default(),
+        };
         let functions = match self.source {
             Source::Functions(functions) => *functions,
             Source::Library(path) => Functions::load(&path)?,
@@ -94,13 +109,20 @@ impl Builder {
                 None => Functions::load(Path::new(Functions::LIBRARY))?,
             },
         };
-        Cuda::start(functions)
+        Cuda::start(functions, monitor)
     }
+}
+
+fn in_environment(error: Error) -> Error {
+    error.context("variable", Cuda::MONITOR_VARIABLE)
 }
 
 impl Cuda {
     /// The environment variable that names the library to load, where the builder names none.
     pub const LIBRARY_VARIABLE: &str = "HMEM_CUDA_LIBRARY";
+
+    /// The environment variable that names the [`MonitorKind`], where the builder names none.
+    pub const MONITOR_VARIABLE: &str = "HMEM_CUDA_MONITOR";
 
     /// Opens the driver library that `HMEM_CUDA_LIBRARY` names, or the one that the dynamic loader finds.
     ///
@@ -112,7 +134,7 @@ impl Cuda {
 
     /// To open another library, or a driver of one's own.
     pub fn builder() -> Builder {
-        Builder { source: Source::Found }
+        Builder { source: Source::Found, monitor: None }
     }
 
     /// Gives back what this iface holds of the driver: the streams and primary contexts that it needed.
@@ -149,7 +171,7 @@ impl Cuda {
         self.driver.subscriptions.while_it_goes(range, free)
     }
 
-    fn start(functions: Functions) -> Result<Self> {
+    fn start(functions: Functions, monitor: MonitorKind) -> Result<Self> {
         let library = functions.library().to_owned();
         // SAFETY: no flags are defined, 0 is the one value; any thread may call it any number of times.
         let code = unsafe { (functions.init)(0) };
@@ -176,7 +198,7 @@ impl Cuda {
             }
         })?;
         tracing::debug!(library, devices = driver.devices.len(), "CUDA opened");
-        Ok(Self { driver: Arc::new(driver) })
+        Ok(Self { driver: Arc::new(driver), monitor })
     }
 }
 
@@ -278,6 +300,6 @@ impl Iface for Cuda {
     }
 
     fn monitor(&self) -> Result<Arc<dyn Monitor>> {
-        Ok(Arc::new(CudaMonitor::new(&self.driver)))
+        Ok(Arc::new(CudaMonitor::start(&self.driver, self.monitor)?))
     }
 }

@@ -31,7 +31,8 @@
 //! | `allocate` | allocating every kind, freeing, page-locking |
 //! | `copy` | copies |
 //! | `export`, `ipc` | dma-buf, peer memory, flushing; other processes |
-//! | `monitor` | noticing frees |
+//! | `monitor` | noticing frees: which of identity and hooks is relied on |
+//! | `hooks` | the driver's frees, hooked |
 //! | `cudarc` | slices of the `cudarc` crate as buffers (cargo feature `cudarc`) |
 //! | [`gdrcopy`] | the CPU's own access to device memory, where GDRCopy is there |
 //! | `error` | driver codes as errors |
@@ -51,8 +52,8 @@
 //! # Things this crate does not do
 //!
 //! It never changes the calling thread's current context beyond a call, creates no context for a query, and retains a
-//! device's primary context only when memory of the device is worked on. It does not unload the driver library. It does
-//! not see frees that reach the driver from elsewhere: identities tell of them. It does not order copies behind the
+//! device's primary context only when memory of the device is worked on. It does not unload the driver library. Its
+//! hooks do not see every free that reaches the driver from elsewhere: identities tell of them. It does not order copies behind the
 //! application's streams.
 
 #![deny(unsafe_code)]
@@ -74,6 +75,12 @@ mod error;
 mod export;
 #[allow(unsafe_code)]
 pub mod gdrcopy;
+#[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
+#[allow(unsafe_code)]
+mod hooks;
+#[cfg(not(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64"))))]
+#[path = "no_hooks.rs"]
+mod hooks;
 #[allow(unsafe_code)]
 mod iface;
 #[allow(unsafe_code)]
@@ -84,4 +91,6 @@ mod monitor;
 #[allow(unsafe_code)]
 pub mod sys;
 
+pub use hooks::FreeHooks;
 pub use iface::{Builder, Cuda};
+pub use monitor::MonitorKind;

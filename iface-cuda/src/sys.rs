@@ -38,6 +38,8 @@ macro_rules! functions {
         #[derive(Clone, Debug)]
         pub struct Functions {
             library: Arc<str>,
+            loaded: bool,
+            frees: Arc<[(&'static str, usize)]>,
             $($(#[doc = $doc])+ pub $field: unsafe extern "C" fn($($argument),*) -> CuResult,)+
             $($(#[doc = $odoc])+ pub $ofield: Option<unsafe extern "C" fn($($oargument),*) -> CuResult>,)+
         }
@@ -63,6 +65,11 @@ macro_rules! functions {
                 let mut lookup = |symbol| lookup(symbol).filter(|address| !address.is_null());
                 Ok(Self {
                     library: library.into(),
+                    loaded: false,
+                    frees: Self::FREES
+                        .iter()
+                        .filter_map(|symbol| Some((*symbol, lookup(symbol)?.expose_provenance())))
+                        .collect(),
                     $($field: {
                         let address = lookup(stringify!($symbol))
                             .ok_or_else(|| lacks_symbol(library, stringify!($symbol)))?;
@@ -205,6 +212,33 @@ impl Functions {
     /// The name by which the dynamic loader finds the library.
     pub const LIBRARY: &str = "libcuda.so.1";
 
+    /// The symbols whose calls take memory away, whoever makes them: what a cache monitor hooks, where they are there.
+    /// Most of them this crate never calls.
+    pub const FREES: &[&str] = &[
+        "cuMemFree",
+        "cuMemFree_v2",
+        "cuMemFreeHost",
+        "cuMemFreeAsync",
+        "cuMemFreeAsync_ptsz",
+        "cuIpcCloseMemHandle",
+        "cuCtxDestroy",
+        "cuCtxDestroy_v2",
+        "cuCtxDetach",
+        "cuDevicePrimaryCtxRelease",
+        "cuDevicePrimaryCtxRelease_v2",
+        "cuDevicePrimaryCtxReset",
+        "cuDevicePrimaryCtxReset_v2",
+        "cuGreenCtxDestroy",
+        "cuModuleUnload",
+        "cuLibraryUnload",
+        "cuGraphicsUnmapResources",
+        "cuGraphicsUnmapResources_ptsz",
+        "cuGraphicsUnregisterResource",
+        "cuGLUnmapBufferObject",
+        "cuGLUnmapBufferObjectAsync",
+        "cuGLUnregisterBufferObject",
+    ];
+
     /// Loads the library at `path` and fills the table from it.
     ///
     /// The library stays loaded for the rest of the process.
@@ -228,7 +262,7 @@ impl Functions {
         // Dropping the handle would unload the driver under the threads, callbacks and exit handlers that it leaves
         // behind, and crash the process.
         std::mem::forget(loaded);
-        Ok(functions)
+        Ok(Self { loaded: true, ..functions })
     }
 
     /// Fills the table from a lookup closure: a driver of the caller's own, such as a test's.
@@ -242,6 +276,18 @@ impl Functions {
     pub unsafe fn from_lookup(lookup: impl FnMut(&'static str) -> Option<*const ()>) -> Result<Self> {
         // SAFETY: the same promise, made by the caller.
         unsafe { Self::fill("(injected)", lookup) }
+    }
+
+    /// Whether they were loaded from a library, and not injected.
+    #[must_use]
+    pub fn is_loaded(&self) -> bool {
+        self.loaded
+    }
+
+    /// Where those of [`Functions::FREES`] begin that are there.
+    #[must_use]
+    pub fn frees(&self) -> &[(&'static str, usize)] {
+        &self.frees
     }
 
     /// The library that the functions came from, as it was named.

@@ -3,11 +3,14 @@
 
 mod support;
 
-use std::{ffi::c_int, path::PathBuf};
+use std::{ffi::c_int, path::PathBuf, sync::Arc};
 
-use hmem_core::ErrorKind;
+use hmem_core::{
+    AddressRange, ErrorKind,
+    monitor::{Cause, Change, Invalidator},
+};
 use hmem_iface_cuda::{
-    Cuda,
+    Cuda, FreeHooks,
     sys::{self, CuContext, CuDevicePtr, CuResult, Functions},
 };
 
@@ -107,5 +110,91 @@ fn hm_04_the_real_driver_answers_as_recorded_before_it_started() {
         ] {
             assert!(optional, "{release}");
         }
+    });
+}
+
+/// Counts what it is told of.
+#[derive(Debug, Default)]
+struct Told(std::sync::Mutex<Vec<AddressRange>>);
+
+impl Invalidator for Told {
+    fn invalidate(&self, range: AddressRange, _: Cause) {
+        self.0.lock().unwrap().push(range);
+    }
+
+    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+        self.invalidate(range, cause);
+        Change(0)
+    }
+
+    fn end(&self, _: Change) {}
+
+    fn close_gate(&self) {}
+
+    fn open_gate(&self) {}
+}
+
+/// MON-07: the entries of the real library can be hooked, every one of them; callers that got a function by
+/// `cuGetProcAddress` are seen too; answers stay the driver's own; and the code is as it was afterwards.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn mon_07_the_real_drivers_frees_are_hooked_whoever_looked_them_up() {
+    alone("mon_07_the_real_drivers_frees_are_hooked_whoever_looked_them_up", |release, path| {
+        if machine_has_a_gpu() {
+            return eprintln!("skipped: this machine has a driver of its own");
+        }
+        let f = Functions::load(path).expect("load");
+        let missing: Vec<_> = Functions::FREES
+            .iter()
+            .filter(|name| !f.frees().iter().any(|(there, _)| there == *name))
+            .collect();
+        // Since 12.4.
+        let newer: &[&str] = if release == "535" { &["cuGreenCtxDestroy"] } else { &[] };
+        assert_eq!(missing.iter().map(|name| **name).collect::<Vec<_>>(), newer, "{release}");
+        // SAFETY: code of a loaded library is readable.
+        let code =
+            |entry: usize| unsafe { std::ptr::with_exposed_provenance::<[u8; 16]>(entry).read_unaligned() };
+        let untouched: Vec<_> = f.frees().iter().map(|(_, entry)| code(*entry)).collect();
+        // The whole entry: a comparison, a branch, and a jump to where the library's own table leads.
+        for (bytes, (name, _)) in untouched.iter().zip(f.frees()) {
+            assert_eq!((&bytes[..2], &bytes[10..11]), (&[0x81, 0x3d][..], &[0x74][..]), "{release}: {name}");
+        }
+
+        let not_started = CuResult::CUDA_ERROR_NOT_INITIALIZED;
+        // SAFETY: loaded already, so that no initialiser runs.
+        let library = unsafe { libloading::Library::new(path) }.expect("loaded just now");
+        type Find = unsafe extern "C" fn(*const std::ffi::c_char, *mut usize, c_int, u64) -> CuResult;
+        // SAFETY: the symbol is the function of that name in `cuda.h` of CUDA 11.
+        let find = unsafe { library.get::<Find>("cuGetProcAddress") }.expect("the symbol");
+        let mut found = 0;
+        // SAFETY: the place is writable.
+        assert!(unsafe { find(c"cuMemFree".as_ptr(), &mut found, 12_000, 0) }.is_success());
+        // SAFETY: what the driver names as `cuMemFree` of CUDA 12.
+        let by_name: unsafe extern "C" fn(CuDevicePtr) -> CuResult =
+            unsafe { std::mem::transmute(std::ptr::with_exposed_provenance::<()>(found)) };
+
+        let told = Arc::new(Told::default());
+        let hooks = FreeHooks::start(&f).expect("hooked");
+        assert_eq!(hooks.functions().len(), f.frees().len());
+        let subscription = hooks.subscribe(Arc::clone(&told) as _).expect("subscribed");
+        // SAFETY: nothing is started, so that no call frees anything.
+        let free = |times| unsafe {
+            for _ in 0..times {
+                assert_eq!((f.mem_free)(0x1000), not_started, "{release}");
+                assert_eq!(by_name(0x1000), not_started, "{release}");
+                assert_eq!((f.mem_free_host)(0x2000 as *mut _), not_started, "{release}");
+                assert_eq!((f.primary_ctx_release)(0), not_started, "{release}");
+                assert_eq!((f.mem_free)(0), not_started, "null is nothing, and nobody is told");
+            }
+        };
+        free(3);
+        assert_eq!(told.0.lock().unwrap().len(), 12, "{release}");
+        hooks.unsubscribe(subscription);
+        free(1);
+        assert_eq!(told.0.lock().unwrap().len(), 12, "{release}");
+        drop(hooks);
+        let left: Vec<_> = f.frees().iter().map(|(_, entry)| code(*entry)).collect();
+        assert!(left == untouched, "{release}: the code is not what it was");
+        free(1);
     });
 }

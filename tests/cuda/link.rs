@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use hmem::{
-    Access, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Endpoint, Hmem, Iface,
-    Iova, MemoryRegion, MrAttr, MrFlags, Registered, RemoteKey, Result,
-    cuda::{Cuda, sys::Functions},
+    Access, AddressRange, AllocationKind, CacheAttr, CachedRegion, DeviceBuffer, DeviceId, Domain,
+    DomainAttr, Endpoint, Hmem, Iface, Iova, MemoryRegion, MrAttr, MrFlags, Registered, RemoteKey, Result,
+    cuda::{Cuda, MonitorKind, sys::Functions},
     iface::AllocRequest,
     p2p::loopback::{Loopback, Memory},
     path::P2pPolicy,
@@ -39,14 +39,37 @@ impl Link {
     }
 
     pub(crate) fn with(profile: Profile, imports: Imports, p2p: P2pPolicy, memory: Memory) -> Self {
+        Self::new(profile, imports, memory, MonitorKind::Auto, DomainAttr { p2p, ..DomainAttr::default() })
+    }
+
+    /// With a cache, over this monitor.
+    pub(crate) fn cached(
+        profile: Profile,
+        imports: Imports,
+        p2p: P2pPolicy,
+        memory: Memory,
+        monitor: MonitorKind,
+    ) -> Self {
+        let cache = Some(CacheAttr::default());
+        Self::new(profile, imports, memory, monitor, DomainAttr { p2p, cache, ..DomainAttr::default() })
+    }
+
+    fn new(
+        profile: Profile,
+        imports: Imports,
+        memory: Memory,
+        monitor: MonitorKind,
+        attr: DomainAttr,
+    ) -> Self {
         let driver = FakeDriver::start(profile);
         // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
         let functions = unsafe { Functions::from_lookup(|name| driver.symbol(name)) }.expect("the table");
-        let cuda = Arc::new(Cuda::builder().functions(functions.clone()).open().expect("open"));
+        let cuda =
+            Arc::new(Cuda::builder().functions(functions.clone()).monitor(monitor).open().expect("open"));
         let nic = Loopback::builder().imports(imports).memory(memory).build().expect("the software NIC");
         let hmem = Hmem::builder().without_vendor_ifaces();
         let hmem = hmem.shared_iface(Arc::clone(&cuda) as _).provider(nic).build().expect("start");
-        let domain = hmem.domain("loopback", DomainAttr { p2p, ..DomainAttr::default() }).expect("a domain");
+        let domain = hmem.domain("loopback", attr).expect("a domain");
         let queue = domain.open_cq(64).expect("a queue");
         let open = || domain.open_endpoint(&EndpointAttr::new(&queue)).expect("an endpoint");
         let (initiator, target) = (open(), open());
@@ -61,6 +84,16 @@ impl Link {
     pub(crate) fn buffer(&self, len: u64, kind: AllocationKind) -> DeviceBuffer {
         let request = AllocRequest { len, device: DeviceId(0), kind };
         DeviceBuffer::allocate(&self.iface(), &request).expect("allocate")
+    }
+
+    /// A cached region.
+    ///
+    /// # Safety
+    /// As of [`RegionCache::get`].
+    pub(crate) unsafe fn cache_get(&self, range: AddressRange) -> CachedRegion<'_> {
+        let cache = self.domain.cache().expect("a cache");
+        // SAFETY: as the caller's.
+        unsafe { cache.get(range, REMOTE) }.expect("registered")
     }
 
     /// Registers for peers. The caller keeps the memory alive until the region is closed.

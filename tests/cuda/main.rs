@@ -3,6 +3,7 @@
 #![cfg(feature = "cuda")]
 #![allow(unsafe_code)]
 
+mod cache;
 mod link;
 mod paths;
 mod reuse;

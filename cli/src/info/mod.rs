@@ -3,7 +3,7 @@
 mod report;
 
 use hmem::{
-    Decision, Error, Path,
+    Decision, Error, Iface, IfaceKind, Path,
     iface::Capability,
     provider::{Imports, ProviderAttr, WindowType},
 };
@@ -33,6 +33,8 @@ pub struct Inventory {
     pub p2p: Vec<P2pEntry>,
     /// What notices that host memory went under a cached registration.
     pub cache_monitor: CacheMonitorEntry,
+    /// The same for the memory of each device iface.
+    pub device_monitors: Vec<DeviceMonitorEntry>,
     /// Providers and NICs that are not here, and what could not be listed.
     pub absent: Vec<Skipped>,
 }
@@ -69,6 +71,19 @@ pub struct CacheMonitorEntry {
     pub limits: &'static str,
     /// What was tried, in order.
     pub tried: Vec<TriedMonitor>,
+}
+
+/// The monitor of an iface's memory.
+#[derive(Debug, Serialize)]
+pub struct DeviceMonitorEntry {
+    /// The iface.
+    pub iface: String,
+    /// The monitor; null where the iface has none.
+    pub name: Option<String>,
+    /// Why that one and what it does not see, or why none.
+    pub why: String,
+    /// What would help where there is none.
+    pub remedy: Option<String>,
 }
 
 /// A monitor that was tried.
@@ -174,6 +189,7 @@ pub fn inventory(machine: &Machine) -> Inventory {
         ifaces: ifaces(machine),
         p2p: p2p(machine, &devices),
         cache_monitor: cache_monitor(machine),
+        device_monitors: device_monitors(machine),
         devices,
         providers: machine.nics.iter().map(nic).collect(),
         absent,
@@ -221,6 +237,23 @@ fn cache_monitor(machine: &Machine) -> CacheMonitorEntry {
         limits: choice.limits,
         tried: tried.collect(),
     }
+}
+
+fn device_monitors(machine: &Machine) -> Vec<DeviceMonitorEntry> {
+    let devices = machine.hmem.registry().iter().filter(|iface| iface.kind() != IfaceKind::SYSTEM);
+    let monitor = |iface: &dyn Iface| match iface.monitor() {
+        Ok(monitor) => (Some(monitor.name().to_owned()), monitor.why(), None),
+        Err(error) => {
+            let (why, remedy) = reason_and_remedy(&error);
+            (None, why, remedy)
+        }
+    };
+    devices
+        .map(|iface| {
+            let (name, why, remedy) = monitor(&**iface);
+            DeviceMonitorEntry { iface: iface.name().to_owned(), name, why, remedy }
+        })
+        .collect()
 }
 
 fn capability(can: Capability) -> Vec<&'static str> {

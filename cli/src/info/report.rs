@@ -7,7 +7,7 @@ use std::{
 
 use comfy_table::Cell;
 
-use super::{CacheMonitorEntry, IfaceEntry, Inventory, NicEntry, P2pEntry};
+use super::{CacheMonitorEntry, DeviceMonitorEntry, IfaceEntry, Inventory, NicEntry, P2pEntry};
 use crate::table::{Style, Tone, bytes, some};
 
 /// Prints the inventory for a person.
@@ -20,6 +20,7 @@ pub fn text(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Res
     nics(out, &inventory.providers, style)?;
     p2p(out, &inventory.p2p, style)?;
     cache_monitor(out, &inventory.cache_monitor, style)?;
+    device_monitors(out, &inventory.device_monitors, style)?;
     if !inventory.absent.is_empty() {
         style.heading(out, "Not here")?;
         for absent in &inventory.absent {
@@ -62,6 +63,19 @@ fn cache_monitor(out: &mut dyn Write, monitor: &CacheMonitorEntry, style: Style)
             (Some(refused), None) => format!("refused: {refused}"),
         };
         style.item(out, &format!("tried {}:", tried.name), &verdict)?;
+    }
+    writeln!(out)
+}
+
+fn device_monitors(out: &mut dyn Write, monitors: &[DeviceMonitorEntry], style: Style) -> io::Result<()> {
+    if monitors.is_empty() {
+        return Ok(());
+    }
+    style.heading(out, "Cache monitors of devices")?;
+    for monitor in monitors {
+        let name = monitor.name.as_deref().unwrap_or("none");
+        let remedy = monitor.remedy.as_ref().map(|remedy| format!(" -> {remedy}")).unwrap_or_default();
+        style.item(out, &format!("{}:", monitor.iface), &format!("{name}: {}{remedy}", monitor.why))?;
     }
     writeln!(out)
 }

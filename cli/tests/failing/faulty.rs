@@ -148,6 +148,10 @@ impl Monitor for Confused {
         self.0.name()
     }
 
+    fn why(&self) -> String {
+        self.0.why()
+    }
+
     fn style(&self) -> MonitorStyle {
         self.0.style()
     }

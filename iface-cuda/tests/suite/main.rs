@@ -8,6 +8,8 @@ mod detection;
 mod export;
 mod failures;
 mod gdrcopy;
+#[cfg(target_arch = "x86_64")]
+mod hooks;
 mod ipc;
 mod monitor;
 mod opening;

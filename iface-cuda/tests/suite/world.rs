@@ -8,7 +8,7 @@ use hmem_core::{
 };
 use hmem_fake_cuda::{FakeDriver, Live, Profile};
 use hmem_iface_cuda::{
-    Cuda,
+    Cuda, MonitorKind,
     sys::{self, CuContext, CuDevicePtr, CuMemAllocationProp, CuMemHandle, CuResult, Functions},
 };
 
@@ -58,11 +58,15 @@ pub(crate) fn check(code: CuResult) {
 
 impl World {
     pub(crate) fn fake(profile: Profile) -> Self {
+        Self::with(profile, MonitorKind::Auto)
+    }
+
+    pub(crate) fn with(profile: Profile, monitor: MonitorKind) -> Self {
         let fake = FakeDriver::start(profile.clone());
         // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
         let functions = unsafe { Functions::from_lookup(|name| fake.symbol(name)) }.expect("the table");
         let lookup = Box::new(|name: &str| hmem_fake_cuda_symbol(name));
-        let cuda = Cuda::builder().functions(functions.clone()).open().expect("open");
+        let cuda = Cuda::builder().functions(functions.clone()).monitor(monitor).open().expect("open");
         let app = App { functions, lookup, primary: CuContext::NULL };
         Self { name: profile.name.into(), cuda, app, fake: Some((fake, profile)), _turn: None }
     }

@@ -108,6 +108,10 @@ impl Monitor for Import {
         NAME.name
     }
 
+    fn why(&self) -> String {
+        "told by the application; what it does not tell is not seen".into()
+    }
+
     fn style(&self) -> MonitorStyle {
         MonitorStyle::Callback
     }

@@ -70,6 +70,10 @@ impl Monitor for Layered {
         "memhooks+userfaultfd"
     }
 
+    fn why(&self) -> String {
+        format!("{}; of raw system calls {}", self.hooks.why(), self.net.why())
+    }
+
     fn style(&self) -> MonitorStyle {
         MonitorStyle::Callback
     }

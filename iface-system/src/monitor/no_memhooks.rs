@@ -49,6 +49,10 @@ impl Monitor for MemHooks {
         match *self {}
     }
 
+    fn why(&self) -> String {
+        match *self {}
+    }
+
     fn style(&self) -> MonitorStyle {
         match *self {}
     }

@@ -148,6 +148,13 @@ impl Monitor for SimulatedMonitor {
         }
     }
 
+    fn why(&self) -> String {
+        match self.0.config.style {
+            Style::Identity => "asked at each hit: the simulated device tells nobody of frees".into(),
+            Style::Callback => "told by the simulated device before the memory goes".into(),
+        }
+    }
+
     fn style(&self) -> MonitorStyle {
         match self.0.config.style {
             Style::Identity => MonitorStyle::Identity,

@@ -13,6 +13,9 @@
 //! Two dma-bufs that overlap with different page bounds, alive at once: the second export is refused (801), which a real
 //! driver does not do; small allocations that share a page are the case. What no header and no recorded run says is marked in the source as decided here.
 //!
+//! On x86-64 its functions begin with the very instructions that those of the real library begin with, so that they can
+//! be hooked as those can.
+//!
 //! As a library it is told by the environment what to be: `HMEM_FAKE_CUDA` is the name of a profile, followed by
 //! `;symbol=code` for calls that fail always and `;devices=n`.
 
@@ -25,7 +28,7 @@ mod pages;
 mod profile;
 mod state;
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use hmem_iface_cuda::sys::CuResult;
 use parking_lot::{Mutex, MutexGuard};
@@ -40,6 +43,9 @@ static STATE: Mutex<Option<State>> = Mutex::new(None);
 /// Who has it, one test at a time.
 static TURN: Mutex<()> = Mutex::new(());
 static GENERATION: AtomicU64 = AtomicU64::new(1);
+/// The word that every entry compares, as the real library's do: it holds their mark once the driver is torn down,
+/// which this one never is.
+static TORN_DOWN: AtomicU32 = AtomicU32::new(0);
 
 fn fresh(profile: Profile) -> State {
     State::new(GENERATION.fetch_add(1, Ordering::Relaxed), profile)
@@ -94,6 +100,23 @@ fn from_environment() -> State {
 
 fn known(symbol: &str) -> &'static str {
     entry::known(symbol).unwrap_or_else(|| panic!("the driver has no {symbol}"))
+}
+
+/// How often a function was called since the driver started: for tests that load this library and so cannot ask a
+/// [`FakeDriver`]. Of all functions for an empty name, 0 for a name that is none.
+///
+/// # Safety
+/// `symbol` is a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hmem_fake_cuda_calls(symbol: *const std::ffi::c_char) -> u64 {
+    // SAFETY: as the caller's.
+    let symbol = unsafe { std::ffi::CStr::from_ptr(symbol) }.to_string_lossy();
+    let state = STATE.lock();
+    match (&*state, entry::known(&symbol)) {
+        (Some(state), Some(symbol)) => state.calls(symbol),
+        (Some(state), None) if symbol.is_empty() => state.all_calls(),
+        _ => 0,
+    }
 }
 
 /// Where the CPU reaches the bytes of a device address, as a mapping of the device's BAR does.

@@ -5,16 +5,20 @@
 
 use std::{
     mem::MaybeUninit,
-    sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering},
+    sync::atomic::{AtomicU64, AtomicUsize, Ordering},
 };
 
 use hmem_core::monitor::Change;
-use hmem_hook::{Pass, SLOTS, Subscribers, Table, Wipeable};
+use hmem_hook::{Pass, SLOTS, Table, Wipeable};
 
-use super::function::{Args, Function, Taken};
+use super::{
+    function::{Args, Function, Taken},
+    process::PLACE,
+};
 
 /// What hooks share with the rest of the process.
 #[repr(C)]
+#[derive(Debug)]
 pub(super) struct Shared {
     pub(super) table: Table,
     /// Calls of `brk(NULL)` that arrived: the only call of `brk` that a test may make.
@@ -27,16 +31,8 @@ unsafe impl Wipeable for Shared {}
 /// A function of the C library as the registers see it: whole registers in, whole register out.
 type Call = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> usize;
 
-/// The subscribers of this process, or of the one that it was forked from, whose table is then wiped.
-static SUBSCRIBERS: AtomicPtr<Subscribers<Shared>> = AtomicPtr::new(std::ptr::null_mut());
-
 /// Where each function goes on behind the replaced instruction, by [`Function`].
 static ORIGINALS: [AtomicUsize; Function::ALL.len()] = [const { AtomicUsize::new(0) }; Function::ALL.len()];
-
-/// Makes hooks tell these subscribers. They are never freed: a hook may be reading them at any time.
-pub(super) fn tell(subscribers: &'static Subscribers<Shared>) {
-    SUBSCRIBERS.store(std::ptr::from_ref(subscribers).cast_mut(), Ordering::Release);
-}
 
 /// Where the hook of `function` finds how to go on: written before its entry is patched.
 pub(super) fn original_of(function: Function) -> &'static AtomicUsize {
@@ -82,8 +78,7 @@ hooks! {
 /// As for the function with these arguments.
 #[inline(always)]
 unsafe fn hooked(function: Function, args: Args) -> usize {
-    // SAFETY: null, or a `Subscribers` that is never freed.
-    let subscribers = unsafe { SUBSCRIBERS.load(Ordering::Acquire).as_ref() };
+    let subscribers = PLACE.subscribers();
     let Some(subscribers) = subscribers.filter(|_| function.takes(&args)) else {
         if let (Some(subscribers), Function::Brk) = (subscribers, function) {
             subscribers.shared().brk_probes.fetch_add(1, Ordering::Relaxed);

@@ -90,8 +90,8 @@ impl MemHooks {
     /// it, and whose code it leads to if another library was there first. PermissionDenied or AccessDenied where a
     /// security policy forbids changing code. Busy if a change did not arrive.
     pub fn start() -> Result<Arc<Self>> {
-        let process = Process::get()?;
-        process.install()?;
+        let process = process::get()?;
+        process.install(process::plan()?)?;
         let own = Own { next: 0, subscriptions: [0; SLOTS], remembered: Remembered::default() };
         let this = Arc::new(Self { process, own: Mutex::new(own) });
         this.check()?;
@@ -113,7 +113,7 @@ impl MemHooks {
 
     /// Whether this process made it, and not one that it was forked from.
     pub(super) fn is_ours(&self) -> bool {
-        self.process.subscribers.shared().is_ours()
+        self.process.is_ours()
     }
 
     /// The functions that are patched.
@@ -128,6 +128,10 @@ impl MemHooks {
 impl Monitor for MemHooks {
     fn name(&self) -> &str {
         NAME.name
+    }
+
+    fn why(&self) -> String {
+        "told by the C library's functions before the memory goes".into()
     }
 
     fn style(&self) -> MonitorStyle {
@@ -147,12 +151,12 @@ impl Monitor for MemHooks {
             return Err(NAME.forked("subscribe"));
         }
         process::plan()?.in_place()?;
-        let slot = self.process.subscribers.add(invalidator)?;
+        let slot = self.process.subscribers().add(invalidator)?;
         let mut own = self.own.lock();
         // Only now: a change from here on is told, and what one before has left is seen here.
-        if let Err(error) = own.remembered.check(self.process.subscribers.table(), range) {
+        if let Err(error) = own.remembered.check(self.process.subscribers().table(), range) {
             drop(own);
-            self.process.subscribers.remove(slot);
+            self.process.subscribers().remove(slot);
             return Err(error);
         }
         own.subscriptions[usize::from(slot)] += 1;
@@ -169,7 +173,7 @@ impl Monitor for MemHooks {
         let Some(left) = own.subscriptions[slot as usize].checked_sub(1) else { return };
         own.subscriptions[slot as usize] = left;
         drop(own);
-        self.process.subscribers.remove(slot as u8);
+        self.process.subscribers().remove(slot as u8);
     }
 
     fn valid(&self, _: &Allocation) -> Result<bool> {
@@ -185,9 +189,11 @@ impl Drop for MemHooks {
         let own = self.own.get_mut();
         for (slot, count) in own.subscriptions.iter().enumerate() {
             for _ in 0..*count {
-                self.process.subscribers.remove(slot as u8);
+                self.process.subscribers().remove(slot as u8);
             }
         }
-        self.process.uninstall();
+        if let Ok(patches) = process::plan() {
+            self.process.uninstall(patches);
+        }
     }
 }

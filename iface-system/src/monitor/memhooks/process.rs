@@ -1,8 +1,4 @@
-//! The patches of this process.
-//!
-//! This is process-wide because the C library is: there is one `munmap` to patch, however many monitors want it.
-//! What is kept here is the plan of the patches, made once; who uses them; and whom hooks tell. A forked child has
-//! the patches in its own copy of the code, with a table that is wiped; if it starts a monitor, it gets a new one.
+//! The patches of this process: their plan, made once, and whom the hooks tell.
 
 use std::{
     ffi::{CStr, c_void},
@@ -11,8 +7,7 @@ use std::{
 };
 
 use hmem_core::{ErrorKind, Result};
-use hmem_hook::{Patches, Subscribers, Target};
-use parking_lot::Mutex;
+use hmem_hook::{Patches, Place, Target};
 
 use super::{
     NAME,
@@ -21,73 +16,17 @@ use super::{
 };
 
 /// The hooks of one process.
-#[derive(Debug)]
-pub(super) struct Process {
-    pub(super) subscribers: Subscribers<Shared>,
-    /// Monitors that use the patches.
-    users: Mutex<usize>,
-}
+pub(super) type Process = hmem_hook::Process<Shared>;
 
-static PROCESS: AtomicPtr<Process> = AtomicPtr::new(ptr::null_mut());
+/// Where hooks find those of theirs.
+pub(super) static PLACE: Place<Shared> = Place::new();
 
 /// Made once and kept: trampolines may be in use at any time, also when nothing is patched.
 static PLAN: AtomicPtr<Patches> = AtomicPtr::new(ptr::null_mut());
 
-impl Process {
-    /// That of this process; a forked child's own, if it was forked from one that has one.
-    pub(super) fn get() -> Result<&'static Self> {
-        let seen = PROCESS.load(Ordering::Acquire);
-        // SAFETY: null, or from `Box::into_raw` below and never freed.
-        let here = unsafe { seen.as_ref() };
-        if let Some(process) = here.filter(|process| process.subscribers.shared().is_ours()) {
-            return Ok(process);
-        }
-        let subscribers = Subscribers::new(NAME, |shared: &Shared| &shared.table)?;
-        let process = Box::into_raw(Box::new(Self { subscribers, users: Mutex::new(0) }));
-        match PROCESS.compare_exchange(seen, process, Ordering::AcqRel, Ordering::Acquire) {
-            Ok(_) => {
-                // SAFETY: just made, and from now on never freed.
-                let process: &'static Self = unsafe { &*process };
-                hook::tell(&process.subscribers);
-                Ok(process)
-            }
-            Err(theirs) => {
-                // SAFETY: just made, and seen by nobody else; the other one is as above.
-                drop(unsafe { Box::from_raw(process) });
-                // SAFETY: as above.
-                Ok(unsafe { &*theirs })
-            }
-        }
-    }
-
-    /// Patches the functions, or counts one more user of the patches.
-    ///
-    /// # Errors
-    /// Unavailable without glibc; Unsupported naming the function whose entry does not fit, and who patched it
-    /// before us; Busy if a patch of ours was overwritten since; what the kernel refused.
-    pub(super) fn install(&self) -> Result<()> {
-        let mut users = self.users.lock();
-        let patches = plan()?;
-        if *users > 0 {
-            patches.in_place()?;
-        } else {
-            patches.put()?;
-        }
-        *users += 1;
-        Ok(())
-    }
-
-    /// Takes the patches back when the last user is gone. Those that another library overwrote stay as they are.
-    pub(super) fn uninstall(&self) {
-        if !self.subscribers.shared().is_ours() {
-            return;
-        }
-        let mut users = self.users.lock();
-        *users -= 1;
-        if let (0, Ok(patches)) = (*users, plan()) {
-            patches.take_back();
-        }
-    }
+/// That of this process.
+pub(super) fn get() -> Result<&'static Process> {
+    PLACE.get(NAME, |shared: &Shared| &shared.table)
 }
 
 /// The patches, decoded once.

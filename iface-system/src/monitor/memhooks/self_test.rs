@@ -96,9 +96,9 @@ fn failed(function: &'static str) -> Error {
 /// Busy, naming the function whose event did not arrive.
 pub(super) fn run(process: &'static Process) -> Result<()> {
     let expecting = Arc::new(Expecting { start: AtomicU64::new(u64::MAX), ..Expecting::default() });
-    let slot = process.subscribers.add(Arc::<Expecting>::clone(&expecting))?;
+    let slot = process.subscribers().add(Arc::<Expecting>::clone(&expecting))?;
     let result = fire(&Test { expecting: &expecting }).and_then(|()| fire_brk(process));
-    process.subscribers.remove(slot);
+    process.subscribers().remove(slot);
     result
 }
 
@@ -171,7 +171,7 @@ const SHM_REMAP: libc::c_int = 0o40000;
 
 /// No test may move the break under other threads' allocations: `brk(NULL)` moves nothing, and the hook counts it.
 fn fire_brk(process: &'static Process) -> Result<()> {
-    let arrived = || process.subscribers.shared().brk_probes.load(Ordering::SeqCst);
+    let arrived = || process.subscribers().shared().brk_probes.load(Ordering::SeqCst);
     let before = arrived();
     // SAFETY: asks for a break below the heap's start, which the kernel answers with the one that there is.
     unsafe { libc::brk(ptr::null_mut()) };

@@ -203,6 +203,10 @@ impl Monitor for UserFaultFd {
         NAME.name
     }
 
+    fn why(&self) -> String {
+        "told by the kernel's events, after the memory went".into()
+    }
+
     fn style(&self) -> MonitorStyle {
         MonitorStyle::Callback
     }

@@ -37,6 +37,18 @@ driver! {
         Ok(())
     }
 
+    fn cuDevicePrimaryCtxReset_v2(state, dev: CuDevice) {
+        let number = device(state, dev)?;
+        let known = state.contexts.iter().find(|(_, one)| one.primary && one.device == number);
+        let Some((&id, one)) = known else { return Ok(()) };
+        // "Destroy all allocations and reset all state on the primary context." "Resetting the primary context does not
+        // release it".
+        let context = Context { references: one.references, device: number, primary: true, flags: 0 };
+        state.destroy_context(id);
+        state.contexts.insert(id, context);
+        Ok(())
+    }
+
     fn cuDevicePrimaryCtxGetState(state, dev: CuDevice, flags: *mut c_uint, active: *mut c_int) {
         let number = device(state, dev)?;
         let known = state.contexts.values().find(|one| one.primary && one.device == number);

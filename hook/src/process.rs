@@ -1,0 +1,119 @@
+//! What a kind of hooks has once in a process: whom they tell, and who uses the patches.
+//!
+//! It is process-wide because a library is: there is one function to patch, however many monitors want it. A forked
+//! child has the patches in its own copy of the code, with a table that is wiped; if it starts a monitor, it gets a new
+//! one.
+
+use std::{
+    ptr,
+    sync::atomic::{AtomicPtr, Ordering},
+};
+
+use hmem_core::Result;
+use parking_lot::Mutex;
+
+use crate::{MonitorName, Patches, Subscribers, Table, Wipeable};
+
+/// The subscribers and users of one kind of hooks in one process.
+#[derive(Debug)]
+pub struct Process<T: Wipeable> {
+    subscribers: Subscribers<T>,
+    /// Monitors that use the patches.
+    users: Mutex<usize>,
+}
+
+/// Where hooks find their [`Process`]: made for a static.
+#[derive(Debug)]
+pub struct Place<T: Wipeable>(AtomicPtr<Process<T>>);
+
+impl<T: Wipeable + 'static> Default for Place<T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<T: Wipeable + 'static> Place<T> {
+    /// With nobody there.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(AtomicPtr::new(ptr::null_mut()))
+    }
+
+    /// What a hook finds: the subscribers of this process, or of the one that it was forked from, whose table is then
+    /// wiped.
+    #[inline(always)]
+    #[must_use]
+    pub fn subscribers(&self) -> Option<&'static Subscribers<T>> {
+        // SAFETY: null, or from `Box::into_raw` in `get` and never freed: a hook may be reading it at any time.
+        let process: Option<&'static Process<T>> = unsafe { self.0.load(Ordering::Acquire).as_ref() };
+        process.map(|process| &process.subscribers)
+    }
+
+    /// That of this process; a forked child's own, if it was forked from one that has one.
+    ///
+    /// # Errors
+    /// As [`Subscribers::new`].
+    pub fn get(&self, monitor: MonitorName, table: fn(&T) -> &Table) -> Result<&'static Process<T>> {
+        let seen = self.0.load(Ordering::Acquire);
+        // SAFETY: as above.
+        let here: Option<&'static Process<T>> = unsafe { seen.as_ref() };
+        if let Some(process) = here.filter(|process| process.is_ours()) {
+            return Ok(process);
+        }
+        let subscribers = Subscribers::new(monitor, table)?;
+        let process = Box::into_raw(Box::new(Process { subscribers, users: Mutex::new(0) }));
+        match self.0.compare_exchange(seen, process, Ordering::AcqRel, Ordering::Acquire) {
+            // SAFETY: just made, and from now on never freed.
+            Ok(_) => Ok(unsafe { &*process }),
+            Err(theirs) => {
+                // SAFETY: just made, and seen by nobody else; the other one is as above.
+                drop(unsafe { Box::from_raw(process) });
+                // SAFETY: as above.
+                Ok(unsafe { &*theirs })
+            }
+        }
+    }
+}
+
+impl<T: Wipeable> Process<T> {
+    /// Whom hooks tell.
+    #[inline]
+    #[must_use]
+    pub fn subscribers(&self) -> &Subscribers<T> {
+        &self.subscribers
+    }
+
+    /// Whether this process made it, and not one that it was forked from.
+    #[inline]
+    #[must_use]
+    pub fn is_ours(&self) -> bool {
+        self.subscribers.shared().is_ours()
+    }
+
+    /// Patches the functions, or counts one more user of the patches.
+    ///
+    /// # Errors
+    /// As [`Patches::put`]; Busy if a patch was overwritten since.
+    pub fn install(&self, patches: &Patches) -> Result<()> {
+        let mut users = self.users.lock();
+        if *users > 0 {
+            patches.in_place()?;
+        } else {
+            patches.put()?;
+        }
+        *users += 1;
+        Ok(())
+    }
+
+    /// Takes the patches back when the last user is gone. Those that another library overwrote stay as they are.
+    pub fn uninstall(&self, patches: &Patches) {
+        if !self.is_ours() {
+            return;
+        }
+        let mut users = self.users.lock();
+        *users -= 1;
+        if *users == 0 {
+            patches.take_back();
+        }
+    }
+}

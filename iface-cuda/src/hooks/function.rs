@@ -1,0 +1,111 @@
+//! The functions of the driver that take memory away, and what each takes.
+
+use super::hook;
+
+/// Arguments as the registers hold them.
+pub(super) type Args = [usize; 6];
+
+/// What a call takes away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Takes {
+    /// The allocation that its first argument points to.
+    Pointed,
+    /// The same, of 32 bits.
+    PointedLow,
+    /// Nobody can say: any memory of the driver's.
+    Anything,
+}
+
+macro_rules! functions {
+    ($($name:ident: $takes:expr;)+) => {
+        /// One function.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(usize)]
+        #[allow(non_camel_case_types)] // The driver's own spelling.
+        pub(super) enum Function { $($name,)+ }
+
+        impl Function {
+            /// Every function, in the order of their numbers.
+            pub(super) const ALL: [Self; [$(stringify!($name)),+].len()] = [$(Self::$name),+];
+
+            /// The name that it is exported under.
+            pub(super) const fn symbol(self) -> &'static str {
+                match self { $(Self::$name => stringify!($name),)+ }
+            }
+
+            /// What a call takes away.
+            pub(super) const fn takes(self) -> Takes {
+                match self { $(Self::$name => $takes,)+ }
+            }
+
+            /// Where its patched entry leads.
+            pub(super) fn hook(self) -> usize {
+                let hook = match self { $(Self::$name => hook::hook::<{ Self::$name as usize }> as *const (),)+ };
+                hook.expose_provenance()
+            }
+        }
+    };
+}
+
+functions! {
+    cuMemFree: Takes::PointedLow;
+    cuMemFree_v2: Takes::Pointed;
+    cuMemFreeHost: Takes::Pointed;
+    cuMemFreeAsync: Takes::Pointed;
+    cuMemFreeAsync_ptsz: Takes::Pointed;
+    cuIpcCloseMemHandle: Takes::Pointed;
+    cuCtxDestroy: Takes::Anything;
+    cuCtxDestroy_v2: Takes::Anything;
+    cuCtxDetach: Takes::Anything;
+    cuDevicePrimaryCtxRelease: Takes::Anything;
+    cuDevicePrimaryCtxRelease_v2: Takes::Anything;
+    cuDevicePrimaryCtxReset: Takes::Anything;
+    cuDevicePrimaryCtxReset_v2: Takes::Anything;
+    cuGreenCtxDestroy: Takes::Anything;
+    cuModuleUnload: Takes::Anything;
+    cuLibraryUnload: Takes::Anything;
+    cuGraphicsUnmapResources: Takes::Anything;
+    cuGraphicsUnmapResources_ptsz: Takes::Anything;
+    cuGraphicsUnregisterResource: Takes::Anything;
+    cuGLUnmapBufferObject: Takes::Anything;
+    cuGLUnmapBufferObjectAsync: Takes::Anything;
+    cuGLUnregisterBufferObject: Takes::Anything;
+}
+
+impl Function {
+    /// The function of a name.
+    pub(super) fn named(symbol: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|function| function.symbol() == symbol)
+    }
+
+    /// The pointer that a call frees; 0, as the driver has it, is none.
+    pub(super) const fn pointer(self, args: &Args) -> Option<u64> {
+        match self.takes() {
+            Takes::Pointed => Some(args[0] as u64),
+            Takes::PointedLow => Some(args[0] as u32 as u64),
+            Takes::Anything => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::Functions;
+
+    #[test]
+    fn every_function_that_is_looked_up_has_a_hook_and_the_reverse() {
+        let hooked: Vec<_> = Function::ALL.map(Function::symbol).to_vec();
+        assert_eq!(hooked, Functions::FREES);
+        assert!(hooked.iter().all(|symbol| Function::named(symbol).is_some()));
+        assert_eq!(Function::named("cuMemAlloc_v2"), None);
+    }
+
+    #[test]
+    fn a_pointer_is_as_wide_as_its_version_of_the_function_has_it() {
+        let args = [0x7f_0000_1000_usize, 0, 0, 0, 0, 0];
+        assert_eq!(Function::cuMemFree_v2.pointer(&args), Some(0x7f_0000_1000));
+        assert_eq!(Function::cuMemFree.pointer(&args), Some(0x1000));
+        assert_eq!(Function::cuCtxDestroy_v2.pointer(&args), None);
+    }
+}

@@ -1,0 +1,224 @@
+//! The driver's frees, hooked: the fake's entries are the real library's.
+
+use std::sync::Arc;
+
+use hmem_core::{
+    Address, AddressRange, AllocationKind, ErrorKind, Iface,
+    monitor::{Cause, Change, Invalidator, Monitor, MonitorStyle},
+};
+use hmem_fake_cuda::Profile;
+use hmem_iface_cuda::{
+    FreeHooks, MonitorKind,
+    sys::{self, CuDevicePtr, Functions},
+};
+use parking_lot::Mutex;
+
+use crate::world::{World, check};
+
+/// Notes of each change whether the memory was there when it began, and when it had ended.
+#[derive(Debug)]
+struct Witness {
+    functions: Functions,
+    at: u64,
+    seen: Mutex<Vec<(AddressRange, bool)>>,
+    ended: Mutex<Vec<bool>>,
+}
+
+impl Witness {
+    fn new(world: &World, at: u64) -> Arc<Self> {
+        let functions = world.app.functions.clone();
+        Arc::new(Self { functions, at, seen: Mutex::default(), ended: Mutex::default() })
+    }
+
+    fn there(&self) -> bool {
+        let (mut attribute, mut kind) = (sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, 0u32);
+        let mut place = std::ptr::from_mut(&mut kind).cast();
+        // SAFETY: one attribute with a place of its width.
+        let code = unsafe { (self.functions.pointer_get_attributes)(1, &mut attribute, &mut place, self.at) };
+        code.is_success() && kind != 0
+    }
+}
+
+impl Invalidator for Witness {
+    fn invalidate(&self, range: AddressRange, cause: Cause) {
+        let change = self.begin(range, cause);
+        self.end(change);
+    }
+
+    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+        assert_eq!(cause, Cause::Free);
+        self.seen.lock().push((range, self.there()));
+        Change(0)
+    }
+
+    fn end(&self, _: Change) {
+        self.ended.lock().push(self.there());
+    }
+
+    fn close_gate(&self) {}
+
+    fn open_gate(&self) {}
+}
+
+/// A monitor that hooks, over every profile.
+fn each(show: impl Fn(&mut World, &dyn Monitor)) {
+    for profile in Profile::all() {
+        let mut world = World::with(profile, MonitorKind::Hooks);
+        let monitor = world.cuda.monitor().expect("hooks work on these entries");
+        show(&mut world, &*monitor);
+        drop(monitor);
+        world.end();
+    }
+}
+
+/// How the application frees what it allocated.
+type Free = Box<dyn FnOnce(&Functions)>;
+
+/// Memory of a kind that the application allocates.
+fn allocated(world: &mut World, kind: AllocationKind) -> (u64, Free) {
+    let mut pointer: CuDevicePtr = 0;
+    let mut host = std::ptr::null_mut();
+    let mut stream = sys::CuStream::NULL;
+    // SAFETY: every place is writable, and what is made here is freed once, by the closure.
+    world.app.current(|f| unsafe {
+        match kind {
+            AllocationKind::Host => check((f.mem_host_alloc)(&mut host, 10_000, 0)),
+            AllocationKind::Managed => check((f.mem_alloc_managed)(&mut pointer, 10_000, 1)),
+            AllocationKind::StreamOrdered => {
+                check((f.stream_create)(&mut stream, 1));
+                check(f.mem_alloc_async.expect("pools")(&mut pointer, 10_000, stream));
+            }
+            _ => check((f.mem_alloc)(&mut pointer, 10_000)),
+        }
+    });
+    if kind == AllocationKind::Host {
+        let at = host.expose_provenance() as u64;
+        // SAFETY: as above.
+        return (at, Box::new(move |f| check(unsafe { (f.mem_free_host)(at as *mut _) })));
+    }
+    let free = move |f: &Functions| {
+        // SAFETY: as above.
+        unsafe {
+            if stream == sys::CuStream::NULL {
+                check((f.mem_free)(pointer));
+            } else {
+                check(f.mem_free_async.expect("pools")(pointer, stream));
+                check((f.stream_destroy)(stream));
+            }
+        }
+    };
+    (pointer, Box::new(free))
+}
+
+const KINDS: [AllocationKind; 4] =
+    [AllocationKind::Device, AllocationKind::Host, AllocationKind::Managed, AllocationKind::StreamOrdered];
+
+#[test]
+fn mon_07_hooked_frees_of_the_application_are_told_before_the_memory_goes() {
+    each(|world, monitor| {
+        assert_eq!((monitor.name(), monitor.style()), ("cuda-hooks", MonitorStyle::Identity));
+        assert!(monitor.watches(Cause::Free) && monitor.why().contains("as was asked for"));
+        for kind in KINDS {
+            let (at, free) = allocated(world, kind);
+            let found = world.cuda.query(Address(at)).expect("query").expect("known");
+            assert_eq!(found.kind, kind, "{}", world.name);
+            let witness = Witness::new(world, at);
+            let part = found.range.slice(100, 50).expect("a part");
+            let subscription = monitor.subscribe(part, Arc::clone(&witness) as _).expect("subscribed");
+            world.app.current(|driver| free(driver));
+            assert_eq!(*witness.seen.lock(), [(found.range, true)], "{}: {kind:?}", world.name);
+            assert_eq!(*witness.ended.lock(), [false], "{}: {kind:?}", world.name);
+            monitor.unsubscribe(subscription);
+            let (_, free) = allocated(world, kind);
+            world.app.current(|driver| free(driver));
+            assert_eq!(witness.seen.lock().len(), 1, "unsubscribed");
+        }
+    });
+}
+
+#[test]
+fn mon_07_with_hooks_alone_a_hit_asks_nothing_but_of_stream_ordered_memory() {
+    each(|world, monitor| {
+        for kind in KINDS {
+            let memory = world.allocate(4096, kind);
+            let before = world.driver().all_calls();
+            assert!(monitor.valid(&memory).expect("ask"));
+            let asked = world.driver().all_calls() - before;
+            assert_eq!(asked, u64::from(kind == AllocationKind::StreamOrdered), "{kind:?}");
+            world.free(&memory);
+        }
+        let memory = world.allocate(4096, AllocationKind::Virtual);
+        assert!(!monitor.valid(&memory).expect("ask"), "VMM memory is never a hit");
+        world.free(&memory);
+    });
+}
+
+/// What the driver cannot say the extent of takes everything with it; a null pointer takes nothing.
+#[test]
+fn mon_07_a_free_of_unknown_extent_is_told_as_everything() {
+    each(|world, monitor| {
+        let memory = world.allocate(4096, AllocationKind::Device);
+        let witness = Witness::new(world, memory.base().0);
+        let subscription = monitor.subscribe(memory.range, Arc::clone(&witness) as _).expect("subscribed");
+        world.app.current(|driver| {
+            // SAFETY: the driver refuses both.
+            unsafe {
+                assert!(!(driver.mem_free)(0).is_success());
+                assert!(!(driver.mem_free)(0x1234).is_success());
+            }
+        });
+        let context = world.app.create_context();
+        world.app.destroy_context(context);
+        let seen: Vec<_> = witness.seen.lock().iter().map(|(range, there)| (range.len(), *there)).collect();
+        assert_eq!(seen, [(u64::MAX, true); 2]);
+        assert_eq!(*witness.ended.lock(), [true; 2]);
+        monitor.unsubscribe(subscription);
+        world.free(&memory);
+    });
+}
+
+#[test]
+fn mon_03_hooks_are_put_in_once_and_taken_out_with_their_last_user() {
+    let world = World::fake(Profile::default());
+    let functions = &world.app.functions;
+    let code = || -> Vec<[u8; 16]> {
+        let entries = functions.frees().iter();
+        // SAFETY: code of this program is readable.
+        entries
+            .map(|(_, entry)| unsafe { std::ptr::with_exposed_provenance::<[u8; 16]>(*entry).read() })
+            .collect()
+    };
+    let before = code();
+    assert!(before.len() >= 6, "the fake has what an application calls");
+    let (one, other) =
+        (FreeHooks::start(functions).expect("one"), FreeHooks::start(functions).expect("other"));
+    assert_eq!(one.functions().len(), before.len());
+    assert!(code().iter().zip(&before).all(|(now, then)| now != then));
+    drop(one);
+    other.check().expect("still there");
+    drop(other);
+    assert!(code() == before);
+    world.end();
+}
+
+/// MON-04: each explains itself, and injected functions are not patched unless it is asked for.
+#[test]
+fn mon_04_the_monitor_says_which_it_is_and_why() {
+    for (kind, name, words) in [
+        (MonitorKind::Auto, "cuda-identity", "injected"),
+        (MonitorKind::Identity, "cuda-identity", "no other was asked for"),
+        (MonitorKind::Hooks, "cuda-hooks", "graph nodes"),
+    ] {
+        let world = World::with(Profile::default(), kind);
+        let monitor = world.cuda.monitor().expect("a monitor");
+        assert_eq!(monitor.name(), name);
+        assert!(monitor.why().contains(words), "{}", monitor.why());
+        drop(monitor);
+        world.end();
+    }
+    let error = "kdreg2".parse::<MonitorKind>().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    for known in ["auto", "hooks", "identity", "kdreg2"] {
+        assert!(error.to_string().contains(known), "{error}");
+    }
+}

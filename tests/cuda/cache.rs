@@ -1,0 +1,319 @@
+//! Cached registrations of CUDA memory: a freed and reallocated address is never a hit, whoever frees, and a hit asks the
+//! driver once at most.
+
+use std::sync::Arc;
+
+use hmem::{
+    Access, Address, AddressRange, AllocationKind, DeviceId, Domain, Endpoint, Iface, IfaceExt, MemoryRegion,
+    cache::Uncached,
+    cuda::{
+        MonitorKind,
+        sys::{CuContext, CuDevicePtr, CuResult, Functions},
+    },
+    iface::AllocRequest,
+    monitor::Cause,
+    p2p::loopback::Memory,
+    path::{P2pPolicy, Path},
+    provider::{CompletionQueue, EndpointAttr},
+    transfer::{PeerId, RemoteSegment},
+};
+use hmem_fake_cuda::Profile;
+
+use crate::link::{IMPORTS, Link};
+
+/// The monitors that can be shown here: hooks patch the fake's entries, which are the real library's on x86-64 only.
+const MONITORS: &[MonitorKind] = if cfg!(target_arch = "x86_64") {
+    &[MonitorKind::Identity, MonitorKind::Hooks]
+} else {
+    &[MonitorKind::Identity]
+};
+
+fn check(code: CuResult) {
+    assert_eq!(code, CuResult::CUDA_SUCCESS);
+}
+
+/// The application's own calls of the driver, each with the device's primary context current.
+struct App<'a>(&'a Functions, CuContext);
+
+impl<'a> App<'a> {
+    fn new(driver: &'a Functions) -> Self {
+        let mut context = CuContext::NULL;
+        // SAFETY: the place is writable; device 0 is there.
+        check(unsafe { (driver.primary_ctx_retain)(&mut context, 0) });
+        Self(driver, context)
+    }
+
+    fn current<T>(&self, run: impl FnOnce(&Functions) -> T) -> T {
+        // SAFETY: retained above.
+        check(unsafe { (self.0.ctx_push_current)(self.1) });
+        let result = run(self.0);
+        let mut popped = CuContext::NULL;
+        // SAFETY: the place is writable.
+        check(unsafe { (self.0.ctx_pop_current)(&mut popped) });
+        result
+    }
+
+    fn allocate(&self, len: u64) -> AddressRange {
+        let mut pointer: CuDevicePtr = 0;
+        // SAFETY: the place is writable.
+        self.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, len as usize) }));
+        AddressRange::new(Address(pointer), len).expect("a range")
+    }
+
+    fn free(&self, memory: AddressRange) {
+        // SAFETY: allocated by `allocate`, and used by nobody.
+        self.current(|driver| check(unsafe { (driver.mem_free)(memory.start().0) }));
+    }
+}
+
+impl Drop for App<'_> {
+    fn drop(&mut self) {
+        // SAFETY: retained once by `new`.
+        check(unsafe { (self.0.primary_ctx_release)(0) });
+    }
+}
+
+/// A peer that reads what a key reaches.
+struct Reader<'a> {
+    domain: &'a Domain,
+    queue: Arc<dyn CompletionQueue>,
+    from: Endpoint,
+    _to: Endpoint,
+    peer: PeerId,
+}
+
+impl<'a> Reader<'a> {
+    fn new(link: &'a Link) -> Self {
+        let domain = &link.domain;
+        let queue = domain.open_cq(8).expect("a queue");
+        let open = || domain.open_endpoint(&EndpointAttr::new(&queue)).expect("an endpoint");
+        let (from, to) = (open(), open());
+        let peer = from.resolve(&to.name()).expect("the peer");
+        Self { domain, queue, from, _to: to, peer }
+    }
+
+    /// The region's first bytes.
+    fn first(&self, region: &MemoryRegion) -> [u8; 16] {
+        let into = self.domain.register(vec![0u8; 16], Access::READ).expect("a buffer");
+        let key = region.key().expect("a key");
+        let remote = [RemoteSegment { address: key.base(), len: 16, key: &key }];
+        self.from.read(&[into.slice(0, 16).expect("all")], &remote, self.peer, 1).expect("posted");
+        let mut done = Vec::new();
+        while self.queue.read(&mut done, 1).expect("the queue") == 0 {}
+        done.remove(0).result.expect("read");
+        into.close().expect("closed").try_into().expect("16 bytes")
+    }
+}
+
+fn bytes_of(round: u32) -> [u8; 16] {
+    let mut bytes = [0; 16];
+    bytes[..4].copy_from_slice(&round.to_le_bytes());
+    bytes[4..8].copy_from_slice(&(!round).to_le_bytes());
+    bytes
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Freed {
+    ThroughTheIface,
+    ByTheApplication,
+}
+
+/// What rounds of allocating, registering, reading and freeing showed.
+#[derive(Debug, Default)]
+struct Shown {
+    reused: u32,
+    /// The driver's calls of the dearest hit.
+    calls: u64,
+}
+
+fn rounds(link: &Link, kind: AllocationKind, freed: Freed, rounds: u32) -> Shown {
+    let (app, reader) = (App::new(&link.functions), Reader::new(link));
+    let cache = link.domain.cache().expect("a cache");
+    let before = cache.statistics();
+    let mut shown = Shown::default();
+    let mut last = None;
+    for round in 0..rounds {
+        let request = AllocRequest { len: 3 << 20, device: DeviceId(0), kind };
+        let (memory, ours) = match freed {
+            Freed::ThroughTheIface => {
+                let allocation = link.cuda.allocate(&request).expect("allocate");
+                (allocation.range, Some(allocation))
+            }
+            Freed::ByTheApplication => (app.allocate(request.len), None),
+        };
+        shown.reused += u32::from(last.replace(memory) == Some(memory));
+        link.cuda.write(memory.start(), &bytes_of(round)).expect("write");
+        // SAFETY: the region is not used once its memory is freed, which is what the cache sees to.
+        let first = unsafe { link.cache_get(memory) };
+        assert!(first.lease().uncached().is_none(), "{:?}", first.lease());
+        assert_eq!(reader.first(&first), bytes_of(round), "round {round}: bytes of what was there before");
+        drop(first);
+        let calls = link.driver.all_calls();
+        // SAFETY: as above.
+        let again = unsafe { link.cache_get(memory) };
+        shown.calls = shown.calls.max(link.driver.all_calls() - calls);
+        assert_eq!(reader.first(&again), bytes_of(round));
+        drop(again);
+        match ours {
+            // SAFETY: allocated above, and used by nobody.
+            Some(allocation) => unsafe { link.cuda.free(&allocation) }.expect("free"),
+            None => app.free(memory),
+        }
+    }
+    let after = cache.statistics();
+    let count = u64::from(rounds);
+    assert_eq!(after.registrations - before.registrations, count, "each allocation is registered once");
+    assert_eq!(after.hits - before.hits, count, "and hit once");
+    cache.clear();
+    cache.flush();
+    assert_eq!(cache.statistics().entries, 0);
+    shown
+}
+
+fn worlds(rounds_each: u32, show: impl Fn(&Link, MonitorKind, u32)) {
+    for profile in Profile::all() {
+        for monitor in MONITORS {
+            let link = Link::cached(profile.clone(), IMPORTS, P2pPolicy::Enabled, Memory::Pinned, *monitor);
+            show(&link, *monitor, rounds_each);
+        }
+    }
+}
+
+/// MR-07, CACHE-02 and MON-07: over every profile, monitor and way to free, 4,800 rounds in all.
+#[test]
+fn mr_07_cached_cuda_memory_that_comes_back_at_its_address_is_never_a_stale_hit() {
+    worlds(200, |link, monitor, count| {
+        for freed in [Freed::ThroughTheIface, Freed::ByTheApplication] {
+            let shown = rounds(link, AllocationKind::Device, freed, count);
+            assert_eq!(shown.reused, count - 1, "{monitor}, {freed:?}: the address did not come back");
+            let most = u64::from(monitor == MonitorKind::Identity);
+            assert_eq!(shown.calls, most, "{monitor}, {freed:?}: driver calls of a hit");
+        }
+        let now = link.domain.cache().expect("a cache").statistics();
+        let (told, asked) = (now.invalidations(Cause::Free), now.invalidations(Cause::Identity));
+        match monitor {
+            MonitorKind::Hooks => assert_eq!((told, asked), (2 * u64::from(count), 0), "{now:?}"),
+            // The application's frees but for the last, which nobody asked after.
+            _ => assert_eq!((told, asked), (count.into(), u64::from(count) - 1), "{now:?}"),
+        }
+    });
+}
+
+/// CACHE-02 for the other kinds that are cached: what a hit may rest on differs.
+#[test]
+fn cache_02_each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
+    worlds(20, |link, monitor, count| {
+        for kind in [AllocationKind::Host, AllocationKind::Managed, AllocationKind::StreamOrdered] {
+            let shown = rounds(link, kind, Freed::ThroughTheIface, count);
+            assert!(shown.reused > 0, "{monitor}, {kind:?}: no address came back");
+            // Stream-ordered memory goes when its stream gets there, whoever told of it before.
+            let asks = monitor == MonitorKind::Identity || kind == AllocationKind::StreamOrdered;
+            assert_eq!(shown.calls, u64::from(asks), "{monitor}, {kind:?}");
+        }
+        let request = AllocRequest { len: 3 << 20, device: DeviceId(0), kind: AllocationKind::Virtual };
+        let memory = link.cuda.allocate(&request).expect("allocate");
+        // SAFETY: closed before the memory is freed.
+        let region = unsafe { link.cache_get(memory.range) };
+        assert!(matches!(region.lease().uncached(), Some(Uncached::Unwatched(_))), "{:?}", region.lease());
+        drop(region);
+        // SAFETY: used by nobody.
+        unsafe { link.cuda.free(&memory) }.expect("free");
+    });
+}
+
+/// CACHE-02: two devices have two entries, and what one frees does not touch the other.
+#[test]
+fn cache_02_memory_of_two_devices_is_two_entries_and_each_dies_by_its_own_free() {
+    worlds(1, |link, monitor, _| {
+        let cache = link.domain.cache().expect("a cache");
+        let allocate = |device| {
+            let request = AllocRequest { len: 2 << 20, device, kind: AllocationKind::Device };
+            link.cuda.allocate(&request).expect("allocate")
+        };
+        let (one, other) = (allocate(DeviceId(0)), allocate(DeviceId(1)));
+        for memory in [&one, &other] {
+            // SAFETY: not used once the memory is freed.
+            let region = unsafe { link.cache_get(memory.range) };
+            assert_eq!(region.iface().expect("registered").1, memory.device, "{monitor}");
+        }
+        // SAFETY: used by nobody.
+        unsafe { link.cuda.free(&one) }.expect("free");
+        let before = cache.statistics();
+        // SAFETY: alive until below.
+        drop(unsafe { link.cache_get(other.range) });
+        let after = cache.statistics();
+        assert_eq!((after.hits - before.hits, after.registrations), (1, before.registrations), "{monitor}");
+        // SAFETY: used by nobody.
+        unsafe { link.cuda.free(&other) }.expect("free");
+    });
+}
+
+/// With hooks a registration is closed when its memory goes, and not when somebody next asks.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn mon_07_with_hooks_nothing_stays_registered_when_the_application_frees() {
+    for profile in Profile::all() {
+        let link = Link::cached(profile, IMPORTS, P2pPolicy::Enabled, Memory::Pinned, MonitorKind::Hooks);
+        let (app, cache) = (App::new(&link.functions), link.domain.cache().expect("a cache"));
+        let memory: Vec<_> = (0..20).map(|_| app.allocate(64 << 10)).collect();
+        for memory in &memory {
+            // SAFETY: not used once the memory is freed.
+            drop(unsafe { link.cache_get(*memory) });
+        }
+        assert_eq!((cache.statistics().entries, link.domain.live().regions), (20, 20));
+        for (freed, memory) in memory.iter().enumerate() {
+            app.free(*memory);
+            cache.flush();
+            assert_eq!(link.domain.live().regions, 19 - freed as u64, "and only that one");
+        }
+        // What takes memory of every kind away takes every entry.
+        let memory = app.allocate(64 << 10);
+        // SAFETY: as above.
+        drop(unsafe { link.cache_get(memory) });
+        let (name, reset) = link
+            .functions
+            .frees()
+            .iter()
+            .find(|(name, _)| *name == "cuDevicePrimaryCtxReset_v2")
+            .expect("there");
+        // SAFETY: the fake's function of this name, which takes a device.
+        let reset: unsafe extern "C" fn(i32) -> CuResult =
+            unsafe { std::mem::transmute(std::ptr::with_exposed_provenance::<()>(*reset)) };
+        // SAFETY: nobody uses what goes with the context.
+        check(unsafe { reset(0) });
+        cache.flush();
+        assert_eq!(link.domain.live().regions, 0, "{name}");
+    }
+}
+
+/// MR-07 with several threads, among which the driver hands the same addresses around.
+#[test]
+fn mr_07_threads_that_free_what_others_get_at_once_never_hit_what_was_there_before() {
+    for monitor in MONITORS {
+        let link = Link::cached(Profile::default(), IMPORTS, P2pPolicy::Enabled, Memory::Pinned, *monitor);
+        std::thread::scope(|scope| {
+            for thread in 0..3u32 {
+                let link = &link;
+                scope.spawn(move || {
+                    let (app, reader) = (App::new(&link.functions), Reader::new(link));
+                    for round in 0..300 {
+                        let mark = bytes_of(round * 4 + thread);
+                        let memory = app.allocate(1 << 20);
+                        link.cuda.write(memory.start(), &mark).expect("write");
+                        for _ in 0..2 {
+                            // SAFETY: not used once the memory is freed.
+                            let region = unsafe { link.cache_get(memory) };
+                            assert_eq!(reader.first(&region), mark, "{monitor}, round {round} of {thread}");
+                        }
+                        app.free(memory);
+                    }
+                });
+            }
+        });
+        let cache = link.domain.cache().expect("a cache");
+        let now = cache.statistics();
+        assert!(now.hits > 0 && now.registrations >= 900, "{monitor}: {now:?}");
+        let path = cache.entries().first().and_then(|entry| entry.region);
+        assert!(matches!(path, None | Some(Path::DmaBuf)), "{path:?}");
+    }
+}

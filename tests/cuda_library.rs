@@ -1,0 +1,92 @@
+//! A CUDA driver that is loaded, as the real one is: its frees are hooked unasked, and an application that calls them
+//! straight leaves nothing registered. The library is the fake's; one test, since a process has one driver.
+#![cfg(all(feature = "cuda", target_arch = "x86_64"))]
+#![allow(unsafe_code)]
+
+use std::{ffi::CStr, path::PathBuf, sync::Arc};
+
+use hmem::{
+    Access, Address, AddressRange, CacheAttr, DomainAttr, Hmem, IfaceExt, IfaceKind,
+    cuda::{
+        Cuda,
+        sys::{CuContext, CuDevicePtr, CuResult, Functions},
+    },
+    monitor::Cause,
+    p2p::loopback::{Loopback, Memory},
+};
+use libloading::os::unix::Library;
+
+/// Cargo builds it beside this test, of whose dependencies it is one.
+fn path() -> PathBuf {
+    let _: fn() -> Vec<hmem_fake_cuda::Profile> = hmem_fake_cuda::Profile::all;
+    let test = std::env::current_exe().expect("this test");
+    let library = test.parent().expect("a folder").join("libhmem_fake_cuda.so");
+    assert!(library.exists(), "{} was not built", library.display());
+    library
+}
+
+/// MON-07, CACHE-02, MR-07
+#[test]
+fn mon_07_frees_straight_through_a_loaded_library_kill_what_is_cached_before_the_memory_goes() {
+    let path = path();
+    let cuda = Arc::new(Cuda::builder().library(&path).open().expect("the fake driver"));
+    // The application's own way to the library.
+    // SAFETY: loaded already, so that no initialiser runs.
+    let library = unsafe { Library::new(&path) }.expect("loaded just now");
+    let driver = Functions::load(&path).expect("loaded just now");
+    // SAFETY: the fake's own function.
+    let calls = *unsafe {
+        library.get::<unsafe extern "C" fn(*const std::ffi::c_char) -> u64>("hmem_fake_cuda_calls")
+    }
+    .expect("the fake has it");
+    // SAFETY: C strings.
+    let calls = |name: &CStr| unsafe { calls(name.as_ptr()) };
+
+    let nic = Loopback::builder().memory(Memory::Pinned).build().expect("the software NIC");
+    let hmem = Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&cuda) as _).provider(nic);
+    let hmem = hmem.build().expect("started");
+    let attr = DomainAttr { cache: Some(CacheAttr::default()), ..DomainAttr::default() };
+    let domain = hmem.domain("loopback", attr).expect("a domain");
+    let cache = domain.cache().expect("a cache");
+    let monitor = cache.monitor(IfaceKind::CUDA).expect("a monitor");
+    assert_eq!(monitor.name(), "cuda-hooks+identity", "{}", monitor.why());
+
+    let check = |code| assert_eq!(code, CuResult::CUDA_SUCCESS);
+    let mut context = CuContext::NULL;
+    // SAFETY: the place is writable, device 0 is there, and its context is this thread's.
+    unsafe {
+        check((driver.primary_ctx_retain)(&mut context, 0));
+        check((driver.ctx_push_current)(context));
+    }
+    let (mut last, mut reused) = (0, 0);
+    for round in 0..500u32 {
+        let mut at: CuDevicePtr = 0;
+        // SAFETY: the place is writable.
+        check(unsafe { (driver.mem_alloc)(&mut at, 1 << 20) });
+        reused += u32::from(std::mem::replace(&mut last, at) == at);
+        let range = AddressRange::new(Address(at), 1 << 20).expect("a range");
+        cuda.write(range.start(), &round.to_le_bytes()).expect("write");
+        for asked in [None, Some(1)] {
+            let before = calls(c"");
+            // SAFETY: not used once the memory is freed.
+            let region = unsafe { cache.get(range, Access::REMOTE_READ) }.expect("registered");
+            assert!(region.lease().uncached().is_none(), "{:?}", region.lease());
+            if let Some(most) = asked {
+                assert_eq!(calls(c"") - before, most, "the driver's calls of a hit");
+            }
+        }
+        assert_eq!(domain.live().regions, 1, "round {round}");
+        // SAFETY: allocated above, and used by nobody.
+        check(unsafe { (driver.mem_free)(at) });
+        cache.flush();
+        assert_eq!(domain.live().regions, 0, "round {round}: registered memory that is freed");
+    }
+    assert_eq!(reused, 499, "the address did not come back");
+    let now = cache.statistics();
+    assert_eq!((now.registrations, now.hits, now.invalidations(Cause::Free)), (500, 500, 500), "{now:?}");
+    // SAFETY: as above.
+    unsafe {
+        check((driver.ctx_pop_current)(&mut context));
+        check((driver.primary_ctx_release)(0));
+    }
+}
