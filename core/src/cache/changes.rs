@@ -40,7 +40,8 @@ impl Changes {
         }
     }
 
-    /// Publishes a range. The caller then fences and looks for entries.
+    /// Publishes a range: with the exchange that takes the place, at first for all addresses. The caller then fences and looks
+    /// for entries.
     pub(super) fn begin(&self, start: u64, last: u64, cause: Cause) -> Change {
         let mut taken = self.taken.load(Ordering::Relaxed);
         loop {

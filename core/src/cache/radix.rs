@@ -202,31 +202,50 @@ impl Radix {
     /// Calls `visit` with every entry that stands in a slot of these pages from before the walk until after it; more than
     /// once where it stands in several. Others may be among them.
     pub(super) fn walk(&self, first: u64, last: u64, visit: &mut impl FnMut(u32)) {
-        self.walk_node(ROOT, TOP, first, last.min((END - 1) >> PAGE_BITS), visit);
+        let last = last.min((END - 1) >> PAGE_BITS);
+        let (mut node, mut level) = (ROOT, TOP);
+        // Down to the lowest node that has all the pages, where only nodes lead.
+        while level > 0 && first >> span_bits(level) == last >> span_bits(level) {
+            let value = self.nodes.at(node).slots[slot_of(first, level)].load(Ordering::Acquire);
+            if value == 0 {
+                return;
+            }
+            if value & NODE == 0 {
+                break;
+            }
+            (node, level) = (value & INDEX, level - 1);
+        }
+        self.walk_node(node, level, first, last, visit);
     }
 
     fn walk_node(&self, node: u32, level: u32, first: u64, last: u64, visit: &mut impl FnMut(u32)) {
         let bits = span_bits(level);
-        let slots = &self.nodes.at(node).slots;
-        let (mut unit, end) = (first >> bits, last >> bits);
+        let slots = &self.nodes.at(node).slots[slot_of(first, level)..=slot_of(last, level)];
+        let mut unit = first >> bits;
         let mut before = 0;
-        while unit <= end {
-            let slot = &slots[unit as usize & (FAN - 1)];
-            let mut value = slot.load(Ordering::Acquire);
-            if value & CHAIN != 0 {
-                value = self.walk_chain(slot, value, visit);
+        // Most are empty, which is seen for several at once.
+        for slots in slots.chunks(8) {
+            if slots.iter().fold(0, |any, slot| any | slot.load(Ordering::Acquire)) == 0 {
+                unit += slots.len() as u64;
+                continue;
             }
-            if value & NODE != 0 {
-                if level > 0 {
-                    let from = first.max(unit << bits);
-                    let to = last.min(((unit + 1) << bits) - 1);
-                    self.walk_node(value & INDEX, level - 1, from, to, visit);
+            for slot in slots {
+                let mut value = slot.load(Ordering::Acquire);
+                if value & CHAIN != 0 {
+                    value = self.walk_chain(slot, value, visit);
                 }
-            } else if value != 0 && value != before {
-                visit(value);
+                if value & NODE != 0 {
+                    if level > 0 {
+                        let from = first.max(unit << bits);
+                        let to = last.min(((unit + 1) << bits) - 1);
+                        self.walk_node(value & INDEX, level - 1, from, to, visit);
+                    }
+                } else if value != 0 && value != before {
+                    visit(value);
+                }
+                before = value;
+                unit += 1;
             }
-            before = value;
-            unit += 1;
         }
     }
 

@@ -16,7 +16,7 @@ use super::{
     gate::Gate,
     radix::{self, MAX_INDEX, Radix, Shape},
     statistics::Counters,
-    sync::{AtomicBool, AtomicU32, Barrier, Condvar, Mutex, Ordering, announce},
+    sync::{AtomicBool, AtomicU32, Barrier, Condvar, Mutex, Ordering, announce_by_exchange},
 };
 use crate::{
     AddressRange, Error, Result,
@@ -273,7 +273,7 @@ impl<S: Source> Invalidator for Shared<S> {
     fn begin(&self, range: AddressRange, cause: Cause) -> Change {
         let (start, last) = whole_pages(range);
         let change = self.changes.begin(start, last, cause);
-        announce();
+        announce_by_exchange();
         if !self.gate.is_forked() {
             self.kill_range(range, cause);
         }
