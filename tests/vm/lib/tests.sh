@@ -16,6 +16,7 @@ suite() {
         echo "--package hmem-p2p --features verbs --test verbs_*"
     fi
     echo "--package hmem --test behaviour"
+    echo "--package hmem --test cache_stale"
     # They run the command, which is built with them.
     echo "--package hmem-cli --test *_verbs"
 }

@@ -1,0 +1,389 @@
+//! Is a stale hit possible, over a NIC that keeps the pages that it registered? With no monitor it is, which proves the test;
+//! with a monitor on, by no cause that it watches.
+//!
+//! In each round a page is replaced, its owner writes the round's number, and a NIC moves it: a peer reads it through a
+//! cached region, or it is sent from memory that names no region. The loopback's pinned mode stands for the NIC, and
+//! where `HMEM_VERBS_DEVICE` names an RDMA device, that device too.
+
+use std::{
+    env,
+    process::Command,
+    ptr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+    },
+    thread,
+};
+
+use hmem::{
+    Access, Address, AddressRange, CacheAttr, Domain, DomainAttr, Endpoint, Hmem, Iova, MrMode, RemoteKey,
+    Result,
+    monitor::Monitor,
+    p2p::loopback::{Loopback, Memory},
+    provider::{CompletionQueue, EndpointAttr, Provider},
+    system::monitor::{Import, Layered, MemHooks, UserFaultFd, Watcher},
+    transfer::{LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
+};
+
+const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+/// What RDMA devices need.
+const MODE: MrMode = MrMode::LOCAL.union(MrMode::VIRT_ADDR).union(MrMode::ALLOCATED).union(MrMode::PROV_KEY);
+const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
+const OWN: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+const FIXED: i32 = OWN | libc::MAP_FIXED;
+
+fn page() -> usize {
+    // SAFETY: asks for a number.
+    unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
+}
+
+fn map(at: *mut libc::c_void, flags: i32) -> *mut libc::c_void {
+    // SAFETY: new pages, or in place of the test's own.
+    let mapped = unsafe { libc::mmap(at, page(), RW, flags, -1, 0) };
+    assert_ne!(mapped, libc::MAP_FAILED);
+    mapped
+}
+
+fn unmap(at: *mut libc::c_void) {
+    // SAFETY: the test's own page.
+    assert_eq!(unsafe { libc::munmap(at, page()) }, 0);
+}
+
+/// Maps where nothing is, past the C library, so that only the cause itself is noticed.
+fn raw_map(at: *mut libc::c_void) {
+    // SAFETY: the addresses are the test's, which has just given up what was there.
+    let mapped = unsafe { libc::syscall(libc::SYS_mmap, at, page(), RW, FIXED, -1, 0) };
+    assert_eq!(mapped as usize, at.addr());
+}
+
+/// Makes the page at an address another one.
+type Replace = fn(*mut libc::c_void);
+type Cause = (&'static str, Replace);
+
+const HOOKED: [Cause; 4] = [
+    ("munmap", |at| {
+        unmap(at);
+        raw_map(at);
+    }),
+    ("MAP_FIXED", |at| {
+        map(at, FIXED);
+    }),
+    // SAFETY: the test's own page.
+    ("madvise", |at| assert_eq!(unsafe { libc::madvise(at, page(), libc::MADV_DONTNEED) }, 0)),
+    ("mremap", |at| {
+        let how = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        let elsewhere = map(ptr::null_mut(), OWN);
+        // SAFETY: the test's own pages.
+        assert_eq!(unsafe { libc::mremap(at, page(), page(), how, elsewhere) }, elsewhere);
+        raw_map(at);
+        unmap(elsewhere);
+    }),
+];
+
+const RAW: [Cause; 2] = [
+    ("raw munmap", |at| {
+        // SAFETY: the test's own page.
+        assert_eq!(unsafe { libc::syscall(libc::SYS_munmap, at, page()) }, 0);
+        raw_map(at);
+    }),
+    ("raw madvise", |at| {
+        // SAFETY: the test's own page.
+        assert_eq!(unsafe { libc::syscall(libc::SYS_madvise, at, page(), libc::MADV_DONTNEED) }, 0);
+    }),
+];
+
+/// An application that tells of no change.
+#[derive(Debug)]
+struct Silent;
+
+impl Watcher for Silent {
+    fn subscribe(&self, _: AddressRange) -> Result<()> {
+        Ok(())
+    }
+
+    fn unsubscribe(&self, _: AddressRange) {}
+}
+
+/// What moves the bytes.
+#[derive(Clone, Debug)]
+enum Nic {
+    Pinned,
+    Device(String),
+}
+
+/// The NICs to show it over: `HMEM_WORLD=verbs` leaves out the software one.
+fn nics() -> Vec<Nic> {
+    let device = env::var("HMEM_VERBS_DEVICE").ok().filter(|name| !name.is_empty()).map(Nic::Device);
+    let software = env::var("HMEM_WORLD").map_or(true, |worlds| worlds != "verbs").then_some(Nic::Pinned);
+    let nics: Vec<_> = software.into_iter().chain(device).collect();
+    assert!(!nics.is_empty(), "HMEM_WORLD=verbs needs HMEM_VERBS_DEVICE");
+    nics
+}
+
+impl Nic {
+    /// Rounds of each cause in the tier that everybody runs. A device of an emulated machine is slow.
+    fn rounds(&self) -> u64 {
+        match self {
+            Self::Pinned => 500,
+            Self::Device(_) => 100,
+        }
+    }
+
+    fn provider(&self) -> Arc<dyn Provider> {
+        match self {
+            Self::Pinned => {
+                let loopback = Loopback::builder().needs(MODE).memory(Memory::Pinned).build();
+                Arc::new(loopback.expect("a software NIC"))
+            }
+            Self::Device(_) => verbs(),
+        }
+    }
+}
+
+#[cfg(feature = "verbs")]
+fn verbs() -> Arc<dyn Provider> {
+    let verbs = hmem::p2p::verbs::Verbs::builder().connect_in_process(true).build();
+    Arc::new(verbs.expect("load libibverbs"))
+}
+
+#[cfg(not(feature = "verbs"))]
+fn verbs() -> Arc<dyn Provider> {
+    panic!("HMEM_VERBS_DEVICE names a device, and this build is without the cargo feature `verbs`")
+}
+
+/// Two endpoints of a domain with a cache, and a buffer to see what was moved.
+struct Net {
+    seen: hmem::Registered<Vec<u8>>,
+    key: RemoteKey,
+    cq: Arc<dyn CompletionQueue>,
+    endpoint: Endpoint,
+    _target: Endpoint,
+    peer: PeerId,
+    domain: Domain,
+}
+
+impl Net {
+    fn open(nic: &Nic, monitor: &Arc<dyn Monitor>) -> Self {
+        let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(Arc::clone(monitor));
+        let hmem = builder.build().expect("nothing in the way");
+        let name = match nic {
+            Nic::Pinned => None,
+            Nic::Device(name) => Some(name.clone()),
+        };
+        let cache = CacheAttr::default().max_count(1024).max_bytes(1 << 30).merge(false);
+        let attr = DomainAttr { nic: name, mr_mode: MODE, cache: Some(cache), ..DomainAttr::default() };
+        let domain = hmem.domain_on(&*nic.provider(), attr).expect("a domain");
+        let cq = domain.open_cq(16).expect("a queue");
+        let open = || domain.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint");
+        let (endpoint, target) = (open(), open());
+        let peer = endpoint.resolve(&target.name()).expect("the target");
+        target.resolve(&endpoint.name()).expect("the initiator");
+        let seen = domain.register(vec![0_u8; 8], REMOTE | Access::READ).expect("a buffer");
+        let key = seen.key().expect("a key");
+        Self { seen, key, cq, endpoint, _target: target, peer, domain }
+    }
+
+    fn finish(&self, posted: Result<()>) {
+        posted.expect("posted");
+        let mut done = Vec::with_capacity(1);
+        while self.cq.read(&mut done, 1).expect("the queue") == 0 {
+            std::hint::spin_loop();
+        }
+        assert_eq!(done.remove(0).result.expect("moved"), 8);
+    }
+
+    fn seen(&self) -> u64 {
+        let mut bytes = [0; 8];
+        self.seen.read(0, &mut bytes).expect("inside");
+        u64::from_ne_bytes(bytes)
+    }
+
+    /// What a peer reads at the beginning of the range, through the cache.
+    fn pulled(&self, range: AddressRange) -> u64 {
+        // SAFETY: the memory is the test's own; that it is cached when it goes is what the test is about.
+        let region = unsafe { self.domain.cache().expect("a cache").get(range, REMOTE) }.expect("registered");
+        let key = region.key().expect("a key");
+        let remote = [RemoteSegment { address: region.base_addr(), len: 8, key: &key }];
+        let local = [self.seen.slice(0, 8).expect("all of it")];
+        self.finish(self.endpoint.read(&local, &remote, self.peer, 1));
+        self.seen()
+    }
+
+    /// What is sent from the beginning of the range, which names no region.
+    fn pushed(&self, range: AddressRange) -> u64 {
+        let remote = [RemoteSegment { address: Iova(self.key.base().0), len: 8, key: &self.key }];
+        let local = [LocalSegment { address: range.start(), len: 8, desc: None }];
+        let operation = Operation::Write { remote: &remote };
+        let request = WorkRequest { operation, local: &local, peer: self.peer, context: 2 };
+        // SAFETY: as above; nothing refers into it.
+        self.finish(unsafe { self.endpoint.post(&request) });
+        self.seen()
+    }
+}
+
+/// Rounds in which the NIC moved a number of an earlier round, and how often something cached was told to be gone.
+fn stale(
+    nic: &Nic,
+    monitor: &Arc<dyn Monitor>,
+    replace: Replace,
+    rounds: u64,
+    adversary: bool,
+) -> (u64, u64) {
+    let net = Net::open(nic, monitor);
+    let at = map(ptr::null_mut(), OWN);
+    let range = AddressRange::new(Address(at.expose_provenance() as u64), page() as u64).expect("no wrap");
+    let (running, looked) = (AtomicBool::new(true), AtomicU64::new(0));
+    let mut stale = 0;
+    thread::scope(|scope| {
+        if adversary {
+            scope.spawn(|| {
+                let cache = net.domain.cache().expect("a cache");
+                while running.load(SeqCst) {
+                    // Registers in the middle of changes; where nothing is mapped that is refused.
+                    // SAFETY: as in `pulled`.
+                    drop(unsafe { cache.get(range, REMOTE) });
+                    looked.fetch_add(1, SeqCst);
+                }
+            });
+        }
+        // Also by a panic, or the adversary would go on for ever.
+        let _stop = Stop(&running);
+        for round in 1..=rounds {
+            // The second thread has its turns, also where there is one processor for both.
+            let before = looked.load(SeqCst);
+            while adversary && round % 16 == 1 && looked.load(SeqCst) == before {
+                thread::yield_now();
+            }
+            replace(at);
+            // SAFETY: the test's own page, which others only read as a NIC does.
+            unsafe { at.cast::<u64>().write_volatile(round) };
+            let moved = if round % 2 == 0 { net.pulled(range) } else { net.pushed(range) };
+            stale += u64::from(moved != round);
+        }
+    });
+    let cache = net.domain.cache().expect("a cache");
+    let now = cache.statistics();
+    assert_eq!(now.leases, 0);
+    cache.clear();
+    cache.flush();
+    assert_eq!(net.domain.live().regions, 1, "only the buffer is registered");
+    unmap(at);
+    (stale, now.all_invalidations())
+}
+
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, SeqCst);
+    }
+}
+
+fn none(monitor: &Arc<dyn Monitor>, causes: &[Cause], rounds: Option<u64>, adversary: bool) {
+    for nic in nics() {
+        for (cause, replace) in causes {
+            let rounds = rounds.unwrap_or(nic.rounds());
+            let (stale, told) = stale(&nic, monitor, *replace, rounds, adversary);
+            assert_eq!(stale, 0, "{cause} under {} over {nic:?}, of {rounds} rounds", monitor.name());
+            assert!(
+                told > rounds / 10,
+                "{cause} over {nic:?}: {told} of {rounds}: hardly anything was cached"
+            );
+        }
+    }
+}
+
+fn some(monitor: &Arc<dyn Monitor>, causes: &[Cause]) {
+    for nic in nics() {
+        for (cause, replace) in causes {
+            let (stale, _) = stale(&nic, monitor, *replace, 40, false);
+            assert!(
+                stale >= 30,
+                "{cause} over {nic:?}: {stale} of 40 rounds were stale, so that it shows nothing"
+            );
+        }
+    }
+}
+
+/// Runs `body` as the only test of a process: patched functions are the process's, and so are addresses that come back.
+fn alone(name: &str, body: impl FnOnce()) {
+    const ALONE: &str = "HMEM_TEST_ALONE";
+    if env::var(ALONE).is_ok_and(|alone| alone == name) {
+        return body();
+    }
+    let mut child = Command::new(env::current_exe().expect("the test binary"));
+    child.args([name, "--exact", "--nocapture", "--include-ignored", "--test-threads=1"]).env(ALONE, name);
+    let output = child.output().expect("a child");
+    let text = String::from_utf8_lossy(&output.stdout);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}{said}");
+}
+
+fn memhooks(rounds: Option<u64>) {
+    let hooks: Arc<dyn Monitor> = MemHooks::start().expect("memhooks work here");
+    none(&hooks, &HOOKED, rounds, false);
+    none(&hooks, &HOOKED, rounds, true);
+}
+
+/// Of the thread that unmaps: `docs/monitors.md` has the window of others.
+fn userfaultfd(rounds: Option<u64>) {
+    let events: Arc<dyn Monitor> = UserFaultFd::start().expect("userfaultfd works here");
+    none(&events, &HOOKED, rounds, false);
+    none(&events, &RAW, rounds, false);
+}
+
+fn both(rounds: Option<u64>) {
+    let hooks = MemHooks::start().expect("memhooks work here");
+    let events = UserFaultFd::start().expect("userfaultfd works here");
+    let both: Arc<dyn Monitor> = Layered::new(hooks, events);
+    none(&both, &HOOKED, rounds, true);
+    none(&both, &RAW, rounds, false);
+}
+
+#[test]
+fn mr_07_without_a_monitor_every_cause_leaves_stale_hits() {
+    alone("mr_07_without_a_monitor_every_cause_leaves_stale_hits", || {
+        let silent: Arc<dyn Monitor> = Import::new(Arc::new(Silent)).expect("a monitor");
+        some(&silent, &HOOKED);
+        some(&silent, &RAW);
+        // And what memhooks do not see.
+        let hooks: Arc<dyn Monitor> = MemHooks::start().expect("memhooks work here");
+        some(&hooks, &RAW);
+    });
+}
+
+#[test]
+fn cache_11_memhooks_leave_no_stale_hit_not_even_for_a_second_thread() {
+    alone("cache_11_memhooks_leave_no_stale_hit_not_even_for_a_second_thread", || memhooks(None));
+}
+
+#[test]
+fn cache_11_userfaultfd_leaves_no_stale_hit_for_the_thread_that_unmaps() {
+    alone("cache_11_userfaultfd_leaves_no_stale_hit_for_the_thread_that_unmaps", || userfaultfd(None));
+}
+
+#[test]
+fn cache_11_memhooks_with_userfaultfd_leave_no_stale_hit() {
+    alone("cache_11_memhooks_with_userfaultfd_leave_no_stale_hit", || both(None));
+}
+
+const MILLION: Option<u64> = Some(1_000_000);
+
+#[test]
+#[ignore = "the slow tier"]
+fn cache_11_slow_memhooks_leave_no_stale_hit_in_a_million_rounds() {
+    alone("cache_11_slow_memhooks_leave_no_stale_hit_in_a_million_rounds", || memhooks(MILLION));
+}
+
+#[test]
+#[ignore = "the slow tier"]
+fn cache_11_slow_userfaultfd_leaves_no_stale_hit_in_a_million_rounds() {
+    alone("cache_11_slow_userfaultfd_leaves_no_stale_hit_in_a_million_rounds", || userfaultfd(MILLION));
+}
+
+#[test]
+#[ignore = "the slow tier"]
+fn cache_11_slow_memhooks_with_userfaultfd_leave_no_stale_hit_in_a_million_rounds() {
+    alone("cache_11_slow_memhooks_with_userfaultfd_leave_no_stale_hit_in_a_million_rounds", || both(MILLION));
+}
