@@ -120,13 +120,15 @@ impl Registry {
 
     /// Whether no device iface claims the first or the last byte of a range.
     ///
+    /// Each is asked once where both bytes lie in one page: a page of host memory is nobody else's.
+    ///
     /// # Errors
     /// A failed driver call.
     #[inline]
     pub fn is_host(&self, range: AddressRange) -> Result<bool> {
-        let last = Address(range.start().0 + range.len().saturating_sub(1));
+        let (first, last) = ends(range);
         for iface in &self.devices {
-            for address in [range.start(), last] {
+            for address in [Some(first), last].into_iter().flatten() {
                 if iface.query(address)?.as_ref().is_some_and(is_claimed) {
                     return Ok(false);
                 }
@@ -145,7 +147,10 @@ impl Registry {
         let owner = self.owner_of(range.start())?;
         let crossed = match owner.allocation {
             Some(allocation) => Some(allocation).filter(|whole| !whole.range.contains_range(range)),
-            None => self.owner_of(Address(range.start().0 + range.len().saturating_sub(1)))?.allocation,
+            None => match ends(range).1 {
+                Some(last) => self.owner_of(last)?.allocation,
+                None => None,
+            },
         };
         match crossed {
             None => Ok(owner),
@@ -156,6 +161,15 @@ impl Registry {
                 .remedy("the range must lie in one allocation")),
         }
     }
+}
+
+/// Bytes of the smallest page that there is. Devices' memory and host memory share none.
+const PAGE: u64 = 4096;
+
+/// The first byte of a range, and the last one if it lies in another page.
+fn ends(range: AddressRange) -> (Address, Option<Address>) {
+    let (first, last) = (range.start().0, range.start().0 + range.len().saturating_sub(1));
+    (Address(first), (first / PAGE != last / PAGE).then_some(Address(last)))
 }
 
 fn is_claimed(allocation: &Allocation) -> bool {

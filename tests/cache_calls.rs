@@ -1,0 +1,88 @@
+//! How often a device's driver is asked whose host memory is: over the fake CUDA driver, which counts its calls.
+#![cfg(feature = "cuda")]
+#![allow(unsafe_code)]
+
+use std::{ptr, sync::Arc};
+
+use hmem::{
+    Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr, ErrorKind,
+    Hmem, Iface, IfaceKind, MrMode, Result,
+    cuda::{Cuda, sys::Functions},
+    iface::AllocRequest,
+    p2p::loopback::Loopback,
+    system::monitor::{Import, Watcher},
+};
+use hmem_fake_cuda::{FakeDriver, Profile};
+
+const PAGE: usize = 4096;
+
+#[derive(Debug)]
+struct Silent;
+
+impl Watcher for Silent {
+    fn subscribe(&self, _: AddressRange) -> Result<()> {
+        Ok(())
+    }
+
+    fn unsubscribe(&self, _: AddressRange) {}
+}
+
+fn range(start: usize, len: usize) -> AddressRange {
+    AddressRange::new(Address(start as u64), len as u64).expect("no wrap")
+}
+
+#[test]
+fn a_page_of_host_memory_takes_one_call_of_the_driver_and_a_cached_one_none() {
+    let driver = FakeDriver::start(Profile::default());
+    // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
+    let functions = unsafe { Functions::from_lookup(|name| driver.symbol(name)) }.expect("the table");
+    let cuda: Arc<dyn Iface> = Arc::new(Cuda::builder().functions(functions).open().expect("open"));
+    let import = Import::new(Arc::new(Silent)).expect("a monitor");
+    let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(import);
+    let builder = builder.provider(Loopback::builder().build().expect("a software NIC"));
+    let hmem = builder.shared_iface(Arc::clone(&cuda)).build().expect("started");
+    let registry = hmem.registry();
+    let (rights, own) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    // SAFETY: a new mapping.
+    let pages = unsafe { libc::mmap(ptr::null_mut(), 4 * PAGE, rights, own, -1, 0) };
+    assert_ne!(pages, libc::MAP_FAILED);
+    let at = pages.expose_provenance();
+
+    let of = |question: &dyn Fn()| {
+        let before = driver.all_calls();
+        question();
+        driver.all_calls() - before
+    };
+    assert_eq!(
+        of(&|| assert_eq!(registry.owner_of(Address(at as u64)).unwrap().iface, IfaceKind::SYSTEM)),
+        1
+    );
+    for (offset, len, calls) in [(0, 1, 1), (0, PAGE, 1), (100, 200, 1), (PAGE - 1, 2, 2), (0, 4 * PAGE, 2)] {
+        let asked = range(at + offset, len);
+        assert_eq!(of(&|| assert!(registry.is_host(asked).unwrap())), calls, "{len} bytes at {offset}");
+        let owner = of(&|| assert_eq!(registry.owner_of_range(asked).unwrap().iface, IfaceKind::SYSTEM));
+        assert_eq!(owner, calls, "{len} bytes at {offset}");
+    }
+
+    let attr =
+        DomainAttr { mr_mode: MrMode::empty(), cache: Some(CacheAttr::default()), ..DomainAttr::default() };
+    let domain = hmem.domain("loopback", attr).expect("a domain");
+    let cache = domain.cache().expect("a cache");
+    // SAFETY: the memory is the test's own.
+    let get = || drop(unsafe { cache.get(range(at, PAGE), Access::REMOTE_READ) }.expect("registered"));
+    get();
+    assert_eq!(of(&|| (0..10).for_each(|_| get())), 0);
+    assert_eq!(cache.statistics().hits, 10);
+    cache.clear();
+
+    // Device memory is found at whichever end of a range it is.
+    let request = AllocRequest { len: 2 << 20, device: DeviceId(0), kind: AllocationKind::Device };
+    let buffer = DeviceBuffer::allocate(&cuda, &request).expect("device memory");
+    let there = buffer.allocation().range;
+    assert!(!registry.is_host(there).unwrap());
+    let into = range(there.start().0 as usize - PAGE, 2 * PAGE);
+    assert!(!registry.is_host(into).unwrap());
+    assert_eq!(registry.owner_of_range(into).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    // SAFETY: the test's own mapping, which is registered no more.
+    assert_eq!(unsafe { libc::munmap(pages, 4 * PAGE) }, 0);
+}
