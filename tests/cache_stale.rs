@@ -126,7 +126,7 @@ impl Nic {
     fn rounds(&self) -> u64 {
         match self {
             Self::Pinned => 500,
-            Self::Device(_) => 100,
+            Self::Device(_) => 30,
         }
     }
 

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 
 use super::cached::{RegionCache, Registrations};
 use crate::{
-    Access, Address, Result,
+    Access, Address, AddressRange, Error, ErrorKind, Result,
     cache::OwnedLease,
     provider::{CompletionQueue, EndpointAttr, ProviderEndpoint},
     transfer::{Completion, LocalSegment, Operation, WorkRequest},
@@ -238,7 +238,7 @@ impl Leasing {
         bare: bool,
     ) -> Result<()> {
         let Some(context) = side.in_flight.admit(side.endpoint, request.context) else {
-            return Err(crate::Error::new(crate::ErrorKind::Again, "post")
+            return Err(Error::new(ErrorKind::Again, "post")
                 .remedy("too many requests are under way: read completions"));
         };
         let posted = if bare {
@@ -312,7 +312,7 @@ impl Leasing {
         if segment.desc.is_some() {
             return Ok(None);
         }
-        let range = crate::AddressRange::new(segment.address, segment.len)?;
+        let range = AddressRange::new(segment.address, segment.len)?;
         self.cache.lease(range, access, self.host)
     }
 
