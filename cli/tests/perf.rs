@@ -3,9 +3,10 @@
 mod hmem_process;
 
 use std::{
-    io::{Read, Write},
+    io::{self, Read, Write},
     net::{Shutdown, TcpListener, TcpStream},
     thread,
+    time::Duration,
 };
 
 use hmem_process::{Server, document_of, is_as_documented, one_line, perf, refused, text};
@@ -250,18 +251,24 @@ fn a_malformed_server_is_one_line_at_the_client() {
 fn a_peer_that_says_nothing_is_given_up() {
     let mut server = self::server(&[]);
     let mut stream = TcpStream::connect(("127.0.0.1", server.port)).expect("it listens");
+    stream.read_exact(&mut greeting(1)).expect("its greeting");
+    // Another byte whenever it has said nothing for a while, until it hangs up.
+    stream.set_read_timeout(Some(Duration::from_secs(1))).expect("a socket");
     let trickle = thread::spawn(move || {
-        for byte in greeting(1) {
+        for byte in message(&[b' '; 100]) {
             if stream.write_all(&[byte]).is_err() {
-                break;
+                return;
             }
-            thread::sleep(std::time::Duration::from_secs(2));
+            match stream.read(&mut [0]) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                hung_up => return drop(hung_up),
+            }
         }
-        stream
+        panic!("it waits for every byte anew");
     });
     one_line(&server.next_line(), &["no answer in time"]);
     assert_eq!(server.status(), Some(1));
-    trickle.join().expect("no panic");
+    trickle.join().expect("given up before the last byte");
 }
 
 #[test]

@@ -5,7 +5,7 @@ mod hmem_process;
 mod relay;
 
 use std::{
-    process::Command,
+    process::{Child, Command},
     sync::{Arc, Mutex, MutexGuard, mpsc},
 };
 
@@ -111,19 +111,8 @@ fn a_server_serves_one_client_after_another_and_the_table_names_the_path() {
     let server = device.server(&["--persistent"]);
     let before = resources();
     for size in ["8", "64KiB"] {
-        let output = hmem("perf", &[])
-            .args(server.client(&[
-                "--nic",
-                &device.nic,
-                "--size",
-                size,
-                "--iterations",
-                "20",
-                "--depth",
-                "3",
-            ]))
-            .output()
-            .expect("the command runs");
+        let arguments = server.client(&[&["--nic", &device.nic, "--size", size], &FEW[..]].concat());
+        let output = hmem("perf", &[]).args(arguments).output().expect("the command runs");
         assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
         for word in ["RMA write to server 127.0.0.1", "plain-host", &device.nic] {
             assert!(text(&output.stdout).contains(word), "{word} is not in:\n{}", text(&output.stdout));
@@ -132,35 +121,31 @@ fn a_server_serves_one_client_after_another_and_the_table_names_the_path() {
     assert_eq!(resources(), before, "the server holds nothing of clients that are gone");
 }
 
+/// A client that would transfer for minutes, once it has said that it does.
+fn transferring(device: &Device, port: u16, op: &str) -> (Child, Relay) {
+    let (running, told) = mpsc::channel();
+    let relay = Relay::to(port, move |from, message| {
+        if from == From::Client && *message == json!("running") {
+            // Again and again: only the first counts.
+            let _ = running.send(());
+        }
+    });
+    let port = relay.port.to_string();
+    let to = ["127.0.0.1", "--port", &port, "--nic", &device.nic];
+    let client = hmem("perf", &[&to[..], &["--op", op, "--size", "4096", "--duration", "600"]].concat())
+        .spawn()
+        .expect("the command starts");
+    told.recv().expect("the client says that it transfers");
+    (client, relay)
+}
+
 #[test]
 fn a_server_that_dies_in_mid_transfer_is_one_line_at_the_client() {
     let Some(device) = device() else { return };
     let before = resources();
     for op in ["write", "send"] {
         let server = device.server(&[]);
-        let (running, told) = mpsc::channel();
-        let relay = Relay::to(server.port, move |from, message| {
-            if from == From::Client && *message == json!("running") {
-                // Again and again: only the first counts.
-                let _ = running.send(());
-            }
-        });
-        let port = relay.port.to_string();
-        let client = [
-            "127.0.0.1",
-            "--port",
-            &port,
-            "--nic",
-            &device.nic,
-            "--op",
-            op,
-            "--size",
-            "4096",
-            "--duration",
-            "600",
-        ];
-        let client = hmem("perf", &client).spawn().expect("the command starts");
-        told.recv().expect("the client says that it transfers");
+        let (client, relay) = transferring(&device, server.port, op);
         // Killed with its handle.
         drop(server);
         let output = client.wait_with_output().expect("it ends");
@@ -176,28 +161,7 @@ fn a_client_that_dies_in_mid_transfer_is_one_line_at_the_server_which_serves_on(
     let mut server = device.server(&["--persistent"]);
     let before = resources();
     for op in ["write", "send"] {
-        let (running, told) = mpsc::channel();
-        let relay = Relay::to(server.port, move |from, message| {
-            if from == From::Client && *message == json!("running") {
-                let _ = running.send(());
-            }
-        });
-        let port = relay.port.to_string();
-        let client = [
-            "127.0.0.1",
-            "--port",
-            &port,
-            "--nic",
-            &device.nic,
-            "--op",
-            op,
-            "--size",
-            "4096",
-            "--duration",
-            "600",
-        ];
-        let mut client = hmem("perf", &client).spawn().expect("the command starts");
-        told.recv().expect("the client says that it transfers");
+        let (mut client, relay) = transferring(&device, server.port, op);
         client.kill().expect("it can be killed");
         client.wait().expect("it ends");
         one_line(&server.next_line(), &["hung up"]);

@@ -38,7 +38,7 @@ pub struct Imports {
     pub dma_buf: bool,
     /// Wants the PCIe mapping of a dma-buf tried first.
     pub pcie_mapping_first: bool,
-    /// Resolves device addresses through peer-memory clients.
+    /// Takes device addresses, for peer-memory clients to resolve. Whether one answers for a device, a registration tells.
     pub peer_memory: bool,
     /// Reaches memory through staged copies.
     pub staged: bool,

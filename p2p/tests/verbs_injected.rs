@@ -10,10 +10,12 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, AuthKey, DmaBufOffset, Domain, DomainAttr, ErrorKind, MrAttr,
-    MrFlags, Registry, RemoteKey, Result,
+    Access, Address, AddressRange, Addressing, AllocationKind, AuthKey, DeviceBuffer, DeviceId, DmaBufOffset,
+    Domain, DomainAttr, ErrorKind, Iface, MrAttr, MrFlags, Path as HmemPath, Registry, RemoteKey, Result,
+    iface::AllocRequest,
     provider::{Backing, KeyRequest, Piece, Provider, ProviderDomain, ProviderRegion, RegistrationRequest},
 };
+use hmem_iface_system::Simulated;
 use hmem_p2p::{
     path::Paths,
     verbs::{
@@ -209,6 +211,39 @@ fn every_refusal_of_a_driver_says_what_it_means() {
     let error = register(&domain, &[peer], Access::SEND, VerbsOptions::empty()).expect_err("refused");
     assert!(error.to_string().contains("peer-memory client"), "{error}");
     assert_eq!(domain.live().regions, 0);
+}
+
+/// No file says whether a peer-memory client answers for a device: its addresses are registered.
+#[test]
+fn p2p_04_peer_memory_is_found_out_by_registering_a_device_address() {
+    let verbs = Verbs::builder().functions(functions()).build().expect("start");
+    let simulated = Simulated::builder().window(1 << 30).peer_memory(true).build().expect("a device");
+    let device: Arc<dyn Iface> = Arc::new(simulated);
+    let mut registry = Registry::new();
+    registry.add(Arc::clone(&device)).expect("add the device");
+    let registry = Arc::new(registry);
+    // What the driver says to the buffer; to the staging buffers; to a page of the same kind as the buffer.
+    for (answers, expected) in [(vec![], HmemPath::PeerMemory), (vec![14, 0, 14], HmemPath::Staged)] {
+        let decider = Arc::new(Paths::new());
+        let domain = Domain::open(&verbs, Arc::clone(&registry), decider, DomainAttr::default());
+        let domain = domain.expect("open");
+        with(|script| script.register = answers);
+        let wanted = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
+        let buffer = DeviceBuffer::allocate(&device, &wanted).expect("device memory");
+        calls();
+        let region = domain.register(buffer, Access::READ | Access::WRITE).expect("register");
+        let address = region.range().start();
+        let asked = calls();
+        assert!(asked[0].starts_with(&format!("reg_mr {:#x}+0x2000", address.0)), "{asked:?}");
+        let decision = region.decision().expect("decided");
+        assert_eq!(decision.path, expected, "{decision}");
+        let tried = decision.attempts.iter().find(|attempt| attempt.path == HmemPath::PeerMemory);
+        let tried = tried.expect("it is in the trace");
+        let errno = tried.error.as_ref().and_then(|error| error.os_errno()).map(|errno| errno.0);
+        assert_eq!(errno, (expected == HmemPath::Staged).then_some(14));
+        assert!(tried.asked, "the driver was asked");
+        region.close().expect("close");
+    }
 }
 
 /// Also VRB-01: rights that verbs does not have by themselves.

@@ -15,7 +15,7 @@ use hmem::{
 
 use crate::{
     memory::HostPages,
-    net::{Net, REMOTE, Setup, eventually, wait_held},
+    net::{Net, REMOTE, Setup, eventually},
     world::{World, needs, over_worlds},
 };
 
@@ -23,12 +23,12 @@ over_worlds! {
     evt_01_a_bound_queue_reports_each_registration_with_its_context: Pairs;
     evt_01_the_region_is_written_before_its_event_can_be_read: Places;
     evt_01_a_refused_call_gives_no_event_and_a_later_failure_gives_one: Pairs;
-    mr_10_before_completion_there_is_neither_descriptor_nor_key: Pairs, needs::FAULTS;
+    mr_10_before_completion_there_is_neither_descriptor_nor_key: Pairs;
     evt_02_a_counter_counts_each_remote_write_and_atomic_once: Pairs, needs::COUNTERS;
     evt_02_an_endpoint_without_rma_event_is_refused: Pairs, needs::COUNTERS;
-    evt_03_close_during_a_registration_neither_leaks_nor_loses_its_event: Pairs, needs::FAULTS;
+    evt_03_close_during_a_registration_neither_leaks_nor_loses_its_event: Pairs;
     evt_03_close_at_any_moment_neither_leaks_nor_loses_an_event: Pairs;
-    evt_03_a_domain_dropped_during_registrations_ends_cleanly: Places, needs::FAULTS;
+    evt_03_a_domain_dropped_during_registrations_ends_cleanly: Places;
     evt_03_a_domain_dropped_right_after_submitting_ends_cleanly: Places;
 }
 
@@ -141,9 +141,9 @@ fn mr_10_before_completion_there_is_neither_descriptor_nor_key(world: &World) {
     let queue = bound(&net);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
-    let gate = net.faults.hold(Call::Register);
+    let gate = net.hold_registration();
     let region = submit(&net, &MrAttr::new(&ranges, REMOTE));
-    wait_held(&gate);
+    gate.wait();
     assert_eq!(region.state(), RegionState::Registering);
     assert_eq!(region.desc().unwrap_err().kind(), ErrorKind::BadState);
     let key = region.key().unwrap_err();
@@ -241,9 +241,9 @@ fn evt_03_close_during_a_registration_neither_leaks_nor_loses_its_event(world: &
     let memory = net.bytes(64);
     let ranges = [memory.range()];
     let attr = |context| MrAttr { context, ..MrAttr::new(&ranges, REMOTE) };
-    let gate = net.faults.hold(Call::Register);
+    let gate = net.hold_registration();
     let running = submit(&net, &attr(1));
-    wait_held(&gate);
+    gate.wait();
     let waiting = submit(&net, &attr(2));
     let dropped = submit(&net, &attr(3));
     waiting.close().expect("a registration that has not begun is given up at once");
@@ -323,10 +323,10 @@ fn evt_03_a_domain_dropped_during_registrations_ends_cleanly(world: &World) {
     let queue = bound(&net);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
-    let gate = net.faults.hold(Call::Register);
+    let gate = net.hold_registration();
     let regions: Vec<_> =
         (0..5).map(|context| submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) })).collect();
-    wait_held(&gate);
+    gate.wait();
     let busy = net.target.domain.close().expect_err("closed under its registrations");
     assert_eq!(busy.error.kind(), ErrorKind::Busy);
     drop((busy.value, net.target.endpoint, net.target.cq, regions));

@@ -18,8 +18,8 @@ use crate::{
 };
 
 over_worlds! {
-    mr_05_close_ends_transfers_in_flight_before_it_returns: Pairs, needs::FAULTS;
-    mr_05_close_of_a_local_buffer_ends_transfers_in_flight_too: Pairs, needs::FAULTS;
+    mr_05_close_ends_transfers_in_flight_before_it_returns: Pairs, needs::HELD_TRANSFERS;
+    mr_05_close_of_a_local_buffer_ends_transfers_in_flight_too: Pairs, needs::HELD_TRANSFERS;
     mr_05_close_amid_a_stream_of_writes_leaves_the_memory_alone: Pairs, needs::KEYS_AT_HAND;
     mr_05_what_was_posted_and_has_not_begun_fails_after_close: Pairs, needs::BY_HAND;
     mr_05_after_close_the_peer_fails_and_the_local_endpoint_works_on: Every;

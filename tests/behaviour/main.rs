@@ -10,6 +10,7 @@ mod diag;
 mod dmabuf;
 mod evt;
 mod hm;
+mod hold;
 mod key;
 mod life;
 mod memory;

@@ -11,7 +11,7 @@ use std::{
 use hmem::{
     Access, AddressRange, AuthKey, Domain, DomainAttr, Endpoint, ErrorKind, Hmem, Iface, Iova, LocalKey,
     MemoryRegion, MrAttr, MrFlags, MrMode, RemoteKey, Result,
-    p2p::loopback::{self, Faults, Gate, Loopback},
+    p2p::loopback::{self, Call, Faults, Gate, Loopback},
     provider::{CompletionQueue, EndpointAttr, Live, Provider},
     system::{Simulated, Style},
     transfer::{
@@ -20,6 +20,7 @@ use hmem::{
 };
 
 use crate::{
+    hold::{self, Hold},
     memory::{Bytes, HostPages},
     world::{Memory, Nic, World},
 };
@@ -123,8 +124,8 @@ pub(crate) fn nic_name(world: &World) -> Option<String> {
 pub(crate) fn verbs(windows: bool) -> Arc<dyn Provider> {
     use hmem::p2p::verbs::{Verbs, VerbsOptions};
     let options = if windows { VerbsOptions::MW_BIND } else { VerbsOptions::empty() };
-    let verbs = Verbs::builder().connect_in_process(true).options(options).build();
-    Arc::new(verbs.expect("load libibverbs"))
+    let builder = Verbs::builder().functions(hold::verbs::functions());
+    Arc::new(builder.connect_in_process(true).options(options).build().expect("start"))
 }
 
 #[cfg(not(feature = "verbs"))]
@@ -267,6 +268,17 @@ impl Net {
     /// What the target's domain holds.
     pub(crate) fn live(&self) -> Live {
         self.target.domain.live()
+    }
+
+    /// Holds the target's next registration.
+    pub(crate) fn hold_registration(&self) -> Hold {
+        match self.world.nic {
+            Nic::Loopback => Hold::SoftwareNic(self.faults.hold(Call::Register)),
+            #[cfg(feature = "verbs")]
+            Nic::Verbs { .. } => Hold::Verbs(hold::verbs::Gate::hold(&self.target.domain)),
+            #[cfg(not(feature = "verbs"))]
+            Nic::Verbs { .. } => unreachable!("no such world was opened"),
+        }
     }
 
     /// A key that was not asked for yet.

@@ -12,7 +12,7 @@ use std::{
 
 use hmem::{
     Domain, DomainAttr, Hmem, MrAttr, MrFlags, MrMode, Prefault, Result,
-    p2p::loopback::{Call, Loopback, Memory as Pages, Progress},
+    p2p::loopback::{Loopback, Memory as Pages, Progress},
     prefault,
     provider::{DomainRequest, Live, Provider, ProviderAttr, ProviderDomain, WindowType},
 };
@@ -20,7 +20,7 @@ use hmem::{
 use crate::{
     child,
     memory::{Bytes, HostPages, pattern},
-    net::{LOCAL, Net, REMOTE, Side, eventually, nic_name, open_endpoint, provider_name, remote, wait_held},
+    net::{LOCAL, Net, REMOTE, Side, eventually, nic_name, open_endpoint, provider_name, remote},
     world::{EVERY_BIT, Mode, Nic, World, needs, over_worlds},
 };
 
@@ -28,7 +28,7 @@ over_worlds! {
     mr_11_any_order_of_drops_leaves_nothing: Plain, needs::SYSTEM;
     mr_11_closing_a_domain_says_what_is_left: Plain;
     mr_16_threads_register_transfer_and_close_at_once: Places;
-    mr_16_a_registration_in_the_driver_holds_up_nobody_else: Pairs, needs::FAULTS;
+    mr_16_a_registration_in_the_driver_holds_up_nobody_else: Pairs;
     mr_16_registering_touches_pages_where_asked_and_reports_progress: Plain, needs::SYSTEM;
 }
 
@@ -251,9 +251,9 @@ fn mr_16_a_registration_in_the_driver_holds_up_nobody_else(world: &World) {
     net.assert_works(&net.key(&warm));
     thread::scope(|scope| {
         // In the scope, which waits for its threads also when it fails: the gate is dropped, and lets go, before.
-        let gate = net.faults.hold(Call::Register);
+        let gate = net.hold_registration();
         let slow = scope.spawn(|| net.expose(memory.part(4096, 4096), REMOTE));
-        wait_held(&gate);
+        gate.wait();
         // On a thread of its own: held up, it is given up after a while.
         let other = scope.spawn(|| {
             let region = net.expose(memory.part(0, 4096), REMOTE);

@@ -334,8 +334,8 @@ pub(crate) mod needs {
         need("staged path", "atomics on staged memory are refused (BNC-03)", |world| !world.staged());
     pub(crate) const DMA_BUFS: Need =
         need("a driver without dma-bufs", "it is about dma-bufs", World::imports_dma_bufs);
-    pub(crate) const FAULTS: Need =
-        need("verbs", "calls are held and failed in the software NIC only", World::is_loopback);
+    pub(crate) const HELD_TRANSFERS: Need =
+        need("verbs", "transfers are held in the software NIC only", World::is_loopback);
     pub(crate) const SUB_REGIONS: Need =
         need("verbs", "verbs has no key for a part of a registration", World::is_loopback);
     pub(crate) const COUNTERS: Need =

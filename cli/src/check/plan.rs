@@ -112,9 +112,10 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
     let wanted = |nic: &Fabric| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
     for nic in machine.nics.iter().filter(|nic| wanted(nic)) {
         for memory in &memories {
-            for way in ways(memory, nic, machine.hmem.p2p_disabled(), &mut plan.skipped) {
+            let simulated =
+                matches!(memory, Memory::Allocated { iface, .. } if machine.is_software(iface.kind()));
+            for way in ways(memory, simulated, nic, machine.hmem.p2p_disabled(), &mut plan.skipped) {
                 if selection.path.is_none_or(|path| path == way.path()) {
-                    let simulated = matches!(memory, Memory::Allocated { iface, .. } if machine.is_software(iface.kind()));
                     let software = nic.software && (simulated || memory.iface_kind() == IfaceKind::SYSTEM);
                     plan.cases.push(Case { memory: memory.clone(), nic, way, software });
                 }
@@ -171,12 +172,20 @@ fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<Memory>
 }
 
 /// The ways that could be there between memory and NIC.
-fn ways(memory: &Memory, nic: &Fabric, p2p_disabled: bool, skipped: &mut Vec<Skipped>) -> Vec<Way> {
+fn ways(
+    memory: &Memory,
+    simulated: bool,
+    nic: &Fabric,
+    p2p_disabled: bool,
+    skipped: &mut Vec<Skipped>,
+) -> Vec<Way> {
     let Memory::Allocated { iface, .. } = memory else { return vec![Way::Host] };
     if memory.is_host() {
         return vec![Way::Host];
     }
     let (imports, can) = (nic.attr.imports, iface.capability());
+    // Peer-memory clients are the kernel's, and it knows no simulated device.
+    let peer_memory = can.peer_memory && (nic.software || !simulated);
     let mut ways = Vec::new();
     let between = || format!("{} to {}", iface.name(), nic.attr.nic);
     if p2p_disabled {
@@ -184,7 +193,7 @@ fn ways(memory: &Memory, nic: &Fabric, p2p_disabled: bool, skipped: &mut Vec<Ski
         skipped.push(skip(format!("{} directly", between()), why));
     } else if imports.dma_buf && can.dma_buf {
         ways.push(Way::Direct(Path::DmaBuf));
-    } else if imports.peer_memory && can.peer_memory {
+    } else if imports.peer_memory && peer_memory {
         ways.push(Way::Direct(Path::PeerMemory));
     } else {
         let why = format!(

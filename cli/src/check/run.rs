@@ -255,7 +255,10 @@ impl Trial<'_> {
             error.kind(),
             ErrorKind::Unsupported | ErrorKind::NoSys | ErrorKind::Unavailable | ErrorKind::Unreachable
         );
-        if lacks && !self.case.software {
+        // No list says whether one answers for a device's addresses: it was tried.
+        let no_client =
+            error.trace().iter().any(|attempt| attempt.cause_name == Some("peer-memory-module-missing"));
+        if (lacks || no_client) && !self.case.software {
             return Ended::Cannot(error);
         }
         if self.shown.sizes.is_empty() {

@@ -18,6 +18,7 @@ mod verbs_fake;
 use std::{
     ptr,
     sync::Arc,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -94,7 +95,9 @@ impl Ours {
         };
         // SAFETY: both regions stay registered and their pages stay.
         unsafe { self.endpoint.post(&request) }.expect("post");
-        while self.cq.read(out, 1).expect("read") == 0 {}
+        while self.cq.read(out, 1).expect("read") == 0 {
+            thread::yield_now();
+        }
         out.pop().expect("a completion").result.expect("a write");
     }
 }

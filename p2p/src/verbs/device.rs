@@ -233,7 +233,8 @@ impl OpenDevice {
             max_mr_count,
             imports: Imports {
                 dma_buf,
-                peer_memory: peer_memory_client(),
+                // Whether a peer-memory client answers for a device's addresses, only their registration tells.
+                peer_memory: true,
                 staged: true,
                 ..Imports::default()
             },
@@ -340,13 +341,6 @@ fn pci_bus_id(name: &str) -> Option<String> {
     let (domain, rest) = id.split_once(':')?;
     let hex = |text: &str| text.chars().all(|digit| digit.is_ascii_hexdigit());
     (hex(domain) && rest.len() == 7 && rest.contains(':') && rest.contains('.')).then(|| id.to_owned())
-}
-
-/// Whether a peer-memory client is loaded, in any of the ways in which kernels show it.
-fn peer_memory_client() -> bool {
-    const SIGNS: [&str; 3] =
-        ["/sys/module/nvidia_peermem", "/sys/module/nv_peer_mem", "/sys/kernel/mm/memory_peers/amdkfd"];
-    SIGNS.iter().any(|sign| fs::exists(sign).unwrap_or(false))
 }
 
 /// A protection domain, deallocated with it if it was allocated here.

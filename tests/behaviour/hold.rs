@@ -1,0 +1,187 @@
+//! A registration held on its way: in the software NIC by its faults; over an RDMA device between the provider's call of
+//! `ibv_reg_mr` and libibverbs.
+
+use hmem::p2p::loopback::Gate;
+
+use crate::net::eventually;
+
+/// Holds the next registration of one domain until it is released or dropped.
+pub(crate) enum Hold {
+    SoftwareNic(Gate),
+    #[cfg(feature = "verbs")]
+    Verbs(verbs::Gate),
+}
+
+impl Hold {
+    /// Whether a registration is held now.
+    pub(crate) fn is_holding(&self) -> bool {
+        match self {
+            Self::SoftwareNic(gate) => gate.is_holding(),
+            #[cfg(feature = "verbs")]
+            Self::Verbs(gate) => gate.is_holding(),
+        }
+    }
+
+    /// Waits until one is.
+    pub(crate) fn wait(&self) {
+        eventually("the held registration", || self.is_holding());
+    }
+
+    /// Lets it go on.
+    pub(crate) fn release(&self) {
+        match self {
+            Self::SoftwareNic(gate) => gate.release(),
+            #[cfg(feature = "verbs")]
+            Self::Verbs(gate) => gate.release(),
+        }
+    }
+}
+
+/// The machine's libibverbs, whose registering functions pass a gate.
+#[cfg(feature = "verbs")]
+pub(crate) mod verbs {
+    use std::{
+        collections::BTreeMap,
+        ffi::{CString, c_int, c_void},
+        mem,
+        sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError},
+    };
+
+    use hmem::{
+        Domain,
+        p2p::verbs::{
+            VerbsDomain,
+            sys::{Functions, Mr, Pd},
+        },
+    };
+
+    type RegMr = unsafe extern "C" fn(*mut Pd, *mut c_void, usize, c_int) -> *mut Mr;
+    type RegDmaBufMr = unsafe extern "C" fn(*mut Pd, u64, usize, u64, c_int, c_int) -> *mut Mr;
+
+    /// The functions behind the gate, which C functions can only find in a static.
+    static REG_MR: OnceLock<RegMr> = OnceLock::new();
+    static REG_DMA_BUF_MR: OnceLock<RegDmaBufMr> = OnceLock::new();
+    /// What holds the next registration in a protection domain, by its address.
+    static HELD: Mutex<BTreeMap<usize, Arc<State>>> = Mutex::new(BTreeMap::new());
+
+    #[derive(Clone, Copy, Default, PartialEq, Eq)]
+    enum Stage {
+        #[default]
+        Open,
+        Holding,
+        Released,
+    }
+
+    #[derive(Default)]
+    struct State {
+        stage: Mutex<Stage>,
+        changed: Condvar,
+    }
+
+    /// A test that failed says so itself.
+    fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+        mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Holds the next registration in one protection domain.
+    pub(crate) struct Gate {
+        pd: usize,
+        state: Arc<State>,
+    }
+
+    impl Gate {
+        pub(crate) fn hold(domain: &Domain) -> Self {
+            let pd = VerbsDomain::of(domain).expect("a verbs domain").pd().addr();
+            let state = Arc::<State>::default();
+            lock(&HELD).insert(pd, Arc::clone(&state));
+            Self { pd, state }
+        }
+
+        pub(crate) fn is_holding(&self) -> bool {
+            *lock(&self.state.stage) == Stage::Holding
+        }
+
+        pub(crate) fn release(&self) {
+            *lock(&self.state.stage) = Stage::Released;
+            self.state.changed.notify_all();
+        }
+    }
+
+    impl Drop for Gate {
+        fn drop(&mut self) {
+            let mut held = lock(&HELD);
+            // Another domain may have been given the address meanwhile.
+            if held.get(&self.pd).is_some_and(|state| Arc::ptr_eq(state, &self.state)) {
+                held.remove(&self.pd);
+            }
+            drop(held);
+            self.release();
+        }
+    }
+
+    /// Waits where the next registration in this protection domain is held.
+    fn pass(pd: *mut Pd) {
+        let Some(state) = lock(&HELD).remove(&pd.addr()) else { return };
+        let mut stage = lock(&state.stage);
+        if *stage == Stage::Open {
+            *stage = Stage::Holding;
+        }
+        while *stage == Stage::Holding {
+            stage = state.changed.wait(stage).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    unsafe extern "C" fn reg_mr(pd: *mut Pd, addr: *mut c_void, len: usize, access: c_int) -> *mut Mr {
+        pass(pd);
+        let register = REG_MR.get().expect("set before this function was handed out");
+        // SAFETY: passed on to the caller, who called what stands before libibverbs' own function.
+        unsafe { register(pd, addr, len, access) }
+    }
+
+    unsafe extern "C" fn reg_dmabuf_mr(
+        pd: *mut Pd,
+        offset: u64,
+        len: usize,
+        iova: u64,
+        fd: c_int,
+        access: c_int,
+    ) -> *mut Mr {
+        pass(pd);
+        let register = REG_DMA_BUF_MR.get().expect("set before this function was handed out");
+        // SAFETY: as above.
+        unsafe { register(pd, offset, len, iova, fd, access) }
+    }
+
+    /// libibverbs' functions, with the gate before those that register.
+    pub(crate) fn functions() -> Functions {
+        // SAFETY: libibverbs' initialisers have no precondition. It is never closed.
+        let library = unsafe { libc::dlopen(c"libibverbs.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        assert!(!library.is_null(), "load libibverbs");
+        let own = |symbol: &'static str, version: &'static str| -> Option<*const ()> {
+            let name = CString::new(symbol).expect("a symbol's name");
+            let version = CString::new(version).expect("a version's name");
+            // SAFETY: the library is open; both names end with a NUL.
+            let found = unsafe { libc::dlvsym(library, name.as_ptr(), version.as_ptr()) };
+            if found.is_null() {
+                return None;
+            }
+            Some(match symbol {
+                "ibv_reg_mr" => {
+                    // SAFETY: the header declares the function of this name so.
+                    REG_MR.get_or_init(|| unsafe { mem::transmute::<*mut c_void, RegMr>(found) });
+                    reg_mr as *const ()
+                }
+                "ibv_reg_dmabuf_mr" => {
+                    // SAFETY: as above.
+                    REG_DMA_BUF_MR
+                        .get_or_init(|| unsafe { mem::transmute::<*mut c_void, RegDmaBufMr>(found) });
+                    reg_dmabuf_mr as *const ()
+                }
+                _ => found.cast_const().cast(),
+            })
+        };
+        // SAFETY: the functions are the library's own under the names and versions of its header, and the two above, which
+        // have the signatures of those that they call.
+        unsafe { Functions::from_lookup(own) }.expect("libibverbs is complete")
+    }
+}
