@@ -31,7 +31,7 @@ use super::{
     errors, post,
     provider::Fabric,
     queue::{CqState, Queue},
-    region::{Regions, read_raw},
+    region::{Kind, Regions, read_raw},
     register::Registrar,
     split::Span,
     staged::Staging,
@@ -316,10 +316,12 @@ impl ProviderDomain for VerbsDomain {
     }
 
     fn deregister(&self, region: ProviderRegion) -> Result<()> {
-        match self.state.regions.staged(region) {
-            Some(staged) => self.state.deregister_staged(region, &staged),
-            None => self.state.regions.deregister(&self.state.pd, region),
+        let taken = self.state.regions.take(region)?;
+        if let Kind::Staged(staged) = &taken.kind {
+            self.state.close_staged(staged);
+            return Ok(());
         }
+        self.state.regions.deregister(&self.state.pd, region, taken)
     }
 
     fn enable(&self, region: ProviderRegion) -> Result<()> {

@@ -9,7 +9,7 @@ use std::{
 use hmem_core::{Parallel, Progress, Result};
 use parking_lot::Mutex;
 
-use super::region::Part;
+use super::region::{Part, Parts};
 
 /// Below this a call is over before another CPU has woken up for the rest.
 const PAYS_FROM: u64 = 64 << 20;
@@ -64,7 +64,7 @@ pub(super) fn register(
     threads: usize,
     progress: Option<Progress<'_>>,
     one: impl Fn(u64, u64) -> Result<Part> + Sync,
-    parts: &mut Vec<Part>,
+    parts: &mut Parts,
 ) -> Result<()> {
     let total = seams.iter().map(|(_, len)| len).sum();
     let (next, done, stop) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicBool::new(false));

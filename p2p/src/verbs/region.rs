@@ -1,8 +1,11 @@
 //! Regions: one or several registrations presented as one.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering},
+use std::{
+    collections::hash_map::Entry,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use hmem_core::{
@@ -11,6 +14,7 @@ use hmem_core::{
 };
 use parking_lot::{RwLock, RwLockReadGuard};
 use rustc_hash::FxHashMap;
+use smallvec::SmallVec;
 
 use super::{
     VerbsOptions,
@@ -46,6 +50,9 @@ unsafe impl Send for Part {}
 // SAFETY: as above.
 unsafe impl Sync for Part {}
 
+/// The registrations of a region, in the order of its ranges: most have one, and allocate nothing for it.
+pub(super) type Parts = SmallVec<[Part; 1]>;
+
 /// What the CPU may do with a region's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CpuAccess {
@@ -63,7 +70,7 @@ pub(super) struct Region {
     pub(super) flags: AccessFlags,
     pub(super) options: VerbsOptions,
     pub(super) cpu: CpuAccess,
-    pub(super) parts: Vec<Part>,
+    pub(super) parts: Parts,
     pub(super) kind: Kind,
 }
 
@@ -164,14 +171,20 @@ impl Regions {
     pub(super) fn insert(&self, region: Region) -> ProviderRegion {
         let single = region.parts.len() == 1 && region.addressing() == Addressing::Virtual;
         let (lkey, key) = region.parts.first().map_or((0, 0), |part| (part.key.lkey, part.key.rkey));
-        let mut map = self.map.write();
-        let local = if single && !map.contains_key(&u64::from(lkey)) {
-            u64::from(lkey)
-        } else {
-            NAMED | self.next.fetch_add(1, Ordering::Relaxed)
+        let known_as = |local| ProviderRegion {
+            token: local,
+            local: LocalKey::from_provider(local),
+            key: u64::from(key),
         };
+        let mut map = self.map.write();
+        let local = u64::from(lkey);
+        if single && let Entry::Vacant(entry) = map.entry(local) {
+            entry.insert(region);
+            return known_as(local);
+        }
+        let local = NAMED | self.next.fetch_add(1, Ordering::Relaxed);
         map.insert(local, region);
-        ProviderRegion { token: local, local: LocalKey::from_provider(local), key: u64::from(key) }
+        known_as(local)
     }
 
     /// Takes a region out while a driver call changes it, since no lock is held over that, and leaves an empty one in its
@@ -184,7 +197,7 @@ impl Regions {
             flags: AccessFlags::empty(),
             options: VerbsOptions::empty(),
             cpu: CpuAccess::None,
-            parts: Vec::new(),
+            parts: Parts::new(),
             kind: Kind::Registered,
         };
         if matches!(held.kind, Kind::Staged(_)) {
@@ -196,8 +209,8 @@ impl Regions {
     }
 
     /// Takes a region out to deregister it.
-    fn take(&self, handle: ProviderRegion, operation: &'static str) -> Result<Region> {
-        self.map.write().remove(&handle.token).ok_or_else(|| unknown(operation))
+    pub(super) fn take(&self, handle: ProviderRegion) -> Result<Region> {
+        self.map.write().remove(&handle.token).ok_or_else(|| unknown("deregister"))
     }
 
     /// Puts a region back that was taken out.
@@ -253,19 +266,6 @@ impl Regions {
         Ok(Local::Staged(staged))
     }
 
-    /// Takes a region out that the NIC does not know.
-    pub(super) fn forget(&self, handle: ProviderRegion) -> Result<()> {
-        self.take(handle, "deregister").map(|_| ())
-    }
-
-    /// The memory of a staged region; `None` for others.
-    pub(super) fn staged(&self, handle: ProviderRegion) -> Option<Arc<StagedRegion>> {
-        match &self.map.read().get(&handle.token)?.kind {
-            Kind::Staged(staged) => Some(Arc::clone(staged)),
-            Kind::Registered | Kind::Buffers => None,
-        }
-    }
-
     pub(super) fn counts(&self) -> (u64, u64, u64) {
         let map = self.map.read();
         let mut counts = (0, 0, 0);
@@ -277,9 +277,13 @@ impl Regions {
         counts
     }
 
-    /// Deregisters; what the driver keeps stays registered, so that the call can be made again.
-    pub(super) fn deregister(&self, pd: &ProtectionDomain, handle: ProviderRegion) -> Result<()> {
-        let mut region = self.take(handle, "deregister")?;
+    /// Deregisters a region that was taken out; what the driver keeps is put back, so that the call can be made again.
+    pub(super) fn deregister(
+        &self,
+        pd: &ProtectionDomain,
+        handle: ProviderRegion,
+        mut region: Region,
+    ) -> Result<()> {
         while let Some(part) = region.parts.pop() {
             if let Err(error) = release(pd, &part) {
                 region.parts.push(part);

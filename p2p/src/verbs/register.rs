@@ -16,7 +16,7 @@ use super::{
     device::ProtectionDomain,
     errors::{self, BackingKind, Registration},
     parallel::{self, Cut},
-    region::{CpuAccess, Kind, Part, Region, Regions, release},
+    region::{CpuAccess, Kind, Part, Parts, Region, Regions, release},
     split::seams,
     sys::{self, AccessFlags, Mr},
 };
@@ -69,9 +69,11 @@ impl Registrar<'_> {
             return refuse(ErrorKind::Unsupported, "offer VIRT_ADDR, or ask for the ZERO_BASED option");
         }
         let flags = access_flags(request.access, self.pd.device.rights());
-        let added = added(request.access, self.pd.device.rights());
-        if !added.is_empty() {
-            tracing::debug!(nic = %self.pd.device.nic(), added = %names(added), "rights added: verbs demands them");
+        if tracing::enabled!(tracing::Level::DEBUG) {
+            let added = added(request.access, self.pd.device.rights());
+            if !added.is_empty() {
+                tracing::debug!(nic = %self.pd.device.nic(), added = %names(added), "rights added: verbs demands them");
+            }
         }
         self.register_pieces(request.access, flags, pieces, options, (request.parallel, Kind::Registered))
     }
@@ -103,7 +105,9 @@ impl Registrar<'_> {
     ) -> Result<ProviderRegion> {
         let flags = flags | options.flags();
         check_flags(flags)?;
-        self.check_options(options, pieces)?;
+        if !options.is_empty() {
+            self.check_options(options, pieces)?;
+        }
         let cpu = match pieces {
             _ if owned(pieces) && !options.contains(VerbsOptions::ZERO_BASED) => CpuAccess::Owned,
             _ if pieces.iter().all(|piece| matches!(piece.backing, Backing::Host { .. })) => {
@@ -111,7 +115,7 @@ impl Registrar<'_> {
             }
             _ => CpuAccess::None,
         };
-        let parts = Vec::with_capacity(pieces.len());
+        let parts = Parts::with_capacity(pieces.len());
         let mut region = Region { access, flags, options, cpu, parts, kind };
         for piece in pieces {
             if let Err(error) = self.register_piece(piece, flags, parallel, &mut region.parts) {
@@ -167,7 +171,7 @@ impl Registrar<'_> {
         piece: &Piece<'_>,
         flags: AccessFlags,
         parallel: Option<&Parallel<'_>>,
-        parts: &mut Vec<Part>,
+        parts: &mut Parts,
     ) -> Result<()> {
         let range = piece.range;
         if range.is_empty() {

@@ -27,7 +27,7 @@ pub(super) use self::lane::{Active, Lanes, Token};
 use super::{
     VerbsOptions,
     domain::DomainState,
-    region::{CpuAccess, Kind, Region},
+    region::{CpuAccess, Kind, Parts, Region},
     sys::AccessFlags,
 };
 use crate::staging::Pool;
@@ -180,7 +180,7 @@ impl DomainState {
             flags: AccessFlags::empty(),
             options,
             cpu: CpuAccess::None,
-            parts: Vec::new(),
+            parts: Parts::new(),
             kind: Kind::Staged(Arc::new(StagedRegion { pieces })),
         }))
     }
@@ -201,13 +201,11 @@ impl DomainState {
         Ok(())
     }
 
-    /// Closes a staged region: when this returns, no copy touches its memory and none will.
-    pub(super) fn deregister_staged(&self, region: ProviderRegion, staged: &StagedRegion) -> Result<()> {
-        self.regions.forget(region)?;
+    /// Closes a staged region that was taken out: when this returns, no copy touches its memory and none will.
+    pub(super) fn close_staged(&self, staged: &StagedRegion) {
         self.staging.regions.fetch_sub(1, Ordering::AcqRel);
         staged.close();
         self.pd.device.active().abandon_closed();
-        Ok(())
     }
 }
 
