@@ -3,9 +3,8 @@
 use std::{ptr, sync::Arc};
 
 use hmem_core::{
-    Access, Addressing, Error, ErrorKind, Iova, LocalKey, RemoteKey, RemotePiece, Result,
-    provider::{ProviderRegion, ProviderWindow},
-    transfer::{AtomicOp, AtomicType, CompletionKind, LocalSegment, Operation, RemoteSegment, WorkRequest},
+    Access, Error, ErrorKind, Iova, LocalKey, RemoteKey, RemotePiece, Result,
+    transfer::{CompletionKind, LocalSegment, Operation, RemoteSegment, WorkRequest},
 };
 
 use super::{
@@ -15,17 +14,17 @@ use super::{
     region::{CpuAccess, Held},
     split::{Planned, Span, Target, plan},
     staged::Token,
-    sys::{AtomicPart, BindPart, MwBindInfo, RdmaPart, RecvWr, SendFlags, SendWr, Sge, WrOpcode, WrPart},
+    sys::{RdmaPart, RecvWr, SendFlags, SendWr, Sge, WrOpcode, WrPart},
 };
 
 /// Lists that a post fills, kept so that posting allocates nothing.
 #[derive(Default)]
 pub(super) struct Scratch {
-    spans: Vec<Span>,
-    targets: Vec<Target>,
-    segments: Vec<Sge>,
-    planned: Vec<Planned>,
-    requests: Vec<SendWr>,
+    pub(super) spans: Vec<Span>,
+    pub(super) targets: Vec<Target>,
+    pub(super) segments: Vec<Sge>,
+    pub(super) planned: Vec<Planned>,
+    pub(super) requests: Vec<SendWr>,
 }
 
 /// The opcodes of RMA, and the right of the local side that each takes.
@@ -135,7 +134,7 @@ impl EndpointState {
     }
 
     /// Translates the local list; says whether the CPU may read all of it, and its length.
-    fn local(
+    pub(super) fn local(
         &self,
         held: &Held<'_>,
         spans: &mut Vec<Span>,
@@ -153,7 +152,7 @@ impl EndpointState {
 
     /// Translates a peer's range. What lies in no piece of its key goes to the NIC with the last key all the same:
     /// it is the target that enforces.
-    fn remote(&self, targets: &mut Vec<Target>, segment: &RemoteSegment<'_>) -> Result<()> {
+    pub(super) fn remote(&self, targets: &mut Vec<Target>, segment: &RemoteSegment<'_>) -> Result<()> {
         if segment.key.is_mapped() {
             let pieces = self.domain.mapped_key(segment.key)?;
             cut(targets, pieces.iter(), segment);
@@ -293,126 +292,6 @@ impl EndpointState {
         errors::status(unsafe { post(qp, &mut wr, &mut bad) }).map_err(|errno| {
             inner.take(wr_id);
             self.post_failed("ibv_post_recv", errno)
-        })
-    }
-
-    fn post_atomic(
-        &self,
-        held: &Held<'_>,
-        inner: &mut Inner,
-        scratch: &mut Scratch,
-        (op, datatype, remote): (AtomicOp, AtomicType, RemoteSegment<'_>),
-        (local, result, compare): (&[LocalSegment], Option<LocalSegment>, Option<LocalSegment>),
-        mut entry: InFlight,
-    ) -> Result<()> {
-        let device = &self.domain.pd.device;
-        let opcode = atomic::opcode(device.nic(), op, datatype)?;
-        if !device.rights().atomics {
-            return Err(self.refuse(ErrorKind::Unsupported, "this device has no atomics"));
-        }
-        let whole = remote.len > 0 && remote.len.is_multiple_of(atomic::ELEMENT);
-        if !whole || !remote.address.0.is_multiple_of(atomic::ELEMENT) {
-            return Err(self
-                .refuse(ErrorKind::InvalidArgument, "atomics take whole, aligned 64-bit elements")
-                .context("address", remote.address)
-                .context("length", remote.len));
-        }
-        let operands = self.read_elements(held, local, remote.len)?;
-        let compares = match (op, compare) {
-            (AtomicOp::Cswap, Some(segment)) => self.read_elements(held, &[segment], remote.len)?,
-            (AtomicOp::Cswap, None) => {
-                return Err(
-                    self.refuse(ErrorKind::InvalidArgument, "a comparing atomic takes a compare operand")
-                );
-            }
-            _ => Vec::new(),
-        };
-        match result {
-            Some(segment) if segment.len == remote.len => {
-                self.local(held, &mut scratch.spans, &[segment], Access::READ)?;
-            }
-            Some(_) => {
-                return Err(self.refuse(ErrorKind::InvalidArgument, "the result is as long as the target"));
-            }
-            // Verbs always returns the old value: to a place where nobody looks.
-            None => {
-                let nowhere = self.domain.nowhere()?;
-                scratch.spans.extend(std::iter::repeat_n(nowhere, operands.len()));
-            }
-        }
-        self.remote(&mut scratch.targets, &remote)?;
-        let limits = (usize::MAX, atomic::ELEMENT);
-        plan(&scratch.spans, &scratch.targets, limits, &mut scratch.segments, &mut scratch.planned);
-        for (index, planned) in scratch.planned.iter().enumerate() {
-            if planned.len != atomic::ELEMENT || planned.count != 1 {
-                return Err(
-                    self.refuse(ErrorKind::Unsupported, "an element lies across a seam of its region")
-                );
-            }
-            let mut wr = SendWr::new(opcode, 0);
-            let operand = operands[index];
-            let (compare_add, swap) = match compares.get(index) {
-                Some(compare) => (*compare, operand),
-                None => (operand, 0),
-            };
-            let (remote_addr, rkey) = (planned.address, planned.rkey);
-            wr.wr = WrPart { atomic: AtomicPart { remote_addr, compare_add, swap, rkey } };
-            wr.num_sge = 1;
-            wr.sg_list = scratch.segments[planned.first..].as_mut_ptr();
-            scratch.requests.push(wr);
-        }
-        entry.bytes = remote.len;
-        self.submit(inner, &mut scratch.requests, entry)
-    }
-
-    fn post_bind(
-        &self,
-        inner: &mut Inner,
-        scratch: &mut Scratch,
-        window: ProviderWindow,
-        (region, offset, len): (ProviderRegion, u64, u64),
-        (access, addressing, tag): (Access, Addressing, u8),
-        mut entry: InFlight,
-    ) -> Result<()> {
-        let windows = &self.domain.windows;
-        self.domain.regions.with(region, "bind window", |region| {
-            let (part, address) = windows.target(&self.domain, region, (offset, len), access)?;
-            let flags = windows.flags(&self.domain, access, addressing);
-            let mr = part.mr;
-            windows.with_type_2(window.token, |mw| {
-                // SAFETY: the window is allocated, and the table's lock keeps it so; its key is only changed here and by
-                // failed completions, under the same lock.
-                let old_key = unsafe { (*mw).rkey };
-                let rkey = (old_key & !0xff) | u32::from(tag);
-                let mut wr = SendWr::new(WrOpcode::IBV_WR_BIND_MW, 0);
-                let bind_info =
-                    MwBindInfo { mr, addr: address.0, length: len, mw_access_flags: flags.bits() };
-                wr.bind_mw = BindPart { mw, rkey, bind_info };
-                scratch.requests.push(wr);
-                entry.window = Some((window.token, old_key));
-                self.submit(inner, &mut scratch.requests, entry)?;
-                // SAFETY: as above. The caller of the verb keeps the key up to date (ibv_post_send(3)).
-                unsafe { (*mw).rkey = rkey };
-                inner.note_window(window.token);
-                Ok(())
-            })
-        })
-    }
-
-    fn post_invalidate(
-        &self,
-        inner: &mut Inner,
-        scratch: &mut Scratch,
-        window: ProviderWindow,
-        mut entry: InFlight,
-    ) -> Result<()> {
-        self.domain.windows.with_type_2(window.token, |mw| {
-            let mut wr = SendWr::new(WrOpcode::IBV_WR_LOCAL_INV, 0);
-            // SAFETY: the window is allocated, and the table's lock keeps it so.
-            wr.invalidate_rkey = unsafe { (*mw).rkey };
-            scratch.requests.push(wr);
-            entry.window = Some((window.token, wr.invalidate_rkey));
-            self.submit(inner, &mut scratch.requests, entry)
         })
     }
 

@@ -16,7 +16,7 @@ use std::{
 
 use hmem_core::{
     Access, Address, Addressing, Error, ErrorKind, Result,
-    provider::{ProviderWindow, WindowBind, WindowType},
+    provider::{ProviderRegion, ProviderWindow, WindowBind, WindowType},
     transfer::CompletionKind,
 };
 use parking_lot::Mutex;
@@ -25,11 +25,13 @@ use super::{
     completion::status_error,
     connect::QueuePair,
     domain::DomainState,
+    endpoint::{EndpointState, InFlight, Inner},
     errors,
+    post::Scratch,
     queue::CqState,
     region::{Part, Region},
     register::has_window,
-    sys::{AccessFlags, Mw, MwBind, MwBindInfo, MwType, SendFlags, Wc, WcStatus},
+    sys::{AccessFlags, BindPart, Mw, MwBind, MwBindInfo, MwType, SendFlags, SendWr, Wc, WcStatus, WrOpcode},
 };
 
 /// Binds are local; this only ends a wait for a dead device.
@@ -318,4 +320,57 @@ fn dealloc(domain: &DomainState, mw: *mut Mw) -> Result<()> {
         .ok_or_else(|| Error::new(ErrorKind::Unsupported, "ibv_dealloc_mw").provider(nic.to_string()))?;
     // SAFETY: the window was allocated here and was taken out of the table, or is nulled there next.
     errors::status(unsafe { dealloc(mw) }).map_err(|errno| errors::call(nic, "ibv_dealloc_mw", errno))
+}
+
+impl EndpointState {
+    pub(super) fn post_bind(
+        &self,
+        inner: &mut Inner,
+        scratch: &mut Scratch,
+        window: ProviderWindow,
+        (region, offset, len): (ProviderRegion, u64, u64),
+        (access, addressing, tag): (Access, Addressing, u8),
+        mut entry: InFlight,
+    ) -> Result<()> {
+        let windows = &self.domain.windows;
+        self.domain.regions.with(region, "bind window", |region| {
+            let (part, address) = windows.target(&self.domain, region, (offset, len), access)?;
+            let flags = windows.flags(&self.domain, access, addressing);
+            let mr = part.mr;
+            windows.with_type_2(window.token, |mw| {
+                // SAFETY: the window is allocated, and the table's lock keeps it so; its key is only changed here and by
+                // failed completions, under the same lock.
+                let old_key = unsafe { (*mw).rkey };
+                let rkey = (old_key & !0xff) | u32::from(tag);
+                let mut wr = SendWr::new(WrOpcode::IBV_WR_BIND_MW, 0);
+                let bind_info =
+                    MwBindInfo { mr, addr: address.0, length: len, mw_access_flags: flags.bits() };
+                wr.bind_mw = BindPart { mw, rkey, bind_info };
+                scratch.requests.push(wr);
+                entry.window = Some((window.token, old_key));
+                self.submit(inner, &mut scratch.requests, entry)?;
+                // SAFETY: as above. The caller of the verb keeps the key up to date (ibv_post_send(3)).
+                unsafe { (*mw).rkey = rkey };
+                inner.note_window(window.token);
+                Ok(())
+            })
+        })
+    }
+
+    pub(super) fn post_invalidate(
+        &self,
+        inner: &mut Inner,
+        scratch: &mut Scratch,
+        window: ProviderWindow,
+        mut entry: InFlight,
+    ) -> Result<()> {
+        self.domain.windows.with_type_2(window.token, |mw| {
+            let mut wr = SendWr::new(WrOpcode::IBV_WR_LOCAL_INV, 0);
+            // SAFETY: the window is allocated, and the table's lock keeps it so.
+            wr.invalidate_rkey = unsafe { (*mw).rkey };
+            scratch.requests.push(wr);
+            entry.window = Some((window.token, wr.invalidate_rkey));
+            self.submit(inner, &mut scratch.requests, entry)
+        })
+    }
 }
