@@ -62,7 +62,8 @@ fn info_shows_the_devices_and_the_paths_to_them() {
         let host = paths.iter().find(|entry| entry["iface"] == "system").expect("host memory");
         assert_eq!(host["path"], "plain-host", "{host}");
         if std::env::var("HMEM_VERBS_DMA_BUF").is_ok_and(|value| value == "1") {
-            assert_eq!(nic["imports"], Value::from(vec!["dma-buf"]), "{nic}");
+            let imports = nic["imports"].as_array().expect("a list");
+            assert!(imports.contains(&"dma-buf".into()), "{nic}");
             let device = paths.iter().find(|entry| entry["iface"] == "simulated").expect("device memory");
             assert_eq!(device["path"], "dma-buf", "{device}");
         }

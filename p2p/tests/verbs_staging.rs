@@ -12,7 +12,7 @@ use std::{sync::Arc, time::Duration};
 use hmem_core::{
     Access, Address, Endpoint, Errno, ErrorKind, Iova, Path,
     provider::{CompletionQueue, EndpointAttr, Provider, StagingAttr},
-    transfer::{AtomicOp, AtomicType, CompletionKind, PeerId, RemoteSegment},
+    transfer::{AtomicOp, AtomicType, Completion, CompletionKind, PeerId, RemoteSegment},
 };
 use hmem_iface_system::{Call, Simulated, Stepping};
 use hmem_p2p::verbs::Verbs;
@@ -250,24 +250,36 @@ fn bnc_02_an_exhausted_pool_makes_transfers_wait_over_verbs() {
     }
 }
 
+/// Staged and host memory of six chunks; three buffers, and a device that copies when it is told to.
+fn stepped() -> (Net, Mem, Mem) {
+    let device = Simulated::builder().stepping(Stepping::ByHand).build().unwrap();
+    let net = net_with(StagingAttr { slots: 3, ..STAGING }, device);
+    let staged = net.near.device(&net.device, CHUNK * 6, LOCAL).unwrap();
+    let far = net.far.host(CHUNK * 6, LOCAL | REMOTE);
+    (net, staged, far)
+}
+
+/// Tells the device to copy so many times; what has completed after each.
+fn step(net: &Net, times: usize) -> Vec<Completion> {
+    let mut out = Vec::new();
+    for _ in 0..times {
+        net.device.step();
+        net.near.cq.read(&mut out, 8).unwrap();
+    }
+    out
+}
+
 #[test]
 fn bnc_02_an_endpoint_closed_in_the_middle_cancels_and_leaks_nothing() {
     for steps in 0..6 {
-        let device = Simulated::builder().stepping(Stepping::ByHand).build().unwrap();
-        let net = net_with(StagingAttr { slots: 3, ..STAGING }, device);
+        let (net, staged, far) = stepped();
         let len = CHUNK * 6;
-        let staged = net.near.device(&net.device, len, LOCAL).unwrap();
-        let far = net.far.host(len, LOCAL | REMOTE);
         let key = far.region().key().unwrap();
         let remote = [RemoteSegment { address: key.base(), len, key: &key }];
         net.near.endpoint.write(&[staged.slice(0, len)], &remote, PeerId(0), 1).unwrap();
         net.near.endpoint.read(&[staged.slice(0, len)], &remote, PeerId(0), 2).unwrap();
         net.near.endpoint.receive(&[staged.slice(0, CHUNK)], None, 3).unwrap();
-        let mut out = Vec::new();
-        for _ in 0..steps {
-            net.device.step();
-            net.near.cq.read(&mut out, 8).unwrap();
-        }
+        let mut out = step(&net, steps);
         let Net { near, device, .. } = net;
         near.endpoint.close().map_err(|rejected| rejected.error).unwrap();
         while out.len() < 3 {
@@ -286,19 +298,12 @@ fn bnc_02_an_endpoint_closed_in_the_middle_cancels_and_leaks_nothing() {
 #[test]
 fn mr_05_a_staged_region_closed_in_the_middle_is_touched_no_more() {
     for steps in 0..4 {
-        let device = Simulated::builder().stepping(Stepping::ByHand).build().unwrap();
-        let net = net_with(StagingAttr { slots: 3, ..STAGING }, device);
+        let (net, staged, far) = stepped();
         let len = CHUNK * 6;
-        let staged = net.near.device(&net.device, len, LOCAL).unwrap();
-        let far = net.far.host(len, LOCAL | REMOTE);
         let key = far.region().key().unwrap();
         let remote = [RemoteSegment { address: key.base(), len, key: &key }];
         net.near.endpoint.write(&[staged.slice(0, len)], &remote, PeerId(0), 1).unwrap();
-        let mut out = Vec::new();
-        for _ in 0..steps {
-            net.device.step();
-            net.near.cq.read(&mut out, 8).unwrap();
-        }
+        let mut out = step(&net, steps);
         let (slice, begun) = (staged.slice(0, len), net.device.faults().count(Call::CopyAsync));
         drop(staged);
         assert_eq!(net.device.pending_copies(), 0, "a copy is under way after the region was closed");
@@ -441,6 +446,14 @@ fn another(net: &Net) -> (End, End) {
     (near, far)
 }
 
+/// Staged and host memory of 64 chunks.
+fn wide() -> (Net, Mem, Mem) {
+    let net = net();
+    let near = net.near.device(&net.device, CHUNK * 64, LOCAL).unwrap();
+    let far = net.far.host(CHUNK * 64, LOCAL | REMOTE);
+    (net, near, far)
+}
+
 /// A write of 20 chunks, of which nobody reads any other queue.
 fn writes((endpoint, cq): &End, near: &Mem, far: &Mem) {
     let bytes = pattern(CHUNK * 20, 4);
@@ -459,9 +472,7 @@ fn writes((endpoint, cq): &End, near: &Mem, far: &Mem) {
 
 #[test]
 fn bnc_02_a_transfer_whose_queue_nobody_reads_holds_up_no_other() {
-    let net = net();
-    let near = net.near.device(&net.device, CHUNK * 64, LOCAL).unwrap();
-    let far = net.far.host(CHUNK * 64, LOCAL | REMOTE);
+    let (net, near, far) = wide();
     let key = far.region().key().unwrap();
     let remote = [RemoteSegment { address: key.base(), len: CHUNK * 20, key: &key }];
     net.near.endpoint.write(&[near.slice(0, CHUNK * 20)], &remote, PeerId(0), 2).unwrap();
@@ -473,9 +484,7 @@ fn bnc_02_a_transfer_whose_queue_nobody_reads_holds_up_no_other() {
 
 #[test]
 fn bnc_02_transfers_behind_a_message_without_a_receiver_leave_buffers_for_others() {
-    let net = net();
-    let near = net.near.device(&net.device, CHUNK * 64, LOCAL).unwrap();
-    let far = net.far.host(CHUNK * 64, LOCAL | REMOTE);
+    let (net, near, far) = wide();
     let key = far.region().key().unwrap();
     let remote = [RemoteSegment { address: key.base(), len: CHUNK * 20, key: &key }];
     // Nobody receives this, and the write behind it is stuck.
@@ -493,9 +502,7 @@ fn bnc_02_transfers_behind_a_message_without_a_receiver_leave_buffers_for_others
 
 #[test]
 fn bnc_02_receives_that_wait_leave_buffers_for_everyone_else() {
-    let net = net();
-    let near = net.near.device(&net.device, CHUNK * 64, LOCAL).unwrap();
-    let far = net.far.host(CHUNK * 64, LOCAL | REMOTE);
+    let (net, near, far) = wide();
     // Far more receives than half of the buffers; they are not matched until the end.
     for context in 0..12 {
         net.near.endpoint.receive(&[near.slice(context * CHUNK, CHUNK)], None, 100 + context).unwrap();
