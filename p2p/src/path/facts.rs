@@ -3,14 +3,14 @@
 //! No path is chosen by these facts: ways are tried. They only make the sentence that goes with a refusal more exact.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fmt, fs,
     path::{Path, PathBuf},
 };
 
 use hmem_core::provider::Nic;
 
-use crate::topology::Topology;
+use crate::topology::{Kernel, Setting, Topology};
 
 /// Facts about a machine, each `None` (or empty) where it could not be found out.
 ///
@@ -24,9 +24,9 @@ use crate::topology::Topology;
 pub struct Facts {
     /// The kernel's version and patch level: `(6, 12)`.
     pub kernel: Option<(u32, u32)>,
-    /// The modules that are loaded or built in and have parameters, with underscores.
+    /// Those of [`MODULES`](crate::topology::MODULES) that are loaded, or built in and have parameters, with underscores.
     pub modules: Option<BTreeSet<String>>,
-    /// The kernel's build options that are set to `y` or `m`, without `CONFIG_`.
+    /// Those of [`OPTIONS`](crate::topology::OPTIONS) that the kernel was built with, as `y` or `m`, without `CONFIG_`.
     pub kernel_options: Option<BTreeSet<String>>,
     /// Whether NVIDIA's kernel modules are the open ones.
     pub nvidia_modules_open: Option<bool>,
@@ -41,13 +41,13 @@ pub struct Facts {
 }
 
 impl Facts {
-    /// Whether a module is there, by its name with underscores.
+    /// Whether a module of [`MODULES`](crate::topology::MODULES) is there, by its name with underscores.
     #[must_use]
     pub fn has_module(&self, name: &str) -> Option<bool> {
         self.modules.as_ref().map(|modules| modules.contains(name))
     }
 
-    /// Whether a kernel build option is set, by its name without `CONFIG_`.
+    /// Whether a build option of [`OPTIONS`](crate::topology::OPTIONS) is set, by its name without `CONFIG_`.
     #[must_use]
     pub fn has_option(&self, name: &str) -> Option<bool> {
         self.kernel_options.as_ref().map(|options| options.contains(name))
@@ -83,20 +83,10 @@ impl ThisMachine {
         fs::read_to_string(self.root.join(path)).ok()
     }
 
-    fn kernel_options(&self) -> Option<BTreeSet<String>> {
-        let release = self.text("proc/sys/kernel/osrelease")?;
-        let config = self.text(format!("boot/config-{}", release.trim()))?;
-        let set = |line: &str| {
-            let (name, value) = line.strip_prefix("CONFIG_")?.split_once('=')?;
-            matches!(value.trim(), "y" | "m").then(|| name.to_owned())
-        };
-        Some(config.lines().filter_map(set).collect())
-    }
-
-    fn modules(&self) -> Option<BTreeSet<String>> {
-        // Loaded modules, and built-in ones that have parameters.
-        let entries = fs::read_dir(self.root.join("sys/module")).ok()?;
-        Some(entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect())
+    /// Modules, where the kernel lists them.
+    fn modules(&self, kernel: &Kernel) -> Option<BTreeSet<String>> {
+        let listed = ["proc/modules", "sys/module"].iter().any(|path| self.root.join(path).exists());
+        listed.then(|| kernel.modules.iter().cloned().collect())
     }
 
     fn iommu_translates(&self, bus_id: &str) -> Option<bool> {
@@ -127,19 +117,24 @@ impl FactSource for ThisMachine {
     fn facts(&self, device: Option<&str>, nic: &Nic) -> Facts {
         let bus_ids = [nic.pci_bus_id.as_deref(), device];
         let translates = bus_ids.into_iter().flatten().filter_map(|bus_id| self.iommu_translates(bus_id));
+        let kernel = Topology::kernel_below(&self.root).unwrap_or_default();
         Facts {
-            kernel: self.text("proc/sys/kernel/osrelease").as_deref().and_then(version),
-            modules: self.modules(),
-            kernel_options: self.kernel_options(),
-            nvidia_modules_open: self
-                .text("proc/driver/nvidia/version")
-                .map(|text| text.contains("Open Kernel Module")),
+            kernel: kernel.release.as_deref().and_then(version),
+            modules: self.modules(&kernel),
+            kernel_options: kernel.options.as_ref().map(built_with),
+            nvidia_modules_open: kernel.nvidia.as_ref().map(|driver| driver.open),
             memlock: self.text("proc/self/limits").and_then(|text| limit(&text, "Max locked memory")),
             iommu_translates: translates.reduce(|one, other| one || other),
             acs_redirects: self.acs_redirects(device, nic),
             bar: device.and_then(|bus_id| self.bar(bus_id)),
         }
     }
+}
+
+/// The options that are set, without `CONFIG_`.
+fn built_with(options: &BTreeMap<String, Setting>) -> BTreeSet<String> {
+    let set = options.iter().filter(|(_, setting)| **setting != Setting::No);
+    set.map(|(name, _)| name.trim_start_matches("CONFIG_").to_owned()).collect()
 }
 
 /// `6.12.117-amd64` as `(6, 12)`.
@@ -204,6 +199,27 @@ mod tests {
         assert_eq!(facts, expected);
         assert_eq!(ThisMachine::below("/nonexistent").facts(None, &nic(None)), Facts::default());
         assert_eq!((version("7.3.4"), version("7"), version("x")), (Some((7, 3)), None, None));
+    }
+
+    /// Distributions without `/boot/config-*` have the options packed in procfs; a module that is still loading is none.
+    #[test]
+    fn facts_of_the_kernel_are_those_of_the_topology() {
+        let root = std::env::temp_dir().join(format!("hmem-facts-packed-{}", std::process::id()));
+        fs::create_dir_all(root.join("proc")).unwrap();
+        let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        std::io::Write::write_all(&mut packed, b"CONFIG_PCI_P2PDMA=y\nCONFIG_UDMABUF=m\nCONFIG_OTHER=y\n")
+            .unwrap();
+        fs::write(root.join("proc/config.gz"), packed.finish().unwrap()).unwrap();
+        let modules = "nvidia_peermem 16384 0 - Loading 0x0\nib_uverbs 16384 0 - Live 0x0\n";
+        fs::write(root.join("proc/modules"), modules).unwrap();
+        let facts = ThisMachine::below(&root).facts(None, &nic(None));
+        fs::remove_dir_all(&root).unwrap();
+        assert_eq!((facts.has_option("PCI_P2PDMA"), facts.has_option("UDMABUF")), (Some(true), Some(true)));
+        assert_eq!(facts.has_option("DMABUF_MOVE_NOTIFY"), Some(false));
+        assert_eq!(
+            (facts.has_module("ib_uverbs"), facts.has_module("nvidia_peermem")),
+            (Some(true), Some(false))
+        );
     }
 
     #[test]

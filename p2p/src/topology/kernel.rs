@@ -31,7 +31,7 @@ pub const OPTIONS: [(&str, &str); 16] = [
 ];
 
 /// Modules that paths depend on, each with what it is for.
-pub const MODULES: [(&str, &str); 24] = [
+pub const MODULES: [(&str, &str); 25] = [
     ("nvidia_peermem", "peer memory of NVIDIA GPUs"),
     ("nv_peer_mem", "peer memory of NVIDIA GPUs, before nvidia_peermem"),
     ("ib_peer_mem", "peer memory of the vendors' RDMA stack"),
@@ -41,6 +41,7 @@ pub const MODULES: [(&str, &str); 24] = [
     ("gdrdrv", "GDRCopy"),
     ("nouveau", "NVIDIA GPUs, without CUDA"),
     ("amdgpu", "AMD GPUs, with dma-buf export"),
+    ("amdkfd", "peer memory of AMD GPUs, before it was a part of amdgpu"),
     ("i915", "Intel GPUs"),
     ("xe", "Intel GPUs"),
     ("habanalabs", "Gaudi accelerators"),

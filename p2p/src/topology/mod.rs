@@ -145,6 +145,11 @@ impl Topology {
         }
     }
 
+    /// What of the kernel decides paths, read below `root`; nothing where a file of it makes no sense.
+    pub(crate) fn kernel_below(root: &Path) -> Option<Kernel> {
+        kernel::read(&Source::Folder { root: root.to_owned(), live: root == Path::new("/") }).ok()
+    }
+
     /// Every PCI function, in the order of their addresses.
     pub fn devices(&self) -> impl Iterator<Item = &PciDevice> {
         self.devices.values()
