@@ -1,4 +1,5 @@
-//! The driver's frees, hooked: the fake's entries are the real library's.
+//! The driver's frees, hooked: over the fake, whose entries are the real library's, or over a GPU where `HMEM_CUDA=real`
+//! asks for one. A process has hooks in one library, so that it is the one or the other.
 
 use std::sync::Arc;
 
@@ -13,7 +14,10 @@ use hmem_iface_cuda::{
 };
 use parking_lot::Mutex;
 
-use crate::world::{World, check};
+use crate::{
+    support,
+    world::{World, check},
+};
 
 /// Notes of each change whether the memory was there when it began, and when it had ended.
 #[derive(Debug)]
@@ -60,10 +64,18 @@ impl Invalidator for Witness {
     fn open_gate(&self) {}
 }
 
-/// A monitor that hooks, over every profile.
+/// The driver that is asked for: the fake in every profile, or the real one.
+fn worlds(monitor: MonitorKind) -> Box<dyn Iterator<Item = World>> {
+    if support::asked_for("real") {
+        Box::new(std::iter::once_with(move || World::real(monitor)))
+    } else {
+        Box::new(Profile::all().into_iter().map(move |profile| World::with(profile, monitor)))
+    }
+}
+
+/// A monitor that hooks, over each.
 fn each(show: impl Fn(&mut World, &dyn Monitor)) {
-    for profile in Profile::all() {
-        let mut world = World::with(profile, MonitorKind::Hooks);
+    for mut world in worlds(MonitorKind::Hooks) {
         let monitor = world.cuda.monitor().expect("hooks work on these entries");
         show(&mut world, &*monitor);
         drop(monitor);
@@ -141,10 +153,11 @@ fn mon_07_with_hooks_alone_a_hit_asks_nothing_but_of_stream_ordered_memory() {
     each(|world, monitor| {
         for kind in KINDS {
             let memory = world.allocate(4096, kind);
-            let before = world.driver().all_calls();
+            let calls = |world: &World| world.fake.as_ref().map(|(driver, _)| driver.all_calls());
+            let before = calls(world);
             assert!(monitor.valid(&memory).expect("ask"));
-            let asked = world.driver().all_calls() - before;
-            assert_eq!(asked, u64::from(kind == AllocationKind::StreamOrdered), "{kind:?}");
+            let asks = u64::from(kind == AllocationKind::StreamOrdered);
+            assert_eq!(calls(world), before.map(|before| before + asks), "{kind:?}");
             world.free(&memory);
         }
         let memory = world.allocate(4096, AllocationKind::Virtual);
@@ -161,11 +174,10 @@ fn mon_07_a_free_of_unknown_extent_is_told_as_everything() {
         let witness = Witness::new(world, memory.base().0);
         let subscription = monitor.subscribe(memory.range, Arc::clone(&witness) as _).expect("subscribed");
         world.app.current(|driver| {
-            // SAFETY: the driver refuses both.
-            unsafe {
-                assert!(!(driver.mem_free)(0).is_success());
-                assert!(!(driver.mem_free)(0x1234).is_success());
-            }
+            // SAFETY: nothing is there: the driver refuses it.
+            assert!(!unsafe { (driver.mem_free)(0x1234) }.is_success());
+            // SAFETY: null is nothing to the driver, which may refuse it or not.
+            let _either = unsafe { (driver.mem_free)(0) };
         });
         let context = world.app.create_context();
         world.app.destroy_context(context);
@@ -179,42 +191,47 @@ fn mon_07_a_free_of_unknown_extent_is_told_as_everything() {
 
 #[test]
 fn mon_03_hooks_are_put_in_once_and_taken_out_with_their_last_user() {
-    let world = World::fake(Profile::default());
-    let functions = &world.app.functions;
-    let code = || -> Vec<[u8; 16]> {
-        let entries = functions.frees().iter();
-        // SAFETY: code of this program is readable.
-        entries
-            .map(|(_, entry)| unsafe { std::ptr::with_exposed_provenance::<[u8; 16]>(*entry).read() })
-            .collect()
-    };
-    let before = code();
-    assert!(before.len() >= 6, "the fake has what an application calls");
-    let (one, other) =
-        (FreeHooks::start(functions).expect("one"), FreeHooks::start(functions).expect("other"));
-    assert_eq!(one.functions().len(), before.len());
-    assert!(code().iter().zip(&before).all(|(now, then)| now != then));
-    drop(one);
-    other.check().expect("still there");
-    drop(other);
-    assert!(code() == before);
-    world.end();
+    for world in worlds(MonitorKind::Identity) {
+        let functions = &world.app.functions;
+        let code = || -> Vec<[u8; 16]> {
+            let entry = |entry: usize| std::ptr::with_exposed_provenance::<[u8; 16]>(entry);
+            // SAFETY: code of a loaded library is readable.
+            functions.frees().iter().map(|(_, at)| unsafe { entry(*at).read() }).collect()
+        };
+        let before = code();
+        assert!(before.len() >= 6, "{}: what an application calls is there", world.name);
+        let (one, other) =
+            (FreeHooks::start(functions).expect("one"), FreeHooks::start(functions).expect("other"));
+        assert_eq!(one.functions().len(), before.len());
+        assert!(code().iter().zip(&before).all(|(now, then)| now != then));
+        drop(one);
+        other.check().expect("still there");
+        drop(other);
+        assert!(code() == before, "{}", world.name);
+        world.end();
+    }
 }
 
 /// MON-04: each explains itself, and injected functions are not patched unless it is asked for.
 #[test]
 fn mon_04_the_monitor_says_which_it_is_and_why() {
-    for (kind, name, words) in [
-        (MonitorKind::Auto, "cuda-identity", "injected"),
-        (MonitorKind::Identity, "cuda-identity", "no other was asked for"),
-        (MonitorKind::Hooks, "cuda-hooks", "graph nodes"),
+    let auto = if support::asked_for("real") {
+        ("cuda-hooks+identity", "told before the memory goes")
+    } else {
+        ("cuda-identity", "injected")
+    };
+    for (kind, (name, words)) in [
+        (MonitorKind::Auto, auto),
+        (MonitorKind::Identity, ("cuda-identity", "no other was asked for")),
+        (MonitorKind::Hooks, ("cuda-hooks", "graph nodes")),
     ] {
-        let world = World::with(Profile::default(), kind);
-        let monitor = world.cuda.monitor().expect("a monitor");
-        assert_eq!(monitor.name(), name);
-        assert!(monitor.why().contains(words), "{}", monitor.why());
-        drop(monitor);
-        world.end();
+        for world in worlds(kind) {
+            let monitor = world.cuda.monitor().expect("a monitor");
+            assert_eq!(monitor.name(), name);
+            assert!(monitor.why().contains(words), "{}", monitor.why());
+            drop(monitor);
+            world.end();
+        }
     }
     let error = "kdreg2".parse::<MonitorKind>().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);

@@ -91,7 +91,7 @@ fn hm_10_another_process_opens_reads_writes_and_closes() {
 #[test]
 fn hm_10_another_process_reaches_memory_of_a_real_device() {
     if crate::support::asked_for("real") {
-        let mut world = World::real();
+        let mut world = World::real(hmem_iface_cuda::MonitorKind::Identity);
         show("ipc::hm_10_another_process_reaches_memory_of_a_real_device", &mut world);
         world.end();
     }

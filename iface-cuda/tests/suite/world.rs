@@ -39,7 +39,8 @@ pub(crate) fn each(show: impl Fn(&mut World)) {
         over(profile, &show);
     }
     if support::asked_for("real") {
-        let mut world = World::real();
+        // Code can be hooked of one library in a process: `hooks.rs` shows that.
+        let mut world = World::real(MonitorKind::Identity);
         show(&mut world);
         world.end();
     }
@@ -71,7 +72,7 @@ impl World {
         Self { name: profile.name.into(), cuda, app, fake: Some((fake, profile)), _turn: None }
     }
 
-    pub(crate) fn real() -> Self {
+    pub(crate) fn real(monitor: MonitorKind) -> Self {
         let turn = REAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let path = std::env::var(Cuda::LIBRARY_VARIABLE).unwrap_or_else(|_| Functions::LIBRARY.into());
         let functions = Functions::load(path.as_ref()).expect("HMEM_CUDA=real asks for a driver");
@@ -82,8 +83,8 @@ impl World {
             let symbol = unsafe { library.get::<*const ()>(name) };
             *symbol.unwrap_or_else(|error| panic!("{name}: {error}"))
         });
-        let cuda =
-            Cuda::builder().functions(functions.clone()).open().expect("HMEM_CUDA=real asks for a GPU");
+        let cuda = Cuda::builder().functions(functions.clone()).monitor(monitor).open();
+        let cuda = cuda.expect("HMEM_CUDA=real asks for a GPU");
         let app = App { functions, lookup, primary: CuContext::NULL };
         Self { name: "real".into(), cuda, app, fake: None, _turn: Some(turn) }
     }
