@@ -10,6 +10,7 @@ use std::{
 use hdrhistogram::Histogram;
 use hmem::{
     Address, AllocationKind, DeviceId, Error, ErrorKind, Iface, Registry, Result,
+    cache::Cache,
     iface::AllocRequest,
     system::{Simulated, System},
 };
@@ -17,9 +18,9 @@ use hmem::{
 use super::{
     measure::{Effort, Side, in_turns, place},
     memory,
-    noop::{self, BASE, LEN},
+    noop::{self, BASE, LEN, Noop},
     report::{Report, Row},
-    ucx::Ucx,
+    ucx::{Ucx, UcxCache},
 };
 use crate::json::Skipped;
 
@@ -79,7 +80,7 @@ impl Bench {
         });
     }
 
-    fn ucx_cache(&self, max: u64, filled: u64) -> Result<Option<super::ucx::UcxCache>> {
+    fn ucx_cache(&self, max: u64, filled: u64) -> Result<Option<UcxCache>> {
         let Ok(ucx) = self.ucx else { return Ok(None) };
         let cache = ucx.cache(max as usize).map_err(|why| {
             Error::new(ErrorKind::Unavailable, "bench cache").context("peer", UCX).context("why", why)
@@ -94,19 +95,8 @@ impl Bench {
         for (regions, target) in [(1, 0.25), (1_000, 0.25), (100_000, 0.3)] {
             let cache = noop::cache(2 * regions, regions)?;
             let ucx = self.ucx_cache(2 * regions, regions)?;
-            let ours = |start: u64, count: u64| {
-                for number in start..start + count {
-                    let lease = cache.get(&noop::key(place(number, regions))).expect("a hit");
-                    black_box(*lease);
-                }
-            };
-            let theirs = |start: u64, count: u64| {
-                for number in start..start + count {
-                    ucx.as_ref()
-                        .expect("measured only where it is")
-                        .get_put(BASE + place(number, regions) * LEN, LEN);
-                }
-            };
+            let ours = our_hits(&cache, regions);
+            let theirs = their_hits(ucx.as_ref(), regions);
             let sides: [Side<'_>; 2] = [&ours, &theirs];
             let seen = in_turns(self.effort, 1, &sides[..1 + usize::from(ucx.is_some())]);
             let figure = if regions == 1 { "hit, one buffer again and again" } else { "hit, at random" };
@@ -120,19 +110,8 @@ impl Bench {
         for (figure, regions) in [("hit, the same region", 1), ("hit, different regions", 1_000)] {
             let cache = noop::cache(2 * regions, regions)?;
             let ucx = self.ucx_cache(2 * regions, regions)?;
-            let ours = |start: u64, count: u64| {
-                for number in start..start + count {
-                    let lease = cache.get(&noop::key(place(number, regions))).expect("a hit");
-                    black_box(*lease);
-                }
-            };
-            let theirs = |start: u64, count: u64| {
-                for number in start..start + count {
-                    ucx.as_ref()
-                        .expect("measured only where it is")
-                        .get_put(BASE + place(number, regions) * LEN, LEN);
-                }
-            };
+            let ours = our_hits(&cache, regions);
+            let theirs = their_hits(ucx.as_ref(), regions);
             let alone = in_turns(self.effort, 1, &[&ours]);
             let sides: [Side<'_>; 2] = [&ours, &theirs];
             let both = in_turns(self.effort, 2, &sides[..1 + usize::from(ucx.is_some())]);
@@ -260,8 +239,28 @@ impl Bench {
     }
 }
 
+/// Hits among `regions` at random.
+fn our_hits(cache: &Cache<Noop>, regions: u64) -> impl Fn(u64, u64) + Sync {
+    move |start, count| {
+        for number in start..start + count {
+            let lease = cache.get(&noop::key(place(number, regions))).expect("a hit");
+            black_box(*lease);
+        }
+    }
+}
+
+/// The same of UCX, where it is.
+fn their_hits(ucx: Option<&UcxCache>, regions: u64) -> impl Fn(u64, u64) + Sync {
+    move |start, count| {
+        let cache = ucx.expect("measured only where it is");
+        for number in start..start + count {
+            cache.get_put(BASE + place(number, regions) * LEN, LEN);
+        }
+    }
+}
+
 /// A figure of hits that were none would be no figure.
-fn assert_hits(cache: &hmem::cache::Cache<noop::Noop>) {
+fn assert_hits(cache: &Cache<Noop>) {
     let statistics = cache.statistics();
     assert_eq!(statistics.misses, statistics.registrations, "{statistics:?}");
     assert_eq!(statistics.evictions, 0, "{statistics:?}");

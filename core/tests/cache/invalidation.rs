@@ -28,11 +28,11 @@ fn cache_08_an_invalidated_entry_in_use_is_no_hit_and_goes_at_the_last_put_told_
     let id = first.id;
     drop(first);
     cache.flush();
-    assert!(books.registered.lock().unwrap().contains_key(&id));
+    assert!(books.registered.lock().contains_key(&id));
     assert_eq!(told.load(Ordering::SeqCst), 0);
     drop(second);
     cache.flush();
-    assert!(!books.registered.lock().unwrap().contains_key(&id));
+    assert!(!books.registered.lock().contains_key(&id));
     while told.load(Ordering::SeqCst) == 0 {
         std::thread::yield_now();
     }
@@ -85,8 +85,7 @@ fn an_invalidation_touches_what_shares_a_page_and_nothing_else() {
 fn cache_09_memory_that_goes_while_it_is_registered_gives_a_dead_entry() {
     let (cache, books) = cache(Limits::default());
     let invalidator = Arc::clone(cache.invalidator());
-    *books.meanwhile.lock().unwrap() =
-        Some(Box::new(move || invalidator.invalidate(range(0, 1), Cause::Unmap)));
+    *books.meanwhile.lock() = Some(Box::new(move || invalidator.invalidate(range(0, 1), Cause::Unmap)));
     let dead = cache.get(&key(0, PAGE)).unwrap();
     assert!(dead.is_dead());
     assert!(cache.find(&key(0, PAGE)).is_none());

@@ -20,9 +20,7 @@ fn cache_03_idle_entries_never_exceed_the_limits() {
     let (cache, books) = cache(Limits { max_bytes: 10 * PAGE, ..Limits::default() });
     for i in 0..50 {
         cache.get(&key(i << 24, (i % 7 + 1) * PAGE)).unwrap();
-        assert!(
-            books.registered.lock().unwrap().values().map(|key| key.range().len()).sum::<u64>() <= 10 * PAGE
-        );
+        assert!(books.registered.lock().values().map(|key| key.range().len()).sum::<u64>() <= 10 * PAGE);
     }
     let long = cache.get(&key(0, 11 * PAGE)).unwrap();
     assert!(matches!(long.uncached(), Some(Uncached::TooLong)));
@@ -112,7 +110,7 @@ proptest! {
             if put {
                 leases.swap_remove(page as usize % leases.len());
             }
-            let registered = books.registered.lock().unwrap();
+            let registered = books.registered.lock();
             prop_assert!(leases.iter().all(|lease| registered.contains_key(&lease.id)));
             drop(registered);
             let now = cache.statistics();

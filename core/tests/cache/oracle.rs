@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     ptr,
     sync::{
-        Arc, Mutex,
+        Arc,
         atomic::{AtomicU64, AtomicUsize, Ordering},
     },
 };
@@ -14,6 +14,7 @@ use hmem_core::{
     cache::{Cache, Key, Limits, Source},
     monitor::{Cause, Invalidator},
 };
+use parking_lot::Mutex;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 const PAGES: usize = 16;
@@ -58,7 +59,7 @@ impl Place {
 
     /// Puts the next page of the file there, as a patched `mmap` would have it told.
     fn replace(&self, page: usize, invalidator: &dyn Invalidator) {
-        let _one_at_a_time = self.changing.lock().unwrap();
+        let _one_at_a_time = self.changing.lock();
         let range = AddressRange::new(Address(self.address(page) as u64), PAGE as u64).expect("no wrap");
         let change = invalidator.begin(range, Cause::Replace);
         let from = self.next.fetch_add(1, Ordering::Relaxed) * PAGE as u64;
@@ -137,7 +138,7 @@ impl Source for Pinning {
         let pages = (key.range().len() as usize).div_ceil(PAGE);
         let said = (first..first + pages).map(|page| self.place.says(page)).collect();
         let id = self.next.fetch_add(1, Ordering::Relaxed);
-        self.alive.lock().unwrap().insert(id, ());
+        self.alive.lock().insert(id, ());
         Ok(Pinned { id, first, said })
     }
 
@@ -145,7 +146,7 @@ impl Source for Pinning {
         if self.fails() {
             return Err(Rejected::new(region, Error::new(ErrorKind::Driver, "deregister")));
         }
-        assert!(self.alive.lock().unwrap().remove(&region.id).is_some(), "deregistered twice");
+        assert!(self.alive.lock().remove(&region.id).is_some(), "deregistered twice");
         Ok(())
     }
 }
@@ -182,7 +183,7 @@ fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
                     let key = Key::new(range, Access::SEND).expect("a key");
                     // Nobody but this thread changes its own pages, so they say the same until it does.
                     if let Ok(lease) = cache.get(&key) {
-                        assert!(cache.source().alive.lock().unwrap().contains_key(&lease.id));
+                        assert!(cache.source().alive.lock().contains_key(&lease.id));
                         for page in (first..first + pages).filter(|page| own(*page)) {
                             assert_eq!(lease.said[page - lease.first], place.says(page), "a stale hit");
                         }
@@ -208,7 +209,7 @@ fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
         }
     }
     cache.try_empty().expect("all given back");
-    assert_eq!(pinning.alive.lock().unwrap().len(), 0, "lost registrations");
+    assert_eq!(pinning.alive.lock().len(), 0, "lost registrations");
     assert_eq!(pinning.watches.load(Ordering::SeqCst), 0, "lost watches");
 }
 
@@ -299,7 +300,7 @@ mod properties {
             }
             drop(kept);
             while cache.try_empty().is_err() {}
-            prop_assert_eq!(pinning.alive.lock().unwrap().len(), 0);
+            prop_assert_eq!(pinning.alive.lock().len(), 0);
             prop_assert_eq!(pinning.watches.load(Ordering::SeqCst), 0);
         }
     }

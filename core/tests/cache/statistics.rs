@@ -17,7 +17,7 @@ fn assert_adds_up(now: &Statistics, lookups: u64, books: &Books) {
     // What died while its registration failed is both.
     let failed_and_dead = gone + now.entries as u64 - now.registrations;
     assert!(failed_and_dead <= now.failures, "{now:?}");
-    let registered = books.registered.lock().unwrap();
+    let registered = books.registered.lock();
     assert_eq!(registered.len(), now.entries + now.dying + now.stuck);
     assert_eq!(registered.values().map(|key| key.range().len()).sum::<u64>(), now.bytes);
 }

@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     sync::{
-        Arc, Condvar, Mutex,
+        Arc,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
 };
@@ -13,6 +13,7 @@ use hmem_core::{
     cache::{Cache, Key, Limits, Source},
     monitor::Invalidator,
 };
+use parking_lot::{Condvar, Mutex};
 
 /// A registration of the books.
 #[derive(Debug)]
@@ -49,16 +50,16 @@ pub(crate) struct Books {
 
 impl Books {
     pub(crate) fn fail_next(&self, kind: ErrorKind) {
-        self.failing.lock().unwrap().push(kind);
+        self.failing.lock().push(kind);
     }
 
     /// Holds registrations until [`Books::release`].
     pub(crate) fn hold(&self) {
-        *self.held.lock().unwrap() = true;
+        *self.held.lock() = true;
     }
 
     pub(crate) fn release(&self) {
-        *self.held.lock().unwrap() = false;
+        *self.held.lock() = false;
         self.released.notify_all();
     }
 
@@ -70,7 +71,7 @@ impl Books {
     }
 
     pub(crate) fn live(&self) -> usize {
-        self.registered.lock().unwrap().len()
+        self.registered.lock().len()
     }
 }
 
@@ -109,20 +110,20 @@ impl Source for Ledger {
 
     fn register(&self, key: &Key) -> Result<Region> {
         self.0.registrations.fetch_add(1, Ordering::SeqCst);
-        let mut held = self.0.held.lock().unwrap();
+        let mut held = self.0.held.lock();
         self.0.waiting.fetch_add(1, Ordering::SeqCst);
         while *held {
-            held = self.0.released.wait(held).unwrap();
+            self.0.released.wait(&mut held);
         }
         self.0.waiting.fetch_sub(1, Ordering::SeqCst);
         drop(held);
-        if let Some(meanwhile) = self.0.meanwhile.lock().unwrap().take() {
+        if let Some(meanwhile) = self.0.meanwhile.lock().take() {
             meanwhile();
         }
-        if let Some(kind) = self.0.failing.lock().unwrap().pop() {
+        if let Some(kind) = self.0.failing.lock().pop() {
             return Err(Error::new(kind, "register").context("range", key.range()));
         }
-        let mut registered = self.0.registered.lock().unwrap();
+        let mut registered = self.0.registered.lock();
         let room = self.0.room.load(Ordering::SeqCst);
         if room > 0 && registered.len() >= room {
             return Err(Error::new(ErrorKind::OutOfResources, "register"));
@@ -138,7 +139,7 @@ impl Source for Ledger {
             return Err(Rejected::new(region, Error::new(ErrorKind::Driver, "deregister")));
         }
         self.0.deregistrations.fetch_add(1, Ordering::SeqCst);
-        let gone = self.0.registered.lock().unwrap().remove(&region.id);
+        let gone = self.0.registered.lock().remove(&region.id);
         assert!(gone.is_some(), "{region:?} is deregistered twice");
         Ok(())
     }
