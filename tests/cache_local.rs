@@ -7,7 +7,10 @@ use std::{
     ptr,
     sync::{
         Arc,
-        atomic::{AtomicU32, Ordering::SeqCst},
+        atomic::{
+            AtomicBool, AtomicU32,
+            Ordering::{Relaxed, SeqCst},
+        },
     },
     thread,
 };
@@ -97,6 +100,12 @@ impl Pages {
     fn fill(&self, byte: u8) {
         // SAFETY: mapped, and nobody refers into it.
         unsafe { ptr::with_exposed_provenance_mut::<u8>(self.at).write_bytes(byte, self.len) };
+    }
+
+    fn forbid(&self) {
+        let at = ptr::with_exposed_provenance_mut(self.at);
+        // SAFETY: this value's own mapping, which nobody refers into.
+        assert_eq!(unsafe { libc::mprotect(at, self.len, libc::PROT_NONE) }, 0);
     }
 
     fn byte(&self, at: usize) -> u8 {
@@ -409,11 +418,10 @@ fn a_request_that_is_refused_holds_nothing() {
     net.post(Operation::Write { remote: &outside }, &[pages.bare(0, 64)], 3).expect("posted");
     let failed = net.wait(&net.cq);
     assert_eq!((failed.context, failed.result.unwrap_err().kind()), (3, ErrorKind::OutOfBounds));
-    // Memory that is not there.
-    let gone = Pages::new(PAGE);
-    let nowhere = gone.bare(0, 64);
-    drop(gone);
-    assert_eq!(net.write(&[nowhere], 4).unwrap_err().kind(), ErrorKind::BadAddress);
+    // Memory that nobody may touch: unlike addresses with nothing there, it stays so while other tests map theirs.
+    let forbidden = Pages::new(PAGE);
+    forbidden.forbid();
+    assert_eq!(net.write(&[forbidden.bare(0, 64)], 4).unwrap_err().kind(), ErrorKind::BadAddress);
     net.assert_nothing_left();
 }
 
@@ -569,10 +577,12 @@ fn threads_that_post_and_read_together_leave_nothing() {
     // Who reads completions executes what is posted, as long as there is some: the queue takes them all.
     let attr = DomainAttr { mr_mode: MrMode::LOCAL, ..DomainAttr::default() };
     let net = Net::with(&hmem, attr, 64, 3 * EACH as usize);
+    let panicked = AtomicBool::new(false);
     thread::scope(|scope| {
         let post = |thread: u64| {
-            let (net, import) = (&net, &import);
+            let (net, import, panicked) = (&net, &import, &panicked);
             scope.spawn(move || {
+                let _tell = TellOfPanic(panicked);
                 let pages = Pages::new(8 * PAGE);
                 for number in 0..EACH {
                     let local = [pages.bare(number as usize % 8 * PAGE, 32)];
@@ -593,6 +603,7 @@ fn threads_that_post_and_read_together_leave_nothing() {
         let mut seen = [0_u64; 3];
         let mut done = Vec::new();
         while seen.iter().sum::<u64>() < 3 * EACH {
+            assert!(!panicked.load(Relaxed), "a thread that posts has panicked");
             net.cq.read(&mut done, 16).expect("the queue");
             for completion in done.drain(..) {
                 assert_eq!(completion.result.expect("written"), 32);
@@ -604,4 +615,15 @@ fn threads_that_post_and_read_together_leave_nothing() {
         posting.into_iter().for_each(|thread| drop(thread.join().expect("posted")));
     });
     net.assert_nothing_left();
+}
+
+/// So that nobody waits for what a thread that panicked was to do.
+struct TellOfPanic<'a>(&'a AtomicBool);
+
+impl Drop for TellOfPanic<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.store(true, Relaxed);
+        }
+    }
 }

@@ -129,7 +129,9 @@ impl Patches {
                 );
             }
         }
-        let _refused = synchronise_code();
+        if !synchronise_code() {
+            tracing::debug!("no membarrier: other processors see the old code at their next interrupt");
+        }
     }
 
     fn overwritten(&self, site: &Site) -> Error {

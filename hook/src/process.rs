@@ -90,12 +90,15 @@ impl<T: Wipeable> Process<T> {
         self.subscribers.shared().is_ours()
     }
 
-    /// Patches the functions, or counts one more user of the patches.
+    /// Patches the functions of `plan`, or counts one more user of the patches.
+    ///
+    /// `plan` runs with no other start under way: planning writes where hooks go on, and patches lead there.
     ///
     /// # Errors
-    /// As [`Patches::put`]; Busy if a patch was overwritten since.
-    pub fn install(&self, patches: &Patches) -> Result<()> {
+    /// As `plan` and [`Patches::put`]; Busy if a patch was overwritten since.
+    pub fn install(&self, plan: impl FnOnce() -> Result<&'static Patches>) -> Result<()> {
         let mut users = self.users.lock();
+        let patches = plan()?;
         if *users > 0 {
             patches.in_place()?;
         } else {

@@ -169,6 +169,9 @@ fn identity(invalidator: &Arc<dyn Invalidator>) -> usize {
 
 impl<T: Wipeable> Subscribers<T> {
     /// Subscribers whose table is the part of `shared` that `table` names.
+    ///
+    /// # Errors
+    /// OutOfResources without memory; Unsupported where the kernel cannot wipe the table in a forked child.
     pub fn new(monitor: MonitorName, table: fn(&T) -> &Table) -> Result<Self> {
         let book = Book { by_invalidator: HashMap::new(), subscriptions: [0; SLOTS] };
         Ok(Self { monitor, table, shared: WipedOnFork::new(monitor)?, book: Mutex::new(book) })

@@ -22,7 +22,7 @@ impl FreeHooks {
         Err(Error::new(ErrorKind::Unsupported, "cuda-hooks")
             .iface(IfaceKind::CUDA)
             .context("architecture", std::env::consts::ARCH)
-            .remedy("functions are patched with glibc on x86-64: watch CUDA memory by identity"))
+            .remedy("functions are patched with glibc on x86-64 and aarch64: watch CUDA memory by identity"))
     }
 
     /// There is nothing to check.

@@ -36,6 +36,7 @@ cases! {
     mon_03_a_thread_inside_the_call_while_it_is_patched_and_unpatched_comes_back,
     mon_03_threads_run_the_functions_while_they_are_patched,
     mon_03_install_twice_and_uninstall,
+    mon_03_threads_that_start_at_once_share_the_patches,
     mon_03_a_later_patch_of_another_library_is_noticed,
     mon_03_an_earlier_patch_of_another_library_is_refused_by_name,
     mon_03_subscribing_waits_for_a_change_under_way,
@@ -381,6 +382,24 @@ fn mon_03_install_twice_and_uninstall() {
     assert_eq!(recorder.count(), 0);
     // And again.
     MemHooks::start().unwrap().check().unwrap();
+}
+
+/// The first starts of a process plan the patches; nobody may go by a plan that is not whole.
+fn mon_03_threads_that_start_at_once_share_the_patches() {
+    const THREADS: usize = 8;
+    let (page, together) = (page(), Barrier::new(THREADS));
+    thread::scope(|scope| {
+        for _ in 0..THREADS {
+            scope.spawn(|| {
+                together.wait();
+                for _ in 0..20 {
+                    let hooks = MemHooks::start().unwrap();
+                    unmap(map(page), page);
+                    drop(hooks);
+                }
+            });
+        }
+    });
 }
 
 /// munmap as another library's hooks have it: past the C library's.

@@ -134,6 +134,7 @@ fn stale_hits(monitor: Option<Arc<dyn Monitor>>, replace: Replace, rounds: u64, 
     let (running, looked) = (AtomicBool::new(true), AtomicU64::new(0));
     let mut stale = 0;
     thread::scope(|scope| {
+        let _stop = Stop(&running);
         if adversary {
             scope.spawn(|| {
                 while running.load(SeqCst) {
@@ -155,9 +156,17 @@ fn stale_hits(monitor: Option<Arc<dyn Monitor>>, replace: Replace, rounds: u64, 
             let lease = cache.get(&key).unwrap();
             stale += u64::from(![0, round].contains(&*lease));
         }
-        running.store(false, SeqCst);
     });
     stale
+}
+
+/// Ends the second thread, also where the first panics.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, SeqCst);
+    }
 }
 
 fn none(monitor: &Arc<dyn Monitor>, causes: &[(&str, Replace)], rounds: u64, adversary: bool) {

@@ -143,6 +143,10 @@ pub(super) fn plan<'a>(
 ) -> Vec<Case<'a>> {
     let wanted = |nic: &&Fabric| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
     let Some(nic) = machine.nics.iter().filter(wanted).find(|nic| nic.keeps_pages()) else {
+        skipped.push(skip(
+            "stale registrations",
+            "no NIC that keeps pages (loopback with io_uring) is here and selected",
+        ));
         return Vec::new();
     };
     let mut cases = Vec::new();

@@ -86,7 +86,9 @@ fn a_sound_machine_passes() {
     assert!(report.passed(), "{report:?}");
     assert_eq!(row(&report, "device", "dma-buf").atomic, Atomic::Verified);
     assert_eq!(row(&report, "device", "staged").atomic, Atomic::Refused);
-    assert_eq!(report.skipped, []);
+    // This software NIC follows the memory that it reaches.
+    let skipped: Vec<_> = report.skipped.iter().map(|skipped| skipped.what.as_str()).collect();
+    assert_eq!(skipped, ["stale registrations"]);
 }
 
 /// DIAG-02

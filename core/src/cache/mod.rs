@@ -304,6 +304,8 @@ impl<S: Source> Cache<S> {
     /// [`ErrorKind::Busy`] if there are leases, or if the provider refused to deregister something.
     pub fn try_empty(&self) -> Result<()> {
         self.clear();
+        // What died meanwhile may be in the worker's hands.
+        self.flush();
         let left = self.statistics();
         if left.entries + left.dying + left.stuck == 0 {
             return Ok(());

@@ -70,6 +70,15 @@ fn await_turn(turn: &AtomicU64, number: u64) -> bool {
 
 const OVER: u64 = u64::MAX;
 
+/// Ends the other thread's waiting, also where this one panics.
+struct Ends<'a>(&'a AtomicU64);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(OVER, Ordering::Release);
+    }
+}
+
 /// One thread hits an entry while the other gives it back, over and over; in which round a lease was seen of what was
 /// deregistered.
 ///
@@ -85,6 +94,7 @@ fn a_lease_outlives_its_region(barrier: Barrier, rounds: u64) -> Option<u64> {
     let (begun, done) = (AtomicU64::new(0), AtomicU64::new(0));
     std::thread::scope(|scope| {
         scope.spawn(|| {
+            let _ends = Ends(&done);
             let mut place = 1_usize;
             for round in 1.. {
                 if !await_turn(&begun, round) {
@@ -103,7 +113,8 @@ fn a_lease_outlives_its_region(barrier: Barrier, rounds: u64) -> Option<u64> {
                 done.store(round, Ordering::Release);
             }
         });
-        let lost = (1..=rounds).find(|round| {
+        let _ends = Ends(&begun);
+        (1..=rounds).find(|round| {
             // Two, so that the other's is a plain one.
             drop(cache.get(&key).expect("registered"));
             drop(cache.get(&key).expect("registered"));
@@ -113,11 +124,9 @@ fn a_lease_outlives_its_region(barrier: Barrier, rounds: u64) -> Option<u64> {
                 std::hint::black_box(());
             }
             cache.clear();
-            await_turn(&done, *round);
+            assert!(await_turn(&done, *round), "the other thread has panicked");
             found.load(Ordering::Relaxed)
-        });
-        begun.store(OVER, Ordering::Release);
-        lost
+        })
     })
 }
 

@@ -4,7 +4,7 @@
 //! cached region for each that comes without. The leases of a request stay with its completion queue. The request is
 //! posted under a context of the queue's own, by which its completion finds them; whoever reads the completion sees the
 //! application's context and ends the leases. An application's context that looks like one of the queue's is carried in the same
-//! way, so that none is taken for the other; all others pass as they are. Closing an endpoint ends the leases of its
+//! way, so that none is taken for the other among the endpoints of the domain; all others pass as they are. Closing an endpoint ends the leases of its
 //! requests, since the NIC is done with them then; their completions keep their contexts until they are read.
 
 use std::{any::Any, fmt, sync::Arc};

@@ -379,10 +379,12 @@ impl Domain {
     ///
     /// Where the domain has a cache, and its mode wants a descriptor for local memory (LOCAL, and HMEM for that of devices),
     /// transfers may leave it out: such memory is registered through the cache, as with [`RegionCache::get`], and its region is
-    /// held until the completion is read or the endpoint closed. Both queues are then to be of [`Domain::open_cq`].
+    /// held until the completion is read or the endpoint closed. Both queues are then to be of [`Domain::open_cq`]. In ENDPOINT mode,
+    /// where a region serves an endpoint only once it is bound to it, descriptors stay the application's to name.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfResources`]; [`ErrorKind::InvalidArgument`] for queues of another provider.
+    /// [`ErrorKind::OutOfResources`], also where the domain's cache starts here and cannot; [`ErrorKind::InvalidArgument`]
+    /// for queues of another provider.
     pub fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Endpoint> {
         let leasing = match self.leases_local_memory() {
             true => Some(Leasing::new(self.cache()?, self.inner.effective.contains(MrMode::LOCAL), attr)),

@@ -93,9 +93,9 @@ impl FreeHooks {
     /// there first; where the hooks of this process are in another library. PermissionDenied or AccessDenied where a security
     /// policy forbids changing code. Busy if a call did not arrive.
     pub fn start(functions: &Functions) -> Result<Arc<Self>> {
-        let plan = plan(functions)?;
         let process = PLACE.get(NAME, |shared: &Shared| &shared.table)?;
-        process.install(&plan.patches)?;
+        process.install(|| Ok(&plan(functions)?.patches))?;
+        let plan = plan(functions)?;
         let own = Own { next: 0, subscriptions: [0; SLOTS] };
         let this = Arc::new(Self { process, plan, own: Mutex::new(own) });
         this.check()?;
@@ -173,7 +173,8 @@ impl Drop for FreeHooks {
     }
 }
 
-/// The patches of the library that these functions are of, decoded once.
+/// The patches of the library that these functions are of, decoded once: first of all within [`Process::install`], where
+/// no other start is under way.
 fn plan(functions: &Functions) -> Result<&'static Plan> {
     let entries = functions.frees().iter();
     let entries: Vec<_> =
@@ -200,8 +201,8 @@ fn plan(functions: &Functions) -> Result<&'static Plan> {
     };
     let targets: Vec<_> = entries.iter().map(target).collect();
     // SAFETY: the entries are those of a library that `Functions` keeps loaded for good, or what its injector promised to be
-    // functions of these names; hooks take and pass on whole registers, and have an `original` each. Who loses the race
-    // below is of the same library, and wrote another way past the same code.
+    // functions of these names; hooks take and pass on whole registers, and have an `original` each, which nobody goes by
+    // yet: nothing is patched before a plan is kept.
     let patches = unsafe { Patches::plan(NAME, &targets) }?;
     hook::ask_by(functions.pointer_get_attributes);
     let plan = Box::into_raw(Box::new(Plan { entries, patches }));

@@ -91,7 +91,7 @@ impl MemHooks {
     /// security policy forbids changing code. Busy if a change did not arrive.
     pub fn start() -> Result<Arc<Self>> {
         let process = process::get()?;
-        process.install(process::plan()?)?;
+        process.install(process::plan)?;
         let own = Own { next: 0, subscriptions: [0; SLOTS], remembered: Remembered::default() };
         let this = Arc::new(Self { process, own: Mutex::new(own) });
         this.check()?;

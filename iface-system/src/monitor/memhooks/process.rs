@@ -29,7 +29,7 @@ pub(super) fn get() -> Result<&'static Process> {
     PLACE.get(NAME, |shared: &Shared| &shared.table)
 }
 
-/// The patches, decoded once.
+/// The patches, decoded once: first of all within [`hmem_hook::Process::install`], where no other start is under way.
 pub(super) fn plan() -> Result<&'static Patches> {
     // SAFETY: null, or from `Box::into_raw` below and never freed.
     if let Some(patches) = unsafe { PLAN.load(Ordering::Acquire).as_ref() } {
@@ -56,7 +56,7 @@ pub(super) fn plan() -> Result<&'static Patches> {
         }
     }
     // SAFETY: the entries are the C library's, which is never unloaded; hooks take and pass on whole registers, and have
-    // an `original` each. Who loses the race below wrote another way past the same code, which stays mapped too.
+    // an `original` each, which nobody goes by yet: nothing is patched before a plan is kept.
     let patches = Box::into_raw(Box::new(unsafe { Patches::plan(NAME, &targets) }?));
     match PLAN.compare_exchange(ptr::null_mut(), patches, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: just made, or theirs; never freed.
