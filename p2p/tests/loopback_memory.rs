@@ -42,18 +42,16 @@ impl Pages {
 
     /// Puts fresh pages at the same address.
     fn remap(&self) {
+        self.replace(0, self.len, ProtFlags::READ | ProtFlags::WRITE);
+    }
+
+    /// Puts other pages in place of some in one step: in a gap between, another thread's memory could come to lie.
+    fn replace(&self, offset: usize, len: usize, access: ProtFlags) {
+        assert!(offset + len <= self.len);
+        let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
         // SAFETY: the range is this object's own mapping, and nothing holds references into it.
-        unsafe {
-            rustix::mm::munmap(self.start.cast(), self.len).unwrap();
-            let flags = MapFlags::PRIVATE | MapFlags::FIXED;
-            let again = rustix::mm::mmap_anonymous(
-                self.start.cast(),
-                self.len,
-                ProtFlags::READ | ProtFlags::WRITE,
-                flags,
-            );
-            assert_eq!(again.unwrap().cast(), self.start);
-        }
+        let again = unsafe { rustix::mm::mmap_anonymous(self.start.add(offset).cast(), len, access, flags) };
+        again.unwrap();
     }
 
     fn protect(&self, page: usize, protection: MprotectFlags) {
@@ -62,11 +60,9 @@ impl Pages {
         unsafe { rustix::mm::mprotect(self.start.add(page * PAGE).cast(), PAGE, protection).unwrap() }
     }
 
-    /// Unmaps one page, which leaves a hole.
+    /// Takes one page and all access away, which leaves a hole that nobody else's memory gets into.
     fn punch(&self, page: usize) {
-        assert!(page * PAGE < self.len);
-        // SAFETY: a page of this object's own mapping, which nothing refers to.
-        unsafe { rustix::mm::munmap(self.start.add(page * PAGE).cast(), PAGE).unwrap() }
+        self.replace(page * PAGE, PAGE, ProtFlags::empty());
     }
 
     fn set(&self, at: usize, byte: u8) {
@@ -88,7 +84,7 @@ impl Pages {
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        // SAFETY: this object's own mapping; holes in it are no error.
+        // SAFETY: this object's own mapping.
         unsafe { rustix::mm::munmap(self.start.cast(), self.len).unwrap() }
     }
 }
