@@ -107,12 +107,20 @@ impl Registry {
     #[inline]
     pub fn owner_of(&self, address: Address) -> Result<Owner> {
         for iface in &self.devices {
-            if let Some(allocation) = iface.query(address)?.filter(is_claimed) {
-                return Ok(Owner {
-                    iface: allocation.iface,
-                    device: allocation.device,
-                    allocation: Some(allocation),
-                });
+            let answer = iface.query(address);
+            // By reference: moving the answer would be a wide load right behind the narrow stores that made it.
+            match &answer {
+                Ok(Some(allocation)) if is_claimed(allocation) => {
+                    return Ok(Owner {
+                        iface: allocation.iface,
+                        device: allocation.device,
+                        allocation: Some(*allocation),
+                    });
+                }
+                Ok(_) => {}
+                Err(_) => {
+                    answer?;
+                }
             }
         }
         Ok(Owner::SYSTEM)

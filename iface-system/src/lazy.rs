@@ -31,6 +31,15 @@ impl<T: ZeroValid> LazyArray<T> {
         Ok(Self { mapping, len, element: PhantomData })
     }
 
+    /// As [`LazyArray::new`], in pages of 2 MiB or so where the kernel has them: for what is read at random.
+    pub(crate) fn new_in_huge_pages(len: usize) -> Result<Self, Errno> {
+        let array = Self::new(len)?;
+        if let Err(errno) = array.mapping.prefer_huge_pages() {
+            tracing::debug!(%errno, "no huge pages for a table: looking up costs more");
+        }
+        Ok(array)
+    }
+
     /// Makes `count` elements from `first` zero and gives their whole pages back. Concurrent readers see the old
     /// value or zero.
     pub(crate) fn discard(&self, first: usize, count: usize) -> Result<(), Errno> {

@@ -45,6 +45,12 @@ impl Mapping {
         Self::anonymous(len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE)
     }
 
+    /// Asks for pages of 2 MiB or so where memory is written from now on; the kernel need not have any.
+    pub(crate) fn prefer_huge_pages(&self) -> Result<(), OsErrno> {
+        // SAFETY: the range is this mapping, whose contents stay.
+        done(unsafe { libc::madvise(self.as_ptr().cast(), self.len, libc::MADV_HUGEPAGE) })
+    }
+
     /// Ordinary memory.
     pub(crate) fn memory(len: usize) -> Result<Self, OsErrno> {
         Self::anonymous(len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)

@@ -78,7 +78,7 @@ impl Table {
             block_shift,
             blocks: LazyArray::new(blocks)?,
             pages: LazyArray::new(pages)?,
-            entries: LazyArray::new(MAX_ENTRIES)?,
+            entries: LazyArray::new_in_huge_pages(MAX_ENTRIES)?,
         };
         Ok((table, TableWriter { used_pages: vec![0; blocks], emptied: None }))
     }
