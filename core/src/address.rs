@@ -74,10 +74,17 @@ impl AddressRange {
     /// [`ErrorKind::AddressWraps`] if the last byte would lie past the 64-bit address space.
     #[inline]
     pub fn new(start: Address, len: u64) -> Result<Self> {
-        if len > 0 && start.0.checked_add(len - 1).is_none() {
-            return Err(wraps(start, len));
+        Self::checked(start, len).ok_or_else(|| wraps(start, len))
+    }
+
+    /// As [`AddressRange::new`], and `None` where that fails: for paths that have no use for the error.
+    #[inline]
+    #[must_use]
+    pub const fn checked(start: Address, len: u64) -> Option<Self> {
+        match start.0.checked_add(len.saturating_sub(1)) {
+            Some(_) => Some(Self { start, len }),
+            None => None,
         }
-        Ok(Self { start, len })
     }
 
     /// The range that a slice of any element type occupies.

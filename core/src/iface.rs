@@ -36,6 +36,10 @@ pub struct Capability {
     pub identity: bool,
     /// Calls back when memory is freed.
     pub free_callback: bool,
+    /// The range that all its memory lies in, for as long as the iface lives, what it imports and page-locks included.
+    /// A [`Registry`](crate::Registry) takes it once and does not ask about addresses outside; `None`, the
+    /// default, has it ask about every address.
+    pub window: Option<AddressRange>,
 }
 
 /// A device of an iface.

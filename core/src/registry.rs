@@ -25,13 +25,37 @@ impl Owner {
     pub const SYSTEM: Self = Self { iface: IfaceKind::SYSTEM, device: None, allocation: None };
 }
 
+/// An iface of devices, and the addresses that it is asked about.
+struct Asked {
+    first: Address,
+    /// Bytes from the first address to the last.
+    span: u64,
+    iface: Arc<dyn Iface>,
+}
+
+impl Asked {
+    fn new(iface: Arc<dyn Iface>) -> Self {
+        let (first, span) = match iface.capability().window {
+            Some(window) => (window.start(), window.len().saturating_sub(1)),
+            None => (Address(0), u64::MAX),
+        };
+        Self { first, span, iface }
+    }
+
+    /// Whether the iface is asked about an address: others' end here where it said where its memory lies.
+    #[inline]
+    fn may_hold(&self, address: Address) -> bool {
+        address.0.wrapping_sub(self.first.0) <= self.span
+    }
+}
+
 /// The ifaces of this process: those that started, and why the others did not.
 ///
 /// Built once and then read by every thread without a lock.
 #[derive(Default)]
 pub struct Registry {
     system: Option<Arc<dyn Iface>>,
-    devices: Vec<Arc<dyn Iface>>,
+    devices: Vec<Asked>,
     absent: Vec<(IfaceKind, Error)>,
 }
 
@@ -57,7 +81,7 @@ impl Registry {
         if kind == IfaceKind::SYSTEM {
             self.system = Some(iface);
         } else {
-            self.devices.push(iface);
+            self.devices.push(Asked::new(iface));
         }
         Ok(())
     }
@@ -69,7 +93,7 @@ impl Registry {
 
     /// Every iface that started, system first.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<dyn Iface>> {
-        self.system.iter().chain(&self.devices)
+        self.system.iter().chain(self.devices.iter().map(|device| &device.iface))
     }
 
     /// The ifaces that did not start, with the reason.
@@ -106,8 +130,8 @@ impl Registry {
     /// A failed driver call.
     #[inline]
     pub fn owner_of(&self, address: Address) -> Result<Owner> {
-        for iface in &self.devices {
-            let answer = iface.query(address);
+        for device in self.devices.iter().filter(|device| device.may_hold(address)) {
+            let answer = device.iface.query(address);
             // By reference: moving the answer would be a wide load right behind the narrow stores that made it.
             match &answer {
                 Ok(Some(allocation)) if is_claimed(allocation) => {
@@ -135,9 +159,9 @@ impl Registry {
     #[inline]
     pub fn is_host(&self, range: AddressRange) -> Result<bool> {
         let (first, last) = ends(range);
-        for iface in &self.devices {
+        for device in &self.devices {
             for address in [Some(first), last].into_iter().flatten() {
-                if iface.query(address)?.as_ref().is_some_and(is_claimed) {
+                if device.may_hold(address) && device.iface.query(address)?.as_ref().is_some_and(is_claimed) {
                     return Ok(false);
                 }
             }

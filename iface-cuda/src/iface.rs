@@ -228,6 +228,8 @@ impl Iface for Cuda {
             ipc: true,
             identity: true,
             free_callback: false,
+            // Page-locked host memory is found too, and lies where the application has it.
+            window: None,
         }
     }
 

@@ -39,6 +39,7 @@ impl Iface for System {
             ipc: true,
             identity: true,
             free_callback: false,
+            window: None,
         }
     }
 

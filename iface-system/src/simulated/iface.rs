@@ -41,6 +41,7 @@ impl Iface for Simulated {
             ipc: true,
             identity: true,
             free_callback: config.style == Style::Callback,
+            window: Some(self.window()),
         }
     }
 

@@ -2,9 +2,9 @@
 //!
 //! The window of addresses is cut into pages, and as many pages as a page has slots make a block (1,024 where
 //! pages are 4 KiB), so that the slots of an empty block can be given back. A block that one allocation covers
-//! whole has a slot of its own; all other pages have a slot each. A slot holds the number of an [`Entry`] plus
-//! one, or 0. Slots and entries lie in arrays that take memory only where they are used, so a lookup is two
-//! loads that don't wait for each other, and the entry.
+//! whole has a slot of its own; all other pages have a slot each. A slot holds the place of an [`Entry`], or 0, where
+//! an entry lies that is never written. Slots and entries lie in arrays that take memory only where they are used, so a
+//! lookup is two loads that don't wait for each other, and the entry.
 //!
 //! Entries are type-stable: a freed one is used again, never unmapped. Its identity doubles as the sequence
 //! number of a seqlock: it is 0 while the fields change, and no identity comes twice, so a reader that sees the
@@ -24,7 +24,9 @@ use crate::lazy::{LazyArray, ZeroValid};
 /// Allocations that can be alive at once.
 pub(crate) const MAX_ENTRIES: usize = 1 << 24;
 
-const NO_DEVICE: u64 = 0xffff_ffff;
+/// The lowest bit of an entry's last word: whether its upper half is a device's number. The kind lies in between.
+const HAS_DEVICE: u64 = 1;
+const KIND_SHIFT: u32 = 1;
 
 #[derive(Debug)]
 #[repr(C, align(32))]
@@ -45,8 +47,6 @@ pub(crate) struct Table {
     start: u64,
     len: u64,
     page_shift: u32,
-    /// From a page's number to its block's.
-    block_shift: u32,
     blocks: LazyArray<AtomicU32>,
     pages: LazyArray<AtomicU32>,
     entries: LazyArray<Entry>,
@@ -67,18 +67,17 @@ impl Table {
         page_size: u64,
     ) -> Result<(Self, TableWriter), Errno> {
         let page_shift = page_size.trailing_zeros();
-        let block_shift = page_shift - size_of::<AtomicU32>().trailing_zeros();
+        assert!(ONLY_PAGE_SHIFT.is_none_or(|only| only == page_shift), "pages of {page_size} bytes");
         let pages = (window.len() >> page_shift) as usize;
-        let blocks = pages.div_ceil(1 << block_shift);
+        let blocks = pages.div_ceil(1 << block_shift(page_shift));
         let table = Self {
             iface,
             start: window.start().0,
             len: window.len(),
             page_shift,
-            block_shift,
             blocks: LazyArray::new(blocks)?,
             pages: LazyArray::new(pages)?,
-            entries: LazyArray::new_in_huge_pages(MAX_ENTRIES)?,
+            entries: LazyArray::new_in_huge_pages(MAX_ENTRIES + 1)?,
         };
         Ok((table, TableWriter { used_pages: vec![0; blocks], emptied: None }))
     }
@@ -88,46 +87,48 @@ impl Table {
         AddressRange::new(Address(self.start), self.len).unwrap_or_else(|_| AddressRange::of::<u8>(&[]))
     }
 
-    /// Whether the address lies in the window: the whole cost of a foreign address.
-    #[inline]
+    /// Whether the address lies in the window.
     pub(crate) fn is_mine(&self, address: Address) -> bool {
         address.0.wrapping_sub(self.start) < self.len
+    }
+
+    #[inline]
+    fn page_shift(&self) -> u32 {
+        ONLY_PAGE_SHIFT.unwrap_or(self.page_shift)
+    }
+
+    /// From a page's number to its block's.
+    #[inline]
+    fn block_shift(&self) -> u32 {
+        block_shift(self.page_shift())
+    }
+
+    /// The slot that an address leads to: 0 where there is nothing, `None` outside the window. Only exact for writers.
+    #[inline]
+    fn slot_of(&self, address: Address) -> Option<u32> {
+        // The window is whole pages, so that what lies outside has no page in it.
+        let page = (address.0.wrapping_sub(self.start) >> self.page_shift()) as usize;
+        let small = self.pages.get(page)?.load(Ordering::Acquire);
+        let large = self.blocks.get(page >> self.block_shift())?.load(Ordering::Acquire);
+        Some(if large != 0 { large } else { small })
     }
 
     /// The allocation at an address.
     #[inline]
     pub(crate) fn lookup(&self, address: Address) -> Option<Allocation> {
-        let offset = address.0.wrapping_sub(self.start);
-        if offset >= self.len {
-            return None;
-        }
-        let page = (offset >> self.page_shift) as usize;
-        let small = self.pages[page].load(Ordering::Acquire);
-        let large = self.blocks[page >> self.block_shift].load(Ordering::Acquire);
-        let slot = if large != 0 { large } else { small };
-        if slot == 0 {
-            return None;
-        }
-        self.read(slot - 1, || ()).filter(|allocation| allocation.range.contains(address))
+        self.read(self.slot_of(address)?, address, || ())
     }
 
     /// The number of the entry that an address leads to. Only exact for writers.
     pub(crate) fn entry_of(&self, address: Address) -> Option<u32> {
-        let offset = address.0.wrapping_sub(self.start);
-        if offset >= self.len {
-            return None;
-        }
-        let page = (offset >> self.page_shift) as usize;
-        let large = self.blocks[page >> self.block_shift].load(Ordering::Acquire);
-        let slot = if large != 0 { large } else { self.pages[page].load(Ordering::Acquire) };
-        slot.checked_sub(1)
+        self.slot_of(address)?.checked_sub(1)
     }
 
-    /// `meanwhile` is what other threads do between the fields and the second look at the identity; only tests
-    /// have something there.
+    /// The allocation of a slot's entry, if it holds the address. `meanwhile` is what other threads do between the
+    /// fields and the second look at the identity; only tests have something there.
     #[inline]
-    fn read(&self, number: u32, meanwhile: impl FnOnce()) -> Option<Allocation> {
-        let entry = &self.entries[number as usize];
+    fn read(&self, slot: u32, address: Address, meanwhile: impl FnOnce()) -> Option<Allocation> {
+        let entry = self.entries.get(slot as usize)?;
         let id = entry.id.load(Ordering::Acquire);
         if id == 0 {
             return None;
@@ -138,49 +139,50 @@ impl Table {
         meanwhile();
         // Pairs with the release fence of a writer whose fields we may have read: then we see its identity too.
         fence(Ordering::Acquire);
-        if entry.id.load(Ordering::Relaxed) != id {
+        if entry.id.load(Ordering::Relaxed) != id || address.0.wrapping_sub(base) >= len {
             return None;
         }
-        let device = kind_and_device >> 8;
         Some(Allocation {
             iface: self.iface,
-            range: AddressRange::new(Address(base), len).ok()?,
-            device: (device != NO_DEVICE).then_some(DeviceId(device as u32)),
-            kind: kind_of(kind_and_device as u8),
+            range: AddressRange::checked(Address(base), len)?,
+            device: (kind_and_device & HAS_DEVICE != 0).then_some(DeviceId((kind_and_device >> 32) as u32)),
+            kind: kind_of((kind_and_device >> KIND_SHIFT) as u8),
             id: AllocationId(id),
         })
     }
 
     /// Makes an allocation visible under an entry number that is free.
     pub(crate) fn publish(&self, writer: &mut TableWriter, number: u32, allocation: &Allocation) {
-        let entry = &self.entries[number as usize];
-        let device = allocation.device.map_or(NO_DEVICE, |device| u64::from(device.0));
+        let slot = number + 1;
+        let entry = &self.entries[slot as usize];
+        let device = allocation.device.map_or(0, |device| u64::from(device.0) << 32 | HAS_DEVICE);
+        let kind = u64::from(code_of(allocation.kind)) << KIND_SHIFT;
         entry.id.store(0, Ordering::Relaxed);
         fence(Ordering::Release);
         entry.base.store(allocation.range.start().0, Ordering::Relaxed);
         entry.len.store(allocation.range.len(), Ordering::Relaxed);
-        entry.kind_and_device.store(device << 8 | u64::from(code_of(allocation.kind)), Ordering::Relaxed);
+        entry.kind_and_device.store(device | kind, Ordering::Relaxed);
         entry.id.store(allocation.id.0, Ordering::Release);
-        self.fill(writer, allocation.range, number + 1);
+        self.fill(writer, allocation.range, slot);
     }
 
     /// Makes an allocation invisible.
     pub(crate) fn withdraw(&self, writer: &mut TableWriter, number: u32, range: AddressRange) {
-        self.entries[number as usize].id.store(0, Ordering::Relaxed);
+        self.entries[number as usize + 1].id.store(0, Ordering::Relaxed);
         self.fill(writer, range, 0);
     }
 
     fn fill(&self, writer: &mut TableWriter, range: AddressRange, slot: u32) {
         let offset = range.start().0 - self.start;
-        let first = offset >> self.page_shift;
-        let end = ((offset + range.len() - 1) >> self.page_shift) + 1;
+        let first = offset >> self.page_shift();
+        let end = ((offset + range.len() - 1) >> self.page_shift()) + 1;
         let mut page = first;
         while page < end {
-            let block = page >> self.block_shift;
-            let stop = ((block + 1) << self.block_shift).min(end);
+            let block = page >> self.block_shift();
+            let stop = ((block + 1) << self.block_shift()).min(end);
             let count = stop - page;
             let block = block as usize;
-            if count == 1 << self.block_shift {
+            if count == 1 << self.block_shift() {
                 self.blocks[block].store(slot, Ordering::Release);
             } else {
                 for page in page..stop {
@@ -202,15 +204,15 @@ impl TableWriter {
             return;
         }
         self.used_pages[block] -= pages;
-        let had_no_slots = pages == 1 << table.block_shift;
+        let had_no_slots = pages == 1 << table.block_shift();
         if self.used_pages[block] > 0 || had_no_slots || self.emptied == Some(block) {
             return;
         }
         if let Some(before) = self.emptied.replace(block)
             && self.used_pages[before] == 0
         {
-            let first = before << table.block_shift;
-            let count = (1 << table.block_shift).min(table.pages.len() - first);
+            let first = before << table.block_shift();
+            let count = (1 << table.block_shift()).min(table.pages.len() - first);
             if let Err(errno) = table.pages.discard(first, count) {
                 tracing::warn!(%errno, "the slots of an empty block stay in memory");
             }
@@ -218,23 +220,33 @@ impl TableWriter {
     }
 }
 
-const KINDS: [AllocationKind; 6] = [
-    AllocationKind::Device,
-    AllocationKind::Host,
-    AllocationKind::Managed,
-    AllocationKind::StreamOrdered,
-    AllocationKind::Virtual,
-    AllocationKind::System,
-];
+/// Where all machines of an architecture have pages of one size: a shift by a constant costs less.
+const ONLY_PAGE_SHIFT: Option<u32> = if cfg!(target_arch = "x86_64") { Some(12) } else { None };
+
+const fn block_shift(page_shift: u32) -> u32 {
+    page_shift - size_of::<AtomicU32>().trailing_zeros()
+}
+
+const CODES: u8 = 8;
 
 /// The kind as the number that entries and IPC handles hold.
 pub(crate) fn code_of(kind: AllocationKind) -> u8 {
-    KINDS.iter().position(|known| *known == kind).unwrap_or(KINDS.len()) as u8
+    (0..CODES).find(|code| kind_of(*code) == kind).unwrap_or(CODES)
 }
 
+/// In the enum's order, so that there is nothing to do but for numbers that no kind has.
 #[inline]
 pub(crate) fn kind_of(code: u8) -> AllocationKind {
-    KINDS.get(usize::from(code)).copied().unwrap_or(AllocationKind::Device)
+    match code {
+        1 => AllocationKind::Host,
+        2 => AllocationKind::HostRegistered,
+        3 => AllocationKind::Managed,
+        4 => AllocationKind::StreamOrdered,
+        5 => AllocationKind::Virtual,
+        6 => AllocationKind::Imported,
+        7 => AllocationKind::System,
+        _ => AllocationKind::Device,
+    }
 }
 
 #[cfg(test)]
@@ -257,14 +269,14 @@ mod tests {
         let (table, mut writer) = Table::new(IfaceKind::FIRST_PLUG_IN, window, 4096).unwrap();
         let (first, second) = (allocation(1 << 30, 1), allocation((1 << 30) + 8192, 2));
         table.publish(&mut writer, 0, &first);
-        assert_eq!(table.read(0, || ()), Some(first));
-        assert_eq!(table.read(0, || table.withdraw(&mut writer, 0, first.range)), None);
+        assert_eq!(table.read(1, first.base(), || ()), Some(first));
+        assert_eq!(table.read(1, first.base(), || table.withdraw(&mut writer, 0, first.range)), None);
         table.publish(&mut writer, 0, &first);
         let use_again = || {
             table.withdraw(&mut writer, 0, first.range);
             table.publish(&mut writer, 0, &second);
         };
-        assert_eq!(table.read(0, use_again), None);
+        assert_eq!(table.read(1, first.base(), use_again), None);
         assert_eq!(table.lookup(second.base()), Some(second));
         assert_eq!(table.lookup(first.base()), None);
     }

@@ -1,0 +1,178 @@
+//! Which ifaces a registry asks about an address.
+
+#![allow(unsafe_code, reason = "implementing `Iface` takes unsafe functions")]
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
+
+use hmem_core::{
+    Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind, Iface,
+    IfaceKind, Registry, Result, Segment,
+    iface::{
+        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle, PeerMemoryExport,
+    },
+    monitor::Monitor,
+    provider::Nic,
+    registry::Owner,
+};
+
+const KIND: IfaceKind = IfaceKind(0x123);
+
+/// One allocation, and a count of the questions about addresses.
+#[derive(Debug)]
+struct One {
+    allocation: Allocation,
+    window: Option<AddressRange>,
+    asked: AtomicUsize,
+}
+
+impl One {
+    fn new(start: u64, len: u64, window: Option<(u64, u64)>) -> Arc<Self> {
+        let range = |(start, len)| AddressRange::new(Address(start), len).unwrap();
+        let allocation = Allocation {
+            iface: KIND,
+            range: range((start, len)),
+            device: Some(DeviceId(0)),
+            kind: AllocationKind::Device,
+            id: AllocationId(1),
+        };
+        Arc::new(Self { allocation, window: window.map(range), asked: AtomicUsize::new(0) })
+    }
+}
+
+fn lacks<T>() -> Result<T> {
+    Err(Error::new(ErrorKind::Unsupported, "test"))
+}
+
+impl Iface for One {
+    fn kind(&self) -> IfaceKind {
+        KIND
+    }
+
+    fn name(&self) -> &str {
+        "one"
+    }
+
+    fn capability(&self) -> Capability {
+        Capability { window: self.window, ..Capability::default() }
+    }
+
+    fn devices(&self) -> Result<Vec<Device>> {
+        lacks()
+    }
+
+    fn query(&self, address: Address) -> Result<Option<Allocation>> {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        Ok(Some(self.allocation).filter(|allocation| allocation.range.contains(address)))
+    }
+
+    fn segments(&self, _: AddressRange) -> Result<Vec<Segment>> {
+        lacks()
+    }
+
+    fn allocate(&self, _: &AllocRequest) -> Result<Allocation> {
+        lacks()
+    }
+
+    unsafe fn free(&self, _: &Allocation) -> Result<()> {
+        lacks()
+    }
+
+    unsafe fn copy(&self, _: Address, _: Address, _: u64) -> Result<()> {
+        lacks()
+    }
+
+    unsafe fn copy_async(&self, _: Address, _: Address, _: u64) -> Result<Box<dyn CopyEvent>> {
+        lacks()
+    }
+
+    fn export_dma_buf(&self, _: AddressRange, _: &Nic, _: DmaBufMapping) -> Result<DmaBufExport> {
+        lacks()
+    }
+
+    fn release_dma_buf(&self, _: DmaBufExport) -> Result<()> {
+        lacks()
+    }
+
+    fn export_peer_memory(&self, _: AddressRange, _: &Nic) -> Result<PeerMemoryExport> {
+        lacks()
+    }
+
+    unsafe fn host_register(&self, _: AddressRange) -> Result<()> {
+        lacks()
+    }
+
+    fn host_unregister(&self, _: AddressRange) -> Result<()> {
+        lacks()
+    }
+
+    fn ipc_export(&self, _: &Allocation) -> Result<IpcHandle> {
+        lacks()
+    }
+
+    fn ipc_open(&self, _: &IpcHandle) -> Result<Allocation> {
+        lacks()
+    }
+
+    unsafe fn ipc_close(&self, _: &Allocation) -> Result<()> {
+        lacks()
+    }
+
+    fn flush_inbound(&self, _: DeviceId) -> Result<()> {
+        lacks()
+    }
+
+    fn monitor(&self) -> Result<Arc<dyn Monitor>> {
+        lacks()
+    }
+}
+
+fn registry(iface: &Arc<One>) -> Registry {
+    let mut registry = Registry::new();
+    registry.add(Arc::clone(iface) as Arc<dyn Iface>).unwrap();
+    registry
+}
+
+/// How often an address is asked about, and whether it is the iface's.
+fn seen(iface: &Arc<One>, registry: &Registry, address: u64) -> (usize, bool) {
+    let before = iface.asked.load(Ordering::Relaxed);
+    let owner = registry.owner_of(Address(address)).unwrap();
+    let asked = iface.asked.load(Ordering::Relaxed) - before;
+    let whole = AddressRange::new(Address(address), 1).unwrap();
+    assert_eq!(registry.is_host(whole).unwrap(), owner == Owner::SYSTEM, "{address:#x}");
+    (asked, owner.allocation.is_some())
+}
+
+#[test]
+fn an_iface_without_a_window_is_asked_about_every_address() {
+    let iface = One::new(0x10000, 0x1000, None);
+    let registry = registry(&iface);
+    for (address, mine) in [(0, false), (0xffff, false), (0x10000, true), (0x10fff, true), (0x11000, false)] {
+        assert_eq!(seen(&iface, &registry, address), (1, mine), "{address:#x}");
+    }
+    assert_eq!(seen(&iface, &registry, u64::MAX), (1, false));
+}
+
+#[test]
+fn an_iface_is_asked_about_its_window_from_the_first_address_to_the_last_and_about_no_other() {
+    let iface = One::new(0x10000, 0x1000, Some((0xf000, 0x3000)));
+    let registry = registry(&iface);
+    for address in [0, 0xefff, 0x12000, u64::MAX] {
+        assert_eq!(seen(&iface, &registry, address), (0, false), "{address:#x}");
+    }
+    for (address, mine) in [(0xf000, false), (0x10000, true), (0x10fff, true), (0x11fff, false)] {
+        assert_eq!(seen(&iface, &registry, address), (1, mine), "{address:#x}");
+    }
+}
+
+#[test]
+fn a_window_may_reach_to_the_end_of_the_address_space() {
+    let last = u64::MAX;
+    let iface = One::new(last - 0xfff, 0x1000, Some((last - 0xffff, 0x10000)));
+    let registry = registry(&iface);
+    assert_eq!(seen(&iface, &registry, last), (1, true));
+    assert_eq!(seen(&iface, &registry, last - 0x10000), (0, false));
+    assert_eq!(seen(&iface, &registry, 0), (0, false));
+}
