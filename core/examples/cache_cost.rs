@@ -1,9 +1,9 @@
-//! What a hit of the registration cache costs.
+//! What a hit, a miss and a change of the registration cache cost.
 //!
 //! `cargo run --release -p hmem-core --example cache_cost` prints nanoseconds. For instructions per hit, from the range's
 //! start and length to the end of the lease, the difference of two runs: `valgrind --tool=callgrind
 //! target/release/examples/cache_cost get REGIONS HITS` and the same with `nothing`, which draws the addresses
-//! and looks nothing up. `change` tells the cache of changes of the 64 KiB behind what it holds, and `nothing` is what that takes
+//! and looks nothing up. `miss` gets what is not there from a cache that is full. `change` tells the cache of changes of the 64 KiB behind what it holds, and `nothing` is what that takes
 //! besides.
 
 use std::{env, hint::black_box, sync::Arc, time::Instant};
@@ -93,6 +93,19 @@ fn changes(cache: &Cache<Nothing>, regions: u64, count: u64) {
     });
 }
 
+/// A cache of no more than `regions`.
+fn full(regions: u64) -> Cache<Nothing> {
+    let limits = Limits { max_count: regions as usize, ..Limits::default() };
+    Cache::new(Nothing, limits).expect("a cache")
+}
+
+/// Each get is of a region that was evicted since it was last there.
+fn misses(cache: &Cache<Nothing>, regions: u64, count: u64) {
+    for region in 0..count {
+        black_box(*cache.get(&key(address(region % (2 * regions + 1)))).expect("registered"));
+    }
+}
+
 fn nothing(regions: u64, count: u64) {
     draw(regions, count, |address| {
         black_box(address);
@@ -113,11 +126,13 @@ fn main() {
         match what.as_str() {
             "get" => hits(&cache, regions, count),
             "change" => changes(&cache, regions, count),
+            "miss" => misses(&full(regions), regions, count),
             _ => nothing(regions, count),
         }
         return;
     }
     const HITS: u64 = 20_000_000;
+    const MISSES: u64 = 4_000_000;
     for regions in [1, 1_000, 100_000] {
         let cache = filled(regions);
         hits(&cache, regions, HITS / 10);
@@ -129,14 +144,8 @@ fn main() {
                 }
             });
         });
-        let limits = Limits { max_count: regions as usize, ..Limits::default() };
-        let full = Cache::new(Nothing, limits).expect("a cache");
-        let misses = 4_000_000;
-        let miss = per(misses, || {
-            for region in 0..misses {
-                black_box(*full.get(&key(address(region % (2 * regions + 1)))).expect("registered"));
-            }
-        });
+        let full = full(regions);
+        let miss = per(MISSES, || misses(&full, regions, MISSES));
         let change = per(HITS, || changes(&cache, regions, HITS));
         println!(
             "{regions} regions: hit {one:.1} ns, two threads {two:.1} ns each, miss {miss:.0} ns, change elsewhere {change:.1} ns"

@@ -18,6 +18,9 @@ const MAX_BLOCKS: usize = 1 << 16;
 #[cfg(loom)]
 const MAX_BLOCKS: usize = 4;
 
+/// Slots that are read together.
+const AT_ONCE: usize = 10;
+
 /// Full blocks that are looked at before another is taken.
 const NEAR: usize = 8;
 
@@ -32,6 +35,11 @@ pub(super) struct Slot {
 }
 
 impl Slot {
+    #[inline(always)]
+    pub(super) fn is_free(&self) -> bool {
+        self.entry.load(Ordering::Relaxed) == 0
+    }
+
     /// Counts a hit. Only for the owner: nobody else writes the line while the owner looks up.
     #[inline(always)]
     pub(super) fn count_hit(&self) {
@@ -79,13 +87,14 @@ impl Block {
     }
 
     /// A free slot of the block. Only for the owner.
+    #[inline]
     fn free_slot(&self) -> Option<&Slot> {
         let hint = self.hint.load(Ordering::Relaxed) as usize;
-        let is_free = |slot: &usize| self.slots[slot % SLOTS].entry.load(Ordering::Relaxed) == 0;
-        let free = (hint..hint + SLOTS).find(is_free)?;
+        let free = (hint..SLOTS).chain(0..hint).find(|slot| self.slots[*slot].is_free())?;
         // The next lookup begins behind this slot, which is about to be taken.
-        self.hint.store(((free + 1) % SLOTS) as u32, Ordering::Relaxed);
-        Some(&self.slots[free % SLOTS])
+        let next = if free + 1 == SLOTS { 0 } else { free + 1 };
+        self.hint.store(next as u32, Ordering::Relaxed);
+        Some(&self.slots[free])
     }
 }
 
@@ -95,12 +104,25 @@ pub(super) struct Blocks {
     arena: Arena<Block>,
     /// How many there are; they never become fewer. Blocks of threads that ended are taken over.
     made: AtomicU32,
+    /// Who may look up: threads and bursts with a block.
+    lookers: AtomicU32,
     giving_out: Mutex<()>,
 }
 
 impl Blocks {
     pub(super) fn new() -> Result<Self> {
-        Ok(Self { arena: Arena::reserve(MAX_BLOCKS)?, made: AtomicU32::new(0), giving_out: Mutex::new(()) })
+        Ok(Self {
+            arena: Arena::reserve(MAX_BLOCKS)?,
+            made: AtomicU32::new(0),
+            lookers: AtomicU32::new(0),
+            giving_out: Mutex::new(()),
+        })
+    }
+
+    /// How many may look up. Under the cache's lock, where none is added; one that ends does not come back, and
+    /// whatever it did with its leases came before.
+    pub(super) fn lookers(&self) -> u32 {
+        self.lookers.load(Ordering::Acquire)
     }
 
     fn each(&self) -> impl Iterator<Item = &Block> {
@@ -109,13 +131,20 @@ impl Blocks {
 
     /// Calls `visit` with each entry that a slot holds.
     pub(super) fn leased(&self, mut visit: impl FnMut(u32)) {
+        // Acquire: what was done with leases that are there no more came before.
+        let entry = |slot: &Slot| slot.entry.load(Ordering::Acquire);
+        let mut visit_each = |slots: &[Slot]| {
+            slots.iter().map(entry).filter(|entry| *entry != 0).for_each(&mut visit);
+        };
         for block in self.each() {
-            for slot in &block.slots {
-                let entry = slot.entry.load(Ordering::Acquire);
-                if entry != 0 {
-                    visit(entry);
+            // Most are free, which is seen for several at once. One that is taken meanwhile is what this cannot see anyhow.
+            let (groups, rest) = block.slots.as_chunks::<AT_ONCE>();
+            for slots in groups {
+                if slots.iter().fold(0, |any, slot| any | entry(slot)) != 0 {
+                    visit_each(slots);
                 }
             }
+            visit_each(rest);
         }
     }
 
@@ -124,8 +153,15 @@ impl Blocks {
         self.each().flat_map(|block| &block.slots).map(|slot| slot.hits.load(Ordering::Relaxed)).sum()
     }
 
-    /// A block that is the caller's alone until it gives it back; `None` if there can be no more.
-    pub(super) fn take(&self) -> Option<&Block> {
+    /// The first block of one more who looks up: the caller's alone until it [gives it back](Blocks::give_back).
+    /// `None` if there can be no more. Only under the cache's lock.
+    pub(super) fn take_first(&self) -> Option<&Block> {
+        let block = self.take()?;
+        self.lookers.fetch_add(1, Ordering::Relaxed);
+        Some(block)
+    }
+
+    fn take(&self) -> Option<&Block> {
         let _one_at_a_time = self.giving_out.lock();
         let made = self.made.load(Ordering::Relaxed);
         let free = self.each().find(|block| block.owned.load(Ordering::Acquire) == 0);
@@ -143,7 +179,7 @@ impl Blocks {
         Some(block)
     }
 
-    /// Ends the ownership of a block and those added to it. Leases in them go on.
+    /// Ends the ownership of a first block and of those added to it. Leases in them go on.
     pub(super) fn give_back(&self, block: &Block) {
         block.cursor.store(0, Ordering::Relaxed);
         let mut next = block.next.swap(0, Ordering::Relaxed);
@@ -153,6 +189,7 @@ impl Blocks {
             next = block.next.swap(0, Ordering::Relaxed);
             block.owned.store(0, Ordering::Release);
         }
+        self.lookers.fetch_sub(1, Ordering::Release);
     }
 
     /// The slot that the owner's next lookup should try: likely free.
@@ -167,10 +204,14 @@ impl Blocks {
     /// A free slot of the owner's, in another block if it must be; `None` if there can be no more blocks.
     ///
     /// It looks where it found one last, and a few blocks on, before it takes another block.
+    #[inline]
     pub(super) fn slot<'a>(&'a self, first: &'a Block) -> Option<&'a Slot> {
-        if let Some(slot) = first.free_slot() {
-            return Some(slot);
-        }
+        first.free_slot().or_else(|| self.slot_elsewhere(first))
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn slot_elsewhere<'a>(&'a self, first: &'a Block) -> Option<&'a Slot> {
         let mut index = first.cursor.load(Ordering::Relaxed);
         for _ in 0..NEAR {
             let block = if index == 0 { first } else { self.arena.at(index) };

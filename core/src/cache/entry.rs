@@ -77,12 +77,13 @@ pub(super) struct Entry<S: Source> {
     pub(super) allocation: AtomicU64,
     /// The next one on the dead stack.
     pub(super) next_dead: AtomicU32,
+    /// The number of the last scan that found a lease of it; numbers come round, and one that is met again keeps an entry
+    /// from one eviction. Under the cache's lock.
+    pub(super) leased_at: AtomicU32,
     region: UnsafeCell<MaybeUninit<S::Region>>,
     watch: UnsafeCell<MaybeUninit<S::Watch>>,
     /// When it was registered, in milliseconds of the cache's clock.
     pub(super) born: AtomicU64,
-    /// The number of the last scan that found a lease of it. Under the cache's lock.
-    pub(super) leased_at: AtomicU64,
 }
 
 // SAFETY: the cells are written only by the thread that registers, before the entry is live, which is stored with Release, and read only by
@@ -107,10 +108,10 @@ impl<S: Source> Entry<S> {
             owner: AtomicU64::new(0),
             allocation: AtomicU64::new(0),
             next_dead: AtomicU32::new(0),
+            leased_at: AtomicU32::new(0),
             region: UnsafeCell::new(region),
             watch: UnsafeCell::new(MaybeUninit::uninit()),
             born: AtomicU64::new(0),
-            leased_at: AtomicU64::new(0),
         }
     }
 
@@ -163,8 +164,15 @@ impl<S: Source> Entry<S> {
         self.start.load(Ordering::Relaxed) <= last && start <= self.last.load(Ordering::Relaxed)
     }
 
+    /// First and last address.
+    #[inline]
+    pub(super) fn bounds(&self) -> (u64, u64) {
+        (self.start.load(Ordering::Relaxed), self.last.load(Ordering::Relaxed))
+    }
+
     pub(super) fn len(&self) -> u64 {
-        self.key().len()
+        let (start, last) = self.bounds();
+        last - start + 1
     }
 
     /// What it was registered for.

@@ -20,7 +20,7 @@ impl<S: Source> Shared<S> {
     pub(super) fn plain_hit<'c>(&'c self, slot: &'c Slot, key: &Key) -> Option<Held<'c, S>> {
         let index = self.find_live(key);
         let entry = self.entries.at(index);
-        if slot.entry.load(Ordering::Relaxed) != 0 {
+        if !slot.is_free() {
             cold_path();
             return None;
         }
@@ -37,7 +37,7 @@ impl<S: Source> Shared<S> {
     }
 
     /// The same, however open the gate is and whatever the entry wants.
-    #[inline(never)]
+    #[inline]
     pub(super) fn hit<'c>(&'c self, block: &'c Block, key: &Key) -> Option<Held<'c, S>> {
         if !self.gate.is_open() {
             return None;
@@ -58,8 +58,9 @@ impl<S: Source> Shared<S> {
         None
     }
 
+    /// An entry that may be live and cover the key, or 0.
     #[inline(always)]
-    fn find_live(&self, key: &Key) -> u32 {
+    pub(super) fn find_live(&self, key: &Key) -> u32 {
         match self.radix.find_at_page(key.start) {
             Ok(index) => index,
             Err(met) => {

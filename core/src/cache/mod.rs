@@ -54,6 +54,7 @@ mod arena;
 mod blocks;
 mod changes;
 mod entry;
+mod flight;
 mod gate;
 mod key;
 mod lease;
@@ -205,7 +206,13 @@ impl<S: Source> Cache<S> {
     #[cold]
     #[inline(never)]
     fn get_anyhow(&self, key: &Key) -> Result<Lease<'_, S>> {
-        let Some(block) = threads::block(&self.shared) else { return self.shared.alone_without_block(key) };
+        if let Some(slot) = threads::noted(&self.shared)
+            && slot.is_free()
+            && self.shared.find_live(key) == 0
+        {
+            return self.shared.miss(&self.invalidator, slot, key);
+        }
+        let Some(block) = threads::block(&self.shared) else { return self.shared.alone_without_slot(key) };
         let lease = self.get_in(block, key);
         threads::note(&self.shared, block);
         lease
@@ -240,12 +247,14 @@ impl<S: Source> Cache<S> {
         Ok(OwnedLease::new(self, self.get(key)?))
     }
 
-    #[cold]
     #[inline(never)]
     fn get_in<'c>(&'c self, block: &'c Block, key: &Key) -> Result<Lease<'c, S>> {
-        match self.shared.hit(block, key) {
-            Some(held) => Ok(Lease::cached_anyhow(&self.shared, held)),
-            None => self.shared.miss(&self.invalidator, block, key),
+        if let Some(held) = self.shared.hit(block, key) {
+            return Ok(Lease::cached_anyhow(&self.shared, held));
+        }
+        match self.shared.blocks.slot(block) {
+            Some(slot) => self.shared.miss(&self.invalidator, slot, key),
+            None => self.shared.alone_without_slot(key),
         }
     }
 
@@ -253,7 +262,7 @@ impl<S: Source> Cache<S> {
     #[must_use]
     pub fn burst(&self) -> Burst<'_, S> {
         let usable = !self.shared.gate.is_forked();
-        let block = usable.then(|| self.shared.blocks.take()).flatten();
+        let block = usable.then(|| self.shared.take_block()).flatten();
         let own = block.map(|block| Own { block, slot: Cell::new(self.shared.blocks.likely(block)) });
         Burst { cache: self, own, not_send: PhantomData }
     }
@@ -381,7 +390,7 @@ impl<'c, S: Source> Burst<'c, S> {
     #[inline(never)]
     fn get_anyhow(&self, key: &Key) -> Result<Lease<'c, S>> {
         let shared = &self.cache.shared;
-        let Some(own) = &self.own else { return shared.alone_without_block(key) };
+        let Some(own) = &self.own else { return shared.alone_without_slot(key) };
         let lease = self.cache.get_in(own.block, key);
         own.slot.set(shared.blocks.likely(own.block));
         lease

@@ -115,7 +115,7 @@ fn key(page: u64) -> Key {
 }
 
 fn block(cache: &Modelled) -> &Block {
-    cache.shared.blocks.take().expect("blocks enough")
+    cache.shared.take_block().expect("blocks enough")
 }
 
 fn get<'c>(cache: &'c Modelled, block: &'c Block, page: u64) -> Lease<'c, Memory> {
@@ -416,6 +416,38 @@ fn whoever_waits_for_a_registration_that_fails_is_told() {
     });
 }
 
+const UNTOLD: &str = "nobody said that it was deregistered";
+
+/// One thread evicts, while the other wants to be told when what it invalidates is deregistered.
+fn telling_against_a_deregistration() {
+    model(|| {
+        let cache = cache(1);
+        used_twice(&cache, 0);
+        let other = in_thread(&cache, |cache| drop(get(cache, block(cache), 1)));
+        let told = Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let (says, of) = (Arc::clone(&told), Arc::clone(&cache));
+        cache.invalidate_then(range(0), move || {
+            assert_eq!(alive(&of) & 1, 0, "told before the end");
+            says.store(true, std::sync::atomic::Ordering::SeqCst);
+        });
+        work(&cache);
+        meet(told.load(std::sync::atomic::Ordering::SeqCst));
+        other.join().unwrap();
+        work(&cache);
+        assert!(told.load(std::sync::atomic::Ordering::SeqCst), "{UNTOLD}");
+    });
+}
+
+#[test]
+fn whoever_asks_is_told_of_deregistrations_under_way() {
+    holds(telling_against_a_deregistration);
+}
+
+#[test]
+fn telling_fails_without_the_fence_of_ends() {
+    fails_without(ANNOUNCE, telling_against_a_deregistration, &[UNTOLD]);
+}
+
 const UNSEEN: &str = "a change passed an entry over";
 
 /// A walk of all pages up to `last` beside `alter`. Entry 1 stays, and entry 2 goes.
@@ -473,6 +505,7 @@ fn a_walk_sees_what_stays_while_a_node_changes_hands() {
     holds(|| {
         walk_beside(&[(2, 3, 1), (0, 0, 2)], 3, |radix, shape| {
             radix.remove(shape, 0, 0, 2);
+            radix.prune(shape, 0);
             // The node of the first two pages now hangs off a chain, with the entry of the last two.
             assert!(radix.insert(shape, 2, 2, 3));
             radix.remove(shape, 2, 2, 3);

@@ -95,6 +95,8 @@ pub(super) struct Radix {
 pub(super) struct Shape {
     /// Slots in use, by node.
     filled: Vec<u32>,
+    /// A page whose lowest node may have been left empty.
+    emptied: Option<u64>,
     free_nodes: Vec<u32>,
     buckets_made: u32,
     free_buckets: Vec<u32>,
@@ -133,8 +135,13 @@ impl Radix {
         if !radix.nodes.ensure(ROOT) {
             return Err(crate::Error::new(crate::ErrorKind::OutOfResources, "mprotect"));
         }
-        let shape =
-            Shape { filled: vec![0, 0], free_nodes: Vec::new(), buckets_made: 0, free_buckets: Vec::new() };
+        let shape = Shape {
+            filled: vec![0, 0],
+            emptied: None,
+            free_nodes: Vec::new(),
+            buckets_made: 0,
+            free_buckets: Vec::new(),
+        };
         Ok((radix, shape))
     }
 
@@ -288,13 +295,35 @@ impl Radix {
         value
     }
 
-    /// Puts an entry into the slots of these pages; `false` if there is no room, with nothing put.
-    pub(super) fn insert(&self, shape: &mut Shape, first: u64, last: u64, entry: u32) -> bool {
-        if self.insert_into(shape, ROOT, TOP, first, last, entry) {
-            return true;
+    /// The lowest node that has all these pages, and their slots of it, where they are not all of it and only nodes lead
+    /// there: the place of most entries.
+    #[inline(always)]
+    fn leaf(&self, first: u64, last: u64) -> Option<(u32, &[AtomicU32])> {
+        if first >> FAN_BITS != last >> FAN_BITS || last - first + 1 == FAN as u64 {
+            return None;
         }
-        self.remove(shape, first, last, entry);
-        false
+        let mut node = ROOT;
+        for level in (1..=TOP).rev() {
+            let value = self.nodes.at(node).slots[slot_of(first, level)].load(Ordering::Relaxed);
+            if value & NODE == 0 {
+                return None;
+            }
+            node = value & INDEX;
+        }
+        Some((node, &self.nodes.at(node).slots[slot_of(first, 0)..=slot_of(last, 0)]))
+    }
+
+    /// Puts an entry into the slots of these pages; `false` if there is no room, with nothing put.
+    #[inline]
+    pub(super) fn insert(&self, shape: &mut Shape, first: u64, last: u64, entry: u32) -> bool {
+        let done = match self.leaf(first, last) {
+            Some((node, slots)) => slots.iter().all(|slot| self.add_entry(shape, node, slot, entry)),
+            None => self.insert_into(shape, ROOT, TOP, first, last, entry),
+        };
+        if !done {
+            self.remove_from(shape, ROOT, TOP, first, last, entry);
+        }
+        done
     }
 
     fn insert_into(
@@ -325,13 +354,20 @@ impl Radix {
         true
     }
 
+    #[inline(always)]
     fn add_entry(&self, shape: &mut Shape, node: u32, slot: &AtomicU32, entry: u32) -> bool {
         let value = slot.load(Ordering::Relaxed);
-        if value == 0 {
-            shape.filled[node as usize] += 1;
-            slot.store(entry, Ordering::Release);
-            return true;
+        if value != 0 {
+            return self.add_to_chain(shape, slot, value, entry);
         }
+        shape.filled[node as usize] += 1;
+        slot.store(entry, Ordering::Release);
+        true
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn add_to_chain(&self, shape: &mut Shape, slot: &AtomicU32, value: u32, entry: u32) -> bool {
         let Some(head) = self.chain_of(shape, slot, value) else { return false };
         let mut bucket = head;
         loop {
@@ -390,10 +426,36 @@ impl Radix {
     }
 
     /// Takes an entry out of the slots of these pages.
+    #[inline]
     pub(super) fn remove(&self, shape: &mut Shape, first: u64, last: u64, entry: u32) {
-        self.remove_from(shape, ROOT, TOP, first, last, entry);
+        let Some((node, slots)) = self.leaf(first, last) else {
+            self.remove_from(shape, ROOT, TOP, first, last, entry);
+            return;
+        };
+        for slot in slots {
+            self.remove_entry(shape, node, slot, entry);
+        }
+        if shape.filled[node as usize] == 0 {
+            self.emptied(shape, first);
+        }
     }
 
+    /// Leaves the lowest node of this page, which is empty, where it is, and takes out the one that was left before: what is used
+    /// next is often near.
+    fn emptied(&self, shape: &mut Shape, page: u64) {
+        if let Some(before) = shape.emptied.replace(page)
+            && before >> FAN_BITS != page >> FAN_BITS
+        {
+            self.prune(shape, before);
+        }
+    }
+
+    /// Takes the lowest node of a page out if it is empty, and those above that are empty then.
+    pub(super) fn prune(&self, shape: &mut Shape, page: u64) {
+        self.remove_from(shape, ROOT, TOP, page, page, 0);
+    }
+
+    /// Takes the nodes out that are empty then, also if `entry` is 0, which is none.
     fn remove_from(&self, shape: &mut Shape, node: u32, level: u32, first: u64, last: u64, entry: u32) {
         let bits = span_bits(level);
         for unit in first >> bits..=last >> bits {
@@ -401,7 +463,9 @@ impl Radix {
             let to = last.min(((unit + 1) << bits) - 1);
             let slot = &self.nodes.at(node).slots[unit as usize & (FAN - 1)];
             if to - from + 1 == 1 << bits {
-                self.remove_entry(shape, node, slot, entry);
+                if entry != 0 {
+                    self.remove_entry(shape, node, slot, entry);
+                }
                 continue;
             }
             let value = slot.load(Ordering::Relaxed);
@@ -427,26 +491,33 @@ impl Radix {
         }
     }
 
+    #[inline(always)]
     fn remove_entry(&self, shape: &mut Shape, node: u32, slot: &AtomicU32, entry: u32) {
         let value = slot.load(Ordering::Relaxed);
         if value == entry {
             slot.store(0, Ordering::Release);
             shape.filled[node as usize] -= 1;
         } else if value & CHAIN != 0 {
-            let mut bucket = self.buckets.at(value & INDEX);
-            loop {
-                if let Some(cell) = bucket.entries.iter().find(|cell| cell.load(Ordering::Relaxed) == entry) {
-                    cell.store(0, Ordering::Release);
-                    break;
-                }
-                let next = bucket.next.load(Ordering::Relaxed);
-                if next == 0 {
-                    return;
-                }
-                bucket = self.buckets.at(next);
-            }
-            self.collapse(shape, node, slot, value & INDEX);
+            self.remove_from_chain(shape, node, slot, value & INDEX, entry);
         }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn remove_from_chain(&self, shape: &mut Shape, node: u32, slot: &AtomicU32, head: u32, entry: u32) {
+        let mut bucket = self.buckets.at(head);
+        loop {
+            if let Some(cell) = bucket.entries.iter().find(|cell| cell.load(Ordering::Relaxed) == entry) {
+                cell.store(0, Ordering::Release);
+                break;
+            }
+            let next = bucket.next.load(Ordering::Relaxed);
+            if next == 0 {
+                return;
+            }
+            bucket = self.buckets.at(next);
+        }
+        self.collapse(shape, node, slot, head);
     }
 
     /// Replaces a chain by what is left in it, if the slot can hold that.
@@ -582,6 +653,9 @@ mod tests {
             }
             for (entry, (first, last)) in oracle {
                 radix.remove(&mut shape, first, last, entry);
+            }
+            if let Some(page) = shape.emptied {
+                radix.prune(&mut shape, page);
             }
             prop_assert_eq!(&shape.filled[1..], &vec![0; shape.filled.len() - 1]);
             prop_assert_eq!(shape.free_nodes.len(), shape.filled.len() - 2);

@@ -1,16 +1,16 @@
 //! The way of a miss: find again, wait for another thread's registration, or register outside every lock.
 
-use std::sync::Arc;
+use std::{ops::ControlFlow, sync::Arc};
 
 use super::{
     Key, Source, Uncached,
-    blocks::{Block, Slot},
+    blocks::Slot,
     entry::state,
     lease::{Held, Lease},
     radix,
-    shared::{Retired, Shared, Structure},
+    shared::{Retirees, Shared, Structure},
     statistics::count,
-    sync::{MutexGuard, Ordering, announce},
+    sync::{MutexGuard, Ordering, announce_by_exchange},
 };
 use crate::{Error, ErrorKind, Result, monitor::Invalidator};
 
@@ -33,50 +33,70 @@ impl<S: Source> Drop for Ends<'_, S> {
 }
 
 impl<S: Source> Shared<S> {
-    #[cold]
-    #[inline(never)]
+    /// Registers, or leases what another thread registers meanwhile. The slot is free, and of a block that the caller owns.
     pub(super) fn miss<'c>(
         &'c self,
         invalidator: &Arc<dyn Invalidator>,
-        block: &'c Block,
+        slot: &'c Slot,
         key: &Key,
     ) -> Result<Lease<'c, S>> {
-        loop {
-            if let Some(why) = self.kept_out() {
-                return self.alone(key, why);
-            }
-            let structure = self.structure.lock();
-            let takes = |word| state::is_live(word) || state::is_registering(word);
-            let index = self.find_locked(key, takes);
-            let Some(slot) = self.blocks.slot(block) else {
-                drop(structure);
-                return self.alone(key, Uncached::Full);
+        if let Some(why) = self.kept_out() {
+            return self.alone(key, why);
+        }
+        let mut structure = self.structure.lock();
+        let index = self.find_locked(key);
+        if index != 0 {
+            structure = match self.late(structure, index, slot, key) {
+                ControlFlow::Continue(structure) => structure,
+                ControlFlow::Break(lease) => return lease,
             };
-            if index == 0 {
-                return self.register(structure, invalidator, slot, key);
-            }
+        }
+        self.register(structure, invalidator, slot, key)
+    }
+
+    /// The way of a miss that finds an entry under the lock; goes on with the lock if the entry is gone then.
+    #[cold]
+    #[inline(never)]
+    fn late<'c>(
+        &'c self,
+        mut structure: MutexGuard<'c, Structure<S>>,
+        mut index: u32,
+        slot: &'c Slot,
+        key: &Key,
+    ) -> ControlFlow<Result<Lease<'c, S>>, MutexGuard<'c, Structure<S>>> {
+        while index != 0 {
             slot.entry.store(index, Ordering::Relaxed);
             let held = Held { entry: self.entries.at(index), slot };
-            match self.wait(structure, index) {
-                Some(error) => {
-                    count(&self.counters.failures);
-                    self.release(&held);
-                    return Err(error);
-                }
-                None => {
-                    self.barrier.light();
-                    if self.may_hit(held.entry, key) {
-                        count(&self.counters.late_hits);
-                        return Ok(Lease::cached_anyhow(self, held));
-                    }
-                    self.release(&held);
-                }
+            if let Some(error) = self.wait(structure, index) {
+                count(&self.counters.failures);
+                self.release(&held);
+                return ControlFlow::Break(Err(error));
             }
+            self.barrier.light();
+            if self.may_hit(held.entry, key) {
+                count(&self.counters.late_hits);
+                return ControlFlow::Break(Ok(Lease::cached_anyhow(self, held)));
+            }
+            self.release(&held);
+            if let Some(why) = self.kept_out() {
+                return ControlFlow::Break(self.alone(key, why));
+            }
+            structure = self.structure.lock();
+            index = self.find_locked(key);
         }
+        ControlFlow::Continue(structure)
     }
 
     /// Why nothing may be looked up now.
+    #[inline]
     fn kept_out(&self) -> Option<Uncached> {
+        let off = self.limits.max_count == 0 || self.limits.max_bytes == 0;
+        if self.gate.is_open() && !off { None } else { self.kept_out_now() }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn kept_out_now(&self) -> Option<Uncached> {
         for _ in 0..GATE_TRIES {
             if self.gate.is_forked() {
                 return Some(Uncached::Forked);
@@ -114,33 +134,42 @@ impl<S: Source> Shared<S> {
         slot: &'c Slot,
         key: &Key,
     ) -> Result<Lease<'c, S>> {
-        let mut retired = Vec::new();
+        let mut retired = Retirees::new();
         let reserved = self.reserve(&mut structure, key, &mut retired);
-        if let Ok((index, _)) = reserved {
+        if let Ok(index) = reserved {
+            structure.registrations += 1;
             slot.entry.store(index, Ordering::Relaxed);
         }
+        // Announces the entry, which is in the table.
         drop(structure);
+        announce_by_exchange();
         self.deregister(retired);
-        let (index, key) = match reserved {
-            Ok(reserved) => reserved,
+        let index = match reserved {
+            Ok(index) => index,
             Err(why) => return self.alone(key, why),
         };
         let entry = self.entries.at(index);
+        let merged;
+        let key = if self.limits.merge {
+            merged = entry.key();
+            &merged
+        } else {
+            key
+        };
         // Whoever changes memory from here on finds the entry; who began before is found here.
-        announce();
         if let Some(cause) = self.changes.touching(key.start, key.last) {
             self.kill(index, cause);
         }
         let ends = Ends { shared: self, index, slot };
-        let watch = match self.source.watch(&key, invalidator) {
+        let watch = match self.source.watch(key, invalidator) {
             Ok(watch) => watch,
             Err(why) => {
                 std::mem::forget(ends);
                 self.fail(index, slot, None);
-                return self.alone(&key, Uncached::Unwatched(why));
+                return self.alone(key, Uncached::Unwatched(why));
             }
         };
-        let region = match self.ask(&key) {
+        let region = match self.ask(key) {
             Ok(region) => region,
             Err(error) => {
                 self.source.unwatch(watch);
@@ -156,7 +185,6 @@ impl<S: Source> Shared<S> {
         // SAFETY: this thread made the entry, and ends its registration below.
         unsafe { entry.put(region, watch) };
         self.settle(index, checked);
-        count(&self.counters.registrations);
         Ok(Lease::cached_anyhow(self, Held { entry, slot }))
     }
 
@@ -178,6 +206,8 @@ impl<S: Source> Shared<S> {
     }
 
     /// Ends a registration without a region; those who waited get the error, or try themselves if there is none.
+    #[cold]
+    #[inline(never)]
     fn fail(&self, index: u32, slot: &Slot, error: Option<Error>) {
         if let Some(error) = error {
             self.structure.lock().failures.insert(index, error);
@@ -188,19 +218,22 @@ impl<S: Source> Shared<S> {
         }
         self.settle(index, state::FAILED);
         slot.entry.store(0, Ordering::Release);
-        let mut retired = Vec::new();
+        let mut retired = Retirees::new();
         let mut structure = self.structure.lock();
+        structure.registrations -= 1;
         self.collect(&mut structure, &mut retired);
         drop(structure);
         self.deregister(retired);
     }
 
-    /// For a thread that can have no lease block: it ends, or there are too many.
-    pub(super) fn alone_without_block(&self, key: &Key) -> Result<Lease<'_, S>> {
+    /// For a thread that can have no slot: it ends, or there are too many.
+    pub(super) fn alone_without_slot(&self, key: &Key) -> Result<Lease<'_, S>> {
         self.alone(key, self.kept_out().unwrap_or(Uncached::Full))
     }
 
     /// A region for one lease only.
+    #[cold]
+    #[inline(never)]
     pub(super) fn alone(&self, key: &Key, why: Uncached) -> Result<Lease<'_, S>> {
         let region = match why {
             Uncached::Forked => self.source.register(key),
@@ -219,23 +252,28 @@ impl<S: Source> Shared<S> {
     }
 
     /// Registers; when the provider is out of resources, once more after idle entries were given back.
+    #[inline]
     fn ask(&self, key: &Key) -> Result<S::Region> {
-        match self.source.register(key) {
-            Err(error) if error.kind() == ErrorKind::OutOfResources && self.give_back() => {
-                tracing::debug!(%error, "idle cached regions were given back; registering once more");
-                self.source.register(key)
-            }
-            result => result,
-        }
+        self.source.register(key).or_else(|error| self.ask_again(key, error))
     }
 
-    /// Takes an entry for the key, or for what it was merged to; room is made by what goes to `retired`.
+    #[cold]
+    #[inline(never)]
+    fn ask_again(&self, key: &Key, error: Error) -> Result<S::Region> {
+        if error.kind() != ErrorKind::OutOfResources || !self.give_back() {
+            return Err(error);
+        }
+        tracing::debug!(%error, "idle cached regions were given back; registering once more");
+        self.source.register(key)
+    }
+
+    /// Takes an entry for the key, or for what it was merged to, which the entry says then; room is made by what goes to `retired`.
     fn reserve(
         &self,
         structure: &mut Structure<S>,
         key: &Key,
-        retired: &mut Vec<Retired<S>>,
-    ) -> Result<(u32, Key), Uncached> {
+        retired: &mut Retirees<S>,
+    ) -> Result<u32, Uncached> {
         if key.len() > self.limits.max_bytes {
             return Err(Uncached::TooLong);
         }
@@ -243,7 +281,13 @@ impl<S: Source> Shared<S> {
             return Err(Uncached::NoPlace);
         }
         self.drain_dead(structure);
-        let key = if self.limits.merge { self.merge(structure, key, retired) } else { *key };
+        let merged;
+        let key = if self.limits.merge {
+            merged = self.merge(structure, key, retired);
+            &merged
+        } else {
+            key
+        };
         let (first, last) = radix::pages(key.start, key.last).ok_or(Uncached::NoPlace)?;
         if !self.make_room(structure, key.len(), retired) {
             return Err(Uncached::Full);
@@ -257,7 +301,7 @@ impl<S: Source> Shared<S> {
             None => return Err(Uncached::Full),
         };
         let entry = self.entries.at(index);
-        entry.fill(&key);
+        entry.fill(key);
         if !self.radix.insert(&mut structure.shape, first, last, index) {
             if entry.kill(|_| true) {
                 entry.free();
@@ -272,12 +316,14 @@ impl<S: Source> Shared<S> {
         }
         structure.count += 1;
         structure.bytes += key.len();
-        Ok((index, key))
+        Ok(index)
     }
 
     /// Grows the key over live entries of the same rights and memory that it overlaps or touches, and those that
     /// these touch; they die, and those that are idle go to `retired`.
-    fn merge(&self, structure: &mut Structure<S>, key: &Key, retired: &mut Vec<Retired<S>>) -> Key {
+    #[cold]
+    #[inline(never)]
+    fn merge(&self, structure: &mut Structure<S>, key: &Key, retired: &mut Retirees<S>) -> Key {
         let mut merged = *key;
         let mut into = Vec::new();
         loop {

@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
+use smallvec::smallvec;
+
 use super::{
     Source,
-    entry::state,
+    entry::{Entry, state},
     radix,
-    shared::{Retired, Shared, Structure, Told},
+    shared::{Retired, Retirees, Shared, Structure, Told},
     sync::Ordering,
 };
 use crate::{
@@ -19,98 +21,156 @@ use crate::{
 const BATCH_PART: usize = 16;
 const MOST_AT_ONCE: usize = 64;
 
+/// What an eviction is to give up.
+struct Wanted {
+    /// So many entries,
+    batch: usize,
+    /// and more if they have not so many bytes together.
+    bytes: u64,
+    /// Also those that were hit since the hand last passed.
+    all: bool,
+    /// Whether others than the caller may look up meanwhile.
+    others_look: bool,
+}
+
+#[cold]
+fn take_told<S: Source>(structure: &mut Structure<S>, index: u32) -> Option<Box<[Arc<Told>]>> {
+    structure.told.remove(&index).map(Vec::into_boxed_slice)
+}
+
 impl<S: Source> Shared<S> {
     /// Evicts until one more entry of `len` bytes fits; `false` if what is left is in use.
+    #[inline]
     pub(super) fn make_room(
         &self,
         structure: &mut Structure<S>,
         len: u64,
-        retired: &mut Vec<Retired<S>>,
+        retired: &mut Retirees<S>,
     ) -> bool {
-        let fits = |structure: &Structure<S>| {
-            structure.count < self.limits.max_count
-                && structure.bytes.saturating_add(len) <= self.limits.max_bytes
-        };
-        if fits(structure) {
-            return true;
-        }
+        self.fits(structure, len) || self.evict_for(structure, len, retired)
+    }
+
+    #[inline]
+    fn fits(&self, structure: &Structure<S>, len: u64) -> bool {
+        structure.count < self.limits.max_count
+            && structure.bytes.saturating_add(len) <= self.limits.max_bytes
+    }
+
+    #[inline(never)]
+    fn evict_for(&self, structure: &mut Structure<S>, len: u64, retired: &mut Retirees<S>) -> bool {
         if !self.has_idle(structure) {
             return false;
         }
+        // The caller is one of them.
+        let others_look = self.blocks.lookers() > 1;
         // Twice round: the first pass may only clear the marks of use.
         let mut looks = 2 * structure.made as usize + 1;
-        while !fits(structure) && looks > 0 {
+        while !self.fits(structure, len) && looks > 0 {
             let too_many = structure.bytes.saturating_add(len).saturating_sub(self.limits.max_bytes);
             let batch = (structure.count / BATCH_PART).clamp(1, MOST_AT_ONCE);
-            let given_up = self.evict(structure, batch, too_many, false, &mut looks, retired);
-            self.counters.evictions.fetch_add(given_up, Ordering::Relaxed);
+            let wanted = Wanted { batch, bytes: too_many, all: false, others_look };
+            self.evict(structure, &wanted, &mut looks, retired);
         }
-        fits(structure)
+        self.fits(structure, len)
     }
 
-    /// Evicts up to `batch` idle entries, more if they have not `bytes` bytes together, that were not hit since the
-    /// hand last passed (or any, if `all`); returns how many.
+    /// Evicts idle entries, of which [`Shared::has_idle`] marked those that are not; how many, and which, `wanted` says.
     fn evict(
         &self,
         structure: &mut Structure<S>,
-        batch: usize,
-        bytes: u64,
-        all: bool,
+        wanted: &Wanted,
         looks: &mut usize,
-        retired: &mut Vec<Retired<S>>,
-    ) -> u64 {
+        retired: &mut Retirees<S>,
+    ) {
+        retired.reserve(wanted.batch.min(structure.count));
+        if wanted.others_look {
+            self.evict_beside_lookups(structure, wanted, looks, retired);
+            return;
+        }
+        // Nobody can have taken a lease since.
+        let (mut given_up, mut found) = (0, 0);
+        while (given_up < wanted.batch || found < wanted.bytes)
+            && let Some((index, word)) = self.next_idle(structure, wanted.all, looks)
+        {
+            let entry = self.entries.at(index);
+            // What dies in this moment is collected from the dead stack.
+            if self.end(structure, entry, word) {
+                found += entry.len();
+                self.retire(structure, index, retired);
+                given_up += 1;
+            }
+        }
+    }
+
+    fn evict_beside_lookups(
+        &self,
+        structure: &mut Structure<S>,
+        wanted: &Wanted,
+        looks: &mut usize,
+        retired: &mut Retirees<S>,
+    ) {
         let mut candidates = std::mem::take(&mut structure.candidates);
         let mut found = 0;
-        while *looks > 0 && (candidates.len() < batch || found < bytes) {
-            *looks -= 1;
-            structure.hand = if structure.hand >= structure.made { 1 } else { structure.hand + 1 };
-            let entry = self.entries.at(structure.hand);
-            let word = entry.state.load(Ordering::Relaxed);
-            if !state::is_live(word) {
-                continue;
-            }
-            if entry.leased_at.load(Ordering::Relaxed) == structure.scan {
-                continue;
-            }
-            if !all && word & state::UNUSED == 0 {
-                entry.state.fetch_or(state::UNUSED, Ordering::Relaxed);
-                continue;
-            }
+        while (candidates.len() < wanted.batch || found < wanted.bytes)
+            && let Some((index, word)) = self.next_idle(structure, wanted.all, looks)
+        {
+            let entry = self.entries.at(index);
             let marked = word | state::EVICTING;
             if entry.state.compare_exchange(word, marked, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
-                candidates.push(structure.hand);
+                candidates.push(index);
                 found += entry.len();
             }
         }
         let scanned = !candidates.is_empty() && self.scan(structure);
-        let mut given_up = 0;
         for index in candidates.drain(..) {
             let entry = self.entries.at(index);
             let word = entry.state.load(Ordering::Acquire);
             let idle = scanned && entry.leased_at.load(Ordering::Relaxed) != structure.scan;
             // One that died meanwhile is on the dead stack and is collected from there.
-            let ours = idle
-                && word & state::DEAD == 0
-                && entry
-                    .state
-                    .compare_exchange(word, state::unfindable(word), Ordering::AcqRel, Ordering::Relaxed)
-                    .is_ok();
-            if ours {
-                structure.count -= 1;
-                structure.bytes -= entry.len();
-                self.retire(structure, index, true, retired);
-                given_up += 1;
+            if idle && word & state::DEAD == 0 && self.end(structure, entry, word) {
+                self.retire(structure, index, retired);
             } else {
                 entry.state.fetch_and(!state::EVICTING, Ordering::Release);
             }
         }
         structure.candidates = candidates;
-        given_up
+    }
+
+    /// Where the hand comes by next that is live, was in no lease at the last scan and, unless `all` will do, was not hit since the
+    /// hand last passed; with its state.
+    fn next_idle(&self, structure: &mut Structure<S>, all: bool, looks: &mut usize) -> Option<(u32, u32)> {
+        while *looks > 0 {
+            *looks -= 1;
+            structure.hand = if structure.hand >= structure.made { 1 } else { structure.hand + 1 };
+            let entry = self.entries.at(structure.hand);
+            let word = entry.state.load(Ordering::Acquire);
+            if !state::is_live(word) || entry.leased_at.load(Ordering::Relaxed) == structure.scan {
+                continue;
+            }
+            if all || word & state::UNUSED != 0 {
+                return Some((structure.hand, word));
+            }
+            entry.state.fetch_or(state::UNUSED, Ordering::Relaxed);
+        }
+        None
+    }
+
+    /// Ends the use of an entry that nobody uses, if its state is `word` still: it counts no more, and is for
+    /// [`Shared::retire`].
+    fn end(&self, structure: &mut Structure<S>, entry: &Entry<S>, word: u32) -> bool {
+        let (ok, seen) = (Ordering::AcqRel, Ordering::Relaxed);
+        let ended = entry.state.compare_exchange(word, state::unfindable(word), ok, seen).is_ok();
+        if ended {
+            structure.count -= 1;
+            structure.bytes -= entry.len();
+            structure.evictions += 1;
+        }
+        ended
     }
 
     /// Marks the entries that are leased as far as can be seen without a barrier; `false` if all are.
     fn has_idle(&self, structure: &mut Structure<S>) -> bool {
-        structure.scan += 1;
+        structure.scan = structure.scan.wrapping_add(1);
         let scan = structure.scan;
         let mut busy = 0;
         self.blocks.leased(|index| {
@@ -132,17 +192,17 @@ impl<S: Source> Shared<S> {
             self.gate.close();
             return false;
         }
-        structure.scan += 1;
+        structure.scan = structure.scan.wrapping_add(1);
         let scan = structure.scan;
         self.blocks.leased(|index| self.entries.at(index).leased_at.store(scan, Ordering::Relaxed));
         true
     }
 
     /// Retires the dead that nobody uses any more, and takes up what the provider refused before.
-    pub(super) fn collect(&self, structure: &mut Structure<S>, retired: &mut Vec<Retired<S>>) {
+    pub(super) fn collect(&self, structure: &mut Structure<S>, retired: &mut Retirees<S>) {
         self.drain_dead(structure);
         for stuck in std::mem::take(&mut structure.stuck) {
-            structure.in_flight += 1;
+            structure.retired += 1;
             retired.push(stuck);
         }
         if structure.dying.is_empty() || !self.scan(structure) {
@@ -155,49 +215,60 @@ impl<S: Source> Shared<S> {
             if word & state::REGISTERING != 0 || entry.leased_at.load(Ordering::Relaxed) == structure.scan {
                 return true;
             }
-            self.retire(structure, *index, word & state::FAILED == 0, retired);
+            if word & state::FAILED == 0 {
+                self.retire(structure, *index, retired);
+            } else {
+                self.retire_failed(structure, *index, retired);
+            }
             false
         });
         structure.dying = dying;
     }
 
     /// Takes an entry that nobody can find or use out of the table, and makes it free.
-    fn retire(
-        &self,
-        structure: &mut Structure<S>,
-        index: u32,
-        registered: bool,
-        retired: &mut Vec<Retired<S>>,
-    ) {
-        let entry = self.entries.at(index);
-        let key = entry.key();
-        if let Some((first, last)) = radix::pages(key.start, key.last) {
-            self.radix.remove(&mut structure.shape, first, last, index);
-        }
-        let (region, watch) = if registered {
-            // SAFETY: it was registered, a scan after its end found no lease, and no lookup takes it any more.
-            let (region, watch) = unsafe { entry.take() };
-            (Some(region), Some(watch))
-        } else {
-            structure.failures.remove(&index);
-            (None, None)
-        };
-        let told = if structure.told.is_empty() {
-            Vec::new()
-        } else {
-            structure.told.remove(&index).unwrap_or_default()
-        };
+    #[inline(always)]
+    fn retire(&self, structure: &mut Structure<S>, index: u32, retired: &mut Retirees<S>) {
+        let entry = self.unlink(structure, index);
+        // SAFETY: it was registered, a scan after its end found no lease, and no lookup takes it any more.
+        let (region, watch) = unsafe { entry.take() };
+        let told = if structure.told.is_empty() { None } else { take_told(structure, index) };
         entry.free();
         structure.free.push(index);
-        structure.in_flight += 1;
-        retired.push(Retired { region, watch, told });
+        structure.retired += 1;
+        retired.push(Retired { region: Some(region), watch: Some(watch), told });
+    }
+
+    /// The same of one whose registration failed.
+    fn retire_failed(&self, structure: &mut Structure<S>, index: u32, retired: &mut Retirees<S>) {
+        let entry = self.unlink(structure, index);
+        structure.failures.remove(&index);
+        let told = take_told(structure, index);
+        entry.free();
+        structure.free.push(index);
+        structure.retired += 1;
+        retired.push(Retired { region: None, watch: None, told });
+    }
+
+    #[inline(always)]
+    fn unlink(&self, structure: &mut Structure<S>, index: u32) -> &Entry<S> {
+        let entry = self.entries.at(index);
+        let (start, last) = entry.bounds();
+        if let Some((first, last)) = radix::pages(start, last) {
+            self.radix.remove(&mut structure.shape, first, last, index);
+        }
+        entry
     }
 
     /// Deregisters, with no lock held.
-    pub(super) fn deregister(&self, retired: Vec<Retired<S>>) {
-        if retired.is_empty() {
-            return;
+    #[inline]
+    pub(super) fn deregister(&self, retired: Retirees<S>) {
+        if !retired.is_empty() {
+            self.deregister_each(retired);
         }
+    }
+
+    #[inline(never)]
+    fn deregister_each(&self, retired: Retirees<S>) {
         let many = retired.len();
         let mut refused = Vec::new();
         let mut told = Vec::new();
@@ -212,20 +283,38 @@ impl<S: Source> Shared<S> {
                     if let Some(watch) = one.watch.take() {
                         self.source.unwatch(watch);
                     }
-                    told.append(&mut one.told);
+                    if let Some(waiting) = one.told.take() {
+                        told.extend(waiting);
+                    }
                 }
             }
         }
-        let mut structure = self.structure.lock();
-        structure.in_flight -= many;
-        structure.stuck.append(&mut refused);
-        if structure.in_flight == 0 {
-            told.append(&mut structure.told_after);
+        if !refused.is_empty() {
+            // Before they end: nobody is to find them neither under way nor here.
+            self.structure.lock().stuck.append(&mut refused);
         }
-        self.settled.notify_all();
-        drop(structure);
+        if self.flights.end(many) {
+            self.tell_that_flights_ended(&mut told);
+        }
         // Those who are told may use the cache.
         drop(told);
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn tell_that_flights_ended(&self, told: &mut Vec<Arc<Told>>) {
+        let mut structure = self.structure.lock();
+        told.extend(self.told_after(&mut structure));
+        self.settled.notify_all();
+    }
+
+    /// Who is to be told now that no deregistration is under way, if none is.
+    fn told_after(&self, structure: &mut Structure<S>) -> Vec<Arc<Told>> {
+        if structure.told_after.is_empty() || self.flights.any(structure.retired) {
+            return Vec::new();
+        }
+        self.flights.awaited();
+        std::mem::take(&mut structure.told_after)
     }
 
     /// Deregisters a region that no entry knew.
@@ -235,8 +324,8 @@ impl<S: Source> Shared<S> {
             std::mem::forget(region);
             return;
         }
-        self.structure.lock().in_flight += 1;
-        self.deregister(vec![Retired { region: Some(region), watch: None, told: Vec::new() }]);
+        self.structure.lock().retired += 1;
+        self.deregister(smallvec![Retired { region: Some(region), watch: None, told: None }]);
     }
 
     /// Gives back everything that is idle, and waits for deregistrations under way; `false` if there was nothing.
@@ -244,14 +333,15 @@ impl<S: Source> Shared<S> {
         if self.gate.is_forked() {
             return false;
         }
-        let mut retired = Vec::new();
+        let mut retired = Retirees::new();
         let mut structure = self.structure.lock();
-        let others = structure.in_flight > 0;
+        let others = self.flights.any(structure.retired);
         self.collect(&mut structure, &mut retired);
         let mut looks = if self.has_idle(&mut structure) { structure.made as usize } else { 0 };
+        let others_look = self.blocks.lookers() > 0;
+        let everything = Wanted { batch: usize::MAX, bytes: u64::MAX, all: true, others_look };
         while looks > 0 {
-            let given_up = self.evict(&mut structure, usize::MAX, u64::MAX, true, &mut looks, &mut retired);
-            self.counters.evictions.fetch_add(given_up, Ordering::Relaxed);
+            self.evict(&mut structure, &everything, &mut looks, &mut retired);
         }
         drop(structure);
         let any = !retired.is_empty();
@@ -265,7 +355,7 @@ impl<S: Source> Shared<S> {
         if self.gate.is_forked() {
             return;
         }
-        let mut retired = Vec::new();
+        let mut retired = Retirees::new();
         let mut structure = self.structure.lock();
         self.collect(&mut structure, &mut retired);
         drop(structure);
@@ -275,14 +365,16 @@ impl<S: Source> Shared<S> {
 
     fn wait_for_deregistrations(&self) {
         let mut structure = self.structure.lock();
-        while structure.in_flight > 0 {
+        self.flights.await_end();
+        while self.flights.any(structure.retired) {
             structure = self.settled.wait(structure);
         }
+        self.flights.awaited();
     }
 
     /// What the worker does when it is woken.
     pub(super) fn collect_once(&self) {
-        let mut retired = Vec::new();
+        let mut retired = Retirees::new();
         let mut structure = self.structure.lock();
         self.collect(&mut structure, &mut retired);
         drop(structure);
@@ -304,22 +396,25 @@ impl<S: Source> Shared<S> {
                 }
             }
         });
-        if structure.in_flight > 0 {
-            structure.told_after.push(Arc::clone(&told));
+        if structure.told_after.is_empty() {
+            self.flights.await_end();
         }
+        structure.told_after.push(Arc::clone(&told));
+        let now = self.told_after(&mut structure);
         drop(structure);
+        drop(now);
         self.waker.wake();
     }
 
     /// Takes out whatever is left, leases that were forgotten included. Only for the cache's end.
     pub(super) fn clear(&self) {
         self.give_back();
-        let mut retired = Vec::new();
+        let mut retired = Retirees::new();
         let mut structure = self.structure.lock();
         for index in 1..=structure.made {
             let word = self.entries.at(index).state.load(Ordering::Acquire);
             if state::is_registered(word) {
-                self.retire(&mut structure, index, true, &mut retired);
+                self.retire(&mut structure, index, &mut retired);
             }
         }
         drop(structure);

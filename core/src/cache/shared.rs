@@ -7,12 +7,15 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
+use smallvec::SmallVec;
+
 use super::{
     Key, Limits, Source,
     arena::Arena,
-    blocks::Blocks,
+    blocks::{Block, Blocks},
     changes::Changes,
-    entry::Entry,
+    entry::{Entry, state},
+    flight::Flights,
     gate::Gate,
     radix::{self, MAX_INDEX, Radix, Shape},
     statistics::Counters,
@@ -67,7 +70,8 @@ pub(super) struct Shared<S: Source> {
     dead: Apart<AtomicU32>,
     pub(super) changes: Apart<Changes>,
     pub(super) structure: Apart<Mutex<Structure<S>>>,
-    /// A registration or a batch of deregistrations ended.
+    pub(super) flights: Apart<Flights>,
+    /// A registration ended, or deregistrations did that somebody waits for.
     pub(super) settled: Condvar,
     pub(super) counters: Apart<Counters>,
     pub(super) waker: Waker,
@@ -82,15 +86,19 @@ pub(super) struct Structure<S: Source> {
     /// Entries that are not dead, and their bytes.
     pub(super) count: usize,
     pub(super) bytes: u64,
+    /// Misses that made an entry, those under way among them.
+    pub(super) registrations: u64,
+    /// Entries given up for others.
+    pub(super) evictions: u64,
     /// Dead entries that wait for their last lease.
     pub(super) dying: Vec<u32>,
     /// Why a registration failed, for those who waited for it.
     pub(super) failures: HashMap<u32, Error>,
     /// Who wants to be told when an entry is gone.
     pub(super) told: HashMap<u32, Vec<Arc<Told>>>,
-    /// Deregistrations under way.
-    pub(super) in_flight: usize,
-    /// Who wants to be told when these are over.
+    /// Regions ever retired, each of which is or was deregistered.
+    pub(super) retired: u64,
+    /// Who wants to be told when no deregistration is under way; an await of [`Flights`] if there is anybody.
     pub(super) told_after: Vec<Arc<Told>>,
     /// Regions that the provider refused to deregister.
     pub(super) stuck: Vec<Retired<S>>,
@@ -98,15 +106,18 @@ pub(super) struct Structure<S: Source> {
     pub(super) hand: u32,
     pub(super) candidates: Vec<u32>,
     /// The number of the last scan for leases.
-    pub(super) scan: u64,
+    pub(super) scan: u32,
 }
 
 /// A registration that nobody can find any more.
 pub(super) struct Retired<S: Source> {
     pub(super) region: Option<S::Region>,
     pub(super) watch: Option<S::Watch>,
-    pub(super) told: Vec<Arc<Told>>,
+    pub(super) told: Option<Box<[Arc<Told>]>>,
 }
+
+/// What is retired at once: often one.
+pub(super) type Retirees<S> = SmallVec<[Retired<S>; 1]>;
 
 /// Calls back when the last holder lets go: once, whatever becomes of the entries.
 pub(super) struct Told(std::sync::Mutex<Option<Box<dyn FnOnce() + Send>>>);
@@ -177,20 +188,30 @@ impl<S: Source> Shared<S> {
                 free: Vec::new(),
                 count: 0,
                 bytes: 0,
+                registrations: 0,
+                evictions: 0,
                 dying: Vec::new(),
                 failures: HashMap::new(),
                 told: HashMap::new(),
-                in_flight: 0,
+                retired: 0,
                 told_after: Vec::new(),
                 stuck: Vec::new(),
                 hand: 0,
                 candidates: Vec::new(),
                 scan: 0,
             })),
+            flights: Apart(Flights::new()),
             settled: Condvar::default(),
             counters: Apart(Counters::default()),
             waker: Waker::default(),
         })
+    }
+
+    /// A block for one more who looks up; `None` if there can be no more. Under the lock, so that whoever ends
+    /// entries knows who may look them up meanwhile.
+    pub(super) fn take_block(&self) -> Option<&Block> {
+        let _nobody_ends_entries = self.structure.lock();
+        self.blocks.take_first()
     }
 
     /// Puts an entry that was just marked dead where the worker finds it. For hooks: links, and no more.
@@ -248,10 +269,21 @@ impl<S: Source> Shared<S> {
     }
 
     /// An entry that is live or being registered and covers the key. Under the lock.
-    pub(super) fn find_locked(&self, key: &Key, takes: impl Fn(u32) -> bool) -> u32 {
+    #[inline]
+    pub(super) fn find_locked(&self, key: &Key) -> u32 {
+        match self.radix.find_at_page(key.start) {
+            Ok(0) => 0,
+            _ => self.find_among(key),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn find_among(&self, key: &Key) -> u32 {
         let fits = |index: u32| {
             let entry = self.entries.at(index);
-            takes(entry.state.load(Ordering::Acquire)) && entry.covers(key)
+            let word = entry.state.load(Ordering::Acquire);
+            (state::is_live(word) || state::is_registering(word)) && entry.covers(key)
         };
         let found = self.radix.find(key.start, fits);
         if found != 0 && fits(found) { found } else { 0 }

@@ -73,15 +73,13 @@ pub struct Listed<T> {
     pub region: T,
 }
 
-/// What misses and changes count. Hits are counted in the threads' own blocks.
+/// What is counted outside the lock, hits excepted: these are counted in the threads' own blocks.
 #[derive(Debug)]
 pub(super) struct Counters {
     /// Hits of those who waited or looked twice.
     pub(super) late_hits: AtomicU64,
-    pub(super) registrations: AtomicU64,
     pub(super) uncached: AtomicU64,
     pub(super) failures: AtomicU64,
-    pub(super) evictions: AtomicU64,
     pub(super) merged: AtomicU64,
     invalidations: [AtomicU64; Cause::ALL.len()],
 }
@@ -90,10 +88,8 @@ impl Default for Counters {
     fn default() -> Self {
         Self {
             late_hits: AtomicU64::new(0),
-            registrations: AtomicU64::new(0),
             uncached: AtomicU64::new(0),
             failures: AtomicU64::new(0),
-            evictions: AtomicU64::new(0),
             merged: AtomicU64::new(0),
             invalidations: std::array::from_fn(|_| AtomicU64::new(0)),
         }
@@ -122,8 +118,8 @@ impl<S: Source> Shared<S> {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let counters = &*self.counters;
         let hits = self.blocks.hits() + read(&counters.late_hits);
-        let (registrations, uncached) = (read(&counters.registrations), read(&counters.uncached));
-        let failures = read(&counters.failures);
+        let registrations = structure.registrations;
+        let (uncached, failures) = (read(&counters.uncached), read(&counters.failures));
         let misses = registrations + uncached + failures;
         Statistics {
             lookups: hits + misses,
@@ -132,7 +128,7 @@ impl<S: Source> Shared<S> {
             registrations,
             uncached,
             failures,
-            evictions: read(&counters.evictions),
+            evictions: structure.evictions,
             merged: read(&counters.merged),
             invalidations: std::array::from_fn(|cause| read(&counters.invalidations[cause])),
             entries: structure.count,

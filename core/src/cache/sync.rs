@@ -150,20 +150,16 @@ pub(super) unsafe fn settled_u32(value: &AtomicU32) -> u32 {
     return unsafe { value.unsync_load() };
 }
 
-/// The fence between what a change announces, which a read-modify-write of order SeqCst did just before, and what it then looks
-/// for. On x86-64 that instruction is one: a fence of its own would wait a second time, in every `munmap`.
+/// The fence between what a change or a new entry announces and what it then looks for.
+///
+/// A read-modify-write stands just before it: the exchange that takes a change's place, or the end of the lock, which is one
+/// where others may wait. On x86-64 such an instruction is a fence, and one of its own would wait a second time, in every
+/// `munmap`.
 #[inline(always)]
 pub(super) fn announce_by_exchange() {
     #[cfg(all(not(loom), target_arch = "x86_64"))]
     std::sync::atomic::compiler_fence(Ordering::SeqCst);
-    #[cfg(any(loom, not(target_arch = "x86_64")))]
-    announce();
-}
-
-/// The fence between what a new entry announces and what it then looks for.
-#[inline(always)]
-pub(super) fn announce() {
-    #[cfg(not(loom))]
+    #[cfg(all(not(loom), not(target_arch = "x86_64")))]
     fence(Ordering::SeqCst);
     #[cfg(loom)]
     modelled::fence_unless(modelled::ANNOUNCE);

@@ -103,7 +103,7 @@ fn find_or_take<S: Source>(shared: &Shared<S>) -> Option<&Block> {
                 return Some(*block);
             }
             owned.0.retain(|(_, blocks, _)| blocks.strong_count() > 0);
-            let block = NonNull::from(shared.blocks.take()?);
+            let block = NonNull::from(shared.take_block()?);
             owned.0.push((shared.number, Arc::downgrade(&shared.blocks), block));
             Some(block)
         })
