@@ -3,7 +3,7 @@
 
 mod path_support;
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use hmem_core::{
     AllocationKind, Decision, DeviceId, Domain, Errno, Error, Iface, MemoryRegion, MrAttr, MrFlags, Path,
@@ -23,6 +23,9 @@ use path_support::{
 };
 
 const LEN: u64 = 70_000;
+/// What is transferred: it lies in two physical segments.
+static BYTES: LazyLock<Vec<u8>> = LazyLock::new(|| (0..SEGMENT + 617).map(|at| (at * 13) as u8).collect());
+const SEGMENT: u64 = 16 << 10;
 
 /// A way, and what leads there.
 #[derive(Clone, Copy, Debug)]
@@ -93,7 +96,7 @@ impl Way {
         let device = Simulated::builder()
             .dma_buf(DmaBufKind::MemFd)
             .peer_memory(true)
-            .segment_len(16 << 10)
+            .segment_len(SEGMENT)
             .p2p(matrix);
         Bench::with(device, Loopback::builder().imports(self.imports), Paths::new())
     }
@@ -177,19 +180,18 @@ fn use_memory(
 }
 
 fn transfer(bench: &Bench, [near, far]: [&Domain; 2], region: &MemoryRegion) -> Result<()> {
-    let wire = Wire::open(near, far, 40_000)?;
+    let wire = Wire::open(near, far, BYTES.len())?;
     let key = region.key()?;
-    let bytes: Vec<u8> = (0..30_001).map(|at| (at * 13) as u8).collect();
-    wire.push(&key, 77, &bytes)?;
-    let back = wire.pull(&key, 77, bytes.len())?;
-    assert!(back == bytes, "bytes of a transfer that succeeded");
-    let mut last = [0];
+    wire.push(&key, 77, &BYTES)?;
+    let back = wire.pull(&key, 77, BYTES.len())?;
+    assert!(back == *BYTES, "bytes of a transfer that succeeded");
+    let (mut last, last_at) = ([0], BYTES.len() as u64 - 1);
     hmem_core::IfaceExt::read(
         &*bench.device,
-        region.range().slice(30_077, 1).expect("inside").start(),
+        region.range().slice(77 + last_at, 1).expect("inside").start(),
         &mut last,
     )?;
-    assert_eq!(last[0], bytes[30_000]);
+    assert_eq!(last[0], BYTES[last_at as usize]);
     wire.close()
 }
 
@@ -207,18 +209,19 @@ fn held(bench: &Bench) -> (Live, Residue) {
 }
 
 /// One fault in one life; `false` if the life makes no such call.
-fn survive(way: &Way, what: &str, arm: &dyn Fn(&Bench), calls: &dyn Fn(&Bench) -> u64, nth: u64) -> bool {
-    let bench = way.bench();
-    bench.faults.count();
-    // Once without a fault, so that threads and pools are there.
-    let first = live(&bench, way);
-    assert!(first.errors.is_empty(), "{way:?}: {:?}", first.errors);
-    assert!(first.decisions.iter().all(|decision| decision.path == way.path), "{way:?}: {first:?}");
+fn survive(
+    bench: &Bench,
+    way: &Way,
+    what: &str,
+    arm: &dyn Fn(&Bench),
+    calls: &dyn Fn(&Bench) -> u64,
+    nth: u64,
+) -> bool {
     bench.paths.forget();
-    let (before, made) = (held(&bench), calls(&bench));
-    arm(&bench);
-    let said = live(&bench, way);
-    let fired = calls(&bench) >= made + nth;
+    let (before, made) = (held(bench), calls(bench));
+    arm(bench);
+    let said = live(bench, way);
+    let fired = calls(bench) >= made + nth;
     bench.device.faults().clear();
     bench.faults.clear();
     let context = format!("{way:?}, fault at call {nth} of {what}: {said:?}");
@@ -228,24 +231,30 @@ fn survive(way: &Way, what: &str, arm: &dyn Fn(&Bench), calls: &dyn Fn(&Bench) -
     } else {
         assert!(said.errors.is_empty(), "{context}");
     }
-    let after = held(&bench);
+    let after = held(bench);
     assert_eq!((after.0, &after.1), (nothing(), &before.1), "leaked: {context}");
-    let next = live(&bench, way);
+    let next = live(bench, way);
     assert!(next.errors.is_empty(), "the next life: {:?} after {context}", next.errors);
     if way.reachable {
         let back = next.decisions.iter().all(|decision| decision.path == way.path);
         assert!(back, "demoted: {next:?} after {context}");
     }
-    assert_eq!(held(&bench), (nothing(), before.1), "leaked by the next: {context}");
+    assert_eq!(held(bench), (nothing(), before.1), "leaked by the next: {context}");
     fired
 }
 
 /// Every call of a kind, until there is no such call.
 fn each(way: &Way, what: &str, arm: impl Fn(&Bench, u64), calls: impl Fn(&Bench) -> u64) -> u64 {
+    let bench = way.bench();
+    bench.faults.count();
+    // Once without a fault, so that threads and pools are there.
+    let first = live(&bench, way);
+    assert!(first.errors.is_empty(), "{way:?}: {:?}", first.errors);
+    assert!(first.decisions.iter().all(|decision| decision.path == way.path), "{way:?}: {first:?}");
     let mut faults = 0;
     // A life reads completions in a loop: the first hundred are enough.
     for nth in 1..=100 {
-        if !survive(way, what, &|bench| arm(bench, nth), &calls, nth) {
+        if !survive(&bench, way, what, &|bench| arm(bench, nth), &calls, nth) {
             break;
         }
         faults += 1;

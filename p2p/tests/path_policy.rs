@@ -2,7 +2,7 @@
 
 mod path_support;
 
-use std::os::fd::AsFd;
+use std::{num::NonZeroUsize, os::fd::AsFd, thread};
 
 use hmem_core::{
     AllocationKind, DeviceId, DmaBufAttr, ErrorKind, Iface, MrAttr, MrFlags, Path,
@@ -96,7 +96,17 @@ impl Case {
 fn p2p_02_every_combination_takes_the_path_that_its_policy_allows() {
     let cases = Case::all();
     assert_eq!(cases.len(), 2 * 6 * 2 * 16 * 2 * 4);
-    for case in cases {
+    let threads = thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    thread::scope(|scope| {
+        for part in cases.chunks(cases.len().div_ceil(threads)) {
+            scope.spawn(|| part.iter().for_each(Case::takes_the_path_that_its_policy_allows));
+        }
+    });
+}
+
+impl Case {
+    fn takes_the_path_that_its_policy_allows(&self) {
+        let case = self;
         let bench = case.bench();
         let domain = bench.domain("loop0", case.policy);
         // Twice: decided, and remembered.
