@@ -27,11 +27,13 @@
 //! # Ok::<(), hmem_core::Error>(())
 //! ```
 
+mod cut;
 mod memory;
 mod pipeline;
 mod pool;
 mod range;
 
-pub(crate) use pipeline::{Part, Pipeline, Posted, Run, View, chunk_len};
+pub(crate) use cut::Cut;
+pub(crate) use pipeline::{Part, Pipeline, Posted, Run, View};
 pub(crate) use pool::{Claim, Pool, Use};
 pub use range::StagedRange;

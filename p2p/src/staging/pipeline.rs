@@ -13,20 +13,13 @@ use hmem_core::{
     provider::StagedMemory,
 };
 
-use super::pool::{Claim, Slots, Use};
+use super::{
+    cut::Cut,
+    pool::{Claim, Slots, Use},
+};
 
-/// Chunks of a message, so that filling the pipeline and emptying it takes a sixteenth of the time each.
-const CHUNKS: u64 = 16;
-/// What a chunk has at least, where buffers hold it: below, starting the copies would cost more than is won.
-const SHORTEST: u64 = 128 << 10;
 /// Chunks under way at a time that need no buffer.
 const MOST: usize = 64;
-
-/// How long the chunks of a message of `len` bytes are.
-pub(crate) fn chunk_len(len: u64, slot_len: u64) -> u64 {
-    let even = len.div_ceil(CHUNKS).next_multiple_of(4096);
-    even.max(SHORTEST).min(slot_len)
-}
 
 /// A run of bytes of a message that lies in staged memory.
 #[derive(Debug)]
@@ -113,8 +106,7 @@ struct Chunk {
 pub(crate) struct Pipeline<M> {
     sources: Vec<Run<M>>,
     targets: Vec<Run<M>>,
-    len: u64,
-    chunk: u64,
+    cut: Cut,
     purpose: Use,
     begun: u64,
     next: u64,
@@ -128,20 +120,19 @@ pub(crate) struct Pipeline<M> {
 }
 
 impl<M> Pipeline<M> {
-    /// A message of `len` bytes, more than 0, cut into chunks of `chunk` bytes. `sources` and `targets` are those of its
-    /// bytes that come from, and go to, staged memory, in the order of the message.
+    /// A message of more than 0 bytes, which is cut as said. `sources` and `targets` are those of its bytes that come from,
+    /// and go to, staged memory, in the order of the message.
     pub(crate) fn new(
         claim: Claim,
         purpose: Use,
-        (len, chunk): (u64, u64),
+        cut: Cut,
         sources: Vec<Run<M>>,
         targets: Vec<Run<M>>,
     ) -> Self {
         Self {
             sources,
             targets,
-            len,
-            chunk: chunk.max(1),
+            cut,
             purpose,
             begun: 0,
             next: 0,
@@ -156,7 +147,7 @@ impl<M> Pipeline<M> {
 
     /// Whether nothing is under way and nothing more will be.
     pub(crate) fn is_over(&self) -> bool {
-        self.chunks.is_empty() && (self.failure.is_some() || self.begun == self.len)
+        self.chunks.is_empty() && (self.failure.is_some() || self.begun == self.cut.len)
     }
 
     /// How it ended.
@@ -184,7 +175,7 @@ impl<M> Pipeline<M> {
     /// Whether it takes no more buffers.
     #[cfg(feature = "verbs")]
     pub(crate) fn has_begun(&self) -> bool {
-        self.failure.is_some() || self.begun == self.len
+        self.failure.is_some() || self.begun == self.cut.len
     }
 
     /// Changes what further buffers are taken for.
@@ -201,7 +192,7 @@ impl<M> Pipeline<M> {
     #[cfg(feature = "verbs")]
     pub(crate) fn is_posted(&self) -> bool {
         let waits = |chunk: &Chunk| matches!(chunk.stage, Stage::Filling | Stage::Ready);
-        self.failure.is_some() || (self.begun == self.len && !self.chunks.iter().any(waits))
+        self.failure.is_some() || (self.begun == self.cut.len && !self.chunks.iter().any(waits))
     }
 
     /// The memories that it copies from and to.
@@ -277,7 +268,8 @@ impl<M> Pipeline<M> {
         progressed
     }
 
-    /// Hands filled chunks to the wire, in order.
+    /// Hands filled chunks to the wire, in order: all that it takes, or one where it carries them while it is asked, as the
+    /// copy engine would have nothing to do meanwhile.
     fn post(&mut self, wire: &mut impl FnMut(View<'_>) -> Result<Posted>) -> bool {
         let mut progressed = false;
         let mut failed = None;
@@ -293,7 +285,10 @@ impl<M> Pipeline<M> {
                         slots: chunk.slots.as_ref(),
                     };
                     chunk.stage = match wire(view) {
-                        Ok(Posted::Done) => Stage::Landed,
+                        Ok(Posted::Done) => {
+                            chunk.stage = Stage::Landed;
+                            return true;
+                        }
                         Ok(Posted::Sent) => Stage::OnWire,
                         Ok(Posted::Full) => break,
                         Err(error) => {
@@ -347,15 +342,15 @@ where
         may_begin: bool,
         wire: &mut impl FnMut(View<'_>) -> Result<Posted>,
     ) -> bool {
+        // The wire comes last: it may keep us, and the copy engine then has all the work that there is for it.
         let mut progressed = self.settle();
-        if may_begin {
-            // First: the copy engine works while the wire is given what is ready.
-            progressed |= self.begin();
-        }
-        progressed |= self.post(wire);
         progressed |= self.drain();
         progressed |= self.settle();
         progressed |= self.retire();
+        if may_begin {
+            progressed |= self.begin();
+        }
+        progressed |= self.post(wire);
         progressed
     }
 
@@ -365,7 +360,7 @@ where
         canceled: impl Fn() -> Option<Error>,
         mut wire: impl FnMut(View<'_>) -> Result<Posted>,
     ) -> Result<u64, (Part, Error)> {
-        self.waits = self.len <= self.chunk;
+        self.waits = self.cut.next(0) == self.cut.len;
         // A copy engine may have given it up on this very thread.
         let mut wire = |view: View<'_>| canceled().map_or_else(|| wire(view), Err);
         while !self.is_over() {
@@ -390,15 +385,15 @@ where
                 self.fail(part, error);
             }
         } else if self.granted.is_none() {
-            let len = self.chunk.min(self.len - self.begun);
+            let len = self.cut.next(self.begun);
             self.granted = Some(self.claim.wait(self.wanted(len), self.purpose));
         }
     }
 
     fn begin(&mut self) -> bool {
         let mut progressed = false;
-        while self.failure.is_none() && self.begun < self.len && self.chunks.len() < MOST {
-            let (at, len) = (self.begun, self.chunk.min(self.len - self.begun));
+        while self.failure.is_none() && self.begun < self.cut.len && self.chunks.len() < MOST {
+            let (at, len) = (self.begun, self.cut.next(self.begun));
             let staged =
                 overlaps(&self.sources, at, len).chain(overlaps(&self.targets, at, len)).next().is_some();
             let slots = if staged {

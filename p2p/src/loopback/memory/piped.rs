@@ -6,7 +6,7 @@ use std::sync::Arc;
 use hmem_core::{Error, Result, provider::StagedMemory};
 
 use super::{Span, copy};
-use crate::staging::{Claim, Part, Pipeline, Pool, Posted, Run, Use, View, chunk_len};
+use crate::staging::{Claim, Cut, Part, Pipeline, Pool, Posted, Run, Use, View};
 
 /// Why a transfer failed, and where.
 #[derive(Debug)]
@@ -42,7 +42,7 @@ pub(in super::super) fn pipe(
     if len == 0 {
         return Ok(0);
     }
-    let cut = (len, chunk_len(len, pool.slot_len()));
+    let cut = Cut::chunks(len, pool.slot_len());
     let (sources, targets) = (staged_runs(from), staged_runs(to));
     let pipeline = Pipeline::new(Claim::new(pool), Use::Rma, cut, sources, targets);
     let carry = |view: View<'_>| {

@@ -31,7 +31,7 @@ use super::{
     request::{Direct, Lists, Movement, kind_of},
 };
 use crate::{
-    staging::{Claim, Part, Pipeline, Posted, Use, View, chunk_len},
+    staging::{Claim, Cut, Part, Pipeline, Posted, Use, View},
     verbs::{completion::canceled, endpoint::EndpointState, region::Local},
 };
 
@@ -233,10 +233,10 @@ impl EndpointState {
         let (pool, buffers) =
             buffers.ok_or_else(|| self.refuse(ErrorKind::NoRegion, "the region is closed"))?;
         let slot_len = pool.slot_len();
-        let (purpose, chunk) = match &movement {
-            Movement::Send(_) => (Use::Send, lists.len),
-            Movement::Receive => (Use::Receive, lists.len),
-            Movement::Write(_) | Movement::Read(_) => (Use::Rma, chunk_len(lists.len, slot_len)),
+        let (purpose, cut) = match &movement {
+            Movement::Send(_) => (Use::Send, Cut::whole(lists.len)),
+            Movement::Receive => (Use::Receive, Cut::whole(lists.len)),
+            Movement::Write(_) | Movement::Read(_) => (Use::Rma, Cut::chunks(lists.len, slot_len)),
         };
         if movement.is_message() {
             let most = pool.share(purpose) as u64 * slot_len;
@@ -257,7 +257,7 @@ impl EndpointState {
         }
         let runs = std::mem::take(&mut lists.runs);
         let (sources, targets) = if movement.goes_out() { (runs, Vec::new()) } else { (Vec::new(), runs) };
-        let pipeline = Pipeline::new(Claim::new(&pool), purpose, (lists.len, chunk), sources, targets);
+        let pipeline = Pipeline::new(Claim::new(&pool), purpose, cut, sources, targets);
         Ok(Transfer { pipeline, lists, movement, buffers, peer })
     }
 

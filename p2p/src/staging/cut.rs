@@ -1,0 +1,103 @@
+//! How a message is cut into chunks.
+
+/// The longest chunk is this part of a message: where engine and wire are equally fast, one of them is idle for as long as
+/// the longest chunk takes.
+const CHUNKS: u64 = 16;
+/// What a chunk has at least, where buffers hold it: below, starting the copies would cost more than is won.
+const SHORTEST: u64 = 128 << 10;
+/// A rest of this length is not worth a copy of its own.
+const WORTHLESS: u64 = SHORTEST / 2;
+/// Chunks begin at multiples of this, where buffers hold it.
+const ALIGN: u64 = 4096;
+
+/// How a message is cut into chunks.
+///
+/// What does not overlap is the first chunk on its first way and the last one on its last, so that those are short; the rest
+/// are long, since each copy has a price. In between a chunk is no longer than all before it, nor than all behind it:
+/// while it takes one of its ways, others are on the other way, which may be half as fast.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cut {
+    pub(super) len: u64,
+    shortest: u64,
+    longest: u64,
+}
+
+impl Cut {
+    /// A message of `len` bytes, in chunks of which each has room in a buffer of `slot_len` bytes.
+    pub(crate) fn chunks(len: u64, slot_len: u64) -> Self {
+        let even = len.div_ceil(CHUNKS).next_multiple_of(ALIGN);
+        let longest = even.max(SHORTEST + WORTHLESS);
+        Self { len, shortest: SHORTEST.min(slot_len), longest: longest.min(slot_len) }
+    }
+
+    /// A message of `len` bytes in one piece.
+    #[cfg(feature = "verbs")]
+    pub(crate) const fn whole(len: u64) -> Self {
+        Self { len, shortest: len, longest: len }
+    }
+
+    /// The length of the chunk that begins at `at`, which is where another ended.
+    pub(super) fn next(self, at: u64) -> u64 {
+        let left = self.len - at;
+        let even = if left <= self.shortest + WORTHLESS {
+            left
+        } else {
+            at.min(left / 2).max(self.shortest).next_multiple_of(ALIGN)
+        };
+        even.min(self.longest).min(left)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn lengths(cut: Cut) -> Vec<u64> {
+        let mut at = 0;
+        let mut lengths = Vec::new();
+        while at < cut.len {
+            lengths.push(cut.next(at));
+            at += lengths[lengths.len() - 1];
+        }
+        lengths
+    }
+
+    #[test]
+    fn chunks_are_short_at_both_ends_of_a_message() {
+        const KIB: u64 = 1 << 10;
+        let in_kib =
+            |len| lengths(Cut::chunks(len, 512 * KIB)).iter().map(|len| len / KIB).collect::<Vec<_>>();
+        assert_eq!(in_kib(64 * KIB), [64]);
+        assert_eq!(in_kib(192 * KIB), [192]);
+        assert_eq!(in_kib(256 * KIB), [128, 128]);
+        let mut four = vec![128, 128];
+        four.extend([256; 14]);
+        four.extend([128, 128]);
+        assert_eq!(in_kib(4096 * KIB), four);
+        let long = in_kib(64 << 20);
+        assert_eq!(long[..5], [128, 128, 256, 512, 512]);
+        assert_eq!(long[long.len() - 5..], [512, 512, 256, 128, 128]);
+    }
+
+    proptest! {
+        #[test]
+        fn any_message_is_cut_into_chunks_that_fit_buffers(len in 1u64..(200 << 20), slot in 1u64..(1 << 20)) {
+            // Few enough to look at one by one.
+            let slot = slot.max(len >> 12);
+            let lengths = lengths(Cut::chunks(len, slot));
+            prop_assert_eq!(lengths.iter().sum::<u64>(), len);
+            prop_assert!(lengths.iter().all(|part| (1..=slot).contains(part)));
+            let ends = slot.min(SHORTEST + WORTHLESS);
+            prop_assert!(lengths[0] <= ends && lengths[lengths.len() - 1] <= ends);
+            let mut at = 0;
+            for part in &lengths {
+                // What is before it, and what is behind it; both but for the rounding.
+                prop_assert!(*part <= ends.max(at + ALIGN));
+                prop_assert!(*part <= ends.max(len - at - part + 2 * ALIGN));
+                at += part;
+            }
+        }
+    }
+}
