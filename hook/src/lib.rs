@@ -46,7 +46,7 @@ mod wiped;
 
 pub use self::{
     name::MonitorName,
-    table::{Pass, SLOTS, Subscribers, Table, clamped},
+    table::{HasTable, Pass, SLOTS, Subscribers, Table, clamped},
     wiped::{Wipeable, WipedOnFork},
 };
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]

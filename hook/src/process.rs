@@ -12,7 +12,7 @@ use std::{
 use hmem_core::Result;
 use parking_lot::Mutex;
 
-use crate::{MonitorName, Patches, Subscribers, Table, Wipeable};
+use crate::{HasTable, MonitorName, Patches, Subscribers, Wipeable};
 
 /// The subscribers and users of one kind of hooks in one process.
 #[derive(Debug)]
@@ -26,13 +26,13 @@ pub struct Process<T: Wipeable> {
 #[derive(Debug)]
 pub struct Place<T: Wipeable>(AtomicPtr<Process<T>>);
 
-impl<T: Wipeable + 'static> Default for Place<T> {
+impl<T: HasTable + 'static> Default for Place<T> {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl<T: Wipeable + 'static> Place<T> {
+impl<T: HasTable + 'static> Place<T> {
     /// With nobody there.
     #[must_use]
     pub const fn new() -> Self {
@@ -53,14 +53,14 @@ impl<T: Wipeable + 'static> Place<T> {
     ///
     /// # Errors
     /// As [`Subscribers::new`].
-    pub fn get(&self, monitor: MonitorName, table: fn(&T) -> &Table) -> Result<&'static Process<T>> {
+    pub fn get(&self, monitor: MonitorName) -> Result<&'static Process<T>> {
         let seen = self.0.load(Ordering::Acquire);
         // SAFETY: as above.
         let here: Option<&'static Process<T>> = unsafe { seen.as_ref() };
         if let Some(process) = here.filter(|process| process.is_ours()) {
             return Ok(process);
         }
-        let subscribers = Subscribers::new(monitor, table)?;
+        let subscribers = Subscribers::new(monitor)?;
         let process = Box::into_raw(Box::new(Process { subscribers, users: Mutex::new(0) }));
         match self.0.compare_exchange(seen, process, Ordering::AcqRel, Ordering::Acquire) {
             // SAFETY: just made, and from now on never freed.
@@ -75,7 +75,7 @@ impl<T: Wipeable + 'static> Place<T> {
     }
 }
 
-impl<T: Wipeable> Process<T> {
+impl<T: HasTable> Process<T> {
     /// Whom hooks tell.
     #[inline]
     #[must_use]

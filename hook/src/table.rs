@@ -14,14 +14,20 @@
 //! SRCU does: a pass may read the side, be held up, and count itself on a side that was turned since, which the
 //! second turn waits for; and new passes count on the other side, so that a stream of them starves no writer. A
 //! pass that counts itself after a writer saw zero reads the slots after the writer changed them, since all of it
-//! is sequentially consistent. Counters are spread over lines by stack address, so that threads share none as a rule.
+//! of that is sequentially consistent. Counters are spread over lines by stack address, so that threads share none as a
+//! rule. Each line has a counter that one pass at a time has to itself: only its beginning is a locked instruction, and
+//! its end a store, by which a writer that sees it sees all that the pass did. Passes that find it taken (of other threads,
+//! or of a signal handler within a pass) count on the line's other counter, with two.
 
 use std::{
     collections::HashMap,
     ptr,
     sync::{
         Arc,
-        atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering::SeqCst},
+        atomic::{
+            AtomicPtr, AtomicU64, AtomicUsize,
+            Ordering::{Relaxed, Release, SeqCst},
+        },
     },
     time::Duration,
 };
@@ -36,10 +42,20 @@ pub const SLOTS: usize = 64;
 
 const LINES: usize = 16;
 
-/// Passes under way in the lower half, passes ever begun in the upper.
+/// Two counters: passes under way in the lower half, passes ever begun in the upper.
 #[repr(align(64))]
 #[derive(Debug)]
-struct Line(AtomicU64);
+struct Line {
+    /// Changed by nobody else while a pass is under way on it.
+    alone: AtomicU64,
+    beside: AtomicU64,
+}
+
+impl Line {
+    fn counters(&self) -> [&AtomicU64; 2] {
+        [&self.alone, &self.beside]
+    }
+}
 
 const PASS: u64 = 1 << 32 | 1;
 const UNDER_WAY: u64 = (1 << 32) - 1;
@@ -58,11 +74,26 @@ pub struct Table {
 // into references within passes. It needs no drop: in a child the invalidators are forgotten with the parent's.
 unsafe impl Wipeable for Table {}
 
+/// Shared memory that has a table in it.
+pub trait HasTable: Wipeable {
+    /// The table.
+    fn table(&self) -> &Table;
+}
+
+impl HasTable for Table {
+    #[inline]
+    fn table(&self) -> &Table {
+        self
+    }
+}
+
 /// One reader's time in the table.
 #[derive(Debug)]
 pub struct Pass<'a> {
     table: &'a Table,
-    line: &'a AtomicU64,
+    line: &'a Line,
+    /// What the counter that it has to itself is after it; `None` for one of those beside.
+    after: Option<u64>,
     taken: u64,
 }
 
@@ -72,16 +103,24 @@ impl Table {
     pub fn pass(&self) -> Pass<'_> {
         let on_stack = 0_u8;
         let line = (ptr::addr_of!(on_stack).addr() >> 14) % LINES;
-        let line = &self.passes[self.side.load(SeqCst) & 1][line].0;
-        line.fetch_add(PASS, SeqCst);
-        Pass { table: self, line, taken: self.taken.load(SeqCst) }
+        let line = &self.passes[self.side.load(SeqCst) & 1][line];
+        let seen = line.alone.load(Relaxed);
+        let begun = seen.wrapping_add(PASS);
+        let free = seen & UNDER_WAY == 0;
+        let after = if free && line.alone.compare_exchange(seen, begun, SeqCst, Relaxed).is_ok() {
+            Some(begun - 1)
+        } else {
+            line.beside.fetch_add(PASS, SeqCst);
+            None
+        };
+        Pass { table: self, line, after, taken: self.taken.load(SeqCst) }
     }
 
     /// A number that differs whenever a pass began in between; `None` while one is under way.
     pub fn quiet_stamp(&self) -> Option<u64> {
         let mut stamp = 0_u64;
-        for line in self.passes.iter().flatten() {
-            let passes = line.0.load(SeqCst);
+        for counter in self.passes.iter().flatten().flat_map(Line::counters) {
+            let passes = counter.load(SeqCst);
             if passes & UNDER_WAY != 0 {
                 return None;
             }
@@ -94,9 +133,9 @@ impl Table {
     fn wait_for_passes(&self) {
         for _ in 0..2 {
             let old = self.side.fetch_add(1, SeqCst) & 1;
-            for line in &self.passes[old] {
+            for counter in self.passes[old].iter().flat_map(Line::counters) {
                 let mut turns = 0_u32;
-                while line.0.load(SeqCst) & UNDER_WAY != 0 {
+                while counter.load(SeqCst) & UNDER_WAY != 0 {
                     turns += 1;
                     match turns {
                         ..100 => std::hint::spin_loop(),
@@ -135,7 +174,11 @@ impl Pass<'_> {
 impl Drop for Pass<'_> {
     #[inline]
     fn drop(&mut self) {
-        self.line.fetch_sub(1, SeqCst);
+        match self.after {
+            // `Release`: who sees it may free what the pass used.
+            Some(after) => self.line.alone.store(after, Release),
+            None => _ = self.line.beside.fetch_sub(1, SeqCst),
+        }
     }
 }
 
@@ -152,7 +195,6 @@ struct Book {
 /// The lock is never taken by whoever tells, nor in a forked child.
 pub struct Subscribers<T: Wipeable> {
     monitor: MonitorName,
-    table: fn(&T) -> &Table,
     shared: WipedOnFork<T>,
     book: Mutex<Book>,
 }
@@ -167,14 +209,14 @@ fn identity(invalidator: &Arc<dyn Invalidator>) -> usize {
     Arc::as_ptr(invalidator).cast::<()>().addr()
 }
 
-impl<T: Wipeable> Subscribers<T> {
-    /// Subscribers whose table is the part of `shared` that `table` names.
+impl<T: HasTable> Subscribers<T> {
+    /// Subscribers whose table lies in a `T`.
     ///
     /// # Errors
     /// OutOfResources without memory; Unsupported where the kernel cannot wipe the table in a forked child.
-    pub fn new(monitor: MonitorName, table: fn(&T) -> &Table) -> Result<Self> {
+    pub fn new(monitor: MonitorName) -> Result<Self> {
         let book = Book { by_invalidator: HashMap::new(), subscriptions: [0; SLOTS] };
-        Ok(Self { monitor, table, shared: WipedOnFork::new(monitor)?, book: Mutex::new(book) })
+        Ok(Self { monitor, shared: WipedOnFork::new(monitor)?, book: Mutex::new(book) })
     }
 
     /// What hooks and threads share.
@@ -186,7 +228,7 @@ impl<T: Wipeable> Subscribers<T> {
     /// The table.
     #[inline]
     pub fn table(&self) -> &Table {
-        (self.table)(&self.shared)
+        self.shared.table()
     }
 
     /// Counts a subscription of `invalidator` and returns its slot. When it returns, every change under way is one
@@ -250,5 +292,86 @@ impl<T: Wipeable> Subscribers<T> {
 #[inline]
 pub fn clamped(start: u64, len: u64) -> AddressRange {
     let longest = (u64::MAX - start).saturating_add(1);
-    AddressRange::new(hmem_core::Address(start), len.min(longest)).unwrap_or(AddressRange::of::<u8>(&[]))
+    // It cannot wrap; and if it did, hooks have no memory for an error.
+    AddressRange::checked(hmem_core::Address(start), len.min(longest)).unwrap_or(AddressRange::of::<u8>(&[]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table() -> WipedOnFork<Table> {
+        let name = MonitorName { name: "test", iface: hmem_core::IfaceKind::SYSTEM, otherwise: "" };
+        WipedOnFork::new(name).unwrap()
+    }
+
+    #[test]
+    fn a_table_is_quiet_when_every_pass_is_over_in_whatever_order_they_end() {
+        let table = table();
+        let mut before = table.quiet_stamp().unwrap();
+        for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
+            // Of one thread, so that they are on one line: the first has a counter to itself.
+            let mut passes: Vec<_> = (0..3).map(|_| Some(table.pass())).collect();
+            assert_eq!(passes.iter().flatten().filter(|pass| pass.after.is_some()).count(), 1);
+            for which in order {
+                assert_eq!(table.quiet_stamp(), None);
+                passes[which] = None;
+            }
+            let after = table.quiet_stamp().unwrap();
+            assert_eq!(after, before + 3);
+            before = after;
+        }
+    }
+
+    #[test]
+    fn a_writer_waits_for_a_pass_that_has_a_counter_to_itself_and_for_one_beside_it() {
+        let table = table();
+        for beside in [false, true] {
+            let over = std::sync::atomic::AtomicBool::new(false);
+            let first = table.pass();
+            let last = beside.then(|| table.pass());
+            let last = match last {
+                Some(last) => {
+                    drop(first);
+                    last
+                }
+                None => first,
+            };
+            assert_eq!(last.after.is_none(), beside);
+            std::thread::scope(|scope| {
+                let writer = scope.spawn(|| {
+                    table.wait_for_passes();
+                    over.load(Relaxed)
+                });
+                // The writer has turned a side: it waits, or is about to.
+                while table.side.load(SeqCst) % 4 == if beside { 2 } else { 0 } {
+                    std::thread::yield_now();
+                }
+                over.store(true, Relaxed);
+                drop(last);
+                assert!(writer.join().unwrap(), "it saw the end of the pass, and what came before it");
+            });
+        }
+    }
+
+    #[test]
+    fn passes_of_many_threads_and_a_writer_leave_the_table_quiet() {
+        const EACH: u64 = 20_000;
+        let table = table();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..EACH / 2 {
+                        let outer = table.pass();
+                        drop(table.pass());
+                        drop(outer);
+                    }
+                });
+            }
+            for _ in 0..100 {
+                table.wait_for_passes();
+            }
+        });
+        assert_eq!(table.quiet_stamp(), Some(4 * EACH));
+    }
 }

@@ -14,7 +14,7 @@ use hmem_core::{
     Address, AddressRange,
     monitor::{Cause, Change},
 };
-use hmem_hook::{Pass, Place, SLOTS, Subscribers, Table, Wipeable, clamped};
+use hmem_hook::{HasTable, Pass, Place, SLOTS, Subscribers, Table, Wipeable, clamped};
 
 use super::function::{Args, Function};
 use crate::sys::{self, CuDevicePtr, CuPointerAttribute, CuResult};
@@ -30,6 +30,13 @@ pub(super) struct Shared {
 
 // SAFETY: zeroes are an empty table and no arrivals; both are shared by atomics alone.
 unsafe impl Wipeable for Shared {}
+
+impl HasTable for Shared {
+    #[inline]
+    fn table(&self) -> &Table {
+        &self.table
+    }
+}
 
 /// A function of the driver as the registers see it: whole registers in, whole register out.
 type Call = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> usize;

@@ -93,7 +93,7 @@ impl FreeHooks {
     /// there first; where the hooks of this process are in another library. PermissionDenied or AccessDenied where a security
     /// policy forbids changing code. Busy if a call did not arrive.
     pub fn start(functions: &Functions) -> Result<Arc<Self>> {
-        let process = PLACE.get(NAME, |shared: &Shared| &shared.table)?;
+        let process = PLACE.get(NAME)?;
         process.install(|| Ok(&plan(functions)?.patches))?;
         let plan = plan(functions)?;
         let own = Own { next: 0, subscriptions: [0; SLOTS] };

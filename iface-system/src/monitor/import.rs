@@ -71,7 +71,7 @@ impl Import {
     /// # Errors
     /// OutOfResources without memory, Unsupported where the kernel cannot tell forked children apart.
     pub fn new(watcher: Arc<dyn Watcher>) -> Result<Arc<Self>> {
-        let subscribers = Subscribers::new(NAME, |table: &Table| table)?;
+        let subscribers = Subscribers::new(NAME)?;
         Ok(Arc::new(Self { watcher, subscribers, book: Mutex::default() }))
     }
 

@@ -9,7 +9,7 @@ use std::{
 };
 
 use hmem_core::monitor::Change;
-use hmem_hook::{Pass, SLOTS, Table, Wipeable};
+use hmem_hook::{HasTable, Pass, SLOTS, Table, Wipeable};
 
 use super::{
     function::{Args, Function, Taken},
@@ -27,6 +27,13 @@ pub(super) struct Shared {
 
 // SAFETY: zeroes are an empty table and no arrivals; both are shared by atomics alone.
 unsafe impl Wipeable for Shared {}
+
+impl HasTable for Shared {
+    #[inline]
+    fn table(&self) -> &Table {
+        &self.table
+    }
+}
 
 /// A function of the C library as the registers see it: whole registers in, whole register out.
 type Call = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> usize;
@@ -58,7 +65,7 @@ macro_rules! hooks {
     ($($name:ident = $function:expr;)+) => {$(
         unsafe extern "C" fn $name(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> usize {
             // SAFETY: called in place of the function with its arguments.
-            unsafe { hooked($function, [a, b, c, d, e, f]) }
+            unsafe { hooked::<{ $function as usize }>([a, b, c, d, e, f]) }
         }
     )+};
 }
@@ -77,7 +84,8 @@ hooks! {
 /// # Safety
 /// As for the function with these arguments.
 #[inline(always)]
-unsafe fn hooked(function: Function, args: Args) -> usize {
+unsafe fn hooked<const FUNCTION: usize>(args: Args) -> usize {
+    let function = Function::ALL[FUNCTION];
     let subscribers = PLACE.subscribers();
     let Some(subscribers) = subscribers.filter(|_| function.takes(&args)) else {
         if let (Some(subscribers), Function::Brk) = (subscribers, function) {
@@ -93,14 +101,18 @@ unsafe fn hooked(function: Function, args: Args) -> usize {
         unsafe { original(function, args) }
     } else {
         // SAFETY: as the caller's.
-        unsafe { told(&pass, function, args) }
+        unsafe { told::<FUNCTION>(&pass, args) }
     }
 }
 
+/// One for each function, so that none asks which it is; out of line, so that calls that nobody is told of need no room for
+/// it.
+///
 /// # Safety
 /// As for the function with these arguments.
 #[inline(never)]
-unsafe fn told(pass: &Pass<'_>, function: Function, args: Args) -> usize {
+unsafe fn told<const FUNCTION: usize>(pass: &Pass<'_>, args: Args) -> usize {
+    let function = Function::ALL[FUNCTION];
     // SAFETY: `errno` of this thread, which libc keeps for as long as the thread runs.
     let errno = unsafe { &mut *libc::__errno_location() };
     let before = *errno;

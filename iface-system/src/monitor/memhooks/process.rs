@@ -26,7 +26,7 @@ static PLAN: AtomicPtr<Patches> = AtomicPtr::new(ptr::null_mut());
 
 /// That of this process.
 pub(super) fn get() -> Result<&'static Process> {
-    PLACE.get(NAME, |shared: &Shared| &shared.table)
+    PLACE.get(NAME)
 }
 
 /// The patches, decoded once: first of all within [`hmem_hook::Process::install`], where no other start is under way.

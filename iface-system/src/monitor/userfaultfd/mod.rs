@@ -28,10 +28,7 @@ use hmem_hook::{MonitorName, Subscribers};
 use parking_lot::Mutex;
 use rustix::{event::EventfdFlags, io::Errno};
 
-use self::{
-    ranges::Counted,
-    thread::{Shared, Watched},
-};
+use self::{ranges::Counted, thread::Watched};
 use super::area::{self, Area};
 use crate::sys::page_size;
 
@@ -74,7 +71,7 @@ impl UserFaultFd {
         let events = sys::open()?;
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)
             .map_err(|errno| Error::os(errno, "eventfd").iface(IfaceKind::SYSTEM))?;
-        let subscribers = Subscribers::new(NAME, |shared: &Shared| &shared.table)?;
+        let subscribers = Subscribers::new(NAME)?;
         let watched = Arc::new(Watched { events, stop, subscribers });
         let thread = Some(thread::start(&watched)?);
         Ok(Arc::new(Self { watched, thread, book: Mutex::default() }))

@@ -15,7 +15,7 @@ use std::{
 };
 
 use hmem_core::{Error, IfaceKind, Result, monitor::Cause};
-use hmem_hook::{Subscribers, Table, Wipeable, clamped};
+use hmem_hook::{HasTable, Subscribers, Table, Wipeable, clamped};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     io::Errno,
@@ -40,6 +40,13 @@ pub(super) struct Shared {
 
 // SAFETY: zeroes are an empty table, no failure and nothing moved; all is shared by atomics alone.
 unsafe impl Wipeable for Shared {}
+
+impl HasTable for Shared {
+    #[inline]
+    fn table(&self) -> &Table {
+        &self.table
+    }
+}
 
 impl Shared {
     pub(super) fn failure(&self) -> Option<Errno> {
