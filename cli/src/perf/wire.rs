@@ -280,3 +280,34 @@ pub(super) fn plain(words: &str) -> String {
     let clean = words.chars().map(|c| if c.is_control() { ' ' } else { c });
     clean.take(WORDS).collect::<String>().split_whitespace().collect::<Vec<_>>().join(" ")
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{net::TcpListener, thread};
+
+    use super::*;
+
+    /// The read has a deadline of its own, not one for each byte.
+    #[test]
+    fn a_peer_whose_bytes_trickle_is_given_up() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let trickle = thread::spawn(move || {
+            let mut stream = TcpStream::connect(address).unwrap();
+            // A pause that ends early when the other side hangs up.
+            stream.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
+            let len = 100_u32;
+            for byte in len.to_be_bytes().into_iter().chain([b' '; 100]) {
+                if stream.write_all(&[byte]).is_err() || stream.read(&mut [0]).is_ok() {
+                    return;
+                }
+            }
+        });
+        let (stream, address) = listener.accept().unwrap();
+        let mut peer = Peer { stream, address };
+        let error = peer.receive("request", Duration::from_millis(200)).unwrap_err();
+        assert!(error.to_string().contains("no answer in time"), "{error}");
+        drop(peer);
+        trickle.join().unwrap();
+    }
+}
