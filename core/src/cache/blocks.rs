@@ -30,6 +30,8 @@ const NEAR: usize = 8;
 pub(super) struct Slot {
     /// The index of an entry, or 0. Set by the block's owner and cleared by whoever drops the lease.
     pub(super) entry: AtomicU32,
+    /// The entry that the last lookup with this slot found, which may be another's by now. The owner's.
+    pub(super) last: AtomicU32,
     /// Leases of this slot that were hits. The owner's.
     hits: AtomicU64,
 }
@@ -72,7 +74,11 @@ unsafe impl Zeroed for Block {
             next: AtomicU32::new(0),
             cursor: AtomicU32::new(0),
             hint: AtomicU32::new(0),
-            slots: std::array::from_fn(|_| Slot { entry: AtomicU32::new(0), hits: AtomicU64::new(0) }),
+            slots: std::array::from_fn(|_| Slot {
+                entry: AtomicU32::new(0),
+                last: AtomicU32::new(0),
+                hits: AtomicU64::new(0),
+            }),
         }
     }
 }

@@ -8,6 +8,8 @@ use super::{
     sync::{self, AtomicU32, AtomicU64, Ordering},
 };
 
+const PAGE: u64 = 4096;
+
 /// Bits of the state word; above them counts the generation, one for each use of the entry.
 ///
 /// No bit but CHECKED, WAITED and UNUSED: live, so that a lookup asks one question. `IMPLEMENTATION.md` has the picture.
@@ -118,6 +120,13 @@ impl<S: Source> Entry<S> {
     /// One outside the table, for a region of one lease.
     pub(super) fn of_region(region: S::Region) -> Self {
         Self::holding(MaybeUninit::new(region))
+    }
+
+    /// Whether it starts in the page in which the key does, if it is what it seems. One comparison: those of both ends would
+    /// each be what no processor guesses where lookups go at random.
+    #[inline(always)]
+    pub(super) fn starts_near(&self, key: &Key) -> bool {
+        self.start.load(Ordering::Relaxed) ^ key.start < PAGE
     }
 
     /// [`Entry::covers`], read plainly.

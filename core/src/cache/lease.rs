@@ -81,7 +81,10 @@ unsafe impl<S: Source> Sync for Lease<'_, S> {}
 impl<'c, S: Source> Lease<'c, S> {
     #[inline(always)]
     pub(super) fn cached(shared: &'c Shared<S>, held: Held<'c, S>) -> Self {
-        Self { shared, entry: NonNull::from(held.entry), slot: held.slot }
+        let slot: *const Slot = held.slot;
+        // SAFETY: slots are aligned. Said again because the place comes from memory, and the end of the lease asks for the bit.
+        unsafe { std::hint::assert_unchecked(slot.addr() & NOT_PLAIN == 0) };
+        Self { shared, entry: NonNull::from(held.entry), slot }
     }
 
     /// The same of a lookup that did not take the plain way.

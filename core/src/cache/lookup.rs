@@ -13,27 +13,52 @@ use super::{
 };
 use crate::monitor::Cause;
 
+/// What the plain way found.
+pub(super) enum Look<'c, S: Source> {
+    Hit(Held<'c, S>),
+    /// No entry, and the slot is free.
+    Nothing,
+    /// What takes another way to find out.
+    Again,
+}
+
+impl<'c, S: Source> Look<'c, S> {
+    #[inline(always)]
+    pub(super) fn hit(self) -> Option<Held<'c, S>> {
+        match self {
+            Self::Hit(held) => Some(held),
+            Self::Nothing | Self::Again => None,
+        }
+    }
+}
+
 impl<S: Source> Shared<S> {
     /// A lease of a live entry that covers the key, if the first look finds one, and it was used lately, and there is
     /// nobody to ask. The caller has seen the gate open and that lookups need no fence, and owns the slot's block.
     #[inline(always)]
-    pub(super) fn plain_hit<'c>(&'c self, slot: &'c Slot, key: &Key) -> Option<Held<'c, S>> {
-        let index = self.find_live(key);
-        let entry = self.entries.at(index);
+    pub(super) fn plain_hit<'c>(&'c self, slot: &'c Slot, key: &Key) -> Look<'c, S> {
+        // A buffer is often used again and again.
+        let mut index = slot.last.load(Ordering::Relaxed);
+        let mut entry = self.entries.at(index);
+        if !entry.starts_near(key) {
+            index = self.find_live(key);
+            entry = self.entries.at(index);
+            slot.last.store(index, Ordering::Relaxed);
+        }
         if !slot.is_free() {
             cold_path();
-            return None;
+            return Look::Again;
         }
         slot.entry.store(index, Ordering::Relaxed);
         sync::light_unfenced();
         // Entry 0, for none, is free. SAFETY: the lease is published, and the entry seen live after that.
         if state::is_plain(entry.state.load(Ordering::Acquire)) && unsafe { entry.leased_covers(key) } {
             slot.count_hit();
-            return Some(Held { entry, slot });
+            return Look::Hit(Held { entry, slot });
         }
         cold_path();
         self.release_plainly(entry, slot);
-        None
+        if index == 0 { Look::Nothing } else { Look::Again }
     }
 
     /// The same, however open the gate is and whatever the entry wants.
@@ -60,7 +85,7 @@ impl<S: Source> Shared<S> {
 
     /// An entry that may be live and cover the key, or 0.
     #[inline(always)]
-    pub(super) fn find_live(&self, key: &Key) -> u32 {
+    fn find_live(&self, key: &Key) -> u32 {
         match self.radix.find_at_page(key.start) {
             Ok(index) => index,
             Err(met) => {

@@ -77,6 +77,7 @@ use std::{cell::Cell, fmt, marker::PhantomData, sync::Arc};
 
 use self::{
     blocks::{Block, Slot},
+    lookup::Look,
     shared::{Shared, Told},
     sync::Barrier,
 };
@@ -192,26 +193,27 @@ impl<S: Source> Cache<S> {
     /// What the source reported.
     #[inline(always)]
     pub fn get(&self, key: &Key) -> Result<Lease<'_, S>> {
-        if let Some(slot) = threads::noted(&self.shared)
-            && let Some(held) = self.shared.plain_hit(slot, key)
-        {
-            return Ok(Lease::cached(&self.shared, held));
+        let mut free = None;
+        if let Some(slot) = threads::noted(&self.shared) {
+            match self.shared.plain_hit(slot, key) {
+                Look::Hit(held) => return Ok(Lease::cached(&self.shared, held)),
+                Look::Nothing => free = Some(slot),
+                Look::Again => {}
+            }
         }
         std::hint::cold_path();
         // A copy: a hit then need not put the key where a miss could find it.
         let key = *key;
-        Ok(self.get_anyhow(&key)?.in_pieces())
+        let lease = match free {
+            Some(slot) => self.shared.miss(&self.invalidator, slot, &key),
+            None => self.get_anyhow(&key),
+        };
+        Ok(lease?.in_pieces())
     }
 
     #[cold]
     #[inline(never)]
     fn get_anyhow(&self, key: &Key) -> Result<Lease<'_, S>> {
-        if let Some(slot) = threads::noted(&self.shared)
-            && slot.is_free()
-            && self.shared.find_live(key) == 0
-        {
-            return self.shared.miss(&self.invalidator, slot, key);
-        }
         let Some(block) = threads::block(&self.shared) else { return self.shared.alone_without_slot(key) };
         let lease = self.get_in(block, key);
         threads::note(&self.shared, block);
@@ -223,7 +225,7 @@ impl<S: Source> Cache<S> {
     #[must_use]
     pub fn find(&self, key: &Key) -> Option<Lease<'_, S>> {
         if let Some(slot) = threads::noted(&self.shared)
-            && let Some(held) = self.shared.plain_hit(slot, key)
+            && let Some(held) = self.shared.plain_hit(slot, key).hit()
         {
             return Some(Lease::cached(&self.shared, held));
         }
@@ -378,7 +380,7 @@ impl<'c, S: Source> Burst<'c, S> {
         let shared = &self.cache.shared;
         if let Some(own) = &self.own
             && shared.gate.read() == gate::plainly_open(shared.number)
-            && let Some(held) = shared.plain_hit(own.slot.get(), key)
+            && let Some(held) = shared.plain_hit(own.slot.get(), key).hit()
         {
             return Ok(Lease::cached(shared, held));
         }

@@ -138,7 +138,7 @@ const OTHERS: &str = "a region of other memory";
 
 /// A lookup on the plain way, which uses the region if it hits.
 fn look_up(cache: &Modelled, block: &Block, page: u64) {
-    let held = cache.shared.plain_hit(block.first_slot(), &key(page));
+    let held = cache.shared.plain_hit(block.first_slot(), &key(page)).hit();
     meet(held.is_some());
     if let Some(held) = held {
         let lease = Lease::cached(&cache.shared, held);

@@ -426,7 +426,7 @@ impl Radix {
     }
 
     /// Takes an entry out of the slots of these pages.
-    #[inline]
+    #[inline(always)]
     pub(super) fn remove(&self, shape: &mut Shape, first: u64, last: u64, entry: u32) {
         let Some((node, slots)) = self.leaf(first, last) else {
             self.remove_from(shape, ROOT, TOP, first, last, entry);

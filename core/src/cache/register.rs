@@ -34,6 +34,8 @@ impl<S: Source> Drop for Ends<'_, S> {
 
 impl<S: Source> Shared<S> {
     /// Registers, or leases what another thread registers meanwhile. The slot is free, and of a block that the caller owns.
+    #[cold]
+    #[inline(never)]
     pub(super) fn miss<'c>(
         &'c self,
         invalidator: &Arc<dyn Invalidator>,

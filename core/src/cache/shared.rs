@@ -167,8 +167,9 @@ impl<S: Source> Shared<S> {
         if !entries.ensure(1) {
             return Err(Error::new(crate::ErrorKind::OutOfResources, "mprotect"));
         }
-        // What a lookup takes for an entry where there is none is free, so that it need not ask.
+        // What a lookup takes for an entry where there is none is free, so that it need not ask, and far from all memory.
         Entry::<S>::free(entries.at(0));
+        entries.at(0).start.store(u64::MAX, Ordering::Relaxed);
         let number = NEXT.fetch_add(1, Relaxed);
         Ok(Self {
             number,
