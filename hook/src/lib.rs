@@ -6,10 +6,11 @@
 //!
 //! | file | what it holds |
 //! |---|---|
+//! | `hooks` | [`Hooks`]: what a monitor starts, with an example: patches while it lives, and its subscriptions |
+//! | `process` | [`Place`]: what one kind of hooks has once in a process |
 //! | `patch` | [`Patches`]: a set of functions patched and taken back, and who overwrote which |
 //! | `entry`, `arch` | which entries can be patched, by one store, under running threads |
 //! | `trampoline` | the code between an entry and its hook |
-//! | `process` | [`Process`]: what one kind of hooks has once in a process |
 //! | `table` | [`Subscribers`]: who is told, read without a lock |
 //! | `wiped` | [`WipedOnFork`]: memory that a forked child finds zeroed |
 //! | `name` | [`MonitorName`]: who speaks in errors |
@@ -29,6 +30,8 @@
 mod arch;
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod entry;
+#[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
+mod hooks;
 mod name;
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
 #[allow(unsafe_code)]
@@ -44,13 +47,14 @@ mod trampoline;
 #[allow(unsafe_code)]
 mod wiped;
 
+#[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
+pub use self::{
+    hooks::Hooks,
+    patch::{Patches, Target},
+    process::Place,
+};
 pub use self::{
     name::MonitorName,
     table::{HasTable, Pass, SLOTS, Subscribers, Table, clamped},
     wiped::{Wipeable, WipedOnFork},
-};
-#[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
-pub use self::{
-    patch::{Patches, Target},
-    process::{Place, Process},
 };

@@ -76,7 +76,12 @@ impl Patches {
 
     /// The names of the functions.
     pub fn functions(&self) -> impl Iterator<Item = &'static str> {
-        self.sites.iter().map(|site| site.name)
+        self.entries().map(|(name, _)| name)
+    }
+
+    /// Where each function begins, by its name.
+    pub fn entries(&self) -> impl Iterator<Item = (&'static str, usize)> {
+        self.sites.iter().map(|site| (site.name, site.entry as usize))
     }
 
     /// Fails naming the first function whose patch is not there.

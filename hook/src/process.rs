@@ -1,8 +1,8 @@
-//! What a kind of hooks has once in a process: whom they tell, and who uses the patches.
+//! What a kind of hooks has once in a process: the patches, whom they tell, and who uses them.
 //!
 //! It is process-wide because a library is: there is one function to patch, however many monitors want it. A forked
 //! child has the patches in its own copy of the code, with a table that is wiped; if it starts a monitor, it gets a new
-//! one.
+//! table.
 
 use std::{
     ptr,
@@ -16,15 +16,19 @@ use crate::{HasTable, MonitorName, Patches, Subscribers, Wipeable};
 
 /// The subscribers and users of one kind of hooks in one process.
 #[derive(Debug)]
-pub struct Process<T: Wipeable> {
+pub(crate) struct Process<T: Wipeable> {
     subscribers: Subscribers<T>,
     /// Monitors that use the patches.
     users: Mutex<usize>,
 }
 
-/// Where hooks find their [`Process`]: made for a static.
+/// Where hooks of one kind find whom they tell, and where their patches are kept: made for a static.
 #[derive(Debug)]
-pub struct Place<T: Wipeable>(AtomicPtr<Process<T>>);
+pub struct Place<T: Wipeable> {
+    process: AtomicPtr<Process<T>>,
+    /// Made once and kept: trampolines may be in use at any time, also when nothing is patched.
+    patches: AtomicPtr<Patches>,
+}
 
 impl<T: HasTable + 'static> Default for Place<T> {
     fn default() -> Self {
@@ -36,7 +40,7 @@ impl<T: HasTable + 'static> Place<T> {
     /// With nobody there.
     #[must_use]
     pub const fn new() -> Self {
-        Self(AtomicPtr::new(ptr::null_mut()))
+        Self { process: AtomicPtr::new(ptr::null_mut()), patches: AtomicPtr::new(ptr::null_mut()) }
     }
 
     /// What a hook finds: the subscribers of this process, or of the one that it was forked from, whose table is then
@@ -45,7 +49,7 @@ impl<T: HasTable + 'static> Place<T> {
     #[must_use]
     pub fn subscribers(&self) -> Option<&'static Subscribers<T>> {
         // SAFETY: null, or from `Box::into_raw` in `get` and never freed: a hook may be reading it at any time.
-        let process: Option<&'static Process<T>> = unsafe { self.0.load(Ordering::Acquire).as_ref() };
+        let process: Option<&'static Process<T>> = unsafe { self.process.load(Ordering::Acquire).as_ref() };
         process.map(|process| &process.subscribers)
     }
 
@@ -53,8 +57,8 @@ impl<T: HasTable + 'static> Place<T> {
     ///
     /// # Errors
     /// As [`Subscribers::new`].
-    pub fn get(&self, monitor: MonitorName) -> Result<&'static Process<T>> {
-        let seen = self.0.load(Ordering::Acquire);
+    pub(crate) fn get(&self, monitor: MonitorName) -> Result<&'static Process<T>> {
+        let seen = self.process.load(Ordering::Acquire);
         // SAFETY: as above.
         let here: Option<&'static Process<T>> = unsafe { seen.as_ref() };
         if let Some(process) = here.filter(|process| process.is_ours()) {
@@ -62,7 +66,7 @@ impl<T: HasTable + 'static> Place<T> {
         }
         let subscribers = Subscribers::new(monitor)?;
         let process = Box::into_raw(Box::new(Process { subscribers, users: Mutex::new(0) }));
-        match self.0.compare_exchange(seen, process, Ordering::AcqRel, Ordering::Acquire) {
+        match self.process.compare_exchange(seen, process, Ordering::AcqRel, Ordering::Acquire) {
             // SAFETY: just made, and from now on never freed.
             Ok(_) => Ok(unsafe { &*process }),
             Err(theirs) => {
@@ -77,42 +81,49 @@ impl<T: HasTable + 'static> Place<T> {
 
 impl<T: HasTable> Process<T> {
     /// Whom hooks tell.
-    #[inline]
-    #[must_use]
-    pub fn subscribers(&self) -> &Subscribers<T> {
+    pub(crate) fn subscribers(&self) -> &Subscribers<T> {
         &self.subscribers
     }
 
     /// Whether this process made it, and not one that it was forked from.
-    #[inline]
-    #[must_use]
-    pub fn is_ours(&self) -> bool {
+    pub(crate) fn is_ours(&self) -> bool {
         self.subscribers.shared().is_ours()
     }
 
-    /// Patches the functions of `plan`, or counts one more user of the patches.
-    ///
-    /// `plan` runs with no other start under way: planning writes where hooks go on, and patches lead there.
+    /// Patches the functions, or counts one more user of the patches. They are planned by `plan` if they never were, with
+    /// no other start under way: planning writes where hooks go on, and patches lead there.
     ///
     /// # Errors
     /// As `plan` and [`Patches::put`]; Busy if a patch was overwritten since.
-    pub fn install(&self, plan: impl FnOnce() -> Result<&'static Patches>) -> Result<()> {
+    pub(crate) fn install(
+        &self,
+        place: &Place<T>,
+        plan: impl FnOnce() -> Result<Patches>,
+    ) -> Result<&'static Patches> {
         let mut users = self.users.lock();
-        let patches = plan()?;
+        // SAFETY: null, or from `Box::into_raw` below and never freed.
+        let kept: Option<&'static Patches> = unsafe { place.patches.load(Ordering::Acquire).as_ref() };
+        let patches = match kept {
+            Some(patches) => patches,
+            None => {
+                let patches = Box::into_raw(Box::new(plan()?));
+                // Nobody else stores: a process has one of this type at a place, and its lock is held.
+                place.patches.store(patches, Ordering::Release);
+                // SAFETY: just made, and from now on never freed.
+                unsafe { &*patches }
+            }
+        };
         if *users > 0 {
             patches.in_place()?;
         } else {
             patches.put()?;
         }
         *users += 1;
-        Ok(())
+        Ok(patches)
     }
 
     /// Takes the patches back when the last user is gone. Those that another library overwrote stay as they are.
-    pub fn uninstall(&self, patches: &Patches) {
-        if !self.is_ours() {
-            return;
-        }
+    pub(crate) fn uninstall(&self, patches: &Patches) {
         let mut users = self.users.lock();
         *users -= 1;
         if *users == 0 {

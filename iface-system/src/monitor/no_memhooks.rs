@@ -32,10 +32,8 @@ impl MemHooks {
     }
 
     /// The functions that are patched.
-    ///
-    /// # Errors
-    /// None: there is no value.
-    pub fn functions(&self) -> Result<Vec<&'static str>> {
+    #[must_use]
+    pub fn functions(&self) -> Vec<&'static str> {
         match *self {}
     }
 

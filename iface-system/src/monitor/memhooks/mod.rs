@@ -17,10 +17,10 @@ use hmem_core::{
     AddressRange, Allocation, IfaceKind, Result,
     monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
 };
-use hmem_hook::{MonitorName, SLOTS, Table};
+use hmem_hook::{Hooks, MonitorName, Table};
 use parking_lot::Mutex;
 
-use self::process::Process;
+use self::hook::Shared;
 use super::area;
 
 const NAME: MonitorName =
@@ -34,15 +34,8 @@ const REMEMBERED: usize = 16;
 /// All values of a process share the patches: the first one puts them in, the last one to be dropped takes them out.
 #[derive(Debug)]
 pub struct MemHooks {
-    process: &'static Process,
-    own: Mutex<Own>,
-}
-
-#[derive(Debug)]
-struct Own {
-    next: u64,
-    subscriptions: [u64; SLOTS],
-    remembered: Remembered,
+    hooks: Hooks<Shared>,
+    remembered: Mutex<Remembered>,
 }
 
 /// Areas that were found to be memory and nothing else, as long as no hook has run since.
@@ -90,10 +83,8 @@ impl MemHooks {
     /// it, and whose code it leads to if another library was there first. PermissionDenied or AccessDenied where a
     /// security policy forbids changing code. Busy if a change did not arrive.
     pub fn start() -> Result<Arc<Self>> {
-        let process = process::get()?;
-        process.install(process::plan)?;
-        let own = Own { next: 0, subscriptions: [0; SLOTS], remembered: Remembered::default() };
-        let this = Arc::new(Self { process, own: Mutex::new(own) });
+        let hooks = Hooks::start(&process::PLACE, NAME, process::plan)?;
+        let this = Arc::new(Self { hooks, remembered: Mutex::default() });
         this.check()?;
         Ok(this)
     }
@@ -104,24 +95,19 @@ impl MemHooks {
     /// Busy, naming the function and the library that overwrote its patch or stands before it; Unsupported in a
     /// forked child.
     pub fn check(&self) -> Result<()> {
-        if !self.is_ours() {
-            return Err(NAME.forked("check"));
-        }
-        process::plan()?.in_place()?;
-        self_test::run(self.process)
+        self.hooks.in_place("check")?;
+        self_test::run(self.hooks.subscribers())
     }
 
     /// Whether this process made it, and not one that it was forked from.
     pub(super) fn is_ours(&self) -> bool {
-        self.process.is_ours()
+        self.hooks.is_ours()
     }
 
     /// The functions that are patched.
-    ///
-    /// # Errors
-    /// As [`MemHooks::start`].
-    pub fn functions(&self) -> Result<Vec<&'static str>> {
-        Ok(process::plan()?.functions().collect())
+    #[must_use]
+    pub fn functions(&self) -> Vec<&'static str> {
+        self.hooks.functions().collect()
     }
 }
 
@@ -146,54 +132,21 @@ impl Monitor for MemHooks {
     }
 
     fn subscribe(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
-        // First: in a child no lock may be taken, since another thread may have held it in the parent.
-        if !self.is_ours() {
-            return Err(NAME.forked("subscribe"));
-        }
-        process::plan()?.in_place()?;
-        let slot = self.process.subscribers().add(invalidator)?;
-        let mut own = self.own.lock();
+        let subscription = self.hooks.subscribe(invalidator)?;
         // Only now: a change from here on is told, and what one before has left is seen here.
-        if let Err(error) = own.remembered.check(self.process.subscribers().table(), range) {
-            drop(own);
-            self.process.subscribers().remove(slot);
+        let found = self.remembered.lock().check(self.hooks.subscribers().table(), range);
+        if let Err(error) = found {
+            self.hooks.unsubscribe(subscription);
             return Err(error);
         }
-        own.subscriptions[usize::from(slot)] += 1;
-        own.next += 1;
-        Ok(Subscription(own.next * SLOTS as u64 + u64::from(slot)))
+        Ok(subscription)
     }
 
     fn unsubscribe(&self, subscription: Subscription) {
-        if !self.is_ours() {
-            return;
-        }
-        let slot = subscription.0 % SLOTS as u64;
-        let mut own = self.own.lock();
-        let Some(left) = own.subscriptions[slot as usize].checked_sub(1) else { return };
-        own.subscriptions[slot as usize] = left;
-        drop(own);
-        self.process.subscribers().remove(slot as u8);
+        self.hooks.unsubscribe(subscription);
     }
 
     fn valid(&self, _: &Allocation) -> Result<bool> {
         Ok(true)
-    }
-}
-
-impl Drop for MemHooks {
-    fn drop(&mut self) {
-        if !self.is_ours() {
-            return;
-        }
-        let own = self.own.get_mut();
-        for (slot, count) in own.subscriptions.iter().enumerate() {
-            for _ in 0..*count {
-                self.process.subscribers().remove(slot as u8);
-            }
-        }
-        if let Ok(patches) = process::plan() {
-            self.process.uninstall(patches);
-        }
     }
 }

@@ -1,10 +1,6 @@
-//! The patches of this process: their plan, made once, and whom the hooks tell.
+//! The patches of the C library, of which a process has one.
 
-use std::{
-    ffi::{CStr, c_void},
-    ptr,
-    sync::atomic::{AtomicPtr, Ordering},
-};
+use std::ffi::{CStr, c_void};
 
 use hmem_core::{ErrorKind, Result};
 use hmem_hook::{Patches, Place, Target};
@@ -15,26 +11,11 @@ use super::{
     hook::{self, Shared},
 };
 
-/// The hooks of one process.
-pub(super) type Process = hmem_hook::Process<Shared>;
-
-/// Where hooks find those of theirs.
+/// Where hooks find whom they tell.
 pub(super) static PLACE: Place<Shared> = Place::new();
 
-/// Made once and kept: trampolines may be in use at any time, also when nothing is patched.
-static PLAN: AtomicPtr<Patches> = AtomicPtr::new(ptr::null_mut());
-
-/// That of this process.
-pub(super) fn get() -> Result<&'static Process> {
-    PLACE.get(NAME)
-}
-
-/// The patches, decoded once: first of all within [`hmem_hook::Process::install`], where no other start is under way.
-pub(super) fn plan() -> Result<&'static Patches> {
-    // SAFETY: null, or from `Box::into_raw` below and never freed.
-    if let Some(patches) = unsafe { PLAN.load(Ordering::Acquire).as_ref() } {
-        return Ok(patches);
-    }
+/// Decodes the C library's functions.
+pub(super) fn plan() -> Result<Patches> {
     let libc = Libc::find()?;
     let mut targets = Vec::new();
     for function in Function::ALL {
@@ -57,13 +38,7 @@ pub(super) fn plan() -> Result<&'static Patches> {
     }
     // SAFETY: the entries are the C library's, which is never unloaded; hooks take and pass on whole registers, and have
     // an `original` each, which nobody goes by yet: nothing is patched before a plan is kept.
-    let patches = Box::into_raw(Box::new(unsafe { Patches::plan(NAME, &targets) }?));
-    match PLAN.compare_exchange(ptr::null_mut(), patches, Ordering::AcqRel, Ordering::Acquire) {
-        // SAFETY: just made, or theirs; never freed.
-        Ok(_) => Ok(unsafe { &*patches }),
-        // SAFETY: as above.
-        Err(theirs) => Ok(unsafe { &*theirs }),
-    }
+    unsafe { Patches::plan(NAME, &targets) }
 }
 
 /// The C library, whatever stands before it in the search order.

@@ -12,8 +12,9 @@ use hmem_core::{
     Address, AddressRange, Error, ErrorKind, IfaceKind, Result,
     monitor::{Cause, Change, Invalidator},
 };
+use hmem_hook::Subscribers;
 
-use super::process::Process;
+use super::hook::Shared;
 use crate::sys;
 
 /// Counts the changes that are begun, and ended, over an expected range and by an expected cause.
@@ -94,11 +95,11 @@ fn failed(function: &'static str) -> Error {
 ///
 /// # Errors
 /// Busy, naming the function whose event did not arrive.
-pub(super) fn run(process: &'static Process) -> Result<()> {
+pub(super) fn run(subscribers: &Subscribers<Shared>) -> Result<()> {
     let expecting = Arc::new(Expecting { start: AtomicU64::new(u64::MAX), ..Expecting::default() });
-    let slot = process.subscribers().add(Arc::<Expecting>::clone(&expecting))?;
-    let result = fire(&Test { expecting: &expecting }).and_then(|()| fire_brk(process));
-    process.subscribers().remove(slot);
+    let slot = subscribers.add(Arc::<Expecting>::clone(&expecting))?;
+    let result = fire(&Test { expecting: &expecting }).and_then(|()| fire_brk(subscribers));
+    subscribers.remove(slot);
     result
 }
 
@@ -170,8 +171,8 @@ fn fire_shm(test: &Test<'_>, page: usize) -> Result<()> {
 const SHM_REMAP: libc::c_int = 0o40000;
 
 /// No test may move the break under other threads' allocations: `brk(NULL)` moves nothing, and the hook counts it.
-fn fire_brk(process: &'static Process) -> Result<()> {
-    let arrived = || process.subscribers().shared().brk_probes.load(Ordering::SeqCst);
+fn fire_brk(subscribers: &Subscribers<Shared>) -> Result<()> {
+    let arrived = || subscribers.shared().brk_probes.load(Ordering::SeqCst);
     let before = arrived();
     // SAFETY: asks for a break below the heap's start, which the kernel answers with the one that there is.
     unsafe { libc::brk(ptr::null_mut()) };

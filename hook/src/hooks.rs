@@ -1,0 +1,202 @@
+//! What one monitor has of the hooks of a kind: the patches for as long as it lives, and subscriptions of its own.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
+
+use hmem_core::{
+    Result,
+    monitor::{Invalidator, Subscription},
+};
+
+use crate::{HasTable, MonitorName, Patches, Place, SLOTS, Subscribers, process::Process};
+
+/// Functions that are hooked, for one monitor.
+///
+/// All values of one [`Place`] share the patches: the first one puts them in, the last one to be dropped takes them out.
+/// Dropping one ends its subscriptions.
+///
+/// # Examples
+/// ```
+/// use std::{
+///     mem::transmute,
+///     ptr::with_exposed_provenance,
+///     sync::{
+///         Arc,
+///         atomic::{AtomicU32, AtomicUsize, Ordering},
+///     },
+/// };
+///
+/// use hmem_core::{
+///     AddressRange, IfaceKind, Result,
+///     monitor::{Cause, Change, Invalidator},
+/// };
+/// use hmem_hook::{Hooks, MonitorName, Patches, Place, Table, Target, clamped};
+///
+/// type GetPpid = unsafe extern "C" fn() -> libc::pid_t;
+///
+/// const NAME: MonitorName =
+///     MonitorName { name: "example", iface: IfaceKind::SYSTEM, otherwise: "watch nothing" };
+/// static PLACE: Place<Table> = Place::new();
+/// static ORIGINAL: AtomicUsize = AtomicUsize::new(0);
+///
+/// /// What runs in place of `getppid`, as if that took all memory away.
+/// unsafe extern "C" fn hook() -> libc::pid_t {
+///     let pass = PLACE.subscribers().map(|subscribers| subscribers.table().pass());
+///     if let Some(pass) = &pass {
+///         let everything = clamped(0, u64::MAX);
+///         pass.each(|_, invalidator| invalidator.invalidate(everything, Cause::Application));
+///     }
+///     let original = with_exposed_provenance::<()>(ORIGINAL.load(Ordering::Relaxed));
+///     // SAFETY: the plan has written the way into the function, which takes and does nothing.
+///     unsafe { transmute::<*const (), GetPpid>(original)() }
+/// }
+///
+/// fn plan() -> Result<Patches> {
+///     let address = |function: GetPpid| (function as *const ()).expose_provenance();
+///     let getppid = Target {
+///         name: "getppid",
+///         entry: address(libc::getppid),
+///         hook: address(hook),
+///         call: Some(libc::SYS_getppid),
+///         original: &ORIGINAL,
+///     };
+///     // SAFETY: the C library stays loaded; the hook is of the function's type and has an `original` to itself.
+///     unsafe { Patches::plan(NAME, &[getppid]) }
+/// }
+///
+/// #[derive(Debug, Default)]
+/// struct Told(AtomicU32);
+///
+/// impl Invalidator for Told {
+///     fn invalidate(&self, _: AddressRange, _: Cause) {
+///         self.0.fetch_add(1, Ordering::Relaxed);
+///     }
+///     fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+///         self.invalidate(range, cause);
+///         Change(0)
+///     }
+///     fn end(&self, _: Change) {}
+///     fn close_gate(&self) {}
+///     fn open_gate(&self) {}
+/// }
+///
+/// let told = Arc::new(Told::default());
+/// let call = || {
+///     // SAFETY: it takes nothing and cannot fail.
+///     unsafe { libc::getppid() };
+///     told.0.load(Ordering::Relaxed)
+/// };
+///
+/// let hooks = Hooks::start(&PLACE, NAME, plan)?;
+/// assert_eq!(hooks.functions().collect::<Vec<_>>(), ["getppid"]);
+/// let subscription = hooks.subscribe(told.clone())?;
+/// assert_eq!((call(), call()), (1, 2));
+/// hooks.unsubscribe(subscription);
+/// assert_eq!(call(), 2);
+/// drop(hooks);
+/// assert_eq!(call(), 2);
+/// # Ok::<(), hmem_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Hooks<T: HasTable + 'static> {
+    monitor: MonitorName,
+    process: &'static Process<T>,
+    patches: &'static Patches,
+    next: AtomicU64,
+    /// How many, by slot.
+    subscriptions: [AtomicU64; SLOTS],
+}
+
+impl<T: HasTable> Hooks<T> {
+    /// Patches the functions of the place, or joins those who did. The first start of all makes the patches by `plan`, with
+    /// no other start under way; they are kept for good, and `plan` of a later start is not called.
+    ///
+    /// # Errors
+    /// As `plan`; Busy, naming a function that another library patched; PermissionDenied or AccessDenied where a security
+    /// policy forbids changing code; OutOfResources without memory; Unsupported where the kernel cannot tell forked children
+    /// apart (before Linux 4.14).
+    pub fn start(
+        place: &'static Place<T>,
+        monitor: MonitorName,
+        plan: impl FnOnce() -> Result<Patches>,
+    ) -> Result<Self> {
+        let process = place.get(monitor)?;
+        let patches = process.install(place, plan)?;
+        let subscriptions = [const { AtomicU64::new(0) }; SLOTS];
+        Ok(Self { monitor, process, patches, next: AtomicU64::new(0), subscriptions })
+    }
+
+    /// Whether this process made it, and not one that it was forked from.
+    #[inline]
+    #[must_use]
+    pub fn is_ours(&self) -> bool {
+        self.process.is_ours()
+    }
+
+    /// Fails unless every patch is in place.
+    ///
+    /// # Errors
+    /// Busy, naming the function and the library that overwrote its patch; Unsupported in a forked child, for `operation`.
+    pub fn in_place(&self, operation: &'static str) -> Result<()> {
+        if !self.is_ours() {
+            return Err(self.monitor.forked(operation));
+        }
+        self.patches.in_place()
+    }
+
+    /// The names of the functions.
+    pub fn functions(&self) -> impl Iterator<Item = &'static str> {
+        self.patches.functions()
+    }
+
+    /// Where each function begins, by its name.
+    pub fn entries(&self) -> impl Iterator<Item = (&'static str, usize)> {
+        self.patches.entries()
+    }
+
+    /// Whom the hooks tell, of every monitor of this process.
+    #[must_use]
+    pub fn subscribers(&self) -> &Subscribers<T> {
+        self.process.subscribers()
+    }
+
+    /// Has `invalidator` told until unsubscribed. When it returns, every change under way is one that it is told of.
+    ///
+    /// # Errors
+    /// Busy, naming the function whose patch was overwritten; OutOfResources with more than [`SLOTS`] invalidators;
+    /// Unsupported in a forked child.
+    pub fn subscribe(&self, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
+        // First: in a child no lock may be taken, since another thread may have held it in the parent.
+        self.in_place("subscribe")?;
+        let slot = self.subscribers().add(invalidator)?;
+        self.subscriptions[usize::from(slot)].fetch_add(1, Ordering::Relaxed);
+        let number = self.next.fetch_add(1, Ordering::Relaxed) + 1;
+        Ok(Subscription(number * SLOTS as u64 + u64::from(slot)))
+    }
+
+    /// Stops telling. What is not subscribed here, or not any more, is left alone; so is everything in a forked child.
+    pub fn unsubscribe(&self, subscription: Subscription) {
+        let slot = (subscription.0 % SLOTS as u64) as u8;
+        let count = &self.subscriptions[usize::from(slot)];
+        let one_less = |count: u64| count.checked_sub(1);
+        if self.is_ours() && count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less).is_ok() {
+            self.subscribers().remove(slot);
+        }
+    }
+}
+
+impl<T: HasTable> Drop for Hooks<T> {
+    fn drop(&mut self) {
+        if !self.is_ours() {
+            return;
+        }
+        for (slot, count) in self.subscriptions.iter_mut().enumerate() {
+            for _ in 0..*count.get_mut() {
+                self.process.subscribers().remove(slot as u8);
+            }
+        }
+        self.process.uninstall(self.patches);
+    }
+}
