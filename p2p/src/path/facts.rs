@@ -6,11 +6,12 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fmt, fs,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use hmem_core::provider::Nic;
 
-use crate::topology::{Kernel, Setting, Topology};
+use crate::topology::{KeptOptions, Kernel, Setting, Topology};
 
 /// Facts about a machine, each `None` (or empty) where it could not be found out.
 ///
@@ -61,9 +62,12 @@ pub trait FactSource: fmt::Debug + Send + Sync {
 }
 
 /// The machine that this runs on, by procfs and sysfs.
+///
+/// The kernel's options are read once, for it and its clones, as they stay what they are; all else is read each time.
 #[derive(Clone, Debug)]
 pub struct ThisMachine {
     root: PathBuf,
+    options: Arc<KeptOptions>,
 }
 
 impl Default for ThisMachine {
@@ -76,7 +80,7 @@ impl ThisMachine {
     /// Reads `proc`, `sys` and `boot` below this folder.
     #[must_use]
     pub fn below(root: impl Into<PathBuf>) -> Self {
-        Self { root: root.into() }
+        Self { root: root.into(), options: Arc::default() }
     }
 
     fn text(&self, path: impl AsRef<Path>) -> Option<String> {
@@ -117,7 +121,7 @@ impl FactSource for ThisMachine {
     fn facts(&self, device: Option<&str>, nic: &Nic) -> Facts {
         let bus_ids = [nic.pci_bus_id.as_deref(), device];
         let translates = bus_ids.into_iter().flatten().filter_map(|bus_id| self.iommu_translates(bus_id));
-        let kernel = Topology::kernel_below(&self.root).unwrap_or_default();
+        let kernel = Topology::kernel_below(&self.root, &self.options).unwrap_or_default();
         Facts {
             kernel: kernel.release.as_deref().and_then(version),
             modules: self.modules(&kernel),
@@ -220,6 +224,38 @@ mod tests {
             (facts.has_module("ib_uverbs"), facts.has_module("nvidia_peermem")),
             (Some(true), Some(false))
         );
+    }
+
+    #[test]
+    fn the_options_of_a_kernel_are_read_once_and_its_modules_each_time() {
+        let root = std::env::temp_dir().join(format!("hmem-facts-kept-{}", std::process::id()));
+        fs::create_dir_all(root.join("proc/sys/kernel")).unwrap();
+        fs::create_dir_all(root.join("boot")).unwrap();
+        let write = |path: &str, text: &str| fs::write(root.join(path), text).unwrap();
+        let machine = ThisMachine::below(&root);
+        let told = |machine: &ThisMachine| {
+            let facts = machine.facts(None, &nic(None));
+            (facts.has_option("PCI_P2PDMA"), facts.has_option("UDMABUF"), facts.has_module("nvidia"))
+        };
+        write("proc/sys/kernel/osrelease", "6.12.1\n");
+        write("proc/modules", "");
+        assert_eq!(told(&machine), (None, None, Some(false)));
+        write("boot/config-6.12.1", "CONFIG_PCI_P2PDMA=y\n");
+        let found = (Some(true), Some(false), Some(false));
+        assert_eq!(told(&machine), found, "that they could not be read is not kept");
+
+        write("proc/config.gz", "what nobody can inflate");
+        write("proc/modules", "nvidia 16384 0 - Live 0x0\n");
+        let later = (Some(true), Some(false), Some(true));
+        assert_eq!((told(&machine), told(&machine.clone())), (later, later));
+        assert_eq!(ThisMachine::below(&root).facts(None, &nic(None)).kernel, None, "it is there to be read");
+
+        fs::remove_file(root.join("proc/config.gz")).unwrap();
+        write("proc/sys/kernel/osrelease", "6.12.2\n");
+        write("boot/config-6.12.2", "CONFIG_UDMABUF=m\n");
+        let elsewhere = (Some(false), Some(true), Some(true));
+        assert_eq!(told(&machine), elsewhere, "those of another kernel are not this one's");
+        fs::remove_dir_all(&root).unwrap();
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! What of the kernel decides paths: its options, its command line, its modules, and the IOMMU's mode.
 
-use std::{collections::BTreeMap, fmt, io::Read};
+use std::{collections::BTreeMap, fmt, io::Read, sync::Arc};
 
+use arc_swap::ArcSwapOption;
 use flate2::read::GzDecoder;
 use hmem_core::Result;
 
@@ -183,6 +184,35 @@ impl fmt::Display for IommuMode {
     }
 }
 
+/// The options of a kernel once they were read: they are what they are for as long as it runs, and inflating them takes
+/// longer than all else that is asked of a machine.
+#[derive(Debug, Default)]
+pub(crate) struct KeptOptions(ArcSwapOption<KernelOptions>);
+
+/// A kernel's options with its release. A process that was moved to another kernel tells by the release.
+#[derive(Debug)]
+struct KernelOptions {
+    release: Option<String>,
+    options: BTreeMap<String, Setting>,
+}
+
+impl KeptOptions {
+    /// The options that are kept for this release, or what can be read now. That nothing can be read is not kept.
+    fn or_read(&self, source: &Source, release: Option<&str>) -> Result<Option<BTreeMap<String, Setting>>> {
+        if let Some(kept) = &*self.0.load()
+            && kept.release.as_deref() == release
+        {
+            return Ok(Some(kept.options.clone()));
+        }
+        let read = options(source, release)?;
+        if let Some(options) = read.clone() {
+            let release = release.map(str::to_owned);
+            self.0.store(Some(Arc::new(KernelOptions { release, options })));
+        }
+        Ok(read)
+    }
+}
+
 pub(super) const GROUPS: &str = "sys/kernel/iommu_groups";
 
 /// The IOMMU groups with their types (`identity`, `DMA`, `DMA-FQ`); the type is empty where the kernel does not say.
@@ -212,11 +242,11 @@ pub(super) fn mode(groups: &BTreeMap<u32, String>) -> IommuMode {
     }
 }
 
-pub(super) fn read(source: &Source) -> Result<Kernel> {
+pub(super) fn read(source: &Source, kept: &KeptOptions) -> Result<Kernel> {
     let release = source.text("proc/sys/kernel/osrelease")?.filter(|release| is_release(release));
     let command_line = source.text("proc/cmdline")?.map(|text| words(&text)).unwrap_or_default();
     Ok(Kernel {
-        options: options(source, release.as_deref())?,
+        options: kept.or_read(source, release.as_deref())?,
         command_line,
         modules: modules(source)?,
         nvidia: nvidia(source)?,
@@ -327,7 +357,11 @@ pub(super) fn write_nvidia(driver: &NvidiaDriver) -> String {
 mod tests {
     use proptest::prelude::*;
 
-    use super::{super::source::Entry, *};
+    use super::{super::source::Entry, read as read_keeping, *};
+
+    fn read(source: &Source) -> Result<Kernel> {
+        read_keeping(source, &KeptOptions::default())
+    }
 
     fn with(path: &str, bytes: impl Into<Vec<u8>>) -> Source {
         let entries = BTreeMap::from([(path.to_owned(), Entry::File(bytes.into()))]);

@@ -47,6 +47,7 @@ use std::{
 
 use hmem_core::{Errno, Error, ErrorKind, Result};
 
+pub(crate) use self::kernel::KeptOptions;
 pub use self::{
     bars::Bar,
     bus_id::{BusId, RootBus},
@@ -119,7 +120,7 @@ impl Topology {
             rdma: rdma::read_all(source)?,
             numa: numa::read_all(source)?,
             groups: kernel::groups(source)?,
-            kernel: kernel::read(source)?,
+            kernel: kernel::read(source, &KeptOptions::default())?,
             host: source.text("proc/sys/kernel/hostname")?,
         };
         Ok(topology)
@@ -145,9 +146,10 @@ impl Topology {
         }
     }
 
-    /// What of the kernel decides paths, read below `root`; nothing where a file of it makes no sense.
-    pub(crate) fn kernel_below(root: &Path) -> Option<Kernel> {
-        kernel::read(&Source::Folder { root: root.to_owned(), live: root == Path::new("/") }).ok()
+    /// What of the kernel decides paths, read below `root` but for options kept from an earlier time; nothing where a file
+    /// of it makes no sense.
+    pub(crate) fn kernel_below(root: &Path, kept: &KeptOptions) -> Option<Kernel> {
+        kernel::read(&Source::Folder { root: root.to_owned(), live: root == Path::new("/") }, kept).ok()
     }
 
     /// Every PCI function, in the order of their addresses.
