@@ -3,55 +3,117 @@
 use super::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::monitor::{Cause, Change};
 
+/// Places that a change claims for itself.
 #[cfg(not(loom))]
-const PLACES: usize = 64;
+const OWN: usize = 4;
 #[cfg(loom)]
-const PLACES: usize = 2;
+const OWN: usize = 1;
+
+/// Places for those that found theirs claimed.
+#[cfg(not(loom))]
+const SHARED: usize = 64;
+#[cfg(loom)]
+const SHARED: usize = 2;
 
 /// What [`Change`] says of a change that found no place.
 const NO_PLACE: u32 = u32::MAX;
 
+/// A range that changes, or all addresses until it is said which.
 #[repr(align(64))]
 #[derive(Debug)]
 struct Place {
     start: AtomicU64,
     last: AtomicU64,
     cause: AtomicU32,
+    /// Of a place that is claimed: 0 or 1.
+    claimed: AtomicU32,
 }
 
-/// A fixed number of ranges, published by taking a bit; what finds no bit counts as a change of everything.
+impl Place {
+    fn new() -> Self {
+        Self {
+            start: AtomicU64::new(0),
+            last: AtomicU64::new(u64::MAX),
+            cause: AtomicU32::new(0),
+            claimed: AtomicU32::new(0),
+        }
+    }
+
+    /// Makes it the caller's, if it is nobody's.
+    #[inline(always)]
+    fn claim(&self) -> bool {
+        self.claimed.load(Ordering::Relaxed) == 0
+            && self.claimed.compare_exchange(0, 1, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+    }
+
+    #[inline(always)]
+    fn say(&self, start: u64, last: u64, cause: Cause) {
+        self.cause.store(cause as u32, Ordering::Relaxed);
+        self.start.store(start, Ordering::Relaxed);
+        self.last.store(last, Ordering::Release);
+    }
+
+    #[inline(always)]
+    fn unsay(&self) {
+        self.start.store(0, Ordering::Relaxed);
+        self.last.store(u64::MAX, Ordering::Relaxed);
+    }
+
+    /// Why memory of this range changes, if the place's touches it.
+    fn touching(&self, start: u64, last: u64) -> Option<Cause> {
+        // Until its range is said, a place stands for all addresses.
+        let other_last = self.last.load(Ordering::Acquire);
+        let other_start = self.start.load(Ordering::Relaxed);
+        (other_last == u64::MAX || (start <= other_last && other_start <= last)).then(|| {
+            let cause = self.cause.load(Ordering::Relaxed);
+            Cause::ALL[cause as usize % Cause::ALL.len()]
+        })
+    }
+}
+
+/// A fixed number of ranges, published by claiming a place or by taking a bit; what finds neither counts as a change of everything.
+///
+/// A place that is claimed is let go by a store. To let go of a bit takes an exchange, which waits long where it comes after a
+/// system call: changes have bits only where others were before them.
 #[derive(Debug)]
 pub(super) struct Changes {
+    own: [Place; OWN],
     taken: AtomicU64,
     unplaced: AtomicU32,
-    places: [Place; PLACES],
+    shared: [Place; SHARED],
 }
 
 impl Changes {
     pub(super) fn new() -> Self {
         Self {
+            own: std::array::from_fn(|_| Place::new()),
             taken: AtomicU64::new(0),
             unplaced: AtomicU32::new(0),
-            places: std::array::from_fn(|_| Place {
-                start: AtomicU64::new(0),
-                last: AtomicU64::new(u64::MAX),
-                cause: AtomicU32::new(0),
-            }),
+            shared: std::array::from_fn(|_| Place::new()),
         }
     }
 
     /// Publishes a range: with the exchange that takes the place, at first for all addresses. The caller then fences and looks
     /// for entries.
+    #[inline]
     pub(super) fn begin(&self, start: u64, last: u64, cause: Cause) -> Change {
+        let here = 0_u8;
+        // Threads look from different places on, by where their stacks are; a model must take the same place each time.
+        let stack = if cfg!(loom) { 0 } else { std::ptr::from_ref(&here).addr() >> 12 };
+        let own = stack % OWN;
+        if self.own[own].claim() {
+            self.own[own].say(start, last, cause);
+            return Change((SHARED + own) as u32);
+        }
+        self.begin_shared(stack % SHARED, start, last, cause)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn begin_shared(&self, from: usize, start: u64, last: u64, cause: Cause) -> Change {
         let mut taken = self.taken.load(Ordering::Relaxed);
         loop {
-            // Threads look from different places on, by where their stacks are.
-            #[cfg(not(loom))]
-            let from = (std::ptr::from_ref(&taken).addr() >> 12) as u32 % PLACES as u32;
-            // A model must take the same place each time.
-            #[cfg(loom)]
-            let from = 0;
-            let free = !taken & (u64::MAX >> (64 - PLACES));
+            let free = !taken & (u64::MAX >> (64 - SHARED));
             if free == 0 {
                 self.unplaced.fetch_add(1, Ordering::SeqCst);
                 return Change(NO_PLACE);
@@ -61,10 +123,7 @@ impl Changes {
             let (ok, seen) = (Ordering::SeqCst, Ordering::Relaxed);
             match self.taken.compare_exchange_weak(taken, taken | 1 << place, ok, seen) {
                 Ok(_) => {
-                    let taken = &self.places[place as usize];
-                    taken.cause.store(cause as u32, Ordering::Relaxed);
-                    taken.start.store(start, Ordering::Relaxed);
-                    taken.last.store(last, Ordering::Release);
+                    self.shared[place as usize].say(start, last, cause);
                     return Change(place);
                 }
                 Err(now) => taken = now,
@@ -73,34 +132,50 @@ impl Changes {
     }
 
     /// Takes a range back.
+    #[inline]
     pub(super) fn end(&self, change: &Change) {
+        match self.own.get((change.0 as usize).wrapping_sub(SHARED)) {
+            Some(own) => {
+                own.unsay();
+                own.claimed.store(0, Ordering::Release);
+            }
+            None => self.end_shared(change),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn end_shared(&self, change: &Change) {
         if change.0 == NO_PLACE {
             self.unplaced.fetch_sub(1, Ordering::Release);
-        } else if let Some(place) = self.places.get(change.0 as usize) {
-            place.start.store(0, Ordering::Relaxed);
-            place.last.store(u64::MAX, Ordering::Relaxed);
+        } else if let Some(place) = self.shared.get(change.0 as usize) {
+            place.unsay();
             self.taken.fetch_and(!(1 << change.0), Ordering::Release);
         }
     }
 
     /// Why memory of this range changes, if a published range touches it. The caller has put its entry where changes
     /// look, and fenced.
+    #[inline]
     pub(super) fn touching(&self, start: u64, last: u64) -> Option<Cause> {
+        let claimed = self.own.iter().fold(0, |any, own| any | own.claimed.load(Ordering::Acquire));
+        let shared = self.taken.load(Ordering::Acquire);
+        let unplaced = self.unplaced.load(Ordering::Acquire);
+        if claimed == 0 && shared == 0 && unplaced == 0 {
+            return None;
+        }
+        self.touching_one(start, last)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn touching_one(&self, start: u64, last: u64) -> Option<Cause> {
         if self.unplaced.load(Ordering::Acquire) != 0 {
             return Some(Cause::Unmap);
         }
-        let mut taken = self.taken.load(Ordering::Acquire);
-        while taken != 0 {
-            let place = &self.places[taken.trailing_zeros() as usize];
-            // Until its range is said, a place stands for all addresses.
-            let other_last = place.last.load(Ordering::Acquire);
-            let other_start = place.start.load(Ordering::Relaxed);
-            if other_last == u64::MAX || (start <= other_last && other_start <= last) {
-                let cause = place.cause.load(Ordering::Relaxed);
-                return Some(Cause::ALL[cause as usize % Cause::ALL.len()]);
-            }
-            taken &= taken - 1;
-        }
-        None
+        let own = self.own.iter().filter(|own| own.claimed.load(Ordering::Acquire) != 0);
+        let taken = self.taken.load(Ordering::Acquire);
+        let shared = self.shared.iter().enumerate().filter(|(at, _)| taken & 1 << at != 0);
+        own.chain(shared.map(|(_, place)| place)).find_map(|place| place.touching(start, last))
     }
 }

@@ -36,6 +36,12 @@ const INDEX: u32 = CHAIN - 1;
 /// The highest index that an entry may have.
 pub(super) const MAX_INDEX: u32 = INDEX;
 
+/// Slots that are read together.
+const AT_ONCE: usize = 8;
+
+/// So many are read to see that they are empty before anything else is tried.
+const FEW: usize = 64;
+
 /// Empty nodes that keep their memory.
 const WARM_NODES: usize = 16;
 
@@ -110,6 +116,14 @@ const fn slot_of(page: u64, level: u32) -> usize {
 /// Pages that one slot of `level` stands for, as a power of two.
 const fn span_bits(level: u32) -> u32 {
     FAN_BITS * level
+}
+
+/// Whether slots held nothing when they were read, one after the other.
+#[inline(always)]
+fn is_empty(slots: &[AtomicU32]) -> bool {
+    let any = |slots: &[AtomicU32]| slots.iter().fold(0, |any, slot| any | slot.load(Ordering::Acquire));
+    let (groups, rest) = slots.as_chunks::<AT_ONCE>();
+    groups.iter().fold(any(rest), |all, group| all | any(group)) == 0
 }
 
 /// First and last page between two addresses; `None` if they have no place in the table.
@@ -210,6 +224,13 @@ impl Radix {
     /// once where it stands in several. Others may be among them.
     pub(super) fn walk(&self, first: u64, last: u64, visit: &mut impl FnMut(u32)) {
         let last = last.min((END - 1) >> PAGE_BITS);
+        // Changes come again and again where little or nothing is.
+        if let Some((_, slots)) = self.leaf(first, last)
+            && slots.len() <= FEW
+            && is_empty(slots)
+        {
+            return;
+        }
         let (mut node, mut level) = (ROOT, TOP);
         // Down to the lowest node that has all the pages, where only nodes lead.
         while level > 0 && first >> span_bits(level) == last >> span_bits(level) {
@@ -231,8 +252,8 @@ impl Radix {
         let mut unit = first >> bits;
         let mut before = 0;
         // Most are empty, which is seen for several at once.
-        for slots in slots.chunks(8) {
-            if slots.iter().fold(0, |any, slot| any | slot.load(Ordering::Acquire)) == 0 {
+        for slots in slots.chunks(AT_ONCE) {
+            if is_empty(slots) {
                 unit += slots.len() as u64;
                 continue;
             }
@@ -304,7 +325,7 @@ impl Radix {
         }
         let mut node = ROOT;
         for level in (1..=TOP).rev() {
-            let value = self.nodes.at(node).slots[slot_of(first, level)].load(Ordering::Relaxed);
+            let value = self.nodes.at(node).slots[slot_of(first, level)].load(Ordering::Acquire);
             if value & NODE == 0 {
                 return None;
             }
