@@ -99,20 +99,13 @@ impl Patches {
     ///
     /// # Errors
     /// Busy naming a function that another library patched meanwhile; PermissionDenied or AccessDenied where a
-    /// security policy forbids changing code.
+    /// security policy forbids changing code. Its context names what could not be taken back after that.
     pub fn put(&self) -> Result<()> {
-        for (done, site) in self.sites.iter().enumerate() {
-            if site.patch.is_in_place() {
-                // Inherited from the process that this one was forked from.
-                continue;
-            }
-            if let Err(error) = self.put_one(site) {
-                for site in &self.sites[..done] {
-                    self.take_back_one(site)?;
-                }
-                return Err(error);
-            }
-        }
+        // What is in place already was inherited from the process that this one was forked from.
+        let put = |site: &Site| if site.patch.is_in_place() { Ok(()) } else { self.put_one(site) };
+        let take_back =
+            |site: &Site| if site.patch.is_in_place() { self.take_back_one(site) } else { Ok(()) };
+        all_or_none(&self.sites, put, take_back)?;
         if !synchronise_code() {
             tracing::debug!("no membarrier: other processors see the patches at their next interrupt");
         }
@@ -165,7 +158,9 @@ impl Patches {
         let page = rustix::param::page_size();
         let at = ptr::with_exposed_provenance_mut::<c_void>(site.patch.start() as usize & !(page - 1));
         let code = MprotectFlags::READ | MprotectFlags::EXEC;
-        let refused = |errno| not_allowed(self.monitor, errno, "mprotect of a library's code");
+        let refused = |errno| {
+            not_allowed(self.monitor, errno, "mprotect of a library's code").context("function", site.name)
+        };
         // SAFETY: the page is code of the library; it stays readable and executable.
         unsafe { rustix::mm::mprotect(at, page, code | MprotectFlags::WRITE) }.map_err(refused)?;
         let written = write();
@@ -219,6 +214,21 @@ impl Site {
     }
 }
 
+/// Does each, or undoes what was done up to the one that failed, which may be done in part. The error is that of the one
+/// that failed, and its context what failed to be undone.
+fn all_or_none<S>(
+    sites: &[S],
+    mut one: impl FnMut(&S) -> Result<()>,
+    undo: impl FnMut(&S) -> Result<()>,
+) -> Result<()> {
+    let Some((at, error)) = sites.iter().enumerate().find_map(|(at, site)| Some((at, one(site).err()?)))
+    else {
+        return Ok(());
+    };
+    let left = sites[..=at].iter().map(undo).filter_map(Result::err);
+    Err(left.fold(error, |error, why| error.context("not taken back", why)))
+}
+
 /// Makes every processor that runs this process fetch its code anew; false where the kernel lacks that.
 fn synchronise_code() -> bool {
     membarrier(MembarrierCommand::RegisterPrivateExpeditedSyncCore)
@@ -258,5 +268,32 @@ fn pin_library_of(hook: usize) {
         let flags = libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE;
         // SAFETY: loads nothing: it marks an object that is loaded already.
         unsafe { libc::dlopen(name.as_ptr(), flags) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_set_is_undone_to_its_last_and_its_error_names_what_could_not_be() {
+        let mut undone = Vec::new();
+        let one = |site: &&'static str| match *site {
+            "mremap" => Err(Error::new(ErrorKind::Busy, "put").context("function", *site)),
+            _ => Ok(()),
+        };
+        let undo = |site: &&'static str| {
+            undone.push(*site);
+            match *site {
+                "munmap" => Err(Error::new(ErrorKind::AccessDenied, "take back").context("function", *site)),
+                _ => Ok(()),
+            }
+        };
+        let error = all_or_none(&["munmap", "mmap", "mremap", "brk"], one, undo).unwrap_err();
+        assert_eq!(undone, ["munmap", "mmap", "mremap"]);
+        assert_eq!((error.kind(), error.operation()), (ErrorKind::Busy, "put"));
+        assert_eq!(error.context_value("function"), Some("mremap"));
+        let left = error.context_value("not taken back").unwrap();
+        assert!(left.contains("take back") && left.contains("munmap"), "{left}");
     }
 }
