@@ -85,7 +85,8 @@ fn an_invalidation_touches_what_shares_a_page_and_nothing_else() {
 fn cache_09_memory_that_goes_while_it_is_registered_gives_a_dead_entry() {
     let (cache, books) = cache(Limits::default());
     let invalidator = Arc::clone(cache.invalidator());
-    *books.meanwhile.lock() = Some(Box::new(move || invalidator.invalidate(range(0, 1), Cause::Unmap)));
+    *books.registering.meanwhile.lock() =
+        Some(Box::new(move || invalidator.invalidate(range(0, 1), Cause::Unmap)));
     let dead = cache.get(&key(0, PAGE)).unwrap();
     assert!(dead.is_dead());
     assert!(cache.find(&key(0, PAGE)).is_none());

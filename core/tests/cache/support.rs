@@ -41,19 +41,22 @@ pub(crate) struct Books {
     pub(crate) checked: AtomicBool,
     pub(crate) invalid: AtomicBool,
     pub(crate) asked: AtomicUsize,
+    pub(crate) registering: Gate,
+    pub(crate) deregistering: Gate,
+}
+
+/// What calls go through, one kind of them.
+#[derive(Default)]
+pub(crate) struct Gate {
     held: Mutex<bool>,
     released: Condvar,
     waiting: AtomicUsize,
-    /// Called in the middle of the next registration.
+    /// Called in the middle of the next one.
     pub(crate) meanwhile: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
-impl Books {
-    pub(crate) fn fail_next(&self, kind: ErrorKind) {
-        self.failing.lock().push(kind);
-    }
-
-    /// Holds registrations until [`Books::release`].
+impl Gate {
+    /// Holds calls until [`Gate::release`].
     pub(crate) fn hold(&self) {
         *self.held.lock() = true;
     }
@@ -63,11 +66,31 @@ impl Books {
         self.released.notify_all();
     }
 
-    /// Lets others run until `count` registrations are held.
+    /// Lets others run until `count` calls are held.
     pub(crate) fn until_held(&self, count: usize) {
         while self.waiting.load(Ordering::SeqCst) < count {
             std::thread::yield_now();
         }
+    }
+
+    fn pass(&self) {
+        let mut held = self.held.lock();
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        while *held {
+            self.released.wait(&mut held);
+        }
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+        drop(held);
+        let meanwhile = self.meanwhile.lock().take();
+        if let Some(meanwhile) = meanwhile {
+            meanwhile();
+        }
+    }
+}
+
+impl Books {
+    pub(crate) fn fail_next(&self, kind: ErrorKind) {
+        self.failing.lock().push(kind);
     }
 
     pub(crate) fn live(&self) -> usize {
@@ -110,16 +133,7 @@ impl Source for Ledger {
 
     fn register(&self, key: &Key) -> Result<Region> {
         self.0.registrations.fetch_add(1, Ordering::SeqCst);
-        let mut held = self.0.held.lock();
-        self.0.waiting.fetch_add(1, Ordering::SeqCst);
-        while *held {
-            self.0.released.wait(&mut held);
-        }
-        self.0.waiting.fetch_sub(1, Ordering::SeqCst);
-        drop(held);
-        if let Some(meanwhile) = self.0.meanwhile.lock().take() {
-            meanwhile();
-        }
+        self.0.registering.pass();
         if let Some(kind) = self.0.failing.lock().pop() {
             return Err(Error::new(kind, "register").context("range", key.range()));
         }
@@ -134,6 +148,7 @@ impl Source for Ledger {
     }
 
     fn deregister(&self, region: Region) -> Result<(), Rejected<Region>> {
+        self.0.deregistering.pass();
         let refuse = |left: usize| left.checked_sub(1);
         if self.0.refusing.fetch_update(Ordering::SeqCst, Ordering::SeqCst, refuse).is_ok() {
             return Err(Rejected::new(region, Error::new(ErrorKind::Driver, "deregister")));

@@ -1,6 +1,9 @@
-//! Registrations under way: who waits for them and who does not; and those that fail.
+//! Registrations and deregistrations under way: who waits for them and who does not; and those that fail.
 
-use std::sync::{Barrier, atomic::Ordering};
+use std::{
+    sync::{Arc, Barrier, atomic::Ordering, mpsc},
+    thread,
+};
 
 use hmem_core::{ErrorKind, cache::Limits};
 
@@ -10,18 +13,18 @@ use crate::support::*;
 fn cache_06_a_registration_in_progress_holds_up_no_other_lookup() {
     let (cache, books) = cache(Limits::default());
     let cached = cache.get(&key(0, PAGE)).unwrap().id;
-    books.hold();
+    books.registering.hold();
     std::thread::scope(|scope| {
         let slow = scope.spawn(|| cache.get(&key(PAGE, PAGE)).unwrap().id);
-        books.until_held(1);
+        books.registering.until_held(1);
         // Hits, misses that wait for nobody, statistics, invalidation: all while it is held.
         assert_eq!(cache.get(&key(0, PAGE)).unwrap().id, cached);
         let other = scope.spawn(|| cache.get(&key(2 * PAGE, PAGE)).unwrap().id);
-        books.until_held(2);
+        books.registering.until_held(2);
         assert_eq!(cache.statistics().entries, 3);
         cache.invalidate(range(0, PAGE));
         assert!(cache.find(&key(0, PAGE)).is_none());
-        books.release();
+        books.registering.release();
         assert_ne!(slow.join().unwrap(), other.join().unwrap());
     });
 }
@@ -30,7 +33,7 @@ fn cache_06_a_registration_in_progress_holds_up_no_other_lookup() {
 fn cache_06_threads_that_want_the_same_range_register_once() {
     const THREADS: usize = 8;
     let (cache, books) = cache(Limits::default());
-    books.hold();
+    books.registering.hold();
     let start = Barrier::new(THREADS + 1);
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..THREADS)
@@ -43,8 +46,8 @@ fn cache_06_threads_that_want_the_same_range_register_once() {
             })
             .collect();
         start.wait();
-        books.until_held(1);
-        books.release();
+        books.registering.until_held(1);
+        books.registering.release();
         let ids: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
         assert!(ids.iter().all(|id| *id == ids[0]));
     });
@@ -57,18 +60,18 @@ fn cache_06_threads_that_want_the_same_range_register_once() {
 fn cache_07_a_failed_registration_is_every_waiters_error_and_leaves_nothing() {
     const THREADS: usize = 4;
     let (cache, books) = cache(Limits::default());
-    books.hold();
+    books.registering.hold();
     books.fail_next(ErrorKind::BadAddress);
     std::thread::scope(|scope| {
         let first = scope.spawn(|| cache.get(&key(0, PAGE)).map(|lease| lease.id));
-        books.until_held(1);
+        books.registering.until_held(1);
         let others: Vec<_> =
             (1..THREADS).map(|_| scope.spawn(|| cache.get(&key(0, PAGE)).map(|lease| lease.id))).collect();
         // A waiter has its lease before it waits, so that it is seen here.
         while cache.statistics().leases < THREADS {
             std::thread::yield_now();
         }
-        books.release();
+        books.registering.release();
         let error = first.join().unwrap().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::BadAddress);
         for other in others {
@@ -87,7 +90,7 @@ fn cache_07_a_failed_registration_is_every_waiters_error_and_leaves_nothing() {
 #[test]
 fn cache_07_a_source_that_panics_leaves_nothing_and_nobody_waiting() {
     let (cache, books) = cache(Limits::default());
-    *books.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
+    *books.registering.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
     let panicked =
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| cache.get(&key(0, PAGE)).is_ok()));
     assert!(panicked.is_err());
@@ -132,4 +135,54 @@ fn a_region_that_the_provider_will_not_deregister_is_tried_again_and_not_lost() 
     cache.flush();
     assert_eq!((books.live(), cache.statistics().stuck), (0, 0));
     assert_empty(&books);
+}
+
+/// Whether a thread of this process sleeps until somebody wakes it.
+fn is_asleep(thread: rustix::thread::Pid) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, state)| state.starts_with('S'))
+}
+
+#[test]
+fn emptying_waits_for_what_the_worker_is_deregistering() {
+    let (cache, books) = cache(Limits::default());
+    cache.get(&key(0, PAGE)).unwrap();
+    books.deregistering.hold();
+    cache.invalidate(range(0, PAGE));
+    books.deregistering.until_held(1);
+    thread::scope(|scope| {
+        let (tell, told) = mpsc::channel();
+        let cache = &cache;
+        let emptying = scope.spawn(move || {
+            tell.send(rustix::thread::gettid()).unwrap();
+            cache.try_empty()
+        });
+        let its_thread = told.recv().unwrap();
+        while !emptying.is_finished() && !is_asleep(its_thread) {
+            thread::yield_now();
+        }
+        let waits = !emptying.is_finished();
+        books.deregistering.release();
+        emptying.join().unwrap().unwrap();
+        assert!(waits, "a region is still registered");
+        assert_eq!(books.live(), 0);
+    });
+}
+
+#[test]
+fn emptying_takes_what_dies_while_it_gives_back() {
+    // The worker is called for it too, and either may be first.
+    for _ in 0..200 {
+        let (cache, books) = cache(Limits::default());
+        let cache = Arc::new(cache);
+        cache.get(&key(0, PAGE)).unwrap();
+        let leased = cache.get_owned(&key(PAGE, PAGE)).unwrap();
+        let its = Arc::clone(&cache);
+        *books.deregistering.meanwhile.lock() = Some(Box::new(move || {
+            drop(leased);
+            its.invalidate(range(PAGE, PAGE));
+        }));
+        cache.try_empty().unwrap();
+        assert_eq!(books.live(), 0);
+    }
 }
