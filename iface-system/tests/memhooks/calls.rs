@@ -1,0 +1,225 @@
+//! What hooks tell, and what calls through them answer and cost.
+
+use std::{
+    alloc::{GlobalAlloc, Layout, System as SystemAllocator},
+    cell::Cell,
+    ptr,
+    sync::Arc,
+};
+
+use hmem_core::{
+    AddressRange, AllocationKind, DeviceId, Iface,
+    iface::AllocRequest,
+    monitor::{Cause, Monitor},
+};
+use hmem_iface_system::{
+    System,
+    monitor::{MemHooks, MonitorKind, SystemMonitor},
+};
+
+use crate::{ANONYMOUS, RW, monitors::*, observed};
+
+/// Counts the allocations of each thread.
+struct Counting;
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+// SAFETY: the system's allocator does the work.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.with(|count| count.set(count.get() + 1));
+        // SAFETY: as the caller's.
+        unsafe { SystemAllocator.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        ALLOCATIONS.with(|count| count.set(count.get() + 1));
+        // SAFETY: as the caller's.
+        unsafe { SystemAllocator.dealloc(at, layout) };
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+pub(crate) fn mon_03_each_function_tells_before_and_after() {
+    let monitor = MemHooks::start().unwrap();
+    let recorder = Recorder::new();
+    let page = page();
+    let block = map(8 * page);
+    let whole = range(block, 8 * page);
+    let at = |index: usize| block.wrapping_byte_add(index * page);
+    let subscription = monitor.subscribe(whole, Arc::<Recorder>::clone(&recorder)).unwrap();
+
+    let expect = |ranges: &[(AddressRange, Cause)]| {
+        let mut events = recorder.events();
+        events.retain(|(told, ..)| ranges.iter().any(|(range, _)| range == told));
+        let begun = ranges.iter().map(|(range, cause)| (*range, *cause, How::Begun));
+        let ended = ranges.iter().map(|(range, cause)| (*range, *cause, How::Ended));
+        assert_eq!(events, begun.chain(ended).collect::<Vec<_>>());
+        recorder.clear();
+    };
+    recorder.clear();
+    // SAFETY: all calls are on pages of this function's own.
+    unsafe {
+        assert_eq!(libc::madvise(at(0), page, libc::MADV_DONTNEED), 0);
+        expect(&[(range(at(0), page), Cause::Discard)]);
+        assert_eq!(libc::madvise(at(0), page, libc::MADV_FREE), 0);
+        expect(&[(range(at(0), page), Cause::Discard)]);
+        assert_eq!(libc::madvise(at(0), page, libc::MADV_WILLNEED), 0);
+        assert!(recorder.about(whole).is_empty());
+        assert_eq!(libc::mmap(at(1), page, RW, ANONYMOUS | libc::MAP_FIXED, -1, 0), at(1));
+        expect(&[(range(at(1), page), Cause::Replace)]);
+        assert_eq!(libc::mremap(at(6), 2 * page, page, 0), at(6));
+        expect(&[(range(at(7), page), Cause::Remap)]);
+        let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        assert_eq!(libc::mremap(at(6), page, page, fixed, at(2)), at(2));
+        expect(&[(range(at(6), page), Cause::Remap), (range(at(2), page), Cause::Replace)]);
+        assert_eq!(libc::munmap(at(3), 3 * page), 0);
+        expect(&[(range(at(3), 3 * page), Cause::Unmap)]);
+
+        let id = libc::shmget(libc::IPC_PRIVATE, 3 * page, libc::IPC_CREAT | 0o600);
+        let segment = libc::shmat(id, ptr::null(), 0);
+        assert_ne!(segment.addr(), usize::MAX);
+        libc::shmctl(id, libc::IPC_RMID, ptr::null_mut());
+        let attached =
+            monitor.subscribe(range(segment, 3 * page), Arc::<Recorder>::clone(&recorder)).unwrap();
+        assert_eq!(libc::shmdt(segment), 0);
+        expect(&[(range(segment, 3 * page), Cause::Detach)]);
+        monitor.unsubscribe(attached);
+
+        // No other thread runs here: the break is this thread's to move.
+        let top = libc::sbrk((4 * page) as isize);
+        let up = top.wrapping_byte_add(top.align_offset(page));
+        recorder.clear();
+        assert_ne!(libc::sbrk(-((4 * page) as isize)).addr(), usize::MAX);
+        let shrunk = recorder.events();
+        assert_eq!(shrunk[0], (range(up, 4 * page), Cause::Shrink, How::Begun));
+        assert_eq!(shrunk[1], (range(up, 4 * page), Cause::Shrink, How::Ended));
+    }
+    monitor.unsubscribe(subscription);
+    unmap(at(0), 3 * page);
+}
+
+pub(crate) fn mon_03_results_and_errno_are_those_of_the_c_library() {
+    let page = page();
+    let nowhere = ptr::without_provenance_mut::<libc::c_void>(1);
+    let results = || {
+        let block = map(4 * page);
+        // SAFETY: refused calls, and calls on this function's own pages.
+        unsafe {
+            vec![
+                observed(|| libc::munmap(nowhere, page) as usize),
+                observed(|| libc::munmap(block, 0) as usize),
+                observed(|| {
+                    libc::mmap(block, page, RW, ANONYMOUS | libc::MAP_FIXED, -1, 0).addr() - block.addr()
+                }),
+                observed(|| libc::mmap(block, page, RW, libc::MAP_SHARED | libc::MAP_FIXED, -1, 0).addr()),
+                observed(|| libc::mmap(ptr::null_mut(), 0, RW, ANONYMOUS, -1, 0).addr()),
+                observed(|| libc::mmap(ptr::null_mut(), page, RW, ANONYMOUS, -1, 7).addr()),
+                observed(|| libc::mremap(nowhere, page, page, libc::MREMAP_MAYMOVE).addr()),
+                observed(|| libc::mremap(block, 4 * page, 3 * page, 0).addr() - block.addr()),
+                observed(|| libc::madvise(nowhere, page, libc::MADV_DONTNEED) as usize),
+                observed(|| libc::madvise(block, page, libc::MADV_DONTNEED) as usize),
+                observed(|| libc::madvise(block, page, 12345) as usize),
+                observed(|| libc::brk(ptr::null_mut()) as usize),
+                observed(|| libc::brk(usize::MAX as *mut libc::c_void) as usize),
+                observed(|| libc::shmdt(nowhere) as usize),
+                observed(|| libc::shmdt(block) as usize),
+                observed(|| libc::shmat(-1, ptr::null(), 0).addr()),
+                observed(|| libc::shmat(-1, block, 0o40000).addr()),
+                observed(|| libc::munmap(block, 3 * page) as usize),
+            ]
+        }
+    };
+    let unhooked = results();
+    assert!(unhooked.contains(&(usize::MAX, libc::EINVAL)), "{unhooked:?}");
+    let monitor = MemHooks::start().unwrap();
+    assert_eq!(results(), unhooked, "hooked, with nobody to tell");
+    let block = map(page);
+    let subscription = monitor.subscribe(range(block, page), Recorder::new()).unwrap();
+    assert_eq!(results(), unhooked, "hooked, with somebody to tell");
+    monitor.unsubscribe(subscription);
+    drop(monitor);
+    assert_eq!(results(), unhooked, "unhooked again");
+}
+
+pub(crate) fn mon_03_glibcs_own_calls_are_seen() {
+    let monitor = MemHooks::start().unwrap();
+    let recorder = Recorder::new();
+    // Above the threshold at which malloc maps each block on its own.
+    let len = 64 << 20;
+    // SAFETY: a block of this function's own, freed once.
+    let block = unsafe { libc::malloc(len) };
+    let subscription = monitor.subscribe(range(block, len), Arc::<Recorder>::clone(&recorder)).unwrap();
+    // SAFETY: as above.
+    unsafe { libc::free(block) };
+    assert_eq!(recorder.about(range(block, len)), [(Cause::Unmap, How::Begun), (Cause::Unmap, How::Ended)]);
+    monitor.unsubscribe(subscription);
+    drop(monitor);
+}
+
+pub(crate) fn mon_03_hooks_allocate_nothing_and_take_no_lock() {
+    let monitor = MemHooks::start().unwrap();
+    let page = page();
+    let block = map(page);
+    let recorders: Vec<_> = (0..8).map(|_| Recorder::new()).collect();
+    let subscribed: Vec<_> = recorders
+        .iter()
+        .map(|recorder| monitor.subscribe(range(block, page), Arc::<Recorder>::clone(recorder)).unwrap())
+        .collect();
+    let before = ALLOCATIONS.with(Cell::get);
+    for _ in 0..1000 {
+        let at = map(4 * page);
+        // SAFETY: this function's own pages.
+        unsafe {
+            libc::madvise(at, page, libc::MADV_DONTNEED);
+            libc::mmap(at, page, RW, ANONYMOUS | libc::MAP_FIXED, -1, 0);
+            libc::mremap(at, 4 * page, 2 * page, 0);
+            libc::brk(ptr::null_mut());
+            libc::shmdt(at);
+        }
+        unmap(at, 2 * page);
+    }
+    assert_eq!(ALLOCATIONS.with(Cell::get), before);
+    for recorder in &recorders {
+        assert!(recorder.count() >= 8000, "{}", recorder.count());
+    }
+    for subscription in subscribed {
+        monitor.unsubscribe(subscription);
+    }
+    // No lock: `mon_03_subscribing_waits_for_a_change_under_way` unmaps while the lock is held.
+}
+
+pub(crate) fn mon_05_unmaps_of_uncached_memory_cost_bounded_memory() {
+    let monitor = MemHooks::start().unwrap();
+    let page = page();
+    let kept = map(page);
+    let recorder = Recorder::new();
+    let subscription = monitor.subscribe(range(kept, page), Arc::<Recorder>::clone(&recorder)).unwrap();
+    let round = || (0..40_000).for_each(|_| unmap(map(page), page));
+    round();
+    let before = resident();
+    round();
+    let grown = resident().saturating_sub(before);
+    assert!(recorder.count() >= 160_000);
+    assert!(grown < 512 << 10, "grown by {grown} bytes");
+    monitor.unsubscribe(subscription);
+}
+
+/// rustix, which the iface uses otherwise, makes raw system calls.
+pub(crate) fn the_system_ifaces_own_frees_are_told() {
+    let monitor = MemHooks::start().unwrap();
+    let system = System::new().with_monitor(SystemMonitor::start(MonitorKind::MemHooks).unwrap());
+    assert_eq!(system.monitor().unwrap().name(), "memhooks");
+    let request = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::System };
+    let memory = system.allocate(&request).unwrap();
+    let recorder = Recorder::new();
+    let subscription = monitor.subscribe(memory.range, Arc::<Recorder>::clone(&recorder)).unwrap();
+    // SAFETY: nobody uses the memory.
+    unsafe { system.free(&memory) }.unwrap();
+    assert_eq!(recorder.about(memory.range), [(Cause::Unmap, How::Begun), (Cause::Unmap, How::Ended)]);
+    monitor.unsubscribe(subscription);
+}

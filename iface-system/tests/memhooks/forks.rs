@@ -1,0 +1,137 @@
+//! Children of a process whose C library is patched.
+
+use std::{
+    ptr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+    },
+    thread,
+};
+
+use hmem_core::{
+    AddressRange,
+    monitor::{Cause, Change, Invalidator, Monitor, Subscription},
+};
+use hmem_iface_system::monitor::MemHooks;
+
+use crate::{
+    RW,
+    monitors::*,
+    subscribing::{ALIVE, Mortal},
+};
+
+fn in_children(monitor: &Arc<MemHooks>, subscription: Subscription, here: AddressRange) {
+    let page = page();
+    let block = map(page);
+    // SAFETY: the child's memory is its own copy.
+    let raw_fork = || unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
+    let child = |monitor: &Arc<MemHooks>| {
+        unmap(block, page);
+        let error = monitor.subscribe(here, Recorder::new()).unwrap_err();
+        assert!(error.is_unsupported() && error.to_string().contains("forked"), "{error}");
+        assert!(monitor.check().is_err());
+        monitor.unsubscribe(subscription);
+        // One of its own works, and is its own.
+        let own = MemHooks::start().unwrap();
+        let recorder = Recorder::new();
+        let at = map(page);
+        let watched = own.subscribe(range(at, page), Arc::<Recorder>::clone(&recorder)).unwrap();
+        unmap(at, page);
+        assert_eq!(recorder.about(range(at, page)).len(), 2);
+        own.unsubscribe(watched);
+    };
+    assert_eq!(forked(|| child(monitor)), 0);
+    let pid = raw_fork();
+    if pid == 0 {
+        child(monitor);
+        // SAFETY: ends the child.
+        unsafe { libc::_exit(0) };
+    }
+    let mut status = -1;
+    // SAFETY: waits for the child.
+    unsafe { libc::waitpid(pid as i32, &raw mut status, 0) };
+    assert_eq!(status, 0);
+    unmap(block, page);
+}
+
+pub(crate) fn mon_06_a_forked_child_is_disarmed_and_the_parent_undisturbed() {
+    /// Counts in memory that a child shares.
+    #[derive(Debug)]
+    struct Shared(usize);
+    impl Invalidator for Shared {
+        fn invalidate(&self, _: AddressRange, _: Cause) {}
+        fn begin(&self, _: AddressRange, _: Cause) -> Change {
+            // SAFETY: a shared mapping of this process and its children that is never unmapped.
+            unsafe { &*ptr::with_exposed_provenance::<AtomicU64>(self.0) }.fetch_add(1, SeqCst);
+            Change(0)
+        }
+        fn end(&self, _: Change) {}
+        fn close_gate(&self) {}
+        fn open_gate(&self) {}
+    }
+    let page = page();
+    let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
+    // SAFETY: a new mapping, zeroed.
+    let shared = unsafe { libc::mmap(ptr::null_mut(), page, RW, flags, -1, 0) }.expose_provenance();
+    // SAFETY: as in `begin`.
+    let told = || unsafe { &*ptr::with_exposed_provenance::<AtomicU64>(shared) }.load(SeqCst);
+    let monitor = MemHooks::start().unwrap();
+    let block = map(page);
+    let here = range(block, page);
+    let subscription = monitor.subscribe(here, Arc::new(Shared(shared))).unwrap();
+    let before = told();
+    assert_eq!(forked(|| unmap(block, page)), 0);
+    assert_eq!(told(), before, "what a child unmaps is the child's own");
+    in_children(&monitor, subscription, here);
+    let before = told();
+    unmap(block, page);
+    assert_eq!(told(), before + 1, "the parent hears of its own");
+    monitor.unsubscribe(subscription);
+    monitor.check().unwrap();
+}
+
+pub(crate) fn mon_06_forks_while_other_threads_subscribe_do_not_deadlock() {
+    let monitor = MemHooks::start().unwrap();
+    let page = page();
+    let block = map(page);
+    let here = range(block, page);
+    let recorder = Recorder::new();
+    let kept = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
+    let running = AtomicBool::new(true);
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while running.load(SeqCst) {
+                    let subscription = monitor.subscribe(here, Recorder::new()).unwrap();
+                    unmap(map(page), page);
+                    monitor.unsubscribe(subscription);
+                }
+            });
+        }
+        for _ in 0..200 {
+            let status = forked(|| {
+                raw_fork_safe(&monitor, here, kept, block, page);
+            });
+            assert_eq!(status, 0);
+        }
+        running.store(false, SeqCst);
+    });
+    monitor.unsubscribe(kept);
+}
+
+/// What a child may do at any time, also while another thread of its parent held any lock.
+fn raw_fork_safe(
+    monitor: &Arc<MemHooks>,
+    here: AddressRange,
+    kept: Subscription,
+    block: *mut libc::c_void,
+    page: usize,
+) {
+    monitor.unsubscribe(kept);
+    let own: Arc<dyn Invalidator> = Arc::new(Mortal { alive: AtomicU64::new(ALIVE), told: Arc::default() });
+    assert!(monitor.subscribe(here, own).is_err());
+    unmap(block, page);
+    // SAFETY: the reference that the child has is its own; dropping it as the last one must not wait either.
+    drop(unsafe { Arc::from_raw(Arc::as_ptr(monitor)) });
+}

@@ -1,0 +1,59 @@
+//! The patched C library: MON-03, MON-05, MON-06.
+//!
+//! Each case runs in a process of its own.
+#![allow(missing_docs)]
+
+mod calls;
+mod forks;
+#[path = "../monitors/mod.rs"]
+mod monitors;
+mod patching;
+mod subscribing;
+
+use calls::*;
+use forks::*;
+use hmem_iface_system::monitor::UserFaultFd;
+use patching::*;
+use subscribing::*;
+
+cases! {
+    mon_03_each_function_tells_before_and_after,
+    mon_03_results_and_errno_are_those_of_the_c_library,
+    mon_03_glibcs_own_calls_are_seen,
+    mon_03_hooks_allocate_nothing_and_take_no_lock,
+    mon_03_a_thread_inside_the_call_while_it_is_patched_and_unpatched_comes_back,
+    mon_03_threads_run_the_functions_while_they_are_patched,
+    mon_03_install_twice_and_uninstall,
+    mon_03_threads_that_start_at_once_share_the_patches,
+    mon_03_a_later_patch_of_another_library_is_noticed,
+    mon_03_an_earlier_patch_of_another_library_is_refused_by_name,
+    mon_03_subscribing_waits_for_a_change_under_way,
+    mon_03_an_invalidator_is_not_called_after_its_last_subscription,
+    mon_05_unmaps_of_uncached_memory_cost_bounded_memory,
+    mon_06_a_forked_child_is_disarmed_and_the_parent_undisturbed,
+    mon_06_forks_while_other_threads_subscribe_do_not_deadlock,
+    more_invalidators_than_slots_are_refused,
+    files_are_refused_with_the_reason,
+    the_system_ifaces_own_frees_are_told;
+    slow: mon_03_threads_run_the_functions_while_they_are_patched_many_times,
+}
+
+const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
+const ANONYMOUS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+
+/// What a call returned, and `errno` after it, where 77 was before.
+fn observed(call: impl FnOnce() -> usize) -> (usize, i32) {
+    // SAFETY: `errno` of this thread.
+    unsafe {
+        *libc::__errno_location() = 77;
+        let result = call();
+        (result, *libc::__errno_location())
+    }
+}
+
+fn need_userfaultfd() {
+    drop(
+        UserFaultFd::start()
+            .expect("this case makes munmap wait by a userfaultfd, which this machine must have"),
+    );
+}

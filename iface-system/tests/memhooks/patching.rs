@@ -1,0 +1,243 @@
+//! Patches put in and taken out under running threads, once and again, and beside those of other libraries.
+
+use std::{
+    ptr,
+    sync::{
+        Arc, Barrier,
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+    },
+    thread,
+};
+
+use hmem_core::{
+    ErrorKind,
+    monitor::{Cause, Monitor},
+};
+use hmem_iface_system::monitor::MemHooks;
+
+use crate::{ANONYMOUS, RW, monitors::*, need_userfaultfd, observed};
+
+/// The entry of a function of the C library.
+fn entry(name: &std::ffi::CStr) -> *mut u8 {
+    // SAFETY: finds a symbol of a loaded library.
+    unsafe {
+        let libc = libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY);
+        libc::dlsym(libc, name.as_ptr()).cast()
+    }
+}
+
+fn code(name: &std::ffi::CStr) -> [u8; 32] {
+    // SAFETY: code of the C library is readable.
+    unsafe { entry(name).cast::<[u8; 32]>().read_unaligned() }
+}
+
+const PATCHED: [&std::ffi::CStr; 7] = [c"munmap", c"mmap", c"mremap", c"madvise", c"brk", c"shmat", c"shmdt"];
+
+pub(crate) fn mon_03_a_thread_inside_the_call_while_it_is_patched_and_unpatched_comes_back() {
+    need_userfaultfd();
+    let page = page();
+    let blocked = |at: usize| {
+        thread::spawn(move || {
+            let at = ptr::with_exposed_provenance_mut(at);
+            // SAFETY: the test's own mapping.
+            observed(|| unsafe { libc::munmap(at, page) } as usize)
+        })
+    };
+    // In the unpatched function: patched meanwhile.
+    let block = map(page);
+    let blocker = Blocker::new(block, page);
+    let inside = blocked(block.expose_provenance());
+    blocker.wait();
+    let monitor = MemHooks::start().unwrap();
+    blocker.release();
+    assert_eq!(inside.join().unwrap(), (0, 77));
+    // In the patched function, and its hook: unpatched and patched again meanwhile.
+    let block = map(page);
+    let blocker = Blocker::new(block, page);
+    let inside = blocked(block.expose_provenance());
+    blocker.wait();
+    let before = code(c"munmap");
+    // Dropping takes the patch out; nothing is subscribed, so nothing waits for the thread inside.
+    drop(monitor);
+    assert_ne!(code(c"munmap"), before, "the patch is out");
+    blocker.release();
+    assert_eq!(inside.join().unwrap(), (0, 77));
+}
+
+/// Threads loop over every function while the patches come and go; returns how often each thread went round.
+fn stress(patchings: usize) {
+    let page = page();
+    let threads = 4;
+    let (running, start) = (AtomicBool::new(true), Barrier::new(threads + 1));
+    let rounds = AtomicU64::new(0);
+    thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                start.wait();
+                while running.load(SeqCst) {
+                    let at = map(4 * page);
+                    // SAFETY: this thread's own pages.
+                    unsafe {
+                        assert_eq!(
+                            observed(|| libc::madvise(at, page, libc::MADV_DONTNEED) as usize),
+                            (0, 77)
+                        );
+                        let fixed = ANONYMOUS | libc::MAP_FIXED;
+                        assert_eq!(
+                            observed(|| libc::mmap(at, page, RW, fixed, -1, 0).addr()),
+                            (at.addr(), 77)
+                        );
+                        assert_eq!(
+                            observed(|| libc::mremap(at, 4 * page, 2 * page, 0).addr()),
+                            (at.addr(), 77)
+                        );
+                        assert_eq!(observed(|| libc::brk(ptr::null_mut()) as usize).0, 0);
+                        assert_eq!(observed(|| libc::shmdt(at) as usize), (usize::MAX, libc::EINVAL));
+                        assert_eq!(observed(|| libc::shmat(-1, at, 0).addr()), (usize::MAX, libc::EINVAL));
+                        assert_eq!(observed(|| libc::munmap(at, 2 * page) as usize), (0, 77));
+                    }
+                    rounds.fetch_add(1, SeqCst);
+                }
+            });
+        }
+        start.wait();
+        let before: Vec<_> = PATCHED.iter().map(|name| code(name)).collect();
+        for _ in 0..patchings {
+            let monitor = MemHooks::start().unwrap();
+            for (name, before) in PATCHED.iter().zip(&before) {
+                assert_ne!(code(name), *before, "{name:?}");
+            }
+            drop(monitor);
+            for (name, before) in PATCHED.iter().zip(&before) {
+                assert_eq!(code(name), *before, "{name:?}");
+            }
+        }
+        let until = rounds.load(SeqCst) + 4 * threads as u64;
+        while rounds.load(SeqCst) < until {
+            thread::yield_now();
+        }
+        running.store(false, SeqCst);
+    });
+}
+
+pub(crate) fn mon_03_threads_run_the_functions_while_they_are_patched() {
+    stress(200);
+}
+
+pub(crate) fn mon_03_threads_run_the_functions_while_they_are_patched_many_times() {
+    stress(20_000);
+}
+
+pub(crate) fn mon_03_install_twice_and_uninstall() {
+    let page = page();
+    let original: Vec<_> = PATCHED.iter().map(|name| code(name)).collect();
+    let (first, second) = (MemHooks::start().unwrap(), MemHooks::start().unwrap());
+    assert!(first.functions().contains(&"munmap"));
+    let recorder = Recorder::new();
+    let block = map(page);
+    let here = range(block, page);
+    let kept = second.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
+    // Not taken back: dropping the monitor does that.
+    first.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
+    drop(first);
+    second.check().unwrap();
+    unmap(block, page);
+    assert_eq!(recorder.about(here), [(Cause::Unmap, How::Begun), (Cause::Unmap, How::Ended)], "told once");
+    second.unsubscribe(kept);
+    assert_eq!(Arc::strong_count(&recorder), 1, "the dropped monitor took its subscriptions back");
+    drop(second);
+    for (name, original) in PATCHED.iter().zip(original) {
+        assert_eq!(code(name), original, "{name:?} is as it was");
+    }
+    let block = map(page);
+    recorder.clear();
+    unmap(block, page);
+    assert_eq!(recorder.count(), 0);
+    // And again.
+    MemHooks::start().unwrap().check().unwrap();
+}
+
+/// The first starts of a process plan the patches; nobody may go by a plan that is not whole.
+pub(crate) fn mon_03_threads_that_start_at_once_share_the_patches() {
+    const THREADS: usize = 8;
+    let (page, together) = (page(), Barrier::new(THREADS));
+    thread::scope(|scope| {
+        for _ in 0..THREADS {
+            scope.spawn(|| {
+                together.wait();
+                for _ in 0..20 {
+                    let hooks = MemHooks::start().unwrap();
+                    unmap(map(page), page);
+                    drop(hooks);
+                }
+            });
+        }
+    });
+}
+
+/// munmap as another library's hooks have it: past the C library's.
+unsafe extern "C" fn their_munmap(at: *mut libc::c_void, len: usize) -> i32 {
+    // SAFETY: as the caller's.
+    unsafe { libc::syscall(libc::SYS_munmap, at, len) as i32 }
+}
+
+/// Patches the entry of munmap as other libraries do: an absolute jump over its first bytes, threads or no threads.
+fn patch_as_others_do() {
+    let at = entry(c"munmap");
+    let target = (their_munmap as *const ()).addr() as u64;
+    #[cfg(target_arch = "x86_64")]
+    let jump = {
+        // movabs $target,%r11; jmp *%r11
+        let mut jump = vec![0x49, 0xbb];
+        jump.extend(target.to_le_bytes());
+        jump.extend([0x41, 0xff, 0xe3]);
+        jump
+    };
+    #[cfg(target_arch = "aarch64")]
+    let jump = {
+        // ldr x16, #8; br x16
+        let mut jump = vec![0x50, 0x00, 0x00, 0x58, 0x00, 0x02, 0x1f, 0xd6];
+        jump.extend(target.to_le_bytes());
+        jump
+    };
+    let page = page();
+    let start = at.map_addr(|at| at & !(page - 1)).cast();
+    // SAFETY: the page stays readable and executable; no thread runs munmap now.
+    unsafe {
+        assert_eq!(libc::mprotect(start, page, RW | libc::PROT_EXEC), 0);
+        ptr::copy_nonoverlapping(jump.as_ptr(), at, jump.len());
+        assert_eq!(libc::mprotect(start, page, libc::PROT_READ | libc::PROT_EXEC), 0);
+    }
+}
+
+pub(crate) fn mon_03_a_later_patch_of_another_library_is_noticed() {
+    let monitor = MemHooks::start().unwrap();
+    let page = page();
+    let block = map(page);
+    monitor.check().unwrap();
+    patch_as_others_do();
+    let theirs = code(c"munmap");
+    let own = std::env::current_exe().unwrap().display().to_string();
+    for error in [monitor.check().unwrap_err(), MemHooks::start().unwrap_err(), {
+        monitor.subscribe(range(block, page), Recorder::new()).unwrap_err()
+    }] {
+        let text = error.to_string();
+        assert!(error.is_busy() && text.contains("munmap") && text.contains(&own), "{text}");
+    }
+    drop(monitor);
+    assert_eq!(code(c"munmap"), theirs, "theirs is left as it is");
+    unmap(block, page);
+    let error = MemHooks::start().unwrap_err();
+    assert!(error.is_busy() && error.to_string().contains("munmap"), "{error}");
+}
+
+pub(crate) fn mon_03_an_earlier_patch_of_another_library_is_refused_by_name() {
+    patch_as_others_do();
+    let others = code(c"mmap");
+    let error = MemHooks::start().unwrap_err();
+    let own = std::env::current_exe().unwrap().display().to_string();
+    let text = error.to_string();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(text.contains("munmap") && text.contains("another library") && text.contains(&own), "{text}");
+    assert_eq!(code(c"mmap"), others, "nothing is half patched");
+}

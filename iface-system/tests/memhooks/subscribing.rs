@@ -1,0 +1,159 @@
+//! Who is told from when, until when, and of what memory.
+
+use std::{
+    ptr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+    },
+    thread,
+};
+
+use hmem_core::{
+    AddressRange, ErrorKind,
+    monitor::{Cause, Change, Invalidator, Monitor},
+};
+use hmem_iface_system::monitor::MemHooks;
+
+use crate::{RW, monitors::*, need_userfaultfd};
+
+pub(crate) fn mon_03_subscribing_waits_for_a_change_under_way() {
+    need_userfaultfd();
+    let monitor = MemHooks::start().unwrap();
+    let page = page();
+    let (block, other) = (map(page), map(page));
+    let blocker = Blocker::new(block, page);
+    let at = block.expose_provenance();
+    // This change began when nobody was subscribed: nobody will be told of it.
+    let inside = thread::spawn(move || unmap(ptr::with_exposed_provenance_mut(at), page));
+    blocker.wait();
+    let subscribed = Arc::new(AtomicBool::new(false));
+    let subscribing = {
+        let (monitor, subscribed, here) = (Arc::clone(&monitor), Arc::clone(&subscribed), range(other, page));
+        thread::spawn(move || {
+            let subscription = monitor.subscribe(here, Recorder::new()).unwrap();
+            subscribed.store(true, SeqCst);
+            subscription
+        })
+    };
+    // Meanwhile no hook waits, although the subscriber holds its lock.
+    for _ in 0..20_000 {
+        let at = map(page);
+        unmap(at, page);
+    }
+    assert!(!subscribed.load(SeqCst), "who is subscribed hears of every change that is not over");
+    blocker.release();
+    inside.join().unwrap();
+    monitor.unsubscribe(subscribing.join().unwrap());
+}
+
+/// Fails when it is told after it was dropped.
+#[derive(Debug)]
+pub(crate) struct Mortal {
+    pub(crate) alive: AtomicU64,
+    pub(crate) told: Arc<AtomicU64>,
+}
+
+pub(crate) const ALIVE: u64 = 0x600d_600d_600d_600d;
+
+impl Invalidator for Mortal {
+    fn invalidate(&self, _: AddressRange, _: Cause) {}
+
+    fn begin(&self, _: AddressRange, _: Cause) -> Change {
+        assert_eq!(self.alive.load(SeqCst), ALIVE);
+        Change(5)
+    }
+
+    fn end(&self, change: Change) {
+        assert_eq!((self.alive.load(SeqCst), change), (ALIVE, Change(5)));
+        self.told.fetch_add(1, SeqCst);
+    }
+
+    fn close_gate(&self) {}
+
+    fn open_gate(&self) {}
+}
+
+impl Drop for Mortal {
+    fn drop(&mut self) {
+        self.alive.store(0, SeqCst);
+    }
+}
+
+pub(crate) fn mon_03_an_invalidator_is_not_called_after_its_last_subscription() {
+    let monitor = MemHooks::start().unwrap();
+    let page = page();
+    let told = Arc::new(AtomicU64::new(0));
+    let running = AtomicBool::new(true);
+    let block = map(page);
+    let here = range(block, page);
+    thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                while running.load(SeqCst) {
+                    unmap(map(page), page);
+                }
+            });
+        }
+        for _ in 0..2000 {
+            let mortal = Arc::new(Mortal { alive: AtomicU64::new(ALIVE), told: Arc::clone(&told) });
+            let twice = [(); 2].map(|()| monitor.subscribe(here, Arc::<Mortal>::clone(&mortal)).unwrap());
+            for subscription in twice {
+                assert!(Arc::strong_count(&mortal) > 1);
+                monitor.unsubscribe(subscription);
+            }
+            assert_eq!(Arc::strong_count(&mortal), 1, "nobody has it any more");
+        }
+        while told.load(SeqCst) == 0 {
+            let mortal = Arc::new(Mortal { alive: AtomicU64::new(ALIVE), told: Arc::clone(&told) });
+            let subscription = monitor.subscribe(here, mortal).unwrap();
+            thread::yield_now();
+            monitor.unsubscribe(subscription);
+        }
+        running.store(false, SeqCst);
+    });
+}
+
+pub(crate) fn more_invalidators_than_slots_are_refused() {
+    let monitor = MemHooks::start().unwrap();
+    let page = page();
+    let block = map(page);
+    let mut subscriptions: Vec<_> =
+        (0..64).map(|_| monitor.subscribe(range(block, page), Recorder::new()).unwrap()).collect();
+    let error = monitor.subscribe(range(block, page), Recorder::new()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::OutOfResources);
+    monitor.unsubscribe(subscriptions.pop().unwrap());
+    let again = monitor.subscribe(range(block, page), Recorder::new()).unwrap();
+    monitor.unsubscribe(again);
+}
+
+pub(crate) fn files_are_refused_with_the_reason() {
+    let monitor = MemHooks::start().unwrap();
+    let page = page();
+    let refused = |at, len| monitor.subscribe(range(at, len), Recorder::new()).unwrap_err();
+    // SAFETY: a new memory file and mapping.
+    let file = unsafe {
+        let fd = libc::memfd_create(c"hmem-test".as_ptr(), libc::MFD_CLOEXEC);
+        assert_eq!(libc::ftruncate(fd, page as i64), 0);
+        libc::mmap(ptr::null_mut(), page, RW, libc::MAP_SHARED, fd, 0)
+    };
+    let error = refused(file, page);
+    assert!(error.is_unsupported(), "{error}");
+    assert!(
+        error.to_string().contains("memfd:hmem-test") && error.to_string().contains("truncating"),
+        "{error}"
+    );
+    let block = map(2 * page);
+    // Remembered as watchable, until something is mapped over it.
+    let subscription = monitor.subscribe(range(block, 2 * page), Recorder::new()).unwrap();
+    monitor.unsubscribe(subscription);
+    // SAFETY: moves the file's mapping over the second page.
+    unsafe {
+        let moves = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        let onto = block.wrapping_byte_add(page);
+        assert_eq!(libc::mremap(file, page, page, moves, onto), onto);
+    }
+    assert!(refused(block, 2 * page).is_unsupported(), "a file behind the second page");
+    unmap(block, page);
+    assert_eq!(refused(block, page).kind(), ErrorKind::BadAddress);
+}
