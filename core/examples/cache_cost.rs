@@ -3,7 +3,8 @@
 //! `cargo run --release -p hmem-core --example cache_cost` prints nanoseconds. For instructions per hit, from the range's
 //! start and length to the end of the lease, the difference of two runs: `valgrind --tool=callgrind
 //! target/release/examples/cache_cost get REGIONS HITS` and the same with `nothing`, which draws the addresses
-//! and looks nothing up. `miss` gets what is not there from a cache that is full. `change` tells the cache of changes of the 64 KiB behind what it holds, and `nothing` is what that takes
+//! and looks nothing up. `miss` gets what is not there from a cache that is full (two runs of different lengths tell). `change`
+//! tells the cache of changes of the 64 KiB behind what it holds, and `nothing` is what that takes
 //! besides.
 
 use std::{env, hint::black_box, sync::Arc, time::Instant};

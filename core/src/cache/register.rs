@@ -145,19 +145,13 @@ impl<S: Source> Shared<S> {
         // Announces the entry, which is in the table.
         drop(structure);
         announce_by_exchange();
-        self.deregister(retired);
+        self.deregister(&mut retired);
         let index = match reserved {
             Ok(index) => index,
             Err(why) => return self.alone(key, why),
         };
         let entry = self.entries.at(index);
-        let merged;
-        let key = if self.limits.merge {
-            merged = entry.key();
-            &merged
-        } else {
-            key
-        };
+        let key = &if self.limits.merge { entry.key() } else { *key };
         // Whoever changes memory from here on finds the entry; who began before is found here.
         if let Some(cause) = self.changes.touching(key.start, key.last) {
             self.kill(index, cause);
@@ -225,7 +219,7 @@ impl<S: Source> Shared<S> {
         structure.registrations -= 1;
         self.collect(&mut structure, &mut retired);
         drop(structure);
-        self.deregister(retired);
+        self.deregister(&mut retired);
     }
 
     /// For a thread that can have no slot: it ends, or there are too many.
@@ -279,18 +273,14 @@ impl<S: Source> Shared<S> {
         if key.len() > self.limits.max_bytes {
             return Err(Uncached::TooLong);
         }
-        if radix::pages(key.start, key.last).is_none() {
-            return Err(Uncached::NoPlace);
-        }
+        let mut pages = radix::pages(key.start, key.last).ok_or(Uncached::NoPlace)?;
         self.drain_dead(structure);
-        let merged;
-        let key = if self.limits.merge {
-            merged = self.merge(structure, key, retired);
-            &merged
-        } else {
-            key
-        };
-        let (first, last) = radix::pages(key.start, key.last).ok_or(Uncached::NoPlace)?;
+        let mut key = *key;
+        if self.limits.merge {
+            key = self.merge(structure, &key, retired);
+            pages = radix::pages(key.start, key.last).ok_or(Uncached::NoPlace)?;
+        }
+        let (first, last) = pages;
         if !self.make_room(structure, key.len(), retired) {
             return Err(Uncached::Full);
         }
@@ -303,7 +293,7 @@ impl<S: Source> Shared<S> {
             None => return Err(Uncached::Full),
         };
         let entry = self.entries.at(index);
-        entry.fill(key);
+        entry.fill(&key);
         if !self.radix.insert(&mut structure.shape, first, last, index) {
             if entry.kill(|_| true) {
                 entry.free();

@@ -259,20 +259,20 @@ impl<S: Source> Shared<S> {
         entry
     }
 
-    /// Deregisters, with no lock held.
+    /// Deregisters what is there, with no lock held.
     #[inline]
-    pub(super) fn deregister(&self, retired: Retirees<S>) {
+    pub(super) fn deregister(&self, retired: &mut Retirees<S>) {
         if !retired.is_empty() {
             self.deregister_each(retired);
         }
     }
 
     #[inline(never)]
-    fn deregister_each(&self, retired: Retirees<S>) {
+    fn deregister_each(&self, retired: &mut Retirees<S>) {
         let many = retired.len();
         let mut refused = Vec::new();
         let mut told = Vec::new();
-        for mut one in retired {
+        for mut one in retired.drain(..) {
             match one.region.take().map(|region| self.source.deregister(region)) {
                 Some(Err(Rejected { value, error })) => {
                     tracing::error!(%error, "a cached region could not be deregistered; it is tried again");
@@ -325,7 +325,7 @@ impl<S: Source> Shared<S> {
             return;
         }
         self.structure.lock().retired += 1;
-        self.deregister(smallvec![Retired { region: Some(region), watch: None, told: None }]);
+        self.deregister(&mut smallvec![Retired { region: Some(region), watch: None, told: None }]);
     }
 
     /// Gives back everything that is idle, and waits for deregistrations under way; `false` if there was nothing.
@@ -345,7 +345,7 @@ impl<S: Source> Shared<S> {
         }
         drop(structure);
         let any = !retired.is_empty();
-        self.deregister(retired);
+        self.deregister(&mut retired);
         self.wait_for_deregistrations();
         any || others
     }
@@ -359,7 +359,7 @@ impl<S: Source> Shared<S> {
         let mut structure = self.structure.lock();
         self.collect(&mut structure, &mut retired);
         drop(structure);
-        self.deregister(retired);
+        self.deregister(&mut retired);
         self.wait_for_deregistrations();
     }
 
@@ -378,7 +378,7 @@ impl<S: Source> Shared<S> {
         let mut structure = self.structure.lock();
         self.collect(&mut structure, &mut retired);
         drop(structure);
-        self.deregister(retired);
+        self.deregister(&mut retired);
     }
 
     /// Marks everything dead that touches the range, and has `told` told once it is deregistered.
@@ -418,7 +418,7 @@ impl<S: Source> Shared<S> {
             }
         }
         drop(structure);
-        self.deregister(retired);
+        self.deregister(&mut retired);
         for mut stuck in std::mem::take(&mut self.structure.lock().stuck) {
             if let Some(watch) = stuck.watch.take() {
                 self.source.unwatch(watch);
