@@ -2,30 +2,22 @@
 #![cfg(feature = "cuda")]
 #![allow(unsafe_code)]
 
+mod silent;
+
 use std::{ptr, sync::Arc};
 
 use hmem::{
     Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr, ErrorKind,
-    Hmem, Iface, IfaceKind, MrMode, Result,
+    Hmem, Iface, IfaceKind, MrMode,
     cuda::{Cuda, sys::Functions},
     iface::AllocRequest,
     p2p::loopback::Loopback,
-    system::monitor::{Import, Watcher},
+    system::monitor::Import,
 };
 use hmem_fake_cuda::{FakeDriver, Profile};
+use silent::Silent;
 
 const PAGE: usize = 4096;
-
-#[derive(Debug)]
-struct Silent;
-
-impl Watcher for Silent {
-    fn subscribe(&self, _: AddressRange) -> Result<()> {
-        Ok(())
-    }
-
-    fn unsubscribe(&self, _: AddressRange) {}
-}
 
 fn range(start: usize, len: usize) -> AddressRange {
     AddressRange::new(Address(start as u64), len as u64).expect("no wrap")

@@ -5,6 +5,8 @@
 //! cached region, or it is sent from memory that names no region. The loopback's pinned mode stands for the NIC, and
 //! where `HMEM_VERBS_DEVICE` names an RDMA device, that device too.
 
+mod silent;
+
 use std::{
     env,
     process::Command,
@@ -22,9 +24,10 @@ use hmem::{
     monitor::Monitor,
     p2p::loopback::{Loopback, Memory},
     provider::{CompletionQueue, EndpointAttr, Provider},
-    system::monitor::{Import, Layered, MemHooks, UserFaultFd, Watcher},
+    system::monitor::{Import, Layered, MemHooks, UserFaultFd},
     transfer::{LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
 };
+use silent::Silent;
 
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 /// What RDMA devices need.
@@ -92,18 +95,6 @@ const RAW: [Cause; 2] = [
         assert_eq!(unsafe { libc::syscall(libc::SYS_madvise, at, page(), libc::MADV_DONTNEED) }, 0);
     }),
 ];
-
-/// An application that tells of no change.
-#[derive(Debug)]
-struct Silent;
-
-impl Watcher for Silent {
-    fn subscribe(&self, _: AddressRange) -> Result<()> {
-        Ok(())
-    }
-
-    fn unsubscribe(&self, _: AddressRange) {}
-}
 
 /// What moves the bytes.
 #[derive(Clone, Debug)]

@@ -1,6 +1,11 @@
 //! Local memory of transfers that name no region, on a NIC that wants one: the domain's cache registers it, and holds it until
 //! the transfer has ended. Over the loopback's pinned mode, in which a stale registration moves stale bytes.
 
+mod net;
+mod pages;
+#[path = "../silent/mod.rs"]
+mod silent;
+
 use std::{
     alloc::{GlobalAlloc, Layout, System as SystemAllocator},
     cell::Cell,
@@ -16,22 +21,21 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr,
-    Endpoint, Errno, ErrorKind, Hmem, Iface, MrMode, RemoteKey, Result,
-    cache::Statistics,
+    Access, Address, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr, Endpoint, Errno,
+    ErrorKind, Hmem, Iface, MrMode,
     iface::AllocRequest,
-    p2p::loopback::{Builder, Call, Faults, Loopback, Memory},
-    provider::{CompletionQueue, EndpointAttr},
+    p2p::loopback::{Call, Faults, Loopback, Memory},
+    provider::EndpointAttr,
     system::{
         AddressReuse, Simulated,
-        monitor::{Import, MonitorKind, Watcher},
+        monitor::{Import, MonitorKind},
     },
-    transfer::{
-        AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest,
-    },
+    transfer::{AtomicOp, AtomicType, LocalSegment, Operation, PeerId, WorkRequest},
 };
+use net::{FAR, Net, nic, told};
+use pages::{PAGE, Pages};
+use silent::Silent;
 
-const PAGE: usize = 4096;
 /// What the queues' own contexts begin with.
 const MARKED: u64 = 0xCAC4 << 48;
 
@@ -58,194 +62,6 @@ unsafe impl GlobalAlloc for Counting {
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
-
-/// Pages of the test's own, at addresses that others can name.
-struct Pages {
-    at: usize,
-    len: usize,
-}
-
-impl Pages {
-    fn new(len: usize) -> Self {
-        let mut pages = Self { at: 0, len };
-        pages.map();
-        pages
-    }
-
-    /// Maps where it was, unless another thread has taken the addresses meanwhile.
-    fn map(&mut self) {
-        let fixed = if self.at == 0 { 0 } else { libc::MAP_FIXED_NOREPLACE };
-        self.at = self.mapped(fixed).or_else(|| self.mapped(0)).expect("memory");
-    }
-
-    fn mapped(&self, fixed: i32) -> Option<usize> {
-        let (rights, own) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        let at = ptr::with_exposed_provenance_mut(if fixed == 0 { 0 } else { self.at });
-        // SAFETY: a new mapping, in place of nothing.
-        let place = unsafe { libc::mmap(at, self.len, rights, own | fixed, -1, 0) };
-        (place != libc::MAP_FAILED).then(|| place.expose_provenance())
-    }
-
-    fn unmap(&self) {
-        // SAFETY: this value's own mapping, which nobody refers into.
-        assert_eq!(unsafe { libc::munmap(ptr::with_exposed_provenance_mut(self.at), self.len) }, 0);
-    }
-
-    /// Other pages at the same address.
-    fn replace(&mut self) {
-        self.unmap();
-        self.map();
-    }
-
-    fn fill(&self, byte: u8) {
-        // SAFETY: mapped, and nobody refers into it.
-        unsafe { ptr::with_exposed_provenance_mut::<u8>(self.at).write_bytes(byte, self.len) };
-    }
-
-    fn forbid(&self) {
-        let at = ptr::with_exposed_provenance_mut(self.at);
-        // SAFETY: this value's own mapping, which nobody refers into.
-        assert_eq!(unsafe { libc::mprotect(at, self.len, libc::PROT_NONE) }, 0);
-    }
-
-    fn byte(&self, at: usize) -> u8 {
-        assert!(at < self.len);
-        // SAFETY: inside of what is mapped.
-        unsafe { ptr::with_exposed_provenance::<u8>(self.at + at).read_volatile() }
-    }
-
-    fn bare(&self, offset: usize, len: usize) -> LocalSegment {
-        assert!(offset + len <= self.len);
-        LocalSegment { address: Address((self.at + offset) as u64), len: len as u64, desc: None }
-    }
-
-    fn range(&self) -> AddressRange {
-        AddressRange::new(Address(self.at as u64), self.len as u64).expect("no wrap")
-    }
-}
-
-impl Drop for Pages {
-    fn drop(&mut self) {
-        self.unmap();
-    }
-}
-
-/// An application that tells of its changes by `Import::invalidate`.
-#[derive(Debug)]
-struct Told;
-
-impl Watcher for Told {
-    fn subscribe(&self, _: AddressRange) -> Result<()> {
-        Ok(())
-    }
-
-    fn unsubscribe(&self, _: AddressRange) {}
-}
-
-/// A domain with a cache whose NIC wants descriptors, and a peer with a region to write to.
-struct Net {
-    endpoint: Option<Endpoint>,
-    cq: Arc<dyn CompletionQueue>,
-    domain: Domain,
-    peer: PeerId,
-    key: RemoteKey,
-    far: hmem::Registered<Vec<u8>>,
-    far_endpoint: Endpoint,
-    far_cq: Arc<dyn CompletionQueue>,
-    far_domain: Domain,
-}
-
-const FAR: usize = 64 * PAGE;
-
-impl Net {
-    fn open(hmem: &Hmem, mode: MrMode) -> Self {
-        Self::with(hmem, DomainAttr { mr_mode: mode, ..DomainAttr::default() }, 16, 64)
-    }
-
-    fn with(hmem: &Hmem, attr: DomainAttr, depth: usize, queue: usize) -> Self {
-        let domain = hmem
-            .domain("loopback", DomainAttr { cache: Some(CacheAttr::default()), ..attr.clone() })
-            .expect("a domain");
-        let far_domain = hmem.domain("loopback", attr).expect("a domain");
-        let open = |domain: &Domain| {
-            let cq = domain.open_cq(queue).expect("a queue");
-            let attr = EndpointAttr { depth, ..EndpointAttr::new(&cq) };
-            (domain.open_endpoint(&attr).expect("an endpoint"), cq)
-        };
-        let ((endpoint, cq), (far_endpoint, far_cq)) = (open(&domain), open(&far_domain));
-        let all = Access::REMOTE_READ | Access::REMOTE_WRITE | Access::SEND | Access::RECV;
-        let far = far_domain.register(vec![0_u8; FAR], all).expect("registered");
-        let peer = endpoint.resolve(&far_endpoint.name()).expect("the peer");
-        far_endpoint.resolve(&endpoint.name()).expect("this side");
-        let key = far.key().expect("a key");
-        Self { endpoint: Some(endpoint), cq, domain, peer, key, far, far_endpoint, far_cq, far_domain }
-    }
-
-    fn post(&self, operation: Operation<'_>, local: &[LocalSegment], context: u64) -> Result<()> {
-        let request = WorkRequest { operation, local, peer: self.peer, context };
-        // SAFETY: the memory is the test's own, outlives the transfer, and is referred to by nobody.
-        unsafe { self.endpoint.as_ref().expect("open").post(&request) }
-    }
-
-    fn remote(&self, offset: u64, len: u64) -> [RemoteSegment<'_>; 1] {
-        [RemoteSegment { address: hmem::Iova(self.key.base().0 + offset), len, key: &self.key }]
-    }
-
-    fn write(&self, local: &[LocalSegment], context: u64) -> Result<()> {
-        let remote = self.remote(0, local.iter().map(|segment| segment.len).sum());
-        self.post(Operation::Write { remote: &remote }, local, context)
-    }
-
-    fn read(&self, local: &[LocalSegment], context: u64) -> Result<()> {
-        let remote = self.remote(0, local.iter().map(|segment| segment.len).sum());
-        self.post(Operation::Read { remote: &remote }, local, context)
-    }
-
-    fn wait(&self, cq: &Arc<dyn CompletionQueue>) -> Completion {
-        let mut done = Vec::new();
-        while cq.read(&mut done, 1).expect("the queue") == 0 {
-            self.domain.progress().expect("progress");
-            self.far_domain.progress().expect("progress");
-        }
-        done.remove(0)
-    }
-
-    fn done(&self, context: u64) -> u64 {
-        let completion = self.wait(&self.cq);
-        assert_eq!(completion.context, context);
-        completion.result.expect("it worked")
-    }
-
-    fn far_bytes(&self, len: usize) -> Vec<u8> {
-        let mut bytes = vec![0; len];
-        self.far.read(0, &mut bytes).expect("inside");
-        bytes
-    }
-
-    fn statistics(&self) -> Statistics {
-        self.domain.cache().expect("a cache").statistics()
-    }
-
-    /// Nothing is held, and everything can be given back.
-    fn assert_nothing_left(&self) {
-        assert_eq!(self.statistics().leases, 0);
-        let cache = self.domain.cache().expect("a cache");
-        cache.clear();
-        cache.flush();
-        assert_eq!(self.domain.live().regions, 0, "{:?}", cache.statistics());
-    }
-}
-
-fn nic() -> Builder {
-    Loopback::builder().memory(Memory::Pinned).needs(MrMode::LOCAL)
-}
-
-/// Host memory watched by the test, and the monitor by which it tells.
-fn told(nic: Builder) -> (Hmem, Arc<Import>) {
-    let import = Import::new(Arc::new(Told)).expect("a monitor");
-    let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(Arc::clone(&import) as _);
-    (builder.provider(nic.build().expect("a software NIC")).build().expect("started"), import)
-}
 
 /// Writes from, reads into, and sends from memory that goes and comes back: how often a byte of earlier memory was moved.
 fn stale_transfers(hmem: &Hmem, rounds: u32) -> u32 {
@@ -541,7 +357,7 @@ fn mon_07_device_memory_without_a_descriptor_in_hmem_mode_is_never_a_stale_hit()
         Arc::new(Simulated::builder().address_reuse(AddressReuse::JustFreed).build().expect("a device"));
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let nic = Loopback::builder().memory(Memory::Pinned).needs(MrMode::HMEM).build().expect("a NIC");
-    let import = Import::new(Arc::new(Told)).expect("a monitor");
+    let import = Import::new(Arc::new(Silent)).expect("a monitor");
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(import);
     let hmem = builder.shared_iface(Arc::clone(&device) as _).provider(nic).build().expect("started");
     let net = Net::open(&hmem, MrMode::HMEM);
