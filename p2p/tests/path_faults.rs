@@ -18,7 +18,7 @@ use hmem_p2p::{
     path::Paths,
 };
 use path_support::{
-    ALL_IMPORTS, Bench, REMOTE, Residue, alone,
+    ALL_IMPORTS, Bench, REMOTE, alone,
     wire::{LOCAL, Wire},
 };
 
@@ -200,12 +200,12 @@ fn nothing() -> Live {
     Live::default()
 }
 
-fn held(bench: &Bench) -> (Live, Residue) {
+fn held(bench: &Bench) -> Live {
     // The NIC's limits and counts are of all its domains; a new one shows that none of its own is taken.
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     let live = domain.live();
     domain.close().map_err(Error::from).expect("a new domain holds nothing");
-    (live, bench.residue())
+    live
 }
 
 /// One fault in one life; `false` if the life makes no such call.
@@ -218,7 +218,8 @@ fn survive(
     nth: u64,
 ) -> bool {
     bench.paths.forget();
-    let (before, made) = (held(bench), calls(bench));
+    assert_eq!(held(bench), nothing());
+    let (before, made) = (bench.residue(), calls(bench));
     arm(bench);
     let said = live(bench, way);
     let fired = calls(bench) >= made + nth;
@@ -231,15 +232,16 @@ fn survive(
     } else {
         assert!(said.errors.is_empty(), "{context}");
     }
-    let after = held(bench);
-    assert_eq!((after.0, &after.1), (nothing(), &before.1), "leaked: {context}");
+    let after = (held(bench), bench.residue_after(&before));
+    assert_eq!((after.0, &after.1), (nothing(), &before), "leaked: {context}");
     let next = live(bench, way);
     assert!(next.errors.is_empty(), "the next life: {:?} after {context}", next.errors);
     if way.reachable {
         let back = next.decisions.iter().all(|decision| decision.path == way.path);
         assert!(back, "demoted: {next:?} after {context}");
     }
-    assert_eq!(held(bench), (nothing(), before.1), "leaked by the next: {context}");
+    let after = (held(bench), bench.residue_after(&before));
+    assert_eq!(after, (nothing(), before), "leaked by the next: {context}");
     fired
 }
 

@@ -1,6 +1,12 @@
 //! MR-05 to MR-07, MR-14: from the registration to the close, and what is reached after it.
 
-use std::{sync::Arc, thread};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+};
 
 use hmem::{
     ErrorKind, MemoryRegion, MrAttr, MrFlags, MrMode, RegionState,
@@ -13,7 +19,7 @@ use hmem::{
 
 use crate::{
     memory::{Bytes, HostPages, pattern},
-    net::{LOCAL, Net, REMOTE, Setup, remote, wait_held},
+    net::{LOCAL, Net, REMOTE, Setup, eventually, remote, wait_held},
     world::{Memory, World, need, needs, over_worlds},
 };
 
@@ -108,19 +114,20 @@ fn mr_05_close_of_a_local_buffer_ends_transfers_in_flight_too(world: &World) {
 fn mr_05_close_amid_a_stream_of_writes_leaves_the_memory_alone(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&[0x11; 4096]);
-    for round in 1..=10u8 {
+    for round in 1..=10 {
         let region = net.expose(memory.range(), REMOTE);
         let key = net.key(&region);
-        net.push(&key, 0, &[round]).expect("the first of the stream");
+        let written = AtomicU64::new(0);
         thread::scope(|scope| {
             let stream = scope.spawn(|| {
-                let failed =
-                    (0u8..=255).cycle().take(1_000_000).find_map(|n| net.push(&key, 0, &[n; 4096]).err());
+                let failed = (0u8..=255).cycle().take(1_000_000).find_map(|n| {
+                    let moved = net.push(&key, 0, &[n; 4096]);
+                    written.fetch_add(1, Ordering::Relaxed);
+                    moved.err()
+                });
                 failed.expect("writes do not go on for ever").kind()
             });
-            for _ in 0..100 {
-                thread::yield_now();
-            }
+            eventually("the stream", || written.load(Ordering::Relaxed) >= round);
             region.close().expect("close");
             let at_close = memory.all();
             assert_eq!(stream.join().expect("the stream"), net.seen(ErrorKind::InvalidKey));

@@ -6,7 +6,12 @@ pub(crate) mod recording;
 pub(crate) mod vendor;
 pub(crate) mod wire;
 
-use std::{fs, sync::Arc};
+use std::{
+    fs, io,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
 
 use hmem_core::{
     Access, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, Iface,
@@ -114,6 +119,22 @@ impl Bench {
             threads: threads(),
         }
     }
+
+    /// The residue once it has no more threads than before, which after a minute is a leak: a thread that was joined is
+    /// listed a moment longer. One that was listed so before and is gone is no difference.
+    pub(crate) fn residue_after(&self, before: &Residue) -> Residue {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let residue = self.residue();
+            if residue.threads <= before.threads {
+                return Residue { threads: before.threads, ..residue };
+            }
+            if Instant::now() > deadline {
+                return residue;
+            }
+            thread::yield_now();
+        }
+    }
 }
 
 /// What is left behind.
@@ -136,9 +157,12 @@ pub(crate) fn open_fds() -> usize {
     fs::read_dir("/proc/self/fd").expect("procfs").count()
 }
 
-/// Threads of this process.
-pub(crate) fn threads() -> usize {
-    fs::read_dir("/proc/self/task").expect("procfs").count()
+/// The library's threads in this process. Those of the test harness, which it starts and ends when it likes, have the
+/// names of tests.
+fn threads() -> usize {
+    let tasks = fs::read_dir("/proc/self/task").expect("procfs");
+    let name = |task: io::Result<fs::DirEntry>| fs::read_to_string(task.ok()?.path().join("comm")).ok();
+    tasks.filter_map(name).filter(|name| name.starts_with("hmem-")).count()
 }
 
 pub(crate) fn register(
