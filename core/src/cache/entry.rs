@@ -136,30 +136,30 @@ impl<S: Source> Entry<S> {
     #[inline(always)]
     pub(super) unsafe fn leased_covers(&self, key: &Key) -> bool {
         // SAFETY: nobody writes, says the caller.
-        let (start, last, lacks, owner, allocation) = unsafe {
-            (
-                sync::settled_u64(&self.start),
-                sync::settled_u64(&self.last),
-                sync::settled_u32(&self.lacks),
-                sync::settled_u64(&self.owner),
-                sync::settled_u64(&self.allocation),
-            )
-        };
-        lacks & key.access == 0
-            && start <= key.start
-            && key.last <= last
-            && (key.exact == 0 || owner == key.owner && allocation == key.allocation)
+        self.covers_as_read(
+            key,
+            |value| unsafe { sync::settled_u64(value) },
+            |value| unsafe { sync::settled_u32(value) },
+        )
     }
 
     /// Whether it is of the key's memory, with at least its rights and its identity.
     #[inline(always)]
     pub(super) fn covers(&self, key: &Key) -> bool {
-        let owner = self.owner.load(Ordering::Relaxed) ^ key.owner;
-        let allocation = self.allocation.load(Ordering::Relaxed) ^ key.allocation;
-        let lacks = u64::from(self.lacks.load(Ordering::Relaxed) & key.access);
-        self.start.load(Ordering::Relaxed) <= key.start
-            && key.last <= self.last.load(Ordering::Relaxed)
-            && (owner | allocation) & key.exact | lacks == 0
+        self.covers_as_read(key, |value| value.load(Ordering::Relaxed), |value| value.load(Ordering::Relaxed))
+    }
+
+    #[inline(always)]
+    fn covers_as_read(
+        &self,
+        key: &Key,
+        read: impl Fn(&AtomicU64) -> u64,
+        read_rights: impl Fn(&AtomicU32) -> u32,
+    ) -> bool {
+        read_rights(&self.lacks) & key.access == 0
+            && read(&self.start) <= key.start
+            && key.last <= read(&self.last)
+            && (key.exact == 0 || read(&self.owner) == key.owner && read(&self.allocation) == key.allocation)
     }
 
     /// Notes a use for eviction: written once between two passes of its hand.
