@@ -125,8 +125,8 @@ impl Blocks {
         })
     }
 
-    /// How many may look up. Under the cache's lock, where none is added; one that ends does not come back, and
-    /// whatever it did with its leases came before.
+    /// How many may look up. Under the cache's lock, where none is added; of those that left, whoever reads the slots after
+    /// this sees what they did with theirs.
     pub(super) fn lookers(&self) -> u32 {
         self.lookers.load(Ordering::Acquire)
     }

@@ -58,6 +58,26 @@ impl<S: Source> Shared<S> {
         }
         cold_path();
         self.release_plainly(entry, slot);
+        // A copy, as in `Cache::get`.
+        let key = *key;
+        if index == 0 { Look::Nothing } else { self.look_in_table(slot, &key) }
+    }
+
+    /// The same where the slot's last entry was none for the key: others may start in the same page.
+    #[cold]
+    #[inline(never)]
+    fn look_in_table<'c>(&'c self, slot: &'c Slot, key: &Key) -> Look<'c, S> {
+        let index = self.find_live(key);
+        let entry = self.entries.at(index);
+        slot.last.store(index, Ordering::Relaxed);
+        slot.entry.store(index, Ordering::Relaxed);
+        sync::light_unfenced();
+        // SAFETY: as in `plain_hit`.
+        if state::is_plain(entry.state.load(Ordering::Acquire)) && unsafe { entry.leased_covers(key) } {
+            slot.count_hit();
+            return Look::Hit(Held { entry, slot });
+        }
+        self.release_plainly(entry, slot);
         if index == 0 { Look::Nothing } else { Look::Again }
     }
 

@@ -253,6 +253,43 @@ fn an_eviction_fails_without_either_half_of_the_barrier() {
     fails_without(HEAVY, lookup_against_eviction, &[OUTLIVED, OTHERS, UNORDERED]);
 }
 
+/// A thread takes a lease and gives up its block, while another ends what nobody uses.
+fn leaving_against(ends: fn(&Modelled, &Block)) {
+    model(move || {
+        let cache = cache(1);
+        let mine = used_twice(&cache, 0);
+        let reader = in_thread(&cache, |cache| {
+            let block = block(cache);
+            let held = cache.shared.plain_hit(block.first_slot(), &key(0)).hit();
+            meet(held.is_some());
+            cache.shared.blocks.give_back(block);
+            if let Some(held) = held {
+                let lease = Lease::cached(&cache.shared, held);
+                thread::yield_now();
+                lease.used.with(|_| ());
+                assert!(alive(cache) & 1 << lease.number != 0, "{OUTLIVED}");
+            }
+        });
+        ends(&cache, mine);
+        reader.join().unwrap();
+    });
+}
+
+#[test]
+fn no_lease_of_a_thread_that_left_outlives_its_region_under_an_eviction() {
+    holds(|| leaving_against(|cache, mine| drop(get(cache, mine, 1))));
+}
+
+#[test]
+fn no_lease_of_a_thread_that_left_outlives_its_region_under_a_clear() {
+    holds(|| {
+        leaving_against(|cache, mine| {
+            cache.shared.blocks.give_back(mine);
+            cache.clear();
+        });
+    });
+}
+
 #[test]
 fn a_stale_index_leads_to_no_other_region() {
     holds(|| {

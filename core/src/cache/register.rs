@@ -145,24 +145,30 @@ impl<S: Source> Shared<S> {
         // Announces the entry, which is in the table.
         drop(structure);
         announce_by_exchange();
-        self.deregister(&mut retired);
         let index = match reserved {
             Ok(index) => index,
-            Err(why) => return self.alone(key, why),
+            Err(why) => {
+                drop(self.deregister(&mut retired));
+                return self.alone(key, why);
+            }
         };
+        let ends = Ends { shared: self, index, slot };
+        // Those who are told are told at the end, with nothing left to wait for here.
+        let _told = self.deregister(&mut retired);
         let entry = self.entries.at(index);
         let key = &if self.limits.merge { entry.key() } else { *key };
         // Whoever changes memory from here on finds the entry; who began before is found here.
         if let Some(cause) = self.changes.touching(key.start, key.last) {
             self.kill(index, cause);
         }
-        let ends = Ends { shared: self, index, slot };
         let watch = match self.source.watch(key, invalidator) {
             Ok(watch) => watch,
             Err(why) => {
                 std::mem::forget(ends);
                 self.fail(index, slot, None);
-                return self.alone(key, Uncached::Unwatched(why));
+                let region = self.ask(key);
+                self.count_instead(region.is_ok());
+                return region.map(|region| Lease::alone(self, region, Uncached::Unwatched(why)));
             }
         };
         let region = match self.ask(key) {
@@ -170,16 +176,15 @@ impl<S: Source> Shared<S> {
             Err(error) => {
                 self.source.unwatch(watch);
                 std::mem::forget(ends);
-                count(&self.counters.failures);
                 self.fail(index, slot, Some(error.clone()));
                 return Err(error);
             }
         };
-        std::mem::forget(ends);
         let checked = if self.source.checked(&watch) { state::CHECKED } else { 0 };
         entry.born.store(super::now(), Ordering::Relaxed);
         // SAFETY: this thread made the entry, and ends its registration below.
         unsafe { entry.put(region, watch) };
+        std::mem::forget(ends);
         self.settle(index, checked);
         Ok(Lease::cached_anyhow(self, Held { entry, slot }))
     }
@@ -201,12 +206,14 @@ impl<S: Source> Shared<S> {
         }
     }
 
-    /// Ends a registration without a region; those who waited get the error, or try themselves if there is none.
+    /// Ends a registration without a region; those who waited get the error, or try themselves if there is none, and it
+    /// counts as a registration still.
     #[cold]
     #[inline(never)]
     fn fail(&self, index: u32, slot: &Slot, error: Option<Error>) {
         if let Some(error) = error {
             self.structure.lock().failures.insert(index, error);
+            self.count_instead(false);
         }
         let entry = self.entries.at(index);
         if entry.kill(|_| true) {
@@ -216,10 +223,16 @@ impl<S: Source> Shared<S> {
         slot.entry.store(0, Ordering::Release);
         let mut retired = Retirees::new();
         let mut structure = self.structure.lock();
-        structure.registrations -= 1;
         self.collect(&mut structure, &mut retired);
         drop(structure);
         self.deregister(&mut retired);
+    }
+
+    /// Counts a miss that made an entry as what became of it: in one step for those who read the counts.
+    fn count_instead(&self, registered: bool) {
+        let mut structure = self.structure.lock();
+        structure.registrations -= 1;
+        count(if registered { &self.counters.uncached } else { &self.counters.failures });
     }
 
     /// For a thread that can have no slot: it ends, or there are too many.

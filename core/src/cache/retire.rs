@@ -58,11 +58,11 @@ impl<S: Source> Shared<S> {
 
     #[inline(never)]
     fn evict_for(&self, structure: &mut Structure<S>, len: u64, retired: &mut Retirees<S>) -> bool {
+        // The caller is one of them. Asked before the look at the slots: so that sees what those who left did with theirs.
+        let others_look = self.blocks.lookers() > 1;
         if !self.has_idle(structure) {
             return false;
         }
-        // The caller is one of them.
-        let others_look = self.blocks.lookers() > 1;
         // Twice round: the first pass may only clear the marks of use.
         let mut looks = 2 * structure.made as usize + 1;
         while !self.fits(structure, len) && looks > 0 {
@@ -229,7 +229,8 @@ impl<S: Source> Shared<S> {
     #[inline(always)]
     fn retire(&self, structure: &mut Structure<S>, index: u32, retired: &mut Retirees<S>) {
         let entry = self.unlink(structure, index);
-        // SAFETY: it was registered, a scan after its end found no lease, and no lookup takes it any more.
+        // SAFETY: it was registered, and no lookup takes it any more. There is no lease of it: a scan found none after the entry's
+        // end, or before it where nobody could take one since, or the cache is at its end, which borrows of it do not outlive.
         let (region, watch) = unsafe { entry.take() };
         let told = if structure.told.is_empty() { None } else { take_told(structure, index) };
         entry.free();
@@ -259,16 +260,15 @@ impl<S: Source> Shared<S> {
         entry
     }
 
-    /// Deregisters what is there, with no lock held.
+    /// Deregisters what is there, with no lock held. Whoever is told, by the drop of what it returns, may use the cache: the
+    /// caller holds no lock then, and registers nothing.
     #[inline]
-    pub(super) fn deregister(&self, retired: &mut Retirees<S>) {
-        if !retired.is_empty() {
-            self.deregister_each(retired);
-        }
+    pub(super) fn deregister(&self, retired: &mut Retirees<S>) -> Vec<Arc<Told>> {
+        if retired.is_empty() { Vec::new() } else { self.deregister_each(retired) }
     }
 
     #[inline(never)]
-    fn deregister_each(&self, retired: &mut Retirees<S>) {
+    fn deregister_each(&self, retired: &mut Retirees<S>) -> Vec<Arc<Told>> {
         let many = retired.len();
         let mut refused = Vec::new();
         let mut told = Vec::new();
@@ -296,8 +296,7 @@ impl<S: Source> Shared<S> {
         if self.flights.end(many) {
             self.tell_that_flights_ended(&mut told);
         }
-        // Those who are told may use the cache.
-        drop(told);
+        told
     }
 
     #[cold]
@@ -325,7 +324,7 @@ impl<S: Source> Shared<S> {
             return;
         }
         self.structure.lock().retired += 1;
-        self.deregister(&mut smallvec![Retired { region: Some(region), watch: None, told: None }]);
+        drop(self.deregister(&mut smallvec![Retired { region: Some(region), watch: None, told: None }]));
     }
 
     /// Gives back everything that is idle, and waits for deregistrations under way; `false` if there was nothing.
@@ -337,15 +336,16 @@ impl<S: Source> Shared<S> {
         let mut structure = self.structure.lock();
         let others = self.flights.any(structure.retired);
         self.collect(&mut structure, &mut retired);
-        let mut looks = if self.has_idle(&mut structure) { structure.made as usize } else { 0 };
+        // Before the look at the slots, as in `evict_for`.
         let others_look = self.blocks.lookers() > 0;
+        let mut looks = if self.has_idle(&mut structure) { structure.made as usize } else { 0 };
         let everything = Wanted { batch: usize::MAX, bytes: u64::MAX, all: true, others_look };
         while looks > 0 {
             self.evict(&mut structure, &everything, &mut looks, &mut retired);
         }
         drop(structure);
         let any = !retired.is_empty();
-        self.deregister(&mut retired);
+        drop(self.deregister(&mut retired));
         self.wait_for_deregistrations();
         any || others
     }
@@ -359,7 +359,7 @@ impl<S: Source> Shared<S> {
         let mut structure = self.structure.lock();
         self.collect(&mut structure, &mut retired);
         drop(structure);
-        self.deregister(&mut retired);
+        drop(self.deregister(&mut retired));
         self.wait_for_deregistrations();
     }
 
@@ -378,7 +378,7 @@ impl<S: Source> Shared<S> {
         let mut structure = self.structure.lock();
         self.collect(&mut structure, &mut retired);
         drop(structure);
-        self.deregister(&mut retired);
+        drop(self.deregister(&mut retired));
     }
 
     /// Marks everything dead that touches the range, and has `told` told once it is deregistered.
@@ -418,7 +418,7 @@ impl<S: Source> Shared<S> {
             }
         }
         drop(structure);
-        self.deregister(&mut retired);
+        drop(self.deregister(&mut retired));
         for mut stuck in std::mem::take(&mut self.structure.lock().stuck) {
             if let Some(watch) = stuck.watch.take() {
                 self.source.unwatch(watch);

@@ -20,7 +20,7 @@ pub struct Statistics {
     pub hits: u64,
     /// Those that did not.
     pub misses: u64,
-    /// Misses that made an entry.
+    /// Misses that made an entry, those under way among them.
     pub registrations: u64,
     /// Misses that got a region of their own.
     pub uncached: u64,

@@ -150,11 +150,10 @@ pub(super) unsafe fn settled_u32(value: &AtomicU32) -> u32 {
     return unsafe { value.unsync_load() };
 }
 
-/// The fence between what a change or a new entry announces and what it then looks for.
-///
-/// A read-modify-write stands just before it: the exchange that takes a change's place, or the end of the lock, which is one
-/// where others may wait. On x86-64 such an instruction is a fence, and one of its own would wait a second time, in every
-/// `munmap`.
+/// The fence between what somebody announces and what they then look for, where a read-modify-write stands between the two:
+/// the exchange that claims a change's place, the end of the lock under which an entry was made (one where others may wait), a count of
+/// [`Flights`](super::flight::Flights). On x86-64 such an instruction is a fence, and one of its own would wait a second
+/// time, in every `munmap`.
 #[inline(always)]
 pub(super) fn announce_by_exchange() {
     #[cfg(all(not(loom), target_arch = "x86_64"))]
