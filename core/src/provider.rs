@@ -148,8 +148,8 @@ pub struct RegistrationRequest<'a> {
 /// the same time; the others serve further transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StagingAttr {
-    /// Bytes of a buffer, at least 1: the longest chunk. A message is cut into 16 chunks, of at least 128 KiB if a buffer
-    /// holds that.
+    /// Bytes of a buffer, at least 1: the longest chunk. A message is cut into chunks of a sixteenth of it, of 128 KiB at least and
+    /// shorter at its ends, as far as a buffer holds that.
     pub chunk: usize,
     /// How many buffers, at least 1. Where a NIC needs a message whole, as verbs does, half of them serve receives and
     /// a quarter sends, so that transfers which wait for a peer never keep the others from going on.

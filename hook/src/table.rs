@@ -13,8 +13,8 @@
 //! Passes are counted per side, and the writer turns the sides twice, waiting for the one that is left each time, as
 //! SRCU does: a pass may read the side, be held up, and count itself on a side that was turned since, which the
 //! second turn waits for; and new passes count on the other side, so that a stream of them starves no writer. A
-//! pass that counts itself after a writer saw zero reads the slots after the writer changed them, since all of it
-//! of that is sequentially consistent. Counters are spread over lines by stack address, so that threads share none as a
+//! pass that counts itself after a writer saw zero reads the slots after the writer changed them, since its count, its look at the
+//! slots, and the writer's changes and looks are sequentially consistent. Counters are spread over lines by stack address, so that threads share none as a
 //! rule. Each line has a counter that one pass at a time has to itself: only its beginning is a locked instruction, and
 //! its end a store, by which a writer that sees it sees all that the pass did. Passes that find it taken (of other threads,
 //! or of a signal handler within a pass) count on the line's other counter, with two.
@@ -156,7 +156,8 @@ impl Pass<'_> {
         self.taken == 0
     }
 
-    /// Calls `tell` with each slot's number and invalidator: the same ones each time within a pass.
+    /// Calls `tell` with each slot's number and invalidator: the same ones each time within a pass, or none any more in a
+    /// child that was forked within it.
     #[inline]
     pub fn each(&self, mut tell: impl FnMut(usize, &dyn Invalidator)) {
         let mut left = self.taken;
@@ -165,8 +166,11 @@ impl Pass<'_> {
             left &= left - 1;
             let invalidator = self.table.slots[slot].load(SeqCst);
             // SAFETY: the slot was taken when this pass began, so its pointer was set before, from a box; the
-            // writer that takes it out waits for this pass before it clears the pointer and drops the box.
-            tell(slot, unsafe { &**invalidator });
+            // writer that takes it out waits for this pass before it clears the pointer and drops the box. It is null only
+            // in a child that was forked within the pass: the table was wiped there.
+            if let Some(invalidator) = unsafe { invalidator.as_ref() } {
+                tell(slot, &**invalidator);
+            }
         }
     }
 }

@@ -102,6 +102,28 @@ fn mon_06_an_import_tells_nobody_in_a_forked_child() {
 }
 
 #[test]
+#[cfg_attr(target_arch = "aarch64", ignore = "qemu-user takes MADV_WIPEONFORK and does nothing")]
+fn mon_06_a_child_that_is_forked_within_a_change_lives() {
+    let monitor = Import::new(Arc::new(Asked::default())).unwrap();
+    let recorder = Recorder::new();
+    let subscription = monitor.subscribe(at(0x10000), Arc::<Recorder>::clone(&recorder)).unwrap();
+    let mut child = -1;
+    monitor.while_changing(at(0x10000), || {
+        // SAFETY: the child does nothing but end the change and itself.
+        child = unsafe { libc::fork() };
+    });
+    if child == 0 {
+        // SAFETY: ends the child; a return would run the parent's test harness on.
+        unsafe { libc::_exit(7) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for this test's own child.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 7, "{status:#x}");
+    monitor.unsubscribe(subscription);
+}
+
+#[test]
 fn an_imported_monitor_is_a_choice_that_says_so() {
     let imported = SystemMonitor::imported(Import::new(Arc::new(Asked::default())).unwrap());
     assert_eq!(imported.choice().requested, MonitorKind::Import);

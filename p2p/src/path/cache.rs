@@ -4,8 +4,8 @@
 //! nothing is shared by the process. A slot holds what the next registration of its class tries first, and forgets it
 //! when that fails. What one odd buffer ran into is never remembered for others: see [`super::probe`].
 //!
-//! Slots are chained in buckets and stay until the cache goes: there are as many as the machine has such pairs, and a
-//! reader needs neither a lock nor a count to keep one.
+//! Slots are chained in buckets and stay until the cache goes, forgotten ones empty: there are as many as devices and NICs were ever
+//! paired, and a reader needs neither a lock nor a count to keep one.
 
 use std::{
     fmt,

@@ -3,7 +3,7 @@
 /// The longest chunk is this part of a message: where engine and wire are equally fast, one of them is idle for as long as
 /// the longest chunk takes.
 const CHUNKS: u64 = 16;
-/// What a chunk has at least, where buffers hold it: below, starting the copies would cost more than is won.
+/// What a chunk has at least, where buffers hold it and so much is left: below, starting the copies would cost more than is won.
 const SHORTEST: u64 = 128 << 10;
 /// A rest of this length is not worth a copy of its own.
 const WORTHLESS: u64 = SHORTEST / 2;
@@ -40,7 +40,8 @@ impl Cut {
     pub(super) fn next(self, at: u64) -> u64 {
         let left = self.len - at;
         let even = if left <= self.shortest + WORTHLESS {
-            left
+            // Two, where no buffer holds it: none is to be but a rest.
+            if left <= self.longest { left } else { left.div_ceil(2).next_multiple_of(ALIGN) }
         } else {
             at.min(left / 2).max(self.shortest).next_multiple_of(ALIGN)
         };
@@ -72,6 +73,7 @@ mod tests {
         assert_eq!(in_kib(64 * KIB), [64]);
         assert_eq!(in_kib(192 * KIB), [192]);
         assert_eq!(in_kib(256 * KIB), [128, 128]);
+        assert_eq!(lengths(Cut::chunks(132 * KIB, 128 * KIB)), [68 * KIB, 64 * KIB]);
         let mut four = vec![128, 128];
         four.extend([256; 14]);
         four.extend([128, 128]);
