@@ -176,7 +176,8 @@ impl<T: HasTable> Hooks<T> {
         Ok(Subscription(number * SLOTS as u64 + u64::from(slot)))
     }
 
-    /// Stops telling. What is not subscribed here, or not any more, is left alone; so is everything in a forked child.
+    /// Stops telling. Once for each subscription: by a second call, another may have its place. In a forked child nothing is
+    /// done.
     pub fn unsubscribe(&self, subscription: Subscription) {
         let slot = (subscription.0 % SLOTS as u64) as u8;
         let count = &self.subscriptions[usize::from(slot)];

@@ -37,9 +37,18 @@ pub(super) struct Slot {
 }
 
 impl Slot {
+    /// Whether it can be [leased](Slot::lease) in. Only for the owner.
     #[inline(always)]
     pub(super) fn is_free(&self) -> bool {
-        self.entry.load(Ordering::Relaxed) == 0
+        // Acquire, and Release when it is taken: whoever sees the next lease sees what was done with the one before, which may have
+        // ended on another thread.
+        self.entry.load(Ordering::Acquire) == 0
+    }
+
+    /// Publishes a lease. Only for the owner, of a free slot or one that a lease of its own, not given out yet, is in.
+    #[inline(always)]
+    pub(super) fn lease(&self, entry: u32) {
+        self.entry.store(entry, Ordering::Release);
     }
 
     /// Counts a hit. Only for the owner: nobody else writes the line while the owner looks up.

@@ -89,7 +89,8 @@ pub(super) struct Entry<S: Source> {
 }
 
 // SAFETY: the cells are written only by the thread that registers, before the entry is live, which is stored with Release, and read only by
-// those who hold a lease and saw that with Acquire, or by the one who retires the entry after a scan found no lease.
+// those who hold a lease and saw that with Acquire, or hold the cache's lock since they did, or by the one who retires the entry
+// and whom no lease can be there for.
 unsafe impl<S: Source> Sync for Entry<S> {}
 
 // SAFETY: atomics of zero bytes are 0, the cells may be uninitialised, and what they hold is taken out before the cache goes.

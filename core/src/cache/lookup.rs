@@ -49,7 +49,7 @@ impl<S: Source> Shared<S> {
             cold_path();
             return Look::Again;
         }
-        slot.entry.store(index, Ordering::Relaxed);
+        slot.lease(index);
         sync::light_unfenced();
         // Entry 0, for none, is free. SAFETY: the lease is published, and the entry seen live after that.
         if state::is_plain(entry.state.load(Ordering::Acquire)) && unsafe { entry.leased_covers(key) } {
@@ -58,19 +58,22 @@ impl<S: Source> Shared<S> {
         }
         cold_path();
         self.release_plainly(entry, slot);
+        if index == 0 {
+            return Look::Nothing;
+        }
         // A copy, as in `Cache::get`.
         let key = *key;
-        if index == 0 { Look::Nothing } else { self.look_in_table(slot, &key) }
+        if entry.covers(&key) { Look::Again } else { self.look_in_table(slot, &key) }
     }
 
-    /// The same where the slot's last entry was none for the key: others may start in the same page.
+    /// The same where the slot's last entry is none for the key: others may start in the same page.
     #[cold]
     #[inline(never)]
     fn look_in_table<'c>(&'c self, slot: &'c Slot, key: &Key) -> Look<'c, S> {
         let index = self.find_live(key);
         let entry = self.entries.at(index);
         slot.last.store(index, Ordering::Relaxed);
-        slot.entry.store(index, Ordering::Relaxed);
+        slot.lease(index);
         sync::light_unfenced();
         // SAFETY: as in `plain_hit`.
         if state::is_plain(entry.state.load(Ordering::Acquire)) && unsafe { entry.leased_covers(key) } {
@@ -93,7 +96,7 @@ impl<S: Source> Shared<S> {
         }
         let slot = self.blocks.slot(block)?;
         let entry = self.entries.at(index);
-        slot.entry.store(index, Ordering::Relaxed);
+        slot.lease(index);
         self.barrier.light();
         if self.may_hit(entry, key) {
             slot.count_hit();

@@ -78,7 +78,7 @@ use std::{cell::Cell, fmt, marker::PhantomData, sync::Arc};
 use self::{
     blocks::{Block, Slot},
     lookup::Look,
-    shared::{Shared, Told},
+    shared::{Shared, Telling, Told},
     sync::Barrier,
 };
 pub use self::{
@@ -306,7 +306,7 @@ impl<S: Source> Cache<S> {
 
     /// Gives back everything idle.
     pub fn clear(&self) {
-        self.shared.give_back();
+        self.shared.give_back(&mut Telling::new());
     }
 
     /// Gives back everything idle, and says whether that was all.

@@ -8,7 +8,7 @@ use super::{
     entry::state,
     lease::{Held, Lease},
     radix,
-    shared::{Retirees, Shared, Structure},
+    shared::{Retirees, Shared, Structure, Telling},
     statistics::count,
     sync::{MutexGuard, Ordering, announce_by_exchange},
 };
@@ -67,7 +67,7 @@ impl<S: Source> Shared<S> {
         key: &Key,
     ) -> ControlFlow<Result<Lease<'c, S>>, MutexGuard<'c, Structure<S>>> {
         while index != 0 {
-            slot.entry.store(index, Ordering::Relaxed);
+            slot.lease(index);
             let held = Held { entry: self.entries.at(index), slot };
             if let Some(error) = self.wait(structure, index) {
                 count(&self.counters.failures);
@@ -136,11 +136,13 @@ impl<S: Source> Shared<S> {
         slot: &'c Slot,
         key: &Key,
     ) -> Result<Lease<'c, S>> {
+        // Before `ends`, so that it is dropped after it, whatever happens.
+        let mut telling = Telling::new();
         let mut retired = Retirees::new();
         let reserved = self.reserve(&mut structure, key, &mut retired);
         if let Ok(index) = reserved {
             structure.registrations += 1;
-            slot.entry.store(index, Ordering::Relaxed);
+            slot.lease(index);
         }
         // Announces the entry, which is in the table.
         drop(structure);
@@ -148,13 +150,12 @@ impl<S: Source> Shared<S> {
         let index = match reserved {
             Ok(index) => index,
             Err(why) => {
-                drop(self.deregister(&mut retired));
+                self.deregister(&mut retired, &mut telling);
                 return self.alone(key, why);
             }
         };
         let ends = Ends { shared: self, index, slot };
-        // Those who are told are told at the end, with nothing left to wait for here.
-        let _told = self.deregister(&mut retired);
+        self.deregister(&mut retired, &mut telling);
         let entry = self.entries.at(index);
         let key = &if self.limits.merge { entry.key() } else { *key };
         // Whoever changes memory from here on finds the entry; who began before is found here.
@@ -166,12 +167,13 @@ impl<S: Source> Shared<S> {
             Err(why) => {
                 std::mem::forget(ends);
                 self.fail(index, slot, None);
-                let region = self.ask(key);
+                let region = self.ask(key, &mut telling);
                 self.count_instead(region.is_ok());
                 return region.map(|region| Lease::alone(self, region, Uncached::Unwatched(why)));
             }
         };
-        let region = match self.ask(key) {
+        let checked = if self.source.checked(&watch) { state::CHECKED } else { 0 };
+        let region = match self.ask(key, &mut telling) {
             Ok(region) => region,
             Err(error) => {
                 self.source.unwatch(watch);
@@ -180,7 +182,6 @@ impl<S: Source> Shared<S> {
                 return Err(error);
             }
         };
-        let checked = if self.source.checked(&watch) { state::CHECKED } else { 0 };
         entry.born.store(super::now(), Ordering::Relaxed);
         // SAFETY: this thread made the entry, and ends its registration below.
         unsafe { entry.put(region, watch) };
@@ -225,7 +226,7 @@ impl<S: Source> Shared<S> {
         let mut structure = self.structure.lock();
         self.collect(&mut structure, &mut retired);
         drop(structure);
-        self.deregister(&mut retired);
+        self.deregister(&mut retired, &mut Telling::new());
     }
 
     /// Counts a miss that made an entry as what became of it: in one step for those who read the counts.
@@ -246,7 +247,7 @@ impl<S: Source> Shared<S> {
     pub(super) fn alone(&self, key: &Key, why: Uncached) -> Result<Lease<'_, S>> {
         let region = match why {
             Uncached::Forked => self.source.register(key),
-            _ => self.ask(key),
+            _ => self.ask(key, &mut Telling::new()),
         };
         match region {
             Ok(region) => {
@@ -262,14 +263,14 @@ impl<S: Source> Shared<S> {
 
     /// Registers; when the provider is out of resources, once more after idle entries were given back.
     #[inline]
-    fn ask(&self, key: &Key) -> Result<S::Region> {
-        self.source.register(key).or_else(|error| self.ask_again(key, error))
+    fn ask(&self, key: &Key, telling: &mut Telling) -> Result<S::Region> {
+        self.source.register(key).or_else(|error| self.ask_again(key, error, telling))
     }
 
     #[cold]
     #[inline(never)]
-    fn ask_again(&self, key: &Key, error: Error) -> Result<S::Region> {
-        if error.kind() != ErrorKind::OutOfResources || !self.give_back() {
+    fn ask_again(&self, key: &Key, error: Error, telling: &mut Telling) -> Result<S::Region> {
+        if error.kind() != ErrorKind::OutOfResources || !self.give_back(telling) {
             return Err(error);
         }
         tracing::debug!(%error, "idle cached regions were given back; registering once more");

@@ -8,7 +8,7 @@ use super::{
     Source,
     entry::{Entry, state},
     radix,
-    shared::{Retired, Retirees, Shared, Structure, Told},
+    shared::{Retired, Retirees, Shared, Structure, Telling, Told},
     sync::Ordering,
 };
 use crate::{
@@ -31,6 +31,28 @@ struct Wanted {
     all: bool,
     /// Whether others than the caller may look up meanwhile.
     others_look: bool,
+}
+
+/// Ends deregistrations, those too that a source leaves by a panic: the ones behind it are tried again.
+struct EndsFlights<'a, S: Source> {
+    shared: &'a Shared<S>,
+    many: usize,
+    retired: &'a mut Retirees<S>,
+    refused: &'a mut Vec<Retired<S>>,
+    telling: &'a mut Telling,
+}
+
+impl<S: Source> Drop for EndsFlights<'_, S> {
+    fn drop(&mut self) {
+        self.refused.extend(self.retired.drain(..));
+        if !self.refused.is_empty() {
+            // Before they end: nobody is to find them neither under way nor here.
+            self.shared.structure.lock().stuck.append(self.refused);
+        }
+        if self.shared.flights.end(self.many) {
+            self.shared.tell_that_flights_ended(self.telling);
+        }
+    }
 }
 
 #[cold]
@@ -260,55 +282,48 @@ impl<S: Source> Shared<S> {
         entry
     }
 
-    /// Deregisters what is there, with no lock held. Whoever is told, by the drop of what it returns, may use the cache: the
-    /// caller holds no lock then, and registers nothing.
+    /// Deregisters what is there, with no lock held.
     #[inline]
-    pub(super) fn deregister(&self, retired: &mut Retirees<S>) -> Vec<Arc<Told>> {
-        if retired.is_empty() { Vec::new() } else { self.deregister_each(retired) }
+    pub(super) fn deregister(&self, retired: &mut Retirees<S>, telling: &mut Telling) {
+        if !retired.is_empty() {
+            self.deregister_each(retired, telling);
+        }
     }
 
     #[inline(never)]
-    fn deregister_each(&self, retired: &mut Retirees<S>) -> Vec<Arc<Told>> {
+    fn deregister_each(&self, retired: &mut Retirees<S>, telling: &mut Telling) {
         let many = retired.len();
         let mut refused = Vec::new();
-        let mut told = Vec::new();
-        for mut one in retired.drain(..) {
+        let ends = EndsFlights { shared: self, many, retired, refused: &mut refused, telling };
+        while let Some(mut one) = ends.retired.pop() {
             match one.region.take().map(|region| self.source.deregister(region)) {
                 Some(Err(Rejected { value, error })) => {
                     tracing::error!(%error, "a cached region could not be deregistered; it is tried again");
                     one.region = Some(value);
-                    refused.push(one);
+                    ends.refused.push(one);
                 }
                 Some(Ok(())) | None => {
                     if let Some(watch) = one.watch.take() {
                         self.source.unwatch(watch);
                     }
                     if let Some(waiting) = one.told.take() {
-                        told.extend(waiting);
+                        ends.telling.extend(waiting);
                     }
                 }
             }
         }
-        if !refused.is_empty() {
-            // Before they end: nobody is to find them neither under way nor here.
-            self.structure.lock().stuck.append(&mut refused);
-        }
-        if self.flights.end(many) {
-            self.tell_that_flights_ended(&mut told);
-        }
-        told
     }
 
     #[cold]
     #[inline(never)]
-    fn tell_that_flights_ended(&self, told: &mut Vec<Arc<Told>>) {
+    fn tell_that_flights_ended(&self, telling: &mut Telling) {
         let mut structure = self.structure.lock();
-        told.extend(self.told_after(&mut structure));
+        telling.extend(self.told_after(&mut structure));
         self.settled.notify_all();
     }
 
     /// Who is to be told now that no deregistration is under way, if none is.
-    fn told_after(&self, structure: &mut Structure<S>) -> Vec<Arc<Told>> {
+    fn told_after(&self, structure: &mut Structure<S>) -> Telling {
         if structure.told_after.is_empty() || self.flights.any(structure.retired) {
             return Vec::new();
         }
@@ -324,11 +339,12 @@ impl<S: Source> Shared<S> {
             return;
         }
         self.structure.lock().retired += 1;
-        drop(self.deregister(&mut smallvec![Retired { region: Some(region), watch: None, told: None }]));
+        let retired = &mut smallvec![Retired { region: Some(region), watch: None, told: None }];
+        self.deregister(retired, &mut Telling::new());
     }
 
     /// Gives back everything that is idle, and waits for deregistrations under way; `false` if there was nothing.
-    pub(super) fn give_back(&self) -> bool {
+    pub(super) fn give_back(&self, telling: &mut Telling) -> bool {
         if self.gate.is_forked() {
             return false;
         }
@@ -345,7 +361,7 @@ impl<S: Source> Shared<S> {
         }
         drop(structure);
         let any = !retired.is_empty();
-        drop(self.deregister(&mut retired));
+        self.deregister(&mut retired, telling);
         self.wait_for_deregistrations();
         any || others
     }
@@ -359,7 +375,7 @@ impl<S: Source> Shared<S> {
         let mut structure = self.structure.lock();
         self.collect(&mut structure, &mut retired);
         drop(structure);
-        drop(self.deregister(&mut retired));
+        self.deregister(&mut retired, &mut Telling::new());
         self.wait_for_deregistrations();
     }
 
@@ -378,7 +394,7 @@ impl<S: Source> Shared<S> {
         let mut structure = self.structure.lock();
         self.collect(&mut structure, &mut retired);
         drop(structure);
-        drop(self.deregister(&mut retired));
+        self.deregister(&mut retired, &mut Telling::new());
     }
 
     /// Marks everything dead that touches the range, and has `told` told once it is deregistered.
@@ -408,7 +424,7 @@ impl<S: Source> Shared<S> {
 
     /// Takes out whatever is left, leases that were forgotten included. Only for the cache's end.
     pub(super) fn clear(&self) {
-        self.give_back();
+        self.give_back(&mut Telling::new());
         let mut retired = Retirees::new();
         let mut structure = self.structure.lock();
         for index in 1..=structure.made {
@@ -418,8 +434,9 @@ impl<S: Source> Shared<S> {
             }
         }
         drop(structure);
-        drop(self.deregister(&mut retired));
-        for mut stuck in std::mem::take(&mut self.structure.lock().stuck) {
+        self.deregister(&mut retired, &mut Telling::new());
+        let stuck = std::mem::take(&mut self.structure.lock().stuck);
+        for mut stuck in stuck {
             if let Some(watch) = stuck.watch.take() {
                 self.source.unwatch(watch);
             }

@@ -116,6 +116,9 @@ pub(super) struct Retired<S: Source> {
     pub(super) told: Option<Box<[Arc<Told>]>>,
 }
 
+/// Who is told when this is dropped, and may use the cache then: whoever holds it holds no lock by that time, and registers nothing.
+pub(super) type Telling = Vec<Arc<Told>>;
+
 /// What is retired at once: often one.
 pub(super) type Retirees<S> = SmallVec<[Retired<S>; 1]>;
 

@@ -88,6 +88,47 @@ fn cache_07_a_failed_registration_is_every_waiters_error_and_leaves_nothing() {
 }
 
 #[test]
+fn cache_07_a_source_that_panics_as_it_deregisters_leaves_the_rest_to_others() {
+    let (cache, books) = cache(Limits::default());
+    for number in 0..3 {
+        drop(cache.get(&key(number * PAGE, PAGE)).unwrap());
+    }
+    *books.deregistering.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| cache.clear()));
+    assert!(panicked.is_err());
+    // Nobody waits for what has ended, and those behind it are tried again.
+    cache.flush();
+    cache.try_empty().unwrap();
+    assert_eq!(books.deregistrations.load(Ordering::SeqCst), 2);
+}
+
+#[test]
+fn cache_07_who_is_told_in_the_middle_of_a_registration_may_ask_for_the_same() {
+    let (cache, books) = cache(Limits::default());
+    let cache = Arc::new(cache);
+    let leased = cache.get(&key(0, PAGE)).unwrap();
+    drop(cache.get(&key(PAGE, PAGE)).unwrap());
+    // The worker is busy with the second, so that the first is left to whoever is out of resources.
+    books.deregistering.hold();
+    cache.invalidate(range(PAGE, PAGE));
+    books.deregistering.until_held(1);
+    let (asks, asked) = (Arc::clone(&cache), mpsc::channel());
+    cache.invalidate_then(range(0, PAGE), move || {
+        asked.0.send(asks.get(&key(2 * PAGE, PAGE)).is_ok()).expect("the test waits");
+    });
+    drop(leased);
+    books.room.store(books.live(), Ordering::SeqCst);
+    thread::scope(|scope| {
+        let third = scope.spawn(|| cache.get(&key(2 * PAGE, PAGE)).is_ok());
+        books.deregistering.until_held(2);
+        books.deregistering.release();
+        assert!(third.join().unwrap());
+    });
+    assert!(asked.1.recv().unwrap());
+    assert_eq!(books.registrations.load(Ordering::SeqCst), 2 + 2, "the last was refused once");
+}
+
+#[test]
 fn cache_07_a_source_that_panics_leaves_nothing_and_nobody_waiting() {
     let (cache, books) = cache(Limits::default());
     *books.registering.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
