@@ -92,35 +92,41 @@ impl Bench {
     }
 
     fn hits(&mut self) -> Result<()> {
-        for (regions, target) in [(1, 0.25), (1_000, 0.25), (100_000, 0.3)] {
-            let cache = noop::cache(2 * regions, regions)?;
-            let ucx = self.ucx_cache(2 * regions, regions)?;
-            let ours = our_hits(&cache, regions);
-            let theirs = their_hits(ucx.as_ref(), regions);
-            let sides: [Side<'_>; 2] = [&ours, &theirs];
-            let seen = in_turns(self.effort, 1, &sides[..1 + usize::from(ucx.is_some())]);
-            let figure = if regions == 1 { "hit, one buffer again and again" } else { "hit, at random" };
-            self.row(figure, regions, 1, &seen, UCX, Some(target));
-            assert_hits(&cache);
-        }
+        self.hits_of("hit, one buffer again and again", 1, first, 0.25)?;
+        self.hits_of("hit, at random", 1_000, at_random(1_000), 0.25)?;
+        self.hits_of("hit, at random", 100_000, at_random(100_000), 0.3)
+    }
+
+    fn hits_of(&mut self, figure: &str, regions: u64, draw: impl Draw, target: f64) -> Result<()> {
+        let cache = noop::cache(2 * regions, regions)?;
+        let ucx = self.ucx_cache(2 * regions, regions)?;
+        let ours = our_hits(&cache, draw);
+        let theirs = their_hits(ucx.as_ref(), draw);
+        let sides: [Side<'_>; 2] = [&ours, &theirs];
+        let seen = in_turns(self.effort, 1, &sides[..1 + usize::from(ucx.is_some())]);
+        self.row(figure, regions, 1, &seen, UCX, Some(target));
+        assert_hits(&cache);
         Ok(())
     }
 
     fn two_threads(&mut self) -> Result<()> {
-        for (figure, regions) in [("hit, the same region", 1), ("hit, different regions", 1_000)] {
-            let cache = noop::cache(2 * regions, regions)?;
-            let ucx = self.ucx_cache(2 * regions, regions)?;
-            let ours = our_hits(&cache, regions);
-            let theirs = their_hits(ucx.as_ref(), regions);
-            let alone = in_turns(self.effort, 1, &[&ours]);
-            let sides: [Side<'_>; 2] = [&ours, &theirs];
-            let both = in_turns(self.effort, 2, &sides[..1 + usize::from(ucx.is_some())]);
-            self.row(figure, regions, 2, &[both[0], alone[0]], ALONE, Some(1.15));
-            if both.len() > 1 {
-                self.row(figure, regions, 2, &both, UCX, None);
-            }
-            assert_hits(&cache);
+        self.two_threads_of("hit, the same region", 1, first)?;
+        self.two_threads_of("hit, different regions", 1_000, at_random(1_000))
+    }
+
+    fn two_threads_of(&mut self, figure: &str, regions: u64, draw: impl Draw) -> Result<()> {
+        let cache = noop::cache(2 * regions, regions)?;
+        let ucx = self.ucx_cache(2 * regions, regions)?;
+        let ours = our_hits(&cache, draw);
+        let theirs = their_hits(ucx.as_ref(), draw);
+        let alone = in_turns(self.effort, 1, &[&ours]);
+        let sides: [Side<'_>; 2] = [&ours, &theirs];
+        let both = in_turns(self.effort, 2, &sides[..1 + usize::from(ucx.is_some())]);
+        self.row(figure, regions, 2, &[both[0], alone[0]], ALONE, Some(1.15));
+        if both.len() > 1 {
+            self.row(figure, regions, 2, &both, UCX, None);
         }
+        assert_hits(&cache);
         Ok(())
     }
 
@@ -239,28 +245,36 @@ impl Bench {
     }
 }
 
-/// Which region operation `number` hits: at random, where there are several.
-#[inline]
-fn hit_at(number: u64, regions: u64) -> u64 {
-    black_box(if regions == 1 { 0 } else { place(number, regions) })
+/// Which region an operation hits, by its number. Each way of drawing has loops of its own.
+trait Draw: Fn(u64) -> u64 + Copy + Sync {}
+
+impl<F: Fn(u64) -> u64 + Copy + Sync> Draw for F {}
+
+/// The only one.
+fn first(_number: u64) -> u64 {
+    black_box(0)
 }
 
-/// Hits among `regions`.
-fn our_hits(cache: &Cache<Noop>, regions: u64) -> impl Fn(u64, u64) + Sync {
+/// Any of `regions`.
+fn at_random(regions: u64) -> impl Draw {
+    move |number| place(number, regions)
+}
+
+fn our_hits(cache: &Cache<Noop>, draw: impl Draw) -> impl Fn(u64, u64) + Sync {
     move |start, count| {
         for number in start..start + count {
-            let lease = cache.get(&noop::key(hit_at(number, regions))).expect("a hit");
+            let lease = cache.get(&noop::key(draw(number))).expect("a hit");
             black_box(*lease);
         }
     }
 }
 
 /// The same of UCX, where it is.
-fn their_hits(ucx: Option<&UcxCache>, regions: u64) -> impl Fn(u64, u64) + Sync {
+fn their_hits(ucx: Option<&UcxCache>, draw: impl Draw) -> impl Fn(u64, u64) + Sync {
     move |start, count| {
         let cache = ucx.expect("measured only where it is");
         for number in start..start + count {
-            cache.get_put(BASE + hit_at(number, regions) * LEN, LEN);
+            cache.get_put(BASE + draw(number) * LEN, LEN);
         }
     }
 }
