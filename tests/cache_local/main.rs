@@ -1,14 +1,14 @@
 //! Local memory of transfers that name no region, on a NIC that wants one: the domain's cache registers it, and holds it until
 //! the transfer has ended. Over the loopback's pinned mode, in which a stale registration moves stale bytes.
 
+#[path = "../counting/mod.rs"]
+mod counting;
 mod net;
 mod pages;
 #[path = "../silent/mod.rs"]
 mod silent;
 
 use std::{
-    alloc::{GlobalAlloc, Layout, System as SystemAllocator},
-    cell::Cell,
     ptr,
     sync::{
         Arc,
@@ -38,30 +38,6 @@ use silent::Silent;
 
 /// What the queues' own contexts begin with.
 const MARKED: u64 = 0xCAC4 << 48;
-
-/// Counts the allocations of each thread.
-struct Counting;
-
-thread_local! {
-    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
-}
-
-// SAFETY: the system's allocator does the work.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.with(|count| count.set(count.get() + 1));
-        // SAFETY: as the caller's.
-        unsafe { SystemAllocator.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: as the caller's.
-        unsafe { SystemAllocator.dealloc(at, layout) };
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 /// Writes from, reads into, and sends from memory that goes and comes back: how often a byte of earlier memory was moved.
 fn stale_transfers(hmem: &Hmem, rounds: u32) -> u32 {
@@ -251,14 +227,14 @@ fn a_transfer_whose_memory_is_cached_allocates_nothing() {
     let local: Vec<_> = (0..8).map(|page| pages.bare(page * PAGE, 8)).collect();
     let mut done = Vec::with_capacity(4);
     let mut turn = || {
-        let before = ALLOCATIONS.with(Cell::get);
+        let (before, _) = counting::calls();
         net.write(&local[..1], 1).expect("posted");
         net.read(&local[1..2], 2).expect("posted");
         while done.len() < 2 {
             net.cq.read(&mut done, 4).expect("the queue");
         }
         done.clear();
-        ALLOCATIONS.with(Cell::get) - before
+        counting::calls().0 - before
     };
     assert!(turn() > 0, "the first ones register, so allocations are counted");
     (0..10).for_each(|_| _ = turn());

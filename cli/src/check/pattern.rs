@@ -18,9 +18,8 @@ fn mix(word: u64) -> u64 {
 
 /// Where two equally long runs of bytes differ: the first place, and at how many.
 pub(crate) fn difference(expected: &[u8], found: &[u8]) -> Option<(usize, usize)> {
-    let common = expected.len().min(found.len());
     // At once first: nearly always nothing is wrong.
-    if expected[..common] == found[..common] {
+    if expected == found {
         return None;
     }
     let mut wrong = expected.iter().zip(found).enumerate().filter(|(_, (expected, found))| expected != found);

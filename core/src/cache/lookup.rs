@@ -49,15 +49,9 @@ impl<S: Source> Shared<S> {
             cold_path();
             return Look::Again;
         }
-        slot.lease(index);
-        sync::light_unfenced();
-        // Entry 0, for none, is free. SAFETY: the lease is published, and the entry seen live after that.
-        if state::is_plain(entry.state.load(Ordering::Acquire)) && unsafe { entry.leased_covers(key) } {
-            slot.count_hit();
-            return Look::Hit(Held { entry, slot });
+        if let Some(held) = self.lease_plainly(slot, index, entry, key) {
+            return Look::Hit(held);
         }
-        cold_path();
-        self.release_plainly(entry, slot);
         if index == 0 {
             return Look::Nothing;
         }
@@ -73,15 +67,32 @@ impl<S: Source> Shared<S> {
         let index = self.find_live(key);
         let entry = self.entries.at(index);
         slot.last.store(index, Ordering::Relaxed);
+        match self.lease_plainly(slot, index, entry, key) {
+            Some(held) => Look::Hit(held),
+            None if index == 0 => Look::Nothing,
+            None => Look::Again,
+        }
+    }
+
+    /// Publishes a lease of an entry that was found, and takes it back unless the entry then is what the key asks for.
+    #[inline(always)]
+    fn lease_plainly<'c>(
+        &'c self,
+        slot: &'c Slot,
+        index: u32,
+        entry: &'c Entry<S>,
+        key: &Key,
+    ) -> Option<Held<'c, S>> {
         slot.lease(index);
         sync::light_unfenced();
-        // SAFETY: as in `plain_hit`.
+        // Entry 0, for none, is free. SAFETY: the lease is published, and the entry seen live after that.
         if state::is_plain(entry.state.load(Ordering::Acquire)) && unsafe { entry.leased_covers(key) } {
             slot.count_hit();
-            return Look::Hit(Held { entry, slot });
+            return Some(Held { entry, slot });
         }
+        cold_path();
         self.release_plainly(entry, slot);
-        if index == 0 { Look::Nothing } else { Look::Again }
+        None
     }
 
     /// The same, however open the gate is and whatever the entry wants.

@@ -38,7 +38,7 @@ struct EndsFlights<'a, S: Source> {
     shared: &'a Shared<S>,
     many: usize,
     retired: &'a mut Retirees<S>,
-    refused: &'a mut Vec<Retired<S>>,
+    refused: Vec<Retired<S>>,
     telling: &'a mut Telling,
 }
 
@@ -47,7 +47,7 @@ impl<S: Source> Drop for EndsFlights<'_, S> {
         self.refused.extend(self.retired.drain(..));
         if !self.refused.is_empty() {
             // Before they end: nobody is to find them neither under way nor here.
-            self.shared.structure.lock().stuck.append(self.refused);
+            self.shared.structure.lock().stuck.append(&mut self.refused);
         }
         if self.shared.flights.end(self.many) {
             self.shared.tell_that_flights_ended(self.telling);
@@ -104,7 +104,7 @@ impl<S: Source> Shared<S> {
         looks: &mut usize,
         retired: &mut Retirees<S>,
     ) {
-        retired.reserve(wanted.batch.min(structure.count));
+        retired.reserve(wanted.batch.min(structure.count).min(MOST_AT_ONCE));
         if wanted.others_look {
             self.evict_beside_lookups(structure, wanted, looks, retired);
             return;
@@ -293,8 +293,7 @@ impl<S: Source> Shared<S> {
     #[inline(never)]
     fn deregister_each(&self, retired: &mut Retirees<S>, telling: &mut Telling) {
         let many = retired.len();
-        let mut refused = Vec::new();
-        let ends = EndsFlights { shared: self, many, retired, refused: &mut refused, telling };
+        let mut ends = EndsFlights { shared: self, many, retired, refused: Vec::new(), telling };
         while let Some(mut one) = ends.retired.pop() {
             match one.region.take().map(|region| self.source.deregister(region)) {
                 Some(Err(Rejected { value, error })) => {

@@ -1,11 +1,6 @@
 //! What hooks tell, and what calls through them answer and cost.
 
-use std::{
-    alloc::{GlobalAlloc, Layout, System as SystemAllocator},
-    cell::Cell,
-    ptr,
-    sync::Arc,
-};
+use std::{ptr, sync::Arc};
 
 use hmem_core::{
     AddressRange, AllocationKind, DeviceId, Iface,
@@ -17,32 +12,7 @@ use hmem_iface_system::{
     monitor::{MemHooks, MonitorKind, SystemMonitor},
 };
 
-use crate::{ANONYMOUS, RW, monitors::*, observed};
-
-/// Counts the allocations of each thread.
-struct Counting;
-
-thread_local! {
-    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
-}
-
-// SAFETY: the system's allocator does the work.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.with(|count| count.set(count.get() + 1));
-        // SAFETY: as the caller's.
-        unsafe { SystemAllocator.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        ALLOCATIONS.with(|count| count.set(count.get() + 1));
-        // SAFETY: as the caller's.
-        unsafe { SystemAllocator.dealloc(at, layout) };
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
+use crate::{ANONYMOUS, RW, counting, monitors::*, observed};
 
 pub(crate) fn mon_03_each_function_tells_before_and_after() {
     let monitor = MemHooks::start().unwrap();
@@ -170,7 +140,8 @@ pub(crate) fn mon_03_hooks_allocate_nothing_and_take_no_lock() {
         .iter()
         .map(|recorder| monitor.subscribe(range(block, page), Arc::<Recorder>::clone(recorder)).unwrap())
         .collect();
-    let before = ALLOCATIONS.with(Cell::get);
+    let before = counting::calls();
+    assert!(before.0 > 0 && before.1 > 0, "allocations are counted");
     for _ in 0..1000 {
         let at = map(4 * page);
         // SAFETY: this function's own pages.
@@ -183,7 +154,7 @@ pub(crate) fn mon_03_hooks_allocate_nothing_and_take_no_lock() {
         }
         unmap(at, 2 * page);
     }
-    assert_eq!(ALLOCATIONS.with(Cell::get), before);
+    assert_eq!(counting::calls(), before);
     for recorder in &recorders {
         assert!(recorder.count() >= 8000, "{}", recorder.count());
     }
@@ -195,18 +166,7 @@ pub(crate) fn mon_03_hooks_allocate_nothing_and_take_no_lock() {
 
 pub(crate) fn mon_05_unmaps_of_uncached_memory_cost_bounded_memory() {
     let monitor = MemHooks::start().unwrap();
-    let page = page();
-    let kept = map(page);
-    let recorder = Recorder::new();
-    let subscription = monitor.subscribe(range(kept, page), Arc::<Recorder>::clone(&recorder)).unwrap();
-    let round = || (0..40_000).for_each(|_| unmap(map(page), page));
-    round();
-    let before = resident();
-    round();
-    let grown = resident().saturating_sub(before);
-    assert!(recorder.count() >= 160_000);
-    assert!(grown < 512 << 10, "grown by {grown} bytes");
-    monitor.unsubscribe(subscription);
+    assert!(told_of_uncached_unmaps(&*monitor) >= 160_000);
 }
 
 /// rustix, which the iface uses otherwise, makes raw system calls.

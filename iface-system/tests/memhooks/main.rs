@@ -4,6 +4,8 @@
 #![allow(missing_docs)]
 
 mod calls;
+#[path = "../../../tests/counting/mod.rs"]
+mod counting;
 mod forks;
 #[path = "../monitors/mod.rs"]
 mod monitors;

@@ -14,7 +14,7 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange,
-    monitor::{Cause, Change, Invalidator},
+    monitor::{Cause, Change, Invalidator, Monitor},
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 
@@ -270,6 +270,23 @@ impl Drop for Blocker {
         // SAFETY: closes this value's own fd.
         unsafe { libc::close(self.0) };
     }
+}
+
+/// What a subscriber to one page is told while 80,000 others are mapped and unmapped, the second half of which must not
+/// grow the process.
+pub fn told_of_uncached_unmaps(monitor: &dyn Monitor) -> usize {
+    let page = page();
+    let kept = map(page);
+    let recorder = Recorder::new();
+    let subscription = monitor.subscribe(range(kept, page), Arc::<Recorder>::clone(&recorder)).unwrap();
+    let round = || (0..40_000).for_each(|_| unmap(map(page), page));
+    round();
+    let before = resident();
+    round();
+    let grown = resident().saturating_sub(before);
+    assert!(grown < 512 << 10, "grown by {grown} bytes");
+    monitor.unsubscribe(subscription);
+    recorder.count()
 }
 
 /// Bytes of anonymous memory that are resident: code that is paged in meanwhile is nothing that a monitor took.
