@@ -1,8 +1,11 @@
 //! What one monitor has of the hooks of a kind: the patches for as long as it lives, and subscriptions of its own.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering},
+use std::{
+    array,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
 };
 
 use hmem_core::{
@@ -10,7 +13,9 @@ use hmem_core::{
     monitor::{Invalidator, Subscription},
 };
 
-use crate::{HasTable, MonitorName, Patches, Place, SLOTS, Subscribers, process::Process};
+use parking_lot::Mutex;
+
+use crate::{HasTable, MonitorName, Patches, Place, SLOTS, Subscribers, process::Process, table::identity};
 
 /// Functions that are hooked, for one monitor.
 ///
@@ -91,7 +96,8 @@ use crate::{HasTable, MonitorName, Patches, Place, SLOTS, Subscribers, process::
 ///
 /// let hooks = Hooks::start(&PLACE, NAME, plan)?;
 /// assert_eq!(hooks.functions().collect::<Vec<_>>(), ["getppid"]);
-/// let subscription = hooks.subscribe(told.clone())?;
+/// let invalidator: Arc<dyn Invalidator> = told.clone();
+/// let subscription = hooks.subscribe(&invalidator)?;
 /// assert_eq!((call(), call()), (1, 2));
 /// hooks.unsubscribe(subscription);
 /// assert_eq!(call(), 2);
@@ -104,9 +110,32 @@ pub struct Hooks<T: HasTable + 'static> {
     monitor: MonitorName,
     process: &'static Process<T>,
     patches: &'static Patches,
-    next: AtomicU64,
-    /// How many, by slot.
-    subscriptions: [AtomicU64; SLOTS],
+    mine: [Mine; SLOTS],
+    /// Held while one of them begins or ends.
+    turning: Mutex<()>,
+}
+
+/// The subscriptions that one monitor has in a slot. They hold one of the process's.
+#[derive(Debug, Default)]
+struct Mine {
+    count: AtomicU64,
+    /// Of whom, by [`identity`]; says so as long as there are any.
+    invalidator: AtomicUsize,
+}
+
+impl Mine {
+    /// One more, if there are any.
+    fn join(&self) -> bool {
+        // Acquire: the invalidator that is read next is the one that they are of.
+        let one_more = |count| if count == 0 { None } else { Some(count + 1) };
+        self.count.fetch_update(Ordering::Acquire, Ordering::Relaxed, one_more).is_ok()
+    }
+
+    /// One less, if it is not the last.
+    fn part(&self) -> bool {
+        let one_less = |count| if count > 1 { Some(count - 1) } else { None };
+        self.count.fetch_update(Ordering::Release, Ordering::Relaxed, one_less).is_ok()
+    }
 }
 
 impl<T: HasTable> Hooks<T> {
@@ -124,8 +153,13 @@ impl<T: HasTable> Hooks<T> {
     ) -> Result<Self> {
         let process = place.get(monitor)?;
         let patches = process.install(place, plan)?;
-        let subscriptions = [const { AtomicU64::new(0) }; SLOTS];
-        Ok(Self { monitor, process, patches, next: AtomicU64::new(0), subscriptions })
+        Ok(Self {
+            monitor,
+            process,
+            patches,
+            mine: array::from_fn(|_| Mine::default()),
+            turning: Mutex::new(()),
+        })
     }
 
     /// Whether this process made it, and not one that it was forked from.
@@ -163,27 +197,60 @@ impl<T: HasTable> Hooks<T> {
     }
 
     /// Has `invalidator` told until unsubscribed. When it returns, every change under way is one that it is told of.
+    /// Subscriptions of one invalidator are alike.
     ///
     /// # Errors
     /// Busy, naming the function whose patch was overwritten; OutOfResources with more than [`SLOTS`] invalidators;
     /// Unsupported in a forked child.
-    pub fn subscribe(&self, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
+    pub fn subscribe(&self, invalidator: &Arc<dyn Invalidator>) -> Result<Subscription> {
         // First: in a child no lock may be taken, since another thread may have held it in the parent.
         self.in_place("subscribe")?;
+        if let Some(subscription) = self.subscribe_again(invalidator) {
+            return Ok(subscription);
+        }
+        let _one_at_a_time = self.turning.lock();
+        if let Some(subscription) = self.subscribe_again(invalidator) {
+            return Ok(subscription);
+        }
         let slot = self.subscribers().add(invalidator)?;
-        self.subscriptions[usize::from(slot)].fetch_add(1, Ordering::Relaxed);
-        let number = self.next.fetch_add(1, Ordering::Relaxed) + 1;
-        Ok(Subscription(number * SLOTS as u64 + u64::from(slot)))
+        let mine = &self.mine[usize::from(slot)];
+        mine.invalidator.store(identity(invalidator), Ordering::Relaxed);
+        mine.count.store(1, Ordering::Release);
+        Ok(Subscription(slot.into()))
+    }
+
+    /// The same of one that has subscriptions of this monitor: without a lock.
+    fn subscribe_again(&self, invalidator: &Arc<dyn Invalidator>) -> Option<Subscription> {
+        let wanted = identity(invalidator);
+        // Two that live at the same time are not at the same address, and the caller's lives.
+        let is_it = |slot: &usize| self.mine[*slot].invalidator.load(Ordering::Relaxed) == wanted;
+        let slot = self.subscribers().table().taken().find(is_it)?;
+        if !self.mine[slot].join() {
+            return None;
+        }
+        let subscription = Subscription(slot as u64);
+        if is_it(&slot) {
+            return Some(subscription);
+        }
+        // The slot has become another's meanwhile.
+        self.unsubscribe(subscription);
+        None
     }
 
     /// Stops telling. Once for each subscription: by a second call, another may have its place. In a forked child nothing is
     /// done.
     pub fn unsubscribe(&self, subscription: Subscription) {
-        let slot = (subscription.0 % SLOTS as u64) as u8;
-        let count = &self.subscriptions[usize::from(slot)];
+        if !self.is_ours() {
+            return;
+        }
+        let Some(mine) = self.mine.get(subscription.0 as usize) else { return };
+        if mine.part() {
+            return;
+        }
+        let _one_at_a_time = self.turning.lock();
         let one_less = |count: u64| count.checked_sub(1);
-        if self.is_ours() && count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less).is_ok() {
-            self.subscribers().remove(slot);
+        if mine.count.fetch_update(Ordering::AcqRel, Ordering::Relaxed, one_less) == Ok(1) {
+            self.subscribers().remove(subscription.0 as u8);
         }
     }
 }
@@ -193,8 +260,8 @@ impl<T: HasTable> Drop for Hooks<T> {
         if !self.is_ours() {
             return;
         }
-        for (slot, count) in self.subscriptions.iter_mut().enumerate() {
-            for _ in 0..*count.get_mut() {
+        for (slot, mine) in self.mine.iter_mut().enumerate() {
+            if *mine.count.get_mut() > 0 {
                 self.process.subscribers().remove(slot as u8);
             }
         }

@@ -117,16 +117,19 @@ impl Table {
     }
 
     /// A number that differs whenever a pass began in between; `None` while one is under way.
+    #[inline]
     pub fn quiet_stamp(&self) -> Option<u64> {
-        let mut stamp = 0_u64;
-        for counter in self.passes.iter().flatten().flat_map(Line::counters) {
-            let passes = counter.load(SeqCst);
-            if passes & UNDER_WAY != 0 {
-                return None;
-            }
-            stamp = stamp.wrapping_add(passes >> 32);
-        }
-        Some(stamp)
+        let counters = self.passes.iter().flatten().flat_map(Line::counters);
+        // The sum of the lower halves stays below what would carry: there are not so many threads.
+        let sum = counters.fold(0_u64, |sum, counter| sum.wrapping_add(counter.load(SeqCst)));
+        (sum & UNDER_WAY == 0).then_some(sum >> 32)
+    }
+
+    /// The slots that are taken.
+    #[inline]
+    pub(crate) fn taken(&self) -> impl Iterator<Item = usize> {
+        let taken = self.taken.load(SeqCst);
+        (0..SLOTS).filter(move |slot| taken >> slot & 1 != 0)
     }
 
     /// Waits until every pass is over that began before. The caller is the only writer.
@@ -209,7 +212,8 @@ impl<T: Wipeable> std::fmt::Debug for Subscribers<T> {
     }
 }
 
-fn identity(invalidator: &Arc<dyn Invalidator>) -> usize {
+/// Tells invalidators that live apart.
+pub(crate) fn identity(invalidator: &Arc<dyn Invalidator>) -> usize {
     Arc::as_ptr(invalidator).cast::<()>().addr()
 }
 
@@ -240,12 +244,12 @@ impl<T: HasTable> Subscribers<T> {
     ///
     /// # Errors
     /// OutOfResources when [`SLOTS`] invalidators are subscribed; Unsupported in a forked child.
-    pub fn add(&self, invalidator: Arc<dyn Invalidator>) -> Result<u8> {
+    pub fn add(&self, invalidator: &Arc<dyn Invalidator>) -> Result<u8> {
         if !self.shared.is_ours() {
             return Err(self.monitor.forked("subscribe"));
         }
         let mut book = self.book.lock();
-        let key = identity(&invalidator);
+        let key = identity(invalidator);
         if let Some(&slot) = book.by_invalidator.get(&key) {
             book.subscriptions[usize::from(slot)] += 1;
             return Ok(slot);
@@ -259,7 +263,7 @@ impl<T: HasTable> Subscribers<T> {
                 .context("invalidators", SLOTS)
                 .remedy("share one cache between domains, or close those that are not used"));
         }
-        table.slots[slot].store(Box::into_raw(Box::new(invalidator)), SeqCst);
+        table.slots[slot].store(Box::into_raw(Box::new(Arc::clone(invalidator))), SeqCst);
         table.taken.fetch_or(1 << slot, SeqCst);
         table.wait_for_passes();
         book.by_invalidator.insert(key, slot as u8);

@@ -17,33 +17,46 @@ pub(super) struct Effort {
 
 impl Effort {
     /// For figures that are written down.
-    pub(super) const FULL: Self = Self { round: Duration::from_millis(20), rounds: 31 };
+    pub(super) const FULL: Self = Self { round: Duration::from_millis(5), rounds: 121 };
     /// To see that it runs.
     pub(super) const QUICK: Self = Self { round: Duration::from_millis(1), rounds: 3 };
+
+    /// The same time in shorter rounds, of which an interruption meets few: for sides that are nearly alike.
+    pub(super) fn fine(self) -> Self {
+        const PARTS: u32 = 25;
+        Self { round: self.round / PARTS, rounds: self.rounds * PARTS as usize }
+    }
 }
 
-/// What is measured: operations from `start` on, `count` of them.
-pub(super) type Side<'a> = &'a (dyn Fn(u64, u64) + Sync);
+/// What is measured.
+#[derive(Clone, Copy)]
+pub(super) struct Side<'a> {
+    /// Threads that do it at once.
+    pub(super) threads: usize,
+    /// Does operations from a number on, so many of them.
+    pub(super) run: &'a (dyn Fn(u64, u64) + Sync),
+}
 
 /// Nanoseconds an operation of each side, in the same order: medians over rounds that alternate.
-pub(super) fn in_turns(effort: Effort, threads: usize, sides: &[Side<'_>]) -> Vec<f64> {
-    let counts: Vec<u64> = sides.iter().map(|side| calibrate(effort, threads, *side)).collect();
+pub(super) fn in_turns(effort: Effort, sides: &[Side<'_>]) -> Vec<f64> {
+    let mut next = vec![0; sides.len()];
+    let counts: Vec<u64> =
+        sides.iter().zip(&mut next).map(|(side, next)| calibrate(effort, *side, next)).collect();
     let mut seen = vec![Vec::with_capacity(effort.rounds); sides.len()];
-    for round in 0..effort.rounds {
+    for _ in 0..effort.rounds {
         for (index, side) in sides.iter().enumerate() {
-            let count = counts[index];
-            let elapsed = time(threads, *side, round as u64 * count, count);
-            seen[index].push(elapsed.as_nanos() as f64 / count as f64);
+            let elapsed = time(*side, &mut next[index], counts[index]);
+            seen[index].push(elapsed.as_nanos() as f64 / counts[index] as f64);
         }
     }
     seen.into_iter().map(median).collect()
 }
 
 /// How many operations fill a round.
-fn calibrate(effort: Effort, threads: usize, side: Side<'_>) -> u64 {
+fn calibrate(effort: Effort, side: Side<'_>, next: &mut u64) -> u64 {
     let mut count = 64;
     loop {
-        let elapsed = time(threads, side, 0, count);
+        let elapsed = time(side, next, count);
         if elapsed >= effort.round / 2 {
             let fitting = count as f64 * effort.round.as_secs_f64() / elapsed.as_secs_f64();
             return (fitting as u64).max(1);
@@ -52,11 +65,13 @@ fn calibrate(effort: Effort, threads: usize, side: Side<'_>) -> u64 {
     }
 }
 
-/// The time of the slowest thread, each of which does `count` operations.
-fn time(threads: usize, side: Side<'_>, start: u64, count: u64) -> Duration {
+/// The time of the slowest thread, each of which does `count` operations, from `next` on.
+fn time(Side { threads, run }: Side<'_>, next: &mut u64, count: u64) -> Duration {
+    let start = *next;
+    *next += count;
     if threads == 1 {
         let began = Instant::now();
-        side(start, count);
+        run(start, count);
         return began.elapsed();
     }
     let barrier = Barrier::new(threads);
@@ -69,7 +84,7 @@ fn time(threads: usize, side: Side<'_>, start: u64, count: u64) -> Duration {
                     let start = start.wrapping_add(thread << 32);
                     barrier.wait();
                     let began = Instant::now();
-                    side(start, count);
+                    run(start, count);
                     began.elapsed()
                 })
             })

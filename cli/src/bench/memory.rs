@@ -41,7 +41,7 @@ const LAYOUTS: [Layout; 5] = [
 ];
 
 /// Bytes of memory that the process has of its own: code that is paged in meanwhile is none of a cache's.
-fn resident() -> Result<u64> {
+pub(super) fn resident() -> Result<u64> {
     let path = "/proc/self/smaps_rollup";
     let unreadable = |why: &dyn std::fmt::Display| {
         Error::new(ErrorKind::Unavailable, "bench cache").context("file", path).context("why", why)

@@ -7,11 +7,13 @@ mod noop;
 mod report;
 #[allow(unsafe_code, reason = "calls UCX's exported functions")]
 mod ucx;
+#[allow(unsafe_code, reason = "maps and unmaps as applications do")]
+mod unmaps;
 
 use hmem::Result;
 
 pub use self::report::{MemoryRow, Report, Row, text};
-use self::{cache::Bench, measure::Effort, ucx::Ucx};
+use self::{cache::Bench, measure::Effort};
 use crate::args::BenchCacheArgs;
 
 /// Measures the registration cache.
@@ -19,11 +21,7 @@ use crate::args::BenchCacheArgs;
 /// # Errors
 /// Out of memory or threads; a monitor that cannot start.
 pub fn cache(args: &BenchCacheArgs, next: impl FnMut(usize, usize, &str)) -> Result<Report> {
-    let mut bench = Bench {
-        effort: if args.quick { Effort::QUICK } else { Effort::FULL },
-        ucx: Ucx::load(),
-        report: Report::default(),
-    };
+    let mut bench = Bench::new(if args.quick { Effort::QUICK } else { Effort::FULL })?;
     bench.run(next)?;
     Ok(bench.report)
 }

@@ -1,6 +1,4 @@
-//! A registration that does nothing, so that what is measured is the cache.
-//!
-//! No monitor watches it: a hit looks at the same state word and the same gate with one or without.
+//! A registration that does nothing, so that what is measured is the cache, and the memory hooks that watch for it.
 
 use std::{
     sync::{
@@ -12,42 +10,118 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AddressRange, Rejected, Result,
+    Access, Address, AddressRange, Error, ErrorKind, Rejected, Result,
     cache::{Cache, Key, Limits, Source},
-    monitor::Invalidator,
+    monitor::{Invalidator, Monitor, Subscription},
+    system::monitor::MemHooks,
 };
 
-/// Where the regions lie: no memory is there, and none is touched.
-pub(super) const BASE: u64 = 0x2000_0000_0000;
-/// Bytes of each.
+/// Bytes of each region.
 pub(super) const LEN: u64 = 4096;
-/// The registration of the region here takes [`SLOW`].
-pub(super) const SLOW_BASE: u64 = 0x2100_0000_0000;
-/// How long that is.
+/// How long the slow registration takes.
 pub(super) const SLOW: Duration = Duration::from_secs(1);
 
-/// Registers nothing.
+/// Where the regions lie, one after the other: memory that is mapped, and that nobody touches.
+pub(super) struct Ground {
+    _memory: Vec<u8>,
+    base: u64,
+    regions: u64,
+    /// What watches it; why nothing does.
+    pub(super) monitor: Result<Arc<MemHooks>>,
+}
+
+impl Ground {
+    /// Memory for so many regions and a slow one, and a monitor.
+    ///
+    /// # Errors
+    /// OutOfResources without memory.
+    pub(super) fn new(regions: u64) -> Result<Self> {
+        let mut memory = Vec::<u8>::new();
+        let len = (regions + 2) * LEN;
+        memory.try_reserve_exact(len as usize).map_err(|why| {
+            Error::new(ErrorKind::OutOfResources, "bench cache").context("bytes", len).context("why", why)
+        })?;
+        let base = (memory.as_ptr().addr() as u64).next_multiple_of(LEN);
+        Ok(Self { _memory: memory, base, regions, monitor: MemHooks::start() })
+    }
+
+    /// Where region `number` begins.
+    #[inline]
+    pub(super) fn address(&self, number: u64) -> u64 {
+        self.base + number * LEN
+    }
+
+    /// The key of region `number`.
+    #[inline]
+    pub(super) fn key(&self, number: u64) -> Key {
+        let range = AddressRange::new(Address(self.address(number)), LEN).expect("mapped memory");
+        Key::new(range, Access::SEND | Access::RECV).expect("not empty, and defined rights")
+    }
+
+    /// The key whose registration is slow.
+    pub(super) fn slow_key(&self) -> Key {
+        self.key(self.regions)
+    }
+
+    /// A cache for `max_count` regions that holds the first `filled`.
+    ///
+    /// # Errors
+    /// As [`Cache::new`].
+    pub(super) fn cache(&self, max_count: u64, filled: u64) -> Result<Cache<Noop>> {
+        let monitor = self.monitor.as_ref().ok().map(|monitor| Arc::clone(monitor) as Arc<dyn Monitor>);
+        self.cache_watched_by(monitor, max_count, filled)
+    }
+
+    /// The same with another monitor.
+    ///
+    /// # Errors
+    /// As [`Cache::new`].
+    pub(super) fn cache_watched_by(
+        &self,
+        monitor: Option<Arc<dyn Monitor>>,
+        max_count: u64,
+        filled: u64,
+    ) -> Result<Cache<Noop>> {
+        let limits = Limits { max_count: max_count as usize, ..Limits::default() };
+        let slow_at = self.address(self.regions);
+        let cache = Cache::new(Noop { monitor, slow_at, ..Noop::default() }, limits)?;
+        for number in 0..filled {
+            cache.get(&self.key(number))?;
+        }
+        Ok(cache)
+    }
+}
+
+/// Registers nothing, and has the monitor watch.
 #[derive(Debug, Default)]
 pub(super) struct Noop {
+    monitor: Option<Arc<dyn Monitor>>,
+    /// The registration of the region here takes [`SLOW`].
+    slow_at: u64,
     /// A slow registration is running.
     pub(super) slow: Arc<AtomicBool>,
 }
 
 impl Source for Noop {
     type Region = u64;
-    type Watch = ();
+    type Watch = Option<Subscription>;
 
-    fn watch(&self, _: &Key, _: &Arc<dyn Invalidator>) -> Result<()> {
-        Ok(())
+    fn watch(&self, key: &Key, invalidator: &Arc<dyn Invalidator>) -> Result<Self::Watch> {
+        let Some(monitor) = &self.monitor else { return Ok(None) };
+        monitor.subscribe(key.range(), Arc::clone(invalidator)).map(Some)
     }
 
-    fn unwatch(&self, (): ()) {}
+    fn unwatch(&self, watch: Self::Watch) {
+        if let (Some(monitor), Some(subscription)) = (&self.monitor, watch) {
+            monitor.unsubscribe(subscription);
+        }
+    }
 
-    fn checked(&self, (): &()) -> bool {
+    fn checked(&self, _: &Self::Watch) -> bool {
         false
     }
 
-    fn valid(&self, (): &()) -> Result<bool> {
+    fn valid(&self, _: &Self::Watch) -> Result<bool> {
         Ok(true)
     }
 
@@ -57,7 +131,7 @@ impl Source for Noop {
 
     fn register(&self, key: &Key) -> Result<u64> {
         let start = key.range().start().0;
-        if start == SLOW_BASE {
+        if start == self.slow_at {
             self.slow.store(true, Ordering::Release);
             thread::sleep(SLOW);
             self.slow.store(false, Ordering::Release);
@@ -68,34 +142,4 @@ impl Source for Noop {
     fn deregister(&self, _: u64) -> Result<(), Rejected<u64>> {
         Ok(())
     }
-}
-
-/// The key of region `number`.
-#[inline]
-pub(super) fn key(number: u64) -> Key {
-    key_at(BASE + number * LEN)
-}
-
-#[inline]
-fn key_at(address: u64) -> Key {
-    let range = AddressRange::new(Address(address), LEN).expect("far from the end of the address space");
-    Key::new(range, Access::SEND | Access::RECV).expect("not empty, and defined rights")
-}
-
-/// The key whose registration is slow.
-pub(super) fn slow_key() -> Key {
-    key_at(SLOW_BASE)
-}
-
-/// A cache for `max_count` regions that holds the first `filled`.
-///
-/// # Errors
-/// As [`Cache::new`].
-pub(super) fn cache(max_count: u64, filled: u64) -> Result<Cache<Noop>> {
-    let limits = Limits { max_count: max_count as usize, ..Limits::default() };
-    let cache = Cache::new(Noop::default(), limits)?;
-    for number in 0..filled {
-        cache.get(&key(number))?;
-    }
-    Ok(cache)
 }

@@ -22,10 +22,14 @@ struct Ends<'c, S: Source> {
     shared: &'c Shared<S>,
     index: u32,
     slot: &'c Slot,
+    watch: Option<S::Watch>,
 }
 
 impl<S: Source> Drop for Ends<'_, S> {
     fn drop(&mut self) {
+        if let Some(watch) = self.watch.take() {
+            self.shared.source.unwatch(watch);
+        }
         let panicked =
             || Error::new(ErrorKind::BadState, "cached registration").context("source", "panicked");
         self.shared.fail(self.index, self.slot, Some(panicked()));
@@ -154,16 +158,18 @@ impl<S: Source> Shared<S> {
                 return self.alone(key, why);
             }
         };
-        let ends = Ends { shared: self, index, slot };
-        self.deregister(&mut retired, &mut telling);
+        let mut ends = Ends { shared: self, index, slot, watch: None };
+        let kept = self.deregister_for_another(&mut retired, &mut telling);
         let entry = self.entries.at(index);
         let key = &if self.limits.merge { entry.key() } else { *key };
         // Whoever changes memory from here on finds the entry; who began before is found here.
         if let Some(cause) = self.changes.touching(key.start, key.last) {
             self.kill(index, cause);
         }
-        let watch = match self.source.watch(key, invalidator) {
-            Ok(watch) => watch,
+        let watch = self.source.watch(key, invalidator);
+        drop(kept);
+        let watch = match watch {
+            Ok(watch) => ends.watch.insert(watch),
             Err(why) => {
                 std::mem::forget(ends);
                 self.fail(index, slot, None);
@@ -172,8 +178,10 @@ impl<S: Source> Shared<S> {
                 return region.map(|region| Lease::alone(self, region, Uncached::Unwatched(why)));
             }
         };
-        let checked = if self.source.checked(&watch) { state::CHECKED } else { 0 };
-        let region = match self.ask(key, &mut telling) {
+        let checked = if self.source.checked(watch) { state::CHECKED } else { 0 };
+        let region = self.ask(key, &mut telling);
+        let watch = ends.watch.take().expect("set above");
+        let region = match region {
             Ok(region) => region,
             Err(error) => {
                 self.source.unwatch(watch);

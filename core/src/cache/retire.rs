@@ -55,6 +55,22 @@ impl<S: Source> Drop for EndsFlights<'_, S> {
     }
 }
 
+/// A watch of what is registered no more. A monitor that tells each cache once begins and ends that with a cache's first
+/// subscription and its last, at a price: so the last is not ended right before another begins.
+pub(super) struct Kept<'a, S: Source> {
+    shared: &'a Shared<S>,
+    watch: Option<S::Watch>,
+}
+
+impl<S: Source> Drop for Kept<'_, S> {
+    #[inline]
+    fn drop(&mut self) {
+        if let Some(watch) = self.watch.take() {
+            self.shared.source.unwatch(watch);
+        }
+    }
+}
+
 #[cold]
 fn take_told<S: Source>(structure: &mut Structure<S>, index: u32) -> Option<Box<[Arc<Told>]>> {
     structure.told.remove(&index).map(Vec::into_boxed_slice)
@@ -286,23 +302,51 @@ impl<S: Source> Shared<S> {
     #[inline]
     pub(super) fn deregister(&self, retired: &mut Retirees<S>, telling: &mut Telling) {
         if !retired.is_empty() {
-            self.deregister_each(retired, telling);
+            self.deregister_each(retired, telling, None);
         }
     }
 
+    /// The same, but one of them is watched as long as the caller keeps what is returned.
+    #[inline]
+    pub(super) fn deregister_for_another(
+        &self,
+        retired: &mut Retirees<S>,
+        telling: &mut Telling,
+    ) -> Kept<'_, S> {
+        let mut kept = Kept { shared: self, watch: None };
+        if !retired.is_empty() {
+            self.deregister_each(retired, telling, Some(&mut kept));
+        }
+        kept
+    }
+
     #[inline(never)]
-    fn deregister_each(&self, retired: &mut Retirees<S>, telling: &mut Telling) {
+    fn deregister_each(
+        &self,
+        retired: &mut Retirees<S>,
+        telling: &mut Telling,
+        mut kept: Option<&mut Kept<'_, S>>,
+    ) {
         let many = retired.len();
         let mut ends = EndsFlights { shared: self, many, retired, refused: Vec::new(), telling };
-        while let Some(mut one) = ends.retired.pop() {
-            match one.region.take().map(|region| self.source.deregister(region)) {
+        while let Some(next) = ends.retired.last_mut() {
+            // It stays in the list meanwhile: its watch is not to be lost if the source panics.
+            let ended = next.region.take().map(|region| self.source.deregister(region));
+            let Some(mut one) = ends.retired.pop() else { break };
+            match ended {
                 Some(Err(Rejected { value, error })) => {
                     tracing::error!(%error, "a cached region could not be deregistered; it is tried again");
                     one.region = Some(value);
                     ends.refused.push(one);
                 }
                 Some(Ok(())) | None => {
-                    if let Some(watch) = one.watch.take() {
+                    let mut watch = one.watch.take();
+                    if watch.is_some()
+                        && let Some(kept) = &mut kept
+                    {
+                        std::mem::swap(&mut watch, &mut kept.watch);
+                    }
+                    if let Some(watch) = watch {
                         self.source.unwatch(watch);
                     }
                     if let Some(waiting) = one.told.take() {

@@ -1,8 +1,11 @@
 //! How much is held, and what gives way.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use hmem_core::cache::{Limits, Uncached};
+use hmem_core::{
+    ErrorKind,
+    cache::{Limits, Uncached},
+};
 use proptest::prelude::*;
 
 use crate::support::*;
@@ -65,6 +68,31 @@ fn cache_03_entries_in_use_are_never_evicted_and_a_full_cache_gives_uncached_reg
     drop(leases);
     assert!(cache.get(&key(8 * PAGE, PAGE)).unwrap().uncached().is_none());
     assert_eq!(books.live(), 8);
+}
+
+/// The first watch of a cache, and its last, have a price with some monitors.
+#[test]
+fn cache_03_an_eviction_of_all_there_is_deregisters_first_and_unwatches_last() {
+    let (cache, books) = cache(limits(1));
+    books.room.store(1, Ordering::SeqCst);
+    for number in 0..100 {
+        let lease = cache.get(&key(number << 12, 4096)).unwrap();
+        assert!(lease.uncached().is_none());
+        drop(lease);
+        let counted = |count: &AtomicUsize| count.load(Ordering::SeqCst) as u64;
+        assert_eq!((counted(&books.watches), counted(&books.unwatches)), (number + 1, number));
+    }
+    assert_eq!(books.unwatched.load(Ordering::SeqCst), 0);
+    // Where the next one cannot be watched, nor registered, too.
+    books.unwatchable.store(true, Ordering::SeqCst);
+    drop(cache.get(&key(1 << 30, 4096)).unwrap());
+    assert_eq!(books.unwatched.load(Ordering::SeqCst), 1);
+    books.unwatchable.store(false, Ordering::SeqCst);
+    drop(cache.get(&key(0, 4096)).unwrap());
+    books.fail_next(ErrorKind::BadAddress);
+    cache.get(&key(4096, 4096)).unwrap_err();
+    assert_eq!(books.unwatched.load(Ordering::SeqCst), 2);
+    assert_empty(&books);
 }
 
 #[test]

@@ -30,6 +30,8 @@ pub(crate) struct Books {
     pub(crate) deregistrations: AtomicUsize,
     pub(crate) watches: AtomicUsize,
     pub(crate) unwatches: AtomicUsize,
+    /// How often nothing was watched any more.
+    pub(crate) unwatched: AtomicUsize,
     /// Registrations to fail, and as what.
     failing: Mutex<Vec<ErrorKind>>,
     /// Deregistrations to refuse.
@@ -115,7 +117,9 @@ impl Source for Ledger {
     }
 
     fn unwatch(&self, _: Key) {
-        self.0.unwatches.fetch_add(1, Ordering::SeqCst);
+        if self.0.unwatches.fetch_add(1, Ordering::SeqCst) + 1 == self.0.watches.load(Ordering::SeqCst) {
+            self.0.unwatched.fetch_add(1, Ordering::SeqCst);
+        }
     }
 
     fn checked(&self, _: &Key) -> bool {

@@ -100,6 +100,7 @@ fn cache_07_a_source_that_panics_as_it_deregisters_leaves_the_rest_to_others() {
     cache.flush();
     cache.try_empty().unwrap();
     assert_eq!(books.deregistrations.load(Ordering::SeqCst), 2);
+    assert_eq!((books.watches.load(Ordering::SeqCst), books.unwatches.load(Ordering::SeqCst)), (3, 3));
 }
 
 #[test]
@@ -137,6 +138,7 @@ fn cache_07_a_source_that_panics_leaves_nothing_and_nobody_waiting() {
     assert!(panicked.is_err());
     cache.flush();
     assert_eq!(cache.statistics().entries, 0);
+    assert_empty(&books);
     assert!(cache.get(&key(0, PAGE)).is_ok());
 }
 

@@ -106,7 +106,7 @@ impl FreeHooks {
     /// Busy, naming the function whose patch was overwritten; OutOfResources with too many invalidators; Unsupported in
     /// a forked child.
     pub fn subscribe(&self, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
-        self.hooks.subscribe(invalidator)
+        self.hooks.subscribe(&invalidator)
     }
 
     /// Stops telling.

@@ -124,7 +124,7 @@ impl Monitor for Import {
         if !self.subscribers.shared().is_ours() {
             return Err(NAME.forked("subscribe"));
         }
-        let slot = self.subscribers.add(invalidator)?;
+        let slot = self.subscribers.add(&invalidator)?;
         if let Err(error) = self.watcher.subscribe(range) {
             self.subscribers.remove(slot);
             return Err(error);

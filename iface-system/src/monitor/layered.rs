@@ -25,8 +25,9 @@ use super::{MemHooks, UserFaultFd};
 pub struct Layered {
     hooks: Arc<MemHooks>,
     net: Arc<UserFaultFd>,
-    /// The net's subscription, by that of the hooks.
-    caught: Mutex<HashMap<u64, Subscription>>,
+    /// The subscriptions of the hooks and, where it holds the range, the net.
+    subscriptions: Mutex<HashMap<u64, (Subscription, Option<Subscription>)>>,
+    next: AtomicU64,
     without_net: AtomicU64,
     why_without: Mutex<Option<Error>>,
 }
@@ -38,7 +39,8 @@ impl Layered {
         Arc::new(Self {
             hooks,
             net,
-            caught: Mutex::default(),
+            subscriptions: Mutex::default(),
+            next: AtomicU64::new(0),
             without_net: AtomicU64::new(0),
             why_without: Mutex::default(),
         })
@@ -83,30 +85,31 @@ impl Monitor for Layered {
     }
 
     fn subscribe(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
-        let subscription = self.hooks.subscribe(range, Arc::clone(&invalidator))?;
-        match self.net.watch(range, invalidator, None) {
-            Ok(caught) => {
-                self.caught.lock().insert(subscription.0, caught);
-            }
+        let hooked = self.hooks.subscribe(range, Arc::clone(&invalidator))?;
+        let caught = match self.net.watch(range, invalidator, None) {
+            Ok(caught) => Some(caught),
             Err(error) => {
                 if self.without_net.fetch_add(1, Ordering::Relaxed) == 0 {
                     tracing::warn!(%error, "the net under memhooks does not hold a range: raw system calls on it are not seen");
                 }
                 *self.why_without.lock() = Some(error);
+                None
             }
-        }
-        Ok(subscription)
+        };
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        self.subscriptions.lock().insert(number, (hooked, caught));
+        Ok(Subscription(number))
     }
 
     fn unsubscribe(&self, subscription: Subscription) {
         if !self.hooks.is_ours() {
             return;
         }
-        let caught = self.caught.lock().remove(&subscription.0);
+        let Some((hooked, caught)) = self.subscriptions.lock().remove(&subscription.0) else { return };
         if let Some(caught) = caught {
             self.net.unsubscribe(caught);
         }
-        self.hooks.unsubscribe(subscription);
+        self.hooks.unsubscribe(hooked);
     }
 
     fn valid(&self, allocation: &Allocation) -> Result<bool> {

@@ -2,13 +2,15 @@
 //! that does nothing, and its lookup of memory types.
 //!
 //! The library is loaded at run time; a machine without it gets the reason. It is not asked to watch memory (no
-//! `ucm_events`), because its hooks and ours would patch the same functions: what that saves is its own.
+//! `ucm_events`, no hooks unless the environment asks for them), because its hooks and ours would patch the same
+//! functions: what that saves is its own.
 
 mod sys;
 
 use std::{
     ffi::{c_char, c_int, c_void},
     ptr,
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use self::sys::{Functions, ucs_memory_info_t, ucs_rcache_ops_t, ucs_rcache_params_t};
@@ -20,13 +22,17 @@ pub(super) struct Ucx {
     functions: &'static Functions,
 }
 
+/// Counts in the context. UCX holds its lock meanwhile.
 extern "C" fn register(
-    _: *mut c_void,
+    context: *mut c_void,
     _: *mut ucs_rcache_t,
     _: *mut c_void,
     _: *mut ucs_rcache_region_t,
     _: u16,
 ) -> ucs_status_t {
+    // SAFETY: the context is the counter that `UcxCache` owns, and frees after UCX's cache.
+    let registrations = unsafe { &*context.cast::<AtomicU64>() };
+    registrations.store(registrations.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
     sys::UCS_OK
 }
 
@@ -62,6 +68,7 @@ impl Ucx {
     /// # Errors
     /// What UCX said.
     pub(super) fn cache(self, max_regions: usize) -> Result<UcxCache, String> {
+        let registrations = Box::new(AtomicU64::new(0));
         let parameters = ucs_rcache_params_t {
             region_struct_size: size_of::<ucs_rcache_region_t>(),
             alignment: sys::MIN_ALIGNMENT,
@@ -69,8 +76,10 @@ impl Ucx {
             ucm_events: 0,
             ucm_event_priority: 0,
             ops: &OPERATIONS,
-            context: ptr::null_mut(),
-            flags: sys::UCS_RCACHE_FLAG_NO_PFN_CHECK,
+            context: ptr::from_ref(&*registrations).cast_mut().cast(),
+            // With UCS_RCACHE_FLAG_NO_PFN_CHECK, 1.13 never looks at the limits. Page frames are compared only where
+            // UCX_RCACHE_CHECK_PFN asks for it.
+            flags: 0,
             max_regions: max_regions as _,
             max_size: usize::MAX,
             max_unreleased: usize::MAX,
@@ -83,7 +92,7 @@ impl Ucx {
         if status != sys::UCS_OK {
             return Err(format!("ucs_rcache_create: {}", self.functions.status(status)));
         }
-        Ok(UcxCache { functions: self.functions, cache })
+        Ok(UcxCache { functions: self.functions, cache, registrations })
     }
 
     /// The process's table of device memory.
@@ -102,6 +111,7 @@ impl Ucx {
 pub(super) struct UcxCache {
     functions: &'static Functions,
     cache: *mut ucs_rcache_t,
+    registrations: Box<AtomicU64>,
 }
 
 // SAFETY: "This data structure is thread safe" (`ucs/memory/rcache.h`).
@@ -110,6 +120,11 @@ unsafe impl Send for UcxCache {}
 unsafe impl Sync for UcxCache {}
 
 impl UcxCache {
+    /// Registrations so far.
+    pub(super) fn registrations(&self) -> u64 {
+        self.registrations.load(Ordering::Relaxed)
+    }
+
     /// Gets the region of a range for reading and writing, and puts it back.
     #[inline]
     pub(super) fn get_put(&self, address: u64, len: u64) {

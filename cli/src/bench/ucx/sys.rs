@@ -17,6 +17,10 @@ pub(super) const UCP: &str = "libucp.so.0";
 /// The release whose headers this file mirrors.
 pub(super) const RELEASE: (u32, u32) = (1, 13);
 
+/// How UCX hooks the C library, which it does as soon as it is loaded, whatever its caches ask for. Our monitor hooks the
+/// same functions.
+const HOOKS: &str = "UCX_MEM_MMAP_HOOK_MODE";
+
 pub(super) type ucs_status_t = i8;
 pub(super) const UCS_OK: ucs_status_t = 0;
 
@@ -25,7 +29,6 @@ pub(super) const PROT_WRITE: c_int = 2;
 
 /// `UCS_PGT_ADDR_ALIGN`.
 pub(super) const MIN_ALIGNMENT: usize = 16;
-pub(super) const UCS_RCACHE_FLAG_NO_PFN_CHECK: c_int = 1;
 /// `UCS_MEMORY_TYPE_CUDA`.
 pub(super) const UCS_MEMORY_TYPE_CUDA: c_int = 1;
 /// `UCS_SYS_DEVICE_ID_UNKNOWN`.
@@ -146,6 +149,10 @@ impl Functions {
     /// # Errors
     /// Why it cannot be used, in one line.
     pub(super) fn load() -> Result<&'static Self, String> {
+        if std::env::var_os(HOOKS).is_none() {
+            // SAFETY: the command has one thread so far.
+            unsafe { std::env::set_var(HOOKS, "none") };
+        }
         let open = |name: &str| {
             // SAFETY: the initialisers of UCX's libraries read their configuration and ask nothing of the process.
             unsafe { Library::new(name) }.map_err(|error| format!("{name}: {error}"))

@@ -9,6 +9,7 @@
 mod function;
 mod hook;
 mod process;
+mod remembered;
 mod self_test;
 
 use std::sync::Arc;
@@ -17,17 +18,12 @@ use hmem_core::{
     AddressRange, Allocation, IfaceKind, Result,
     monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
 };
-use hmem_hook::{Hooks, MonitorName, Table};
-use parking_lot::Mutex;
+use hmem_hook::{Hooks, MonitorName};
 
-use self::hook::Shared;
-use super::area;
+use self::{hook::Shared, remembered::Remembered};
 
 const NAME: MonitorName =
     MonitorName { name: "memhooks", iface: IfaceKind::SYSTEM, otherwise: "use the userfaultfd monitor" };
-
-/// Areas that are remembered as watchable.
-const REMEMBERED: usize = 16;
 
 /// The monitor that patches the C library.
 ///
@@ -35,44 +31,7 @@ const REMEMBERED: usize = 16;
 #[derive(Debug)]
 pub struct MemHooks {
     hooks: Hooks<Shared>,
-    remembered: Mutex<Remembered>,
-}
-
-/// Areas that were found to be memory and nothing else, as long as no hook has run since.
-///
-/// Asking the kernel costs a microsecond or more, at each registration; a program that registers much and unmaps
-/// little asks once for each area.
-#[derive(Debug, Default)]
-struct Remembered {
-    stamp: u64,
-    areas: Vec<(u64, u64)>,
-    next: usize,
-}
-
-impl Remembered {
-    fn check(&mut self, table: &Table, range: AddressRange) -> Result<()> {
-        let last = range.start().0.saturating_add(range.len().saturating_sub(1));
-        // Taken before looking, and none while a change is under way: what is found then may be gone already.
-        let stamp = table.quiet_stamp();
-        if stamp == Some(self.stamp) {
-            if self.areas.iter().any(|(start, end)| *start <= range.start().0 && last < *end) {
-                return Ok(());
-            }
-        } else {
-            self.areas.clear();
-        }
-        let area = area::check(range, NAME.name)?;
-        if let Some(stamp) = stamp {
-            self.stamp = stamp;
-            if self.areas.len() < REMEMBERED {
-                self.areas.push((area.start, area.end));
-            } else {
-                self.areas[self.next % REMEMBERED] = (area.start, area.end);
-                self.next += 1;
-            }
-        }
-        Ok(())
-    }
+    remembered: Remembered,
 }
 
 impl MemHooks {
@@ -84,7 +43,7 @@ impl MemHooks {
     /// security policy forbids changing code. Busy if a change did not arrive.
     pub fn start() -> Result<Arc<Self>> {
         let hooks = Hooks::start(&process::PLACE, NAME, process::plan)?;
-        let this = Arc::new(Self { hooks, remembered: Mutex::default() });
+        let this = Arc::new(Self { hooks, remembered: Remembered::default() });
         this.check()?;
         Ok(this)
     }
@@ -132,9 +91,9 @@ impl Monitor for MemHooks {
     }
 
     fn subscribe(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
-        let subscription = self.hooks.subscribe(invalidator)?;
+        let subscription = self.hooks.subscribe(&invalidator)?;
         // Only now: a change from here on is told, and what one before has left is seen here.
-        let found = self.remembered.lock().check(self.hooks.subscribers().table(), range);
+        let found = self.remembered.check(self.hooks.subscribers().table(), range);
         if let Err(error) = found {
             self.hooks.unsubscribe(subscription);
             return Err(error);

@@ -97,7 +97,8 @@ fn failed(function: &'static str) -> Error {
 /// Busy, naming the function whose event did not arrive.
 pub(super) fn run(subscribers: &Subscribers<Shared>) -> Result<()> {
     let expecting = Arc::new(Expecting { start: AtomicU64::new(u64::MAX), ..Expecting::default() });
-    let slot = subscribers.add(Arc::<Expecting>::clone(&expecting))?;
+    let invalidator: Arc<dyn Invalidator> = Arc::<Expecting>::clone(&expecting);
+    let slot = subscribers.add(&invalidator)?;
     let result = fire(&Test { expecting: &expecting }).and_then(|()| fire_brk(subscribers));
     subscribers.remove(slot);
     result

@@ -107,7 +107,7 @@ impl UserFaultFd {
         let whole = range.page_aligned(page);
         let pages = whole.start().0..whole.start().0.saturating_add(whole.len());
         // Before the kernel watches: an event that is being read now is told to those who are subscribed now.
-        let slot = self.watched.subscribers.add(invalidator)?;
+        let slot = self.watched.subscribers.add(&invalidator)?;
         let mut book = self.book.lock();
         book.counted.add(pages.clone());
         // Each time, whatever the counts say: the memory may be new since. Watching twice is watching.

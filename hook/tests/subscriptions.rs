@@ -1,0 +1,134 @@
+//! Subscriptions of one monitor that begin and end on several threads at once, over a hooked function of the C library.
+
+use std::{
+    mem::transmute,
+    ptr::with_exposed_provenance,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+    thread,
+};
+
+use hmem_core::{
+    AddressRange, IfaceKind, Result,
+    monitor::{Cause, Change, Invalidator, Subscription},
+};
+use hmem_hook::{Hooks, MonitorName, Patches, Place, Table, Target, clamped};
+
+type GetPpid = unsafe extern "C" fn() -> libc::pid_t;
+
+const NAME: MonitorName = MonitorName { name: "test", iface: IfaceKind::SYSTEM, otherwise: "do without" };
+static PLACE: Place<Table> = Place::new();
+static ORIGINAL: AtomicUsize = AtomicUsize::new(0);
+
+/// Runs in place of `getppid`.
+unsafe extern "C" fn hook() -> libc::pid_t {
+    let pass = PLACE.subscribers().map(|subscribers| subscribers.table().pass());
+    if let Some(pass) = &pass {
+        pass.each(|_, invalidator| invalidator.invalidate(clamped(0, u64::MAX), Cause::Application));
+    }
+    let original = with_exposed_provenance::<()>(ORIGINAL.load(Ordering::Relaxed));
+    // SAFETY: the plan has written the way into the function, which takes and does nothing.
+    unsafe { transmute::<*const (), GetPpid>(original)() }
+}
+
+fn plan() -> Result<Patches> {
+    let address = |function: GetPpid| (function as *const ()).expose_provenance();
+    let getppid = Target {
+        name: "getppid",
+        entry: address(libc::getppid),
+        hook: address(hook),
+        call: Some(libc::SYS_getppid),
+        original: &ORIGINAL,
+    };
+    // SAFETY: the C library stays loaded; the hook is of the function's type and has an `original` to itself.
+    unsafe { Patches::plan(NAME, &[getppid]) }
+}
+
+fn change() {
+    // SAFETY: it takes nothing and cannot fail.
+    unsafe { libc::getppid() };
+}
+
+#[derive(Debug, Default)]
+struct Told(AtomicU64);
+
+impl Told {
+    fn times(&self) -> u64 {
+        self.0.load(Ordering::SeqCst)
+    }
+}
+
+impl Invalidator for Told {
+    fn invalidate(&self, _: AddressRange, _: Cause) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+    fn begin(&self, _: AddressRange, _: Cause) -> Change {
+        Change(0)
+    }
+    fn end(&self, _: Change) {}
+    fn close_gate(&self) {}
+    fn open_gate(&self) {}
+}
+
+/// Whoever is subscribed is told, and whoever is not any more is not, however many others begin and end meanwhile.
+#[test]
+fn whoever_is_subscribed_is_told_and_nobody_else() {
+    const ROUNDS: usize = 10_000;
+    let hooks = Hooks::start(&PLACE, NAME, plan).unwrap();
+    let subscribe = |told: &Arc<Told>| -> Subscription {
+        let invalidator: Arc<dyn Invalidator> = Arc::<Told>::clone(told);
+        hooks.subscribe(&invalidator).unwrap()
+    };
+    let shared = [Arc::new(Told::default()), Arc::new(Told::default())];
+    thread::scope(|scope| {
+        for number in 0..3 {
+            let (hooks, subscribe, shared) = (&hooks, &subscribe, &shared);
+            scope.spawn(move || {
+                for round in 0..ROUNDS {
+                    // Of several threads: the last subscription of one may be followed by another's first.
+                    let ours = &shared[(number + round) % shared.len()];
+                    let (first, second) = (subscribe(ours), subscribe(ours));
+                    hooks.unsubscribe(first);
+                    let before = ours.times();
+                    change();
+                    assert!(ours.times() > before);
+                    hooks.unsubscribe(second);
+                    // Of this round only: memory of others' is used again for it.
+                    let own = Arc::new(Told::default());
+                    let subscription = subscribe(&own);
+                    change();
+                    let told = own.times();
+                    assert!(told > 0);
+                    hooks.unsubscribe(subscription);
+                    let told = own.times().max(told);
+                    change();
+                    assert_eq!(own.times(), told);
+                    assert_eq!(Arc::strong_count(&own), 1, "nobody holds what is told no more");
+                }
+            });
+        }
+    });
+    let before = shared.each_ref().map(|told| told.times());
+    change();
+    assert_eq!(shared.each_ref().map(|told| told.times()), before);
+    assert!(hooks.subscribers().table().pass().is_empty());
+    // One that is left is let go with the hooks, and another monitor of the process is told still.
+    let other = Hooks::start(&PLACE, NAME, plan).unwrap();
+    let [first, second] = &shared;
+    subscribe(first);
+    subscribe(first);
+    let invalidator: Arc<dyn Invalidator> = Arc::<Told>::clone(second);
+    other.subscribe(&invalidator).unwrap();
+    drop(invalidator);
+    let before = first.times();
+    change();
+    assert_eq!(first.times(), before + 1, "two subscriptions of one invalidator are one telling");
+    drop(hooks);
+    let before = [first.times(), second.times()];
+    change();
+    assert_eq!([first.times(), second.times()], [before[0], before[1] + 1]);
+    drop(other);
+    assert_eq!(shared.each_ref().map(Arc::strong_count), [1, 1]);
+}
