@@ -291,6 +291,83 @@ fn no_lease_of_a_thread_that_left_outlives_its_region_under_a_clear() {
 }
 
 #[test]
+fn no_lease_of_a_thread_that_left_outlives_its_region_under_a_miss_that_finds_it_dead() {
+    holds(|| {
+        leaving_against(|cache, mine| {
+            cache.invalidate(range(0));
+            drop(get(cache, mine, 1));
+            work(cache);
+        });
+    });
+}
+
+fn lookup_against_a_miss_that_finds_it_dead() {
+    model(|| {
+        let cache = cache(2);
+        let mine = used_twice(&cache, 0);
+        let reader = in_thread(&cache, |cache| look_up(cache, block(cache), 0));
+        cache.invalidate(range(0));
+        drop(get(&cache, mine, 1));
+        work(&cache);
+        reader.join().unwrap();
+        work(&cache);
+        assert_eq!(alive(&cache), 1 << 1, "{LOST}");
+    });
+}
+
+#[test]
+fn no_lease_outlives_its_region_under_a_miss_that_finds_it_dead() {
+    holds(lookup_against_a_miss_that_finds_it_dead);
+}
+
+#[test]
+fn a_miss_that_finds_the_dead_fails_without_either_half_of_the_barrier() {
+    fails_without(LIGHT, lookup_against_a_miss_that_finds_it_dead, &[OUTLIVED, LOST, UNORDERED]);
+    fails_without(HEAVY, lookup_against_a_miss_that_finds_it_dead, &[OUTLIVED, LOST, UNORDERED]);
+}
+
+/// The worker collects while a miss finds the same entry dead.
+#[test]
+fn what_a_miss_leaves_to_the_worker_is_deregistered_once() {
+    holds(|| {
+        model(|| {
+            let cache = cache(2);
+            let mine = used_twice(&cache, 0);
+            cache.invalidate(range(0));
+            let worker = in_thread(&cache, |cache| work(cache));
+            drop(get(&cache, mine, 1));
+            meet(alive(&cache) & 1 == 0);
+            worker.join().unwrap();
+            work(&cache);
+            assert_eq!(alive(&cache), 1 << 1, "{LOST}");
+            assert_eq!(cache.statistics().dying, 0);
+        });
+    });
+}
+
+/// The worker passes the barrier for the first entry, while the second dies and is drained with no barrier after that.
+#[test]
+fn what_dies_after_the_workers_barrier_waits_for_the_next() {
+    holds(|| {
+        model(|| {
+            let cache = cache(2);
+            used_twice(&cache, 0);
+            let mine = used_twice(&cache, 1);
+            cache.shared.blocks.give_back(mine);
+            cache.invalidate(range(0));
+            let reader = in_thread(&cache, |cache| look_up(cache, block(cache), 1));
+            let worker = in_thread(&cache, work);
+            cache.invalidate(range(1));
+            cache.statistics();
+            reader.join().unwrap();
+            worker.join().unwrap();
+            work(&cache);
+            assert_eq!(alive(&cache), 0, "{LOST}");
+        });
+    });
+}
+
+#[test]
 fn a_stale_index_leads_to_no_other_region() {
     holds(|| {
         model(|| {
@@ -455,29 +532,43 @@ fn whoever_waits_for_a_registration_that_fails_is_told() {
 
 const UNTOLD: &str = "nobody said that it was deregistered";
 
-/// One thread evicts, while the other wants to be told when what it invalidates is deregistered.
-fn telling_against_a_deregistration() {
-    model(|| {
+/// One thread evicts, or leaves what is dead to the worker, while the other wants to be told when what it invalidates is
+/// deregistered.
+fn telling_against_a_miss(dead: bool) {
+    model(move || {
         let cache = cache(1);
         used_twice(&cache, 0);
+        if dead {
+            cache.invalidate(range(0));
+        }
         let other = in_thread(&cache, |cache| drop(get(cache, block(cache), 1)));
         let told = Arc::new(std::sync::atomic::AtomicBool::new(false));
         let (says, of) = (Arc::clone(&told), Arc::clone(&cache));
+        let left = dead && !cache.shared.structure.lock().left.is_empty();
         cache.invalidate_then(range(0), move || {
             assert_eq!(alive(&of) & 1, 0, "told before the end");
             says.store(true, std::sync::atomic::Ordering::SeqCst);
         });
         work(&cache);
-        meet(told.load(std::sync::atomic::Ordering::SeqCst));
+        meet(if dead { left } else { told.load(std::sync::atomic::Ordering::SeqCst) });
         other.join().unwrap();
         work(&cache);
         assert!(told.load(std::sync::atomic::Ordering::SeqCst), "{UNTOLD}");
     });
 }
 
+fn telling_against_a_deregistration() {
+    telling_against_a_miss(false);
+}
+
 #[test]
 fn whoever_asks_is_told_of_deregistrations_under_way() {
     holds(telling_against_a_deregistration);
+}
+
+#[test]
+fn whoever_asks_is_told_of_deregistrations_that_are_left_to_the_worker() {
+    holds(|| telling_against_a_miss(true));
 }
 
 #[test]

@@ -297,6 +297,9 @@ impl<S: Source> Shared<S> {
         }
         let mut pages = radix::pages(key.start, key.last).ok_or(Uncached::NoPlace)?;
         self.drain_dead(structure);
+        if !structure.dying.is_empty() {
+            self.tidy(structure);
+        }
         let mut key = *key;
         if self.limits.merge {
             key = self.merge(structure, &key, retired);
@@ -312,7 +315,11 @@ impl<S: Source> Shared<S> {
                 structure.made += 1;
                 structure.made
             }
-            None => return Err(Uncached::Full),
+            None => {
+                // The worker may not have come to the dead yet.
+                self.collect(structure, retired);
+                structure.free.pop().ok_or(Uncached::Full)?
+            }
         };
         let entry = self.entries.at(index);
         entry.fill(&key);

@@ -21,6 +21,13 @@ use crate::{
 const BATCH_PART: usize = 16;
 const MOST_AT_ONCE: usize = 64;
 
+/// So many dead entries a miss leaves where they are, if it takes a barrier to retire them. They may all be in its way: what
+/// is mapped next is often where something was unmapped.
+#[cfg(not(loom))]
+const CROWD: usize = 8;
+#[cfg(loom)]
+const CROWD: usize = 1;
+
 /// What an eviction is to give up.
 struct Wanted {
     /// So many entries,
@@ -159,7 +166,10 @@ impl<S: Source> Shared<S> {
                 found += entry.len();
             }
         }
-        let scanned = !candidates.is_empty() && self.scan(structure);
+        let scanned = !candidates.is_empty() && self.barrier();
+        if scanned {
+            self.scan(structure);
+        }
         for index in candidates.drain(..) {
             let entry = self.entries.at(index);
             let word = entry.state.load(Ordering::Acquire);
@@ -222,41 +232,72 @@ impl<S: Source> Shared<S> {
         busy < structure.count
     }
 
-    /// After a barrier, marks every entry that somebody holds a lease of with the scan's number.
-    fn scan(&self, structure: &mut Structure<S>) -> bool {
-        if !self.barrier.heavy() {
+    /// Passes the barrier after which no lookup takes what was ended before it; `false` if there is none any more.
+    fn barrier(&self) -> bool {
+        let passed = self.barrier.heavy();
+        if !passed {
             // No lease can be ruled out any more: whatever is registered stays, and nothing is looked up.
             tracing::error!("membarrier is refused after it worked: the registration cache is closed");
             self.gate.close();
-            return false;
         }
+        passed
+    }
+
+    /// Marks every entry that somebody holds a lease of with the scan's number. After a [barrier](Shared::barrier).
+    fn scan(&self, structure: &mut Structure<S>) {
         structure.scan = structure.scan.wrapping_add(1);
         let scan = structure.scan;
         self.blocks.leased(|index| self.entries.at(index).leased_at.store(scan, Ordering::Relaxed));
-        true
+    }
+
+    /// Takes up what the provider refused before, and what died; `false` if nothing of that waits for its last lease.
+    fn take_up(&self, structure: &mut Structure<S>, retired: &mut Retirees<S>) -> bool {
+        self.drain_dead(structure);
+        structure.retired += (structure.stuck.len() + structure.left.len()) as u64;
+        retired.extend(structure.stuck.drain(..));
+        retired.extend(structure.left.drain(..));
+        !structure.dying.is_empty()
+    }
+
+    /// Retires the dead on the way of a miss, and leaves it to the worker to deregister them.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn tidy(&self, structure: &mut Structure<S>) {
+        // As in `evict_for`: the caller is one of them, and it is asked before the look at the slots.
+        let alone = self.blocks.lookers() == 1;
+        if alone || structure.dying.len() >= CROWD && self.barrier() {
+            let mut retired = Retirees::new();
+            self.retire_dead(structure, structure.drained, &mut retired);
+            structure.retired -= retired.len() as u64;
+            structure.left.extend(retired);
+            // It may have taken up the rest already.
+            self.waker.wake();
+        }
     }
 
     /// Retires the dead that nobody uses any more, and takes up what the provider refused before.
     pub(super) fn collect(&self, structure: &mut Structure<S>, retired: &mut Retirees<S>) {
-        self.drain_dead(structure);
-        for stuck in std::mem::take(&mut structure.stuck) {
-            structure.retired += 1;
-            retired.push(stuck);
+        if self.take_up(structure, retired) && self.barrier() {
+            self.retire_dead(structure, structure.drained, retired);
         }
-        if structure.dying.is_empty() || !self.scan(structure) {
-            return;
-        }
+    }
+
+    /// Retires those of the dead that nobody uses any more and that were drained by then, before a barrier or where nobody else
+    /// may look up.
+    fn retire_dead(&self, structure: &mut Structure<S>, drained: u64, retired: &mut Retirees<S>) {
+        self.scan(structure);
         let mut dying = std::mem::take(&mut structure.dying);
-        dying.retain(|index| {
-            let entry = self.entries.at(*index);
+        dying.retain(|&(index, by)| {
+            let entry = self.entries.at(index);
             let word = entry.state.load(Ordering::Acquire);
-            if word & state::REGISTERING != 0 || entry.leased_at.load(Ordering::Relaxed) == structure.scan {
+            let leased = entry.leased_at.load(Ordering::Relaxed) == structure.scan;
+            if by > drained || word & state::REGISTERING != 0 || leased {
                 return true;
             }
             if word & state::FAILED == 0 {
-                self.retire(structure, *index, retired);
+                self.retire(structure, index, retired);
             } else {
-                self.retire_failed(structure, *index, retired);
+                self.retire_failed(structure, index, retired);
             }
             false
         });
@@ -367,7 +408,8 @@ impl<S: Source> Shared<S> {
 
     /// Who is to be told now that no deregistration is under way, if none is.
     fn told_after(&self, structure: &mut Structure<S>) -> Telling {
-        if structure.told_after.is_empty() || self.flights.any(structure.retired) {
+        let under_way = !structure.left.is_empty() || self.flights.any(structure.retired);
+        if structure.told_after.is_empty() || under_way {
             return Vec::new();
         }
         self.flights.awaited();
@@ -431,11 +473,19 @@ impl<S: Source> Shared<S> {
         self.flights.awaited();
     }
 
-    /// What the worker does when it is woken.
+    /// What the worker does when it is called. The barrier, a system call that interrupts every processor, holds up no miss.
     pub(super) fn collect_once(&self) {
         let mut retired = Retirees::new();
         let mut structure = self.structure.lock();
-        self.collect(&mut structure, &mut retired);
+        if self.take_up(&mut structure, &mut retired) {
+            let drained = structure.drained;
+            drop(structure);
+            let passed = self.barrier();
+            structure = self.structure.lock();
+            if passed {
+                self.retire_dead(&mut structure, drained, &mut retired);
+            }
+        }
         drop(structure);
         self.deregister(&mut retired, &mut Telling::new());
     }

@@ -90,8 +90,10 @@ pub(super) struct Structure<S: Source> {
     pub(super) registrations: u64,
     /// Entries given up for others.
     pub(super) evictions: u64,
-    /// Dead entries that wait for their last lease.
-    pub(super) dying: Vec<u32>,
+    /// Dead entries that wait for their last lease, each with the number of the draining that brought it.
+    pub(super) dying: Vec<(u32, u64)>,
+    /// How often the dead stack was drained.
+    pub(super) drained: u64,
     /// Why a registration failed, for those who waited for it.
     pub(super) failures: HashMap<u32, Error>,
     /// Who wants to be told when an entry is gone.
@@ -102,6 +104,8 @@ pub(super) struct Structure<S: Source> {
     pub(super) told_after: Vec<Arc<Told>>,
     /// Regions that the provider refused to deregister.
     pub(super) stuck: Vec<Retired<S>>,
+    /// Regions that died and that a miss has left to the worker: not among those that are counted as retired.
+    pub(super) left: Vec<Retired<S>>,
     /// Where eviction looks next.
     pub(super) hand: u32,
     pub(super) candidates: Vec<u32>,
@@ -139,16 +143,19 @@ impl Drop for Told {
     }
 }
 
-/// Wakes the worker; may be called by a hook: a flag and a futex.
+/// Wakes the worker; may be called by a hook: two flags and a futex.
 #[derive(Debug, Default)]
 pub(super) struct Waker {
     pub(super) called: AtomicBool,
+    /// The worker sleeps until it is woken: it says so before it looks whether it was called.
+    pub(super) asleep: AtomicBool,
     pub(super) worker: OnceLock<std::thread::Thread>,
 }
 
 impl Waker {
     pub(super) fn wake(&self) {
         if !self.called.swap(true, Ordering::SeqCst)
+            && self.asleep.load(Ordering::SeqCst)
             && let Some(worker) = self.worker.get()
         {
             worker.unpark();
@@ -195,6 +202,8 @@ impl<S: Source> Shared<S> {
                 registrations: 0,
                 evictions: 0,
                 dying: Vec::new(),
+                drained: 0,
+                left: Vec::new(),
                 failures: HashMap::new(),
                 told: HashMap::new(),
                 retired: 0,
@@ -238,11 +247,12 @@ impl<S: Source> Shared<S> {
             return;
         }
         let mut index = self.dead.swap(0, Ordering::Acquire);
+        structure.drained += 1;
         while index != 0 {
             let entry = self.entries.at(index);
             structure.count -= 1;
             structure.bytes -= entry.len();
-            structure.dying.push(index);
+            structure.dying.push((index, structure.drained));
             index = entry.next_dead.load(Ordering::Relaxed);
         }
     }

@@ -39,7 +39,7 @@ pub struct Statistics {
     pub leases: usize,
     /// Entries with at least one lease, dead ones included.
     pub in_use: usize,
-    /// Dead entries that wait for their last put.
+    /// Dead entries that wait for their last put, or to be deregistered by the worker.
     pub dying: usize,
     /// Regions that the provider refused to deregister; tried again at each wake of the worker.
     pub stuck: usize,
@@ -135,7 +135,7 @@ impl<S: Source> Shared<S> {
             bytes: structure.bytes,
             leases: users.values().sum(),
             in_use: users.len(),
-            dying: structure.dying.len(),
+            dying: structure.dying.len() + structure.left.len(),
             stuck: structure.stuck.len(),
         }
     }

@@ -6,10 +6,17 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle},
+    time::Duration,
 };
 
 use super::{Source, shared::Shared};
 use crate::{Error, ErrorKind, Result};
+
+/// As long as it was called lately, the worker looks again after this time instead of being woken: whoever changes memory
+/// again and again wakes nobody, and what died meanwhile shares one barrier.
+const AGAIN: Duration = Duration::from_millis(1);
+/// So often it looks for nothing before it sleeps.
+const LOOKS: u32 = 16;
 
 pub(super) struct Worker {
     ends: Arc<AtomicBool>,
@@ -35,12 +42,23 @@ impl Worker {
 }
 
 fn run<S: Source>(shared: &Shared<S>, ends: &AtomicBool) {
+    let waker = &shared.waker;
+    let mut looks = LOOKS;
     while !ends.load(Ordering::Acquire) {
-        if shared.waker.called.swap(false, Ordering::SeqCst) {
+        if waker.called.swap(false, Ordering::SeqCst) {
+            looks = 0;
             shared.collect_once();
-        } else {
+        }
+        if looks < LOOKS {
+            looks += 1;
+            thread::park_timeout(AGAIN);
+            continue;
+        }
+        waker.asleep.store(true, Ordering::SeqCst);
+        if !waker.called.load(Ordering::SeqCst) {
             thread::park();
         }
+        waker.asleep.store(false, Ordering::SeqCst);
     }
 }
 

@@ -3,7 +3,10 @@
 //! Nothing here allocates, locks or calls libc: `shmdt` inside a hook asks too. Linux 6.11 answers for one
 //! address (`PROCMAP_QUERY` of `linux/fs.h`); before that, `/proc/self/maps` is read up to the address.
 
-use std::{ffi::CStr, os::fd::BorrowedFd};
+use std::{
+    ffi::CStr,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+};
 
 use hmem_core::{Address, AddressRange, Error, ErrorKind, IfaceKind, Result};
 use rustix::{
@@ -12,7 +15,8 @@ use rustix::{
     ioctl::{Opcode, Updater, opcode},
 };
 
-const MAPS: &CStr = c"/proc/self/maps";
+/// What [`at_or_after`] opens.
+pub(super) const MAPS: &CStr = c"/proc/self/maps";
 
 /// Bytes of a mapping's name that are kept.
 const NAME: usize = 256;
@@ -99,18 +103,26 @@ struct ProcmapQuery {
 const PROCMAP_QUERY: Opcode = opcode::read_write::<ProcmapQuery>(b'f', 17);
 const COVERING_OR_NEXT_VMA: u64 = 0x10;
 
+/// Whether a query failed because the kernel has none, or qemu-user, which says that it has no such call.
+pub(super) fn has_no_query(errno: Errno) -> bool {
+    matches!(errno, Errno::NOTTY | Errno::NOSYS)
+}
+
 /// The mapping at `address`, or the next one above it.
 pub(crate) fn at_or_after(address: u64) -> Result<Option<Area>, Errno> {
-    let maps = rustix::fs::openat(CWD, MAPS, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
-    let maps = std::os::fd::AsFd::as_fd(&maps);
-    match queried(maps, address) {
-        // qemu-user says that it has no such call.
-        Err(Errno::NOTTY | Errno::NOSYS) => read(maps, address),
+    let maps = open()?;
+    match queried(maps.as_fd(), address) {
+        Err(errno) if has_no_query(errno) => read(maps.as_fd(), address),
         answer => answer,
     }
 }
 
-fn queried(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>, Errno> {
+pub(super) fn open() -> Result<OwnedFd, Errno> {
+    rustix::fs::openat(CWD, MAPS, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+}
+
+/// The mapping at `address`, or the next one above it, of the process whose open file this is.
+pub(super) fn queried(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>, Errno> {
     let mut name = [0_u8; NAME];
     let mut query = ProcmapQuery {
         size: size_of::<ProcmapQuery>() as u64,
@@ -141,7 +153,7 @@ fn ioctl(maps: BorrowedFd<'_>, query: &mut ProcmapQuery) -> Result<(), Errno> {
 }
 
 /// As [`queried`], for kernels that have no query: reads lines until one ends above `address`.
-fn read(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>, Errno> {
+pub(super) fn read(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>, Errno> {
     // A line is at most 73 bytes before its name; what is longer than this is cut.
     let mut line = [0_u8; 73 + NAME];
     let mut len = 0;
@@ -186,14 +198,19 @@ fn parsed(line: &[u8]) -> Option<Area> {
     Some(Area::new(start, end, inode, None, rest.trim_ascii_start()))
 }
 
-/// Whether all of `range` is memory that only calls of this process on its addresses can take away.
+/// Whether all of `range` is memory that only calls of this process on its addresses can take away; `at_or_after` is
+/// [that](at_or_after), or one that does the same.
 ///
 /// Returns the mapping that holds the end of the range, for callers that remember.
 ///
 /// # Errors
 /// BadAddress where nothing is mapped. Unsupported for a file's mapping, since truncating the file, or
 /// punching a hole into it, takes the pages away without any call that names the range.
-pub(crate) fn check(range: AddressRange, monitor: &'static str) -> Result<Area> {
+pub(crate) fn check(
+    range: AddressRange,
+    monitor: &'static str,
+    at_or_after: impl Fn(u64) -> Result<Option<Area>, Errno>,
+) -> Result<Area> {
     let refused = |kind| {
         Error::new(kind, "subscribe")
             .iface(IfaceKind::SYSTEM)
@@ -256,7 +273,7 @@ pub(crate) fn segment_len(id: i32) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use std::{fs::File, os::fd::AsFd};
+    use std::fs::File;
 
     use super::*;
     use crate::sys::{Mapping, sealed_memfd};

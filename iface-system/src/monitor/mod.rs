@@ -16,6 +16,8 @@ mod area;
 mod choice;
 mod import;
 mod layered;
+#[allow(unsafe_code)]
+mod maps;
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
 #[allow(unsafe_code)]
 mod memhooks;

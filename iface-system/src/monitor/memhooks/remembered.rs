@@ -14,7 +14,7 @@ use hmem_core::{AddressRange, Result};
 use hmem_hook::Table;
 use parking_lot::Mutex;
 
-use super::{super::area, NAME};
+use super::{super::maps::Maps, NAME};
 
 /// Areas that are remembered.
 const REMEMBERED: usize = 16;
@@ -35,6 +35,7 @@ pub(super) struct Remembered {
     areas: [Area; REMEMBERED],
     /// Held by who writes: how many areas were written.
     writing: Mutex<usize>,
+    maps: Maps,
 }
 
 impl Remembered {
@@ -42,7 +43,7 @@ impl Remembered {
     /// which tell the caller of changes already.
     ///
     /// # Errors
-    /// As [`area::check`].
+    /// As [`Maps::check`].
     #[inline]
     pub(super) fn check(&self, table: &Table, range: AddressRange) -> Result<()> {
         // Taken before looking, and none while a change is under way: what is found then may be gone already.
@@ -50,7 +51,7 @@ impl Remembered {
         if stamp.is_some_and(|stamp| self.holds(stamp, range)) {
             return Ok(());
         }
-        let area = area::check(range, NAME.name)?;
+        let area = self.maps.check(range, NAME.name)?;
         if let Some(stamp) = stamp {
             self.remember(stamp, area.start, area.end);
         }

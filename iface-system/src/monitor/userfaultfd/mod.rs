@@ -29,7 +29,7 @@ use parking_lot::Mutex;
 use rustix::{event::EventfdFlags, io::Errno};
 
 use self::{ranges::Counted, thread::Watched};
-use super::area::{self, Area};
+use super::{area::Area, maps::Maps};
 use crate::sys::page_size;
 
 const NAME: MonitorName =
@@ -52,6 +52,7 @@ pub struct UserFaultFd {
     watched: Arc<Watched>,
     thread: Option<JoinHandle<()>>,
     book: Mutex<Book>,
+    maps: Maps,
 }
 
 #[derive(Debug, Default)]
@@ -74,7 +75,7 @@ impl UserFaultFd {
         let subscribers = Subscribers::new(NAME)?;
         let watched = Arc::new(Watched { events, stop, subscribers });
         let thread = Some(thread::start(&watched)?);
-        Ok(Arc::new(Self { watched, thread, book: Mutex::default() }))
+        Ok(Arc::new(Self { watched, thread, book: Mutex::default(), maps: Maps::default() }))
     }
 
     /// The subscriptions now.
@@ -217,7 +218,7 @@ impl Monitor for UserFaultFd {
         if !self.is_ours() {
             return Err(NAME.forked("subscribe"));
         }
-        let area = area::check(range, NAME.name)?;
+        let area = self.maps.check(range, NAME.name)?;
         self.watch(range, invalidator, Some(&area))
     }
 

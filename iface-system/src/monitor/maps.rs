@@ -1,0 +1,119 @@
+//! `/proc/self/maps`, kept open: to open it takes five times as long as to ask.
+
+use std::{
+    mem::ManuallyDrop,
+    os::fd::{AsFd, OwnedFd},
+};
+
+use hmem_core::{AddressRange, Result};
+use parking_lot::RwLock;
+use rustix::io::Errno;
+
+use super::area::{self, Area};
+
+/// The file of one process, for as long as it is that process.
+#[derive(Debug, Default)]
+pub(super) struct Maps(RwLock<Option<Kept>>);
+
+/// An open file that answers queries. A program may close what it does not know, and the number be another file's then.
+#[derive(Debug)]
+struct Kept {
+    file: ManuallyDrop<OwnedFd>,
+    device: u64,
+    inode: u64,
+}
+
+impl Kept {
+    fn new(file: OwnedFd) -> Option<Self> {
+        let stat = rustix::fs::fstat(&file).ok()?;
+        Some(Self { file: ManuallyDrop::new(file), device: stat.st_dev, inode: stat.st_ino })
+    }
+
+    fn is_it(&self) -> bool {
+        rustix::fs::fstat(&*self.file)
+            .is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (self.device, self.inode))
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        if self.is_it() {
+            // SAFETY: it is dropped here only, and not used after that.
+            unsafe { ManuallyDrop::drop(&mut self.file) };
+        }
+    }
+}
+
+impl Maps {
+    /// As [`area::check`].
+    ///
+    /// # Errors
+    /// As [`area::check`].
+    pub(super) fn check(&self, range: AddressRange, monitor: &'static str) -> Result<Area> {
+        area::check(range, monitor, |address| self.at_or_after(address))
+    }
+
+    fn at_or_after(&self, address: u64) -> Result<Option<Area>, Errno> {
+        if let Some(kept) = &*self.0.read()
+            && kept.is_it()
+            && let Ok(answer) = area::queried(kept.file.as_fd(), address)
+        {
+            return Ok(answer);
+        }
+        self.at_or_after_anew(address)
+    }
+
+    #[cold]
+    fn at_or_after_anew(&self, address: u64) -> Result<Option<Area>, Errno> {
+        let file = area::open()?;
+        match area::queried(file.as_fd(), address) {
+            Err(errno) if area::has_no_query(errno) => area::read(file.as_fd(), address),
+            answer => {
+                *self.0.write() = Kept::new(file);
+                answer
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::{AsRawFd, FromRawFd};
+
+    use rustix::fs::{Mode, OFlags};
+
+    use super::*;
+    use crate::sys::Mapping;
+
+    fn kept(maps: &Maps) -> Option<i32> {
+        maps.0.read().as_ref().map(|kept| kept.file.as_raw_fd())
+    }
+
+    #[test]
+    fn a_file_that_the_program_closed_is_neither_asked_nor_closed_when_its_number_is_anothers() {
+        let mapping = Mapping::memory(4096).unwrap();
+        let address = mapping.address().0;
+        let maps = Maps::default();
+        let told = |maps: &Maps| maps.at_or_after(address).unwrap().map(|area| (area.start, area.end));
+        let area = told(&maps);
+        assert!(area.is_some_and(|(start, end)| start <= address && address < end));
+        // Before Linux 6.11, and under qemu-user, nothing is kept.
+        let Some(number) = kept(&maps) else { return };
+        told(&maps);
+        assert_eq!(kept(&maps), Some(number), "it is opened once");
+
+        // SAFETY: as a program does that closes all files: nobody but `maps` knows this one.
+        drop(unsafe { OwnedFd::from_raw_fd(number) });
+        let other = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).unwrap();
+        if other.as_raw_fd() != number {
+            // Another test was faster to take the number; then it is that one's.
+            eprintln!("the number was taken by another thread");
+        }
+        assert!(told(&maps).is_some());
+        let again = kept(&maps).unwrap();
+        assert_ne!(again, other.as_raw_fd());
+        assert!(rustix::fs::fstat(&other).is_ok(), "the other file is not closed");
+        drop(maps);
+        assert!(rustix::fs::fstat(&other).is_ok());
+    }
+}
