@@ -118,23 +118,51 @@ pub struct Hooks<T: HasTable + 'static> {
 /// The subscriptions that one monitor has in a slot. They hold one of the process's.
 #[derive(Debug, Default)]
 struct Mine {
+    /// How many in the lower half; in the upper, how often the first began.
     count: AtomicU64,
     /// Of whom, by [`identity`]; says so as long as there are any.
     invalidator: AtomicUsize,
 }
 
+const COUNT: u64 = (1 << 32) - 1;
+
 impl Mine {
-    /// One more, if there are any.
-    fn join(&self) -> bool {
-        // Acquire: the invalidator that is read next is the one that they are of.
-        let one_more = |count| if count == 0 { None } else { Some(count + 1) };
-        self.count.fetch_update(Ordering::Acquire, Ordering::Relaxed, one_more).is_ok()
+    /// One more, if there are any, and they are of this one.
+    fn join(&self, invalidator: usize) -> bool {
+        // Acquire: the invalidator that is read next is the one that they are of, or a later one's. It is a later one's only
+        // after the last of them ended, and then the exchange fails: the first of others counts up the upper half.
+        let mut count = self.count.load(Ordering::Acquire);
+        while count & COUNT != 0 && self.invalidator.load(Ordering::Relaxed) == invalidator {
+            let (ok, seen) = (Ordering::Acquire, Ordering::Acquire);
+            match self.count.compare_exchange_weak(count, count + 1, ok, seen) {
+                Ok(_) => return true,
+                Err(now) => count = now,
+            }
+        }
+        false
+    }
+
+    /// The first one, under the lock.
+    fn begin(&self, invalidator: usize) {
+        self.invalidator.store(invalidator, Ordering::Relaxed);
+        let before = self.count.load(Ordering::Relaxed);
+        debug_assert_eq!(before & COUNT, 0, "those there are would have been joined");
+        self.count.store((before & !COUNT).wrapping_add(COUNT + 2), Ordering::Release);
     }
 
     /// One less, if it is not the last.
     fn part(&self) -> bool {
-        let one_less = |count| if count > 1 { Some(count - 1) } else { None };
-        self.count.fetch_update(Ordering::Release, Ordering::Relaxed, one_less).is_ok()
+        self.less(|count| count > 1).is_some()
+    }
+
+    /// One less if any are left, under the lock; whether it was the last.
+    fn end(&self) -> bool {
+        self.less(|count| count > 0).is_some_and(|before| before & COUNT == 1)
+    }
+
+    fn less(&self, may: impl Fn(u64) -> bool) -> Option<u64> {
+        let one_less = |count: u64| may(count & COUNT).then(|| count - 1);
+        self.count.fetch_update(Ordering::Release, Ordering::Relaxed, one_less).ok()
     }
 }
 
@@ -213,28 +241,16 @@ impl<T: HasTable> Hooks<T> {
             return Ok(subscription);
         }
         let slot = self.subscribers().add(invalidator)?;
-        let mine = &self.mine[usize::from(slot)];
-        mine.invalidator.store(identity(invalidator), Ordering::Relaxed);
-        mine.count.store(1, Ordering::Release);
+        self.mine[usize::from(slot)].begin(identity(invalidator));
         Ok(Subscription(slot.into()))
     }
 
     /// The same of one that has subscriptions of this monitor: without a lock.
     fn subscribe_again(&self, invalidator: &Arc<dyn Invalidator>) -> Option<Subscription> {
-        let wanted = identity(invalidator);
         // Two that live at the same time are not at the same address, and the caller's lives.
-        let is_it = |slot: &usize| self.mine[*slot].invalidator.load(Ordering::Relaxed) == wanted;
-        let slot = self.subscribers().table().taken().find(is_it)?;
-        if !self.mine[slot].join() {
-            return None;
-        }
-        let subscription = Subscription(slot as u64);
-        if is_it(&slot) {
-            return Some(subscription);
-        }
-        // The slot has become another's meanwhile.
-        self.unsubscribe(subscription);
-        None
+        let wanted = identity(invalidator);
+        let slot = self.subscribers().table().taken().find(|slot| self.mine[*slot].join(wanted))?;
+        Some(Subscription(slot as u64))
     }
 
     /// Stops telling. Once for each subscription: by a second call, another may have its place. In a forked child nothing is
@@ -247,11 +263,11 @@ impl<T: HasTable> Hooks<T> {
         if mine.part() {
             return;
         }
-        let _one_at_a_time = self.turning.lock();
-        let one_less = |count: u64| count.checked_sub(1);
-        if mine.count.fetch_update(Ordering::AcqRel, Ordering::Relaxed, one_less) == Ok(1) {
-            self.subscribers().remove(subscription.0 as u8);
-        }
+        let one_at_a_time = self.turning.lock();
+        let gone = mine.end().then(|| self.subscribers().remove(subscription.0 as u8));
+        drop(one_at_a_time);
+        // Whose drop may come here again.
+        drop(gone);
     }
 }
 
@@ -261,7 +277,7 @@ impl<T: HasTable> Drop for Hooks<T> {
             return;
         }
         for (slot, mine) in self.mine.iter_mut().enumerate() {
-            if *mine.count.get_mut() > 0 {
+            if *mine.count.get_mut() & COUNT > 0 {
                 self.process.subscribers().remove(slot as u8);
             }
         }

@@ -271,17 +271,17 @@ impl<T: HasTable> Subscribers<T> {
         Ok(slot as u8)
     }
 
-    /// Takes a subscription back. After the last one of an invalidator it is not called any more.
-    pub fn remove(&self, slot: u8) {
+    /// Takes a subscription back. After the last one of an invalidator it is not called any more, and is returned.
+    pub fn remove(&self, slot: u8) -> Option<Arc<dyn Invalidator>> {
         if !self.shared.is_ours() {
-            return;
+            return None;
         }
         let mut book = self.book.lock();
         let slot = usize::from(slot);
-        let Some(left) = book.subscriptions.get(slot).and_then(|count| count.checked_sub(1)) else { return };
+        let left = book.subscriptions.get(slot).and_then(|count| count.checked_sub(1))?;
         book.subscriptions[slot] = left;
         if left > 0 {
-            return;
+            return None;
         }
         let table = self.table();
         table.taken.fetch_and(!(1 << slot), SeqCst);
@@ -291,8 +291,7 @@ impl<T: HasTable> Subscribers<T> {
         // left, so that nobody else has it.
         let invalidator = unsafe { Box::from_raw(invalidator) };
         book.by_invalidator.remove(&identity(&invalidator));
-        drop(book);
-        drop(invalidator);
+        Some(*invalidator)
     }
 }
 

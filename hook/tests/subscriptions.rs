@@ -4,7 +4,7 @@ use std::{
     mem::transmute,
     ptr::with_exposed_provenance,
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     thread,
@@ -21,6 +21,8 @@ type GetPpid = unsafe extern "C" fn() -> libc::pid_t;
 const NAME: MonitorName = MonitorName { name: "test", iface: IfaceKind::SYSTEM, otherwise: "do without" };
 static PLACE: Place<Table> = Place::new();
 static ORIGINAL: AtomicUsize = AtomicUsize::new(0);
+/// Each test's changes are told to all who are subscribed in the process.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 /// Runs in place of `getppid`.
 unsafe extern "C" fn hook() -> libc::pid_t {
@@ -76,6 +78,7 @@ impl Invalidator for Told {
 #[test]
 fn whoever_is_subscribed_is_told_and_nobody_else() {
     const ROUNDS: usize = 10_000;
+    let _one = ONE_AT_A_TIME.lock().unwrap();
     let hooks = Hooks::start(&PLACE, NAME, plan).unwrap();
     let subscribe = |told: &Arc<Told>| -> Subscription {
         let invalidator: Arc<dyn Invalidator> = Arc::<Told>::clone(told);
@@ -131,4 +134,22 @@ fn whoever_is_subscribed_is_told_and_nobody_else() {
     assert_eq!([first.times(), second.times()], [before[0], before[1] + 1]);
     drop(other);
     assert_eq!(shared.each_ref().map(Arc::strong_count), [1, 1]);
+}
+
+/// A slot is another's meanwhile, which another monitor has told.
+#[test]
+fn one_that_comes_back_to_another_slot_is_let_go_once_it_is_subscribed_no_more() {
+    let _one = ONE_AT_A_TIME.lock().unwrap();
+    let [first, second] = [(), ()].map(|()| Hooks::start(&PLACE, NAME, plan).unwrap());
+    let tolds = [(); 2].map(|()| Arc::new(Told::default()));
+    let [ours, others] = tolds.each_ref().map(|told| Arc::<Told>::clone(told) as Arc<dyn Invalidator>);
+    first.unsubscribe(first.subscribe(&ours).unwrap());
+    second.subscribe(&others).unwrap();
+    let subscriptions = [(); 3].map(|()| first.subscribe(&ours).unwrap());
+    change();
+    assert_eq!(tolds.each_ref().map(|told| told.times()), [1, 1]);
+    subscriptions.into_iter().for_each(|subscription| first.unsubscribe(subscription));
+    change();
+    assert_eq!(tolds.each_ref().map(|told| told.times()), [1, 2]);
+    assert_eq!(Arc::strong_count(&ours), 2, "of the test");
 }

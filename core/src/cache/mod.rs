@@ -53,6 +53,7 @@
 mod arena;
 mod blocks;
 mod changes;
+mod collect;
 mod entry;
 mod flight;
 mod gate;

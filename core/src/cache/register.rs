@@ -297,9 +297,7 @@ impl<S: Source> Shared<S> {
         }
         let mut pages = radix::pages(key.start, key.last).ok_or(Uncached::NoPlace)?;
         self.drain_dead(structure);
-        if !structure.dying.is_empty() {
-            self.tidy(structure);
-        }
+        self.tidy(structure, retired);
         let mut key = *key;
         if self.limits.merge {
             key = self.merge(structure, &key, retired);

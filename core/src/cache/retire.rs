@@ -1,4 +1,4 @@
-//! How entries end: eviction, collection of the dead, deregistration.
+//! How entries end: eviction, retirement, deregistration.
 
 use std::sync::Arc;
 
@@ -11,22 +11,12 @@ use super::{
     shared::{Retired, Retirees, Shared, Structure, Telling, Told},
     sync::Ordering,
 };
-use crate::{
-    AddressRange, Rejected,
-    monitor::{Cause, Invalidator},
-};
+use crate::Rejected;
 
 /// Entries that one eviction may give up beyond what is needed: this part of those there are, and no more than
 /// [`MOST_AT_ONCE`]. They share one barrier.
 const BATCH_PART: usize = 16;
-const MOST_AT_ONCE: usize = 64;
-
-/// So many dead entries a miss leaves where they are, if it takes a barrier to retire them. They may all be in its way: what
-/// is mapped next is often where something was unmapped.
-#[cfg(not(loom))]
-const CROWD: usize = 8;
-#[cfg(loom)]
-const CROWD: usize = 1;
+pub(super) const MOST_AT_ONCE: usize = 64;
 
 /// What an eviction is to give up.
 struct Wanted {
@@ -233,7 +223,7 @@ impl<S: Source> Shared<S> {
     }
 
     /// Passes the barrier after which no lookup takes what was ended before it; `false` if there is none any more.
-    fn barrier(&self) -> bool {
+    pub(super) fn barrier(&self) -> bool {
         let passed = self.barrier.heavy();
         if !passed {
             // No lease can be ruled out any more: whatever is registered stays, and nothing is looked up.
@@ -244,72 +234,19 @@ impl<S: Source> Shared<S> {
     }
 
     /// Marks every entry that somebody holds a lease of with the scan's number. After a [barrier](Shared::barrier).
-    fn scan(&self, structure: &mut Structure<S>) {
+    pub(super) fn scan(&self, structure: &mut Structure<S>) {
         structure.scan = structure.scan.wrapping_add(1);
         let scan = structure.scan;
         self.blocks.leased(|index| self.entries.at(index).leased_at.store(scan, Ordering::Relaxed));
     }
 
-    /// Takes up what the provider refused before, and what died; `false` if nothing of that waits for its last lease.
-    fn take_up(&self, structure: &mut Structure<S>, retired: &mut Retirees<S>) -> bool {
-        self.drain_dead(structure);
-        structure.retired += (structure.stuck.len() + structure.left.len()) as u64;
-        retired.extend(structure.stuck.drain(..));
-        retired.extend(structure.left.drain(..));
-        !structure.dying.is_empty()
-    }
-
-    /// Retires the dead on the way of a miss, and leaves it to the worker to deregister them.
-    #[cold]
-    #[inline(never)]
-    pub(super) fn tidy(&self, structure: &mut Structure<S>) {
-        // As in `evict_for`: the caller is one of them, and it is asked before the look at the slots.
-        let alone = self.blocks.lookers() == 1;
-        if alone || structure.dying.len() >= CROWD && self.barrier() {
-            let mut retired = Retirees::new();
-            self.retire_dead(structure, structure.drained, &mut retired);
-            structure.retired -= retired.len() as u64;
-            structure.left.extend(retired);
-            // It may have taken up the rest already.
-            self.waker.wake();
-        }
-    }
-
-    /// Retires the dead that nobody uses any more, and takes up what the provider refused before.
-    pub(super) fn collect(&self, structure: &mut Structure<S>, retired: &mut Retirees<S>) {
-        if self.take_up(structure, retired) && self.barrier() {
-            self.retire_dead(structure, structure.drained, retired);
-        }
-    }
-
-    /// Retires those of the dead that nobody uses any more and that were drained by then, before a barrier or where nobody else
-    /// may look up.
-    fn retire_dead(&self, structure: &mut Structure<S>, drained: u64, retired: &mut Retirees<S>) {
-        self.scan(structure);
-        let mut dying = std::mem::take(&mut structure.dying);
-        dying.retain(|&(index, by)| {
-            let entry = self.entries.at(index);
-            let word = entry.state.load(Ordering::Acquire);
-            let leased = entry.leased_at.load(Ordering::Relaxed) == structure.scan;
-            if by > drained || word & state::REGISTERING != 0 || leased {
-                return true;
-            }
-            if word & state::FAILED == 0 {
-                self.retire(structure, index, retired);
-            } else {
-                self.retire_failed(structure, index, retired);
-            }
-            false
-        });
-        structure.dying = dying;
-    }
-
     /// Takes an entry that nobody can find or use out of the table, and makes it free.
     #[inline(always)]
-    fn retire(&self, structure: &mut Structure<S>, index: u32, retired: &mut Retirees<S>) {
+    pub(super) fn retire(&self, structure: &mut Structure<S>, index: u32, retired: &mut Retirees<S>) {
         let entry = self.unlink(structure, index);
         // SAFETY: it was registered, and no lookup takes it any more. There is no lease of it: a scan found none after the entry's
-        // end, or before it where nobody could take one since, or the cache is at its end, which borrows of it do not outlive.
+        // end and a barrier, or after it or before it where nobody else could take one, or the cache is at its end, which borrows of it
+        // do not outlive.
         let (region, watch) = unsafe { entry.take() };
         let told = if structure.told.is_empty() { None } else { take_told(structure, index) };
         entry.free();
@@ -319,7 +256,7 @@ impl<S: Source> Shared<S> {
     }
 
     /// The same of one whose registration failed.
-    fn retire_failed(&self, structure: &mut Structure<S>, index: u32, retired: &mut Retirees<S>) {
+    pub(super) fn retire_failed(&self, structure: &mut Structure<S>, index: u32, retired: &mut Retirees<S>) {
         let entry = self.unlink(structure, index);
         structure.failures.remove(&index);
         let told = take_told(structure, index);
@@ -407,9 +344,8 @@ impl<S: Source> Shared<S> {
     }
 
     /// Who is to be told now that no deregistration is under way, if none is.
-    fn told_after(&self, structure: &mut Structure<S>) -> Telling {
-        let under_way = !structure.left.is_empty() || self.flights.any(structure.retired);
-        if structure.told_after.is_empty() || under_way {
+    pub(super) fn told_after(&self, structure: &mut Structure<S>) -> Telling {
+        if structure.told_after.is_empty() || self.flights.any(structure.retired) {
             return Vec::new();
         }
         self.flights.awaited();
@@ -449,70 +385,6 @@ impl<S: Source> Shared<S> {
         self.deregister(&mut retired, telling);
         self.wait_for_deregistrations();
         any || others
-    }
-
-    /// Deregisters the dead that nobody uses, and waits until no deregistration is under way.
-    pub(super) fn flush(&self) {
-        if self.gate.is_forked() {
-            return;
-        }
-        let mut retired = Retirees::new();
-        let mut structure = self.structure.lock();
-        self.collect(&mut structure, &mut retired);
-        drop(structure);
-        self.deregister(&mut retired, &mut Telling::new());
-        self.wait_for_deregistrations();
-    }
-
-    fn wait_for_deregistrations(&self) {
-        let mut structure = self.structure.lock();
-        self.flights.await_end();
-        while self.flights.any(structure.retired) {
-            structure = self.settled.wait(structure);
-        }
-        self.flights.awaited();
-    }
-
-    /// What the worker does when it is called. The barrier, a system call that interrupts every processor, holds up no miss.
-    pub(super) fn collect_once(&self) {
-        let mut retired = Retirees::new();
-        let mut structure = self.structure.lock();
-        if self.take_up(&mut structure, &mut retired) {
-            let drained = structure.drained;
-            drop(structure);
-            let passed = self.barrier();
-            structure = self.structure.lock();
-            if passed {
-                self.retire_dead(&mut structure, drained, &mut retired);
-            }
-        }
-        drop(structure);
-        self.deregister(&mut retired, &mut Telling::new());
-    }
-
-    /// Marks everything dead that touches the range, and has `told` told once it is deregistered.
-    pub(super) fn invalidate_then(&self, range: AddressRange, told: Told) {
-        let told = Arc::new(told);
-        let Some((first, last)) = radix::touched(range).filter(|_| !self.gate.is_forked()) else { return };
-        // Nothing is retired while the lock is held, so that each entry is found here or was in flight before.
-        let mut structure = self.structure.lock();
-        self.invalidate(range, Cause::Application);
-        self.radix.walk(first, last, &mut |index| {
-            if self.entries.at(index).state.load(Ordering::Acquire) & state::DEAD != 0 {
-                let waiting = structure.told.entry(index).or_default();
-                if !waiting.iter().any(|other| Arc::ptr_eq(other, &told)) {
-                    waiting.push(Arc::clone(&told));
-                }
-            }
-        });
-        if structure.told_after.is_empty() {
-            self.flights.await_end();
-        }
-        structure.told_after.push(Arc::clone(&told));
-        let now = self.told_after(&mut structure);
-        drop(structure);
-        drop(now);
-        self.waker.wake();
     }
 
     /// Takes out whatever is left, leases that were forgotten included. Only for the cache's end.

@@ -92,6 +92,8 @@ pub(super) struct Structure<S: Source> {
     pub(super) evictions: u64,
     /// Dead entries that wait for their last lease, each with the number of the draining that brought it.
     pub(super) dying: Vec<(u32, u64)>,
+    /// How many of them were leased when they were looked at last.
+    pub(super) leased_dead: usize,
     /// How often the dead stack was drained.
     pub(super) drained: u64,
     /// Why a registration failed, for those who waited for it.
@@ -202,6 +204,7 @@ impl<S: Source> Shared<S> {
                 registrations: 0,
                 evictions: 0,
                 dying: Vec::new(),
+                leased_dead: 0,
                 drained: 0,
                 left: Vec::new(),
                 failures: HashMap::new(),
