@@ -12,7 +12,6 @@ use hmem_core::{
     Result,
     monitor::{Invalidator, Subscription},
 };
-
 use parking_lot::Mutex;
 
 use crate::{HasTable, MonitorName, Patches, Place, SLOTS, Subscribers, process::Process, table::identity};
@@ -197,7 +196,8 @@ impl<T: HasTable> Hooks<T> {
         self.process.is_ours()
     }
 
-    /// Fails unless every patch is in place.
+    /// Fails unless every patch is in place. If one is not, all who are subscribed are told that everything is gone: what else
+    /// they were not told of since, nobody knows.
     ///
     /// # Errors
     /// Busy, naming the function and the library that overwrote its patch; Unsupported in a forked child, for `operation`.
@@ -205,7 +205,7 @@ impl<T: HasTable> Hooks<T> {
         if !self.is_ours() {
             return Err(self.monitor.forked(operation));
         }
-        self.patches.in_place()
+        self.process.in_place(self.patches)
     }
 
     /// The names of the functions.

@@ -9,10 +9,10 @@ use std::{
     sync::atomic::{AtomicPtr, Ordering},
 };
 
-use hmem_core::Result;
+use hmem_core::{Result, monitor::Cause};
 use parking_lot::Mutex;
 
-use crate::{HasTable, MonitorName, Patches, Subscribers, Wipeable};
+use crate::{HasTable, MonitorName, Patches, Subscribers, Wipeable, clamped};
 
 /// The subscribers and users of one kind of hooks in one process.
 #[derive(Debug)]
@@ -114,12 +114,28 @@ impl<T: HasTable> Process<T> {
             }
         };
         if *users > 0 {
-            patches.in_place()?;
+            self.in_place(patches)?;
         } else {
             patches.put()?;
         }
         *users += 1;
         Ok(patches)
+    }
+
+    /// Fails unless every patch is in place, and then tells all who are subscribed that everything is gone.
+    ///
+    /// # Errors
+    /// As [`Patches::in_place`].
+    #[inline]
+    pub(crate) fn in_place(&self, patches: &Patches) -> Result<()> {
+        patches.in_place().inspect_err(|_| self.tell_of_everything())
+    }
+
+    #[cold]
+    fn tell_of_everything(&self) {
+        let everything = clamped(0, u64::MAX);
+        let pass = self.subscribers.table().pass();
+        pass.each(|_, invalidator| invalidator.invalidate(everything, Cause::Unmap));
     }
 
     /// Takes the patches back when the last user is gone. Those that another library overwrote stay as they are.

@@ -10,7 +10,7 @@ use std::{
 };
 
 use hmem_core::{
-    ErrorKind,
+    Error, ErrorKind,
     monitor::{Cause, Monitor},
 };
 use hmem_iface_system::monitor::MemHooks;
@@ -215,14 +215,22 @@ pub(crate) fn mon_03_a_later_patch_of_another_library_is_noticed() {
     let page = page();
     let block = map(page);
     monitor.check().unwrap();
+    let recorder = Recorder::new();
+    monitor.subscribe(range(block, page), Arc::<Recorder>::clone(&recorder)).unwrap();
     patch_as_others_do();
     let theirs = code(c"munmap");
     let own = std::env::current_exe().unwrap().display().to_string();
-    for error in [monitor.check().unwrap_err(), MemHooks::start().unwrap_err(), {
-        monitor.subscribe(range(block, page), Recorder::new()).unwrap_err()
-    }] {
+    let noticed: [&dyn Fn() -> Error; 3] =
+        [&|| monitor.check().unwrap_err(), &|| MemHooks::start().unwrap_err(), &|| {
+            monitor.subscribe(range(block, page), Recorder::new()).unwrap_err()
+        }];
+    for notice in noticed {
+        recorder.clear();
+        let error = notice();
         let text = error.to_string();
         assert!(error.is_busy() && text.contains("munmap") && text.contains(&own), "{text}");
+        // What was cached before may have gone unnoticed since.
+        assert_eq!(recorder.about(range(block, page)), [(Cause::Unmap, How::Told)]);
     }
     drop(monitor);
     assert_eq!(code(c"munmap"), theirs, "theirs is left as it is");

@@ -87,6 +87,44 @@ const fn has(flags: usize, bits: i32) -> bool {
     flags as i32 & bits == bits
 }
 
+/// Sizes of huge pages, the largest first: those of x86-64, and of aarch64 with base pages of 4 KiB.
+const HUGE: &[u64] =
+    if cfg!(target_arch = "aarch64") { &[1 << 30, 32 << 20, 2 << 20, 64 << 10] } else { &[1 << 30, 2 << 20] };
+/// `linux/magic.h`
+const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
+
+/// The largest pages that can begin at an address, if that can be huge ones.
+fn largest(address: usize) -> Option<u64> {
+    HUGE.iter().copied().find(|size| (address as u64).is_multiple_of(*size))
+}
+
+/// Bytes of the huge pages that a mapping put at `address` would have, to which the kernel rounds its length; where the
+/// flags do not say, the largest that fit there.
+#[cold]
+fn huge_of_new(address: usize, flags: usize, fd: usize) -> Option<u64> {
+    let fitting = largest(address)?;
+    if has(flags, libc::MAP_HUGETLB) {
+        let bits = flags >> libc::MAP_HUGE_SHIFT & libc::MAP_HUGE_MASK as usize;
+        return Some(if bits == 0 { fitting } else { 1 << bits });
+    }
+    let mut status = std::mem::MaybeUninit::<libc::statfs>::zeroed();
+    // SAFETY: fstatfs writes one `statfs`. It is a thin wrapper that allocates nothing, and the hooks put errno back.
+    if unsafe { libc::fstatfs(fd as i32, status.as_mut_ptr()) } != 0 {
+        return None;
+    }
+    // SAFETY: zeroes are a valid `statfs`, and the call has succeeded.
+    let status = unsafe { status.assume_init() };
+    (status.f_type == HUGETLBFS_MAGIC).then_some(status.f_bsize as u64)
+}
+
+/// Bytes of the huge pages that are mapped at `address`.
+#[cold]
+fn huge_of_mapped(address: usize) -> Option<u64> {
+    largest(address)?;
+    let area = area::at_or_after(address as u64).ok().flatten()?;
+    (area.start <= address as u64 && area.page_size > sys::page_size()).then_some(area.page_size)
+}
+
 impl Function {
     /// Its name.
     pub(super) const fn name(self) -> &'static str {
@@ -121,16 +159,26 @@ impl Function {
     pub(super) fn taken(self, args: &Args) -> Taken {
         // A mask, as pages are powers of two: a division would take longer than the rest.
         let within = sys::page_size() - 1;
-        let pages = |bytes: usize| (bytes as u64).checked_add(within).map_or(u64::MAX, |end| end & !within);
+        let to = |bytes: usize, within: u64| {
+            (bytes as u64).checked_add(within).map_or(u64::MAX, |end| end & !within)
+        };
+        let pages = |bytes| to(bytes, within);
+        let rounded = |bytes, huge: Option<u64>| to(bytes, huge.map_or(within, |huge| huge - 1));
         match self {
             Self::Munmap => Taken::one(args[0], pages(args[1]), Cause::Unmap),
-            Self::Mmap => Taken::one(args[0], pages(args[1]), Cause::Replace),
+            Self::Mmap => {
+                let [start, len, _, flags, fd, _] = *args;
+                let base = has(flags, libc::MAP_ANONYMOUS) && !has(flags, libc::MAP_HUGETLB);
+                let huge = if base { None } else { huge_of_new(start, flags, fd) };
+                Taken::one(start, rounded(len, huge), Cause::Replace)
+            }
             Self::Madvise => Taken::one(args[0], pages(args[1]), Cause::Discard),
             // The ranges lie in memory that may not be readable: only the kernel can look without harm.
             Self::ProcessMadvise => Taken::one(0, u64::MAX, Cause::Discard),
             Self::Mremap => {
                 let [old, old_len, new_len, flags, new, _] = *args;
-                let (old_pages, new_pages) = (pages(old_len), pages(new_len));
+                let huge = huge_of_mapped(old);
+                let (old_pages, new_pages) = (rounded(old_len, huge), rounded(new_len, huge));
                 let moves = has(flags, libc::MREMAP_FIXED) || has(flags, libc::MREMAP_DONTUNMAP);
                 let from = if new_pages <= old_pages && !moves {
                     some((old as u64).saturating_add(new_pages), old_pages - new_pages, Cause::Remap)
@@ -151,6 +199,9 @@ impl Function {
             Self::Shmat => {
                 let start = args[1] as u64 & !(sys::page_size() - 1);
                 let len = area::segment_len(args[0] as i32).unwrap_or(u64::MAX);
+                // Whether its pages are huge is not to be learned.
+                let within = largest(start as usize).map_or(0, |huge| huge - 1);
+                let len = len.checked_add(within).map_or(u64::MAX, |end| end & !within);
                 Taken([some(start, len, Cause::Replace), None])
             }
             Self::Shmdt => {
@@ -163,6 +214,8 @@ impl Function {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
     use super::*;
 
     fn taken(function: Function, args: &[usize]) -> Vec<(u64, u64, Cause)> {
@@ -184,6 +237,17 @@ mod tests {
         let fixed_map = libc::MAP_FIXED as usize;
         assert_eq!(taken(Mmap, &[0x10000, 8192, 3, fixed_map]), [(0x10000, 8192, Cause::Replace)]);
         assert_eq!(taken(Mmap, &[0x10000, 8192, 3, 0]), []);
+        // Of huge pages whole ones go, of the size that the flags say, or of the largest that fit.
+        let anonymous = fixed_map | libc::MAP_ANONYMOUS as usize;
+        let (huge, two_mib) = (anonymous | libc::MAP_HUGETLB as usize, 21 << libc::MAP_HUGE_SHIFT);
+        for (start, flags, len) in [
+            (2 << 20, anonymous, 4096),
+            (2 << 20, huge, 2 << 20),
+            (1 << 30, huge | two_mib, 2 << 20),
+            (1 << 30, huge, 1 << 30),
+        ] {
+            assert_eq!(taken(Mmap, &[start, 1, 3, flags]), [(start as u64, len, Cause::Replace)]);
+        }
         assert_eq!(taken(Mmap, &[0x10000, 8192, 3, libc::MAP_FIXED_NOREPLACE as usize]), []);
         // Shrinking takes the tail, whatever else is allowed; growing in place takes nothing.
         assert_eq!(taken(Mremap, &[0x10000, 0x4000, 0x1000, 0]), [(0x11000, 0x3000, Cause::Remap)]);
@@ -206,7 +270,37 @@ mod tests {
         assert_eq!(taken(Brk, &[0]), []);
         assert_eq!(taken(Brk, &[usize::MAX / 2]), []);
         assert_eq!(taken(Shmat, &[0, 0x10000, 0]), []);
+        // Of a mapping that begins where no huge page can, nothing is asked.
+        assert_eq!(taken(Mmap, &[0x1000, 1, 3, fixed_map, usize::MAX]), [(0x1000, 4096, Cause::Replace)]);
         // Lengths that wrap reach to the end of the address space, and no further.
         assert_eq!(taken(Munmap, &[0x10000, usize::MAX]), [(0x10000, u64::MAX - 0xffff, Cause::Unmap)]);
+    }
+
+    /// Neither takes a huge page of the machine's: nothing is touched, and nothing reserved.
+    #[test]
+    fn of_huge_pages_that_are_mapped_or_about_to_be_whole_ones_go() {
+        use Function::*;
+        const HUGE: usize = 2 << 20;
+        let flags = libc::MFD_HUGETLB | libc::MFD_HUGE_2MB | libc::MFD_CLOEXEC;
+        // SAFETY: makes a file.
+        let fd = unsafe { libc::memfd_create(c"huge".as_ptr(), flags) };
+        assert!(fd >= 0, "{}: a kernel with huge pages is needed", std::io::Error::last_os_error());
+        // SAFETY: it was just made, and is nobody else's.
+        let file = unsafe { OwnedFd::from_raw_fd(fd) };
+        let (fixed, number) = ((libc::MAP_FIXED | libc::MAP_SHARED) as usize, file.as_raw_fd() as usize);
+        assert_eq!(taken(Mmap, &[HUGE, 1, 3, fixed, number]), [(HUGE as u64, HUGE as u64, Cause::Replace)]);
+
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        let flags = flags | libc::MAP_HUGETLB | 21 << libc::MAP_HUGE_SHIFT;
+        // SAFETY: a new mapping.
+        let at = unsafe { libc::mmap(std::ptr::null_mut(), 2 * HUGE, libc::PROT_NONE, flags, -1, 0) };
+        assert_ne!(at, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
+        let (start, whole) = (at.addr() as u64, 2 * HUGE as u64);
+        let grown = taken(Mremap, &[at.addr(), HUGE + 1, 3 * HUGE, libc::MREMAP_MAYMOVE as usize]);
+        let shrunk = taken(Mremap, &[at.addr(), 2 * HUGE, 1, 0]);
+        // SAFETY: the test's own mapping.
+        assert_eq!(unsafe { libc::munmap(at, 2 * HUGE) }, 0);
+        assert_eq!(grown, [(start, whole, Cause::Remap)]);
+        assert_eq!(shrunk, [(start + HUGE as u64, HUGE as u64, Cause::Remap)]);
     }
 }
