@@ -27,6 +27,7 @@ cases! {
     mon_01_memhooks,
     mon_01_userfaultfd,
     mon_01_memhooks_and_userfaultfd,
+    mon_01_huge_pages_are_watched_whole_by_the_net,
     mon_01_import;
     slow:
 }
@@ -250,6 +251,26 @@ fn mon_01_memhooks_and_userfaultfd() {
     // The segment, which the kernel does not watch.
     assert_eq!(monitor.without_net(), 1);
     assert!(monitor.why_without_net().unwrap().contains("System V"));
+}
+
+/// None of the machine's huge pages is taken: nothing is touched, and nothing reserved.
+fn mon_01_huge_pages_are_watched_whole_by_the_net() {
+    const HUGE: usize = 2 << 20;
+    let monitor = Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
+    let flags = ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_HUGETLB | 21 << libc::MAP_HUGE_SHIFT;
+    // SAFETY: a new mapping.
+    let at = unsafe { libc::mmap(ptr::null_mut(), HUGE, libc::PROT_NONE, flags, -1, 0) };
+    assert_ne!(at, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
+    let recorder = Recorder::new();
+    let part = range(at, page());
+    let subscription = monitor.subscribe(part, Arc::<Recorder>::clone(&recorder)).unwrap();
+    assert_eq!(monitor.without_net(), 0, "{:?}", monitor.why_without_net());
+    raw(libc::SYS_munmap, [at.addr(), HUGE, 0, 0, 0]);
+    // The kernel's event is read before the call returns, and told after that.
+    while recorder.about(part).is_empty() {
+        thread::yield_now();
+    }
+    monitor.unsubscribe(subscription);
 }
 
 /// Watches whatever it is asked to.

@@ -127,7 +127,13 @@ fn raw_map_at(at: *mut libc::c_void) {
 }
 
 /// Rounds in which the owner's lookup gave a registration of an earlier round.
-fn stale_hits(monitor: Option<Arc<dyn Monitor>>, replace: Replace, rounds: u64, adversary: bool) -> u64 {
+/// How often a hit was stale, and how often something cached died.
+fn stale_hits(
+    monitor: Option<Arc<dyn Monitor>>,
+    replace: Replace,
+    rounds: u64,
+    adversary: bool,
+) -> (u64, u64) {
     let cache = Cache::new(Remembering(monitor), Limits::default()).unwrap();
     let at = map(page());
     let key = Key::new(range(at, page()), Access::SEND).unwrap();
@@ -157,7 +163,7 @@ fn stale_hits(monitor: Option<Arc<dyn Monitor>>, replace: Replace, rounds: u64, 
             stale += u64::from(![0, round].contains(&*lease));
         }
     });
-    stale
+    (stale, cache.statistics().all_invalidations())
 }
 
 /// Ends the second thread, also where the first panics.
@@ -171,19 +177,20 @@ impl Drop for Stop<'_> {
 
 fn none(monitor: &Arc<dyn Monitor>, causes: &[(&str, Replace)], rounds: u64, adversary: bool) {
     for (cause, replace) in causes {
-        let stale = stale_hits(Some(Arc::clone(monitor)), *replace, rounds, adversary);
+        let (stale, told) = stale_hits(Some(Arc::clone(monitor)), *replace, rounds, adversary);
         assert_eq!(stale, 0, "{cause} under {}", monitor.name());
+        assert!(told > rounds / 10, "{cause}: {told} of {rounds}: hardly anything was cached");
     }
 }
 
 fn without_a_monitor_every_cause_leaves_stale_hits() {
     for (cause, replace) in HOOKED.iter().chain(&RAW) {
-        assert!(stale_hits(None, *replace, 100, false) > 0, "{cause}");
+        assert!(stale_hits(None, *replace, 100, false).0 > 0, "{cause}");
     }
     // And what memhooks do not see.
     let hooks: Arc<dyn Monitor> = MemHooks::start().unwrap();
     for (cause, replace) in RAW {
-        assert!(stale_hits(Some(Arc::clone(&hooks)), replace, 100, false) > 0, "{cause}");
+        assert!(stale_hits(Some(Arc::clone(&hooks)), replace, 100, false).0 > 0, "{cause}");
     }
 }
 

@@ -117,6 +117,14 @@ impl UserFaultFd {
             self.unregister(&unwatched);
             drop(book);
             self.watched.subscribers.remove(slot);
+            // Huge pages are watched whole, and the caller may not have looked whether it is those.
+            if errno == Errno::INVAL
+                && area.is_none()
+                && let Ok(area) = self.maps.check(range, NAME.name)
+                && area.page_size > page_size()
+            {
+                return self.watch(range, invalidator, Some(&area));
+            }
             return Err(explained(range, errno));
         }
         book.next += 1;
