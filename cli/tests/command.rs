@@ -2,17 +2,62 @@
 
 use std::{
     collections::BTreeSet,
+    io,
+    os::unix::process::CommandExt,
     process::{Command, Output},
 };
 
 use serde_json::Value;
 
 fn hmem(arguments: &[&str], environment: &[(&str, &str)]) -> Output {
+    command(arguments, environment).output().expect("the binary runs")
+}
+
+fn command(arguments: &[&str], environment: &[(&str, &str)]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_hmem"));
     for name in ["FI_HMEM", "FI_HMEM_DISABLE_P2P", "FI_MR_CACHE_MONITOR", "NO_COLOR", "CLICOLOR_FORCE"] {
         command.env_remove(name);
     }
-    command.args(arguments).envs(environment.iter().copied()).output().expect("the binary runs")
+    command.args(arguments).envs(environment.iter().copied());
+    command
+}
+
+/// The command where the system call `userfaultfd`, and asking `/dev/userfaultfd` for the same, fail as a container's
+/// seccomp profile has them fail.
+fn hmem_without_userfaultfd(arguments: &[&str], environment: &[(&str, &str)]) -> Output {
+    const USERFAULTFD_IOC_NEW: u32 = 0xaa00;
+    const NUMBER: u32 = 0;
+    const SECOND_ARGUMENT: u32 = 24;
+    let instruction = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
+    let load = |offset| instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset);
+    let unless =
+        |k, jf| libc::sock_filter { jf, ..instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, k) };
+    let refuse = instruction(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32);
+    let filter = [
+        load(NUMBER),
+        unless(libc::SYS_userfaultfd as u32, 1),
+        refuse,
+        unless(libc::SYS_ioctl as u32, 3),
+        load(SECOND_ARGUMENT),
+        unless(USERFAULTFD_IOC_NEW, 1),
+        refuse,
+        instruction(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW),
+    ];
+    let mut command = command(arguments, environment);
+    let restrict = move || {
+        let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
+        // SAFETY: restricts the child, which is the command's own; `program` and its filter live through the call.
+        #[allow(unsafe_code, reason = "std has no call for it")]
+        let done = unsafe {
+            libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+                && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) == 0
+        };
+        if done { Ok(()) } else { Err(io::Error::last_os_error()) }
+    };
+    // SAFETY: between fork and exec it does two system calls and allocates nothing.
+    #[allow(unsafe_code, reason = "the filter must be in force before the command starts")]
+    let command = unsafe { command.pre_exec(restrict) };
+    command.output().expect("the binary runs")
 }
 
 fn stdout(output: &Output) -> &str {
@@ -355,6 +400,24 @@ fn check_tortures_the_registration_cache_under_each_monitor() {
     // It takes the NIC that keeps pages.
     let other = json(&hmem(&["check", "--quick", "--json", "--provider", "loopback/scalable"], &[]));
     assert_eq!(list(&other, "stale").len(), 0);
+}
+
+/// DIAG-02, MON-02: a container that forbids userfaultfd is no failure.
+#[test]
+fn a_monitor_that_a_seccomp_filter_forbids_is_skipped_with_the_reason() {
+    let output = hmem_without_userfaultfd(&["check", "--quick", "--json", "--iface", "system"], &[]);
+    ended(&output, 0);
+    let document = json(&output);
+    for row in list(&document, "stale") {
+        assert!(row["verified"] == true && row["monitor"] != "", "{row}");
+    }
+    for monitor in ["userfaultfd", "memhooks+userfaultfd"] {
+        assert!(list(&document, "stale").iter().all(|row| row["monitor"] != monitor), "{document}");
+        let what = format!("stale registrations of system under {monitor}");
+        let skipped = list(&document, "skipped").iter().find(|skipped| skipped["what"] == what.as_str());
+        let why = skipped.and_then(|skipped| skipped["why"].as_str()).unwrap_or_default();
+        assert!(why.contains("seccomp") && why.contains("EPERM"), "{monitor}: {document}");
+    }
 }
 
 /// DIAG-02, HM-04

@@ -190,6 +190,15 @@ impl Case<'_> {
         }
     }
 
+    /// What watches the memory, as far as that is known before it is started.
+    fn monitor(&self) -> &'static str {
+        match &self.memory {
+            Memory::Host(monitor) => monitor.name(),
+            Memory::Device(_) => "none",
+            Memory::Callback => "callback",
+        }
+    }
+
     /// What it is, for a person.
     pub(super) fn title(&self) -> String {
         match &self.memory {
@@ -204,7 +213,7 @@ impl Case<'_> {
     /// # Errors
     /// What is not here is skipped with its reason.
     pub(super) fn run(&self, rounds: u64) -> Result<StaleRow, Skipped> {
-        let mut tally = Tally::default();
+        let mut tally = Tally { monitor: self.monitor().to_owned(), ..Tally::default() };
         let done = self.prepare().and_then(|mut prepared| {
             tally.monitor = prepared.monitor.clone();
             prepared.torture(self.nic, rounds, &mut tally)
@@ -270,6 +279,7 @@ fn lacks(why: &Error) -> bool {
             | ErrorKind::Unavailable
             | ErrorKind::Unreachable
             | ErrorKind::AccessDenied
+            | ErrorKind::PermissionDenied
             | ErrorKind::OutOfResources
     )
 }
