@@ -343,21 +343,36 @@ fn filled_in(first: CacheAttr, second: &CacheAttr) -> CacheAttr {
 
 /// Host memory with the monitor that was asked for. `Auto` waits until it is needed.
 fn system(asked: Option<CacheMonitor>) -> Result<System> {
-    let kind = match asked {
+    let (kind, variable) = match asked {
         Some(CacheMonitor::Imported(monitor)) => {
             return Ok(System::new().with_monitor(SystemMonitor::imported(monitor)));
         }
-        Some(CacheMonitor::Kind(kind)) => kind,
-        None => env::text(env::CACHE_MONITOR)?
-            .map(|name| name.parse::<MonitorKind>())
-            .transpose()
-            .map_err(|error| error.context("variable", env::CACHE_MONITOR))?
-            .unwrap_or_default(),
+        Some(CacheMonitor::Kind(kind)) => (kind, None),
+        None => match env::text(env::CACHE_MONITOR)? {
+            Some(name) => (
+                name.parse().map_err(|error: Error| error.context("variable", env::CACHE_MONITOR))?,
+                Some(env::CACHE_MONITOR),
+            ),
+            None => (MonitorKind::Auto, None),
+        },
     };
-    match kind {
-        MonitorKind::Auto => Ok(System::new()),
-        named => Ok(System::new().with_monitor(SystemMonitor::start(named)?)),
+    if kind == MonitorKind::Auto {
+        return Ok(System::new());
     }
+    let monitor = SystemMonitor::start(kind).map_err(|error| {
+        let error = match variable {
+            Some(variable) => error.context("variable", variable),
+            None => error,
+        };
+        match kind {
+            MonitorKind::Import => error.remedy(
+                "an imported monitor is the application's: make it with Import::new and pass it to \
+                 Builder::imported_cache_monitor, or ask for another one",
+            ),
+            _ => error,
+        }
+    })?;
+    Ok(System::new().with_monitor(monitor))
 }
 
 /// Names of ifaces to start.

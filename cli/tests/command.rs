@@ -175,12 +175,15 @@ fn mon_04_info_says_which_cache_monitor_and_why() {
             assert!(document["cache_monitor"]["why"].as_str().is_some_and(|why| why.contains("asked for")));
         } else {
             // Not here: an error, never another monitor.
-            refused(&output, &[name]);
+            refused(&output, &["FI_MR_CACHE_MONITOR", name]);
         }
     }
     let unknown = hmem(&["info"], &[("FI_MR_CACHE_MONITOR", "kdreg2")]);
     refused(&unknown, &["FI_MR_CACHE_MONITOR", "kdreg2", "memhooks", "userfaultfd", "import", "disabled"]);
-    refused(&hmem(&["info"], &[("FI_MR_CACHE_MONITOR", "import")]), &["import", "Import::new"]);
+    let import = hmem(&["info"], &[("FI_MR_CACHE_MONITOR", "import")]);
+    refused(&import, &["FI_MR_CACHE_MONITOR", "import", "Import::new", "Builder::imported_cache_monitor"]);
+    let forbidden = hmem_without_userfaultfd(&["info"], &[("FI_MR_CACHE_MONITOR", "uffd")]);
+    refused(&forbidden, &["FI_MR_CACHE_MONITOR", "userfaultfd", "seccomp"]);
 }
 
 /// DIAG-01, HM-04
