@@ -25,6 +25,14 @@ pub(crate) const ATTRIBUTES: [(CuDeviceAttribute, &str); 7] = [
 
 type Memcpy = unsafe extern "C" fn(CuDevicePtr, CuDevicePtr, usize) -> CuResult;
 
+/// Why there is no driver to run over.
+#[derive(Debug)]
+pub(crate) struct Absent {
+    /// Whether the machine lacks it, and not that it fails.
+    pub(crate) machine: bool,
+    pub(crate) error: hmem_core::Error,
+}
+
 /// A driver, an iface over it, and a context of the application's.
 pub(crate) struct Driver {
     pub(crate) cuda: Cuda,
@@ -34,17 +42,27 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
-    pub(crate) fn real() -> Self {
-        let path = std::env::var(Cuda::LIBRARY_VARIABLE).unwrap_or_else(|_| Functions::LIBRARY.into());
-        let functions = Functions::load(path.as_ref()).expect("HMEM_CUDA=real asks for a driver");
+    /// # Errors
+    /// [`Absent`] without a driver or without a GPU. What is there and does not start is an error of the driver's.
+    pub(crate) fn real() -> std::result::Result<Self, Absent> {
+        let path = std::env::var(Cuda::LIBRARY_VARIABLE).ok().filter(|path| !path.is_empty());
+        let path = path.unwrap_or_else(|| Functions::LIBRARY.into());
+        let functions = Functions::load(path.as_ref())
+            .map_err(|error| Absent { machine: error.context_value("symbol").is_none(), error })?;
         // SAFETY: loaded already, so that no initialiser runs.
         let library = unsafe { libloading::Library::new(&path) }.expect("loaded just now");
         // SAFETY: the signature is that of `cuMemcpy` in `cuda.h`; the library stays loaded.
         let memcpy = *unsafe { library.get::<Memcpy>("cuMemcpy") }.expect("cuMemcpy");
         std::mem::forget(library);
-        let cuda =
-            Cuda::builder().functions(functions.clone()).open().expect("HMEM_CUDA=real asks for a GPU");
-        Self { cuda, functions, memcpy, fake: None }
+        let cuda = Cuda::builder().functions(functions.clone()).open().map_err(|error| {
+            let code = error.driver().map(|driver| driver.code);
+            let none =
+                [CuResult::CUDA_ERROR_NO_DEVICE, CuResult::CUDA_ERROR_STUB_LIBRARY].map(|code| code.0.into());
+            let machine =
+                code.map_or(error.context_value("devices") == Some("0"), |code| none.contains(&code));
+            Absent { machine, error }
+        })?;
+        Ok(Self { cuda, functions, memcpy, fake: None })
     }
 
     pub(crate) fn fake() -> Self {

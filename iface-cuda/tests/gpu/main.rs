@@ -10,7 +10,10 @@ mod driver;
 mod exports;
 mod figures;
 
-use std::io::{self, Write};
+use std::{
+    io::{self, Write},
+    process::ExitCode,
+};
 
 use hmem_core::Iface;
 
@@ -30,11 +33,21 @@ const REAL: Extent =
 const FAKE: Extent =
     Extent { largest_export: 4 << 20, largest_copy: 1 << 20, reuse_rounds: 100, repetitions: 3 };
 
-fn main() {
+fn main() -> ExitCode {
+    if std::env::args().any(|argument| argument == "--parts") {
+        println!("all");
+        return ExitCode::SUCCESS;
+    }
     let real =
         std::env::var("HMEM_CUDA").is_ok_and(|names| names.split(',').any(|name| name.trim() == "real"));
     let extent = if real { REAL } else { FAKE };
-    let driver = if real { Driver::real() } else { Driver::fake() };
+    let driver = match if real { Driver::real() } else { Ok(Driver::fake()) } {
+        Ok(driver) => driver,
+        Err(absent) => {
+            eprintln!("gpu: {}", absent.error);
+            return ExitCode::from(if absent.machine { 3 } else { 1 });
+        }
+    };
     let mut report = Vec::new();
     write(&driver, extent, &mut report).expect("the report is written");
     driver.close();
@@ -43,6 +56,7 @@ fn main() {
     } else {
         println!("the report runs over the fake driver; HMEM_CUDA=real runs it over a GPU (tests/gpu/run)");
     }
+    ExitCode::SUCCESS
 }
 
 fn write(driver: &Driver, extent: Extent, out: &mut Vec<u8>) -> io::Result<()> {

@@ -7,7 +7,7 @@ use hmem_iface_cuda::{
     sys::{CuResult, Functions},
 };
 
-use crate::world::each;
+use crate::{support, world::each};
 
 fn open(driver: &FakeDriver) -> hmem_core::Result<Cuda> {
     // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
@@ -80,6 +80,15 @@ fn hm_04_a_driver_that_cannot_say_which_range_an_address_is_in_is_unavailable() 
     let error = open(&driver).expect_err("too old");
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(error.to_string().contains("10.2"), "{error}");
+}
+
+#[test]
+fn a_gpu_that_is_asked_for_is_shown_alone() {
+    let seen = std::cell::RefCell::new(Vec::new());
+    each(|world| seen.borrow_mut().push(world.name.clone()));
+    let fakes: Vec<_> = Profile::all().into_iter().map(|profile| profile.name.to_owned()).collect();
+    let wanted = if support::asked_for("real") { vec!["real".to_owned()] } else { fakes };
+    assert_eq!(seen.into_inner(), wanted);
 }
 
 #[test]

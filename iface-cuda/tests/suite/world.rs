@@ -1,5 +1,5 @@
-//! The drivers that the behaviours are shown over: the fake in every profile, and a real GPU where `HMEM_CUDA=real`
-//! asks for one (its absence is then a failure).
+//! The drivers that the behaviours are shown over: the fake in every profile, or a real GPU where `HMEM_CUDA=real` asks for
+//! one (its absence is then a failure).
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -33,16 +33,18 @@ pub(crate) struct App {
 
 static REAL: Mutex<()> = Mutex::new(());
 
-/// Shows a behaviour over every profile of the fake, and over real hardware where it is asked for.
+/// Shows a behaviour over every profile of the fake, or over real hardware alone where it is asked for: nothing of the fake
+/// hides what hardware does.
 pub(crate) fn each(show: impl Fn(&mut World)) {
-    for profile in Profile::all() {
-        over(profile, &show);
-    }
     if support::asked_for("real") {
         // Code can be hooked of one library in a process: `hooks.rs` shows that.
         let mut world = World::real(MonitorKind::Identity);
         show(&mut world);
         world.end();
+        return;
+    }
+    for profile in Profile::all() {
+        over(profile, &show);
     }
 }
 
