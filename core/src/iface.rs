@@ -264,7 +264,8 @@ pub trait Iface: fmt::Debug + Send + Sync {
     /// InvalidArgument for an allocation that was not opened.
     unsafe fn ipc_close(&self, allocation: &Allocation) -> Result<()>;
 
-    /// Makes inbound RMA writes visible to work that the device starts after this call (HM-14).
+    /// Makes inbound RMA writes visible to work that the device starts after this call (HM-14). A domain calls it as its
+    /// completions are read ([`Domain::open_cq`](crate::Domain::open_cq)).
     ///
     /// # Errors
     /// What the driver reported.

@@ -11,7 +11,10 @@ use std::{any::Any, fmt, sync::Arc};
 
 use parking_lot::Mutex;
 
-use super::cached::{RegionCache, Registrations};
+use super::{
+    cached::{RegionCache, Registrations},
+    inbound::FlushingQueue,
+};
 use crate::{
     Access, Address, AddressRange, Error, ErrorKind, Result,
     cache::OwnedLease,
@@ -161,7 +164,7 @@ impl LeasingQueue {
     /// The attributes with the provider's own queues, which are all that a provider knows.
     pub(super) fn unwrapped(attr: &EndpointAttr) -> EndpointAttr {
         let own = |queue: &Arc<dyn CompletionQueue>| {
-            Arc::clone(Self::of(queue).map_or(queue, |leasing| &leasing.queue))
+            Arc::clone(FlushingQueue::unwrapped(Self::of(queue).map_or(queue, |leasing| &leasing.queue)))
         };
         EndpointAttr { tx_cq: own(&attr.tx_cq), rx_cq: own(&attr.rx_cq), ..attr.clone() }
     }

@@ -9,6 +9,7 @@ mod buffer;
 mod cached;
 mod collective;
 mod endpoint;
+mod inbound;
 mod inner;
 mod local;
 mod multi;
@@ -42,6 +43,7 @@ pub use self::{
 
 use self::{
     asynchronous::Worker,
+    inbound::{FlushingQueue, Inbound},
     local::{Leasing, LeasingQueue},
 };
 use crate::{
@@ -75,6 +77,7 @@ pub(crate) struct DomainInner {
     provider_attr: ProviderAttr,
     plain_host: Arc<Decision>,
     worker: OnceLock<Worker>,
+    inbound: Arc<Inbound>,
 }
 
 impl Domain {
@@ -122,6 +125,7 @@ impl Domain {
         let plain_host = Arc::new(decider.plain_host(&nic.nic));
         let provider = provider.open_domain(&request)?;
         let worker = OnceLock::new();
+        let inbound = Arc::new(Inbound::new(Arc::clone(&registry)));
         Ok(Self {
             cache: OnceLock::new(),
             inner: Arc::new(DomainInner {
@@ -134,6 +138,7 @@ impl Domain {
                 effective: mode.effective(),
                 plain_host,
                 worker,
+                inbound,
             }),
         })
     }
@@ -368,11 +373,27 @@ impl Domain {
 
     /// Opens a completion queue.
     ///
+    /// Where the NIC may write into memory of devices (a region of theirs was registered for receives, reads or remote writes),
+    /// reading a receive, a read or an atomic flushes it first where the device needs that: work that the device starts then finds
+    /// the bytes, and what the sender of a received message had written before it. A flush that fails is logged once.
+    ///
     /// # Errors
     /// [`ErrorKind::OutOfResources`].
     pub fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
-        let queue = self.inner.provider.open_cq(depth)?;
+        let mut queue = self.inner.provider.open_cq(depth)?;
+        if self.inner.inbound.may_have_any() {
+            queue = Arc::new(FlushingQueue::new(queue, Arc::clone(&self.inner.inbound)));
+        }
         Ok(if self.leases_local_memory() { Arc::new(LeasingQueue::new(queue)) } else { queue })
+    }
+
+    /// Makes what the NIC has written into memory of devices visible to work that they start after this call, for who learns of
+    /// a remote write by other means than a completion of this domain: a counter, a flag in memory, a message elsewhere.
+    ///
+    /// # Errors
+    /// What the device's driver reported, of the first device that failed; the others are flushed all the same.
+    pub fn flush_inbound(&self) -> Result<()> {
+        self.inner.inbound.flush()
     }
 
     /// Opens an endpoint.

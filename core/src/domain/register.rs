@@ -215,6 +215,7 @@ impl DomainInner {
         } else {
             self.owner(ranges, attr, inner.flags())?
         };
+        self.inbound.note(&owner, attr.access);
         if let Some(prefault) = &attr.prefault
             && owner.iface == IfaceKind::SYSTEM
             && attr.dma_buf.is_none()

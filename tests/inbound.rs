@@ -1,0 +1,136 @@
+//! HM-14: what a NIC wrote into a device's memory is flushed before whoever was told of it goes on.
+
+use std::sync::Arc;
+
+use hmem::{
+    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Endpoint, Errno, Hmem, MrMode,
+    OwnedBuffer, RegionSlice, Registered,
+    iface::AllocRequest,
+    p2p::loopback::Loopback,
+    provider::{CompletionQueue, EndpointAttr},
+    system::{Call, SIMULATED, Simulated},
+    transfer::{Completion, CompletionKind, RemoteSegment},
+};
+
+const LEN: u64 = 4096;
+
+struct Side {
+    domain: Domain,
+    cq: Arc<dyn CompletionQueue>,
+    endpoint: Endpoint,
+}
+
+impl Side {
+    fn open(hmem: &Hmem) -> Self {
+        let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
+        let domain = hmem.domain("loopback", attr).expect("the loopback needs no mode");
+        let cq = domain.open_cq(8).expect("a queue");
+        let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint");
+        Self { domain, cq, endpoint }
+    }
+
+    /// Reads one completion, while `other` moves too.
+    fn completed(&self, other: &Self) -> Completion {
+        let mut done = Vec::new();
+        while self.cq.read(&mut done, 1).expect("the queue") == 0 {
+            other.domain.progress().expect("progress");
+        }
+        done.remove(0)
+    }
+
+    fn host(&self, access: Access) -> Registered<Vec<u8>> {
+        self.domain.register(vec![7_u8; LEN as usize], access).expect("host memory")
+    }
+}
+
+struct World {
+    hmem: Hmem,
+    device: Arc<Simulated>,
+}
+
+impl World {
+    fn new() -> Self {
+        let device = Arc::new(Simulated::builder().devices(2).build().expect("simulated devices"));
+        let builder = Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&device) as _);
+        let loopback = Loopback::builder().build().expect("a software NIC");
+        Self { hmem: builder.provider(loopback).build().expect("builds"), device }
+    }
+
+    fn flushes(&self) -> u64 {
+        self.device.faults().count(Call::FlushInbound)
+    }
+
+    fn on_device(&self, domain: &Domain, device: u32, access: Access) -> Registered<DeviceBuffer> {
+        let iface = self.hmem.iface(SIMULATED).expect("it was added");
+        let request = AllocRequest { len: LEN, device: DeviceId(device), kind: AllocationKind::Device };
+        let buffer = DeviceBuffer::allocate(iface, &request).expect("device memory");
+        domain.register(buffer, access).expect("device memory is registered")
+    }
+}
+
+fn slice<B: OwnedBuffer>(region: &Registered<B>) -> RegionSlice {
+    region.slice(0, LEN).expect("all of it")
+}
+
+#[test]
+fn hm_14_a_receive_is_read_after_a_flush_of_every_device_that_nics_may_write_to() {
+    let world = World::new();
+    let (target, sender) = (Side::open(&world.hmem), Side::open(&world.hmem));
+    let source = sender.host(Access::SEND | Access::WRITE);
+    let peer = sender.endpoint.resolve(&target.endpoint.name()).expect("the target");
+    let send = |into: RegionSlice| {
+        target.endpoint.receive(&[into], None, 1).expect("posted");
+        sender.endpoint.send(&[slice(&source)], None, peer, 2).expect("posted");
+        let sent = sender.completed(&target);
+        assert_eq!((sent.kind, sent.result.expect("sent")), (CompletionKind::Send, LEN));
+        let before = world.flushes();
+        let received = target.completed(&sender);
+        assert_eq!((received.kind, received.result.expect("received")), (CompletionKind::Receive, LEN));
+        world.flushes() - before
+    };
+
+    let host = target.host(Access::RECV);
+    assert_eq!(send(slice(&host)), 0, "no device has memory that the NIC writes");
+    let only_read = world.on_device(&target.domain, 1, Access::REMOTE_READ);
+    assert_eq!(send(slice(&host)), 0, "nor is any written that is for reading");
+    let first = world.on_device(&target.domain, 0, Access::RECV);
+    assert_eq!(send(slice(&first)), 1);
+    let second = world.on_device(&target.domain, 1, Access::REMOTE_WRITE);
+    assert_eq!(send(slice(&first)), 2);
+
+    // The sender writes into the second device, of which the target has no completion, and says so in a message.
+    let key = second.key().expect("a key");
+    let remote = [RemoteSegment { address: second.base_addr(), len: LEN, key: &key }];
+    sender.endpoint.write(&[slice(&source)], &remote, peer, 3).expect("posted");
+    let written = sender.completed(&target);
+    assert_eq!((written.kind, written.result.expect("written")), (CompletionKind::Write, LEN));
+    assert_eq!(send(slice(&host)), 2, "a message stands for the writes before it");
+
+    // What is read is read, though the device cannot be flushed.
+    world.device.faults().fail_always(Call::FlushInbound, Errno(libc::EIO));
+    assert_eq!(send(slice(&first)), 2);
+    drop(only_read);
+}
+
+#[test]
+fn hm_14_a_read_into_a_device_is_read_after_a_flush_and_whoever_has_no_completion_flushes() {
+    let world = World::new();
+    let (reader, target) = (Side::open(&world.hmem), Side::open(&world.hmem));
+    let source = target.host(Access::REMOTE_READ);
+    target.domain.flush_inbound().expect("there is nothing to flush");
+    assert_eq!(world.flushes(), 0);
+    let into = world.on_device(&reader.domain, 0, Access::READ);
+    let key = source.key().expect("a key");
+    let remote = [RemoteSegment { address: source.base_addr(), len: LEN, key: &key }];
+    let peer = reader.endpoint.resolve(&target.endpoint.name()).expect("the target");
+    reader.endpoint.read(&[slice(&into)], &remote, peer, 1).expect("posted");
+    let read = reader.completed(&target);
+    assert_eq!((read.kind, read.result.expect("read")), (CompletionKind::Read, LEN));
+    assert_eq!(world.flushes(), 1);
+
+    reader.domain.flush_inbound().expect("the device flushes");
+    assert_eq!(world.flushes(), 2);
+    world.device.faults().fail_next(Call::FlushInbound, Errno(libc::EIO));
+    let error = reader.domain.flush_inbound().expect_err("it was made to fail");
+    assert_eq!(error.os_errno(), Some(Errno(libc::EIO)), "{error}");
+}
