@@ -190,7 +190,7 @@ impl Driver {
     }
 
     /// Gives memory back as it came. The device's primary context is current.
-    fn give_back(&self, base: u64, device: DeviceId, origin: &Origin) -> Result<()> {
+    pub(crate) fn give_back(&self, base: u64, device: DeviceId, origin: &Origin) -> Result<()> {
         match origin {
             // SAFETY: allocated by this driver and freed once: the book's entry goes with it.
             Origin::Memory => check(unsafe { (self.functions.mem_free)(base) }, "cuMemFree_v2"),
@@ -242,7 +242,7 @@ impl Driver {
     }
 
     /// Gives an allocation back and strikes it from the book, unless the driver refuses.
-    pub(crate) fn end(&self, allocation: &Allocation, owned: &Owned) -> Result<()> {
+    fn end(&self, allocation: &Allocation, owned: &Owned) -> Result<()> {
         let base = allocation.base().0;
         // Taken out first, so that of two threads that free the same memory only one reaches the driver.
         let taken = self.book.lock().owned.remove(&base);

@@ -22,7 +22,7 @@ pub(crate) struct Driver {
     /// How many of the pointer attributes the driver knows; 0 until it has shown it.
     pub(crate) attributes: AtomicU32,
     pub(crate) book: Mutex<Book>,
-    /// How many allocations of other processes are open: spares most queries the book's lock.
+    /// How many allocations of other processes are in the book: spares most queries its lock. Changed under that lock.
     pub(crate) imported: AtomicUsize,
     pub(crate) subscriptions: Subscriptions,
 }
@@ -55,8 +55,8 @@ pub(crate) enum Origin {
     Pool,
     /// `cuMemAddressReserve` of so many bytes, `cuMemCreate`, `cuMemMap`.
     Virtual { reserved: usize, handle: CuMemHandle },
-    /// `cuIpcOpenMemHandle`, so often.
-    Imported { opened: u64 },
+    /// `cuIpcOpenMemHandle`: how many opens can still be closed, and how many closes are on their way to the driver.
+    Imported { opened: u64, closing: u64 },
 }
 
 impl Driver {

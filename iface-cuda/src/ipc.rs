@@ -134,41 +134,67 @@ impl Driver {
         let range = AddressRange::new(Address(base), len)?;
         let allocation = Allocation { range, kind: AllocationKind::Imported, ..found.allocation };
         let mut book = self.book.lock();
-        let fresh = Owned { id: allocation.id, device, origin: Origin::Imported { opened: 0 } };
+        let fresh = Owned { id: allocation.id, device, origin: Origin::Imported { opened: 0, closing: 0 } };
+        if !book.owned.contains_key(&base) {
+            self.imported.fetch_add(1, Ordering::AcqRel);
+        }
+        let owned = book.owned.entry(base).or_insert_with(|| fresh.clone());
+        if owned.id != allocation.id {
+            // The driver has closed what was here, and its closer has not come back to the book yet.
+            *owned = fresh;
+        }
         // `cuda.h`: a handle that is open already counts its opens and gives the same address.
-        if let Origin::Imported { opened } = &mut book.owned.entry(base).or_insert(fresh).origin {
+        if let Origin::Imported { opened, .. } = &mut owned.origin {
             *opened += 1;
-            if *opened == 1 {
-                self.imported.fetch_add(1, Ordering::AcqRel);
-            }
         }
         Ok(allocation)
     }
 
     pub(crate) fn ipc_close(&self, allocation: &Allocation) -> Result<()> {
-        let owned = self.owned("ipc_close", allocation)?;
-        let Origin::Imported { opened } = owned.origin else {
-            return Err(not_live("ipc_close", allocation).context("allocated", "free it with free"));
+        let (owned, last) = self.begin_close(allocation)?;
+        let mut gone = false;
+        let ended = self.primary(owned.device).and_then(|context| {
+            let mut close = || {
+                within(&self.functions, context, || {
+                    self.give_back(allocation.base().0, owned.device, &owned.origin).inspect(|()| gone = true)
+                })
+            };
+            if last { self.subscriptions.while_it_goes(allocation.range, close) } else { close() }
+        });
+        self.end_close(allocation, gone);
+        ended.map_err(|error| error.context("allocation", allocation.range))
+    }
+
+    /// Takes one open out of the book for a close to give back, so that of two threads that close at once each has its
+    /// own. The entry stays until the driver has closed the last: until then the memory is an import.
+    fn begin_close(&self, allocation: &Allocation) -> Result<(Owned, bool)> {
+        let refused = || not_live("ipc_close", allocation);
+        let mut book = self.book.lock();
+        let owned = book.owned.get_mut(&allocation.base().0).filter(|owned| owned.id == allocation.id);
+        let owned = owned.ok_or_else(refused)?;
+        let Origin::Imported { opened, closing } = &mut owned.origin else {
+            return Err(refused().context("allocated", "free it with free"));
         };
-        if opened > 1 {
-            let context = self.primary(owned.device)?;
-            within(&self.functions, context, || {
-                // SAFETY: opened more than once, and closed once less than that.
-                let code = unsafe { (self.functions.ipc_close_mem_handle)(allocation.base().0) };
-                check(code, "cuIpcCloseMemHandle")
-            })?;
-            if let Some(Owned { origin: Origin::Imported { opened }, .. }) =
-                self.book.lock().owned.get_mut(&allocation.base().0)
-            {
-                *opened -= 1;
-            }
-            return Ok(());
+        *opened = opened.checked_sub(1).ok_or_else(refused)?;
+        *closing += 1;
+        let last = *opened == 0;
+        Ok((owned.clone(), last))
+    }
+
+    /// Writes down how a close ended: what the driver refused can be closed again.
+    fn end_close(&self, allocation: &Allocation, gone: bool) {
+        let base = allocation.base().0;
+        let mut book = self.book.lock();
+        let owned = book.owned.get_mut(&base).filter(|owned| owned.id == allocation.id);
+        let Some(Owned { origin: Origin::Imported { opened, closing }, .. }) = owned else { return };
+        *closing -= 1;
+        if !gone {
+            *opened += 1;
         }
-        let ended = self.end(allocation, &owned);
-        if !self.book.lock().owned.contains_key(&allocation.base().0) {
+        if *opened == 0 && *closing == 0 {
+            book.owned.remove(&base);
             self.imported.fetch_sub(1, Ordering::AcqRel);
         }
-        ended
     }
 }
 

@@ -97,6 +97,77 @@ fn hm_10_another_process_reaches_memory_of_a_real_device() {
     }
 }
 
+/// HM-10: each open is closed once, whoever closes it.
+#[test]
+fn hm_10_two_threads_that_close_what_was_opened_twice_close_it() {
+    const NAME: &str = "ipc::hm_10_two_threads_that_close_what_was_opened_twice_close_it";
+    let Some(text) = child::passed() else {
+        return over(Profile::default(), |world| {
+            let memory = world.allocate(3 << 20, AllocationKind::Device);
+            let handle = world.cuda.ipc_export(&memory).expect("export");
+            child::run(NAME, &hex(&handle.bytes));
+            world.free(&memory);
+        });
+    };
+    over(Profile::default(), |world| {
+        let memory = world.cuda.ipc_open(&handle(&text)).expect("open");
+        world.cuda.ipc_open(&handle(&text)).expect("open again");
+        let cuda = &world.cuda;
+        // SAFETY: nobody uses it.
+        let close = || unsafe { cuda.ipc_close(&memory) };
+        std::thread::scope(|scope| {
+            let held = world.driver().hold("cuIpcCloseMemHandle");
+            let closers = [scope.spawn(close), scope.spawn(close)];
+            held.wait_for(2);
+            drop(held);
+            for closer in closers {
+                closer.join().expect("no panic").expect("close");
+            }
+        });
+        assert_eq!(world.driver().live().imported, 0);
+        assert_eq!(cuda.query(memory.base()).expect("query"), None);
+        // That the iface closes shows `over`.
+    });
+}
+
+/// HM-10: memory is an import until the driver has closed it, and after a close that it refused.
+#[test]
+fn hm_10_an_import_stays_one_while_its_last_close_is_under_way_and_refused() {
+    const NAME: &str = "ipc::hm_10_an_import_stays_one_while_its_last_close_is_under_way_and_refused";
+    let Some(text) = child::passed() else {
+        return over(Profile::default(), |world| {
+            let memory = world.allocate(3 << 20, AllocationKind::Device);
+            let handle = world.cuda.ipc_export(&memory).expect("export");
+            child::run(NAME, &hex(&handle.bytes));
+            world.free(&memory);
+        });
+    };
+    over(Profile::default(), |world| {
+        let memory = world.cuda.ipc_open(&handle(&text)).expect("open");
+        let cuda = &world.cuda;
+        let kind = || cuda.query(memory.base()).expect("query").expect("known").kind;
+        // SAFETY: nobody uses it.
+        let close = || unsafe { cuda.ipc_close(&memory) };
+        std::thread::scope(|scope| {
+            world.driver().fail("cuIpcCloseMemHandle", CuResult::CUDA_ERROR_UNKNOWN);
+            let held = world.driver().hold("cuIpcCloseMemHandle");
+            let closer = scope.spawn(close);
+            held.wait_for(1);
+            assert_eq!(kind(), AllocationKind::Imported, "under way");
+            // Opened again while it goes: one close is owed more.
+            cuda.ipc_open(&handle(&text)).expect("open");
+            drop(held);
+            closer.join().expect("no panic").expect_err("the driver refused");
+        });
+        for _ in 0..2 {
+            assert_eq!(kind(), AllocationKind::Imported, "refused");
+            close().expect("close");
+        }
+        close().expect_err("closed as often as opened");
+        assert_eq!(world.driver().live().imported, 0);
+    });
+}
+
 #[test]
 fn hm_10_what_is_no_handle_is_malformed_and_what_is_gone_unavailable() {
     const NAME: &str = "ipc::hm_10_what_is_no_handle_is_malformed_and_what_is_gone_unavailable";

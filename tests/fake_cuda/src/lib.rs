@@ -31,7 +31,7 @@ mod state;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use hmem_iface_cuda::sys::CuResult;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 pub use entry::*;
 pub use profile::Profile;
@@ -40,6 +40,8 @@ use state::State;
 
 /// The driver of this process: there is one, as there is of the real one.
 static STATE: Mutex<Option<State>> = Mutex::new(None);
+/// Told whenever a call comes to be held, and when held calls may go on.
+static HELD: Condvar = Condvar::new();
 /// Who has it, one test at a time.
 static TURN: Mutex<()> = Mutex::new(());
 static GENERATION: AtomicU64 = AtomicU64::new(1);
@@ -54,6 +56,11 @@ fn fresh(profile: Profile) -> State {
 /// Runs a call of the driver.
 fn enter(symbol: &'static str, run: impl FnOnce(&mut State) -> Result<(), CuResult>) -> CuResult {
     let mut state = STATE.lock();
+    if let Some(hold) = hold_of(&mut state, symbol) {
+        hold.held += 1;
+        HELD.notify_all();
+        HELD.wait_while(&mut state, |state| hold_of(state, symbol).is_some());
+    }
     let state = state.get_or_insert_with(from_environment);
     let needs_start = !matches!(
         symbol,
@@ -68,6 +75,11 @@ fn enter(symbol: &'static str, run: impl FnOnce(&mut State) -> Result<(), CuResu
         if needs_start && !state.started { Err(CuResult::CUDA_ERROR_NOT_INITIALIZED) } else { run(state) }
     });
     result.err().unwrap_or(CuResult::CUDA_SUCCESS)
+}
+
+/// The hold on a function, if there is one.
+fn hold_of<'a>(state: &'a mut Option<State>, symbol: &str) -> Option<&'a mut state::Hold> {
+    state.as_mut()?.hold.as_mut().filter(|hold| hold.symbol == symbol)
 }
 
 /// What `HMEM_FAKE_CUDA` asks for; the default profile without it.
@@ -189,6 +201,14 @@ impl FakeDriver {
         self.with(State::clear_faults);
     }
 
+    /// Holds every call of a function before it does anything, until the answer is dropped: calls that a test wants at
+    /// once are.
+    #[must_use]
+    pub fn hold(&self, symbol: &str) -> Held<'_> {
+        self.with(|state| state.hold = Some(state::Hold { symbol: known(symbol), held: 0 }));
+        Held { _driver: self }
+    }
+
     /// How often a function was called, failed calls included.
     #[must_use]
     pub fn calls(&self, symbol: &str) -> u64 {
@@ -233,5 +253,35 @@ impl FakeDriver {
 impl Drop for FakeDriver {
     fn drop(&mut self) {
         *STATE.lock() = None;
+    }
+}
+
+/// Calls that are held. They go on when it is dropped.
+#[derive(Debug)]
+pub struct Held<'a> {
+    _driver: &'a FakeDriver,
+}
+
+impl Held<'_> {
+    /// Waits until so many calls are held.
+    ///
+    /// # Panics
+    /// If they have not come after half a minute.
+    pub fn wait_for(&self, calls: usize) {
+        let few = |state: &mut Option<State>| {
+            state.as_ref().and_then(|state| state.hold.as_ref()).is_some_and(|hold| hold.held < calls)
+        };
+        let mut state = STATE.lock();
+        let waited = HELD.wait_while_for(&mut state, few, std::time::Duration::from_secs(30));
+        assert!(!waited.timed_out(), "{calls} calls are not made at once");
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        if let Some(state) = &mut *STATE.lock() {
+            state.hold = None;
+        }
+        HELD.notify_all();
     }
 }

@@ -117,6 +117,13 @@ struct Fault {
     code: CuResult,
 }
 
+/// A function whose calls wait, and how many do.
+#[derive(Debug)]
+pub(crate) struct Hold {
+    pub(crate) symbol: &'static str,
+    pub(crate) held: usize,
+}
+
 /// What is alive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Live {
@@ -155,6 +162,7 @@ pub(crate) struct State {
     pub(crate) streams: HashMap<usize, Stream>,
     pub(crate) events: HashMap<usize, Event>,
     pub(crate) used: Vec<u64>,
+    pub(crate) hold: Option<Hold>,
     next_handle: usize,
     next_id: u64,
     next_address: u64,
@@ -180,6 +188,7 @@ impl State {
             streams: HashMap::new(),
             events: HashMap::new(),
             used: vec![0; profile.devices as usize],
+            hold: None,
             next_handle: 0x1000,
             // Identities are unique in a process, also across the drivers that a test has one after another.
             next_id: generation << 32 | 1,
