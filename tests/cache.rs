@@ -268,6 +268,41 @@ fn cache_02_another_allocation_at_the_address_and_another_device_are_other_entri
     assert_eq!(net.target.live().regions, 0);
 }
 
+/// CACHE-01
+#[test]
+fn cache_01_a_burst_of_a_domain_hits_what_is_cached_and_registers_what_is_not() {
+    let device = simulated(Style::Callback);
+    let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
+    let builder = Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&device) as _);
+    let hmem = builder.cache_monitor(MonitorKind::MemHooks).provider(loopback()).build().expect("started");
+    let net = Net::open(&hmem, CacheAttr::default());
+    let cache = net.target.cache().expect("a cache");
+    let request = AllocRequest { len: 8192, device: DeviceId(1), kind: AllocationKind::Device };
+    let buffer = DeviceBuffer::allocate(&iface, &request).expect("device memory");
+    let at = map(None, PAGE);
+    let burst = cache.burst();
+    for (memory, owner) in [
+        (range(at, PAGE), (IfaceKind::SYSTEM, None)),
+        (buffer.allocation().range, (SIMULATED, Some(DeviceId(1)))),
+    ] {
+        let before = cache.statistics();
+        for part in [memory, memory, AddressRange::new(memory.start(), 100).expect("no wrap")] {
+            // SAFETY: the memory is the test's own, and nobody refers into it.
+            let region = unsafe { burst.get(part, REMOTE) }.expect("registered");
+            assert_eq!(region.iface().expect("registered"), owner);
+            assert!(region.lease().uncached().is_none(), "{:?}", region.lease().uncached());
+        }
+        let now = cache.statistics();
+        assert_eq!((now.registrations - before.registrations, now.hits - before.hits), (1, 2));
+    }
+    // SAFETY: it is refused.
+    unsafe { burst.get(range(at, 0), REMOTE) }.expect_err("there is nothing in it");
+    drop(burst);
+    unmap(at, PAGE);
+    cache.flush();
+    assert_eq!(cache.statistics().entries, 1);
+}
+
 #[test]
 fn mon_09_monitors_of_different_ifaces_start_and_fail_apart() {
     let device = simulated(Style::Callback);

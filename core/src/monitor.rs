@@ -111,7 +111,8 @@ pub trait Invalidator: fmt::Debug + Send + Sync {
     fn open_gate(&self);
 }
 
-/// One subscription of a monitor; [`Monitor::unsubscribe`] takes it back.
+/// One subscription of a monitor; [`Monitor::unsubscribe`] takes it back. Those of one invalidator may be equal: each is then
+/// taken back as often as it was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Subscription(pub u64);
 

@@ -92,10 +92,12 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
         style.heading(out, "bytes a cached region, above the region itself")?;
         let mut table = style.table(&["regions", "how many", "bytes each", "goal"]);
         for row in &report.memory {
+            let met = row.target.is_none_or(|target| row.bytes_each <= target);
+            let each = format!("{:.0}", row.bytes_each);
             table.add_row(vec![
-                style.cell(&row.figure, Tone::Good),
+                style.cell(&row.figure, if met { Tone::Good } else { Tone::Bad }),
                 style.number(row.regions),
-                style.number(format!("{:.0}", row.bytes_each)),
+                style.number(if met { each } else { format!("{each} over") }),
                 style.number(row.target.map_or_else(|| "-".to_owned(), |target| format!("{target:.0}"))),
             ]);
         }

@@ -389,6 +389,21 @@ impl<'c, S: Source> Burst<'c, S> {
         Ok(self.get_anyhow(&key)?.in_pieces())
     }
 
+    /// [`Cache::find`].
+    #[must_use]
+    pub fn find(&self, key: &Key) -> Option<Lease<'c, S>> {
+        let shared = &self.cache.shared;
+        let own = self.own.as_ref()?;
+        if shared.gate.read() == gate::plainly_open(shared.number)
+            && let Some(held) = shared.plain_hit(own.slot.get(), key).hit()
+        {
+            return Some(Lease::cached(shared, held));
+        }
+        let held = shared.hit(own.block, key)?;
+        own.slot.set(shared.blocks.likely(own.block));
+        Some(Lease::cached_anyhow(shared, held))
+    }
+
     #[cold]
     #[inline(never)]
     fn get_anyhow(&self, key: &Key) -> Result<Lease<'c, S>> {

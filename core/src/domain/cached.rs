@@ -8,7 +8,7 @@ use super::{Domain, DomainInner, MemoryRegion, MrAttr};
 use crate::{
     Access, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, MrFlags, MrMode, Rejected,
     Result,
-    cache::{Cache, Key, Lease, Limits, Listed, OwnedLease, Source, Statistics},
+    cache::{Burst, Cache, Key, Lease, Limits, Listed, OwnedLease, Source, Statistics},
     monitor::{Invalidator, Monitor, MonitorStyle, Subscription},
     path::Path,
     registry::Owner,
@@ -115,8 +115,7 @@ impl RegionCache {
         }
     }
 
-    /// [`RegionCache::get`] of memory of an iface and device that the caller knows: for addresses that mean something on
-    /// several devices.
+    /// [`RegionCache::get`] of memory that is to be of this iface and, where one is named, of this device.
     ///
     /// # Safety
     /// As [`RegionCache::get`].
@@ -144,6 +143,12 @@ impl RegionCache {
     fn register(&self, range: AddressRange, access: Access) -> Result<CachedRegion<'_>> {
         let owner = self.cache.source().domain.registry.owner_of_range(range)?;
         Ok(CachedRegion(self.cache.get(&key_of(range, access, &owner)?)?))
+    }
+
+    /// For many lookups from one place: finds the thread's part of the cache once.
+    #[must_use]
+    pub fn burst(&self) -> RegionBurst<'_> {
+        RegionBurst { burst: self.cache.burst(), cache: self }
     }
 
     /// A lease that outlives the borrow, of device memory or, with `host`, of any; `None` for other memory.
@@ -210,6 +215,36 @@ impl RegionCache {
     /// Why it has none: the iface's own reason, or that it was asked to do without.
     pub fn monitor(&self, iface: IfaceKind) -> Result<Arc<dyn Monitor>> {
         self.cache.source().monitor(iface)
+    }
+}
+
+/// A burst of lookups in a [`RegionCache`], on one thread.
+#[derive(Debug)]
+pub struct RegionBurst<'c> {
+    burst: Burst<'c, Registrations>,
+    cache: &'c RegionCache,
+}
+
+impl<'c> RegionBurst<'c> {
+    /// [`RegionCache::get`].
+    ///
+    /// # Safety
+    /// As [`RegionCache::get`].
+    ///
+    /// # Errors
+    /// As [`RegionCache::get`].
+    #[inline]
+    pub unsafe fn get(&self, range: AddressRange, access: Access) -> Result<CachedRegion<'c>> {
+        match self.burst.find(&Key::new(range, access)?.of_any_owner()) {
+            Some(lease) => Ok(CachedRegion(lease)),
+            None => self.register(range, access),
+        }
+    }
+
+    #[cold]
+    fn register(&self, range: AddressRange, access: Access) -> Result<CachedRegion<'c>> {
+        let owner = self.cache.cache.source().domain.registry.owner_of_range(range)?;
+        Ok(CachedRegion(self.burst.get(&key_of(range, access, &owner)?)?))
     }
 }
 

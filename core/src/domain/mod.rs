@@ -31,7 +31,7 @@ use std::{
 pub use self::{
     attr::{DmaBufAttr, DomainAttr, MrAttr, Parallel, Prefault, Progress},
     buffer::{DeviceBuffer, OwnedBuffer, RegionSlice, Registered, VecParts},
-    cached::{CacheAttr, CachedRegion, RegionCache, Registrations, Watch},
+    cached::{CacheAttr, CachedRegion, RegionBurst, RegionCache, Registrations, Watch},
     endpoint::{Atomic, Endpoint},
     multi::{MultiRegion, MultiRegistered, regattr_on, register_on},
     prefault::prefault,

@@ -15,8 +15,7 @@ use rustix::{
     ioctl::{Opcode, Updater, opcode},
 };
 
-/// What [`at_or_after`] opens.
-pub(super) const MAPS: &CStr = c"/proc/self/maps";
+const MAPS: &CStr = c"/proc/self/maps";
 
 /// Bytes of a mapping's name that are kept.
 const NAME: usize = 256;
@@ -110,15 +109,16 @@ pub(super) fn has_no_query(errno: Errno) -> bool {
 
 /// The mapping at `address`, or the next one above it.
 pub(crate) fn at_or_after(address: u64) -> Result<Option<Area>, Errno> {
-    let maps = open()?;
+    let maps = open(OFlags::empty())?;
     match queried(maps.as_fd(), address) {
         Err(errno) if has_no_query(errno) => read(maps.as_fd(), address),
         answer => answer,
     }
 }
 
-pub(super) fn open() -> Result<OwnedFd, Errno> {
-    rustix::fs::openat(CWD, MAPS, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+/// Opens this process's maps, with these flags too.
+pub(super) fn open(more: OFlags) -> Result<OwnedFd, Errno> {
+    rustix::fs::openat(CWD, MAPS, OFlags::RDONLY | OFlags::CLOEXEC | more, Mode::empty())
 }
 
 /// The mapping at `address`, or the next one above it, of the process whose open file this is.

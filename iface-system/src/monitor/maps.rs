@@ -7,15 +7,19 @@ use std::{
 
 use hmem_core::{AddressRange, Result};
 use parking_lot::RwLock;
-use rustix::io::Errno;
+use rustix::{fs::OFlags, io::Errno};
 
 use super::area::{self, Area};
+
+/// Means nothing for this file, and nobody else opens it with that.
+const MARK: OFlags = OFlags::NONBLOCK;
 
 /// The file of one process, for as long as it is that process.
 #[derive(Debug, Default)]
 pub(super) struct Maps(RwLock<Option<Kept>>);
 
-/// An open file that answers queries. A program may close what it does not know, and the number be another file's then.
+/// An open file that answers queries. A program may close what it does not know, and the number be another file's then; if
+/// that is the same file opened again, its answers are as good, but it is not ours to close: ours is marked.
 #[derive(Debug)]
 struct Kept {
     file: ManuallyDrop<OwnedFd>,
@@ -24,20 +28,24 @@ struct Kept {
 }
 
 impl Kept {
-    fn new(file: OwnedFd) -> Option<Self> {
-        let stat = rustix::fs::fstat(&file).ok()?;
-        Some(Self { file: ManuallyDrop::new(file), device: stat.st_dev, inode: stat.st_ino })
+    fn new(file: OwnedFd) -> Result<Self, Errno> {
+        let stat = rustix::fs::fstat(&file)?;
+        Ok(Self { file: ManuallyDrop::new(file), device: stat.st_dev, inode: stat.st_ino })
     }
 
     fn is_it(&self) -> bool {
         rustix::fs::fstat(&*self.file)
             .is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (self.device, self.inode))
     }
+
+    fn is_marked(&self) -> bool {
+        rustix::fs::fcntl_getfl(&*self.file).is_ok_and(|flags| flags.contains(MARK))
+    }
 }
 
 impl Drop for Kept {
     fn drop(&mut self) {
-        if self.is_it() {
+        if self.is_it() && self.is_marked() {
             // SAFETY: it is dropped here only, and not used after that.
             unsafe { ManuallyDrop::drop(&mut self.file) };
         }
@@ -65,11 +73,11 @@ impl Maps {
 
     #[cold]
     fn at_or_after_anew(&self, address: u64) -> Result<Option<Area>, Errno> {
-        let file = area::open()?;
+        let file = area::open(MARK)?;
         match area::queried(file.as_fd(), address) {
             Err(errno) if area::has_no_query(errno) => area::read(file.as_fd(), address),
             answer => {
-                *self.0.write() = Kept::new(file);
+                *self.0.write() = Some(Kept::new(file)?);
                 answer
             }
         }
@@ -80,7 +88,7 @@ impl Maps {
 mod tests {
     use std::os::fd::{AsRawFd, FromRawFd};
 
-    use rustix::fs::{Mode, OFlags};
+    use rustix::fs::Mode;
 
     use super::*;
     use crate::sys::Mapping;
@@ -115,5 +123,23 @@ mod tests {
         assert!(rustix::fs::fstat(&other).is_ok(), "the other file is not closed");
         drop(maps);
         assert!(rustix::fs::fstat(&other).is_ok());
+    }
+
+    #[test]
+    fn the_same_file_that_the_program_opened_at_the_number_is_asked_and_not_closed() {
+        let mapping = Mapping::memory(4096).unwrap();
+        let maps = Maps::default();
+        maps.at_or_after(mapping.address().0).unwrap();
+        let Some(number) = kept(&maps) else { return };
+        let other = area::open(OFlags::empty()).unwrap();
+        // SAFETY: as a program does that closes all files, and puts its own in the place of one.
+        let theirs = unsafe {
+            assert_eq!(libc::dup2(other.as_raw_fd(), number), number);
+            OwnedFd::from_raw_fd(number)
+        };
+        assert!(maps.at_or_after(mapping.address().0).unwrap().is_some());
+        assert_eq!(kept(&maps), Some(number));
+        drop(maps);
+        assert!(rustix::fs::fstat(&theirs).is_ok(), "the program's file is not closed");
     }
 }

@@ -149,8 +149,9 @@ impl Functions {
     /// # Errors
     /// Why it cannot be used, in one line.
     pub(super) fn load() -> Result<&'static Self, String> {
-        if std::env::var_os(HOOKS).is_none() {
-            // SAFETY: the command has one thread so far.
+        let threads = std::fs::read_dir("/proc/self/task").map_or(0, Iterator::count);
+        if std::env::var_os(HOOKS).is_none() && threads == 1 {
+            // SAFETY: no other thread reads the environment, since there is none.
             unsafe { std::env::set_var(HOOKS, "none") };
         }
         let open = |name: &str| {
