@@ -2,12 +2,17 @@
 
 use std::time::{Duration, Instant};
 
-use hmem_core::{Allocation, AllocationKind, DeviceId, Iface, Result, iface::AllocRequest, provider::Nic};
+use hmem_core::{Allocation, AllocationKind, DeviceId, ErrorKind, Iface, iface::AllocRequest, provider::Nic};
 use hmem_fake_cuda::{FakeDriver, Profile};
 use hmem_iface_cuda::{
-    Cuda,
+    Cuda, MonitorKind,
     sys::{self, CuContext, CuDeviceAttribute, CuDevicePtr, CuResult, Functions},
 };
+
+use crate::report::{Failure, Outcome, and, attempt};
+
+/// What every device has room for, in bytes.
+const OWED: u64 = 64 << 20;
 
 /// The attributes that decide how memory reaches a NIC.
 pub(crate) const ATTRIBUTES: [(CuDeviceAttribute, &str); 7] = [
@@ -38,13 +43,14 @@ pub(crate) struct Driver {
     pub(crate) cuda: Cuda,
     pub(crate) functions: Functions,
     memcpy: Memcpy,
+    real: bool,
     fake: Option<FakeDriver>,
 }
 
 impl Driver {
     /// # Errors
     /// [`Absent`] without a driver or without a GPU. What is there and does not start is an error of the driver's.
-    pub(crate) fn real() -> std::result::Result<Self, Absent> {
+    pub(crate) fn real() -> Result<Self, Absent> {
         let path = std::env::var(Cuda::LIBRARY_VARIABLE).ok().filter(|path| !path.is_empty());
         let path = path.unwrap_or_else(|| Functions::LIBRARY.into());
         let functions = Functions::load(path.as_ref())
@@ -53,41 +59,59 @@ impl Driver {
         let library = unsafe { libloading::Library::new(&path) }.expect("loaded just now");
         // SAFETY: the signature is that of `cuMemcpy` in `cuda.h`; the library stays loaded.
         let memcpy = *unsafe { library.get::<Memcpy>("cuMemcpy") }.expect("cuMemcpy");
+        // SAFETY: only looked for.
+        let real = unsafe { library.get::<*const ()>("hmem_fake_cuda_calls") }.is_err();
         std::mem::forget(library);
-        let cuda = Cuda::builder().functions(functions.clone()).open().map_err(|error| {
-            let code = error.driver().map(|driver| driver.code);
-            let none =
-                [CuResult::CUDA_ERROR_NO_DEVICE, CuResult::CUDA_ERROR_STUB_LIBRARY].map(|code| code.0.into());
-            let machine =
-                code.map_or(error.context_value("devices") == Some("0"), |code| none.contains(&code));
-            Absent { machine, error }
-        })?;
-        Ok(Self { cuda, functions, memcpy, fake: None })
+        let cuda =
+            Cuda::builder().functions(functions.clone()).monitor(MonitorKind::Identity).open().map_err(
+                |error| {
+                    let code = error.driver().map(|driver| driver.code);
+                    let none = [CuResult::CUDA_ERROR_NO_DEVICE, CuResult::CUDA_ERROR_STUB_LIBRARY]
+                        .map(|code| code.0.into());
+                    let machine =
+                        code.map_or(error.context_value("devices") == Some("0"), |code| none.contains(&code));
+                    Absent { machine, error }
+                },
+            )?;
+        Ok(Self { cuda, functions, memcpy, real, fake: None })
     }
 
     pub(crate) fn fake() -> Self {
         let fake = FakeDriver::start(Profile::default());
         // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
         let functions = unsafe { Functions::from_lookup(|name| fake.symbol(name)) }.expect("the table");
-        let cuda = Cuda::builder().functions(functions.clone()).open().expect("open");
-        Self { cuda, functions, memcpy: hmem_fake_cuda::cuMemcpy, fake: Some(fake) }
+        let cuda =
+            Cuda::builder().functions(functions.clone()).monitor(MonitorKind::Identity).open().expect("open");
+        Self { cuda, functions, memcpy: hmem_fake_cuda::cuMemcpy, real: false, fake: Some(fake) }
     }
 
+    /// What cached registrations rest on where nobody names it. It hooks the driver's frees where that can be done, which
+    /// nothing else here does.
+    pub(crate) fn monitor(&self) -> Outcome<String> {
+        let cuda = Cuda::builder().functions(self.functions.clone()).monitor(MonitorKind::Auto).open()?;
+        let monitor = cuda.monitor()?;
+        let text = format!("{}, as {}", monitor.name(), monitor.why());
+        drop(monitor);
+        cuda.close().map_err(|refused| refused.error)?;
+        Ok(text)
+    }
+
+    /// Whether figures mean something, and are judged.
     pub(crate) fn is_real(&self) -> bool {
-        self.fake.is_none()
+        self.real
     }
 
-    pub(crate) fn close(self) {
-        self.cuda.close().unwrap_or_else(|refused| panic!("{}", refused.error));
+    pub(crate) fn close(self) -> Outcome<()> {
+        self.cuda.close().map_err(|refused| refused.error)?;
         drop(self.fake);
+        Ok(())
     }
 
-    pub(crate) fn version(&self) -> String {
+    pub(crate) fn version(&self) -> Outcome<String> {
         let mut version = 0;
         // SAFETY: the place is writable.
-        let code = unsafe { (self.functions.driver_get_version)(&mut version) };
-        assert!(code.is_success(), "{code:?}");
-        format!("{}.{}", version / 1000, version % 1000 / 10)
+        check(unsafe { (self.functions.driver_get_version)(&mut version) }, "cuDriverGetVersion")?;
+        Ok(format!("{}.{}", version / 1000, version % 1000 / 10))
     }
 
     pub(crate) fn attribute(&self, attribute: CuDeviceAttribute) -> String {
@@ -101,54 +125,64 @@ impl Driver {
         }
     }
 
-    pub(crate) fn allocate(&self, len: u64, kind: AllocationKind) -> Result<Allocation> {
-        self.cuda.allocate(&AllocRequest { len, device: DeviceId(0), kind })
-    }
-
-    pub(crate) fn free(&self, allocation: &Allocation) {
+    /// Runs over memory that is freed afterwards, whatever comes of it. What the machine lacks is no failure: a kind of
+    /// memory, or memory for more than [`OWED`].
+    pub(crate) fn with<T>(
+        &self,
+        len: u64,
+        kind: AllocationKind,
+        run: impl FnOnce(&Allocation) -> Outcome<T>,
+    ) -> Outcome<T> {
+        let request = AllocRequest { len, device: DeviceId(0), kind };
+        let memory = match self.cuda.allocate(&request) {
+            Ok(memory) => memory,
+            Err(error)
+                if error.is_unsupported() || (error.kind() == ErrorKind::OutOfResources && len > OWED) =>
+            {
+                return Err(Failure::lacking(format_args!("not to be had: {error}")));
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let outcome = attempt(|| run(&memory));
         // SAFETY: nothing uses it any longer.
-        unsafe { self.cuda.free(allocation) }.unwrap_or_else(|error| panic!("{error}"));
+        let freed = unsafe { self.cuda.free(&memory) };
+        and(outcome, freed.map_err(Failure::from))
     }
 
-    /// The driver's own blocking copy, in the primary context, as an application makes it.
-    pub(crate) fn memcpy(&self, to: u64, from: u64, len: u64) {
-        // SAFETY: both sides were allocated for at least `len` bytes.
-        let code = unsafe { (self.memcpy)(to, from, len as usize) };
-        assert!(code.is_success(), "{code:?}");
-    }
-
-    /// Runs with the primary context current.
-    pub(crate) fn current<T>(&self, run: impl FnOnce() -> T) -> T {
+    /// How long the driver's own blocking copy takes, in the primary context, as an application makes it.
+    pub(crate) fn memcpy(&self, to: u64, from: u64, len: u64) -> Outcome<Duration> {
         let (mut context, mut popped) = (CuContext::NULL, CuContext::NULL);
-        // SAFETY: places are writable; device 0 is there.
-        unsafe {
-            assert!((self.functions.primary_ctx_retain)(&mut context, 0).is_success());
-            assert!((self.functions.ctx_push_current)(context).is_success());
-        }
-        let result = run();
-        // SAFETY: as above, undone in the other order.
-        unsafe {
-            assert!((self.functions.ctx_pop_current)(&mut popped).is_success());
-            assert!((self.functions.primary_ctx_release)(0).is_success());
-        }
-        result
+        // SAFETY: the place is writable; device 0 is there.
+        check(unsafe { (self.functions.primary_ctx_retain)(&mut context, 0) }, "cuDevicePrimaryCtxRetain")?;
+        // SAFETY: retained above.
+        check(unsafe { (self.functions.ctx_push_current)(context) }, "cuCtxPushCurrent")?;
+        let start = Instant::now();
+        // SAFETY: both sides were allocated for at least `len` bytes.
+        let copied = unsafe { (self.memcpy)(to, from, len as usize) };
+        let took = start.elapsed();
+        // SAFETY: pushed above; the place is writable.
+        let undone = check(unsafe { (self.functions.ctx_pop_current)(&mut popped) }, "cuCtxPopCurrent");
+        // SAFETY: retained above.
+        let released = unsafe { (self.functions.primary_ctx_release)(0) };
+        let undone = and(undone, check(released, "cuDevicePrimaryCtxRelease"));
+        and(check(copied, "cuMemcpy").map(|()| took), undone)
     }
+}
+
+fn check(code: CuResult, operation: &str) -> Outcome<()> {
+    if code.is_success() {
+        return Ok(());
+    }
+    Err(format!("{operation}: {} ({})", code.name().unwrap_or("?"), code.0).into())
 }
 
 pub(crate) fn nic() -> Nic {
     Nic { provider: "report".into(), name: "none".into(), pci_bus_id: None }
 }
 
-/// The median time of several runs, after one that is not counted.
-pub(crate) fn median(repetitions: u32, mut run: impl FnMut()) -> Duration {
-    run();
-    let mut times: Vec<_> = (0..repetitions.max(1))
-        .map(|_| {
-            let start = Instant::now();
-            run();
-            start.elapsed()
-        })
-        .collect();
+/// The median of times of which the first is not counted.
+pub(crate) fn median(mut times: Vec<Duration>) -> Duration {
+    times.remove(0);
     times.sort_unstable();
     times[times.len() / 2]
 }

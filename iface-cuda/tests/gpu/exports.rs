@@ -1,75 +1,95 @@
 //! dma-bufs of each kind of memory at each size: whether, how long it takes, whether the CPU can map them, and that no fd
 //! stays open.
 
-use std::{io, io::Write, time::Instant};
+use std::time::{Duration, Instant};
 
-use hmem_core::{Allocation, AllocationKind, Iface, iface::DmaBufMapping};
+use hmem_core::{Allocation, AllocationKind, Errno, Iface, iface::DmaBufMapping};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::{
     Extent,
     driver::{Driver, nic, open_fds, size},
+    report::{Outcome, Report, Row},
 };
-
-const KINDS: [AllocationKind; 5] = [
-    AllocationKind::Device,
-    AllocationKind::Virtual,
-    AllocationKind::StreamOrdered,
-    AllocationKind::Managed,
-    AllocationKind::Host,
-];
 
 const SIZES: [u64; 9] = [1, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30, 4 << 30, 16 << 30];
 
-pub(crate) fn write(driver: &Driver, extent: Extent, out: &mut Vec<u8>) -> io::Result<()> {
-    writeln!(out, "\n### dma-buf export\n")?;
-    writeln!(out, "| kind | size | default mapping | PCIe mapping | CPU maps the fd | fds left |")?;
-    writeln!(out, "|---|---|---|---|---|---|")?;
-    for kind in KINDS {
-        for len in SIZES.into_iter().filter(|len| *len <= extent.largest_export) {
-            match driver.allocate(len, kind) {
-                Ok(memory) => {
-                    row(driver, &memory, out)?;
-                    driver.free(&memory);
-                }
-                Err(error) => {
-                    writeln!(out, "| {} | {} | not allocated: {error} | | | |", kind.name(), size(len))?;
-                }
-            }
-        }
-    }
-    Ok(())
-}
-
-fn row(driver: &Driver, memory: &Allocation, out: &mut Vec<u8>) -> io::Result<()> {
+pub(crate) fn write(driver: &Driver, extent: Extent, kind: AllocationKind, report: &mut Report<'_>) {
+    let columns =
+        ["kind", "size", "first, us", "again, us", "PCIe mapping, us", "CPU maps the fd", "fds left"];
+    report.table(format_args!("dma-buf export: {}", kind.name()), &columns);
     let before = open_fds();
-    let (default, maps) = export(driver, memory, DmaBufMapping::Default);
-    let (pcie, _) = export(driver, memory, DmaBufMapping::Pcie);
-    let left = open_fds() as i64 - before as i64;
-    // The fake keeps one file for each part of its memory.
-    assert!(left == 0 || !driver.is_real(), "{left} fds are left");
-    let (kind, len) = (memory.kind.name(), size(memory.range.len()));
-    writeln!(out, "| {kind} | {len} | {default} | {pcie} | {maps} | {left} |")
+    for len in SIZES.into_iter().filter(|len| *len <= extent.largest_export) {
+        report.row(&[kind.name(), &size(len)], || driver.with(len, kind, |memory| row(driver, memory)));
+    }
+    report.line(format_args!("\nOpen fds: {before} before the first export, {} at the end.", open_fds()));
 }
 
-/// What came of it, and whether the CPU can map the fd.
-fn export(driver: &Driver, memory: &Allocation, mapping: DmaBufMapping) -> (String, &'static str) {
+/// What the driver opens for itself it opens at the first export of each mapping, before fds are counted.
+fn row(driver: &Driver, memory: &Allocation) -> Outcome<Row> {
+    let (first, _) =
+        (export(driver, memory, DmaBufMapping::Default)?, export(driver, memory, DmaBufMapping::Pcie)?);
+    let before = open_fds();
+    let again = export(driver, memory, DmaBufMapping::Default)?;
+    let pcie = export(driver, memory, DmaBufMapping::Pcie)?;
+    let left = open_fds() as i64 - before as i64;
+    let owed = driver.cuda.capability().dma_buf
+        && matches!(memory.kind, AllocationKind::Device | AllocationKind::Virtual);
+    let met = left == 0 && (first.is_ok() || !owed);
+    let maps = first.as_ref().map(|(_, maps)| maps.clone()).unwrap_or_default();
+    let cell = |export: Result<(Duration, String), String>| match export {
+        Ok((took, _)) => micros(took),
+        Err(refused) if owed => format!("NOT MET: {refused}"),
+        Err(refused) => refused,
+    };
+    let pcie = pcie.map_or_else(|refused| refused, |(took, _)| micros(took));
+    Ok(Row::new([cell(first), cell(again), pcie, maps, left.to_string()]).met(met))
+}
+
+/// How long it takes and whether the CPU can map the fd, or how it is refused as unsupported.
+fn export(
+    driver: &Driver,
+    memory: &Allocation,
+    mapping: DmaBufMapping,
+) -> Outcome<Result<(Duration, String), String>> {
     let start = Instant::now();
     match driver.cuda.export_dma_buf(memory.range, &nic(), mapping) {
         Ok(export) => {
             let took = start.elapsed();
             // SAFETY: a new mapping at an address that the kernel picks, given back unused.
-            let maps = unsafe {
+            let mapped = unsafe {
                 let flags = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
                 mmap(std::ptr::null_mut(), 4096, flags.0, flags.1, &export.fd, 0)
-                    .map(|at| munmap(at, 4096).expect("munmap"))
+                    .and_then(|at| munmap(at, 4096))
             };
-            driver.cuda.release_dma_buf(export).expect("release");
-            (format!("{:.1} us", took.as_secs_f64() * 1e6), if maps.is_ok() { "yes" } else { "no" })
+            let maps = mapped
+                .map_or_else(|errno| format!("no: {}", Errno(errno.raw_os_error())), |()| "yes".to_owned());
+            driver.cuda.release_dma_buf(export)?;
+            Ok(Ok((took, maps)))
         }
-        Err(error) => {
+        Err(error) if error.is_unsupported() => {
             let code = error.driver().map(ToString::to_string);
-            (format!("refused: {}", code.unwrap_or_else(|| error.kind().text().to_owned())), "")
+            Ok(Err(format!("refused: {}", code.unwrap_or_else(|| error.kind().text().to_owned()))))
         }
+        Err(error) => Err(error.into()),
     }
+}
+
+/// The median time of an export with its release, where there is one.
+pub(crate) fn cost(driver: &Driver, extent: Extent, memory: &Allocation) -> Outcome<String> {
+    let mut times = Vec::new();
+    for _ in 0..=extent.repetitions {
+        let start = Instant::now();
+        match driver.cuda.export_dma_buf(memory.range, &nic(), DmaBufMapping::Default) {
+            Ok(export) => driver.cuda.release_dma_buf(export)?,
+            Err(error) if error.is_unsupported() => return Ok("refused".to_owned()),
+            Err(error) => return Err(error.into()),
+        }
+        times.push(start.elapsed());
+    }
+    Ok(micros(crate::driver::median(times)))
+}
+
+fn micros(time: Duration) -> String {
+    format!("{:.1}", time.as_secs_f64() * 1e6)
 }

@@ -1,105 +1,173 @@
 //! Identities on reuse, copies beside the driver's own, and what asking costs.
 
-use std::{io, io::Write};
+use std::{
+    hint::black_box,
+    time::{Duration, Instant},
+};
 
 use hmem_core::{Address, Allocation, AllocationKind, Iface};
 
 use crate::{
     Extent,
     driver::{Driver, median, size},
+    exports,
+    report::{Failure, Outcome, Report, Row},
 };
 
-const KINDS: [AllocationKind; 5] = [
-    AllocationKind::Device,
-    AllocationKind::StreamOrdered,
-    AllocationKind::Managed,
-    AllocationKind::Host,
-    AllocationKind::Virtual,
-];
+/// What copies owe of the driver's own bandwidth.
+const OWED: f64 = 0.95;
 
-pub(crate) fn identities(driver: &Driver, extent: Extent, out: &mut Vec<u8>) -> io::Result<()> {
-    writeln!(out, "\n### Identities of reused addresses\n")?;
-    writeln!(out, "| kind | rounds | same address | same identity |")?;
-    writeln!(out, "|---|---|---|---|")?;
-    let monitor = driver.cuda.monitor().expect("monitor");
-    for kind in KINDS.into_iter().filter(|kind| *kind != AllocationKind::Virtual) {
-        let (mut address, mut identity) = (0u64, 0u64);
+/// From which length on.
+const OWED_FROM: u64 = 1 << 20;
+
+pub(crate) fn identities(driver: &Driver, extent: Extent, kind: AllocationKind, report: &mut Report<'_>) {
+    let columns =
+        ["kind", "rounds", "same address", "same identity", "freed and taken for live", "us a round"];
+    report.table(format_args!("Identities of reused addresses: {}", kind.name()), &columns);
+    report.row(&[kind.name(), &extent.reuse_rounds.to_string()], || {
+        let monitor = driver.cuda.monitor()?;
+        let (mut address, mut identity, mut live) = (0u64, 0u64, 0u64);
         let mut last: Option<Allocation> = None;
-        for _ in 0..extent.reuse_rounds {
-            let memory = driver.allocate(1 << 20, kind).unwrap_or_else(|error| panic!("{error}"));
-            if let Some(last) = &last {
-                address += u64::from(last.base() == memory.base());
-                identity += u64::from(last.id == memory.id);
-                assert!(!monitor.valid(last).expect("ask"), "freed memory is taken for live");
-            }
-            driver.free(&memory);
-            last = Some(memory);
+        let start = Instant::now();
+        for round in 0..extent.reuse_rounds {
+            let memory = driver.with(1 << 20, kind, |memory| {
+                if let Some(last) = &last {
+                    address += u64::from(last.base() == memory.base());
+                    identity += u64::from(last.id == memory.id);
+                    live += u64::from(monitor.valid(last)?);
+                }
+                Ok(*memory)
+            });
+            last = Some(memory.map_err(|failure| failure.after(format_args!("round {round}")))?);
         }
-        assert_eq!(identity, 0, "an identity came twice");
-        writeln!(out, "| {} | {} | {address} | {identity} |", kind.name(), extent.reuse_rounds)?;
-    }
-    Ok(())
+        let each = start.elapsed().as_secs_f64() * 1e6 / extent.reuse_rounds as f64;
+        let counts = [address, identity, live].map(|count| count.to_string());
+        Ok(Row::new(counts.into_iter().chain([format!("{each:.1}")])).met(identity == 0 && live == 0))
+    });
 }
 
 /// Each size both ways, by the iface and by `cuMemcpy`, in turns; the ratio is ours over the driver's.
-pub(crate) fn copies(driver: &Driver, extent: Extent, out: &mut Vec<u8>) -> io::Result<()> {
-    writeln!(out, "\n### Copies beside cuMemcpy, page-locked host memory\n")?;
-    writeln!(out, "| size | direction | iface GiB/s | cuMemcpy GiB/s | ratio |")?;
-    writeln!(out, "|---|---|---|---|---|")?;
-    let device = driver.allocate(extent.largest_copy, AllocationKind::Device).expect("allocate");
-    let host = driver.allocate(extent.largest_copy, AllocationKind::Host).expect("allocate");
+pub(crate) fn copies(driver: &Driver, extent: Extent, locked: bool, report: &mut Report<'_>) {
+    let host = if locked { "page-locked" } else { "pageable" };
+    report.table(
+        format_args!("Copies beside cuMemcpy, {host} host memory"),
+        &["host memory", "size", "direction", "iface GiB/s", "cuMemcpy GiB/s", "ratio", "goal of 0.95"],
+    );
     let mut len = 4096;
     while len <= extent.largest_copy {
-        for (direction, to, from) in
-            [("to device", device.base(), host.base()), ("to host", host.base(), device.base())]
-        {
-            let ours = median(extent.repetitions, || {
-                // SAFETY: both sides were allocated for at least `len` bytes, and nobody else uses them.
-                unsafe { driver.cuda.copy(to, from, len) }.expect("copy");
+        for to_device in [true, false] {
+            let direction = if to_device { "to device" } else { "to host" };
+            report.row(&[host, &size(len), direction], || {
+                driver.with(len, AllocationKind::Device, |device| {
+                    let between = |host: Address| {
+                        let (to, from) =
+                            if to_device { (device.base(), host) } else { (host, device.base()) };
+                        copy(driver, extent, to, from, len)
+                    };
+                    if locked {
+                        return driver.with(len, AllocationKind::Host, |host| between(host.base()));
+                    }
+                    let mut host = vec![1u8; len as usize];
+                    between(Address::of_ptr(host.as_mut_ptr()))
+                })
             });
-            let theirs = driver.current(|| median(extent.repetitions, || driver.memcpy(to.0, from.0, len)));
-            let rate = |time: std::time::Duration| len as f64 / time.as_secs_f64() / f64::from(1 << 30);
-            writeln!(
-                out,
-                "| {} | {direction} | {:.2} | {:.2} | {:.2} |",
-                size(len),
-                rate(ours),
-                rate(theirs),
-                theirs.as_secs_f64() / ours.as_secs_f64()
-            )?;
         }
         len *= 4;
     }
-    driver.free(&device);
-    driver.free(&host);
-    Ok(())
 }
 
-pub(crate) fn costs(driver: &Driver, extent: Extent, out: &mut Vec<u8>) -> io::Result<()> {
-    const EACH: u32 = 1000;
-    let nanos = |run: &mut dyn FnMut()| {
-        let whole = median(extent.repetitions, || (0..EACH).for_each(|_| run()));
-        whole.as_nanos() / u128::from(EACH)
-    };
-    writeln!(out, "\n### What asking costs\n\n| what | of | ns |\n|---|---|---|")?;
-    let on_the_stack = 0u8;
-    let host = Address::of_ptr(&on_the_stack);
-    writeln!(
-        out,
-        "| whose is it | memory of the system | {} |",
-        nanos(&mut || drop(driver.cuda.query(host)))
-    )?;
-    let monitor = driver.cuda.monitor().expect("monitor");
-    for kind in KINDS {
-        let memory = driver.allocate(64 << 10, kind).expect("allocate");
-        let query = nanos(&mut || drop(driver.cuda.query(memory.base())));
-        let valid = nanos(&mut || drop(monitor.valid(&memory)));
-        let segments = nanos(&mut || drop(driver.cuda.segments(memory.range)));
-        let name = kind.name();
-        writeln!(out, "| whose is it | {name} | {query} |")?;
-        writeln!(out, "| is it still there | {name} | {valid} |")?;
-        writeln!(out, "| segments | {name} | {segments} |")?;
-        driver.free(&memory);
+/// Medians of rounds in which each goes first by turns; the first round is not counted.
+fn copy(driver: &Driver, extent: Extent, to: Address, from: Address, len: u64) -> Outcome<Row> {
+    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+    for round in 0..=extent.repetitions {
+        for mine in [round % 2 == 0, round % 2 != 0] {
+            if mine {
+                let start = Instant::now();
+                // SAFETY: both sides were allocated for at least `len` bytes, and nobody else uses them.
+                unsafe { driver.cuda.copy(to, from, len) }?;
+                ours.push(start.elapsed());
+            } else {
+                theirs.push(driver.memcpy(to.0, from.0, len)?);
+            }
+        }
     }
-    Ok(())
+    let (ours, theirs) = (median(ours), median(theirs));
+    let rate = |time: Duration| len as f64 / time.as_secs_f64() / f64::from(1 << 30);
+    let ratio = theirs.as_secs_f64() / ours.as_secs_f64();
+    let (verdict, met) = judged(ratio, len, driver.is_real());
+    let figures = [rate(ours), rate(theirs), ratio].map(|figure| format!("{figure:.2}"));
+    Ok(Row::new(figures.into_iter().chain([verdict.to_owned()])).met(met))
+}
+
+/// Whether a ratio is what is owed, in words and as a verdict.
+pub(crate) fn judged(ratio: f64, len: u64, real: bool) -> (&'static str, bool) {
+    match ratio {
+        _ if !real || len < OWED_FROM => ("not judged", true),
+        ratio if ratio >= OWED => ("met", true),
+        _ => ("NOT MET", false),
+    }
+}
+
+/// What it costs to ask about memory that is not CUDA's.
+pub(crate) fn cost_of_the_system(driver: &Driver, extent: Extent, report: &mut Report<'_>) {
+    report.table("What asking costs: memory of the system", &["of", "whose is it, ns"]);
+    report.row(&["the stack"], || {
+        let on_the_stack = 0u8;
+        let host = Address::of_ptr(&on_the_stack);
+        let cost = nanos(extent, || match driver.cuda.query(host)? {
+            None => Ok(()),
+            Some(memory) => Err(format!("taken for CUDA's: {memory:?}").into()),
+        })?;
+        Ok(Row::new([cost]))
+    });
+}
+
+pub(crate) fn costs(driver: &Driver, extent: Extent, kind: AllocationKind, report: &mut Report<'_>) {
+    let columns = [
+        "kind",
+        "size",
+        "whose is it, ns",
+        "is it still there, ns",
+        "segments, ns",
+        "export and release, us",
+    ];
+    report.table(format_args!("What asking costs: {}", kind.name()), &columns);
+    for len in extent.cost_sizes {
+        report.row(&[kind.name(), &size(*len)], || {
+            driver.with(*len, kind, |memory| {
+                let monitor = driver.cuda.monitor()?;
+                let inside = Address(memory.base().0 + len / 2);
+                let query = nanos(extent, || {
+                    let found = driver.cuda.query(inside)?;
+                    found.map(|_| ()).ok_or_else(|| "not taken for CUDA's".to_owned().into())
+                })?;
+                // Memory that is mapped piece by piece has no identity, so that nothing of it is told to be there.
+                let known = kind != AllocationKind::Virtual;
+                let valid = nanos(extent, || match monitor.valid(memory)? {
+                    there if there == known => Ok(()),
+                    true => Err("memory without an identity is taken for live".to_owned().into()),
+                    false => Err("live memory is taken for gone".to_owned().into()),
+                })?;
+                let segments = nanos(extent, || {
+                    black_box(driver.cuda.segments(memory.range)?);
+                    Ok(())
+                })?;
+                Ok(Row::new([query, valid, segments, exports::cost(driver, extent, memory)?]))
+            })
+        });
+    }
+}
+
+/// The median cost of one of many, the first many not counted.
+fn nanos(extent: Extent, mut run: impl FnMut() -> Outcome<()>) -> Result<String, Failure> {
+    const EACH: u32 = 1000;
+    let mut times = Vec::new();
+    for _ in 0..=extent.repetitions {
+        let start = Instant::now();
+        for _ in 0..EACH {
+            run()?;
+        }
+        times.push(start.elapsed());
+    }
+    Ok((median(times).as_nanos() / u128::from(EACH)).to_string())
 }

@@ -1,86 +1,180 @@
 //! What a GPU does, as a report in markdown: exports of every kind and size, identities on reuse, copies beside the
 //! driver's own, and what asking costs.
 //!
-//! With `HMEM_CUDA=real` it runs over the machine's driver and its absence is a failure; otherwise over the fake one,
-//! small, to show that the program works. `tests/gpu/run` is the command. It needs nothing but the driver library, so that
-//! it can be built on one machine and carried to another.
+//! With `HMEM_CUDA=real` it runs over the machine's driver; otherwise over the fake one, small, to show that the program
+//! works, and that failures are told. Arguments name the parts to run, of those that `--parts` lists; without them all are.
+//! Exit status: 0 passed, 1 something failed, 2 usage, 3 no driver or no GPU. `tests/gpu/run` is the command. It needs
+//! nothing but the driver library, so that it can be built on one machine and carried to another.
 #![allow(unsafe_code)]
 
 mod driver;
 mod exports;
 mod figures;
+mod report;
+mod trial;
 
-use std::{
-    io::{self, Write},
-    process::ExitCode,
-};
+use std::{fs, io, process::ExitCode};
 
-use hmem_core::Iface;
+use hmem_core::{AllocationKind, Iface};
 
-use self::driver::Driver;
+use self::{driver::Driver, report::Report};
 
 /// How far to go.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Extent {
     pub(crate) largest_export: u64,
     pub(crate) largest_copy: u64,
+    pub(crate) cost_sizes: &'static [u64],
     pub(crate) reuse_rounds: u64,
     pub(crate) repetitions: u32,
 }
 
-const REAL: Extent =
-    Extent { largest_export: 16 << 30, largest_copy: 1 << 30, reuse_rounds: 100_000, repetitions: 21 };
-const FAKE: Extent =
-    Extent { largest_export: 4 << 20, largest_copy: 1 << 20, reuse_rounds: 100, repetitions: 3 };
+const REAL: Extent = Extent {
+    largest_export: 16 << 30,
+    largest_copy: 1 << 30,
+    cost_sizes: &[64 << 10, 2 << 20, 64 << 20, 1 << 30],
+    reuse_rounds: 100_000,
+    repetitions: 21,
+};
 
-fn main() -> ExitCode {
-    if std::env::args().any(|argument| argument == "--parts") {
-        println!("all");
-        return ExitCode::SUCCESS;
-    }
-    let real =
-        std::env::var("HMEM_CUDA").is_ok_and(|names| names.split(',').any(|name| name.trim() == "real"));
-    let extent = if real { REAL } else { FAKE };
-    let driver = match if real { Driver::real() } else { Ok(Driver::fake()) } {
-        Ok(driver) => driver,
-        Err(absent) => {
-            eprintln!("gpu: {}", absent.error);
-            return ExitCode::from(if absent.machine { 3 } else { 1 });
-        }
-    };
-    let mut report = Vec::new();
-    write(&driver, extent, &mut report).expect("the report is written");
-    driver.close();
-    if real || std::env::args().any(|argument| argument == "--print") {
-        io::stdout().write_all(&report).expect("print");
-    } else {
-        println!("the report runs over the fake driver; HMEM_CUDA=real runs it over a GPU (tests/gpu/run)");
-    }
-    ExitCode::SUCCESS
+const FAKE: Extent = Extent {
+    largest_export: 4 << 20,
+    largest_copy: 1 << 20,
+    cost_sizes: &[64 << 10, 2 << 20],
+    reuse_rounds: 100,
+    repetitions: 3,
+};
+
+const KINDS: [AllocationKind; 5] = [
+    AllocationKind::Device,
+    AllocationKind::Virtual,
+    AllocationKind::StreamOrdered,
+    AllocationKind::Managed,
+    AllocationKind::Host,
+];
+
+/// What can be run alone.
+#[derive(Clone, Copy, Debug)]
+enum Part {
+    Machine,
+    Monitor,
+    Export(AllocationKind),
+    Identities(AllocationKind),
+    Copies { locked: bool },
+    CostOfTheSystem,
+    Costs(AllocationKind),
 }
 
-fn write(driver: &Driver, extent: Extent, out: &mut Vec<u8>) -> io::Result<()> {
+impl Part {
+    fn all() -> Vec<Self> {
+        let reused = KINDS.into_iter().filter(|kind| *kind != AllocationKind::Virtual);
+        let mut parts = vec![Self::Machine, Self::Monitor];
+        parts.extend(KINDS.map(Self::Export));
+        parts.extend([Self::Copies { locked: true }, Self::Copies { locked: false }, Self::CostOfTheSystem]);
+        parts.extend(KINDS.map(Self::Costs));
+        parts.extend(reused.map(Self::Identities));
+        parts
+    }
+
+    fn name(self) -> String {
+        match self {
+            Self::Machine => "machine".to_owned(),
+            Self::Monitor => "monitor".to_owned(),
+            Self::Export(kind) => format!("export-{}", kind.name()),
+            Self::Identities(kind) => format!("identities-{}", kind.name()),
+            Self::Copies { locked: true } => "copies-page-locked".to_owned(),
+            Self::Copies { locked: false } => "copies-pageable".to_owned(),
+            Self::CostOfTheSystem => "cost-system".to_owned(),
+            Self::Costs(kind) => format!("cost-{}", kind.name()),
+        }
+    }
+
+    fn write(self, driver: &Driver, extent: Extent, report: &mut Report<'_>) {
+        match self {
+            Self::Machine => machine(driver, report),
+            Self::Monitor => report.say("Cache monitor", || driver.monitor()),
+            Self::Export(kind) => exports::write(driver, extent, kind, report),
+            Self::Identities(kind) => figures::identities(driver, extent, kind, report),
+            Self::Copies { locked } => figures::copies(driver, extent, locked, report),
+            Self::CostOfTheSystem => figures::cost_of_the_system(driver, extent, report),
+            Self::Costs(kind) => figures::costs(driver, extent, kind, report),
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    let mut arguments: Vec<_> = std::env::args().skip(1).collect();
+    if arguments.iter().any(|argument| argument == "--parts") {
+        Part::all().into_iter().for_each(|part| println!("{}", part.name()));
+        return ExitCode::SUCCESS;
+    }
+    let print = arguments.iter().any(|argument| argument == "--print");
+    arguments.retain(|argument| !argument.starts_with("--"));
+    let all = Part::all();
+    if let Some(unknown) = arguments.iter().find(|name| all.iter().all(|part| part.name() != **name)) {
+        eprintln!("gpu: no part is called {unknown}: --parts lists them");
+        return ExitCode::from(2);
+    }
+    let mut parts = all;
+    parts.retain(|part| arguments.is_empty() || arguments.contains(&part.name()));
+    let real =
+        std::env::var("HMEM_CUDA").is_ok_and(|names| names.split(',').any(|name| name.trim() == "real"));
+    if !real {
+        trial::show(&parts, print);
+        return ExitCode::SUCCESS;
+    }
+    match Driver::real() {
+        Ok(driver) => {
+            let failures = write(driver, &parts, &mut Report::new(&mut io::stdout()));
+            ExitCode::from(u8::from(failures > 0))
+        }
+        Err(absent) => {
+            eprintln!("gpu: {}", absent.error);
+            if absent.machine {
+                return ExitCode::from(3);
+            }
+            println!("\nFAILED: {}", absent.error);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Writes the parts, and counts what failed.
+fn write(driver: Driver, parts: &[Part], report: &mut Report<'_>) -> u32 {
+    let extent = if driver.is_real() { REAL } else { FAKE };
+    for part in parts {
+        part.write(&driver, extent, report);
+    }
+    if let Err(failure) = driver.close() {
+        report.say("The end", || Err(failure));
+    }
+    report.failures()
+}
+
+fn machine(driver: &Driver, report: &mut Report<'_>) {
     let title = if driver.is_real() { "A GPU" } else { "The fake driver: the figures mean nothing" };
-    writeln!(out, "## {title}\n")?;
-    writeln!(out, "CUDA {} ({})  ", driver.version(), driver.functions.library())?;
-    let module = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
-    writeln!(out, "Kernel module: {}  ", module.lines().next().unwrap_or("none"))?;
-    for device in driver.cuda.devices().expect("devices") {
-        let gib = device.memory >> 30;
-        writeln!(
-            out,
-            "Device {}: {}, {gib} GiB, {}  ",
-            device.id.0,
-            device.name,
-            device.pci_bus_id.unwrap_or_default()
-        )?;
-    }
-    writeln!(out, "Iface: {:?}\n", driver.cuda.capability())?;
+    report.line(format_args!("## {title}\n"));
+    report.say("CUDA", || Ok(format!("{} ({})", driver.version()?, driver.functions.library())));
+    let read = |path| fs::read_to_string(path).unwrap_or_default();
+    let first = |text: String| text.lines().next().unwrap_or("none").to_owned();
+    report.say("Kernel module", || Ok(first(read("/proc/driver/nvidia/version"))));
+    report.say("Kernel", || Ok(first(read("/proc/sys/kernel/osrelease"))));
+    report.say("Modules", || {
+        let modules = read("/proc/modules");
+        let names = modules.lines().filter_map(|line| line.split(' ').next());
+        let ours = ["nvidia", "gdrdrv", "ib_", "mlx"];
+        let found: Vec<_> = names.filter(|name| ours.iter().any(|start| name.starts_with(start))).collect();
+        Ok(if found.is_empty() { "none".to_owned() } else { found.join(" ") })
+    });
+    report.say("Devices", || {
+        let devices = driver.cuda.devices()?.into_iter().map(|device| {
+            let (gib, at) = (device.memory >> 30, device.pci_bus_id.unwrap_or_default());
+            format!("{}: {}, {gib} GiB, {at}", device.id.0, device.name)
+        });
+        Ok(devices.collect::<Vec<_>>().join("; "))
+    });
+    report.say("Iface", || Ok(format!("{:?}", driver.cuda.capability())));
     for (attribute, name) in driver::ATTRIBUTES {
-        writeln!(out, "- {name}: {}", driver.attribute(attribute))?;
+        report.say(name, || Ok(driver.attribute(attribute)));
     }
-    exports::write(driver, extent, out)?;
-    figures::identities(driver, extent, out)?;
-    figures::copies(driver, extent, out)?;
-    figures::costs(driver, extent, out)
 }

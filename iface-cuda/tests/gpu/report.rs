@@ -1,0 +1,135 @@
+//! What is written, row by row as it is measured: a measurement that fails is a row that says why, and the next one follows.
+
+use std::{
+    fmt::Display,
+    io::Write,
+    panic::{AssertUnwindSafe, catch_unwind},
+};
+
+/// Why there is no figure.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    text: String,
+    /// Whether the machine lacks what is to be measured, which is no failure of anything.
+    lacking: bool,
+}
+
+pub(crate) type Outcome<T> = Result<T, Failure>;
+
+impl Failure {
+    pub(crate) fn lacking(why: impl Display) -> Self {
+        Self { text: why.to_string(), lacking: true }
+    }
+
+    /// As it was, after `before`.
+    pub(crate) fn after(self, before: impl Display) -> Self {
+        Self { text: format!("{before}: {}", self.text), ..self }
+    }
+}
+
+impl From<String> for Failure {
+    fn from(text: String) -> Self {
+        Self { text, lacking: false }
+    }
+}
+
+impl From<hmem_core::Error> for Failure {
+    fn from(error: hmem_core::Error) -> Self {
+        error.to_string().into()
+    }
+}
+
+/// What was measured.
+#[derive(Debug)]
+pub(crate) struct Row {
+    cells: Vec<String>,
+    /// Whether the figures hold what is asked of them.
+    met: bool,
+}
+
+impl Row {
+    pub(crate) fn new(cells: impl IntoIterator<Item = String>) -> Self {
+        Self { cells: cells.into_iter().collect(), met: true }
+    }
+
+    /// The run fails at its end unless `met`.
+    pub(crate) fn met(self, met: bool) -> Self {
+        Self { met: self.met && met, ..self }
+    }
+}
+
+/// Runs it; a panic is a failure.
+pub(crate) fn attempt<T>(run: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
+    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+        Err(format!("panicked: {}", text.unwrap_or("without a text")).into())
+    })
+}
+
+/// Both outcomes, of which the first counts if both are failures, with the second's text.
+pub(crate) fn and<T>(first: Outcome<T>, second: Outcome<()>) -> Outcome<T> {
+    match (first, second) {
+        (Ok(value), Ok(())) => Ok(value),
+        (Ok(_), Err(second)) => Err(second),
+        (Err(first), Ok(())) => Err(first),
+        (Err(first), Err(second)) => {
+            Err(Failure { text: format!("{}; then {}", first.text, second.text), lacking: false })
+        }
+    }
+}
+
+pub(crate) struct Report<'a> {
+    out: &'a mut dyn Write,
+    failures: u32,
+}
+
+impl<'a> Report<'a> {
+    pub(crate) fn new(out: &'a mut dyn Write) -> Self {
+        Self { out, failures: 0 }
+    }
+
+    pub(crate) fn failures(&self) -> u32 {
+        self.failures
+    }
+
+    pub(crate) fn line(&mut self, text: impl Display) {
+        writeln!(self.out, "{text}").and_then(|()| self.out.flush()).expect("the report is written");
+    }
+
+    pub(crate) fn table(&mut self, title: impl Display, columns: &[&str]) {
+        self.line(format_args!(
+            "\n### {title}\n\n| {} |\n|{}",
+            columns.join(" | "),
+            "---|".repeat(columns.len())
+        ));
+    }
+
+    /// One line with a name, for what has no table.
+    pub(crate) fn say(&mut self, name: &str, measure: impl FnOnce() -> Outcome<String>) {
+        let text = attempt(measure).unwrap_or_else(|failure| self.failed(failure));
+        self.line(format_args!("- {name}: {text}"));
+    }
+
+    /// One row: what is measured, then the cells that `measure` comes to.
+    pub(crate) fn row(&mut self, of: &[&str], measure: impl FnOnce() -> Outcome<Row>) {
+        let cells = match attempt(measure) {
+            Ok(row) => {
+                self.failures += u32::from(!row.met);
+                row.cells.join(" | ")
+            }
+            Err(failure) => self.failed(failure),
+        };
+        self.line(format_args!("| {} | {cells} |", of.join(" | ")));
+    }
+
+    /// Counts it, and makes it fit into a row.
+    fn failed(&mut self, failure: Failure) -> String {
+        let text = failure.text.replace('|', "\\|").replace('\n', " ");
+        if failure.lacking {
+            return text;
+        }
+        self.failures += 1;
+        format!("FAILED: {text}")
+    }
+}

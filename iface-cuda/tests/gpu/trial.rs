@@ -1,0 +1,115 @@
+//! The program over the fake driver: everything is reported, and what fails is a row while the others stay.
+
+use std::{path::Path, process::Command};
+
+use crate::{
+    Part,
+    driver::Driver,
+    figures::judged,
+    report::{Report, Row, attempt},
+};
+
+pub(crate) fn show(parts: &[Part], print: bool) {
+    let mut out = Vec::new();
+    let failures = crate::write(Driver::fake(), parts, &mut Report::new(&mut out));
+    let report = String::from_utf8(out).expect("text");
+    assert!(failures == 0 && !report.contains("FAILED") && !report.contains("NOT MET"), "{report}");
+    if print {
+        return print!("{report}");
+    }
+    let hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(|_| {}));
+    let rows = std::panic::catch_unwind(rows);
+    std::panic::set_hook(hook);
+    rows.expect("rows");
+    verdicts();
+    faults();
+    absence();
+    println!("the report runs over the fake driver; HMEM_CUDA=real runs it over a GPU (tests/gpu/run)");
+}
+
+/// A failure, a panic and a figure that is not what is owed are counted, and hide no row.
+fn rows() {
+    let mut out = Vec::new();
+    let mut report = Report::new(&mut out);
+    report.row(&["a"], || Err("no|thing\nhere".to_owned().into()));
+    report.row(&["b"], || panic!("{} failed", "it"));
+    report.row(&["c"], || Ok(Row::new(["0.94".to_owned()]).met(false)));
+    report.row(&["d"], || Err(crate::report::Failure::lacking("not to be had")));
+    report.row(&["e"], || Ok(Row::new(["1".to_owned(), "2".to_owned()])));
+    assert_eq!(report.failures(), 3);
+    let rows = "| a | FAILED: no\\|thing here |\n| b | FAILED: panicked: it failed |\n| c | 0.94 |\n\
+                | d | not to be had |\n| e | 1 | 2 |\n";
+    assert_eq!(String::from_utf8(out).expect("text"), rows);
+
+    let driver = Driver::fake();
+    let kind = hmem_core::AllocationKind::Device;
+    attempt(|| driver.with::<()>(4096, kind, |_| panic!("over memory"))).expect_err("a panic");
+    driver.close().expect("memory is freed after a panic");
+}
+
+fn verdicts() {
+    assert_eq!(judged(0.95, 1 << 20, true), ("met", true));
+    assert_eq!(judged(0.949, 1 << 20, true), ("NOT MET", false));
+    assert_eq!(judged(0.5, (1 << 20) - 1, true), ("not judged", true));
+    assert_eq!(judged(0.5, 1 << 20, false), ("not judged", true));
+}
+
+/// Runs this program over the fake as a library, as it runs over a GPU: its exit status, and the report.
+fn run(library: &Path, fault: &str, parts: &[&str]) -> (Option<i32>, String) {
+    let program = std::env::current_exe().expect("this program");
+    let output = Command::new(program)
+        .args(parts)
+        .env("HMEM_CUDA", "real")
+        .env("HMEM_CUDA_LIBRARY", library)
+        .env("HMEM_FAKE_CUDA", format!("580-open;{fault}"))
+        .output()
+        .expect("it runs");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!said.contains("panicked"), "{said}");
+    (output.status.code(), String::from_utf8(output.stdout).expect("text"))
+}
+
+/// Cargo builds the fake beside this program, of whose dependencies it is one.
+fn fake() -> std::path::PathBuf {
+    let program = std::env::current_exe().expect("this program");
+    let library = program.parent().expect("a folder").join("libhmem_fake_cuda.so");
+    assert!(library.exists(), "{} was not built", library.display());
+    library
+}
+
+/// A call that always fails costs the rows that make it.
+fn faults() {
+    for (fault, failing, code, part) in [
+        ("cuMemHostAlloc=1", "page-locked", "CUDA_ERROR_INVALID_VALUE (1)", "copies-page-locked"),
+        ("cuMemcpy=700", "pageable", "cuMemcpy: CUDA_ERROR_ILLEGAL_ADDRESS (700)", "copies-pageable"),
+        ("cuMemGetHandleForAddressRange=801", "device", "CUDA_ERROR_NOT_SUPPORTED (801)", "export-device"),
+        ("cuMemFree_v2=1", "device", "CUDA_ERROR_INVALID_VALUE (1)", "identities-device"),
+        ("cuMemAllocManaged=1", "managed", "CUDA_ERROR_INVALID_VALUE (1)", "cost-managed"),
+    ] {
+        let (status, report) = run(&fake(), fault, &[part, "cost-system", "machine"]);
+        assert_eq!(status, Some(1), "{fault}: {report}");
+        let rows: Vec<_> =
+            report.lines().filter(|line| line.starts_with(&format!("| {failing} |"))).collect();
+        assert!(!rows.is_empty() && rows.iter().all(|row| row.contains(code)), "{fault}: {report}");
+        assert!(report.contains("| the stack | "), "{fault}: {report}");
+    }
+    let (status, report) = run(&fake(), "devices=1", &[]);
+    assert_eq!(status, Some(0), "{report}");
+    assert!(report.starts_with("## The fake driver") && report.contains("1 MiB | to host"), "{report}");
+}
+
+/// Without a driver or a GPU there is no report, and the exit status says why; a driver that fails is a failure.
+fn absence() {
+    for (library, fault, wanted) in [
+        (Path::new("/nowhere/libcuda.so.1"), "devices=1", 3),
+        (&fake(), "cuInit=100", 3),
+        (&fake(), "cuInit=34", 3),
+        (&fake(), "devices=0", 3),
+        (&fake(), "cuInit=999", 1),
+    ] {
+        let (status, report) = run(library, fault, &["machine"]);
+        assert_eq!(status, Some(wanted), "{} {fault}: {report}", library.display());
+        assert_eq!(report.is_empty(), wanted == 3, "{report}");
+    }
+}
