@@ -48,7 +48,6 @@ impl Driver {
         };
         let context = self.context_for(found.context, device)?;
         let fd = within(&self.functions, context, || {
-            self.synchronise_memory(&found, range)?;
             let mut fd: c_int = -1;
             // SAFETY: for this type of handle the driver writes one int; the range is only looked up.
             let code = unsafe {
@@ -71,7 +70,10 @@ impl Driver {
                 ));
             }
             // SAFETY: the driver made the fd for this call and keeps no other use of it.
-            Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+            let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+            // After the driver has agreed: a refused export changes nothing.
+            self.synchronise_memory(&found, range).map_err(described)?;
+            Ok(fd)
         })?;
         rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)
             .map_err(|errno| described(Error::os(errno, "fcntl(F_SETFD)").iface(IfaceKind::CUDA)))?;
@@ -86,29 +88,40 @@ impl Driver {
 
     pub(crate) fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
         const OPERATION: &str = "export_peer_memory";
-        let found = self.exportable(OPERATION, range)?;
-        let device = found.device();
-        let described = |error: Error| error.device(device).context("range", range).context("nic", nic);
+        let device = self.exportable(OPERATION, range)?.device();
+        let described = |error: Error| error.device(device).context("nic", nic);
         if !self.abilities(OPERATION, device)?.peer_memory {
             return Err(described(
                 lacks(OPERATION, "the device's memory cannot be pinned for other devices")
+                    .context("range", range)
                     .context("attribute", "GPU_DIRECT_RDMA_SUPPORTED")
                     .remedy("GPUDirect RDMA needs a data centre or workstation GPU: stage the copies"),
             ));
         }
-        if let Some(segment) = self.segments(range)?.iter().find(|segment| !segment.exportable) {
-            return Err(described(
-                lacks(OPERATION, "GPUDirect RDMA does not reach this memory")
-                    .context("segment", segment.range)
-                    .remedy(
-                        "create it with gpuDirectRDMACapable set in CUmemAllocationProp, or use cuMemAlloc",
-                    ),
-            ));
-        }
-        let context = self.context_for(found.context, device)?;
-        within(&self.functions, context, || self.synchronise_memory(&found, range)).map_err(described)?;
+        self.prepare_pinning(OPERATION, range).map_err(described)?;
         // Whether a kernel client takes the address only registering it tells.
         Ok(PeerMemoryExport { address: range.start(), len: range.len() })
+    }
+
+    /// Makes a range ready for a kernel client that pins it by address: the driver must say that GPUDirect RDMA reaches
+    /// every part, and what calls itself synchronous must be so. Errors name the range.
+    pub(crate) fn prepare_pinning(&self, operation: &'static str, range: AddressRange) -> Result<()> {
+        let found = self.exportable(operation, range)?;
+        let described = |error: Error| error.context("range", range);
+        for segment in self.segments(range).map_err(described)? {
+            if !self.is_rdma_capable(segment.range.start()).map_err(described)? {
+                return Err(described(
+                    lacks(operation, "GPUDirect RDMA does not reach this memory")
+                        .context("segment", segment.range)
+                        .context("attribute", "IS_GPU_DIRECT_RDMA_CAPABLE")
+                        .remedy(
+                            "create it with gpuDirectRDMACapable set in CUmemAllocationProp, or use cuMemAlloc",
+                        ),
+                ));
+            }
+        }
+        let context = self.context_for(found.context, found.device()).map_err(described)?;
+        within(&self.functions, context, || self.synchronise_memory(&found, range)).map_err(described)
     }
 
     /// The allocation around a range, if its kind can be handed to a NIC as device memory.

@@ -20,7 +20,7 @@ use std::{
     sync::Arc,
 };
 
-use hmem_core::{AddressRange, Errno, Error, ErrorKind, Iface, IfaceKind, Result};
+use hmem_core::{AddressRange, Errno, Error, ErrorKind, IfaceKind, Result};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use crate::Cuda;
@@ -184,26 +184,19 @@ impl Gdrcopy {
 
     /// Maps a range of device memory for the CPU.
     ///
+    /// The driver is told, as it is for NICs, to finish what it calls synchronous before it returns (SYNC_MEMOPS): the
+    /// CPU reads around it.
+    ///
     /// # Safety
     /// The memory is not freed before the window is closed or dropped: its mapping would be taken away under the CPU.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] for a range that is not in one allocation; [`ErrorKind::Unsupported`] for memory that
-    /// kernel clients cannot pin, naming it; what the library reported.
+    /// [`ErrorKind::ZeroLength`]; [`ErrorKind::OutOfBounds`] for a range that is not in one allocation;
+    /// [`ErrorKind::Unsupported`] for memory that kernel clients cannot pin, naming it; what the driver or the library
+    /// reported.
     pub unsafe fn map(&self, cuda: &Cuda, range: AddressRange) -> Result<CpuWindow> {
         let described = |error: Error| error.context("range", range);
-        if range.is_empty() {
-            return Err(described(
-                Error::new(ErrorKind::ZeroLength, "gdr_pin_buffer").iface(IfaceKind::CUDA),
-            ));
-        }
-        if let Some(segment) = cuda.segments(range)?.iter().find(|segment| !segment.exportable) {
-            return Err(described(
-                crate::error::lacks("gdr_pin_buffer", "kernel clients cannot pin this memory")
-                    .context("segment", segment.range)
-                    .remedy("use memory of cuMemAlloc, or the iface's copies"),
-            ));
-        }
+        cuda.driver.prepare_pinning("gdr_pin_buffer", range)?;
         let whole = range.page_aligned(GPU_PAGE);
         let Inner { functions, library } = &*self.inner;
         let mut handle = GdrHandle::default();

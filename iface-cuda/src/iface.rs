@@ -38,7 +38,7 @@ use crate::{
 /// ```
 #[derive(Debug)]
 pub struct Cuda {
-    driver: Arc<Driver>,
+    pub(crate) driver: Arc<Driver>,
     monitor: MonitorKind,
 }
 

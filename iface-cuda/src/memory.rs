@@ -231,7 +231,8 @@ impl Driver {
         }
     }
 
-    /// The parts of a range that are one mapping each, and whether a NIC can reach them.
+    /// The parts of a range that are one mapping each, and whether they were made to be exported. Of memory that is not
+    /// VMM no property tells: asking the driver for the export does.
     pub(crate) fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
         let outside = || {
             Error::new(ErrorKind::OutOfBounds, "segments")
@@ -248,8 +249,7 @@ impl Driver {
             return Ok(vec![Segment { range, exportable: false }]);
         }
         if allocation.kind != AllocationKind::Virtual {
-            let exportable = self.is_rdma_capable(range.start())?;
-            return Ok(vec![Segment { range, exportable }]);
+            return Ok(vec![Segment { range, exportable: true }]);
         }
         let context = self.context_for(found.context, found.device())?;
         let mut segments = Vec::new();
@@ -287,7 +287,7 @@ impl Driver {
 
     /// Whether GPUDirect RDMA reaches the memory at an address: the driver's own word where it has one, else that of
     /// the physical memory's properties. Where neither can be asked, trying to export it tells.
-    fn is_rdma_capable(&self, address: Address) -> Result<bool> {
+    pub(crate) fn is_rdma_capable(&self, address: Address) -> Result<bool> {
         const CAPABLE: [CuPointerAttribute; 1] = [sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE];
         if let Answer::Values([capable]) = self.ask_anywhere(address.0, CAPABLE, 1)? {
             return Ok(capable != 0);

@@ -110,7 +110,7 @@ fn p2p_06_a_required_path_that_is_blocked_fails_and_enabled_goes_round_it() {
     });
     let error = required.expect_err("a copy instead of the direct path that was required");
     assert_eq!(error.kind(), ErrorKind::Unsupported);
-    assert!(error.trace()[0].call.contains("export_dma_buf"), "{error}");
+    assert!(error.trace()[0].call.starts_with("segments("), "{error}");
     for region in [enabled, preferred] {
         let region = region.expect("staged instead");
         let decision = region.decision().unwrap();

@@ -121,6 +121,36 @@ fn p2p_03_the_decision_names_each_call_its_error_its_cause_and_its_remedy() {
     assert!(decision.to_string().contains("535") || decision.to_string().contains("cuda"), "{decision}");
 }
 
+/// P2P-03 and P2P-04: whether stream-ordered memory is exported the driver is asked, and its answer is the trace's.
+#[test]
+fn p2p_04_the_driver_is_asked_for_the_export_of_memory_that_is_not_vmm() {
+    let link = Link::open(Profile::default());
+    let decision = moved(&link, AllocationKind::StreamOrdered, 5000);
+    let refused = &decision.attempts[0];
+    assert!(refused.path == Path::DmaBuf && refused.call.starts_with("export_dma_buf("), "{decision}");
+    let error = refused.error.as_ref().expect("refused");
+    assert_eq!(error.driver().expect("the driver's own code").code, 801, "{error}");
+    assert_eq!(refused.cause_name, Some("stream-ordered-pool"), "{decision}");
+}
+
+/// P2P-03: an export that was not asked for is none that was refused.
+#[test]
+fn p2p_03_a_handle_made_without_rdma_is_a_step_of_segments_with_its_attribute() {
+    let link = Link::open(Profile::default());
+    let segments = Segments::new(&link, &[false]);
+    let range = segments.range(0, segments.step);
+    let region = link.expose(range).expect("staged instead");
+    let decision = region.decision().expect("decision");
+    let skipped = &decision.attempts[0];
+    assert_eq!(skipped.call, format!("segments({range})"), "{decision}");
+    let error = skipped.error.as_ref().expect("skipped");
+    let attribute = error.context_value("attribute").expect("the reason");
+    assert!(attribute.contains("IS_GPU_DIRECT_RDMA_CAPABLE"), "{error}");
+    let cause = skipped.cause.as_deref().expect("a cause");
+    assert!(cause.contains("not created for RDMA"), "{decision}");
+    region.close().expect("close");
+}
+
 /// HM-09 and P2P-03: both attempts are in the trace.
 #[test]
 fn hm_09_the_pcie_mapping_is_tried_first_and_then_without() {

@@ -208,6 +208,22 @@ fn hm_06_synchronous_operations_are_made_so_before_a_nic_may_read() {
     });
 }
 
+/// HM-06: an export that the driver refuses changes nothing of the context.
+#[test]
+fn hm_06_a_refused_export_of_stream_ordered_memory_is_the_drivers_and_leaves_no_flag() {
+    over(Profile::default(), |world| {
+        let memory = world.allocate(100_000, AllocationKind::StreamOrdered);
+        assert!(world.cuda.segments(memory.range).expect("segments")[0].exportable, "the driver is asked");
+        let error =
+            world.cuda.export_dma_buf(memory.range, &nic(), DmaBufMapping::Default).expect_err("refused");
+        assert_eq!(error.driver().expect("the driver's own code").code, 801, "{error}");
+        assert_eq!(world.driver().context_flags(0), 0);
+        let error = world.cuda.export_peer_memory(memory.range, &nic()).expect_err("refused");
+        assert_eq!(error.context_value("attribute"), Some("IS_GPU_DIRECT_RDMA_CAPABLE"), "{error}");
+        world.free(&memory);
+    });
+}
+
 #[test]
 fn hm_14_inbound_writes_are_flushed_where_the_device_does_not_order_them() {
     for (ordering, flushes) in [(0, 1), (100, 0), (200, 0)] {

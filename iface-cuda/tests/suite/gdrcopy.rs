@@ -97,6 +97,10 @@ fn hm_03_the_cpu_reaches_device_memory_through_a_window() {
         let part = memory.range.slice(70_001, 5000).expect("a part");
         // SAFETY: the memory is freed after the window.
         let window = unsafe { gdr.map(&world.cuda, part) }.expect("map");
+        assert!(
+            world.driver().sync_memops(part.start().0),
+            "what calls itself synchronous is so for the CPU"
+        );
         window.write(3, &pattern(1, 4000)).expect("write");
         let mut found = vec![0; 4000];
         world.cuda.read(part.slice(3, 4000).expect("inside").start(), &mut found).expect("read");
@@ -123,8 +127,19 @@ fn hm_03_the_cpu_reaches_device_memory_through_a_window() {
             // SAFETY: as above; the call is refused.
             let error = unsafe { gdr.map(&world.cuda, other.range) }.expect_err("cannot be pinned");
             assert!(error.is_unsupported() && error.remedy_text().is_some(), "{error}");
+            assert!(
+                error.operation() == "gdr_pin_buffer" && error.context_value("range").is_some(),
+                "{error}"
+            );
             world.free(&other);
         }
+        assert_eq!(world.driver().context_flags(0), 0, "nothing was asked for by the refused");
+        // VMM memory has no such attribute of its own.
+        let other = world.allocate(4 << 20, AllocationKind::Virtual);
+        // SAFETY: as above.
+        drop(unsafe { gdr.map(&world.cuda, other.range) }.expect("map"));
+        assert_eq!(world.driver().context_flags(0), hmem_iface_cuda::sys::CU_CTX_SYNC_MEMOPS);
+        world.free(&other);
     });
 }
 

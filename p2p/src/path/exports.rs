@@ -3,7 +3,7 @@
 use std::os::fd::AsFd;
 
 use hmem_core::{
-    AddressRange, Error, ErrorKind, Iface, Segment,
+    AddressRange, Error, ErrorKind, Iface, IfaceKind, Segment,
     iface::{DmaBufExport, DmaBufMapping},
     path::Attempt,
     provider::{Backing, Nic, Piece},
@@ -82,19 +82,24 @@ impl<'a> Exports<'a> {
         let segments = self.segments.insert(segments).clone();
         let mut made = Vec::with_capacity(segments.len());
         for segment in segments {
-            let call = || format!("export_dma_buf({}, {mapping:?})", segment.range);
             let refusal = if segment.exportable {
                 match self.iface.export_dma_buf(segment.range, nic, mapping) {
                     Ok(export) => {
                         made.push((segment.range, export));
                         continue;
                     }
-                    Err(error) => Refusal::new(Step::Export, call(), error),
+                    Err(error) => {
+                        let call = format!("export_dma_buf({}, {mapping:?})", segment.range);
+                        Refusal::new(Step::Export, call, error)
+                    }
                 }
             } else {
-                let error = Error::new(ErrorKind::Unsupported, "export dma-buf")
+                // Nothing was asked of the driver: the iface named the segment so.
+                let call = || format!("segments({})", segment.range);
+                let error = Error::new(ErrorKind::Unsupported, "segments")
                     .iface(self.iface.kind())
                     .context("segment", segment.range)
+                    .context("attribute", attribute(self.iface.kind()))
                     .remedy("this physical segment cannot be exported: allocate it as RDMA capable");
                 Refusal { own: true, ..Refusal::new(Step::Segments, call(), error) }
             };
@@ -134,6 +139,11 @@ impl<'a> Exports<'a> {
         }
         refused
     }
+}
+
+/// What says of a segment that it cannot be exported, in the words of the iface's driver where it has some.
+fn attribute(kind: IfaceKind) -> &'static str {
+    if kind == IfaceKind::CUDA { "IS_GPU_DIRECT_RDMA_CAPABLE is 0" } else { "not exportable" }
 }
 
 fn piece((range, export): &(AddressRange, DmaBufExport)) -> Piece<'_> {
