@@ -4,6 +4,7 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use hmem_core::{
     CacheAttr, Domain, DomainAttr, Error, ErrorKind, Iface, IfaceKind, Registry, Result,
+    cache::Limits,
     monitor::Monitor,
     path::PathDecider,
     provider::{Provider, ProviderAttr},
@@ -26,6 +27,8 @@ pub struct Hmem {
     p2p_disabled: bool,
     system: Arc<System>,
     cache: CacheAttr,
+    /// What the builder said of it, which wins over the environment.
+    cache_of_builder: CacheAttr,
 }
 
 /// Builds a [`Hmem`].
@@ -47,6 +50,9 @@ enum CacheMonitor {
     Kind(MonitorKind),
     Imported(Arc<dyn Monitor>),
 }
+
+/// Who turned something of the caches off where it was no variable.
+const BUILDER_CACHE: &str = "Builder::cache";
 
 impl Hmem {
     /// Starts with host memory and the vendor ifaces that were compiled in.
@@ -87,6 +93,41 @@ impl Hmem {
     #[must_use]
     pub fn cache_attr(&self) -> &CacheAttr {
         &self.cache
+    }
+
+    /// What the caches of domains that do not say it themselves may hold, and whether they merge.
+    #[must_use]
+    pub fn cache_limits(&self) -> Limits {
+        let default = Limits::default();
+        Limits {
+            max_count: self.cache.max_count.unwrap_or(default.max_count),
+            max_bytes: self.cache.max_bytes.unwrap_or(default.max_bytes),
+            merge: self.cache.merge.unwrap_or(default.merge),
+        }
+    }
+
+    /// What turns the caches of domains off that do not say it themselves: the variable of the environment that is 0, or
+    /// `Builder::cache`. `None` where they cache.
+    #[must_use]
+    pub fn cache_off_by(&self) -> Option<&'static str> {
+        let (limits, said) = (self.cache_limits(), &self.cache_of_builder);
+        let settings = [
+            (limits.max_count == 0, said.max_count.is_some(), env::CACHE_MAX_COUNT),
+            (limits.max_bytes == 0, said.max_bytes.is_some(), env::CACHE_MAX_SIZE),
+        ];
+        let off = settings.into_iter().find(|(off, ..)| *off);
+        off.map(|(_, by_builder, variable)| if by_builder { BUILDER_CACHE } else { variable })
+    }
+
+    /// What leaves the monitor of an iface out of the caches of domains that do not say it themselves, so that its memory is
+    /// registered uncached: the variable of the environment, or `Builder::cache`. `None` where the monitor is used.
+    #[must_use]
+    pub fn cache_monitor_left_out_by(&self, iface: IfaceKind) -> Option<&'static str> {
+        if !self.cache.without_monitors.as_ref().is_some_and(|without| without.contains(&iface)) {
+            return None;
+        }
+        let variable = env::CACHE_MONITORS.into_iter().find(|(_, of)| *of == iface).map(|(name, _)| name);
+        variable.filter(|_| self.cache_of_builder.without_monitors.is_none()).or(Some(BUILDER_CACHE))
     }
 
     /// The providers that were added.
@@ -285,7 +326,7 @@ impl Builder {
             Some(disable) => disable,
             None => env::boolean(env::DISABLE_P2P)?.unwrap_or(false),
         };
-        let cache = filled_in(self.cache, &env::cache()?);
+        let cache = filled_in(self.cache.clone(), &env::cache()?);
         let mut registry = Registry::new();
         let system = Arc::new(system(self.cache_monitor)?);
         registry.add(Arc::<System>::clone(&system))?;
@@ -327,6 +368,7 @@ impl Builder {
             p2p_disabled: disable_p2p,
             system,
             cache,
+            cache_of_builder: self.cache,
         })
     }
 }
@@ -455,4 +497,23 @@ fn start_verbs() -> Result<Started> {
         .provider("verbs")
         .context("feature", "verbs")
         .remedy("build hmem with the cargo feature `verbs`"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_builder_is_named_where_it_turned_the_cache_or_a_monitor_off() {
+        let built = |cache| Hmem::builder().without_vendor_ifaces().cache(cache).build().unwrap();
+        let without = CacheAttr { without_monitors: Some(vec![IfaceKind::ZE]), ..CacheAttr::default() };
+        for off in [without.clone().max_count(0), without.clone().max_bytes(0)] {
+            assert_eq!(built(off).cache_off_by(), Some("Builder::cache"));
+        }
+        let hmem = built(without.max_count(3).max_bytes(5).merge(true));
+        assert_eq!(hmem.cache_off_by(), None);
+        assert_eq!(hmem.cache_limits(), Limits { max_count: 3, max_bytes: 5, merge: true });
+        assert_eq!(hmem.cache_monitor_left_out_by(IfaceKind::ZE), Some("Builder::cache"));
+        assert_eq!(hmem.cache_monitor_left_out_by(IfaceKind::CUDA), None);
+    }
 }

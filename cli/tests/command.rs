@@ -15,7 +15,16 @@ fn hmem(arguments: &[&str], environment: &[(&str, &str)]) -> Output {
 
 fn command(arguments: &[&str], environment: &[(&str, &str)]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_hmem"));
-    for name in ["FI_HMEM", "FI_HMEM_DISABLE_P2P", "FI_MR_CACHE_MONITOR", "NO_COLOR", "CLICOLOR_FORCE"] {
+    for name in [
+        "FI_HMEM",
+        "FI_HMEM_DISABLE_P2P",
+        "FI_MR_CACHE_MONITOR",
+        "FI_MR_CACHE_MAX_COUNT",
+        "FI_MR_CACHE_MAX_SIZE",
+        "FI_MR_CACHE_MERGE_REGIONS",
+        "NO_COLOR",
+        "CLICOLOR_FORCE",
+    ] {
         command.env_remove(name);
     }
     command.args(arguments).envs(environment.iter().copied());
@@ -186,6 +195,36 @@ fn mon_04_info_says_which_cache_monitor_and_why() {
     refused(&forbidden, &["FI_MR_CACHE_MONITOR", "userfaultfd", "seccomp"]);
 }
 
+/// CACHE-12: what domains' caches hold and join, and which variable turns them off.
+#[test]
+fn cache_12_info_says_what_the_caches_may_hold_and_what_turns_them_off() {
+    let says = |environment: &[(&str, &str)]| {
+        let output = hmem(&["info"], environment);
+        ended(&output, 0);
+        let text = stdout(&output).split_whitespace().collect::<Vec<_>>().join(" ");
+        (text, json(&hmem(&["info", "--json"], environment))["cache"].clone())
+    };
+    let (text, cache) = says(&[]);
+    assert!(text.contains("limits: 65536 entries, any number of bytes merging: off"), "{text}");
+    assert_eq!((&cache["off_by"], &cache["merge"]), (&Value::Null, &false.into()), "{cache}");
+    assert_eq!((&cache["max_count"], &cache["max_bytes"]), (&65_536.into(), &u64::MAX.into()), "{cache}");
+
+    let (text, cache) = says(&[
+        ("FI_MR_CACHE_MAX_COUNT", "7"),
+        ("FI_MR_CACHE_MAX_SIZE", "1048576"),
+        ("FI_MR_CACHE_MERGE_REGIONS", "yes"),
+    ]);
+    assert!(text.contains("limits: 7 entries, 1 MiB of memory merging: on"), "{text}");
+    assert_eq!((&cache["off_by"], &cache["merge"]), (&Value::Null, &true.into()), "{cache}");
+    assert_eq!((&cache["max_count"], &cache["max_bytes"]), (&7.into(), &1_048_576.into()), "{cache}");
+
+    for variable in ["FI_MR_CACHE_MAX_COUNT", "FI_MR_CACHE_MAX_SIZE"] {
+        let (text, cache) = says(&[(variable, "0")]);
+        assert!(text.contains(&format!("off: {variable} is 0")), "{text}");
+        assert_eq!(cache["off_by"], variable, "{cache}");
+    }
+}
+
 /// DIAG-01, HM-04
 #[test]
 fn info_json_is_what_the_schema_document_says() {
@@ -193,18 +232,22 @@ fn info_json_is_what_the_schema_document_says() {
     ended(&output, 0);
     let document = json(&output);
     let arrays = ["ifaces", "devices", "providers", "p2p", "device_monitors", "absent"];
-    let fields = [("schema", "n"), ("version", "s"), ("cache_monitor", "o")]
+    let fields = [("schema", "n"), ("version", "s"), ("cache", "o"), ("cache_monitor", "o")]
         .into_iter()
         .chain(arrays.map(|name| (name, "a")));
     matches(&document, &fields.collect::<Vec<_>>());
     assert_eq!(document["schema"], 1);
+    matches(&document["cache"], &[("off_by", "s?"), ("max_count", "n"), ("max_bytes", "n"), ("merge", "b")]);
     let monitor = &document["cache_monitor"];
     matches(monitor, &[("requested", "s"), ("name", "s"), ("why", "s"), ("limits", "s"), ("tried", "a")]);
     for tried in list(monitor, "tried") {
         matches(tried, &[("name", "s"), ("refused", "s?"), ("remedy", "s?")]);
     }
     for monitor in list(&document, "device_monitors") {
-        matches(monitor, &[("iface", "s"), ("name", "s?"), ("why", "s"), ("remedy", "s?")]);
+        matches(
+            monitor,
+            &[("iface", "s"), ("name", "s?"), ("why", "s"), ("left_out_by", "s?"), ("remedy", "s?")],
+        );
     }
     for iface in list(&document, "ifaces") {
         matches(

@@ -81,6 +81,27 @@ fn mon_04_info_says_which_monitor_watches_cuda_memory_and_why() {
     assert!(refused.contains("HMEM_CUDA_MONITOR") && refused.contains("identity"), "{refused}");
 }
 
+/// CACHE-12: a monitor that no domain uses is not started to be shown.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn cache_12_info_says_which_variable_leaves_a_monitor_out_and_does_not_start_it() {
+    const VARIABLE: &str = "FI_MR_CUDA_CACHE_MONITOR_ENABLED";
+    // With --verbose, a monitor that starts says so.
+    for (enabled, left_out) in [("1", false), ("0", true)] {
+        let output = hmem_with("580-open", &[(VARIABLE, enabled)], &["--verbose", "info", "--json"]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let info = json(&output);
+        let monitors = info["device_monitors"].as_array().expect("monitors");
+        let of_cuda = monitors.iter().find(|one| one["iface"] == "cuda").expect("cuda is listed");
+        assert_eq!(of_cuda["left_out_by"] == VARIABLE, left_out, "{of_cuda}");
+        assert_eq!(of_cuda["name"].is_null(), left_out, "{of_cuda}");
+        assert_eq!(!said.contains("monitor of CUDA memory started"), left_out, "{said}");
+        let text = hmem_with("580-open", &[(VARIABLE, enabled)], &["info"]);
+        let text = String::from_utf8_lossy(&text.stdout).split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_eq!(text.contains(&format!("cuda: none: left out by {VARIABLE}")), left_out, "{text}");
+    }
+}
+
 /// DIAG-03: a library that is there and does not start says why, and the rest goes on.
 #[test]
 fn diag_03_a_driver_that_does_not_start_is_listed_with_its_reason_and_remedy() {

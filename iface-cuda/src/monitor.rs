@@ -205,6 +205,7 @@ impl CudaMonitor {
             },
         };
         let by_hooks = kind == MonitorKind::Hooks;
+        tracing::debug!(hooked = hooks.is_some(), "monitor of CUDA memory started");
         Ok(Self { driver: Arc::downgrade(driver), hooks, by_hooks, why, hooked: Mutex::default() })
     }
 

@@ -31,6 +31,8 @@ pub struct Inventory {
     pub providers: Vec<NicEntry>,
     /// From memory to NIC.
     pub p2p: Vec<P2pEntry>,
+    /// How domains cache registrations.
+    pub cache: CacheEntry,
     /// What notices that host memory went under a cached registration.
     pub cache_monitor: CacheMonitorEntry,
     /// The same for the memory of each device iface.
@@ -58,6 +60,19 @@ pub struct IfaceEntry {
     pub capability: Vec<&'static str>,
 }
 
+/// The settings of the registration caches.
+#[derive(Debug, Serialize)]
+pub struct CacheEntry {
+    /// What turns caching off; null where it is on.
+    pub off_by: Option<&'static str>,
+    /// Entries that a cache may hold.
+    pub max_count: usize,
+    /// Bytes that a cache may hold.
+    pub max_bytes: u64,
+    /// Whether registrations that overlap or touch are joined.
+    pub merge: bool,
+}
+
 /// The monitor of host memory.
 #[derive(Debug, Serialize)]
 pub struct CacheMonitorEntry {
@@ -78,10 +93,12 @@ pub struct CacheMonitorEntry {
 pub struct DeviceMonitorEntry {
     /// The iface.
     pub iface: String,
-    /// The monitor; null where the iface has none.
+    /// The monitor; null where the iface has none, or where it is left out.
     pub name: Option<String>,
     /// Why that one and what it does not see, or why none.
     pub why: String,
+    /// What leaves it out of the caches; null where nothing does.
+    pub left_out_by: Option<&'static str>,
     /// What would help where there is none.
     pub remedy: Option<String>,
 }
@@ -188,6 +205,7 @@ pub fn inventory(machine: &Machine) -> Inventory {
         version: env!("CARGO_PKG_VERSION"),
         ifaces: ifaces(machine),
         p2p: p2p(machine, &devices),
+        cache: cache(machine),
         cache_monitor: cache_monitor(machine),
         device_monitors: device_monitors(machine),
         devices,
@@ -224,6 +242,16 @@ fn ifaces(machine: &Machine) -> Vec<IfaceEntry> {
     ifaces
 }
 
+fn cache(machine: &Machine) -> CacheEntry {
+    let limits = machine.hmem.cache_limits();
+    CacheEntry {
+        off_by: machine.hmem.cache_off_by(),
+        max_count: limits.max_count,
+        max_bytes: limits.max_bytes,
+        merge: limits.merge,
+    }
+}
+
 fn cache_monitor(machine: &Machine) -> CacheMonitorEntry {
     let choice = machine.hmem.cache_monitor().choice();
     let tried = choice.tried.iter().map(|tried| {
@@ -241,19 +269,26 @@ fn cache_monitor(machine: &Machine) -> CacheMonitorEntry {
 
 fn device_monitors(machine: &Machine) -> Vec<DeviceMonitorEntry> {
     let devices = machine.hmem.registry().iter().filter(|iface| iface.kind() != IfaceKind::SYSTEM);
-    let monitor = |iface: &dyn Iface| match iface.monitor() {
-        Ok(monitor) => (Some(monitor.name().to_owned()), monitor.why(), None),
-        Err(error) => {
-            let (why, remedy) = reason_and_remedy(&error);
-            (None, why, remedy)
+    devices.map(|iface| device_monitor(machine, &**iface)).collect()
+}
+
+fn device_monitor(machine: &Machine, iface: &dyn Iface) -> DeviceMonitorEntry {
+    let left_out_by = machine.hmem.cache_monitor_left_out_by(iface.kind());
+    let (name, why, remedy) = match left_out_by {
+        // What is left out is not started to be shown.
+        Some(setting) => {
+            let why = format!("left out by {setting}: its memory is registered uncached");
+            (None, why, Some(format!("change {setting} to have it cached")))
         }
+        None => match iface.monitor() {
+            Ok(monitor) => (Some(monitor.name().to_owned()), monitor.why(), None),
+            Err(error) => {
+                let (why, remedy) = reason_and_remedy(&error);
+                (None, why, remedy)
+            }
+        },
     };
-    devices
-        .map(|iface| {
-            let (name, why, remedy) = monitor(&**iface);
-            DeviceMonitorEntry { iface: iface.name().to_owned(), name, why, remedy }
-        })
-        .collect()
+    DeviceMonitorEntry { iface: iface.name().to_owned(), name, why, left_out_by, remedy }
 }
 
 fn capability(can: Capability) -> Vec<&'static str> {

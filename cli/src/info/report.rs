@@ -7,7 +7,7 @@ use std::{
 
 use comfy_table::Cell;
 
-use super::{CacheMonitorEntry, DeviceMonitorEntry, IfaceEntry, Inventory, NicEntry, P2pEntry};
+use super::{CacheEntry, CacheMonitorEntry, DeviceMonitorEntry, IfaceEntry, Inventory, NicEntry, P2pEntry};
 use crate::table::{Style, Tone, bytes, some};
 
 /// Prints the inventory for a person.
@@ -19,6 +19,7 @@ pub fn text(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Res
     devices(out, inventory, style)?;
     nics(out, &inventory.providers, style)?;
     p2p(out, &inventory.p2p, style)?;
+    cache(out, &inventory.cache, style)?;
     cache_monitor(out, &inventory.cache_monitor, style)?;
     device_monitors(out, &inventory.device_monitors, style)?;
     if !inventory.absent.is_empty() {
@@ -49,6 +50,21 @@ fn ifaces(out: &mut dyn Write, ifaces: &[IfaceEntry], style: Style) -> io::Resul
         table.add_row([Cell::new(&iface.name), style.number(kind), state, tone]);
     }
     style.print(out, &table)
+}
+
+fn cache(out: &mut dyn Write, cache: &CacheEntry, style: Style) -> io::Result<()> {
+    style.heading(out, "Registration cache of domains that have one")?;
+    if let Some(setting) = cache.off_by {
+        style.item(out, "off:", &format!("{setting} is 0: memory is registered anew each time"))?;
+    }
+    let bytes = match cache.max_bytes {
+        u64::MAX => "any number of bytes".to_owned(),
+        max => format!("{} of memory", bytes(max)),
+    };
+    style.item(out, "limits:", &format!("{} entries, {bytes}", cache.max_count))?;
+    let merging = if cache.merge { "on" } else { "off" };
+    style.item(out, "merging:", merging)?;
+    writeln!(out)
 }
 
 fn cache_monitor(out: &mut dyn Write, monitor: &CacheMonitorEntry, style: Style) -> io::Result<()> {
