@@ -10,12 +10,13 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, AllocationKind, AuthKey, DeviceBuffer, DeviceId, DmaBufOffset,
-    Domain, DomainAttr, ErrorKind, Iface, MrAttr, MrFlags, Path as HmemPath, Registry, RemoteKey, Result,
-    iface::AllocRequest,
+    Access, Address, AddressRange, Addressing, AllocationKind, AuthKey, Decision, DeviceBuffer, DeviceId,
+    DmaBufOffset, Domain, DomainAttr, Errno, ErrorKind, Iface, MrAttr, MrFlags, Path as HmemPath, Registry,
+    RemoteKey, Result,
+    iface::{AllocRequest, DmaBufMapping},
     provider::{Backing, KeyRequest, Piece, Provider, ProviderDomain, ProviderRegion, RegistrationRequest},
 };
-use hmem_iface_system::Simulated;
+use hmem_iface_system::{Call, Simulated};
 use hmem_p2p::{
     path::Paths,
     verbs::{
@@ -244,6 +245,99 @@ fn p2p_04_peer_memory_is_found_out_by_registering_a_device_address() {
         assert!(tried.asked, "the driver was asked");
         region.close().expect("close");
     }
+}
+
+/// Registers memory of a device over a provider, of which the exports numbered `refused` fail, and the registrations
+/// as `answers` says.
+fn decided(verbs: &Verbs, refused: &[u64], answers: Vec<i32>) -> Arc<Decision> {
+    let simulated = Arc::new(Simulated::builder().window(1 << 30).build().expect("a device"));
+    let device: Arc<dyn Iface> = Arc::clone(&simulated) as _;
+    let mut registry = Registry::new();
+    registry.add(Arc::clone(&device)).expect("add the device");
+    let attr = DomainAttr::default();
+    let domain = Domain::open(verbs, Arc::new(registry), Arc::new(Paths::new()), attr).expect("open");
+    let wanted = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
+    let buffer = DeviceBuffer::allocate(&device, &wanted).expect("device memory");
+    refused.iter().for_each(|nth| simulated.faults().fail_nth(Call::ExportDmaBuf, *nth, Errno(95)));
+    with(|script| script.register = answers);
+    let region = domain.register(buffer, Access::REMOTE_WRITE).expect("register");
+    let decision = Arc::clone(region.decision().expect("decided"));
+    region.close().expect("close");
+    with(|script| script.register = Vec::new());
+    decision
+}
+
+#[test]
+fn hm_09_a_device_that_needs_the_pcie_mapping_has_it_tried_first_and_then_without() {
+    let functions = functions();
+    with(|script| script.dma_buf = 0);
+    let verbs = |first| {
+        let verbs = Verbs::builder().functions(functions.clone()).pcie_mapping_first(first).build();
+        let verbs = verbs.expect("start");
+        let nics = verbs.nics().expect("one device");
+        assert!(nics.iter().all(|nic| nic.imports.pcie_mapping_first == first));
+        verbs
+    };
+    let tried = |decision: &Decision| {
+        let attempts = decision.attempts.iter();
+        let tried = attempts.map(|tried| (tried.call.clone(), tried.error.is_some())).collect::<Vec<_>>();
+        (decision.mapping, tried)
+    };
+    let with_mapping = ("register(dma-buf, Pcie mapping)".to_owned(), false);
+    let without = ("register(dma-buf, Default mapping)".to_owned(), false);
+    assert_eq!(tried(&decided(&verbs(true), &[], vec![])), (DmaBufMapping::Pcie, vec![with_mapping.clone()]));
+    assert_eq!(tried(&decided(&verbs(false), &[], vec![])), (DmaBufMapping::Default, vec![without.clone()]));
+    // The device refuses it: for the buffer, and for a page of the same kind.
+    let (mapping, attempts) = tried(&decided(&verbs(true), &[1, 3], vec![]));
+    assert_eq!((mapping, attempts.len()), (DmaBufMapping::Default, 2), "{attempts:?}");
+    let (call, failed) = &attempts[0];
+    assert!(call.starts_with("export_dma_buf(") && call.ends_with(", Pcie)") && *failed, "{attempts:?}");
+    assert_eq!(attempts[1], without);
+    // The NIC's driver does.
+    let (mapping, attempts) = tried(&decided(&verbs(true), &[], vec![524, 0, 524]));
+    assert_eq!(mapping, DmaBufMapping::Default);
+    assert_eq!(attempts, [(with_mapping.0, true), without]);
+}
+
+/// HM-09: each value in a process of its own.
+#[test]
+fn hm_09_the_environment_says_that_devices_need_the_pcie_mapping() {
+    const VARIABLE: &str = Verbs::PCIE_MAPPING_VARIABLE;
+    const IN_CHILD: &str = "HMEM_TEST_EXPECTED";
+    let Ok(expected) = std::env::var(IN_CHILD) else {
+        for (value, expected) in [("1", "true"), ("YES", "true"), ("off", "false"), ("", "false"), ("5", "")]
+        {
+            let own = std::env::current_exe().expect("this test");
+            let mut child = std::process::Command::new(own);
+            child.args(["--exact", "hm_09_the_environment_says_that_devices_need_the_pcie_mapping"]);
+            let output = child.env(VARIABLE, value).env(IN_CHILD, expected).output().expect("it runs");
+            let said = String::from_utf8_lossy(&output.stdout).into_owned();
+            assert!(output.status.success() && said.contains("1 passed"), "{value}: {said}");
+        }
+        return;
+    };
+    let functions = functions();
+    with(|script| script.dma_buf = 0);
+    let first = |verbs: Verbs| verbs.nics().expect("one device")[0].imports.pcie_mapping_first;
+    let builder = || Verbs::builder().functions(functions.clone());
+    match expected.as_str() {
+        "" => {
+            let error = builder().build().expect_err("no boolean");
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert_eq!(error.context_value("variable"), Some(VARIABLE));
+            assert_eq!(error.context_value("value"), Some("5"));
+            assert!(error.remedy_text().is_some());
+        }
+        said => assert_eq!(first(builder().build().expect("start")).to_string(), said),
+    }
+    // The builder wins.
+    for says in [false, true] {
+        assert_eq!(first(builder().pcie_mapping_first(says).build().expect("start")), says);
+    }
+    let pd = verbs_fake::foreign_pd();
+    // SAFETY: the fake's protection domain is never freed.
+    let brought = unsafe { builder().pcie_mapping_first(true).with_pd(pd) }.expect("start");
+    assert!(first(brought));
 }
 
 /// Also VRB-01: rights that verbs does not have by themselves.

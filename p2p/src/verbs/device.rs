@@ -57,25 +57,34 @@ pub(super) struct Port {
 }
 
 impl OpenDevice {
-    /// Opens a device by name.
-    pub(super) fn open(library: &Arc<Library>, name: &str) -> Result<Self> {
+    /// Opens a device by name, which wants the PCIe mapping of dma-bufs tried first, or does not.
+    pub(super) fn open(library: &Arc<Library>, name: &str, pcie_mapping_first: bool) -> Result<Self> {
         let context = library.open_device(name)?;
         // SAFETY: the context was opened just now, and nobody else closes it.
-        unsafe { Self::new(library, context, true) }
+        unsafe { Self::new(library, context, true, pcie_mapping_first) }
     }
 
     /// Uses the context of somebody else's protection domain.
     ///
     /// # Safety
     /// `pd` is a live protection domain of the same libibverbs, and stays so for as long as the result.
-    pub(super) unsafe fn borrowed(library: &Arc<Library>, pd: *mut Pd) -> Result<Self> {
+    pub(super) unsafe fn borrowed(
+        library: &Arc<Library>,
+        pd: *mut Pd,
+        pcie_mapping_first: bool,
+    ) -> Result<Self> {
         // SAFETY: the caller vouches for the protection domain, whose first field is its context.
-        unsafe { Self::new(library, (*pd).context, false) }
+        unsafe { Self::new(library, (*pd).context, false, pcie_mapping_first) }
     }
 
     /// # Safety
     /// `context` is open, and stays so for as long as the result, which closes it if `owned`.
-    unsafe fn new(library: &Arc<Library>, context: *mut Context, owned: bool) -> Result<Self> {
+    unsafe fn new(
+        library: &Arc<Library>,
+        context: *mut Context,
+        owned: bool,
+        pcie_mapping_first: bool,
+    ) -> Result<Self> {
         // SAFETY: an open context names its device.
         let name = device_name(&library.functions, unsafe { (*context).device });
         let nic = Nic { provider: "verbs".into(), pci_bus_id: pci_bus_id(&name), name };
@@ -102,7 +111,7 @@ impl OpenDevice {
         };
         device.on_demand = device.query_on_demand()?;
         let dma_buf = device.probe_dma_buf()?;
-        device.provider_attr = device.describe(dma_buf);
+        device.provider_attr = device.describe(dma_buf, pcie_mapping_first);
         Ok(device)
     }
 
@@ -218,7 +227,7 @@ impl OpenDevice {
         Ok(imports)
     }
 
-    fn describe(&self, dma_buf: bool) -> ProviderAttr {
+    fn describe(&self, dma_buf: bool, pcie_mapping_first: bool) -> ProviderAttr {
         let caps = DeviceCaps::from_bits_truncate(self.attr.device_cap_flags);
         let has_windows = self.attr.max_mw > 0 && self.ops().alloc_mw.is_some();
         let windows = [
@@ -236,7 +245,8 @@ impl OpenDevice {
                 // Whether a peer-memory client answers for a device's addresses, only their registration tells.
                 peer_memory: true,
                 staged: true,
-                ..Imports::default()
+                // No call tells: whoever built the provider says it.
+                pcie_mapping_first: dma_buf && pcie_mapping_first,
             },
             flags: if dma_buf { host | MrFlags::MR_DMABUF } else { host },
             windows: windows

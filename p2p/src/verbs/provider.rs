@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    env::VarError,
     ffi::c_void,
     fmt,
     path::{Path, PathBuf},
@@ -39,6 +40,7 @@ pub struct Builder {
     library: Option<PathBuf>,
     functions: Option<Functions>,
     fork: ForkSafety,
+    pcie_mapping_first: Option<bool>,
     domain: DomainOptions,
 }
 
@@ -61,6 +63,16 @@ impl Builder {
     #[must_use]
     pub fn fork_safety(mut self, fork: ForkSafety) -> Self {
         self.fork = fork;
+        self
+    }
+
+    /// Whether the devices need the PCIe mapping of device memory (`CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` of
+    /// CUDA), which no call tells: on platforms where the device's memory is reached over PCIe only with it, as beside a coherent link
+    /// between CPU and GPU. An export with it is then tried first, and where it is refused one without; the decision's
+    /// trace has both. It overrides [`Verbs::PCIE_MAPPING_VARIABLE`], and is off without either.
+    #[must_use]
+    pub fn pcie_mapping_first(mut self, first: bool) -> Self {
+        self.pcie_mapping_first = Some(first);
         self
     }
 
@@ -103,10 +115,12 @@ impl Builder {
     /// Loads the library.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the library, with the loader's reason or the symbol that it lacks.
+    /// [`ErrorKind::Unavailable`] naming the library, with the loader's reason or the symbol that it lacks;
+    /// [`ErrorKind::InvalidArgument`] naming [`Verbs::PCIE_MAPPING_VARIABLE`] where its value is none.
     pub fn build(self) -> Result<Verbs> {
+        let pcie_mapping_first = self.needs_pcie_mapping()?;
         let library = self.start()?;
-        Ok(Verbs::new(library, self.domain, None))
+        Ok(Verbs::new(library, pcie_mapping_first, self.domain, None))
     }
 
     /// Uses another crate's protection domain: the provider's one NIC is that of its context, and every domain opened
@@ -125,10 +139,28 @@ impl Builder {
                 .provider("verbs")
                 .remedy("give a protection domain of ibv_alloc_pd"));
         }
+        let pcie_mapping_first = self.needs_pcie_mapping()?;
         let library = self.start()?;
         // SAFETY: the caller vouches for the protection domain.
-        let device = Arc::new(unsafe { OpenDevice::borrowed(&library, pd) }?);
-        Ok(Verbs::new(library, self.domain, Some((device, BroughtPd(pd)))))
+        let device = Arc::new(unsafe { OpenDevice::borrowed(&library, pd, pcie_mapping_first) }?);
+        Ok(Verbs::new(library, pcie_mapping_first, self.domain, Some((device, BroughtPd(pd)))))
+    }
+
+    /// What was said, or else what the environment says.
+    fn needs_pcie_mapping(&self) -> Result<bool> {
+        const VARIABLE: &str = Verbs::PCIE_MAPPING_VARIABLE;
+        let refused = || Error::new(ErrorKind::InvalidArgument, "environment").context("variable", VARIABLE);
+        let text = match (self.pcie_mapping_first, std::env::var(VARIABLE)) {
+            (Some(first), _) => return Ok(first),
+            (None, Ok(text)) => text,
+            (None, Err(VarError::NotPresent)) => return Ok(false),
+            (None, Err(error)) => return Err(refused().caused_by(error)),
+        };
+        match text.to_ascii_lowercase().as_str() {
+            "" | "0" | "no" | "false" | "off" => Ok(false),
+            "1" | "yes" | "true" | "on" => Ok(true),
+            _ => Err(refused().context("value", text).remedy("use 0, no, false, off, 1, yes, true or on")),
+        }
     }
 
     fn start(&self) -> Result<Arc<Library>> {
@@ -160,6 +192,7 @@ pub struct Verbs {
 
 struct Inner {
     library: Arc<Library>,
+    pcie_mapping_first: bool,
     options: DomainOptions,
     brought: Option<(Arc<OpenDevice>, BroughtPd)>,
     /// Kept open: opening costs milliseconds, and every domain of a device can share one context.
@@ -188,10 +221,14 @@ impl Fabric {
 }
 
 impl Verbs {
+    /// The environment variable that says whether the devices need the PCIe mapping of device memory, where the builder
+    /// does not say it ([`Builder::pcie_mapping_first`]): 1, yes, true or on, or 0, no, false or off.
+    pub const PCIE_MAPPING_VARIABLE: &str = "HMEM_VERBS_PCIE_MAPPING";
+
     /// Loads libibverbs by its usual name.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the library, with the loader's reason or the symbol that it lacks.
+    /// As [`Builder::build`].
     pub fn open() -> Result<Self> {
         Self::builder().build()
     }
@@ -204,11 +241,12 @@ impl Verbs {
 
     fn new(
         library: Arc<Library>,
+        pcie_mapping_first: bool,
         options: DomainOptions,
         brought: Option<(Arc<OpenDevice>, BroughtPd)>,
     ) -> Self {
         let (devices, fabric) = (Mutex::default(), Arc::default());
-        Self { inner: Arc::new(Inner { library, options, brought, devices, fabric }) }
+        Self { inner: Arc::new(Inner { library, pcie_mapping_first, options, brought, devices, fabric }) }
     }
 
     /// The library in use, as it was named.
@@ -252,7 +290,8 @@ impl Verbs {
         if let Some(device) = self.inner.devices.lock().get(name) {
             return Ok(Arc::clone(device));
         }
-        let device = Arc::new(OpenDevice::open(&self.inner.library, name)?);
+        let device = OpenDevice::open(&self.inner.library, name, self.inner.pcie_mapping_first)?;
+        let device = Arc::new(device);
         Ok(Arc::clone(self.inner.devices.lock().entry(name.to_owned()).or_insert(device)))
     }
 }
