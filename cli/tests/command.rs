@@ -232,9 +232,10 @@ fn info_json_is_what_the_schema_document_says() {
     ended(&output, 0);
     let document = json(&output);
     let arrays = ["ifaces", "devices", "providers", "p2p", "device_monitors", "absent"];
-    let fields = [("schema", "n"), ("version", "s"), ("cache", "o"), ("cache_monitor", "o")]
-        .into_iter()
-        .chain(arrays.map(|name| (name, "a")));
+    let fields =
+        [("schema", "n"), ("version", "s"), ("cache", "o"), ("cache_monitor", "o"), ("gdrcopy", "o")]
+            .into_iter()
+            .chain(arrays.map(|name| (name, "a")));
     matches(&document, &fields.collect::<Vec<_>>());
     assert_eq!(document["schema"], 1);
     matches(&document["cache"], &[("off_by", "s?"), ("max_count", "n"), ("max_bytes", "n"), ("merge", "b")]);

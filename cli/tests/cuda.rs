@@ -57,6 +57,36 @@ fn diag_01_info_lists_the_devices_of_a_driver_library_and_the_path_to_each_nic()
     );
 }
 
+/// DIAG-01: whether GDRCopy is there, and why not, as text and JSON.
+#[test]
+fn diag_01_info_says_whether_gdrcopy_is_there_and_why_not() {
+    let name = format!("hmem-gdrcopy-{}", std::process::id());
+    let folder = std::env::temp_dir().join(name);
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let place = folder.join("libgdrapi.so.2");
+    let path = folder.to_str().expect("UTF-8").to_owned();
+    let look = |available: bool, words: &str| {
+        let variables = [("LD_LIBRARY_PATH", path.as_str())];
+        let info = json(&hmem_with("580-open", &variables, &["info", "--json"]));
+        let entry = &info["gdrcopy"];
+        assert_eq!(entry["library"], "libgdrapi.so.2");
+        assert_eq!(entry["available"], available, "{entry}");
+        assert_eq!((entry["reason"].is_null(), entry["remedy"].is_null()), (available, available), "{entry}");
+        let text = hmem_with("580-open", &variables, &["info"]);
+        let text = String::from_utf8_lossy(&text.stdout);
+        let text: Vec<_> = text.split_whitespace().collect();
+        let text = text.join(" ");
+        assert!(text.contains("libgdrapi.so.2: ") && text.contains(words), "{words} is not in {text}");
+    };
+    // Not a library.
+    std::fs::write(&place, "text").expect("a file");
+    look(false, "libgdrapi.so.2: absent:");
+    std::fs::remove_file(&place).expect("written just now");
+    std::os::unix::fs::symlink(library(), &place).expect("a link");
+    look(true, "libgdrapi.so.2: there");
+    std::fs::remove_dir_all(&folder).expect("made above");
+}
+
 /// MON-04: a library's frees are hooked where they can be, and the command says which monitor is on and why.
 #[cfg(target_arch = "x86_64")]
 #[test]

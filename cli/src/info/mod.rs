@@ -4,6 +4,7 @@ mod report;
 
 use hmem::{
     Decision, Error, Iface, IfaceKind, Path,
+    cuda::gdrcopy::Gdrcopy,
     iface::Capability,
     provider::{Imports, ProviderAttr, WindowType},
 };
@@ -37,6 +38,8 @@ pub struct Inventory {
     pub cache_monitor: CacheMonitorEntry,
     /// The same for the memory of each device iface.
     pub device_monitors: Vec<DeviceMonitorEntry>,
+    /// GDRCopy: the CPU's own access to memory of CUDA devices.
+    pub gdrcopy: GdrcopyEntry,
     /// Providers and NICs that are not here, and what could not be listed.
     pub absent: Vec<Skipped>,
 }
@@ -100,6 +103,19 @@ pub struct DeviceMonitorEntry {
     /// What leaves it out of the caches; null where nothing does.
     pub left_out_by: Option<&'static str>,
     /// What would help where there is none.
+    pub remedy: Option<String>,
+}
+
+/// GDRCopy, without which the CPU copies through the driver.
+#[derive(Debug, Serialize)]
+pub struct GdrcopyEntry {
+    /// The library that was looked for.
+    pub library: &'static str,
+    /// Whether it is there and its kernel module opened.
+    pub available: bool,
+    /// Why not.
+    pub reason: Option<String>,
+    /// What would make it work.
     pub remedy: Option<String>,
 }
 
@@ -208,6 +224,7 @@ pub fn inventory(machine: &Machine) -> Inventory {
         cache: cache(machine),
         cache_monitor: cache_monitor(machine),
         device_monitors: device_monitors(machine),
+        gdrcopy: gdrcopy(),
         devices,
         providers: machine.nics.iter().map(nic).collect(),
         absent,
@@ -289,6 +306,12 @@ fn device_monitor(machine: &Machine, iface: &dyn Iface) -> DeviceMonitorEntry {
         },
     };
     DeviceMonitorEntry { iface: iface.name().to_owned(), name, why, left_out_by, remedy }
+}
+
+fn gdrcopy() -> GdrcopyEntry {
+    let opened = Gdrcopy::open();
+    let (reason, remedy) = opened.as_ref().err().map(reason_and_remedy).unzip();
+    GdrcopyEntry { library: Gdrcopy::LIBRARY, available: opened.is_ok(), reason, remedy: remedy.flatten() }
 }
 
 fn capability(can: Capability) -> Vec<&'static str> {

@@ -7,7 +7,10 @@ use std::{
 
 use comfy_table::Cell;
 
-use super::{CacheEntry, CacheMonitorEntry, DeviceMonitorEntry, IfaceEntry, Inventory, NicEntry, P2pEntry};
+use super::{
+    CacheEntry, CacheMonitorEntry, DeviceMonitorEntry, GdrcopyEntry, IfaceEntry, Inventory, NicEntry,
+    P2pEntry,
+};
 use crate::table::{Style, Tone, bytes, some};
 
 /// Prints the inventory for a person.
@@ -22,6 +25,7 @@ pub fn text(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Res
     cache(out, &inventory.cache, style)?;
     cache_monitor(out, &inventory.cache_monitor, style)?;
     device_monitors(out, &inventory.device_monitors, style)?;
+    gdrcopy(out, &inventory.gdrcopy, style)?;
     if !inventory.absent.is_empty() {
         style.heading(out, "Not here")?;
         for absent in &inventory.absent {
@@ -92,6 +96,17 @@ fn device_monitors(out: &mut dyn Write, monitors: &[DeviceMonitorEntry], style: 
         let name = monitor.name.as_deref().unwrap_or("none");
         let remedy = monitor.remedy.as_ref().map(|remedy| format!(" -> {remedy}")).unwrap_or_default();
         style.item(out, &format!("{}:", monitor.iface), &format!("{name}: {}{remedy}", monitor.why))?;
+    }
+    writeln!(out)
+}
+
+fn gdrcopy(out: &mut dyn Write, gdrcopy: &GdrcopyEntry, style: Style) -> io::Result<()> {
+    style.heading(out, "GDRCopy (the CPU's own access to CUDA memory)")?;
+    let head = format!("{}:", gdrcopy.library);
+    let remedy = gdrcopy.remedy.as_ref().map(|remedy| format!(" -> {remedy}")).unwrap_or_default();
+    match &gdrcopy.reason {
+        None => style.item(out, &head, "there, and its kernel module opens")?,
+        Some(reason) => style.item(out, &head, &format!("absent: {reason}{remedy}"))?,
     }
     writeln!(out)
 }

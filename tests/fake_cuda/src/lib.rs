@@ -23,6 +23,7 @@
 
 mod answers;
 mod entry;
+mod gdrapi;
 mod ipc;
 mod pages;
 mod profile;
