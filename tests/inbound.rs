@@ -8,6 +8,7 @@ use hmem::{
     iface::AllocRequest,
     p2p::loopback::Loopback,
     provider::{CompletionQueue, EndpointAttr},
+    register_on,
     system::{Call, SIMULATED, Simulated},
     transfer::{Completion, CompletionKind, RemoteSegment},
 };
@@ -110,6 +111,28 @@ fn hm_14_a_receive_is_read_after_a_flush_of_every_device_that_nics_may_write_to(
     world.device.faults().fail_always(Call::FlushInbound, Errno(libc::EIO));
     assert_eq!(send(slice(&first)), 2);
     drop(only_read);
+}
+
+#[test]
+fn hm_14_each_of_several_nics_flushes_for_what_it_receives() {
+    let world = World::new();
+    let [first, second, sender] = [(); 3].map(|()| Side::open(&world.hmem));
+    let iface = world.hmem.iface(SIMULATED).expect("it was added");
+    let request = AllocRequest { len: LEN, device: DeviceId(0), kind: AllocationKind::Device };
+    let buffer = DeviceBuffer::allocate(iface, &request).expect("device memory");
+    let both = register_on(&[&first.domain, &second.domain], buffer, Access::RECV).expect("registered");
+    let source = sender.host(Access::SEND);
+    for side in [&first, &second] {
+        let host = side.host(Access::RECV);
+        side.endpoint.receive(&[slice(&host)], None, 1).expect("posted");
+        let peer = sender.endpoint.resolve(&side.endpoint.name()).expect("the target");
+        sender.endpoint.send(&[slice(&source)], None, peer, 2).expect("posted");
+        sender.completed(side).result.expect("sent");
+        let before = world.flushes();
+        side.completed(&sender).result.expect("received");
+        assert_eq!(world.flushes() - before, 1);
+    }
+    drop(both);
 }
 
 #[test]

@@ -196,8 +196,8 @@ impl<T: HasTable> Hooks<T> {
         self.process.is_ours()
     }
 
-    /// Fails unless every patch is in place. If one is not, all who are subscribed are told that everything is gone: what else
-    /// they were not told of since, nobody knows.
+    /// Fails unless every patch is in place. When one is found overwritten, all who are subscribed are told that everything is
+    /// gone: what else they were not told of since, nobody knows.
     ///
     /// # Errors
     /// Busy, naming the function and the library that overwrote its patch; Unsupported in a forked child, for `operation`.
@@ -236,6 +236,13 @@ impl<T: HasTable> Hooks<T> {
         if let Some(subscription) = self.subscribe_again(invalidator) {
             return Ok(subscription);
         }
+        let subscription = self.subscribe_first(invalidator)?;
+        // Again: when the others were told of a patch that was overwritten meanwhile, this one may not have been among them.
+        self.in_place("subscribe").inspect_err(|_| self.unsubscribe(subscription))?;
+        Ok(subscription)
+    }
+
+    fn subscribe_first(&self, invalidator: &Arc<dyn Invalidator>) -> Result<Subscription> {
         let _one_at_a_time = self.turning.lock();
         if let Some(subscription) = self.subscribe_again(invalidator) {
             return Ok(subscription);

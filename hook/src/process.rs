@@ -6,7 +6,7 @@
 
 use std::{
     ptr,
-    sync::atomic::{AtomicPtr, Ordering},
+    sync::atomic::{AtomicBool, AtomicPtr, Ordering},
 };
 
 use hmem_core::{Result, monitor::Cause};
@@ -20,6 +20,8 @@ pub(crate) struct Process<T: Wipeable> {
     subscribers: Subscribers<T>,
     /// Monitors that use the patches.
     users: Mutex<usize>,
+    /// A patch was not in place when that was looked at last.
+    overwritten: AtomicBool,
 }
 
 /// Where hooks of one kind find whom they tell, and where their patches are kept: made for a static.
@@ -65,7 +67,11 @@ impl<T: HasTable + 'static> Place<T> {
             return Ok(process);
         }
         let subscribers = Subscribers::new(monitor)?;
-        let process = Box::into_raw(Box::new(Process { subscribers, users: Mutex::new(0) }));
+        let process = Box::into_raw(Box::new(Process {
+            subscribers,
+            users: Mutex::new(0),
+            overwritten: AtomicBool::new(false),
+        }));
         match self.process.compare_exchange(seen, process, Ordering::AcqRel, Ordering::Acquire) {
             // SAFETY: just made, and from now on never freed.
             Ok(_) => Ok(unsafe { &*process }),
@@ -122,17 +128,25 @@ impl<T: HasTable> Process<T> {
         Ok(patches)
     }
 
-    /// Fails unless every patch is in place, and then tells all who are subscribed that everything is gone.
+    /// Fails unless every patch is in place. Where one is found overwritten, all who are subscribed are told that everything is
+    /// gone: once, since whoever subscribes after that is refused.
     ///
     /// # Errors
     /// As [`Patches::in_place`].
     #[inline]
     pub(crate) fn in_place(&self, patches: &Patches) -> Result<()> {
-        patches.in_place().inspect_err(|_| self.tell_of_everything())
+        let found = patches.in_place();
+        if found.is_err() != self.overwritten.load(Ordering::SeqCst) {
+            self.turned(found.is_err());
+        }
+        found
     }
 
     #[cold]
-    fn tell_of_everything(&self) {
+    fn turned(&self, overwritten: bool) {
+        if self.overwritten.swap(overwritten, Ordering::SeqCst) || !overwritten {
+            return;
+        }
         let everything = clamped(0, u64::MAX);
         let pass = self.subscribers.table().pass();
         pass.each(|_, invalidator| invalidator.invalidate(everything, Cause::Unmap));

@@ -215,7 +215,6 @@ impl DomainInner {
         } else {
             self.owner(ranges, attr, inner.flags())?
         };
-        self.inbound.note(&owner, attr.access);
         if let Some(prefault) = &attr.prefault
             && owner.iface == IfaceKind::SYSTEM
             && attr.dma_buf.is_none()
@@ -234,6 +233,7 @@ impl DomainInner {
         registration: RegistrationRequest<'a>,
         owner: Owner,
     ) -> PathRequest<'a> {
+        self.inbound.note(&owner, attr.access);
         PathRequest {
             registration,
             ranges: inner.ranges(),

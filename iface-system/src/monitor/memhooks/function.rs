@@ -87,9 +87,12 @@ const fn has(flags: usize, bits: i32) -> bool {
     flags as i32 & bits == bits
 }
 
-/// Sizes of huge pages, the largest first: those of x86-64, and of aarch64 with base pages of 4 KiB.
-const HUGE: &[u64] =
-    if cfg!(target_arch = "aarch64") { &[1 << 30, 32 << 20, 2 << 20, 64 << 10] } else { &[1 << 30, 2 << 20] };
+/// Sizes of huge pages, the largest first: those of x86-64, and of aarch64 with base pages of any size.
+const HUGE: &[u64] = if cfg!(target_arch = "aarch64") {
+    &[16 << 30, 1 << 30, 512 << 20, 32 << 20, 2 << 20, 64 << 10]
+} else {
+    &[1 << 30, 2 << 20]
+};
 /// `linux/magic.h`
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 
@@ -98,31 +101,43 @@ fn largest(address: usize) -> Option<u64> {
     HUGE.iter().copied().find(|size| (address as u64).is_multiple_of(*size))
 }
 
-/// Bytes of the huge pages that a mapping put at `address` would have, to which the kernel rounds its length; where the
-/// flags do not say, the largest that fit there.
+/// The largest pages that can begin at an address, if it makes a difference to one of these lengths that they are huge.
+fn matters(address: usize, lens: [usize; 2]) -> Option<u64> {
+    largest(address).filter(|huge| lens.iter().any(|len| !(*len as u64).is_multiple_of(*huge)))
+}
+
+/// Bytes of the huge pages that a mapping of `len` put at `address` would have, to which the kernel rounds its length; where
+/// that cannot be known, the largest that fit there.
 #[cold]
-fn huge_of_new(address: usize, flags: usize, fd: usize) -> Option<u64> {
-    let fitting = largest(address)?;
-    if has(flags, libc::MAP_HUGETLB) {
+fn huge_of_new(address: usize, len: usize, flags: usize, fd: usize) -> Option<u64> {
+    let fitting = matters(address, [len; 2])?;
+    // Of a file it is the file's pages, whatever the flags say.
+    if has(flags, libc::MAP_ANONYMOUS) {
         let bits = flags >> libc::MAP_HUGE_SHIFT & libc::MAP_HUGE_MASK as usize;
         return Some(if bits == 0 { fitting } else { 1 << bits });
     }
     let mut status = std::mem::MaybeUninit::<libc::statfs>::zeroed();
     // SAFETY: fstatfs writes one `statfs`. It is a thin wrapper that allocates nothing, and the hooks put errno back.
     if unsafe { libc::fstatfs(fd as i32, status.as_mut_ptr()) } != 0 {
-        return None;
+        return Some(fitting);
     }
     // SAFETY: zeroes are a valid `statfs`, and the call has succeeded.
     let status = unsafe { status.assume_init() };
     (status.f_type == HUGETLBFS_MAGIC).then_some(status.f_bsize as u64)
 }
 
-/// Bytes of the huge pages that are mapped at `address`.
+/// Bytes of the huge pages that are mapped at `address`, if that makes a difference to these lengths; where it cannot be
+/// known, of the largest that fit there.
 #[cold]
-fn huge_of_mapped(address: usize) -> Option<u64> {
-    largest(address)?;
-    let area = area::at_or_after(address as u64).ok().flatten()?;
-    (area.start <= address as u64 && area.page_size > sys::page_size()).then_some(area.page_size)
+fn huge_of_mapped(address: usize, lens: [usize; 2]) -> Option<u64> {
+    let fitting = matters(address, lens)?;
+    match area::at_or_after(address as u64) {
+        Ok(Some(area)) if area.start <= address as u64 => {
+            (area.page_size > sys::page_size()).then_some(area.page_size)
+        }
+        Ok(_) => None,
+        Err(_) => Some(fitting),
+    }
 }
 
 impl Function {
@@ -169,7 +184,7 @@ impl Function {
             Self::Mmap => {
                 let [start, len, _, flags, fd, _] = *args;
                 let base = has(flags, libc::MAP_ANONYMOUS) && !has(flags, libc::MAP_HUGETLB);
-                let huge = if base { None } else { huge_of_new(start, flags, fd) };
+                let huge = if base { None } else { huge_of_new(start, len, flags, fd) };
                 Taken::one(start, rounded(len, huge), Cause::Replace)
             }
             Self::Madvise => Taken::one(args[0], pages(args[1]), Cause::Discard),
@@ -177,7 +192,7 @@ impl Function {
             Self::ProcessMadvise => Taken::one(0, u64::MAX, Cause::Discard),
             Self::Mremap => {
                 let [old, old_len, new_len, flags, new, _] = *args;
-                let huge = huge_of_mapped(old);
+                let huge = huge_of_mapped(old, [old_len, new_len]);
                 let (old_pages, new_pages) = (rounded(old_len, huge), rounded(new_len, huge));
                 let moves = has(flags, libc::MREMAP_FIXED) || has(flags, libc::MREMAP_DONTUNMAP);
                 let from = if new_pages <= old_pages && !moves {
