@@ -60,21 +60,68 @@ fn raw_map(at: *mut libc::c_void) {
     assert_eq!(mapped as usize, at.addr());
 }
 
+/// The second of two pages.
+fn own() -> *mut libc::c_void {
+    let first = map(ptr::null_mut(), OWN);
+    // SAFETY: grows the test's own page.
+    let both = unsafe { libc::mremap(first, page(), 2 * page(), libc::MREMAP_MAYMOVE) };
+    assert_ne!(both, libc::MAP_FAILED);
+    both.wrapping_byte_add(page())
+}
+
+/// A page that other processes could share.
+fn shared() -> *mut libc::c_void {
+    map(ptr::null_mut(), libc::MAP_SHARED | libc::MAP_ANONYMOUS)
+}
+
+/// A System V segment of a page, which goes when it is attached nowhere any more.
+fn segment(attach: impl FnOnce(i32) -> *mut libc::c_void) -> *mut libc::c_void {
+    // SAFETY: a segment of the test's own.
+    unsafe {
+        let id = libc::shmget(libc::IPC_PRIVATE, page(), 0o600);
+        assert!(id >= 0, "{}", std::io::Error::last_os_error());
+        let at = attach(id);
+        assert_eq!(libc::shmctl(id, libc::IPC_RMID, ptr::null_mut()), 0);
+        assert_ne!(at.addr(), usize::MAX, "{}", std::io::Error::last_os_error());
+        at
+    }
+}
+
+fn attached() -> *mut libc::c_void {
+    // SAFETY: at an address of the kernel's choice.
+    segment(|id| unsafe { libc::shmat(id, ptr::null(), 0) })
+}
+
 /// Makes the page at an address another one.
 type Replace = fn(*mut libc::c_void);
-type Cause = (&'static str, Replace);
+/// What happens, to which memory, and how.
+type Cause = (&'static str, fn() -> *mut libc::c_void, Replace);
 
-const HOOKED: [Cause; 4] = [
-    ("munmap", |at| {
+const HOOKED: [Cause; 7] = [
+    ("munmap", own, |at| {
         unmap(at);
         raw_map(at);
     }),
-    ("MAP_FIXED", |at| {
+    ("MAP_FIXED", own, |at| {
         map(at, FIXED);
     }),
     // SAFETY: the test's own page.
-    ("madvise", |at| assert_eq!(unsafe { libc::madvise(at, page(), libc::MADV_DONTNEED) }, 0)),
-    ("mremap", |at| {
+    ("madvise", own, |at| assert_eq!(unsafe { libc::madvise(at, page(), libc::MADV_DONTNEED) }, 0)),
+    // SAFETY: the test's own page.
+    ("MADV_REMOVE", shared, |at| assert_eq!(unsafe { libc::madvise(at, page(), libc::MADV_REMOVE) }, 0)),
+    ("mremap to a smaller size", own, |at| {
+        // SAFETY: the test's own pages, of which this is the second.
+        let kept = unsafe { libc::mremap(at.wrapping_byte_sub(page()), 2 * page(), page(), 0) };
+        assert_ne!(kept, libc::MAP_FAILED);
+        raw_map(at);
+    }),
+    ("mremap onto it", own, |at| {
+        let how = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        let elsewhere = map(ptr::null_mut(), OWN);
+        // SAFETY: the test's own pages.
+        assert_eq!(unsafe { libc::mremap(elsewhere, page(), page(), how, at) }, at);
+    }),
+    ("mremap", own, |at| {
         let how = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
         let elsewhere = map(ptr::null_mut(), OWN);
         // SAFETY: the test's own pages.
@@ -84,13 +131,40 @@ const HOOKED: [Cause; 4] = [
     }),
 ];
 
-const RAW: [Cause; 2] = [
-    ("raw munmap", |at| {
+/// What the kernel's events do not tell: userfaultfd does not watch such memory, or gets none of it.
+const SEGMENTS: [Cause; 2] = [
+    ("shmdt", attached, |at| {
+        // SAFETY: attached by the test, and attached anew past the C library.
+        unsafe {
+            assert_eq!(libc::shmdt(at), 0);
+            let again = |id: i32| {
+                ptr::with_exposed_provenance_mut(libc::syscall(libc::SYS_shmat, id, at, 0) as usize)
+            };
+            assert_eq!(segment(again).addr(), at.addr());
+        }
+    }),
+    ("SHM_REMAP", attached, |at| {
+        // SAFETY: in place of the test's own page.
+        assert_eq!(segment(|id| unsafe { libc::shmat(id, at, libc::SHM_REMAP) }), at);
+    }),
+];
+
+const RAW: [Cause; 3] = [
+    ("raw mremap", own, |at| {
+        let elsewhere = map(ptr::null_mut(), OWN);
+        let how = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        // SAFETY: the test's own pages.
+        let moved = unsafe { libc::syscall(libc::SYS_mremap, at, page(), page(), how, elsewhere) };
+        assert_eq!(moved as usize, elsewhere.addr());
+        raw_map(at);
+        unmap(elsewhere);
+    }),
+    ("raw munmap", own, |at| {
         // SAFETY: the test's own page.
         assert_eq!(unsafe { libc::syscall(libc::SYS_munmap, at, page()) }, 0);
         raw_map(at);
     }),
-    ("raw madvise", |at| {
+    ("raw madvise", own, |at| {
         // SAFETY: the test's own page.
         assert_eq!(unsafe { libc::syscall(libc::SYS_madvise, at, page(), libc::MADV_DONTNEED) }, 0);
     }),
@@ -217,12 +291,12 @@ impl Net {
 fn stale(
     nic: &Nic,
     monitor: &Arc<dyn Monitor>,
-    replace: Replace,
+    (_, memory, replace): &Cause,
     rounds: u64,
     adversary: bool,
 ) -> (u64, u64) {
     let net = Net::open(nic, monitor);
-    let at = map(ptr::null_mut(), OWN);
+    let at = memory();
     let range = AddressRange::new(Address(at.expose_provenance() as u64), page() as u64).expect("no wrap");
     let (running, looked) = (AtomicBool::new(true), AtomicU64::new(0));
     let mut stale = 0;
@@ -273,9 +347,10 @@ impl Drop for Stop<'_> {
 
 fn none(monitor: &Arc<dyn Monitor>, causes: &[Cause], rounds: Option<u64>, adversary: bool) {
     for nic in nics() {
-        for (cause, replace) in causes {
+        for cause in causes {
             let rounds = rounds.unwrap_or(nic.rounds());
-            let (stale, told) = stale(&nic, monitor, *replace, rounds, adversary);
+            let (stale, told) = stale(&nic, monitor, cause, rounds, adversary);
+            let (cause, ..) = cause;
             assert_eq!(stale, 0, "{cause} under {} over {nic:?}, of {rounds} rounds", monitor.name());
             assert!(
                 told > rounds / 10,
@@ -287,8 +362,9 @@ fn none(monitor: &Arc<dyn Monitor>, causes: &[Cause], rounds: Option<u64>, adver
 
 fn some(monitor: &Arc<dyn Monitor>, causes: &[Cause]) {
     for nic in nics() {
-        for (cause, replace) in causes {
-            let (stale, _) = stale(&nic, monitor, *replace, 40, false);
+        for cause in causes {
+            let (stale, _) = stale(&nic, monitor, cause, 40, false);
+            let (cause, ..) = cause;
             assert!(
                 stale >= 30,
                 "{cause} over {nic:?}: {stale} of 40 rounds were stale, so that it shows nothing"
@@ -313,8 +389,10 @@ fn alone(name: &str, body: impl FnOnce()) {
 
 fn memhooks(rounds: Option<u64>) {
     let hooks: Arc<dyn Monitor> = MemHooks::start().expect("memhooks work here");
-    none(&hooks, &HOOKED, rounds, false);
-    none(&hooks, &HOOKED, rounds, true);
+    for adversary in [false, true] {
+        none(&hooks, &HOOKED, rounds, adversary);
+        none(&hooks, &SEGMENTS, rounds, adversary);
+    }
 }
 
 /// Of the thread that unmaps: `docs/monitors.md` has the window of others.
@@ -329,6 +407,7 @@ fn both(rounds: Option<u64>) {
     let events = UserFaultFd::start().expect("userfaultfd works here");
     let both: Arc<dyn Monitor> = Layered::new(hooks, events);
     none(&both, &HOOKED, rounds, true);
+    none(&both, &SEGMENTS, rounds, true);
     none(&both, &RAW, rounds, false);
 }
 
@@ -337,6 +416,7 @@ fn mr_07_without_a_monitor_every_cause_leaves_stale_hits() {
     alone("mr_07_without_a_monitor_every_cause_leaves_stale_hits", || {
         let silent: Arc<dyn Monitor> = Import::new(Arc::new(Silent)).expect("a monitor");
         some(&silent, &HOOKED);
+        some(&silent, &SEGMENTS);
         some(&silent, &RAW);
         // And what memhooks do not see.
         let hooks: Arc<dyn Monitor> = MemHooks::start().expect("memhooks work here");
