@@ -169,6 +169,33 @@ impl Registry {
         Ok(true)
     }
 
+    /// Why memory is not of the iface that a caller claims it for: another has it, or nobody knows it.
+    #[cold]
+    pub(crate) fn refuse_claim(
+        &self,
+        operation: &'static str,
+        range: AddressRange,
+        owner: &Owner,
+        claimed: IfaceKind,
+    ) -> Error {
+        let known = match self.get(claimed).and_then(|iface| iface.query(range.start())) {
+            Ok(known) => known,
+            Err(error) => return error,
+        };
+        let error = Error::new(ErrorKind::InvalidArgument, operation).iface(claimed).context("range", range);
+        if owner.iface == IfaceKind::SYSTEM && known.is_none() {
+            return error
+                .context("why", "the iface does not know the address: it was freed, belongs to another process, or is host memory")
+                .remedy(
+                    "register memory that this process allocated and has not freed, or opened by an IPC handle; for host \
+                     memory name the system iface, or none",
+                );
+        }
+        error
+            .context("owner", owner.iface)
+            .remedy("the memory belongs to another iface: name that one, or none to have it found out")
+    }
+
     /// The owner of a whole range.
     ///
     /// # Errors

@@ -306,6 +306,31 @@ fn mr_12_host_alloc_ignores_the_device_and_iface_is_ignored_without_hmem() {
 }
 
 #[test]
+fn mr_12_a_freed_or_foreign_address_is_said_to_be_unknown_to_the_iface_that_is_claimed() {
+    let world = World { memory: crate::world::Memory::Device(hmem::system::Style::Identity), ..World::PLAIN };
+    let net = Net::open(&world);
+    let device = std::sync::Arc::clone(net.device.as_ref().unwrap()) as std::sync::Arc<dyn hmem::Iface>;
+    let request =
+        hmem::iface::AllocRequest { len: 4096, device: DeviceId(0), kind: hmem::AllocationKind::Device };
+    let buffer = hmem::DeviceBuffer::allocate(&device, &request).expect("device memory");
+    let live = buffer.allocation().range;
+    let claimed = |iface, range| {
+        let ranges = [range];
+        let attr = MrAttr { iface: Some(iface), ..MrAttr::new(&ranges, REMOTE) };
+        let error = net.try_expose(&attr, MrFlags::empty()).expect_err("a wrong claim was believed");
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        error.to_string()
+    };
+    assert!(claimed(IfaceKind::SYSTEM, live).contains("belongs to another iface"));
+    drop(buffer);
+    for unknown in [live, AddressRange::of(&[0u8; 8])] {
+        let text = claimed(device.kind(), unknown);
+        assert!(text.contains("does not know the address") && text.contains("freed"), "{text}");
+        assert!(!text.contains("belongs to another iface"), "{text}");
+    }
+}
+
+#[test]
 fn mr_12_every_flag_is_covered() {
     // MR_DMABUF: mr_13. MR_SINGLE_USE: mr_14. RMA_EVENT: mode_09 and evt_02. The others: mr_12.
     let covered = MrFlags::MR_DMABUF

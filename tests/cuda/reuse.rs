@@ -1,6 +1,9 @@
 //! Memory that is freed, and other memory at its address.
 
-use hmem::{AllocationKind, Path, p2p::loopback::Memory, path::P2pPolicy};
+use hmem::{
+    Address, AddressRange, AllocationKind, ErrorKind, IfaceKind, MrAttr, MrFlags, Path, cuda::MonitorKind,
+    p2p::loopback::Memory, path::P2pPolicy,
+};
 use hmem_fake_cuda::Profile;
 
 use crate::link::{IMPORTS, Link, REMOTE, close, pattern};
@@ -37,6 +40,40 @@ fn mr_07_registering_freeing_and_allocating_again_reaches_the_new_bytes() {
                 }
                 assert!(reused > 20, "{kind:?} of {len}: no address came back, so that nothing was shown");
             }
+        }
+    }
+}
+
+/// MR-12: what the driver does not know, the iface does not either, whatever the caller claims.
+#[test]
+fn mr_12_a_freed_or_foreign_pointer_that_is_claimed_for_cuda_is_said_to_be_unknown() {
+    for cached in [false, true] {
+        let (profile, follow) = (Profile::default(), Memory::Follow);
+        let link = if cached {
+            Link::cached(profile, IMPORTS, P2pPolicy::Enabled, follow, MonitorKind::Auto)
+        } else {
+            Link::open(profile)
+        };
+        let buffer = link.buffer(8192, AllocationKind::Device);
+        let freed = buffer.allocation().range;
+        drop(buffer);
+        let foreign = AddressRange::new(Address(freed.start().0 + (1 << 40)), 4096).expect("no wrap");
+        for unknown in [freed, foreign] {
+            let error = if cached {
+                let cache = link.domain.cache().expect("a cache");
+                // SAFETY: it is refused.
+                unsafe { cache.get_on(unknown, REMOTE, IfaceKind::CUDA, None) }.map(drop)
+            } else {
+                let ranges = [unknown];
+                let attr = MrAttr { iface: Some(IfaceKind::CUDA), ..MrAttr::new(&ranges, REMOTE) };
+                // SAFETY: it is refused.
+                unsafe { link.domain.regattr(&attr, MrFlags::empty()) }.map(drop)
+            };
+            let error = error.expect_err("nobody has it");
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+            let text = error.to_string();
+            assert!(text.contains("cuda") && text.contains("does not know the address"), "{text}");
+            assert!(text.contains("freed") && text.contains("another process"), "{text}");
         }
     }
 }

@@ -129,12 +129,20 @@ impl RegionCache {
         iface: IfaceKind,
         device: Option<DeviceId>,
     ) -> Result<CachedRegion<'_>> {
-        let owner = self.cache.source().domain.registry.owner_of_range(range)?;
-        if owner.iface != iface || device.is_some_and(|device| owner.device != Some(device)) {
+        let registry = &self.cache.source().domain.registry;
+        let owner = registry.owner_of_range(range)?;
+        if owner.iface != iface {
+            return Err(registry.refuse_claim("cached registration", range, &owner, iface));
+        }
+        if let Some(device) = device.filter(|device| owner.device != Some(*device)) {
             return Err(Error::new(ErrorKind::InvalidArgument, "cached registration")
                 .iface(iface)
-                .context("owner", owner.iface)
-                .remedy("the memory belongs to another iface or device: name that one, or none"));
+                .device(device)
+                .context(
+                    "owner",
+                    owner.device.map_or_else(|| "no device".to_owned(), |owner| owner.to_string()),
+                )
+                .remedy("the memory is on another device: name that one, or none"));
         }
         self.register(range, access)
     }

@@ -66,7 +66,7 @@ impl DomainInner {
         if self.attr.hmem
             && let Some(claimed) = attr.iface
         {
-            self.check_claim(&owner, claimed, attr, flags)?;
+            self.check_claim(ranges[0], &owner, claimed, attr, flags)?;
         }
         self.check_hmem_flags(&owner, flags)?;
         Ok(owner)
@@ -74,6 +74,7 @@ impl DomainInner {
 
     fn check_claim(
         &self,
+        range: AddressRange,
         owner: &Owner,
         claimed: IfaceKind,
         attr: &MrAttr<'_>,
@@ -81,10 +82,7 @@ impl DomainInner {
     ) -> Result<()> {
         let device = self.claimed_device(claimed, attr, flags)?;
         if owner.iface != claimed {
-            return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
-                .iface(claimed)
-                .context("owner", owner.iface)
-                .remedy("the memory belongs to another iface: name that one, or none to have it found out"));
+            return Err(self.registry.refuse_claim("regattr", range, owner, claimed));
         }
         let Some(device) = device else { return Ok(()) };
         match owner.device {
