@@ -97,18 +97,21 @@ fn hm_10_another_process_reaches_memory_of_a_real_device() {
     }
 }
 
+/// Runs a test again in a process that is passed the handle of memory of this one.
+fn lend(name: &str) {
+    over(Profile::default(), |world| {
+        let memory = world.allocate(3 << 20, AllocationKind::Device);
+        let handle = world.cuda.ipc_export(&memory).expect("export");
+        child::run(name, &hex(&handle.bytes));
+        world.free(&memory);
+    });
+}
+
 /// HM-10: each open is closed once, whoever closes it.
 #[test]
 fn hm_10_two_threads_that_close_what_was_opened_twice_close_it() {
     const NAME: &str = "ipc::hm_10_two_threads_that_close_what_was_opened_twice_close_it";
-    let Some(text) = child::passed() else {
-        return over(Profile::default(), |world| {
-            let memory = world.allocate(3 << 20, AllocationKind::Device);
-            let handle = world.cuda.ipc_export(&memory).expect("export");
-            child::run(NAME, &hex(&handle.bytes));
-            world.free(&memory);
-        });
-    };
+    let Some(text) = child::passed() else { return lend(NAME) };
     over(Profile::default(), |world| {
         let memory = world.cuda.ipc_open(&handle(&text)).expect("open");
         world.cuda.ipc_open(&handle(&text)).expect("open again");
@@ -134,14 +137,7 @@ fn hm_10_two_threads_that_close_what_was_opened_twice_close_it() {
 #[test]
 fn hm_10_an_import_stays_one_while_its_last_close_is_under_way_and_refused() {
     const NAME: &str = "ipc::hm_10_an_import_stays_one_while_its_last_close_is_under_way_and_refused";
-    let Some(text) = child::passed() else {
-        return over(Profile::default(), |world| {
-            let memory = world.allocate(3 << 20, AllocationKind::Device);
-            let handle = world.cuda.ipc_export(&memory).expect("export");
-            child::run(NAME, &hex(&handle.bytes));
-            world.free(&memory);
-        });
-    };
+    let Some(text) = child::passed() else { return lend(NAME) };
     over(Profile::default(), |world| {
         let memory = world.cuda.ipc_open(&handle(&text)).expect("open");
         let cuda = &world.cuda;
