@@ -152,7 +152,9 @@ impl Registry {
 
     /// Whether no device iface claims the first or the last byte of a range.
     ///
-    /// Each is asked once where both bytes lie in one page: a page of host memory is nobody else's.
+    /// Each is asked once where both bytes lie in one page: a page of host memory is nobody else's. Over a page boundary
+    /// both bytes are asked for: that nobody knows the first says nothing of how far that holds, and devices' memory may
+    /// begin at the next page.
     ///
     /// # Errors
     /// A failed driver call.

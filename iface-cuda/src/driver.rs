@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 
 use crate::{
     device::{self, Abilities, DeviceEntry},
+    memory::HostKinds,
     monitor::Subscriptions,
     sys::{CuMemHandle, Functions},
 };
@@ -21,6 +22,7 @@ pub(crate) struct Driver {
     pub(crate) devices: Vec<DeviceEntry>,
     /// How many of the pointer attributes the driver knows; 0 until it has shown it.
     pub(crate) attributes: AtomicU32,
+    pub(crate) host_kinds: HostKinds,
     pub(crate) book: Mutex<Book>,
     /// How many allocations of other processes are in the book: spares most queries its lock. Changed under that lock.
     pub(crate) imported: AtomicUsize,
@@ -65,6 +67,7 @@ impl Driver {
             functions,
             devices,
             attributes: AtomicU32::new(0),
+            host_kinds: HostKinds::default(),
             book: Mutex::default(),
             imported: AtomicUsize::new(0),
             subscriptions: Subscriptions::default(),

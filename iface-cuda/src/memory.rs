@@ -1,6 +1,10 @@
 //! Memory by address: which allocation an address lies in, of which kind, and which of its parts NICs can reach.
 
-use std::{ffi::c_void, sync::atomic::Ordering};
+use std::{
+    ffi::c_void,
+    fmt,
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind,
@@ -38,6 +42,50 @@ impl Found {
     /// The device to work on it with: its own, or the first for memory of no device.
     pub(crate) fn device(&self) -> DeviceId {
         self.allocation.device.unwrap_or(DeviceId(0))
+    }
+}
+
+/// Which page-locked memory is the application's own, by identity: no pointer attribute says it.
+///
+/// `cuda.h` on BUFFER_ID: "Subsequent allocations do not reuse IDs from previous freed allocations." So what was found
+/// out for an identity holds for good, and nothing need be forgotten. Each identity has one place, where the next that
+/// falls on it takes over; a place is one word, so that a reader sees all of an entry or none.
+pub(crate) struct HostKinds([AtomicU64; Self::PLACES]);
+
+impl HostKinds {
+    const PLACES: usize = 256;
+
+    /// What a place holds of an identity; `None` for one that is too wide, and for 0, which is no identity.
+    fn entry(id: AllocationId, registered: bool) -> Option<u64> {
+        (id.0 != 0 && id.0 >> 63 == 0).then_some(id.0 << 1 | u64::from(registered))
+    }
+
+    fn place(&self, id: AllocationId) -> &AtomicU64 {
+        // Identities are given in rising order: neighbours do not meet.
+        &self.0[id.0 as usize % Self::PLACES]
+    }
+
+    fn get(&self, id: AllocationId) -> Option<bool> {
+        let held = self.place(id).load(Ordering::Relaxed);
+        [false, true].into_iter().find(|registered| Self::entry(id, *registered) == Some(held))
+    }
+
+    fn keep(&self, id: AllocationId, registered: bool) {
+        if let Some(entry) = Self::entry(id, registered) {
+            self.place(id).store(entry, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Default for HostKinds {
+    fn default() -> Self {
+        Self([const { AtomicU64::new(0) }; Self::PLACES])
+    }
+}
+
+impl fmt::Debug for HostKinds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostKinds").finish_non_exhaustive()
     }
 }
 
@@ -171,7 +219,7 @@ impl Driver {
             return Err(inconsistent(address).context("range", range));
         }
         match kind {
-            AllocationKind::Host if self.is_registered(range, context)? => {
+            AllocationKind::Host if self.is_registered(AllocationId(buffer), range, context)? => {
                 kind = AllocationKind::HostRegistered;
             }
             AllocationKind::Device if self.is_imported(range.start()) => kind = AllocationKind::Imported,
@@ -187,9 +235,18 @@ impl Driver {
         Ok(Some(Found { allocation, context }))
     }
 
-    /// Whether page-locked memory is the application's own: `cuda.h` has `cuMemHostGetFlags` fail for what
-    /// `cuMemHostAlloc` did not allocate.
-    fn is_registered(&self, range: AddressRange, context: CuContext) -> Result<bool> {
+    /// Whether page-locked memory is the application's own. Asked of the driver once for each memory.
+    fn is_registered(&self, id: AllocationId, range: AddressRange, context: CuContext) -> Result<bool> {
+        if let Some(known) = self.host_kinds.get(id) {
+            return Ok(known);
+        }
+        let registered = self.ask_whether_registered(range, context)?;
+        self.host_kinds.keep(id, registered);
+        Ok(registered)
+    }
+
+    /// `cuda.h` has `cuMemHostGetFlags` fail for what `cuMemHostAlloc` did not allocate.
+    fn ask_whether_registered(&self, range: AddressRange, context: CuContext) -> Result<bool> {
         let book = self.book.lock();
         if book.registered.contains_key(&range.start().0) {
             return Ok(true);

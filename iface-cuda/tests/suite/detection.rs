@@ -4,7 +4,7 @@ use hmem_core::{Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceKin
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::{CuDevicePtr, CuResult};
 
-use crate::world::{Expandable, check, each, over};
+use crate::world::{Expandable, World, check, each, over};
 
 const KINDS: [AllocationKind; 5] = [
     AllocationKind::Device,
@@ -139,6 +139,84 @@ fn hm_02_detection_makes_one_call_and_no_context() {
         assert_eq!(world.driver().all_calls(), before + 1);
         assert_eq!(world.driver().live().primary_references, references);
         world.free(&memory);
+    });
+}
+
+/// Page-locks two pages as the application does, and gives the first of them to `show`.
+fn with_page_locked(world: &mut World, show: impl FnOnce(&World, Address)) {
+    let memory = vec![0u8; 3 << 12];
+    let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096) as *mut std::ffi::c_void;
+    // SAFETY: `memory` outlives the registration.
+    world.app.current(|driver| check(unsafe { (driver.mem_host_register)(start, 8192, 1) }));
+    show(world, Address(start as u64));
+    // SAFETY: registered above.
+    world.app.current(|driver| check(unsafe { (driver.mem_host_unregister)(start) }));
+}
+
+/// HM-02: whose page-locked memory is is asked once; from then on it costs what other memory costs.
+#[test]
+fn hm_02_page_locked_memory_that_was_seen_before_costs_one_driver_call() {
+    over(Profile::default(), |world| {
+        let calls = |world: &World, address: Address, kind: AllocationKind| {
+            let before = world.driver().all_calls();
+            assert_eq!(world.cuda.query(address).expect("query").expect("known").kind, kind);
+            world.driver().all_calls() - before
+        };
+        with_page_locked(world, |world, start| {
+            assert!(calls(world, start, AllocationKind::HostRegistered) > 1, "the first time tells");
+            for offset in [0, 1, 8191] {
+                assert_eq!(calls(world, Address(start.0 + offset), AllocationKind::HostRegistered), 1);
+            }
+        });
+        // The application's own allocation, and at the same address another.
+        for _ in 0..2 {
+            let mut pointer = std::ptr::null_mut();
+            // SAFETY: the place is writable.
+            world.app.current(|driver| check(unsafe { (driver.mem_host_alloc)(&mut pointer, 4096, 0) }));
+            let start = Address::of_ptr(pointer.cast_const());
+            assert!(calls(world, start, AllocationKind::Host) > 1, "another identity is asked for again");
+            assert_eq!(calls(world, start, AllocationKind::Host), 1);
+            // SAFETY: allocated above.
+            world.app.current(|driver| check(unsafe { (driver.mem_free_host)(pointer) }));
+        }
+    });
+}
+
+/// HM-01: memory without an identity is told apart each time, and never taken for other memory without one.
+#[test]
+fn hm_01_page_locked_memory_without_an_identity_is_not_confused() {
+    over(Profile { registered_without_identity: true, ..Profile::default() }, |world| {
+        for _ in 0..2 {
+            with_page_locked(world, |world, start| {
+                for _ in 0..2 {
+                    let before = world.driver().calls("cuMemHostGetFlags");
+                    let found = world.cuda.query(start).expect("query").expect("known");
+                    assert_eq!((found.kind, found.id.0), (AllocationKind::HostRegistered, 0));
+                    assert_eq!(world.driver().calls("cuMemHostGetFlags"), before + 1, "asked for again");
+                }
+            });
+        }
+    });
+}
+
+/// HM-01: what is kept of page-locked memory is bounded, and what is forgotten is found out again.
+#[test]
+fn hm_01_a_thousand_page_locked_allocations_are_told_apart() {
+    over(Profile::default(), |world| {
+        with_page_locked(world, |world, start| {
+            let memory: Vec<_> = (0..1000).map(|_| world.allocate(64, AllocationKind::Host)).collect();
+            for _ in 0..2 {
+                for one in &memory {
+                    let found = world.cuda.query(one.base()).expect("query").expect("known");
+                    assert_eq!((found.kind, found.id), (AllocationKind::Host, one.id));
+                }
+                let found = world.cuda.query(start).expect("query").expect("known");
+                assert_eq!(found.kind, AllocationKind::HostRegistered);
+            }
+            for one in &memory {
+                world.free(one);
+            }
+        });
     });
 }
 

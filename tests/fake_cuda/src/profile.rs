@@ -34,6 +34,9 @@ pub struct Profile {
     pub last_device_attribute: u32,
     /// Whether a thread without a current context gets INVALID_CONTEXT for its queries.
     pub queries_need_context: bool,
+    /// Whether page-locked host memory has no identity: `cuda.h` promises one only of "every memory allocation", which
+    /// page-locking is not.
+    pub registered_without_identity: bool,
     /// Symbols that the library lacks.
     pub absent: Vec<&'static str>,
     /// Whether copies end only when somebody looks, so that a test sees them under way.
@@ -58,6 +61,7 @@ impl Profile {
             last_pointer_attribute: if version >= 12_090 { 21 } else { 20 },
             last_device_attribute: if version >= 13_000 { 150 } else { 140 },
             queries_need_context: false,
+            registered_without_identity: false,
             absent: Vec::new(),
             slow_copies: false,
         }

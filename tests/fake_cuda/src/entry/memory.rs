@@ -83,7 +83,7 @@ driver! {
         if before.is_some_and(|(at, known)| at + known.len > start) {
             return Err(CuResult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
         }
-        let id = state.identity();
+        let id = if state.profile.registered_without_identity { 0 } else { state.identity() };
         let device = state.device_of(context);
         let kind = Kind::Registered;
         state.allocations.insert(start, Allocation { len, kind, device, context, id, sync_memops: false });
