@@ -45,10 +45,10 @@ impl Driver {
         let len = usize::try_from(request.len).map_err(|_| {
             Error::new(ErrorKind::OutOfResources, "allocate").remedy("no machine has that much memory")
         })?;
-        let context = self.primary(device)?;
+        let hold = self.hold(device)?;
         let (base, origin) = within_or_undo(
             &self.functions,
-            context,
+            hold.context(),
             || match request.kind {
                 AllocationKind::Host => Ok((self.host_alloc(len)?, Origin::Host)),
                 AllocationKind::Managed => Ok((self.managed_alloc(len)?, Origin::Memory)),
@@ -59,9 +59,12 @@ impl Driver {
             |(base, origin)| self.give_back(base, device, &origin),
         )?;
         let entered = self.enter(base, request, device, &origin);
-        if entered.is_err()
-            && let Err(error) = within(&self.functions, context, || self.give_back(base, device, &origin))
+        if entered.is_ok() {
+            hold.keep();
+        } else if let Err(error) =
+            within(&self.functions, hold.context(), || self.give_back(base, device, &origin))
         {
+            hold.keep();
             tracing::error!(%error, "an allocation that failed stays taken");
         }
         entered

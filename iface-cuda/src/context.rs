@@ -1,10 +1,14 @@
-//! Contexts: retained when first needed, current only while a call runs, given back at the end.
+//! Contexts: which one a call works in, current only while it runs.
 //!
 //! A device's primary context is the one that the CUDA runtime and every well-behaved library use. It exists once in
-//! a process, made by whoever retains it first, which is why this is the crate's one piece of process-wide state. Memory
-//! of a context that the application made itself is worked on in that context, which is never kept.
+//! a process, made by whoever retains it first, which is why this is the crate's one piece of process-wide state. A call
+//! holds it while it works in it ([`Hold`]). Where something lives on in it (an allocation, the stream of copies), it stays
+//! retained until the iface closes; else it is given back as the last call that works in it ends, so that a call that is
+//! refused, and one that only asks, leave no context behind. Contexts that the application made itself are worked in and
+//! never kept.
 
 use hmem_core::{DeviceId, Error, Result};
+use parking_lot::MutexGuard;
 
 use crate::{
     device::{self, DeviceEntry},
@@ -21,6 +25,65 @@ pub(crate) struct Primary {
     stream: CuStream,
     /// Events that are not in use.
     events: Vec<CuEvent>,
+    /// Calls that work in it now.
+    users: usize,
+    /// Whether something lives on in it.
+    kept: bool,
+}
+
+/// A device's primary context, there for as long as this lives. Ended or dropped, it is given back unless another call
+/// works in it or something lives on in it.
+#[derive(Debug)]
+#[must_use = "dropped, the context may go"]
+pub(crate) struct Hold<'a> {
+    driver: &'a Driver,
+    entry: &'a DeviceEntry,
+    context: CuContext,
+    ended: bool,
+}
+
+impl Hold<'_> {
+    pub(crate) fn context(&self) -> CuContext {
+        self.context
+    }
+
+    /// Something lives on in it: it stays retained until the iface closes.
+    pub(crate) fn keep(&self) {
+        if let Some(primary) = &mut *self.entry.primary.lock() {
+            primary.kept = true;
+        }
+    }
+
+    /// Gives back what `result` was got in. An error of the work comes before one of giving back, which is told as
+    /// dropping tells it.
+    ///
+    /// # Errors
+    /// That of `result`, or the driver does not take it back. It stays retained, and goes with its next user or as the iface closes.
+    pub(crate) fn end<T>(mut self, result: Result<T>) -> Result<T> {
+        let value = result?;
+        self.leave().map(|()| value)
+    }
+
+    fn leave(&mut self) -> Result<()> {
+        if std::mem::replace(&mut self.ended, true) {
+            return Ok(());
+        }
+        let mut slot = self.entry.primary.lock();
+        let Some(primary) = &mut *slot else { return Ok(()) };
+        primary.users -= 1;
+        if primary.users > 0 || primary.kept {
+            return Ok(());
+        }
+        self.driver.release(self.entry, &mut slot)
+    }
+}
+
+impl Drop for Hold<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.leave() {
+            tracing::error!(%error, "a CUDA context is kept until its iface closes");
+        }
+    }
 }
 
 /// Runs `run` with `context` current on this thread, and puts the thread's own context back.
@@ -62,19 +125,39 @@ fn pop(functions: &Functions) -> Result<()> {
 }
 
 impl Driver {
-    /// The primary context of a device, retained from the first call on.
-    pub(crate) fn primary(&self, device: DeviceId) -> Result<CuContext> {
+    /// Holds the primary context of a device, which is made where nobody has it.
+    pub(crate) fn hold(&self, device: DeviceId) -> Result<Hold<'_>> {
         let entry = device::get(&self.devices, "cuDevicePrimaryCtxRetain", device)?;
-        let mut primary = entry.primary.lock();
-        if let Some(primary) = &*primary {
-            return Ok(primary.context);
-        }
-        let mut context = CuContext::NULL;
-        // SAFETY: `context` is writable, and the device is one that the driver listed.
-        let code = unsafe { (self.functions.primary_ctx_retain)(&mut context, entry.handle) };
-        check(code, "cuDevicePrimaryCtxRetain").map_err(|error| error.device(device))?;
-        *primary = Some(Primary { context, stream: CuStream::NULL, events: Vec::new() });
-        Ok(context)
+        self.join(entry, &mut entry.primary.lock())
+    }
+
+    /// The lock is that of the entry: who retains and who gives back do so one after the other.
+    fn join<'a>(
+        &'a self,
+        entry: &'a DeviceEntry,
+        slot: &mut MutexGuard<'_, Option<Primary>>,
+    ) -> Result<Hold<'a>> {
+        let primary = match &mut **slot {
+            Some(primary) => primary,
+            empty => {
+                let mut context = CuContext::NULL;
+                // SAFETY: `context` is writable, and the device is one that the driver listed.
+                let code = unsafe { (self.functions.primary_ctx_retain)(&mut context, entry.handle) };
+                check(code, "cuDevicePrimaryCtxRetain")
+                    .map_err(|error| error.device(entry.description.id))?;
+                let (stream, events) = (CuStream::NULL, Vec::new());
+                empty.insert(Primary { context, stream, events, users: 0, kept: false })
+            }
+        };
+        primary.users += 1;
+        Ok(Hold { driver: self, entry, context: primary.context, ended: false })
+    }
+
+    /// The primary context of a device, retained until the iface closes.
+    pub(crate) fn primary(&self, device: DeviceId) -> Result<CuContext> {
+        let hold = self.hold(device)?;
+        hold.keep();
+        Ok(hold.context())
     }
 
     /// Whether somebody in this process uses the device's primary context. Creates none.
@@ -135,31 +218,43 @@ impl Driver {
     /// The first refusal; what was not given back is kept, and can be tried again.
     pub(crate) fn release_contexts(&self) -> Result<()> {
         for entry in &self.devices {
-            let mut slot = entry.primary.lock();
-            let Some(primary) = &mut *slot else { continue };
-            within(&self.functions, primary.context, || {
-                while let Some(event) = primary.events.last() {
-                    // SAFETY: the event is ours, and no copy waits for it: it was given back.
-                    check(unsafe { (self.functions.event_destroy)(*event) }, "cuEventDestroy_v2")?;
-                    primary.events.pop();
-                }
-                if !primary.stream.is_null() {
-                    // SAFETY: the stream is ours; copies that still run on it end before it goes.
-                    check(unsafe { (self.functions.stream_destroy)(primary.stream) }, "cuStreamDestroy_v2")?;
-                    primary.stream = CuStream::NULL;
-                }
-                Ok(())
-            })
-            .and_then(|()| self.release_primary(entry))
-            .map_err(|error| error.device(entry.description.id))?;
-            *slot = None;
+            self.release(entry, &mut entry.primary.lock())?;
         }
         Ok(())
     }
 
-    /// Drops the reference that [`Driver::primary`] took; the caller forgets it.
+    /// Gives one back, with what was made in it. What was not given back on an error is kept.
+    fn release(&self, entry: &DeviceEntry, slot: &mut MutexGuard<'_, Option<Primary>>) -> Result<()> {
+        let Some(primary) = &mut **slot else { return Ok(()) };
+        self.clear(primary)
+            .and_then(|()| self.release_primary(entry))
+            .map_err(|error| error.device(entry.description.id))?;
+        **slot = None;
+        Ok(())
+    }
+
+    fn clear(&self, primary: &mut Primary) -> Result<()> {
+        if primary.events.is_empty() && primary.stream.is_null() {
+            return Ok(());
+        }
+        within(&self.functions, primary.context, || {
+            while let Some(event) = primary.events.last() {
+                // SAFETY: the event is ours, and no copy waits for it: it was given back.
+                check(unsafe { (self.functions.event_destroy)(*event) }, "cuEventDestroy_v2")?;
+                primary.events.pop();
+            }
+            if !primary.stream.is_null() {
+                // SAFETY: the stream is ours; copies that still run on it end before it goes.
+                check(unsafe { (self.functions.stream_destroy)(primary.stream) }, "cuStreamDestroy_v2")?;
+                primary.stream = CuStream::NULL;
+            }
+            Ok(())
+        })
+    }
+
+    /// Drops the reference that [`Driver::hold`] took; the caller forgets it.
     fn release_primary(&self, entry: &DeviceEntry) -> Result<()> {
-        // SAFETY: retained once by `primary`; the caller empties the slot.
+        // SAFETY: retained once by `join`; the caller empties the slot.
         check(unsafe { (self.functions.primary_ctx_release)(entry.handle) }, "cuDevicePrimaryCtxRelease_v2")
     }
 

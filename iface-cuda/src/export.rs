@@ -212,16 +212,16 @@ impl Driver {
             .context("attribute", "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS")
             .remedy("read a byte of the memory through the NIC after the write, which orders them"));
         }
-        let context = self.primary(device)?;
-        within(&self.functions, context, || {
+        let hold = self.hold(device)?;
+        let flushed = within(&self.functions, hold.context(), || {
             let (target, scope) = (
                 sys::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
                 sys::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER,
             );
             // SAFETY: the values are those of the header's enumerations.
             check(unsafe { flush(target, scope) }, "cuFlushGPUDirectRDMAWrites")
-        })
-        .map_err(|error| error.device(device))
+        });
+        hold.end(flushed).map_err(|error| error.device(device))
     }
 }
 

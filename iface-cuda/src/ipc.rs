@@ -102,7 +102,7 @@ impl Driver {
                 .remedy("the device of the memory is not visible here: see CUDA_VISIBLE_DEVICES")
         })?;
         let device = entry.description.id;
-        let context = self.primary(device)?;
+        let hold = self.hold(device)?;
         let open = || {
             let mut base: CuDevicePtr = 0;
             let flags = sys::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS;
@@ -114,11 +114,12 @@ impl Driver {
             // SAFETY: opened just now, and seen by nobody.
             check(unsafe { (self.functions.ipc_close_mem_handle)(base) }, "cuIpcCloseMemHandle")
         };
-        let base = within_or_undo(&self.functions, context, open, close)?;
+        let base = within_or_undo(&self.functions, hold.context(), open, close)?;
         let entered = self.enter_imported(base, body.len, device);
-        if entered.is_err()
-            && let Err(error) = within(&self.functions, context, || close(base))
-        {
+        if entered.is_ok() {
+            hold.keep();
+        } else if let Err(error) = within(&self.functions, hold.context(), || close(base)) {
+            hold.keep();
             tracing::error!(%error, "an opened allocation that failed stays open");
         }
         entered

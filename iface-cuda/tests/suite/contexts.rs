@@ -2,7 +2,7 @@
 
 use hmem_core::{Address, AllocationKind, DeviceId, Iface, IfaceExt, iface::AllocRequest};
 use hmem_fake_cuda::{Live, Profile};
-use hmem_iface_cuda::sys::{CuContext, CuDevicePtr};
+use hmem_iface_cuda::sys::{CuContext, CuDevicePtr, CuResult};
 
 use crate::world::{World, check, each, nic, over, pattern};
 
@@ -115,6 +115,89 @@ fn hm_05_each_device_has_its_own_context_retained_once_and_given_back() {
             }
         }
         assert_eq!(world.driver().live().primary_references, 2);
+    });
+}
+
+const KINDS: [AllocationKind; 5] = [
+    AllocationKind::Device,
+    AllocationKind::Host,
+    AllocationKind::Managed,
+    AllocationKind::StreamOrdered,
+    AllocationKind::Virtual,
+];
+
+/// An allocation that no device has room for.
+fn too_much(kind: AllocationKind) -> AllocRequest {
+    AllocRequest { len: 1 << 50, device: DeviceId(0), kind }
+}
+
+#[test]
+fn hm_05_a_refused_allocation_leaves_no_context() {
+    each(|world| {
+        for kind in KINDS {
+            assert!(world.active().is_empty(), "{}: {kind:?}", world.name);
+            world.cuda.allocate(&too_much(kind)).expect_err("too much");
+            assert!(world.active().is_empty(), "{}: {kind:?}", world.name);
+        }
+        // One that something lives in stays, with the stream that pools have.
+        let memory = world.allocate(4096, AllocationKind::Device);
+        for kind in KINDS {
+            world.cuda.allocate(&too_much(kind)).expect_err("too much");
+        }
+        assert_eq!(world.active(), [0], "{}", world.name);
+        world.free(&memory);
+        assert_eq!(world.active(), [0], "{}", world.name);
+    });
+}
+
+#[test]
+fn hm_05_an_allocation_that_the_driver_does_not_know_afterwards_leaves_no_context() {
+    over(Profile::default(), |world| {
+        for kind in KINDS {
+            world.driver().fail("cuPointerGetAttributes", CuResult::CUDA_ERROR_UNKNOWN);
+            let request = AllocRequest { len: 4096, device: DeviceId(1), kind };
+            world.cuda.allocate(&request).expect_err("not found");
+            assert_eq!(world.driver().live(), Live::default(), "{kind:?}");
+        }
+    });
+}
+
+/// While one thread's attempt is refused, another works in the context: it stays until that has ended.
+#[test]
+fn hm_05_a_refused_attempt_takes_no_context_from_under_another_thread() {
+    over(Profile::default(), |world| {
+        let cuda = &world.cuda;
+        let memory = std::thread::scope(|scope| {
+            let held = world.driver().hold("cuMemAlloc_v2");
+            let request = AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };
+            let other = scope.spawn(move || cuda.allocate(&request));
+            held.wait_for(1);
+            cuda.allocate(&too_much(AllocationKind::StreamOrdered)).expect_err("too much");
+            assert_eq!(world.active(), [0], "the other thread allocates in it");
+            drop(held);
+            other.join().expect("no panic").expect("allocate")
+        });
+        assert_eq!(world.driver().calls("cuDevicePrimaryCtxRetain"), 1);
+        world.free(&memory);
+    });
+}
+
+/// A context that the driver does not take back is given back by the next call, or as the iface closes.
+#[test]
+fn hm_05_a_context_that_was_not_given_back_is_with_the_next_call() {
+    over(Profile::default(), |world| {
+        let release = "cuDevicePrimaryCtxRelease_v2";
+        for _ in 0..2 {
+            world.driver().fail(release, CuResult::CUDA_ERROR_UNKNOWN);
+            let error = world.cuda.allocate(&too_much(AllocationKind::Device)).expect_err("too much");
+            assert_eq!(error.kind(), hmem_core::ErrorKind::OutOfResources, "{error}");
+            assert_eq!(world.active(), [0]);
+        }
+        world.cuda.allocate(&too_much(AllocationKind::Device)).expect_err("too much");
+        assert!(world.active().is_empty());
+        world.driver().fail(release, CuResult::CUDA_ERROR_UNKNOWN);
+        world.cuda.allocate(&too_much(AllocationKind::Device)).expect_err("too much");
+        // `over` closes the iface and finds nothing left.
     });
 }
 

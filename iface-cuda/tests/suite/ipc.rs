@@ -1,7 +1,7 @@
 //! Memory of another process.
 
 use hmem_core::{AllocationKind, ErrorKind, Iface, IfaceExt, IfaceKind, iface::IpcHandle};
-use hmem_fake_cuda::Profile;
+use hmem_fake_cuda::{Live, Profile};
 use hmem_iface_cuda::sys::CuResult;
 
 use crate::{
@@ -35,7 +35,7 @@ fn use_it(world: &World, text: &str) {
             driver.fail(symbol, CuResult::CUDA_ERROR_UNKNOWN);
             let error = world.cuda.ipc_open(&handle(text)).expect_err("the driver refused");
             assert!(error.to_string().contains("(999)"), "{symbol}: {error}");
-            assert_eq!(driver.live().imported, 0, "{symbol}");
+            assert_eq!(driver.live(), Live::default(), "{symbol}: no context either");
         }
     }
     let memory = world.cuda.ipc_open(&handle(text)).expect("open");
@@ -172,6 +172,7 @@ fn hm_10_what_is_no_handle_is_malformed_and_what_is_gone_unavailable() {
             let error = world.cuda.ipc_open(&handle(&text)).expect_err("freed");
             assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
             assert!(error.remedy_text().is_some());
+            assert!(world.active().is_empty(), "HM-05: a context is left of a refused attempt");
         });
     }
     over(Profile::default(), |world| {

@@ -121,6 +121,19 @@ impl World {
         unsafe { self.cuda.free(allocation) }.unwrap_or_else(|error| panic!("{}: {error}", self.name));
     }
 
+    /// The devices whose primary context somebody has.
+    pub(crate) fn active(&self) -> Vec<u32> {
+        let devices = self.cuda.devices().expect("devices").into_iter().map(|device| device.id.0);
+        let is_active = |device: &u32| {
+            let (mut flags, mut active) = (0, 0);
+            let ask = self.app.functions.primary_ctx_get_state;
+            // SAFETY: the places are writable; the device is there.
+            check(unsafe { ask(device.cast_signed(), &mut flags, &mut active) });
+            active != 0
+        };
+        devices.filter(is_active).collect()
+    }
+
     pub(crate) fn exports_dma_bufs(&self) -> bool {
         self.cuda.capability().dma_buf
     }

@@ -72,7 +72,7 @@ pub(crate) fn open(state: &mut State, handle: &CuIpcMemHandle) -> Result<u64, Cu
             return Ok(*at);
         }
     }
-    let start = state.take_addresses(whole);
+    let start = state.take_addresses(whole)?;
     state.pages.place(start, whole, file).map_err(|_| CuResult::CUDA_ERROR_MAP_FAILED)?;
     let (device, id) = (state.device_of(context), state.identity());
     let kind = Kind::Imported { opened: 1, inode };

@@ -311,14 +311,16 @@ impl State {
     }
 
     /// Addresses of their own for whole blocks.
-    pub(crate) fn take_addresses(&mut self, len: u64) -> u64 {
-        let len = len.next_multiple_of(GRANULARITY);
+    pub(crate) fn take_addresses(&mut self, len: u64) -> Result<u64, CuResult> {
+        let rounded = len.checked_next_multiple_of(GRANULARITY);
+        let len = rounded.ok_or(CuResult::CUDA_ERROR_OUT_OF_MEMORY)?;
         if let Some(address) = self.free.get_mut(&len).and_then(Vec::pop) {
-            return address;
+            return Ok(address);
         }
         let address = self.next_address;
-        self.next_address += len;
-        address
+        let end = address.checked_add(len).filter(|end| self.pages.holds(end - 1));
+        self.next_address = end.ok_or(CuResult::CUDA_ERROR_OUT_OF_MEMORY)?;
+        Ok(address)
     }
 
     pub(crate) fn give_addresses(&mut self, address: u64, len: u64) {
@@ -340,7 +342,7 @@ impl State {
         let address = match kind {
             Kind::Memory | Kind::Pool if len < SMALL => self.take_small(len)?,
             _ => {
-                let address = self.take_addresses(len);
+                let address = self.take_addresses(len)?;
                 let mapped = matches!(kind, Kind::Managed | Kind::Host);
                 self.pages
                     .back(address, len.next_multiple_of(PAGE), mapped)
@@ -369,7 +371,7 @@ impl State {
             self.block = (at + skipped, rest - skipped);
         }
         if self.block.1 < len {
-            let block = self.take_addresses(GRANULARITY);
+            let block = self.take_addresses(GRANULARITY)?;
             self.pages.back(block, GRANULARITY, false).map_err(|_| CuResult::CUDA_ERROR_OUT_OF_MEMORY)?;
             self.block = (block, GRANULARITY);
         }

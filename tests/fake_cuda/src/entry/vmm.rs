@@ -27,7 +27,7 @@ driver! {
         if flags != 0 || len == 0 || !len.is_multiple_of(GRANULARITY) {
             return Err(INVALID_VALUE);
         }
-        let address = state.take_addresses(len);
+        let address = state.take_addresses(len)?;
         let id = state.identity();
         let reservation =
             Allocation { len, kind: Kind::Reservation, device: 0, context: 0, id, sync_memops: false };
