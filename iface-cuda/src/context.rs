@@ -14,6 +14,7 @@ use crate::{
     device::{self, DeviceEntry},
     driver::Driver,
     error::check,
+    hooks::untold,
     sys::{self, CuContext, CuEvent, CuStream, Functions},
 };
 
@@ -253,9 +254,16 @@ impl Driver {
     }
 
     /// Drops the reference that [`Driver::hold`] took; the caller forgets it.
+    ///
+    /// With no memory of this iface in it that takes nothing of what is registered: who has memory there holds the context
+    /// too, and letting go of it is told by the hooks.
     fn release_primary(&self, entry: &DeviceEntry) -> Result<()> {
         // SAFETY: retained once by `join`; the caller empties the slot.
-        check(unsafe { (self.functions.primary_ctx_release)(entry.handle) }, "cuDevicePrimaryCtxRelease_v2")
+        let release = || unsafe { (self.functions.primary_ctx_release)(entry.handle) };
+        let device = entry.description.id;
+        let empty = !self.book.lock().owned.values().any(|owned| owned.device == device);
+        let code = if empty { untold(release) } else { release() };
+        check(code, "cuDevicePrimaryCtxRelease_v2")
     }
 
     /// The same at the end, when nobody can try again: a stream of a context that was reset, for one, cannot be

@@ -52,3 +52,8 @@ impl FreeHooks {
         match *self {}
     }
 }
+
+/// Runs a call that hooks tell nobody of: there are none.
+pub(crate) fn untold<T>(call: impl FnOnce() -> T) -> T {
+    call()
+}

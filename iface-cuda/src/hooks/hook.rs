@@ -16,7 +16,10 @@ use hmem_core::{
 };
 use hmem_hook::{HasTable, Pass, Place, SLOTS, Subscribers, Table, Wipeable, clamped};
 
-use super::function::{Args, Function};
+use super::{
+    function::{Args, Function},
+    own,
+};
 use crate::sys::{self, CuDevicePtr, CuPointerAttribute, CuResult};
 
 /// What hooks share with the rest of the process.
@@ -136,13 +139,14 @@ unsafe fn told(pass: &Pass<'_>, function: Function, args: Args) -> usize {
     result
 }
 
-/// What a call is about to take away: everything, where the driver does not say how far the allocation reaches.
+/// What a call is about to take away: everything, where the driver does not say how far the allocation reaches; `None` for
+/// nothing.
 fn taken(function: Function, args: &Args) -> Option<AddressRange> {
     let everything = || clamped(0, u64::MAX);
     match function.pointer(args) {
         Some(0) => None,
         Some(pointer) => Some(allocation_at(pointer).unwrap_or_else(everything)),
-        None => Some(everything()),
+        None => (!own::is_own()).then(everything),
     }
 }
 

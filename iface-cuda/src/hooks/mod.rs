@@ -16,6 +16,11 @@
 //!
 //! Each with the versions that the ABI has of it (`_v2`, `_ptsz`, `Async`).
 //!
+//! A release of a primary context is told as everything also where others still hold it, this crate for one: what was
+//! allocated there lives on, but only for those who hold the context, and the last of them to let go may be this crate. It
+//! gives a context back untold, as no memory of its own is left in it then, and whoever else had memory there has let go of
+//! it and was told of. If neither release were told, that memory would go with its registrations alive.
+//!
 //! # What is not
 //!
 //! `cuMemUnmap`, `cuMemAddressFree`, `cuMemRelease` and `cuMemHostUnregister` take memory that is never cached by this
@@ -27,6 +32,7 @@
 
 mod function;
 mod hook;
+mod own;
 
 use std::sync::{
     Arc,
@@ -39,6 +45,7 @@ use hmem_core::{
 };
 use hmem_hook::{Hooks, MonitorName, Patches, Target};
 
+pub(crate) use self::own::untold;
 use self::{
     function::Function,
     hook::{PLACE, Shared},

@@ -4,12 +4,13 @@
 use std::sync::Arc;
 
 use hmem_core::{
-    Address, AddressRange, AllocationKind, ErrorKind, Iface,
+    Address, AddressRange, AllocationKind, DeviceId, ErrorKind, Iface,
+    iface::AllocRequest,
     monitor::{Cause, Change, Invalidator, Monitor, MonitorStyle},
 };
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::{
-    FreeHooks, MonitorKind,
+    Builder, Cuda, FreeHooks, MonitorKind,
     sys::{self, CuDevicePtr, Functions},
 };
 use parking_lot::Mutex;
@@ -81,6 +82,11 @@ fn each(show: impl Fn(&mut World, &dyn Monitor)) {
         drop(monitor);
         world.end();
     }
+}
+
+/// Another iface over the same driver.
+fn builder_of(world: &World) -> Builder {
+    Cuda::builder().functions(world.app.functions.clone()).monitor(MonitorKind::Identity)
 }
 
 /// How the application frees what it allocated.
@@ -186,6 +192,52 @@ fn mon_07_a_free_of_unknown_extent_is_told_as_everything() {
         assert_eq!(*witness.ended.lock(), [true; 2]);
         monitor.unsubscribe(subscription);
         world.free(&memory);
+    });
+}
+
+/// HM-05, MON-07: contexts that the iface gives back take nothing with them, and nothing that is cached dies of it.
+#[test]
+fn mon_07_only_the_application_letting_go_of_a_context_is_told_as_everything() {
+    each(|world, monitor| {
+        let context = world.app.create_context();
+        let mut at: CuDevicePtr = 0;
+        // SAFETY: the place is writable; the memory goes with its context.
+        check(unsafe { (world.app.functions.mem_alloc)(&mut at, 10_000) });
+        let witness = Witness::new(world, at);
+        let range = world.cuda.query(Address(at)).expect("query").expect("known").range;
+        let subscription = monitor.subscribe(range, Arc::clone(&witness) as _).expect("subscribed");
+
+        let request = |len| AllocRequest { len, device: DeviceId(0), kind: AllocationKind::Device };
+        world.cuda.allocate(&request(1 << 50)).expect_err("too much");
+        assert!(world.active().is_empty(), "given back");
+        let other = builder_of(world).open().expect("open");
+        let memory = other.allocate(&request(4096)).expect("allocate");
+        // SAFETY: nobody uses it.
+        unsafe { other.free(&memory) }.expect("free");
+        other.close().expect("close");
+        assert!(world.active().is_empty(), "given back");
+        let seen: Vec<_> = witness.seen.lock().iter().map(|(range, _)| range.start()).collect();
+        assert_eq!(seen, [memory.base()], "{}: the free alone", world.name);
+
+        let other = builder_of(world).open().expect("open");
+        let memory = other.allocate(&request(4096)).expect("allocate");
+        world.app.current(|_| ());
+        world.app.let_go();
+        assert_eq!(world.active(), [0], "the iface has it still");
+        assert_eq!(
+            witness.seen.lock().last().map(|(range, _)| range.len()),
+            Some(u64::MAX),
+            "told all the same"
+        );
+        // What is not freed goes with the context.
+        let seen = witness.seen.lock().len();
+        drop(other);
+        assert!(world.active().is_empty(), "given back");
+        let seen: Vec<_> = witness.seen.lock()[seen..].iter().map(|(range, _)| range.len()).collect();
+        assert_eq!(seen, [u64::MAX], "{}: {} goes with it", world.name, memory.range);
+
+        monitor.unsubscribe(subscription);
+        world.app.destroy_context(context);
     });
 }
 

@@ -101,9 +101,9 @@ impl World {
 
     /// Closes everything, and sees that nothing is left.
     pub(crate) fn end(self) {
-        let Self { name, cuda, app, fake, _turn } = self;
+        let Self { name, cuda, mut app, fake, _turn } = self;
         cuda.close().unwrap_or_else(|refused| panic!("{name}: {}", refused.error));
-        app.end();
+        app.let_go();
         if let Some((fake, _)) = fake {
             fake.heal();
             assert_eq!(fake.live(), Live::default(), "{name}: something is left");
@@ -165,7 +165,8 @@ impl App {
         result
     }
 
-    fn end(mut self) {
+    /// Gives the primary context back, where the application has it.
+    pub(crate) fn let_go(&mut self) {
         if !std::mem::take(&mut self.primary).is_null() {
             // SAFETY: retained once by `current`.
             check(unsafe { (self.functions.primary_ctx_release)(0) });
