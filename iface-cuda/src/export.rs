@@ -155,8 +155,10 @@ impl Driver {
     }
 
     /// GPUDirect RDMA goes around the driver, so that operations that call themselves synchronous must be so before a
-    /// NIC reads the memory: SYNC_MEMOPS. Memory of `cuMemAlloc` has it per allocation. VMM and stream-ordered
-    /// memory do not; for them it is a flag of the context, from CUDA 12.1 on. The memory's context is current.
+    /// NIC reads the memory: SYNC_MEMOPS. Memory of `cuMemAlloc` has it per allocation. Memory without it has it as a
+    /// flag of its context, from CUDA 12.1 on: whatever the driver answers NOT_SUPPORTED for (VMM memory, and what
+    /// `cuMemAlloc` gives where a layer in front of the driver makes it of VMM memory), and INVALID_VALUE where the kind is one
+    /// that has none. Of other kinds that answer is an error: the memory went. The memory's context is current.
     fn synchronise_memory(&self, found: &Found, range: AddressRange) -> Result<()> {
         const CALL: &str = "cuPointerSetAttribute";
         let on: std::ffi::c_uint = 1;
@@ -168,13 +170,15 @@ impl Driver {
                 range.start().0,
             )
         };
-        let per_context = matches!(
-            found.allocation.kind,
-            AllocationKind::Virtual | AllocationKind::StreamOrdered | AllocationKind::Imported
-        );
-        let not_for_this_kind =
-            matches!(code, CuResult::CUDA_ERROR_NOT_SUPPORTED | CuResult::CUDA_ERROR_INVALID_VALUE);
-        if !(per_context && not_for_this_kind) {
+        let per_context = match code {
+            CuResult::CUDA_ERROR_NOT_SUPPORTED => true,
+            CuResult::CUDA_ERROR_INVALID_VALUE => matches!(
+                found.allocation.kind,
+                AllocationKind::Virtual | AllocationKind::StreamOrdered | AllocationKind::Imported
+            ),
+            _ => false,
+        };
+        if !per_context {
             return check(code, CALL).map_err(|error| error.context("attribute", "SYNC_MEMOPS"));
         }
         let (Some(get), Some(set)) = (self.functions.ctx_get_flags, self.functions.ctx_set_flags) else {

@@ -208,6 +208,34 @@ fn hm_06_synchronous_operations_are_made_so_before_a_nic_may_read() {
     });
 }
 
+/// HM-06: memory is exported whose synchronous operations can be made so by its context alone, whatever its kind.
+#[test]
+fn hm_06_memory_without_a_flag_of_its_own_is_synchronised_by_its_context() {
+    for peer_memory in [false, true] {
+        over(Profile { allocates_by_vmm: true, ..Profile::default() }, |world| {
+            let memory = world.allocate(4096, AllocationKind::Device);
+            if peer_memory {
+                world.cuda.export_peer_memory(memory.range, &nic()).expect("export");
+            } else {
+                let export = world.cuda.export_dma_buf(memory.range, &nic(), DmaBufMapping::Default);
+                world.cuda.release_dma_buf(export.expect("export")).expect("release");
+            }
+            assert!(!world.driver().sync_memops(memory.base().0));
+            assert_eq!(world.driver().context_flags(0), sys::CU_CTX_SYNC_MEMOPS);
+            world.free(&memory);
+        });
+    }
+    // Of plain memory INVALID_VALUE means that it went.
+    over(Profile::default(), |world| {
+        let memory = world.allocate(4096, AllocationKind::Device);
+        world.driver().fail("cuPointerSetAttribute", CuResult::CUDA_ERROR_INVALID_VALUE);
+        let error = world.cuda.export_peer_memory(memory.range, &nic()).expect_err("gone");
+        assert_eq!(error.context_value("attribute"), Some("SYNC_MEMOPS"), "{error}");
+        assert_eq!(world.driver().context_flags(0), 0);
+        world.free(&memory);
+    });
+}
+
 /// HM-06: an export that the driver refuses changes nothing of the context.
 #[test]
 fn hm_06_a_refused_export_of_stream_ordered_memory_is_the_drivers_and_leaves_no_flag() {

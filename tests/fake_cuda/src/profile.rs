@@ -37,6 +37,9 @@ pub struct Profile {
     /// Whether page-locked host memory has no identity: `cuda.h` promises one only of "every memory allocation", which
     /// page-locking is not.
     pub registered_without_identity: bool,
+    /// Whether `cuMemAlloc` is that of a layer in front of the driver which makes the memory of VMM memory: SYNC_MEMOPS is
+    /// then refused for it with 801, as such a layer's authors (lupine) and users of UCX over VMM memory report.
+    pub allocates_by_vmm: bool,
     /// Symbols that the library lacks.
     pub absent: Vec<&'static str>,
     /// Whether copies end only when somebody looks, so that a test sees them under way.
@@ -62,6 +65,7 @@ impl Profile {
             last_device_attribute: if version >= 13_000 { 150 } else { 140 },
             queries_need_context: false,
             registered_without_identity: false,
+            allocates_by_vmm: false,
             absent: Vec::new(),
             slow_copies: false,
         }

@@ -40,8 +40,14 @@ driver! {
             return Err(INVALID_VALUE);
         }
         let (start, allocation) = state.around(pointer).ok_or(INVALID_VALUE)?;
-        // Decided here: VMM and stream-ordered memory have it as a flag of their context (`CU_CTX_SYNC_MEMOPS`) only.
-        if !matches!(allocation.kind, Kind::Memory | Kind::Managed | Kind::Host | Kind::Registered) {
+        // VMM memory has it as a flag of its context (`CU_CTX_SYNC_MEMOPS`) only: 801, as users of UCX report
+        // of driver 535.129. Decided here: stream-ordered memory and that of other processes are refused too.
+        let has_it = match allocation.kind {
+            Kind::Memory => !state.profile.allocates_by_vmm,
+            Kind::Managed | Kind::Host | Kind::Registered => true,
+            _ => false,
+        };
+        if !has_it {
             return Err(NOT_SUPPORTED);
         }
         // SAFETY: the header: "a pointer to an unsigned integer".
