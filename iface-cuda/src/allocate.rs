@@ -118,18 +118,19 @@ impl Driver {
     fn pool_alloc(&self, device: DeviceId, len: usize) -> Result<u64> {
         let allocate =
             self.functions.mem_alloc_async.ok_or_else(|| lacks_symbol("allocate", "cuMemAllocAsync"))?;
-        let stream = self.stream(device)?;
-        let mut base: CuDevicePtr = 0;
-        // SAFETY: `base` is writable, and the stream is this driver's own.
-        check(unsafe { allocate(&mut base, len, stream) }, "cuMemAllocAsync")?;
-        // SAFETY: the stream is this driver's own.
-        let ready = check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize");
-        if let Err(error) = ready {
-            // SAFETY: allocated just now, and seen by nobody.
-            check(unsafe { (self.functions.mem_free)(base) }, "cuMemFree_v2")?;
-            return Err(error);
-        }
-        Ok(base)
+        self.with_own_stream(device, |stream| {
+            let mut base: CuDevicePtr = 0;
+            // SAFETY: `base` is writable, and the stream is this driver's own.
+            check(unsafe { allocate(&mut base, len, stream) }, "cuMemAllocAsync")?;
+            // SAFETY: the stream is this driver's own.
+            let ready = check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize");
+            if let Err(error) = ready {
+                // SAFETY: allocated just now, and seen by nobody.
+                check(unsafe { (self.functions.mem_free)(base) }, "cuMemFree_v2")?;
+                return Err(error);
+            }
+            Ok(base)
+        })
     }
 
     /// One handle, mapped into a reservation of its own, open to its device, and reachable by RDMA where the device has
@@ -222,16 +223,17 @@ impl Driver {
 
     fn pool_free(&self, base: u64, device: DeviceId) -> Result<()> {
         let free = self.functions.mem_free_async.ok_or_else(|| lacks_symbol("free", "cuMemFreeAsync"))?;
-        let stream = self.stream(device)?;
-        // SAFETY: allocated by this driver and freed once; the caller promises that nothing uses it any longer.
-        check(unsafe { free(base, stream) }, "cuMemFreeAsync")?;
-        // The free has taken effect; a failure to wait for it is an error of the device and not of the free.
-        // SAFETY: the stream is this driver's own.
-        let waited = check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize");
-        if let Err(error) = waited {
-            tracing::warn!(%error, "waiting for a free that was accepted");
-        }
-        Ok(())
+        self.with_own_stream(device, |stream| {
+            // SAFETY: allocated by this driver and freed once; the caller promises that nothing uses it any longer.
+            check(unsafe { free(base, stream) }, "cuMemFreeAsync")?;
+            // The free has taken effect; a failure to wait for it is an error of the device and not of the free.
+            // SAFETY: the stream is this driver's own.
+            let waited = check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize");
+            if let Err(error) = waited {
+                tracing::warn!(%error, "waiting for a free that was accepted");
+            }
+            Ok(())
+        })
     }
 
     /// Frees what was allocated: subscribers of the monitor are told before, so that a cached registration is dead

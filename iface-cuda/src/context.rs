@@ -22,8 +22,10 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Primary {
     pub(crate) context: CuContext,
-    /// For copies and stream-ordered memory; null until the first.
+    /// For asynchronous copies, which end in the order in which they began; null until the first.
     stream: CuStream,
+    /// Streams of what waits for its end: one for each thread that did so at once. Those that are not in use.
+    spare_streams: Vec<CuStream>,
     /// Events that are not in use.
     events: Vec<CuEvent>,
     /// Calls that work in it now.
@@ -146,8 +148,14 @@ impl Driver {
                 let code = unsafe { (self.functions.primary_ctx_retain)(&mut context, entry.handle) };
                 check(code, "cuDevicePrimaryCtxRetain")
                     .map_err(|error| error.device(entry.description.id))?;
-                let (stream, events) = (CuStream::NULL, Vec::new());
-                empty.insert(Primary { context, stream, events, users: 0, kept: false })
+                empty.insert(Primary {
+                    context,
+                    stream: CuStream::NULL,
+                    spare_streams: Vec::new(),
+                    events: Vec::new(),
+                    users: 0,
+                    kept: false,
+                })
             }
         };
         primary.users += 1;
@@ -179,7 +187,7 @@ impl Driver {
         if own.is_null() { self.primary(device) } else { Ok(own) }
     }
 
-    /// The private stream of a device, which exists from the first call on. The primary context is current.
+    /// The stream of a device's asynchronous copies, which exists from the first call on. The primary context is current.
     pub(crate) fn stream(&self, device: DeviceId) -> Result<CuStream> {
         let entry = device::get(&self.devices, "cuStreamCreate", device)?;
         let mut slot = entry.primary.lock();
@@ -188,6 +196,24 @@ impl Driver {
             primary.stream = new_stream(&self.functions)?;
         }
         Ok(primary.stream)
+    }
+
+    /// Runs `run` with a stream of a device that nobody else uses meanwhile, so that waiting for its end is waiting for
+    /// nothing else. `run` leaves nothing under way on it. The primary context is current.
+    pub(crate) fn with_own_stream<T>(
+        &self,
+        device: DeviceId,
+        run: impl FnOnce(CuStream) -> Result<T>,
+    ) -> Result<T> {
+        let entry = device::get(&self.devices, "cuStreamCreate", device)?;
+        let spare = entry.primary.lock().as_mut().ok_or_else(not_retained)?.spare_streams.pop();
+        let stream = match spare {
+            Some(stream) => stream,
+            None => new_stream(&self.functions)?,
+        };
+        let result = run(stream);
+        entry.primary.lock().as_mut().ok_or_else(not_retained)?.spare_streams.push(stream);
+        result
     }
 
     /// An event of a device's primary context, which is current.
@@ -235,7 +261,7 @@ impl Driver {
     }
 
     fn clear(&self, primary: &mut Primary) -> Result<()> {
-        if primary.events.is_empty() && primary.stream.is_null() {
+        if primary.events.is_empty() && primary.spare_streams.is_empty() && primary.stream.is_null() {
             return Ok(());
         }
         within(&self.functions, primary.context, || {
@@ -243,6 +269,11 @@ impl Driver {
                 // SAFETY: the event is ours, and no copy waits for it: it was given back.
                 check(unsafe { (self.functions.event_destroy)(*event) }, "cuEventDestroy_v2")?;
                 primary.events.pop();
+            }
+            while let Some(stream) = primary.spare_streams.last() {
+                // SAFETY: the stream is ours, and nobody has it: it was given back.
+                check(unsafe { (self.functions.stream_destroy)(*stream) }, "cuStreamDestroy_v2")?;
+                primary.spare_streams.pop();
             }
             if !primary.stream.is_null() {
                 // SAFETY: the stream is ours; copies that still run on it end before it goes.

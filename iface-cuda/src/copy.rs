@@ -1,8 +1,9 @@
 //! Copies between host memory and memory of the devices.
 //!
-//! They run on a private stream of the device's primary context, or, for memory of a context that the application
-//! made, on a stream that lives as long as the copy. They are not ordered behind the application's own streams: work that
-//! writes the source is waited for by whoever started it.
+//! They run on private streams of the device's primary context: asynchronous ones on one, in order; each blocking one on a
+//! stream of its own, so that it waits for no copy but itself. For memory of a context that the application made the stream
+//! lives as long as the copy. They are not ordered behind the application's own streams: work that writes the source is
+//! waited for by whoever started it.
 
 use std::{fmt, sync::Arc};
 
@@ -35,11 +36,16 @@ impl Driver {
             return Ok(());
         };
         within(&self.functions, place.context, || {
-            let stream = self.stream_at(place)?;
-            let copied = self.start(stream, to, from, len).and_then(|()| {
+            let copy = |stream| {
+                self.start(stream, to, from, len)?;
                 // SAFETY: the stream is this driver's own.
                 check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize")
-            });
+            };
+            if place.primary {
+                return self.with_own_stream(place.device, copy);
+            }
+            let stream = new_stream(&self.functions)?;
+            let copied = copy(stream);
             self.leave_stream(place, stream).and(copied)
         })
         .map_err(|error| error.context("to", to).context("from", from).context("length", len))

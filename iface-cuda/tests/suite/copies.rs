@@ -139,6 +139,58 @@ fn hm_03_an_event_says_when_its_copy_is_under_way() {
     });
 }
 
+/// HM-03: what blocks waits for itself alone: an asynchronous copy that is under way stays so.
+#[test]
+fn hm_03_a_blocking_copy_waits_for_no_asynchronous_one() {
+    over(Profile { slow_copies: true, ..Profile::default() }, |world| {
+        let memory = [(); 2].map(|()| world.allocate(4096, AllocationKind::Device));
+        let bytes = [1, 2].map(|seed| pattern(seed, 4096));
+        let event = start(world, memory[0].base(), Address::of_ptr(bytes[0].as_ptr()), 4096);
+        world.cuda.write(memory[1].base(), &bytes[1]).expect("write");
+        let mut back = vec![0; 4096];
+        world.cuda.read(memory[1].base(), &mut back).expect("read");
+        assert!(back == bytes[1]);
+        let pool = world.allocate(4096, AllocationKind::StreamOrdered);
+        world.free(&pool);
+        // The fake runs a copy only when somebody waits for its stream, or asked for it before.
+        assert!(!event.is_done(), "somebody else waited for it");
+        event.wait().expect("wait");
+        world.cuda.read(memory[0].base(), &mut back).expect("read");
+        assert!(back == bytes[0]);
+        for one in &memory {
+            world.free(one);
+        }
+    });
+}
+
+/// HM-03: blocking copies of several threads run at once, on streams that are used again and given back by the end.
+#[test]
+fn hm_03_blocking_copies_of_two_threads_have_a_stream_each() {
+    over(Profile::default(), |world| {
+        let memory = [(); 2].map(|()| world.allocate(4096, AllocationKind::Device));
+        let (driver, cuda) = (world.driver(), &world.cuda);
+        std::thread::scope(|scope| {
+            let held = driver.hold("cuStreamSynchronize");
+            let writers = memory.each_ref().map(|one| {
+                scope.spawn(move || cuda.write(one.base(), &pattern(one.id.0, 4096)).expect("write"))
+            });
+            held.wait_for(2);
+            assert_eq!(driver.live().streams, 2, "one of each");
+            drop(held);
+            for writer in writers {
+                writer.join().expect("no panic");
+            }
+        });
+        for one in &memory {
+            let mut back = vec![0; 4096];
+            cuda.read(one.base(), &mut back).expect("read");
+            assert!(back == pattern(one.id.0, 4096));
+            world.free(one);
+        }
+        assert_eq!(driver.live().streams, 2, "used again");
+    });
+}
+
 /// HM-03, HM-05: an open event keeps the iface from closing.
 #[test]
 fn hm_05_closing_with_a_copy_or_an_allocation_left_is_refused_and_hands_the_iface_back() {
