@@ -10,7 +10,7 @@ use hmem_core::{
 use crate::{
     context::{within, within_or_undo},
     device,
-    driver::{Driver, Origin, Owned, not_live},
+    driver::{Driver, Left, Origin, Owned, not_live},
     error::{check, lacks, lacks_symbol},
     sys::{self, CuDevicePtr, CuMemHandle, CuResult},
 };
@@ -46,7 +46,7 @@ impl Driver {
             Error::new(ErrorKind::OutOfResources, "allocate").remedy("no machine has that much memory")
         })?;
         let hold = self.hold(device)?;
-        let (base, origin) = within_or_undo(
+        let (base, mut origin) = within_or_undo(
             &self.functions,
             hold.context(),
             || match request.kind {
@@ -56,13 +56,13 @@ impl Driver {
                 AllocationKind::Virtual => self.virtual_alloc(device, len),
                 _ => Ok((self.device_alloc(len)?, Origin::Memory)),
             },
-            |(base, origin)| self.give_back(base, device, &origin),
+            |(base, mut origin)| self.give_back(base, device, &mut origin),
         )?;
         let entered = self.enter(base, request, device, &origin);
         if entered.is_ok() {
             hold.keep();
         } else if let Err(error) =
-            within(&self.functions, hold.context(), || self.give_back(base, device, &origin))
+            within(&self.functions, hold.context(), || self.give_back(base, device, &mut origin))
         {
             hold.keep();
             tracing::error!(%error, "an allocation that failed stays taken");
@@ -114,8 +114,9 @@ impl Driver {
         Ok(base.expose_provenance() as u64)
     }
 
-    /// From the device's default pool, usable when this returns.
+    /// From the device's default pool, usable when this returns. Nothing is taken from a driver that cannot free it.
     fn pool_alloc(&self, device: DeviceId, len: usize) -> Result<u64> {
+        self.functions.mem_free_async.ok_or_else(|| lacks_symbol("allocate", "cuMemFreeAsync"))?;
         let allocate =
             self.functions.mem_alloc_async.ok_or_else(|| lacks_symbol("allocate", "cuMemAllocAsync"))?;
         self.with_own_stream(device, |stream| {
@@ -160,7 +161,7 @@ impl Driver {
             // SAFETY: created above and mapped nowhere.
             check(unsafe { (vmm.release)(handle) }, "cuMemRelease")?;
         }
-        Ok((mapped?, Origin::Virtual { reserved: size, handle }))
+        Ok((mapped?, Origin::Virtual { size, handle, left: Left::Mapping }))
     }
 
     /// Reserves addresses and maps `handle` there; on an error neither stays.
@@ -193,8 +194,9 @@ impl Driver {
         opened.map(|()| base)
     }
 
-    /// Gives memory back as it came. The device's primary context is current.
-    pub(crate) fn give_back(&self, base: u64, device: DeviceId, origin: &Origin) -> Result<()> {
+    /// Gives memory back as it came. The device's primary context is current. After a refusal `origin` says what is left, and
+    /// the next call goes on from there.
+    pub(crate) fn give_back(&self, base: u64, device: DeviceId, origin: &mut Origin) -> Result<()> {
         match origin {
             // SAFETY: allocated by this driver and freed once: the book's entry goes with it.
             Origin::Memory => check(unsafe { (self.functions.mem_free)(base) }, "cuMemFree_v2"),
@@ -204,13 +206,18 @@ impl Driver {
                 check(unsafe { (self.functions.mem_free_host)(pointer) }, "cuMemFreeHost")
             }
             Origin::Pool => self.pool_free(base, device),
-            Origin::Virtual { reserved, handle } => {
+            Origin::Virtual { size, handle, left } => {
                 let vmm = Vmm::of(self)?;
-                // SAFETY: mapped by this driver at `base` in this size. A step that was done before a refusal is
-                // refused as an invalid value the second time.
-                unmapped_before(unsafe { (vmm.unmap)(base, *reserved) }, "cuMemUnmap")?;
-                // SAFETY: the reservation of `map`, with nothing mapped in it any longer.
-                unmapped_before(unsafe { (vmm.unreserve)(base, *reserved) }, "cuMemAddressFree")?;
+                if *left == Left::Mapping {
+                    // SAFETY: mapped by this driver at `base` in this size.
+                    check(unsafe { (vmm.unmap)(base, *size) }, "cuMemUnmap")?;
+                    *left = Left::Reservation;
+                }
+                if *left == Left::Reservation {
+                    // SAFETY: the reservation of `map`, with nothing mapped in it any longer.
+                    check(unsafe { (vmm.unreserve)(base, *size) }, "cuMemAddressFree")?;
+                    *left = Left::Handle;
+                }
                 // SAFETY: created by this driver and released once.
                 check(unsafe { (vmm.release)(*handle) }, "cuMemRelease")
             }
@@ -251,14 +258,14 @@ impl Driver {
         let base = allocation.base().0;
         // Taken out first, so that of two threads that free the same memory only one reaches the driver.
         let taken = self.book.lock().owned.remove(&base);
-        let Some(taken) = taken.filter(|taken| taken.id == owned.id) else {
+        let Some(mut taken) = taken.filter(|taken| taken.id == owned.id) else {
             return Err(not_live("free", allocation));
         };
         let result = self.primary(taken.device).map(|context| {
             self.subscriptions.while_it_goes(allocation.range, || {
                 let mut gone = false;
                 let ended = within(&self.functions, context, || {
-                    self.give_back(base, taken.device, &taken.origin).inspect(|()| gone = true)
+                    self.give_back(base, taken.device, &mut taken.origin).inspect(|()| gone = true)
                 });
                 (ended, gone)
             })
@@ -327,11 +334,6 @@ impl Driver {
         }
         result.map_err(|error| error.context("range", range))
     }
-}
-
-/// Success, or a step that was done before.
-fn unmapped_before(code: CuResult, operation: &'static str) -> Result<()> {
-    if code == CuResult::CUDA_ERROR_INVALID_VALUE { Ok(()) } else { check(code, operation) }
 }
 
 /// The calls of virtual memory management, which older drivers lack.

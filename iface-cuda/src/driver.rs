@@ -55,10 +55,22 @@ pub(crate) enum Origin {
     Host,
     /// `cuMemAllocAsync`.
     Pool,
-    /// `cuMemAddressReserve` of so many bytes, `cuMemCreate`, `cuMemMap`.
-    Virtual { reserved: usize, handle: CuMemHandle },
+    /// `cuMemAddressReserve` of so many bytes, `cuMemCreate`, `cuMemMap`; and what of it is left to undo before the handle
+    /// is released.
+    Virtual { size: usize, handle: CuMemHandle, left: Left },
     /// `cuIpcOpenMemHandle`: how many opens can still be closed, and how many closes are on their way to the driver.
     Imported { opened: u64, closing: u64 },
+}
+
+/// How much of VMM memory is there: giving it back takes steps, each of which the driver may refuse.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Left {
+    /// Addresses, and the handle mapped at them.
+    Mapping,
+    /// Addresses alone.
+    Reservation,
+    /// Neither.
+    Handle,
 }
 
 impl Driver {

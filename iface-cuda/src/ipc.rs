@@ -152,12 +152,13 @@ impl Driver {
     }
 
     pub(crate) fn ipc_close(&self, allocation: &Allocation) -> Result<()> {
-        let (owned, last) = self.begin_close(allocation)?;
+        let (mut owned, last) = self.begin_close(allocation)?;
         let mut gone = false;
         let ended = self.primary(owned.device).and_then(|context| {
             let mut close = || {
                 within(&self.functions, context, || {
-                    self.give_back(allocation.base().0, owned.device, &owned.origin).inspect(|()| gone = true)
+                    self.give_back(allocation.base().0, owned.device, &mut owned.origin)
+                        .inspect(|()| gone = true)
                 })
             };
             if last { self.subscriptions.while_it_goes(allocation.range, close) } else { close() }

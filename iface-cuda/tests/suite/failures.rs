@@ -290,6 +290,42 @@ fn diag_03_each_cause_of_a_refused_export_has_its_remedy() {
     }
 }
 
+/// REL-01: a step of freeing VMM memory that the driver refuses is an error whatever its code, and what was done before it is
+/// not done again.
+#[test]
+fn rel_01_vmm_memory_whose_free_is_refused_stays_until_the_driver_takes_each_step_back_once() {
+    for code in [CuResult::CUDA_ERROR_INVALID_VALUE, CuResult::CUDA_ERROR_UNKNOWN] {
+        over(Profile::default(), |world| {
+            let memory = world.allocate(4096, AllocationKind::Virtual);
+            let steps = ["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"];
+            for symbol in steps {
+                world.driver().fail(symbol, code);
+                // SAFETY: nobody uses it any longer.
+                let error = unsafe { world.cuda.free(&memory) }.expect_err("the driver refused");
+                assert_eq!((error.operation(), error.driver().expect("code").code), (symbol, code.0.into()));
+                assert_eq!(world.driver().live().handles, 1, "{symbol}");
+            }
+            world.free(&memory);
+            assert_eq!(steps.map(|symbol| world.driver().calls(symbol)), [2, 2, 2]);
+        });
+    }
+}
+
+/// HM-01: stream-ordered memory that could not be freed as it came is not taken.
+#[test]
+fn hm_01_a_library_without_a_stream_ordered_free_allocates_no_such_memory() {
+    for symbol in ["cuMemAllocAsync", "cuMemFreeAsync"] {
+        over(Profile { absent: vec![symbol], ..Profile::default() }, |world| {
+            let kind = AllocationKind::StreamOrdered;
+            let request = AllocRequest { len: 4096, device: DeviceId(0), kind };
+            let error = world.cuda.allocate(&request).expect_err("one half is missing");
+            assert!(error.is_unsupported(), "{error}");
+            assert_eq!(error.context_value("symbol"), Some(symbol));
+            assert_eq!(world.driver().calls("cuMemAllocAsync"), 0);
+        });
+    }
+}
+
 #[test]
 fn hm_01_a_double_free_is_refused_and_names_the_identity() {
     crate::world::each(|world| {
