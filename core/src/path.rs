@@ -320,7 +320,7 @@ pub trait PathDecider: fmt::Debug + Send + Sync {
         provider: &dyn ProviderDomain,
     ) -> Result<PathOutcome>;
 
-    /// Decides and registers for several NICs, from one export of each physical segment.
+    /// Decides and registers for several NICs, from the same exports.
     ///
     /// The requests name the same ranges. Outcomes are added to `done` in the order of the requests; on an error it
     /// holds those that came before, which stay registered until the caller undoes them. Nothing stays exported.

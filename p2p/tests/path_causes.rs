@@ -43,6 +43,8 @@ struct Scene {
     /// Numbers that the NIC answers registrations with, in order.
     nic_answers: &'static [i32],
     unexportable: bool,
+    /// Bytes that are registered.
+    size: u64,
 }
 
 const DEFAULT_FIRST: Imports = Imports { pcie_mapping_first: false, ..ALL_IMPORTS };
@@ -61,6 +63,7 @@ impl Scene {
             iface_breaks: |_| {},
             nic_answers: &[],
             unexportable: false,
+            size: PAGE,
         }
     }
 
@@ -90,7 +93,7 @@ impl Scene {
         let mr_mode = MrMode::all().difference(MrMode::BASIC | MrMode::SCALABLE);
         let attr = DomainAttr { mr_mode, hmem: true, ..DomainAttr::default() };
         let domain = Domain::open(&provider, Arc::clone(&registry), paths.clone(), attr).expect("open");
-        let request = AllocRequest { len: PAGE, device: DeviceId(0), kind: self.kind };
+        let request = AllocRequest { len: self.size, device: DeviceId(0), kind: self.kind };
         let buffer = DeviceBuffer::allocate(&vendor, &request).expect("memory");
         if self.unexportable {
             simulated.set_exportable(buffer.allocation().base(), false).expect("a live allocation");
@@ -102,7 +105,8 @@ impl Scene {
         };
         faults.clear();
         answer();
-        let request = ExplainRequest { kind: Some(self.kind), ..ExplainRequest::new(self.iface) };
+        let request =
+            ExplainRequest { kind: Some(self.kind), size: self.size, ..ExplainRequest::new(self.iface) };
         let explained = paths.explain(&registry, &provider, &request).expect("an explanation").attempts;
         faults.clear();
         assert_eq!(domain.live().regions, 0);
@@ -203,6 +207,16 @@ fn scenes() -> Vec<(&'static str, Scene)> {
                 iface: IfaceKind::ZE,
                 ..broken(|vendor| {
                     vendor.dma_buf = || Some(Error::new(ErrorKind::Unsupported, "zeMemGetAllocProperties"));
+                })
+            },
+        ),
+        (
+            "segments-not-in-one",
+            Scene {
+                size: 2 * PAGE,
+                ..broken(|vendor| {
+                    vendor.segment_len = Some(PAGE);
+                    vendor.whole = || Some(cuda("CUDA_ERROR_INVALID_VALUE", 1));
                 })
             },
         ),

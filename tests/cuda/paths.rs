@@ -181,6 +181,11 @@ struct Segments<'a> {
 
 impl<'a> Segments<'a> {
     fn new(link: &'a Link, capable: &[bool]) -> Self {
+        Self::of(link, capable, |_| 0)
+    }
+
+    /// With handle types to ask for, so that handles differ in their properties.
+    fn of(link: &'a Link, capable: &[bool], handle_types: fn(usize) -> u32) -> Self {
         let f = &link.functions;
         let step = 2usize << 20;
         let (mut base, mut handles) = (0, Vec::new());
@@ -193,6 +198,7 @@ impl<'a> Segments<'a> {
                 let properties = sys::CuMemAllocationProp {
                     kind: sys::CU_MEM_ALLOCATION_TYPE_PINNED,
                     location,
+                    requested_handle_types: handle_types(number),
                     gpu_direct_rdma_capable: (*capable).into(),
                     ..Default::default()
                 };
@@ -227,12 +233,36 @@ impl Drop for Segments<'_> {
     }
 }
 
-#[test]
-fn hm_07_a_range_over_several_handles_is_registered_whole() {
-    let link = Link::with(Profile::default(), IMPORTS, P2pPolicy::Required, Memory::Follow);
-    let segments = Segments::new(&link, &[true; 4]);
-    let range = segments.range(12_345, 3 * segments.step);
-    let region = link.expose(range).unwrap_or_else(|error| panic!("{error}"));
+/// Registers a range over four handles, moves bytes over every seam both ways, and returns the decision. Nothing is left,
+/// and the driver was asked for so many exports.
+fn moved_over_seams(link: &Link, segments: &Segments<'_>, exports: u64) -> Decision {
+    let once = || {
+        let range = segments.range(12_345, 3 * segments.step);
+        let region = link.expose(range).unwrap_or_else(|error| panic!("{error}"));
+        over_seams(link, segments, &region);
+        let decision = Decision::clone(region.decision().expect("decision"));
+        region.close().expect("close");
+        decision
+    };
+    // The fake has a file of its own for what was exported once.
+    once();
+    let counts = || (link.driver.live(), open_fds());
+    let (before, asked) = (counts(), link.driver.calls(EXPORT));
+    let decision = once();
+    assert_eq!(link.driver.calls(EXPORT) - asked, exports, "{decision}");
+    assert_eq!(counts(), before);
+    decision
+}
+
+const EXPORT: &str = "cuMemGetHandleForAddressRange";
+
+/// The fds that this process has open; each test of it has the driver for itself.
+fn open_fds() -> usize {
+    std::fs::read_dir("/proc/self/fd").expect("/proc").count()
+}
+
+fn over_seams(link: &Link, segments: &Segments<'_>, region: &hmem::MemoryRegion) {
+    let range = region.range();
     assert_eq!(region.decision().expect("decision").path, Path::DmaBuf);
     let (key, bytes) = (region.key().expect("key"), pattern(7, range.len() as usize));
     link.put(&key, 0, &bytes).expect("write over every seam");
@@ -243,7 +273,38 @@ fn hm_07_a_range_over_several_handles_is_registered_whole() {
         link.get(&key, segments.step - 20_000, 40_000).expect("read")
             == bytes[segments.step as usize - 20_000..][..40_000]
     );
-    region.close().expect("close");
+}
+
+fn direct(profile: Profile) -> Link {
+    Link::with(profile, IMPORTS, P2pPolicy::Required, Memory::Follow)
+}
+
+#[test]
+fn hm_07_a_range_over_several_handles_is_registered_whole() {
+    let link = direct(Profile::default());
+    let segments = Segments::new(&link, &[true; 4]);
+    let decision = moved_over_seams(&link, &segments, 1);
+    assert_eq!(decision.attempts.len(), 1, "{decision}");
+    assert!(decision.attempts[0].call.contains("4 segments in 1 dma-buf"), "{decision}");
+}
+
+#[test]
+fn hm_07_handles_that_the_driver_does_not_export_as_one_are_exported_one_by_one() {
+    let apart = |number: usize| u32::from(number == 2);
+    for (profile, handle_types, code) in [
+        (Profile { spanning_exports: false, ..Profile::default() }, (|_| 0) as fn(usize) -> u32, 801),
+        (Profile::default(), apart, 1),
+    ] {
+        let link = direct(profile);
+        let segments = Segments::of(&link, &[true; 4], handle_types);
+        let decision = moved_over_seams(&link, &segments, 1 + 4);
+        let [refused, made] = &decision.attempts[..] else { panic!("{decision}") };
+        assert!(refused.call.starts_with("export_dma_buf("), "{decision}");
+        let error = refused.error.as_ref().expect("refused");
+        assert_eq!(error.driver().expect("the driver's own code").code, code, "{error}");
+        assert_eq!(refused.cause_name, Some("segments-not-in-one"), "{decision}");
+        assert!(made.call.contains("4 segments in 4 dma-bufs"), "{decision}");
+    }
 }
 
 #[test]

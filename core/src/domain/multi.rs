@@ -1,4 +1,4 @@
-//! One range on several NICs: from one export of each physical segment, all of it or nothing (VRB-08).
+//! One range on several NICs: from the same exports, all of it or nothing (VRB-08).
 //!
 //! ```no_run
 //! use hmem_core::{Access, Domain, DeviceBuffer, Result, register_on};
@@ -28,7 +28,7 @@ use crate::{
 
 /// Registers one range with several NICs, each through a domain of its own, by raw addresses or a dma-buf.
 ///
-/// The domains share their ifaces and path decisions: they were opened by one `Hmem`. Each physical segment is
+/// The domains share their ifaces and path decisions: they were opened by one `Hmem`. The memory is
 /// exported once, and every NIC that takes the export registers the same dma-buf; one that does not takes its next way
 /// under the policy of its domain. A requested key is asked of every NIC. The registration is done when this returns, also
 /// where an event queue is bound, and gives no event.

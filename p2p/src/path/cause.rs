@@ -13,6 +13,8 @@ pub enum Step {
     Import,
     /// Finding the physical segments.
     Segments,
+    /// Exporting a range of several physical segments as one dma-buf.
+    ExportWhole,
     /// Exporting, as a dma-buf or to peer-memory clients.
     Export,
     /// Registering with the NIC.
@@ -26,6 +28,7 @@ impl Step {
         match self {
             Self::Import => "import",
             Self::Segments => "segments",
+            Self::ExportWhole => "export of several segments in one",
             Self::Export => "export",
             Self::Register => "register",
         }
@@ -100,6 +103,7 @@ const DIRECT: &[Path] = &[Path::DmaBuf, Path::PeerMemory];
 const HOST: &[Path] = &[Path::PlainHost, Path::Staged];
 const EVERY: &[Path] = &[Path::PlainHost, Path::DmaBuf, Path::PeerMemory, Path::Staged];
 const EXPORT: &[Step] = &[Step::Export];
+const ANY_EXPORT: &[Step] = &[Step::ExportWhole, Step::Export];
 const REGISTER: &[Step] = &[Step::Register];
 const IMPORT_OR_REGISTER: &[Step] = &[Step::Import, Step::Register];
 const UNSUPPORTED: Answer = Answer::Kind(&[ErrorKind::Unsupported, ErrorKind::NoSys]);
@@ -171,7 +175,7 @@ pub const CAUSES: &[Cause] = &[
     Cause {
         name: "nvidia-closed-modules",
         paths: DMA_BUF,
-        steps: EXPORT,
+        steps: ANY_EXPORT,
         iface: Some(IfaceKind::CUDA),
         answers: &[Answer::Driver(&[801]), UNSUPPORTED],
         needs: needs("NVIDIA's kernel modules are the closed ones", |facts| {
@@ -285,11 +289,21 @@ pub const CAUSES: &[Cause] = &[
     Cause {
         name: "no-pcie-mapping",
         paths: DMA_BUF,
-        steps: EXPORT,
+        steps: ANY_EXPORT,
         mapping: Some(DmaBufMapping::Pcie),
         answers: &[Answer::Driver(&[1, 801]), UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
         cause: "the driver or the device has no PCIe mapping for exports (CUDA from 12.8, ROCr from 7.2)",
         remedy: "nothing where the default mapping works, which is tried next; update the driver where it does not",
+        ..ANY
+    },
+    Cause {
+        name: "segments-not-in-one",
+        paths: DMA_BUF,
+        steps: &[Step::ExportWhole],
+        answers: &[Answer::Driver(&[1, 801]), UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
+        cause: "the driver makes no one dma-buf of several mappings, or their physical memory differs in device or properties",
+        remedy: "nothing where each segment is exported by itself, which is tried next; for one key over the range, create all \
+                 of its physical memory with the same properties",
         ..ANY
     },
     Cause {

@@ -1,6 +1,7 @@
-//! Exports of one decision: one dma-buf for each physical segment, whatever the number of NICs that register it.
+//! Exports of one decision: one dma-buf for each range where the driver gives it so, or else for each physical segment,
+//! whatever the number of NICs that register it.
 
-use std::os::fd::AsFd;
+use std::{fmt, os::fd::AsFd};
 
 use hmem_core::{
     AddressRange, Error, ErrorKind, Iface, IfaceKind, Segment,
@@ -18,16 +19,58 @@ use super::{
 pub(super) struct Exports<'a> {
     iface: &'a dyn Iface,
     ranges: &'a [AddressRange],
-    segments: Option<Vec<Segment>>,
+    /// Those of each range.
+    segments: Option<Vec<Vec<Segment>>>,
     sets: Vec<Set>,
     /// Whether several NICs register from it, so that what one refuses is kept for the next.
     pub(super) shared: bool,
 }
 
-/// All segments under one mapping.
+/// What one dma-buf is to hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Grain {
+    /// A range, however many segments it has; its segments only where the driver does not give it whole.
+    Range,
+    /// A physical segment.
+    Segment,
+}
+
+/// The exports of all ranges under one mapping.
 struct Set {
     mapping: DmaBufMapping,
+    grain: Grain,
     made: Vec<(AddressRange, DmaBufExport)>,
+    /// Ranges that the driver does not export whole: the call and its answer.
+    refused: Vec<(String, Error)>,
+}
+
+/// What a NIC registers.
+pub(super) struct Laid<'e> {
+    pub(super) pieces: Vec<Piece<'e>>,
+    pub(super) spread: Option<Spread>,
+    /// What the driver refused before it gave these.
+    pub(super) refused: Vec<Refusal>,
+}
+
+/// In how many dma-bufs the segments lie, where a range has several.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Spread {
+    segments: usize,
+    dma_bufs: usize,
+}
+
+impl Spread {
+    /// Whether some dma-buf holds several segments.
+    pub(super) fn spans(self) -> bool {
+        self.dma_bufs < self.segments
+    }
+}
+
+impl fmt::Display for Spread {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ending = if self.dma_bufs == 1 { "" } else { "s" };
+        write!(f, "{} segments in {} dma-buf{ending}", self.segments, self.dma_bufs)
+    }
 }
 
 impl<'a> Exports<'a> {
@@ -41,26 +84,45 @@ impl<'a> Exports<'a> {
     }
 
     /// The pieces that a NIC registers, exported now unless they are already.
-    pub(super) fn pieces(&mut self, mapping: DmaBufMapping, nic: &Nic) -> Result<Vec<Piece<'_>>, Refusal> {
-        let at = match self.sets.iter().position(|set| set.mapping == mapping) {
+    pub(super) fn pieces(
+        &mut self,
+        mapping: DmaBufMapping,
+        grain: Grain,
+        nic: &Nic,
+    ) -> Result<Laid<'_>, Refusal> {
+        let at = match self.at(mapping, grain) {
             Some(at) => at,
             None => {
-                let made = self.export(mapping, nic)?;
-                self.sets.push(Set { mapping, made });
+                if self.segments.is_none() {
+                    self.segments = Some(self.find_segments()?);
+                }
+                let set = self.export(mapping, grain, nic)?;
+                self.sets.push(set);
                 self.sets.len() - 1
             }
         };
-        Ok(self.sets[at].made.iter().map(piece).collect())
+        let set = &self.sets[at];
+        let segments = self.segments.iter().flatten().map(Vec::len).sum();
+        let spread = Spread { segments, dma_bufs: set.made.len() };
+        Ok(Laid {
+            pieces: set.made.iter().map(piece).collect(),
+            spread: (segments > self.ranges.len()).then_some(spread),
+            refused: set.refused.iter().cloned().map(whole).collect(),
+        })
+    }
+
+    fn at(&self, mapping: DmaBufMapping, grain: Grain) -> Option<usize> {
+        self.sets.iter().position(|set| set.mapping == mapping && set.grain == grain)
     }
 
     /// A NIC refused the exports of a mapping: they are given back, unless others are to try them.
-    pub(super) fn refused(&mut self, mapping: DmaBufMapping) -> Vec<Attempt> {
-        match self.sets.iter().position(|set| set.mapping == mapping && !self.shared) {
-            Some(at) => {
+    pub(super) fn refused(&mut self, mapping: DmaBufMapping, grain: Grain) -> Vec<Attempt> {
+        match self.at(mapping, grain) {
+            Some(at) if !self.shared => {
                 let set = self.sets.swap_remove(at);
                 self.give_back(set.made)
             }
-            None => Vec::new(),
+            _ => Vec::new(),
         }
     }
 
@@ -70,46 +132,58 @@ impl<'a> Exports<'a> {
         sets.into_iter().flat_map(|set| self.give_back(set.made)).collect()
     }
 
-    fn export(
-        &mut self,
-        mapping: DmaBufMapping,
-        nic: &Nic,
-    ) -> Result<Vec<(AddressRange, DmaBufExport)>, Refusal> {
-        let segments = match self.segments.take() {
-            Some(segments) => segments,
-            None => self.find_segments()?,
+    /// The segments are known.
+    fn export(&self, mapping: DmaBufMapping, grain: Grain, nic: &Nic) -> Result<Set, Refusal> {
+        let mut set =
+            Set { mapping, grain, made: Vec::with_capacity(self.ranges.len()), refused: Vec::new() };
+        let ask = |range: AddressRange| {
+            self.iface
+                .export_dma_buf(range, nic, mapping)
+                .map_err(|error| (format!("export_dma_buf({range}, {mapping:?})"), error))
         };
-        let segments = self.segments.insert(segments).clone();
-        let mut made = Vec::with_capacity(segments.len());
-        for segment in segments {
-            let refusal = if segment.exportable {
-                match self.iface.export_dma_buf(segment.range, nic, mapping) {
+        for (range, segments) in self.ranges.iter().zip(self.segments.iter().flatten()) {
+            let several = segments.len() > 1 && segments.iter().all(|segment| segment.exportable);
+            if several && grain == Grain::Range {
+                match ask(*range) {
                     Ok(export) => {
-                        made.push((segment.range, export));
+                        set.made.push((*range, export));
                         continue;
                     }
-                    Err(error) => {
-                        let call = format!("export_dma_buf({}, {mapping:?})", segment.range);
-                        Refusal::new(Step::Export, call, error)
-                    }
+                    Err(refused) => set.refused.push(refused),
                 }
-            } else {
-                // Nothing was asked of the driver: the iface named the segment so.
-                let call = || format!("segments({})", segment.range);
-                let error = Error::new(ErrorKind::Unsupported, "segments")
-                    .iface(self.iface.kind())
-                    .context("segment", segment.range)
-                    .context("attribute", attribute(self.iface.kind()))
-                    .remedy("this physical segment cannot be exported: allocate it as RDMA capable");
-                Refusal { own: true, ..Refusal::new(Step::Segments, call(), error) }
-            };
-            let also = self.give_back(made);
-            return Err(Refusal { also, ..refusal });
+            }
+            for segment in segments {
+                let refusal = if segment.exportable {
+                    match ask(segment.range) {
+                        Ok(export) => {
+                            set.made.push((segment.range, export));
+                            continue;
+                        }
+                        Err((call, error)) => Refusal::new(Step::Export, call, error),
+                    }
+                } else {
+                    self.not_exportable(segment)
+                };
+                let before = set.refused.into_iter().map(whole).collect();
+                let also = self.give_back(set.made);
+                return Err(Refusal { before, also, ..refusal });
+            }
         }
-        Ok(made)
+        Ok(set)
     }
 
-    fn find_segments(&self) -> Result<Vec<Segment>, Refusal> {
+    /// Nothing is asked of the driver: the iface named the segment so.
+    fn not_exportable(&self, segment: &Segment) -> Refusal {
+        let error = Error::new(ErrorKind::Unsupported, "segments")
+            .iface(self.iface.kind())
+            .context("segment", segment.range)
+            .context("attribute", attribute(self.iface.kind()))
+            .remedy("this physical segment cannot be exported: allocate it as RDMA capable");
+        let call = format!("segments({})", segment.range);
+        Refusal { own: true, ..Refusal::new(Step::Segments, call, error) }
+    }
+
+    fn find_segments(&self) -> Result<Vec<Vec<Segment>>, Refusal> {
         let mut all = Vec::with_capacity(self.ranges.len());
         for range in self.ranges {
             let call = || format!("segments({range})");
@@ -123,7 +197,7 @@ impl<'a> Exports<'a> {
                     .remedy("the iface names segments that are not the whole range: nothing is registered in part");
                 return Err(Refusal { own: true, ..Refusal::new(Step::Segments, call(), error) });
             }
-            all.extend(segments);
+            all.push(segments);
         }
         Ok(all)
     }
@@ -144,6 +218,11 @@ impl<'a> Exports<'a> {
 /// What says of a segment that it cannot be exported, in the words of the iface's driver where it has some.
 fn attribute(kind: IfaceKind) -> &'static str {
     if kind == IfaceKind::CUDA { "IS_GPU_DIRECT_RDMA_CAPABLE is 0" } else { "not exportable" }
+}
+
+/// A range that the driver does not export whole.
+fn whole((call, error): (String, Error)) -> Refusal {
+    Refusal::new(Step::ExportWhole, call, error)
 }
 
 fn piece((range, export): &(AddressRange, DmaBufExport)) -> Piece<'_> {

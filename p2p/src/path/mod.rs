@@ -37,7 +37,7 @@ use hmem_core::{
 use self::{
     cache::{Cache, Key},
     cause::Step,
-    exports::Exports,
+    exports::{Exports, Spread},
     probe::{Shown, probe},
     trial::{Asked, Machine, Refusal, Subject, Trial, Way},
 };
@@ -128,9 +128,13 @@ impl Paths {
             };
             // SAFETY: passed on to the caller.
             match unsafe { subject.take(way, exports) } {
-                Ok(region) => {
-                    let refused = if exports.shared { Vec::new() } else { exports.close() };
-                    let decision = remembered_now(&decided.decision, way, refused);
+                Ok(taken) => {
+                    let mut trial = Trial::new(subject.asked);
+                    let region = trial.taken(way, taken);
+                    if !exports.shared {
+                        trial.note(exports.close());
+                    }
+                    let decision = remembered_now(&decided.decision, way, trial);
                     return Ok(PathOutcome { region, decision: Some(decision) });
                 }
                 Err(refusal) => {
@@ -159,8 +163,11 @@ impl Paths {
             Ok(found) => found,
             Err((why, remedy)) => return Err(trial.exhausted(why, remedy)),
         };
-        let learn =
-            Learn { refused_by_driver: trial.refused_by_driver, own: failed.is_some_and(|(_, own)| own) };
+        let learn = Learn {
+            refused_by_driver: trial.refused_by_driver,
+            own: failed.is_some_and(|(_, own)| own),
+            spread: trial.spread.is_some(),
+        };
         let decision = Arc::new(trial.decision(way, reason(way, &subject)));
         self.learn(&key, &subject, way, &decision, learn);
         Ok(PathOutcome { region, decision: Some(decision) })
@@ -197,7 +204,10 @@ impl Paths {
     /// Remembers what holds for other buffers too.
     fn learn(&self, key: &Key<'_>, subject: &Subject<'_>, way: Way, decision: &Arc<Decision>, learn: Learn) {
         if !learn.refused_by_driver {
-            let decision = Decision { remembered: true, ..Decision::clone(decision) };
+            let mut decision = Decision { remembered: true, ..Decision::clone(decision) };
+            if learn.spread {
+                decision.attempts = vec![way.success(None)].into();
+            }
             return self.cache.slot(key).remember(way, Arc::new(decision));
         }
         if learn.own || !self.cache.slot(key).count_refused() {
@@ -226,22 +236,31 @@ struct Learn {
     refused_by_driver: bool,
     /// What was remembered holds still: the buffer itself could not take it.
     own: bool,
+    /// It had ranges of several segments: how those went says nothing about others.
+    spread: bool,
 }
 
-/// The remembered decision, or a copy where something differs: another mapping, exports that could not be given back.
+/// The remembered decision, or a copy where something differs: another mapping, ranges of several segments, exports that
+/// could not be given back.
 #[inline]
-fn remembered_now(decision: &Arc<Decision>, way: Way, refused: Vec<Attempt>) -> Arc<Decision> {
-    if refused.is_empty() && decision.mapping == way.mapping() {
+fn remembered_now(decision: &Arc<Decision>, way: Way, trial: Trial<'_>) -> Arc<Decision> {
+    let spread = trial.spread;
+    let attempts = trial.into_attempts();
+    if attempts.is_empty() && spread.is_none() && decision.mapping == way.mapping() {
         Arc::clone(decision)
     } else {
-        made_now(decision, way, refused)
+        made_now(decision, way, attempts, spread)
     }
 }
 
 #[cold]
-fn made_now(decision: &Decision, way: Way, refused: Vec<Attempt>) -> Arc<Decision> {
-    let mut attempts = refused;
-    attempts.push(Attempt::success(way.path(), way.registering()));
+fn made_now(
+    decision: &Decision,
+    way: Way,
+    mut attempts: Vec<Attempt>,
+    spread: Option<Spread>,
+) -> Arc<Decision> {
+    attempts.push(way.success(spread));
     let (mapping, attempts) = (way.mapping(), attempts.into());
     Arc::new(Decision { mapping, remembered: false, attempts, ..decision.clone() })
 }
@@ -265,7 +284,7 @@ unsafe fn ways_left(
         if tried.is_none() {
             // SAFETY: passed on to the caller.
             match unsafe { subject.take(Way::HostPages, exports) } {
-                Ok(region) => return Ok((Way::HostPages, region)),
+                Ok(taken) => return Ok((Way::HostPages, taken.region)),
                 Err(refusal) => trial.refuse(Way::HostPages, refusal),
             }
         }

@@ -11,7 +11,7 @@ use hmem_core::{
 
 use super::{
     cause::{self, Cause, Circumstance, Step},
-    exports::Exports,
+    exports::{Exports, Grain, Laid, Spread},
     facts::{FactSource, Facts},
 };
 use crate::staging::StagedRange;
@@ -50,6 +50,31 @@ impl Way {
             Self::Staged => "register(staged)".into(),
         }
     }
+
+    /// The same for ranges of several segments.
+    fn registering_as(self, spread: Option<Spread>) -> String {
+        match (self, spread) {
+            (Self::DmaBuf(mapping), Some(spread)) => {
+                format!("register(dma-buf, {mapping:?} mapping, {spread})")
+            }
+            _ => self.registering(),
+        }
+    }
+
+    /// The attempt that ended well.
+    pub(super) fn success(self, spread: Option<Spread>) -> Attempt {
+        Attempt::success(self.path(), self.registering_as(spread))
+    }
+}
+
+/// What a way came to.
+#[derive(Debug)]
+pub(super) struct Taken {
+    pub(super) region: ProviderRegion,
+    /// How the segments lie, where a range has several.
+    pub(super) spread: Option<Spread>,
+    /// What was refused of the same way before, with more of the range in one dma-buf.
+    pub(super) refused: Vec<Refusal>,
 }
 
 /// A way that was refused.
@@ -60,13 +85,15 @@ pub(super) struct Refusal {
     pub(super) error: Error,
     /// Whether it is about this buffer alone, by what the iface says of its segments: no driver was asked.
     pub(super) own: bool,
+    /// What was refused of the same way before, with more of the range in one dma-buf.
+    pub(super) before: Vec<Refusal>,
     /// What else went wrong while it was undone.
     pub(super) also: Vec<Attempt>,
 }
 
 impl Refusal {
     pub(super) fn new(step: Step, call: String, error: Error) -> Self {
-        Self { step, call, error, own: false, also: Vec::new() }
+        Self { step, call, error, own: false, before: Vec::new(), also: Vec::new() }
     }
 
     /// Whether every way would meet the same refusal: it is about what was asked for, not about how the NIC gets there.
@@ -169,7 +196,7 @@ impl<'a> Subject<'a> {
     ///
     /// # Safety
     /// As [`ProviderDomain::register`], for the ranges of the request.
-    pub(super) unsafe fn take(&self, way: Way, exports: &mut Exports<'_>) -> Result<ProviderRegion, Refusal> {
+    pub(super) unsafe fn take(&self, way: Way, exports: &mut Exports<'_>) -> Result<Taken, Refusal> {
         let nic = &self.provider.attr().nic;
         let registered = match way {
             Way::HostPages => {
@@ -179,13 +206,8 @@ impl<'a> Subject<'a> {
                 unsafe { self.register(&pieces) }
             }
             Way::DmaBuf(mapping) => {
-                let pieces = exports.pieces(mapping, nic)?;
                 // SAFETY: passed on to the caller.
-                let registered = unsafe { self.register(&pieces) };
-                return registered.map_err(|error| {
-                    let also = exports.refused(mapping);
-                    Refusal { also, ..Refusal::new(Step::Register, way.registering(), error) }
-                });
+                return unsafe { self.take_dma_bufs(mapping, exports) };
             }
             Way::PeerMemory => {
                 let mut pieces = Vec::with_capacity(self.request.ranges.len());
@@ -207,7 +229,49 @@ impl<'a> Subject<'a> {
                 unsafe { self.register(&pieces) }
             }
         };
-        registered.map_err(|error| Refusal::new(Step::Register, way.registering(), error))
+        match registered {
+            Ok(region) => Ok(Taken { region, spread: None, refused: Vec::new() }),
+            Err(error) => Err(Refusal::new(Step::Register, way.registering(), error)),
+        }
+    }
+
+    /// Registers from one dma-buf for each range; from one for each physical segment where the driver or the NIC
+    /// refuses that.
+    ///
+    /// # Safety
+    /// As [`ProviderDomain::register`], for the ranges of the request.
+    unsafe fn take_dma_bufs(
+        &self,
+        mapping: DmaBufMapping,
+        exports: &mut Exports<'_>,
+    ) -> Result<Taken, Refusal> {
+        let nic = &self.provider.attr().nic;
+        let mut refused = Vec::new();
+        let mut grain = Grain::Range;
+        loop {
+            let laid = exports.pieces(mapping, grain, nic);
+            let Laid { pieces, spread, refused: by_driver } = match laid {
+                Ok(laid) => laid,
+                Err(mut refusal) => {
+                    refused.append(&mut refusal.before);
+                    return Err(Refusal { before: refused, ..refusal });
+                }
+            };
+            refused.extend(by_driver);
+            // SAFETY: passed on to the caller.
+            let error = match unsafe { self.register(&pieces) } {
+                Ok(region) => return Ok(Taken { region, spread, refused }),
+                Err(error) => error,
+            };
+            let call = Way::DmaBuf(mapping).registering_as(spread);
+            let also = exports.refused(mapping, grain);
+            let refusal = Refusal { also, ..Refusal::new(Step::Register, call, error) };
+            if !spread.is_some_and(Spread::spans) || refusal.is_about_the_request() {
+                return Err(Refusal { before: refused, ..refusal });
+            }
+            refused.push(refusal);
+            grain = Grain::Segment;
+        }
     }
 
     fn pieces<'b>(&self, backing: impl Fn(AddressRange) -> Backing<'b>) -> Vec<Piece<'b>> {
@@ -235,6 +299,8 @@ pub(super) struct Trial<'a> {
     pub(super) may_pass: bool,
     /// Whether no other way needs to be tried.
     pub(super) request_refused: bool,
+    /// How the segments lie in the way that worked, where a range has several.
+    pub(super) spread: Option<Spread>,
 }
 
 impl<'a> Trial<'a> {
@@ -246,6 +312,7 @@ impl<'a> Trial<'a> {
             refused_by_driver: false,
             may_pass: false,
             request_refused: false,
+            spread: None,
         }
     }
 
@@ -278,7 +345,7 @@ impl<'a> Trial<'a> {
             }
             // SAFETY: passed on to the caller.
             match unsafe { subject.take(way, exports) } {
-                Ok(region) => return Some((way, region)),
+                Ok(taken) => return Some((way, self.taken(way, taken))),
                 Err(refusal) => self.refuse(way, refusal),
             }
             if self.request_refused {
@@ -306,7 +373,7 @@ impl<'a> Trial<'a> {
         }
         // SAFETY: passed on to the caller.
         match unsafe { subject.take(Way::Staged, exports) } {
-            Ok(region) => Some(region),
+            Ok(taken) => Some(taken.region),
             Err(refusal) => {
                 self.refuse(Way::Staged, refusal);
                 None
@@ -351,7 +418,19 @@ impl<'a> Trial<'a> {
         self.refused_by_driver = true;
         self.may_pass |= !refusal.lasts();
         self.request_refused |= refusal.is_about_the_request();
-        let Refusal { step, call, error, also, .. } = refusal;
+        self.write(way, refusal);
+    }
+
+    /// Writes down what was refused of a way that worked nevertheless, and returns its region.
+    pub(super) fn taken(&mut self, way: Way, taken: Taken) -> ProviderRegion {
+        taken.refused.into_iter().for_each(|refusal| self.write(way, refusal));
+        self.spread = taken.spread;
+        taken.region
+    }
+
+    fn write(&mut self, way: Way, refusal: Refusal) {
+        let Refusal { step, call, error, before, also, .. } = refusal;
+        before.into_iter().for_each(|refusal| self.write(way, refusal));
         let cause = self.cause(way.path(), step, way.mapping(), &error);
         let attempt = explained(Attempt::refused(way.path(), call, error), cause);
         tracing::debug!(
@@ -379,7 +458,7 @@ impl<'a> Trial<'a> {
 
     /// The decision for a way that worked.
     pub(super) fn decision(mut self, way: Way, reason: &str) -> Decision {
-        self.attempts.push(Attempt::success(way.path(), way.registering()));
+        self.attempts.push(way.success(self.spread));
         self.recorded(way, reason)
     }
 

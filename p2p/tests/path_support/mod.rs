@@ -63,9 +63,20 @@ impl Bench {
 
     pub(crate) fn with(device: SimulatedBuilder, provider: loopback::Builder, paths: Paths) -> Self {
         let device = Arc::new(device.window(1 << 32).build().expect("a simulated device"));
+        let iface = Arc::clone(&device) as Arc<dyn Iface>;
+        Self::over(device, iface, provider, paths)
+    }
+
+    /// With the device's memory behind another iface.
+    pub(crate) fn over(
+        device: Arc<Simulated>,
+        iface: Arc<dyn Iface>,
+        provider: loopback::Builder,
+        paths: Paths,
+    ) -> Self {
         let mut registry = Registry::new();
         registry.add(Arc::new(System::new())).expect("the first");
-        registry.add(Arc::clone(&device) as Arc<dyn Iface>).expect("its kind is free");
+        registry.add(iface).expect("its kind is free");
         let (faults, record) = (Faults::new(), Record::default());
         let inner = provider.faults(&faults).build().expect("a fabric");
         Self {

@@ -20,7 +20,11 @@ pub(crate) struct Vendor {
     pub(crate) kind: IfaceKind,
     pub(crate) memory: Arc<Simulated>,
     pub(crate) segments: Refuse,
+    /// Bytes of a physical segment, as this driver has it; of memory that is one, which can thus be exported whole.
+    pub(crate) segment_len: Option<u64>,
     pub(crate) dma_buf: Refuse,
+    /// What exports of several segments in one are refused with.
+    pub(crate) whole: Refuse,
     pub(crate) pcie: Refuse,
     pub(crate) peer_memory: Refuse,
 }
@@ -28,7 +32,16 @@ pub(crate) struct Vendor {
 impl Vendor {
     pub(crate) fn new(kind: IfaceKind, memory: Arc<Simulated>) -> Self {
         let nothing: Refuse = || None;
-        Self { kind, memory, segments: nothing, dma_buf: nothing, pcie: nothing, peer_memory: nothing }
+        Self {
+            kind,
+            memory,
+            segments: nothing,
+            segment_len: None,
+            dma_buf: nothing,
+            whole: nothing,
+            pcie: nothing,
+            peer_memory: nothing,
+        }
     }
 
     fn own(&self, allocation: Allocation) -> Allocation {
@@ -67,7 +80,16 @@ impl Iface for Vendor {
 
     fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
         check(self.segments)?;
-        self.memory.segments(range)
+        let physical = self.memory.segments(range)?;
+        let Some(step) = self.segment_len else { return Ok(physical) };
+        let mut segments = Vec::new();
+        for Segment { range, exportable } in physical {
+            for at in (0..range.len()).step_by(step as usize) {
+                let range = range.slice(at, step.min(range.len() - at)).expect("inside");
+                segments.push(Segment { range, exportable });
+            }
+        }
+        Ok(segments)
     }
 
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
@@ -91,6 +113,9 @@ impl Iface for Vendor {
 
     fn export_dma_buf(&self, range: AddressRange, nic: &Nic, mapping: DmaBufMapping) -> Result<DmaBufExport> {
         check(if mapping == DmaBufMapping::Pcie { self.pcie } else { self.dma_buf })?;
+        if self.segment_len.is_some_and(|step| range.len() > step) {
+            check(self.whole)?;
+        }
         self.memory.export_dma_buf(range, nic, mapping)
     }
 

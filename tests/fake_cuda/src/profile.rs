@@ -20,6 +20,8 @@ pub struct Profile {
     pub pcie_flag: bool,
     /// Whether the platform honours it: `cuda.h` has it "return an error otherwise".
     pub pcie_mapping: bool,
+    /// Whether one dma-buf may hold several mappings of a reservation, as `cuda.h` has it.
+    pub spanning_exports: bool,
     /// GPU_DIRECT_RDMA_SUPPORTED.
     pub rdma: bool,
     /// GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED.
@@ -56,6 +58,7 @@ impl Profile {
             dma_buf: open,
             pcie_flag: version >= 12_090,
             pcie_mapping: version >= 12_090,
+            spanning_exports: true,
             rdma: true,
             rdma_with_vmm: true,
             // A discrete GPU on PCIe: the owner sees writes in order (100), and the host can flush.

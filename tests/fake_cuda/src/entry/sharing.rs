@@ -82,8 +82,9 @@ driver! {
     }
 }
 
-/// "address range obtained by a prior call to either cuMemAlloc or cuMemAddressReserve is supported"; the latter "must
-/// also be fully mapped", by memory "resident on the same device" with "identical allocation properties".
+/// `cuda.h`: "address range obtained by a prior call to either ::cuMemAlloc or ::cuMemAddressReserve is supported"; the
+/// latter "must also be fully mapped via ::cuMemMap. [...] All the physical allocations backing the address range must be
+/// resident on the same device and have identical allocation properties."
 fn can_be_exported(state: &State, start: u64, len: u64) -> Answer {
     let end = start + len;
     // The range is rounded to pages, and so may begin before and end after its allocation.
@@ -115,6 +116,10 @@ fn can_be_exported(state: &State, start: u64, len: u64) -> Answer {
                     return Err(NOT_SUPPORTED);
                 }
                 at = base + mapping.len;
+                // Decided here: how a driver that lacks it refuses.
+                if at < end && !state.profile.spanning_exports {
+                    return Err(NOT_SUPPORTED);
+                }
             }
             Ok(())
         }

@@ -1,0 +1,328 @@
+//! Ranges over several physical segments (HM-07): one dma-buf and one registration for all of them; one for each segment
+//! where the driver or the NIC refuses that; the decision says which, and why.
+
+mod path_support;
+#[cfg(feature = "verbs")]
+#[allow(dead_code, reason = "other tests use the rest of it")]
+mod verbs_fake;
+
+use std::{collections::BTreeSet, sync::Arc};
+
+use hmem_core::{
+    AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, Errno, Error, ErrorKind, Iface, IfaceKind,
+    Path, Registered,
+    iface::AllocRequest,
+    path::{Attempt, P2pPolicy},
+    provider::Imports,
+    register_on,
+};
+use hmem_iface_system::{Call, DmaBufKind, Simulated};
+use hmem_p2p::{
+    loopback::{Call as NicCall, Loopback},
+    path::{ExplainRequest, Paths},
+};
+use path_support::{
+    ALL_IMPORTS, Bench, PAGE, REMOTE, alone, close,
+    recording::Handed,
+    vendor::{Refuse, Vendor},
+    wire::{LOCAL, Wire},
+};
+
+/// Bytes of a segment.
+const STEP: u64 = 4 * PAGE;
+const IMPORTS: Imports = Imports { pcie_mapping_first: false, peer_memory: false, ..ALL_IMPORTS };
+
+/// Memory whose driver calls every four pages a segment of their own.
+struct Segmented {
+    bench: Bench,
+    vendor: Arc<dyn Iface>,
+    domain: Domain,
+}
+
+fn segmented(breaks: impl FnOnce(&mut Vendor)) -> Segmented {
+    let memory = Simulated::builder().window(1 << 32).dma_buf(DmaBufKind::MemFd);
+    let memory = Arc::new(memory.build().expect("simulated memory"));
+    let mut vendor = Vendor::new(IfaceKind::CUDA, Arc::clone(&memory));
+    vendor.segment_len = Some(STEP);
+    breaks(&mut vendor);
+    let vendor: Arc<dyn Iface> = Arc::new(vendor);
+    let nics = Loopback::builder().nic("loop0").nic("loop1").nic("loop2").imports(IMPORTS);
+    let bench = Bench::over(memory, Arc::clone(&vendor), nics, Paths::new());
+    let domain = bench.domain("loop0", P2pPolicy::Required);
+    Segmented { bench, vendor, domain }
+}
+
+fn not_alike() -> Option<Error> {
+    Some(
+        Error::new(ErrorKind::InvalidArgument, "cuMemGetHandleForAddressRange")
+            .iface(IfaceKind::CUDA)
+            .driver_code("CUDA_ERROR_INVALID_VALUE", 1),
+    )
+}
+
+impl Segmented {
+    fn buffer(&self, segments: u64) -> DeviceBuffer {
+        let request =
+            AllocRequest { len: segments * STEP, device: DeviceId(0), kind: AllocationKind::Device };
+        DeviceBuffer::allocate(&self.vendor, &request).expect("memory")
+    }
+
+    fn register(&self, segments: u64) -> Registered<DeviceBuffer> {
+        let registered = self.domain.register(self.buffer(segments), REMOTE | LOCAL);
+        registered.map_err(Error::from).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// Moves bytes both ways through the key, over every seam.
+    fn moves(&self, region: &Registered<DeviceBuffer>) {
+        let len = region.range().len() as usize;
+        let bytes: Vec<u8> = (0..len).map(|at| (at * 31 + (at >> 8) * 7) as u8).collect();
+        let initiator = self.bench.domain("loop1", P2pPolicy::Enabled);
+        let wire = Wire::new(&initiator, &self.domain, len);
+        let key = region.key().expect("a key");
+        wire.push(&key, 0, &bytes).expect("write");
+        let mut found = vec![0; len];
+        region.read(0, &mut found).expect("the device's own copy");
+        assert!(found == bytes, "what the NIC wrote");
+        let seam = STEP as usize - 5;
+        assert!(wire.pull(&key, seam as u64, 10).expect("read") == bytes[seam..seam + 10]);
+    }
+}
+
+fn dma_bufs(handed: &[Handed]) -> usize {
+    assert!(handed.iter().all(|one| matches!(one, Handed::DmaBuf(_))), "{handed:?}");
+    handed.iter().copied().map(|one| format!("{one:?}")).collect::<BTreeSet<_>>().len()
+}
+
+fn calls(decision: &Decision) -> Vec<(&str, bool)> {
+    let said = |attempt: &'_ Attempt| attempt.error.is_none();
+    decision.attempts.iter().map(|attempt| (attempt.call.as_str(), said(attempt))).collect()
+}
+
+#[test]
+fn hm_07_a_range_over_several_segments_is_one_dma_buf_and_one_registration() {
+    let _alone = alone();
+    let world = segmented(|_| {});
+    close(world.register(4));
+    let before = world.bench.residue();
+    world.bench.record.take();
+    let asked = world.bench.calls(Call::ExportDmaBuf);
+    let region = world.register(4);
+    assert_eq!(dma_bufs(&world.bench.record.handed()), 1);
+    assert_eq!(world.bench.calls(Call::ExportDmaBuf) - asked, 1);
+    assert_eq!(world.bench.device.stats().live_exports, 0, "the NIC needs no fd any longer");
+    let decision = Arc::clone(region.decision().expect("decided"));
+    assert_eq!(decision.path, Path::DmaBuf);
+    assert_eq!(calls(&decision), [("register(dma-buf, Default mapping, 4 segments in 1 dma-buf)", true)]);
+    world.moves(&region);
+    drop(close(region));
+    assert_eq!(world.bench.residue_after(&before), before);
+}
+
+#[test]
+fn hm_07_a_range_that_the_driver_does_not_export_whole_is_a_dma_buf_for_each_segment() {
+    let _alone = alone();
+    let world = segmented(|vendor| vendor.whole = not_alike);
+    close(world.register(4));
+    let before = world.bench.residue();
+    world.bench.record.take();
+    let region = world.register(4);
+    assert_eq!(dma_bufs(&world.bench.record.handed()), 4);
+    let decision = Arc::clone(region.decision().expect("decided"));
+    let export = format!("export_dma_buf({}, Default)", region.range());
+    let registered = "register(dma-buf, Default mapping, 4 segments in 4 dma-bufs)";
+    assert_eq!(calls(&decision), [(export.as_str(), false), (registered, true)], "{decision}");
+    let refused = &decision.attempts[0];
+    assert_eq!(refused.cause_name, Some("segments-not-in-one"), "{decision}");
+    assert_eq!(refused.error.as_ref().expect("refused").driver().expect("its code").code, 1);
+    world.moves(&region);
+    drop(close(region));
+    assert_eq!(world.bench.residue_after(&before), before);
+}
+
+#[test]
+fn hm_07_a_range_that_the_nic_does_not_register_whole_is_a_dma_buf_for_each_segment() {
+    let _alone = alone();
+    let world = segmented(|_| {});
+    close(world.register(4));
+    let before = world.bench.residue();
+    world.bench.record.take();
+    world.bench.faults.fail(NicCall::Register, 1, Errno(22));
+    let region = world.register(4);
+    let handed = world.bench.record.handed();
+    assert_eq!((handed.len(), dma_bufs(&handed[1..])), (5, 4), "the whole, then each: {handed:?}");
+    let decision = Arc::clone(region.decision().expect("decided"));
+    assert_eq!(
+        calls(&decision),
+        [
+            ("register(dma-buf, Default mapping, 4 segments in 1 dma-buf)", false),
+            ("register(dma-buf, Default mapping, 4 segments in 4 dma-bufs)", true)
+        ]
+    );
+    assert_eq!(decision.attempts[0].cause_name, Some("beyond-the-export"), "{decision}");
+    world.moves(&region);
+    drop(close(region));
+    assert_eq!(world.bench.residue_after(&before), before);
+}
+
+#[test]
+fn hm_07_where_neither_works_both_are_in_the_error_and_nothing_is_left() {
+    let _alone = alone();
+    for nic in [false, true] {
+        let world = segmented(|vendor| {
+            if !nic {
+                vendor.whole = not_alike;
+                vendor.dma_buf = || Some(Error::os(Errno(28), "export"));
+            }
+        });
+        drop(world.buffer(4));
+        let before = world.bench.residue();
+        for nth in [1, 2] {
+            world.bench.faults.fail(NicCall::Register, nth, Errno(22));
+        }
+        let rejected = world.domain.register(world.buffer(4), REMOTE | LOCAL).expect_err("refused twice");
+        let trace = rejected.error.trace().clone();
+        let whole = rejected.value.allocation().range.to_string();
+        let first = rejected.value.allocation().range.slice(0, STEP).expect("a part").to_string();
+        let calls: Vec<_> = trace.iter().take(2).map(|attempt| attempt.call.clone()).collect();
+        let expected = if nic {
+            ["4 segments in 1 dma-buf", "4 segments in 4 dma-bufs"]
+                .map(|spread| format!("register(dma-buf, Default mapping, {spread})"))
+        } else {
+            [whole, first].map(|range| format!("export_dma_buf({range}, Default)"))
+        };
+        assert_eq!(calls, expected, "{trace}");
+        drop(rejected);
+        world.bench.faults.clear();
+        assert_eq!(world.bench.residue_after(&before), before);
+        assert_eq!(world.domain.live().regions, 0);
+    }
+}
+
+#[test]
+fn hm_07_a_request_that_no_way_fulfils_is_not_tried_for_each_segment() {
+    let _alone = alone();
+    let world = segmented(|_| {});
+    let memory = close(world.register(4));
+    world.bench.record.take();
+    world.bench.faults.fail(NicCall::Register, 1, Errno(125));
+    let refused = world.domain.register(memory, REMOTE | LOCAL).expect_err("cancelled").error;
+    assert_eq!(refused.kind(), ErrorKind::Canceled, "{refused}");
+    assert_eq!((world.bench.record.handed().len(), refused.trace().len()), (1, 1), "{refused}");
+}
+
+#[test]
+fn p2p_03_how_one_range_was_exported_is_not_said_of_another() {
+    let _alone = alone();
+    let world = segmented(|vendor| vendor.whole = not_alike);
+    close(world.register(4));
+    let single = world.register(1);
+    let decision = single.decision().expect("decided");
+    assert!(decision.remembered, "{decision}");
+    assert_eq!(calls(decision), [("register(dma-buf, Default mapping)", true)]);
+    let several = world.register(2);
+    let decision = several.decision().expect("decided");
+    assert_eq!(decision.attempts.len(), 2, "{decision}");
+    assert!(decision.attempts[0].call.contains(&several.range().to_string()), "its own range: {decision}");
+    assert!(decision.attempts[1].call.ends_with("2 segments in 2 dma-bufs)"), "{decision}");
+    close(single);
+    close(several);
+}
+
+#[test]
+fn p2p_03_an_explanation_says_how_the_segments_were_exported() {
+    let _alone = alone();
+    for (whole, spread) in [(None, "2 segments in 1 dma-buf"), (Some(not_alike as Refuse), "2 segments in 2")]
+    {
+        let world = segmented(|vendor| vendor.whole = whole.unwrap_or(vendor.whole));
+        let request = ExplainRequest { size: 2 * STEP, ..ExplainRequest::new(IfaceKind::CUDA) };
+        let explained = world.bench.paths.explain(&world.bench.registry, &world.bench.provider, &request);
+        let explained = explained.expect("an explanation");
+        let text = explained.to_string();
+        assert!(text.contains(spread), "{text}");
+        assert_eq!(explained.attempts.len(), 1 + usize::from(whole.is_some()), "{text}");
+    }
+}
+
+#[test]
+fn vrb_08_a_nic_that_refuses_the_whole_range_takes_it_from_nobody_else() {
+    let _alone = alone();
+    let world = segmented(|_| {});
+    let domains = ["loop0", "loop1", "loop2"].map(|nic| world.bench.domain(nic, P2pPolicy::Required));
+    let domains: Vec<_> = domains.iter().collect();
+    let on = |buffer| register_on(&domains, buffer, REMOTE | LOCAL).expect("registered");
+    let memory = on(world.buffer(4)).close().map_err(Error::from).expect("close");
+    let before = world.bench.residue();
+    let asked = world.bench.calls(Call::ExportDmaBuf);
+    // The second NIC's attempt at the whole.
+    world.bench.faults.fail(NicCall::Register, 2, Errno(22));
+    let shared = on(memory);
+    assert_eq!(world.bench.calls(Call::ExportDmaBuf) - asked, 1 + 4, "nothing is exported twice");
+    let last = |at: usize| {
+        let decision = Arc::clone(shared.regions()[at].decision().expect("decided"));
+        decision.attempts.last().expect("an attempt").call.clone()
+    };
+    assert!(last(0).ends_with("4 segments in 1 dma-buf)"), "{}", last(0));
+    assert!(last(1).ends_with("4 segments in 4 dma-bufs)"), "{}", last(1));
+    assert!(last(2).ends_with("4 segments in 1 dma-buf)"), "{}", last(2));
+    let memory = shared.close().map_err(Error::from).expect("close");
+    assert_eq!(world.bench.residue_after(&before), before);
+    drop(memory);
+}
+
+#[test]
+fn vrb_08_what_the_driver_does_not_export_whole_is_asked_for_once_for_all_nics() {
+    let _alone = alone();
+    let world = segmented(|vendor| vendor.whole = not_alike);
+    let domains = ["loop0", "loop1", "loop2"].map(|nic| world.bench.domain(nic, P2pPolicy::Required));
+    let domains: Vec<_> = domains.iter().collect();
+    let shared = register_on(&domains, world.buffer(4), REMOTE | LOCAL).expect("registered");
+    for region in shared.regions() {
+        let decision = region.decision().expect("decided");
+        assert_eq!(decision.attempts[0].cause_name, Some("segments-not-in-one"), "each says why: {decision}");
+        assert!(decision.attempts.last().expect("an attempt").call.ends_with("4 segments in 4 dma-bufs)"));
+    }
+    shared.close().map_err(Error::from).expect("close");
+    assert_eq!(world.bench.device.stats().live_exports, 0);
+}
+
+/// The driver is not asked for a whole whose parts the iface says cannot be exported: the first of those is named.
+#[test]
+fn hm_07_a_segment_that_cannot_be_exported_keeps_the_range_from_being_asked_for_whole() {
+    let _alone = alone();
+    let bench = Bench::new(Simulated::builder().dma_buf(DmaBufKind::MemFd).segment_len(STEP), IMPORTS);
+    let domain = bench.domain("loop0", P2pPolicy::Required);
+    let buffer = bench.buffer_of(AllocationKind::Virtual, DeviceId(0), 3 * STEP);
+    let second = buffer.allocation().range.slice(STEP, STEP).expect("a part");
+    bench.device.set_exportable(second.start(), false).expect("live");
+    let rejected = domain.register(buffer, REMOTE).expect_err("the second cannot");
+    let first = &rejected.error.trace()[0];
+    assert_eq!(first.call, format!("segments({second})"), "{}", rejected.error);
+    assert_eq!(bench.device.stats().live_exports, 0);
+}
+
+/// One dma-buf is one key with verbs, too.
+#[cfg(feature = "verbs")]
+#[test]
+fn hm_07_a_range_over_several_segments_has_one_verbs_key() {
+    use hmem_core::{DomainAttr, MrMode};
+    use hmem_p2p::verbs::Verbs;
+
+    let _alone = alone();
+    let mut raw = Vec::new();
+    for (whole, registrations) in [(None, 1), (Some(not_alike as Refuse), 4)] {
+        let world = segmented(|vendor| vendor.whole = whole.unwrap_or(vendor.whole));
+        let verbs = Verbs::builder().functions(verbs_fake::functions()).build().expect("start");
+        verbs_fake::with(|script| script.dma_buf = 0);
+        let mr_mode = MrMode::all().difference(MrMode::BASIC | MrMode::SCALABLE);
+        let attr = DomainAttr { mr_mode, hmem: true, p2p: P2pPolicy::Required, ..DomainAttr::default() };
+        let registry = Arc::clone(&world.bench.registry);
+        let domain = Domain::open(&verbs, registry, Arc::new(Paths::new()), attr).expect("open");
+        verbs_fake::calls();
+        let region = domain.register(world.buffer(4), REMOTE).map_err(Error::from).expect("registered");
+        let made = verbs_fake::calls().iter().filter(|call| call.starts_with("reg_dmabuf_mr")).count();
+        assert_eq!(made, registrations);
+        raw.push(region.raw_key().expect("a key").0.len());
+        close(region);
+    }
+    assert!(raw[0] < raw[1], "one key, or one for each segment: {raw:?}");
+}
