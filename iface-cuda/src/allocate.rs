@@ -8,9 +8,9 @@ use hmem_core::{
 };
 
 use crate::{
-    context::{within, within_or_undo},
+    context::{Workplace, within, within_or_undo},
     device,
-    driver::{Driver, Left, Origin, Owned, not_live},
+    driver::{Driver, Left, Origin, Owned, Registered, not_live},
     error::{check, lacks, lacks_symbol},
     sys::{self, CuDevicePtr, CuMemHandle, CuResult},
 };
@@ -287,11 +287,11 @@ impl Driver {
         if range.is_empty() {
             return Err(Error::new(ErrorKind::ZeroLength, "host_register").iface(IfaceKind::CUDA));
         }
-        let context = self.primary(DeviceId(0))?;
+        let workplace = self.workplace_for_host()?;
         let pointer = std::ptr::with_exposed_provenance_mut::<c_void>(range.start().0 as usize);
-        within_or_undo(
+        let locked = within_or_undo(
             &self.functions,
-            context,
+            workplace.context(),
             || {
                 let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
                 // SAFETY: the caller of `Iface::host_register` keeps the range mapped.
@@ -305,34 +305,59 @@ impl Driver {
                 check(code, "cuMemHostUnregister")
             },
         )
-        .map_err(|error| error.context("range", range))?;
-        self.book.lock().registered.insert(range.start().0, range.len());
-        Ok(())
+        .map_err(|error| error.context("range", range));
+        if locked.is_ok() {
+            workplace.keep();
+            let device = match &workplace {
+                Workplace::Theirs(_) => None,
+                Workplace::Held(hold) => Some(hold.device()),
+            };
+            self.book.lock().registered.insert(range.start().0, Registered { len: range.len(), device });
+        }
+        workplace.end(locked)
     }
 
     pub(crate) fn host_unregister(&self, range: AddressRange) -> Result<()> {
+        let start = range.start().0;
         let mut book = self.book.lock();
-        if book.registered.get(&range.start().0) != Some(&range.len()) {
+        let known = book.registered.get(&start).copied().filter(|known| known.len == range.len());
+        let Some(known) = known else {
             return Err(Error::new(ErrorKind::InvalidArgument, "host_unregister")
                 .iface(IfaceKind::CUDA)
                 .context("range", range)
                 .remedy("unregister exactly the range that was registered, once"));
-        }
-        book.registered.remove(&range.start().0);
+        };
+        book.registered.remove(&start);
         drop(book);
-        let pointer = std::ptr::with_exposed_provenance_mut::<c_void>(range.start().0 as usize);
+        let pointer = std::ptr::with_exposed_provenance_mut::<c_void>(start as usize);
         let mut gone = false;
-        let result = self.primary(DeviceId(0)).and_then(|context| {
-            within(&self.functions, context, || {
+        let result = self.workplace_of_registered(range.start(), known).and_then(|workplace| {
+            let ended = within(&self.functions, workplace.context(), || {
                 // SAFETY: registered by this driver and unregistered once: the book's entry is gone.
                 let code = unsafe { (self.functions.mem_host_unregister)(pointer) };
-                check(code, "cuMemHostUnregister").inspect(|()| gone = true)
-            })
+                let ended = if code == CuResult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED {
+                    tracing::debug!(%range, "the page-locking went with its context");
+                    Ok(())
+                } else {
+                    check(code, "cuMemHostUnregister")
+                };
+                ended.inspect(|()| gone = true)
+            });
+            workplace.end(ended)
         });
         if !gone {
-            self.book.lock().registered.insert(range.start().0, range.len());
+            self.book.lock().registered.insert(start, known);
         }
         result.map_err(|error| error.context("range", range))
+    }
+
+    /// The context in which host memory is page-locked; another where the application has destroyed it.
+    fn workplace_of_registered(&self, address: Address, known: Registered) -> Result<Workplace<'_>> {
+        if let Some(device) = known.device {
+            return self.hold(device).map(Workplace::Held);
+        }
+        let context = self.context_of(address)?;
+        if context.is_null() { self.workplace_for_host() } else { Ok(Workplace::Theirs(context)) }
     }
 }
 

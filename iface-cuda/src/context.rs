@@ -15,7 +15,7 @@ use crate::{
     driver::Driver,
     error::check,
     hooks::untold,
-    sys::{self, CuContext, CuEvent, CuStream, Functions},
+    sys::{self, CuContext, CuDevice, CuEvent, CuResult, CuStream, Functions},
 };
 
 /// A retained primary context, with what was made in it.
@@ -48,6 +48,10 @@ pub(crate) struct Hold<'a> {
 impl Hold<'_> {
     pub(crate) fn context(&self) -> CuContext {
         self.context
+    }
+
+    pub(crate) fn device(&self) -> DeviceId {
+        self.entry.description.id
     }
 
     /// Something lives on in it: it stays retained until the iface closes.
@@ -89,6 +93,40 @@ impl Drop for Hold<'_> {
     }
 }
 
+/// A context that a call works in.
+#[derive(Debug)]
+#[must_use = "dropped, the context may go"]
+pub(crate) enum Workplace<'a> {
+    /// Somebody else's: the memory's own, or the calling thread's.
+    Theirs(CuContext),
+    /// A device's primary one.
+    Held(Hold<'a>),
+}
+
+impl Workplace<'_> {
+    pub(crate) fn context(&self) -> CuContext {
+        match self {
+            Self::Theirs(context) => *context,
+            Self::Held(hold) => hold.context(),
+        }
+    }
+
+    /// [`Hold::keep`]; somebody else's lives as long as its owner wants.
+    pub(crate) fn keep(&self) {
+        if let Self::Held(hold) = self {
+            hold.keep();
+        }
+    }
+
+    /// As [`Hold::end`].
+    pub(crate) fn end<T>(self, result: Result<T>) -> Result<T> {
+        match self {
+            Self::Theirs(_) => result,
+            Self::Held(hold) => hold.end(result),
+        }
+    }
+}
+
 /// Runs `run` with `context` current on this thread, and puts the thread's own context back.
 ///
 /// # Errors
@@ -109,7 +147,8 @@ pub(crate) fn within_or_undo<T>(
     run: impl FnOnce() -> Result<T>,
     undo: impl FnOnce(T) -> Result<()>,
 ) -> Result<T> {
-    // SAFETY: the context is a retained primary one, or one that the driver named as the memory's own just now.
+    // SAFETY: the context is a retained primary one, or one that the driver named as the memory's own or as the calling
+    // thread's just now.
     check(unsafe { (functions.ctx_push_current)(context) }, "cuCtxPushCurrent_v2")?;
     let result = run();
     let Err(stuck) = pop(functions) else { return result };
@@ -169,22 +208,79 @@ impl Driver {
         Ok(hold.context())
     }
 
-    /// Whether somebody in this process uses the device's primary context. Creates none.
-    pub(crate) fn primary_is_active(&self, device: DeviceId) -> Result<bool> {
+    /// Holds the primary context of a device if somebody in this process has it already.
+    pub(crate) fn hold_if_active(&self, device: DeviceId) -> Result<Option<Hold<'_>>> {
         let entry = device::get(&self.devices, "cuDevicePrimaryCtxGetState", device)?;
-        if entry.primary.lock().is_some() {
-            return Ok(true);
+        let mut slot = entry.primary.lock();
+        if slot.is_none() {
+            let (mut flags, mut active) = (0, 0);
+            // SAFETY: both are writable.
+            let code =
+                unsafe { (self.functions.primary_ctx_get_state)(entry.handle, &mut flags, &mut active) };
+            check(code, "cuDevicePrimaryCtxGetState")?;
+            if active == 0 {
+                return Ok(None);
+            }
         }
-        let (mut flags, mut active) = (0, 0);
-        // SAFETY: both are writable.
-        let code = unsafe { (self.functions.primary_ctx_get_state)(entry.handle, &mut flags, &mut active) };
-        check(code, "cuDevicePrimaryCtxGetState")?;
-        Ok(active != 0)
+        self.join(entry, &mut slot).map(Some)
     }
 
-    /// The context to work on memory in: its own where it has one, else the device's primary one.
-    pub(crate) fn context_for(&self, own: CuContext, device: DeviceId) -> Result<CuContext> {
-        if own.is_null() { self.primary(device) } else { Ok(own) }
+    /// The calling thread's current context and its device, if it has one.
+    fn current(&self) -> Result<Option<(CuContext, CuDevice)>> {
+        let (mut context, mut device) = (CuContext::NULL, 0);
+        // SAFETY: `context` is writable.
+        check(unsafe { (self.functions.ctx_get_current)(&mut context) }, "cuCtxGetCurrent")?;
+        if context.is_null() {
+            return Ok(None);
+        }
+        // SAFETY: `device` is writable.
+        match unsafe { (self.functions.ctx_get_device)(&mut device) } {
+            // One that was destroyed may still be current.
+            CuResult::CUDA_ERROR_INVALID_CONTEXT | CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED => Ok(None),
+            code => check(code, "cuCtxGetDevice").map(|()| Some((context, device))),
+        }
+    }
+
+    /// The context to work on memory in: its own, or for memory of none the calling thread's where that is of the same
+    /// device, else the device's primary one, which is made only if nobody has it.
+    ///
+    /// That the driver needs one for such memory is written nowhere; nor is that it does not.
+    pub(crate) fn workplace(&self, own: CuContext, device: DeviceId) -> Result<Workplace<'_>> {
+        if !own.is_null() {
+            return Ok(Workplace::Theirs(own));
+        }
+        let entry = device::get(&self.devices, "cuCtxGetDevice", device)?;
+        match self.current()? {
+            Some((context, of)) if of == entry.handle => Ok(Workplace::Theirs(context)),
+            _ => self.hold(device).map(Workplace::Held),
+        }
+    }
+
+    /// As [`Driver::workplace`] for work of a device that memory of its primary context may be about: that comes first
+    /// where somebody has it.
+    pub(crate) fn workplace_on(&self, device: DeviceId) -> Result<Workplace<'_>> {
+        match self.hold_if_active(device)? {
+            Some(hold) => Ok(Workplace::Held(hold)),
+            None => self.workplace(CuContext::NULL, device),
+        }
+    }
+
+    /// The context to page-lock host memory in, of which every context knows afterwards. The page-locking goes with its
+    /// context, so that a primary one that somebody has comes first, as it can be kept: of the device that the thread
+    /// works on, else of any. Then the thread's own; and only for a process without either the first device's is made.
+    pub(crate) fn workplace_for_host(&self) -> Result<Workplace<'_>> {
+        let current = self.current()?;
+        let of_thread = |entry: &&DeviceEntry| current.is_some_and(|(_, device)| device == entry.handle);
+        let (first, rest): (Vec<_>, Vec<_>) = self.devices.iter().partition(of_thread);
+        for entry in first.into_iter().chain(rest) {
+            if let Some(hold) = self.hold_if_active(entry.description.id)? {
+                return Ok(Workplace::Held(hold));
+            }
+        }
+        match current {
+            Some((context, _)) => Ok(Workplace::Theirs(context)),
+            None => self.hold(DeviceId(0)).map(Workplace::Held),
+        }
     }
 
     /// The stream of a device's asynchronous copies, which exists from the first call on. The primary context is current.

@@ -1,8 +1,9 @@
 //! Copies between host memory and memory of the devices.
 //!
 //! They run on private streams of the device's primary context: asynchronous ones on one, in order; each blocking one on a
-//! stream of its own, so that it waits for no copy but itself. For memory of a context that the application made the stream
-//! lives as long as the copy. They are not ordered behind the application's own streams: work that writes the source is
+//! stream of its own, so that it waits for no copy but itself. For memory of a context that the application made, and for memory
+//! of no context while nobody has the primary one and the thread is in another of the device, the stream lives as long as the
+//! copy. They are not ordered behind the application's own streams: work that writes the source is
 //! waited for by whoever started it.
 
 use std::{fmt, sync::Arc};
@@ -10,7 +11,7 @@ use std::{fmt, sync::Arc};
 use hmem_core::{Address, AddressRange, DeviceId, Error, ErrorKind, IfaceKind, Result, iface::CopyEvent};
 
 use crate::{
-    context::{new_event, new_stream, within},
+    context::{Workplace, new_event, new_stream, within},
     driver::Driver,
     error::check,
     memory::Found,
@@ -24,17 +25,27 @@ struct Place {
     device: DeviceId,
     /// Whether the context is the device's primary one, which has a stream and events for copies.
     primary: bool,
+    /// Whether it is the calling thread's, and the memory not of it: the application may destroy it and keep the memory.
+    lent: bool,
 }
 
 impl Driver {
     /// # Safety
     /// As [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        let Some(place) = self.place(to, from, len)? else {
+        let Some((place, workplace)) = self.place(to, from, len)? else {
             // SAFETY: both sides are host memory, which the caller promises to be valid.
             unsafe { copy_host(to, from, len) };
             return Ok(());
         };
+        let copied = self.copy_at(place, to, from, len);
+        if copied.is_ok() {
+            workplace.keep();
+        }
+        workplace.end(copied)
+    }
+
+    fn copy_at(&self, place: Place, to: Address, from: Address, len: u64) -> Result<()> {
         within(&self.functions, place.context, || {
             let copy = |stream| {
                 self.start(stream, to, from, len)?;
@@ -59,12 +70,17 @@ impl Driver {
         from: Address,
         len: u64,
     ) -> Result<Box<dyn CopyEvent>> {
-        let Some(place) = self.place(to, from, len)? else {
+        let Some((place, workplace)) = self.place(to, from, len)? else {
             // SAFETY: as in `copy`.
             unsafe { copy_host(to, from, len) };
             return Ok(Box::new(Done));
         };
-        let (stream, event) = within(&self.functions, place.context, || {
+        if place.lent {
+            // The context need not be there any longer when the event is asked.
+            self.copy_at(place, to, from, len)?;
+            return Ok(Box::new(Done));
+        }
+        let started = within(&self.functions, place.context, || {
             let stream = self.stream_at(place)?;
             let started = self.event_at(place).and_then(|event| {
                 let recorded = self.start(stream, to, from, len).and_then(|()| {
@@ -84,12 +100,16 @@ impl Driver {
             }
             started.map(|event| (stream, event))
         })
-        .map_err(|error| error.context("to", to).context("from", from).context("length", len))?;
+        .map_err(|error| error.context("to", to).context("from", from).context("length", len));
+        if started.is_ok() {
+            workplace.keep();
+        }
+        let (stream, event) = workplace.end(started)?;
         Ok(Box::new(Event { driver: Arc::clone(self), place, stream, event }))
     }
 
     /// Where the copy runs; `None` if both sides are host memory that CUDA does not know.
-    fn place(&self, to: Address, from: Address, len: u64) -> Result<Option<Place>> {
+    fn place(&self, to: Address, from: Address, len: u64) -> Result<Option<(Place, Workplace<'_>)>> {
         let ours = [self.side(to, len)?, self.side(from, len)?];
         // Device memory decides: host memory is within reach of every context.
         let known = ours.iter().flatten();
@@ -99,14 +119,16 @@ impl Driver {
             return Ok(None);
         };
         let device = found.device();
-        let primary = self.primary_is_active(device)?.then(|| self.primary(device)).transpose()?;
-        let context = match primary {
-            Some(primary) if found.context.is_null() => primary,
-            Some(_) | None => self.context_for(found.context, device)?,
+        let own = found.context;
+        let workplace = match self.hold_if_active(device)? {
+            // Its stream and events are there for copies.
+            Some(hold) if own.is_null() || own == hold.context() => Workplace::Held(hold),
+            Some(hold) => hold.end(self.workplace(own, device))?,
+            None => self.workplace(own, device)?,
         };
-        // `context_for` may have made the primary context just now.
-        let primary = found.context.is_null() || primary == Some(context);
-        Ok(Some(Place { context, device, primary }))
+        let primary = matches!(workplace, Workplace::Held(_));
+        let place = Place { context: workplace.context(), device, primary, lent: !primary && own.is_null() };
+        Ok(Some((place, workplace)))
     }
 
     /// A side of a copy that CUDA knows, checked to lie in one allocation.

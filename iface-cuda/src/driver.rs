@@ -34,8 +34,16 @@ pub(crate) struct Driver {
 pub(crate) struct Book {
     /// By first address.
     pub(crate) owned: HashMap<u64, Owned>,
-    /// Host ranges that were page-locked: first address to bytes.
-    pub(crate) registered: HashMap<u64, u64>,
+    /// Host ranges that were page-locked, by first address.
+    pub(crate) registered: HashMap<u64, Registered>,
+}
+
+/// One page-locked host range.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Registered {
+    pub(crate) len: u64,
+    /// The device in whose primary context it was; `None` for a context of the application's.
+    pub(crate) device: Option<DeviceId>,
 }
 
 /// One allocation to give back.

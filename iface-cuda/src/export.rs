@@ -46,8 +46,8 @@ impl Driver {
             DmaBufMapping::Default => 0,
             DmaBufMapping::Pcie => sys::CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE,
         };
-        let context = self.context_for(found.context, device)?;
-        let fd = within(&self.functions, context, || {
+        let workplace = self.workplace(found.context, device)?;
+        let exported = within(&self.functions, workplace.context(), || {
             let mut fd: c_int = -1;
             // SAFETY: for this type of handle the driver writes one int; the range is only looked up.
             let code = unsafe {
@@ -72,9 +72,12 @@ impl Driver {
             // SAFETY: the driver made the fd for this call and keeps no other use of it.
             let fd = unsafe { OwnedFd::from_raw_fd(fd) };
             // After the driver has agreed: a refused export changes nothing.
-            self.synchronise_memory(&found, range).map_err(described)?;
+            if self.synchronise_memory(&found, range).map_err(described)? {
+                workplace.keep();
+            }
             Ok(fd)
-        })?;
+        });
+        let fd = workplace.end(exported)?;
         rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)
             .map_err(|errno| described(Error::os(errno, "fcntl(F_SETFD)").iface(IfaceKind::CUDA)))?;
         Ok(DmaBufExport {
@@ -120,8 +123,14 @@ impl Driver {
                 ));
             }
         }
-        let context = self.context_for(found.context, found.device()).map_err(described)?;
-        within(&self.functions, context, || self.synchronise_memory(&found, range)).map_err(described)
+        let workplace = self.workplace(found.context, found.device()).map_err(described)?;
+        let prepared = within(&self.functions, workplace.context(), || {
+            if self.synchronise_memory(&found, range)? {
+                workplace.keep();
+            }
+            Ok(())
+        });
+        workplace.end(prepared).map_err(described)
     }
 
     /// The allocation around a range, if its kind can be handed to a NIC as device memory.
@@ -159,7 +168,9 @@ impl Driver {
     /// flag of its context, from CUDA 12.1 on: whatever the driver answers NOT_SUPPORTED for (VMM memory, and what
     /// `cuMemAlloc` gives where a layer in front of the driver makes it of VMM memory), and INVALID_VALUE where the kind is one
     /// that has none. Of other kinds that answer is an error: the memory went. The memory's context is current.
-    fn synchronise_memory(&self, found: &Found, range: AddressRange) -> Result<()> {
+    ///
+    /// Whether the context has it now, and is to be kept therefore.
+    fn synchronise_memory(&self, found: &Found, range: AddressRange) -> Result<bool> {
         const CALL: &str = "cuPointerSetAttribute";
         let on: std::ffi::c_uint = 1;
         // SAFETY: the value is an unsigned int, as this attribute takes it.
@@ -179,11 +190,13 @@ impl Driver {
             _ => false,
         };
         if !per_context {
-            return check(code, CALL).map_err(|error| error.context("attribute", "SYNC_MEMOPS"));
+            return check(code, CALL)
+                .map(|()| false)
+                .map_err(|error| error.context("attribute", "SYNC_MEMOPS"));
         }
         let (Some(get), Some(set)) = (self.functions.ctx_get_flags, self.functions.ctx_set_flags) else {
             tracing::warn!(%range, "this driver has no SYNC_MEMOPS for such memory: wait for its copies before a transfer");
-            return Ok(());
+            return Ok(false);
         };
         let mut flags = 0;
         // SAFETY: `flags` is writable.
@@ -192,7 +205,7 @@ impl Driver {
             // SAFETY: the flags that the context has, and one more.
             check(unsafe { set(flags | sys::CU_CTX_SYNC_MEMOPS) }, "cuCtxSetFlags")?;
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Makes inbound writes visible to work that the device starts after this call.
@@ -216,8 +229,8 @@ impl Driver {
             .context("attribute", "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS")
             .remedy("read a byte of the memory through the NIC after the write, which orders them"));
         }
-        let hold = self.hold(device)?;
-        let flushed = within(&self.functions, hold.context(), || {
+        let workplace = self.workplace_on(device)?;
+        let flushed = within(&self.functions, workplace.context(), || {
             let (target, scope) = (
                 sys::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
                 sys::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER,
@@ -225,7 +238,7 @@ impl Driver {
             // SAFETY: the values are those of the header's enumerations.
             check(unsafe { flush(target, scope) }, "cuFlushGPUDirectRDMAWrites")
         });
-        hold.end(flushed).map_err(|error| error.device(device))
+        workplace.end(flushed).map_err(|error| error.device(device))
     }
 }
 

@@ -66,14 +66,14 @@ impl Driver {
             found.allocation.id == allocation.id && found.allocation.base() == allocation.base()
         });
         let found = live.ok_or_else(|| not_live(OPERATION, allocation))?;
-        let context = self.context_for(found.context, found.device())?;
+        let workplace = self.workplace(found.context, found.device())?;
         let mut handle = CuIpcMemHandle { reserved: [0; CU_IPC_HANDLE_SIZE] };
-        within(&self.functions, context, || {
+        let exported = within(&self.functions, workplace.context(), || {
             // SAFETY: `handle` is writable; the address is the first of a live allocation.
             let code = unsafe { (self.functions.ipc_get_mem_handle)(&mut handle, allocation.base().0) };
             check(code, "cuIpcGetMemHandle")
-        })
-        .map_err(|error| error.context("range", allocation.range))?;
+        });
+        workplace.end(exported).map_err(|error| error.context("range", allocation.range))?;
         let entry = crate::device::get(&self.devices, OPERATION, found.device())?;
         let pci_bus_id = entry.description.pci_bus_id.clone().unwrap_or_default();
         let body = Body { handle, len: found.allocation.range.len(), pci_bus_id };

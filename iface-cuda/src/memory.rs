@@ -146,11 +146,9 @@ impl Driver {
         }
         for entry in &self.devices {
             let device = entry.description.id;
-            if !self.primary_is_active(device)? {
-                continue;
-            }
-            let context = self.primary(device)?;
-            let answer = within(&self.functions, context, || self.ask(address, attributes, asked))?;
+            let Some(hold) = self.hold_if_active(device)? else { continue };
+            let answer = within(&self.functions, hold.context(), || self.ask(address, attributes, asked));
+            let answer = hold.end(answer)?;
             if !matches!(answer, Answer::NoContext) {
                 return Ok(answer);
             }
@@ -288,6 +286,15 @@ impl Driver {
         }
     }
 
+    /// The context in which the memory at an address was allocated or page-locked; null if the driver names none.
+    pub(crate) fn context_of(&self, address: Address) -> Result<CuContext> {
+        const CONTEXT: [CuPointerAttribute; 1] = [sys::CU_POINTER_ATTRIBUTE_CONTEXT];
+        match self.ask_anywhere(address.0, CONTEXT, 1)? {
+            Answer::Values([context]) => Ok(CuContext(context as usize)),
+            Answer::NoContext | Answer::Invalid => Ok(CuContext::NULL),
+        }
+    }
+
     /// The parts of a range that are one mapping each, and whether they were made to be exported. Of memory that is not
     /// VMM no property tells: asking the driver for the export does.
     pub(crate) fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
@@ -308,7 +315,13 @@ impl Driver {
         if allocation.kind != AllocationKind::Virtual {
             return Ok(vec![Segment { range, exportable: true }]);
         }
-        let context = self.context_for(found.context, found.device())?;
+        let workplace = self.workplace(found.context, found.device())?;
+        let segments = self.mappings(range, workplace.context());
+        workplace.end(segments)
+    }
+
+    /// The mapped parts of a range of a reservation, asked for within a context.
+    fn mappings(&self, range: AddressRange, context: CuContext) -> Result<Vec<Segment>> {
         let mut segments = Vec::new();
         let mut done = 0;
         while let Some(rest) = range.slice(done, range.len() - done).filter(|rest| !rest.is_empty()) {

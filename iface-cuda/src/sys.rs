@@ -121,6 +121,8 @@ functions! {
         primary_ctx_get_state: cuDevicePrimaryCtxGetState(CuDevice, *mut c_uint, *mut c_int);
         /// `cuCtxGetCurrent(context)`
         ctx_get_current: cuCtxGetCurrent(*mut CuContext);
+        /// `cuCtxGetDevice(device)`
+        ctx_get_device: cuCtxGetDevice(*mut CuDevice);
         /// `cuCtxPushCurrent_v2(context)`
         ctx_push_current: cuCtxPushCurrent_v2(CuContext);
         /// `cuCtxPopCurrent_v2(context)`

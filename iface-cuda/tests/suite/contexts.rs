@@ -1,10 +1,10 @@
 //! The calling thread's context is its own.
 
-use hmem_core::{Address, AllocationKind, DeviceId, Iface, IfaceExt, iface::AllocRequest};
+use hmem_core::{Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceExt, iface::AllocRequest};
 use hmem_fake_cuda::{Live, Profile};
-use hmem_iface_cuda::sys::{CuContext, CuDevicePtr, CuResult};
+use hmem_iface_cuda::sys::{CU_CTX_SYNC_MEMOPS, CuContext, CuDevicePtr, CuResult};
 
-use crate::world::{World, check, each, nic, over, pattern};
+use crate::world::{Expandable, World, check, each, nic, over, pattern};
 
 fn current(world: &World) -> CuContext {
     let mut current = CuContext::NULL;
@@ -198,6 +198,257 @@ fn hm_05_a_context_that_was_not_given_back_is_with_the_next_call() {
         world.driver().fail(release, CuResult::CUDA_ERROR_UNKNOWN);
         world.cuda.allocate(&too_much(AllocationKind::Device)).expect_err("too much");
         // `over` closes the iface and finds nothing left.
+    });
+}
+
+/// Whole pages of host memory, and the range that they are.
+fn pages() -> (Vec<u8>, AddressRange) {
+    let memory = vec![0u8; 3 << 12];
+    let start = Address(Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096));
+    (memory, AddressRange::new(start, 8192).expect("a range"))
+}
+
+/// Page-locks and undoes it.
+fn page_lock(world: &World) {
+    let (_memory, range) = pages();
+    // SAFETY: the memory lives until the end.
+    unsafe { world.cuda.host_register(range) }.expect("page-locked");
+    let found = world.cuda.query(range.start()).expect("query");
+    assert!(found.is_none_or(|found| found.kind == AllocationKind::HostRegistered), "{}", world.name);
+    world.cuda.host_unregister(range).expect("undone");
+    world.cuda.host_unregister(range).expect_err("undone already");
+}
+
+#[test]
+fn hm_05_page_locking_makes_no_context_where_another_device_has_one() {
+    each(|world| {
+        if world.cuda.devices().expect("devices").len() < 2 {
+            println!("left out: {} has one device", world.name);
+            return;
+        }
+        let mut context = CuContext::NULL;
+        // SAFETY: the place is writable; device 1 is there.
+        check(unsafe { (world.app.functions.primary_ctx_retain)(&mut context, 1) });
+        page_lock(world);
+        assert_eq!(world.active(), [1], "{}", world.name);
+        // SAFETY: retained above.
+        check(unsafe { (world.app.functions.primary_ctx_release)(1) });
+    });
+}
+
+/// Of two that are there it is the thread's.
+#[test]
+fn hm_05_page_locking_is_done_on_the_device_that_the_thread_works_on() {
+    over(Profile::default(), |world| {
+        let mut contexts = [CuContext::NULL; 2];
+        for (device, context) in contexts.iter_mut().enumerate() {
+            // SAFETY: the place is writable; the device is there.
+            check(unsafe { (world.app.functions.primary_ctx_retain)(context, device as i32) });
+        }
+        // SAFETY: retained above.
+        check(unsafe { (world.app.functions.ctx_push_current)(contexts[1]) });
+        page_lock(world);
+        world.app.pop();
+        // The iface has kept that one, and no other.
+        for device in [0, 1] {
+            // SAFETY: retained above.
+            check(unsafe { (world.app.functions.primary_ctx_release)(device) });
+        }
+        assert_eq!(world.active(), [1]);
+    });
+}
+
+#[test]
+fn hm_05_page_locking_is_done_in_the_threads_own_context_where_no_other_is() {
+    each(|world| {
+        let foreign = world.app.create_context();
+        page_lock(world);
+        assert!(world.active().is_empty(), "{}", world.name);
+        // Undone from a thread that has no context, in the one in which it was done.
+        let (_memory, range) = pages();
+        // SAFETY: the memory lives until the end.
+        unsafe { world.cuda.host_register(range) }.expect("page-locked");
+        world.app.pop();
+        world.cuda.host_unregister(range).expect("undone");
+        assert!(world.active().is_empty(), "{}", world.name);
+        if let Some((driver, _)) = &world.fake {
+            assert_eq!(driver.calls("cuDevicePrimaryCtxRetain"), 0);
+        }
+        // What goes with its context is not there to undo.
+        // SAFETY: made above.
+        check(unsafe { (world.app.functions.ctx_push_current)(foreign) });
+        // SAFETY: the memory lives until the end.
+        unsafe { world.cuda.host_register(range) }.expect("page-locked again");
+        world.app.destroy_context(foreign);
+        world.cuda.host_unregister(range).expect("gone");
+        assert!(world.active().is_empty(), "{}", world.name);
+    });
+}
+
+#[test]
+fn hm_05_page_locking_that_is_refused_leaves_no_context() {
+    each(|world| {
+        let (_memory, range) = pages();
+        let foreign = world.app.create_context();
+        let start = std::ptr::with_exposed_provenance_mut(range.start().0 as usize);
+        // SAFETY: the memory lives until the end.
+        check(unsafe { (world.app.functions.mem_host_register)(start, 8192, 1) });
+        world.app.pop();
+        // SAFETY: as above.
+        unsafe { world.cuda.host_register(range) }.expect_err("page-locked by the application");
+        assert!(world.active().is_empty(), "{}", world.name);
+        // SAFETY: made above, where the memory was registered.
+        unsafe {
+            check((world.app.functions.ctx_push_current)(foreign));
+            check((world.app.functions.mem_host_unregister)(start));
+        }
+        world.app.destroy_context(foreign);
+    });
+}
+
+/// Asks all there is to ask about VMM memory, moves bytes of it and hands it to a NIC.
+fn use_mapped(world: &World, range: AddressRange) {
+    world.cuda.segments(range).expect("segments");
+    world.cuda.export_peer_memory(range, &nic()).expect("peer memory");
+    if world.exports_dma_bufs() {
+        let export = world.cuda.export_dma_buf(range, &nic(), Default::default()).expect("export");
+        world.cuda.release_dma_buf(export).expect("release");
+    }
+    let bytes = pattern(5, range.len() as usize);
+    world.cuda.write(range.start(), &bytes).expect("write");
+    let mut back = vec![0; bytes.len()];
+    world.cuda.read(range.start(), &mut back).expect("read");
+    assert!(back == bytes, "{}", world.name);
+}
+
+#[test]
+fn hm_05_memory_of_no_context_is_worked_on_in_the_threads_own() {
+    each(|world| {
+        let foreign = world.app.create_context();
+        let parts = [Some(true), Some(true)];
+        let memory = Expandable::here(&world.app.functions, &parts);
+        use_mapped(world, memory.range(memory.step - 5000, 10_000));
+        assert!(world.active().is_empty(), "{}", world.name);
+        if let Some((driver, _)) = &world.fake {
+            assert_eq!((driver.live().streams, driver.live().events), (0, 0), "nothing is left there");
+        }
+        memory.end_here(&world.app.functions, &parts);
+        world.app.destroy_context(foreign);
+    });
+}
+
+/// An asynchronous copy of such memory has ended when the application may destroy the context.
+#[test]
+fn hm_05_a_copy_in_the_threads_own_context_outlives_it() {
+    each(|world| {
+        if let Some((driver, _)) = &world.fake {
+            driver.change(|profile| profile.slow_copies = true);
+        }
+        let foreign = world.app.create_context();
+        let memory = Expandable::here(&world.app.functions, &[Some(true)]);
+        let (bytes, mut back) = (pattern(6, 5000), vec![0; 5000]);
+        world.cuda.write(Address(memory.base), &bytes).expect("write");
+        let to = Address::of_ptr(back.as_mut_ptr());
+        // SAFETY: the host side lives until the event is waited for.
+        let event = unsafe { world.cuda.copy_async(to, Address(memory.base), 5000) }.expect("start");
+        world.app.destroy_context(foreign);
+        event.wait().expect("wait");
+        assert!(back == bytes, "{}", world.name);
+        assert!(world.active().is_empty(), "{}", world.name);
+        let foreign = world.app.create_context();
+        memory.end_here(&world.app.functions, &[Some(true)]);
+        world.app.destroy_context(foreign);
+    });
+}
+
+#[test]
+fn hm_05_a_question_about_memory_of_no_context_leaves_none() {
+    each(|world| {
+        let foreign = world.app.create_context();
+        let parts = [Some(true), Some(false)];
+        let memory = Expandable::here(&world.app.functions, &parts);
+        world.app.pop();
+        let (whole, capable) = (memory.range(0, 2 * memory.step), memory.range(0, memory.step));
+        world.cuda.segments(whole).expect("segments");
+        assert!(world.active().is_empty(), "{}", world.name);
+        world.cuda.export_peer_memory(whole, &nic()).expect_err("not all of it can be reached");
+        assert!(world.active().is_empty(), "{}", world.name);
+        world.cuda.export_dma_buf(whole, &nic(), Default::default()).expect_err("properties differ");
+        assert!(world.active().is_empty(), "{}", world.name);
+        if let Some((driver, _)) = &world.fake {
+            driver.fail("cuMemcpyAsync", CuResult::CUDA_ERROR_UNKNOWN);
+            world.cuda.write(capable.start(), &[1]).expect_err("refused");
+            assert!(world.active().is_empty(), "{}", world.name);
+            // The flag that makes copies of such memory synchronous is the context's.
+            world.cuda.export_peer_memory(capable, &nic()).expect("peer memory");
+            assert_eq!(world.active(), [0], "{}: it stays with what was set in it", world.name);
+        }
+        // SAFETY: made above.
+        check(unsafe { (world.app.functions.ctx_push_current)(foreign) });
+        memory.end_here(&world.app.functions, &parts);
+        world.app.destroy_context(foreign);
+    });
+}
+
+#[test]
+fn hm_05_a_current_context_of_another_device_is_not_taken() {
+    over(Profile::default(), |world| {
+        let foreign = world.app.create_context();
+        let parts = [Some(true)];
+        let memory = Expandable::here(&world.app.functions, &parts);
+        let request = AllocRequest { len: 4096, device: DeviceId(1), kind: AllocationKind::Virtual };
+        let other = world.cuda.allocate(&request).expect("allocate");
+        use_mapped(world, other.range);
+        assert_eq!(world.active(), [1]);
+        assert_eq!(world.driver().context_flags(1), CU_CTX_SYNC_MEMOPS, "worked on in its device's");
+        world.free(&other);
+        // REL-01: what the driver cannot say of the current context is an error, and takes nothing.
+        world.driver().fail("cuCtxGetDevice", CuResult::CUDA_ERROR_UNKNOWN);
+        let error = world.cuda.segments(memory.range(0, 4096)).expect_err("refused");
+        assert!(error.to_string().contains("cuCtxGetDevice"), "{error}");
+        // One that was destroyed is none.
+        for code in [CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED, CuResult::CUDA_ERROR_INVALID_CONTEXT] {
+            world.driver().fail("cuCtxGetDevice", code);
+            world.cuda.segments(memory.range(0, 4096)).expect("asked in another");
+        }
+        assert_eq!(world.active(), [1]);
+        memory.end_here(&world.app.functions, &parts);
+        world.app.destroy_context(foreign);
+    });
+}
+
+#[test]
+fn hm_05_a_flush_makes_no_context() {
+    over(Profile { writes_ordering: 0, ..Profile::default() }, |world| {
+        world.cuda.flush_inbound(DeviceId(0)).expect("flush");
+        assert!(world.active().is_empty());
+        let foreign = world.app.create_context();
+        world.cuda.flush_inbound(DeviceId(0)).expect("flush");
+        assert_eq!(world.driver().calls("cuDevicePrimaryCtxRetain"), 1, "in the thread's own");
+        world.app.current(|_| ());
+        world.cuda.flush_inbound(DeviceId(0)).expect("flush");
+        assert_eq!(world.driver().calls("cuDevicePrimaryCtxRetain"), 3, "in the primary one, which is there");
+        world.app.let_go();
+        assert!(world.active().is_empty(), "and is not kept for it");
+        world.driver().fail("cuDevicePrimaryCtxRelease_v2", CuResult::CUDA_ERROR_UNKNOWN);
+        world.cuda.flush_inbound(DeviceId(1)).expect_err("not given back");
+        world.app.destroy_context(foreign);
+    });
+}
+
+/// Detection asks in a context that somebody has, and keeps none of it.
+#[test]
+fn hm_05_a_query_keeps_no_context_of_the_application() {
+    over(Profile { queries_need_context: true, ..Profile::default() }, |world| {
+        let mut pointer: CuDevicePtr = 0;
+        // SAFETY: the place is writable; the memory is freed below.
+        world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4096) }));
+        let found = world.cuda.query(Address(pointer)).expect("query").expect("known");
+        assert_eq!(found.kind, AllocationKind::Device);
+        // SAFETY: allocated above.
+        world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
+        world.app.let_go();
+        assert!(world.active().is_empty());
     });
 }
 

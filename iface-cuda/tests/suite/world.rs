@@ -173,6 +173,14 @@ impl App {
         }
     }
 
+    /// Takes what is current off this thread.
+    pub(crate) fn pop(&self) -> CuContext {
+        let mut popped = CuContext::NULL;
+        // SAFETY: the place is writable.
+        check(unsafe { (self.functions.ctx_pop_current)(&mut popped) });
+        popped
+    }
+
     /// A context of the application's own on device 0, current on this thread.
     pub(crate) fn create_context(&self) -> CuContext {
         // SAFETY: the symbol is the function of that name in `cuda.h`.
@@ -203,41 +211,42 @@ pub(crate) struct Expandable {
 impl Expandable {
     /// One handle for each entry, RDMA capable or not; an entry of `None` stays unmapped.
     pub(crate) fn new(app: &mut App, parts: &[Option<bool>]) -> Self {
-        app.current(|functions| {
-            let properties = |capable: bool| CuMemAllocationProp {
-                kind: sys::CU_MEM_ALLOCATION_TYPE_PINNED,
-                location: sys::CuMemLocation { kind: sys::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 },
-                gpu_direct_rdma_capable: capable.into(),
-                ..CuMemAllocationProp::default()
+        app.current(|functions| Self::here(functions, parts))
+    }
+
+    /// The same in whatever context is current.
+    pub(crate) fn here(functions: &Functions, parts: &[Option<bool>]) -> Self {
+        let properties = |capable: bool| CuMemAllocationProp {
+            kind: sys::CU_MEM_ALLOCATION_TYPE_PINNED,
+            location: sys::CuMemLocation { kind: sys::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 },
+            gpu_direct_rdma_capable: capable.into(),
+            ..CuMemAllocationProp::default()
+        };
+        let mut step = 0usize;
+        let granularity = functions.mem_get_allocation_granularity.expect("VMM");
+        // SAFETY: the place is writable, the properties are whole.
+        check(unsafe { granularity(&mut step, &properties(false), sys::CU_MEM_ALLOC_GRANULARITY_MINIMUM) });
+        let mut base: CuDevicePtr = 0;
+        let whole = step * parts.len();
+        // SAFETY: the place is writable.
+        check(unsafe { functions.mem_address_reserve.expect("VMM")(&mut base, whole, 0, 0, 0) });
+        let mut handles = Vec::new();
+        for (number, part) in parts.iter().enumerate() {
+            let Some(capable) = part else { continue };
+            let (mut handle, at) = (0, base + (number * step) as u64);
+            let who = sys::CuMemAccessDesc {
+                location: properties(false).location,
+                flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
             };
-            let mut step = 0usize;
-            let granularity = functions.mem_get_allocation_granularity.expect("VMM");
-            // SAFETY: the place is writable, the properties are whole.
-            check(unsafe {
-                granularity(&mut step, &properties(false), sys::CU_MEM_ALLOC_GRANULARITY_MINIMUM)
-            });
-            let mut base: CuDevicePtr = 0;
-            let whole = step * parts.len();
-            // SAFETY: the place is writable.
-            check(unsafe { functions.mem_address_reserve.expect("VMM")(&mut base, whole, 0, 0, 0) });
-            let mut handles = Vec::new();
-            for (number, part) in parts.iter().enumerate() {
-                let Some(capable) = part else { continue };
-                let (mut handle, at) = (0, base + (number * step) as u64);
-                let who = sys::CuMemAccessDesc {
-                    location: properties(false).location,
-                    flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
-                };
-                // SAFETY: places are writable, the range is reserved and not mapped yet.
-                unsafe {
-                    check(functions.mem_create.expect("VMM")(&mut handle, step, &properties(*capable), 0));
-                    check(functions.mem_map.expect("VMM")(at, step, 0, handle, 0));
-                    check(functions.mem_set_access.expect("VMM")(at, step, &who, 1));
-                }
-                handles.push(handle);
+            // SAFETY: places are writable, the range is reserved and not mapped yet.
+            unsafe {
+                check(functions.mem_create.expect("VMM")(&mut handle, step, &properties(*capable), 0));
+                check(functions.mem_map.expect("VMM")(at, step, 0, handle, 0));
+                check(functions.mem_set_access.expect("VMM")(at, step, &who, 1));
             }
-            Self { base, step: step as u64, handles }
-        })
+            handles.push(handle);
+        }
+        Self { base, step: step as u64, handles }
     }
 
     pub(crate) fn range(&self, from: u64, len: u64) -> AddressRange {
@@ -245,22 +254,24 @@ impl Expandable {
     }
 
     pub(crate) fn end(self, app: &mut App, parts: &[Option<bool>]) {
-        app.current(|functions| {
-            for (number, part) in parts.iter().enumerate() {
-                if part.is_some() {
-                    let at = self.base + number as u64 * self.step;
-                    // SAFETY: mapped by `new`.
-                    check(unsafe { functions.mem_unmap.expect("VMM")(at, self.step as usize) });
-                }
+        app.current(|functions| self.end_here(functions, parts));
+    }
+
+    pub(crate) fn end_here(self, functions: &Functions, parts: &[Option<bool>]) {
+        for (number, part) in parts.iter().enumerate() {
+            if part.is_some() {
+                let at = self.base + number as u64 * self.step;
+                // SAFETY: mapped by `new`.
+                check(unsafe { functions.mem_unmap.expect("VMM")(at, self.step as usize) });
             }
-            // SAFETY: reserved and created by `new`, with nothing mapped any longer.
-            unsafe {
-                check(functions.mem_address_free.expect("VMM")(self.base, self.step as usize * parts.len()));
-                for handle in self.handles {
-                    check(functions.mem_release.expect("VMM")(handle));
-                }
+        }
+        // SAFETY: reserved and created by `new`, with nothing mapped any longer.
+        unsafe {
+            check(functions.mem_address_free.expect("VMM")(self.base, self.step as usize * parts.len()));
+            for handle in self.handles {
+                check(functions.mem_release.expect("VMM")(handle));
             }
-        });
+        }
     }
 }
 

@@ -81,6 +81,11 @@ driver! {
         put(context, CuContext(state.stack(|stack| stack.last().copied()).unwrap_or(0)))
     }
 
+    fn cuCtxGetDevice(state, dev: *mut CuDevice) {
+        let current = state.current()?;
+        put(dev, state.device_of(current).cast_signed())
+    }
+
     fn cuCtxPushCurrent_v2(state, context: CuContext) {
         if !state.contexts.contains_key(&context.0) {
             return Err(CuResult::CUDA_ERROR_INVALID_CONTEXT);
