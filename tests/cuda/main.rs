@@ -4,6 +4,8 @@
 #![allow(unsafe_code)]
 
 mod cache;
+mod causes;
 mod link;
 mod paths;
 mod reuse;
+mod segments;

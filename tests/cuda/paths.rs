@@ -1,16 +1,15 @@
 //! Which way each kind of memory goes, and what the decision says.
 
 use hmem::{
-    Address, AddressRange, AllocationKind, Decision, ErrorKind, Iface, IfaceExt, Path,
-    cuda::sys::{self, CuResult},
-    iface::DmaBufMapping,
-    p2p::loopback::Memory,
-    path::P2pPolicy,
-    provider::Imports,
+    Address, AddressRange, AllocationKind, Decision, ErrorKind, Iface, IfaceExt, Path, cuda::sys::CuResult,
+    iface::DmaBufMapping, p2p::loopback::Memory, path::P2pPolicy, provider::Imports,
 };
 use hmem_fake_cuda::Profile;
 
-use crate::link::{IMPORTS, Link, close, pattern};
+use crate::{
+    link::{IMPORTS, Link, close, pattern},
+    segments::Segments,
+};
 
 /// Registers whole memory of a kind, moves bytes both ways through the NIC, and returns the decision.
 fn moved(link: &Link, kind: AllocationKind, len: u64) -> std::sync::Arc<Decision> {
@@ -137,7 +136,7 @@ fn p2p_04_the_driver_is_asked_for_the_export_of_memory_that_is_not_vmm() {
 #[test]
 fn p2p_03_a_handle_made_without_rdma_is_a_step_of_segments_with_its_attribute() {
     let link = Link::open(Profile::default());
-    let segments = Segments::new(&link, &[false]);
+    let segments = Segments::new(&link.functions, &[false]);
     let range = segments.range(0, segments.step);
     let region = link.expose(range).expect("staged instead");
     let decision = region.decision().expect("decision");
@@ -167,68 +166,6 @@ fn hm_09_the_pcie_mapping_is_tried_first_and_then_without() {
         assert_eq!(tried.len(), refusals, "{decision}");
         for attempt in tried {
             assert!(attempt.call.contains("Pcie") && attempt.remedy.is_some(), "{}", attempt.call);
-        }
-    }
-}
-
-/// What PyTorch's expandable segments are: one reservation, a handle for each step, all the application's own.
-struct Segments<'a> {
-    link: &'a Link,
-    base: u64,
-    step: u64,
-    handles: Vec<u64>,
-}
-
-impl<'a> Segments<'a> {
-    fn new(link: &'a Link, capable: &[bool]) -> Self {
-        Self::of(link, capable, |_| 0)
-    }
-
-    /// With handle types to ask for, so that handles differ in their properties.
-    fn of(link: &'a Link, capable: &[bool], handle_types: fn(usize) -> u32) -> Self {
-        let f = &link.functions;
-        let step = 2usize << 20;
-        let (mut base, mut handles) = (0, Vec::new());
-        // SAFETY: places are writable; what is mapped was reserved and created just now.
-        unsafe {
-            let reserve = f.mem_address_reserve.expect("VMM");
-            assert!(reserve(&mut base, step * capable.len(), 0, 0, 0).is_success());
-            for (number, capable) in capable.iter().enumerate() {
-                let location = sys::CuMemLocation { kind: sys::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 };
-                let properties = sys::CuMemAllocationProp {
-                    kind: sys::CU_MEM_ALLOCATION_TYPE_PINNED,
-                    location,
-                    requested_handle_types: handle_types(number),
-                    gpu_direct_rdma_capable: (*capable).into(),
-                    ..Default::default()
-                };
-                let who = sys::CuMemAccessDesc { location, flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
-                let (mut handle, at) = (0, base + (number * step) as u64);
-                assert!(f.mem_create.expect("VMM")(&mut handle, step, &properties, 0).is_success());
-                assert!(f.mem_map.expect("VMM")(at, step, 0, handle, 0).is_success());
-                assert!(f.mem_set_access.expect("VMM")(at, step, &who, 1).is_success());
-                handles.push(handle);
-            }
-        }
-        Self { link, base, step: step as u64, handles }
-    }
-
-    fn range(&self, from: u64, len: u64) -> AddressRange {
-        AddressRange::new(Address(self.base + from), len).expect("a range")
-    }
-}
-
-impl Drop for Segments<'_> {
-    fn drop(&mut self) {
-        let f = &self.link.functions;
-        let whole = self.step as usize * self.handles.len();
-        // SAFETY: mapped and reserved in `new`, and no region is left over it.
-        unsafe {
-            assert!(f.mem_unmap.expect("VMM")(self.base, whole).is_success());
-            assert!(f.mem_address_free.expect("VMM")(self.base, whole).is_success());
-            for handle in &self.handles {
-                assert!(f.mem_release.expect("VMM")(*handle).is_success());
-            }
         }
     }
 }
@@ -282,7 +219,7 @@ fn direct(profile: Profile) -> Link {
 #[test]
 fn hm_07_a_range_over_several_handles_is_registered_whole() {
     let link = direct(Profile::default());
-    let segments = Segments::new(&link, &[true; 4]);
+    let segments = Segments::new(&link.functions, &[true; 4]);
     let decision = moved_over_seams(&link, &segments, 1);
     assert_eq!(decision.attempts.len(), 1, "{decision}");
     assert!(decision.attempts[0].call.contains("4 segments in 1 dma-buf"), "{decision}");
@@ -296,7 +233,7 @@ fn hm_07_handles_that_the_driver_does_not_export_as_one_are_exported_one_by_one(
         (Profile::default(), apart, 1),
     ] {
         let link = direct(profile);
-        let segments = Segments::of(&link, &[true; 4], handle_types);
+        let segments = Segments::of(&link.functions, &[true; 4], handle_types);
         let decision = moved_over_seams(&link, &segments, 1 + 4);
         let [refused, made] = &decision.attempts[..] else { panic!("{decision}") };
         assert!(refused.call.starts_with("export_dma_buf("), "{decision}");
@@ -310,7 +247,7 @@ fn hm_07_handles_that_the_driver_does_not_export_as_one_are_exported_one_by_one(
 #[test]
 fn hm_07_a_range_with_a_segment_that_cannot_is_refused_naming_the_first() {
     let link = Link::with(Profile::default(), IMPORTS, P2pPolicy::Required, Memory::Follow);
-    let segments = Segments::new(&link, &[true, false, false]);
+    let segments = Segments::new(&link.functions, &[true, false, false]);
     let error = link.expose(segments.range(100, 3 * segments.step - 100)).expect_err("the second cannot");
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
     let first = segments.range(segments.step, segments.step).to_string();

@@ -186,6 +186,16 @@ pub const CAUSES: &[Cause] = &[
         ..ANY
     },
     Cause {
+        name: "no-pcie-mapping",
+        paths: DMA_BUF,
+        steps: ANY_EXPORT,
+        mapping: Some(DmaBufMapping::Pcie),
+        answers: &[Answer::Driver(&[1, 801]), UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
+        cause: "the driver or the device has no PCIe mapping for exports (CUDA from 12.8, ROCr from 7.2)",
+        remedy: "nothing where the default mapping works, which is tried next; update the driver where it does not",
+        ..ANY
+    },
+    Cause {
         name: "vmm-range",
         paths: DIRECT,
         steps: &[Step::Segments, Step::Export],
@@ -210,8 +220,9 @@ pub const CAUSES: &[Cause] = &[
             Answer::Driver(&[1, 801]),
             Answer::Kind(&[ErrorKind::Unsupported, ErrorKind::InvalidArgument]),
         ],
-        cause: "the memory comes from a stream-ordered pool that was not made to be exported",
-        remedy: "allocate what is registered with the plain allocator, or from a pool made with an exportable handle type",
+        cause: "the driver hands out no memory of this stream-ordered pool, as it was not made for RDMA or pools cannot be",
+        remedy: "allocate what is registered with the plain allocator; where the driver has RDMA for pools (gpuDirectRDMACapable in \
+                 CUmemPoolProps, CUDA 13), from one made with it, which only dma-bufs reach",
         ..ANY
     },
     Cause {
@@ -224,15 +235,6 @@ pub const CAUSES: &[Cause] = &[
         ..ANY
     },
     Cause {
-        name: "freed-or-outside",
-        paths: DIRECT,
-        steps: &[Step::Segments, Step::Export],
-        answers: &[Answer::Kind(&[ErrorKind::OutOfBounds, ErrorKind::BadState])],
-        cause: "the range is not, or no longer, wholly inside one allocation",
-        remedy: "register inside one allocation, and close the region before the allocation is freed",
-        ..ANY
-    },
-    Cause {
         name: "wrong-context",
         paths: DIRECT,
         steps: &[Step::Segments, Step::Export],
@@ -241,6 +243,15 @@ pub const CAUSES: &[Cause] = &[
         cause: "the driver does not know the calling thread's context: none is current, it was destroyed, or the process is a fork \
                 of the one that made it",
         remedy: "use the memory while the context that allocated it lives, and register after a fork, not before it",
+        ..ANY
+    },
+    Cause {
+        name: "freed-or-outside",
+        paths: DIRECT,
+        steps: &[Step::Segments, Step::Export],
+        answers: &[Answer::Kind(&[ErrorKind::OutOfBounds, ErrorKind::BadState])],
+        cause: "the range is not, or no longer, wholly inside one allocation",
+        remedy: "register inside one allocation, and close the region before the allocation is freed",
         ..ANY
     },
     Cause {
@@ -284,16 +295,6 @@ pub const CAUSES: &[Cause] = &[
         answers: &[UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
         cause: "Level Zero exports only memory that was allocated to be exported",
         remedy: "allocate with ze_external_memory_export_desc_t and ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF, or through this library",
-        ..ANY
-    },
-    Cause {
-        name: "no-pcie-mapping",
-        paths: DMA_BUF,
-        steps: ANY_EXPORT,
-        mapping: Some(DmaBufMapping::Pcie),
-        answers: &[Answer::Driver(&[1, 801]), UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
-        cause: "the driver or the device has no PCIe mapping for exports (CUDA from 12.8, ROCr from 7.2)",
-        remedy: "nothing where the default mapping works, which is tried next; update the driver where it does not",
         ..ANY
     },
     Cause {

@@ -1,0 +1,267 @@
+//! DIAG-03: each cause that the CUDA driver gives is named, with its text, by a registration of its memory.
+
+use std::{collections::BTreeSet, sync::Arc};
+
+use hmem::{
+    AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Iface, IfaceKind,
+    MrAttr, MrFlags, MrMode, Registry,
+    cuda::{
+        Cuda, MonitorKind,
+        sys::{CuResult, Functions},
+    },
+    iface::AllocRequest,
+    p2p::{
+        loopback::{Call, Faults, Loopback},
+        path::{
+            FactSource, Facts, Paths,
+            cause::{Answer, CAUSES},
+        },
+    },
+    path::Trace,
+    provider::{Imports, Nic},
+    system::System,
+};
+use hmem_fake_cuda::{FakeDriver, Profile};
+
+use crate::{
+    link::{IMPORTS, REMOTE},
+    segments::Segments,
+};
+
+/// Facts as a test wants them.
+#[derive(Debug)]
+struct Told(Facts);
+
+impl FactSource for Told {
+    fn facts(&self, _: Option<&str>, _: &Nic) -> Facts {
+        self.0.clone()
+    }
+}
+
+/// What is registered.
+enum Memory {
+    Of(AllocationKind),
+    /// A reservation with a handle for each entry, made for RDMA or not.
+    Handles(&'static [bool]),
+}
+
+/// A driver, a NIC and a machine, one of which has something against the registration.
+struct Scene {
+    profile: Profile,
+    imports: Imports,
+    facts: Facts,
+    memory: Memory,
+    /// What the driver answers to a call of the registration: to which use of it.
+    refusal: Option<(&'static str, u64, CuResult)>,
+    /// What the NIC answers to its first registration.
+    nic: Option<Errno>,
+}
+
+impl Default for Scene {
+    fn default() -> Self {
+        Self {
+            profile: Profile::default(),
+            imports: IMPORTS,
+            facts: Facts::default(),
+            memory: Memory::Of(AllocationKind::Device),
+            refusal: None,
+            nic: None,
+        }
+    }
+}
+
+impl Scene {
+    fn play(self) -> Trace {
+        let driver = FakeDriver::start(self.profile);
+        // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
+        let functions = unsafe { Functions::from_lookup(|name| driver.symbol(name)) }.expect("the table");
+        let cuda = Cuda::builder().functions(functions.clone()).monitor(MonitorKind::Identity);
+        let cuda: Arc<dyn Iface> = Arc::new(cuda.open().expect("open"));
+        let mut registry = Registry::new();
+        registry.add(Arc::new(System::new())).expect("the first");
+        registry.add(Arc::clone(&cuda)).expect("its kind is free");
+        let faults = Faults::new();
+        let nic = Loopback::builder().imports(self.imports).faults(&faults).build().expect("a NIC");
+        let paths = Arc::new(Paths::new().facts(Arc::new(Told(self.facts))));
+        let mr_mode = MrMode::all().difference(MrMode::BASIC | MrMode::SCALABLE);
+        let attr = DomainAttr { mr_mode, hmem: true, ..DomainAttr::default() };
+        let domain = Domain::open(&nic, Arc::new(registry), paths, attr).expect("a domain");
+        let refuse = || {
+            if let Some((symbol, nth, code)) = self.refusal {
+                driver.fail_nth(symbol, nth, code);
+            }
+            if let Some(errno) = self.nic {
+                faults.fail(Call::Register, 1, errno);
+            }
+        };
+        let allocate = |kind| {
+            let request = AllocRequest { len: 8192, device: DeviceId(0), kind };
+            DeviceBuffer::allocate(&cuda, &request).expect("allocate")
+        };
+        let registered = |range: AddressRange| {
+            refuse();
+            let ranges = [range];
+            let attr = MrAttr { iface: Some(IfaceKind::CUDA), ..MrAttr::new(&ranges, REMOTE) };
+            // SAFETY: the region is closed before its memory goes, and nobody has a reference into it.
+            match unsafe { domain.regattr(&attr, MrFlags::empty()) } {
+                Ok(region) => {
+                    let trace = region.decision().expect("decision").attempts.clone();
+                    region.close().expect("close");
+                    trace
+                }
+                Err(error) => error.trace().clone(),
+            }
+        };
+        match self.memory {
+            Memory::Of(kind) => registered(allocate(kind).allocation().range),
+            Memory::Handles(handles) => {
+                let memory = Segments::new(&functions, handles);
+                registered(memory.range(0, handles.len() as u64 * memory.step))
+            }
+        }
+    }
+}
+
+fn modules(names: &[&str]) -> Facts {
+    let modules = names.iter().map(|name| (*name).to_owned()).collect();
+    Facts { modules: Some(modules), ..Facts::default() }
+}
+
+/// Who meets the cause, by its name.
+fn scenes() -> Vec<(&'static str, Scene)> {
+    const EXPORT: &str = "cuMemGetHandleForAddressRange";
+    let refused = |code| Scene { refusal: Some((EXPORT, 1, code)), ..Scene::default() };
+    let of = |kind| Scene { memory: Memory::Of(kind), ..Scene::default() };
+    let closed = || Profile::named("550-closed").expect("a profile");
+    let pcie_first = Imports { pcie_mapping_first: true, ..IMPORTS };
+    let peer_only = Imports { dma_buf: false, peer_memory: true, ..IMPORTS };
+    let before_the_flag = || Profile::named("550-open").expect("a profile");
+    let mut scenes = vec![
+        (
+            "nvidia-closed-modules",
+            Scene {
+                profile: closed(),
+                facts: Facts { nvidia_modules_open: Some(false), ..Facts::default() },
+                ..Scene::default()
+            },
+        ),
+        ("device-without-dma-buf", Scene { profile: closed(), ..Scene::default() }),
+        ("device-without-dma-buf", refused(CuResult::CUDA_ERROR_NOT_SUPPORTED)),
+        (
+            "device-without-dma-buf",
+            Scene { profile: Profile { absent: vec![EXPORT], ..Profile::default() }, ..Scene::default() },
+        ),
+        ("vmm-range", Scene { memory: Memory::Handles(&[true, false]), ..Scene::default() }),
+        (
+            "vmm-range",
+            Scene {
+                refusal: Some((EXPORT, 1, CuResult::CUDA_ERROR_INVALID_VALUE)),
+                ..of(AllocationKind::Virtual)
+            },
+        ),
+        (
+            "segments-not-in-one",
+            Scene {
+                profile: Profile { spanning_exports: false, ..Profile::default() },
+                memory: Memory::Handles(&[true; 2]),
+                ..Scene::default()
+            },
+        ),
+        // What the driver answers for a hole.
+        (
+            "vmm-range",
+            Scene {
+                refusal: Some(("cuMemGetAddressRange_v2", 1, CuResult::CUDA_ERROR_NOT_FOUND)),
+                ..of(AllocationKind::Virtual)
+            },
+        ),
+        ("stream-ordered-pool", of(AllocationKind::StreamOrdered)),
+        ("stream-ordered-pool", Scene { imports: peer_only, ..of(AllocationKind::StreamOrdered) }),
+        // The first query finds the owner; the next no longer knows the address.
+        (
+            "freed-or-outside",
+            Scene {
+                refusal: Some(("cuPointerGetAttributes", 2, CuResult::CUDA_ERROR_INVALID_VALUE)),
+                ..Scene::default()
+            },
+        ),
+        (
+            "bar-small",
+            Scene {
+                facts: Facts { bar: Some(256 << 20), ..Facts::default() },
+                ..refused(CuResult::CUDA_ERROR_OUT_OF_MEMORY)
+            },
+        ),
+        ("bar-full", refused(CuResult::CUDA_ERROR_OUT_OF_MEMORY)),
+        ("device-files", refused(CuResult::CUDA_ERROR_NOT_PERMITTED)),
+        (
+            "device-without-peer-memory",
+            Scene {
+                profile: Profile { rdma: false, ..Profile::default() },
+                imports: peer_only,
+                ..Scene::default()
+            },
+        ),
+        (
+            "peer-memory-module-missing",
+            Scene {
+                imports: peer_only,
+                facts: modules(&["nvidia"]),
+                nic: Some(Errno(14)),
+                ..Scene::default()
+            },
+        ),
+        (
+            "peer-memory-range",
+            Scene {
+                imports: peer_only,
+                facts: modules(&["nvidia_peermem"]),
+                nic: Some(Errno(14)),
+                ..Scene::default()
+            },
+        ),
+    ];
+    for kind in [AllocationKind::Device, AllocationKind::Virtual] {
+        scenes
+            .push(("no-pcie-mapping", Scene { profile: before_the_flag(), imports: pcie_first, ..of(kind) }));
+    }
+    for code in [
+        CuResult::CUDA_ERROR_NOT_INITIALIZED,
+        CuResult::CUDA_ERROR_DEINITIALIZED,
+        CuResult::CUDA_ERROR_INVALID_CONTEXT,
+        CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED,
+    ] {
+        scenes.push(("wrong-context", refused(code)));
+    }
+    for code in [
+        CuResult::CUDA_ERROR_DEVICE_UNAVAILABLE,
+        CuResult::CUDA_ERROR_NO_DEVICE,
+        CuResult::CUDA_ERROR_ILLEGAL_ADDRESS,
+    ] {
+        scenes.push(("device-lost", refused(code)));
+    }
+    scenes
+}
+
+#[test]
+fn diag_03_each_cause_on_cudas_side_is_named_by_a_registration_that_meets_it() {
+    let mut met = BTreeSet::new();
+    for (name, scene) in scenes() {
+        let cause = CAUSES.iter().find(|cause| cause.name == name);
+        let cause = cause.unwrap_or_else(|| panic!("no cause {name}"));
+        let trace = scene.play();
+        let attempt = trace.iter().find(|attempt| attempt.cause_name == Some(name));
+        let attempt = attempt.unwrap_or_else(|| panic!("{name} is not named: {trace}"));
+        assert_eq!(attempt.cause.as_deref(), Some(cause.cause), "{name}");
+        assert_eq!(attempt.remedy.as_deref(), Some(cause.remedy), "{name}");
+        let text = attempt.to_string();
+        assert!(text.contains(cause.cause) && text.contains(cause.remedy), "{text}");
+        met.insert(name);
+    }
+    // Each entry that is CUDA's, or that a code of its driver leads to, has a scene.
+    for cause in CAUSES {
+        let codes = cause.answers.iter().any(|answer| matches!(answer, Answer::Driver(_)));
+        let ours = cause.iface.map_or(codes, |iface| iface == IfaceKind::CUDA);
+        assert!(!ours || met.contains(cause.name), "{} is met by no scene", cause.name);
+    }
+}

@@ -1,0 +1,67 @@
+//! VMM memory of the application's own.
+
+use hmem::{
+    Address, AddressRange,
+    cuda::sys::{self, Functions},
+};
+
+/// What PyTorch's expandable segments are: one reservation, a handle for each step, all the application's own.
+pub(crate) struct Segments<'a> {
+    functions: &'a Functions,
+    pub(crate) base: u64,
+    pub(crate) step: u64,
+    handles: Vec<u64>,
+}
+
+impl<'a> Segments<'a> {
+    pub(crate) fn new(f: &'a Functions, capable: &[bool]) -> Self {
+        Self::of(f, capable, |_| 0)
+    }
+
+    /// With handle types to ask for, so that handles differ in their properties.
+    pub(crate) fn of(f: &'a Functions, capable: &[bool], handle_types: fn(usize) -> u32) -> Self {
+        let step = 2usize << 20;
+        let (mut base, mut handles) = (0, Vec::new());
+        // SAFETY: places are writable; what is mapped was reserved and created just now.
+        unsafe {
+            let reserve = f.mem_address_reserve.expect("VMM");
+            assert!(reserve(&mut base, step * capable.len(), 0, 0, 0).is_success());
+            for (number, capable) in capable.iter().enumerate() {
+                let location = sys::CuMemLocation { kind: sys::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 };
+                let properties = sys::CuMemAllocationProp {
+                    kind: sys::CU_MEM_ALLOCATION_TYPE_PINNED,
+                    location,
+                    requested_handle_types: handle_types(number),
+                    gpu_direct_rdma_capable: (*capable).into(),
+                    ..Default::default()
+                };
+                let who = sys::CuMemAccessDesc { location, flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
+                let (mut handle, at) = (0, base + (number * step) as u64);
+                assert!(f.mem_create.expect("VMM")(&mut handle, step, &properties, 0).is_success());
+                assert!(f.mem_map.expect("VMM")(at, step, 0, handle, 0).is_success());
+                assert!(f.mem_set_access.expect("VMM")(at, step, &who, 1).is_success());
+                handles.push(handle);
+            }
+        }
+        Self { functions: f, base, step: step as u64, handles }
+    }
+
+    pub(crate) fn range(&self, from: u64, len: u64) -> AddressRange {
+        AddressRange::new(Address(self.base + from), len).expect("a range")
+    }
+}
+
+impl Drop for Segments<'_> {
+    fn drop(&mut self) {
+        let f = self.functions;
+        let whole = self.step as usize * self.handles.len();
+        // SAFETY: mapped and reserved in `new`, and no region is left over it.
+        unsafe {
+            assert!(f.mem_unmap.expect("VMM")(self.base, whole).is_success());
+            assert!(f.mem_address_free.expect("VMM")(self.base, whole).is_success());
+            for handle in &self.handles {
+                assert!(f.mem_release.expect("VMM")(*handle).is_success());
+            }
+        }
+    }
+}
