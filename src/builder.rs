@@ -312,8 +312,9 @@ impl Builder {
     /// One that cannot start does not stop the others: [`Registry::absent`] says why.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for an unknown name in the filter, an environment variable that cannot be read, or a kind
-    /// or provider name that was added twice. Why a cache monitor that was asked for by name does not work here.
+    /// [`ErrorKind::InvalidArgument`] for an unknown name in the filter, an environment variable that cannot be read where
+    /// the builder does not override it, or a kind or provider name that was added twice. Why a cache monitor that was asked for
+    /// by name does not work here.
     pub fn build(self) -> Result<Hmem> {
         let filter = match self.filter {
             Some(names) => Some(Filter::parse(&names, &self.plug_ins)?),
@@ -326,7 +327,7 @@ impl Builder {
             Some(disable) => disable,
             None => env::boolean(env::DISABLE_P2P)?.unwrap_or(false),
         };
-        let cache = filled_in(self.cache.clone(), &env::cache()?);
+        let cache = env::cache(&self.cache)?;
         let mut registry = Registry::new();
         let system = Arc::new(system(self.cache_monitor)?);
         registry.add(Arc::<System>::clone(&system))?;

@@ -1,4 +1,4 @@
-//! The environment variables of libfabric that apply here. The builder wins over them.
+//! The environment variables of libfabric that apply here. The builder wins over them: what it says is not read.
 
 use hmem_core::{CacheAttr, Error, ErrorKind, IfaceKind, Result};
 
@@ -22,21 +22,36 @@ pub(crate) const CACHE_MONITORS: [(&str, IfaceKind); 3] = [
     ("FI_MR_ZE_CACHE_MONITOR_ENABLED", IfaceKind::ZE),
 ];
 
-/// What the environment says of registration caches.
-pub(crate) fn cache() -> Result<CacheAttr> {
-    let max_count = number(CACHE_MAX_COUNT)?;
+/// What `said` says of registration caches, and where it says nothing what the environment does.
+pub(crate) fn cache(said: &CacheAttr) -> Result<CacheAttr> {
+    let max_count = match said.max_count {
+        Some(count) => Some(count),
+        None => number(CACHE_MAX_COUNT)?.map(|count| usize::try_from(count).unwrap_or(usize::MAX)),
+    };
+    let max_bytes = match said.max_bytes {
+        Some(bytes) => Some(bytes),
+        None => number(CACHE_MAX_SIZE)?,
+    };
+    let merge = match said.merge {
+        Some(merge) => Some(merge),
+        None => boolean(CACHE_MERGE)?,
+    };
+    let without_monitors = match &said.without_monitors {
+        Some(without) => Some(without.clone()),
+        None => without_monitors()?,
+    };
+    Ok(CacheAttr { max_count, max_bytes, merge, without_monitors })
+}
+
+/// The ifaces whose monitors the environment leaves out.
+fn without_monitors() -> Result<Option<Vec<IfaceKind>>> {
     let mut without = Vec::new();
     for (name, iface) in CACHE_MONITORS {
         if boolean(name)? == Some(false) {
             without.push(iface);
         }
     }
-    Ok(CacheAttr {
-        max_count: max_count.map(|count| usize::try_from(count).unwrap_or(usize::MAX)),
-        max_bytes: number(CACHE_MAX_SIZE)?,
-        merge: boolean(CACHE_MERGE)?,
-        without_monitors: Some(without).filter(|without| !without.is_empty()),
-    })
+    Ok(Some(without).filter(|without| !without.is_empty()))
 }
 
 fn number(name: &'static str) -> Result<Option<u64>> {

@@ -435,6 +435,15 @@ fn cache_12_the_environment_is_read_the_builder_wins_and_bad_values_are_refused_
             let error = builder().build().unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
             assert!(error.to_string().contains(&bad), "{error}");
+            // What the builder says itself is not read.
+            let without_monitors = Some(vec![IfaceKind::ROCR]);
+            let said = CacheAttr {
+                without_monitors,
+                ..CacheAttr::default().max_count(2).max_bytes(4096).merge(false)
+            };
+            let builder = builder().cache_monitor(MonitorKind::Disabled).cache(said.clone());
+            let hmem = builder.build().expect("the builder wins over a bad value");
+            assert_eq!(hmem.cache_attr(), &said);
             return;
         }
         Err(_) if !alone(name, &variables) => {
