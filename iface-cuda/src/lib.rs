@@ -26,7 +26,7 @@
 //! | [`sys`] | the function table, layouts and constants |
 //! | `driver` | what one opened iface shares: functions, devices, what is to be given back |
 //! | `device` | devices and their abilities |
-//! | `context` | contexts retained when needed, current only while a call runs |
+//! | `context` | which context a call works in, current only while it runs |
 //! | `memory` | the allocation around an address, segments |
 //! | `allocate` | allocating every kind, freeing, page-locking |
 //! | `copy` | copies |
@@ -49,10 +49,26 @@
 //! | `cuMemAllocManaged` | the managed attribute | host pages: it migrates, and is never registered as device memory |
 //! | `cuIpcOpenMemHandle` through this iface | the iface's book | an export is tried; `cuda.h` promises none |
 //!
+//! # Contexts
+//!
+//! No call needs a current context on the calling thread, and each leaves the one that is there. A device's primary context
+//! is made only where nobody has it and nothing else will do:
+//!
+//! | work | in | afterwards |
+//! |---|---|---|
+//! | allocating, opening another process's memory | the primary context | retained until the iface closes, unless refused |
+//! | copies | the memory's own context; for memory of none the primary one that somebody has, else the thread's | a primary one is retained for its streams, unless the copy is refused |
+//! | segments, exports, handles for other processes | the memory's own; for memory of none the thread's, else the primary one | given back; retained where SYNC_MEMOPS was set on it |
+//! | page-locking | a primary one that somebody has, else the thread's, else the first device's | retained, unless refused; in the thread's the page-locking goes with it |
+//! | flushing inbound writes | the primary one that somebody has, else the thread's | given back |
+//! | queries, where the driver wants a context | the thread's, else a primary one that somebody has; none is made | given back |
+//!
+//! The thread's context is taken for memory of its device only. What is given back is so when the last call that works in it
+//! ends, and destroyed if nobody else has it; nothing that is cached dies of it.
+//!
 //! # Things this crate does not do
 //!
-//! It never changes the calling thread's current context beyond a call, creates no context for a query, and retains a
-//! device's primary context only when memory of the device is worked on. It does not unload the driver library. Its
+//! It never changes the calling thread's current context beyond a call, and creates no context for a query. It does not unload the driver library. Its
 //! hooks do not see every free that reaches the driver from elsewhere: identities tell of them. It does not order copies behind the
 //! application's streams.
 
