@@ -8,7 +8,7 @@ use hmem_core::{
 };
 
 use crate::{
-    context::{Workplace, within, within_or_undo},
+    context::{Workplace, within},
     device,
     driver::{Driver, Left, Origin, Owned, Registered, not_live},
     error::{check, lacks, lacks_symbol},
@@ -46,9 +46,7 @@ impl Driver {
             Error::new(ErrorKind::OutOfResources, "allocate").remedy("no machine has that much memory")
         })?;
         let hold = self.hold(device)?;
-        let (base, mut origin) = within_or_undo(
-            &self.functions,
-            hold.context(),
+        let (base, mut origin) = hold.within_or_undo(
             || match request.kind {
                 AllocationKind::Host => Ok((self.host_alloc(len)?, Origin::Host)),
                 AllocationKind::Managed => Ok((self.managed_alloc(len)?, Origin::Memory)),
@@ -61,9 +59,7 @@ impl Driver {
         let entered = self.enter(base, request, device, &origin);
         if entered.is_ok() {
             hold.keep();
-        } else if let Err(error) =
-            within(&self.functions, hold.context(), || self.give_back(base, device, &mut origin))
-        {
+        } else if let Err(error) = hold.within(|| self.give_back(base, device, &mut origin)) {
             hold.keep();
             tracing::error!(%error, "an allocation that failed stays taken");
         }
@@ -289,27 +285,26 @@ impl Driver {
         }
         let workplace = self.workplace_for_host()?;
         let pointer = std::ptr::with_exposed_provenance_mut::<c_void>(range.start().0 as usize);
-        let locked = within_or_undo(
-            &self.functions,
-            workplace.context(),
-            || {
-                let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
-                // SAFETY: the caller of `Iface::host_register` keeps the range mapped.
-                let code =
-                    unsafe { (self.functions.mem_host_register)(pointer, range.len() as usize, flags) };
-                check(code, "cuMemHostRegister_v2")
-            },
-            |()| {
-                // SAFETY: registered just now.
-                let code = unsafe { (self.functions.mem_host_unregister)(pointer) };
-                check(code, "cuMemHostUnregister")
-            },
-        )
-        .map_err(|error| error.context("range", range));
+        let locked = workplace
+            .within_or_undo(
+                || {
+                    let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
+                    // SAFETY: the caller of `Iface::host_register` keeps the range mapped.
+                    let code =
+                        unsafe { (self.functions.mem_host_register)(pointer, range.len() as usize, flags) };
+                    check(code, "cuMemHostRegister_v2")
+                },
+                |()| {
+                    // SAFETY: registered just now.
+                    let code = unsafe { (self.functions.mem_host_unregister)(pointer) };
+                    check(code, "cuMemHostUnregister")
+                },
+            )
+            .map_err(|error| error.context("range", range));
         if locked.is_ok() {
             workplace.keep();
             let device = match &workplace {
-                Workplace::Theirs(_) => None,
+                Workplace::Theirs(..) => None,
                 Workplace::Held(hold) => Some(hold.device()),
             };
             self.book.lock().registered.insert(range.start().0, Registered { len: range.len(), device });
@@ -332,7 +327,7 @@ impl Driver {
         let pointer = std::ptr::with_exposed_provenance_mut::<c_void>(start as usize);
         let mut gone = false;
         let result = self.workplace_of_registered(range.start(), known).and_then(|workplace| {
-            let ended = within(&self.functions, workplace.context(), || {
+            let ended = workplace.within(|| {
                 // SAFETY: registered by this driver and unregistered once: the book's entry is gone.
                 let code = unsafe { (self.functions.mem_host_unregister)(pointer) };
                 let ended = if code == CuResult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED {
@@ -357,7 +352,7 @@ impl Driver {
             return self.hold(device).map(Workplace::Held);
         }
         let context = self.context_of(address)?;
-        if context.is_null() { self.workplace_for_host() } else { Ok(Workplace::Theirs(context)) }
+        if context.is_null() { self.workplace_for_host() } else { Ok(Workplace::Theirs(self, context)) }
     }
 }
 

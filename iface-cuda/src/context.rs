@@ -61,6 +61,20 @@ impl Hold<'_> {
         }
     }
 
+    /// [`within`]; a context that the thread cannot be rid of is kept, so that it has none that is destroyed.
+    pub(crate) fn within<T>(&self, run: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.within_or_undo(run, |_| Ok(()))
+    }
+
+    /// [`within_or_undo`], as above.
+    pub(crate) fn within_or_undo<T>(
+        &self,
+        run: impl FnOnce() -> Result<T>,
+        undo: impl FnOnce(T) -> Result<()>,
+    ) -> Result<T> {
+        current_while(&self.driver.functions, self.context, run, undo, || self.keep())
+    }
+
     /// Gives back what `result` was got in. An error of the work comes before one of giving back, which is told as
     /// dropping tells it.
     ///
@@ -98,7 +112,7 @@ impl Drop for Hold<'_> {
 #[must_use = "dropped, the context may go"]
 pub(crate) enum Workplace<'a> {
     /// Somebody else's: the memory's own, or the calling thread's.
-    Theirs(CuContext),
+    Theirs(&'a Driver, CuContext),
     /// A device's primary one.
     Held(Hold<'a>),
 }
@@ -106,8 +120,25 @@ pub(crate) enum Workplace<'a> {
 impl Workplace<'_> {
     pub(crate) fn context(&self) -> CuContext {
         match self {
-            Self::Theirs(context) => *context,
+            Self::Theirs(_, context) => *context,
             Self::Held(hold) => hold.context(),
+        }
+    }
+
+    /// As [`Hold::within`].
+    pub(crate) fn within<T>(&self, run: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.within_or_undo(run, |_| Ok(()))
+    }
+
+    /// As [`Hold::within_or_undo`].
+    pub(crate) fn within_or_undo<T>(
+        &self,
+        run: impl FnOnce() -> Result<T>,
+        undo: impl FnOnce(T) -> Result<()>,
+    ) -> Result<T> {
+        match self {
+            Self::Theirs(driver, context) => within_or_undo(&driver.functions, *context, run, undo),
+            Self::Held(hold) => hold.within_or_undo(run, undo),
         }
     }
 
@@ -121,7 +152,7 @@ impl Workplace<'_> {
     /// As [`Hold::end`].
     pub(crate) fn end<T>(self, result: Result<T>) -> Result<T> {
         match self {
-            Self::Theirs(_) => result,
+            Self::Theirs(..) => result,
             Self::Held(hold) => hold.end(result),
         }
     }
@@ -147,15 +178,27 @@ pub(crate) fn within_or_undo<T>(
     run: impl FnOnce() -> Result<T>,
     undo: impl FnOnce(T) -> Result<()>,
 ) -> Result<T> {
+    current_while(functions, context, run, undo, || ())
+}
+
+/// [`within_or_undo`], which tells `stuck` of a context that stays current.
+fn current_while<T>(
+    functions: &Functions,
+    context: CuContext,
+    run: impl FnOnce() -> Result<T>,
+    undo: impl FnOnce(T) -> Result<()>,
+    stuck: impl FnOnce(),
+) -> Result<T> {
     // SAFETY: the context is a retained primary one, or one that the driver named as the memory's own or as the calling
     // thread's just now.
     check(unsafe { (functions.ctx_push_current)(context) }, "cuCtxPushCurrent_v2")?;
     let result = run();
-    let Err(stuck) = pop(functions) else { return result };
-    let result = result.and_then(|value| undo(value).and(Err(stuck)));
+    let Err(refused) = pop(functions) else { return result };
+    let result = result.and_then(|value| undo(value).and(Err(refused)));
     // Nobody wants to go on with a foreign context current: once more.
     if let Err(error) = pop(functions) {
         tracing::error!(%error, "the calling thread keeps a CUDA context that is not its own");
+        stuck();
     }
     result
 }
@@ -247,11 +290,11 @@ impl Driver {
     /// That the driver needs one for such memory is written nowhere; nor is that it does not.
     pub(crate) fn workplace(&self, own: CuContext, device: DeviceId) -> Result<Workplace<'_>> {
         if !own.is_null() {
-            return Ok(Workplace::Theirs(own));
+            return Ok(Workplace::Theirs(self, own));
         }
         let entry = device::get(&self.devices, "cuCtxGetDevice", device)?;
         match self.current()? {
-            Some((context, of)) if of == entry.handle => Ok(Workplace::Theirs(context)),
+            Some((context, of)) if of == entry.handle => Ok(Workplace::Theirs(self, context)),
             _ => self.hold(device).map(Workplace::Held),
         }
     }
@@ -278,7 +321,7 @@ impl Driver {
             }
         }
         match current {
-            Some((context, _)) => Ok(Workplace::Theirs(context)),
+            Some((context, _)) => Ok(Workplace::Theirs(self, context)),
             None => self.hold(DeviceId(0)).map(Workplace::Held),
         }
     }

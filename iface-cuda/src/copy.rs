@@ -38,28 +38,36 @@ impl Driver {
             unsafe { copy_host(to, from, len) };
             return Ok(());
         };
-        let copied = self.copy_at(place, to, from, len);
+        let copied = self.copy_at(&workplace, place, to, from, len);
         if copied.is_ok() {
             workplace.keep();
         }
         workplace.end(copied)
     }
 
-    fn copy_at(&self, place: Place, to: Address, from: Address, len: u64) -> Result<()> {
-        within(&self.functions, place.context, || {
-            let copy = |stream| {
-                self.start(stream, to, from, len)?;
-                // SAFETY: the stream is this driver's own.
-                check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize")
-            };
-            if place.primary {
-                return self.with_own_stream(place.device, copy);
-            }
-            let stream = new_stream(&self.functions)?;
-            let copied = copy(stream);
-            self.leave_stream(place, stream).and(copied)
-        })
-        .map_err(|error| error.context("to", to).context("from", from).context("length", len))
+    fn copy_at(
+        &self,
+        workplace: &Workplace<'_>,
+        place: Place,
+        to: Address,
+        from: Address,
+        len: u64,
+    ) -> Result<()> {
+        workplace
+            .within(|| {
+                let copy = |stream| {
+                    self.start(stream, to, from, len)?;
+                    // SAFETY: the stream is this driver's own.
+                    check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize")
+                };
+                if place.primary {
+                    return self.with_own_stream(place.device, copy);
+                }
+                let stream = new_stream(&self.functions)?;
+                let copied = copy(stream);
+                self.leave_stream(place, stream).and(copied)
+            })
+            .map_err(|error| error.context("to", to).context("from", from).context("length", len))
     }
 
     /// # Safety
@@ -77,30 +85,31 @@ impl Driver {
         };
         if place.lent {
             // The context need not be there any longer when the event is asked.
-            self.copy_at(place, to, from, len)?;
+            self.copy_at(&workplace, place, to, from, len)?;
             return Ok(Box::new(Done));
         }
-        let started = within(&self.functions, place.context, || {
-            let stream = self.stream_at(place)?;
-            let started = self.event_at(place).and_then(|event| {
-                let recorded = self.start(stream, to, from, len).and_then(|()| {
-                    // SAFETY: event and stream are this driver's own and of the current context.
-                    check(unsafe { (self.functions.event_record)(event, stream) }, "cuEventRecord")
+        let started = workplace
+            .within(|| {
+                let stream = self.stream_at(place)?;
+                let started = self.event_at(place).and_then(|event| {
+                    let recorded = self.start(stream, to, from, len).and_then(|()| {
+                        // SAFETY: event and stream are this driver's own and of the current context.
+                        check(unsafe { (self.functions.event_record)(event, stream) }, "cuEventRecord")
+                    });
+                    if recorded.is_err() {
+                        // The copy may have begun: the caller must not get its memory back before it ended.
+                        // SAFETY: the stream is this driver's own.
+                        check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize")?;
+                        self.leave_event(place, event)?;
+                    }
+                    recorded.map(|()| event)
                 });
-                if recorded.is_err() {
-                    // The copy may have begun: the caller must not get its memory back before it ended.
-                    // SAFETY: the stream is this driver's own.
-                    check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize")?;
-                    self.leave_event(place, event)?;
+                if started.is_err() {
+                    self.leave_stream(place, stream)?;
                 }
-                recorded.map(|()| event)
-            });
-            if started.is_err() {
-                self.leave_stream(place, stream)?;
-            }
-            started.map(|event| (stream, event))
-        })
-        .map_err(|error| error.context("to", to).context("from", from).context("length", len));
+                started.map(|event| (stream, event))
+            })
+            .map_err(|error| error.context("to", to).context("from", from).context("length", len));
         if started.is_ok() {
             workplace.keep();
         }

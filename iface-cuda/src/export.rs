@@ -12,7 +12,6 @@ use hmem_core::{
 };
 
 use crate::{
-    context::within,
     driver::Driver,
     error::{check, lacks, lacks_symbol, refused},
     memory::Found,
@@ -47,7 +46,7 @@ impl Driver {
             DmaBufMapping::Pcie => sys::CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE,
         };
         let workplace = self.workplace(found.context, device)?;
-        let exported = within(&self.functions, workplace.context(), || {
+        let exported = workplace.within(|| {
             let mut fd: c_int = -1;
             // SAFETY: for this type of handle the driver writes one int; the range is only looked up.
             let code = unsafe {
@@ -124,7 +123,7 @@ impl Driver {
             }
         }
         let workplace = self.workplace(found.context, found.device()).map_err(described)?;
-        let prepared = within(&self.functions, workplace.context(), || {
+        let prepared = workplace.within(|| {
             if self.synchronise_memory(&found, range)? {
                 workplace.keep();
             }
@@ -230,7 +229,7 @@ impl Driver {
             .remedy("read a byte of the memory through the NIC after the write, which orders them"));
         }
         let workplace = self.workplace_on(device)?;
-        let flushed = within(&self.functions, workplace.context(), || {
+        let flushed = workplace.within(|| {
             let (target, scope) = (
                 sys::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
                 sys::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER,

@@ -7,7 +7,7 @@ use hmem_core::{
 };
 
 use crate::{
-    context::{within, within_or_undo},
+    context::within,
     driver::{Driver, Origin, Owned, not_live},
     error::{check, lacks},
     sys::{self, CU_IPC_HANDLE_SIZE, CuDevicePtr, CuIpcMemHandle, CuResult},
@@ -68,7 +68,7 @@ impl Driver {
         let found = live.ok_or_else(|| not_live(OPERATION, allocation))?;
         let workplace = self.workplace(found.context, found.device())?;
         let mut handle = CuIpcMemHandle { reserved: [0; CU_IPC_HANDLE_SIZE] };
-        let exported = within(&self.functions, workplace.context(), || {
+        let exported = workplace.within(|| {
             // SAFETY: `handle` is writable; the address is the first of a live allocation.
             let code = unsafe { (self.functions.ipc_get_mem_handle)(&mut handle, allocation.base().0) };
             check(code, "cuIpcGetMemHandle")
@@ -114,11 +114,11 @@ impl Driver {
             // SAFETY: opened just now, and seen by nobody.
             check(unsafe { (self.functions.ipc_close_mem_handle)(base) }, "cuIpcCloseMemHandle")
         };
-        let base = within_or_undo(&self.functions, hold.context(), open, close)?;
+        let base = hold.within_or_undo(open, close)?;
         let entered = self.enter_imported(base, body.len, device);
         if entered.is_ok() {
             hold.keep();
-        } else if let Err(error) = within(&self.functions, hold.context(), || close(base)) {
+        } else if let Err(error) = hold.within(|| close(base)) {
             hold.keep();
             tracing::error!(%error, "an opened allocation that failed stays open");
         }

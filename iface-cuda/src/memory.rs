@@ -12,7 +12,7 @@ use hmem_core::{
 };
 
 use crate::{
-    context::within,
+    context::{Workplace, within},
     driver::{Driver, Origin},
     error::check,
     sys::{self, CuContext, CuDevicePtr, CuPointerAttribute, CuResult},
@@ -147,7 +147,7 @@ impl Driver {
         for entry in &self.devices {
             let device = entry.description.id;
             let Some(hold) = self.hold_if_active(device)? else { continue };
-            let answer = within(&self.functions, hold.context(), || self.ask(address, attributes, asked));
+            let answer = hold.within(|| self.ask(address, attributes, asked));
             let answer = hold.end(answer)?;
             if !matches!(answer, Answer::NoContext) {
                 return Ok(answer);
@@ -316,16 +316,16 @@ impl Driver {
             return Ok(vec![Segment { range, exportable: true }]);
         }
         let workplace = self.workplace(found.context, found.device())?;
-        let segments = self.mappings(range, workplace.context());
+        let segments = self.mappings(range, &workplace);
         workplace.end(segments)
     }
 
-    /// The mapped parts of a range of a reservation, asked for within a context.
-    fn mappings(&self, range: AddressRange, context: CuContext) -> Result<Vec<Segment>> {
+    /// The mapped parts of a range of a reservation.
+    fn mappings(&self, range: AddressRange, workplace: &Workplace<'_>) -> Result<Vec<Segment>> {
         let mut segments = Vec::new();
         let mut done = 0;
         while let Some(rest) = range.slice(done, range.len() - done).filter(|rest| !rest.is_empty()) {
-            let mapping = within(&self.functions, context, || self.mapping_at(rest.start()))?;
+            let mapping = workplace.within(|| self.mapping_at(rest.start()))?;
             let offset = rest.start().0.wrapping_sub(mapping.start().0);
             let len = mapping.len().saturating_sub(offset).min(rest.len());
             let part = rest.slice(0, len).filter(|part| !part.is_empty());

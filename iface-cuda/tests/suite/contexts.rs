@@ -452,6 +452,18 @@ fn hm_05_a_query_keeps_no_context_of_the_application() {
     });
 }
 
+/// A thread that cannot be rid of the context has one that is there.
+#[test]
+fn hm_05_a_context_that_stays_current_is_not_destroyed() {
+    over(Profile::default(), |world| {
+        world.driver().fail_always("cuCtxPopCurrent_v2", CuResult::CUDA_ERROR_UNKNOWN);
+        world.cuda.allocate(&too_much(AllocationKind::Device)).expect_err("too much");
+        world.driver().heal();
+        assert_eq!(world.active(), [0]);
+        assert!(!world.app.pop().is_null(), "it was current");
+    });
+}
+
 #[test]
 fn hm_05_threads_work_at_once() {
     each(|world| {
