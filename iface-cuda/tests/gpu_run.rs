@@ -12,6 +12,11 @@ const SUITE: &str = r#"case "$1" in
     --list) printf 'a_1: test\nb_2: test\n' ;;
     *) echo "test $2 ... ok"; echo "test result: ok. 1 passed; 0 failed" ;;
 esac"#;
+const BYTES: &str = r#"case "$1" in
+    --list) printf 'c_3: test\nd_4: test\n' ;;
+    *) [[ $2 != d_4 ]] || echo "test d_4 ... not over a GPU: it needs two of them"; echo ok
+       echo "test result: ok. 1 passed; 0 failed" ;;
+esac"#;
 const HMEM: &str = r#"echo "hmem $*""#;
 
 /// A folder as `--carry` makes it, with these programs in it. It goes with the value.
@@ -23,7 +28,7 @@ impl Folder {
         fs::create_dir_all(&folder).expect("a folder");
         let run = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/gpu/run");
         fs::copy(run, folder.join("run")).expect("the command");
-        for (name, text) in [("gpu", gpu), ("suite", suite), ("hmem", hmem)] {
+        for (name, text) in [("gpu", gpu), ("suite", suite), ("bytes", BYTES), ("hmem", hmem)] {
             let path = folder.join(name);
             fs::write(&path, format!("#!/usr/bin/env bash\n{text}\n")).expect("a program");
             fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("executable");
@@ -51,8 +56,15 @@ fn holds(report: &str, lines: &[&str]) {
     }
 }
 
-const WHOLE: [&str; 5] =
-    ["part machine", "part copies", "| a_1 | passed |", "| b_2 | passed |", "    hmem check --iface cuda"];
+const WHOLE: [&str; 7] = [
+    "part machine",
+    "part copies",
+    "| a_1 | passed |",
+    "| b_2 | passed |",
+    "    hmem check --iface cuda",
+    "| c_3 | passed |",
+    "| d_4 | not shown over the GPU: it needs two of them |",
+];
 
 #[test]
 fn what_passes_is_reported_whole() {

@@ -13,13 +13,13 @@ use hmem::{
     iface::AllocRequest,
     monitor::Cause,
     p2p::loopback::Memory,
-    path::{P2pPolicy, Path},
+    path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr},
     transfer::{PeerId, RemoteSegment},
 };
 use hmem_fake_cuda::Profile;
 
-use crate::link::{IMPORTS, Link};
+use crate::link::{IMPORTS, Link, came_back, is_direct, not_over_a_gpu, profiles, real};
 
 /// The monitors that can be shown here: hooks patch the fake's entries, which are the real library's on x86-64 only.
 const MONITORS: &[MonitorKind] = if cfg!(target_arch = "x86_64") {
@@ -150,10 +150,10 @@ fn rounds(link: &Link, kind: AllocationKind, freed: Freed, rounds: u32) -> Shown
         drop(first);
         // What the worker deregisters of the round before calls the driver too.
         cache.flush();
-        let calls = link.driver.all_calls();
+        let calls = link.calls();
         // SAFETY: as above.
         let again = unsafe { link.cache_get(memory) };
-        shown.calls = shown.calls.max(link.driver.all_calls() - calls);
+        shown.calls = shown.calls.max(link.calls() - calls);
         assert_eq!(reader.first(&again), bytes_of(round));
         drop(again);
         match ours {
@@ -173,7 +173,7 @@ fn rounds(link: &Link, kind: AllocationKind, freed: Freed, rounds: u32) -> Shown
 }
 
 fn worlds(rounds_each: u32, show: impl Fn(&Link, MonitorKind, u32)) {
-    for profile in Profile::all() {
+    for profile in profiles() {
         for monitor in MONITORS {
             let link = Link::cached(profile.clone(), IMPORTS, P2pPolicy::Enabled, Memory::Pinned, *monitor);
             show(&link, *monitor, rounds_each);
@@ -187,9 +187,15 @@ fn mr_07_cached_cuda_memory_that_comes_back_at_its_address_is_never_a_stale_hit(
     worlds(200, |link, monitor, count| {
         for freed in [Freed::ThroughTheIface, Freed::ByTheApplication] {
             let shown = rounds(link, AllocationKind::Device, freed, count);
-            assert_eq!(shown.reused, count - 1, "{monitor}, {freed:?}: the address did not come back");
+            came_back(shown.reused == count - 1);
+            if real() {
+                continue;
+            }
             let most = u64::from(monitor == MonitorKind::Identity);
             assert_eq!(shown.calls, most, "{monitor}, {freed:?}: driver calls of a hit");
+        }
+        if real() {
+            return;
         }
         let now = link.domain.cache().expect("a cache").statistics();
         let (told, asked) = (now.invalidations(Cause::Free), now.invalidations(Cause::Identity));
@@ -207,10 +213,10 @@ fn cache_02_each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
     worlds(20, |link, monitor, count| {
         for kind in [AllocationKind::Host, AllocationKind::Managed, AllocationKind::StreamOrdered] {
             let shown = rounds(link, kind, Freed::ThroughTheIface, count);
-            assert!(shown.reused > 0, "{monitor}, {kind:?}: no address came back");
+            came_back(shown.reused > 0);
             // Stream-ordered memory goes when its stream gets there, whoever told of it before.
             let asks = monitor == MonitorKind::Identity || kind == AllocationKind::StreamOrdered;
-            assert_eq!(shown.calls, u64::from(asks), "{monitor}, {kind:?}");
+            assert!(real() || shown.calls == u64::from(asks), "{monitor}, {kind:?}: {shown:?}");
         }
         let request = AllocRequest { len: 3 << 20, device: DeviceId(0), kind: AllocationKind::Virtual };
         let memory = link.cuda.allocate(&request).expect("allocate");
@@ -227,6 +233,10 @@ fn cache_02_each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
 #[test]
 fn cache_02_memory_of_two_devices_is_two_entries_and_each_dies_by_its_own_free() {
     worlds(1, |link, monitor, _| {
+        if link.cuda.devices().expect("devices").len() < 2 {
+            assert!(not_over_a_gpu("the machine has one device"));
+            return;
+        }
         let cache = link.domain.cache().expect("a cache");
         let allocate = |device| {
             let request = AllocRequest { len: 2 << 20, device, kind: AllocationKind::Device };
@@ -254,7 +264,7 @@ fn cache_02_memory_of_two_devices_is_two_entries_and_each_dies_by_its_own_free()
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn mon_07_with_hooks_nothing_stays_registered_when_the_application_frees() {
-    for profile in Profile::all() {
+    for profile in profiles() {
         let link = Link::cached(profile, IMPORTS, P2pPolicy::Enabled, Memory::Pinned, MonitorKind::Hooks);
         let (app, cache) = (App::new(&link.functions), link.domain.cache().expect("a cache"));
         let memory: Vec<_> = (0..20).map(|_| app.allocate(64 << 10)).collect();
@@ -267,6 +277,10 @@ fn mon_07_with_hooks_nothing_stays_registered_when_the_application_frees() {
             app.free(*memory);
             cache.flush();
             assert_eq!(link.domain.live().regions, 19 - freed as u64, "and only that one");
+        }
+        if real() {
+            // The process has one driver, whose context others of its tests use.
+            continue;
         }
         // What takes memory of every kind away takes every entry.
         let memory = app.allocate(64 << 10);
@@ -316,6 +330,6 @@ fn mr_07_threads_that_free_what_others_get_at_once_never_hit_what_was_there_befo
         let now = cache.statistics();
         assert!(now.hits > 0 && now.registrations >= 900, "{monitor}: {now:?}");
         let path = cache.entries().first().and_then(|entry| entry.region);
-        assert!(matches!(path, None | Some(Path::DmaBuf)), "{path:?}");
+        assert!(path.is_none_or(is_direct), "{path:?}");
     }
 }

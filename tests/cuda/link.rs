@@ -1,6 +1,10 @@
-//! The fake driver, the iface over it, and two endpoints of a software NIC.
+//! A driver, the iface over it, and two endpoints of a software NIC: over the fake driver, or, where `HMEM_CUDA=real` asks for
+//! one, over the machine's and its GPU.
 
-use std::sync::Arc;
+use std::{
+    ops::Deref,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use hmem::{
     Access, AddressRange, AllocationKind, CacheAttr, CachedRegion, DeviceBuffer, DeviceId, Domain,
@@ -8,7 +12,7 @@ use hmem::{
     cuda::{Cuda, MonitorKind, sys::Functions},
     iface::AllocRequest,
     p2p::loopback::{Loopback, Memory},
-    path::P2pPolicy,
+    path::{P2pPolicy, Path},
     provider::{CompletionQueue, EndpointAttr, Imports},
     transfer::{Completion, PeerId, RemoteSegment},
 };
@@ -21,6 +25,56 @@ pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE
 pub(crate) const IMPORTS: Imports =
     Imports { dma_buf: true, pcie_mapping_first: false, peer_memory: false, staged: true };
 
+/// Whether a GPU is asked for.
+pub(crate) fn real() -> bool {
+    std::env::var("HMEM_CUDA").is_ok_and(|names| names.split(',').any(|name| name.trim() == "real"))
+}
+
+/// Where a GPU is asked for: says why a test is not shown over it, which `tests/gpu/run` makes a row of its report. Whether
+/// one is.
+pub(crate) fn not_over_a_gpu(why: &str) -> bool {
+    if real() {
+        println!("not over a GPU: {why}");
+    }
+    real()
+}
+
+/// The drivers that a behaviour is shown over: the fake in every profile, or the one of the machine.
+pub(crate) fn profiles() -> Vec<Profile> {
+    if real() { vec![Profile::default()] } else { Profile::all() }
+}
+
+/// The policy that asks for a dma-buf. A software NIC maps it, which not every driver has: over a GPU copies may take its place.
+pub(crate) fn direct() -> P2pPolicy {
+    if real() { P2pPolicy::Enabled } else { P2pPolicy::Required }
+}
+
+/// Whether a path is the one of a dma-buf, or what stands for it where the driver lets nobody map one.
+pub(crate) fn is_direct(path: Path) -> bool {
+    path == Path::DmaBuf || real() && path == Path::Staged
+}
+
+/// Holds that an address came back, which is for the fake to see to; a GPU's driver may not do so.
+pub(crate) fn came_back(enough: bool) {
+    assert!(
+        enough || not_over_a_gpu("too few addresses came back"),
+        "no address came back: nothing was shown"
+    );
+}
+
+/// The fake driver; the tests that reach for it are not shown over a GPU.
+pub(crate) struct Fake(Option<FakeDriver>);
+
+impl Deref for Fake {
+    type Target = FakeDriver;
+
+    fn deref(&self) -> &FakeDriver {
+        self.0.as_ref().expect("the fake driver")
+    }
+}
+
+static TURN: Mutex<()> = Mutex::new(());
+
 /// One world: fields are dropped in order, the driver last.
 pub(crate) struct Link {
     queue: Arc<dyn CompletionQueue>,
@@ -30,7 +84,8 @@ pub(crate) struct Link {
     pub(crate) domain: Domain,
     pub(crate) cuda: Arc<Cuda>,
     pub(crate) functions: Functions,
-    pub(crate) driver: FakeDriver,
+    pub(crate) driver: Fake,
+    _turn: Option<MutexGuard<'static, ()>>,
 }
 
 impl Link {
@@ -61,11 +116,19 @@ impl Link {
         monitor: MonitorKind,
         attr: DomainAttr,
     ) -> Self {
-        let driver = FakeDriver::start(profile);
-        // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
-        let functions = unsafe { Functions::from_lookup(|name| driver.symbol(name)) }.expect("the table");
+        let turn = real().then(|| TURN.lock().unwrap_or_else(PoisonError::into_inner));
+        let driver = Fake((!real()).then(|| FakeDriver::start(profile)));
+        let functions = match &driver.0 {
+            // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
+            Some(fake) => unsafe { Functions::from_lookup(|name| fake.symbol(name)) }.expect("the table"),
+            None => {
+                let path =
+                    std::env::var(Cuda::LIBRARY_VARIABLE).unwrap_or_else(|_| Functions::LIBRARY.into());
+                Functions::load(path.as_ref()).expect("HMEM_CUDA=real asks for a driver")
+            }
+        };
         let cuda =
-            Arc::new(Cuda::builder().functions(functions.clone()).monitor(monitor).open().expect("open"));
+            Arc::new(Cuda::builder().functions(functions.clone()).monitor(monitor).open().expect("a GPU"));
         let nic = Loopback::builder().imports(imports).memory(memory).build().expect("the software NIC");
         let hmem = Hmem::builder().without_vendor_ifaces();
         let hmem = hmem.shared_iface(Arc::clone(&cuda) as _).provider(nic).build().expect("start");
@@ -74,7 +137,17 @@ impl Link {
         let open = || domain.open_endpoint(&EndpointAttr::new(&queue)).expect("an endpoint");
         let (initiator, target) = (open(), open());
         let peer = initiator.resolve(&target.name()).expect("the peer");
-        Self { queue, initiator, _target: target, peer, domain, cuda, functions, driver }
+        Self { queue, initiator, _target: target, peer, domain, cuda, functions, driver, _turn: turn }
+    }
+
+    /// Where a GPU is asked for and has no dma-bufs: says so, as [`not_over_a_gpu`] does.
+    pub(crate) fn no_dma_bufs(&self) -> bool {
+        !self.cuda.capability().dma_buf && not_over_a_gpu("the device has no dma-bufs")
+    }
+
+    /// The driver's calls until now; of a GPU's driver nobody counts them.
+    pub(crate) fn calls(&self) -> u64 {
+        self.driver.0.as_ref().map_or(0, FakeDriver::all_calls)
     }
 
     pub(crate) fn iface(&self) -> Arc<dyn Iface> {

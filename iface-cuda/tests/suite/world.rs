@@ -65,6 +65,10 @@ impl World {
     }
 
     pub(crate) fn with(profile: Profile, monitor: MonitorKind) -> Self {
+        if support::asked_for("real") {
+            // A row of the report (`tests/gpu/run`).
+            println!("not over a GPU: the driver is to be of a profile, or to refuse what it is told to");
+        }
         let fake = FakeDriver::start(profile.clone());
         // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
         let functions = unsafe { Functions::from_lookup(|name| fake.symbol(name)) }.expect("the table");
