@@ -82,7 +82,7 @@ impl Driver {
         // What was asked for; the driver may have rounded up.
         let range = AddressRange::new(Address(base), request.len)?;
         let allocation = Allocation { range, ..found.allocation };
-        let owned = Owned { id: allocation.id, device, origin: origin.clone() };
+        let owned = Owned { id: allocation.id, range, device, origin: origin.clone() };
         self.book.lock().owned.insert(base, owned);
         Ok(allocation)
     }

@@ -125,7 +125,14 @@ impl Driver {
         let Some(found) =
             known.clone().find(|found| found.allocation.device.is_some()).or(known.clone().next())
         else {
-            return Ok(None);
+            // The CPU would copy, and cannot reach what the driver has forgotten.
+            return match [to, from].into_iter().find_map(|side| self.range_around(side)) {
+                Some(allocation) => Err(Error::new(ErrorKind::Driver, "copy")
+                    .iface(IfaceKind::CUDA)
+                    .context("reason", "the driver does not know memory that it allocated")
+                    .context("allocation", allocation)),
+                None => Ok(None),
+            };
         };
         let device = found.device();
         let own = found.context;

@@ -5,7 +5,9 @@ use std::{
     sync::atomic::{AtomicU32, AtomicUsize},
 };
 
-use hmem_core::{Allocation, AllocationId, DeviceId, Error, ErrorKind, IfaceKind, Result};
+use hmem_core::{
+    Address, AddressRange, Allocation, AllocationId, DeviceId, Error, ErrorKind, IfaceKind, Result,
+};
 use parking_lot::Mutex;
 
 use crate::{
@@ -50,6 +52,7 @@ pub(crate) struct Registered {
 #[derive(Clone, Debug)]
 pub(crate) struct Owned {
     pub(crate) id: AllocationId,
+    pub(crate) range: AddressRange,
     pub(crate) device: DeviceId,
     pub(crate) origin: Origin,
 }
@@ -102,6 +105,12 @@ impl Driver {
     pub(crate) fn in_use(&self) -> usize {
         let book = self.book.lock();
         book.owned.len() + book.registered.len()
+    }
+
+    /// The allocation of the book around an address. It looks at each: for what happens seldom.
+    pub(crate) fn range_around(&self, address: Address) -> Option<AddressRange> {
+        let book = self.book.lock();
+        book.owned.values().map(|owned| owned.range).find(|range| range.contains(address))
     }
 
     /// The book's entry of a live allocation.

@@ -135,7 +135,8 @@ impl Driver {
         let range = AddressRange::new(Address(base), len)?;
         let allocation = Allocation { range, kind: AllocationKind::Imported, ..found.allocation };
         let mut book = self.book.lock();
-        let fresh = Owned { id: allocation.id, device, origin: Origin::Imported { opened: 0, closing: 0 } };
+        let origin = Origin::Imported { opened: 0, closing: 0 };
+        let fresh = Owned { id: allocation.id, range, device, origin };
         if !book.owned.contains_key(&base) {
             self.imported.fetch_add(1, Ordering::AcqRel);
         }

@@ -2,7 +2,7 @@
 
 use hmem_core::{Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::AllocRequest};
 use hmem_fake_cuda::Profile;
-use hmem_iface_cuda::Cuda;
+use hmem_iface_cuda::{Cuda, sys::CuResult};
 
 use crate::world::{Expandable, World, each, over, pattern};
 
@@ -206,4 +206,20 @@ fn hm_05_closing_with_a_copy_or_an_allocation_left_is_refused_and_hands_the_ifac
     event.wait().expect("wait");
     world.free(&memory);
     world.end();
+}
+
+/// HM-03: where the driver calls the iface's own memory foreign, the CPU does not copy in its place.
+#[test]
+fn hm_03_memory_that_the_driver_has_forgotten_is_not_copied_by_the_cpu() {
+    over(Profile::default(), |world| {
+        let memory = world.allocate(10_000, AllocationKind::Device);
+        let inside = memory.base().checked_add(5000).expect("inside");
+        // The first query is for the checks that come before the copy.
+        world.driver().fail_nth("cuPointerGetAttributes", 2, CuResult::CUDA_ERROR_INVALID_VALUE);
+        let error = world.cuda.write(inside, &[7; 100]).expect_err("not the CPU's to reach");
+        assert_eq!(error.kind(), ErrorKind::Driver, "{error}");
+        assert_eq!(error.context_value("allocation"), Some(memory.range.to_string().as_str()));
+        world.cuda.write(inside, &[7; 100]).expect("once it knows it");
+        world.free(&memory);
+    });
 }

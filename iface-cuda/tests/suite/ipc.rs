@@ -9,7 +9,7 @@ use crate::{
     world::{World, over, pattern},
 };
 
-fn hex(bytes: &[u8]) -> String {
+pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
@@ -18,7 +18,7 @@ fn unhex(text: &str) -> Vec<u8> {
     digits.map(|pair| u8::from_str_radix(std::str::from_utf8(pair).expect("hex"), 16).expect("hex")).collect()
 }
 
-fn handle(text: &str) -> IpcHandle {
+pub(crate) fn handle(text: &str) -> IpcHandle {
     IpcHandle { iface: IfaceKind::CUDA, bytes: unhex(text) }
 }
 

@@ -7,6 +7,7 @@ mod copies;
 mod detection;
 mod export;
 mod failures;
+mod faults;
 mod gdrcopy;
 #[cfg(target_arch = "x86_64")]
 mod hooks;

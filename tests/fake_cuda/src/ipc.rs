@@ -83,21 +83,24 @@ pub(crate) fn open(state: &mut State, handle: &CuIpcMemHandle) -> Result<u64, Cu
 }
 
 pub(crate) fn close(state: &mut State, pointer: u64) -> Result<(), CuResult> {
-    let Some(Allocation { kind: Kind::Imported { opened, .. }, len, .. }) =
-        state.allocations.get_mut(&pointer)
+    let Some(Allocation { kind: Kind::Imported { opened, .. }, .. }) = state.allocations.get_mut(&pointer)
     else {
         return Err(CuResult::CUDA_ERROR_INVALID_VALUE);
     };
     *opened -= 1;
-    if *opened > 0 {
-        return Ok(());
+    if *opened == 0 {
+        forget(state, pointer);
     }
+    Ok(())
+}
+
+/// Closes memory of another process, however often it was opened.
+pub(crate) fn forget(state: &mut State, pointer: u64) {
+    let Some(Allocation { len, .. }) = state.allocations.remove(&pointer) else { return };
     let start = pointer - pointer % PAGE;
-    let whole = (pointer + *len).next_multiple_of(PAGE) - start;
-    state.allocations.remove(&pointer);
+    let whole = (pointer + len).next_multiple_of(PAGE) - start;
     state.pages.clear(start, whole);
     state.give_addresses(start, whole);
-    Ok(())
 }
 
 fn reopen(process: u64, fd: u64) -> Option<OwnedFd> {

@@ -197,6 +197,11 @@ impl FakeDriver {
         self.with(|state| state.sticky = Some(code));
     }
 
+    /// Loses the device in the `nth` call of a function from now on: it and every call after it answer `code`.
+    pub fn lose_device_at(&self, symbol: &str, nth: u64, code: CuResult) {
+        self.with(|state| state.lose(known(symbol), nth.saturating_sub(1), code));
+    }
+
     /// Forgets all faults, a lost device included.
     pub fn heal(&self) {
         self.with(State::clear_faults);
@@ -227,6 +232,12 @@ impl FakeDriver {
     #[must_use]
     pub fn live(&self) -> Live {
         self.with(|state| state.live())
+    }
+
+    /// How many files the driver has open for itself, behind the memory that it has or had.
+    #[must_use]
+    pub fn files(&self) -> usize {
+        self.with(|state| state.files())
     }
 
     /// Whether SYNC_MEMOPS is set on the allocation around an address.

@@ -68,6 +68,11 @@ impl Pages {
         self.visible
     }
 
+    /// How many files are open.
+    pub(crate) fn files(&self) -> usize {
+        self.files.len()
+    }
+
     pub(crate) fn holds(&self, address: u64) -> bool {
         address.wrapping_sub(self.visible) < WINDOW as u64
     }

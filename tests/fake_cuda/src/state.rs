@@ -114,6 +114,8 @@ struct Fault {
     /// How many calls go by before.
     after: u64,
     always: bool,
+    /// Whether the device is lost with it.
+    loses: bool,
     code: CuResult,
 }
 
@@ -210,11 +212,14 @@ impl State {
             if fault.after > 0 {
                 fault.after -= 1;
             } else {
-                let code = fault.code;
+                let fault = *fault;
                 if !fault.always {
                     self.faults.remove(at);
                 }
-                return Err(code);
+                if fault.loses {
+                    self.sticky = Some(fault.code);
+                }
+                return Err(fault.code);
             }
         }
         match self.sticky {
@@ -225,7 +230,16 @@ impl State {
     }
 
     pub(crate) fn fail(&mut self, symbol: &'static str, after: u64, always: bool, code: CuResult) {
-        self.faults.push(Fault { symbol, after, always, code });
+        self.faults.push(Fault { symbol, after, always, loses: false, code });
+    }
+
+    pub(crate) fn lose(&mut self, symbol: &'static str, after: u64, code: CuResult) {
+        self.faults.push(Fault { symbol, after, always: false, loses: true, code });
+    }
+
+    /// The files that this driver has open for itself.
+    pub(crate) fn files(&self) -> usize {
+        self.pages.files() + self.physical.len()
     }
 
     pub(crate) fn clear_faults(&mut self) {
@@ -405,10 +419,10 @@ impl State {
         let memory: Vec<_> =
             self.allocations.iter().filter(|(_, one)| ours(one)).map(|(at, _)| *at).collect();
         for address in memory {
-            if self.allocations[&address].kind == Kind::Registered {
-                self.allocations.remove(&address);
-            } else {
-                self.free_memory(address).expect("listed just now");
+            match self.allocations[&address].kind {
+                Kind::Registered => drop(self.allocations.remove(&address)),
+                Kind::Imported { .. } => crate::ipc::forget(self, address),
+                _ => self.free_memory(address).expect("listed just now"),
             }
         }
         self.streams.retain(|_, stream| stream.context != context);

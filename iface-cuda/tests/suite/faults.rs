@@ -1,0 +1,390 @@
+//! A fault at every driver call (REL-01): an error comes back, nothing is left, and the same works once the fault is gone.
+
+use std::{collections::BTreeSet, thread};
+
+use hmem_core::{
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt, Result,
+    iface::{AllocRequest, DmaBufMapping, IpcHandle},
+};
+use hmem_fake_cuda::{FakeDriver, Live, Profile};
+use hmem_iface_cuda::{
+    Cuda,
+    sys::{CuContext, CuResult, Functions},
+};
+
+use crate::{
+    child, ipc,
+    world::{World, check, nic, open_fds, over, pattern},
+};
+
+/// What a call answers instead of doing what it does.
+#[derive(Clone, Copy, Debug)]
+enum Fault {
+    /// This once.
+    Once(CuResult),
+    /// The device is lost: every call after it answers the same.
+    Lost(CuResult),
+}
+
+const ONCE: [Fault; 5] = [
+    Fault::Once(CuResult::CUDA_ERROR_UNKNOWN),
+    Fault::Once(CuResult::CUDA_ERROR_OUT_OF_MEMORY),
+    Fault::Once(CuResult::CUDA_ERROR_INVALID_VALUE),
+    Fault::Once(CuResult::CUDA_ERROR_NOT_SUPPORTED),
+    Fault::Once(CuResult::CUDA_ERROR_ILLEGAL_ADDRESS),
+];
+const LOST: [Fault; 1] = [Fault::Lost(CuResult::CUDA_ERROR_ILLEGAL_ADDRESS)];
+
+impl Fault {
+    fn code(self) -> CuResult {
+        let (Self::Once(code) | Self::Lost(code)) = self;
+        code
+    }
+
+    /// Whether the header has a call answer so where nothing is wrong: what follows from that is no error, or another.
+    fn is_an_answer(self, symbol: &str) -> bool {
+        let Self::Once(code) = self else { return false };
+        let invalid = code == CuResult::CUDA_ERROR_INVALID_VALUE;
+        match symbol {
+            // An attribute that the driver does not know; an address that is not its own; memory that the application
+            // page-locked.
+            "cuDeviceGetAttribute" | "cuPointerGetAttributes" | "cuMemHostGetFlags" => invalid,
+            // Memory that has no flag or no handle of its own.
+            "cuPointerSetAttribute" | "cuMemRetainAllocationHandle" => {
+                invalid || code == CuResult::CUDA_ERROR_NOT_SUPPORTED
+            }
+            _ => false,
+        }
+    }
+}
+
+/// How many failures of a call in one round are not an error of the round.
+fn allowed_silence(symbol: &str) -> usize {
+    match symbol {
+        // Asking an event whether it is done: what it cannot say, waiting does. Once for each kind of memory, and of another
+        // process's.
+        "cuEventQuery" | "cuCtxPushCurrent_v2" | "cuCtxPopCurrent_v2" => 6,
+        // Waiting for a free that the driver has accepted.
+        "cuStreamSynchronize" => 1,
+        _ => 0,
+    }
+}
+
+/// What of the table the iface never calls: names and texts of codes are in its own table.
+const NEVER_CALLED: [&str; 3] = ["cuGetErrorName", "cuGetErrorString", "cuDriverGetVersion"];
+
+/// Drivers between which every function of the table is called, and whether the application has a context current.
+fn profiles() -> [(Profile, bool); 4] {
+    let old = Profile { writes_ordering: 0, ..Profile::default() };
+    [
+        (old.clone(), false),
+        // IS_GPU_DIRECT_RDMA_CAPABLE is 15: what it says is asked of the handle.
+        (Profile { last_pointer_attribute: 14, ..old.clone() }, false),
+        (Profile { queries_need_context: true, ..old.clone() }, false),
+        (old, true),
+    ]
+}
+
+/// What a round has taken and the driver did not take back.
+#[derive(Clone, Copy, Debug)]
+enum Taken {
+    Allocated(Allocation),
+    Opened(Allocation),
+    PageLocked(AddressRange),
+}
+
+impl Taken {
+    fn end(self, cuda: &Cuda) -> Result<()> {
+        match self {
+            // SAFETY: nobody uses it any longer.
+            Self::Allocated(memory) => unsafe { cuda.free(&memory) },
+            // SAFETY: as above.
+            Self::Opened(memory) => unsafe { cuda.ipc_close(&memory) },
+            Self::PageLocked(range) => cuda.host_unregister(range),
+        }
+    }
+}
+
+/// Something of every operation that reaches the driver.
+struct Round<'a> {
+    cuda: &'a Cuda,
+    /// Another process's memory.
+    lent: &'a IpcHandle,
+    /// The application's own pages.
+    pages: AddressRange,
+    kinds: &'a [AllocationKind],
+    first: Result<()>,
+    left: Vec<Taken>,
+}
+
+impl Round<'_> {
+    fn note<T>(&mut self, result: Result<T>) -> Option<T> {
+        match result {
+            Ok(value) => Some(value),
+            Err(error) => {
+                if self.first.is_ok() {
+                    self.first = Err(error);
+                }
+                None
+            }
+        }
+    }
+
+    /// Gives back, twice if need be; what was given back in spite of an error is not live the second time.
+    fn give_back(&mut self, taken: Taken) {
+        let ended = taken.end(self.cuda);
+        if ended.is_err() {
+            match taken.end(self.cuda) {
+                Err(error) if error.kind() != ErrorKind::InvalidArgument => self.left.push(taken),
+                _ => {}
+            }
+        }
+        self.note(ended);
+    }
+
+    fn copies(&mut self, memory: &Allocation) {
+        let bytes = pattern(1, 300);
+        let mut back = [0u8; 300];
+        let written = self.note(self.cuda.write(memory.base(), &bytes));
+        let read = self.note(self.cuda.read(memory.base(), &mut back));
+        assert!(written.and(read).is_none() || back[..] == bytes, "a copy that ended well is none");
+        let from = Address::of_ptr(bytes.as_ptr());
+        // SAFETY: the host side outlives the event, which is waited for.
+        let event = unsafe { self.cuda.copy_async(memory.base(), from, 300) };
+        if let Some(event) = self.note(event) {
+            event.is_done();
+            self.note(event.wait());
+        }
+    }
+
+    fn run(mut self) -> (Result<()>, Vec<Taken>) {
+        let cuda = self.cuda;
+        self.note(cuda.query(Address(0)));
+        for kind in self.kinds {
+            let request = AllocRequest { len: 10_000, device: DeviceId(1), kind: *kind };
+            let Some(memory) = self.note(cuda.allocate(&request)) else { continue };
+            self.copies(&memory);
+            self.note(cuda.segments(memory.range));
+            if matches!(kind, AllocationKind::Device | AllocationKind::Virtual) {
+                for mapping in [DmaBufMapping::Pcie, DmaBufMapping::Default] {
+                    if let Some(export) = self.note(cuda.export_dma_buf(memory.range, &nic(), mapping)) {
+                        self.note(cuda.release_dma_buf(export));
+                    }
+                }
+                self.note(cuda.export_peer_memory(memory.range, &nic()));
+            }
+            if *kind == AllocationKind::Device {
+                self.note(cuda.ipc_export(&memory));
+            }
+            self.give_back(Taken::Allocated(memory));
+        }
+        if let Some(memory) = self.note(cuda.ipc_open(self.lent)) {
+            self.copies(&memory);
+            self.give_back(Taken::Opened(memory));
+        }
+        // SAFETY: the pages outlive the test.
+        if self.note(unsafe { cuda.host_register(self.pages) }).is_some() {
+            self.give_back(Taken::PageLocked(self.pages));
+        }
+        self.note(cuda.flush_inbound(DeviceId(0)));
+        (self.first, self.left)
+    }
+}
+
+/// What rounds are made over.
+struct Setting<'a> {
+    driver: &'a FakeDriver,
+    functions: Functions,
+    lent: IpcHandle,
+    pages: AddressRange,
+    kinds: Vec<AllocationKind>,
+    /// Whether the application has a context of its own current.
+    in_context: bool,
+    /// The fds of this process but for the fake's own.
+    fds: usize,
+}
+
+impl<'a> Setting<'a> {
+    fn of(world: &'a World, lent: IpcHandle, pages: AddressRange, in_context: bool) -> Self {
+        let kinds = vec![
+            AllocationKind::Device,
+            AllocationKind::Host,
+            AllocationKind::Managed,
+            AllocationKind::StreamOrdered,
+            AllocationKind::Virtual,
+        ];
+        let functions = world.app.functions.clone();
+        let driver = world.driver();
+        let mut setting = Self { driver, functions, lent, pages, kinds, in_context, fds: 0 };
+        setting.uses("cuInit");
+        setting.fds = setting.fds();
+        setting
+    }
+
+    fn open(&self) -> Result<Cuda> {
+        Cuda::builder().functions(self.functions.clone()).open()
+    }
+
+    fn round(&self, cuda: &Cuda) -> (Result<()>, Vec<Taken>) {
+        let (first, left) = (Ok(()), Vec::new());
+        Round { cuda, lent: &self.lent, pages: self.pages, kinds: &self.kinds, first, left }.run()
+    }
+
+    fn works(&self, cuda: &Cuda, when: &str) {
+        let (seen, left) = self.round(cuda);
+        seen.unwrap_or_else(|error| panic!("{when}: {error}"));
+        assert!(left.is_empty(), "{when}: {left:?}");
+    }
+
+    fn fds(&self) -> usize {
+        open_fds() - self.driver.files()
+    }
+
+    /// Runs with a context of the application's own current, if it is to have one.
+    fn in_context<T>(&self, run: impl FnOnce() -> T) -> T {
+        if !self.in_context {
+            return run();
+        }
+        let mut context = CuContext::NULL;
+        // SAFETY: the place is writable, and the device is there.
+        check(unsafe { hmem_fake_cuda::cuCtxCreate_v2(&mut context, 0, 1) });
+        let result = run();
+        // SAFETY: made above.
+        check(unsafe { hmem_fake_cuda::cuCtxDestroy_v2(context) });
+        result
+    }
+
+    /// A life of the iface without faults; how often it makes a call.
+    fn uses(&self, symbol: &str) -> u64 {
+        let before = self.driver.calls(symbol);
+        self.in_context(|| {
+            let cuda = self.open().expect("open");
+            self.works(&cuda, "without faults");
+            cuda.close().unwrap_or_else(|refused| panic!("{}", refused.error));
+        });
+        self.driver.calls(symbol) - before
+    }
+
+    /// A life of the iface whose `nth` call of a function fails: the first error that it shows.
+    fn life(&self, symbol: &'static str, nth: u64, fault: Fault) -> Result<()> {
+        let when = format!("{symbol} {nth}, {fault:?}");
+        let before = self.driver.contexts_of_this_thread();
+        let end = self.driver.calls(symbol) + nth;
+        match fault {
+            Fault::Once(code) => self.driver.fail_nth(symbol, nth, code),
+            Fault::Lost(code) => self.driver.lose_device_at(symbol, nth, code),
+        }
+        let seen = match self.open() {
+            Err(error) => Err(error),
+            Ok(cuda) => {
+                let (seen, left) = self.round(&cuda);
+                if self.driver.calls(symbol) >= end {
+                    self.driver.heal();
+                    for taken in left {
+                        taken.end(&cuda).unwrap_or_else(|error| panic!("{when}: {taken:?}: {error}"));
+                    }
+                    if matches!(fault, Fault::Once(_)) && !fault.is_an_answer(symbol) {
+                        self.works(&cuda, &when);
+                    }
+                } else {
+                    assert!(left.is_empty(), "{when}: {left:?}");
+                }
+                match cuda.close() {
+                    Ok(()) => seen,
+                    // The fault came in the way of closing: the second time works.
+                    Err(refused) => {
+                        self.driver.heal();
+                        let again = refused.value.close();
+                        again.unwrap_or_else(|refused| panic!("{when}: {}", refused.error));
+                        seen.and(Err(refused.error))
+                    }
+                }
+            }
+        };
+        assert!(self.driver.calls(symbol) >= end, "{when}: there is no such call");
+        self.driver.heal();
+        // A lost device takes nothing back that a call has to undo before it returns: neither the thread's context, nor
+        // memory that nobody has got yet. All else is given back above.
+        if matches!(fault, Fault::Once(_)) {
+            assert_eq!(self.driver.contexts_of_this_thread(), before, "{when}");
+            assert_eq!(self.driver.live(), Live::default(), "{when}: {seen:?}");
+        }
+        assert_eq!(self.fds(), self.fds, "{when}: fds");
+        seen
+    }
+
+    /// Every call of one function, with each of these faults.
+    fn show(&self, symbol: &'static str, uses: u64, faults: &[Fault]) {
+        for fault in faults.iter().copied() {
+            let mut silent = Vec::new();
+            for nth in 1..=uses {
+                // On a thread of its own, with contexts of its own.
+                let seen = thread::scope(|scope| {
+                    scope.spawn(|| self.in_context(|| self.life(symbol, nth, fault))).join()
+                });
+                match seen.expect("the life ends") {
+                    Err(_) if fault.is_an_answer(symbol) => {}
+                    Err(error) => self.names(&error, fault, &format!("{symbol} {nth}, {fault:?}")),
+                    Ok(()) => silent.push(nth),
+                }
+            }
+            let allowed = match fault {
+                _ if fault.is_an_answer(symbol) => silent.len(),
+                Fault::Once(_) => allowed_silence(symbol),
+                Fault::Lost(_) => 0,
+            };
+            assert!(silent.len() <= allowed, "{symbol}, {fault:?}: calls {silent:?} failed unnoticed");
+        }
+        self.uses(symbol);
+    }
+
+    fn names(&self, error: &Error, fault: Fault, when: &str) {
+        let code = fault.code();
+        assert!(error.to_string().contains(&format!("({})", code.0)), "{when}: {error}");
+        if code == CuResult::CUDA_ERROR_ILLEGAL_ADDRESS {
+            assert_eq!(error.kind(), ErrorKind::Unavailable, "{when}: {error}");
+        }
+    }
+}
+
+/// REL-01. In a process of its own, for its fds to be counted, with memory of the process that started it.
+#[test]
+fn rel_01_a_fault_at_every_driver_call_is_an_error_and_leaves_nothing() {
+    const NAME: &str = "faults::rel_01_a_fault_at_every_driver_call_is_an_error_and_leaves_nothing";
+    let Some(text) = child::passed() else {
+        return over(Profile::default(), |world| {
+            let memory = world.allocate(3 << 20, AllocationKind::Device);
+            let handle = world.cuda.ipc_export(&memory).expect("export");
+            child::run(NAME, &ipc::hex(&handle.bytes));
+            world.free(&memory);
+        });
+    };
+    let host = vec![0u8; 3 << 12];
+    let start = Address(Address::of_ptr(host.as_ptr()).0.next_multiple_of(4096));
+    let pages = AddressRange::new(start, 8192).expect("a range");
+    let table: Vec<_> = Functions::SYMBOLS.iter().chain(Functions::OPTIONAL_SYMBOLS).copied().collect();
+    let mut faulted = BTreeSet::from(NEVER_CALLED);
+    for (profile, in_context) in profiles() {
+        let mut used = Vec::new();
+        over(profile.clone(), |world| {
+            let setting = Setting::of(world, ipc::handle(&text), pages, in_context);
+            for symbol in &table {
+                let uses = setting.uses(symbol);
+                if NEVER_CALLED.contains(symbol) {
+                    assert_eq!(uses, 0, "{symbol} is called, and faulted nowhere");
+                } else if uses > 0 && faulted.insert(*symbol) {
+                    setting.show(symbol, uses, &ONCE);
+                    used.push((*symbol, uses));
+                }
+            }
+        });
+        // What a lost device keeps goes with the driver.
+        let world = World::fake(profile);
+        let setting = Setting::of(&world, ipc::handle(&text), pages, in_context);
+        for (symbol, uses) in used {
+            setting.show(symbol, uses, &LOST);
+        }
+    }
+    let missed: Vec<_> = table.iter().filter(|symbol| !faulted.contains(*symbol)).collect();
+    assert!(missed.is_empty(), "called in no round: {missed:?}");
+}
