@@ -124,6 +124,8 @@ fn cuda(name: &'static str, code: i64) -> Error {
         801 => ErrorKind::Unsupported,
         1 => ErrorKind::InvalidArgument,
         2 => ErrorKind::OutOfResources,
+        46 => ErrorKind::Unavailable,
+        201 => ErrorKind::BadState,
         _ => ErrorKind::Driver,
     };
     Error::new(kind, "cuMemGetHandleForAddressRange").iface(IfaceKind::CUDA).driver_code(name, code)

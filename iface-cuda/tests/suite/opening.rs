@@ -7,7 +7,10 @@ use hmem_iface_cuda::{
     sys::{CuResult, Functions},
 };
 
-use crate::{support, world::each};
+use crate::{
+    support,
+    world::{each, start},
+};
 
 fn open(driver: &FakeDriver) -> hmem_core::Result<Cuda> {
     // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
@@ -17,7 +20,7 @@ fn open(driver: &FakeDriver) -> hmem_core::Result<Cuda> {
 #[test]
 fn hm_04_a_missing_symbol_is_named_whichever_it_is() {
     for missing in Functions::SYMBOLS {
-        let driver = FakeDriver::start(Profile { absent: vec![missing], ..Profile::default() });
+        let driver = start(Profile { absent: vec![missing], ..Profile::default() });
         let error = open(&driver).expect_err("a symbol is missing");
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         assert_eq!(error.context_value("symbol"), Some(*missing));
@@ -27,7 +30,7 @@ fn hm_04_a_missing_symbol_is_named_whichever_it_is() {
 #[test]
 fn hm_04_a_driver_older_than_an_optional_symbol_opens_and_names_it_where_it_is_needed() {
     for missing in Functions::OPTIONAL_SYMBOLS {
-        let driver = FakeDriver::start(Profile { absent: vec![missing], ..Profile::default() });
+        let driver = start(Profile { absent: vec![missing], ..Profile::default() });
         let cuda = open(&driver).expect("an older driver");
         assert!(!cuda.devices().expect("devices").is_empty());
         assert_eq!(cuda.capability().dma_buf, *missing != "cuMemGetHandleForAddressRange");
@@ -56,7 +59,7 @@ fn hm_04_a_driver_that_does_not_start_is_unavailable_with_its_own_code_and_the_r
         (CuResult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, "kernel module"),
         (CuResult::CUDA_ERROR_UNKNOWN, "nvidia-smi"),
     ] {
-        let driver = FakeDriver::start(Profile::default());
+        let driver = start(Profile::default());
         driver.fail_always("cuInit", code);
         let error = open(&driver).expect_err("no driver");
         assert_eq!((error.kind(), error.operation()), (ErrorKind::Unavailable, "cuInit"));
@@ -69,14 +72,14 @@ fn hm_04_a_driver_that_does_not_start_is_unavailable_with_its_own_code_and_the_r
 
 #[test]
 fn hm_04_a_driver_without_devices_is_unavailable() {
-    let driver = FakeDriver::start(Profile { devices: 0, ..Profile::default() });
+    let driver = start(Profile { devices: 0, ..Profile::default() });
     let error = open(&driver).expect_err("no device");
     assert_eq!(error.driver().expect("code").name, "CUDA_ERROR_NO_DEVICE");
 }
 
 #[test]
 fn hm_04_a_driver_that_cannot_say_which_range_an_address_is_in_is_unavailable() {
-    let driver = FakeDriver::start(Profile { last_pointer_attribute: 10, ..Profile::default() });
+    let driver = start(Profile { last_pointer_attribute: 10, ..Profile::default() });
     let error = open(&driver).expect_err("too old");
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(error.to_string().contains("10.2"), "{error}");

@@ -48,6 +48,14 @@ pub(crate) fn each(show: impl Fn(&mut World)) {
     }
 }
 
+/// A fake driver. Where a GPU is asked for, says that the test is not over it, which `tests/gpu/run` makes a row of its report.
+pub(crate) fn start(profile: Profile) -> FakeDriver {
+    if support::asked_for("real") {
+        println!("not over a GPU: the driver is to be of a profile, or to refuse what it is told to");
+    }
+    FakeDriver::start(profile)
+}
+
 /// Shows a behaviour over one profile. Nothing is left behind.
 pub(crate) fn over(profile: Profile, show: impl FnOnce(&mut World)) {
     let mut world = World::fake(profile);
@@ -65,11 +73,7 @@ impl World {
     }
 
     pub(crate) fn with(profile: Profile, monitor: MonitorKind) -> Self {
-        if support::asked_for("real") {
-            // A row of the report (`tests/gpu/run`).
-            println!("not over a GPU: the driver is to be of a profile, or to refuse what it is told to");
-        }
-        let fake = FakeDriver::start(profile.clone());
+        let fake = start(profile.clone());
         // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
         let functions = unsafe { Functions::from_lookup(|name| fake.symbol(name)) }.expect("the table");
         let lookup = Box::new(|name: &str| hmem_fake_cuda_symbol(name));
