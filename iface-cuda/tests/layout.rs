@@ -10,7 +10,7 @@ use hmem_iface_cuda::sys::{
 };
 
 /// Names that 13.5 has and 12.9 does not.
-const SINCE_13: [&str; 7] = [
+const SINCE_13: [&str; 8] = [
     "CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER",
     "CUDA_ERROR_MULTICAST_RESOURCE_FULL",
     "CUDA_ERROR_INSUFFICIENT_LOADER_VERSION",
@@ -18,6 +18,7 @@ const SINCE_13: [&str; 7] = [
     "CUDA_ERROR_GRAPH_RECAPTURE_FAILURE",
     "CUDA_ERROR_FABRIC_NOT_READY",
     "CU_DEVICE_ATTRIBUTE_HOST_ALLOC_DMA_BUF_SUPPORTED",
+    "CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED",
 ];
 
 /// The C spelling of an argument's type in the table.

@@ -1,6 +1,6 @@
 //! Opening without a usable library: whatever is at the path, the answer is a typed error that names it.
 
-use std::path::Path;
+use std::{path::Path, process::Command};
 
 use hmem_core::{Error, ErrorKind, Iface, IfaceKind};
 use hmem_iface_cuda::{Cuda, sys::Functions};
@@ -20,6 +20,27 @@ fn refused(library: impl AsRef<Path>) -> Error {
 fn an_absent_library_is_unavailable_with_the_loaders_reason() {
     let error = refused("/nowhere/libcuda.so.1");
     assert!(error.to_string().contains("cannot open shared object file"), "{error}");
+}
+
+/// HM-04: what the environment names is what is opened, unless the builder names another. In a process with that environment.
+#[test]
+fn a_library_of_the_builder_is_opened_in_place_of_the_environments() {
+    const NAME: &str = "a_library_of_the_builder_is_opened_in_place_of_the_environments";
+    const NAMED: &str = "/elsewhere/libcuda.so.1";
+    if std::env::var(Cuda::LIBRARY_VARIABLE).is_ok_and(|named| named == NAMED) {
+        let error = Cuda::open().expect_err("no driver there");
+        assert_eq!(error.context_value("library"), Some(NAMED));
+        refused("/nowhere/libcuda.so.1");
+        return;
+    }
+    let test = std::env::current_exe().expect("this test");
+    let output = Command::new(test)
+        .args(["--exact", NAME])
+        .env(Cuda::LIBRARY_VARIABLE, NAMED)
+        .output()
+        .expect("the test runs");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
 
 /// HM-04

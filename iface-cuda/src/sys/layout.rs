@@ -149,6 +149,8 @@ constants! {
     CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED: CuDeviceAttribute = 124;
     /// The device exports page-locked host memory as dma-bufs. From CUDA 13 on.
     CU_DEVICE_ATTRIBUTE_HOST_ALLOC_DMA_BUF_SUPPORTED: CuDeviceAttribute = 146;
+    /// The CPU can map the dma-bufs of the device's memory. CUDA 13.5 has it, 12.9 does not.
+    CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED: CuDeviceAttribute = 152;
 
     /// Memory of the host.
     CU_MEMORYTYPE_HOST: u32 = 1;

@@ -15,7 +15,7 @@ use crate::report::{Failure, Outcome, and, attempt};
 const OWED: u64 = 64 << 20;
 
 /// The attributes that decide how memory reaches a NIC.
-pub(crate) const ATTRIBUTES: [(CuDeviceAttribute, &str); 7] = [
+pub(crate) const ATTRIBUTES: [(CuDeviceAttribute, &str); 8] = [
     (sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, "DMA_BUF_SUPPORTED"),
     (sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED, "GPU_DIRECT_RDMA_SUPPORTED"),
     (
@@ -25,6 +25,7 @@ pub(crate) const ATTRIBUTES: [(CuDeviceAttribute, &str); 7] = [
     (sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS, "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS"),
     (sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING, "GPU_DIRECT_RDMA_WRITES_ORDERING"),
     (sys::CU_DEVICE_ATTRIBUTE_HOST_ALLOC_DMA_BUF_SUPPORTED, "HOST_ALLOC_DMA_BUF_SUPPORTED"),
+    (sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED, "DMA_BUF_MMAP_SUPPORTED"),
     (sys::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED, "MEMORY_POOLS_SUPPORTED"),
 ];
 

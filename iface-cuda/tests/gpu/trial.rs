@@ -5,6 +5,7 @@ use std::{path::Path, process::Command};
 use crate::{
     Part,
     driver::Driver,
+    exports::mappable,
     figures::judged,
     report::{Report, Row, attempt},
 };
@@ -53,6 +54,9 @@ fn verdicts() {
     assert_eq!(judged(0.949, 1 << 20, true), ("NOT MET", false));
     assert_eq!(judged(0.5, (1 << 20) - 1, true), ("not judged", true));
     assert_eq!(judged(0.5, 1 << 20, false), ("not judged", true));
+    assert_eq!(mappable("yes".into(), true), ("yes".into(), true));
+    assert_eq!(mappable("no: EPERM (1)".into(), false), ("no: EPERM (1)".into(), true));
+    assert_eq!(mappable("no: EPERM (1)".into(), true), ("NOT MET: no: EPERM (1)".into(), false));
 }
 
 /// Runs this program over the fake as a library, as it runs over a GPU: its exit status, and the report.

@@ -142,6 +142,14 @@ impl World {
         devices.filter(is_active).collect()
     }
 
+    /// Whether the CPU can map what is exported, as the device says; of the fake, in every release.
+    pub(crate) fn maps_dma_bufs(&self) -> bool {
+        let (mut says, attribute) = (0, sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED);
+        // SAFETY: the place is writable; device 0 is there.
+        let code = unsafe { (self.app.functions.device_get_attribute)(&mut says, attribute, 0) };
+        !self.is_real() || (code.is_success() && says != 0)
+    }
+
     pub(crate) fn exports_dma_bufs(&self) -> bool {
         self.cuda.capability().dma_buf
     }

@@ -27,7 +27,9 @@ pub(crate) fn attribute_of_device(
         sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED => profile.rdma.into(),
         sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS => profile.flush_options,
         sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING => profile.writes_ordering,
-        sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED => profile.dma_buf.into(),
+        sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED | sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED => {
+            profile.dma_buf.into()
+        }
         _ => 0,
     })
 }
