@@ -81,8 +81,8 @@ impl Allocation {
     }
 }
 
-/// One physically contiguous part of a range: what a single export covers at least. Whether one covers several that lie side by
-/// side is found out by asking for it.
+/// One physically contiguous part of a range. An export never covers less than one; whether it covers several that lie side
+/// by side is found out by asking for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// The addresses that it backs.
