@@ -97,7 +97,7 @@ fn display_option<T: fmt::Display, S: Serializer>(
 }
 
 /// One way that was tried.
-#[derive(Debug, Serialize)]
+#[derive(Clone, Debug, Serialize)]
 pub struct Attempt {
     /// Which way.
     pub path: Path,
@@ -249,7 +249,8 @@ pub struct Decision {
     /// The mapping of the dma-buf, where one was made.
     pub mapping: DmaBufMapping,
     /// Whether it was decided earlier, by a registration of the same iface, device, kind of memory, NIC and policy. The
-    /// calls of the attempts then name that registration's range.
+    /// attempts then begin with that registration's refusals, whose calls name its range; how ranges of several segments
+    /// went is this registration's own and follows.
     pub remembered: bool,
     /// Everything that was tried.
     pub attempts: Trace,

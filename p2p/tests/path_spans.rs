@@ -11,7 +11,7 @@ use std::{collections::BTreeSet, sync::Arc};
 use hmem_core::{
     AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, Errno, Error, ErrorKind, Iface, IfaceKind,
     Path, Registered,
-    iface::AllocRequest,
+    iface::{AllocRequest, DmaBufMapping},
     path::{Attempt, P2pPolicy},
     provider::Imports,
     register_on,
@@ -40,13 +40,22 @@ struct Segmented {
 }
 
 fn segmented(breaks: impl FnOnce(&mut Vendor)) -> Segmented {
+    segmented_for(IMPORTS, breaks)
+}
+
+/// The same for NICs of which each asks for the PCIe mapping first.
+fn segmented_pcie_first(breaks: impl FnOnce(&mut Vendor)) -> Segmented {
+    segmented_for(Imports { pcie_mapping_first: true, ..IMPORTS }, breaks)
+}
+
+fn segmented_for(imports: Imports, breaks: impl FnOnce(&mut Vendor)) -> Segmented {
     let memory = Simulated::builder().window(1 << 32).dma_buf(DmaBufKind::MemFd);
     let memory = Arc::new(memory.build().expect("simulated memory"));
     let mut vendor = Vendor::new(IfaceKind::CUDA, Arc::clone(&memory));
     vendor.segment_len = Some(STEP);
     breaks(&mut vendor);
     let vendor: Arc<dyn Iface> = Arc::new(vendor);
-    let nics = Loopback::builder().nic("loop0").nic("loop1").nic("loop2").imports(IMPORTS);
+    let nics = Loopback::builder().nic("loop0").nic("loop1").nic("loop2").imports(imports);
     let bench = Bench::over(memory, Arc::clone(&vendor), nics, Paths::new());
     let domain = bench.domain("loop0", P2pPolicy::Required);
     Segmented { bench, vendor, domain }
@@ -57,6 +66,14 @@ fn not_alike() -> Option<Error> {
         Error::new(ErrorKind::InvalidArgument, "cuMemGetHandleForAddressRange")
             .iface(IfaceKind::CUDA)
             .driver_code("CUDA_ERROR_INVALID_VALUE", 1),
+    )
+}
+
+fn not_supported() -> Option<Error> {
+    Some(
+        Error::new(ErrorKind::Unsupported, "cuMemGetHandleForAddressRange")
+            .iface(IfaceKind::CUDA)
+            .driver_code("CUDA_ERROR_NOT_SUPPORTED", 801),
     )
 }
 
@@ -226,6 +243,35 @@ fn p2p_03_how_one_range_was_exported_is_not_said_of_another() {
     assert!(decision.attempts[1].call.ends_with("2 segments in 2 dma-bufs)"), "{decision}");
     close(single);
     close(several);
+}
+
+/// Why the PCIe mapping is not taken is said of every registration that the remembered way serves.
+#[test]
+fn p2p_03_a_remembered_way_over_several_segments_says_why_the_first_mapping_was_not_taken() {
+    let _alone = alone();
+    for whole in [None, Some(not_alike as Refuse)] {
+        let world = segmented_pcie_first(|vendor| {
+            vendor.pcie = not_supported;
+            vendor.whole = whole.unwrap_or(vendor.whole);
+        });
+        close(world.register(1));
+        for _ in 0..2 {
+            let region = world.register(4);
+            let decision = region.decision().expect("decided");
+            assert!(decision.remembered, "{decision}");
+            assert_eq!(decision.mapping, DmaBufMapping::Default, "{decision}");
+            let asked = 1 + usize::from(whole.is_some());
+            assert_eq!(decision.attempts.len(), asked + 1, "{decision}");
+            let (refused, worked) = decision.attempts.split_at(asked);
+            assert!(refused[0].call.ends_with(", Pcie)"), "{decision}");
+            assert_eq!(refused[0].cause_name, Some("no-pcie-mapping"), "{decision}");
+            if whole.is_some() {
+                assert_eq!(refused[1].call, format!("export_dma_buf({}, Default)", region.range()));
+            }
+            assert!(worked[0].error.is_none() && worked[0].call.contains("4 segments in"), "{decision}");
+            close(region);
+        }
+    }
 }
 
 #[test]

@@ -240,8 +240,8 @@ struct Learn {
     spread: bool,
 }
 
-/// The remembered decision, or a copy where something differs: another mapping, ranges of several segments, exports that
-/// could not be given back.
+/// The remembered decision, or a copy where something is to be added: how ranges of several segments went, exports that
+/// could not be given back, or that it was another mapping.
 #[inline]
 fn remembered_now(decision: &Arc<Decision>, way: Way, trial: Trial<'_>) -> Arc<Decision> {
     let spread = trial.spread;
@@ -249,20 +249,18 @@ fn remembered_now(decision: &Arc<Decision>, way: Way, trial: Trial<'_>) -> Arc<D
     if attempts.is_empty() && spread.is_none() && decision.mapping == way.mapping() {
         Arc::clone(decision)
     } else {
-        made_now(decision, way, attempts, spread)
+        added_to(decision, way, attempts, spread)
     }
 }
 
+/// Under the mapping decided earlier, why that one still holds; under another, only what was done now.
 #[cold]
-fn made_now(
-    decision: &Decision,
-    way: Way,
-    mut attempts: Vec<Attempt>,
-    spread: Option<Spread>,
-) -> Arc<Decision> {
-    attempts.push(way.success(spread));
-    let (mapping, attempts) = (way.mapping(), attempts.into());
-    Arc::new(Decision { mapping, remembered: false, attempts, ..decision.clone() })
+fn added_to(decision: &Decision, way: Way, now: Vec<Attempt>, spread: Option<Spread>) -> Arc<Decision> {
+    let mapping = way.mapping();
+    let remembered = decision.mapping == mapping;
+    let earlier = decision.attempts.iter().filter(|attempt| remembered && attempt.error.is_some());
+    let attempts: Vec<_> = earlier.cloned().chain(now).chain([way.success(spread)]).collect();
+    Arc::new(Decision { mapping, remembered, attempts: attempts.into(), ..decision.clone() })
 }
 
 /// The ways that the policy leaves, but for one that was just refused.
