@@ -1,10 +1,13 @@
 //! Copies between host memory and memory of the devices.
 //!
-//! They run on private streams of the device's primary context: asynchronous ones on one, in order; each blocking one on a
-//! stream of its own, so that it waits for no copy but itself. For memory of a context that the application made, and for memory
-//! of no context while nobody has the primary one and the thread is in another of the device, the stream lives as long as the
-//! copy. They are not ordered behind the application's own streams: work that writes the source is
-//! waited for by whoever started it.
+//! They run on streams of this crate's own in the device's primary context: asynchronous ones on one, in order; each blocking one
+//! on another, so that it waits for no copy but itself. These streams are kept for the next copy.
+//!
+//! A copy runs in another context in two cases: its memory is of a context that the application made; or the memory is of no
+//! context, nobody has the primary one, and the thread is in another of the device. Then its stream is made for it and
+//! destroyed with it.
+//!
+//! No stream is ordered behind those of the application: work that writes the source is waited for by whoever started it.
 
 use std::{fmt, sync::Arc};
 
@@ -65,7 +68,7 @@ impl Driver {
                 }
                 let stream = new_stream(&self.functions)?;
                 let copied = copy(stream);
-                self.leave_stream(place, stream).and(copied)
+                work_first(copied, self.leave_stream(place, stream))
             })
             .map_err(|error| error.context("to", to).context("from", from).context("length", len))
     }
@@ -89,26 +92,25 @@ impl Driver {
             return Ok(Box::new(Done));
         }
         let started = workplace
-            .within(|| {
-                let stream = self.stream_at(place)?;
-                let started = self.event_at(place).and_then(|event| {
+            .within_or_undo(
+                || {
+                    let stream = self.stream_at(place)?;
+                    let event = match self.event_at(place) {
+                        Ok(event) => event,
+                        Err(error) => return work_first(Err(error), self.leave_stream(place, stream)),
+                    };
                     let recorded = self.start(stream, to, from, len).and_then(|()| {
                         // SAFETY: event and stream are this driver's own and of the current context.
                         check(unsafe { (self.functions.event_record)(event, stream) }, "cuEventRecord")
                     });
-                    if recorded.is_err() {
-                        // The copy may have begun: the caller must not get its memory back before it ended.
-                        // SAFETY: the stream is this driver's own.
-                        check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize")?;
-                        self.leave_event(place, event)?;
+                    match recorded {
+                        Ok(()) => Ok((stream, event)),
+                        // The copy may have begun.
+                        Err(error) => work_first(Err(error), self.end_copy(place, stream, event)),
                     }
-                    recorded.map(|()| event)
-                });
-                if started.is_err() {
-                    self.leave_stream(place, stream)?;
-                }
-                started.map(|event| (stream, event))
-            })
+                },
+                |(stream, event)| self.end_copy(place, stream, event),
+            )
             .map_err(|error| error.context("to", to).context("from", from).context("length", len));
         if started.is_ok() {
             workplace.keep();
@@ -175,6 +177,15 @@ impl Driver {
         check(unsafe { (self.functions.memcpy_async)(to.0, from.0, len as usize, stream) }, "cuMemcpyAsync")
     }
 
+    /// For a copy that the caller hears nothing of but an error: it gets its memory back when the copy has ended. Stream
+    /// and event are given back whatever waiting says.
+    fn end_copy(&self, place: Place, stream: CuStream, event: CuEvent) -> Result<()> {
+        // SAFETY: the stream is this driver's own.
+        let ended = check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize");
+        let ended = work_first(ended, self.leave_event(place, event));
+        work_first(ended, self.leave_stream(place, stream))
+    }
+
     fn stream_at(&self, place: Place) -> Result<CuStream> {
         if place.primary { self.stream(place.device) } else { new_stream(&self.functions) }
     }
@@ -197,6 +208,19 @@ impl Driver {
         }
         // SAFETY: made for this copy by `event_at`.
         check(unsafe { (self.functions.event_destroy)(event) }, "cuEventDestroy_v2")
+    }
+}
+
+/// An error of the work comes before one of giving back what it was done with, which is then only told.
+fn work_first<T>(work: Result<T>, left: Result<()>) -> Result<T> {
+    match (work, left) {
+        (Ok(value), left) => left.map(|()| value),
+        (Err(refused), left) => {
+            if let Err(error) = left {
+                tracing::error!(%error, "what a copy that failed was done with");
+            }
+            Err(refused)
+        }
     }
 }
 
@@ -246,9 +270,8 @@ impl Event {
         within(&driver.functions, place.context, || {
             // SAFETY: the event is this copy's own, recorded when the copy began.
             let copied = check(unsafe { (driver.functions.event_synchronize)(event) }, "cuEventSynchronize");
-            let left = driver.leave_event(place, event);
-            let left = driver.leave_stream(place, self.stream).and(left);
-            copied.and(left)
+            let copied = work_first(copied, driver.leave_event(place, event));
+            work_first(copied, driver.leave_stream(place, self.stream))
         })
     }
 }

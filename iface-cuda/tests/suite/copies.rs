@@ -4,7 +4,7 @@ use hmem_core::{Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, i
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::{Cuda, sys::CuResult};
 
-use crate::world::{Expandable, World, each, over, pattern};
+use crate::world::{Expandable, World, check, each, over, pattern};
 
 const KINDS: [AllocationKind; 5] = [
     AllocationKind::Device,
@@ -221,5 +221,92 @@ fn hm_03_memory_that_the_driver_has_forgotten_is_not_copied_by_the_cpu() {
         assert_eq!(error.context_value("allocation"), Some(memory.range.to_string().as_str()));
         world.cuda.write(inside, &[7; 100]).expect("once it knows it");
         world.free(&memory);
+    });
+}
+
+/// Device memory that the application allocated in the context that is current.
+fn of_the_application(world: &World) -> Address {
+    let mut pointer = 0;
+    // SAFETY: the place is writable.
+    check(unsafe { (world.app.functions.mem_alloc)(&mut pointer, 4096) });
+    Address(pointer)
+}
+
+/// A copy that is refused after it began: the caller gets its memory back, so nothing runs on, and nothing is left of it.
+fn refused(world: &World, to: Address) -> hmem_core::Error {
+    let bytes = pattern(9, 4096);
+    let from = Address::of_ptr(bytes.as_ptr());
+    // SAFETY: the host side lives until the copy, which is refused, has ended.
+    let error = unsafe { world.cuda.copy_async(to, from, 4096) }.expect_err("refused");
+    assert_eq!(world.driver().live().copies, 0, "it runs on: {error}");
+    error
+}
+
+const REFUSED: CuResult = CuResult::CUDA_ERROR_UNKNOWN;
+
+/// HM-03, HM-05: over the stream and events that are kept, while the application has the context too.
+#[test]
+fn hm_03_a_copy_that_is_refused_after_it_began_has_ended_and_loses_nothing() {
+    over(Profile { slow_copies: true, ..Profile::default() }, |world| {
+        let memory = world.allocate(4096, AllocationKind::Device);
+        world.app.current(|_| ());
+        let bytes = pattern(5, 4096);
+        let copies = |world: &World| {
+            start(world, memory.base(), Address::of_ptr(bytes.as_ptr()), 4096).wait().expect("wait");
+            world.driver().live()
+        };
+        let before = copies(world);
+        world.driver().fail("cuCtxPopCurrent_v2", REFUSED);
+        assert_eq!(refused(world, memory.base()).operation(), "cuCtxPopCurrent_v2");
+        assert_eq!(copies(world), before, "stream and event are used again");
+        world.driver().fail("cuEventRecord", REFUSED);
+        assert_eq!(refused(world, memory.base()).operation(), "cuEventRecord");
+        assert_eq!(copies(world), before, "stream and event are used again");
+        // Nobody can tell when this copy ends; what it was to be done with is not lost for it.
+        world.driver().fail("cuEventRecord", REFUSED);
+        world.driver().fail("cuStreamSynchronize", REFUSED);
+        // SAFETY: the host side lives until the next copy on the stream has ended.
+        let error = unsafe { world.cuda.copy_async(memory.base(), Address::of_ptr(bytes.as_ptr()), 4096) };
+        assert_eq!(error.expect_err("refused").operation(), "cuEventRecord", "the first error of the two");
+        assert_eq!(copies(world), before, "stream and event are used again");
+        world.free(&memory);
+    });
+}
+
+/// The same where stream and event are made for the copy, in a context of the application's own.
+#[test]
+fn hm_03_a_copy_that_is_refused_in_the_applications_context_leaves_nothing_there() {
+    over(Profile { slow_copies: true, ..Profile::default() }, |world| {
+        let foreign = world.app.create_context();
+        let to = of_the_application(world);
+        let before = world.driver().live();
+        for symbols in [
+            &["cuCtxPopCurrent_v2"][..],
+            &["cuEventCreate"],
+            &["cuMemcpyAsync"],
+            &["cuEventRecord"],
+            &["cuEventRecord", "cuStreamSynchronize"],
+        ] {
+            for symbol in symbols {
+                world.driver().fail(symbol, REFUSED);
+            }
+            assert_eq!(refused(world, to).operation(), symbols[0], "the first error of {symbols:?}");
+            assert_eq!(world.driver().live(), before, "{symbols:?}");
+        }
+        // What cannot be given back is not what the caller is told of.
+        for (symbol, blocking) in
+            [("cuEventRecord", false), ("cuEventCreate", false), ("cuMemcpyAsync", true)]
+        {
+            world.driver().fail(symbol, REFUSED);
+            world.driver().fail("cuStreamDestroy_v2", REFUSED);
+            let error = match blocking {
+                true => world.cuda.write(to, &[7; 100]).expect_err("refused"),
+                false => refused(world, to),
+            };
+            assert_eq!(error.operation(), symbol, "the error of the work comes first");
+        }
+        // SAFETY: allocated above.
+        check(unsafe { (world.app.functions.mem_free)(to.0) });
+        world.app.destroy_context(foreign);
     });
 }

@@ -147,6 +147,8 @@ pub struct Live {
     pub streams: usize,
     /// Events.
     pub events: usize,
+    /// Copies that were handed in and have not ended.
+    pub copies: usize,
 }
 
 #[derive(Debug)]
@@ -272,6 +274,7 @@ impl State {
                 .sum(),
             streams: self.streams.len(),
             events: self.events.len(),
+            copies: self.streams.values().map(|stream| stream.waiting.len()).sum(),
         }
     }
 
