@@ -268,8 +268,8 @@ impl Driver {
         self.join(entry, &mut slot).map(Some)
     }
 
-    /// The calling thread's current context and its device, if it has one.
-    fn current(&self) -> Result<Option<(CuContext, CuDevice)>> {
+    /// The calling thread's current context and its device, if it has one that lives.
+    pub(crate) fn current(&self) -> Result<Option<(CuContext, CuDevice)>> {
         let (mut context, mut device) = (CuContext::NULL, 0);
         // SAFETY: `context` is writable.
         check(unsafe { (self.functions.ctx_get_current)(&mut context) }, "cuCtxGetCurrent")?;

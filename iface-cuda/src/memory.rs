@@ -122,7 +122,9 @@ impl Driver {
             )
         };
         match code {
-            CuResult::CUDA_ERROR_INVALID_CONTEXT => Ok(Answer::NoContext),
+            CuResult::CUDA_ERROR_INVALID_CONTEXT | CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED => {
+                Ok(Answer::NoContext)
+            }
             CuResult::CUDA_ERROR_INVALID_VALUE => Ok(Answer::Invalid),
             code => check(code, "cuPointerGetAttributes")
                 .map(|()| Answer::Values(values))
@@ -133,7 +135,11 @@ impl Driver {
     /// Asks; where this thread has no context and the driver wants one, asks again within those that exist.
     ///
     /// `cuda.h`: INVALID_CONTEXT is the answer for an address that no context with unified addressing knows. A thread
-    /// without a current context gets it from some drivers for any address, device memory included.
+    /// without a current context gets it from some drivers for any address, device memory included; so may one whose
+    /// current context was destroyed.
+    ///
+    /// Over such a driver a thread without a context makes six calls for each device whose primary context somebody
+    /// else has: holding it longer would keep it from being destroyed.
     fn ask_anywhere<const N: usize>(
         &self,
         address: u64,
@@ -141,7 +147,7 @@ impl Driver {
         asked: u32,
     ) -> Result<Answer<N>> {
         let first = self.ask(address, attributes, asked)?;
-        if !matches!(first, Answer::NoContext) || self.has_current_context()? {
+        if !matches!(first, Answer::NoContext) || self.current()?.is_some() {
             return Ok(first);
         }
         for entry in &self.devices {
@@ -154,13 +160,6 @@ impl Driver {
             }
         }
         Ok(Answer::NoContext)
-    }
-
-    fn has_current_context(&self) -> Result<bool> {
-        let mut current = CuContext::NULL;
-        // SAFETY: `current` is writable.
-        check(unsafe { (self.functions.ctx_get_current)(&mut current) }, "cuCtxGetCurrent")?;
-        Ok(!current.is_null())
     }
 
     /// Finds out how many of [`ATTRIBUTES`] the driver knows, by asking about an address that is not its own.

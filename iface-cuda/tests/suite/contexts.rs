@@ -443,8 +443,11 @@ fn hm_05_a_query_keeps_no_context_of_the_application() {
         let mut pointer: CuDevicePtr = 0;
         // SAFETY: the place is writable; the memory is freed below.
         world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4096) }));
+        let before = world.driver().all_calls();
         let found = world.cuda.query(Address(pointer)).expect("query").expect("known");
         assert_eq!(found.kind, AllocationKind::Device);
+        // The question, whether the thread has a context, and six in the primary one.
+        assert_eq!(world.driver().all_calls() - before, 8);
         // SAFETY: allocated above.
         world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
         world.app.let_go();

@@ -251,6 +251,35 @@ fn hm_05_device_memory_is_not_taken_for_host_memory_on_a_thread_without_context(
     });
 }
 
+/// HM-05: nor on a thread whose current context another thread destroyed.
+#[test]
+fn hm_05_device_memory_is_not_taken_for_host_memory_on_a_thread_whose_context_was_destroyed() {
+    let profile = Profile { queries_need_context: true, ..Profile::default() };
+    over(profile, |world| {
+        let mut pointer: CuDevicePtr = 0;
+        // SAFETY: the place is writable.
+        world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4096) }));
+        let gone = world.app.create_context();
+        world.elsewhere_destroy_context(gone);
+        let retained = world.driver().calls("cuDevicePrimaryCtxRetain");
+        for code in [None, Some(CuResult::CUDA_ERROR_INVALID_CONTEXT)] {
+            if let Some(code) = code {
+                world.driver().fail("cuPointerGetAttributes", code);
+            }
+            let found = world.cuda.query(Address(pointer)).expect("query").expect("known");
+            assert_eq!(found.kind, AllocationKind::Device);
+        }
+        assert_eq!(
+            world.driver().calls("cuDevicePrimaryCtxRetain") - retained,
+            2,
+            "asked in the primary one"
+        );
+        assert_eq!(world.app.pop(), gone, "it is still the thread's");
+        // SAFETY: allocated above.
+        world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
+    });
+}
+
 #[test]
 fn hm_07_segments_are_the_mappings_of_a_reservation() {
     each(|world| {

@@ -142,6 +142,13 @@ impl World {
         devices.filter(is_active).collect()
     }
 
+    /// Destroys a context on another thread: it stays current where it is.
+    pub(crate) fn elsewhere_destroy_context(&self, context: CuContext) {
+        // SAFETY: made by `App::create_context`.
+        let destroy = move || check(unsafe { hmem_fake_cuda::cuCtxDestroy_v2(context) });
+        std::thread::scope(|scope| scope.spawn(destroy).join().expect("no panic"));
+    }
+
     /// Whether the CPU can map what is exported, as the device says; of the fake, in every release.
     pub(crate) fn maps_dma_bufs(&self) -> bool {
         let (mut says, attribute) = (0, sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED);

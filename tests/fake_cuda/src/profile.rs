@@ -34,7 +34,8 @@ pub struct Profile {
     pub last_pointer_attribute: u32,
     /// The highest device attribute that it knows.
     pub last_device_attribute: u32,
-    /// Whether a thread without a current context gets INVALID_CONTEXT for its queries.
+    /// Whether a thread without a current context gets INVALID_CONTEXT for its queries, and one whose context was destroyed
+    /// CONTEXT_IS_DESTROYED.
     pub queries_need_context: bool,
     /// Whether page-locked host memory has no identity: `cuda.h` promises one only of "every memory allocation", which
     /// page-locking is not.

@@ -18,8 +18,8 @@ driver! {
         data: *mut *mut c_void,
         pointer: CuDevicePtr
     ) {
-        if state.profile.queries_need_context && state.current().is_err() {
-            return Err(CuResult::CUDA_ERROR_INVALID_CONTEXT);
+        if state.profile.queries_need_context {
+            state.current()?;
         }
         for at in 0..count as usize {
             // SAFETY: the caller passes `count` attributes and as many places.
