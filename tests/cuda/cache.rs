@@ -19,7 +19,7 @@ use hmem::{
 };
 use hmem_fake_cuda::Profile;
 
-use crate::link::{IMPORTS, Link, came_back, is_direct, not_over_a_gpu, profiles, real};
+use crate::link::{IMPORTS, Link, came_back, not_over_a_gpu, profiles, real};
 
 /// The monitors that can be shown here: hooks patch the fake's entries, which are the real library's on x86-64 only.
 const MONITORS: &[MonitorKind] = if cfg!(target_arch = "x86_64") {
@@ -330,6 +330,6 @@ fn mr_07_threads_that_free_what_others_get_at_once_never_hit_what_was_there_befo
         let now = cache.statistics();
         assert!(now.hits > 0 && now.registrations >= 900, "{monitor}: {now:?}");
         let path = cache.entries().first().and_then(|entry| entry.region);
-        assert!(path.is_none_or(is_direct), "{path:?}");
+        assert!(path.is_none_or(|path| link.is_direct(path, AllocationKind::Device)), "{path:?}");
     }
 }

@@ -9,7 +9,13 @@ use std::{
 use hmem::{
     Access, AddressRange, AllocationKind, CacheAttr, CachedRegion, DeviceBuffer, DeviceId, Domain,
     DomainAttr, Endpoint, Hmem, Iface, Iova, MemoryRegion, MrAttr, MrFlags, Registered, RemoteKey, Result,
-    cuda::{Cuda, MonitorKind, sys::Functions},
+    cuda::{
+        Cuda, MonitorKind,
+        sys::{
+            CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED,
+            CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, CuDeviceAttribute, Functions,
+        },
+    },
     iface::AllocRequest,
     p2p::loopback::{Loopback, Memory},
     path::{P2pPolicy, Path},
@@ -47,11 +53,6 @@ pub(crate) fn profiles() -> Vec<Profile> {
 /// The policy that asks for a dma-buf. A software NIC maps it, which not every driver has: over a GPU copies may take its place.
 pub(crate) fn direct() -> P2pPolicy {
     if real() { P2pPolicy::Enabled } else { P2pPolicy::Required }
-}
-
-/// Whether a path is the one of a dma-buf, or what stands for it where the driver lets nobody map one.
-pub(crate) fn is_direct(path: Path) -> bool {
-    path == Path::DmaBuf || real() && path == Path::Staged
 }
 
 /// Holds that an address came back, which is for the fake to see to; a GPU's driver may not do so.
@@ -138,6 +139,40 @@ impl Link {
         let (initiator, target) = (open(), open());
         let peer = initiator.resolve(&target.name()).expect("the peer");
         Self { queue, initiator, _target: target, peer, domain, cuda, functions, driver, _turn: turn }
+    }
+
+    /// What the GPU says of itself; the fake has it.
+    fn has(&self, attribute: CuDeviceAttribute) -> bool {
+        let mut says = 0;
+        // SAFETY: the place is writable; device 0 is there.
+        let code = unsafe { (self.functions.device_get_attribute)(&mut says, attribute, 0) };
+        !real() || (code.is_success() && says != 0)
+    }
+
+    /// Whether memory of a kind went by a dma-buf. A software NIC maps it: where a GPU's driver lets nobody map one, copies stand
+    /// in for it, which is said as [`not_over_a_gpu`] does. A device that says that the CPU can map its dma-bufs owes them.
+    pub(crate) fn is_direct(&self, path: Path, kind: AllocationKind) -> bool {
+        if path == Path::DmaBuf {
+            return true;
+        }
+        let reached = kind != AllocationKind::Virtual
+            || self.has(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
+        let owed =
+            self.cuda.capability().dma_buf && reached && self.has(CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED);
+        let why = "the dma-buf cannot be mapped: copies stood in for it";
+        path == Path::Staged && !owed && not_over_a_gpu(why)
+    }
+
+    /// Where a GPU is asked for and NICs reach no memory of it by its address: says so, as [`not_over_a_gpu`] does.
+    pub(crate) fn no_rdma(&self) -> bool {
+        !self.has(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
+            && not_over_a_gpu("the device has no GPUDirect RDMA")
+    }
+
+    /// Where a GPU is asked for and NICs reach no VMM memory of it: says so, as [`not_over_a_gpu`] does.
+    pub(crate) fn no_rdma_with_vmm(&self) -> bool {
+        !self.has(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)
+            && not_over_a_gpu("the device has no GPUDirect RDMA to VMM memory")
     }
 
     /// Where a GPU is asked for and has no dma-bufs: says so, as [`not_over_a_gpu`] does.

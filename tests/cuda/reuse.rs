@@ -6,7 +6,7 @@ use hmem::{
 };
 use hmem_fake_cuda::Profile;
 
-use crate::link::{IMPORTS, Link, REMOTE, came_back, close, direct, is_direct, not_over_a_gpu, pattern};
+use crate::link::{IMPORTS, Link, REMOTE, came_back, close, direct, not_over_a_gpu, pattern};
 
 /// MR-07 on device memory, over a NIC that keeps the pages of registration and over one that follows.
 #[test]
@@ -27,7 +27,10 @@ fn mr_07_registering_freeing_and_allocating_again_reaches_the_new_bytes() {
                     let region = region.unwrap_or_else(|error| panic!("{error}"));
                     let path = region.decision().expect("decision").path;
                     let staged = policy == P2pPolicy::Disabled;
-                    assert!(if staged { path == Path::Staged } else { is_direct(path) }, "{path:?}");
+                    assert!(
+                        if staged { path == Path::Staged } else { link.is_direct(path, kind) },
+                        "{path:?}"
+                    );
                     let (key, bytes) = (region.key().expect("key"), pattern(round, 4000));
                     link.put(&key, 500, &bytes).expect("write");
                     let mut found = vec![0; bytes.len()];

@@ -17,7 +17,8 @@
 //! be hooked as those can.
 //!
 //! As a library it is told by the environment what to be: `HMEM_FAKE_CUDA` is the name of a profile, followed by
-//! `;symbol=code` for calls that fail always and `;devices=n`.
+//! `;symbol=code` for calls that fail always, `;devices=n` and `;attributes=n` for the last
+//! device attribute that it knows.
 
 #![allow(missing_docs)] // The functions of the driver are documented by cuda.h.
 
@@ -97,6 +98,9 @@ fn from_environment() -> State {
     for word in words {
         match word.split_once('=') {
             Some(("devices", count)) => profile.devices = count.parse().expect("HMEM_FAKE_CUDA: devices=n"),
+            Some(("attributes", last)) => {
+                profile.last_device_attribute = last.parse().expect("HMEM_FAKE_CUDA: attributes=n");
+            }
             Some((symbol, code)) => {
                 let code = code.parse().expect("HMEM_FAKE_CUDA: symbol=code");
                 faults.push((known(symbol), CuResult(code)));
