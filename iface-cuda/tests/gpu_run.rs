@@ -114,6 +114,42 @@ fn a_part_that_hangs_is_ended() {
 }
 
 #[test]
+fn a_test_that_hangs_is_ended() {
+    let suite = format!("[[ $2 != a_1 ]] || exec tail -f /dev/null\n{SUITE}");
+    let folder = Folder::new("test-hangs", GPU, &suite, HMEM);
+    let output = Command::new("bash").arg(folder.0.join("run")).env("HMEM_GPU_LIMIT", "0.2").output();
+    let output = output.expect("bash");
+    let report = String::from_utf8_lossy(&output.stdout);
+    holds(&report, &["| a_1 | FAILED: did not end in 0.2 s |"]);
+    assert_eq!(output.status.code(), Some(1), "{report}");
+}
+
+/// What kills is not said to be the limit.
+#[test]
+fn what_is_killed_is_said_to_be_and_hides_nothing() {
+    let killed = "was killed, as the system does where memory runs out";
+    let gpu = format!("{GPU}\n[[ $1 != copies ]] || kill -KILL $$");
+    let suite = format!("[[ $2 != a_1 ]] || kill -KILL $$\n{SUITE}");
+    let (status, report) = Folder::new("killed", &gpu, &suite, HMEM).run();
+    let (part, test) = (format!("Part copies failed: {killed}."), format!("| a_1 | FAILED: {killed} |"));
+    holds(&report, &[&part, &test, WHOLE[3], WHOLE[4], WHOLE[5]]);
+    assert_eq!(status, Some(1), "{report}");
+    // What says 124 by itself did not run to the limit either.
+    let gpu = format!("{GPU}\n[[ $1 != machine ]] || exit 124");
+    let (_, report) = Folder::new("says-124", &gpu, SUITE, HMEM).run();
+    holds(&report, &["Part machine failed: exit status 124."]);
+}
+
+#[test]
+fn a_gpu_that_is_gone_after_the_first_part_is_a_failure_and_hides_nothing() {
+    let gpu = format!("{GPU}\n[[ $1 != copies ]] || exit 3");
+    let (status, report) = Folder::new("gone", &gpu, SUITE, HMEM).run();
+    holds(&report, &WHOLE);
+    holds(&report, &["Part copies failed: exit status 3."]);
+    assert_eq!(status, Some(1), "{report}");
+}
+
+#[test]
 fn without_a_gpu_the_status_is_3_and_no_test_is_run() {
     let gpu = format!("[[ $1 != machine ]] || exit 3\n{GPU}");
     let (status, report) = Folder::new("none", &gpu, SUITE, HMEM).run();
