@@ -189,8 +189,8 @@ fn current_while<T>(
     undo: impl FnOnce(T) -> Result<()>,
     stuck: impl FnOnce(),
 ) -> Result<T> {
-    // SAFETY: the context is a retained primary one, or one that the driver named as the memory's own or as the calling
-    // thread's just now.
+    // SAFETY: the context is a retained primary one, one that the driver named as the calling thread's just now, or the
+    // context of memory that the driver knew just now, with which it would have gone.
     check(unsafe { (functions.ctx_push_current)(context) }, "cuCtxPushCurrent_v2")?;
     let result = run();
     let Err(refused) = pop(functions) else { return result };
@@ -296,15 +296,6 @@ impl Driver {
         match self.current()? {
             Some((context, of)) if of == entry.handle => Ok(Workplace::Theirs(self, context)),
             _ => self.hold(device).map(Workplace::Held),
-        }
-    }
-
-    /// As [`Driver::workplace`] for work of a device that memory of its primary context may be about: that comes first
-    /// where somebody has it.
-    pub(crate) fn workplace_on(&self, device: DeviceId) -> Result<Workplace<'_>> {
-        match self.hold_if_active(device)? {
-            Some(hold) => Ok(Workplace::Held(hold)),
-            None => self.workplace(CuContext::NULL, device),
         }
     }
 

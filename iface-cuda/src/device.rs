@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use crate::{
     context::Primary,
     error::check,
+    flush::Written,
     sys::{self, CuDevice, CuDeviceAttribute, CuResult, Functions},
 };
 
@@ -38,6 +39,7 @@ pub(crate) struct DeviceEntry {
     pub(crate) description: iface::Device,
     pub(crate) abilities: Abilities,
     pub(crate) primary: Mutex<Option<Primary>>,
+    pub(crate) written: Mutex<Written>,
 }
 
 /// The devices in the order of their ordinals.
@@ -87,7 +89,7 @@ fn describe(functions: &Functions, ordinal: u32) -> Result<DeviceEntry> {
         memory: memory as u64,
     };
     let abilities = abilities(functions, handle)?;
-    Ok(DeviceEntry { handle, description, abilities, primary: Mutex::new(None) })
+    Ok(DeviceEntry { handle, description, abilities, primary: Mutex::new(None), written: Mutex::default() })
 }
 
 /// The text that a driver call writes, up to its NUL.

@@ -1,4 +1,4 @@
-//! Handing device memory to NICs: dma-bufs, peer memory, and what inbound writes need to be seen.
+//! Handing device memory to NICs: dma-bufs and peer memory.
 
 use std::{
     ffi::c_int,
@@ -6,7 +6,7 @@ use std::{
 };
 
 use hmem_core::{
-    AddressRange, AllocOffset, AllocationKind, DeviceId, DmaBufOffset, Error, ErrorKind, IfaceKind, Result,
+    AddressRange, AllocOffset, AllocationKind, DmaBufOffset, Error, ErrorKind, IfaceKind, Result,
     iface::{DmaBufExport, DmaBufMapping, PeerMemoryExport},
     provider::Nic,
 };
@@ -77,6 +77,7 @@ impl Driver {
             Ok(fd)
         });
         let fd = workplace.end(exported)?;
+        self.note_written(&found, range)?;
         rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)
             .map_err(|errno| described(Error::os(errno, "fcntl(F_SETFD)").iface(IfaceKind::CUDA)))?;
         Ok(DmaBufExport {
@@ -100,14 +101,15 @@ impl Driver {
                     .remedy("GPUDirect RDMA needs a data centre or workstation GPU: stage the copies"),
             ));
         }
-        self.prepare_pinning(OPERATION, range).map_err(described)?;
+        let found = self.prepare_pinning(OPERATION, range).map_err(described)?;
+        self.note_written(&found, range)?;
         // Whether a kernel client takes the address only registering it tells.
         Ok(PeerMemoryExport { address: range.start(), len: range.len() })
     }
 
     /// Makes a range ready for a kernel client that pins it by address: the driver must say that GPUDirect RDMA reaches
     /// every part, and what calls itself synchronous must be so. Errors name the range.
-    pub(crate) fn prepare_pinning(&self, operation: &'static str, range: AddressRange) -> Result<()> {
+    pub(crate) fn prepare_pinning(&self, operation: &'static str, range: AddressRange) -> Result<Found> {
         let found = self.exportable(operation, range)?;
         let described = |error: Error| error.context("range", range);
         for segment in self.segments(range).map_err(described)? {
@@ -129,7 +131,7 @@ impl Driver {
             }
             Ok(())
         });
-        workplace.end(prepared).map_err(described)
+        workplace.end(prepared).map(|()| found).map_err(described)
     }
 
     /// The allocation around a range, if its kind can be handed to a NIC as device memory.
@@ -205,39 +207,6 @@ impl Driver {
             check(unsafe { set(flags | sys::CU_CTX_SYNC_MEMOPS) }, "cuCtxSetFlags")?;
         }
         Ok(true)
-    }
-
-    /// Makes inbound writes visible to work that the device starts after this call.
-    ///
-    /// A device that orders them natively needs nothing (`cuda.h`: the call "will be a no-op and can be safely omitted").
-    pub(crate) fn flush_inbound(&self, device: DeviceId) -> Result<()> {
-        const OPERATION: &str = "flush_inbound";
-        let abilities = self.abilities(OPERATION, device)?;
-        if abilities.orders_writes {
-            return Ok(());
-        }
-        let flush = self.functions.flush_gpu_direct_rdma_writes;
-        let flush =
-            flush.ok_or_else(|| lacks_symbol(OPERATION, "cuFlushGPUDirectRDMAWrites").device(device))?;
-        if !abilities.flushes {
-            return Err(lacks(
-                OPERATION,
-                "the device neither orders inbound writes nor flushes them on demand",
-            )
-            .device(device)
-            .context("attribute", "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS")
-            .remedy("read a byte of the memory through the NIC after the write, which orders them"));
-        }
-        let workplace = self.workplace_on(device)?;
-        let flushed = workplace.within(|| {
-            let (target, scope) = (
-                sys::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
-                sys::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER,
-            );
-            // SAFETY: the values are those of the header's enumerations.
-            check(unsafe { flush(target, scope) }, "cuFlushGPUDirectRDMAWrites")
-        });
-        workplace.end(flushed).map_err(|error| error.device(device))
     }
 }
 

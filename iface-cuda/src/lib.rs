@@ -30,7 +30,7 @@
 //! | `memory` | the allocation around an address, segments |
 //! | `allocate` | allocating every kind, freeing, page-locking |
 //! | `copy` | copies |
-//! | `export`, `ipc` | dma-buf, peer memory, flushing; other processes |
+//! | `export`, `flush`, `ipc` | dma-buf, peer memory; what inbound writes need to be seen; other processes |
 //! | `monitor` | noticing frees: which of identity and hooks is relied on |
 //! | `hooks` | the driver's frees, hooked |
 //! | `cudarc` | slices of the `cudarc` crate as buffers (cargo feature `cudarc`) |
@@ -60,7 +60,7 @@
 //! | copies | the memory's own context; for memory of none the primary one that somebody has, else the thread's | a primary one is retained for its streams, unless the copy is refused |
 //! | segments, exports, handles for other processes | the memory's own; for memory of none the thread's, else the primary one | given back; retained where SYNC_MEMOPS was set on it |
 //! | page-locking | a primary one that somebody has, else the thread's, else the first device's | retained, unless refused; in the thread's the page-locking goes with it |
-//! | flushing inbound writes | the primary one that somebody has, else the thread's | given back |
+//! | flushing inbound writes, where the device does not order them | each context whose memory was handed to a NIC and is still there, and the primary one that somebody has; where such memory has no context, and where none is found, the thread's too, and for such memory a primary one at last | a primary one is retained, so that the next flush asks for none |
 //! | queries, where the driver wants a context | the thread's, else a primary one that somebody has; none is made | given back |
 //!
 //! The thread's context is taken for memory of its device only. What is given back is so when the last call that works in it
@@ -89,6 +89,8 @@ mod driver;
 mod error;
 #[allow(unsafe_code)]
 mod export;
+#[allow(unsafe_code)]
+mod flush;
 #[allow(unsafe_code)]
 pub mod gdrcopy;
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]

@@ -89,6 +89,15 @@ impl fmt::Debug for HostKinds {
     }
 }
 
+/// What the driver says of memory that was there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Witnessed {
+    Alive,
+    Dead,
+    /// It answers nothing without a context, and none could be asked in.
+    Unknown,
+}
+
 /// What the driver answered about an address.
 enum Answer<const N: usize> {
     Values([u64; N]),
@@ -283,6 +292,22 @@ impl Driver {
             Answer::Values([id, memory_type]) if memory_type != 0 => Ok(Some(AllocationId(id))),
             _ => Ok(None),
         }
+    }
+
+    /// Whether the memory of this identity and context is still there.
+    pub(crate) fn witness(
+        &self,
+        address: Address,
+        id: AllocationId,
+        context: CuContext,
+    ) -> Result<Witnessed> {
+        const WITNESS: [CuPointerAttribute; 2] =
+            [sys::CU_POINTER_ATTRIBUTE_BUFFER_ID, sys::CU_POINTER_ATTRIBUTE_CONTEXT];
+        Ok(match self.ask_anywhere(address.0, WITNESS, WITNESS.len() as u32)? {
+            Answer::Values(values) if values == [id.0, context.0 as u64] => Witnessed::Alive,
+            Answer::Values(_) | Answer::Invalid => Witnessed::Dead,
+            Answer::NoContext => Witnessed::Unknown,
+        })
     }
 
     /// The context in which the memory at an address was allocated or page-locked; null if the driver names none.

@@ -6,6 +6,7 @@
 mod cache;
 mod causes;
 mod gpu;
+mod inbound;
 mod link;
 mod paths;
 mod reuse;

@@ -420,19 +420,38 @@ fn hm_05_a_current_context_of_another_device_is_not_taken() {
 #[test]
 fn hm_05_a_flush_makes_no_context() {
     over(Profile { writes_ordering: 0, ..Profile::default() }, |world| {
-        world.cuda.flush_inbound(DeviceId(0)).expect("flush");
-        assert!(world.active().is_empty());
+        let flush = |world: &World, device| world.cuda.flush_inbound(DeviceId(device)).expect("flush");
+        let retained = |world: &World| world.driver().calls("cuDevicePrimaryCtxRetain");
+        flush(world, 0);
+        assert_eq!(world.driver().flushed(), [], "there is none, and no memory of one");
         let foreign = world.app.create_context();
-        world.cuda.flush_inbound(DeviceId(0)).expect("flush");
-        assert_eq!(world.driver().calls("cuDevicePrimaryCtxRetain"), 1, "in the thread's own");
-        world.app.current(|_| ());
-        world.cuda.flush_inbound(DeviceId(0)).expect("flush");
-        assert_eq!(world.driver().calls("cuDevicePrimaryCtxRetain"), 3, "in the primary one, which is there");
+        flush(world, 0);
+        flush(world, 1);
+        assert_eq!(world.driver().flushed(), [foreign], "the thread's own is of device 0");
+        assert_eq!(retained(world), 0);
+        let mut primary = CuContext::NULL;
+        // SAFETY: the place is writable.
+        world.app.current(|driver| check(unsafe { (driver.ctx_get_current)(&mut primary) }));
+        for _ in 0..3 {
+            flush(world, 0);
+            assert_eq!(world.driver().flushed(), [primary], "it is there");
+        }
+        assert_eq!(retained(world), 2, "once by the application, once for all flushes");
         world.app.let_go();
-        assert!(world.active().is_empty(), "and is not kept for it");
-        world.driver().fail("cuDevicePrimaryCtxRelease_v2", CuResult::CUDA_ERROR_UNKNOWN);
-        world.cuda.flush_inbound(DeviceId(1)).expect_err("not given back");
         world.app.destroy_context(foreign);
+    });
+}
+
+/// One in which the flush is refused is not kept.
+#[test]
+fn hm_05_a_refused_flush_keeps_no_context() {
+    over(Profile { writes_ordering: 0, ..Profile::default() }, |world| {
+        world.app.current(|_| ());
+        world.driver().fail("cuFlushGPUDirectRDMAWrites", CuResult::CUDA_ERROR_UNKNOWN);
+        let error = world.cuda.flush_inbound(DeviceId(0)).expect_err("refused");
+        assert_eq!(error.operation(), "cuFlushGPUDirectRDMAWrites", "{error}");
+        world.app.let_go();
+        assert!(world.active().is_empty());
     });
 }
 

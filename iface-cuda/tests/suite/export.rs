@@ -3,7 +3,7 @@
 use std::os::fd::AsFd;
 
 use hmem_core::{
-    AddressRange, AllocOffset, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::DmaBufMapping,
+    AddressRange, AllocOffset, AllocationKind, ErrorKind, Iface, IfaceExt, iface::DmaBufMapping,
 };
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::{self, CuResult};
@@ -249,24 +249,5 @@ fn hm_06_a_refused_export_of_stream_ordered_memory_is_the_drivers_and_leaves_no_
         let error = world.cuda.export_peer_memory(memory.range, &nic()).expect_err("refused");
         assert_eq!(error.context_value("attribute"), Some("IS_GPU_DIRECT_RDMA_CAPABLE"), "{error}");
         world.free(&memory);
-    });
-}
-
-#[test]
-fn hm_14_inbound_writes_are_flushed_where_the_device_does_not_order_them() {
-    for (ordering, flushes) in [(0, 1), (100, 0), (200, 0)] {
-        over(Profile { writes_ordering: ordering, ..Profile::default() }, |world| {
-            world.cuda.flush_inbound(DeviceId(1)).expect("flush");
-            assert_eq!(world.driver().calls("cuFlushGPUDirectRDMAWrites"), flushes, "ordering {ordering}");
-        });
-    }
-    over(Profile { writes_ordering: 0, flush_options: 0, ..Profile::default() }, |world| {
-        let error = world.cuda.flush_inbound(DeviceId(0)).expect_err("neither");
-        assert!(error.is_unsupported() && error.remedy_text().is_some(), "{error}");
-    });
-    let absent = vec!["cuFlushGPUDirectRDMAWrites"];
-    over(Profile { writes_ordering: 0, absent, ..Profile::default() }, |world| {
-        let error = world.cuda.flush_inbound(DeviceId(0)).expect_err("an older driver");
-        assert_eq!(error.context_value("symbol"), Some("cuFlushGPUDirectRDMAWrites"));
     });
 }

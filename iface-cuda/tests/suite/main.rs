@@ -8,6 +8,7 @@ mod detection;
 mod export;
 mod failures;
 mod faults;
+mod flush;
 mod gdrcopy;
 #[cfg(target_arch = "x86_64")]
 mod hooks;

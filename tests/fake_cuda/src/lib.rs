@@ -32,7 +32,7 @@ mod state;
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use hmem_iface_cuda::sys::CuResult;
+use hmem_iface_cuda::sys::{CuContext, CuResult};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 pub use entry::*;
@@ -257,6 +257,18 @@ impl FakeDriver {
             let of_device = |one: &&state::Context| one.primary && one.device == device;
             state.contexts.values().find(of_device).map_or(0, |one| one.flags)
         })
+    }
+
+    /// The contexts in which inbound writes were flushed since this was asked last, in order.
+    #[must_use]
+    pub fn flushed(&self) -> Vec<CuContext> {
+        self.with(|state| std::mem::take(&mut state.flushed).into_iter().map(CuContext).collect())
+    }
+
+    /// How often a context that is not there was to be made current: what a real driver does then nobody promises.
+    #[must_use]
+    pub fn strangers(&self) -> u64 {
+        self.with(|state| state.strangers)
     }
 
     /// The calling thread's contexts, the current one last.

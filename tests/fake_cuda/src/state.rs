@@ -166,6 +166,10 @@ pub(crate) struct State {
     pub(crate) streams: HashMap<usize, Stream>,
     pub(crate) events: HashMap<usize, Event>,
     pub(crate) used: Vec<u64>,
+    /// The contexts in which inbound writes were flushed, since somebody asked.
+    pub(crate) flushed: Vec<usize>,
+    /// How often a context that is not there was to be made current.
+    pub(crate) strangers: u64,
     pub(crate) hold: Option<Hold>,
     next_handle: usize,
     next_id: u64,
@@ -192,6 +196,8 @@ impl State {
             streams: HashMap::new(),
             events: HashMap::new(),
             used: vec![0; profile.devices as usize],
+            flushed: Vec::new(),
+            strangers: 0,
             hold: None,
             next_handle: 0x1000,
             // Identities are unique in a process, also across the drivers that a test has one after another.

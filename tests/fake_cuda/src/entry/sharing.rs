@@ -76,9 +76,12 @@ driver! {
     }
 
     fn cuFlushGPUDirectRDMAWrites(state, target: c_uint, scope: c_uint) {
-        state.current()?;
-        let known = target == 0 && matches!(scope, 100 | 200);
-        if known { Ok(()) } else { Err(INVALID_VALUE) }
+        let current = state.current()?;
+        if target != 0 || !matches!(scope, 100 | 200) {
+            return Err(INVALID_VALUE);
+        }
+        state.flushed.push(current);
+        Ok(())
     }
 }
 

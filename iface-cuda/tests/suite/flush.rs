@@ -1,0 +1,199 @@
+//! Inbound writes are flushed in the contexts that they are for.
+
+use hmem_core::{Address, AddressRange, AllocationKind, DeviceId, ErrorKind, Iface};
+use hmem_fake_cuda::Profile;
+use hmem_iface_cuda::sys::{CuContext, CuDevicePtr, CuResult};
+
+use crate::world::{Expandable, World, check, nic, over};
+
+/// A device that does not order inbound writes.
+fn unordered() -> Profile {
+    Profile { writes_ordering: 0, ..Profile::default() }
+}
+
+fn allocate(world: &World, len: u64) -> AddressRange {
+    let mut pointer: CuDevicePtr = 0;
+    // SAFETY: the place is writable.
+    check(unsafe { (world.app.functions.mem_alloc)(&mut pointer, len as usize) });
+    AddressRange::new(Address(pointer), len).expect("a range")
+}
+
+/// A context of the application's with memory in it that was handed to a NIC. No longer current.
+fn written_context(world: &World, peer_memory: bool) -> (CuContext, AddressRange) {
+    let context = world.app.create_context();
+    let range = allocate(world, 8192);
+    let part = range.slice(4096, 100).expect("a part");
+    if peer_memory {
+        world.cuda.export_peer_memory(part, &nic()).expect("peer memory");
+    } else {
+        world.cuda.export_dma_buf(part, &nic(), Default::default()).expect("export");
+    }
+    assert_eq!(world.app.pop(), context);
+    (context, range)
+}
+
+/// The contexts in which a flush of device 0 takes effect.
+fn flushed(world: &World) -> Vec<CuContext> {
+    world.cuda.flush_inbound(DeviceId(0)).expect("flush");
+    world.driver().flushed()
+}
+
+fn primary(world: &mut World) -> CuContext {
+    let mut primary = CuContext::NULL;
+    // SAFETY: the place is writable.
+    world.app.current(|driver| check(unsafe { (driver.ctx_get_current)(&mut primary) }));
+    primary
+}
+
+/// Destroys a context that is not current.
+fn destroy(world: &World, context: CuContext) {
+    // SAFETY: made by `written_context`.
+    check(unsafe { (world.app.functions.ctx_push_current)(context) });
+    world.app.destroy_context(context);
+}
+
+#[test]
+fn hm_14_inbound_writes_are_flushed_where_the_device_does_not_order_them() {
+    for (ordering, flushes) in [(0, 1), (100, 0), (200, 0)] {
+        over(Profile { writes_ordering: ordering, ..Profile::default() }, |world| {
+            let memory = world.allocate(4096, AllocationKind::Device);
+            world.cuda.export_peer_memory(memory.range, &nic()).expect("peer memory");
+            world.cuda.flush_inbound(DeviceId(0)).expect("flush");
+            assert_eq!(world.driver().calls("cuFlushGPUDirectRDMAWrites"), flushes, "ordering {ordering}");
+            world.free(&memory);
+        });
+    }
+    over(Profile { writes_ordering: 0, flush_options: 0, ..Profile::default() }, |world| {
+        let error = world.cuda.flush_inbound(DeviceId(0)).expect_err("neither");
+        assert!(error.is_unsupported() && error.remedy_text().is_some(), "{error}");
+    });
+    let absent = vec!["cuFlushGPUDirectRDMAWrites"];
+    over(Profile { writes_ordering: 0, absent, ..Profile::default() }, |world| {
+        let error = world.cuda.flush_inbound(DeviceId(0)).expect_err("an older driver");
+        assert_eq!(error.context_value("symbol"), Some("cuFlushGPUDirectRDMAWrites"));
+    });
+}
+
+#[test]
+fn hm_14_memory_of_the_applications_context_is_flushed_in_that_context() {
+    for peer_memory in [false, true] {
+        over(unordered(), |world| {
+            let (context, _) = written_context(world, peer_memory);
+            assert_eq!(flushed(world), [context], "the thread has none");
+            let (second, _) = written_context(world, peer_memory);
+            assert_eq!(flushed(world), [context, second]);
+            let other = world.app.create_context();
+            assert_eq!(flushed(world), [context, second], "nothing is in the thread's");
+            assert_eq!(world.driver().calls("cuDevicePrimaryCtxRetain"), 0);
+            let primary = primary(world);
+            assert_eq!(flushed(world), [primary, context, second], "somebody has the primary one");
+            // Refused in one, it is done in the others.
+            world.driver().fail("cuFlushGPUDirectRDMAWrites", CuResult::CUDA_ERROR_UNKNOWN);
+            world.cuda.flush_inbound(DeviceId(0)).expect_err("refused in the first");
+            assert_eq!(world.driver().flushed(), [context, second]);
+            for context in [other, second] {
+                world.app.destroy_context(context);
+            }
+            assert_eq!(flushed(world), [primary, context]);
+            destroy(world, context);
+            assert_eq!(flushed(world), [primary]);
+        });
+    }
+}
+
+#[test]
+fn hm_14_a_context_that_was_destroyed_is_not_given_to_the_driver() {
+    over(unordered(), |world| {
+        let (context, range) = written_context(world, false);
+        destroy(world, context);
+        assert_eq!(flushed(world), []);
+        // Its addresses are another's now.
+        let (context, again) = written_context(world, false);
+        assert_eq!(range, again, "an address that comes back");
+        destroy(world, context);
+        let other = world.app.create_context();
+        assert_eq!(allocate(world, 8192), range, "an address that comes back");
+        world.app.pop();
+        assert_eq!(flushed(world), []);
+        assert_eq!(world.driver().strangers(), 0);
+        destroy(world, other);
+    });
+}
+
+#[test]
+fn hm_14_a_flush_of_memory_of_the_primary_context_is_three_calls() {
+    over(unordered(), |world| {
+        let memory = world.allocate(4096, AllocationKind::Device);
+        world.cuda.export_dma_buf(memory.range, &nic(), Default::default()).expect("export");
+        let before = world.driver().all_calls();
+        assert_eq!(flushed(world).len(), 1);
+        assert_eq!(world.driver().all_calls() - before, 3, "made current, flushed, put back");
+        world.free(&memory);
+    });
+}
+
+#[test]
+fn hm_14_memory_of_no_context_is_flushed_in_the_threads_own_and_the_primary_one() {
+    over(unordered(), |world| {
+        let context = world.app.create_context();
+        let parts = [None, Some(true)];
+        let memory = Expandable::here(&world.app.functions, &parts);
+        let range = memory.range(memory.step + 100, 5000);
+        world.cuda.export_dma_buf(range, &nic(), Default::default()).expect("export");
+        assert_eq!(flushed(world), [context]);
+        assert!(world.active().is_empty());
+        world.app.pop();
+        // Nothing else will do; it is made once.
+        let primary = flushed(world);
+        assert_eq!((primary.len(), world.active()), (1, vec![0]));
+        assert_eq!(flushed(world), primary);
+        assert_eq!(world.driver().calls("cuDevicePrimaryCtxRetain"), 1);
+        // SAFETY: made above.
+        check(unsafe { (world.app.functions.ctx_push_current)(context) });
+        assert_eq!(flushed(world), [primary[0], context]);
+        memory.end_here(&world.app.functions, &parts);
+        assert_eq!(flushed(world), primary, "such memory is gone");
+        world.app.destroy_context(context);
+    });
+}
+
+#[test]
+fn hm_14_memory_that_went_is_not_remembered() {
+    over(unordered(), |world| {
+        let context = world.app.create_context();
+        let asked = |world: &World| world.driver().calls("cuPointerGetAttributes");
+        let mut bases = std::collections::HashSet::new();
+        for pages in 1..=250 {
+            let range = allocate(world, pages * 4096);
+            bases.insert(range.start());
+            world.cuda.export_peer_memory(range, &nic()).expect("peer memory");
+            // SAFETY: allocated above.
+            check(unsafe { (world.app.functions.mem_free)(range.start().0) });
+        }
+        assert_eq!(bases.len(), 250, "each has its own address");
+        let before = asked(world);
+        assert_eq!(flushed(world), [context], "the thread's own, as for a process without any");
+        assert!(asked(world) - before <= 65, "{} asked", asked(world) - before);
+        let before = asked(world);
+        flushed(world);
+        assert_eq!(asked(world), before, "nothing is left to ask about");
+        world.app.destroy_context(context);
+    });
+}
+
+/// Over a driver that answers only within a context, a thread without one finds no witness.
+#[test]
+fn hm_14_a_context_that_cannot_be_asked_about_is_an_error_until_it_can() {
+    over(Profile { queries_need_context: true, ..unordered() }, |world| {
+        let (context, _) = written_context(world, true);
+        let error = world.cuda.flush_inbound(DeviceId(0)).expect_err("who knows");
+        assert_eq!(error.kind(), ErrorKind::BadState, "{error}");
+        assert!(error.remedy_text().is_some(), "{error}");
+        assert_eq!(world.driver().flushed(), []);
+        let primary = primary(world);
+        assert_eq!(flushed(world), [primary, context]);
+        destroy(world, context);
+        assert_eq!(flushed(world), [primary]);
+        assert_eq!(world.driver().strangers(), 0);
+    });
+}
