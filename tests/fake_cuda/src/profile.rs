@@ -16,7 +16,7 @@ pub struct Profile {
     pub memory: u64,
     /// DMA_BUF_SUPPORTED: the open kernel modules have dma-bufs, the closed ones do not.
     pub dma_buf: bool,
-    /// Whether `CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` is known: `cuda.h` has it in 12.9.
+    /// Whether `CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` is known: `cuda.h` has it from 12.8 on.
     pub pcie_flag: bool,
     /// Whether the platform honours it: `cuda.h` has it "return an error otherwise".
     pub pcie_mapping: bool,
@@ -57,8 +57,8 @@ impl Profile {
             devices: 2,
             memory: 80 << 30,
             dma_buf: open,
-            pcie_flag: version >= 12_090,
-            pcie_mapping: version >= 12_090,
+            pcie_flag: version >= 12_080,
+            pcie_mapping: version >= 12_080,
             spanning_exports: true,
             rdma: true,
             rdma_with_vmm: true,
