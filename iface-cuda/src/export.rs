@@ -223,15 +223,15 @@ fn no_dma_buf(operation: &'static str) -> Error {
 }
 
 /// A refused export. What the driver says of the PCIe mapping where it does not have it differs by release: INVALID_VALUE
-/// before the flag existed, NOT_SUPPORTED since.
+/// before the flag existed, NOT_SUPPORTED since. It says the same of memory that it exports under no mapping.
 fn dma_buf_refused(code: CuResult, mapping: DmaBufMapping) -> Error {
     const CALL: &str = "cuMemGetHandleForAddressRange";
     let lacking = matches!(code, CuResult::CUDA_ERROR_NOT_SUPPORTED | CuResult::CUDA_ERROR_INVALID_VALUE);
     if mapping == DmaBufMapping::Pcie && lacking {
-        return lacks(CALL, "this driver or platform has no PCIe mapping for dma-bufs")
+        return lacks(CALL, "refused under the PCIe mapping")
             .driver_code(code.name().unwrap_or_default(), code.0.into())
             .context("mapping", "pcie")
-            .remedy("export with the default mapping");
+            .remedy("export with the default mapping: where that is refused too, it is not the mapping that is refused");
     }
     let error = refused(code, CALL);
     match code {

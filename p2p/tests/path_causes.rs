@@ -320,6 +320,8 @@ fn page() -> String {
          Why a way from memory to a NIC is refused, and what to do about it. The name of a cause is the `cause_name` of an attempt in a\n\
          decision's trace (`hmem explain`, `hmem info --json`). Special causes stand before general ones: the first that fits is the\n\
          probable one. Facts about the machine only choose between causes; whether a way works is found out by trying it.\n\n\
+         A range of several segments that is refused in one dma-buf, and then segment by segment in the same way, has the cause that the\n\
+         export of a segment has. An export that is refused under the default mapping too has the same cause under both.\n\n\
          This page is `p2p/src/path/cause.rs`; a test compares them (`HMEM_BLESS=1 cargo test -p hmem-p2p --test path_causes` writes it).\n",
     );
     for cause in CAUSES {

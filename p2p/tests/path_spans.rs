@@ -274,6 +274,46 @@ fn p2p_03_a_remembered_way_over_several_segments_says_why_the_first_mapping_was_
     }
 }
 
+/// A refusal under the PCIe mapping may be of the mapping, of the whole, or of the memory: what else was refused tells.
+#[test]
+fn p2p_03_the_pcie_mapping_is_blamed_only_where_the_segments_are_refused_and_the_default_is_not() {
+    type Breaks = fn(&mut Vendor);
+    const MAPPING: &str = "no-pcie-mapping";
+    const WHOLE: &str = "segments-not-in-one";
+    const DEVICE: &str = "device-without-dma-buf";
+    let _alone = alone();
+    let scenes: [(Breaks, &[&str], Option<&str>); 5] = [
+        (|vendor| vendor.whole = not_alike, &[WHOLE], Some("Pcie mapping, 4 segments in 4")),
+        (|vendor| vendor.pcie = not_supported, &[MAPPING; 2], Some("Default mapping, 4 segments in 1")),
+        (|vendor| vendor.pcie = not_alike, &[MAPPING; 2], Some("Default mapping, 4 segments in 1")),
+        (
+            |vendor| (vendor.pcie, vendor.whole) = (not_supported, not_alike),
+            &[MAPPING, MAPPING, WHOLE],
+            Some("Default mapping, 4 segments in 4"),
+        ),
+        (|vendor| (vendor.pcie, vendor.dma_buf) = (not_supported, not_supported), &[DEVICE; 4], None),
+    ];
+    for (number, (breaks, causes, registered)) in scenes.into_iter().enumerate() {
+        let world = segmented_pcie_first(breaks);
+        let trace = match world.domain.register(world.buffer(4), REMOTE | LOCAL) {
+            Ok(region) => {
+                let trace = region.decision().expect("decided").attempts.clone();
+                close(region);
+                trace
+            }
+            Err(rejected) => rejected.error.trace().clone(),
+        };
+        let exports = trace.iter().filter(|attempt| attempt.call.starts_with("export_dma_buf"));
+        let named: Vec<_> = exports.map(|attempt| attempt.cause_name.unwrap_or("none")).collect();
+        assert_eq!(named, causes, "scene {number}: {trace}");
+        let last = trace.last().filter(|attempt| attempt.error.is_none());
+        match (last, registered) {
+            (Some(last), Some(registered)) => assert!(last.call.contains(registered), "{trace}"),
+            (last, registered) => assert_eq!((last.is_none(), registered), (true, None), "{trace}"),
+        }
+    }
+}
+
 #[test]
 fn p2p_03_an_explanation_says_how_the_segments_were_exported() {
     let _alone = alone();

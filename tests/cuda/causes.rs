@@ -243,6 +243,31 @@ fn scenes() -> Vec<(&'static str, Scene)> {
     scenes
 }
 
+/// A NIC that asks for the PCIe mapping first, over a driver that has it: what is refused under it is refused for what it is.
+#[test]
+fn diag_03_a_driver_that_has_the_pcie_mapping_is_not_said_to_lack_it() {
+    if not_over_a_gpu("the driver is to have the mapping, and to refuse") {
+        return;
+    }
+    let imports = Imports { pcie_mapping_first: true, ..IMPORTS };
+    let with = |memory| Scene { imports, memory, ..Scene::default() };
+    let one_by_one = Profile { spanning_exports: false, ..Profile::default() };
+    let before_the_flag = Profile::named("550-open").expect("a profile");
+    for (scene, causes) in [
+        (with(Memory::Of(AllocationKind::StreamOrdered)), &["stream-ordered-pool"; 2] as &[_]),
+        (Scene { profile: one_by_one, ..with(Memory::Handles(&[true; 2])) }, &["segments-not-in-one"]),
+        (Scene { profile: before_the_flag, ..with(Memory::Handles(&[true; 2])) }, &["no-pcie-mapping"; 2]),
+    ] {
+        let trace = scene.play();
+        let exports = trace.iter().filter(|attempt| attempt.call.starts_with("export_dma_buf"));
+        let refused: Vec<_> = exports.collect();
+        let named: Vec<_> = refused.iter().filter_map(|attempt| attempt.cause_name).collect();
+        assert_eq!(named, causes, "{trace}");
+        let error = refused[0].error.as_ref().expect("refused");
+        assert_eq!(error.context_value("reason"), Some("refused under the PCIe mapping"), "{error}");
+    }
+}
+
 #[test]
 fn diag_03_each_cause_on_cudas_side_is_named_by_a_registration_that_meets_it() {
     if not_over_a_gpu("every answer of the driver is one that the fake is told to give") {

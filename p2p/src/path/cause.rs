@@ -13,7 +13,8 @@ pub enum Step {
     Import,
     /// Finding the physical segments.
     Segments,
-    /// Exporting a range of several physical segments as one dma-buf.
+    /// Exporting a range of several physical segments as one dma-buf. Where a segment is refused in the same way, the
+    /// refusal of the whole is one of [`Step::Export`].
     ExportWhole,
     /// Exporting, as a dma-buf or to peer-memory clients.
     Export,
@@ -57,7 +58,7 @@ pub struct Circumstance<'a> {
     pub iface: IfaceKind,
     /// Which kind of memory.
     pub kind: AllocationKind,
-    /// The mapping of the dma-buf, where that is the way.
+    /// The mapping of the dma-buf that may be at fault: the default one where that is refused as well.
     pub mapping: DmaBufMapping,
     /// The answer.
     pub error: &'a Error,
@@ -110,6 +111,9 @@ const UNSUPPORTED: Answer = Answer::Kind(&[ErrorKind::Unsupported, ErrorKind::No
 const BAR_FULL: &[Answer] =
     &[Answer::Errno(&[12, 28]), Answer::Driver(&[2]), Answer::Kind(&[ErrorKind::OutOfResources])];
 const NOT_REACHABLE: &[Answer] = &[Answer::Errno(&[524, 121]), Answer::Kind(&[ErrorKind::Unreachable])];
+
+/// The cause that holds only while the default mapping is not refused as well.
+pub(super) const NO_PCIE_MAPPING: &str = "no-pcie-mapping";
 
 /// What most entries have: nothing more is asked.
 const ANY: Cause = Cause {
@@ -186,9 +190,9 @@ pub const CAUSES: &[Cause] = &[
         ..ANY
     },
     Cause {
-        name: "no-pcie-mapping",
+        name: NO_PCIE_MAPPING,
         paths: DMA_BUF,
-        steps: ANY_EXPORT,
+        steps: EXPORT,
         mapping: Some(DmaBufMapping::Pcie),
         answers: &[Answer::Driver(&[1, 801]), UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
         cause: "the driver or the device has no PCIe mapping for exports (CUDA from 12.8, ROCr from 7.2)",

@@ -143,7 +143,8 @@ impl<'a> Exports<'a> {
         };
         for (range, segments) in self.ranges.iter().zip(self.segments.iter().flatten()) {
             let several = segments.len() > 1 && segments.iter().all(|segment| segment.exportable);
-            if several && grain == Grain::Range {
+            let asked_whole = several && grain == Grain::Range;
+            if asked_whole {
                 match ask(*range) {
                     Ok(export) => {
                         set.made.push((*range, export));
@@ -164,7 +165,12 @@ impl<'a> Exports<'a> {
                 } else {
                     self.not_exportable(segment)
                 };
-                let before = set.refused.into_iter().map(whole).collect();
+                let mut before: Vec<_> = set.refused.into_iter().map(whole).collect();
+                if let Some(of_whole) = before.last_mut().filter(|_| asked_whole)
+                    && of_whole.is_like(&refusal)
+                {
+                    of_whole.step = refusal.step;
+                }
                 let also = self.give_back(set.made);
                 return Err(Refusal { before, also, ..refusal });
             }
@@ -220,7 +226,7 @@ fn attribute(kind: IfaceKind) -> &'static str {
     if kind == IfaceKind::CUDA { "IS_GPU_DIRECT_RDMA_CAPABLE is 0" } else { "not exportable" }
 }
 
-/// A range that the driver does not export whole.
+/// A range that the driver does not export whole, as far as is known before its segments are asked for.
 fn whole((call, error): (String, Error)) -> Refusal {
     Refusal::new(Step::ExportWhole, call, error)
 }

@@ -10,7 +10,7 @@ use hmem_core::{
 };
 
 use super::{
-    cause::{self, Cause, Circumstance, Step},
+    cause::{self, Cause, Circumstance, NO_PCIE_MAPPING, Step},
     exports::{Exports, Grain, Laid, Spread},
     facts::{FactSource, Facts},
 };
@@ -113,6 +113,16 @@ impl Refusal {
                 | ErrorKind::BadState
                 | ErrorKind::Canceled
         )
+    }
+
+    /// Whether two exports were refused in the same way, as far as their kinds tell.
+    pub(super) fn is_like(&self, other: &Self) -> bool {
+        self.error.kind() == other.error.kind() || (self.is_lacking() && other.is_lacking())
+    }
+
+    /// Whether the driver does not do what was asked for: what it answers then differs by release.
+    fn is_lacking(&self) -> bool {
+        matches!(self.error.kind(), ErrorKind::Unsupported | ErrorKind::NoSys | ErrorKind::InvalidArgument)
     }
 
     /// Whether another buffer of the same class would meet the same refusal at another time, as far as its kind tells.
@@ -299,6 +309,8 @@ pub(super) struct Trial<'a> {
     pub(super) may_pass: bool,
     /// Whether no other way needs to be tried.
     pub(super) request_refused: bool,
+    /// Whether the driver does not export under the mapping that every driver has: no other mapping is at fault then.
+    default_lacking: bool,
     /// How the segments lie in the way that worked, where a range has several.
     pub(super) spread: Option<Spread>,
 }
@@ -312,6 +324,7 @@ impl<'a> Trial<'a> {
             refused_by_driver: false,
             may_pass: false,
             request_refused: false,
+            default_lacking: false,
             spread: None,
         }
     }
@@ -429,9 +442,14 @@ impl<'a> Trial<'a> {
     }
 
     fn write(&mut self, way: Way, refusal: Refusal) {
+        let lacking = refusal.step == Step::Export && refusal.is_lacking();
         let Refusal { step, call, error, before, also, .. } = refusal;
         before.into_iter().for_each(|refusal| self.write(way, refusal));
-        let cause = self.cause(way.path(), step, way.mapping(), &error);
+        let mapping = if self.default_lacking { DmaBufMapping::Default } else { way.mapping() };
+        let cause = self.cause(way.path(), step, mapping, &error);
+        if lacking && way == Way::DmaBuf(DmaBufMapping::Default) {
+            self.default_lacks(cause);
+        }
         let attempt = explained(Attempt::refused(way.path(), call, error), cause);
         tracing::debug!(
             path = %attempt.path,
@@ -444,6 +462,20 @@ impl<'a> Trial<'a> {
         );
         self.attempts.push(attempt);
         self.attempts.extend(also);
+    }
+
+    /// The driver exports under no mapping: the cause of that is the cause of what was said of another mapping before.
+    fn default_lacks(&mut self, cause: Option<&'static Cause>) {
+        self.default_lacking = true;
+        for attempt in &mut self.attempts {
+            if attempt.cause_name != Some(NO_PCIE_MAPPING) {
+                continue;
+            }
+            let remedy = attempt.error.as_ref().and_then(Error::remedy_text).map(str::to_owned);
+            attempt.cause_name = cause.map(|cause| cause.name);
+            attempt.cause = cause.map(|cause| cause.cause.to_owned());
+            attempt.remedy = cause.map(|cause| cause.remedy.to_owned()).or(remedy);
+        }
     }
 
     /// Writes down what went wrong without changing the way.
