@@ -20,7 +20,10 @@ use hmem_p2p::{
         cause::{Answer, CAUSES, Cause},
     },
 };
-use path_support::{ALL_IMPORTS, PAGE, REMOTE, vendor::Vendor};
+use path_support::{
+    ALL_IMPORTS, PAGE, REMOTE,
+    vendor::{Refuse, Vendor},
+};
 
 /// Facts as a test wants them.
 #[derive(Debug)]
@@ -42,6 +45,8 @@ struct Scene {
     iface_breaks: fn(&mut Vendor),
     /// Numbers that the NIC answers registrations with, in order.
     nic_answers: &'static [i32],
+    /// What refuses an export of several segments in one, where memory is of segments of a page.
+    whole: Option<Refuse>,
     unexportable: bool,
     /// Bytes that are registered.
     size: u64,
@@ -62,6 +67,7 @@ impl Scene {
             facts: Facts::default(),
             iface_breaks: |_| {},
             nic_answers: &[],
+            whole: None,
             unexportable: false,
             size: PAGE,
         }
@@ -76,6 +82,9 @@ impl Scene {
         let memory = Simulated::builder().window(1 << 32).dma_buf(DmaBufKind::MemFd).peer_memory(true);
         let mut vendor = Vendor::new(self.iface, Arc::new(memory.build().expect("simulated memory")));
         (self.iface_breaks)(&mut vendor);
+        if let Some(refuse) = self.whole {
+            (vendor.segment_len, vendor.whole) = (Some(PAGE), refuse);
+        }
         let simulated = Arc::clone(&vendor.memory);
         let vendor: Arc<dyn hmem_core::Iface> = Arc::new(vendor);
         let mut registry = Registry::new();
@@ -216,10 +225,8 @@ fn scenes() -> Vec<(&'static str, Scene)> {
             "segments-not-in-one",
             Scene {
                 size: 2 * PAGE,
-                ..broken(|vendor| {
-                    vendor.segment_len = Some(PAGE);
-                    vendor.whole = || Some(cuda("CUDA_ERROR_INVALID_VALUE", 1));
-                })
+                whole: Some(|| Some(cuda("CUDA_ERROR_INVALID_VALUE", 1))),
+                ..Scene::cuda()
             },
         ),
         ("no-pcie-mapping", Scene { imports: ALL_IMPORTS, ..broken(|vendor| vendor.pcie = not_supported) }),
@@ -296,6 +303,38 @@ fn diag_03_every_cause_is_named_by_a_registration_and_an_explanation_that_meet_i
     let unmet: Vec<_> =
         CAUSES.iter().filter(|cause| !met.contains(cause.name)).map(|cause| cause.name).collect();
     assert!(unmet.is_empty(), "met by no scene: {unmet:?}");
+}
+
+/// What keeps the driver from exporting several segments in one may have nothing to do with their number: it then has the
+/// cause that it has for a range of one segment. The segments work here, so that nothing else is refused.
+#[test]
+fn diag_03_a_refused_whole_has_the_cause_of_a_refused_export() {
+    let known = Facts::default;
+    let refusals: [(&str, Refuse, Facts); 11] = [
+        ("file-descriptors", || Some(Error::os(Errno(24), "export")), known()),
+        ("wrong-context", || Some(cuda("CUDA_ERROR_INVALID_CONTEXT", 201)), known()),
+        ("freed-or-outside", || Some(Error::new(ErrorKind::OutOfBounds, "export")), known()),
+        (
+            "bar-small",
+            || Some(cuda("CUDA_ERROR_OUT_OF_MEMORY", 2)),
+            Facts { bar: Some(256 << 20), ..known() },
+        ),
+        ("bar-full", || Some(cuda("CUDA_ERROR_OUT_OF_MEMORY", 2)), known()),
+        ("acs", out_of_reach, Facts { acs_redirects: Some(true), ..known() }),
+        ("iommu", out_of_reach, Facts { iommu_translates: Some(true), ..known() }),
+        ("device-not-reachable-from-nic", out_of_reach, known()),
+        ("device-files", || Some(Error::os(Errno(13), "export")), known()),
+        ("device-lost", || Some(cuda("CUDA_ERROR_DEVICE_UNAVAILABLE", 46)), known()),
+        ("segments-not-in-one", not_supported, known()),
+    ];
+    for (name, refuse, facts) in refusals {
+        let scene = Scene { facts, size: 2 * PAGE, whole: Some(refuse), ..Scene::cuda() };
+        for trace in scene.play() {
+            let [refused, made] = &trace[..] else { panic!("{name}: {trace}") };
+            assert_eq!(refused.cause_name, Some(name), "{trace}");
+            assert!(made.call.contains("2 segments in 2 dma-bufs"), "{trace}");
+        }
+    }
 }
 
 #[test]

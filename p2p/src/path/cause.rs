@@ -104,7 +104,11 @@ const DIRECT: &[Path] = &[Path::DmaBuf, Path::PeerMemory];
 const HOST: &[Path] = &[Path::PlainHost, Path::Staged];
 const EVERY: &[Path] = &[Path::PlainHost, Path::DmaBuf, Path::PeerMemory, Path::Staged];
 const EXPORT: &[Step] = &[Step::Export];
+/// What holds for a range of one segment, and for one of several whose segments are exported by themselves.
 const ANY_EXPORT: &[Step] = &[Step::ExportWhole, Step::Export];
+const SEGMENTS_OR_EXPORT: &[Step] = &[Step::Segments, Step::ExportWhole, Step::Export];
+const EXPORT_OR_REGISTER: &[Step] = &[Step::ExportWhole, Step::Export, Step::Register];
+const NOT_IMPORT: &[Step] = &[Step::Segments, Step::ExportWhole, Step::Export, Step::Register];
 const REGISTER: &[Step] = &[Step::Register];
 const IMPORT_OR_REGISTER: &[Step] = &[Step::Import, Step::Register];
 const UNSUPPORTED: Answer = Answer::Kind(&[ErrorKind::Unsupported, ErrorKind::NoSys]);
@@ -151,7 +155,7 @@ pub const CAUSES: &[Cause] = &[
     Cause {
         name: "file-descriptors",
         paths: EVERY,
-        steps: &[Step::Segments, Step::Export, Step::Register],
+        steps: NOT_IMPORT,
         answers: &[Answer::Errno(&[24, 23])],
         cause: "the process, or the machine, has no file descriptor left: each export is one as long as it is registered",
         remedy: "raise the limit (ulimit -n, LimitNOFILE= in systemd, fs.file-max), or register larger ranges in fewer regions",
@@ -179,7 +183,7 @@ pub const CAUSES: &[Cause] = &[
     Cause {
         name: "nvidia-closed-modules",
         paths: DMA_BUF,
-        steps: ANY_EXPORT,
+        steps: EXPORT,
         iface: Some(IfaceKind::CUDA),
         answers: &[Answer::Driver(&[801]), UNSUPPORTED],
         needs: needs("NVIDIA's kernel modules are the closed ones", |facts| {
@@ -241,7 +245,7 @@ pub const CAUSES: &[Cause] = &[
     Cause {
         name: "wrong-context",
         paths: DIRECT,
-        steps: &[Step::Segments, Step::Export],
+        steps: SEGMENTS_OR_EXPORT,
         iface: Some(IfaceKind::CUDA),
         answers: &[Answer::Driver(&[3, 4, 201, 709])],
         cause: "the driver does not know the calling thread's context: none is current, it was destroyed, or the process is a fork \
@@ -252,7 +256,7 @@ pub const CAUSES: &[Cause] = &[
     Cause {
         name: "freed-or-outside",
         paths: DIRECT,
-        steps: &[Step::Segments, Step::Export],
+        steps: SEGMENTS_OR_EXPORT,
         answers: &[Answer::Kind(&[ErrorKind::OutOfBounds, ErrorKind::BadState])],
         cause: "the range is not, or no longer, wholly inside one allocation",
         remedy: "register inside one allocation, and close the region before the allocation is freed",
@@ -261,7 +265,7 @@ pub const CAUSES: &[Cause] = &[
     Cause {
         name: "bar-small",
         paths: DIRECT,
-        steps: EXPORT,
+        steps: ANY_EXPORT,
         answers: BAR_FULL,
         needs: needs("the device's BAR has at most 256 MiB", |facts| {
             facts.bar.is_some_and(|bytes| bytes <= 256 << 20)
@@ -273,7 +277,7 @@ pub const CAUSES: &[Cause] = &[
     Cause {
         name: "bar-full",
         paths: DIRECT,
-        steps: EXPORT,
+        steps: ANY_EXPORT,
         answers: BAR_FULL,
         cause: "the device's BAR has no room left to map the range: everything exported occupies it, by each NIC",
         remedy: "close regions or register less at a time; enable the large BAR (Above 4G Decoding and Resizable BAR in the \
@@ -323,7 +327,7 @@ pub const CAUSES: &[Cause] = &[
     Cause {
         name: "acs",
         paths: DIRECT,
-        steps: &[Step::Export, Step::Register],
+        steps: EXPORT_OR_REGISTER,
         answers: NOT_REACHABLE,
         needs: needs("ACS redirects requests between the two", |facts| facts.acs_redirects == Some(true)),
         cause: "ACS on a PCIe bridge between device and NIC sends their requests to the root complex, which does not pass them on",
@@ -334,7 +338,7 @@ pub const CAUSES: &[Cause] = &[
     Cause {
         name: "iommu",
         paths: DIRECT,
-        steps: &[Step::Export, Step::Register],
+        steps: EXPORT_OR_REGISTER,
         answers: NOT_REACHABLE,
         needs: needs("the IOMMU translates for the NIC or the device", |facts| {
             facts.iommu_translates == Some(true)
@@ -346,7 +350,7 @@ pub const CAUSES: &[Cause] = &[
     Cause {
         name: "device-not-reachable-from-nic",
         paths: DIRECT,
-        steps: &[Step::Export, Step::Register],
+        steps: EXPORT_OR_REGISTER,
         answers: NOT_REACHABLE,
         cause: "the NIC cannot reach the device over PCIe, or the mapping is of the wrong type (a coherent link's instead of the \
                 BAR's)",
@@ -456,7 +460,7 @@ pub const CAUSES: &[Cause] = &[
     Cause {
         name: "device-files",
         paths: EVERY,
-        steps: &[Step::Segments, Step::Export, Step::Register],
+        steps: NOT_IMPORT,
         answers: &[
             Answer::Errno(&[1, 13]),
             Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied]),
@@ -469,7 +473,7 @@ pub const CAUSES: &[Cause] = &[
     Cause {
         name: "device-lost",
         paths: DIRECT,
-        steps: &[Step::Segments, Step::Export],
+        steps: SEGMENTS_OR_EXPORT,
         answers: &[
             Answer::Errno(&[5, 19]),
             Answer::Driver(&[46, 100, 101]),
