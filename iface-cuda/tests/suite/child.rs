@@ -2,6 +2,8 @@
 
 use std::process::{Command, Stdio};
 
+use crate::world::NOT_OVER_A_GPU;
+
 /// What the parent passes on, in the child.
 pub(crate) fn passed() -> Option<String> {
     std::env::var("HMEM_CUDA_CHILD").ok()
@@ -19,4 +21,8 @@ pub(crate) fn run(name: &str, pass: &str) {
     let text =
         [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    // What the child says of itself is so of the test.
+    for (at, _) in text.match_indices(NOT_OVER_A_GPU) {
+        println!("{}", text[at..].lines().next().unwrap_or_default());
+    }
 }

@@ -17,7 +17,7 @@ const KINDS: [AllocationKind; 5] = [
 #[test]
 fn hm_01_every_kind_is_told_apart_at_both_ends_and_inside() {
     each(|world| {
-        for kind in KINDS {
+        for kind in world.kinds(&KINDS) {
             let memory = world.allocate(100_000, kind);
             assert_eq!((memory.iface, memory.kind, memory.range.len()), (IfaceKind::CUDA, kind, 100_000));
             for offset in [0, 1, 4097, 99_999] {
@@ -49,10 +49,10 @@ fn hm_01_memory_of_the_applications_own_is_recognised() {
         // SAFETY: the place is writable.
         world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 70_000) }));
         let found = world.cuda.query(Address(pointer + 69_999)).expect("query").expect("known");
-        assert_eq!(
-            (found.kind, found.base(), found.range.len()),
-            (AllocationKind::Device, Address(pointer), 70_000)
-        );
+        assert_eq!((found.kind, found.base()), (AllocationKind::Device, Address(pointer)));
+        // Whether a driver gives out more than was asked for, `cuda.h` leaves open.
+        let len = found.range.len();
+        assert!(len == 70_000 || world.is_real() && len > 70_000, "{}: {len}", world.name);
         // SAFETY: allocated above.
         world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
         assert_eq!(world.cuda.query(Address(pointer)).expect("query"), None, "a freed pointer is nobody's");
@@ -283,6 +283,9 @@ fn hm_05_device_memory_is_not_taken_for_host_memory_on_a_thread_whose_context_wa
 #[test]
 fn hm_07_segments_are_the_mappings_of_a_reservation() {
     each(|world| {
+        if world.no_rdma_to_vmm() {
+            return;
+        }
         let parts = [Some(true), Some(true), Some(true)];
         let memory = Expandable::new(&mut world.app, &parts);
         let range = memory.range(1000, 2 * memory.step);
@@ -305,6 +308,9 @@ fn hm_07_segments_are_the_mappings_of_a_reservation() {
 #[test]
 fn hm_07_a_hole_in_a_reservation_is_named() {
     each(|world| {
+        if world.no_rdma_to_vmm() {
+            return;
+        }
         let parts = [Some(true), None, Some(true)];
         let memory = Expandable::new(&mut world.app, &parts);
         let error = world.cuda.segments(memory.range(0, 3 * memory.step)).expect_err("not mapped whole");
@@ -318,11 +324,15 @@ fn hm_07_a_hole_in_a_reservation_is_named() {
 #[test]
 fn hm_07_memory_that_was_not_created_for_rdma_is_not_exportable() {
     each(|world| {
+        if world.no_rdma_to_vmm() {
+            return;
+        }
         let parts = [Some(true), Some(false)];
         let memory = Expandable::new(&mut world.app, &parts);
         let segments = world.cuda.segments(memory.range(0, 2 * memory.step)).expect("segments");
         let exportable: Vec<_> = segments.iter().map(|segment| segment.exportable).collect();
-        assert_eq!(exportable, [true, false], "{}", world.name);
+        let anything = world.reaches_anything(memory.base + memory.step);
+        assert_eq!(exportable, [true, anything], "{}", world.name);
         memory.end(&mut world.app, &parts);
     });
 }

@@ -10,6 +10,7 @@ mod failures;
 mod faults;
 mod flush;
 mod gdrcopy;
+mod gpu;
 #[cfg(target_arch = "x86_64")]
 mod hooks;
 mod ipc;

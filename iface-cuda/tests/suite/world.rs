@@ -9,7 +9,10 @@ use hmem_core::{
 use hmem_fake_cuda::{FakeDriver, Live, Profile};
 use hmem_iface_cuda::{
     Cuda, MonitorKind,
-    sys::{self, CuContext, CuDevicePtr, CuMemAllocationProp, CuMemHandle, CuResult, Functions},
+    sys::{
+        self, CuContext, CuDeviceAttribute, CuDevicePtr, CuMemAllocationProp, CuMemHandle, CuResult,
+        Functions,
+    },
 };
 
 use crate::support;
@@ -48,11 +51,31 @@ pub(crate) fn each(show: impl Fn(&mut World)) {
     }
 }
 
-/// A fake driver. Where a GPU is asked for, says that the test is not over it, which `tests/gpu/run` makes a row of its report.
-pub(crate) fn start(profile: Profile) -> FakeDriver {
+/// [`each`] over the fake in one profile.
+pub(crate) fn once(show: impl FnOnce(&mut World)) {
     if support::asked_for("real") {
-        println!("not over a GPU: the driver is to be of a profile, or to refuse what it is told to");
+        let mut world = World::real(MonitorKind::Identity);
+        show(&mut world);
+        return world.end();
     }
+    over(Profile::default(), show);
+}
+
+/// Where a GPU is asked for: says why a test, or a part of it, is not shown over it, which `tests/gpu/run` makes a row of its
+/// report. Whether one is.
+pub(crate) fn not_over_a_gpu(why: &str) -> bool {
+    if support::asked_for("real") {
+        println!("{NOT_OVER_A_GPU}{why}");
+    }
+    support::asked_for("real")
+}
+
+/// What `tests/gpu/run` looks for.
+pub(crate) const NOT_OVER_A_GPU: &str = "not over a GPU: ";
+
+/// A fake driver; the tests that reach for it are not shown over a GPU.
+pub(crate) fn start(profile: Profile) -> FakeDriver {
+    not_over_a_gpu("the driver is to be of a profile, or to refuse what it is told to");
     FakeDriver::start(profile)
 }
 
@@ -151,14 +174,59 @@ impl World {
 
     /// Whether the CPU can map what is exported, as the device says; of the fake, in every release.
     pub(crate) fn maps_dma_bufs(&self) -> bool {
-        let (mut says, attribute) = (0, sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED);
+        self.has(sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED)
+    }
+
+    pub(crate) fn exports_dma_bufs(&self) -> bool {
+        self.cuda.capability().dma_buf
+    }
+
+    /// What a GPU says of itself; the fake has it.
+    fn has(&self, attribute: CuDeviceAttribute) -> bool {
+        let mut says = 0;
         // SAFETY: the place is writable; device 0 is there.
         let code = unsafe { (self.app.functions.device_get_attribute)(&mut says, attribute, 0) };
         !self.is_real() || (code.is_success() && says != 0)
     }
 
-    pub(crate) fn exports_dma_bufs(&self) -> bool {
-        self.cuda.capability().dma_buf
+    /// Those of the kinds that a GPU has; of another says that it is not shown.
+    pub(crate) fn kinds(&self, kinds: &[AllocationKind]) -> Vec<AllocationKind> {
+        let has = |kind: &AllocationKind| {
+            let there = match kind {
+                AllocationKind::Managed => self.has(sys::CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY),
+                AllocationKind::StreamOrdered => self.has(sys::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED),
+                AllocationKind::Virtual => {
+                    self.has(sys::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)
+                }
+                _ => true,
+            };
+            there || !not_over_a_gpu(&format!("the device has no {} memory", kind.name()))
+        };
+        kinds.iter().copied().filter(has).collect()
+    }
+
+    /// Where a GPU's VMM memory is reached by no NIC: says that what needs it is not shown.
+    pub(crate) fn no_rdma_to_vmm(&self) -> bool {
+        let there = [
+            sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED,
+            sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
+        ];
+        !there.into_iter().all(|attribute| self.has(attribute))
+            && not_over_a_gpu("the device has no GPUDirect RDMA to VMM memory")
+    }
+
+    /// Whether a GPU's driver says of memory that was not created for RDMA that it is reached all the same (`cuda.h`:
+    /// gpuDirectRDMACapable is a hint); says so, as what needs such memory is then not shown.
+    pub(crate) fn reaches_anything(&self, address: u64) -> bool {
+        let (mut attribute, mut capable) = (sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE, 0u64);
+        let mut place = std::ptr::from_mut(&mut capable).cast();
+        let ask = self.app.functions.pointer_get_attributes;
+        // SAFETY: one attribute with a place that is wide enough for it.
+        let code = unsafe { ask(1, &mut attribute, &mut place, address) };
+        self.is_real()
+            && code.is_success()
+            && capable != 0
+            && not_over_a_gpu("the driver says that it reaches memory that was not created for RDMA")
     }
 }
 

@@ -1,0 +1,36 @@
+//! The suite as it runs over a GPU, with the fake driver's library in the place of the real one.
+
+use std::process::Command;
+
+use crate::world::{NOT_OVER_A_GPU, not_over_a_gpu};
+
+/// What a device that is alone and has no dma-bufs cannot show.
+const NOT_OVER_A_SMALL_ONE: [&str; 3] = [
+    "contexts::hm_05_page_locking_makes_no_context_where_another_device_has_one",
+    "export::hm_06_exports_reach_exactly_their_bytes_at_any_offset",
+    "export::hm_06_many_exports_leave_no_fd",
+];
+
+#[test]
+fn over_a_driver_library_what_a_device_lacks_is_said_and_is_no_pass() {
+    if not_over_a_gpu("it runs others") {
+        return;
+    }
+    let program = std::env::current_exe().expect("this program");
+    // Cargo builds it beside this program, of whose dependencies it is one.
+    let library = program.parent().expect("a folder").join("libhmem_fake_cuda.so");
+    for (driver, lacks) in [("580-open", false), ("550-closed;devices=1", true)] {
+        for test in NOT_OVER_A_SMALL_ONE {
+            let output = Command::new(&program)
+                .args(["--exact", test, "--test-threads=1", "--nocapture"])
+                .env("HMEM_CUDA", "real")
+                .env("HMEM_CUDA_LIBRARY", &library)
+                .env("HMEM_FAKE_CUDA", driver)
+                .output()
+                .expect("it runs");
+            let said = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success() && said.contains(" 1 passed"), "{driver}: {said}");
+            assert_eq!(said.contains(NOT_OVER_A_GPU), lacks, "{driver}: {said}");
+        }
+    }
+}
