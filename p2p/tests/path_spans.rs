@@ -181,6 +181,25 @@ fn hm_07_a_range_that_the_nic_does_not_register_whole_is_a_dma_buf_for_each_segm
     assert_eq!(world.bench.residue_after(&before), before);
 }
 
+/// How often does not matter: the next buffer has its one key.
+#[test]
+fn p2p_01_a_whole_that_the_nic_refused_takes_one_registration_from_no_other() {
+    let _alone = alone();
+    let world = segmented(|_| {});
+    for refused in [true, true, true, true, true, false, true, false] {
+        if refused {
+            world.bench.faults.fail(NicCall::Register, 1, Errno(22));
+        }
+        let region = world.register(4);
+        let decision = Arc::clone(region.decision().expect("decided"));
+        let (attempts, spread) =
+            if refused { (2, "4 segments in 4 dma-bufs") } else { (1, "4 segments in 1 dma-buf") };
+        assert_eq!(decision.attempts.len(), attempts, "{decision}");
+        assert!(decision.attempts[attempts - 1].call.contains(spread), "{decision}");
+        close(region);
+    }
+}
+
 #[test]
 fn hm_07_where_neither_works_both_are_in_the_error_and_nothing_is_left() {
     let _alone = alone();
