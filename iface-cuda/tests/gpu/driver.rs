@@ -152,21 +152,29 @@ impl Driver {
 
     /// How long the driver's own blocking copy takes, in the primary context, as an application makes it.
     pub(crate) fn memcpy(&self, to: u64, from: u64, len: u64) -> Outcome<Duration> {
+        self.in_context(|| {
+            let start = Instant::now();
+            // SAFETY: both sides were allocated for at least `len` bytes.
+            let copied = unsafe { (self.memcpy)(to, from, len as usize) };
+            let took = start.elapsed();
+            check(copied, "cuMemcpy").map(|()| took)
+        })
+    }
+
+    /// Runs with the primary context of device 0 current.
+    pub(crate) fn in_context<T>(&self, run: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
         let (mut context, mut popped) = (CuContext::NULL, CuContext::NULL);
         // SAFETY: the place is writable; device 0 is there.
         check(unsafe { (self.functions.primary_ctx_retain)(&mut context, 0) }, "cuDevicePrimaryCtxRetain")?;
         // SAFETY: retained above.
         check(unsafe { (self.functions.ctx_push_current)(context) }, "cuCtxPushCurrent")?;
-        let start = Instant::now();
-        // SAFETY: both sides were allocated for at least `len` bytes.
-        let copied = unsafe { (self.memcpy)(to, from, len as usize) };
-        let took = start.elapsed();
+        let outcome = attempt(run);
         // SAFETY: pushed above; the place is writable.
         let undone = check(unsafe { (self.functions.ctx_pop_current)(&mut popped) }, "cuCtxPopCurrent");
         // SAFETY: retained above.
         let released = unsafe { (self.functions.primary_ctx_release)(0) };
         let undone = and(undone, check(released, "cuDevicePrimaryCtxRelease"));
-        and(check(copied, "cuMemcpy").map(|()| took), undone)
+        and(outcome, undone)
     }
 }
 

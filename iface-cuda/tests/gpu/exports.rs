@@ -34,13 +34,13 @@ fn row(driver: &Driver, memory: &Allocation) -> Outcome<Row> {
     let again = export(driver, memory, DmaBufMapping::Default)?;
     let pcie = export(driver, memory, DmaBufMapping::Pcie)?;
     let left = open_fds() as i64 - before as i64;
-    let owed = driver.cuda.capability().dma_buf
-        && matches!(memory.kind, AllocationKind::Device | AllocationKind::Virtual);
+    let vmm = driver.attribute(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED) == "1";
+    let owed = driver.cuda.capability().dma_buf && owed_of(memory.kind, vmm);
     let says = driver.attribute(sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED) == "1";
     let maps = first.as_ref().map(|(_, maps)| maps.clone()).unwrap_or_default();
     let (maps, mapped) = mappable(maps, owed && says && first.is_ok());
-    let met = left == 0 && (first.is_ok() || !owed) && mapped;
-    let cell = |export: Result<(Duration, String), String>| match export {
+    let met = left == 0 && mapped && exported(owed, &first, &again);
+    let cell = |export: Exported| match export {
         Ok((took, _)) => micros(took),
         Err(refused) if owed => format!("NOT MET: {refused}"),
         Err(refused) => refused,
@@ -49,18 +49,27 @@ fn row(driver: &Driver, memory: &Allocation) -> Outcome<Row> {
     Ok(Row::new([cell(first), cell(again), pcie, maps, left.to_string()]).met(met))
 }
 
+/// Whether a device that has dma-bufs owes them of a kind of memory: of VMM memory where it has GPUDirect RDMA to that.
+pub(crate) fn owed_of(kind: AllocationKind, vmm: bool) -> bool {
+    kind == AllocationKind::Device || kind == AllocationKind::Virtual && vmm
+}
+
+/// Whether both exports are as owed.
+pub(crate) fn exported<T, E>(owed: bool, first: &Result<T, E>, again: &Result<T, E>) -> bool {
+    !owed || (first.is_ok() && again.is_ok())
+}
+
 /// The cell of what a mapping by the CPU came to, and whether that is as owed: `cuda.h` has the fd "passed as the file
 /// descriptor argument to the mmap() system call" where the device says DMA_BUF_MMAP_SUPPORTED.
 pub(crate) fn mappable(came_to: String, owed: bool) -> (String, bool) {
     if owed && came_to != "yes" { (format!("NOT MET: {came_to}"), false) } else { (came_to, true) }
 }
 
+/// How long it took and what mapping the fd came to, or how it was refused.
+type Exported = Result<(Duration, String), String>;
+
 /// How long it takes and whether the CPU can map the fd, or how it is refused as unsupported.
-fn export(
-    driver: &Driver,
-    memory: &Allocation,
-    mapping: DmaBufMapping,
-) -> Outcome<Result<(Duration, String), String>> {
+fn export(driver: &Driver, memory: &Allocation, mapping: DmaBufMapping) -> Outcome<Exported> {
     let start = Instant::now();
     match driver.cuda.export_dma_buf(memory.range, &nic(), mapping) {
         Ok(export) => {

@@ -41,9 +41,14 @@ pub(crate) fn identities(driver: &Driver, extent: Extent, kind: AllocationKind, 
             last = Some(memory.map_err(|failure| failure.after(format_args!("round {round}")))?);
         }
         let each = start.elapsed().as_secs_f64() * 1e6 / extent.reuse_rounds as f64;
-        let counts = [address, identity, live].map(|count| count.to_string());
-        Ok(Row::new(counts.into_iter().chain([format!("{each:.1}")])).met(identity == 0 && live == 0))
+        let cells = [reused(address), identity.to_string(), live.to_string(), format!("{each:.1}")];
+        Ok(Row::new(cells).met(identity == 0 && live == 0))
     });
+}
+
+/// The cell of how often an address came back: the others say nothing where none did.
+pub(crate) fn reused(times: u64) -> String {
+    if times == 0 { "0: nothing is shown".to_owned() } else { times.to_string() }
 }
 
 /// Each size both ways, by the iface and by `cuMemcpy`, in turns; the ratio is ours over the driver's.

@@ -7,6 +7,7 @@
 //! nothing but the driver library, so that it can be built on one machine and carried to another.
 #![allow(unsafe_code)]
 
+mod calls;
 mod driver;
 mod exports;
 mod figures;
@@ -61,6 +62,7 @@ enum Part {
     Export(AllocationKind),
     Identities(AllocationKind),
     Copies { locked: bool },
+    Calls,
     CostOfTheSystem,
     Costs(AllocationKind),
 }
@@ -70,7 +72,12 @@ impl Part {
         let reused = KINDS.into_iter().filter(|kind| *kind != AllocationKind::Virtual);
         let mut parts = vec![Self::Machine, Self::Monitor];
         parts.extend(KINDS.map(Self::Export));
-        parts.extend([Self::Copies { locked: true }, Self::Copies { locked: false }, Self::CostOfTheSystem]);
+        parts.extend([
+            Self::Copies { locked: true },
+            Self::Copies { locked: false },
+            Self::Calls,
+            Self::CostOfTheSystem,
+        ]);
         parts.extend(KINDS.map(Self::Costs));
         parts.extend(reused.map(Self::Identities));
         parts
@@ -84,6 +91,7 @@ impl Part {
             Self::Identities(kind) => format!("identities-{}", kind.name()),
             Self::Copies { locked: true } => "copies-page-locked".to_owned(),
             Self::Copies { locked: false } => "copies-pageable".to_owned(),
+            Self::Calls => "calls".to_owned(),
             Self::CostOfTheSystem => "cost-system".to_owned(),
             Self::Costs(kind) => format!("cost-{}", kind.name()),
         }
@@ -96,6 +104,7 @@ impl Part {
             Self::Export(kind) => exports::write(driver, extent, kind, report),
             Self::Identities(kind) => figures::identities(driver, extent, kind, report),
             Self::Copies { locked } => figures::copies(driver, extent, locked, report),
+            Self::Calls => calls::write(driver, report),
             Self::CostOfTheSystem => figures::cost_of_the_system(driver, extent, report),
             Self::Costs(kind) => figures::costs(driver, extent, kind, report),
         }

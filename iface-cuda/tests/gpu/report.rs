@@ -21,6 +21,10 @@ impl Failure {
         Self { text: why.to_string(), lacking: true }
     }
 
+    pub(crate) fn text(&self) -> &str {
+        &self.text
+    }
+
     /// As it was, after `before`.
     pub(crate) fn after(self, before: impl Display) -> Self {
         Self { text: format!("{before}: {}", self.text), ..self }

@@ -2,11 +2,14 @@
 
 use std::{path::Path, process::Command};
 
+use hmem_iface_cuda::sys::Functions;
+
 use crate::{
     Part,
+    calls::{COUNTED, owed},
     driver::Driver,
-    exports::mappable,
-    figures::judged,
+    exports::{exported, mappable, owed_of},
+    figures::{judged, reused},
     report::{Report, Row, attempt},
 };
 
@@ -54,6 +57,17 @@ fn verdicts() {
     assert_eq!(judged(0.949, 1 << 20, true), ("NOT MET", false));
     assert_eq!(judged(0.5, (1 << 20) - 1, true), ("not judged", true));
     assert_eq!(judged(0.5, 1 << 20, false), ("not judged", true));
+    assert_eq!((reused(0), reused(7)), ("0: nothing is shown".into(), "7".into()));
+    let of_vmm = [true, false].map(|vmm| owed_of(hmem_core::AllocationKind::Virtual, vmm));
+    assert_eq!(of_vmm, [true, false], "of VMM memory what the device says it has");
+    assert!(
+        owed(1, 1, false) && owed(4, 1, true) && !owed(2, 1, false) && !owed(5, 1, true) && !owed(1, 2, true)
+    );
+    let table = Functions::SYMBOLS.len() + Functions::OPTIONAL_SYMBOLS.len();
+    assert_eq!(COUNTED, table, "every function of the table counts");
+    let refused = [Ok(()), Err(())];
+    assert!(!exported(true, &refused[0], &refused[1]), "what is refused again is not met");
+    assert!(exported(false, &refused[1], &refused[1]) && exported(true, &refused[0], &refused[0]));
     assert_eq!(mappable("yes".into(), true), ("yes".into(), true));
     assert_eq!(mappable("no: EPERM (1)".into(), false), ("no: EPERM (1)".into(), true));
     assert_eq!(mappable("no: EPERM (1)".into(), true), ("NOT MET: no: EPERM (1)".into(), false));

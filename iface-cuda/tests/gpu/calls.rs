@@ -1,0 +1,233 @@
+//! How many calls of the driver questions cost: a table whose functions count, and go on to the driver's.
+
+use std::{
+    ffi::{c_char, c_int, c_uint, c_void},
+    sync::{
+        OnceLock,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use hmem_core::{Address, AddressRange, AllocationKind, Iface, monitor::Monitor};
+use hmem_iface_cuda::{
+    Cuda, MonitorKind,
+    sys::{
+        CuContext, CuDevice, CuDeviceAttribute, CuDevicePtr, CuEvent, CuIpcMemHandle, CuMemAccessDesc,
+        CuMemAllocationProp, CuMemHandle, CuPointerAttribute, CuResult, CuStream, Functions,
+    },
+};
+
+use crate::{
+    KINDS,
+    driver::Driver,
+    report::{Failure, Outcome, Report, Row, and, attempt},
+};
+
+/// What page-locked memory owes the first time that its identity is seen.
+const FIRST: u64 = 4;
+
+/// A C function has no place for what it counts in: the driver is one for the process.
+static DRIVER: OnceLock<Functions> = OnceLock::new();
+static CALLS: AtomicU64 = AtomicU64::new(0);
+
+macro_rules! counted {
+    (
+        required { $($field:ident($($name:ident: $type:ty),*);)+ }
+        optional { $($ofield:ident($($oname:ident: $otype:ty),*);)+ }
+    ) => {
+        /// How many functions count.
+        pub(crate) const COUNTED: usize = [$(stringify!($field),)+ $(stringify!($ofield),)+].len();
+
+        /// The driver's functions, each of which counts; those of the first table that this is given.
+        pub(crate) fn counted(functions: &Functions) -> Functions {
+            let mut counted = DRIVER.get_or_init(|| functions.clone()).clone();
+            $(
+                counted.$field = {
+                    unsafe extern "C" fn call($($name: $type),*) -> CuResult {
+                        CALLS.fetch_add(1, Ordering::Relaxed);
+                        // SAFETY: as the caller's.
+                        unsafe { (DRIVER.get().expect("a driver").$field)($($name),*) }
+                    }
+                    call
+                };
+            )+
+            $(
+                if counted.$ofield.is_some() {
+                    unsafe extern "C" fn call($($oname: $otype),*) -> CuResult {
+                        CALLS.fetch_add(1, Ordering::Relaxed);
+                        // SAFETY: as the caller's.
+                        unsafe { (DRIVER.get().expect("a driver").$ofield.expect("it is there"))($($oname),*) }
+                    }
+                    counted.$ofield = Some(call);
+                }
+            )+
+            counted
+        }
+    };
+}
+
+counted! {
+    required {
+        init(a: c_uint);
+        driver_get_version(a: *mut c_int);
+        get_error_name(a: CuResult, b: *mut *const c_char);
+        get_error_string(a: CuResult, b: *mut *const c_char);
+        device_get_count(a: *mut c_int);
+        device_get(a: *mut CuDevice, b: c_int);
+        device_get_name(a: *mut c_char, b: c_int, c: CuDevice);
+        device_total_mem(a: *mut usize, b: CuDevice);
+        device_get_pci_bus_id(a: *mut c_char, b: c_int, c: CuDevice);
+        device_get_attribute(a: *mut c_int, b: CuDeviceAttribute, c: CuDevice);
+        primary_ctx_retain(a: *mut CuContext, b: CuDevice);
+        primary_ctx_release(a: CuDevice);
+        primary_ctx_get_state(a: CuDevice, b: *mut c_uint, c: *mut c_int);
+        ctx_get_current(a: *mut CuContext);
+        ctx_get_device(a: *mut CuDevice);
+        ctx_push_current(a: CuContext);
+        ctx_pop_current(a: *mut CuContext);
+        pointer_get_attributes(a: c_uint, b: *mut CuPointerAttribute, c: *mut *mut c_void, d: CuDevicePtr);
+        pointer_set_attribute(a: *const c_void, b: CuPointerAttribute, c: CuDevicePtr);
+        mem_get_address_range(a: *mut CuDevicePtr, b: *mut usize, c: CuDevicePtr);
+        mem_alloc(a: *mut CuDevicePtr, b: usize);
+        mem_free(a: CuDevicePtr);
+        mem_host_alloc(a: *mut *mut c_void, b: usize, c: c_uint);
+        mem_free_host(a: *mut c_void);
+        mem_host_get_flags(a: *mut c_uint, b: *mut c_void);
+        mem_host_register(a: *mut c_void, b: usize, c: c_uint);
+        mem_host_unregister(a: *mut c_void);
+        mem_alloc_managed(a: *mut CuDevicePtr, b: usize, c: c_uint);
+        memcpy_async(a: CuDevicePtr, b: CuDevicePtr, c: usize, d: CuStream);
+        stream_create(a: *mut CuStream, b: c_uint);
+        stream_synchronize(a: CuStream);
+        stream_destroy(a: CuStream);
+        event_create(a: *mut CuEvent, b: c_uint);
+        event_record(a: CuEvent, b: CuStream);
+        event_query(a: CuEvent);
+        event_synchronize(a: CuEvent);
+        event_destroy(a: CuEvent);
+        ipc_get_mem_handle(a: *mut CuIpcMemHandle, b: CuDevicePtr);
+        ipc_open_mem_handle(a: *mut CuDevicePtr, b: CuIpcMemHandle, c: c_uint);
+        ipc_close_mem_handle(a: CuDevicePtr);
+    }
+    optional {
+        mem_get_handle_for_address_range(a: *mut c_void, b: CuDevicePtr, c: usize, d: c_uint, e: u64);
+        flush_gpu_direct_rdma_writes(a: c_uint, b: c_uint);
+        ctx_get_flags(a: *mut c_uint);
+        ctx_set_flags(a: c_uint);
+        mem_alloc_async(a: *mut CuDevicePtr, b: usize, c: CuStream);
+        mem_free_async(a: CuDevicePtr, b: CuStream);
+        mem_get_allocation_granularity(a: *mut usize, b: *const CuMemAllocationProp, c: c_uint);
+        mem_address_reserve(a: *mut CuDevicePtr, b: usize, c: usize, d: CuDevicePtr, e: u64);
+        mem_address_free(a: CuDevicePtr, b: usize);
+        mem_create(a: *mut CuMemHandle, b: usize, c: *const CuMemAllocationProp, d: u64);
+        mem_release(a: CuMemHandle);
+        mem_map(a: CuDevicePtr, b: usize, c: usize, d: CuMemHandle, e: u64);
+        mem_unmap(a: CuDevicePtr, b: usize);
+        mem_set_access(a: CuDevicePtr, b: usize, c: *const CuMemAccessDesc, d: usize);
+        mem_retain_allocation_handle(a: *mut CuMemHandle, b: *mut c_void);
+        mem_get_allocation_properties(a: *mut CuMemAllocationProp, b: CuMemHandle);
+    }
+}
+
+/// What a question costs.
+fn calls<T>(ask: impl FnOnce() -> hmem_core::Result<T>) -> Outcome<(T, u64)> {
+    let before = CALLS.load(Ordering::Relaxed);
+    let answer = ask()?;
+    Ok((answer, CALLS.load(Ordering::Relaxed) - before))
+}
+
+/// What an address is owed of: one call, and of page-locked memory more the first time.
+pub(crate) fn owed(first: u64, then: u64, page_locked: bool) -> bool {
+    then <= 1 && first <= if page_locked { FIRST } else { 1 }
+}
+
+pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
+    let columns = ["memory", "the first time", "then", "without a context"];
+    report.table("Driver calls to tell whose an address is", &columns);
+    report.row(&["the stack"], || {
+        let on_the_stack = 0u8;
+        let cuda = open(driver, MonitorKind::Identity)?;
+        let row = asked(driver, &cuda, Address::of_ptr(&on_the_stack), None);
+        and(row, close(cuda))
+    });
+    report.row(&["page-locked by the application"], || {
+        let memory = vec![0u8; 3 << 12];
+        let start = Address(Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096));
+        let range = AddressRange::new(start, 8192).expect("no wrap");
+        let cuda = open(driver, MonitorKind::Identity)?;
+        // SAFETY: the memory is there until it is given back below.
+        unsafe { driver.cuda.host_register(range) }?;
+        let row = attempt(|| asked(driver, &cuda, start, Some(AllocationKind::HostRegistered)));
+        let row = and(row, driver.cuda.host_unregister(range).map_err(Failure::from));
+        and(row, close(cuda))
+    });
+    for kind in KINDS {
+        report.row(&[kind.name()], || {
+            driver.with(1 << 20, kind, |memory| {
+                let cuda = open(driver, MonitorKind::Identity)?;
+                let row = attempt(|| asked(driver, &cuda, memory.base(), Some(kind)));
+                and(row, close(cuda))
+            })
+        });
+    }
+
+    let columns = ["memory", "by identity", "with hooks"];
+    report.table("Driver calls of a cached hit", &columns);
+    // VMM memory is never a hit.
+    for kind in KINDS.into_iter().filter(|kind| *kind != AllocationKind::Virtual) {
+        report.row(&[kind.name()], || {
+            driver.with(1 << 20, kind, |memory| {
+                let hit = |monitor: &dyn Monitor| {
+                    let (there, calls) = calls(|| monitor.valid(memory))?;
+                    if there { Ok(calls) } else { Err("live memory is taken for gone".to_owned().into()) }
+                };
+                let identity = monitored(driver, MonitorKind::Identity, hit)?;
+                // Stream-ordered memory goes when its stream gets there, whoever told of it before.
+                let most = u64::from(kind == AllocationKind::StreamOrdered);
+                let (hooks, met) = match monitored(driver, MonitorKind::Hooks, hit) {
+                    Ok(calls) => (calls.to_string(), calls <= most),
+                    Err(failure) => (format!("not to be had: {}", failure.text()), true),
+                };
+                Ok(Row::new([identity.to_string(), hooks]).met(met && identity <= 1))
+            })
+        });
+    }
+}
+
+/// An iface over the functions that count.
+fn open(driver: &Driver, monitor: MonitorKind) -> Outcome<Cuda> {
+    Ok(Cuda::builder().functions(counted(&driver.functions)).monitor(monitor).open()?)
+}
+
+fn close(cuda: Cuda) -> Outcome<()> {
+    cuda.close().map_err(|refused| refused.error.into())
+}
+
+fn monitored(
+    driver: &Driver,
+    kind: MonitorKind,
+    hit: impl FnOnce(&dyn Monitor) -> Outcome<u64>,
+) -> Outcome<u64> {
+    let cuda = open(driver, kind)?;
+    let outcome = attempt(|| hit(&*cuda.monitor()?));
+    and(outcome, close(cuda))
+}
+
+/// The first question and the second with a context current, and one without. The last is not judged: what a driver that wants a
+/// context costs is its own.
+fn asked(driver: &Driver, cuda: &Cuda, address: Address, kind: Option<AllocationKind>) -> Outcome<Row> {
+    let ask = || {
+        let (found, calls) = calls(|| cuda.query(address))?;
+        match found.map(|found| found.kind) {
+            found if found == kind => Ok(calls),
+            found => Err(Failure::from(format!("taken for {found:?}"))),
+        }
+    };
+    let (first, then) = driver.in_context(|| Ok((ask()?, ask()?)))?;
+    let without = ask()?;
+    let page_locked = matches!(kind, Some(AllocationKind::Host | AllocationKind::HostRegistered));
+    let verdict = if owed(first, then, page_locked) { String::new() } else { ": NOT MET".to_owned() };
+    let without = if without <= 1 { without.to_string() } else { format!("{without}: the driver wants one") };
+    let met = verdict.is_empty();
+    Ok(Row::new([first.to_string(), format!("{then}{verdict}"), without]).met(met))
+}
