@@ -6,7 +6,13 @@ mod path_support;
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod verbs_fake;
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{
+    collections::BTreeSet,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use hmem_core::{
     AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, Errno, Error, ErrorKind, Iface, IfaceKind,
@@ -331,6 +337,27 @@ fn p2p_03_the_pcie_mapping_is_blamed_only_where_the_segments_are_refused_and_the
             (last, registered) => assert_eq!((last.is_none(), registered), (true, None), "{trace}"),
         }
     }
+}
+
+/// The default mapping is remembered, so that it is the one that is refused first.
+#[test]
+fn p2p_03_the_pcie_mapping_is_not_blamed_after_the_default_was_refused() {
+    static NONE_ANY_LONGER: AtomicBool = AtomicBool::new(false);
+    let _alone = alone();
+    let world = segmented_pcie_first(|vendor| {
+        vendor.pcie = not_supported;
+        vendor.dma_buf = || NONE_ANY_LONGER.load(Ordering::Relaxed).then(not_supported).flatten();
+    });
+    close(world.register(1));
+    NONE_ANY_LONGER.store(true, Ordering::Relaxed);
+    let rejected = world.domain.register(world.buffer(1), REMOTE | LOCAL).expect_err("refused");
+    let trace = rejected.error.trace();
+    let refused = |at: usize, mapping: &str| {
+        assert!(trace[at].call.ends_with(mapping), "{trace}");
+        assert_eq!(trace[at].cause_name, Some("device-without-dma-buf"), "{trace}");
+    };
+    refused(0, ", Default)");
+    refused(1, ", Pcie)");
 }
 
 #[test]
