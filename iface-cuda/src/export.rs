@@ -12,10 +12,12 @@ use hmem_core::{
 };
 
 use crate::{
+    context::within,
+    device,
     driver::Driver,
     error::{check, lacks, lacks_symbol, refused},
     memory::Found,
-    sys::{self, CuResult},
+    sys::{self, CuResult, CuStream},
 };
 
 /// What the kernel module says of itself, where it is loaded.
@@ -71,12 +73,13 @@ impl Driver {
             // SAFETY: the driver made the fd for this call and keeps no other use of it.
             let fd = unsafe { OwnedFd::from_raw_fd(fd) };
             // After the driver has agreed: a refused export changes nothing.
-            if self.synchronise_memory(&found, range).map_err(described)? {
-                workplace.keep();
-            }
-            Ok(fd)
+            let of_contexts = self.synchronise_memory(&found, range).map_err(described)?;
+            Ok((fd, of_contexts))
         });
-        let fd = workplace.end(exported)?;
+        let (fd, of_contexts) = workplace.end(exported)?;
+        if of_contexts {
+            self.synchronise_contexts(&found, range).map_err(described)?;
+        }
         self.note_written(&found, range)?;
         rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)
             .map_err(|errno| described(Error::os(errno, "fcntl(F_SETFD)").iface(IfaceKind::CUDA)))?;
@@ -125,13 +128,11 @@ impl Driver {
             }
         }
         let workplace = self.workplace(found.context, found.device()).map_err(described)?;
-        let prepared = workplace.within(|| {
-            if self.synchronise_memory(&found, range)? {
-                workplace.keep();
-            }
-            Ok(())
-        });
-        workplace.end(prepared).map(|()| found).map_err(described)
+        let prepared = workplace.within(|| self.synchronise_memory(&found, range));
+        if workplace.end(prepared).map_err(described)? {
+            self.synchronise_contexts(&found, range).map_err(described)?;
+        }
+        Ok(found)
     }
 
     /// The allocation around a range, if its kind can be handed to a NIC as device memory.
@@ -165,14 +166,12 @@ impl Driver {
     }
 
     /// GPUDirect RDMA goes around the driver, so that operations that call themselves synchronous must be so before a
-    /// NIC reads the memory: SYNC_MEMOPS. Memory of `cuMemAlloc` has it per allocation. Memory without it has it as a
-    /// flag of its context, from CUDA 12.1 on: whatever the driver answers NOT_SUPPORTED for (VMM memory, and what
-    /// `cuMemAlloc` gives where a layer in front of the driver makes it of VMM memory), and INVALID_VALUE where the kind is one
-    /// that has none. Of other kinds that answer is an error: the memory went. The memory's context is current.
+    /// NIC reads the memory: SYNC_MEMOPS. Memory of `cuMemAlloc` has it per allocation. The memory's context is current.
     ///
-    /// Whether the context has it now, and is to be kept therefore.
+    /// Whether the memory has none, and its contexts are to have it: whatever the driver answers NOT_SUPPORTED for (VMM
+    /// memory, and what `cuMemAlloc` gives where a layer in front of the driver makes it of VMM memory), and INVALID_VALUE
+    /// where the kind is one that has none. Of other kinds that answer is an error: the memory went.
     fn synchronise_memory(&self, found: &Found, range: AddressRange) -> Result<bool> {
-        const CALL: &str = "cuPointerSetAttribute";
         let on: std::ffi::c_uint = 1;
         // SAFETY: the value is an unsigned int, as this attribute takes it.
         let code = unsafe {
@@ -182,7 +181,7 @@ impl Driver {
                 range.start().0,
             )
         };
-        let per_context = match code {
+        let has_none = match code {
             CuResult::CUDA_ERROR_NOT_SUPPORTED => true,
             CuResult::CUDA_ERROR_INVALID_VALUE => matches!(
                 found.allocation.kind,
@@ -190,23 +189,58 @@ impl Driver {
             ),
             _ => false,
         };
-        if !per_context {
-            return check(code, CALL)
-                .map(|()| false)
-                .map_err(|error| error.context("attribute", "SYNC_MEMOPS"));
+        if has_none {
+            return Ok(true);
         }
+        check(code, "cuPointerSetAttribute")
+            .map(|()| false)
+            .map_err(|error| error.context("attribute", "SYNC_MEMOPS"))
+    }
+
+    /// Makes the operations of contexts synchronous, for memory that cannot have it: from CUDA 12.1 on it is a flag of
+    /// contexts too, for operations "initiated on this context" (`cuda.h`). Those are the memory's own context; for memory
+    /// of none the calling thread's and the device's primary one, each where it is there. None is made for it: nobody
+    /// would work in it.
+    fn synchronise_contexts(&self, found: &Found, range: AddressRange) -> Result<()> {
         let (Some(get), Some(set)) = (self.functions.ctx_get_flags, self.functions.ctx_set_flags) else {
             tracing::warn!(%range, "this driver has no SYNC_MEMOPS for such memory: wait for its copies before a transfer");
-            return Ok(false);
+            return Ok(());
         };
-        let mut flags = 0;
-        // SAFETY: `flags` is writable.
-        check(unsafe { get(&mut flags) }, "cuCtxGetFlags")?;
-        if flags & sys::CU_CTX_SYNC_MEMOPS == 0 {
+        let synchronise = || {
+            let mut flags = 0;
+            // SAFETY: `flags` is writable.
+            check(unsafe { get(&mut flags) }, "cuCtxGetFlags")?;
+            if flags & sys::CU_CTX_SYNC_MEMOPS != 0 {
+                return Ok(());
+            }
             // SAFETY: the flags that the context has, and one more.
             check(unsafe { set(flags | sys::CU_CTX_SYNC_MEMOPS) }, "cuCtxSetFlags")?;
+            // That the flag waits for what is under way `cuda.h` does not say, as it does of the attribute.
+            // SAFETY: the null stream is the current context's default one.
+            check(unsafe { (self.functions.stream_synchronize)(CuStream::NULL) }, "cuStreamSynchronize")
+        };
+        if !found.context.is_null() {
+            return within(&self.functions, found.context, synchronise);
         }
-        Ok(true)
+        let entry = device::get(&self.devices, "cuCtxSetFlags", found.device())?;
+        let of_thread = self.current()?.filter(|(_, device)| *device == entry.handle);
+        if let Some((context, _)) = of_thread {
+            within(&self.functions, context, synchronise)?;
+        }
+        let Some(hold) = self.hold_if_active(found.device())? else {
+            if of_thread.is_none() {
+                tracing::warn!(
+                    %range,
+                    "the thread has no context that could have SYNC_MEMOPS: wait for the memory's copies before a transfer"
+                );
+            }
+            return Ok(());
+        };
+        let synchronised = hold.within(synchronise);
+        if synchronised.is_ok() {
+            hold.keep();
+        }
+        hold.end(synchronised)
     }
 }
 

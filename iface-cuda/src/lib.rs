@@ -58,10 +58,15 @@
 //! |---|---|---|
 //! | allocating, opening another process's memory | the primary context | retained until the iface closes, unless refused |
 //! | copies | the memory's own context; for memory of none the primary one that somebody has, else the thread's | a primary one is retained for its streams, unless the copy is refused |
-//! | segments, exports, handles for other processes | the memory's own; for memory of none the thread's, else the primary one | given back; retained where SYNC_MEMOPS was set on it |
+//! | segments, exports, handles for other processes | the memory's own; for memory of none the thread's, else the primary one | given back |
+//! | SYNC_MEMOPS of memory that cannot have it by itself | the memory's own; for memory of none the thread's and the primary one that somebody has, and a warning where neither is there | a primary one is retained, with its flag |
 //! | page-locking | a primary one that somebody has, else the thread's, else the first device's | retained, unless refused; in the thread's the page-locking goes with it |
 //! | flushing inbound writes, where the device does not order them | each context whose memory was handed to a NIC and is still there, and the primary one that somebody has; where such memory has no context, and where none is found, the thread's too, and for such memory a primary one at last | a primary one is retained, so that the next flush asks for none |
 //! | queries, where the driver wants a context | the thread's, else a primary one that somebody has; none is made | given back |
+//!
+//! SYNC_MEMOPS of a context is for what is started in that context: other contexts that work on memory of none are not covered. The
+//! first time the flag is set what is under way on the context's default stream is waited for; what is on per-thread default
+//! streams and on others is not.
 //!
 //! The thread's context is taken for memory of its device only. What is given back is so when the last call that works in it
 //! ends, and destroyed if nobody else has it; nothing that is cached dies of it.

@@ -9,7 +9,7 @@ use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::{self, CuResult};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-use crate::world::{Expandable, each, nic, not_over_a_gpu, once, open_fds, over, pattern};
+use crate::world::{Expandable, World, check, each, nic, not_over_a_gpu, once, open_fds, over, pattern};
 
 /// The bytes of an exported fd, through a mapping as a NIC has one; `None` where the driver does not let the CPU map.
 fn mapped(fd: &impl AsFd, offset: u64, len: usize) -> Option<Vec<u8>> {
@@ -270,5 +270,64 @@ fn hm_06_a_refused_export_of_stream_ordered_memory_is_the_drivers_and_leaves_no_
         let error = world.cuda.export_peer_memory(memory.range, &nic()).expect_err("refused");
         assert_eq!(error.context_value("attribute"), Some("IS_GPU_DIRECT_RDMA_CAPABLE"), "{error}");
         world.free(&memory);
+    });
+}
+
+/// HM-06: memory of no context is synchronised by the contexts that may work on it.
+#[test]
+fn hm_06_memory_of_no_context_is_synchronised_by_the_threads_own_and_the_primary_one() {
+    for peer_memory in [false, true] {
+        over(Profile::default(), |world| {
+            let parts = [Some(true)];
+            let first = world.app.create_context();
+            let memory = Expandable::here(&world.app.functions, &parts);
+            let range = memory.range(0, 4096);
+            let export = |world: &World| {
+                if peer_memory {
+                    world.cuda.export_peer_memory(range, &nic()).expect("peer memory");
+                } else {
+                    world.cuda.export_dma_buf(range, &nic(), DmaBufMapping::Default).expect("export");
+                }
+            };
+            export(world);
+            assert_eq!(world.driver().flags_of(first), sys::CU_CTX_SYNC_MEMOPS);
+            assert!(world.active().is_empty());
+            // The primary one too where somebody has it, and of the first the thread's no longer.
+            world.app.current(|_| ());
+            let second = world.app.create_context();
+            export(world);
+            assert_eq!(world.driver().flags_of(second), sys::CU_CTX_SYNC_MEMOPS);
+            assert_eq!(world.driver().context_flags(0), sys::CU_CTX_SYNC_MEMOPS);
+            world.app.let_go();
+            assert_eq!(world.active(), [0], "it stays with what was set in it");
+            world.app.destroy_context(second);
+            memory.end_here(&world.app.functions, &parts);
+            world.app.destroy_context(first);
+        });
+    }
+}
+
+/// HM-06: what was under way before the context made its operations synchronous is waited for.
+#[test]
+fn hm_06_a_copy_under_way_on_the_default_stream_has_ended_when_its_memory_is_exported() {
+    over(Profile { slow_copies: true, ..Profile::default() }, |world| {
+        let parts = [Some(true)];
+        let context = world.app.create_context();
+        let memory = Expandable::here(&world.app.functions, &parts);
+        let bytes = pattern(3, 1000);
+        let from = bytes.as_ptr().expose_provenance() as u64;
+        // SAFETY: both sides are there until the copy has ended, below.
+        let code =
+            unsafe { (world.app.functions.memcpy_async)(memory.base, from, 1000, sys::CuStream::NULL) };
+        check(code);
+        // SAFETY: the memory is there, and nothing moves bytes of it meanwhile.
+        let found =
+            || unsafe { std::slice::from_raw_parts(hmem_fake_cuda::reach(memory.base), 1000).to_vec() };
+        assert_eq!(found(), [0; 1000], "under way");
+        let export = world.cuda.export_dma_buf(memory.range(0, 4096), &nic(), DmaBufMapping::Default);
+        world.cuda.release_dma_buf(export.expect("export")).expect("release");
+        assert!(found() == bytes, "ended");
+        memory.end_here(&world.app.functions, &parts);
+        world.app.destroy_context(context);
     });
 }

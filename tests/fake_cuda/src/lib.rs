@@ -259,6 +259,12 @@ impl FakeDriver {
         })
     }
 
+    /// The flags of a context; 0 of one that is not there.
+    #[must_use]
+    pub fn flags_of(&self, context: CuContext) -> u32 {
+        self.with(|state| state.contexts.get(&context.0).map_or(0, |one| one.flags))
+    }
+
     /// The contexts in which inbound writes were flushed since this was asked last, in order.
     #[must_use]
     pub fn flushed(&self) -> Vec<CuContext> {

@@ -49,6 +49,12 @@ driver! {
     }
 
     fn cuStreamSynchronize(state, stream: CuStream) {
+        if stream.is_null() {
+            let stream = state.current()?;
+            state.finish(stream);
+            state.streams.remove(&stream);
+            return Ok(());
+        }
         if !state.streams.contains_key(&stream.0) {
             return Err(INVALID_HANDLE);
         }
@@ -104,15 +110,24 @@ driver! {
 }
 
 fn copy(state: &mut State, to: u64, from: u64, len: usize, stream: CuStream) -> Answer {
-    state.current()?;
+    let context = state.current()?;
     state.side(to, len)?;
     state.side(from, len)?;
     let slow = state.profile.slow_copies;
-    let known = state.streams.get_mut(&stream.0).ok_or(INVALID_HANDLE)?;
+    // A context's default stream goes by the context's number, and is there while something is under way on it.
+    let stream = if stream.is_null() { context } else { stream.0 };
+    if stream == context {
+        let made = Stream { context, waiting: Default::default(), handed_in: 0, done: 0 };
+        state.streams.entry(stream).or_insert(made);
+    }
+    let known = state.streams.get_mut(&stream).ok_or(INVALID_HANDLE)?;
     known.waiting.push_back(Copy { to, from, len });
     known.handed_in += 1;
     if !slow {
-        state.finish(stream.0);
+        state.finish(stream);
+    }
+    if !slow && stream == context {
+        state.streams.remove(&stream);
     }
     Ok(())
 }
