@@ -31,7 +31,7 @@ pub(crate) fn refused(code: CuResult, operation: &'static str) -> Error {
     let error = Error::new(kind(code), operation)
         .iface(IfaceKind::CUDA)
         .driver_code(code.name().unwrap_or_default(), code.0.into());
-    match remedy(code) {
+    match remedy(code, operation) {
         Some(remedy) => error.remedy(remedy),
         None => error,
     }
@@ -74,7 +74,22 @@ fn kind(code: CuResult) -> ErrorKind {
     }
 }
 
-fn remedy(code: CuResult) -> Option<&'static str> {
+/// The calls that say with INVALID_VALUE that an address is not the driver's. Others mean any of their arguments.
+const OF_AN_ADDRESS: [&str; 11] = [
+    "cuIpcCloseMemHandle",
+    "cuIpcGetMemHandle",
+    "cuMemFree_v2",
+    "cuMemFreeAsync",
+    "cuMemFreeHost",
+    "cuMemGetAddressRange_v2",
+    "cuMemHostGetFlags",
+    "cuMemHostUnregister",
+    "cuMemRetainAllocationHandle",
+    "cuMemcpyAsync",
+    "cuPointerSetAttribute",
+];
+
+fn remedy(code: CuResult, operation: &str) -> Option<&'static str> {
     Some(match code {
         sticky if sticky.is_sticky() => {
             "the device is lost for this process, and every further call fails alike: end the process and start it \
@@ -101,8 +116,33 @@ fn remedy(code: CuResult) -> Option<&'static str> {
         CuResult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED => {
             "a part of the range is page-locked already: unregister it first"
         }
-        CuResult::CUDA_ERROR_INVALID_VALUE => {
+        CuResult::CUDA_ERROR_INVALID_VALUE if OF_AN_ADDRESS.contains(&operation) => {
             "the driver does not know the address: it was freed, or belongs to another process"
+        }
+        CuResult::CUDA_ERROR_NOT_INITIALIZED => {
+            "the driver was not started in this process, or did not start: open the iface here, and after a fork only \
+             once the child runs a program of its own"
+        }
+        CuResult::CUDA_ERROR_DEVICE_UNAVAILABLE => {
+            "the device is taken, or its compute mode (EXCLUSIVE_PROCESS, PROHIBITED) keeps this process out: see \
+             `nvidia-smi -q -d COMPUTE`"
+        }
+        CuResult::CUDA_ERROR_OPERATING_SYSTEM => {
+            "the operating system refused the driver a call: see the limits of the process (`ulimit -a`) and `dmesg`"
+        }
+        CuResult::CUDA_ERROR_NOT_PERMITTED => {
+            "CUDA does not permit it here: within a callback of a stream, for one, no call of CUDA is"
+        }
+        CuResult::CUDA_ERROR_NOT_SUPPORTED => {
+            "this system or device does not have it: see the capability of the iface, and the device in `nvidia-smi -q`"
+        }
+        CuResult::CUDA_ERROR_SYSTEM_NOT_READY => {
+            "a daemon that the driver needs is not running, the fabric manager for one: see `systemctl status \
+             nvidia-fabricmanager`"
+        }
+        CuResult::CUDA_ERROR_UNKNOWN => {
+            "the driver does not say why: see `dmesg` for an Xid and `nvidia-smi` for the state of the device; if every \
+             further call fails alike, end the process and start it again"
         }
         _ => return None,
     })
@@ -117,6 +157,38 @@ mod tests {
         let error = check(CuResult::CUDA_ERROR_ILLEGAL_ADDRESS, "cuStreamSynchronize").unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("end the process")));
+    }
+
+    #[test]
+    fn codes_lead_to_what_helps() {
+        for (code, word) in [
+            (CuResult::CUDA_ERROR_NOT_INITIALIZED, "open the iface"),
+            (CuResult::CUDA_ERROR_DEVICE_UNAVAILABLE, "compute mode"),
+            (CuResult::CUDA_ERROR_OPERATING_SYSTEM, "dmesg"),
+            (CuResult::CUDA_ERROR_NOT_PERMITTED, "callback"),
+            (CuResult::CUDA_ERROR_NOT_SUPPORTED, "capability"),
+            (CuResult::CUDA_ERROR_SYSTEM_NOT_READY, "fabric"),
+            (CuResult::CUDA_ERROR_UNKNOWN, "Xid"),
+        ] {
+            let error = refused(code, "cuMemAlloc_v2");
+            assert!(error.remedy_text().is_some_and(|remedy| remedy.contains(word)), "{error}");
+        }
+    }
+
+    /// What the driver says of no address is not blamed on one.
+    #[test]
+    fn an_invalid_value_is_an_unknown_address_only_where_an_address_is_asked_about() {
+        let remedy =
+            |call| refused(CuResult::CUDA_ERROR_INVALID_VALUE, call).remedy_text().map(str::to_owned);
+        for call in ["cuInit", "cuMemAlloc_v2", "cuMemHostAlloc", "cuMemHostRegister_v2", "cuStreamCreate"] {
+            assert_eq!(remedy(call), None, "{call}");
+        }
+        for call in OF_AN_ADDRESS {
+            assert!(remedy(call).is_some_and(|remedy| remedy.contains("it was freed")), "{call}");
+            let mut table =
+                crate::sys::Functions::SYMBOLS.iter().chain(crate::sys::Functions::OPTIONAL_SYMBOLS);
+            assert!(table.any(|symbol| *symbol == call), "{call} is a function");
+        }
     }
 
     #[test]
