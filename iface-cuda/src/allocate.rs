@@ -253,10 +253,8 @@ impl Driver {
     fn end(&self, allocation: &Allocation, owned: &Owned) -> Result<()> {
         let base = allocation.base().0;
         // Taken out first, so that of two threads that free the same memory only one reaches the driver.
-        let taken = self.book.lock().owned.remove(&base);
-        let Some(mut taken) = taken.filter(|taken| taken.id == owned.id) else {
-            return Err(not_live("free", allocation));
-        };
+        let taken = self.book.lock().take(base, owned.id);
+        let Some(mut taken) = taken else { return Err(not_live("free", allocation)) };
         let result = self.primary(taken.device).map(|context| {
             self.subscriptions.while_it_goes(allocation.range, || {
                 let mut gone = false;

@@ -1,7 +1,7 @@
 //! The driver as one opened iface sees it: functions, devices, and what was taken from it.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     sync::atomic::{AtomicU32, AtomicUsize},
 };
 
@@ -35,9 +35,17 @@ pub(crate) struct Driver {
 #[derive(Debug, Default)]
 pub(crate) struct Book {
     /// By first address.
-    pub(crate) owned: HashMap<u64, Owned>,
+    pub(crate) owned: BTreeMap<u64, Owned>,
     /// Host ranges that were page-locked, by first address.
     pub(crate) registered: HashMap<u64, Registered>,
+}
+
+impl Book {
+    /// Takes the entry of one allocation out; of another at its address it takes nothing.
+    pub(crate) fn take(&mut self, base: u64, id: AllocationId) -> Option<Owned> {
+        self.owned.get(&base).filter(|owned| owned.id == id)?;
+        self.owned.remove(&base)
+    }
 }
 
 /// One page-locked host range.
@@ -107,10 +115,12 @@ impl Driver {
         book.owned.len() + book.registered.len()
     }
 
-    /// The allocation of the book around an address. It looks at each: for what happens seldom.
+    /// The allocation of the book around an address.
     pub(crate) fn range_around(&self, address: Address) -> Option<AddressRange> {
         let book = self.book.lock();
-        book.owned.values().map(|owned| owned.range).find(|range| range.contains(address))
+        // No two share an address, so that the last to begin at or before it is the only one to ask.
+        let (_, owned) = book.owned.range(..=address.0).next_back()?;
+        Some(owned.range).filter(|range| range.contains(address))
     }
 
     /// The book's entry of a live allocation.
@@ -137,5 +147,24 @@ impl Drop for Driver {
             tracing::warn!(left, "CUDA memory was not freed before its iface was dropped");
         }
         self.abandon_contexts();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two threads free the same memory, and a third gets its address in between.
+    #[test]
+    fn what_ends_of_one_allocation_leaves_the_next_at_its_address_in_the_book() {
+        let (device, origin) = (DeviceId(0), Origin::Memory);
+        let range = AddressRange::new(Address(0x1000), 64).expect("a range");
+        let owned = |id| Owned { id: AllocationId(id), range, device, origin: origin.clone() };
+        let mut book = Book::default();
+        book.owned.insert(0x1000, owned(1));
+        assert!(book.take(0x1000, AllocationId(1)).is_some());
+        book.owned.insert(0x1000, owned(2));
+        assert!(book.take(0x1000, AllocationId(1)).is_none());
+        assert!(book.take(0x1000, AllocationId(2)).is_some(), "it is still there");
     }
 }
