@@ -122,19 +122,23 @@ impl Driver {
     /// Where the copy runs; `None` if both sides are host memory that CUDA does not know.
     fn place(&self, to: Address, from: Address, len: u64) -> Result<Option<(Place, Workplace<'_>)>> {
         let ours = [self.side(to, len)?, self.side(from, len)?];
+        for (side, found) in [to, from].into_iter().zip(&ours) {
+            // Neither the CPU nor a driver that takes the address for the host's reaches what the driver has forgotten.
+            if found.is_none()
+                && let Some(allocation) = self.range_around(side)
+            {
+                return Err(Error::new(ErrorKind::Driver, "copy")
+                    .iface(IfaceKind::CUDA)
+                    .context("reason", "the driver does not know memory that it allocated")
+                    .context("allocation", allocation));
+            }
+        }
         // Device memory decides: host memory is within reach of every context.
         let known = ours.iter().flatten();
         let Some(found) =
             known.clone().find(|found| found.allocation.device.is_some()).or(known.clone().next())
         else {
-            // The CPU would copy, and cannot reach what the driver has forgotten.
-            return match [to, from].into_iter().find_map(|side| self.range_around(side)) {
-                Some(allocation) => Err(Error::new(ErrorKind::Driver, "copy")
-                    .iface(IfaceKind::CUDA)
-                    .context("reason", "the driver does not know memory that it allocated")
-                    .context("allocation", allocation)),
-                None => Ok(None),
-            };
+            return Ok(None);
         };
         let device = found.device();
         let own = found.context;

@@ -211,19 +211,32 @@ fn hm_05_closing_with_a_copy_or_an_allocation_left_is_refused_and_hands_the_ifac
     world.end();
 }
 
-/// HM-03: where the driver calls the iface's own memory foreign, the CPU does not copy in its place.
+/// HM-03: where the driver calls the iface's own memory foreign, neither the CPU copies in its place nor the driver with an
+/// address that it takes for the host's.
 #[test]
-fn hm_03_memory_that_the_driver_has_forgotten_is_not_copied_by_the_cpu() {
+fn hm_03_memory_that_the_driver_has_forgotten_is_not_copied() {
     over(Profile::default(), |world| {
         let memory = world.allocate(10_000, AllocationKind::Device);
+        let others = [AllocationKind::Host, AllocationKind::Device].map(|kind| world.allocate(4096, kind));
         let inside = memory.base().checked_add(5000).expect("inside");
-        // The first query is for the checks that come before the copy.
-        world.driver().fail_nth("cuPointerGetAttributes", 2, CuResult::CUDA_ERROR_INVALID_VALUE);
-        let error = world.cuda.write(inside, &[7; 100]).expect_err("not the CPU's to reach");
-        assert_eq!(error.kind(), ErrorKind::Driver, "{error}");
-        assert_eq!(error.context_value("allocation"), Some(memory.range.to_string().as_str()));
-        world.cuda.write(inside, &[7; 100]).expect("once it knows it");
-        world.free(&memory);
+        let bytes = pattern(3, 100);
+        let known = others.iter().map(|other| other.base()).chain([Address::of_ptr(bytes.as_ptr())]);
+        world.driver().forget(memory.base().0);
+        for other in known {
+            for (to, from) in [(inside, other), (other, inside)] {
+                // SAFETY: both sides are there for 100 bytes; the copy is refused.
+                let error = unsafe { world.cuda.copy(to, from, 100) }.expect_err("refused");
+                assert_eq!(error.kind(), ErrorKind::Driver, "{error}");
+                assert_eq!(error.context_value("allocation"), Some(memory.range.to_string().as_str()));
+                // SAFETY: as above.
+                unsafe { world.cuda.copy_async(to, from, 100) }.expect_err("refused");
+            }
+        }
+        world.driver().heal();
+        world.cuda.write(inside, &bytes).expect("once it knows it");
+        for one in [&memory, &others[0], &others[1]] {
+            world.free(one);
+        }
     });
 }
 

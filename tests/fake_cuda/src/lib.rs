@@ -206,7 +206,18 @@ impl FakeDriver {
         self.with(|state| state.lose(known(symbol), nth.saturating_sub(1), code));
     }
 
-    /// Forgets all faults, a lost device included.
+    /// Has queries say of an allocation what they say of memory that is not the driver's.
+    ///
+    /// # Panics
+    /// If there is none that begins at `base`.
+    pub fn forget(&self, base: u64) {
+        self.with(|state| {
+            assert!(state.allocations.contains_key(&base), "an allocation");
+            state.forgotten = Some(base);
+        });
+    }
+
+    /// Forgets all faults, a lost device included, and knows again what it was told to [`FakeDriver::forget`].
     pub fn heal(&self) {
         self.with(State::clear_faults);
     }

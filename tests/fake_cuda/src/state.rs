@@ -52,7 +52,7 @@ pub(crate) struct Allocation {
     pub(crate) len: u64,
     pub(crate) kind: Kind,
     pub(crate) device: u32,
-    /// Null for VMM and stream-ordered memory.
+    /// Decided here: null for VMM and stream-ordered memory.
     pub(crate) context: usize,
     pub(crate) id: u64,
     pub(crate) sync_memops: bool,
@@ -171,6 +171,8 @@ pub(crate) struct State {
     /// How often a context that is not there was to be made current.
     pub(crate) strangers: u64,
     pub(crate) hold: Option<Hold>,
+    /// The allocation that queries do not know, by its first address.
+    pub(crate) forgotten: Option<u64>,
     next_handle: usize,
     next_id: u64,
     next_address: u64,
@@ -199,6 +201,7 @@ impl State {
             flushed: Vec::new(),
             strangers: 0,
             hold: None,
+            forgotten: None,
             next_handle: 0x1000,
             // Identities are unique in a process, also across the drivers that a test has one after another.
             next_id: generation << 32 | 1,
@@ -252,6 +255,7 @@ impl State {
 
     pub(crate) fn clear_faults(&mut self) {
         self.faults.clear();
+        self.forgotten = None;
         self.sticky = None;
     }
 
@@ -350,7 +354,7 @@ impl State {
         self.free.entry(len.next_multiple_of(GRANULARITY)).or_default().push(address);
     }
 
-    /// Memory of a device: its addresses come back at once when it is freed, as a real driver's do.
+    /// Memory of a device. Decided here: its addresses come back as soon as it is freed, so that tests meet them again.
     pub(crate) fn take_memory(&mut self, len: u64, kind: Kind) -> Result<u64, CuResult> {
         let context = self.current()?;
         let device = self.device_of(context);
