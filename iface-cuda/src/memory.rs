@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// What a query asks for, all in one call; the last only of drivers that know it.
-const ATTRIBUTES: [CuPointerAttribute; 8] = [
+const ATTRIBUTES: [CuPointerAttribute; 9] = [
     sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
     sys::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
     sys::CU_POINTER_ATTRIBUTE_RANGE_SIZE,
@@ -27,8 +27,12 @@ const ATTRIBUTES: [CuPointerAttribute; 8] = [
     sys::CU_POINTER_ATTRIBUTE_BUFFER_ID,
     sys::CU_POINTER_ATTRIBUTE_IS_MANAGED,
     sys::CU_POINTER_ATTRIBUTE_CONTEXT,
+    sys::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
     sys::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE,
 ];
+
+/// Beside a number of attributes: the driver has not answered so many yet.
+const UNSEEN: u32 = 1 << 31;
 
 /// An allocation as the driver describes it.
 #[derive(Clone, Copy, Debug)]
@@ -48,7 +52,10 @@ impl Found {
 /// Which page-locked memory is the application's own, by identity: no pointer attribute says it.
 ///
 /// `cuda.h` on BUFFER_ID: "Subsequent allocations do not reuse IDs from previous freed allocations." So what was found
-/// out for an identity holds for good, and nothing need be forgotten. Each identity has one place, where the next that
+/// out for an allocation holds for good, and nothing need be forgotten. Page-locking is no allocation: that the driver
+/// gives it no identity that an allocation had before is an assumption. Were it wrong, the application's own pages would
+/// be taken for an allocation of CUDA's and cached by that identity, which says nothing of their unmapping; an identity
+/// that earlier page-locking had does no harm. Each identity has one place, where the next that
 /// falls on it takes over; a place is one word, so that a reader sees all of an entry or none.
 pub(crate) struct HostKinds([AtomicU64; Self::PLACES]);
 
@@ -171,7 +178,9 @@ impl Driver {
         Ok(Answer::NoContext)
     }
 
-    /// Finds out how many of [`ATTRIBUTES`] the driver knows, by asking about an address that is not its own.
+    /// Finds out how many of [`ATTRIBUTES`] the driver knows, by asking about an address that is not its own. From then on
+    /// it is not to answer INVALID_VALUE: a driver that says so of foreign addresses cannot be told from one that lacks
+    /// an attribute, and is refused here.
     ///
     /// # Errors
     /// Unsupported for a driver that cannot say which range an address is in.
@@ -180,8 +189,13 @@ impl Driver {
         for asked in [ATTRIBUTES.len() as u32, ATTRIBUTES.len() as u32 - 1] {
             match self.ask(foreign, ATTRIBUTES, asked)? {
                 Answer::Invalid => {}
-                Answer::Values(_) | Answer::NoContext => {
+                Answer::Values(_) => {
                     self.attributes.store(asked, Ordering::Release);
+                    return Ok(());
+                }
+                // It may refuse for want of a context before it looks at what it is asked for.
+                Answer::NoContext => {
+                    self.attributes.store(asked | UNSEEN, Ordering::Release);
                     return Ok(());
                 }
             }
@@ -194,16 +208,33 @@ impl Driver {
 
     /// The allocation around an address; `None` for memory that CUDA does not know.
     pub(crate) fn find(&self, address: Address) -> Result<Option<Found>> {
-        let asked = self.attributes.load(Ordering::Acquire);
+        let known = self.attributes.load(Ordering::Acquire);
+        let (asked, unseen) = (known & !UNSEEN, known & UNSEEN != 0);
         match self.ask_anywhere(address.0, ATTRIBUTES, asked)? {
-            Answer::Values(values) => self.describe(address, values),
-            // The call for several attributes succeeds for foreign addresses, the call for one answers INVALID_VALUE.
-            Answer::NoContext | Answer::Invalid => Ok(None),
+            Answer::Values(values) => {
+                if unseen {
+                    self.attributes.store(asked, Ordering::Release);
+                }
+                self.describe(address, values)
+            }
+            Answer::NoContext => Ok(None),
+            Answer::Invalid if unseen && asked as usize == ATTRIBUTES.len() => {
+                self.attributes.store((asked - 1) | UNSEEN, Ordering::Release);
+                self.find(address)
+            }
+            // Not "foreign": that is how the call for one attribute says it. `cuda.h` on this one: it "will not return an
+            // error when the ptr encountered is not a valid CUDA pointer", and `learn_attributes` has seen that it does not.
+            // Taken for "foreign", it would have the CPU write to device memory.
+            Answer::Invalid => Err(Error::new(ErrorKind::Driver, "cuPointerGetAttributes")
+                .iface(IfaceKind::CUDA)
+                .driver_code("CUDA_ERROR_INVALID_VALUE", CuResult::CUDA_ERROR_INVALID_VALUE.0.into())
+                .context("reason", "the driver refuses a question that it answered when the iface was opened")
+                .context("address", Address(address.0))),
         }
     }
 
     fn describe(&self, address: Address, values: [u64; ATTRIBUTES.len()]) -> Result<Option<Found>> {
-        let [memory_type, start, len, ordinal, buffer, managed, context, pool] = values;
+        let [memory_type, start, len, ordinal, buffer, managed, context, legacy, pool] = values;
         let context = CuContext(context as usize);
         let mut kind = match memory_type as u32 {
             0 => return Ok(None),
@@ -211,6 +242,13 @@ impl Driver {
             sys::CU_MEMORYTYPE_HOST => AllocationKind::Host,
             sys::CU_MEMORYTYPE_DEVICE if pool != 0 => AllocationKind::StreamOrdered,
             sys::CU_MEMORYTYPE_DEVICE if context.is_null() => AllocationKind::Virtual,
+            // That VMM memory has no context is written nowhere. Legacy handles are for what was "created with
+            // cuMemAlloc", which saves asking further.
+            sys::CU_MEMORYTYPE_DEVICE
+                if legacy == 0 && !self.is_imported(Address(start)) && self.has_handle(address)? =>
+            {
+                AllocationKind::Virtual
+            }
             sys::CU_MEMORYTYPE_DEVICE => AllocationKind::Device,
             other => return Err(inconsistent(address).context("memory_type", other)),
         };
@@ -239,6 +277,27 @@ impl Driver {
         let id = AllocationId(buffer);
         let allocation = Allocation { iface: IfaceKind::CUDA, range, device, kind, id };
         Ok(Some(Found { allocation, context }))
+    }
+
+    /// Whether the memory at an address is VMM memory: `cuda.h` on `cuMemRetainAllocationHandle`, "If the address requested is
+    /// not mapped, the function will fail", mapped being what `cuMemMap` does. Where it cannot be asked, the memory is
+    /// handled as VMM memory, which every other may be: by its mappings, and cached by nothing.
+    fn has_handle(&self, address: Address) -> Result<bool> {
+        let functions = &self.functions;
+        let (Some(retain), Some(release)) = (functions.mem_retain_allocation_handle, functions.mem_release)
+        else {
+            return Ok(true);
+        };
+        let mut handle = 0;
+        // SAFETY: `handle` is writable; the address is looked up, not followed.
+        match unsafe { retain(&mut handle, address.0 as *mut c_void) } {
+            CuResult::CUDA_ERROR_INVALID_VALUE | CuResult::CUDA_ERROR_NOT_SUPPORTED => Ok(false),
+            code => {
+                check(code, "cuMemRetainAllocationHandle")?;
+                // SAFETY: retained once above, released once.
+                check(unsafe { release(handle) }, "cuMemRelease").map(|()| true)
+            }
+        }
     }
 
     /// Whether page-locked memory is the application's own. Asked of the driver once for each memory.

@@ -20,6 +20,7 @@ use hmem::{
 use hmem_fake_cuda::Profile;
 
 use crate::link::{IMPORTS, Link, came_back, not_over_a_gpu, profiles, real};
+use crate::segments::Segments;
 
 /// The monitors that can be shown here: hooks patch the fake's entries, which are the real library's on x86-64 only.
 const MONITORS: &[MonitorKind] = if cfg!(target_arch = "x86_64") {
@@ -227,6 +228,35 @@ fn cache_02_each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
         // SAFETY: used by nobody.
         unsafe { link.cuda.free(&memory) }.expect("free");
     });
+}
+
+/// CACHE-02: other memory mapped into a reservation, whose identity stays, is never a hit, whatever context the driver names
+/// for it.
+#[test]
+fn cache_02_other_memory_at_the_same_place_of_a_reservation_is_never_a_hit() {
+    for vmm_names_context in [false, true] {
+        for monitor in MONITORS {
+            let profile = Profile { vmm_names_context, ..Profile::default() };
+            let link = Link::cached(profile, IMPORTS, P2pPolicy::Enabled, Memory::Pinned, *monitor);
+            if link.no_rdma_with_vmm() {
+                return;
+            }
+            let (app, reader) = (App::new(&link.functions), Reader::new(&link));
+            let mut memory = app.current(|_| Segments::new(&link.functions, &[true, true]));
+            let (first, last) = (memory.range(0, memory.step), memory.range(memory.step, memory.step));
+            link.cuda.write(first.start(), &bytes_of(0)).expect("write");
+            link.cuda.write(last.start(), &bytes_of(1)).expect("write");
+            for round in [0, 1, 0, 1] {
+                // SAFETY: not used once the memory is unmapped.
+                let region = unsafe { link.cache_get(first) };
+                assert_eq!(reader.first(&region), bytes_of(round), "{monitor}: memory that was there before");
+                assert!(matches!(region.lease().uncached(), Some(Uncached::Unwatched(_))), "{monitor}");
+                drop(region);
+                app.current(|_| memory.swap());
+            }
+            app.current(|_| drop(memory));
+        }
+    }
 }
 
 /// CACHE-02: two devices have two entries, and what one frees does not touch the other.

@@ -46,6 +46,29 @@ impl<'a> Segments<'a> {
         Self { functions: f, base, step: step as u64, handles }
     }
 
+    /// Maps the memory of the last step at the first, and that of the first at the last.
+    pub(crate) fn swap(&mut self) {
+        let f = self.functions;
+        let (step, last) = (self.step as usize, self.handles.len() - 1);
+        self.handles.swap(0, last);
+        for number in [0, last] {
+            let at = self.base + (number * step) as u64;
+            // SAFETY: mapped by `new`, or by the last swap.
+            let code = unsafe { f.mem_unmap.expect("VMM")(at, step) };
+            assert!(code.is_success());
+        }
+        let location = sys::CuMemLocation { kind: sys::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 };
+        let who = sys::CuMemAccessDesc { location, flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
+        for number in [0, last] {
+            let at = self.base + (number * step) as u64;
+            // SAFETY: the step is reserved, with nothing mapped in it.
+            unsafe {
+                assert!(f.mem_map.expect("VMM")(at, step, 0, self.handles[number], 0).is_success());
+                assert!(f.mem_set_access.expect("VMM")(at, step, &who, 1).is_success());
+            }
+        }
+    }
+
     pub(crate) fn range(&self, from: u64, len: u64) -> AddressRange {
         AddressRange::new(Address(self.base + from), len).expect("a range")
     }

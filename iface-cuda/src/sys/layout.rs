@@ -118,6 +118,8 @@ constants! {
     CU_POINTER_ATTRIBUTE_IS_MANAGED: CuPointerAttribute = 8;
     /// As `int`; negative for memory of no device.
     CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: CuPointerAttribute = 9;
+    /// A boolean.
+    CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: CuPointerAttribute = 10;
     /// The allocation's (for VMM, the reservation's) first address.
     CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: CuPointerAttribute = 11;
     /// The allocation's (for VMM, the reservation's) bytes, as `size_t`.

@@ -399,3 +399,82 @@ fn hm_07_what_memory_was_created_for_is_asked_of_its_handle_where_the_driver_say
         world.free(&plain);
     });
 }
+
+/// HM-01: the driver knows the question: that it calls it invalid says nothing of whose the memory is.
+#[test]
+fn hm_01_a_question_that_the_driver_refuses_makes_no_host_memory_of_a_devices() {
+    over(Profile::default(), |world| {
+        let memory = world.allocate(4096, AllocationKind::Device);
+        world.driver().fail("cuPointerGetAttributes", CuResult::CUDA_ERROR_INVALID_VALUE);
+        let error = world.cuda.query(memory.base()).expect_err("nothing was said of it");
+        assert_eq!(error.kind(), hmem_core::ErrorKind::Driver, "{error}");
+        assert_eq!(error.driver().expect("code").name, "CUDA_ERROR_INVALID_VALUE");
+        assert_eq!(error.context_value("address"), Some(memory.base().to_string().as_str()));
+        world.free(&memory);
+    });
+}
+
+/// HM-01: a driver that answers nothing without a context shows what it knows when there is one.
+#[test]
+fn hm_01_what_a_driver_knows_is_found_out_when_it_answers() {
+    for last_pointer_attribute in [16, 17] {
+        let profile = Profile { queries_need_context: true, last_pointer_attribute, ..Profile::default() };
+        over(profile, |world| {
+            let mut pointer: CuDevicePtr = 0;
+            // SAFETY: the place is writable.
+            world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4096) }));
+            let kind = world.cuda.query(Address(pointer)).expect("query").map(|found| found.kind);
+            assert_eq!(kind, Some(AllocationKind::Device), "{last_pointer_attribute}");
+            // From then on what is refused is an error.
+            world.driver().fail("cuPointerGetAttributes", CuResult::CUDA_ERROR_INVALID_VALUE);
+            world.cuda.query(Address(pointer)).expect_err("refused");
+            // SAFETY: allocated above.
+            world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
+        });
+    }
+}
+
+/// HM-01, CACHE-02's need of it: what is mapped into a reservation can change under its identity, whatever context the
+/// driver names for it.
+#[test]
+fn hm_01_vmm_memory_is_told_apart_where_the_driver_names_a_context_for_it() {
+    let driver = Profile { vmm_names_context: true, ..Profile::default() };
+    let old = Profile { absent: vec!["cuMemRetainAllocationHandle"], ..driver.clone() };
+    for profile in [driver, old] {
+        over(profile, |world| {
+            let parts = [Some(true), Some(true)];
+            let memory = Expandable::new(&mut world.app, &parts);
+            let address = Address(memory.base + memory.step + 5);
+            let handles = world.driver().live().handles;
+            let found = world.cuda.query(address).expect("query").expect("known");
+            assert_eq!(found.kind, AllocationKind::Virtual);
+            assert_eq!(world.driver().live().handles, handles);
+            assert!(!world.cuda.monitor().expect("monitor").valid(&found).expect("ask"), "never a hit");
+            assert_eq!(world.cuda.segments(memory.range(0, 2 * memory.step)).expect("segments").len(), 2);
+            for symbol in ["cuMemRetainAllocationHandle", "cuMemRelease"] {
+                if world.driver().symbol("cuMemRetainAllocationHandle").is_none() {
+                    continue;
+                }
+                let before = world.driver().calls(symbol);
+                world.cuda.query(address).expect("query");
+                assert_eq!(world.driver().calls(symbol), before + 1, "retained and released once");
+            }
+            memory.end(&mut world.app, &parts);
+        });
+    }
+}
+
+/// HM-01: memory that is no VMM memory and that no legacy handle is to be had of stays what it is.
+#[test]
+fn hm_01_device_memory_of_which_there_is_no_legacy_handle_is_no_vmm_memory() {
+    over(Profile { allocates_by_vmm: true, ..Profile::default() }, |world| {
+        let memory = world.allocate(4096, AllocationKind::Device);
+        let found = world.cuda.query(memory.base()).expect("query").expect("known");
+        assert_eq!(found.kind, AllocationKind::Device);
+        // What cannot be found out is an error, and no guess.
+        world.driver().fail("cuMemRetainAllocationHandle", CuResult::CUDA_ERROR_UNKNOWN);
+        let error = world.cuda.query(memory.base()).expect_err("refused");
+        assert_eq!(error.operation(), "cuMemRetainAllocationHandle");
+        world.free(&memory);
+    });
+}

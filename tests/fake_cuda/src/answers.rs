@@ -46,13 +46,22 @@ pub(crate) fn pointer_attribute(
         return Err(CuResult::CUDA_ERROR_INVALID_VALUE);
     }
     let mapping = state.mapping_around(pointer);
+    // A test's doing: as if it had been freed behind the iface.
+    let state_forgets = |start: u64| state.forgotten == Some(start);
     // Decided here: a reservation without memory is no valid pointer.
-    let known = state.around(pointer).filter(|(_, one)| one.kind != Kind::Reservation || mapping.is_some());
+    let known = state.around(pointer).filter(|(start, one)| {
+        (one.kind != Kind::Reservation || mapping.is_some()) && !state_forgets(*start)
+    });
     let (start, one) = known.map_or((0, None), |(start, one)| (start, Some(one)));
     let is = |of: fn(&Kind) -> bool| one.is_some_and(|one| of(&one.kind));
     let physical = mapping.and_then(|(_, mapping)| state.physical.get(&mapping.handle));
     match attribute {
-        sys::CU_POINTER_ATTRIBUTE_CONTEXT => put(place.cast(), one.map_or(0, |one| one.context)),
+        sys::CU_POINTER_ATTRIBUTE_CONTEXT => {
+            // Decided here, as no header says whether VMM memory has one: the profile chooses.
+            let named = state.profile.vmm_names_context && is(|kind| *kind == Kind::Reservation);
+            let primary = state.contexts.iter().find(|(_, one)| named && one.primary);
+            put(place.cast(), primary.map_or(one.map_or(0, |one| one.context), |(id, _)| *id))
+        }
         sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE => {
             let host = is(|kind| matches!(kind, Kind::Host | Kind::Registered));
             put(
@@ -79,6 +88,11 @@ pub(crate) fn pointer_attribute(
                 (None, None) => 0,
             };
             put(place.cast(), ordinal)
+        }
+        sys::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE => {
+            // `cuIpcGetMemHandle` takes memory "created with cuMemAlloc". Decided here: not what a layer made of VMM memory.
+            let capable = is(|kind| *kind == Kind::Memory) && !state.profile.allocates_by_vmm;
+            put(place.cast(), u8::from(capable))
         }
         sys::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR => put(place.cast(), start),
         sys::CU_POINTER_ATTRIBUTE_RANGE_SIZE => put(place.cast(), one.map_or(0, |one| one.len)),

@@ -43,6 +43,8 @@ pub struct Profile {
     /// Whether `cuMemAlloc` is that of a layer in front of the driver which makes the memory of VMM memory: SYNC_MEMOPS is
     /// then refused for it with 801, as such a layer's authors (lupine) and users of UCX over VMM memory report.
     pub allocates_by_vmm: bool,
+    /// Whether CONTEXT names a primary context for VMM memory. No header says that it names none.
+    pub vmm_names_context: bool,
     /// Symbols that the library lacks.
     pub absent: Vec<&'static str>,
     /// Whether copies end only when somebody looks, so that a test sees them under way.
@@ -62,14 +64,18 @@ impl Profile {
             spanning_exports: true,
             rdma: true,
             rdma_with_vmm: true,
-            // A discrete GPU on PCIe: the owner sees writes in order (100), and the host can flush.
+            // Decided here, as a discrete GPU on PCIe: the owner sees writes in order (`cuda.h`: 100), and the host can
+            // flush (bit 1).
             writes_ordering: 100,
             flush_options: 1,
+            // Decided here, as no header says which release of the driver came to know which: what the headers of 12.9
+            // and of 13.5 have, less the newest.
             last_pointer_attribute: if version >= 12_090 { 21 } else { 20 },
             last_device_attribute: if version >= 13_000 { 150 } else { 140 },
             queries_need_context: false,
             registered_without_identity: false,
             allocates_by_vmm: false,
+            vmm_names_context: false,
             absent: Vec::new(),
             slow_copies: false,
         }

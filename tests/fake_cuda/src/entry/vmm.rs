@@ -28,6 +28,7 @@ driver! {
             return Err(INVALID_VALUE);
         }
         let address = state.take_addresses(len)?;
+        // Decided here: a reservation has one identity, whatever is mapped in it.
         let id = state.identity();
         let reservation =
             Allocation { len, kind: Kind::Reservation, device: 0, context: 0, id, sync_memops: false };
