@@ -74,22 +74,24 @@ macro_rules! functions {
     };
 }
 
+// The declarations are those of `include/gdrapi.h` of GDRCopy 2.5 (github.com/NVIDIA/gdrcopy). `gdr_t` is a pointer to what is
+// the library's own, and a number here.
 functions! {
-    /// `gdr_open()`: null without the kernel module.
+    /// `gdr_t gdr_open(void)`: null without the kernel module.
     open: gdr_open() -> usize;
-    /// `gdr_close(library)`
+    /// `int gdr_close(gdr_t g)`
     close: gdr_close(usize) -> c_int;
-    /// `gdr_pin_buffer(library, address, size, token, space, handle)`
+    /// `int gdr_pin_buffer(gdr_t g, unsigned long addr, size_t size, uint64_t p2p_token, uint32_t va_space, gdr_mh_t *handle)`
     pin_buffer: gdr_pin_buffer(usize, c_ulong, usize, u64, u32, *mut GdrHandle) -> c_int;
-    /// `gdr_unpin_buffer(library, handle)`
+    /// `int gdr_unpin_buffer(gdr_t g, gdr_mh_t handle)`
     unpin_buffer: gdr_unpin_buffer(usize, GdrHandle) -> c_int;
-    /// `gdr_map(library, handle, address, size)`
+    /// `int gdr_map(gdr_t g, gdr_mh_t handle, void **va, size_t size)`
     map: gdr_map(usize, GdrHandle, *mut *mut c_void, usize) -> c_int;
-    /// `gdr_unmap(library, handle, address, size)`
+    /// `int gdr_unmap(gdr_t g, gdr_mh_t handle, void *va, size_t size)`
     unmap: gdr_unmap(usize, GdrHandle, *mut c_void, usize) -> c_int;
-    /// `gdr_copy_to_mapping(handle, mapping, from, size)`
+    /// `int gdr_copy_to_mapping(gdr_mh_t handle, void *map_d_ptr, const void *h_ptr, size_t size)`
     copy_to_mapping: gdr_copy_to_mapping(GdrHandle, *mut c_void, *const c_void, usize) -> c_int;
-    /// `gdr_copy_from_mapping(handle, to, mapping, size)`
+    /// `int gdr_copy_from_mapping(gdr_mh_t handle, void *h_ptr, const void *map_d_ptr, size_t size)`
     copy_from_mapping: gdr_copy_from_mapping(GdrHandle, *mut c_void, *const c_void, usize) -> c_int;
 }
 

@@ -97,6 +97,11 @@ impl Driver {
         Ok(text)
     }
 
+    /// Whether it is the fake one, within this program.
+    pub(crate) fn is_in_this_program(&self) -> bool {
+        self.fake.is_some()
+    }
+
     /// Whether figures mean something, and are judged.
     pub(crate) fn is_real(&self) -> bool {
         self.real

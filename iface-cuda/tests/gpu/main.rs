@@ -11,6 +11,7 @@ mod calls;
 mod driver;
 mod exports;
 mod figures;
+mod others;
 mod report;
 mod trial;
 
@@ -60,6 +61,9 @@ enum Part {
     Machine,
     Monitor,
     Export(AllocationKind),
+    PageLocked,
+    Imported,
+    Gdrcopy,
     Identities(AllocationKind),
     Copies { locked: bool },
     Calls,
@@ -72,6 +76,7 @@ impl Part {
         let reused = KINDS.into_iter().filter(|kind| *kind != AllocationKind::Virtual);
         let mut parts = vec![Self::Machine, Self::Monitor];
         parts.extend(KINDS.map(Self::Export));
+        parts.extend([Self::PageLocked, Self::Imported, Self::Gdrcopy]);
         parts.extend([
             Self::Copies { locked: true },
             Self::Copies { locked: false },
@@ -88,6 +93,9 @@ impl Part {
             Self::Machine => "machine".to_owned(),
             Self::Monitor => "monitor".to_owned(),
             Self::Export(kind) => format!("export-{}", kind.name()),
+            Self::PageLocked => "export-page-locked".to_owned(),
+            Self::Imported => "export-imported".to_owned(),
+            Self::Gdrcopy => "gdrcopy".to_owned(),
             Self::Identities(kind) => format!("identities-{}", kind.name()),
             Self::Copies { locked: true } => "copies-page-locked".to_owned(),
             Self::Copies { locked: false } => "copies-pageable".to_owned(),
@@ -102,6 +110,9 @@ impl Part {
             Self::Machine => machine(driver, report),
             Self::Monitor => report.say("Cache monitor", || driver.monitor()),
             Self::Export(kind) => exports::write(driver, extent, kind, report),
+            Self::PageLocked => others::page_locked(driver, report),
+            Self::Imported => others::imported(driver, report),
+            Self::Gdrcopy => others::gdrcopy(driver, report),
             Self::Identities(kind) => figures::identities(driver, extent, kind, report),
             Self::Copies { locked } => figures::copies(driver, extent, locked, report),
             Self::Calls => calls::write(driver, report),
@@ -117,6 +128,9 @@ fn main() -> ExitCode {
         Part::all().into_iter().for_each(|part| println!("{}", part.name()));
         return ExitCode::SUCCESS;
     }
+    if let Some(at) = arguments.iter().position(|argument| argument == others::IMPORT) {
+        return import(arguments.get(at + 1).map_or("", String::as_str));
+    }
     let print = arguments.iter().any(|argument| argument == "--print");
     arguments.retain(|argument| !argument.starts_with("--"));
     let all = Part::all();
@@ -126,9 +140,7 @@ fn main() -> ExitCode {
     }
     let mut parts = all;
     parts.retain(|part| arguments.is_empty() || arguments.contains(&part.name()));
-    let real =
-        std::env::var("HMEM_CUDA").is_ok_and(|names| names.split(',').any(|name| name.trim() == "real"));
-    if !real {
+    if !real() {
         trial::show(&parts, print);
         return ExitCode::SUCCESS;
     }
@@ -146,6 +158,25 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+fn real() -> bool {
+    std::env::var("HMEM_CUDA").is_ok_and(|names| names.split(',').any(|name| name.trim() == "real"))
+}
+
+/// The process that opens another's memory.
+fn import(handle: &str) -> ExitCode {
+    let driver =
+        if real() { Driver::real().map_err(|absent| absent.error.into()) } else { Ok(Driver::fake()) };
+    let cells = driver.and_then(|driver| {
+        let cells = others::import(&driver, handle);
+        report::and(cells, driver.close())
+    });
+    match &cells {
+        Ok(cells) => println!("{cells}"),
+        Err(failure) => eprintln!("gpu: {}", failure.text()),
+    }
+    ExitCode::from(u8::from(cells.is_err()))
 }
 
 /// Writes the parts, and counts what failed.

@@ -10,6 +10,7 @@ use crate::{
     driver::Driver,
     exports::{exported, mappable, owed_of},
     figures::{judged, reused},
+    others,
     report::{Report, Row, attempt},
 };
 
@@ -29,6 +30,7 @@ pub(crate) fn show(parts: &[Part], print: bool) {
     verdicts();
     faults();
     absence();
+    gdrcopy();
     println!("the report runs over the fake driver; HMEM_CUDA=real runs it over a GPU (tests/gpu/run)");
 }
 
@@ -65,6 +67,9 @@ fn verdicts() {
     );
     let table = Functions::SYMBOLS.len() + Functions::OPTIONAL_SYMBOLS.len();
     assert_eq!(COUNTED, table, "every function of the table counts");
+    let cells = |dma_buf: &str, left: &str| [dma_buf, "refused: 801", left].map(str::to_owned);
+    assert!(others::refused(cells("refused: 1", "0")).1);
+    assert!(!others::refused(cells("exported", "0")).1 && !others::refused(cells("refused: 1", "1")).1);
     let refused = [Ok(()), Err(())];
     assert!(!exported(true, &refused[0], &refused[1]), "what is refused again is not met");
     assert!(exported(false, &refused[1], &refused[1]) && exported(true, &refused[0], &refused[0]));
@@ -115,6 +120,32 @@ fn faults() {
     let (status, report) = run(&fake(), "devices=1", &[]);
     assert_eq!(status, Some(0), "{report}");
     assert!(report.starts_with("## The fake driver") && report.contains("1 MiB | to host"), "{report}");
+}
+
+/// GDRCopy is a line that says that it is absent, or that what is there fails.
+fn gdrcopy() {
+    let folder = std::env::temp_dir().join(format!("hmem-gpu-gdrcopy-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let run = |words: &str, wanted| {
+        let output = Command::new(std::env::current_exe().expect("this program"))
+            .arg("gdrcopy")
+            .env("HMEM_CUDA", "real")
+            .env("HMEM_CUDA_LIBRARY", fake())
+            .env("HMEM_FAKE_CUDA", "580-open")
+            .env("LD_LIBRARY_PATH", &folder)
+            .output()
+            .expect("it runs");
+        let report = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.code() == Some(wanted) && report.contains(words), "{report}");
+    };
+    let place = folder.join(hmem_iface_cuda::gdrcopy::Gdrcopy::LIBRARY);
+    std::fs::write(&place, "not a library").expect("a file");
+    run("- GDRCopy: absent: ", 0);
+    std::fs::remove_file(&place).expect("written just now");
+    // The fake has the functions, and pins nothing.
+    std::os::unix::fs::symlink(fake(), &place).expect("a link");
+    run("- GDRCopy: FAILED: gdr_pin_buffer", 1);
+    std::fs::remove_dir_all(&folder).expect("made above");
 }
 
 /// Without a driver or a GPU there is no report, and the exit status says why; a driver that fails is a failure.

@@ -1,0 +1,147 @@
+//! What no kind of allocation stands for: host memory that is page-locked where it lies, another process's memory, and the
+//! CPU's own way to device memory, GDRCopy.
+
+use std::process::Command;
+
+use hmem_core::{
+    Address, AddressRange, AllocationKind, Iface, IfaceExt, IfaceKind,
+    iface::{DmaBufMapping, IpcHandle},
+};
+use hmem_iface_cuda::gdrcopy::Gdrcopy;
+
+use crate::{
+    driver::{Driver, nic, open_fds},
+    report::{Failure, Outcome, Report, Row, and, attempt},
+};
+
+const COLUMNS: [&str; 5] = ["memory", "expected", "dma-buf", "peer memory", "fds left"];
+
+/// Exports a range both ways: what each came to, and how many fds stay open.
+fn exports(driver: &Driver, range: AddressRange) -> Outcome<[String; 3]> {
+    let said = |result: hmem_core::Result<()>| match result {
+        Ok(()) => Ok("exported".to_owned()),
+        Err(error) if error.is_unsupported() || error.driver().is_some() => {
+            let code = error.driver().map(ToString::to_string);
+            Ok(format!("refused: {}", code.unwrap_or_else(|| error.kind().text().to_owned())))
+        }
+        Err(error) => Err(Failure::from(error)),
+    };
+    let cuda = &driver.cuda;
+    let dma_buf = || {
+        let export = cuda.export_dma_buf(range, &nic(), DmaBufMapping::Default)?;
+        cuda.release_dma_buf(export)
+    };
+    // What the driver opens for itself it opens the first time.
+    said(dma_buf())?;
+    let before = open_fds();
+    let dma_buf = said(dma_buf())?;
+    let left = open_fds() as i64 - before as i64;
+    let peer = said(cuda.export_peer_memory(range, &nic()).map(drop))?;
+    Ok([dma_buf, peer, left.to_string()])
+}
+
+/// Memory of the application's own is host memory, of which no NIC is handed an address of a device.
+pub(crate) fn page_locked(driver: &Driver, report: &mut Report<'_>) {
+    report.table("Exports of host memory that is page-locked where it lies", &COLUMNS);
+    let memory = vec![0u8; 3 << 12];
+    let start = Address(Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096));
+    report.row(&["page-locked", "refused: unsupported"], || {
+        let range = AddressRange::new(start, 8192).expect("no wrap");
+        // SAFETY: the memory is there until it is given back below.
+        unsafe { driver.cuda.host_register(range) }?;
+        let cells = attempt(|| exports(driver, range));
+        let cells = and(cells, driver.cuda.host_unregister(range).map_err(Failure::from))?;
+        let (cells, met) = refused(cells);
+        Ok(Row::new(cells).met(met))
+    });
+}
+
+/// The cells of what is to be refused, and whether it was.
+pub(crate) fn refused([dma_buf, peer, left]: [String; 3]) -> ([String; 3], bool) {
+    let judge = |cell: String| match cell.starts_with("refused") {
+        true => (cell, true),
+        false => (format!("NOT MET: {cell}"), false),
+    };
+    let ((dma_buf, first), (peer, second)) = (judge(dma_buf), judge(peer));
+    let none = left == "0";
+    ([dma_buf, peer, left], first && second && none)
+}
+
+/// Memory that another process allocated: `cuda.h` says nothing of handing it on, so that any answer of the driver's is one.
+pub(crate) fn imported(driver: &Driver, report: &mut Report<'_>) {
+    report.table("Exports of another process's memory", &COLUMNS);
+    report.row(&["imported", "the driver's own answer, exported or a code"], || {
+        driver.with(4 << 20, AllocationKind::Device, |memory| {
+            let handle = match driver.cuda.ipc_export(memory) {
+                Err(error) if error.is_unsupported() => return Err(Failure::lacking(error)),
+                handle => handle?,
+            };
+            let text: String = handle.bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+            let program = std::env::current_exe().map_err(|error| error.to_string())?;
+            let output =
+                Command::new(program).args([IMPORT, &text]).output().map_err(|error| error.to_string())?;
+            let said = String::from_utf8_lossy(&output.stdout).into_owned();
+            let cells = said.trim().split('|').map(str::to_owned).collect::<Vec<_>>();
+            let cells: Result<[String; 3], _> = cells.try_into();
+            match cells {
+                Ok(cells) if output.status.success() => {
+                    let met = cells[2] == "0";
+                    Ok(Row::new(cells).met(met))
+                }
+                _ => {
+                    Err(format!("{}: {said}{}", output.status, String::from_utf8_lossy(&output.stderr))
+                        .into())
+                }
+            }
+        })
+    });
+}
+
+/// The argument before the handle, of the process that imports.
+pub(crate) const IMPORT: &str = "--import";
+
+/// The part of that process: prints the cells.
+pub(crate) fn import(driver: &Driver, text: &str) -> Outcome<String> {
+    let digit =
+        |at: usize| text.get(2 * at..2 * at + 2).and_then(|digits| u8::from_str_radix(digits, 16).ok());
+    let bytes: Option<Vec<u8>> = (0..text.len() / 2).map(digit).collect();
+    let bytes = bytes.ok_or_else(|| "no handle".to_owned())?;
+    let memory = driver.cuda.ipc_open(&IpcHandle { iface: IfaceKind::CUDA, bytes })?;
+    let range = memory.range.slice(0, 4096).ok_or_else(|| "less than a page".to_owned())?;
+    let cells = attempt(|| exports(driver, range));
+    // SAFETY: nobody uses it.
+    let closed = unsafe { driver.cuda.ipc_close(&memory) };
+    Ok(and(cells, closed.map_err(Failure::from))?.join("|"))
+}
+
+/// Where the library and its kernel module are there, a window must move bytes both ways.
+pub(crate) fn gdrcopy(driver: &Driver, report: &mut Report<'_>) {
+    report.say("GDRCopy", || {
+        if driver.is_in_this_program() {
+            return Err(Failure::lacking("not tried over memory that no GPU has"));
+        }
+        let gdr = match Gdrcopy::open() {
+            Err(error) if error.is_unavailable() => {
+                return Err(Failure::lacking(format_args!("absent: {error}")));
+            }
+            gdr => gdr?,
+        };
+        driver.with(1 << 20, AllocationKind::Device, |memory| {
+            let range = memory.range.slice(70_001, 5000).expect("a part");
+            // SAFETY: the window goes before the memory.
+            let window = match unsafe { gdr.map(&driver.cuda, range) } {
+                Err(error) if error.is_unsupported() => return Err(Failure::lacking(error)),
+                window => window?,
+            };
+            let bytes: Vec<u8> = (0..5000u32).map(|at| (at * 31 % 251) as u8).collect();
+            let (mut by_copy, mut by_window) = (vec![0; 5000], vec![0; 5000]);
+            window.write(0, &bytes)?;
+            driver.cuda.read(range.start(), &mut by_copy)?;
+            window.read(0, &mut by_window)?;
+            if by_copy != bytes || by_window != bytes {
+                return Err("other bytes came back than were written".to_owned().into());
+            }
+            Ok("works: bytes move both ways".to_owned())
+        })
+    });
+}
