@@ -11,10 +11,7 @@ use hmem::{
     DomainAttr, Endpoint, Hmem, Iface, Iova, MemoryRegion, MrAttr, MrFlags, Registered, RemoteKey, Result,
     cuda::{
         Cuda, MonitorKind,
-        sys::{
-            CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED,
-            CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, CuDeviceAttribute, Functions,
-        },
+        sys::{self, CuDeviceAttribute, Functions},
     },
     iface::AllocRequest,
     p2p::loopback::{Loopback, Memory},
@@ -156,22 +153,47 @@ impl Link {
             return true;
         }
         let reached = kind != AllocationKind::Virtual
-            || self.has(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
-        let owed =
-            self.cuda.capability().dma_buf && reached && self.has(CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED);
+            || self.has(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
+        let owed = self.cuda.capability().dma_buf
+            && reached
+            && self.has(sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED);
         let why = "the dma-buf cannot be mapped: copies stood in for it";
         path == Path::Staged && !owed && not_over_a_gpu(why)
     }
 
+    /// Where a GPU is asked for and lacks a kind of memory: says so, as [`not_over_a_gpu`] does.
+    pub(crate) fn lacks(&self, kind: AllocationKind) -> bool {
+        let there = match kind {
+            AllocationKind::Managed => self.has(sys::CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY),
+            AllocationKind::StreamOrdered => self.has(sys::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED),
+            AllocationKind::Virtual => self.has(sys::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED),
+            _ => true,
+        };
+        !there && not_over_a_gpu(&format!("the device has no {} memory", kind.name()))
+    }
+
+    /// Whether a GPU's driver says of memory that was not created for RDMA that it is reached all the same (`cuda.h`:
+    /// gpuDirectRDMACapable is a hint); says so, as [`not_over_a_gpu`] does.
+    pub(crate) fn reaches_anything(&self, address: u64) -> bool {
+        let (mut attribute, mut capable) = (sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE, 0u64);
+        let mut place = std::ptr::from_mut(&mut capable).cast();
+        // SAFETY: one attribute with a place that is wide enough for it.
+        let code = unsafe { (self.functions.pointer_get_attributes)(1, &mut attribute, &mut place, address) };
+        real()
+            && code.is_success()
+            && capable != 0
+            && not_over_a_gpu("the driver says that it reaches memory that was not created for RDMA")
+    }
+
     /// Where a GPU is asked for and NICs reach no memory of it by its address: says so, as [`not_over_a_gpu`] does.
     pub(crate) fn no_rdma(&self) -> bool {
-        !self.has(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
+        !self.has(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
             && not_over_a_gpu("the device has no GPUDirect RDMA")
     }
 
     /// Where a GPU is asked for and NICs reach no VMM memory of it: says so, as [`not_over_a_gpu`] does.
     pub(crate) fn no_rdma_with_vmm(&self) -> bool {
-        !self.has(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)
+        !self.has(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)
             && not_over_a_gpu("the device has no GPUDirect RDMA to VMM memory")
     }
 
