@@ -53,6 +53,8 @@ struct Scene {
     memory: Memory,
     /// What the driver answers to a call of the registration: to which use of it.
     refusal: Option<(&'static str, u64, CuResult)>,
+    /// How many queries of the registration know the memory.
+    forgotten_after: Option<u64>,
     /// What the NIC answers to its first registration.
     nic: Option<Errno>,
 }
@@ -65,6 +67,7 @@ impl Default for Scene {
             facts: Facts::default(),
             memory: Memory::Of(AllocationKind::Device),
             refusal: None,
+            forgotten_after: None,
             nic: None,
         }
     }
@@ -100,6 +103,9 @@ impl Scene {
         };
         let registered = |range: AddressRange| {
             refuse();
+            if let Some(queries) = self.forgotten_after {
+                driver.forget_after(range.start().0, queries);
+            }
             let ranges = [range];
             let attr = MrAttr { iface: Some(IfaceKind::CUDA), ..MrAttr::new(&ranges, REMOTE) };
             // SAFETY: the region is closed before its memory goes, and nobody has a reference into it.
@@ -178,13 +184,7 @@ fn scenes() -> Vec<(&'static str, Scene)> {
         ("stream-ordered-pool", of(AllocationKind::StreamOrdered)),
         ("stream-ordered-pool", Scene { imports: peer_only, ..of(AllocationKind::StreamOrdered) }),
         // The first query finds the owner; the next no longer knows the address.
-        (
-            "freed-or-outside",
-            Scene {
-                refusal: Some(("cuPointerGetAttributes", 2, CuResult::CUDA_ERROR_INVALID_VALUE)),
-                ..Scene::default()
-            },
-        ),
+        ("freed-or-outside", Scene { forgotten_after: Some(1), ..Scene::default() }),
         (
             "bar-small",
             Scene {

@@ -47,7 +47,7 @@ pub(crate) fn pointer_attribute(
     }
     let mapping = state.mapping_around(pointer);
     // A test's doing: as if it had been freed behind the iface.
-    let state_forgets = |start: u64| state.forgotten == Some(start);
+    let state_forgets = |start: u64| state.forgotten == Some((start, 0));
     // Decided here: a reservation without memory is no valid pointer.
     let known = state.around(pointer).filter(|(start, one)| {
         (one.kind != Kind::Reservation || mapping.is_some()) && !state_forgets(*start)

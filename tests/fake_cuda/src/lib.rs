@@ -207,13 +207,18 @@ impl FakeDriver {
     }
 
     /// Has queries say of an allocation what they say of memory that is not the driver's.
+    pub fn forget(&self, base: u64) {
+        self.forget_after(base, 0);
+    }
+
+    /// The same after so many queries of whatever address.
     ///
     /// # Panics
-    /// If there is none that begins at `base`.
-    pub fn forget(&self, base: u64) {
+    /// If no allocation begins at `base`.
+    pub fn forget_after(&self, base: u64, queries: u64) {
         self.with(|state| {
             assert!(state.allocations.contains_key(&base), "an allocation");
-            state.forgotten = Some(base);
+            state.forgotten = Some((base, queries));
         });
     }
 

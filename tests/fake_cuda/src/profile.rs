@@ -68,8 +68,7 @@ impl Profile {
             // flush (bit 1).
             writes_ordering: 100,
             flush_options: 1,
-            // Decided here, as no header says which release of the driver came to know which: what the headers of 12.9
-            // and of 13.5 have, less the newest.
+            // Both decided here: no header says which release of the driver came to know which attribute.
             last_pointer_attribute: if version >= 12_090 { 21 } else { 20 },
             last_device_attribute: if version >= 13_000 { 150 } else { 140 },
             queries_need_context: false,

@@ -171,8 +171,8 @@ pub(crate) struct State {
     /// How often a context that is not there was to be made current.
     pub(crate) strangers: u64,
     pub(crate) hold: Option<Hold>,
-    /// The allocation that queries do not know, by its first address.
-    pub(crate) forgotten: Option<u64>,
+    /// The allocation that queries do not know, by its first address, and how many still know it.
+    pub(crate) forgotten: Option<(u64, u64)>,
     next_handle: usize,
     next_id: u64,
     next_address: u64,

@@ -26,6 +26,9 @@ driver! {
             let (attribute, place) = unsafe { (*attributes.add(at), *data.add(at)) };
             pointer_attribute(state, attribute, place, pointer)?;
         }
+        if let Some((_, queries)) = &mut state.forgotten {
+            *queries = queries.saturating_sub(1);
+        }
         Ok(())
     }
 
