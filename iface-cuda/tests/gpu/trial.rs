@@ -62,9 +62,9 @@ fn verdicts() {
     assert_eq!((reused(0), reused(7)), ("0: nothing is shown".into(), "7".into()));
     let of_vmm = [true, false].map(|vmm| owed_of(hmem_core::AllocationKind::Virtual, vmm));
     assert_eq!(of_vmm, [true, false], "of VMM memory what the device says it has");
-    assert!(
-        owed(1, 1, false) && owed(4, 1, true) && !owed(2, 1, false) && !owed(5, 1, true) && !owed(1, 2, true)
-    );
+    let (host, device) = (Some(hmem_core::AllocationKind::Host), Some(hmem_core::AllocationKind::Device));
+    assert!(owed(1, 1, None) && owed(4, 1, host) && owed(3, 3, device));
+    assert!(!owed(2, 1, None) && !owed(5, 1, host) && !owed(1, 2, host) && !owed(1, 4, device));
     let table = Functions::SYMBOLS.len() + Functions::OPTIONAL_SYMBOLS.len();
     assert_eq!(COUNTED, table, "every function of the table counts");
     let cells = |dma_buf: &str, left: &str| [dma_buf, "refused: 801", left].map(str::to_owned);
