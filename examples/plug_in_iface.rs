@@ -226,6 +226,10 @@ impl Iface for FileMemory {
         Ok(())
     }
 
+    fn is_started(&self, _: DeviceId) -> Result<bool> {
+        Ok(true)
+    }
+
     fn monitor(&self) -> Result<Arc<dyn Monitor>> {
         Self::lacks("monitor", "compare allocation identities instead")
     }

@@ -271,6 +271,14 @@ pub trait Iface: fmt::Debug + Send + Sync {
     /// What the driver reported.
     fn flush_inbound(&self, device: DeviceId) -> Result<()>;
 
+    /// Whether a device is at work for this process already, so that memory which is allocated there and freed again leaves
+    /// nothing that was not there before. Of CUDA it is whether somebody has the device's primary context. It starts
+    /// nothing; true of an iface without such state.
+    ///
+    /// # Errors
+    /// InvalidArgument for a device that is none, where the iface has devices; what the driver reported.
+    fn is_started(&self, device: DeviceId) -> Result<bool>;
+
     /// The monitor that notices when this iface's memory is freed.
     ///
     /// # Errors

@@ -124,6 +124,10 @@ impl Iface for One {
         lacks()
     }
 
+    fn is_started(&self, _: DeviceId) -> Result<bool> {
+        lacks()
+    }
+
     fn monitor(&self) -> Result<Arc<dyn Monitor>> {
         lacks()
     }

@@ -255,17 +255,22 @@ impl Driver {
     pub(crate) fn hold_if_active(&self, device: DeviceId) -> Result<Option<Hold<'_>>> {
         let entry = device::get(&self.devices, "cuDevicePrimaryCtxGetState", device)?;
         let mut slot = entry.primary.lock();
-        if slot.is_none() {
-            let (mut flags, mut active) = (0, 0);
-            // SAFETY: both are writable.
-            let code =
-                unsafe { (self.functions.primary_ctx_get_state)(entry.handle, &mut flags, &mut active) };
-            check(code, "cuDevicePrimaryCtxGetState")?;
-            if active == 0 {
-                return Ok(None);
-            }
+        if slot.is_none() && !self.somebody_has(entry)? {
+            return Ok(None);
         }
         self.join(entry, &mut slot).map(Some)
+    }
+
+    /// Whether somebody in this process has the primary context of a device.
+    pub(crate) fn is_active(&self, device: DeviceId) -> Result<bool> {
+        self.somebody_has(device::get(&self.devices, "cuDevicePrimaryCtxGetState", device)?)
+    }
+
+    fn somebody_has(&self, entry: &DeviceEntry) -> Result<bool> {
+        let (mut flags, mut active) = (0, 0);
+        // SAFETY: both are writable.
+        let code = unsafe { (self.functions.primary_ctx_get_state)(entry.handle, &mut flags, &mut active) };
+        check(code, "cuDevicePrimaryCtxGetState").map(|()| active != 0)
     }
 
     /// The calling thread's current context and its device, if it has one that lives.

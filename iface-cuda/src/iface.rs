@@ -301,6 +301,10 @@ impl Iface for Cuda {
         self.driver.flush_inbound(device)
     }
 
+    fn is_started(&self, device: DeviceId) -> Result<bool> {
+        self.driver.is_active(device)
+    }
+
     fn monitor(&self) -> Result<Arc<dyn Monitor>> {
         Ok(Arc::new(CudaMonitor::start(&self.driver, self.monitor)?))
     }

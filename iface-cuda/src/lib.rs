@@ -68,6 +68,9 @@
 //! first time the flag is set what is under way on the context's default stream is waited for; what is on per-thread default
 //! streams and on others is not.
 //!
+//! Registering tries no page of its own on a device whose primary context nobody has
+//! ([`Iface::is_started`](hmem_core::Iface::is_started)).
+//!
 //! The thread's context is taken for memory of its device only. What is given back is so when the last call that works in it
 //! ends, and destroyed if nobody else has it; nothing that is cached dies of it.
 //!

@@ -386,6 +386,10 @@ impl Iface for Rocr {
         export::flush_inbound(self, device)
     }
 
+    fn is_started(&self, _: DeviceId) -> Result<bool> {
+        Ok(true)
+    }
+
     fn monitor(&self) -> Result<Arc<dyn Monitor>> {
         monitor::monitor(self)
     }

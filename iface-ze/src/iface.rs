@@ -474,6 +474,10 @@ impl Iface for LevelZero {
         export::flush_inbound(self, device)
     }
 
+    fn is_started(&self, _: DeviceId) -> Result<bool> {
+        Ok(true)
+    }
+
     fn monitor(&self) -> Result<Arc<dyn Monitor>> {
         monitor::monitor(self)
     }

@@ -6,9 +6,10 @@ use std::{collections::BTreeSet, process::Command};
 use crate::link::not_over_a_gpu;
 
 /// The tests that need more of the driver than to be there.
-const NOT_OVER_A_GPU: [&str; 8] = [
+const NOT_OVER_A_GPU: [&str; 9] = [
     "causes::diag_03_a_driver_that_has_the_pcie_mapping_is_not_said_to_lack_it",
     "causes::diag_03_each_cause_on_cudas_side_is_named_by_a_registration_that_meets_it",
+    "contexts::hm_05_registering_memory_of_the_applications_context_makes_no_other",
     "inbound::hm_14_a_completion_is_read_after_a_flush_in_the_context_of_the_memory",
     "paths::hm_07_handles_that_the_driver_does_not_export_as_one_are_exported_one_by_one",
     "paths::hm_09_the_pcie_mapping_is_tried_first_and_then_without",

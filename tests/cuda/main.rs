@@ -5,6 +5,7 @@
 
 mod cache;
 mod causes;
+mod contexts;
 mod gpu;
 mod inbound;
 mod link;

@@ -133,6 +133,10 @@ impl Iface for Faulty {
         self.simulated.flush_inbound(device)
     }
 
+    fn is_started(&self, device: DeviceId) -> Result<bool> {
+        self.simulated.is_started(device)
+    }
+
     fn monitor(&self) -> Result<Arc<dyn Monitor>> {
         let monitor = self.simulated.monitor()?;
         Ok(if self.fault == Fault::ConfusesAllocations { Arc::new(Confused(monitor)) } else { monitor })

@@ -126,6 +126,10 @@ impl Iface for Simulated {
         Ok(())
     }
 
+    fn is_started(&self, device: DeviceId) -> Result<bool> {
+        self.inner.device(device).map(|_| true)
+    }
+
     fn monitor(&self) -> Result<Arc<dyn Monitor>> {
         Ok(Arc::new(SimulatedMonitor(Arc::clone(&self.inner))))
     }

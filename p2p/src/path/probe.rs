@@ -37,11 +37,25 @@ fn page() -> u64 {
     rustix::param::page_size() as u64
 }
 
-/// Tries the direct ways on a page of the subject's iface, device and kind.
+fn device_of(subject: &Subject<'_>) -> DeviceId {
+    subject.request.owner.device.unwrap_or(DeviceId(0))
+}
+
+/// Tries the direct ways on a page of the subject's iface, device and kind. A device that is not started is not started
+/// for it: what its driver makes for the first allocation (CUDA's primary context) would stay behind, and nobody would use
+/// it. Registrations of its memory then find out each for itself.
 pub(super) fn probe(subject: &Subject<'_>) -> Shown {
     let span =
         tracing::debug_span!("probe", iface = %subject.iface.kind(), nic = %subject.provider.attr().nic);
     let _entered = span.enter();
+    match subject.iface.is_started(device_of(subject)) {
+        Ok(true) => {}
+        Ok(false) => return Shown::Nothing,
+        Err(error) => {
+            tracing::debug!(%error, "no page to try with");
+            return Shown::Nothing;
+        }
+    }
     match Page::allocate(subject, subject.kind) {
         Ok(page) => page.try_out(subject),
         // A kind that cannot be allocated by itself (a mapping of several): no better than plain device memory.
@@ -65,8 +79,7 @@ struct Page<'a> {
 
 impl<'a> Page<'a> {
     fn allocate(subject: &'a Subject<'a>, kind: AllocationKind) -> Result<Self, ErrorKind> {
-        let device = subject.request.owner.device.unwrap_or(DeviceId(0));
-        let request = AllocRequest { len: page(), device, kind };
+        let request = AllocRequest { len: page(), device: device_of(subject), kind };
         match subject.iface.allocate(&request) {
             Ok(allocation) => Ok(Self { subject, allocation, stuck: false }),
             Err(error) => {

@@ -154,6 +154,10 @@ impl Iface for Vendor {
         self.memory.flush_inbound(device)
     }
 
+    fn is_started(&self, device: DeviceId) -> Result<bool> {
+        self.memory.is_started(device)
+    }
+
     fn monitor(&self) -> Result<Arc<dyn Monitor>> {
         self.memory.monitor()
     }
