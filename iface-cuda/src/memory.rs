@@ -274,6 +274,8 @@ impl Driver {
             AllocationKind::Host | AllocationKind::HostRegistered | AllocationKind::Managed => None,
             _ => u32::try_from(ordinal as i32).ok().map(DeviceId),
         };
+        // What a driver names for a reservation is not where its physical memory lives and dies.
+        let context = if kind == AllocationKind::Virtual { CuContext::NULL } else { context };
         let id = AllocationId(buffer);
         let allocation = Allocation { iface: IfaceKind::CUDA, range, device, kind, id };
         Ok(Some(Found { allocation, context }))
@@ -353,7 +355,7 @@ impl Driver {
         }
     }
 
-    /// Whether the memory of this identity and context is still there.
+    /// Whether the memory of this identity and context is still there; of memory of no context, this identity.
     pub(crate) fn witness(
         &self,
         address: Address,
@@ -363,7 +365,9 @@ impl Driver {
         const WITNESS: [CuPointerAttribute; 2] =
             [sys::CU_POINTER_ATTRIBUTE_BUFFER_ID, sys::CU_POINTER_ATTRIBUTE_CONTEXT];
         Ok(match self.ask_anywhere(address.0, WITNESS, WITNESS.len() as u32)? {
-            Answer::Values(values) if values == [id.0, context.0 as u64] => Witnessed::Alive,
+            Answer::Values([found, of]) if found == id.0 && (context.is_null() || of == context.0 as u64) => {
+                Witnessed::Alive
+            }
             Answer::Values(_) | Answer::Invalid => Witnessed::Dead,
             Answer::NoContext => Witnessed::Unknown,
         })

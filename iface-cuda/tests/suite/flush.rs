@@ -134,27 +134,30 @@ fn hm_14_a_flush_of_memory_of_the_primary_context_is_three_calls() {
 
 #[test]
 fn hm_14_memory_of_no_context_is_flushed_in_the_threads_own_and_the_primary_one() {
-    over(unordered(), |world| {
-        let context = world.app.create_context();
-        let parts = [None, Some(true)];
-        let memory = Expandable::here(&world.app.functions, &parts);
-        let range = memory.range(memory.step + 100, 5000);
-        world.cuda.export_dma_buf(range, &nic(), Default::default()).expect("export");
-        assert_eq!(flushed(world), [context]);
-        assert!(world.active().is_empty());
-        world.app.pop();
-        // Nothing else will do; it is made once.
-        let primary = flushed(world);
-        assert_eq!((primary.len(), world.active()), (1, vec![0]));
-        assert_eq!(flushed(world), primary);
-        assert_eq!(world.driver().calls("cuDevicePrimaryCtxRetain"), 1);
-        // SAFETY: made above.
-        check(unsafe { (world.app.functions.ctx_push_current)(context) });
-        assert_eq!(flushed(world), [primary[0], context]);
-        memory.end_here(&world.app.functions, &parts);
-        assert_eq!(flushed(world), primary, "such memory is gone");
-        world.app.destroy_context(context);
-    });
+    // Also where the driver names a context for such memory.
+    for vmm_names_context in [false, true] {
+        over(Profile { vmm_names_context, ..unordered() }, |world| {
+            let context = world.app.create_context();
+            let parts = [None, Some(true)];
+            let memory = Expandable::here(&world.app.functions, &parts);
+            let range = memory.range(memory.step + 100, 5000);
+            world.cuda.export_dma_buf(range, &nic(), Default::default()).expect("export");
+            assert_eq!(flushed(world), [context]);
+            assert!(world.active().is_empty());
+            world.app.pop();
+            // Nothing else will do; it is made once.
+            let primary = flushed(world);
+            assert_eq!((primary.len(), world.active()), (1, vec![0]));
+            assert_eq!(flushed(world), primary);
+            assert_eq!(world.driver().calls("cuDevicePrimaryCtxRetain"), 1);
+            // SAFETY: made above.
+            check(unsafe { (world.app.functions.ctx_push_current)(context) });
+            assert_eq!(flushed(world), [primary[0], context]);
+            memory.end_here(&world.app.functions, &parts);
+            assert_eq!(flushed(world), primary, "such memory is gone");
+            world.app.destroy_context(context);
+        });
+    }
 }
 
 #[test]
