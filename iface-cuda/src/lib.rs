@@ -43,7 +43,7 @@
 //! |---|---|---|
 //! | `cuMemAlloc` | a context, no pool | dma-buf or peer memory, SYNC_MEMOPS set on the allocation |
 //! | `cuMemAllocAsync` | its pool | the same, SYNC_MEMOPS set on the context |
-//! | `cuMemCreate`, `cuMemMap` | neither context nor pool | one export for each mapping; refused, naming it, at the first that was not created GPUDirect RDMA capable; never cached |
+//! | `cuMemCreate`, `cuMemMap` | no pool; no context, or no legacy IPC handle and a VMM one | one dma-buf for the range, or else one for each mapping; refused, naming it, at the first that was not created GPUDirect RDMA capable; never cached |
 //! | `cuMemHostAlloc` | host memory with flags | host pages |
 //! | `cuMemHostRegister` | host memory without | host pages, by the rules of system memory, which it is |
 //! | `cuMemAllocManaged` | the managed attribute | host pages: it migrates, and is never registered as device memory |
