@@ -208,6 +208,15 @@ fn mr_07_cached_cuda_memory_that_comes_back_at_its_address_is_never_a_stale_hit(
     });
 }
 
+/// MR-07: ten thousand times over at one address, freed by the application.
+#[test]
+fn mr_07_cuda_memory_that_comes_back_ten_thousand_times_is_never_a_stale_hit() {
+    let link =
+        Link::cached(Profile::default(), IMPORTS, P2pPolicy::Enabled, Memory::Pinned, MonitorKind::Auto);
+    let shown = rounds(&link, AllocationKind::Device, Freed::ByTheApplication, 10_000);
+    came_back(shown.reused == 9_999);
+}
+
 /// CACHE-02 for the other kinds that are cached: what a hit may rest on differs.
 #[test]
 fn cache_02_each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
