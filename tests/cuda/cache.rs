@@ -19,7 +19,7 @@ use hmem::{
 };
 use hmem_fake_cuda::Profile;
 
-use crate::link::{IMPORTS, Link, came_back, not_over_a_gpu, profiles, real};
+use crate::link::{IMPORTS, Link, came_back, check, not_over_a_gpu, profiles, real};
 use crate::segments::Segments;
 
 /// The monitors that can be shown here: hooks patch the fake's entries, which are the real library's on x86-64 only.
@@ -28,10 +28,6 @@ const MONITORS: &[MonitorKind] = if cfg!(target_arch = "x86_64") {
 } else {
     &[MonitorKind::Identity]
 };
-
-fn check(code: CuResult) {
-    assert_eq!(code, CuResult::CUDA_SUCCESS);
-}
 
 /// The application's own calls of the driver, each with the device's primary context current.
 struct App<'a>(&'a Functions, CuContext);

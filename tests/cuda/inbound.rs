@@ -1,16 +1,8 @@
 //! What a NIC wrote into memory of a context is flushed in that context before its completion is read.
 
-use hmem::{
-    Address, AddressRange,
-    cuda::sys::{CuContext, CuResult},
-};
 use hmem_fake_cuda::Profile;
 
-use crate::link::{Link, not_over_a_gpu, pattern};
-
-fn check(code: CuResult) {
-    assert_eq!(code, CuResult::CUDA_SUCCESS);
-}
+use crate::link::{Link, check, not_over_a_gpu, pattern};
 
 /// HM-14
 #[test]
@@ -19,14 +11,7 @@ fn hm_14_a_completion_is_read_after_a_flush_in_the_context_of_the_memory() {
         return;
     }
     let link = Link::open(Profile { writes_ordering: 0, ..Profile::default() });
-    let (mut context, mut popped, mut pointer) = (CuContext::NULL, CuContext::NULL, 0);
-    // SAFETY: places are writable; device 0 is there.
-    unsafe {
-        check(hmem_fake_cuda::cuCtxCreate_v2(&mut context, 0, 0));
-        check((link.functions.mem_alloc)(&mut pointer, 8192));
-        check((link.functions.ctx_pop_current)(&mut popped));
-    }
-    let range = AddressRange::new(Address(pointer), 8192).expect("a range");
+    let (context, range) = link.own_context();
     let region = link.expose(range).expect("registered");
     let key = region.key().expect("key");
     let bytes = pattern(1, 100);
@@ -38,7 +23,7 @@ fn hm_14_a_completion_is_read_after_a_flush_in_the_context_of_the_memory() {
     assert_eq!(link.driver.flushed(), [context]);
     region.close().map_err(hmem::Error::from).expect("close");
     // SAFETY: made above; the region is closed.
-    unsafe { check(hmem_fake_cuda::cuCtxDestroy_v2(context)) };
+    check(unsafe { hmem_fake_cuda::cuCtxDestroy_v2(context) });
     link.domain.flush_inbound().expect("nothing is left to flush");
     assert_eq!((link.driver.flushed(), link.driver.strangers()), (vec![], 0));
 }

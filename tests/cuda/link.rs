@@ -7,11 +7,11 @@ use std::{
 };
 
 use hmem::{
-    Access, AddressRange, AllocationKind, CacheAttr, CachedRegion, DeviceBuffer, DeviceId, Domain,
+    Access, Address, AddressRange, AllocationKind, CacheAttr, CachedRegion, DeviceBuffer, DeviceId, Domain,
     DomainAttr, Endpoint, Hmem, Iface, Iova, MemoryRegion, MrAttr, MrFlags, Registered, RemoteKey, Result,
     cuda::{
         Cuda, MonitorKind,
-        sys::{self, CuDeviceAttribute, Functions},
+        sys::{self, CuContext, CuDeviceAttribute, CuResult, Functions},
     },
     iface::AllocRequest,
     p2p::loopback::{Loopback, Memory},
@@ -20,6 +20,10 @@ use hmem::{
     transfer::{Completion, PeerId, RemoteSegment},
 };
 use hmem_fake_cuda::{FakeDriver, Profile};
+
+pub(crate) fn check(code: CuResult) {
+    assert_eq!(code, CuResult::CUDA_SUCCESS);
+}
 
 /// Every right of peers.
 pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
@@ -224,6 +228,18 @@ impl Link {
         let cache = self.domain.cache().expect("a cache");
         // SAFETY: as the caller's.
         unsafe { cache.get(range, REMOTE) }.expect("registered")
+    }
+
+    /// A context of the application's with 8 KiB of memory, current nowhere. `cuCtxDestroy_v2` of the fake driver ends it.
+    pub(crate) fn own_context(&self) -> (CuContext, AddressRange) {
+        let (mut context, mut popped, mut pointer) = (CuContext::NULL, CuContext::NULL, 0);
+        // SAFETY: places are writable; device 0 is there.
+        unsafe {
+            check(hmem_fake_cuda::cuCtxCreate_v2(&mut context, 0, 0));
+            check((self.functions.mem_alloc)(&mut pointer, 8192));
+            check((self.functions.ctx_pop_current)(&mut popped));
+        }
+        (context, AddressRange::new(Address(pointer), 8192).expect("a range"))
     }
 
     /// Registers for peers. The caller keeps the memory alive until the region is closed.

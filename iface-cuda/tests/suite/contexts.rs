@@ -4,7 +4,7 @@ use hmem_core::{Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceExt
 use hmem_fake_cuda::{Live, Profile};
 use hmem_iface_cuda::sys::{CU_CTX_SYNC_MEMOPS, CuContext, CuDevicePtr, CuResult};
 
-use crate::world::{Expandable, World, check, each, nic, not_over_a_gpu, over, pattern};
+use crate::world::{Expandable, KINDS, World, check, each, nic, not_over_a_gpu, over, pattern};
 
 fn current(world: &World) -> CuContext {
     let mut current = CuContext::NULL;
@@ -117,14 +117,6 @@ fn hm_05_each_device_has_its_own_context_retained_once_and_given_back() {
         assert_eq!(world.driver().live().primary_references, 2);
     });
 }
-
-const KINDS: [AllocationKind; 5] = [
-    AllocationKind::Device,
-    AllocationKind::Host,
-    AllocationKind::Managed,
-    AllocationKind::StreamOrdered,
-    AllocationKind::Virtual,
-];
 
 /// An allocation that no device has room for.
 fn too_much(kind: AllocationKind) -> AllocRequest {

@@ -4,15 +4,7 @@ use hmem_core::{Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, i
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::{Cuda, sys::CuResult};
 
-use crate::world::{Expandable, World, check, each, over, pattern};
-
-const KINDS: [AllocationKind; 5] = [
-    AllocationKind::Device,
-    AllocationKind::Host,
-    AllocationKind::Managed,
-    AllocationKind::StreamOrdered,
-    AllocationKind::Virtual,
-];
+use crate::world::{Expandable, KINDS, World, check, each, over, pattern};
 
 #[test]
 fn hm_03_bytes_come_back_from_every_kind_at_every_size() {

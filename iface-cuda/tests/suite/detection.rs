@@ -4,15 +4,7 @@ use hmem_core::{Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceKin
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::{CuDevicePtr, CuResult};
 
-use crate::world::{Expandable, World, check, each, over};
-
-const KINDS: [AllocationKind; 5] = [
-    AllocationKind::Device,
-    AllocationKind::Host,
-    AllocationKind::Managed,
-    AllocationKind::StreamOrdered,
-    AllocationKind::Virtual,
-];
+use crate::world::{Expandable, KINDS, World, check, each, over};
 
 #[test]
 fn hm_01_every_kind_is_told_apart_at_both_ends_and_inside() {

@@ -86,6 +86,15 @@ pub(crate) fn over(profile: Profile, show: impl FnOnce(&mut World)) {
     world.end();
 }
 
+/// Every kind that the iface allocates.
+pub(crate) const KINDS: [AllocationKind; 5] = [
+    AllocationKind::Device,
+    AllocationKind::Host,
+    AllocationKind::Managed,
+    AllocationKind::StreamOrdered,
+    AllocationKind::Virtual,
+];
+
 pub(crate) fn check(code: CuResult) {
     assert_eq!(code, CuResult::CUDA_SUCCESS);
 }
