@@ -35,7 +35,8 @@ impl Invalidator for Expecting {
 
     fn begin(&self, range: AddressRange, cause: Cause) -> Change {
         let expected = range.start().0 == self.start.load(Ordering::SeqCst)
-            && range.len() == self.len.load(Ordering::SeqCst)
+            // More is told where the pages may be huge.
+            && range.len() >= self.len.load(Ordering::SeqCst)
             && cause as u64 == self.cause.load(Ordering::SeqCst);
         if expected {
             self.begun.fetch_add(1, Ordering::SeqCst);
