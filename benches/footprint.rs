@@ -49,8 +49,11 @@ const LEN: u64 = 64;
 const BUDGET: usize = 256;
 
 fn run(mode: MrMode, name: &str) {
-    let loopback =
-        Loopback::builder().needs(mode).progress(Progress::ByHand).build().expect("a software NIC starts");
+    let loopback = Loopback::builder()
+        .needs(mode)
+        .progress(Progress::ByHand)
+        .build()
+        .expect("a software NIC starts");
     let hmem = Hmem::builder()
         .without_vendor_ifaces()
         .provider(loopback)
@@ -64,10 +67,13 @@ fn run(mode: MrMode, name: &str) {
     let mut regions = Vec::with_capacity(REGIONS);
     let before = LIVE.load(Ordering::Relaxed);
     for index in 0..REGIONS as u64 {
-        let range = AddressRange::new(Address(base + index * LEN), LEN).expect("in the address space");
+        let range =
+            AddressRange::new(Address(base + index * LEN), LEN).expect("in the address space");
         let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
         // SAFETY: `memory` outlives the regions, and is only looked at after they are closed.
-        regions.push(unsafe { domain.reg(range, access, index + 1, MrFlags::empty()) }.expect("registers"));
+        regions.push(
+            unsafe { domain.reg(range, access, index + 1, MrFlags::empty()) }.expect("registers"),
+        );
     }
     let each = (LIVE.load(Ordering::Relaxed) - before) / REGIONS + size_of_val(&regions[0]);
     println!(
@@ -94,8 +100,12 @@ fn run(mode: MrMode, name: &str) {
         let key = regions[index].key().expect("registered");
         let remote = [RemoteSegment { address: Iova(key.base().0 + 8), len: 8, key: &key }];
         let local = [LocalSegment { address: source.range().start(), len: 8, desc: Some(desc) }];
-        let request =
-            WorkRequest { operation: Operation::Write { remote: &remote }, local: &local, peer, context: 0 };
+        let request = WorkRequest {
+            operation: Operation::Write { remote: &remote },
+            local: &local,
+            peer,
+            context: 0,
+        };
         // SAFETY: the source is a region that owns its memory.
         unsafe { endpoint.post(&request) }.expect("there is room");
         while completions.is_empty() {

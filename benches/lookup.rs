@@ -41,20 +41,25 @@ fn main() {
     report::forget(GROUP);
     let simulated = Arc::new(Simulated::builder().build().expect("the simulated device starts"));
     let request = AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };
-    let allocations: Vec<_> =
-        (0..ALLOCATIONS).map(|_| simulated.allocate(&request).expect("device memory is left")).collect();
+    let allocations: Vec<_> = (0..ALLOCATIONS)
+        .map(|_| simulated.allocate(&request).expect("device memory is left"))
+        .collect();
     let mut registry = Registry::new();
     registry.add(Arc::new(System::new())).expect("an empty registry takes any iface");
     registry.add(Arc::clone(&simulated) as Arc<dyn Iface>).expect("its kind is free");
     let addresses = shuffled(
-        allocations.iter().map(|allocation| Address(allocation.base().0 + 1234)).collect::<Vec<_>>(),
+        allocations
+            .iter()
+            .map(|allocation| Address(allocation.base().0 + 1234))
+            .collect::<Vec<_>>(),
     );
     let lines = vec![Line(1); ALLOCATIONS];
     let places = shuffled((0..ALLOCATIONS).collect::<Vec<_>>());
     let host = vec![0u8; 4096];
     let host = Address::of_ptr(host.as_ptr());
 
-    let mut criterion = Criterion::default().measurement_time(Duration::from_secs(3)).without_plots();
+    let mut criterion =
+        Criterion::default().measurement_time(Duration::from_secs(3)).without_plots();
     let mut group = criterion.benchmark_group(GROUP);
     let mut at = 0;
     group.bench_function("device_100000", |bencher| {

@@ -88,16 +88,18 @@ fn range(at: *mut libc::c_void) -> AddressRange {
 /// A range is mapped, subscribed, unmapped and forgotten.
 fn cycle(monitor: &dyn Monitor, invalidator: &Arc<Ignorant>) {
     let at = map();
-    let subscription =
-        monitor.subscribe(range(at), Arc::<Ignorant>::clone(invalidator)).expect("memory can be watched");
+    let subscription = monitor
+        .subscribe(range(at), Arc::<Ignorant>::clone(invalidator))
+        .expect("memory can be watched");
     unmap(at);
     monitor.unsubscribe(subscription);
 }
 
 /// A range is subscribed and forgotten, again and again.
 fn renewal(monitor: &dyn Monitor, invalidator: &Arc<Ignorant>, at: *mut libc::c_void) {
-    let subscription =
-        monitor.subscribe(range(at), Arc::<Ignorant>::clone(invalidator)).expect("memory can be watched");
+    let subscription = monitor
+        .subscribe(range(at), Arc::<Ignorant>::clone(invalidator))
+        .expect("memory can be watched");
     monitor.unsubscribe(subscription);
 }
 
@@ -164,7 +166,10 @@ fn growth(what: &str) {
     (0..UNMAPS).for_each(|_| pair());
     let before = resident();
     (0..UNMAPS).for_each(|_| pair());
-    println!("{what}: {UNMAPS} unmaps grew the process by {} KiB (goal: 512)", (resident() - before) >> 10);
+    println!(
+        "{what}: {UNMAPS} unmaps grew the process by {} KiB (goal: 512)",
+        (resident() - before) >> 10
+    );
 }
 
 fn main() {
@@ -180,16 +185,29 @@ fn main() {
     ));
 
     let hooks = MemHooks::start().expect("memhooks");
-    figures.push(turns::against("mmap+munmap 64 KiB: memhooks, nothing cached", free, pair, raw_pair));
+    figures.push(turns::against(
+        "mmap+munmap 64 KiB: memhooks, nothing cached",
+        free,
+        pair,
+        raw_pair,
+    ));
     growth("memhooks, nothing cached");
-    let subscription = hooks.subscribe(range(kept), Arc::<Ignorant>::clone(&invalidator)).expect("subscribe");
+    let subscription =
+        hooks.subscribe(range(kept), Arc::<Ignorant>::clone(&invalidator)).expect("subscribe");
     let some = "mmap+munmap 64 KiB: memhooks, one cache told that ignores it";
     figures.push(turns::against(some, Target::Orientation, pair, raw_pair));
     growth("memhooks, a cache told");
     let subscribe = "memhooks: subscribe+unsubscribe";
-    figures.push(turns::alone(subscribe, Target::Orientation, || renewal(&*hooks, &invalidator, kept)));
+    figures.push(turns::alone(subscribe, Target::Orientation, || {
+        renewal(&*hooks, &invalidator, kept)
+    }));
     let cycled = "map, subscribe, unmap, unsubscribe: memhooks";
-    figures.push(turns::against(cycled, Target::Orientation, || cycle(&*hooks, &invalidator), raw_pair));
+    figures.push(turns::against(
+        cycled,
+        Target::Orientation,
+        || cycle(&*hooks, &invalidator),
+        raw_pair,
+    ));
     hooks.unsubscribe(subscription);
 
     let cache = cached(&hooks);
@@ -201,8 +219,9 @@ fn main() {
     match UserFaultFd::start() {
         Ok(net) => {
             // Kept watched, so that the table is not emptied and filled at each turn.
-            let subscription =
-                net.subscribe(range(kept), Arc::<Ignorant>::clone(&invalidator)).expect("subscribe");
+            let subscription = net
+                .subscribe(range(kept), Arc::<Ignorant>::clone(&invalidator))
+                .expect("subscribe");
             let unwatched = "mmap+munmap 64 KiB: userfaultfd, range not watched";
             figures.push(turns::against(unwatched, Target::Orientation, pair, raw_pair));
             let watched = "map, subscribe, unmap, unsubscribe: userfaultfd";
@@ -215,8 +234,9 @@ fn main() {
             net.unsubscribe(subscription);
             let layered = Layered::new(hooks, net);
             let both = "map, subscribe, unmap, unsubscribe: memhooks+userfaultfd";
-            let subscription =
-                layered.subscribe(range(kept), Arc::<Ignorant>::clone(&invalidator)).expect("subscribe");
+            let subscription = layered
+                .subscribe(range(kept), Arc::<Ignorant>::clone(&invalidator))
+                .expect("subscribe");
             figures.push(turns::against(
                 both,
                 Target::Orientation,

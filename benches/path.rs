@@ -42,25 +42,30 @@ impl Node {
                 matrix = matrix.block(DeviceId(device), nic(number));
             }
         }
-        let device = Simulated::builder().devices(DEVICES).p2p(matrix).dma_buf(DmaBufKind::MemFd).build();
+        let device =
+            Simulated::builder().devices(DEVICES).p2p(matrix).dma_buf(DmaBufKind::MemFd).build();
         let device = Arc::new(device.expect("the simulated device starts"));
         let faults = loopback::Faults::new();
-        let provider = (0..NICS).fold(Loopback::builder(), |builder, number| builder.nic(nic(number)));
+        let provider =
+            (0..NICS).fold(Loopback::builder(), |builder, number| builder.nic(nic(number)));
         let hmem = Hmem::builder()
             .without_vendor_ifaces()
             .shared_iface(Arc::clone(&device) as Arc<dyn Iface>)
             .provider(provider.faults(&faults).build().expect("a fabric"))
             .build()
             .expect("the ifaces start");
-        let attr = |number| DomainAttr { nic: Some(nic(number)), hmem: true, ..DomainAttr::default() };
-        let domains =
-            (0..NICS).map(|number| hmem.domain("loopback", attr(number)).expect("a domain")).collect();
+        let attr =
+            |number| DomainAttr { nic: Some(nic(number)), hmem: true, ..DomainAttr::default() };
+        let domains = (0..NICS)
+            .map(|number| hmem.domain("loopback", attr(number)).expect("a domain"))
+            .collect();
         Self { device, faults, hmem, domains }
     }
 
     fn buffer(&self, device: u32) -> DeviceBuffer {
         let iface: Arc<dyn Iface> = Arc::clone(&self.device) as _;
-        let request = AllocRequest { len: 4096, device: DeviceId(device), kind: AllocationKind::Device };
+        let request =
+            AllocRequest { len: 4096, device: DeviceId(device), kind: AllocationKind::Device };
         DeviceBuffer::allocate(&iface, &request).expect("device memory is left")
     }
 
@@ -74,7 +79,8 @@ impl Node {
         let before = made();
         for device in 0..DEVICES {
             for (number, domain) in self.domains.iter().enumerate() {
-                let region = domain.register(self.buffer(device), Access::REMOTE_READ).expect("register");
+                let region =
+                    domain.register(self.buffer(device), Access::REMOTE_READ).expect("register");
                 let direct = (number as u32 + device).is_multiple_of(2);
                 let expected = if direct { Path::DmaBuf } else { Path::Staged };
                 assert_eq!(region.decision().expect("registered").path, expected);
@@ -109,7 +115,8 @@ fn main() {
     let paths = node.hmem.paths();
     assert!(paths.remembered(&owner, attr, P2pPolicy::Enabled).is_some());
 
-    let mut criterion = Criterion::default().measurement_time(Duration::from_secs(3)).without_plots();
+    let mut criterion =
+        Criterion::default().measurement_time(Duration::from_secs(3)).without_plots();
     let mut group = criterion.benchmark_group(GROUP);
     group.bench_function("remembered", |bencher| {
         bencher.iter(|| paths.remembered(black_box(&owner), black_box(attr), P2pPolicy::Enabled));

@@ -31,8 +31,11 @@ const MANY: usize = 100_000;
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
 fn domain(needs: MrMode) -> Domain {
-    let loopback =
-        Loopback::builder().needs(needs).progress(Progress::ByHand).build().expect("a software NIC starts");
+    let loopback = Loopback::builder()
+        .needs(needs)
+        .progress(Progress::ByHand)
+        .build()
+        .expect("a software NIC starts");
     let hmem = Hmem::builder()
         .without_vendor_ifaces()
         .provider(loopback)
@@ -49,7 +52,8 @@ struct Live {
 }
 
 fn register(domain: &Domain, start: u64, key: u64) -> MemoryRegion {
-    let range = AddressRange::new(Address(start), LEN).expect("far from the end of the address space");
+    let range =
+        AddressRange::new(Address(start), LEN).expect("far from the end of the address space");
     // SAFETY: nobody transfers to these regions, and they are closed before their memory is freed.
     unsafe { domain.reg(range, REMOTE, key, MrFlags::empty()) }.expect("the key is vacant")
 }
@@ -57,8 +61,9 @@ fn register(domain: &Domain, start: u64, key: u64) -> MemoryRegion {
 fn populate(domain: &Domain, count: usize) -> Live {
     let backing = Vec::with_capacity(count * LEN as usize);
     let base = Address::of_ptr(backing.as_ptr()).0;
-    let regions =
-        (0..count as u64).map(|index| register(domain, base + index * LEN, 2 * (index + 1))).collect();
+    let regions = (0..count as u64)
+        .map(|index| register(domain, base + index * LEN, 2 * (index + 1)))
+        .collect();
     Live { _regions: regions, _backing: backing }
 }
 

@@ -14,8 +14,8 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AllocationKind, DeviceBuffer, DeviceId, DomainAttr, Endpoint, Hmem, Iface, MrMode,
-    RegionSlice, Registered, RemoteKey,
+    Access, Address, AllocationKind, DeviceBuffer, DeviceId, DomainAttr, Endpoint, Hmem, Iface,
+    MrMode, RegionSlice, Registered, RemoteKey,
     iface::AllocRequest,
     p2p::loopback::{Loopback, Progress},
     path::P2pPolicy,
@@ -54,9 +54,11 @@ struct Net {
 
 impl Net {
     fn new(bandwidth: u64, latency: Duration) -> Self {
-        let builder = Simulated::builder().window(1 << 32).copy_bandwidth(bandwidth).copy_latency(latency);
+        let builder =
+            Simulated::builder().window(1 << 32).copy_bandwidth(bandwidth).copy_latency(latency);
         let device = Arc::new(builder.build().expect("a simulated device"));
-        let loopback = Loopback::builder().progress(Progress::ByHand).build().expect("a software NIC starts");
+        let loopback =
+            Loopback::builder().progress(Progress::ByHand).build().expect("a software NIC starts");
         let hmem = Hmem::builder()
             .without_vendor_ifaces()
             .provider(loopback)
@@ -64,8 +66,9 @@ impl Net {
             .build()
             .expect("host memory is always there");
         let (mr_mode, p2p) = (MrMode::empty(), P2pPolicy::Disabled);
-        let domain =
-            hmem.domain("loopback", DomainAttr { mr_mode, p2p, ..DomainAttr::default() }).expect("a domain");
+        let domain = hmem
+            .domain("loopback", DomainAttr { mr_mode, p2p, ..DomainAttr::default() })
+            .expect("a domain");
         let cq = domain.open_cq(64).expect("a queue");
         let open = || domain.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint");
         let (endpoint, target) = (open(), open());
@@ -128,7 +131,8 @@ impl Net {
     fn unlimited(&mut self, len: u64, read: bool) {
         let (to, from) = self.sides(self.unlimited.1.allocation().base(), read);
         // SAFETY: the host side is this value's own buffer of `LONGEST` bytes, and the copy is waited for.
-        let copy = unsafe { self.unlimited.0.copy_async(to, from, len) }.expect("the engine takes it");
+        let copy =
+            unsafe { self.unlimited.0.copy_async(to, from, len) }.expect("the engine takes it");
         copy.wait().expect("it arrives");
     }
 
@@ -151,7 +155,8 @@ impl Net {
 
 fn device_memory(device: &Arc<Simulated>) -> DeviceBuffer {
     let iface = Arc::clone(device) as Arc<dyn Iface>;
-    let request = AllocRequest { len: LONGEST as u64, device: DeviceId(0), kind: AllocationKind::Device };
+    let request =
+        AllocRequest { len: LONGEST as u64, device: DeviceId(0), kind: AllocationKind::Device };
     let memory = DeviceBuffer::allocate(&iface, &request).expect("device memory");
     memory.write(0, &vec![3; LONGEST]).expect("writes");
     memory

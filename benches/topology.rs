@@ -22,7 +22,8 @@ use hmem::p2p::topology::Topology;
 use report::{Row, Target};
 
 const GROUP: &str = "topology";
-const ARCHIVE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/p2p/tests/fixtures/topology/dgx-a100.tar.gz");
+const ARCHIVE: &str =
+    concat!(env!("CARGO_MANIFEST_DIR"), "/p2p/tests/fixtures/topology/dgx-a100.tar.gz");
 /// What the reading of such a machine may take.
 const GOAL: f64 = 20e6;
 
@@ -55,7 +56,8 @@ fn main() {
     let mut all = Vec::new();
     files(&folder, &mut all);
 
-    let mut criterion = Criterion::default().measurement_time(Duration::from_secs(3)).without_plots();
+    let mut criterion =
+        Criterion::default().measurement_time(Duration::from_secs(3)).without_plots();
     let mut group = criterion.benchmark_group(GROUP);
     group.bench_function("archive", |bencher| {
         bencher.iter(|| Topology::open(ARCHIVE).expect("the recording reads"));
@@ -76,7 +78,8 @@ fn main() {
         bencher.iter(|| Topology::open(&folder).expect("the folder reads"));
     });
     group.bench_function("limit_read_files", |bencher| {
-        bencher.iter(|| all.iter().map(|file| fs::read(file).expect("a file").len()).sum::<usize>());
+        bencher
+            .iter(|| all.iter().map(|file| fs::read(file).expect("a file").len()).sum::<usize>());
     });
     group.finish();
     report::print(&[

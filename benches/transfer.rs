@@ -45,16 +45,17 @@ fn against_peer(
     len: usize,
 ) -> Turns {
     match peer {
-        Some(peer) => {
-            turns::against(what, target, ours, || peer.write(black_box(len)).expect("the write arrives"))
-        }
+        Some(peer) => turns::against(what, target, ours, || {
+            peer.write(black_box(len)).expect("the write arrives")
+        }),
         None => turns::alone(what, target, ours),
     }
 }
 
 fn main() -> Result<(), FabricError> {
     let mut peer = peer();
-    let loopback = Loopback::builder().progress(Progress::ByHand).build().expect("a software NIC starts");
+    let loopback =
+        Loopback::builder().progress(Progress::ByHand).build().expect("a software NIC starts");
     let hmem = Hmem::builder()
         .without_vendor_ifaces()
         .provider(loopback)
@@ -98,7 +99,12 @@ fn main() -> Result<(), FabricError> {
     let (from, mut to) = (vec![7u8; LARGE], vec![0u8; LARGE]);
     let memcpy = || black_box(&mut to).copy_from_slice(black_box(&from));
     let segments = segments(LARGE);
-    lines.push(turns::against("1 MiB RMA write / memcpy", Target::Ratio(1.11), || write(&segments), memcpy));
+    lines.push(turns::against(
+        "1 MiB RMA write / memcpy",
+        Target::Ratio(1.11),
+        || write(&segments),
+        memcpy,
+    ));
     turns::print(lines);
     let mut arrived = [0u8; 8];
     destination.read(LARGE as u64 - 8, &mut arrived).expect("inside");

@@ -15,11 +15,12 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AddressRange, AllocOffset, Allocation, AllocationId, AllocationKind, DeviceBuffer,
-    DeviceId, DmaBufOffset, DomainAttr, Errno, Error, ErrorKind, Hmem, Iface, IfaceKind, Iova, MrMode,
-    Result, Segment,
+    Access, Address, AddressRange, AllocOffset, Allocation, AllocationId, AllocationKind,
+    DeviceBuffer, DeviceId, DmaBufOffset, DomainAttr, Errno, Error, ErrorKind, Hmem, Iface,
+    IfaceKind, Iova, MrMode, Result, Segment,
     iface::{
-        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle, PeerMemoryExport,
+        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle,
+        PeerMemoryExport,
     },
     monitor::Monitor,
     p2p::loopback::Loopback,
@@ -63,7 +64,8 @@ impl FileMemory {
         let around = blocks.by_base.range(..=range.start().0).next_back().map(|(_, block)| block);
         match around {
             Some(block) if block.allocation.range.contains_range(range) => {
-                let file = block.file.try_clone().map_err(|error| Error::os(Errno::of(&error), "dup"))?;
+                let file =
+                    block.file.try_clone().map_err(|error| Error::os(Errno::of(&error), "dup"))?;
                 Ok((file, range.start().0 - block.allocation.base().0))
             }
             _ => Err(Error::new(ErrorKind::OutOfBounds, "file memory")
@@ -96,12 +98,18 @@ impl Iface for FileMemory {
     }
 
     fn devices(&self) -> Result<Vec<Device>> {
-        Ok(vec![Device { id: DeviceId(0), name: "files".into(), pci_bus_id: None, memory: 1 << 30 }])
+        Ok(vec![Device {
+            id: DeviceId(0),
+            name: "files".into(),
+            pci_bus_id: None,
+            memory: 1 << 30,
+        }])
     }
 
     fn query(&self, address: Address) -> Result<Option<Allocation>> {
         let blocks = self.blocks();
-        let around = blocks.by_base.range(..=address.0).next_back().map(|(_, block)| block.allocation);
+        let around =
+            blocks.by_base.range(..=address.0).next_back().map(|(_, block)| block.allocation);
         Ok(around.filter(|allocation| allocation.range.contains(address)))
     }
 
@@ -122,8 +130,9 @@ impl Iface for FileMemory {
         ftruncate(&file, request.len).map_err(|errno| Error::os(errno, "ftruncate"))?;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a new mapping without access, at an address that the kernel picks, replaces nothing.
-        let base = unsafe { mmap_anonymous(null_mut(), request.len as usize, ProtFlags::empty(), flags) }
-            .map_err(|errno| Error::os(errno, "mmap"))?;
+        let base =
+            unsafe { mmap_anonymous(null_mut(), request.len as usize, ProtFlags::empty(), flags) }
+                .map_err(|errno| Error::os(errno, "mmap"))?;
         let mut blocks = self.blocks();
         blocks.next_id += 1;
         let allocation = Allocation {
@@ -178,7 +187,12 @@ impl Iface for FileMemory {
         }
     }
 
-    unsafe fn copy_async(&self, _to: Address, _from: Address, _len: u64) -> Result<Box<dyn CopyEvent>> {
+    unsafe fn copy_async(
+        &self,
+        _to: Address,
+        _from: Address,
+        _len: u64,
+    ) -> Result<Box<dyn CopyEvent>> {
         Self::lacks("copy_async", "copies of files block")
     }
 
@@ -237,7 +251,8 @@ impl Iface for FileMemory {
 
 fn write_all(file: impl AsFd, mut bytes: &[u8], mut offset: u64) -> Result<()> {
     while !bytes.is_empty() {
-        let done = rustix::io::pwrite(&file, bytes, offset).map_err(|errno| Error::os(errno, "pwrite"))?;
+        let done =
+            rustix::io::pwrite(&file, bytes, offset).map_err(|errno| Error::os(errno, "pwrite"))?;
         (bytes, offset) = (&bytes[done..], offset + done as u64);
     }
     Ok(())
@@ -245,8 +260,8 @@ fn write_all(file: impl AsFd, mut bytes: &[u8], mut offset: u64) -> Result<()> {
 
 fn read_all(file: impl AsFd, mut bytes: &mut [u8], mut offset: u64) -> Result<()> {
     while !bytes.is_empty() {
-        let done =
-            rustix::io::pread(&file, &mut *bytes, offset).map_err(|errno| Error::os(errno, "pread"))?;
+        let done = rustix::io::pread(&file, &mut *bytes, offset)
+            .map_err(|errno| Error::os(errno, "pread"))?;
         if done == 0 {
             return Err(Error::new(ErrorKind::OutOfBounds, "pread").context("offset", offset));
         }
@@ -280,7 +295,8 @@ pub(crate) fn run() -> Result<()> {
     })?;
     let peer = endpoint.resolve(&endpoint.name())?;
     let key = target.key()?;
-    let remote = [RemoteSegment { address: Iova(key.base().0 + 100), len: source.len(), key: &key }];
+    let remote =
+        [RemoteSegment { address: Iova(key.base().0 + 100), len: source.len(), key: &key }];
     endpoint.write(&[source.slice(0, source.len())?], &remote, peer, 1)?;
     let mut completions = Vec::new();
     while cq.read(&mut completions, 1)? == 0 {}

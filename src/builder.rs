@@ -126,8 +126,11 @@ impl Hmem {
         if !self.cache.without_monitors.as_ref().is_some_and(|without| without.contains(&iface)) {
             return None;
         }
-        let variable = env::CACHE_MONITORS.into_iter().find(|(_, of)| *of == iface).map(|(name, _)| name);
-        variable.filter(|_| self.cache_of_builder.without_monitors.is_none()).or(Some(BUILDER_CACHE))
+        let variable =
+            env::CACHE_MONITORS.into_iter().find(|(_, of)| *of == iface).map(|(name, _)| name);
+        variable
+            .filter(|_| self.cache_of_builder.without_monitors.is_none())
+            .or(Some(BUILDER_CACHE))
     }
 
     /// The providers that were added.
@@ -143,8 +146,11 @@ impl Hmem {
     /// [`ErrorKind::InvalidArgument`] naming those that were added.
     pub fn provider(&self, name: &str) -> Result<&Arc<dyn Provider>> {
         self.providers.iter().find(|provider| provider.name() == name).ok_or_else(|| {
-            if let Some((_, why)) = self.absent_providers.iter().find(|(absent, _)| absent == name) {
-                let error = Error::new(why.kind(), "provider").provider(name.to_owned()).context("why", why);
+            if let Some((_, why)) = self.absent_providers.iter().find(|(absent, _)| absent == name)
+            {
+                let error = Error::new(why.kind(), "provider")
+                    .provider(name.to_owned())
+                    .context("why", why);
                 return match why.remedy_text() {
                     Some(remedy) => error.remedy(remedy.to_owned()),
                     None => error,
@@ -210,7 +216,11 @@ impl Hmem {
     ///
     /// # Errors
     /// As [`Paths::explain`].
-    pub fn explain_on(&self, provider: &dyn Provider, request: &ExplainRequest) -> Result<Explanation> {
+    pub fn explain_on(
+        &self,
+        provider: &dyn Provider,
+        request: &ExplainRequest,
+    ) -> Result<Explanation> {
         self.paths.explain(&self.registry, provider, request)
     }
 }
@@ -333,7 +343,8 @@ impl Builder {
         registry.add(Arc::<System>::clone(&system))?;
         for (kind, start) in VENDORS {
             if self.skip_vendors {
-                registry.add_absent(kind, left_out(kind, "the builder left vendor ifaces unstarted"));
+                registry
+                    .add_absent(kind, left_out(kind, "the builder left vendor ifaces unstarted"));
             } else if filter.as_ref().is_some_and(|filter| !filter.admits(&kind.to_string())) {
                 registry.add_absent(kind, left_out(kind, "the iface filter leaves it out"));
             } else {
@@ -348,7 +359,10 @@ impl Builder {
         }
         for iface in self.plug_ins {
             if filter.as_ref().is_some_and(|filter| !filter.admits(iface.name())) {
-                registry.add_absent(iface.kind(), left_out(iface.kind(), "the iface filter leaves it out"));
+                registry.add_absent(
+                    iface.kind(),
+                    left_out(iface.kind(), "the iface filter leaves it out"),
+                );
             } else {
                 registry.add(iface)?;
             }
@@ -393,7 +407,8 @@ fn system(asked: Option<CacheMonitor>) -> Result<System> {
         Some(CacheMonitor::Kind(kind)) => (kind, None),
         None => match env::text(env::CACHE_MONITOR)? {
             Some(name) => (
-                name.parse().map_err(|error: Error| error.context("variable", env::CACHE_MONITOR))?,
+                name.parse()
+                    .map_err(|error: Error| error.context("variable", env::CACHE_MONITOR))?,
                 Some(env::CACHE_MONITOR),
             ),
             None => (MonitorKind::Auto, None),
@@ -487,7 +502,8 @@ fn start_verbs() -> Result<Started> {
     let verbs = hmem_p2p::verbs::Verbs::open()?;
     // A library without devices is no provider to open domains on.
     verbs.nics()?;
-    let left_out = verbs.left_out()?.into_iter().map(|(device, why)| (format!("verbs/{device}"), why));
+    let left_out =
+        verbs.left_out()?.into_iter().map(|(device, why)| (format!("verbs/{device}"), why));
     let left_out = left_out.collect();
     Ok((Arc::new(verbs), left_out))
 }
@@ -507,7 +523,8 @@ mod tests {
     #[test]
     fn the_builder_is_named_where_it_turned_the_cache_or_a_monitor_off() {
         let built = |cache| Hmem::builder().without_vendor_ifaces().cache(cache).build().unwrap();
-        let without = CacheAttr { without_monitors: Some(vec![IfaceKind::ZE]), ..CacheAttr::default() };
+        let without =
+            CacheAttr { without_monitors: Some(vec![IfaceKind::ZE]), ..CacheAttr::default() };
         for off in [without.clone().max_count(0), without.clone().max_bytes(0)] {
             assert_eq!(built(off).cache_off_by(), Some("Builder::cache"));
         }

@@ -14,14 +14,18 @@ fn workspace_arrows() -> BTreeMap<String, BTreeSet<String>> {
         .output()
         .expect("cargo runs");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let metadata: Value = serde_json::from_slice(&output.stdout).expect("cargo metadata prints JSON");
+    let metadata: Value =
+        serde_json::from_slice(&output.stdout).expect("cargo metadata prints JSON");
     let packages = metadata["packages"].as_array().expect("packages");
     let text = |value: &Value| value.as_str().expect("a string").to_owned();
     let names: BTreeSet<_> = packages.iter().map(|package| text(&package["name"])).collect();
     let arrows_of = |package: &Value| {
         let dependencies = package["dependencies"].as_array().expect("dependencies");
         let normal = dependencies.iter().filter(|dependency| dependency["kind"].is_null());
-        normal.map(|dependency| text(&dependency["name"])).filter(|name| names.contains(name)).collect()
+        normal
+            .map(|dependency| text(&dependency["name"]))
+            .filter(|name| names.contains(name))
+            .collect()
     };
     packages.iter().map(|package| (text(&package["name"]), arrows_of(package))).collect()
 }
@@ -35,7 +39,9 @@ fn dependencies_run_one_way() {
             "hmem-core" => assert!(targets.is_empty(), "core depends on {targets:?}"),
             "hmem-hook" => assert_eq!(targets, &only_core, "hooks know no iface"),
             "hmem-p2p" => assert_eq!(targets, &only_core, "p2p knows no iface"),
-            "hmem" => assert!(!targets.contains("hmem-cli"), "the library does not know the command"),
+            "hmem" => {
+                assert!(!targets.contains("hmem-cli"), "the library does not know the command")
+            }
             "hmem-cli" => assert_eq!(targets, &BTreeSet::from(["hmem".to_owned()])),
             "hmem-fake-cuda" => {
                 let only_cuda = BTreeSet::from(["hmem-iface-cuda".to_owned()]);

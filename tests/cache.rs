@@ -8,8 +8,8 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr,
-    Endpoint, ErrorKind, Hmem, Iface, IfaceKind, MemoryRegion, MrMode, Path, Result,
+    Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain,
+    DomainAttr, Endpoint, ErrorKind, Hmem, Iface, IfaceKind, MemoryRegion, MrMode, Path, Result,
     cache::Uncached,
     iface::AllocRequest,
     monitor::Cause,
@@ -42,20 +42,23 @@ struct Net {
 impl Net {
     fn open(hmem: &Hmem, cache: CacheAttr) -> Self {
         let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
-        let target =
-            hmem.domain("loopback", DomainAttr { cache: Some(cache), ..attr.clone() }).expect("a domain");
+        let target = hmem
+            .domain("loopback", DomainAttr { cache: Some(cache), ..attr.clone() })
+            .expect("a domain");
         let initiator = hmem.domain("loopback", attr).expect("a domain");
         let cq = initiator.open_cq(8).expect("a queue");
         let endpoint = initiator.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint");
         let target_cq = target.open_cq(8).expect("a queue");
-        let target_endpoint = target.open_endpoint(&EndpointAttr::new(&target_cq)).expect("an endpoint");
+        let target_endpoint =
+            target.open_endpoint(&EndpointAttr::new(&target_cq)).expect("an endpoint");
         let name = target_endpoint.name();
         Self { target, initiator, endpoint, cq, name, _target_endpoint: target_endpoint }
     }
 
     /// What a peer reads of the region's first bytes.
     fn pulled(&self, region: &MemoryRegion, len: u64) -> Vec<u8> {
-        let buffer = self.initiator.register(vec![0_u8; len as usize], Access::READ).expect("a buffer");
+        let buffer =
+            self.initiator.register(vec![0_u8; len as usize], Access::READ).expect("a buffer");
         let key = region.key().expect("a key");
         let remote = [RemoteSegment { address: region.base_addr(), len, key: &key }];
         let peer = self.endpoint.resolve(&self.name).expect("the target");
@@ -78,7 +81,8 @@ fn loopback() -> Loopback {
 }
 
 fn simulated(style: Style) -> Arc<Simulated> {
-    let builder = Simulated::builder().devices(2).style(style).address_reuse(AddressReuse::JustFreed);
+    let builder =
+        Simulated::builder().devices(2).style(style).address_reuse(AddressReuse::JustFreed);
     Arc::new(builder.build().expect("a simulated device"))
 }
 
@@ -190,8 +194,11 @@ fn mon_07_device_memory_freed_and_allocated_again_at_its_address_is_never_a_hit(
     for style in [Style::Identity, Style::Callback] {
         let device = simulated(style);
         let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(MonitorKind::Disabled);
-        let hmem =
-            builder.shared_iface(Arc::clone(&device) as _).provider(loopback()).build().expect("started");
+        let hmem = builder
+            .shared_iface(Arc::clone(&device) as _)
+            .provider(loopback())
+            .build()
+            .expect("started");
         let net = Net::open(&hmem, CacheAttr::default());
         let cache = net.target.cache().expect("a cache");
         let request = AllocRequest { len: 8192, device: DeviceId(1), kind: AllocationKind::Device };
@@ -227,11 +234,16 @@ fn cache_02_another_allocation_at_the_address_and_another_device_are_other_entri
     let device = simulated(Style::Identity);
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(MonitorKind::Disabled);
-    let hmem = builder.shared_iface(Arc::clone(&device) as _).provider(loopback()).build().expect("started");
+    let hmem = builder
+        .shared_iface(Arc::clone(&device) as _)
+        .provider(loopback())
+        .build()
+        .expect("started");
     let net = Net::open(&hmem, CacheAttr::default());
     let cache = net.target.cache().expect("a cache");
     let allocate = |device: u32| {
-        let request = AllocRequest { len: 8192, device: DeviceId(device), kind: AllocationKind::Device };
+        let request =
+            AllocRequest { len: 8192, device: DeviceId(device), kind: AllocationKind::Device };
         DeviceBuffer::allocate(&iface, &request).expect("device memory")
     };
     // SAFETY: the memory is the test's own, and nobody refers into it.
@@ -259,7 +271,10 @@ fn cache_02_another_allocation_at_the_address_and_another_device_are_other_entri
         let refused = unsafe { cache.get_on(at, REMOTE, SIMULATED, other) }.unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
     }
-    assert!(identities.iter().all(|(at, _)| *at == identities[0].0), "the address did not come back");
+    assert!(
+        identities.iter().all(|(at, _)| *at == identities[0].0),
+        "the address did not come back"
+    );
     identities.sort_by_key(|(_, id)| id.0);
     identities.dedup_by_key(|(_, id)| id.0);
     assert_eq!(identities.len(), 20, "every allocation has an identity of its own");
@@ -274,7 +289,8 @@ fn cache_01_a_burst_of_a_domain_hits_what_is_cached_and_registers_what_is_not() 
     let device = simulated(Style::Callback);
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let builder = Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&device) as _);
-    let hmem = builder.cache_monitor(MonitorKind::MemHooks).provider(loopback()).build().expect("started");
+    let hmem =
+        builder.cache_monitor(MonitorKind::MemHooks).provider(loopback()).build().expect("started");
     let net = Net::open(&hmem, CacheAttr::default());
     let cache = net.target.cache().expect("a cache");
     let request = AllocRequest { len: 8192, device: DeviceId(1), kind: AllocationKind::Device };
@@ -325,8 +341,11 @@ fn mon_09_monitors_of_different_ifaces_start_and_fail_apart() {
             }
             other => builder.cache_monitor(other),
         };
-        let hmem =
-            builder.shared_iface(Arc::clone(&device) as _).provider(loopback()).build().expect("started");
+        let hmem = builder
+            .shared_iface(Arc::clone(&device) as _)
+            .provider(loopback())
+            .build()
+            .expect("started");
         let net = Net::open(&hmem, CacheAttr { without_monitors, ..CacheAttr::default() });
         let cache = net.target.cache().expect("a cache");
         for (at, cached, iface) in [
@@ -375,16 +394,19 @@ fn cache_10_entries_of_a_domain_name_their_path_and_a_domain_closes_with_idle_on
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
     let hmem = builder.iface_and_provider(&device);
     let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
-    let domain =
-        hmem.domain("loopback", DomainAttr { cache: Some(CacheAttr::default()), ..attr }).expect("a domain");
+    let domain = hmem
+        .domain("loopback", DomainAttr { cache: Some(CacheAttr::default()), ..attr })
+        .expect("a domain");
     let at = map(None, PAGE);
     {
         let cache = domain.cache().expect("a cache");
         // SAFETY: the memory is the test's own.
-        let (host, there) =
-            unsafe { (cache.get(range(at, PAGE), REMOTE), cache.get(buffer.allocation().range, REMOTE)) };
+        let (host, there) = unsafe {
+            (cache.get(range(at, PAGE), REMOTE), cache.get(buffer.allocation().range, REMOTE))
+        };
         let (host, there) = (host.expect("registered"), there.expect("registered"));
-        let mut paths: Vec<_> = cache.entries().into_iter().map(|one| (one.region, one.users)).collect();
+        let mut paths: Vec<_> =
+            cache.entries().into_iter().map(|one| (one.region, one.users)).collect();
         paths.sort_by_key(|(path, _)| path.map(Path::name));
         assert_eq!(paths, [(Some(Path::DmaBuf), 1), (Some(Path::PlainHost), 1)]);
         drop((host, there));
@@ -412,14 +434,16 @@ fn a_domain_without_a_cache_says_how_to_get_one_and_endpoint_mode_has_none() {
     let attr = DomainAttr { mr_mode: MrMode::ENDPOINT, ..DomainAttr::default() };
     let without = hmem.domain("loopback", attr.clone()).expect("a domain");
     assert_eq!(without.cache().unwrap_err().kind(), ErrorKind::BadState);
-    let with =
-        hmem.domain("loopback", DomainAttr { cache: Some(CacheAttr::default()), ..attr }).expect("a domain");
+    let with = hmem
+        .domain("loopback", DomainAttr { cache: Some(CacheAttr::default()), ..attr })
+        .expect("a domain");
     assert_eq!(with.cache().unwrap_err().kind(), ErrorKind::Unsupported);
 }
 
 #[test]
 fn cache_12_the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name() {
-    let name = "cache_12_the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name";
+    let name =
+        "cache_12_the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name";
     let variables = [
         ("FI_MR_CACHE_MAX_SIZE", "20480"),
         ("FI_MR_CACHE_MAX_COUNT", "3"),
@@ -467,8 +491,9 @@ fn cache_12_the_environment_is_read_the_builder_wins_and_bad_values_are_refused_
     assert_eq!((read.max_bytes, read.max_count, read.merge), (Some(20480), Some(3), Some(true)));
     assert_eq!(read.without_monitors, Some(vec![IfaceKind::CUDA, IfaceKind::ROCR]));
     let monitor = Import::new(Arc::new(Silent::default())).expect("a monitor");
-    let builder =
-        builder().imported_cache_monitor(monitor).cache(CacheAttr::default().max_count(2).merge(false));
+    let builder = builder()
+        .imported_cache_monitor(monitor)
+        .cache(CacheAttr::default().max_count(2).merge(false));
     let hmem = builder.provider(loopback()).build().expect("good values");
     let read = hmem.cache_attr();
     assert_eq!((read.max_bytes, read.max_count, read.merge), (Some(20480), Some(2), Some(false)));

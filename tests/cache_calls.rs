@@ -7,8 +7,8 @@ mod silent;
 use std::{ptr, sync::Arc};
 
 use hmem::{
-    Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr, ErrorKind,
-    Hmem, Iface, IfaceKind, MrMode,
+    Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr,
+    ErrorKind, Hmem, Iface, IfaceKind, MrMode,
     cuda::{Cuda, sys::Functions},
     iface::AllocRequest,
     p2p::loopback::Loopback,
@@ -27,14 +27,16 @@ fn range(start: usize, len: usize) -> AddressRange {
 fn a_page_of_host_memory_takes_one_call_of_the_driver_and_a_cached_one_none() {
     let driver = FakeDriver::start(Profile::default());
     // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
-    let functions = unsafe { Functions::from_lookup(|name| driver.symbol(name)) }.expect("the table");
+    let functions =
+        unsafe { Functions::from_lookup(|name| driver.symbol(name)) }.expect("the table");
     let cuda: Arc<dyn Iface> = Arc::new(Cuda::builder().functions(functions).open().expect("open"));
     let import = Import::new(Arc::new(Silent)).expect("a monitor");
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(import);
     let builder = builder.provider(Loopback::builder().build().expect("a software NIC"));
     let hmem = builder.shared_iface(Arc::clone(&cuda)).build().expect("started");
     let registry = hmem.registry();
-    let (rights, own) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    let (rights, own) =
+        (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
     // SAFETY: a new mapping.
     let pages = unsafe { libc::mmap(ptr::null_mut(), 4 * PAGE, rights, own, -1, 0) };
     assert_ne!(pages, libc::MAP_FAILED);
@@ -49,19 +51,30 @@ fn a_page_of_host_memory_takes_one_call_of_the_driver_and_a_cached_one_none() {
         of(&|| assert_eq!(registry.owner_of(Address(at as u64)).unwrap().iface, IfaceKind::SYSTEM)),
         1
     );
-    for (offset, len, calls) in [(0, 1, 1), (0, PAGE, 1), (100, 200, 1), (PAGE - 1, 2, 2), (0, 4 * PAGE, 2)] {
+    for (offset, len, calls) in
+        [(0, 1, 1), (0, PAGE, 1), (100, 200, 1), (PAGE - 1, 2, 2), (0, 4 * PAGE, 2)]
+    {
         let asked = range(at + offset, len);
-        assert_eq!(of(&|| assert!(registry.is_host(asked).unwrap())), calls, "{len} bytes at {offset}");
-        let owner = of(&|| assert_eq!(registry.owner_of_range(asked).unwrap().iface, IfaceKind::SYSTEM));
+        assert_eq!(
+            of(&|| assert!(registry.is_host(asked).unwrap())),
+            calls,
+            "{len} bytes at {offset}"
+        );
+        let owner =
+            of(&|| assert_eq!(registry.owner_of_range(asked).unwrap().iface, IfaceKind::SYSTEM));
         assert_eq!(owner, calls, "{len} bytes at {offset}");
     }
 
-    let attr =
-        DomainAttr { mr_mode: MrMode::empty(), cache: Some(CacheAttr::default()), ..DomainAttr::default() };
+    let attr = DomainAttr {
+        mr_mode: MrMode::empty(),
+        cache: Some(CacheAttr::default()),
+        ..DomainAttr::default()
+    };
     let domain = hmem.domain("loopback", attr).expect("a domain");
     let cache = domain.cache().expect("a cache");
     // SAFETY: the memory is the test's own.
-    let get = || drop(unsafe { cache.get(range(at, PAGE), Access::REMOTE_READ) }.expect("registered"));
+    let get =
+        || drop(unsafe { cache.get(range(at, PAGE), Access::REMOTE_READ) }.expect("registered"));
     get();
     assert_eq!(of(&|| (0..10).for_each(|_| get())), 0);
     assert_eq!(cache.statistics().hits, 10);

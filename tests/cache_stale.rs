@@ -19,8 +19,8 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AddressRange, CacheAttr, Domain, DomainAttr, Endpoint, Hmem, Iova, MrMode, RemoteKey,
-    Result,
+    Access, Address, AddressRange, CacheAttr, Domain, DomainAttr, Endpoint, Hmem, Iova, MrMode,
+    RemoteKey, Result,
     monitor::Monitor,
     p2p::loopback::{Loopback, Memory},
     provider::{CompletionQueue, EndpointAttr, Provider},
@@ -31,7 +31,8 @@ use silent::Silent;
 
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 /// What RDMA devices need.
-const MODE: MrMode = MrMode::LOCAL.union(MrMode::VIRT_ADDR).union(MrMode::ALLOCATED).union(MrMode::PROV_KEY);
+const MODE: MrMode =
+    MrMode::LOCAL.union(MrMode::VIRT_ADDR).union(MrMode::ALLOCATED).union(MrMode::PROV_KEY);
 const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
 const OWN: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 const FIXED: i32 = OWN | libc::MAP_FIXED;
@@ -108,7 +109,9 @@ const HOOKED: [Cause; 7] = [
     // SAFETY: the test's own page.
     ("madvise", own, |at| assert_eq!(unsafe { libc::madvise(at, page(), libc::MADV_DONTNEED) }, 0)),
     // SAFETY: the test's own page.
-    ("MADV_REMOVE", shared, |at| assert_eq!(unsafe { libc::madvise(at, page(), libc::MADV_REMOVE) }, 0)),
+    ("MADV_REMOVE", shared, |at| {
+        assert_eq!(unsafe { libc::madvise(at, page(), libc::MADV_REMOVE) }, 0)
+    }),
     ("mremap to a smaller size", own, |at| {
         // SAFETY: the test's own pages, of which this is the second.
         let kept = unsafe { libc::mremap(at.wrapping_byte_sub(page()), 2 * page(), page(), 0) };
@@ -179,8 +182,10 @@ enum Nic {
 
 /// The NICs to show it over: `HMEM_WORLD=verbs` leaves out the software one.
 fn nics() -> Vec<Nic> {
-    let device = env::var("HMEM_VERBS_DEVICE").ok().filter(|name| !name.is_empty()).map(Nic::Device);
-    let software = env::var("HMEM_WORLD").map_or(true, |worlds| worlds != "verbs").then_some(Nic::Pinned);
+    let device =
+        env::var("HMEM_VERBS_DEVICE").ok().filter(|name| !name.is_empty()).map(Nic::Device);
+    let software =
+        env::var("HMEM_WORLD").map_or(true, |worlds| worlds != "verbs").then_some(Nic::Pinned);
     let nics: Vec<_> = software.into_iter().chain(device).collect();
     assert!(!nics.is_empty(), "HMEM_WORLD=verbs needs HMEM_VERBS_DEVICE");
     nics
@@ -236,14 +241,16 @@ struct Net {
 
 impl Net {
     fn open(nic: &Nic, monitor: &Arc<dyn Monitor>) -> Self {
-        let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(Arc::clone(monitor));
+        let builder =
+            Hmem::builder().without_vendor_ifaces().imported_cache_monitor(Arc::clone(monitor));
         let hmem = builder.build().expect("nothing in the way");
         let name = match nic {
             Nic::Pinned => None,
             Nic::Device(name) => Some(name.clone()),
         };
         let cache = CacheAttr::default().max_count(1024).max_bytes(1 << 30).merge(false);
-        let attr = DomainAttr { nic: name, mr_mode: MODE, cache: Some(cache), ..DomainAttr::default() };
+        let attr =
+            DomainAttr { nic: name, mr_mode: MODE, cache: Some(cache), ..DomainAttr::default() };
         let domain = hmem.domain_on(&*nic.provider(), attr).expect("a domain");
         let cq = domain.open_cq(16).expect("a queue");
         let open = || domain.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint");
@@ -273,7 +280,8 @@ impl Net {
     /// What a peer reads at the beginning of the range, through the cache.
     fn pulled(&self, range: AddressRange) -> u64 {
         // SAFETY: the memory is the test's own; that it is cached when it goes is what the test is about.
-        let region = unsafe { self.domain.cache().expect("a cache").get(range, REMOTE) }.expect("registered");
+        let region = unsafe { self.domain.cache().expect("a cache").get(range, REMOTE) }
+            .expect("registered");
         let key = region.key().expect("a key");
         let remote = [RemoteSegment { address: region.base_addr(), len: 8, key: &key }];
         let local = [self.seen.slice(0, 8).expect("all of it")];
@@ -303,7 +311,8 @@ fn stale(
 ) -> (u64, u64) {
     let net = Net::open(nic, monitor);
     let at = memory();
-    let range = AddressRange::new(Address(at.expose_provenance() as u64), page() as u64).expect("no wrap");
+    let range =
+        AddressRange::new(Address(at.expose_provenance() as u64), page() as u64).expect("no wrap");
     let (running, looked) = (AtomicBool::new(true), AtomicU64::new(0));
     let mut stale = 0;
     thread::scope(|scope| {
@@ -357,7 +366,12 @@ fn none(monitor: &Arc<dyn Monitor>, causes: &[Cause], rounds: Option<u64>, adver
             let rounds = rounds.unwrap_or(nic.rounds());
             let (stale, told) = stale(&nic, monitor, cause, rounds, adversary);
             let (cause, ..) = cause;
-            assert_eq!(stale, 0, "{cause} under {} over {nic:?}, of {rounds} rounds", monitor.name());
+            assert_eq!(
+                stale,
+                0,
+                "{cause} under {} over {nic:?}, of {rounds} rounds",
+                monitor.name()
+            );
             assert!(
                 told > rounds / 10,
                 "{cause} over {nic:?}: {told} of {rounds}: hardly anything was cached"
@@ -386,7 +400,9 @@ fn alone(name: &str, body: impl FnOnce()) {
         return body();
     }
     let mut child = Command::new(env::current_exe().expect("the test binary"));
-    child.args([name, "--exact", "--nocapture", "--include-ignored", "--test-threads=1"]).env(ALONE, name);
+    child
+        .args([name, "--exact", "--nocapture", "--include-ignored", "--test-threads=1"])
+        .env(ALONE, name);
     let output = child.output().expect("a child");
     let text = String::from_utf8_lossy(&output.stdout);
     let said = String::from_utf8_lossy(&output.stderr);
@@ -437,7 +453,9 @@ fn cache_11_memhooks_leave_no_stale_hit_not_even_for_a_second_thread() {
 
 #[test]
 fn cache_11_userfaultfd_leaves_no_stale_hit_for_the_thread_that_unmaps() {
-    alone("cache_11_userfaultfd_leaves_no_stale_hit_for_the_thread_that_unmaps", || userfaultfd(None));
+    alone("cache_11_userfaultfd_leaves_no_stale_hit_for_the_thread_that_unmaps", || {
+        userfaultfd(None)
+    });
 }
 
 #[test]
@@ -456,11 +474,15 @@ fn cache_11_slow_memhooks_leave_no_stale_hit_in_a_million_rounds() {
 #[test]
 #[ignore = "the slow tier"]
 fn cache_11_slow_userfaultfd_leaves_no_stale_hit_in_a_million_rounds() {
-    alone("cache_11_slow_userfaultfd_leaves_no_stale_hit_in_a_million_rounds", || userfaultfd(MILLION));
+    alone("cache_11_slow_userfaultfd_leaves_no_stale_hit_in_a_million_rounds", || {
+        userfaultfd(MILLION)
+    });
 }
 
 #[test]
 #[ignore = "the slow tier"]
 fn cache_11_slow_memhooks_with_userfaultfd_leave_no_stale_hit_in_a_million_rounds() {
-    alone("cache_11_slow_memhooks_with_userfaultfd_leave_no_stale_hit_in_a_million_rounds", || both(MILLION));
+    alone("cache_11_slow_memhooks_with_userfaultfd_leave_no_stale_hit_in_a_million_rounds", || {
+        both(MILLION)
+    });
 }

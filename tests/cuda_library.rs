@@ -43,7 +43,8 @@ fn mon_07_frees_straight_through_a_loaded_library_kill_what_is_cached_before_the
     let calls = |name: &CStr| unsafe { calls(name.as_ptr()) };
 
     let nic = Loopback::builder().memory(Memory::Pinned).build().expect("the software NIC");
-    let hmem = Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&cuda) as _).provider(nic);
+    let hmem =
+        Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&cuda) as _).provider(nic);
     let hmem = hmem.build().expect("started");
     let attr = DomainAttr { cache: Some(CacheAttr::default()), ..DomainAttr::default() };
     let domain = hmem.domain("loopback", attr).expect("a domain");
@@ -83,7 +84,11 @@ fn mon_07_frees_straight_through_a_loaded_library_kill_what_is_cached_before_the
     }
     assert_eq!(reused, 499, "the address did not come back");
     let now = cache.statistics();
-    assert_eq!((now.registrations, now.hits, now.invalidations(Cause::Free)), (500, 500, 500), "{now:?}");
+    assert_eq!(
+        (now.registrations, now.hits, now.invalidations(Cause::Free)),
+        (500, 500, 500),
+        "{now:?}"
+    );
     // SAFETY: as above.
     unsafe {
         check((driver.ctx_pop_current)(&mut context));

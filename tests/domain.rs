@@ -9,8 +9,9 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AddressRange, Addressing, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr,
-    DomainBindFlags, Errno, ErrorKind, Hmem, IfaceKind, MrFlags, MrMode, OwnedBuffer, Path, Rejected, Result,
+    Access, Address, AddressRange, Addressing, AllocationKind, DeviceBuffer, DeviceId, Domain,
+    DomainAttr, DomainBindFlags, Errno, ErrorKind, Hmem, IfaceKind, MrFlags, MrMode, OwnedBuffer,
+    Path, Rejected, Result,
     event_queue::EventQueue,
     iface::AllocRequest,
     p2p::loopback::{Call, Faults, Loopback},
@@ -23,7 +24,11 @@ fn hmem(faults: &Faults) -> Hmem {
     let builder = Hmem::builder().without_vendor_ifaces();
     let loopback = Loopback::builder().faults(faults).build().expect("a software NIC");
     let simulated = Simulated::builder().build().expect("a simulated device");
-    builder.iface(simulated).provider(loopback).build().expect("nothing in the environment forbids it")
+    builder
+        .iface(simulated)
+        .provider(loopback)
+        .build()
+        .expect("nothing in the environment forbids it")
 }
 
 fn domain(hmem: &Hmem) -> Domain {
@@ -55,7 +60,10 @@ fn what_is_closed_before_it_was_registered_keeps_nothing_busy() {
         other.close().expect("nothing depends on it");
         domain.close().expect("every region is closed");
         for _ in 0..2 {
-            assert!(events.wait(Duration::from_secs(60)).is_some(), "each registration has its event");
+            assert!(
+                events.wait(Duration::from_secs(60)).is_some(),
+                "each registration has its event"
+            );
         }
     }
 }
@@ -92,7 +100,8 @@ fn a_range_that_runs_from_host_memory_into_a_device_is_refused() {
     for (start, len) in [(start - 4096, 8192), (start + 4096, 8192)] {
         let range = AddressRange::new(Address(start), len).expect("in the address space");
         // SAFETY: registration is refused.
-        let error = unsafe { domain.reg(range, Access::REMOTE_READ, 1, MrFlags::empty()) }.unwrap_err();
+        let error =
+            unsafe { domain.reg(range, Access::REMOTE_READ, 1, MrFlags::empty()) }.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{error}");
     }
     assert_eq!(domain.live().regions, 0);
@@ -142,7 +151,8 @@ fn a_scope_is_refused_where_a_region_needs_an_endpoint_first() {
     let hmem = Hmem::builder().without_vendor_ifaces().provider(loopback).build().expect("builds");
     let attr = DomainAttr { mr_mode: MrMode::ENDPOINT, ..DomainAttr::default() };
     let domain = hmem.domain("loopback", attr).expect("the mode is offered");
-    let error = domain.scope(&mut [0; 64], Access::WRITE, |_| panic!("it must not run")).unwrap_err();
+    let error =
+        domain.scope(&mut [0; 64], Access::WRITE, |_| panic!("it must not run")).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::BadState);
     assert_eq!(domain.live().regions, 0);
 }
@@ -168,7 +178,10 @@ fn direct_access_switched_off_stages_device_memory_whatever_the_policy() {
             Ok(region) => region,
             Err(rejected) => {
                 assert_eq!(path, None, "{rejected}");
-                assert_eq!((rejected.error.kind(), domain.live().regions), (ErrorKind::Unsupported, 0));
+                assert_eq!(
+                    (rejected.error.kind(), domain.live().regions),
+                    (ErrorKind::Unsupported, 0)
+                );
                 continue;
             }
         };
@@ -224,7 +237,8 @@ fn memory_whose_deregistration_failed_is_not_given_back() {
         let domain = domain(&hmem);
         let ends = Arc::new(AtomicUsize::new(0));
         let buffer = Counted(vec![0; 64], Arc::clone(&ends));
-        let region = domain.register(buffer, Access::REMOTE_WRITE).map_err(|Rejected { error, .. }| error);
+        let region =
+            domain.register(buffer, Access::REMOTE_WRITE).map_err(|Rejected { error, .. }| error);
         let region = region.expect("registers");
         if fails {
             faults.fail(Call::Deregister, 1, Errno(5));

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use hmem::{
-    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Endpoint, Errno, Hmem, MrMode,
-    OwnedBuffer, RegionSlice, Registered,
+    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Endpoint, Errno, Hmem,
+    MrMode, OwnedBuffer, RegionSlice, Registered,
     iface::AllocRequest,
     p2p::loopback::Loopback,
     provider::{CompletionQueue, EndpointAttr},
@@ -52,7 +52,8 @@ struct World {
 impl World {
     fn new() -> Self {
         let device = Arc::new(Simulated::builder().devices(2).build().expect("simulated devices"));
-        let builder = Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&device) as _);
+        let builder =
+            Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&device) as _);
         let loopback = Loopback::builder().build().expect("a software NIC");
         Self { hmem: builder.provider(loopback).build().expect("builds"), device }
     }
@@ -63,7 +64,8 @@ impl World {
 
     fn on_device(&self, domain: &Domain, device: u32, access: Access) -> Registered<DeviceBuffer> {
         let iface = self.hmem.iface(SIMULATED).expect("it was added");
-        let request = AllocRequest { len: LEN, device: DeviceId(device), kind: AllocationKind::Device };
+        let request =
+            AllocRequest { len: LEN, device: DeviceId(device), kind: AllocationKind::Device };
         let buffer = DeviceBuffer::allocate(iface, &request).expect("device memory");
         domain.register(buffer, access).expect("device memory is registered")
     }
@@ -86,7 +88,10 @@ fn hm_14_a_receive_is_read_after_a_flush_of_every_device_that_nics_may_write_to(
         assert_eq!((sent.kind, sent.result.expect("sent")), (CompletionKind::Send, LEN));
         let before = world.flushes();
         let received = target.completed(&sender);
-        assert_eq!((received.kind, received.result.expect("received")), (CompletionKind::Receive, LEN));
+        assert_eq!(
+            (received.kind, received.result.expect("received")),
+            (CompletionKind::Receive, LEN)
+        );
         world.flushes() - before
     };
 
@@ -120,7 +125,8 @@ fn hm_14_each_of_several_nics_flushes_for_what_it_receives() {
     let iface = world.hmem.iface(SIMULATED).expect("it was added");
     let request = AllocRequest { len: LEN, device: DeviceId(0), kind: AllocationKind::Device };
     let buffer = DeviceBuffer::allocate(iface, &request).expect("device memory");
-    let both = register_on(&[&first.domain, &second.domain], buffer, Access::RECV).expect("registered");
+    let both =
+        register_on(&[&first.domain, &second.domain], buffer, Access::RECV).expect("registered");
     let source = sender.host(Access::SEND);
     for side in [&first, &second] {
         let host = side.host(Access::RECV);

@@ -64,12 +64,18 @@ pub(crate) fn print(rows: &[Row]) {
                 let ratio = ours / other;
                 let (goal, met) = row.target.holds(ours, ratio);
                 let mark = if met { "" } else { "  over" };
-                println!("{:<66} {ours:>10.1} {other:>10.1} {ratio:>7.2} {goal:>7}{mark}", row.what);
+                println!(
+                    "{:<66} {ours:>10.1} {other:>10.1} {ratio:>7.2} {goal:>7}{mark}",
+                    row.what
+                );
             }
             (ours, other) => {
                 let missing = [(ours, row.ours), (other, row.other)];
-                let missing: Vec<_> =
-                    missing.iter().filter(|(value, _)| value.is_none()).map(|(_, id)| *id).collect();
+                let missing: Vec<_> = missing
+                    .iter()
+                    .filter(|(value, _)| value.is_none())
+                    .map(|(_, id)| *id)
+                    .collect();
                 println!("{:<66} not measured: {}", row.what, missing.join(", "));
             }
         }

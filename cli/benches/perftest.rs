@@ -45,7 +45,8 @@ fn hmem(device: &str, size: u64, transfers: u64) -> f64 {
     stderr.read_line(&mut line).expect("it says where it listens");
     let port = line.trim().rsplit(':').next().expect("a port");
     let (size, transfers, depth) = (size.to_string(), transfers.to_string(), DEPTH.to_string());
-    let amounts = ["--size", &size, "--iterations", &transfers, "--depth", &depth, "--measure", "bandwidth"];
+    let amounts =
+        ["--size", &size, "--iterations", &transfers, "--depth", &depth, "--measure", "bandwidth"];
     let client = perf(&[&["127.0.0.1", "--port", port, "--json"], &amounts[..]].concat());
     let document: serde_json::Value =
         serde_json::from_str(&output_of(client, "hmem perf")).expect("one document");
@@ -59,7 +60,8 @@ fn perftest(device: &str, size: u64, transfers: u64, port: u16) -> f64 {
         (size.to_string(), transfers.to_string(), DEPTH.to_string(), port.to_string());
     let start = |peer: Option<&str>| {
         let mut command = program("HMEM_IB_WRITE_BW", "ib_write_bw");
-        command.args(["-d", device, "-s", &size, "-n", &transfers, "-t", &depth, "-p", &port, "-F"]);
+        command
+            .args(["-d", device, "-s", &size, "-n", &transfers, "-t", &depth, "-p", &port, "-F"]);
         command.args(peer);
         command.spawn().expect("ib_write_bw starts")
     };
@@ -75,7 +77,10 @@ fn perftest(device: &str, size: u64, transfers: u64, port: u16) -> f64 {
     };
     output_of(server, "ib_write_bw (server)");
     // bytes, iterations, peak, average in MB (2^20 bytes) per second, messages.
-    let row = client.lines().find(|line| line.trim_start().starts_with(&format!("{size} "))).expect("a row");
+    let row = client
+        .lines()
+        .find(|line| line.trim_start().starts_with(&format!("{size} ")))
+        .expect("a row");
     let average = row.split_whitespace().nth(3).expect("five columns");
     average.parse::<f64>().expect("a number") / 1024.0
 }
@@ -89,7 +94,9 @@ fn main() {
     let device = match env::var("HMEM_VERBS_DEVICE") {
         Ok(device) if !device.is_empty() => device,
         _ => {
-            println!("not measured: HMEM_VERBS_DEVICE names no device (`tests/vm/run --bench` has one)");
+            println!(
+                "not measured: HMEM_VERBS_DEVICE names no device (`tests/vm/run --bench` has one)"
+            );
             return;
         }
     };

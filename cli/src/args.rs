@@ -14,7 +14,9 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Parser)]
 #[command(name = "hmem", version, verbatim_doc_comment)]
 #[command(arg_required_else_help = true, disable_help_subcommand = true)]
-#[command(after_help = "Exit status: 0 all is well, 1 a check failed, 2 wrong usage or environment.")]
+#[command(
+    after_help = "Exit status: 0 all is well, 1 a check failed, 2 wrong usage or environment."
+)]
 pub struct Cli {
     /// What to do.
     #[command(subcommand)]
@@ -36,19 +38,25 @@ pub enum Command {
     /// List ifaces, devices, NICs, and the path from each device to each NIC
     Info(InfoArgs),
     /// Register memory of every kind with every NIC and move verified bytes, also through the registration cache
-    #[command(after_help = "Exit status: 0 all verified, 1 a combination failed or none could be checked, \
-        2 wrong usage or environment.")]
+    #[command(
+        after_help = "Exit status: 0 all verified, 1 a combination failed or none could be checked, \
+        2 wrong usage or environment."
+    )]
     Check(CheckArgs),
     /// Say which path a registration takes and why, what was tried, and what would make it better
-    #[command(after_help = "Exit status: 0 each pair has a path, 1 one has none or none was found out, \
-        2 wrong usage or environment.")]
+    #[command(
+        after_help = "Exit status: 0 each pair has a path, 1 one has none or none was found out, \
+        2 wrong usage or environment."
+    )]
     Explain(ExplainArgs),
     /// Draw how devices and NICs are wired: PCIe tree, distances, ACS, IOMMU
     #[command(after_help = "Exit status: 0 done, 1 it cannot be read or written, 2 wrong usage.")]
     Topo(TopoArgs),
     /// Measure transfers between two hosts and verify what arrives: --server on one, HOST on the other
-    #[command(after_help = "Both sides print the same report. The client chooses what is measured. \
-        Exit status: 0 measured and verified, 1 it failed, 2 wrong usage or environment.")]
+    #[command(
+        after_help = "Both sides print the same report. The client chooses what is measured. \
+        Exit status: 0 measured and verified, 1 it failed, 2 wrong usage or environment."
+    )]
     Perf(PerfArgs),
     /// Measure what the library costs here, beside its peers in the same run
     Bench(BenchArgs),
@@ -385,7 +393,9 @@ mod tests {
         assert_eq!(bytes("64KiB"), Ok(65536));
         assert_eq!(bytes("8 MiB"), Ok(8 << 20));
         assert_eq!(bytes("1g"), Ok(1 << 30));
-        for wrong in ["", "0", "x", "-1", "1.5", "4 parsecs", "99999999999999999999", "99999999999GiB"] {
+        for wrong in
+            ["", "0", "x", "-1", "1.5", "4 parsecs", "99999999999999999999", "99999999999GiB"]
+        {
             assert!(bytes(wrong).is_err(), "{wrong}");
         }
     }
@@ -418,7 +428,10 @@ mod tests {
             &["hmem", "--color", "purple", "info"],
         ] {
             let line = one_line(&Cli::try_parse_from(wrong).unwrap_err());
-            assert!(line.starts_with("error: ") && !line.contains('\n') && !line.contains("Usage"), "{line}");
+            assert!(
+                line.starts_with("error: ") && !line.contains('\n') && !line.contains("Usage"),
+                "{line}"
+            );
         }
     }
 }

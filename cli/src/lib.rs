@@ -27,7 +27,9 @@ use std::{
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::{
-    args::{BenchArgs, BenchOf, CheckArgs, Cli, Command, ExplainArgs, InfoArgs, PerfArgs, TopoArgs},
+    args::{
+        BenchArgs, BenchOf, CheckArgs, Cli, Command, ExplainArgs, InfoArgs, PerfArgs, TopoArgs,
+    },
     machine::Machine,
     table::Style,
 };
@@ -110,7 +112,12 @@ pub fn run_on(
     }
 }
 
-fn info(machine: &Machine, args: &InfoArgs, style: Style, out: &mut dyn Write) -> Result<Outcome, Failure> {
+fn info(
+    machine: &Machine,
+    args: &InfoArgs,
+    style: Style,
+    out: &mut dyn Write,
+) -> Result<Outcome, Failure> {
     let inventory = info::inventory(machine);
     if args.json {
         json::write(out, &inventory)?;
@@ -120,7 +127,12 @@ fn info(machine: &Machine, args: &InfoArgs, style: Style, out: &mut dyn Write) -
     Ok(Outcome::Passed)
 }
 
-fn check(machine: &Machine, args: &CheckArgs, style: Style, out: &mut dyn Write) -> Result<Outcome, Failure> {
+fn check(
+    machine: &Machine,
+    args: &CheckArgs,
+    style: Style,
+    out: &mut dyn Write,
+) -> Result<Outcome, Failure> {
     let selection = check::Selection::new(args, machine)?;
     let bar = Bar::new();
     let report = check::check(machine, &selection, |done, all, next| bar.show(done, all, next));
@@ -153,7 +165,12 @@ fn topo(args: &TopoArgs, style: Style, out: &mut dyn Write) -> Result<Outcome, F
     Ok(Outcome::Passed)
 }
 
-fn perf(machine: &Machine, args: &PerfArgs, style: Style, out: &mut dyn Write) -> Result<Outcome, Failure> {
+fn perf(
+    machine: &Machine,
+    args: &PerfArgs,
+    style: Style,
+    out: &mut dyn Write,
+) -> Result<Outcome, Failure> {
     perf::run(machine, args, |report| {
         if args.json { json::write(out, report) } else { perf::text(out, report, style) }
     })?;
@@ -163,8 +180,8 @@ fn perf(machine: &Machine, args: &PerfArgs, style: Style, out: &mut dyn Write) -
 fn bench(args: &BenchArgs, style: Style, out: &mut dyn Write) -> Result<Outcome, Failure> {
     let BenchOf::Cache(args) = &args.of;
     let bar = Bar::new();
-    let report =
-        bench::cache(args, |done, all, next| bar.show(done, all, next)).map_err(Failure::Measurement)?;
+    let report = bench::cache(args, |done, all, next| bar.show(done, all, next))
+        .map_err(Failure::Measurement)?;
     bar.end();
     if args.json {
         json::write(out, &report)?;

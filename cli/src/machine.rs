@@ -118,17 +118,34 @@ impl Machine {
                 watches.extend(watch_simulated(&simulated));
                 builder = builder.shared_iface(simulated);
             }
-            Err(error) => {
-                absent.push(Absent { sort: "iface", name: "simulated".into(), why: error.to_string() })
-            }
+            Err(error) => absent.push(Absent {
+                sort: "iface",
+                name: "simulated".into(),
+                why: error.to_string(),
+            }),
         }
         let software = vec![(SIMULATED, "simulated".into())];
         let mut machine = Self { absent, software, watches, ..Self::new(builder.build()?) };
         let modes = [
-            ("scalable", MrMode::empty(), Memory::Follow, "mr_mode 0: zero-based addresses, requested keys"),
+            (
+                "scalable",
+                MrMode::empty(),
+                Memory::Follow,
+                "mr_mode 0: zero-based addresses, requested keys",
+            ),
             ("hardware", HARDWARE_LIKE, Memory::Follow, "the mr_mode that hardware needs"),
-            (PEER_MEMORY, HARDWARE_LIKE, Memory::Follow, "hardware that has peer memory and no dma-buf"),
-            (PINNED, HARDWARE_LIKE, Memory::Pinned, "as hardware, and keeps the pages of registration"),
+            (
+                PEER_MEMORY,
+                HARDWARE_LIKE,
+                Memory::Follow,
+                "hardware that has peer memory and no dma-buf",
+            ),
+            (
+                PINNED,
+                HARDWARE_LIKE,
+                Memory::Pinned,
+                "as hardware, and keeps the pages of registration",
+            ),
         ];
         for (nic, needs, memory, note) in modes {
             let mut loopback = Loopback::builder().nic(nic).needs(needs).memory(memory);
@@ -165,7 +182,8 @@ impl Machine {
             name: name.into(),
             why: why.to_string(),
         };
-        let missing: Vec<_> = self.hmem.absent_providers().map(|(name, why)| absent(name, why)).collect();
+        let missing: Vec<_> =
+            self.hmem.absent_providers().map(|(name, why)| absent(name, why)).collect();
         self.absent.extend(missing);
         for provider in self.hmem.providers().to_vec() {
             let name = provider.name().to_owned();
@@ -179,7 +197,12 @@ impl Machine {
     ///
     /// # Errors
     /// As [`Provider::nics`].
-    pub fn add(&mut self, provider: Arc<dyn Provider>, software: bool, note: &'static str) -> Result<()> {
+    pub fn add(
+        &mut self,
+        provider: Arc<dyn Provider>,
+        software: bool,
+        note: &'static str,
+    ) -> Result<()> {
         for attr in provider.nics()? {
             self.nics.push(Fabric { provider: Arc::clone(&provider), attr, software, note });
         }
@@ -216,7 +239,9 @@ impl Machine {
         what: &str,
         address: Option<&str>,
     ) -> std::result::Result<(&Topology, BusId), String> {
-        let Some(topology) = &self.topology else { return Err("the topology cannot be read".to_owned()) };
+        let Some(topology) = &self.topology else {
+            return Err("the topology cannot be read".to_owned());
+        };
         let Some(address) = address else { return Err(format!("{what} has no PCI address")) };
         let id: BusId = address.parse().map_err(|error: Error| error.to_string())?;
         match topology.device(id) {
@@ -250,7 +275,10 @@ impl Machine {
     /// The names of providers and NICs, absent or not.
     #[must_use]
     pub fn provider_names(&self) -> Vec<String> {
-        let here = self.nics.iter().flat_map(|nic| [nic.attr.nic.provider.clone(), nic.attr.nic.to_string()]);
+        let here = self
+            .nics
+            .iter()
+            .flat_map(|nic| [nic.attr.nic.provider.clone(), nic.attr.nic.to_string()]);
         let absent = self.absent.iter().filter(|absent| ["provider", "NIC"].contains(&absent.sort));
         let mut names: Vec<_> = here.chain(absent.map(|absent| absent.name.clone())).collect();
         names.sort();
@@ -282,7 +310,12 @@ impl Fabric {
     ///
     /// # Errors
     /// As [`Domain::open`].
-    pub fn open_with(&self, hmem: &Hmem, p2p: P2pPolicy, cache: Option<CacheAttr>) -> Result<Domain> {
+    pub fn open_with(
+        &self,
+        hmem: &Hmem,
+        p2p: P2pPolicy,
+        cache: Option<CacheAttr>,
+    ) -> Result<Domain> {
         let attr = DomainAttr {
             nic: Some(self.attr.nic.name.clone()),
             mr_mode: HARDWARE_LIKE | self.attr.needs,

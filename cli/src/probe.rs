@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use hmem::{
-    Access, AllocationKind, Decision, DeviceBuffer, DeviceId, Error, ErrorKind, Iface, MrAttr, MrFlags,
-    Registered, Result, iface::AllocRequest, path::P2pPolicy,
+    Access, AllocationKind, Decision, DeviceBuffer, DeviceId, Error, ErrorKind, Iface, MrAttr,
+    MrFlags, Registered, Result, iface::AllocRequest, path::P2pPolicy,
 };
 
 use crate::machine::{Fabric, Machine};
@@ -19,8 +19,11 @@ const PAGE: u64 = 4096;
 pub(crate) fn host(machine: &Machine, nic: &Fabric) -> Result<Arc<Decision>> {
     let domain = machine.open(nic, P2pPolicy::Enabled)?;
     let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
-    let registered =
-        domain.register_with(vec![0u8; PAGE as usize], &MrAttr::new(&[], access), MrFlags::empty())?;
+    let registered = domain.register_with(
+        vec![0u8; PAGE as usize],
+        &MrAttr::new(&[], access),
+        MrFlags::empty(),
+    )?;
     let decision = Arc::clone(registered.decision()?);
     close(registered)?;
     domain.close()?;

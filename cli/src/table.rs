@@ -2,7 +2,9 @@
 
 use std::io::{self, IsTerminal, Write};
 
-use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, TableStyle};
+use comfy_table::{
+    Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, TableStyle,
+};
 
 use crate::args::Color;
 
@@ -11,8 +13,8 @@ const WIDTH: u16 = 108;
 const WIDEST: u16 = 140;
 
 /// No lines but one under the header.
-const RULED: TableStyle =
-    TableStyle::new().header_separator(LineStyle::new('\u{2500}', '\u{2500}', '\u{2500}', '\u{2500}'));
+const RULED: TableStyle = TableStyle::new()
+    .header_separator(LineStyle::new('\u{2500}', '\u{2500}', '\u{2500}', '\u{2500}'));
 
 /// Colours of cells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,7 +55,8 @@ impl Style {
                 terminal && !refused && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
             }
         };
-        let width = if terminal { Table::new().width().unwrap_or(WIDTH).clamp(60, WIDEST) } else { WIDTH };
+        let width =
+            if terminal { Table::new().width().unwrap_or(WIDTH).clamp(60, WIDEST) } else { WIDTH };
         Self { color, width }
     }
 
@@ -67,7 +70,10 @@ impl Style {
     #[must_use]
     pub fn table(self, header: &[&str]) -> Table {
         let mut table = Table::new();
-        table.load_style(RULED).set_content_arrangement(ContentArrangement::Dynamic).set_width(self.width);
+        table
+            .load_style(RULED)
+            .set_content_arrangement(ContentArrangement::Dynamic)
+            .set_width(self.width);
         if self.color {
             table.enforce_styling();
         } else {

@@ -39,9 +39,12 @@ fn hmem_without_userfaultfd(arguments: &[&str], environment: &[(&str, &str)]) ->
     const SECOND_ARGUMENT: u32 = 24;
     let instruction = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
     let load = |offset| instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset);
-    let unless =
-        |k, jf| libc::sock_filter { jf, ..instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, k) };
-    let refuse = instruction(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32);
+    let unless = |k, jf| libc::sock_filter {
+        jf,
+        ..instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, k)
+    };
+    let refuse =
+        instruction(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32);
     let filter = [
         load(NUMBER),
         unless(libc::SYS_userfaultfd as u32, 1),
@@ -54,12 +57,14 @@ fn hmem_without_userfaultfd(arguments: &[&str], environment: &[(&str, &str)]) ->
     ];
     let mut command = command(arguments, environment);
     let restrict = move || {
-        let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
+        let program =
+            libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
         // SAFETY: restricts the child, which is the command's own; `program` and its filter live through the call.
         #[allow(unsafe_code, reason = "std has no call for it")]
         let done = unsafe {
             libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
-                && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) == 0
+                && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program)
+                    == 0
         };
         if done { Ok(()) } else { Err(io::Error::last_os_error()) }
     };
@@ -78,7 +83,8 @@ fn stderr(output: &Output) -> &str {
 }
 
 fn json(output: &Output) -> Value {
-    serde_json::from_str(stdout(output)).unwrap_or_else(|error| panic!("{error}: {}", stderr(output)))
+    serde_json::from_str(stdout(output))
+        .unwrap_or_else(|error| panic!("{error}: {}", stderr(output)))
 }
 
 fn list<'a>(document: &'a Value, name: &str) -> &'a Vec<Value> {
@@ -117,7 +123,8 @@ fn is_of(value: &Value, kind: &str) -> bool {
 
 /// Exactly these fields of these types, each of them described in the document.
 fn matches(object: &Value, fields: &[(&str, &str)]) {
-    let names: BTreeSet<_> = object.as_object().expect("an object").keys().map(String::as_str).collect();
+    let names: BTreeSet<_> =
+        object.as_object().expect("an object").keys().map(String::as_str).collect();
     assert_eq!(names, fields.iter().map(|(name, _)| *name).collect(), "{object}");
     for (name, kind) in fields {
         assert!(is_of(&object[name], kind), "{name} is not {kind}: {object}");
@@ -175,22 +182,34 @@ fn mon_04_info_says_which_cache_monitor_and_why() {
     let expected = if passed.is_empty() { "none".to_owned() } else { passed.join("+") };
     assert_eq!(monitor["name"], expected.as_str(), "{monitor}");
 
-    for (asked, name) in [("disabled", "disabled"), ("uffd", "userfaultfd"), ("MemHooks", "memhooks")] {
+    for (asked, name) in
+        [("disabled", "disabled"), ("uffd", "userfaultfd"), ("MemHooks", "memhooks")]
+    {
         let output = hmem(&["info", "--json"], &[("FI_MR_CACHE_MONITOR", asked)]);
         if output.status.success() {
             let document = json(&output);
             assert_eq!(document["cache_monitor"]["name"], name);
             assert_eq!(document["cache_monitor"]["requested"], name);
-            assert!(document["cache_monitor"]["why"].as_str().is_some_and(|why| why.contains("asked for")));
+            assert!(
+                document["cache_monitor"]["why"]
+                    .as_str()
+                    .is_some_and(|why| why.contains("asked for"))
+            );
         } else {
             // Not here: an error, never another monitor.
             refused(&output, &["FI_MR_CACHE_MONITOR", name]);
         }
     }
     let unknown = hmem(&["info"], &[("FI_MR_CACHE_MONITOR", "kdreg2")]);
-    refused(&unknown, &["FI_MR_CACHE_MONITOR", "kdreg2", "memhooks", "userfaultfd", "import", "disabled"]);
+    refused(
+        &unknown,
+        &["FI_MR_CACHE_MONITOR", "kdreg2", "memhooks", "userfaultfd", "import", "disabled"],
+    );
     let import = hmem(&["info"], &[("FI_MR_CACHE_MONITOR", "import")]);
-    refused(&import, &["FI_MR_CACHE_MONITOR", "import", "Import::new", "Builder::imported_cache_monitor"]);
+    refused(
+        &import,
+        &["FI_MR_CACHE_MONITOR", "import", "Import::new", "Builder::imported_cache_monitor"],
+    );
     let forbidden = hmem_without_userfaultfd(&["info"], &[("FI_MR_CACHE_MONITOR", "uffd")]);
     refused(&forbidden, &["FI_MR_CACHE_MONITOR", "userfaultfd", "seccomp"]);
 }
@@ -207,7 +226,11 @@ fn cache_12_info_says_what_the_caches_may_hold_and_what_turns_them_off() {
     let (text, cache) = says(&[]);
     assert!(text.contains("limits: 65536 entries, any number of bytes merging: off"), "{text}");
     assert_eq!((&cache["off_by"], &cache["merge"]), (&Value::Null, &false.into()), "{cache}");
-    assert_eq!((&cache["max_count"], &cache["max_bytes"]), (&65_536.into(), &u64::MAX.into()), "{cache}");
+    assert_eq!(
+        (&cache["max_count"], &cache["max_bytes"]),
+        (&65_536.into(), &u64::MAX.into()),
+        "{cache}"
+    );
 
     let (text, cache) = says(&[
         ("FI_MR_CACHE_MAX_COUNT", "7"),
@@ -216,7 +239,11 @@ fn cache_12_info_says_what_the_caches_may_hold_and_what_turns_them_off() {
     ]);
     assert!(text.contains("limits: 7 entries, 1 MiB of memory merging: on"), "{text}");
     assert_eq!((&cache["off_by"], &cache["merge"]), (&Value::Null, &true.into()), "{cache}");
-    assert_eq!((&cache["max_count"], &cache["max_bytes"]), (&7.into(), &1_048_576.into()), "{cache}");
+    assert_eq!(
+        (&cache["max_count"], &cache["max_bytes"]),
+        (&7.into(), &1_048_576.into()),
+        "{cache}"
+    );
 
     for variable in ["FI_MR_CACHE_MAX_COUNT", "FI_MR_CACHE_MAX_SIZE"] {
         let (text, cache) = says(&[(variable, "0")]);
@@ -232,22 +259,39 @@ fn info_json_is_what_the_schema_document_says() {
     ended(&output, 0);
     let document = json(&output);
     let arrays = ["ifaces", "devices", "providers", "p2p", "device_monitors", "absent"];
-    let fields =
-        [("schema", "n"), ("version", "s"), ("cache", "o"), ("cache_monitor", "o"), ("gdrcopy", "o")]
-            .into_iter()
-            .chain(arrays.map(|name| (name, "a")));
+    let fields = [
+        ("schema", "n"),
+        ("version", "s"),
+        ("cache", "o"),
+        ("cache_monitor", "o"),
+        ("gdrcopy", "o"),
+    ]
+    .into_iter()
+    .chain(arrays.map(|name| (name, "a")));
     matches(&document, &fields.collect::<Vec<_>>());
     assert_eq!(document["schema"], 1);
-    matches(&document["cache"], &[("off_by", "s?"), ("max_count", "n"), ("max_bytes", "n"), ("merge", "b")]);
+    matches(
+        &document["cache"],
+        &[("off_by", "s?"), ("max_count", "n"), ("max_bytes", "n"), ("merge", "b")],
+    );
     let monitor = &document["cache_monitor"];
-    matches(monitor, &[("requested", "s"), ("name", "s"), ("why", "s"), ("limits", "s"), ("tried", "a")]);
+    matches(
+        monitor,
+        &[("requested", "s"), ("name", "s"), ("why", "s"), ("limits", "s"), ("tried", "a")],
+    );
     for tried in list(monitor, "tried") {
         matches(tried, &[("name", "s"), ("refused", "s?"), ("remedy", "s?")]);
     }
     for monitor in list(&document, "device_monitors") {
         matches(
             monitor,
-            &[("iface", "s"), ("name", "s?"), ("why", "s"), ("left_out_by", "s?"), ("remedy", "s?")],
+            &[
+                ("iface", "s"),
+                ("name", "s?"),
+                ("why", "s"),
+                ("left_out_by", "s?"),
+                ("remedy", "s?"),
+            ],
         );
     }
     for iface in list(&document, "ifaces") {
@@ -263,11 +307,18 @@ fn info_json_is_what_the_schema_document_says() {
                 ("capability", "a"),
             ],
         );
-        assert_ne!(iface["available"], iface["reason"].is_string(), "absent means a reason: {iface}");
+        assert_ne!(
+            iface["available"],
+            iface["reason"].is_string(),
+            "absent means a reason: {iface}"
+        );
     }
     let names: BTreeSet<_> =
         list(&document, "ifaces").iter().filter_map(|iface| iface["name"].as_str()).collect();
-    assert!(names.is_superset(&BTreeSet::from(["system", "cuda", "rocr", "ze", "simulated"])), "{names:?}");
+    assert!(
+        names.is_superset(&BTreeSet::from(["system", "cuda", "rocr", "ze", "simulated"])),
+        "{names:?}"
+    );
     for device in list(&document, "devices") {
         matches(
             device,
@@ -445,14 +496,16 @@ fn check_tortures_the_registration_cache_under_each_monitor() {
         );
     }
     // It takes the NIC that keeps pages.
-    let other = json(&hmem(&["check", "--quick", "--json", "--provider", "loopback/scalable"], &[]));
+    let other =
+        json(&hmem(&["check", "--quick", "--json", "--provider", "loopback/scalable"], &[]));
     assert_eq!(list(&other, "stale").len(), 0);
 }
 
 /// DIAG-02, MON-02: a container that forbids userfaultfd is no failure.
 #[test]
 fn a_monitor_that_a_seccomp_filter_forbids_is_skipped_with_the_reason() {
-    let output = hmem_without_userfaultfd(&["check", "--quick", "--json", "--iface", "system"], &[]);
+    let output =
+        hmem_without_userfaultfd(&["check", "--quick", "--json", "--iface", "system"], &[]);
     ended(&output, 0);
     let document = json(&output);
     for row in list(&document, "stale") {
@@ -461,7 +514,8 @@ fn a_monitor_that_a_seccomp_filter_forbids_is_skipped_with_the_reason() {
     for monitor in ["userfaultfd", "memhooks+userfaultfd"] {
         assert!(list(&document, "stale").iter().all(|row| row["monitor"] != monitor), "{document}");
         let what = format!("stale registrations of system under {monitor}");
-        let skipped = list(&document, "skipped").iter().find(|skipped| skipped["what"] == what.as_str());
+        let skipped =
+            list(&document, "skipped").iter().find(|skipped| skipped["what"] == what.as_str());
         let why = skipped.and_then(|skipped| skipped["why"].as_str()).unwrap_or_default();
         assert!(why.contains("seccomp") && why.contains("EPERM"), "{monitor}: {document}");
     }
@@ -480,7 +534,10 @@ fn what_is_absent_is_skipped_with_its_reason_and_is_no_success() {
         let document = json(&output);
         assert!(list(&document, "rows").is_empty());
         let skipped = list(&document, "skipped");
-        let why = skipped.iter().find(|skipped| skipped["what"] == format!("iface {name}")).expect("skipped");
+        let why = skipped
+            .iter()
+            .find(|skipped| skipped["what"] == format!("iface {name}"))
+            .expect("skipped");
         assert!(why["why"].as_str().is_some_and(|why| why.contains(name)), "{why}");
     }
 }
@@ -491,7 +548,8 @@ fn a_provider_that_this_build_lacks_is_skipped_with_its_reason() {
     let info = json(&hmem(&["info", "--json"], &[]));
     for absent in list(&info, "absent") {
         let what = absent["what"].as_str().unwrap_or_default();
-        let Some(name) = what.strip_prefix("provider ").or_else(|| what.strip_prefix("NIC ")) else {
+        let Some(name) = what.strip_prefix("provider ").or_else(|| what.strip_prefix("NIC "))
+        else {
             continue;
         };
         let output = hmem(&["check", "--quick", "--json", "--provider", name], &[]);
@@ -505,8 +563,16 @@ fn a_provider_that_this_build_lacks_is_skipped_with_its_reason() {
 /// DIAG-02: one size, one path, one NIC.
 #[test]
 fn a_check_can_be_narrowed() {
-    let arguments =
-        ["check", "--json", "--provider", "loopback/hardware", "--path", "dma-buf", "--bytes", "12345"];
+    let arguments = [
+        "check",
+        "--json",
+        "--provider",
+        "loopback/hardware",
+        "--path",
+        "dma-buf",
+        "--bytes",
+        "12345",
+    ];
     let output = hmem(&arguments, &[]);
     ended(&output, 0);
     let document = json(&output);
@@ -538,7 +604,8 @@ fn the_environment_filters_ifaces_and_forbids_direct_access() {
     let output = hmem(&["check", "--quick", "--json"], &[("FI_HMEM_DISABLE_P2P", "1")]);
     ended(&output, 0);
     let document = json(&output);
-    let paths: BTreeSet<_> = list(&document, "rows").iter().filter_map(|row| row["path"].as_str()).collect();
+    let paths: BTreeSet<_> =
+        list(&document, "rows").iter().filter_map(|row| row["path"].as_str()).collect();
     assert_eq!(paths, BTreeSet::from(["plain-host", "staged"]));
     let skipped = list(&document, "skipped").iter().filter_map(|skipped| skipped["why"].as_str());
     assert!(skipped.into_iter().any(|why| why.contains("FI_HMEM_DISABLE_P2P")), "{document}");
@@ -548,7 +615,10 @@ fn the_environment_filters_ifaces_and_forbids_direct_access() {
 #[test]
 fn wrong_usage_and_environment_are_refused_in_one_line() {
     refused(&hmem(&["info"], &[("FI_HMEM", "system,nonsense")]), &["nonsense", "FI_HMEM"]);
-    refused(&hmem(&["check"], &[("FI_HMEM_DISABLE_P2P", "maybe")]), &["FI_HMEM_DISABLE_P2P", "maybe"]);
+    refused(
+        &hmem(&["check"], &[("FI_HMEM_DISABLE_P2P", "maybe")]),
+        &["FI_HMEM_DISABLE_P2P", "maybe"],
+    );
     refused(&hmem(&["check", "--iface", "nonsense"], &[]), &["--iface", "nonsense", "simulated"]);
     refused(
         &hmem(&["check", "--provider", "nonsense"], &[]),
@@ -600,7 +670,8 @@ fn bench_cache_prints_every_figure_with_what_it_is_held_against() {
     ended(&output, 0);
     let document = json(&output);
     assert_eq!(document["schema"], 1);
-    let is_here = |what: &str| list(&document, "skipped").iter().all(|skipped| skipped["what"] != what);
+    let is_here =
+        |what: &str| list(&document, "skipped").iter().all(|skipped| skipped["what"] != what);
     let ucx_is_here = is_here("UCX");
     let hooks_are_here = is_here("our side with a monitor on");
     let rows = list(&document, "rows");
@@ -621,9 +692,12 @@ fn bench_cache_prints_every_figure_with_what_it_is_held_against() {
         assert_eq!(row["peer"].is_null(), row["ratio"].is_null(), "{row}");
     }
     let figures: BTreeSet<_> = rows.iter().filter_map(|row| row["figure"].as_str()).collect();
-    for figure in
-        ["hit, at random", "hit, the same region", "hit, different regions", "miss, insert and evict"]
-    {
+    for figure in [
+        "hit, at random",
+        "hit, the same region",
+        "hit, different regions",
+        "miss, insert and evict",
+    ] {
         assert!(figures.contains(figure), "{figure} is not in {figures:?}");
     }
     assert_eq!(rows.iter().any(|row| row["peer"] == "UCX"), ucx_is_here);

@@ -52,7 +52,9 @@ fn info_shows_the_devices_and_the_paths_to_them() {
     let Some((first, second, _alone)) = devices() else { return };
     let document = document_of(&run(hmem("info", &["--json"])));
     for device in [Some(first), second].into_iter().flatten() {
-        let [nic] = rows(&document, "providers", &device)[..] else { panic!("{device}: {document}") };
+        let [nic] = rows(&document, "providers", &device)[..] else {
+            panic!("{device}: {document}")
+        };
         assert_eq!((&nic["software"], &nic["key_size"]), (&false.into(), &4.into()), "{nic}");
         for bit in ["LOCAL", "VIRT_ADDR", "ALLOCATED", "PROV_KEY"] {
             assert!(nic["needs"].as_array().expect("bits").contains(&bit.into()), "{bit}: {nic}");
@@ -64,7 +66,8 @@ fn info_shows_the_devices_and_the_paths_to_them() {
         if std::env::var("HMEM_VERBS_DMA_BUF").is_ok_and(|value| value == "1") {
             let imports = nic["imports"].as_array().expect("a list");
             assert!(imports.contains(&"dma-buf".into()), "{nic}");
-            let device = paths.iter().find(|entry| entry["iface"] == "simulated").expect("device memory");
+            let device =
+                paths.iter().find(|entry| entry["iface"] == "simulated").expect("device memory");
             assert_eq!(device["path"], "dma-buf", "{device}");
         }
         let table = run(hmem("info", &[]));
@@ -90,9 +93,11 @@ fn check_moves_verified_bytes_through_the_device() {
 /// The node through which processes reach a device.
 fn node(device: &str) -> PathBuf {
     let verbs = fs::read_dir("/sys/class/infiniband_verbs").expect("the kernel's list");
-    let named =
-        |path: &PathBuf| fs::read_to_string(path.join("ibdev")).is_ok_and(|name| name.trim() == device);
-    let folder = verbs.filter_map(|entry| entry.ok().map(|entry| entry.path()).filter(named)).next();
+    let named = |path: &PathBuf| {
+        fs::read_to_string(path.join("ibdev")).is_ok_and(|name| name.trim() == device)
+    };
+    let folder =
+        verbs.filter_map(|entry| entry.ok().map(|entry| entry.path()).filter(named)).next();
     PathBuf::from("/dev/infiniband").join(folder.expect("the device").file_name().expect("a name"))
 }
 
@@ -122,12 +127,17 @@ fn a_device_whose_node_may_not_be_opened_is_listed_with_the_reason() {
     let document = document_of(&nobody("info", &["--json"]));
     assert!(rows(&document, "providers", &second).is_empty(), "{document}");
     let absent = document["absent"].as_array().expect("a list");
-    let entry = absent.iter().find(|entry| entry["what"] == format!("NIC {nic}")).expect("it is listed");
+    let entry =
+        absent.iter().find(|entry| entry["what"] == format!("NIC {nic}")).expect("it is listed");
     for word in ["ibv_open_device", "EACCES", "/dev/infiniband"] {
         assert!(entry["why"].as_str().is_some_and(|why| why.contains(word)), "{word}: {entry}");
     }
     for arguments in [&["--loopback", "--nic", &nic][..], &["127.0.0.1", "--nic", &nic]] {
-        refused(&nobody("perf", arguments), 2, &[&nic, "ibv_open_device", "EACCES", "/dev/infiniband"]);
+        refused(
+            &nobody("perf", arguments),
+            2,
+            &[&nic, "ibv_open_device", "EACCES", "/dev/infiniband"],
+        );
     }
 }
 
@@ -141,7 +151,8 @@ fn a_port_that_is_down_is_one_line() {
         assert!(status.expect("ip (iproute2) runs").success(), "{netdev} {state}");
     };
     let nic = format!("verbs/{second}");
-    let transfer = ["--loopback", "--nic", &nic, "--size", "64", "--iterations", "4", "--depth", "2"];
+    let transfer =
+        ["--loopback", "--nic", &nic, "--size", "64", "--iterations", "4", "--depth", "2"];
     link("down");
     let output = run(hmem("perf", &transfer));
     let state = fs::read_to_string(format!("/sys/class/infiniband/{second}/ports/1/state"));
@@ -149,7 +160,11 @@ fn a_port_that_is_down_is_one_line() {
     link("up");
     refused(&output, 1, &["ibv_query_port", "PORT_DOWN", "bring the link up"]);
     assert!(state.is_ok_and(|state| state.contains("DOWN")), "the test has taken the port down");
-    assert_eq!(rows(&document_of(&info), "providers", &second).len(), 1, "the device is there all the same");
+    assert_eq!(
+        rows(&document_of(&info), "providers", &second).len(),
+        1,
+        "the device is there all the same"
+    );
 }
 
 #[test]

@@ -23,7 +23,9 @@ fn hmem(driver: &str, arguments: &[&str]) -> Output {
 
 fn hmem_with(driver: &str, variables: &[(&str, &str)], arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_hmem"));
-    for name in ["FI_HMEM", "FI_HMEM_DISABLE_P2P", "HMEM_CUDA_MONITOR", "NO_COLOR", "CLICOLOR_FORCE"] {
+    for name in
+        ["FI_HMEM", "FI_HMEM_DISABLE_P2P", "HMEM_CUDA_MONITOR", "NO_COLOR", "CLICOLOR_FORCE"]
+    {
         command.env_remove(name);
     }
     command.env("HMEM_CUDA_LIBRARY", library()).env("HMEM_FAKE_CUDA", driver);
@@ -71,12 +73,19 @@ fn diag_01_info_says_whether_gdrcopy_is_there_and_why_not() {
         let entry = &info["gdrcopy"];
         assert_eq!(entry["library"], "libgdrapi.so.2");
         assert_eq!(entry["available"], available, "{entry}");
-        assert_eq!((entry["reason"].is_null(), entry["remedy"].is_null()), (available, available), "{entry}");
+        assert_eq!(
+            (entry["reason"].is_null(), entry["remedy"].is_null()),
+            (available, available),
+            "{entry}"
+        );
         let text = hmem_with("580-open", &variables, &["info"]);
         let text = String::from_utf8_lossy(&text.stdout);
         let text: Vec<_> = text.split_whitespace().collect();
         let text = text.join(" ");
-        assert!(text.contains("libgdrapi.so.2: ") && text.contains(words), "{words} is not in {text}");
+        assert!(
+            text.contains("libgdrapi.so.2: ") && text.contains(words),
+            "{words} is not in {text}"
+        );
     };
     // Not a library.
     std::fs::write(&place, "text").expect("a file");
@@ -118,7 +127,8 @@ fn cache_12_info_says_which_variable_leaves_a_monitor_out_and_does_not_start_it(
     const VARIABLE: &str = "FI_MR_CUDA_CACHE_MONITOR_ENABLED";
     // With --verbose, a monitor that starts says so.
     for (enabled, left_out) in [("1", false), ("0", true)] {
-        let output = hmem_with("580-open", &[(VARIABLE, enabled)], &["--verbose", "info", "--json"]);
+        let output =
+            hmem_with("580-open", &[(VARIABLE, enabled)], &["--verbose", "info", "--json"]);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         let info = json(&output);
         let monitors = info["device_monitors"].as_array().expect("monitors");
@@ -127,8 +137,13 @@ fn cache_12_info_says_which_variable_leaves_a_monitor_out_and_does_not_start_it(
         assert_eq!(of_cuda["name"].is_null(), left_out, "{of_cuda}");
         assert_eq!(!said.contains("monitor of CUDA memory started"), left_out, "{said}");
         let text = hmem_with("580-open", &[(VARIABLE, enabled)], &["info"]);
-        let text = String::from_utf8_lossy(&text.stdout).split_whitespace().collect::<Vec<_>>().join(" ");
-        assert_eq!(text.contains(&format!("cuda: none: left out by {VARIABLE}")), left_out, "{text}");
+        let text =
+            String::from_utf8_lossy(&text.stdout).split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_eq!(
+            text.contains(&format!("cuda: none: left out by {VARIABLE}")),
+            left_out,
+            "{text}"
+        );
     }
 }
 
@@ -162,7 +177,10 @@ fn diag_02_check_moves_verified_bytes_of_every_kind_of_cuda_memory() {
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         assert!(output.status.success(), "{driver}: {text}");
         for kind in ["device", "host", "managed", "stream-ordered", "virtual"] {
-            assert!(text.contains(&format!("\"{kind}\"")), "{driver}: {kind} was not checked: {text}");
+            assert!(
+                text.contains(&format!("\"{kind}\"")),
+                "{driver}: {kind} was not checked: {text}"
+            );
         }
         let report = json(&output);
         let rows = report["rows"].as_array().expect("rows");
@@ -187,7 +205,10 @@ fn perf_measures_transfers_between_cuda_devices_and_verifies_them() {
     let output = hmem("580-open", &arguments);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
-    assert!(text.contains("\"cuda\"") && text.contains("dma-buf") && !text.contains("staged"), "{text}");
+    assert!(
+        text.contains("\"cuda\"") && text.contains("dma-buf") && !text.contains("staged"),
+        "{text}"
+    );
 }
 
 /// P2P-03: what would be done, with the driver's own reason.

@@ -40,7 +40,8 @@ fn list<'a>(value: &'a Value, name: &str) -> &'a [Value] {
 
 /// Exactly these fields, each of them in the schema's document.
 fn matches(object: &Value, fields: &[&str]) {
-    let names: BTreeSet<_> = object.as_object().expect("an object").keys().map(String::as_str).collect();
+    let names: BTreeSet<_> =
+        object.as_object().expect("an object").keys().map(String::as_str).collect();
     assert_eq!(names, fields.iter().copied().collect(), "{object}");
     for name in fields {
         assert!(SCHEMA.contains(&format!("`{name}`")), "{name} is not in docs/explain-schema.md");
@@ -83,13 +84,20 @@ fn diag_01_explain_says_the_path_of_every_pair_in_the_documented_json() {
         matches(&entry["wiring"], &WIRING);
         let trace = list(entry, "trace");
         assert!(
-            trace.last().is_some_and(|last| last["error"].is_null() && last["path"] == entry["path"]),
+            trace
+                .last()
+                .is_some_and(|last| last["error"].is_null() && last["path"] == entry["path"]),
             "{entry}"
         );
         if entry["iface"] == "simulated" {
             let unknown = entry["wiring"]["unknown"].as_str().expect("said");
-            assert!(unknown.contains("no PCI address"), "software is plugged in nowhere: {unknown}");
-            assert!(entry["wiring"]["way"].is_null() && list(&entry["wiring"], "findings").is_empty());
+            assert!(
+                unknown.contains("no PCI address"),
+                "software is plugged in nowhere: {unknown}"
+            );
+            assert!(
+                entry["wiring"]["way"].is_null() && list(&entry["wiring"], "findings").is_empty()
+            );
         }
     }
 }
@@ -97,13 +105,25 @@ fn diag_01_explain_says_the_path_of_every_pair_in_the_documented_json() {
 /// DIAG-01, P2P-02, P2P-03: narrowed to one, as text, with what was refused and what to do.
 #[test]
 fn diag_01_explain_can_be_narrowed_and_obeys_the_policy() {
-    let one =
-        ["explain", "--iface", "simulated", "--device", "1", "--nic", "loopback/hardware", "--size", "64KiB"];
+    let one = [
+        "explain",
+        "--iface",
+        "simulated",
+        "--device",
+        "1",
+        "--nic",
+        "loopback/hardware",
+        "--size",
+        "64KiB",
+    ];
     let output = hmem(&one, &[]);
     let text = ended(&output, 0);
-    for word in
-        ["simulated:1 to loopback/hardware", "64 KiB", "path: dma-buf", "simulated:1 has no PCI address"]
-    {
+    for word in [
+        "simulated:1 to loopback/hardware",
+        "64 KiB",
+        "path: dma-buf",
+        "simulated:1 has no PCI address",
+    ] {
         assert!(text.contains(word), "{word} is not in:\n{text}");
     }
     assert_eq!(text.matches("path: ").count(), 1, "{text}");
@@ -122,7 +142,8 @@ fn diag_01_explain_can_be_narrowed_and_obeys_the_policy() {
     assert!(entry["path"].is_null() && entry["p2p_disabled"] == true, "{entry}");
     assert!(!list(entry, "remedies").is_empty(), "{entry}");
     assert!(
-        ended(&hmem(&[&one[..], &["--policy", "required"]].concat(), &forbidden), 1).contains("path: none")
+        ended(&hmem(&[&one[..], &["--policy", "required"]].concat(), &forbidden), 1)
+            .contains("path: none")
     );
 }
 
@@ -134,8 +155,14 @@ fn diag_01_explain_says_what_is_not_there() {
         let name = iface["name"].as_str().expect("text");
         let document = json(&hmem(&["explain", "--json", "--iface", name], &[]), 1);
         assert!(list(&document, "explanations").is_empty());
-        assert!(list(&document, "skipped").iter().any(|skipped| skipped["what"] == format!("iface {name}")));
-        assert!(ended(&hmem(&["explain", "--iface", name], &[]), 1).contains("nothing was explained"));
+        assert!(
+            list(&document, "skipped")
+                .iter()
+                .any(|skipped| skipped["what"] == format!("iface {name}"))
+        );
+        assert!(
+            ended(&hmem(&["explain", "--iface", name], &[]), 1).contains("nothing was explained")
+        );
     }
     for (arguments, words) in [
         (&["explain", "--iface", "nonsense"][..], &["--iface", "simulated"][..]),
@@ -155,16 +182,19 @@ fn diag_01_explain_says_what_is_not_there() {
 
 /// Two devices and two NICs that say they are plugged into a recorded machine.
 fn placed(name: &str, devices: [&str; 2], nics: [(&str, &str); 2]) -> Machine {
-    let simulated = Simulated::builder().devices(2).pci_bus_ids(devices).memory_per_device(80 << 30).build();
+    let simulated =
+        Simulated::builder().devices(2).pci_bus_ids(devices).memory_per_device(80 << 30).build();
     let hmem = Hmem::builder().without_vendor_ifaces().iface(simulated.unwrap()).build().unwrap();
     let mut machine = Machine::new(hmem);
     machine.software.push((SIMULATED, "simulated".into()));
     for (nic, address) in nics {
         let imports = Imports { staged: true, ..Imports::default() };
-        let nic = Loopback::builder().nic(nic).pci_bus_id(address).imports(imports).build().unwrap();
+        let nic =
+            Loopback::builder().nic(nic).pci_bus_id(address).imports(imports).build().unwrap();
         machine.add(std::sync::Arc::new(nic), true, "for tests").unwrap();
     }
-    let path = format!("{}/../p2p/tests/fixtures/topology/{name}.tar.gz", env!("CARGO_MANIFEST_DIR"));
+    let path =
+        format!("{}/../p2p/tests/fixtures/topology/{name}.tar.gz", env!("CARGO_MANIFEST_DIR"));
     machine.topology = Some(Topology::open(path).unwrap());
     machine
 }
@@ -203,10 +233,14 @@ fn diag_01_info_has_the_distance_of_each_pair() {
     assert!(String::from_utf8(text).unwrap().contains("staged (PXB)"));
 
     // A device that is not in the tree, and one that says nothing, are said to be so.
-    let elsewhere =
-        placed("laptop", ["0000:ee:00.0", "0000:01:00.0"], [("a", "0000:0c:00.0"), ("b", "nowhere")]);
+    let elsewhere = placed(
+        "laptop",
+        ["0000:ee:00.0", "0000:01:00.0"],
+        [("a", "0000:0c:00.0"), ("b", "nowhere")],
+    );
     let inventory = info::inventory(&elsewhere);
-    let why: Vec<_> = inventory.p2p.iter().filter_map(|entry| entry.distance_unknown.as_deref()).collect();
+    let why: Vec<_> =
+        inventory.p2p.iter().filter_map(|entry| entry.distance_unknown.as_deref()).collect();
     assert_eq!(why.len(), 4);
     assert!(why[0].contains("simulated:0: 0000:ee:00.0 is not in the PCIe tree"), "{why:?}");
     assert!(why[2].contains("loopback/a: 0000:0c:00.0 is not in the PCIe tree"), "{why:?}");
@@ -222,7 +256,10 @@ fn diag_03_explain_names_the_nearer_nic_and_the_small_bar() {
     let entries = list(&document, "explanations");
     assert_eq!(entries.len(), 4);
     let of = |device: u32, nic: &str| {
-        entries.iter().find(|entry| entry["device"] == device && entry["nic"] == nic).expect("an entry")
+        entries
+            .iter()
+            .find(|entry| entry["device"] == device && entry["nic"] == nic)
+            .expect("an entry")
     };
     for entry in entries {
         matches(&entry["wiring"]["way"], &WAY);
@@ -261,7 +298,10 @@ fn diag_03_explain_finds_acs_and_the_iommu() {
     let names: Vec<_> = entry.wiring.findings.iter().map(|finding| finding.name).collect();
     assert_eq!(names, ["acs", "iommu", "bar", "peer-memory"]);
     let acs = &entry.wiring.findings[0];
-    assert!(acs.what.contains("0000:3c:04.0, 0000:3c:0c.0") && acs.remedy.contains("setpci"), "{acs:?}");
+    assert!(
+        acs.what.contains("0000:3c:04.0, 0000:3c:0c.0") && acs.remedy.contains("setpci"),
+        "{acs:?}"
+    );
     assert!(entry.wiring.findings[1].remedy.contains("iommu=pt"));
     let way = entry.wiring.way.as_ref().unwrap();
     assert_eq!((way.distance, way.redirection), ("PIX", "by-ports"));
@@ -272,7 +312,9 @@ fn diag_03_explain_finds_acs_and_the_iommu() {
     let mut text = Vec::new();
     hmem_cli::explain::text(&mut text, &report, Style::plain()).unwrap();
     let text = String::from_utf8(text).unwrap();
-    for word in ["distance: PIX", "ACS: redirects at 0000:3c:04.0", "found (acs):", "IOMMU: translating"] {
+    for word in
+        ["distance: PIX", "ACS: redirects at 0000:3c:04.0", "found (acs):", "IOMMU: translating"]
+    {
         assert!(text.contains(word), "{word} is not in:\n{text}");
     }
 }

@@ -28,8 +28,12 @@ fn every_operation_moves_verified_bytes_between_host_memories() {
         let document = document(&["--op", op, "--size", "1,7,8..32,4097,1MiB"]);
         is_as_documented(&document, ["plain-host"; 2]);
         assert_eq!(document["op"], op);
-        let sizes: Vec<_> =
-            document["results"].as_array().expect("results").iter().map(|row| row["bytes"].clone()).collect();
+        let sizes: Vec<_> = document["results"]
+            .as_array()
+            .expect("results")
+            .iter()
+            .map(|row| row["bytes"].clone())
+            .collect();
         assert_eq!(sizes, [1, 7, 8, 16, 32, 4097, 1 << 20].map(Value::from));
     }
     let atomic = document(&["--op", "atomic"]);
@@ -41,7 +45,8 @@ fn every_operation_moves_verified_bytes_between_host_memories() {
 fn every_operation_moves_verified_bytes_between_device_memories() {
     for op in ["write", "read", "send", "atomic"] {
         let sizes: &[&str] = if op == "atomic" { &[] } else { &["--size", "3,64KiB"] };
-        let document = document(&[&["--op", op, "--iface", "simulated", "--device", "1"], sizes].concat());
+        let document =
+            document(&[&["--op", op, "--iface", "simulated", "--device", "1"], sizes].concat());
         is_as_documented(&document, ["dma-buf"; 2]);
         assert_eq!(document["local"]["device"], 1);
     }
@@ -52,7 +57,8 @@ fn every_software_nic_and_depth_works() {
     for nic in ["loopback/scalable", "loopback/hardware"] {
         for depth in ["1", "3", "4096"] {
             for op in ["write", "send", "atomic"] {
-                let document = document(&["--nic", nic, "--depth", depth, "--op", op, "--size", "8"]);
+                let document =
+                    document(&["--nic", nic, "--depth", depth, "--op", op, "--size", "8"]);
                 is_as_documented(&document, ["plain-host"; 2]);
             }
         }
@@ -89,12 +95,21 @@ fn the_table_says_what_was_measured_over_which_path() {
     let output = perf(&["--loopback", "--size", "64", "--iterations", "10"]);
     assert_eq!(output.status.code(), Some(0));
     let table = text(&output.stdout);
-    for word in
-        ["RMA write to server 127.0.0.1", "plain-host", "loopback/hardware", "GiB/s", "99.9%", "64 B", "yes"]
-    {
+    for word in [
+        "RMA write to server 127.0.0.1",
+        "plain-host",
+        "loopback/hardware",
+        "GiB/s",
+        "99.9%",
+        "64 B",
+        "yes",
+    ] {
         assert!(table.contains(word), "{word} is not in:\n{table}");
     }
-    assert!(table.lines().all(|line| line.chars().count() <= 110 && line == line.trim_end()), "{table}");
+    assert!(
+        table.lines().all(|line| line.chars().count() <= 110 && line == line.trim_end()),
+        "{table}"
+    );
 }
 
 #[test]
@@ -126,8 +141,10 @@ fn wrong_usage_is_refused_in_one_line() {
 
 #[test]
 fn nobody_listening_is_one_line() {
-    let port =
-        TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a port").port();
+    let port = TcpListener::bind("127.0.0.1:0")
+        .and_then(|listener| listener.local_addr())
+        .expect("a port")
+        .port();
     refused(
         &perf(&["127.0.0.1", "--port", &port.to_string(), "--nic", SOFTWARE]),
         1,
@@ -146,8 +163,7 @@ fn message(content: &[u8]) -> Vec<u8> {
 fn request(change: impl FnOnce(&mut Value)) -> Vec<u8> {
     let side = json!({"iface": "system", "device": null, "provider": "loopback", "nic": "x\u{1b}[2J", "path": "",
         "reason": "", "trace": []});
-    let mut request =
-        json!({"op": "write", "sizes": [8], "depth": 1, "seed": 1, "endpoint": [1, 2, 3], "side": side});
+    let mut request = json!({"op": "write", "sizes": [8], "depth": 1, "seed": 1, "endpoint": [1, 2, 3], "side": side});
     change(&mut request);
     message(json!({ "request": request }).to_string().as_bytes())
 }
@@ -187,7 +203,10 @@ fn a_malformed_client_is_one_line_at_the_server() {
         (request(|request| request["depth"] = json!(-1)), "invalid value"),
         (request(|request| request["op"] = json!("atomic\u{7}")), "unknown variant"),
         (request(|request| request["extra"] = json!(1)), "unknown field"),
-        (request(|request| request["side"]["provider"] = json!("verbs\u{1b}[2J")), "theirs=verbs [2J"),
+        (
+            request(|request| request["side"]["provider"] = json!("verbs\u{1b}[2J")),
+            "theirs=verbs [2J",
+        ),
         (
             request(|request| {
                 request["op"] = json!("atomic");
@@ -220,10 +239,14 @@ fn a_malformed_server_is_one_line_at_the_client() {
     let ready = |key: Value| {
         let side = json!({"iface": "", "device": null, "provider": "loopback", "nic": "", "path": "", "reason": "",
             "trace": []});
-        message(json!({"ready": {"endpoint": [1], "key": key, "side": side}}).to_string().as_bytes())
+        message(
+            json!({"ready": {"endpoint": [1], "key": key, "side": side}}).to_string().as_bytes(),
+        )
     };
-    let key =
-        |len| hmem::RemoteKey::new(hmem::Addressing::Virtual, hmem::Iova(u64::MAX - 200), len, 1).to_bytes();
+    let key = |len| {
+        hmem::RemoteKey::new(hmem::Addressing::Virtual, hmem::Iova(u64::MAX - 200), len, 1)
+            .to_bytes()
+    };
     all.extend([
         (ready(Value::Null), "no key"),
         (ready(json!([1, 2, 3])), "remote key"),

@@ -37,7 +37,8 @@ fn dma_buf() -> bool {
 
 /// What the kernel holds for processes on all devices: protection domains, queues, regions, contexts.
 fn resources() -> String {
-    let output = Command::new("rdma").args(["resource", "show"]).output().expect("rdma (iproute2) runs");
+    let output =
+        Command::new("rdma").args(["resource", "show"]).output().expect("rdma (iproute2) runs");
     assert!(output.status.success(), "{}", text(&output.stderr));
     text(&output.stdout).to_owned()
 }
@@ -58,7 +59,10 @@ impl Device {
         let document = document_of(&self.client(server.port, client));
         assert_eq!(server.status(), Some(0), "{}", server.next_line());
         for side in ["local", "remote"] {
-            assert_eq!(format!("verbs/{}", document[side]["nic"].as_str().expect("a name")), self.nic);
+            assert_eq!(
+                format!("verbs/{}", document[side]["nic"].as_str().expect("a name")),
+                self.nic
+            );
         }
         document
     }
@@ -96,9 +100,13 @@ fn every_operation_moves_verified_bytes_between_device_memories_of_two_processes
     let simulated = ["--iface", "simulated", "--device", "1"];
     for op in ["write", "read", "send", "atomic"] {
         let sizes: &[&str] = if op == "atomic" { &[] } else { &["--size", "3,4097,64KiB"] };
-        let document = device.document(&simulated, &[&["--op", op], sizes, &simulated[..], &FEW].concat());
+        let document =
+            device.document(&simulated, &[&["--op", op], sizes, &simulated[..], &FEW].concat());
         is_as_documented(&document, ["dma-buf"; 2]);
-        assert_eq!((&document["local"]["device"], &document["remote"]["device"]), (&1.into(), &1.into()));
+        assert_eq!(
+            (&document["local"]["device"], &document["remote"]["device"]),
+            (&1.into(), &1.into())
+        );
     }
     let mixed = device.document(&simulated, &[&["--size", "4097"], &FEW[..]].concat());
     is_as_documented(&mixed, ["plain-host", "dma-buf"]);
@@ -111,11 +119,16 @@ fn a_server_serves_one_client_after_another_and_the_table_names_the_path() {
     let server = device.server(&["--persistent"]);
     let before = resources();
     for size in ["8", "64KiB"] {
-        let arguments = server.client(&[&["--nic", &device.nic, "--size", size], &FEW[..]].concat());
+        let arguments =
+            server.client(&[&["--nic", &device.nic, "--size", size], &FEW[..]].concat());
         let output = hmem("perf", &[]).args(arguments).output().expect("the command runs");
         assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
         for word in ["RMA write to server 127.0.0.1", "plain-host", &device.nic] {
-            assert!(text(&output.stdout).contains(word), "{word} is not in:\n{}", text(&output.stdout));
+            assert!(
+                text(&output.stdout).contains(word),
+                "{word} is not in:\n{}",
+                text(&output.stdout)
+            );
         }
     }
     assert_eq!(resources(), before, "the server holds nothing of clients that are gone");
@@ -132,9 +145,10 @@ fn transferring(device: &Device, port: u16, op: &str) -> (Child, Relay) {
     });
     let port = relay.port.to_string();
     let to = ["127.0.0.1", "--port", &port, "--nic", &device.nic];
-    let client = hmem("perf", &[&to[..], &["--op", op, "--size", "4096", "--duration", "600"]].concat())
-        .spawn()
-        .expect("the command starts");
+    let client =
+        hmem("perf", &[&to[..], &["--op", op, "--size", "4096", "--duration", "600"]].concat())
+            .spawn()
+            .expect("the command starts");
     told.recv().expect("the client says that it transfers");
     (client, relay)
 }
@@ -168,7 +182,8 @@ fn a_client_that_dies_in_mid_transfer_is_one_line_at_the_server_which_serves_on(
         relay.join();
         assert_eq!(resources(), before, "nothing is left of it");
     }
-    let document = document_of(&device.client(server.port, &["--size", "64", "--iterations", "20"]));
+    let document =
+        document_of(&device.client(server.port, &["--size", "64", "--iterations", "20"]));
     is_as_documented(&document, ["plain-host"; 2]);
 }
 
@@ -194,10 +209,20 @@ fn an_altered_handshake_is_refused_in_one_line() {
     let Some(device) = device() else { return };
     let before = resources();
     let cases: [(From, &str, Change, &[&str]); 4] = [
-        (From::Client, "request", |request| flip(&mut request["endpoint"], 9), &["resolve", "unchanged"]),
+        (
+            From::Client,
+            "request",
+            |request| flip(&mut request["endpoint"], 9),
+            &["resolve", "unchanged"],
+        ),
         (From::Server, "ready", |ready| flip(&mut ready["endpoint"], 9), &["resolve", "unchanged"]),
         (From::Server, "ready", |ready| flip(&mut ready["key"], 20), &["remote key"]),
-        (From::Server, "ready", |ready| forge(&mut ready["key"]), &["remote access error (10)", "stale"]),
+        (
+            From::Server,
+            "ready",
+            |ready| forge(&mut ready["key"]),
+            &["remote access error (10)", "stale"],
+        ),
     ];
     for (who, name, change, words) in cases {
         let mut server = device.server(&[]);

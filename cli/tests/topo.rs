@@ -65,7 +65,8 @@ fn document(name: &str) -> Value {
 
 /// Exactly these fields, each of them in a table of the schema's document.
 fn matches(object: &Value, fields: &[&str]) {
-    let names: BTreeSet<_> = object.as_object().expect("an object").keys().map(String::as_str).collect();
+    let names: BTreeSet<_> =
+        object.as_object().expect("an object").keys().map(String::as_str).collect();
     assert_eq!(names, fields.iter().copied().collect(), "{object}");
     for name in fields {
         assert!(SCHEMA.contains(&format!("`{name}`")), "{name} is not in docs/topo-schema.md");
@@ -88,7 +89,10 @@ fn p2p_05_the_tree_and_the_distances_are_drawn() {
     }
     assert!(!text.contains('\x1b'), "colours are for terminals");
     // The GPU is three switches below its root port, each indented by one branch.
-    let gpu = lines.iter().find(|line| line.contains("0000:07:00.0 GPU NVIDIA")).expect("the GPU is drawn");
+    let gpu = lines
+        .iter()
+        .find(|line| line.contains("0000:07:00.0 GPU NVIDIA"))
+        .expect("the GPU is drawn");
     assert!(
         gpu.starts_with("\u{2502}  \u{2502}     \u{2514}\u{2500} 06:00.0")
             || gpu.contains("06:00.0 \u{2192} 0000:07:00.0"),
@@ -97,15 +101,24 @@ fn p2p_05_the_tree_and_the_distances_are_drawn() {
     for word in ["BAR 64 GiB", "16 GT/s x16", "IOMMU group", "nvidia"] {
         assert!(gpu.contains(word), "{word} is not in: {gpu}");
     }
-    let row = lines.iter().find(|line| line.starts_with("  0000:47:00.0 ")).expect("a row of distances");
+    let row =
+        lines.iter().find(|line| line.starts_with("  0000:47:00.0 ")).expect("a row of distances");
     let cells: Vec<_> = row.split_whitespace().skip(1).collect();
-    assert_eq!(cells, ["SYS", "SYS", "PXB", "PXB", "SYS", "SYS", "SYS", "SYS", "SYS", "SYS", "SYS", "SYS"]);
-    for word in
-        ["nearest to 0000:47:00.0, 0000:4e:00.0: mlx5_2, mlx5_3", "IOMMU: passthrough", "nvidia_peermem"]
-    {
+    assert_eq!(
+        cells,
+        ["SYS", "SYS", "PXB", "PXB", "SYS", "SYS", "SYS", "SYS", "SYS", "SYS", "SYS", "SYS"]
+    );
+    for word in [
+        "nearest to 0000:47:00.0, 0000:4e:00.0: mlx5_2, mlx5_3",
+        "IOMMU: passthrough",
+        "nvidia_peermem",
+    ] {
         assert!(text.contains(word), "{word} is not in:\n{text}");
     }
-    assert!(stdout(&hmem(&["--color", "always", "topo", "--from", &recording("dgx-a100")])).contains('\x1b'));
+    assert!(
+        stdout(&hmem(&["--color", "always", "topo", "--from", &recording("dgx-a100")]))
+            .contains('\x1b')
+    );
 }
 
 /// P2P-05, DIAG-03: ACS, a translating IOMMU and missing privilege are said with what to do.
@@ -187,11 +200,17 @@ fn p2p_05_the_json_is_what_the_schema_document_says() {
             bars.for_each(|bar| matches(bar, &["index", "size", "kind", "wide", "prefetchable"]));
             for (field, known) in [
                 ("role", &["accelerator", "network", "bridge", "other"][..]),
-                ("port", &["endpoint", "root-port", "switch-upstream", "switch-downstream", "bridge"]),
+                (
+                    "port",
+                    &["endpoint", "root-port", "switch-upstream", "switch-downstream", "bridge"],
+                ),
                 ("acs", &["unreadable", "absent", "present"]),
             ] {
                 let value = function[field].as_str().expect("text");
-                assert!(known.contains(&value) && SCHEMA.contains(&format!("`{value}`")), "{value}");
+                assert!(
+                    known.contains(&value) && SCHEMA.contains(&format!("`{value}`")),
+                    "{value}"
+                );
             }
         }
         for nic in list(&document, "nics") {
@@ -262,7 +281,9 @@ fn p2p_05_the_picture_has_a_line_for_each_pair_in_the_colour_of_its_distance() {
     let file = Scratch::new("dgx.svg");
     stdout(&hmem(&["topo", "--from", &recording("dgx-a100"), "--svg", file.name()]));
     let svg = fs::read_to_string(&file.0).expect("a picture");
-    assert!(svg.starts_with("<svg xmlns=\"http://www.w3.org/2000/svg\"") && svg.ends_with("</svg>\n"));
+    assert!(
+        svg.starts_with("<svg xmlns=\"http://www.w3.org/2000/svg\"") && svg.ends_with("</svg>\n")
+    );
     let lines: Vec<_> = svg.lines().filter(|line| line.starts_with("<path ")).collect();
     assert_eq!(lines.len(), 8 * 12);
     let colour = |line: &&str| {
@@ -272,9 +293,17 @@ fn p2p_05_the_picture_has_a_line_for_each_pair_in_the_colour_of_its_distance() {
     let mut colours = BTreeMap::new();
     lines.iter().for_each(|line| *colours.entry(colour(line)).or_insert(0) += 1);
     assert_eq!(colours.values().copied().collect::<BTreeSet<_>>(), BTreeSet::from([16, 80]));
-    for text in
-        ["mlx5_0", "mlx5_11", "0000:07:00.0", "NUMA node 3", "PIX: ", "PXB: ", "PHB: ", "NODE: ", "SYS: "]
-    {
+    for text in [
+        "mlx5_0",
+        "mlx5_11",
+        "0000:07:00.0",
+        "NUMA node 3",
+        "PIX: ",
+        "PXB: ",
+        "PHB: ",
+        "NODE: ",
+        "SYS: ",
+    ] {
         assert!(svg.contains(text), "{text} is not in the picture");
     }
     assert_eq!(svg.matches(">PXB</text>").count(), 16);
@@ -294,13 +323,18 @@ fn p2p_05_the_picture_has_a_line_for_each_pair_in_the_colour_of_its_distance() {
 fn p2p_05_what_is_wrong_is_said_in_one_line() {
     refused(&hmem(&["topo", "--from", "/nowhere/at/all"]), 1, &["/nowhere/at/all", "--record"]);
     let file = Scratch::new("wrong.tar.gz");
-    fs::write(&file.0, &fs::read(recording("laptop")).expect("a recording")[..1000]).expect("a file");
+    fs::write(&file.0, &fs::read(recording("laptop")).expect("a recording")[..1000])
+        .expect("a file");
     refused(&hmem(&["topo", "--from", file.name()]), 1, &[file.name(), "--record"]);
     fs::write(&file.0, "no archive").expect("a file");
     refused(&hmem(&["topo", "--json", "--from", file.name()]), 1, &[file.name(), "tar"]);
     let laptop = recording("laptop");
     for option in ["--svg", "--record"] {
-        refused(&hmem(&["topo", "--from", &laptop, option, "/nowhere/file"]), 1, &["/nowhere/file"]);
+        refused(
+            &hmem(&["topo", "--from", &laptop, option, "/nowhere/file"]),
+            1,
+            &["/nowhere/file"],
+        );
     }
     refused(&hmem(&["topo", "--from"]), 2, &["--from"]);
     refused(&hmem(&["topo", "--frobnicate"]), 2, &["--frobnicate"]);

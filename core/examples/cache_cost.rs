@@ -122,7 +122,8 @@ fn per(count: u64, run: impl FnOnce()) -> f64 {
 fn main() {
     let arguments: Vec<String> = env::args().skip(1).collect();
     if let [what, regions, count] = &arguments[..] {
-        let (regions, count) = (regions.parse().expect("a number"), count.parse().expect("a number"));
+        let (regions, count) =
+            (regions.parse().expect("a number"), count.parse().expect("a number"));
         let cache = filled(regions);
         match what.as_str() {
             "get" => hits(&cache, regions, count),

@@ -150,7 +150,8 @@ impl AddressRange {
     #[must_use]
     pub const fn page_aligned(self, page: u64) -> Self {
         let start = self.start.0 & !(page - 1);
-        let len = (self.start.0 - start).saturating_add(self.len).saturating_add(page - 1) & !(page - 1);
+        let len =
+            (self.start.0 - start).saturating_add(self.len).saturating_add(page - 1) & !(page - 1);
         Self { start: Address(start), len }
     }
 }

@@ -77,7 +77,11 @@ impl Allocation {
     /// How far into the allocation `address` lies; `None` if it is outside.
     #[must_use]
     pub const fn offset_of(&self, address: Address) -> Option<AllocOffset> {
-        if self.range.contains(address) { Some(AllocOffset(address.0 - self.range.start().0)) } else { None }
+        if self.range.contains(address) {
+            Some(AllocOffset(address.0 - self.range.start().0))
+        } else {
+            None
+        }
     }
 }
 

@@ -11,8 +11,8 @@ use std::{
 };
 
 use crate::{
-    Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, DmaBufOffset, IfaceKind,
-    Result, Segment, monitor::Monitor, provider::Nic,
+    Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, DmaBufOffset,
+    IfaceKind, Result, Segment, monitor::Monitor, provider::Nic,
 };
 
 /// What an iface can do at all; single devices may do less and say so when asked.
@@ -207,14 +207,20 @@ pub trait Iface: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// As [`Iface::copy`]; Unsupported where the iface has no asynchronous engine.
-    unsafe fn copy_async(&self, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>>;
+    unsafe fn copy_async(&self, to: Address, from: Address, len: u64)
+    -> Result<Box<dyn CopyEvent>>;
 
     /// Exports `range`, which lies in one allocation, as a dma-buf for `nic`.
     ///
     /// # Errors
     /// Unsupported where the driver, the device or the mapping cannot; Unreachable where the device
     /// cannot be reached from that NIC.
-    fn export_dma_buf(&self, range: AddressRange, nic: &Nic, mapping: DmaBufMapping) -> Result<DmaBufExport>;
+    fn export_dma_buf(
+        &self,
+        range: AddressRange,
+        nic: &Nic,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport>;
 
     /// Gives a dma-buf back in the way the driver wants it.
     ///

@@ -145,8 +145,8 @@ impl RemoteKey {
         let mut bytes = Vec::with_capacity(48);
         bytes.extend_from_slice(&MAGIC);
         bytes.push(VERSION);
-        let mut bytes =
-            postcard::to_extend(self, bytes).expect("a key of integers always serialises into a Vec");
+        let mut bytes = postcard::to_extend(self, bytes)
+            .expect("a key of integers always serialises into a Vec");
         let sum = crc32fast::hash(&bytes);
         bytes.extend_from_slice(&sum.to_le_bytes());
         bytes

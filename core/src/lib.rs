@@ -40,10 +40,10 @@ pub use access::Access;
 pub use address::{Address, AddressRange, AllocOffset, DmaBufOffset, Iova};
 pub use allocation::{Allocation, AllocationId, AllocationKind, Segment};
 pub use domain::{
-    Atomic, CacheAttr, CachedRegion, DeviceBuffer, DmaBufAttr, Domain, DomainAttr, Endpoint, MemoryRegion,
-    MemoryWindow, MrAttr, MultiRegion, MultiRegistered, OwnedBuffer, Parallel, Prefault, Progress,
-    RegionBurst, RegionCache, RegionSlice, RegionState, Registered, Registrations, Scoped, VecParts, Watch,
-    os_page_sizes, prefault, regattr_on, register_on,
+    Atomic, CacheAttr, CachedRegion, DeviceBuffer, DmaBufAttr, Domain, DomainAttr, Endpoint,
+    MemoryRegion, MemoryWindow, MrAttr, MultiRegion, MultiRegistered, OwnedBuffer, Parallel,
+    Prefault, Progress, RegionBurst, RegionCache, RegionSlice, RegionState, Registered,
+    Registrations, Scoped, VecParts, Watch, os_page_sizes, prefault, regattr_on, register_on,
 };
 pub use error::{DriverCode, Errno, Error, ErrorKind, Rejected, Result};
 pub use flags::{BindFlags, DomainBindFlags, MrFlags};

@@ -137,7 +137,11 @@ pub trait Monitor: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Unsupported if this monitor cannot watch that range.
-    fn subscribe(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Result<Subscription>;
+    fn subscribe(
+        &self,
+        range: AddressRange,
+        invalidator: Arc<dyn Invalidator>,
+    ) -> Result<Subscription>;
 
     /// Stops watching. After it returns the invalidator of that subscription is not called, unless it has others.
     fn unsubscribe(&self, subscription: Subscription);

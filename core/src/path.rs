@@ -82,7 +82,10 @@ impl fmt::Display for P2pPolicy {
     }
 }
 
-fn display<T: fmt::Display, S: Serializer>(value: &T, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+fn display<T: fmt::Display, S: Serializer>(
+    value: &T,
+    serializer: S,
+) -> std::result::Result<S::Ok, S::Error> {
     serializer.collect_str(value)
 }
 

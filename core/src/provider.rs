@@ -6,8 +6,8 @@
 use std::{any::Any, fmt, os::fd::BorrowedFd, sync::Arc};
 
 use crate::{
-    Access, Address, AddressRange, Addressing, AuthKey, DmaBufOffset, Iova, LocalKey, MrFlags, MrMode,
-    Parallel, RawKey, RemoteKey, Result,
+    Access, Address, AddressRange, Addressing, AuthKey, DmaBufOffset, Iova, LocalKey, MrFlags,
+    MrMode, Parallel, RawKey, RemoteKey, Result,
     counter::Counter,
     iface::CopyEvent,
     registry::Registry,
@@ -205,7 +205,8 @@ pub trait StagedMemory: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// What the copy engine reported.
-    unsafe fn start_read(&self, offset: u64, into: Address, len: u64) -> Result<Box<dyn CopyEvent>>;
+    unsafe fn start_read(&self, offset: u64, into: Address, len: u64)
+    -> Result<Box<dyn CopyEvent>>;
 
     /// Starts writing `len` bytes of host memory into the memory.
     ///
@@ -214,7 +215,12 @@ pub trait StagedMemory: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// What the copy engine reported.
-    unsafe fn start_write(&self, offset: u64, from: Address, len: u64) -> Result<Box<dyn CopyEvent>>;
+    unsafe fn start_write(
+        &self,
+        offset: u64,
+        from: Address,
+        len: u64,
+    ) -> Result<Box<dyn CopyEvent>>;
 }
 
 /// How a provider gets at one piece of memory.
@@ -404,7 +410,13 @@ pub trait ProviderDomain: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Malformed for bytes that are no raw key; OutOfResources.
-    fn map_raw(&self, base: Iova, len: u64, addressing: Addressing, raw: &RawKey) -> Result<RemoteKey>;
+    fn map_raw(
+        &self,
+        base: Iova,
+        len: u64,
+        addressing: Addressing,
+        raw: &RawKey,
+    ) -> Result<RemoteKey>;
 
     /// Frees a mapped key.
     ///

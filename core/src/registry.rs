@@ -6,7 +6,8 @@
 use std::{fmt, sync::Arc};
 
 use crate::{
-    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceKind, Result,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface,
+    IfaceKind, Result,
 };
 
 /// Who owns a range: iface, device where there is one, and the allocation where the iface keeps them.
@@ -76,7 +77,9 @@ impl Registry {
             return Err(Error::new(ErrorKind::InvalidArgument, "add iface")
                 .iface(kind)
                 .context("name", iface.name())
-                .remedy("each iface kind can be added once; plug-ins take a number from 0x100 up"));
+                .remedy(
+                    "each iface kind can be added once; plug-ins take a number from 0x100 up",
+                ));
         }
         if kind == IfaceKind::SYSTEM {
             self.system = Some(iface);
@@ -163,7 +166,9 @@ impl Registry {
         let (first, last) = ends(range);
         for device in &self.devices {
             for address in [Some(first), last].into_iter().flatten() {
-                if device.may_hold(address) && device.iface.query(address)?.as_ref().is_some_and(is_claimed) {
+                if device.may_hold(address)
+                    && device.iface.query(address)?.as_ref().is_some_and(is_claimed)
+                {
                     return Ok(false);
                 }
             }
@@ -184,7 +189,9 @@ impl Registry {
             Ok(known) => known,
             Err(error) => return error,
         };
-        let error = Error::new(ErrorKind::InvalidArgument, operation).iface(claimed).context("range", range);
+        let error = Error::new(ErrorKind::InvalidArgument, operation)
+            .iface(claimed)
+            .context("range", range);
         if owner.iface == IfaceKind::SYSTEM && known.is_none() {
             return error
                 .context("why", "the iface does not know the address: it was freed, belongs to another process, or is host memory")
@@ -193,9 +200,9 @@ impl Registry {
                      memory name the system iface, or none",
                 );
         }
-        error
-            .context("owner", owner.iface)
-            .remedy("the memory belongs to another iface: name that one, or none to have it found out")
+        error.context("owner", owner.iface).remedy(
+            "the memory belongs to another iface: name that one, or none to have it found out",
+        )
     }
 
     /// The owner of a whole range.

@@ -76,7 +76,10 @@ fn mon_05_unmaps_of_what_was_never_cached_cost_no_memory_and_cached_regions_litt
         let cache = Cache::new(Nothing, Limits::default()).expect("a cache");
         let grown = fill(&cache, COUNT, len, apart);
         println!("{len} bytes each {apart}: {} bytes a region", grown / COUNT);
-        assert!(limit.is_none_or(|limit| grown <= limit * COUNT), "{grown} bytes for {COUNT} regions");
+        assert!(
+            limit.is_none_or(|limit| grown <= limit * COUNT),
+            "{grown} bytes for {COUNT} regions"
+        );
         // Nodes that are empty again have no memory.
         cache.invalidator().invalidate(range(0, u64::MAX), Cause::Unmap);
         let full = resident();
@@ -89,7 +92,8 @@ fn mon_05_unmaps_of_what_was_never_cached_cost_no_memory_and_cached_regions_litt
 
     let cache = Cache::new(Nothing, Limits::default()).expect("a cache");
     fill(&cache, 1000, PAGE, PAGE);
-    let unmap = |i: u64| cache.invalidator().invalidate(range(i * 16 * PAGE, 16 * PAGE), Cause::Unmap);
+    let unmap =
+        |i: u64| cache.invalidator().invalidate(range(i * 16 * PAGE, 16 * PAGE), Cause::Unmap);
     unmap(0);
     let before = resident();
     (0..40_000).for_each(unmap);

@@ -8,10 +8,11 @@ use std::sync::{
 };
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind, Iface,
-    IfaceKind, Registry, Result, Segment,
+    Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind,
+    Iface, IfaceKind, Registry, Result, Segment,
     iface::{
-        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle, PeerMemoryExport,
+        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle,
+        PeerMemoryExport,
     },
     monitor::Monitor,
     provider::Nic,
@@ -153,7 +154,9 @@ fn seen(iface: &Arc<One>, registry: &Registry, address: u64) -> (usize, bool) {
 fn an_iface_without_a_window_is_asked_about_every_address() {
     let iface = One::new(0x10000, 0x1000, None);
     let registry = registry(&iface);
-    for (address, mine) in [(0, false), (0xffff, false), (0x10000, true), (0x10fff, true), (0x11000, false)] {
+    for (address, mine) in
+        [(0, false), (0xffff, false), (0x10000, true), (0x10fff, true), (0x11000, false)]
+    {
         assert_eq!(seen(&iface, &registry, address), (1, mine), "{address:#x}");
     }
     assert_eq!(seen(&iface, &registry, u64::MAX), (1, false));

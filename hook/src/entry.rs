@@ -58,7 +58,9 @@ impl std::fmt::Display for Misfit {
                 write!(f, "the instruction at +{at} is not one that is known to be safe to move")
             }
             Self::OtherCall(nr) => write!(f, "it makes system call {nr}, not its own"),
-            Self::NoRoom => f.write_str("no instruction of it can be replaced by one aligned store"),
+            Self::NoRoom => {
+                f.write_str("no instruction of it can be replaced by one aligned store")
+            }
         }
     }
 }

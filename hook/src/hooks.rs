@@ -14,7 +14,9 @@ use hmem_core::{
 };
 use parking_lot::Mutex;
 
-use crate::{HasTable, MonitorName, Patches, Place, SLOTS, Subscribers, process::Process, table::identity};
+use crate::{
+    HasTable, MonitorName, Patches, Place, SLOTS, Subscribers, process::Process, table::identity,
+};
 
 /// Functions that are hooked, for one monitor.
 ///

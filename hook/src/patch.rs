@@ -68,7 +68,8 @@ impl Patches {
         let trampolines = Trampolines::new(monitor, first.entry as u64, targets.len())?;
         let sites = targets.iter().enumerate();
         // SAFETY: the caller's promise is the same.
-        let sites = sites.map(|(slot, target)| unsafe { Site::new(monitor, target, slot, &trampolines) });
+        let sites =
+            sites.map(|(slot, target)| unsafe { Site::new(monitor, target, slot, &trampolines) });
         let sites = sites.collect::<Result<_>>()?;
         trampolines.seal()?;
         Ok(Self { monitor, sites })
@@ -107,7 +108,9 @@ impl Patches {
             |site: &Site| if site.patch.is_in_place() { self.take_back_one(site) } else { Ok(()) };
         all_or_none(&self.sites, put, take_back)?;
         if !synchronise_code() {
-            tracing::debug!("no membarrier: other processors see the patches at their next interrupt");
+            tracing::debug!(
+                "no membarrier: other processors see the patches at their next interrupt"
+            );
         }
         Ok(())
     }
@@ -128,7 +131,9 @@ impl Patches {
             }
         }
         if !synchronise_code() {
-            tracing::debug!("no membarrier: other processors see the old code at their next interrupt");
+            tracing::debug!(
+                "no membarrier: other processors see the old code at their next interrupt"
+            );
         }
     }
 
@@ -156,10 +161,12 @@ impl Patches {
     /// Runs `write` with the page of the patch writable, and executable all the while: threads are running it.
     fn while_writable(&self, site: &Site, write: impl FnOnce() -> bool) -> Result<()> {
         let page = rustix::param::page_size();
-        let at = ptr::with_exposed_provenance_mut::<c_void>(site.patch.start() as usize & !(page - 1));
+        let at =
+            ptr::with_exposed_provenance_mut::<c_void>(site.patch.start() as usize & !(page - 1));
         let code = MprotectFlags::READ | MprotectFlags::EXEC;
         let refused = |errno| {
-            not_allowed(self.monitor, errno, "mprotect of a library's code").context("function", site.name)
+            not_allowed(self.monitor, errno, "mprotect of a library's code")
+                .context("function", site.name)
         };
         // SAFETY: the page is code of the library; it stays readable and executable.
         unsafe { rustix::mm::mprotect(at, page, code | MprotectFlags::WRITE) }.map_err(refused)?;
@@ -190,21 +197,24 @@ impl Site {
         let code = code_at(entry);
         let fit = arch::decode(entry, &code, call).map_err(|misfit| {
             let bytes: Vec<_> = code[..24].iter().map(|byte| format!("{byte:02x}")).collect();
-            let error = refused().context("why", misfit).context("bytes", bytes.join(" ")).remedy(format!(
-                "turn the other library's hooks off where there is one, or {}",
-                monitor.otherwise
-            ));
+            let error =
+                refused().context("why", misfit).context("bytes", bytes.join(" ")).remedy(format!(
+                    "turn the other library's hooks off where there is one, or {}",
+                    monitor.otherwise
+                ));
             match owner(entry, &code) {
                 Some(owner) => error.context("leads to", owner),
                 None => error,
             }
         })?;
         let out_of_reach = || refused().context("why", "out of a jump's reach");
-        let (to_hook, past) = trampolines.write(slot, hook as u64, entry, &fit).ok_or_else(out_of_reach)?;
+        let (to_hook, past) =
+            trampolines.write(slot, hook as u64, entry, &fit).ok_or_else(out_of_reach)?;
         original.store(past as usize, Ordering::Release);
         // SAFETY: the entry's code was just read, and so can the rest of its 16 aligned bytes be: code is
         // mapped in pages.
-        let patch = unsafe { Patch::jump(entry + fit.at as u64, to_hook) }.ok_or_else(out_of_reach)?;
+        let patch =
+            unsafe { Patch::jump(entry + fit.at as u64, to_hook) }.ok_or_else(out_of_reach)?;
         Ok(Self { name, entry, patch })
     }
 
@@ -221,7 +231,8 @@ fn all_or_none<S>(
     mut one: impl FnMut(&S) -> Result<()>,
     undo: impl FnMut(&S) -> Result<()>,
 ) -> Result<()> {
-    let Some((at, error)) = sites.iter().enumerate().find_map(|(at, site)| Some((at, one(site).err()?)))
+    let Some((at, error)) =
+        sites.iter().enumerate().find_map(|(at, site)| Some((at, one(site).err()?)))
     else {
         return Ok(());
     };
@@ -285,7 +296,9 @@ mod tests {
         let undo = |site: &&'static str| {
             undone.push(*site);
             match *site {
-                "munmap" => Err(Error::new(ErrorKind::AccessDenied, "take back").context("function", *site)),
+                "munmap" => {
+                    Err(Error::new(ErrorKind::AccessDenied, "take back").context("function", *site))
+                }
                 _ => Ok(()),
             }
         };

@@ -51,7 +51,8 @@ impl<T: HasTable + 'static> Place<T> {
     #[must_use]
     pub fn subscribers(&self) -> Option<&'static Subscribers<T>> {
         // SAFETY: null, or from `Box::into_raw` in `get` and never freed: a hook may be reading it at any time.
-        let process: Option<&'static Process<T>> = unsafe { self.process.load(Ordering::Acquire).as_ref() };
+        let process: Option<&'static Process<T>> =
+            unsafe { self.process.load(Ordering::Acquire).as_ref() };
         process.map(|process| &process.subscribers)
     }
 
@@ -108,7 +109,8 @@ impl<T: HasTable> Process<T> {
     ) -> Result<&'static Patches> {
         let mut users = self.users.lock();
         // SAFETY: null, or from `Box::into_raw` below and never freed.
-        let kept: Option<&'static Patches> = unsafe { place.patches.load(Ordering::Acquire).as_ref() };
+        let kept: Option<&'static Patches> =
+            unsafe { place.patches.load(Ordering::Acquire).as_ref() };
         let patches = match kept {
             Some(patches) => patches,
             None => {

@@ -300,7 +300,8 @@ impl<T: HasTable> Subscribers<T> {
 pub fn clamped(start: u64, len: u64) -> AddressRange {
     let longest = (u64::MAX - start).saturating_add(1);
     // It cannot wrap; and if it did, hooks have no memory for an error.
-    AddressRange::checked(hmem_core::Address(start), len.min(longest)).unwrap_or(AddressRange::of::<u8>(&[]))
+    AddressRange::checked(hmem_core::Address(start), len.min(longest))
+        .unwrap_or(AddressRange::of::<u8>(&[]))
 }
 
 #[cfg(test)]
@@ -356,7 +357,10 @@ mod tests {
                 }
                 over.store(true, Relaxed);
                 drop(last);
-                assert!(writer.join().unwrap(), "it saw the end of the pass, and what came before it");
+                assert!(
+                    writer.join().unwrap(),
+                    "it saw the end of the pass, and what came before it"
+                );
             });
         }
     }

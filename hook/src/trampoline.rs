@@ -31,7 +31,8 @@ impl Trampolines {
                 .remedy("mount /proc: hooks must find free addresses near the library")
         })?;
         let distance = |start: u64| start.abs_diff(near).max((start + len).abs_diff(near));
-        let mut free: Vec<_> = gaps(&maps, len).filter(|start| distance(*start) < arch::REACH).collect();
+        let mut free: Vec<_> =
+            gaps(&maps, len).filter(|start| distance(*start) < arch::REACH).collect();
         free.sort_by_key(|start| distance(*start));
         for start in free {
             let prot = ProtFlags::READ | ProtFlags::WRITE;
@@ -52,12 +53,21 @@ impl Trampolines {
         Err(Error::new(ErrorKind::OutOfResources, "map trampolines")
             .iface(monitor.iface)
             .context("near", hmem_core::Address(near))
-            .remedy(format!("no free address lies within a jump of the library: {}", monitor.otherwise)))
+            .remedy(format!(
+                "no free address lies within a jump of the library: {}",
+                monitor.otherwise
+            )))
     }
 
     /// Writes the two ways of the function in this slot, whose entry is at `entry`, and returns where they begin: to the
     /// hook, and past the replaced instruction.
-    pub(super) fn write(&self, slot: usize, hook: u64, entry: u64, fit: &Fit) -> Option<(u64, u64)> {
+    pub(super) fn write(
+        &self,
+        slot: usize,
+        hook: u64,
+        entry: u64,
+        fit: &Fit,
+    ) -> Option<(u64, u64)> {
         let to_hook = self.start + slot as u64 * SLOT;
         assert!(to_hook + SLOT <= self.start + self.len, "as many slots as functions");
         let mut code = fit.undo.clone();
@@ -119,7 +129,9 @@ fn gaps(maps: &str, len: u64) -> impl Iterator<Item = u64> {
             let grows = line.ends_with("[stack]") || line.ends_with("[vsyscall]");
             match gap {
                 // Too narrow for margins: only between libraries, where nothing grows.
-                Some(from) if start - from < 3 * MARGIN + len => [(!grows).then_some(start - len), None],
+                Some(from) if start - from < 3 * MARGIN + len => {
+                    [(!grows).then_some(start - len), None]
+                }
                 Some(from) => {
                     let above = (from + MARGIN).next_multiple_of(page);
                     [Some(above), (!grows).then_some(start - MARGIN - len)]

@@ -55,7 +55,8 @@ impl<T: Wipeable> WipedOnFork<T> {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         let failed = |errno: Errno| Error::os(errno, "mmap").iface(monitor.iface);
         // SAFETY: a new mapping at an address of the kernel's choice touches no existing one.
-        let at = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), len, prot, MapFlags::PRIVATE) };
+        let at =
+            unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), len, prot, MapFlags::PRIVATE) };
         let at = at.map_err(failed)?;
         let this = Self { marked: NonNull::new(at.cast()).ok_or_else(|| failed(Errno::FAULT))? };
         // SAFETY: the mapping is this function's own, and zeroes are what its users accept.
@@ -64,7 +65,9 @@ impl<T: Wipeable> WipedOnFork<T> {
                 .iface(monitor.iface)
                 .context("monitor", monitor.name)
                 .errno(errno)
-                .remedy("it needs Linux 4.14: without that call a forked child could not be told apart")
+                .remedy(
+                    "it needs Linux 4.14: without that call a forked child could not be told apart",
+                )
         })?;
         this.marked().ours.store(1, Ordering::Relaxed);
         Ok(this)
@@ -87,7 +90,8 @@ impl<T: Wipeable> WipedOnFork<T> {
 impl<T> Drop for WipedOnFork<T> {
     fn drop(&mut self) {
         // SAFETY: mapped by `new`, of this length, and whoever drops it has no use for it any longer.
-        let done = unsafe { rustix::mm::munmap(self.marked.as_ptr().cast(), size_of::<Marked<T>>()) };
+        let done =
+            unsafe { rustix::mm::munmap(self.marked.as_ptr().cast(), size_of::<Marked<T>>()) };
         if let Err(errno) = done {
             tracing::error!(%errno, "munmap failed");
         }
@@ -117,7 +121,10 @@ mod tests {
     unsafe impl Wipeable for Word {}
 
     #[test]
-    #[cfg_attr(target_arch = "aarch64", ignore = "qemu-user takes MADV_WIPEONFORK and does nothing")]
+    #[cfg_attr(
+        target_arch = "aarch64",
+        ignore = "qemu-user takes MADV_WIPEONFORK and does nothing"
+    )]
     fn a_forked_child_finds_zeroes_and_the_parent_keeps_its_value() {
         let name = MonitorName { name: "test", iface: IfaceKind::SYSTEM, otherwise: "" };
         let wiped = WipedOnFork::<Word>::new(name).unwrap();

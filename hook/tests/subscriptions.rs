@@ -18,7 +18,8 @@ use hmem_hook::{Hooks, MonitorName, Patches, Place, Table, Target, clamped};
 
 type GetPpid = unsafe extern "C" fn() -> libc::pid_t;
 
-const NAME: MonitorName = MonitorName { name: "test", iface: IfaceKind::SYSTEM, otherwise: "do without" };
+const NAME: MonitorName =
+    MonitorName { name: "test", iface: IfaceKind::SYSTEM, otherwise: "do without" };
 static PLACE: Place<Table> = Place::new();
 static ORIGINAL: AtomicUsize = AtomicUsize::new(0);
 /// Each test's changes are told to all who are subscribed in the process.
@@ -28,7 +29,9 @@ static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 unsafe extern "C" fn hook() -> libc::pid_t {
     let pass = PLACE.subscribers().map(|subscribers| subscribers.table().pass());
     if let Some(pass) = &pass {
-        pass.each(|_, invalidator| invalidator.invalidate(clamped(0, u64::MAX), Cause::Application));
+        pass.each(|_, invalidator| {
+            invalidator.invalidate(clamped(0, u64::MAX), Cause::Application)
+        });
     }
     let original = with_exposed_provenance::<()>(ORIGINAL.load(Ordering::Relaxed));
     // SAFETY: the plan has written the way into the function, which takes and does nothing.
@@ -142,7 +145,8 @@ fn one_that_comes_back_to_another_slot_is_let_go_once_it_is_subscribed_no_more()
     let _one = ONE_AT_A_TIME.lock().unwrap();
     let [first, second] = [(), ()].map(|()| Hooks::start(&PLACE, NAME, plan).unwrap());
     let tolds = [(); 2].map(|()| Arc::new(Told::default()));
-    let [ours, others] = tolds.each_ref().map(|told| Arc::<Told>::clone(told) as Arc<dyn Invalidator>);
+    let [ours, others] =
+        tolds.each_ref().map(|told| Arc::<Told>::clone(told) as Arc<dyn Invalidator>);
     first.unsubscribe(first.subscribe(&ours).unwrap());
     second.subscribe(&others).unwrap();
     let subscriptions = [(); 3].map(|()| first.subscribe(&ours).unwrap());

@@ -3,8 +3,8 @@
 use std::ffi::c_void;
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind, Result,
-    iface::AllocRequest,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind,
+    Result, iface::AllocRequest,
 };
 
 use crate::{
@@ -19,10 +19,15 @@ impl Driver {
     pub(crate) fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
         let abilities = self.abilities("allocate", request.device)?;
         let described = |error: Error| {
-            error.device(request.device).context("kind", request.kind.name()).context("length", request.len)
+            error
+                .device(request.device)
+                .context("kind", request.kind.name())
+                .context("length", request.len)
         };
         if request.len == 0 {
-            return Err(described(Error::new(ErrorKind::ZeroLength, "allocate").iface(IfaceKind::CUDA)));
+            return Err(described(
+                Error::new(ErrorKind::ZeroLength, "allocate").iface(IfaceKind::CUDA),
+            ));
         }
         let refuse = |reason| Err(described(lacks("allocate", reason)));
         match request.kind {
@@ -33,7 +38,9 @@ impl Driver {
             AllocationKind::Managed | AllocationKind::StreamOrdered | AllocationKind::Virtual => {
                 return refuse("the device does not have this kind of memory");
             }
-            AllocationKind::Imported => return refuse("another process's memory is opened, not allocated"),
+            AllocationKind::Imported => {
+                return refuse("another process's memory is opened, not allocated");
+            }
             _ => return refuse("the system iface allocates this kind"),
         }
         self.take(request).map_err(described)
@@ -43,7 +50,8 @@ impl Driver {
     fn take(&self, request: &AllocRequest) -> Result<Allocation> {
         let device = request.device;
         let len = usize::try_from(request.len).map_err(|_| {
-            Error::new(ErrorKind::OutOfResources, "allocate").remedy("no machine has that much memory")
+            Error::new(ErrorKind::OutOfResources, "allocate")
+                .remedy("no machine has that much memory")
         })?;
         let hold = self.hold(device)?;
         let (base, mut origin) = hold.within_or_undo(
@@ -97,7 +105,9 @@ impl Driver {
     fn managed_alloc(&self, len: usize) -> Result<u64> {
         let mut base: CuDevicePtr = 0;
         // SAFETY: `base` is writable.
-        let code = unsafe { (self.functions.mem_alloc_managed)(&mut base, len, sys::CU_MEM_ATTACH_GLOBAL) };
+        let code = unsafe {
+            (self.functions.mem_alloc_managed)(&mut base, len, sys::CU_MEM_ATTACH_GLOBAL)
+        };
         check(code, "cuMemAllocManaged")?;
         Ok(base)
     }
@@ -105,7 +115,9 @@ impl Driver {
     fn host_alloc(&self, len: usize) -> Result<u64> {
         let mut base: *mut c_void = std::ptr::null_mut();
         // SAFETY: `base` is writable.
-        let code = unsafe { (self.functions.mem_host_alloc)(&mut base, len, sys::CU_MEMHOSTALLOC_PORTABLE) };
+        let code = unsafe {
+            (self.functions.mem_host_alloc)(&mut base, len, sys::CU_MEMHOSTALLOC_PORTABLE)
+        };
         check(code, "cuMemHostAlloc")?;
         Ok(base.expose_provenance() as u64)
     }
@@ -113,14 +125,19 @@ impl Driver {
     /// From the device's default pool, usable when this returns. Nothing is taken from a driver that cannot free it.
     fn pool_alloc(&self, device: DeviceId, len: usize) -> Result<u64> {
         self.functions.mem_free_async.ok_or_else(|| lacks_symbol("allocate", "cuMemFreeAsync"))?;
-        let allocate =
-            self.functions.mem_alloc_async.ok_or_else(|| lacks_symbol("allocate", "cuMemAllocAsync"))?;
+        let allocate = self
+            .functions
+            .mem_alloc_async
+            .ok_or_else(|| lacks_symbol("allocate", "cuMemAllocAsync"))?;
         self.with_own_stream(device, |stream| {
             let mut base: CuDevicePtr = 0;
             // SAFETY: `base` is writable, and the stream is this driver's own.
             check(unsafe { allocate(&mut base, len, stream) }, "cuMemAllocAsync")?;
             // SAFETY: the stream is this driver's own.
-            let ready = check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize");
+            let ready = check(
+                unsafe { (self.functions.stream_synchronize)(stream) },
+                "cuStreamSynchronize",
+            );
             if let Err(error) = ready {
                 // SAFETY: allocated just now, and seen by nobody.
                 check(unsafe { (self.functions.mem_free)(base) }, "cuMemFree_v2")?;
@@ -137,14 +154,20 @@ impl Driver {
         let vmm = Vmm::of(self)?;
         let properties = sys::CuMemAllocationProp {
             kind: sys::CU_MEM_ALLOCATION_TYPE_PINNED,
-            location: sys::CuMemLocation { kind: sys::CU_MEM_LOCATION_TYPE_DEVICE, id: entry.handle },
+            location: sys::CuMemLocation {
+                kind: sys::CU_MEM_LOCATION_TYPE_DEVICE,
+                id: entry.handle,
+            },
             gpu_direct_rdma_capable: entry.abilities.rdma_with_vmm.into(),
             ..sys::CuMemAllocationProp::default()
         };
         let mut step = 0;
         let option = sys::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
         // SAFETY: `step` is writable and `properties` is whole.
-        check(unsafe { (vmm.granularity)(&mut step, &properties, option) }, "cuMemGetAllocationGranularity")?;
+        check(
+            unsafe { (vmm.granularity)(&mut step, &properties, option) },
+            "cuMemGetAllocationGranularity",
+        )?;
         let size = len.checked_next_multiple_of(step.max(1)).ok_or_else(|| {
             Error::new(ErrorKind::OutOfResources, "cuMemGetAllocationGranularity")
                 .context("granularity", step)
@@ -174,7 +197,8 @@ impl Driver {
         // SAFETY: the reservation is new and of this size, and so is the handle.
         let mapped = check(unsafe { (vmm.map)(base, size, 0, handle, 0) }, "cuMemMap");
         let opened = mapped.and_then(|()| {
-            let who = sys::CuMemAccessDesc { location, flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
+            let who =
+                sys::CuMemAccessDesc { location, flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
             // SAFETY: the range was mapped whole just now; `who` is one description.
             let opened = check(unsafe { (vmm.set_access)(base, size, &who, 1) }, "cuMemSetAccess");
             if opened.is_err() {
@@ -225,13 +249,17 @@ impl Driver {
     }
 
     fn pool_free(&self, base: u64, device: DeviceId) -> Result<()> {
-        let free = self.functions.mem_free_async.ok_or_else(|| lacks_symbol("free", "cuMemFreeAsync"))?;
+        let free =
+            self.functions.mem_free_async.ok_or_else(|| lacks_symbol("free", "cuMemFreeAsync"))?;
         self.with_own_stream(device, |stream| {
             // SAFETY: allocated by this driver and freed once; the caller promises that nothing uses it any longer.
             check(unsafe { free(base, stream) }, "cuMemFreeAsync")?;
             // The free has taken effect; a failure to wait for it is an error of the device and not of the free.
             // SAFETY: the stream is this driver's own.
-            let waited = check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize");
+            let waited = check(
+                unsafe { (self.functions.stream_synchronize)(stream) },
+                "cuStreamSynchronize",
+            );
             if let Err(error) = waited {
                 tracing::warn!(%error, "waiting for a free that was accepted");
             }
@@ -288,8 +316,9 @@ impl Driver {
                 || {
                     let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
                     // SAFETY: the caller of `Iface::host_register` keeps the range mapped.
-                    let code =
-                        unsafe { (self.functions.mem_host_register)(pointer, range.len() as usize, flags) };
+                    let code = unsafe {
+                        (self.functions.mem_host_register)(pointer, range.len() as usize, flags)
+                    };
                     check(code, "cuMemHostRegister_v2")
                 },
                 |()| {
@@ -305,7 +334,10 @@ impl Driver {
                 Workplace::Theirs(..) => None,
                 Workplace::Held(hold) => Some(hold.device()),
             };
-            self.book.lock().registered.insert(range.start().0, Registered { len: range.len(), device });
+            self.book
+                .lock()
+                .registered
+                .insert(range.start().0, Registered { len: range.len(), device });
         }
         workplace.end(locked)
     }
@@ -345,12 +377,20 @@ impl Driver {
     }
 
     /// The context in which host memory is page-locked; another where the application has destroyed it.
-    fn workplace_of_registered(&self, address: Address, known: Registered) -> Result<Workplace<'_>> {
+    fn workplace_of_registered(
+        &self,
+        address: Address,
+        known: Registered,
+    ) -> Result<Workplace<'_>> {
         if let Some(device) = known.device {
             return self.hold(device).map(Workplace::Held);
         }
         let context = self.context_of(address)?;
-        if context.is_null() { self.workplace_for_host() } else { Ok(Workplace::Theirs(self, context)) }
+        if context.is_null() {
+            self.workplace_for_host()
+        } else {
+            Ok(Workplace::Theirs(self, context))
+        }
     }
 }
 
@@ -359,11 +399,17 @@ struct Vmm {
     granularity: unsafe extern "C" fn(*mut usize, *const sys::CuMemAllocationProp, u32) -> CuResult,
     reserve: unsafe extern "C" fn(*mut CuDevicePtr, usize, usize, CuDevicePtr, u64) -> CuResult,
     unreserve: unsafe extern "C" fn(CuDevicePtr, usize) -> CuResult,
-    create: unsafe extern "C" fn(*mut CuMemHandle, usize, *const sys::CuMemAllocationProp, u64) -> CuResult,
+    create: unsafe extern "C" fn(
+        *mut CuMemHandle,
+        usize,
+        *const sys::CuMemAllocationProp,
+        u64,
+    ) -> CuResult,
     release: unsafe extern "C" fn(CuMemHandle) -> CuResult,
     map: unsafe extern "C" fn(CuDevicePtr, usize, usize, CuMemHandle, u64) -> CuResult,
     unmap: unsafe extern "C" fn(CuDevicePtr, usize) -> CuResult,
-    set_access: unsafe extern "C" fn(CuDevicePtr, usize, *const sys::CuMemAccessDesc, usize) -> CuResult,
+    set_access:
+        unsafe extern "C" fn(CuDevicePtr, usize, *const sys::CuMemAccessDesc, usize) -> CuResult,
 }
 
 impl Vmm {

@@ -227,7 +227,8 @@ impl Driver {
             empty => {
                 let mut context = CuContext::NULL;
                 // SAFETY: `context` is writable, and the device is one that the driver listed.
-                let code = unsafe { (self.functions.primary_ctx_retain)(&mut context, entry.handle) };
+                let code =
+                    unsafe { (self.functions.primary_ctx_retain)(&mut context, entry.handle) };
                 check(code, "cuDevicePrimaryCtxRetain")
                     .map_err(|error| error.device(entry.description.id))?;
                 empty.insert(Primary {
@@ -269,7 +270,9 @@ impl Driver {
     fn somebody_has(&self, entry: &DeviceEntry) -> Result<bool> {
         let (mut flags, mut active) = (0, 0);
         // SAFETY: both are writable.
-        let code = unsafe { (self.functions.primary_ctx_get_state)(entry.handle, &mut flags, &mut active) };
+        let code = unsafe {
+            (self.functions.primary_ctx_get_state)(entry.handle, &mut flags, &mut active)
+        };
         check(code, "cuDevicePrimaryCtxGetState").map(|()| active != 0)
     }
 
@@ -284,7 +287,9 @@ impl Driver {
         // SAFETY: `device` is writable.
         match unsafe { (self.functions.ctx_get_device)(&mut device) } {
             // One that was destroyed may still be current.
-            CuResult::CUDA_ERROR_INVALID_CONTEXT | CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED => Ok(None),
+            CuResult::CUDA_ERROR_INVALID_CONTEXT | CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED => {
+                Ok(None)
+            }
             code => check(code, "cuCtxGetDevice").map(|()| Some((context, device))),
         }
     }
@@ -309,7 +314,8 @@ impl Driver {
     /// works on, else of any. Then the thread's own; and only for a process without either the first device's is made.
     pub(crate) fn workplace_for_host(&self) -> Result<Workplace<'_>> {
         let current = self.current()?;
-        let of_thread = |entry: &&DeviceEntry| current.is_some_and(|(_, device)| device == entry.handle);
+        let of_thread =
+            |entry: &&DeviceEntry| current.is_some_and(|(_, device)| device == entry.handle);
         let (first, rest): (Vec<_>, Vec<_>) = self.devices.iter().partition(of_thread);
         for entry in first.into_iter().chain(rest) {
             if let Some(hold) = self.hold_if_active(entry.description.id)? {
@@ -386,7 +392,11 @@ impl Driver {
     }
 
     /// Gives one back, with what was made in it. What was not given back on an error is kept.
-    fn release(&self, entry: &DeviceEntry, slot: &mut MutexGuard<'_, Option<Primary>>) -> Result<()> {
+    fn release(
+        &self,
+        entry: &DeviceEntry,
+        slot: &mut MutexGuard<'_, Option<Primary>>,
+    ) -> Result<()> {
         let Some(primary) = &mut **slot else { return Ok(()) };
         self.clear(primary)
             .and_then(|()| self.release_primary(entry))
@@ -396,7 +406,8 @@ impl Driver {
     }
 
     fn clear(&self, primary: &mut Primary) -> Result<()> {
-        if primary.events.is_empty() && primary.spare_streams.is_empty() && primary.stream.is_null() {
+        if primary.events.is_empty() && primary.spare_streams.is_empty() && primary.stream.is_null()
+        {
             return Ok(());
         }
         within(&self.functions, primary.context, || {
@@ -412,7 +423,10 @@ impl Driver {
             }
             if !primary.stream.is_null() {
                 // SAFETY: the stream is ours; copies that still run on it end before it goes.
-                check(unsafe { (self.functions.stream_destroy)(primary.stream) }, "cuStreamDestroy_v2")?;
+                check(
+                    unsafe { (self.functions.stream_destroy)(primary.stream) },
+                    "cuStreamDestroy_v2",
+                )?;
                 primary.stream = CuStream::NULL;
             }
             Ok(())
@@ -451,7 +465,10 @@ impl Driver {
 pub(crate) fn new_stream(functions: &Functions) -> Result<CuStream> {
     let mut stream = CuStream::NULL;
     // SAFETY: `stream` is writable.
-    check(unsafe { (functions.stream_create)(&mut stream, sys::CU_STREAM_NON_BLOCKING) }, "cuStreamCreate")?;
+    check(
+        unsafe { (functions.stream_create)(&mut stream, sys::CU_STREAM_NON_BLOCKING) },
+        "cuStreamCreate",
+    )?;
     Ok(stream)
 }
 

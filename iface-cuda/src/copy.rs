@@ -11,7 +11,9 @@
 
 use std::{fmt, sync::Arc};
 
-use hmem_core::{Address, AddressRange, DeviceId, Error, ErrorKind, IfaceKind, Result, iface::CopyEvent};
+use hmem_core::{
+    Address, AddressRange, DeviceId, Error, ErrorKind, IfaceKind, Result, iface::CopyEvent,
+};
 
 use crate::{
     context::{Workplace, new_event, new_stream, within},
@@ -61,7 +63,10 @@ impl Driver {
                 let copy = |stream| {
                     self.start(stream, to, from, len)?;
                     // SAFETY: the stream is this driver's own.
-                    check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize")
+                    check(
+                        unsafe { (self.functions.stream_synchronize)(stream) },
+                        "cuStreamSynchronize",
+                    )
                 };
                 if place.primary {
                     return self.with_own_stream(place.device, copy);
@@ -97,11 +102,16 @@ impl Driver {
                     let stream = self.stream_at(place)?;
                     let event = match self.event_at(place) {
                         Ok(event) => event,
-                        Err(error) => return work_first(Err(error), self.leave_stream(place, stream)),
+                        Err(error) => {
+                            return work_first(Err(error), self.leave_stream(place, stream));
+                        }
                     };
                     let recorded = self.start(stream, to, from, len).and_then(|()| {
                         // SAFETY: event and stream are this driver's own and of the current context.
-                        check(unsafe { (self.functions.event_record)(event, stream) }, "cuEventRecord")
+                        check(
+                            unsafe { (self.functions.event_record)(event, stream) },
+                            "cuEventRecord",
+                        )
                     });
                     match recorded {
                         Ok(()) => Ok((stream, event)),
@@ -120,7 +130,12 @@ impl Driver {
     }
 
     /// Where the copy runs; `None` if both sides are host memory that CUDA does not know.
-    fn place(&self, to: Address, from: Address, len: u64) -> Result<Option<(Place, Workplace<'_>)>> {
+    fn place(
+        &self,
+        to: Address,
+        from: Address,
+        len: u64,
+    ) -> Result<Option<(Place, Workplace<'_>)>> {
         let ours = [self.side(to, len)?, self.side(from, len)?];
         for (side, found) in [to, from].into_iter().zip(&ours) {
             // Neither the CPU nor a driver that takes the address for the host's reaches what the driver has forgotten.
@@ -149,7 +164,12 @@ impl Driver {
             None => self.workplace(own, device)?,
         };
         let primary = matches!(workplace, Workplace::Held(_));
-        let place = Place { context: workplace.context(), device, primary, lent: !primary && own.is_null() };
+        let place = Place {
+            context: workplace.context(),
+            device,
+            primary,
+            lent: !primary && own.is_null(),
+        };
         Ok(Some((place, workplace)))
     }
 
@@ -178,14 +198,18 @@ impl Driver {
         }
         // SAFETY: sides of this iface were checked in `side`; the caller of `Iface::copy` promises host memory to be
         // valid until the copy has ended.
-        check(unsafe { (self.functions.memcpy_async)(to.0, from.0, len as usize, stream) }, "cuMemcpyAsync")
+        check(
+            unsafe { (self.functions.memcpy_async)(to.0, from.0, len as usize, stream) },
+            "cuMemcpyAsync",
+        )
     }
 
     /// For a copy that the caller hears nothing of but an error: it gets its memory back when the copy has ended. Stream
     /// and event are given back whatever waiting says.
     fn end_copy(&self, place: Place, stream: CuStream, event: CuEvent) -> Result<()> {
         // SAFETY: the stream is this driver's own.
-        let ended = check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize");
+        let ended =
+            check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize");
         let ended = work_first(ended, self.leave_event(place, event));
         work_first(ended, self.leave_stream(place, stream))
     }
@@ -273,7 +297,8 @@ impl Event {
         let event = std::mem::take(&mut self.event);
         within(&driver.functions, place.context, || {
             // SAFETY: the event is this copy's own, recorded when the copy began.
-            let copied = check(unsafe { (driver.functions.event_synchronize)(event) }, "cuEventSynchronize");
+            let copied =
+                check(unsafe { (driver.functions.event_synchronize)(event) }, "cuEventSynchronize");
             let copied = work_first(copied, driver.leave_event(place, event));
             work_first(copied, driver.leave_stream(place, self.stream))
         })

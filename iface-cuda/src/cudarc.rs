@@ -32,8 +32,8 @@ use std::{fmt, sync::Arc};
 
 use cudarc::driver::{CudaSlice, DevicePtr};
 use hmem_core::{
-    Access, Address, AddressRange, Domain, Error, ErrorKind, Iface, IfaceExt, IfaceKind, OwnedBuffer,
-    Rejected, Result, Scoped,
+    Access, Address, AddressRange, Domain, Error, ErrorKind, Iface, IfaceExt, IfaceKind,
+    OwnedBuffer, Rejected, Result, Scoped,
 };
 
 /// A slice of `cudarc` that a region can own.
@@ -51,7 +51,10 @@ impl<T> CudarcBuffer<T> {
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for another iface; [`ErrorKind::OutOfBounds`] for memory that its driver does not
     /// know; what the driver reported. The slice comes back.
-    pub fn new(iface: &Arc<dyn Iface>, slice: CudaSlice<T>) -> Result<Self, Rejected<CudaSlice<T>>> {
+    pub fn new(
+        iface: &Arc<dyn Iface>,
+        slice: CudaSlice<T>,
+    ) -> Result<Self, Rejected<CudaSlice<T>>> {
         match ready(&**iface, &slice) {
             Ok(range) => Ok(Self { slice, range, iface: Arc::clone(iface) }),
             Err(error) => Err(Rejected::new(slice, error)),
@@ -145,10 +148,13 @@ fn ready<T>(iface: &dyn Iface, slice: &CudaSlice<T>) -> Result<AddressRange> {
     };
     slice.stream().synchronize().map_err(|error| {
         let code = error.0 as u32;
-        crate::error::refused(crate::sys::CuResult(code), "cuStreamSynchronize").context("through", "cudarc")
+        crate::error::refused(crate::sys::CuResult(code), "cuStreamSynchronize")
+            .context("through", "cudarc")
     })?;
     let range = AddressRange::new(Address(pointer), slice.num_bytes() as u64)?;
-    let known = iface.query(range.start())?.is_some_and(|allocation| allocation.range.contains_range(range));
+    let known = iface
+        .query(range.start())?
+        .is_some_and(|allocation| allocation.range.contains_range(range));
     if known || range.is_empty() {
         return Ok(range);
     }

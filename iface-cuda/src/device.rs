@@ -48,7 +48,9 @@ pub(crate) fn list(functions: &Functions) -> Result<Vec<DeviceEntry>> {
     // SAFETY: `count` is writable.
     check(unsafe { (functions.device_get_count)(&mut count) }, "cuDeviceGetCount")?;
     (0..count.max(0).unsigned_abs())
-        .map(|ordinal| describe(functions, ordinal).map_err(|error| error.device(DeviceId(ordinal))))
+        .map(|ordinal| {
+            describe(functions, ordinal).map_err(|error| error.device(DeviceId(ordinal)))
+        })
         .collect()
 }
 
@@ -80,7 +82,10 @@ fn describe(functions: &Functions, ordinal: u32) -> Result<DeviceEntry> {
     check(unsafe { (functions.device_total_mem)(&mut memory, handle) }, "cuDeviceTotalMem_v2")?;
     let pci_bus_id = text(|buffer, len| {
         // SAFETY: the buffer has `len` writable bytes.
-        check(unsafe { (functions.device_get_pci_bus_id)(buffer, len, handle) }, "cuDeviceGetPCIBusId")
+        check(
+            unsafe { (functions.device_get_pci_bus_id)(buffer, len, handle) },
+            "cuDeviceGetPCIBusId",
+        )
     })?;
     let description = iface::Device {
         id: DeviceId(ordinal),
@@ -89,7 +94,13 @@ fn describe(functions: &Functions, ordinal: u32) -> Result<DeviceEntry> {
         memory: memory as u64,
     };
     let abilities = abilities(functions, handle)?;
-    Ok(DeviceEntry { handle, description, abilities, primary: Mutex::new(None), written: Mutex::default() })
+    Ok(DeviceEntry {
+        handle,
+        description,
+        abilities,
+        primary: Mutex::new(None),
+        written: Mutex::default(),
+    })
 }
 
 /// The text that a driver call writes, up to its NUL.
@@ -117,7 +128,11 @@ fn abilities(functions: &Functions, device: CuDevice) -> Result<Abilities> {
 }
 
 /// An attribute's value; 0 for one that this driver does not know.
-fn attribute_of(functions: &Functions, device: CuDevice, attribute: CuDeviceAttribute) -> Result<c_int> {
+fn attribute_of(
+    functions: &Functions,
+    device: CuDevice,
+    attribute: CuDeviceAttribute,
+) -> Result<c_int> {
     let mut value: c_int = 0;
     // SAFETY: `value` is writable.
     match unsafe { (functions.device_get_attribute)(&mut value, attribute, device) } {

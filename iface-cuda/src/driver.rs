@@ -126,7 +126,9 @@ impl Driver {
     /// The book's entry of a live allocation.
     pub(crate) fn owned(&self, operation: &'static str, allocation: &Allocation) -> Result<Owned> {
         let owned = self.book.lock().owned.get(&allocation.base().0).cloned();
-        owned.filter(|owned| owned.id == allocation.id).ok_or_else(|| not_live(operation, allocation))
+        owned
+            .filter(|owned| owned.id == allocation.id)
+            .ok_or_else(|| not_live(operation, allocation))
     }
 }
 

@@ -95,7 +95,9 @@ fn remedy(code: CuResult, operation: &str) -> Option<&'static str> {
             "the device is lost for this process, and every further call fails alike: end the process and start it \
              again; see `dmesg` for the Xid"
         }
-        CuResult::CUDA_ERROR_OUT_OF_MEMORY => "free device memory, or ask for less: see `nvidia-smi`",
+        CuResult::CUDA_ERROR_OUT_OF_MEMORY => {
+            "free device memory, or ask for less: see `nvidia-smi`"
+        }
         CuResult::CUDA_ERROR_NO_DEVICE => {
             "no NVIDIA device is visible: see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES"
         }
@@ -112,7 +114,9 @@ fn remedy(code: CuResult, operation: &str) -> Option<&'static str> {
         CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED => {
             "the device's primary context was reset (cudaDeviceReset): open the iface anew"
         }
-        CuResult::CUDA_ERROR_DEINITIALIZED => "the process is ending: close the iface before `main` returns",
+        CuResult::CUDA_ERROR_DEINITIALIZED => {
+            "the process is ending: close the iface before `main` returns"
+        }
         CuResult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED => {
             "a part of the range is page-locked already: unregister it first"
         }
@@ -178,15 +182,19 @@ mod tests {
     /// What the driver says of no address is not blamed on one.
     #[test]
     fn an_invalid_value_is_an_unknown_address_only_where_an_address_is_asked_about() {
-        let remedy =
-            |call| refused(CuResult::CUDA_ERROR_INVALID_VALUE, call).remedy_text().map(str::to_owned);
-        for call in ["cuInit", "cuMemAlloc_v2", "cuMemHostAlloc", "cuMemHostRegister_v2", "cuStreamCreate"] {
+        let remedy = |call| {
+            refused(CuResult::CUDA_ERROR_INVALID_VALUE, call).remedy_text().map(str::to_owned)
+        };
+        for call in
+            ["cuInit", "cuMemAlloc_v2", "cuMemHostAlloc", "cuMemHostRegister_v2", "cuStreamCreate"]
+        {
             assert_eq!(remedy(call), None, "{call}");
         }
         for call in OF_AN_ADDRESS {
             assert!(remedy(call).is_some_and(|remedy| remedy.contains("it was freed")), "{call}");
-            let mut table =
-                crate::sys::Functions::SYMBOLS.iter().chain(crate::sys::Functions::OPTIONAL_SYMBOLS);
+            let mut table = crate::sys::Functions::SYMBOLS
+                .iter()
+                .chain(crate::sys::Functions::OPTIONAL_SYMBOLS);
             assert!(table.any(|symbol| *symbol == call), "{call} is a function");
         }
     }

@@ -81,8 +81,9 @@ impl Driver {
             self.synchronise_contexts(&found, range).map_err(described)?;
         }
         self.note_written(&found, range)?;
-        rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)
-            .map_err(|errno| described(Error::os(errno, "fcntl(F_SETFD)").iface(IfaceKind::CUDA)))?;
+        rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC).map_err(|errno| {
+            described(Error::os(errno, "fcntl(F_SETFD)").iface(IfaceKind::CUDA))
+        })?;
         Ok(DmaBufExport {
             fd,
             offset: DmaBufOffset(range.start().0 - whole.start().0),
@@ -92,7 +93,11 @@ impl Driver {
         })
     }
 
-    pub(crate) fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
+    pub(crate) fn export_peer_memory(
+        &self,
+        range: AddressRange,
+        nic: &Nic,
+    ) -> Result<PeerMemoryExport> {
         const OPERATION: &str = "export_peer_memory";
         let device = self.exportable(OPERATION, range)?.device();
         let described = |error: Error| error.device(device).context("nic", nic);
@@ -101,7 +106,9 @@ impl Driver {
                 lacks(OPERATION, "the device's memory cannot be pinned for other devices")
                     .context("range", range)
                     .context("attribute", "GPU_DIRECT_RDMA_SUPPORTED")
-                    .remedy("GPUDirect RDMA needs a data centre or workstation GPU: stage the copies"),
+                    .remedy(
+                        "GPUDirect RDMA needs a data centre or workstation GPU: stage the copies",
+                    ),
             ));
         }
         let found = self.prepare_pinning(OPERATION, range).map_err(described)?;
@@ -112,7 +119,11 @@ impl Driver {
 
     /// Makes a range ready for a kernel client that pins it by address: the driver must say that GPUDirect RDMA reaches
     /// every part, and what calls itself synchronous must be so. Errors name the range.
-    pub(crate) fn prepare_pinning(&self, operation: &'static str, range: AddressRange) -> Result<Found> {
+    pub(crate) fn prepare_pinning(
+        &self,
+        operation: &'static str,
+        range: AddressRange,
+    ) -> Result<Found> {
         let found = self.exportable(operation, range)?;
         let described = |error: Error| error.context("range", range);
         for segment in self.segments(range).map_err(described)? {
@@ -146,7 +157,9 @@ impl Driver {
             )
         };
         if range.is_empty() {
-            return Err(refuse(Error::new(ErrorKind::ZeroLength, operation).iface(IfaceKind::CUDA)));
+            return Err(refuse(
+                Error::new(ErrorKind::ZeroLength, operation).iface(IfaceKind::CUDA),
+            ));
         }
         let found = self.find(range.start())?.ok_or_else(outside)?;
         let allocation = &found.allocation;
@@ -159,7 +172,8 @@ impl Driver {
                     .remedy("register its host pages, stage it, or use cuMemAlloc"),
             )),
             AllocationKind::Host | AllocationKind::HostRegistered => Err(refuse(
-                lacks(operation, "page-locked host memory is host memory").remedy("register its host pages"),
+                lacks(operation, "page-locked host memory is host memory")
+                    .remedy("register its host pages"),
             )),
             _ => Ok(found),
         }
@@ -202,7 +216,8 @@ impl Driver {
     /// of none the calling thread's and the device's primary one, each where it is there. None is made for it: nobody
     /// would work in it.
     fn synchronise_contexts(&self, found: &Found, range: AddressRange) -> Result<()> {
-        let (Some(get), Some(set)) = (self.functions.ctx_get_flags, self.functions.ctx_set_flags) else {
+        let (Some(get), Some(set)) = (self.functions.ctx_get_flags, self.functions.ctx_set_flags)
+        else {
             tracing::warn!(%range, "this driver has no SYNC_MEMOPS for such memory: wait for its copies before a transfer");
             return Ok(());
         };
@@ -217,7 +232,10 @@ impl Driver {
             check(unsafe { set(flags | sys::CU_CTX_SYNC_MEMOPS) }, "cuCtxSetFlags")?;
             // That the flag waits for what is under way `cuda.h` does not say, as it does of the attribute.
             // SAFETY: the null stream is the current context's default one.
-            check(unsafe { (self.functions.stream_synchronize)(CuStream::NULL) }, "cuStreamSynchronize")
+            check(
+                unsafe { (self.functions.stream_synchronize)(CuStream::NULL) },
+                "cuStreamSynchronize",
+            )
         };
         if !found.context.is_null() {
             return within(&self.functions, found.context, synchronise);
@@ -251,7 +269,9 @@ fn no_dma_buf(operation: &'static str) -> Error {
             "dma-bufs need NVIDIA's open kernel modules and Linux 5.12 or newer; else load nvidia_peermem",
         );
     match std::fs::read_to_string(KERNEL_MODULE) {
-        Ok(version) => error.context("kernel module", version.lines().next().unwrap_or_default().trim()),
+        Ok(version) => {
+            error.context("kernel module", version.lines().next().unwrap_or_default().trim())
+        }
         Err(_) => error,
     }
 }
@@ -260,7 +280,8 @@ fn no_dma_buf(operation: &'static str) -> Error {
 /// before the flag existed, NOT_SUPPORTED since. It says the same of memory that it exports under no mapping.
 fn dma_buf_refused(code: CuResult, mapping: DmaBufMapping) -> Error {
     const CALL: &str = "cuMemGetHandleForAddressRange";
-    let lacking = matches!(code, CuResult::CUDA_ERROR_NOT_SUPPORTED | CuResult::CUDA_ERROR_INVALID_VALUE);
+    let lacking =
+        matches!(code, CuResult::CUDA_ERROR_NOT_SUPPORTED | CuResult::CUDA_ERROR_INVALID_VALUE);
     if mapping == DmaBufMapping::Pcie && lacking {
         return lacks(CALL, "refused under the PCIe mapping")
             .driver_code(code.name().unwrap_or_default(), code.0.into())

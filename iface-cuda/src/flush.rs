@@ -10,7 +10,9 @@
 
 use std::collections::BTreeMap;
 
-use hmem_core::{Address, AddressRange, AllocationId, DeviceId, Error, ErrorKind, IfaceKind, Result};
+use hmem_core::{
+    Address, AddressRange, AllocationId, DeviceId, Error, ErrorKind, IfaceKind, Result,
+};
 
 use crate::{
     context::{Hold, within},
@@ -97,7 +99,8 @@ impl Driver {
         if written.len() > written.limit {
             // What cannot be asked now is asked later.
             let is_dead = |address, id, context| {
-                self.witness(address, id, context).is_ok_and(|witnessed| witnessed == Witnessed::Dead)
+                self.witness(address, id, context)
+                    .is_ok_and(|witnessed| witnessed == Witnessed::Dead)
             };
             written.purge(is_dead);
         }
@@ -114,8 +117,8 @@ impl Driver {
             return Ok(());
         }
         let flush = self.functions.flush_gpu_direct_rdma_writes;
-        let flush =
-            flush.ok_or_else(|| lacks_symbol(OPERATION, "cuFlushGPUDirectRDMAWrites").device(device))?;
+        let flush = flush
+            .ok_or_else(|| lacks_symbol(OPERATION, "cuFlushGPUDirectRDMAWrites").device(device))?;
         if !abilities.flushes {
             return Err(lacks(
                 OPERATION,
@@ -123,7 +126,9 @@ impl Driver {
             )
             .device(device)
             .context("attribute", "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS")
-            .remedy("read a byte of the memory through the NIC after the write, which orders them"));
+            .remedy(
+                "read a byte of the memory through the NIC after the write, which orders them",
+            ));
         }
         let flush = || {
             let (target, scope) = (

@@ -103,7 +103,11 @@ fn absent(operation: &'static str) -> Error {
 
 /// Every call but `gdr_open` returns 0 or an errno.
 fn check(code: c_int, operation: &'static str) -> Result<()> {
-    if code == 0 { Ok(()) } else { Err(Error::os(Errno(code.abs()), operation).iface(IfaceKind::CUDA)) }
+    if code == 0 {
+        Ok(())
+    } else {
+        Err(Error::os(Errno(code.abs()), operation).iface(IfaceKind::CUDA))
+    }
 }
 
 struct Inner {
@@ -152,18 +156,22 @@ impl Gdrcopy {
         let path = path.as_ref();
         let described = |error: Error| error.context("library", path.display());
         // SAFETY: loading runs the library's initialisers; the caller names GDRCopy's, which have no precondition.
-        let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|reason| {
-            let error = described(absent("load library"));
-            match reason {
-                libloading::Error::DlOpen { source } => error.caused_by(source),
-                other => error.caused_by(other),
-            }
-        })?;
+        let library =
+            unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|reason| {
+                let error = described(absent("load library"));
+                match reason {
+                    libloading::Error::DlOpen { source } => error.caused_by(source),
+                    other => error.caused_by(other),
+                }
+            })?;
         // SAFETY: the addresses come from the library itself under the names of its own header, and it is never
         // unloaded once the table is filled.
         let functions = unsafe {
             GdrFunctions::from_lookup(|symbol| {
-                library.get::<*const ()>(symbol).ok().map(|address| address.as_raw_ptr().cast_const().cast())
+                library
+                    .get::<*const ()>(symbol)
+                    .ok()
+                    .map(|address| address.as_raw_ptr().cast_const().cast())
             })
         }
         .map_err(described)?;
@@ -204,7 +212,14 @@ impl Gdrcopy {
         let mut handle = GdrHandle::default();
         // SAFETY: the range was found to be device memory; `handle` is writable. No token is needed since CUDA 6.
         let code = unsafe {
-            (functions.pin_buffer)(*library, whole.start().0, whole.len() as usize, 0, 0, &mut handle)
+            (functions.pin_buffer)(
+                *library,
+                whole.start().0,
+                whole.len() as usize,
+                0,
+                0,
+                &mut handle,
+            )
         };
         check(code, "gdr_pin_buffer").map_err(described)?;
         let mut mapping: *mut c_void = std::ptr::null_mut();
@@ -256,7 +271,12 @@ impl CpuWindow {
         let from = std::ptr::with_exposed_provenance(self.at(offset, into.len())?);
         // SAFETY: `into` is writable for its length; the other side lies in the mapping, as just checked.
         let code = unsafe {
-            (self.inner.functions.copy_from_mapping)(self.handle, into.as_mut_ptr().cast(), from, into.len())
+            (self.inner.functions.copy_from_mapping)(
+                self.handle,
+                into.as_mut_ptr().cast(),
+                from,
+                into.len(),
+            )
         };
         check(code, "gdr_copy_from_mapping")
     }
@@ -269,7 +289,12 @@ impl CpuWindow {
         let to = std::ptr::with_exposed_provenance_mut(self.at(offset, from.len())?);
         // SAFETY: `from` is readable for its length; the other side lies in the mapping, as just checked.
         let code = unsafe {
-            (self.inner.functions.copy_to_mapping)(self.handle, to, from.as_ptr().cast(), from.len())
+            (self.inner.functions.copy_to_mapping)(
+                self.handle,
+                to,
+                from.as_ptr().cast(),
+                from.len(),
+            )
         };
         check(code, "gdr_copy_to_mapping")
     }
@@ -288,7 +313,10 @@ impl Drop for CpuWindow {
         // SAFETY: mapped and pinned in `Gdrcopy::map`, and given back once each, in the other order.
         let codes = unsafe {
             [
-                ((functions.unmap)(*library, self.handle, mapping, self.whole.len() as usize), "gdr_unmap"),
+                (
+                    (functions.unmap)(*library, self.handle, mapping, self.whole.len() as usize),
+                    "gdr_unmap",
+                ),
                 ((functions.unpin_buffer)(*library, self.handle), "gdr_unpin_buffer"),
             ]
         };

@@ -6,10 +6,11 @@ use std::{
 };
 
 use hmem_core::{
-    Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, Iface, IfaceKind, Rejected, Result,
-    Segment,
+    Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, Iface, IfaceKind, Rejected,
+    Result, Segment,
     iface::{
-        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle, PeerMemoryExport,
+        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle,
+        PeerMemoryExport,
     },
     monitor::Monitor,
     provider::Nic,
@@ -99,15 +100,21 @@ impl Builder {
         let named = || std::env::var(Cuda::MONITOR_VARIABLE).ok().filter(|name| !name.is_empty());
         let monitor = match self.monitor {
             Some(monitor) => monitor,
-            None => named().map(|name| name.parse()).transpose().map_err(in_environment)?.unwrap_or_default(),
+            None => named()
+                .map(|name| name.parse())
+                .transpose()
+                .map_err(in_environment)?
+                .unwrap_or_default(),
         };
         let functions = match self.source {
             Source::Functions(functions) => *functions,
             Source::Library(path) => Functions::load(&path)?,
-            Source::Found => match std::env::var_os(Cuda::LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
-                Some(path) => Functions::load(Path::new(&path))?,
-                None => Functions::load(Path::new(Functions::LIBRARY))?,
-            },
+            Source::Found => {
+                match std::env::var_os(Cuda::LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
+                    Some(path) => Functions::load(Path::new(&path))?,
+                    None => Functions::load(Path::new(Functions::LIBRARY))?,
+                }
+            }
         };
         Cuda::start(functions, monitor)
     }
@@ -179,15 +186,15 @@ impl Cuda {
             let remedy = refused(code, "cuInit").remedy_text().map(str::to_owned);
             return Err(unavailable("cuInit", &library)
                 .driver_code(code.name().unwrap_or_default(), code.0.into())
-                .remedy(
-                    remedy.unwrap_or_else(|| "see `nvidia-smi` for the state of the driver".to_owned()),
-                ));
+                .remedy(remedy.unwrap_or_else(|| {
+                    "see `nvidia-smi` for the state of the driver".to_owned()
+                })));
         }
         let devices = device::list(&functions)?;
         if devices.is_empty() {
-            return Err(unavailable("cuDeviceGetCount", &library)
-                .context("devices", 0)
-                .remedy("no NVIDIA device is visible: see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES"));
+            return Err(unavailable("cuDeviceGetCount", &library).context("devices", 0).remedy(
+                "no NVIDIA device is visible: see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES",
+            ));
         }
         let driver = Driver::new(functions, devices);
         driver.learn_attributes().map_err(|error| {
@@ -258,12 +265,22 @@ impl Iface for Cuda {
         unsafe { self.driver.copy(to, from, len) }
     }
 
-    unsafe fn copy_async(&self, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
+    unsafe fn copy_async(
+        &self,
+        to: Address,
+        from: Address,
+        len: u64,
+    ) -> Result<Box<dyn CopyEvent>> {
         // SAFETY: the caller's promise is the same.
         unsafe { self.driver.copy_async(to, from, len) }
     }
 
-    fn export_dma_buf(&self, range: AddressRange, nic: &Nic, mapping: DmaBufMapping) -> Result<DmaBufExport> {
+    fn export_dma_buf(
+        &self,
+        range: AddressRange,
+        nic: &Nic,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport> {
         self.driver.export_dma_buf(range, nic, mapping)
     }
 

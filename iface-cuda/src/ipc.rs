@@ -3,7 +3,8 @@
 use std::sync::atomic::Ordering;
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result, iface::IpcHandle,
+    Address, AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
+    iface::IpcHandle,
 };
 
 use crate::{
@@ -70,7 +71,8 @@ impl Driver {
         let mut handle = CuIpcMemHandle { reserved: [0; CU_IPC_HANDLE_SIZE] };
         let exported = workplace.within(|| {
             // SAFETY: `handle` is writable; the address is the first of a live allocation.
-            let code = unsafe { (self.functions.ipc_get_mem_handle)(&mut handle, allocation.base().0) };
+            let code =
+                unsafe { (self.functions.ipc_get_mem_handle)(&mut handle, allocation.base().0) };
             check(code, "cuIpcGetMemHandle")
         });
         workplace.end(exported).map_err(|error| error.context("range", allocation.range))?;
@@ -107,7 +109,8 @@ impl Driver {
             let mut base: CuDevicePtr = 0;
             let flags = sys::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS;
             // SAFETY: `base` is writable; the driver checks the handle.
-            let code = unsafe { (self.functions.ipc_open_mem_handle)(&mut base, body.handle, flags) };
+            let code =
+                unsafe { (self.functions.ipc_open_mem_handle)(&mut base, body.handle, flags) };
             ipc_refused(code).map(|()| base)
         };
         let close = |base| {
@@ -125,7 +128,12 @@ impl Driver {
         entered
     }
 
-    fn enter_imported(&self, base: u64, len: u64, device: hmem_core::DeviceId) -> Result<Allocation> {
+    fn enter_imported(
+        &self,
+        base: u64,
+        len: u64,
+        device: hmem_core::DeviceId,
+    ) -> Result<Allocation> {
         let found = self.find(Address(base))?.ok_or_else(|| {
             Error::new(ErrorKind::Driver, "ipc_open")
                 .iface(IfaceKind::CUDA)
@@ -173,7 +181,8 @@ impl Driver {
     fn begin_close(&self, allocation: &Allocation) -> Result<(Owned, bool)> {
         let refused = || not_live("ipc_close", allocation);
         let mut book = self.book.lock();
-        let owned = book.owned.get_mut(&allocation.base().0).filter(|owned| owned.id == allocation.id);
+        let owned =
+            book.owned.get_mut(&allocation.base().0).filter(|owned| owned.id == allocation.id);
         let owned = owned.ok_or_else(refused)?;
         let Origin::Imported { opened, closing } = &mut owned.origin else {
             return Err(refused().context("allocated", "free it with free"));
@@ -189,7 +198,9 @@ impl Driver {
         let base = allocation.base().0;
         let mut book = self.book.lock();
         let owned = book.owned.get_mut(&base).filter(|owned| owned.id == allocation.id);
-        let Some(Owned { origin: Origin::Imported { opened, closing }, .. }) = owned else { return };
+        let Some(Owned { origin: Origin::Imported { opened, closing }, .. }) = owned else {
+            return;
+        };
         *closing -= 1;
         if !gone {
             *opened += 1;
@@ -203,9 +214,9 @@ impl Driver {
 
 fn ipc_refused(code: CuResult) -> Result<()> {
     check(code, "cuIpcOpenMemHandle_v2").map_err(|error| match code {
-        CuResult::CUDA_ERROR_INVALID_CONTEXT => {
-            error.remedy("memory cannot be opened in the process that allocated it: use it there as it is")
-        }
+        CuResult::CUDA_ERROR_INVALID_CONTEXT => error.remedy(
+            "memory cannot be opened in the process that allocated it: use it there as it is",
+        ),
         CuResult::CUDA_ERROR_INVALID_HANDLE | CuResult::CUDA_ERROR_INVALID_VALUE => {
             Error::new(ErrorKind::Unavailable, "cuIpcOpenMemHandle_v2")
                 .iface(IfaceKind::CUDA)
@@ -230,7 +241,10 @@ mod tests {
         let body = Body { handle, len: 4096, pci_bus_id: "0000:3a:00.0".into() };
         let bytes = body.to_bytes();
         let back = Body::parse(&bytes).unwrap();
-        assert_eq!((back.handle, back.len, back.pci_bus_id.as_str()), (handle, 4096, "0000:3a:00.0"));
+        assert_eq!(
+            (back.handle, back.len, back.pci_bus_id.as_str()),
+            (handle, 4096, "0000:3a:00.0")
+        );
         for at in 0..bytes.len() {
             let mut altered = bytes.clone();
             altered[at] ^= 1;

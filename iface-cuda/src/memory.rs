@@ -7,8 +7,8 @@ use std::{
 };
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind,
-    Result, Segment,
+    Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind,
+    IfaceKind, Result, Segment,
 };
 
 use crate::{
@@ -227,8 +227,14 @@ impl Driver {
             // Taken for "foreign", it would have the CPU write to device memory.
             Answer::Invalid => Err(Error::new(ErrorKind::Driver, "cuPointerGetAttributes")
                 .iface(IfaceKind::CUDA)
-                .driver_code("CUDA_ERROR_INVALID_VALUE", CuResult::CUDA_ERROR_INVALID_VALUE.0.into())
-                .context("reason", "the driver refuses a question that it answered when the iface was opened")
+                .driver_code(
+                    "CUDA_ERROR_INVALID_VALUE",
+                    CuResult::CUDA_ERROR_INVALID_VALUE.0.into(),
+                )
+                .context(
+                    "reason",
+                    "the driver refuses a question that it answered when the iface was opened",
+                )
                 .context("address", Address(address.0))),
         }
     }
@@ -245,7 +251,9 @@ impl Driver {
             // That VMM memory has no context is written nowhere. Legacy handles are for what was "created with
             // cuMemAlloc", which saves asking further.
             sys::CU_MEMORYTYPE_DEVICE
-                if legacy == 0 && !self.is_imported(Address(start)) && self.has_handle(address)? =>
+                if legacy == 0
+                    && !self.is_imported(Address(start))
+                    && self.has_handle(address)? =>
             {
                 AllocationKind::Virtual
             }
@@ -266,7 +274,9 @@ impl Driver {
             AllocationKind::Host if self.is_registered(AllocationId(buffer), range, context)? => {
                 kind = AllocationKind::HostRegistered;
             }
-            AllocationKind::Device if self.is_imported(range.start()) => kind = AllocationKind::Imported,
+            AllocationKind::Device if self.is_imported(range.start()) => {
+                kind = AllocationKind::Imported
+            }
             _ => {}
         }
         // Host memory belongs to no device, managed memory to several. A negative ordinal is none.
@@ -286,7 +296,8 @@ impl Driver {
     /// handled as VMM memory, which every other may be: by its mappings, and cached by nothing.
     fn has_handle(&self, address: Address) -> Result<bool> {
         let functions = &self.functions;
-        let (Some(retain), Some(release)) = (functions.mem_retain_allocation_handle, functions.mem_release)
+        let (Some(retain), Some(release)) =
+            (functions.mem_retain_allocation_handle, functions.mem_release)
         else {
             return Ok(true);
         };
@@ -303,7 +314,12 @@ impl Driver {
     }
 
     /// Whether page-locked memory is the application's own. Asked of the driver once for each memory.
-    fn is_registered(&self, id: AllocationId, range: AddressRange, context: CuContext) -> Result<bool> {
+    fn is_registered(
+        &self,
+        id: AllocationId,
+        range: AddressRange,
+        context: CuContext,
+    ) -> Result<bool> {
         if let Some(known) = self.host_kinds.get(id) {
             return Ok(known);
         }
@@ -325,8 +341,9 @@ impl Driver {
         let asks = || {
             let mut flags = 0;
             // SAFETY: `flags` is writable; the address is looked up, not followed.
-            let code =
-                unsafe { (self.functions.mem_host_get_flags)(&mut flags, range.start().0 as *mut c_void) };
+            let code = unsafe {
+                (self.functions.mem_host_get_flags)(&mut flags, range.start().0 as *mut c_void)
+            };
             match code {
                 CuResult::CUDA_ERROR_INVALID_VALUE => Ok(true),
                 code => check(code, "cuMemHostGetFlags")
@@ -365,7 +382,9 @@ impl Driver {
         const WITNESS: [CuPointerAttribute; 2] =
             [sys::CU_POINTER_ATTRIBUTE_BUFFER_ID, sys::CU_POINTER_ATTRIBUTE_CONTEXT];
         Ok(match self.ask_anywhere(address.0, WITNESS, WITNESS.len() as u32)? {
-            Answer::Values([found, of]) if found == id.0 && (context.is_null() || of == context.0 as u64) => {
+            Answer::Values([found, of])
+                if found == id.0 && (context.is_null() || of == context.0 as u64) =>
+            {
                 Witnessed::Alive
             }
             Answer::Values(_) | Answer::Invalid => Witnessed::Dead,
@@ -411,12 +430,14 @@ impl Driver {
     fn mappings(&self, range: AddressRange, workplace: &Workplace<'_>) -> Result<Vec<Segment>> {
         let mut segments = Vec::new();
         let mut done = 0;
-        while let Some(rest) = range.slice(done, range.len() - done).filter(|rest| !rest.is_empty()) {
+        while let Some(rest) = range.slice(done, range.len() - done).filter(|rest| !rest.is_empty())
+        {
             let mapping = workplace.within(|| self.mapping_at(rest.start()))?;
             let offset = rest.start().0.wrapping_sub(mapping.start().0);
             let len = mapping.len().saturating_sub(offset).min(rest.len());
             let part = rest.slice(0, len).filter(|part| !part.is_empty());
-            let part = part.ok_or_else(|| inconsistent(rest.start()).context("mapping", mapping))?;
+            let part =
+                part.ok_or_else(|| inconsistent(rest.start()).context("mapping", mapping))?;
             segments.push(Segment { range: part, exportable: self.is_rdma_capable(part.start())? });
             done += len;
         }
@@ -428,15 +449,17 @@ impl Driver {
     fn mapping_at(&self, address: Address) -> Result<AddressRange> {
         let (mut base, mut size): (CuDevicePtr, usize) = (0, 0);
         // SAFETY: both are writable.
-        let code = unsafe { (self.functions.mem_get_address_range)(&mut base, &mut size, address.0) };
+        let code =
+            unsafe { (self.functions.mem_get_address_range)(&mut base, &mut size, address.0) };
         match code {
-            CuResult::CUDA_ERROR_INVALID_VALUE | CuResult::CUDA_ERROR_NOT_FOUND => {
-                Err(Error::new(ErrorKind::OutOfBounds, "cuMemGetAddressRange_v2")
-                    .iface(IfaceKind::CUDA)
-                    .driver_code(code.name().unwrap_or_default(), code.0.into())
-                    .context("address", address)
-                    .remedy("no memory is mapped there (cuMemMap): map it, or register the mapped parts"))
-            }
+            CuResult::CUDA_ERROR_INVALID_VALUE | CuResult::CUDA_ERROR_NOT_FOUND => Err(Error::new(
+                ErrorKind::OutOfBounds,
+                "cuMemGetAddressRange_v2",
+            )
+            .iface(IfaceKind::CUDA)
+            .driver_code(code.name().unwrap_or_default(), code.0.into())
+            .context("address", address)
+            .remedy("no memory is mapped there (cuMemMap): map it, or register the mapped parts")),
             code => check(code, "cuMemGetAddressRange_v2")
                 .and_then(|()| AddressRange::new(Address(base), size as u64)),
         }
@@ -445,7 +468,8 @@ impl Driver {
     /// Whether GPUDirect RDMA reaches the memory at an address: the driver's own word where it has one, else that of
     /// the physical memory's properties. Where neither can be asked, trying to export it tells.
     pub(crate) fn is_rdma_capable(&self, address: Address) -> Result<bool> {
-        const CAPABLE: [CuPointerAttribute; 1] = [sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE];
+        const CAPABLE: [CuPointerAttribute; 1] =
+            [sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE];
         if let Answer::Values([capable]) = self.ask_anywhere(address.0, CAPABLE, 1)? {
             return Ok(capable != 0);
         }
@@ -467,8 +491,10 @@ impl Driver {
         check(code, "cuMemRetainAllocationHandle")?;
         let mut of_memory = sys::CuMemAllocationProp::default();
         // SAFETY: the place is writable, and the handle was retained just now.
-        let asked =
-            check(unsafe { properties(&mut of_memory, handle) }, "cuMemGetAllocationPropertiesFromHandle");
+        let asked = check(
+            unsafe { properties(&mut of_memory, handle) },
+            "cuMemGetAllocationPropertiesFromHandle",
+        );
         // SAFETY: retained once above, released once.
         check(unsafe { release(handle) }, "cuMemRelease")?;
         asked.map(|()| of_memory.gpu_direct_rdma_capable != 0)
@@ -478,6 +504,9 @@ impl Driver {
 fn inconsistent(address: Address) -> Error {
     Error::new(ErrorKind::Driver, "query")
         .iface(IfaceKind::CUDA)
-        .context("reason", "the driver's attributes do not describe an allocation that holds the address")
+        .context(
+            "reason",
+            "the driver's attributes do not describe an allocation that holds the address",
+        )
         .context("address", address)
 }

@@ -264,7 +264,11 @@ impl Monitor for CudaMonitor {
         cause == Cause::Identity || cause == Cause::Free && self.hooks.is_some()
     }
 
-    fn subscribe(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
+    fn subscribe(
+        &self,
+        range: AddressRange,
+        invalidator: Arc<dyn Invalidator>,
+    ) -> Result<Subscription> {
         let driver = self.driver()?;
         let refuse = |remedy| {
             Err(Error::new(ErrorKind::Unsupported, "subscribe")

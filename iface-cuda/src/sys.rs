@@ -258,7 +258,10 @@ impl Functions {
         // never unloaded once the table is filled.
         let functions = unsafe {
             Self::fill(&library, |symbol| {
-                loaded.get::<*const ()>(symbol).ok().map(|address| address.as_raw_ptr().cast_const().cast())
+                loaded
+                    .get::<*const ()>(symbol)
+                    .ok()
+                    .map(|address| address.as_raw_ptr().cast_const().cast())
             })
         }?;
         // Dropping the handle would unload the driver under the threads, callbacks and exit handlers that it leaves
@@ -275,7 +278,9 @@ impl Functions {
     /// # Safety
     /// Each address that `lookup` returns is a function with the signature that `cuda.h` declares for that name, and
     /// stays callable from any thread for as long as a copy of the table exists.
-    pub unsafe fn from_lookup(lookup: impl FnMut(&'static str) -> Option<*const ()>) -> Result<Self> {
+    pub unsafe fn from_lookup(
+        lookup: impl FnMut(&'static str) -> Option<*const ()>,
+    ) -> Result<Self> {
         // SAFETY: the same promise, made by the caller.
         unsafe { Self::fill("(injected)", lookup) }
     }

@@ -36,8 +36,9 @@ fn with_the_fake_driver(name: &str, show: impl FnOnce()) {
         .output()
         .expect("the test runs");
     std::fs::remove_dir_all(&folder).expect("clean up");
-    let text =
-        [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+    let text = [output.stdout, output.stderr]
+        .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+        .concat();
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
 
@@ -56,8 +57,8 @@ impl Link {
         registry.add(Arc::clone(&iface)).expect("add");
         let nic = Loopback::builder().build().expect("the software NIC");
         let decider: Arc<dyn PathDecider> = Arc::new(Paths::new());
-        let domain =
-            Domain::open(&nic, Arc::new(registry), decider, DomainAttr::default()).expect("a domain");
+        let domain = Domain::open(&nic, Arc::new(registry), decider, DomainAttr::default())
+            .expect("a domain");
         let queue = domain.open_cq(16).expect("a queue");
         let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue)).expect("an endpoint");
         let peer = endpoint.resolve(&endpoint.name()).expect("itself");
@@ -68,7 +69,9 @@ impl Link {
         let source = self.domain.register(bytes.to_vec(), Access::WRITE).expect("register");
         let len = bytes.len() as u64;
         let remote = [RemoteSegment { address: Iova(key.base().0), len, key }];
-        self.endpoint.write(&[source.slice(0, len).expect("a slice")], &remote, self.peer, 1).expect("post");
+        self.endpoint
+            .write(&[source.slice(0, len).expect("a slice")], &remote, self.peer, 1)
+            .expect("post");
         let mut done = Vec::new();
         while done.is_empty() {
             self.queue.read(&mut done, 1).expect("poll");
@@ -78,7 +81,8 @@ impl Link {
 }
 
 fn slice(values: &[u32]) -> (Arc<CudaStream>, CudaSlice<u32>) {
-    let stream = CudaContext::new(0).expect("cudarc finds the driver").new_stream().expect("a stream");
+    let stream =
+        CudaContext::new(0).expect("cudarc finds the driver").new_stream().expect("a stream");
     // SAFETY: written whole before anybody reads it.
     let mut slice = unsafe { stream.alloc::<u32>(values.len()) }.expect("allocate");
     stream.memcpy_htod(values, &mut slice).expect("copy");
@@ -118,7 +122,8 @@ fn a_slice_is_lent_for_a_closure() {
             Access::REMOTE_WRITE,
             |region| {
                 link.put(&region.key().expect("key"), &[2; 8]);
-                let error = region.read(0, &mut [0; 4]).expect_err("device memory has no host address");
+                let error =
+                    region.read(0, &mut [0; 4]).expect_err("device memory has no host address");
                 assert!(error.is_unsupported(), "{error}");
                 region.key().expect("key")
             },

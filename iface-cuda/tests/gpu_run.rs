@@ -38,8 +38,11 @@ impl Folder {
 
     /// The exit status and the report.
     fn run(&self) -> (Option<i32>, String) {
-        let output =
-            Command::new("bash").arg(self.0.join("run")).env("HMEM_GPU_LIMIT", "60").output().expect("bash");
+        let output = Command::new("bash")
+            .arg(self.0.join("run"))
+            .env("HMEM_GPU_LIMIT", "60")
+            .output()
+            .expect("bash");
         (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
     }
 }
@@ -106,7 +109,8 @@ fn a_suite_that_does_not_start_is_a_failure() {
 fn a_part_that_hangs_is_ended() {
     let gpu = format!("[[ $1 != machine ]] || exec tail -f /dev/null\n{GPU}");
     let folder = Folder::new("hangs", &gpu, SUITE, HMEM);
-    let output = Command::new("bash").arg(folder.0.join("run")).env("HMEM_GPU_LIMIT", "0.2").output();
+    let output =
+        Command::new("bash").arg(folder.0.join("run")).env("HMEM_GPU_LIMIT", "0.2").output();
     let output = output.expect("bash");
     let report = String::from_utf8_lossy(&output.stdout);
     holds(&report, &["Part machine failed: did not end in 0.2 s."]);
@@ -117,7 +121,8 @@ fn a_part_that_hangs_is_ended() {
 fn a_test_that_hangs_is_ended() {
     let suite = format!("[[ $2 != a_1 ]] || exec tail -f /dev/null\n{SUITE}");
     let folder = Folder::new("test-hangs", GPU, &suite, HMEM);
-    let output = Command::new("bash").arg(folder.0.join("run")).env("HMEM_GPU_LIMIT", "0.2").output();
+    let output =
+        Command::new("bash").arg(folder.0.join("run")).env("HMEM_GPU_LIMIT", "0.2").output();
     let output = output.expect("bash");
     let report = String::from_utf8_lossy(&output.stdout);
     holds(&report, &["| a_1 | FAILED: did not end in 0.2 s |"]);
@@ -131,7 +136,8 @@ fn what_is_killed_is_said_to_be_and_hides_nothing() {
     let gpu = format!("{GPU}\n[[ $1 != copies ]] || kill -KILL $$");
     let suite = format!("[[ $2 != a_1 ]] || kill -KILL $$\n{SUITE}");
     let (status, report) = Folder::new("killed", &gpu, &suite, HMEM).run();
-    let (part, test) = (format!("Part copies failed: {killed}."), format!("| a_1 | FAILED: {killed} |"));
+    let (part, test) =
+        (format!("Part copies failed: {killed}."), format!("| a_1 | FAILED: {killed} |"));
     holds(&report, &[&part, &test, WHOLE[3], WHOLE[4], WHOLE[5]]);
     assert_eq!(status, Some(1), "{report}");
     // What says 124 by itself did not run to the limit either.

@@ -6,7 +6,8 @@ use std::{collections::BTreeMap, fmt::Write as _, mem::offset_of, path::Path, pr
 
 use hmem_iface_cuda::sys::{
     CONSTANTS, CU_IPC_HANDLE_SIZE, CuContext, CuDevice, CuDevicePtr, CuEvent, CuIpcMemHandle,
-    CuMemAccessDesc, CuMemAllocationProp, CuMemHandle, CuMemLocation, CuResult, CuStream, Functions,
+    CuMemAccessDesc, CuMemAllocationProp, CuMemHandle, CuMemLocation, CuResult, CuStream,
+    Functions,
 };
 
 /// Names that 13.5 has and 12.9 does not.
@@ -77,12 +78,17 @@ fn signatures() -> String {
             .iter()
             .enumerate()
             .map(|(at, rust)| {
-                let written = ENUMERATIONS.iter().find(|(name, index, _)| (*name, *index) == (*symbol, at));
+                let written =
+                    ENUMERATIONS.iter().find(|(name, index, _)| (*name, *index) == (*symbol, at));
                 written.map_or_else(|| c_type(rust), |(.., enumeration)| enumeration)
             })
             .collect();
-        writeln!(code, "CUresult (CUDAAPI *const p_{symbol})({}) = {symbol};", arguments.join(", "))
-            .expect("a string takes it");
+        writeln!(
+            code,
+            "CUresult (CUDAAPI *const p_{symbol})({}) = {symbol};",
+            arguments.join(", ")
+        )
+        .expect("a string takes it");
     }
     code
 }
@@ -92,13 +98,18 @@ fn questions(header: &str, release: &str) -> BTreeMap<String, i128> {
     let mut ours = BTreeMap::new();
     let codes = CuResult::ALL.iter().map(|code| (code.name().expect("named"), u64::from(code.0)));
     for (name, value) in codes.chain(CONSTANTS.iter().copied()) {
-        let there = header.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').any(|word| word == name);
-        assert!(there || (release == "12.9" && SINCE_13.contains(&name)), "{release} has no {name}");
+        let there =
+            header.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').any(|word| word == name);
+        assert!(
+            there || (release == "12.9" && SINCE_13.contains(&name)),
+            "{release} has no {name}"
+        );
         if there {
             ours.insert(name.to_owned(), i128::from(value));
         }
     }
-    let mut size = |name: &str, ours_is: usize| ours.insert(format!("sizeof({name})"), ours_is as i128);
+    let mut size =
+        |name: &str, ours_is: usize| ours.insert(format!("sizeof({name})"), ours_is as i128);
     size("CUresult", size_of::<CuResult>());
     size("CUdevice", size_of::<CuDevice>());
     size("CUdeviceptr", size_of::<CuDevicePtr>());
@@ -129,7 +140,10 @@ fn questions(header: &str, release: &str) -> BTreeMap<String, i128> {
         ("location", offset_of!(CuMemAllocationProp, location)),
         ("win32HandleMetaData", offset_of!(CuMemAllocationProp, win32_handle_meta_data)),
         ("allocFlags.compressionType", offset_of!(CuMemAllocationProp, compression_type)),
-        ("allocFlags.gpuDirectRDMACapable", offset_of!(CuMemAllocationProp, gpu_direct_rdma_capable)),
+        (
+            "allocFlags.gpuDirectRDMACapable",
+            offset_of!(CuMemAllocationProp, gpu_direct_rdma_capable),
+        ),
         ("allocFlags.usage", offset_of!(CuMemAllocationProp, usage)),
         ("allocFlags.reserved", offset_of!(CuMemAllocationProp, reserved)),
     ] {
@@ -148,22 +162,32 @@ fn compile(folder: &Path, header: &Path, code: &str, arguments: &[&str]) -> Resu
         .arg(&source)
         .output()
         .expect("a C compiler runs");
-    if output.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&output.stderr).into_owned()) }
+    if output.status.success() {
+        Ok(())
+    } else {
+        Err(String::from_utf8_lossy(&output.stderr).into_owned())
+    }
 }
 
 fn compare(release: &str) {
-    let Some(header) = support::cached("headers", &format!("headers/{release}/cuda.h")) else { return };
+    let Some(header) = support::cached("headers", &format!("headers/{release}/cuda.h")) else {
+        return;
+    };
     let text = std::fs::read_to_string(&header).expect("the header");
-    let folder = std::env::temp_dir().join(format!("hmem-cuda-layout-{}-{release}", std::process::id()));
+    let folder =
+        std::env::temp_dir().join(format!("hmem-cuda-layout-{}-{release}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder");
     let (probe, object) = (folder.join("probe"), folder.join("probe.o"));
 
     let ours = questions(&text, release);
-    let lines: String =
-        ours.keys().map(|name| format!("printf(\"{name}\\t%lld\\n\", (long long)({name}));\n")).collect();
+    let lines: String = ours
+        .keys()
+        .map(|name| format!("printf(\"{name}\\t%lld\\n\", (long long)({name}));\n"))
+        .collect();
     let head = "#include <stddef.h>\n#include <stdio.h>\n#include \"cuda.h\"\n";
     let main = format!("{head}int main(void) {{\n{lines}return 0;\n}}\n");
-    compile(&folder, &header, &main, &["-o", probe.to_str().expect("utf-8")]).expect("the probe compiles");
+    compile(&folder, &header, &main, &["-o", probe.to_str().expect("utf-8")])
+        .expect("the probe compiles");
     let output = Command::new(&probe).output().expect("the probe runs");
     let theirs = String::from_utf8(output.stdout).expect("text");
     assert_eq!(theirs.lines().count(), ours.len());
@@ -179,8 +203,8 @@ fn compare(release: &str) {
         panic!("{release}: a signature differs from the header:\n{errors}");
     }
     // And it would notice: the same with one argument changed does not compile.
-    let wrong =
-        code.replace("p_cuMemAlloc_v2)(CUdeviceptr *, size_t)", "p_cuMemAlloc_v2)(CUdeviceptr *, int)");
+    let wrong = code
+        .replace("p_cuMemAlloc_v2)(CUdeviceptr *, size_t)", "p_cuMemAlloc_v2)(CUdeviceptr *, int)");
     assert_ne!(wrong, code);
     compile(&folder, &header, &wrong, &arguments).expect_err("a wrong signature is noticed");
     std::fs::remove_dir_all(&folder).expect("clean up");

@@ -38,8 +38,9 @@ fn alone(name: &str, show: impl Fn(&str, &std::path::Path)) {
             .env(RELEASE, release)
             .output()
             .expect("the test runs");
-        let text =
-            [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+        let text = [output.stdout, output.stderr]
+            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+            .concat();
         assert!(output.status.success() && text.contains("1 passed"), "{release}: {text}");
     }
 }
@@ -88,7 +89,8 @@ fn hm_04_the_real_driver_answers_as_recorded_before_it_started() {
             let mut attributes = [sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE];
             let mut kind = 0u32;
             let mut data = [std::ptr::from_mut(&mut kind).cast()];
-            let code = (f.pointer_get_attributes)(1, attributes.as_mut_ptr(), data.as_mut_ptr(), 0x1000);
+            let code =
+                (f.pointer_get_attributes)(1, attributes.as_mut_ptr(), data.as_mut_ptr(), 0x1000);
             assert_eq!(code, not_started);
             let mut size = 7usize;
             pointer = 7;
@@ -96,7 +98,11 @@ fn hm_04_the_real_driver_answers_as_recorded_before_it_started() {
             assert_eq!((pointer, size), (0, 0), "{release}: the outputs are zeroed on failure");
             let export = f.mem_get_handle_for_address_range.expect("the symbol");
             let code = export((&raw mut number).cast(), 0x1000, 4096, 1, 0);
-            assert_eq!(code, CuResult::CUDA_ERROR_NOT_SUPPORTED, "{release}: not the code of the others");
+            assert_eq!(
+                code,
+                CuResult::CUDA_ERROR_NOT_SUPPORTED,
+                "{release}: not the code of the others"
+            );
             assert!((f.driver_get_version)(&mut number).is_success());
             let version = if release == "535" { 12_020 } else { 12_040 };
             assert_eq!(number, version, "the version that the fake's profile has");
@@ -152,18 +158,24 @@ fn mon_07_the_real_drivers_frees_are_hooked_whoever_looked_them_up() {
         let newer: &[&str] = if release == "535" { &["cuGreenCtxDestroy"] } else { &[] };
         assert_eq!(missing.iter().map(|name| **name).collect::<Vec<_>>(), newer, "{release}");
         // SAFETY: code of a loaded library is readable.
-        let code =
-            |entry: usize| unsafe { std::ptr::with_exposed_provenance::<[u8; 16]>(entry).read_unaligned() };
+        let code = |entry: usize| unsafe {
+            std::ptr::with_exposed_provenance::<[u8; 16]>(entry).read_unaligned()
+        };
         let untouched: Vec<_> = f.frees().iter().map(|(_, entry)| code(*entry)).collect();
         // The whole entry: a comparison, a branch, and a jump to where the library's own table leads.
         for (bytes, (name, _)) in untouched.iter().zip(f.frees()) {
-            assert_eq!((&bytes[..2], &bytes[10..11]), (&[0x81, 0x3d][..], &[0x74][..]), "{release}: {name}");
+            assert_eq!(
+                (&bytes[..2], &bytes[10..11]),
+                (&[0x81, 0x3d][..], &[0x74][..]),
+                "{release}: {name}"
+            );
         }
 
         let not_started = CuResult::CUDA_ERROR_NOT_INITIALIZED;
         // SAFETY: loaded already, so that no initialiser runs.
         let library = unsafe { libloading::Library::new(path) }.expect("loaded just now");
-        type Find = unsafe extern "C" fn(*const std::ffi::c_char, *mut usize, c_int, u64) -> CuResult;
+        type Find =
+            unsafe extern "C" fn(*const std::ffi::c_char, *mut usize, c_int, u64) -> CuResult;
         // SAFETY: the symbol is the function of that name in `cuda.h` of CUDA 11.
         let find = unsafe { library.get::<Find>("cuGetProcAddress") }.expect("the symbol");
         let mut found = 0;

@@ -11,7 +11,12 @@ pub(crate) fn copy(_rocr: &Rocr, to: Address, from: Address, len: u64) -> Result
         .context("length", len))
 }
 
-pub(crate) fn copy_async(_rocr: &Rocr, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
+pub(crate) fn copy_async(
+    _rocr: &Rocr,
+    to: Address,
+    from: Address,
+    len: u64,
+) -> Result<Box<dyn CopyEvent>> {
     Err(lacks("copy_async", "hmem-iface-rocr does not copy asynchronously yet")
         .context("to", to)
         .context("from", from)

@@ -14,7 +14,8 @@ pub(crate) fn export_dma_buf(
     _nic: &Nic,
     _mapping: DmaBufMapping,
 ) -> Result<DmaBufExport> {
-    Err(lacks("export_dma_buf", "hmem-iface-rocr does not export dma-bufs yet").context("range", range))
+    Err(lacks("export_dma_buf", "hmem-iface-rocr does not export dma-bufs yet")
+        .context("range", range))
 }
 
 /// Nothing that this iface exported comes here yet; the fd is closed all the same.
@@ -23,7 +24,11 @@ pub(crate) fn release_dma_buf(_rocr: &Rocr, export: DmaBufExport) -> Result<()> 
     Err(lacks("release_dma_buf", "hmem-iface-rocr does not export dma-bufs yet"))
 }
 
-pub(crate) fn export_peer_memory(_rocr: &Rocr, range: AddressRange, _nic: &Nic) -> Result<PeerMemoryExport> {
+pub(crate) fn export_peer_memory(
+    _rocr: &Rocr,
+    range: AddressRange,
+    _nic: &Nic,
+) -> Result<PeerMemoryExport> {
     Err(lacks("export_peer_memory", "hmem-iface-rocr does not export peer memory yet")
         .context("range", range))
 }

@@ -8,10 +8,11 @@ use std::{
 };
 
 use hmem_core::{
-    Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, Iface, IfaceKind, Rejected, Result,
-    Segment,
+    Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, Iface, IfaceKind, Rejected,
+    Result, Segment,
     iface::{
-        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle, PeerMemoryExport,
+        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle,
+        PeerMemoryExport,
     },
     monitor::Monitor,
     provider::Nic,
@@ -135,13 +136,18 @@ impl Rocr {
             }));
         }
         // From here on, dropping it gives the count back.
-        let mut rocr =
-            Self { functions: Arc::new(functions), devices: Vec::new(), agents: Vec::new(), held: true };
+        let mut rocr = Self {
+            functions: Arc::new(functions),
+            devices: Vec::new(),
+            agents: Vec::new(),
+            held: true,
+        };
         for agent in agents(&rocr.functions)? {
             let kind = agent_info(&rocr.functions, agent, sys::HSA_AGENT_INFO_DEVICE)?;
             let device = if kind == sys::HSA_DEVICE_TYPE_GPU {
                 let id = DeviceId(rocr.devices.len() as u32);
-                rocr.devices.push(describe(&rocr.functions, agent, id).map_err(|error| error.device(id))?);
+                rocr.devices
+                    .push(describe(&rocr.functions, agent, id).map_err(|error| error.device(id))?);
                 Some(id)
             } else {
                 None
@@ -153,7 +159,11 @@ impl Rocr {
                 .context("devices", 0)
                 .remedy("no AMD GPU is visible: see `rocminfo` and ROCR_VISIBLE_DEVICES"));
         }
-        tracing::debug!(library = rocr.functions.library(), devices = rocr.devices.len(), "ROCr opened");
+        tracing::debug!(
+            library = rocr.functions.library(),
+            devices = rocr.devices.len(),
+            "ROCr opened"
+        );
         Ok(rocr)
     }
 
@@ -218,8 +228,11 @@ fn memory_of(functions: &Functions, agent: Agent) -> Result<u64> {
     check(code, "hsa_amd_agent_iterate_memory_pools")?;
     let mut memory = 0;
     for pool in pools {
-        if pool_info(functions, pool, sys::HSA_AMD_MEMORY_POOL_INFO_SEGMENT)? == sys::HSA_AMD_SEGMENT_GLOBAL {
-            memory = memory.max(pool_info(functions, pool, sys::HSA_AMD_MEMORY_POOL_INFO_SIZE)? as u64);
+        if pool_info(functions, pool, sys::HSA_AMD_MEMORY_POOL_INFO_SEGMENT)?
+            == sys::HSA_AMD_SEGMENT_GLOBAL
+        {
+            memory =
+                memory.max(pool_info(functions, pool, sys::HSA_AMD_MEMORY_POOL_INFO_SIZE)? as u64);
         }
     }
     Ok(memory)
@@ -238,21 +251,31 @@ fn agents(functions: &Functions) -> Result<Vec<Agent>> {
     Ok(agents)
 }
 
-fn agent_info<T: Copy>(functions: &Functions, agent: Agent, attribute: AgentAttribute<T>) -> Result<T> {
+fn agent_info<T: Copy>(
+    functions: &Functions,
+    agent: Agent,
+    attribute: AgentAttribute<T>,
+) -> Result<T> {
     let mut value = attribute.empty;
     // SAFETY: `value` is writable and of the type that the attribute's constant ties to its number.
-    let code =
-        unsafe { (functions.agent_get_info)(agent, attribute.number, ptr::from_mut(&mut value).cast()) };
+    let code = unsafe {
+        (functions.agent_get_info)(agent, attribute.number, ptr::from_mut(&mut value).cast())
+    };
     check(code, "hsa_agent_get_info")
         .map_err(|error| error.context("attribute", format_args!("{:#x}", attribute.number)))?;
     Ok(value)
 }
 
-fn pool_info<T: Copy>(functions: &Functions, pool: MemoryPool, attribute: PoolAttribute<T>) -> Result<T> {
+fn pool_info<T: Copy>(
+    functions: &Functions,
+    pool: MemoryPool,
+    attribute: PoolAttribute<T>,
+) -> Result<T> {
     let mut value = attribute.empty;
     // SAFETY: `value` is writable and of the type that the attribute's constant ties to its number.
-    let code =
-        unsafe { (functions.memory_pool_get_info)(pool, attribute.number, ptr::from_mut(&mut value).cast()) };
+    let code = unsafe {
+        (functions.memory_pool_get_info)(pool, attribute.number, ptr::from_mut(&mut value).cast())
+    };
     check(code, "hsa_amd_memory_pool_get_info")
         .map_err(|error| error.context("attribute", format_args!("{:#x}", attribute.number)))?;
     Ok(value)
@@ -287,17 +310,14 @@ pub(crate) fn check(code: HsaStatus, operation: &'static str) -> Result<()> {
         | HsaStatus::HSA_STATUS_ERROR_INVALID_SIGNAL
         | HsaStatus::HSA_STATUS_ERROR_INVALID_MEMORY_POOL
         | HsaStatus::HSA_STATUS_ERROR_INCOMPATIBLE_ARGUMENTS => ErrorKind::InvalidArgument,
-        HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES | HsaStatus::HSA_STATUS_ERROR_REFCOUNT_OVERFLOW => {
-            ErrorKind::OutOfResources
-        }
+        HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES
+        | HsaStatus::HSA_STATUS_ERROR_REFCOUNT_OVERFLOW => ErrorKind::OutOfResources,
         HsaStatus::HSA_STATUS_ERROR_NOT_INITIALIZED => ErrorKind::Unavailable,
-        HsaStatus::HSA_STATUS_ERROR_INVALID_RUNTIME_STATE | HsaStatus::HSA_STATUS_ERROR_RESOURCE_FREE => {
-            ErrorKind::BadState
-        }
+        HsaStatus::HSA_STATUS_ERROR_INVALID_RUNTIME_STATE
+        | HsaStatus::HSA_STATUS_ERROR_RESOURCE_FREE => ErrorKind::BadState,
         HsaStatus::HSA_STATUS_ERROR_RESOURCE_BUSY => ErrorKind::Busy,
-        HsaStatus::HSA_STATUS_ERROR_MEMORY_FAULT | HsaStatus::HSA_STATUS_ERROR_MEMORY_APERTURE_VIOLATION => {
-            ErrorKind::BadAddress
-        }
+        HsaStatus::HSA_STATUS_ERROR_MEMORY_FAULT
+        | HsaStatus::HSA_STATUS_ERROR_MEMORY_APERTURE_VIOLATION => ErrorKind::BadAddress,
         HsaStatus::HSA_STATUS_ERROR_NOT_SUPPORTED => ErrorKind::Unsupported,
         _ => ErrorKind::Driver,
     };
@@ -346,11 +366,21 @@ impl Iface for Rocr {
         copy::copy(self, to, from, len)
     }
 
-    unsafe fn copy_async(&self, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
+    unsafe fn copy_async(
+        &self,
+        to: Address,
+        from: Address,
+        len: u64,
+    ) -> Result<Box<dyn CopyEvent>> {
         copy::copy_async(self, to, from, len)
     }
 
-    fn export_dma_buf(&self, range: AddressRange, nic: &Nic, mapping: DmaBufMapping) -> Result<DmaBufExport> {
+    fn export_dma_buf(
+        &self,
+        range: AddressRange,
+        nic: &Nic,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport> {
         export::export_dma_buf(self, range, nic, mapping)
     }
 

@@ -3,8 +3,8 @@
 use std::{ffi::c_void, ptr};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind, Result,
-    Segment, iface::AllocRequest,
+    Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind,
+    Result, Segment, iface::AllocRequest,
 };
 
 use crate::{
@@ -47,7 +47,8 @@ pub(crate) fn query(rocr: &Rocr, address: Address) -> Result<Option<Allocation>>
     check(code, CALL).map_err(|error| error.context("address", address))?;
 
     // Of an unknown address nothing but the type is written: read it first.
-    let owner = rocr.agents.iter().find(|(agent, _)| *agent == info.owner).map(|(_, device)| *device);
+    let owner =
+        rocr.agents.iter().find(|(agent, _)| *agent == info.owner).map(|(_, device)| *device);
     let (kind, device) = match info.kind {
         sys::HSA_EXT_POINTER_TYPE_UNKNOWN => return Ok(None),
         sys::HSA_EXT_POINTER_TYPE_LOCKED => (AllocationKind::Host, None),
@@ -69,28 +70,41 @@ pub(crate) fn query(rocr: &Rocr, address: Address) -> Result<Option<Allocation>>
                 sys::HSA_EXT_POINTER_TYPE_HSA_VMEM => "HSA_EXT_POINTER_TYPE_HSA_VMEM",
                 _ => "unknown",
             };
-            return Err(lacks("query", "hmem-iface-rocr does not find where memory of this type begins yet")
-                .context("address", address)
-                .context("type", format_args!("{name} ({other})")));
+            return Err(lacks(
+                "query",
+                "hmem-iface-rocr does not find where memory of this type begins yet",
+            )
+            .context("address", address)
+            .context("type", format_args!("{name} ({other})")));
         }
     };
     // Locked memory has one address for the CPU and may have another for agents.
     for base in [info.agent_base, info.host_base] {
         let range = AddressRange::new(Address::of_ptr(base), info.len as u64)?;
         if !base.is_null() && range.contains(address) {
-            return Ok(Some(Allocation { iface: IfaceKind::ROCR, range, device, kind, id: NO_IDENTITY }));
+            return Ok(Some(Allocation {
+                iface: IfaceKind::ROCR,
+                range,
+                device,
+                kind,
+                id: NO_IDENTITY,
+            }));
         }
     }
     Err(Error::new(ErrorKind::Driver, "query")
         .iface(IfaceKind::ROCR)
-        .context("reason", "the driver's answer does not describe an allocation that holds the address")
+        .context(
+            "reason",
+            "the driver's answer does not describe an allocation that holds the address",
+        )
         .context("address", address)
         .context("type", info.kind)
         .context("length", info.len))
 }
 
 pub(crate) fn segments(_rocr: &Rocr, range: AddressRange) -> Result<Vec<Segment>> {
-    Err(lacks("segments", "hmem-iface-rocr does not list physical segments yet").context("range", range))
+    Err(lacks("segments", "hmem-iface-rocr does not list physical segments yet")
+        .context("range", range))
 }
 
 pub(crate) fn allocate(rocr: &Rocr, request: &AllocRequest) -> Result<Allocation> {
@@ -106,7 +120,8 @@ pub(crate) fn free(_rocr: &Rocr, allocation: &Allocation) -> Result<()> {
 }
 
 pub(crate) fn host_register(_rocr: &Rocr, range: AddressRange) -> Result<()> {
-    Err(lacks("host_register", "hmem-iface-rocr does not page-lock host memory yet").context("range", range))
+    Err(lacks("host_register", "hmem-iface-rocr does not page-lock host memory yet")
+        .context("range", range))
 }
 
 pub(crate) fn host_unregister(_rocr: &Rocr, range: AddressRange) -> Result<()> {

@@ -136,16 +136,19 @@ pub struct AgentAttribute<T> {
 }
 
 /// `HSA_AGENT_INFO_NAME`: `char[64]`.
-pub const HSA_AGENT_INFO_NAME: AgentAttribute<[u8; 64]> = AgentAttribute { number: 0, empty: [0; 64] };
+pub const HSA_AGENT_INFO_NAME: AgentAttribute<[u8; 64]> =
+    AgentAttribute { number: 0, empty: [0; 64] };
 /// `HSA_AGENT_INFO_DEVICE`: an `HSA_DEVICE_TYPE_*`.
 pub const HSA_AGENT_INFO_DEVICE: AgentAttribute<u32> = AgentAttribute { number: 17, empty: 0 };
 /// `HSA_AMD_AGENT_INFO_BDFID`: `uint32_t`, bus in bits 8 to 15, device in 3 to 7, function in 0 to 2.
-pub const HSA_AMD_AGENT_INFO_BDFID: AgentAttribute<u32> = AgentAttribute { number: 0xa006, empty: 0 };
+pub const HSA_AMD_AGENT_INFO_BDFID: AgentAttribute<u32> =
+    AgentAttribute { number: 0xa006, empty: 0 };
 /// `HSA_AMD_AGENT_INFO_PRODUCT_NAME`: `char[64]`.
 pub const HSA_AMD_AGENT_INFO_PRODUCT_NAME: AgentAttribute<[u8; 64]> =
     AgentAttribute { number: 0xa009, empty: [0; 64] };
 /// `HSA_AMD_AGENT_INFO_DOMAIN`: `uint32_t`, the PCI domain.
-pub const HSA_AMD_AGENT_INFO_DOMAIN: AgentAttribute<u32> = AgentAttribute { number: 0xa00f, empty: 0 };
+pub const HSA_AMD_AGENT_INFO_DOMAIN: AgentAttribute<u32> =
+    AgentAttribute { number: 0xa00f, empty: 0 };
 
 /// `HSA_DEVICE_TYPE_CPU`
 pub const HSA_DEVICE_TYPE_CPU: u32 = 0;
@@ -162,9 +165,11 @@ pub struct PoolAttribute<T> {
 }
 
 /// `HSA_AMD_MEMORY_POOL_INFO_SEGMENT`: an `HSA_AMD_SEGMENT_*`.
-pub const HSA_AMD_MEMORY_POOL_INFO_SEGMENT: PoolAttribute<u32> = PoolAttribute { number: 0, empty: 0 };
+pub const HSA_AMD_MEMORY_POOL_INFO_SEGMENT: PoolAttribute<u32> =
+    PoolAttribute { number: 0, empty: 0 };
 /// `HSA_AMD_MEMORY_POOL_INFO_SIZE`: `size_t`, bytes.
-pub const HSA_AMD_MEMORY_POOL_INFO_SIZE: PoolAttribute<usize> = PoolAttribute { number: 2, empty: 0 };
+pub const HSA_AMD_MEMORY_POOL_INFO_SIZE: PoolAttribute<usize> =
+    PoolAttribute { number: 2, empty: 0 };
 /// `HSA_AMD_SEGMENT_GLOBAL`
 pub const HSA_AMD_SEGMENT_GLOBAL: u32 = 0;
 
@@ -278,7 +283,10 @@ impl Functions {
         // never unloaded once the table is filled.
         let functions = unsafe {
             Self::fill(&library, |symbol| {
-                loaded.get::<*const ()>(symbol).ok().map(|address| address.as_raw_ptr().cast_const().cast())
+                loaded
+                    .get::<*const ()>(symbol)
+                    .ok()
+                    .map(|address| address.as_raw_ptr().cast_const().cast())
             })
         }?;
         // Dropping the handle would unload the driver under the threads, callbacks and exit handlers that it leaves
@@ -295,7 +303,9 @@ impl Functions {
     /// # Safety
     /// Each address that `lookup` returns is a function with the signature that `hsa.h` and `hsa_ext_amd.h` declares for that name, and
     /// stays callable from any thread for as long as a copy of the table exists.
-    pub unsafe fn from_lookup(lookup: impl FnMut(&'static str) -> Option<*const ()>) -> Result<Self> {
+    pub unsafe fn from_lookup(
+        lookup: impl FnMut(&'static str) -> Option<*const ()>,
+    ) -> Result<Self> {
         // SAFETY: the same promise, made by the caller.
         unsafe { Self::fill("(injected)", lookup) }
     }
@@ -311,7 +321,9 @@ fn not_loaded(library: &str, reason: libloading::Error) -> Error {
     let error = Error::new(ErrorKind::Unavailable, "load library")
         .iface(IfaceKind::ROCR)
         .context("library", library)
-        .remedy("install AMD's HSA runtime, or name its library with Rocr::builder().library(path)");
+        .remedy(
+            "install AMD's HSA runtime, or name its library with Rocr::builder().library(path)",
+        );
     match reason {
         libloading::Error::DlOpen { source } => error.caused_by(source),
         other => error.caused_by(other),

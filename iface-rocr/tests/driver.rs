@@ -3,7 +3,8 @@
 use std::{cell::RefCell, ffi::c_void};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationKind, DeviceId, ErrorKind, Iface, IfaceKind, Result,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, ErrorKind, Iface, IfaceKind,
+    Result,
     iface::{AllocRequest, DmaBufMapping, IpcHandle},
     provider::Nic,
 };
@@ -43,7 +44,13 @@ struct Fake {
 impl Fake {
     fn device(start: u64, len: usize, ordinal: u64) -> Self {
         let owner = Agent { handle: 11 + ordinal };
-        Self { agent_base: start, host_base: start, len, kind: sys::HSA_EXT_POINTER_TYPE_HSA, owner }
+        Self {
+            agent_base: start,
+            host_base: start,
+            len,
+            kind: sys::HSA_EXT_POINTER_TYPE_HSA,
+            owner,
+        }
     }
 }
 
@@ -125,7 +132,11 @@ unsafe extern "C" fn agent_iterate_memory_pools(
 }
 
 /// Two views of the device's memory, and a larger pool that is none of it.
-unsafe extern "C" fn memory_pool_get_info(pool: MemoryPool, attribute: u32, value: *mut c_void) -> HsaStatus {
+unsafe extern "C" fn memory_pool_get_info(
+    pool: MemoryPool,
+    attribute: u32,
+    value: *mut c_void,
+) -> HsaStatus {
     // SAFETY: the iface passes a place of the attribute's type.
     unsafe {
         if attribute == sys::HSA_AMD_MEMORY_POOL_INFO_SEGMENT.number {
@@ -214,8 +225,9 @@ fn held() -> u32 {
 fn a_missing_symbol_is_named_whichever_it_is() {
     for missing in Functions::SYMBOLS {
         // SAFETY: as in `fake`; one symbol fewer.
-        let error = unsafe { Functions::from_lookup(|name| symbol(name).filter(|_| name != *missing)) }
-            .expect_err("a symbol is missing");
+        let error =
+            unsafe { Functions::from_lookup(|name| symbol(name).filter(|_| name != *missing)) }
+                .expect_err("a symbol is missing");
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         assert_eq!(error.context_value("symbol"), Some(*missing));
     }
@@ -250,8 +262,14 @@ fn an_address_at_either_end_of_an_allocation_is_found_and_one_past_it_is_not() {
     allocate(Fake::device(0x7000_0000, 100_000, 1));
     for offset in [0, 1, 4097, 99_999] {
         let allocation = query(&iface, 0x7000_0000 + offset).expect("known");
-        assert_eq!(allocation.range, AddressRange::new(Address(0x7000_0000), 100_000).expect("range"));
-        assert_eq!((allocation.kind, allocation.device), (AllocationKind::Device, Some(DeviceId(1))));
+        assert_eq!(
+            allocation.range,
+            AddressRange::new(Address(0x7000_0000), 100_000).expect("range")
+        );
+        assert_eq!(
+            (allocation.kind, allocation.device),
+            (AllocationKind::Device, Some(DeviceId(1)))
+        );
         assert_eq!(allocation.iface, IfaceKind::ROCR);
     }
     assert_eq!(query(&iface, 0x7000_0000 - 1), None);
@@ -330,7 +348,10 @@ fn what_is_lacking_is_unsupported_with_its_reason() {
         (capability.peer_memory, iface.export_peer_memory(range, &nic).err()),
         (capability.async_copy, copy.err()),
         (capability.host_register, lock.err()),
-        (capability.ipc, iface.ipc_open(&IpcHandle { iface: IfaceKind::ROCR, bytes: vec![] }).err()),
+        (
+            capability.ipc,
+            iface.ipc_open(&IpcHandle { iface: IfaceKind::ROCR, bytes: vec![] }).err(),
+        ),
         (capability.free_callback, iface.monitor().err()),
     ] {
         assert!(!has);
@@ -386,7 +407,10 @@ fn devices_are_listed_with_name_memory_and_pci_bus_id() {
     assert_eq!(devices.len(), 2);
     assert_eq!((devices[0].id, devices[0].name.as_str()), (DeviceId(0), "Test"));
     assert_eq!((devices[1].id, devices[1].name.as_str()), (DeviceId(1), "gfx942"));
-    assert_eq!((devices[1].pci_bus_id.as_deref(), devices[1].memory), (Some("0000:c1:02.1"), 192 << 30));
+    assert_eq!(
+        (devices[1].pci_bus_id.as_deref(), devices[1].memory),
+        (Some("0000:c1:02.1"), 192 << 30)
+    );
 }
 
 /// HM-01
@@ -398,8 +422,16 @@ fn each_kind_of_memory_is_told_apart() {
     for (fake, kind, owner) in [
         (device, AllocationKind::Device, Some(DeviceId(1))),
         (Fake { owner: CPU, ..device }, AllocationKind::Host, None),
-        (Fake { kind: sys::HSA_EXT_POINTER_TYPE_LOCKED, owner: CPU, ..device }, AllocationKind::Host, None),
-        (Fake { kind: sys::HSA_EXT_POINTER_TYPE_IPC, owner: unseen, ..device }, AllocationKind::Device, None),
+        (
+            Fake { kind: sys::HSA_EXT_POINTER_TYPE_LOCKED, owner: CPU, ..device },
+            AllocationKind::Host,
+            None,
+        ),
+        (
+            Fake { kind: sys::HSA_EXT_POINTER_TYPE_IPC, owner: unseen, ..device },
+            AllocationKind::Device,
+            None,
+        ),
         (
             Fake { kind: sys::HSA_EXT_POINTER_TYPE_GRAPHICS, host_base: 0, ..device },
             AllocationKind::Device,
@@ -417,7 +449,12 @@ fn each_kind_of_memory_is_told_apart() {
 fn locked_memory_is_found_by_the_cpus_and_by_the_agents_address() {
     let iface = open().expect("open");
     let locked = Fake::device(0x7000_0000, 4096, 0);
-    allocate(Fake { host_base: 0x1000_0000, kind: sys::HSA_EXT_POINTER_TYPE_LOCKED, owner: CPU, ..locked });
+    allocate(Fake {
+        host_base: 0x1000_0000,
+        kind: sys::HSA_EXT_POINTER_TYPE_LOCKED,
+        owner: CPU,
+        ..locked
+    });
     assert_eq!(query(&iface, 0x7000_0010).expect("known").base(), Address(0x7000_0000));
     assert_eq!(query(&iface, 0x1000_0010).expect("known").base(), Address(0x1000_0000));
 }

@@ -11,12 +11,14 @@ const BATCH: u64 = 100_000;
 fn main() -> Result<()> {
     let simulated = Simulated::builder().build()?;
     let request = AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };
-    let addresses: Vec<Address> =
-        (0..ALLOCATIONS).map(|_| Ok(simulated.allocate(&request)?.base())).collect::<Result<_>>()?;
+    let addresses: Vec<Address> = (0..ALLOCATIONS)
+        .map(|_| Ok(simulated.allocate(&request)?.base()))
+        .collect::<Result<_>>()?;
     let iface: &dyn Iface = black_box(&simulated);
     let mut state = 1_u64;
     let mut random = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 33) % ALLOCATIONS
     };
     print("at random", || Address(addresses[0].0 + random() * 4096 + 7), iface)?;

@@ -98,7 +98,9 @@ impl HandleBody {
             id: word(8),
             stamp: word(8),
         };
-        if handle.len == 0 || handle.offset.checked_add(handle.len).is_none_or(|end| end > i64::MAX as u64) {
+        if handle.len == 0
+            || handle.offset.checked_add(handle.len).is_none_or(|end| end > i64::MAX as u64)
+        {
             return Err(malformed("range"));
         }
         Ok(handle)
@@ -109,7 +111,8 @@ impl HandleBody {
         // By path needs less of a privilege than taking the fd over.
         let found = sys::find_path(&format!("/proc/{}/fd/{}", self.pid, self.fd));
         let found = found.or_else(|by_path| self.take_fd_over().map_err(|_| by_path));
-        let found = found.map_err(|error| self.gone("the owner or its fd is not there").caused_by(error))?;
+        let found = found
+            .map_err(|error| self.gone("the owner or its fd is not there").caused_by(error))?;
         // Only then opened: the number may be a device's by now, which an open would wake.
         if sys::file_identity(found.as_fd())? != self.file {
             return Err(self.gone("the owner's fd is another file by now"));
@@ -121,7 +124,10 @@ impl HandleBody {
         let seals = rustix::fs::fcntl_get_seals(&file);
         if !seals.is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
             return Err(Error::new(ErrorKind::Malformed, "ipc open")
-                .context("why", "the handle names a file that can shrink, which no allocation lives in")
+                .context(
+                    "why",
+                    "the handle names a file that can shrink, which no allocation lives in",
+                )
                 .context("pid", self.pid)
                 .remedy("hand the bytes over as they came out of ipc export"));
         }

@@ -42,7 +42,11 @@ impl Mapping {
 
     /// Zeroes that take memory only where they are written.
     pub(crate) fn lazy_zeroes(len: usize) -> Result<Self, OsErrno> {
-        Self::anonymous(len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE)
+        Self::anonymous(
+            len,
+            ProtFlags::READ | ProtFlags::WRITE,
+            MapFlags::PRIVATE | MapFlags::NORESERVE,
+        )
     }
 
     /// Asks for pages of 2 MiB or so where memory is written from now on; the kernel need not have any.
@@ -73,7 +77,8 @@ impl Mapping {
     pub(crate) fn shared(fd: BorrowedFd<'_>, offset: u64, len: usize) -> Result<Self, OsErrno> {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice touches no existing one.
-        let start = unsafe { rustix::mm::mmap(ptr::null_mut(), len, prot, MapFlags::SHARED, fd, offset)? };
+        let start =
+            unsafe { rustix::mm::mmap(ptr::null_mut(), len, prot, MapFlags::SHARED, fd, offset)? };
         Self::from_kernel(start, len)
     }
 
@@ -100,7 +105,8 @@ impl Mapping {
     /// If the offset lies outside: callers have checked it.
     pub(crate) fn at(&self, offset: u64) -> *mut u8 {
         let offset = usize::try_from(offset).ok().filter(|offset| *offset <= self.len);
-        self.as_ptr().wrapping_add(offset.expect("the offset was checked against the mapping's length"))
+        self.as_ptr()
+            .wrapping_add(offset.expect("the offset was checked against the mapping's length"))
     }
 
     /// Replaces `len` bytes at `offset` of this reservation by a shared mapping of `fd` from `in_file`.
@@ -113,7 +119,8 @@ impl Mapping {
     ) -> Result<(), OsErrno> {
         let at = self.inside(offset, len)?;
         let offset = file_offset(in_file);
-        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
+        let (prot, flags) =
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
         // SAFETY: `inside` has checked that the fixed range lies in this mapping, which nobody else maps into.
         placed(unsafe { libc::mmap(at, len, prot, flags, fd.as_raw_fd(), offset) })
     }
@@ -135,7 +142,11 @@ impl Mapping {
 
     fn inside(&self, offset: u64, len: usize) -> Result<*mut c_void, OsErrno> {
         let end = usize::try_from(offset).ok().and_then(|offset| offset.checked_add(len));
-        if end.is_none_or(|end| end > self.len) { Err(OsErrno::INVAL) } else { Ok(self.at(offset).cast()) }
+        if end.is_none_or(|end| end > self.len) {
+            Err(OsErrno::INVAL)
+        } else {
+            Ok(self.at(offset).cast())
+        }
     }
 }
 
@@ -163,7 +174,8 @@ fn last_errno() -> OsErrno {
 /// Creates a memory file of a fixed size: sealed against shrinking (udmabuf insists on it), growing, and
 /// further seals.
 pub(crate) fn sealed_memfd(name: &str, len: u64) -> Result<OwnedFd> {
-    let failed = |call: &'static str| move |errno: OsErrno| Error::os(errno, call).context("length", len);
+    let failed =
+        |call: &'static str| move |errno: OsErrno| Error::os(errno, call).context("length", len);
     let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
         .map_err(failed("memfd_create"))?;
     rustix::fs::ftruncate(&fd, len).map_err(failed("ftruncate"))?;
@@ -228,7 +240,14 @@ pub(crate) fn punch_hole(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Result<()
 pub(crate) unsafe fn read_at(fd: BorrowedFd<'_>, offset: u64, to: Address, len: u64) -> Result<()> {
     transfer(len, |done| {
         // SAFETY: the kernel checks the addresses; that they may be overwritten is the caller's promise.
-        unsafe { libc::pread(fd.as_raw_fd(), host(to, done), chunk(len - done), file_offset(offset + done)) }
+        unsafe {
+            libc::pread(
+                fd.as_raw_fd(),
+                host(to, done),
+                chunk(len - done),
+                file_offset(offset + done),
+            )
+        }
     })
     .map_err(|errno| Error::os(errno, "pread").context("address", to).context("length", len))
 }
@@ -238,7 +257,12 @@ pub(crate) fn write_at(fd: BorrowedFd<'_>, offset: u64, from: Address, len: u64)
     transfer(len, |done| {
         // SAFETY: the kernel checks the addresses and only reads them.
         unsafe {
-            libc::pwrite(fd.as_raw_fd(), host(from, done), chunk(len - done), file_offset(offset + done))
+            libc::pwrite(
+                fd.as_raw_fd(),
+                host(from, done),
+                chunk(len - done),
+                file_offset(offset + done),
+            )
         }
     })
     .map_err(|errno| Error::os(errno, "pwrite").context("address", from).context("length", len))
@@ -344,18 +368,22 @@ pub(crate) struct Udmabuf(OwnedFd);
 impl Udmabuf {
     /// Opens `/dev/udmabuf`.
     pub(crate) fn open() -> Result<Self> {
-        rustix::fs::open("/dev/udmabuf", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map(Self).map_err(
-            |errno| {
+        rustix::fs::open("/dev/udmabuf", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+            .map(Self)
+            .map_err(|errno| {
                 Error::os(errno, "open /dev/udmabuf")
                     .remedy("load the udmabuf module, and allow this user to use it")
-            },
-        )
+            })
     }
 
     /// A dma-buf of a page-aligned part of a memory file.
     pub(crate) fn create(&self, memfd: BorrowedFd<'_>, offset: u64, size: u64) -> Result<OwnedFd> {
-        let create =
-            UdmabufCreate { memfd: memfd.as_raw_fd() as u32, flags: UDMABUF_FLAGS_CLOEXEC, offset, size };
+        let create = UdmabufCreate {
+            memfd: memfd.as_raw_fd() as u32,
+            flags: UDMABUF_FLAGS_CLOEXEC,
+            offset,
+            size,
+        };
         // SAFETY: the fd is `/dev/udmabuf`, which knows this ioctl.
         unsafe { rustix::ioctl::ioctl(self.0.as_fd(), CreateUdmabuf(create)) }.map_err(|errno| {
             Error::os(errno, "ioctl(UDMABUF_CREATE)")

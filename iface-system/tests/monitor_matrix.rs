@@ -40,16 +40,22 @@ const COLUMNS: [&str; 4] = ["memhooks", "userfaultfd", "memhooks+userfaultfd", "
 type Row = (&'static str, fn() -> (*mut libc::c_void, Box<dyn FnOnce()>));
 
 /// Four pages, and something done to them.
-fn with_map(act: impl FnOnce(*mut libc::c_void) + 'static) -> (*mut libc::c_void, Box<dyn FnOnce()>) {
+fn with_map(
+    act: impl FnOnce(*mut libc::c_void) + 'static,
+) -> (*mut libc::c_void, Box<dyn FnOnce()>) {
     let at = map(4 * page());
     (at, Box::new(move || act(at)))
 }
 
-fn with_file(shared: bool, act: impl FnOnce(&OwnedFd) + 'static) -> (*mut libc::c_void, Box<dyn FnOnce()>) {
+fn with_file(
+    shared: bool,
+    act: impl FnOnce(&OwnedFd) + 'static,
+) -> (*mut libc::c_void, Box<dyn FnOnce()>) {
     let (sharing, len) = (if shared { libc::MAP_SHARED } else { libc::MAP_PRIVATE }, 4 * page());
     // SAFETY: a new memory file and a mapping of it.
     let (file, at) = unsafe {
-        let file = OwnedFd::from_raw_fd(libc::memfd_create(c"hmem-matrix".as_ptr(), libc::MFD_CLOEXEC));
+        let file =
+            OwnedFd::from_raw_fd(libc::memfd_create(c"hmem-matrix".as_ptr(), libc::MFD_CLOEXEC));
         assert_eq!(libc::ftruncate(file.as_raw_fd(), len as i64), 0);
         let at = libc::mmap(ptr::null_mut(), len, RW, sharing, file.as_raw_fd(), 0);
         assert_ne!(at, libc::MAP_FAILED);
@@ -88,8 +94,9 @@ const ROWS: [Row; 19] = [
         with_map(|at| {
             let (len, onto) = (4 * page(), map(4 * page()));
             // SAFETY: the test's own memory.
-            let moved =
-                unsafe { libc::mremap(at, len, len, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, onto) };
+            let moved = unsafe {
+                libc::mremap(at, len, len, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, onto)
+            };
             assert_eq!(moved, onto);
         })
     }),
@@ -102,7 +109,14 @@ const ROWS: [Row; 19] = [
     ("madvise REMOVE", || {
         // SAFETY: a new mapping.
         let at = unsafe {
-            libc::mmap(ptr::null_mut(), 4 * page(), RW, libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1, 0)
+            libc::mmap(
+                ptr::null_mut(),
+                4 * page(),
+                RW,
+                libc::MAP_SHARED | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
         };
         (at, Box::new(move || advise(at, libc::MADV_REMOVE)))
     }),
@@ -127,7 +141,12 @@ const ROWS: [Row; 19] = [
         let top = unsafe { libc::sbrk((8 * page()) as isize) };
         let at = top.wrapping_byte_add(top.align_offset(page()));
         // SAFETY: takes back what it took.
-        (at, Box::new(|| assert_ne!(unsafe { libc::sbrk(-((8 * page()) as isize)) }.addr(), usize::MAX)))
+        (
+            at,
+            Box::new(|| {
+                assert_ne!(unsafe { libc::sbrk(-((8 * page()) as isize)) }.addr(), usize::MAX)
+            }),
+        )
     }),
     ("shmdt", || {
         let (_, at) = segment();
@@ -150,11 +169,16 @@ const ROWS: [Row; 19] = [
     ("raw system call munmap", || with_map(|at| raw_unmap(at, 4 * page()))),
     ("raw system call madvise", || {
         with_map(|at| {
-            assert_eq!(raw(libc::SYS_madvise, [at.addr(), page(), libc::MADV_DONTNEED as usize, 0, 0]), 0)
+            assert_eq!(
+                raw(libc::SYS_madvise, [at.addr(), page(), libc::MADV_DONTNEED as usize, 0, 0]),
+                0
+            )
         })
     }),
     ("raw system call mremap", || {
-        with_map(|at| assert_eq!(raw(libc::SYS_mremap, [at.addr(), 4 * page(), page(), 0, 0]), at.addr()))
+        with_map(|at| {
+            assert_eq!(raw(libc::SYS_mremap, [at.addr(), 4 * page(), page(), 0, 0]), at.addr())
+        })
     }),
     ("truncating the memory file behind", || {
         // SAFETY: the test's own file.
@@ -177,9 +201,12 @@ const ROWS: [Row; 19] = [
 fn documented() -> Vec<(String, Vec<String>)> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/monitors.md");
     let text = fs::read_to_string(path).expect("docs/monitors.md is there");
-    let (_, after) = text.split_once("<!-- The test `monitor_matrix`").expect("the table is marked");
-    let mut lines =
-        after.lines().skip_while(|line| !line.starts_with('|')).take_while(|line| line.starts_with('|'));
+    let (_, after) =
+        text.split_once("<!-- The test `monitor_matrix`").expect("the table is marked");
+    let mut lines = after
+        .lines()
+        .skip_while(|line| !line.starts_with('|'))
+        .take_while(|line| line.starts_with('|'));
     let cells = |line: &str| -> Vec<String> {
         line.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect()
     };
@@ -204,7 +231,10 @@ fn column(name: &str, monitor: &dyn Monitor, tell: &dyn Fn(AddressRange)) {
         let here = range(at, 4 * page());
         let seen = match monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)) {
             Err(error) => {
-                assert!(error.is_unsupported() && error.context_value("why").is_some(), "{row}: {error}");
+                assert!(
+                    error.is_unsupported() && error.context_value("why").is_some(),
+                    "{row}: {error}"
+                );
                 act();
                 "refused"
             }

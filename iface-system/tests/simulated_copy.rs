@@ -4,7 +4,9 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use hmem_core::{Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::DmaBufMapping};
+use hmem_core::{
+    Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::DmaBufMapping,
+};
 use hmem_iface_system::{Simulated, Stepping};
 use support::*;
 
@@ -12,7 +14,8 @@ use support::*;
 #[test]
 fn copies_of_every_size_class_go_in_and_come_out() {
     let simulated = simulated();
-    let sizes = (0..=26).flat_map(|power| [(1_usize << power) - 1, 1 << power]).filter(|size| *size > 0);
+    let sizes =
+        (0..=26).flat_map(|power| [(1_usize << power) - 1, 1 << power]).filter(|size| *size > 0);
     for size in sizes {
         let allocation = device(&simulated, size as u64 + 13);
         let bytes = pattern(size + 1, size as u64);
@@ -30,7 +33,8 @@ fn every_kind_copies_to_every_kind() {
     let simulated = Simulated::builder().segment_len(8192).build().unwrap();
     for from_kind in DEVICE_KINDS {
         for to_kind in DEVICE_KINDS {
-            let (from, to) = (allocate(&simulated, 50_000, from_kind), allocate(&simulated, 50_000, to_kind));
+            let (from, to) =
+                (allocate(&simulated, 50_000, from_kind), allocate(&simulated, 50_000, to_kind));
             let bytes = pattern(45_000, 9);
             simulated.write(at(&from, 3), &bytes).unwrap();
             // SAFETY: both sides are the iface's own.
@@ -75,7 +79,9 @@ fn overlapping_copies_move_as_memmove_does() {
             simulated.write(allocation.base(), &bytes).unwrap();
             // SAFETY: both sides are the iface's own.
             unsafe {
-                simulated.copy(at(&allocation, to as u64), at(&allocation, from as u64), 30_000).unwrap()
+                simulated
+                    .copy(at(&allocation, to as u64), at(&allocation, from as u64), 30_000)
+                    .unwrap()
             };
             bytes.copy_within(from..from + 30_000, to);
             let mut back = vec![0; 40_000];
@@ -108,7 +114,10 @@ fn a_copy_past_the_allocation_is_refused_and_moves_nothing() {
     }
     assert_eq!(host, [1; 101]);
     free(&simulated, &neighbour).unwrap();
-    assert_eq!(simulated.read(neighbour.base(), &mut host).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    assert_eq!(
+        simulated.read(neighbour.base(), &mut host).unwrap_err().kind(),
+        ErrorKind::OutOfBounds
+    );
     assert_eq!(simulated.stats().copies_done, 1);
 }
 
@@ -137,11 +146,13 @@ fn an_asynchronous_copy_moves_its_bytes_when_the_engine_comes_to_it() {
     let bytes = pattern(64, 2);
     // SAFETY: `bytes` outlives both copies.
     let first =
-        unsafe { simulated.copy_async(allocation.base(), Address::of_ptr(bytes.as_ptr()), 32) }.unwrap();
-    // SAFETY: as above.
-    let second =
-        unsafe { simulated.copy_async(at(&allocation, 32), Address::of_ptr(bytes[32..].as_ptr()), 32) }
+        unsafe { simulated.copy_async(allocation.base(), Address::of_ptr(bytes.as_ptr()), 32) }
             .unwrap();
+    // SAFETY: as above.
+    let second = unsafe {
+        simulated.copy_async(at(&allocation, 32), Address::of_ptr(bytes[32..].as_ptr()), 32)
+    }
+    .unwrap();
     assert_eq!(simulated.pending_copies(), 2);
     let content = || {
         let mut back = [0; 64];
@@ -188,7 +199,8 @@ fn the_engine_thread_ends_copies_in_order() {
 #[test]
 fn a_copy_takes_at_least_latency_and_length_over_bandwidth() {
     let latency = Duration::from_millis(2);
-    let simulated = Simulated::builder().copy_latency(latency).copy_bandwidth(1 << 20).build().unwrap();
+    let simulated =
+        Simulated::builder().copy_latency(latency).copy_bandwidth(1 << 20).build().unwrap();
     let allocation = device(&simulated, 4096);
     let bytes = pattern(4096, 5);
     let least = latency + Duration::from_secs(1) * 4096 / (1 << 20);
@@ -198,7 +210,8 @@ fn a_copy_takes_at_least_latency_and_length_over_bandwidth() {
     let start = Instant::now();
     // SAFETY: `bytes` outlives the copy.
     let event =
-        unsafe { simulated.copy_async(allocation.base(), Address::of_ptr(bytes.as_ptr()), 4096) }.unwrap();
+        unsafe { simulated.copy_async(allocation.base(), Address::of_ptr(bytes.as_ptr()), 4096) }
+            .unwrap();
     event.wait().unwrap();
     assert!(start.elapsed() >= least);
 }
@@ -213,7 +226,8 @@ fn a_queued_copy_does_not_reach_memory_that_was_freed_and_reused_since() {
     let stale = device(&simulated, 64);
     let bytes = [9; 64];
     // SAFETY: `bytes` outlives the copy.
-    let event = unsafe { simulated.copy_async(stale.base(), Address::of_ptr(bytes.as_ptr()), 64) }.unwrap();
+    let event =
+        unsafe { simulated.copy_async(stale.base(), Address::of_ptr(bytes.as_ptr()), 64) }.unwrap();
     free(&simulated, &stale).unwrap();
     let fresh = device(&simulated, 64);
     assert_eq!(fresh.base(), stale.base());
@@ -228,13 +242,17 @@ fn a_queued_copy_does_not_reach_memory_that_was_freed_and_reused_since() {
 #[test]
 fn dropping_the_iface_cancels_what_its_engine_has_not_begun() {
     for stepping in [Stepping::ByHand, Stepping::Thread] {
-        let simulated =
-            Simulated::builder().stepping(stepping).copy_latency(Duration::from_secs(3600)).build().unwrap();
+        let simulated = Simulated::builder()
+            .stepping(stepping)
+            .copy_latency(Duration::from_secs(3600))
+            .build()
+            .unwrap();
         let allocation = device(&simulated, 64);
         let bytes = [9; 64];
         // SAFETY: `bytes` outlives the copy.
         let event =
-            unsafe { simulated.copy_async(allocation.base(), Address::of_ptr(bytes.as_ptr()), 64) }.unwrap();
+            unsafe { simulated.copy_async(allocation.base(), Address::of_ptr(bytes.as_ptr()), 64) }
+                .unwrap();
         drop(simulated);
         assert_eq!(event.wait().unwrap_err().kind(), ErrorKind::Canceled);
     }

@@ -28,10 +28,12 @@ fn page_unaligned_ranges_reach_exactly_their_bytes_through_the_exported_fd() {
     let allocation = device(&simulated, 100_000);
     let bytes = pattern(100_000, 1);
     simulated.write(allocation.base(), &bytes).unwrap();
-    for (offset, len) in [(0, 1), (1, 1), (4095, 2), (4096, 4096), (5001, 33_333), (99_999, 1), (0, 100_000)]
+    for (offset, len) in
+        [(0, 1), (1, 1), (4095, 2), (4096, 4096), (5001, 33_333), (99_999, 1), (0, 100_000)]
     {
         let range = allocation.range.slice(offset, len).unwrap();
-        let export = simulated.export_dma_buf(range, &nic("loop0"), DmaBufMapping::Default).unwrap();
+        let export =
+            simulated.export_dma_buf(range, &nic("loop0"), DmaBufMapping::Default).unwrap();
         assert_eq!((export.alloc_offset.0, export.len), (offset, len));
         let expected = &bytes[offset as usize..(offset + len) as usize];
         assert!(read_through_fd(&export) == expected, "{offset}+{len}");
@@ -55,8 +57,9 @@ fn in_a_memory_file_no_allocation_begins_at_offset_0() {
     let simulated = Simulated::builder().dma_buf(DmaBufKind::MemFd).build().unwrap();
     for len in [64, 4096, 1 << 20, 200 << 20] {
         let allocation = device(&simulated, len);
-        let export =
-            simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default).unwrap();
+        let export = simulated
+            .export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default)
+            .unwrap();
         assert_eq!(export.alloc_offset.0, 0);
         assert!(export.offset.0 > 0 && export.offset.0.is_multiple_of(4096));
     }
@@ -71,7 +74,8 @@ fn the_fd_count_after_many_exports_is_what_it_was() {
     let before = open_fds();
     for i in 0..100_000_u64 {
         let range = allocation.range.slice(i * 7 % 1_000_000, 1 + i % 1000).unwrap();
-        let export = simulated.export_dma_buf(range, &nic("loop0"), DmaBufMapping::Default).unwrap();
+        let export =
+            simulated.export_dma_buf(range, &nic("loop0"), DmaBufMapping::Default).unwrap();
         if i % 2 == 0 {
             simulated.release_dma_buf(export).unwrap();
         }
@@ -89,7 +93,8 @@ fn an_export_outlives_the_allocation_and_never_shows_the_next_one() {
     let allocation = device(&simulated, 4096);
     let bytes = pattern(4096, 6);
     simulated.write(allocation.base(), &bytes).unwrap();
-    let export = simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default).unwrap();
+    let export =
+        simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default).unwrap();
     free(&simulated, &allocation).unwrap();
     for _ in 0..5000 {
         let next = device(&simulated, 4096);
@@ -112,8 +117,9 @@ fn one_export_that_stays_keeps_its_bytes_while_thousands_come_and_go() {
     let export_and_free = |fill: u8| {
         let allocation = device(&simulated, 4096);
         simulated.write(allocation.base(), &[fill; 4096]).unwrap();
-        let export =
-            simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default).unwrap();
+        let export = simulated
+            .export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default)
+            .unwrap();
         free(&simulated, &allocation).unwrap();
         export
     };
@@ -137,7 +143,11 @@ fn exported_memory_comes_back_when_its_last_user_has_gone() {
             stay.push(device(&simulated, 4096));
         }
         let allocation = device(&simulated, 4096);
-        drop(simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default).unwrap());
+        drop(
+            simulated
+                .export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default)
+                .unwrap(),
+        );
         free(&simulated, &allocation).unwrap();
     }
     let files = simulated.stats().memory_files;
@@ -161,7 +171,8 @@ fn a_virtual_allocation_lists_its_segments_and_exports_each() {
     assert!(segments.iter().all(|segment| segment.exportable));
     let mut read = Vec::new();
     for segment in &segments {
-        let export = simulated.export_dma_buf(segment.range, &nic("loop0"), DmaBufMapping::Default).unwrap();
+        let export =
+            simulated.export_dma_buf(segment.range, &nic("loop0"), DmaBufMapping::Default).unwrap();
         assert_eq!(export.alloc_offset.0, segment.range.start().0 - allocation.base().0);
         read.extend(read_through_fd(&export));
     }
@@ -196,12 +207,18 @@ fn a_segment_that_cannot_be_exported_says_so_and_the_others_still_can() {
             Ok(_) => assert!(segment.exportable),
             Err(error) => {
                 assert!(!segment.exportable && error.is_unsupported());
-                assert_eq!(error.context_value("segment"), Some(segment.range.to_string().as_str()));
+                assert_eq!(
+                    error.context_value("segment"),
+                    Some(segment.range.to_string().as_str())
+                );
             }
         }
     }
     free(&simulated, &allocation).unwrap();
-    assert_eq!(simulated.set_exportable(allocation.base(), true).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    assert_eq!(
+        simulated.set_exportable(allocation.base(), true).unwrap_err().kind(),
+        ErrorKind::OutOfBounds
+    );
 }
 
 #[test]
@@ -225,8 +242,9 @@ fn managed_and_host_memory_have_no_dma_buf_and_say_what_to_do() {
     let simulated = simulated();
     for kind in [AllocationKind::Managed, AllocationKind::Host] {
         let allocation = allocate(&simulated, 4096, kind);
-        let error =
-            simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default).unwrap_err();
+        let error = simulated
+            .export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default)
+            .unwrap_err();
         assert!(error.is_unsupported());
         assert!(error.remedy_text().unwrap().contains("host pages"), "{error}");
     }
@@ -248,8 +266,9 @@ fn the_pcie_mapping_is_honoured_or_refused_as_configured() {
                 assert_eq!(error.os_errno(), Some(Errno(95)));
             }
         }
-        let plain =
-            simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default).unwrap();
+        let plain = simulated
+            .export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default)
+            .unwrap();
         assert_eq!(plain.mapping, DmaBufMapping::Default);
     }
 }
@@ -260,9 +279,12 @@ fn a_nic_that_does_not_reach_the_device_is_refused_and_others_go_on() {
     let matrix = P2pMatrix::all_reachable().block(DeviceId(1), "loop1");
     let simulated = Simulated::builder().devices(2).p2p(matrix).peer_memory(true).build().unwrap();
     for (number, name) in [(0, "loop0"), (0, "loop1"), (1, "loop0"), (1, "loop1")] {
-        let request = AllocRequest { len: 64, device: DeviceId(number), kind: AllocationKind::Device };
+        let request =
+            AllocRequest { len: 64, device: DeviceId(number), kind: AllocationKind::Device };
         let allocation = simulated.allocate(&request).unwrap();
-        let by_fd = simulated.export_dma_buf(allocation.range, &nic(name), DmaBufMapping::Default).map(drop);
+        let by_fd = simulated
+            .export_dma_buf(allocation.range, &nic(name), DmaBufMapping::Default)
+            .map(drop);
         let by_address = simulated.export_peer_memory(allocation.range, &nic(name)).map(drop);
         for result in [by_fd, by_address] {
             let Err(error) = result else {
@@ -286,7 +308,9 @@ fn peer_memory_and_dma_bufs_can_each_be_missing() {
     assert!(!simulated.capability().dma_buf && !simulated.capability().peer_memory);
     let by_fd = simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default);
     assert!(by_fd.unwrap_err().is_unsupported());
-    assert!(simulated.export_peer_memory(allocation.range, &nic("loop0")).unwrap_err().is_unsupported());
+    assert!(
+        simulated.export_peer_memory(allocation.range, &nic("loop0")).unwrap_err().is_unsupported()
+    );
 }
 
 #[test]
@@ -298,7 +322,8 @@ fn genuine_dma_bufs_are_made_where_udmabuf_is_there_and_asking_for_them_elsewher
             let bytes = pattern(10_000, 1);
             simulated.write(allocation.base(), &bytes).unwrap();
             let range = allocation.range.slice(4100, 5000).unwrap();
-            let export = simulated.export_dma_buf(range, &nic("loop0"), DmaBufMapping::Default).unwrap();
+            let export =
+                simulated.export_dma_buf(range, &nic("loop0"), DmaBufMapping::Default).unwrap();
             assert_eq!(export.offset.0, 4);
             assert!(read_through_fd(&export) == bytes[4100..9100]);
         }

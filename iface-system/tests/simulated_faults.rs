@@ -72,10 +72,12 @@ fn use_everything(simulated: &Simulated) -> Vec<hmem_core::Error> {
                 .and_then(|event| event.wait()),
         );
         if kind == AllocationKind::Device {
-            let export = simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default);
+            let export =
+                simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default);
             keep(export.and_then(|export| simulated.release_dma_buf(export)));
             keep(simulated.export_peer_memory(allocation.range, &nic("loop0")).map(drop));
-            let opened = simulated.ipc_export(&allocation).and_then(|handle| simulated.ipc_open(&handle));
+            let opened =
+                simulated.ipc_export(&allocation).and_then(|handle| simulated.ipc_open(&handle));
             match opened {
                 Ok(opened) => loop {
                     // SAFETY: nothing refers to the memory.

@@ -67,7 +67,8 @@ fn another_process_opens_reads_writes_and_closes_without_leaks() {
     let on_device = device(&simulated, LEN as u64);
     let pooled = allocate(&simulated, LEN as u64, AllocationKind::StreamOrdered);
     let in_a_file = system.memfd(LEN as u64).unwrap();
-    let cases: [(&dyn Iface, _); 3] = [(&simulated, on_device), (&simulated, pooled), (&system, in_a_file)];
+    let cases: [(&dyn Iface, _); 3] =
+        [(&simulated, on_device), (&simulated, pooled), (&system, in_a_file)];
     let fds = open_fds();
     for (iface, allocation) in cases {
         iface.write(allocation.base(), &pattern(LEN, 1)).unwrap();
@@ -111,7 +112,8 @@ fn when_the_owner_is_gone_opening_is_unavailable_and_what_is_open_stays() {
     for kind in [SIMULATED, IfaceKind::SYSTEM] {
         let mut child = spawn_child("child_that_exports", &kind.0.to_string());
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let handle = lines.find_map(|line| Some(unhex(line.unwrap().split_once("handle ")?.1))).unwrap();
+        let handle =
+            lines.find_map(|line| Some(unhex(line.unwrap().split_once("handle ")?.1))).unwrap();
         let handle = IpcHandle { iface: kind, bytes: handle };
         let iface = iface_of(kind);
         let opened = iface.ipc_open(&handle).unwrap();

@@ -12,8 +12,8 @@ use std::{
 };
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationKind, DeviceId, ErrorKind, Iface, IfaceKind, Registry,
-    iface::AllocRequest,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, ErrorKind, Iface, IfaceKind,
+    Registry, iface::AllocRequest,
 };
 use hmem_iface_system::{AddressReuse, SIMULATED, Simulated, System};
 use proptest::prelude::*;
@@ -67,7 +67,10 @@ fn the_owner_is_found_at_both_ends_and_inside_among_ten_thousand_allocations() {
             assert_eq!((owner.iface, owner.device), (SIMULATED, Some(DeviceId(0))));
         }
         assert_ne!(registry.owner_of(at(allocation, len)).unwrap().allocation, Some(*allocation));
-        assert_eq!(registry.owner_of_range(allocation.range).unwrap().allocation, Some(*allocation));
+        assert_eq!(
+            registry.owner_of_range(allocation.range).unwrap().allocation,
+            Some(*allocation)
+        );
     }
 }
 
@@ -136,7 +139,10 @@ fn a_device_out_of_range_is_an_error_that_names_it() {
     let error = simulated.allocate(&request).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     assert!(error.to_string().contains("device=2"), "{error}");
-    assert_eq!(simulated.flush_inbound(DeviceId(2)).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    assert_eq!(
+        simulated.flush_inbound(DeviceId(2)).unwrap_err().kind(),
+        ErrorKind::InvalidArgument
+    );
     // Host memory belongs to no device, so it does not matter which one was named.
     assert!(simulated.allocate(&AllocRequest { kind: AllocationKind::Host, ..request }).is_ok());
 }
@@ -150,8 +156,11 @@ fn any_thread_may_use_any_device() {
             let simulated = Arc::clone(&simulated);
             thread::spawn(move || {
                 use hmem_core::IfaceExt;
-                let request =
-                    AllocRequest { len: 999, device: DeviceId(number), kind: AllocationKind::Device };
+                let request = AllocRequest {
+                    len: 999,
+                    device: DeviceId(number),
+                    kind: AllocationKind::Device,
+                };
                 let allocation = simulated.allocate(&request).unwrap();
                 let other_thread = Arc::clone(&simulated);
                 thread::spawn(move || {
@@ -234,7 +243,8 @@ proptest! {
 #[test]
 fn lookups_that_race_with_frees_are_consistent() {
     const ROUNDS: usize = 20_000;
-    let simulated = Arc::new(Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap());
+    let simulated =
+        Arc::new(Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap());
     let stays: Vec<Allocation> = (0..64).map(|_| device(&*simulated, 4096)).collect();
     let stop = Arc::new(AtomicBool::new(false));
     // The highest identity that is known to be gone.
@@ -279,7 +289,8 @@ fn lookups_that_race_with_frees_are_consistent() {
 
 #[test]
 fn allocations_come_and_go_from_several_threads_at_once() {
-    let simulated = Arc::new(Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap());
+    let simulated =
+        Arc::new(Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap());
     let threads: Vec<_> = (0..4_u64)
         .map(|number| {
             let simulated = Arc::clone(&simulated);

@@ -4,7 +4,9 @@ mod support;
 
 use std::{os::unix::process::ExitStatusExt, sync::Mutex};
 
-use hmem_core::{AddressRange, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::AllocRequest};
+use hmem_core::{
+    AddressRange, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::AllocRequest,
+};
 use hmem_iface_system::{AddressReuse, Simulated};
 use support::*;
 
@@ -57,7 +59,8 @@ fn managed_and_host_memory_are_the_same_bytes_for_the_cpu_and_the_engine() {
         let bytes = pattern(10_000, 1);
         simulated.write(allocation.base(), &bytes).unwrap();
         // SAFETY: this kind is mapped, and nothing writes to it meanwhile.
-        let by_cpu = unsafe { std::slice::from_raw_parts(pointer(&allocation).cast_const(), 10_000) };
+        let by_cpu =
+            unsafe { std::slice::from_raw_parts(pointer(&allocation).cast_const(), 10_000) };
         assert!(by_cpu == bytes);
         // SAFETY: as above; the slice is not used any longer.
         unsafe { pointer(&allocation).wrapping_add(9_999).write_volatile(!bytes[9_999]) };
@@ -135,8 +138,11 @@ fn empty_foreign_and_oversized_requests_are_refused() {
 fn each_device_has_memory_of_its_own() {
     let _turn = turn();
     let simulated = Simulated::builder().devices(2).memory_per_device(1 << 20).build().unwrap();
-    let all_of =
-        |device| AllocRequest { len: 1 << 20, device: DeviceId(device), kind: AllocationKind::Device };
+    let all_of = |device| AllocRequest {
+        len: 1 << 20,
+        device: DeviceId(device),
+        kind: AllocationKind::Device,
+    };
     simulated.allocate(&all_of(0)).unwrap();
     simulated.allocate(&all_of(1)).unwrap();
     assert!(simulated.allocate(&all_of(0)).is_err());

@@ -103,7 +103,10 @@ fn a_reused_address_is_never_valid_in_either_style() {
                 assert!(!monitor.valid(&allocation).unwrap());
                 stale.push(allocation);
             }
-            assert!(stale.iter().all(|before| before.base() == stale[0].base()), "the address was reused");
+            assert!(
+                stale.iter().all(|before| before.base() == stale[0].base()),
+                "the address was reused"
+            );
         }
     }
 }
@@ -269,7 +272,9 @@ fn what_is_not_alive_cannot_be_watched() {
     let allocation = device(&*simulated, 4096);
     free(&*simulated, &allocation).unwrap();
     let host = [0_u8; 16];
-    for range in [allocation.range, AddressRange::of(&host), AddressRange::new(Address(0), 8).unwrap()] {
+    for range in
+        [allocation.range, AddressRange::of(&host), AddressRange::new(Address(0), 8).unwrap()]
+    {
         let error = monitor.subscribe(range, Told::new()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported);
     }
@@ -289,7 +294,9 @@ fn many_subscribers_of_many_allocations_are_told_apart() {
             let offset = i * 613 % allocation.range.len();
             let len = 1 + i * 1009 % (allocation.range.len() - offset);
             let told = Told::new();
-            monitor.subscribe(allocation.range.slice(offset, len).unwrap(), Arc::clone(&told) as _).unwrap();
+            monitor
+                .subscribe(allocation.range.slice(offset, len).unwrap(), Arc::clone(&told) as _)
+                .unwrap();
             (*allocation, told)
         })
         .collect();

@@ -42,7 +42,8 @@ impl Source for Remembering {
     type Watch = Option<Subscription>;
 
     fn watch(&self, key: &Key, invalidator: &Arc<dyn Invalidator>) -> Result<Self::Watch> {
-        let subscribe = |monitor: &Arc<dyn Monitor>| monitor.subscribe(key.range(), Arc::clone(invalidator));
+        let subscribe =
+            |monitor: &Arc<dyn Monitor>| monitor.subscribe(key.range(), Arc::clone(invalidator));
         self.0.as_ref().map(subscribe).transpose()
     }
 
@@ -207,7 +208,8 @@ fn userfaultfd(rounds: u64) {
 }
 
 fn layered(rounds: u64) {
-    let both: Arc<dyn Monitor> = Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
+    let both: Arc<dyn Monitor> =
+        Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
     none(&both, &HOOKED, rounds, true);
     none(&both, &RAW, rounds, false);
 }

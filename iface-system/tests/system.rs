@@ -31,7 +31,10 @@ fn allocations_of_every_sort_are_found_by_address_and_freed_once() {
         allocate(&system, 10_000, AllocationKind::System),
     ];
     for allocation in &all {
-        assert_eq!((allocation.iface, allocation.kind), (IfaceKind::SYSTEM, AllocationKind::System));
+        assert_eq!(
+            (allocation.iface, allocation.kind),
+            (IfaceKind::SYSTEM, AllocationKind::System)
+        );
         assert_eq!((allocation.range.len(), allocation.device), (10_000, None));
         assert_eq!(system.query(at(allocation, 9_999)).unwrap(), Some(*allocation));
         assert_ne!(system.query(at(allocation, 10_000)).unwrap(), Some(*allocation));
@@ -116,8 +119,9 @@ fn a_memory_file_exports_exactly_the_bytes_of_a_range_and_outlives_its_allocatio
 fn what_no_memory_file_backs_is_not_exported() {
     let system = System::new();
     for allocation in [system.mmap(64).unwrap(), system.heap(64, 8).unwrap()] {
-        let error =
-            system.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default).unwrap_err();
+        let error = system
+            .export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default)
+            .unwrap_err();
         assert!(error.is_unsupported() && error.remedy_text().is_some());
         assert!(!system.segments(allocation.range).unwrap()[0].exportable);
     }

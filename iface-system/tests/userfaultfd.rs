@@ -49,7 +49,11 @@ fn refuse_by_seccomp() {
         instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
         libc::sock_filter {
             jf: 1,
-            ..instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, libc::SYS_userfaultfd as u32)
+            ..instruction(
+                libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K,
+                0,
+                libc::SYS_userfaultfd as u32,
+            )
         },
         instruction(libc::BPF_RET | libc::BPF_K, 0, refused),
         instruction(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ALLOW),
@@ -58,7 +62,10 @@ fn refuse_by_seccomp() {
     // SAFETY: restricts this process, which is the case's own.
     unsafe {
         assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
-        assert_eq!(libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program), 0);
+        assert_eq!(
+            libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program),
+            0
+        );
     }
 }
 
@@ -133,10 +140,12 @@ fn mon_02_no_fault_of_the_application_waits() {
     }
     let monitor = UserFaultFd::start().unwrap();
     let page = page();
-    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    let (prot, flags) =
+        (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
     // SAFETY: a new mapping.
     let block = unsafe { libc::mmap(ptr::null_mut(), 256 * page, prot, flags, -1, 0) };
-    let stopping = Arc::new(Stopping { inside: AtomicBool::new(false), go_on: AtomicBool::new(false) });
+    let stopping =
+        Arc::new(Stopping { inside: AtomicBool::new(false), go_on: AtomicBool::new(false) });
     let subscription =
         monitor.subscribe(range(block, 256 * page), Arc::<Stopping>::clone(&stopping)).unwrap();
     // SAFETY: here and below, this function's own pages.
@@ -200,8 +209,8 @@ fn watched(at: *mut libc::c_void) -> bool {
     let mut inside = false;
     for line in maps.lines() {
         let bounds = line.split(' ').next().and_then(|bounds| bounds.split_once('-'));
-        if let Some((Ok(start), Ok(end))) =
-            bounds.map(|(start, end)| (usize::from_str_radix(start, 16), usize::from_str_radix(end, 16)))
+        if let Some((Ok(start), Ok(end))) = bounds
+            .map(|(start, end)| (usize::from_str_radix(start, 16), usize::from_str_radix(end, 16)))
         {
             inside = (start..end).contains(&at.addr());
         }
@@ -220,7 +229,8 @@ fn overlapping_subscriptions_are_watched_until_the_last_is_gone() {
     let at = |index: usize| block.wrapping_byte_add(index * page);
     let pages = |from: usize, to: usize| range(at(from), (to - from) * page);
     let subscribe = |range| monitor.subscribe(range, Arc::<Recorder>::clone(&recorder)).unwrap();
-    let (low, high, inner) = (subscribe(pages(0, 4)), subscribe(pages(2, 6)), subscribe(pages(3, 4)));
+    let (low, high, inner) =
+        (subscribe(pages(0, 4)), subscribe(pages(2, 6)), subscribe(pages(3, 4)));
     let now = || (0..6).map(|index| watched(at(index))).collect::<Vec<_>>();
     assert_eq!(now(), [true; 6]);
     monitor.unsubscribe(low);
@@ -305,13 +315,18 @@ fn what_the_kernel_does_not_watch_is_refused_with_the_reason() {
 fn too_many_mappings_are_an_error_that_names_the_limit() {
     let monitor = UserFaultFd::start().unwrap();
     let page = page();
-    let limit: usize = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
+    let limit: usize =
+        std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
     // SAFETY: a new mapping without memory.
     let block = unsafe {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         libc::mmap(ptr::null_mut(), (limit + 4) * page, libc::PROT_READ, flags, -1, 0)
     };
-    assert_ne!(block, libc::MAP_FAILED, "this case needs a limit that an address space can exceed: {limit}");
+    assert_ne!(
+        block,
+        libc::MAP_FAILED,
+        "this case needs a limit that an address space can exceed: {limit}"
+    );
     let recorder = Recorder::new();
     let mut subscriptions = Vec::new();
     // Every other page: each is a mapping of its own, and so is what lies between.
@@ -471,7 +486,8 @@ fn stale_hits(monitor: &dyn Monitor, rounds: usize) -> (u64, u64) {
         let entry = Arc::new(OneEntry::default());
         entry.start.store(range(block, page).start().0, SeqCst);
         entry.valid.store(true, SeqCst);
-        let subscription = monitor.subscribe(range(block, page), Arc::<OneEntry>::clone(&entry)).unwrap();
+        let subscription =
+            monitor.subscribe(range(block, page), Arc::<OneEntry>::clone(&entry)).unwrap();
         let at = block.expose_provenance();
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
         let remap = move || {
@@ -515,7 +531,10 @@ fn another_thread_can_hit_what_was_there_before() {
         "userfaultfd: {own} stale hits of the thread that unmaps, {other} of another, in {rounds} rounds"
     );
     assert_eq!(own, 0);
-    assert!(other > 0, "the window that the documentation speaks of was not met in {rounds} rounds");
+    assert!(
+        other > 0,
+        "the window that the documentation speaks of was not met in {rounds} rounds"
+    );
     drop(monitor);
     let monitor = MemHooks::start().unwrap();
     assert_eq!(stale_hits(&*monitor, rounds), (0, 0));

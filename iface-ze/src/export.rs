@@ -14,7 +14,8 @@ pub(crate) fn export_dma_buf(
     _nic: &Nic,
     _mapping: DmaBufMapping,
 ) -> Result<DmaBufExport> {
-    Err(lacks("export_dma_buf", "hmem-iface-ze does not export dma-bufs yet").context("range", range))
+    Err(lacks("export_dma_buf", "hmem-iface-ze does not export dma-bufs yet")
+        .context("range", range))
 }
 
 /// Nothing that this iface exported comes here yet; the fd is closed all the same.
@@ -28,7 +29,8 @@ pub(crate) fn export_peer_memory(
     range: AddressRange,
     _nic: &Nic,
 ) -> Result<PeerMemoryExport> {
-    Err(lacks("export_peer_memory", "hmem-iface-ze does not export peer memory yet").context("range", range))
+    Err(lacks("export_peer_memory", "hmem-iface-ze does not export peer memory yet")
+        .context("range", range))
 }
 
 pub(crate) fn ipc_export(_level_zero: &LevelZero, allocation: &Allocation) -> Result<IpcHandle> {

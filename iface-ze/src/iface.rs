@@ -8,10 +8,11 @@ use std::{
 };
 
 use hmem_core::{
-    Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, Iface, IfaceKind, Rejected, Result,
-    Segment,
+    Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, Iface, IfaceKind, Rejected,
+    Result, Segment,
     iface::{
-        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle, PeerMemoryExport,
+        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle,
+        PeerMemoryExport,
     },
     monitor::Monitor,
     provider::Nic,
@@ -20,8 +21,8 @@ use hmem_core::{
 use crate::{
     copy, export, memory, monitor,
     sys::{
-        self, ContextDescription, ContextHandle, DeviceHandle, DeviceMemoryProperties, DeviceProperties,
-        DriverHandle, Functions, PciProperties, ZE_MAX_DEVICE_NAME, ZeResult,
+        self, ContextDescription, ContextHandle, DeviceHandle, DeviceMemoryProperties,
+        DeviceProperties, DriverHandle, Functions, PciProperties, ZE_MAX_DEVICE_NAME, ZeResult,
     },
 };
 
@@ -166,7 +167,8 @@ impl LevelZero {
         let before = self.devices.len();
         for handle in devices(&self.functions, driver)? {
             let id = DeviceId(self.devices.len() as u32);
-            let Some(device) = describe(&self.functions, handle, id).map_err(|error| error.device(id))?
+            let Some(device) =
+                describe(&self.functions, handle, id).map_err(|error| error.device(id))?
             else {
                 continue;
             };
@@ -184,7 +186,8 @@ impl LevelZero {
             };
             let mut context = ContextHandle::NULL;
             // SAFETY: the driver is one that the loader listed, the description is complete, `context` is writable.
-            let code = unsafe { (self.functions.context_create)(driver, &description, &mut context) };
+            let code =
+                unsafe { (self.functions.context_create)(driver, &description, &mut context) };
             check(code, "zeContextCreate")?;
             self.contexts.push(context);
         }
@@ -246,7 +249,10 @@ fn describe(functions: &Functions, handle: DeviceHandle, id: DeviceId) -> Result
         name: [0; ZE_MAX_DEVICE_NAME],
     };
     // SAFETY: the device is one that its driver listed; the structure says its type and ends the chain.
-    check(unsafe { (functions.device_get_properties)(handle, &mut properties) }, "zeDeviceGetProperties")?;
+    check(
+        unsafe { (functions.device_get_properties)(handle, &mut properties) },
+        "zeDeviceGetProperties",
+    )?;
     if properties.kind != sys::ZE_DEVICE_TYPE_GPU {
         return Ok(None);
     }
@@ -276,7 +282,10 @@ fn pci_bus_id(functions: &Functions, handle: DeviceHandle) -> Option<String> {
     // SAFETY: the device is one that its driver listed; the structure says its type and ends the chain.
     let code = unsafe { (functions.device_pci_get_properties)(handle, &mut pci) };
     match check(code, "zeDevicePciGetPropertiesExt") {
-        Ok(()) => Some(format!("{:04x}:{:02x}:{:02x}.{:x}", pci.domain, pci.bus, pci.device, pci.function)),
+        Ok(()) => Some(format!(
+            "{:04x}:{:02x}:{:02x}.{:x}",
+            pci.domain, pci.bus, pci.device, pci.function
+        )),
         Err(error) => {
             tracing::debug!(%error, "a device without a PCI bus id");
             None
@@ -368,9 +377,8 @@ pub(crate) fn check(code: ZeResult, operation: &'static str) -> Result<()> {
         | ZeResult::ZE_RESULT_ERROR_INVALID_NULL_POINTER
         | ZeResult::ZE_RESULT_ERROR_INVALID_SIZE
         | ZeResult::ZE_RESULT_ERROR_INVALID_ENUMERATION => ErrorKind::InvalidArgument,
-        ZeResult::ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY | ZeResult::ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY => {
-            ErrorKind::OutOfResources
-        }
+        ZeResult::ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY
+        | ZeResult::ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY => ErrorKind::OutOfResources,
         ZeResult::ZE_RESULT_ERROR_UNINITIALIZED
         | ZeResult::ZE_RESULT_ERROR_DEVICE_LOST
         | ZeResult::ZE_RESULT_ERROR_DEVICE_REQUIRES_RESET
@@ -378,9 +386,8 @@ pub(crate) fn check(code: ZeResult, operation: &'static str) -> Result<()> {
         | ZeResult::ZE_RESULT_ERROR_DEPENDENCY_UNAVAILABLE => ErrorKind::Unavailable,
         ZeResult::ZE_RESULT_ERROR_DEVICE_IN_LOW_POWER_STATE => ErrorKind::BadState,
         ZeResult::ZE_RESULT_NOT_READY => ErrorKind::Again,
-        ZeResult::ZE_RESULT_ERROR_HANDLE_OBJECT_IN_USE | ZeResult::ZE_RESULT_ERROR_NOT_AVAILABLE => {
-            ErrorKind::Busy
-        }
+        ZeResult::ZE_RESULT_ERROR_HANDLE_OBJECT_IN_USE
+        | ZeResult::ZE_RESULT_ERROR_NOT_AVAILABLE => ErrorKind::Busy,
         ZeResult::ZE_RESULT_ERROR_INSUFFICIENT_PERMISSIONS => ErrorKind::PermissionDenied,
         ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_VERSION
         | ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_FEATURE
@@ -434,11 +441,21 @@ impl Iface for LevelZero {
         copy::copy(self, to, from, len)
     }
 
-    unsafe fn copy_async(&self, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
+    unsafe fn copy_async(
+        &self,
+        to: Address,
+        from: Address,
+        len: u64,
+    ) -> Result<Box<dyn CopyEvent>> {
         copy::copy_async(self, to, from, len)
     }
 
-    fn export_dma_buf(&self, range: AddressRange, nic: &Nic, mapping: DmaBufMapping) -> Result<DmaBufExport> {
+    fn export_dma_buf(
+        &self,
+        range: AddressRange,
+        nic: &Nic,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport> {
         export::export_dma_buf(self, range, nic, mapping)
     }
 

@@ -3,8 +3,8 @@
 use std::{ffi::c_void, ptr};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind, Result,
-    Segment, iface::AllocRequest,
+    Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind,
+    Result, Segment, iface::AllocRequest,
 };
 
 use crate::{
@@ -27,7 +27,11 @@ pub(crate) fn query(level_zero: &LevelZero, address: Address) -> Result<Option<A
     Ok(None)
 }
 
-fn query_in(level_zero: &LevelZero, context: ContextHandle, address: Address) -> Result<Option<Allocation>> {
+fn query_in(
+    level_zero: &LevelZero,
+    context: ContextHandle,
+    address: Address,
+) -> Result<Option<Allocation>> {
     let pointer = ptr::without_provenance::<c_void>(address.0 as usize);
     let mut properties = MemoryAllocationProperties {
         stype: sys::ZE_STRUCTURE_TYPE_MEMORY_ALLOCATION_PROPERTIES,
@@ -40,7 +44,12 @@ fn query_in(level_zero: &LevelZero, context: ContextHandle, address: Address) ->
     // SAFETY: the context is held by `level_zero`; the structure says its type and ends the chain; `owner` is
     // writable. The address is only looked up, never dereferenced.
     let code = unsafe {
-        (level_zero.functions.mem_get_alloc_properties)(context, pointer, &mut properties, &mut owner)
+        (level_zero.functions.mem_get_alloc_properties)(
+            context,
+            pointer,
+            &mut properties,
+            &mut owner,
+        )
     };
     check(code, "zeMemGetAllocProperties").map_err(|error| error.context("address", address))?;
     let kind = match properties.kind {
@@ -52,7 +61,9 @@ fn query_in(level_zero: &LevelZero, context: ContextHandle, address: Address) ->
     };
     let (mut base, mut len) = (ptr::null_mut(), 0usize);
     // SAFETY: the context is held by `level_zero`; `base` and `len` are writable. The address is only looked up.
-    let code = unsafe { (level_zero.functions.mem_get_address_range)(context, pointer, &mut base, &mut len) };
+    let code = unsafe {
+        (level_zero.functions.mem_get_address_range)(context, pointer, &mut base, &mut len)
+    };
     check(code, "zeMemGetAddressRange").map_err(|error| error.context("address", address))?;
     let range = AddressRange::new(Address::of_ptr(base), len as u64)?;
     if !range.contains(address) {
@@ -60,23 +71,35 @@ fn query_in(level_zero: &LevelZero, context: ContextHandle, address: Address) ->
     }
     // Host memory belongs to no device, shared memory to several.
     let device = match kind {
-        AllocationKind::Device => {
-            level_zero.handles.iter().find(|(handle, _)| *handle == owner).map(|(_, device)| *device)
-        }
+        AllocationKind::Device => level_zero
+            .handles
+            .iter()
+            .find(|(handle, _)| *handle == owner)
+            .map(|(_, device)| *device),
         _ => None,
     };
-    Ok(Some(Allocation { iface: IfaceKind::ZE, range, device, kind, id: AllocationId(properties.id) }))
+    Ok(Some(Allocation {
+        iface: IfaceKind::ZE,
+        range,
+        device,
+        kind,
+        id: AllocationId(properties.id),
+    }))
 }
 
 fn inconsistent(address: Address) -> Error {
     Error::new(ErrorKind::Driver, "query")
         .iface(IfaceKind::ZE)
-        .context("reason", "the driver's answer does not describe an allocation that holds the address")
+        .context(
+            "reason",
+            "the driver's answer does not describe an allocation that holds the address",
+        )
         .context("address", address)
 }
 
 pub(crate) fn segments(_level_zero: &LevelZero, range: AddressRange) -> Result<Vec<Segment>> {
-    Err(lacks("segments", "hmem-iface-ze does not list physical segments yet").context("range", range))
+    Err(lacks("segments", "hmem-iface-ze does not list physical segments yet")
+        .context("range", range))
 }
 
 pub(crate) fn allocate(level_zero: &LevelZero, request: &AllocRequest) -> Result<Allocation> {
@@ -92,9 +115,11 @@ pub(crate) fn free(_level_zero: &LevelZero, allocation: &Allocation) -> Result<(
 }
 
 pub(crate) fn host_register(_level_zero: &LevelZero, range: AddressRange) -> Result<()> {
-    Err(lacks("host_register", "hmem-iface-ze does not page-lock host memory yet").context("range", range))
+    Err(lacks("host_register", "hmem-iface-ze does not page-lock host memory yet")
+        .context("range", range))
 }
 
 pub(crate) fn host_unregister(_level_zero: &LevelZero, range: AddressRange) -> Result<()> {
-    Err(lacks("host_unregister", "hmem-iface-ze does not page-lock host memory yet").context("range", range))
+    Err(lacks("host_unregister", "hmem-iface-ze does not page-lock host memory yet")
+        .context("range", range))
 }

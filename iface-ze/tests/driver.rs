@@ -3,16 +3,17 @@
 use std::{cell::RefCell, ffi::c_void, ptr};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, ErrorKind, Iface, IfaceKind,
-    Result,
+    Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, ErrorKind, Iface,
+    IfaceKind, Result,
     iface::{AllocRequest, DmaBufMapping, IpcHandle},
     provider::Nic,
 };
 use hmem_iface_ze::{
     LevelZero,
     sys::{
-        self, ContextDescription, ContextHandle, DeviceHandle, DeviceMemoryProperties, DeviceProperties,
-        DriverHandle, Functions, MemoryAllocationProperties, PciProperties, ZeResult,
+        self, ContextDescription, ContextHandle, DeviceHandle, DeviceMemoryProperties,
+        DeviceProperties, DriverHandle, Functions, MemoryAllocationProperties, PciProperties,
+        ZeResult,
     },
 };
 
@@ -94,15 +95,21 @@ unsafe extern "C" fn init(_flags: u32) -> ZeResult {
 
 unsafe extern "C" fn driver_get(count: *mut u32, into: *mut DriverHandle) -> ZeResult {
     let drivers = DRIVER.with_borrow(|driver| driver.drivers);
-    let drivers: Vec<_> = (0..drivers).map(|number| DriverHandle(handle(FIRST_DRIVER + number))).collect();
+    let drivers: Vec<_> =
+        (0..drivers).map(|number| DriverHandle(handle(FIRST_DRIVER + number))).collect();
     // SAFETY: the iface's pointers are passed on.
     unsafe { list(&drivers, count, into) }
 }
 
-unsafe extern "C" fn device_get(driver: DriverHandle, count: *mut u32, into: *mut DeviceHandle) -> ZeResult {
+unsafe extern "C" fn device_get(
+    driver: DriverHandle,
+    count: *mut u32,
+    into: *mut DeviceHandle,
+) -> ZeResult {
     let devices = DRIVER.with_borrow(|driver| driver.devices);
     let first = 0x100 + 0x10 * (driver.0.addr() - FIRST_DRIVER);
-    let devices: Vec<_> = (first..first + devices).map(|device| DeviceHandle(handle(device))).collect();
+    let devices: Vec<_> =
+        (first..first + devices).map(|device| DeviceHandle(handle(device))).collect();
     // SAFETY: the iface's pointers are passed on.
     unsafe { list(&devices, count, into) }
 }
@@ -116,7 +123,10 @@ unsafe extern "C" fn device_get_sub_devices(
     unsafe { list(&[DeviceHandle(handle(device.0.addr() + 0x1000))], count, into) }
 }
 
-unsafe extern "C" fn device_get_properties(device: DeviceHandle, into: *mut DeviceProperties) -> ZeResult {
+unsafe extern "C" fn device_get_properties(
+    device: DeviceHandle,
+    into: *mut DeviceProperties,
+) -> ZeResult {
     // SAFETY: the iface passes a writable structure.
     let into = unsafe { &mut *into };
     assert_eq!(into.stype, sys::ZE_STRUCTURE_TYPE_DEVICE_PROPERTIES);
@@ -146,7 +156,10 @@ unsafe extern "C" fn device_get_memory_properties(
     unsafe { list(&[memory, memory], count, into) }
 }
 
-unsafe extern "C" fn device_pci_get_properties(device: DeviceHandle, into: *mut PciProperties) -> ZeResult {
+unsafe extern "C" fn device_pci_get_properties(
+    device: DeviceHandle,
+    into: *mut PciProperties,
+) -> ZeResult {
     // SAFETY: the iface passes a writable structure.
     let into = unsafe { &mut *into };
     (into.bus, into.device, into.function) = (0x3a + (device.0.addr() as u32 & 0xf), 2, 1);
@@ -218,7 +231,9 @@ unsafe extern "C" fn mem_get_address_range(
     len: *mut usize,
 ) -> ZeResult {
     DRIVER.with_borrow(|driver| {
-        let Some(fake) = find(driver, context, pointer) else { return ZeResult::ZE_RESULT_ERROR_UNKNOWN };
+        let Some(fake) = find(driver, context, pointer) else {
+            return ZeResult::ZE_RESULT_ERROR_UNKNOWN;
+        };
         // SAFETY: the iface passes writable places.
         unsafe { (*base, *len) = (handle(fake.start as usize), fake.len) };
         ZeResult::ZE_RESULT_SUCCESS
@@ -265,8 +280,9 @@ fn contexts() -> u32 {
 fn a_missing_symbol_is_named_whichever_it_is() {
     for missing in Functions::SYMBOLS {
         // SAFETY: as in `fake`; one symbol fewer.
-        let error = unsafe { Functions::from_lookup(|name| symbol(name).filter(|_| name != *missing)) }
-            .expect_err("a symbol is missing");
+        let error =
+            unsafe { Functions::from_lookup(|name| symbol(name).filter(|_| name != *missing)) }
+                .expect_err("a symbol is missing");
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         assert_eq!(error.context_value("symbol"), Some(*missing));
     }
@@ -301,8 +317,14 @@ fn an_address_at_either_end_of_an_allocation_is_found_and_one_past_it_is_not() {
     allocate(Fake::device(0x7000_0000, 100_000, 1));
     for offset in [0, 1, 4097, 99_999] {
         let allocation = query(&iface, 0x7000_0000 + offset).expect("known");
-        assert_eq!(allocation.range, AddressRange::new(Address(0x7000_0000), 100_000).expect("range"));
-        assert_eq!((allocation.kind, allocation.device), (AllocationKind::Device, Some(DeviceId(1))));
+        assert_eq!(
+            allocation.range,
+            AddressRange::new(Address(0x7000_0000), 100_000).expect("range")
+        );
+        assert_eq!(
+            (allocation.kind, allocation.device),
+            (AllocationKind::Device, Some(DeviceId(1)))
+        );
         assert_eq!(allocation.iface, IfaceKind::ZE);
     }
     assert_eq!(query(&iface, 0x7000_0000 - 1), None);
@@ -421,7 +443,8 @@ fn closing_and_dropping_destroy_the_context_once() {
 #[test]
 fn a_refused_close_hands_the_iface_back() {
     let iface = open().expect("open");
-    DRIVER.with_borrow_mut(|driver| driver.destroy = ZeResult::ZE_RESULT_ERROR_HANDLE_OBJECT_IN_USE);
+    DRIVER
+        .with_borrow_mut(|driver| driver.destroy = ZeResult::ZE_RESULT_ERROR_HANDLE_OBJECT_IN_USE);
     let rejected = iface.close().expect_err("refused");
     assert!(rejected.error.is_busy());
     assert_eq!(rejected.error.operation(), "zeContextDestroy");
@@ -436,7 +459,10 @@ fn devices_are_listed_with_name_memory_and_pci_bus_id() {
     let devices = open().expect("open").devices().expect("devices");
     assert_eq!(devices.len(), 2);
     assert_eq!((devices[1].id, devices[1].name.as_str()), (DeviceId(1), "Intel Test"));
-    assert_eq!((devices[1].pci_bus_id.as_deref(), devices[1].memory), (Some("0000:3b:02.1"), 16 << 30));
+    assert_eq!(
+        (devices[1].pci_bus_id.as_deref(), devices[1].memory),
+        (Some("0000:3b:02.1"), 16 << 30)
+    );
 }
 
 /// HM-01: a simulated device of Intel's driver answers so.
@@ -471,7 +497,10 @@ fn each_kind_of_memory_is_told_apart() {
     ] {
         DRIVER.with_borrow_mut(|driver| driver.allocations = vec![fake]);
         let allocation = query(&iface, 0x7000_0800).expect("known");
-        assert_eq!((allocation.kind, allocation.device, allocation.id), (kind, owner, AllocationId(77)));
+        assert_eq!(
+            (allocation.kind, allocation.device, allocation.id),
+            (kind, owner, AllocationId(77))
+        );
     }
 }
 

@@ -6,8 +6,8 @@ mod support;
 use std::sync::Arc;
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, MrMode,
-    Registry,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt,
+    MrMode, Registry,
     iface::AllocRequest,
     provider::{Backing, DomainRequest, Imports, Piece, Provider},
     transfer::{AtomicOp, AtomicType, LocalSegment, Operation, PeerId, RemoteSegment},
@@ -34,7 +34,8 @@ impl Devices {
         let imports = Imports { peer_memory: true, ..Imports::default() };
         let provider = Loopback::builder().imports(imports).build().unwrap();
         let open = || {
-            let request = DomainRequest { hmem: true, registry: Arc::clone(&registry), ..request(mode) };
+            let request =
+                DomainRequest { hmem: true, registry: Arc::clone(&registry), ..request(mode) };
             End::open(&provider.open_domain(&request).unwrap())
         };
         let (here, there) = (open(), open());
@@ -43,7 +44,8 @@ impl Devices {
     }
 
     fn allocate(&self, len: usize) -> Allocation {
-        let request = AllocRequest { len: len as u64, device: DeviceId(0), kind: AllocationKind::Device };
+        let request =
+            AllocRequest { len: len as u64, device: DeviceId(0), kind: AllocationKind::Device };
         self.device.allocate(&request).unwrap()
     }
 
@@ -93,7 +95,11 @@ fn in_hmem_mode_a_device_buffer_without_a_descriptor_is_refused_at_post() {
     ];
     for (operation, local) in posts {
         let refusal = here.post(operation, &local, *to, 1).unwrap_err();
-        assert_eq!((refusal.kind(), refusal.operation()), (ErrorKind::NoRegion, "post"), "{refusal}");
+        assert_eq!(
+            (refusal.kind(), refusal.operation()),
+            (ErrorKind::NoRegion, "post"),
+            "{refusal}"
+        );
         assert!(refusal.to_string().contains("need a descriptor"), "{refusal}");
     }
     assert!(here.try_next().is_none(), "what was refused at post has no completion");
@@ -118,7 +124,10 @@ fn without_hmem_mode_a_device_buffer_needs_no_descriptor() {
     // Partly to the device and partly to the host.
     let rest = Buffer::new(8);
     here.read(*to, &[segment(&near, 0, 5), rest.whole()], &key, 0).unwrap();
-    assert_eq!((net.bytes(near.base(), 5), rest.bytes()), (b"from ".to_vec(), b"the peer".to_vec()));
+    assert_eq!(
+        (net.bytes(near.base(), 5), rest.bytes()),
+        (b"from ".to_vec(), b"the peer".to_vec())
+    );
     assert_eq!(net.bytes(Address(near.base().0 + 5), 3), content[2..5], "no byte beside it");
     // From device to device, whether the receive or the message comes first.
     for receive_first in [true, false] {
@@ -183,12 +192,19 @@ fn peer_memory_is_reached_through_the_iface_that_owns_it() {
     let back = Buffer::new(LONG - 1);
     here.read(*to, &[back.whole()], &key, 1).unwrap();
     assert!(back.bytes() == source.bytes());
-    refused(here.write(*to, &[source.segment(0, 2, None)], &key, LONG as u64 - 1), ErrorKind::OutOfBounds);
+    refused(
+        here.write(*to, &[source.segment(0, 2, None)], &key, LONG as u64 - 1),
+        ErrorKind::OutOfBounds,
+    );
     // A part of it, and the region as a local buffer.
     let sub = there.domain.register_sub(region, &How::key(2).request(), 1000, 10).unwrap();
     here.write(*to, &[source.segment(0, 10, None)], &remote(sub, 10), 0).unwrap();
     assert_eq!(net.bytes(Address(range.start().0 + 1000), 10), source.bytes()[..10]);
-    let from = LocalSegment { address: Address(range.start().0 + 1000), len: 10, desc: Some(region.local) };
+    let from = LocalSegment {
+        address: Address(range.start().0 + 1000),
+        len: 10,
+        desc: Some(region.local),
+    };
     let sink = Buffer::new(10);
     here.post(RECEIVE, &[sink.whole()], PeerId(0), 2).unwrap();
     there.run(SEND, &[from], there.peer(here)).unwrap();

@@ -62,9 +62,13 @@ fn key_07_forged_keys_reach_nothing() {
         let near = regions.iter().flat_map(|region| (0..64).map(move |bit| region.key ^ 1 << bit));
         let inner = regions.iter().flat_map(|region| [region.token, region.local.to_provider()]);
         let noise = (0..500_000).map(|_| tries.next());
-        let forged = near.chain(inner).chain(0..10_000).chain(noise).filter(|key| !keys.contains(key));
-        let forged: Vec<u64> =
-            if mode.is_empty() { forged.filter(|key| *key >= 10_000).collect() } else { forged.collect() };
+        let forged =
+            near.chain(inner).chain(0..10_000).chain(noise).filter(|key| !keys.contains(key));
+        let forged: Vec<u64> = if mode.is_empty() {
+            forged.filter(|key| *key >= 10_000).collect()
+        } else {
+            forged.collect()
+        };
         assert!(all_refused(&pair, forged.into_iter()) > 500_000);
         assert_eq!(target.bytes(), [0; 8]);
     }
@@ -103,7 +107,12 @@ fn key_02_narrow_keys_do_not_come_back_soon() {
     for _ in 0..60_000 {
         let region = How::provider_key().register(&*domain, &[host(buffer.range(), true)]).unwrap();
         assert!(region.key <= u64::from(u32::MAX));
-        assert!(seen.insert(region.key), "key {:#x} came back after {} others", region.key, seen.len());
+        assert!(
+            seen.insert(region.key),
+            "key {:#x} came back after {} others",
+            region.key,
+            seen.len()
+        );
         domain.deregister(region).unwrap();
     }
     // 24-bit indices: few are in use, and their tags turned.
@@ -112,11 +121,14 @@ fn key_02_narrow_keys_do_not_come_back_soon() {
 
 #[test]
 fn raw_keys_work_where_they_were_mapped_and_nowhere_else() {
-    for (size, mode) in [(16, MrMode::RAW), (40, MrMode::RAW | MrMode::PROV_KEY), (8, MrMode::empty())] {
+    for (size, mode) in
+        [(16, MrMode::RAW), (40, MrMode::RAW | MrMode::PROV_KEY), (8, MrMode::empty())]
+    {
         let provider = Loopback::builder().raw_key_size(size).build().unwrap();
         let pair = Pair::new(provider.clone(), mode);
         let target = Buffer::new(64);
-        let region = How::key(77).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+        let region =
+            How::key(77).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
         let raw = pair.there.domain.raw_key(region).unwrap();
         assert_eq!(raw.0.len(), size);
         let mapped = pair.here.domain.map_raw(Iova(0), 64, Addressing::ZeroBased, &raw).unwrap();
@@ -138,9 +150,10 @@ fn raw_keys_work_where_they_were_mapped_and_nowhere_else() {
             let mut altered = raw.clone();
             altered.0[9] ^= 1;
             match pair.here.domain.map_raw(Iova(0), 64, Addressing::ZeroBased, &altered) {
-                Ok(key) => {
-                    refused(pair.here.write(pair.to, &[source.whole()], &key, 0), ErrorKind::InvalidKey)
-                }
+                Ok(key) => refused(
+                    pair.here.write(pair.to, &[source.whole()], &key, 0),
+                    ErrorKind::InvalidKey,
+                ),
                 Err(error) => assert_eq!(error.kind(), ErrorKind::Malformed),
             }
         }
@@ -223,18 +236,27 @@ fn sub_regions_have_their_own_keys_and_rights_and_hold_their_base() {
         let read = How::key(2).access(Access::REMOTE_READ);
         let middle = domain.register_sub(base, &read.request(), 100, 500).unwrap();
         let inner = domain.register_sub(middle, &How::key(3).request(), 50, 10).unwrap();
-        refused(domain.register_sub(middle, &How::key(4).request(), 491, 10), ErrorKind::OutOfBounds);
+        refused(
+            domain.register_sub(middle, &How::key(4).request(), 491, 10),
+            ErrorKind::OutOfBounds,
+        );
         refused(domain.register_sub(middle, &How::key(3).request(), 0, 10), ErrorKind::NoKey);
         let live = domain.live();
         assert_eq!((live.regions, live.page_registrations, live.bytes), (3, 1, 1000));
         let sink = Buffer::new(10);
         pair.here.read(pair.to, &[sink.whole()], &remote(middle, 500), 50).unwrap();
         assert_eq!(sink.bytes(), target.bytes()[150..160]);
-        refused(pair.here.write(pair.to, &[sink.whole()], &remote(middle, 500), 50), ErrorKind::AccessDenied);
+        refused(
+            pair.here.write(pair.to, &[sink.whole()], &remote(middle, 500), 50),
+            ErrorKind::AccessDenied,
+        );
         let ones = Buffer::filled(10, 1);
         pair.here.write(pair.to, &[ones.whole()], &remote(inner, 10), 0).unwrap();
         assert_eq!(target.bytes()[150..160], [1; 10]);
-        refused(pair.here.write(pair.to, &[ones.whole()], &remote(inner, 10), 1), ErrorKind::OutOfBounds);
+        refused(
+            pair.here.write(pair.to, &[ones.whole()], &remote(inner, 10), 1),
+            ErrorKind::OutOfBounds,
+        );
         refused(domain.deregister(base), ErrorKind::Busy);
         refused(domain.deregister(middle), ErrorKind::Busy);
         for region in [inner, middle, base] {
@@ -271,11 +293,18 @@ fn authorization_keys_must_agree() {
     let without = End::open(&ours);
     let with = End::with(&ours, |attr| attr.auth_key = Some(own));
     let source = Buffer::filled(8, 1);
-    for (end, region, granted) in
-        [(&without, plain, true), (&without, guarded, false), (&with, plain, false), (&with, guarded, true)]
-    {
+    for (end, region, granted) in [
+        (&without, plain, true),
+        (&without, guarded, false),
+        (&with, plain, false),
+        (&with, guarded, true),
+    ] {
         let result = end.write(end.peer(&there), &[source.whole()], &remote(region, 8), 0);
-        if granted { assert_eq!(result.unwrap(), 8) } else { refused(result, ErrorKind::AccessDenied) }
+        if granted {
+            assert_eq!(result.unwrap(), 8)
+        } else {
+            refused(result, ErrorKind::AccessDenied)
+        }
     }
 }
 

@@ -35,7 +35,12 @@ impl Pages {
         let flags = MapFlags::PRIVATE;
         // SAFETY: a new mapping at an address of the kernel's choice.
         let start = unsafe {
-            rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags)
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                flags,
+            )
         };
         Self { start: start.unwrap().cast(), len }
     }
@@ -50,14 +55,18 @@ impl Pages {
         assert!(offset + len <= self.len);
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
         // SAFETY: the range is this object's own mapping, and nothing holds references into it.
-        let again = unsafe { rustix::mm::mmap_anonymous(self.start.add(offset).cast(), len, access, flags) };
+        let again = unsafe {
+            rustix::mm::mmap_anonymous(self.start.add(offset).cast(), len, access, flags)
+        };
         again.unwrap();
     }
 
     fn protect(&self, page: usize, protection: MprotectFlags) {
         assert!(page * PAGE < self.len);
         // SAFETY: a page of this object's own mapping.
-        unsafe { rustix::mm::mprotect(self.start.add(page * PAGE).cast(), PAGE, protection).unwrap() }
+        unsafe {
+            rustix::mm::mprotect(self.start.add(page * PAGE).cast(), PAGE, protection).unwrap()
+        }
     }
 
     /// Takes one page and all access away, which leaves a hole that nobody else's memory gets into.
@@ -94,7 +103,8 @@ fn pair(memory: Memory, mode: MrMode) -> Pair {
 }
 
 fn memfd(len: u64, seals: SealFlags) -> OwnedFd {
-    let fd = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    let fd =
+        rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&fd, len).unwrap();
     rustix::fs::fcntl_add_seals(&fd, seals).unwrap();
     fd
@@ -121,7 +131,8 @@ fn pinned_registrations_keep_the_old_pages_and_others_follow_the_mapping() {
         for at in 0..pages.len {
             pages.set(at, 1);
         }
-        let region = How::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
+        let region =
+            How::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
         let key = remote(region, pages.len as u64);
         pages.remap();
         pages.set(100, 2);
@@ -190,7 +201,10 @@ fn absent_pages_fail_the_transfer_and_not_the_process() {
     refused(pair.here.write(pair.to, &segment(8), &key, 2 * PAGE as u64), ErrorKind::BadAddress);
     pair.here.read(pair.to, &segment(8), &key, 2 * PAGE as u64).unwrap();
     refused(pair.here.read(pair.to, &segment(8), &key, 3 * PAGE as u64), ErrorKind::BadAddress);
-    refused(pair.here.fetch(pair.to, AtomicOp::Sum, 1, None, &key, PAGE as u64), ErrorKind::BadAddress);
+    refused(
+        pair.here.fetch(pair.to, AtomicOp::Sum, 1, None, &key, PAGE as u64),
+        ErrorKind::BadAddress,
+    );
     pair.here.write(pair.to, &segment(PAGE), &key, 0).unwrap();
     // A local descriptor over missing pages is a local failure of the same kind.
     let local = How::key(2).register(&*pair.here.domain, &[host(pages.range(), false)]).unwrap();
@@ -207,7 +221,8 @@ fn allocated_mode_wants_pages_at_registration() {
     let domain = domain(&Loopback::builder().build().unwrap(), MrMode::ALLOCATED);
     let pages = Pages::new(3);
     let register = |access| {
-        let region = How::key(1).access(access).register(&*domain, &[host(pages.range(), false)])?;
+        let region =
+            How::key(1).access(access).register(&*domain, &[host(pages.range(), false)])?;
         domain.deregister(region)
     };
     register(all_rights()).unwrap();
@@ -226,10 +241,12 @@ fn mmu_notify_reaches_only_promised_pages() {
         let pair = pair(memory, MrMode::MMU_NOTIFY);
         let pages = Pages::new(4);
         pages.set(0, 1);
-        let region = How::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
+        let region =
+            How::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
         let key = remote(region, pages.len as u64);
         let here = Buffer::filled(16, 5);
-        let write = |page: usize| pair.here.write(pair.to, &[here.whole()], &key, (page * PAGE) as u64);
+        let write =
+            |page: usize| pair.here.write(pair.to, &[here.whole()], &key, (page * PAGE) as u64);
         write(0).unwrap();
         refused(write(2), ErrorKind::BadAddress);
         pages.set(2 * PAGE, 1);
@@ -289,7 +306,10 @@ fn files_are_reached_at_exactly_their_bytes() {
         let old = pair.here.fetch(pair.to, AtomicOp::Sum, 3, None, &key, 5).unwrap();
         assert_eq!(old, source.u64_at(5));
         assert_eq!(file_bytes(&kept, offset + 5, 8), (old + 3).to_le_bytes());
-        refused(pair.here.fetch(pair.to, AtomicOp::Sum, 3, None, &key, 6), ErrorKind::InvalidArgument);
+        refused(
+            pair.here.fetch(pair.to, AtomicOp::Sum, 3, None, &key, 6),
+            ErrorKind::InvalidArgument,
+        );
     }
 }
 
@@ -312,11 +332,15 @@ fn persistent_memory_is_written_back_before_completion() {
 fn a_file_that_shrinks_fails_the_transfer() {
     let pair = pair(Memory::Follow, MrMode::empty());
     let fd = memfd(2 * PAGE as u64, SealFlags::empty());
-    let region = How::key(1).register(&*pair.there.domain, &[file(&fd, 0, 2 * PAGE as u64)]).unwrap();
+    let region =
+        How::key(1).register(&*pair.there.domain, &[file(&fd, 0, 2 * PAGE as u64)]).unwrap();
     let key = remote(region, 2 * PAGE as u64);
     rustix::fs::ftruncate(&fd, PAGE as u64).unwrap();
     let here = Buffer::filled(16, 1);
-    refused(pair.here.write(pair.to, &[here.whole()], &key, PAGE as u64 - 8), ErrorKind::BadAddress);
+    refused(
+        pair.here.write(pair.to, &[here.whole()], &key, PAGE as u64 - 8),
+        ErrorKind::BadAddress,
+    );
     refused(pair.here.read(pair.to, &[here.whole()], &key, PAGE as u64), ErrorKind::BadAddress);
     assert_eq!(rustix::fs::fstat(&fd).unwrap().st_size, PAGE as i64);
     pair.here.write(pair.to, &[here.whole()], &key, 0).unwrap();
@@ -331,7 +355,10 @@ fn files_that_cannot_be_registered_say_why() {
     refused(all.register(&*domain, &[file(&fd, u64::MAX, 2)]), ErrorKind::OutOfBounds);
     let sealed = memfd(PAGE as u64, SealFlags::SHRINK | SealFlags::WRITE);
     refused(all.register(&*domain, &[file(&sealed, 0, 10)]), ErrorKind::AccessDenied);
-    let region = How::key(1).access(Access::REMOTE_READ).register(&*domain, &[file(&sealed, 0, 10)]).unwrap();
+    let region = How::key(1)
+        .access(Access::REMOTE_READ)
+        .register(&*domain, &[file(&sealed, 0, 10)])
+        .unwrap();
     refused(domain.register_sub(region, &How::key(2).request(), 0, 5), ErrorKind::AccessDenied);
     let (pipe, _other) = rustix::pipe::pipe().unwrap();
     refused(all.register(&*domain, &[file(&pipe, 0, 10)]), ErrorKind::InvalidArgument);
@@ -358,8 +385,10 @@ fn a_file_is_registered_only_if_its_fd_reads_and_writes_where_it_is_told() {
         How::key(1).access(Access::REMOTE_READ).register(domain, &[file(&write_only, 0, 64)]),
         ErrorKind::AccessDenied,
     );
-    let region =
-        How::key(1).access(Access::REMOTE_READ).register(domain, &[file(&read_only, 0, 64)]).unwrap();
+    let region = How::key(1)
+        .access(Access::REMOTE_READ)
+        .register(domain, &[file(&read_only, 0, 64)])
+        .unwrap();
     refused(domain.register_sub(region, &How::key(2).request(), 0, 8), ErrorKind::AccessDenied);
     domain.deregister(region).unwrap();
     // Appending comes later, through the fd that the application kept.
@@ -449,7 +478,9 @@ fn atomics_agree_however_the_same_word_is_reached() {
         .iter()
         .enumerate()
         .map(|(n, owned)| {
-            How::key(n as u64).register(&*pair.there.domain, &[host(target.range(), *owned)]).unwrap()
+            How::key(n as u64)
+                .register(&*pair.there.domain, &[host(target.range(), *owned)])
+                .unwrap()
         })
         .map(|region| remote(region, 64))
         .collect();

@@ -44,7 +44,9 @@ fn messages_arrive_whether_the_receive_came_before_or_after() {
     let pair = pair();
     let (source, sink) = (Buffer::counting(100), Buffer::new(200));
     receive(&pair.there, None, None, sink.segment(0, 100, None), 1).unwrap();
-    pair.here.run(send(None), &[source.segment(0, 40, None), source.segment(40, 60, None)], pair.to).unwrap();
+    pair.here
+        .run(send(None), &[source.segment(0, 40, None), source.segment(40, 60, None)], pair.to)
+        .unwrap();
     assert_eq!(received(pair.there.next()), (1, 100, None));
     pair.here.run(send(None), &[source.segment(0, 50, None)], pair.to).unwrap();
     assert!(pair.there.try_next().is_none());
@@ -112,8 +114,11 @@ fn without_room_at_the_receiver_messages_wait_at_the_sender_in_order() {
     for (n, message) in messages.iter().enumerate() {
         pair.here.post(send(None), &[message.whole()], pair.to, n as u64).unwrap();
     }
-    let write = [hmem_core::transfer::RemoteSegment { address: hmem_core::Iova(0), len: 8, key: &key }];
-    pair.here.post(Operation::Write { remote: &write }, &[messages[0].whole()], pair.to, 2).unwrap();
+    let write =
+        [hmem_core::transfer::RemoteSegment { address: hmem_core::Iova(0), len: 8, key: &key }];
+    pair.here
+        .post(Operation::Write { remote: &write }, &[messages[0].whole()], pair.to, 2)
+        .unwrap();
     assert_eq!(pair.here.next().context, 0);
     assert!(pair.here.try_next().is_none());
     assert_eq!(target.bytes(), [0; 8], "what was posted behind a waiting message waits too");
@@ -132,8 +137,11 @@ fn local_rights_are_needed_where_there_is_a_descriptor() {
     let pair = pair();
     let buffer = Buffer::filled(8, 1);
     let with = |end: &End, access| {
-        let region =
-            How::key(u64::from(access as u8)).access(if access { Access::SEND } else { Access::RECV });
+        let region = How::key(u64::from(access as u8)).access(if access {
+            Access::SEND
+        } else {
+            Access::RECV
+        });
         region.register(&*end.domain, &[host(buffer.range(), true)]).unwrap()
     };
     let (sender, receiver) = (with(&pair.here, true), with(&pair.here, false));
@@ -169,7 +177,10 @@ fn a_failed_send_leaves_the_order_of_receives_as_it_was() {
     // Takes every tag, and so the one that the first one waits for.
     receive(&pair.there, Some((0, u64::MAX)), None, sink.segment(1, 1, None), 2).unwrap();
     faults.fail(Call::Transfer, 1, hmem_core::Errno(5));
-    refused(pair.here.run(send(Some(2)), &[Buffer::filled(1, 1).whole()], pair.to), ErrorKind::Driver);
+    refused(
+        pair.here.run(send(Some(2)), &[Buffer::filled(1, 1).whole()], pair.to),
+        ErrorKind::Driver,
+    );
     pair.here.run(send(Some(1)), &[Buffer::filled(1, 2).whole()], pair.to).unwrap();
     assert_eq!(received(pair.there.next()), (1, 1, Some(1)));
     pair.here.run(send(Some(1)), &[Buffer::filled(1, 3).whole()], pair.to).unwrap();
@@ -322,7 +333,8 @@ fn counters_count_ends_of_either_kind() {
 
 #[test]
 fn a_progress_thread_moves_messages_by_itself() {
-    let provider = Loopback::builder().progress(Progress::Thread).unexpected_bytes(16).build().unwrap();
+    let provider =
+        Loopback::builder().progress(Progress::Thread).unexpected_bytes(16).build().unwrap();
     let pair = Pair::new(provider, MrMode::empty());
     let rounds = 500u64;
     std::thread::scope(|scope| {

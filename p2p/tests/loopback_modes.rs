@@ -23,7 +23,10 @@ fn pair(mode: MrMode) -> Pair {
 fn a_disabled_region_is_no_use_until_it_is_enabled() {
     let pair = pair(MrMode::RMA_EVENT);
     let target = Buffer::new(8);
-    let region = How::key(1).disabled().register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+    let region = How::key(1)
+        .disabled()
+        .register(&*pair.there.domain, &[host(target.range(), true)])
+        .unwrap();
     let source = Buffer::filled(8, 1);
     let write = || pair.here.write(pair.to, &[source.whole()], &remote(region, 8), 0);
     refused(write(), ErrorKind::BadState);
@@ -65,7 +68,8 @@ fn evt_02_counters_count_each_remote_write_and_atomic_once() {
     let to = here.peer(&without);
     refused(here.write(to, &[source.whole()], &key, 0), ErrorKind::AccessDenied);
     assert_eq!(counter.value(), 2);
-    let lacking = domain(&Loopback::builder().region_counters(false).build().unwrap(), MrMode::empty());
+    let lacking =
+        domain(&Loopback::builder().region_counters(false).build().unwrap(), MrMode::empty());
     let region = How::key(1).register(&*lacking, &[host(target.range(), true)]).unwrap();
     refused(lacking.bind_counter(region, &counter), ErrorKind::NoSys);
 }
@@ -77,7 +81,8 @@ fn mode_10_regions_are_reached_through_their_endpoint_only() {
     let (bound, other) = (End::open(&there), End::open(&there));
     let here = End::open(&domain(&provider, MrMode::empty()));
     let target = Buffer::new(8);
-    let register = |key| How::key(key).disabled().register(&*there, &[host(target.range(), true)]).unwrap();
+    let register =
+        |key| How::key(key).disabled().register(&*there, &[host(target.range(), true)]).unwrap();
     let region = register(1);
     there.bind_endpoint(region, &*bound.endpoint).unwrap();
     refused(there.bind_endpoint(region, &*other.endpoint), ErrorKind::BadState);
@@ -94,7 +99,10 @@ fn mode_10_regions_are_reached_through_their_endpoint_only() {
     there.deregister(region).unwrap();
     bound.endpoint.close().unwrap();
     other.endpoint.close().unwrap();
-    assert_eq!(there.live(), Live { regions: 1, page_registrations: 1, bytes: 8, ..Live::default() });
+    assert_eq!(
+        there.live(),
+        Live { regions: 1, page_registrations: 1, bytes: 8, ..Live::default() }
+    );
 }
 
 #[test]
@@ -117,19 +125,31 @@ fn mode_10_local_buffers_are_used_through_their_endpoint_only() {
             region
         };
         let (region, unbound) = (register(10, Some(&bound)), register(11, None));
-        let segment = |region: hmem_core::provider::ProviderRegion| local.segment(0, 8, Some(region.local));
+        let segment =
+            |region: hmem_core::provider::ProviderRegion| local.segment(0, 8, Some(region.local));
         for (end, region) in [(&other, region), (&bound, unbound)] {
             let to = end.peer(&there);
             refused(end.write(to, &[segment(region)], &key, 0), ErrorKind::AccessDenied);
             refused(end.read(to, &[segment(region)], &key, 0), ErrorKind::AccessDenied);
             // In a list, which goes another way, and as the buffer of a message.
-            let half = [local.segment(0, 4, Some(region.local)), local.segment(4, 4, Some(region.local))];
+            let half =
+                [local.segment(0, 4, Some(region.local)), local.segment(4, 4, Some(region.local))];
             refused(end.write(to, &half, &key, 0), ErrorKind::AccessDenied);
             let send = Operation::Send { tag: None, invalidate: None };
             refused(end.run(send, &[segment(region)], to), ErrorKind::AccessDenied);
-            end.post(Operation::Receive { tag: None, from: None }, &[segment(region)], PeerId(0), 3).unwrap();
+            end.post(
+                Operation::Receive { tag: None, from: None },
+                &[segment(region)],
+                PeerId(0),
+                3,
+            )
+            .unwrap();
             there
-                .run(Operation::Send { tag: None, invalidate: None }, &[sink.whole()], there.peer(end))
+                .run(
+                    Operation::Send { tag: None, invalidate: None },
+                    &[sink.whole()],
+                    there.peer(end),
+                )
                 .unwrap();
             let received = end.next();
             assert_eq!(received.context, 3);
@@ -201,7 +221,8 @@ fn comparing_atomics_swap_only_if_compare_op_target_holds() {
     for owned in [true, false] {
         let pair = pair(MrMode::empty());
         let target = Buffer::new(8);
-        let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
+        let region =
+            How::key(1).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
         let key = remote(region, 8);
         for (op, compare, swaps) in [
             (AtomicOp::Cswap, 5, true),
@@ -265,7 +286,8 @@ fn a_fault_at_any_call_leaves_nothing_behind() {
             let sub = there.register_sub(region, &How::key(2).request(), 0, 4)?;
             there.deregister(sub)?;
             let raw = there.raw_key(region)?;
-            let mapped = there.map_raw(hmem_core::Iova(0), 8, hmem_core::Addressing::ZeroBased, &raw)?;
+            let mapped =
+                there.map_raw(hmem_core::Iova(0), 8, hmem_core::Addressing::ZeroBased, &raw)?;
             there.unmap_key(&mapped)?;
             pair.here.write(pair.to, &[source.whole()], &remote(region, 8), 0)
         })();
@@ -316,7 +338,8 @@ fn domains_and_endpoints_can_be_dropped_in_any_order() {
             let provider = Loopback::builder().progress(progress).build().unwrap();
             let Pair { provider, here, there, to } = Pair::new(provider, MrMode::empty());
             let target = Buffer::new(8);
-            let region = How::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
+            let region =
+                How::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
             let source = Buffer::filled(8, 1);
             here.write(to, &[source.whole()], &remote(region, 8), 0).unwrap();
             match order {
@@ -326,7 +349,10 @@ fn domains_and_endpoints_can_be_dropped_in_any_order() {
                     let End { domain, cq, endpoint } = there;
                     drop(domain);
                     drop(endpoint);
-                    refused(here.write(to, &[source.whole()], &remote(region, 8), 0), ErrorKind::Unreachable);
+                    refused(
+                        here.write(to, &[source.whole()], &remote(region, 8), 0),
+                        ErrorKind::Unreachable,
+                    );
                     drop(cq);
                 }
                 3 => {
@@ -335,14 +361,24 @@ fn domains_and_endpoints_can_be_dropped_in_any_order() {
                     domain.deregister(region).unwrap();
                 }
                 4 => {
-                    here.post(Operation::Send { tag: None, invalidate: None }, &[source.whole()], to, 1)
-                        .unwrap();
+                    here.post(
+                        Operation::Send { tag: None, invalidate: None },
+                        &[source.whole()],
+                        to,
+                        1,
+                    )
+                    .unwrap();
                     drop(there);
                     drop(here);
                 }
                 _ => {
                     there
-                        .post(Operation::Receive { tag: None, from: None }, &[source.whole()], PeerId(0), 1)
+                        .post(
+                            Operation::Receive { tag: None, from: None },
+                            &[source.whole()],
+                            PeerId(0),
+                            1,
+                        )
                         .unwrap();
                     drop(provider);
                     drop(there.domain);
@@ -375,7 +411,8 @@ impl hmem_core::provider::StagedMemory for Dropping {
 #[test]
 fn a_domain_can_be_dropped_by_its_own_progress_thread() {
     use hmem_core::{Address, AddressRange, provider::Backing, provider::Piece};
-    let provider = Loopback::builder().progress(hmem_p2p::loopback::Progress::Thread).build().unwrap();
+    let provider =
+        Loopback::builder().progress(hmem_p2p::loopback::Progress::Thread).build().unwrap();
     let Pair { here, there, to, .. } = Pair::new(provider, MrMode::empty());
     let (sender, dropped) = std::sync::mpsc::channel();
     let device = Arc::new(Dropping(std::sync::Mutex::new(None), sender));

@@ -13,12 +13,15 @@ use support::*;
 
 #[test]
 fn deregistration_waits_for_a_transfer_in_flight() {
-    for (owned, memory) in [(true, Memory::Follow), (false, Memory::Follow), (false, Memory::Pinned)] {
+    for (owned, memory) in
+        [(true, Memory::Follow), (false, Memory::Follow), (false, Memory::Pinned)]
+    {
         let faults = Faults::new();
         let provider = Loopback::builder().faults(&faults).memory(memory).build().unwrap();
         let pair = Pair::new(provider, MrMode::empty());
         let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
-        let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
+        let region =
+            How::key(1).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
         let key = remote(region, 64);
         let returned = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -61,7 +64,8 @@ fn closing_an_endpoint_waits_for_what_it_executes() {
         let provider = Loopback::builder().faults(&faults).build().unwrap();
         let pair = Pair::new(provider, MrMode::empty());
         let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
-        let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+        let region =
+            How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
         let key = remote(region, 64);
         // The initiator's endpoint executes a write; a message is in the hands of the receiver's.
         let closed = if message { &pair.there } else { &pair.here };
@@ -127,11 +131,16 @@ fn invalidating_a_window_waits_for_a_transfer_through_it() {
     };
     let window = pair.there.domain.alloc_window(WindowType::One).unwrap();
     let window = pair.there.domain.bind_window(window, &bind(64)).unwrap();
-    let key =
-        hmem_core::RemoteKey::new(Addressing::Virtual, hmem_core::Iova(target.address().0), 64, window.key);
+    let key = hmem_core::RemoteKey::new(
+        Addressing::Virtual,
+        hmem_core::Iova(target.address().0),
+        64,
+        window.key,
+    );
     std::thread::scope(|scope| {
         let gate = faults.hold(Call::Transfer);
-        let writing = scope.spawn(|| pair.here.write(pair.to, &[source.whole()], &key, target.address().0));
+        let writing =
+            scope.spawn(|| pair.here.write(pair.to, &[source.whole()], &key, target.address().0));
         gate.wait_held();
         let unbinding = scope.spawn(|| {
             pair.there.domain.bind_window(window, &bind(0)).unwrap();
@@ -177,8 +186,9 @@ fn after_deregistration_no_byte_changes() {
                 });
             }
             for round in 0..300 {
-                let region =
-                    How::key(1).register(&*there.domain, &[host(target.range(), round % 2 == 0)]).unwrap();
+                let region = How::key(1)
+                    .register(&*there.domain, &[host(target.range(), round % 2 == 0)])
+                    .unwrap();
                 let before = writes.load(Ordering::Relaxed);
                 while writes.load(Ordering::Relaxed) == before {
                     std::thread::yield_now();
@@ -186,7 +196,10 @@ fn after_deregistration_no_byte_changes() {
                 there.domain.deregister(region).unwrap();
                 target.fill(0xff);
                 for _ in 0..3 {
-                    assert!(target.bytes().iter().all(|byte| *byte == 0xff), "written after deregistration");
+                    assert!(
+                        target.bytes().iter().all(|byte| *byte == 0xff),
+                        "written after deregistration"
+                    );
                 }
             }
             stop.store(true, Ordering::Relaxed);
@@ -207,9 +220,13 @@ fn threads_register_and_close_at_once_and_the_counts_are_exact() {
                         let mut live = Vec::new();
                         for n in 0..3000u64 {
                             let how = How::key(thread << 16 | n);
-                            live.push(how.register(&**domain, &[host(buffer.range(), true)]).unwrap());
+                            live.push(
+                                how.register(&**domain, &[host(buffer.range(), true)]).unwrap(),
+                            );
                             if n % 3 == 2 {
-                                domain.deregister(live.swap_remove((n as usize * 7) % live.len())).unwrap();
+                                domain
+                                    .deregister(live.swap_remove((n as usize * 7) % live.len()))
+                                    .unwrap();
                             }
                         }
                         for region in live.drain(500..) {
@@ -219,7 +236,10 @@ fn threads_register_and_close_at_once_and_the_counts_are_exact() {
                 }
             });
             let live = domain.live();
-            assert_eq!((live.regions, live.page_registrations, live.bytes), (2000, 2000, 2000 * 64));
+            assert_eq!(
+                (live.regions, live.page_registrations, live.bytes),
+                (2000, 2000, 2000 * 64)
+            );
         }
     }
 }
@@ -232,10 +252,11 @@ fn registration_in_flight_is_not_there_yet() {
     let source = Buffer::filled(8, 1);
     std::thread::scope(|scope| {
         let gate = faults.hold(Call::Register);
-        let registering =
-            scope.spawn(|| How::key(9).register(&*pair.there.domain, &[host(target.range(), true)]));
+        let registering = scope
+            .spawn(|| How::key(9).register(&*pair.there.domain, &[host(target.range(), true)]));
         gate.wait_held();
-        let key = hmem_core::RemoteKey::new(hmem_core::Addressing::ZeroBased, hmem_core::Iova(0), 8, 9);
+        let key =
+            hmem_core::RemoteKey::new(hmem_core::Addressing::ZeroBased, hmem_core::Iova(0), 8, 9);
         refused(pair.here.write(pair.to, &[source.whole()], &key, 0), ErrorKind::InvalidKey);
         assert_eq!(pair.there.domain.live().regions, 0);
         gate.release();

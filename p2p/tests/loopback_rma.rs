@@ -23,7 +23,8 @@ fn bytes_arrive_in_owned_and_in_borrowed_memory() {
         for mode in [MrMode::empty(), MrMode::PROV_KEY] {
             let pair = pair(mode);
             let target = Buffer::new(10_000);
-            let region = How::key(5).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
+            let region =
+                How::key(5).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
             let key = remote(region, 10_000);
             let source = Buffer::counting(4_000);
             assert_eq!(pair.here.write(pair.to, &[source.whole()], &key, 123).unwrap(), 4_000);
@@ -42,11 +43,13 @@ fn bytes_arrive_in_owned_and_in_borrowed_memory() {
 fn uneven_seams_of_local_and_remote_lists_are_no_matter() {
     let pair = pair(MrMode::empty());
     let targets = [Buffer::new(100), Buffer::new(50), Buffer::new(7)];
-    let pieces: Vec<_> = targets.iter().enumerate().map(|(n, b)| host(b.range(), n % 2 == 0)).collect();
+    let pieces: Vec<_> =
+        targets.iter().enumerate().map(|(n, b)| host(b.range(), n % 2 == 0)).collect();
     let region = How::key(1).register(&*pair.there.domain, &pieces).unwrap();
     let key = remote(region, 157);
     let source = Buffer::counting(157);
-    let local = [source.segment(0, 3, None), source.segment(3, 120, None), source.segment(123, 34, None)];
+    let local =
+        [source.segment(0, 3, None), source.segment(3, 120, None), source.segment(123, 34, None)];
     let list: Vec<_> = [(0u64, 99u64), (99, 2), (101, 56)]
         .iter()
         .map(|(at, len)| RemoteSegment { address: Iova(*at), len: *len, key: &key })
@@ -79,11 +82,17 @@ fn one_byte_past_either_end_moves_nothing() {
             RemoteSegment { address: Iova(base), len: 8, key: &key },
             RemoteSegment { address: Iova(base + 60), len: 5, key: &key },
         ];
-        let result =
-            pair.here.run(Operation::Write { remote: &list }, &[source.segment(0, 13, None)], pair.to);
+        let result = pair.here.run(
+            Operation::Write { remote: &list },
+            &[source.segment(0, 13, None)],
+            pair.to,
+        );
         refused(result, ErrorKind::OutOfBounds);
         assert_eq!(target.bytes(), [0; 64]);
-        assert_eq!(pair.here.write(pair.to, &[source.segment(0, 64, None)], &key, base).unwrap(), 64);
+        assert_eq!(
+            pair.here.write(pair.to, &[source.segment(0, 64, None)], &key, base).unwrap(),
+            64
+        );
     }
 }
 
@@ -92,10 +101,16 @@ fn each_right_is_needed_on_its_side() {
     let pair = pair(MrMode::LOCAL);
     let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
     let here = |access| {
-        How::key(100).access(access).register(&*pair.here.domain, &[host(source.range(), true)]).unwrap()
+        How::key(100)
+            .access(access)
+            .register(&*pair.here.domain, &[host(source.range(), true)])
+            .unwrap()
     };
     let there = |access| {
-        How::key(200).access(access).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap()
+        How::key(200)
+            .access(access)
+            .register(&*pair.there.domain, &[host(target.range(), true)])
+            .unwrap()
     };
     let cases = [
         (Access::WRITE, Access::REMOTE_WRITE, true, false),
@@ -113,13 +128,20 @@ fn each_right_is_needed_on_its_side() {
             (pair.here.read(pair.to, &segment, &key, 0), read),
         ];
         for (result, granted) in results {
-            if granted { assert_eq!(result.unwrap(), 64) } else { refused(result, ErrorKind::AccessDenied) }
+            if granted {
+                assert_eq!(result.unwrap(), 64)
+            } else {
+                refused(result, ErrorKind::AccessDenied)
+            }
         }
         pair.here.domain.deregister(local).unwrap();
         pair.there.domain.deregister(region).unwrap();
     }
     let region = there(all_rights());
-    refused(pair.here.write(pair.to, &[source.whole()], &remote(region, 64), 0), ErrorKind::NoRegion);
+    refused(
+        pair.here.write(pair.to, &[source.whole()], &remote(region, 64), 0),
+        ErrorKind::NoRegion,
+    );
 }
 
 #[test]
@@ -180,7 +202,8 @@ fn an_absent_page_under_a_local_buffer_without_descriptor_fails_the_transfer_and
     let pair = pair(MrMode::empty());
     for owned in [true, false] {
         let target = Buffer::new(64);
-        let region = How::key(7).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
+        let region =
+            How::key(7).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
         let key = remote(region, 64);
         let nothing = LocalSegment { address: Address(0x1000), len: 64, desc: None };
         refused(pair.here.write(pair.to, &[nothing], &key, 0), ErrorKind::BadAddress);
@@ -206,7 +229,9 @@ fn mr_11_endpoints_that_wrote_to_one_another_leave_nothing_behind() {
             let buffer = Buffer::new(8);
             let keys: Vec<_> = ends
                 .iter()
-                .map(|end| How::key(1).register(&*end.domain, &[host(buffer.range(), true)]).unwrap())
+                .map(|end| {
+                    How::key(1).register(&*end.domain, &[host(buffer.range(), true)]).unwrap()
+                })
                 .map(|region| remote(region, 8))
                 .collect();
             // Around the ring, and each to itself.
@@ -224,7 +249,9 @@ fn mr_11_endpoints_that_wrote_to_one_another_leave_nothing_behind() {
             let again = ends[(first + 1) % 3].write(to_closed, &[buffer.whole()], &keys[first], 0);
             refused(again, ErrorKind::Unreachable);
             assert!(
-                ends[first].post(Operation::Send { tag: None, invalidate: None }, &[], closed, 0).is_err()
+                ends[first]
+                    .post(Operation::Send { tag: None, invalidate: None }, &[], closed, 0)
+                    .is_err()
             );
             drop(ends.swap_remove(first));
             drop(ends);

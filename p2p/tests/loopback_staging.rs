@@ -17,10 +17,12 @@ use staging_cases::*;
 
 const CHUNK: u64 = 4096;
 const STAGING: StagingAttr = StagingAttr { chunk: CHUNK as usize, slots: 4 };
-const SIZES: [u64; 8] = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK * 4, CHUNK * 7 + 5, CHUNK * 40 + 1];
+const SIZES: [u64; 8] =
+    [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK * 4, CHUNK * 7 + 5, CHUNK * 40 + 1];
 
 fn net_with(progress: Progress, faults: &Faults, staging: StagingAttr, device: Simulated) -> Net {
-    let provider = Loopback::builder().progress(progress).faults(faults).build().expect("build the NIC");
+    let provider =
+        Loopback::builder().progress(progress).faults(faults).build().expect("build the NIC");
     Net::new(Arc::new(provider), None, staging, device)
 }
 
@@ -121,7 +123,11 @@ fn bnc_01_the_copy_engine_works_while_the_wire_carries_a_chunk() {
 fn rel_01_bnc_02_a_failed_copy_drains_the_pipeline_and_leaks_nothing() {
     for progress in PROGRESSES {
         let net = net(progress);
-        faults_drain_the_pipeline(&net, CHUNK * 9 + 1, &[CompletionKind::Write, CompletionKind::Read]);
+        faults_drain_the_pipeline(
+            &net,
+            CHUNK * 9 + 1,
+            &[CompletionKind::Write, CompletionKind::Read],
+        );
         faults_drain_the_pipeline(&net, CHUNK - 1, &[CompletionKind::Write, CompletionKind::Read]);
     }
 }
@@ -196,7 +202,8 @@ fn bnc_02_an_exhausted_pool_makes_transfers_wait() {
 #[test]
 fn bnc_02_transfers_of_several_threads_share_the_pool() {
     for slots in [1, 2, 5] {
-        let net = net_with(Progress::ByHand, &Faults::new(), StagingAttr { slots, ..STAGING }, device());
+        let net =
+            net_with(Progress::ByHand, &Faults::new(), StagingAttr { slots, ..STAGING }, device());
         let far = net.far.host(CHUNK * 40, LOCAL | REMOTE);
         let key = far.region().key().unwrap();
         std::thread::scope(|scope| {

@@ -35,7 +35,13 @@ fn scenes() -> impl Iterator<Item = Scene> {
 }
 
 impl Scene {
-    fn bind(&self, window: ProviderWindow, offset: u64, len: u64, access: Access) -> Result<ProviderWindow> {
+    fn bind(
+        &self,
+        window: ProviderWindow,
+        offset: u64,
+        len: u64,
+        access: Access,
+    ) -> Result<ProviderWindow> {
         let addressing = Addressing::Virtual;
         let bind = WindowBind { region: self.region, offset, len, access, addressing };
         self.pair.there.domain.bind_window(window, &bind)
@@ -92,7 +98,10 @@ fn mw_01_binding_a_type_1_window_turns_the_tag_and_kills_the_old_key() {
         }
         let unbound = scene.bind(window, 0, 0, Access::empty()).unwrap();
         for key in [window.key, unbound.key] {
-            refused(scene.read(&scene.virtual_key(key, 64, 64), base + 64, 1), ErrorKind::InvalidKey);
+            refused(
+                scene.read(&scene.virtual_key(key, 64, 64), base + 64, 1),
+                ErrorKind::InvalidKey,
+            );
         }
         let zero = WindowBind {
             region: scene.region,
@@ -120,14 +129,23 @@ fn mw_02_type_2_windows_are_bound_by_posting_with_the_callers_tag() {
             let there = &scene.pair.there;
             let window = there.domain.alloc_window(kind).unwrap();
             refused(scene.bind(window, 0, 8, READ), ErrorKind::BadState);
-            refused(scene.post_bind(there, window, 0, Addressing::Virtual, 1), ErrorKind::ZeroLength);
+            refused(
+                scene.post_bind(there, window, 0, Addressing::Virtual, 1),
+                ErrorKind::ZeroLength,
+            );
             let key = scene.post_bind(there, window, 64, Addressing::Virtual, 0x5a).unwrap();
             assert_eq!(key & 0xff, 0x5a);
             let virtual_key = scene.virtual_key(key, 64, 64);
             scene.write(&virtual_key, scene.target.address().0 + 120, 8).unwrap();
-            refused(scene.post_bind(there, window, 64, Addressing::Virtual, 1), ErrorKind::BadState);
+            refused(
+                scene.post_bind(there, window, 64, Addressing::Virtual, 1),
+                ErrorKind::BadState,
+            );
             there.run(Operation::InvalidateWindow { window }, &[], PeerId(0)).unwrap();
-            refused(scene.write(&virtual_key, scene.target.address().0 + 120, 8), ErrorKind::InvalidKey);
+            refused(
+                scene.write(&virtual_key, scene.target.address().0 + 120, 8),
+                ErrorKind::InvalidKey,
+            );
             let key = scene.post_bind(there, window, 64, Addressing::ZeroBased, 7).unwrap();
             let zero_based = RemoteKey::new(Addressing::ZeroBased, Iova(0), 64, key);
             scene.write(&zero_based, 1, 63).unwrap();
@@ -206,8 +224,13 @@ fn mw_05_windows_follow_their_own_rights() {
             .register(&*there.domain, &[host(scene.target.range(), true)])
             .unwrap();
         let bind = |access| {
-            let bind =
-                WindowBind { region: readable, offset: 0, len: 8, access, addressing: Addressing::Virtual };
+            let bind = WindowBind {
+                region: readable,
+                offset: 0,
+                len: 8,
+                access,
+                addressing: Addressing::Virtual,
+            };
             there.domain.bind_window(window, &bind)
         };
         refused(bind(WRITE), ErrorKind::AccessDenied);
@@ -251,15 +274,24 @@ fn mw_07_windows_outside_their_region_or_of_another_domain_are_refused() {
         let window = there.domain.alloc_window(WindowType::One).unwrap();
         refused(scene.bind(window, 200, 57, READ), ErrorKind::OutOfBounds);
         refused(scene.bind(window, u64::MAX, 1, READ), ErrorKind::OutOfBounds);
-        let foreign =
-            How::key(9).register(&*scene.pair.here.domain, &[host(scene.target.range(), true)]).unwrap();
-        let bind =
-            WindowBind { region: foreign, offset: 0, len: 1, access: READ, addressing: Addressing::Virtual };
+        let foreign = How::key(9)
+            .register(&*scene.pair.here.domain, &[host(scene.target.range(), true)])
+            .unwrap();
+        let bind = WindowBind {
+            region: foreign,
+            offset: 0,
+            len: 1,
+            access: READ,
+            addressing: Addressing::Virtual,
+        };
         refused(there.domain.bind_window(window, &bind), ErrorKind::NoRegion);
         refused(scene.pair.here.domain.free_window(window), ErrorKind::InvalidArgument);
         there.domain.deregister(scene.region).unwrap();
         refused(scene.bind(window, 0, 1, READ), ErrorKind::NoRegion);
     }
     let provider = Loopback::builder().windows([WindowType::One]).build().unwrap();
-    refused(domain(&provider, MrMode::empty()).alloc_window(WindowType::TwoA), ErrorKind::Unsupported);
+    refused(
+        domain(&provider, MrMode::empty()).alloc_window(WindowType::TwoA),
+        ErrorKind::Unsupported,
+    );
 }

@@ -4,8 +4,8 @@
 mod path_support;
 
 use hmem_core::{
-    AllocationKind, Decision, DeviceId, Domain, ErrorKind, OwnedBuffer, Path, Registered, RemoteKey,
-    iface::DmaBufMapping, path::P2pPolicy, provider::Imports,
+    AllocationKind, Decision, DeviceId, Domain, ErrorKind, OwnedBuffer, Path, Registered,
+    RemoteKey, iface::DmaBufMapping, path::P2pPolicy, provider::Imports,
 };
 use hmem_iface_system::{DmaBufKind, P2pMatrix, Simulated, SimulatedBuilder};
 use hmem_p2p::loopback::{Loopback, Progress};
@@ -63,10 +63,14 @@ fn over_every_way(mut play: impl FnMut(&Wire<'_>, &Target, &RemoteKey)) {
     for way in ways() {
         for policy in way.policies {
             for progress in [Progress::ByHand, Progress::Thread] {
-                let device =
-                    Simulated::builder().dma_buf(DmaBufKind::MemFd).peer_memory(true).segment_len(16 * PAGE);
-                let provider = Loopback::builder().imports(way.imports).progress(progress).mr_iov_limit(64);
-                let bench = Bench::with((way.device)(device), provider, hmem_p2p::path::Paths::new());
+                let device = Simulated::builder()
+                    .dma_buf(DmaBufKind::MemFd)
+                    .peer_memory(true)
+                    .segment_len(16 * PAGE);
+                let provider =
+                    Loopback::builder().imports(way.imports).progress(progress).mr_iov_limit(64);
+                let bench =
+                    Bench::with((way.device)(device), provider, hmem_p2p::path::Paths::new());
                 let (near, far) = (bench.domain("loop0", *policy), bench.domain("loop0", *policy));
                 // Decided, and remembered.
                 for _ in 0..2 {
@@ -155,7 +159,10 @@ fn p2p_06_every_path_and_policy_ends_with_the_same_bytes() {
         wire.send(target.slice(131_071, 5000), &message).expect("send");
         model[131_071..136_071].copy_from_slice(&message);
         for (at, len) in [(0, LEN), (4097, 70_000), (131_070, 3)] {
-            assert!(wire.pull(key, at as u64, len).expect("read") == model[at..at + len], "read at {at}");
+            assert!(
+                wire.pull(key, at as u64, len).expect("read") == model[at..at + len],
+                "read at {at}"
+            );
         }
         assert!(target.bytes() == model, "{}", target.decision());
         let first = ends.get_or_insert_with(|| model.clone());
@@ -187,7 +194,10 @@ fn bnc_03_atomics_on_staged_memory_are_refused_with_the_reason_and_others_work()
             }
             // The software NIC reaches device addresses through the iface's copies.
             Path::PeerMemory => {
-                assert_eq!(outcome.expect_err("an atomic was emulated").kind(), ErrorKind::Unsupported);
+                assert_eq!(
+                    outcome.expect_err("an atomic was emulated").kind(),
+                    ErrorKind::Unsupported
+                );
                 assert_eq!(value, 40);
             }
             Path::PlainHost | Path::DmaBuf => {

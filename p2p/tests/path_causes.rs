@@ -6,8 +6,8 @@ mod path_support;
 use std::{collections::BTreeSet, fmt::Write as _, path::PathBuf, sync::Arc};
 
 use hmem_core::{
-    AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Error, ErrorKind, IfaceKind, MrMode,
-    Registry,
+    AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Error, ErrorKind, IfaceKind,
+    MrMode, Registry,
     iface::{AllocRequest, DmaBufMapping},
     path::Trace,
     provider::{Imports, Nic},
@@ -79,8 +79,10 @@ impl Scene {
 
     /// What a registration and an explanation say.
     fn play(&self) -> Vec<Trace> {
-        let memory = Simulated::builder().window(1 << 32).dma_buf(DmaBufKind::MemFd).peer_memory(true);
-        let mut vendor = Vendor::new(self.iface, Arc::new(memory.build().expect("simulated memory")));
+        let memory =
+            Simulated::builder().window(1 << 32).dma_buf(DmaBufKind::MemFd).peer_memory(true);
+        let mut vendor =
+            Vendor::new(self.iface, Arc::new(memory.build().expect("simulated memory")));
         (self.iface_breaks)(&mut vendor);
         if let Some(refuse) = self.whole {
             (vendor.segment_len, vendor.whole) = (Some(PAGE), refuse);
@@ -92,7 +94,8 @@ impl Scene {
         registry.add(Arc::clone(&vendor)).expect("its kind is free");
         let registry = Arc::new(registry);
         let faults = Faults::new();
-        let provider = Loopback::builder().imports(self.imports).faults(&faults).build().expect("a fabric");
+        let provider =
+            Loopback::builder().imports(self.imports).faults(&faults).build().expect("a fabric");
         let paths = Arc::new(Paths::new().facts(Arc::new(Told(self.facts.clone()))));
         let answer = || {
             for (nth, errno) in self.nic_answers.iter().enumerate() {
@@ -101,7 +104,8 @@ impl Scene {
         };
         let mr_mode = MrMode::all().difference(MrMode::BASIC | MrMode::SCALABLE);
         let attr = DomainAttr { mr_mode, hmem: true, ..DomainAttr::default() };
-        let domain = Domain::open(&provider, Arc::clone(&registry), paths.clone(), attr).expect("open");
+        let domain =
+            Domain::open(&provider, Arc::clone(&registry), paths.clone(), attr).expect("open");
         let request = AllocRequest { len: self.size, device: DeviceId(0), kind: self.kind };
         let buffer = DeviceBuffer::allocate(&vendor, &request).expect("memory");
         if self.unexportable {
@@ -114,9 +118,13 @@ impl Scene {
         };
         faults.clear();
         answer();
-        let request =
-            ExplainRequest { kind: Some(self.kind), size: self.size, ..ExplainRequest::new(self.iface) };
-        let explained = paths.explain(&registry, &provider, &request).expect("an explanation").attempts;
+        let request = ExplainRequest {
+            kind: Some(self.kind),
+            size: self.size,
+            ..ExplainRequest::new(self.iface)
+        };
+        let explained =
+            paths.explain(&registry, &provider, &request).expect("an explanation").attempts;
         faults.clear();
         assert_eq!(domain.live().regions, 0);
         vec![registered, explained]
@@ -159,9 +167,15 @@ fn scenes() -> Vec<(&'static str, Scene)> {
         vendor.peer_memory = out_of_reach;
     };
     vec![
-        ("file-descriptors", broken(|vendor| vendor.dma_buf = || Some(Error::os(Errno(24), "export")))),
+        (
+            "file-descriptors",
+            broken(|vendor| vendor.dma_buf = || Some(Error::os(Errno(24), "export"))),
+        ),
         ("kernel-without-dma-buf", Scene { facts: kernel(5, 4), ..nic(&[95]) }),
-        ("kernel-without-dma-buf", Scene { facts: kernel(5, 4), imports: PEER_ONLY, ..Scene::cuda() }),
+        (
+            "kernel-without-dma-buf",
+            Scene { facts: kernel(5, 4), imports: PEER_ONLY, ..Scene::cuda() },
+        ),
         ("nic-driver-without-dma-buf", Scene { facts: kernel(6, 12), ..nic(&[95]) }),
         ("nic-driver-without-dma-buf", nic(&[38])),
         ("nic-driver-without-dma-buf", Scene { imports: NOTHING, ..Scene::cuda() }),
@@ -181,14 +195,22 @@ fn scenes() -> Vec<(&'static str, Scene)> {
         ),
         (
             "stream-ordered-pool",
-            Scene { kind: AllocationKind::StreamOrdered, ..broken(|vendor| vendor.dma_buf = not_supported) },
+            Scene {
+                kind: AllocationKind::StreamOrdered,
+                ..broken(|vendor| vendor.dma_buf = not_supported)
+            },
         ),
         ("segment-not-exportable", Scene { unexportable: true, ..Scene::cuda() }),
         (
             "freed-or-outside",
-            broken(|vendor| vendor.segments = || Some(Error::new(ErrorKind::OutOfBounds, "segments"))),
+            broken(|vendor| {
+                vendor.segments = || Some(Error::new(ErrorKind::OutOfBounds, "segments"))
+            }),
         ),
-        ("wrong-context", broken(|vendor| vendor.dma_buf = || Some(cuda("CUDA_ERROR_INVALID_CONTEXT", 201)))),
+        (
+            "wrong-context",
+            broken(|vendor| vendor.dma_buf = || Some(cuda("CUDA_ERROR_INVALID_CONTEXT", 201))),
+        ),
         (
             "bar-small",
             Scene {
@@ -196,7 +218,10 @@ fn scenes() -> Vec<(&'static str, Scene)> {
                 ..broken(|vendor| vendor.dma_buf = || Some(Error::os(Errno(12), "export")))
             },
         ),
-        ("bar-full", broken(|vendor| vendor.dma_buf = || Some(cuda("CUDA_ERROR_OUT_OF_MEMORY", 2)))),
+        (
+            "bar-full",
+            broken(|vendor| vendor.dma_buf = || Some(cuda("CUDA_ERROR_OUT_OF_MEMORY", 2))),
+        ),
         ("bar-full", broken(|vendor| vendor.dma_buf = || Some(Error::os(Errno(28), "export")))),
         (
             "rocr-kernel-options",
@@ -207,8 +232,9 @@ fn scenes() -> Vec<(&'static str, Scene)> {
                     ..Facts::default()
                 },
                 ..broken(|vendor| {
-                    vendor.dma_buf =
-                        || Some(Error::new(ErrorKind::Unsupported, "hsa_amd_portable_export_dmabuf"));
+                    vendor.dma_buf = || {
+                        Some(Error::new(ErrorKind::Unsupported, "hsa_amd_portable_export_dmabuf"))
+                    };
                 })
             },
         ),
@@ -217,7 +243,8 @@ fn scenes() -> Vec<(&'static str, Scene)> {
             Scene {
                 iface: IfaceKind::ZE,
                 ..broken(|vendor| {
-                    vendor.dma_buf = || Some(Error::new(ErrorKind::Unsupported, "zeMemGetAllocProperties"));
+                    vendor.dma_buf =
+                        || Some(Error::new(ErrorKind::Unsupported, "zeMemGetAllocProperties"));
                 })
             },
         ),
@@ -229,11 +256,17 @@ fn scenes() -> Vec<(&'static str, Scene)> {
                 ..Scene::cuda()
             },
         ),
-        ("no-pcie-mapping", Scene { imports: ALL_IMPORTS, ..broken(|vendor| vendor.pcie = not_supported) }),
+        (
+            "no-pcie-mapping",
+            Scene { imports: ALL_IMPORTS, ..broken(|vendor| vendor.pcie = not_supported) },
+        ),
         ("device-without-dma-buf", broken(|vendor| vendor.dma_buf = not_supported)),
         (
             "acs",
-            Scene { facts: Facts { acs_redirects: Some(true), ..Facts::default() }, ..broken(cannot_reach) },
+            Scene {
+                facts: Facts { acs_redirects: Some(true), ..Facts::default() },
+                ..broken(cannot_reach)
+            },
         ),
         (
             "iommu",
@@ -249,7 +282,10 @@ fn scenes() -> Vec<(&'static str, Scene)> {
             "peer-memory-module-missing",
             Scene { imports: PEER_ONLY, facts: modules(&["nvidia"]), ..nic(&[14]) },
         ),
-        ("peer-memory-module-missing", Scene { imports: NO_PEER, facts: modules(&["nvidia"]), ..nic(&[95]) }),
+        (
+            "peer-memory-module-missing",
+            Scene { imports: NO_PEER, facts: modules(&["nvidia"]), ..nic(&[95]) },
+        ),
         (
             "peer-memory-range",
             Scene { imports: PEER_ONLY, facts: modules(&["nvidia_peermem"]), ..nic(&[14]) },
@@ -259,7 +295,10 @@ fn scenes() -> Vec<(&'static str, Scene)> {
             "device-without-peer-memory",
             Scene { imports: PEER_ONLY, ..broken(|vendor| vendor.peer_memory = not_supported) },
         ),
-        ("memlock", Scene { facts: Facts { memlock: Some(65536), ..Facts::default() }, ..host(&[12]) }),
+        (
+            "memlock",
+            Scene { facts: Facts { memlock: Some(65536), ..Facts::default() }, ..host(&[12]) },
+        ),
         ("memlock", Scene { facts: Facts { memlock: Some(0), ..Facts::default() }, ..host(&[1]) }),
         ("rdma-cgroup", nic(&[11])),
         ("nic-tables-full", nic(&[12])),
@@ -273,7 +312,10 @@ fn scenes() -> Vec<(&'static str, Scene)> {
         ("closed-descriptor", nic(&[9])),
         ("device-files", nic(&[13])),
         ("device-files", host(&[1])),
-        ("device-lost", broken(|vendor| vendor.dma_buf = || Some(cuda("CUDA_ERROR_DEVICE_UNAVAILABLE", 46)))),
+        (
+            "device-lost",
+            broken(|vendor| vendor.dma_buf = || Some(cuda("CUDA_ERROR_DEVICE_UNAVAILABLE", 46))),
+        ),
         ("nic-lost", nic(&[19, 19, 19])),
         ("nic-lost", nic(&[5])),
         ("nic-takes-no-copies", Scene { imports: NOTHING, ..Scene::cuda() }),
@@ -284,8 +326,10 @@ fn scenes() -> Vec<(&'static str, Scene)> {
 fn diag_03_every_cause_is_named_by_a_registration_and_an_explanation_that_meet_it() {
     let mut met = BTreeSet::new();
     for (name, scene) in scenes() {
-        let cause =
-            CAUSES.iter().find(|cause| cause.name == name).unwrap_or_else(|| panic!("no cause {name}"));
+        let cause = CAUSES
+            .iter()
+            .find(|cause| cause.name == name)
+            .unwrap_or_else(|| panic!("no cause {name}"));
         for (who, trace) in ["registration", "explanation"].into_iter().zip(scene.play()) {
             // A page that the explanation allocates has segments that can be exported.
             if scene.unexportable && who == "explanation" {
@@ -346,8 +390,9 @@ fn diag_03_host_memory_that_is_refused_has_its_cause_explained() {
     let facts = Facts { memlock: Some(65536), ..Facts::default() };
     let paths = Paths::new().facts(Arc::new(Told(facts)));
     faults.fail(Call::Register, 1, Errno(12));
-    let explanation =
-        paths.explain(&Arc::new(registry), &provider, &ExplainRequest::new(IfaceKind::SYSTEM)).unwrap();
+    let explanation = paths
+        .explain(&Arc::new(registry), &provider, &ExplainRequest::new(IfaceKind::SYSTEM))
+        .unwrap();
     assert_eq!(explanation.path, None);
     assert_eq!(explanation.attempts[0].cause_name, Some("memlock"), "{explanation}");
     assert!(explanation.remedies[0].contains("ulimit -l"), "{explanation}");
@@ -406,7 +451,11 @@ fn diag_03_the_page_of_causes_is_the_table() {
         std::fs::write(&path, page()).expect("write the page");
     }
     let written = std::fs::read_to_string(&path).expect("docs/causes.md is there");
-    assert_eq!(written, page(), "docs/causes.md is not the table: look, then run with HMEM_BLESS=1");
+    assert_eq!(
+        written,
+        page(),
+        "docs/causes.md is not the table: look, then run with HMEM_BLESS=1"
+    );
 }
 
 #[test]

@@ -30,12 +30,16 @@ fn p2p_01_each_device_and_nic_has_its_own_decision() {
         for nic in ["loop0", "loop1"] {
             let domain = bench.domain(nic, P2pPolicy::Enabled);
             for id in [DeviceId(0), DeviceId(1)] {
-                let region = register(&domain, bench.buffer_of(AllocationKind::Device, id, PAGE)).unwrap();
+                let region =
+                    register(&domain, bench.buffer_of(AllocationKind::Device, id, PAGE)).unwrap();
                 let decision = region.decision().unwrap();
                 let near = (nic == "loop0") == (id == DeviceId(0));
                 let expected = if near { Path::DmaBuf } else { Path::Staged };
                 assert_eq!(decision.path, expected, "{decision}");
-                assert_eq!((decision.device, decision.nic.as_str()), (Some(id), &*format!("loopback/{nic}")));
+                assert_eq!(
+                    (decision.device, decision.nic.as_str()),
+                    (Some(id), &*format!("loopback/{nic}"))
+                );
                 assert_eq!(decision.remembered, round > 0, "{decision}");
                 close(region);
             }
@@ -48,7 +52,9 @@ fn p2p_01_a_pair_without_a_direct_path_is_probed_once() {
     let matrix = P2pMatrix::none_reachable();
     let bench = Bench::new(device().p2p(matrix).peer_memory(true), ALL_IMPORTS);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
-    let calls = || [Call::ExportDmaBuf, Call::ExportPeerMemory, Call::Segments].map(|call| bench.calls(call));
+    let calls = || {
+        [Call::ExportDmaBuf, Call::ExportPeerMemory, Call::Segments].map(|call| bench.calls(call))
+    };
     let first = close(register(&domain, bench.buffer(PAGE)).unwrap());
     // The buffer and one page to tell whether it was the buffer: two mappings and a peer-memory export each.
     assert_eq!(calls(), [4, 2, 2]);
@@ -98,7 +104,11 @@ fn hm_09_the_pcie_mapping_is_tried_first_and_its_refusal_is_remembered() {
     assert_eq!(bench.calls(Call::ExportDmaBuf) - before, 4, "the buffer's two and the page's two");
     let again = register(&domain, bench.buffer(PAGE)).unwrap();
     assert_eq!(again.decision().unwrap().mapping, DmaBufMapping::Default);
-    assert_eq!(bench.calls(Call::ExportDmaBuf) - before, 5, "the refused mapping is not tried again");
+    assert_eq!(
+        bench.calls(Call::ExportDmaBuf) - before,
+        5,
+        "the refused mapping is not tried again"
+    );
 }
 
 #[test]
@@ -193,7 +203,10 @@ fn p2p_03_the_trace_is_there_on_success_in_errors_in_text_and_in_json() {
     assert_eq!(export.call, format!("export_dma_buf({range}, Default)"));
     assert_eq!(export.error.as_ref().unwrap().os_errno(), Some(Errno(524)));
     assert!(export.remedy.as_ref().is_some_and(|remedy| !remedy.is_empty()));
-    assert_eq!((peer.path, peer.error.as_ref().unwrap().kind()), (Path::PeerMemory, ErrorKind::Unsupported));
+    assert_eq!(
+        (peer.path, peer.error.as_ref().unwrap().kind()),
+        (Path::PeerMemory, ErrorKind::Unsupported)
+    );
     assert!(staged.error.is_none() && staged.call == "register(staged)");
     let json = serde_json::to_value(&**decision).unwrap();
     assert_eq!(json["path"], "staged");
@@ -208,8 +221,13 @@ fn p2p_03_the_trace_is_there_on_success_in_errors_in_text_and_in_json() {
     assert_eq!(error.kind(), ErrorKind::Unreachable, "what a driver said, not what the NIC lacks");
     let text = error.to_string();
     assert!(!text.contains('\n'), "{text}");
-    for once in ["export_dma_buf(", "ENOTSUPP (524)", "same PCIe switch", "policy=required", "stages copies"]
-    {
+    for once in [
+        "export_dma_buf(",
+        "ENOTSUPP (524)",
+        "same PCIe switch",
+        "policy=required",
+        "stages copies",
+    ] {
         assert_eq!(text.matches(once).count(), 1, "{once:?} in {text}");
     }
     let source = std::error::Error::source(&error).expect("the refusal");
@@ -253,7 +271,10 @@ fn p2p_04_an_explanation_is_a_decision_that_leaves_nothing_behind() {
     assert!(far.remedies.iter().any(|remedy| remedy.contains("PCIe switch")), "{far}");
     let refused = explain(1, P2pPolicy::Required, "loop0").unwrap();
     assert_eq!(refused.path, None);
-    assert!(refused.reason.contains("required") && refused.to_string().starts_with("no path"), "{refused}");
+    assert!(
+        refused.reason.contains("required") && refused.to_string().starts_with("no path"),
+        "{refused}"
+    );
     let json = serde_json::to_value(&refused).unwrap();
     assert_eq!(json["path"], serde_json::Value::Null);
     assert_eq!(json["attempts"].as_array().unwrap().len(), 2);
@@ -262,8 +283,14 @@ fn p2p_04_an_explanation_is_a_decision_that_leaves_nothing_behind() {
     assert_eq!(ordered.path, Some(Path::Staged));
     assert!(ordered.remedies[0].contains("policy be Enabled"), "{ordered}");
 
-    assert_eq!(explain(7, P2pPolicy::Enabled, "loop0").unwrap_err().kind(), ErrorKind::InvalidArgument);
-    assert_eq!(explain(0, P2pPolicy::Enabled, "loop7").unwrap_err().kind(), ErrorKind::InvalidArgument);
+    assert_eq!(
+        explain(7, P2pPolicy::Enabled, "loop0").unwrap_err().kind(),
+        ErrorKind::InvalidArgument
+    );
+    assert_eq!(
+        explain(0, P2pPolicy::Enabled, "loop7").unwrap_err().kind(),
+        ErrorKind::InvalidArgument
+    );
     let host = ExplainRequest::new(hmem_core::IfaceKind::SYSTEM);
     let host = bench.paths.explain(&bench.registry, &bench.provider, &host).unwrap();
     assert_eq!((host.path, host.kind), (Some(Path::PlainHost), "system"));
@@ -290,9 +317,14 @@ fn p2p_01_a_request_that_no_way_can_meet_ends_the_decision() {
     let bench = Bench::with(device(), Loopback::builder().imports(DMA_BUF), Paths::new());
     let attr = hmem_core::DomainAttr { hmem: true, ..hmem_core::DomainAttr::default() };
     let registry = std::sync::Arc::clone(&bench.registry);
-    let domain = hmem_core::Domain::open(&bench.provider, registry, bench.paths.clone(), attr).unwrap();
+    let domain =
+        hmem_core::Domain::open(&bench.provider, registry, bench.paths.clone(), attr).unwrap();
     let register = |buffer| {
-        domain.register_with(buffer, &MrAttr::new(&[], path_support::REMOTE).key(7), MrFlags::empty())
+        domain.register_with(
+            buffer,
+            &MrAttr::new(&[], path_support::REMOTE).key(7),
+            MrFlags::empty(),
+        )
     };
     let first = register(bench.buffer(PAGE)).unwrap();
     let exports = bench.calls(Call::ExportDmaBuf);
@@ -300,7 +332,14 @@ fn p2p_01_a_request_that_no_way_can_meet_ends_the_decision() {
         let error = register(bench.buffer(PAGE)).unwrap_err().error;
         assert_eq!((error.kind(), error.trace().len()), (ErrorKind::NoKey, 1), "{error}");
     }
-    assert_eq!(bench.calls(Call::ExportDmaBuf) - exports, 2, "neither other ways nor a page were tried");
+    assert_eq!(
+        bench.calls(Call::ExportDmaBuf) - exports,
+        2,
+        "neither other ways nor a page were tried"
+    );
     close(first);
-    assert!(register(bench.buffer(PAGE)).unwrap().decision().unwrap().remembered, "nothing was forgotten");
+    assert!(
+        register(bench.buffer(PAGE)).unwrap().decision().unwrap().remembered,
+        "nothing was forgotten"
+    );
 }

@@ -6,8 +6,8 @@ mod path_support;
 use std::sync::{Arc, LazyLock};
 
 use hmem_core::{
-    AllocationKind, Decision, DeviceId, Domain, Errno, Error, Iface, MemoryRegion, MrAttr, MrFlags, Path,
-    Rejected, Result,
+    AllocationKind, Decision, DeviceId, Domain, Errno, Error, Iface, MemoryRegion, MrAttr, MrFlags,
+    Path, Rejected, Result,
     iface::AllocRequest,
     path::P2pPolicy,
     provider::{Imports, Live},
@@ -24,7 +24,8 @@ use path_support::{
 
 const LEN: u64 = 70_000;
 /// What is transferred: it lies in two physical segments.
-static BYTES: LazyLock<Vec<u8>> = LazyLock::new(|| (0..SEGMENT + 617).map(|at| (at * 13) as u8).collect());
+static BYTES: LazyLock<Vec<u8>> =
+    LazyLock::new(|| (0..SEGMENT + 617).map(|at| (at * 13) as u8).collect());
 const SEGMENT: u64 = 16 << 10;
 
 /// A way, and what leads there.
@@ -92,7 +93,8 @@ const WAYS: [Way; 7] = [
 
 impl Way {
     fn bench(&self) -> Bench {
-        let matrix = if self.reachable { P2pMatrix::all_reachable() } else { P2pMatrix::none_reachable() };
+        let matrix =
+            if self.reachable { P2pMatrix::all_reachable() } else { P2pMatrix::none_reachable() };
         let device = Simulated::builder()
             .dma_buf(DmaBufKind::MemFd)
             .peer_memory(true)
@@ -272,7 +274,8 @@ fn every_fault(way: &Way) {
     }
     for call in NicCall::ALL {
         let arm = |bench: &Bench, nth| bench.faults.fail(call, nth, Errno(5));
-        hit += u64::from(each(way, &format!("{call:?}"), arm, |bench| bench.faults.calls(call)) > 0);
+        hit +=
+            u64::from(each(way, &format!("{call:?}"), arm, |bench| bench.faults.calls(call)) > 0);
     }
     assert!(hit >= 12, "{way:?}: only {hit} kinds of call were made");
 }

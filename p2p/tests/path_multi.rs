@@ -5,8 +5,8 @@ mod path_support;
 use std::{os::fd::AsFd, sync::Arc};
 
 use hmem_core::{
-    Allocation, AllocationKind, DeviceBuffer, DeviceId, DmaBufAttr, Domain, DomainAttr, Errno, Error,
-    ErrorKind, Iface, MrAttr, MrFlags, MultiRegistered, Path, Rejected,
+    Allocation, AllocationKind, DeviceBuffer, DeviceId, DmaBufAttr, Domain, DomainAttr, Errno,
+    Error, ErrorKind, Iface, MrAttr, MrFlags, MultiRegistered, Path, Rejected,
     iface::DmaBufMapping,
     path::P2pPolicy,
     provider::{Imports, Nic},
@@ -27,7 +27,8 @@ const NICS: [&str; 4] = ["loop0", "loop1", "loop2", "loop3"];
 const DIRECT: Imports = Imports { peer_memory: false, ..ALL_IMPORTS };
 
 fn bench_of(device: SimulatedBuilder, imports: Imports) -> Bench {
-    let provider = NICS.iter().fold(Loopback::builder(), |builder, nic| builder.nic(*nic)).imports(imports);
+    let provider =
+        NICS.iter().fold(Loopback::builder(), |builder, nic| builder.nic(*nic)).imports(imports);
     Bench::with(device.dma_buf(DmaBufKind::MemFd), provider, Paths::new())
 }
 
@@ -77,9 +78,14 @@ fn vrb_08_one_export_of_each_segment_serves_every_nic() {
             let handed = bench.record.take();
             let last = &handed[handed.len() - NICS.len() * segments as usize..];
             if round > 0 {
-                let of = |nic: &str| last.iter().filter(|(name, _)| name == nic).map(|(_, fd)| *fd).collect();
+                let of = |nic: &str| {
+                    last.iter().filter(|(name, _)| name == nic).map(|(_, fd)| *fd).collect()
+                };
                 let fds: Vec<Vec<Handed>> = NICS.iter().map(|nic| of(nic)).collect();
-                assert!(fds.iter().all(|fd| *fd == fds[0] && fd.len() == segments as usize), "{fds:?}");
+                assert!(
+                    fds.iter().all(|fd| *fd == fds[0] && fd.len() == segments as usize),
+                    "{fds:?}"
+                );
             }
             assert_eq!((shared.len(), regions(&domains)), (NICS.len(), NICS.len() as u64));
             for region in shared.regions() {
@@ -101,7 +107,8 @@ fn vrb_08_every_nic_reaches_the_same_bytes_with_its_own_key() {
     let domains = domains(&bench, P2pPolicy::Enabled);
     let initiator = bench.domain("loop0", P2pPolicy::Enabled);
     let shared = register(&domains, bench.buffer(3 * PAGE)).unwrap();
-    let paths: Vec<_> = shared.regions().iter().map(|region| region.decision().unwrap().path).collect();
+    let paths: Vec<_> =
+        shared.regions().iter().map(|region| region.decision().unwrap().path).collect();
     assert_eq!(paths, [Path::DmaBuf, Path::DmaBuf, Path::Staged, Path::DmaBuf]);
     let keys = shared.keys().unwrap();
     let mut model = vec![0u8; 3 * PAGE as usize];
@@ -110,7 +117,10 @@ fn vrb_08_every_nic_reaches_the_same_bytes_with_its_own_key() {
         let bytes: Vec<u8> = (0..5000).map(|byte| (byte * 7 + at) as u8).collect();
         wire.push(key, 100 + at as u64, &bytes).unwrap();
         model[100 + at..5100 + at].copy_from_slice(&bytes);
-        assert!(wire.pull(key, 0, model.len()).unwrap() == model, "NIC {at} reads what all have written");
+        assert!(
+            wire.pull(key, 0, model.len()).unwrap() == model,
+            "NIC {at} reads what all have written"
+        );
         // A message lands through this NIC's own descriptor.
         wire.send(shared.slice(at, 9000, 3).unwrap(), &[at as u8; 3]).unwrap();
         model[9000..9003].fill(at as u8);
@@ -151,7 +161,13 @@ fn vrb_08_a_fault_at_any_call_of_any_nic_leaves_nothing_registered() {
             }
             for nth in 1.. {
                 let fault = |bench: &Bench| bench.faults.fail(NicCall::Register, nth, Errno(5));
-                if !breaks(imports, warm, &fault, &|bench| bench.faults.calls(NicCall::Register), nth) {
+                if !breaks(
+                    imports,
+                    warm,
+                    &fault,
+                    &|bench| bench.faults.calls(NicCall::Register),
+                    nth,
+                ) {
                     break;
                 }
                 faults += 1;
@@ -252,7 +268,11 @@ fn vrb_08_a_close_that_is_refused_hands_back_what_is_left() {
     let sub = shared.regions()[2].sub(part, REMOTE, None).unwrap();
     bench.faults.fail(NicCall::Deregister, 1, Errno(5));
     let rejected = shared.close().unwrap_err();
-    assert_eq!(rejected.value.len(), 2, "the one that the driver refused and the one with a sub-region");
+    assert_eq!(
+        rejected.value.len(),
+        2,
+        "the one that the driver refused and the one with a sub-region"
+    );
     assert_eq!(rejected.error.context_value("left registered"), Some("2"));
     let rejected = rejected.value.close().unwrap_err();
     assert!(rejected.error.is_busy() && rejected.value.len() == 1);
@@ -284,7 +304,8 @@ fn vrb_08_host_memory_and_brought_dma_bufs_register_on_several_nics() {
     let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
     let Allocation { range, .. } = *buffer.allocation();
     let export = bench.device.export_dma_buf(range, &nic, DmaBufMapping::Default).unwrap();
-    let given = DmaBufAttr { fd: export.as_fd(), offset: export.offset, len: PAGE, base_addr: None };
+    let given =
+        DmaBufAttr { fd: export.as_fd(), offset: export.offset, len: PAGE, base_addr: None };
     let attr = MrAttr { dma_buf: Some(given), ..MrAttr::new(&[], REMOTE) };
     // SAFETY: the buffer outlives the regions, and nothing refers to it.
     let shared = unsafe { regattr_on(&domains, &attr, MrFlags::MR_DMABUF) }.unwrap();
@@ -306,7 +327,8 @@ fn vrb_08_host_memory_and_brought_dma_bufs_register_on_several_nics() {
 fn vrb_08_domains_that_do_not_belong_together_are_refused() {
     let _alone = alone();
     let (one, two) = (bench(DIRECT), bench(DIRECT));
-    let (near, far) = (one.domain("loop0", P2pPolicy::Enabled), two.domain("loop0", P2pPolicy::Enabled));
+    let (near, far) =
+        (one.domain("loop0", P2pPolicy::Enabled), two.domain("loop0", P2pPolicy::Enabled));
     for domains in [&[][..], &[&near, &far][..]] {
         let rejected = register_on(domains, vec![1u8; 64], REMOTE).unwrap_err();
         assert_eq!(rejected.error.kind(), ErrorKind::InvalidArgument);
@@ -321,7 +343,8 @@ fn vrb_08_domains_that_do_not_belong_together_are_refused() {
     // One domain that cannot do what is asked keeps all from it.
     let attr = DomainAttr { nic: Some("loop1".into()), ..DomainAttr::default() };
     let other =
-        Domain::open(&one.provider, Arc::clone(&one.registry), Arc::clone(&one.paths) as _, attr).unwrap();
+        Domain::open(&one.provider, Arc::clone(&one.registry), Arc::clone(&one.paths) as _, attr)
+            .unwrap();
     let attr = MrAttr { page_size: 3, ..MrAttr::new(&ranges, REMOTE) };
     // SAFETY: nothing is registered.
     let rejected = unsafe { regattr_on(&[&near, &other], &attr, MrFlags::empty()) }.unwrap_err();

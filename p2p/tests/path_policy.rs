@@ -36,8 +36,12 @@ impl Case {
             if exports[1] && !exports[0] {
                 continue;
             }
-            let imports =
-                Imports { dma_buf: bit(5), pcie_mapping_first: bit(6), peer_memory: bit(7), staged: bit(8) };
+            let imports = Imports {
+                dma_buf: bit(5),
+                pcie_mapping_first: bit(6),
+                peer_memory: bit(7),
+                staged: bit(8),
+            };
             for policy in P2pPolicy::ALL {
                 let (reachable, disabled) = (bit(4), bit(9));
                 cases.push(Self { style, exports, reachable, imports, policy, disabled });
@@ -76,7 +80,8 @@ impl Case {
 
     fn bench(&self) -> Bench {
         let [dma_buf, pcie, peer_memory] = self.exports;
-        let matrix = if self.reachable { P2pMatrix::all_reachable() } else { P2pMatrix::none_reachable() };
+        let matrix =
+            if self.reachable { P2pMatrix::all_reachable() } else { P2pMatrix::none_reachable() };
         let device = Simulated::builder()
             .style(self.style)
             .dma_buf(if dma_buf { DmaBufKind::MemFd } else { DmaBufKind::None })
@@ -116,9 +121,15 @@ impl Case {
             match (case.expected(), outcome) {
                 (Ok((path, mapping)), Ok(region)) => {
                     let decision = region.decision().unwrap();
-                    assert_eq!((decision.path, decision.mapping), (path, mapping), "{case:?}: {decision}");
+                    assert_eq!(
+                        (decision.path, decision.mapping),
+                        (path, mapping),
+                        "{case:?}: {decision}"
+                    );
                     let given = match path {
-                        Path::DmaBuf => handed.iter().any(|handed| matches!(handed, Handed::DmaBuf(_))),
+                        Path::DmaBuf => {
+                            handed.iter().any(|handed| matches!(handed, Handed::DmaBuf(_)))
+                        }
                         Path::PeerMemory => handed.contains(&Handed::DeviceAddress),
                         _ => handed.contains(&Handed::Copies),
                     };
@@ -137,14 +148,20 @@ impl Case {
                     );
                 }
                 (expected, outcome) => {
-                    panic!("{case:?}, round {round}: {expected:?}, not {:?}", outcome.map_err(|e| e.error))
+                    panic!(
+                        "{case:?}, round {round}: {expected:?}, not {:?}",
+                        outcome.map_err(|e| e.error)
+                    )
                 }
             }
             if case.policy == P2pPolicy::Required {
                 assert!(!handed.contains(&Handed::Copies), "{case:?}: copied instead of failing");
             }
             if case.is_off() {
-                assert!(!handed.iter().any(|handed| handed.is_device_handle()), "{case:?}: {handed:?}");
+                assert!(
+                    !handed.iter().any(|handed| handed.is_device_handle()),
+                    "{case:?}: {handed:?}"
+                );
                 let exports = bench.calls(Call::ExportDmaBuf) + bench.calls(Call::ExportPeerMemory);
                 assert_eq!(exports, 0, "{case:?}");
             }
@@ -179,16 +196,24 @@ fn p2p_02_what_is_remembered_under_one_policy_is_not_taken_under_another() {
 
 #[test]
 fn p2p_02_memory_that_the_cpu_reaches_is_registered_as_host_pages_under_every_policy() {
-    for (policy, disabled) in P2pPolicy::ALL.into_iter().flat_map(|policy| [(policy, false), (policy, true)])
+    for (policy, disabled) in
+        P2pPolicy::ALL.into_iter().flat_map(|policy| [(policy, false), (policy, true)])
     {
-        let bench =
-            Bench::with(Simulated::builder(), Loopback::builder(), Paths::new().disable_p2p(disabled));
+        let bench = Bench::with(
+            Simulated::builder(),
+            Loopback::builder(),
+            Paths::new().disable_p2p(disabled),
+        );
         let domain = bench.domain("loop0", policy);
         for kind in [AllocationKind::Host, AllocationKind::Managed] {
             for remembered in [false, true] {
                 let region = register(&domain, bench.buffer_of(kind, DeviceId(0), PAGE)).unwrap();
                 let decision = region.decision().unwrap();
-                assert_eq!((decision.path, decision.remembered), (Path::PlainHost, remembered), "{decision}");
+                assert_eq!(
+                    (decision.path, decision.remembered),
+                    (Path::PlainHost, remembered),
+                    "{decision}"
+                );
                 let managed = decision.reason.contains("managed");
                 assert_eq!(managed, kind == AllocationKind::Managed, "{decision}");
                 close(region);
@@ -202,7 +227,8 @@ fn p2p_02_memory_that_the_cpu_reaches_is_registered_as_host_pages_under_every_po
 
 #[test]
 fn p2p_02_a_dma_buf_that_the_application_brings_is_kept_from_the_nic_where_direct_access_is_off() {
-    for (policy, disabled) in P2pPolicy::ALL.into_iter().flat_map(|policy| [(policy, false), (policy, true)])
+    for (policy, disabled) in
+        P2pPolicy::ALL.into_iter().flat_map(|policy| [(policy, false), (policy, true)])
     {
         let device = Simulated::builder().dma_buf(DmaBufKind::MemFd);
         let bench = Bench::with(device, Loopback::builder(), Paths::new().disable_p2p(disabled));
@@ -211,7 +237,8 @@ fn p2p_02_a_dma_buf_that_the_application_brings_is_kept_from_the_nic_where_direc
         let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
         let range = buffer.allocation().range;
         let export = bench.device.export_dma_buf(range, &nic, DmaBufMapping::Default).unwrap();
-        let given = DmaBufAttr { fd: export.as_fd(), offset: export.offset, len: PAGE, base_addr: None };
+        let given =
+            DmaBufAttr { fd: export.as_fd(), offset: export.offset, len: PAGE, base_addr: None };
         let iface = Some(bench.device.kind());
         let attr = MrAttr { dma_buf: Some(given), iface, ..MrAttr::new(&[], REMOTE) };
         // SAFETY: the buffer outlives the region, and nothing refers to it.

@@ -15,8 +15,8 @@ use std::{
 };
 
 use hmem_core::{
-    AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, Errno, Error, ErrorKind, Iface, IfaceKind,
-    Path, Registered,
+    AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, Errno, Error, ErrorKind, Iface,
+    IfaceKind, Path, Registered,
     iface::{AllocRequest, DmaBufMapping},
     path::{Attempt, P2pPolicy},
     provider::Imports,
@@ -85,8 +85,11 @@ fn not_supported() -> Option<Error> {
 
 impl Segmented {
     fn buffer(&self, segments: u64) -> DeviceBuffer {
-        let request =
-            AllocRequest { len: segments * STEP, device: DeviceId(0), kind: AllocationKind::Device };
+        let request = AllocRequest {
+            len: segments * STEP,
+            device: DeviceId(0),
+            kind: AllocationKind::Device,
+        };
         DeviceBuffer::allocate(&self.vendor, &request).expect("memory")
     }
 
@@ -135,7 +138,10 @@ fn hm_07_a_range_over_several_segments_is_one_dma_buf_and_one_registration() {
     assert_eq!(world.bench.device.stats().live_exports, 0, "the NIC needs no fd any longer");
     let decision = Arc::clone(region.decision().expect("decided"));
     assert_eq!(decision.path, Path::DmaBuf);
-    assert_eq!(calls(&decision), [("register(dma-buf, Default mapping, 4 segments in 1 dma-buf)", true)]);
+    assert_eq!(
+        calls(&decision),
+        [("register(dma-buf, Default mapping, 4 segments in 1 dma-buf)", true)]
+    );
     world.moves(&region);
     drop(close(region));
     assert_eq!(world.bench.residue_after(&before), before);
@@ -221,7 +227,8 @@ fn hm_07_where_neither_works_both_are_in_the_error_and_nothing_is_left() {
         for nth in [1, 2] {
             world.bench.faults.fail(NicCall::Register, nth, Errno(22));
         }
-        let rejected = world.domain.register(world.buffer(4), REMOTE | LOCAL).expect_err("refused twice");
+        let rejected =
+            world.domain.register(world.buffer(4), REMOTE | LOCAL).expect_err("refused twice");
         let trace = rejected.error.trace().clone();
         let whole = rejected.value.allocation().range.to_string();
         let first = rejected.value.allocation().range.slice(0, STEP).expect("a part").to_string();
@@ -264,7 +271,10 @@ fn p2p_03_how_one_range_was_exported_is_not_said_of_another() {
     let several = world.register(2);
     let decision = several.decision().expect("decided");
     assert_eq!(decision.attempts.len(), 2, "{decision}");
-    assert!(decision.attempts[0].call.contains(&several.range().to_string()), "its own range: {decision}");
+    assert!(
+        decision.attempts[0].call.contains(&several.range().to_string()),
+        "its own range: {decision}"
+    );
     assert!(decision.attempts[1].call.ends_with("2 segments in 2 dma-bufs)"), "{decision}");
     close(single);
     close(several);
@@ -293,7 +303,10 @@ fn p2p_03_a_remembered_way_over_several_segments_says_why_the_first_mapping_was_
             if whole.is_some() {
                 assert_eq!(refused[1].call, format!("export_dma_buf({}, Default)", region.range()));
             }
-            assert!(worked[0].error.is_none() && worked[0].call.contains("4 segments in"), "{decision}");
+            assert!(
+                worked[0].error.is_none() && worked[0].call.contains("4 segments in"),
+                "{decision}"
+            );
             close(region);
         }
     }
@@ -309,14 +322,22 @@ fn p2p_03_the_pcie_mapping_is_blamed_only_where_the_segments_are_refused_and_the
     let _alone = alone();
     let scenes: [(Breaks, &[&str], Option<&str>); 5] = [
         (|vendor| vendor.whole = not_alike, &[WHOLE], Some("Pcie mapping, 4 segments in 4")),
-        (|vendor| vendor.pcie = not_supported, &[MAPPING; 2], Some("Default mapping, 4 segments in 1")),
+        (
+            |vendor| vendor.pcie = not_supported,
+            &[MAPPING; 2],
+            Some("Default mapping, 4 segments in 1"),
+        ),
         (|vendor| vendor.pcie = not_alike, &[MAPPING; 2], Some("Default mapping, 4 segments in 1")),
         (
             |vendor| (vendor.pcie, vendor.whole) = (not_supported, not_alike),
             &[MAPPING, MAPPING, WHOLE],
             Some("Default mapping, 4 segments in 4"),
         ),
-        (|vendor| (vendor.pcie, vendor.dma_buf) = (not_supported, not_supported), &[DEVICE; 4], None),
+        (
+            |vendor| (vendor.pcie, vendor.dma_buf) = (not_supported, not_supported),
+            &[DEVICE; 4],
+            None,
+        ),
     ];
     for (number, (breaks, causes, registered)) in scenes.into_iter().enumerate() {
         let world = segmented_pcie_first(breaks);
@@ -363,11 +384,13 @@ fn p2p_03_the_pcie_mapping_is_not_blamed_after_the_default_was_refused() {
 #[test]
 fn p2p_03_an_explanation_says_how_the_segments_were_exported() {
     let _alone = alone();
-    for (whole, spread) in [(None, "2 segments in 1 dma-buf"), (Some(not_alike as Refuse), "2 segments in 2")]
+    for (whole, spread) in
+        [(None, "2 segments in 1 dma-buf"), (Some(not_alike as Refuse), "2 segments in 2")]
     {
         let world = segmented(|vendor| vendor.whole = whole.unwrap_or(vendor.whole));
         let request = ExplainRequest { size: 2 * STEP, ..ExplainRequest::new(IfaceKind::CUDA) };
-        let explained = world.bench.paths.explain(&world.bench.registry, &world.bench.provider, &request);
+        let explained =
+            world.bench.paths.explain(&world.bench.registry, &world.bench.provider, &request);
         let explained = explained.expect("an explanation");
         let text = explained.to_string();
         assert!(text.contains(spread), "{text}");
@@ -379,7 +402,8 @@ fn p2p_03_an_explanation_says_how_the_segments_were_exported() {
 fn vrb_08_a_nic_that_refuses_the_whole_range_takes_it_from_nobody_else() {
     let _alone = alone();
     let world = segmented(|_| {});
-    let domains = ["loop0", "loop1", "loop2"].map(|nic| world.bench.domain(nic, P2pPolicy::Required));
+    let domains =
+        ["loop0", "loop1", "loop2"].map(|nic| world.bench.domain(nic, P2pPolicy::Required));
     let domains: Vec<_> = domains.iter().collect();
     let on = |buffer| register_on(&domains, buffer, REMOTE | LOCAL).expect("registered");
     let memory = on(world.buffer(4)).close().map_err(Error::from).expect("close");
@@ -405,13 +429,25 @@ fn vrb_08_a_nic_that_refuses_the_whole_range_takes_it_from_nobody_else() {
 fn vrb_08_what_the_driver_does_not_export_whole_is_asked_for_once_for_all_nics() {
     let _alone = alone();
     let world = segmented(|vendor| vendor.whole = not_alike);
-    let domains = ["loop0", "loop1", "loop2"].map(|nic| world.bench.domain(nic, P2pPolicy::Required));
+    let domains =
+        ["loop0", "loop1", "loop2"].map(|nic| world.bench.domain(nic, P2pPolicy::Required));
     let domains: Vec<_> = domains.iter().collect();
     let shared = register_on(&domains, world.buffer(4), REMOTE | LOCAL).expect("registered");
     for region in shared.regions() {
         let decision = region.decision().expect("decided");
-        assert_eq!(decision.attempts[0].cause_name, Some("segments-not-in-one"), "each says why: {decision}");
-        assert!(decision.attempts.last().expect("an attempt").call.ends_with("4 segments in 4 dma-bufs)"));
+        assert_eq!(
+            decision.attempts[0].cause_name,
+            Some("segments-not-in-one"),
+            "each says why: {decision}"
+        );
+        assert!(
+            decision
+                .attempts
+                .last()
+                .expect("an attempt")
+                .call
+                .ends_with("4 segments in 4 dma-bufs)")
+        );
     }
     shared.close().map_err(Error::from).expect("close");
     assert_eq!(world.bench.device.stats().live_exports, 0);
@@ -421,7 +457,8 @@ fn vrb_08_what_the_driver_does_not_export_whole_is_asked_for_once_for_all_nics()
 #[test]
 fn hm_07_a_segment_that_cannot_be_exported_keeps_the_range_from_being_asked_for_whole() {
     let _alone = alone();
-    let bench = Bench::new(Simulated::builder().dma_buf(DmaBufKind::MemFd).segment_len(STEP), IMPORTS);
+    let bench =
+        Bench::new(Simulated::builder().dma_buf(DmaBufKind::MemFd).segment_len(STEP), IMPORTS);
     let domain = bench.domain("loop0", P2pPolicy::Required);
     let buffer = bench.buffer_of(AllocationKind::Virtual, DeviceId(0), 3 * STEP);
     let second = buffer.allocation().range.slice(STEP, STEP).expect("a part");
@@ -446,12 +483,15 @@ fn hm_07_a_range_over_several_segments_has_one_verbs_key() {
         let verbs = Verbs::builder().functions(verbs_fake::functions()).build().expect("start");
         verbs_fake::with(|script| script.dma_buf = 0);
         let mr_mode = MrMode::all().difference(MrMode::BASIC | MrMode::SCALABLE);
-        let attr = DomainAttr { mr_mode, hmem: true, p2p: P2pPolicy::Required, ..DomainAttr::default() };
+        let attr =
+            DomainAttr { mr_mode, hmem: true, p2p: P2pPolicy::Required, ..DomainAttr::default() };
         let registry = Arc::clone(&world.bench.registry);
         let domain = Domain::open(&verbs, registry, Arc::new(Paths::new()), attr).expect("open");
         verbs_fake::calls();
-        let region = domain.register(world.buffer(4), REMOTE).map_err(Error::from).expect("registered");
-        let made = verbs_fake::calls().iter().filter(|call| call.starts_with("reg_dmabuf_mr")).count();
+        let region =
+            domain.register(world.buffer(4), REMOTE).map_err(Error::from).expect("registered");
+        let made =
+            verbs_fake::calls().iter().filter(|call| call.starts_with("reg_dmabuf_mr")).count();
         assert_eq!(made, registrations);
         raw.push(region.raw_key().expect("a key").0.len());
         close(region);

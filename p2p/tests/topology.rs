@@ -13,7 +13,8 @@ use hmem_p2p::{
 };
 use topology_machines::{Folder, SECRETS, SERIAL, fixtures, make, recording};
 
-const MACHINES: [&str; 6] = ["dgx-a100", "hgx-h100", "two-socket-acs", "switch-acs", "cloud-vm", "laptop"];
+const MACHINES: [&str; 6] =
+    ["dgx-a100", "hgx-h100", "two-socket-acs", "switch-acs", "cloud-vm", "laptop"];
 
 fn open(name: &str) -> Topology {
     Topology::open(recording(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
@@ -109,8 +110,16 @@ fn p2p_05_a_two_socket_server_has_its_published_distances() {
 #[test]
 fn p2p_05_a_server_with_nics_behind_a_switch_has_its_published_distances() {
     let server = open("switch-acs");
-    let published =
-        ["NODE NODE", "NODE NODE", "PIX PIX", "PIX PIX", "SYS SYS", "SYS SYS", "SYS SYS", "SYS SYS"];
+    let published = [
+        "NODE NODE",
+        "NODE NODE",
+        "PIX PIX",
+        "PIX PIX",
+        "SYS SYS",
+        "SYS SYS",
+        "SYS SYS",
+        "SYS SYS",
+    ];
     assert_eq!(matrix(&server, |column| format!("mlx5_{column}"), 2), published);
     let path = server.path(id("0000:3d:00.0"), nic(&server, "mlx5_0")).unwrap();
     assert_eq!(path.redirection, Redirection::By(vec![id("0000:3c:04.0"), id("0000:3c:0c.0")]));
@@ -174,7 +183,8 @@ fn p2p_05_the_nearest_nic_and_the_nearest_devices_are_found() {
 fn p2p_05_renumbered_devices_have_the_same_nearest_nic() {
     let dgx = open("dgx-a100");
     // As the CUDA driver lists them without, and with, CUDA_VISIBLE_DEVICES=7,2,0.
-    let all = ["07", "0F", "47", "4E", "87", "90", "B7", "BD"].map(|bus| format!("00000000:{bus}:00.0"));
+    let all =
+        ["07", "0F", "47", "4E", "87", "90", "B7", "BD"].map(|bus| format!("00000000:{bus}:00.0"));
     let visible = [7, 2, 0].map(|ordinal: usize| all[ordinal].clone());
     let nearest = |address: &String| dgx.nearest_nics(address.parse().unwrap());
     let renumbered: Vec<_> = visible.iter().map(nearest).collect();
@@ -201,8 +211,13 @@ fn p2p_05_ports_that_redirect_are_named() {
     let unknown = Redirection::Unknown(vec![id("0000:05:08.0"), id("0000:05:10.0")]);
     assert_eq!(blind.path(gpus[0], gpus[1]).unwrap().redirection, unknown);
     assert_eq!(blind.device(id("0000:05:08.0")).unwrap().port, Port::Downstream, "by its place");
-    let Acs::Control(control) = server.device(id("0000:05:08.0")).unwrap().acs else { panic!("no ACS") };
-    assert_eq!(control.names().collect::<Vec<_>>(), ["SrcValid", "ReqRedir", "CmpltRedir", "UpstreamFwd"]);
+    let Acs::Control(control) = server.device(id("0000:05:08.0")).unwrap().acs else {
+        panic!("no ACS")
+    };
+    assert_eq!(
+        control.names().collect::<Vec<_>>(),
+        ["SrcValid", "ReqRedir", "CmpltRedir", "UpstreamFwd"]
+    );
     // What goes up to the root complex anyway is not redirected.
     let path = server.path(id("0000:86:00.0"), nic(&server, "mlx5_0")).unwrap();
     assert_eq!((path.distance, path.redirection), (Distance::Phb, Redirection::None));
@@ -223,7 +238,8 @@ fn p2p_05_ports_that_redirect_are_named() {
 /// DIAG-03: the facts that causes are told apart by know what ACS does between the two.
 #[test]
 fn diag_03_the_facts_of_a_refusal_know_about_acs() {
-    let nic = |id: &str| Nic { provider: "verbs".into(), name: "x".into(), pci_bus_id: Some(id.into()) };
+    let nic =
+        |id: &str| Nic { provider: "verbs".into(), name: "x".into(), pci_bus_id: Some(id.into()) };
     let machine = make("switch-acs");
     let here = ThisMachine::below(machine.path());
     let facts = here.facts(Some("0000:3d:00.0"), &nic("0000:3f:00.0"));
@@ -240,7 +256,11 @@ fn diag_03_the_facts_of_a_refusal_know_about_acs() {
     );
     let config = machine.path().join("sys/bus/pci/devices/0000:3c:04.0/config");
     fs::write(&config, &fs::read(&config).unwrap()[..64]).unwrap();
-    assert_eq!(here.facts(Some("0000:3d:00.0"), &nic("0000:3f:00.0")).acs_redirects, None, "not known");
+    assert_eq!(
+        here.facts(Some("0000:3d:00.0"), &nic("0000:3f:00.0")).acs_redirects,
+        None,
+        "not known"
+    );
 }
 
 /// P2P-05, DIAG-03: BARs, links, modules and kernel options, as far as a cause can lie in them.
@@ -259,7 +279,11 @@ fn p2p_05_what_a_cause_can_lie_in_is_read() {
     assert!(!dgx.kernel().nvidia.as_ref().unwrap().open);
     assert!(open("hgx-h100").kernel().nvidia.as_ref().unwrap().open);
     assert_eq!(open("hgx-h100").kernel().peer_memory().count(), 0);
-    assert_eq!(open("cloud-vm").kernel().option("CONFIG_PCI_P2PDMA"), None, "no configuration to read");
+    assert_eq!(
+        open("cloud-vm").kernel().option("CONFIG_PCI_P2PDMA"),
+        None,
+        "no configuration to read"
+    );
     let port = &dgx.rdma_named("mlx5_5").unwrap().ports[0];
     assert_eq!(
         (port.link_layer.as_deref(), port.rate, port.active),
@@ -272,7 +296,8 @@ fn p2p_05_what_a_cause_can_lie_in_is_read() {
 fn the_recordings_are_made_of_their_descriptions() {
     for name in MACHINES {
         let machine = make(name);
-        let topology = Topology::open(machine.path()).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let topology =
+            Topology::open(machine.path()).unwrap_or_else(|error| panic!("{name}: {error}"));
         let mut made = Vec::new();
         topology.record(&mut made).unwrap();
         if std::env::var_os("HMEM_BLESS").is_some() {
@@ -319,7 +344,11 @@ fn p2p_05_a_recording_holds_no_serial_number_address_or_host_name() {
             fs::write(&archive, &made).unwrap();
             let read = Topology::open(&archive).unwrap();
             assert_eq!(read.kernel().release.as_deref(), Some("6.9.0-host-rc1"));
-            assert_eq!(read.rdma_named("host_rxe").unwrap().bus_id, None, "software has no PCI address");
+            assert_eq!(
+                read.rdma_named("host_rxe").unwrap().bus_id,
+                None,
+                "software has no PCI address"
+            );
         }
     }
 }

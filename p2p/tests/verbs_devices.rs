@@ -19,20 +19,28 @@ use verbs_support::{device, open};
 fn a_device_that_may_not_be_opened_is_left_out_with_its_reason() {
     let verbs = Verbs::builder().functions(functions()).build().expect("start");
     with(|script| (script.devices, script.closed) = (Some(3), Some((1, 13))));
-    let nics: Vec<_> = verbs.nics().expect("two are left").into_iter().map(|attr| attr.nic.name).collect();
+    let nics: Vec<_> =
+        verbs.nics().expect("two are left").into_iter().map(|attr| attr.nic.name).collect();
     assert_eq!(nics, ["fake0", "fake2"]);
     let left_out = verbs.left_out().expect("devices are there");
     let [(name, error)] = &left_out[..] else { panic!("{left_out:?}") };
     assert_eq!((name.as_str(), error.kind()), ("fake1", ErrorKind::AccessDenied));
     assert_eq!(error.os_errno().map(|errno| errno.0), Some(13));
-    assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("/dev/infiniband")), "{error}");
+    assert!(
+        error.remedy_text().is_some_and(|remedy| remedy.contains("/dev/infiniband")),
+        "{error}"
+    );
 
     // One device, and no permission: that is the error.
     with(|script| (script.devices, script.closed) = (Some(1), Some((0, 13))));
     let verbs = Verbs::builder().functions(functions()).build().expect("start");
     with(|script| script.closed = Some((0, 13)));
     let error = verbs.nics().expect_err("none is left");
-    assert_eq!((error.kind(), error.operation()), (ErrorKind::AccessDenied, "ibv_open_device"), "{error}");
+    assert_eq!(
+        (error.kind(), error.operation()),
+        (ErrorKind::AccessDenied, "ibv_open_device"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -38,8 +38,13 @@ impl Buffer {
         let file = unsafe { File::from_raw_fd(memfd) };
         file.set_len(LEN as u64).expect("size");
         // SAFETY: the file is open.
-        assert_eq!(unsafe { libc::fcntl(memfd, libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) }, 0, "seal");
-        let maker = File::options().read(true).write(true).open("/dev/udmabuf").expect("/dev/udmabuf");
+        assert_eq!(
+            unsafe { libc::fcntl(memfd, libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) },
+            0,
+            "seal"
+        );
+        let maker =
+            File::options().read(true).write(true).open("/dev/udmabuf").expect("/dev/udmabuf");
         let create = Create { memfd: memfd as u32, flags: 0, offset: 0, size: LEN as u64 };
         // SAFETY: the structure is the one of linux/udmabuf.h.
         let fd = unsafe { libc::ioctl(maker.as_raw_fd(), UDMABUF_CREATE as _, &create) };
@@ -50,7 +55,8 @@ impl Buffer {
 
     fn register(&self, side: &Side, offset: u64, len: u64, access: Access) -> Result<MemoryRegion> {
         let base_addr = Some(Address(0x7000_0000_0000));
-        let buffer = DmaBufAttr { fd: self.fd.as_fd(), offset: DmaBufOffset(offset), len, base_addr };
+        let buffer =
+            DmaBufAttr { fd: self.fd.as_fd(), offset: DmaBufOffset(offset), len, base_addr };
         let attr = MrAttr { dma_buf: Some(buffer), ..MrAttr::new(&[], access) };
         // SAFETY: nobody else looks at the buffer while the region is open.
         unsafe { side.domain.regattr(&attr, MrFlags::MR_DMABUF) }
@@ -117,7 +123,8 @@ fn what_is_no_dma_buf_or_reaches_past_its_end_is_refused() {
     let buffer = Buffer::new();
     let error = buffer.register(&pair.far, 0, LEN as u64 + 4096, REMOTE).expect_err("past the end");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-    let file = Buffer { fd: OwnedFd::from(buffer.file.try_clone().expect("clone")), file: buffer.file };
+    let file =
+        Buffer { fd: OwnedFd::from(buffer.file.try_clone().expect("clone")), file: buffer.file };
     let error = file.register(&pair.far, 0, 4096, REMOTE).expect_err("a memory file is no dma-buf");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     assert_eq!(pair.far.domain.live().regions, 0);

@@ -10,18 +10,20 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, AllocationKind, AuthKey, Decision, DeviceBuffer, DeviceId,
-    DmaBufOffset, Domain, DomainAttr, Errno, ErrorKind, Iface, MrAttr, MrFlags, Path as HmemPath, Registry,
-    RemoteKey, Result,
+    Access, Address, AddressRange, Addressing, AllocationKind, AuthKey, Decision, DeviceBuffer,
+    DeviceId, DmaBufOffset, Domain, DomainAttr, Errno, ErrorKind, Iface, MrAttr, MrFlags,
+    Path as HmemPath, Registry, RemoteKey, Result,
     iface::{AllocRequest, DmaBufMapping},
-    provider::{Backing, KeyRequest, Piece, Provider, ProviderDomain, ProviderRegion, RegistrationRequest},
+    provider::{
+        Backing, KeyRequest, Piece, Provider, ProviderDomain, ProviderRegion, RegistrationRequest,
+    },
 };
 use hmem_iface_system::{Call, Simulated};
 use hmem_p2p::{
     path::Paths,
     verbs::{
-        DeviceRights, ForkSafety, ForkSupport, GidEntry, GidType, Planned, Span, Target, Verbs, VerbsDomain,
-        VerbsOptions, access_flags, choose_gid, plan, seams,
+        DeviceRights, ForkSafety, ForkSupport, GidEntry, GidType, Planned, Span, Target, Verbs,
+        VerbsDomain, VerbsOptions, access_flags, choose_gid, plan, seams,
         sys::{AccessFlags, Functions},
     },
 };
@@ -67,7 +69,8 @@ fn host(start: u64, len: u64) -> Piece<'static> {
 
 #[test]
 fn vrb_06_an_absent_library_is_named_with_the_loaders_reason() {
-    let error = Verbs::builder().library("/nowhere/libibverbs.so.1").build().expect_err("not there");
+    let error =
+        Verbs::builder().library("/nowhere/libibverbs.so.1").build().expect_err("not there");
     assert!(error.is_unavailable());
     assert_eq!(error.context_value("library"), Some("/nowhere/libibverbs.so.1"));
     assert!(error.to_string().contains("cannot open shared object file"), "{error}");
@@ -78,16 +81,19 @@ fn vrb_06_an_absent_library_is_named_with_the_loaders_reason() {
 fn vrb_06_a_missing_symbol_is_named_with_its_version() {
     for (missing, version) in Functions::SYMBOLS {
         // SAFETY: the fake's functions have the header's signatures.
-        let error =
-            unsafe { Functions::from_lookup(|name, _| if name == *missing { None } else { symbol(name) }) }
-                .expect_err("a symbol is missing");
+        let error = unsafe {
+            Functions::from_lookup(|name, _| if name == *missing { None } else { symbol(name) })
+        }
+        .expect_err("a symbol is missing");
         assert_eq!(error.context_value("symbol"), Some(format!("{missing}@{version}").as_str()));
         assert!(error.is_unavailable());
     }
     for (missing, _) in Functions::OPTIONAL {
         // SAFETY: as above.
-        unsafe { Functions::from_lookup(|name, _| if name == *missing { None } else { symbol(name) }) }
-            .expect("the library is usable without it");
+        unsafe {
+            Functions::from_lookup(|name, _| if name == *missing { None } else { symbol(name) })
+        }
+        .expect("the library is usable without it");
     }
 }
 
@@ -175,7 +181,8 @@ fn vrb_03_a_right_that_verbs_adds_is_said_in_the_trace() {
     let said = |access| {
         let events: &'static Events = Box::leak(Box::default());
         tracing::subscriber::with_default(events, || {
-            register(&domain, &[host(0x1000, 64)], access, VerbsOptions::empty()).expect("register");
+            register(&domain, &[host(0x1000, 64)], access, VerbsOptions::empty())
+                .expect("register");
         });
         events.0.lock().expect("not poisoned").clone()
     };
@@ -209,7 +216,8 @@ fn every_refusal_of_a_driver_says_what_it_means() {
     let address = Address(0x7000_0000);
     let peer = Piece { range: range(0x7000_0000, 4096), backing: Backing::PeerMemory { address } };
     with(|script| script.register = vec![14]);
-    let error = register(&domain, &[peer], Access::SEND, VerbsOptions::empty()).expect_err("refused");
+    let error =
+        register(&domain, &[peer], Access::SEND, VerbsOptions::empty()).expect_err("refused");
     assert!(error.to_string().contains("peer-memory client"), "{error}");
     assert_eq!(domain.live().regions, 0);
 }
@@ -218,13 +226,15 @@ fn every_refusal_of_a_driver_says_what_it_means() {
 #[test]
 fn p2p_04_peer_memory_is_found_out_by_registering_a_device_address() {
     let verbs = Verbs::builder().functions(functions()).build().expect("start");
-    let simulated = Simulated::builder().window(1 << 30).peer_memory(true).build().expect("a device");
+    let simulated =
+        Simulated::builder().window(1 << 30).peer_memory(true).build().expect("a device");
     let device: Arc<dyn Iface> = Arc::new(simulated);
     let mut registry = Registry::new();
     registry.add(Arc::clone(&device)).expect("add the device");
     let registry = Arc::new(registry);
     // What the driver says to the buffer; to the staging buffers; to a page of the same kind as the buffer.
-    for (answers, expected) in [(vec![], HmemPath::PeerMemory), (vec![14, 0, 14], HmemPath::Staged)] {
+    for (answers, expected) in [(vec![], HmemPath::PeerMemory), (vec![14, 0, 14], HmemPath::Staged)]
+    {
         let decider = Arc::new(Paths::new());
         let domain = Domain::open(&verbs, Arc::clone(&registry), decider, DomainAttr::default());
         let domain = domain.expect("open");
@@ -255,7 +265,8 @@ fn decided(verbs: &Verbs, refused: &[u64], answers: Vec<i32>) -> Arc<Decision> {
     let mut registry = Registry::new();
     registry.add(Arc::clone(&device)).expect("add the device");
     let attr = DomainAttr::default();
-    let domain = Domain::open(verbs, Arc::new(registry), Arc::new(Paths::new()), attr).expect("open");
+    let domain =
+        Domain::open(verbs, Arc::new(registry), Arc::new(Paths::new()), attr).expect("open");
     let wanted = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
     let buffer = DeviceBuffer::allocate(&device, &wanted).expect("device memory");
     refused.iter().for_each(|nth| simulated.faults().fail_nth(Call::ExportDmaBuf, *nth, Errno(95)));
@@ -280,18 +291,28 @@ fn hm_09_a_device_that_needs_the_pcie_mapping_has_it_tried_first_and_then_withou
     };
     let tried = |decision: &Decision| {
         let attempts = decision.attempts.iter();
-        let tried = attempts.map(|tried| (tried.call.clone(), tried.error.is_some())).collect::<Vec<_>>();
+        let tried =
+            attempts.map(|tried| (tried.call.clone(), tried.error.is_some())).collect::<Vec<_>>();
         (decision.mapping, tried)
     };
     let with_mapping = ("register(dma-buf, Pcie mapping)".to_owned(), false);
     let without = ("register(dma-buf, Default mapping)".to_owned(), false);
-    assert_eq!(tried(&decided(&verbs(true), &[], vec![])), (DmaBufMapping::Pcie, vec![with_mapping.clone()]));
-    assert_eq!(tried(&decided(&verbs(false), &[], vec![])), (DmaBufMapping::Default, vec![without.clone()]));
+    assert_eq!(
+        tried(&decided(&verbs(true), &[], vec![])),
+        (DmaBufMapping::Pcie, vec![with_mapping.clone()])
+    );
+    assert_eq!(
+        tried(&decided(&verbs(false), &[], vec![])),
+        (DmaBufMapping::Default, vec![without.clone()])
+    );
     // The device refuses it: for the buffer, and for a page of the same kind.
     let (mapping, attempts) = tried(&decided(&verbs(true), &[1, 3], vec![]));
     assert_eq!((mapping, attempts.len()), (DmaBufMapping::Default, 2), "{attempts:?}");
     let (call, failed) = &attempts[0];
-    assert!(call.starts_with("export_dma_buf(") && call.ends_with(", Pcie)") && *failed, "{attempts:?}");
+    assert!(
+        call.starts_with("export_dma_buf(") && call.ends_with(", Pcie)") && *failed,
+        "{attempts:?}"
+    );
     assert_eq!(attempts[1], without);
     // The NIC's driver does.
     let (mapping, attempts) = tried(&decided(&verbs(true), &[], vec![524, 0, 524]));
@@ -305,12 +326,15 @@ fn hm_09_the_environment_says_that_devices_need_the_pcie_mapping() {
     const VARIABLE: &str = Verbs::PCIE_MAPPING_VARIABLE;
     const IN_CHILD: &str = "HMEM_TEST_EXPECTED";
     let Ok(expected) = std::env::var(IN_CHILD) else {
-        for (value, expected) in [("1", "true"), ("YES", "true"), ("off", "false"), ("", "false"), ("5", "")]
+        for (value, expected) in
+            [("1", "true"), ("YES", "true"), ("off", "false"), ("", "false"), ("5", "")]
         {
             let own = std::env::current_exe().expect("this test");
             let mut child = std::process::Command::new(own);
-            child.args(["--exact", "hm_09_the_environment_says_that_devices_need_the_pcie_mapping"]);
-            let output = child.env(VARIABLE, value).env(IN_CHILD, expected).output().expect("it runs");
+            child
+                .args(["--exact", "hm_09_the_environment_says_that_devices_need_the_pcie_mapping"]);
+            let output =
+                child.env(VARIABLE, value).env(IN_CHILD, expected).output().expect("it runs");
             let said = String::from_utf8_lossy(&output.stdout).into_owned();
             assert!(output.status.success() && said.contains("1 passed"), "{value}: {said}");
         }
@@ -347,20 +371,23 @@ fn vrb_02_what_verbs_lacks_is_refused_before_the_driver_is_asked() {
     let verbs = VerbsDomain::of(&domain).expect("verbs");
     calls();
     // SAFETY: nothing is registered.
-    let error =
-        unsafe { verbs.reg_mr(range(0x1000, 4096), AccessFlags::REMOTE_WRITE) }.expect_err("no LOCAL_WRITE");
-    assert_eq!((error.kind(), error.os_errno().map(|errno| errno.0)), (ErrorKind::BadAccess, Some(22)));
+    let error = unsafe { verbs.reg_mr(range(0x1000, 4096), AccessFlags::REMOTE_WRITE) }
+        .expect_err("no LOCAL_WRITE");
+    assert_eq!(
+        (error.kind(), error.os_errno().map(|errno| errno.0)),
+        (ErrorKind::BadAccess, Some(22))
+    );
     for option in [VerbsOptions::ON_DEMAND, VerbsOptions::MW_BIND] {
-        let error =
-            register(&domain, &[host(0x1000, 4096)], Access::SEND, option).expect_err("the fake has none");
+        let error = register(&domain, &[host(0x1000, 4096)], Access::SEND, option)
+            .expect_err("the fake has none");
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert!(error.to_string().contains("fake0"), "{error}");
     }
     let error = register(&domain, &[host(0x1001, 4096)], Access::SEND, VerbsOptions::ZERO_BASED)
         .expect_err("unaligned");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-    let error =
-        register(&domain, &[host(0x1000, 0)], Access::SEND, VerbsOptions::empty()).expect_err("empty");
+    let error = register(&domain, &[host(0x1000, 0)], Access::SEND, VerbsOptions::empty())
+        .expect_err("empty");
     assert_eq!(error.kind(), ErrorKind::ZeroLength);
     assert!(calls().is_empty(), "the driver was asked");
 }
@@ -369,14 +396,15 @@ fn vrb_02_what_verbs_lacks_is_refused_before_the_driver_is_asked() {
 fn vrb_02_options_travel_by_the_call_that_takes_them() {
     let domain = domain();
     calls();
-    let region = register(&domain, &[host(0x1000, 4096)], Access::SEND, VerbsOptions::RELAXED_ORDERING)
-        .expect("register");
+    let region =
+        register(&domain, &[host(0x1000, 4096)], Access::SEND, VerbsOptions::RELAXED_ORDERING)
+            .expect("register");
     assert_eq!(calls(), ["reg_mr_iova2 0x1000+0x1000 at 0x1000 0x100000"]);
     let verbs = VerbsDomain::of(&domain).expect("verbs");
     verbs.deregister(region).expect("deregister");
     calls();
-    let region =
-        register(&domain, &[host(0x1000, 4096)], Access::READ, VerbsOptions::ZERO_BASED).expect("register");
+    let region = register(&domain, &[host(0x1000, 4096)], Access::READ, VerbsOptions::ZERO_BASED)
+        .expect("register");
     assert_eq!(calls(), ["reg_mr_iova2 0x1000+0x1000 at 0x0 0x21"]);
     let key = verbs.remote_key(region).expect("a key").expect("not the usual key");
     assert_eq!((key.addressing(), key.base().0), (Addressing::ZeroBased, 0));
@@ -388,15 +416,18 @@ fn vrb_02_options_travel_by_the_call_that_takes_them() {
 fn key_04_another_domains_mapped_key_unmaps_nothing() {
     let (mine, theirs) = (domain(), domain());
     // SAFETY: the fake touches no memory.
-    let region =
-        unsafe { mine.reg(range(0x1000, 64), Access::REMOTE_READ, 0, MrFlags::empty()) }.expect("register");
+    let region = unsafe { mine.reg(range(0x1000, 64), Access::REMOTE_READ, 0, MrFlags::empty()) }
+        .expect("register");
     let raw = region.raw_key().expect("raw key");
     let map = |domain: &Domain| {
         [(); 8].map(|()| domain.map_raw(region.base_addr(), region.len(), &raw).expect("map"))
     };
     let (own, foreign) = (map(&mine), map(&theirs));
     for key in &foreign {
-        assert_eq!(mine.unmap_key(key).expect_err("another domain's").kind(), ErrorKind::InvalidKey);
+        assert_eq!(
+            mine.unmap_key(key).expect_err("another domain's").kind(),
+            ErrorKind::InvalidKey
+        );
     }
     assert_eq!(mine.live().mapped_keys, 8);
     for key in &own {
@@ -410,14 +441,22 @@ fn vrb_07_a_long_region_is_split_and_a_refused_part_takes_the_others_back() {
     let functions = functions();
     with(|script| script.max_mr_size = 0x3000);
     let domain = open(&Verbs::builder().functions(functions).build().expect("start"));
-    assert_eq!(domain.provider_attr().max_mr_size, 0x3000 * 1000, "what can be presented as one region");
+    assert_eq!(
+        domain.provider_attr().max_mr_size,
+        0x3000 * 1000,
+        "what can be presented as one region"
+    );
     calls();
     // SAFETY: the fake touches no memory.
     let region = unsafe {
-        domain.regattr(&MrAttr::new(&[range(0x1800, 0x7000)], Access::REMOTE_READ), MrFlags::empty())
+        domain
+            .regattr(&MrAttr::new(&[range(0x1800, 0x7000)], Access::REMOTE_READ), MrFlags::empty())
     }
     .expect("register");
-    assert_eq!(calls(), ["reg_mr 0x1800+0x2800 0x4", "reg_mr 0x4000+0x3000 0x4", "reg_mr 0x7000+0x1800 0x4"]);
+    assert_eq!(
+        calls(),
+        ["reg_mr 0x1800+0x2800 0x4", "reg_mr 0x4000+0x3000 0x4", "reg_mr 0x7000+0x1800 0x4"]
+    );
     let key = region.key().expect("key");
     let pieces: Vec<_> = key.pieces().map(|piece| (piece.base.0, piece.len)).collect();
     assert_eq!(pieces, [(0x1800, 0x2800), (0x4000, 0x3000), (0x7000, 0x1800)]);
@@ -452,7 +491,8 @@ fn dma_bufs_are_found_out_by_doing_and_a_read_only_fd_is_refused_here() {
     let path = std::env::temp_dir().join(format!("hmem-verbs-fd-{}", std::process::id()));
     std::fs::write(&path, [0; 16]).expect("write");
     let read_only = OwnedFd::from(std::fs::File::open(&path).expect("open"));
-    let writable = OwnedFd::from(std::fs::File::options().read(true).write(true).open(&path).expect("open"));
+    let writable =
+        OwnedFd::from(std::fs::File::options().read(true).write(true).open(&path).expect("open"));
     std::fs::remove_file(&path).expect("remove");
     let piece = |fd| Piece {
         range: range(0x5000, 4096),
@@ -460,11 +500,12 @@ fn dma_bufs_are_found_out_by_doing_and_a_read_only_fd_is_refused_here() {
     };
     calls();
     let none = VerbsOptions::empty();
-    let error =
-        register(&domain, &[piece(read_only.as_fd())], Access::REMOTE_WRITE, none).expect_err("read-only");
+    let error = register(&domain, &[piece(read_only.as_fd())], Access::REMOTE_WRITE, none)
+        .expect_err("read-only");
     assert_eq!(error.kind(), ErrorKind::AccessDenied);
     assert!(calls().is_empty(), "the driver was asked");
-    register(&domain, &[piece(read_only.as_fd())], Access::REMOTE_READ, none).expect("reading is granted");
+    register(&domain, &[piece(read_only.as_fd())], Access::REMOTE_READ, none)
+        .expect("reading is granted");
     register(&domain, &[piece(writable.as_fd())], Access::RECV, none).expect("writing is granted");
     assert_eq!(
         calls(),
@@ -472,7 +513,8 @@ fn dma_bufs_are_found_out_by_doing_and_a_read_only_fd_is_refused_here() {
     );
     for (errno, kind) in [(22, ErrorKind::InvalidArgument), (524, ErrorKind::Unsupported)] {
         with(|script| script.dma_buf = errno);
-        let error = register(&domain, &[piece(writable.as_fd())], Access::SEND, none).expect_err("refused");
+        let error =
+            register(&domain, &[piece(writable.as_fd())], Access::SEND, none).expect_err("refused");
         assert_eq!(error.kind(), kind, "{error}");
     }
 }
@@ -482,8 +524,9 @@ fn vrb_04_a_protection_domain_that_was_brought_along_is_used_and_left_alone() {
     let functions = functions();
     let pd = verbs_fake::foreign_pd();
     // SAFETY: a null pointer is what is tested.
-    let error = unsafe { Verbs::builder().functions(functions.clone()).with_pd(std::ptr::null_mut()) }
-        .expect_err("null");
+    let error =
+        unsafe { Verbs::builder().functions(functions.clone()).with_pd(std::ptr::null_mut()) }
+            .expect_err("null");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     // SAFETY: the fake's protection domain is never freed.
     let verbs = unsafe { Verbs::builder().functions(functions).with_pd(pd) }.expect("start");
@@ -491,8 +534,8 @@ fn vrb_04_a_protection_domain_that_was_brought_along_is_used_and_left_alone() {
     let domain = open(&verbs);
     assert_eq!(VerbsDomain::of(&domain).expect("verbs").pd(), pd);
     // SAFETY: the fake touches no memory.
-    let region =
-        unsafe { domain.reg(range(0x1000, 64), Access::SEND, 0, MrFlags::empty()) }.expect("register");
+    let region = unsafe { domain.reg(range(0x1000, 64), Access::SEND, 0, MrFlags::empty()) }
+        .expect("register");
     region.close().map_err(|rejected| rejected.error).expect("close");
     domain.close().map_err(|rejected| rejected.error).expect("close");
     drop(verbs);
@@ -509,7 +552,8 @@ fn fork_is_left_to_the_kernel_where_it_copies_and_to_fork_init_elsewhere() {
     ] {
         let functions = functions();
         with(|script| script.fork = status);
-        let verbs = Verbs::builder().functions(functions).fork_safety(safety).build().expect("start");
+        let verbs =
+            Verbs::builder().functions(functions).fork_safety(safety).build().expect("start");
         assert_eq!(*verbs.fork_support(), support);
         assert_eq!(calls().contains(&"fork_init".to_owned()), asked);
     }

@@ -5,9 +5,10 @@ use std::{collections::BTreeMap, mem::offset_of, process::Command};
 
 use hmem_p2p::verbs::sys::{
     AccessFlags, AhAttr, AtomicCap, Context, DeviceAttr, DeviceAttrEx, DeviceCaps, ForkStatus, Gid,
-    GlobalRoute, IBV_ODP_SUPPORT, IBV_REREG_MR_CHANGE_ACCESS, IBV_REREG_MR_ERR_CMD, LinkLayer, Mr, Mw,
-    MwBind, MwBindInfo, MwType, OdpCaps, Pd, PortAttr, PortState, Qp, QpAttr, QpAttrMask, QpCap, QpInitAttr,
-    QpState, QpType, RecvWr, SendFlags, SendWr, Sge, VerbsContext, Wc, WcStatus, WrOpcode,
+    GlobalRoute, IBV_ODP_SUPPORT, IBV_REREG_MR_CHANGE_ACCESS, IBV_REREG_MR_ERR_CMD, LinkLayer, Mr,
+    Mw, MwBind, MwBindInfo, MwType, OdpCaps, Pd, PortAttr, PortState, Qp, QpAttr, QpAttrMask,
+    QpCap, QpInitAttr, QpState, QpType, RecvWr, SendFlags, SendWr, Sge, VerbsContext, Wc, WcStatus,
+    WrOpcode,
 };
 
 /// What the C compiler is asked, and what this crate says.
@@ -59,7 +60,16 @@ fn ask_everything(p: &mut Probe) {
         p,
         ContextOps,
         "ibv_context_ops",
-        [alloc_mw, bind_mw, dealloc_mw, poll_cq, req_notify_cq, post_srq_recv, post_send, post_recv],
+        [
+            alloc_mw,
+            bind_mw,
+            dealloc_mw,
+            poll_cq,
+            req_notify_cq,
+            post_srq_recv,
+            post_send,
+            post_recv
+        ],
         []
     );
     structure!(p, VerbsContext, "verbs_context", [query_device_ex, sz, context], [
@@ -228,7 +238,18 @@ fn ask_everything(p: &mut Probe) {
         p,
         Wc,
         "ibv_wc",
-        [wr_id, status, opcode, vendor_err, byte_len, invalidated_rkey, qp_num, wc_flags, pkey_index, sl],
+        [
+            wr_id,
+            status,
+            opcode,
+            vendor_err,
+            byte_len,
+            invalidated_rkey,
+            qp_num,
+            wc_flags,
+            pkey_index,
+            sl
+        ],
         []
     );
     constants!(p,
@@ -286,8 +307,12 @@ fn layouts_and_constants_are_those_of_the_header() {
         }
         Ok(_) => {}
     }
-    let built =
-        Command::new(&compiler).arg("-o").arg(&program).arg(&file).output().expect("run the compiler");
+    let built = Command::new(&compiler)
+        .arg("-o")
+        .arg(&program)
+        .arg(&file)
+        .output()
+        .expect("run the compiler");
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
     let output = Command::new(&program).output().expect("run the probe");
     std::fs::remove_dir_all(&folder).expect("remove the probe's folder");

@@ -14,8 +14,8 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, MrAttr, MrFlags, Parallel, Registry,
-    provider::ProviderDomain,
+    Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, MrAttr, MrFlags, Parallel,
+    Registry, provider::ProviderDomain,
 };
 use hmem_p2p::{
     path::Paths,
@@ -131,12 +131,17 @@ fn mr_16_a_huge_range_is_registered_by_several_driver_calls_at_once() {
     let region = unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("register");
     assert_eq!(calls(), (4, 4));
 
-    let live: Vec<_> = driver().live.iter().map(|(start, len)| (*start as u64, *len as u64)).collect();
+    let live: Vec<_> =
+        driver().live.iter().map(|(start, len)| (*start as u64, *len as u64)).collect();
     assert_eq!(live[0].0, 0x10_0000_0800);
-    assert!(live.windows(2).all(|pair| pair[0].0 + pair[0].1 == pair[1].0), "no gap, no overlap: {live:x?}");
+    assert!(
+        live.windows(2).all(|pair| pair[0].0 + pair[0].1 == pair[1].0),
+        "no gap, no overlap: {live:x?}"
+    );
     assert!(live[1..].iter().all(|(start, _)| start % 4096 == 0), "seams lie on pages: {live:x?}");
     assert_eq!(live.iter().map(|(_, len)| len).sum::<u64>(), 7 * MIB);
-    let pieces: Vec<_> = region.key().expect("key").pieces().map(|piece| (piece.base.0, piece.len)).collect();
+    let pieces: Vec<_> =
+        region.key().expect("key").pieces().map(|piece| (piece.base.0, piece.len)).collect();
     assert_eq!(pieces, live, "one region, in the order of its addresses");
 
     let mut told = told.into_inner().expect("no panic");
@@ -157,7 +162,8 @@ fn mr_16_what_the_device_cuts_anyhow_is_registered_at_once_unasked() {
     let (domain, _alone) = domain(64 * MIB);
     driver().hold_for = 2;
     // SAFETY: the driver touches no memory.
-    let region = unsafe { domain.reg(range(0x10_0000_0000, 128 * MIB), Access::SEND, 0, MrFlags::empty()) };
+    let region =
+        unsafe { domain.reg(range(0x10_0000_0000, 128 * MIB), Access::SEND, 0, MrFlags::empty()) };
     let region = region.expect("register");
     assert_eq!(calls(), (2, 2));
     region.close().map_err(|rejected| rejected.error).expect("close");
@@ -168,7 +174,8 @@ fn mr_16_what_the_device_cuts_anyhow_is_registered_at_once_unasked() {
 fn mr_16_unasked_a_range_that_fits_is_one_call_with_one_key() {
     let (domain, _alone) = domain(1 << 40);
     // SAFETY: the driver touches no memory.
-    let region = unsafe { domain.reg(range(0x10_0000_0000, 1 << 38), Access::SEND, 0, MrFlags::empty()) };
+    let region =
+        unsafe { domain.reg(range(0x10_0000_0000, 1 << 38), Access::SEND, 0, MrFlags::empty()) };
     let region = region.expect("register");
     assert_eq!(driver().calls, 1);
     region.key().expect("key").as_u64().expect("one key");
@@ -184,7 +191,8 @@ fn mr_16_a_part_that_is_refused_takes_all_others_back() {
         let start = 0x10_0000_0000 + refused * MIB;
         *driver() = Driver { hold_for: 4, refuse: Some(start as usize), ..Driver::default() };
         // SAFETY: the driver touches no memory.
-        let error = unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect_err("a part is refused");
+        let error =
+            unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect_err("a part is refused");
         assert_eq!(error.os_errno().map(|errno| errno.0), Some(12), "{error}");
         assert!(error.to_string().contains(&format!("{start:#x}")), "it names the part: {error}");
         assert_eq!(driver().live, BTreeMap::new(), "part {refused}");
@@ -202,7 +210,10 @@ fn mr_16_parts_shorter_than_a_page_are_refused_before_the_driver_is_asked() {
         domain.regattr(&MrAttr { parallel, ..MrAttr::new(&ranges, Access::SEND) }, MrFlags::empty())
     }
     .expect_err("a part of 100 bytes");
-    assert_eq!((error.kind(), error.context_value("chunk")), (ErrorKind::InvalidArgument, Some("100")));
+    assert_eq!(
+        (error.kind(), error.context_value("chunk")),
+        (ErrorKind::InvalidArgument, Some("100"))
+    );
     assert_eq!(driver().calls, 0);
 }
 
@@ -216,7 +227,8 @@ fn mr_16_no_lock_is_held_while_the_driver_registers() {
     driver().hold_for = 3;
     thread::scope(|scope| {
         let held = scope.spawn(|| register(0x2000));
-        let driver_has_it = DRIVER.1.wait_while(driver(), |driver| driver.calls < 2).expect("no panic");
+        let driver_has_it =
+            DRIVER.1.wait_while(driver(), |driver| driver.calls < 2).expect("no panic");
         drop(driver_has_it);
         // While that call is in the driver, everything else goes on.
         before.key().expect("key").as_u64().expect("a number");

@@ -38,9 +38,10 @@ impl Raw {
                     *mut c_void,
                     unsafe extern "C" fn(*mut c_void, *mut c_void, usize, c_int) -> *mut c_void,
                 >(find(c"ibv_reg_mr")),
-                dereg_mr: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void) -> c_int>(
-                    find(c"ibv_dereg_mr"),
-                ),
+                dereg_mr: std::mem::transmute::<
+                    *mut c_void,
+                    unsafe extern "C" fn(*mut c_void) -> c_int,
+                >(find(c"ibv_dereg_mr")),
             }
         }
     }
@@ -79,7 +80,11 @@ fn with_options(
         enabled: true,
         parallel: None,
     };
-    side.verbs().register_with(&request, &[Piece { range, backing: Backing::Host { owned: false } }], options)
+    side.verbs().register_with(
+        &request,
+        &[Piece { range, backing: Backing::Host { owned: false } }],
+        options,
+    )
 }
 
 #[test]
@@ -88,7 +93,9 @@ fn vrb_03_every_subset_of_rights_registers_and_closes() {
     let side = side(&name);
     let pages = Pages::new(1 << 20);
     for bits in 0..1_u64 << 7 {
-        let bit = |index: u32, right: Access| if bits & (1 << index) != 0 { right } else { Access::empty() };
+        let bit = |index: u32, right: Access| {
+            if bits & (1 << index) != 0 { right } else { Access::empty() }
+        };
         let access = bit(0, Access::READ)
             | bit(1, Access::WRITE)
             | bit(2, Access::RECV)
@@ -99,7 +106,10 @@ fn vrb_03_every_subset_of_rights_registers_and_closes() {
         let (start, len) = ((bits * 37) % 5000, 1 + bits * 8001 % 900_000);
         let region = side.register(pages.part(start, len), access).expect("register");
         let flags = side.verbs().flags(region.provider_region().expect("handle")).expect("flags");
-        assert_eq!(flags.contains(AccessFlags::REMOTE_WRITE), access.contains(Access::REMOTE_WRITE));
+        assert_eq!(
+            flags.contains(AccessFlags::REMOTE_WRITE),
+            access.contains(Access::REMOTE_WRITE)
+        );
         assert_eq!(flags.contains(AccessFlags::REMOTE_READ), access.contains(Access::REMOTE_READ));
         assert_eq!(flags.contains(AccessFlags::LOCAL_WRITE), access.nic_writes());
         region.close().map_err(|rejected| rejected.error).expect("close");
@@ -125,10 +135,18 @@ fn vrb_01_what_is_refused_before_the_driver_is_asked_the_driver_refuses_too() {
     let error = unsafe { verbs.reg_mr(empty, AccessFlags::empty()) }.expect_err("empty");
     assert_eq!(error.kind(), ErrorKind::ZeroLength);
     assert_eq!(raw.register(verbs, pages.address, 0, AccessFlags::empty()), 22);
-    assert!(AddressRange::new(Address(u64::MAX - 4095), 8192).is_err(), "a range that wraps cannot be named");
+    assert!(
+        AddressRange::new(Address(u64::MAX - 4095), 8192).is_err(),
+        "a range that wraps cannot be named"
+    );
     assert_eq!(raw.register(verbs, u64::MAX - 4095, 8192, AccessFlags::empty()), 22);
     assert_eq!(
-        raw.register(verbs, pages.address, pages.len, AccessFlags::all() & AccessFlags::LOCAL_WRITE),
+        raw.register(
+            verbs,
+            pages.address,
+            pages.len,
+            AccessFlags::all() & AccessFlags::LOCAL_WRITE
+        ),
         0
     );
     assert_eq!(side.domain.live().regions, 0);
@@ -141,7 +159,8 @@ fn vrb_01_no_right_at_all_still_lets_the_nic_read_locally() {
     let (from, to) = (Pages::new(4096), Pages::new(4096));
     let bytes = from.fill(8);
     // SAFETY: the pages outlive the region.
-    let source = unsafe { pair.near.verbs().reg_mr(from.range(), AccessFlags::empty()) }.expect("register");
+    let source =
+        unsafe { pair.near.verbs().reg_mr(from.range(), AccessFlags::empty()) }.expect("register");
     let target = pair.far.register(to.range(), REMOTE).expect("register");
     let key = target.key().expect("key");
     pair.near.write(segment(from.range(), source.local), remote(&key, 0, 4096)).expect("write");
@@ -167,10 +186,14 @@ fn memory_that_is_not_there_or_may_not_be_written_is_a_bad_address() {
         let error = side.register(range, access).expect_err(what);
         assert_eq!(error.kind(), ErrorKind::BadAddress, "{what}: {error}");
         assert_eq!(error.os_errno().map(|errno| errno.0), Some(14), "{what}: {error}");
-        assert!(error.remedy_text().is_some_and(|text| text.contains("map the whole range")), "{error}");
+        assert!(
+            error.remedy_text().is_some_and(|text| text.contains("map the whole range")),
+            "{error}"
+        );
     }
-    let region =
-        side.register(read_only.range(), Access::SEND | Access::REMOTE_READ).expect("read-only pages");
+    let region = side
+        .register(read_only.range(), Access::SEND | Access::REMOTE_READ)
+        .expect("read-only pages");
     drop(region);
     assert_eq!(side.domain.live().page_registrations, 0);
 }
@@ -194,16 +217,22 @@ fn vrb_02_options_reach_the_driver_or_are_unsupported_by_name() {
             }
             Err(error) => {
                 assert_eq!(error.kind(), ErrorKind::Unsupported, "{word}: {error}");
-                assert!(error.provider_name().is_some_and(|provider| provider.contains(&name)), "{error}");
+                assert!(
+                    error.provider_name().is_some_and(|provider| provider.contains(&name)),
+                    "{error}"
+                );
                 answers.push(format!("{word} unsupported"));
             }
         }
     }
     println!("{name}: {}", answers.join(", "));
     if name.starts_with("rxe") {
-        for expected in
-            ["MW_BIND granted", "ZERO_BASED unsupported", "HUGETLB unsupported", "RELAXED_ORDERING granted"]
-        {
+        for expected in [
+            "MW_BIND granted",
+            "ZERO_BASED unsupported",
+            "HUGETLB unsupported",
+            "RELAXED_ORDERING granted",
+        ] {
             assert!(answers.iter().any(|answer| answer == expected), "{expected}: {answers:?}");
         }
     }
@@ -328,7 +357,11 @@ fn pages_under_registration_survive_a_fork() {
     let (from, to) = (Pages::new(8192), Pages::new(8192));
     let source = pair.near.register(from.range(), LOCAL).expect("register");
     let target = pair.far.register(to.range(), REMOTE).expect("register");
-    assert!(!matches!(pair.verbs.fork_support(), ForkSupport::Off(_)), "{:?}", pair.verbs.fork_support());
+    assert!(
+        !matches!(pair.verbs.fork_support(), ForkSupport::Off(_)),
+        "{:?}",
+        pair.verbs.fork_support()
+    );
     println!("{name}: {:?}", pair.verbs.fork_support());
     let mut hold = [0; 2];
     // SAFETY: two descriptors are written.

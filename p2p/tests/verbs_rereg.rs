@@ -37,7 +37,9 @@ fn vrb_01_rereg_changes_rights_and_keys_of_every_part() {
     let handle = region.provider_region().expect("handle");
     let before = verbs.keys(handle).expect("keys");
     calls();
-    verbs.rereg(handle, Access::REMOTE_READ | Access::REMOTE_WRITE).expect("the fake changes rights");
+    verbs
+        .rereg(handle, Access::REMOTE_READ | Access::REMOTE_WRITE)
+        .expect("the fake changes rights");
     // CHANGE_ACCESS; remote read, write and atomic, and the local write that verbs demands.
     assert_eq!(calls(), ["rereg_mr 0x4 0xf", "rereg_mr 0x4 0xf"]);
     let after = verbs.keys(handle).expect("keys");
@@ -67,8 +69,15 @@ fn vrb_01_a_refused_rereg_leaves_the_region_or_says_that_it_is_lost() {
     ] {
         with(|script| script.rereg = (class, errno));
         let error = verbs.rereg(handle, Access::REMOTE_WRITE).expect_err("refused");
-        assert_eq!((error.kind(), error.os_errno().map(|errno| errno.0)), (kind, Some(errno)), "{error}");
-        assert!(error.remedy_text().is_some_and(|remedy| remedy.contains(word)), "class {class}: {error}");
+        assert_eq!(
+            (error.kind(), error.os_errno().map(|errno| errno.0)),
+            (kind, Some(errno)),
+            "{error}"
+        );
+        assert!(
+            error.remedy_text().is_some_and(|remedy| remedy.contains(word)),
+            "class {class}: {error}"
+        );
         assert_eq!(verbs.flags(handle).expect("flags"), AccessFlags::REMOTE_READ);
     }
     region.close().map_err(|rejected| rejected.error).expect("it can still be closed");

@@ -6,8 +6,8 @@ mod verbs_support;
 use std::sync::Arc;
 
 use hmem_core::{
-    AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Error, ErrorKind, Iface, MrMode, Path,
-    Registry, iface::AllocRequest, path::P2pPolicy, provider::Provider, register_on,
+    AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Error, ErrorKind, Iface,
+    MrMode, Path, Registry, iface::AllocRequest, path::P2pPolicy, provider::Provider, register_on,
 };
 use hmem_iface_system::{Call, DmaBufKind, Simulated, System};
 use hmem_p2p::{
@@ -32,8 +32,8 @@ impl Machine {
     /// `None` where no devices are named, or their driver imports no dma-bufs.
     fn new() -> Option<Self> {
         let first = device()?;
-        let second =
-            std::env::var("HMEM_VERBS_SECOND_DEVICE").expect("a second device is named beside the first");
+        let second = std::env::var("HMEM_VERBS_SECOND_DEVICE")
+            .expect("a second device is named beside the first");
         let verbs = Verbs::builder().build().expect("load libibverbs");
         let imports = verbs.nics().expect("devices").into_iter().all(|nic| nic.imports.dma_buf);
         if !imports {
@@ -57,7 +57,8 @@ impl Machine {
         let mr_mode = MrMode::all().difference(MrMode::BASIC | MrMode::SCALABLE);
         let (nic, p2p) = (nic.map(str::to_owned), P2pPolicy::Required);
         let attr = DomainAttr { nic, mr_mode, hmem: true, p2p, ..DomainAttr::default() };
-        Domain::open(provider, Arc::clone(&self.registry), self.paths.clone(), attr).expect("open a domain")
+        Domain::open(provider, Arc::clone(&self.registry), self.paths.clone(), attr)
+            .expect("open a domain")
     }
 
     fn sides(&self) -> [(Side, Side); 2] {
@@ -110,10 +111,15 @@ fn vrb_08_one_dma_buf_serves_two_devices_and_is_rolled_back_whole() {
         let from = near.register(local.range(), LOCAL).expect("register");
         let desc = from.desc().expect("desc");
         let at = 1000 * (nic + 1);
-        near.write(segment(local.part(0, 5000), desc), remote(&keys[nic], at as u64, 5000)).expect("write");
+        near.write(segment(local.part(0, 5000), desc), remote(&keys[nic], at as u64, 5000))
+            .expect("write");
         model[at..at + 5000].copy_from_slice(&bytes[..5000]);
         near.read(segment(local.range(), desc), remote(&keys[nic], 0, LEN)).expect("read");
-        assert!(local.get(0, LEN as usize) == model, "{} reads what both wrote", machine.names[nic]);
+        assert!(
+            local.get(0, LEN as usize) == model,
+            "{} reads what both wrote",
+            machine.names[nic]
+        );
     }
     let buffer = shared.close().map_err(Error::from).expect("close");
     let mut bytes = vec![0; LEN as usize];

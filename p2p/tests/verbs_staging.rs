@@ -61,7 +61,10 @@ fn bnc_01_megabytes_arrive_whole_over_verbs() {
 #[ignore = "the slow tier: moves a gigabyte each way"]
 fn bnc_01_a_gigabyte_arrives_whole_over_verbs() {
     let net = net_with(StagingAttr::default(), device());
-    let len = std::env::var("HMEM_STAGED_BYTES").ok().and_then(|bytes| bytes.parse().ok()).unwrap_or(1 << 30);
+    let len = std::env::var("HMEM_STAGED_BYTES")
+        .ok()
+        .and_then(|bytes| bytes.parse().ok())
+        .unwrap_or(1 << 30);
     let near = net.near.device(&net.device, len, LOCAL).expect("stage device memory");
     let far = net.far.host(len + 1, LOCAL | REMOTE);
     for kind in [CompletionKind::Write, CompletionKind::Read] {
@@ -228,13 +231,24 @@ fn rel_01_bnc_02_a_refusing_peer_drains_the_pipeline_and_leaks_nothing_over_verb
             // Behind it, and taken along by it.
             net.near
                 .endpoint
-                .write(&[staged.slice(0, 1)], &[RemoteSegment { len: 1, ..remote[0] }], PeerId(0), 6)
+                .write(
+                    &[staged.slice(0, 1)],
+                    &[RemoteSegment { len: 1, ..remote[0] }],
+                    PeerId(0),
+                    6,
+                )
                 .unwrap();
             let (mut ended, _) = net.complete(2, 0);
             let refused = ended.remove(0);
-            assert_eq!((refused.context, refused.result.unwrap_err().kind()), (5, ErrorKind::AccessDenied));
+            assert_eq!(
+                (refused.context, refused.result.unwrap_err().kind()),
+                (5, ErrorKind::AccessDenied)
+            );
             let behind = ended.remove(0);
-            assert_eq!((behind.context, behind.result.unwrap_err().kind()), (6, ErrorKind::Canceled));
+            assert_eq!(
+                (behind.context, behind.result.unwrap_err().kind()),
+                (6, ErrorKind::Canceled)
+            );
             net.assert_idle();
             settle(&net);
         }
@@ -306,7 +320,11 @@ fn mr_05_a_staged_region_closed_in_the_middle_is_touched_no_more() {
         let mut out = step(&net, steps);
         let (slice, begun) = (staged.slice(0, len), net.device.faults().count(Call::CopyAsync));
         drop(staged);
-        assert_eq!(net.device.pending_copies(), 0, "a copy is under way after the region was closed");
+        assert_eq!(
+            net.device.pending_copies(),
+            0,
+            "a copy is under way after the region was closed"
+        );
         while out.is_empty() {
             net.near.cq.read(&mut out, 8).unwrap();
         }
@@ -336,7 +354,8 @@ fn mr_09_the_local_rights_of_a_staged_region_are_enforced() {
             let refused = net.transfer(kind, &[without.slice(0, 8)], (&far, 0, 8)).unwrap_err();
             assert_eq!(refused.kind(), ErrorKind::AccessDenied);
         } else {
-            let refused = net.near.endpoint.send(&[without.slice(0, 8)], None, PeerId(0), 1).unwrap_err();
+            let refused =
+                net.near.endpoint.send(&[without.slice(0, 8)], None, PeerId(0), 1).unwrap_err();
             assert_eq!(refused.kind(), ErrorKind::AccessDenied);
         }
         let only = net.near.device(&net.device, 64, right).unwrap();
@@ -357,7 +376,10 @@ fn bnc_03_what_copies_cannot_do_is_refused_with_the_reason() {
     for refused in [staged.region().key().map(|_| ()), staged.region().raw_key().map(|_| ())] {
         let refused = refused.unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::KeyNotAvailable);
-        assert!(refused.remedy_text().is_some_and(|text| text.contains("through copies")), "{refused}");
+        assert!(
+            refused.remedy_text().is_some_and(|text| text.contains("through copies")),
+            "{refused}"
+        );
     }
     let far = net.far.host(64, LOCAL | REMOTE);
     let key = far.region().key().unwrap();
@@ -383,7 +405,8 @@ fn bnc_03_what_copies_cannot_do_is_refused_with_the_reason() {
         assert!(refused.to_string().contains("copies"), "{refused}");
     }
     // A message lies in buffers as a whole.
-    let long = net.near.endpoint.send(&[staged.slice(0, LONGEST + 1)], None, PeerId(0), 1).unwrap_err();
+    let long =
+        net.near.endpoint.send(&[staged.slice(0, LONGEST + 1)], None, PeerId(0), 1).unwrap_err();
     assert_eq!(long.kind(), ErrorKind::MessageTooLong);
     assert!(long.remedy_text().is_some_and(|text| text.contains("DomainAttr::staging")), "{long}");
     let outside = hmem_core::transfer::LocalSegment {
@@ -459,7 +482,8 @@ fn writes((endpoint, cq): &End, near: &Mem, far: &Mem) {
     let bytes = pattern(CHUNK * 20, 4);
     near.put(CHUNK * 40, &bytes);
     let key = far.region().key().unwrap();
-    let remote = [RemoteSegment { address: Iova(key.base().0 + CHUNK * 30), len: CHUNK * 20, key: &key }];
+    let remote =
+        [RemoteSegment { address: Iova(key.base().0 + CHUNK * 30), len: CHUNK * 20, key: &key }];
     endpoint.write(&[near.slice(CHUNK * 40, CHUNK * 20)], &remote, PeerId(0), 9).unwrap();
     let mut out = Vec::new();
     while out.is_empty() {
@@ -505,7 +529,10 @@ fn bnc_02_receives_that_wait_leave_buffers_for_everyone_else() {
     let (net, near, far) = wide();
     // Far more receives than half of the buffers; they are not matched until the end.
     for context in 0..12 {
-        net.near.endpoint.receive(&[near.slice(context * CHUNK, CHUNK)], None, 100 + context).unwrap();
+        net.near
+            .endpoint
+            .receive(&[near.slice(context * CHUNK, CHUNK)], None, 100 + context)
+            .unwrap();
     }
     assert_eq!(net.near.slots(), 4, "receives hold their share");
     let list = [near.slice(CHUNK * 20, CHUNK * 20)];
@@ -525,7 +552,8 @@ fn bnc_02_receives_that_wait_leave_buffers_for_everyone_else() {
 fn bnc_02_latency_and_faults_at_random_leave_nothing_behind() {
     let (provider, nic) = verbs();
     for seed in 0..4_u64 {
-        let device = Simulated::builder().copy_latency(Duration::from_micros(seed * 10)).build().unwrap();
+        let device =
+            Simulated::builder().copy_latency(Duration::from_micros(seed * 10)).build().unwrap();
         let staging = StagingAttr { chunk: 700 + 331 * seed as usize, slots: 1 + seed as usize };
         let net = Net::new(Arc::clone(&provider), nic.clone(), staging, device);
         let staged = net.near.device(&net.device, 40_000, LOCAL).unwrap();

@@ -21,7 +21,10 @@ fn writes_and_reads_move_their_bytes() {
         let far = pair.far.register(to.range(), REMOTE).expect("register the target");
         let key = far.key().expect("key");
         let desc = near.desc().expect("desc");
-        let moved = pair.near.write(segment(from.range(), desc), remote(&key, 0, len as u64)).expect("write");
+        let moved = pair
+            .near
+            .write(segment(from.range(), desc), remote(&key, 0, len as u64))
+            .expect("write");
         assert_eq!(moved, len as u64);
         assert_eq!(to.get(0, len), bytes, "{len} bytes written");
         from.put(0, &vec![0; len]);
@@ -36,13 +39,21 @@ fn bytes_of_a_safe_buffer_are_sent_inline_and_arrive() {
     let pair = Pair::new(&name);
     let to = Pages::new(4096);
     let far = pair.far.register(to.range(), REMOTE).expect("register the target");
-    let near = pair.near.domain.register(vec![0x5a_u8; 100], LOCAL).map_err(|r| r.error).expect("register");
+    let near = pair
+        .near
+        .domain
+        .register(vec![0x5a_u8; 100], LOCAL)
+        .map_err(|r| r.error)
+        .expect("register");
     let key = far.key().expect("key");
     let peer = hmem_core::transfer::PeerId(0);
     let slice = near.slice(0, 100).expect("slice");
     pair.near.endpoint.write(&[slice], &[remote(&key, 8, 100)], peer, 3).expect("post");
     let done = pair.near.wait();
-    assert_eq!((done.context, done.kind, done.result.expect("write")), (3, CompletionKind::Write, 100));
+    assert_eq!(
+        (done.context, done.kind, done.result.expect("write")),
+        (3, CompletionKind::Write, 100)
+    );
     assert_eq!(to.get(0, 120), [vec![0; 8], vec![0x5a; 100], vec![0; 12]].concat());
 }
 
@@ -58,7 +69,9 @@ fn messages_arrive_in_order_and_a_long_one_is_truncated() {
     let receive = || Operation::Receive { tag: None, from: None };
     let send = || Operation::Send { tag: None, invalidate: None };
     for index in 0..3 {
-        pair.far.post(receive(), &[segment(to.part(index * 100, 100), far_desc)], index).expect("receive");
+        pair.far
+            .post(receive(), &[segment(to.part(index * 100, 100), far_desc)], index)
+            .expect("receive");
     }
     for index in 0..3_u64 {
         let part = segment(from.part(index * 50, 40 + index), near_desc);
@@ -72,7 +85,8 @@ fn messages_arrive_in_order_and_a_long_one_is_truncated() {
     }
 
     pair.far.post(receive(), &[segment(to.part(0, 16), far_desc)], 9).expect("receive");
-    let error = pair.near.transfer(send(), &[segment(from.part(0, 64), near_desc)]).expect_err("too long");
+    let error =
+        pair.near.transfer(send(), &[segment(from.part(0, 64), near_desc)]).expect_err("too long");
     // The target's NIC may say "invalid request (9)", from which the cause follows, or "operation error (11)" (rxe).
     let status = error.driver().map(|code| code.code);
     assert!(error.kind() == ErrorKind::Truncated || status == Some(11), "{error}");
@@ -102,8 +116,12 @@ fn vectors_on_both_sides_move_as_one_run_of_bytes() {
         key: &key,
     };
     let far_list = [at(ranges[0].start().0, 1000), at(ranges[1].start().0, 3000)];
-    assert_eq!(pair.near.transfer(Operation::Write { remote: &far_list }, &local).expect("write"), 4000);
-    let sent: Vec<u8> = (0..40).flat_map(|index| bytes[index * 300..index * 300 + 100].to_vec()).collect();
+    assert_eq!(
+        pair.near.transfer(Operation::Write { remote: &far_list }, &local).expect("write"),
+        4000
+    );
+    let sent: Vec<u8> =
+        (0..40).flat_map(|index| bytes[index * 300..index * 300 + 100].to_vec()).collect();
     assert_eq!(to.get(8192, 1000), sent[..1000]);
     assert_eq!(to.get(100, 3000), sent[1000..]);
     assert_eq!(to.get(3100, 64), [0; 64]);
@@ -123,11 +141,17 @@ fn a_transfer_to_a_peer_that_is_gone_ends_as_unreachable() {
     let error = pair.near.write(local, remote(&key, 0, 4096)).expect_err("nobody answers");
     assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
     assert_eq!(error.driver().map(|code| code.code), Some(12), "{error}");
-    assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("does not answer")), "{error}");
+    assert!(
+        error.remedy_text().is_some_and(|remedy| remedy.contains("does not answer")),
+        "{error}"
+    );
     assert_eq!(to.get(0, 4096), [0; 4096]);
     pair.near.endpoint.close().expect("close");
     near.close().map_err(|rejected| rejected.error).expect("close");
-    assert_eq!((pair.near.domain.live().endpoints, pair.near.domain.live().page_registrations), (0, 0));
+    assert_eq!(
+        (pair.near.domain.live().endpoints, pair.near.domain.live().page_registrations),
+        (0, 0)
+    );
 }
 
 #[test]
@@ -164,7 +188,11 @@ fn vrb_07_a_region_longer_than_the_device_takes_is_split_and_works_as_one() {
     assert_eq!(pair.far.domain.live().regions, 1);
     assert_eq!(pair.far.domain.live().page_registrations, 4);
     let key = far.key().expect("key");
-    assert_eq!(key.pieces().map(|piece| piece.len).sum::<u64>(), len as u64 - 50, "nothing is clipped");
+    assert_eq!(
+        key.pieces().map(|piece| piece.len).sum::<u64>(),
+        len as u64 - 50,
+        "nothing is clipped"
+    );
     let wire = RemoteKey::from_bytes(&key.to_bytes()).expect("a split key survives the wire");
     let whole = segment(from.part(50, len as u64 - 50), near.desc().expect("desc"));
     pair.near.write(whole, remote(&wire, 0, len as u64 - 50)).expect("write across the seams");
@@ -189,7 +217,8 @@ fn stale_foreign_and_narrow_keys_are_refused_by_the_peer_and_move_nothing() {
     let local = |len| segment(from.part(0, len), near.desc().expect("desc"));
     let refused = |what: &str, key: &RemoteKey, offset: u64, write: bool| {
         let far = remote(key, offset, 64);
-        let result = if write { pair.near.write(local(64), far) } else { pair.near.read(local(64), far) };
+        let result =
+            if write { pair.near.write(local(64), far) } else { pair.near.read(local(64), far) };
         let error = result.expect_err(what);
         assert_eq!(error.kind(), ErrorKind::AccessDenied, "{what}: {error}");
         assert_eq!(error.driver().map(|code| code.code), Some(10), "{what}: {error}");
@@ -226,8 +255,14 @@ fn the_local_side_is_refused_before_the_connection_is_lost() {
     let desc = sender.desc().expect("desc");
     let target = || remote(&key, 0, 64);
     let kind = |result: hmem_core::Result<u64>| result.expect_err("refused").kind();
-    assert_eq!(kind(pair.near.read(segment(from.part(0, 64), desc), target())), ErrorKind::AccessDenied);
-    assert_eq!(kind(pair.near.write(segment(from.part(0, 64), desc), target())), ErrorKind::AccessDenied);
+    assert_eq!(
+        kind(pair.near.read(segment(from.part(0, 64), desc), target())),
+        ErrorKind::AccessDenied
+    );
+    assert_eq!(
+        kind(pair.near.write(segment(from.part(0, 64), desc), target())),
+        ErrorKind::AccessDenied
+    );
     let none = LocalSegment { desc: None, ..segment(from.part(0, 64), desc) };
     assert_eq!(kind(pair.near.write(none, target())), ErrorKind::NoRegion);
     let unknown = LocalSegment { desc: Some(LocalKey::from_provider(0xdead_beef)), ..none };
@@ -255,7 +290,9 @@ fn atomics_that_verbs_has_work_and_others_are_refused_with_their_reason() {
     let word = |slot: u64| segment(from.part(slot * 8, 8), desc);
     to.put(0, &40_u64.to_ne_bytes());
     from.put(0, &2_u64.to_ne_bytes());
-    pair.near.atomic(AtomicOp::Sum, remote(&key, 0, 8), word(0), Some(word(1)), None).expect("fetch and add");
+    pair.near
+        .atomic(AtomicOp::Sum, remote(&key, 0, 8), word(0), Some(word(1)), None)
+        .expect("fetch and add");
     assert_eq!(from.get(8, 8), 40_u64.to_ne_bytes());
     assert_eq!(to.get(0, 8), 42_u64.to_ne_bytes());
     pair.near.atomic(AtomicOp::Sum, remote(&key, 0, 8), word(0), None, None).expect("add");
@@ -265,13 +302,20 @@ fn atomics_that_verbs_has_work_and_others_are_refused_with_their_reason() {
     pair.near
         .atomic(AtomicOp::Cswap, remote(&key, 0, 8), word(0), Some(word(1)), Some(word(2)))
         .expect("compare and swap");
-    assert_eq!((from.get(8, 8), to.get(0, 8)), (44_u64.to_ne_bytes().to_vec(), 7_u64.to_ne_bytes().to_vec()));
-    let error =
-        pair.near.atomic(AtomicOp::Max, remote(&key, 0, 8), word(0), None, None).expect_err("no such atomic");
+    assert_eq!(
+        (from.get(8, 8), to.get(0, 8)),
+        (44_u64.to_ne_bytes().to_vec(), 7_u64.to_ne_bytes().to_vec())
+    );
+    let error = pair
+        .near
+        .atomic(AtomicOp::Max, remote(&key, 0, 8), word(0), None, None)
+        .expect_err("no such atomic");
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.to_string().contains("fetch-and-add"), "{error}");
-    let error =
-        pair.near.atomic(AtomicOp::Sum, remote(&key, 4, 8), word(0), None, None).expect_err("misaligned");
+    let error = pair
+        .near
+        .atomic(AtomicOp::Sum, remote(&key, 4, 8), word(0), None, None)
+        .expect_err("misaligned");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
 }
 
@@ -288,8 +332,9 @@ fn endpoints_of_one_process_connect_and_recover_by_themselves_where_asked() {
     let (desc, key) = (source.desc().expect("desc"), target.key().expect("key"));
     for round in 0..3 {
         near.write(segment(pages.part(0, 64), desc), remote(&key, 0, 64)).expect("write");
-        let error =
-            near.write(segment(pages.part(0, 64), desc), remote(&key, 4090, 64)).expect_err("outside");
+        let error = near
+            .write(segment(pages.part(0, 64), desc), remote(&key, 4090, 64))
+            .expect_err("outside");
         assert_eq!(error.kind(), ErrorKind::AccessDenied, "round {round}: {error}");
     }
 }
@@ -301,7 +346,9 @@ fn requests_of_a_closed_endpoint_complete_as_canceled() {
     let pages = Pages::new(4096);
     let region = pair.near.register(pages.range(), LOCAL).expect("register");
     let receive = Operation::Receive { tag: None, from: None };
-    pair.near.post(receive, &[segment(pages.range(), region.desc().expect("desc"))], 5).expect("receive");
+    pair.near
+        .post(receive, &[segment(pages.range(), region.desc().expect("desc"))], 5)
+        .expect("receive");
     let verbs_support::Side { endpoint, cq, domain } = pair.near;
     endpoint.close().map_err(|rejected| rejected.error).expect("close");
     let mut out = Vec::new();

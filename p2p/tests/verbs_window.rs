@@ -126,7 +126,15 @@ fn a_peer_invalidates_a_type_2_window_with_a_send() {
     let region = pair.far.register(to.range(), LOCAL).expect("register");
     let window = pair.far.domain.alloc_window(WindowType::TwoB).expect("allocate");
     let key = window
-        .post_bind(&pair.far.endpoint, &region, (0, 4096), Access::REMOTE_WRITE, Addressing::Virtual, 9, 1)
+        .post_bind(
+            &pair.far.endpoint,
+            &region,
+            (0, 4096),
+            Access::REMOTE_WRITE,
+            Addressing::Virtual,
+            9,
+            1,
+        )
         .expect("post the bind");
     pair.far.wait().result.expect("bind");
     prober.write(&key, 0).expect("write");
@@ -146,7 +154,8 @@ fn binds_that_drivers_answer_badly_are_refused_before() {
     let Some(name) = device() else { return };
     let Some(pair) = pair(&name, WindowType::One) else { return };
     let to = Pages::new(4096);
-    let narrow = pair.far.register(to.range(), Access::SEND | Access::REMOTE_READ).expect("register");
+    let narrow =
+        pair.far.register(to.range(), Access::SEND | Access::REMOTE_READ).expect("register");
     let window = pair.far.domain.alloc_window(WindowType::One).expect("allocate");
     let kind = |result: Result<RemoteKey>| result.expect_err("refused").kind();
     assert_eq!(kind(window.bind(&narrow, 0, 64, Access::REMOTE_WRITE)), ErrorKind::AccessDenied);
@@ -175,7 +184,15 @@ fn an_endpoint_closes_at_once_with_a_type_2b_window_bound_through_it() {
     let region = pair.far.register(to.range(), LOCAL).expect("register");
     let window = pair.far.domain.alloc_window(WindowType::TwoB).expect("allocate");
     let bind = |endpoint| {
-        window.post_bind(endpoint, &region, (0, 64), Access::REMOTE_WRITE, Addressing::Virtual, 1, 1)
+        window.post_bind(
+            endpoint,
+            &region,
+            (0, 64),
+            Access::REMOTE_WRITE,
+            Addressing::Virtual,
+            1,
+            1,
+        )
     };
     bind(&pair.far.endpoint).expect("post the bind");
     pair.far.wait().result.expect("bind");

@@ -86,7 +86,8 @@ fn diag_04_each_registration_is_a_span_with_its_range_and_outcome(world: &World)
             let range = memory.part(offset, 1000);
             let region = net.expose(range, REMOTE);
             let said = notes.take();
-            let spans: Vec<_> = said.iter().filter(|line| line.starts_with("span register")).collect();
+            let spans: Vec<_> =
+                said.iter().filter(|line| line.starts_with("span register")).collect();
             assert_eq!(spans.len(), 1, "one registration is one span: {said:?}");
             assert!(spans[0].contains(&range.to_string()), "{} names its range", spans[0]);
             let path = region.decision().unwrap().path.name();
@@ -98,7 +99,10 @@ fn diag_04_each_registration_is_a_span_with_its_range_and_outcome(world: &World)
         let attr = MrAttr { offset: 1, ..MrAttr::new(&ranges, REMOTE) };
         let error = net.try_expose(&attr, MrFlags::empty()).unwrap_err();
         let said = notes.take();
-        assert!(said.iter().any(|line| line.contains(error.kind().text())), "{said:?} names the refusal");
+        assert!(
+            said.iter().any(|line| line.contains(error.kind().text())),
+            "{said:?} names the refusal"
+        );
     });
 }
 
@@ -113,7 +117,8 @@ fn p2p_03_each_refused_way_is_told_inside_the_registration_with_call_error_cause
     net.device.as_ref().unwrap().set_exportable(memory.range().start(), false).unwrap();
     let notes = Notes::default();
     let _second = tracing::Dispatch::new(Notes::default());
-    let region = tracing::subscriber::with_default(notes.clone(), || net.expose(memory.range(), REMOTE));
+    let region =
+        tracing::subscriber::with_default(notes.clone(), || net.expose(memory.range(), REMOTE));
     let said = notes.take();
     let at = |start: &str, part: &str| {
         let found = said.iter().position(|line| line.starts_with(start) && line.contains(part));
@@ -139,8 +144,11 @@ fn provoke() {
     use hmem::{Errno, p2p::loopback::Call, path::P2pPolicy, system::Style};
 
     use crate::world::Memory;
-    let world =
-        World { memory: Memory::Device(Style::Callback), policy: P2pPolicy::Preferred, ..World::PLAIN };
+    let world = World {
+        memory: Memory::Device(Style::Callback),
+        policy: P2pPolicy::Preferred,
+        ..World::PLAIN
+    };
     let net = Setup::of(&world).open();
     let memory = net.bytes(4096);
     net.device.as_ref().unwrap().set_exportable(memory.range().start(), false).unwrap();
@@ -169,7 +177,9 @@ fn diag_04_nothing_is_printed() {
     let harness = ["running 1 test", "test diag::", "test result: ok.", "ok", ""];
     for line in printed.lines() {
         assert!(
-            harness.iter().any(|known| line.starts_with(known) && (!known.is_empty() || line.is_empty())),
+            harness
+                .iter()
+                .any(|known| line.starts_with(known) && (!known.is_empty() || line.is_empty())),
             "printed {line:?}"
         );
     }

@@ -3,8 +3,8 @@
 use std::os::fd::AsFd;
 
 use hmem::{
-    Address, DeviceId, DmaBufAttr, DmaBufOffset, ErrorKind, Iface, IfaceKind, Iova, MrAttr, MrFlags, Path,
-    Result, iface::DmaBufExport, iface::DmaBufMapping, system::System,
+    Address, DeviceId, DmaBufAttr, DmaBufOffset, ErrorKind, Iface, IfaceKind, Iova, MrAttr,
+    MrFlags, Path, Result, iface::DmaBufExport, iface::DmaBufMapping, system::System,
 };
 
 use crate::{
@@ -36,7 +36,10 @@ fn exported(net: &Net) -> (System, hmem::Allocation, DmaBufExport) {
 }
 
 fn register(net: &Net, dma_buf: DmaBufAttr<'_>) -> Result<hmem::MemoryRegion> {
-    net.try_expose(&MrAttr { dma_buf: Some(dma_buf), ..MrAttr::new(&[], REMOTE) }, MrFlags::MR_DMABUF)
+    net.try_expose(
+        &MrAttr { dma_buf: Some(dma_buf), ..MrAttr::new(&[], REMOTE) },
+        MrFlags::MR_DMABUF,
+    )
 }
 
 fn mr_13_a_dma_buf_registers_with_and_without_a_base_address(world: &World) {
@@ -55,7 +58,8 @@ fn mr_13_a_dma_buf_registers_with_and_without_a_base_address(world: &World) {
             let key = net.key(&region);
             assert_eq!((region.base_addr(), key.base()), (expected, expected));
             assert_eq!(region.decision().unwrap().path, Path::DmaBuf);
-            let bytes = pattern(13, LEN as usize)[offset as usize..(offset + len) as usize].to_vec();
+            let bytes =
+                pattern(13, LEN as usize)[offset as usize..(offset + len) as usize].to_vec();
             assert_eq!(net.pull(&key, 0, len as usize).expect("read"), bytes);
             net.push(&key, len - 1, &[0xFE]).expect("write");
             let mut last = [0];
@@ -63,13 +67,17 @@ fn mr_13_a_dma_buf_registers_with_and_without_a_base_address(world: &World) {
             system.read(at, &mut last).expect("read");
             assert_eq!(last, [0xFE]);
             system.write(at, &bytes[len as usize - 1..]).expect("write");
-            assert_eq!(net.push(&key, len, &[1]).unwrap_err().kind(), net.seen(ErrorKind::OutOfBounds));
+            assert_eq!(
+                net.push(&key, len, &[1]).unwrap_err().kind(),
+                net.seen(ErrorKind::OutOfBounds)
+            );
             region.close().expect("close");
         }
     }
     assert_eq!(net.live(), before);
     // The registration outlives the fd.
-    let attr = DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
+    let attr =
+        DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
     let region = register(&net, attr).expect("register");
     drop(export);
     assert_eq!(net.pull(&net.key(&region), 0, 8).expect("read"), pattern(13, 8));
@@ -78,18 +86,23 @@ fn mr_13_a_dma_buf_registers_with_and_without_a_base_address(world: &World) {
 fn mr_13_a_dma_buf_and_a_base_region_exclude_each_other(world: &World) {
     let net = Net::open(world);
     let (_system, _memory, export) = exported(&net);
-    let attr = DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
+    let attr =
+        DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
     let whole = register(&net, attr).expect("register");
     let before = net.live();
     let both = MrAttr { dma_buf: Some(attr), base: Some(&whole), ..MrAttr::new(&[], REMOTE) };
-    assert_eq!(net.try_expose(&both, MrFlags::MR_DMABUF).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    assert_eq!(
+        net.try_expose(&both, MrFlags::MR_DMABUF).unwrap_err().kind(),
+        ErrorKind::InvalidArgument
+    );
     assert_eq!(net.live(), before);
 }
 
 fn mr_13_a_part_of_a_dma_bufs_region_is_a_sub_region(world: &World) {
     let net = Net::open(world);
     let (_system, _memory, export) = exported(&net);
-    let attr = DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
+    let attr =
+        DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
     let whole = register(&net, attr).expect("register");
     let part = whole.range().slice(100, 50).expect("a part");
     let sub = whole.sub(part, REMOTE, net.fresh_key()).expect("sub-region");
@@ -101,7 +114,8 @@ fn mr_13_what_is_wrong_with_a_dma_buf_is_refused(world: &World) {
     let net = Net::open(world);
     let (_system, memory, export) = exported(&net);
     let before = net.live();
-    let good = DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
+    let good =
+        DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
     let refused = |dma_buf: DmaBufAttr<'_>| {
         let error = register(&net, dma_buf).expect_err("a mistake was registered");
         assert_eq!(net.live(), before);
@@ -116,27 +130,40 @@ fn mr_13_what_is_wrong_with_a_dma_buf_is_refused(world: &World) {
         refused(DmaBufAttr { base_addr: Some(Address(u64::MAX - 100)), len: 200, ..good }),
         ErrorKind::AddressWraps
     );
-    let outside = [DmaBufAttr { len: 1 << 30, ..good }, DmaBufAttr { offset: DmaBufOffset(1 << 40), ..good }];
+    let outside =
+        [DmaBufAttr { len: 1 << 30, ..good }, DmaBufAttr { offset: DmaBufOffset(1 << 40), ..good }];
     for attr in outside {
         let kind = refused(attr);
         assert!(
-            matches!(kind, ErrorKind::BadAddress | ErrorKind::OutOfBounds | ErrorKind::InvalidArgument),
+            matches!(
+                kind,
+                ErrorKind::BadAddress | ErrorKind::OutOfBounds | ErrorKind::InvalidArgument
+            ),
             "{kind}"
         );
     }
     let ranges = [memory.range];
     let both = MrAttr { dma_buf: Some(good), ..MrAttr::new(&ranges, REMOTE) };
-    assert_eq!(net.try_expose(&both, MrFlags::MR_DMABUF).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    assert_eq!(
+        net.try_expose(&both, MrFlags::MR_DMABUF).unwrap_err().kind(),
+        ErrorKind::InvalidArgument
+    );
     let unflagged = MrAttr { dma_buf: Some(good), ..MrAttr::new(&[], REMOTE) };
-    assert_eq!(net.try_expose(&unflagged, MrFlags::empty()).unwrap_err().kind(), ErrorKind::InvalidArgument);
-    let nowhere = MrAttr { dma_buf: Some(good), iface: Some(IfaceKind::NEURON), ..MrAttr::new(&[], REMOTE) };
-    let error =
-        net.try_expose(&nowhere, MrFlags::MR_DMABUF).expect_err("an iface that is not there was believed");
+    assert_eq!(
+        net.try_expose(&unflagged, MrFlags::empty()).unwrap_err().kind(),
+        ErrorKind::InvalidArgument
+    );
+    let nowhere =
+        MrAttr { dma_buf: Some(good), iface: Some(IfaceKind::NEURON), ..MrAttr::new(&[], REMOTE) };
+    let error = net
+        .try_expose(&nowhere, MrFlags::MR_DMABUF)
+        .expect_err("an iface that is not there was believed");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     if let Some(device) = &net.device {
         let beyond = MrAttr { iface: Some(device.kind()), device: Some(DeviceId(2)), ..nowhere };
-        let error =
-            net.try_expose(&beyond, MrFlags::MR_DMABUF).expect_err("a device out of range was believed");
+        let error = net
+            .try_expose(&beyond, MrFlags::MR_DMABUF)
+            .expect_err("a device out of range was believed");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     }
     assert_eq!(net.live(), before);
@@ -147,9 +174,12 @@ fn mr_13_a_device_kept_from_nics_is_not_reached_by_its_dma_buf(world: &World) {
     let memory = net.filled(&pattern(1, 4096));
     let device = net.device.as_ref().expect("a device");
     let nic = &net.target.domain.provider_attr().nic;
-    let export = device.export_dma_buf(memory.range(), nic, DmaBufMapping::Default).expect("export");
-    let dma_buf = DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: 4096, base_addr: None };
-    let attr = MrAttr { dma_buf: Some(dma_buf), iface: Some(device.kind()), ..MrAttr::new(&[], REMOTE) };
+    let export =
+        device.export_dma_buf(memory.range(), nic, DmaBufMapping::Default).expect("export");
+    let dma_buf =
+        DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: 4096, base_addr: None };
+    let attr =
+        MrAttr { dma_buf: Some(dma_buf), iface: Some(device.kind()), ..MrAttr::new(&[], REMOTE) };
     let before = net.live();
     let error = net.try_expose(&attr, MrFlags::MR_DMABUF).expect_err("the policy was ignored");
     assert_eq!(error.kind(), ErrorKind::Unsupported);

@@ -7,7 +7,8 @@ use std::{
 };
 
 use hmem::{
-    BindFlags, DomainBindFlags, Errno, ErrorKind, MemoryRegion, MrAttr, MrFlags, MrMode, RegionState,
+    BindFlags, DomainBindFlags, Errno, ErrorKind, MemoryRegion, MrAttr, MrFlags, MrMode,
+    RegionState,
     counter::Counter,
     event_queue::{Event, EventQueue},
     p2p::loopback::Call,
@@ -46,7 +47,8 @@ fn event(queue: &EventQueue) -> Event {
 
 fn submit(net: &Net, attr: &MrAttr<'_>) -> MemoryRegion {
     // SAFETY: the tests' memory outlives their regions and is referenced by nobody.
-    unsafe { net.target.domain.regattr(&attr.key(net.fresh_key()), MrFlags::empty()) }.expect("submit")
+    unsafe { net.target.domain.regattr(&attr.key(net.fresh_key()), MrFlags::empty()) }
+        .expect("submit")
 }
 
 fn evt_01_a_bound_queue_reports_each_registration_with_its_context(world: &World) {
@@ -56,14 +58,17 @@ fn evt_01_a_bound_queue_reports_each_registration_with_its_context(world: &World
     assert_eq!(again.kind(), ErrorKind::BadState);
     let memory = net.bytes(4096);
     let ranges = [memory.part(0, 64)];
-    let regions: Vec<_> =
-        (0..20).map(|context| submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) })).collect();
+    let regions: Vec<_> = (0..20)
+        .map(|context| submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) }))
+        .collect();
     for region in &regions {
         let event = event(&queue);
         event.result.expect("registered");
         assert_eq!(Some(event.region), region.id());
-        let context =
-            regions.iter().position(|region| region.id() == Some(event.region)).expect("one of ours");
+        let context = regions
+            .iter()
+            .position(|region| region.id() == Some(event.region))
+            .expect("one of ours");
         assert_eq!(event.context, context as u64);
     }
     assert!(queue.read().is_none(), "an event too many");
@@ -87,14 +92,19 @@ fn evt_01_the_region_is_written_before_its_event_can_be_read(world: &World) {
                 let event = event(&queue);
                 event.result.expect("registered");
                 let region: &MemoryRegion = out.get().expect("the event came before the region");
-                assert_eq!((region.id(), region.state()), (Some(event.region), RegionState::Enabled));
+                assert_eq!(
+                    (region.id(), region.state()),
+                    (Some(event.region), RegionState::Enabled)
+                );
             });
             // SAFETY: the memory outlives the region and is referenced by nobody.
-            unsafe { net.target.domain.regattr_into(&attr, MrFlags::empty(), &out) }.expect("submit");
+            unsafe { net.target.domain.regattr_into(&attr, MrFlags::empty(), &out) }
+                .expect("submit");
             reader.join().expect("the reader");
         });
         // SAFETY: as above.
-        let taken = unsafe { net.target.domain.regattr_into(&attr, MrFlags::empty(), &out) }.unwrap_err();
+        let taken =
+            unsafe { net.target.domain.regattr_into(&attr, MrFlags::empty(), &out) }.unwrap_err();
         assert_eq!(taken.kind(), ErrorKind::BadState, "the place was taken");
         assert!(queue.read().is_none(), "the call failed, and yet there is an event");
     }
@@ -197,7 +207,10 @@ fn evt_02_a_counter_counts_each_remote_write_and_atomic_once(world: &World) {
     assert_eq!((counter.value(), counter.errors()), (expected, counter.errors()));
     let twice = region.bind_counter(&Arc::default(), BindFlags::REMOTE_WRITE).unwrap_err();
     assert_eq!(twice.kind(), ErrorKind::BadState);
-    assert_eq!(other.bind_counter(&counter, BindFlags::empty()).unwrap_err().kind(), ErrorKind::BadFlags);
+    assert_eq!(
+        other.bind_counter(&counter, BindFlags::empty()).unwrap_err().kind(),
+        ErrorKind::BadFlags
+    );
     counter.close();
     net.push(&key, 0, &[1]).expect("write");
     assert_eq!(counter.value(), expected, "a closed counter counted");
@@ -214,8 +227,9 @@ fn evt_02_an_endpoint_without_rma_event_is_refused(world: &World) {
     let memory = net.filled(&[3; 64]);
     let counter = Arc::new(Counter::new());
     let region = counted(&net, memory.range(), &counter);
-    let error =
-        net.push(&net.key(&region), 0, &[1]).expect_err("reached through an endpoint without RMA_EVENT");
+    let error = net
+        .push(&net.key(&region), 0, &[1])
+        .expect_err("reached through an endpoint without RMA_EVENT");
     assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
     assert_eq!((memory.all(), counter.value()), (vec![3; 64], 0));
     let plain = net.expose(memory.range(), REMOTE);
@@ -309,8 +323,9 @@ fn evt_03_a_domain_dropped_right_after_submitting_ends_cleanly(world: &World) {
     let queue = bound(&net);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
-    let regions: Vec<_> =
-        (0..5).map(|context| submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) })).collect();
+    let regions: Vec<_> = (0..5)
+        .map(|context| submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) }))
+        .collect();
     drop((net.target, regions));
     let mut contexts: Vec<_> = (0..5).map(|_| event(&queue).context).collect();
     contexts.sort_unstable();
@@ -324,8 +339,9 @@ fn evt_03_a_domain_dropped_during_registrations_ends_cleanly(world: &World) {
     let memory = net.bytes(64);
     let ranges = [memory.range()];
     let gate = net.hold_registration();
-    let regions: Vec<_> =
-        (0..5).map(|context| submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) })).collect();
+    let regions: Vec<_> = (0..5)
+        .map(|context| submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) }))
+        .collect();
     gate.wait();
     let busy = net.target.domain.close().expect_err("closed under its registrations");
     assert_eq!(busy.error.kind(), ErrorKind::Busy);

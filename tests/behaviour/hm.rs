@@ -3,8 +3,8 @@
 use std::{os::unix::process::ExitStatusExt, process::Output, sync::Arc};
 
 use hmem::{
-    Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, ErrorKind, Hmem, Iface,
-    IfaceExt, IfaceKind, Registry,
+    Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, ErrorKind, Hmem,
+    Iface, IfaceExt, IfaceKind, Registry,
     iface::{AllocRequest, DmaBufMapping},
     provider::Nic,
     registry::Owner,
@@ -53,17 +53,28 @@ fn hm_01_ifaces_answer_whose_an_address_is() {
     for (iface, kind) in ifaces() {
         let name = iface.name().to_owned();
         let memory = allocate(&*iface, 10_000, kind);
-        assert_eq!((memory.iface, memory.kind, memory.range.len()), (iface.kind(), kind, 10_000), "{name}");
-        assert_eq!(memory.device, (kind == AllocationKind::Device).then_some(DeviceId(0)), "{name}");
+        assert_eq!(
+            (memory.iface, memory.kind, memory.range.len()),
+            (iface.kind(), kind, 10_000),
+            "{name}"
+        );
+        assert_eq!(
+            memory.device,
+            (kind == AllocationKind::Device).then_some(DeviceId(0)),
+            "{name}"
+        );
         for offset in [0, 1, 4096, 9_999] {
             let address = Address(memory.base().0 + offset);
             assert_eq!(iface.query(address).unwrap(), Some(memory), "{name}: byte {offset}");
             assert_eq!(memory.offset_of(address), Some(AllocOffset(offset)));
         }
         let stack = 0u8;
-        for foreign in
-            [Address(0), Address::of_ptr(&stack), Address(u64::MAX), Address(memory.base().0 + 10_000)]
-        {
+        for foreign in [
+            Address(0),
+            Address::of_ptr(&stack),
+            Address(u64::MAX),
+            Address(memory.base().0 + 10_000),
+        ] {
             assert_eq!(iface.query(foreign).unwrap(), None, "{name}: {foreign} is foreign");
         }
         let second = allocate(&*iface, 64, kind);
@@ -93,7 +104,10 @@ fn hm_01_the_simulated_device_has_every_kind() {
         free(&*simulated, &memory);
     }
     let error = simulated.allocate(&request(64, 2, AllocationKind::Device)).unwrap_err();
-    assert_eq!((error.kind(), error.iface_kind()), (ErrorKind::InvalidArgument, Some(simulated.kind())));
+    assert_eq!(
+        (error.kind(), error.iface_kind()),
+        (ErrorKind::InvalidArgument, Some(simulated.kind()))
+    );
 }
 
 #[test]
@@ -107,7 +121,8 @@ fn hm_02_the_owner_of_any_address_is_found_among_ten_thousand() {
     let memories: Vec<_> = (0..10_000)
         .map(|n| allocate(&*simulated, lengths[n % lengths.len()], AllocationKind::Device))
         .collect();
-    let identity = |address| registry.owner_of(address).unwrap().allocation.map(|allocation| allocation.id);
+    let identity =
+        |address| registry.owner_of(address).unwrap().allocation.map(|allocation| allocation.id);
     for memory in &memories {
         let (base, len) = (memory.base().0, memory.range.len());
         for offset in [0, len / 2, len - 1] {
@@ -123,7 +138,11 @@ fn hm_02_the_owner_of_any_address_is_found_among_ten_thousand() {
     assert_eq!(registry.owner_of_range(across).unwrap_err().kind(), ErrorKind::OutOfBounds);
     for memory in &memories[..5000] {
         free(&*simulated, memory);
-        assert_eq!(registry.owner_of(memory.base()).unwrap(), Owner::SYSTEM, "freed memory is nobody's");
+        assert_eq!(
+            registry.owner_of(memory.base()).unwrap(),
+            Owner::SYSTEM,
+            "freed memory is nobody's"
+        );
     }
     assert_eq!(identity(memories[7500].base()), Some(memories[7500].id));
 }
@@ -136,7 +155,8 @@ fn hm_03_copies_reach_exactly_their_bytes_in_every_size_class() {
         let memory = allocate(&*iface, LEN, kind);
         let mut size = 1u64;
         while size <= 4 << 20 {
-            for (offset, len) in [(0, size), (1, size), (63, (size - 1).max(1)), (LEN - size, size)] {
+            for (offset, len) in [(0, size), (1, size), (63, (size - 1).max(1)), (LEN - size, size)]
+            {
                 let bytes = pattern(size + offset, len as usize);
                 let at = Address(memory.base().0 + offset);
                 iface.write(at, &bytes).unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -154,11 +174,16 @@ fn hm_03_copies_reach_exactly_their_bytes_in_every_size_class() {
         let mut bytes = [0; 34];
         iface.read(memory.base(), &mut bytes).unwrap();
         let expected: Vec<u8> =
-            [vec![0xEE], vec![3; 3], vec![7; 7], vec![1], vec![0xEE; 8], vec![13; 13], vec![0xEE]].concat();
+            [vec![0xEE], vec![3; 3], vec![7; 7], vec![1], vec![0xEE; 8], vec![13; 13], vec![0xEE]]
+                .concat();
         assert_eq!(bytes.to_vec(), expected, "{name}");
         let last = Address(memory.base().0 + LEN - 1);
         for error in [iface.write(last, &[1, 2]), iface.read(last, &mut [0; 2])] {
-            assert_eq!(error.unwrap_err().kind(), ErrorKind::OutOfBounds, "{name}: past the allocation");
+            assert_eq!(
+                error.unwrap_err().kind(),
+                ErrorKind::OutOfBounds,
+                "{name}: past the allocation"
+            );
         }
         free(&*iface, &memory);
         let dead = iface.write(memory.base(), &[1]).expect_err("a copy to freed memory");
@@ -169,7 +194,8 @@ fn hm_03_copies_reach_exactly_their_bytes_in_every_size_class() {
 #[test]
 fn hm_03_asynchronous_copies_end_with_their_event() {
     use hmem::system::Stepping;
-    let simulated = Simulated::builder().window(1 << 30).stepping(Stepping::ByHand).build().unwrap();
+    let simulated =
+        Simulated::builder().window(1 << 30).stepping(Stepping::ByHand).build().unwrap();
     let memory = allocate(&simulated, 8192, AllocationKind::Device);
     let (source, sink) = (pattern(1, 5000), crate::memory::HostPages::new(8192));
     let to = Address(memory.base().0 + 3);
@@ -199,7 +225,9 @@ fn hm_04_vendors_that_are_not_there_say_why_and_the_others_go_on() {
     ];
     for (kind, compiled, feature, library) in vendors {
         match hmem.iface(kind) {
-            Ok(iface) => assert!(compiled && iface.devices().is_ok_and(|devices| !devices.is_empty())),
+            Ok(iface) => {
+                assert!(compiled && iface.devices().is_ok_and(|devices| !devices.is_empty()))
+            }
             Err(error) if compiled => {
                 assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
                 assert!(error.to_string().contains(library), "{error} does not name {library}");
@@ -224,8 +252,8 @@ fn mapped(fd: &impl std::os::fd::AsFd, offset: u64, len: usize) -> Vec<u8> {
     let whole = inside + len;
     // SAFETY: a new mapping at an address that the kernel picks, read while it is mapped.
     unsafe {
-        let start =
-            mmap(std::ptr::null_mut(), whole, ProtFlags::READ, MapFlags::SHARED, fd, page).expect("mmap");
+        let start = mmap(std::ptr::null_mut(), whole, ProtFlags::READ, MapFlags::SHARED, fd, page)
+            .expect("mmap");
         let bytes = std::slice::from_raw_parts(start.cast::<u8>().add(inside), len).to_vec();
         munmap(start, whole).expect("munmap");
         bytes
@@ -241,7 +269,9 @@ fn hm_06_exports_reach_exactly_their_bytes() {
         let memory = allocate(&**iface, 100_000, *kind);
         let bytes = pattern(6, 100_000);
         iface.write(memory.base(), &bytes).unwrap();
-        for (offset, len) in [(0, 1), (1, 4096), (4095, 2), (12_345, 777), (99_999, 1), (0, 100_000)] {
+        for (offset, len) in
+            [(0, 1), (1, 4096), (4095, 2), (12_345, 777), (99_999, 1), (0, 100_000)]
+        {
             let range = memory.range.slice(offset, len).unwrap();
             let export = iface.export_dma_buf(range, &nic, DmaBufMapping::Default).expect("export");
             assert_eq!((export.alloc_offset, export.len), (AllocOffset(offset), len));
@@ -254,8 +284,9 @@ fn hm_06_exports_reach_exactly_their_bytes() {
             iface.release_dma_buf(export).expect("release");
         }
         let outside = AddressRange::new(memory.base(), 100_001).unwrap();
-        let error =
-            iface.export_dma_buf(outside, &nic, DmaBufMapping::Default).expect_err("past the allocation");
+        let error = iface
+            .export_dma_buf(outside, &nic, DmaBufMapping::Default)
+            .expect_err("past the allocation");
         assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{}", iface.name());
     }
 }
@@ -266,16 +297,24 @@ fn hm_06_unaligned_parts_of_device_memory_reach_exactly_their_bytes_through_a_ni
     let memory = net.filled(&pattern(6, LEN));
     let mut model = pattern(6, LEN);
     for (seed, (offset, len)) in
-        [(0, 1), (1, 4096), (4095, 2), (12_345, 777), (99_999, 1), (50_001, 40_000)].into_iter().enumerate()
+        [(0, 1), (1, 4096), (4095, 2), (12_345, 777), (99_999, 1), (50_001, 40_000)]
+            .into_iter()
+            .enumerate()
     {
         let region = net.expose(memory.part(offset, len), REMOTE);
         let key = net.key(&region);
         let (at, len) = (offset as usize, len as usize);
-        assert!(net.pull(&key, 0, len).expect("read") == model[at..at + len], "{len} bytes at {offset}");
+        assert!(
+            net.pull(&key, 0, len).expect("read") == model[at..at + len],
+            "{len} bytes at {offset}"
+        );
         let bytes = pattern(70 + seed as u64, len);
         net.push(&key, 0, &bytes).expect("write");
         model[at..at + len].copy_from_slice(&bytes);
-        assert!(memory.all() == model, "{len} bytes at {offset}: the neighbours changed, or not all arrived");
+        assert!(
+            memory.all() == model,
+            "{len} bytes at {offset}: the neighbours changed, or not all arrived"
+        );
         for outside in [u64::MAX, len as u64] {
             let error = net.push(&key, outside, &[0]).expect_err("outside the part");
             assert_eq!(error.kind(), net.seen(hmem::ErrorKind::OutOfBounds));
@@ -287,16 +326,20 @@ fn hm_06_unaligned_parts_of_device_memory_reach_exactly_their_bytes_through_a_ni
 }
 
 fn hm_06_registrations_through_a_nic_leave_no_fd(world: &World) {
-    child::alone_in(world, "hm::over_worlds::hm_06_registrations_through_a_nic_leave_no_fd", || {
-        let net = Net::open(world);
-        let memory = net.bytes(65_536);
-        let fds = child::open_fds();
-        for n in 0..200 {
-            let region = net.expose(memory.part(n * 131, 1 + n * 17), REMOTE);
-            region.close().expect("close");
-        }
-        assert_eq!(child::open_fds(), fds, "after 200 registrations");
-    });
+    child::alone_in(
+        world,
+        "hm::over_worlds::hm_06_registrations_through_a_nic_leave_no_fd",
+        || {
+            let net = Net::open(world);
+            let memory = net.bytes(65_536);
+            let fds = child::open_fds();
+            for n in 0..200 {
+                let region = net.expose(memory.part(n * 131, 1 + n * 17), REMOTE);
+                region.close().expect("close");
+            }
+            assert_eq!(child::open_fds(), fds, "after 200 registrations");
+        },
+    );
 }
 
 fn exports(count: usize) {
@@ -326,11 +369,17 @@ fn hm_11_an_iface_from_outside_the_workspace_plugs_in() {
 #[test]
 fn hm_12_the_filter_picks_ifaces_by_name() {
     let build = |names: &str| {
-        let simulated =
-            Simulated::builder().kind(IfaceKind(0x111)).name("sim-b").window(1 << 28).build().unwrap();
+        let simulated = Simulated::builder()
+            .kind(IfaceKind(0x111))
+            .name("sim-b")
+            .window(1 << 28)
+            .build()
+            .unwrap();
         Hmem::builder().shared_iface(device(Style::Identity)).iface(simulated).ifaces(names).build()
     };
-    let names = |hmem: &Hmem| hmem.registry().iter().map(|iface| iface.name().to_owned()).collect::<Vec<_>>();
+    let names = |hmem: &Hmem| {
+        hmem.registry().iter().map(|iface| iface.name().to_owned()).collect::<Vec<_>>()
+    };
     assert_eq!(names(&build("simulated").unwrap()), ["system", "simulated"]);
     assert_eq!(names(&build("SIM-B; simulated").unwrap()), ["system", "simulated", "sim-b"]);
     assert_eq!(names(&build("system").unwrap()), ["system"]);
@@ -355,15 +404,26 @@ fn hm_12_the_environment_filters_and_the_builder_wins() {
         let build = || Hmem::builder().shared_iface(device(Style::Identity));
         let count = |hmem: &Hmem| hmem.registry().iter().count();
         match std::env::var("FI_HMEM").as_deref() {
-            Ok("nonesuch") => assert_eq!(build().build().unwrap_err().kind(), ErrorKind::InvalidArgument),
-            _ => assert_eq!(count(&build().build().unwrap()), 1, "FI_HMEM=system leaves host memory alone"),
+            Ok("nonesuch") => {
+                assert_eq!(build().build().unwrap_err().kind(), ErrorKind::InvalidArgument)
+            }
+            _ => assert_eq!(
+                count(&build().build().unwrap()),
+                1,
+                "FI_HMEM=system leaves host memory alone"
+            ),
         }
-        assert_eq!(count(&build().ifaces("system;simulated").build().unwrap()), 2, "the builder wins");
+        assert_eq!(
+            count(&build().ifaces("system;simulated").build().unwrap()),
+            2,
+            "the builder wins"
+        );
         return;
     }
     for value in ["system", "nonesuch"] {
         let Output { status, stdout, stderr } = child::output(NAME, &[("FI_HMEM", value)]);
-        let text = [stdout, stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+        let text =
+            [stdout, stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
         assert!(status.success() && text.contains("1 passed"), "FI_HMEM={value}: {text}");
     }
 }

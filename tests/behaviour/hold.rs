@@ -131,7 +131,12 @@ pub(crate) mod verbs {
         }
     }
 
-    unsafe extern "C" fn reg_mr(pd: *mut Pd, addr: *mut c_void, len: usize, access: c_int) -> *mut Mr {
+    unsafe extern "C" fn reg_mr(
+        pd: *mut Pd,
+        addr: *mut c_void,
+        len: usize,
+        access: c_int,
+    ) -> *mut Mr {
         pass(pd);
         let register = REG_MR.get().expect("set before this function was handed out");
         // SAFETY: passed on to the caller, who called what stands before libibverbs' own function.
@@ -155,7 +160,8 @@ pub(crate) mod verbs {
     /// libibverbs' functions, with the gate before those that register.
     pub(crate) fn functions() -> Functions {
         // SAFETY: libibverbs' initialisers have no precondition. It is never closed.
-        let library = unsafe { libc::dlopen(c"libibverbs.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        let library =
+            unsafe { libc::dlopen(c"libibverbs.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         assert!(!library.is_null(), "load libibverbs");
         let own = |symbol: &'static str, version: &'static str| -> Option<*const ()> {
             let name = CString::new(symbol).expect("a symbol's name");
@@ -173,8 +179,9 @@ pub(crate) mod verbs {
                 }
                 "ibv_reg_dmabuf_mr" => {
                     // SAFETY: as above.
-                    REG_DMA_BUF_MR
-                        .get_or_init(|| unsafe { mem::transmute::<*mut c_void, RegDmaBufMr>(found) });
+                    REG_DMA_BUF_MR.get_or_init(|| unsafe {
+                        mem::transmute::<*mut c_void, RegDmaBufMr>(found)
+                    });
                     reg_dmabuf_mr as *const ()
                 }
                 _ => found.cast_const().cast(),

@@ -39,7 +39,8 @@ fn key_01_a_requested_key_in_use_is_refused_and_free_again_after_close(world: &W
     let sub = first.sub(memory.part(0, 8), REMOTE, 0xABCD).unwrap_err();
     assert_eq!(sub.kind(), ErrorKind::NoKey, "a sub-region took its base's key");
     // Keys are of a domain: the other one has its own.
-    let elsewhere = net.initiator.register(&attr, MrFlags::empty()).expect("the same key in another domain");
+    let elsewhere =
+        net.initiator.register(&attr, MrFlags::empty()).expect("the same key in another domain");
     elsewhere.close().expect("close");
     first.close().expect("close");
     let again = net.target.register(&attr, MrFlags::empty()).expect("the key can be had again");
@@ -50,9 +51,11 @@ fn key_01_who_asks_for_no_key_gets_one_that_is_free(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
-    let register = || net.target.register(&MrAttr::new(&ranges, REMOTE), MrFlags::empty()).expect("register");
+    let register =
+        || net.target.register(&MrAttr::new(&ranges, REMOTE), MrFlags::empty()).expect("register");
     let regions: Vec<_> = (0..20).map(|_| register()).collect();
-    let keys: BTreeSet<_> = regions.iter().map(|region| net.key(region).as_u64().unwrap()).collect();
+    let keys: BTreeSet<_> =
+        regions.iter().map(|region| net.key(region).as_u64().unwrap()).collect();
     assert_eq!(keys.len(), 20, "a key was given twice");
     net.assert_works(&net.key(&regions[7]));
     if world.is_loopback() {
@@ -67,12 +70,17 @@ fn key_01_a_key_that_the_provider_cannot_give_is_rejected(world: &World) {
     let memory = net.bytes(64);
     let ranges = [memory.range()];
     let before = net.live();
-    let register = |key: u64| net.target.register(&MrAttr::new(&ranges, REMOTE).key(key), MrFlags::empty());
+    let register =
+        |key: u64| net.target.register(&MrAttr::new(&ranges, REMOTE).key(key), MrFlags::empty());
     let error = register(u64::MAX).expect_err("FI_KEY_NOTAVAIL was given as a key");
     assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::KeyRejected, 129));
     if world.key_size == 4 {
         for key in [1 << 32, u64::MAX - 1] {
-            assert_eq!(register(key).unwrap_err().kind(), ErrorKind::KeyRejected, "{key:#x} in 32 bits");
+            assert_eq!(
+                register(key).unwrap_err().kind(),
+                ErrorKind::KeyRejected,
+                "{key:#x} in 32 bits"
+            );
         }
         assert_eq!(net.live(), before);
         net.assert_works(&net.key(&register(0xFFFF_FFFE).expect("the widest key")));
@@ -108,7 +116,10 @@ fn key_02_keys_of_closed_regions_do_not_come_back_soon(world: &World) {
         region.close().expect("close");
     }
     let distinct: BTreeSet<_> = seen.keys().map(|key| key >> 32).collect();
-    assert!(world.key_size == 4 || distinct.len() > ROUNDS / 2, "64-bit keys leave their upper half alone");
+    assert!(
+        world.key_size == 4 || distinct.len() > ROUNDS / 2,
+        "64-bit keys leave their upper half alone"
+    );
 }
 
 fn key_03_raw_attr_says_the_size_needed_and_works_on_every_region(world: &World) {
@@ -123,7 +134,9 @@ fn key_03_raw_attr_says_the_size_needed_and_works_on_every_region(world: &World)
     for region in &regions {
         // A key of several registrations is longer where each has its own.
         let size = region.raw_key().expect("raw key").0.len();
-        assert!(size == net.target.domain.provider_attr().raw_key_size || region.ranges().len() > 1);
+        assert!(
+            size == net.target.domain.provider_attr().raw_key_size || region.ranges().len() > 1
+        );
         for given in [0, 1, size - 1] {
             let mut buffer = vec![0xEE; given];
             let error = region.raw_attr(&mut buffer).unwrap_err();
@@ -158,8 +171,8 @@ fn key_04_raw_keys_are_mapped_and_unmapped(world: &World) {
     let refused = RemoteKey::from_bytes(&keys[0].to_bytes()).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Malformed, "a mapped key means nothing elsewhere");
     // Another domain's, which has mapped as many.
-    let theirs =
-        [(); 2].map(|()| net.target.domain.map_raw(region.base_addr(), region.len(), &raw).expect("map"));
+    let theirs = [(); 2]
+        .map(|()| net.target.domain.map_raw(region.base_addr(), region.len(), &raw).expect("map"));
     for key in &keys {
         assert_eq!(net.target.domain.unmap_key(key).unwrap_err().kind(), ErrorKind::InvalidKey);
     }
@@ -180,9 +193,12 @@ fn key_04_raw_keys_are_mapped_and_unmapped(world: &World) {
         net.seen(ErrorKind::InvalidKey),
         "the region is closed"
     );
-    for wrong in
-        [vec![], raw.0[..raw.0.len() - 1].to_vec(), [&raw.0[..], &[0]].concat(), vec![0; raw.0.len()]]
-    {
+    for wrong in [
+        vec![],
+        raw.0[..raw.0.len() - 1].to_vec(),
+        [&raw.0[..], &[0]].concat(),
+        vec![0; raw.0.len()],
+    ] {
         assert_eq!(map_of(&net, &wrong), Err(ErrorKind::Malformed), "{} bytes", wrong.len());
     }
     assert_eq!(net.initiator.domain.live().mapped_keys, before + 1);
@@ -210,7 +226,8 @@ fn key_04_a_domain_with_mapped_keys_is_busy_at_close(world: &World) {
 fn key_05_only_peers_with_the_same_key_reach_the_region(world: &World) {
     let (ours, theirs) = (AuthKey(b"ours".to_vec()), AuthKey(b"theirs".to_vec()));
     // The domains' key is `ours`; the initiator's endpoint carries `ours`, the domain's by default, or `theirs`.
-    for (endpoint, reaches_ours) in [(Some(ours.clone()), true), (None, true), (Some(theirs.clone()), false)]
+    for (endpoint, reaches_ours) in
+        [(Some(ours.clone()), true), (None, true), (Some(theirs.clone()), false)]
     {
         let mut setup = Setup::of(world);
         setup.target.auth_key = ours.clone();
@@ -222,20 +239,28 @@ fn key_05_only_peers_with_the_same_key_reach_the_region(world: &World) {
         let attr = MrAttr::new(&ranges, REMOTE);
         let empty = AuthKey::default();
         let by_default = net.expose(memory.range(), REMOTE);
-        let with_empty =
-            net.try_expose(&MrAttr { auth_key: Some(&empty), ..attr }, MrFlags::empty()).expect("register");
-        let with_theirs =
-            net.try_expose(&MrAttr { auth_key: Some(&theirs), ..attr }, MrFlags::empty()).expect("register");
-        for (region, reached) in
-            [(&by_default, reaches_ours), (&with_empty, reaches_ours), (&with_theirs, !reaches_ours)]
-        {
+        let with_empty = net
+            .try_expose(&MrAttr { auth_key: Some(&empty), ..attr }, MrFlags::empty())
+            .expect("register");
+        let with_theirs = net
+            .try_expose(&MrAttr { auth_key: Some(&theirs), ..attr }, MrFlags::empty())
+            .expect("register");
+        for (region, reached) in [
+            (&by_default, reaches_ours),
+            (&with_empty, reaches_ours),
+            (&with_theirs, !reaches_ours),
+        ] {
             let key = net.key(region);
             if reached {
                 net.assert_works(&key);
                 memory.put(0, &[8; 64]);
             } else {
-                let error = net.push(&key, 0, &[1]).expect_err("reached with the wrong authorization key");
-                assert!(matches!(error.kind(), ErrorKind::AccessDenied | ErrorKind::InvalidKey), "{error}");
+                let error =
+                    net.push(&key, 0, &[1]).expect_err("reached with the wrong authorization key");
+                assert!(
+                    matches!(error.kind(), ErrorKind::AccessDenied | ErrorKind::InvalidKey),
+                    "{error}"
+                );
                 net.pull(&key, 0, 1).expect_err("read with the wrong authorization key");
                 assert_eq!(memory.all(), [8; 64]);
             }
@@ -272,7 +297,8 @@ fn key_06_a_key_crosses_processes_unchanged(world: &World) {
     let key = net.expose(memory.range(), REMOTE).key().expect("key");
     let output = child::output(NAME, &[(SENT, &hexadecimal(&key.to_bytes()))]);
     let text = String::from_utf8_lossy(&output.stdout);
-    let expected = format!("received {} Virtual {:#x} 64", key.as_u64().unwrap(), memory.range().start().0);
+    let expected =
+        format!("received {} Virtual {:#x} 64", key.as_u64().unwrap(), memory.range().start().0);
     assert!(text.contains(&expected), "{expected:?} is not in {text}");
 }
 
@@ -288,8 +314,9 @@ fn key_06_truncated_and_altered_keys_are_refused() {
         assert_eq!(RemoteKey::from_bytes(&bytes).expect("unchanged"), key);
         assert_eq!(&bytes[..5], b"hmRK\x01", "the form says what it is and which version");
         let refused = |bytes: &[u8], what: &str| {
-            let error =
-                RemoteKey::from_bytes(bytes).err().unwrap_or_else(|| panic!("{what} was read as a key"));
+            let error = RemoteKey::from_bytes(bytes)
+                .err()
+                .unwrap_or_else(|| panic!("{what} was read as a key"));
             assert_eq!(error.kind(), ErrorKind::Malformed);
             assert!(error.context_value("wrong").is_some());
         };

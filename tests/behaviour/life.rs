@@ -107,7 +107,11 @@ fn mr_05_close_of_a_local_buffer_ends_transfers_in_flight_too(world: &World) {
         let moved = transfer.join().expect("the transfer's thread").is_ok();
         let at_close = closing.join().expect("the closing thread");
         assert_eq!(bytes.all(), at_close, "memory was touched after close returned");
-        assert_eq!(at_close, [if moved { 0x22 } else { 0x11 }; 4096], "the transfer says moved: {moved}");
+        assert_eq!(
+            at_close,
+            [if moved { 0x22 } else { 0x11 }; 4096],
+            "the transfer says moved: {moved}"
+        );
     });
 }
 
@@ -152,16 +156,22 @@ fn mr_05_what_was_posted_and_has_not_begun_fails_after_close(world: &World) {
     unsafe { net.target.endpoint.post(&request) }.expect("post");
     net.post(Operation::Write { remote: &to }, &[gone.segment(0, 64)], 1).expect("post");
     net.post(Operation::Write { remote: &to }, &[stays.segment(0, 64)], 2).expect("post");
-    net.post(Operation::Send { tag: None, invalidate: None }, &[stays.segment(0, 64)], 3).expect("post");
+    net.post(Operation::Send { tag: None, invalidate: None }, &[stays.segment(0, 64)], 3)
+        .expect("post");
     gone.region.close().expect("nothing has begun");
     region.close().expect("nothing has begun");
     inbox_region.close().expect("nothing has begun");
     let ends: Vec<_> = (0..2).map(|_| net.completion()).collect();
-    let kinds: Vec<_> = ends.into_iter().map(|end| (end.context, end.result.unwrap_err().kind())).collect();
+    let kinds: Vec<_> =
+        ends.into_iter().map(|end| (end.context, end.result.unwrap_err().kind())).collect();
     assert_eq!(kinds, [(1, ErrorKind::NoRegion), (2, ErrorKind::InvalidKey)]);
     let received = net.target.wait(&[&net.initiator]);
     assert_eq!((received.context, received.result.unwrap_err().kind()), (4, ErrorKind::NoRegion));
-    assert_eq!((memory.all(), inbox.all()), (vec![0x11; 64], vec![0x11; 64]), "a closed region was written");
+    assert_eq!(
+        (memory.all(), inbox.all()),
+        (vec![0x11; 64], vec![0x11; 64]),
+        "a closed region was written"
+    );
 }
 
 fn mr_05_after_close_the_peer_fails_and_the_local_endpoint_works_on(world: &World) {
@@ -381,11 +391,16 @@ fn mr_14_a_single_use_key_works_once(world: &World) {
     let local = net.local(8, LOCAL);
     let remote = [remote(&key, 0, 8)];
     for context in 0..8 {
-        net.post(Operation::Write { remote: &remote }, &[local.segment(0, 8)], context).expect("post");
+        net.post(Operation::Write { remote: &remote }, &[local.segment(0, 8)], context)
+            .expect("post");
     }
-    let results: Vec<_> = (0..8).map(|_| net.completion().result.map_err(|error| error.kind())).collect();
+    let results: Vec<_> =
+        (0..8).map(|_| net.completion().result.map_err(|error| error.kind())).collect();
     assert_eq!(results.iter().filter(|result| result.is_ok()).count(), 1, "{results:?}");
     assert!(
-        results.iter().filter_map(|result| result.as_ref().err()).all(|kind| *kind == ErrorKind::InvalidKey)
+        results
+            .iter()
+            .filter_map(|result| result.as_ref().err())
+            .all(|kind| *kind == ErrorKind::InvalidKey)
     );
 }

@@ -2,7 +2,9 @@
 
 use std::{ptr, slice, sync::Arc};
 
-use hmem::{Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Iface, iface::AllocRequest};
+use hmem::{
+    Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Iface, iface::AllocRequest,
+};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
 /// Anonymous pages, unmapped on drop.
@@ -16,7 +18,12 @@ impl HostPages {
     pub(crate) fn new(len: usize) -> Self {
         // SAFETY: a new mapping at an address that the kernel picks replaces nothing.
         let start = unsafe {
-            mmap_anonymous(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+            mmap_anonymous(
+                ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )
         };
         Self { start: start.expect("mmap").addr() as u64, len }
     }
@@ -25,7 +32,12 @@ impl HostPages {
     pub(crate) fn reserved(len: usize) -> Self {
         // SAFETY: as in `new`.
         let start = unsafe {
-            mmap_anonymous(ptr::null_mut(), len, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE)
+            mmap_anonymous(
+                ptr::null_mut(),
+                len,
+                ProtFlags::empty(),
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
         };
         Self { start: start.expect("mmap").addr() as u64, len }
     }
@@ -36,7 +48,8 @@ impl HostPages {
 
     /// Puts fresh zeroed pages where the old ones were, as freeing and allocating again does.
     pub(crate) fn replace_pages(&self) {
-        let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::FIXED);
+        let (access, flags) =
+            (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::FIXED);
         // SAFETY: the range is a mapping of ours, and tests hold no references into it.
         unsafe { mmap_anonymous(self.start as *mut _, self.len, access, flags) }.expect("mmap");
     }
@@ -45,7 +58,8 @@ impl HostPages {
     pub(crate) fn remove_pages(&self) {
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
         // SAFETY: as in `replace_pages`.
-        unsafe { mmap_anonymous(self.start as *mut _, self.len, ProtFlags::empty(), flags) }.expect("mmap");
+        unsafe { mmap_anonymous(self.start as *mut _, self.len, ProtFlags::empty(), flags) }
+            .expect("mmap");
     }
 
     pub(crate) fn make_read_only(&self) {
@@ -54,7 +68,10 @@ impl HostPages {
     }
 
     fn pointer(&self, offset: u64, len: u64) -> *mut u8 {
-        assert!(self.range().slice(offset, len).is_some(), "the test reaches outside its own memory");
+        assert!(
+            self.range().slice(offset, len).is_some(),
+            "the test reaches outside its own memory"
+        );
         (self.start + offset) as *mut u8
     }
 }
@@ -75,8 +92,11 @@ pub(crate) enum Bytes {
 
 impl Bytes {
     pub(crate) fn on_device(iface: &Arc<dyn Iface>, device: u32, len: usize) -> Self {
-        let request =
-            AllocRequest { len: len as u64, device: DeviceId(device), kind: AllocationKind::Device };
+        let request = AllocRequest {
+            len: len as u64,
+            device: DeviceId(device),
+            kind: AllocationKind::Device,
+        };
         Self::Device(DeviceBuffer::allocate(iface, &request).expect("allocate device memory"))
     }
 

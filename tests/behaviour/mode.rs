@@ -12,7 +12,8 @@ use hmem::{
 use crate::{
     memory::{Bytes, HostPages, pattern},
     net::{
-        LOCAL, LOOPBACK, Local, Net, REMOTE, Side, open_endpoint, provider_name, remote, segment, wait_held,
+        LOCAL, LOOPBACK, Local, Net, REMOTE, Side, open_endpoint, provider_name, remote, segment,
+        wait_held,
     },
     world::{EVERY_BIT, Need, World, need, needs, over_worlds},
 };
@@ -49,14 +50,17 @@ over_worlds! {
         need("verbs", "verbs has no collectives", World::is_loopback);
 }
 
-const DEFAULT_RULES: Need = need("other modes", "a bit changes the rule", |world| world.bits().is_empty());
-const MMU_NOTIFY: Need =
-    need("modes without MMU_NOTIFY", "no page has to be promised", |world| world.has(MrMode::MMU_NOTIFY));
+const DEFAULT_RULES: Need =
+    need("other modes", "a bit changes the rule", |world| world.bits().is_empty());
+const MMU_NOTIFY: Need = need("modes without MMU_NOTIFY", "no page has to be promised", |world| {
+    world.has(MrMode::MMU_NOTIFY)
+});
 
 fn mode_01_the_mode_in_force_is_what_was_negotiated(world: &World) {
     let net = Net::open(world);
     let (offered, provider) = (world.mode.offered, provider_name(world));
-    let kept = if offered.intersects(MrMode::BASIC | MrMode::SCALABLE) { offered } else { world.bits() };
+    let kept =
+        if offered.intersects(MrMode::BASIC | MrMode::SCALABLE) { offered } else { world.bits() };
     assert_eq!(net.target.domain.mr_mode(), kept);
     for bit in world.bits().iter() {
         let attr = DomainAttr { mr_mode: EVERY_BIT - bit, ..DomainAttr::default() };
@@ -64,8 +68,10 @@ fn mode_01_the_mode_in_force_is_what_was_negotiated(world: &World) {
         assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::ModeMismatch, 61));
         assert_eq!(error.context_value("bits"), Some(bit.to_string().as_str()), "{error}");
     }
-    let unknown =
-        DomainAttr { mr_mode: EVERY_BIT | MrMode::from_bits_retain(1 << 30), ..DomainAttr::default() };
+    let unknown = DomainAttr {
+        mr_mode: EVERY_BIT | MrMode::from_bits_retain(1 << 30),
+        ..DomainAttr::default()
+    };
     assert_eq!(net.hmem.domain(provider, unknown).unwrap_err().kind(), ErrorKind::ModeMismatch);
 }
 
@@ -123,12 +129,17 @@ fn mode_03_local_buffers_need_a_descriptor_of_a_live_region(world: &World) {
     let local = net.local(64, LOCAL);
     local.bytes.put(0, &pattern(3, 64));
     let write = |desc| {
-        let moved = net.transfer(Operation::Write { remote: &to }, &[segment(local.bytes.range(), desc)]);
+        let moved =
+            net.transfer(Operation::Write { remote: &to }, &[segment(local.bytes.range(), desc)]);
         moved.map_err(|error| error.kind())
     };
     assert_eq!(write(Some(local.region.desc().unwrap())), Ok(64), "a valid descriptor");
     let needed = world.has(MrMode::LOCAL) || (world.has(MrMode::HMEM) && !world.is_system());
-    assert_eq!(write(None), if needed { Err(ErrorKind::NoRegion) } else { Ok(64) }, "no descriptor");
+    assert_eq!(
+        write(None),
+        if needed { Err(ErrorKind::NoRegion) } else { Ok(64) },
+        "no descriptor"
+    );
     let before = memory.all();
     local.bytes.put(0, &[0xEE; 64]);
     assert_eq!(
@@ -145,13 +156,20 @@ fn mode_03_local_buffers_need_a_descriptor_of_a_live_region(world: &World) {
     let desc = stale.desc().unwrap();
     stale.close().expect("close");
     let with_stale = || {
-        let moved = net.transfer(Operation::Write { remote: &to }, &[segment(bytes.range(), Some(desc))]);
-        assert_eq!(moved.unwrap_err().kind(), ErrorKind::NoRegion, "the descriptor of a closed region");
+        let moved =
+            net.transfer(Operation::Write { remote: &to }, &[segment(bytes.range(), Some(desc))]);
+        assert_eq!(
+            moved.unwrap_err().kind(),
+            ErrorKind::NoRegion,
+            "the descriptor of a closed region"
+        );
     };
     with_stale();
     // What the provider numbered it with comes back; the descriptor does not, though the memory is registered.
     let ranges = [bytes.range()];
-    let again = |_| net.initiator.register(&MrAttr::new(&ranges, LOCAL), MrFlags::empty()).expect("register");
+    let again = |_| {
+        net.initiator.register(&MrAttr::new(&ranges, LOCAL), MrFlags::empty()).expect("register")
+    };
     let _registered: Vec<_> = (0..100).map(again).collect();
     with_stale();
     assert_eq!(memory.all(), before, "a refused transfer moved bytes");
@@ -200,7 +218,8 @@ fn mode_05_peers_use_the_targets_addresses_for_every_range(world: &World) {
         assert_eq!(memory.get(range.start().0 - memory.range().start().0, bytes.len()), bytes);
         assert_eq!(net.pull(&key, offset, bytes.len()).expect("read"), bytes);
         // The gaps between the ranges are not part of the region.
-        let past = net.push(&key, offset, &vec![0; bytes.len() + 1]).expect_err("wrote past a range");
+        let past =
+            net.push(&key, offset, &vec![0; bytes.len() + 1]).expect_err("wrote past a range");
         assert_eq!(past.kind(), net.seen(ErrorKind::OutOfBounds));
     }
     let number = key.pieces().next().expect("a piece").key;
@@ -218,8 +237,9 @@ fn mode_06_a_range_without_pages_is_refused(world: &World) {
     let (pages, hole) = (HostPages::new(8192), HostPages::reserved(4096));
     let refused = |range: AddressRange, access: Access| {
         let ranges = [range];
-        let error =
-            net.try_expose(&MrAttr::new(&ranges, access), MrFlags::empty()).expect_err("no pages there");
+        let error = net
+            .try_expose(&MrAttr::new(&ranges, access), MrFlags::empty())
+            .expect_err("no pages there");
         assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::BadAddress, 14), "{error}");
         assert_eq!(net.live(), before);
     };
@@ -240,7 +260,9 @@ fn mode_07_the_requested_key_is_ignored(world: &World) {
     let memory = net.bytes(64);
     let ranges = [memory.range()];
     let register = |requested| {
-        net.target.register(&MrAttr::new(&ranges, REMOTE).key(requested), MrFlags::empty()).expect("register")
+        net.target
+            .register(&MrAttr::new(&ranges, REMOTE).key(requested), MrFlags::empty())
+            .expect("register")
     };
     // Twice the same number, a number wider than the key, and the number that means "none".
     let regions = [5, 5, u64::MAX - 1, u64::MAX].map(register);
@@ -259,8 +281,10 @@ fn mode_08_only_refreshed_pages_are_promised(world: &World) {
     let key = net.key(&region);
     let page = |at: u64| memory.part(at * 4096, 4096);
     memory.put(0, &pattern(8, 4 * 4096));
-    let reached =
-        || [0, 1, 2, 3].map(|at| net.pull(&key, at * 4096, 64).map(|_| ()).map_err(|error| error.kind()));
+    let reached = || {
+        [0, 1, 2, 3]
+            .map(|at| net.pull(&key, at * 4096, 64).map(|_| ()).map_err(|error| error.kind()))
+    };
     let missing = Err(ErrorKind::BadAddress);
     assert_eq!(reached(), [missing; 4], "pages that came after registration were never announced");
     region.refresh(&[page(1), page(3)]).expect("refresh two pages");
@@ -272,11 +296,19 @@ fn mode_08_only_refreshed_pages_are_promised(world: &World) {
     );
     let outside = AddressRange::new(page(3).start(), 4097).expect("range");
     assert_eq!(region.refresh(&[outside]).unwrap_err().kind(), ErrorKind::OutOfBounds);
-    assert_eq!(reached(), [missing, Ok(()), missing, Ok(())], "a refused refresh changed something");
+    assert_eq!(
+        reached(),
+        [missing, Ok(()), missing, Ok(())],
+        "a refused refresh changed something"
+    );
     region.refresh(&[]).expect("refresh the whole region");
     assert_eq!(net.pull(&key, 0, 4 * 4096).expect("read"), pattern(8, 4 * 4096));
     memory.pages().remove_pages();
-    assert_eq!(region.refresh(&[]).unwrap_err().kind(), ErrorKind::BadAddress, "there is nothing to promise");
+    assert_eq!(
+        region.refresh(&[]).unwrap_err().kind(),
+        ErrorKind::BadAddress,
+        "there is nothing to promise"
+    );
 }
 
 fn mode_08_peers_fail_during_a_refresh(world: &World) {
@@ -304,7 +336,8 @@ fn mode_09_regions_with_events_are_bound_before_they_are_enabled(world: &World) 
     let net = Net::open(world);
     let memory = net.filled(&[6; 64]);
     let counter = Arc::new(hmem::counter::Counter::new());
-    let bind = |region: &hmem::MemoryRegion| region.bind_counter(&counter, hmem::BindFlags::REMOTE_WRITE);
+    let bind =
+        |region: &hmem::MemoryRegion| region.bind_counter(&counter, hmem::BindFlags::REMOTE_WRITE);
     let ranges = [memory.range()];
     let attr = MrAttr::new(&ranges, REMOTE | LOCAL);
     let region = net.try_expose(&attr, MrFlags::RMA_EVENT).expect("register");
@@ -323,7 +356,11 @@ fn mode_09_regions_with_events_are_bound_before_they_are_enabled(world: &World) 
     assert_eq!(bind(&late).unwrap_err().kind(), ErrorKind::BadState, "bound after enable");
     let plain = net.try_expose(&attr, MrFlags::empty()).expect("register");
     assert_eq!(plain.state(), RegionState::Enabled);
-    assert_eq!(bind(&plain).unwrap_err().kind(), ErrorKind::BadState, "registered without RMA_EVENT");
+    assert_eq!(
+        bind(&plain).unwrap_err().kind(),
+        ErrorKind::BadState,
+        "registered without RMA_EVENT"
+    );
     net.assert_works(&net.key(&plain));
 }
 
@@ -336,7 +373,11 @@ fn mode_10_regions_are_reached_through_their_endpoint_only(world: &World) {
     let region = unsafe { net.target.domain.regattr(&attr, MrFlags::empty()) }.expect("register");
     assert_eq!(region.state(), RegionState::Disabled);
     let key = net.key(&region);
-    assert_eq!(region.enable().unwrap_err().kind(), ErrorKind::BadState, "enabled without an endpoint");
+    assert_eq!(
+        region.enable().unwrap_err().kind(),
+        ErrorKind::BadState,
+        "enabled without an endpoint"
+    );
     net.push(&key, 0, &[1]).expect_err("used before it was bound");
     let foreign = region.bind_endpoint(&net.initiator.endpoint).unwrap_err();
     assert_eq!(foreign.kind(), ErrorKind::InvalidArgument, "an endpoint of another domain");
@@ -378,15 +419,26 @@ fn mode_11_device_buffers_need_a_descriptor_or_are_found_out(world: &World) {
     let without = |range: AddressRange, operation: Operation<'_>| {
         net.transfer(operation, &[segment(range, None)]).map_err(|error| error.kind())
     };
-    let on_device =
-        if world.has(MrMode::LOCAL) || world.has(MrMode::HMEM) { Err(ErrorKind::NoRegion) } else { Ok(64) };
+    let on_device = if world.has(MrMode::LOCAL) || world.has(MrMode::HMEM) {
+        Err(ErrorKind::NoRegion)
+    } else {
+        Ok(64)
+    };
     assert_eq!(without(device.range(), Operation::Write { remote: &write }), on_device);
-    assert_eq!(memory.get(64, 64) == pattern(5, 64), on_device.is_ok(), "the iface was not found out");
+    assert_eq!(
+        memory.get(64, 64) == pattern(5, 64),
+        on_device.is_ok(),
+        "the iface was not found out"
+    );
     memory.put(0, &pattern(6, 64));
     assert_eq!(without(device.range(), Operation::Read { remote: &read }), on_device);
     assert_eq!(device.all() == pattern(6, 64), on_device.is_ok(), "the iface was not found out");
     let on_host = if world.has(MrMode::LOCAL) { Err(ErrorKind::NoRegion) } else { Ok(64) };
-    assert_eq!(without(host.range(), Operation::Read { remote: &read }), on_host, "host memory in HMEM mode");
+    assert_eq!(
+        without(host.range(), Operation::Read { remote: &read }),
+        on_host,
+        "host memory in HMEM mode"
+    );
 }
 
 fn mode_12_buffers_of_a_broadcast_need_the_collective_right(world: &World) {
@@ -411,7 +463,8 @@ fn broadcast<B: hmem::OwnedBuffer>(net: &Net, needed: bool, buffer: impl Fn() ->
         side.make_usable(&registered).expect("bind and enable");
         registered
     };
-    let root_seen_by_target = net.target.endpoint.resolve(&net.initiator.endpoint.name()).expect("resolve");
+    let root_seen_by_target =
+        net.target.endpoint.resolve(&net.initiator.endpoint.name()).expect("resolve");
     for (right, taken) in [(Access::COLLECTIVE, true), (Access::empty(), !needed)] {
         let from = register(&net.initiator, Access::SEND | right);
         let into = register(&net.target, Access::RECV | right);
@@ -455,15 +508,29 @@ fn mode_13_basic_and_scalable_stand_alone() {
     for bit in MrMode::all().iter() {
         for alone in [MrMode::BASIC, MrMode::SCALABLE] {
             if bit != alone {
-                assert_eq!(open(&free, alone | bit), Err(ErrorKind::ModeMismatch), "{alone} with {bit}");
+                assert_eq!(
+                    open(&free, alone | bit),
+                    Err(ErrorKind::ModeMismatch),
+                    "{alone} with {bit}"
+                );
             }
         }
     }
     let needy = hmem(MrMode::VIRT_ADDR | MrMode::PROV_KEY, MrMode::BASIC_MEANS);
     assert_eq!(open(&needy, MrMode::BASIC), Ok(MrMode::BASIC));
-    assert_eq!(open(&needy, MrMode::SCALABLE), Err(ErrorKind::ModeMismatch), "SCALABLE offers nothing");
-    assert_eq!(open(&hmem(MrMode::LOCAL, MrMode::BASIC_MEANS), MrMode::BASIC), Err(ErrorKind::ModeMismatch));
-    assert_eq!(open(&hmem(MrMode::empty(), MrMode::VIRT_ADDR), MrMode::BASIC), Err(ErrorKind::ModeMismatch));
+    assert_eq!(
+        open(&needy, MrMode::SCALABLE),
+        Err(ErrorKind::ModeMismatch),
+        "SCALABLE offers nothing"
+    );
+    assert_eq!(
+        open(&hmem(MrMode::LOCAL, MrMode::BASIC_MEANS), MrMode::BASIC),
+        Err(ErrorKind::ModeMismatch)
+    );
+    assert_eq!(
+        open(&hmem(MrMode::empty(), MrMode::VIRT_ADDR), MrMode::BASIC),
+        Err(ErrorKind::ModeMismatch)
+    );
     assert_eq!(MrMode::BASIC.effective(), MrMode::VIRT_ADDR | MrMode::ALLOCATED | MrMode::PROV_KEY);
     assert_eq!(MrMode::SCALABLE.effective(), MrMode::empty());
 }

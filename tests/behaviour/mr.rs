@@ -1,8 +1,9 @@
 //! MR-01 to MR-04, MR-12, MR-13, MR-15: what registers, and what is refused.
 
 use hmem::{
-    Access, Address, AddressRange, DeviceId, Domain, ErrorKind, IfaceKind, Iova, MemoryRegion, MrAttr,
-    MrFlags, MrMode, Result, os_page_sizes, p2p::loopback::Memory as Pages, transfer::Operation,
+    Access, Address, AddressRange, DeviceId, Domain, ErrorKind, IfaceKind, Iova, MemoryRegion,
+    MrAttr, MrFlags, MrMode, Result, os_page_sizes, p2p::loopback::Memory as Pages,
+    transfer::Operation,
 };
 
 use crate::{
@@ -40,7 +41,9 @@ fn three_ways(domain: &Domain) -> [Register<'_>; 3] {
         // SAFETY: as above.
         Box::new(move |range| unsafe { domain.regv(&[range], REMOTE, KEY, none) }),
         // SAFETY: as above.
-        Box::new(move |range| unsafe { domain.regattr(&MrAttr::new(&[range], REMOTE).key(KEY), none) }),
+        Box::new(move |range| unsafe {
+            domain.regattr(&MrAttr::new(&[range], REMOTE).key(KEY), none)
+        }),
     ]
 }
 
@@ -53,7 +56,10 @@ fn mr_01_reg_regv_and_regattr_register_the_same_range_to_the_same_effect(world: 
         let region = register(memory.part(100, 5000)).expect("register");
         net.target.make_usable(&region).expect("bind and enable");
         assert_eq!(region.ranges(), [memory.part(100, 5000)]);
-        assert_eq!((region.range(), region.len(), region.access()), (memory.part(100, 5000), 5000, REMOTE));
+        assert_eq!(
+            (region.range(), region.len(), region.access()),
+            (memory.part(100, 5000), 5000, REMOTE)
+        );
         let key = net.key(&region);
         assert_eq!(key.base(), region.base_addr());
         if !world.has(MrMode::PROV_KEY) && !world.has(MrMode::RAW) {
@@ -67,7 +73,10 @@ fn mr_01_reg_regv_and_regattr_register_the_same_range_to_the_same_effect(world: 
         region.close().expect("close");
         assert_eq!(net.live().regions, before.regions);
     }
-    assert!(lives.iter().all(|live| live == &lives[0]), "the three calls hold different things: {lives:?}");
+    assert!(
+        lives.iter().all(|live| live == &lives[0]),
+        "the three calls hold different things: {lives:?}"
+    );
 }
 
 fn mr_02_every_subset_of_the_access_bits_registers_at_any_start_and_closes(world: &World) {
@@ -96,16 +105,25 @@ fn mr_02_sizes_up_to_64_mib_register_and_are_reached_at_both_ends(world: &World)
     let net = Net::open(world);
     let memory = net.bytes(LARGEST as usize + 4096);
     let before = net.live();
-    for size in [1, 2, 63, 64, 4095, 4096, 4097, 65_535, (1 << 20) + 1, (2 << 20) - 1, 2 << 20, LARGEST] {
+    for size in
+        [1, 2, 63, 64, 4095, 4096, 4097, 65_535, (1 << 20) + 1, (2 << 20) - 1, 2 << 20, LARGEST]
+    {
         for start in [0, 1, 511] {
             let region = net.expose(memory.part(start, size), REMOTE);
             let key = net.key(&region);
             for at in [0, size - 1] {
                 net.push(&key, at, &[0xA5]).expect("write");
-                assert_eq!(memory.get(start + at, 1), [0xA5], "{size} bytes from {start}: byte {at}");
+                assert_eq!(
+                    memory.get(start + at, 1),
+                    [0xA5],
+                    "{size} bytes from {start}: byte {at}"
+                );
                 memory.put(start + at, &[0]);
             }
-            assert_eq!(net.push(&key, size, &[0xA5]).unwrap_err().kind(), net.seen(ErrorKind::OutOfBounds));
+            assert_eq!(
+                net.push(&key, size, &[0xA5]).unwrap_err().kind(),
+                net.seen(ErrorKind::OutOfBounds)
+            );
             region.close().expect("close");
         }
     }
@@ -114,7 +132,9 @@ fn mr_02_sizes_up_to_64_mib_register_and_are_reached_at_both_ends(world: &World)
 
 /// Ranges that lie apart, touch, and run backwards.
 fn scattered(memory: &Bytes) -> Vec<AddressRange> {
-    [(8192, 100), (8292, 50), (3, 1), (4096, 777)].map(|(start, len)| memory.part(start, len)).to_vec()
+    [(8192, 100), (8292, 50), (3, 1), (4096, 777)]
+        .map(|(start, len)| memory.part(start, len))
+        .to_vec()
 }
 
 fn mr_03_regv_is_one_run_of_bytes_over_its_ranges(world: &World) {
@@ -178,12 +198,19 @@ fn mr_04_each_mistake_is_its_own_error_and_registers_nothing(world: &World) {
         kind(&MrAttr::new(&good, REMOTE | Access::from_bits_retain(1 << 14)), none),
         ErrorKind::BadAccess
     );
-    assert_eq!(kind(&plain, MrFlags::HMEM_DEVICE_ONLY | MrFlags::HMEM_HOST_ALLOC), ErrorKind::BadFlags);
-    let flagged = if world.imports_dma_bufs() { ErrorKind::InvalidArgument } else { ErrorKind::BadFlags };
+    assert_eq!(
+        kind(&plain, MrFlags::HMEM_DEVICE_ONLY | MrFlags::HMEM_HOST_ALLOC),
+        ErrorKind::BadFlags
+    );
+    let flagged =
+        if world.imports_dma_bufs() { ErrorKind::InvalidArgument } else { ErrorKind::BadFlags };
     assert_eq!(kind(&plain, MrFlags::MR_DMABUF), flagged);
     let wraps = AddressRange::new(Address(u64::MAX - 4), 6).unwrap_err();
     assert_eq!(wraps.kind(), ErrorKind::AddressWraps);
-    assert!(AddressRange::new(Address(u64::MAX - 4), 5).is_ok(), "the last byte of the address space is one");
+    assert!(
+        AddressRange::new(Address(u64::MAX - 4), 5).is_ok(),
+        "the last byte of the address space is one"
+    );
     net.expose(memory.part(0, 4096), REMOTE).close().expect("the next registration works");
 }
 
@@ -193,13 +220,19 @@ fn mr_04_a_provider_limit_is_an_error_of_its_own() {
     setup.provider = setup.provider.max_mr_size(4096).max_mr_count(2);
     let net = setup.open();
     let memory = net.bytes(8192);
-    let error = net.try_expose(&MrAttr::new(&[memory.part(0, 4097)], REMOTE), MrFlags::empty()).unwrap_err();
-    assert_eq!((error.kind(), error.context_value("max_mr_size")), (ErrorKind::TooLong, Some("4096")));
+    let error = net
+        .try_expose(&MrAttr::new(&[memory.part(0, 4097)], REMOTE), MrFlags::empty())
+        .unwrap_err();
+    assert_eq!(
+        (error.kind(), error.context_value("max_mr_size")),
+        (ErrorKind::TooLong, Some("4096"))
+    );
     let halves = [memory.part(0, 4096), memory.part(4096, 1)];
     let error = net.try_expose(&MrAttr::new(&halves, REMOTE), MrFlags::empty()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TooLong, "the limit is for all ranges together");
     let regions = [0, 1].map(|at| net.expose(memory.part(at, 16), REMOTE));
-    let error = net.try_expose(&MrAttr::new(&[memory.part(0, 1)], REMOTE), MrFlags::empty()).unwrap_err();
+    let error =
+        net.try_expose(&MrAttr::new(&[memory.part(0, 1)], REMOTE), MrFlags::empty()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::OutOfResources);
     assert_eq!(net.live().regions, 2);
     drop(regions);
@@ -209,8 +242,10 @@ fn mr_04_a_provider_limit_is_an_error_of_its_own() {
 #[test]
 fn mr_04_refused_registrations_leave_no_fd() {
     child::alone("mr::mr_04_refused_registrations_leave_no_fd", || {
-        let world =
-            World { memory: crate::world::Memory::Device(hmem::system::Style::Identity), ..World::PLAIN };
+        let world = World {
+            memory: crate::world::Memory::Device(hmem::system::Style::Identity),
+            ..World::PLAIN
+        };
         let net = Net::open(&world);
         let memory = net.bytes(8192);
         let taken = net.expose(memory.part(0, 4096), REMOTE);
@@ -219,12 +254,17 @@ fn mr_04_refused_registrations_leave_no_fd() {
         for _ in 0..100 {
             let ranges = [memory.part(0, 4096)];
             // NoKey comes from the provider, after the memory was exported to it.
-            let refused = net.target.register(&MrAttr::new(&ranges, REMOTE).key(key), MrFlags::empty());
+            let refused =
+                net.target.register(&MrAttr::new(&ranges, REMOTE).key(key), MrFlags::empty());
             assert_eq!(refused.unwrap_err().kind(), ErrorKind::NoKey);
             net.expose(memory.part(1, 100), REMOTE).close().expect("close");
         }
         assert_eq!(child::open_fds(), fds);
-        assert_eq!(net.device.as_ref().unwrap().stats().live_exports, 0, "an export was not given back");
+        assert_eq!(
+            net.device.as_ref().unwrap().stats().live_exports,
+            0,
+            "an export was not given back"
+        );
     });
 }
 
@@ -236,14 +276,20 @@ fn mr_12_single_flags_are_honoured(world: &World) {
     let attr = MrAttr::new(&attr, REMOTE);
     let persistent = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("RMA_PMEM");
     net.assert_works(&net.key(&persistent));
-    let kind =
-        |flags, attr: &MrAttr<'_>| net.try_expose(attr, flags).map(|_| ()).map_err(|error| error.kind());
+    let kind = |flags, attr: &MrAttr<'_>| {
+        net.try_expose(attr, flags).map(|_| ()).map_err(|error| error.kind())
+    };
     let device_only = if world.is_system() { Err(ErrorKind::InvalidArgument) } else { Ok(()) };
     assert_eq!(kind(MrFlags::HMEM_DEVICE_ONLY, &attr), device_only, "HMEM_DEVICE_ONLY");
     // This memory is not from a device API's host allocator, whatever it is.
-    assert_eq!(kind(MrFlags::HMEM_HOST_ALLOC, &attr), Err(ErrorKind::InvalidArgument), "HMEM_HOST_ALLOC");
+    assert_eq!(
+        kind(MrFlags::HMEM_HOST_ALLOC, &attr),
+        Err(ErrorKind::InvalidArgument),
+        "HMEM_HOST_ALLOC"
+    );
     // In COLLECTIVE mode and out of it the access bit stands beside others.
-    let collective = MrAttr { access: REMOTE | Access::COLLECTIVE | Access::SEND | Access::RECV, ..attr };
+    let collective =
+        MrAttr { access: REMOTE | Access::COLLECTIVE | Access::SEND | Access::RECV, ..attr };
     let region = net.try_expose(&collective, MrFlags::empty()).expect("COLLECTIVE");
     assert!(region.access().contains(Access::COLLECTIVE));
     net.assert_works(&net.key(&region));
@@ -263,12 +309,20 @@ fn mr_12_a_flag_that_the_nic_lacks_is_refused_and_named(world: &World) {
 
 #[test]
 fn mr_12_host_alloc_ignores_the_device_and_iface_is_ignored_without_hmem() {
-    let world = World { memory: crate::world::Memory::Device(hmem::system::Style::Identity), ..World::PLAIN };
+    let world = World {
+        memory: crate::world::Memory::Device(hmem::system::Style::Identity),
+        ..World::PLAIN
+    };
     let net = Net::open(&world);
-    let device = std::sync::Arc::clone(net.device.as_ref().unwrap()) as std::sync::Arc<dyn hmem::Iface>;
-    let request =
-        hmem::iface::AllocRequest { len: 4096, device: DeviceId(0), kind: hmem::AllocationKind::Host };
-    let host = hmem::DeviceBuffer::allocate(&device, &request).expect("host memory of the device API");
+    let device =
+        std::sync::Arc::clone(net.device.as_ref().unwrap()) as std::sync::Arc<dyn hmem::Iface>;
+    let request = hmem::iface::AllocRequest {
+        len: 4096,
+        device: DeviceId(0),
+        kind: hmem::AllocationKind::Host,
+    };
+    let host =
+        hmem::DeviceBuffer::allocate(&device, &request).expect("host memory of the device API");
     let on_device = net.bytes(4096);
     let none = MrFlags::empty();
     let (host_range, device_range) = ([host.allocation().range], [on_device.range()]);
@@ -276,7 +330,8 @@ fn mr_12_host_alloc_ignores_the_device_and_iface_is_ignored_without_hmem() {
     let kind = Some(device.kind());
 
     let named = MrAttr { iface: kind, device: Some(DeviceId(77)), ..host };
-    let region = net.try_expose(&named, MrFlags::HMEM_HOST_ALLOC).expect("HOST_ALLOC ignores the device");
+    let region =
+        net.try_expose(&named, MrFlags::HMEM_HOST_ALLOC).expect("HOST_ALLOC ignores the device");
     net.assert_works(&net.key(&region));
     assert_eq!(net.try_expose(&named, none).unwrap_err().kind(), ErrorKind::InvalidArgument);
 
@@ -299,25 +354,37 @@ fn mr_12_host_alloc_ignores_the_device_and_iface_is_ignored_without_hmem() {
     let net = setup.open();
     let memory = net.bytes(64);
     let ranges = [memory.range()];
-    let claimed =
-        MrAttr { iface: Some(IfaceKind::CUDA), device: Some(DeviceId(9)), ..MrAttr::new(&ranges, REMOTE) };
-    let region = net.try_expose(&claimed, none).expect("iface is ignored without the HMEM capability");
+    let claimed = MrAttr {
+        iface: Some(IfaceKind::CUDA),
+        device: Some(DeviceId(9)),
+        ..MrAttr::new(&ranges, REMOTE)
+    };
+    let region =
+        net.try_expose(&claimed, none).expect("iface is ignored without the HMEM capability");
     assert_eq!(region.iface().unwrap().0, IfaceKind::SYSTEM);
 }
 
 #[test]
 fn mr_12_a_freed_or_foreign_address_is_said_to_be_unknown_to_the_iface_that_is_claimed() {
-    let world = World { memory: crate::world::Memory::Device(hmem::system::Style::Identity), ..World::PLAIN };
+    let world = World {
+        memory: crate::world::Memory::Device(hmem::system::Style::Identity),
+        ..World::PLAIN
+    };
     let net = Net::open(&world);
-    let device = std::sync::Arc::clone(net.device.as_ref().unwrap()) as std::sync::Arc<dyn hmem::Iface>;
-    let request =
-        hmem::iface::AllocRequest { len: 4096, device: DeviceId(0), kind: hmem::AllocationKind::Device };
+    let device =
+        std::sync::Arc::clone(net.device.as_ref().unwrap()) as std::sync::Arc<dyn hmem::Iface>;
+    let request = hmem::iface::AllocRequest {
+        len: 4096,
+        device: DeviceId(0),
+        kind: hmem::AllocationKind::Device,
+    };
     let buffer = hmem::DeviceBuffer::allocate(&device, &request).expect("device memory");
     let live = buffer.allocation().range;
     let claimed = |iface, range| {
         let ranges = [range];
         let attr = MrAttr { iface: Some(iface), ..MrAttr::new(&ranges, REMOTE) };
-        let error = net.try_expose(&attr, MrFlags::empty()).expect_err("a wrong claim was believed");
+        let error =
+            net.try_expose(&attr, MrFlags::empty()).expect_err("a wrong claim was believed");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         error.to_string()
     };
@@ -377,7 +444,10 @@ fn mr_02_a_region_is_reached_in_vectored_transfers_with_uneven_seams() {
     let segments = [local.segment(0, 1), local.segment(1, 199), local.segment(200, 100)];
     let remotes = [remote(&key, 4000, 150), remote(&key, 0, 50), remote(&key, 7000, 100)];
     assert_eq!(net.transfer(Operation::Write { remote: &remotes }, &segments).expect("write"), 300);
-    assert_eq!((memory.get(4000, 150), memory.get(0, 50)), (bytes[..150].to_vec(), bytes[150..200].to_vec()));
+    assert_eq!(
+        (memory.get(4000, 150), memory.get(0, 50)),
+        (bytes[..150].to_vec(), bytes[150..200].to_vec())
+    );
     assert_eq!(memory.get(7000, 100), bytes[200..]);
     assert_eq!(key.base(), Iova(0));
 }

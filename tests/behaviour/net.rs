@@ -9,13 +9,14 @@ use std::{
 };
 
 use hmem::{
-    Access, AddressRange, AuthKey, Domain, DomainAttr, Endpoint, ErrorKind, Hmem, Iface, Iova, LocalKey,
-    MemoryRegion, MrAttr, MrFlags, MrMode, RemoteKey, Result,
+    Access, AddressRange, AuthKey, Domain, DomainAttr, Endpoint, ErrorKind, Hmem, Iface, Iova,
+    LocalKey, MemoryRegion, MrAttr, MrFlags, MrMode, RemoteKey, Result,
     p2p::loopback::{self, Call, Faults, Gate, Loopback},
     provider::{CompletionQueue, EndpointAttr, Live, Provider},
     system::{Simulated, Style},
     transfer::{
-        AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest,
+        AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment,
+        WorkRequest,
     },
 };
 
@@ -26,7 +27,8 @@ use crate::{
 };
 
 /// Every right of the local side.
-pub(crate) const LOCAL: Access = Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
+pub(crate) const LOCAL: Access =
+    Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
 /// Every right of peers.
 pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 /// The software NIC's provider.
@@ -78,7 +80,9 @@ impl Setup {
     pub(crate) fn open(self) -> Net {
         let mut builder = Hmem::builder().without_vendor_ifaces();
         builder = match self.world.nic {
-            Nic::Loopback => builder.provider(self.provider.build().expect("build the software NIC")),
+            Nic::Loopback => {
+                builder.provider(self.provider.build().expect("build the software NIC"))
+            }
             Nic::Verbs { .. } => builder.shared_provider(verbs(self.windows)),
         };
         let device = match self.world.memory {
@@ -115,7 +119,9 @@ pub(crate) fn provider_name(world: &World) -> &'static str {
 
 /// Which of the provider's NICs is meant.
 pub(crate) fn nic_name(world: &World) -> Option<String> {
-    let verbs = || std::env::var("HMEM_VERBS_DEVICE").expect("a verbs world is made where a device is named");
+    let verbs = || {
+        std::env::var("HMEM_VERBS_DEVICE").expect("a verbs world is made where a device is named")
+    };
     (!world.is_loopback()).then(verbs)
 }
 
@@ -322,7 +328,10 @@ impl Net {
     pub(crate) fn key(&self, region: &MemoryRegion) -> RemoteKey {
         if self.world.has(MrMode::RAW) {
             let raw = region.raw_key().expect("raw key");
-            self.initiator.domain.map_raw(region.base_addr(), region.len(), &raw).expect("map the raw key")
+            self.initiator
+                .domain
+                .map_raw(region.base_addr(), region.len(), &raw)
+                .expect("map the raw key")
         } else {
             region.key().expect("key")
         }
@@ -336,7 +345,8 @@ impl Net {
     fn local_of(&self, bytes: Bytes, access: Access) -> Local {
         let attr = [bytes.range()];
         let attr = MrAttr::new(&attr, access).key(self.fresh_key());
-        let region = self.initiator.register(&attr, MrFlags::empty()).expect("register the local buffer");
+        let region =
+            self.initiator.register(&attr, MrFlags::empty()).expect("register the local buffer");
         Local { region, bytes }
     }
 
@@ -352,7 +362,12 @@ impl Net {
         completion.result
     }
 
-    pub(crate) fn post(&self, operation: Operation<'_>, local: &[LocalSegment], context: u64) -> Result<()> {
+    pub(crate) fn post(
+        &self,
+        operation: Operation<'_>,
+        local: &[LocalSegment],
+        context: u64,
+    ) -> Result<()> {
         let request = WorkRequest { operation, local, peer: self.peer, context };
         // SAFETY: the local memory belongs to the test and outlives the transfer.
         unsafe { self.initiator.endpoint.post(&request) }
@@ -376,7 +391,8 @@ impl Net {
         let before = vec![0xEE; len];
         local.bytes.put(0, &before);
         let remote = [remote(key, offset, len as u64)];
-        let moved = self.transfer(Operation::Read { remote: &remote }, &[local.segment(0, len as u64)]);
+        let moved =
+            self.transfer(Operation::Read { remote: &remote }, &[local.segment(0, len as u64)]);
         let after = local.bytes.get(0, len);
         match moved {
             Ok(moved) => {
@@ -412,9 +428,14 @@ impl Net {
     }
 
     /// Sends `message` from the initiator to a receive of the target into `into`.
-    pub(crate) fn send(&self, message: LocalSegment, into: LocalSegment) -> (Result<u64>, Result<u64>) {
+    pub(crate) fn send(
+        &self,
+        message: LocalSegment,
+        into: LocalSegment,
+    ) -> (Result<u64>, Result<u64>) {
         let receive = Operation::Receive { tag: None, from: None };
-        let request = WorkRequest { operation: receive, local: &[into], peer: PeerId(0), context: 2 };
+        let request =
+            WorkRequest { operation: receive, local: &[into], peer: PeerId(0), context: 2 };
         // SAFETY: the memory belongs to the test and outlives the transfer.
         if let Err(error) = unsafe { self.target.endpoint.post(&request) } {
             return (Ok(0), Err(error));

@@ -34,7 +34,8 @@ fn p2p_06_the_same_transfers_give_the_same_bytes_on_every_path(world: &World) {
         (12_345, 40_000, 200_000),
     ] {
         let to = [remote(&key, at as u64, len as u64)];
-        let moved = net.transfer(Operation::Write { remote: &to }, &[local.segment(from as u64, len as u64)]);
+        let moved = net
+            .transfer(Operation::Write { remote: &to }, &[local.segment(from as u64, len as u64)]);
         assert_eq!(moved.expect("write"), len as u64);
         model[at..at + len].copy_from_slice(&local_model[from..from + len]);
     }
@@ -104,7 +105,8 @@ fn p2p_06_a_required_path_that_is_blocked_fails_and_enabled_goes_round_it() {
     let [required, enabled, preferred] = policies.map(|attr| {
         let domain = net.hmem.domain(crate::net::LOOPBACK, attr).expect("open");
         // SAFETY: the memory outlives the region and is referenced by nobody.
-        let region = unsafe { domain.regattr(&MrAttr::new(&ranges, REMOTE).key(1), MrFlags::empty()) };
+        let region =
+            unsafe { domain.regattr(&MrAttr::new(&ranges, REMOTE).key(1), MrFlags::empty()) };
         assert_eq!(domain.live().regions, u64::from(region.is_ok()));
         region
     });

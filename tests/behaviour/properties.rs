@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use hmem::{
-    Access, Addressing, ErrorKind, Iova, MemoryRegion, MrAttr, MrFlags, RemoteKey, transfer::Operation,
+    Access, Addressing, ErrorKind, Iova, MemoryRegion, MrAttr, MrFlags, RemoteKey,
+    transfer::Operation,
 };
 use proptest::{
     prelude::*,
@@ -16,8 +17,13 @@ use crate::{
     world::{DEFAULT, MODES, Mode, World},
 };
 
-fn check<S: Strategy>(cases: u32, strategy: &S, test: impl Fn(S::Value) -> Result<(), TestCaseError>) {
-    let mut runner = TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() });
+fn check<S: Strategy>(
+    cases: u32,
+    strategy: &S,
+    test: impl Fn(S::Value) -> Result<(), TestCaseError>,
+) {
+    let mut runner =
+        TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() });
     if let Err(error) = runner.run(strategy, test) {
         panic!("{error}");
     }
@@ -62,7 +68,11 @@ fn key_01_keys_follow_a_map_of_what_is_in_use() {
                             }
                             Err(error) => {
                                 prop_assert_eq!(error.kind(), ErrorKind::NoKey);
-                                prop_assert!(live.contains_key(&key), "{} is free and was refused", key);
+                                prop_assert!(
+                                    live.contains_key(&key),
+                                    "{} is free and was refused",
+                                    key
+                                );
                             }
                         }
                     }
@@ -75,8 +85,10 @@ fn key_01_keys_follow_a_map_of_what_is_in_use() {
                     KeyStep::Use(key) => {
                         let name = RemoteKey::new(Addressing::ZeroBased, Iova(0), 64, key);
                         let read = net.pull(&name, 0, 1).map_err(|error| error.kind());
-                        let expected =
-                            live.get(&key).map(|(_, byte)| vec![*byte]).ok_or(ErrorKind::InvalidKey);
+                        let expected = live
+                            .get(&key)
+                            .map(|(_, byte)| vec![*byte])
+                            .ok_or(ErrorKind::InvalidKey);
                         prop_assert_eq!(read, expected);
                     }
                 }
@@ -124,7 +136,12 @@ struct Case {
 
 fn rights() -> impl Strategy<Value = Access> {
     (0..1u64 << 7).prop_map(|bits| {
-        Access::all().iter().enumerate().filter(|(at, _)| bits >> at & 1 == 1).map(|(_, bit)| bit).collect()
+        Access::all()
+            .iter()
+            .enumerate()
+            .filter(|(at, _)| bits >> at & 1 == 1)
+            .map(|(_, bit)| bit)
+            .collect()
     })
 }
 
@@ -172,9 +189,18 @@ fn run(net: &Net, case: &Case) -> Result<(), TestCaseError> {
             (net.push(&key, *offset, &data), None)
         } else {
             let read = net.pull(&key, *offset, *len as usize);
-            (read.as_ref().map(|_| *len).map_err(|error| hmem::Error::new(error.kind(), "read")), read.ok())
+            (
+                read.as_ref().map(|_| *len).map_err(|error| hmem::Error::new(error.kind(), "read")),
+                read.ok(),
+            )
         };
-        prop_assert_eq!(moved.map_err(|error| error.kind()), expected, "access {} of {:?}", round, case);
+        prop_assert_eq!(
+            moved.map_err(|error| error.kind()),
+            expected,
+            "access {} of {:?}",
+            round,
+            case
+        );
         if let (Ok(_), Some(bytes)) = (expected, bytes) {
             for (from, to) in bytes.into_iter().enumerate() {
                 match &read {
@@ -218,26 +244,37 @@ fn mr_09_the_local_side_follows_its_rights() {
         let memory = net.bytes(64);
         let region = net.expose(memory.range(), REMOTE);
         let key = net.key(&region);
-        check(60, &(rights(), any::<bool>(), 0u64..40, 0u64..40), |(access, write, offset, len)| {
-            let local = net.local(32, access);
-            let outside = hmem::AddressRange::new(hmem::Address(local.bytes.range().start().0 + offset), len)
+        check(
+            60,
+            &(rights(), any::<bool>(), 0u64..40, 0u64..40),
+            |(access, write, offset, len)| {
+                let local = net.local(32, access);
+                let outside = hmem::AddressRange::new(
+                    hmem::Address(local.bytes.range().start().0 + offset),
+                    len,
+                )
                 .expect("range");
-            let segment = crate::net::segment(outside, Some(local.region.desc().expect("desc")));
-            let to = [remote(&key, 0, len)];
-            let operation =
-                if write { Operation::Write { remote: &to } } else { Operation::Read { remote: &to } };
-            let right = if write { Access::WRITE } else { Access::READ };
-            let moved = net.transfer(operation, &[segment]).map_err(|error| error.kind());
-            let expected = if !access.contains(right) {
-                Err(ErrorKind::AccessDenied)
-            } else if len > 0 && offset + len > 32 {
-                Err(ErrorKind::OutOfBounds)
-            } else {
-                Ok(len)
-            };
-            prop_assert_eq!(moved, expected, "{} bytes at {} with {}", len, offset, access);
-            Ok(())
-        });
+                let segment =
+                    crate::net::segment(outside, Some(local.region.desc().expect("desc")));
+                let to = [remote(&key, 0, len)];
+                let operation = if write {
+                    Operation::Write { remote: &to }
+                } else {
+                    Operation::Read { remote: &to }
+                };
+                let right = if write { Access::WRITE } else { Access::READ };
+                let moved = net.transfer(operation, &[segment]).map_err(|error| error.kind());
+                let expected = if !access.contains(right) {
+                    Err(ErrorKind::AccessDenied)
+                } else if len > 0 && offset + len > 32 {
+                    Err(ErrorKind::OutOfBounds)
+                } else {
+                    Ok(len)
+                };
+                prop_assert_eq!(moved, expected, "{} bytes at {} with {}", len, offset, access);
+                Ok(())
+            },
+        );
     }
 }
 
@@ -255,7 +292,10 @@ fn sub_01_sub_regions_are_windows_of_their_own_on_the_bases_bytes() {
                     let inside = start >= 100 && start + range.len() <= 900;
                     match base.sub(range, Access::REMOTE_READ, net.fresh_key()) {
                         Err(error) => {
-                            prop_assert_eq!((error.kind(), inside), (ErrorKind::OutOfBounds, false));
+                            prop_assert_eq!(
+                                (error.kind(), inside),
+                                (ErrorKind::OutOfBounds, false)
+                            );
                         }
                         Ok(sub) => {
                             prop_assert!(inside, "{range} is outside the base");
@@ -330,7 +370,9 @@ fn keys(key_size: usize) -> Keys {
     let regions: Vec<_> = (0..LIVE).map(|_| net.expose(memory.range(), REMOTE)).collect();
     let live: Vec<_> = regions.iter().map(number).collect();
     for _ in 0..LIVE {
-        dead.push(net.local(64, REMOTE | LOCAL).region.key().expect("key").as_u64().expect("one piece"));
+        dead.push(
+            net.local(64, REMOTE | LOCAL).region.key().expect("key").as_u64().expect("one piece"),
+        );
     }
     let foreign: Vec<_> = (0..LIVE).map(|_| net.local(64, REMOTE | LOCAL)).collect();
     dead.extend(foreign.iter().map(|local| number(&local.region)));
@@ -382,5 +424,9 @@ fn key_07_with_32_bit_keys_stale_ones_reach_nothing_and_the_bound_of_guessing_is
     // 40 over an expectation of a quarter has a probability below 10^-60: more means that keys cluster where one guesses.
     assert!(hits as f64 <= expected + 40.0);
     let wide = (0..10_000u64).map(|at| live[at as usize % live.len()] | (at + 1) << 32);
-    assert_eq!(successes(&net, wide).1, 0, "upper bits of a 32-bit key were cut off instead of refused");
+    assert_eq!(
+        successes(&net, wide).1,
+        0,
+        "upper bits of a 32-bit key were cut off instead of refused"
+    );
 }

@@ -18,7 +18,9 @@ over_worlds! {
 }
 
 const LOCAL_MODE: Need =
-    need("modes without LOCAL", "local buffers need no registration there", |world| world.has(MrMode::LOCAL));
+    need("modes without LOCAL", "local buffers need no registration there", |world| {
+        world.has(MrMode::LOCAL)
+    });
 
 fn mr_08_overlapping_regions_grant_each_its_own_rights(world: &World) {
     let net = Net::open(world);
@@ -27,7 +29,9 @@ fn mr_08_overlapping_regions_grant_each_its_own_rights(world: &World) {
     let writes = net.expose(memory.part(1000, 3096), Access::REMOTE_WRITE);
     let neither = net.expose(memory.part(500, 3000), LOCAL);
     let (reader, writer, locked) = (net.key(&reads), net.key(&writes), net.key(&neither));
-    let denied = |result: Result<u64, Error>| assert_eq!(result.unwrap_err().kind(), ErrorKind::AccessDenied);
+    let denied = |result: Result<u64, Error>| {
+        assert_eq!(result.unwrap_err().kind(), ErrorKind::AccessDenied)
+    };
     denied(net.push(&reader, 1500, &[0]));
     denied(net.pull(&writer, 500, 1).map(|_| 0));
     denied(net.push(&locked, 1000, &[0]));
@@ -45,14 +49,23 @@ fn mr_08_overlapping_regions_grant_each_its_own_rights(world: &World) {
 fn mr_09_peers_get_the_rights_of_the_key_and_no_others(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&pattern(2, 256));
-    for access in [Access::empty(), Access::REMOTE_READ, Access::REMOTE_WRITE, REMOTE, LOCAL, LOCAL | REMOTE]
+    for access in
+        [Access::empty(), Access::REMOTE_READ, Access::REMOTE_WRITE, REMOTE, LOCAL, LOCAL | REMOTE]
     {
         let region = net.expose(memory.range(), access);
         let key = net.key(&region);
         let read = net.pull(&key, 10, 20).map(|_| ()).map_err(|error| error.kind());
-        assert_eq!(read.is_ok(), access.contains(Access::REMOTE_READ), "read with {access}: {read:?}");
+        assert_eq!(
+            read.is_ok(),
+            access.contains(Access::REMOTE_READ),
+            "read with {access}: {read:?}"
+        );
         let write = net.push(&key, 10, &[1; 20]).map(|_| ()).map_err(|error| error.kind());
-        assert_eq!(write.is_ok(), access.contains(Access::REMOTE_WRITE), "write with {access}: {write:?}");
+        assert_eq!(
+            write.is_ok(),
+            access.contains(Access::REMOTE_WRITE),
+            "write with {access}: {write:?}"
+        );
         for refused in [read, write].into_iter().filter_map(Result::err) {
             assert_eq!(refused, ErrorKind::AccessDenied, "with {access}");
         }
@@ -81,13 +94,28 @@ fn mr_09_one_byte_past_either_end_fails_and_moves_nothing(world: &World) {
     let region = net.expose(memory.part(100, 500), REMOTE);
     let key = net.key(&region);
     let past = u64::MAX;
-    for (offset, len) in
-        [(500, 1), (499, 2), (0, 501), (past, 1), (past, 2), (past - 99, 200), (501, 1), (1 << 40, 1)]
-    {
+    for (offset, len) in [
+        (500, 1),
+        (499, 2),
+        (0, 501),
+        (past, 1),
+        (past, 2),
+        (past - 99, 200),
+        (501, 1),
+        (1 << 40, 1),
+    ] {
         let write = net.push(&key, offset, &vec![0xFF; len]).expect_err("wrote outside");
-        assert_eq!(write.kind(), net.seen(ErrorKind::OutOfBounds), "write of {len} at {offset:#x}: {write}");
+        assert_eq!(
+            write.kind(),
+            net.seen(ErrorKind::OutOfBounds),
+            "write of {len} at {offset:#x}: {write}"
+        );
         let read = net.pull(&key, offset, len).expect_err("read outside");
-        assert_eq!(read.kind(), net.seen(ErrorKind::OutOfBounds), "read of {len} at {offset:#x}: {read}");
+        assert_eq!(
+            read.kind(),
+            net.seen(ErrorKind::OutOfBounds),
+            "read of {len} at {offset:#x}: {read}"
+        );
     }
     assert_eq!(memory.all(), pattern(4, 1024), "a refused access moved bytes");
     net.push(&key, 0, &[1; 500]).expect("the whole region");

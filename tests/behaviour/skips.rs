@@ -39,8 +39,9 @@ fn the_skipped_list_is_the_committed_one() {
 
 #[test]
 fn the_skipped_list_of_verbs_devices_is_the_committed_one() {
-    let everywhere =
-        VERBS_NEEDS.iter().map(|need| format!("(every behaviour) | {}: {}", need.class, need.reason));
+    let everywhere = VERBS_NEEDS
+        .iter()
+        .map(|need| format!("(every behaviour) | {}: {}", need.class, need.reason));
     let behaviours = TABLES.iter().flat_map(|table| table.iter());
     let actual = everywhere.chain(behaviours.flat_map(Behaviour::skipped_verbs)).collect();
     compare("skipped-verbs.txt", VERBS_HEADER, actual);
@@ -53,7 +54,8 @@ fn compare(file: &str, header: &str, actual: BTreeSet<String>) {
         fs::write(&path, format!("{header}{lines}")).expect("write the list");
     }
     let text = fs::read_to_string(&path).expect("the committed list");
-    let lines: Vec<_> = text.lines().filter(|line| !line.starts_with('#')).map(str::to_owned).collect();
+    let lines: Vec<_> =
+        text.lines().filter(|line| !line.starts_with('#')).map(str::to_owned).collect();
     assert!(lines.is_sorted(), "{} is not sorted", path.display());
     let committed: BTreeSet<_> = lines.into_iter().collect();
     let added: Vec<_> = actual.difference(&committed).map(|line| format!("+ {line}")).collect();

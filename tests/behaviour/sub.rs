@@ -23,9 +23,13 @@ fn sub_01_a_sub_region_has_its_own_key_rights_and_bounds(world: &World) {
     let page_size = os_page_sizes()[0];
     let attr = MrAttr { page_size, ..MrAttr::new(&ranges, REMOTE | LOCAL) };
     let base = net.try_expose(&attr, MrFlags::empty()).expect("register");
-    let sub = base.sub(memory.part(1000, 50), Access::REMOTE_READ, net.fresh_key()).expect("sub-region");
+    let sub =
+        base.sub(memory.part(1000, 50), Access::REMOTE_READ, net.fresh_key()).expect("sub-region");
     net.target.make_usable(&sub).expect("bind and enable");
-    assert_eq!((sub.range(), sub.len(), sub.access()), (memory.part(1000, 50), 50, Access::REMOTE_READ));
+    assert_eq!(
+        (sub.range(), sub.len(), sub.access()),
+        (memory.part(1000, 50), 50, Access::REMOTE_READ)
+    );
     assert_eq!((sub.iface().unwrap(), sub.page_size()), (base.iface().unwrap(), page_size));
     let (base_key, key) = (net.key(&base), net.key(&sub));
     assert_ne!(base_key.as_u64().unwrap(), key.as_u64().unwrap());
@@ -40,7 +44,8 @@ fn sub_01_a_sub_region_has_its_own_key_rights_and_bounds(world: &World) {
     assert_eq!(net.pull(&key, 49, 2).unwrap_err().kind(), ErrorKind::OutOfBounds);
     assert_eq!(net.pull(&key, u64::MAX, 1).unwrap_err().kind(), ErrorKind::OutOfBounds);
     // Rights of its own the other way around: the base's key is not needed to write.
-    let writes = base.sub(memory.part(5000, 8), Access::REMOTE_WRITE, net.fresh_key()).expect("sub-region");
+    let writes =
+        base.sub(memory.part(5000, 8), Access::REMOTE_WRITE, net.fresh_key()).expect("sub-region");
     net.target.make_usable(&writes).expect("bind and enable");
     net.push(&net.key(&writes), 0, b"sub wrot").expect("write");
     assert_eq!(memory.get(5000, 8), b"sub wrot");
@@ -52,7 +57,9 @@ fn sub_01_outside_the_base_or_wider_than_it_is_refused(world: &World) {
     let memory = net.bytes(8192);
     let base = net.expose(memory.part(1000, 1000), Access::REMOTE_READ | Access::SEND);
     let before = net.live();
-    let sub = |offset, len, access| base.sub(memory.part(offset, len), access, net.fresh_key()).map(|_| ());
+    let sub = |offset, len, access| {
+        base.sub(memory.part(offset, len), access, net.fresh_key()).map(|_| ())
+    };
     for (offset, len) in [(999, 1), (999, 10), (2000, 1), (1999, 2), (0, 8192), (5000, 10)] {
         let error = sub(offset, len, Access::REMOTE_READ).expect_err("outside the base");
         assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{len} bytes at {offset}");
@@ -64,7 +71,8 @@ fn sub_01_outside_the_base_or_wider_than_it_is_refused(world: &World) {
     }
     let ranges = [memory.part(1000, 8)];
     let attr = MrAttr { base: Some(&base), ..MrAttr::new(&ranges, Access::REMOTE_READ) };
-    let page_size = net.try_expose(&MrAttr { page_size: os_page_sizes()[0], ..attr }, MrFlags::empty());
+    let page_size =
+        net.try_expose(&MrAttr { page_size: os_page_sizes()[0], ..attr }, MrFlags::empty());
     assert_eq!(page_size.unwrap_err().kind(), ErrorKind::BadPageSize, "page size is inherited");
     let foreign = net.initiator.register(&attr.key(net.fresh_key()), MrFlags::empty());
     assert_eq!(foreign.unwrap_err().kind(), ErrorKind::InvalidArgument, "a base of another domain");
@@ -85,7 +93,10 @@ fn sub_02_a_base_closes_after_its_sub_regions_three_levels_deep(world: &World) {
     for region in [&middle, &leaf] {
         net.target.make_usable(region).expect("bind and enable");
     }
-    assert_eq!(middle.sub(memory.part(999, 2), REMOTE, 9).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    assert_eq!(
+        middle.sub(memory.part(999, 2), REMOTE, 9).unwrap_err().kind(),
+        ErrorKind::OutOfBounds
+    );
     assert_eq!(net.pull(&net.key(&leaf), 0, 100).expect("read"), pattern(2, 4096)[1500..1600]);
     let busy = |region: hmem::MemoryRegion| {
         let rejected = region.close().expect_err("closed under a sub-region");
@@ -121,7 +132,9 @@ fn sub_03_sub_regions_pin_and_register_no_pages(world: &World) {
     let base = net.expose(memory.range(), REMOTE);
     let before = net.live();
     let subs: Vec<_> = (0..64)
-        .map(|at| base.sub(memory.part(at * 1024, 1024), REMOTE, net.fresh_key()).expect("sub-region"))
+        .map(|at| {
+            base.sub(memory.part(at * 1024, 1024), REMOTE, net.fresh_key()).expect("sub-region")
+        })
         .collect();
     let after = net.live();
     assert_eq!(after.regions, before.regions + 64);

@@ -78,14 +78,16 @@ fn orders(items: usize) -> Vec<Vec<usize>> {
 /// An application's objects, each of which may go first. A transfer is under way.
 fn objects(provider: &Arc<Watched>, world: &World, subs: bool) -> Vec<Option<Box<dyn Any>>> {
     let builder = Hmem::builder().without_vendor_ifaces();
-    let hmem = builder.shared_provider(Arc::clone(provider) as Arc<dyn Provider>).build().expect("build");
+    let hmem =
+        builder.shared_provider(Arc::clone(provider) as Arc<dyn Provider>).build().expect("build");
     let attr = DomainAttr { mr_mode: EVERY_BIT, nic: nic_name(world), ..DomainAttr::default() };
     let Side { endpoint, cq, domain } = Side::open(&hmem, provider_name(world), attr, true, None);
     let memory = Bytes::Host(HostPages::new(4096));
     let ranges = [memory.range()];
     // SAFETY: the memory is leaked below, so that it outlives the region in every order.
-    let region = unsafe { domain.regattr(&MrAttr::new(&ranges, REMOTE | LOCAL).key(1), MrFlags::empty()) }
-        .expect("register");
+    let region =
+        unsafe { domain.regattr(&MrAttr::new(&ranges, REMOTE | LOCAL).key(1), MrFlags::empty()) }
+            .expect("register");
     let sub = subs.then(|| region.sub(memory.part(64, 64), REMOTE, 2).expect("sub-region"));
     let window = domain.alloc_window(WindowType::One).expect("window");
     if world.has(MrMode::ENDPOINT) {
@@ -137,7 +139,8 @@ fn every_order(world: &World, subs: bool, provider: impl Fn() -> Arc<dyn Provide
 }
 
 fn every_order_on_loopback(progress: Progress, mode: MrMode) {
-    let world = World::PLAIN.with_mode(Mode { name: "of the test", offered: EVERY_BIT, needed: mode });
+    let world =
+        World::PLAIN.with_mode(Mode { name: "of the test", offered: EVERY_BIT, needed: mode });
     every_order(&world, true, || {
         Arc::new(Loopback::builder().progress(progress).needs(mode).build().expect("build"))
     });
@@ -169,10 +172,13 @@ fn mr_11_any_order_of_drops_leaves_nothing_with_a_progress_thread() {
 
 #[test]
 fn mr_11_any_order_of_drops_leaves_nothing_with_regions_bound_to_endpoints() {
-    child::alone("threads::mr_11_any_order_of_drops_leaves_nothing_with_regions_bound_to_endpoints", || {
-        every_order_on_loopback(Progress::ByHand, MrMode::ENDPOINT);
-        every_order_on_loopback(Progress::Thread, MrMode::ENDPOINT);
-    });
+    child::alone(
+        "threads::mr_11_any_order_of_drops_leaves_nothing_with_regions_bound_to_endpoints",
+        || {
+            every_order_on_loopback(Progress::ByHand, MrMode::ENDPOINT);
+            every_order_on_loopback(Progress::Thread, MrMode::ENDPOINT);
+        },
+    );
 }
 
 fn mr_11_closing_a_domain_says_what_is_left(world: &World) {
@@ -183,8 +189,8 @@ fn mr_11_closing_a_domain_says_what_is_left(world: &World) {
     let close = |domain: Domain, expected: [&str; 3]| -> Domain {
         let rejected = domain.close().expect_err("closed with something left");
         assert_eq!(rejected.error.kind(), hmem::ErrorKind::Busy);
-        let said =
-            ["regions", "windows", "endpoints"].map(|what| rejected.error.context_value(what).unwrap());
+        let said = ["regions", "windows", "endpoints"]
+            .map(|what| rejected.error.context_value(what).unwrap());
         assert_eq!(said, expected);
         rejected.value
     };
@@ -218,7 +224,8 @@ fn mr_16_threads_register_transfer_and_close_at_once(world: &World) {
             local.bytes.put(0, &bytes);
             let (to, from) = ([remote(&key, 0, 64)], [local.segment(0, 64)]);
             let operation = hmem::transfer::Operation::Write { remote: &to };
-            let request = hmem::transfer::WorkRequest { operation, local: &from, peer, context: round };
+            let request =
+                hmem::transfer::WorkRequest { operation, local: &from, peer, context: round };
             // SAFETY: the local memory outlives the transfer.
             unsafe { endpoint.post(&request) }.expect("post");
             eventually("the completion", || {
@@ -237,7 +244,8 @@ fn mr_16_threads_register_transfer_and_close_at_once(world: &World) {
         kept.len() as u64
     };
     let kept: u64 = thread::scope(|scope| {
-        let workers: Vec<_> = (0..THREADS).map(|thread| scope.spawn(move || work(thread))).collect();
+        let workers: Vec<_> =
+            (0..THREADS).map(|thread| scope.spawn(move || work(thread))).collect();
         workers.into_iter().map(|worker| worker.join().expect("a worker")).sum()
     });
     assert_eq!(kept, THREADS * KEPT / 2);
@@ -290,10 +298,12 @@ fn mr_16_a_huge_range_is_touched_in_parallel_and_reports_progress() {
         seen.0.insert(format!("{:?}", thread::current().id()));
         seen.1.push((done, all));
         arrived.notify_all();
-        let waited = arrived.wait_timeout_while(seen, Duration::from_secs(60), |seen| seen.0.len() < 2);
+        let waited =
+            arrived.wait_timeout_while(seen, Duration::from_secs(60), |seen| seen.0.len() < 2);
         assert!(!waited.expect("not poisoned").1.timed_out(), "one thread touches all pages");
     };
-    prefault(pages.range(), true, &Prefault { threads: 2, progress: Some(&progress) }).expect("prefault");
+    prefault(pages.range(), true, &Prefault { threads: 2, progress: Some(&progress) })
+        .expect("prefault");
     let (_, mut reports) = seen.into_inner().expect("not poisoned");
     reports.sort_unstable();
     assert_eq!(reports.last(), Some(&(LEN as u64, LEN as u64)));
@@ -319,6 +329,7 @@ fn mr_16_registering_touches_pages_where_asked_and_reports_progress(world: &Worl
     drop((untouched, touched));
     memory.pages().remove_pages();
     let before = net.live();
-    net.try_expose(&MrAttr { prefault, ..attr }, MrFlags::empty()).expect_err("pages that cannot be had");
+    net.try_expose(&MrAttr { prefault, ..attr }, MrFlags::empty())
+        .expect_err("pages that cannot be had");
     assert_eq!(net.live(), before);
 }

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use hmem::{
-    Access, Addressing, Endpoint, ErrorKind, Iova, MemoryRegion, MemoryWindow, MrMode, RemoteKey, Result,
+    Access, Addressing, Endpoint, ErrorKind, Iova, MemoryRegion, MemoryWindow, MrMode, RemoteKey,
+    Result,
     provider::{CompletionQueue, WindowType},
     transfer::{Completion, CompletionKind, PeerId},
 };
@@ -15,9 +16,10 @@ use crate::{
 };
 
 const NEEDS: Need = needs::KEYS_AT_HAND;
-const UNBOUND: Need = need("mode ENDPOINT", "the region itself is bound to the queue pair there", |world| {
-    !world.has(MrMode::ENDPOINT)
-});
+const UNBOUND: Need =
+    need("mode ENDPOINT", "the region itself is bound to the queue pair there", |world| {
+        !world.has(MrMode::ENDPOINT)
+    });
 
 const LOOPBACK: Need = need(
     "verbs",
@@ -66,7 +68,8 @@ impl Fixture {
         tag: u8,
     ) -> Result<RemoteKey> {
         let endpoint = &self.net.target.endpoint;
-        let key = window.post_bind(endpoint, &self.region, (offset, len), access, addressing, tag, 77)?;
+        let key =
+            window.post_bind(endpoint, &self.region, (offset, len), access, addressing, tag, 77)?;
         let completion = self.target_completion();
         assert_eq!((completion.context, completion.kind), (77, CompletionKind::BindWindow));
         completion.result.map(|_| key)
@@ -151,8 +154,16 @@ fn mw_02_type_2_binds_by_a_request_with_the_callers_tag(world: &World) {
         assert_eq!(window.bind(&f.region, 0, 8, REMOTE).unwrap_err().kind(), ErrorKind::BadState);
         for (tag, addressing) in [(0x5A, Addressing::ZeroBased), (0xC3, Addressing::Virtual)] {
             let key = f.bind_2(&window, (500, 40), REMOTE, addressing, tag).expect("bind");
-            assert_eq!(key.as_u64().unwrap() & 0xff, u64::from(tag), "the low 8 bits are the caller's");
-            let base = if addressing == Addressing::ZeroBased { 0 } else { f.memory.part(500, 1).start().0 };
+            assert_eq!(
+                key.as_u64().unwrap() & 0xff,
+                u64::from(tag),
+                "the low 8 bits are the caller's"
+            );
+            let base = if addressing == Addressing::ZeroBased {
+                0
+            } else {
+                f.memory.part(500, 1).start().0
+            };
             assert_eq!((key.addressing(), key.base()), (addressing, Iova(base)));
             assert_eq!(f.net.pull(&key, 0, 40).expect("read"), pattern(1, 4096)[500..540]);
             assert_eq!(f.net.pull(&key, 40, 1).unwrap_err().kind(), ErrorKind::OutOfBounds);
@@ -205,7 +216,8 @@ fn mw_03_2b_lets_its_queue_pair_go(world: &World) {
     f.net.pull(&key, 0, 64).expect_err("the queue pair is gone");
     f.net.peer = peer;
     f.net.target.cq = cq;
-    f.invalidate(&window).expect("the window can be invalidated through another queue pair of its domain");
+    f.invalidate(&window)
+        .expect("the window can be invalidated through another queue pair of its domain");
     f.region.close().expect("nothing is bound");
 }
 
@@ -213,12 +225,18 @@ fn mw_04_invalidation_kills_the_key_and_keeps_the_window(world: &World) {
     let f = fixture(world);
     let window = f.window(WindowType::TwoB);
     f.invalidate(&window).expect("a free window may be invalidated, which changes nothing");
-    let first = f.bind_2(&window, (0, 64), REMOTE, Addressing::ZeroBased, 7).expect("free to valid");
+    let first =
+        f.bind_2(&window, (0, 64), REMOTE, Addressing::ZeroBased, 7).expect("free to valid");
     f.invalidate(&window).expect("valid to free");
     f.dead(&first);
     f.invalidate(&window).expect("free already");
-    let second = f.bind_2(&window, (64, 64), REMOTE, Addressing::ZeroBased, 8).expect("free to valid again");
-    assert_eq!(first.as_u64().unwrap() >> 8, second.as_u64().unwrap() >> 8, "another window answered");
+    let second =
+        f.bind_2(&window, (64, 64), REMOTE, Addressing::ZeroBased, 8).expect("free to valid again");
+    assert_eq!(
+        first.as_u64().unwrap() >> 8,
+        second.as_u64().unwrap() >> 8,
+        "another window answered"
+    );
     assert_eq!(f.net.pull(&second, 0, 64).expect("read"), pattern(1, 4096)[64..128]);
     f.dead(&first);
     drop(window);
@@ -245,7 +263,8 @@ fn mw_04_a_peer_invalidates_by_sending(world: &World) {
     assert_eq!(f.target_completion().result.expect("receive"), 16);
     f.dead(&key);
     window.invalidated_by_peer();
-    let second = f.bind_2(&window, (0, 8), REMOTE, Addressing::ZeroBased, 9).expect("the window stays");
+    let second =
+        f.bind_2(&window, (0, 8), REMOTE, Addressing::ZeroBased, 9).expect("the window stays");
     f.net.pull(&second, 0, 8).expect("read");
 }
 
@@ -274,10 +293,14 @@ fn mw_05_windows_carry_rights_of_their_own(world: &World) {
     assert_eq!(f.net.pull(&key, 0, 7).expect("read"), b"granted");
     f.net.pull(&sealed.key().expect("key"), 0, 1).expect_err("the region's own key grants nothing");
     // Without local write there is nothing to grant.
-    let read_only = f.net.expose(f.memory.part(0, 64), Access::REMOTE_READ | Access::SEND | Access::WRITE);
+    let read_only =
+        f.net.expose(f.memory.part(0, 64), Access::REMOTE_READ | Access::SEND | Access::WRITE);
     let error = reads.0.bind(&read_only, 0, 64, Access::REMOTE_WRITE).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::AccessDenied);
-    assert_eq!(reads.0.bind(&f.region, 0, 8, Access::SEND).unwrap_err().kind(), ErrorKind::BadAccess);
+    assert_eq!(
+        reads.0.bind(&f.region, 0, 8, Access::SEND).unwrap_err().kind(),
+        ErrorKind::BadAccess
+    );
     f.net.pull(&key, 0, 7).expect("a refused bind leaves the binding as it was");
 }
 
@@ -286,7 +309,8 @@ fn mw_06_windows_overlap_and_hold_their_region(world: &World) {
     let one = f.window(WindowType::One);
     let two = f.window(WindowType::TwoB);
     let first = one.bind(&f.region, 0, 100, Access::REMOTE_WRITE).expect("bind");
-    let second = f.bind_2(&two, (50, 100), Access::REMOTE_READ, Addressing::ZeroBased, 3).expect("bind");
+    let second =
+        f.bind_2(&two, (50, 100), Access::REMOTE_READ, Addressing::ZeroBased, 3).expect("bind");
     f.net.push(&first, 50, b"seen by both").expect("write");
     assert_eq!(f.net.pull(&second, 0, 12).expect("read"), b"seen by both");
     let rejected = f.region.close().expect_err("closed under two windows");
@@ -306,8 +330,9 @@ fn mw_07_outside_the_region_or_on_anothers_is_refused(world: &World) {
     for (offset, len) in [(4096, 1), (4095, 2), (0, 4097), (u64::MAX, 1), (1, u64::MAX)] {
         let error = one.bind(&f.region, offset, len, REMOTE).expect_err("outside its region");
         assert_eq!(error.kind(), ErrorKind::OutOfBounds);
-        let error =
-            f.bind_2(&two, (offset, len), REMOTE, Addressing::Virtual, 1).expect_err("outside its region");
+        let error = f
+            .bind_2(&two, (offset, len), REMOTE, Addressing::Virtual, 1)
+            .expect_err("outside its region");
         assert_eq!(error.kind(), ErrorKind::OutOfBounds);
     }
     let foreign = f.net.local(64, LOCAL);

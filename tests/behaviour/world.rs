@@ -56,7 +56,8 @@ pub(crate) struct Mode {
 }
 
 /// Every bit but the two that stand alone.
-pub(crate) const EVERY_BIT: MrMode = MrMode::all().difference(MrMode::BASIC.union(MrMode::SCALABLE));
+pub(crate) const EVERY_BIT: MrMode =
+    MrMode::all().difference(MrMode::BASIC.union(MrMode::SCALABLE));
 
 const fn single(name: &'static str, needed: MrMode) -> Mode {
     Mode { name, offered: EVERY_BIT, needed }
@@ -72,8 +73,10 @@ pub(crate) const HARDWARE: Mode = single(
         .union(MrMode::HMEM),
 );
 /// What RDMA devices need.
-const VERBS: Mode =
-    single("verbs", MrMode::LOCAL.union(MrMode::VIRT_ADDR).union(MrMode::ALLOCATED).union(MrMode::PROV_KEY));
+const VERBS: Mode = single(
+    "verbs",
+    MrMode::LOCAL.union(MrMode::VIRT_ADDR).union(MrMode::ALLOCATED).union(MrMode::PROV_KEY),
+);
 pub(crate) const MODES: [Mode; 14] = [
     DEFAULT,
     Mode { name: "SCALABLE", offered: MrMode::SCALABLE, needed: MrMode::empty() },
@@ -156,8 +159,10 @@ impl World {
     /// How the initiator sees that the target refused. The software NIC says why. RDMA devices answer a dead key, a
     /// range outside and a missing right alike, with a remote access error.
     pub(crate) fn seen(&self, refusal: ErrorKind) -> ErrorKind {
-        let at_the_target =
-            matches!(refusal, ErrorKind::InvalidKey | ErrorKind::OutOfBounds | ErrorKind::BadAddress);
+        let at_the_target = matches!(
+            refusal,
+            ErrorKind::InvalidKey | ErrorKind::OutOfBounds | ErrorKind::BadAddress
+        );
         if at_the_target && !self.is_loopback() { ErrorKind::AccessDenied } else { refusal }
     }
 }
@@ -240,9 +245,11 @@ pub(crate) const VERBS_NEEDS: [Need; 2] = [
         "no peer reaches staged memory over a device: `p2p/tests/verbs_staging.rs` shows what the owner does with it",
         |world| !world.staged(),
     ),
-    need("device memory, a driver without dma-bufs", "no path leads there but a staged one", |world| {
-        world.is_system() || world.staged() || world.imports_dma_bufs()
-    }),
+    need(
+        "device memory, a driver without dma-bufs",
+        "no path leads there but a staged one",
+        |world| world.is_system() || world.staged() || world.imports_dma_bufs(),
+    ),
 ];
 
 /// Those of the device at hand; none where `HMEM_VERBS_DEVICE` names no device.
@@ -303,7 +310,11 @@ pub(crate) struct Need {
     pub(crate) met: fn(&World) -> bool,
 }
 
-pub(crate) const fn need(class: &'static str, reason: &'static str, met: fn(&World) -> bool) -> Need {
+pub(crate) const fn need(
+    class: &'static str,
+    reason: &'static str,
+    met: fn(&World) -> bool,
+) -> Need {
     Need { class, reason, met }
 }
 
@@ -320,10 +331,13 @@ pub(crate) mod needs {
             world.pages == Pages::Follow
         });
     pub(crate) const PINNED: Need =
-        need("followed pages", "it is about pages that stay pinned", |world| world.pages == Pages::Pinned);
-    pub(crate) const BY_HAND: Need = need("progress by thread", "the test steps transfers itself", |world| {
-        world.progress == Progress::ByHand
-    });
+        need("followed pages", "it is about pages that stay pinned", |world| {
+            world.pages == Pages::Pinned
+        });
+    pub(crate) const BY_HAND: Need =
+        need("progress by thread", "the test steps transfers itself", |world| {
+            world.progress == Progress::ByHand
+        });
     pub(crate) const KEYS_AT_HAND: Need =
         need("mode RAW", "keys are exchanged raw: mode_04 and key_04 show it", |world| {
             !world.has(MrMode::RAW)
@@ -331,7 +345,9 @@ pub(crate) mod needs {
     pub(crate) const OWN_KEYS: Need =
         need("mode PROV_KEY", "the provider picks the keys", |world| !world.has(MrMode::PROV_KEY));
     pub(crate) const ATOMICS: Need =
-        need("staged path", "atomics on staged memory are refused (BNC-03)", |world| !world.staged());
+        need("staged path", "atomics on staged memory are refused (BNC-03)", |world| {
+            !world.staged()
+        });
     pub(crate) const DMA_BUFS: Need =
         need("a driver without dma-bufs", "it is about dma-bufs", World::imports_dma_bufs);
     pub(crate) const HELD_TRANSFERS: Need =
@@ -345,10 +361,11 @@ pub(crate) mod needs {
         "the VM's driver binds windows to host memory only",
         World::binds_windows,
     );
-    pub(crate) const NO_ENDPOINT: Need =
-        need("mode ENDPOINT", "a region is bound to its endpoint before use: mode_10 shows it", |world| {
-            !world.has(MrMode::ENDPOINT)
-        });
+    pub(crate) const NO_ENDPOINT: Need = need(
+        "mode ENDPOINT",
+        "a region is bound to its endpoint before use: mode_10 shows it",
+        |world| !world.has(MrMode::ENDPOINT),
+    );
 }
 
 /// One behaviour: a name with its acceptance id, and how to show it.
@@ -370,7 +387,9 @@ impl Behaviour {
             if !world.is_loopback() && !VERBS_NEEDS.iter().all(|need| (need.met)(&world)) {
                 continue;
             }
-            if self.needs.iter().any(|need| !(need.met)(&world)) || !world.to_string().contains(&only) {
+            if self.needs.iter().any(|need| !(need.met)(&world))
+                || !world.to_string().contains(&only)
+            {
                 continue;
             }
             shown += 1;
@@ -383,7 +402,11 @@ impl Behaviour {
         }
         assert!(shown > 0, "{}: no world can show this, and a skip is not a pass", self.name);
         let (count, list) = (failures.len(), failures.join("\n  "));
-        assert!(count == 0, "{} failed in {count} of the first {shown} worlds:\n  {list}", self.name);
+        assert!(
+            count == 0,
+            "{} failed in {count} of the first {shown} worlds:\n  {list}",
+            self.name
+        );
     }
 
     /// A line for each class of worlds that cannot show it.

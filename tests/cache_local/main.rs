@@ -21,8 +21,8 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr, Endpoint, Errno,
-    ErrorKind, Hmem, Iface, MrMode,
+    Access, Address, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr, Endpoint,
+    Errno, ErrorKind, Hmem, Iface, MrMode,
     iface::AllocRequest,
     p2p::loopback::{Call, Faults, Loopback, Memory},
     provider::EndpointAttr,
@@ -149,7 +149,10 @@ fn closing_an_endpoint_ends_what_its_requests_held_and_their_completions_keep_th
     let mut contexts: Vec<_> = done.iter().map(|completion| completion.context).collect();
     contexts.sort_unstable();
     assert_eq!(contexts, [100, 101, 102, 103, 200, 201, 202, 203]);
-    assert!(done.iter().all(|one| one.result.as_ref().is_err_and(|why| why.kind() == ErrorKind::Canceled)));
+    assert!(
+        done.iter()
+            .all(|one| one.result.as_ref().is_err_and(|why| why.kind() == ErrorKind::Canceled))
+    );
     net.assert_nothing_left();
 }
 
@@ -166,8 +169,12 @@ fn dropping_endpoint_queue_and_domain_in_any_order_leaves_nothing() {
         let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint");
         let pages = Pages::new(PAGE);
         let receive = Operation::Receive { tag: None, from: None };
-        let request =
-            WorkRequest { operation: receive, local: &[pages.bare(0, 64)], peer: PeerId(0), context: 1 };
+        let request = WorkRequest {
+            operation: receive,
+            local: &[pages.bare(0, 64)],
+            peer: PeerId(0),
+            context: 1,
+        };
         // SAFETY: the memory is the test's own and outlives the endpoint.
         unsafe { endpoint.post(&request) }.expect("posted");
         assert_eq!(domain.live().regions, 1);
@@ -176,7 +183,11 @@ fn dropping_endpoint_queue_and_domain_in_any_order_leaves_nothing() {
         for part in order {
             drop(parts[part].take());
         }
-        assert_eq!((faults.calls(Call::Register), faults.calls(Call::Deregister)), (1, 1), "{order:?}");
+        assert_eq!(
+            (faults.calls(Call::Register), faults.calls(Call::Deregister)),
+            (1, 1),
+            "{order:?}"
+        );
     }
 }
 
@@ -184,7 +195,8 @@ fn dropping_endpoint_queue_and_domain_in_any_order_leaves_nothing() {
 fn a_request_that_is_refused_holds_nothing() {
     let faults = Faults::new();
     let (hmem, _import) = told(nic().faults(&faults));
-    let net = Net::with(&hmem, DomainAttr { mr_mode: MrMode::LOCAL, ..DomainAttr::default() }, 2, 64);
+    let net =
+        Net::with(&hmem, DomainAttr { mr_mode: MrMode::LOCAL, ..DomainAttr::default() }, 2, 64);
     let pages = Pages::new(4 * PAGE);
     // The NIC registers none of them, the first, and not the second of a list.
     for nth in [1, 2] {
@@ -249,7 +261,9 @@ fn contexts_of_the_application_come_back_as_they_were_whatever_they_look_like() 
     let pages = Pages::new(PAGE);
     let own = net.domain.register(vec![3_u8; 64], Access::WRITE).expect("registered");
     let named = own.slice(0, 64).expect("inside");
-    for context in [0, 1, MARKED, MARKED | 1, MARKED | (1 << 24), u64::MAX, MARKED | 0xFFFF_FFFF_FFFF] {
+    for context in
+        [0, 1, MARKED, MARKED | 1, MARKED | (1 << 24), u64::MAX, MARKED | 0xFFFF_FFFF_FFFF]
+    {
         for _ in 0..3 {
             net.write(&[pages.bare(0, 64)], context).expect("posted");
             let endpoint = net.endpoint.as_ref().expect("open");
@@ -318,7 +332,8 @@ fn mode_04_without_a_cache_or_with_a_foreign_queue_a_missing_descriptor_is_refus
         // SAFETY: the memory is the test's own and outlives the transfer.
         unsafe { endpoint.post(&request) }
     };
-    let peer = net.far_endpoint.resolve(&net.endpoint.as_ref().expect("open").name()).expect("a peer");
+    let peer =
+        net.far_endpoint.resolve(&net.endpoint.as_ref().expect("open").name()).expect("a peer");
     assert_eq!(request(&net.far_endpoint, peer).unwrap_err().kind(), ErrorKind::NoRegion);
     let cq = net.domain.provider_domain().open_cq(4).expect("a queue");
     let endpoint = net.domain.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint");
@@ -329,13 +344,16 @@ fn mode_04_without_a_cache_or_with_a_foreign_queue_a_missing_descriptor_is_refus
 
 #[test]
 fn mon_07_device_memory_without_a_descriptor_in_hmem_mode_is_never_a_stale_hit() {
-    let device =
-        Arc::new(Simulated::builder().address_reuse(AddressReuse::JustFreed).build().expect("a device"));
+    let device = Arc::new(
+        Simulated::builder().address_reuse(AddressReuse::JustFreed).build().expect("a device"),
+    );
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
-    let nic = Loopback::builder().memory(Memory::Pinned).needs(MrMode::HMEM).build().expect("a NIC");
+    let nic =
+        Loopback::builder().memory(Memory::Pinned).needs(MrMode::HMEM).build().expect("a NIC");
     let import = Import::new(Arc::new(Silent)).expect("a monitor");
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(import);
-    let hmem = builder.shared_iface(Arc::clone(&device) as _).provider(nic).build().expect("started");
+    let hmem =
+        builder.shared_iface(Arc::clone(&device) as _).provider(nic).build().expect("started");
     let net = Net::open(&hmem, MrMode::HMEM);
     let request = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
     let mut addresses = Vec::new();
@@ -345,7 +363,8 @@ fn mon_07_device_memory_without_a_descriptor_in_hmem_mode_is_never_a_stale_hit()
         let at = buffer.allocation().range.start();
         addresses.push(at);
         for context in 0..2 {
-            net.write(&[LocalSegment { address: at, len: 64, desc: None }], context).expect("posted");
+            net.write(&[LocalSegment { address: at, len: 64, desc: None }], context)
+                .expect("posted");
             assert_eq!(net.done(context), 64);
             assert_eq!(net.far_bytes(64), [round; 64]);
         }

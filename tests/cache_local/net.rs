@@ -49,10 +49,25 @@ impl Net {
         let peer = endpoint.resolve(&far_endpoint.name()).expect("the peer");
         far_endpoint.resolve(&endpoint.name()).expect("this side");
         let key = far.key().expect("a key");
-        Self { endpoint: Some(endpoint), cq, domain, peer, key, far, far_endpoint, far_cq, far_domain }
+        Self {
+            endpoint: Some(endpoint),
+            cq,
+            domain,
+            peer,
+            key,
+            far,
+            far_endpoint,
+            far_cq,
+            far_domain,
+        }
     }
 
-    pub(crate) fn post(&self, operation: Operation<'_>, local: &[LocalSegment], context: u64) -> Result<()> {
+    pub(crate) fn post(
+        &self,
+        operation: Operation<'_>,
+        local: &[LocalSegment],
+        context: u64,
+    ) -> Result<()> {
         let request = WorkRequest { operation, local, peer: self.peer, context };
         // SAFETY: the memory is the test's own, outlives the transfer, and is referred to by nobody.
         unsafe { self.endpoint.as_ref().expect("open").post(&request) }
@@ -114,6 +129,7 @@ pub(crate) fn nic() -> Builder {
 /// Host memory watched by the test, and the monitor by which it tells.
 pub(crate) fn told(nic: Builder) -> (Hmem, Arc<Import>) {
     let import = Import::new(Arc::new(Silent)).expect("a monitor");
-    let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(Arc::clone(&import) as _);
+    let builder =
+        Hmem::builder().without_vendor_ifaces().imported_cache_monitor(Arc::clone(&import) as _);
     (builder.provider(nic.build().expect("a software NIC")).build().expect("started"), import)
 }

@@ -26,7 +26,8 @@ impl Pages {
     }
 
     fn mapped(&self, fixed: i32) -> Option<usize> {
-        let (rights, own) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let (rights, own) =
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         let at = ptr::with_exposed_provenance_mut(if fixed == 0 { 0 } else { self.at });
         // SAFETY: a new mapping, in place of nothing.
         let place = unsafe { libc::mmap(at, self.len, rights, own | fixed, -1, 0) };

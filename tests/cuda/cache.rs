@@ -4,7 +4,8 @@
 use std::sync::Arc;
 
 use hmem::{
-    Access, Address, AddressRange, AllocationKind, DeviceId, Domain, Endpoint, Iface, IfaceExt, MemoryRegion,
+    Access, Address, AddressRange, AllocationKind, DeviceId, Domain, Endpoint, Iface, IfaceExt,
+    MemoryRegion,
     cache::Uncached,
     cuda::{
         MonitorKind,
@@ -143,7 +144,11 @@ fn rounds(link: &Link, kind: AllocationKind, freed: Freed, rounds: u32) -> Shown
         // SAFETY: the region is not used once its memory is freed, which is what the cache sees to.
         let first = unsafe { link.cache_get(memory) };
         assert!(first.lease().uncached().is_none(), "{:?}", first.lease());
-        assert_eq!(reader.first(&first), bytes_of(round), "round {round}: bytes of what was there before");
+        assert_eq!(
+            reader.first(&first),
+            bytes_of(round),
+            "round {round}: bytes of what was there before"
+        );
         drop(first);
         // What the worker deregisters of the round before calls the driver too.
         cache.flush();
@@ -161,7 +166,11 @@ fn rounds(link: &Link, kind: AllocationKind, freed: Freed, rounds: u32) -> Shown
     }
     let after = cache.statistics();
     let count = u64::from(rounds);
-    assert_eq!(after.registrations - before.registrations, count, "each allocation is registered once");
+    assert_eq!(
+        after.registrations - before.registrations,
+        count,
+        "each allocation is registered once"
+    );
     assert_eq!(after.hits - before.hits, count, "and hit once");
     cache.clear();
     cache.flush();
@@ -172,7 +181,13 @@ fn rounds(link: &Link, kind: AllocationKind, freed: Freed, rounds: u32) -> Shown
 fn worlds(rounds_each: u32, show: impl Fn(&Link, MonitorKind, u32)) {
     for profile in profiles() {
         for monitor in MONITORS {
-            let link = Link::cached(profile.clone(), IMPORTS, P2pPolicy::Enabled, Memory::Pinned, *monitor);
+            let link = Link::cached(
+                profile.clone(),
+                IMPORTS,
+                P2pPolicy::Enabled,
+                Memory::Pinned,
+                *monitor,
+            );
             show(&link, *monitor, rounds_each);
         }
     }
@@ -207,8 +222,13 @@ fn mr_07_cached_cuda_memory_that_comes_back_at_its_address_is_never_a_stale_hit(
 /// MR-07: ten thousand times over at one address, freed by the application.
 #[test]
 fn mr_07_cuda_memory_that_comes_back_ten_thousand_times_is_never_a_stale_hit() {
-    let link =
-        Link::cached(Profile::default(), IMPORTS, P2pPolicy::Enabled, Memory::Pinned, MonitorKind::Auto);
+    let link = Link::cached(
+        Profile::default(),
+        IMPORTS,
+        P2pPolicy::Enabled,
+        Memory::Pinned,
+        MonitorKind::Auto,
+    );
     let shown = rounds(&link, AllocationKind::Device, Freed::ByTheApplication, 10_000);
     came_back(shown.reused == 9_999);
 }
@@ -228,11 +248,16 @@ fn cache_02_each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
         if link.lacks(AllocationKind::Virtual) {
             return;
         }
-        let request = AllocRequest { len: 3 << 20, device: DeviceId(0), kind: AllocationKind::Virtual };
+        let request =
+            AllocRequest { len: 3 << 20, device: DeviceId(0), kind: AllocationKind::Virtual };
         let memory = link.cuda.allocate(&request).expect("allocate");
         // SAFETY: closed before the memory is freed.
         let region = unsafe { link.cache_get(memory.range) };
-        assert!(matches!(region.lease().uncached(), Some(Uncached::Unwatched(_))), "{:?}", region.lease());
+        assert!(
+            matches!(region.lease().uncached(), Some(Uncached::Unwatched(_))),
+            "{:?}",
+            region.lease()
+        );
         drop(region);
         // SAFETY: used by nobody.
         unsafe { link.cuda.free(&memory) }.expect("free");
@@ -252,14 +277,22 @@ fn cache_02_other_memory_at_the_same_place_of_a_reservation_is_never_a_hit() {
             }
             let (app, reader) = (App::new(&link.functions), Reader::new(&link));
             let mut memory = app.current(|_| Segments::new(&link.functions, &[true, true]));
-            let (first, last) = (memory.range(0, memory.step), memory.range(memory.step, memory.step));
+            let (first, last) =
+                (memory.range(0, memory.step), memory.range(memory.step, memory.step));
             link.cuda.write(first.start(), &bytes_of(0)).expect("write");
             link.cuda.write(last.start(), &bytes_of(1)).expect("write");
             for round in [0, 1, 0, 1] {
                 // SAFETY: not used once the memory is unmapped.
                 let region = unsafe { link.cache_get(first) };
-                assert_eq!(reader.first(&region), bytes_of(round), "{monitor}: memory that was there before");
-                assert!(matches!(region.lease().uncached(), Some(Uncached::Unwatched(_))), "{monitor}");
+                assert_eq!(
+                    reader.first(&region),
+                    bytes_of(round),
+                    "{monitor}: memory that was there before"
+                );
+                assert!(
+                    matches!(region.lease().uncached(), Some(Uncached::Unwatched(_))),
+                    "{monitor}"
+                );
                 drop(region);
                 app.current(|_| memory.swap());
             }
@@ -293,7 +326,11 @@ fn cache_02_memory_of_two_devices_is_two_entries_and_each_dies_by_its_own_free()
         // SAFETY: alive until below.
         drop(unsafe { link.cache_get(other.range) });
         let after = cache.statistics();
-        assert_eq!((after.hits - before.hits, after.registrations), (1, before.registrations), "{monitor}");
+        assert_eq!(
+            (after.hits - before.hits, after.registrations),
+            (1, before.registrations),
+            "{monitor}"
+        );
         // SAFETY: used by nobody.
         unsafe { link.cuda.free(&other) }.expect("free");
     });
@@ -304,7 +341,8 @@ fn cache_02_memory_of_two_devices_is_two_entries_and_each_dies_by_its_own_free()
 #[test]
 fn mon_07_with_hooks_nothing_stays_registered_when_the_application_frees() {
     for profile in profiles() {
-        let link = Link::cached(profile, IMPORTS, P2pPolicy::Enabled, Memory::Pinned, MonitorKind::Hooks);
+        let link =
+            Link::cached(profile, IMPORTS, P2pPolicy::Enabled, Memory::Pinned, MonitorKind::Hooks);
         let (app, cache) = (App::new(&link.functions), link.domain.cache().expect("a cache"));
         let memory: Vec<_> = (0..20).map(|_| app.allocate(64 << 10)).collect();
         for memory in &memory {
@@ -345,7 +383,8 @@ fn mon_07_with_hooks_nothing_stays_registered_when_the_application_frees() {
 #[test]
 fn mr_07_threads_that_free_what_others_get_at_once_never_hit_what_was_there_before() {
     for monitor in MONITORS {
-        let link = Link::cached(Profile::default(), IMPORTS, P2pPolicy::Enabled, Memory::Pinned, *monitor);
+        let link =
+            Link::cached(Profile::default(), IMPORTS, P2pPolicy::Enabled, Memory::Pinned, *monitor);
         std::thread::scope(|scope| {
             for thread in 0..3u32 {
                 let link = &link;
@@ -358,7 +397,11 @@ fn mr_07_threads_that_free_what_others_get_at_once_never_hit_what_was_there_befo
                         for _ in 0..2 {
                             // SAFETY: not used once the memory is freed.
                             let region = unsafe { link.cache_get(memory) };
-                            assert_eq!(reader.first(&region), mark, "{monitor}, round {round} of {thread}");
+                            assert_eq!(
+                                reader.first(&region),
+                                mark,
+                                "{monitor}, round {round} of {thread}"
+                            );
                         }
                         app.free(memory);
                     }

@@ -3,8 +3,8 @@
 use std::{collections::BTreeSet, sync::Arc};
 
 use hmem::{
-    AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Iface, IfaceKind,
-    MrAttr, MrFlags, MrMode, Registry,
+    AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Iface,
+    IfaceKind, MrAttr, MrFlags, MrMode, Registry,
     cuda::{
         Cuda, MonitorKind,
         sys::{CuResult, Functions},
@@ -77,7 +77,8 @@ impl Scene {
     fn play(self) -> Trace {
         let driver = FakeDriver::start(self.profile);
         // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
-        let functions = unsafe { Functions::from_lookup(|name| driver.symbol(name)) }.expect("the table");
+        let functions =
+            unsafe { Functions::from_lookup(|name| driver.symbol(name)) }.expect("the table");
         let cuda = Cuda::builder().functions(functions.clone()).monitor(MonitorKind::Identity);
         let cuda: Arc<dyn Iface> = Arc::new(cuda.open().expect("open"));
         let mut registry = Registry::new();
@@ -155,7 +156,10 @@ fn scenes() -> Vec<(&'static str, Scene)> {
         ("device-without-dma-buf", refused(CuResult::CUDA_ERROR_NOT_SUPPORTED)),
         (
             "device-without-dma-buf",
-            Scene { profile: Profile { absent: vec![EXPORT], ..Profile::default() }, ..Scene::default() },
+            Scene {
+                profile: Profile { absent: vec![EXPORT], ..Profile::default() },
+                ..Scene::default()
+            },
         ),
         ("vmm-range", Scene { memory: Memory::Handles(&[true, false]), ..Scene::default() }),
         (
@@ -222,8 +226,10 @@ fn scenes() -> Vec<(&'static str, Scene)> {
         ),
     ];
     for kind in [AllocationKind::Device, AllocationKind::Virtual] {
-        scenes
-            .push(("no-pcie-mapping", Scene { profile: before_the_flag(), imports: pcie_first, ..of(kind) }));
+        scenes.push((
+            "no-pcie-mapping",
+            Scene { profile: before_the_flag(), imports: pcie_first, ..of(kind) },
+        ));
     }
     for code in [
         CuResult::CUDA_ERROR_NOT_INITIALIZED,
@@ -255,8 +261,14 @@ fn diag_03_a_driver_that_has_the_pcie_mapping_is_not_said_to_lack_it() {
     let before_the_flag = Profile::named("550-open").expect("a profile");
     for (scene, causes) in [
         (with(Memory::Of(AllocationKind::StreamOrdered)), &["stream-ordered-pool"; 2] as &[_]),
-        (Scene { profile: one_by_one, ..with(Memory::Handles(&[true; 2])) }, &["segments-not-in-one"]),
-        (Scene { profile: before_the_flag, ..with(Memory::Handles(&[true; 2])) }, &["no-pcie-mapping"; 2]),
+        (
+            Scene { profile: one_by_one, ..with(Memory::Handles(&[true; 2])) },
+            &["segments-not-in-one"],
+        ),
+        (
+            Scene { profile: before_the_flag, ..with(Memory::Handles(&[true; 2])) },
+            &["no-pcie-mapping"; 2],
+        ),
     ] {
         let trace = scene.play();
         let exports = trace.iter().filter(|attempt| attempt.call.starts_with("export_dma_buf"));
@@ -264,7 +276,11 @@ fn diag_03_a_driver_that_has_the_pcie_mapping_is_not_said_to_lack_it() {
         let named: Vec<_> = refused.iter().filter_map(|attempt| attempt.cause_name).collect();
         assert_eq!(named, causes, "{trace}");
         let error = refused[0].error.as_ref().expect("refused");
-        assert_eq!(error.context_value("reason"), Some("refused under the PCIe mapping"), "{error}");
+        assert_eq!(
+            error.context_value("reason"),
+            Some("refused under the PCIe mapping"),
+            "{error}"
+        );
     }
 }
 

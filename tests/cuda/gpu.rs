@@ -52,7 +52,9 @@ fn over(driver: &str, words: &[&str]) -> (bool, String) {
         .expect("it runs");
     (
         output.status.success(),
-        [output.stdout, output.stderr].map(|said| String::from_utf8_lossy(&said).into_owned()).concat(),
+        [output.stdout, output.stderr]
+            .map(|said| String::from_utf8_lossy(&said).into_owned())
+            .concat(),
     )
 }
 

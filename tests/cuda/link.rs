@@ -7,8 +7,9 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AddressRange, AllocationKind, CacheAttr, CachedRegion, DeviceBuffer, DeviceId, Domain,
-    DomainAttr, Endpoint, Hmem, Iface, Iova, MemoryRegion, MrAttr, MrFlags, Registered, RemoteKey, Result,
+    Access, Address, AddressRange, AllocationKind, CacheAttr, CachedRegion, DeviceBuffer, DeviceId,
+    Domain, DomainAttr, Endpoint, Hmem, Iface, Iova, MemoryRegion, MrAttr, MrFlags, Registered,
+    RemoteKey, Result,
     cuda::{
         Cuda, MonitorKind,
         sys::{self, CuContext, CuDeviceAttribute, CuResult, Functions},
@@ -96,7 +97,13 @@ impl Link {
     }
 
     pub(crate) fn with(profile: Profile, imports: Imports, p2p: P2pPolicy, memory: Memory) -> Self {
-        Self::new(profile, imports, memory, MonitorKind::Auto, DomainAttr { p2p, ..DomainAttr::default() })
+        Self::new(
+            profile,
+            imports,
+            memory,
+            MonitorKind::Auto,
+            DomainAttr { p2p, ..DomainAttr::default() },
+        )
     }
 
     /// With a cache, over this monitor.
@@ -108,7 +115,13 @@ impl Link {
         monitor: MonitorKind,
     ) -> Self {
         let cache = Some(CacheAttr::default());
-        Self::new(profile, imports, memory, monitor, DomainAttr { p2p, cache, ..DomainAttr::default() })
+        Self::new(
+            profile,
+            imports,
+            memory,
+            monitor,
+            DomainAttr { p2p, cache, ..DomainAttr::default() },
+        )
     }
 
     fn new(
@@ -122,16 +135,20 @@ impl Link {
         let driver = Fake((!real()).then(|| FakeDriver::start(profile)));
         let functions = match &driver.0 {
             // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
-            Some(fake) => unsafe { Functions::from_lookup(|name| fake.symbol(name)) }.expect("the table"),
+            Some(fake) => {
+                unsafe { Functions::from_lookup(|name| fake.symbol(name)) }.expect("the table")
+            }
             None => {
-                let path =
-                    std::env::var(Cuda::LIBRARY_VARIABLE).unwrap_or_else(|_| Functions::LIBRARY.into());
+                let path = std::env::var(Cuda::LIBRARY_VARIABLE)
+                    .unwrap_or_else(|_| Functions::LIBRARY.into());
                 Functions::load(path.as_ref()).expect("HMEM_CUDA=real asks for a driver")
             }
         };
-        let cuda =
-            Arc::new(Cuda::builder().functions(functions.clone()).monitor(monitor).open().expect("a GPU"));
-        let nic = Loopback::builder().imports(imports).memory(memory).build().expect("the software NIC");
+        let cuda = Arc::new(
+            Cuda::builder().functions(functions.clone()).monitor(monitor).open().expect("a GPU"),
+        );
+        let nic =
+            Loopback::builder().imports(imports).memory(memory).build().expect("the software NIC");
         let hmem = Hmem::builder().without_vendor_ifaces();
         let hmem = hmem.shared_iface(Arc::clone(&cuda) as _).provider(nic).build().expect("start");
         let domain = hmem.domain("loopback", attr).expect("a domain");
@@ -139,7 +156,17 @@ impl Link {
         let open = || domain.open_endpoint(&EndpointAttr::new(&queue)).expect("an endpoint");
         let (initiator, target) = (open(), open());
         let peer = initiator.resolve(&target.name()).expect("the peer");
-        Self { queue, initiator, _target: target, peer, domain, cuda, functions, driver, _turn: turn }
+        Self {
+            queue,
+            initiator,
+            _target: target,
+            peer,
+            domain,
+            cuda,
+            functions,
+            driver,
+            _turn: turn,
+        }
     }
 
     /// What the GPU says of itself; the fake has it.
@@ -169,8 +196,12 @@ impl Link {
     pub(crate) fn lacks(&self, kind: AllocationKind) -> bool {
         let there = match kind {
             AllocationKind::Managed => self.has(sys::CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY),
-            AllocationKind::StreamOrdered => self.has(sys::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED),
-            AllocationKind::Virtual => self.has(sys::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED),
+            AllocationKind::StreamOrdered => {
+                self.has(sys::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)
+            }
+            AllocationKind::Virtual => {
+                self.has(sys::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)
+            }
             _ => true,
         };
         !there && not_over_a_gpu(&format!("the device has no {} memory", kind.name()))
@@ -179,14 +210,19 @@ impl Link {
     /// Whether a GPU's driver says of memory that was not created for RDMA that it is reached all the same (`cuda.h`:
     /// gpuDirectRDMACapable is a hint); says so, as [`not_over_a_gpu`] does.
     pub(crate) fn reaches_anything(&self, address: u64) -> bool {
-        let (mut attribute, mut capable) = (sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE, 0u64);
+        let (mut attribute, mut capable) =
+            (sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE, 0u64);
         let mut place = std::ptr::from_mut(&mut capable).cast();
         // SAFETY: one attribute with a place that is wide enough for it.
-        let code = unsafe { (self.functions.pointer_get_attributes)(1, &mut attribute, &mut place, address) };
+        let code = unsafe {
+            (self.functions.pointer_get_attributes)(1, &mut attribute, &mut place, address)
+        };
         real()
             && code.is_success()
             && capable != 0
-            && not_over_a_gpu("the driver says that it reaches memory that was not created for RDMA")
+            && not_over_a_gpu(
+                "the driver says that it reaches memory that was not created for RDMA",
+            )
     }
 
     /// Where a GPU is asked for and NICs reach no memory of it by its address: says so, as [`not_over_a_gpu`] does.

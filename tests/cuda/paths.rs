@@ -1,8 +1,9 @@
 //! Which way each kind of memory goes, and what the decision says.
 
 use hmem::{
-    Address, AddressRange, AllocationKind, Decision, ErrorKind, Iface, IfaceExt, Path, cuda::sys::CuResult,
-    iface::DmaBufMapping, p2p::loopback::Memory, path::P2pPolicy, provider::Imports,
+    Address, AddressRange, AllocationKind, Decision, ErrorKind, Iface, IfaceExt, Path,
+    cuda::sys::CuResult, iface::DmaBufMapping, p2p::loopback::Memory, path::P2pPolicy,
+    provider::Imports,
 };
 use hmem_fake_cuda::Profile;
 
@@ -49,7 +50,9 @@ fn p2p_01_each_kind_of_memory_goes_its_own_way_and_its_bytes_arrive() {
             for len in [1000, 100_001, (4 << 20) + 17] {
                 let decision = moved(&link, kind, len);
                 let expected = match kind {
-                    AllocationKind::Host | AllocationKind::Managed => decision.path == Path::PlainHost,
+                    AllocationKind::Host | AllocationKind::Managed => {
+                        decision.path == Path::PlainHost
+                    }
                     // The header does not list stream-ordered memory among what is exported.
                     AllocationKind::StreamOrdered => {
                         decision.path == Path::Staged || real() && decision.path == Path::DmaBuf
@@ -93,8 +96,11 @@ fn p2p_01_a_nic_with_peer_memory_alone_gets_device_addresses() {
     let base = buffer.allocation().base().0;
     // Of a GPU's driver nobody says what the attribute is before.
     assert!(real() || !link.driver.sync_memops(base));
-    let region =
-        link.domain.register(buffer, crate::link::REMOTE).map_err(hmem::Error::from).expect("register");
+    let region = link
+        .domain
+        .register(buffer, crate::link::REMOTE)
+        .map_err(hmem::Error::from)
+        .expect("register");
     assert_eq!(region.decision().expect("decision").path, Path::PeerMemory);
     assert!(real() || link.driver.sync_memops(base), "synchronous operations are made so first");
     let key = region.key().expect("key");
@@ -123,8 +129,11 @@ fn p2p_03_the_decision_names_each_call_its_error_its_cause_and_its_remedy() {
     }
     let link = Link::open(Profile::named("535-closed").expect("a profile"));
     let decision = moved(&link, AllocationKind::Device, 5000);
-    let refused =
-        decision.attempts.iter().find(|attempt| attempt.path == Path::DmaBuf).expect("it was tried");
+    let refused = decision
+        .attempts
+        .iter()
+        .find(|attempt| attempt.path == Path::DmaBuf)
+        .expect("it was tried");
     assert!(refused.call.starts_with("export_dma_buf("), "{}", refused.call);
     let error = refused.error.as_ref().expect("refused");
     assert!(
@@ -134,7 +143,10 @@ fn p2p_03_the_decision_names_each_call_its_error_its_cause_and_its_remedy() {
     assert!(refused.cause.is_some() && refused.remedy.is_some());
     let last = decision.attempts.last().expect("an attempt");
     assert!(last.error.is_none() && last.path == Path::Staged, "{decision}");
-    assert!(decision.to_string().contains("535") || decision.to_string().contains("cuda"), "{decision}");
+    assert!(
+        decision.to_string().contains("535") || decision.to_string().contains("cuda"),
+        "{decision}"
+    );
 }
 
 /// P2P-03 and P2P-04: whether stream-ordered memory is exported the driver is asked, and its answer is the trace's.
@@ -146,7 +158,10 @@ fn p2p_04_the_driver_is_asked_for_the_export_of_memory_that_is_not_vmm() {
     }
     let decision = moved(&link, AllocationKind::StreamOrdered, 5000);
     let refused = &decision.attempts[0];
-    assert!(refused.path == Path::DmaBuf && refused.call.starts_with("export_dma_buf("), "{decision}");
+    assert!(
+        refused.path == Path::DmaBuf && refused.call.starts_with("export_dma_buf("),
+        "{decision}"
+    );
     let Some(error) = refused.error.as_ref() else {
         assert!(real(), "{decision}");
         return;
@@ -195,7 +210,8 @@ fn hm_09_the_pcie_mapping_is_tried_first_and_then_without() {
         let link = Link::with(profile, imports, P2pPolicy::Required, Memory::Follow);
         let decision = moved(&link, AllocationKind::Device, 5000);
         assert_eq!((decision.path, decision.mapping), (Path::DmaBuf, mapping), "{decision}");
-        let tried: Vec<_> = decision.attempts.iter().filter(|attempt| attempt.error.is_some()).collect();
+        let tried: Vec<_> =
+            decision.attempts.iter().filter(|attempt| attempt.error.is_some()).collect();
         assert_eq!(tried.len(), refusals, "{decision}");
         for attempt in tried {
             assert!(attempt.call.contains("Pcie") && attempt.remedy.is_some(), "{}", attempt.call);
@@ -274,7 +290,11 @@ fn hm_07_handles_that_the_driver_does_not_export_as_one_are_exported_one_by_one(
     }
     let apart = |number: usize| u32::from(number == 2);
     for (profile, handle_types, code) in [
-        (Profile { spanning_exports: false, ..Profile::default() }, (|_| 0) as fn(usize) -> u32, 801),
+        (
+            Profile { spanning_exports: false, ..Profile::default() },
+            (|_| 0) as fn(usize) -> u32,
+            801,
+        ),
         (Profile::default(), apart, 1),
     ] {
         let link = with_dma_bufs(profile);
@@ -299,7 +319,8 @@ fn hm_07_a_range_with_a_segment_that_cannot_is_refused_naming_the_first() {
     if link.reaches_anything(segments.base + segments.step) {
         return;
     }
-    let error = link.expose(segments.range(100, 3 * segments.step - 100)).expect_err("the second cannot");
+    let error =
+        link.expose(segments.range(100, 3 * segments.step - 100)).expect_err("the second cannot");
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
     let first = segments.range(segments.step, segments.step).to_string();
     assert!(error.to_string().contains(&first), "{error}");
@@ -331,7 +352,8 @@ fn hm_06_registrations_of_device_memory_leave_nothing() {
     link.expose(memory.allocation().range).expect("register").close().expect("close");
     let before = count();
     for round in 0..500u64 {
-        let range = memory.allocation().range.slice(round * 131 % 100_000, 1 + round * 17).expect("a part");
+        let range =
+            memory.allocation().range.slice(round * 131 % 100_000, 1 + round * 17).expect("a part");
         let region = link.expose(range).unwrap_or_else(|error| panic!("{round}: {error}"));
         assert!(link.is_direct(region.decision().expect("decision").path, AllocationKind::Device));
         region.close().expect("close");

@@ -1,8 +1,8 @@
 //! Memory that is freed, and other memory at its address.
 
 use hmem::{
-    Address, AddressRange, AllocationKind, ErrorKind, IfaceKind, MrAttr, MrFlags, Path, cuda::MonitorKind,
-    p2p::loopback::Memory, path::P2pPolicy,
+    Address, AddressRange, AllocationKind, ErrorKind, IfaceKind, MrAttr, MrFlags, Path,
+    cuda::MonitorKind, p2p::loopback::Memory, path::P2pPolicy,
 };
 use hmem_fake_cuda::Profile;
 
@@ -11,9 +11,11 @@ use crate::link::{IMPORTS, Link, REMOTE, came_back, close, direct, not_over_a_gp
 /// MR-07 on device memory, over a NIC that keeps the pages of registration and over one that follows.
 #[test]
 fn mr_07_registering_freeing_and_allocating_again_reaches_the_new_bytes() {
-    for (memory, policy) in
-        [(Memory::Follow, direct()), (Memory::Pinned, direct()), (Memory::Follow, P2pPolicy::Disabled)]
-    {
+    for (memory, policy) in [
+        (Memory::Follow, direct()),
+        (Memory::Pinned, direct()),
+        (Memory::Follow, P2pPolicy::Disabled),
+    ] {
         let link = Link::with(Profile::default(), IMPORTS, policy, memory);
         let kinds = [AllocationKind::Device, AllocationKind::Virtual];
         for kind in kinds.into_iter().filter(|kind| !link.lacks(*kind)) {
@@ -22,7 +24,8 @@ fn mr_07_registering_freeing_and_allocating_again_reaches_the_new_bytes() {
                 for round in 0..40 {
                     let buffer = link.buffer(len, kind);
                     reused += u32::from(
-                        last.replace(buffer.allocation().base()) == Some(buffer.allocation().base()),
+                        last.replace(buffer.allocation().base())
+                            == Some(buffer.allocation().base()),
                     );
                     let region = link.domain.register(buffer, REMOTE).map_err(hmem::Error::from);
                     let region = region.unwrap_or_else(|error| panic!("{error}"));
@@ -36,7 +39,10 @@ fn mr_07_registering_freeing_and_allocating_again_reaches_the_new_bytes() {
                     link.put(&key, 500, &bytes).expect("write");
                     let mut found = vec![0; bytes.len()];
                     region.read(500, &mut found).expect("read");
-                    assert!(found == bytes, "{kind:?}, round {round}: the NIC wrote to other memory");
+                    assert!(
+                        found == bytes,
+                        "{kind:?}, round {round}: the NIC wrote to other memory"
+                    );
                     drop(close(region));
                     link.put(&key, 0, &[1]).expect_err("the key is dead");
                 }
@@ -59,7 +65,8 @@ fn mr_12_a_freed_or_foreign_pointer_that_is_claimed_for_cuda_is_said_to_be_unkno
         let buffer = link.buffer(8192, AllocationKind::Device);
         let freed = buffer.allocation().range;
         drop(buffer);
-        let foreign = AddressRange::new(Address(freed.start().0 + (1 << 40)), 4096).expect("no wrap");
+        let foreign =
+            AddressRange::new(Address(freed.start().0 + (1 << 40)), 4096).expect("no wrap");
         for unknown in [freed, foreign] {
             let error = if cached {
                 let cache = link.domain.cache().expect("a cache");

@@ -35,7 +35,10 @@ impl<'a> Segments<'a> {
                     gpu_direct_rdma_capable: (*capable).into(),
                     ..Default::default()
                 };
-                let who = sys::CuMemAccessDesc { location, flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
+                let who = sys::CuMemAccessDesc {
+                    location,
+                    flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+                };
                 let (mut handle, at) = (0, base + (number * step) as u64);
                 assert!(f.mem_create.expect("VMM")(&mut handle, step, &properties, 0).is_success());
                 assert!(f.mem_map.expect("VMM")(at, step, 0, handle, 0).is_success());

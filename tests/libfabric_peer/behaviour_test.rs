@@ -2,7 +2,8 @@
 
 use crate::libfabric::error::FabricErrno;
 use crate::libfabric::{
-    FabricError, KeyOrder, Libfabric, RegistrationPeer, RegistrationProvider, ShmWritePath, ShmWritePeer, sys,
+    FabricError, KeyOrder, Libfabric, RegistrationPeer, RegistrationProvider, ShmWritePath,
+    ShmWritePeer, sys,
 };
 
 /// The library, or nothing after printing why.
@@ -46,7 +47,9 @@ fn the_first_symbol_that_cannot_be_found_ends_the_look_up() {
 #[test]
 fn a_vacant_key_can_be_registered_again_and_again_and_a_populated_one_cannot() {
     let Some(libfabric) = libfabric() else { return };
-    for provider in [RegistrationProvider::Tcp, RegistrationProvider::TcpRxm, RegistrationProvider::Shm] {
+    for provider in
+        [RegistrationProvider::Tcp, RegistrationProvider::TcpRxm, RegistrationProvider::Shm]
+    {
         let mut peer = RegistrationPeer::open(libfabric, provider).unwrap();
         let buffer = vec![0_u8; 4096];
         let access = RegistrationPeer::REMOTE_ACCESS;
@@ -101,7 +104,8 @@ fn threads_register_at_once_under_different_keys() {
 #[test]
 fn a_write_has_arrived_when_it_returns() {
     let Some(libfabric) = libfabric() else { return };
-    for path in [ShmWritePath::CommandQueue, ShmWritePath::CrossMemoryAttach, ShmWritePath::Bounce] {
+    for path in [ShmWritePath::CommandQueue, ShmWritePath::CrossMemoryAttach, ShmWritePath::Bounce]
+    {
         let mut peer = ShmWritePeer::open(libfabric, path).unwrap();
         // The first write was made while opening.
         let mut writes = 1;

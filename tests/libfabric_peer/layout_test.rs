@@ -168,8 +168,11 @@ fn layouts_and_constants_are_those_of_the_installed_headers() {
     let output = Command::new(&program).output().unwrap();
     std::fs::remove_dir_all(&directory).unwrap();
 
-    let numbers: Vec<u64> =
-        String::from_utf8(output.stdout).unwrap().lines().map(|line| line.parse().unwrap()).collect();
+    let numbers: Vec<u64> = String::from_utf8(output.stdout)
+        .unwrap()
+        .lines()
+        .map(|line| line.parse().unwrap())
+        .collect();
     assert_eq!(numbers.len(), expectations.len());
     let different: Vec<String> = expectations
         .iter()

@@ -123,18 +123,30 @@ impl fmt::Display for FabricError {
                 write!(f, "{library} has no symbol {symbol}: {}", Loader(source))
             }
             Self::LibraryTooOld { found, needed } => {
-                write!(f, "libfabric {}.{} is older than {}.{}", found.0, found.1, needed.0, needed.1)
+                write!(
+                    f,
+                    "libfabric {}.{} is older than {}.{}",
+                    found.0, found.1, needed.0, needed.1
+                )
             }
             Self::ProviderMissing { provider, code, text } => {
-                write!(f, "libfabric offers no provider {provider:?} with what is asked: {code} ({text})")
+                write!(
+                    f,
+                    "libfabric offers no provider {provider:?} with what is asked: {code} ({text})"
+                )
             }
-            Self::Call { operation, code, text } => write!(f, "{operation} failed: {code} ({text})"),
+            Self::Call { operation, code, text } => {
+                write!(f, "{operation} failed: {code} ({text})")
+            }
             Self::OperationMissing { operation } => {
                 write!(f, "the provider does not implement {operation}")
             }
             Self::NothingReturned { operation } => write!(f, "{operation} returned nothing"),
             Self::Completion { operation, code, provider_code, text } => {
-                write!(f, "{operation} completed in error: {code} ({text}), provider code {provider_code}")
+                write!(
+                    f,
+                    "{operation} completed in error: {code} ({text}), provider code {provider_code}"
+                )
             }
             Self::Stalled { operation, polls } => {
                 write!(f, "{operation} did not finish within {polls} polls")
@@ -162,7 +174,9 @@ impl fmt::Display for Loader<'_> {
 impl std::error::Error for FabricError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
-            Self::LibraryMissing { source, .. } | Self::SymbolMissing { source, .. } => Some(source),
+            Self::LibraryMissing { source, .. } | Self::SymbolMissing { source, .. } => {
+                Some(source)
+            }
             _ => None,
         }
     }

@@ -105,7 +105,9 @@ impl Info {
         operation: &'static str,
         head: *mut sys::fi_info,
     ) -> Result<Self, FabricError> {
-        NonNull::new(head).map(|head| Self { libfabric, head }).ok_or_else(|| nothing_returned(operation))
+        NonNull::new(head)
+            .map(|head| Self { libfabric, head })
+            .ok_or_else(|| nothing_returned(operation))
     }
 
     /// The entry, for the calls that open something by it. Valid as long as `self`.
@@ -134,7 +136,11 @@ impl Info {
     pub(crate) fn fabric(&self) -> Result<Object<sys::fid_fabric>, FabricError> {
         // SAFETY: `fabric_attr` belongs to this entry, and the call writes the object on success.
         Object::open(self.libfabric, "fi_fabric", |out| unsafe {
-            (self.libfabric.functions.fi_fabric)(self.head.as_ref().fabric_attr, out, ptr::null_mut())
+            (self.libfabric.functions.fi_fabric)(
+                self.head.as_ref().fabric_attr,
+                out,
+                ptr::null_mut(),
+            )
         })
     }
 }

@@ -40,8 +40,13 @@ impl Libfabric {
     }
 
     /// As [`Self::check`], for the calls that return a count or a negated error number.
-    pub(crate) fn check_size(self, operation: &'static str, returned: isize) -> Result<usize, FabricError> {
-        usize::try_from(returned).map_err(|_| self.call_error(operation, FabricErrno::from_negated(returned)))
+    pub(crate) fn check_size(
+        self,
+        operation: &'static str,
+        returned: isize,
+    ) -> Result<usize, FabricError> {
+        usize::try_from(returned)
+            .map_err(|_| self.call_error(operation, FabricErrno::from_negated(returned)))
     }
 }
 
@@ -272,7 +277,14 @@ impl Object<sys::fid_av> {
         // SAFETY: the address vector is open, `address` is one complete address as the provider
         // wrote it, and there is room for the one index.
         let inserted = unsafe {
-            insert(self.raw.as_ptr(), address.as_ptr().cast(), 1, &raw mut index, 0, ptr::null_mut())
+            insert(
+                self.raw.as_ptr(),
+                address.as_ptr().cast(),
+                1,
+                &raw mut index,
+                0,
+                ptr::null_mut(),
+            )
         };
         if inserted == 1 {
             return Ok(index);

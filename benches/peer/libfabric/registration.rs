@@ -40,7 +40,11 @@ impl RegistrationProvider {
         Hints {
             provider,
             endpoint_type,
-            caps: sys::FI_RMA | sys::FI_READ | sys::FI_WRITE | sys::FI_REMOTE_READ | sys::FI_REMOTE_WRITE,
+            caps: sys::FI_RMA
+                | sys::FI_READ
+                | sys::FI_WRITE
+                | sys::FI_REMOTE_READ
+                | sys::FI_REMOTE_WRITE,
             mr_mode: 0,
             message_order: 0,
             source,
@@ -110,12 +114,18 @@ impl RegistrationPeer {
     ///
     /// [`FabricError::ProviderMissing`] when the library was built without the provider,
     /// [`FabricError::Call`] when the fabric or the domain does not open.
-    pub(crate) fn open(libfabric: Libfabric, provider: RegistrationProvider) -> Result<Self, FabricError> {
+    pub(crate) fn open(
+        libfabric: Libfabric,
+        provider: RegistrationProvider,
+    ) -> Result<Self, FabricError> {
         let hints = provider.hints();
         let info = match Info::find(libfabric, hints) {
             Err(FabricError::ProviderMissing { .. }) => Info::find(
                 libfabric,
-                Hints { mr_mode: sys::FI_MR_VIRT_ADDR | sys::FI_MR_ALLOCATED | sys::FI_MR_PROV_KEY, ..hints },
+                Hints {
+                    mr_mode: sys::FI_MR_VIRT_ADDR | sys::FI_MR_ALLOCATED | sys::FI_MR_PROV_KEY,
+                    ..hints
+                },
             )?,
             found => found?,
         };

@@ -59,7 +59,14 @@ impl ShmWritePath {
                 (caps | sys::FI_HMEM, sys::FI_MR_VIRT_ADDR | sys::FI_MR_HMEM, sys::FI_ORDER_RMA_WAW)
             }
         };
-        Hints { provider: "shm", endpoint_type: sys::FI_EP_RDM, caps, mr_mode, message_order, source: None }
+        Hints {
+            provider: "shm",
+            endpoint_type: sys::FI_EP_RDM,
+            caps,
+            mr_mode,
+            message_order,
+            source: None,
+        }
     }
 }
 

@@ -219,7 +219,12 @@ pub(crate) struct fid_fabric {
 pub(crate) struct fi_ops_fabric {
     pub(crate) size: usize,
     pub(crate) domain: Option<
-        unsafe extern "C" fn(*mut fid_fabric, *mut fi_info, *mut *mut fid_domain, *mut c_void) -> c_int,
+        unsafe extern "C" fn(
+            *mut fid_fabric,
+            *mut fi_info,
+            *mut *mut fid_domain,
+            *mut c_void,
+        ) -> c_int,
     >,
 }
 
@@ -236,13 +241,24 @@ pub(crate) struct fid_domain {
 pub(crate) struct fi_ops_domain {
     pub(crate) size: usize,
     pub(crate) av_open: Option<
-        unsafe extern "C" fn(*mut fid_domain, *mut fi_av_attr, *mut *mut fid_av, *mut c_void) -> c_int,
+        unsafe extern "C" fn(
+            *mut fid_domain,
+            *mut fi_av_attr,
+            *mut *mut fid_av,
+            *mut c_void,
+        ) -> c_int,
     >,
     pub(crate) cq_open: Option<
-        unsafe extern "C" fn(*mut fid_domain, *mut fi_cq_attr, *mut *mut fid_cq, *mut c_void) -> c_int,
+        unsafe extern "C" fn(
+            *mut fid_domain,
+            *mut fi_cq_attr,
+            *mut *mut fid_cq,
+            *mut c_void,
+        ) -> c_int,
     >,
-    pub(crate) endpoint:
-        Option<unsafe extern "C" fn(*mut fid_domain, *mut fi_info, *mut *mut fid_ep, *mut c_void) -> c_int>,
+    pub(crate) endpoint: Option<
+        unsafe extern "C" fn(*mut fid_domain, *mut fi_info, *mut *mut fid_ep, *mut c_void) -> c_int,
+    >,
 }
 
 /// Registration operations of a domain.
@@ -293,7 +309,14 @@ pub(crate) struct fid_av {
 pub(crate) struct fi_ops_av {
     pub(crate) size: usize,
     pub(crate) insert: Option<
-        unsafe extern "C" fn(*mut fid_av, *const c_void, usize, *mut fi_addr_t, u64, *mut c_void) -> c_int,
+        unsafe extern "C" fn(
+            *mut fid_av,
+            *const c_void,
+            usize,
+            *mut fi_addr_t,
+            u64,
+            *mut c_void,
+        ) -> c_int,
     >,
 }
 
@@ -322,7 +345,8 @@ pub(crate) struct fi_ops_cq {
     pub(crate) size: usize,
     pub(crate) read: Option<unsafe extern "C" fn(*mut fid_cq, *mut c_void, usize) -> isize>,
     pub(crate) readfrom: UnusedOperation,
-    pub(crate) readerr: Option<unsafe extern "C" fn(*mut fid_cq, *mut fi_cq_err_entry, u64) -> isize>,
+    pub(crate) readerr:
+        Option<unsafe extern "C" fn(*mut fid_cq, *mut fi_cq_err_entry, u64) -> isize>,
 }
 
 /// What a completion queue is to be.
@@ -401,11 +425,18 @@ pub(crate) struct fi_ops_rma {
 }
 
 type FiVersion = unsafe extern "C" fn() -> u32;
-type FiGetinfo =
-    unsafe extern "C" fn(u32, *const c_char, *const c_char, u64, *const fi_info, *mut *mut fi_info) -> c_int;
+type FiGetinfo = unsafe extern "C" fn(
+    u32,
+    *const c_char,
+    *const c_char,
+    u64,
+    *const fi_info,
+    *mut *mut fi_info,
+) -> c_int;
 type FiDupinfo = unsafe extern "C" fn(*const fi_info) -> *mut fi_info;
 type FiFreeinfo = unsafe extern "C" fn(*mut fi_info);
-type FiFabric = unsafe extern "C" fn(*mut fi_fabric_attr, *mut *mut fid_fabric, *mut c_void) -> c_int;
+type FiFabric =
+    unsafe extern "C" fn(*mut fi_fabric_attr, *mut *mut fid_fabric, *mut c_void) -> c_int;
 type FiStrerror = unsafe extern "C" fn(c_int) -> *const c_char;
 
 /// The exported functions that the peer calls.

@@ -50,7 +50,8 @@ impl Bench {
     pub(super) fn new(effort: Effort) -> Result<Self> {
         let (ucx, ground) = (Ucx::load(), Ground::new(MOST_MISSED)?);
         let mut report = Report::default();
-        let mut skip = |what: &str, why: String| report.skipped.push(Skipped { what: what.into(), why });
+        let mut skip =
+            |what: &str, why: String| report.skipped.push(Skipped { what: what.into(), why });
         if let Err(why) = &ucx {
             skip(UCX, why.clone());
         }
@@ -82,7 +83,9 @@ impl Bench {
     fn ucx_cache(&self, max: u64, filled: u64) -> Result<Option<UcxCache>> {
         let Ok(ucx) = self.ucx else { return Ok(None) };
         let cache = ucx.cache(max as usize).map_err(|why| {
-            Error::new(ErrorKind::Unavailable, "bench cache").context("peer", UCX).context("why", why)
+            Error::new(ErrorKind::Unavailable, "bench cache")
+                .context("peer", UCX)
+                .context("why", why)
         })?;
         for number in 0..filled {
             cache.get_put(self.ground.address(number), LEN);
@@ -121,8 +124,9 @@ impl Bench {
         let ours = our_hits(&self.ground, &cache, draw);
         let beside = our_hits(&self.ground, &other, draw);
         // The second thread's numbers begin at another place.
-        let apart =
-            |start: u64, count: u64| if start >> 32 == 0 { ours(start, count) } else { beside(start, count) };
+        let apart = |start: u64, count: u64| {
+            if start >> 32 == 0 { ours(start, count) } else { beside(start, count) }
+        };
         let theirs = ucx.as_ref().map(|ucx| their_hits(&self.ground, ucx, draw));
         let mut sides = vec![
             Side { threads: 2, run: &ours },
@@ -152,7 +156,9 @@ impl Bench {
             let (ground, got, got_theirs) = (&self.ground, AtomicU64::new(0), AtomicU64::new(0));
             let ours = |start: u64, count: u64| {
                 for number in start..start + count {
-                    black_box(*cache.get(&ground.key(number % all)).expect("registering nothing works"));
+                    black_box(
+                        *cache.get(&ground.key(number % all)).expect("registering nothing works"),
+                    );
                 }
                 got.fetch_add(count, Ordering::Relaxed);
             };
@@ -218,7 +224,8 @@ impl Bench {
     fn memory_types(&mut self) -> Result<()> {
         for regions in [1_000, 100_000] {
             let simulated = Arc::new(Simulated::builder().build()?);
-            let request = AllocRequest { len: LEN, device: DeviceId(0), kind: AllocationKind::Device };
+            let request =
+                AllocRequest { len: LEN, device: DeviceId(0), kind: AllocationKind::Device };
             let allocations: Vec<_> =
                 (0..regions).map(|_| simulated.allocate(&request)).collect::<Result<_>>()?;
             let mut registry = Registry::new();
@@ -231,10 +238,13 @@ impl Bench {
                 }
                 types
             });
-            let device: Vec<u64> = allocations.iter().map(|allocation| allocation.base().0 + 123).collect();
+            let device: Vec<u64> =
+                allocations.iter().map(|allocation| allocation.base().0 + 123).collect();
             let host = vec![0_u8; 1 << 20];
-            let host: Vec<u64> = (0..256).map(|page| host.as_ptr().addr() as u64 + page * 4096).collect();
-            for (what, addresses, is_device) in [("host", &host, false), ("device", &device, true)] {
+            let host: Vec<u64> =
+                (0..256).map(|page| host.as_ptr().addr() as u64 + page * 4096).collect();
+            for (what, addresses, is_device) in [("host", &host, false), ("device", &device, true)]
+            {
                 let bound = addresses.len() as u64;
                 let ours = |start: u64, count: u64| {
                     for number in start..start + count {
@@ -246,7 +256,10 @@ impl Bench {
                 let theirs = |start: u64, count: u64| {
                     let types = ucx.as_ref().expect("measured only where it is");
                     for number in start..start + count {
-                        assert_eq!(types.is_device(addresses[place(number, bound) as usize]), is_device);
+                        assert_eq!(
+                            types.is_device(addresses[place(number, bound) as usize]),
+                            is_device
+                        );
                     }
                 };
                 let figure = format!("whose is this {what} address");

@@ -48,8 +48,11 @@ pub(super) fn resident() -> Result<u64> {
     };
     let text = fs::read_to_string(path).map_err(|error| unreadable(&error))?;
     let line = text.lines().find_map(|line| line.strip_prefix("Anonymous:"));
-    let kilobytes = line.and_then(|line| line.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
-    kilobytes.map(|kilobytes| kilobytes * KIB).ok_or_else(|| unreadable(&"it has no line `Anonymous: N kB`"))
+    let kilobytes =
+        line.and_then(|line| line.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
+    kilobytes
+        .map(|kilobytes| kilobytes * KIB)
+        .ok_or_else(|| unreadable(&"it has no line `Anonymous: N kB`"))
 }
 
 /// Fills a cache for each layout. All are kept until the end, so that none stands on another's memory.

@@ -39,7 +39,9 @@ impl Ground {
         let mut memory = Vec::<u8>::new();
         let len = (regions + 2) * LEN;
         memory.try_reserve_exact(len as usize).map_err(|why| {
-            Error::new(ErrorKind::OutOfResources, "bench cache").context("bytes", len).context("why", why)
+            Error::new(ErrorKind::OutOfResources, "bench cache")
+                .context("bytes", len)
+                .context("why", why)
         })?;
         let base = (memory.as_ptr().addr() as u64).next_multiple_of(LEN);
         Ok(Self { _memory: memory, base, regions, monitor: MemHooks::start() })
@@ -68,7 +70,8 @@ impl Ground {
     /// # Errors
     /// As [`Cache::new`].
     pub(super) fn cache(&self, max_count: u64, filled: u64) -> Result<Cache<Noop>> {
-        let monitor = self.monitor.as_ref().ok().map(|monitor| Arc::clone(monitor) as Arc<dyn Monitor>);
+        let monitor =
+            self.monitor.as_ref().ok().map(|monitor| Arc::clone(monitor) as Arc<dyn Monitor>);
         self.cache_watched_by(monitor, max_count, filled)
     }
 

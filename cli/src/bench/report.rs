@@ -68,7 +68,8 @@ impl Default for Report {
 /// What the writer reported.
 pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
     style.heading(out, "ns an operation, medians of rounds in turns")?;
-    let mut table = style.table(&["figure", "regions", "threads", "ours", "peer", "its", "ratio", "goal"]);
+    let mut table =
+        style.table(&["figure", "regions", "threads", "ours", "peer", "its", "ratio", "goal"]);
     for row in &report.rows {
         let number = |value: Option<f64>, digits: usize| {
             style.number(value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}")))
@@ -98,7 +99,9 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
                 style.cell(&row.figure, if met { Tone::Good } else { Tone::Bad }),
                 style.number(row.regions),
                 style.number(if met { each } else { format!("{each} over") }),
-                style.number(row.target.map_or_else(|| "-".to_owned(), |target| format!("{target:.0}"))),
+                style.number(
+                    row.target.map_or_else(|| "-".to_owned(), |target| format!("{target:.0}")),
+                ),
             ]);
         }
         style.print(out, &table)?;

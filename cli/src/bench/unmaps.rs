@@ -59,7 +59,8 @@ fn raw_pairs(_: u64, count: u64) {
 fn cached_pairs(cache: &Cache<Noop>, count: u64) {
     for _ in 0..count {
         let at = map();
-        let range = AddressRange::new(Address::of_ptr(at), LEN as u64).expect("a mapping does not wrap");
+        let range =
+            AddressRange::new(Address::of_ptr(at), LEN as u64).expect("a mapping does not wrap");
         let key = Key::new(range, Access::SEND).expect("not empty, and defined rights");
         black_box(*cache.get(&key).expect("registering nothing works"));
         unmap(at);
@@ -76,18 +77,28 @@ impl Bench {
             self.report.rows.push(row("mmap and munmap, memhooks", 0, 1, &seen, RAW, Some(1.02)));
             let cache = self.ground.cache(2 * MOST, MOST)?;
             let seen = in_turns(effort, &hooked);
-            self.report.rows.push(row("mmap and munmap, memhooks", MOST, 1, &seen, RAW, Some(1.05)));
+            self.report.rows.push(row(
+                "mmap and munmap, memhooks",
+                MOST,
+                1,
+                &seen,
+                RAW,
+                Some(1.05),
+            ));
             self.growth()?;
             assert_eq!(cache.statistics().entries as u64, MOST, "none of them was unmapped");
             self.cached_unmaps("mmap, miss and munmap, memhooks", &self.ground.cache(1_000, 0)?);
         }
         match UserFaultFd::start() {
             Ok(monitor) => {
-                let cache = self.ground.cache_watched_by(Some(monitor as Arc<dyn Monitor>), 1_000, 0)?;
+                let cache =
+                    self.ground.cache_watched_by(Some(monitor as Arc<dyn Monitor>), 1_000, 0)?;
                 self.cached_unmaps("mmap, miss and munmap, userfaultfd", &cache);
             }
             Err(why) => {
-                self.report.skipped.push(Skipped { what: "userfaultfd".into(), why: why.to_string() });
+                self.report
+                    .skipped
+                    .push(Skipped { what: "userfaultfd".into(), why: why.to_string() });
             }
         }
         Ok(())

@@ -43,13 +43,23 @@ impl Link {
         Ok(Self { queue, initiator, target, peer, posted: 0 })
     }
 
-    pub(super) fn write(&mut self, domain: &Domain, from: RegionSlice, to: Target<'_>) -> Result<()> {
+    pub(super) fn write(
+        &mut self,
+        domain: &Domain,
+        from: RegionSlice,
+        to: Target<'_>,
+    ) -> Result<()> {
         let context = self.next();
         self.initiator.write(&[from], &[to.segment()], self.peer, context)?;
         self.wait(domain, context, Some(to.len))
     }
 
-    pub(super) fn read(&mut self, domain: &Domain, into: RegionSlice, from: Target<'_>) -> Result<()> {
+    pub(super) fn read(
+        &mut self,
+        domain: &Domain,
+        into: RegionSlice,
+        from: Target<'_>,
+    ) -> Result<()> {
         let context = self.next();
         self.initiator.read(&[into], &[from.segment()], self.peer, context)?;
         self.wait(domain, context, Some(from.len))
@@ -125,6 +135,10 @@ pub(super) struct Target<'a> {
 
 impl<'a> Target<'a> {
     fn segment(self) -> RemoteSegment<'a> {
-        RemoteSegment { address: hmem::Iova(self.key.base().0 + self.offset), len: self.len, key: self.key }
+        RemoteSegment {
+            address: hmem::Iova(self.key.base().0 + self.offset),
+            len: self.len,
+            key: self.key,
+        }
     }
 }

@@ -3,8 +3,8 @@
 use std::{fmt, sync::Arc};
 
 use hmem::{
-    AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt, IfaceKind,
-    OwnedBuffer, Result,
+    AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt,
+    IfaceKind, OwnedBuffer, Result,
     system::{MemFd, System},
 };
 
@@ -37,7 +37,9 @@ impl Memory {
     #[must_use]
     pub fn iface(&self) -> &str {
         match self {
-            Self::Heap | Self::Mapped(_) | Self::Borrowed(_) | Self::MemFd | Self::HugePages(_) => "system",
+            Self::Heap | Self::Mapped(_) | Self::Borrowed(_) | Self::MemFd | Self::HugePages(_) => {
+                "system"
+            }
             Self::Allocated { iface, .. } => iface.name(),
         }
     }

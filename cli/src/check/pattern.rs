@@ -22,7 +22,8 @@ pub(crate) fn difference(expected: &[u8], found: &[u8]) -> Option<(usize, usize)
     if expected == found {
         return None;
     }
-    let mut wrong = expected.iter().zip(found).enumerate().filter(|(_, (expected, found))| expected != found);
+    let mut wrong =
+        expected.iter().zip(found).enumerate().filter(|(_, (expected, found))| expected != found);
     let (first, _) = wrong.next()?;
     Some((first, 1 + wrong.count()))
 }

@@ -1,6 +1,9 @@
 //! Memory that goes and comes back at the same address: what a stale registration is caught by.
 
-#![allow(unsafe_code, reason = "pages are taken away by the C library's calls, as applications take them")]
+#![allow(
+    unsafe_code,
+    reason = "pages are taken away by the C library's calls, as applications take them"
+)]
 
 use std::{
     io,
@@ -57,7 +60,9 @@ impl Pages {
             }
             1 => self.at = map(self.at, OWN | libc::MAP_FIXED)?,
             // SAFETY: as above.
-            2 => done("madvise", unsafe { libc::madvise(self.at, LEN as usize, libc::MADV_DONTNEED) })?,
+            2 => done("madvise", unsafe {
+                libc::madvise(self.at, LEN as usize, libc::MADV_DONTNEED)
+            })?,
             _ => {
                 let elsewhere = map(ptr::null_mut(), OWN)?;
                 // SAFETY: as above, for both; the pages at `elsewhere` are replaced and then given back.
@@ -80,7 +85,8 @@ impl Pages {
     /// Maps where the pages just were, unless another thread has taken the addresses meanwhile.
     fn map_again(&mut self) -> Result<()> {
         let at = std::mem::replace(&mut self.at, ptr::null_mut());
-        self.at = map(at, OWN | libc::MAP_FIXED_NOREPLACE).or_else(|_| map(ptr::null_mut(), OWN))?;
+        self.at =
+            map(at, OWN | libc::MAP_FIXED_NOREPLACE).or_else(|_| map(ptr::null_mut(), OWN))?;
         Ok(())
     }
 }
@@ -161,9 +167,9 @@ impl OnDevice {
     }
 
     fn buffer(&self) -> Result<&DeviceBuffer> {
-        self.buffer
-            .as_ref()
-            .ok_or_else(|| Error::new(ErrorKind::BadState, "memory of a check").iface(self.iface.kind()))
+        self.buffer.as_ref().ok_or_else(|| {
+            Error::new(ErrorKind::BadState, "memory of a check").iface(self.iface.kind())
+        })
     }
 }
 

@@ -2,7 +2,9 @@
 
 use std::{fmt, sync::Arc};
 
-use hmem::{Access, AllocationKind, DeviceId, Iface, IfaceKind, Path, path::P2pPolicy, system::System};
+use hmem::{
+    Access, AllocationKind, DeviceId, Iface, IfaceKind, Path, path::P2pPolicy, system::System,
+};
 
 use super::{Memory, Selection, memory::HugeBuffer, skip};
 use crate::{
@@ -88,7 +90,8 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
     for absent in machine.absent.iter().filter(|absent| absent.sort != "topology") {
         let by = if absent.sort == "iface" { &selection.iface } else { &selection.provider };
         let narrowed = selection.iface.is_some() || selection.provider.is_some();
-        let named = |name: &String| *name == absent.name || absent.name.starts_with(&format!("{name}/"));
+        let named =
+            |name: &String| *name == absent.name || absent.name.starts_with(&format!("{name}/"));
         if by.as_ref().map_or(!narrowed, named) {
             plan.skipped.push(absent.into());
         }
@@ -109,14 +112,16 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
             memories.extend(of_devices(iface, &mut plan.skipped));
         }
     }
-    let wanted = |nic: &Fabric| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
+    let wanted =
+        |nic: &Fabric| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
     for nic in machine.nics.iter().filter(|nic| wanted(nic)) {
         for memory in &memories {
-            let simulated =
-                matches!(memory, Memory::Allocated { iface, .. } if machine.is_software(iface.kind()));
-            for way in ways(memory, simulated, nic, machine.hmem.p2p_disabled(), &mut plan.skipped) {
+            let simulated = matches!(memory, Memory::Allocated { iface, .. } if machine.is_software(iface.kind()));
+            for way in ways(memory, simulated, nic, machine.hmem.p2p_disabled(), &mut plan.skipped)
+            {
                 if selection.path.is_none_or(|path| path == way.path()) {
-                    let software = nic.software && (simulated || memory.iface_kind() == IfaceKind::SYSTEM);
+                    let software =
+                        nic.software && (simulated || memory.iface_kind() == IfaceKind::SYSTEM);
                     plan.cases.push(Case { memory: memory.clone(), nic, way, software });
                 }
             }
@@ -141,8 +146,10 @@ fn huge_pages(skipped: &mut Vec<Skipped>) -> Option<Memory> {
 fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<Memory> {
     let name = iface.name();
     if !iface.capability().allocate {
-        skipped
-            .push(skip(format!("iface {name}"), "it started, but does not allocate memory in this version"));
+        skipped.push(skip(
+            format!("iface {name}"),
+            "it started, but does not allocate memory in this version",
+        ));
         return Vec::new();
     }
     let devices = match iface.devices() {
@@ -156,7 +163,11 @@ fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<Memory>
             return Vec::new();
         }
     };
-    let of = |device: Option<DeviceId>, kind| Memory::Allocated { iface: Arc::clone(iface), device, kind };
+    let of = |device: Option<DeviceId>, kind| Memory::Allocated {
+        iface: Arc::clone(iface),
+        device,
+        kind,
+    };
     let mut memories = vec![of(None, AllocationKind::Host)];
     for device in devices {
         for kind in [
@@ -206,7 +217,8 @@ fn ways(
     if imports.staged && nic.attr.staged_access.contains(exposed) {
         ways.push(Way::Staged);
     } else if imports.staged {
-        let why = "peers cannot reach memory that this NIC is given copies of, and a check lets them";
+        let why =
+            "peers cannot reach memory that this NIC is given copies of, and a check lets them";
         skipped.push(skip(format!("{} over staged", between()), why));
     } else {
         skipped.push(skip(format!("{} over staged", between()), "this NIC takes no staged copies"));

@@ -113,7 +113,8 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
         stale(out, &report.stale, style)?;
     }
     let failed = report.rows.iter().filter(|row| !row.verified).map(|row| {
-        let what = format!("{} {} to {} over {}", row.place(), row.memory, row.full_nic(), row.path);
+        let what =
+            format!("{} {} to {} over {}", row.place(), row.memory, row.full_nic(), row.path);
         (row.error.as_deref().unwrap_or("unknown"), what)
     });
     let caught = report.stale.iter().filter(|row| !row.verified).map(|row| {
@@ -164,8 +165,13 @@ impl Row {
     }
 }
 
-fn rows<'a>(out: &mut dyn Write, rows: impl Iterator<Item = &'a Row>, style: Style) -> io::Result<()> {
-    let mut table = style.table(&["Memory", "Kind", "Path", "Up to", "Verified", "Atomics", "GiB/s"]);
+fn rows<'a>(
+    out: &mut dyn Write,
+    rows: impl Iterator<Item = &'a Row>,
+    style: Style,
+) -> io::Result<()> {
+    let mut table =
+        style.table(&["Memory", "Kind", "Path", "Up to", "Verified", "Atomics", "GiB/s"]);
     for column in [3, 6] {
         if let Some(column) = table.column_mut(column) {
             column.set_cell_alignment(CellAlignment::Right);
@@ -182,7 +188,11 @@ fn rows<'a>(out: &mut dyn Write, rows: impl Iterator<Item = &'a Row>, style: Sty
             Cell::new(row.memory),
             Cell::new(row.path),
             style.number(bytes(row.bytes)),
-            if row.verified { style.cell("yes", Tone::Good) } else { style.cell("FAILED", Tone::Bad) },
+            if row.verified {
+                style.cell("yes", Tone::Good)
+            } else {
+                style.cell("FAILED", Tone::Bad)
+            },
             atomic,
             style.number(row.gib_per_s.map_or_else(|| "-".into(), |speed| format!("{speed:.2}"))),
         ]);
@@ -191,8 +201,8 @@ fn rows<'a>(out: &mut dyn Write, rows: impl Iterator<Item = &'a Row>, style: Sty
 }
 
 fn stale(out: &mut dyn Write, rows: &[StaleRow], style: Style) -> io::Result<()> {
-    let mut table =
-        style.table(&["Memory", "Monitor", "Path", "Rounds", "Reused", "Hits", "Stale", "Verified"]);
+    let mut table = style
+        .table(&["Memory", "Monitor", "Path", "Rounds", "Reused", "Hits", "Stale", "Verified"]);
     for column in 3..7 {
         if let Some(column) = table.column_mut(column) {
             column.set_cell_alignment(CellAlignment::Right);
@@ -208,7 +218,11 @@ fn stale(out: &mut dyn Write, rows: &[StaleRow], style: Style) -> io::Result<()>
             count(row.reused),
             count(row.hits),
             count(row.stale),
-            if row.verified { style.cell("yes", Tone::Good) } else { style.cell("FAILED", Tone::Bad) },
+            if row.verified {
+                style.cell("yes", Tone::Good)
+            } else {
+                style.cell("FAILED", Tone::Bad)
+            },
         ]);
     }
     style.print(out, &table)

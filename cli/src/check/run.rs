@@ -3,8 +3,9 @@
 use std::{sync::Arc, time::Instant};
 
 use hmem::{
-    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, Error, ErrorKind, Iface, MemoryRegion, MrAttr,
-    MrFlags, OwnedBuffer, Path, Registered, RemoteKey, iface::AllocRequest, provider::Live, system::MemFd,
+    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, Error, ErrorKind, Iface, MemoryRegion,
+    MrAttr, MrFlags, OwnedBuffer, Path, Registered, RemoteKey, iface::AllocRequest, provider::Live,
+    system::MemFd,
 };
 
 use super::{
@@ -199,7 +200,9 @@ impl Trial<'_> {
                 match DeviceBuffer::allocate(iface, &request) {
                     Ok(buffer) => self.own(buffer),
                     // Not every iface has every kind.
-                    Err(error) if error.is_unsupported() && !self.case.software => Err(Ended::Cannot(error)),
+                    Err(error) if error.is_unsupported() && !self.case.software => {
+                        Err(Ended::Cannot(error))
+                    }
                     Err(error) => Err(error.into()),
                 }
             }
@@ -253,11 +256,16 @@ impl Trial<'_> {
     fn refused(&mut self, error: Error) -> Ended {
         let lacks = matches!(
             error.kind(),
-            ErrorKind::Unsupported | ErrorKind::NoSys | ErrorKind::Unavailable | ErrorKind::Unreachable
+            ErrorKind::Unsupported
+                | ErrorKind::NoSys
+                | ErrorKind::Unavailable
+                | ErrorKind::Unreachable
         );
         // No list says whether one answers for a device's addresses: it was tried.
-        let no_client =
-            error.trace().iter().any(|attempt| attempt.cause_name == Some("peer-memory-module-missing"));
+        let no_client = error
+            .trace()
+            .iter()
+            .any(|attempt| attempt.cause_name == Some("peer-memory-module-missing"));
         if (lacks || no_client) && !self.case.software {
             return Ended::Cannot(error);
         }
@@ -312,7 +320,8 @@ impl Trial<'_> {
         operands[..8].copy_from_slice(&ADDEND.to_ne_bytes());
         let operands = self.register_local(operands, 4)?;
         let remote = Target { key, offset: at as u64, len: 8 };
-        let result = self.link.fetch_add(self.domain, operands.slice(0, 8)?, operands.slice(8, 8)?, remote);
+        let result =
+            self.link.fetch_add(self.domain, operands.slice(0, 8)?, operands.slice(8, 8)?, remote);
         match result {
             Ok(()) if self.case.way.path() == Path::Staged => {
                 return Err(Ended::Wrong("an atomic on staged memory was not refused".into()));

@@ -141,7 +141,8 @@ pub(super) fn plan<'a>(
     selection: &Selection,
     skipped: &mut Vec<Skipped>,
 ) -> Vec<Case<'a>> {
-    let wanted = |nic: &&Fabric| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
+    let wanted =
+        |nic: &&Fabric| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
     let Some(nic) = machine.nics.iter().filter(wanted).find(|nic| nic.keeps_pages()) else {
         skipped.push(skip(
             "stale registrations",
@@ -159,8 +160,7 @@ pub(super) fn plan<'a>(
         if iface.kind() == IfaceKind::SYSTEM {
             cases.extend(HostMonitor::ALL.map(Memory::Host).map(of));
         } else if machine.hmem.p2p_disabled() {
-            let why =
-                "staged copies follow the memory, and direct access is switched off (FI_HMEM_DISABLE_P2P)";
+            let why = "staged copies follow the memory, and direct access is switched off (FI_HMEM_DISABLE_P2P)";
             skipped.push(skip(format!("stale registrations of {name}"), why));
         } else if !(iface.capability().allocate && iface.capability().dma_buf) {
             let why = "it takes an iface that allocates and exports dma-bufs";
@@ -202,7 +202,9 @@ impl Case<'_> {
     /// What it is, for a person.
     pub(super) fn title(&self) -> String {
         match &self.memory {
-            Memory::Host(monitor) => format!("stale registrations of system under {}", monitor.name()),
+            Memory::Host(monitor) => {
+                format!("stale registrations of system under {}", monitor.name())
+            }
             Memory::Device(_) => format!("stale registrations of {}", self.iface()),
             Memory::Callback => format!("stale registrations of {} under callback", self.iface()),
         }
@@ -223,7 +225,10 @@ impl Case<'_> {
             Err(error) => Some(error.to_string()),
             // Not every allocator gives an address out again.
             Ok(()) if tally.stale == 0 && tally.reused == 0 => {
-                return Err(skip(self.title(), "no address came back, so that nothing could be shown"));
+                return Err(skip(
+                    self.title(),
+                    "no address came back, so that nothing could be shown",
+                ));
             }
             Ok(()) => tally.shortcoming(),
         };
@@ -257,8 +262,9 @@ impl Case<'_> {
                 Ok(Prepared { monitor, hmem: Whose::Machine(self.machine), place })
             }
             Memory::Callback => {
-                let device =
-                    Simulated::builder().style(Style::Callback).address_reuse(AddressReuse::JustFreed);
+                let device = Simulated::builder()
+                    .style(Style::Callback)
+                    .address_reuse(AddressReuse::JustFreed);
                 let iface: Arc<dyn Iface> = Arc::new(device.build()?);
                 let monitor = iface.monitor()?.name().to_owned();
                 let hmem = Hmem::builder().without_vendor_ifaces().ifaces(iface.name());
@@ -413,7 +419,10 @@ mod tests {
         let case = Case { machine: &machine, nic, memory: Memory::Host(HostMonitor::Deaf) };
         let row = case.run(100).unwrap();
         assert!(!row.verified && row.stale > 50, "{row:?}");
-        assert!(row.error.as_deref().is_some_and(|error| error.contains("memory that was gone")), "{row:?}");
+        assert!(
+            row.error.as_deref().is_some_and(|error| error.contains("memory that was gone")),
+            "{row:?}"
+        );
         // The same with one that is told.
         let row = Case { memory: Memory::Host(HostMonitor::Import), ..case }.run(100).unwrap();
         assert!(row.verified && row.stale == 0 && row.reused > 0 && row.hits > 0, "{row:?}");

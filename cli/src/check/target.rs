@@ -1,6 +1,8 @@
 //! Registered memory that a check writes to, owned by its region or not.
 
-use hmem::{DeviceBuffer, Domain, MemoryRegion, MrAttr, MrFlags, OwnedBuffer, Registered, Rejected, Result};
+use hmem::{
+    DeviceBuffer, Domain, MemoryRegion, MrAttr, MrFlags, OwnedBuffer, Registered, Rejected, Result,
+};
 
 /// A region, and the iface's way to its bytes.
 pub(super) trait Registration {

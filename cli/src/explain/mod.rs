@@ -72,7 +72,11 @@ fn found(machine: &Machine, pair: &Pair<'_>, request: &ExplainRequest) -> Result
     pair.nic.explain(&machine.hmem, request)
 }
 
-fn pairs<'a>(machine: &'a Machine, args: &ExplainArgs, skipped: &mut Vec<Skipped>) -> Result<Vec<Pair<'a>>> {
+fn pairs<'a>(
+    machine: &'a Machine,
+    args: &ExplainArgs,
+    skipped: &mut Vec<Skipped>,
+) -> Result<Vec<Pair<'a>>> {
     let wanted = |iface: &str| args.iface.as_deref().is_none_or(|wanted| wanted == iface);
     let nics: Vec<_> = machine
         .nics
@@ -97,16 +101,19 @@ fn pairs<'a>(machine: &'a Machine, args: &ExplainArgs, skipped: &mut Vec<Skipped
             devices.push((None, None));
         } else {
             match iface.devices() {
-                Ok(found) => {
-                    devices.extend(found.iter().map(|device| (Some(device.id), Some(device.memory))))
-                }
-                Err(error) => skipped
-                    .push(Skipped { what: format!("devices of {}", iface.name()), why: error.to_string() }),
+                Ok(found) => devices
+                    .extend(found.iter().map(|device| (Some(device.id), Some(device.memory)))),
+                Err(error) => skipped.push(Skipped {
+                    what: format!("devices of {}", iface.name()),
+                    why: error.to_string(),
+                }),
             }
         }
         if let Some(number) = args.device {
-            let known: Vec<_> =
-                devices.iter().filter_map(|(device, _)| Some(device.as_ref()?.0.to_string())).collect();
+            let known: Vec<_> = devices
+                .iter()
+                .filter_map(|(device, _)| Some(device.as_ref()?.0.to_string()))
+                .collect();
             devices.retain(|(device, _)| *device == Some(DeviceId(number)));
             if devices.is_empty() {
                 return Err(unknown("explain --device", &number.to_string(), &known));

@@ -142,8 +142,8 @@ impl Wiring {
             wiring.unknown = Some("host memory is behind no PCI function".to_owned());
             return wiring;
         };
-        let device =
-            machine.function(&format!("{}:{device}", names.iface), found.device_pci_bus_id.as_deref());
+        let device = machine
+            .function(&format!("{}:{device}", names.iface), found.device_pci_bus_id.as_deref());
         let nic = machine.function(&found.nic, found.nic_pci_bus_id.as_deref());
         let (topology, device, nic) = match (device, nic) {
             (Ok((topology, device)), Ok((_, nic))) => (topology, device, nic),
@@ -161,7 +161,11 @@ impl Wiring {
         let findings = topology.findings(device, nic, names.memory);
         wiring.findings = findings
             .into_iter()
-            .map(|finding| FindingEntry { name: finding.name, what: finding.what, remedy: finding.remedy })
+            .map(|finding| FindingEntry {
+                name: finding.name,
+                what: finding.what,
+                remedy: finding.remedy,
+            })
             .collect();
         wiring
     }

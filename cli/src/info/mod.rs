@@ -311,7 +311,12 @@ fn device_monitor(machine: &Machine, iface: &dyn Iface) -> DeviceMonitorEntry {
 fn gdrcopy() -> GdrcopyEntry {
     let opened = Gdrcopy::open();
     let (reason, remedy) = opened.as_ref().err().map(reason_and_remedy).unzip();
-    GdrcopyEntry { library: Gdrcopy::LIBRARY, available: opened.is_ok(), reason, remedy: remedy.flatten() }
+    GdrcopyEntry {
+        library: Gdrcopy::LIBRARY,
+        available: opened.is_ok(),
+        reason,
+        remedy: remedy.flatten(),
+    }
 }
 
 fn capability(can: Capability) -> Vec<&'static str> {
@@ -341,9 +346,10 @@ fn devices(machine: &Machine, absent: &mut Vec<Skipped>) -> Vec<DeviceEntry> {
                 memory: device.memory,
                 software: machine.is_software(iface.kind()),
             })),
-            Err(error) => {
-                absent.push(Skipped { what: format!("devices of {}", iface.name()), why: error.to_string() })
-            }
+            Err(error) => absent.push(Skipped {
+                what: format!("devices of {}", iface.name()),
+                why: error.to_string(),
+            }),
         }
     }
     entries
@@ -453,6 +459,10 @@ fn entry(
 fn distance(machine: &Machine, device: &DeviceEntry, nic: &Fabric) -> Result<&'static str, String> {
     let name = format!("{}:{}", device.iface, device.device);
     let (topology, from) = machine.function(&name, device.pci_bus_id.as_deref())?;
-    let (_, to) = machine.function(&nic.attr.nic.to_string(), nic.attr.nic.pci_bus_id.as_deref())?;
-    topology.path(from, to).map(|path| path.distance.name()).ok_or_else(|| "not in the PCIe tree".to_owned())
+    let (_, to) =
+        machine.function(&nic.attr.nic.to_string(), nic.attr.nic.pci_bus_id.as_deref())?;
+    topology
+        .path(from, to)
+        .map(|path| path.distance.name())
+        .ok_or_else(|| "not in the PCIe tree".to_owned())
 }

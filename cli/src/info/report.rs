@@ -8,8 +8,8 @@ use std::{
 use comfy_table::Cell;
 
 use super::{
-    CacheEntry, CacheMonitorEntry, DeviceMonitorEntry, GdrcopyEntry, IfaceEntry, Inventory, NicEntry,
-    P2pEntry,
+    CacheEntry, CacheMonitorEntry, DeviceMonitorEntry, GdrcopyEntry, IfaceEntry, Inventory,
+    NicEntry, P2pEntry,
 };
 use crate::table::{Style, Tone, bytes, some};
 
@@ -44,7 +44,8 @@ fn ifaces(out: &mut dyn Write, ifaces: &[IfaceEntry], style: Style) -> io::Resul
             (true, true) => style.cell("simulation", Tone::Good),
             (false, _) => style.cell("absent", Tone::Dim),
         };
-        let kind = if iface.kind < 0x100 { iface.kind.to_string() } else { format!("{:#x}", iface.kind) };
+        let kind =
+            if iface.kind < 0x100 { iface.kind.to_string() } else { format!("{:#x}", iface.kind) };
         let can = match (&iface.reason, &iface.remedy) {
             (Some(reason), Some(remedy)) => format!("{reason}\n-> {remedy}"),
             (Some(reason), None) => reason.clone(),
@@ -87,15 +88,24 @@ fn cache_monitor(out: &mut dyn Write, monitor: &CacheMonitorEntry, style: Style)
     writeln!(out)
 }
 
-fn device_monitors(out: &mut dyn Write, monitors: &[DeviceMonitorEntry], style: Style) -> io::Result<()> {
+fn device_monitors(
+    out: &mut dyn Write,
+    monitors: &[DeviceMonitorEntry],
+    style: Style,
+) -> io::Result<()> {
     if monitors.is_empty() {
         return Ok(());
     }
     style.heading(out, "Cache monitors of devices")?;
     for monitor in monitors {
         let name = monitor.name.as_deref().unwrap_or("none");
-        let remedy = monitor.remedy.as_ref().map(|remedy| format!(" -> {remedy}")).unwrap_or_default();
-        style.item(out, &format!("{}:", monitor.iface), &format!("{name}: {}{remedy}", monitor.why))?;
+        let remedy =
+            monitor.remedy.as_ref().map(|remedy| format!(" -> {remedy}")).unwrap_or_default();
+        style.item(
+            out,
+            &format!("{}:", monitor.iface),
+            &format!("{name}: {}{remedy}", monitor.why),
+        )?;
     }
     writeln!(out)
 }
@@ -146,7 +156,9 @@ fn nics(out: &mut dyn Write, nics: &[NicEntry], style: Style) -> io::Result<()> 
     let header: Vec<_> = std::iter::once("").chain(names.iter().map(String::as_str)).collect();
     let mut table = style.table(&header);
     let attributes: [(&str, Attribute); 13] = [
-        ("kind", |nic| if nic.software { "software, in this process" } else { "hardware" }.to_owned()),
+        ("kind", |nic| {
+            if nic.software { "software, in this process" } else { "hardware" }.to_owned()
+        }),
         ("stands for", |nic| nic.note.clone()),
         ("PCI bus id", |nic| nic.pci_bus_id.clone().unwrap_or_else(|| "-".into())),
         ("needs mr_mode", |nic| list(&nic.needs)),
@@ -189,15 +201,20 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
         };
         let direct = entry.path.is_some_and(|path| path != "staged");
         let path = entry.path.unwrap_or("none");
-        let shown = entry.distance.map_or_else(|| path.to_owned(), |distance| format!("{path} ({distance})"));
+        let shown = entry
+            .distance
+            .map_or_else(|| path.to_owned(), |distance| format!("{path} ({distance})"));
         let cell = style.cell(shown, if direct { Tone::Good } else { Tone::Dim });
         if let Some(why) = entry.distance_unknown.clone().filter(|why| !unknown.contains(why)) {
             unknown.push(why);
         }
         let mut reason = format!("{}: {}", entry.path.unwrap_or("none"), entry.reason);
         // The whole errors, with their addresses, are in the JSON.
-        for attempt in entry.trace.iter().filter(|attempt| entry.path.is_some() && attempt.error.is_some()) {
-            let cause = attempt.cause.as_ref().map(|cause| format!(": {cause}")).unwrap_or_default();
+        for attempt in
+            entry.trace.iter().filter(|attempt| entry.path.is_some() && attempt.error.is_some())
+        {
+            let cause =
+                attempt.cause.as_ref().map(|cause| format!(": {cause}")).unwrap_or_default();
             reason.push_str(&format!("; {} refused{cause}", attempt.path));
             if let Some(remedy) = &attempt.remedy {
                 reason.push_str(&format!(" -> {remedy}"));

@@ -75,7 +75,8 @@ fn converse(place: &Place<'_>, wish: &Wish, peer: &mut Peer) -> Result<Report> {
         endpoint: Vec::new(),
         side: Default::default(),
     };
-    let room = request.sizes.iter().map(|size| request.layout(*size).room()).max().unwrap_or_default();
+    let room =
+        request.sizes.iter().map(|size| request.layout(*size).room()).max().unwrap_or_default();
     let end = End::open(place, Role::Client, wish.op, room, wish.depth as usize)?;
     request.endpoint = end.endpoint.name().0;
     request.side = end.side.clone();
@@ -110,10 +111,14 @@ fn converse(place: &Place<'_>, wish: &Wish, peer: &mut Peer) -> Result<Report> {
 /// Reads a key, which must cover what will be written.
 fn check_key(bytes: &[u8], room: u64, peer: &Peer) -> Result<RemoteKey> {
     let key = RemoteKey::from_bytes(bytes)?;
-    let covers =
-        key.pieces().try_fold(0u64, |sum, piece| sum.checked_add(piece.len)).is_some_and(|len| len >= room);
+    let covers = key
+        .pieces()
+        .try_fold(0u64, |sum, piece| sum.checked_add(piece.len))
+        .is_some_and(|len| len >= room);
     if !covers || key.base().0.checked_add(room).is_none() {
-        return Err(peer.malformed("ready").context("wrong", "the key does not cover the memory asked for"));
+        return Err(peer
+            .malformed("ready")
+            .context("wrong", "the key does not cover the memory asked for"));
     }
     Ok(key)
 }
@@ -146,8 +151,9 @@ impl Client<'_> {
             row.bandwidth = Some(Bandwidth::new(self.wish.depth, transfers, size, took));
         }
         if self.wish.measure != Measure::Bandwidth {
-            let mut histogram = Histogram::new_with_bounds(1, SLOWEST, 3)
-                .map_err(|error| Error::new(ErrorKind::OutOfResources, "histogram").caused_by(error))?;
+            let mut histogram = Histogram::new_with_bounds(1, SLOWEST, 3).map_err(|error| {
+                Error::new(ErrorKind::OutOfResources, "histogram").caused_by(error)
+            })?;
             self.run(size, 1, self.wish.amount, Some(&mut histogram))?;
             row.latency = Some(Latency::new(&histogram));
         }
@@ -166,7 +172,8 @@ impl Client<'_> {
         let seed = self.wish.seed.wrapping_add(self.runs << 56);
         let layout = self.request.layout(size);
         let mut content = heap(layout.room())?;
-        let sources = if matches!(self.wish.op, PerfOp::Write | PerfOp::Send) { layout.slots } else { 0 };
+        let sources =
+            if matches!(self.wish.op, PerfOp::Write | PerfOp::Send) { layout.slots } else { 0 };
         layout.fill(&mut content, seed, sources, 0);
         self.end.region.write(0, &content)?;
 
@@ -262,8 +269,11 @@ impl Client<'_> {
         let Some(key) = &self.key else {
             return endpoint.send(&[slice], None, self.target, context);
         };
-        let remote =
-            RemoteSegment { address: Iova(key.base().0 + layout.offset(slot)), len: layout.size, key };
+        let remote = RemoteSegment {
+            address: Iova(key.base().0 + layout.offset(slot)),
+            len: layout.size,
+            key,
+        };
         match (self.wish.op, &self.operand) {
             (PerfOp::Read, _) => endpoint.read(&[slice], &[remote], self.target, context),
             (PerfOp::Atomic, Some(operand)) => {

@@ -7,8 +7,8 @@ use std::{
 };
 
 use hmem::{
-    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, Endpoint, Error, ErrorKind, Hmem, Iface,
-    IfaceKind, MrAttr, MrFlags, Registered, Result,
+    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, Endpoint, Error, ErrorKind, Hmem,
+    Iface, IfaceKind, MrAttr, MrFlags, Registered, Result,
     iface::AllocRequest,
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr},
@@ -50,14 +50,22 @@ pub(super) struct End {
 
 impl End {
     /// Allocates and registers `room` bytes, and opens an endpoint for `depth` requests.
-    pub(super) fn open(place: &Place<'_>, role: Role, op: PerfOp, room: u64, depth: usize) -> Result<Self> {
+    pub(super) fn open(
+        place: &Place<'_>,
+        role: Role,
+        op: PerfOp,
+        room: u64,
+        depth: usize,
+    ) -> Result<Self> {
         let kind = if place.iface.kind() == IfaceKind::SYSTEM {
             AllocationKind::System
         } else {
             AllocationKind::Device
         };
-        let buffer =
-            DeviceBuffer::allocate(place.iface, &AllocRequest { len: room, device: place.device, kind })?;
+        let buffer = DeviceBuffer::allocate(
+            place.iface,
+            &AllocRequest { len: room, device: place.device, kind },
+        )?;
         let domain = place.nic.open(place.hmem, P2pPolicy::Enabled)?;
         let access = match (op, role) {
             (PerfOp::Write, Role::Client) => Access::WRITE,
@@ -73,7 +81,8 @@ impl End {
         let attr = MrAttr::new(&[], access).key(if role == Role::Client { 2 } else { 1 });
         let region = domain.register_with(buffer, &attr, MrFlags::empty())?;
         let queue = domain.open_cq(depth)?;
-        let endpoint = domain.open_endpoint(&EndpointAttr { depth, ..EndpointAttr::new(&queue) })?;
+        let endpoint =
+            domain.open_endpoint(&EndpointAttr { depth, ..EndpointAttr::new(&queue) })?;
         let decision = region.decision()?;
         let nic = &place.nic.attr.nic;
         let side = Side {
@@ -105,8 +114,9 @@ impl End {
         }
         self.endpoint.resolve(&EndpointName(name)).map_err(|error| {
             if mine.provider == "loopback" {
-                return error
-                    .remedy("the software NIC reaches only its own process: use --loopback, or an RDMA NIC");
+                return error.remedy(
+                    "the software NIC reaches only its own process: use --loopback, or an RDMA NIC",
+                );
             }
             error
         })

@@ -108,7 +108,9 @@ mod tests {
     #[test]
     fn slots_do_not_overlap_and_fit_their_room() {
         for op in [PerfOp::Write, PerfOp::Send] {
-            for (size, largest) in [(1, 1), (8, 1 << 20), (100, 5000), (4097, 4097), (1 << 30, 1 << 30)] {
+            for (size, largest) in
+                [(1, 1), (8, 1 << 20), (100, 5000), (4097, 4097), (1 << 30, 1 << 30)]
+            {
                 for depth in [1, 3, 64, 4096] {
                     let layout = Layout::new(op, size, largest, depth);
                     assert!(layout.slots >= 1 && layout.slots <= u64::from(depth), "{layout:?}");

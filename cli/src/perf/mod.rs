@@ -57,7 +57,8 @@ pub fn run(
 ) -> Result<(), Failure> {
     let place = place(machine, args)?;
     if args.server {
-        let listener = listen(SocketAddr::new(args.bind, args.port)).map_err(Failure::Measurement)?;
+        let listener =
+            listen(SocketAddr::new(args.bind, args.port)).map_err(Failure::Measurement)?;
         return serve(&place, &listener, args.persistent, &mut print);
     }
     let wish = wish(args)?;
@@ -111,7 +112,8 @@ fn both(place: &Place<'_>, wish: &Wish) -> Result<Report> {
             .spawn_scoped(scope, || server::serve(place, far, far_address))
             .map_err(os("start a thread"))?;
         let report = client::measure(place, wish, near, address);
-        let served = server.join().unwrap_or_else(|_| Err(Error::new(ErrorKind::Driver, "server thread")));
+        let served =
+            server.join().unwrap_or_else(|_| Err(Error::new(ErrorKind::Driver, "server thread")));
         let report = report?;
         served.map(|_| report)
     })
@@ -135,7 +137,8 @@ fn connect(host: &str, port: u16) -> Result<(TcpStream, SocketAddr)> {
             .context("port", port)
             .remedy("start `hmem perf --server` there first, and let the firewall pass its port (--port)")
     };
-    let addresses = (host, port).to_socket_addrs().map_err(|error| unreachable().caused_by(error))?;
+    let addresses =
+        (host, port).to_socket_addrs().map_err(|error| unreachable().caused_by(error))?;
     let mut last = unreachable();
     for address in addresses {
         match TcpStream::connect_timeout(&address, CONNECT) {
@@ -177,15 +180,22 @@ fn place<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<Place<'a>> {
     let registry = machine.hmem.registry();
     let name = args.iface.as_str();
     let Some(iface) = registry.iter().find(|iface| iface.name() == name) else {
-        if let Some((_, why)) = registry.absent().find(|(kind, _)| machine.iface_name(*kind) == name) {
-            return Err(Error::new(why.kind(), "perf --iface").context("name", name).context("why", why));
+        if let Some((_, why)) =
+            registry.absent().find(|(kind, _)| machine.iface_name(*kind) == name)
+        {
+            return Err(Error::new(why.kind(), "perf --iface")
+                .context("name", name)
+                .context("why", why));
         }
         return Err(usage("--iface").context("name", name).remedy(one_of(&machine.iface_names())));
     };
     let device = DeviceId(args.device);
     let devices = iface.devices()?;
-    let has_it =
-        if devices.is_empty() { args.device == 0 } else { devices.iter().any(|known| known.id == device) };
+    let has_it = if devices.is_empty() {
+        args.device == 0
+    } else {
+        devices.iter().any(|known| known.id == device)
+    };
     if !has_it {
         return Err(usage("--device")
             .context("iface", name)
@@ -213,15 +223,19 @@ fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a Fabric> {
     if args.loopback {
         let software = || machine.nics.iter().filter(|nic| nic.software);
         // The one that is most like hardware.
-        let nic = software().find(|nic| nic.attr.nic.name == "hardware").or_else(|| software().next());
+        let nic =
+            software().find(|nic| nic.attr.nic.name == "hardware").or_else(|| software().next());
         return nic.ok_or_else(|| {
             Error::new(ErrorKind::Unavailable, "perf --loopback")
                 .remedy("the software NIC does not start here: see `hmem info`")
         });
     }
     machine.nics.iter().find(|nic| !nic.software).ok_or_else(|| {
-        let why =
-            machine.absent.iter().find(|absent| absent.name == "verbs").map(|absent| absent.why.as_str());
+        let why = machine
+            .absent
+            .iter()
+            .find(|absent| absent.name == "verbs")
+            .map(|absent| absent.why.as_str());
         Error::new(ErrorKind::Unavailable, "perf")
             .context("NIC", "no RDMA NIC on this machine")
             .context("why", why.unwrap_or("no provider has one"))

@@ -217,14 +217,26 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
         (PerfOp::Atomic, Role::Client) => ("64-bit fetch-add to", "server"),
         (PerfOp::Atomic, Role::Server) => ("64-bit fetch-add from", "client"),
     };
-    let depth = report.results.iter().find_map(|row| row.bandwidth).map(|bandwidth| bandwidth.depth);
-    let depth = depth.map_or_else(String::new, |depth| format!(", {depth} outstanding (latency: 1)"));
+    let depth =
+        report.results.iter().find_map(|row| row.bandwidth).map(|bandwidth| bandwidth.depth);
+    let depth =
+        depth.map_or_else(String::new, |depth| format!(", {depth} outstanding (latency: 1)"));
     style.heading(out, &format!("{op} {role} {}{depth}", report.peer))?;
     style.item(out, "this side:", &report.local.summary())?;
     style.item(out, "other side:", &report.remote.summary())?;
     writeln!(out)?;
-    let header =
-        ["Size", "GiB/s", "Transfers/s", "min us", "50%", "90%", "99%", "99.9%", "max us", "Verified"];
+    let header = [
+        "Size",
+        "GiB/s",
+        "Transfers/s",
+        "min us",
+        "50%",
+        "90%",
+        "99%",
+        "99.9%",
+        "max us",
+        "Verified",
+    ];
     let mut table = style.table(&header);
     for column in 0..header.len() - 1 {
         if let Some(column) = table.column_mut(column) {

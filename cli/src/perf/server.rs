@@ -51,7 +51,8 @@ fn converse(place: &Place<'_>, peer: &mut Peer) -> Result<Report> {
         PerfOp::Send => None,
         _ => Some(server.end.region.key()?.to_bytes()),
     };
-    let ready = Ready { endpoint: server.end.endpoint.name().0, key, side: server.end.side.clone() };
+    let ready =
+        Ready { endpoint: server.end.endpoint.name().0, key, side: server.end.side.clone() };
     server.peer.send(&Message::Ready(ready))?;
     let results = loop {
         match server.peer.receive("begin", PATIENCE)? {

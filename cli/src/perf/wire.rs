@@ -145,8 +145,9 @@ impl Peer {
     }
 
     pub(super) fn send(&mut self, message: &Message) -> Result<()> {
-        let json = serde_json::to_vec(message)
-            .map_err(|error| self.malformed("encode").context("message", message.name()).caused_by(error))?;
+        let json = serde_json::to_vec(message).map_err(|error| {
+            self.malformed("encode").context("message", message.name()).caused_by(error)
+        })?;
         if json.len() > LIMIT {
             return Err(self
                 .malformed("encode")
@@ -173,9 +174,11 @@ impl Peer {
         let mut json = vec![0; len];
         self.read(&mut json, wanted, until)?;
         match serde_json::from_slice(&json) {
-            Ok(Message::Failed { why }) => Err(Error::new(ErrorKind::Canceled, "the other side failed")
-                .context("peer", self.address)
-                .context("why", plain(&why))),
+            Ok(Message::Failed { why }) => {
+                Err(Error::new(ErrorKind::Canceled, "the other side failed")
+                    .context("peer", self.address)
+                    .context("why", plain(&why)))
+            }
             Ok(message) => Ok(message),
             Err(error) => Err(self
                 .malformed(wanted)
@@ -205,7 +208,9 @@ impl Peer {
 
     /// An error for a message whose content cannot be.
     pub(super) fn malformed(&self, what: &'static str) -> Error {
-        Error::new(ErrorKind::Malformed, "talk to peer").context("peer", self.address).context("in", what)
+        Error::new(ErrorKind::Malformed, "talk to peer")
+            .context("peer", self.address)
+            .context("in", what)
     }
 
     /// Tells the other side why this one gives up, and hangs up.
@@ -223,7 +228,11 @@ impl Peer {
         self.stream.write_all(bytes).map_err(|error| self.lost(what, &error))
     }
 
-    fn read_array<const N: usize>(&mut self, what: &'static str, until: Instant) -> Result<[u8; N]> {
+    fn read_array<const N: usize>(
+        &mut self,
+        what: &'static str,
+        until: Instant,
+    ) -> Result<[u8; N]> {
         let mut bytes = [0; N];
         self.read(&mut bytes, what, until)?;
         Ok(bytes)
@@ -263,9 +272,9 @@ impl Peer {
             .context("peer", self.address)
             .context("in", what);
         match error.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-                lost.context("wrong", "no answer in time").remedy("is the other side hmem perf, and alive?")
-            }
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => lost
+                .context("wrong", "no answer in time")
+                .remedy("is the other side hmem perf, and alive?"),
             io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => lost
                 .errno(Errno::of(error))
                 .context("wrong", "the other side hung up")

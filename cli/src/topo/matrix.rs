@@ -29,7 +29,9 @@ pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> i
         style.item(out, "no PCI address:", &some(&software))?;
     }
     match (accelerators.is_empty(), nics.is_empty()) {
-        (true, true) => return writeln!(out, "no GPU or accelerator, and no RDMA NIC with a PCI address\n"),
+        (true, true) => {
+            return writeln!(out, "no GPU or accelerator, and no RDMA NIC with a PCI address\n");
+        }
         (true, false) => return writeln!(out, "no GPU or accelerator\n"),
         (false, true) => return writeln!(out, "no RDMA NIC with a PCI address\n"),
         (false, false) => {}
@@ -39,7 +41,8 @@ pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> i
     let names: Vec<_> = nics.iter().map(|nic| nic_names(topology, *nic).join("+")).collect();
     let columns: Vec<_> = nics.iter().zip(&names).collect();
     for columns in fitting(&columns, style.width()) {
-        let head: String = columns.iter().map(|(_, name)| format!(" {name:<0$}", width(name))).collect();
+        let head: String =
+            columns.iter().map(|(_, name)| format!(" {name:<0$}", width(name))).collect();
         writeln!(out, "{}", format!("  {:DEVICE$}{head}", "").trim_end())?;
         for device in &accelerators {
             let mut line = format!("  {:DEVICE$}", device.to_string());
@@ -62,7 +65,11 @@ pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> i
         style.item(out, &format!("{distance}:"), distance.meaning())?;
     }
     if !redirected.is_empty() {
-        style.item(out, "*:", &format!("ACS sends it up to the root complex ({})", some(&redirected)))?;
+        style.item(
+            out,
+            "*:",
+            &format!("ACS sends it up to the root complex ({})", some(&redirected)),
+        )?;
     }
     nearest(out, topology, &accelerators, style)?;
     writeln!(out)
@@ -95,7 +102,12 @@ fn fitting<'a, 'b>(
 }
 
 /// The nearest NICs of each device, where they are nearer than others.
-fn nearest(out: &mut dyn Write, topology: &Topology, devices: &[BusId], style: Style) -> io::Result<()> {
+fn nearest(
+    out: &mut dyn Write,
+    topology: &Topology,
+    devices: &[BusId],
+    style: Style,
+) -> io::Result<()> {
     let mut near: Vec<(Vec<String>, Vec<String>)> = Vec::new();
     for device in devices {
         let (nearest, all) = (topology.nearest_nics(*device), topology.nics_by_distance(*device));

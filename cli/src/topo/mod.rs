@@ -17,8 +17,8 @@ use hmem::{
 };
 
 pub use self::report::{
-    BarEntry, FunctionEntry, KernelEntry, LinkEntry, NodeEntry, NvidiaEntry, PathEntry, PortEntry, RdmaEntry,
-    Report, WayEntry,
+    BarEntry, FunctionEntry, KernelEntry, LinkEntry, NodeEntry, NvidiaEntry, PathEntry, PortEntry,
+    RdmaEntry, Report, WayEntry,
 };
 use crate::{
     Failure,
@@ -137,7 +137,8 @@ fn facts(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Result<(
         None => style.item(out, "options:", "no configuration of this kernel can be read")?,
         Some(options) => {
             let set = options.iter().filter(|(_, setting)| **setting != Setting::No);
-            let set: Vec<_> = set.map(|(name, setting)| format!("{name}={}", setting.name())).collect();
+            let set: Vec<_> =
+                set.map(|(name, setting)| format!("{name}={}", setting.name())).collect();
             style.item(
                 out,
                 "options:",

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use hmem::p2p::topology::{Acs, BusId, Kernel, PciDevice, PciPath, RdmaDevice, Redirection, Topology};
+use hmem::p2p::topology::{
+    Acs, BusId, Kernel, PciDevice, PciPath, RdmaDevice, Redirection, Topology,
+};
 use serde::Serialize;
 
 use crate::json::SCHEMA;
@@ -210,7 +212,10 @@ impl Report {
 
 fn kernel(kernel: &Kernel) -> KernelEntry {
     let options = kernel.options.as_ref().map(|options| {
-        options.iter().map(|(name, setting)| (name.clone(), setting.name())).collect::<BTreeMap<_, _>>()
+        options
+            .iter()
+            .map(|(name, setting)| (name.clone(), setting.name()))
+            .collect::<BTreeMap<_, _>>()
     });
     KernelEntry {
         release: kernel.release.clone(),
@@ -243,7 +248,10 @@ fn function(topology: &Topology, device: &PciDevice) -> FunctionEntry {
         driver: device.driver.clone(),
         numa_node: device.numa_node,
         iommu_group: device.iommu_group,
-        iommu_type: device.iommu_group.and_then(|group| topology.group_type(group)).map(str::to_owned),
+        iommu_type: device
+            .iommu_group
+            .and_then(|group| topology.group_type(group))
+            .map(str::to_owned),
         acs,
         acs_control,
         link: device.link.map(|link| LinkEntry {

@@ -57,7 +57,8 @@ pub(super) fn draw(topology: &Topology) -> String {
         .map(|id| {
             let device = topology.device(id);
             let vendor = device.and_then(|device| device.vendor_name()).unwrap_or("device");
-            let kind = if device.is_some_and(|device| device.class >> 16 == 0x03) { " GPU" } else { "" };
+            let kind =
+                if device.is_some_and(|device| device.class >> 16 == 0x03) { " GPU" } else { "" };
             End { id, title: format!("{vendor}{kind}"), node: node(id) }
         })
         .collect();
@@ -70,7 +71,8 @@ pub(super) fn draw(topology: &Topology) -> String {
     let width = NARROWEST.max(2 * MARGIN + columns * PITCH).max(2 * MARGIN + table);
     let below = NICS + BOX.1 + 84;
     let pairs = !devices.is_empty() && !nics.is_empty();
-    let height = if pairs { below + (devices.len() + 1) * CELL.1 + MARGIN } else { DEVICES + BOX.1 + 84 };
+    let height =
+        if pairs { below + (devices.len() + 1) * CELL.1 + MARGIN } else { DEVICES + BOX.1 + 84 };
     let mut picture = Picture { text: String::new(), width };
     picture.put(format_args!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" \
@@ -93,7 +95,9 @@ pub(super) fn draw(topology: &Topology) -> String {
     let path = |device: &End, nic: &End| topology.path(device.id, nic.id);
     let mut lines: Vec<(usize, usize, PciPath)> = Vec::new();
     for (from, device) in devices.iter().enumerate() {
-        lines.extend(nics.iter().enumerate().filter_map(|(to, nic)| Some((from, to, path(device, nic)?))));
+        lines.extend(
+            nics.iter().enumerate().filter_map(|(to, nic)| Some((from, to, path(device, nic)?))),
+        );
     }
     // The nearest are drawn last, on top of the others.
     lines.sort_by_key(|(_, _, path)| std::cmp::Reverse(path.distance));
@@ -147,7 +151,8 @@ impl Picture {
             "<text x=\"{MARGIN}\" y=\"34\" font-size=\"18\" font-weight=\"bold\" fill=\"#111111\">Devices and NICs by PCIe \
              distance</text>"
         ));
-        let facts = format!("kernel {kernel}, IOMMU {}, peer-memory modules: {peer}", topology.iommu());
+        let facts =
+            format!("kernel {kernel}, IOMMU {}, peer-memory modules: {peer}", topology.iommu());
         self.text(MARGIN, 54, "start", "#444444", &facts);
     }
 
@@ -175,8 +180,11 @@ impl Picture {
         let (color, width, _) = look(path.distance);
         let (top, bottom) = (DEVICES + BOX.1, NICS);
         let (one, two) = (top + (bottom - top) / 3, bottom - (bottom - top) / 3);
-        let dash =
-            if matches!(path.redirection, Redirection::By(_)) { " stroke-dasharray=\"7 4\"" } else { "" };
+        let dash = if matches!(path.redirection, Redirection::By(_)) {
+            " stroke-dasharray=\"7 4\""
+        } else {
+            ""
+        };
         self.put(format_args!(
             "<path d=\"M{from} {top} C{from} {one} {to} {two} {to} {bottom}\" fill=\"none\" stroke=\"{color}\" \
              stroke-width=\"{width}\"{dash}/>"
@@ -212,7 +220,8 @@ impl Picture {
             let same = ends[at..].iter().take_while(|end| end.node == ends[at].node).count();
             let first = self.centre(at, ends.len()) - BOX.0 / 2;
             let last = self.centre(at + same - 1, ends.len()) + BOX.0 / 2;
-            let (line, text) = if above { (y - 8, y - 14) } else { (y + BOX.1 + 8, y + BOX.1 + 23) };
+            let (line, text) =
+                if above { (y - 8, y - 14) } else { (y + BOX.1 + 8, y + BOX.1 + 23) };
             self.put(format_args!(
                 "<line x1=\"{first}\" y1=\"{line}\" x2=\"{last}\" y2=\"{line}\" stroke=\"#777777\" stroke-width=\"2\"/>"
             ));

@@ -24,7 +24,12 @@ struct Tree<'a> {
 ///
 /// # Errors
 /// What the writer reported.
-pub(super) fn print(out: &mut dyn Write, topology: &Topology, all: bool, style: Style) -> io::Result<()> {
+pub(super) fn print(
+    out: &mut dyn Write,
+    topology: &Topology,
+    all: bool,
+    style: Style,
+) -> io::Result<()> {
     let mut below: BTreeMap<BusId, Vec<&PciDevice>> = BTreeMap::new();
     let mut roots: BTreeMap<RootBus, Vec<&PciDevice>> = BTreeMap::new();
     for device in topology.devices() {
@@ -52,7 +57,11 @@ pub(super) fn print(out: &mut dyn Write, topology: &Topology, all: bool, style: 
     }
     if hidden > 0 {
         let functions = if hidden == 1 { "function" } else { "functions" };
-        writeln!(out, "{}", style.word(&format!("and {hidden} other {functions} (--all)"), Tone::Dim))?;
+        writeln!(
+            out,
+            "{}",
+            style.word(&format!("and {hidden} other {functions} (--all)"), Tone::Dim)
+        )?;
     }
     writeln!(out)
 }
@@ -81,18 +90,27 @@ impl Tree<'_> {
             return " (NUMA node not known)".to_owned();
         };
         match self.topology.numa().iter().find(|numa| numa.id == node) {
-            Some(numa) if !numa.cpus.is_empty() => format!(" (NUMA node {node}, CPUs {})", numa.cpus),
+            Some(numa) if !numa.cpus.is_empty() => {
+                format!(" (NUMA node {node}, CPUs {})", numa.cpus)
+            }
             _ => format!(" (NUMA node {node})"),
         }
     }
 
-    fn print(&self, out: &mut dyn Write, device: &PciDevice, indent: &str, last: bool) -> io::Result<()> {
+    fn print(
+        &self,
+        out: &mut dyn Write,
+        device: &PciDevice,
+        indent: &str,
+        last: bool,
+    ) -> io::Result<()> {
         let branch = if last { "\u{2514}\u{2500} " } else { "\u{251c}\u{2500} " };
         // A port with one thing below it shares that thing's line.
         let mut ports = String::new();
         let mut device = device;
         while matches!(device.port, Port::RootPort | Port::Downstream) {
-            let shown: Vec<_> = self.below(device).iter().filter(|device| self.shows(device)).collect();
+            let shown: Vec<_> =
+                self.below(device).iter().filter(|device| self.shows(device)).collect();
             let [only] = shown.as_slice() else { break };
             ports.push_str(&self.port(device));
             ports.push_str(" \u{2192} ");
@@ -131,7 +149,8 @@ impl Tree<'_> {
         };
         let important = device.role() == Role::Accelerator || !nics.is_empty();
         if !important {
-            let vendor = device.vendor_name().map(|vendor| format!(" {vendor}")).unwrap_or_default();
+            let vendor =
+                device.vendor_name().map(|vendor| format!(" {vendor}")).unwrap_or_default();
             let link = self.link(device, true).map(|link| format!(", {link}")).unwrap_or_default();
             return format!("{} {kind}{vendor}{link}", short(device.bus_id));
         }
@@ -157,7 +176,8 @@ impl Tree<'_> {
     /// The link, or only what is wrong with it.
     fn link(&self, device: &PciDevice, only_if_degraded: bool) -> Option<String> {
         let link = device.link?;
-        let of = |speed: Option<f32>, width: Option<u8>| Some(format!("{} GT/s x{}", speed?, width?));
+        let of =
+            |speed: Option<f32>, width: Option<u8>| Some(format!("{} GT/s x{}", speed?, width?));
         let now = of(link.speed, link.width).unwrap_or_else(|| "link down".to_owned());
         if link.is_degraded() {
             let most = of(link.max_speed, link.max_width)?;

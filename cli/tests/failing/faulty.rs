@@ -5,7 +5,8 @@ use std::{mem, sync::Arc};
 use hmem::{
     Address, AddressRange, Allocation, DeviceId, Iface, IfaceKind, Result, Segment,
     iface::{
-        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle, PeerMemoryExport,
+        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle,
+        PeerMemoryExport,
     },
     monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
     provider::Nic,
@@ -58,12 +59,22 @@ impl Iface for Faulty {
         Ok(())
     }
 
-    unsafe fn copy_async(&self, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
+    unsafe fn copy_async(
+        &self,
+        to: Address,
+        from: Address,
+        len: u64,
+    ) -> Result<Box<dyn CopyEvent>> {
         // SAFETY: the caller's promise is the same.
         unsafe { self.simulated.copy_async(to, from, len) }
     }
 
-    fn export_dma_buf(&self, range: AddressRange, nic: &Nic, mapping: DmaBufMapping) -> Result<DmaBufExport> {
+    fn export_dma_buf(
+        &self,
+        range: AddressRange,
+        nic: &Nic,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport> {
         let export = self.simulated.export_dma_buf(range, nic, mapping)?;
         if self.fault == Fault::LeaksAnFd {
             mem::forget(export.fd.try_clone().expect("an fd to leak"));
@@ -139,7 +150,11 @@ impl Iface for Faulty {
 
     fn monitor(&self) -> Result<Arc<dyn Monitor>> {
         let monitor = self.simulated.monitor()?;
-        Ok(if self.fault == Fault::ConfusesAllocations { Arc::new(Confused(monitor)) } else { monitor })
+        Ok(if self.fault == Fault::ConfusesAllocations {
+            Arc::new(Confused(monitor))
+        } else {
+            monitor
+        })
     }
 }
 
@@ -164,7 +179,11 @@ impl Monitor for Confused {
         self.0.watches(cause)
     }
 
-    fn subscribe(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
+    fn subscribe(
+        &self,
+        range: AddressRange,
+        invalidator: Arc<dyn Invalidator>,
+    ) -> Result<Subscription> {
         self.0.subscribe(range, invalidator)
     }
 

@@ -31,15 +31,24 @@ fn simulated() -> Arc<Simulated> {
     Arc::new(Simulated::builder().build().unwrap())
 }
 
-fn machine(iface: Arc<dyn Iface>, provider: impl Provider + 'static, watch: &Arc<Simulated>) -> Machine {
-    let hmem =
-        Hmem::builder().without_vendor_ifaces().ifaces("simulated").shared_iface(iface).build().unwrap();
+fn machine(
+    iface: Arc<dyn Iface>,
+    provider: impl Provider + 'static,
+    watch: &Arc<Simulated>,
+) -> Machine {
+    let hmem = Hmem::builder()
+        .without_vendor_ifaces()
+        .ifaces("simulated")
+        .shared_iface(iface)
+        .build()
+        .unwrap();
     let watched = Arc::clone(watch);
     let mut machine = Machine::new(hmem);
     machine.software.push((SIMULATED, "simulated".into()));
-    machine
-        .watches
-        .push(Watch { what: "allocations", count: Box::new(move || watched.stats().live_allocations) });
+    machine.watches.push(Watch {
+        what: "allocations",
+        count: Box::new(move || watched.stats().live_allocations),
+    });
     machine.add(Arc::new(provider), true, "for tests").unwrap();
     machine
 }
@@ -49,7 +58,8 @@ fn loopback() -> Loopback {
 }
 
 fn quick() -> Selection {
-    let mut selection = Selection { iface: Some("simulated".into()), measure_ns: 0, ..Selection::default() };
+    let mut selection =
+        Selection { iface: Some("simulated".into()), measure_ns: 0, ..Selection::default() };
     selection.extents.pop();
     selection
 }
@@ -138,7 +148,8 @@ fn a_failing_copy_fails_the_command_and_names_the_call() {
             assert!(rows.iter().any(|row| row["verified"] == false && row["gib_per_s"].is_null()));
         } else {
             assert!(
-                out.contains("simulated:0 device to loopback/loop0 over dma-buf") && out.contains("FAILED"),
+                out.contains("simulated:0 device to loopback/loop0 over dma-buf")
+                    && out.contains("FAILED"),
                 "{out}"
             );
         }
@@ -149,20 +160,29 @@ fn a_failing_copy_fails_the_command_and_names_the_call() {
 #[test]
 fn a_monitor_that_misses_what_it_watches_fails_the_command() {
     let _alone = alone();
-    let device = || Arc::new(Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap());
-    for (fault, outcome) in [(Some(Fault::ConfusesAllocations), Outcome::Failed), (None, Outcome::Passed)] {
+    let device =
+        || Arc::new(Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap());
+    for (fault, outcome) in
+        [(Some(Fault::ConfusesAllocations), Outcome::Failed), (None, Outcome::Passed)]
+    {
         let simulated = device();
         let iface: Arc<dyn Iface> = match fault {
             Some(fault) => Arc::new(Faulty { simulated: Arc::clone(&simulated), fault }),
             None => Arc::clone(&simulated) as _,
         };
-        let nic = Loopback::builder().nic("pinned").memory(loopback::Memory::Pinned).build().unwrap();
+        let nic =
+            Loopback::builder().nic("pinned").memory(loopback::Memory::Pinned).build().unwrap();
         let machine = machine(iface, nic, &simulated);
         for json in [false, true] {
             let mut out = Vec::new();
-            let arguments =
-                CheckArgs { json, quick: true, iface: Some("simulated".into()), ..CheckArgs::default() };
-            let ended = run_on(&machine, &Command::Check(arguments), Style::plain(), &mut out).unwrap();
+            let arguments = CheckArgs {
+                json,
+                quick: true,
+                iface: Some("simulated".into()),
+                ..CheckArgs::default()
+            };
+            let ended =
+                run_on(&machine, &Command::Check(arguments), Style::plain(), &mut out).unwrap();
             let out = String::from_utf8(out).unwrap();
             assert_eq!(ended, outcome, "{out}");
             if !json {
@@ -178,8 +198,14 @@ fn a_monitor_that_misses_what_it_watches_fails_the_command() {
             let stale = row["rounds"].as_u64().unwrap() - 1;
             assert_eq!(row["stale"], if fault.is_some() { stale } else { 0 }, "{row}");
             // The device's own monitor is none the worse for the other's.
-            assert!(rows.iter().any(|row| row["monitor"] == "callback" && row["verified"] == true), "{out}");
-            assert!(document["rows"].as_array().unwrap().iter().all(|row| row["verified"] == true), "{out}");
+            assert!(
+                rows.iter().any(|row| row["monitor"] == "callback" && row["verified"] == true),
+                "{out}"
+            );
+            assert!(
+                document["rows"].as_array().unwrap().iter().all(|row| row["verified"] == true),
+                "{out}"
+            );
         }
     }
 }
@@ -226,7 +252,11 @@ fn a_device_without_export_is_skipped_directly_and_checked_staged() {
     let report = run(&machine(Arc::clone(&none) as _, loopback(), &none));
     assert!(report.passed(), "{report:?}");
     assert!(report.rows.iter().all(|row| row.path != "dma-buf"));
-    assert!(report.skipped.iter().any(|skipped| skipped.what.contains("directly")), "{:?}", report.skipped);
+    assert!(
+        report.skipped.iter().any(|skipped| skipped.what.contains("directly")),
+        "{:?}",
+        report.skipped
+    );
 }
 
 /// DIAG-02: no row is no success.

@@ -59,7 +59,8 @@ pub(crate) fn document_of(output: &Output) -> Value {
 
 /// Exactly these fields, each of them described in the document.
 fn has(object: &Value, fields: &[&str]) {
-    let mut names: Vec<_> = object.as_object().expect("an object").keys().map(String::as_str).collect();
+    let mut names: Vec<_> =
+        object.as_object().expect("an object").keys().map(String::as_str).collect();
     let mut fields = fields.to_vec();
     names.sort_unstable();
     fields.sort_unstable();
@@ -72,14 +73,20 @@ fn has(object: &Value, fields: &[&str]) {
 /// A client's document is as `docs/perf-schema.md` says, and its content was verified over these paths, this side's
 /// first.
 pub(crate) fn is_as_documented(document: &Value, paths: [&str; 2]) {
-    has(document, &["schema", "version", "role", "peer", "op", "seed", "local", "remote", "results"]);
+    has(
+        document,
+        &["schema", "version", "role", "peer", "op", "seed", "local", "remote", "results"],
+    );
     assert_eq!((&document["schema"], &document["role"]), (&1.into(), &"client".into()));
     for (side, path) in [("local", paths[0]), ("remote", paths[1])] {
         let side = &document[side];
         has(side, &["iface", "device", "provider", "nic", "path", "reason", "trace"]);
         assert_eq!(side["path"], path, "{side}");
         let trace = side["trace"].as_array().expect("a trace");
-        assert!(trace.last().is_some_and(|last| last["error"].is_null() && last["path"] == path), "{side}");
+        assert!(
+            trace.last().is_some_and(|last| last["error"].is_null() && last["path"] == path),
+            "{side}"
+        );
     }
     for row in document["results"].as_array().expect("results") {
         has(row, &["bytes", "verified", "bandwidth", "latency"]);
@@ -105,18 +112,24 @@ pub(crate) struct Server {
 impl Server {
     pub(crate) fn start(arguments: &[&str]) -> Self {
         let all = ["--server", "--bind", "127.0.0.1", "--port", "0"];
-        let mut process = hmem("perf", &[&all[..], arguments].concat()).spawn().expect("the command starts");
+        let mut process =
+            hmem("perf", &[&all[..], arguments].concat()).spawn().expect("the command starts");
         let mut stderr = BufReader::new(process.stderr.take().expect("a pipe"));
         let mut line = String::new();
         stderr.read_line(&mut line).expect("the server says where it listens");
-        let port = line.trim().strip_prefix("listening on 127.0.0.1:").and_then(|port| port.parse().ok());
+        let port =
+            line.trim().strip_prefix("listening on 127.0.0.1:").and_then(|port| port.parse().ok());
         Self { port: port.unwrap_or_else(|| panic!("{line}")), process, stderr }
     }
 
     /// The arguments with which a client finds it.
     pub(crate) fn client(&self, arguments: &[&str]) -> Vec<String> {
         let port = self.port.to_string();
-        [&["127.0.0.1", "--port", &port], arguments].concat().into_iter().map(str::to_owned).collect()
+        [&["127.0.0.1", "--port", &port], arguments]
+            .concat()
+            .into_iter()
+            .map(str::to_owned)
+            .collect()
     }
 
     pub(crate) fn next_line(&mut self) -> String {

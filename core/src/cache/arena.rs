@@ -26,7 +26,9 @@ mod mapped {
         sync::atomic::{AtomicUsize, Ordering},
     };
 
-    use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munmap};
+    use rustix::mm::{
+        Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munmap,
+    };
 
     use super::Zeroed;
     use crate::{Error, Result};
@@ -63,9 +65,9 @@ mod mapped {
                 )
             }
             .map_err(|errno| {
-                Error::os(errno, "mmap")
-                    .context("bytes", reserved)
-                    .remedy("the registration cache reserves addresses: raise RLIMIT_AS or lower its limit")
+                Error::os(errno, "mmap").context("bytes", reserved).remedy(
+                    "the registration cache reserves addresses: raise RLIMIT_AS or lower its limit",
+                )
             })?;
             let base = NonNull::new(base.cast()).expect("a mapping is not at address 0");
             Ok(Self { base, tagged: base.as_ptr(), reserved, usable: AtomicUsize::new(0) })
@@ -84,13 +86,18 @@ mod mapped {
             if needed <= usable {
                 return true;
             }
-            let wanted = needed.max(usable + usable / 4).next_multiple_of(PAGE * 16).min(self.reserved);
+            let wanted =
+                needed.max(usable + usable / 4).next_multiple_of(PAGE * 16).min(self.reserved);
             if wanted < needed {
                 return false;
             }
             // SAFETY: the range lies in the mapping made by `reserve`, and pages only become accessible.
             let grown = unsafe {
-                mprotect(self.base.as_ptr().cast(), wanted, MprotectFlags::READ | MprotectFlags::WRITE)
+                mprotect(
+                    self.base.as_ptr().cast(),
+                    wanted,
+                    MprotectFlags::READ | MprotectFlags::WRITE,
+                )
             };
             if grown.is_ok() {
                 self.usable.store(wanted, Ordering::Relaxed);
@@ -101,7 +108,9 @@ mod mapped {
         /// The `index`th.
         #[inline(always)]
         pub(in crate::cache) fn at(&self, index: u32) -> &T {
-            debug_assert!((index as usize + 1) * size_of::<T>() <= self.usable.load(Ordering::Relaxed));
+            debug_assert!(
+                (index as usize + 1) * size_of::<T>() <= self.usable.load(Ordering::Relaxed)
+            );
             // SAFETY: indices are given out after `ensure` took them, so the memory is there, and it stays a `T` (zero
             // bytes are one) until the arena goes, which the reference cannot outlive.
             unsafe { self.base.add(index as usize).as_ref() }
@@ -131,8 +140,9 @@ mod mapped {
         /// Keeps huge pages away, which would give memory to what is far from used.
         pub(in crate::cache) fn small_pages(self) -> Self {
             // SAFETY: advice about the arena's own pages changes no content.
-            let advised =
-                unsafe { madvise(self.base.as_ptr().cast(), self.reserved, Advice::LinuxNoHugepage) };
+            let advised = unsafe {
+                madvise(self.base.as_ptr().cast(), self.reserved, Advice::LinuxNoHugepage)
+            };
             if let Err(errno) = advised {
                 tracing::debug!(%errno, "transparent huge pages are left as they are");
             }

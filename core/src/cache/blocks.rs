@@ -165,7 +165,10 @@ impl Blocks {
 
     /// Hits of all threads, ever.
     pub(super) fn hits(&self) -> u64 {
-        self.each().flat_map(|block| &block.slots).map(|slot| slot.hits.load(Ordering::Relaxed)).sum()
+        self.each()
+            .flat_map(|block| &block.slots)
+            .map(|slot| slot.hits.load(Ordering::Relaxed))
+            .sum()
     }
 
     /// The first block of one more who looks up: the caller's alone until it [gives it back](Blocks::give_back).

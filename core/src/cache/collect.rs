@@ -138,7 +138,9 @@ impl<S: Source> Shared<S> {
     /// Marks everything dead that touches the range, and has `told` told once it is deregistered.
     pub(super) fn invalidate_then(&self, range: AddressRange, told: Told) {
         let told = Arc::new(told);
-        let Some((first, last)) = radix::touched(range).filter(|_| !self.gate.is_forked()) else { return };
+        let Some((first, last)) = radix::touched(range).filter(|_| !self.gate.is_forked()) else {
+            return;
+        };
         // Nothing is retired while the lock is held, so that each entry is found here, or was left to the worker or in flight before.
         let mut structure = self.structure.lock();
         self.invalidate(range, Cause::Application);

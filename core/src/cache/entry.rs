@@ -147,7 +147,11 @@ impl<S: Source> Entry<S> {
     /// Whether it is of the key's memory, with at least its rights and its identity.
     #[inline(always)]
     pub(super) fn covers(&self, key: &Key) -> bool {
-        self.covers_as_read(key, |value| value.load(Ordering::Relaxed), |value| value.load(Ordering::Relaxed))
+        self.covers_as_read(
+            key,
+            |value| value.load(Ordering::Relaxed),
+            |value| value.load(Ordering::Relaxed),
+        )
     }
 
     #[inline(always)]
@@ -160,7 +164,8 @@ impl<S: Source> Entry<S> {
         read_rights(&self.lacks) & key.access == 0
             && read(&self.start) <= key.start
             && key.last <= read(&self.last)
-            && (key.exact == 0 || read(&self.owner) == key.owner && read(&self.allocation) == key.allocation)
+            && (key.exact == 0
+                || read(&self.owner) == key.owner && read(&self.allocation) == key.allocation)
     }
 
     /// Notes a use for eviction: written once between two passes of its hand.

@@ -49,17 +49,24 @@ mod page {
             let len = LEN;
             // SAFETY: a new mapping replaces nothing.
             let page = unsafe {
-                mmap_anonymous(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+                mmap_anonymous(
+                    ptr::null_mut(),
+                    len,
+                    ProtFlags::READ | ProtFlags::WRITE,
+                    MapFlags::PRIVATE,
+                )
             }
             .map_err(|errno| Error::os(errno, "mmap"))?;
             let page = NonNull::new(page.cast()).expect("a mapping is not at address 0");
             let gate = Self { page };
             // SAFETY: the page is this gate's own.
-            unsafe { madvise(page.as_ptr().cast(), len, Advice::LinuxWipeOnFork) }.map_err(|errno| {
-                Error::os(errno, "madvise")
-                    .context("advice", "MADV_WIPEONFORK")
-                    .remedy("the registration cache must notice a fork: it needs Linux 4.14")
-            })?;
+            unsafe { madvise(page.as_ptr().cast(), len, Advice::LinuxWipeOnFork) }.map_err(
+                |errno| {
+                    Error::os(errno, "madvise")
+                        .context("advice", "MADV_WIPEONFORK")
+                        .remedy("the registration cache must notice a fork: it needs Linux 4.14")
+                },
+            )?;
             gate.word().store(super::opened(number, fenced), Ordering::Release);
             Ok(gate)
         }

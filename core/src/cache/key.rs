@@ -1,6 +1,8 @@
 //! What a registration is known by.
 
-use crate::{Access, Address, AddressRange, AllocationId, DeviceId, Error, ErrorKind, IfaceKind, Result};
+use crate::{
+    Access, Address, AddressRange, AllocationId, DeviceId, Error, ErrorKind, IfaceKind, Result,
+};
 
 /// What a registration is known by: range, rights, iface, device and allocation.
 ///

@@ -86,7 +86,9 @@ impl<S: Source> Shared<S> {
         slot.lease(index);
         sync::light_unfenced();
         // Entry 0, for none, is free. SAFETY: the lease is published, and the entry seen live after that.
-        if state::is_plain(entry.state.load(Ordering::Acquire)) && unsafe { entry.leased_covers(key) } {
+        if state::is_plain(entry.state.load(Ordering::Acquire))
+            && unsafe { entry.leased_covers(key) }
+        {
             slot.count_hit();
             return Some(Held { entry, slot });
         }

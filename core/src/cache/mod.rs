@@ -215,7 +215,9 @@ impl<S: Source> Cache<S> {
     #[cold]
     #[inline(never)]
     fn get_anyhow(&self, key: &Key) -> Result<Lease<'_, S>> {
-        let Some(block) = threads::block(&self.shared) else { return self.shared.alone_without_slot(key) };
+        let Some(block) = threads::block(&self.shared) else {
+            return self.shared.alone_without_slot(key);
+        };
         let lease = self.get_in(block, key);
         threads::note(&self.shared, block);
         lease
@@ -266,7 +268,8 @@ impl<S: Source> Cache<S> {
     pub fn burst(&self) -> Burst<'_, S> {
         let usable = !self.shared.gate.is_forked();
         let block = usable.then(|| self.shared.take_block()).flatten();
-        let own = block.map(|block| Own { block, slot: Cell::new(self.shared.blocks.likely(block)) });
+        let own =
+            block.map(|block| Own { block, slot: Cell::new(self.shared.blocks.likely(block)) });
         Burst { cache: self, own, not_send: PhantomData }
     }
 

@@ -100,8 +100,12 @@ fn cache(max_count: usize) -> Modelled {
 }
 
 fn cache_refused(max_count: usize, refused: u32) -> Modelled {
-    let memory =
-        Memory { version: AtomicU32::new(0), alive: AtomicU32::new(0), made: AtomicU32::new(0), refused };
+    let memory = Memory {
+        version: AtomicU32::new(0),
+        alive: AtomicU32::new(0),
+        made: AtomicU32::new(0),
+        refused,
+    };
     let limits = Limits { max_count, ..Limits::default() };
     Arc::new(Cache::with_barrier(memory, limits, Barrier::choose()).expect("a cache"))
 }
@@ -185,8 +189,8 @@ fn holds(models: fn()) {
 
 /// Fails in one of these ways, and in no other.
 fn fails_without(what: u32, models: fn(), ways: &[&str]) {
-    let panic =
-        catch_unwind(|| without(what, models)).expect_err("the model does not notice what is missing");
+    let panic = catch_unwind(|| without(what, models))
+        .expect_err("the model does not notice what is missing");
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or_default();
     assert!(ways.iter().any(|way| text.contains(way)), "another failure: {text}");
@@ -590,7 +594,9 @@ fn walk_beside(put: &'static [(u64, u64, u32)], last: u64, alter: fn(&Radix, &mu
             let radix = Arc::clone(&radix);
             thread::spawn(move || {
                 let mut seen = (false, false);
-                radix.walk(0, last, &mut |entry| seen = (seen.0 || entry == 1, seen.1 || entry == 2));
+                radix.walk(0, last, &mut |entry| {
+                    seen = (seen.0 || entry == 1, seen.1 || entry == 2)
+                });
                 assert!(seen.0, "{UNSEEN}");
                 meet(seen.1);
             })

@@ -120,7 +120,8 @@ const fn span_bits(level: u32) -> u32 {
 /// Whether slots held nothing when they were read, one after the other.
 #[inline(always)]
 fn is_empty(slots: &[AtomicU32]) -> bool {
-    let any = |slots: &[AtomicU32]| slots.iter().fold(0, |any, slot| any | slot.load(Ordering::Acquire));
+    let any =
+        |slots: &[AtomicU32]| slots.iter().fold(0, |any, slot| any | slot.load(Ordering::Acquire));
     let (groups, rest) = slots.as_chunks::<AT_ONCE>();
     groups.iter().fold(any(rest), |all, group| all | any(group)) == 0
 }
@@ -196,7 +197,8 @@ impl Radix {
                 return if value < CHAIN { value } else { 0 };
             }
             level -= 1;
-            value = self.nodes.at(value & INDEX).slots[slot_of(page, level)].load(Ordering::Acquire);
+            value =
+                self.nodes.at(value & INDEX).slots[slot_of(page, level)].load(Ordering::Acquire);
         }
     }
 

@@ -119,7 +119,11 @@ impl<S: Source> Shared<S> {
     }
 
     /// Waits until an entry is registered that the caller leased under the lock; why it failed, if it did and says so.
-    fn wait<'a>(&'a self, mut structure: MutexGuard<'a, Structure<S>>, index: u32) -> Option<Error> {
+    fn wait<'a>(
+        &'a self,
+        mut structure: MutexGuard<'a, Structure<S>>,
+        index: u32,
+    ) -> Option<Error> {
         let entry = self.entries.at(index);
         if entry.state.load(Ordering::Acquire) & state::REGISTERING == 0 {
             return None;
@@ -204,7 +208,8 @@ impl<S: Source> Shared<S> {
         let mut word = entry.state.load(Ordering::Relaxed);
         loop {
             let next = word & !(state::REGISTERING | state::WAITED) | phase;
-            match entry.state.compare_exchange_weak(word, next, Ordering::AcqRel, Ordering::Relaxed) {
+            match entry.state.compare_exchange_weak(word, next, Ordering::AcqRel, Ordering::Relaxed)
+            {
                 Ok(_) => break,
                 Err(now) => word = now,
             }
@@ -348,7 +353,9 @@ impl<S: Source> Shared<S> {
         loop {
             let before = merged;
             let start = merged.start.saturating_sub(1);
-            let Some((first, last)) = radix::pages(start, merged.last.saturating_add(1)) else { break };
+            let Some((first, last)) = radix::pages(start, merged.last.saturating_add(1)) else {
+                break;
+            };
             let mut near = Vec::new();
             self.radix.walk(first, last, &mut |index| near.push(index));
             for index in near {

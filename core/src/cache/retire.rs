@@ -101,7 +101,8 @@ impl<S: Source> Shared<S> {
         // Twice round: the first pass may only clear the marks of use.
         let mut looks = 2 * structure.made as usize + 1;
         while !self.fits(structure, len) && looks > 0 {
-            let too_many = structure.bytes.saturating_add(len).saturating_sub(self.limits.max_bytes);
+            let too_many =
+                structure.bytes.saturating_add(len).saturating_sub(self.limits.max_bytes);
             let batch = (structure.count / BATCH_PART).clamp(1, MOST_AT_ONCE);
             let wanted = Wanted { batch, bytes: too_many, all: false, others_look };
             self.evict(structure, &wanted, &mut looks, retired);
@@ -151,7 +152,11 @@ impl<S: Source> Shared<S> {
         {
             let entry = self.entries.at(index);
             let marked = word | state::EVICTING;
-            if entry.state.compare_exchange(word, marked, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
+            if entry
+                .state
+                .compare_exchange(word, marked, Ordering::SeqCst, Ordering::Relaxed)
+                .is_ok()
+            {
                 candidates.push(index);
                 found += entry.len();
             }
@@ -176,7 +181,12 @@ impl<S: Source> Shared<S> {
 
     /// Where the hand comes by next that is live, was in no lease at the last scan and, unless `all` will do, was not hit since the
     /// hand last passed; with its state.
-    fn next_idle(&self, structure: &mut Structure<S>, all: bool, looks: &mut usize) -> Option<(u32, u32)> {
+    fn next_idle(
+        &self,
+        structure: &mut Structure<S>,
+        all: bool,
+        looks: &mut usize,
+    ) -> Option<(u32, u32)> {
         while *looks > 0 {
             *looks -= 1;
             structure.hand = if structure.hand >= structure.made { 1 } else { structure.hand + 1 };
@@ -227,7 +237,9 @@ impl<S: Source> Shared<S> {
         let passed = self.barrier.heavy();
         if !passed {
             // No lease can be ruled out any more: whatever is registered stays, and nothing is looked up.
-            tracing::error!("membarrier is refused after it worked: the registration cache is closed");
+            tracing::error!(
+                "membarrier is refused after it worked: the registration cache is closed"
+            );
             self.gate.close();
         }
         passed
@@ -242,7 +254,12 @@ impl<S: Source> Shared<S> {
 
     /// Takes an entry that nobody can find or use out of the table, and makes it free.
     #[inline(always)]
-    pub(super) fn retire(&self, structure: &mut Structure<S>, index: u32, retired: &mut Retirees<S>) {
+    pub(super) fn retire(
+        &self,
+        structure: &mut Structure<S>,
+        index: u32,
+        retired: &mut Retirees<S>,
+    ) {
         let entry = self.unlink(structure, index);
         // SAFETY: it was registered, and no lookup takes it any more. There is no lease of it: a scan found none after the entry's
         // end and a barrier, or after it or before it where nobody else could take one, or the cache is at its end, which borrows of it
@@ -256,7 +273,12 @@ impl<S: Source> Shared<S> {
     }
 
     /// The same of one whose registration failed.
-    pub(super) fn retire_failed(&self, structure: &mut Structure<S>, index: u32, retired: &mut Retirees<S>) {
+    pub(super) fn retire_failed(
+        &self,
+        structure: &mut Structure<S>,
+        index: u32,
+        retired: &mut Retirees<S>,
+    ) {
         let entry = self.unlink(structure, index);
         structure.failures.remove(&index);
         let told = take_told(structure, index);

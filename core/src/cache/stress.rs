@@ -85,7 +85,8 @@ impl Drop for Ends<'_> {
 /// Both start at once. The first has stores to lines that are far away under way when it publishes its lease, so that this one,
 /// which comes after them, is late to be seen by the other.
 fn a_lease_outlives_its_region(barrier: Barrier, rounds: u64) -> Option<u64> {
-    let numbers = Numbers { next: AtomicU64::new(0), gone: (0..PLACES).map(|_| AtomicU64::new(0)).collect() };
+    let numbers =
+        Numbers { next: AtomicU64::new(0), gone: (0..PLACES).map(|_| AtomicU64::new(0)).collect() };
     let cache = Cache::with_barrier(numbers, Limits::default(), barrier).expect("a cache");
     let range = AddressRange::new(Address(1 << 30), 4096).expect("no wrap");
     let key = Key::new(range, Access::SEND).expect("a key");
@@ -153,5 +154,8 @@ fn no_lease_outlives_its_region_with_fences() {
 #[test]
 #[ignore = "the slow tier"]
 fn a_lease_outlives_its_region_without_the_barrier() {
-    assert!(a_lease_outlives_its_region(Barrier::Missing, 100 * ROUNDS).is_some(), "the race was never lost");
+    assert!(
+        a_lease_outlives_its_region(Barrier::Missing, 100 * ROUNDS).is_some(),
+        "the race was never lost"
+    );
 }

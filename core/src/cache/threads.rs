@@ -99,7 +99,8 @@ fn find_or_take<S: Source>(shared: &Shared<S>) -> Option<&Block> {
     let block = OWNED
         .try_with(|owned| {
             let mut owned = owned.borrow_mut();
-            if let Some((.., block)) = owned.0.iter().find(|(number, ..)| *number == shared.number) {
+            if let Some((.., block)) = owned.0.iter().find(|(number, ..)| *number == shared.number)
+            {
                 return Some(*block);
             }
             owned.0.retain(|(_, blocks, _)| blocks.strong_count() > 0);

@@ -166,7 +166,8 @@ impl Job {
         let result = if self.region.start_registering() {
             // A backend that panics must not leave a close waiting, nor the jobs behind this one.
             catch_unwind(AssertUnwindSafe(|| self.register())).unwrap_or_else(|_| {
-                Err(Error::new(ErrorKind::Driver, "regattr").context("why", "the iface or provider panicked"))
+                Err(Error::new(ErrorKind::Driver, "regattr")
+                    .context("why", "the iface or provider panicked"))
             })
         } else {
             Err(given_up())

@@ -33,7 +33,11 @@ impl Default for DomainAttr {
     fn default() -> Self {
         Self {
             nic: None,
-            mr_mode: MrMode::LOCAL | MrMode::VIRT_ADDR | MrMode::ALLOCATED | MrMode::PROV_KEY | MrMode::HMEM,
+            mr_mode: MrMode::LOCAL
+                | MrMode::VIRT_ADDR
+                | MrMode::ALLOCATED
+                | MrMode::PROV_KEY
+                | MrMode::HMEM,
             hmem: true,
             auth_key: AuthKey::default(),
             cache: None,

@@ -13,8 +13,8 @@ use std::{
 
 use super::{DomainInner, MemoryRegion, MrAttr, inner::MemoryOwner};
 use crate::{
-    Access, Address, AddressRange, Allocation, Error, ErrorKind, Iface, IfaceExt, MrFlags, Rejected, Result,
-    iface::AllocRequest, transfer::LocalSegment,
+    Access, Address, AddressRange, Allocation, Error, ErrorKind, Iface, IfaceExt, MrFlags,
+    Rejected, Result, iface::AllocRequest, transfer::LocalSegment,
 };
 
 /// A buffer that a region can own.
@@ -315,16 +315,18 @@ impl<B: OwnedBuffer> Registered<B> {
         flags: MrFlags,
     ) -> Result<Self, Rejected<B>> {
         if attr.base.is_some() || attr.dma_buf.is_some() {
-            let error = Error::new(ErrorKind::InvalidArgument, "register")
-                .remedy("a buffer is registered on its own: use regattr for sub-regions and dma-bufs");
+            let error = Error::new(ErrorKind::InvalidArgument, "register").remedy(
+                "a buffer is registered on its own: use regattr for sub-regions and dma-bufs",
+            );
             return Err(Rejected::new(buffer, error));
         }
         let parts = Arc::new(buffer.into_parts());
         let range = [B::range(&parts)];
         let attr = MrAttr { ranges: &range, ..*attr };
         let owner: MemoryOwner = Arc::clone(&parts) as _;
-        let region =
-            domain.prepare(&attr, flags, Some(owner)).and_then(|region| domain.submit(region, &attr));
+        let region = domain
+            .prepare(&attr, flags, Some(owner))
+            .and_then(|region| domain.submit(region, &attr));
         match region {
             Ok(region) => Ok(Self { region, parts }),
             Err(error) => Err(Rejected::new(B::from_parts(sole(parts)), error)),
@@ -372,7 +374,8 @@ impl<B: OwnedBuffer> Registered<B> {
 
 /// The parts, once the region has let go of them.
 pub(super) fn sole<P>(parts: Arc<P>) -> P {
-    Arc::into_inner(parts).expect("only the region shared the parts, and it was closed or never made")
+    Arc::into_inner(parts)
+        .expect("only the region shared the parts, and it was closed or never made")
 }
 
 impl<B: OwnedBuffer> Deref for Registered<B> {

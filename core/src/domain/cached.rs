@@ -6,8 +6,8 @@ use parking_lot::Mutex;
 
 use super::{Domain, DomainInner, MemoryRegion, MrAttr};
 use crate::{
-    Access, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, MrFlags, MrMode, Rejected,
-    Result,
+    Access, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, MrFlags, MrMode,
+    Rejected, Result,
     cache::{Burst, Cache, Key, Lease, Limits, Listed, OwnedLease, Source, Statistics},
     monitor::{Invalidator, Monitor, MonitorStyle, Subscription},
     path::Path,
@@ -287,8 +287,12 @@ pub struct Watch {
 
 impl Registrations {
     fn monitor(&self, iface: IfaceKind) -> Result<Arc<dyn Monitor>> {
-        let known =
-            self.monitors.lock().iter().find(|(known, _)| *known == iface).map(|(_, one)| one.clone());
+        let known = self
+            .monitors
+            .lock()
+            .iter()
+            .find(|(known, _)| *known == iface)
+            .map(|(_, one)| one.clone());
         if let Some(known) = known {
             return known;
         }
@@ -320,7 +324,9 @@ impl Source for Registrations {
     fn watch(&self, key: &Key, invalidator: &Arc<dyn Invalidator>) -> Result<Watch> {
         let monitor = self.monitor(key.iface())?;
         let subscription = monitor.subscribe(key.range(), Arc::clone(invalidator))?;
-        let Some(id) = key.allocation() else { return Ok(Watch { monitor, subscription, allocation: None }) };
+        let Some(id) = key.allocation() else {
+            return Ok(Watch { monitor, subscription, allocation: None });
+        };
         // From here on a free is told, or seen by the identity; one before is seen here.
         let now = self.domain.registry.owner_of(key.range().start());
         match now {
@@ -373,7 +379,9 @@ impl Source for Registrations {
 
 impl fmt::Debug for Registrations {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Registrations").field("nic", &self.domain.provider_attr.nic).finish_non_exhaustive()
+        f.debug_struct("Registrations")
+            .field("nic", &self.domain.provider_attr.nic)
+            .finish_non_exhaustive()
     }
 }
 

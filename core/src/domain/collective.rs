@@ -29,11 +29,15 @@ impl Endpoint {
                 .remedy("in COLLECTIVE mode register the buffer with the COLLECTIVE right"));
         }
         match root {
-            Some(root) if members.contains(&root) => self.receive(&[buffer], Some((tag, 0)), context),
+            Some(root) if members.contains(&root) => {
+                self.receive(&[buffer], Some((tag, 0)), context)
+            }
             Some(root) => Err(Error::new(ErrorKind::InvalidArgument, "broadcast")
                 .context("root", root.0)
                 .remedy("the root is one of the members")),
-            None => members.iter().try_for_each(|member| self.send(&[buffer], Some(tag), *member, context)),
+            None => members
+                .iter()
+                .try_for_each(|member| self.send(&[buffer], Some(tag), *member, context)),
         }
     }
 }

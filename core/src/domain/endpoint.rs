@@ -11,7 +11,8 @@ use crate::{
     ErrorKind, Rejected, RemoteKey, Result,
     provider::{EndpointAttr, ProviderEndpoint},
     transfer::{
-        AtomicOp, AtomicType, EndpointName, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest,
+        AtomicOp, AtomicType, EndpointName, LocalSegment, Operation, PeerId, RemoteSegment,
+        WorkRequest,
     },
 };
 
@@ -121,7 +122,9 @@ impl Endpoint {
         if local.len() > INLINE_SEGMENTS {
             let segments: Vec<_> = local.iter().map(|slice| slice.segment()).collect();
             // SAFETY: as below.
-            return unsafe { self.post(&WorkRequest { operation, local: &segments, peer, context }) };
+            return unsafe {
+                self.post(&WorkRequest { operation, local: &segments, peer, context })
+            };
         }
         let empty = LocalSegment { address: crate::Address(0), len: 0, desc: None };
         let mut segments = [empty; INLINE_SEGMENTS];
@@ -182,7 +185,13 @@ impl Endpoint {
     ///
     /// # Errors
     /// As [`Endpoint::post`].
-    pub fn send(&self, local: &[RegionSlice], tag: Option<u64>, peer: PeerId, context: u64) -> Result<()> {
+    pub fn send(
+        &self,
+        local: &[RegionSlice],
+        tag: Option<u64>,
+        peer: PeerId,
+        context: u64,
+    ) -> Result<()> {
         self.post_slices(Operation::Send { tag, invalidate: None }, local, peer, context)
     }
 
@@ -204,7 +213,12 @@ impl Endpoint {
     ///
     /// # Errors
     /// As [`Endpoint::post`].
-    pub fn receive(&self, local: &[RegionSlice], tag: Option<(u64, u64)>, context: u64) -> Result<()> {
+    pub fn receive(
+        &self,
+        local: &[RegionSlice],
+        tag: Option<(u64, u64)>,
+        context: u64,
+    ) -> Result<()> {
         self.post_slices(Operation::Receive { tag, from: None }, local, PeerId(0), context)
     }
 

@@ -67,8 +67,9 @@ impl Inbound {
             return Ok(());
         }
         let devices = self.devices.read();
-        let flush =
-            |&(iface, device): &(IfaceKind, DeviceId)| self.registry.get(iface)?.flush_inbound(device);
+        let flush = |&(iface, device): &(IfaceKind, DeviceId)| {
+            self.registry.get(iface)?.flush_inbound(device)
+        };
         devices.iter().map(flush).fold(Ok(()), Result::and)
     }
 

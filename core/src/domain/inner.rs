@@ -16,8 +16,8 @@ use super::{
     shared::{Shared, Unique},
 };
 use crate::{
-    Access, AddressRange, Decision, Error, ErrorKind, LocalKey, MrFlags, MrMode, Result, counter::Counter,
-    event_queue::RegionId, path::PathOutcome, provider::ProviderRegion,
+    Access, AddressRange, Decision, Error, ErrorKind, LocalKey, MrFlags, MrMode, Result,
+    counter::Counter, event_queue::RegionId, path::PathOutcome, provider::ProviderRegion,
 };
 
 /// Memory that a region keeps alive.
@@ -110,7 +110,8 @@ impl RegionInner {
         owner: Option<MemoryOwner>,
         id: Option<RegionId>,
     ) -> Unique<Self> {
-        let needs_rare = attr.ranges.len() > 1 || attr.base.is_some() || owner.is_some() || id.is_some();
+        let needs_rare =
+            attr.ranges.len() > 1 || attr.base.is_some() || owner.is_some() || id.is_some();
         let rare = (needs_rare || attr.page_size != 0).then(|| {
             let parent = attr.base.map(|base| Shared::clone(base.inner()));
             let page_size = match &parent {
@@ -123,7 +124,14 @@ impl RegionInner {
             let asynchronous = id.map(|id| (id, Arc::default()));
             let ranges = if attr.ranges.len() > 1 { attr.ranges.to_vec() } else { Vec::new() };
             let owned = owner.is_some();
-            Box::new(Rare { ranges, parent, owner: Mutex::new(owner), owned, page_size, asynchronous })
+            Box::new(Rare {
+                ranges,
+                parent,
+                owner: Mutex::new(owner),
+                owned,
+                page_size,
+                asynchronous,
+            })
         });
         Unique::new_with(|| Self {
             domain: Arc::clone(domain),
@@ -189,7 +197,8 @@ impl RegionInner {
     #[inline]
     pub(super) fn starts_enabled(&self) -> bool {
         let mode = self.domain.effective();
-        let waits_for_counter = mode.contains(MrMode::RMA_EVENT) && self.flags.contains(MrFlags::RMA_EVENT);
+        let waits_for_counter =
+            mode.contains(MrMode::RMA_EVENT) && self.flags.contains(MrFlags::RMA_EVENT);
         !mode.contains(MrMode::ENDPOINT) && !waits_for_counter
     }
 
@@ -234,7 +243,11 @@ impl RegionInner {
 
     /// Ends a registration that worked, of a region that nobody else knows yet.
     #[inline]
-    pub(super) fn complete_unshared(&mut self, region: &ProviderRegion, decision: Option<Arc<Decision>>) {
+    pub(super) fn complete_unshared(
+        &mut self,
+        region: &ProviderRegion,
+        decision: Option<Arc<Decision>>,
+    ) {
         self.registered.set_unshared(Registration::new(region, decision));
         *self.state.get_mut() = self.first_state() as u8;
     }
@@ -287,7 +300,8 @@ impl RegionInner {
     /// Either way the worker holds nothing of the region afterwards.
     fn give_up_or_wait(&self) -> bool {
         let (from, to) = (RegionState::Pending as u8, RegionState::Closed as u8);
-        let given_up = self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        let given_up =
+            self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok();
         if given_up
             && let (Some(worker), Some(id)) = (self.domain.worker.get(), self.id())
             && worker.withdraw(id)

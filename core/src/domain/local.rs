@@ -137,7 +137,8 @@ impl InFlight {
     }
 
     fn translate(&self, completions: &mut [Completion]) {
-        for completion in completions.iter_mut().filter(|completion| is_marked(completion.context)) {
+        for completion in completions.iter_mut().filter(|completion| is_marked(completion.context))
+        {
             if let Some(context) = self.end(completion.context) {
                 completion.context = context;
             }
@@ -164,7 +165,9 @@ impl LeasingQueue {
     /// The attributes with the provider's own queues, which are all that a provider knows.
     pub(super) fn unwrapped(attr: &EndpointAttr) -> EndpointAttr {
         let own = |queue: &Arc<dyn CompletionQueue>| {
-            Arc::clone(FlushingQueue::unwrapped(Self::of(queue).map_or(queue, |leasing| &leasing.queue)))
+            Arc::clone(FlushingQueue::unwrapped(
+                Self::of(queue).map_or(queue, |leasing| &leasing.queue),
+            ))
         };
         EndpointAttr { tx_cq: own(&attr.tx_cq), rx_cq: own(&attr.rx_cq), ..attr.clone() }
     }
@@ -217,7 +220,11 @@ impl Leasing {
     /// # Safety
     /// As [`ProviderEndpoint::post`].
     #[inline]
-    pub(super) unsafe fn post(&self, to: &dyn ProviderEndpoint, request: &WorkRequest<'_>) -> Result<()> {
+    pub(super) unsafe fn post(
+        &self,
+        to: &dyn ProviderEndpoint,
+        request: &WorkRequest<'_>,
+    ) -> Result<()> {
         let receives = matches!(request.operation, Operation::Receive { .. });
         let side = if receives { &self.receives } else { &self.transmits };
         let bare = names_no_region(request);
@@ -311,7 +318,11 @@ impl Leasing {
     }
 
     /// A region of the segment's memory, where it names none and needs one.
-    fn lease(&self, segment: &LocalSegment, access: Access) -> Result<Option<OwnedLease<Registrations>>> {
+    fn lease(
+        &self,
+        segment: &LocalSegment,
+        access: Access,
+    ) -> Result<Option<OwnedLease<Registrations>>> {
         if segment.desc.is_some() {
             return Ok(None);
         }

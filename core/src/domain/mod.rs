@@ -47,8 +47,8 @@ use self::{
     local::{Leasing, LeasingQueue},
 };
 use crate::{
-    Access, AddressRange, Addressing, AuthKey, Decision, DomainBindFlags, Error, ErrorKind, Iova, MrFlags,
-    MrMode, RawKey, Registry, Rejected, RemoteKey, Result,
+    Access, AddressRange, Addressing, AuthKey, Decision, DomainBindFlags, Error, ErrorKind, Iova,
+    MrFlags, MrMode, RawKey, Registry, Rejected, RemoteKey, Result,
     event_queue::EventQueue,
     path::PathDecider,
     provider::{
@@ -112,7 +112,9 @@ impl Domain {
             return Err(Error::new(ErrorKind::ModeMismatch, "open domain")
                 .provider(nic.nic.to_string())
                 .context("bits", MrMode::BASIC)
-                .remedy("this provider cannot run BASIC registration: offer the single bits instead"));
+                .remedy(
+                    "this provider cannot run BASIC registration: offer the single bits instead",
+                ));
         }
         let request = DomainRequest {
             nic: Some(nic.nic.name.clone()),
@@ -303,7 +305,11 @@ impl Domain {
     ///
     /// # Errors
     /// As [`Domain::regattr`]; the buffer comes back with the error.
-    pub fn register<B: OwnedBuffer>(&self, buffer: B, access: Access) -> Result<Registered<B>, Rejected<B>> {
+    pub fn register<B: OwnedBuffer>(
+        &self,
+        buffer: B,
+        access: Access,
+    ) -> Result<Registered<B>, Rejected<B>> {
         self.register_with(buffer, &MrAttr::new(&[], access), MrFlags::empty())
     }
 
@@ -408,7 +414,11 @@ impl Domain {
     /// for queues of another provider.
     pub fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Endpoint> {
         let leasing = match self.leases_local_memory() {
-            true => Some(Leasing::new(self.cache()?, self.inner.effective.contains(MrMode::LOCAL), attr)),
+            true => Some(Leasing::new(
+                self.cache()?,
+                self.inner.effective.contains(MrMode::LOCAL),
+                attr,
+            )),
             false => None,
         };
         Endpoint::open(&self.inner, attr, leasing)
@@ -482,7 +492,11 @@ impl DomainInner {
     }
 
     pub(crate) fn addressing(&self) -> Addressing {
-        if self.effective().contains(MrMode::VIRT_ADDR) { Addressing::Virtual } else { Addressing::ZeroBased }
+        if self.effective().contains(MrMode::VIRT_ADDR) {
+            Addressing::Virtual
+        } else {
+            Addressing::ZeroBased
+        }
     }
 
     fn auth_key<'a>(&'a self, given: Option<&'a AuthKey>) -> &'a AuthKey {

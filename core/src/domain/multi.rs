@@ -85,7 +85,9 @@ fn register_all(
                 Ok(()) => Err(Rejected::new(MultiRegion { regions: Vec::new() }, error)),
                 Err(Rejected { value: left, error: why }) => {
                     tracing::error!(left = left.regions.len(), %why, "regions could not be closed again");
-                    let error = error.context("left registered", left.regions.len()).context("why left", why);
+                    let error = error
+                        .context("left registered", left.regions.len())
+                        .context("why left", why);
                     Err(Rejected::new(left, error))
                 }
             }
@@ -108,13 +110,15 @@ fn try_register_all(
     let mut done = Vec::with_capacity(domains.len());
     let registered = {
         let memory = first.resolve(&pending[0], attr)?;
-        let mut requests: Vec<(PathRequest<'_>, &dyn ProviderDomain)> = Vec::with_capacity(domains.len());
+        let mut requests: Vec<(PathRequest<'_>, &dyn ProviderDomain)> =
+            Vec::with_capacity(domains.len());
         for (domain, region) in domains.iter().zip(&pending) {
             let inner = &domain.inner;
             let request = inner.path_request(region, attr, inner.request(region, attr), memory);
             requests.push((request, &**inner.provider()));
         }
-        let span = tracing::debug_span!("register on", nics = domains.len(), range = %pending[0].range());
+        let span =
+            tracing::debug_span!("register on", nics = domains.len(), range = %pending[0].range());
         let _entered = span.enter();
         // SAFETY: the memory is the caller's of the unsafe `regattr_on`, or owned by the regions, each of which keeps it.
         unsafe { first.decider.register_on(&requests, &first.registry, &mut done) }
@@ -128,9 +132,13 @@ fn try_register_all(
 
 fn check<'a>(domains: &[&'a Domain], attr: &MrAttr<'_>) -> Result<&'a Arc<DomainInner>> {
     let refuse = |what: &'static str, remedy: &'static str| {
-        Err(Error::new(ErrorKind::InvalidArgument, "register on").context("what", what).remedy(remedy))
+        Err(Error::new(ErrorKind::InvalidArgument, "register on")
+            .context("what", what)
+            .remedy(remedy))
     };
-    let Some(first) = domains.first() else { return refuse("no domain", "name at least one domain") };
+    let Some(first) = domains.first() else {
+        return refuse("no domain", "name at least one domain");
+    };
     let strange = |domain: &&&Domain| {
         !Arc::ptr_eq(&domain.inner.registry, &first.inner.registry)
             || !Arc::ptr_eq(&domain.inner.decider, &first.inner.decider)
@@ -139,7 +147,10 @@ fn check<'a>(domains: &[&'a Domain], attr: &MrAttr<'_>) -> Result<&'a Arc<Domain
         return refuse("domains of different libraries", "open all domains from one `Hmem`");
     }
     if attr.base.is_some() {
-        return refuse("a base region", "a base is a region of one domain: register its parts with `sub`");
+        return refuse(
+            "a base region",
+            "a base is a region of one domain: register its parts with `sub`",
+        );
     }
     Ok(&first.inner)
 }

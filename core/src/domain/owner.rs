@@ -2,7 +2,8 @@
 
 use super::{DomainInner, MrAttr};
 use crate::{
-    AddressRange, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind, MrFlags, Result, registry::Owner,
+    AddressRange, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind, MrFlags, Result,
+    registry::Owner,
 };
 
 impl DomainInner {
@@ -51,7 +52,12 @@ impl DomainInner {
 
     /// Finds out who owns the ranges and holds it against what the caller claims.
     #[inline]
-    pub(super) fn owner(&self, ranges: &[AddressRange], attr: &MrAttr<'_>, flags: MrFlags) -> Result<Owner> {
+    pub(super) fn owner(
+        &self,
+        ranges: &[AddressRange],
+        attr: &MrAttr<'_>,
+        flags: MrFlags,
+    ) -> Result<Owner> {
         let owner = self.registry.owner_of_range(ranges[0])?;
         for range in &ranges[1..] {
             let other = self.registry.owner_of_range(*range)?;
@@ -86,11 +92,16 @@ impl DomainInner {
         }
         let Some(device) = device else { return Ok(()) };
         match owner.device {
-            Some(actual) if actual != device => Err(Error::new(ErrorKind::InvalidArgument, "regattr")
-                .iface(claimed)
-                .device(device)
-                .context("owner", actual)
-                .remedy("the memory is on another device: name that one, or none to have it found out")),
+            Some(actual) if actual != device => Err(Error::new(
+                ErrorKind::InvalidArgument,
+                "regattr",
+            )
+            .iface(claimed)
+            .device(device)
+            .context("owner", actual)
+            .remedy(
+                "the memory is on another device: name that one, or none to have it found out",
+            )),
             _ => Ok(()),
         }
     }

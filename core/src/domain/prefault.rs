@@ -25,13 +25,18 @@ pub fn prefault(range: AddressRange, write: bool, options: &Prefault<'_>) -> Res
     let pages = range.page_aligned(rustix::param::page_size() as u64);
     let cpus = std::thread::available_parallelism().map_or(1, NonZero::get);
     let wanted = if options.threads == 0 { cpus } else { options.threads };
-    let threads =
-        if pages.len() < PARALLEL_FROM { 1 } else { wanted.min(pages.len().div_ceil(CHUNK) as usize) };
+    let threads = if pages.len() < PARALLEL_FROM {
+        1
+    } else {
+        wanted.min(pages.len().div_ceil(CHUNK) as usize)
+    };
     let (next, done) = (AtomicU64::new(0), AtomicU64::new(0));
     let work = || -> Result<()> {
         loop {
             let offset = next.fetch_add(CHUNK, Ordering::Relaxed);
-            let Some(rest) = pages.len().checked_sub(offset).filter(|rest| *rest > 0) else { return Ok(()) };
+            let Some(rest) = pages.len().checked_sub(offset).filter(|rest| *rest > 0) else {
+                return Ok(());
+            };
             let Some(chunk) = pages.slice(offset, rest.min(CHUNK)) else { return Ok(()) };
             populate(chunk, write)?;
             let before = done.fetch_add(chunk.len(), Ordering::Relaxed);

@@ -6,8 +6,8 @@ use std::{
 };
 
 use crate::{
-    Access, AddressRange, BindFlags, Decision, DeviceId, Error, ErrorKind, IfaceKind, Iova, LocalKey,
-    MrFlags, MrMode, RawKey, Rejected, RemoteKey, Result,
+    Access, AddressRange, BindFlags, Decision, DeviceId, Error, ErrorKind, IfaceKind, Iova,
+    LocalKey, MrFlags, MrMode, RawKey, Rejected, RemoteKey, Result,
     counter::Counter,
     domain::{
         MrAttr,
@@ -158,15 +158,17 @@ impl MemoryRegion {
     /// [`ErrorKind::KeyNotAvailable`] before the registration completed, after it failed, in RAW mode, and for a staged
     /// region of a NIC that needs this side's help to reach it: no peer can.
     pub fn key(&self) -> Result<RemoteKey> {
-        let unavailable = |why: &'static str| Error::new(ErrorKind::KeyNotAvailable, "key").remedy(why);
+        let unavailable =
+            |why: &'static str| Error::new(ErrorKind::KeyNotAvailable, "key").remedy(why);
         let Some(region) = self.inner.registered() else {
             return Err(unavailable("the registration has not completed: wait for its event"));
         };
         if self.inner.domain.effective().contains(MrMode::RAW) {
             return Err(unavailable("in RAW mode use raw_attr here and map_raw at the peer"));
         }
-        let single =
-            || RemoteKey::new(self.inner.domain.addressing(), self.base_addr(), self.len(), region.key);
+        let single = || {
+            RemoteKey::new(self.inner.domain.addressing(), self.base_addr(), self.len(), region.key)
+        };
         Ok(self.inner.domain.provider().remote_key(region)?.unwrap_or_else(single))
     }
 
@@ -245,12 +247,18 @@ impl MemoryRegion {
                 .remedy("this provider does not count accesses to a region"));
         }
         if flags != BindFlags::REMOTE_WRITE {
-            return refuse(ErrorKind::BadFlags, "bind a counter with REMOTE_WRITE and nothing else");
+            return refuse(
+                ErrorKind::BadFlags,
+                "bind a counter with REMOTE_WRITE and nothing else",
+            );
         }
         let registration = self.inner.registration("bind counter")?;
         if domain.effective().contains(MrMode::RMA_EVENT) {
             if !self.inner.flags.contains(MrFlags::RMA_EVENT) {
-                return refuse(ErrorKind::BadState, "in RMA_EVENT mode register with the RMA_EVENT flag");
+                return refuse(
+                    ErrorKind::BadState,
+                    "in RMA_EVENT mode register with the RMA_EVENT flag",
+                );
             }
             if self.state() != RegionState::Disabled {
                 return refuse(ErrorKind::BadState, "in RMA_EVENT mode bind before enable");
@@ -280,7 +288,10 @@ impl MemoryRegion {
             return refuse(ErrorKind::BadState, "bind after registration and before enable");
         }
         if !Arc::ptr_eq(endpoint.domain(), domain) {
-            return refuse(ErrorKind::InvalidArgument, "bind an endpoint of the region's own domain");
+            return refuse(
+                ErrorKind::InvalidArgument,
+                "bind an endpoint of the region's own domain",
+            );
         }
         let registration = self.inner.registration("bind endpoint")?;
         let mut bound = self.inner.bindings().endpoint.lock();

@@ -49,7 +49,11 @@ impl DomainInner {
 
     /// Registers at once, or hands the region to the worker where an event queue is bound.
     #[inline]
-    pub(super) fn submit(&self, region: Unique<RegionInner>, attr: &MrAttr<'_>) -> Result<MemoryRegion> {
+    pub(super) fn submit(
+        &self,
+        region: Unique<RegionInner>,
+        attr: &MrAttr<'_>,
+    ) -> Result<MemoryRegion> {
         match self.worker.get() {
             None => self.register_now(region, attr),
             Some(worker) => {
@@ -82,7 +86,10 @@ impl DomainInner {
             Err(Error::new(kind, "regattr").context("base", base.range()).remedy(remedy))
         };
         if !std::ptr::eq(Arc::as_ptr(base.inner().domain()), self) {
-            return refuse(ErrorKind::InvalidArgument, "the base must be a region of the same domain");
+            return refuse(
+                ErrorKind::InvalidArgument,
+                "the base must be a region of the same domain",
+            );
         }
         if base.inner().registered().is_none() {
             return refuse(ErrorKind::BadState, "wait until the base is registered");
@@ -105,13 +112,20 @@ impl DomainInner {
                 ));
         }
         if attr.page_size != 0 {
-            return refuse(ErrorKind::BadPageSize, "a sub-region inherits its base's page size: use 0");
+            return refuse(
+                ErrorKind::BadPageSize,
+                "a sub-region inherits its base's page size: use 0",
+            );
         }
         Ok(())
     }
 
     #[inline]
-    pub(super) fn register_pages(&self, inner: &RegionInner, attr: &MrAttr<'_>) -> Result<PathOutcome> {
+    pub(super) fn register_pages(
+        &self,
+        inner: &RegionInner,
+        attr: &MrAttr<'_>,
+    ) -> Result<PathOutcome> {
         if tracing::enabled!(tracing::Level::DEBUG) {
             self.register_traced(inner, attr)
         } else {
@@ -150,7 +164,9 @@ impl DomainInner {
             access: attr.access,
             flags: inner.flags(),
             key: match attr.requested_key {
-                Some(key) if !self.effective.contains(MrMode::PROV_KEY) => KeyRequest::Application(key),
+                Some(key) if !self.effective.contains(MrMode::PROV_KEY) => {
+                    KeyRequest::Application(key)
+                }
                 _ => KeyRequest::Provider,
             },
             auth_key: self.auth_key(attr.auth_key),
@@ -170,7 +186,11 @@ impl DomainInner {
 
     /// Registers one range of ordinary host memory, about which there is nothing to decide; `None` if it is anything else.
     #[inline(always)]
-    fn register_plain(&self, inner: &RegionInner, attr: &MrAttr<'_>) -> Result<Option<ProviderRegion>> {
+    fn register_plain(
+        &self,
+        inner: &RegionInner,
+        attr: &MrAttr<'_>,
+    ) -> Result<Option<ProviderRegion>> {
         if inner.parent().is_some() || attr.dma_buf.is_some() || attr.prefault.is_some() {
             return Ok(None);
         }
@@ -178,7 +198,8 @@ impl DomainInner {
         if !self.is_plain_host(*range, attr, inner.flags())? {
             return Ok(None);
         }
-        let piece = [Piece { range: *range, backing: Backing::Host { owned: inner.owns_memory() } }];
+        let piece =
+            [Piece { range: *range, backing: Backing::Host { owned: inner.owns_memory() } }];
         // SAFETY: the memory is the caller's of an unsafe registration call, or owned by the region or borrowed
         // by the scope that is being registered; `owns_memory` says which.
         unsafe { self.provider.register(&self.request(inner, attr), &piece) }.map(Some)
@@ -193,9 +214,12 @@ impl DomainInner {
         registration: RegistrationRequest<'_>,
     ) -> Result<PathOutcome> {
         if let Some(parent) = inner.parent() {
-            let (Some(parent_region), Some(offset)) = (parent.registered(), parent.offset_of(inner.range()))
+            let (Some(parent_region), Some(offset)) =
+                (parent.registered(), parent.offset_of(inner.range()))
             else {
-                return Err(Error::new(ErrorKind::BadState, "regattr").context("base", parent.range()));
+                return Err(
+                    Error::new(ErrorKind::BadState, "regattr").context("base", parent.range())
+                );
             };
             let len = inner.range().len();
             let region = self.provider.register_sub(parent_region, &registration, offset, len)?;

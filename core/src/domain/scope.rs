@@ -6,7 +6,9 @@
 use std::sync::Arc;
 
 use super::{DomainInner, MemoryRegion, MrAttr, buffer::RegionSlice};
-use crate::{Access, Address, AddressRange, Decision, Error, ErrorKind, MrFlags, MrMode, RemoteKey, Result};
+use crate::{
+    Access, Address, AddressRange, Decision, Error, ErrorKind, MrFlags, MrMode, RemoteKey, Result,
+};
 
 /// A region that lives as long as the closure of [`Domain::scope`](super::Domain::scope).
 #[derive(Debug)]
@@ -114,7 +116,9 @@ pub(super) fn run_over<R>(
     if domain.effective().contains(MrMode::ENDPOINT) {
         return Err(Error::new(ErrorKind::BadState, "scope")
             .context("mr_mode", domain.effective())
-            .remedy("in ENDPOINT mode a region needs an endpoint before use: register a buffer instead"));
+            .remedy(
+                "in ENDPOINT mode a region needs an endpoint before use: register a buffer instead",
+            ));
     }
     let mut region = domain.prepare_as(None, &attr, MrFlags::empty(), None)?;
     if host {

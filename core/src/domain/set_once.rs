@@ -48,7 +48,8 @@ impl<T> SetOnce<T> {
     /// If it was set before: a region is registered once.
     #[inline]
     pub(super) fn set(&self, value: T) {
-        let claimed = self.state.compare_exchange(EMPTY, BEING_SET, Ordering::Relaxed, Ordering::Relaxed);
+        let claimed =
+            self.state.compare_exchange(EMPTY, BEING_SET, Ordering::Relaxed, Ordering::Relaxed);
         assert!(claimed.is_ok(), "{ONCE}");
         // SAFETY: the state was EMPTY and is not any more, so nobody else writes, and nobody reads before SET.
         unsafe { (*self.value.get()).write(value) };

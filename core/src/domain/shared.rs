@@ -72,7 +72,9 @@ impl<T> Drop for Shared<T> {
     fn drop(&mut self) {
         // SAFETY: `self` is not used again.
         let arc = unsafe { ManuallyDrop::take(&mut self.0) };
-        let Some(mut last) = Arc::try_unique(arc).or_else(|arc| Arc::into_unique(arc).ok_or(())).ok() else {
+        let Some(mut last) =
+            Arc::try_unique(arc).or_else(|arc| Arc::into_unique(arc).ok_or(())).ok()
+        else {
             return;
         };
         // SAFETY: this was the last reference, so nobody uses the value again, and it is dropped nowhere else.

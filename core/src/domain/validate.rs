@@ -51,7 +51,9 @@ pub(super) fn check(
             check_ranges(attr.ranges, provider)?;
             Ok(Checked { dma_buf_range: None })
         }
-        (Some(buffer), true) => Ok(Checked { dma_buf_range: Some(check_dma_buf(attr, &buffer, provider)?) }),
+        (Some(buffer), true) => {
+            Ok(Checked { dma_buf_range: Some(check_dma_buf(attr, &buffer, provider)?) })
+        }
         (given, _) => Err(Error::new(ErrorKind::InvalidArgument, "regattr")
             .context("dma_buf", if given.is_some() { "given" } else { "missing" })
             .context("flags", flags)

@@ -51,7 +51,11 @@ const KEY_TAG: u64 = 0xff;
 impl MemoryWindow {
     pub(super) fn alloc(domain: &Arc<DomainInner>, kind: WindowType) -> Result<Self> {
         let window = domain.provider().alloc_window(kind)?;
-        Ok(Self { domain: Arc::clone(domain), kind, state: Mutex::new(State { window, bound: None }) })
+        Ok(Self {
+            domain: Arc::clone(domain),
+            kind,
+            state: Mutex::new(State { window, bound: None }),
+        })
     }
 
     /// Its type.
@@ -69,13 +73,19 @@ impl MemoryWindow {
                 .remedy(remedy))
         };
         if !Arc::ptr_eq(region.inner().domain(), &self.domain) {
-            return refuse(ErrorKind::InvalidArgument, "bind to a region of the window's own domain");
+            return refuse(
+                ErrorKind::InvalidArgument,
+                "bind to a region of the window's own domain",
+            );
         }
         if offset > region.len() || len > region.len() - offset {
             return refuse(ErrorKind::OutOfBounds, "a window lies inside its region");
         }
         if !Access::REMOTE_READ.union(Access::REMOTE_WRITE).contains(access) {
-            return refuse(ErrorKind::BadAccess, "a window grants REMOTE_READ and REMOTE_WRITE only");
+            return refuse(
+                ErrorKind::BadAccess,
+                "a window grants REMOTE_READ and REMOTE_WRITE only",
+            );
         }
         if access.contains(Access::REMOTE_WRITE) && !region.access().nic_writes() {
             return refuse(
@@ -92,17 +102,23 @@ impl MemoryWindow {
     /// # Errors
     /// [`ErrorKind::BadState`] for type 2; OutOfBounds, AccessDenied, BadAccess; InvalidArgument for another domain's
     /// region.
-    pub fn bind(&self, region: &MemoryRegion, offset: u64, len: u64, access: Access) -> Result<RemoteKey> {
+    pub fn bind(
+        &self,
+        region: &MemoryRegion,
+        offset: u64,
+        len: u64,
+        access: Access,
+    ) -> Result<RemoteKey> {
         self.expect_type_1("bind window")?;
         self.check(region, offset, len, access)?;
         let target = registered(region)?;
         if len == 0 {
-            return Err(
-                Error::new(ErrorKind::ZeroLength, "bind window").remedy("use unbind to bind to nothing")
-            );
+            return Err(Error::new(ErrorKind::ZeroLength, "bind window")
+                .remedy("use unbind to bind to nothing"));
         }
         let mut state = self.state.lock();
-        let bind = WindowBind { region: target, offset, len, access, addressing: Addressing::Virtual };
+        let bind =
+            WindowBind { region: target, offset, len, access, addressing: Addressing::Virtual };
         state.window = self.domain.provider().bind_window(state.window, &bind)?;
         let base = virtual_address(region, offset);
         state.bound = Some(Bound::new(region.inner(), base, len, Addressing::Virtual));
@@ -116,9 +132,10 @@ impl MemoryWindow {
     pub fn unbind(&self) -> Result<()> {
         self.expect_type_1("unbind window")?;
         let mut state = self.state.lock();
-        let region = state.bound.as_ref().and_then(|bound| bound.region.registered()).ok_or_else(|| {
-            Error::new(ErrorKind::BadState, "unbind window").remedy("the window is not bound")
-        })?;
+        let region =
+            state.bound.as_ref().and_then(|bound| bound.region.registered()).ok_or_else(|| {
+                Error::new(ErrorKind::BadState, "unbind window").remedy("the window is not bound")
+            })?;
         let addressing = Addressing::Virtual;
         let bind = WindowBind { region, offset: 0, len: 0, access: Access::empty(), addressing };
         state.window = self.domain.provider().bind_window(state.window, &bind)?;
@@ -219,15 +236,17 @@ impl MemoryWindow {
         if self.kind == WindowType::One {
             return Ok(());
         }
-        Err(Error::new(ErrorKind::BadState, operation).remedy("type 2 windows are bound by a posted request"))
+        Err(Error::new(ErrorKind::BadState, operation)
+            .remedy("type 2 windows are bound by a posted request"))
     }
 
     fn expect_type_2(&self, operation: &'static str) -> Result<()> {
         if self.kind != WindowType::One {
             return Ok(());
         }
-        Err(Error::new(ErrorKind::BadState, operation)
-            .remedy("type 1 windows are bound by a call, and their keys die when they are bound again"))
+        Err(Error::new(ErrorKind::BadState, operation).remedy(
+            "type 1 windows are bound by a call, and their keys die when they are bound again",
+        ))
     }
 }
 

@@ -39,7 +39,8 @@ fn mon_06_a_forked_child_uses_no_entry_and_the_parent_is_undisturbed() {
     let status = in_fork(|| {
         let mine = cache.get(&key(0, PAGE)).unwrap();
         let fresh = mine.id != id && matches!(mine.uncached(), Some(Uncached::Forked));
-        let unseen = cache.find(&key(0, PAGE)).is_none() && cache.entries(|region| region.id).is_empty();
+        let unseen =
+            cache.find(&key(0, PAGE)).is_none() && cache.entries(|region| region.id).is_empty();
         cache.invalidate(range(0, PAGE));
         cache.flush();
         cache.clear();

@@ -120,8 +120,9 @@ fn cache_09_nothing_becomes_live_over_a_change_under_way() {
 fn cache_09_more_changes_than_there_are_places_for_count_as_changes_of_everything() {
     let (cache, _books) = cache(Limits::default());
     let invalidator = cache.invalidator();
-    let changes: Vec<Change> =
-        (0..100).map(|i| invalidator.begin(range((1 << 40) + i * PAGE, PAGE), Cause::Unmap)).collect();
+    let changes: Vec<Change> = (0..100)
+        .map(|i| invalidator.begin(range((1 << 40) + i * PAGE, PAGE), Cause::Unmap))
+        .collect();
     assert!(cache.get(&key(0, PAGE)).unwrap().is_dead());
     changes.into_iter().for_each(|change| invalidator.end(change));
     assert!(!cache.get(&key(0, PAGE)).unwrap().is_dead());

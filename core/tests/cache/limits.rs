@@ -23,7 +23,9 @@ fn cache_03_idle_entries_never_exceed_the_limits() {
     let (cache, books) = cache(Limits { max_bytes: 10 * PAGE, ..Limits::default() });
     for i in 0..50 {
         cache.get(&key(i << 24, (i % 7 + 1) * PAGE)).unwrap();
-        assert!(books.registered.lock().values().map(|key| key.range().len()).sum::<u64>() <= 10 * PAGE);
+        assert!(
+            books.registered.lock().values().map(|key| key.range().len()).sum::<u64>() <= 10 * PAGE
+        );
     }
     let long = cache.get(&key(0, 11 * PAGE)).unwrap();
     assert!(matches!(long.uncached(), Some(Uncached::TooLong)));
@@ -44,7 +46,8 @@ fn cache_03_what_was_hit_since_the_last_pass_stays_and_the_rest_goes_within_the_
     for i in COUNT..COUNT + COUNT / 2 {
         cache.get(&key(i * PAGE, PAGE)).unwrap();
     }
-    let kept = (0..COUNT).filter(|i| cache.find(&key(i * PAGE, PAGE)).is_some()).collect::<Vec<_>>();
+    let kept =
+        (0..COUNT).filter(|i| cache.find(&key(i * PAGE, PAGE)).is_some()).collect::<Vec<_>>();
     let hit_and_lost = (0..COUNT).step_by(2).filter(|i| !kept.contains(i)).count() as u64;
     let slack = COUNT / 16;
     assert!(hit_and_lost <= slack, "{hit_and_lost} of those that were hit are gone");

@@ -32,15 +32,17 @@ struct Place {
 
 impl Place {
     fn new(remaps: usize) -> Self {
-        let file = rustix::fs::memfd_create("pages", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
+        let file =
+            rustix::fs::memfd_create("pages", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
         let pages = PAGES + remaps;
         rustix::fs::ftruncate(&file, (pages * PAGE) as u64).expect("its length");
         for page in 0..pages as u64 {
             rustix::io::pwrite(&file, &page.to_ne_bytes(), page * PAGE as u64).expect("its number");
         }
         // SAFETY: a new mapping replaces nothing.
-        let base =
-            unsafe { mmap(ptr::null_mut(), PAGES * PAGE, ProtFlags::READ, MapFlags::SHARED, &file, 0) };
+        let base = unsafe {
+            mmap(ptr::null_mut(), PAGES * PAGE, ProtFlags::READ, MapFlags::SHARED, &file, 0)
+        };
         let base = base.expect("a mapping").addr();
         Self { base, file, next: AtomicU64::new(PAGES as u64), changing: Mutex::new(()) }
     }
@@ -60,7 +62,8 @@ impl Place {
     /// Puts the next page of the file there, as a patched `mmap` would have it told.
     fn replace(&self, page: usize, invalidator: &dyn Invalidator) {
         let _one_at_a_time = self.changing.lock();
-        let range = AddressRange::new(Address(self.address(page) as u64), PAGE as u64).expect("no wrap");
+        let range =
+            AddressRange::new(Address(self.address(page) as u64), PAGE as u64).expect("no wrap");
         let change = invalidator.begin(range, Cause::Replace);
         let from = self.next.fetch_add(1, Ordering::Relaxed) * PAGE as u64;
         let at = ptr::with_exposed_provenance_mut(self.address(page));
@@ -74,7 +77,8 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         // SAFETY: the mapping is the place's own.
-        unsafe { munmap(ptr::with_exposed_provenance_mut(self.base), PAGES * PAGE) }.expect("unmapped");
+        unsafe { munmap(ptr::with_exposed_provenance_mut(self.base), PAGES * PAGE) }
+            .expect("unmapped");
     }
 }
 
@@ -99,7 +103,8 @@ struct Pinning {
 impl Pinning {
     fn fails(&self) -> bool {
         let call = self.calls.fetch_add(1, Ordering::Relaxed);
-        self.failing > 0 && call.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32 < (1 << 32) / self.failing
+        self.failing > 0
+            && call.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32 < (1 << 32) / self.failing
     }
 }
 
@@ -185,7 +190,11 @@ fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
                     if let Ok(lease) = cache.get(&key) {
                         assert!(cache.source().alive.lock().contains_key(&lease.id));
                         for page in (first..first + pages).filter(|page| own(*page)) {
-                            assert_eq!(lease.said[page - lease.first], place.says(page), "a stale hit");
+                            assert_eq!(
+                                lease.said[page - lease.first],
+                                place.says(page),
+                                "a stale hit"
+                            );
                         }
                         if draw(4) == 0 {
                             kept.push(lease);
@@ -215,7 +224,8 @@ fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
 
 #[test]
 fn cache_11_no_stale_hit_no_lost_registration_no_double_deregistration() {
-    for (seed, max_count, merge) in [(1, 6, false), (2, 1000, false), (3, 6, true), (4, 1000, true)] {
+    for (seed, max_count, merge) in [(1, 6, false), (2, 1000, false), (3, 6, true), (4, 1000, true)]
+    {
         run(3, 5_000, Limits { max_count, merge, ..Limits::default() }, 0, seed);
     }
 }
@@ -231,8 +241,11 @@ fn cache_11_the_same_with_a_provider_that_fails_at_random() {
 #[ignore = "the slow tier"]
 fn cache_11_slow_a_million_rounds() {
     for seed in 0..10 {
-        let limits =
-            Limits { max_count: 6 + seed as usize % 3 * 500, merge: seed % 2 == 1, ..Limits::default() };
+        let limits = Limits {
+            max_count: 6 + seed as usize % 3 * 500,
+            merge: seed % 2 == 1,
+            ..Limits::default()
+        };
         run(4, 25_000, limits, seed % 3 * 8, seed);
     }
 }

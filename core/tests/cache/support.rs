@@ -110,14 +110,18 @@ impl Source for Ledger {
 
     fn watch(&self, key: &Key, _: &Arc<dyn Invalidator>) -> Result<Key> {
         if self.0.unwatchable.load(Ordering::SeqCst) {
-            return Err(Error::new(ErrorKind::Unsupported, "subscribe").remedy("nobody watches this"));
+            return Err(
+                Error::new(ErrorKind::Unsupported, "subscribe").remedy("nobody watches this")
+            );
         }
         self.0.watches.fetch_add(1, Ordering::SeqCst);
         Ok(*key)
     }
 
     fn unwatch(&self, _: Key) {
-        if self.0.unwatches.fetch_add(1, Ordering::SeqCst) + 1 == self.0.watches.load(Ordering::SeqCst) {
+        if self.0.unwatches.fetch_add(1, Ordering::SeqCst) + 1
+            == self.0.watches.load(Ordering::SeqCst)
+        {
             self.0.unwatched.fetch_add(1, Ordering::SeqCst);
         }
     }

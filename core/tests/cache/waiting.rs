@@ -65,8 +65,9 @@ fn cache_07_a_failed_registration_is_every_waiters_error_and_leaves_nothing() {
     std::thread::scope(|scope| {
         let first = scope.spawn(|| cache.get(&key(0, PAGE)).map(|lease| lease.id));
         books.registering.until_held(1);
-        let others: Vec<_> =
-            (1..THREADS).map(|_| scope.spawn(|| cache.get(&key(0, PAGE)).map(|lease| lease.id))).collect();
+        let others: Vec<_> = (1..THREADS)
+            .map(|_| scope.spawn(|| cache.get(&key(0, PAGE)).map(|lease| lease.id)))
+            .collect();
         // A waiter has its lease before it waits, so that it is seen here.
         while cache.statistics().leases < THREADS {
             std::thread::yield_now();
@@ -100,7 +101,10 @@ fn cache_07_a_source_that_panics_as_it_deregisters_leaves_the_rest_to_others() {
     cache.flush();
     cache.try_empty().unwrap();
     assert_eq!(books.deregistrations.load(Ordering::SeqCst), 2);
-    assert_eq!((books.watches.load(Ordering::SeqCst), books.unwatches.load(Ordering::SeqCst)), (3, 3));
+    assert_eq!(
+        (books.watches.load(Ordering::SeqCst), books.unwatches.load(Ordering::SeqCst)),
+        (3, 3)
+    );
 }
 
 #[test]
@@ -182,7 +186,8 @@ fn a_region_that_the_provider_will_not_deregister_is_tried_again_and_not_lost() 
 
 /// Whether a thread of this process sleeps until somebody wakes it.
 fn is_asleep(thread: rustix::thread::Pid) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap_or_default();
+    let stat =
+        std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, state)| state.starts_with('S'))
 }
 

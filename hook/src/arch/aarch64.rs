@@ -39,7 +39,9 @@ fn known(instruction: u32) -> Option<Known> {
             Some(Known::MovX8(i64::from(instruction >> 5 & 0xffff)))
         }
         // sxtw xN, wN
-        _ if instruction & 0xffff_fc00 == 0x9340_7c00 && instruction & 0x1f == instruction >> 5 & 0x1f => {
+        _ if instruction & 0xffff_fc00 == 0x9340_7c00
+            && instruction & 0x1f == instruction >> 5 & 0x1f =>
+        {
             Some(Known::Copied)
         }
         // mov x1, x0: of brk, which has one argument
@@ -105,7 +107,8 @@ impl Patch {
     /// # Safety
     /// The instruction is readable.
     pub(super) unsafe fn jump(address: u64, target: u64) -> Option<Self> {
-        let mut patch = Self { start: address, before: 0, after: u32::from_le_bytes(jump(address, target)?) };
+        let mut patch =
+            Self { start: address, before: 0, after: u32::from_le_bytes(jump(address, target)?) };
         patch.before = patch.word().load(Ordering::Acquire);
         Some(patch)
     }
@@ -148,7 +151,8 @@ impl Patch {
     }
 
     fn exchange(&self, from: u32, to: u32) -> bool {
-        let done = self.word().compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok();
+        let done =
+            self.word().compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok();
         // SAFETY: the word was just accessed.
         unsafe { flush(self.start, 4) };
         done
@@ -231,7 +235,8 @@ mod tests {
         let fit = decode(0, &entry(&[0xd503_201f, 0xd280_1ae8, SVC_0]), Some(215)).unwrap();
         assert_eq!((fit.at, fit.resume, fit.skipped.len()), (8, 12, 12));
         // mmap: the branch is left out of the copy
-        let mmap = [0xf240_2cbf, 0x5400_0121, 0x9340_7c42, 0x9340_7c63, 0x9340_7c84, 0xd280_1bc8, SVC_0];
+        let mmap =
+            [0xf240_2cbf, 0x5400_0121, 0x9340_7c42, 0x9340_7c63, 0x9340_7c84, 0xd280_1bc8, SVC_0];
         let fit = decode(0, &entry(&mmap), Some(222)).unwrap();
         assert_eq!((fit.at, fit.resume, fit.skipped.len()), (24, 28, 24));
         // brk
@@ -244,8 +249,14 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_refused_by_name() {
-        assert_eq!(decode(0, &entry(&[0xd280_1ae8, SVC_0]), Some(216)), Err(Misfit::OtherCall(215)));
-        assert_eq!(decode(0, &entry(&[0xd503_233f, 0xa9bb_7bfd]), Some(216)), Err(Misfit::Unknown(0)));
+        assert_eq!(
+            decode(0, &entry(&[0xd280_1ae8, SVC_0]), Some(216)),
+            Err(Misfit::OtherCall(215))
+        );
+        assert_eq!(
+            decode(0, &entry(&[0xd503_233f, 0xa9bb_7bfd]), Some(216)),
+            Err(Misfit::Unknown(0))
+        );
         assert_eq!(decode(0, &entry(&[0x1400_0010]), Some(215)), Err(Misfit::Jump));
         assert_eq!(decode(0, &entry(&[0x5800_0050, 0xd61f_0200]), Some(215)), Err(Misfit::Jump));
     }

@@ -52,7 +52,10 @@ fn known(code: &[u8]) -> Option<Known> {
 
 fn is_jump(code: &[u8]) -> bool {
     // jmp rel32, call rel32, jmp rel8, jmp *m, movabs into r11 or rax (of an absolute jump), push imm32
-    matches!(*code, [0xe9 | 0xe8 | 0xeb | 0x68, ..] | [0xff, 0x25, ..] | [0x49, 0xbb, ..] | [0x48, 0xb8, ..])
+    matches!(
+        *code,
+        [0xe9 | 0xe8 | 0xeb | 0x68, ..] | [0xff, 0x25, ..] | [0x49, 0xbb, ..] | [0x48, 0xb8, ..]
+    )
 }
 
 /// Looks for the instruction to replace in `code`, which lies at `address` and makes system call `nr`, if any.
@@ -95,7 +98,8 @@ pub(super) fn decode(address: u64, code: &[u8; LOOKED_AT], nr: Option<i64>) -> R
 
 /// The aligned store that holds a jump at `address`: where, and of how many bytes.
 fn window(address: u64) -> Option<(u64, usize)> {
-    let within = |bytes: u64| (address % bytes + JUMP_LEN as u64 <= bytes).then_some(address & !(bytes - 1));
+    let within =
+        |bytes: u64| (address % bytes + JUMP_LEN as u64 <= bytes).then_some(address & !(bytes - 1));
     let wide = || std::arch::is_x86_feature_detected!("cmpxchg16b").then(|| within(16)).flatten();
     within(8).map(|start| (start, 8)).or_else(|| wide().map(|start| (start, 16)))
 }
@@ -180,7 +184,8 @@ impl Patch {
         if self.bytes == 8 {
             // SAFETY: aligned to 8 bytes by `window`, writable as the caller says.
             let word = unsafe { AtomicU64::from_ptr(at.cast()) };
-            word.compare_exchange(from as u64, to as u64, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+            word.compare_exchange(from as u64, to as u64, Ordering::SeqCst, Ordering::SeqCst)
+                .is_ok()
         } else {
             // SAFETY: aligned to 16 bytes by `window`, which has asked for the feature; writable as the caller says.
             unsafe { exchange_wide(at, from, to) }
@@ -268,10 +273,17 @@ mod tests {
 
     #[test]
     fn wrappers_with_and_without_endbr64_fit_at_the_mov() {
-        let fit = decode(0x1000, &entry("b8 0b 00 00 00 0f 05 48 3d 01 f0 ff ff"), Some(11)).unwrap();
+        let fit =
+            decode(0x1000, &entry("b8 0b 00 00 00 0f 05 48 3d 01 f0 ff ff"), Some(11)).unwrap();
         assert_eq!(
             fit,
-            Fit { at: 0, undo: vec![], skipped: vec![0xb8, 11, 0, 0, 0], relative: vec![], resume: 5 }
+            Fit {
+                at: 0,
+                undo: vec![],
+                skipped: vec![0xb8, 11, 0, 0, 0],
+                relative: vec![],
+                resume: 5
+            }
         );
         let fit = decode(0x1000, &entry("f3 0f 1e fa b8 0b 00 00 00 0f 05"), Some(11)).unwrap();
         assert_eq!((fit.at, fit.resume), (4, 9));
@@ -311,9 +323,12 @@ mod tests {
         assert_eq!(decode(0x100c, &entry("b8 0b 00 00 00 0f 05"), Some(11)), Err(Misfit::NoRoom));
         assert_eq!(decode(0x1000, &entry("55 48 89 e5"), Some(11)), Err(Misfit::Unknown(0)));
         assert_eq!(decode(0x1000, &entry("48 83 ec 08 55"), Some(11)), Err(Misfit::Unknown(4)));
-        for jump in
-            ["e9 00 00 00 00", "49 bb 0 0 0 0 0 0 0 0 41 ff e3", "ff 25 0 0 0 0", "f3 0f 1e fa e9 0 0 0 0"]
-        {
+        for jump in [
+            "e9 00 00 00 00",
+            "49 bb 0 0 0 0 0 0 0 0 41 ff e3",
+            "ff 25 0 0 0 0",
+            "f3 0f 1e fa e9 0 0 0 0",
+        ] {
             assert_eq!(decode(0x1000, &entry(jump), Some(11)), Err(Misfit::Jump));
         }
     }

@@ -44,13 +44,15 @@ impl HasTable for Shared {
 /// A function of the driver as the registers see it: whole registers in, whole register out.
 type Call = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> usize;
 
-type Ask = unsafe extern "C" fn(u32, *mut CuPointerAttribute, *mut *mut c_void, CuDevicePtr) -> CuResult;
+type Ask =
+    unsafe extern "C" fn(u32, *mut CuPointerAttribute, *mut *mut c_void, CuDevicePtr) -> CuResult;
 
 /// Where hooks find whom they tell.
 pub(super) static PLACE: Place<Shared> = Place::new();
 
 /// Where each function goes on behind the replaced instruction, by [`Function`].
-static ORIGINALS: [AtomicUsize; Function::ALL.len()] = [const { AtomicUsize::new(0) }; Function::ALL.len()];
+static ORIGINALS: [AtomicUsize; Function::ALL.len()] =
+    [const { AtomicUsize::new(0) }; Function::ALL.len()];
 
 /// `cuPointerGetAttributes` of the library that is patched.
 static ASK: AtomicUsize = AtomicUsize::new(0);
@@ -157,7 +159,8 @@ fn allocation_at(pointer: u64) -> Option<AddressRange> {
     }
     // SAFETY: stored by `ask_by` from a function of this type.
     let ask: Ask = unsafe { std::mem::transmute(ptr::with_exposed_provenance::<()>(ask)) };
-    let mut attributes = [sys::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, sys::CU_POINTER_ATTRIBUTE_RANGE_SIZE];
+    let mut attributes =
+        [sys::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, sys::CU_POINTER_ATTRIBUTE_RANGE_SIZE];
     let mut values = [0u64; 2];
     let mut places = values.each_mut().map(|value| ptr::from_mut(value).cast::<c_void>());
     // SAFETY: two attributes, each with a place of 8 bytes; the address is looked up, not followed.
@@ -173,7 +176,8 @@ unsafe fn original(function: Function, [a, b, c, d, e, f]: Args) -> usize {
     let original = ORIGINALS[function as usize].load(Ordering::Relaxed);
     // SAFETY: the plan of the patches, by which an entry led here, has written the way past what it replaced; the store
     // of the patch orders it.
-    let original: Call = unsafe { std::mem::transmute(ptr::with_exposed_provenance::<()>(original)) };
+    let original: Call =
+        unsafe { std::mem::transmute(ptr::with_exposed_provenance::<()>(original)) };
     // SAFETY: as the caller's.
     unsafe { original(a, b, c, d, e, f) }
 }

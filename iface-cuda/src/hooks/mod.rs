@@ -95,7 +95,9 @@ impl FreeHooks {
             let arrived = unsafe { hook::probe(self.hooks.subscribers(), entry) };
             if !arrived {
                 let error = NAME.error(ErrorKind::Busy).context("function", function);
-                return Err(error.context("why", "a call of it did not arrive").remedy(NAME.otherwise));
+                return Err(error
+                    .context("why", "a call of it did not arrive")
+                    .remedy(NAME.otherwise));
             }
         }
         Ok(())

@@ -9,8 +9,9 @@ static CALLERS: [AtomicI32; 16] = [const { AtomicI32::new(0) }; 16];
 /// Runs a call that takes no memory with it: hooks on this thread tell nobody of it.
 pub(crate) fn untold<T>(call: impl FnOnce() -> T) -> T {
     let me = this_thread();
-    let free =
-        |place: &&AtomicI32| place.compare_exchange(0, me, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+    let free = |place: &&AtomicI32| {
+        place.compare_exchange(0, me, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+    };
     let place = CALLERS.iter().find(free);
     let result = call();
     if let Some(place) = place {

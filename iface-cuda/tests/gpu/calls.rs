@@ -12,8 +12,9 @@ use hmem_core::{Address, AddressRange, AllocationKind, Iface, monitor::Monitor};
 use hmem_iface_cuda::{
     Cuda, MonitorKind,
     sys::{
-        CuContext, CuDevice, CuDeviceAttribute, CuDevicePtr, CuEvent, CuIpcMemHandle, CuMemAccessDesc,
-        CuMemAllocationProp, CuMemHandle, CuPointerAttribute, CuResult, CuStream, Functions,
+        CuContext, CuDevice, CuDeviceAttribute, CuDevicePtr, CuEvent, CuIpcMemHandle,
+        CuMemAccessDesc, CuMemAllocationProp, CuMemHandle, CuPointerAttribute, CuResult, CuStream,
+        Functions,
     },
 };
 
@@ -185,7 +186,11 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
             driver.with(1 << 20, kind, |memory| {
                 let hit = |monitor: &dyn Monitor| {
                     let (there, calls) = calls(|| monitor.valid(memory))?;
-                    if there { Ok(calls) } else { Err("live memory is taken for gone".to_owned().into()) }
+                    if there {
+                        Ok(calls)
+                    } else {
+                        Err("live memory is taken for gone".to_owned().into())
+                    }
                 };
                 let identity = monitored(driver, MonitorKind::Identity, hit)?;
                 // Stream-ordered memory goes when its stream gets there, whoever told of it before.
@@ -221,7 +226,12 @@ fn monitored(
 
 /// The first question and the second with a context current, and one without. The last is not judged: what a driver that wants a
 /// context costs is its own.
-fn asked(driver: &Driver, cuda: &Cuda, address: Address, kind: Option<AllocationKind>) -> Outcome<Row> {
+fn asked(
+    driver: &Driver,
+    cuda: &Cuda,
+    address: Address,
+    kind: Option<AllocationKind>,
+) -> Outcome<Row> {
     let ask = || {
         let (found, calls) = calls(|| cuda.query(address))?;
         match found.map(|found| found.kind) {
@@ -232,8 +242,11 @@ fn asked(driver: &Driver, cuda: &Cuda, address: Address, kind: Option<Allocation
     let (first, then) = driver.in_context(|| Ok((ask()?, ask()?)))?;
     let without = ask()?;
     let verdict = if owed(first, then, kind) { String::new() } else { ": NOT MET".to_owned() };
-    let without =
-        if without <= then { without.to_string() } else { format!("{without}: the driver wants one") };
+    let without = if without <= then {
+        without.to_string()
+    } else {
+        format!("{without}: the driver wants one")
+    };
     let met = verdict.is_empty();
     Ok(Row::new([first.to_string(), format!("{then}{verdict}"), without]).met(met))
 }

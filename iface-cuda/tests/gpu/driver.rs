@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use hmem_core::{Allocation, AllocationKind, DeviceId, ErrorKind, Iface, iface::AllocRequest, provider::Nic};
+use hmem_core::{
+    Allocation, AllocationKind, DeviceId, ErrorKind, Iface, iface::AllocRequest, provider::Nic,
+};
 use hmem_fake_cuda::{FakeDriver, Profile};
 use hmem_iface_cuda::{
     Cuda, MonitorKind,
@@ -22,7 +24,10 @@ pub(crate) const ATTRIBUTES: [(CuDeviceAttribute, &str); 8] = [
         sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
         "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED",
     ),
-    (sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS, "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS"),
+    (
+        sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS,
+        "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS",
+    ),
     (sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING, "GPU_DIRECT_RDMA_WRITES_ORDERING"),
     (sys::CU_DEVICE_ATTRIBUTE_HOST_ALLOC_DMA_BUF_SUPPORTED, "HOST_ALLOC_DMA_BUF_SUPPORTED"),
     (sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED, "DMA_BUF_MMAP_SUPPORTED"),
@@ -63,33 +68,40 @@ impl Driver {
         // SAFETY: only looked for.
         let real = unsafe { library.get::<*const ()>("hmem_fake_cuda_calls") }.is_err();
         std::mem::forget(library);
-        let cuda =
-            Cuda::builder().functions(functions.clone()).monitor(MonitorKind::Identity).open().map_err(
-                |error| {
-                    let code = error.driver().map(|driver| driver.code);
-                    let none = [CuResult::CUDA_ERROR_NO_DEVICE, CuResult::CUDA_ERROR_STUB_LIBRARY]
-                        .map(|code| code.0.into());
-                    let machine =
-                        code.map_or(error.context_value("devices") == Some("0"), |code| none.contains(&code));
-                    Absent { machine, error }
-                },
-            )?;
+        let cuda = Cuda::builder()
+            .functions(functions.clone())
+            .monitor(MonitorKind::Identity)
+            .open()
+            .map_err(|error| {
+                let code = error.driver().map(|driver| driver.code);
+                let none = [CuResult::CUDA_ERROR_NO_DEVICE, CuResult::CUDA_ERROR_STUB_LIBRARY]
+                    .map(|code| code.0.into());
+                let machine = code.map_or(error.context_value("devices") == Some("0"), |code| {
+                    none.contains(&code)
+                });
+                Absent { machine, error }
+            })?;
         Ok(Self { cuda, functions, memcpy, real, fake: None })
     }
 
     pub(crate) fn fake() -> Self {
         let fake = FakeDriver::start(Profile::default());
         // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
-        let functions = unsafe { Functions::from_lookup(|name| fake.symbol(name)) }.expect("the table");
-        let cuda =
-            Cuda::builder().functions(functions.clone()).monitor(MonitorKind::Identity).open().expect("open");
+        let functions =
+            unsafe { Functions::from_lookup(|name| fake.symbol(name)) }.expect("the table");
+        let cuda = Cuda::builder()
+            .functions(functions.clone())
+            .monitor(MonitorKind::Identity)
+            .open()
+            .expect("open");
         Self { cuda, functions, memcpy: hmem_fake_cuda::cuMemcpy, real: false, fake: Some(fake) }
     }
 
     /// What cached registrations rest on where nobody names it. It hooks the driver's frees where that can be done, which
     /// nothing else here does.
     pub(crate) fn monitor(&self) -> Outcome<String> {
-        let cuda = Cuda::builder().functions(self.functions.clone()).monitor(MonitorKind::Auto).open()?;
+        let cuda =
+            Cuda::builder().functions(self.functions.clone()).monitor(MonitorKind::Auto).open()?;
         let monitor = cuda.monitor()?;
         let text = format!("{}, as {}", monitor.name(), monitor.why());
         drop(monitor);
@@ -143,7 +155,8 @@ impl Driver {
         let memory = match self.cuda.allocate(&request) {
             Ok(memory) => memory,
             Err(error)
-                if error.is_unsupported() || (error.kind() == ErrorKind::OutOfResources && len > OWED) =>
+                if error.is_unsupported()
+                    || (error.kind() == ErrorKind::OutOfResources && len > OWED) =>
             {
                 return Err(Failure::lacking(format_args!("not to be had: {error}")));
             }
@@ -170,12 +183,16 @@ impl Driver {
     pub(crate) fn in_context<T>(&self, run: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
         let (mut context, mut popped) = (CuContext::NULL, CuContext::NULL);
         // SAFETY: the place is writable; device 0 is there.
-        check(unsafe { (self.functions.primary_ctx_retain)(&mut context, 0) }, "cuDevicePrimaryCtxRetain")?;
+        check(
+            unsafe { (self.functions.primary_ctx_retain)(&mut context, 0) },
+            "cuDevicePrimaryCtxRetain",
+        )?;
         // SAFETY: retained above.
         check(unsafe { (self.functions.ctx_push_current)(context) }, "cuCtxPushCurrent")?;
         let outcome = attempt(run);
         // SAFETY: pushed above; the place is writable.
-        let undone = check(unsafe { (self.functions.ctx_pop_current)(&mut popped) }, "cuCtxPopCurrent");
+        let undone =
+            check(unsafe { (self.functions.ctx_pop_current)(&mut popped) }, "cuCtxPopCurrent");
         // SAFETY: retained above.
         let released = unsafe { (self.functions.primary_ctx_release)(0) };
         let undone = and(undone, check(released, "cuDevicePrimaryCtxRelease"));

@@ -13,28 +13,49 @@ use crate::{
     report::{Outcome, Report, Row},
 };
 
-const SIZES: [u64; 9] = [1, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30, 4 << 30, 16 << 30];
+const SIZES: [u64; 9] =
+    [1, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30, 4 << 30, 16 << 30];
 
-pub(crate) fn write(driver: &Driver, extent: Extent, kind: AllocationKind, report: &mut Report<'_>) {
-    let columns =
-        ["kind", "size", "first, us", "again, us", "PCIe mapping, us", "CPU maps the fd", "fds left"];
+pub(crate) fn write(
+    driver: &Driver,
+    extent: Extent,
+    kind: AllocationKind,
+    report: &mut Report<'_>,
+) {
+    let columns = [
+        "kind",
+        "size",
+        "first, us",
+        "again, us",
+        "PCIe mapping, us",
+        "CPU maps the fd",
+        "fds left",
+    ];
     report.table(format_args!("dma-buf export: {}", kind.name()), &columns);
     let before = open_fds();
     for len in SIZES.into_iter().filter(|len| *len <= extent.largest_export) {
-        report.row(&[kind.name(), &size(len)], || driver.with(len, kind, |memory| row(driver, memory)));
+        report.row(&[kind.name(), &size(len)], || {
+            driver.with(len, kind, |memory| row(driver, memory))
+        });
     }
-    report.line(format_args!("\nOpen fds: {before} before the first export, {} at the end.", open_fds()));
+    report.line(format_args!(
+        "\nOpen fds: {before} before the first export, {} at the end.",
+        open_fds()
+    ));
 }
 
 /// What the driver opens for itself it opens at the first export of each mapping, before fds are counted.
 fn row(driver: &Driver, memory: &Allocation) -> Outcome<Row> {
-    let (first, _) =
-        (export(driver, memory, DmaBufMapping::Default)?, export(driver, memory, DmaBufMapping::Pcie)?);
+    let (first, _) = (
+        export(driver, memory, DmaBufMapping::Default)?,
+        export(driver, memory, DmaBufMapping::Pcie)?,
+    );
     let before = open_fds();
     let again = export(driver, memory, DmaBufMapping::Default)?;
     let pcie = export(driver, memory, DmaBufMapping::Pcie)?;
     let left = open_fds() as i64 - before as i64;
-    let vmm = driver.attribute(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED) == "1";
+    let vmm =
+        driver.attribute(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED) == "1";
     let owed = driver.cuda.capability().dma_buf && owed_of(memory.kind, vmm);
     let says = driver.attribute(sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED) == "1";
     let maps = first.as_ref().map(|(_, maps)| maps.clone()).unwrap_or_default();
@@ -80,8 +101,10 @@ fn export(driver: &Driver, memory: &Allocation, mapping: DmaBufMapping) -> Outco
                 mmap(std::ptr::null_mut(), 4096, flags.0, flags.1, &export.fd, 0)
                     .and_then(|at| munmap(at, 4096))
             };
-            let maps = mapped
-                .map_or_else(|errno| format!("no: {}", Errno(errno.raw_os_error())), |()| "yes".to_owned());
+            let maps = mapped.map_or_else(
+                |errno| format!("no: {}", Errno(errno.raw_os_error())),
+                |()| "yes".to_owned(),
+            );
             driver.cuda.release_dma_buf(export)?;
             Ok(Ok((took, maps)))
         }

@@ -20,9 +20,20 @@ const OWED: f64 = 0.95;
 /// From which length on.
 const OWED_FROM: u64 = 1 << 20;
 
-pub(crate) fn identities(driver: &Driver, extent: Extent, kind: AllocationKind, report: &mut Report<'_>) {
-    let columns =
-        ["kind", "rounds", "same address", "same identity", "freed and taken for live", "us a round"];
+pub(crate) fn identities(
+    driver: &Driver,
+    extent: Extent,
+    kind: AllocationKind,
+    report: &mut Report<'_>,
+) {
+    let columns = [
+        "kind",
+        "rounds",
+        "same address",
+        "same identity",
+        "freed and taken for live",
+        "us a round",
+    ];
     report.table(format_args!("Identities of reused addresses: {}", kind.name()), &columns);
     report.row(&[kind.name(), &extent.reuse_rounds.to_string()], || {
         let monitor = driver.cuda.monitor()?;
@@ -56,7 +67,15 @@ pub(crate) fn copies(driver: &Driver, extent: Extent, locked: bool, report: &mut
     let host = if locked { "page-locked" } else { "pageable" };
     report.table(
         format_args!("Copies beside cuMemcpy, {host} host memory"),
-        &["host memory", "size", "direction", "iface GiB/s", "cuMemcpy GiB/s", "ratio", "goal of 0.95"],
+        &[
+            "host memory",
+            "size",
+            "direction",
+            "iface GiB/s",
+            "cuMemcpy GiB/s",
+            "ratio",
+            "goal of 0.95",
+        ],
     );
     let mut len = 4096;
     while len <= extent.largest_copy {
@@ -127,7 +146,12 @@ pub(crate) fn cost_of_the_system(driver: &Driver, extent: Extent, report: &mut R
     });
 }
 
-pub(crate) fn costs(driver: &Driver, extent: Extent, kind: AllocationKind, report: &mut Report<'_>) {
+pub(crate) fn costs(
+    driver: &Driver,
+    extent: Extent,
+    kind: AllocationKind,
+    report: &mut Report<'_>,
+) {
     let columns = [
         "kind",
         "size",

@@ -134,7 +134,9 @@ fn main() -> ExitCode {
     let print = arguments.iter().any(|argument| argument == "--print");
     arguments.retain(|argument| !argument.starts_with("--"));
     let all = Part::all();
-    if let Some(unknown) = arguments.iter().find(|name| all.iter().all(|part| part.name() != **name)) {
+    if let Some(unknown) =
+        arguments.iter().find(|name| all.iter().all(|part| part.name() != **name))
+    {
         eprintln!("gpu: no part is called {unknown}: --parts lists them");
         return ExitCode::from(2);
     }
@@ -166,8 +168,11 @@ fn real() -> bool {
 
 /// The process that opens another's memory.
 fn import(handle: &str) -> ExitCode {
-    let driver =
-        if real() { Driver::real().map_err(|absent| absent.error.into()) } else { Ok(Driver::fake()) };
+    let driver = if real() {
+        Driver::real().map_err(|absent| absent.error.into())
+    } else {
+        Ok(Driver::fake())
+    };
     let cells = driver.and_then(|driver| {
         let cells = others::import(&driver, handle);
         report::and(cells, driver.close())
@@ -192,7 +197,8 @@ fn write(driver: Driver, parts: &[Part], report: &mut Report<'_>) -> u32 {
 }
 
 fn machine(driver: &Driver, report: &mut Report<'_>) {
-    let title = if driver.is_real() { "A GPU" } else { "The fake driver: the figures mean nothing" };
+    let title =
+        if driver.is_real() { "A GPU" } else { "The fake driver: the figures mean nothing" };
     report.line(format_args!("## {title}\n"));
     report.say("CUDA", || Ok(format!("{} ({})", driver.version()?, driver.functions.library())));
     let read = |path| fs::read_to_string(path).unwrap_or_default();
@@ -203,7 +209,8 @@ fn machine(driver: &Driver, report: &mut Report<'_>) {
         let modules = read("/proc/modules");
         let names = modules.lines().filter_map(|line| line.split(' ').next());
         let ours = ["nvidia", "gdrdrv", "ib_", "mlx"];
-        let found: Vec<_> = names.filter(|name| ours.iter().any(|start| name.starts_with(start))).collect();
+        let found: Vec<_> =
+            names.filter(|name| ours.iter().any(|start| name.starts_with(start))).collect();
         Ok(if found.is_empty() { "none".to_owned() } else { found.join(" ") })
     });
     report.say("Devices", || {

@@ -78,8 +78,10 @@ pub(crate) fn imported(driver: &Driver, report: &mut Report<'_>) {
             };
             let text: String = handle.bytes.iter().map(|byte| format!("{byte:02x}")).collect();
             let program = std::env::current_exe().map_err(|error| error.to_string())?;
-            let output =
-                Command::new(program).args([IMPORT, &text]).output().map_err(|error| error.to_string())?;
+            let output = Command::new(program)
+                .args([IMPORT, &text])
+                .output()
+                .map_err(|error| error.to_string())?;
             let said = String::from_utf8_lossy(&output.stdout).into_owned();
             let cells = said.trim().split('|').map(str::to_owned).collect::<Vec<_>>();
             let cells: Result<[String; 3], _> = cells.try_into();
@@ -88,10 +90,12 @@ pub(crate) fn imported(driver: &Driver, report: &mut Report<'_>) {
                     let met = cells[2] == "0";
                     Ok(Row::new(cells).met(met))
                 }
-                _ => {
-                    Err(format!("{}: {said}{}", output.status, String::from_utf8_lossy(&output.stderr))
-                        .into())
-                }
+                _ => Err(format!(
+                    "{}: {said}{}",
+                    output.status,
+                    String::from_utf8_lossy(&output.stderr)
+                )
+                .into()),
             }
         })
     });
@@ -102,8 +106,9 @@ pub(crate) const IMPORT: &str = "--import";
 
 /// The part of that process: prints the cells.
 pub(crate) fn import(driver: &Driver, text: &str) -> Outcome<String> {
-    let digit =
-        |at: usize| text.get(2 * at..2 * at + 2).and_then(|digits| u8::from_str_radix(digits, 16).ok());
+    let digit = |at: usize| {
+        text.get(2 * at..2 * at + 2).and_then(|digits| u8::from_str_radix(digits, 16).ok())
+    };
     let bytes: Option<Vec<u8>> = (0..text.len() / 2).map(digit).collect();
     let bytes = bytes.ok_or_else(|| "no handle".to_owned())?;
     let memory = driver.cuda.ipc_open(&IpcHandle { iface: IfaceKind::CUDA, bytes })?;

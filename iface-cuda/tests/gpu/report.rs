@@ -98,7 +98,9 @@ impl<'a> Report<'a> {
     }
 
     pub(crate) fn line(&mut self, text: impl Display) {
-        writeln!(self.out, "{text}").and_then(|()| self.out.flush()).expect("the report is written");
+        writeln!(self.out, "{text}")
+            .and_then(|()| self.out.flush())
+            .expect("the report is written");
     }
 
     pub(crate) fn table(&mut self, title: impl Display, columns: &[&str]) {

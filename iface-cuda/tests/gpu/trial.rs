@@ -31,7 +31,9 @@ pub(crate) fn show(parts: &[Part], print: bool) {
     faults();
     absence();
     gdrcopy();
-    println!("the report runs over the fake driver; HMEM_CUDA=real runs it over a GPU (tests/gpu/run)");
+    println!(
+        "the report runs over the fake driver; HMEM_CUDA=real runs it over a GPU (tests/gpu/run)"
+    );
 }
 
 /// A failure, a panic and a figure that is not what is owed are counted, and hide no row.
@@ -62,14 +64,17 @@ fn verdicts() {
     assert_eq!((reused(0), reused(7)), ("0: nothing is shown".into(), "7".into()));
     let of_vmm = [true, false].map(|vmm| owed_of(hmem_core::AllocationKind::Virtual, vmm));
     assert_eq!(of_vmm, [true, false], "of VMM memory what the device says it has");
-    let (host, device) = (Some(hmem_core::AllocationKind::Host), Some(hmem_core::AllocationKind::Device));
+    let (host, device) =
+        (Some(hmem_core::AllocationKind::Host), Some(hmem_core::AllocationKind::Device));
     assert!(owed(1, 1, None) && owed(4, 1, host) && owed(3, 3, device));
     assert!(!owed(2, 1, None) && !owed(5, 1, host) && !owed(1, 2, host) && !owed(1, 4, device));
     let table = Functions::SYMBOLS.len() + Functions::OPTIONAL_SYMBOLS.len();
     assert_eq!(COUNTED, table, "every function of the table counts");
     let cells = |dma_buf: &str, left: &str| [dma_buf, "refused: 801", left].map(str::to_owned);
     assert!(others::refused(cells("refused: 1", "0")).1);
-    assert!(!others::refused(cells("exported", "0")).1 && !others::refused(cells("refused: 1", "1")).1);
+    assert!(
+        !others::refused(cells("exported", "0")).1 && !others::refused(cells("refused: 1", "1")).1
+    );
     let refused = [Ok(()), Err(())];
     assert!(!exported(true, &refused[0], &refused[1]), "what is refused again is not met");
     assert!(exported(false, &refused[1], &refused[1]) && exported(true, &refused[0], &refused[0]));
@@ -105,8 +110,18 @@ fn fake() -> std::path::PathBuf {
 fn faults() {
     for (fault, failing, code, part) in [
         ("cuMemHostAlloc=1", "page-locked", "CUDA_ERROR_INVALID_VALUE (1)", "copies-page-locked"),
-        ("cuMemcpy=700", "pageable", "cuMemcpy: CUDA_ERROR_ILLEGAL_ADDRESS (700)", "copies-pageable"),
-        ("cuMemGetHandleForAddressRange=801", "device", "CUDA_ERROR_NOT_SUPPORTED (801)", "export-device"),
+        (
+            "cuMemcpy=700",
+            "pageable",
+            "cuMemcpy: CUDA_ERROR_ILLEGAL_ADDRESS (700)",
+            "copies-pageable",
+        ),
+        (
+            "cuMemGetHandleForAddressRange=801",
+            "device",
+            "CUDA_ERROR_NOT_SUPPORTED (801)",
+            "export-device",
+        ),
         ("cuMemFree_v2=1", "device", "CUDA_ERROR_INVALID_VALUE (1)", "identities-device"),
         ("cuMemAllocManaged=1", "managed", "CUDA_ERROR_INVALID_VALUE (1)", "cost-managed"),
     ] {
@@ -119,7 +134,10 @@ fn faults() {
     }
     let (status, report) = run(&fake(), "devices=1", &[]);
     assert_eq!(status, Some(0), "{report}");
-    assert!(report.starts_with("## The fake driver") && report.contains("1 MiB | to host"), "{report}");
+    assert!(
+        report.starts_with("## The fake driver") && report.contains("1 MiB | to host"),
+        "{report}"
+    );
 }
 
 /// GDRCopy is a line that says that it is absent, or that what is there fails.

@@ -18,8 +18,9 @@ pub(crate) fn run(name: &str, pass: &str) {
         .stdin(Stdio::null())
         .output()
         .expect("the test runs");
-    let text =
-        [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+    let text = [output.stdout, output.stderr]
+        .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+        .concat();
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
     // What the child says of itself is so of the test.
     for (at, _) in text.match_indices(NOT_OVER_A_GPU) {

@@ -1,6 +1,8 @@
 //! The calling thread's context is its own.
 
-use hmem_core::{Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceExt, iface::AllocRequest};
+use hmem_core::{
+    Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceExt, iface::AllocRequest,
+};
 use hmem_fake_cuda::{Live, Profile};
 use hmem_iface_cuda::sys::{CU_CTX_SYNC_MEMOPS, CuContext, CuDevicePtr, CuResult};
 
@@ -107,8 +109,11 @@ fn hm_05_each_device_has_its_own_context_retained_once_and_given_back() {
     over(Profile::default(), |world| {
         for _ in 0..3 {
             for device in [0, 1] {
-                let request =
-                    AllocRequest { len: 64, device: DeviceId(device), kind: AllocationKind::Device };
+                let request = AllocRequest {
+                    len: 64,
+                    device: DeviceId(device),
+                    kind: AllocationKind::Device,
+                };
                 let memory = world.cuda.allocate(&request).expect("allocate");
                 assert_eq!(memory.device, Some(DeviceId(device)));
                 world.free(&memory);
@@ -161,7 +166,8 @@ fn hm_05_a_refused_attempt_takes_no_context_from_under_another_thread() {
         let cuda = &world.cuda;
         let memory = std::thread::scope(|scope| {
             let held = world.driver().hold("cuMemAlloc_v2");
-            let request = AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };
+            let request =
+                AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };
             let other = scope.spawn(move || cuda.allocate(&request));
             held.wait_for(1);
             cuda.allocate(&too_much(AllocationKind::StreamOrdered)).expect_err("too much");
@@ -181,7 +187,8 @@ fn hm_05_a_context_that_was_not_given_back_is_with_the_next_call() {
         let release = "cuDevicePrimaryCtxRelease_v2";
         for _ in 0..2 {
             world.driver().fail(release, CuResult::CUDA_ERROR_UNKNOWN);
-            let error = world.cuda.allocate(&too_much(AllocationKind::Device)).expect_err("too much");
+            let error =
+                world.cuda.allocate(&too_much(AllocationKind::Device)).expect_err("too much");
             assert_eq!(error.kind(), hmem_core::ErrorKind::OutOfResources, "{error}");
             assert_eq!(world.active(), [0]);
         }
@@ -206,7 +213,11 @@ fn page_lock(world: &World) {
     // SAFETY: the memory lives until the end.
     unsafe { world.cuda.host_register(range) }.expect("page-locked");
     let found = world.cuda.query(range.start()).expect("query");
-    assert!(found.is_none_or(|found| found.kind == AllocationKind::HostRegistered), "{}", world.name);
+    assert!(
+        found.is_none_or(|found| found.kind == AllocationKind::HostRegistered),
+        "{}",
+        world.name
+    );
     world.cuda.host_unregister(range).expect("undone");
     world.cuda.host_unregister(range).expect_err("undone already");
 }
@@ -325,7 +336,11 @@ fn hm_05_memory_of_no_context_is_worked_on_in_the_threads_own() {
         use_mapped(world, memory.range(memory.step - 5000, 10_000));
         assert!(world.active().is_empty(), "{}", world.name);
         if let Some((driver, _)) = &world.fake {
-            assert_eq!((driver.live().streams, driver.live().events), (0, 0), "nothing is left there");
+            assert_eq!(
+                (driver.live().streams, driver.live().events),
+                (0, 0),
+                "nothing is left there"
+            );
         }
         memory.end_here(&world.app.functions, &parts);
         world.app.destroy_context(foreign);
@@ -348,7 +363,8 @@ fn hm_05_a_copy_in_the_threads_own_context_outlives_it() {
         world.cuda.write(Address(memory.base), &bytes).expect("write");
         let to = Address::of_ptr(back.as_mut_ptr());
         // SAFETY: the host side lives until the event is waited for.
-        let event = unsafe { world.cuda.copy_async(to, Address(memory.base), 5000) }.expect("start");
+        let event =
+            unsafe { world.cuda.copy_async(to, Address(memory.base), 5000) }.expect("start");
         world.app.destroy_context(foreign);
         event.wait().expect("wait");
         assert!(back == bytes, "{}", world.name);
@@ -375,7 +391,10 @@ fn hm_05_a_question_about_memory_of_no_context_leaves_none() {
         if !world.reaches_anything(memory.base + memory.step) {
             world.cuda.export_peer_memory(whole, &nic()).expect_err("not all of it can be reached");
             assert!(world.active().is_empty(), "{}", world.name);
-            world.cuda.export_dma_buf(whole, &nic(), Default::default()).expect_err("properties differ");
+            world
+                .cuda
+                .export_dma_buf(whole, &nic(), Default::default())
+                .expect_err("properties differ");
             assert!(world.active().is_empty(), "{}", world.name);
         }
         if let Some((driver, _)) = &world.fake {
@@ -399,18 +418,25 @@ fn hm_05_a_current_context_of_another_device_is_not_taken() {
         let foreign = world.app.create_context();
         let parts = [Some(true)];
         let memory = Expandable::here(&world.app.functions, &parts);
-        let request = AllocRequest { len: 4096, device: DeviceId(1), kind: AllocationKind::Virtual };
+        let request =
+            AllocRequest { len: 4096, device: DeviceId(1), kind: AllocationKind::Virtual };
         let other = world.cuda.allocate(&request).expect("allocate");
         use_mapped(world, other.range);
         assert_eq!(world.active(), [1]);
-        assert_eq!(world.driver().context_flags(1), CU_CTX_SYNC_MEMOPS, "worked on in its device's");
+        assert_eq!(
+            world.driver().context_flags(1),
+            CU_CTX_SYNC_MEMOPS,
+            "worked on in its device's"
+        );
         world.free(&other);
         // REL-01: what the driver cannot say of the current context is an error, and takes nothing.
         world.driver().fail("cuCtxGetDevice", CuResult::CUDA_ERROR_UNKNOWN);
         let error = world.cuda.segments(memory.range(0, 4096)).expect_err("refused");
         assert!(error.to_string().contains("cuCtxGetDevice"), "{error}");
         // One that was destroyed is none.
-        for code in [CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED, CuResult::CUDA_ERROR_INVALID_CONTEXT] {
+        for code in
+            [CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED, CuResult::CUDA_ERROR_INVALID_CONTEXT]
+        {
             world.driver().fail("cuCtxGetDevice", code);
             world.cuda.segments(memory.range(0, 4096)).expect("asked in another");
         }
@@ -423,7 +449,8 @@ fn hm_05_a_current_context_of_another_device_is_not_taken() {
 #[test]
 fn hm_05_a_flush_makes_no_context() {
     over(Profile { writes_ordering: 0, ..Profile::default() }, |world| {
-        let flush = |world: &World, device| world.cuda.flush_inbound(DeviceId(device)).expect("flush");
+        let flush =
+            |world: &World, device| world.cuda.flush_inbound(DeviceId(device)).expect("flush");
         let retained = |world: &World| world.driver().calls("cuDevicePrimaryCtxRetain");
         flush(world, 0);
         assert_eq!(world.driver().flushed(), [], "there is none, and no memory of one");
@@ -497,8 +524,11 @@ fn hm_05_threads_work_at_once() {
         std::thread::scope(|scope| {
             for seed in 0..4u64 {
                 scope.spawn(move || {
-                    let request =
-                        AllocRequest { len: 70_000, device: DeviceId(0), kind: AllocationKind::Device };
+                    let request = AllocRequest {
+                        len: 70_000,
+                        device: DeviceId(0),
+                        kind: AllocationKind::Device,
+                    };
                     for round in 0..20 {
                         let memory = cuda.allocate(&request).expect("allocate");
                         let bytes = pattern(seed * 100 + round, 70_000);

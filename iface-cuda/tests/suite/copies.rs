@@ -1,6 +1,8 @@
 //! Moving bytes.
 
-use hmem_core::{Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::AllocRequest};
+use hmem_core::{
+    Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::AllocRequest,
+};
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::{Cuda, sys::CuResult};
 
@@ -12,8 +14,12 @@ fn hm_03_bytes_come_back_from_every_kind_at_every_size() {
         for kind in world.kinds(&KINDS) {
             for len in [1, 2, 63, 64, 4095, 4096, 4097, 65_537, (1 << 20) + 1, 4 << 20] {
                 let memory = world.allocate(len as u64 + 7, kind);
-                let (at, bytes) = (memory.base().checked_add(7).expect("inside"), pattern(len as u64, len));
-                world.cuda.write(at, &bytes).unwrap_or_else(|error| panic!("{}: {error}", world.name));
+                let (at, bytes) =
+                    (memory.base().checked_add(7).expect("inside"), pattern(len as u64, len));
+                world
+                    .cuda
+                    .write(at, &bytes)
+                    .unwrap_or_else(|error| panic!("{}: {error}", world.name));
                 let mut back = vec![0; len];
                 world.cuda.read(at, &mut back).expect("read");
                 assert!(back == bytes, "{}: {len} bytes of {kind:?}", world.name);
@@ -27,9 +33,12 @@ fn hm_03_bytes_come_back_from_every_kind_at_every_size() {
 fn hm_03_bytes_move_between_devices_memories_and_within_one() {
     each(|world| {
         let last = world.cuda.devices().expect("devices").len() as u32 - 1;
-        let request = AllocRequest { len: 9000, device: DeviceId(last), kind: AllocationKind::Device };
-        let (near, far) =
-            (world.allocate(9000, AllocationKind::Device), world.cuda.allocate(&request).expect("allocate"));
+        let request =
+            AllocRequest { len: 9000, device: DeviceId(last), kind: AllocationKind::Device };
+        let (near, far) = (
+            world.allocate(9000, AllocationKind::Device),
+            world.cuda.allocate(&request).expect("allocate"),
+        );
         let bytes = pattern(3, 9000);
         world.cuda.write(near.base(), &bytes).expect("write");
         // SAFETY: both sides belong to the iface, which checks them.
@@ -52,7 +61,9 @@ fn hm_03_a_copy_past_an_allocation_is_refused_and_moves_nothing() {
             world.cuda.write(Address(end - 1), &[7]).expect("the last byte");
             let mut bytes = [9u8; 2];
             // SAFETY: the host side is this array; the other is checked by the iface.
-            let error = unsafe { world.cuda.copy(Address::of_ptr(bytes.as_mut_ptr()), Address(end - 1), 2) };
+            let error = unsafe {
+                world.cuda.copy(Address::of_ptr(bytes.as_mut_ptr()), Address(end - 1), 2)
+            };
             let error = error.expect_err("one byte too many");
             assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{}: {kind:?}: {error}", world.name);
             assert_eq!(bytes, [9, 9]);
@@ -88,7 +99,12 @@ fn hm_03_copies_span_the_mappings_of_a_reservation() {
     });
 }
 
-fn start(world: &World, to: Address, from: Address, len: u64) -> Box<dyn hmem_core::iface::CopyEvent> {
+fn start(
+    world: &World,
+    to: Address,
+    from: Address,
+    len: u64,
+) -> Box<dyn hmem_core::iface::CopyEvent> {
     // SAFETY: callers keep the host side alive and unused until the event is done.
     unsafe { world.cuda.copy_async(to, from, len) }.expect("start")
 }
@@ -106,7 +122,12 @@ fn hm_03_asynchronous_copies_end_with_their_events() {
         let mut events: Vec<_> = cuts
             .windows(2)
             .map(|cut| {
-                start(world, Address(into + cut[0]), Address(memory.base().0 + cut[0]), cut[1] - cut[0])
+                start(
+                    world,
+                    Address(into + cut[0]),
+                    Address(memory.base().0 + cut[0]),
+                    cut[1] - cut[0],
+                )
             })
             .collect();
         while let Some(event) = events.pop() {
@@ -167,7 +188,8 @@ fn hm_03_blocking_copies_of_two_threads_have_a_stream_each() {
         std::thread::scope(|scope| {
             let held = driver.hold("cuStreamSynchronize");
             let writers = memory.each_ref().map(|one| {
-                scope.spawn(move || cuda.write(one.base(), &pattern(one.id.0, 4096)).expect("write"))
+                scope
+                    .spawn(move || cuda.write(one.base(), &pattern(one.id.0, 4096)).expect("write"))
             });
             held.wait_for(2);
             assert_eq!(driver.live().streams, 2, "one of each");
@@ -193,9 +215,11 @@ fn hm_05_closing_with_a_copy_or_an_allocation_left_is_refused_and_hands_the_ifac
     let memory = world.allocate(4096, AllocationKind::Device);
     let bytes = pattern(5, 4096);
     let event = start(&world, memory.base(), Address::of_ptr(bytes.as_ptr()), 4096);
-    let other = Cuda::builder().functions(world.app.functions.clone()).open().expect("a second iface");
-    let refused =
-        std::mem::replace(&mut world.cuda, other).close().expect_err("an allocation and a copy are left");
+    let other =
+        Cuda::builder().functions(world.app.functions.clone()).open().expect("a second iface");
+    let refused = std::mem::replace(&mut world.cuda, other)
+        .close()
+        .expect_err("an allocation and a copy are left");
     assert!(refused.error.is_busy(), "{}", refused.error);
     world.cuda = refused.value;
     event.wait().expect("wait");
@@ -209,17 +233,22 @@ fn hm_05_closing_with_a_copy_or_an_allocation_left_is_refused_and_hands_the_ifac
 fn hm_03_memory_that_the_driver_has_forgotten_is_not_copied() {
     over(Profile::default(), |world| {
         let memory = world.allocate(10_000, AllocationKind::Device);
-        let others = [AllocationKind::Host, AllocationKind::Device].map(|kind| world.allocate(4096, kind));
+        let others =
+            [AllocationKind::Host, AllocationKind::Device].map(|kind| world.allocate(4096, kind));
         let inside = memory.base().checked_add(5000).expect("inside");
         let bytes = pattern(3, 100);
-        let known = others.iter().map(|other| other.base()).chain([Address::of_ptr(bytes.as_ptr())]);
+        let known =
+            others.iter().map(|other| other.base()).chain([Address::of_ptr(bytes.as_ptr())]);
         world.driver().forget(memory.base().0);
         for other in known {
             for (to, from) in [(inside, other), (other, inside)] {
                 // SAFETY: both sides are there for 100 bytes; the copy is refused.
                 let error = unsafe { world.cuda.copy(to, from, 100) }.expect_err("refused");
                 assert_eq!(error.kind(), ErrorKind::Driver, "{error}");
-                assert_eq!(error.context_value("allocation"), Some(memory.range.to_string().as_str()));
+                assert_eq!(
+                    error.context_value("allocation"),
+                    Some(memory.range.to_string().as_str())
+                );
                 // SAFETY: as above.
                 unsafe { world.cuda.copy_async(to, from, 100) }.expect_err("refused");
             }
@@ -260,7 +289,9 @@ fn hm_03_a_copy_that_is_refused_after_it_began_has_ended_and_loses_nothing() {
         world.app.current(|_| ());
         let bytes = pattern(5, 4096);
         let copies = |world: &World| {
-            start(world, memory.base(), Address::of_ptr(bytes.as_ptr()), 4096).wait().expect("wait");
+            start(world, memory.base(), Address::of_ptr(bytes.as_ptr()), 4096)
+                .wait()
+                .expect("wait");
             world.driver().live()
         };
         let before = copies(world);
@@ -274,8 +305,13 @@ fn hm_03_a_copy_that_is_refused_after_it_began_has_ended_and_loses_nothing() {
         world.driver().fail("cuEventRecord", REFUSED);
         world.driver().fail("cuStreamSynchronize", REFUSED);
         // SAFETY: the host side lives until the next copy on the stream has ended.
-        let error = unsafe { world.cuda.copy_async(memory.base(), Address::of_ptr(bytes.as_ptr()), 4096) };
-        assert_eq!(error.expect_err("refused").operation(), "cuEventRecord", "the first error of the two");
+        let error =
+            unsafe { world.cuda.copy_async(memory.base(), Address::of_ptr(bytes.as_ptr()), 4096) };
+        assert_eq!(
+            error.expect_err("refused").operation(),
+            "cuEventRecord",
+            "the first error of the two"
+        );
         assert_eq!(copies(world), before, "stream and event are used again");
         world.free(&memory);
     });
@@ -298,7 +334,11 @@ fn hm_03_a_copy_that_is_refused_in_the_applications_context_leaves_nothing_there
             for symbol in symbols {
                 world.driver().fail(symbol, REFUSED);
             }
-            assert_eq!(refused(world, to).operation(), symbols[0], "the first error of {symbols:?}");
+            assert_eq!(
+                refused(world, to).operation(),
+                symbols[0],
+                "the first error of {symbols:?}"
+            );
             assert_eq!(world.driver().live(), before, "{symbols:?}");
         }
         // What cannot be given back is not what the caller is told of.

@@ -1,6 +1,8 @@
 //! Which memory an address is of.
 
-use hmem_core::{Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceKind, iface::AllocRequest};
+use hmem_core::{
+    Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceKind, iface::AllocRequest,
+};
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::{CuDevicePtr, CuResult};
 
@@ -11,7 +13,10 @@ fn hm_01_every_kind_is_told_apart_at_both_ends_and_inside() {
     each(|world| {
         for kind in world.kinds(&KINDS) {
             let memory = world.allocate(100_000, kind);
-            assert_eq!((memory.iface, memory.kind, memory.range.len()), (IfaceKind::CUDA, kind, 100_000));
+            assert_eq!(
+                (memory.iface, memory.kind, memory.range.len()),
+                (IfaceKind::CUDA, kind, 100_000)
+            );
             for offset in [0, 1, 4097, 99_999] {
                 let address = memory.base().checked_add(offset).expect("inside");
                 let found = world.cuda.query(address).expect("query").expect("known");
@@ -22,14 +27,23 @@ fn hm_01_every_kind_is_told_apart_at_both_ends_and_inside() {
                     world.name
                 );
                 let on_a_device = !kind.cpu_accessible();
-                assert_eq!(found.device, on_a_device.then_some(DeviceId(0)), "{}: {kind:?}", world.name);
+                assert_eq!(
+                    found.device,
+                    on_a_device.then_some(DeviceId(0)),
+                    "{}: {kind:?}",
+                    world.name
+                );
             }
             let before = memory.base().0.checked_sub(1).map(Address).expect("not at 0");
             let found = world.cuda.query(before).expect("query");
             assert!(found.is_none_or(|found| found.id != memory.id), "{}: {kind:?}", world.name);
             world.free(&memory);
             let found = world.cuda.query(memory.base()).expect("query");
-            assert!(found.is_none_or(|found| found.id != memory.id), "{}: freed {kind:?}", world.name);
+            assert!(
+                found.is_none_or(|found| found.id != memory.id),
+                "{}: freed {kind:?}",
+                world.name
+            );
         }
     });
 }
@@ -47,7 +61,11 @@ fn hm_01_memory_of_the_applications_own_is_recognised() {
         assert!(len == 70_000 || world.is_real() && len > 70_000, "{}: {len}", world.name);
         // SAFETY: allocated above.
         world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
-        assert_eq!(world.cuda.query(Address(pointer)).expect("query"), None, "a freed pointer is nobody's");
+        assert_eq!(
+            world.cuda.query(Address(pointer)).expect("query"),
+            None,
+            "a freed pointer is nobody's"
+        );
     });
 }
 
@@ -61,7 +79,12 @@ fn hm_01_host_memory_that_the_application_page_locked_is_recognised_as_its_own()
         // SAFETY: `memory` outlives the registration.
         unsafe { world.cuda.host_register(range) }.expect("page-lock");
         let found = world.cuda.query(Address(start + 5000)).expect("query").expect("known");
-        assert_eq!((found.kind, found.device), (AllocationKind::HostRegistered, None), "{}", world.name);
+        assert_eq!(
+            (found.kind, found.device),
+            (AllocationKind::HostRegistered, None),
+            "{}",
+            world.name
+        );
         assert!(found.kind.cpu_accessible());
         // SAFETY: as above; the call is refused.
         let twice = unsafe { world.cuda.host_register(range) }.expect_err("page-locked already");
@@ -81,7 +104,8 @@ fn hm_01_host_memory_that_the_application_page_locked_is_recognised_as_its_own()
 fn hm_01_host_memory_that_somebody_else_page_locked_is_recognised_as_the_applications() {
     each(|world| {
         let memory = vec![0u8; 1 << 16];
-        let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096) as *mut std::ffi::c_void;
+        let start =
+            Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096) as *mut std::ffi::c_void;
         // SAFETY: `memory` outlives the registration.
         world.app.current(|driver| check(unsafe { (driver.mem_host_register)(start, 8192, 1) }));
         let found = world.cuda.query(Address(start as u64 + 100)).expect("query").expect("known");
@@ -94,8 +118,9 @@ fn hm_01_host_memory_that_somebody_else_page_locked_is_recognised_as_the_applica
 #[test]
 fn hm_02_addresses_are_found_among_ten_thousand_allocations() {
     over(Profile::default(), |world| {
-        let memory: Vec<_> =
-            (0..10_000).map(|n| world.allocate(1 + n * 13 % 5000, AllocationKind::Device)).collect();
+        let memory: Vec<_> = (0..10_000)
+            .map(|n| world.allocate(1 + n * 13 % 5000, AllocationKind::Device))
+            .collect();
         for one in memory.iter().step_by(37) {
             for address in [one.base().0, one.base().0 + one.range.len() - 1] {
                 let found = world.cuda.query(Address(address)).expect("query").expect("known");
@@ -126,7 +151,8 @@ fn hm_02_a_foreign_address_is_nobodys_and_costs_one_driver_call() {
 fn hm_02_detection_makes_one_call_and_no_context() {
     over(Profile::default(), |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
-        let (before, references) = (world.driver().all_calls(), world.driver().live().primary_references);
+        let (before, references) =
+            (world.driver().all_calls(), world.driver().live().primary_references);
         world.cuda.query(memory.base()).expect("query").expect("known");
         assert_eq!(world.driver().all_calls(), before + 1);
         assert_eq!(world.driver().live().primary_references, references);
@@ -155,18 +181,29 @@ fn hm_02_page_locked_memory_that_was_seen_before_costs_one_driver_call() {
             world.driver().all_calls() - before
         };
         with_page_locked(world, |world, start| {
-            assert!(calls(world, start, AllocationKind::HostRegistered) > 1, "the first time tells");
+            assert!(
+                calls(world, start, AllocationKind::HostRegistered) > 1,
+                "the first time tells"
+            );
             for offset in [0, 1, 8191] {
-                assert_eq!(calls(world, Address(start.0 + offset), AllocationKind::HostRegistered), 1);
+                assert_eq!(
+                    calls(world, Address(start.0 + offset), AllocationKind::HostRegistered),
+                    1
+                );
             }
         });
         // The application's own allocation, and at the same address another.
         for _ in 0..2 {
             let mut pointer = std::ptr::null_mut();
             // SAFETY: the place is writable.
-            world.app.current(|driver| check(unsafe { (driver.mem_host_alloc)(&mut pointer, 4096, 0) }));
+            world
+                .app
+                .current(|driver| check(unsafe { (driver.mem_host_alloc)(&mut pointer, 4096, 0) }));
             let start = Address::of_ptr(pointer.cast_const());
-            assert!(calls(world, start, AllocationKind::Host) > 1, "another identity is asked for again");
+            assert!(
+                calls(world, start, AllocationKind::Host) > 1,
+                "another identity is asked for again"
+            );
             assert_eq!(calls(world, start, AllocationKind::Host), 1);
             // SAFETY: allocated above.
             world.app.current(|driver| check(unsafe { (driver.mem_free_host)(pointer) }));
@@ -184,7 +221,11 @@ fn hm_01_page_locked_memory_without_an_identity_is_not_confused() {
                     let before = world.driver().calls("cuMemHostGetFlags");
                     let found = world.cuda.query(start).expect("query").expect("known");
                     assert_eq!((found.kind, found.id.0), (AllocationKind::HostRegistered, 0));
-                    assert_eq!(world.driver().calls("cuMemHostGetFlags"), before + 1, "asked for again");
+                    assert_eq!(
+                        world.driver().calls("cuMemHostGetFlags"),
+                        before + 1,
+                        "asked for again"
+                    );
                 }
             });
         }
@@ -196,7 +237,8 @@ fn hm_01_page_locked_memory_without_an_identity_is_not_confused() {
 fn hm_01_a_thousand_page_locked_allocations_are_told_apart() {
     over(Profile::default(), |world| {
         with_page_locked(world, |world, start| {
-            let memory: Vec<_> = (0..1000).map(|_| world.allocate(64, AllocationKind::Host)).collect();
+            let memory: Vec<_> =
+                (0..1000).map(|_| world.allocate(64, AllocationKind::Host)).collect();
             for _ in 0..2 {
                 for one in &memory {
                     let found = world.cuda.query(one.base()).expect("query").expect("known");
@@ -233,7 +275,8 @@ fn hm_05_device_memory_is_not_taken_for_host_memory_on_a_thread_without_context(
         world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4096) }));
         let cuda = &world.cuda;
         std::thread::scope(|scope| {
-            let asked = scope.spawn(move || cuda.query(Address(pointer)).expect("query").expect("known"));
+            let asked =
+                scope.spawn(move || cuda.query(Address(pointer)).expect("query").expect("known"));
             assert_eq!(asked.join().expect("no panic").kind, AllocationKind::Device);
         });
         let on_the_stack = 0u8;
@@ -288,7 +331,10 @@ fn hm_07_segments_are_the_mappings_of_a_reservation() {
             "{}",
             world.name
         );
-        assert!(found.range.contains_range(range), "the reservation holds ranges over several handles");
+        assert!(
+            found.range.contains_range(range),
+            "the reservation holds ranges over several handles"
+        );
         let segments = world.cuda.segments(range).expect("segments");
         let lens: Vec<_> = segments.iter().map(|segment| segment.range.len()).collect();
         assert_eq!(lens, [memory.step - 1000, memory.step, 1000], "{}", world.name);
@@ -305,7 +351,8 @@ fn hm_07_a_hole_in_a_reservation_is_named() {
         }
         let parts = [Some(true), None, Some(true)];
         let memory = Expandable::new(&mut world.app, &parts);
-        let error = world.cuda.segments(memory.range(0, 3 * memory.step)).expect_err("not mapped whole");
+        let error =
+            world.cuda.segments(memory.range(0, 3 * memory.step)).expect_err("not mapped whole");
         assert_eq!(error.kind(), hmem_core::ErrorKind::OutOfBounds, "{error}");
         let hole = Address(memory.base + memory.step).to_string();
         assert_eq!(error.context_value("address"), Some(hole.as_str()), "{error}");
@@ -332,7 +379,8 @@ fn hm_07_memory_that_was_not_created_for_rdma_is_not_exportable() {
 #[test]
 fn hm_05_a_device_out_of_range_is_an_invalid_argument() {
     each(|world| {
-        let request = AllocRequest { len: 4096, device: DeviceId(99), kind: AllocationKind::Device };
+        let request =
+            AllocRequest { len: 4096, device: DeviceId(99), kind: AllocationKind::Device };
         for error in [
             world.cuda.allocate(&request).expect_err("no such device"),
             world.cuda.flush_inbound(DeviceId(u32::MAX)).expect_err("no such device"),
@@ -359,16 +407,19 @@ fn hm_01_a_failed_query_is_an_error_with_the_drivers_code_and_the_address() {
 
 /// HM-07: an older driver does not say whether an address can be reached by RDMA; the memory's properties do.
 #[test]
-fn hm_07_what_memory_was_created_for_is_asked_of_its_handle_where_the_driver_says_nothing_of_its_address() {
+fn hm_07_what_memory_was_created_for_is_asked_of_its_handle_where_the_driver_says_nothing_of_its_address()
+ {
     over(Profile { last_pointer_attribute: 14, ..Profile::default() }, |world| {
         let parts = [Some(true), Some(false)];
         let memory = Expandable::new(&mut world.app, &parts);
         let segments = world.cuda.segments(memory.range(0, 2 * memory.step)).expect("segments");
         let exportable: Vec<_> = segments.iter().map(|segment| segment.exportable).collect();
         assert_eq!(exportable, [true, false]);
-        for symbol in
-            ["cuMemRetainAllocationHandle", "cuMemGetAllocationPropertiesFromHandle", "cuMemRelease"]
-        {
+        for symbol in [
+            "cuMemRetainAllocationHandle",
+            "cuMemGetAllocationPropertiesFromHandle",
+            "cuMemRelease",
+        ] {
             world.driver().fail(symbol, CuResult::CUDA_ERROR_UNKNOWN);
             let error = world.cuda.segments(memory.range(0, 100)).expect_err("the driver refused");
             assert_eq!(error.operation(), symbol);
@@ -410,7 +461,8 @@ fn hm_01_a_question_that_the_driver_refuses_makes_no_host_memory_of_a_devices() 
 #[test]
 fn hm_01_what_a_driver_knows_is_found_out_when_it_answers() {
     for last_pointer_attribute in [16, 17] {
-        let profile = Profile { queries_need_context: true, last_pointer_attribute, ..Profile::default() };
+        let profile =
+            Profile { queries_need_context: true, last_pointer_attribute, ..Profile::default() };
         over(profile, |world| {
             let mut pointer: CuDevicePtr = 0;
             // SAFETY: the place is writable.
@@ -441,8 +493,14 @@ fn hm_01_vmm_memory_is_told_apart_where_the_driver_names_a_context_for_it() {
             let found = world.cuda.query(address).expect("query").expect("known");
             assert_eq!(found.kind, AllocationKind::Virtual);
             assert_eq!(world.driver().live().handles, handles);
-            assert!(!world.cuda.monitor().expect("monitor").valid(&found).expect("ask"), "never a hit");
-            assert_eq!(world.cuda.segments(memory.range(0, 2 * memory.step)).expect("segments").len(), 2);
+            assert!(
+                !world.cuda.monitor().expect("monitor").valid(&found).expect("ask"),
+                "never a hit"
+            );
+            assert_eq!(
+                world.cuda.segments(memory.range(0, 2 * memory.step)).expect("segments").len(),
+                2
+            );
             for symbol in ["cuMemRetainAllocationHandle", "cuMemRelease"] {
                 if world.driver().symbol("cuMemRetainAllocationHandle").is_none() {
                     continue;

@@ -9,7 +9,9 @@ use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::{self, CuResult};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-use crate::world::{Expandable, World, check, each, nic, not_over_a_gpu, once, open_fds, over, pattern};
+use crate::world::{
+    Expandable, World, check, each, nic, not_over_a_gpu, once, open_fds, over, pattern,
+};
 
 /// The bytes of an exported fd, through a mapping as a NIC has one; `None` where the driver does not let the CPU map.
 fn mapped(fd: &impl AsFd, offset: u64, len: usize) -> Option<Vec<u8>> {
@@ -17,7 +19,8 @@ fn mapped(fd: &impl AsFd, offset: u64, len: usize) -> Option<Vec<u8>> {
     // SAFETY: a new mapping at an address that the kernel picks, read while it is mapped.
     unsafe {
         let start =
-            mmap(std::ptr::null_mut(), inside + len, ProtFlags::READ, MapFlags::SHARED, fd, page).ok()?;
+            mmap(std::ptr::null_mut(), inside + len, ProtFlags::READ, MapFlags::SHARED, fd, page)
+                .ok()?;
         let bytes = std::slice::from_raw_parts(start.cast::<u8>().add(inside), len).to_vec();
         munmap(start, inside + len).expect("munmap");
         Some(bytes)
@@ -40,10 +43,14 @@ fn hm_06_exports_reach_exactly_their_bytes_at_any_offset() {
             let memory = world.allocate(100_000, kind);
             let bytes = pattern(6, 100_000);
             world.cuda.write(memory.base(), &bytes).expect("write");
-            for (offset, len) in [(0, 1), (1, 4096), (4095, 2), (12_345, 777), (99_999, 1), (0, 100_000)] {
+            for (offset, len) in
+                [(0, 1), (1, 4096), (4095, 2), (12_345, 777), (99_999, 1), (0, 100_000)]
+            {
                 let range = memory.range.slice(offset, len).expect("a part");
-                let export =
-                    world.cuda.export_dma_buf(range, &nic(), DmaBufMapping::Default).expect("export");
+                let export = world
+                    .cuda
+                    .export_dma_buf(range, &nic(), DmaBufMapping::Default)
+                    .expect("export");
                 assert_eq!((export.alloc_offset, export.len), (AllocOffset(offset), len));
                 assert_eq!(export.offset.0, range.start().0 % 4096, "page-rounded: {}", world.name);
                 let flags = rustix::io::fcntl_getfd(&export.fd).expect("an open fd");
@@ -56,7 +63,9 @@ fn hm_06_exports_reach_exactly_their_bytes_at_any_offset() {
                     ),
                     None => assert!(
                         !world.maps_dma_bufs()
-                            && not_over_a_gpu("the dma-buf cannot be mapped: its bytes stay unseen"),
+                            && not_over_a_gpu(
+                                "the dma-buf cannot be mapped: its bytes stay unseen"
+                            ),
                         "the device says that they can be mapped"
                     ),
                 }
@@ -74,17 +83,22 @@ fn hm_06_exports_reach_exactly_their_bytes_at_any_offset() {
 fn hm_06_a_range_past_its_allocation_or_empty_is_not_exported() {
     each(|world| {
         let memory = world.allocate(4096, AllocationKind::Device);
-        let past = AddressRange::new(memory.base(), memory.range.len() + (64 << 20)).expect("a range");
+        let past =
+            AddressRange::new(memory.base(), memory.range.len() + (64 << 20)).expect("a range");
         let empty = memory.range.slice(0, 0).expect("empty");
         for (range, kind) in [(past, ErrorKind::OutOfBounds), (empty, ErrorKind::ZeroLength)] {
-            let dma_buf =
-                world.cuda.export_dma_buf(range, &nic(), DmaBufMapping::Default).expect_err("refused");
+            let dma_buf = world
+                .cuda
+                .export_dma_buf(range, &nic(), DmaBufMapping::Default)
+                .expect_err("refused");
             let peer = world.cuda.export_peer_memory(range, &nic()).expect_err("refused");
             assert_eq!((dma_buf.kind(), peer.kind()), (kind, kind), "{}: {dma_buf}", world.name);
         }
         world.free(&memory);
-        let error =
-            world.cuda.export_dma_buf(memory.range, &nic(), DmaBufMapping::Default).expect_err("freed");
+        let error = world
+            .cuda
+            .export_dma_buf(memory.range, &nic(), DmaBufMapping::Default)
+            .expect_err("freed");
         assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{}: {error}", world.name);
     });
 }
@@ -114,14 +128,19 @@ fn leave_no_fd(name: &str, rounds: u64) {
         let memory = world.allocate(65_536, AllocationKind::Device);
         let export = |n: u64| {
             let range = memory.range.slice(n % 7 * 4096, 1 + n % 5000).expect("a part");
-            let export = world.cuda.export_dma_buf(range, &nic(), DmaBufMapping::Default).expect("export");
+            let export =
+                world.cuda.export_dma_buf(range, &nic(), DmaBufMapping::Default).expect("export");
             world.cuda.release_dma_buf(export).expect("release");
         };
         export(0);
         // The fake keeps one file for each part of the memory, of which there are few.
         let before = open_fds();
         (0..rounds).for_each(export);
-        assert!(open_fds() <= before + 16, "{} fds after {rounds} exports, {before} before", open_fds());
+        assert!(
+            open_fds() <= before + 16,
+            "{} fds after {rounds} exports, {before} before",
+            open_fds()
+        );
         world.free(&memory);
     });
 }
@@ -130,13 +149,18 @@ fn leave_no_fd(name: &str, rounds: u64) {
 #[test]
 fn hm_08_memory_that_is_not_the_devices_own_is_not_exported_and_says_what_to_do() {
     each(|world| {
-        for (kind, word) in [(AllocationKind::Managed, "migrates"), (AllocationKind::Host, "host memory")] {
+        for (kind, word) in
+            [(AllocationKind::Managed, "migrates"), (AllocationKind::Host, "host memory")]
+        {
             if world.kinds(&[kind]).is_empty() {
                 continue;
             }
             let memory = world.allocate(10_000, kind);
             for error in [
-                world.cuda.export_dma_buf(memory.range, &nic(), DmaBufMapping::Default).expect_err("refused"),
+                world
+                    .cuda
+                    .export_dma_buf(memory.range, &nic(), DmaBufMapping::Default)
+                    .expect_err("refused"),
                 world.cuda.export_peer_memory(memory.range, &nic()).expect_err("refused"),
             ] {
                 assert!(
@@ -168,11 +192,16 @@ fn hm_07_the_first_segment_that_cannot_is_named() {
         let error = world.cuda.export_peer_memory(whole, &nic()).expect_err("refused");
         let first = memory.range(memory.step, memory.step).to_string();
         assert_eq!(error.context_value("segment"), Some(first.as_str()), "{}: {error}", world.name);
-        assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("gpuDirectRDMACapable")), "{error}");
+        assert!(
+            error.remedy_text().is_some_and(|remedy| remedy.contains("gpuDirectRDMACapable")),
+            "{error}"
+        );
         if world.exports_dma_bufs() {
             let second = memory.range(memory.step, memory.step);
-            let error =
-                world.cuda.export_dma_buf(second, &nic(), DmaBufMapping::Default).expect_err("refused");
+            let error = world
+                .cuda
+                .export_dma_buf(second, &nic(), DmaBufMapping::Default)
+                .expect_err("refused");
             assert!(error.is_unsupported(), "{error}");
         }
         memory.end(&mut world.app, &parts);
@@ -184,7 +213,10 @@ fn hm_07_the_first_segment_that_cannot_is_named() {
 fn hm_09_the_pcie_mapping_is_used_or_refused_as_unsupported() {
     for (profile, code) in [
         (Profile::named("535-open").expect("a profile"), Some(CuResult::CUDA_ERROR_INVALID_VALUE)),
-        (Profile { pcie_mapping: false, ..Profile::default() }, Some(CuResult::CUDA_ERROR_NOT_SUPPORTED)),
+        (
+            Profile { pcie_mapping: false, ..Profile::default() },
+            Some(CuResult::CUDA_ERROR_NOT_SUPPORTED),
+        ),
         (Profile::default(), None),
     ] {
         over(profile, |world| {
@@ -202,7 +234,10 @@ fn hm_09_the_pcie_mapping_is_used_or_refused_as_unsupported() {
                 }
                 (other, _) => panic!("{}: {other:?}", world.name),
             }
-            world.cuda.export_dma_buf(memory.range, &nic(), DmaBufMapping::Default).expect("without it");
+            world
+                .cuda
+                .export_dma_buf(memory.range, &nic(), DmaBufMapping::Default)
+                .expect("without it");
             world.free(&memory);
         });
     }
@@ -218,7 +253,10 @@ fn hm_06_synchronous_operations_are_made_so_before_a_nic_may_read() {
         assert_eq!(world.driver().context_flags(0), 0, "an allocation's own flag is enough");
         world.free(&memory);
         let memory = world.allocate(4096, AllocationKind::Virtual);
-        let export = world.cuda.export_dma_buf(memory.range, &nic(), DmaBufMapping::Default).expect("export");
+        let export = world
+            .cuda
+            .export_dma_buf(memory.range, &nic(), DmaBufMapping::Default)
+            .expect("export");
         world.cuda.release_dma_buf(export).expect("release");
         assert_eq!(
             world.driver().context_flags(0),
@@ -238,7 +276,8 @@ fn hm_06_memory_without_a_flag_of_its_own_is_synchronised_by_its_context() {
             if peer_memory {
                 world.cuda.export_peer_memory(memory.range, &nic()).expect("export");
             } else {
-                let export = world.cuda.export_dma_buf(memory.range, &nic(), DmaBufMapping::Default);
+                let export =
+                    world.cuda.export_dma_buf(memory.range, &nic(), DmaBufMapping::Default);
                 world.cuda.release_dma_buf(export.expect("export")).expect("release");
             }
             assert!(!world.driver().sync_memops(memory.base().0));
@@ -262,9 +301,14 @@ fn hm_06_memory_without_a_flag_of_its_own_is_synchronised_by_its_context() {
 fn hm_06_a_refused_export_of_stream_ordered_memory_is_the_drivers_and_leaves_no_flag() {
     over(Profile::default(), |world| {
         let memory = world.allocate(100_000, AllocationKind::StreamOrdered);
-        assert!(world.cuda.segments(memory.range).expect("segments")[0].exportable, "the driver is asked");
-        let error =
-            world.cuda.export_dma_buf(memory.range, &nic(), DmaBufMapping::Default).expect_err("refused");
+        assert!(
+            world.cuda.segments(memory.range).expect("segments")[0].exportable,
+            "the driver is asked"
+        );
+        let error = world
+            .cuda
+            .export_dma_buf(memory.range, &nic(), DmaBufMapping::Default)
+            .expect_err("refused");
         assert_eq!(error.driver().expect("the driver's own code").code, 801, "{error}");
         assert_eq!(world.driver().context_flags(0), 0);
         let error = world.cuda.export_peer_memory(memory.range, &nic()).expect_err("refused");
@@ -286,7 +330,10 @@ fn hm_06_memory_of_no_context_is_synchronised_by_the_threads_own_and_the_primary
                 if peer_memory {
                     world.cuda.export_peer_memory(range, &nic()).expect("peer memory");
                 } else {
-                    world.cuda.export_dma_buf(range, &nic(), DmaBufMapping::Default).expect("export");
+                    world
+                        .cuda
+                        .export_dma_buf(range, &nic(), DmaBufMapping::Default)
+                        .expect("export");
                 }
             };
             export(world);
@@ -317,14 +364,17 @@ fn hm_06_a_copy_under_way_on_the_default_stream_has_ended_when_its_memory_is_exp
         let bytes = pattern(3, 1000);
         let from = bytes.as_ptr().expose_provenance() as u64;
         // SAFETY: both sides are there until the copy has ended, below.
-        let code =
-            unsafe { (world.app.functions.memcpy_async)(memory.base, from, 1000, sys::CuStream::NULL) };
+        let code = unsafe {
+            (world.app.functions.memcpy_async)(memory.base, from, 1000, sys::CuStream::NULL)
+        };
         check(code);
         // SAFETY: the memory is there, and nothing moves bytes of it meanwhile.
-        let found =
-            || unsafe { std::slice::from_raw_parts(hmem_fake_cuda::reach(memory.base), 1000).to_vec() };
+        let found = || unsafe {
+            std::slice::from_raw_parts(hmem_fake_cuda::reach(memory.base), 1000).to_vec()
+        };
         assert_eq!(found(), [0; 1000], "under way");
-        let export = world.cuda.export_dma_buf(memory.range(0, 4096), &nic(), DmaBufMapping::Default);
+        let export =
+            world.cuda.export_dma_buf(memory.range(0, 4096), &nic(), DmaBufMapping::Default);
         world.cuda.release_dma_buf(export.expect("export")).expect("release");
         assert!(found() == bytes, "ended");
         memory.end_here(&world.app.functions, &parts);

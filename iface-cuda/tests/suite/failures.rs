@@ -22,13 +22,19 @@ fn diag_03_a_lost_device_is_unavailable_at_every_operation_and_says_what_helps()
         for error in [
             world.cuda.query(memory.base()).expect_err("lost"),
             world.cuda.write(memory.base(), &[1]).expect_err("lost"),
-            world.cuda.export_dma_buf(memory.range, &nic(), DmaBufMapping::Default).expect_err("lost"),
+            world
+                .cuda
+                .export_dma_buf(memory.range, &nic(), DmaBufMapping::Default)
+                .expect_err("lost"),
             // SAFETY: nobody uses it any longer; the call is refused.
             unsafe { world.cuda.free(&memory) }.expect_err("lost"),
         ] {
             assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
             assert_eq!(error.driver().expect("code").code, i64::from(code.0));
-            assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("end the process")), "{error}");
+            assert!(
+                error.remedy_text().is_some_and(|remedy| remedy.contains("end the process")),
+                "{error}"
+            );
         }
         world.driver().heal();
     }
@@ -69,25 +75,34 @@ fn diag_03_each_cause_of_a_refused_export_has_its_remedy() {
             .export_dma_buf(memory.range, &nic(), DmaBufMapping::Default)
             .expect_err("closed module");
         assert!(error.is_unsupported(), "{error}");
-        assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("open kernel modules")), "{error}");
+        assert!(
+            error.remedy_text().is_some_and(|remedy| remedy.contains("open kernel modules")),
+            "{error}"
+        );
         assert!(!world.cuda.capability().dma_buf);
         world.free(&memory);
     });
     over(Profile { rdma: false, ..Profile::default() }, |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
-        let error = world.cuda.export_peer_memory(memory.range, &nic()).expect_err("no GPUDirect RDMA");
+        let error =
+            world.cuda.export_peer_memory(memory.range, &nic()).expect_err("no GPUDirect RDMA");
         assert!(error.is_unsupported() && error.remedy_text().is_some(), "{error}");
         world.free(&memory);
     });
-    over(Profile { absent: vec!["cuMemGetHandleForAddressRange"], ..Profile::default() }, |world| {
-        let memory = world.allocate(4096, AllocationKind::Device);
-        let error =
-            world.cuda.export_dma_buf(memory.range, &nic(), DmaBufMapping::Default).expect_err("older");
-        assert!(error.is_unsupported(), "{error}");
-        assert_eq!(error.context_value("symbol"), Some("cuMemGetHandleForAddressRange"));
-        assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("driver")), "{error}");
-        world.free(&memory);
-    });
+    over(
+        Profile { absent: vec!["cuMemGetHandleForAddressRange"], ..Profile::default() },
+        |world| {
+            let memory = world.allocate(4096, AllocationKind::Device);
+            let error = world
+                .cuda
+                .export_dma_buf(memory.range, &nic(), DmaBufMapping::Default)
+                .expect_err("older");
+            assert!(error.is_unsupported(), "{error}");
+            assert_eq!(error.context_value("symbol"), Some("cuMemGetHandleForAddressRange"));
+            assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("driver")), "{error}");
+            world.free(&memory);
+        },
+    );
     for (code, kind, word) in [
         (CuResult::CUDA_ERROR_OUT_OF_MEMORY, ErrorKind::OutOfResources, "BAR1"),
         (CuResult::CUDA_ERROR_NOT_SUPPORTED, ErrorKind::Unsupported, "cuMemAlloc"),
@@ -98,10 +113,15 @@ fn diag_03_each_cause_of_a_refused_export_has_its_remedy() {
         over(Profile::default(), |world| {
             let memory = world.allocate(4096, AllocationKind::Device);
             world.driver().fail("cuMemGetHandleForAddressRange", code);
-            let error =
-                world.cuda.export_dma_buf(memory.range, &nic(), DmaBufMapping::Default).expect_err("refused");
+            let error = world
+                .cuda
+                .export_dma_buf(memory.range, &nic(), DmaBufMapping::Default)
+                .expect_err("refused");
             assert_eq!(error.kind(), kind, "{error}");
-            assert!(error.remedy_text().is_some_and(|remedy| remedy.contains(word)), "{code:?}: {error}");
+            assert!(
+                error.remedy_text().is_some_and(|remedy| remedy.contains(word)),
+                "{code:?}: {error}"
+            );
             assert!(error.context_value("range").is_some() && error.context_value("nic").is_some());
             world.free(&memory);
         });
@@ -120,7 +140,10 @@ fn rel_01_vmm_memory_whose_free_is_refused_stays_until_the_driver_takes_each_ste
                 world.driver().fail(symbol, code);
                 // SAFETY: nobody uses it any longer.
                 let error = unsafe { world.cuda.free(&memory) }.expect_err("the driver refused");
-                assert_eq!((error.operation(), error.driver().expect("code").code), (symbol, code.0.into()));
+                assert_eq!(
+                    (error.operation(), error.driver().expect("code").code),
+                    (symbol, code.0.into())
+                );
                 assert_eq!(world.driver().live().handles, 1, "{symbol}");
             }
             world.free(&memory);

@@ -3,7 +3,8 @@
 use std::{collections::BTreeSet, thread};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt, Result,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt,
+    Result,
     iface::{AllocRequest, DmaBufMapping, IpcHandle},
 };
 use hmem_fake_cuda::{FakeDriver, Live, Profile};
@@ -196,7 +197,9 @@ impl Round<'_> {
             self.note(cuda.segments(memory.range));
             if matches!(kind, AllocationKind::Device | AllocationKind::Virtual) {
                 for mapping in [DmaBufMapping::Pcie, DmaBufMapping::Default] {
-                    if let Some(export) = self.note(cuda.export_dma_buf(memory.range, &nic(), mapping)) {
+                    if let Some(export) =
+                        self.note(cuda.export_dma_buf(memory.range, &nic(), mapping))
+                    {
                         self.note(cuda.release_dma_buf(export));
                     }
                 }
@@ -320,7 +323,9 @@ impl<'a> Setting<'a> {
                 if self.driver.calls(symbol) >= end {
                     self.driver.heal();
                     for taken in left {
-                        taken.end(&cuda).unwrap_or_else(|error| panic!("{when}: {taken:?}: {error}"));
+                        taken
+                            .end(&cuda)
+                            .unwrap_or_else(|error| panic!("{when}: {taken:?}: {error}"));
                     }
                     if matches!(fault, Fault::Once(_)) && !fault.is_an_answer(symbol) {
                         self.works(&cuda, &when);
@@ -399,7 +404,8 @@ fn rel_01_a_fault_at_every_driver_call_is_an_error_and_leaves_nothing() {
     let host = vec![0u8; 3 << 12];
     let start = Address(Address::of_ptr(host.as_ptr()).0.next_multiple_of(4096));
     let pages = AddressRange::new(start, 8192).expect("a range");
-    let table: Vec<_> = Functions::SYMBOLS.iter().chain(Functions::OPTIONAL_SYMBOLS).copied().collect();
+    let table: Vec<_> =
+        Functions::SYMBOLS.iter().chain(Functions::OPTIONAL_SYMBOLS).copied().collect();
     let mut faulted = BTreeSet::from(NEVER_CALLED);
     for (profile, in_context) in profiles() {
         let mut used = Vec::new();

@@ -59,7 +59,11 @@ fn hm_14_inbound_writes_are_flushed_where_the_device_does_not_order_them() {
             let memory = world.allocate(4096, AllocationKind::Device);
             world.cuda.export_peer_memory(memory.range, &nic()).expect("peer memory");
             world.cuda.flush_inbound(DeviceId(0)).expect("flush");
-            assert_eq!(world.driver().calls("cuFlushGPUDirectRDMAWrites"), flushes, "ordering {ordering}");
+            assert_eq!(
+                world.driver().calls("cuFlushGPUDirectRDMAWrites"),
+                flushes,
+                "ordering {ordering}"
+            );
             world.free(&memory);
         });
     }

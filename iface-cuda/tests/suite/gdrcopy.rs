@@ -48,7 +48,12 @@ unsafe extern "C" fn unpin(_: usize, _: GdrHandle) -> c_int {
     0
 }
 
-unsafe extern "C" fn map(_: usize, handle: GdrHandle, address: *mut *mut c_void, _: usize) -> c_int {
+unsafe extern "C" fn map(
+    _: usize,
+    handle: GdrHandle,
+    address: *mut *mut c_void,
+    _: usize,
+) -> c_int {
     let refused = MAP.load(Ordering::Acquire);
     if refused != 0 {
         return refused;
@@ -64,13 +69,23 @@ unsafe extern "C" fn unmap(_: usize, _: GdrHandle, _: *mut c_void, _: usize) -> 
     0
 }
 
-unsafe extern "C" fn to_mapping(_: GdrHandle, to: *mut c_void, from: *const c_void, len: usize) -> c_int {
+unsafe extern "C" fn to_mapping(
+    _: GdrHandle,
+    to: *mut c_void,
+    from: *const c_void,
+    len: usize,
+) -> c_int {
     // SAFETY: the caller passes two sides of `len` bytes.
     unsafe { std::ptr::copy_nonoverlapping(from.cast::<u8>(), to.cast(), len) };
     0
 }
 
-unsafe extern "C" fn from_mapping(_: GdrHandle, to: *mut c_void, from: *const c_void, len: usize) -> c_int {
+unsafe extern "C" fn from_mapping(
+    _: GdrHandle,
+    to: *mut c_void,
+    from: *const c_void,
+    len: usize,
+) -> c_int {
     // SAFETY: the caller passes two sides of `len` bytes.
     unsafe { std::ptr::copy_nonoverlapping(from.cast::<u8>(), to.cast(), len) };
     0
@@ -155,6 +170,7 @@ fn hm_04_without_gdrcopy_its_absence_is_named() {
     unsafe extern "C" fn no_module() -> usize {
         0
     }
-    let error = Gdrcopy::with(GdrFunctions { open: no_module, ..functions() }).expect_err("no module");
+    let error =
+        Gdrcopy::with(GdrFunctions { open: no_module, ..functions() }).expect_err("no module");
     assert!(error.is_unavailable() && error.to_string().contains("gdrdrv"), "{error}");
 }

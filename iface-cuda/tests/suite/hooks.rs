@@ -49,7 +49,9 @@ impl Witness {
         let (mut attribute, mut kind) = (sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, 0u32);
         let mut place = std::ptr::from_mut(&mut kind).cast();
         // SAFETY: one attribute with a place of its width.
-        let code = unsafe { (self.functions.pointer_get_attributes)(1, &mut attribute, &mut place, self.at) };
+        let code = unsafe {
+            (self.functions.pointer_get_attributes)(1, &mut attribute, &mut place, self.at)
+        };
         code.is_success() && kind != 0
     }
 }
@@ -138,8 +140,12 @@ fn allocated(world: &mut World, kind: AllocationKind) -> (u64, Free) {
     (pointer, Box::new(free))
 }
 
-const KINDS: [AllocationKind; 4] =
-    [AllocationKind::Device, AllocationKind::Host, AllocationKind::Managed, AllocationKind::StreamOrdered];
+const KINDS: [AllocationKind; 4] = [
+    AllocationKind::Device,
+    AllocationKind::Host,
+    AllocationKind::Managed,
+    AllocationKind::StreamOrdered,
+];
 
 #[test]
 fn mon_07_hooked_frees_of_the_application_are_told_before_the_memory_goes() {
@@ -152,12 +158,17 @@ fn mon_07_hooked_frees_of_the_application_are_told_before_the_memory_goes() {
             assert_eq!(found.kind, kind, "{}", world.name);
             let witness = Witness::new(world, at);
             let part = found.range.slice(100, 50).expect("a part");
-            let subscription = monitor.subscribe(part, Arc::clone(&witness) as _).expect("subscribed");
+            let subscription =
+                monitor.subscribe(part, Arc::clone(&witness) as _).expect("subscribed");
             world.app.current(|driver| free(driver));
             assert_eq!(witness.told(), [(found.range, true)], "{}: {kind:?}", world.name);
             // When a GPU's driver forgets what a stream is to free, `cuda.h` leaves open.
             let open = world.is_real() && kind == AllocationKind::StreamOrdered;
-            assert!(open || witness.ended.lock().last() == Some(&false), "{}: {kind:?}", world.name);
+            assert!(
+                open || witness.ended.lock().last() == Some(&false),
+                "{}: {kind:?}",
+                world.name
+            );
             monitor.unsubscribe(subscription);
             let (_, free) = allocated(world, kind);
             world.app.current(|driver| free(driver));
@@ -190,7 +201,8 @@ fn mon_07_a_free_of_unknown_extent_is_told_as_everything() {
     each(|world, monitor| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let witness = Witness::new(world, memory.base().0);
-        let subscription = monitor.subscribe(memory.range, Arc::clone(&witness) as _).expect("subscribed");
+        let subscription =
+            monitor.subscribe(memory.range, Arc::clone(&witness) as _).expect("subscribed");
         world.app.current(|driver| {
             // SAFETY: nothing is there: the driver refuses it.
             assert!(!unsafe { (driver.mem_free)(0x1234) }.is_success());
@@ -199,7 +211,8 @@ fn mon_07_a_free_of_unknown_extent_is_told_as_everything() {
         });
         let context = world.app.create_context();
         world.app.destroy_context(context);
-        let seen: Vec<_> = witness.seen.lock().iter().map(|(range, there)| (range.len(), *there)).collect();
+        let seen: Vec<_> =
+            witness.seen.lock().iter().map(|(range, there)| (range.len(), *there)).collect();
         assert!(seen.iter().all(|told| *told == (u64::MAX, true)), "{seen:?}");
         assert!(seen.len() == 2 || world.is_real() && seen.len() > 2, "{seen:?}");
         assert_eq!(*witness.ended.lock(), vec![true; seen.len()]);
@@ -266,8 +279,10 @@ fn mon_03_hooks_are_put_in_once_and_taken_out_with_their_last_user() {
         };
         let before = code();
         assert!(before.len() >= 6, "{}: what an application calls is there", world.name);
-        let (one, other) =
-            (FreeHooks::start(functions).expect("one"), FreeHooks::start(functions).expect("other"));
+        let (one, other) = (
+            FreeHooks::start(functions).expect("one"),
+            FreeHooks::start(functions).expect("other"),
+        );
         assert_eq!(one.functions().len(), before.len());
         assert!(code().iter().zip(&before).all(|(now, then)| now != then));
         drop(one);

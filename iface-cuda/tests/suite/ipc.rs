@@ -15,7 +15,9 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 
 fn unhex(text: &str) -> Vec<u8> {
     let digits = text.as_bytes().chunks_exact(2);
-    digits.map(|pair| u8::from_str_radix(std::str::from_utf8(pair).expect("hex"), 16).expect("hex")).collect()
+    digits
+        .map(|pair| u8::from_str_radix(std::str::from_utf8(pair).expect("hex"), 16).expect("hex"))
+        .collect()
 }
 
 pub(crate) fn handle(text: &str) -> IpcHandle {
@@ -89,7 +91,9 @@ fn show(name: &str, world: &mut World) {
 
 #[test]
 fn hm_10_another_process_opens_reads_writes_and_closes() {
-    over(Profile::default(), |world| show("ipc::hm_10_another_process_opens_reads_writes_and_closes", world));
+    over(Profile::default(), |world| {
+        show("ipc::hm_10_another_process_opens_reads_writes_and_closes", world)
+    });
 }
 
 /// HM-10 over a GPU, where one is asked for.
@@ -141,7 +145,8 @@ fn hm_10_two_threads_that_close_what_was_opened_twice_close_it() {
 /// HM-10: memory is an import until the driver has closed it, and after a close that it refused.
 #[test]
 fn hm_10_an_import_stays_one_while_its_last_close_is_under_way_and_refused() {
-    const NAME: &str = "ipc::hm_10_an_import_stays_one_while_its_last_close_is_under_way_and_refused";
+    const NAME: &str =
+        "ipc::hm_10_an_import_stays_one_while_its_last_close_is_under_way_and_refused";
     let Some(text) = child::passed() else { return lend(NAME) };
     over(Profile::default(), |world| {
         let memory = world.cuda.ipc_open(&handle(&text)).expect("open");
@@ -188,19 +193,26 @@ fn hm_10_what_is_no_handle_is_malformed_and_what_is_gone_unavailable() {
             altered[30] ^= 4;
             altered
         }] {
-            let error =
-                world.cuda.ipc_open(&IpcHandle { iface: IfaceKind::CUDA, bytes }).expect_err("no handle");
+            let error = world
+                .cuda
+                .ipc_open(&IpcHandle { iface: IfaceKind::CUDA, bytes })
+                .expect_err("no handle");
             assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
         }
         let error = world.cuda.ipc_open(&good).expect_err("the process's own");
         assert!(error.remedy_text().is_some(), "{error}");
-        for kind in [AllocationKind::Virtual, AllocationKind::StreamOrdered, AllocationKind::Managed] {
+        for kind in
+            [AllocationKind::Virtual, AllocationKind::StreamOrdered, AllocationKind::Managed]
+        {
             let other = world.allocate(4096, kind);
             assert!(world.cuda.ipc_export(&other).expect_err("refused").is_unsupported());
             world.free(&other);
         }
         world.free(&memory);
-        assert_eq!(world.cuda.ipc_export(&memory).expect_err("freed").kind(), ErrorKind::InvalidArgument);
+        assert_eq!(
+            world.cuda.ipc_export(&memory).expect_err("freed").kind(),
+            ErrorKind::InvalidArgument
+        );
         child::run(NAME, &hex(&good.bytes));
     });
 }

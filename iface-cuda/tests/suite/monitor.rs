@@ -67,7 +67,8 @@ fn mon_07_a_freed_and_reused_address_is_never_valid_again() {
                 last = next;
             }
             assert!(
-                reused > 0 || not_over_a_gpu(&format!("no address of {} memory came back", kind.name())),
+                reused > 0
+                    || not_over_a_gpu(&format!("no address of {} memory came back", kind.name())),
                 "{}: no address of {kind:?} came back, so that nothing was shown",
                 world.name
             );
@@ -114,8 +115,10 @@ fn mon_07_a_free_by_the_application_itself_is_noticed_by_identity() {
 fn mon_07_frees_through_the_iface_are_told_before_the_memory_goes() {
     each(|world| {
         let monitor = world.cuda.monitor().expect("monitor");
-        let (memory, other) =
-            (world.allocate(10_000, AllocationKind::Device), world.allocate(10_000, AllocationKind::Device));
+        let (memory, other) = (
+            world.allocate(10_000, AllocationKind::Device),
+            world.allocate(10_000, AllocationKind::Device),
+        );
         let told = Arc::new(Told::default());
         let part = memory.range.slice(100, 50).expect("a part");
         let subscription = monitor.subscribe(part, Arc::clone(&told) as _).expect("subscribe");
@@ -126,7 +129,8 @@ fn mon_07_frees_through_the_iface_are_told_before_the_memory_goes() {
         assert_eq!(told.open.load(Ordering::Acquire), 0, "every change that began has ended");
         monitor.unsubscribe(subscription);
         let again = world.allocate(10_000, AllocationKind::Device);
-        let subscription = monitor.subscribe(again.range, Arc::clone(&told) as _).expect("subscribe");
+        let subscription =
+            monitor.subscribe(again.range, Arc::clone(&told) as _).expect("subscribe");
         monitor.unsubscribe(subscription);
         world.free(&again);
         assert_eq!(told.ranges.lock().len(), 1, "unsubscribed");
@@ -162,7 +166,8 @@ fn mon_07_an_address_may_be_given_out_and_freed_again_before_its_free_has_ended(
         let monitor = world.cuda.monitor().expect("monitor");
         let memory = world.allocate(10_000, AllocationKind::Device);
         let told = Arc::new(Told::default());
-        let subscription = monitor.subscribe(memory.range, Arc::clone(&told) as _).expect("subscribe");
+        let subscription =
+            monitor.subscribe(memory.range, Arc::clone(&told) as _).expect("subscribe");
         world.cuda.while_freeing(memory.range, || {
             world.free(&memory);
             assert_eq!(told.open.load(Ordering::Acquire), 1, "the outer change goes on");
@@ -185,12 +190,14 @@ fn mon_07_memory_that_cannot_be_watched_is_refused_with_the_reason() {
         let memory = Expandable::new(&mut world.app, &parts);
         let found = world.cuda.query(Address(memory.base)).expect("query").expect("known");
         let told = Arc::new(Told::default());
-        let error = monitor.subscribe(memory.range(0, 4096), Arc::clone(&told) as _).expect_err("VMM");
+        let error =
+            monitor.subscribe(memory.range(0, 4096), Arc::clone(&told) as _).expect_err("VMM");
         assert!(error.is_unsupported() && error.remedy_text().is_some(), "{error}");
         assert!(!monitor.valid(&found).expect("ask"), "never a hit");
         memory.end(&mut world.app, &parts);
         let on_the_stack = [0u8; 8];
-        let error = monitor.subscribe(AddressRange::of(&on_the_stack), told).expect_err("not CUDA's");
+        let error =
+            monitor.subscribe(AddressRange::of(&on_the_stack), told).expect_err("not CUDA's");
         assert!(error.is_unsupported(), "{error}");
     });
 }

@@ -10,8 +10,8 @@ use hmem_fake_cuda::{FakeDriver, Live, Profile};
 use hmem_iface_cuda::{
     Cuda, MonitorKind,
     sys::{
-        self, CuContext, CuDeviceAttribute, CuDevicePtr, CuMemAllocationProp, CuMemHandle, CuResult,
-        Functions,
+        self, CuContext, CuDeviceAttribute, CuDevicePtr, CuMemAllocationProp, CuMemHandle,
+        CuResult, Functions,
     },
 };
 
@@ -107,16 +107,19 @@ impl World {
     pub(crate) fn with(profile: Profile, monitor: MonitorKind) -> Self {
         let fake = start(profile.clone());
         // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
-        let functions = unsafe { Functions::from_lookup(|name| fake.symbol(name)) }.expect("the table");
+        let functions =
+            unsafe { Functions::from_lookup(|name| fake.symbol(name)) }.expect("the table");
         let lookup = Box::new(|name: &str| hmem_fake_cuda_symbol(name));
-        let cuda = Cuda::builder().functions(functions.clone()).monitor(monitor).open().expect("open");
+        let cuda =
+            Cuda::builder().functions(functions.clone()).monitor(monitor).open().expect("open");
         let app = App { functions, lookup, primary: CuContext::NULL };
         Self { name: profile.name.into(), cuda, app, fake: Some((fake, profile)), _turn: None }
     }
 
     pub(crate) fn real(monitor: MonitorKind) -> Self {
         let turn = REAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let path = std::env::var(Cuda::LIBRARY_VARIABLE).unwrap_or_else(|_| Functions::LIBRARY.into());
+        let path =
+            std::env::var(Cuda::LIBRARY_VARIABLE).unwrap_or_else(|_| Functions::LIBRARY.into());
         let functions = Functions::load(path.as_ref()).expect("HMEM_CUDA=real asks for a driver");
         // SAFETY: loaded already, so that no initialiser runs.
         let library = unsafe { libloading::Library::new(&path) }.expect("loaded just now");
@@ -158,7 +161,8 @@ impl World {
 
     pub(crate) fn free(&self, allocation: &Allocation) {
         // SAFETY: tests hold no reference into it, and every copy was waited for.
-        unsafe { self.cuda.free(allocation) }.unwrap_or_else(|error| panic!("{}: {error}", self.name));
+        unsafe { self.cuda.free(allocation) }
+            .unwrap_or_else(|error| panic!("{}: {error}", self.name));
     }
 
     /// The devices whose primary context somebody has.
@@ -203,7 +207,9 @@ impl World {
         let has = |kind: &AllocationKind| {
             let there = match kind {
                 AllocationKind::Managed => self.has(sys::CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY),
-                AllocationKind::StreamOrdered => self.has(sys::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED),
+                AllocationKind::StreamOrdered => {
+                    self.has(sys::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)
+                }
                 AllocationKind::Virtual => {
                     self.has(sys::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)
                 }
@@ -227,7 +233,8 @@ impl World {
     /// Whether a GPU's driver says of memory that was not created for RDMA that it is reached all the same (`cuda.h`:
     /// gpuDirectRDMACapable is a hint); says so, as what needs such memory is then not shown.
     pub(crate) fn reaches_anything(&self, address: u64) -> bool {
-        let (mut attribute, mut capable) = (sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE, 0u64);
+        let (mut attribute, mut capable) =
+            (sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE, 0u64);
         let mut place = std::ptr::from_mut(&mut capable).cast();
         let ask = self.app.functions.pointer_get_attributes;
         // SAFETY: one attribute with a place that is wide enough for it.
@@ -235,7 +242,9 @@ impl World {
         self.is_real()
             && code.is_success()
             && capable != 0
-            && not_over_a_gpu("the driver says that it reaches memory that was not created for RDMA")
+            && not_over_a_gpu(
+                "the driver says that it reaches memory that was not created for RDMA",
+            )
     }
 }
 
@@ -325,7 +334,9 @@ impl Expandable {
         let mut step = 0usize;
         let granularity = functions.mem_get_allocation_granularity.expect("VMM");
         // SAFETY: the place is writable, the properties are whole.
-        check(unsafe { granularity(&mut step, &properties(false), sys::CU_MEM_ALLOC_GRANULARITY_MINIMUM) });
+        check(unsafe {
+            granularity(&mut step, &properties(false), sys::CU_MEM_ALLOC_GRANULARITY_MINIMUM)
+        });
         let mut base: CuDevicePtr = 0;
         let whole = step * parts.len();
         // SAFETY: the place is writable.
@@ -340,7 +351,12 @@ impl Expandable {
             };
             // SAFETY: places are writable, the range is reserved and not mapped yet.
             unsafe {
-                check(functions.mem_create.expect("VMM")(&mut handle, step, &properties(*capable), 0));
+                check(functions.mem_create.expect("VMM")(
+                    &mut handle,
+                    step,
+                    &properties(*capable),
+                    0,
+                ));
                 check(functions.mem_map.expect("VMM")(at, step, 0, handle, 0));
                 check(functions.mem_set_access.expect("VMM")(at, step, &who, 1));
             }
@@ -367,7 +383,10 @@ impl Expandable {
         }
         // SAFETY: reserved and created by `new`, with nothing mapped any longer.
         unsafe {
-            check(functions.mem_address_free.expect("VMM")(self.base, self.step as usize * parts.len()));
+            check(functions.mem_address_free.expect("VMM")(
+                self.base,
+                self.step as usize * parts.len(),
+            ));
             for handle in self.handles {
                 check(functions.mem_release.expect("VMM")(handle));
             }

@@ -15,7 +15,9 @@ pub(crate) fn asked_for(what: &str) -> bool {
 pub(crate) fn cached(what: &str, file: &str) -> Option<PathBuf> {
     let cache = match std::env::var_os("HMEM_CUDA_CACHE") {
         Some(cache) => PathBuf::from(cache),
-        None => PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache/hmem-cuda"),
+        None => {
+            PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache/hmem-cuda")
+        }
     };
     let path = cache.join(file);
     if path.exists() {

@@ -18,7 +18,11 @@ impl System {
         Ok(())
     }
 
-    fn check_side(&self, address: Address, len: u64) -> Result<Option<std::sync::Arc<super::Record>>> {
+    fn check_side(
+        &self,
+        address: Address,
+        len: u64,
+    ) -> Result<Option<std::sync::Arc<super::Record>>> {
         let range = AddressRange::new(address, len)?;
         let record = self.record_at(address);
         match &record {

@@ -3,7 +3,8 @@
 use std::os::fd::{AsFd, AsRawFd};
 
 use hmem_core::{
-    AddressRange, AllocOffset, Allocation, DmaBufOffset, Errno, Error, ErrorKind, IfaceKind, Result,
+    AddressRange, AllocOffset, Allocation, DmaBufOffset, Errno, Error, ErrorKind, IfaceKind,
+    Result,
     iface::{DmaBufExport, DmaBufMapping, IpcHandle},
 };
 
@@ -17,9 +18,14 @@ use crate::{
 };
 
 impl System {
-    pub(super) fn export(&self, range: AddressRange, mapping: DmaBufMapping) -> Result<DmaBufExport> {
-        let refused =
-            |kind| Error::new(kind, "export dma-buf").iface(IfaceKind::SYSTEM).context("range", range);
+    pub(super) fn export(
+        &self,
+        range: AddressRange,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport> {
+        let refused = |kind| {
+            Error::new(kind, "export dma-buf").iface(IfaceKind::SYSTEM).context("range", range)
+        };
         if range.is_empty() {
             return Err(refused(ErrorKind::ZeroLength).remedy("export at least one byte"));
         }
@@ -29,10 +35,12 @@ impl System {
                 .remedy("host memory has no PCIe mapping: export with the default one"));
         }
         let record = self.record_at(range.start());
-        let Some((record, file)) = record.as_ref().and_then(|record| Some((record, record.memfd()?))) else {
-            return Err(refused(ErrorKind::Unsupported)
-                .errno(Errno(libc::EOPNOTSUPP))
-                .remedy("no memory file backs it: register it as host pages, or allocate it with `memfd`"));
+        let Some((record, file)) =
+            record.as_ref().and_then(|record| Some((record, record.memfd()?)))
+        else {
+            return Err(refused(ErrorKind::Unsupported).errno(Errno(libc::EOPNOTSUPP)).remedy(
+                "no memory file backs it: register it as host pages, or allocate it with `memfd`",
+            ));
         };
         if !record.allocation.range.contains_range(range) {
             return Err(refused(ErrorKind::OutOfBounds)
@@ -62,7 +70,8 @@ impl System {
     }
 
     pub(super) fn handle_of(&self, allocation: &Allocation) -> Result<IpcHandle> {
-        let record = self.record_at(allocation.base()).filter(|record| record.allocation == *allocation);
+        let record =
+            self.record_at(allocation.base()).filter(|record| record.allocation == *allocation);
         let record = record.ok_or_else(|| not_live(allocation, "ipc export"))?;
         let Backing::MemFd(file) = &record.backing else {
             return Err(Error::new(ErrorKind::Unsupported, "ipc export")

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind, Result,
-    Segment,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind,
+    Result, Segment,
     iface::{
         AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, Iface, IpcHandle,
         PeerMemoryExport,
@@ -54,17 +54,17 @@ impl Iface for System {
     /// One segment, whatever the pages behind it: nothing that takes host memory needs them contiguous.
     fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
         let record = self.record_at(range.start());
-        let exportable = record
-            .is_some_and(|record| record.memfd().is_some() && record.allocation.range.contains_range(range));
+        let exportable = record.is_some_and(|record| {
+            record.memfd().is_some() && record.allocation.range.contains_range(range)
+        });
         Ok(vec![Segment { range, exportable }])
     }
 
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
         match request.kind {
             AllocationKind::System => self.mmap(request.len),
-            kind => {
-                Err(unsupported("allocate", "device ifaces allocate this kind").context("kind", kind.name()))
-            }
+            kind => Err(unsupported("allocate", "device ifaces allocate this kind")
+                .context("kind", kind.name())),
         }
     }
 
@@ -81,7 +81,12 @@ impl Iface for System {
         Err(unsupported("copy async", "host memory has no copy engine: copy and wait"))
     }
 
-    fn export_dma_buf(&self, range: AddressRange, _: &Nic, mapping: DmaBufMapping) -> Result<DmaBufExport> {
+    fn export_dma_buf(
+        &self,
+        range: AddressRange,
+        _: &Nic,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport> {
         self.export(range, mapping)
     }
 

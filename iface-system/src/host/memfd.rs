@@ -37,7 +37,9 @@ impl MemFd {
     /// [`ErrorKind::ZeroLength`]; what the system calls reported, out of fds or memory for one.
     pub fn new(len: u64) -> Result<Self> {
         if len == 0 {
-            return Err(Error::new(ErrorKind::ZeroLength, "memfd").remedy("ask for at least one byte"));
+            return Err(
+                Error::new(ErrorKind::ZeroLength, "memfd").remedy("ask for at least one byte")
+            );
         }
         let too_long = || Error::new(ErrorKind::OutOfResources, "memfd").context("length", len);
         let whole_pages = len.checked_next_multiple_of(sys::page_size()).ok_or_else(too_long)?;

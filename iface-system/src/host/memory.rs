@@ -8,7 +8,8 @@ use std::{
 };
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind, Result,
+    Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind,
+    Result,
 };
 
 use super::{MemFd, System};
@@ -90,7 +91,8 @@ impl System {
     /// [`ErrorKind::OutOfResources`].
     pub fn heap(&self, len: u64, align: u64) -> Result<Allocation> {
         let len = checked_len(len, "allocate heap")?;
-        let layout = usize::try_from(align).ok().and_then(|align| Layout::from_size_align(len, align).ok());
+        let layout =
+            usize::try_from(align).ok().and_then(|align| Layout::from_size_align(len, align).ok());
         let layout = layout.ok_or_else(|| {
             Error::new(ErrorKind::InvalidArgument, "allocate heap")
                 .iface(IfaceKind::SYSTEM)
@@ -135,7 +137,8 @@ impl System {
         match Mapping::huge_pages(whole) {
             Ok(mapping) => self.enter(Backing::Mapping(mapping), len),
             Err(errno @ rustix::io::Errno::NOMEM) => {
-                let there_are = fs::read_to_string(HUGE_PAGES_PATH).unwrap_or_else(|error| error.to_string());
+                let there_are =
+                    fs::read_to_string(HUGE_PAGES_PATH).unwrap_or_else(|error| error.to_string());
                 Err(Error::new(ErrorKind::Unavailable, "allocate huge pages")
                     .errno(errno)
                     .iface(IfaceKind::SYSTEM)
@@ -163,11 +166,17 @@ impl System {
     }
 
     /// Ends an allocation that was made here, or `opened` here.
-    pub(super) fn end(&self, allocation: &Allocation, opened: bool, operation: &'static str) -> Result<()> {
+    pub(super) fn end(
+        &self,
+        allocation: &Allocation,
+        opened: bool,
+        operation: &'static str,
+    ) -> Result<()> {
         let mut book = self.book.write();
         let start = allocation.base().0;
         let found = book.by_start.get(&start).filter(|record| {
-            record.allocation == *allocation && matches!(record.backing, Backing::Opened(_)) == opened
+            record.allocation == *allocation
+                && matches!(record.backing, Backing::Opened(_)) == opened
         });
         if found.is_none() {
             return Err(not_live(allocation, operation));
@@ -206,5 +215,8 @@ fn checked_len(len: u64, operation: &'static str) -> Result<usize> {
         return Err(error(ErrorKind::ZeroLength).remedy("ask for at least one byte"));
     }
     let limit = isize::MAX as u64 - sys::page_size();
-    usize::try_from(len).ok().filter(|_| len <= limit).ok_or_else(|| error(ErrorKind::OutOfResources))
+    usize::try_from(len)
+        .ok()
+        .filter(|_| len <= limit)
+        .ok_or_else(|| error(ErrorKind::OutOfResources))
 }

@@ -54,7 +54,9 @@ impl std::fmt::Debug for Area {
 impl Area {
     fn new(start: u64, end: u64, inode: u64, page_size: Option<u64>, full_name: &[u8]) -> Self {
         let backing = match full_name {
-            b"" | b"/dev/zero" | b"/dev/zero (deleted)" | b"/anon_hugepage (deleted)" => Backing::Anonymous,
+            b"" | b"/dev/zero" | b"/dev/zero (deleted)" | b"/anon_hugepage (deleted)" => {
+                Backing::Anonymous
+            }
             [b'[', ..] => Backing::Anonymous,
             name if name.starts_with(b"/SYSV") && name.ends_with(b" (deleted)") => {
                 Backing::SysV(inode as i32)
@@ -143,7 +145,13 @@ pub(super) fn queried(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>
         }
         Err(errno) => return Err(errno),
     };
-    Ok(Some(Area::new(query.vma_start, query.vma_end, query.inode, Some(query.vma_page_size), full_name)))
+    Ok(Some(Area::new(
+        query.vma_start,
+        query.vma_end,
+        query.inode,
+        Some(query.vma_page_size),
+        full_name,
+    )))
 }
 
 fn ioctl(maps: BorrowedFd<'_>, query: &mut ProcmapQuery) -> Result<(), Errno> {
@@ -229,12 +237,19 @@ pub(crate) fn check(
                     .remedy("what is mapped there cannot be told: mount /proc")
             })?
             .filter(|area| area.start <= at)
-            .ok_or_else(|| refused(ErrorKind::BadAddress).context("nothing mapped at", Address(at)))?;
+            .ok_or_else(|| {
+                refused(ErrorKind::BadAddress).context("nothing mapped at", Address(at))
+            })?;
         if area.backing == Backing::File {
             return Err(refused(ErrorKind::Unsupported)
                 .context("mapping of", area.name())
-                .context("why", "truncating or punching the file behind a mapping is seen by no monitor")
-                .remedy("use anonymous memory, or an import monitor that knows when the file changes"));
+                .context(
+                    "why",
+                    "truncating or punching the file behind a mapping is seen by no monitor",
+                )
+                .remedy(
+                    "use anonymous memory, or an import monitor that knows when the file changes",
+                ));
         }
         let start = *first.get_or_insert(area.start);
         if area.end > last {
@@ -251,8 +266,10 @@ pub(crate) fn check(
 pub(crate) fn attached(address: u64) -> AddressRange {
     let everything_above = hmem_hook::clamped(address, u64::MAX);
     match at_or_after(address) {
-        Ok(Some(Area { start, end, backing: Backing::SysV(id), .. })) if start >= address => segment_len(id)
-            .map_or(everything_above, |len| hmem_hook::clamped(address, len.max(end - address))),
+        Ok(Some(Area { start, end, backing: Backing::SysV(id), .. })) if start >= address => {
+            segment_len(id)
+                .map_or(everything_above, |len| hmem_hook::clamped(address, len.max(end - address)))
+        }
         Ok(None) => hmem_hook::clamped(address, 0),
         _ => everything_above,
     }
@@ -290,7 +307,8 @@ mod tests {
         let memfd = sealed_memfd("area", 8192).unwrap();
         let shared = Mapping::shared(memfd.as_fd(), 0, 8192).unwrap();
         let anonymous = Mapping::memory(3 * 4096).unwrap();
-        let code = (the_query_and_the_text_give_the_same_answers as fn() as *const ()).addr() as u64;
+        let code =
+            (the_query_and_the_text_give_the_same_answers as fn() as *const ()).addr() as u64;
         let text = |address| read(File::open("/proc/self/maps").unwrap().as_fd(), address).unwrap();
         let told = |area: Option<Area>| {
             area.map(|area| (area.start, area.end, area.backing, area.name().to_owned()))
@@ -298,7 +316,8 @@ mod tests {
         let compare = |address| {
             // Other tests map and unmap next to it: until a query came between two texts that are alike.
             loop {
-                let (before, by_query, after) = (text(address), at_or_after(address).unwrap(), text(address));
+                let (before, by_query, after) =
+                    (text(address), at_or_after(address).unwrap(), text(address));
                 if told(before) == told(after) {
                     assert_eq!(told(by_query), told(after), "at {address:#x}");
                     return after;
@@ -324,8 +343,14 @@ mod tests {
         assert_eq!(backing(line), Some(Backing::SysV(98309)));
         assert_eq!(backing("7f00-8000 rw-p 00000000 00:00 0 "), Some(Backing::Anonymous));
         assert_eq!(backing("7f00-8000 rw-p 00000000 00:00 0  [heap]"), Some(Backing::Anonymous));
-        assert_eq!(backing("7f00-8000 rw-s 00000000 00:01 7 /memfd:x (deleted)"), Some(Backing::File));
-        assert_eq!(backing("7f00-8000 rw-s 00000000 00:01 7 /dev/zero (deleted)"), Some(Backing::Anonymous));
+        assert_eq!(
+            backing("7f00-8000 rw-s 00000000 00:01 7 /memfd:x (deleted)"),
+            Some(Backing::File)
+        );
+        assert_eq!(
+            backing("7f00-8000 rw-s 00000000 00:01 7 /dev/zero (deleted)"),
+            Some(Backing::Anonymous)
+        );
         assert_eq!(backing("7f00"), None);
         assert_eq!(backing(""), None);
     }

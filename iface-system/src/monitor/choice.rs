@@ -77,7 +77,8 @@ impl FromStr for MonitorKind {
         let given = name.trim().to_ascii_lowercase();
         let found = Self::NAMES.iter().find(|(_, names)| names.contains(&given.as_str()));
         found.map(|(kind, _)| *kind).ok_or_else(|| {
-            let known: Vec<_> = Self::NAMES.iter().flat_map(|(_, names)| names.iter().copied()).collect();
+            let known: Vec<_> =
+                Self::NAMES.iter().flat_map(|(_, names)| names.iter().copied()).collect();
             Error::new(ErrorKind::InvalidArgument, "cache monitor")
                 .iface(IfaceKind::SYSTEM)
                 .context("name", name)
@@ -144,8 +145,7 @@ pub struct SystemMonitor {
 
 const HOOKS_ALONE: &str = "memory that raw system calls or the dynamic loader unmap is not noticed";
 const NET_ALONE: &str = "a thread that maps the addresses anew at once, while another still unmaps them, can hit what was there before";
-const LAYERED: &str =
-    "of memory that raw system calls unmap, another thread can hit what was there before for a moment";
+const LAYERED: &str = "of memory that raw system calls unmap, another thread can hit what was there before for a moment";
 const NOTHING: &str = "host memory is registered anew each time";
 
 impl SystemMonitor {
@@ -181,7 +181,11 @@ impl SystemMonitor {
     /// The application's own monitor.
     #[must_use]
     pub fn imported(monitor: Arc<dyn Monitor>) -> Self {
-        Self::named(MonitorKind::Import, monitor, "what the application does not tell is not noticed")
+        Self::named(
+            MonitorKind::Import,
+            monitor,
+            "what the application does not tell is not noticed",
+        )
     }
 
     fn named(kind: MonitorKind, monitor: Arc<dyn Monitor>, limits: &'static str) -> Self {
@@ -201,7 +205,8 @@ impl SystemMonitor {
 
     /// What is best of what works.
     fn best(hooks: Result<Arc<MemHooks>>, net: Result<Arc<UserFaultFd>>) -> Self {
-        let (memhooks, userfaultfd) = (MonitorKind::MemHooks.name(), MonitorKind::UserFaultFd.name());
+        let (memhooks, userfaultfd) =
+            (MonitorKind::MemHooks.name(), MonitorKind::UserFaultFd.name());
         let choice = |name, why: &str, limits, tried| MonitorChoice {
             requested: MonitorKind::Auto,
             name,
@@ -291,7 +296,10 @@ mod tests {
         let none = SystemMonitor::best(Err(no("hooks")), Err(no("net")));
         assert_eq!(none.choice().name, "none");
         let text = none.choice().to_string();
-        assert!(text.contains("hooks: not supported") && text.contains("net: not supported"), "{text}");
+        assert!(
+            text.contains("hooks: not supported") && text.contains("net: not supported"),
+            "{text}"
+        );
         let error = none.monitor().unwrap_err();
         assert!(
             error.is_unsupported() && error.to_string().contains("no monitor of host memory works"),
@@ -316,7 +324,9 @@ mod tests {
         }
         let error = "kdreg2".parse::<MonitorKind>().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-        for known in ["auto", "default", "memhooks", "userfaultfd", "uffd", "import", "disabled", "kdreg2"] {
+        for known in
+            ["auto", "default", "memhooks", "userfaultfd", "uffd", "import", "disabled", "kdreg2"]
+        {
             assert!(error.to_string().contains(known), "{error}");
         }
     }

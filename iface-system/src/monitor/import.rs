@@ -120,7 +120,11 @@ impl Monitor for Import {
         cause == Cause::Application
     }
 
-    fn subscribe(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
+    fn subscribe(
+        &self,
+        range: AddressRange,
+        invalidator: Arc<dyn Invalidator>,
+    ) -> Result<Subscription> {
         if !self.subscribers.shared().is_ours() {
             return Err(NAME.forked("subscribe"));
         }
@@ -140,7 +144,9 @@ impl Monitor for Import {
         if !self.subscribers.shared().is_ours() {
             return;
         }
-        let Some((range, slot)) = self.book.lock().subscriptions.remove(&subscription.0) else { return };
+        let Some((range, slot)) = self.book.lock().subscriptions.remove(&subscription.0) else {
+            return;
+        };
         self.subscribers.remove(slot);
         self.watcher.unsubscribe(range);
     }

@@ -84,7 +84,11 @@ impl Monitor for Layered {
         self.hooks.watches(cause) || self.net.watches(cause)
     }
 
-    fn subscribe(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
+    fn subscribe(
+        &self,
+        range: AddressRange,
+        invalidator: Arc<dyn Invalidator>,
+    ) -> Result<Subscription> {
         let hooked = self.hooks.subscribe(range, Arc::clone(&invalidator))?;
         let caught = match self.net.watch(range, invalidator, None) {
             Ok(caught) => Some(caught),
@@ -105,7 +109,9 @@ impl Monitor for Layered {
         if !self.hooks.is_ours() {
             return;
         }
-        let Some((hooked, caught)) = self.subscriptions.lock().remove(&subscription.0) else { return };
+        let Some((hooked, caught)) = self.subscriptions.lock().remove(&subscription.0) else {
+            return;
+        };
         if let Some(caught) = caught {
             self.net.unsubscribe(caught);
         }

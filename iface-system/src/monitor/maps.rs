@@ -102,7 +102,8 @@ mod tests {
         let mapping = Mapping::memory(4096).unwrap();
         let address = mapping.address().0;
         let maps = Maps::default();
-        let told = |maps: &Maps| maps.at_or_after(address).unwrap().map(|area| (area.start, area.end));
+        let told =
+            |maps: &Maps| maps.at_or_after(address).unwrap().map(|area| (area.start, area.end));
         let area = told(&maps);
         assert!(area.is_some_and(|(start, end)| start <= address && address < end));
         // Before Linux 6.11, and under qemu-user, nothing is kept.
@@ -112,7 +113,8 @@ mod tests {
 
         // SAFETY: as a program does that closes all files: nobody but `maps` knows this one.
         drop(unsafe { OwnedFd::from_raw_fd(number) });
-        let other = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).unwrap();
+        let other =
+            rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).unwrap();
         if other.as_raw_fd() != number {
             // Another test was faster to take the number; then it is that one's.
             eprintln!("the number was taken by another thread");

@@ -42,7 +42,8 @@ impl AddressSpace {
         {
             return Some(start);
         }
-        let start = self.free.take_from(self.next, pages).or_else(|| self.free.take_from(0, pages))?;
+        let start =
+            self.free.take_from(self.next, pages).or_else(|| self.free.take_from(0, pages))?;
         self.next = start + pages;
         Some(start)
     }

@@ -176,7 +176,8 @@ impl Arenas {
                 .context("length", room)
                 .remedy("longer than a memory file can be")
         };
-        let len = header.checked_add(room).filter(|len| *len < i64::MAX as u64).ok_or_else(too_long)?;
+        let len =
+            header.checked_add(room).filter(|len| *len < i64::MAX as u64).ok_or_else(too_long)?;
         let fd = sys::sealed_memfd("hmem-simulated", len)?;
         let arena = Arena {
             file: Arc::new(ArenaFile::new(fd, len)?),
@@ -249,14 +250,19 @@ impl Arenas {
         }
         // Whoever still has the file of a dropped arena open or mapped keeps its memory, and nobody else can
         // reach it. One empty arena stays, so that one allocation that comes and goes costs no file.
-        if arena.live == 0 && (arena.dedicated || number != self.current || !arena.quarantine.is_empty()) {
+        if arena.live == 0
+            && (arena.dedicated || number != self.current || !arena.quarantine.is_empty())
+        {
             self.arenas[number] = None;
         }
     }
 
     /// Whether any exported fd, or mapping of one, is still there, in any process.
     pub(crate) fn any_open_elsewhere(&self) -> bool {
-        self.arenas.iter().flatten().any(|arena| arena.exported && sys::is_open_elsewhere(arena.file.fd()))
+        self.arenas
+            .iter()
+            .flatten()
+            .any(|arena| arena.exported && sys::is_open_elsewhere(arena.file.fd()))
     }
 
     fn arena_of(&mut self, extent: &Extent) -> Option<&mut Arena> {

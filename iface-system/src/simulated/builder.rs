@@ -6,7 +6,8 @@ use hmem_core::{AddressRange, Errno, Error, ErrorKind, IfaceKind, Result};
 use parking_lot::Mutex;
 
 use super::{
-    AddressReuse, Call, DmaBufKind, Faults, Inner, P2pMatrix, SIMULATED, Simulated, Stepping, Style,
+    AddressReuse, Call, DmaBufKind, Faults, Inner, P2pMatrix, SIMULATED, Simulated, Stepping,
+    Style,
     address_space::AddressSpace,
     arena::Arenas,
     engine::{Engine, Pace},
@@ -239,8 +240,9 @@ impl SimulatedBuilder {
         config.segment_len = config.segment_len.next_multiple_of(page);
         let window = reserve_window(self.window, page)?;
         let range = AddressRange::new(window.address(), window.len() as u64)?;
-        let (table, writer) = Table::new(config.kind, range, page)
-            .map_err(|errno| Error::os(errno, "mmap").context("table of a window of", range.len()))?;
+        let (table, writer) = Table::new(config.kind, range, page).map_err(|errno| {
+            Error::os(errno, "mmap").context("table of a window of", range.len())
+        })?;
         let faults = Faults::new();
         for (call, nth, errno) in self.faults {
             faults.fail_nth(call, nth, errno);

@@ -72,7 +72,8 @@ impl Inner {
         self.engine.submit(
             len,
             Box::new(move || {
-                let inner = inner.upgrade().ok_or_else(|| Error::new(ErrorKind::Canceled, "copy"))?;
+                let inner =
+                    inner.upgrade().ok_or_else(|| Error::new(ErrorKind::Canceled, "copy"))?;
                 inner.call(Call::EngineCopy)?;
                 // SAFETY: the caller's promise about host memory holds until the event is done, which is after
                 // this returns.
@@ -119,7 +120,9 @@ impl Transfer {
         match (&self.to, &self.from) {
             (Side::Host(to), Side::Host(from)) => {
                 // SAFETY: both valid for `len` bytes as the caller promises.
-                unsafe { sys::copy_bytes(sys::host_ptr(*from), sys::host_ptr(*to), self.len as usize) };
+                unsafe {
+                    sys::copy_bytes(sys::host_ptr(*from), sys::host_ptr(*to), self.len as usize)
+                };
                 Ok(())
             }
             (Side::Own { pieces, .. }, Side::Host(from)) => {
@@ -189,11 +192,13 @@ mod tests {
 
     #[test]
     fn a_copy_does_not_reach_memory_that_was_freed_while_its_time_passed() {
-        let simulated = Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap();
+        let simulated =
+            Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap();
         let request = AllocRequest { len: 64, device: DeviceId(0), kind: AllocationKind::Device };
         let stale = simulated.allocate(&request).unwrap();
         let bytes = [9; 64];
-        let transfer = simulated.inner.transfer(stale.base(), Address::of_ptr(bytes.as_ptr()), 64).unwrap();
+        let transfer =
+            simulated.inner.transfer(stale.base(), Address::of_ptr(bytes.as_ptr()), 64).unwrap();
         // SAFETY: nothing refers to device memory.
         unsafe { simulated.free(&stale) }.unwrap();
         let fresh = simulated.allocate(&request).unwrap();

@@ -102,7 +102,9 @@ impl Engine {
             return;
         }
         let end = self.reserve(&mut self.shared.queue.lock(), len);
-        while let Some(rest) = end.checked_duration_since(Instant::now()).filter(|rest| !rest.is_zero()) {
+        while let Some(rest) =
+            end.checked_duration_since(Instant::now()).filter(|rest| !rest.is_zero())
+        {
             thread::sleep(rest);
         }
     }
@@ -172,7 +174,10 @@ impl Drop for Engine {
 
 impl fmt::Debug for Engine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Engine").field("stepping", &self.stepping).field("pace", &self.pace).finish()
+        f.debug_struct("Engine")
+            .field("stepping", &self.stepping)
+            .field("pace", &self.pace)
+            .finish()
     }
 }
 
@@ -215,9 +220,8 @@ impl Shared {
     fn cancel(&self) {
         let jobs = std::mem::take(&mut self.queue.lock().jobs);
         for job in jobs {
-            job.done
-                .finish(Err(Error::new(ErrorKind::Canceled, "copy")
-                    .remedy("wait for copies before the iface is dropped")));
+            job.done.finish(Err(Error::new(ErrorKind::Canceled, "copy")
+                .remedy("wait for copies before the iface is dropped")));
         }
     }
 }

@@ -48,7 +48,8 @@ impl Inner {
     ) -> Result<DmaBufExport> {
         const OPERATION: &str = "export dma-buf";
         self.call(Call::ExportDmaBuf)?;
-        let refused = |kind| Error::new(kind, OPERATION).iface(self.config.kind).context("range", range);
+        let refused =
+            |kind| Error::new(kind, OPERATION).iface(self.config.kind).context("range", range);
         if range.is_empty() {
             return Err(refused(ErrorKind::ZeroLength).remedy("export at least one byte"));
         }
@@ -79,7 +80,8 @@ impl Inner {
             _ => {}
         }
         self.check_reachable(&allocation, nic, range, OPERATION)?;
-        let (inside, part) = record.parts_of(range).next().ok_or_else(|| refused(ErrorKind::OutOfBounds))?;
+        let (inside, part) =
+            record.parts_of(range).next().ok_or_else(|| refused(ErrorKind::OutOfBounds))?;
         if !part.exportable {
             return Err(refused(ErrorKind::Unsupported)
                 .context("segment", inside.range)
@@ -99,20 +101,36 @@ impl Inner {
         }
         drop(book);
 
-        let exported =
-            self.call(Call::CreateFd).and_then(|()| self.create_fd(&extent, inside.offset, range.len()));
-        let (fd, offset) = exported.map_err(|error| error.iface(self.config.kind).context("range", range))?;
+        let exported = self
+            .call(Call::CreateFd)
+            .and_then(|()| self.create_fd(&extent, inside.offset, range.len()));
+        let (fd, offset) =
+            exported.map_err(|error| error.iface(self.config.kind).context("range", range))?;
         let mut book = self.book.lock();
         // A free that ran meanwhile may have found no user of the file yet.
-        if self.record_of(&mut book, range).map(|record| record.allocation.id).ok() != Some(allocation.id) {
-            return Err(refused(ErrorKind::BadState).remedy("the allocation was freed while it was exported"));
+        if self.record_of(&mut book, range).map(|record| record.allocation.id).ok()
+            != Some(allocation.id)
+        {
+            return Err(refused(ErrorKind::BadState)
+                .remedy("the allocation was freed while it was exported"));
         }
         book.exports += 1;
-        Ok(DmaBufExport { fd, offset: DmaBufOffset(offset), alloc_offset, len: range.len(), mapping })
+        Ok(DmaBufExport {
+            fd,
+            offset: DmaBufOffset(offset),
+            alloc_offset,
+            len: range.len(),
+            mapping,
+        })
     }
 
     /// An fd, and where in it the bytes at `offset` of the extent lie.
-    fn create_fd(&self, extent: &Extent, offset: u64, len: u64) -> Result<(std::os::fd::OwnedFd, u64)> {
+    fn create_fd(
+        &self,
+        extent: &Extent,
+        offset: u64,
+        len: u64,
+    ) -> Result<(std::os::fd::OwnedFd, u64)> {
         let in_file = extent.offset + offset;
         match &self.udmabuf {
             None => Ok((sys::reopen(extent.file.fd())?, in_file)),
@@ -132,10 +150,15 @@ impl Inner {
         self.call(Call::ReleaseDmaBuf)
     }
 
-    pub(crate) fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
+    pub(crate) fn export_peer_memory(
+        &self,
+        range: AddressRange,
+        nic: &Nic,
+    ) -> Result<PeerMemoryExport> {
         const OPERATION: &str = "export peer memory";
         self.call(Call::ExportPeerMemory)?;
-        let refused = |kind| Error::new(kind, OPERATION).iface(self.config.kind).context("range", range);
+        let refused =
+            |kind| Error::new(kind, OPERATION).iface(self.config.kind).context("range", range);
         if !self.config.peer_memory {
             return Err(refused(ErrorKind::Unsupported).remedy(
                 "no peer-memory client knows this device: export a dma-buf, or build it with peer memory",
@@ -145,7 +168,8 @@ impl Inner {
         let record = self.record_of(&mut book, range)?;
         let allocation = record.allocation;
         if allocation.kind.cpu_accessible() {
-            return Err(refused(ErrorKind::Unsupported).remedy("peer-memory clients know device memory only"));
+            return Err(refused(ErrorKind::Unsupported)
+                .remedy("peer-memory clients know device memory only"));
         }
         self.check_reachable(&allocation, nic, range, OPERATION)?;
         if let Some((inside, _)) = record.parts_of(range).find(|(_, part)| !part.exportable) {
@@ -171,7 +195,9 @@ impl Inner {
             .iface(self.config.kind)
             .context("nic", nic)
             .context("range", range)
-            .remedy("use a NIC under the same PCIe switch as the device, or stage through host memory");
+            .remedy(
+                "use a NIC under the same PCIe switch as the device, or stage through host memory",
+            );
         Err(match allocation.device {
             Some(device) => error.device(device),
             None => error,

@@ -154,19 +154,26 @@ impl Faults {
     /// Counts a call, and fails it if that was asked for.
     pub(crate) fn call(&self, call: Call) -> Result<()> {
         let number = self.counts[call as usize].fetch_add(1, Ordering::AcqRel) + 1;
-        if self.armed[call as usize].load(Ordering::Acquire) { self.fail(call, number) } else { Ok(()) }
+        if self.armed[call as usize].load(Ordering::Acquire) {
+            self.fail(call, number)
+        } else {
+            Ok(())
+        }
     }
 
     #[cold]
     fn fail(&self, call: Call, number: u64) -> Result<()> {
         let mut faults = self.faults.lock();
-        let hit = |fault: &Fault| fault.call == call && (fault.first..=fault.last).contains(&number);
+        let hit =
+            |fault: &Fault| fault.call == call && (fault.first..=fault.last).contains(&number);
         let found = faults.iter().copied().find(hit);
         faults.retain(|fault| fault.call != call || fault.last > number);
         let waiting = faults.iter().any(|fault| fault.call == call);
         self.armed[call as usize].store(waiting, Ordering::Release);
         match found {
-            Some(fault) => Err(Error::os(fault.errno, call.name()).context("injected at call", number)),
+            Some(fault) => {
+                Err(Error::os(fault.errno, call.name()).context("injected at call", number))
+            }
             None => Ok(()),
         }
     }

@@ -79,12 +79,22 @@ impl Iface for Simulated {
         unsafe { self.inner.copy(to, from, len) }
     }
 
-    unsafe fn copy_async(&self, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
+    unsafe fn copy_async(
+        &self,
+        to: Address,
+        from: Address,
+        len: u64,
+    ) -> Result<Box<dyn CopyEvent>> {
         // SAFETY: the caller's promise is the same.
         unsafe { self.inner.copy_async(to, from, len) }
     }
 
-    fn export_dma_buf(&self, range: AddressRange, nic: &Nic, mapping: DmaBufMapping) -> Result<DmaBufExport> {
+    fn export_dma_buf(
+        &self,
+        range: AddressRange,
+        nic: &Nic,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport> {
         self.inner.export_dma_buf(range, nic, mapping)
     }
 
@@ -144,24 +154,24 @@ impl Inner {
 
     fn host_register(&self, range: AddressRange) -> Result<()> {
         self.call(Call::HostRegister)?;
-        let refused =
-            |kind| Error::new(kind, "host register").iface(self.config.kind).context("range", range);
+        let refused = |kind| {
+            Error::new(kind, "host register").iface(self.config.kind).context("range", range)
+        };
         if range.is_empty() {
             return Err(refused(ErrorKind::ZeroLength));
         }
         if range.overlaps(self.table.window()) {
-            return Err(
-                refused(ErrorKind::InvalidArgument).remedy("register host memory, not the device's own")
-            );
+            return Err(refused(ErrorKind::InvalidArgument)
+                .remedy("register host memory, not the device's own"));
         }
         let mut book = self.book.lock();
-        let before = book.host_registered.range(..range.start().0.saturating_add(range.len())).next_back();
+        let before =
+            book.host_registered.range(..range.start().0.saturating_add(range.len())).next_back();
         if let Some((start, len)) = before
             && start.saturating_add(*len) > range.start().0
         {
-            return Err(
-                refused(ErrorKind::InvalidArgument).remedy("the range overlaps one that is registered")
-            );
+            return Err(refused(ErrorKind::InvalidArgument)
+                .remedy("the range overlaps one that is registered"));
         }
         book.host_registered.insert(range.start().0, range.len());
         Ok(())

@@ -36,7 +36,9 @@ impl Inner {
             return Err(Error::new(ErrorKind::Unsupported, "ipc export")
                 .iface(self.config.kind)
                 .context("kind", allocation.kind.name())
-                .remedy("only device and stream-ordered allocations can be opened by other processes"));
+                .remedy(
+                    "only device and stream-ordered allocations can be opened by other processes",
+                ));
         }
         let live = |record: Option<&mut super::memory::Record>| {
             record.and_then(|record| Some((record.parts.first()?.extent.clone(), record.stamp)))
@@ -82,17 +84,21 @@ impl Inner {
             return Err(body.gone("the owner's file is shorter than the handle says"));
         }
         let file = Arc::new(ArenaFile::new(fd, file_len)?);
-        let slot = u16::try_from(body.stamp).map_err(|_| body.gone("the handle names no identity"))?;
+        let slot =
+            u16::try_from(body.stamp).map_err(|_| body.gone("the handle names no identity"))?;
         // After the file was opened: from then on the owner does not use the memory again.
         if file.stamp(slot) != body.id {
             return Err(body.gone("the owner has freed the allocation"));
         }
         let mut book = self.book.lock();
         let at = self.take_addresses(&mut book, len).ok_or_else(|| {
-            Error::new(ErrorKind::OutOfResources, "ipc open").iface(self.config.kind).context("length", len)
+            Error::new(ErrorKind::OutOfResources, "ipc open")
+                .iface(self.config.kind)
+                .context("length", len)
         })?;
         let range = AddressRange::new(Address(self.window_start() + at), body.len)?;
-        let parts = vec![Part { extent: Extent::foreign(file, body.offset, len), exportable: true }];
+        let parts =
+            vec![Part { extent: Extent::foreign(file, body.offset, len), exportable: true }];
         self.enter(&mut book, (range, kind, device), Origin::Opened, parts).map_err(|(error, _)| {
             self.give_addresses(&mut book, at, len);
             error
@@ -113,7 +119,8 @@ mod tests {
     #[test]
     fn a_handle_of_a_file_that_can_shrink_is_malformed() {
         let (system, simulated) = (System::new(), Simulated::builder().build().unwrap());
-        let fd = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        let fd = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+            .unwrap();
         rustix::fs::ftruncate(&fd, 1 << 20).unwrap();
         let file = sys::file_identity(fd.as_fd()).unwrap();
         // What the header of a real one says: the identity 0.

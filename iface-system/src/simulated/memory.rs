@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind, Result,
-    Segment, iface::AllocRequest,
+    Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind,
+    Result, Segment, iface::AllocRequest,
 };
 
 use super::{
@@ -68,7 +68,12 @@ pub(crate) struct Book {
 }
 
 impl Book {
-    pub(crate) fn new(arenas: Arenas, addresses: AddressSpace, writer: TableWriter, devices: u32) -> Self {
+    pub(crate) fn new(
+        arenas: Arenas,
+        addresses: AddressSpace,
+        writer: TableWriter,
+        devices: u32,
+    ) -> Self {
         Self {
             arenas,
             addresses,
@@ -116,7 +121,11 @@ impl Inner {
             | AllocationKind::Managed
             | AllocationKind::StreamOrdered
             | AllocationKind::Virtual => Some(self.device(request.device)?),
-            _ => return Err(refused(ErrorKind::Unsupported).remedy("the system iface allocates this kind")),
+            _ => {
+                return Err(
+                    refused(ErrorKind::Unsupported).remedy("the system iface allocates this kind")
+                );
+            }
         };
         let len = request.len.checked_next_multiple_of(self.page).unwrap_or(u64::MAX);
         let out_of_memory = || refused(ErrorKind::OutOfResources).errno(hmem_core::Errno(12));
@@ -135,7 +144,8 @@ impl Inner {
         self.call(Call::ReserveAddress)?;
         let pages = len / self.page;
         let first = book.addresses.take(pages).ok_or_else(|| {
-            out_of_memory().remedy("the window of addresses is used up: build the device with a larger one")
+            out_of_memory()
+                .remedy("the window of addresses is used up: build the device with a larger one")
         })?;
         let backed = self.back_memory(&mut book, request.kind, first * self.page, len);
         let parts = match backed {
@@ -145,7 +155,8 @@ impl Inner {
                 return Err(error.iface(self.config.kind));
             }
         };
-        let range = AddressRange::new(Address(self.window_start() + first * self.page), request.len)?;
+        let range =
+            AddressRange::new(Address(self.window_start() + first * self.page), request.len)?;
         let shape = (range, request.kind, device);
         let allocation = match self.enter(&mut book, shape, Origin::Allocated, parts) {
             Ok(allocation) => allocation,
@@ -162,14 +173,21 @@ impl Inner {
     }
 
     /// Creates the files' parts behind an allocation and maps them where the CPU may go; all or nothing.
-    fn back_memory(&self, book: &mut Book, kind: AllocationKind, at: u64, len: u64) -> Result<Vec<Part>> {
+    fn back_memory(
+        &self,
+        book: &mut Book,
+        kind: AllocationKind,
+        at: u64,
+        len: u64,
+    ) -> Result<Vec<Part>> {
         let segmented = kind == AllocationKind::Virtual;
         let step = if segmented { self.config.segment_len } else { len };
         let mut parts = Vec::new();
         let mut done = 0;
         while done < len {
             let this = step.min(len - done);
-            let taken = self.call(Call::CreateMemory).and_then(|()| book.arenas.take(this, segmented));
+            let taken =
+                self.call(Call::CreateMemory).and_then(|()| book.arenas.take(this, segmented));
             match taken {
                 Ok(extent) => parts.push(Part { extent, exportable: true }),
                 Err(error) => {
@@ -253,7 +271,12 @@ impl Inner {
     }
 
     /// Ends an allocation: subscribers are told, then it becomes invisible, then its memory goes.
-    pub(crate) fn end(&self, allocation: &Allocation, origin: Origin, operation: &'static str) -> Result<()> {
+    pub(crate) fn end(
+        &self,
+        allocation: &Allocation,
+        origin: Origin,
+        operation: &'static str,
+    ) -> Result<()> {
         let mut book = self.book.lock();
         let number = self.live_number(&book, allocation, origin, operation)?;
         if let Some(record) = &mut book.records[number as usize] {
@@ -303,11 +326,15 @@ impl Inner {
                 if let Some(record) = &mut book.records[number as usize] {
                     record.going = false;
                 }
-                return Err(Error::os(errno, "mmap").iface(self.config.kind).context("allocation", range));
+                return Err(Error::os(errno, "mmap")
+                    .iface(self.config.kind)
+                    .context("allocation", range));
             }
         }
         self.table.withdraw(&mut book.writer, number, range);
-        let record = book.records[number as usize].take().ok_or_else(|| self.not_live(allocation, "free"))?;
+        let record = book.records[number as usize]
+            .take()
+            .ok_or_else(|| self.not_live(allocation, "free"))?;
         book.free_numbers.push(number);
         match record.origin {
             Origin::Allocated => {
@@ -357,7 +384,11 @@ impl Inner {
     }
 
     /// The record of the allocation that holds all of `range`.
-    pub(crate) fn record_of<'a>(&self, book: &'a mut Book, range: AddressRange) -> Result<&'a mut Record> {
+    pub(crate) fn record_of<'a>(
+        &self,
+        book: &'a mut Book,
+        range: AddressRange,
+    ) -> Result<&'a mut Record> {
         let number = self.table.entry_of(range.start());
         let record = number.and_then(|number| book.records[number as usize].as_mut());
         match record {
@@ -402,11 +433,10 @@ impl Inner {
             let offset = rest.start().0 - record.allocation.base().0;
             let here = rest.len().min(record.allocation.range.len() - offset);
             let part = AddressRange::new(rest.start(), here)?;
-            segments.extend(
-                record
-                    .parts_of(part)
-                    .map(|(inside, part)| Segment { range: inside.range, exportable: part.exportable }),
-            );
+            segments.extend(record.parts_of(part).map(|(inside, part)| Segment {
+                range: inside.range,
+                exportable: part.exportable,
+            }));
             match rest.slice(here, rest.len() - here) {
                 Some(after) if !after.is_empty() => rest = after,
                 _ => return Ok(segments),

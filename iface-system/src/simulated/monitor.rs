@@ -76,7 +76,8 @@ impl Subscriptions {
     }
 
     fn add(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Subscription {
-        let watch = Arc::new(Watch { range, invalidator, active: ReentrantMutex::new(Cell::new(true)) });
+        let watch =
+            Arc::new(Watch { range, invalidator, active: ReentrantMutex::new(Cell::new(true)) });
         let mut watches = self.0.lock();
         let id = watches.next;
         watches.next += 1;
@@ -108,11 +109,16 @@ impl Subscriptions {
         let mut watches = self.0.lock();
         watches.going.push(range);
         let end = range.start().0.saturating_add(range.len());
-        for (class, by_start) in watches.by_length.iter().enumerate().filter(|(_, class)| !class.is_empty()) {
+        for (class, by_start) in
+            watches.by_length.iter().enumerate().filter(|(_, class)| !class.is_empty())
+        {
             let longest = 1_u64.checked_shl(class as u32 + 1).unwrap_or(u64::MAX);
             let from = range.start().0.saturating_sub(longest);
             let near = by_start.range((from, 0)..(end, 0));
-            told.extend(near.map(|(_, watch)| Arc::clone(watch)).filter(|watch| watch.range.overlaps(range)));
+            told.extend(
+                near.map(|(_, watch)| Arc::clone(watch))
+                    .filter(|watch| watch.range.overlaps(range)),
+            );
         }
         drop(watches);
         for watch in told {
@@ -150,7 +156,9 @@ impl Monitor for SimulatedMonitor {
 
     fn why(&self) -> String {
         match self.0.config.style {
-            Style::Identity => "asked at each hit: the simulated device tells nobody of frees".into(),
+            Style::Identity => {
+                "asked at each hit: the simulated device tells nobody of frees".into()
+            }
             Style::Callback => "told by the simulated device before the memory goes".into(),
         }
     }
@@ -162,7 +170,11 @@ impl Monitor for SimulatedMonitor {
         }
     }
 
-    fn subscribe(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
+    fn subscribe(
+        &self,
+        range: AddressRange,
+        invalidator: Arc<dyn Invalidator>,
+    ) -> Result<Subscription> {
         self.0.call(Call::Subscribe)?;
         let subscription = self.0.subscriptions.add(range, invalidator);
         // Only after it was added: a free from here on is told, and one before is seen here.

@@ -18,14 +18,17 @@ impl FreeRanges {
     pub(crate) fn take_from(&mut self, from: u64, len: u64) -> Option<u64> {
         let around = self.ranges.range(..from).next_back().map(|(start, free)| (*start, *free));
         let split = around.filter(|(start, free)| start + free >= from + len).map(|_| from);
-        let start = split
-            .or_else(|| self.ranges.range(from..).find(|(_, free)| **free >= len).map(|(start, _)| *start))?;
+        let start = split.or_else(|| {
+            self.ranges.range(from..).find(|(_, free)| **free >= len).map(|(start, _)| *start)
+        })?;
         self.take_at(start, len).then_some(start)
     }
 
     /// Takes exactly this range, if all of it is free.
     pub(crate) fn take_at(&mut self, start: u64, len: u64) -> bool {
-        let Some((&free_start, &free_len)) = self.ranges.range(..=start).next_back() else { return false };
+        let Some((&free_start, &free_len)) = self.ranges.range(..=start).next_back() else {
+            return false;
+        };
         let (end, free_end) = (start + len, free_start + free_len);
         if free_end < end {
             return false;

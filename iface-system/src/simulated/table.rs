@@ -67,7 +67,10 @@ impl Table {
         page_size: u64,
     ) -> Result<(Self, TableWriter), Errno> {
         let page_shift = page_size.trailing_zeros();
-        assert!(ONLY_PAGE_SHIFT.is_none_or(|only| only == page_shift), "pages of {page_size} bytes");
+        assert!(
+            ONLY_PAGE_SHIFT.is_none_or(|only| only == page_shift),
+            "pages of {page_size} bytes"
+        );
         let pages = (window.len() >> page_shift) as usize;
         let blocks = pages.div_ceil(1 << block_shift(page_shift));
         let table = Self {
@@ -84,7 +87,8 @@ impl Table {
 
     /// The addresses that the table covers.
     pub(crate) fn window(&self) -> AddressRange {
-        AddressRange::new(Address(self.start), self.len).unwrap_or_else(|_| AddressRange::of::<u8>(&[]))
+        AddressRange::new(Address(self.start), self.len)
+            .unwrap_or_else(|_| AddressRange::of::<u8>(&[]))
     }
 
     /// Whether the address lies in the window.
@@ -145,7 +149,8 @@ impl Table {
         Some(Allocation {
             iface: self.iface,
             range: AddressRange::checked(Address(base), len)?,
-            device: (kind_and_device & HAS_DEVICE != 0).then_some(DeviceId((kind_and_device >> 32) as u32)),
+            device: (kind_and_device & HAS_DEVICE != 0)
+                .then_some(DeviceId((kind_and_device >> 32) as u32)),
             kind: kind_of((kind_and_device >> KIND_SHIFT) as u8),
             id: AllocationId(id),
         })
@@ -270,7 +275,10 @@ mod tests {
         let (first, second) = (allocation(1 << 30, 1), allocation((1 << 30) + 8192, 2));
         table.publish(&mut writer, 0, &first);
         assert_eq!(table.read(1, first.base(), || ()), Some(first));
-        assert_eq!(table.read(1, first.base(), || table.withdraw(&mut writer, 0, first.range)), None);
+        assert_eq!(
+            table.read(1, first.base(), || table.withdraw(&mut writer, 0, first.range)),
+            None
+        );
         table.publish(&mut writer, 0, &first);
         let use_again = || {
             table.withdraw(&mut writer, 0, first.range);
@@ -288,7 +296,10 @@ mod tests {
         let block = 4 << 20;
         for round in 1..5 {
             for number in 0..8_u32 {
-                let at = allocation((1 << 30) + u64::from(number) * block, u64::from(round * 8 + number));
+                let at = allocation(
+                    (1 << 30) + u64::from(number) * block,
+                    u64::from(round * 8 + number),
+                );
                 table.publish(&mut writer, number, &at);
                 assert_eq!(table.lookup(at.base()), Some(at));
             }

@@ -84,9 +84,12 @@ pub(crate) fn mon_03_results_and_errno_are_those_of_the_c_library() {
                 observed(|| libc::munmap(nowhere, page) as usize),
                 observed(|| libc::munmap(block, 0) as usize),
                 observed(|| {
-                    libc::mmap(block, page, RW, ANONYMOUS | libc::MAP_FIXED, -1, 0).addr() - block.addr()
+                    libc::mmap(block, page, RW, ANONYMOUS | libc::MAP_FIXED, -1, 0).addr()
+                        - block.addr()
                 }),
-                observed(|| libc::mmap(block, page, RW, libc::MAP_SHARED | libc::MAP_FIXED, -1, 0).addr()),
+                observed(|| {
+                    libc::mmap(block, page, RW, libc::MAP_SHARED | libc::MAP_FIXED, -1, 0).addr()
+                }),
                 observed(|| libc::mmap(ptr::null_mut(), 0, RW, ANONYMOUS, -1, 0).addr()),
                 observed(|| libc::mmap(ptr::null_mut(), page, RW, ANONYMOUS, -1, 7).addr()),
                 observed(|| libc::mremap(nowhere, page, page, libc::MREMAP_MAYMOVE).addr()),
@@ -123,10 +126,14 @@ pub(crate) fn mon_03_glibcs_own_calls_are_seen() {
     let len = 64 << 20;
     // SAFETY: a block of this function's own, freed once.
     let block = unsafe { libc::malloc(len) };
-    let subscription = monitor.subscribe(range(block, len), Arc::<Recorder>::clone(&recorder)).unwrap();
+    let subscription =
+        monitor.subscribe(range(block, len), Arc::<Recorder>::clone(&recorder)).unwrap();
     // SAFETY: as above.
     unsafe { libc::free(block) };
-    assert_eq!(recorder.about(range(block, len)), [(Cause::Unmap, How::Begun), (Cause::Unmap, How::Ended)]);
+    assert_eq!(
+        recorder.about(range(block, len)),
+        [(Cause::Unmap, How::Begun), (Cause::Unmap, How::Ended)]
+    );
     monitor.unsubscribe(subscription);
     drop(monitor);
 }
@@ -138,7 +145,9 @@ pub(crate) fn mon_03_hooks_allocate_nothing_and_take_no_lock() {
     let recorders: Vec<_> = (0..8).map(|_| Recorder::new()).collect();
     let subscribed: Vec<_> = recorders
         .iter()
-        .map(|recorder| monitor.subscribe(range(block, page), Arc::<Recorder>::clone(recorder)).unwrap())
+        .map(|recorder| {
+            monitor.subscribe(range(block, page), Arc::<Recorder>::clone(recorder)).unwrap()
+        })
         .collect();
     let before = counting::calls();
     assert!(before.0 > 0 && before.1 > 0, "allocations are counted");
@@ -180,6 +189,9 @@ pub(crate) fn the_system_ifaces_own_frees_are_told() {
     let subscription = monitor.subscribe(memory.range, Arc::<Recorder>::clone(&recorder)).unwrap();
     // SAFETY: nobody uses the memory.
     unsafe { system.free(&memory) }.unwrap();
-    assert_eq!(recorder.about(memory.range), [(Cause::Unmap, How::Begun), (Cause::Unmap, How::Ended)]);
+    assert_eq!(
+        recorder.about(memory.range),
+        [(Cause::Unmap, How::Begun), (Cause::Unmap, How::Ended)]
+    );
     monitor.unsubscribe(subscription);
 }

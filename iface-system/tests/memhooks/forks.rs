@@ -129,7 +129,8 @@ fn raw_fork_safe(
     page: usize,
 ) {
     monitor.unsubscribe(kept);
-    let own: Arc<dyn Invalidator> = Arc::new(Mortal { alive: AtomicU64::new(ALIVE), told: Arc::default() });
+    let own: Arc<dyn Invalidator> =
+        Arc::new(Mortal { alive: AtomicU64::new(ALIVE), told: Arc::default() });
     assert!(monitor.subscribe(here, own).is_err());
     unmap(block, page);
     // SAFETY: the reference that the child has is its own; dropping it as the last one must not wait either.

@@ -31,7 +31,8 @@ fn code(name: &std::ffi::CStr) -> [u8; 32] {
     unsafe { entry(name).cast::<[u8; 32]>().read_unaligned() }
 }
 
-const PATCHED: [&std::ffi::CStr; 7] = [c"munmap", c"mmap", c"mremap", c"madvise", c"brk", c"shmat", c"shmdt"];
+const PATCHED: [&std::ffi::CStr; 7] =
+    [c"munmap", c"mmap", c"mremap", c"madvise", c"brk", c"shmat", c"shmdt"];
 
 pub(crate) fn mon_03_a_thread_inside_the_call_while_it_is_patched_and_unpatched_comes_back() {
     need_userfaultfd();
@@ -92,8 +93,14 @@ fn stress(patchings: usize) {
                             (at.addr(), 77)
                         );
                         assert_eq!(observed(|| libc::brk(ptr::null_mut()) as usize).0, 0);
-                        assert_eq!(observed(|| libc::shmdt(at) as usize), (usize::MAX, libc::EINVAL));
-                        assert_eq!(observed(|| libc::shmat(-1, at, 0).addr()), (usize::MAX, libc::EINVAL));
+                        assert_eq!(
+                            observed(|| libc::shmdt(at) as usize),
+                            (usize::MAX, libc::EINVAL)
+                        );
+                        assert_eq!(
+                            observed(|| libc::shmat(-1, at, 0).addr()),
+                            (usize::MAX, libc::EINVAL)
+                        );
                         assert_eq!(observed(|| libc::munmap(at, 2 * page) as usize), (0, 77));
                     }
                     rounds.fetch_add(1, SeqCst);
@@ -142,7 +149,11 @@ pub(crate) fn mon_03_install_twice_and_uninstall() {
     drop(first);
     second.check().unwrap();
     unmap(block, page);
-    assert_eq!(recorder.about(here), [(Cause::Unmap, How::Begun), (Cause::Unmap, How::Ended)], "told once");
+    assert_eq!(
+        recorder.about(here),
+        [(Cause::Unmap, How::Begun), (Cause::Unmap, How::Ended)],
+        "told once"
+    );
     second.unsubscribe(kept);
     assert_eq!(Arc::strong_count(&recorder), 1, "the dropped monitor took its subscriptions back");
     drop(second);
@@ -247,6 +258,9 @@ pub(crate) fn mon_03_an_earlier_patch_of_another_library_is_refused_by_name() {
     let own = std::env::current_exe().unwrap().display().to_string();
     let text = error.to_string();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
-    assert!(text.contains("munmap") && text.contains("another library") && text.contains(&own), "{text}");
+    assert!(
+        text.contains("munmap") && text.contains("another library") && text.contains(&own),
+        "{text}"
+    );
     assert_eq!(code(c"mmap"), others, "nothing is half patched");
 }

@@ -29,7 +29,8 @@ pub(crate) fn mon_03_subscribing_waits_for_a_change_under_way() {
     blocker.wait();
     let subscribed = Arc::new(AtomicBool::new(false));
     let subscribing = {
-        let (monitor, subscribed, here) = (Arc::clone(&monitor), Arc::clone(&subscribed), range(other, page));
+        let (monitor, subscribed, here) =
+            (Arc::clone(&monitor), Arc::clone(&subscribed), range(other, page));
         thread::spawn(move || {
             let subscription = monitor.subscribe(here, Recorder::new()).unwrap();
             subscribed.store(true, SeqCst);
@@ -97,7 +98,8 @@ pub(crate) fn mon_03_an_invalidator_is_not_called_after_its_last_subscription() 
         }
         for _ in 0..2000 {
             let mortal = Arc::new(Mortal { alive: AtomicU64::new(ALIVE), told: Arc::clone(&told) });
-            let twice = [(); 2].map(|()| monitor.subscribe(here, Arc::<Mortal>::clone(&mortal)).unwrap());
+            let twice =
+                [(); 2].map(|()| monitor.subscribe(here, Arc::<Mortal>::clone(&mortal)).unwrap());
             for subscription in twice {
                 assert!(Arc::strong_count(&mortal) > 1);
                 monitor.unsubscribe(subscription);

@@ -46,8 +46,8 @@ pub fn run(cases: &[Case]) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let trials = cases.iter().map(|&(name, _, slow)| {
-        let left_out =
-            cfg!(target_arch = "aarch64") && NOT_UNDER_QEMU.iter().any(|prefix| name.starts_with(prefix));
+        let left_out = cfg!(target_arch = "aarch64")
+            && NOT_UNDER_QEMU.iter().any(|prefix| name.starts_with(prefix));
         Trial::test(name, move || {
             let own = env::current_exe().map_err(Failed::from)?;
             let runner = env::var(RUNNER).unwrap_or_default();
@@ -65,7 +65,8 @@ pub fn run(cases: &[Case]) -> ExitCode {
                 return Ok(());
             }
             let said = String::from_utf8_lossy(&output.stderr);
-            Err(format!("{}\n{}{said}", output.status, String::from_utf8_lossy(&output.stdout)).into())
+            Err(format!("{}\n{}{said}", output.status, String::from_utf8_lossy(&output.stdout))
+                .into())
         })
         .with_ignored_flag(slow || left_out)
     });
@@ -132,7 +133,11 @@ impl Recorder {
     }
 
     pub fn events(&self) -> Vec<(AddressRange, Cause, How)> {
-        self.events.iter().take(self.count().min(EVENTS)).filter_map(|event| self.event(event)).collect()
+        self.events
+            .iter()
+            .take(self.count().min(EVENTS))
+            .filter_map(|event| self.event(event))
+            .collect()
     }
 
     fn event(&self, [start, len, kind]: &[AtomicU64; 3]) -> Option<(AddressRange, Cause, How)> {
@@ -190,7 +195,8 @@ pub fn range(at: *mut libc::c_void, len: usize) -> AddressRange {
 
 /// Maps written anonymous memory by libc; not unmapped by anybody but the test.
 pub fn map(len: usize) -> *mut libc::c_void {
-    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    let (prot, flags) =
+        (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
     // SAFETY: a new mapping at an address of the kernel's choice, filled with ones.
     unsafe {
         let at = libc::mmap(ptr::null_mut(), len, prot, flags, -1, 0);
@@ -240,7 +246,8 @@ impl Blocker {
         const MODE_MISSING: u64 = 1;
         // SAFETY: plain calls on a new fd and the test's own mapping, with structures as in linux/userfaultfd.h.
         unsafe {
-            let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | 1) as i32;
+            let fd =
+                libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | 1) as i32;
             assert!(fd >= 0, "userfaultfd: {}", std::io::Error::last_os_error());
             let mut api = [0xaa_u64, EVENT_UNMAP, 0];
             assert_eq!(libc::ioctl(fd, 0xc018_aa3f, api.as_mut_ptr()), 0);
@@ -278,7 +285,8 @@ pub fn told_of_uncached_unmaps(monitor: &dyn Monitor) -> usize {
     let page = page();
     let kept = map(page);
     let recorder = Recorder::new();
-    let subscription = monitor.subscribe(range(kept, page), Arc::<Recorder>::clone(&recorder)).unwrap();
+    let subscription =
+        monitor.subscribe(range(kept, page), Arc::<Recorder>::clone(&recorder)).unwrap();
     let round = || (0..40_000).for_each(|_| unmap(map(page), page));
     round();
     let before = resident();
@@ -292,6 +300,7 @@ pub fn told_of_uncached_unmaps(monitor: &dyn Monitor) -> usize {
 /// Bytes of anonymous memory that are resident: code that is paged in meanwhile is nothing that a monitor took.
 pub fn resident() -> u64 {
     let rollup = std::fs::read_to_string("/proc/self/smaps_rollup").expect("/proc");
-    let anonymous = rollup.lines().find_map(|line| line.strip_prefix("Anonymous:")).expect("such a line");
+    let anonymous =
+        rollup.lines().find_map(|line| line.strip_prefix("Anonymous:")).expect("such a line");
     anonymous.trim().trim_end_matches("kB").trim().parse::<u64>().expect("a number of kB") << 10
 }

@@ -8,8 +8,8 @@ use std::{
 };
 
 use hmem_p2p::verbs::sys::{
-    Context, Cq, Device, Functions, LinkLayer, Mr, Pd, PortAttr, PortState, Qp, QpAttr, QpInitAttr, QpState,
-    SendWr, Wc, WcStatus,
+    Context, Cq, Device, Functions, LinkLayer, Mr, Pd, PortAttr, PortState, Qp, QpAttr, QpInitAttr,
+    QpState, SendWr, Wc, WcStatus,
 };
 
 use crate::verbs_fake;
@@ -19,7 +19,12 @@ thread_local! {
     static REGION: Cell<*mut Mr> = const { Cell::new(ptr::null_mut()) };
 }
 
-pub(crate) extern "C" fn reg_mr(pd: *mut Pd, addr: *mut c_void, length: usize, _access: c_int) -> *mut Mr {
+pub(crate) extern "C" fn reg_mr(
+    pd: *mut Pd,
+    addr: *mut c_void,
+    length: usize,
+    _access: c_int,
+) -> *mut Mr {
     // One is kept for the next: allocating is not what is measured.
     let kept = REGION.take();
     let mr = if kept.is_null() {
@@ -50,7 +55,11 @@ pub(crate) extern "C" fn dereg_mr(mr: *mut Mr) -> c_int {
     0
 }
 
-pub(crate) extern "C" fn post_send(qp: *mut Qp, request: *mut SendWr, _bad: *mut *mut SendWr) -> c_int {
+pub(crate) extern "C" fn post_send(
+    qp: *mut Qp,
+    request: *mut SendWr,
+    _bad: *mut *mut SendWr,
+) -> c_int {
     // SAFETY: the caller gives a live queue pair and a chain of requests.
     unsafe {
         let mut request = request;
@@ -90,11 +99,19 @@ extern "C" fn query_port(_context: *mut Context, _port: u8, attr: *mut PortAttr)
     let (state, max_msg_sz, active_mtu) = (PortState::IBV_PORT_ACTIVE, 1 << 30, 3);
     let link_layer = LinkLayer::IBV_LINK_LAYER_INFINIBAND;
     // SAFETY: the caller gives a place for the attributes.
-    unsafe { *attr = PortAttr { state, max_msg_sz, active_mtu, link_layer, ..PortAttr::default() } };
+    unsafe {
+        *attr = PortAttr { state, max_msg_sz, active_mtu, link_layer, ..PortAttr::default() }
+    };
     0
 }
 
-extern "C" fn create_cq(_: *mut Context, _: c_int, _: *mut c_void, _: *mut c_void, _: c_int) -> *mut Cq {
+extern "C" fn create_cq(
+    _: *mut Context,
+    _: c_int,
+    _: *mut c_void,
+    _: *mut c_void,
+    _: c_int,
+) -> *mut Cq {
     // SAFETY: all zeros is a value of this plain structure.
     Box::into_raw(Box::new(unsafe { mem::zeroed() }))
 }
@@ -110,7 +127,12 @@ extern "C" fn modify_qp(_qp: *mut Qp, _attr: *mut QpAttr, _mask: c_int) -> c_int
     0
 }
 
-extern "C" fn query_qp(_qp: *mut Qp, attr: *mut QpAttr, _mask: c_int, _init: *mut QpInitAttr) -> c_int {
+extern "C" fn query_qp(
+    _qp: *mut Qp,
+    attr: *mut QpAttr,
+    _mask: c_int,
+    _init: *mut QpInitAttr,
+) -> c_int {
     // SAFETY: the caller gives a place for the attributes.
     unsafe { (*attr).qp_state = QpState::IBV_QPS_RTS };
     0

@@ -80,12 +80,18 @@ impl Ours {
     #[inline(never)]
     fn register_and_close(&self, range: AddressRange) {
         // SAFETY: nobody transfers there, and the pages stay.
-        let region = unsafe { self.domain.reg(range, RIGHTS, 0, MrFlags::empty()) }.expect("register");
+        let region =
+            unsafe { self.domain.reg(range, RIGHTS, 0, MrFlags::empty()) }.expect("register");
         region.close().map_err(|rejected| rejected.error).expect("close");
     }
 
     #[inline(never)]
-    fn post_and_read(&self, local: LocalSegment, remote: RemoteSegment<'_>, out: &mut Vec<Completion>) {
+    fn post_and_read(
+        &self,
+        local: LocalSegment,
+        remote: RemoteSegment<'_>,
+        out: &mut Vec<Completion>,
+    ) {
         let (local, remote) = ([local], [remote]);
         let request = WorkRequest {
             operation: Operation::Write { remote: &remote },
@@ -103,7 +109,12 @@ impl Ours {
 }
 
 /// The time of one round of each, in turns.
-fn in_turns(rounds: usize, times: u32, mut raw: impl FnMut(), mut ours: impl FnMut()) -> Vec<(f64, f64)> {
+fn in_turns(
+    rounds: usize,
+    times: u32,
+    mut raw: impl FnMut(),
+    mut ours: impl FnMut(),
+) -> Vec<(f64, f64)> {
     let timed = |body: &mut dyn FnMut()| {
         let started = Instant::now();
         for _ in 0..times {
@@ -168,10 +179,11 @@ fn over_nothing(count: bool) {
     let pages = Pages::new(1 << 16);
     // Behind the region below: the library's keys are made of addresses.
     let range = AddressRange::new(Address(pages.start + 8192), 4096).expect("inside the pages");
-    let raw = RawRegistration { reg_mr: bare::reg_mr, dereg_mr: bare::dereg_mr, pd: ptr::null_mut() };
+    let raw =
+        RawRegistration { reg_mr: bare::reg_mr, dereg_mr: bare::dereg_mr, pd: ptr::null_mut() };
     // SAFETY: the pages stay as long as the region.
-    let region =
-        unsafe { ours.domain.reg(pages.range(8192), RIGHTS, 0, MrFlags::empty()) }.expect("register");
+    let region = unsafe { ours.domain.reg(pages.range(8192), RIGHTS, 0, MrFlags::empty()) }
+        .expect("register");
     let (desc, key) = (region.desc().expect("desc"), region.key().expect("key"));
     let write = RawWrite {
         qp: Box::into_raw(Box::new(zeroed_pair())),
@@ -201,7 +213,11 @@ fn over_nothing(count: bool) {
         || ours.register_and_close(range),
     );
     report("register and close", &pairs, &Goal::Adds(1000.0, 0.0));
-    report("post and poll", &in_turns(31, 20_000, || write.post_and_poll(), &mut ours_write), &Goal::None);
+    report(
+        "post and poll",
+        &in_turns(31, 20_000, || write.post_and_poll(), &mut ours_write),
+        &Goal::None,
+    );
 }
 
 fn zeroed_pair() -> hmem_p2p::verbs::sys::Qp {
@@ -246,7 +262,8 @@ fn over_device(device: &str) {
     let (source, target) = (register(&near, &from), register(&far, &to));
     let (desc, key) = (source.desc().expect("desc"), target.key().expect("key"));
     let pair = RawPair::connect(device, near_verbs);
-    let (from_mr, to_mr) = (raw.register(from.start, 1 << 20, FLAGS), raw.register(to.start, 1 << 20, FLAGS));
+    let (from_mr, to_mr) =
+        (raw.register(from.start, 1 << 20, FLAGS), raw.register(to.start, 1 << 20, FLAGS));
     let mut out = Vec::with_capacity(1);
     for (what, len, times) in
         [("write 8 B: post and poll", 8_u32, 200), ("write 4 KiB: post and poll", 4096, 100)]
@@ -264,7 +281,13 @@ fn over_device(device: &str) {
             31,
             times,
             || write.post_and_poll(),
-            || near.post_and_read(local(&from, u64::from(len), desc), remote(&key, u64::from(len)), &mut out),
+            || {
+                near.post_and_read(
+                    local(&from, u64::from(len), desc),
+                    remote(&key, u64::from(len)),
+                    &mut out,
+                )
+            },
         );
         report(what, &pairs, &Goal::Adds(0.0, 0.05));
     }
@@ -279,7 +302,9 @@ fn main() {
     match std::env::var("HMEM_VERBS_DEVICE") {
         _ if count => return,
         Ok(device) if !device.is_empty() => over_device(&device),
-        _ => println!("\nnot measured: HMEM_VERBS_DEVICE names no device (`tests/vm/run --bench` has one)"),
+        _ => println!(
+            "\nnot measured: HMEM_VERBS_DEVICE names no device (`tests/vm/run --bench` has one)"
+        ),
     }
     println!("\n{} s", Duration::as_secs(&started.elapsed()));
 }

@@ -9,13 +9,15 @@ use hmem_p2p::verbs::{
     GidEntry, GidType, VerbsDomain, choose_gid,
     sys::{
         AccessFlags, AhAttr, Context, Cq, Gid, GlobalRoute, Mr, Pd, Qp, QpAttr, QpAttrMask, QpCap,
-        QpInitAttr, QpState, QpType, RdmaPart, SendFlags, SendWr, Sge, Wc, WcStatus, WrOpcode, WrPart,
+        QpInitAttr, QpState, QpType, RdmaPart, SendFlags, SendWr, Sge, Wc, WcStatus, WrOpcode,
+        WrPart,
     },
 };
 
 pub(crate) type RegMr = unsafe extern "C" fn(*mut Pd, *mut c_void, usize, c_int) -> *mut Mr;
 pub(crate) type DeregMr = unsafe extern "C" fn(*mut Mr) -> c_int;
-type CreateCq = unsafe extern "C" fn(*mut Context, c_int, *mut c_void, *mut c_void, c_int) -> *mut Cq;
+type CreateCq =
+    unsafe extern "C" fn(*mut Context, c_int, *mut c_void, *mut c_void, c_int) -> *mut Cq;
 type CreateQp = unsafe extern "C" fn(*mut Pd, *mut QpInitAttr) -> *mut Qp;
 type ModifyQp = unsafe extern "C" fn(*mut Qp, *mut QpAttr, c_int) -> c_int;
 
@@ -43,7 +45,11 @@ pub(crate) struct RawRegistration {
 impl RawRegistration {
     /// In the protection domain of one of ours.
     pub(crate) fn of(domain: &VerbsDomain) -> Self {
-        Self { reg_mr: find(c"ibv_reg_mr"), dereg_mr: find(c"ibv_dereg_mr"), pd: domain.pd().cast() }
+        Self {
+            reg_mr: find(c"ibv_reg_mr"),
+            dereg_mr: find(c"ibv_dereg_mr"),
+            pd: domain.pd().cast(),
+        }
     }
 
     pub(crate) fn register(&self, address: u64, len: u64, flags: AccessFlags) -> *mut Mr {
@@ -89,7 +95,8 @@ impl RawWrite {
         // SAFETY: context, queue pair and queue live as long as the bench; both regions stay registered.
         unsafe {
             let ops = &(*self.context).ops;
-            let (post, poll) = (ops.post_send.expect("a driver posts"), ops.poll_cq.expect("a driver polls"));
+            let (post, poll) =
+                (ops.post_send.expect("a driver posts"), ops.poll_cq.expect("a driver polls"));
             assert_eq!(post(self.qp, &mut request, &mut bad), 0, "ibv_post_send");
             while poll(self.cq, 1, &mut done) == 0 {
                 // A software NIC works where it is let.
@@ -168,7 +175,12 @@ fn walk(qp: *mut Qp, peer: u32, gid: &GidEntry) {
     let modify_qp: ModifyQp = find(c"ibv_modify_qp");
     let modify = |mut attr: QpAttr, mask: QpAttrMask| {
         // SAFETY: the queue pair is alive; the mask says which attributes are set.
-        assert_eq!(unsafe { modify_qp(qp, &mut attr, mask.bits()) }, 0, "ibv_modify_qp {:?}", attr.qp_state);
+        assert_eq!(
+            unsafe { modify_qp(qp, &mut attr, mask.bits()) },
+            0,
+            "ibv_modify_qp {:?}",
+            attr.qp_state
+        );
     };
     let rights = AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE;
     modify(

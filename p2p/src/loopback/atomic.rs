@@ -56,11 +56,14 @@ pub(super) fn apply(
     compare: u64,
 ) -> Option<u64> {
     match datatype {
-        AtomicType::I32 => {
-            integer::i32(op, target as i32, operand as i32, compare as i32).map(|v| u64::from(v as u32))
+        AtomicType::I32 => integer::i32(op, target as i32, operand as i32, compare as i32)
+            .map(|v| u64::from(v as u32)),
+        AtomicType::U32 => {
+            integer::u32(op, target as u32, operand as u32, compare as u32).map(u64::from)
         }
-        AtomicType::U32 => integer::u32(op, target as u32, operand as u32, compare as u32).map(u64::from),
-        AtomicType::I64 => integer::i64(op, target as i64, operand as i64, compare as i64).map(|v| v as u64),
+        AtomicType::I64 => {
+            integer::i64(op, target as i64, operand as i64, compare as i64).map(|v| v as u64)
+        }
         AtomicType::U64 => integer::u64(op, target, operand, compare),
     }
 }
@@ -112,7 +115,8 @@ impl EndpointState {
         let target = self.target(work, peer)?;
         let reads_only = task.op == AtomicOp::AtomicRead;
         let (len, size) = (task.remote.len, task.datatype.size());
-        let operands = if reads_only { vec![0; len as usize] } else { self.operands(&work.local, len)? };
+        let operands =
+            if reads_only { vec![0; len as usize] } else { self.operands(&work.local, len)? };
         let compares = match task.compare {
             Some(part) => self.operands(&Few::One(part), len)?,
             None => vec![0; len as usize],
@@ -168,7 +172,8 @@ impl EndpointState {
     }
 }
 
-const _: () = assert!(cfg!(target_endian = "little"), "elements are kept in the low bytes of a word");
+const _: () =
+    assert!(cfg!(target_endian = "little"), "elements are kept in the low bytes of a word");
 
 fn word(bytes: &[u8]) -> u64 {
     let mut word = [0; 8];
@@ -242,7 +247,9 @@ impl Element {
         } else {
             // SAFETY: as above.
             let target = unsafe { AtomicU64::from_ptr(pointer.cast()) };
-            match target.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |before| self.new_value(before)) {
+            match target
+                .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |before| self.new_value(before))
+            {
                 Ok(before) | Err(before) => before,
             }
         }

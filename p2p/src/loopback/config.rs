@@ -81,7 +81,12 @@ impl Default for Builder {
             max_mr_count: MAX_REGIONS,
             page_sizes: page_sizes(),
             staged_access: Access::all(),
-            imports: Imports { dma_buf: true, pcie_mapping_first: false, peer_memory: false, staged: true },
+            imports: Imports {
+                dma_buf: true,
+                pcie_mapping_first: false,
+                peer_memory: false,
+                staged: true,
+            },
             flags: MrFlags::all(),
             windows: vec![WindowType::One, WindowType::TwoA, WindowType::TwoB],
             region_counters: true,
@@ -245,7 +250,9 @@ impl Builder {
         if attr.mr_iov_limit == 0 {
             return refuse("mr_iov_limit", &0, "a region has at least one range");
         }
-        if attr.needs.intersects(MrMode::BASIC | MrMode::SCALABLE) || !MrMode::all().contains(attr.needs) {
+        if attr.needs.intersects(MrMode::BASIC | MrMode::SCALABLE)
+            || !MrMode::all().contains(attr.needs)
+        {
             return refuse("needs", &attr.needs, "name single mode bits");
         }
         if self.names.is_empty() {
@@ -277,7 +284,8 @@ fn page_sizes() -> Vec<usize> {
     if let Ok(folder) = std::fs::read_dir("/sys/kernel/mm/hugepages") {
         sizes.extend(folder.flatten().filter_map(|entry| {
             let name = entry.file_name();
-            let kib: usize = name.to_str()?.strip_prefix("hugepages-")?.strip_suffix("kB")?.parse().ok()?;
+            let kib: usize =
+                name.to_str()?.strip_prefix("hugepages-")?.strip_suffix("kB")?.parse().ok()?;
             kib.checked_mul(1024)
         }));
     }

@@ -17,8 +17,8 @@ use hmem_core::{
     counter::Counter,
     provider::{
         CompletionQueue, DomainRequest, EndpointAttr, Live, Piece, ProviderAttr, ProviderDomain,
-        ProviderEndpoint, ProviderRegion, ProviderWindow, RegistrationRequest, StagingAttr, WindowBind,
-        WindowType,
+        ProviderEndpoint, ProviderRegion, ProviderWindow, RegistrationRequest, StagingAttr,
+        WindowBind, WindowType,
     },
 };
 use parking_lot::{Mutex, RwLock};
@@ -105,7 +105,10 @@ impl DomainState {
         let now = {
             let endpoints = self.endpoints.read();
             // Under the lock it is the count of just these endpoints.
-            Seen { endpoints: Arc::clone(&endpoints), replaced: self.replaced.load(Ordering::Relaxed) }
+            Seen {
+                endpoints: Arc::clone(&endpoints),
+                replaced: self.replaced.load(Ordering::Relaxed),
+            }
         };
         *seen = now;
     }
@@ -118,7 +121,8 @@ impl DomainState {
 
     pub(super) fn remove_endpoint(&self, id: u64) {
         let mut endpoints = self.endpoints.write();
-        *endpoints = endpoints.iter().filter(|endpoint| endpoint.id != id).map(Arc::clone).collect();
+        *endpoints =
+            endpoints.iter().filter(|endpoint| endpoint.id != id).map(Arc::clone).collect();
         self.replaced.fetch_add(1, Ordering::Release);
     }
 
@@ -128,7 +132,10 @@ impl DomainState {
         let table = &self.nic.table;
         if table.counts(self.slot).regions > 0 {
             let tokens = table.tokens_of(self.slot);
-            tracing::warn!(regions = tokens.len(), "a loopback domain was dropped with regions open");
+            tracing::warn!(
+                regions = tokens.len(),
+                "a loopback domain was dropped with regions open"
+            );
             self.remove_all(tokens);
         }
         self.nic.dismiss_domain(self.slot);
@@ -171,7 +178,11 @@ pub(super) struct Domain {
 }
 
 impl Domain {
-    pub(super) fn open(fabric: &Arc<Fabric>, nic: &Arc<Nic>, request: &DomainRequest) -> Result<Arc<Self>> {
+    pub(super) fn open(
+        fabric: &Arc<Fabric>,
+        nic: &Arc<Nic>,
+        request: &DomainRequest,
+    ) -> Result<Arc<Self>> {
         let keys = DomainKeys::new(nic.attr.key_size)?;
         let pinner = match nic.config.memory {
             Memory::Follow => None,
@@ -313,15 +324,26 @@ impl ProviderDomain for Domain {
     fn raw_key(&self, region: ProviderRegion) -> Result<RawKey> {
         self.enter(Call::RawKey)?;
         let token = token_of(region);
-        let key = self.state.nic.table.inspect(self.state.slot.id, token, "raw key", |body| body.key)?;
-        Ok(keys::write_raw(key, self.state.keys.cookie(key, token), self.state.nic.attr.raw_key_size))
+        let key =
+            self.state.nic.table.inspect(self.state.slot.id, token, "raw key", |body| body.key)?;
+        Ok(keys::write_raw(
+            key,
+            self.state.keys.cookie(key, token),
+            self.state.nic.attr.raw_key_size,
+        ))
     }
 
     fn remote_key(&self, _region: ProviderRegion) -> Result<Option<RemoteKey>> {
         Ok(None)
     }
 
-    fn map_raw(&self, base: Iova, len: u64, addressing: Addressing, raw: &RawKey) -> Result<RemoteKey> {
+    fn map_raw(
+        &self,
+        base: Iova,
+        len: u64,
+        addressing: Addressing,
+        raw: &RawKey,
+    ) -> Result<RemoteKey> {
         self.enter(Call::MapRaw)?;
         let parts = keys::read_raw(raw, self.state.nic.attr.raw_key_size)?;
         let mut mapped = self.state.mapped.write();

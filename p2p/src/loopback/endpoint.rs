@@ -130,7 +130,12 @@ impl EndpointState {
     #[inline]
     fn complete_transmit(&self, work: &Work, result: Result<u64>) {
         count(self.tx_counter.as_deref(), &result);
-        self.tx.push(Completion { context: work.context, kind: work.task.kind(), result, tag: None });
+        self.tx.push(Completion {
+            context: work.context,
+            kind: work.task.kind(),
+            result,
+            tag: None,
+        });
     }
 
     pub(super) fn complete_receive(&self, context: u64, tag: Option<u64>, result: Result<u64>) {
@@ -140,7 +145,11 @@ impl EndpointState {
 
     /// The endpoint of a peer, while it is open.
     #[inline]
-    pub(super) fn peer<'r>(&self, peer: PeerId, recent: &'r mut RecentPeer) -> Option<&'r Arc<Self>> {
+    pub(super) fn peer<'r>(
+        &self,
+        peer: PeerId,
+        recent: &'r mut RecentPeer,
+    ) -> Option<&'r Arc<Self>> {
         if recent.as_ref().is_none_or(|(known, endpoint)| *known != peer || endpoint.is_closed()) {
             // What is closed is let go of at once.
             *recent = None;
@@ -219,13 +228,13 @@ impl EndpointState {
         if let Operation::Receive { tag, from } = &request.operation {
             let (local, capacity) = self.local_parts(request.local)?;
             let from = match from {
-                Some(peer) => Some(
-                    self.peer_endpoint(*peer)
-                        .ok_or_else(|| invalid("the peer of a receive was resolved by this endpoint"))?,
-                ),
+                Some(peer) => Some(self.peer_endpoint(*peer).ok_or_else(|| {
+                    invalid("the peer of a receive was resolved by this endpoint")
+                })?),
                 None => None,
             };
-            let receive = Receive { local, capacity, tag: *tag, from, context: request.context, number: 0 };
+            let receive =
+                Receive { local, capacity, tag: *tag, from, context: request.context, number: 0 };
             self.inbox.post(receive, self.depth)?;
             if self.closed.load(Ordering::Acquire) {
                 // Closed meanwhile: whoever takes the receive out of the inbox completes it.
@@ -335,11 +344,14 @@ impl ProviderEndpoint for Endpoint {
         let fabric = &self.state.domain.fabric;
         self.state.domain.nic.config.faults.enter(Call::Resolve)?;
         let (fabric_id, endpoint_id) = parse_name(name)?;
-        let peer = (fabric_id == fabric.id).then(|| fabric.find(endpoint_id)).flatten().ok_or_else(|| {
-            Error::new(ErrorKind::Unreachable, "resolve")
-                .provider("loopback")
-                .remedy("a loopback endpoint is found on its own fabric, while it is open")
-        })?;
+        let peer = (fabric_id == fabric.id)
+            .then(|| fabric.find(endpoint_id))
+            .flatten()
+            .ok_or_else(|| {
+                Error::new(ErrorKind::Unreachable, "resolve")
+                    .provider("loopback")
+                    .remedy("a loopback endpoint is found on its own fabric, while it is open")
+            })?;
         let mut peers = self.state.peers.write();
         let next = peers.known.len();
         let at = *peers.by_endpoint.entry(endpoint_id).or_insert(next);
@@ -373,7 +385,10 @@ impl Drop for Endpoint {
 
 impl fmt::Debug for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Endpoint").field("state", &self.state).field("domain", &self.domain).finish()
+        f.debug_struct("Endpoint")
+            .field("state", &self.state)
+            .field("domain", &self.domain)
+            .finish()
     }
 }
 
@@ -397,12 +412,16 @@ fn parse_name(name: &EndpointName) -> Result<(u64, u64)> {
 
 #[cold]
 pub(super) fn canceled_request() -> Error {
-    Error::new(ErrorKind::Canceled, "transfer").provider("loopback").context("why", "its endpoint was closed")
+    Error::new(ErrorKind::Canceled, "transfer")
+        .provider("loopback")
+        .context("why", "its endpoint was closed")
 }
 
 #[cold]
 fn closed(operation: &'static str) -> Error {
-    Error::new(ErrorKind::BadState, operation).provider("loopback").context("why", "the endpoint is closed")
+    Error::new(ErrorKind::BadState, operation)
+        .provider("loopback")
+        .context("why", "the endpoint is closed")
 }
 
 #[cold]

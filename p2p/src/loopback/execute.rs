@@ -43,11 +43,21 @@ impl EndpointState {
 
     /// The peer of a request, if it is still there.
     #[inline]
-    pub(super) fn target<'r>(&self, work: &Work, recent: &'r mut RecentPeer) -> Result<&'r Arc<Self>> {
+    pub(super) fn target<'r>(
+        &self,
+        work: &Work,
+        recent: &'r mut RecentPeer,
+    ) -> Result<&'r Arc<Self>> {
         self.peer(work.peer, recent).ok_or_else(|| unreachable_peer(work.peer))
     }
 
-    fn rma(&self, work: &Work, remote: &Few<RemotePart>, write: bool, recent: &mut Recent) -> Result<u64> {
+    fn rma(
+        &self,
+        work: &Work,
+        remote: &Few<RemotePart>,
+        write: bool,
+        recent: &mut Recent,
+    ) -> Result<u64> {
         let Recent { peer, key } = recent;
         let target = self.target(work, peer)?;
         if let (Few::One(near), Few::One(far)) = (&work.local, remote)
@@ -164,15 +174,19 @@ enum LocalHold<'t> {
 impl<'t> LocalSide<'t> {
     /// Holds the regions of the parts, which must grant `right`.
     #[inline]
-    pub(super) fn hold(endpoint: &'t EndpointState, parts: &Few<LocalPart>, right: Access) -> Result<Self> {
+    pub(super) fn hold(
+        endpoint: &'t EndpointState,
+        parts: &Few<LocalPart>,
+        right: Access,
+    ) -> Result<Self> {
         let mut holds = Few::None;
         for part in parts.iter() {
             holds.push(match part.origin {
                 Origin::Region(token) => LocalHold::Region(hold_local(endpoint, token, right)?),
                 Origin::Host => LocalHold::Host,
-                Origin::Device(kind) => {
-                    LocalHold::Device(DeviceMemory::new(Arc::clone(endpoint.domain.registry.get(kind)?)))
-                }
+                Origin::Device(kind) => LocalHold::Device(DeviceMemory::new(Arc::clone(
+                    endpoint.domain.registry.get(kind)?,
+                ))),
             });
         }
         Ok(Self { holds })
@@ -180,7 +194,11 @@ impl<'t> LocalSide<'t> {
 
     /// Adds the bytes of the parts.
     #[inline]
-    pub(super) fn spans<'a>(&'a self, parts: &Few<LocalPart>, into: &mut Few<Span<'a>>) -> Result<()> {
+    pub(super) fn spans<'a>(
+        &'a self,
+        parts: &Few<LocalPart>,
+        into: &mut Few<Span<'a>>,
+    ) -> Result<()> {
         for (hold, part) in self.holds.iter().zip(parts.iter()) {
             let (at, len) = (part.address, part.len);
             if len == 0 {
@@ -226,7 +244,11 @@ impl<'t> RemoteSide<'t> {
 
     /// Adds the bytes of the parts.
     #[inline]
-    pub(super) fn spans<'a>(&'a self, parts: &[RemotePart], into: &mut Few<Span<'a>>) -> Result<()> {
+    pub(super) fn spans<'a>(
+        &'a self,
+        parts: &[RemotePart],
+        into: &mut Few<Span<'a>>,
+    ) -> Result<()> {
         for (hold, part) in self.holds.iter().zip(parts) {
             if part.len == 0 {
                 continue;
@@ -263,7 +285,8 @@ impl<'t> RemoteSide<'t> {
         if holds.iter().all(|hold| hold.region.extended().is_none()) {
             return Ok(());
         }
-        let extended = |hold: &'_ RemoteHold<'t>| hold.region.extended().map(|extended| extended.persistent);
+        let extended =
+            |hold: &'_ RemoteHold<'t>| hold.region.extended().map(|extended| extended.persistent);
         if holds.iter().any(|hold| extended(hold) == Some(true)) {
             for span in spans {
                 span.persist()?;
@@ -310,12 +333,12 @@ fn hold_key<'t>(
     let domain = &target.domain;
     let table = &domain.nic.table;
     let (number, cookie) = if key.mapped {
-        let parts = initiator.domain.mapped_key(key.number).ok_or_else(|| refused_remote(Refusal::Dead))?;
+        let parts =
+            initiator.domain.mapped_key(key.number).ok_or_else(|| refused_remote(Refusal::Dead))?;
         (parts.key, Some(parts))
     } else if initiator.domain.mode.contains(MrMode::RAW) || domain.mode.contains(MrMode::RAW) {
-        return Err(
-            refused_remote(Refusal::Dead).remedy("in RAW mode map the peer's raw key and use the mapped key")
-        );
+        return Err(refused_remote(Refusal::Dead)
+            .remedy("in RAW mode map the peer's raw key and use the mapped key"));
     } else {
         (key.number, None)
     };
@@ -379,7 +402,8 @@ fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Body) 
     let extended = region.extended();
     let auth_key =
         extended.and_then(|extended| extended.auth_key.as_ref()).unwrap_or(&target.domain.auth_key);
-    let agree = (auth_key.0.is_empty() && initiator.auth_key.0.is_empty()) || *auth_key == initiator.auth_key;
+    let agree = (auth_key.0.is_empty() && initiator.auth_key.0.is_empty())
+        || *auth_key == initiator.auth_key;
     if !agree {
         return Err(wrong_auth_key());
     }
@@ -390,7 +414,10 @@ fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Body) 
     {
         return Err(Error::new(ErrorKind::AccessDenied, "transfer")
             .provider("loopback")
-            .context("why", "the region counts accesses and the target endpoint was opened without RMA_EVENT")
+            .context(
+                "why",
+                "the region counts accesses and the target endpoint was opened without RMA_EVENT",
+            )
             .remedy("open the target endpoint with the RMA_EVENT capability"));
     }
     Ok(())

@@ -232,8 +232,11 @@ impl Faults {
             let mut plan = self.shared.plan.lock();
             plan.calls[call as usize] += 1;
             let now = plan.calls[call as usize];
-            let gate =
-                plan.gates.iter().position(|(kind, _)| *kind == call).map(|at| plan.gates.remove(at).1);
+            let gate = plan
+                .gates
+                .iter()
+                .position(|(kind, _)| *kind == call)
+                .map(|at| plan.gates.remove(at).1);
             let failure = plan
                 .failures
                 .iter()
@@ -257,7 +260,10 @@ impl Faults {
 impl fmt::Debug for Faults {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let plan = self.shared.plan.lock();
-        f.debug_struct("Faults").field("failures", &plan.failures).field("gates", &plan.gates.len()).finish()
+        f.debug_struct("Faults")
+            .field("failures", &plan.failures)
+            .field("gates", &plan.gates.len())
+            .finish()
     }
 }
 

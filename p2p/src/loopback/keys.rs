@@ -88,7 +88,11 @@ pub(super) struct DomainKeys {
 
 impl DomainKeys {
     pub(super) fn new(key_size: usize) -> Result<Self> {
-        Ok(Self { narrow: key_size == 4, sealing: Permutation::random()?, cookies: Permutation::random()? })
+        Ok(Self {
+            narrow: key_size == 4,
+            sealing: Permutation::random()?,
+            cookies: Permutation::random()?,
+        })
     }
 
     /// Whether keys have 4 bytes.

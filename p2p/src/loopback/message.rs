@@ -144,16 +144,22 @@ impl Inbox {
             let matched = {
                 let mut state = self.state.lock();
                 let found = state.receives.iter().enumerate().find_map(|(r, receive)| {
-                    let m =
-                        state.messages.iter().position(|message| receive.takes(message.from, message.tag))?;
+                    let m = state
+                        .messages
+                        .iter()
+                        .position(|message| receive.takes(message.from, message.tag))?;
                     Some((r, m))
                 });
                 match found {
                     Some((r, m)) => {
-                        let message = state.messages.remove(m).expect("the position was just found");
+                        let message =
+                            state.messages.remove(m).expect("the position was just found");
                         state.bytes -= message.bytes.len() as u64;
                         state.wake_senders();
-                        Some((state.receives.remove(r).expect("the position was just found"), message))
+                        Some((
+                            state.receives.remove(r).expect("the position was just found"),
+                            message,
+                        ))
                     }
                     None => {
                         self.unsettled.store(false, Ordering::Release);
@@ -224,7 +230,11 @@ fn fill(owner: &EndpointState, receive: &Receive, content: &Content<'_>) -> Resu
     }
 }
 
-fn fill_from(owner: &EndpointState, receive: &Receive, content: &Content<'_>) -> Result<u64, Failed> {
+fn fill_from(
+    owner: &EndpointState,
+    receive: &Receive,
+    content: &Content<'_>,
+) -> Result<u64, Failed> {
     let receivers = |error| Failed { part: Part::Target, error };
     let len = content.len();
     if len > receive.capacity {
@@ -310,7 +320,8 @@ impl EndpointState {
             let mut state = target.inbox.state.lock();
             let found = state.receives.iter().position(|receive| receive.takes(self.id, tag));
             if found.is_none()
-                && (state.messages.len() >= target.inbox.depth || state.bytes + len > target.inbox.limit)
+                && (state.messages.len() >= target.inbox.depth
+                    || state.bytes + len > target.inbox.limit)
             {
                 state.wait(&self.domain);
                 return Ok(None);
@@ -319,15 +330,20 @@ impl EndpointState {
         };
         // Mapped and staged memory goes straight to the receive, and says whose a failure is; what else may fail is read
         // first, so that the failure is the sender's.
-        let direct = spans
-            .iter()
-            .all(|span| matches!(span, Span::Direct { mapping: None, .. }) || span.staged().is_some());
+        let direct = spans.iter().all(|span| {
+            matches!(span, Span::Direct { mapping: None, .. }) || span.staged().is_some()
+        });
         let read = self.domain.nic.config.faults.enter(Call::Transfer).and_then(|()| {
-            if direct && receive.is_some() { Ok(Vec::new()) } else { memory::gather(spans.as_slice(), len) }
+            if direct && receive.is_some() {
+                Ok(Vec::new())
+            } else {
+                memory::gather(spans.as_slice(), len)
+            }
         });
         // A copy engine that was called may have closed the receiver on this very thread, which waits for nothing.
-        let read = read
-            .and_then(|bytes| if target.is_closed() { Err(unreachable_peer(work.peer)) } else { Ok(bytes) });
+        let read = read.and_then(|bytes| {
+            if target.is_closed() { Err(unreachable_peer(work.peer)) } else { Ok(bytes) }
+        });
         let put_back = |receive| {
             target.inbox.put_back(receive);
             if target.is_closed() {
@@ -344,8 +360,11 @@ impl EndpointState {
         };
         match receive {
             Some(receive) => {
-                let content =
-                    if direct { Content::Sent(self, spans.as_slice(), len) } else { Content::Kept(&bytes) };
+                let content = if direct {
+                    Content::Sent(self, spans.as_slice(), len)
+                } else {
+                    Content::Kept(&bytes)
+                };
                 let filled = match fill(target, &receive, &content) {
                     Ok(filled) => filled,
                     Err(error) => {

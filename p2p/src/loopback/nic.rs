@@ -30,7 +30,8 @@ pub(super) struct Fabric {
 
 impl Fabric {
     pub(super) fn new(names: &[String], config: &Config) -> Result<Self> {
-        let nics = names.iter().map(|name| Nic::new(name, config).map(Arc::new)).collect::<Result<_>>()?;
+        let nics =
+            names.iter().map(|name| Nic::new(name, config).map(Arc::new)).collect::<Result<_>>()?;
         Ok(Self { id: keys::random()?, nics, endpoints: RwLock::default() })
     }
 

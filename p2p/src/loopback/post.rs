@@ -4,7 +4,8 @@ use hmem_core::{
     Access, Addressing, Error, ErrorKind, IfaceKind, Iova, MrMode, RemoteKey, Result,
     provider::{ProviderRegion, ProviderWindow},
     transfer::{
-        AtomicOp, AtomicType, CompletionKind, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest,
+        AtomicOp, AtomicType, CompletionKind, LocalSegment, Operation, PeerId, RemoteSegment,
+        WorkRequest,
     },
 };
 
@@ -119,7 +120,10 @@ impl EndpointState {
             ));
         }
         let origin = if self.domain.mode.contains(MrMode::LOCAL) {
-            return Err(refuse("no descriptor", "in LOCAL mode every local buffer needs a descriptor"));
+            return Err(refuse(
+                "no descriptor",
+                "in LOCAL mode every local buffer needs a descriptor",
+            ));
         } else {
             if len > 0 && address.checked_add(len - 1).is_none() {
                 return Err(Error::new(ErrorKind::AddressWraps, "post")
@@ -135,9 +139,11 @@ impl EndpointState {
             if owner == IfaceKind::SYSTEM {
                 Origin::Host
             } else if self.domain.mode.contains(MrMode::HMEM) {
-                return Err(
-                    refuse("device memory", "in HMEM mode device buffers need a descriptor").iface(owner)
-                );
+                return Err(refuse(
+                    "device memory",
+                    "in HMEM mode device buffers need a descriptor",
+                )
+                .iface(owner));
             } else {
                 Origin::Device(owner)
             }
@@ -154,7 +160,9 @@ impl EndpointState {
         let mut total = 0u64;
         for segment in segments {
             parts.push(self.local_part(segment)?);
-            total = total.checked_add(segment.len).ok_or_else(|| invalid("the local lengths overflow"))?;
+            total = total
+                .checked_add(segment.len)
+                .ok_or_else(|| invalid("the local lengths overflow"))?;
         }
         Ok((parts, total))
     }
@@ -170,7 +178,9 @@ impl EndpointState {
             Operation::Send { tag, invalidate } => Task::Send {
                 tag: *tag,
                 invalidate: invalidate
-                    .map(|key| Ok::<_, Error>(KeyUse { number: key.as_u64()?, mapped: key.is_mapped() }))
+                    .map(|key| {
+                        Ok::<_, Error>(KeyUse { number: key.as_u64()?, mapped: key.is_mapped() })
+                    })
                     .transpose()?,
             },
             Operation::BindWindow { window, region, offset, len, access, addressing, tag } => {
@@ -216,7 +226,8 @@ impl EndpointState {
         if (op.compares() || op == AtomicOp::AtomicRead) && result.is_none() {
             return Err(invalid("comparing and reading atomics have a result"));
         }
-        if !result.is_none_or(|segment| fits(segment.len)) || !compare.is_none_or(|segment| fits(segment.len))
+        if !result.is_none_or(|segment| fits(segment.len))
+            || !compare.is_none_or(|segment| fits(segment.len))
         {
             return Err(invalid("result and compare buffers have the length of the target"));
         }
@@ -247,7 +258,8 @@ fn remote_parts(segments: &[RemoteSegment<'_>], len: u64) -> Result<Few<RemotePa
     let mut parts = Few::None;
     let mut total = 0u64;
     for segment in segments {
-        total = total.checked_add(segment.len).ok_or_else(|| invalid("the remote lengths overflow"))?;
+        total =
+            total.checked_add(segment.len).ok_or_else(|| invalid("the remote lengths overflow"))?;
         let mapped = segment.key.is_mapped();
         match segment.key.as_u64() {
             Ok(number) => parts.push(RemotePart {

@@ -45,7 +45,9 @@ impl ProgressThread {
         let handle = thread::Builder::new()
             .name(format!("hmem-{}", domain.nic.attr.nic.name))
             .spawn(move || run(&state))
-            .map_err(|error| Error::os(Errno::of(&error), "spawn progress thread").provider("loopback"))?;
+            .map_err(|error| {
+                Error::os(Errno::of(&error), "spawn progress thread").provider("loopback")
+            })?;
         domain.wake.thread.get_or_init(|| handle.thread().clone());
         domain.wake.wake();
         Ok(Self { handle: Some(handle), domain: Arc::clone(domain) })
@@ -69,7 +71,10 @@ fn run(domain: &DomainState) {
     let wake = &domain.wake;
     while !wake.stop.load(Ordering::Acquire) {
         wake.pending.swap(false, Ordering::AcqRel);
-        if domain.step() == 0 && !wake.pending.load(Ordering::Acquire) && !wake.stop.load(Ordering::Acquire) {
+        if domain.step() == 0
+            && !wake.pending.load(Ordering::Acquire)
+            && !wake.stop.load(Ordering::Acquire)
+        {
             thread::park();
         }
     }

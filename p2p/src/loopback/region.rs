@@ -223,7 +223,12 @@ impl Body {
 
     /// Finds the bytes of an access of at least one byte; all of it lies inside, or nothing is found.
     #[inline]
-    pub(super) fn spans<'a>(&'a self, place: Place, len: u64, into: &mut Few<Span<'a>>) -> Result<()> {
+    pub(super) fn spans<'a>(
+        &'a self,
+        place: Place,
+        len: u64,
+        into: &mut Few<Span<'a>>,
+    ) -> Result<()> {
         if self.kind == Kind::Pieces {
             return self.spans_of_pieces(place, len, into);
         }
@@ -238,7 +243,12 @@ impl Body {
         Ok(())
     }
 
-    fn spans_of_pieces<'a>(&'a self, place: Place, len: u64, into: &mut Few<Span<'a>>) -> Result<()> {
+    fn spans_of_pieces<'a>(
+        &'a self,
+        place: Place,
+        len: u64,
+        into: &mut Few<Span<'a>>,
+    ) -> Result<()> {
         let promises = self.extended().and_then(|extended| extended.promises.as_ref());
         let mut take = |piece: &'a RegionPiece, skip: u64, len: u64| -> Result<()> {
             if let Some(promises) = promises {
@@ -292,7 +302,9 @@ impl Body {
         }
         let mut run = 0;
         for (at, piece) in self.pieces().iter().enumerate() {
-            if piece.range.contains(Address(address)) || (len == 0 && piece.range.start().0 == address) {
+            if piece.range.contains(Address(address))
+                || (len == 0 && piece.range.start().0 == address)
+            {
                 let mut reach = piece.range.len() - (address - piece.range.start().0);
                 let mut end = piece.range.end();
                 for next in &self.pieces()[at + 1..] {

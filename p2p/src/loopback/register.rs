@@ -50,7 +50,11 @@ impl DomainState {
     }
 
     #[inline(always)]
-    fn bring_to_life(&self, request: &RegistrationRequest<'_>, body: NewBody) -> Result<ProviderRegion> {
+    fn bring_to_life(
+        &self,
+        request: &RegistrationRequest<'_>,
+        body: NewBody,
+    ) -> Result<ProviderRegion> {
         self.nic.config.faults.enter(Call::Register)?;
         self.insert(request, body, true)
     }
@@ -100,7 +104,12 @@ impl DomainState {
     }
 
     /// The body of any region, its memory imported, pinned or checked as the mode demands.
-    fn prepare(&self, request: &RegistrationRequest<'_>, pieces: &[Piece<'_>], len: u64) -> Result<NewBody> {
+    fn prepare(
+        &self,
+        request: &RegistrationRequest<'_>,
+        pieces: &[Piece<'_>],
+        len: u64,
+    ) -> Result<NewBody> {
         let mut extended = Extended {
             auth_key: (!self.is_own_key(request.auth_key)).then(|| request.auth_key.clone()),
             persistent: request.flags.contains(MrFlags::RMA_PMEM),
@@ -115,7 +124,9 @@ impl DomainState {
             addressing: request.addressing,
         };
         match pieces {
-            [Piece { range, backing: Backing::Host { owned } }] if *owned || self.pinner.is_none() => {
+            [Piece { range, backing: Backing::Host { owned } }]
+                if *owned || self.pinner.is_none() =>
+            {
                 if !owned {
                     self.check_pages(request, *range)?;
                 }
@@ -123,13 +134,18 @@ impl DomainState {
                 body.kind = if *owned { Kind::Owned } else { Kind::Borrowed };
             }
             _ => {
-                extended.pieces =
-                    pieces.iter().map(|piece| self.import(request, piece)).collect::<Result<_>>()?;
+                extended.pieces = pieces
+                    .iter()
+                    .map(|piece| self.import(request, piece))
+                    .collect::<Result<_>>()?;
             }
         }
-        let is_borrowed = |piece: &&Piece<'_>| matches!(piece.backing, Backing::Host { owned: false });
-        if self.mode.contains(MrMode::MMU_NOTIFY) && pieces.iter().any(|piece| is_borrowed(&piece)) {
-            let mut promises = Promises::present(pieces.iter().filter(is_borrowed).map(|piece| piece.range));
+        let is_borrowed =
+            |piece: &&Piece<'_>| matches!(piece.backing, Backing::Host { owned: false });
+        if self.mode.contains(MrMode::MMU_NOTIFY) && pieces.iter().any(|piece| is_borrowed(&piece))
+        {
+            let mut promises =
+                Promises::present(pieces.iter().filter(is_borrowed).map(|piece| piece.range));
             for piece in pieces.iter().filter(|piece| !is_borrowed(piece)) {
                 let start = piece.range.start().0;
                 promises.add(start, start.saturating_add(piece.range.len()));
@@ -167,7 +183,9 @@ impl DomainState {
             Backing::DmaBuf { fd, offset } => {
                 memory::import_fd(*fd, offset.0, piece.range.len(), request.access.nic_writes())?
             }
-            Backing::PeerMemory { .. } if !imports.peer_memory => return Err(refuse("peer memory")),
+            Backing::PeerMemory { .. } if !imports.peer_memory => {
+                return Err(refuse("peer memory"));
+            }
             Backing::PeerMemory { address } => {
                 let owner = self.registry.owner_of(*address)?.iface;
                 if owner == IfaceKind::SYSTEM {
@@ -188,7 +206,11 @@ impl DomainState {
         Ok(RegionPiece { range: piece.range, memory, at })
     }
 
-    fn import_borrowed(&self, request: &RegistrationRequest<'_>, range: AddressRange) -> Result<PieceMemory> {
+    fn import_borrowed(
+        &self,
+        request: &RegistrationRequest<'_>,
+        range: AddressRange,
+    ) -> Result<PieceMemory> {
         let Some(pinner) = &self.pinner else {
             self.check_pages(request, range)?;
             return Ok(PieceMemory::Borrowed);
@@ -239,7 +261,11 @@ impl DomainState {
         } else {
             table.insert_sealed(self.slot, &self.keys, body, birth)?
         };
-        Ok(ProviderRegion { token: token.to_u64(), local: LocalKey::from_provider(token.to_u64()), key })
+        Ok(ProviderRegion {
+            token: token.to_u64(),
+            local: LocalKey::from_provider(token.to_u64()),
+            key,
+        })
     }
 
     /// A random key that is not in use.
@@ -284,7 +310,8 @@ impl DomainState {
                 }
                 let extended = Extended {
                     pieces,
-                    auth_key: (!self.is_own_key(request.auth_key)).then(|| request.auth_key.clone()),
+                    auth_key: (!self.is_own_key(request.auth_key))
+                        .then(|| request.auth_key.clone()),
                     promises: parent.extended().and_then(|extended| extended.promises.clone()),
                     parent: Some(base),
                     persistent: request.flags.contains(MrFlags::RMA_PMEM)
@@ -297,7 +324,11 @@ impl DomainState {
                     extended: Some(Box::new(extended)),
                     access: request.access,
                     // Memory that the base may only read is not known to be mapped writable.
-                    kind: if widens && parent.kind == Kind::Owned { Kind::Borrowed } else { parent.kind },
+                    kind: if widens && parent.kind == Kind::Owned {
+                        Kind::Borrowed
+                    } else {
+                        parent.kind
+                    },
                     addressing: request.addressing,
                 })
             })
@@ -328,7 +359,8 @@ impl DomainState {
         if let Some(parent) = extended.parent {
             self.nic.table.remove_dependent(parent);
         }
-        if let Some(endpoint) = extended.endpoint.read().as_ref().and_then(std::sync::Weak::upgrade) {
+        if let Some(endpoint) = extended.endpoint.read().as_ref().and_then(std::sync::Weak::upgrade)
+        {
             endpoint.unbind();
         }
     }
@@ -339,7 +371,10 @@ impl DomainState {
             let before = tokens.len();
             tokens.retain(|token| self.deregister(*token).is_err());
             if tokens.len() == before {
-                tracing::error!(regions = before, "regions with windows outlive their loopback domain");
+                tracing::error!(
+                    regions = before,
+                    "regions with windows outlive their loopback domain"
+                );
                 return;
             }
         }

@@ -56,8 +56,8 @@ use parking_lot::{Condvar, Mutex};
 pub(super) use self::held::Held;
 use self::{
     entry::{
-        ENABLED, Entry, GENERATION_SHIFT, LIVE, RESTING, SHARD_BITS, SHARDS, SINGLE_USE, Shard, ShardState,
-        USERS,
+        ENABLED, Entry, GENERATION_SHIFT, LIVE, RESTING, SHARD_BITS, SHARDS, SINGLE_USE, Shard,
+        ShardState, USERS,
     },
     slots::full,
 };
@@ -251,7 +251,12 @@ impl Table {
     /// Removes a region: its key is dead at once, and when this returns nobody uses it. What it owned comes back, to be
     /// dropped outside every lock.
     #[inline]
-    pub(super) fn remove(&self, domain: DomainSlot, token: Token, requested: bool) -> Result<Removed> {
+    pub(super) fn remove(
+        &self,
+        domain: DomainSlot,
+        token: Token,
+        requested: bool,
+    ) -> Result<Removed> {
         let entry = self.entry(token.index).ok_or_else(stale)?;
         let shard = self.shard(token.index);
         let mut state = shard.state.lock();
@@ -338,7 +343,12 @@ impl Table {
     }
 
     /// Adds a window or sub-region that keeps the region from being removed.
-    pub(super) fn add_dependent(&self, domain: u32, token: Token, operation: &'static str) -> Result<()> {
+    pub(super) fn add_dependent(
+        &self,
+        domain: u32,
+        token: Token,
+        operation: &'static str,
+    ) -> Result<()> {
         self.with_live(domain, token, operation, |entry| {
             entry.link.fetch_add(1, Ordering::Relaxed);
         })

@@ -123,7 +123,8 @@ impl DomainState {
             let prefix = keys::random()? & mask;
             let taken = index.by_prefix.contains_key(&prefix)
                 || (self.requested_keys()
-                    && (0..=0xff).any(|tag| self.nic.table.is_requested(self.slot.id, prefix << 8 | tag)));
+                    && (0..=0xff)
+                        .any(|tag| self.nic.table.is_requested(self.slot.id, prefix << 8 | tag)));
             if !taken {
                 return Ok(prefix);
             }
@@ -213,7 +214,8 @@ impl DomainState {
                 .provider("loopback")
                 .remedy("a type 1 window is addressed by virtual addresses"));
         }
-        let new = if bind.len > 0 { Some(self.new_bound(bind, "bind window", None)?) } else { None };
+        let new =
+            if bind.len > 0 { Some(self.new_bound(bind, "bind window", None)?) } else { None };
         let mut index = self.windows.index.write();
         let mut state = window.state.lock();
         if state.freed {
@@ -291,7 +293,14 @@ impl DomainState {
         right: Access,
     ) -> Result<(Held<'_>, BoundUse)> {
         let dead = || refused_remote(Refusal::Dead);
-        let window = self.windows.index.read().by_prefix.get(&(key >> 8)).map(Arc::clone).ok_or_else(dead)?;
+        let window = self
+            .windows
+            .index
+            .read()
+            .by_prefix
+            .get(&(key >> 8))
+            .map(Arc::clone)
+            .ok_or_else(dead)?;
         let used = {
             let state = window.state.lock();
             let bound = state.bound.as_ref().filter(|_| state.key() == key).ok_or_else(dead)?;

@@ -108,7 +108,9 @@ impl Slot {
     /// Whether it is the key's. The bus id of the NIC says nothing more than its name.
     #[inline]
     fn is_of(&self, key: &Key<'_>) -> bool {
-        self.class == key.class && self.nic.name == key.nic.name && self.nic.provider == key.nic.provider
+        self.class == key.class
+            && self.nic.name == key.nic.name
+            && self.nic.provider == key.nic.provider
     }
 
     /// What was decided.
@@ -195,7 +197,8 @@ impl Cache {
     pub(super) fn slot(&self, key: &Key<'_>) -> &Slot {
         let mut place = self.bucket(key);
         loop {
-            let link = place.get_or_init(|| Box::new(Link { slot: Slot::new(key), next: Place::new() }));
+            let link =
+                place.get_or_init(|| Box::new(Link { slot: Slot::new(key), next: Place::new() }));
             if link.slot.is_of(key) {
                 return &link.slot;
             }
@@ -255,8 +258,13 @@ mod tests {
             for (policy, imports) in
                 [(P2pPolicy::Enabled, 0), (P2pPolicy::Enabled, 3), (P2pPolicy::Disabled, 0)]
             {
-                let class =
-                    Class { iface: IfaceKind::CUDA, device, kind: AllocationKind::Device, policy, imports };
+                let class = Class {
+                    iface: IfaceKind::CUDA,
+                    device,
+                    kind: AllocationKind::Device,
+                    policy,
+                    imports,
+                };
                 for (provider, name) in ["verbs", "loopback"].into_iter().flat_map(|provider| {
                     let names = (0..20)
                         .map(|n| format!("mlx5_{n}"))
@@ -287,7 +295,9 @@ mod tests {
         assert_eq!(cache.slots().count(), all.len());
         assert!(keys().all(|key| cache.slot(&key).count_refused()));
         cache.clear();
-        assert!(keys().all(|key| cache.decision(&key).is_none() && cache.slot(&key).count_refused()));
+        assert!(
+            keys().all(|key| cache.decision(&key).is_none() && cache.slot(&key).count_refused())
+        );
         assert!(keys().all(|key| cache.slot(&key).count_refused()), "counted from the start again");
         assert_eq!(cache.slots().count(), all.len());
     }
@@ -297,7 +307,8 @@ mod tests {
         let cache = Cache::default();
         let all = classes_and_nics();
         let slots: Vec<Vec<_>> = std::thread::scope(|scope| {
-            let ask = || all.iter().map(|(class, nic)| cache.slot(&Key { class: *class, nic })).collect();
+            let ask =
+                || all.iter().map(|(class, nic)| cache.slot(&Key { class: *class, nic })).collect();
             let threads: Vec<_> = (0..4).map(|_| scope.spawn(ask)).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });

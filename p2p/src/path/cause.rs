@@ -114,7 +114,8 @@ const IMPORT_OR_REGISTER: &[Step] = &[Step::Import, Step::Register];
 const UNSUPPORTED: Answer = Answer::Kind(&[ErrorKind::Unsupported, ErrorKind::NoSys]);
 const BAR_FULL: &[Answer] =
     &[Answer::Errno(&[12, 28]), Answer::Driver(&[2]), Answer::Kind(&[ErrorKind::OutOfResources])];
-const NOT_REACHABLE: &[Answer] = &[Answer::Errno(&[524, 121]), Answer::Kind(&[ErrorKind::Unreachable])];
+const NOT_REACHABLE: &[Answer] =
+    &[Answer::Errno(&[524, 121]), Answer::Kind(&[ErrorKind::Unreachable])];
 
 /// The cause that holds only while the default mapping is not refused as well.
 pub(super) const NO_PCIE_MAPPING: &str = "no-pcie-mapping";
@@ -198,7 +199,11 @@ pub const CAUSES: &[Cause] = &[
         paths: DMA_BUF,
         steps: EXPORT,
         mapping: Some(DmaBufMapping::Pcie),
-        answers: &[Answer::Driver(&[1, 801]), UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
+        answers: &[
+            Answer::Driver(&[1, 801]),
+            UNSUPPORTED,
+            Answer::Kind(&[ErrorKind::InvalidArgument]),
+        ],
         cause: "the driver or the device has no PCIe mapping for exports (CUDA from 12.8, ROCr from 7.2)",
         remedy: "nothing where the default mapping works, which is tried next; update the driver where it does not",
         ..ANY
@@ -210,7 +215,11 @@ pub const CAUSES: &[Cause] = &[
         kind: Some(AllocationKind::Virtual),
         answers: &[
             Answer::Driver(&[1, 801]),
-            Answer::Kind(&[ErrorKind::Unsupported, ErrorKind::InvalidArgument, ErrorKind::OutOfBounds]),
+            Answer::Kind(&[
+                ErrorKind::Unsupported,
+                ErrorKind::InvalidArgument,
+                ErrorKind::OutOfBounds,
+            ]),
         ],
         cause: "the range was mapped by hand (VMM, expandable segments) from physical memory that was not created for RDMA, or \
                 spans a hole between two mappings",
@@ -290,7 +299,10 @@ pub const CAUSES: &[Cause] = &[
         steps: EXPORT,
         iface: Some(IfaceKind::ROCR),
         answers: &[UNSUPPORTED],
-        needs: needs("the kernel was built without DMABUF_MOVE_NOTIFY or PCI_P2PDMA", rocr_options_missing),
+        needs: needs(
+            "the kernel was built without DMABUF_MOVE_NOTIFY or PCI_P2PDMA",
+            rocr_options_missing,
+        ),
         cause: "amdgpu exports dma-bufs to other devices only in kernels with CONFIG_DMABUF_MOVE_NOTIFY and CONFIG_PCI_P2PDMA",
         remedy: "run a kernel that has both options",
         ..ANY
@@ -309,7 +321,11 @@ pub const CAUSES: &[Cause] = &[
         name: "segments-not-in-one",
         paths: DMA_BUF,
         steps: &[Step::ExportWhole],
-        answers: &[Answer::Driver(&[1, 801]), UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
+        answers: &[
+            Answer::Driver(&[1, 801]),
+            UNSUPPORTED,
+            Answer::Kind(&[ErrorKind::InvalidArgument]),
+        ],
         cause: "the driver makes no one dma-buf of several mappings, or their physical memory differs in device or properties",
         remedy: "nothing where each segment is exported by itself, which is tried next; for one key over the range, create all \
                  of its physical memory with the same properties",
@@ -329,7 +345,9 @@ pub const CAUSES: &[Cause] = &[
         paths: DIRECT,
         steps: EXPORT_OR_REGISTER,
         answers: NOT_REACHABLE,
-        needs: needs("ACS redirects requests between the two", |facts| facts.acs_redirects == Some(true)),
+        needs: needs("ACS redirects requests between the two", |facts| {
+            facts.acs_redirects == Some(true)
+        }),
         cause: "ACS on a PCIe bridge between device and NIC sends their requests to the root complex, which does not pass them on",
         remedy: "switch ACS redirection off on the bridges between the two (firmware, or setpci ECAP_ACS+6.w=0 at boot); in a \
                  virtual machine let the NIC use ATS",
@@ -428,7 +446,10 @@ pub const CAUSES: &[Cause] = &[
     Cause {
         name: "beyond-the-export",
         paths: DMA_BUF,
-        answers: &[Answer::Errno(&[22]), Answer::Kind(&[ErrorKind::InvalidArgument, ErrorKind::OutOfBounds])],
+        answers: &[
+            Answer::Errno(&[22]),
+            Answer::Kind(&[ErrorKind::InvalidArgument, ErrorKind::OutOfBounds]),
+        ],
         cause: "the range reaches past the end of the dma-buf, the fd is no dma-buf, or address and offset differ within a page",
         remedy: "give the offset in the dma-buf and not in the allocation, and check the length against the exported buffer",
         ..ANY
@@ -518,8 +539,12 @@ impl Cause {
 impl Answer {
     fn is(self, error: &Error) -> bool {
         match self {
-            Self::Errno(numbers) => error.os_errno().is_some_and(|errno| numbers.contains(&errno.0)),
-            Self::Driver(codes) => error.driver().is_some_and(|driver| codes.contains(&driver.code)),
+            Self::Errno(numbers) => {
+                error.os_errno().is_some_and(|errno| numbers.contains(&errno.0))
+            }
+            Self::Driver(codes) => {
+                error.driver().is_some_and(|driver| codes.contains(&driver.code))
+            }
             // These two numbers are turned into kinds that say less.
             Self::Kind(kinds) => {
                 let exact = error.os_errno().is_some_and(|errno| matches!(errno.0, 121 | 524));

@@ -3,8 +3,8 @@
 use std::{fmt, sync::Arc};
 
 use hmem_core::{
-    Access, AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, ErrorKind, Iface,
-    IfaceKind, MrMode, Path, Registry, Result,
+    Access, AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, ErrorKind,
+    Iface, IfaceKind, MrMode, Path, Registry, Result,
     iface::{AllocRequest, DmaBufMapping},
     path::{Attempt, P2pPolicy, Trace},
     provider::{Nic, Provider},
@@ -109,7 +109,8 @@ impl Paths {
         };
         let decider = Arc::new(self.without_memory());
         let domain = Domain::open(provider, Arc::clone(registry), decider, attr)?;
-        let wanted = AllocRequest { len: request.size, device: device.unwrap_or(DeviceId(0)), kind };
+        let wanted =
+            AllocRequest { len: request.size, device: device.unwrap_or(DeviceId(0)), kind };
         let buffer = DeviceBuffer::allocate(iface, &wanted)?;
         let outcome = match domain.register(buffer, Access::REMOTE_READ | Access::REMOTE_WRITE) {
             Ok(registered) => {
@@ -150,7 +151,10 @@ impl Paths {
 }
 
 /// The device meant, and where it is plugged in.
-fn device(iface: &Arc<dyn Iface>, request: &ExplainRequest) -> Result<(Option<DeviceId>, Option<String>)> {
+fn device(
+    iface: &Arc<dyn Iface>,
+    request: &ExplainRequest,
+) -> Result<(Option<DeviceId>, Option<String>)> {
     if request.iface == IfaceKind::SYSTEM {
         return Ok((None, None));
     }
@@ -178,7 +182,8 @@ impl Explanation {
         self.mapping = (decision.path == Path::DmaBuf).then_some(decision.mapping);
         self.reason.clone_from(&decision.reason);
         self.attempts = decision.attempts.clone();
-        let staged_by_order = decision.path == Path::Staged && decision.policy == P2pPolicy::Disabled;
+        let staged_by_order =
+            decision.path == Path::Staged && decision.policy == P2pPolicy::Disabled;
         if staged_by_order {
             self.advise(super::allow(self.p2p_disabled).to_owned());
         }
@@ -239,7 +244,11 @@ impl fmt::Display for Explanation {
             Some(path) => write!(f, "{path}")?,
             None => f.write_str("no path")?,
         }
-        write!(f, " ({}) for {} bytes of {} memory of {}", self.reason, self.size, self.kind, self.iface)?;
+        write!(
+            f,
+            " ({}) for {} bytes of {} memory of {}",
+            self.reason, self.size, self.kind, self.iface
+        )?;
         if let Some(device) = self.device {
             write!(f, " device {device}")?;
         }

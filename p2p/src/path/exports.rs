@@ -134,8 +134,12 @@ impl<'a> Exports<'a> {
 
     /// The segments are known.
     fn export(&self, mapping: DmaBufMapping, grain: Grain, nic: &Nic) -> Result<Set, Refusal> {
-        let mut set =
-            Set { mapping, grain, made: Vec::with_capacity(self.ranges.len()), refused: Vec::new() };
+        let mut set = Set {
+            mapping,
+            grain,
+            made: Vec::with_capacity(self.ranges.len()),
+            refused: Vec::new(),
+        };
         let ask = |range: AddressRange| {
             self.iface
                 .export_dma_buf(range, nic, mapping)
@@ -193,8 +197,10 @@ impl<'a> Exports<'a> {
         let mut all = Vec::with_capacity(self.ranges.len());
         for range in self.ranges {
             let call = || format!("segments({range})");
-            let segments =
-                self.iface.segments(*range).map_err(|error| Refusal::new(Step::Segments, call(), error))?;
+            let segments = self
+                .iface
+                .segments(*range)
+                .map_err(|error| Refusal::new(Step::Segments, call(), error))?;
             if !cover(&segments, *range) {
                 let error = Error::new(ErrorKind::OutOfBounds, "segments")
                     .iface(self.iface.kind())

@@ -89,7 +89,8 @@ impl ThisMachine {
 
     /// Modules, where the kernel lists them.
     fn modules(&self, kernel: &Kernel) -> Option<BTreeSet<String>> {
-        let listed = ["proc/modules", "sys/module"].iter().any(|path| self.root.join(path).exists());
+        let listed =
+            ["proc/modules", "sys/module"].iter().any(|path| self.root.join(path).exists());
         listed.then(|| kernel.modules.iter().cloned().collect())
     }
 
@@ -120,14 +121,17 @@ impl ThisMachine {
 impl FactSource for ThisMachine {
     fn facts(&self, device: Option<&str>, nic: &Nic) -> Facts {
         let bus_ids = [nic.pci_bus_id.as_deref(), device];
-        let translates = bus_ids.into_iter().flatten().filter_map(|bus_id| self.iommu_translates(bus_id));
+        let translates =
+            bus_ids.into_iter().flatten().filter_map(|bus_id| self.iommu_translates(bus_id));
         let kernel = Topology::kernel_below(&self.root, &self.options).unwrap_or_default();
         Facts {
             kernel: kernel.release.as_deref().and_then(version),
             modules: self.modules(&kernel),
             kernel_options: kernel.options.as_ref().map(built_with),
             nvidia_modules_open: kernel.nvidia.as_ref().map(|driver| driver.open),
-            memlock: self.text("proc/self/limits").and_then(|text| limit(&text, "Max locked memory")),
+            memlock: self
+                .text("proc/self/limits")
+                .and_then(|text| limit(&text, "Max locked memory")),
             iommu_translates: translates.reduce(|one, other| one || other),
             acs_redirects: self.acs_redirects(device, nic),
             bar: device.and_then(|bus_id| self.bar(bus_id)),
@@ -158,7 +162,11 @@ mod tests {
     use super::*;
 
     fn nic(bus_id: Option<&str>) -> Nic {
-        Nic { provider: "verbs".into(), name: "mlx5_0".into(), pci_bus_id: bus_id.map(str::to_owned) }
+        Nic {
+            provider: "verbs".into(),
+            name: "mlx5_0".into(),
+            pci_bus_id: bus_id.map(str::to_owned),
+        }
     }
 
     #[test]
@@ -175,7 +183,10 @@ mod tests {
             "CONFIG_PCI_P2PDMA=y\n# CONFIG_X is not set\nCONFIG_N=\"t\"\n",
         );
         write("sys/module/nvidia_peermem/refcnt", "0");
-        write("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module  565.57\n");
+        write(
+            "proc/driver/nvidia/version",
+            "NVRM version: NVIDIA UNIX Open Kernel Module  565.57\n",
+        );
         write(
             "proc/self/limits",
             "Limit  Soft Limit  Hard Limit  Units\nMax locked memory  65536  65536  bytes\n",
@@ -187,7 +198,8 @@ mod tests {
              0x0000006000000000 0x0000006fffffffff 0x000000000014220c\n\
              0x0000000000000000 0x0000000000000000 0x0000000000000000\nnot numbers\n",
         );
-        let facts = ThisMachine::below(&root).facts(Some("0000:18:00.0"), &nic(Some("0000:17:00.0")));
+        let facts =
+            ThisMachine::below(&root).facts(Some("0000:18:00.0"), &nic(Some("0000:17:00.0")));
         fs::remove_dir_all(&root).unwrap();
         let names = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect());
         let expected = Facts {
@@ -211,14 +223,20 @@ mod tests {
         let root = std::env::temp_dir().join(format!("hmem-facts-packed-{}", std::process::id()));
         fs::create_dir_all(root.join("proc")).unwrap();
         let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
-        std::io::Write::write_all(&mut packed, b"CONFIG_PCI_P2PDMA=y\nCONFIG_UDMABUF=m\nCONFIG_OTHER=y\n")
-            .unwrap();
+        std::io::Write::write_all(
+            &mut packed,
+            b"CONFIG_PCI_P2PDMA=y\nCONFIG_UDMABUF=m\nCONFIG_OTHER=y\n",
+        )
+        .unwrap();
         fs::write(root.join("proc/config.gz"), packed.finish().unwrap()).unwrap();
         let modules = "nvidia_peermem 16384 0 - Loading 0x0\nib_uverbs 16384 0 - Live 0x0\n";
         fs::write(root.join("proc/modules"), modules).unwrap();
         let facts = ThisMachine::below(&root).facts(None, &nic(None));
         fs::remove_dir_all(&root).unwrap();
-        assert_eq!((facts.has_option("PCI_P2PDMA"), facts.has_option("UDMABUF")), (Some(true), Some(true)));
+        assert_eq!(
+            (facts.has_option("PCI_P2PDMA"), facts.has_option("UDMABUF")),
+            (Some(true), Some(true))
+        );
         assert_eq!(facts.has_option("DMABUF_MOVE_NOTIFY"), Some(false));
         assert_eq!(
             (facts.has_module("ib_uverbs"), facts.has_module("nvidia_peermem")),
@@ -235,7 +253,11 @@ mod tests {
         let machine = ThisMachine::below(&root);
         let told = |machine: &ThisMachine| {
             let facts = machine.facts(None, &nic(None));
-            (facts.has_option("PCI_P2PDMA"), facts.has_option("UDMABUF"), facts.has_module("nvidia"))
+            (
+                facts.has_option("PCI_P2PDMA"),
+                facts.has_option("UDMABUF"),
+                facts.has_module("nvidia"),
+            )
         };
         write("proc/sys/kernel/osrelease", "6.12.1\n");
         write("proc/modules", "");
@@ -248,7 +270,11 @@ mod tests {
         write("proc/modules", "nvidia 16384 0 - Live 0x0\n");
         let later = (Some(true), Some(false), Some(true));
         assert_eq!((told(&machine), told(&machine.clone())), (later, later));
-        assert_eq!(ThisMachine::below(&root).facts(None, &nic(None)).kernel, None, "it is there to be read");
+        assert_eq!(
+            ThisMachine::below(&root).facts(None, &nic(None)).kernel,
+            None,
+            "it is there to be read"
+        );
 
         fs::remove_file(root.join("proc/config.gz")).unwrap();
         write("proc/sys/kernel/osrelease", "6.12.2\n");

@@ -56,7 +56,11 @@ pub struct Paths {
 
 impl Default for Paths {
     fn default() -> Self {
-        Self { disable_p2p: false, facts: Arc::new(ThisMachine::default()), cache: Cache::default() }
+        Self {
+            disable_p2p: false,
+            facts: Arc::new(ThisMachine::default()),
+            cache: Cache::default(),
+        }
     }
 }
 
@@ -91,7 +95,12 @@ impl Paths {
     ///
     /// Takes no lock and asks no driver.
     #[must_use]
-    pub fn remembered(&self, owner: &Owner, nic: &ProviderAttr, policy: P2pPolicy) -> Option<Arc<Decision>> {
+    pub fn remembered(
+        &self,
+        owner: &Owner,
+        nic: &ProviderAttr,
+        policy: P2pPolicy,
+    ) -> Option<Arc<Decision>> {
         let key = Key::new(owner.iface, owner.device, kind_of(owner), policy, nic);
         self.cache.decision(&key)
     }
@@ -103,7 +112,11 @@ impl Paths {
 
     /// The same settings, and no decisions.
     fn without_memory(&self) -> Self {
-        Self { disable_p2p: self.disable_p2p, facts: Arc::clone(&self.facts), cache: Cache::default() }
+        Self {
+            disable_p2p: self.disable_p2p,
+            facts: Arc::clone(&self.facts),
+            cache: Cache::default(),
+        }
     }
 
     #[inline]
@@ -115,10 +128,15 @@ impl Paths {
     ///
     /// # Safety
     /// As [`ProviderDomain::register`], for the ranges of the request.
-    unsafe fn decide(&self, subject: Subject<'_>, exports: &mut Exports<'_>) -> Result<PathOutcome> {
+    unsafe fn decide(
+        &self,
+        subject: Subject<'_>,
+        exports: &mut Exports<'_>,
+    ) -> Result<PathOutcome> {
         let request = subject.request;
         let attr = subject.provider.attr();
-        let key = Key::new(request.owner.iface, request.owner.device, subject.kind, request.policy, attr);
+        let key =
+            Key::new(request.owner.iface, request.owner.device, subject.kind, request.policy, attr);
         let mut tried = None;
         if let Some(decided) = self.cache.decided(&key) {
             let way = match (decided.way, exports.existing()) {
@@ -202,7 +220,14 @@ impl Paths {
     }
 
     /// Remembers what holds for other buffers too.
-    fn learn(&self, key: &Key<'_>, subject: &Subject<'_>, way: Way, decision: &Arc<Decision>, learn: Learn) {
+    fn learn(
+        &self,
+        key: &Key<'_>,
+        subject: &Subject<'_>,
+        way: Way,
+        decision: &Arc<Decision>,
+        learn: Learn,
+    ) {
         if !learn.refused_by_driver {
             let mut decision = Decision { remembered: true, ..Decision::clone(decision) };
             if learn.spread {
@@ -255,7 +280,12 @@ fn remembered_now(decision: &Arc<Decision>, way: Way, trial: Trial<'_>) -> Arc<D
 
 /// Under the mapping decided earlier, why that one still holds; under another, only what was done now.
 #[cold]
-fn added_to(decision: &Decision, way: Way, now: Vec<Attempt>, spread: Option<Spread>) -> Arc<Decision> {
+fn added_to(
+    decision: &Decision,
+    way: Way,
+    now: Vec<Attempt>,
+    spread: Option<Spread>,
+) -> Arc<Decision> {
     let mapping = way.mapping();
     let remembered = decision.mapping == mapping;
     let earlier = decision.attempts.iter().filter(|attempt| remembered && attempt.error.is_some());
@@ -273,8 +303,10 @@ unsafe fn ways_left(
     exports: &mut Exports<'_>,
     tried: Option<Way>,
 ) -> Result<(Way, ProviderRegion), (&'static str, &'static str)> {
-    const REFUSED: (&str, &str) =
-        ("what was asked for was refused, whatever the way", "ask for something else, as the trace says");
+    const REFUSED: (&str, &str) = (
+        "what was asked for was refused, whatever the way",
+        "ask for something else, as the trace says",
+    );
     if trial.request_refused {
         return Err(REFUSED);
     }
@@ -286,7 +318,10 @@ unsafe fn ways_left(
                 Err(refusal) => trial.refuse(Way::HostPages, refusal),
             }
         }
-        return Err(("its host pages were refused", "see the trace: there is no other way to host pages"));
+        return Err((
+            "its host pages were refused",
+            "see the trace: there is no other way to host pages",
+        ));
     }
     if subject.policy == P2pPolicy::Disabled {
         if subject.off && subject.request.policy == P2pPolicy::Required {
@@ -434,7 +469,14 @@ impl PathDecider for Paths {
         for (at, (request, provider)) in requests.iter().enumerate() {
             let machine = Machine { source: &*self.facts, iface: Some(&**iface) };
             let (kind, policy) = (kind_of(&request.owner), self.policy(request.policy));
-            let asked = Asked { request, kind, provider: *provider, policy, off: self.disable_p2p, machine };
+            let asked = Asked {
+                request,
+                kind,
+                provider: *provider,
+                policy,
+                off: self.disable_p2p,
+                machine,
+            };
             let subject = Subject { asked, iface };
             self.decide_beforehand(&subject);
             // The last one gives the exports back, and writes down what went wrong with that.
@@ -448,10 +490,16 @@ impl PathDecider for Paths {
 
 /// # Safety
 /// As [`ProviderDomain::register`], for the ranges of the request.
-unsafe fn register_host(request: &PathRequest<'_>, provider: &dyn ProviderDomain) -> Result<ProviderRegion> {
+unsafe fn register_host(
+    request: &PathRequest<'_>,
+    provider: &dyn ProviderDomain,
+) -> Result<ProviderRegion> {
     let backing = Backing::Host { owned: request.owned };
-    let pieces: Vec<_> =
-        request.ranges.iter().map(|range| Piece { range: *range, backing: backing.clone() }).collect();
+    let pieces: Vec<_> = request
+        .ranges
+        .iter()
+        .map(|range| Piece { range: *range, backing: backing.clone() })
+        .collect();
     // SAFETY: passed on to the caller.
     unsafe { provider.register(&request.registration, &pieces) }
 }
@@ -460,7 +508,11 @@ unsafe fn register_host(request: &PathRequest<'_>, provider: &dyn ProviderDomain
 ///
 /// # Safety
 /// As [`ProviderDomain::register`], for the ranges of the request.
-unsafe fn given_dma_buf(asked: Asked<'_>, fd: BorrowedFd<'_>, offset: DmaBufOffset) -> Result<PathOutcome> {
+unsafe fn given_dma_buf(
+    asked: Asked<'_>,
+    fd: BorrowedFd<'_>,
+    offset: DmaBufOffset,
+) -> Result<PathOutcome> {
     let (request, way) = (asked.request, Way::DmaBuf(DmaBufMapping::Default));
     let mut trial = Trial::new(asked);
     if asked.policy == P2pPolicy::Disabled && request.owner.iface != IfaceKind::SYSTEM {

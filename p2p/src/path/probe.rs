@@ -45,8 +45,7 @@ fn device_of(subject: &Subject<'_>) -> DeviceId {
 /// for it: what its driver makes for the first allocation (CUDA's primary context) would stay behind, and nobody would use
 /// it. Registrations of its memory then find out each for itself.
 pub(super) fn probe(subject: &Subject<'_>) -> Shown {
-    let span =
-        tracing::debug_span!("probe", iface = %subject.iface.kind(), nic = %subject.provider.attr().nic);
+    let span = tracing::debug_span!("probe", iface = %subject.iface.kind(), nic = %subject.provider.attr().nic);
     let _entered = span.enter();
     match subject.iface.is_started(device_of(subject)) {
         Ok(true) => {}
@@ -60,7 +59,8 @@ pub(super) fn probe(subject: &Subject<'_>) -> Shown {
         Ok(page) => page.try_out(subject),
         // A kind that cannot be allocated by itself (a mapping of several): no better than plain device memory.
         Err(ErrorKind::Unsupported) if subject.kind != AllocationKind::Device => {
-            match Page::allocate(subject, AllocationKind::Device).map(|page| page.try_out(subject)) {
+            match Page::allocate(subject, AllocationKind::Device).map(|page| page.try_out(subject))
+            {
                 Ok(Shown::NoDirect(trace)) => Shown::NoDirect(trace),
                 Ok(_) | Err(_) => Shown::Nothing,
             }
@@ -123,7 +123,8 @@ impl<'a> Page<'a> {
                     self.stuck = true;
                     return Shown::Nothing;
                 }
-                let decision = trial.decision(way, "a page of the same kind was registered in this way");
+                let decision =
+                    trial.decision(way, "a page of the same kind was registered in this way");
                 Shown::Direct(way, Box::new(decision))
             }
             None if trial.may_pass => Shown::Nothing,

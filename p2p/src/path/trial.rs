@@ -122,7 +122,10 @@ impl Refusal {
 
     /// Whether the driver does not do what was asked for: what it answers then differs by release.
     fn is_lacking(&self) -> bool {
-        matches!(self.error.kind(), ErrorKind::Unsupported | ErrorKind::NoSys | ErrorKind::InvalidArgument)
+        matches!(
+            self.error.kind(),
+            ErrorKind::Unsupported | ErrorKind::NoSys | ErrorKind::InvalidArgument
+        )
     }
 
     /// Whether another buffer of the same class would meet the same refusal at another time, as far as its kind tells.
@@ -206,7 +209,11 @@ impl<'a> Subject<'a> {
     ///
     /// # Safety
     /// As [`ProviderDomain::register`], for the ranges of the request.
-    pub(super) unsafe fn take(&self, way: Way, exports: &mut Exports<'_>) -> Result<Taken, Refusal> {
+    pub(super) unsafe fn take(
+        &self,
+        way: Way,
+        exports: &mut Exports<'_>,
+    ) -> Result<Taken, Refusal> {
         let nic = &self.provider.attr().nic;
         let registered = match way {
             Way::HostPages => {
@@ -285,7 +292,11 @@ impl<'a> Subject<'a> {
     }
 
     fn pieces<'b>(&self, backing: impl Fn(AddressRange) -> Backing<'b>) -> Vec<Piece<'b>> {
-        self.request.ranges.iter().map(|range| Piece { range: *range, backing: backing(*range) }).collect()
+        self.request
+            .ranges
+            .iter()
+            .map(|range| Piece { range: *range, backing: backing(*range) })
+            .collect()
     }
 
     /// # Safety
@@ -417,7 +428,8 @@ impl<'a> Trial<'a> {
             Some(facts) => facts,
             None => {
                 let (facts, refused) = machine.facts(request.owner.device, &provider.attr().nic);
-                self.attempts.extend(refused.map(|error| Attempt::refused(path, "devices()", error)));
+                self.attempts
+                    .extend(refused.map(|error| Attempt::refused(path, "devices()", error)));
                 facts
             }
         };

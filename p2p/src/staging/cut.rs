@@ -68,8 +68,9 @@ mod tests {
     #[test]
     fn chunks_are_short_at_both_ends_of_a_message() {
         const KIB: u64 = 1 << 10;
-        let in_kib =
-            |len| lengths(Cut::chunks(len, 512 * KIB)).iter().map(|len| len / KIB).collect::<Vec<_>>();
+        let in_kib = |len| {
+            lengths(Cut::chunks(len, 512 * KIB)).iter().map(|len| len / KIB).collect::<Vec<_>>()
+        };
         assert_eq!(in_kib(64 * KIB), [64]);
         assert_eq!(in_kib(192 * KIB), [192]);
         assert_eq!(in_kib(256 * KIB), [128, 128]);

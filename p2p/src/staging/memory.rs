@@ -29,8 +29,9 @@ impl Memory {
         let mut start = ptr::null_mut();
         if len >= HUGE_PAGE {
             // SAFETY: a new mapping touches nobody's memory.
-            let huge =
-                unsafe { mmap_anonymous(start, whole, protection, MapFlags::PRIVATE | MapFlags::HUGETLB) };
+            let huge = unsafe {
+                mmap_anonymous(start, whole, protection, MapFlags::PRIVATE | MapFlags::HUGETLB)
+            };
             // None set aside, or not enough: ordinary pages, which the kernel may make huge itself.
             start = huge.unwrap_or(start);
         }
@@ -39,7 +40,9 @@ impl Memory {
             whole = len.next_multiple_of(rustix::param::page_size());
             // SAFETY: as above.
             start = unsafe { mmap_anonymous(start, whole, protection, MapFlags::PRIVATE) }
-                .map_err(|errno| Error::os(errno, "mmap staging buffers").context("length", whole))?;
+                .map_err(|errno| {
+                    Error::os(errno, "mmap staging buffers").context("length", whole)
+                })?;
             huge_wanted = len >= HUGE_PAGE;
         }
         let memory = Self { start: start.cast(), len: whole };
@@ -72,7 +75,15 @@ impl Memory {
         let bits = mask.len() * 64;
         // SAFETY: the mapping is ours, and the mask has `bits` bits.
         let done = unsafe {
-            libc::syscall(libc::SYS_mbind, self.start, self.len, MPOL_PREFERRED, mask.as_ptr(), bits, 0)
+            libc::syscall(
+                libc::SYS_mbind,
+                self.start,
+                self.len,
+                MPOL_PREFERRED,
+                mask.as_ptr(),
+                bits,
+                0,
+            )
         };
         if done != 0 {
             let error = std::io::Error::last_os_error();

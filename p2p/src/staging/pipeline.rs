@@ -50,10 +50,16 @@ pub(crate) enum Posted {
     /// Its bytes are where they go.
     Done,
     /// They will be: [`Pipeline::landed`] says when.
-    #[cfg_attr(not(feature = "verbs"), allow(dead_code, reason = "the software NIC's wire is a copy"))]
+    #[cfg_attr(
+        not(feature = "verbs"),
+        allow(dead_code, reason = "the software NIC's wire is a copy")
+    )]
     Sent,
     /// There is no room: try again later.
-    #[cfg_attr(not(feature = "verbs"), allow(dead_code, reason = "the software NIC's wire is a copy"))]
+    #[cfg_attr(
+        not(feature = "verbs"),
+        allow(dead_code, reason = "the software NIC's wire is a copy")
+    )]
     Full,
 }
 
@@ -61,7 +67,10 @@ pub(crate) enum Posted {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct View<'a> {
     /// By which [`Pipeline::landed`] knows it.
-    #[cfg_attr(not(feature = "verbs"), allow(dead_code, reason = "the software NIC's wire is a copy"))]
+    #[cfg_attr(
+        not(feature = "verbs"),
+        allow(dead_code, reason = "the software NIC's wire is a copy")
+    )]
     pub(crate) number: u64,
     /// Where in the message.
     pub(crate) at: u64,
@@ -227,7 +236,8 @@ impl<M> Pipeline<M> {
 
     /// Waits for every copy under way.
     fn wait_for_copies(&mut self) {
-        let copies: Vec<_> = self.chunks.iter_mut().flat_map(|chunk| chunk.copies.drain(..)).collect();
+        let copies: Vec<_> =
+            self.chunks.iter_mut().flat_map(|chunk| chunk.copies.drain(..)).collect();
         for copy in copies {
             if let Err(error) = copy.wait() {
                 tracing::debug!(%error, "a copy of a transfer that was given up");
@@ -249,7 +259,8 @@ impl<M> Pipeline<M> {
                 continue;
             }
             let part = if chunk.stage == Stage::Filling { Part::Source } else { Part::Target };
-            let (done, left) = std::mem::take(&mut chunk.copies).into_iter().partition(|copy| copy.is_done());
+            let (done, left) =
+                std::mem::take(&mut chunk.copies).into_iter().partition(|copy| copy.is_done());
             chunk.copies = left;
             for copy in done {
                 progressed = true;
@@ -259,7 +270,8 @@ impl<M> Pipeline<M> {
             }
             if chunk.copies.is_empty() {
                 progressed = true;
-                chunk.stage = if chunk.stage == Stage::Filling { Stage::Ready } else { Stage::Ended };
+                chunk.stage =
+                    if chunk.stage == Stage::Filling { Stage::Ready } else { Stage::Ended };
             }
         }
         if let Some((part, error)) = failed {
@@ -276,7 +288,9 @@ impl<M> Pipeline<M> {
         for chunk in &mut self.chunks {
             match chunk.stage {
                 Stage::Filling => break,
-                Stage::Ready if self.failure.is_some() || failed.is_some() => chunk.stage = Stage::Ended,
+                Stage::Ready if self.failure.is_some() || failed.is_some() => {
+                    chunk.stage = Stage::Ended
+                }
                 Stage::Ready => {
                     let view = View {
                         number: chunk.number,
@@ -394,11 +408,15 @@ where
         let mut progressed = false;
         while self.failure.is_none() && self.begun < self.cut.len && self.chunks.len() < MOST {
             let (at, len) = (self.begun, self.cut.next(self.begun));
-            let staged =
-                overlaps(&self.sources, at, len).chain(overlaps(&self.targets, at, len)).next().is_some();
+            let staged = overlaps(&self.sources, at, len)
+                .chain(overlaps(&self.targets, at, len))
+                .next()
+                .is_some();
             let slots = if staged {
                 let want = self.wanted(len);
-                let Some(slots) = self.granted.take().or_else(|| self.claim.take(want, self.purpose)) else {
+                let Some(slots) =
+                    self.granted.take().or_else(|| self.claim.take(want, self.purpose))
+                else {
                     break;
                 };
                 Some(slots)
@@ -409,13 +427,27 @@ where
             let mut started = Ok(());
             for (run, start, part) in overlaps(&self.sources, at, len) {
                 let slots = slots.as_ref().expect("a chunk with staged bytes has buffers");
-                started =
-                    start_copies(run, (start, part), at, slots, Direction::Fill, self.waits, &mut copies);
+                started = start_copies(
+                    run,
+                    (start, part),
+                    at,
+                    slots,
+                    Direction::Fill,
+                    self.waits,
+                    &mut copies,
+                );
                 if started.is_err() {
                     break;
                 }
             }
-            self.chunks.push_back(Chunk { number: self.next, at, len, stage: Stage::Filling, copies, slots });
+            self.chunks.push_back(Chunk {
+                number: self.next,
+                at,
+                len,
+                stage: Stage::Filling,
+                copies,
+                slots,
+            });
             self.next += 1;
             self.begun += len;
             progressed = true;

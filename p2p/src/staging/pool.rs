@@ -58,7 +58,8 @@ impl Pool {
     pub(crate) fn new(attr: StagingAttr, node: Option<u32>) -> Result<Arc<Self>> {
         attr.check()?;
         // Buffers begin at cache lines; those of a page or more at pages.
-        let align = if attr.chunk >= rustix::param::page_size() { rustix::param::page_size() } else { 64 };
+        let align =
+            if attr.chunk >= rustix::param::page_size() { rustix::param::page_size() } else { 64 };
         let stride = attr.chunk.next_multiple_of(align);
         let memory = Memory::map(stride * attr.slots, node)?;
         let free = (0..u32::try_from(attr.slots).unwrap_or(u32::MAX)).rev().collect();
@@ -197,7 +198,8 @@ impl Slots {
             let (slot, into) = (at / slot_len, at % slot_len);
             let part = (slot_len - into).min(end - at);
             let index = u64::from(*self.list.get(slot as usize)?);
-            let address = Address(self.pool.memory.address().0 + index * self.pool.stride as u64 + into);
+            let address =
+                Address(self.pool.memory.address().0 + index * self.pool.stride as u64 + into);
             let found = (address, at, part);
             at += part;
             Some(found)

@@ -63,13 +63,23 @@ impl StagedMemory for StagedRange {
         unsafe { self.iface.copy(to, Address::of_ptr(from.as_ptr()), from.len() as u64) }
     }
 
-    unsafe fn start_read(&self, offset: u64, into: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
+    unsafe fn start_read(
+        &self,
+        offset: u64,
+        into: Address,
+        len: u64,
+    ) -> Result<Box<dyn CopyEvent>> {
         let from = self.at(offset, len)?;
         // SAFETY: the caller vouches for `into`; `from` lies in memory of the iface, which checks it.
         unsafe { self.start(into, from, len) }
     }
 
-    unsafe fn start_write(&self, offset: u64, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
+    unsafe fn start_write(
+        &self,
+        offset: u64,
+        from: Address,
+        len: u64,
+    ) -> Result<Box<dyn CopyEvent>> {
         let to = self.at(offset, len)?;
         // SAFETY: the caller vouches for `from`; `to` lies in memory of the iface, which checks it.
         unsafe { self.start(to, from, len) }

@@ -52,9 +52,10 @@ pub(super) fn unpack(name: &str, mut bytes: impl Read) -> Result<BTreeMap<String
     for entry in archive.entries_with_seek().map_err(|error| damaged(name, error))? {
         let mut entry = entry.map_err(|error| damaged(name, error))?;
         let path = entry.path().map_err(|error| damaged(name, error))?;
-        let path =
-            relative(&path).ok_or_else(|| damaged(name, format_args!("a path that leads out: {path:?}")))?;
-        let broken = |problem: &dyn std::fmt::Display| damaged(name, format_args!("{path}: {problem}"));
+        let path = relative(&path)
+            .ok_or_else(|| damaged(name, format_args!("a path that leads out: {path:?}")))?;
+        let broken =
+            |problem: &dyn std::fmt::Display| damaged(name, format_args!("{path}: {problem}"));
         let made = match entry.header().entry_type() {
             EntryType::Directory => continue,
             EntryType::Regular => {
@@ -95,7 +96,11 @@ fn relative(path: &Path) -> Option<String> {
 
 /// Archives are often made of one folder; what counts is below it.
 fn below_top_folder(entries: BTreeMap<String, Entry>) -> BTreeMap<String, Entry> {
-    let top = entries.keys().next().and_then(|path| path.split_once('/')).map(|(top, _)| format!("{top}/"));
+    let top = entries
+        .keys()
+        .next()
+        .and_then(|path| path.split_once('/'))
+        .map(|(top, _)| format!("{top}/"));
     let Some(top) = top else { return entries };
     let inner = format!("{top}sys/");
     if top == "sys/" || !entries.keys().all(|path| path.starts_with(&top)) {
@@ -193,8 +198,11 @@ mod tests {
         }
         let bomb = gzip.finish().unwrap();
         assert!(unpack("bomb", &bomb[..]).unwrap_err().to_string().contains("more than"));
-        let large = BTreeMap::from([("sys/x".into(), Entry::File(vec![0; LARGEST_FILE as usize + 1]))]);
-        assert!(unpack("x", &packed(&large)[..]).unwrap_err().to_string().contains("sys/x: larger"));
+        let large =
+            BTreeMap::from([("sys/x".into(), Entry::File(vec![0; LARGEST_FILE as usize + 1]))]);
+        assert!(
+            unpack("x", &packed(&large)[..]).unwrap_err().to_string().contains("sys/x: larger")
+        );
     }
 
     proptest! {

@@ -32,7 +32,8 @@ pub(super) fn read(text: &str) -> Result<Vec<Bar>, String> {
             let digits = word.strip_prefix("0x").unwrap_or("");
             if digits.starts_with('+') { None } else { u64::from_str_radix(digits, 16).ok() }
         });
-        let mut next = || numbers.next().flatten().ok_or_else(|| format!("no resource: {line:.60}"));
+        let mut next =
+            || numbers.next().flatten().ok_or_else(|| format!("no resource: {line:.60}"));
         let (start, end, flags) = (next()?, next()?, next()?);
         if flags & (MEMORY | PORTS) == 0 || end == 0 {
             continue;
@@ -60,7 +61,11 @@ pub(super) fn write(bars: &[Bar]) -> String {
             Some(bar) => {
                 let flag = |set: bool, flag: u64| if set { flag } else { 0 };
                 let kind = if bar.memory { MEMORY } else { PORTS };
-                (bar.size, 2 * bar.size - 1, kind | flag(bar.wide, WIDE) | flag(bar.prefetchable, PREFETCH))
+                (
+                    bar.size,
+                    2 * bar.size - 1,
+                    kind | flag(bar.wide, WIDE) | flag(bar.prefetchable, PREFETCH),
+                )
             }
             None => (0, 0, 0),
         };

@@ -43,7 +43,8 @@ pub struct RootBus {
 
 /// Hexadecimal digits and nothing else (`from_str_radix` takes a sign too).
 fn hex(text: &str, most: usize) -> Option<u32> {
-    let digits = !text.is_empty() && text.len() <= most && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let digits =
+        !text.is_empty() && text.len() <= most && text.bytes().all(|byte| byte.is_ascii_hexdigit());
     if digits { u32::from_str_radix(text, 16).ok() } else { None }
 }
 
@@ -137,9 +138,17 @@ mod tests {
 
     #[test]
     fn what_is_no_address_is_refused() {
-        for wrong in
-            ["", ":", ".", "07:00", "07:00.8", "+7:00.0", "0000:07:00.0.0", "000000000:07:00.0", "::."]
-        {
+        for wrong in [
+            "",
+            ":",
+            ".",
+            "07:00",
+            "07:00.8",
+            "+7:00.0",
+            "0000:07:00.0.0",
+            "000000000:07:00.0",
+            "::.",
+        ] {
             assert!(wrong.parse::<BusId>().is_err(), "{wrong}");
         }
     }

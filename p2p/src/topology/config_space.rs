@@ -129,7 +129,10 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
 /// Reads configuration space. The error is what is wrong with it.
 pub(super) fn read(bytes: &[u8]) -> Result<ConfigSpace, String> {
     if bytes.len() < HEADER || bytes.len() > EXTENDED {
-        return Err(format!("{} bytes of configuration space: 64 to 4096 are possible", bytes.len()));
+        return Err(format!(
+            "{} bytes of configuration space: 64 to 4096 are possible",
+            bytes.len()
+        ));
     }
     let bridge = bytes[HEADER_TYPE] & 0x7f == 1;
     let status = u16_at(bytes, STATUS).unwrap_or(0);
@@ -169,7 +172,9 @@ fn pci_express(bytes: &[u8]) -> Result<Option<u16>, String> {
             return Err(format!("a capability at {at:#x}, inside the header"));
         }
         if *id == PCI_EXPRESS {
-            return u16_at(bytes, at + 2).map(Some).ok_or_else(|| format!("a capability cut off at {at:#x}"));
+            return u16_at(bytes, at + 2)
+                .map(Some)
+                .ok_or_else(|| format!("a capability cut off at {at:#x}"));
         }
         at = usize::from(next & 0xfc);
     }
@@ -192,7 +197,8 @@ fn extended(bytes: &[u8]) -> Result<Acs, String> {
             return Ok(Acs::Absent);
         }
         if header & 0xffff == u32::from(ACS) {
-            let control = u16_at(bytes, at + ACS_CONTROL).ok_or_else(|| format!("ACS cut off at {at:#x}"))?;
+            let control =
+                u16_at(bytes, at + ACS_CONTROL).ok_or_else(|| format!("ACS cut off at {at:#x}"))?;
             return Ok(Acs::Control(AcsControl(control)));
         }
         at = (header >> 20) as usize & 0xffc;
@@ -236,7 +242,8 @@ pub(super) fn write(space: ConfigSpace, bridge: bool) -> Vec<u8> {
         Port::Bridge => 0x72,
     };
     if let Acs::Control(control) = acs {
-        bytes[CONVENTIONAL..CONVENTIONAL + 4].copy_from_slice(&(u32::from(ACS) | 1 << 16).to_le_bytes());
+        bytes[CONVENTIONAL..CONVENTIONAL + 4]
+            .copy_from_slice(&(u32::from(ACS) | 1 << 16).to_le_bytes());
         bytes[CONVENTIONAL + ACS_CONTROL..CONVENTIONAL + ACS_CONTROL + 2]
             .copy_from_slice(&control.0.to_le_bytes());
     }
@@ -305,15 +312,17 @@ mod tests {
 
     #[test]
     fn what_is_written_reads_back() {
-        for port in [Port::Endpoint, Port::RootPort, Port::Upstream, Port::Downstream, Port::Bridge] {
+        for port in [Port::Endpoint, Port::RootPort, Port::Upstream, Port::Downstream, Port::Bridge]
+        {
             for acs in [Acs::Absent, Acs::Control(AcsControl(0x1d)), Acs::Control(AcsControl(0))] {
                 let space = ConfigSpace { port: Some(port), acs };
                 assert_eq!(read(&write(space, port != Port::Endpoint)), Ok(space));
             }
         }
-        for space in
-            [ConfigSpace { port: None, acs: Acs::Unreadable }, ConfigSpace { port: None, acs: Acs::Absent }]
-        {
+        for space in [
+            ConfigSpace { port: None, acs: Acs::Unreadable },
+            ConfigSpace { port: None, acs: Acs::Absent },
+        ] {
             assert_eq!(read(&write(space, true)), Ok(space));
         }
     }

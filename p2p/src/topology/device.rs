@@ -63,8 +63,11 @@ impl Link {
     /// Whether the link runs slower or narrower than the device could.
     #[must_use]
     pub fn is_degraded(&self) -> bool {
-        let less = |now: Option<f32>, most: Option<f32>| now.zip(most).is_some_and(|(now, most)| now < most);
-        less(self.speed, self.max_speed) || less(self.width.map(f32::from), self.max_width.map(f32::from))
+        let less = |now: Option<f32>, most: Option<f32>| {
+            now.zip(most).is_some_and(|(now, most)| now < most)
+        };
+        less(self.speed, self.max_speed)
+            || less(self.width.map(f32::from), self.max_width.map(f32::from))
     }
 }
 
@@ -120,7 +123,12 @@ impl PciDevice {
     /// The largest memory BAR in bytes: what a peer can reach of the device's memory at once; 0 without any.
     #[must_use]
     pub fn largest_bar(&self) -> u64 {
-        self.bars.iter().filter(|bar| bar.memory && bar.index < 6).map(|bar| bar.size).max().unwrap_or(0)
+        self.bars
+            .iter()
+            .filter(|bar| bar.memory && bar.index < 6)
+            .map(|bar| bar.size)
+            .max()
+            .unwrap_or(0)
     }
 
     /// The vendor's name, for the vendors of GPUs, NICs and switches.
@@ -189,7 +197,10 @@ pub(super) fn read_all(source: &Source) -> Result<BTreeMap<BusId, PciDevice>> {
 }
 
 /// Reads these PCI functions and the bridges above them.
-pub(super) fn read_with_bridges(source: &Source, wanted: &[BusId]) -> Result<BTreeMap<BusId, PciDevice>> {
+pub(super) fn read_with_bridges(
+    source: &Source,
+    wanted: &[BusId],
+) -> Result<BTreeMap<BusId, PciDevice>> {
     let mut devices = BTreeMap::new();
     for id in wanted {
         for id in place_of(source, *id)?.functions {
@@ -206,15 +217,21 @@ pub(super) fn read_with_bridges(source: &Source, wanted: &[BusId]) -> Result<BTr
 /// Where the link to a function leads.
 fn place_of(source: &Source, id: BusId) -> Result<Place> {
     let path = format!("{FOLDER}/{id}");
-    let target = source.link(&path)?.ok_or_else(|| source.malformed(&path, "not a link to a device"))?;
+    let target =
+        source.link(&path)?.ok_or_else(|| source.malformed(&path, "not a link to a device"))?;
     let Some(place) = place(&target) else {
-        return Err(source.malformed(&path, format_args!("a link to no place in a PCI tree: {target:.200}")));
+        return Err(source
+            .malformed(&path, format_args!("a link to no place in a PCI tree: {target:.200}")));
     };
     if place.functions.last() != Some(&id) || place.path != target {
-        return Err(source.malformed(&path, format_args!("a link to another device: {target:.200}")));
+        return Err(
+            source.malformed(&path, format_args!("a link to another device: {target:.200}"))
+        );
     }
     if place.functions.len() > DEEPEST {
-        return Err(source.malformed(&path, format_args!("more than {DEEPEST} bridges above the device")));
+        return Err(
+            source.malformed(&path, format_args!("more than {DEEPEST} bridges above the device"))
+        );
     }
     Ok(place)
 }
@@ -226,8 +243,12 @@ fn check_bridges(source: &Source, devices: &BTreeMap<BusId, PciDevice>) -> Resul
         for (depth, bridge) in device.bridges.iter().enumerate() {
             match devices.get(bridge) {
                 None => return Err(source.vanished(&format!("{FOLDER}/{bridge}"))),
-                Some(found) if found.bridges != device.bridges[..depth] || found.root != device.root => {
-                    return Err(source.malformed(&path, format_args!("{bridge} is elsewhere in the tree")));
+                Some(found)
+                    if found.bridges != device.bridges[..depth] || found.root != device.root =>
+                {
+                    return Err(
+                        source.malformed(&path, format_args!("{bridge} is elsewhere in the tree"))
+                    );
                 }
                 Some(_) => {}
             }
@@ -239,7 +260,8 @@ fn check_bridges(source: &Source, devices: &BTreeMap<BusId, PciDevice>) -> Resul
 /// What configuration space does not tell, the place in the tree does: bridges in turn are root port, upstream port,
 /// downstream port, upstream port and so on.
 fn infer_ports(devices: &mut BTreeMap<BusId, PciDevice>) {
-    let mut order: Vec<_> = devices.values().map(|device| (device.bridges.len(), device.bus_id)).collect();
+    let mut order: Vec<_> =
+        devices.values().map(|device| (device.bridges.len(), device.bus_id)).collect();
     order.sort_unstable();
     for (depth, id) in order {
         let above = devices[&id].bridges.last().map(|above| devices[above].port);
@@ -285,18 +307,23 @@ fn read(source: &Source, bus_id: BusId, mut place: Place) -> Result<PciDevice> {
     let driver = last_part("driver")?.filter(|driver| is_word(driver));
     let iommu_group = match last_part("iommu_group")? {
         Some(number) => Some(
-            number.parse().map_err(|_| source.malformed(&at("iommu_group"), "a link to no IOMMU group"))?,
+            number
+                .parse()
+                .map_err(|_| source.malformed(&at("iommu_group"), "a link to no IOMMU group"))?,
         ),
         None => None,
     };
     let numa = at("numa_node");
-    let numa_node = match source.text(&numa)?.as_deref() {
-        None | Some("-1") => None,
-        Some(node) => {
-            let number = node.parse().ok().filter(|number| *number < super::numa::MOST_NODES);
-            Some(number.ok_or_else(|| source.malformed(&numa, format_args!("no NUMA node: {node:.40}")))?)
-        }
-    };
+    let numa_node =
+        match source.text(&numa)?.as_deref() {
+            None | Some("-1") => None,
+            Some(node) => {
+                let number = node.parse().ok().filter(|number| *number < super::numa::MOST_NODES);
+                Some(number.ok_or_else(|| {
+                    source.malformed(&numa, format_args!("no NUMA node: {node:.40}"))
+                })?)
+            }
+        };
     let link = link(source, &at)?;
     place.functions.pop();
     Ok(PciDevice {
@@ -326,7 +353,9 @@ pub(super) fn is_word(text: &str) -> bool {
 
 fn hex(source: &Source, path: &str) -> Result<u32> {
     let text = source.needed(path)?;
-    let digits = text.strip_prefix("0x").filter(|digits| digits.bytes().all(|byte| byte.is_ascii_hexdigit()));
+    let digits = text
+        .strip_prefix("0x")
+        .filter(|digits| digits.bytes().all(|byte| byte.is_ascii_hexdigit()));
     digits
         .and_then(|digits| u32::from_str_radix(digits, 16).ok())
         .ok_or_else(|| source.malformed(path, format_args!("no hexadecimal number: {text:.40}")))
@@ -396,13 +425,15 @@ mod tests {
 
     #[test]
     fn places_begin_at_the_host_bridge() {
-        let path = "sys/devices/LNXSYSTM:00/VMBUS:00/47505500-0001/pci0001:00/0001:00:00.0/infiniband/x";
+        let path =
+            "sys/devices/LNXSYSTM:00/VMBUS:00/47505500-0001/pci0001:00/0001:00:00.0/infiniband/x";
         let found = place(path).unwrap();
         assert_eq!(found.root.to_string(), "pci0001:00");
         assert_eq!(found.functions.len(), 1);
         assert!(found.path.ends_with("pci0001:00/0001:00:00.0"));
         let vmd =
-            place("sys/devices/pci0000:00/0000:00:0e.0/pci10000:e0/10000:e0:06.0/10000:e1:00.0").unwrap();
+            place("sys/devices/pci0000:00/0000:00:0e.0/pci10000:e0/10000:e0:06.0/10000:e1:00.0")
+                .unwrap();
         assert_eq!((vmd.root.to_string().as_str(), vmd.functions.len()), ("pci10000:e0", 2));
         assert!(place("sys/devices/virtual/infiniband/rxe0").is_none());
         assert!(place("sys/devices/pci0000:00").is_none());
@@ -436,7 +467,11 @@ mod tests {
         fs::remove_dir_all(&root).unwrap();
         let live = live.unwrap();
         let device = live.values().next().unwrap();
-        assert_eq!((device.acs, device.bars.len()), (Acs::Unreadable, 0), "not known, and not made up");
+        assert_eq!(
+            (device.acs, device.bars.len()),
+            (Acs::Unreadable, 0),
+            "not known, and not made up"
+        );
         assert_eq!(device.link.unwrap().width, None);
         assert!(recorded.unwrap_err().to_string().contains("0000:00:01.0/config"));
     }

@@ -133,8 +133,9 @@ impl Topology {
         let (up, down) = (&a.bridges[shared..], &b.bridges[shared..]);
         let meeting = a.bridges[..shared].last().copied();
         let (distance, numa_unknown) = self.classify(a, b, meeting, up, down);
-        let bridge =
-            |id: &BusId| Hop::Bridge(*id, self.device(*id).map_or(Port::Bridge, |bridge| bridge.port));
+        let bridge = |id: &BusId| {
+            Hop::Bridge(*id, self.device(*id).map_or(Port::Bridge, |bridge| bridge.port))
+        };
         let mut hops = vec![Hop::Function(from)];
         hops.extend(up.iter().rev().map(bridge));
         match (meeting, a.root == b.root) {
@@ -146,7 +147,12 @@ impl Topology {
         }
         hops.extend(down.iter().map(bridge));
         hops.push(Hop::Function(to));
-        Some(PciPath { distance, hops, redirection: self.redirection(distance, up, down), numa_unknown })
+        Some(PciPath {
+            distance,
+            hops,
+            redirection: self.redirection(distance, up, down),
+            numa_unknown,
+        })
     }
 
     fn classify(
@@ -162,7 +168,8 @@ impl Topology {
             let on_the_way = up.iter().chain(down).chain([&meeting]);
             let switches = on_the_way.filter(|id| self.port(**id) == Some(Port::Upstream)).count();
             // Conventional bridges are no switches, and each counts.
-            let others = up.iter().chain(down).filter(|id| self.port(**id) == Some(Port::Bridge)).count();
+            let others =
+                up.iter().chain(down).filter(|id| self.port(**id) == Some(Port::Bridge)).count();
             return (if switches + others <= 1 { Distance::Pix } else { Distance::Pxb }, false);
         }
         if a.root == b.root {
@@ -228,7 +235,8 @@ impl Topology {
         let mut to: Vec<_> = to.collect();
         to.sort_unstable();
         to.dedup();
-        let mut paths: Vec<_> = to.into_iter().filter_map(|to| Some((to, self.path(from, to)?))).collect();
+        let mut paths: Vec<_> =
+            to.into_iter().filter_map(|to| Some((to, self.path(from, to)?))).collect();
         paths.sort_by_key(|(to, path)| (path.distance, path.hops.len(), *to));
         paths
     }

@@ -20,10 +20,10 @@ const ACS_UNKNOWN: &str = "run it as root (CAP_SYS_ADMIN), so that ACS can be re
 const IOMMU: &str = "boot with iommu=pt, so that addresses pass through";
 const BAR: &str = "turn on Above 4G Decoding and Resizable BAR in firmware, or choose a device whose whole memory can be \
                    mapped";
-const LINK: &str =
-    "put it under load first, since links slow down when idle; then look at the slot, riser or cable";
+const LINK: &str = "put it under load first, since links slow down when idle; then look at the slot, riser or cable";
 const DISTANCE: &str = "use a NIC that is nearer";
-const FAR: &str = "move one of them under the same PCIe switch, or copy through host memory near the NIC";
+const FAR: &str =
+    "move one of them under the same PCIe switch, or copy through host memory near the NIC";
 const PEER_MEMORY: &str =
     "load nvidia_peermem, or install the driver's open kernel modules, which export dma-bufs";
 
@@ -41,7 +41,8 @@ impl Topology {
         };
         let mut found = Vec::new();
         let mut add = |name, what, remedy| found.push(Finding { name, what, remedy });
-        let list = |ids: &[BusId]| ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let list =
+            |ids: &[BusId]| ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         match &path.redirection {
             Redirection::By(ports) => {
                 let what = format!(
@@ -56,19 +57,25 @@ impl Topology {
             }
             Redirection::None => {}
         }
-        let translated =
-            |id: Option<u32>| id.and_then(|id| self.group_type(id)).filter(|kind| *kind != "identity");
+        let translated = |id: Option<u32>| {
+            id.and_then(|id| self.group_type(id)).filter(|kind| *kind != "identity")
+        };
         if let Some(kind) = translated(card.iommu_group) {
             let what = format!("the IOMMU translates what {nic} sends (its group has type {kind})");
             add("iommu", what, IOMMU);
         }
         let bar = gpu.largest_bar();
         if let Some(memory) = memory.filter(|memory| bar < *memory) {
-            add("bar", format!("{device} shows {bar} of its {memory} bytes of memory through its BAR"), BAR);
+            add(
+                "bar",
+                format!("{device} shows {bar} of its {memory} bytes of memory through its BAR"),
+                BAR,
+            );
         }
         for function in [gpu, card] {
             if let Some(link) = function.link.filter(super::Link::is_degraded) {
-                let or_none = |speed: Option<f32>| speed.map_or("?".into(), |speed| speed.to_string());
+                let or_none =
+                    |speed: Option<f32>| speed.map_or("?".into(), |speed| speed.to_string());
                 let lanes = |width: Option<u8>| width.map_or("?".into(), |width| width.to_string());
                 let what = format!(
                     "the link of {} runs at {} GT/s x{} of {} GT/s x{}",
@@ -85,8 +92,10 @@ impl Topology {
         let nearer = nearest.first().filter(|(_, best)| best.distance < path.distance);
         if let Some((best, way)) = nearer {
             let name = self.rdma_at(*best).next().map_or("a NIC", |device| &device.name);
-            let what =
-                format!("{nic} is {} from {device}; {name} ({best}) is {}", path.distance, way.distance);
+            let what = format!(
+                "{nic} is {} from {device}; {name} ({best}) is {}",
+                path.distance, way.distance
+            );
             add("distance", what, DISTANCE);
         } else if path.distance >= Distance::Node {
             add(
@@ -98,7 +107,9 @@ impl Topology {
         // A driver that exports dma-bufs needs no such module.
         let nvidia = gpu.vendor == 0x10de;
         let closed = self.kernel.nvidia.as_ref().filter(|driver| !driver.open);
-        if let Some(driver) = closed.filter(|_| nvidia && self.kernel.peer_memory().next().is_none()) {
+        if let Some(driver) =
+            closed.filter(|_| nvidia && self.kernel.peer_memory().next().is_none())
+        {
             let what = format!(
                 "NVIDIA's driver {} has closed kernel modules, which export no dma-buf, and no peer-memory module is loaded",
                 driver.version

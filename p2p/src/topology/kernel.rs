@@ -198,7 +198,11 @@ struct KernelOptions {
 
 impl KeptOptions {
     /// The options that are kept for this release, or what can be read now. That nothing can be read is not kept.
-    fn or_read(&self, source: &Source, release: Option<&str>) -> Result<Option<BTreeMap<String, Setting>>> {
+    fn or_read(
+        &self,
+        source: &Source,
+        release: Option<&str>,
+    ) -> Result<Option<BTreeMap<String, Setting>>> {
         if let Some(kept) = &*self.0.load()
             && kept.release.as_deref() == release
         {
@@ -220,10 +224,14 @@ pub(super) fn groups(source: &Source) -> Result<BTreeMap<u32, String>> {
     let mut groups = BTreeMap::new();
     for name in source.names(GROUPS)?.unwrap_or_default() {
         let path = format!("{GROUPS}/{name}");
-        let Ok(number) = name.parse() else { return Err(source.malformed(&path, "no IOMMU group")) };
+        let Ok(number) = name.parse() else {
+            return Err(source.malformed(&path, "no IOMMU group"));
+        };
         let kind = source.text(&format!("{path}/type"))?.unwrap_or_default();
         if !kind.is_empty() && !is_word(&kind) {
-            return Err(source.malformed(&format!("{path}/type"), format_args!("no type: {kind:.40}")));
+            return Err(
+                source.malformed(&format!("{path}/type"), format_args!("no type: {kind:.40}"))
+            );
         }
         groups.insert(number, kind);
     }
@@ -370,14 +378,14 @@ mod tests {
 
     #[test]
     fn the_command_line_is_kept_as_far_as_it_matters() {
-        let line = "BOOT_IMAGE=/vmlinuz root=UUID=123 intel_iommu=on iommu=pt pci=realloc quiet -- pci=no";
+        let line =
+            "BOOT_IMAGE=/vmlinuz root=UUID=123 intel_iommu=on iommu=pt pci=realloc quiet -- pci=no";
         assert_eq!(words(line), ["intel_iommu=on", "iommu=pt", "pci=realloc"]);
     }
 
     #[test]
     fn modules_count_once_they_are_live() {
-        let text =
-            "nvidia_peermem 16384 0 - Live 0x0\nnvidia 1 2 a,b, Loading 0x0 (POE)\nsnd 3 0 - Live 0x0\n";
+        let text = "nvidia_peermem 16384 0 - Live 0x0\nnvidia 1 2 a,b, Loading 0x0 (POE)\nsnd 3 0 - Live 0x0\n";
         assert_eq!(modules(&with("proc/modules", text)).unwrap(), ["nvidia_peermem"]);
         assert!(modules(&with("proc/modules", "nvidia many 0")).is_err());
         assert_eq!(modules(&with("sys/module/ib_core/version", "")).unwrap(), ["ib_core"]);
@@ -390,9 +398,12 @@ mod tests {
                 "NVRM version: NVIDIA UNIX {open}x86_64 Kernel Module  535.161.08  Sat Feb 24 (root@host)\nGCC: x"
             )
         };
-        let read = |text: String| nvidia(&with("proc/driver/nvidia/version", text)).unwrap().unwrap();
-        let open =
-            read("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build".into());
+        let read =
+            |text: String| nvidia(&with("proc/driver/nvidia/version", text)).unwrap().unwrap();
+        let open = read(
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build"
+                .into(),
+        );
         assert_eq!((open.version.as_str(), open.open), ("550.54.15", true));
         assert_eq!((read(line("")).version.as_str(), read(line("")).open), ("535.161.08", false));
         assert_eq!(read(write_nvidia(&open)), open);
@@ -401,7 +412,14 @@ mod tests {
     #[test]
     fn the_iommu_is_what_all_its_groups_are() {
         let groups = |kinds: &[&str]| {
-            mode(&kinds.iter().map(|kind| (*kind).into()).enumerate().map(|(n, k)| (n as u32, k)).collect())
+            mode(
+                &kinds
+                    .iter()
+                    .map(|kind| (*kind).into())
+                    .enumerate()
+                    .map(|(n, k)| (n as u32, k))
+                    .collect(),
+            )
         };
         assert_eq!(groups(&[]), IommuMode::Off);
         assert_eq!(groups(&["identity", "identity"]), IommuMode::Passthrough);

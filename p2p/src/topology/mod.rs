@@ -149,7 +149,8 @@ impl Topology {
     /// What of the kernel decides paths, read below `root` but for options kept from an earlier time; nothing where a file
     /// of it makes no sense.
     pub(crate) fn kernel_below(root: &Path, kept: &KeptOptions) -> Option<Kernel> {
-        kernel::read(&Source::Folder { root: root.to_owned(), live: root == Path::new("/") }, kept).ok()
+        kernel::read(&Source::Folder { root: root.to_owned(), live: root == Path::new("/") }, kept)
+            .ok()
     }
 
     /// Every PCI function, in the order of their addresses.
@@ -212,7 +213,8 @@ impl Topology {
     /// The ports of which configuration space ends before ACS: this process lacks the privilege to read it.
     pub fn unreadable_ports(&self) -> impl Iterator<Item = &PciDevice> {
         self.devices().filter(|device| {
-            device.acs == Acs::Unreadable && matches!(device.port, Port::RootPort | Port::Downstream)
+            device.acs == Acs::Unreadable
+                && matches!(device.port, Port::RootPort | Port::Downstream)
         })
     }
 }

@@ -53,6 +53,8 @@ mod tests {
     #[test]
     fn lists_of_processors_are_ranges() {
         assert!(is_ranges("0-15,128-143") && is_ranges("3") && is_ranges(""));
-        assert!(!is_ranges("0-") && !is_ranges(",") && !is_ranges("a-b") && !is_ranges("0-99999999999"));
+        assert!(
+            !is_ranges("0-") && !is_ranges(",") && !is_ranges("a-b") && !is_ranges("0-99999999999")
+        );
     }
 }

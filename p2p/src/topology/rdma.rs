@@ -49,7 +49,8 @@ pub(super) fn read_all(source: &Source) -> Result<Vec<RdmaDevice>> {
             Some(folder) => Some(folder.clone()),
             None => source.link(&format!("{entry}/device"))?,
         };
-        let bus_id = device.as_deref().and_then(place).and_then(|place| place.functions.last().copied());
+        let bus_id =
+            device.as_deref().and_then(place).and_then(|place| place.functions.last().copied());
         let ports = ports(source, folder.as_deref().unwrap_or(&entry))?;
         devices.push(RdmaDevice { name, bus_id, ports });
     }
@@ -76,9 +77,13 @@ fn ports(source: &Source, folder: &str) -> Result<Vec<RdmaPort>> {
         let active = source.text(&at("state"))?.map(|state| state.starts_with("4:"));
         // "200 Gb/sec (4X HDR)", "2.5 Gb/sec (1X SDR)"
         let rate = source.text(&at("rate"))?;
-        let rate = rate.as_deref().and_then(|rate| rate.split_once(" Gb/sec")).and_then(|(rate, _)| {
-            rate.parse::<f32>().ok().filter(|rate| (0.0..1e6).contains(rate)).map(|rate| rate as u32)
-        });
+        let rate =
+            rate.as_deref().and_then(|rate| rate.split_once(" Gb/sec")).and_then(|(rate, _)| {
+                rate.parse::<f32>()
+                    .ok()
+                    .filter(|rate| (0.0..1e6).contains(rate))
+                    .map(|rate| rate as u32)
+            });
         ports.push(RdmaPort { number, link_layer, active, rate });
     }
     ports.sort_by_key(|port| port.number);

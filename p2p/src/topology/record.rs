@@ -104,7 +104,8 @@ impl Recording<'_> {
             self.put(&at("resource"), Entry::File(bars::write(&device.bars).into_bytes()));
         }
         if let Some(space) = device.space {
-            let config = config_space::write(ConfigSpace { acs: device.acs, ..space }, device.is_bridge());
+            let config =
+                config_space::write(ConfigSpace { acs: device.acs, ..space }, device.is_bridge());
             self.put(&at("config"), Entry::File(config));
         }
         if let Some(driver) = &device.driver {
@@ -115,8 +116,9 @@ impl Recording<'_> {
             self.link(&at("iommu_group"), up(&folder, &format!("{GROUPS}/{group}")));
         }
         if let Some(Link { speed, width, max_speed, max_width }) = device.link {
-            let written =
-                |speed: Option<f32>| speed.map_or("Unknown".into(), |speed| format!("{speed:.1} GT/s PCIe"));
+            let written = |speed: Option<f32>| {
+                speed.map_or("Unknown".into(), |speed| format!("{speed:.1} GT/s PCIe"))
+            };
             self.file(&at("current_link_speed"), &written(speed));
             self.file(&at("current_link_width"), &width.unwrap_or(0).to_string());
             self.file(&at("max_link_speed"), &written(max_speed));
@@ -127,7 +129,8 @@ impl Recording<'_> {
     fn rdma(&mut self, device: &RdmaDevice) {
         let name = self.anonymous(&device.name);
         let above = device.bus_id.and_then(|id| self.topology.device(id)).map(folder);
-        let folder = format!("{}/infiniband/{name}", above.as_deref().unwrap_or("sys/devices/virtual"));
+        let folder =
+            format!("{}/infiniband/{name}", above.as_deref().unwrap_or("sys/devices/virtual"));
         self.link(&format!("{}/{name}", rdma::FOLDER), up(rdma::FOLDER, &folder));
         // A folder is there by the files in it.
         self.file(&format!("{folder}/name"), &name);
@@ -156,8 +159,10 @@ impl Recording<'_> {
             kernel.modules.iter().map(|module| format!("{module} 0 0 - Live 0x0\n")).collect();
         self.put("proc/modules", Entry::File(modules.into_bytes()));
         if let Some(options) = &kernel.options {
-            let text: String =
-                options.iter().map(|(name, setting)| format!("{name}={}\n", setting.name())).collect();
+            let text: String = options
+                .iter()
+                .map(|(name, setting)| format!("{name}={}\n", setting.name()))
+                .collect();
             let release = release.unwrap_or_else(|| REPLACED.to_owned());
             self.file("proc/sys/kernel/osrelease", &release);
             self.put(&format!("boot/config-{release}"), Entry::File(text.into_bytes()));
@@ -207,7 +212,8 @@ mod tests {
         prop_oneof![
             Just(None),
             prop::collection::vec(any::<u8>(), 0..300).prop_map(|bytes| Some(Entry::File(bytes))),
-            "(0x)?-?[0-9a-f.]{0,20}( GT/s)?\n".prop_map(|text: String| Some(Entry::File(text.into_bytes()))),
+            "(0x)?-?[0-9a-f.]{0,20}( GT/s)?\n"
+                .prop_map(|text: String| Some(Entry::File(text.into_bytes()))),
             "(\\.\\./){0,4}[a-z0-9:./]{0,40}".prop_map(|target| Some(Entry::Link(target))),
         ]
     }

@@ -57,7 +57,11 @@ impl Source {
 
     /// What was read, or what to make of it where it was of the wrong form: in a recording that is an error; on a live
     /// machine it is a device that answers oddly, which must not hide all others, and is logged.
-    pub(super) fn doubted<T>(&self, path: &str, read: std::result::Result<T, String>) -> Result<Option<T>> {
+    pub(super) fn doubted<T>(
+        &self,
+        path: &str,
+        read: std::result::Result<T, String>,
+    ) -> Result<Option<T>> {
         match read {
             Ok(read) => Ok(Some(read)),
             Err(problem) if self.is_live() => {
@@ -70,7 +74,8 @@ impl Source {
 
     /// An error about a file that must be there and is not.
     pub(super) fn vanished(&self, path: &str) -> Error {
-        let error = Error::new(ErrorKind::Unavailable, "read topology").context("file", self.name(path));
+        let error =
+            Error::new(ErrorKind::Unavailable, "read topology").context("file", self.name(path));
         match self {
             Self::Folder { live: true, .. } => error
                 .context("problem", "the file vanished while the tree was read")
@@ -104,7 +109,9 @@ impl Source {
             }
             Self::Archive { entries, .. } => Ok(match entries.get(path) {
                 Some(Entry::File(bytes)) => Contents::Bytes(bytes.clone()),
-                Some(Entry::Link(_)) => return Err(self.malformed(path, "a link in place of a file")),
+                Some(Entry::Link(_)) => {
+                    return Err(self.malformed(path, "a link in place of a file"));
+                }
                 None => Contents::Absent,
             }),
         }
@@ -141,7 +148,9 @@ impl Source {
                     .into_string()
                     .map_err(|_| self.malformed(path, "a link whose target is not text"))?,
                 // EINVAL: not a link.
-                Err(error) if gone(&error) || error.raw_os_error() == Some(libc::EINVAL) => return Ok(None),
+                Err(error) if gone(&error) || error.raw_os_error() == Some(libc::EINVAL) => {
+                    return Ok(None);
+                }
                 Err(error) => return Err(self.failed(path, &error)),
             },
             Self::Archive { entries, .. } => match entries.get(path) {
@@ -152,9 +161,8 @@ impl Source {
         let folder = path.rsplit_once('/').map_or("", |(folder, _)| folder);
         match resolve(folder, &target) {
             Some(resolved) => Ok(Some(resolved)),
-            None => {
-                Err(self.malformed(path, format_args!("a link that leads out of the tree: {target:.200}")))
-            }
+            None => Err(self
+                .malformed(path, format_args!("a link that leads out of the tree: {target:.200}"))),
         }
     }
 
@@ -173,7 +181,9 @@ impl Source {
                     // sysfs has no names that are not text.
                     names.extend(entry.file_name().into_string());
                     if names.len() > MOST_NAMES {
-                        return Err(self.malformed(path, format_args!("more than {MOST_NAMES} names")));
+                        return Err(
+                            self.malformed(path, format_args!("more than {MOST_NAMES} names"))
+                        );
                     }
                 }
                 names.sort();
@@ -270,7 +280,10 @@ mod tests {
     #[test]
     fn links_are_followed_by_their_words_and_never_above_the_root() {
         let folder = "sys/bus/pci/devices";
-        assert_eq!(resolve(folder, "../../../devices/pci0000:00").as_deref(), Some("sys/devices/pci0000:00"));
+        assert_eq!(
+            resolve(folder, "../../../devices/pci0000:00").as_deref(),
+            Some("sys/devices/pci0000:00")
+        );
         assert_eq!(resolve(folder, "./x//y").as_deref(), Some("sys/bus/pci/devices/x/y"));
         assert_eq!(resolve(folder, "../../../../../etc"), None);
         assert_eq!(resolve(folder, "/etc/passwd"), None);

@@ -62,9 +62,10 @@ impl EndpointState {
         let compares = match (op, compare) {
             (AtomicOp::Cswap, Some(segment)) => self.read_elements(held, &[segment], remote.len)?,
             (AtomicOp::Cswap, None) => {
-                return Err(
-                    self.refuse(ErrorKind::InvalidArgument, "a comparing atomic takes a compare operand")
-                );
+                return Err(self.refuse(
+                    ErrorKind::InvalidArgument,
+                    "a comparing atomic takes a compare operand",
+                ));
             }
             _ => Vec::new(),
         };
@@ -73,7 +74,9 @@ impl EndpointState {
                 self.local(held, &mut scratch.spans, &[segment], Access::READ)?;
             }
             Some(_) => {
-                return Err(self.refuse(ErrorKind::InvalidArgument, "the result is as long as the target"));
+                return Err(
+                    self.refuse(ErrorKind::InvalidArgument, "the result is as long as the target")
+                );
             }
             // Verbs always returns the old value: to a place where nobody looks.
             None => {
@@ -86,9 +89,10 @@ impl EndpointState {
         plan(&scratch.spans, &scratch.targets, limits, &mut scratch.segments, &mut scratch.planned);
         for (index, planned) in scratch.planned.iter().enumerate() {
             if planned.len != ELEMENT || planned.count != 1 {
-                return Err(
-                    self.refuse(ErrorKind::Unsupported, "an element lies across a seam of its region")
-                );
+                return Err(self.refuse(
+                    ErrorKind::Unsupported,
+                    "an element lies across a seam of its region",
+                ));
             }
             let mut wr = SendWr::new(opcode, 0);
             let operand = operands[index];

@@ -18,9 +18,11 @@ use super::sys::WcStatus;
 pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Error {
     use CompletionKind::{BindWindow, Receive, Send};
     let (error, text, remedy) = match (status, kind) {
-        (WcStatus::IBV_WC_LOC_LEN_ERR, Receive) => {
-            (ErrorKind::Truncated, "local length error", "post receives as long as the longest message")
-        }
+        (WcStatus::IBV_WC_LOC_LEN_ERR, Receive) => (
+            ErrorKind::Truncated,
+            "local length error",
+            "post receives as long as the longest message",
+        ),
         (WcStatus::IBV_WC_LOC_LEN_ERR, _) => {
             (ErrorKind::MessageTooLong, "local length error", "send less at once")
         }
@@ -35,9 +37,11 @@ pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Erro
             "local queue pair operation error",
             "the NIC refused the bind: range, rights, MW_BIND of the region, or a key that is still valid",
         ),
-        (WcStatus::IBV_WC_LOC_QP_OP_ERR, _) => {
-            (ErrorKind::BadState, "local queue pair operation error", "the request does not fit the endpoint")
-        }
+        (WcStatus::IBV_WC_LOC_QP_OP_ERR, _) => (
+            ErrorKind::BadState,
+            "local queue pair operation error",
+            "the request does not fit the endpoint",
+        ),
         (WcStatus::IBV_WC_LOC_PROT_ERR, _) => (
             ErrorKind::AccessDenied,
             "local protection error",
@@ -95,7 +99,9 @@ pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Erro
         (WcStatus::IBV_WC_REM_OP_ERR, _) => {
             (ErrorKind::Driver, "remote operation error", "the peer's NIC could not complete it")
         }
-        (WcStatus::IBV_WC_REM_ABORT_ERR, _) => (ErrorKind::Canceled, "remote abort", "the peer gave up"),
+        (WcStatus::IBV_WC_REM_ABORT_ERR, _) => {
+            (ErrorKind::Canceled, "remote abort", "the peer gave up")
+        }
         _ => (ErrorKind::Driver, "failed", "see the driver's log"),
     };
     let operation = match kind {
@@ -111,8 +117,11 @@ pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Erro
         .provider("verbs")
         .driver_code(status.name().unwrap_or_default(), i64::from(status.0))
         .context("status", format_args!("{text} ({})", status.0));
-    let completed =
-        if vendor == 0 { completed } else { completed.context("vendor", format_args!("{vendor:#x}")) };
+    let completed = if vendor == 0 {
+        completed
+    } else {
+        completed.context("vendor", format_args!("{vendor:#x}"))
+    };
     completed.remedy(remedy)
 }
 

@@ -13,7 +13,8 @@ use super::{
     errors,
     queue::CqState,
     sys::{
-        AccessFlags, AhAttr, Gid, GlobalRoute, Qp, QpAttr, QpAttrMask, QpCap, QpInitAttr, QpState, QpType,
+        AccessFlags, AhAttr, Gid, GlobalRoute, Qp, QpAttr, QpAttrMask, QpCap, QpInitAttr, QpState,
+        QpType,
     },
 };
 
@@ -74,11 +75,15 @@ impl PeerName {
                 .remedy("pass on the bytes of the peer's name unchanged and whole")
         };
         let bytes: &[u8; NAME] = name.0.as_slice().try_into().map_err(|_| malformed())?;
-        let number =
-            |from: usize| bytes[from..].first_chunk::<4>().map_or(0, |part| u32::from_be_bytes(*part));
-        let short =
-            |from: usize| bytes[from..].first_chunk::<2>().map_or(0, |part| u16::from_be_bytes(*part));
-        let sum = bytes[..NAME - 2].iter().fold(0x1d_u16, |sum, byte| sum.rotate_left(3) ^ u16::from(*byte));
+        let number = |from: usize| {
+            bytes[from..].first_chunk::<4>().map_or(0, |part| u32::from_be_bytes(*part))
+        };
+        let short = |from: usize| {
+            bytes[from..].first_chunk::<2>().map_or(0, |part| u16::from_be_bytes(*part))
+        };
+        let sum = bytes[..NAME - 2]
+            .iter()
+            .fold(0x1d_u16, |sum, byte| sum.rotate_left(3) ^ u16::from(*byte));
         if bytes[..4] != MAGIC || bytes[4] != VERSION || short(NAME - 2) != sum {
             return Err(malformed());
         }
@@ -203,15 +208,21 @@ impl QueuePair {
 
     fn to_init(&self) -> Result<()> {
         let rights = AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE;
-        let atomic =
-            if self.device.rights().atomics { AccessFlags::REMOTE_ATOMIC } else { AccessFlags::empty() };
+        let atomic = if self.device.rights().atomics {
+            AccessFlags::REMOTE_ATOMIC
+        } else {
+            AccessFlags::empty()
+        };
         let attr = QpAttr {
             qp_state: QpState::IBV_QPS_INIT,
             port_num: self.port.number,
             qp_access_flags: (rights | atomic).bits(),
             ..QpAttr::default()
         };
-        let mask = QpAttrMask::STATE | QpAttrMask::PKEY_INDEX | QpAttrMask::PORT | QpAttrMask::ACCESS_FLAGS;
+        let mask = QpAttrMask::STATE
+            | QpAttrMask::PKEY_INDEX
+            | QpAttrMask::PORT
+            | QpAttrMask::ACCESS_FLAGS;
         self.modify(attr, mask)
     }
 
@@ -301,7 +312,9 @@ impl QueuePair {
 impl Drop for QueuePair {
     fn drop(&mut self) {
         // SAFETY: it was created by `create`; whoever posts to it borrows `self`.
-        if let Err(errno) = errors::status(unsafe { (self.device.library().functions.destroy_qp)(self.qp) }) {
+        if let Err(errno) =
+            errors::status(unsafe { (self.device.library().functions.destroy_qp)(self.qp) })
+        {
             tracing::error!(nic = %self.device.nic(), %errno, "ibv_destroy_qp");
         }
     }

@@ -18,8 +18,8 @@ use super::{
     library::{Library, device_name},
     staged::Active,
     sys::{
-        self, AtomicCap, Context, DeviceAttr, DeviceAttrEx, DeviceCaps, DeviceExInput, LinkLayer, Pd,
-        PortAttr, PortState, VerbsContext,
+        self, AtomicCap, Context, DeviceAttr, DeviceAttrEx, DeviceCaps, DeviceExInput, LinkLayer,
+        Pd, PortAttr, PortState, VerbsContext,
     },
 };
 
@@ -58,7 +58,11 @@ pub(super) struct Port {
 
 impl OpenDevice {
     /// Opens a device by name, which wants the PCIe mapping of dma-bufs tried first, or does not.
-    pub(super) fn open(library: &Arc<Library>, name: &str, pcie_mapping_first: bool) -> Result<Self> {
+    pub(super) fn open(
+        library: &Arc<Library>,
+        name: &str,
+        pcie_mapping_first: bool,
+    ) -> Result<Self> {
         let context = library.open_device(name)?;
         // SAFETY: the context was opened just now, and nobody else closes it.
         unsafe { Self::new(library, context, true, pcie_mapping_first) }
@@ -285,7 +289,8 @@ impl OpenDevice {
     }
 
     fn describe_port(&self, number: u8, attr: &PortAttr, gid_index: Option<u8>) -> Result<Port> {
-        let failed = |errno| errors::call(&self.nic, "ibv_query_gid", errno).context("port", number);
+        let failed =
+            |errno| errors::call(&self.nic, "ibv_query_gid", errno).context("port", number);
         let ethernet = attr.link_layer == LinkLayer::IBV_LINK_LAYER_ETHERNET;
         let gid = match gid_index {
             Some(index) => {
@@ -318,7 +323,9 @@ impl Drop for OpenDevice {
             return;
         }
         // SAFETY: the context was opened by `open`, and everything made from it holds this value.
-        if let Err(errno) = errors::status(unsafe { (self.library.functions.close_device)(self.context) }) {
+        if let Err(errno) =
+            errors::status(unsafe { (self.library.functions.close_device)(self.context) })
+        {
             tracing::error!(nic = %self.nic, %errno, "ibv_close_device");
         }
     }
@@ -350,7 +357,8 @@ fn pci_bus_id(name: &str) -> Option<String> {
     let id = device.file_name()?.to_str()?;
     let (domain, rest) = id.split_once(':')?;
     let hex = |text: &str| text.chars().all(|digit| digit.is_ascii_hexdigit());
-    (hex(domain) && rest.len() == 7 && rest.contains(':') && rest.contains('.')).then(|| id.to_owned())
+    (hex(domain) && rest.len() == 7 && rest.contains(':') && rest.contains('.'))
+        .then(|| id.to_owned())
 }
 
 /// A protection domain, deallocated with it if it was allocated here.

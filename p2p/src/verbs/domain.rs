@@ -16,8 +16,9 @@ use hmem_core::{
     RemotePiece, Result,
     counter::Counter,
     provider::{
-        Backing, CompletionQueue, DomainRequest, EndpointAttr, Live, Piece, ProviderAttr, ProviderDomain,
-        ProviderEndpoint, ProviderRegion, ProviderWindow, RegistrationRequest, WindowBind, WindowType,
+        Backing, CompletionQueue, DomainRequest, EndpointAttr, Live, Piece, ProviderAttr,
+        ProviderDomain, ProviderEndpoint, ProviderRegion, ProviderWindow, RegistrationRequest,
+        WindowBind, WindowType,
     },
 };
 use parking_lot::RwLock;
@@ -330,10 +331,18 @@ impl ProviderDomain for VerbsDomain {
     }
 
     fn bind_counter(&self, _region: ProviderRegion, _counter: &Arc<Counter>) -> Result<()> {
-        Err(self.lacks("bind counter", ErrorKind::NoSys, "verbs does not count accesses to a region"))
+        Err(self.lacks(
+            "bind counter",
+            ErrorKind::NoSys,
+            "verbs does not count accesses to a region",
+        ))
     }
 
-    fn bind_endpoint(&self, _region: ProviderRegion, _endpoint: &dyn ProviderEndpoint) -> Result<()> {
+    fn bind_endpoint(
+        &self,
+        _region: ProviderRegion,
+        _endpoint: &dyn ProviderEndpoint,
+    ) -> Result<()> {
         Err(self.lacks(
             "bind endpoint",
             ErrorKind::NoSys,
@@ -357,7 +366,13 @@ impl ProviderDomain for VerbsDomain {
         self.state.regions.remote_key(region)
     }
 
-    fn map_raw(&self, base: Iova, len: u64, addressing: Addressing, raw: &RawKey) -> Result<RemoteKey> {
+    fn map_raw(
+        &self,
+        base: Iova,
+        len: u64,
+        addressing: Addressing,
+        raw: &RawKey,
+    ) -> Result<RemoteKey> {
         let pieces: Arc<[_]> = read_raw(raw)?.into();
         // Not counted: another domain's key must not name one of this.
         let number = loop {
@@ -374,7 +389,11 @@ impl ProviderDomain for VerbsDomain {
         if key.is_mapped() && self.state.mapped.write().remove(&key.as_u64()?).is_some() {
             return Ok(());
         }
-        Err(self.lacks("unmap key", ErrorKind::InvalidKey, "unmap a key once, in the domain that mapped it"))
+        Err(self.lacks(
+            "unmap key",
+            ErrorKind::InvalidKey,
+            "unmap a key once, in the domain that mapped it",
+        ))
     }
 
     fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow> {

@@ -150,7 +150,9 @@ impl Inner {
 
     pub(super) fn open(&self) -> Result<&QueuePair> {
         self.pair.as_ref().ok_or_else(|| {
-            Error::new(ErrorKind::BadState, "endpoint").provider("verbs").remedy("the endpoint is closed")
+            Error::new(ErrorKind::BadState, "endpoint")
+                .provider("verbs")
+                .remedy("the endpoint is closed")
         })
     }
 
@@ -168,7 +170,12 @@ impl Inner {
             pair.reset()?;
         }
         pair.connect(&peer)?;
-        tracing::debug!(qp = pair.number(), peer = peer.qpn, epoch = peer.epoch, "endpoint connected");
+        tracing::debug!(
+            qp = pair.number(),
+            peer = peer.qpn,
+            epoch = peer.epoch,
+            "endpoint connected"
+        );
         self.peer = Some(peer);
         self.failed = false;
         Ok(())
@@ -190,8 +197,8 @@ impl EndpointState {
             }
             let entry = inner.take(wc.wr_id)?;
             // A window that is no more bound need not be freed with the endpoint.
-            let unbound =
-                (wc.status == WcStatus::IBV_WC_SUCCESS) == (entry.kind == CompletionKind::InvalidateWindow);
+            let unbound = (wc.status == WcStatus::IBV_WC_SUCCESS)
+                == (entry.kind == CompletionKind::InvalidateWindow);
             if let Some((token, _)) = entry.window.filter(|_| unbound) {
                 inner.windows.retain(|bound| *bound != token);
             }
@@ -201,7 +208,8 @@ impl EndpointState {
             let received = entry.kind == CompletionKind::Receive;
             Ok(if received { u64::from(wc.byte_len) } else { entry.bytes })
         } else {
-            if let Some((token, old_key)) = entry.window.filter(|_| entry.kind == CompletionKind::BindWindow)
+            if let Some((token, old_key)) =
+                entry.window.filter(|_| entry.kind == CompletionKind::BindWindow)
             {
                 self.domain.windows.bind_failed(token, old_key);
             }
@@ -248,7 +256,12 @@ impl EndpointState {
         if Arc::ptr_eq(&self.tx, &self.rx) { Ok(()) } else { self.rx.drain() }
     }
 
-    pub(super) fn finish(&self, kind: CompletionKind, context: u64, result: Result<u64>) -> Completion {
+    pub(super) fn finish(
+        &self,
+        kind: CompletionKind,
+        context: u64,
+        result: Result<u64>,
+    ) -> Completion {
         let receive = kind == CompletionKind::Receive;
         if let Some(counter) = if receive { &self.rx_counter } else { &self.tx_counter } {
             match &result {
@@ -377,12 +390,17 @@ pub(super) struct Endpoint {
 impl Endpoint {
     pub(super) fn open(domain: &Arc<DomainState>, attr: &EndpointAttr) -> Result<Self> {
         let nic = domain.pd.device.nic();
-        let refuse =
-            |kind, why: &'static str| Error::new(kind, "open endpoint").provider(nic.to_string()).remedy(why);
+        let refuse = |kind, why: &'static str| {
+            Error::new(kind, "open endpoint").provider(nic.to_string()).remedy(why)
+        };
         let queue = |queue: &Arc<dyn hmem_core::provider::CompletionQueue>| {
-            let queue = queue.as_any().downcast_ref::<Queue>().map(|queue| Arc::clone(&queue.state));
+            let queue =
+                queue.as_any().downcast_ref::<Queue>().map(|queue| Arc::clone(&queue.state));
             queue.filter(|queue| Arc::ptr_eq(queue.device(), &domain.pd.device)).ok_or_else(|| {
-                refuse(ErrorKind::InvalidArgument, "use completion queues of the same provider and device")
+                refuse(
+                    ErrorKind::InvalidArgument,
+                    "use completion queues of the same provider and device",
+                )
             })
         };
         if attr.auth_key.as_ref().is_some_and(|key| !key.0.is_empty()) {

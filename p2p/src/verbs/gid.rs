@@ -58,7 +58,11 @@ pub fn choose_gid(entries: &[GidEntry]) -> Option<GidEntry> {
 }
 
 /// The GIDs of a port that are set.
-pub(super) fn table(device: &OpenDevice, port: u8, attr: &PortAttr) -> Result<Vec<GidEntry>, Errno> {
+pub(super) fn table(
+    device: &OpenDevice,
+    port: u8,
+    attr: &PortAttr,
+) -> Result<Vec<GidEntry>, Errno> {
     let mut entries = Vec::new();
     for index in 0..u8::try_from(attr.gid_tbl_len.max(0)).unwrap_or(u8::MAX) {
         let gid = match entry(device, port, index) {
@@ -79,7 +83,9 @@ pub(super) fn entry(device: &OpenDevice, port: u8, index: u8) -> Result<Gid, Err
     let mut gid = Gid::default();
     let functions = &device.library().functions;
     // SAFETY: the context is open as long as `device`; `gid` is writable for the call.
-    errors::status(unsafe { (functions.query_gid)(device.context(), port, i32::from(index), &mut gid) })?;
+    errors::status(unsafe {
+        (functions.query_gid)(device.context(), port, i32::from(index), &mut gid)
+    })?;
     Ok(gid)
 }
 

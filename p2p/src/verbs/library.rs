@@ -88,8 +88,11 @@ impl Library {
             };
             return Err(self.no_device("ibv_get_device_list").errno(errno).remedy(remedy));
         }
-        let list =
-            DeviceList { functions: &self.functions, list, count: usize::try_from(count).unwrap_or(0) };
+        let list = DeviceList {
+            functions: &self.functions,
+            list,
+            count: usize::try_from(count).unwrap_or(0),
+        };
         if list.count == 0 {
             return Err(self
                 .no_device("ibv_get_device_list")

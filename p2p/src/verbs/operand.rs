@@ -28,8 +28,13 @@ impl EndpointState {
         let mut bytes = Vec::with_capacity(len as usize);
         for segment in local {
             let mut spans = Vec::new();
-            let cpu =
-                held.translate(segment.desc, segment.address, segment.len, Access::WRITE, &mut spans)?;
+            let cpu = held.translate(
+                segment.desc,
+                segment.address,
+                segment.len,
+                Access::WRITE,
+                &mut spans,
+            )?;
             if cpu == CpuAccess::None {
                 return Err(self.refuse(
                     ErrorKind::Unsupported,
@@ -47,8 +52,12 @@ impl EndpointState {
 fn read_guarded(address: Address, len: u64, into: &mut Vec<u8>) -> Result<()> {
     let len = len as usize;
     into.reserve(len);
-    let local = libc::iovec { iov_base: into.spare_capacity_mut().as_mut_ptr().cast(), iov_len: len };
-    let remote = libc::iovec { iov_base: ptr::with_exposed_provenance_mut(address.0 as usize), iov_len: len };
+    let local =
+        libc::iovec { iov_base: into.spare_capacity_mut().as_mut_ptr().cast(), iov_len: len };
+    let remote = libc::iovec {
+        iov_base: ptr::with_exposed_provenance_mut(address.0 as usize),
+        iov_len: len,
+    };
     // SAFETY: the call writes `len` bytes of spare capacity at most; the other side is checked by the kernel.
     let copied = unsafe { libc::process_vm_readv(libc::getpid(), &local, 1, &remote, 1, 0) };
     match usize::try_from(copied) {
@@ -57,7 +66,9 @@ fn read_guarded(address: Address, len: u64, into: &mut Vec<u8>) -> Result<()> {
             unsafe { into.set_len(into.len() + len) };
             Ok(())
         }
-        Ok(_) => Err(Error::new(ErrorKind::BadAddress, "read operands").context("address", address)),
+        Ok(_) => {
+            Err(Error::new(ErrorKind::BadAddress, "read operands").context("address", address))
+        }
         Err(_) => Err(Error::os(errors::last(), "process_vm_readv").context("address", address)),
     }
 }

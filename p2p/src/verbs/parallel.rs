@@ -85,8 +85,11 @@ pub(super) fn register(
     let result = thread::scope(|scope| {
         let workers: Vec<_> = (1..threads.min(seams.len()))
             .filter_map(|_| {
-                let worker = thread::Builder::new().name("hmem-register".into()).spawn_scoped(scope, work);
-                worker.inspect_err(|error| tracing::debug!(%error, "registering with fewer threads")).ok()
+                let worker =
+                    thread::Builder::new().name("hmem-register".into()).spawn_scoped(scope, work);
+                worker
+                    .inspect_err(|error| tracing::debug!(%error, "registering with fewer threads"))
+                    .ok()
             })
             .collect();
         let mine = work();
@@ -113,7 +116,8 @@ mod tests {
 
     #[test]
     fn a_range_is_cut_where_it_was_asked_for_and_pays() {
-        let cut = |len, asked: Option<Parallel<'_>>, cpus| Cut::new(len, u64::MAX, asked.as_ref(), cpus);
+        let cut =
+            |len, asked: Option<Parallel<'_>>, cpus| Cut::new(len, u64::MAX, asked.as_ref(), cpus);
         assert_eq!(cut(GIB, None, 8), Cut::none(u64::MAX), "nobody asked: one key");
         assert_eq!(cut(GIB, Some(asked(0, 0)), 8), Cut { part: GIB / 8, threads: 8 });
         assert_eq!(cut(GIB, Some(asked(3, 0)), 8), Cut { part: 342 << 20, threads: 3 });

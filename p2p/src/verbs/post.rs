@@ -107,14 +107,25 @@ impl EndpointState {
                 self.post_rma(held, inner, scratch, (request.local, remote), READ, entry)
             }
             Operation::Send { tag: Some(_), .. } | Operation::Receive { tag: Some(_), .. } => {
-                Err(self.refuse(ErrorKind::Unsupported, "verbs has no tagged messages: send without a tag"))
+                Err(self.refuse(
+                    ErrorKind::Unsupported,
+                    "verbs has no tagged messages: send without a tag",
+                ))
             }
-            Operation::Send { tag: None, invalidate } => {
-                self.post_send(held, inner, scratch, (request.local, invalidate), entry(CompletionKind::Send))
-            }
-            Operation::Receive { tag: None, .. } => {
-                self.post_receive(held, inner, scratch, request.local, entry(CompletionKind::Receive))
-            }
+            Operation::Send { tag: None, invalidate } => self.post_send(
+                held,
+                inner,
+                scratch,
+                (request.local, invalidate),
+                entry(CompletionKind::Send),
+            ),
+            Operation::Receive { tag: None, .. } => self.post_receive(
+                held,
+                inner,
+                scratch,
+                request.local,
+                entry(CompletionKind::Receive),
+            ),
             Operation::Atomic { op, datatype, remote, result, compare } => {
                 let entry = entry(CompletionKind::Atomic);
                 let lists = (request.local, result, compare);
@@ -152,7 +163,11 @@ impl EndpointState {
 
     /// Translates a peer's range. What lies in no piece of its key goes to the NIC with the last key all the same:
     /// it is the target that enforces.
-    pub(super) fn remote(&self, targets: &mut Vec<Target>, segment: &RemoteSegment<'_>) -> Result<()> {
+    pub(super) fn remote(
+        &self,
+        targets: &mut Vec<Target>,
+        segment: &RemoteSegment<'_>,
+    ) -> Result<()> {
         if segment.key.is_mapped() {
             let pieces = self.domain.mapped_key(segment.key)?;
             cut(targets, pieces.iter(), segment);
@@ -185,8 +200,9 @@ impl EndpointState {
         }
         let pair = inner.open()?;
         let limits = (pair.cap.max_send_sge as usize, pair.port.max_message);
-        let inline =
-            owned && opcode == WrOpcode::IBV_WR_RDMA_WRITE && bytes <= u64::from(pair.cap.max_inline_data);
+        let inline = owned
+            && opcode == WrOpcode::IBV_WR_RDMA_WRITE
+            && bytes <= u64::from(pair.cap.max_inline_data);
         plan(&scratch.spans, &scratch.targets, limits, &mut scratch.segments, &mut scratch.planned);
         for planned in &scratch.planned {
             let mut wr = SendWr::new(opcode, 0);
@@ -217,8 +233,11 @@ impl EndpointState {
         let (owned, bytes) = self.local(held, &mut scratch.spans, local, Access::SEND)?;
         let pair = inner.open()?;
         self.one_message(scratch, pair.cap.max_send_sge, pair.port.max_message, bytes)?;
-        let opcode =
-            if invalidate.is_some() { WrOpcode::IBV_WR_SEND_WITH_INV } else { WrOpcode::IBV_WR_SEND };
+        let opcode = if invalidate.is_some() {
+            WrOpcode::IBV_WR_SEND_WITH_INV
+        } else {
+            WrOpcode::IBV_WR_SEND
+        };
         let mut wr = SendWr::new(opcode, 0);
         if let Some(key) = invalidate {
             wr.invalidate_rkey = number(key)?;
@@ -234,7 +253,13 @@ impl EndpointState {
     }
 
     /// Fills the segment list for a message, which cannot be cut.
-    fn one_message(&self, scratch: &mut Scratch, max_sge: u32, max_message: u64, bytes: u64) -> Result<()> {
+    fn one_message(
+        &self,
+        scratch: &mut Scratch,
+        max_sge: u32,
+        max_message: u64,
+        bytes: u64,
+    ) -> Result<()> {
         if bytes > max_message {
             return Err(self
                 .refuse(ErrorKind::MessageTooLong, "send less at once, or use RMA")
@@ -246,7 +271,10 @@ impl EndpointState {
         plan(&scratch.spans, &message, limits, &mut scratch.segments, &mut scratch.planned);
         if scratch.segments.len() > max_sge as usize {
             return Err(self
-                .refuse(ErrorKind::TooManyRanges, "give fewer local segments: a message cannot be cut")
+                .refuse(
+                    ErrorKind::TooManyRanges,
+                    "give fewer local segments: a message cannot be cut",
+                )
                 .context("segments", scratch.segments.len())
                 .context("max_sge", max_sge));
         }
@@ -269,15 +297,14 @@ impl EndpointState {
         };
         self.one_message(scratch, cap, u64::MAX, bytes)?;
         if inner.receives >= most {
-            return Err(self.refuse(ErrorKind::Again, "the receive queue is full: read completions"));
+            return Err(
+                self.refuse(ErrorKind::Again, "the receive queue is full: read completions")
+            );
         }
-        let post = self
-            .domain
-            .pd
-            .device
-            .ops()
-            .post_recv
-            .ok_or_else(|| self.refuse(ErrorKind::Unsupported, "this driver has no receives"))?;
+        let post =
+            self.domain.pd.device.ops().post_recv.ok_or_else(|| {
+                self.refuse(ErrorKind::Unsupported, "this driver has no receives")
+            })?;
         entry.requests = 1;
         let wr_id = inner.admit(entry);
         let mut wr = RecvWr {
@@ -359,8 +386,9 @@ impl EndpointState {
                 .errno(errno)
                 .provider(self.domain.pd.device.nic().to_string())
                 .remedy("the queue is full: read completions"),
-            22 => error
-                .remedy("the endpoint is not connected (resolve the peer), or the request does not fit it"),
+            22 => error.remedy(
+                "the endpoint is not connected (resolve the peer), or the request does not fit it",
+            ),
             _ => error,
         }
     }
@@ -403,7 +431,9 @@ fn cut<'a>(
 
 fn number(key: &RemoteKey) -> Result<u32> {
     u32::try_from(key.as_u64()?).map_err(|_| {
-        Error::new(ErrorKind::InvalidKey, "post").provider("verbs").remedy("verbs keys have 32 bits")
+        Error::new(ErrorKind::InvalidKey, "post")
+            .provider("verbs")
+            .remedy("verbs keys have 32 bits")
     })
 }
 

@@ -149,7 +149,8 @@ impl Builder {
     /// What was said, or else what the environment says.
     fn needs_pcie_mapping(&self) -> Result<bool> {
         const VARIABLE: &str = Verbs::PCIE_MAPPING_VARIABLE;
-        let refused = || Error::new(ErrorKind::InvalidArgument, "environment").context("variable", VARIABLE);
+        let refused =
+            || Error::new(ErrorKind::InvalidArgument, "environment").context("variable", VARIABLE);
         let text = match (self.pcie_mapping_first, std::env::var(VARIABLE)) {
             (Some(first), _) => return Ok(first),
             (None, Ok(text)) => text,
@@ -159,7 +160,9 @@ impl Builder {
         match text.to_ascii_lowercase().as_str() {
             "" | "0" | "no" | "false" | "off" => Ok(false),
             "1" | "yes" | "true" | "on" => Ok(true),
-            _ => Err(refused().context("value", text).remedy("use 0, no, false, off, 1, yes, true or on")),
+            _ => Err(refused()
+                .context("value", text)
+                .remedy("use 0, no, false, off, 1, yes, true or on")),
         }
     }
 
@@ -214,7 +217,10 @@ impl Fabric {
     }
 
     /// The endpoint that `is_it` holds for.
-    pub(super) fn find(&self, is_it: impl Fn(&EndpointState) -> bool) -> Option<Arc<EndpointState>> {
+    pub(super) fn find(
+        &self,
+        is_it: impl Fn(&EndpointState) -> bool,
+    ) -> Option<Arc<EndpointState>> {
         let alive: Vec<_> = self.endpoints.lock().iter().filter_map(Weak::upgrade).collect();
         alive.into_iter().find(|endpoint| is_it(endpoint))
     }
@@ -246,7 +252,16 @@ impl Verbs {
         brought: Option<(Arc<OpenDevice>, BroughtPd)>,
     ) -> Self {
         let (devices, fabric) = (Mutex::default(), Arc::default());
-        Self { inner: Arc::new(Inner { library, pcie_mapping_first, options, brought, devices, fabric }) }
+        Self {
+            inner: Arc::new(Inner {
+                library,
+                pcie_mapping_first,
+                options,
+                brought,
+                devices,
+                fabric,
+            }),
+        }
     }
 
     /// The library in use, as it was named.
@@ -336,7 +351,8 @@ impl Provider for Verbs {
                 ProtectionDomain::alloc(&self.device(&name)?)?
             }
         };
-        let domain = VerbsDomain::open(pd, self.inner.options, Arc::clone(&self.inner.fabric), request)?;
+        let domain =
+            VerbsDomain::open(pd, self.inner.options, Arc::clone(&self.inner.fabric), request)?;
         Ok(Arc::new(domain))
     }
 }

@@ -93,9 +93,8 @@ impl CqState {
     /// Reads up to a batch of work completions, and gives those that there were.
     pub(super) fn poll_raw<'a>(&self, batch: &'a mut [MaybeUninit<Wc>]) -> Result<&'a [Wc]> {
         let Some(poll) = self.device.ops().poll_cq else {
-            return Err(
-                Error::new(ErrorKind::Unsupported, "ibv_poll_cq").provider(self.device.nic().to_string())
-            );
+            return Err(Error::new(ErrorKind::Unsupported, "ibv_poll_cq")
+                .provider(self.device.nic().to_string()));
         };
         let most = c_int::try_from(batch.len()).unwrap_or(c_int::MAX);
         // SAFETY: the queue lives as long as `self`; the batch is writable for `most` entries.
@@ -142,7 +141,9 @@ impl CqState {
 impl Drop for CqState {
     fn drop(&mut self) {
         // SAFETY: it was created by `create`; queue pairs that complete to it hold it.
-        if let Err(errno) = errors::status(unsafe { (self.device.library().functions.destroy_cq)(self.cq) }) {
+        if let Err(errno) =
+            errors::status(unsafe { (self.device.library().functions.destroy_cq)(self.cq) })
+        {
             tracing::error!(nic = %self.device.nic(), %errno, "ibv_destroy_cq");
         }
     }

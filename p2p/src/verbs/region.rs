@@ -124,7 +124,11 @@ fn no_remote_key(operation: &'static str) -> Error {
 
 impl Region {
     fn addressing(&self) -> Addressing {
-        if self.flags.contains(AccessFlags::ZERO_BASED) { Addressing::ZeroBased } else { Addressing::Virtual }
+        if self.flags.contains(AccessFlags::ZERO_BASED) {
+            Addressing::ZeroBased
+        } else {
+            Addressing::Virtual
+        }
     }
 
     fn pieces(&self) -> impl Iterator<Item = RemotePiece> {
@@ -170,7 +174,8 @@ impl Region {
 impl Regions {
     pub(super) fn insert(&self, region: Region) -> ProviderRegion {
         let single = region.parts.len() == 1 && region.addressing() == Addressing::Virtual;
-        let (lkey, key) = region.parts.first().map_or((0, 0), |part| (part.key.lkey, part.key.rkey));
+        let (lkey, key) =
+            region.parts.first().map_or((0, 0), |part| (part.key.lkey, part.key.rkey));
         let known_as = |local| ProviderRegion {
             token: local,
             local: LocalKey::from_provider(local),
@@ -189,7 +194,11 @@ impl Regions {
 
     /// Takes a region out while a driver call changes it, since no lock is held over that, and leaves an empty one in its
     /// place: its keys may pass to others meanwhile, its name here may not.
-    pub(super) fn take_to_change(&self, handle: ProviderRegion, operation: &'static str) -> Result<Region> {
+    pub(super) fn take_to_change(
+        &self,
+        handle: ProviderRegion,
+        operation: &'static str,
+    ) -> Result<Region> {
         let mut map = self.map.write();
         let held = map.get_mut(&handle.token).ok_or_else(|| unknown(operation))?;
         let empty = Region {
@@ -201,9 +210,9 @@ impl Regions {
             kind: Kind::Registered,
         };
         if matches!(held.kind, Kind::Staged(_)) {
-            return Err(Error::new(ErrorKind::Unsupported, operation)
-                .provider("verbs")
-                .remedy("a staged region is not registered with the NIC: close it and register again"));
+            return Err(Error::new(ErrorKind::Unsupported, operation).provider("verbs").remedy(
+                "a staged region is not registered with the NIC: close it and register again",
+            ));
         }
         Ok(std::mem::replace(held, empty))
     }
@@ -238,7 +247,8 @@ impl Regions {
         segment.len > 0
             && segment.desc.is_some_and(|desc| {
                 let map = self.map.read_recursive();
-                map.get(&desc.to_provider()).is_some_and(|region| matches!(region.kind, Kind::Staged(_)))
+                map.get(&desc.to_provider())
+                    .is_some_and(|region| matches!(region.kind, Kind::Staged(_)))
             })
     }
 
@@ -252,7 +262,13 @@ impl Regions {
         });
         let Some((staged, access)) = staged else {
             let right = right.unwrap_or(Access::empty());
-            self.hold().translate(segment.desc, segment.address, segment.len, right, &mut Vec::new())?;
+            self.hold().translate(
+                segment.desc,
+                segment.address,
+                segment.len,
+                right,
+                &mut Vec::new(),
+            )?;
             return Ok(Local::Plain);
         };
         if right.is_some_and(|right| !access.contains(right)) {
@@ -321,7 +337,9 @@ impl Regions {
         }
         let Some(first) = pieces.next() else { return Ok(None) };
         let rest: Vec<_> = pieces.collect();
-        let usual = rest.is_empty() && region.addressing() == Addressing::Virtual && first.key == handle.key;
+        let usual = rest.is_empty()
+            && region.addressing() == Addressing::Virtual
+            && first.key == handle.key;
         Ok((!usual).then(|| RemoteKey::split(region.addressing(), first, rest)))
     }
 
@@ -349,7 +367,11 @@ pub(super) struct Held<'a>(RwLockReadGuard<'a, FxHashMap<u64, Region>>);
 impl Held<'_> {
     /// The one registration that holds a local segment, if it lies in a region of one and may be used so.
     #[inline]
-    pub(super) fn single(&self, local: &LocalSegment, right: Access) -> Option<(VerbsKey, CpuAccess)> {
+    pub(super) fn single(
+        &self,
+        local: &LocalSegment,
+        right: Access,
+    ) -> Option<(VerbsKey, CpuAccess)> {
         let region = self.0.get(&local.desc?.to_provider())?;
         let [part] = &region.parts[..] else { return None };
         let range = part.key.range;
@@ -427,8 +449,9 @@ pub(super) fn read_raw(raw: &RawKey) -> Result<Vec<RemotePiece>> {
         return Err(malformed());
     }
     let read = |piece: &[u8; RAW_PIECE]| {
-        let number =
-            |from: usize| piece[from..].first_chunk::<8>().map_or(0, |bytes| u64::from_be_bytes(*bytes));
+        let number = |from: usize| {
+            piece[from..].first_chunk::<8>().map_or(0, |bytes| u64::from_be_bytes(*bytes))
+        };
         let key = piece.last_chunk::<4>().map_or(0, |bytes| u32::from_be_bytes(*bytes));
         RemotePiece { base: Iova(number(0)), len: number(8), key: u64::from(key) }
     };

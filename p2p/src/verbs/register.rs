@@ -47,7 +47,10 @@ impl Registrar<'_> {
             );
         }
         if request.page_size != 0 && request.page_size != rustix::param::page_size() {
-            return refuse(ErrorKind::BadPageSize, "verbs takes its page size from the mapping: use 0");
+            return refuse(
+                ErrorKind::BadPageSize,
+                "verbs takes its page size from the mapping: use 0",
+            );
         }
         if !request.enabled {
             return refuse(ErrorKind::Unsupported, "verbs regions are usable at once");
@@ -66,7 +69,10 @@ impl Registrar<'_> {
         let refuse = |kind, why: &'static str| Err(self.refuse(kind, "register", why));
         let zero_based = options.contains(VerbsOptions::ZERO_BASED);
         if request.addressing == Addressing::ZeroBased && !zero_based {
-            return refuse(ErrorKind::Unsupported, "offer VIRT_ADDR, or ask for the ZERO_BASED option");
+            return refuse(
+                ErrorKind::Unsupported,
+                "offer VIRT_ADDR, or ask for the ZERO_BASED option",
+            );
         }
         let flags = access_flags(request.access, self.pd.device.rights());
         if tracing::enabled!(tracing::Level::DEBUG) {
@@ -75,7 +81,13 @@ impl Registrar<'_> {
                 tracing::debug!(nic = %self.pd.device.nic(), added = %names(added), "rights added: verbs demands them");
             }
         }
-        self.register_pieces(request.access, flags, pieces, options, (request.parallel, Kind::Registered))
+        self.register_pieces(
+            request.access,
+            flags,
+            pieces,
+            options,
+            (request.parallel, Kind::Registered),
+        )
     }
 
     /// Registers the staging buffers, for every local use.
@@ -87,7 +99,11 @@ impl Registrar<'_> {
     }
 
     /// Registers host pages in verbs' words.
-    pub(super) fn register_flags(&self, range: AddressRange, flags: AccessFlags) -> Result<ProviderRegion> {
+    pub(super) fn register_flags(
+        &self,
+        range: AddressRange,
+        flags: AccessFlags,
+    ) -> Result<ProviderRegion> {
         check_flags(flags)?;
         let options = VerbsOptions::from_bits_truncate(flags.bits());
         let piece = Piece { range, backing: Backing::Host { owned: false } };
@@ -146,7 +162,10 @@ impl Registrar<'_> {
         }
         if options.contains(VerbsOptions::RELAXED_ORDERING) {
             if device.library().functions.reg_mr_iova2.is_none() {
-                return lacks("RELAXED_ORDERING", "this libibverbs is too old (before IBVERBS_1.8)".into());
+                return lacks(
+                    "RELAXED_ORDERING",
+                    "this libibverbs is too old (before IBVERBS_1.8)".into(),
+                );
             }
             tracing::debug!(nic = %device.nic(), "RELAXED_ORDERING requested, not confirmable");
         }
@@ -175,7 +194,11 @@ impl Registrar<'_> {
     ) -> Result<()> {
         let range = piece.range;
         if range.is_empty() {
-            return Err(self.refuse(ErrorKind::ZeroLength, "register", "register at least one byte"));
+            return Err(self.refuse(
+                ErrorKind::ZeroLength,
+                "register",
+                "register at least one byte",
+            ));
         }
         // Pages that come on demand take no time now, and addresses from 0 need one registration.
         let whole = AccessFlags::ON_DEMAND | AccessFlags::ZERO_BASED;
@@ -199,11 +222,19 @@ impl Registrar<'_> {
     }
 
     /// One registration: `len` bytes at `offset` of a piece.
-    fn register_part(&self, piece: &Piece<'_>, flags: AccessFlags, offset: u64, len: u64) -> Result<Part> {
+    fn register_part(
+        &self,
+        piece: &Piece<'_>,
+        flags: AccessFlags,
+        offset: u64,
+        len: u64,
+    ) -> Result<Part> {
         let part = AddressRange::new(Address(piece.range.start().0 + offset), len)?;
         let base = if flags.contains(AccessFlags::ZERO_BASED) { 0 } else { part.start().0 };
         let mr = match &piece.backing {
-            Backing::Host { .. } => self.by_address(part, part.start(), base, flags, BackingKind::Host)?,
+            Backing::Host { .. } => {
+                self.by_address(part, part.start(), base, flags, BackingKind::Host)?
+            }
             Backing::PeerMemory { address } => {
                 let address = Address(address.0.wrapping_add(offset));
                 self.by_address(part, address, base, flags, BackingKind::PeerMemory)?
@@ -243,11 +274,14 @@ impl Registrar<'_> {
             Some(register) if !plain => {
                 // SAFETY: the protection domain is alive. The driver checks the range itself (EFAULT); that it may be
                 // read and written from now on is what the caller of the registration vouched for.
-                ("ibv_reg_mr_iova2", unsafe { register(self.pd.pd, pointer, len, base, flags.bits()) })
+                ("ibv_reg_mr_iova2", unsafe {
+                    register(self.pd.pd, pointer, len, base, flags.bits())
+                })
             }
             _ if plain => {
                 // SAFETY: as above.
-                let mr = unsafe { (functions.reg_mr)(self.pd.pd, pointer, len, flags.bits() as c_int) };
+                let mr =
+                    unsafe { (functions.reg_mr)(self.pd.pd, pointer, len, flags.bits() as c_int) };
                 ("ibv_reg_mr", mr)
             }
             _ => {
@@ -276,7 +310,11 @@ impl Registrar<'_> {
     ) -> Result<*mut Mr> {
         const SYMBOL: &str = "ibv_reg_dmabuf_mr";
         let lacks = || {
-            self.refuse(ErrorKind::Unsupported, SYMBOL, "this libibverbs is too old (before IBVERBS_1.12)")
+            self.refuse(
+                ErrorKind::Unsupported,
+                SYMBOL,
+                "this libibverbs is too old (before IBVERBS_1.12)",
+            )
         };
         let register = self.pd.device.library().functions.reg_dmabuf_mr.ok_or_else(lacks)?;
         if flags.contains(AccessFlags::LOCAL_WRITE) {
@@ -286,7 +324,11 @@ impl Registrar<'_> {
             })?;
             if !mode.contains(rustix::fs::OFlags::RDWR) {
                 return Err(self
-                    .refuse(ErrorKind::AccessDenied, SYMBOL, "the fd is read-only: export it for writing")
+                    .refuse(
+                        ErrorKind::AccessDenied,
+                        SYMBOL,
+                        "the fd is read-only: export it for writing",
+                    )
                     .context("access", names(flags)));
             }
         }
@@ -296,7 +338,9 @@ impl Registrar<'_> {
         if mr.is_null() {
             let errno = errors::last();
             let what = Registration { symbol: SYMBOL, range, flags, backing: BackingKind::DmaBuf };
-            return Err(errors::registration(self.pd.device.nic(), errno, &what).context("offset", offset));
+            return Err(
+                errors::registration(self.pd.device.nic(), errno, &what).context("offset", offset)
+            );
         }
         Ok(mr)
     }
@@ -304,7 +348,8 @@ impl Registrar<'_> {
     /// Changes rights in place, where the driver has it (VRB-01). Keys may change; [`Regions::keys`] has the new ones.
     pub(super) fn rereg(&self, handle: ProviderRegion, access: Access) -> Result<()> {
         const SYMBOL: &str = "ibv_rereg_mr";
-        let lacks = || self.refuse(ErrorKind::Unsupported, SYMBOL, "this libibverbs has no ibv_rereg_mr");
+        let lacks =
+            || self.refuse(ErrorKind::Unsupported, SYMBOL, "this libibverbs has no ibv_rereg_mr");
         let rereg = self.pd.device.library().functions.rereg_mr.ok_or_else(lacks)?;
         let mut region = self.regions.take_to_change(handle, SYMBOL)?;
         let done = self.rereg_parts(rereg, &mut region, access);
@@ -319,7 +364,14 @@ impl Registrar<'_> {
             let (pd, address) = (std::ptr::null_mut(), std::ptr::null_mut());
             // SAFETY: the region was taken out of the map, so that nobody else has it; only its rights are changed.
             let done = unsafe {
-                rereg(part.mr, sys::IBV_REREG_MR_CHANGE_ACCESS, pd, address, 0, flags.bits() as c_int)
+                rereg(
+                    part.mr,
+                    sys::IBV_REREG_MR_CHANGE_ACCESS,
+                    pd,
+                    address,
+                    0,
+                    flags.bits() as c_int,
+                )
             };
             if done != 0 {
                 // The call returns a class of failure, and the number in errno.
@@ -329,9 +381,12 @@ impl Registrar<'_> {
                     .context("range", part.key.range)
                     .context("access", names(flags));
                 // A driver without the call has touched nothing, whatever class the library puts that in.
-                let lost = done <= sys::IBV_REREG_MR_ERR_CMD && errno.kind() != ErrorKind::Unsupported;
+                let lost =
+                    done <= sys::IBV_REREG_MR_ERR_CMD && errno.kind() != ErrorKind::Unsupported;
                 return Err(if lost {
-                    error.remedy("the driver says that the region must not be used any more: close it")
+                    error.remedy(
+                        "the driver says that the region must not be used any more: close it",
+                    )
                 } else {
                     error.remedy("the region is as it was: register again with the other rights")
                 });

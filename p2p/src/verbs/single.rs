@@ -33,7 +33,8 @@ impl EndpointState {
         let rkey = remote.key.as_u64().ok()? as u32;
         let (part, cpu) = held.single(local, right)?;
         let write = opcode == WrOpcode::IBV_WR_RDMA_WRITE;
-        let inline = write && cpu == CpuAccess::Owned && local.len <= u64::from(pair.cap.max_inline_data);
+        let inline =
+            write && cpu == CpuAccess::Owned && local.len <= u64::from(pair.cap.max_inline_data);
         let addr = part.base + (local.address.0 - part.range.start().0);
         let mut segment = Sge { addr, length: local.len as u32, lkey: part.lkey };
         let mut request = SendWr::new(opcode, 0);

@@ -104,7 +104,11 @@ pub fn plan(
                 span = if take == from.len {
                     spans.next()
                 } else {
-                    Some(Span { address: from.address.wrapping_add(take), len: from.len - take, ..from })
+                    Some(Span {
+                        address: from.address.wrapping_add(take),
+                        len: from.len - take,
+                        ..from
+                    })
                 };
             }
             if bytes == 0 {
@@ -119,6 +123,12 @@ pub fn plan(
     if requests.is_empty()
         && let Some(target) = remote.first()
     {
-        requests.push(Planned { address: target.address, len: 0, rkey: target.rkey, first: 0, count: 0 });
+        requests.push(Planned {
+            address: target.address,
+            len: 0,
+            rkey: target.rkey,
+            first: 0,
+            count: 0,
+        });
     }
 }

@@ -31,7 +31,10 @@ use super::{
     queue::CqState,
     region::{Part, Region},
     register::has_window,
-    sys::{AccessFlags, BindPart, Mw, MwBind, MwBindInfo, MwType, SendFlags, SendWr, Wc, WcStatus, WrOpcode},
+    sys::{
+        AccessFlags, BindPart, Mw, MwBind, MwBindInfo, MwType, SendFlags, SendWr, Wc, WcStatus,
+        WrOpcode,
+    },
 };
 
 /// Binds are local; this only ends a wait for a dead device.
@@ -68,9 +71,9 @@ fn unknown() -> Error {
 }
 
 fn gone() -> Error {
-    Error::new(ErrorKind::BadState, "window")
-        .provider("verbs")
-        .remedy("it was bound through an endpoint that is closed, and was freed with it: allocate another")
+    Error::new(ErrorKind::BadState, "window").provider("verbs").remedy(
+        "it was bound through an endpoint that is closed, and was freed with it: allocate another",
+    )
 }
 
 impl Windows {
@@ -86,9 +89,14 @@ impl Windows {
         if !has_window(&domain.pd, kind) {
             return Err(refuse(format!("{} has no windows of type {kind:?}", nic.name)));
         }
-        let alloc =
-            domain.pd.device.ops().alloc_mw.ok_or_else(|| refuse("the driver has no windows".into()))?;
-        let of = if kind == WindowType::One { MwType::IBV_MW_TYPE_1 } else { MwType::IBV_MW_TYPE_2 };
+        let alloc = domain
+            .pd
+            .device
+            .ops()
+            .alloc_mw
+            .ok_or_else(|| refuse("the driver has no windows".into()))?;
+        let of =
+            if kind == WindowType::One { MwType::IBV_MW_TYPE_1 } else { MwType::IBV_MW_TYPE_2 };
         // SAFETY: the protection domain is alive as long as `domain`.
         let mw = unsafe { alloc(domain.pd.pd, of) };
         if mw.is_null() {
@@ -130,7 +138,11 @@ impl Windows {
     }
 
     /// Runs `with` on an allocated type 2 window, with the table locked.
-    pub(super) fn with_type_2<T>(&self, token: u64, with: impl FnOnce(*mut Mw) -> Result<T>) -> Result<T> {
+    pub(super) fn with_type_2<T>(
+        &self,
+        token: u64,
+        with: impl FnOnce(*mut Mw) -> Result<T>,
+    ) -> Result<T> {
         let map = self.map.lock();
         let window = map.get(&token).ok_or_else(unknown)?;
         if window.kind == WindowType::One {
@@ -171,19 +183,26 @@ impl Windows {
                 "the region was registered without VerbsOptions::MW_BIND: ask for it",
             ));
         }
-        if access.contains(Access::REMOTE_WRITE) && !region.flags.contains(AccessFlags::LOCAL_WRITE) {
+        if access.contains(Access::REMOTE_WRITE) && !region.flags.contains(AccessFlags::LOCAL_WRITE)
+        {
             return Err(refuse(
                 ErrorKind::AccessDenied,
                 "remote write through a window needs a region that the NIC may write (IBA 10.6.7.2.2)",
             ));
         }
         if region.flags.contains(AccessFlags::ZERO_BASED) {
-            return Err(refuse(ErrorKind::Unsupported, "windows bind to regions with virtual addresses"));
+            return Err(refuse(
+                ErrorKind::Unsupported,
+                "windows bind to regions with virtual addresses",
+            ));
         }
         let whole = region.parts.iter().map(|part| part.key.range.len()).sum::<u64>();
         region.slice(offset, len).ok_or_else(|| {
             if offset <= whole && len <= whole - offset {
-                refuse(ErrorKind::Unsupported, "the range crosses a seam of the region, which is split")
+                refuse(
+                    ErrorKind::Unsupported,
+                    "the range crosses a seam of the region, which is split",
+                )
             } else {
                 refuse(ErrorKind::OutOfBounds, "a window lies inside its region")
             }
@@ -191,7 +210,12 @@ impl Windows {
     }
 
     /// A window's rights in verbs' words.
-    pub(super) fn flags(&self, domain: &DomainState, access: Access, addressing: Addressing) -> AccessFlags {
+    pub(super) fn flags(
+        &self,
+        domain: &DomainState,
+        access: Access,
+        addressing: Addressing,
+    ) -> AccessFlags {
         let mut flags = AccessFlags::empty();
         flags.set(AccessFlags::REMOTE_READ, access.contains(Access::REMOTE_READ));
         if access.contains(Access::REMOTE_WRITE) {
@@ -219,7 +243,8 @@ impl Windows {
                 // A null region crashes librxe: with length 0 it only names the domain.
                 region.parts.first().map(|part| (part.mr, 0)).ok_or_else(unknown)?
             } else {
-                let (part, address) = self.target(domain, region, (bind.offset, bind.len), bind.access)?;
+                let (part, address) =
+                    self.target(domain, region, (bind.offset, bind.len), bind.access)?;
                 (part.mr, address.0)
             };
             if bind.addressing == Addressing::ZeroBased {
@@ -228,7 +253,8 @@ impl Windows {
                     .remedy("type 1 windows have virtual addresses"));
             }
             let flags = self.flags(domain, bind.access, bind.addressing);
-            let info = MwBindInfo { mr, addr: address, length: bind.len, mw_access_flags: flags.bits() };
+            let info =
+                MwBindInfo { mr, addr: address, length: bind.len, mw_access_flags: flags.bits() };
             let map = self.map.lock();
             let held = map.get(&window.token).ok_or_else(unknown)?;
             if held.kind != WindowType::One {
@@ -265,13 +291,11 @@ impl Binder {
     /// `mw` and `info.mr` are alive.
     unsafe fn bind(&mut self, domain: &DomainState, mw: *mut Mw, info: MwBindInfo) -> Result<u32> {
         let nic = domain.pd.device.nic();
-        let bind = domain
-            .pd
-            .device
-            .ops()
-            .bind_mw
-            .ok_or_else(|| Error::new(ErrorKind::Unsupported, "ibv_bind_mw").provider(nic.to_string()))?;
-        let mut request = MwBind { wr_id: 1, send_flags: SendFlags::SIGNALED.bits(), bind_info: info };
+        let bind = domain.pd.device.ops().bind_mw.ok_or_else(|| {
+            Error::new(ErrorKind::Unsupported, "ibv_bind_mw").provider(nic.to_string())
+        })?;
+        let mut request =
+            MwBind { wr_id: 1, send_flags: SendFlags::SIGNALED.bits(), bind_info: info };
         // SAFETY: the caller vouches for the window.
         let old_key = unsafe { (*mw).rkey };
         // SAFETY: the queue pair is this value's own; window and region are alive; the region is not null, which is what
@@ -312,14 +336,12 @@ fn dealloc(domain: &DomainState, mw: *mut Mw) -> Result<()> {
         return Ok(());
     }
     let nic = domain.pd.device.nic();
-    let dealloc = domain
-        .pd
-        .device
-        .ops()
-        .dealloc_mw
-        .ok_or_else(|| Error::new(ErrorKind::Unsupported, "ibv_dealloc_mw").provider(nic.to_string()))?;
+    let dealloc = domain.pd.device.ops().dealloc_mw.ok_or_else(|| {
+        Error::new(ErrorKind::Unsupported, "ibv_dealloc_mw").provider(nic.to_string())
+    })?;
     // SAFETY: the window was allocated here and was taken out of the table, or is nulled there next.
-    errors::status(unsafe { dealloc(mw) }).map_err(|errno| errors::call(nic, "ibv_dealloc_mw", errno))
+    errors::status(unsafe { dealloc(mw) })
+        .map_err(|errno| errors::call(nic, "ibv_dealloc_mw", errno))
 }
 
 impl EndpointState {

@@ -58,10 +58,18 @@ pub(crate) struct Bench {
 impl Bench {
     /// Two NICs that import `imports`.
     pub(crate) fn new(device: SimulatedBuilder, imports: Imports) -> Self {
-        Self::with(device, Loopback::builder().nic("loop0").nic("loop1").imports(imports), Paths::new())
+        Self::with(
+            device,
+            Loopback::builder().nic("loop0").nic("loop1").imports(imports),
+            Paths::new(),
+        )
     }
 
-    pub(crate) fn with(device: SimulatedBuilder, provider: loopback::Builder, paths: Paths) -> Self {
+    pub(crate) fn with(
+        device: SimulatedBuilder,
+        provider: loopback::Builder,
+        paths: Paths,
+    ) -> Self {
         let device = Arc::new(device.window(1 << 32).build().expect("a simulated device"));
         let iface = Arc::clone(&device) as Arc<dyn Iface>;
         Self::over(device, iface, provider, paths)
@@ -95,8 +103,13 @@ impl Bench {
 
     pub(crate) fn try_domain(&self, nic: &str, p2p: P2pPolicy) -> Result<Domain> {
         let mr_mode = MrMode::all().difference(MrMode::BASIC | MrMode::SCALABLE);
-        let attr =
-            DomainAttr { nic: Some(nic.to_owned()), mr_mode, hmem: true, p2p, ..DomainAttr::default() };
+        let attr = DomainAttr {
+            nic: Some(nic.to_owned()),
+            mr_mode,
+            hmem: true,
+            p2p,
+            ..DomainAttr::default()
+        };
         Domain::open(&self.provider, Arc::clone(&self.registry), Arc::clone(&self.paths) as _, attr)
     }
 
@@ -104,7 +117,12 @@ impl Bench {
         self.buffer_of(AllocationKind::Device, DeviceId(0), len)
     }
 
-    pub(crate) fn buffer_of(&self, kind: AllocationKind, device: DeviceId, len: u64) -> DeviceBuffer {
+    pub(crate) fn buffer_of(
+        &self,
+        kind: AllocationKind,
+        device: DeviceId,
+        len: u64,
+    ) -> DeviceBuffer {
         let iface: Arc<dyn Iface> = Arc::clone(&self.device) as _;
         DeviceBuffer::allocate(&iface, &AllocRequest { len, device, kind }).expect("device memory")
     }
@@ -172,7 +190,8 @@ pub(crate) fn open_fds() -> usize {
 /// names of tests.
 fn threads() -> usize {
     let tasks = fs::read_dir("/proc/self/task").expect("procfs");
-    let name = |task: io::Result<fs::DirEntry>| fs::read_to_string(task.ok()?.path().join("comm")).ok();
+    let name =
+        |task: io::Result<fs::DirEntry>| fs::read_to_string(task.ok()?.path().join("comm")).ok();
     tasks.filter_map(name).filter(|name| name.starts_with("hmem-")).count()
 }
 

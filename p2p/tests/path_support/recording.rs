@@ -7,8 +7,8 @@ use hmem_core::{
     counter::Counter,
     provider::{
         Backing, CompletionQueue, DomainRequest, EndpointAttr, Live, Piece, Provider, ProviderAttr,
-        ProviderDomain, ProviderEndpoint, ProviderRegion, ProviderWindow, RegistrationRequest, WindowBind,
-        WindowType,
+        ProviderDomain, ProviderEndpoint, ProviderRegion, ProviderWindow, RegistrationRequest,
+        WindowBind, WindowType,
     },
 };
 use parking_lot::Mutex;
@@ -144,7 +144,13 @@ impl ProviderDomain for RecordingDomain {
         self.inner.remote_key(region)
     }
 
-    fn map_raw(&self, base: Iova, len: u64, addressing: Addressing, raw: &RawKey) -> Result<RemoteKey> {
+    fn map_raw(
+        &self,
+        base: Iova,
+        len: u64,
+        addressing: Addressing,
+        raw: &RawKey,
+    ) -> Result<RemoteKey> {
         self.inner.map_raw(base, len, addressing, raw)
     }
 

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use hmem_core::{
     Address, AddressRange, Allocation, DeviceId, Error, Iface, IfaceKind, Result, Segment,
     iface::{
-        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle, PeerMemoryExport,
+        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle,
+        PeerMemoryExport,
     },
     monitor::Monitor,
     provider::Nic,
@@ -106,12 +107,22 @@ impl Iface for Vendor {
         unsafe { self.memory.copy(to, from, len) }
     }
 
-    unsafe fn copy_async(&self, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
+    unsafe fn copy_async(
+        &self,
+        to: Address,
+        from: Address,
+        len: u64,
+    ) -> Result<Box<dyn CopyEvent>> {
         // SAFETY: the caller's promise is the same.
         unsafe { self.memory.copy_async(to, from, len) }
     }
 
-    fn export_dma_buf(&self, range: AddressRange, nic: &Nic, mapping: DmaBufMapping) -> Result<DmaBufExport> {
+    fn export_dma_buf(
+        &self,
+        range: AddressRange,
+        nic: &Nic,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport> {
         check(if mapping == DmaBufMapping::Pcie { self.pcie } else { self.dma_buf })?;
         if self.segment_len.is_some_and(|step| range.len() > step) {
             check(self.whole)?;

@@ -8,7 +8,8 @@ use hmem_core::{
     transfer::{PeerId, RemoteSegment},
 };
 
-pub(crate) const LOCAL: Access = Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
+pub(crate) const LOCAL: Access =
+    Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
 
 /// An endpoint with its queue.
 pub(crate) struct End {
@@ -76,7 +77,12 @@ impl<'a> Wire<'a> {
     pub(crate) fn push(&self, key: &RemoteKey, at: u64, bytes: &[u8]) -> Result<u64> {
         self.local.write(0, bytes)?;
         let local = [self.local.slice(0, bytes.len() as u64)?];
-        self.near.endpoint.write(&local, &[Self::remote(key, at, bytes.len() as u64)], self.peer, 1)?;
+        self.near.endpoint.write(
+            &local,
+            &[Self::remote(key, at, bytes.len() as u64)],
+            self.peer,
+            1,
+        )?;
         self.end(&self.near)
     }
 

@@ -7,8 +7,8 @@ use std::{
 };
 
 use hmem_core::{
-    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Endpoint, Errno, ErrorKind, Iface,
-    Iova, Path, RegionSlice, Registered, Registry, Result,
+    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Endpoint, Errno, ErrorKind,
+    Iface, Iova, Path, RegionSlice, Registered, Registry, Result,
     iface::AllocRequest,
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr, Provider, StagingAttr},
@@ -19,7 +19,8 @@ use hmem_p2p::path::Paths;
 use proptest::{prelude::*, test_runner::TestRunner};
 
 /// Every right of the local side.
-pub(crate) const LOCAL: Access = Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
+pub(crate) const LOCAL: Access =
+    Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
 /// Every right of peers.
 pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
@@ -73,7 +74,9 @@ pub(crate) struct Side {
 
 impl Side {
     pub(crate) fn host(&self, len: u64, access: Access) -> Mem {
-        Mem::Host(self.domain.register(vec![0; len as usize], access).expect("register host memory"))
+        Mem::Host(
+            self.domain.register(vec![0; len as usize], access).expect("register host memory"),
+        )
     }
 
     pub(crate) fn device(&self, device: &Arc<Simulated>, len: u64, access: Access) -> Result<Mem> {
@@ -114,8 +117,9 @@ impl Net {
         let side = || {
             let p2p = P2pPolicy::Disabled;
             let attr = DomainAttr { nic: nic.clone(), p2p, staging, ..DomainAttr::default() };
-            let domain = Domain::open(&*provider, Arc::clone(&registry), Arc::new(Paths::new()), attr)
-                .expect("open a domain");
+            let domain =
+                Domain::open(&*provider, Arc::clone(&registry), Arc::new(Paths::new()), attr)
+                    .expect("open a domain");
             let cq = domain.open_cq(64).expect("open a queue");
             let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint");
             Side { endpoint, cq, domain }
@@ -206,7 +210,12 @@ pub(crate) fn pattern(len: u64, seed: u64) -> Vec<u8> {
 }
 
 /// One transfer between fresh patterns, checked byte by byte, with the bytes around the target.
-pub(crate) fn moves(net: &Net, kind: CompletionKind, near: &[(&Mem, u64, u64)], far: (&Mem, u64, u64)) {
+pub(crate) fn moves(
+    net: &Net,
+    kind: CompletionKind,
+    near: &[(&Mem, u64, u64)],
+    far: (&Mem, u64, u64),
+) {
     let total: u64 = near.iter().map(|(_, _, len)| len).sum();
     let (mem, offset, len) = far;
     assert_eq!(total, len);
@@ -284,9 +293,14 @@ pub(crate) fn lists_arrive(net: &Net, chunk: u64, longest: u64) {
 }
 
 /// Random sizes, chunks, buffers and latencies: the bytes of a plain copy, and every buffer free afterwards.
-pub(crate) fn anything_arrives(cases: u32, provider: impl Fn() -> (Arc<dyn Provider>, Option<String>)) {
-    let mut runner =
-        TestRunner::new(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) });
+pub(crate) fn anything_arrives(
+    cases: u32,
+    provider: impl Fn() -> (Arc<dyn Provider>, Option<String>),
+) {
+    let mut runner = TestRunner::new(ProptestConfig {
+        failure_persistence: None,
+        ..ProptestConfig::with_cases(cases)
+    });
     let part = (any::<bool>(), 0u64..40, 0u64..9000);
     let strategy = (
         1usize..3000,
@@ -297,11 +311,13 @@ pub(crate) fn anything_arrives(cases: u32, provider: impl Fn() -> (Arc<dyn Provi
     runner
         .run(&strategy, |(chunk, slots, latency, transfers)| {
             let (provider, nic) = provider();
-            let device =
-                Simulated::builder().window(1 << 30).copy_latency(Duration::from_micros(latency * 20));
+            let device = Simulated::builder()
+                .window(1 << 30)
+                .copy_latency(Duration::from_micros(latency * 20));
             let staging = StagingAttr { chunk, slots };
             let net = Net::new(provider, nic, staging, device.build().expect("build the device"));
-            let staged = net.near.device(&net.device, 64 << 10, LOCAL).expect("stage device memory");
+            let staged =
+                net.near.device(&net.device, 64 << 10, LOCAL).expect("stage device memory");
             let host = net.near.host(64 << 10, LOCAL);
             let far = net.far.host(64 << 10, LOCAL | REMOTE);
             for (kind, parts) in transfers {
@@ -325,7 +341,10 @@ pub(crate) fn anything_arrives(cases: u32, provider: impl Fn() -> (Arc<dyn Provi
 /// The bytes of a pool as they are at the start: what they are ever after.
 pub(crate) fn staging_bytes(net: &Net) -> u64 {
     let once = net.near.domain.staging_bytes();
-    assert!(once >= (net.staging.chunk * net.staging.slots) as u64, "the pool is smaller than asked for");
+    assert!(
+        once >= (net.staging.chunk * net.staging.slots) as u64,
+        "the pool is smaller than asked for"
+    );
     once
 }
 
@@ -351,7 +370,11 @@ pub(crate) fn faults_drain_the_pipeline(net: &Net, len: u64, kinds: &[Completion
                 net.device.faults().clear();
                 net.assert_idle();
                 if let Err(error) = ended {
-                    assert_eq!(error.os_errno(), Some(Errno(5)), "{kind:?}, {call:?} {nth}: {error}");
+                    assert_eq!(
+                        error.os_errno(),
+                        Some(Errno(5)),
+                        "{kind:?}, {call:?} {nth}: {error}"
+                    );
                     settle(net);
                 }
                 if !reached {
@@ -389,14 +412,21 @@ pub(crate) fn an_exhausted_pool_makes_transfers_wait(net: &Net, count: u64) {
     staged.put(0, &bytes);
     let key = far.region().key().expect("a key");
     for context in 0..count {
-        let remote = [RemoteSegment { address: Iova(key.base().0 + context * len), len, key: &key }];
+        let remote =
+            [RemoteSegment { address: Iova(key.base().0 + context * len), len, key: &key }];
         let local = [staged.slice(context * len, len)];
-        net.near.endpoint.write(&local, &remote, PeerId(0), context).expect("there is room to post");
+        net.near
+            .endpoint
+            .write(&local, &remote, PeerId(0), context)
+            .expect("there is room to post");
         assert!(net.near.slots() <= net.staging.slots as u64);
     }
     let (ended, _) = net.complete(count as usize, 0);
     for (completion, context) in ended.into_iter().zip(0..) {
-        assert_eq!(completion.context, context, "requests end in the order in which they were posted");
+        assert_eq!(
+            completion.context, context,
+            "requests end in the order in which they were posted"
+        );
         assert_eq!(completion.result.expect("it arrives"), len);
     }
     assert!(far.get(0, len * count) == bytes);

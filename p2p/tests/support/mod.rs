@@ -5,14 +5,15 @@
 use std::{fmt, sync::Arc};
 
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, AuthKey, ErrorKind, Iova, LocalKey, MrFlags, MrMode, Registry,
-    RemoteKey, Result,
+    Access, Address, AddressRange, Addressing, AuthKey, ErrorKind, Iova, LocalKey, MrFlags, MrMode,
+    Registry, RemoteKey, Result,
     provider::{
-        Backing, CompletionQueue, DomainRequest, EndpointAttr, KeyRequest, Piece, Provider, ProviderDomain,
-        ProviderEndpoint, ProviderRegion, RegistrationRequest, StagingAttr,
+        Backing, CompletionQueue, DomainRequest, EndpointAttr, KeyRequest, Piece, Provider,
+        ProviderDomain, ProviderEndpoint, ProviderRegion, RegistrationRequest, StagingAttr,
     },
     transfer::{
-        AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest,
+        AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment,
+        WorkRequest,
     },
 };
 use hmem_p2p::loopback::Loopback;
@@ -238,7 +239,10 @@ impl End {
         Self::with(domain, |_| {})
     }
 
-    pub(crate) fn with(domain: &Arc<dyn ProviderDomain>, change: impl FnOnce(&mut EndpointAttr)) -> Self {
+    pub(crate) fn with(
+        domain: &Arc<dyn ProviderDomain>,
+        change: impl FnOnce(&mut EndpointAttr),
+    ) -> Self {
         let cq = domain.open_cq(256).unwrap();
         let mut attr = EndpointAttr {
             tx_cq: Arc::clone(&cq),
@@ -289,7 +293,12 @@ impl End {
     }
 
     /// Posts and waits for the end.
-    pub(crate) fn run(&self, operation: Operation<'_>, local: &[LocalSegment], peer: PeerId) -> Result<u64> {
+    pub(crate) fn run(
+        &self,
+        operation: Operation<'_>,
+        local: &[LocalSegment],
+        peer: PeerId,
+    ) -> Result<u64> {
         self.post(operation, local, peer, 7)?;
         let completion = self.next();
         assert_eq!(completion.context, 7);
@@ -308,7 +317,13 @@ impl End {
         self.run(Operation::Write { remote: &remote }, local, peer)
     }
 
-    pub(crate) fn read(&self, peer: PeerId, local: &[LocalSegment], key: &RemoteKey, at: u64) -> Result<u64> {
+    pub(crate) fn read(
+        &self,
+        peer: PeerId,
+        local: &[LocalSegment],
+        key: &RemoteKey,
+        at: u64,
+    ) -> Result<u64> {
         let len = local.iter().map(|segment| segment.len).sum();
         let remote = [RemoteSegment { address: Iova(at), len, key }];
         self.run(Operation::Read { remote: &remote }, local, peer)

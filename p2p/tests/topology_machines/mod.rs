@@ -103,17 +103,21 @@ pub(crate) fn make(name: &str) -> Folder {
             "option" => {
                 let release = fs::read_to_string(folder.path().join("proc/sys/kernel/osrelease"));
                 let release = release.expect("release comes before option");
-                let lines = format!("CONFIG_DEFAULT_HOSTNAME=\"gpu-node-17\"\n{}\n", words[1..].join("\n"));
+                let lines =
+                    format!("CONFIG_DEFAULT_HOSTNAME=\"gpu-node-17\"\n{}\n", words[1..].join("\n"));
                 folder.write(&format!("boot/config-{}", release.trim()), lines);
             }
             "module" => {
                 let line = |name: &&str| format!("{name} 16384 0 - Live 0xffffffffc0a00000\n");
                 folder.write("proc/modules", words[1..].iter().map(line).collect::<String>());
             }
-            "nvidia" => folder.write("proc/driver/nvidia/version", format!("{rest}\nGCC version: 11\n")),
+            "nvidia" => {
+                folder.write("proc/driver/nvidia/version", format!("{rest}\nGCC version: 11\n"))
+            }
             "groups" => machine.groups = Some(rest.to_owned()),
             "node" => {
-                folder.write(&format!("sys/devices/system/node/node{}/cpulist", words[1]), words[2]);
+                folder
+                    .write(&format!("sys/devices/system/node/node{}/cpulist", words[1]), words[2]);
             }
             "host" => {
                 machine.above = vec![format!("sys/devices/{}", words[1])];
@@ -136,7 +140,8 @@ impl Machine {
     fn function(&mut self, tree: &Folder, kind: &str, words: &[&str]) {
         let (id, class) = (words[0], words[2]);
         let (vendor, device) = words[1].split_once(':').expect("vendor:device");
-        let get = |name: &str| words.iter().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+        let get =
+            |name: &str| words.iter().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
         let folder = format!("{}/{id}", self.above.last().expect("host comes first"));
         self.above.push(folder.clone());
         let at = |name: &str| format!("{folder}/{name}");
@@ -152,7 +157,8 @@ impl Machine {
         let config = config(kind, class.starts_with("0604"), get("link").is_some(), acs);
         tree.write(&at("config"), if self.unprivileged { &config[..64] } else { &config });
         if let Some(link) = get("link") {
-            let (max_speed, max_width) = get("max").unwrap_or(link).split_once('x').expect("speed x width");
+            let (max_speed, max_width) =
+                get("max").unwrap_or(link).split_once('x').expect("speed x width");
             let (speed, width) = link.split_once('x').expect("speed x width");
             tree.write(&at("current_link_speed"), format!("{speed} GT/s PCIe\n"));
             tree.write(&at("current_link_width"), format!("{width}\n"));

@@ -7,8 +7,8 @@ use std::{
 };
 
 use hmem_p2p::verbs::sys::{
-    AtomicCap, Context, Cq, Device, DeviceAttr, ForkStatus, Functions, Gid, Mr, Pd, PortAttr, Qp, QpAttr,
-    QpInitAttr,
+    AtomicCap, Context, Cq, Device, DeviceAttr, ForkStatus, Functions, Gid, Mr, Pd, PortAttr, Qp,
+    QpAttr, QpInitAttr,
 };
 
 /// What the fake answers, and what it was asked.
@@ -62,8 +62,10 @@ extern "C" fn get_device_list(count: *mut c_int) -> *mut *mut Device {
         set_errno(38);
         return ptr::null_mut();
     }
-    let list: Vec<*mut Device> =
-        (0..n).map(|index| ptr::without_provenance_mut(index + 1)).chain([ptr::null_mut()]).collect();
+    let list: Vec<*mut Device> = (0..n)
+        .map(|index| ptr::without_provenance_mut(index + 1))
+        .chain([ptr::null_mut()])
+        .collect();
     Box::into_raw(list.into_boxed_slice()).cast()
 }
 
@@ -78,7 +80,9 @@ extern "C" fn get_device_name(device: *mut Device) -> *const c_char {
 
 extern "C" fn open_device(device: *mut Device) -> *mut Context {
     called("open_device".into());
-    if let Some((_, errno)) = with(|script| script.closed).filter(|(closed, _)| closed + 1 == device.addr()) {
+    if let Some((_, errno)) =
+        with(|script| script.closed).filter(|(closed, _)| closed + 1 == device.addr())
+    {
         set_errno(errno);
         return ptr::null_mut();
     }
@@ -94,7 +98,8 @@ pub(crate) fn context(device: *mut Device) -> *mut Context {
 
 /// A protection domain of another crate.
 pub(crate) fn foreign_pd() -> *mut c_void {
-    Box::into_raw(Box::new(Pd { context: context(ptr::without_provenance_mut(1)), handle: 9 })).cast()
+    Box::into_raw(Box::new(Pd { context: context(ptr::without_provenance_mut(1)), handle: 9 }))
+        .cast()
 }
 
 extern "C" fn close_device(_context: *mut Context) -> c_int {
@@ -105,8 +110,10 @@ extern "C" fn close_device(_context: *mut Context) -> c_int {
 extern "C" fn query_device(_context: *mut Context, attr: *mut DeviceAttr) -> c_int {
     // SAFETY: the caller gives a place for the attributes.
     let attr = unsafe { &mut *attr };
-    (attr.max_mr_size, attr.max_mr, attr.phys_port_cnt) = (with(|script| script.max_mr_size), 1000, 1);
-    (attr.max_cqe, attr.max_qp_wr, attr.max_sge, attr.atomic_cap) = (1000, 100, 4, AtomicCap::IBV_ATOMIC_HCA);
+    (attr.max_mr_size, attr.max_mr, attr.phys_port_cnt) =
+        (with(|script| script.max_mr_size), 1000, 1);
+    (attr.max_cqe, attr.max_qp_wr, attr.max_sge, attr.atomic_cap) =
+        (1000, 100, 4, AtomicCap::IBV_ATOMIC_HCA);
     0
 }
 
@@ -203,7 +210,13 @@ extern "C" fn rereg_mr(
     class
 }
 
-extern "C" fn create_cq(_: *mut Context, _: c_int, _: *mut c_void, _: *mut c_void, _: c_int) -> *mut Cq {
+extern "C" fn create_cq(
+    _: *mut Context,
+    _: c_int,
+    _: *mut c_void,
+    _: *mut c_void,
+    _: c_int,
+) -> *mut Cq {
     set_errno(12);
     ptr::null_mut()
 }
@@ -225,7 +238,12 @@ extern "C" fn modify_qp(_qp: *mut Qp, _attr: *mut QpAttr, _mask: c_int) -> c_int
     22
 }
 
-extern "C" fn query_qp(_qp: *mut Qp, _attr: *mut QpAttr, _mask: c_int, _init: *mut QpInitAttr) -> c_int {
+extern "C" fn query_qp(
+    _qp: *mut Qp,
+    _attr: *mut QpAttr,
+    _mask: c_int,
+    _init: *mut QpInitAttr,
+) -> c_int {
     22
 }
 
@@ -271,8 +289,13 @@ pub(crate) fn symbol(name: &str) -> Option<*const ()> {
 /// The whole library, with one device.
 pub(crate) fn functions() -> Functions {
     with(|script| {
-        *script =
-            Script { devices: Some(1), max_mr_size: 1 << 40, dma_buf: 95, fork: 2, ..Script::default() };
+        *script = Script {
+            devices: Some(1),
+            max_mr_size: 1 << 40,
+            dma_buf: 95,
+            fork: 2,
+            ..Script::default()
+        };
     });
     // SAFETY: the functions above have the header's signatures.
     unsafe { Functions::from_lookup(|name, _| symbol(name)) }.expect("the fake is complete")

@@ -9,11 +9,12 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Domain, DomainAttr, Endpoint, Iova, LocalKey, MemoryRegion, MrAttr,
-    MrFlags, Registry, RemoteKey, Result,
+    Access, Address, AddressRange, Domain, DomainAttr, Endpoint, Iova, LocalKey, MemoryRegion,
+    MrAttr, MrFlags, Registry, RemoteKey, Result,
     provider::{CompletionQueue, EndpointAttr},
     transfer::{
-        AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest,
+        AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment,
+        WorkRequest,
     },
 };
 use hmem_p2p::{
@@ -22,7 +23,8 @@ use hmem_p2p::{
 };
 
 /// Every right of the local side.
-pub(crate) const LOCAL: Access = Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
+pub(crate) const LOCAL: Access =
+    Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
 /// Every right of peers.
 pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
@@ -49,7 +51,14 @@ impl Pages {
     pub(crate) fn with_protection(len: usize, protection: i32) -> Self {
         // SAFETY: a new private mapping touches nobody's memory.
         let mapped = unsafe {
-            libc::mmap(ptr::null_mut(), len, protection, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
+            libc::mmap(
+                ptr::null_mut(),
+                len,
+                protection,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
         };
         assert_ne!(mapped, libc::MAP_FAILED, "mmap");
         Self { address: mapped.expose_provenance() as u64, len }
@@ -68,7 +77,8 @@ impl Pages {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: the mapping that is replaced is this value's own.
-        let mapped = unsafe { libc::mmap(self.pointer(0).cast(), self.len, protection, flags, -1, 0) };
+        let mapped =
+            unsafe { libc::mmap(self.pointer(0).cast(), self.len, protection, flags, -1, 0) };
         assert_ne!(mapped, libc::MAP_FAILED, "mmap");
     }
 
@@ -92,8 +102,9 @@ impl Pages {
 
     /// Bytes that differ from place to place.
     pub(crate) fn fill(&self, seed: u8) -> Vec<u8> {
-        let bytes: Vec<u8> =
-            (0..self.len).map(|index| (index as u8).wrapping_mul(31) ^ (index >> 8) as u8 ^ seed).collect();
+        let bytes: Vec<u8> = (0..self.len)
+            .map(|index| (index as u8).wrapping_mul(31) ^ (index >> 8) as u8 ^ seed)
+            .collect();
         self.put(0, &bytes);
         bytes
     }
@@ -108,7 +119,8 @@ impl Drop for Pages {
 
 pub(crate) fn open(verbs: &Verbs, name: &str) -> Domain {
     let attr = DomainAttr { nic: Some(name.to_owned()), ..DomainAttr::default() };
-    Domain::open(verbs, Arc::new(Registry::new()), Arc::new(Paths::new()), attr).expect("open a domain")
+    Domain::open(verbs, Arc::new(Registry::new()), Arc::new(Paths::new()), attr)
+        .expect("open a domain")
 }
 
 /// One side of a connection.
@@ -134,7 +146,12 @@ impl Side {
         unsafe { self.domain.regattr(&MrAttr::new(&[range], access), MrFlags::empty()) }
     }
 
-    pub(crate) fn post(&self, operation: Operation<'_>, local: &[LocalSegment], context: u64) -> Result<()> {
+    pub(crate) fn post(
+        &self,
+        operation: Operation<'_>,
+        local: &[LocalSegment],
+        context: u64,
+    ) -> Result<()> {
         let request = WorkRequest { operation, local, peer: PeerId(0), context };
         // SAFETY: the tests' pages outlive their transfers.
         unsafe { self.endpoint.post(&request) }
@@ -173,7 +190,8 @@ impl Side {
         result: Option<LocalSegment>,
         compare: Option<LocalSegment>,
     ) -> Result<u64> {
-        let operation = Operation::Atomic { op, datatype: AtomicType::U64, remote, result, compare };
+        let operation =
+            Operation::Atomic { op, datatype: AtomicType::U64, remote, result, compare };
         self.transfer(operation, &[local])
     }
 }

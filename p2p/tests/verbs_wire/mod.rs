@@ -10,9 +10,9 @@ use std::{
 };
 
 use hmem_p2p::verbs::sys::{
-    AccessFlags, AtomicCap, Context, Cq, Device, DeviceAttr, Functions, LinkLayer, Mr, Pd, PortAttr,
-    PortState, Qp, QpAttr, QpAttrMask, QpInitAttr, QpState, RecvWr, SendFlags, SendWr, Sge, Wc, WcStatus,
-    WrOpcode,
+    AccessFlags, AtomicCap, Context, Cq, Device, DeviceAttr, Functions, LinkLayer, Mr, Pd,
+    PortAttr, PortState, Qp, QpAttr, QpAttrMask, QpInitAttr, QpState, RecvWr, SendFlags, SendWr,
+    Sge, Wc, WcStatus, WrOpcode,
 };
 
 use crate::verbs_fake;
@@ -84,7 +84,8 @@ pub(crate) fn regions() -> usize {
 impl Wire {
     /// The bytes of a segment, if its key grants `right`.
     fn reach(&self, key: u32, address: u64, len: u64, right: AccessFlags) -> Option<*mut u8> {
-        let region = self.regions.get(&(key >> 8)).filter(|region| region.access.contains(right))?;
+        let region =
+            self.regions.get(&(key >> 8)).filter(|region| region.access.contains(right))?;
         let offset = address.checked_sub(region.start)?;
         (offset <= region.len && len <= region.len - offset)
             .then(|| ptr::with_exposed_provenance_mut(address as usize))
@@ -94,8 +95,12 @@ impl Wire {
         let mut bytes = Vec::new();
         for segment in segments {
             let len = segment.length as usize;
-            let from =
-                self.reach(segment.lkey, segment.addr, u64::from(segment.length), AccessFlags::empty())?;
+            let from = self.reach(
+                segment.lkey,
+                segment.addr,
+                u64::from(segment.length),
+                AccessFlags::empty(),
+            )?;
             // SAFETY: registered memory is mapped, by the promise of who registered it.
             bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(from, len) });
         }
@@ -105,7 +110,12 @@ impl Wire {
     fn scatter(&self, segments: &[Sge], mut bytes: &[u8]) -> Option<()> {
         for segment in segments {
             let (part, rest) = bytes.split_at(bytes.len().min(segment.length as usize));
-            let to = self.reach(segment.lkey, segment.addr, part.len() as u64, AccessFlags::LOCAL_WRITE)?;
+            let to = self.reach(
+                segment.lkey,
+                segment.addr,
+                part.len() as u64,
+                AccessFlags::LOCAL_WRITE,
+            )?;
             // SAFETY: as above.
             unsafe { ptr::copy_nonoverlapping(part.as_ptr(), to, part.len()) };
             bytes = rest;
@@ -209,7 +219,8 @@ extern "C" fn query_device(_context: *mut Context, attr: *mut DeviceAttr) -> c_i
 extern "C" fn query_port(_context: *mut Context, _port: u8, attr: *mut PortAttr) -> c_int {
     // SAFETY: the caller gives a place for the attributes.
     let attr = unsafe { &mut *attr };
-    (attr.state, attr.active_mtu, attr.max_msg_sz, attr.lid) = (PortState::IBV_PORT_ACTIVE, 5, 1 << 30, 7);
+    (attr.state, attr.active_mtu, attr.max_msg_sz, attr.lid) =
+        (PortState::IBV_PORT_ACTIVE, 5, 1 << 30, 7);
     attr.link_layer = LinkLayer::IBV_LINK_LAYER_INFINIBAND;
     0
 }
@@ -271,7 +282,10 @@ extern "C" fn create_qp(pd: *mut Pd, attr: *mut QpInitAttr) -> *mut Qp {
         wire.next += 1;
         let cqs = (attr.send_cq.addr(), attr.recv_cq.addr());
         let (sends, receives) = (VecDeque::new(), VecDeque::new());
-        wire.pairs.insert(wire.next, Pair { state: QpState::IBV_QPS_RESET, peer: 0, cqs, sends, receives });
+        wire.pairs.insert(
+            wire.next,
+            Pair { state: QpState::IBV_QPS_RESET, peer: 0, cqs, sends, receives },
+        );
         wire.next
     });
     Box::into_raw(Box::new(qp))
@@ -302,7 +316,12 @@ extern "C" fn modify_qp(qp: *mut Qp, attr: *mut QpAttr, mask: c_int) -> c_int {
     0
 }
 
-extern "C" fn query_qp(qp: *mut Qp, attr: *mut QpAttr, _mask: c_int, _init: *mut QpInitAttr) -> c_int {
+extern "C" fn query_qp(
+    qp: *mut Qp,
+    attr: *mut QpAttr,
+    _mask: c_int,
+    _init: *mut QpInitAttr,
+) -> c_int {
     // SAFETY: as above.
     let (number, attr) = unsafe { ((*qp).qp_num, &mut *attr) };
     attr.qp_state = with(|wire| wire.pairs[&number].state);
@@ -338,8 +357,9 @@ unsafe extern "C" fn post_send(qp: *mut Qp, mut wr: *mut SendWr, bad: *mut *mut 
                     let from = ptr::with_exposed_provenance::<u8>(segment.addr as usize);
                     std::slice::from_raw_parts(from, segment.length as usize).to_vec()
                 };
-                let inline =
-                    flags.contains(SendFlags::INLINE).then(|| segments.iter().flat_map(copy).collect());
+                let inline = flags
+                    .contains(SendFlags::INLINE)
+                    .then(|| segments.iter().flat_map(copy).collect());
                 let remote = match request.opcode {
                     WrOpcode::IBV_WR_SEND => (0, 0),
                     _ => (request.wr.rdma.remote_addr, request.wr.rdma.rkey),
@@ -347,7 +367,11 @@ unsafe extern "C" fn post_send(qp: *mut Qp, mut wr: *mut SendWr, bad: *mut *mut 
                 let signaled = flags.contains(SendFlags::SIGNALED);
                 let (wr_id, opcode) = (request.wr_id, request.opcode);
                 let send = Send { wr_id, opcode, signaled, segments, inline, remote };
-                wire.pairs.get_mut(&number).expect("a queue pair that is alive").sends.push_back(send);
+                wire.pairs
+                    .get_mut(&number)
+                    .expect("a queue pair that is alive")
+                    .sends
+                    .push_back(send);
                 wr = request.next;
             }
         }
@@ -357,7 +381,8 @@ unsafe extern "C" fn post_send(qp: *mut Qp, mut wr: *mut SendWr, bad: *mut *mut 
 
 unsafe extern "C" fn post_recv(qp: *mut Qp, wr: *mut RecvWr, _bad: *mut *mut RecvWr) -> c_int {
     // SAFETY: as above, for one request.
-    let (number, request, segments) = unsafe { ((*qp).qp_num, &*wr, segments((*wr).sg_list, (*wr).num_sge)) };
+    let (number, request, segments) =
+        unsafe { ((*qp).qp_num, &*wr, segments((*wr).sg_list, (*wr).num_sge)) };
     with(|wire| {
         let pair = wire.pairs.get_mut(&number).expect("a queue pair that is alive");
         pair.receives.push_back(Receive { wr_id: request.wr_id, segments });

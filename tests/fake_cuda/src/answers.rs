@@ -23,13 +23,14 @@ pub(crate) fn attribute_of_device(
         | sys::CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY
         | sys::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         | sys::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED => 1,
-        sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED => profile.rdma_with_vmm.into(),
+        sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED => {
+            profile.rdma_with_vmm.into()
+        }
         sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED => profile.rdma.into(),
         sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS => profile.flush_options,
         sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING => profile.writes_ordering,
-        sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED | sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED => {
-            profile.dma_buf.into()
-        }
+        sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
+        | sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED => profile.dma_buf.into(),
         _ => 0,
     })
 }

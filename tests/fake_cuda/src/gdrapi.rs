@@ -18,7 +18,14 @@ extern "C" fn gdr_close(_: usize) -> c_int {
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn gdr_pin_buffer(_: usize, _: c_ulong, _: usize, _: u64, _: u32, _: *mut GdrHandle) -> c_int {
+extern "C" fn gdr_pin_buffer(
+    _: usize,
+    _: c_ulong,
+    _: usize,
+    _: u64,
+    _: u32,
+    _: *mut GdrHandle,
+) -> c_int {
     ENODEV
 }
 
@@ -38,11 +45,21 @@ extern "C" fn gdr_unmap(_: usize, _: GdrHandle, _: *mut c_void, _: usize) -> c_i
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn gdr_copy_to_mapping(_: GdrHandle, _: *mut c_void, _: *const c_void, _: usize) -> c_int {
+extern "C" fn gdr_copy_to_mapping(
+    _: GdrHandle,
+    _: *mut c_void,
+    _: *const c_void,
+    _: usize,
+) -> c_int {
     ENODEV
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn gdr_copy_from_mapping(_: GdrHandle, _: *mut c_void, _: *const c_void, _: usize) -> c_int {
+extern "C" fn gdr_copy_from_mapping(
+    _: GdrHandle,
+    _: *mut c_void,
+    _: *const c_void,
+    _: usize,
+) -> c_int {
     ENODEV
 }

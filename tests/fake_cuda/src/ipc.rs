@@ -27,15 +27,26 @@ pub(crate) fn export(state: &mut State, pointer: u64) -> Result<CuIpcMemHandle, 
     let (len, id) = (known.len, known.id);
     let start = pointer - pointer % PAGE;
     let whole = (pointer + len).next_multiple_of(PAGE) - start;
-    let file = state.pages.file_of(start, whole).map_err(|_| CuResult::CUDA_ERROR_OPERATING_SYSTEM)?;
+    let file =
+        state.pages.file_of(start, whole).map_err(|_| CuResult::CUDA_ERROR_OPERATING_SYSTEM)?;
     let file = file.ok_or(CuResult::CUDA_ERROR_INVALID_HANDLE)?;
     // SAFETY: the fd is one of this driver's, open under its lock.
     let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(file) };
-    let inode = rustix::fs::fstat(borrowed).map_err(|_| CuResult::CUDA_ERROR_OPERATING_SYSTEM)?.st_ino;
-    let body: Body =
-        [u64::from(std::process::id()), borrowed.as_raw_fd() as u64, inode, whole, pointer - start, len, id];
+    let inode =
+        rustix::fs::fstat(borrowed).map_err(|_| CuResult::CUDA_ERROR_OPERATING_SYSTEM)?.st_ino;
+    let body: Body = [
+        u64::from(std::process::id()),
+        borrowed.as_raw_fd() as u64,
+        inode,
+        whole,
+        pointer - start,
+        len,
+        id,
+    ];
     let mut reserved = [0 as c_char; CU_IPC_HANDLE_SIZE];
-    for (place, byte) in reserved.iter_mut().zip(body.iter().flat_map(|number| number.to_le_bytes())) {
+    for (place, byte) in
+        reserved.iter_mut().zip(body.iter().flat_map(|number| number.to_le_bytes()))
+    {
         *place = byte as c_char;
     }
     Ok(CuIpcMemHandle { reserved })
@@ -83,7 +94,8 @@ pub(crate) fn open(state: &mut State, handle: &CuIpcMemHandle) -> Result<u64, Cu
 }
 
 pub(crate) fn close(state: &mut State, pointer: u64) -> Result<(), CuResult> {
-    let Some(Allocation { kind: Kind::Imported { opened, .. }, .. }) = state.allocations.get_mut(&pointer)
+    let Some(Allocation { kind: Kind::Imported { opened, .. }, .. }) =
+        state.allocations.get_mut(&pointer)
     else {
         return Err(CuResult::CUDA_ERROR_INVALID_VALUE);
     };

@@ -74,7 +74,11 @@ fn enter(symbol: &'static str, run: impl FnOnce(&mut State) -> Result<(), CuResu
     );
     let result = state.call(symbol).and_then(|()| {
         // Recorded run: before `cuInit` succeeded calls answer 3.
-        if needs_start && !state.started { Err(CuResult::CUDA_ERROR_NOT_INITIALIZED) } else { run(state) }
+        if needs_start && !state.started {
+            Err(CuResult::CUDA_ERROR_NOT_INITIALIZED)
+        } else {
+            run(state)
+        }
     });
     result.err().unwrap_or(CuResult::CUDA_SUCCESS)
 }
@@ -97,7 +101,9 @@ fn from_environment() -> State {
     let mut faults = Vec::new();
     for word in words {
         match word.split_once('=') {
-            Some(("devices", count)) => profile.devices = count.parse().expect("HMEM_FAKE_CUDA: devices=n"),
+            Some(("devices", count)) => {
+                profile.devices = count.parse().expect("HMEM_FAKE_CUDA: devices=n")
+            }
             Some(("attributes", last)) => {
                 profile.last_device_attribute = last.parse().expect("HMEM_FAKE_CUDA: attributes=n");
             }
@@ -263,7 +269,9 @@ impl FakeDriver {
     /// Whether SYNC_MEMOPS is set on the allocation around an address.
     #[must_use]
     pub fn sync_memops(&self, address: u64) -> bool {
-        self.with(|state| state.around(address).is_some_and(|(_, allocation)| allocation.sync_memops))
+        self.with(|state| {
+            state.around(address).is_some_and(|(_, allocation)| allocation.sync_memops)
+        })
     }
 
     /// The flags of a device's primary context.
@@ -319,7 +327,10 @@ impl Held<'_> {
     /// If they have not come after half a minute.
     pub fn wait_for(&self, calls: usize) {
         let few = |state: &mut Option<State>| {
-            state.as_ref().and_then(|state| state.hold.as_ref()).is_some_and(|hold| hold.held < calls)
+            state
+                .as_ref()
+                .and_then(|state| state.hold.as_ref())
+                .is_some_and(|hold| hold.held < calls)
         };
         let mut state = STATE.lock();
         let waited = HELD.wait_while_for(&mut state, few, std::time::Duration::from_secs(30));

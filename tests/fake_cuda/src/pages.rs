@@ -24,7 +24,8 @@ const WINDOW: usize = 1 << 40;
 
 /// A memory file that cannot change its size, as a dma-buf cannot.
 pub(crate) fn memory_file(len: u64) -> rustix::io::Result<OwnedFd> {
-    let fd = rustix::fs::memfd_create("fake-cuda", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    let fd =
+        rustix::fs::memfd_create("fake-cuda", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     rustix::fs::ftruncate(&fd, len)?;
     rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
     Ok(fd)
@@ -92,7 +93,12 @@ impl Pages {
     }
 
     /// Puts the pages of a file behind a range.
-    pub(crate) fn place(&mut self, address: u64, len: u64, file: OwnedFd) -> rustix::io::Result<()> {
+    pub(crate) fn place(
+        &mut self,
+        address: u64,
+        len: u64,
+        file: OwnedFd,
+    ) -> rustix::io::Result<()> {
         map(self.at(address), len, file.as_fd())?;
         self.enter(address, len, file);
         Ok(())
@@ -104,8 +110,10 @@ impl Pages {
         for start in [ptr::with_exposed_provenance_mut(address as usize), self.at(address)] {
             let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
             // SAFETY: the range lies in a window of this driver, and its memory was given back.
-            unsafe { rustix::mm::mmap_anonymous(start.cast(), len as usize, ProtFlags::empty(), flags) }
-                .expect("a window is mapped over");
+            unsafe {
+                rustix::mm::mmap_anonymous(start.cast(), len as usize, ProtFlags::empty(), flags)
+            }
+            .expect("a window is mapped over");
         }
     }
 
@@ -140,7 +148,9 @@ impl Pages {
         let mut done = 0;
         while done < len {
             // SAFETY: the range is backed, and the driver's lock keeps everybody else of this process out.
-            let bytes = unsafe { std::slice::from_raw_parts(self.at(address + done), (len - done) as usize) };
+            let bytes = unsafe {
+                std::slice::from_raw_parts(self.at(address + done), (len - done) as usize)
+            };
             done += rustix::io::pwrite(&file, bytes, done)? as u64;
         }
         map(self.at(address), len, file.as_fd())?;
@@ -152,7 +162,8 @@ impl Pages {
     /// are no range's own file any longer.
     fn enter(&mut self, address: u64, len: u64, file: OwnedFd) {
         let end = address + len;
-        let before = self.files.range(..end).rev().take_while(|(start, (len, _))| *start + len > address);
+        let before =
+            self.files.range(..end).rev().take_while(|(start, (len, _))| *start + len > address);
         let replaced: Vec<_> = before.map(|(start, _)| *start).collect();
         for start in replaced {
             self.files.remove(&start);
@@ -163,7 +174,10 @@ impl Pages {
     /// A handle of the file that backs exactly this range, for another process.
     pub(crate) fn file_of(&mut self, address: u64, len: u64) -> rustix::io::Result<Option<i32>> {
         let exact = |files: &BTreeMap<u64, (u64, OwnedFd)>| {
-            files.get(&address).filter(|(backed, _)| *backed == len).map(|(_, file)| file.as_raw_fd())
+            files
+                .get(&address)
+                .filter(|(backed, _)| *backed == len)
+                .map(|(_, file)| file.as_raw_fd())
         };
         if let Some(file) = exact(&self.files) {
             return Ok(Some(file));
@@ -185,7 +199,8 @@ impl Drop for Pages {
 fn reserve() -> u64 {
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
     // SAFETY: a new mapping at an address of the kernel's choice touches no existing one.
-    let start = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), WINDOW, ProtFlags::empty(), flags) };
+    let start =
+        unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), WINDOW, ProtFlags::empty(), flags) };
     start.expect("a window of addresses").expose_provenance() as u64
 }
 

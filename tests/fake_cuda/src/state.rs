@@ -268,9 +268,12 @@ impl State {
     }
 
     pub(crate) fn live(&self) -> Live {
-        let count = |of: fn(&Kind) -> bool| self.allocations.values().filter(|one| of(&one.kind)).count();
+        let count =
+            |of: fn(&Kind) -> bool| self.allocations.values().filter(|one| of(&one.kind)).count();
         Live {
-            allocations: count(|kind| matches!(kind, Kind::Memory | Kind::Pool | Kind::Managed | Kind::Host)),
+            allocations: count(|kind| {
+                matches!(kind, Kind::Memory | Kind::Pool | Kind::Managed | Kind::Host)
+            }),
             reservations: count(|kind| *kind == Kind::Reservation),
             handles: self.physical.values().filter(|one| one.references > 0).count(),
             mappings: self.mappings.len(),
@@ -383,7 +386,8 @@ impl State {
         let context = if kind == Kind::Pool { 0 } else { context };
         let id = self.identity();
         let sync_memops = false;
-        self.allocations.insert(address, Allocation { len, kind, device, context, id, sync_memops });
+        self.allocations
+            .insert(address, Allocation { len, kind, device, context, id, sync_memops });
         Ok(address)
     }
 
@@ -399,7 +403,9 @@ impl State {
         }
         if self.block.1 < len {
             let block = self.take_addresses(GRANULARITY)?;
-            self.pages.back(block, GRANULARITY, false).map_err(|_| CuResult::CUDA_ERROR_OUT_OF_MEMORY)?;
+            self.pages
+                .back(block, GRANULARITY, false)
+                .map_err(|_| CuResult::CUDA_ERROR_OUT_OF_MEMORY)?;
             self.block = (block, GRANULARITY);
         }
         let address = self.block.0;
@@ -408,7 +414,8 @@ impl State {
     }
 
     pub(crate) fn free_memory(&mut self, address: u64) -> Result<(), CuResult> {
-        let allocation = self.allocations.remove(&address).ok_or(CuResult::CUDA_ERROR_INVALID_VALUE)?;
+        let allocation =
+            self.allocations.remove(&address).ok_or(CuResult::CUDA_ERROR_INVALID_VALUE)?;
         let len = allocation.len;
         if allocation.kind != Kind::Host {
             self.used[allocation.device as usize] -= len;
@@ -445,7 +452,9 @@ impl State {
 
     /// Runs the oldest copy of a stream; whether there was one.
     pub(crate) fn step(&mut self, stream: usize) -> bool {
-        let Some(copy) = self.streams.get_mut(&stream).and_then(|stream| stream.waiting.pop_front()) else {
+        let Some(copy) =
+            self.streams.get_mut(&stream).and_then(|stream| stream.waiting.pop_front())
+        else {
             return false;
         };
         self.move_bytes(copy);

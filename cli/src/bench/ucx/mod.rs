@@ -87,7 +87,12 @@ impl Ucx {
         let mut cache = ptr::null_mut();
         // SAFETY: the parameters are complete and read during the call only, but for the operations, which are static.
         let status = unsafe {
-            (self.functions.ucs_rcache_create)(&parameters, c"bench".as_ptr(), ptr::null_mut(), &mut cache)
+            (self.functions.ucs_rcache_create)(
+                &parameters,
+                c"bench".as_ptr(),
+                ptr::null_mut(),
+                &mut cache,
+            )
         };
         if status != sys::UCS_OK {
             return Err(format!("ucs_rcache_create: {}", self.functions.status(status)));
@@ -163,19 +168,27 @@ pub(super) struct MemoryTypes {
 impl MemoryTypes {
     /// Says that a range is CUDA memory.
     pub(super) fn add_device(&mut self, address: u64, len: u64) {
-        let (kind, device): (c_int, u8) = (sys::UCS_MEMORY_TYPE_CUDA, sys::UCS_SYS_DEVICE_ID_UNKNOWN);
+        let (kind, device): (c_int, u8) =
+            (sys::UCS_MEMORY_TYPE_CUDA, sys::UCS_SYS_DEVICE_ID_UNKNOWN);
         // SAFETY: the table keeps the numbers and touches no memory.
-        unsafe { (self.functions.ucs_memtype_cache_update)(pointer(address), len as usize, kind, device) };
+        unsafe {
+            (self.functions.ucs_memtype_cache_update)(pointer(address), len as usize, kind, device)
+        };
         self.known.push((address, len));
     }
 
     /// Whether the address is device memory.
     #[inline]
     pub(super) fn is_device(&self, address: u64) -> bool {
-        let mut found =
-            ucs_memory_info_t { memory_type: 0, sys_dev: 0, base_address: ptr::null_mut(), alloc_length: 0 };
+        let mut found = ucs_memory_info_t {
+            memory_type: 0,
+            sys_dev: 0,
+            base_address: ptr::null_mut(),
+            alloc_length: 0,
+        };
         // SAFETY: `found` is an exclusive borrow for the call.
-        let status = unsafe { (self.functions.ucs_memtype_cache_lookup)(pointer(address), 1, &mut found) };
+        let status =
+            unsafe { (self.functions.ucs_memtype_cache_lookup)(pointer(address), 1, &mut found) };
         status == sys::UCS_OK && found.memory_type == sys::UCS_MEMORY_TYPE_CUDA
     }
 }

@@ -93,11 +93,17 @@ pub(super) struct ucs_memory_info_t {
 // What a C compiler says of the same structures on x86-64 and aarch64.
 const _: () = {
     use std::mem::{offset_of, size_of};
-    assert!(size_of::<ucs_rcache_region_t>() == 80 && offset_of!(ucs_rcache_region_t, refcount) == 64);
-    assert!(offset_of!(ucs_rcache_region_t, status) == 68 && offset_of!(ucs_rcache_region_t, pfn) == 72);
+    assert!(
+        size_of::<ucs_rcache_region_t>() == 80 && offset_of!(ucs_rcache_region_t, refcount) == 64
+    );
+    assert!(
+        offset_of!(ucs_rcache_region_t, status) == 68 && offset_of!(ucs_rcache_region_t, pfn) == 72
+    );
     assert!(size_of::<ucs_rcache_params_t>() == 80 && offset_of!(ucs_rcache_params_t, ops) == 32);
     assert!(offset_of!(ucs_rcache_params_t, max_regions) == 56);
-    assert!(size_of::<ucs_memory_info_t>() == 24 && offset_of!(ucs_memory_info_t, base_address) == 8);
+    assert!(
+        size_of::<ucs_memory_info_t>() == 24 && offset_of!(ucs_memory_info_t, base_address) == 8
+    );
 };
 
 macro_rules! functions {

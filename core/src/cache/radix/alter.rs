@@ -11,9 +11,17 @@ const WARM_NODES: usize = 16;
 impl Radix {
     /// Puts an entry into the slots of these pages; `false` if there is no room, with nothing put.
     #[inline]
-    pub(in crate::cache) fn insert(&self, shape: &mut Shape, first: u64, last: u64, entry: u32) -> bool {
+    pub(in crate::cache) fn insert(
+        &self,
+        shape: &mut Shape,
+        first: u64,
+        last: u64,
+        entry: u32,
+    ) -> bool {
         let done = match self.leaf(first, last) {
-            Some((node, slots)) => slots.iter().all(|slot| self.add_entry(shape, node, slot, entry)),
+            Some((node, slots)) => {
+                slots.iter().all(|slot| self.add_entry(shape, node, slot, entry))
+            }
             None => self.insert_into(shape, ROOT, TOP, first, last, entry),
         };
         if !done {
@@ -67,7 +75,8 @@ impl Radix {
         let Some(head) = self.chain_of(shape, slot, value) else { return false };
         let mut bucket = head;
         loop {
-            if let Some(cell) = bucket.entries.iter().find(|cell| cell.load(Ordering::Relaxed) == 0) {
+            if let Some(cell) = bucket.entries.iter().find(|cell| cell.load(Ordering::Relaxed) == 0)
+            {
                 cell.store(entry, Ordering::Release);
                 return true;
             }
@@ -152,7 +161,15 @@ impl Radix {
     }
 
     /// Takes the nodes out that are empty then, also if `entry` is 0, which is none.
-    fn remove_from(&self, shape: &mut Shape, node: u32, level: u32, first: u64, last: u64, entry: u32) {
+    fn remove_from(
+        &self,
+        shape: &mut Shape,
+        node: u32,
+        level: u32,
+        first: u64,
+        last: u64,
+        entry: u32,
+    ) {
         let bits = span_bits(level);
         for unit in first >> bits..=last >> bits {
             let from = first.max(unit << bits);
@@ -200,10 +217,19 @@ impl Radix {
 
     #[cold]
     #[inline(never)]
-    fn remove_from_chain(&self, shape: &mut Shape, node: u32, slot: &AtomicU32, head: u32, entry: u32) {
+    fn remove_from_chain(
+        &self,
+        shape: &mut Shape,
+        node: u32,
+        slot: &AtomicU32,
+        head: u32,
+        entry: u32,
+    ) {
         let mut bucket = self.buckets.at(head);
         loop {
-            if let Some(cell) = bucket.entries.iter().find(|cell| cell.load(Ordering::Relaxed) == entry) {
+            if let Some(cell) =
+                bucket.entries.iter().find(|cell| cell.load(Ordering::Relaxed) == entry)
+            {
                 cell.store(0, Ordering::Release);
                 break;
             }

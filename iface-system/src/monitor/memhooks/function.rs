@@ -79,7 +79,11 @@ const SHM_REMAP: usize = 0o40000;
 const fn discards(advice: usize) -> bool {
     matches!(
         advice as i32,
-        libc::MADV_DONTNEED | libc::MADV_FREE | libc::MADV_REMOVE | MADV_DONTNEED_LOCKED | MADV_GUARD_INSTALL
+        libc::MADV_DONTNEED
+            | libc::MADV_FREE
+            | libc::MADV_REMOVE
+            | MADV_DONTNEED_LOCKED
+            | MADV_GUARD_INSTALL
     )
 }
 
@@ -196,7 +200,11 @@ impl Function {
                 let (old_pages, new_pages) = (rounded(old_len, huge), rounded(new_len, huge));
                 let moves = has(flags, libc::MREMAP_FIXED) || has(flags, libc::MREMAP_DONTUNMAP);
                 let from = if new_pages <= old_pages && !moves {
-                    some((old as u64).saturating_add(new_pages), old_pages - new_pages, Cause::Remap)
+                    some(
+                        (old as u64).saturating_add(new_pages),
+                        old_pages - new_pages,
+                        Cause::Remap,
+                    )
                 } else {
                     some(old as u64, old_pages, Cause::Remap)
                 };
@@ -209,7 +217,11 @@ impl Function {
                 // SAFETY: the kernel answers with the break, and changes nothing for an address below the heap.
                 let now = unsafe { libc::syscall(libc::SYS_brk, 0) } as usize;
                 let (to, now) = (pages(args[0]), pages(now));
-                if to < now { Taken([some(to, now - to, Cause::Shrink), None]) } else { Taken::NOTHING }
+                if to < now {
+                    Taken([some(to, now - to, Cause::Shrink), None])
+                } else {
+                    Taken::NOTHING
+                }
             }
             Self::Shmat => {
                 let start = args[1] as u64 & !(sys::page_size() - 1);
@@ -240,7 +252,11 @@ mod tests {
             return Vec::new();
         }
         let Taken(ranges) = function.taken(&all);
-        ranges.iter().flatten().map(|(range, cause)| (range.start().0, range.len(), *cause)).collect()
+        ranges
+            .iter()
+            .flatten()
+            .map(|(range, cause)| (range.start().0, range.len(), *cause))
+            .collect()
     }
 
     #[test]
@@ -266,14 +282,23 @@ mod tests {
         assert_eq!(taken(Mmap, &[0x10000, 8192, 3, libc::MAP_FIXED_NOREPLACE as usize]), []);
         // Shrinking takes the tail, whatever else is allowed; growing in place takes nothing.
         assert_eq!(taken(Mremap, &[0x10000, 0x4000, 0x1000, 0]), [(0x11000, 0x3000, Cause::Remap)]);
-        assert_eq!(taken(Mremap, &[0x10000, 0x4000, 0x1000, may_move]), [(0x11000, 0x3000, Cause::Remap)]);
+        assert_eq!(
+            taken(Mremap, &[0x10000, 0x4000, 0x1000, may_move]),
+            [(0x11000, 0x3000, Cause::Remap)]
+        );
         assert_eq!(taken(Mremap, &[0x10000, 0x1000, 0x4000, 0]), []);
-        assert_eq!(taken(Mremap, &[0x10000, 0x1000, 0x4000, may_move]), [(0x10000, 0x1000, Cause::Remap)]);
+        assert_eq!(
+            taken(Mremap, &[0x10000, 0x1000, 0x4000, may_move]),
+            [(0x10000, 0x1000, Cause::Remap)]
+        );
         assert_eq!(
             taken(Mremap, &[0x10000, 0x1000, 0x1000, fixed, 0x90000]),
             [(0x10000, 0x1000, Cause::Remap), (0x90000, 0x1000, Cause::Replace)]
         );
-        assert_eq!(taken(Mremap, &[0x10000, 0x1000, 0x1000, keep]), [(0x10000, 0x1000, Cause::Remap)]);
+        assert_eq!(
+            taken(Mremap, &[0x10000, 0x1000, 0x1000, keep]),
+            [(0x10000, 0x1000, Cause::Remap)]
+        );
         for advice in [4, 8, 9, 24, 102] {
             assert_eq!(taken(Madvise, &[0x10000, 4096, advice]), [(0x10000, 4096, Cause::Discard)]);
             assert_eq!(taken(ProcessMadvise, &[9, 9, 9, advice]), [(0, u64::MAX, Cause::Discard)]);
@@ -286,9 +311,15 @@ mod tests {
         assert_eq!(taken(Brk, &[usize::MAX / 2]), []);
         assert_eq!(taken(Shmat, &[0, 0x10000, 0]), []);
         // Of a mapping that begins where no huge page can, nothing is asked.
-        assert_eq!(taken(Mmap, &[0x1000, 1, 3, fixed_map, usize::MAX]), [(0x1000, 4096, Cause::Replace)]);
+        assert_eq!(
+            taken(Mmap, &[0x1000, 1, 3, fixed_map, usize::MAX]),
+            [(0x1000, 4096, Cause::Replace)]
+        );
         // Lengths that wrap reach to the end of the address space, and no further.
-        assert_eq!(taken(Munmap, &[0x10000, usize::MAX]), [(0x10000, u64::MAX - 0xffff, Cause::Unmap)]);
+        assert_eq!(
+            taken(Munmap, &[0x10000, usize::MAX]),
+            [(0x10000, u64::MAX - 0xffff, Cause::Unmap)]
+        );
     }
 
     /// Neither takes a huge page of the machine's: nothing is touched, and nothing reserved.
@@ -302,13 +333,18 @@ mod tests {
         assert!(fd >= 0, "{}: a kernel with huge pages is needed", std::io::Error::last_os_error());
         // SAFETY: it was just made, and is nobody else's.
         let file = unsafe { OwnedFd::from_raw_fd(fd) };
-        let (fixed, number) = ((libc::MAP_FIXED | libc::MAP_SHARED) as usize, file.as_raw_fd() as usize);
-        assert_eq!(taken(Mmap, &[HUGE, 1, 3, fixed, number]), [(HUGE as u64, HUGE as u64, Cause::Replace)]);
+        let (fixed, number) =
+            ((libc::MAP_FIXED | libc::MAP_SHARED) as usize, file.as_raw_fd() as usize);
+        assert_eq!(
+            taken(Mmap, &[HUGE, 1, 3, fixed, number]),
+            [(HUGE as u64, HUGE as u64, Cause::Replace)]
+        );
 
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         let flags = flags | libc::MAP_HUGETLB | 21 << libc::MAP_HUGE_SHIFT;
         // SAFETY: a new mapping.
-        let at = unsafe { libc::mmap(std::ptr::null_mut(), 2 * HUGE, libc::PROT_NONE, flags, -1, 0) };
+        let at =
+            unsafe { libc::mmap(std::ptr::null_mut(), 2 * HUGE, libc::PROT_NONE, flags, -1, 0) };
         assert_ne!(at, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
         let (start, whole) = (at.addr() as u64, 2 * HUGE as u64);
         let grown = taken(Mremap, &[at.addr(), HUGE + 1, 3 * HUGE, libc::MREMAP_MAYMOVE as usize]);

@@ -39,7 +39,8 @@ impl HasTable for Shared {
 type Call = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> usize;
 
 /// Where each function goes on behind the replaced instruction, by [`Function`].
-static ORIGINALS: [AtomicUsize; Function::ALL.len()] = [const { AtomicUsize::new(0) }; Function::ALL.len()];
+static ORIGINALS: [AtomicUsize; Function::ALL.len()] =
+    [const { AtomicUsize::new(0) }; Function::ALL.len()];
 
 /// Where the hook of `function` finds how to go on: written before its entry is patched.
 pub(super) fn original_of(function: Function) -> &'static AtomicUsize {
@@ -146,7 +147,8 @@ unsafe fn original(function: Function, [a, b, c, d, e, f]: Args) -> usize {
     let original = ORIGINALS[function as usize].load(Ordering::Relaxed);
     // SAFETY: the plan of the patches, by which an entry led here, has written the way past what it replaced; the store
     // of the patch orders it.
-    let original: Call = unsafe { std::mem::transmute(std::ptr::with_exposed_provenance::<()>(original)) };
+    let original: Call =
+        unsafe { std::mem::transmute(std::ptr::with_exposed_provenance::<()>(original)) };
     // SAFETY: as the caller's.
     unsafe { original(a, b, c, d, e, f) }
 }

@@ -22,8 +22,11 @@ use hmem_hook::{Hooks, MonitorName};
 
 use self::{hook::Shared, remembered::Remembered};
 
-const NAME: MonitorName =
-    MonitorName { name: "memhooks", iface: IfaceKind::SYSTEM, otherwise: "use the userfaultfd monitor" };
+const NAME: MonitorName = MonitorName {
+    name: "memhooks",
+    iface: IfaceKind::SYSTEM,
+    otherwise: "use the userfaultfd monitor",
+};
 
 /// The monitor that patches the C library.
 ///
@@ -86,11 +89,20 @@ impl Monitor for MemHooks {
     fn watches(&self, cause: Cause) -> bool {
         matches!(
             cause,
-            Cause::Unmap | Cause::Remap | Cause::Discard | Cause::Replace | Cause::Shrink | Cause::Detach
+            Cause::Unmap
+                | Cause::Remap
+                | Cause::Discard
+                | Cause::Replace
+                | Cause::Shrink
+                | Cause::Detach
         )
     }
 
-    fn subscribe(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
+    fn subscribe(
+        &self,
+        range: AddressRange,
+        invalidator: Arc<dyn Invalidator>,
+    ) -> Result<Subscription> {
         let subscription = self.hooks.subscribe(&invalidator)?;
         // Only now: a change from here on is told, and what one before has left is seen here.
         let found = self.remembered.check(self.hooks.subscribers().table(), range);

@@ -47,7 +47,8 @@ struct Libc(*mut c_void);
 impl Libc {
     fn find() -> Result<Self> {
         // SAFETY: loads nothing: it finds an object that is loaded already, and whose initialisers have run.
-        let handle = unsafe { libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
+        let handle =
+            unsafe { libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
         if handle.is_null() {
             return Err(NAME
                 .error(ErrorKind::Unavailable)

@@ -63,7 +63,8 @@ impl Remembered {
         let first = range.start().0;
         let last = first.saturating_add(range.len().saturating_sub(1));
         let version = self.version.load(Acquire);
-        let within = |area: &Area| area.start.load(Relaxed) <= first && last < area.end.load(Relaxed);
+        let within =
+            |area: &Area| area.start.load(Relaxed) <= first && last < area.end.load(Relaxed);
         let found = self.stamp.load(Relaxed) == stamp && self.areas.iter().any(within);
         // What was read is older than the version that is read now.
         fence(Acquire);

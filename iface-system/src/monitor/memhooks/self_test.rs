@@ -89,7 +89,9 @@ impl Test<'_> {
 }
 
 fn failed(function: &'static str) -> Error {
-    Error::new(ErrorKind::Busy, "memhooks self-test").iface(IfaceKind::SYSTEM).context("function", function)
+    Error::new(ErrorKind::Busy, "memhooks self-test")
+        .iface(IfaceKind::SYSTEM)
+        .context("function", function)
 }
 
 /// Fires an event through each function and sees it arrive.
@@ -179,8 +181,9 @@ fn fire_brk(subscribers: &Subscribers<Shared>) -> Result<()> {
     // SAFETY: asks for a break below the heap's start, which the kernel answers with the one that there is.
     unsafe { libc::brk(ptr::null_mut()) };
     if arrived() == before {
-        return Err(failed("brk")
-            .remedy("another library stands before the C library's brk: turn its memory hooks off"));
+        return Err(failed("brk").remedy(
+            "another library stands before the C library's brk: turn its memory hooks off",
+        ));
     }
     Ok(())
 }

@@ -32,8 +32,11 @@ use self::{ranges::Counted, thread::Watched};
 use super::{area::Area, maps::Maps};
 use crate::sys::page_size;
 
-const NAME: MonitorName =
-    MonitorName { name: "userfaultfd", iface: IfaceKind::SYSTEM, otherwise: "use the memhooks monitor" };
+const NAME: MonitorName = MonitorName {
+    name: "userfaultfd",
+    iface: IfaceKind::SYSTEM,
+    otherwise: "use the memhooks monitor",
+};
 
 /// The monitor that asks the kernel.
 ///
@@ -112,7 +115,9 @@ impl UserFaultFd {
         let mut book = self.book.lock();
         book.counted.add(pages.clone());
         // Each time, whatever the counts say: the memory may be new since. Watching twice is watching.
-        if let Err(errno) = sys::register(&self.watched.events, pages.start, pages.end - pages.start) {
+        if let Err(errno) =
+            sys::register(&self.watched.events, pages.start, pages.end - pages.start)
+        {
             let unwatched = book.counted.remove(pages);
             self.unregister(&unwatched);
             drop(book);
@@ -140,7 +145,9 @@ impl UserFaultFd {
             match sys::unregister(&self.watched.events, range.start, range.end - range.start) {
                 // EINVAL: the memory is gone, or something that cannot be watched is there.
                 Ok(()) | Err(Errno::INVAL | Errno::NOMEM) => {}
-                Err(errno) => tracing::debug!(%errno, ?range, "still watched; its events cost time"),
+                Err(errno) => {
+                    tracing::debug!(%errno, ?range, "still watched; its events cost time")
+                }
             }
         }
     }
@@ -219,10 +226,17 @@ impl Monitor for UserFaultFd {
 
     /// MAP_FIXED over a range and a lower break are told as [`Cause::Unmap`], which is what the kernel says.
     fn watches(&self, cause: Cause) -> bool {
-        matches!(cause, Cause::Unmap | Cause::Remap | Cause::Discard | Cause::Replace | Cause::Shrink)
+        matches!(
+            cause,
+            Cause::Unmap | Cause::Remap | Cause::Discard | Cause::Replace | Cause::Shrink
+        )
     }
 
-    fn subscribe(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
+    fn subscribe(
+        &self,
+        range: AddressRange,
+        invalidator: Arc<dyn Invalidator>,
+    ) -> Result<Subscription> {
         if !self.is_ours() {
             return Err(NAME.forked("subscribe"));
         }
@@ -264,7 +278,8 @@ impl Drop for UserFaultFd {
         if thread.join().is_err() {
             tracing::error!("the userfaultfd monitor's thread has panicked");
         }
-        let slots: Vec<_> = self.book.get_mut().subscriptions.drain().map(|(_, (_, slot))| slot).collect();
+        let slots: Vec<_> =
+            self.book.get_mut().subscriptions.drain().map(|(_, (_, slot))| slot).collect();
         for slot in slots {
             self.watched.subscribers.remove(slot);
         }

@@ -61,7 +61,8 @@ impl Counted {
 
     /// The parts of `range` that nobody watches.
     pub(super) fn gaps(&self, range: Range<u64>) -> Vec<Range<u64>> {
-        let before = self.runs.range(..range.start).next_back().filter(|(_, (end, _))| *end > range.start);
+        let before =
+            self.runs.range(..range.start).next_back().filter(|(_, (end, _))| *end > range.start);
         let mut at = before.map_or(range.start, |(_, (end, _))| *end);
         let mut gaps = Vec::new();
         for (&start, (end, _)) in self.runs.range(range.clone()) {

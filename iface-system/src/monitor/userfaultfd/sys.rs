@@ -82,7 +82,10 @@ unsafe impl Ioctl for New {
         std::ptr::without_provenance_mut(self.0 as usize)
     }
 
-    unsafe fn output_from_ptr(out: IoctlOutput, _: *mut std::ffi::c_void) -> rustix::io::Result<OwnedFd> {
+    unsafe fn output_from_ptr(
+        out: IoctlOutput,
+        _: *mut std::ffi::c_void,
+    ) -> rustix::io::Result<OwnedFd> {
         // SAFETY: the ioctl succeeded, so `out` is a new fd that nobody else owns.
         Ok(unsafe { OwnedFd::from_raw_fd(out) })
     }
@@ -105,8 +108,9 @@ impl Message {
 /// Reads messages that are there; `Errno::AGAIN` without any.
 pub(super) fn read<'a>(fd: &OwnedFd, into: &'a mut [Message; 16]) -> Result<&'a [Message], Errno> {
     // SAFETY: messages are plain words, and their whole array is lent out as the bytes that it is.
-    let bytes =
-        unsafe { std::slice::from_raw_parts_mut(into.as_mut_ptr().cast::<u8>(), size_of::<[Message; 16]>()) };
+    let bytes = unsafe {
+        std::slice::from_raw_parts_mut(into.as_mut_ptr().cast::<u8>(), size_of::<[Message; 16]>())
+    };
     let read = rustix::io::read(fd, bytes)?;
     Ok(&into[..read / size_of::<Message>()])
 }
@@ -150,9 +154,10 @@ fn new() -> Result<OwnedFd> {
         call = unsafe { rustix::mm::userfaultfd(flags) };
     }
     call.or_else(|errno| {
-        let device = rustix::fs::open("/dev/userfaultfd", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
-            // SAFETY: the file is `/dev/userfaultfd`, which knows this ioctl.
-            .and_then(|device| unsafe { ioctl::ioctl(device.as_fd(), New(user_mode.bits())) });
+        let device =
+            rustix::fs::open("/dev/userfaultfd", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+                // SAFETY: the file is `/dev/userfaultfd`, which knows this ioctl.
+                .and_then(|device| unsafe { ioctl::ioctl(device.as_fd(), New(user_mode.bits())) });
         device.map_err(|device| {
             let (kind, why, remedy) = cause(errno, before_user_mode, filtered());
             refused(kind, "userfaultfd")
@@ -171,19 +176,24 @@ fn refused(kind: ErrorKind, operation: &'static str) -> Error {
 /// Whether a seccomp filter is in force.
 fn filtered() -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    status
-        .lines()
-        .any(|line| line.split_once(':').is_some_and(|(name, mode)| name == "Seccomp" && mode.trim() == "2"))
+    status.lines().any(|line| {
+        line.split_once(':').is_some_and(|(name, mode)| name == "Seccomp" && mode.trim() == "2")
+    })
 }
 
 /// What refused the call, and what to do about it.
-fn cause(errno: Errno, before_user_mode: bool, filtered: bool) -> (ErrorKind, &'static str, &'static str) {
-    const ALLOW: &str =
-        "allow the system call in the container's seccomp profile, or give the process /dev/userfaultfd";
+fn cause(
+    errno: Errno,
+    before_user_mode: bool,
+    filtered: bool,
+) -> (ErrorKind, &'static str, &'static str) {
+    const ALLOW: &str = "allow the system call in the container's seccomp profile, or give the process /dev/userfaultfd";
     match errno {
-        Errno::PERM | Errno::ACCESS | Errno::NOSYS if filtered => {
-            (ErrorKind::PermissionDenied, "a seccomp filter is in force and refuses the call", ALLOW)
-        }
+        Errno::PERM | Errno::ACCESS | Errno::NOSYS if filtered => (
+            ErrorKind::PermissionDenied,
+            "a seccomp filter is in force and refuses the call",
+            ALLOW,
+        ),
         Errno::NOSYS => (
             ErrorKind::Unsupported,
             "the kernel was built without CONFIG_USERFAULTFD",
@@ -199,16 +209,19 @@ fn cause(errno: Errno, before_user_mode: bool, filtered: bool) -> (ErrorKind, &'
             "a security module (SELinux, AppArmor) refuses the call",
             "allow it in the policy, or give the process /dev/userfaultfd",
         ),
-        Errno::MFILE | Errno::NFILE | Errno::NOMEM => {
-            (ErrorKind::OutOfResources, "no file descriptor or memory is left", "raise RLIMIT_NOFILE")
-        }
+        Errno::MFILE | Errno::NFILE | Errno::NOMEM => (
+            ErrorKind::OutOfResources,
+            "no file descriptor or memory is left",
+            "raise RLIMIT_NOFILE",
+        ),
         _ => (ErrorKind::Driver, "the kernel refuses the call", "use the memhooks monitor"),
     }
 }
 
 /// Watches whole pages: events only, no fault of anybody is intercepted, since nothing is ever write-protected.
 pub(super) fn register(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno> {
-    let mut register = Register { range: Range { start, len }, mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
+    let mut register =
+        Register { range: Range { start, len }, mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
     // SAFETY: the ioctl reads and writes one `Register`, and changes no memory's content.
     unsafe { ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_REGISTER, _>::new(&mut register)) }
 }
@@ -226,7 +239,8 @@ pub(super) fn unregister(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno
 pub(super) fn changes_under_way(fd: &OwnedFd) -> bool {
     let mut nothing = WriteProtect { range: Range { start: 0, len: 0 }, mode: 0 };
     // SAFETY: the ioctl reads one `WriteProtect`, whose empty range it refuses.
-    let answer = unsafe { ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_WRITEPROTECT, _>::new(&mut nothing)) };
+    let answer =
+        unsafe { ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_WRITEPROTECT, _>::new(&mut nothing)) };
     answer == Err(Errno::AGAIN)
 }
 
@@ -254,7 +268,10 @@ mod tests {
         let (kind, why, _) = cause(Errno::NOSYS, false, false);
         assert!(kind == ErrorKind::Unsupported && why.contains("CONFIG_USERFAULTFD"), "{why}");
         let (_, why, remedy) = cause(Errno::PERM, true, false);
-        assert!(why.contains("vm.unprivileged_userfaultfd") && remedy.contains("=1"), "{why}; {remedy}");
+        assert!(
+            why.contains("vm.unprivileged_userfaultfd") && remedy.contains("=1"),
+            "{why}; {remedy}"
+        );
         let (_, why, _) = cause(Errno::PERM, false, false);
         assert!(why.contains("security module"), "{why}");
         assert_eq!(cause(Errno::MFILE, false, false).0, ErrorKind::OutOfResources);

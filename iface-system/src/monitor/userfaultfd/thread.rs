@@ -148,7 +148,11 @@ fn run(watched: &Watched) -> Result<(), Errno> {
     }
 }
 
-fn tell(watched: &Watched, pass: &hmem_hook::Pass<'_>, messages: &mut [Message; 16]) -> Result<(), Errno> {
+fn tell(
+    watched: &Watched,
+    pass: &hmem_hook::Pass<'_>,
+    messages: &mut [Message; 16],
+) -> Result<(), Errno> {
     let messages = match sys::read(&watched.events, messages) {
         Ok(messages) => messages,
         Err(Errno::AGAIN | Errno::INTR) => return Ok(()),

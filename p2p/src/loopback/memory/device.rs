@@ -23,7 +23,9 @@ impl DeviceMemory {
 impl Far for DeviceMemory {
     fn load(&self, at: u64, into: &mut [u8]) -> Result<()> {
         // SAFETY: `into` is an exclusive borrow of its bytes; the iface checks its own side.
-        unsafe { self.iface.copy(Address::of_ptr(into.as_mut_ptr()), Address(at), into.len() as u64) }
+        unsafe {
+            self.iface.copy(Address::of_ptr(into.as_mut_ptr()), Address(at), into.len() as u64)
+        }
     }
 
     fn store(&self, at: u64, from: &[u8]) -> Result<()> {

@@ -50,7 +50,10 @@ pub(in super::super) fn import(
     if write && !file.writable {
         return Err(Error::new(ErrorKind::AccessDenied, "register")
             .provider("loopback")
-            .context("why", "the fd is read-only or sealed against writes, and the rights let the NIC write")
+            .context(
+                "why",
+                "the fd is read-only or sealed against writes, and the rights let the NIC write",
+            )
             .remedy("export the buffer writable, or register it without rights to write"));
     }
     if file.can_shrink {
@@ -65,8 +68,9 @@ pub(in super::super) fn import(
 }
 
 fn own(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
-    fd.try_clone_to_owned()
-        .map_err(|error| Error::os(Errno::of(&error), "fcntl(F_DUPFD_CLOEXEC)").provider("loopback"))
+    fd.try_clone_to_owned().map_err(|error| {
+        Error::os(Errno::of(&error), "fcntl(F_DUPFD_CLOEXEC)").provider("loopback")
+    })
 }
 
 /// What decides how a file is reached.
@@ -109,7 +113,8 @@ impl Properties {
         let write_sealed = seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE);
         let base_page = rustix::param::page_size() as u64;
         let block = stat.st_blksize.unsigned_abs();
-        let huge = rustix::fs::fstatfs(fd).is_ok_and(|fs| fs.f_type as u64 == libc::HUGETLBFS_MAGIC as u64);
+        let huge = rustix::fs::fstatfs(fd)
+            .is_ok_and(|fs| fs.f_type as u64 == libc::HUGETLBFS_MAGIC as u64);
         Ok(Self {
             len,
             writable: mode == OFlags::RDWR && !write_sealed,
@@ -140,7 +145,14 @@ impl Mapping {
         // SAFETY: a new shared mapping at an address of the kernel's choice, of a file that cannot shrink
         // (`Properties::of`), so that no access within it can fault for want of the file.
         let base = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), len as usize, protection, MapFlags::SHARED, fd, start)
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                len as usize,
+                protection,
+                MapFlags::SHARED,
+                fd,
+                start,
+            )
         }
         .map_err(|errno| {
             Error::os(errno, "mmap")
@@ -177,7 +189,8 @@ impl Mapping {
         let flags = access | stage;
         loop {
             // SAFETY: the request reads one `struct dma_buf_sync`, which is a u64 of flags.
-            let result = unsafe { libc::ioctl(fd.as_raw_fd(), DMA_BUF_IOCTL_SYNC, &raw const flags) };
+            let result =
+                unsafe { libc::ioctl(fd.as_raw_fd(), DMA_BUF_IOCTL_SYNC, &raw const flags) };
             if result == 0 {
                 return Ok(());
             }
@@ -207,7 +220,8 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: the mapping was made in `new`, and spans of it live no longer than the region that holds it.
-        let unmapped = unsafe { rustix::mm::munmap(direct_pointer(self.base).cast(), self.len as usize) };
+        let unmapped =
+            unsafe { rustix::mm::munmap(direct_pointer(self.base).cast(), self.len as usize) };
         if let Err(errno) = unmapped {
             tracing::error!(%errno, "a mapping of the NIC could not be removed");
         }
@@ -234,7 +248,9 @@ impl FileMemory {
                     "why",
                     "the fd was opened with O_APPEND: every write would go to the end of the file",
                 )
-                .remedy("open the file without O_APPEND, or seal it against shrinking (F_SEAL_SHRINK)"));
+                .remedy(
+                    "open the file without O_APPEND, or seal it against shrinking (F_SEAL_SHRINK)",
+                ));
         }
         Ok(())
     }
@@ -257,8 +273,8 @@ impl Far for FileMemory {
     fn store(&self, at: u64, from: &[u8]) -> Result<()> {
         self.check_position("transfer")?;
         // A write past the end would make the file longer.
-        let stat =
-            rustix::fs::fstat(&self.fd).map_err(|errno| Error::os(errno, "fstat").provider("loopback"))?;
+        let stat = rustix::fs::fstat(&self.fd)
+            .map_err(|errno| Error::os(errno, "fstat").provider("loopback"))?;
         if at + from.len() as u64 > stat.st_size.unsigned_abs() {
             return Err(past_the_end(at, from.len()));
         }
@@ -283,7 +299,8 @@ impl Far for FileMemory {
     }
 
     fn persist(&self, _at: u64, _len: u64) -> Result<()> {
-        rustix::fs::fdatasync(&self.fd).map_err(|errno| Error::os(errno, "fdatasync").provider("loopback"))
+        rustix::fs::fdatasync(&self.fd)
+            .map_err(|errno| Error::os(errno, "fdatasync").provider("loopback"))
     }
 
     fn staged(&self) -> Option<&dyn StagedMemory> {

@@ -86,8 +86,11 @@ fn kernel_copy(
         let error = std::io::Error::last_os_error();
         return Err(match (moved, error.raw_os_error()) {
             (0, _) => bad_address(remote + done, len - done),
-            (_, Some(libc::EFAULT)) => bad_address(remote + done, len - done).errno(Errno(libc::EFAULT)),
-            _ => Error::os(Errno::of(&error), "process_vm_readv/process_vm_writev").provider("loopback"),
+            (_, Some(libc::EFAULT)) => {
+                bad_address(remote + done, len - done).errno(Errno(libc::EFAULT))
+            }
+            _ => Error::os(Errno::of(&error), "process_vm_readv/process_vm_writev")
+                .provider("loopback"),
         });
     }
     Ok(())
@@ -104,14 +107,19 @@ pub(in super::super) fn store_host(at: u64, from: &[u8]) -> Result<()> {
 }
 
 /// Makes sure that pages back a range, writable ones if the NIC may write.
-pub(in super::super) fn populate(range: AddressRange, write: bool, operation: &'static str) -> Result<()> {
+pub(in super::super) fn populate(
+    range: AddressRange,
+    write: bool,
+    operation: &'static str,
+) -> Result<()> {
     let pages = range.page_aligned(rustix::param::page_size() as u64);
     let advice = if write { libc::MADV_POPULATE_WRITE } else { libc::MADV_POPULATE_READ };
     loop {
         // SAFETY: populating reads or touches pages without changing what they hold, and reports ranges that are not
         // mapped or not allowed instead of faulting.
-        let result =
-            unsafe { libc::madvise(direct_pointer(pages.start().0).cast(), pages.len() as usize, advice) };
+        let result = unsafe {
+            libc::madvise(direct_pointer(pages.start().0).cast(), pages.len() as usize, advice)
+        };
         if result == 0 {
             return Ok(());
         }

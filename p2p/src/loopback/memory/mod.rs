@@ -72,11 +72,18 @@ impl PieceMemory {
 
     /// Adds the bytes from `at` on; for host memory `at` is the address.
     #[inline]
-    pub(super) fn span<'a>(&'a self, at: u64, len: u64, into: &mut super::few::Few<Span<'a>>) -> Result<()> {
+    pub(super) fn span<'a>(
+        &'a self,
+        at: u64,
+        len: u64,
+        into: &mut super::few::Few<Span<'a>>,
+    ) -> Result<()> {
         into.push(match self {
             Self::Owned => Span::Direct { at, len, mapping: None },
             Self::Borrowed => Span::Kernel { at, len },
-            Self::Mapped(mapping) => Span::Direct { at: mapping.address(at), len, mapping: Some(mapping) },
+            Self::Mapped(mapping) => {
+                Span::Direct { at: mapping.address(at), len, mapping: Some(mapping) }
+            }
             Self::Pinned(memory) => Span::Far { at, len, memory: &**memory },
             Self::Far(memory) => Span::Far { at, len, memory: &**memory },
         });
@@ -204,7 +211,10 @@ pub(super) fn copy(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64> {
 #[inline]
 pub(super) fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
     match (from, to) {
-        (Span::Direct { at: from, len, mapping: None }, Span::Direct { at: to, mapping: None, .. }) => {
+        (
+            Span::Direct { at: from, len, mapping: None },
+            Span::Direct { at: to, mapping: None, .. },
+        ) => {
             // SAFETY: both runs are mapped while their spans are in use (`Span::Direct`), and racing accesses are
             // those that `copy_direct` allows.
             unsafe { host::copy_direct(direct_pointer(from), direct_pointer(to), len as usize) };
@@ -212,8 +222,10 @@ pub(super) fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
         }
         (Span::Far { .. }, _) | (_, Span::Far { .. }) => bounce(from, to),
         _ => {
-            let _reading = from.mapping().map(|mapping| Announced::begin(mapping, false)).transpose()?;
-            let _writing = to.mapping().map(|mapping| Announced::begin(mapping, true)).transpose()?;
+            let _reading =
+                from.mapping().map(|mapping| Announced::begin(mapping, false)).transpose()?;
+            let _writing =
+                to.mapping().map(|mapping| Announced::begin(mapping, true)).transpose()?;
             copy_near(from, to)
         }
     }
@@ -254,9 +266,10 @@ fn copy_near(from: Span<'_>, to: Span<'_>) -> Result<()> {
             unsafe { host::copy_direct(direct_pointer(from), direct_pointer(to), len as usize) };
             Ok(())
         }
-        (Span::Kernel { at: from, len }, Span::Direct { at: to, .. } | Span::Kernel { at: to, .. }) => {
-            host::kernel_read(from, to, len)
-        }
+        (
+            Span::Kernel { at: from, len },
+            Span::Direct { at: to, .. } | Span::Kernel { at: to, .. },
+        ) => host::kernel_read(from, to, len),
         (Span::Direct { at: from, len, .. }, Span::Kernel { at: to, .. }) => {
             host::kernel_write(from, to, len)
         }

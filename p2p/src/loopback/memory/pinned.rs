@@ -44,7 +44,11 @@ impl Pinner {
     ///
     /// # Errors
     /// BadAddress if pages are missing or cannot be written; OutOfResources at the locked-memory limit.
-    pub(in super::super) fn pin(&self, range: AddressRange, operation: &'static str) -> Result<Vec<Run>> {
+    pub(in super::super) fn pin(
+        &self,
+        range: AddressRange,
+        operation: &'static str,
+    ) -> Result<Vec<Run>> {
         let mut runs = Vec::new();
         let mut done = 0;
         while done < range.len() {
@@ -131,7 +135,12 @@ impl Ring {
             .and_then(|scratch| rustix::fs::ftruncate(&scratch, SCRATCH as u64).map(|()| scratch))
             .map_err(|errno| refuse("memfd_create")(errno.into()))?;
         Ok(Self {
-            state: Mutex::new(RingState { uring, scratch, free: (0..SLOTS).rev().collect(), broken: false }),
+            state: Mutex::new(RingState {
+                uring,
+                scratch,
+                free: (0..SLOTS).rev().collect(),
+                broken: false,
+            }),
         })
     }
 
@@ -144,7 +153,12 @@ impl Ring {
     }
 
     /// Pins a buffer; `None` if the table is full, or the ring broken.
-    fn pin(self: &Arc<Self>, start: u64, len: u64, operation: &'static str) -> Result<Option<Slot>> {
+    fn pin(
+        self: &Arc<Self>,
+        start: u64,
+        len: u64,
+        operation: &'static str,
+    ) -> Result<Option<Slot>> {
         let mut state = self.state.lock();
         if state.broken {
             return Ok(None);
@@ -180,8 +194,9 @@ impl RingState {
         }
         // SAFETY: the entry names a registered buffer and the scratch file, both of which outlive the request: this
         // waits for its end under the ring's lock.
-        unsafe { self.uring.submission().push(entry) }
-            .map_err(|_| Error::new(ErrorKind::Driver, "io_uring submission").provider("loopback"))?;
+        unsafe { self.uring.submission().push(entry) }.map_err(|_| {
+            Error::new(ErrorKind::Driver, "io_uring submission").provider("loopback")
+        })?;
         let mut refusals = 0;
         loop {
             match self.uring.submit_and_wait(1) {
@@ -242,8 +257,13 @@ impl Slot {
     fn load(&self, address: u64, into: &mut [u8]) -> Result<()> {
         let mut ring = self.ring.state.lock();
         let scratch = types::Fd(ring.scratch.as_raw_fd());
-        let entry =
-            opcode::WriteFixed::new(scratch, direct_pointer(address), into.len() as u32, self.index).build();
+        let entry = opcode::WriteFixed::new(
+            scratch,
+            direct_pointer(address),
+            into.len() as u32,
+            self.index,
+        )
+        .build();
         let moved = ring.run(&entry)? as usize;
         if moved == 0 {
             return Err(bad_address(address, into.len() as u64));
@@ -259,7 +279,9 @@ impl Slot {
         let put = rustix::io::pwrite(&ring.scratch, from, 0)
             .map_err(|errno| Error::os(errno, "pwrite").provider("loopback"))?;
         let scratch = types::Fd(ring.scratch.as_raw_fd());
-        let entry = opcode::ReadFixed::new(scratch, direct_pointer(address), put as u32, self.index).build();
+        let entry =
+            opcode::ReadFixed::new(scratch, direct_pointer(address), put as u32, self.index)
+                .build();
         let moved = ring.run(&entry)? as usize;
         drop(ring);
         if moved == 0 {
@@ -317,7 +339,8 @@ impl Pinned {
         let mut runs = self.runs.write();
         for run in &new {
             let parts = runs.drain(..).flat_map(|old| {
-                let before = Run { len: run.start.saturating_sub(old.start).min(old.len), ..old.clone() };
+                let before =
+                    Run { len: run.start.saturating_sub(old.start).min(old.len), ..old.clone() };
                 let after_start = run.end().max(old.start);
                 let after = Run {
                     start: after_start,
@@ -438,6 +461,10 @@ mod tests {
         assert_eq!(back, [7; 16]);
         assert_eq!(pinner.rings.lock().len(), 1);
         drop(pinned);
-        assert_eq!(ring.state.lock().free.len(), usize::from(SLOTS), "a broken ring takes its buffers back");
+        assert_eq!(
+            ring.state.lock().free.len(),
+            usize::from(SLOTS),
+            "a broken ring takes its buffers back"
+        );
     }
 }

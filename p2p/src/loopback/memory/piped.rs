@@ -98,9 +98,10 @@ fn near<'a>(spans: &[Span<'a>], view: &View<'_>) -> Vec<Span<'a>> {
 
 fn same(near: &Span<'_>, far: &Span<'_>) -> bool {
     match (near, far) {
-        (Span::Direct { at: a, len: m, mapping: None }, Span::Direct { at: b, len: n, mapping: None }) => {
-            (a, m) == (b, n)
-        }
+        (
+            Span::Direct { at: a, len: m, mapping: None },
+            Span::Direct { at: b, len: n, mapping: None },
+        ) => (a, m) == (b, n),
         _ => false,
     }
 }

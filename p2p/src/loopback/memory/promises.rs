@@ -26,7 +26,9 @@ impl Promises {
 
     /// What is promised, in address order.
     pub(in super::super) fn ranges(&self) -> impl Iterator<Item = AddressRange> {
-        self.runs.iter().filter_map(|(&start, &end)| AddressRange::new(Address(start), end - start).ok())
+        self.runs
+            .iter()
+            .filter_map(|(&start, &end)| AddressRange::new(Address(start), end - start).ok())
     }
 
     /// Adds the addresses from `start` up to `end`.
@@ -47,7 +49,10 @@ impl Promises {
     pub(in super::super) fn check(&self, at: u64, len: u64) -> Result<()> {
         match self.runs.range(..=at).next_back() {
             Some((_, &end)) if len <= end - at.min(end) && at < end => Ok(()),
-            _ => Err(bad_address(at, len).remedy("the pages changed: refresh the region (MMU_NOTIFY)")),
+            _ => {
+                Err(bad_address(at, len)
+                    .remedy("the pages changed: refresh the region (MMU_NOTIFY)"))
+            }
         }
     }
 }

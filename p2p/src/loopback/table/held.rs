@@ -119,8 +119,15 @@ impl Table {
             if word & REFRESHING != 0 {
                 return Err(Refusal::Refreshing);
             }
-            match entry.life.compare_exchange_weak(word, word + 1, Ordering::Acquire, Ordering::Relaxed) {
-                Ok(_) => return Ok(Held { table: self, entry, token: Token { index, generation } }),
+            match entry.life.compare_exchange_weak(
+                word,
+                word + 1,
+                Ordering::Acquire,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => {
+                    return Ok(Held { table: self, entry, token: Token { index, generation } });
+                }
                 Err(now) => word = now,
             }
         }
@@ -135,8 +142,10 @@ impl Table {
     ) -> Result<Held<'_>, Refusal> {
         let hash = self.hash(domain, key);
         let state = self.shards[Self::shard_of_hash(hash)].state.lock();
-        let index =
-            *state.requested.find(hash, |&i| self.requested_key(i) == (domain, key)).ok_or(Refusal::Dead)?;
+        let index = *state
+            .requested
+            .find(hash, |&i| self.requested_key(i) == (domain, key))
+            .ok_or(Refusal::Dead)?;
         let entry = self.known(index);
         self.hold_entry(entry, index, KnownGeneration::Whole(entry.generation()), remote)
     }
@@ -144,7 +153,8 @@ impl Table {
     /// Turns new users away and waits for the present ones, until the returned guard is dropped. The guard is a user
     /// itself, so that the region stays.
     pub(in super::super) fn refresh(&self, domain: u32, token: Token) -> Result<Refreshing<'_>> {
-        let entry = self.with_live(domain, token, "refresh", |_| ()).map(|()| self.known(token.index))?;
+        let entry =
+            self.with_live(domain, token, "refresh", |_| ()).map(|()| self.known(token.index))?;
         let mut word = entry.life.load(Ordering::Relaxed);
         loop {
             if word >> GENERATION_SHIFT != u64::from(token.generation) || word & LIVE == 0 {

@@ -7,7 +7,9 @@ use hmem_core::{Error, ErrorKind, Result};
 use super::{
     super::{keys::Token, lock::LockGuard},
     Table,
-    entry::{CHUNK, CHUNKS, Entry, GENERATION_SHIFT, NO_INDEX, SHARD_BITS, SHARDS, ShardState, Slots},
+    entry::{
+        CHUNK, CHUNKS, Entry, GENERATION_SHIFT, NO_INDEX, SHARD_BITS, SHARDS, ShardState, Slots,
+    },
 };
 
 impl Table {

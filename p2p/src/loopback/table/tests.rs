@@ -64,7 +64,12 @@ fn narrow_tables_reuse_the_oldest_index_and_only_after_a_rest() {
         let (token, key) = table.insert_sealed(DOMAIN, &keys, body(), BIRTH).unwrap();
         assert_eq!(key >> 8, u64::from(token.index));
         if let Some(before) = last_seen.insert(token.index, round) {
-            assert!(round - before >= RESTING, "index {} came back after {}", token.index, round - before);
+            assert!(
+                round - before >= RESTING,
+                "index {} came back after {}",
+                token.index,
+                round - before
+            );
         }
         table.remove(DOMAIN, token, false).unwrap();
     }

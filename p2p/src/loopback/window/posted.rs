@@ -83,7 +83,11 @@ impl EndpointState {
     }
 
     /// The window whose key a message with invalidate names, if this endpoint may invalidate it.
-    pub(in super::super) fn window_to_invalidate(&self, sender: &Self, key: KeyUse) -> Result<Arc<Window>> {
+    pub(in super::super) fn window_to_invalidate(
+        &self,
+        sender: &Self,
+        key: KeyUse,
+    ) -> Result<Arc<Window>> {
         let dead = || refused_remote(Refusal::Dead);
         if key.mapped || sender.domain.mode.contains(MrMode::RAW) && !self.domain.has_windows() {
             return Err(dead());

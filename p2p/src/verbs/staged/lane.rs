@@ -143,7 +143,8 @@ impl Lanes {
     }
 
     fn is_idle(&self) -> bool {
-        self.send.busy.load(Ordering::Acquire) == 0 && self.receive.busy.load(Ordering::Acquire) == 0
+        self.send.busy.load(Ordering::Acquire) == 0
+            && self.receive.busy.load(Ordering::Acquire) == 0
     }
 
     /// Notes the end of a request.
@@ -170,7 +171,10 @@ impl EndpointState {
     }
 
     /// Puts a request into its lane.
-    pub(in super::super) fn post_to_lane(self: &Arc<Self>, request: &WorkRequest<'_>) -> Result<()> {
+    pub(in super::super) fn post_to_lane(
+        self: &Arc<Self>,
+        request: &WorkRequest<'_>,
+    ) -> Result<()> {
         let kind = kind_of(&request.operation);
         let task = self.task(request)?;
         let depth = self.depth(kind)?;
@@ -200,9 +204,12 @@ impl EndpointState {
                 Local::Staged(staged) => {
                     let runs = staged.runs(segment.address, segment.len);
                     for (piece, offset, len) in runs.ok_or_else(|| {
-                        self.refuse(ErrorKind::OutOfBounds, "the segment reaches outside its region")
-                            .context("address", segment.address)
-                            .context("length", segment.len)
+                        self.refuse(
+                            ErrorKind::OutOfBounds,
+                            "the segment reaches outside its region",
+                        )
+                        .context("address", segment.address)
+                        .context("length", segment.len)
                     })? {
                         lists.push_staged(piece, offset, len);
                     }
@@ -211,8 +218,12 @@ impl EndpointState {
         }
         if lists.runs.is_empty() {
             let direct = Direct::of(request);
-            let unknown =
-                || self.refuse(ErrorKind::Unsupported, "verbs has no tagged messages: send without a tag");
+            let unknown = || {
+                self.refuse(
+                    ErrorKind::Unsupported,
+                    "verbs has no tagged messages: send without a tag",
+                )
+            };
             return direct.map(Task::Waiting).ok_or_else(unknown);
         }
         let Some((movement, _)) = movement else {
@@ -225,7 +236,8 @@ impl EndpointState {
             return Err(self.refuse(ErrorKind::Unsupported, why));
         };
         movement.check(lists.len)?;
-        self.transfer(request.peer, movement, lists).map(|transfer| Task::Staged(Box::new(transfer)))
+        self.transfer(request.peer, movement, lists)
+            .map(|transfer| Task::Staged(Box::new(transfer)))
     }
 
     fn transfer(&self, peer: PeerId, movement: Movement, mut lists: Lists) -> Result<Transfer> {
@@ -256,7 +268,8 @@ impl EndpointState {
             }
         }
         let runs = std::mem::take(&mut lists.runs);
-        let (sources, targets) = if movement.goes_out() { (runs, Vec::new()) } else { (Vec::new(), runs) };
+        let (sources, targets) =
+            if movement.goes_out() { (runs, Vec::new()) } else { (Vec::new(), runs) };
         let pipeline = Pipeline::new(Claim::new(&pool), purpose, cut, sources, targets);
         Ok(Transfer { pipeline, lists, movement, buffers, peer })
     }
@@ -466,7 +479,9 @@ impl Active {
         }
         // An endpoint that is busy again is so since before it asks to be added, for which it needs this lock.
         let mut endpoints = self.endpoints.lock();
-        endpoints.retain(|endpoint| endpoint.upgrade().is_some_and(|endpoint| !endpoint.lanes.is_idle()));
+        endpoints.retain(|endpoint| {
+            endpoint.upgrade().is_some_and(|endpoint| !endpoint.lanes.is_idle())
+        });
         self.count.store(endpoints.len(), Ordering::Release);
         ended
     }

@@ -66,13 +66,23 @@ impl StagedMemory for StagedPiece {
         self.memory.write(offset, from)
     }
 
-    unsafe fn start_read(&self, offset: u64, into: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
+    unsafe fn start_read(
+        &self,
+        offset: u64,
+        into: Address,
+        len: u64,
+    ) -> Result<Box<dyn CopyEvent>> {
         self.check()?;
         // SAFETY: passed on to the caller.
         unsafe { self.memory.start_read(offset, into, len) }
     }
 
-    unsafe fn start_write(&self, offset: u64, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
+    unsafe fn start_write(
+        &self,
+        offset: u64,
+        from: Address,
+        len: u64,
+    ) -> Result<Box<dyn CopyEvent>> {
         self.check()?;
         // SAFETY: passed on to the caller.
         unsafe { self.memory.start_write(offset, from, len) }
@@ -87,7 +97,11 @@ pub(super) struct StagedRegion {
 
 impl StagedRegion {
     /// Cuts a local segment into runs of one piece: the piece, where in it, bytes. `None` if it reaches outside.
-    fn runs(&self, mut address: Address, mut left: u64) -> Option<Vec<(Arc<StagedPiece>, u64, u64)>> {
+    fn runs(
+        &self,
+        mut address: Address,
+        mut left: u64,
+    ) -> Option<Vec<(Arc<StagedPiece>, u64, u64)>> {
         let mut runs = Vec::new();
         while left > 0 {
             let (range, piece) = self.pieces.iter().find(|(range, _)| range.contains(address))?;
@@ -162,12 +176,15 @@ impl DomainState {
         }
         if !options.is_empty() {
             return Err(self
-                .refuse_staged("staged memory is not registered with the NIC: ask for none of verbs' options")
+                .refuse_staged(
+                    "staged memory is not registered with the NIC: ask for none of verbs' options",
+                )
                 .context("options", format_args!("{options:?}")));
         }
         let staged = |piece: &Piece<'_>| match &piece.backing {
             Backing::Staged(memory) => {
-                let piece_memory = StagedPiece { memory: Arc::clone(memory), closed: AtomicBool::new(false) };
+                let piece_memory =
+                    StagedPiece { memory: Arc::clone(memory), closed: AtomicBool::new(false) };
                 Ok((piece.range, Arc::new(piece_memory)))
             }
             _ => Err(self.refuse_staged("a region is staged as a whole or not at all")),
@@ -192,10 +209,9 @@ impl DomainState {
             return Ok(());
         }
         let pool = Pool::new(self.staging.attr, numa_node(&self.pd.device.nic().name))?;
-        let region = self
-            .registrar()
-            .register_buffers(pool.range())
-            .map_err(|error| error.context("for", "staging buffers").context("length", pool.range().len()))?;
+        let region = self.registrar().register_buffers(pool.range()).map_err(|error| {
+            error.context("for", "staging buffers").context("length", pool.range().len())
+        })?;
         tracing::debug!(nic = %self.pd.device.nic(), bytes = pool.range().len(), "staging buffers registered");
         *buffers = Some((pool, region.local));
         Ok(())
@@ -211,7 +227,8 @@ impl DomainState {
 
 /// The NUMA node that a device is on, where the kernel knows it.
 fn numa_node(device: &str) -> Option<u32> {
-    let text = fs::read_to_string(format!("/sys/class/infiniband/{device}/device/numa_node")).ok()?;
+    let text =
+        fs::read_to_string(format!("/sys/class/infiniband/{device}/device/numa_node")).ok()?;
     // -1 is a machine that has none.
     text.trim().parse().ok()
 }

@@ -6,7 +6,8 @@ use hmem_core::{
     Access, Address, Addressing, Error, ErrorKind, Iova, LocalKey, RemoteKey, Result,
     provider::{ProviderRegion, ProviderWindow},
     transfer::{
-        AtomicOp, AtomicType, CompletionKind, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest,
+        AtomicOp, AtomicType, CompletionKind, LocalSegment, Operation, PeerId, RemoteSegment,
+        WorkRequest,
     },
 };
 
@@ -122,7 +123,9 @@ impl Direct {
                 result: *result,
                 compare: *compare,
             },
-            Owned::Send(invalidate) => Operation::Send { tag: None, invalidate: invalidate.as_ref() },
+            Owned::Send(invalidate) => {
+                Operation::Send { tag: None, invalidate: invalidate.as_ref() }
+            }
             Owned::Receive => Operation::Receive { tag: None, from: None },
             Owned::BindWindow { window, region, offset, len, access, addressing, tag } => {
                 Operation::BindWindow {
@@ -240,7 +243,9 @@ impl Movement {
         Some(match operation {
             Operation::Write { remote } => (Self::Write(far_list(remote)), Access::WRITE),
             Operation::Read { remote } => (Self::Read(far_list(remote)), Access::READ),
-            Operation::Send { tag: None, invalidate } => (Self::Send(invalidate.cloned()), Access::SEND),
+            Operation::Send { tag: None, invalidate } => {
+                (Self::Send(invalidate.cloned()), Access::SEND)
+            }
             Operation::Receive { tag: None, .. } => (Self::Receive, Access::RECV),
             _ => return None,
         })
@@ -289,7 +294,9 @@ impl Movement {
                 remote = part(list, view);
                 Operation::Read { remote: &remote }
             }
-            Self::Send(invalidate) => Operation::Send { tag: None, invalidate: invalidate.as_ref() },
+            Self::Send(invalidate) => {
+                Operation::Send { tag: None, invalidate: invalidate.as_ref() }
+            }
             Self::Receive => Operation::Receive { tag: None, from: None },
         };
         with(&WorkRequest { operation, local: &local, peer, context })

@@ -16,7 +16,8 @@ use super::{
 };
 
 /// `ibv_rereg_mr(mr, flags, pd, address, length, access)`
-pub type ReregMr = unsafe extern "C" fn(*mut Mr, c_int, *mut Pd, *mut c_void, usize, c_int) -> c_int;
+pub type ReregMr =
+    unsafe extern "C" fn(*mut Mr, c_int, *mut Pd, *mut c_void, usize, c_int) -> c_int;
 
 macro_rules! functions {
     (

@@ -56,8 +56,9 @@ pub struct Context {
 pub struct VerbsContext {
     pub _before_priv: [Unused; 26],
     pub private: *mut c_void,
-    pub query_device_ex:
-        Option<unsafe extern "C" fn(*mut Context, *const DeviceExInput, *mut DeviceAttrEx, usize) -> c_int>,
+    pub query_device_ex: Option<
+        unsafe extern "C" fn(*mut Context, *const DeviceExInput, *mut DeviceAttrEx, usize) -> c_int,
+    >,
     pub _after: [Unused; 10],
     pub _placeholder: u64,
     pub sz: usize,

@@ -2,7 +2,9 @@
 
 use std::ffi::{c_uint, c_void};
 
-use hmem_iface_cuda::sys::{self, CuDevicePtr, CuMemAccessDesc, CuMemAllocationProp, CuMemHandle, CuResult};
+use hmem_iface_cuda::sys::{
+    self, CuDevicePtr, CuMemAccessDesc, CuMemAllocationProp, CuMemHandle, CuResult,
+};
 
 use super::{Answer, INVALID_VALUE, NOT_SUPPORTED, device, put};
 use crate::state::{Allocation, GRANULARITY, Kind, Mapping, Physical, State};
