@@ -1,7 +1,9 @@
-//! A million live regions: library memory for each, and that they register, are used at random, and close.
+//! A million live regions: library memory for each, and that they register, are used at random, and
+//! close.
 //!
-//! Counts every byte that the process allocates (a counting global allocator, which adds the allocator's own rounding as
-//! `malloc_usable_size` reports it), so the figure holds the handle, core's state, the provider's entry and its maps.
+//! Counts every byte that the process allocates (a counting global allocator, which adds the
+//! allocator's own rounding as `malloc_usable_size` reports it), so the figure holds the handle,
+//! core's state, the provider's entry and its maps.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 
@@ -12,7 +14,7 @@ use std::{
 
 use hmem::{
     Access, Address, AddressRange, DomainAttr, Hmem, Iova, MrFlags, MrMode,
-    p2p::loopback::{Loopback, Progress},
+    loopback::{Loopback, Progress},
     provider::EndpointAttr,
     transfer::{LocalSegment, Operation, RemoteSegment, WorkRequest},
 };

@@ -1,6 +1,7 @@
 //! What monitors of host memory cost whoever maps and unmaps, and whoever subscribes.
 //!
-//! Each figure is held against the same system calls made past the C library, by turns in one process.
+//! Each figure is held against the same system calls made past the C library, by turns in one
+//! process.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 

@@ -1,5 +1,5 @@
-//! What a path decision costs: one already made, held against what finding and sharing any value takes; and what a first one asks of
-//! the drivers, counted.
+//! Cost of a path decision: one already made, held against what finding and sharing any value
+//! takes; and what a first one asks of the drivers, counted.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 
@@ -12,7 +12,7 @@ use criterion::Criterion;
 use hmem::{
     Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Hmem, Iface, Path,
     iface::AllocRequest,
-    p2p::loopback::{self, Loopback},
+    loopback::{self, Loopback},
     path::P2pPolicy,
     system::{Call, DmaBufKind, P2pMatrix, Simulated},
 };
@@ -69,7 +69,8 @@ impl Node {
         DeviceBuffer::allocate(&iface, &request).expect("device memory is left")
     }
 
-    /// Registers a page of each device with each NIC, and returns what the drivers were asked meanwhile.
+    /// Registers a page of each device with each NIC, and returns what the drivers were asked
+    /// meanwhile.
     fn register_all(&self) -> [u64; 3] {
         let made = || {
             let stats = self.device.stats();

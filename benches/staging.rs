@@ -1,10 +1,12 @@
-//! RMA between device memory that is staged and host memory, over the software NIC, against the slower of copy engine and
-//! wire; and a short one against its copy and its transfer one after the other.
+//! RMA between device memory that is staged and host memory, over the software NIC, against the
+//! slower of copy engine and wire; and a short one against its copy and its transfer one after the
+//! other.
 //!
-//! The simulated device's copy engine is held to a bandwidth and a latency, which every copy pays anew. The limits are
-//! measured in the same run, turn by turn with ours, so that what else the machine does meets all of them: the wire by the
-//! same transfer between host buffers, the engine by what it is held to or, where the machine cannot copy that fast, by
-//! one asynchronous copy of the whole message on an engine that is held to nothing.
+//! The simulated device's copy engine is held to a bandwidth and a latency, which every copy pays
+//! anew. The limits are measured in the same run, turn by turn with ours, so that what else the
+//! machine does meets all of them: the wire by the same transfer between host buffers, the engine
+//! by what it is held to or, where the machine cannot copy that fast, by one asynchronous copy of
+//! the whole message on an engine that is held to nothing.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 
@@ -17,7 +19,7 @@ use hmem::{
     Access, Address, AllocationKind, DeviceBuffer, DeviceId, DomainAttr, Endpoint, Hmem, Iface,
     MrMode, RegionSlice, Registered, RemoteKey,
     iface::AllocRequest,
-    p2p::loopback::{Loopback, Progress},
+    loopback::{Loopback, Progress},
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr},
     system::Simulated,
@@ -130,7 +132,8 @@ impl Net {
     /// What the machine copies at most.
     fn unlimited(&mut self, len: u64, read: bool) {
         let (to, from) = self.sides(self.unlimited.1.allocation().base(), read);
-        // SAFETY: the host side is this value's own buffer of `LONGEST` bytes, and the copy is waited for.
+        // SAFETY: the host side is this value's own buffer of `LONGEST` bytes, and the copy is
+        // waited for.
         let copy =
             unsafe { self.unlimited.0.copy_async(to, from, len) }.expect("the engine takes it");
         copy.wait().expect("it arrives");

@@ -1,7 +1,7 @@
 //! Reading a machine's wiring: the recording of a DGX A100, from its archive and from a folder.
 //!
-//! The limits that it is held against are unpacking the archive, and reading each of the folder's files, without
-//! understanding them.
+//! The limits that it is held against are unpacking the archive, and reading each of the folder's
+//! files, without understanding them.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 

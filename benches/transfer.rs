@@ -1,8 +1,9 @@
-//! RMA writes to completion over the software NIC: 8 bytes against libfabric's `shm` provider in one process, 1 MiB
-//! against `memcpy`, by turns.
+//! RMA writes to completion over the software NIC: 8 bytes against libfabric's `shm` provider in
+//! one process, 1 MiB against `memcpy`, by turns.
 //!
-//! Ours: progress by hand, both regions own their memory. libfabric: the inline command path of `shm`, which is its
-//! fastest for short writes, until the completion is there and the bytes are at the target.
+//! Ours: progress by hand, both regions own their memory. libfabric: the inline command path of
+//! `shm`, which is its fastest for short writes, until the completion is there and the bytes are at
+//! the target.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 
@@ -16,7 +17,7 @@ use std::hint::black_box;
 
 use hmem::{
     Access, DomainAttr, Hmem, MrMode, RegionSlice,
-    p2p::loopback::{Loopback, Progress},
+    loopback::{Loopback, Progress},
     provider::EndpointAttr,
     transfer::RemoteSegment,
 };
@@ -94,7 +95,7 @@ fn main() -> Result<(), FabricError> {
         ("1 MiB RMA write / libfabric shm", LARGE),
     ] {
         let segments = segments(len);
-        lines.push(against_peer(what, Target::Ratio(1.0), || write(&segments), peer.as_mut(), len));
+        lines.push(against_peer(what, Target::Ratio(2.0), || write(&segments), peer.as_mut(), len));
     }
     let (from, mut to) = (vec![7u8; LARGE], vec![0u8; LARGE]);
     let memcpy = || black_box(&mut to).copy_from_slice(black_box(&from));

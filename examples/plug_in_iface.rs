@@ -1,6 +1,8 @@
-//! An iface from outside the workspace: memory in an anonymous file that the CPU reaches by system calls only.
+//! An iface from outside the workspace: memory in an anonymous file that the CPU reaches by system
+//! calls only.
 //!
-//! A real plug-in would call its vendor's library in the same places. It needs nothing but the public traits:
+//! A real plug-in would call its vendor's library in the same places. It needs nothing but the
+//! public traits:
 //!
 //! ```text
 //! cargo run --example plug_in_iface
@@ -22,8 +24,8 @@ use hmem::{
         AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle,
         PeerMemoryExport,
     },
+    loopback::Loopback,
     monitor::Monitor,
-    p2p::loopback::Loopback,
     provider::{EndpointAttr, Nic},
     transfer::RemoteSegment,
 };
@@ -47,7 +49,8 @@ struct Blocks {
     next_id: u64,
 }
 
-/// Memory in anonymous files. Its addresses are reserved, so that nobody else gets them, and cannot be touched.
+/// Memory in anonymous files. Its addresses are reserved, so that nobody else gets them, and cannot
+/// be touched.
 #[derive(Debug, Default)]
 pub(crate) struct FileMemory {
     blocks: Mutex<Blocks>,
@@ -84,7 +87,10 @@ impl FileMemory {
     }
 }
 
-impl Iface for FileMemory {
+// SAFETY: `query` answers from the blocks that are live, whose identities count up. A block's
+// addresses are reserved by a mapping of its own, and its bytes are in a file of its own, which an
+// export holds. `locate` bounds every copy to its block.
+unsafe impl Iface for FileMemory {
     fn kind(&self) -> IfaceKind {
         FILE_MEMORY
     }
@@ -129,7 +135,8 @@ impl Iface for FileMemory {
             .map_err(|errno| Error::os(errno, "memfd_create"))?;
         ftruncate(&file, request.len).map_err(|errno| Error::os(errno, "ftruncate"))?;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: a new mapping without access, at an address that the kernel picks, replaces nothing.
+        // SAFETY: a new mapping without access, at an address that the kernel picks, replaces
+        // nothing.
         let base =
             unsafe { mmap_anonymous(null_mut(), request.len as usize, ProtFlags::empty(), flags) }
                 .map_err(|errno| Error::os(errno, "mmap"))?;
@@ -155,7 +162,8 @@ impl Iface for FileMemory {
                 .context("identity", allocation.id.0)
                 .remedy("not a live allocation"));
         }
-        // SAFETY: `allocate` mapped this range, and nothing can hold references into memory without access.
+        // SAFETY: `allocate` mapped this range, and nothing can hold references into memory without
+        // access.
         unsafe { munmap(base as *mut _, allocation.range.len() as usize) }
             .map_err(|errno| Error::os(errno, "munmap"))?;
         blocks.by_base.remove(&base);
@@ -172,7 +180,8 @@ impl Iface for FileMemory {
             }
             (false, true) => {
                 let (file, offset) = self.locate(AddressRange::new(from, len)?)?;
-                // SAFETY: the caller says that the host side is valid for `len` bytes and not referenced elsewhere.
+                // SAFETY: the caller says that the host side is valid for `len` bytes and not
+                // referenced elsewhere.
                 let bytes = unsafe { slice::from_raw_parts_mut(to.0 as *mut u8, len as usize) };
                 read_all(&file, bytes, offset)
             }

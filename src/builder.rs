@@ -3,7 +3,8 @@
 use std::{collections::BTreeSet, sync::Arc};
 
 use hmem_core::{
-    CacheAttr, Domain, DomainAttr, Error, ErrorKind, Iface, IfaceKind, Registry, Result,
+    CacheAttr, Domain, DomainAttr, Error, ErrorKind, Iface, IfaceKind, ProcessMark, Registry,
+    Result,
     cache::Limits,
     monitor::Monitor,
     path::PathDecider,
@@ -29,6 +30,8 @@ pub struct Hmem {
     cache: CacheAttr,
     /// What the builder said of it, which wins over the environment.
     cache_of_builder: CacheAttr,
+    /// The process that built it, the only one in which it opens domains.
+    process: ProcessMark,
 }
 
 /// Builds a [`Hmem`].
@@ -70,8 +73,9 @@ impl Hmem {
     /// The iface of a kind.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming library and reason, [`ErrorKind::Unsupported`] naming the cargo feature that was
-    /// left out, [`ErrorKind::InvalidArgument`] for a plug-in that was not added.
+    /// [`ErrorKind::Unavailable`] naming library and reason, [`ErrorKind::Unsupported`] naming the
+    /// cargo feature that was left out, [`ErrorKind::InvalidArgument`] for a plug-in that was
+    /// not added.
     pub fn iface(&self, kind: IfaceKind) -> Result<&Arc<dyn Iface>> {
         self.registry.get(kind)
     }
@@ -82,14 +86,15 @@ impl Hmem {
         self.p2p_disabled
     }
 
-    /// What notices that host memory went under a cached registration, and why that was picked. Starts it, if nothing
-    /// did so before.
+    /// What notices that host memory went under a cached registration, and why that was picked.
+    /// Starts it, if nothing did so before.
     #[must_use]
     pub fn cache_monitor(&self) -> &SystemMonitor {
         self.system.cache_monitor()
     }
 
-    /// How domains cache registrations that ask for it and do not say it themselves, by the builder or the environment.
+    /// How domains cache registrations that ask for it and do not say it themselves, by the builder
+    /// or the environment.
     #[must_use]
     pub fn cache_attr(&self) -> &CacheAttr {
         &self.cache
@@ -106,8 +111,8 @@ impl Hmem {
         }
     }
 
-    /// What turns the caches of domains off that do not say it themselves: the variable of the environment that is 0, or
-    /// `Builder::cache`. `None` where they cache.
+    /// What turns the caches of domains off that do not say it themselves: the variable of the
+    /// environment that is 0, or `Builder::cache`. `None` where they cache.
     #[must_use]
     pub fn cache_off_by(&self) -> Option<&'static str> {
         let (limits, said) = (self.cache_limits(), &self.cache_of_builder);
@@ -119,8 +124,9 @@ impl Hmem {
         off.map(|(_, by_builder, variable)| if by_builder { BUILDER_CACHE } else { variable })
     }
 
-    /// What leaves the monitor of an iface out of the caches of domains that do not say it themselves, so that its memory is
-    /// registered uncached: the variable of the environment, or `Builder::cache`. `None` where the monitor is used.
+    /// What leaves the monitor of an iface out of the caches of domains that do not say it
+    /// themselves, so that its memory is registered uncached: the variable of the environment,
+    /// or `Builder::cache`. `None` where the monitor is used.
     #[must_use]
     pub fn cache_monitor_left_out_by(&self, iface: IfaceKind) -> Option<&'static str> {
         if !self.cache.without_monitors.as_ref().is_some_and(|without| without.contains(&iface)) {
@@ -164,8 +170,8 @@ impl Hmem {
         })
     }
 
-    /// The providers that were asked for and are not here, with the reason; and of those that are here, the NICs that
-    /// cannot be opened, as `verbs/mlx5_0`.
+    /// The providers that were asked for and are not here, with the reason; and of those that are
+    /// here, the NICs that cannot be opened, as `verbs/mlx5_0`.
     pub fn absent_providers(&self) -> impl Iterator<Item = (&str, &Error)> {
         self.absent_providers.iter().map(|(name, why)| (name.as_str(), why))
     }
@@ -181,17 +187,20 @@ impl Hmem {
     /// Opens a domain of a provider.
     ///
     /// # Errors
-    /// As [`Domain::open`] and [`Hmem::provider`].
+    /// As [`Domain::open`] and [`Hmem::provider`]. [`ErrorKind::BadState`] in a forked child, which
+    /// builds an `Hmem` of its own.
     pub fn domain(&self, provider: &str, attr: DomainAttr) -> Result<Domain> {
         self.domain_on(&**self.provider(provider)?, attr)
     }
 
-    /// Opens a domain of a provider that need not have been added: of one of several loopback fabrics, for example,
-    /// which share a name.
+    /// Opens a domain of a provider that need not have been added: of one of several loopback
+    /// fabrics, for example, which share a name.
     ///
     /// # Errors
-    /// As [`Domain::open`].
+    /// As [`Domain::open`]. [`ErrorKind::BadState`] in a forked child, which builds an `Hmem` of its
+    /// own.
     pub fn domain_on(&self, provider: &dyn Provider, mut attr: DomainAttr) -> Result<Domain> {
+        self.process.check("open domain")?;
         attr.cache = attr.cache.map(|cache| filled_in(cache, &self.cache));
         let decider: Arc<dyn PathDecider> = Arc::clone(&self.paths) as _;
         Domain::open(provider, Arc::clone(&self.registry), decider, attr)
@@ -203,8 +212,9 @@ impl Hmem {
         &self.paths
     }
 
-    /// Says which way a registration of a provider's NIC would take and why, by doing it and undoing it: what `hmem explain`
-    /// prints. The value serialises; its `Display` is a line for the decision and one for each attempt and remedy.
+    /// Says which way a registration of a provider's NIC would take and why, by doing it and
+    /// undoing it: what `hmem explain` prints. The value serialises; its `Display` is a line
+    /// for the decision and one for each attempt and remedy.
     ///
     /// # Errors
     /// As [`Hmem::provider`] and [`Paths::explain`]. A path that was refused is no error.
@@ -271,24 +281,25 @@ impl Builder {
         self
     }
 
-    /// Starts only these ifaces: names separated by `;` or `,`, as in `FI_HMEM`, which this overrides. Host memory is
-    /// always there.
+    /// Starts only these ifaces: names separated by `;` or `,`, as in `FI_HMEM`, which this
+    /// overrides. Host memory is always there.
     #[must_use]
     pub fn ifaces(mut self, names: impl Into<String>) -> Self {
         self.filter = Some(names.into());
         self
     }
 
-    /// Keeps device memory from every NIC, whatever the domains' policies; overrides `FI_HMEM_DISABLE_P2P`.
+    /// Keeps device memory from every NIC, whatever the domains' policies; overrides
+    /// `FI_HMEM_DISABLE_P2P`.
     #[must_use]
     pub fn disable_p2p(mut self, disable: bool) -> Self {
         self.disable_p2p = Some(disable);
         self
     }
 
-    /// How domains cache registrations that ask for it and do not say it themselves ([`DomainAttr::cache`]); overrides
-    /// `FI_MR_CACHE_MAX_SIZE`, `FI_MR_CACHE_MAX_COUNT`, `FI_MR_CACHE_MERGE_REGIONS` and
-    /// `FI_MR_{CUDA,ROCR,ZE}_CACHE_MONITOR_ENABLED`.
+    /// How domains cache registrations that ask for it and do not say it themselves
+    /// ([`DomainAttr::cache`]); overrides `FI_MR_CACHE_MAX_SIZE`, `FI_MR_CACHE_MAX_COUNT`,
+    /// `FI_MR_CACHE_MERGE_REGIONS` and `FI_MR_{CUDA,ROCR,ZE}_CACHE_MONITOR_ENABLED`.
     #[must_use]
     pub fn cache(mut self, cache: CacheAttr) -> Self {
         self.cache = cache;
@@ -303,7 +314,8 @@ impl Builder {
         self
     }
 
-    /// Watches host memory by the application's own monitor, [`hmem_iface_system::monitor::Import`] for one.
+    /// Watches host memory by the application's own monitor, [`hmem_iface_system::monitor::Import`]
+    /// for one.
     #[must_use]
     pub fn imported_cache_monitor(mut self, monitor: Arc<dyn Monitor>) -> Self {
         self.cache_monitor = Some(CacheMonitor::Imported(monitor));
@@ -322,10 +334,11 @@ impl Builder {
     /// One that cannot start does not stop the others: [`Registry::absent`] says why.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for an unknown name in the filter, an environment variable that cannot be read where
-    /// the builder does not override it, or a kind or provider name that was added twice. Why a cache monitor that was asked for
-    /// by name does not work here.
+    /// [`ErrorKind::InvalidArgument`] for an unknown name in the filter, an environment variable
+    /// that cannot be read where the builder does not override it, or a kind or provider name
+    /// that was added twice. Why a cache monitor that was asked for by name does not work here.
     pub fn build(self) -> Result<Hmem> {
+        let process = ProcessMark::current()?;
         let filter = match self.filter {
             Some(names) => Some(Filter::parse(&names, &self.plug_ins)?),
             None => env::text(env::HMEM)?
@@ -384,6 +397,7 @@ impl Builder {
             system,
             cache,
             cache_of_builder: self.cache,
+            process,
         })
     }
 }
@@ -499,7 +513,7 @@ type Started = (Arc<dyn Provider>, Vec<(String, Error)>);
 
 #[cfg(feature = "verbs")]
 fn start_verbs() -> Result<Started> {
-    let verbs = hmem_p2p::verbs::Verbs::open()?;
+    let verbs = hmem_provider_verbs::Verbs::open()?;
     // A library without devices is no provider to open domains on.
     verbs.nics()?;
     let left_out =

@@ -1,4 +1,5 @@
-//! The environment variables of libfabric that apply here. The builder wins over them: what it says is not read.
+//! The environment variables of libfabric that apply here. The builder wins over them: what it says
+//! is not read.
 
 use hmem_core::{CacheAttr, Error, ErrorKind, IfaceKind, Result};
 

@@ -1,4 +1,5 @@
-//! The registration cache of a domain: over host memory and a simulated device, in the loopback's pinned mode.
+//! The registration cache of a domain: over host memory and a simulated device, in the loopback's
+//! pinned mode.
 
 use std::{
     env,
@@ -12,8 +13,8 @@ use hmem::{
     DomainAttr, Endpoint, ErrorKind, Hmem, Iface, IfaceKind, MemoryRegion, MrMode, Path, Result,
     cache::Uncached,
     iface::AllocRequest,
+    loopback::{Loopback, Memory},
     monitor::Cause,
-    p2p::loopback::{Loopback, Memory},
     provider::{CompletionQueue, EndpointAttr},
     system::{
         AddressReuse, SIMULATED, Simulated, Style,
@@ -132,7 +133,8 @@ fn alone(name: &str, variables: &[(&str, &str)]) -> bool {
     false
 }
 
-/// Frees, maps again at the same address, and registers again; how often the peer read what was there before.
+/// Frees, maps again at the same address, and registers again; how often the peer read what was
+/// there before.
 fn stale_reads(hmem: &Hmem, rounds: u32) -> u32 {
     let net = Net::open(hmem, CacheAttr::default());
     let cache = net.target.cache().expect("a cache");
@@ -170,9 +172,10 @@ impl Watcher for Silent {
     }
 }
 
+/// MR-07
 #[test]
-fn mr_07_memory_that_comes_back_at_its_address_is_never_a_stale_hit_under_memhooks() {
-    let name = "mr_07_memory_that_comes_back_at_its_address_is_never_a_stale_hit_under_memhooks";
+fn memory_that_comes_back_at_its_address_is_never_a_stale_hit_under_memhooks() {
+    let name = "memory_that_comes_back_at_its_address_is_never_a_stale_hit_under_memhooks";
     if !alone(name, &[]) {
         return;
     }
@@ -181,16 +184,18 @@ fn mr_07_memory_that_comes_back_at_its_address_is_never_a_stale_hit_under_memhoo
     assert_eq!(stale_reads(&hmem, 10_000), 0);
 }
 
+/// MR-07
 #[test]
-fn mr_07_with_a_monitor_that_says_nothing_the_same_rounds_are_stale() {
+fn with_a_monitor_that_says_nothing_the_same_rounds_are_stale() {
     let monitor = Import::new(Arc::new(Silent::default())).expect("a monitor");
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
     let hmem = builder.provider(loopback()).build().expect("nothing in the way");
     assert_eq!(stale_reads(&hmem, 50), 49, "the rounds do not notice a stale registration");
 }
 
+/// MON-07
 #[test]
-fn mon_07_device_memory_freed_and_allocated_again_at_its_address_is_never_a_hit() {
+fn device_memory_freed_and_allocated_again_at_its_address_is_never_a_hit() {
     for style in [Style::Identity, Style::Callback] {
         let device = simulated(style);
         let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(MonitorKind::Disabled);
@@ -229,8 +234,9 @@ fn mon_07_device_memory_freed_and_allocated_again_at_its_address_is_never_a_hit(
     }
 }
 
+/// CACHE-02
 #[test]
-fn cache_02_another_allocation_at_the_address_and_another_device_are_other_entries() {
+fn another_allocation_at_the_address_and_another_device_are_other_entries() {
     let device = simulated(Style::Identity);
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(MonitorKind::Disabled);
@@ -285,7 +291,7 @@ fn cache_02_another_allocation_at_the_address_and_another_device_are_other_entri
 
 /// CACHE-01
 #[test]
-fn cache_01_a_burst_of_a_domain_hits_what_is_cached_and_registers_what_is_not() {
+fn a_burst_of_a_domain_hits_what_is_cached_and_registers_what_is_not() {
     let device = simulated(Style::Callback);
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let builder = Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&device) as _);
@@ -319,8 +325,9 @@ fn cache_01_a_burst_of_a_domain_hits_what_is_cached_and_registers_what_is_not() 
     assert_eq!(cache.statistics().entries, 1);
 }
 
+/// MON-09
 #[test]
-fn mon_09_monitors_of_different_ifaces_start_and_fail_apart() {
+fn monitors_of_different_ifaces_start_and_fail_apart() {
     let device = simulated(Style::Callback);
     let request = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
@@ -364,8 +371,9 @@ fn mon_09_monitors_of_different_ifaces_start_and_fail_apart() {
     unmap(host, PAGE);
 }
 
+/// MON-08
 #[test]
-fn mon_08_subscriptions_of_cached_regions_come_in_pairs() {
+fn subscriptions_of_cached_regions_come_in_pairs() {
     let watcher = Arc::new(Silent::default());
     let monitor = Import::new(Arc::clone(&watcher) as _).expect("a monitor");
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
@@ -384,8 +392,9 @@ fn mon_08_subscriptions_of_cached_regions_come_in_pairs() {
     unmap(at, 16 * PAGE);
 }
 
+/// CACHE-10
 #[test]
-fn cache_10_entries_of_a_domain_name_their_path_and_a_domain_closes_with_idle_ones() {
+fn entries_of_a_domain_name_their_path_and_a_domain_closes_with_idle_ones() {
     let monitor = Import::new(Arc::new(Silent::default())).expect("a monitor");
     let device = simulated(Style::Callback);
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
@@ -440,10 +449,10 @@ fn a_domain_without_a_cache_says_how_to_get_one_and_endpoint_mode_has_none() {
     assert_eq!(with.cache().unwrap_err().kind(), ErrorKind::Unsupported);
 }
 
+/// CACHE-12
 #[test]
-fn cache_12_the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name() {
-    let name =
-        "cache_12_the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name";
+fn the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name() {
+    let name = "the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name";
     let variables = [
         ("FI_MR_CACHE_MAX_SIZE", "20480"),
         ("FI_MR_CACHE_MAX_COUNT", "3"),

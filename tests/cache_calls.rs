@@ -1,4 +1,5 @@
-//! How often a device's driver is asked whose host memory is: over the fake CUDA driver, which counts its calls.
+//! How often a device's driver is asked whose host memory is: over the fake CUDA driver, which
+//! counts its calls.
 #![cfg(feature = "cuda")]
 #![allow(unsafe_code)]
 
@@ -11,7 +12,7 @@ use hmem::{
     ErrorKind, Hmem, Iface, IfaceKind, MrMode,
     cuda::{Cuda, sys::Functions},
     iface::AllocRequest,
-    p2p::loopback::Loopback,
+    loopback::Loopback,
     system::monitor::Import,
 };
 use hmem_fake_cuda::{FakeDriver, Profile};

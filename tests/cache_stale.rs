@@ -1,9 +1,10 @@
-//! Is a stale hit possible, over a NIC that keeps the pages that it registered? With no monitor it is, which proves the test;
-//! with a monitor on, by no cause that it watches.
+//! Is a stale hit possible, over a NIC that keeps the pages that it registered? With no monitor it
+//! is, which proves the test; with a monitor on, by no cause that it watches.
 //!
-//! In each round a page is replaced, its owner writes the round's number, and a NIC moves it: a peer reads it through a
-//! cached region, or it is sent from memory that names no region. The loopback's pinned mode stands for the NIC, and
-//! where `HMEM_VERBS_DEVICE` names an RDMA device, that device too.
+//! In each round a page is replaced, its owner writes the round's number, and a NIC moves it: a
+//! peer reads it through a cached region, or it is sent from memory that names no region. The
+//! loopback's pinned mode stands for the NIC, and where `HMEM_VERBS_DEVICE` names an RDMA device,
+//! that device too.
 
 mod silent;
 
@@ -21,8 +22,8 @@ use std::{
 use hmem::{
     Access, Address, AddressRange, CacheAttr, Domain, DomainAttr, Endpoint, Hmem, Iova, MrMode,
     RemoteKey, Result,
+    loopback::{Loopback, Memory},
     monitor::Monitor,
-    p2p::loopback::{Loopback, Memory},
     provider::{CompletionQueue, EndpointAttr, Provider},
     system::monitor::{Import, Layered, MemHooks, UserFaultFd},
     transfer::{LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
@@ -108,8 +109,8 @@ const HOOKED: [Cause; 7] = [
     }),
     // SAFETY: the test's own page.
     ("madvise", own, |at| assert_eq!(unsafe { libc::madvise(at, page(), libc::MADV_DONTNEED) }, 0)),
-    // SAFETY: the test's own page.
     ("MADV_REMOVE", shared, |at| {
+        // SAFETY: the test's own page.
         assert_eq!(unsafe { libc::madvise(at, page(), libc::MADV_REMOVE) }, 0)
     }),
     ("mremap to a smaller size", own, |at| {
@@ -134,7 +135,8 @@ const HOOKED: [Cause; 7] = [
     }),
 ];
 
-/// What the kernel's events do not tell: userfaultfd does not watch such memory, or gets none of it.
+/// What the kernel's events do not tell: userfaultfd does not watch such memory, or gets none of
+/// it.
 const SEGMENTS: [Cause; 2] = [
     ("shmdt", attached, |at| {
         // SAFETY: attached by the test, and attached anew past the C library.
@@ -192,7 +194,8 @@ fn nics() -> Vec<Nic> {
 }
 
 impl Nic {
-    /// Rounds of each cause in the tier that everybody runs. A device of an emulated machine is slow.
+    /// Rounds of each cause in the tier that everybody runs. A device of an emulated machine is
+    /// slow.
     fn rounds(&self) -> u64 {
         match self {
             Self::Pinned => 500,
@@ -219,7 +222,7 @@ impl Nic {
 
 #[cfg(feature = "verbs")]
 fn verbs() -> Arc<dyn Provider> {
-    let verbs = hmem::p2p::verbs::Verbs::builder().connect_in_process(true).build();
+    let verbs = hmem::verbs::Verbs::builder().connect_in_process(true).build();
     Arc::new(verbs.expect("load libibverbs"))
 }
 
@@ -279,7 +282,8 @@ impl Net {
 
     /// What a peer reads at the beginning of the range, through the cache.
     fn pulled(&self, range: AddressRange) -> u64 {
-        // SAFETY: the memory is the test's own; that it is cached when it goes is what the test is about.
+        // SAFETY: the memory is the test's own; that it is cached when it goes is what the test is
+        // about.
         let region = unsafe { self.domain.cache().expect("a cache").get(range, REMOTE) }
             .expect("registered");
         let key = region.key().expect("a key");
@@ -301,7 +305,8 @@ impl Net {
     }
 }
 
-/// Rounds in which the NIC moved a number of an earlier round, and how often something cached was told to be gone.
+/// Rounds in which the NIC moved a number of an earlier round, and how often something cached was
+/// told to be gone.
 fn stale(
     nic: &Nic,
     monitor: &Arc<dyn Monitor>,
@@ -393,7 +398,8 @@ fn some(monitor: &Arc<dyn Monitor>, causes: &[Cause]) {
     }
 }
 
-/// Runs `body` as the only test of a process: patched functions are the process's, and so are addresses that come back.
+/// Runs `body` as the only test of a process: patched functions are the process's, and so are
+/// addresses that come back.
 fn alone(name: &str, body: impl FnOnce()) {
     const ALONE: &str = "HMEM_TEST_ALONE";
     if env::var(ALONE).is_ok_and(|alone| alone == name) {
@@ -433,9 +439,10 @@ fn both(rounds: Option<u64>) {
     none(&both, &RAW, rounds, false);
 }
 
+/// MR-07
 #[test]
-fn mr_07_without_a_monitor_every_cause_leaves_stale_hits() {
-    alone("mr_07_without_a_monitor_every_cause_leaves_stale_hits", || {
+fn without_a_monitor_every_cause_leaves_stale_hits() {
+    alone("without_a_monitor_every_cause_leaves_stale_hits", || {
         let silent: Arc<dyn Monitor> = Import::new(Arc::new(Silent)).expect("a monitor");
         some(&silent, &HOOKED);
         some(&silent, &SEGMENTS);
@@ -446,43 +453,45 @@ fn mr_07_without_a_monitor_every_cause_leaves_stale_hits() {
     });
 }
 
+/// CACHE-11
 #[test]
-fn cache_11_memhooks_leave_no_stale_hit_not_even_for_a_second_thread() {
-    alone("cache_11_memhooks_leave_no_stale_hit_not_even_for_a_second_thread", || memhooks(None));
+fn memhooks_leave_no_stale_hit_not_even_for_a_second_thread() {
+    alone("memhooks_leave_no_stale_hit_not_even_for_a_second_thread", || memhooks(None));
 }
 
+/// CACHE-11
 #[test]
-fn cache_11_userfaultfd_leaves_no_stale_hit_for_the_thread_that_unmaps() {
-    alone("cache_11_userfaultfd_leaves_no_stale_hit_for_the_thread_that_unmaps", || {
-        userfaultfd(None)
-    });
+fn userfaultfd_leaves_no_stale_hit_for_the_thread_that_unmaps() {
+    alone("userfaultfd_leaves_no_stale_hit_for_the_thread_that_unmaps", || userfaultfd(None));
 }
 
+/// CACHE-11
 #[test]
-fn cache_11_memhooks_with_userfaultfd_leave_no_stale_hit() {
-    alone("cache_11_memhooks_with_userfaultfd_leave_no_stale_hit", || both(None));
+fn memhooks_with_userfaultfd_leave_no_stale_hit() {
+    alone("memhooks_with_userfaultfd_leave_no_stale_hit", || both(None));
 }
 
 const MILLION: Option<u64> = Some(1_000_000);
 
+/// CACHE-11
 #[test]
 #[ignore = "the slow tier"]
-fn cache_11_slow_memhooks_leave_no_stale_hit_in_a_million_rounds() {
-    alone("cache_11_slow_memhooks_leave_no_stale_hit_in_a_million_rounds", || memhooks(MILLION));
+fn slow_memhooks_leave_no_stale_hit_in_a_million_rounds() {
+    alone("slow_memhooks_leave_no_stale_hit_in_a_million_rounds", || memhooks(MILLION));
 }
 
+/// CACHE-11
 #[test]
 #[ignore = "the slow tier"]
-fn cache_11_slow_userfaultfd_leaves_no_stale_hit_in_a_million_rounds() {
-    alone("cache_11_slow_userfaultfd_leaves_no_stale_hit_in_a_million_rounds", || {
-        userfaultfd(MILLION)
-    });
+fn slow_userfaultfd_leaves_no_stale_hit_in_a_million_rounds() {
+    alone("slow_userfaultfd_leaves_no_stale_hit_in_a_million_rounds", || userfaultfd(MILLION));
 }
 
+/// CACHE-11
 #[test]
 #[ignore = "the slow tier"]
-fn cache_11_slow_memhooks_with_userfaultfd_leave_no_stale_hit_in_a_million_rounds() {
-    alone("cache_11_slow_memhooks_with_userfaultfd_leave_no_stale_hit_in_a_million_rounds", || {
+fn slow_memhooks_with_userfaultfd_leave_no_stale_hit_in_a_million_rounds() {
+    alone("slow_memhooks_with_userfaultfd_leave_no_stale_hit_in_a_million_rounds", || {
         both(MILLION)
     });
 }

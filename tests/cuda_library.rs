@@ -1,5 +1,6 @@
-//! A CUDA driver that is loaded, as the real one is: its frees are hooked unasked, and an application that calls them
-//! straight leaves nothing registered. The library is the fake's; one test, since a process has one driver.
+//! A CUDA driver that is loaded, as the real one is: its frees are hooked unasked, and an
+//! application that calls them straight leaves nothing registered. The library is the fake's; one
+//! test, since a process has one driver.
 #![cfg(all(feature = "cuda", target_arch = "x86_64"))]
 #![allow(unsafe_code)]
 
@@ -11,8 +12,8 @@ use hmem::{
         Cuda,
         sys::{CuContext, CuDevicePtr, CuResult, Functions},
     },
+    loopback::{Loopback, Memory},
     monitor::Cause,
-    p2p::loopback::{Loopback, Memory},
 };
 use libloading::os::unix::Library;
 
@@ -27,7 +28,7 @@ fn path() -> PathBuf {
 
 /// MON-07, CACHE-02, MR-07
 #[test]
-fn mon_07_frees_straight_through_a_loaded_library_kill_what_is_cached_before_the_memory_goes() {
+fn frees_straight_through_a_loaded_library_kill_what_is_cached_before_the_memory_goes() {
     let path = path();
     let cuda = Arc::new(Cuda::builder().library(&path).open().expect("the fake driver"));
     // The application's own way to the library.
@@ -66,7 +67,8 @@ fn mon_07_frees_straight_through_a_loaded_library_kill_what_is_cached_before_the
         check(unsafe { (driver.mem_alloc)(&mut at, 1 << 20) });
         reused += u32::from(std::mem::replace(&mut last, at) == at);
         let range = AddressRange::new(Address(at), 1 << 20).expect("a range");
-        cuda.write(range.start(), &round.to_le_bytes()).expect("write");
+        // SAFETY: allocated above, freed below, and referred to by nothing.
+        unsafe { cuda.write(range.start(), &round.to_le_bytes()) }.expect("write");
         for asked in [None, Some(1)] {
             let before = calls(c"");
             // SAFETY: not used once the memory is freed.

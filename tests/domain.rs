@@ -1,4 +1,5 @@
-//! What the domain promises whatever the world: closing, bounds, owners, and the switch that keeps devices from NICs.
+//! What the domain promises whatever the world: closing, bounds, owners, and the switch that keeps
+//! devices from NICs.
 
 use std::{
     sync::{
@@ -14,7 +15,7 @@ use hmem::{
     Path, Rejected, Result,
     event_queue::EventQueue,
     iface::AllocRequest,
-    p2p::loopback::{Call, Faults, Loopback},
+    loopback::{Call, Faults, Loopback},
     path::P2pPolicy,
     provider::{EndpointAttr, WindowType},
     system::{SIMULATED, Simulated},

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use hmem::{
-    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Endpoint, Errno, Hmem,
-    MrMode, OwnedBuffer, RegionSlice, Registered,
+    Access, AllocationKind, Atomic, DeviceBuffer, DeviceId, Domain, DomainAttr, Endpoint, Errno,
+    Hmem, MrMode, OwnedBuffer, RegionSlice, Registered,
     iface::AllocRequest,
-    p2p::loopback::Loopback,
+    loopback::Loopback,
     provider::{CompletionQueue, EndpointAttr},
     register_on,
     system::{Call, SIMULATED, Simulated},
-    transfer::{Completion, CompletionKind, RemoteSegment},
+    transfer::{AtomicOp, AtomicType, Completion, CompletionKind, RemoteSegment},
 };
 
 const LEN: u64 = 4096;
@@ -75,8 +75,9 @@ fn slice<B: OwnedBuffer>(region: &Registered<B>) -> RegionSlice {
     region.slice(0, LEN).expect("all of it")
 }
 
+/// HM-14
 #[test]
-fn hm_14_a_receive_is_read_after_a_flush_of_every_device_that_nics_may_write_to() {
+fn a_receive_is_read_after_a_flush_of_every_device_that_nics_may_write_to() {
     let world = World::new();
     let (target, sender) = (Side::open(&world.hmem), Side::open(&world.hmem));
     let source = sender.host(Access::SEND | Access::WRITE);
@@ -104,7 +105,8 @@ fn hm_14_a_receive_is_read_after_a_flush_of_every_device_that_nics_may_write_to(
     let second = world.on_device(&target.domain, 1, Access::REMOTE_WRITE);
     assert_eq!(send(slice(&first)), 2);
 
-    // The sender writes into the second device, of which the target has no completion, and says so in a message.
+    // The sender writes into the second device, of which the target has no completion, and says so
+    // in a message.
     let key = second.key().expect("a key");
     let remote = [RemoteSegment { address: second.base_addr(), len: LEN, key: &key }];
     sender.endpoint.write(&[slice(&source)], &remote, peer, 3).expect("posted");
@@ -118,8 +120,9 @@ fn hm_14_a_receive_is_read_after_a_flush_of_every_device_that_nics_may_write_to(
     drop(only_read);
 }
 
+/// HM-14
 #[test]
-fn hm_14_each_of_several_nics_flushes_for_what_it_receives() {
+fn each_of_several_nics_flushes_for_what_it_receives() {
     let world = World::new();
     let [first, second, sender] = [(); 3].map(|()| Side::open(&world.hmem));
     let iface = world.hmem.iface(SIMULATED).expect("it was added");
@@ -141,8 +144,9 @@ fn hm_14_each_of_several_nics_flushes_for_what_it_receives() {
     drop(both);
 }
 
+/// HM-14
 #[test]
-fn hm_14_a_read_into_a_device_is_read_after_a_flush_and_whoever_has_no_completion_flushes() {
+fn a_read_into_a_device_is_read_after_a_flush_and_whoever_has_no_completion_flushes() {
     let world = World::new();
     let (reader, target) = (Side::open(&world.hmem), Side::open(&world.hmem));
     let source = target.host(Access::REMOTE_READ);
@@ -162,4 +166,33 @@ fn hm_14_a_read_into_a_device_is_read_after_a_flush_and_whoever_has_no_completio
     world.device.faults().fail_next(Call::FlushInbound, Errno(libc::EIO));
     let error = reader.domain.flush_inbound().expect_err("it was made to fail");
     assert_eq!(error.os_errno(), Some(Errno(libc::EIO)), "{error}");
+}
+
+/// HM-14
+#[test]
+fn an_atomic_with_its_result_in_a_device_is_read_after_a_flush() {
+    let world = World::new();
+    let (asking, target) = (Side::open(&world.hmem), Side::open(&world.hmem));
+    let counter = target.host(Access::REMOTE_READ | Access::REMOTE_WRITE);
+    let (one, result) = (asking.host(Access::WRITE), asking.host(Access::READ));
+    let key = counter.key().expect("a key");
+    let remote = RemoteSegment { address: counter.base_addr(), len: 8, key: &key };
+    let peer = asking.endpoint.resolve(&target.endpoint.name()).expect("the target");
+    let fetch = |result: RegionSlice| {
+        let operand = one.slice(0, 8).expect("inside");
+        let (op, datatype) = (AtomicOp::Sum, AtomicType::U64);
+        let atomic = Atomic { op, datatype, remote, operand, result: Some(result), compare: None };
+        asking.endpoint.atomic(&atomic, peer, 1).expect("posted");
+        let before = world.flushes();
+        let done = asking.completed(&target);
+        assert_eq!((done.kind, done.result.expect("done")), (CompletionKind::Atomic, 8));
+        world.flushes() - before
+    };
+
+    assert_eq!(fetch(result.slice(0, 8).expect("inside")), 0, "no device has such memory");
+    let on_device = world.on_device(&asking.domain, 0, Access::READ);
+    assert_eq!(fetch(on_device.slice(0, 8).expect("inside")), 1);
+    let mut fetched = [0; 8];
+    on_device.read(0, &mut fetched).expect("the device's own copy");
+    assert_eq!(u64::from_le_bytes(fetched), 2 * u64::from_le_bytes([7; 8]), "its second value");
 }

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-/// One line of the report: a figure of ours, what it is held against, and the ratio that it should not exceed.
+/// One line of the report: a figure of ours, what it is held against, and the ratio that it should
+/// not exceed.
 pub(crate) struct Row {
     /// What is measured.
     pub(crate) what: &'static str,
@@ -82,7 +83,8 @@ pub(crate) fn print(rows: &[Row]) {
     }
 }
 
-/// Forgets earlier runs, so that a figure that this run does not measure cannot stand in the report.
+/// Forgets earlier runs, so that a figure that this run does not measure cannot stand in the
+/// report.
 pub(crate) fn forget(group: &str) {
     let folder = target_dir().join(group);
     if folder.exists()

@@ -1,10 +1,10 @@
 //! Two operations measured by turns, and the ratio of the two.
 //!
-//! One after the other, each for seconds, they would meet different machines: other work comes and goes, in milliseconds
-//! too. Here both run in blocks of a fifth of a millisecond, or of one operation that takes longer, ours first in one
-//! pair of blocks and second in the next. A round is as many pairs as fit, and gives the ratio of the medians of its
-//! blocks: one that was interrupted counts for nothing. Medians over the rounds are printed, with the quartiles of the
-//! ratio.
+//! One after the other, each for seconds, they would meet different machines: other work comes and
+//! goes, in milliseconds too. Here both run in blocks of a fifth of a millisecond, or of one
+//! operation that takes longer, ours first in one pair of blocks and second in the next. A round is
+//! as many pairs as fit, and gives the ratio of the medians of its blocks: one that was interrupted
+//! counts for nothing. Medians over the rounds are printed, with the quartiles of the ratio.
 
 use std::time::{Duration, Instant};
 

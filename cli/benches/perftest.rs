@@ -1,9 +1,10 @@
-//! `hmem perf` against perftest's `ib_write_bw`: RMA writes between two processes on the device that `HMEM_VERBS_DEVICE` names,
-//! in turns, the same sizes and as many outstanding. `tests/vm/run --bench` runs it over rdma_rxe. Its driver shares the
-//! guest's one processor with both, and `ib_write_bw` only polls (`-e` is not for writes): that is part of the ratio.
+//! `hmem perf` against perftest's `ib_write_bw`: RMA writes between two processes on the device
+//! that `HMEM_VERBS_DEVICE` names, in turns, the same sizes and as many outstanding. `tests/vm/run
+//! --bench` runs it over rdma_rxe. Its driver shares the guest's one processor with both, and
+//! `ib_write_bw` only polls (`-e` is not for writes): that is part of the ratio.
 //!
-//! `HMEM_PROGRAM` and `HMEM_IB_WRITE_BW` name other programs than the command that was built with this one, and
-//! `ib_write_bw`.
+//! `HMEM_PROGRAM` and `HMEM_IB_WRITE_BW` name other programs than the command that was built with
+//! this one, and `ib_write_bw`.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 

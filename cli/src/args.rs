@@ -37,7 +37,8 @@ pub struct Cli {
 pub enum Command {
     /// List ifaces, devices, NICs, and the path from each device to each NIC
     Info(InfoArgs),
-    /// Register memory of every kind with every NIC and move verified bytes, also through the registration cache
+    /// Register memory of every kind with every NIC and move verified bytes, also through the
+    /// registration cache
     #[command(
         after_help = "Exit status: 0 all verified, 1 a combination failed or none could be checked, \
         2 wrong usage or environment."
@@ -52,14 +53,13 @@ pub enum Command {
     /// Draw how devices and NICs are wired: PCIe tree, distances, ACS, IOMMU
     #[command(after_help = "Exit status: 0 done, 1 it cannot be read or written, 2 wrong usage.")]
     Topo(TopoArgs),
-    /// Measure transfers between two hosts and verify what arrives: --server on one, HOST on the other
+    /// Measure transfers between two hosts and verify what arrives: --server on one, HOST on the
+    /// other
     #[command(
         after_help = "Both sides print the same report. The client chooses what is measured. \
         Exit status: 0 measured and verified, 1 it failed, 2 wrong usage or environment."
     )]
     Perf(PerfArgs),
-    /// Measure what the library costs here, beside its peers in the same run
-    Bench(BenchArgs),
 }
 
 /// When to use colours.
@@ -105,7 +105,8 @@ pub struct CheckArgs {
     #[arg(long, value_name = "N", value_parser = bytes)]
     pub bytes: Option<u64>,
 
-    /// Leave out the large transfers and most rounds of cache monitors: quicker, and throughput says little
+    /// Leave out the large transfers and most rounds of cache monitors: quicker, and throughput
+    /// says little
     #[arg(long, conflicts_with = "bytes")]
     pub quick: bool,
 }
@@ -162,33 +163,6 @@ pub struct TopoArgs {
     pub svg: Option<PathBuf>,
 }
 
-/// Arguments of `hmem bench`.
-#[derive(Clone, Debug, Args)]
-pub struct BenchArgs {
-    /// Of what.
-    #[command(subcommand)]
-    pub of: BenchOf,
-}
-
-/// What `hmem bench` measures.
-#[derive(Clone, Debug, Subcommand)]
-pub enum BenchOf {
-    /// The registration cache, beside UCX's where UCX is installed; a minute on a quiet machine
-    Cache(BenchCacheArgs),
-}
-
-/// Arguments of `hmem bench cache`.
-#[derive(Clone, Debug, Default, Args)]
-pub struct BenchCacheArgs {
-    /// Print JSON (docs/bench-schema.md) instead of tables
-    #[arg(long)]
-    pub json: bool,
-
-    /// Fewer and shorter rounds: quicker, and the figures say little
-    #[arg(long)]
-    pub quick: bool,
-}
-
 /// Arguments of `hmem perf`.
 #[derive(Clone, Debug, Args)]
 #[command(group = ArgGroup::new("role").required(true).args(["host", "server", "loopback"]))]
@@ -236,7 +210,8 @@ pub struct PerfArgs {
     #[arg(conflicts_with = "server")]
     pub op: PerfOp,
 
-    /// Bytes of a transfer: sizes (64, 4KiB) and ranges in powers of two (8..1M), with commas between
+    /// Bytes of a transfer: sizes (64, 4KiB) and ranges in powers of two (8..1M), with commas
+    /// between
     #[arg(long, value_name = "SIZES", value_parser = sizes, conflicts_with = "server")]
     #[arg(default_value = "8,4KiB,64KiB,1MiB")]
     pub size: Sizes,

@@ -1,6 +1,8 @@
-//! The JSON of the commands: what `docs/check-schema.md` and `docs/perf-schema.md` describe, and nothing else.
+//! The JSON of the commands: what `docs/check-schema.md` and `docs/perf-schema.md` describe, and
+//! nothing else.
 //!
-//! A field is added without a new schema number; one that goes or changes its meaning takes a new number.
+//! A field is added without a new schema number; one that goes or changes its meaning takes a new
+//! number.
 
 use std::{
     borrow::Cow,

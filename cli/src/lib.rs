@@ -1,13 +1,12 @@
 //! The `hmem` command as a library, so that tests can run it on machines of their own making.
 //!
-//! [`Machine`] is what the command looks at, [`mod@info`] lists it, [`mod@check`] tries it, [`mod@explain`] says why,
-//! [`mod@topo`] draws how it is wired, [`mod@perf`] measures it with another host, [`mod@bench`]
-//! measures the library, [`run`] is the command itself.
+//! [`Machine`] is what the command looks at, [`mod@info`] lists it, [`mod@check`] tries it,
+//! [`mod@explain`] says why, [`mod@topo`] draws how it is wired, [`mod@perf`] measures it with
+//! another host, [`run`] is the command itself.
 
 #![deny(unsafe_code)]
 
 pub mod args;
-pub mod bench;
 pub mod check;
 pub mod explain;
 pub mod info;
@@ -27,9 +26,7 @@ use std::{
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::{
-    args::{
-        BenchArgs, BenchOf, CheckArgs, Cli, Command, ExplainArgs, InfoArgs, PerfArgs, TopoArgs,
-    },
+    args::{CheckArgs, Cli, Command, ExplainArgs, InfoArgs, PerfArgs, TopoArgs},
     machine::Machine,
     table::Style,
 };
@@ -108,7 +105,6 @@ pub fn run_on(
         Command::Perf(args) => perf(machine, args, style, out),
         Command::Explain(args) => explain(machine, args, style, out),
         Command::Topo(args) => topo(args, style, out),
-        Command::Bench(args) => bench(args, style, out),
     }
 }
 
@@ -174,20 +170,6 @@ fn perf(
     perf::run(machine, args, |report| {
         if args.json { json::write(out, report) } else { perf::text(out, report, style) }
     })?;
-    Ok(Outcome::Passed)
-}
-
-fn bench(args: &BenchArgs, style: Style, out: &mut dyn Write) -> Result<Outcome, Failure> {
-    let BenchOf::Cache(args) = &args.of;
-    let bar = Bar::new();
-    let report = bench::cache(args, |done, all, next| bar.show(done, all, next))
-        .map_err(Failure::Measurement)?;
-    bar.end();
-    if args.json {
-        json::write(out, &report)?;
-    } else {
-        bench::text(out, &report, style)?;
-    }
     Ok(Outcome::Passed)
 }
 

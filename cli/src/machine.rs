@@ -1,11 +1,12 @@
-//! What the command looks at: the ifaces and NICs of this machine, and the software ones that are always there.
+//! Subjects of the command: the ifaces and NICs of this machine, and the software ones that are
+//! always there.
 
 use std::{error::Error as _, fmt, sync::Arc};
 
 use hmem::{
     CacheAttr, Domain, DomainAttr, Error, Hmem, IfaceKind, MrMode, Result,
+    loopback::{Loopback, Memory},
     p2p::{
-        loopback::{Loopback, Memory},
         path::{ExplainRequest, Explanation},
         topology::{BusId, Topology},
     },
@@ -106,8 +107,8 @@ impl Machine {
     /// This machine, with a simulated device of two devices and a loopback NIC in three modes.
     ///
     /// # Errors
-    /// What the environment says wrongly (`FI_HMEM`, `FI_HMEM_DISABLE_P2P`). What is not there is no error: it is
-    /// listed with its reason.
+    /// What the environment says wrongly (`FI_HMEM`, `FI_HMEM_DISABLE_P2P`). What is not there is
+    /// no error: it is listed with its reason.
     pub fn find() -> Result<Self> {
         let mut absent = Vec::new();
         let mut watches = Vec::new();
@@ -175,7 +176,8 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Adds the NICs of the providers that the library found, and the reasons for those that it did not.
+    /// Adds the NICs of the providers that the library found, and the reasons for those that it did
+    /// not.
     fn find_hardware(&mut self) {
         let absent = |name: &str, why: &hmem::Error| Absent {
             sort: if name.contains('/') { "NIC" } else { "provider" },
@@ -209,7 +211,8 @@ impl Machine {
         Ok(())
     }
 
-    /// A NIC can be listed and still need what this machine lacks (io_uring, for one): only a domain tells.
+    /// A NIC can be listed and still need what this machine lacks (io_uring, for one): only a
+    /// domain tells.
     fn drop_last_nic_if_unavailable(&mut self) -> Result<()> {
         let Some(nic) = self.nics.last() else { return Ok(()) };
         match self.open(nic, P2pPolicy::Enabled) {
@@ -233,7 +236,8 @@ impl Machine {
     /// The PCI function at an address that an iface or provider gave, in whichever form.
     ///
     /// # Errors
-    /// Why there is none, in a few words: `what` has no address, or one that is not in the PCIe tree.
+    /// Why there is none, in a few words: `what` has no address, or one that is not in the PCIe
+    /// tree.
     pub fn function(
         &self,
         what: &str,

@@ -31,8 +31,8 @@ fn command(arguments: &[&str], environment: &[(&str, &str)]) -> Command {
     command
 }
 
-/// The command where the system call `userfaultfd`, and asking `/dev/userfaultfd` for the same, fail as a container's
-/// seccomp profile has them fail.
+/// The command where the system call `userfaultfd`, and asking `/dev/userfaultfd` for the same,
+/// fail as a container's seccomp profile has them fail.
 fn hmem_without_userfaultfd(arguments: &[&str], environment: &[(&str, &str)]) -> Output {
     const USERFAULTFD_IOC_NEW: u32 = 0xaa00;
     const NUMBER: u32 = 0;
@@ -59,7 +59,8 @@ fn hmem_without_userfaultfd(arguments: &[&str], environment: &[(&str, &str)]) ->
     let restrict = move || {
         let program =
             libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
-        // SAFETY: restricts the child, which is the command's own; `program` and its filter live through the call.
+        // SAFETY: restricts the child, which is the command's own; `program` and its filter live
+        // through the call.
         #[allow(unsafe_code, reason = "std has no call for it")]
         let done = unsafe {
             libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
@@ -164,9 +165,11 @@ fn info_lists_ifaces_devices_nics_and_paths_with_reasons() {
     }
 }
 
-/// MON-04: in text and in JSON, chosen, asked for, or refused by name.
+/// MON-04
+///
+/// In text and in JSON, chosen, asked for, or refused by name.
 #[test]
-fn mon_04_info_says_which_cache_monitor_and_why() {
+fn info_says_which_cache_monitor_and_why() {
     let text = |output: &Output| stdout(output).split_whitespace().collect::<Vec<_>>().join(" ");
     let output = hmem(&["info"], &[]);
     ended(&output, 0);
@@ -214,9 +217,11 @@ fn mon_04_info_says_which_cache_monitor_and_why() {
     refused(&forbidden, &["FI_MR_CACHE_MONITOR", "userfaultfd", "seccomp"]);
 }
 
-/// CACHE-12: what domains' caches hold and join, and which variable turns them off.
+/// CACHE-12
+///
+/// Limits and merging of domains' caches, and the variable that turns them off.
 #[test]
-fn cache_12_info_says_what_the_caches_may_hold_and_what_turns_them_off() {
+fn info_says_what_the_caches_may_hold_and_what_turns_them_off() {
     let says = |environment: &[(&str, &str)]| {
         let output = hmem(&["info"], environment);
         ended(&output, 0);
@@ -447,7 +452,9 @@ fn check_verifies_every_combination_and_says_so_in_the_documented_json() {
     list(&document, "skipped").iter().for_each(|skipped| matches(skipped, SKIPPED));
 }
 
-/// DIAG-02, MR-07, CACHE-02: every monitor is tortured, or skipped with its reason.
+/// DIAG-02, MR-07, CACHE-02
+///
+/// Every monitor is tortured, or skipped with its reason.
 #[test]
 fn check_tortures_the_registration_cache_under_each_monitor() {
     let output = hmem(&["check", "--json", "--bytes", "64"], &[("FI_MR_CACHE_MAX_COUNT", "0")]);
@@ -501,7 +508,9 @@ fn check_tortures_the_registration_cache_under_each_monitor() {
     assert_eq!(list(&other, "stale").len(), 0);
 }
 
-/// DIAG-02, MON-02: a container that forbids userfaultfd is no failure.
+/// DIAG-02, MON-02
+///
+/// A container that forbids userfaultfd is no failure.
 #[test]
 fn a_monitor_that_a_seccomp_filter_forbids_is_skipped_with_the_reason() {
     let output =
@@ -542,7 +551,9 @@ fn what_is_absent_is_skipped_with_its_reason_and_is_no_success() {
     }
 }
 
-/// DIAG-02: asked for by name and not there is no success either.
+/// DIAG-02
+///
+/// Asked for by name and not there is no success either.
 #[test]
 fn a_provider_that_this_build_lacks_is_skipped_with_its_reason() {
     let info = json(&hmem(&["info", "--json"], &[]));
@@ -560,7 +571,9 @@ fn a_provider_that_this_build_lacks_is_skipped_with_its_reason() {
     }
 }
 
-/// DIAG-02: one size, one path, one NIC.
+/// DIAG-02
+///
+/// One size, one path, one NIC.
 #[test]
 fn a_check_can_be_narrowed() {
     let arguments = [
@@ -586,7 +599,9 @@ fn a_check_can_be_narrowed() {
     }
 }
 
-/// HM-12, P2P-02: the environment is libfabric's.
+/// HM-12, P2P-02
+///
+/// The environment is libfabric's.
 #[test]
 fn the_environment_filters_ifaces_and_forbids_direct_access() {
     let output = hmem(&["info", "--json"], &[("FI_HMEM", "system")]);
@@ -654,7 +669,9 @@ fn colours_are_for_terminals_and_for_those_who_ask() {
     assert!(!stdout(&hmem(&["--color", "never", "info"], &[])).contains('\x1b'));
 }
 
-/// DIAG-04: the library prints nothing unless somebody listens.
+/// DIAG-04
+///
+/// The library prints nothing unless somebody listens.
 #[test]
 fn logs_come_only_when_asked_for_and_only_on_stderr() {
     let quiet = hmem(&["check", "--quick", "--path", "dma-buf"], &[]);
@@ -662,45 +679,4 @@ fn logs_come_only_when_asked_for_and_only_on_stderr() {
     let verbose = hmem(&["check", "--quick", "--json", "--path", "dma-buf", "--verbose"], &[]);
     assert!(stderr(&verbose).contains("path decided"), "{}", stderr(&verbose));
     json(&verbose);
-}
-
-#[test]
-fn bench_cache_prints_every_figure_with_what_it_is_held_against() {
-    let output = hmem(&["bench", "cache", "--quick", "--json"], &[]);
-    ended(&output, 0);
-    let document = json(&output);
-    assert_eq!(document["schema"], 1);
-    let is_here =
-        |what: &str| list(&document, "skipped").iter().all(|skipped| skipped["what"] != what);
-    let ucx_is_here = is_here("UCX");
-    let hooks_are_here = is_here("our side with a monitor on");
-    let rows = list(&document, "rows");
-    for row in rows {
-        for (field, kind) in [
-            ("figure", "s"),
-            ("regions", "n"),
-            ("threads", "n"),
-            ("ours_ns", "n"),
-            ("peer", "s?"),
-            ("peer_ns", "n?"),
-            ("ratio", "n?"),
-            ("target", "n?"),
-        ] {
-            assert!(is_of(&row[field], kind), "{field}: {row}");
-        }
-        assert!(row["ours_ns"].as_f64() > Some(0.0), "{row}");
-        assert_eq!(row["peer"].is_null(), row["ratio"].is_null(), "{row}");
-    }
-    let figures: BTreeSet<_> = rows.iter().filter_map(|row| row["figure"].as_str()).collect();
-    for figure in [
-        "hit, at random",
-        "hit, the same region",
-        "hit, different regions",
-        "miss, insert and evict",
-    ] {
-        assert!(figures.contains(figure), "{figure} is not in {figures:?}");
-    }
-    assert_eq!(rows.iter().any(|row| row["peer"] == "UCX"), ucx_is_here);
-    assert_eq!(figures.contains("mmap and munmap, memhooks"), hooks_are_here);
-    assert_eq!(list(&document, "memory").len(), if hooks_are_here { 6 } else { 5 });
 }

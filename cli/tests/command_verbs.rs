@@ -1,6 +1,9 @@
-//! `hmem info`, `check` and `perf` on a machine with RDMA devices (`HMEM_VERBS_DEVICE`), and with devices that cannot be used.
+//! `hmem info`, `check` and `perf` on a machine with RDMA devices (`HMEM_VERBS_DEVICE`), and with
+//! devices that cannot be used.
 
 mod hmem_process;
+#[path = "../../tests/trials/mod.rs"]
+mod trials;
 
 use std::{
     fs::{self, Permissions},
@@ -12,29 +15,42 @@ use std::{
 
 use hmem_process::{document_of, hmem, program, refused, text};
 use serde_json::Value;
+use trials::{Outcome, Skipped, trials};
+
+trials! {
+    /// DIAG-01
+    ///
+    /// RDMA devices.
+    info_shows_the_devices_and_the_paths_to_them,
+    /// DIAG-02
+    ///
+    /// RDMA devices.
+    check_moves_verified_bytes_through_the_device,
+    a_device_whose_node_may_not_be_opened_is_listed_with_the_reason,
+    a_port_that_is_down_is_one_line,
+    a_locked_memory_limit_is_one_line_with_its_remedy,
+}
 
 /// A user without privileges, who needs no entry in a user database.
 const NOBODY: u32 = 65534;
 
 /// The devices, for one test at a time, since some take a device away for a while.
-fn devices() -> Option<(String, Option<String>, MutexGuard<'static, ()>)> {
+fn devices() -> Result<(String, Option<String>, MutexGuard<'static, ()>), Skipped> {
     static ALONE: Mutex<()> = Mutex::new(());
     let named = |variable| std::env::var(variable).ok().filter(|name| !name.is_empty());
     let Some(first) = named("HMEM_VERBS_DEVICE") else {
-        println!("skipped: HMEM_VERBS_DEVICE names no device");
-        return None;
+        return Err(Skipped("HMEM_VERBS_DEVICE names no device".into()));
     };
     let alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    Some((first, named("HMEM_VERBS_SECOND_DEVICE"), alone))
+    Ok((first, named("HMEM_VERBS_SECOND_DEVICE"), alone))
 }
 
 /// The second device, which a test may take away: its link and its node are changed.
-fn second() -> Option<(String, MutexGuard<'static, ()>)> {
+fn second() -> Result<(String, MutexGuard<'static, ()>), Skipped> {
     let (_, second, alone) = devices()?;
-    if second.is_none() {
-        println!("skipped: HMEM_VERBS_SECOND_DEVICE names no device");
-    }
-    second.map(|second| (second, alone))
+    let second =
+        second.ok_or_else(|| Skipped("HMEM_VERBS_SECOND_DEVICE names no device".into()))?;
+    Ok((second, alone))
 }
 
 fn run(mut command: Command) -> Output {
@@ -46,10 +62,8 @@ fn rows<'a>(document: &'a Value, field: &str, device: &str) -> Vec<&'a Value> {
     rows.iter().filter(|row| row["provider"] == "verbs" && row["nic"] == device).collect()
 }
 
-/// DIAG-01 for RDMA devices.
-#[test]
-fn info_shows_the_devices_and_the_paths_to_them() {
-    let Some((first, second, _alone)) = devices() else { return };
+fn info_shows_the_devices_and_the_paths_to_them() -> Outcome {
+    let (first, second, _alone) = devices()?;
     let document = document_of(&run(hmem("info", &["--json"])));
     for device in [Some(first), second].into_iter().flatten() {
         let [nic] = rows(&document, "providers", &device)[..] else {
@@ -73,12 +87,11 @@ fn info_shows_the_devices_and_the_paths_to_them() {
         let table = run(hmem("info", &[]));
         assert!(text(&table.stdout).contains(&device), "{}", text(&table.stdout));
     }
+    Ok(())
 }
 
-/// DIAG-02 for RDMA devices.
-#[test]
-fn check_moves_verified_bytes_through_the_device() {
-    let Some((first, _, _alone)) = devices() else { return };
+fn check_moves_verified_bytes_through_the_device() -> Outcome {
+    let (first, _, _alone) = devices()?;
     let nic = format!("verbs/{first}");
     let output = run(hmem("check", &["--json", "--provider", &nic, "--bytes", "4097"]));
     let document: Value = serde_json::from_slice(&output.stdout).expect("JSON");
@@ -88,6 +101,7 @@ fn check_moves_verified_bytes_through_the_device() {
     if std::env::var("HMEM_VERBS_DMA_BUF").is_ok_and(|value| value == "1") {
         assert!(text.contains("dma-buf"), "{text}");
     }
+    Ok(())
 }
 
 /// The node through which processes reach a device.
@@ -110,9 +124,8 @@ impl Drop for Restore {
     }
 }
 
-#[test]
-fn a_device_whose_node_may_not_be_opened_is_listed_with_the_reason() {
-    let Some((second, _alone)) = second() else { return };
+fn a_device_whose_node_may_not_be_opened_is_listed_with_the_reason() -> Outcome {
+    let (second, _alone) = second()?;
     let node = node(&second);
     let before = fs::metadata(&node).expect("the node").permissions();
     let _restore = Restore(node.clone(), before);
@@ -139,11 +152,11 @@ fn a_device_whose_node_may_not_be_opened_is_listed_with_the_reason() {
             &[&nic, "ibv_open_device", "EACCES", "/dev/infiniband"],
         );
     }
+    Ok(())
 }
 
-#[test]
-fn a_port_that_is_down_is_one_line() {
-    let Some((second, _alone)) = second() else { return };
+fn a_port_that_is_down_is_one_line() -> Outcome {
+    let (second, _alone) = second()?;
     let netdev = format!("/sys/class/infiniband/{second}/ports/1/gid_attrs/ndevs/0");
     let netdev = fs::read_to_string(netdev).expect("its network device");
     let link = |state| {
@@ -165,13 +178,14 @@ fn a_port_that_is_down_is_one_line() {
         1,
         "the device is there all the same"
     );
+    Ok(())
 }
 
-#[test]
-fn a_locked_memory_limit_is_one_line_with_its_remedy() {
-    let Some((first, _, _alone)) = devices() else { return };
+fn a_locked_memory_limit_is_one_line_with_its_remedy() -> Outcome {
+    let (first, _, _alone) = devices()?;
     let mut shell = Command::new("sh");
     let script = r#"ulimit -l 64; exec "$0" perf --loopback --nic "$1" --size 1MiB --iterations 4 --depth 2"#;
     shell.args(["-c", script, &program(), &format!("verbs/{first}")]).uid(NOBODY).gid(NOBODY);
     refused(&run(shell), 1, &["RLIMIT_MEMLOCK", "value=65536 bytes", "ulimit -l"]);
+    Ok(())
 }

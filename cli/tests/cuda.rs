@@ -1,4 +1,5 @@
-//! The built binary with a CUDA driver library: the fake one, loaded by `HMEM_CUDA_LIBRARY` as a real one would be.
+//! The built binary with a CUDA driver library: the fake one, loaded by `HMEM_CUDA_LIBRARY` as a
+//! real one would be.
 
 use std::{
     path::PathBuf,
@@ -46,7 +47,7 @@ fn cuda(info: &Value) -> &Value {
 
 /// DIAG-01
 #[test]
-fn diag_01_info_lists_the_devices_of_a_driver_library_and_the_path_to_each_nic() {
+fn info_lists_the_devices_of_a_driver_library_and_the_path_to_each_nic() {
     let output = hmem("580-open", &["info"]);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{text}");
@@ -59,9 +60,11 @@ fn diag_01_info_lists_the_devices_of_a_driver_library_and_the_path_to_each_nic()
     );
 }
 
-/// DIAG-01: whether GDRCopy is there, and why not, as text and JSON.
+/// DIAG-01
+///
+/// GDRCopy is listed, or the reason why it is not there, as text and JSON.
 #[test]
-fn diag_01_info_says_whether_gdrcopy_is_there_and_why_not() {
+fn info_says_whether_gdrcopy_is_there_and_why_not() {
     let name = format!("hmem-gdrcopy-{}", std::process::id());
     let folder = std::env::temp_dir().join(name);
     std::fs::create_dir_all(&folder).expect("a folder");
@@ -96,10 +99,13 @@ fn diag_01_info_says_whether_gdrcopy_is_there_and_why_not() {
     std::fs::remove_dir_all(&folder).expect("made above");
 }
 
-/// MON-04: a library's frees are hooked where they can be, and the command says which monitor is on and why.
+/// MON-04
+///
+/// A library's frees are hooked where they can be, and the command says which monitor is on
+/// and why.
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn mon_04_info_says_which_monitor_watches_cuda_memory_and_why() {
+fn info_says_which_monitor_watches_cuda_memory_and_why() {
     for (asked, name, words) in [
         ("", "cuda-hooks+identity", "hooked functions of"),
         ("auto", "cuda-hooks+identity", "told before the memory goes"),
@@ -120,10 +126,12 @@ fn mon_04_info_says_which_monitor_watches_cuda_memory_and_why() {
     assert!(refused.contains("HMEM_CUDA_MONITOR") && refused.contains("identity"), "{refused}");
 }
 
-/// CACHE-12: a monitor that no domain uses is not started to be shown.
+/// CACHE-12
+///
+/// A monitor that no domain uses is not started to be shown.
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn cache_12_info_says_which_variable_leaves_a_monitor_out_and_does_not_start_it() {
+fn info_says_which_variable_leaves_a_monitor_out_and_does_not_start_it() {
     const VARIABLE: &str = "FI_MR_CUDA_CACHE_MONITOR_ENABLED";
     // With --verbose, a monitor that starts says so.
     for (enabled, left_out) in [("1", false), ("0", true)] {
@@ -147,9 +155,11 @@ fn cache_12_info_says_which_variable_leaves_a_monitor_out_and_does_not_start_it(
     }
 }
 
-/// DIAG-03: a library that is there and does not start says why, and the rest goes on.
+/// DIAG-03
+///
+/// A library that is there and does not start says why, and the rest goes on.
 #[test]
-fn diag_03_a_driver_that_does_not_start_is_listed_with_its_reason_and_remedy() {
+fn a_driver_that_does_not_start_is_listed_with_its_reason_and_remedy() {
     for (driver, words) in [
         (
             "580-open;cuInit=34",
@@ -171,7 +181,7 @@ fn diag_03_a_driver_that_does_not_start_is_listed_with_its_reason_and_remedy() {
 
 /// DIAG-02
 #[test]
-fn diag_02_check_moves_verified_bytes_of_every_kind_of_cuda_memory() {
+fn check_moves_verified_bytes_of_every_kind_of_cuda_memory() {
     for driver in ["580-open", "535-closed"] {
         let output = hmem(driver, &["check", "--iface", "cuda", "--quick", "--json"]);
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -189,9 +199,11 @@ fn diag_02_check_moves_verified_bytes_of_every_kind_of_cuda_memory() {
     }
 }
 
-/// DIAG-02: a driver that fails where it should work ends the check with 1.
+/// DIAG-02
+///
+/// A driver that fails where it should work ends the check with 1.
 #[test]
-fn diag_02_check_fails_with_a_driver_that_cannot_copy() {
+fn check_fails_with_a_driver_that_cannot_copy() {
     let output = hmem("580-open;cuMemcpyAsync=700", &["check", "--iface", "cuda", "--quick"]);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert_eq!(output.status.code(), Some(1), "{text}");
@@ -211,9 +223,11 @@ fn perf_measures_transfers_between_cuda_devices_and_verifies_them() {
     );
 }
 
-/// P2P-03: what would be done, with the driver's own reason.
+/// P2P-03
+///
+/// The path that a registration would take, with the driver's own reason.
 #[test]
-fn p2p_03_explain_says_why_a_driver_does_not_let_the_nic_at_its_memory() {
+fn explain_says_why_a_driver_does_not_let_the_nic_at_its_memory() {
     let output = hmem("535-closed", &["explain", "--iface", "cuda", "--device", "0"]);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));

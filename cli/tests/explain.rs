@@ -1,4 +1,5 @@
-//! `hmem explain`, and the distances in `hmem info`: the built binary, and a machine that stands in a recorded topology.
+//! `hmem explain`, and the distances in `hmem info`: the built binary, and a machine that stands in
+//! a recorded topology.
 
 use std::{
     collections::BTreeSet,
@@ -7,7 +8,8 @@ use std::{
 
 use hmem::{
     Hmem,
-    p2p::{loopback::Loopback, topology::Topology},
+    loopback::Loopback,
+    p2p::topology::Topology,
     provider::Imports,
     system::{SIMULATED, Simulated},
 };
@@ -68,9 +70,11 @@ const WIRING: [&str; 7] =
     ["device_pci_bus_id", "nic_pci_bus_id", "way", "unknown", "iommu", "largest_bar", "findings"];
 const WAY: [&str; 5] = ["distance", "numa_unknown", "hops", "redirection", "ports"];
 
-/// DIAG-01, P2P-03: every pair of memory and NIC, with its path, trace and reasons, as documented.
+/// DIAG-01, P2P-03
+///
+/// Every pair of memory and NIC, with its path, trace and reasons, as documented.
 #[test]
-fn diag_01_explain_says_the_path_of_every_pair_in_the_documented_json() {
+fn explain_says_the_path_of_every_pair_in_the_documented_json() {
     let document = json(&hmem(&["explain", "--json"], &[]), 0);
     matches(&document, &["schema", "version", "explanations", "skipped"]);
     assert_eq!(document["schema"], 1);
@@ -102,9 +106,11 @@ fn diag_01_explain_says_the_path_of_every_pair_in_the_documented_json() {
     }
 }
 
-/// DIAG-01, P2P-02, P2P-03: narrowed to one, as text, with what was refused and what to do.
+/// DIAG-01, P2P-02, P2P-03
+///
+/// Narrowed to one, as text, with what was refused and what to do.
 #[test]
-fn diag_01_explain_can_be_narrowed_and_obeys_the_policy() {
+fn explain_can_be_narrowed_and_obeys_the_policy() {
     let one = [
         "explain",
         "--iface",
@@ -147,9 +153,12 @@ fn diag_01_explain_can_be_narrowed_and_obeys_the_policy() {
     );
 }
 
-/// DIAG-01: what is not there is said, and is no success; wrong names are refused with the right ones.
+/// DIAG-01
+///
+/// Parts that are not there are listed, and are no success. Wrong names are refused with
+/// the right ones.
 #[test]
-fn diag_01_explain_says_what_is_not_there() {
+fn explain_says_what_is_not_there() {
     let info = json(&hmem(&["info", "--json"], &[]), 0);
     for iface in list(&info, "ifaces").iter().filter(|iface| iface["available"] == false) {
         let name = iface["name"].as_str().expect("text");
@@ -208,9 +217,12 @@ fn dgx() -> Machine {
     )
 }
 
-/// DIAG-01, P2P-05: the matrix of `info` has the distance beside the path, by address and not by ordinal.
+/// DIAG-01, P2P-05
+///
+/// The matrix of `info` has the distance beside the path, by address and not by
+/// ordinal.
 #[test]
-fn diag_01_info_has_the_distance_of_each_pair() {
+fn info_has_the_distance_of_each_pair() {
     let inventory = info::inventory(&dgx());
     let distances: Vec<_> = inventory
         .p2p
@@ -247,9 +259,12 @@ fn diag_01_info_has_the_distance_of_each_pair() {
     assert!(why[3].contains("nowhere"), "{why:?}");
 }
 
-/// DIAG-03, P2P-05: what the wiring has to say stands beside the decision: the way, the small BAR, the nearer NIC.
+/// DIAG-03, P2P-05
+///
+/// Findings about the wiring stand beside the decision: the way, the small BAR,
+/// the nearer NIC.
 #[test]
-fn diag_03_explain_names_the_nearer_nic_and_the_small_bar() {
+fn explain_names_the_nearer_nic_and_the_small_bar() {
     let arguments = ExplainArgs { iface: Some("simulated".into()), ..ExplainArgs::default() };
     let report = explain(&dgx(), &arguments).unwrap();
     let document = serde_json::to_value(&report).unwrap();
@@ -284,9 +299,12 @@ fn diag_03_explain_names_the_nearer_nic_and_the_small_bar() {
     assert!(what.contains("mlx5_0") && what.contains("PXB"), "{what}");
 }
 
-/// DIAG-03: ACS on the way and an IOMMU that translates are found in the recording of a machine that has both.
+/// DIAG-03
+///
+/// ACS on the way and an IOMMU that translates are found in the recording of a machine
+/// that has both.
 #[test]
-fn diag_03_explain_finds_acs_and_the_iommu() {
+fn explain_finds_acs_and_the_iommu() {
     let machine = placed(
         "switch-acs",
         ["0000:3d:00.0", "0000:1a:00.0"],

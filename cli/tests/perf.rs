@@ -269,7 +269,8 @@ fn a_malformed_server_is_one_line_at_the_client() {
     }
 }
 
-/// The read has a deadline of its own, not one for each byte: the same with a shorter one in `src/perf/wire.rs`.
+/// The read has a deadline of its own, not one for each byte: the same with a shorter one in
+/// `src/perf/wire.rs`.
 #[test]
 #[ignore = "waits for the ten seconds that a peer has to answer"]
 fn a_peer_that_says_nothing_is_given_up() {

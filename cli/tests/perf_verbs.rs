@@ -3,6 +3,8 @@
 mod hmem_process;
 #[path = "hmem_process/relay.rs"]
 mod relay;
+#[path = "../../tests/trials/mod.rs"]
+mod trials;
 
 use std::{
     process::{Child, Command},
@@ -13,6 +15,23 @@ use hmem::{Addressing, RemoteKey};
 use hmem_process::{Server, document_of, hmem, is_as_documented, one_line, perf, refused, text};
 use relay::{From, Relay};
 use serde_json::{Value, json};
+use trials::{Outcome, Skipped, trials};
+
+trials! {
+    every_operation_moves_verified_bytes_between_two_processes,
+    /// HM-14, P2P-06
+    ///
+    /// The device's own copies find the bytes that the NIC wrote.
+    every_operation_moves_verified_bytes_between_device_memories_of_two_processes,
+    a_server_serves_one_client_after_another_and_the_table_names_the_path,
+    a_server_that_dies_in_mid_transfer_is_one_line_at_the_client,
+    a_client_that_dies_in_mid_transfer_is_one_line_at_the_server_which_serves_on,
+    an_altered_handshake_is_refused_in_one_line,
+    /// The queue pair and the region of a server that is gone, in the name of one that is there.
+    a_stale_handshake_is_one_line_on_both_sides,
+    a_device_that_is_not_there_is_named_with_those_that_are,
+    nobody_at_the_port_is_one_line,
+}
 
 /// The device, for one test at a time, since each counts what is left on it.
 struct Device {
@@ -20,22 +39,23 @@ struct Device {
     _alone: MutexGuard<'static, ()>,
 }
 
-/// The device to test on. Not named: the test is skipped, and says so. Named and absent: it fails.
-fn device() -> Option<Device> {
+/// Returns the device to test on. The test is skipped if none is named, and fails if the one that is
+/// named is absent.
+fn device() -> Result<Device, Skipped> {
     static ALONE: Mutex<()> = Mutex::new(());
     let Some(name) = std::env::var("HMEM_VERBS_DEVICE").ok().filter(|name| !name.is_empty()) else {
-        println!("skipped: HMEM_VERBS_DEVICE names no device");
-        return None;
+        return Err(Skipped("HMEM_VERBS_DEVICE names no device".into()));
     };
     let alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    Some(Device { nic: format!("verbs/{name}"), _alone: alone })
+    Ok(Device { nic: format!("verbs/{name}"), _alone: alone })
 }
 
 fn dma_buf() -> bool {
     std::env::var("HMEM_VERBS_DMA_BUF").is_ok_and(|value| value == "1")
 }
 
-/// What the kernel holds for processes on all devices: protection domains, queues, regions, contexts.
+/// Returns what the kernel holds for processes on all devices: protection domains, queues, regions,
+/// contexts.
 fn resources() -> String {
     let output =
         Command::new("rdma").args(["resource", "show"]).output().expect("rdma (iproute2) runs");
@@ -71,9 +91,8 @@ impl Device {
 /// Little memory to fill and compare: an emulated processor takes its time.
 const FEW: [&str; 4] = ["--iterations", "20", "--depth", "3"];
 
-#[test]
-fn every_operation_moves_verified_bytes_between_two_processes() {
-    let Some(device) = device() else { return };
+fn every_operation_moves_verified_bytes_between_two_processes() -> Outcome {
+    let device = device()?;
     let before = resources();
     for op in ["write", "read", "send"] {
         let size = ["--op", op, "--size", "1,7,4097,64KiB"];
@@ -86,15 +105,15 @@ fn every_operation_moves_verified_bytes_between_two_processes() {
     let document = device.document(&[], &[&["--op", "atomic"], &FEW[..]].concat());
     is_as_documented(&document, ["plain-host"; 2]);
     assert_eq!(resources(), before);
+    Ok(())
 }
 
-/// Also HM-14 and P2P-06: what the NIC wrote is what the device's own copies find.
-#[test]
-fn every_operation_moves_verified_bytes_between_device_memories_of_two_processes() {
-    let Some(device) = device() else { return };
+fn every_operation_moves_verified_bytes_between_device_memories_of_two_processes() -> Outcome {
+    let device = device()?;
     if !dma_buf() {
-        println!("skipped: HMEM_VERBS_DMA_BUF does not say that the driver registers dma-bufs");
-        return;
+        return Err(Skipped(
+            "HMEM_VERBS_DMA_BUF does not say that the driver registers dma-bufs".into(),
+        ));
     }
     let before = resources();
     let simulated = ["--iface", "simulated", "--device", "1"];
@@ -111,11 +130,11 @@ fn every_operation_moves_verified_bytes_between_device_memories_of_two_processes
     let mixed = device.document(&simulated, &[&["--size", "4097"], &FEW[..]].concat());
     is_as_documented(&mixed, ["plain-host", "dma-buf"]);
     assert_eq!(resources(), before);
+    Ok(())
 }
 
-#[test]
-fn a_server_serves_one_client_after_another_and_the_table_names_the_path() {
-    let Some(device) = device() else { return };
+fn a_server_serves_one_client_after_another_and_the_table_names_the_path() -> Outcome {
+    let device = device()?;
     let server = device.server(&["--persistent"]);
     let before = resources();
     for size in ["8", "64KiB"] {
@@ -132,6 +151,7 @@ fn a_server_serves_one_client_after_another_and_the_table_names_the_path() {
         }
     }
     assert_eq!(resources(), before, "the server holds nothing of clients that are gone");
+    Ok(())
 }
 
 /// A client that would transfer for minutes, once it has said that it does.
@@ -153,9 +173,8 @@ fn transferring(device: &Device, port: u16, op: &str) -> (Child, Relay) {
     (client, relay)
 }
 
-#[test]
-fn a_server_that_dies_in_mid_transfer_is_one_line_at_the_client() {
-    let Some(device) = device() else { return };
+fn a_server_that_dies_in_mid_transfer_is_one_line_at_the_client() -> Outcome {
+    let device = device()?;
     let before = resources();
     for op in ["write", "send"] {
         let server = device.server(&[]);
@@ -167,11 +186,11 @@ fn a_server_that_dies_in_mid_transfer_is_one_line_at_the_client() {
         relay.join();
     }
     assert_eq!(resources(), before);
+    Ok(())
 }
 
-#[test]
-fn a_client_that_dies_in_mid_transfer_is_one_line_at_the_server_which_serves_on() {
-    let Some(device) = device() else { return };
+fn a_client_that_dies_in_mid_transfer_is_one_line_at_the_server_which_serves_on() -> Outcome {
+    let device = device()?;
     let mut server = device.server(&["--persistent"]);
     let before = resources();
     for op in ["write", "send"] {
@@ -185,6 +204,7 @@ fn a_client_that_dies_in_mid_transfer_is_one_line_at_the_server_which_serves_on(
     let document =
         document_of(&device.client(server.port, &["--size", "64", "--iterations", "20"]));
     is_as_documented(&document, ["plain-host"; 2]);
+    Ok(())
 }
 
 /// What is done to a message, and the words by which the side that takes it says so.
@@ -204,9 +224,8 @@ fn forge(key: &mut Value) {
     *key = json!(forged.to_bytes());
 }
 
-#[test]
-fn an_altered_handshake_is_refused_in_one_line() {
-    let Some(device) = device() else { return };
+fn an_altered_handshake_is_refused_in_one_line() -> Outcome {
+    let device = device()?;
     let before = resources();
     let cases: [(From, &str, Change, &[&str]); 4] = [
         (
@@ -241,12 +260,11 @@ fn an_altered_handshake_is_refused_in_one_line() {
         relay.join();
     }
     assert_eq!(resources(), before);
+    Ok(())
 }
 
-/// The queue pair and the region of a server that is gone, in the name of one that is there.
-#[test]
-fn a_stale_handshake_is_one_line_on_both_sides() {
-    let Some(device) = device() else { return };
+fn a_stale_handshake_is_one_line_on_both_sides() -> Outcome {
+    let device = device()?;
     let before = resources();
     let stale = Arc::new(Mutex::new(Value::Null));
     let transfer = ["--size", "64", "--iterations", "4"];
@@ -281,22 +299,22 @@ fn a_stale_handshake_is_one_line_on_both_sides() {
         relay.join();
     }
     assert_eq!(resources(), before);
+    Ok(())
 }
 
-#[test]
-fn a_device_that_is_not_there_is_named_with_those_that_are() {
-    let Some(device) = device() else { return };
+fn a_device_that_is_not_there_is_named_with_those_that_are() -> Outcome {
+    let device = device()?;
     let before = resources();
     for arguments in [&["--server", "--port", "0"][..], &["127.0.0.1"]] {
         let output = perf(&[arguments, &["--nic", "verbs/nonsense"]].concat());
         refused(&output, 2, &["verbs/nonsense", "use one of", &device.nic]);
     }
     assert_eq!(resources(), before);
+    Ok(())
 }
 
-#[test]
-fn nobody_at_the_port_is_one_line() {
-    let Some(device) = device() else { return };
+fn nobody_at_the_port_is_one_line() -> Outcome {
+    let device = device()?;
     let before = resources();
     let port = std::net::TcpListener::bind("127.0.0.1:0")
         .and_then(|listener| listener.local_addr())
@@ -304,4 +322,5 @@ fn nobody_at_the_port_is_one_line() {
         .port();
     refused(&device.client(port, &[]), 1, &["connect", "--server"]);
     assert_eq!(resources(), before);
+    Ok(())
 }

@@ -77,9 +77,11 @@ fn list<'a>(value: &'a Value, name: &str) -> &'a [Value] {
     value[name].as_array().unwrap_or_else(|| panic!("{name} is no array"))
 }
 
-/// P2P-05: the tree, the distances and what the machine is, in lines that fit.
+/// P2P-05
+///
+/// The tree, the distances and what the machine is, in lines that fit.
 #[test]
-fn p2p_05_the_tree_and_the_distances_are_drawn() {
+fn the_tree_and_the_distances_are_drawn() {
     let output = hmem(&["topo", "--from", &recording("dgx-a100")]);
     let text = stdout(&output);
     let lines: Vec<_> = text.lines().collect();
@@ -121,9 +123,11 @@ fn p2p_05_the_tree_and_the_distances_are_drawn() {
     );
 }
 
-/// P2P-05, DIAG-03: ACS, a translating IOMMU and missing privilege are said with what to do.
+/// P2P-05, DIAG-03
+///
+/// ACS, a translating IOMMU and missing privilege are said with what to do.
 #[test]
-fn p2p_05_what_stands_in_the_way_is_said_with_its_remedy() {
+fn each_obstacle_of_a_pair_is_listed_with_its_remedy() {
     let output = hmem(&["topo", "--from", &recording("switch-acs")]);
     let text = stdout(&output).split_whitespace().collect::<Vec<_>>().join(" ");
     for word in [
@@ -155,7 +159,7 @@ fn p2p_05_what_stands_in_the_way_is_said_with_its_remedy() {
 
 /// P2P-05
 #[test]
-fn p2p_05_the_json_is_what_the_schema_document_says() {
+fn the_json_is_what_the_schema_document_says() {
     for name in ["dgx-a100", "two-socket-acs", "laptop", "cloud-vm"] {
         let document = document(name);
         matches(
@@ -228,9 +232,11 @@ fn p2p_05_the_json_is_what_the_schema_document_says() {
     }
 }
 
-/// P2P-05: every pair once, with the distances that were published.
+/// P2P-05
+///
+/// Every pair once, with the distances that were published.
 #[test]
-fn p2p_05_the_json_has_every_pair_with_its_distance() {
+fn the_json_has_every_pair_with_its_distance() {
     let dgx = document("dgx-a100");
     let paths = list(&dgx, "paths");
     assert_eq!(paths.len(), 8 * 12 + 8 * 7 / 2);
@@ -243,9 +249,11 @@ fn p2p_05_the_json_has_every_pair_with_its_distance() {
     assert_eq!(nic["nearest"], serde_json::json!(["0000:b7:00.0", "0000:bd:00.0"]));
 }
 
-/// P2P-05: recorded again, and read from a folder, it says the same.
+/// P2P-05
+///
+/// Recorded again, and read from a folder, it says the same.
 #[test]
-fn p2p_05_a_recording_of_a_recording_says_the_same() {
+fn a_recording_of_a_recording_says_the_same() {
     let file = Scratch::new("again.tar.gz");
     let output = hmem(&["topo", "--from", &recording("two-socket-acs"), "--record", file.name()]);
     assert_eq!(stdout(&output), format!("wrote {}\n", file.name()));
@@ -258,9 +266,11 @@ fn p2p_05_a_recording_of_a_recording_says_the_same() {
     assert_eq!(again, first);
 }
 
-/// P2P-05: this machine, whatever it is.
+/// P2P-05
+///
+/// This machine, whatever it is.
 #[test]
-fn p2p_05_this_machine_is_drawn_and_recorded() {
+fn this_machine_is_drawn_and_recorded() {
     let file = Scratch::new("here.tar.gz");
     assert!(stdout(&hmem(&["topo"])).contains("PCIe tree"));
     stdout(&hmem(&["topo", "--record", file.name()]));
@@ -275,9 +285,11 @@ fn p2p_05_this_machine_is_drawn_and_recorded() {
     assert_eq!(here, read);
 }
 
-/// P2P-05: a line and a cell for each pair, in the colour of its distance, and everything labelled.
+/// P2P-05
+///
+/// A line and a cell for each pair, in the colour of its distance, and everything labelled.
 #[test]
-fn p2p_05_the_picture_has_a_line_for_each_pair_in_the_colour_of_its_distance() {
+fn the_picture_has_a_line_for_each_pair_in_the_colour_of_its_distance() {
     let file = Scratch::new("dgx.svg");
     stdout(&hmem(&["topo", "--from", &recording("dgx-a100"), "--svg", file.name()]));
     let svg = fs::read_to_string(&file.0).expect("a picture");
@@ -318,9 +330,12 @@ fn p2p_05_the_picture_has_a_line_for_each_pair_in_the_colour_of_its_distance() {
     assert!(svg.contains("no RDMA NIC with a PCI address") && !svg.contains("<path "));
 }
 
-/// P2P-05, REL-03: what cannot be read or written is 1, a wrong command line 2; both are one line.
+/// P2P-05, REL-03
+///
+/// Files that cannot be read or written are exit status 1, a wrong command line is
+/// 2. Both are one line.
 #[test]
-fn p2p_05_what_is_wrong_is_said_in_one_line() {
+fn errors_of_reading_and_writing_are_one_line() {
     refused(&hmem(&["topo", "--from", "/nowhere/at/all"]), 1, &["/nowhere/at/all", "--record"]);
     let file = Scratch::new("wrong.tar.gz");
     fs::write(&file.0, &fs::read(recording("laptop")).expect("a recording")[..1000])

@@ -1,11 +1,11 @@
 //! What a hit, a miss and a change of the registration cache cost.
 //!
-//! `cargo run --release -p hmem-core --example cache_cost` prints nanoseconds. For instructions per hit, from the range's
-//! start and length to the end of the lease, the difference of two runs: `valgrind --tool=callgrind
-//! target/release/examples/cache_cost get REGIONS HITS` and the same with `nothing`, which draws the addresses
-//! and looks nothing up. `miss` gets what is not there from a cache that is full (two runs of different lengths tell). `change`
-//! tells the cache of changes of the 64 KiB behind what it holds, and `nothing` is what that takes
-//! besides.
+//! `cargo run --release -p hmem-core --example cache_cost` prints nanoseconds. For instructions per
+//! hit, from the range's start and length to the end of the lease, the difference of two runs:
+//! `valgrind --tool=callgrind target/release/examples/cache_cost get REGIONS HITS` and the same
+//! with `nothing`, which draws the addresses and looks nothing up. `miss` gets what is not there
+//! from a cache that is full (two runs of different lengths tell). `change` tells the cache of
+//! changes of the 64 KiB behind what it holds, and `nothing` is what that takes besides.
 
 use std::{env, hint::black_box, sync::Arc, time::Instant};
 
@@ -60,7 +60,8 @@ fn filled(regions: u64) -> Cache<Nothing> {
     let cache = Cache::new(Nothing, limits).expect("a cache");
     for region in 0..regions {
         cache.get(&key(address(region))).expect("registered");
-        // The first hit of an entry, and the first after eviction looked at it, notes that it is used.
+        // The first hit of an entry, and the first after eviction looked at it, notes that it is
+        // used.
         cache.get(&key(address(region))).expect("a hit");
     }
     cache

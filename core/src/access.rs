@@ -7,11 +7,35 @@
 //! assert_eq!(access.bits(), (1 << 12) | (1 << 13));
 //! assert_eq!(access.to_string(), "REMOTE_READ|REMOTE_WRITE");
 //! ```
+//!
+//! # Separate rights for writes and atomics
+//!
+//! In `fi_mr(3)` one right stands for both: a REMOTE_WRITE region is "the target buffer of an RMA
+//! write or atomic operation". This library adds two rights, which grant one of the two each. They
+//! have no counterpart in `fi_mr(3)`; their values are bits that `rdma/fabric.h` does not use.
+//!
+//! | right | RMA write | atomics |
+//! |---|---|---|
+//! | `REMOTE_WRITE` | yes | yes |
+//! | `REMOTE_RMA_WRITE` | yes | no |
+//! | `REMOTE_ATOMIC` | no | yes |
+//!
+//! ```
+//! use hmem_core::Access;
+//!
+//! // A region that peers may count in, and neither read nor overwrite.
+//! let counters = Access::REMOTE_ATOMIC;
+//! assert!(!counters.intersects(Access::ANY_REMOTE_WRITE));
+//! // REMOTE_WRITE grants both, as fi_mr(3) says.
+//! assert!(Access::REMOTE_WRITE.intersects(Access::ANY_REMOTE_WRITE));
+//! assert!(Access::REMOTE_WRITE.intersects(Access::ANY_REMOTE_ATOMIC));
+//! ```
 
 use std::fmt;
 
 bitflags::bitflags! {
-    /// What the local endpoint and its peers may do with a region (`fi_mr(3)`, "access").
+    /// Operations that the local endpoint and its peers may perform on a region (`fi_mr(3)`,
+    /// "access").
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
     pub struct Access: u64 {
         /// May take part in collective operations; needed in `MrMode::COLLECTIVE`.
@@ -26,16 +50,36 @@ bitflags::bitflags! {
         const SEND = 1 << 11;
         /// A peer may read it.
         const REMOTE_READ = 1 << 12;
-        /// A peer may write it and apply atomics to it.
+        /// A peer may write the region by RMA and apply atomics to it.
         const REMOTE_WRITE = 1 << 13;
+        /// A peer may apply atomics to the region, but not write it by RMA. Not in `fi_mr(3)`.
+        const REMOTE_ATOMIC = 1 << 15;
+        /// A peer may write the region by RMA, but not apply atomics to it. Not in `fi_mr(3)`.
+        const REMOTE_RMA_WRITE = 1 << 23;
     }
 }
 
 impl Access {
-    /// Whether the NIC may change the memory under these rights.
+    /// Rights that each let a peer write by RMA: REMOTE_WRITE and REMOTE_RMA_WRITE.
+    pub const ANY_REMOTE_WRITE: Self = Self::REMOTE_WRITE.union(Self::REMOTE_RMA_WRITE);
+
+    /// Rights that each let a peer apply atomics: REMOTE_WRITE and REMOTE_ATOMIC.
+    pub const ANY_REMOTE_ATOMIC: Self = Self::REMOTE_WRITE.union(Self::REMOTE_ATOMIC);
+
+    /// Every right of peers; a memory window grants these and no others.
+    pub const ANY_REMOTE: Self =
+        Self::REMOTE_READ.union(Self::ANY_REMOTE_WRITE).union(Self::ANY_REMOTE_ATOMIC);
+
+    /// Returns whether a peer may change the memory under these rights.
+    #[must_use]
+    pub const fn peers_write(self) -> bool {
+        self.intersects(Self::ANY_REMOTE_WRITE.union(Self::ANY_REMOTE_ATOMIC))
+    }
+
+    /// Returns whether the NIC may change the memory under these rights.
     #[must_use]
     pub const fn nic_writes(self) -> bool {
-        self.intersects(Self::READ.union(Self::RECV).union(Self::REMOTE_WRITE))
+        self.intersects(Self::READ.union(Self::RECV)) || self.peers_write()
     }
 }
 

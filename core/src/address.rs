@@ -44,7 +44,8 @@ offset! {
 }
 
 impl Address {
-    /// The address of a host pointer. Exposes its provenance, since copies turn addresses back into pointers.
+    /// The address of a host pointer. Exposes its provenance, since copies turn addresses back into
+    /// pointers.
     #[must_use]
     pub fn of_ptr<T: ?Sized>(pointer: *const T) -> Self {
         Self(pointer.cast::<()>().expose_provenance() as u64)
@@ -77,7 +78,8 @@ impl AddressRange {
         Self::checked(start, len).ok_or_else(|| wraps(start, len))
     }
 
-    /// As [`AddressRange::new`], and `None` where that fails: for paths that have no use for the error.
+    /// As [`AddressRange::new`], and `None` where that fails: for paths that have no use for the
+    /// error.
     #[inline]
     #[must_use]
     pub const fn checked(start: Address, len: u64) -> Option<Self> {

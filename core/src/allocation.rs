@@ -10,8 +10,8 @@ pub enum AllocationKind {
     Device,
     /// Page-locked host memory from the device API's host allocator.
     Host,
-    /// The application's own host memory, page-locked by the device API. It is registered, watched and cached as the
-    /// system memory that it is.
+    /// The application's own host memory, page-locked by the device API. It is registered, watched
+    /// and cached as the system memory that it is.
     HostRegistered,
     /// Memory that migrates between host and devices.
     Managed,
@@ -85,8 +85,8 @@ impl Allocation {
     }
 }
 
-/// One physically contiguous part of a range. An export never covers less than one; whether it covers several that lie side
-/// by side is found out by asking for it.
+/// One physically contiguous part of a range. An export never covers less than one; whether it
+/// covers several that lie side by side is found out by asking for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// The addresses that it backs.

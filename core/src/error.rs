@@ -246,8 +246,8 @@ impl fmt::Display for DriverCode {
 
 /// Why an operation was refused: kind, operation, who refused, its own code, context, remedy.
 ///
-/// `Display` is one readable line; `Debug` is the whole record. A clone is for a second caller that waited for the same
-/// thing.
+/// `Display` is one readable line; `Debug` is the whole record. A clone is for a second caller that
+/// waited for the same thing.
 #[derive(Clone)]
 pub struct Error(Box<Record>);
 

@@ -22,7 +22,8 @@ bitflags::bitflags! {
         const HMEM_HOST_ALLOC = 1 << 45;
         /// Memory that only the named device can access.
         const HMEM_DEVICE_ONLY = 1 << 46;
-        /// Persistent memory, target of persistent RMA.
+        /// The memory is persistent and is a target of RMA. A remote write or atomic completes
+        /// after its bytes are persistent, and fails if they cannot be made so.
         const RMA_PMEM = 1 << 49;
         /// The region will be bound to a completion counter.
         const RMA_EVENT = 1 << 56;

@@ -1,8 +1,9 @@
 //! What every memory interface does: host memory, CUDA, ROCr, Level Zero, the simulated device, and
 //! plug-ins from outside the workspace.
 //!
-//! The trait is object-safe and has no default bodies: a new operation breaks every backend visibly. What a
-//! backend lacks is an error of kind [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) with its reason.
+//! The trait is object-safe and has no default bodies: a new operation breaks every backend
+//! visibly. What a backend lacks is an error of kind
+//! [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) with its reason.
 
 use std::{
     fmt,
@@ -36,9 +37,9 @@ pub struct Capability {
     pub identity: bool,
     /// Calls back when memory is freed.
     pub free_callback: bool,
-    /// The range that all its memory lies in, for as long as the iface lives, what it imports and page-locks included.
-    /// A [`Registry`](crate::Registry) takes it once and does not ask about addresses outside; `None`, the
-    /// default, has it ask about every address.
+    /// The range that all its memory lies in, for as long as the iface lives, what it imports and
+    /// page-locks included. A [`Registry`](crate::Registry) takes it once and does not ask
+    /// about addresses outside; `None`, the default, has it ask about every address.
     pub window: Option<AddressRange>,
 }
 
@@ -77,7 +78,8 @@ pub enum DmaBufMapping {
     Pcie,
 }
 
-/// A dma-buf that an iface exported: an owned fd, and where in it and in its allocation the range lies.
+/// A dma-buf that an iface exported: an owned fd, and where in it and in its allocation the range
+/// lies.
 #[derive(Debug)]
 pub struct DmaBufExport {
     /// The dma-buf. Closing it ends the export; registrations made from it live on.
@@ -118,7 +120,8 @@ pub trait CopyEvent: Send + fmt::Debug {
     fn wait(self: Box<Self>) -> Result<()>;
 }
 
-/// A copy that had ended when its event was made: what there is to return where no engine copies asynchronously.
+/// A copy that had ended when its event was made: what there is to return where no engine copies
+/// asynchronously.
 #[derive(Debug)]
 pub struct FinishedCopy(pub Result<()>);
 
@@ -145,7 +148,28 @@ pub struct IpcHandle {
 ///
 /// Core has checked every argument against what it can know (non-empty ranges, no wrap); an
 /// implementation checks what only it can know and answers with typed errors, never with a panic.
-pub trait Iface: fmt::Debug + Send + Sync {
+///
+/// # Safety
+/// Safe code of this library relies on the answers of an iface when it copies to, exports and
+/// registers memory. So an implementation promises:
+///
+/// - [`query`](Self::query) claims an address only while an allocation of this iface holds it, and
+///   names that allocation's exact range, device and kind. With [`Capability::identity`], no two
+///   allocations have one [`AllocationId`](crate::AllocationId). [`segments`](Self::segments) are
+///   parts of the range that was asked about.
+/// - [`allocate`](Self::allocate) and [`ipc_open`](Self::ipc_open) return memory of the whole length
+///   that was asked for, which belongs to the caller alone, or is another process's. No Rust
+///   reference to it exists, and it stays until [`free`](Self::free) or
+///   [`ipc_close`](Self::ipc_close). `ipc_open` refuses bytes that are no handle.
+/// - [`copy`](Self::copy) and [`copy_async`](Self::copy_async) touch the named bytes and no others,
+///   on any number of threads at once. They leave all of them alone once they have returned an
+///   error, and a [`CopyEvent`] is done only when the copy has ended.
+/// - An export ([`export_dma_buf`](Self::export_dma_buf),
+///   [`export_peer_memory`](Self::export_peer_memory)) describes the bytes of the range at its
+///   offset. It refers to that memory and to no other for as long as a NIC has it registered, also
+///   when the memory is freed meanwhile.
+/// - [`Capability::window`] holds every address that `query` will ever claim.
+pub unsafe trait Iface: fmt::Debug + Send + Sync {
     /// Its number: libfabric's, or 0x100 and up for a plug-in.
     fn kind(&self) -> IfaceKind;
 
@@ -184,7 +208,8 @@ pub trait Iface: fmt::Debug + Send + Sync {
     /// Frees what [`Iface::allocate`] returned.
     ///
     /// # Safety
-    /// Nothing may use the memory any longer: no reference into CPU-accessible kinds, no copy under way.
+    /// Nothing may use the memory any longer: no reference into CPU-accessible kinds, no copy under
+    /// way.
     ///
     /// # Errors
     /// InvalidArgument for an allocation that is not live (a double free names the identity).
@@ -193,11 +218,16 @@ pub trait Iface: fmt::Debug + Send + Sync {
     /// Copies `len` bytes between any two of: host memory, memory of this iface. Blocks until done.
     ///
     /// # Safety
-    /// A host side must be valid for `len` bytes and, if it is the destination, not referenced elsewhere.
-    /// Sides that belong to this iface are checked by it.
+    /// - A host side is valid for `len` bytes and, if it is the destination, not referenced
+    ///   elsewhere.
+    /// - A side in memory of this iface is not freed before the copy has ended: the caller owns the
+    ///   allocation or borrows it from its owner. The address of freed memory may be another
+    ///   allocation's by now, or host memory's.
     ///
     /// # Errors
-    /// OutOfBounds for a copy past an allocation; what the device reported otherwise.
+    /// - OutOfBounds for a copy past an allocation.
+    /// - OutOfBounds from a device iface that knows neither side of the copy.
+    /// - Otherwise the error that the device reported.
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()>;
 
     /// Starts the same copy and returns its event.
@@ -270,19 +300,22 @@ pub trait Iface: fmt::Debug + Send + Sync {
     /// InvalidArgument for an allocation that was not opened.
     unsafe fn ipc_close(&self, allocation: &Allocation) -> Result<()>;
 
-    /// Makes inbound RMA writes visible to work that the device starts after this call (HM-14). A domain calls it as its
-    /// completions are read ([`Domain::open_cq`](crate::Domain::open_cq)).
+    /// Makes inbound RMA writes visible to work that the device starts after this call (HM-14). A
+    /// domain calls it as its completions are read
+    /// ([`Domain::open_cq`](crate::Domain::open_cq)).
     ///
     /// # Errors
     /// What the driver reported.
     fn flush_inbound(&self, device: DeviceId) -> Result<()>;
 
-    /// Whether a device is at work for this process already, so that memory which is allocated there and freed again leaves
-    /// nothing that was not there before. Of CUDA it is whether somebody has the device's primary context. It starts
-    /// nothing; true of an iface without such state.
+    /// Whether a device is at work for this process already, so that memory which is allocated
+    /// there and freed again leaves nothing that was not there before. Of CUDA it is whether
+    /// somebody has the device's primary context. It starts nothing; true of an iface without
+    /// such state.
     ///
     /// # Errors
-    /// InvalidArgument for a device that is none, where the iface has devices; what the driver reported.
+    /// InvalidArgument for a device that is none, where the iface has devices; what the driver
+    /// reported.
     fn is_started(&self, device: DeviceId) -> Result<bool>;
 
     /// The monitor that notices when this iface's memory is freed.
@@ -292,40 +325,72 @@ pub trait Iface: fmt::Debug + Send + Sync {
     fn monitor(&self) -> Result<Arc<dyn Monitor>>;
 }
 
-/// Copies between this iface's memory and slices, which need no `unsafe` of the caller.
+/// Copies between slices and memory of an iface that is named by its address.
+///
+/// An address does not keep its memory allocated, so these methods are `unsafe`. The types that own
+/// memory have safe copies:
+/// [`DeviceBuffer::read`](crate::DeviceBuffer::read),
+/// [`Registered::read`](crate::Registered::read).
+///
+/// ```compile_fail,E0133
+/// # use hmem_core::{Address, Iface, IfaceExt, Result};
+/// fn peek(iface: &dyn Iface, address: Address) -> Result<[u8; 8]> {
+///     let mut bytes = [0; 8];
+///     // Refused: another thread may free the memory meanwhile.
+///     iface.read(address, &mut bytes)?;
+///     Ok(bytes)
+/// }
+/// ```
+///
+/// ```compile_fail,E0133
+/// # use hmem_core::{Address, Iface, IfaceExt, Result};
+/// fn poke(iface: &dyn Iface, address: Address) -> Result<()> {
+///     iface.write(address, &[0; 8])
+/// }
+/// ```
 pub trait IfaceExt: Iface {
     /// Fills `into` from memory of this iface.
     ///
+    /// # Safety
+    /// The memory at `from` is not freed before this returns. An address that the iface does not
+    /// know when this is called is an error.
+    ///
     /// # Errors
     /// As [`Iface::copy`], and OutOfBounds if `from` is not memory of this iface.
-    fn read(&self, from: Address, into: &mut [u8]) -> Result<()> {
-        own(self, from, into.len() as u64)?;
-        // SAFETY: `into` is an exclusive borrow of `into.len()` bytes; `from` was just found to be this iface's,
-        // which checks it.
+    unsafe fn read(&self, from: Address, into: &mut [u8]) -> Result<()> {
+        check_own(self, from, into.len() as u64)?;
+        // SAFETY: `into` is an exclusive borrow of `into.len()` bytes. `from` was just found to be
+        // this iface's, and the caller promises that it is not freed meanwhile.
         unsafe { self.copy(Address::of_ptr(into.as_mut_ptr()), from, into.len() as u64) }
     }
 
     /// Writes `from` into memory of this iface.
     ///
+    /// # Safety
+    /// The memory at `to` is not freed before this returns, and no Rust reference to it exists. An
+    /// address that the iface does not know when this is called is an error.
+    ///
     /// # Errors
     /// As [`Iface::copy`], and OutOfBounds if `to` is not memory of this iface.
-    fn write(&self, to: Address, from: &[u8]) -> Result<()> {
-        own(self, to, from.len() as u64)?;
-        // SAFETY: `from` is a borrow of `from.len()` readable bytes; `to` was just found to be this iface's, which
-        // checks it.
+    unsafe fn write(&self, to: Address, from: &[u8]) -> Result<()> {
+        check_own(self, to, from.len() as u64)?;
+        // SAFETY: `from` is a borrow of `from.len()` readable bytes. `to` was just found to be this
+        // iface's, and the caller promises that it is neither freed nor referenced.
         unsafe { self.copy(to, Address::of_ptr(from.as_ptr()), from.len() as u64) }
     }
 }
 
 impl<I: Iface + ?Sized> IfaceExt for I {}
 
-fn own<I: Iface + ?Sized>(iface: &I, address: Address, len: u64) -> Result<()> {
+/// Checks that one allocation of the iface holds the range. The system iface would take the address
+/// of freed memory for other host memory.
+fn check_own<I: Iface + ?Sized>(iface: &I, address: Address, len: u64) -> Result<()> {
     let error = || {
         crate::Error::new(crate::ErrorKind::OutOfBounds, "copy")
             .iface(iface.kind())
             .context("address", address)
             .context("length", len)
-            .remedy("the range must lie in one allocation of this iface")
+            .remedy("the range must lie in one live allocation of this iface")
     };
     let allocation = iface.query(address)?.ok_or_else(error)?;
     let range = AddressRange::new(address, len)?;

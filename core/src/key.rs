@@ -1,6 +1,7 @@
 //! Keys: a local descriptor is not a remote key, and neither is a number.
 //!
-//! A [`RemoteKey`] travels to the peer in a versioned, checksummed form that is refused when altered:
+//! A [`RemoteKey`] travels to the peer in a versioned, checksummed form that is refused when
+//! altered:
 //!
 //! ```
 //! use hmem_core::{Addressing, ErrorKind, Iova, RemoteKey};
@@ -18,7 +19,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, ErrorKind, Iova, Result};
 
-/// The local descriptor of a region (`fi_mr_desc`, verbs `lkey`): goes into local segments of transfers.
+/// The local descriptor of a region (`fi_mr_desc`, verbs `lkey`): goes into local segments of
+/// transfers.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LocalKey(u64);
 
@@ -64,7 +66,8 @@ pub struct RemotePiece {
 
 /// What a peer needs to reach a region: its keys, and how to address it.
 ///
-/// One piece in almost every case; a region that the provider had to split lists one piece per part (VRB-07).
+/// One piece in almost every case; a region that the provider had to split lists one piece per part
+/// (VRB-07).
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct RemoteKey {
     addressing: Addressing,
@@ -139,7 +142,8 @@ impl RemoteKey {
         }
     }
 
-    /// The bytes to send to a peer: magic `hmRK`, version, payload, CRC-32 of all before it (little endian).
+    /// The bytes to send to a peer: magic `hmRK`, version, payload, CRC-32 of all before it (little
+    /// endian).
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(48);
@@ -155,7 +159,8 @@ impl RemoteKey {
     /// Reads what [`RemoteKey::to_bytes`] wrote.
     ///
     /// # Errors
-    /// [`ErrorKind::Malformed`] that says what is wrong: magic, version, checksum, payload, or bytes left over.
+    /// [`ErrorKind::Malformed`] that says what is wrong: magic, version, checksum, payload, or
+    /// bytes left over.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let refuse = |why: &'static str| {
             Error::new(ErrorKind::Malformed, "remote key")
@@ -202,8 +207,9 @@ pub struct AuthKey(pub Vec<u8>);
 impl PartialEq for AuthKey {
     #[inline]
     fn eq(&self, other: &Self) -> bool {
-        // Empty keys, which most domains have, must not reach memcmp: comparing no bytes at a dangling pointer costs
-        // a microcode assist on some processors, several times what a registration costs.
+        // Empty keys, which most domains have, must not reach memcmp: comparing no bytes at a
+        // dangling pointer costs a microcode assist on some processors, several times what
+        // a registration costs.
         self.0.len() == other.0.len() && (self.0.is_empty() || self.0 == other.0)
     }
 }

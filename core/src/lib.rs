@@ -1,14 +1,14 @@
 //! Words and rules of memory registration, without any vendor's code.
 //!
-//! An [`Iface`] knows memory: which allocation an address lies in, how to copy it, how to export it. A
-//! [`provider`] knows a NIC: registering, keys, transfers. A [`Domain`] ties them together and implements the
-//! semantics of libfabric's `fi_mr(3)` once, above both. How memory is reached is a [`Decision`] that stays with
-//! the region.
+//! An [`Iface`] knows memory: which allocation an address lies in, how to copy it, how to export
+//! it. A [`provider`] knows a NIC: registering, keys, transfers. A [`Domain`] ties them together
+//! and implements the semantics of libfabric's `fi_mr(3)` once, above both. How memory is reached
+//! is a [`Decision`] that stays with the region.
 //!
 //! # Things this crate does not do
 //!
-//! It loads no library, starts no thread until an event queue is bound, opens no device, and prints nothing:
-//! it logs through `tracing`.
+//! It loads no library, starts no thread until an event queue is bound, opens no device, and prints
+//! nothing: it logs through `tracing`.
 
 #![deny(unsafe_code)]
 
@@ -32,7 +32,10 @@ mod mr_mode;
 #[allow(unsafe_code)]
 pub mod path;
 #[allow(unsafe_code)]
+mod process;
+#[allow(unsafe_code)]
 pub mod provider;
+pub mod random;
 pub mod registry;
 pub mod transfer;
 
@@ -52,4 +55,5 @@ pub use iface_kind::{DeviceId, IfaceKind};
 pub use key::{Addressing, AuthKey, LocalKey, RawKey, RemoteKey, RemotePiece};
 pub use mr_mode::MrMode;
 pub use path::{Decision, Path};
+pub use process::ProcessMark;
 pub use registry::Registry;

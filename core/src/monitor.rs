@@ -1,7 +1,8 @@
 //! Noticing that memory changed under a registration.
 //!
-//! A monitor watches ranges for a cache and calls an [`Invalidator`] when one of them is freed, unmapped or
-//! replaced. Ifaces without callbacks answer [`Monitor::valid`] by allocation identity instead.
+//! A monitor watches ranges for a cache and calls an [`Invalidator`] when one of them is freed,
+//! unmapped or replaced. Ifaces without callbacks answer [`Monitor::valid`] by allocation identity
+//! instead.
 
 use std::{fmt, sync::Arc};
 
@@ -89,30 +90,31 @@ pub struct Change(pub u32);
 
 /// Told of ranges whose memory is about to go.
 ///
-/// Called on whatever thread frees, possibly inside a driver's callback or a patched `munmap`: an implementation
-/// takes no lock, allocates nothing, logs nothing and runs no destructor. Ranges that it knows nothing about are
-/// the usual case and must be cheap.
+/// Called on whatever thread frees, possibly inside a driver's callback or a patched `munmap`: an
+/// implementation takes no lock, allocates nothing, logs nothing and runs no destructor. Ranges
+/// that it knows nothing about are the usual case and must be cheap.
 pub trait Invalidator: fmt::Debug + Send + Sync {
     /// The memory behind `range` goes, and cannot come back as something else before this returns.
     fn invalidate(&self, range: AddressRange, cause: Cause);
 
-    /// The memory behind `range` begins to change: what is cached over it is dead at once, and nothing becomes
-    /// valid over it until [`Invalidator::end`]. Changes may overlap, from several threads.
+    /// The memory behind `range` begins to change: what is cached over it is dead at once, and
+    /// nothing becomes valid over it until [`Invalidator::end`]. Changes may overlap, from
+    /// several threads.
     fn begin(&self, range: AddressRange, cause: Cause) -> Change;
 
     /// The change is over: the memory is gone, or what is there now stays.
     fn end(&self, change: Change);
 
-    /// Until [`Invalidator::open_gate`] no lookup hits: for a monitor that learns that something changed before it
-    /// learns what. Gates nest.
+    /// Until [`Invalidator::open_gate`] no lookup hits: for a monitor that learns that something
+    /// changed before it learns what. Gates nest.
     fn close_gate(&self);
 
     /// Undoes one [`Invalidator::close_gate`].
     fn open_gate(&self);
 }
 
-/// One subscription of a monitor; [`Monitor::unsubscribe`] takes it back. Those of one invalidator may be equal: each is then
-/// taken back as often as it was made.
+/// One subscription of a monitor; [`Monitor::unsubscribe`] takes it back. Those of one invalidator
+/// may be equal: each is then taken back as often as it was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Subscription(pub u64);
 
@@ -132,18 +134,20 @@ pub trait Monitor: fmt::Debug + Send + Sync {
 
     /// Watches `range` and reports to `invalidator` until unsubscribed.
     ///
-    /// An invalidator with several subscriptions may be told once of a change that touches several of them, and of
-    /// changes next to them.
+    /// An invalidator with several subscriptions may be told once of a change that touches several
+    /// of them, and of changes next to them.
     ///
     /// # Errors
-    /// Unsupported if this monitor cannot watch that range.
+    /// Unsupported if this monitor cannot watch that range. OutOfResources if it already watches
+    /// too many ranges: a domain's cache then evicts its idle entries and retries once.
     fn subscribe(
         &self,
         range: AddressRange,
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription>;
 
-    /// Stops watching. After it returns the invalidator of that subscription is not called, unless it has others.
+    /// Stops watching. After it returns the invalidator of that subscription is not called, unless
+    /// it has others.
     fn unsubscribe(&self, subscription: Subscription);
 
     /// Whether `allocation` still is what is at its address. Monitors that are called back say yes.

@@ -21,7 +21,8 @@ bitflags::bitflags! {
     /// What an application agrees to do, or a provider needs done (`fi_mr(3)`, "MR MODE BITS").
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct MrMode: u32 {
-        /// Deprecated: exactly VIRT_ADDR, ALLOCATED and PROV_KEY; stands alone.
+        /// Deprecated: exactly VIRT_ADDR, ALLOCATED and PROV_KEY. Stands alone, or beside LOCAL for
+        /// a provider that needs LOCAL.
         const BASIC = 1 << 0;
         /// Deprecated: no bit at all; stands alone.
         const SCALABLE = 1 << 1;
@@ -52,14 +53,28 @@ impl MrMode {
     /// What BASIC stands for.
     pub const BASIC_MEANS: Self = Self::VIRT_ADDR.union(Self::ALLOCATED).union(Self::PROV_KEY);
 
-    /// The mode a domain runs in when the application offers `self` and the provider needs `needed`.
+    /// The mode a domain runs in when the application offers `self` and the provider needs
+    /// `needed`.
     ///
     /// Bits that the provider does not need are cleared. BASIC is kept and implies
     /// [`Self::BASIC_MEANS`]; SCALABLE is kept and implies nothing (see [`Self::effective`]).
     ///
     /// # Errors
     /// [`ErrorKind::ModeMismatch`] that names the bits: a needed bit that is not offered, BASIC or
-    /// SCALABLE beside another bit (refused since libfabric 1.17's man page), or an unknown bit.
+    /// SCALABLE beside another bit, or an unknown bit.
+    ///
+    /// LOCAL may stand beside BASIC if the provider needs it. The man pages of libfabric 1.6 and
+    /// 1.8 allow the pair. That of 1.17 has BASIC alone, and FI_LOCAL_MR among the `fi_info` modes.
+    ///
+    /// ```
+    /// use hmem_core::MrMode;
+    ///
+    /// let needed = MrMode::BASIC_MEANS | MrMode::LOCAL;
+    /// let basic = MrMode::BASIC | MrMode::LOCAL;
+    /// assert_eq!(basic.negotiate(needed).unwrap(), basic);
+    /// assert_eq!(basic.effective(), needed);
+    /// assert!(MrMode::BASIC.negotiate(needed).unwrap_err().to_string().contains("LOCAL"));
+    /// ```
     pub fn negotiate(self, needed: Self) -> Result<Self> {
         let refuse = |why: &'static str, bits: Self| {
             Error::new(ErrorKind::ModeMismatch, "mr_mode")
@@ -72,9 +87,14 @@ impl MrMode {
         if !unknown.is_empty() {
             return Err(refuse("these bits are not defined by fi_mr(3)", unknown));
         }
-        for alone in [Self::BASIC, Self::SCALABLE] {
-            if self.contains(alone) && self != alone {
-                return Err(refuse("BASIC and SCALABLE stand alone", self.difference(alone)));
+        let local = needed.intersection(Self::LOCAL);
+        for (alone, beside) in [(Self::BASIC, local), (Self::SCALABLE, Self::empty())] {
+            let others = self.difference(alone.union(beside));
+            if self.contains(alone) && !others.is_empty() {
+                return Err(refuse(
+                    "BASIC and SCALABLE stand alone; LOCAL may stand beside BASIC if it is needed",
+                    others,
+                ));
             }
         }
         let missing = needed.difference(self.effective());

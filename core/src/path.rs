@@ -1,4 +1,5 @@
-//! How the NIC gets at memory, and why that way: the decision is a value that is kept with the region.
+//! How the NIC gets at memory, and why that way: the decision is a value that is kept with the
+//! region.
 
 use std::{fmt, ops::Deref, os::fd::BorrowedFd, sync::Arc};
 
@@ -251,9 +252,10 @@ pub struct Decision {
     pub policy: P2pPolicy,
     /// The mapping of the dma-buf, where one was made.
     pub mapping: DmaBufMapping,
-    /// Whether it was decided earlier, by a registration of the same iface, device, kind of memory, NIC and policy. The
-    /// attempts then begin with that registration's refusals, whose calls name its range; how ranges of several segments
-    /// went is this registration's own and follows.
+    /// Whether it was decided earlier, by a registration of the same iface, device, kind of
+    /// memory, NIC and policy. The attempts then begin with that registration's refusals,
+    /// whose calls name its range; how ranges of several segments went is this registration's
+    /// own and follows.
     pub remembered: bool,
     /// Everything that was tried.
     pub attempts: Trace,
@@ -298,13 +300,21 @@ pub struct PathRequest<'a> {
 pub struct PathOutcome {
     /// The provider's handle.
     pub region: ProviderRegion,
-    /// Why it is reached in this way; `None` for [`PathDecider::plain_host`]'s decision, which every
-    /// registration of ordinary host memory shares.
+    /// Why it is reached in this way; `None` for [`PathDecider::plain_host`]'s decision, which
+    /// every registration of ordinary host memory shares.
     pub decision: Option<Arc<Decision>>,
 }
 
 /// Finds the path for each registration and registers over it. Implemented by `hmem-p2p`.
-pub trait PathDecider: fmt::Debug + Send + Sync {
+///
+/// # Safety
+/// The library closes a region by the handle that the decider returned for it, and then frees the
+/// memory. So an implementation promises:
+///
+/// - Each [`PathOutcome`] holds the handle of a registration of the request's own ranges, with its
+///   rights, at its provider.
+/// - Nothing else is registered for the request when the call returns, fails or panics.
+pub unsafe trait PathDecider: fmt::Debug + Send + Sync {
     /// The decision for ordinary host memory on `nic`.
     fn plain_host(&self, nic: &Nic) -> Decision;
 
@@ -316,7 +326,8 @@ pub trait PathDecider: fmt::Debug + Send + Sync {
     /// As [`ProviderDomain::register`], for the ranges of the request.
     ///
     /// # Errors
-    /// The error of the last attempt, with the whole trace in its context, if every way was refused.
+    /// The error of the last attempt, with the whole trace in its context, if every way was
+    /// refused.
     unsafe fn register(
         &self,
         request: &PathRequest<'_>,
@@ -326,8 +337,9 @@ pub trait PathDecider: fmt::Debug + Send + Sync {
 
     /// Decides and registers for several NICs, from the same exports.
     ///
-    /// The requests name the same ranges. Outcomes are added to `done` in the order of the requests; on an error it
-    /// holds those that came before, which stay registered until the caller undoes them. Nothing stays exported.
+    /// The requests name the same ranges. Outcomes are added to `done` in the order of the
+    /// requests; on an error it holds those that came before, which stay registered until the
+    /// caller undoes them. Nothing stays exported.
     ///
     /// # Safety
     /// As [`ProviderDomain::register`], for the ranges of each request.

@@ -1,7 +1,7 @@
 //! What RDMA hardware (or the software NIC) does; `fi_mr` semantics are implemented once, above it.
 //!
-//! Core has checked flags, rights, limits and mode rules before it calls a provider; a provider checks what
-//! only it knows (its keys, its pages) and answers with typed errors.
+//! Core has checked flags, rights, limits and mode rules before it calls a provider; a provider
+//! checks what only it knows (its keys, its pages) and answers with typed errors.
 
 use std::{any::Any, fmt, os::fd::BorrowedFd, sync::Arc};
 
@@ -38,7 +38,8 @@ pub struct Imports {
     pub dma_buf: bool,
     /// Wants the PCIe mapping of a dma-buf tried first.
     pub pcie_mapping_first: bool,
-    /// Takes device addresses, for peer-memory clients to resolve. Whether one answers for a device, a registration tells.
+    /// Takes device addresses, for peer-memory clients to resolve. Whether one answers for a
+    /// device, a registration tells.
     pub peer_memory: bool,
     /// Reaches memory through staged copies.
     pub staged: bool,
@@ -78,8 +79,8 @@ pub struct ProviderAttr {
     pub page_sizes: Vec<usize>,
     /// What it imports.
     pub imports: Imports,
-    /// The rights that a staged region may have: the local ones where staged memory takes this side's help to reach, all
-    /// where the NIC copies for peers too.
+    /// The rights that a staged region may have: the local ones where staged memory takes this
+    /// side's help to reach, all where the NIC copies for peers too.
     pub staged_access: Access,
     /// The registration flags that it honours.
     pub flags: MrFlags,
@@ -132,27 +133,30 @@ pub struct RegistrationRequest<'a> {
     pub page_size: usize,
     /// Whether it can be used at once; otherwise [`ProviderDomain::enable`] follows.
     pub enabled: bool,
-    /// Whether host memory may be registered in parts, several at once. A provider that has no use for it reports all
-    /// of the range as done once it is.
+    /// Whether host memory may be registered in parts, several at once. A provider that has no use
+    /// for it reports all of the range as done once it is.
     pub parallel: Option<&'a Parallel<'a>>,
 }
 
-/// The staging buffers of a domain: host memory that the NIC reaches, through which device memory is copied that it
-/// does not.
+/// The staging buffers of a domain: host memory that the NIC reaches, through which device memory
+/// is copied that it does not.
 ///
-/// They are allocated and registered once, when the domain's first staged region is, and never grow: a transfer that
-/// finds them all in use waits.
+/// They are allocated and registered once, when the domain's first staged region is, and never
+/// grow: a transfer that finds them all in use waits.
 ///
-/// The default, 8 buffers of 512 KiB, is half of the 8 MiB that an unprivileged process may lock on many systems. A buffer
-/// is long enough that the time to start a copy is small beside the copy, and 3 in flight keep copy engine and wire busy at
-/// the same time; the others serve further transfers.
+/// The default, 8 buffers of 512 KiB, is half of the 8 MiB that an unprivileged process may lock on
+/// many systems. A buffer is long enough that the time to start a copy is small beside the copy,
+/// and 3 in flight keep copy engine and wire busy at the same time; the others serve further
+/// transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StagingAttr {
-    /// Bytes of a buffer, at least 1: the longest chunk. A message is cut into chunks of a sixteenth of it, of 128 KiB at least and
-    /// shorter at its ends, as far as a buffer holds that.
+    /// Bytes of a buffer, at least 1: the longest chunk. A message is cut into chunks of a
+    /// sixteenth of it, of 128 KiB at least and shorter at its ends, as far as a buffer holds
+    /// that.
     pub chunk: usize,
-    /// How many buffers, at least 1. Where a NIC needs a message whole, as verbs does, half of them serve receives and
-    /// a quarter sends, so that transfers which wait for a peer never keep the others from going on.
+    /// How many buffers, at least 1. Where a NIC needs a message whole, as verbs does, half of
+    /// them serve receives and a quarter sends, so that transfers which wait for a peer never
+    /// keep the others from going on.
     pub slots: usize,
 }
 
@@ -197,11 +201,12 @@ pub trait StagedMemory: fmt::Debug + Send + Sync {
     /// What the copy engine reported.
     fn write(&self, offset: u64, from: &[u8]) -> Result<()>;
 
-    /// Starts filling `len` bytes of host memory from the memory. Where there is no engine to do it, it is done when
-    /// this returns ([`FinishedCopy`](crate::iface::FinishedCopy)).
+    /// Starts filling `len` bytes of host memory from the memory. Where there is no engine to do
+    /// it, it is done when this returns ([`FinishedCopy`](crate::iface::FinishedCopy)).
     ///
     /// # Safety
-    /// `into` is valid for writes of `len` bytes and not referenced elsewhere until the event is done.
+    /// `into` is valid for writes of `len` bytes and not referenced elsewhere until the event is
+    /// done.
     ///
     /// # Errors
     /// What the copy engine reported.
@@ -228,8 +233,8 @@ pub trait StagedMemory: fmt::Debug + Send + Sync {
 pub enum Backing<'a> {
     /// Host pages at the range's own addresses.
     Host {
-        /// Whether the region owns them: they stay mapped until it is closed. Only then may a software
-        /// provider touch them with plain loads and stores.
+        /// Whether the region owns them: they stay mapped until it is closed. Only then may a
+        /// software provider touch them with plain loads and stores.
         owned: bool,
     },
     /// A dma-buf (or memfd); the provider takes its own reference if it needs the fd later.
@@ -312,6 +317,8 @@ pub struct Live {
 }
 
 /// A family of NICs.
+///
+/// Implementing this trait is safe: the library trusts only the domains that it opens with memory.
 pub trait Provider: fmt::Debug + Send + Sync {
     /// Its name: `loopback`, `verbs`.
     fn name(&self) -> &str;
@@ -330,29 +337,54 @@ pub trait Provider: fmt::Debug + Send + Sync {
 }
 
 /// An open domain of a provider. Calls may come from any thread, several at once.
-pub trait ProviderDomain: fmt::Debug + Send + Sync {
+///
+/// # Safety
+/// Safe code of this library frees memory when a provider says that it is deregistered. So an
+/// implementation promises, for itself and for the endpoints and completion queues that it opens:
+///
+/// - A registration reaches the bytes of its pieces and no others, and writes them only as the
+///   region's rights allow. A sub-region or a window reaches bytes of its region only, and grants no
+///   write where the region has no right by which the NIC writes.
+/// - [`register`](Self::register) leaves nothing registered when it fails or panics.
+/// - Once [`deregister`](Self::deregister) has returned `Ok`, nothing touches the memory through the
+///   region, its sub-regions or its windows, transfers in flight included. While it returns an
+///   error, the region stays registered.
+/// - The other safe methods register nothing, and keep no region from being deregistered for good.
+/// - A [`ProviderRegion`] or [`ProviderWindow`] may be of another domain, of an object that is
+///   gone, or made up. Such a handle is an error or names a live object of this domain. It never
+///   leads to freed memory.
+/// - [`ProviderEndpoint::post`] refuses a descriptor of a region that is deregistered, and a segment
+///   outside the region of its descriptor.
+/// - A completion is reported only when the NIC is done with the local memory of its request.
+pub unsafe trait ProviderDomain: fmt::Debug + Send + Sync {
     /// What the NIC offers and needs.
     fn attr(&self) -> &ProviderAttr;
 
     /// Registers pieces as one region.
     ///
     /// # Safety
-    /// As [`Domain::regattr`](crate::Domain::regattr): until the region is deregistered the NIC and peers reach the
-    /// memory behind the compiler's back. Memory said to be owned ([`Backing::Host`]) stays mapped until then.
+    /// As [`Domain::regattr`](crate::Domain::regattr): until the region is deregistered the NIC and
+    /// peers reach the memory behind the compiler's back. Memory said to be owned
+    /// ([`Backing::Host`]) stays mapped until then.
     ///
     /// # Errors
-    /// NoKey, KeyRejected, BadAddress, OutOfResources, Unsupported for a backing it cannot import. Nothing
-    /// stays registered or pinned.
+    /// NoKey, KeyRejected, BadAddress, OutOfResources, Unsupported for a backing it cannot import.
+    /// Nothing stays registered or pinned.
     unsafe fn register(
         &self,
         request: &RegistrationRequest<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion>;
 
-    /// Registers `len` bytes from `offset` of `base` with its own key and rights, without touching pages.
+    /// Registers `len` bytes from `offset` of `base` with its own key and rights, without touching
+    /// pages.
+    ///
+    /// This call is safe, because it grants nothing beyond `base`: the caller promised the bytes
+    /// and the rights of `base` to [`ProviderDomain::register`].
     ///
     /// # Errors
-    /// As [`ProviderDomain::register`].
+    /// OutOfBounds outside `base`; ZeroLength; AccessDenied for rights that let the NIC write where
+    /// those of `base` do not. Otherwise as [`ProviderDomain::register`].
     fn register_sub(
         &self,
         base: ProviderRegion,
@@ -361,8 +393,8 @@ pub trait ProviderDomain: fmt::Debug + Send + Sync {
         len: u64,
     ) -> Result<ProviderRegion>;
 
-    /// Deregisters. After it returns, the NIC does not touch the memory, transfers in flight included, and
-    /// the keys are dead.
+    /// Deregisters. After it returns, the NIC does not touch the memory, transfers in flight
+    /// included, and the keys are dead.
     ///
     /// # Errors
     /// What the driver reported; the region is then still registered.
@@ -374,7 +406,8 @@ pub trait ProviderDomain: fmt::Debug + Send + Sync {
     /// What the driver reported.
     fn enable(&self, region: ProviderRegion) -> Result<()>;
 
-    /// Counts remote writes and atomics of the region in `counter`.
+    /// Counts remote writes and atomics of the region in `counter` too; a region may have several
+    /// counters, each bound once.
     ///
     /// # Errors
     /// NoSys where the hardware cannot.
@@ -386,8 +419,8 @@ pub trait ProviderDomain: fmt::Debug + Send + Sync {
     /// InvalidArgument for an endpoint of another domain; NoSys where the hardware cannot.
     fn bind_endpoint(&self, region: ProviderRegion, endpoint: &dyn ProviderEndpoint) -> Result<()>;
 
-    /// Looks at the pages again: of `ranges` (addresses inside the region), or of all of it if there are none.
-    /// Peers' accesses fail while it runs.
+    /// Looks at the pages again: of `ranges` (addresses inside the region), or of all of it if
+    /// there are none. Peers' accesses fail while it runs.
     ///
     /// # Errors
     /// BadAddress if pages are missing; what was promised before for other pages stays.
@@ -399,11 +432,13 @@ pub trait ProviderDomain: fmt::Debug + Send + Sync {
     /// What the driver reported.
     fn raw_key(&self, region: ProviderRegion) -> Result<RawKey>;
 
-    /// The remote key of a region that takes more than one number (VRB-07), or that peers address otherwise than
-    /// the domain's other regions; `None` for all others, whose key is [`ProviderRegion::key`] over their length.
+    /// The remote key of a region that takes more than one number (VRB-07), or that peers address
+    /// otherwise than the domain's other regions; `None` for all others, whose key is
+    /// [`ProviderRegion::key`] over their length.
     ///
     /// # Errors
-    /// KeyNotAvailable for a region that no peer can reach: a staged one, where the NIC does not reach staged memory.
+    /// KeyNotAvailable for a region that no peer can reach: a staged one, where the NIC does not
+    /// reach staged memory.
     fn remote_key(&self, region: ProviderRegion) -> Result<Option<RemoteKey>>;
 
     /// Makes a peer's raw key usable in transfers of this domain.
@@ -433,7 +468,8 @@ pub trait ProviderDomain: fmt::Debug + Send + Sync {
     /// Binds a type 1 window, or unbinds it with length 0; the handle comes back with its new key.
     ///
     /// # Errors
-    /// BadState for a type 2 window, which is bound by [`crate::transfer::Operation::BindWindow`]; OutOfBounds.
+    /// BadState for a type 2 window, which is bound by [`crate::transfer::Operation::BindWindow`];
+    /// OutOfBounds.
     fn bind_window(&self, window: ProviderWindow, bind: &WindowBind) -> Result<ProviderWindow>;
 
     /// Frees a window; its key is dead.
@@ -454,8 +490,8 @@ pub trait ProviderDomain: fmt::Debug + Send + Sync {
     /// OutOfResources; InvalidArgument for queues of another provider.
     fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>>;
 
-    /// Executes what was posted, where progress is by hand; returns how many requests it ended. Providers that
-    /// progress by themselves return 0.
+    /// Executes what was posted, where progress is by hand; returns how many requests it ended.
+    /// Providers that progress by themselves return 0.
     ///
     /// # Errors
     /// A dead device.
@@ -478,7 +514,8 @@ pub struct EndpointAttr {
     pub tx_cq: Arc<dyn CompletionQueue>,
     /// Where completions of receives go.
     pub rx_cq: Arc<dyn CompletionQueue>,
-    /// Created with the RMA_EVENT capability: regions with counters can be reached through it (EVT-02).
+    /// Created with the RMA_EVENT capability: regions with counters can be reached through it
+    /// (EVT-02).
     pub rma_event: bool,
     /// Its authorization key; `None` for the domain's.
     pub auth_key: Option<AuthKey>,
@@ -507,9 +544,12 @@ impl EndpointAttr {
 }
 
 /// A queue of completions.
+///
+/// Implementing this trait is safe: a [`ProviderDomain`] vouches for the queues that it opens, and
+/// takes no others.
 pub trait CompletionQueue: fmt::Debug + Send + Sync {
-    /// Moves up to `max` completions to the end of `out`, after making progress where that is by hand, and
-    /// returns how many.
+    /// Moves up to `max` completions to the end of `out`, after making progress where that is by
+    /// hand, and returns how many.
     ///
     /// # Errors
     /// A dead device, or an overrun queue.
@@ -520,6 +560,9 @@ pub trait CompletionQueue: fmt::Debug + Send + Sync {
 }
 
 /// An endpoint of a provider domain.
+///
+/// Implementing this trait is safe: a [`ProviderDomain`] vouches for the endpoints that it opens,
+/// and takes no others.
 pub trait ProviderEndpoint: fmt::Debug + Send + Sync {
     /// The name by which a peer finds it.
     fn name(&self) -> EndpointName;
@@ -530,20 +573,22 @@ pub trait ProviderEndpoint: fmt::Debug + Send + Sync {
     /// Unreachable if nobody answers to it; Malformed for bytes that are no name of this provider.
     fn resolve(&self, name: &EndpointName) -> Result<PeerId>;
 
-    /// Posts a work request. Its segment lists are copied; the memory they name is used until completion.
+    /// Posts a work request. Its segment lists are copied; the memory they name is used until
+    /// completion.
     ///
     /// # Safety
     /// Local memory named without a descriptor stays valid until the completion.
     ///
     /// # Errors
-    /// Again if the queue is full; NoRegion for a descriptor that is missing or foreign; BadAccess. What only
-    /// the target can know comes back as a failed completion.
+    /// Again if the queue is full; NoRegion for a descriptor that is missing or foreign; BadAccess.
+    /// What only the target can know comes back as a failed completion.
     unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()>;
 
     /// Closes it: outstanding requests complete as canceled.
     ///
     /// # Errors
-    /// Busy if a region or a type 2A window is bound to it.
+    /// Busy if a type 2A window is bound to it. A region that is bound to it (ENDPOINT mode) does
+    /// not keep it open: no peer reaches the region any more, and the region can still be closed.
     fn close(&self) -> Result<()>;
 
     /// For providers: back to their own type.

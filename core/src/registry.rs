@@ -1,7 +1,7 @@
 //! Which iface owns an address.
 //!
-//! Ifaces that could not start are kept with their reasons, so that asking for one names the library or the
-//! cargo feature instead of failing later with a bare errno.
+//! Ifaces that could not start are kept with their reasons, so that asking for one names the
+//! library or the cargo feature instead of failing later with a bare errno.
 
 use std::{fmt, sync::Arc};
 
@@ -10,7 +10,8 @@ use crate::{
     IfaceKind, Result,
 };
 
-/// Who owns a range: iface, device where there is one, and the allocation where the iface keeps them.
+/// Who owns a range: iface, device where there is one, and the allocation where the iface keeps
+/// them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owner {
     /// The iface.
@@ -43,7 +44,8 @@ impl Asked {
         Self { first, span, iface }
     }
 
-    /// Whether the iface is asked about an address: others' end here where it said where its memory lies.
+    /// Whether the iface is asked about an address: others' end here where it said where its memory
+    /// lies.
     #[inline]
     fn may_hold(&self, address: Address) -> bool {
         address.0.wrapping_sub(self.first.0) <= self.span
@@ -126,8 +128,9 @@ impl Registry {
         })
     }
 
-    /// The owner of one address: the device iface that knows it, or the system. Host memory of the application that a
-    /// device API page-locked stays the system's: the device knows a part of it, and may cease to at any time.
+    /// The owner of one address: the device iface that knows it, or the system. Host memory of the
+    /// application that a device API page-locked stays the system's: the device knows a part of
+    /// it, and may cease to at any time.
     ///
     /// # Errors
     /// A failed driver call.
@@ -135,7 +138,8 @@ impl Registry {
     pub fn owner_of(&self, address: Address) -> Result<Owner> {
         for device in self.devices.iter().filter(|device| device.may_hold(address)) {
             let answer = device.iface.query(address);
-            // By reference: moving the answer would be a wide load right behind the narrow stores that made it.
+            // By reference: moving the answer would be a wide load right behind the narrow stores
+            // that made it.
             match &answer {
                 Ok(Some(allocation)) if is_claimed(allocation) => {
                     return Ok(Owner {
@@ -155,9 +159,9 @@ impl Registry {
 
     /// Whether no device iface claims the first or the last byte of a range.
     ///
-    /// Each is asked once where both bytes lie in one page: a page of host memory is nobody else's. Over a page boundary
-    /// both bytes are asked for: that nobody knows the first says nothing of how far that holds, and devices' memory may
-    /// begin at the next page.
+    /// Each is asked once where both bytes lie in one page: a page of host memory is nobody else's.
+    /// Over a page boundary both bytes are asked for: that nobody knows the first says nothing
+    /// of how far that holds, and devices' memory may begin at the next page.
     ///
     /// # Errors
     /// A failed driver call.
@@ -176,7 +180,8 @@ impl Registry {
         Ok(true)
     }
 
-    /// Why memory is not of the iface that a caller claims it for: another has it, or nobody knows it.
+    /// Why memory is not of the iface that a caller claims it for: another has it, or nobody knows
+    /// it.
     #[cold]
     pub(crate) fn refuse_claim(
         &self,
@@ -208,9 +213,9 @@ impl Registry {
     /// The owner of a whole range.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] if the range leaves the allocation that its first byte lies in (several
-    /// adjacent allocations are not one), or ends in one that it does not begin in. A device allocation in the middle
-    /// of a range of host memory is not looked for.
+    /// [`ErrorKind::OutOfBounds`] if the range leaves the allocation that its first byte lies in
+    /// (several adjacent allocations are not one), or ends in one that it does not begin in. A
+    /// device allocation in the middle of a range of host memory is not looked for.
     pub fn owner_of_range(&self, range: AddressRange) -> Result<Owner> {
         let owner = self.owner_of(range.start())?;
         let crossed = match owner.allocation {

@@ -1,7 +1,7 @@
 //! Data transfer: work requests, their segments, and their completions.
 //!
-//! Addresses on the local side are the application's own; on the remote side they are [`Iova`]s of the region
-//! that the key names.
+//! Addresses on the local side are the application's own; on the remote side they are [`Iova`]s of
+//! the region that the key names.
 
 use std::fmt;
 
@@ -143,7 +143,8 @@ impl AtomicType {
 
 /// What a work request does.
 ///
-/// Local and remote lists of a write or read are runs of bytes of the same total length; the seams need not agree.
+/// Local and remote lists of a write or read are runs of bytes of the same total length; the seams
+/// need not agree.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Operation<'a> {
@@ -157,8 +158,8 @@ pub enum Operation<'a> {
         /// Where from.
         remote: &'a [RemoteSegment<'a>],
     },
-    /// Atomic over an array of elements: operands in the local segments. A fetching one gives `result`, a
-    /// comparing one gives `result` and `compare`.
+    /// Atomic over an array of elements: operands in the local segments. A fetching one gives
+    /// `result`, a comparing one gives `result` and `compare`.
     Atomic {
         /// The operation.
         op: AtomicOp,
@@ -244,8 +245,9 @@ pub struct Completion {
     pub kind: CompletionKind,
     /// Bytes moved, or why none may be relied on.
     ///
-    /// Errors of the target side: InvalidKey, AccessDenied, OutOfBounds, BadAddress, Unsupported (atomics on
-    /// staged memory); of the local side: NoRegion, AccessDenied, BadAddress; Canceled, Truncated, Unreachable.
+    /// Errors of the target side: InvalidKey, AccessDenied, OutOfBounds, BadAddress, Unsupported
+    /// (atomics on staged memory); of the local side: NoRegion, AccessDenied, BadAddress;
+    /// Canceled, Truncated, Unreachable.
     pub result: Result<u64>,
     /// The message's tag, for receives of tagged messages.
     pub tag: Option<u64>,

@@ -64,8 +64,9 @@ fn fill(cache: &Cache<Nothing>, count: u64, len: u64, apart: u64) -> u64 {
     resident().saturating_sub(before)
 }
 
+/// MON-05
 #[test]
-fn mon_05_unmaps_of_what_was_never_cached_cost_no_memory_and_cached_regions_little() {
+fn unmaps_of_what_was_never_cached_cost_no_memory_and_cached_regions_little() {
     const COUNT: u64 = 20_000;
     for (len, apart, limit) in [
         (PAGE, PAGE, Some(256)),

@@ -1,10 +1,13 @@
 //! How the first instructions of a function let one of them be replaced.
 //!
 //! The rules that both architectures follow, so that threads may run the function at any time:
-//! - exactly one whole instruction is replaced, by one aligned store: no thread's program counter is ever inside;
-//! - what runs before it is known, leaves the arguments as they are, and can be undone or does no harm;
-//! - what runs in its place, when a hook goes on to the original, is a copy of what was skipped, and then the rest
-//!   of the function where it is: return value and `errno` are the library's own work.
+//! - exactly one whole instruction is replaced, by one aligned store: no thread's program counter
+//!   is ever inside;
+//! - what runs before it is known, leaves the arguments as they are, and can be undone or does no
+//!   harm;
+//! - what runs in its place, when a hook goes on to the original, is a copy of what was skipped,
+//!   and then the rest of the function where it is: return value and `errno` are the library's own
+//!   work.
 //!
 //! Everything is decoded. An entry that does not fit is refused with the bytes that were seen.
 

@@ -1,4 +1,5 @@
-//! What one monitor has of the hooks of a kind: the patches for as long as it lives, and subscriptions of its own.
+//! What one monitor has of the hooks of a kind: the patches for as long as it lives, and
+//! subscriptions of its own.
 
 use std::{
     array,
@@ -20,8 +21,8 @@ use crate::{
 
 /// Functions that are hooked, for one monitor.
 ///
-/// All values of one [`Place`] share the patches: the first one puts them in, the last one to be dropped takes them out.
-/// Dropping one ends its subscriptions.
+/// All values of one [`Place`] share the patches: the first one puts them in, the last one to be
+/// dropped takes them out. Dropping one ends its subscriptions.
 ///
 /// # Examples
 /// ```
@@ -130,8 +131,9 @@ const COUNT: u64 = (1 << 32) - 1;
 impl Mine {
     /// One more, if there are any, and they are of this one.
     fn join(&self, invalidator: usize) -> bool {
-        // Acquire: the invalidator that is read next is the one that they are of, or a later one's. It is a later one's only
-        // after the last of them ended, and then the exchange fails: the first of others counts up the upper half.
+        // Acquire: the invalidator that is read next is the one that they are of, or a later one's.
+        // It is a later one's only after the last of them ended, and then the exchange
+        // fails: the first of others counts up the upper half.
         let mut count = self.count.load(Ordering::Acquire);
         while count & COUNT != 0 && self.invalidator.load(Ordering::Relaxed) == invalidator {
             let (ok, seen) = (Ordering::Acquire, Ordering::Acquire);
@@ -168,13 +170,15 @@ impl Mine {
 }
 
 impl<T: HasTable> Hooks<T> {
-    /// Patches the functions of the place, or joins those who did. The first start of all makes the patches by `plan`, with
-    /// no other start under way; they are kept for good, and `plan` of a later start is not called.
+    /// Patches the functions of the place, or joins those who did. The first start of all makes the
+    /// patches by `plan`, with no other start under way; they are kept for good, and `plan` of
+    /// a later start is not called.
     ///
     /// # Errors
-    /// As `plan`; Busy, naming a function that another library patched; PermissionDenied or AccessDenied where a security
-    /// policy forbids changing code; OutOfResources without memory; Unsupported where the kernel cannot tell forked children
-    /// apart (before Linux 4.14).
+    /// As `plan`; Busy, naming a function that another library patched; PermissionDenied or
+    /// AccessDenied where a security policy forbids changing code; OutOfResources without
+    /// memory; Unsupported where the kernel cannot tell forked children apart (before Linux
+    /// 4.14).
     pub fn start(
         place: &'static Place<T>,
         monitor: MonitorName,
@@ -198,11 +202,12 @@ impl<T: HasTable> Hooks<T> {
         self.process.is_ours()
     }
 
-    /// Fails unless every patch is in place. When one is found overwritten, all who are subscribed are told that everything is
-    /// gone: what else they were not told of since, nobody knows.
+    /// Fails unless every patch is in place. When one is found overwritten, all who are subscribed
+    /// are told that everything is gone: what else they were not told of since, nobody knows.
     ///
     /// # Errors
-    /// Busy, naming the function and the library that overwrote its patch; Unsupported in a forked child, for `operation`.
+    /// Busy, naming the function and the library that overwrote its patch; Unsupported in a forked
+    /// child, for `operation`.
     pub fn in_place(&self, operation: &'static str) -> Result<()> {
         if !self.is_ours() {
             return Err(self.monitor.forked(operation));
@@ -226,20 +231,22 @@ impl<T: HasTable> Hooks<T> {
         self.process.subscribers()
     }
 
-    /// Has `invalidator` told until unsubscribed. When it returns, every change under way is one that it is told of.
-    /// Subscriptions of one invalidator are alike.
+    /// Has `invalidator` told until unsubscribed. When it returns, every change under way is one
+    /// that it is told of. Subscriptions of one invalidator are alike.
     ///
     /// # Errors
-    /// Busy, naming the function whose patch was overwritten; OutOfResources with more than [`SLOTS`] invalidators;
-    /// Unsupported in a forked child.
+    /// Busy, naming the function whose patch was overwritten; OutOfResources with more than
+    /// [`SLOTS`] invalidators; Unsupported in a forked child.
     pub fn subscribe(&self, invalidator: &Arc<dyn Invalidator>) -> Result<Subscription> {
-        // First: in a child no lock may be taken, since another thread may have held it in the parent.
+        // First: in a child no lock may be taken, since another thread may have held it in the
+        // parent.
         self.in_place("subscribe")?;
         if let Some(subscription) = self.subscribe_again(invalidator) {
             return Ok(subscription);
         }
         let subscription = self.subscribe_first(invalidator)?;
-        // Again: when the others were told of a patch that was overwritten meanwhile, this one may not have been among them.
+        // Again: when the others were told of a patch that was overwritten meanwhile, this one may
+        // not have been among them.
         self.in_place("subscribe").inspect_err(|_| self.unsubscribe(subscription))?;
         Ok(subscription)
     }
@@ -262,8 +269,8 @@ impl<T: HasTable> Hooks<T> {
         Some(Subscription(slot as u64))
     }
 
-    /// Stops telling. Once for each subscription: by a second call, another may have its place. In a forked child nothing is
-    /// done.
+    /// Stops telling. Once for each subscription: by a second call, another may have its place. In
+    /// a forked child nothing is done.
     pub fn unsubscribe(&self, subscription: Subscription) {
         if !self.is_ours() {
             return;

@@ -1,7 +1,8 @@
 //! Functions of loaded libraries, hooked where they begin, and the caches that hooks tell.
 //!
-//! What the monitors of several ifaces have in common: the C library's `munmap` and a driver's free are patched by the same
-//! rules, and hooks in them tell [`Invalidator`](hmem_core::monitor::Invalidator)s from the same kind of table. What a
+//! What the monitors of several ifaces have in common: the C library's `munmap` and a driver's free
+//! are patched by the same rules, and hooks in them tell
+//! [`Invalidator`](hmem_core::monitor::Invalidator)s from the same kind of table. What a
 //! function takes away, and when, each monitor knows for itself.
 //!
 //! | file | what it holds |
@@ -19,7 +20,8 @@
 //!
 //! # Things this crate does not do
 //!
-//! It knows no library and no system call, decides nothing about caching, and hooks nothing by being linked.
+//! It knows no library and no system call, decides nothing about caching, and hooks nothing by
+//! being linked.
 
 #![deny(unsafe_code)]
 

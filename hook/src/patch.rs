@@ -1,7 +1,8 @@
 //! A set of functions patched where they begin.
 //!
-//! A plan is made once for a library and kept for good: trampolines may be in use at any time, also when nothing is
-//! patched. `entry.rs` has the rules by which running threads are safe from the patching.
+//! A plan is made once for a library and kept for good: trampolines may be in use at any time, also
+//! when nothing is patched. `entry.rs` has the rules by which running threads are safe from the
+//! patching.
 
 use std::{
     ffi::{CStr, c_void},
@@ -33,7 +34,8 @@ pub struct Target {
     pub hook: usize,
     /// The number of the system call that it makes, where it is known for one.
     pub call: Option<i64>,
-    /// Where the hook finds how to go on: written by [`Patches::plan`], before anything leads to the hook.
+    /// Where the hook finds how to go on: written by [`Patches::plan`], before anything leads to
+    /// the hook.
     pub original: &'static AtomicUsize,
 }
 
@@ -56,12 +58,13 @@ impl Patches {
     /// Decodes the entries and writes the ways to and from the hooks. Nothing leads there yet.
     ///
     /// # Errors
-    /// Unsupported naming the function whose entry does not fit, and who patched it before us; OutOfResources without
-    /// addresses in a jump's reach; what the kernel refused.
+    /// Unsupported naming the function whose entry does not fit, and who patched it before us;
+    /// OutOfResources without addresses in a jump's reach; what the kernel refused.
     ///
     /// # Safety
-    /// Each entry is that of a function of a library that stays loaded. Its hook is called with its arguments and by its calling
-    /// convention, goes on by what `original` holds then, and each `original` is of one target of one plan.
+    /// Each entry is that of a function of a library that stays loaded. Its hook is called with its
+    /// arguments and by its calling convention, goes on by what `original` holds then, and each
+    /// `original` is of one target of one plan.
     pub unsafe fn plan(monitor: MonitorName, targets: &[Target]) -> Result<Self> {
         let Some(first) = targets.first() else { return Ok(Self { monitor, sites: Vec::new() }) };
         pin_library_of(first.hook);
@@ -99,8 +102,9 @@ impl Patches {
     /// Patches the functions: all of them, or none.
     ///
     /// # Errors
-    /// Busy naming a function that another library patched meanwhile; PermissionDenied or AccessDenied where a
-    /// security policy forbids changing code. Its context names what could not be taken back after that.
+    /// Busy naming a function that another library patched meanwhile; PermissionDenied or
+    /// AccessDenied where a security policy forbids changing code. Its context names what could
+    /// not be taken back after that.
     pub fn put(&self) -> Result<()> {
         // What is in place already was inherited from the process that this one was forked from.
         let put = |site: &Site| if site.patch.is_in_place() { Ok(()) } else { self.put_one(site) };
@@ -149,7 +153,8 @@ impl Patches {
         if !site.patch.is_taken_back() {
             return Err(self.overwritten(site));
         }
-        // SAFETY: writable within; the trampolines are sealed and lead to a hook with its original set.
+        // SAFETY: writable within; the trampolines are sealed and lead to a hook with its original
+        // set.
         self.while_writable(site, || unsafe { site.patch.put() })
     }
 
@@ -158,7 +163,8 @@ impl Patches {
         self.while_writable(site, || unsafe { site.patch.take_back() })
     }
 
-    /// Runs `write` with the page of the patch writable, and executable all the while: threads are running it.
+    /// Runs `write` with the page of the patch writable, and executable all the while: threads are
+    /// running it.
     fn while_writable(&self, site: &Site, write: impl FnOnce() -> bool) -> Result<()> {
         let page = rustix::param::page_size();
         let at =
@@ -211,8 +217,8 @@ impl Site {
         let (to_hook, past) =
             trampolines.write(slot, hook as u64, entry, &fit).ok_or_else(out_of_reach)?;
         original.store(past as usize, Ordering::Release);
-        // SAFETY: the entry's code was just read, and so can the rest of its 16 aligned bytes be: code is
-        // mapped in pages.
+        // SAFETY: the entry's code was just read, and so can the rest of its 16 aligned bytes be:
+        // code is mapped in pages.
         let patch =
             unsafe { Patch::jump(entry + fit.at as u64, to_hook) }.ok_or_else(out_of_reach)?;
         Ok(Self { name, entry, patch })
@@ -224,8 +230,8 @@ impl Site {
     }
 }
 
-/// Does each, or undoes what was done up to the one that failed, which may be done in part. The error is that of the one
-/// that failed, and its context what failed to be undone.
+/// Does each, or undoes what was done up to the one that failed, which may be done in part. The
+/// error is that of the one that failed, and its context what failed to be undone.
 fn all_or_none<S>(
     sites: &[S],
     mut one: impl FnMut(&S) -> Result<()>,
@@ -240,7 +246,8 @@ fn all_or_none<S>(
     Err(left.fold(error, |error, why| error.context("not taken back", why)))
 }
 
-/// Makes every processor that runs this process fetch its code anew; false where the kernel lacks that.
+/// Makes every processor that runs this process fetch its code anew; false where the kernel lacks
+/// that.
 fn synchronise_code() -> bool {
     membarrier(MembarrierCommand::RegisterPrivateExpeditedSyncCore)
         .and_then(|()| membarrier(MembarrierCommand::PrivateExpeditedSyncCore))
@@ -248,8 +255,8 @@ fn synchronise_code() -> bool {
 }
 
 fn code_at(entry: u64) -> [u8; LOOKED_AT] {
-    // SAFETY: the entry of a function of a loaded library: its code, and what is linked behind it, is mapped for at
-    // least as many bytes; whoever patches it writes other valid bytes.
+    // SAFETY: the entry of a function of a loaded library: its code, and what is linked behind it,
+    // is mapped for at least as many bytes; whoever patches it writes other valid bytes.
     unsafe { ptr::with_exposed_provenance::<[u8; LOOKED_AT]>(entry as usize).read_volatile() }
 }
 
@@ -272,8 +279,9 @@ fn object_of(address: usize) -> Option<&'static CStr> {
     (!object.dli_fname.is_null()).then(|| unsafe { CStr::from_ptr(object.dli_fname) })
 }
 
-/// Keeps the object that holds the hooks loaded for good, if it is a shared library: entries lead into it, and
-/// threads are in it. The main program, which is not found by this name, is never unloaded.
+/// Keeps the object that holds the hooks loaded for good, if it is a shared library: entries lead
+/// into it, and threads are in it. The main program, which is not found by this name, is never
+/// unloaded.
 fn pin_library_of(hook: usize) {
     if let Some(name) = object_of(hook) {
         let flags = libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE;

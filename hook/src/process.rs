@@ -1,8 +1,8 @@
 //! What a kind of hooks has once in a process: the patches, whom they tell, and who uses them.
 //!
-//! It is process-wide because a library is: there is one function to patch, however many monitors want it. A forked
-//! child has the patches in its own copy of the code, with a table that is wiped; if it starts a monitor, it gets a new
-//! table.
+//! It is process-wide because a library is: there is one function to patch, however many monitors
+//! want it. A forked child has the patches in its own copy of the code, with a table that is wiped;
+//! if it starts a monitor, it gets a new table.
 
 use std::{
     ptr,
@@ -24,7 +24,8 @@ pub(crate) struct Process<T: Wipeable> {
     overwritten: AtomicBool,
 }
 
-/// Where hooks of one kind find whom they tell, and where their patches are kept: made for a static.
+/// Where hooks of one kind find whom they tell, and where their patches are kept: made for a
+/// static.
 #[derive(Debug)]
 pub struct Place<T: Wipeable> {
     process: AtomicPtr<Process<T>>,
@@ -45,12 +46,13 @@ impl<T: HasTable + 'static> Place<T> {
         Self { process: AtomicPtr::new(ptr::null_mut()), patches: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// What a hook finds: the subscribers of this process, or of the one that it was forked from, whose table is then
-    /// wiped.
+    /// What a hook finds: the subscribers of this process, or of the one that it was forked from,
+    /// whose table is then wiped.
     #[inline(always)]
     #[must_use]
     pub fn subscribers(&self) -> Option<&'static Subscribers<T>> {
-        // SAFETY: null, or from `Box::into_raw` in `get` and never freed: a hook may be reading it at any time.
+        // SAFETY: null, or from `Box::into_raw` in `get` and never freed: a hook may be reading it
+        // at any time.
         let process: Option<&'static Process<T>> =
             unsafe { self.process.load(Ordering::Acquire).as_ref() };
         process.map(|process| &process.subscribers)
@@ -97,8 +99,9 @@ impl<T: HasTable> Process<T> {
         self.subscribers.shared().is_ours()
     }
 
-    /// Patches the functions, or counts one more user of the patches. They are planned by `plan` if they never were, with
-    /// no other start under way: planning writes where hooks go on, and patches lead there.
+    /// Patches the functions, or counts one more user of the patches. They are planned by `plan` if
+    /// they never were, with no other start under way: planning writes where hooks go on, and
+    /// patches lead there.
     ///
     /// # Errors
     /// As `plan` and [`Patches::put`]; Busy if a patch was overwritten since.
@@ -115,7 +118,8 @@ impl<T: HasTable> Process<T> {
             Some(patches) => patches,
             None => {
                 let patches = Box::into_raw(Box::new(plan()?));
-                // Nobody else stores: a process has one of this type at a place, and its lock is held.
+                // Nobody else stores: a process has one of this type at a place, and its lock is
+                // held.
                 place.patches.store(patches, Ordering::Release);
                 // SAFETY: just made, and from now on never freed.
                 unsafe { &*patches }
@@ -130,8 +134,8 @@ impl<T: HasTable> Process<T> {
         Ok(patches)
     }
 
-    /// Fails unless every patch is in place. Where one is found overwritten, all who are subscribed are told that everything is
-    /// gone: once, since whoever subscribes after that is refused.
+    /// Fails unless every patch is in place. Where one is found overwritten, all who are subscribed
+    /// are told that everything is gone: once, since whoever subscribes after that is refused.
     ///
     /// # Errors
     /// As [`Patches::in_place`].
@@ -154,7 +158,8 @@ impl<T: HasTable> Process<T> {
         pass.each(|_, invalidator| invalidator.invalidate(everything, Cause::Unmap));
     }
 
-    /// Takes the patches back when the last user is gone. Those that another library overwrote stay as they are.
+    /// Takes the patches back when the last user is gone. Those that another library overwrote stay
+    /// as they are.
     pub(crate) fn uninstall(&self, patches: &Patches) {
         let mut users = self.users.lock();
         *users -= 1;

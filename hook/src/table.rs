@@ -2,21 +2,24 @@
 //!
 //! # Implementation
 //!
-//! A reader (a hook, a monitor's thread, an application's call) *passes* through the table: it counts itself in,
-//! reads which slots are taken, tells their invalidators, and counts itself out. It waits for nobody. A writer
-//! holds the lock of [`Subscribers`], changes the table, and then waits until every pass that may have seen the old
-//! table is over. So:
+//! A reader (a hook, a monitor's thread, an application's call) *passes* through the table: it
+//! counts itself in, reads which slots are taken, tells their invalidators, and counts itself out.
+//! It waits for nobody. A writer holds the lock of [`Subscribers`], changes the table, and then
+//! waits until every pass that may have seen the old table is over. So:
 //! - after an invalidator was taken out, no pass has it, and its reference may be dropped;
-//! - after one was put in, every pass that is under way tells it: a change that began before and saw an empty table
-//!   is over. Without this wait, what is registered right after could be taken away by a change that nobody hears of.
+//! - after one was put in, every pass that is under way tells it: a change that began before and
+//!   saw an empty table is over. Without this wait, what is registered right after could be taken
+//!   away by a change that nobody hears of.
 //!
-//! Passes are counted per side, and the writer turns the sides twice, waiting for the one that is left each time, as
-//! SRCU does: a pass may read the side, be held up, and count itself on a side that was turned since, which the
-//! second turn waits for; and new passes count on the other side, so that a stream of them starves no writer. A
-//! pass that counts itself after a writer saw zero reads the slots after the writer changed them, since its count, its look at the
-//! slots, and the writer's changes and looks are sequentially consistent. Counters are spread over lines by stack address, so that threads share none as a
-//! rule. Each line has a counter that one pass at a time has to itself: only its beginning is a locked instruction, and
-//! its end a store, by which a writer that sees it sees all that the pass did. Passes that find it taken (of other threads,
+//! Passes are counted per side, and the writer turns the sides twice, waiting for the one that is
+//! left each time, as SRCU does: a pass may read the side, be held up, and count itself on a side
+//! that was turned since, which the second turn waits for; and new passes count on the other side,
+//! so that a stream of them starves no writer. A pass that counts itself after a writer saw zero
+//! reads the slots after the writer changed them, since its count, its look at the slots, and the
+//! writer's changes and looks are sequentially consistent. Counters are spread over lines by stack
+//! address, so that threads share none as a rule. Each line has a counter that one pass at a time
+//! has to itself: only its beginning is a locked instruction, and its end a store, by which a
+//! writer that sees it sees all that the pass did. Passes that find it taken (of other threads,
 //! or of a signal handler within a pass) count on the line's other counter, with two.
 
 use std::{
@@ -70,8 +73,9 @@ pub struct Table {
     passes: [[Line; LINES]; 2],
 }
 
-// SAFETY: zeroes are an empty table with no pass under way. `Invalidator` is Sync, and the pointers are only turned
-// into references within passes. It needs no drop: in a child the invalidators are forgotten with the parent's.
+// SAFETY: zeroes are an empty table with no pass under way. `Invalidator` is Sync, and the pointers
+// are only turned into references within passes. It needs no drop: in a child the invalidators are
+// forgotten with the parent's.
 unsafe impl Wipeable for Table {}
 
 /// Shared memory that has a table in it.
@@ -159,8 +163,8 @@ impl Pass<'_> {
         self.taken == 0
     }
 
-    /// Calls `tell` with each slot's number and invalidator: the same ones each time within a pass, or none any more in a
-    /// child that was forked within it.
+    /// Calls `tell` with each slot's number and invalidator: the same ones each time within a pass,
+    /// or none any more in a child that was forked within it.
     #[inline]
     pub fn each(&self, mut tell: impl FnMut(usize, &dyn Invalidator)) {
         let mut left = self.taken;
@@ -168,9 +172,10 @@ impl Pass<'_> {
             let slot = left.trailing_zeros() as usize;
             left &= left - 1;
             let invalidator = self.table.slots[slot].load(SeqCst);
-            // SAFETY: the slot was taken when this pass began, so its pointer was set before, from a box; the
-            // writer that takes it out waits for this pass before it clears the pointer and drops the box. It is null only
-            // in a child that was forked within the pass: the table was wiped there.
+            // SAFETY: the slot was taken when this pass began, so its pointer was set before, from
+            // a box; the writer that takes it out waits for this pass before it clears
+            // the pointer and drops the box. It is null only in a child that was forked
+            // within the pass: the table was wiped there.
             if let Some(invalidator) = unsafe { invalidator.as_ref() } {
                 tell(slot, &**invalidator);
             }
@@ -221,7 +226,8 @@ impl<T: HasTable> Subscribers<T> {
     /// Subscribers whose table lies in a `T`.
     ///
     /// # Errors
-    /// OutOfResources without memory; Unsupported where the kernel cannot wipe the table in a forked child.
+    /// OutOfResources without memory; Unsupported where the kernel cannot wipe the table in a
+    /// forked child.
     pub fn new(monitor: MonitorName) -> Result<Self> {
         let book = Book { by_invalidator: HashMap::new(), subscriptions: [0; SLOTS] };
         Ok(Self { monitor, shared: WipedOnFork::new(monitor)?, book: Mutex::new(book) })
@@ -239,8 +245,8 @@ impl<T: HasTable> Subscribers<T> {
         self.shared.table()
     }
 
-    /// Counts a subscription of `invalidator` and returns its slot. When it returns, every change under way is one
-    /// that the invalidator is told of.
+    /// Counts a subscription of `invalidator` and returns its slot. When it returns, every change
+    /// under way is one that the invalidator is told of.
     ///
     /// # Errors
     /// OutOfResources when [`SLOTS`] invalidators are subscribed; Unsupported in a forked child.
@@ -271,7 +277,8 @@ impl<T: HasTable> Subscribers<T> {
         Ok(slot as u8)
     }
 
-    /// Takes a subscription back. After the last one of an invalidator it is not called any more, and is returned.
+    /// Takes a subscription back. After the last one of an invalidator it is not called any more,
+    /// and is returned.
     pub fn remove(&self, slot: u8) -> Option<Arc<dyn Invalidator>> {
         if !self.shared.is_ours() {
             return None;
@@ -287,15 +294,16 @@ impl<T: HasTable> Subscribers<T> {
         table.taken.fetch_and(!(1 << slot), SeqCst);
         table.wait_for_passes();
         let invalidator = table.slots[slot].swap(ptr::null_mut(), SeqCst);
-        // SAFETY: it came from `Box::into_raw` in `add`; the slot is not taken, and no pass that saw it taken is
-        // left, so that nobody else has it.
+        // SAFETY: it came from `Box::into_raw` in `add`; the slot is not taken, and no pass that
+        // saw it taken is left, so that nobody else has it.
         let invalidator = unsafe { Box::from_raw(invalidator) };
         book.by_invalidator.remove(&identity(&invalidator));
         Some(*invalidator)
     }
 }
 
-/// A range for `start` and `len` as a system call was given them: to the end of the address space where they wrap.
+/// A range for `start` and `len` as a system call was given them: to the end of the address space
+/// where they wrap.
 #[inline]
 pub fn clamped(start: u64, len: u64) -> AddressRange {
     let longest = (u64::MAX - start).saturating_add(1);

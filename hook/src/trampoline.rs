@@ -22,7 +22,8 @@ pub(super) struct Trampolines {
 }
 
 impl Trampolines {
-    /// A mapping for so many functions within reach of code at `near`, writable until [`Trampolines::seal`].
+    /// A mapping for so many functions within reach of code at `near`, writable until
+    /// [`Trampolines::seal`].
     pub(super) fn new(monitor: MonitorName, near: u64, functions: usize) -> Result<Self> {
         let len = (functions as u64 * SLOT).next_multiple_of(page_size());
         let failed = |call: &'static str, errno: Errno| Error::os(errno, call).iface(monitor.iface);
@@ -42,7 +43,8 @@ impl Trampolines {
             match unsafe { rustix::mm::mmap_anonymous(at, len as usize, prot, flags) } {
                 Ok(mapped) if mapped == at => return Ok(Self { monitor, start, len }),
                 Ok(elsewhere) => {
-                    // SAFETY: kernels that do not know the flag take the address for a hint: this mapping is ours.
+                    // SAFETY: kernels that do not know the flag take the address for a hint: this
+                    // mapping is ours.
                     unsafe { rustix::mm::munmap(elsewhere, len as usize) }
                         .map_err(|errno| failed("munmap", errno))?;
                 }
@@ -59,8 +61,8 @@ impl Trampolines {
             )))
     }
 
-    /// Writes the two ways of the function in this slot, whose entry is at `entry`, and returns where they begin: to the
-    /// hook, and past the replaced instruction.
+    /// Writes the two ways of the function in this slot, whose entry is at `entry`, and returns
+    /// where they begin: to the hook, and past the replaced instruction.
     pub(super) fn write(
         &self,
         slot: usize,

@@ -1,13 +1,14 @@
 //! Memory that a forked child finds zeroed.
 //!
-//! What a hook or a monitor's thread shares with the rest of the process lives in it, so that a child, however it
-//! was made (`fork`, raw `clone`), has no invalidator, no lock that another thread held, and nothing under way.
-//! A child that shares the parent's memory (`vfork`, threads) shares this too, as it must.
+//! What a hook or a monitor's thread shares with the rest of the process lives in it, so that a
+//! child, however it was made (`fork`, raw `clone`), has no invalidator, no lock that another
+//! thread held, and nothing under way. A child that shares the parent's memory (`vfork`, threads)
+//! shares this too, as it must.
 
 use std::{
     ops::Deref,
     ptr::{self, NonNull},
-    sync::atomic::{AtomicU32, Ordering},
+    sync::atomic::{AtomicU32, AtomicUsize, Ordering},
 };
 
 use hmem_core::{Error, ErrorKind, Result};
@@ -21,9 +22,12 @@ use crate::MonitorName;
 /// What zeroed memory is a valid value of, at any moment.
 ///
 /// # Safety
-/// All-zero bytes are a valid value even where another value was a moment ago, sharing it between threads is
-/// sound, and it needs no drop.
+/// All-zero bytes are a valid value even where another value was a moment ago, sharing it between
+/// threads is sound, and it needs no drop.
 pub unsafe trait Wipeable: Sync {}
+
+// SAFETY: any bytes are an `AtomicUsize`, which threads may share and which needs no drop.
+unsafe impl Wipeable for AtomicUsize {}
 
 /// `T` behind a mark that a child does not have.
 #[repr(C)]
@@ -38,8 +42,8 @@ pub struct WipedOnFork<T> {
     marked: NonNull<Marked<T>>,
 }
 
-// SAFETY: a mapping belongs to the process, not to a thread; what lies in it is shared as `T: Wipeable` allows, which
-// needs no drop, so that any thread may drop it.
+// SAFETY: a mapping belongs to the process, not to a thread; what lies in it is shared as `T:
+// Wipeable` allows, which needs no drop, so that any thread may drop it.
 unsafe impl<T: Wipeable> Send for WipedOnFork<T> {}
 // SAFETY: as above; `&WipedOnFork` gives out nothing but `&T`.
 unsafe impl<T: Wipeable> Sync for WipedOnFork<T> {}
@@ -81,15 +85,17 @@ impl<T: Wipeable> WipedOnFork<T> {
 
     #[inline]
     fn marked(&self) -> &Marked<T> {
-        // SAFETY: the mapping is as long as a `Marked<T>`, aligned, lives as long as `self`, and holds zeroes or
-        // what `&Marked<T>` was used to write; `T: Wipeable` accepts both, and so does an `AtomicU32`.
+        // SAFETY: the mapping is as long as a `Marked<T>`, aligned, lives as long as `self`, and
+        // holds zeroes or what `&Marked<T>` was used to write; `T: Wipeable` accepts both,
+        // and so does an `AtomicU32`.
         unsafe { self.marked.as_ref() }
     }
 }
 
 impl<T> Drop for WipedOnFork<T> {
     fn drop(&mut self) {
-        // SAFETY: mapped by `new`, of this length, and whoever drops it has no use for it any longer.
+        // SAFETY: mapped by `new`, of this length, and whoever drops it has no use for it any
+        // longer.
         let done =
             unsafe { rustix::mm::munmap(self.marked.as_ptr().cast(), size_of::<Marked<T>>()) };
         if let Err(errno) = done {

@@ -1,4 +1,5 @@
-//! Subscriptions of one monitor that begin and end on several threads at once, over a hooked function of the C library.
+//! Subscriptions of one monitor that begin and end on several threads at once, over a hooked
+//! function of the C library.
 
 use std::{
     mem::transmute,
@@ -47,7 +48,8 @@ fn plan() -> Result<Patches> {
         call: Some(libc::SYS_getppid),
         original: &ORIGINAL,
     };
-    // SAFETY: the C library stays loaded; the hook is of the function's type and has an `original` to itself.
+    // SAFETY: the C library stays loaded; the hook is of the function's type and has an `original`
+    // to itself.
     unsafe { Patches::plan(NAME, &[getppid]) }
 }
 
@@ -77,7 +79,8 @@ impl Invalidator for Told {
     fn open_gate(&self) {}
 }
 
-/// Whoever is subscribed is told, and whoever is not any more is not, however many others begin and end meanwhile.
+/// Whoever is subscribed is told, and whoever is not any more is not, however many others begin and
+/// end meanwhile.
 #[test]
 fn whoever_is_subscribed_is_told_and_nobody_else() {
     const ROUNDS: usize = 10_000;
@@ -93,7 +96,8 @@ fn whoever_is_subscribed_is_told_and_nobody_else() {
             let (hooks, subscribe, shared) = (&hooks, &subscribe, &shared);
             scope.spawn(move || {
                 for round in 0..ROUNDS {
-                    // Of several threads: the last subscription of one may be followed by another's first.
+                    // Of several threads: the last subscription of one may be followed by another's
+                    // first.
                     let ours = &shared[(number + round) % shared.len()];
                     let (first, second) = (subscribe(ours), subscribe(ours));
                     hooks.unsubscribe(first);

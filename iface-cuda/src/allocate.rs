@@ -122,7 +122,8 @@ impl Driver {
         Ok(base.expose_provenance() as u64)
     }
 
-    /// From the device's default pool, usable when this returns. Nothing is taken from a driver that cannot free it.
+    /// From the device's default pool, usable when this returns. Nothing is taken from a driver
+    /// that cannot free it.
     fn pool_alloc(&self, device: DeviceId, len: usize) -> Result<u64> {
         self.functions.mem_free_async.ok_or_else(|| lacks_symbol("allocate", "cuMemFreeAsync"))?;
         let allocate = self
@@ -147,8 +148,8 @@ impl Driver {
         })
     }
 
-    /// One handle, mapped into a reservation of its own, open to its device, and reachable by RDMA where the device has
-    /// that.
+    /// One handle, mapped into a reservation of its own, open to its device, and reachable by RDMA
+    /// where the device has that.
     fn virtual_alloc(&self, device: DeviceId, len: usize) -> Result<(u64, Origin)> {
         let entry = device::get(&self.devices, "allocate", device)?;
         let vmm = Vmm::of(self)?;
@@ -163,8 +164,8 @@ impl Driver {
         };
         let mut step = 0;
         let option = sys::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
-        // SAFETY: `step` is writable and `properties` is whole.
         check(
+            // SAFETY: `step` is writable and `properties` is whole.
             unsafe { (vmm.granularity)(&mut step, &properties, option) },
             "cuMemGetAllocationGranularity",
         )?;
@@ -214,8 +215,8 @@ impl Driver {
         opened.map(|()| base)
     }
 
-    /// Gives memory back as it came. The device's primary context is current. After a refusal `origin` says what is left, and
-    /// the next call goes on from there.
+    /// Gives memory back as it came. The device's primary context is current. After a refusal
+    /// `origin` says what is left, and the next call goes on from there.
     pub(crate) fn give_back(&self, base: u64, device: DeviceId, origin: &mut Origin) -> Result<()> {
         match origin {
             // SAFETY: allocated by this driver and freed once: the book's entry goes with it.
@@ -252,10 +253,11 @@ impl Driver {
         let free =
             self.functions.mem_free_async.ok_or_else(|| lacks_symbol("free", "cuMemFreeAsync"))?;
         self.with_own_stream(device, |stream| {
-            // SAFETY: allocated by this driver and freed once; the caller promises that nothing uses it any longer.
+            // SAFETY: allocated by this driver and freed once; the caller promises that nothing
+            // uses it any longer.
             check(unsafe { free(base, stream) }, "cuMemFreeAsync")?;
-            // The free has taken effect; a failure to wait for it is an error of the device and not of the free.
-            // SAFETY: the stream is this driver's own.
+            // The free has taken effect; a failure to wait for it is an error of the device and not
+            // of the free. SAFETY: the stream is this driver's own.
             let waited = check(
                 unsafe { (self.functions.stream_synchronize)(stream) },
                 "cuStreamSynchronize",
@@ -267,8 +269,8 @@ impl Driver {
         })
     }
 
-    /// Frees what was allocated: subscribers of the monitor are told before, so that a cached registration is dead
-    /// when the memory goes.
+    /// Frees what was allocated: subscribers of the monitor are told before, so that a cached
+    /// registration is dead when the memory goes.
     pub(crate) fn free(&self, allocation: &Allocation) -> Result<()> {
         let owned = self.owned("free", allocation)?;
         if matches!(owned.origin, Origin::Imported { .. }) {
@@ -280,7 +282,8 @@ impl Driver {
     /// Gives an allocation back and strikes it from the book, unless the driver refuses.
     fn end(&self, allocation: &Allocation, owned: &Owned) -> Result<()> {
         let base = allocation.base().0;
-        // Taken out first, so that of two threads that free the same memory only one reaches the driver.
+        // Taken out first, so that of two threads that free the same memory only one reaches the
+        // driver.
         let taken = self.book.lock().take(base, owned.id);
         let Some(mut taken) = taken else { return Err(not_live("free", allocation)) };
         let result = self.primary(taken.device).map(|context| {
@@ -358,7 +361,8 @@ impl Driver {
         let mut gone = false;
         let result = self.workplace_of_registered(range.start(), known).and_then(|workplace| {
             let ended = workplace.within(|| {
-                // SAFETY: registered by this driver and unregistered once: the book's entry is gone.
+                // SAFETY: registered by this driver and unregistered once: the book's entry is
+                // gone.
                 let code = unsafe { (self.functions.mem_host_unregister)(pointer) };
                 let ended = if code == CuResult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED {
                     tracing::debug!(%range, "the page-locking went with its context");
@@ -376,7 +380,8 @@ impl Driver {
         result.map_err(|error| error.context("range", range))
     }
 
-    /// The context in which host memory is page-locked; another where the application has destroyed it.
+    /// The context in which host memory is page-locked; another where the application has destroyed
+    /// it.
     fn workplace_of_registered(
         &self,
         address: Address,

@@ -1,11 +1,12 @@
 //! Contexts: which one a call works in, current only while it runs.
 //!
-//! A device's primary context is the one that the CUDA runtime and every well-behaved library use. It exists once in
-//! a process, made by whoever retains it first, which is why this is the crate's one piece of process-wide state. A call
-//! holds it while it works in it ([`Hold`]). Where something lives on in it (an allocation, the stream of copies), it stays
-//! retained until the iface closes; else it is given back as the last call that works in it ends, so that a call that is
-//! refused, and one that only asks, leave no context behind. Contexts that the application made itself are worked in and
-//! never kept.
+//! A device's primary context is the one that the CUDA runtime and every well-behaved library use.
+//! It exists once in a process, made by whoever retains it first, which is why this is the crate's
+//! one piece of process-wide state. A call holds it while it works in it ([`Hold`]). Where
+//! something lives on in it (an allocation, the stream of copies), it stays retained until the
+//! iface closes; else it is given back as the last call that works in it ends, so that a call that
+//! is refused, and one that only asks, leave no context behind. Contexts that the application made
+//! itself are worked in and never kept.
 
 use hmem_core::{DeviceId, Error, Result};
 use parking_lot::MutexGuard;
@@ -24,7 +25,8 @@ pub(crate) struct Primary {
     pub(crate) context: CuContext,
     /// For asynchronous copies, which end in the order in which they began; null until the first.
     stream: CuStream,
-    /// Streams of what waits for its end: one for each thread that did so at once. Those that are not in use.
+    /// Streams of what waits for its end: one for each thread that did so at once. Those that are
+    /// not in use.
     spare_streams: Vec<CuStream>,
     /// Events that are not in use.
     events: Vec<CuEvent>,
@@ -34,8 +36,8 @@ pub(crate) struct Primary {
     kept: bool,
 }
 
-/// A device's primary context, there for as long as this lives. Ended or dropped, it is given back unless another call
-/// works in it or something lives on in it.
+/// A device's primary context, there for as long as this lives. Ended or dropped, it is given back
+/// unless another call works in it or something lives on in it.
 #[derive(Debug)]
 #[must_use = "dropped, the context may go"]
 pub(crate) struct Hold<'a> {
@@ -61,7 +63,8 @@ impl Hold<'_> {
         }
     }
 
-    /// [`within`]; a context that the thread cannot be rid of is kept, so that it has none that is destroyed.
+    /// [`within`]; a context that the thread cannot be rid of is kept, so that it has none that is
+    /// destroyed.
     pub(crate) fn within<T>(&self, run: impl FnOnce() -> Result<T>) -> Result<T> {
         self.within_or_undo(run, |_| Ok(()))
     }
@@ -75,11 +78,12 @@ impl Hold<'_> {
         current_while(&self.driver.functions, self.context, run, undo, || self.keep())
     }
 
-    /// Gives back what `result` was got in. An error of the work comes before one of giving back, which is told as
-    /// dropping tells it.
+    /// Gives back what `result` was got in. An error of the work comes before one of giving back,
+    /// which is told as dropping tells it.
     ///
     /// # Errors
-    /// That of `result`, or the driver does not take it back. It stays retained, and goes with its next user or as the iface closes.
+    /// That of `result`, or the driver does not take it back. It stays retained, and goes with its
+    /// next user or as the iface closes.
     pub(crate) fn end<T>(mut self, result: Result<T>) -> Result<T> {
         let value = result?;
         self.leave().map(|()| value)
@@ -170,8 +174,8 @@ pub(crate) fn within<T>(
     within_or_undo(functions, context, run, |_| Ok(()))
 }
 
-/// [`within`] for what leaves something behind: `undo` takes it back where the thread's own context cannot be put back
-/// and the caller gets an error.
+/// [`within`] for what leaves something behind: `undo` takes it back where the thread's own context
+/// cannot be put back and the caller gets an error.
 pub(crate) fn within_or_undo<T>(
     functions: &Functions,
     context: CuContext,
@@ -189,8 +193,9 @@ fn current_while<T>(
     undo: impl FnOnce(T) -> Result<()>,
     stuck: impl FnOnce(),
 ) -> Result<T> {
-    // SAFETY: the context is a retained primary one, one that the driver named as the calling thread's just now, or the
-    // context of memory that the driver knew just now, with which it would have gone.
+    // SAFETY: the context is a retained primary one, one that the driver named as the calling
+    // thread's just now, or the context of memory that the driver knew just now, with which it
+    // would have gone.
     check(unsafe { (functions.ctx_push_current)(context) }, "cuCtxPushCurrent_v2")?;
     let result = run();
     let Err(refused) = pop(functions) else { return result };
@@ -294,8 +299,9 @@ impl Driver {
         }
     }
 
-    /// The context to work on memory in: its own, or for memory of none the calling thread's where that is of the same
-    /// device, else the device's primary one, which is made only if nobody has it.
+    /// The context to work on memory in: its own, or for memory of none the calling thread's where
+    /// that is of the same device, else the device's primary one, which is made only if nobody
+    /// has it.
     ///
     /// That the driver needs one for such memory is written nowhere; nor is that it does not.
     pub(crate) fn workplace(&self, own: CuContext, device: DeviceId) -> Result<Workplace<'_>> {
@@ -309,9 +315,10 @@ impl Driver {
         }
     }
 
-    /// The context to page-lock host memory in, of which every context knows afterwards. The page-locking goes with its
-    /// context, so that a primary one that somebody has comes first, as it can be kept: of the device that the thread
-    /// works on, else of any. Then the thread's own; and only for a process without either the first device's is made.
+    /// The context to page-lock host memory in, of which every context knows afterwards. The
+    /// page-locking goes with its context, so that a primary one that somebody has comes first,
+    /// as it can be kept: of the device that the thread works on, else of any. Then the
+    /// thread's own; and only for a process without either the first device's is made.
     pub(crate) fn workplace_for_host(&self) -> Result<Workplace<'_>> {
         let current = self.current()?;
         let of_thread =
@@ -328,7 +335,8 @@ impl Driver {
         }
     }
 
-    /// The stream of a device's asynchronous copies, which exists from the first call on. The primary context is current.
+    /// The stream of a device's asynchronous copies, which exists from the first call on. The
+    /// primary context is current.
     pub(crate) fn stream(&self, device: DeviceId) -> Result<CuStream> {
         let entry = device::get(&self.devices, "cuStreamCreate", device)?;
         let mut slot = entry.primary.lock();
@@ -339,8 +347,9 @@ impl Driver {
         Ok(primary.stream)
     }
 
-    /// Runs `run` with a stream of a device that nobody else uses meanwhile, so that waiting for its end is waiting for
-    /// nothing else. `run` leaves nothing under way on it. The primary context is current.
+    /// Runs `run` with a stream of a device that nobody else uses meanwhile, so that waiting for
+    /// its end is waiting for nothing else. `run` leaves nothing under way on it. The primary
+    /// context is current.
     pub(crate) fn with_own_stream<T>(
         &self,
         device: DeviceId,
@@ -422,8 +431,8 @@ impl Driver {
                 primary.spare_streams.pop();
             }
             if !primary.stream.is_null() {
-                // SAFETY: the stream is ours; copies that still run on it end before it goes.
                 check(
+                    // SAFETY: the stream is ours; copies that still run on it end before it goes.
                     unsafe { (self.functions.stream_destroy)(primary.stream) },
                     "cuStreamDestroy_v2",
                 )?;
@@ -435,8 +444,8 @@ impl Driver {
 
     /// Drops the reference that [`Driver::hold`] took; the caller forgets it.
     ///
-    /// With no memory of this iface in it that takes nothing of what is registered: who has memory there holds the context
-    /// too, and letting go of it is told by the hooks.
+    /// With no memory of this iface in it that takes nothing of what is registered: who has memory
+    /// there holds the context too, and letting go of it is told by the hooks.
     fn release_primary(&self, entry: &DeviceEntry) -> Result<()> {
         // SAFETY: retained once by `join`; the caller empties the slot.
         let release = || unsafe { (self.functions.primary_ctx_release)(entry.handle) };
@@ -446,8 +455,8 @@ impl Driver {
         check(code, "cuDevicePrimaryCtxRelease_v2")
     }
 
-    /// The same at the end, when nobody can try again: a stream of a context that was reset, for one, cannot be
-    /// destroyed, and the reference to the context is dropped all the same.
+    /// The same at the end, when nobody can try again: a stream of a context that was reset, for
+    /// one, cannot be destroyed, and the reference to the context is dropped all the same.
     pub(crate) fn abandon_contexts(&self) {
         let Err(error) = self.release_contexts() else { return };
         tracing::error!(%error, "a CUDA object could not be given back");
@@ -464,8 +473,8 @@ impl Driver {
 /// A stream of the current context that waits for no other.
 pub(crate) fn new_stream(functions: &Functions) -> Result<CuStream> {
     let mut stream = CuStream::NULL;
-    // SAFETY: `stream` is writable.
     check(
+        // SAFETY: `stream` is writable.
         unsafe { (functions.stream_create)(&mut stream, sys::CU_STREAM_NON_BLOCKING) },
         "cuStreamCreate",
     )?;

@@ -1,13 +1,15 @@
 //! Copies between host memory and memory of the devices.
 //!
-//! They run on streams of this crate's own in the device's primary context: asynchronous ones on one, in order; each blocking one
-//! on another, so that it waits for no copy but itself. These streams are kept for the next copy.
+//! They run on streams of this crate's own in the device's primary context: asynchronous ones on
+//! one, in order; each blocking one on another, so that it waits for no copy but itself. These
+//! streams are kept for the next copy.
 //!
-//! A copy runs in another context in two cases: its memory is of a context that the application made; or the memory is of no
-//! context, nobody has the primary one, and the thread is in another of the device. Then its stream is made for it and
-//! destroyed with it.
+//! A copy runs in another context in two cases: its memory is of a context that the application
+//! made; or the memory is of no context, nobody has the primary one, and the thread is in another
+//! of the device. Then its stream is made for it and destroyed with it.
 //!
-//! No stream is ordered behind those of the application: work that writes the source is waited for by whoever started it.
+//! No stream is ordered behind those of the application: work that writes the source is waited for
+//! by whoever started it.
 
 use std::{fmt, sync::Arc};
 
@@ -30,8 +32,18 @@ struct Place {
     device: DeviceId,
     /// Whether the context is the device's primary one, which has a stream and events for copies.
     primary: bool,
-    /// Whether it is the calling thread's, and the memory not of it: the application may destroy it and keep the memory.
+    /// Whether it is the calling thread's, and the memory not of it: the application may destroy
+    /// it and keep the memory.
     lent: bool,
+}
+
+/// The owner of the memory on one side of a copy.
+enum Side {
+    Ours(Found),
+    /// The application's own pages, of which a part is page-locked.
+    PageLocked,
+    /// Host memory, as far as the driver knows.
+    Unknown,
 }
 
 impl Driver {
@@ -107,7 +119,8 @@ impl Driver {
                         }
                     };
                     let recorded = self.start(stream, to, from, len).and_then(|()| {
-                        // SAFETY: event and stream are this driver's own and of the current context.
+                        // SAFETY: event and stream are this driver's own and of the current
+                        // context.
                         check(
                             unsafe { (self.functions.event_record)(event, stream) },
                             "cuEventRecord",
@@ -129,17 +142,21 @@ impl Driver {
         Ok(Box::new(Event { driver: Arc::clone(self), place, stream, event }))
     }
 
-    /// Where the copy runs; `None` if both sides are host memory that CUDA does not know.
+    /// Returns the place where the copy runs.
+    ///
+    /// Returns `None` if neither side is CUDA memory and either the length is 0 or a side is host
+    /// memory that the application page-locked.
     fn place(
         &self,
         to: Address,
         from: Address,
         len: u64,
     ) -> Result<Option<(Place, Workplace<'_>)>> {
-        let ours = [self.side(to, len)?, self.side(from, len)?];
-        for (side, found) in [to, from].into_iter().zip(&ours) {
-            // Neither the CPU nor a driver that takes the address for the host's reaches what the driver has forgotten.
-            if found.is_none()
+        let sides = [self.side(to, len)?, self.side(from, len)?];
+        for (side, found) in [to, from].into_iter().zip(&sides) {
+            // Neither the CPU nor a driver that takes the address for the host's reaches what the
+            // driver has forgotten.
+            if matches!(found, Side::Unknown)
                 && let Some(allocation) = self.range_around(side)
             {
                 return Err(Error::new(ErrorKind::Driver, "copy")
@@ -149,11 +166,23 @@ impl Driver {
             }
         }
         // Device memory decides: host memory is within reach of every context.
-        let known = ours.iter().flatten();
+        let known = sides.iter().filter_map(|side| match side {
+            Side::Ours(found) => Some(found),
+            Side::PageLocked | Side::Unknown => None,
+        });
         let Some(found) =
             known.clone().find(|found| found.allocation.device.is_some()).or(known.clone().next())
         else {
-            return Ok(None);
+            if len == 0 || sides.iter().any(|side| matches!(side, Side::PageLocked)) {
+                return Ok(None);
+            }
+            // The address of freed CUDA memory may belong to host memory by now.
+            return Err(Error::new(ErrorKind::OutOfBounds, "copy")
+                .iface(IfaceKind::CUDA)
+                .context("to", to)
+                .context("from", from)
+                .context("why", "neither side is memory that the driver knows")
+                .remedy("copy memory of this iface before it is freed"));
         };
         let device = found.device();
         let own = found.context;
@@ -173,17 +202,17 @@ impl Driver {
         Ok(Some((place, workplace)))
     }
 
-    /// A side of a copy that CUDA knows, checked to lie in one allocation.
-    fn side(&self, address: Address, len: u64) -> Result<Option<Found>> {
+    /// Returns one side of a copy. Fails if the side begins in a CUDA allocation and does not lie
+    /// within it.
+    fn side(&self, address: Address, len: u64) -> Result<Side> {
         let range = AddressRange::new(address, len)?;
-        let Some(found) = self.find(address)? else { return Ok(None) };
+        let Some(found) = self.find(address)? else { return Ok(Side::Unknown) };
         let allocation = &found.allocation;
         if allocation.kind == hmem_core::AllocationKind::HostRegistered {
-            // The application's own pages, of which a part is page-locked.
-            return Ok(None);
+            return Ok(Side::PageLocked);
         }
         if allocation.range.contains_range(range) {
-            return Ok(Some(found));
+            return Ok(Side::Ours(found));
         }
         Err(Error::new(ErrorKind::OutOfBounds, "copy")
             .iface(IfaceKind::CUDA)
@@ -196,16 +225,16 @@ impl Driver {
         if len == 0 {
             return Ok(());
         }
-        // SAFETY: sides of this iface were checked in `side`; the caller of `Iface::copy` promises host memory to be
-        // valid until the copy has ended.
+        // SAFETY: sides of this iface were checked in `side`; the caller of `Iface::copy` promises
+        // host memory to be valid until the copy has ended.
         check(
             unsafe { (self.functions.memcpy_async)(to.0, from.0, len as usize, stream) },
             "cuMemcpyAsync",
         )
     }
 
-    /// For a copy that the caller hears nothing of but an error: it gets its memory back when the copy has ended. Stream
-    /// and event are given back whatever waiting says.
+    /// For a copy that the caller hears nothing of but an error: it gets its memory back when the
+    /// copy has ended. Stream and event are given back whatever waiting says.
     fn end_copy(&self, place: Place, stream: CuStream, event: CuEvent) -> Result<()> {
         // SAFETY: the stream is this driver's own.
         let ended =
@@ -239,7 +268,8 @@ impl Driver {
     }
 }
 
-/// An error of the work comes before one of giving back what it was done with, which is then only told.
+/// An error of the work comes before one of giving back what it was done with, which is then only
+/// told.
 fn work_first<T>(work: Result<T>, left: Result<()>) -> Result<T> {
     match (work, left) {
         (Ok(value), left) => left.map(|()| value),
@@ -253,7 +283,8 @@ fn work_first<T>(work: Result<T>, left: Result<()>) -> Result<T> {
 }
 
 /// # Safety
-/// Both sides are valid for `len` bytes, and the destination is not referenced elsewhere. They may overlap.
+/// Both sides are valid for `len` bytes, and the destination is not referenced elsewhere. They may
+/// overlap.
 unsafe fn copy_host(to: Address, from: Address, len: u64) {
     let (to, from) = (to.0 as usize, from.0 as usize);
     // SAFETY: as the caller promises.
@@ -280,7 +311,8 @@ impl CopyEvent for Done {
     }
 }
 
-/// A copy on a stream. Dropped unread it waits for the copy's end, so that nobody frees memory under it.
+/// A copy on a stream. Dropped unread it waits for the copy's end, so that nobody frees memory
+/// under it.
 struct Event {
     driver: Arc<Driver>,
     place: Place,

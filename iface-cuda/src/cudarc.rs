@@ -1,12 +1,13 @@
 //! Memory of the [`cudarc`] crate, registered directly (cargo feature `cudarc`).
 //!
-//! A [`CudaSlice`] is handed over with [`CudarcBuffer`], whose region owns it until it is closed, or lent for a closure with
-//! [`scope`]. Which CUDA version `cudarc` is built for is the application's choice, by a `cuda-*` feature of its own
-//! dependency or the environment variable `CUDARC_CUDA_VERSION`: this crate picks none, as two that differ cannot be built
-//! together. How `cudarc` finds the driver library is its own affair too.
+//! A [`CudaSlice`] is handed over with [`CudarcBuffer`], whose region owns it until it is closed,
+//! or lent for a closure with [`scope`]. Which CUDA version `cudarc` is built for is the
+//! application's choice, by a `cuda-*` feature of its own dependency or the environment variable
+//! `CUDARC_CUDA_VERSION`: this crate picks none, as two that differ cannot be built together. How
+//! `cudarc` finds the driver library is its own affair too.
 //!
-//! By default `cudarc` allocates stream-ordered memory, which the driver may not let a NIC reach; the region's decision
-//! then says that it is staged, and why.
+//! By default `cudarc` allocates stream-ordered memory, which the driver may not let a NIC reach;
+//! the region's decision then says that it is staged, and why.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -36,21 +37,48 @@ use hmem_core::{
     OwnedBuffer, Rejected, Result, Scoped,
 };
 
+/// A type of which every bit pattern is a valid value, so that peers may write it.
+///
+/// Implemented for Rust's integers and floats. Register a slice of another type as bytes: `cudarc`
+/// has an unsafe call that reinterprets slices.
+///
+/// ```compile_fail,E0277
+/// # use cudarc::driver::CudaSlice;
+/// # use hmem_iface_cuda::cudarc::CudarcBuffer;
+/// // Refused: a peer could write a byte that is neither true nor false.
+/// fn flags(buffer: CudarcBuffer<bool>) {}
+/// ```
+///
+/// # Safety
+/// The type has no padding and no invalid bit pattern.
+pub unsafe trait AnyBits: Send + Sync + 'static {}
+
+macro_rules! any_bits {
+    ($($number:ty)+) => {$(
+        // SAFETY: every bit pattern is a number, and numbers have no padding.
+        unsafe impl AnyBits for $number {}
+    )+};
+}
+
+any_bits! { u8 u16 u32 u64 u128 usize i8 i16 i32 i64 i128 isize f32 f64 }
+
 /// A slice of `cudarc` that a region can own.
-pub struct CudarcBuffer<T> {
+pub struct CudarcBuffer<T: AnyBits> {
     slice: CudaSlice<T>,
     range: AddressRange,
     iface: Arc<dyn Iface>,
 }
 
-impl<T> CudarcBuffer<T> {
-    /// Makes a slice ready to be registered. Waits for what its stream was given before, so that a NIC sees it.
+impl<T: AnyBits> CudarcBuffer<T> {
+    /// Makes a slice ready to be registered. Waits for what its stream was given before, so that a
+    /// NIC sees it.
     ///
-    /// `iface` is the one that copies between the slice and the host: that of kind [`IfaceKind::CUDA`].
+    /// `iface` is the one that copies between the slice and the host: that of kind
+    /// [`IfaceKind::CUDA`].
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for another iface; [`ErrorKind::OutOfBounds`] for memory that its driver does not
-    /// know; what the driver reported. The slice comes back.
+    /// [`ErrorKind::InvalidArgument`] for another iface; [`ErrorKind::OutOfBounds`] for memory that
+    /// its driver does not know; what the driver reported. The slice comes back.
     pub fn new(
         iface: &Arc<dyn Iface>,
         slice: CudaSlice<T>,
@@ -85,15 +113,16 @@ impl<T> CudarcBuffer<T> {
     }
 }
 
-impl<T> fmt::Debug for CudarcBuffer<T> {
+impl<T: AnyBits> fmt::Debug for CudarcBuffer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CudarcBuffer").field("range", &self.range).finish_non_exhaustive()
     }
 }
 
-// SAFETY: the slice's memory stays where it is until the slice is dropped, and a `CudaSlice` is no reference into it:
-// device memory is reached by addresses.
-unsafe impl<T: Send + Sync + 'static> OwnedBuffer for CudarcBuffer<T> {
+// SAFETY: the slice owns its memory, which stays where it is until the slice is dropped. `ready` has
+// found it to be memory of the CUDA iface. A `CudaSlice` is no reference into it: device memory is
+// reached by addresses. Any bytes are valid elements, as `AnyBits` says.
+unsafe impl<T: AnyBits> OwnedBuffer for CudarcBuffer<T> {
     type Parts = Self;
 
     fn into_parts(self) -> Self {
@@ -108,20 +137,30 @@ unsafe impl<T: Send + Sync + 'static> OwnedBuffer for CudarcBuffer<T> {
         parts.range
     }
 
+    fn iface(_: &Self) -> IfaceKind {
+        IfaceKind::CUDA
+    }
+
     fn read(parts: &Self, offset: u64, into: &mut [u8]) -> Result<()> {
-        parts.iface.read(parts.part(offset, into.len())?, into)
+        let from = parts.part(offset, into.len())?;
+        // SAFETY: the slice frees its memory when it is dropped, which the borrow excludes.
+        unsafe { parts.iface.read(from, into) }
     }
 
     fn write(parts: &Self, offset: u64, from: &[u8]) -> Result<()> {
-        parts.iface.write(parts.part(offset, from.len())?, from)
+        let to = parts.part(offset, from.len())?;
+        // SAFETY: the slice frees its memory when it is dropped, which the borrow excludes, and no
+        // reference to device memory exists.
+        unsafe { parts.iface.write(to, from) }
     }
 }
 
-/// Registers a borrowed slice for as long as `body` runs; the region is closed before this returns, also by a panic.
+/// Registers a borrowed slice for as long as `body` runs; the region is closed before this returns,
+/// also by a panic.
 ///
 /// # Errors
 /// As [`Domain::scope`] and [`CudarcBuffer::new`]; `body` does not run then.
-pub fn scope<T, R>(
+pub fn scope<T: AnyBits, R>(
     domain: &Domain,
     iface: &Arc<dyn Iface>,
     slice: &mut CudaSlice<T>,
@@ -129,12 +168,13 @@ pub fn scope<T, R>(
     body: impl FnOnce(&Scoped<'_>) -> R,
 ) -> Result<R> {
     let range = ready(&**iface, slice)?;
-    // SAFETY: the slice is borrowed exclusively for the length of the call, so that its memory stays and nobody else is
-    // given it.
+    // SAFETY: the slice is borrowed exclusively for the length of the call, so that its memory
+    // stays, and no other code gets it. No reference to device memory exists.
     unsafe { domain.scope_range(range, access, body) }
 }
 
-/// The slice's range, once its stream has done what it was given and its memory is known to the iface.
+/// The slice's range, once its stream has done what it was given and its memory is known to the
+/// iface.
 fn ready<T>(iface: &dyn Iface, slice: &CudaSlice<T>) -> Result<AddressRange> {
     const OPERATION: &str = "register CudaSlice";
     if iface.kind() != IfaceKind::CUDA {

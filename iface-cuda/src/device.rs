@@ -1,7 +1,7 @@
 //! The devices: what each is called, what it can do, and its primary context.
 //!
-//! What a device can do is what its attributes say. A driver that does not know an attribute answers INVALID_VALUE, and
-//! the device does not have what the attribute is about.
+//! What a device can do is what its attributes say. A driver that does not know an attribute
+//! answers INVALID_VALUE, and the device does not have what the attribute is about.
 
 use std::ffi::{CStr, c_char, c_int};
 

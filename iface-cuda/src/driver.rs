@@ -26,7 +26,8 @@ pub(crate) struct Driver {
     pub(crate) attributes: AtomicU32,
     pub(crate) host_kinds: HostKinds,
     pub(crate) book: Mutex<Book>,
-    /// How many allocations of other processes are in the book: spares most queries its lock. Changed under that lock.
+    /// How many allocations of other processes are in the book: spares most queries its lock.
+    /// Changed under that lock.
     pub(crate) imported: AtomicUsize,
     pub(crate) subscriptions: Subscriptions,
 }
@@ -74,14 +75,16 @@ pub(crate) enum Origin {
     Host,
     /// `cuMemAllocAsync`.
     Pool,
-    /// `cuMemAddressReserve` of so many bytes, `cuMemCreate`, `cuMemMap`; and what of it is left to undo before the handle
-    /// is released.
+    /// `cuMemAddressReserve` of so many bytes, `cuMemCreate`, `cuMemMap`; and what of it is left to
+    /// undo before the handle is released.
     Virtual { size: usize, handle: CuMemHandle, left: Left },
-    /// `cuIpcOpenMemHandle`: how many opens can still be closed, and how many closes are on their way to the driver.
+    /// `cuIpcOpenMemHandle`: how many opens can still be closed, and how many closes are on their
+    /// way to the driver.
     Imported { opened: u64, closing: u64 },
 }
 
-/// How much of VMM memory is there: giving it back takes steps, each of which the driver may refuse.
+/// How much of VMM memory is there: giving it back takes steps, each of which the driver may
+/// refuse.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Left {
     /// Addresses, and the handle mapped at them.
@@ -118,7 +121,8 @@ impl Driver {
     /// The allocation of the book around an address.
     pub(crate) fn range_around(&self, address: Address) -> Option<AddressRange> {
         let book = self.book.lock();
-        // No two share an address, so that the last to begin at or before it is the only one to ask.
+        // No two share an address, so that the last to begin at or before it is the only one to
+        // ask.
         let (_, owned) = book.owned.range(..=address.0).next_back()?;
         Some(owned.range).filter(|range| range.contains(address))
     }

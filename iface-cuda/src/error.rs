@@ -74,7 +74,8 @@ fn kind(code: CuResult) -> ErrorKind {
     }
 }
 
-/// The calls that say with INVALID_VALUE that an address is not the driver's. Others mean any of their arguments.
+/// The calls that say with INVALID_VALUE that an address is not the driver's. Others mean any of
+/// their arguments.
 const OF_AN_ADDRESS: [&str; 11] = [
     "cuIpcCloseMemHandle",
     "cuIpcGetMemHandle",

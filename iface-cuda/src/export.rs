@@ -50,7 +50,8 @@ impl Driver {
         let workplace = self.workplace(found.context, device)?;
         let exported = workplace.within(|| {
             let mut fd: c_int = -1;
-            // SAFETY: for this type of handle the driver writes one int; the range is only looked up.
+            // SAFETY: for this type of handle the driver writes one int; the range is only looked
+            // up.
             let code = unsafe {
                 get(
                     (&raw mut fd).cast(),
@@ -117,8 +118,9 @@ impl Driver {
         Ok(PeerMemoryExport { address: range.start(), len: range.len() })
     }
 
-    /// Makes a range ready for a kernel client that pins it by address: the driver must say that GPUDirect RDMA reaches
-    /// every part, and what calls itself synchronous must be so. Errors name the range.
+    /// Makes a range ready for a kernel client that pins it by address: the driver must say that
+    /// GPUDirect RDMA reaches every part, and what calls itself synchronous must be so. Errors
+    /// name the range.
     pub(crate) fn prepare_pinning(
         &self,
         operation: &'static str,
@@ -179,12 +181,14 @@ impl Driver {
         }
     }
 
-    /// GPUDirect RDMA goes around the driver, so that operations that call themselves synchronous must be so before a
-    /// NIC reads the memory: SYNC_MEMOPS. Memory of `cuMemAlloc` has it per allocation. The memory's context is current.
+    /// GPUDirect RDMA goes around the driver, so that operations that call themselves synchronous
+    /// must be so before a NIC reads the memory: SYNC_MEMOPS. Memory of `cuMemAlloc` has it per
+    /// allocation. The memory's context is current.
     ///
-    /// Whether the memory has none, and its contexts are to have it: whatever the driver answers NOT_SUPPORTED for (VMM
-    /// memory, and what `cuMemAlloc` gives where a layer in front of the driver makes it of VMM memory), and INVALID_VALUE
-    /// where the kind is one that has none. Of other kinds that answer is an error: the memory went.
+    /// Whether the memory has none, and its contexts are to have it: whatever the driver answers
+    /// NOT_SUPPORTED for (VMM memory, and what `cuMemAlloc` gives where a layer in front of the
+    /// driver makes it of VMM memory), and INVALID_VALUE where the kind is one that has none.
+    /// Of other kinds that answer is an error: the memory went.
     fn synchronise_memory(&self, found: &Found, range: AddressRange) -> Result<bool> {
         let on: std::ffi::c_uint = 1;
         // SAFETY: the value is an unsigned int, as this attribute takes it.
@@ -211,10 +215,11 @@ impl Driver {
             .map_err(|error| error.context("attribute", "SYNC_MEMOPS"))
     }
 
-    /// Makes the operations of contexts synchronous, for memory that cannot have it: from CUDA 12.1 on it is a flag of
-    /// contexts too, for operations "initiated on this context" (`cuda.h`). Those are the memory's own context; for memory
-    /// of none the calling thread's and the device's primary one, each where it is there. None is made for it: nobody
-    /// would work in it.
+    /// Makes the operations of contexts synchronous, for memory that cannot have it: from CUDA 12.1
+    /// on it is a flag of contexts too, for operations "initiated on this context" (`cuda.h`).
+    /// Those are the memory's own context; for memory of none the calling thread's and the
+    /// device's primary one, each where it is there. None is made for it: nobody would work in
+    /// it.
     fn synchronise_contexts(&self, found: &Found, range: AddressRange) -> Result<()> {
         let (Some(get), Some(set)) = (self.functions.ctx_get_flags, self.functions.ctx_set_flags)
         else {
@@ -230,8 +235,8 @@ impl Driver {
             }
             // SAFETY: the flags that the context has, and one more.
             check(unsafe { set(flags | sys::CU_CTX_SYNC_MEMOPS) }, "cuCtxSetFlags")?;
-            // That the flag waits for what is under way `cuda.h` does not say, as it does of the attribute.
-            // SAFETY: the null stream is the current context's default one.
+            // That the flag waits for what is under way `cuda.h` does not say, as it does of the
+            // attribute. SAFETY: the null stream is the current context's default one.
             check(
                 unsafe { (self.functions.stream_synchronize)(CuStream::NULL) },
                 "cuStreamSynchronize",
@@ -276,8 +281,9 @@ fn no_dma_buf(operation: &'static str) -> Error {
     }
 }
 
-/// A refused export. What the driver says of the PCIe mapping where it does not have it differs by release: INVALID_VALUE
-/// before the flag existed, NOT_SUPPORTED since. It says the same of memory that it exports under no mapping.
+/// A refused export. What the driver says of the PCIe mapping where it does not have it differs by
+/// release: INVALID_VALUE before the flag existed, NOT_SUPPORTED since. It says the same of memory
+/// that it exports under no mapping.
 fn dma_buf_refused(code: CuResult, mapping: DmaBufMapping) -> Error {
     const CALL: &str = "cuMemGetHandleForAddressRange";
     let lacking =

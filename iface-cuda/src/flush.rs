@@ -1,12 +1,13 @@
 //! Making what NICs wrote visible to work that a device starts next (HM-14).
 //!
-//! `cuda.h`: `cuFlushGPUDirectRDMAWrites` blocks until the writes are visible "to the target context", and the one target is
-//! the current context. So it is called in each context whose memory was handed to a NIC, and in the device's primary one
-//! where somebody has it.
+//! `cuda.h`: `cuFlushGPUDirectRDMAWrites` blocks until the writes are visible "to the target
+//! context", and the one target is the current context. So it is called in each context whose
+//! memory was handed to a NIC, and in the device's primary one where somebody has it.
 //!
-//! A context of the application's own goes when the application wants, and one that was destroyed must not be given to the
-//! driver. Memory goes with its context and its identity never comes back: a context lives as long as the driver knows
-//! memory of it by the identity that it had when it was handed out. That memory is the context's witness.
+//! A context of the application's own goes when the application wants, and one that was destroyed
+//! must not be given to the driver. Memory goes with its context and its identity never comes back:
+//! a context lives as long as the driver knows memory of it by the identity that it had when it was
+//! handed out. That memory is the context's witness.
 
 use std::collections::BTreeMap;
 
@@ -30,7 +31,8 @@ const FEW: usize = 64;
 #[derive(Debug)]
 pub(crate) struct Written {
     contexts: Vec<Noted>,
-    /// How many witnesses there may be before the dead are looked for: twice as many as were alive the last time.
+    /// How many witnesses there may be before the dead are looked for: twice as many as were alive
+    /// the last time.
     limit: usize,
 }
 
@@ -109,7 +111,8 @@ impl Driver {
 
     /// Makes inbound writes visible to work that the device starts after this call.
     ///
-    /// A device that orders them natively needs nothing (`cuda.h`: the call "will be a no-op and can be safely omitted").
+    /// A device that orders them natively needs nothing (`cuda.h`: the call "will be a no-op and
+    /// can be safely omitted").
     pub(crate) fn flush_inbound(&self, device: DeviceId) -> Result<()> {
         const OPERATION: &str = "flush_inbound";
         let abilities = self.abilities(OPERATION, device)?;
@@ -141,7 +144,8 @@ impl Driver {
         self.flush_everywhere(device, flush).map_err(|error| error.device(device))
     }
 
-    /// Calls `flush` in every context that it is for. The error is the first; the others are flushed all the same.
+    /// Calls `flush` in every context that it is for. The error is the first; the others are
+    /// flushed all the same.
     fn flush_everywhere(&self, device: DeviceId, flush: impl Fn() -> Result<()>) -> Result<()> {
         let primary = self.hold_if_active(device)?;
         let held = primary.as_ref().map(Hold::context);
@@ -157,7 +161,8 @@ impl Driver {
         if !none && !alive.without {
             return result;
         }
-        // Memory of no context is of any: the thread's own stands for those that the application made.
+        // Memory of no context is of any: the thread's own stands for those that the application
+        // made.
         let entry = device::get(&self.devices, "cuCtxGetDevice", device)?;
         match self.current()?.filter(|(_, of)| *of == entry.handle) {
             Some((current, _)) if Some(current) != held && !alive.contexts.contains(&current) => {
@@ -168,8 +173,8 @@ impl Driver {
         }
     }
 
-    /// The contexts that are noted and live, beside the one that is held. Asks one witness of each, and forgets those that
-    /// are dead.
+    /// The contexts that are noted and live, beside the one that is held. Asks one witness of each,
+    /// and forgets those that are dead.
     fn alive(&self, device: DeviceId, held: Option<CuContext>) -> Result<Alive> {
         let entry = device::get(&self.devices, "flush_inbound", device)?;
         let mut written = entry.written.lock();

@@ -1,8 +1,9 @@
 //! The CPU's own access to device memory, through GDRCopy (`libgdrapi.so.2`) where it is there.
 //!
-//! A few bytes reach the device sooner through a mapping of its BAR than through a copy engine. The library is loaded at
-//! run time, and its absence is an error that names it. Memory must be of a kind that kernel clients can pin: that of
-//! `cuMemAlloc`, or VMM memory that was created GPUDirect RDMA capable.
+//! A few bytes reach the device sooner through a mapping of its BAR than through a copy engine. The
+//! library is loaded at run time, and its absence is an error that names it. Memory must be of a
+//! kind that kernel clients can pin: that of `cuMemAlloc`, or VMM memory that was created GPUDirect
+//! RDMA capable.
 //!
 //! ```
 //! use hmem_core::ErrorKind;
@@ -74,8 +75,8 @@ macro_rules! functions {
     };
 }
 
-// The declarations are those of `include/gdrapi.h` of GDRCopy 2.5 (github.com/NVIDIA/gdrcopy). `gdr_t` is a pointer to what is
-// the library's own, and a number here.
+// The declarations are those of `include/gdrapi.h` of GDRCopy 2.5 (github.com/NVIDIA/gdrcopy).
+// `gdr_t` is a pointer to what is the library's own, and a number here.
 functions! {
     /// `gdr_t gdr_open(void)`: null without the kernel module.
     open: gdr_open() -> usize;
@@ -143,7 +144,8 @@ impl Gdrcopy {
     /// Loads the library that the dynamic loader finds, and opens its kernel module.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] without the library, a symbol of it, or the module; each is named.
+    /// [`ErrorKind::Unavailable`] without the library, a symbol of it, or the module; each is
+    /// named.
     pub fn open() -> Result<Self> {
         Self::load(Self::LIBRARY)
     }
@@ -155,7 +157,8 @@ impl Gdrcopy {
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let described = |error: Error| error.context("library", path.display());
-        // SAFETY: loading runs the library's initialisers; the caller names GDRCopy's, which have no precondition.
+        // SAFETY: loading runs the library's initialisers; the caller names GDRCopy's, which have
+        // no precondition.
         let library =
             unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|reason| {
                 let error = described(absent("load library"));
@@ -164,8 +167,8 @@ impl Gdrcopy {
                     other => error.caused_by(other),
                 }
             })?;
-        // SAFETY: the addresses come from the library itself under the names of its own header, and it is never
-        // unloaded once the table is filled.
+        // SAFETY: the addresses come from the library itself under the names of its own header, and
+        // it is never unloaded once the table is filled.
         let functions = unsafe {
             GdrFunctions::from_lookup(|symbol| {
                 library
@@ -194,23 +197,25 @@ impl Gdrcopy {
 
     /// Maps a range of device memory for the CPU.
     ///
-    /// The driver is told, as it is for NICs, to finish what it calls synchronous before it returns (SYNC_MEMOPS): the
-    /// CPU reads around it.
+    /// The driver is told, as it is for NICs, to finish what it calls synchronous before it returns
+    /// (SYNC_MEMOPS): the CPU reads around it.
     ///
     /// # Safety
-    /// The memory is not freed before the window is closed or dropped: its mapping would be taken away under the CPU.
+    /// The memory is not freed before the window is closed or dropped: its mapping would be taken
+    /// away under the CPU.
     ///
     /// # Errors
-    /// [`ErrorKind::ZeroLength`]; [`ErrorKind::OutOfBounds`] for a range that is not in one allocation;
-    /// [`ErrorKind::Unsupported`] for memory that kernel clients cannot pin, naming it; what the driver or the library
-    /// reported.
+    /// [`ErrorKind::ZeroLength`]; [`ErrorKind::OutOfBounds`] for a range that is not in one
+    /// allocation; [`ErrorKind::Unsupported`] for memory that kernel clients cannot pin, naming
+    /// it; what the driver or the library reported.
     pub unsafe fn map(&self, cuda: &Cuda, range: AddressRange) -> Result<CpuWindow> {
         let described = |error: Error| error.context("range", range);
         cuda.driver.prepare_pinning("gdr_pin_buffer", range)?;
         let whole = range.page_aligned(GPU_PAGE);
         let Inner { functions, library } = &*self.inner;
         let mut handle = GdrHandle::default();
-        // SAFETY: the range was found to be device memory; `handle` is writable. No token is needed since CUDA 6.
+        // SAFETY: the range was found to be device memory; `handle` is writable. No token is needed
+        // since CUDA 6.
         let code = unsafe {
             (functions.pin_buffer)(
                 *library,
@@ -269,7 +274,8 @@ impl CpuWindow {
     /// [`ErrorKind::OutOfBounds`]; what the library reported otherwise.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let from = std::ptr::with_exposed_provenance(self.at(offset, into.len())?);
-        // SAFETY: `into` is writable for its length; the other side lies in the mapping, as just checked.
+        // SAFETY: `into` is writable for its length; the other side lies in the mapping, as just
+        // checked.
         let code = unsafe {
             (self.inner.functions.copy_from_mapping)(
                 self.handle,
@@ -287,7 +293,8 @@ impl CpuWindow {
     /// As [`CpuWindow::read`].
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let to = std::ptr::with_exposed_provenance_mut(self.at(offset, from.len())?);
-        // SAFETY: `from` is readable for its length; the other side lies in the mapping, as just checked.
+        // SAFETY: `from` is readable for its length; the other side lies in the mapping, as just
+        // checked.
         let code = unsafe {
             (self.inner.functions.copy_to_mapping)(
                 self.handle,
@@ -310,7 +317,8 @@ impl Drop for CpuWindow {
     fn drop(&mut self) {
         let Inner { functions, library } = &*self.inner;
         let mapping = std::ptr::with_exposed_provenance_mut(self.mapping);
-        // SAFETY: mapped and pinned in `Gdrcopy::map`, and given back once each, in the other order.
+        // SAFETY: mapped and pinned in `Gdrcopy::map`, and given back once each, in the other
+        // order.
         let codes = unsafe {
             [
                 (

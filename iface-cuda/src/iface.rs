@@ -70,7 +70,8 @@ enum Source {
 }
 
 impl Builder {
-    /// Loads the library at `path` instead of the one that `HMEM_CUDA_LIBRARY` names or the dynamic loader finds.
+    /// Loads the library at `path` instead of the one that `HMEM_CUDA_LIBRARY` names or the dynamic
+    /// loader finds.
     pub fn library(mut self, path: impl AsRef<Path>) -> Self {
         self.source = Source::Library(path.as_ref().to_owned());
         self
@@ -82,8 +83,8 @@ impl Builder {
         self
     }
 
-    /// What cached registrations of its memory rest on; overrides `HMEM_CUDA_MONITOR`. Without either it is
-    /// [`MonitorKind::Auto`].
+    /// What cached registrations of its memory rest on; overrides `HMEM_CUDA_MONITOR`. Without
+    /// either it is [`MonitorKind::Auto`].
     pub fn monitor(mut self, kind: MonitorKind) -> Self {
         self.monitor = Some(kind);
         self
@@ -93,9 +94,9 @@ impl Builder {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for a monitor in the environment that is none.
-    /// [`ErrorKind::Unavailable`] without the library, without a symbol of it, without a device, or with a driver
-    /// that does not start; the library is named, and the driver's code where there is one. Otherwise what a
-    /// device answered when asked for its properties.
+    /// [`ErrorKind::Unavailable`] without the library, without a symbol of it, without a device, or
+    /// with a driver that does not start; the library is named, and the driver's code where
+    /// there is one. Otherwise what a device answered when asked for its properties.
     pub fn open(self) -> Result<Cuda> {
         let named = || std::env::var(Cuda::MONITOR_VARIABLE).ok().filter(|name| !name.is_empty());
         let monitor = match self.monitor {
@@ -131,7 +132,8 @@ impl Cuda {
     /// The environment variable that names the [`MonitorKind`], where the builder names none.
     pub const MONITOR_VARIABLE: &str = "HMEM_CUDA_MONITOR";
 
-    /// Opens the driver library that `HMEM_CUDA_LIBRARY` names, or the one that the dynamic loader finds.
+    /// Opens the driver library that `HMEM_CUDA_LIBRARY` names, or the one that the dynamic loader
+    /// finds.
     ///
     /// # Errors
     /// As [`Builder::open`].
@@ -144,11 +146,13 @@ impl Cuda {
         Builder { source: Source::Found, monitor: None }
     }
 
-    /// Gives back what this iface holds of the driver: the streams and primary contexts that it needed.
+    /// Gives back what this iface holds of the driver: the streams and primary contexts that it
+    /// needed.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] while memory that it allocated, opened or page-locked is not given back, or a copy is under
-    /// way; what the driver reported otherwise. The iface comes back, still working.
+    /// [`ErrorKind::Busy`] while memory that it allocated, opened or page-locked is not given back,
+    /// or a copy is under way; what the driver reported otherwise. The iface comes back, still
+    /// working.
     pub fn close(self) -> Result<(), Rejected<Self>> {
         let busy = |what: &'static str, count: usize| {
             Error::new(ErrorKind::Busy, "close")
@@ -169,18 +173,20 @@ impl Cuda {
         }
     }
 
-    /// Frees memory of the application's own, with `free`, while everything cached over `range` is dead.
+    /// Frees memory of the application's own, with `free`, while everything cached over `range` is
+    /// dead.
     ///
-    /// Identities tell of such a free in any case, when a cached registration is next asked for. An allocator that
-    /// knows its frees (PyTorch's pluggable one, for example) can tell of them before: then nothing is registered any longer
-    /// when the memory goes.
+    /// Identities tell of such a free in any case, when a cached registration is next asked for. An
+    /// allocator that knows its frees (PyTorch's pluggable one, for example) can tell of them
+    /// before: then nothing is registered any longer when the memory goes.
     pub fn while_freeing<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> T {
         self.driver.subscriptions.while_it_goes(range, free)
     }
 
     fn start(functions: Functions, monitor: MonitorKind) -> Result<Self> {
         let library = functions.library().to_owned();
-        // SAFETY: no flags are defined, 0 is the one value; any thread may call it any number of times.
+        // SAFETY: no flags are defined, 0 is the one value; any thread may call it any number of
+        // times.
         let code = unsafe { (functions.init)(0) };
         if !code.is_success() {
             let remedy = refused(code, "cuInit").remedy_text().map(str::to_owned);
@@ -209,7 +215,11 @@ impl Cuda {
     }
 }
 
-impl Iface for Cuda {
+// SAFETY: `query` and `segments` repeat what the driver knows of an address now, whose buffer ids
+// are never reused. Allocations are the driver's own, entered in a table until they are freed.
+// `Driver::side` checks both ends of a copy, whose event waits for its stream. Exports are made by
+// the driver, which keeps the memory behind them.
+unsafe impl Iface for Cuda {
     fn kind(&self) -> IfaceKind {
         IfaceKind::CUDA
     }

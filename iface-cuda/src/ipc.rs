@@ -1,4 +1,5 @@
-//! Allocations for other processes: CUDA's handle, with the device and the length that it does not carry.
+//! Allocations for other processes: CUDA's handle, with the device and the length that it does not
+//! carry.
 
 use std::sync::atomic::Ordering;
 
@@ -150,7 +151,8 @@ impl Driver {
         }
         let owned = book.owned.entry(base).or_insert_with(|| fresh.clone());
         if owned.id != allocation.id {
-            // The driver has closed what was here, and its closer has not come back to the book yet.
+            // The driver has closed what was here, and its closer has not come back to the book
+            // yet.
             *owned = fresh;
         }
         // `cuda.h`: a handle that is open already counts its opens and gives the same address.
@@ -176,8 +178,9 @@ impl Driver {
         ended.map_err(|error| error.context("allocation", allocation.range))
     }
 
-    /// Takes one open out of the book for a close to give back, so that of two threads that close at once each has its
-    /// own. The entry stays until the driver has closed the last: until then the memory is an import.
+    /// Takes one open out of the book for a close to give back, so that of two threads that close
+    /// at once each has its own. The entry stays until the driver has closed the last: until
+    /// then the memory is an import.
     fn begin_close(&self, allocation: &Allocation) -> Result<(Owned, bool)> {
         let refused = || not_live("ipc_close", allocation);
         let mut book = self.book.lock();

@@ -1,10 +1,11 @@
 //! NVIDIA CUDA memory for `hmem`.
 //!
-//! [`Cuda`] is the [`Iface`](hmem_core::Iface) over the driver library, `libcuda.so.1`, which is loaded at run time:
-//! building needs no SDK, and a machine without the driver gets an error of kind
-//! [`Unavailable`](hmem_core::ErrorKind::Unavailable) that names the library. `libcuda.so` is never looked for: on a
-//! machine with the toolkit it may be a stub. What the driver and a device can do is found out from symbols and device
-//! attributes, and by doing; version numbers are not asked.
+//! [`Cuda`] is the [`Iface`](hmem_core::Iface) over the driver library, `libcuda.so.1`, which is
+//! loaded at run time: building needs no SDK, and a machine without the driver gets an error of
+//! kind [`Unavailable`](hmem_core::ErrorKind::Unavailable) that names the library. `libcuda.so` is
+//! never looked for: on a machine with the toolkit it may be a stub. What the driver and a device
+//! can do is found out from symbols and device attributes, and by doing; version numbers are not
+//! asked.
 //!
 //! ```
 //! use hmem_core::Iface;
@@ -51,8 +52,8 @@
 //!
 //! # Contexts
 //!
-//! No call needs a current context on the calling thread, and each leaves the one that is there. A device's primary context
-//! is made only where nobody has it and nothing else will do:
+//! No call needs a current context on the calling thread, and each leaves the one that is there. A
+//! device's primary context is made only where nobody has it and nothing else will do:
 //!
 //! | work | in | afterwards |
 //! |---|---|---|
@@ -64,21 +65,24 @@
 //! | flushing inbound writes, where the device does not order them | each context whose memory was handed to a NIC and is still there, and the primary one that somebody has; where such memory has no context, and where none is found, the thread's too, and for such memory a primary one at last | a primary one is retained, so that the next flush asks for none |
 //! | queries, where the driver wants a context | the thread's, else a primary one that somebody has; none is made | given back |
 //!
-//! SYNC_MEMOPS of a context is for what is started in that context: other contexts that work on memory of none are not covered. The
-//! first time the flag is set what is under way on the context's default stream is waited for; what is on per-thread default
-//! streams and on others is not.
+//! SYNC_MEMOPS of a context is for what is started in that context: other contexts that work on
+//! memory of none are not covered. The first time the flag is set what is under way on the
+//! context's default stream is waited for; what is on per-thread default streams and on others is
+//! not.
 //!
 //! Registering tries no page of its own on a device whose primary context nobody has
 //! ([`Iface::is_started`](hmem_core::Iface::is_started)).
 //!
-//! The thread's context is taken for memory of its device only. What is given back is so when the last call that works in it
-//! ends, and destroyed if nobody else has it; nothing that is cached dies of it.
+//! The thread's context is taken for memory of its device only. What is given back is so when the
+//! last call that works in it ends, and destroyed if nobody else has it; nothing that is cached
+//! dies of it.
 //!
 //! # Things this crate does not do
 //!
-//! It never changes the calling thread's current context beyond a call, and creates no context for a query. It does not unload the driver library. Its
-//! hooks do not see every free that reaches the driver from elsewhere: identities tell of them. It does not order copies behind the
-//! application's streams.
+//! It never changes the calling thread's current context beyond a call, and creates no context for
+//! a query. It does not unload the driver library. Its hooks do not see every free that reaches the
+//! driver from elsewhere: identities tell of them. It does not order copies behind the application'
+//! s streams.
 
 #![deny(unsafe_code)]
 

@@ -1,4 +1,5 @@
-//! Memory by address: which allocation an address lies in, of which kind, and which of its parts NICs can reach.
+//! Memory by address: which allocation an address lies in, of which kind, and which of its parts
+//! NICs can reach.
 
 use std::{
     ffi::c_void,
@@ -51,18 +52,21 @@ impl Found {
 
 /// Which page-locked memory is the application's own, by identity: no pointer attribute says it.
 ///
-/// `cuda.h` on BUFFER_ID: "Subsequent allocations do not reuse IDs from previous freed allocations." So what was found
-/// out for an allocation holds for good, and nothing need be forgotten. Page-locking is no allocation: that the driver
-/// gives it no identity that an allocation had before is an assumption. Were it wrong, the application's own pages would
-/// be taken for an allocation of CUDA's and cached by that identity, which says nothing of their unmapping; an identity
-/// that earlier page-locking had does no harm. Each identity has one place, where the next that
-/// falls on it takes over; a place is one word, so that a reader sees all of an entry or none.
+/// `cuda.h` on BUFFER_ID: "Subsequent allocations do not reuse IDs from previous freed
+/// allocations." So what was found out for an allocation holds for good, and nothing need be
+/// forgotten. Page-locking is no allocation: that the driver gives it no identity that an
+/// allocation had before is an assumption. Were it wrong, the application's own pages would
+/// be taken for an allocation of CUDA's and cached by that identity, which says nothing of their
+/// unmapping; an identity that earlier page-locking had does no harm. Each identity has one place,
+/// where the next that falls on it takes over; a place is one word, so that a reader sees all of an
+/// entry or none.
 pub(crate) struct HostKinds([AtomicU64; Self::PLACES]);
 
 impl HostKinds {
     const PLACES: usize = 256;
 
-    /// What a place holds of an identity; `None` for one that is too wide, and for 0, which is no identity.
+    /// What a place holds of an identity; `None` for one that is too wide, and for 0, which is no
+    /// identity.
     fn entry(id: AllocationId, registered: bool) -> Option<u64> {
         (id.0 != 0 && id.0 >> 63 == 0).then_some(id.0 << 1 | u64::from(registered))
     }
@@ -122,13 +126,15 @@ impl Driver {
         mut attributes: [CuPointerAttribute; N],
         asked: u32,
     ) -> Result<Answer<N>> {
-        // Zeroed and as wide as the widest attribute: what the driver writes narrower reads back the same
-        // (little-endian), and what it does not write reads as the null that it documents.
+        // Zeroed and as wide as the widest attribute: what the driver writes narrower reads back
+        // the same (little-endian), and what it does not write reads as the null that it
+        // documents.
         const { assert!(cfg!(target_endian = "little")) };
         let mut values = [0u64; N];
         let mut places = values.each_mut().map(|value| std::ptr::from_mut(value).cast::<c_void>());
-        // SAFETY: the first `asked` entries of both arrays exist, and each place has the 8 bytes that the widest
-        // attribute takes. The address is only looked up, never dereferenced.
+        // SAFETY: the first `asked` entries of both arrays exist, and each place has the 8 bytes
+        // that the widest attribute takes. The address is only looked up, never
+        // dereferenced.
         let code = unsafe {
             (self.functions.pointer_get_attributes)(
                 asked,
@@ -148,14 +154,15 @@ impl Driver {
         }
     }
 
-    /// Asks; where this thread has no context and the driver wants one, asks again within those that exist.
+    /// Asks; where this thread has no context and the driver wants one, asks again within those
+    /// that exist.
     ///
-    /// `cuda.h`: INVALID_CONTEXT is the answer for an address that no context with unified addressing knows. A thread
-    /// without a current context gets it from some drivers for any address, device memory included; so may one whose
-    /// current context was destroyed.
+    /// `cuda.h`: INVALID_CONTEXT is the answer for an address that no context with unified
+    /// addressing knows. A thread without a current context gets it from some drivers for any
+    /// address, device memory included; so may one whose current context was destroyed.
     ///
-    /// Over such a driver a thread without a context makes six calls for each device whose primary context somebody
-    /// else has: holding it longer would keep it from being destroyed.
+    /// Over such a driver a thread without a context makes six calls for each device whose primary
+    /// context somebody else has: holding it longer would keep it from being destroyed.
     fn ask_anywhere<const N: usize>(
         &self,
         address: u64,
@@ -178,9 +185,9 @@ impl Driver {
         Ok(Answer::NoContext)
     }
 
-    /// Finds out how many of [`ATTRIBUTES`] the driver knows, by asking about an address that is not its own. From then on
-    /// it is not to answer INVALID_VALUE: a driver that says so of foreign addresses cannot be told from one that lacks
-    /// an attribute, and is refused here.
+    /// Finds out how many of [`ATTRIBUTES`] the driver knows, by asking about an address that is
+    /// not its own. From then on it is not to answer INVALID_VALUE: a driver that says so of
+    /// foreign addresses cannot be told from one that lacks an attribute, and is refused here.
     ///
     /// # Errors
     /// Unsupported for a driver that cannot say which range an address is in.
@@ -222,9 +229,10 @@ impl Driver {
                 self.attributes.store((asked - 1) | UNSEEN, Ordering::Release);
                 self.find(address)
             }
-            // Not "foreign": that is how the call for one attribute says it. `cuda.h` on this one: it "will not return an
-            // error when the ptr encountered is not a valid CUDA pointer", and `learn_attributes` has seen that it does not.
-            // Taken for "foreign", it would have the CPU write to device memory.
+            // Not "foreign": that is how the call for one attribute says it. `cuda.h` on this one:
+            // it "will not return an error when the ptr encountered is not a valid CUDA
+            // pointer", and `learn_attributes` has seen that it does not. Taken for "
+            // foreign", it would have the CPU write to device memory.
             Answer::Invalid => Err(Error::new(ErrorKind::Driver, "cuPointerGetAttributes")
                 .iface(IfaceKind::CUDA)
                 .driver_code(
@@ -248,8 +256,8 @@ impl Driver {
             sys::CU_MEMORYTYPE_HOST => AllocationKind::Host,
             sys::CU_MEMORYTYPE_DEVICE if pool != 0 => AllocationKind::StreamOrdered,
             sys::CU_MEMORYTYPE_DEVICE if context.is_null() => AllocationKind::Virtual,
-            // That VMM memory has no context is written nowhere. Legacy handles are for what was "created with
-            // cuMemAlloc", which saves asking further.
+            // That VMM memory has no context is written nowhere. Legacy handles are for what was
+            // "created with cuMemAlloc", which saves asking further.
             sys::CU_MEMORYTYPE_DEVICE
                 if legacy == 0
                     && !self.is_imported(Address(start))
@@ -262,8 +270,8 @@ impl Driver {
         };
         let range = AddressRange::new(Address(start), len)?;
         if !range.contains(address) {
-            // Application memory that was page-locked may be known under the device's alias only. The CPU reaches it
-            // as any memory of the system, and so does a NIC.
+            // Application memory that was page-locked may be known under the device's alias only.
+            // The CPU reaches it as any memory of the system, and so does a NIC.
             if kind == AllocationKind::Host {
                 tracing::debug!(%address, %range, "page-locked memory without a range of its own: left to the system");
                 return Ok(None);
@@ -291,9 +299,10 @@ impl Driver {
         Ok(Some(Found { allocation, context }))
     }
 
-    /// Whether the memory at an address is VMM memory: `cuda.h` on `cuMemRetainAllocationHandle`, "If the address requested is
-    /// not mapped, the function will fail", mapped being what `cuMemMap` does. Where it cannot be asked, the memory is
-    /// handled as VMM memory, which every other may be: by its mappings, and cached by nothing.
+    /// Whether the memory at an address is VMM memory: `cuda.h` on `cuMemRetainAllocationHandle`,
+    /// "If the address requested is not mapped, the function will fail", mapped being what
+    /// `cuMemMap` does. Where it cannot be asked, the memory is handled as VMM memory, which
+    /// every other may be: by its mappings, and cached by nothing.
     fn has_handle(&self, address: Address) -> Result<bool> {
         let functions = &self.functions;
         let (Some(retain), Some(release)) =
@@ -313,7 +322,8 @@ impl Driver {
         }
     }
 
-    /// Whether page-locked memory is the application's own. Asked of the driver once for each memory.
+    /// Whether page-locked memory is the application's own. Asked of the driver once for each
+    /// memory.
     fn is_registered(
         &self,
         id: AllocationId,
@@ -372,7 +382,8 @@ impl Driver {
         }
     }
 
-    /// Whether the memory of this identity and context is still there; of memory of no context, this identity.
+    /// Whether the memory of this identity and context is still there; of memory of no context,
+    /// this identity.
     pub(crate) fn witness(
         &self,
         address: Address,
@@ -392,7 +403,8 @@ impl Driver {
         })
     }
 
-    /// The context in which the memory at an address was allocated or page-locked; null if the driver names none.
+    /// The context in which the memory at an address was allocated or page-locked; null if the
+    /// driver names none.
     pub(crate) fn context_of(&self, address: Address) -> Result<CuContext> {
         const CONTEXT: [CuPointerAttribute; 1] = [sys::CU_POINTER_ATTRIBUTE_CONTEXT];
         match self.ask_anywhere(address.0, CONTEXT, 1)? {
@@ -401,8 +413,8 @@ impl Driver {
         }
     }
 
-    /// The parts of a range that are one mapping each, and whether they were made to be exported. Of memory that is not
-    /// VMM no property tells: asking the driver for the export does.
+    /// The parts of a range that are one mapping each, and whether they were made to be exported.
+    /// Of memory that is not VMM no property tells: asking the driver for the export does.
     pub(crate) fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
         let outside = || {
             Error::new(ErrorKind::OutOfBounds, "segments")
@@ -444,8 +456,8 @@ impl Driver {
         Ok(segments)
     }
 
-    /// The mapping around an address of a reservation. `cuda.h` on RANGE_SIZE: "To retrieve the size of the mapped
-    /// region, see cuMemGetAddressRange".
+    /// The mapping around an address of a reservation. `cuda.h` on RANGE_SIZE: "To retrieve the
+    /// size of the mapped region, see cuMemGetAddressRange".
     fn mapping_at(&self, address: Address) -> Result<AddressRange> {
         let (mut base, mut size): (CuDevicePtr, usize) = (0, 0);
         // SAFETY: both are writable.
@@ -465,8 +477,9 @@ impl Driver {
         }
     }
 
-    /// Whether GPUDirect RDMA reaches the memory at an address: the driver's own word where it has one, else that of
-    /// the physical memory's properties. Where neither can be asked, trying to export it tells.
+    /// Whether GPUDirect RDMA reaches the memory at an address: the driver's own word where it has
+    /// one, else that of the physical memory's properties. Where neither can be asked, trying
+    /// to export it tells.
     pub(crate) fn is_rdma_capable(&self, address: Address) -> Result<bool> {
         const CAPABLE: [CuPointerAttribute; 1] =
             [sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE];

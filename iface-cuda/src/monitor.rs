@@ -1,13 +1,13 @@
 //! Noticing that memory of the devices was freed.
 //!
-//! The driver has no callback for frees. It has identities: no two allocations of a process get the same buffer id, so
-//! that one call tells whether an address still holds what was registered. Frees are told besides, before the memory
-//! goes, where they are made through this iface, announced by the application
-//! ([`Cuda::while_freeing`](crate::Cuda::while_freeing)), or made through functions of the driver that are hooked
-//! ([`FreeHooks`]). [`MonitorKind`] says which of these is relied on.
+//! The driver has no callback for frees. It has identities: no two allocations of a process get the
+//! same buffer id, so that one call tells whether an address still holds what was registered. Frees
+//! are told besides, before the memory goes, where they are made through this iface, announced by
+//! the application ([`Cuda::while_freeing`](crate::Cuda::while_freeing)), or made through functions
+//! of the driver that are hooked ([`FreeHooks`]). [`MonitorKind`] says which of these is relied on.
 //!
-//! VMM memory is not watched. The identity belongs to the reservation, and an application can map other memory there
-//! (PyTorch's expandable segments do) without its changing.
+//! VMM memory is not watched. The identity belongs to the reservation, and an application can map
+//! other memory there (PyTorch's expandable segments do) without its changing.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -37,13 +37,14 @@ use crate::{driver::Driver, hooks::FreeHooks};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MonitorKind {
-    /// The driver is asked for the identity at each hit; where its frees can be hooked, they are told before the memory
-    /// goes as well. Right whoever frees, and however.
+    /// The driver is asked for the identity at each hit; where its frees can be hooked, they are
+    /// told before the memory goes as well. Right whoever frees, and however.
     #[default]
     Auto,
-    /// The hooks alone, so that a hit costs no call of the driver. For applications that free through the driver's
-    /// exported functions: what [`FreeHooks`] does not see leaves a stale registration. Stream-ordered memory, which goes
-    /// when its stream gets there, is asked for its identity all the same.
+    /// The hooks alone, so that a hit costs no call of the driver. For applications that free
+    /// through the driver's exported functions: what [`FreeHooks`] does not see leaves a stale
+    /// registration. Stream-ordered memory, which goes when its stream gets there, is asked for
+    /// its identity all the same.
     Hooks,
     /// The identity alone: no code is patched.
     Identity,
@@ -108,8 +109,8 @@ pub(crate) struct Subscriptions(Mutex<Watches>);
 impl Subscriptions {
     /// Runs `free` while everything cached over `range` is dead and stays so.
     ///
-    /// Frees of one range may overlap: as soon as the driver has an address back it may give it to another thread,
-    /// which may free it before the first free has told of its end here.
+    /// Frees of one range may overlap: as soon as the driver has an address back it may give it to
+    /// another thread, which may free it before the first free has told of its end here.
     pub(crate) fn while_it_goes<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> T {
         let mut watches = self.0.lock();
         watches.going.push(range);
@@ -213,7 +214,8 @@ impl CudaMonitor {
         self.driver.upgrade().ok_or_else(closed)
     }
 
-    /// Tells the invalidator of hooked frees too. In their absence identities are enough, unless hits rest on the hooks.
+    /// Tells the invalidator of hooked frees too. In their absence identities are enough, unless
+    /// hits rest on the hooks.
     fn hook(&self, subscription: Subscription, invalidator: Arc<dyn Invalidator>) -> Result<()> {
         let Some(hooks) = &self.hooks else { return Ok(()) };
         match hooks.subscribe(invalidator) {

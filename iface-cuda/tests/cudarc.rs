@@ -1,4 +1,5 @@
-//! The real `cudarc` crate over the fake driver library: its slices are registered and reached through the software NIC.
+//! The real `cudarc` crate over the fake driver library: its slices are registered and reached
+//! through the software NIC.
 //!
 //! `CUDARC_CUDA_VERSION=12080 cargo test -p hmem-iface-cuda --features cudarc --test cudarc`
 #![cfg(feature = "cudarc")]
@@ -13,7 +14,8 @@ use hmem_core::{
     transfer::{PeerId, RemoteSegment},
 };
 use hmem_iface_cuda::{Cuda, cudarc::CudarcBuffer};
-use hmem_p2p::{loopback::Loopback, path::Paths};
+use hmem_p2p::path::Paths;
+use hmem_provider_loopback::Loopback;
 
 /// Runs the test `name` in a process in which both cudarc and this library find the fake driver.
 fn with_the_fake_driver(name: &str, show: impl FnOnce()) {

@@ -1,4 +1,5 @@
-//! `tests/gpu/run`, over programs that stand in for what it carries: a failure of one hides nothing of the others.
+//! `tests/gpu/run`, over programs that stand in for what it carries: a failure of one hides nothing
+//! of the others.
 
 use std::{
     fs,

@@ -1,4 +1,5 @@
-//! The constants, layouts and signatures of `sys`, compared with `cuda.h` of two releases by the C compiler.
+//! The constants, layouts and signatures of `sys`, compared with `cuda.h` of two releases by the C
+//! compiler.
 
 mod support;
 
@@ -196,7 +197,8 @@ fn compare(release: &str) {
         assert_eq!(value.parse::<i128>().expect("a number"), ours[name], "{release}: {name}");
     }
 
-    // A pointer of another type is an error with -Werror; the assignment runs nothing and links nothing.
+    // A pointer of another type is an error with -Werror; the assignment runs nothing and links
+    // nothing.
     let arguments = ["-c", "-o", object.to_str().expect("utf-8")];
     let code = format!("{head}{}", signatures());
     if let Err(errors) = compile(&folder, &header, &code, &arguments) {

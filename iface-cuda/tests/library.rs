@@ -1,4 +1,5 @@
-//! Opening without a usable library: whatever is at the path, the answer is a typed error that names it.
+//! Opening without a usable library: whatever is at the path, the answer is a typed error that
+//! names it.
 
 use std::{path::Path, process::Command};
 
@@ -22,7 +23,10 @@ fn an_absent_library_is_unavailable_with_the_loaders_reason() {
     assert!(error.to_string().contains("cannot open shared object file"), "{error}");
 }
 
-/// HM-04: what the environment names is what is opened, unless the builder names another. In a process with that environment.
+/// HM-04
+///
+/// The library that the environment names is opened, unless the builder names another. In a
+/// process with that environment.
 #[test]
 fn a_library_of_the_builder_is_opened_in_place_of_the_environments() {
     const NAME: &str = "a_library_of_the_builder_is_opened_in_place_of_the_environments";
@@ -57,7 +61,9 @@ fn another_library_is_unavailable_naming_the_symbol_that_it_lacks() {
     assert_eq!(error.context_value("symbol"), Some(Functions::SYMBOLS[0]));
 }
 
-/// HM-04: holds on a machine with the driver as on one without.
+/// HM-04
+///
+/// Holds on a machine with the driver as on one without.
 #[test]
 fn opening_lists_devices_or_says_what_is_not_there() {
     match Cuda::open() {

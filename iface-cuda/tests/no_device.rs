@@ -1,5 +1,5 @@
-//! The real `libcuda.so.1` of two releases, without a device: what it truly does. `HMEM_CUDA=driver` makes its absence a
-//! failure.
+//! The real `libcuda.so.1` of two releases, without a device: what it truly does.
+//! `HMEM_CUDA=driver` makes its absence a failure.
 
 mod support;
 
@@ -49,9 +49,10 @@ fn machine_has_a_gpu() -> bool {
     std::path::Path::new("/proc/driver/nvidia/version").exists()
 }
 
+/// HM-04
 #[test]
-fn hm_04_the_real_driver_without_a_device_is_unavailable_and_says_so() {
-    alone("hm_04_the_real_driver_without_a_device_is_unavailable_and_says_so", |release, path| {
+fn the_real_driver_without_a_device_is_unavailable_and_says_so() {
+    alone("the_real_driver_without_a_device_is_unavailable_and_says_so", |release, path| {
         if machine_has_a_gpu() {
             return eprintln!("skipped: this machine has a driver of its own");
         }
@@ -68,11 +69,13 @@ fn hm_04_the_real_driver_without_a_device_is_unavailable_and_says_so() {
     });
 }
 
-/// HM-04: every symbol of the table is there, optional ones included, and the answers before a successful `cuInit` are
-/// those that the fake driver gives as recorded.
+/// HM-04
+///
+/// Every symbol of the table is there, optional ones included, and the answers before a
+/// successful `cuInit` are those that the fake driver gives as recorded.
 #[test]
-fn hm_04_the_real_driver_answers_as_recorded_before_it_started() {
-    alone("hm_04_the_real_driver_answers_as_recorded_before_it_started", |release, path| {
+fn the_real_driver_answers_as_recorded_before_it_started() {
+    alone("the_real_driver_answers_as_recorded_before_it_started", |release, path| {
         if machine_has_a_gpu() {
             return eprintln!("skipped: this machine has a driver of its own");
         }
@@ -140,12 +143,15 @@ impl Invalidator for Told {
     fn open_gate(&self) {}
 }
 
-/// MON-07: the entries of the real library can be hooked, every one of them; callers that got a function by
-/// `cuGetProcAddress` are seen too; answers stay the driver's own; and the code is as it was afterwards.
+/// MON-07
+///
+/// The entries of the real library can be hooked, every one of them; callers that got a
+/// function by `cuGetProcAddress` are seen too; answers stay the driver's own; and the code is as
+/// it was afterwards.
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn mon_07_the_real_drivers_frees_are_hooked_whoever_looked_them_up() {
-    alone("mon_07_the_real_drivers_frees_are_hooked_whoever_looked_them_up", |release, path| {
+fn the_real_drivers_frees_are_hooked_whoever_looked_them_up() {
+    alone("the_real_drivers_frees_are_hooked_whoever_looked_them_up", |release, path| {
         if machine_has_a_gpu() {
             return eprintln!("skipped: this machine has a driver of its own");
         }
@@ -162,7 +168,8 @@ fn mon_07_the_real_drivers_frees_are_hooked_whoever_looked_them_up() {
             std::ptr::with_exposed_provenance::<[u8; 16]>(entry).read_unaligned()
         };
         let untouched: Vec<_> = f.frees().iter().map(|(_, entry)| code(*entry)).collect();
-        // The whole entry: a comparison, a branch, and a jump to where the library's own table leads.
+        // The whole entry: a comparison, a branch, and a jump to where the library's own table
+        // leads.
         for (bytes, (name, _)) in untouched.iter().zip(f.frees()) {
             assert_eq!(
                 (&bytes[..2], &bytes[10..11]),

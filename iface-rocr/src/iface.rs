@@ -85,9 +85,9 @@ impl Builder {
     /// Starts the driver and lists its devices.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] without the library, without a symbol of it, without a device, or with a driver
-    /// that does not start; the library is named, and the driver's code where there is one. Otherwise what a
-    /// device answered when asked for its properties.
+    /// [`ErrorKind::Unavailable`] without the library, without a symbol of it, without a device, or
+    /// with a driver that does not start; the library is named, and the driver's code where
+    /// there is one. Otherwise what a device answered when asked for its properties.
     pub fn open(self) -> Result<Rocr> {
         let functions = match self.driver {
             Driver::Library(path) => Functions::load(&path)?,
@@ -180,7 +180,8 @@ impl Rocr {
 
     fn release(&mut self) -> Result<()> {
         if self.held {
-            // SAFETY: gives back the one count that `start` took; `held` says that it is still there.
+            // SAFETY: gives back the one count that `start` took; `held` says that it is still
+            // there.
             check(unsafe { (self.functions.shut_down)() }, "hsa_shut_down")?;
             self.held = false;
         }
@@ -214,10 +215,12 @@ fn describe(functions: &Functions, agent: Agent, id: DeviceId) -> Result<Device>
     })
 }
 
-/// The size of the largest global pool: coarse- and fine-grained pools are views of the same memory.
+/// The size of the largest global pool: coarse- and fine-grained pools are views of the same
+/// memory.
 fn memory_of(functions: &Functions, agent: Agent) -> Result<u64> {
     unsafe extern "C" fn collect(pool: MemoryPool, into: *mut c_void) -> HsaStatus {
-        // SAFETY: `into` is the vector given beside this callback, which nothing else touches meanwhile.
+        // SAFETY: `into` is the vector given beside this callback, which nothing else touches
+        // meanwhile.
         unsafe { &mut *into.cast::<Vec<MemoryPool>>() }.push(pool);
         HsaStatus::HSA_STATUS_SUCCESS
     }
@@ -240,7 +243,8 @@ fn memory_of(functions: &Functions, agent: Agent) -> Result<u64> {
 
 fn agents(functions: &Functions) -> Result<Vec<Agent>> {
     unsafe extern "C" fn collect(agent: Agent, into: *mut c_void) -> HsaStatus {
-        // SAFETY: `into` is the vector given beside this callback, which nothing else touches meanwhile.
+        // SAFETY: `into` is the vector given beside this callback, which nothing else touches
+        // meanwhile.
         unsafe { &mut *into.cast::<Vec<Agent>>() }.push(agent);
         HsaStatus::HSA_STATUS_SUCCESS
     }
@@ -329,7 +333,9 @@ fn coded(error: Error, code: HsaStatus) -> Error {
     error.driver_code(code.name().unwrap_or_default(), code.0.into())
 }
 
-impl Iface for Rocr {
+// SAFETY: nothing is allocated, copied or exported yet. `query` repeats what the driver knows of an
+// address now.
+unsafe impl Iface for Rocr {
     fn kind(&self) -> IfaceKind {
         IfaceKind::ROCR
     }

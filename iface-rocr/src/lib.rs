@@ -1,8 +1,9 @@
 //! AMD ROCr memory for `hmem`.
 //!
-//! [`Rocr`] is the [`Iface`](hmem_core::Iface) over the HSA runtime library, `libhsa-runtime64.so.1`, which is loaded
-//! at run time: building needs no SDK, and a machine without the runtime gets an error of kind
-//! [`Unavailable`](hmem_core::ErrorKind::Unavailable) that names the library.
+//! [`Rocr`] is the [`Iface`](hmem_core::Iface) over the HSA runtime library,
+//! `libhsa-runtime64.so.1`, which is loaded at run time: building needs no SDK, and a machine
+//! without the runtime gets an error of kind [`Unavailable`](hmem_core::ErrorKind::Unavailable)
+//! that names the library.
 //!
 //! ```
 //! use hmem_core::Iface;
@@ -29,12 +30,13 @@
 //!
 //! # Things this crate does not do
 //!
-//! It lists devices and answers which allocation an address lies in. It does not yet allocate, copy, export or
-//! monitor: those are errors of kind [`Unsupported`](hmem_core::ErrorKind::Unsupported), and
-//! [`Capability`](hmem_core::iface::Capability) says so. Allocations have no identity: the runtime gives none, and
-//! only its deallocation callbacks tell a reused address. Reserved address ranges (`hsa_amd_vmem_*`) are refused by
-//! name, since the runtime does not say where they begin. It holds one count of the runtime's own, and never
-//! unloads the library.
+//! It lists devices and answers which allocation an address lies in. It does not yet allocate,
+//! copy, export or monitor: those are errors of kind
+//! [`Unsupported`](hmem_core::ErrorKind::Unsupported), and
+//! [`Capability`](hmem_core::iface::Capability) says so. Allocations have no identity: the runtime
+//! gives none, and only its deallocation callbacks tell a reused address. Reserved address ranges
+//! (`hsa_amd_vmem_*`) are refused by name, since the runtime does not say where they begin. It
+//! holds one count of the runtime's own, and never unloads the library.
 
 #![deny(unsafe_code)]
 

@@ -12,7 +12,8 @@ use crate::{
     sys::{self, Agent, PointerInfo},
 };
 
-/// Allocations of ROCr have no identity: the runtime keeps none, which [`Iface::capability`] says too.
+/// Allocations of ROCr have no identity: the runtime keeps none, which [`Iface::capability`] says
+/// too.
 ///
 /// [`Iface::capability`]: hmem_core::Iface::capability
 const NO_IDENTITY: AllocationId = AllocationId(0);
@@ -33,8 +34,8 @@ pub(crate) fn query(rocr: &Rocr, address: Address) -> Result<Option<Allocation>>
         owner: Agent::default(),
         global_flags: 0,
     };
-    // SAFETY: `info` is writable and says its size; without an allocator no list of agents is written. The address
-    // is only looked up, never dereferenced.
+    // SAFETY: `info` is writable and says its size; without an allocator no list of agents is
+    // written. The address is only looked up, never dereferenced.
     let code = unsafe {
         (rocr.functions.pointer_info)(
             ptr::without_provenance::<c_void>(address.0 as usize),
@@ -62,8 +63,9 @@ pub(crate) fn query(rocr: &Rocr, address: Address) -> Result<Option<Allocation>>
                 None => (AllocationKind::Device, None),
             }
         }
-        // The runtime gives the queried address itself as the base of mapped memory, and no agent address for
-        // memory that is only reserved: where the allocation begins is not to be had.
+        // The runtime gives the queried address itself as the base of mapped memory, and no agent
+        // address for memory that is only reserved: where the allocation begins is not to
+        // be had.
         other => {
             let name = match other {
                 sys::HSA_EXT_POINTER_TYPE_RESERVED_ADDR => "HSA_EXT_POINTER_TYPE_RESERVED_ADDR",

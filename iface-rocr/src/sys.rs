@@ -1,4 +1,5 @@
-//! libhsa-runtime64.so.1: its function table, and the layouts and constants of `hsa.h` and `hsa_ext_amd.h`, laid out by hand.
+//! libhsa-runtime64.so.1: its function table, and the layouts and constants of `hsa.h` and
+//! `hsa_ext_amd.h`, laid out by hand.
 //!
 //! Public so that a driver of one's own can be injected with [`Functions::from_lookup`].
 //!
@@ -103,8 +104,8 @@ pub struct MemoryPool {
     pub handle: u64,
 }
 
-/// `hsa_amd_pointer_info_t`. Newer runtimes have more after these members and write no more than [`Self::size`]
-/// says.
+/// `hsa_amd_pointer_info_t`. Newer runtimes have more after these members and write no more than
+/// [`Self::size`] says.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct PointerInfo {
@@ -126,7 +127,8 @@ pub struct PointerInfo {
     pub global_flags: u32,
 }
 
-/// An attribute of an agent (`hsa_agent_info_t`, `hsa_amd_agent_info_t`), with the type that the header gives it.
+/// An attribute of an agent (`hsa_agent_info_t`, `hsa_amd_agent_info_t`), with the type that the
+/// header gives it.
 #[derive(Clone, Copy, Debug)]
 pub struct AgentAttribute<T> {
     /// The number in the header.
@@ -140,7 +142,8 @@ pub const HSA_AGENT_INFO_NAME: AgentAttribute<[u8; 64]> =
     AgentAttribute { number: 0, empty: [0; 64] };
 /// `HSA_AGENT_INFO_DEVICE`: an `HSA_DEVICE_TYPE_*`.
 pub const HSA_AGENT_INFO_DEVICE: AgentAttribute<u32> = AgentAttribute { number: 17, empty: 0 };
-/// `HSA_AMD_AGENT_INFO_BDFID`: `uint32_t`, bus in bits 8 to 15, device in 3 to 7, function in 0 to 2.
+/// `HSA_AMD_AGENT_INFO_BDFID`: `uint32_t`, bus in bits 8 to 15, device in 3 to 7, function in 0 to
+/// 2.
 pub const HSA_AMD_AGENT_INFO_BDFID: AgentAttribute<u32> =
     AgentAttribute { number: 0xa006, empty: 0 };
 /// `HSA_AMD_AGENT_INFO_PRODUCT_NAME`: `char[64]`.
@@ -155,7 +158,8 @@ pub const HSA_DEVICE_TYPE_CPU: u32 = 0;
 /// `HSA_DEVICE_TYPE_GPU`
 pub const HSA_DEVICE_TYPE_GPU: u32 = 1;
 
-/// An attribute of a memory pool (`hsa_amd_memory_pool_info_t`), with the type that the header gives it.
+/// An attribute of a memory pool (`hsa_amd_memory_pool_info_t`), with the type that the header
+/// gives it.
 #[derive(Clone, Copy, Debug)]
 pub struct PoolAttribute<T> {
     /// The number in the header.
@@ -271,16 +275,16 @@ impl Functions {
     /// The library stays loaded for the rest of the process.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the library, with the loader's reason, or with the first symbol that it
-    /// lacks.
+    /// [`ErrorKind::Unavailable`] naming the library, with the loader's reason, or with the first
+    /// symbol that it lacks.
     pub fn load(path: &Path) -> Result<Self> {
         let library = path.display().to_string();
-        // SAFETY: loading runs the library's initialisers; the caller names AMD's HSA runtime library, whose initialisers
-        // have no precondition.
+        // SAFETY: loading runs the library's initialisers; the caller names AMD's HSA runtime
+        // library, whose initialisers have no precondition.
         let loaded = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }
             .map_err(|reason| not_loaded(&library, reason))?;
-        // SAFETY: the addresses come from the library itself under the names of its own header, and the library is
-        // never unloaded once the table is filled.
+        // SAFETY: the addresses come from the library itself under the names of its own header, and
+        // the library is never unloaded once the table is filled.
         let functions = unsafe {
             Self::fill(&library, |symbol| {
                 loaded
@@ -289,8 +293,8 @@ impl Functions {
                     .map(|address| address.as_raw_ptr().cast_const().cast())
             })
         }?;
-        // Dropping the handle would unload the driver under the threads, callbacks and exit handlers that it leaves
-        // behind, and crash the process.
+        // Dropping the handle would unload the driver under the threads, callbacks and exit
+        // handlers that it leaves behind, and crash the process.
         std::mem::forget(loaded);
         Ok(functions)
     }
@@ -298,11 +302,13 @@ impl Functions {
     /// Fills the table from a lookup closure: a driver of the caller's own, such as a test's.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup` has nothing.
+    /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup` has
+    /// nothing.
     ///
     /// # Safety
-    /// Each address that `lookup` returns is a function with the signature that `hsa.h` and `hsa_ext_amd.h` declares for that name, and
-    /// stays callable from any thread for as long as a copy of the table exists.
+    /// Each address that `lookup` returns is a function with the signature that `hsa.h` and
+    /// `hsa_ext_amd.h` declares for that name, and stays callable from any thread for as long
+    /// as a copy of the table exists.
     pub unsafe fn from_lookup(
         lookup: impl FnMut(&'static str) -> Option<*const ()>,
     ) -> Result<Self> {

@@ -203,7 +203,8 @@ fn symbol(name: &str) -> Option<*const ()> {
 }
 
 fn open() -> Result<Rocr> {
-    // SAFETY: each function above has the signature of its name in the headers, and functions live forever.
+    // SAFETY: each function above has the signature of its name in the headers, and functions live
+    // forever.
     let functions = unsafe { Functions::from_lookup(symbol) }?;
     Rocr::builder().functions(functions).open()
 }
@@ -330,7 +331,9 @@ fn a_device_out_of_range_is_an_invalid_argument() {
     }
 }
 
-/// HM-04: what is not there yet says so, and the capability says the same.
+/// HM-04
+///
+/// A function that is not there yet is refused as such, and the capability agrees.
 #[test]
 fn what_is_lacking_is_unsupported_with_its_reason() {
     let iface = open().expect("open");
@@ -459,7 +462,10 @@ fn locked_memory_is_found_by_the_cpus_and_by_the_agents_address() {
     assert_eq!(query(&iface, 0x1000_0010).expect("known").base(), Address(0x1000_0000));
 }
 
-/// HM-01: the runtime gives no base for it, so it must neither be registered from a made-up one nor as host memory.
+/// HM-01
+///
+/// The runtime gives no base for it, so it must neither be registered from a made-up one nor
+/// as host memory.
 #[test]
 fn memory_mapped_into_a_reserved_range_is_refused_by_name() {
     let iface = open().expect("open");

@@ -1,4 +1,5 @@
-//! Opening without a usable library: whatever is at the path, the answer is a typed error that names it.
+//! Opening without a usable library: whatever is at the path, the answer is a typed error that
+//! names it.
 
 use std::path::Path;
 
@@ -36,7 +37,9 @@ fn another_library_is_unavailable_naming_the_symbol_that_it_lacks() {
     assert_eq!(error.context_value("symbol"), Some(Functions::SYMBOLS[0]));
 }
 
-/// HM-04: holds on a machine with the driver as on one without.
+/// HM-04
+///
+/// Holds on a machine with the driver as on one without.
 #[test]
 fn opening_lists_devices_or_says_what_is_not_there() {
     match Rocr::open() {

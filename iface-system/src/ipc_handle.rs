@@ -1,4 +1,5 @@
-//! How an allocation is named to another process: by the owner's pid and fd, and what must be found there.
+//! How an allocation is named to another process: by the owner's pid and fd, and what must be found
+//! there.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -35,8 +36,8 @@ pub(crate) struct HandleBody {
     pub(crate) len: u64,
     /// The owner's identity of the allocation.
     pub(crate) id: u64,
-    /// The word of the file's header that shows that identity while the allocation lives, and, for what has no
-    /// header, `NO_STAMP`.
+    /// The word of the file's header that shows that identity while the allocation lives, and, for
+    /// what has no header, `NO_STAMP`.
     pub(crate) stamp: u64,
 }
 
@@ -119,8 +120,9 @@ impl HandleBody {
         }
         // Opened anew in any case: that counts as a user of the file.
         let file = sys::reopen(found.as_fd())?;
-        // A handle is bytes from another process. A file that could shrink under a mapping would end this process with
-        // SIGBUS; no file that an allocation lives in can, and only what has seals at all is one.
+        // A handle is bytes from another process. A file that could shrink under a mapping would
+        // end this process with SIGBUS; no file that an allocation lives in can, and only
+        // what has seals at all is one.
         let seals = rustix::fs::fcntl_get_seals(&file);
         if !seals.is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
             return Err(Error::new(ErrorKind::Malformed, "ipc open")

@@ -31,7 +31,8 @@ impl<T: ZeroValid> LazyArray<T> {
         Ok(Self { mapping, len, element: PhantomData })
     }
 
-    /// As [`LazyArray::new`], in pages of 2 MiB or so where the kernel has them: for what is read at random.
+    /// As [`LazyArray::new`], in pages of 2 MiB or so where the kernel has them: for what is read
+    /// at random.
     pub(crate) fn new_in_huge_pages(len: usize) -> Result<Self, Errno> {
         let array = Self::new(len)?;
         if let Err(errno) = array.mapping.prefer_huge_pages() {
@@ -40,8 +41,8 @@ impl<T: ZeroValid> LazyArray<T> {
         Ok(array)
     }
 
-    /// Makes `count` elements from `first` zero and gives their whole pages back. Concurrent readers see the old
-    /// value or zero.
+    /// Makes `count` elements from `first` zero and gives their whole pages back. Concurrent
+    /// readers see the old value or zero.
     pub(crate) fn discard(&self, first: usize, count: usize) -> Result<(), Errno> {
         self.mapping.discard((first * size_of::<T>()) as u64, count * size_of::<T>())
     }
@@ -52,9 +53,9 @@ impl<T: ZeroValid> Deref for LazyArray<T> {
 
     #[inline]
     fn deref(&self) -> &[T] {
-        // SAFETY: the mapping is `len` elements long, aligned, zeroed (which `T` accepts), and lives as long as
-        // `self`; elements are only ever changed through their own interior mutability, or discarded to zero,
-        // which for atomics is one more value.
+        // SAFETY: the mapping is `len` elements long, aligned, zeroed (which `T` accepts), and
+        // lives as long as `self`; elements are only ever changed through their own
+        // interior mutability, or discarded to zero, which for atomics is one more value.
         unsafe { slice::from_raw_parts(self.mapping.as_ptr().cast::<T>(), self.len) }
     }
 }

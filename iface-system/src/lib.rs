@@ -2,14 +2,16 @@
 //!
 //! [`System`] is the host's memory: anonymous, in memory files ([`MemFd`]), in huge pages.
 //!
-//! [`Simulated`] is a device iface without hardware: device memory that the CPU cannot touch, several devices,
-//! identities, both monitor styles, segments, a copy engine, dma-buf export, IPC, and faults on demand.
+//! [`Simulated`] is a device iface without hardware: device memory that the CPU cannot touch,
+//! several devices, identities, both monitor styles, segments, a copy engine, dma-buf export, IPC,
+//! and faults on demand.
 //!
 //! [`monitor`] notices that host memory went under a cached registration.
 //!
 //! # Things this crate does not do
 //!
-//! It pins nothing: that is what providers do. What its [`monitor`]s do not see is in their documentation. A simulated device checks no timing and orders nothing beyond what the CPU does.
+//! It pins nothing: that is what providers do. What its [`monitor`]s do not see is in their
+//! documentation. A simulated device checks no timing and orders nothing beyond what the CPU does.
 
 #![deny(unsafe_code)]
 

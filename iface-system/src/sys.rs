@@ -1,8 +1,10 @@
-//! The system calls of this crate: mappings, memory files, dma-bufs made of them, positioned reads and writes.
+//! The system calls of this crate: mappings, memory files, dma-bufs made of them, positioned reads
+//! and writes.
 //!
-//! rustix where it has the call; libc for leases and for reads and writes by raw address, since no reference
-//! may be formed to bytes that a NIC or another process may write meanwhile. libc, too, for what takes memory away:
-//! its functions are what cache monitors hook, and rustix makes raw system calls.
+//! rustix where it has the call; libc for leases and for reads and writes by raw address, since no
+//! reference may be formed to bytes that a NIC or another process may write meanwhile. libc, too,
+//! for what takes memory away: its functions are what cache monitors hook, and rustix makes raw
+//! system calls.
 
 use std::{
     ffi::c_void,
@@ -28,8 +30,8 @@ pub(crate) struct Mapping {
     len: usize,
 }
 
-// SAFETY: a mapping belongs to the process, not to a thread; all access to its bytes goes through raw pointers
-// whose users synchronise on their own.
+// SAFETY: a mapping belongs to the process, not to a thread; all access to its bytes goes through
+// raw pointers whose users synchronise on their own.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; `&Mapping` gives out nothing but addresses.
 unsafe impl Sync for Mapping {}
@@ -49,7 +51,8 @@ impl Mapping {
         )
     }
 
-    /// Asks for pages of 2 MiB or so where memory is written from now on; the kernel need not have any.
+    /// Asks for pages of 2 MiB or so where memory is written from now on; the kernel need not have
+    /// any.
     pub(crate) fn prefer_huge_pages(&self) -> Result<(), OsErrno> {
         // SAFETY: the range is this mapping, whose contents stay.
         done(unsafe { libc::madvise(self.as_ptr().cast(), self.len, libc::MADV_HUGEPAGE) })
@@ -109,7 +112,8 @@ impl Mapping {
             .wrapping_add(offset.expect("the offset was checked against the mapping's length"))
     }
 
-    /// Replaces `len` bytes at `offset` of this reservation by a shared mapping of `fd` from `in_file`.
+    /// Replaces `len` bytes at `offset` of this reservation by a shared mapping of `fd` from
+    /// `in_file`.
     pub(crate) fn place_shared(
         &self,
         offset: u64,
@@ -121,7 +125,8 @@ impl Mapping {
         let offset = file_offset(in_file);
         let (prot, flags) =
             (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
-        // SAFETY: `inside` has checked that the fixed range lies in this mapping, which nobody else maps into.
+        // SAFETY: `inside` has checked that the fixed range lies in this mapping, which nobody else
+        // maps into.
         placed(unsafe { libc::mmap(at, len, prot, flags, fd.as_raw_fd(), offset) })
     }
 
@@ -129,14 +134,16 @@ impl Mapping {
     pub(crate) fn place_nothing(&self, offset: u64, len: usize) -> Result<(), OsErrno> {
         let at = self.inside(offset, len)?;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-        // SAFETY: `inside` has checked that the fixed range lies in this mapping; the caller frees what was there.
+        // SAFETY: `inside` has checked that the fixed range lies in this mapping; the caller frees
+        // what was there.
         placed(unsafe { libc::mmap(at, len, libc::PROT_NONE, flags, -1, 0) })
     }
 
     /// Gives the memory of private zeroes back; they read as zero again.
     pub(crate) fn discard(&self, offset: u64, len: usize) -> Result<(), OsErrno> {
         let at = self.inside(offset, len)?;
-        // SAFETY: the range lies in this mapping and its users accept zeroes (atomics that mean "nothing").
+        // SAFETY: the range lies in this mapping and its users accept zeroes (atomics that mean
+        // "nothing").
         done(unsafe { libc::madvise(at, len, libc::MADV_DONTNEED) })
     }
 
@@ -152,7 +159,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the range was mapped by this value, and whoever drops it has no use for it any longer.
+        // SAFETY: the range was mapped by this value, and whoever drops it has no use for it any
+        // longer.
         if let Err(errno) = done(unsafe { libc::munmap(self.as_ptr().cast(), self.len) }) {
             tracing::error!(%errno, address = %self.address(), len = self.len, "munmap failed");
         }
@@ -171,8 +179,8 @@ fn last_errno() -> OsErrno {
     OsErrno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(OsErrno::IO)
 }
 
-/// Creates a memory file of a fixed size: sealed against shrinking (udmabuf insists on it), growing, and
-/// further seals.
+/// Creates a memory file of a fixed size: sealed against shrinking (udmabuf insists on it),
+/// growing, and further seals.
 pub(crate) fn sealed_memfd(name: &str, len: u64) -> Result<OwnedFd> {
     let failed =
         |call: &'static str| move |errno: OsErrno| Error::os(errno, call).context("length", len);
@@ -194,8 +202,8 @@ pub(crate) fn file_identity(fd: BorrowedFd<'_>) -> Result<(u64, u64)> {
     Ok((stat.st_dev, stat.st_ino))
 }
 
-/// Opens the file behind an fd of this process once more, for reading and writing: unlike a duplicate, the new
-/// fd is counted by [`is_open_elsewhere`].
+/// Opens the file behind an fd of this process once more, for reading and writing: unlike a
+/// duplicate, the new fd is counted by [`is_open_elsewhere`].
 pub(crate) fn reopen(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     open(&format!("/proc/self/fd/{}", fd.as_raw_fd()), OFlags::RDWR)
 }
@@ -210,12 +218,12 @@ fn open(path: &str, flags: OFlags) -> Result<OwnedFd> {
         .map_err(|errno| Error::os(errno, "open").context("path", path))
 }
 
-/// Whether anyone opened the file for writing other than by `memfd_create`, and still has it open or mapped, in
-/// any process. A read lease is granted exactly when nobody has.
+/// Whether anyone opened the file for writing other than by `memfd_create`, and still has it open
+/// or mapped, in any process. A read lease is granted exactly when nobody has.
 ///
-/// Answers `true` when it cannot know. Whoever opens the file in the moment that the lease lives waits for its
-/// end; the signal that the kernel sends us then is `SIGURG` (set when the file was made), which is ignored by
-/// default.
+/// Answers `true` when it cannot know. Whoever opens the file in the moment that the lease lives
+/// waits for its end; the signal that the kernel sends us then is `SIGURG` (set when the file was
+/// made), which is ignored by default.
 pub(crate) fn is_open_elsewhere(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: plain fcntl on a borrowed, open fd; the argument is a lease type.
     if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) } != 0 {
@@ -233,13 +241,15 @@ pub(crate) fn punch_hole(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Result<()
     rustix::fs::fallocate(fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)
 }
 
-/// Copies bytes of a file to a host address; an address that cannot be written is `EFAULT`, not a signal.
+/// Copies bytes of a file to a host address; an address that cannot be written is `EFAULT`, not a
+/// signal.
 ///
 /// # Safety
 /// The host range may be overwritten.
 pub(crate) unsafe fn read_at(fd: BorrowedFd<'_>, offset: u64, to: Address, len: u64) -> Result<()> {
     transfer(len, |done| {
-        // SAFETY: the kernel checks the addresses; that they may be overwritten is the caller's promise.
+        // SAFETY: the kernel checks the addresses; that they may be overwritten is the caller's
+        // promise.
         unsafe {
             libc::pread(
                 fd.as_raw_fd(),
@@ -252,7 +262,8 @@ pub(crate) unsafe fn read_at(fd: BorrowedFd<'_>, offset: u64, to: Address, len: 
     .map_err(|errno| Error::os(errno, "pread").context("address", to).context("length", len))
 }
 
-/// Copies bytes from a host address to a file; an address that cannot be read is `EFAULT`, not a signal.
+/// Copies bytes from a host address to a file; an address that cannot be read is `EFAULT`, not a
+/// signal.
 pub(crate) fn write_at(fd: BorrowedFd<'_>, offset: u64, from: Address, len: u64) -> Result<()> {
     transfer(len, |done| {
         // SAFETY: the kernel checks the addresses and only reads them.
@@ -302,9 +313,9 @@ pub(crate) fn host_ptr(address: Address) -> *mut u8 {
 
 /// Copies bytes that a NIC or another process may write meanwhile; the two runs may overlap.
 ///
-/// It is the C library's memmove and not `ptr::copy`: that is an access of the Rust abstract machine, for which a race
-/// is undefined behaviour. Of a call into foreign code the compiler knows nothing, so that racing bytes are merely
-/// unspecified.
+/// It is the C library's memmove and not `ptr::copy`: that is an access of the Rust abstract
+/// machine, for which a race is undefined behaviour. Of a call into foreign code the compiler knows
+/// nothing, so that racing bytes are merely unspecified.
 ///
 /// # Safety
 /// `from` is readable and `to` writable for `len` bytes.
@@ -400,8 +411,8 @@ mod tests {
 
     #[test]
     fn udmabuf_layout_and_opcode_are_those_of_the_kernel_header() {
-        // What `UDMABUF_CREATE` of linux/udmabuf.h expands to on every architecture with the generic ioctl
-        // encoding.
+        // What `UDMABUF_CREATE` of linux/udmabuf.h expands to on every architecture with the
+        // generic ioctl encoding.
         const UDMABUF_CREATE: u32 = 0x4018_7542;
         let create = CreateUdmabuf(UdmabufCreate { memfd: 0, flags: 0, offset: 0, size: 0 });
         assert_eq!(create.opcode(), UDMABUF_CREATE);

@@ -35,8 +35,9 @@ fn at(start: u64) -> AddressRange {
     AddressRange::new(Address(start), 4096).unwrap()
 }
 
+/// MON-08
 #[test]
-fn mon_08_an_import_is_told_subscribe_and_unsubscribe_in_pairs() {
+fn an_import_is_told_subscribe_and_unsubscribe_in_pairs() {
     let asked = Arc::new(Asked::default());
     let monitor = Import::new(Arc::<Asked>::clone(&asked)).unwrap();
     let recorder = Recorder::new();
@@ -58,8 +59,9 @@ fn mon_08_an_import_is_told_subscribe_and_unsubscribe_in_pairs() {
     assert_eq!(Arc::strong_count(&recorder), 1);
 }
 
+/// MON-08
 #[test]
-fn mon_08_an_import_may_invalidate_from_any_thread() {
+fn an_import_may_invalidate_from_any_thread() {
     let monitor = Import::new(Arc::new(Asked::default())).unwrap();
     let recorder = Recorder::new();
     let subscription = monitor.subscribe(at(0x10000), Arc::<Recorder>::clone(&recorder)).unwrap();
@@ -82,9 +84,10 @@ fn mon_08_an_import_may_invalidate_from_any_thread() {
     assert_eq!(recorder.count(), 0, "after unsubscribing nobody is told");
 }
 
+/// MON-06
 #[test]
 #[cfg_attr(target_arch = "aarch64", ignore = "qemu-user takes MADV_WIPEONFORK and does nothing")]
-fn mon_06_an_import_tells_nobody_in_a_forked_child() {
+fn an_import_tells_nobody_in_a_forked_child() {
     let asked = Arc::new(Asked::default());
     let monitor = Import::new(Arc::<Asked>::clone(&asked)).unwrap();
     let recorder = Recorder::new();
@@ -101,9 +104,10 @@ fn mon_06_an_import_tells_nobody_in_a_forked_child() {
     monitor.unsubscribe(subscription);
 }
 
+/// MON-06
 #[test]
 #[cfg_attr(target_arch = "aarch64", ignore = "qemu-user takes MADV_WIPEONFORK and does nothing")]
-fn mon_06_a_child_that_is_forked_within_a_change_lives() {
+fn a_child_that_is_forked_within_a_change_lives() {
     let monitor = Import::new(Arc::new(Asked::default())).unwrap();
     let recorder = Recorder::new();
     let subscription = monitor.subscribe(at(0x10000), Arc::<Recorder>::clone(&recorder)).unwrap();

@@ -1,6 +1,7 @@
 //! MON-01: the table of `docs/monitors.md` is what happens.
 //!
-//! Each line's cause is done to each column's monitor, on memory that was subscribed, in a process for each column.
+//! Each line's cause is done to each column's monitor, on memory that was subscribed, in a process
+//! for each column.
 #![allow(missing_docs)]
 
 #[path = "monitors/mod.rs"]
@@ -23,12 +24,18 @@ use hmem_iface_system::monitor::{Import, Layered, MemHooks, UserFaultFd, Watcher
 use monitors::*;
 
 cases! {
-    mon_01_the_table_has_these_lines_and_columns,
-    mon_01_memhooks,
-    mon_01_userfaultfd,
-    mon_01_memhooks_and_userfaultfd,
-    mon_01_huge_pages_are_watched_whole_by_the_net,
-    mon_01_import;
+    /// MON-01
+    the_table_has_these_lines_and_columns,
+    /// MON-01
+    memhooks_see_what_the_table_says,
+    /// MON-01
+    userfaultfd_sees_what_the_table_says,
+    /// MON-01
+    memhooks_and_userfaultfd_see_what_the_table_says,
+    /// MON-01
+    huge_pages_are_watched_whole_by_the_net,
+    /// MON-01
+    import_sees_what_the_table_says;
     slow:
 }
 
@@ -81,13 +88,31 @@ fn segment() -> (i32, *mut libc::c_void) {
     }
 }
 
+/// Four shared pages, the first of which is made to show the third one's content; it does so when
+/// the call is over.
+fn with_remapped_pages(remap: fn([usize; 5]) -> usize) -> (*mut libc::c_void, Box<dyn FnOnce()>) {
+    let shared = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
+    // SAFETY: a new mapping.
+    let at = unsafe { libc::mmap(ptr::null_mut(), 4 * page(), RW, shared, -1, 0) };
+    assert_ne!(at, libc::MAP_FAILED);
+    let word = move |index: usize| at.wrapping_byte_add(index * page()).cast::<u64>();
+    // SAFETY: the test's own memory.
+    unsafe { word(2).write_volatile(7) };
+    let act = move || {
+        assert_eq!(remap([at.addr(), page(), 0, 2, 0]), 0);
+        // SAFETY: the test's own memory.
+        assert_eq!(unsafe { word(0).read_volatile() }, 7, "the page is another one");
+    };
+    (at, Box::new(act))
+}
+
 /// Advises the first page.
 fn advise(at: *mut libc::c_void, advice: i32) {
     // SAFETY: the test's own memory.
     assert_eq!(unsafe { libc::madvise(at, page(), advice) }, 0);
 }
 
-const ROWS: [Row; 19] = [
+const ROWS: [Row; 21] = [
     ("munmap", || with_map(|at| unmap(at, 4 * page()))),
     ("munmap of a part", || with_map(|at| unmap(at.wrapping_byte_add(page()), page()))),
     ("mremap to another place", || {
@@ -140,13 +165,12 @@ const ROWS: [Row; 19] = [
         // SAFETY: memory between the old break and the new one is this function's.
         let top = unsafe { libc::sbrk((8 * page()) as isize) };
         let at = top.wrapping_byte_add(top.align_offset(page()));
-        // SAFETY: takes back what it took.
-        (
-            at,
-            Box::new(|| {
-                assert_ne!(unsafe { libc::sbrk(-((8 * page()) as isize)) }.addr(), usize::MAX)
-            }),
-        )
+        let act = || {
+            // SAFETY: takes back what it took.
+            let before = unsafe { libc::sbrk(-((8 * page()) as isize)) };
+            assert_ne!(before.addr(), usize::MAX);
+        };
+        (at, Box::new(act))
     }),
     ("shmdt", || {
         let (_, at) = segment();
@@ -160,8 +184,18 @@ const ROWS: [Row; 19] = [
             assert_eq!(unsafe { libc::shmat(id, at, 0o40000) }, at);
         })
     }),
+    ("remap_file_pages", || {
+        with_remapped_pages(|[at, size, protection, offset, flags]| {
+            let at = ptr::with_exposed_provenance_mut(at);
+            let (protection, flags) = (protection as i32, flags as i32);
+            // SAFETY: the test's own memory.
+            let done = unsafe { libc::remap_file_pages(at, size, protection, offset, flags) };
+            done as usize
+        })
+    }),
     ("free of a large block", || {
-        // SAFETY: a block of the test's own, freed once. malloc maps blocks of this size on their own.
+        // SAFETY: a block of the test's own, freed once. malloc maps blocks of this size on their
+        // own.
         let block = unsafe { libc::malloc(64 << 20) };
         // SAFETY: as above.
         (block, Box::new(move || unsafe { libc::free(block) }))
@@ -179,6 +213,9 @@ const ROWS: [Row; 19] = [
         with_map(|at| {
             assert_eq!(raw(libc::SYS_mremap, [at.addr(), 4 * page(), page(), 0, 0]), at.addr())
         })
+    }),
+    ("raw system call remap_file_pages", || {
+        with_remapped_pages(|arguments| raw(libc::SYS_remap_file_pages, arguments))
     }),
     ("truncating the memory file behind", || {
         // SAFETY: the test's own file.
@@ -215,7 +252,7 @@ fn documented() -> Vec<(String, Vec<String>)> {
     lines.skip(1).map(cells).map(|mut cells| (cells.remove(0), cells)).collect()
 }
 
-fn mon_01_the_table_has_these_lines_and_columns() {
+fn the_table_has_these_lines_and_columns() {
     let documented: Vec<_> = documented().into_iter().map(|(name, _)| name).collect();
     assert_eq!(documented, ROWS.map(|(name, _)| name));
 }
@@ -242,7 +279,8 @@ fn column(name: &str, monitor: &dyn Monitor, tell: &dyn Fn(AddressRange)) {
                 recorder.clear();
                 tell(here);
                 act();
-                // The call has come back, so that its event was read, if there is one; it is told once no gate is closed.
+                // The call has come back, so that its event was read, if there is one; it is told
+                // once no gate is closed.
                 while recorder.gates.load(SeqCst) != 0 {
                     thread::yield_now();
                 }
@@ -267,15 +305,15 @@ fn column(name: &str, monitor: &dyn Monitor, tell: &dyn Fn(AddressRange)) {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-fn mon_01_memhooks() {
+fn memhooks_see_what_the_table_says() {
     column("memhooks", &*MemHooks::start().unwrap(), &|_| {});
 }
 
-fn mon_01_userfaultfd() {
+fn userfaultfd_sees_what_the_table_says() {
     column("userfaultfd", &*UserFaultFd::start().unwrap(), &|_| {});
 }
 
-fn mon_01_memhooks_and_userfaultfd() {
+fn memhooks_and_userfaultfd_see_what_the_table_says() {
     let monitor = Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
     column("memhooks+userfaultfd", &*monitor, &|_| {});
     // The segment, which the kernel does not watch.
@@ -284,7 +322,7 @@ fn mon_01_memhooks_and_userfaultfd() {
 }
 
 /// None of the machine's huge pages is taken: nothing is touched, and nothing reserved.
-fn mon_01_huge_pages_are_watched_whole_by_the_net() {
+fn huge_pages_are_watched_whole_by_the_net() {
     const HUGE: usize = 2 << 20;
     let monitor = Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
     let flags = ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_HUGETLB | 21 << libc::MAP_HUGE_SHIFT;
@@ -315,7 +353,7 @@ impl Watcher for Anything {
     fn unsubscribe(&self, _: AddressRange) {}
 }
 
-fn mon_01_import() {
+fn import_sees_what_the_table_says() {
     let monitor = Import::new(Arc::new(Anything)).unwrap();
     column("import", &*monitor, &|range| monitor.invalidate(range));
 }

@@ -4,13 +4,13 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use hmem_core::{
-    Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::DmaBufMapping,
-};
+use hmem_core::{Address, AllocationKind, DeviceId, ErrorKind, Iface, iface::DmaBufMapping};
 use hmem_iface_system::{Simulated, Stepping};
 use support::*;
 
-/// HM-03: every size class from one byte to 64 MiB, unaligned by odd numbers on both sides.
+/// HM-03
+///
+/// Every size class from one byte to 64 MiB, unaligned by odd numbers on both sides.
 #[test]
 fn copies_of_every_size_class_go_in_and_come_out() {
     let simulated = simulated();
@@ -68,7 +68,9 @@ fn a_gather_of_uneven_ranges_lands_where_it_should() {
     assert!(back == expected);
 }
 
-/// HM-03: within one allocation, whichever way the two ranges overlap, and across its segments.
+/// HM-03
+///
+/// Within one allocation, whichever way the two ranges overlap, and across its segments.
 #[test]
 fn overlapping_copies_move_as_memmove_does() {
     let simulated = Simulated::builder().segment_len(4096).build().unwrap();
@@ -121,7 +123,9 @@ fn a_copy_past_the_allocation_is_refused_and_moves_nothing() {
     assert_eq!(simulated.stats().copies_done, 1);
 }
 
-/// HM-03: a driver answers a bad host address with an error; it does not take the process down.
+/// HM-03
+///
+/// A driver answers a bad host address with an error; it does not take the process down.
 #[test]
 fn a_host_address_that_is_not_mapped_fails_the_copy_and_not_the_process() {
     let simulated = simulated();
@@ -195,7 +199,9 @@ fn the_engine_thread_ends_copies_in_order() {
     assert_eq!(simulated.stats().copies_done, 501);
 }
 
-/// HM-03: the bytes of a copy are not there before its time; how much later they come is not asked.
+/// HM-03
+///
+/// The bytes of a copy are not there before its time; how much later they come is not asked.
 #[test]
 fn a_copy_takes_at_least_latency_and_length_over_bandwidth() {
     let latency = Duration::from_millis(2);
@@ -276,4 +282,20 @@ fn the_device_sees_inbound_writes_after_a_flush() {
         simulated.read(copy.base(), &mut back).unwrap();
         assert!(back == bytes);
     }
+}
+
+/// MR-18
+#[test]
+fn a_copy_of_which_the_device_knows_no_side_is_refused_and_moves_nothing() {
+    let simulated = simulated();
+    let (from, mut to) = ([7_u8; 64], [0_u8; 64]);
+    let (here, there) = (Address::of_ptr(to.as_mut_ptr()), Address::of_ptr(from.as_ptr()));
+    // SAFETY: both arrays outlive the copy, which is refused before it starts.
+    let refused = unsafe {
+        [simulated.copy(here, there, 64), simulated.copy_async(here, there, 64).map(drop)]
+    };
+    for error in refused.map(Result::unwrap_err) {
+        assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{error}");
+    }
+    assert_eq!(to, [0; 64]);
 }

@@ -5,7 +5,7 @@ mod support;
 use std::sync::Mutex;
 
 use hmem_core::{
-    AllocationKind, DeviceId, Errno, ErrorKind, Iface, IfaceExt,
+    AllocationKind, DeviceId, Errno, ErrorKind, Iface,
     iface::{AllocRequest, DmaBufMapping},
 };
 use hmem_iface_system::{AddressReuse, DmaBufKind, P2pMatrix, Simulated};
@@ -50,7 +50,10 @@ fn page_unaligned_ranges_reach_exactly_their_bytes_through_the_exported_fd() {
     }
 }
 
-/// HM-06: the offset in the dma-buf is not the offset in the allocation, so that mixing them up is caught.
+/// HM-06
+///
+/// The offset in the dma-buf is not the offset in the allocation, so that mixing them up is
+/// caught.
 #[test]
 fn in_a_memory_file_no_allocation_begins_at_offset_0() {
     let _turn = turn();
@@ -84,7 +87,9 @@ fn the_fd_count_after_many_exports_is_what_it_was() {
     assert_eq!(simulated.stats().live_exports, 0);
 }
 
-/// HM-06: as a dma-buf does, an exported fd keeps the bytes, and nobody else gets them.
+/// HM-06
+///
+/// As a dma-buf does, an exported fd keeps the bytes, and nobody else gets them.
 #[test]
 fn an_export_outlives_the_allocation_and_never_shows_the_next_one() {
     let _turn = turn();
@@ -108,7 +113,9 @@ fn an_export_outlives_the_allocation_and_never_shows_the_next_one() {
     assert_eq!(simulated.stats().live_exports, 0);
 }
 
-/// HM-06: however many exports come and go around one that stays.
+/// HM-06
+///
+/// However many exports come and go around one that stays.
 #[test]
 fn one_export_that_stays_keeps_its_bytes_while_thousands_come_and_go() {
     let _turn = turn();
@@ -131,7 +138,9 @@ fn one_export_that_stays_keeps_its_bytes_while_thousands_come_and_go() {
     free(&simulated, &neighbour).unwrap();
 }
 
-/// HM-06: memory that was exported is used again once its fds are gone.
+/// HM-06
+///
+/// Memory that was exported is used again once its fds are gone.
 #[test]
 fn exported_memory_comes_back_when_its_last_user_has_gone() {
     let _turn = turn();

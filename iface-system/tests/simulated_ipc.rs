@@ -7,7 +7,7 @@ use std::{
     sync::Mutex,
 };
 
-use hmem_core::{AllocationKind, ErrorKind, Iface, IfaceExt, IfaceKind, iface::IpcHandle};
+use hmem_core::{AllocationKind, ErrorKind, Iface, IfaceKind, iface::IpcHandle};
 use hmem_iface_system::{AddressReuse, SIMULATED, Simulated, System};
 use support::*;
 
@@ -131,7 +131,9 @@ fn when_the_owner_is_gone_opening_is_unavailable_and_what_is_open_stays() {
     }
 }
 
-/// HM-10: a handle names an allocation, not a place in a file.
+/// HM-10
+///
+/// A handle names an allocation, not a place in a file.
 #[test]
 fn a_freed_allocation_cannot_be_opened_even_if_its_memory_is_used_again() {
     let _turn = turn();
@@ -149,7 +151,9 @@ fn a_freed_allocation_cannot_be_opened_even_if_its_memory_is_used_again() {
     free(&simulated, &keeps_the_file).unwrap();
 }
 
-/// HM-10: an fd number that means another file by now is not opened.
+/// HM-10
+///
+/// An fd number that means another file by now is not opened.
 #[test]
 fn a_handle_whose_fd_number_was_used_again_is_unavailable() {
     let _turn = turn();
@@ -165,7 +169,9 @@ fn a_handle_whose_fd_number_was_used_again_is_unavailable() {
     assert!(system.ipc_open(&handle).unwrap_err().is_unavailable());
 }
 
-/// HM-10: the opener keeps the old bytes, and the owner's next allocation is not among them.
+/// HM-10
+///
+/// The opener keeps the old bytes, and the owner's next allocation is not among them.
 #[test]
 fn an_opened_allocation_outlives_its_owners_free() {
     let _turn = turn();

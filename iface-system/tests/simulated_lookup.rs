@@ -155,7 +155,6 @@ fn any_thread_may_use_any_device() {
         .map(|number| {
             let simulated = Arc::clone(&simulated);
             thread::spawn(move || {
-                use hmem_core::IfaceExt;
                 let request = AllocRequest {
                     len: 999,
                     device: DeviceId(number),
@@ -197,7 +196,9 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// HM-01, HM-02: whatever was allocated and freed before, lookups agree with a list searched from end to end.
+    /// HM-01, HM-02
+    ///
+    /// Whatever was allocated and freed before, lookups agree with a list searched from end to end.
     #[test]
     fn lookups_agree_with_a_plain_list(steps in prop::collection::vec(step(), 1..120)) {
         // A small window, so that addresses come round again.
@@ -238,8 +239,10 @@ proptest! {
     }
 }
 
-/// HM-01: a lookup that races with frees and allocations never mixes two allocations, never misses one that
-/// stays, and never finds one that had gone before it began.
+/// HM-01
+///
+/// A lookup that races with frees and allocations never mixes two allocations, never misses
+/// one that stays, and never finds one that had gone before it began.
 #[test]
 fn lookups_that_race_with_frees_are_consistent() {
     const ROUNDS: usize = 20_000;

@@ -4,9 +4,7 @@ mod support;
 
 use std::{os::unix::process::ExitStatusExt, sync::Mutex};
 
-use hmem_core::{
-    AddressRange, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::AllocRequest,
-};
+use hmem_core::{AddressRange, AllocationKind, DeviceId, ErrorKind, Iface, iface::AllocRequest};
 use hmem_iface_system::{AddressReuse, Simulated};
 use support::*;
 
@@ -213,7 +211,8 @@ fn a_dropped_device_leaves_no_fd_and_no_mapping() {
         }
     }
     assert_eq!(open_fds(), fds);
-    // The test harness's own threads come and go: what leaked would be a mapping for each device at least.
+    // The test harness's own threads come and go: what leaked would be a mapping for each device at
+    // least.
     assert!(mappings() < maps + 20, "{} mappings more", mappings() - maps);
 }
 

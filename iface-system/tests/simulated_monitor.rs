@@ -12,7 +12,7 @@ use std::{
 };
 
 use hmem_core::{
-    Address, AddressRange, AllocationKind, ErrorKind, Iface, IfaceExt,
+    Address, AddressRange, AllocationKind, ErrorKind, Iface,
     monitor::{Cause, Change, Invalidator, MonitorStyle, Subscription},
 };
 use hmem_iface_system::{AddressReuse, Simulated, Style};
@@ -138,7 +138,9 @@ fn the_callback_style_tells_exactly_the_subscribers_of_what_is_freed() {
     }
 }
 
-/// MON-07: and no lock is held that the callback could want, unlikely as it is that it should.
+/// MON-07
+///
+/// And no lock is held that the callback could want, unlikely as it is that it should.
 #[test]
 fn a_callback_comes_before_the_memory_goes_and_may_use_the_iface() {
     let simulated = with_style(Style::Callback);
@@ -281,7 +283,9 @@ fn what_is_not_alive_cannot_be_watched() {
     assert_eq!(simulated.stats().subscriptions, 0);
 }
 
-/// MON-07: whatever the lengths, everyone who overlaps is told, once, and nobody else.
+/// MON-07
+///
+/// Whatever the lengths, everyone who overlaps is told, once, and nobody else.
 #[test]
 fn many_subscribers_of_many_allocations_are_told_apart() {
     let simulated = with_style(Style::Callback);

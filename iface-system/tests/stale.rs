@@ -1,9 +1,9 @@
-//! Is a stale hit possible? With the monitor off it is, which proves the test; with a monitor on, by no cause that
-//! it watches.
+//! Is a stale hit possible? With the monitor off it is, which proves the test; with a monitor on,
+//! by no cause that it watches.
 //!
-//! A registration here remembers what the memory held when it was registered, as a NIC remembers its pages. Memory that
-//! is new reads as zero until its owner writes the round's number: a registration that remembers an earlier round
-//! is stale.
+//! A registration here remembers what the memory held when it was registered, as a NIC remembers
+//! its pages. Memory that is new reads as zero until its owner writes the round's number: a
+//! registration that remembers an earlier round is stale.
 #![allow(missing_docs)]
 
 #[path = "monitors/mod.rs"]
@@ -12,7 +12,7 @@ mod monitors;
 use std::{
     ptr,
     sync::{
-        Arc,
+        Arc, Barrier,
         atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
     },
     thread,
@@ -20,7 +20,7 @@ use std::{
 
 use hmem_core::{
     Access, Error, ErrorKind, Rejected, Result,
-    cache::{Cache, Key, Limits, Source},
+    cache::{Cache, Key, Limits, Source, Uncached},
     monitor::{Invalidator, Monitor, Subscription},
 };
 use hmem_iface_system::monitor::{Layered, MemHooks, UserFaultFd};
@@ -30,8 +30,12 @@ cases! {
     without_a_monitor_every_cause_leaves_stale_hits,
     memhooks_leave_none_not_even_for_a_second_thread,
     userfaultfd_leaves_none_for_the_thread_that_unmaps,
+    a_page_looked_up_while_it_is_discarded_is_no_stale_hit_under_userfaultfd,
+    a_page_looked_up_while_it_is_discarded_is_no_stale_hit_under_both,
+    a_discarded_page_is_uncached_with_the_reason_while_another_thread_may_still_be_discarding,
     memhooks_and_userfaultfd_leave_none;
     slow: a_million_rounds_of_each,
+    a_page_looked_up_while_it_is_discarded_is_no_stale_hit_in_many_rounds,
 }
 
 /// Registers by reading a word, which fails where nothing is mapped.
@@ -87,7 +91,8 @@ const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
 const FIXED: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
 
 fn map_at(at: *mut libc::c_void) {
-    // SAFETY: the test's own page, or one that it has just given up and that no other thread of this process takes.
+    // SAFETY: the test's own page, or one that it has just given up and that no other thread of
+    // this process takes.
     assert_eq!(unsafe { libc::mmap(at, page(), RW, FIXED, -1, 0) }, at);
 }
 
@@ -224,6 +229,115 @@ fn userfaultfd_leaves_none_for_the_thread_that_unmaps() {
 
 fn memhooks_and_userfaultfd_leave_none() {
     layered(2_000);
+}
+
+const DISCARDS: [(&str, Replace); 2] = [HOOKED[1], RAW[1]];
+
+/// Rounds in which one thread discards a cached page while another looks it up all the time; how
+/// often the first gets the old page's registration after that.
+fn stale_after_discards(monitor: &Arc<dyn Monitor>, discard: Replace, rounds: u64) -> u64 {
+    let cache = Cache::new(Remembering(Some(Arc::clone(monitor))), Limits::default()).unwrap();
+    let at = map(page());
+    let key = Key::new(range(at, page()), Access::SEND).unwrap();
+    let (begin, end, over) = (Barrier::new(2), Barrier::new(2), AtomicBool::new(false));
+    let mut stale = 0;
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..rounds {
+                begin.wait();
+                while !over.load(SeqCst) {
+                    drop(cache.get(&key).unwrap());
+                }
+                end.wait();
+            }
+        });
+        for round in 1..=rounds {
+            // SAFETY: the test's own page, which others only read through the kernel.
+            unsafe { at.cast::<u64>().write_volatile(round) };
+            // The other thread goes to sleep, so that the page is cached again.
+            cache.invalidate(key.range());
+            while cache.get(&key).unwrap().uncached().is_some() {
+                thread::yield_now();
+            }
+            over.store(false, SeqCst);
+            begin.wait();
+            discard(at);
+            stale += u64::from(*cache.get(&key).unwrap() == round);
+            over.store(true, SeqCst);
+            end.wait();
+        }
+    });
+    unmap(at, page());
+    stale
+}
+
+fn discards(monitor: &Arc<dyn Monitor>, rounds: u64) {
+    for (cause, discard) in DISCARDS {
+        let stale = stale_after_discards(monitor, discard, rounds);
+        assert_eq!(stale, 0, "{cause} under {}", monitor.name());
+    }
+}
+
+/// MON-01
+fn a_page_looked_up_while_it_is_discarded_is_no_stale_hit_under_userfaultfd() {
+    let events: Arc<dyn Monitor> = UserFaultFd::start().unwrap();
+    discards(&events, 1_000);
+}
+
+/// MON-01
+fn a_page_looked_up_while_it_is_discarded_is_no_stale_hit_under_both() {
+    let both: Arc<dyn Monitor> =
+        Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
+    discards(&both, 1_000);
+}
+
+/// MON-01
+fn a_page_looked_up_while_it_is_discarded_is_no_stale_hit_in_many_rounds() {
+    // SAFETY: gives this case as long as it needs.
+    unsafe { libc::alarm(0) };
+    let events: Arc<dyn Monitor> = UserFaultFd::start().unwrap();
+    discards(&events, 50_000);
+    let both: Arc<dyn Monitor> =
+        Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
+    discards(&both, 50_000);
+}
+
+/// MON-01
+fn a_discarded_page_is_uncached_with_the_reason_while_another_thread_may_still_be_discarding() {
+    let both: Arc<dyn Monitor> =
+        Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
+    let cache = Cache::new(Remembering(Some(both)), Limits::default()).unwrap();
+    let at = map(2 * page());
+    let key = |index| {
+        Key::new(range(at.wrapping_byte_add(index * page()), page()), Access::SEND).unwrap()
+    };
+    let cached = |index| cache.get(&key(index)).unwrap().uncached().is_none();
+    let (running, goes_on) = (AtomicBool::new(false), AtomicBool::new(true));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            running.store(true, SeqCst);
+            while goes_on.load(SeqCst) {
+                std::hint::spin_loop();
+            }
+        });
+        let _stop = Stop(&goes_on);
+        while !running.load(SeqCst) {
+            thread::yield_now();
+        }
+        assert!(cached(0) && cached(1));
+        // The hooks tell when a call of the C library is over.
+        let ((_, hooked), (_, raw)) = (DISCARDS[0], DISCARDS[1]);
+        hooked(at);
+        assert!(cached(0), "after the C library's madvise");
+        raw(at);
+        let lease = cache.get(&key(0)).unwrap();
+        let Some(Uncached::Unwatched(why)) = lease.uncached() else { panic!("{lease:?}") };
+        assert!(why.is_busy() && why.to_string().contains("madvise"), "{why}");
+        assert!(cached(1), "the page beside it");
+    });
+    while !cached(0) {
+        thread::yield_now();
+    }
 }
 
 fn a_million_rounds_of_each() {

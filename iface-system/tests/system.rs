@@ -5,7 +5,7 @@ mod support;
 use std::os::fd::AsFd;
 
 use hmem_core::{
-    Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, IfaceKind, iface::DmaBufMapping,
+    Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceKind, iface::DmaBufMapping,
 };
 use hmem_iface_system::{
     MemFd, System,

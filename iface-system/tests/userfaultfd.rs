@@ -1,16 +1,18 @@
 //! The kernel's events: MON-02, MON-05, MON-06.
 //!
-//! Each case runs in a process of its own. This machine must have userfaultfd: where it is refused, the first case
-//! shows that the refusal is explained, and the others fail.
+//! Each case runs in a process of its own. This machine must have userfaultfd: where it is refused,
+//! the first case shows that the refusal is explained, and the others fail.
 #![allow(missing_docs)]
 
 #[path = "monitors/mod.rs"]
 mod monitors;
+#[path = "../../hook/tests/supervised/mod.rs"]
+mod supervised;
 
 use std::{
     ptr,
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
     },
     thread,
@@ -20,22 +22,32 @@ use hmem_core::{
     AddressRange, ErrorKind,
     monitor::{Cause, Change, Invalidator, Monitor},
 };
-use hmem_iface_system::monitor::{MemHooks, UserFaultFd};
+use hmem_iface_system::monitor::{MemHooks, MonitorKind, SystemMonitor, UserFaultFd};
 use monitors::*;
 
 cases! {
-    mon_02_a_seccomp_filter_is_named,
-    mon_02_unprivileged_users_can_watch,
-    mon_02_no_fault_of_the_application_waits,
+    /// MON-02
+    a_seccomp_filter_is_named,
+    a_call_that_the_kernel_says_to_make_again_is_made_again,
+    auto_says_in_its_choice_and_the_log_that_it_goes_without_userfaultfd,
+    /// MON-02
+    unprivileged_users_can_watch,
+    /// MON-02
+    no_fault_of_the_application_waits,
     events_are_told_behind_a_closed_gate,
     overlapping_subscriptions_are_watched_until_the_last_is_gone,
     memory_that_is_mapped_anew_is_watched_anew,
     what_moves_away_is_not_watched_for_ever,
     what_the_kernel_does_not_watch_is_refused_with_the_reason,
     too_many_mappings_are_an_error_that_names_the_limit,
-    mon_05_unmaps_of_uncached_memory_cost_bounded_memory,
-    mon_06_a_forked_child_is_disarmed_and_the_parent_undisturbed,
-    mon_06_a_dropped_monitor_leaves_nobody_waiting_though_a_child_has_its_file,
+    /// MON-10
+    many_monitors_together_take_one_share_of_mappings_and_give_it_back,
+    /// MON-05
+    unmaps_of_uncached_memory_cost_bounded_memory,
+    /// MON-06
+    a_forked_child_is_disarmed_and_the_parent_undisturbed,
+    /// MON-06
+    a_dropped_monitor_leaves_nobody_waiting_though_a_child_has_its_file,
     dropping_while_other_threads_unmap_leaves_nobody_waiting;
     slow: another_thread_can_hit_what_was_there_before,
 }
@@ -82,7 +94,7 @@ fn give_up_root() {
     }
 }
 
-fn mon_02_a_seccomp_filter_is_named() {
+fn a_seccomp_filter_is_named() {
     give_up_root();
     refuse_by_seccomp();
     let error = UserFaultFd::start().unwrap_err();
@@ -95,7 +107,77 @@ fn mon_02_a_seccomp_filter_is_named() {
     assert!(error.remedy_text().is_some());
 }
 
-fn mon_02_unprivileged_users_can_watch() {
+/// MON-02
+fn a_call_that_the_kernel_says_to_make_again_is_made_again() {
+    for refusal in [libc::EAGAIN, libc::EINTR] {
+        let mut calls = 0;
+        let answer = |_| {
+            calls += 1;
+            // One file is to ask what the kernel has, and one to use.
+            [1, 2, 4].contains(&calls).then_some(refusal)
+        };
+        supervised::run(libc::SYS_userfaultfd, answer, || {
+            let chosen = SystemMonitor::start(MonitorKind::Auto).unwrap();
+            assert_eq!(chosen.choice().name, "memhooks+userfaultfd", "{}", chosen.choice());
+        });
+        assert_eq!(calls, 5);
+    }
+}
+
+/// The warnings of one thread.
+#[derive(Clone, Default)]
+struct Warnings(Arc<Mutex<Vec<String>>>);
+
+impl tracing::Subscriber for Warnings {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        *metadata.level() <= tracing::Level::WARN
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        let mut text = String::new();
+        event.record(&mut |field: &tracing::field::Field, value: &dyn std::fmt::Debug| {
+            text += &format!("{field}={value:?} ");
+        });
+        self.0.lock().unwrap().push(text);
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+/// MON-02
+fn auto_says_in_its_choice_and_the_log_that_it_goes_without_userfaultfd() {
+    give_up_root();
+    let warnings = Warnings::default();
+    let subscriber = warnings.clone();
+    supervised::run(
+        libc::SYS_userfaultfd,
+        |_| Some(libc::EAGAIN),
+        move || {
+            tracing::subscriber::with_default(subscriber, || {
+                let chosen = SystemMonitor::start(MonitorKind::Auto).unwrap();
+                let text = chosen.choice().to_string();
+                assert_eq!(chosen.choice().name, "memhooks", "{text}");
+                assert!(text.contains("userfaultfd refused") && text.contains("EAGAIN"), "{text}");
+            });
+        },
+    );
+    let warnings = warnings.0.lock().unwrap();
+    let [warning] = &**warnings else { panic!("one warning: {warnings:?}") };
+    assert!(warning.contains("userfaultfd does not work here"), "{warning}");
+    assert!(warning.contains("EAGAIN"), "{warning}");
+}
+
+fn unprivileged_users_can_watch() {
     give_up_root();
     let monitor = UserFaultFd::start().unwrap();
     let recorder = Recorder::new();
@@ -107,7 +189,8 @@ fn mon_02_unprivileged_users_can_watch() {
     monitor.unsubscribe(subscription);
 }
 
-/// Whoever unmapped goes on when the event is read: once the gate is open again, everybody was told.
+/// Whoever unmapped goes on when the event is read: once the gate is open again, everybody was
+/// told.
 fn told(recorder: &Recorder, here: AddressRange, causes: &[Cause]) {
     while recorder.about(here).len() < causes.len() {
         thread::yield_now();
@@ -117,7 +200,7 @@ fn told(recorder: &Recorder, here: AddressRange, causes: &[Cause]) {
     recorder.clear();
 }
 
-fn mon_02_no_fault_of_the_application_waits() {
+fn no_fault_of_the_application_waits() {
     /// Stops the monitor's thread while it tells.
     #[derive(Debug)]
     struct Stopping {
@@ -352,12 +435,70 @@ fn too_many_mappings_are_an_error_that_names_the_limit() {
     monitor.unsubscribe(again);
 }
 
-fn mon_05_unmaps_of_uncached_memory_cost_bounded_memory() {
+fn many_monitors_together_take_one_share_of_mappings_and_give_it_back() {
+    let start = |count| -> Vec<_> { (0..count).map(|_| UserFaultFd::start().unwrap()).collect() };
+    let monitors = start(20);
+    let (page, most) = (page(), monitors[0].most_ranges());
+    assert!(most > monitors.len());
+    let recorder = Recorder::new();
+    // Subscribes up to twice the share of separate pages at each monitor in turn, until one
+    // refuses, and returns how many there were.
+    let fill = |monitors: &[Arc<UserFaultFd>]| {
+        // SAFETY: a new mapping without memory.
+        let block = unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+            libc::mmap(ptr::null_mut(), 4 * most * page, libc::PROT_READ, flags, -1, 0)
+        };
+        assert_ne!(block, libc::MAP_FAILED);
+        for count in 0..2 * most {
+            let here = range(block.wrapping_byte_add(2 * count * page), page);
+            let monitor = &monitors[count % monitors.len()];
+            if let Err(error) = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)) {
+                assert_eq!(error.kind(), ErrorKind::OutOfResources, "{error}");
+                assert!(error.to_string().contains("vm.max_map_count"), "{error}");
+                return count;
+            }
+        }
+        2 * most
+    };
+    assert_eq!(fill(&monitors), most);
+    for monitor in &monitors {
+        assert_eq!(fill(std::slice::from_ref(monitor)), 0, "the share is all monitors'");
+    }
+    // The application has its mappings: none of these is joined with another.
+    let own: Vec<_> = (0..2000)
+        .map(|_| {
+            let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
+            // SAFETY: a new mapping.
+            let at = unsafe { libc::mmap(ptr::null_mut(), page, libc::PROT_READ, flags, -1, 0) };
+            assert_ne!(at, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
+            at
+        })
+        .collect();
+    own.into_iter().for_each(|at| unmap(at, page));
+    // A child's own monitors have a whole share.
+    let status = forked(|| {
+        let own = start(2);
+        assert_eq!(fill(&own), most);
+        // A copy of the parent's monitor has nothing to give back.
+        // SAFETY: the reference is the child's own copy.
+        drop(unsafe { Arc::from_raw(Arc::as_ptr(&monitors[0])) });
+        assert_eq!(fill(&own), 0);
+    });
+    assert_eq!(status, 0);
+    drop(monitors);
+    // Each range was given back, and none twice.
+    let again = start(1);
+    assert_eq!(fill(&again), most);
+    assert_eq!(fill(&start(1)), 0);
+}
+
+fn unmaps_of_uncached_memory_cost_bounded_memory() {
     let monitor = UserFaultFd::start().unwrap();
     assert_eq!(told_of_uncached_unmaps(&*monitor), 0, "what nobody watches is not told");
 }
 
-fn mon_06_a_forked_child_is_disarmed_and_the_parent_undisturbed() {
+fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
     let monitor = UserFaultFd::start().unwrap();
     let page = page();
     let block = map(page);
@@ -387,7 +528,7 @@ fn mon_06_a_forked_child_is_disarmed_and_the_parent_undisturbed() {
     monitor.unsubscribe(subscription);
 }
 
-fn mon_06_a_dropped_monitor_leaves_nobody_waiting_though_a_child_has_its_file() {
+fn a_dropped_monitor_leaves_nobody_waiting_though_a_child_has_its_file() {
     let monitor = UserFaultFd::start().unwrap();
     let page = page();
     let block = map(2 * page);
@@ -406,7 +547,8 @@ fn mon_06_a_dropped_monitor_leaves_nobody_waiting_though_a_child_has_its_file() 
     };
     unmap(block, page);
     drop(monitor);
-    // The kernel's file is still open in the child. Would it still watch, this call would never come back.
+    // The kernel's file is still open in the child. Would it still watch, this call would never
+    // come back.
     unmap(block.wrapping_byte_add(page), page);
     // SAFETY: ends the child, and waits for it.
     unsafe {
@@ -435,7 +577,8 @@ fn dropping_while_other_threads_unmap_leaves_nobody_waiting() {
     }
 }
 
-/// A cache of one entry: valid from its registration until it is told otherwise, and not behind a closed gate.
+/// A cache of one entry: valid from its registration until it is told otherwise, and not behind a
+/// closed gate.
 #[derive(Debug, Default)]
 struct OneEntry {
     start: AtomicU64,
@@ -476,8 +619,8 @@ impl Invalidator for OneEntry {
     }
 }
 
-/// How often a lookup hits an entry over memory that is gone: by the thread that unmapped, and by another that
-/// mapped the address anew.
+/// How often a lookup hits an entry over memory that is gone: by the thread that unmapped, and by
+/// another that mapped the address anew.
 fn stale_hits(monitor: &dyn Monitor, rounds: usize) -> (u64, u64) {
     let page = page();
     let (mut own, mut other) = (0, 0);
@@ -522,7 +665,8 @@ fn stale_hits(monitor: &dyn Monitor, rounds: usize) -> (u64, u64) {
     (own, other)
 }
 
-/// The window that the documentation speaks of is there, for other threads only, and memhooks have none.
+/// The window that the documentation speaks of is there, for other threads only, and memhooks have
+/// none.
 fn another_thread_can_hit_what_was_there_before() {
     let rounds = 20_000;
     let monitor = UserFaultFd::start().unwrap();

@@ -88,9 +88,9 @@ impl Builder {
     /// Starts the driver and lists its devices.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] without the library, without a symbol of it, without a device, or with a driver
-    /// that does not start; the library is named, and the driver's code where there is one. Otherwise what a
-    /// device answered when asked for its properties.
+    /// [`ErrorKind::Unavailable`] without the library, without a symbol of it, without a device, or
+    /// with a driver that does not start; the library is named, and the driver's code where
+    /// there is one. Otherwise what a device answered when asked for its properties.
     pub fn open(self) -> Result<LevelZero> {
         let functions = match self.driver {
             Driver::Library(path) => Functions::load(&path)?,
@@ -185,7 +185,8 @@ impl LevelZero {
                 flags: 0,
             };
             let mut context = ContextHandle::NULL;
-            // SAFETY: the driver is one that the loader listed, the description is complete, `context` is writable.
+            // SAFETY: the driver is one that the loader listed, the description is complete,
+            // `context` is writable.
             let code =
                 unsafe { (self.functions.context_create)(driver, &description, &mut context) };
             check(code, "zeContextCreate")?;
@@ -207,7 +208,8 @@ impl LevelZero {
 
     fn release(&mut self) -> Result<()> {
         while let Some(context) = self.contexts.last() {
-            // SAFETY: `start` created it, nobody else knows it, and it leaves the list once destroyed.
+            // SAFETY: `start` created it, nobody else knows it, and it leaves the list once
+            // destroyed.
             check(unsafe { (self.functions.context_destroy)(*context) }, "zeContextDestroy")?;
             self.contexts.pop();
         }
@@ -248,8 +250,9 @@ fn describe(functions: &Functions, handle: DeviceHandle, id: DeviceId) -> Result
         uuid: [0; 16],
         name: [0; ZE_MAX_DEVICE_NAME],
     };
-    // SAFETY: the device is one that its driver listed; the structure says its type and ends the chain.
     check(
+        // SAFETY: the device is one that its driver listed; the structure says its type and ends
+        // the chain.
         unsafe { (functions.device_get_properties)(handle, &mut properties) },
         "zeDeviceGetProperties",
     )?;
@@ -266,7 +269,8 @@ fn describe(functions: &Functions, handle: DeviceHandle, id: DeviceId) -> Result
 
 /// Where the device sits; `None` if its driver does not say.
 ///
-/// A driver without the extension says unsupported; Intel's says uninitialized of a device that is on no PCI bus.
+/// A driver without the extension says unsupported; Intel's says uninitialized of a device that is
+/// on no PCI bus.
 fn pci_bus_id(functions: &Functions, handle: DeviceHandle) -> Option<String> {
     let mut pci = PciProperties {
         stype: sys::ZE_STRUCTURE_TYPE_PCI_EXT_PROPERTIES,
@@ -279,7 +283,8 @@ fn pci_bus_id(functions: &Functions, handle: DeviceHandle) -> Option<String> {
         speed_width: -1,
         speed_bandwidth: -1,
     };
-    // SAFETY: the device is one that its driver listed; the structure says its type and ends the chain.
+    // SAFETY: the device is one that its driver listed; the structure says its type and ends the
+    // chain.
     let code = unsafe { (functions.device_pci_get_properties)(handle, &mut pci) };
     match check(code, "zeDevicePciGetPropertiesExt") {
         Ok(()) => Some(format!(
@@ -305,7 +310,8 @@ fn memory_of(functions: &Functions, handle: DeviceHandle) -> Result<u64> {
         name: [0; ZE_MAX_DEVICE_NAME],
     };
     let memories = list(empty, "zeDeviceGetMemoryProperties", |count, into| {
-        // SAFETY: the device is one that its driver listed; `list` keeps the two pointers' promises.
+        // SAFETY: the device is one that its driver listed; `list` keeps the two pointers'
+        // promises.
         unsafe { (functions.device_get_memory_properties)(handle, count, into) }
     })?;
     Ok(memories.iter().map(|memory| memory.total_size).fold(0, u64::saturating_add))
@@ -320,20 +326,22 @@ fn drivers(functions: &Functions) -> Result<Vec<DriverHandle>> {
 
 fn devices(functions: &Functions, driver: DriverHandle) -> Result<Vec<DeviceHandle>> {
     list(DeviceHandle::NULL, "zeDeviceGet", |count, into| {
-        // SAFETY: the driver is one that the loader listed; `list` keeps the two pointers' promises.
+        // SAFETY: the driver is one that the loader listed; `list` keeps the two pointers'
+        // promises.
         unsafe { (functions.device_get)(driver, count, into) }
     })
 }
 
 fn sub_devices(functions: &Functions, device: DeviceHandle) -> Result<Vec<DeviceHandle>> {
     list(DeviceHandle::NULL, "zeDeviceGetSubDevices", |count, into| {
-        // SAFETY: the device is one that its driver listed; `list` keeps the two pointers' promises.
+        // SAFETY: the device is one that its driver listed; `list` keeps the two pointers'
+        // promises.
         unsafe { (functions.device_get_sub_devices)(device, count, into) }
     })
 }
 
-/// Asks for the count, then for as many elements: the first pointer is a writable count, the second null or the
-/// start of that many elements.
+/// Asks for the count, then for as many elements: the first pointer is a writable count, the second
+/// null or the start of that many elements.
 fn list<T: Clone>(
     empty: T,
     operation: &'static str,
@@ -404,7 +412,9 @@ fn coded(error: Error, code: ZeResult) -> Error {
     error.driver_code(code.name().unwrap_or_default(), code.0.into())
 }
 
-impl Iface for LevelZero {
+// SAFETY: nothing is allocated, copied or exported yet. `query` repeats what the driver knows of an
+// address now, with the driver's ids, which are never reused.
+unsafe impl Iface for LevelZero {
     fn kind(&self) -> IfaceKind {
         IfaceKind::ZE
     }

@@ -1,8 +1,8 @@
 //! oneAPI Level Zero memory for `hmem`.
 //!
-//! [`LevelZero`] is the [`Iface`](hmem_core::Iface) over the loader library, `libze_loader.so.1`, which is loaded at
-//! run time: building needs no SDK, and a machine without the loader gets an error of kind
-//! [`Unavailable`](hmem_core::ErrorKind::Unavailable) that names the library.
+//! [`LevelZero`] is the [`Iface`](hmem_core::Iface) over the loader library, `libze_loader.so.1`,
+//! which is loaded at run time: building needs no SDK, and a machine without the loader gets an
+//! error of kind [`Unavailable`](hmem_core::ErrorKind::Unavailable) that names the library.
 //!
 //! ```
 //! use hmem_core::Iface;
@@ -29,11 +29,12 @@
 //!
 //! # Things this crate does not do
 //!
-//! It lists devices and answers which allocation an address lies in. It does not yet allocate, copy, export or
-//! monitor: those are errors of kind [`Unsupported`](hmem_core::ErrorKind::Unsupported), and
-//! [`Capability`](hmem_core::iface::Capability) says so. Its devices are root devices; a sub-device's memory counts as
-//! its root's. It holds one context for each driver that has a GPU, since addresses can't be looked up without one,
-//! and never unloads the loader.
+//! It lists devices and answers which allocation an address lies in. It does not yet allocate,
+//! copy, export or monitor: those are errors of kind
+//! [`Unsupported`](hmem_core::ErrorKind::Unsupported), and
+//! [`Capability`](hmem_core::iface::Capability) says so. Its devices are root devices; a
+//! sub-device's memory counts as its root's. It holds one context for each driver that has a GPU,
+//! since addresses can't be looked up without one, and never unloads the loader.
 
 #![deny(unsafe_code)]
 

@@ -19,7 +19,8 @@ pub(crate) fn query(level_zero: &LevelZero, address: Address) -> Result<Option<A
     }
     for (driver, context) in level_zero.contexts.iter().enumerate() {
         if let Some(mut allocation) = query_in(level_zero, *context, address)? {
-            // Each driver counts from 1: the driver's number above that keeps two drivers' allocations apart.
+            // Each driver counts from 1: the driver's number above that keeps two drivers'
+            // allocations apart.
             allocation.id.0 |= (driver as u64) << 56;
             return Ok(Some(allocation));
         }
@@ -41,8 +42,8 @@ fn query_in(
         page_size: 0,
     };
     let mut owner = DeviceHandle::NULL;
-    // SAFETY: the context is held by `level_zero`; the structure says its type and ends the chain; `owner` is
-    // writable. The address is only looked up, never dereferenced.
+    // SAFETY: the context is held by `level_zero`; the structure says its type and ends the chain;
+    // `owner` is writable. The address is only looked up, never dereferenced.
     let code = unsafe {
         (level_zero.functions.mem_get_alloc_properties)(
             context,
@@ -60,7 +61,8 @@ fn query_in(
         other => return Err(inconsistent(address).context("type", other)),
     };
     let (mut base, mut len) = (ptr::null_mut(), 0usize);
-    // SAFETY: the context is held by `level_zero`; `base` and `len` are writable. The address is only looked up.
+    // SAFETY: the context is held by `level_zero`; `base` and `len` are writable. The address is
+    // only looked up.
     let code = unsafe {
         (level_zero.functions.mem_get_address_range)(context, pointer, &mut base, &mut len)
     };

@@ -1,4 +1,5 @@
-//! libze_loader.so.1: its function table, and the layouts and constants of `ze_api.h`, laid out by hand.
+//! libze_loader.so.1: its function table, and the layouts and constants of `ze_api.h`, laid out by
+//! hand.
 //!
 //! Public so that a driver of one's own can be injected with [`Functions::from_lookup`].
 //!
@@ -372,16 +373,16 @@ impl Functions {
     /// The library stays loaded for the rest of the process.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the library, with the loader's reason, or with the first symbol that it
-    /// lacks.
+    /// [`ErrorKind::Unavailable`] naming the library, with the loader's reason, or with the first
+    /// symbol that it lacks.
     pub fn load(path: &Path) -> Result<Self> {
         let library = path.display().to_string();
-        // SAFETY: loading runs the library's initialisers; the caller names the Level Zero loader, whose initialisers
-        // have no precondition.
+        // SAFETY: loading runs the library's initialisers; the caller names the Level Zero loader,
+        // whose initialisers have no precondition.
         let loaded = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }
             .map_err(|reason| not_loaded(&library, reason))?;
-        // SAFETY: the addresses come from the library itself under the names of its own header, and the library is
-        // never unloaded once the table is filled.
+        // SAFETY: the addresses come from the library itself under the names of its own header, and
+        // the library is never unloaded once the table is filled.
         let functions = unsafe {
             Self::fill(&library, |symbol| {
                 loaded
@@ -390,8 +391,8 @@ impl Functions {
                     .map(|address| address.as_raw_ptr().cast_const().cast())
             })
         }?;
-        // Dropping the handle would unload the driver under the threads, callbacks and exit handlers that it leaves
-        // behind, and crash the process.
+        // Dropping the handle would unload the driver under the threads, callbacks and exit
+        // handlers that it leaves behind, and crash the process.
         std::mem::forget(loaded);
         Ok(functions)
     }
@@ -399,11 +400,13 @@ impl Functions {
     /// Fills the table from a lookup closure: a driver of the caller's own, such as a test's.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup` has nothing.
+    /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup` has
+    /// nothing.
     ///
     /// # Safety
-    /// Each address that `lookup` returns is a function with the signature that `ze_api.h` declares for that name, and
-    /// stays callable from any thread for as long as a copy of the table exists.
+    /// Each address that `lookup` returns is a function with the signature that `ze_api.h` declares
+    /// for that name, and stays callable from any thread for as long as a copy of the table
+    /// exists.
     pub unsafe fn from_lookup(
         lookup: impl FnMut(&'static str) -> Option<*const ()>,
     ) -> Result<Self> {

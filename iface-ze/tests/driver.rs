@@ -17,8 +17,8 @@ use hmem_iface_ze::{
     },
 };
 
-/// The first driver; the next is one above. Its root devices are 0x100, 0x101 and so on, the next driver's 0x110
-/// and so on, with one sub-device 0x1000 above each.
+/// The first driver; the next is one above. Its root devices are 0x100, 0x101 and so on, the next
+/// driver's 0x110 and so on, with one sub-device 0x1000 above each.
 const FIRST_DRIVER: usize = 0x10;
 /// The first driver's context; the next driver's is one above.
 const FIRST_CONTEXT: usize = 0x20;
@@ -258,7 +258,8 @@ fn symbol(name: &str) -> Option<*const ()> {
 }
 
 fn open() -> Result<LevelZero> {
-    // SAFETY: each function above has the signature of its name in `ze_api.h`, and functions live forever.
+    // SAFETY: each function above has the signature of its name in `ze_api.h`, and functions live
+    // forever.
     let functions = unsafe { Functions::from_lookup(symbol) }?;
     LevelZero::builder().functions(functions).open()
 }
@@ -385,7 +386,9 @@ fn a_device_out_of_range_is_an_invalid_argument() {
     }
 }
 
-/// HM-04: what is not there yet says so, and the capability says the same.
+/// HM-04
+///
+/// A function that is not there yet is refused as such, and the capability agrees.
 #[test]
 fn what_is_lacking_is_unsupported_with_its_reason() {
     let iface = open().expect("open");
@@ -465,7 +468,9 @@ fn devices_are_listed_with_name_memory_and_pci_bus_id() {
     );
 }
 
-/// HM-01: a simulated device of Intel's driver answers so.
+/// HM-01
+///
+/// A simulated device of Intel's driver answers so.
 #[test]
 fn a_device_on_no_pci_bus_is_listed_without_a_bus_id() {
     DRIVER.with_borrow_mut(|driver| driver.pci = ZeResult::ZE_RESULT_ERROR_UNINITIALIZED);
@@ -504,7 +509,9 @@ fn each_kind_of_memory_is_told_apart() {
     }
 }
 
-/// HM-01: each driver counts its own allocations from 1.
+/// HM-01
+///
+/// Each driver counts its own allocations from 1.
 #[test]
 fn two_drivers_answer_for_their_own_memory_under_different_identities() {
     DRIVER.with_borrow_mut(|driver| driver.drivers = 2);

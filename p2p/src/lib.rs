@@ -1,21 +1,20 @@
-//! From a range to a registered handle: path decisions, staged copies, and providers.
+//! Path decisions for RDMA memory registration, staged copies, and PCIe topology.
 //!
-//! [`path::Paths`] decides how a NIC gets at memory; [`staging`] moves what it cannot reach; [`loopback`] is a
-//! software NIC inside the process; [`topology`] says which device is near which NIC.
+//! - [`path::Paths`] decides how a NIC reaches the memory of a device: by dma-buf, by peer memory
+//!   or by staged copies.
+//! - [`staging`] copies messages through host memory for NICs that cannot reach the device.
+//! - [`topology`] reads which device is near which NIC.
 //!
-//! # Things this crate does not do
+//! # Limits
 //!
-//! It never picks a provider by itself, and never falls back without a trace: every way that was refused is in
-//! the region's [`Decision`](hmem_core::Decision).
+//! The crate knows no vendor's memory API and no NIC; it calls both through the traits of
+//! `hmem_core`. It never picks a provider. Each refused path is recorded in the region's
+//! [`Decision`](hmem_core::Decision).
 
 #![deny(unsafe_code)]
 
-pub mod loopback;
 #[allow(unsafe_code)]
 pub mod path;
-mod random;
 #[allow(unsafe_code)]
 pub mod staging;
 pub mod topology;
-#[cfg(feature = "verbs")]
-pub mod verbs;

@@ -1,5 +1,5 @@
-//! The same transfers give the same bytes on every path and under every policy (P2P-06), and atomics where copies stand
-//! between the NIC and the memory are refused with the reason (BNC-03).
+//! The same transfers give the same bytes on every path and under every policy (P2P-06), and
+//! atomics where copies stand between the NIC and the memory are refused with the reason (BNC-03).
 
 mod path_support;
 
@@ -8,7 +8,7 @@ use hmem_core::{
     RemoteKey, iface::DmaBufMapping, path::P2pPolicy, provider::Imports,
 };
 use hmem_iface_system::{DmaBufKind, P2pMatrix, Simulated, SimulatedBuilder};
-use hmem_p2p::loopback::{Loopback, Progress};
+use hmem_provider_loopback::{Loopback, Progress};
 use path_support::{
     ALL_IMPORTS, Bench, PAGE, REMOTE,
     wire::{LOCAL, Wire},
@@ -140,8 +140,9 @@ fn pattern(seed: usize, len: usize) -> Vec<u8> {
     (0..len).map(|at| (at * 31 + (at >> 8) * 7 + seed) as u8).collect()
 }
 
+/// P2P-06
 #[test]
-fn p2p_06_every_path_and_policy_ends_with_the_same_bytes() {
+fn every_path_and_policy_ends_with_the_same_bytes() {
     let mut ends: Option<Vec<u8>> = None;
     over_every_way(|wire, target, key| {
         let mut model = vec![0u8; LEN];
@@ -171,8 +172,9 @@ fn p2p_06_every_path_and_policy_ends_with_the_same_bytes() {
     });
 }
 
+/// BNC-03
 #[test]
-fn bnc_03_atomics_on_staged_memory_are_refused_with_the_reason_and_others_work() {
+fn atomics_on_staged_memory_are_refused_with_the_reason_and_others_work() {
     let (mut refused, mut worked) = (0, 0);
     over_every_way(|wire, target, key| {
         wire.push(key, 4096, &40u64.to_ne_bytes()).expect("write");

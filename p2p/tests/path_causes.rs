@@ -1,5 +1,5 @@
-//! Causes and remedies (DIAG-03): every entry of the table is met by a registration whose driver answers as the real one
-//! does, and `docs/causes.md` is the table.
+//! Causes and remedies (DIAG-03): every entry of the table is met by a registration whose driver
+//! answers as the real one does, and `docs/causes.md` is the table.
 
 mod path_support;
 
@@ -13,13 +13,11 @@ use hmem_core::{
     provider::{Imports, Nic},
 };
 use hmem_iface_system::{DmaBufKind, Simulated, System};
-use hmem_p2p::{
-    loopback::{Call, Faults, Loopback},
-    path::{
-        ExplainRequest, FactSource, Facts, Paths,
-        cause::{Answer, CAUSES, Cause},
-    },
+use hmem_p2p::path::{
+    ExplainRequest, FactSource, Facts, Paths,
+    cause::{Answer, CAUSES, Cause},
 };
+use hmem_provider_loopback::{Call, Faults, Loopback};
 use path_support::{
     ALL_IMPORTS, PAGE, REMOTE,
     vendor::{Refuse, Vendor},
@@ -322,8 +320,9 @@ fn scenes() -> Vec<(&'static str, Scene)> {
     ]
 }
 
+/// DIAG-03
 #[test]
-fn diag_03_every_cause_is_named_by_a_registration_and_an_explanation_that_meet_it() {
+fn every_cause_is_named_by_a_registration_and_an_explanation_that_meet_it() {
     let mut met = BTreeSet::new();
     for (name, scene) in scenes() {
         let cause = CAUSES
@@ -349,10 +348,13 @@ fn diag_03_every_cause_is_named_by_a_registration_and_an_explanation_that_meet_i
     assert!(unmet.is_empty(), "met by no scene: {unmet:?}");
 }
 
-/// What keeps the driver from exporting several segments in one may have nothing to do with their number: it then has the
-/// cause that it has for a range of one segment. The segments work here, so that nothing else is refused.
+/// DIAG-03
+///
+/// What keeps the driver from exporting several segments in one may have nothing to do with their
+/// number: it then has the cause that it has for a range of one segment. The segments work here, so
+/// that nothing else is refused.
 #[test]
-fn diag_03_a_refused_whole_has_the_cause_of_a_refused_export() {
+fn a_refused_whole_has_the_cause_of_a_refused_export() {
     let known = Facts::default;
     let refusals: [(&str, Refuse, Facts); 11] = [
         ("file-descriptors", || Some(Error::os(Errno(24), "export")), known()),
@@ -381,8 +383,9 @@ fn diag_03_a_refused_whole_has_the_cause_of_a_refused_export() {
     }
 }
 
+/// DIAG-03
 #[test]
-fn diag_03_host_memory_that_is_refused_has_its_cause_explained() {
+fn host_memory_that_is_refused_has_its_cause_explained() {
     let faults = Faults::new();
     let provider = Loopback::builder().faults(&faults).build().unwrap();
     let mut registry = Registry::new();
@@ -401,12 +404,16 @@ fn diag_03_host_memory_that_is_refused_has_its_cause_explained() {
 fn page() -> String {
     let mut page = String::from(
         "# Causes and remedies\n\n\
-         Why a way from memory to a NIC is refused, and what to do about it. The name of a cause is the `cause_name` of an attempt in a\n\
-         decision's trace (`hmem explain`, `hmem info --json`). Special causes stand before general ones: the first that fits is the\n\
-         probable one. Facts about the machine only choose between causes; whether a way works is found out by trying it.\n\n\
-         A range of several segments that is refused in one dma-buf, and then segment by segment in the same way, has the cause that the\n\
-         export of a segment has. An export that is refused under the default mapping too has the same cause under both.\n\n\
-         This page is `p2p/src/path/cause.rs`; a test compares them (`HMEM_BLESS=1 cargo test -p hmem-p2p --test path_causes` writes it).\n",
+         Why a way from memory to a NIC is refused, and what to do about it. The name of a cause is \
+         the `cause_name` of an attempt in a decision's trace (`hmem explain`, `hmem info --json`). \
+         Special causes stand before general ones: the first that fits is the probable one. Facts \
+         about the machine only choose between causes; whether a way works is found out by trying \
+         it.\n\n\
+         A range of several segments that is refused in one dma-buf, and then segment by segment in \
+         the same way, has the cause that the export of a segment has. An export that is refused \
+         under the default mapping too has the same cause under both.\n\n\
+         This page is `p2p/src/path/cause.rs`; a test compares them \
+         (`HMEM_BLESS=1 cargo test -p hmem-p2p --test path_causes` writes it).\n",
     );
     for cause in CAUSES {
         let paths = join(cause.paths.iter().map(|path| path.name().to_owned()));
@@ -429,7 +436,26 @@ fn page() -> String {
         let Cause { name, cause, remedy, .. } = cause;
         write!(page, "\n## {name}\n\n{when}.\n\n- Cause: {cause}.\n- Remedy: {remedy}.\n").unwrap();
     }
-    page
+    page.lines().map(wrapped).collect()
+}
+
+/// The lines of at most 100 columns that a line becomes. Those of a list's item hang.
+fn wrapped(line: &str) -> String {
+    let indent = if line.starts_with("- ") { "\n  " } else { "\n" };
+    let mut lines = String::new();
+    let mut columns = 0;
+    for word in line.split(' ') {
+        let len = word.chars().count();
+        let separator = match columns {
+            0 => "",
+            columns if columns + 1 + len > 100 => indent,
+            _ => " ",
+        };
+        columns = if separator == indent { indent.len() - 1 } else { columns + separator.len() };
+        columns += len;
+        lines.extend([separator, word]);
+    }
+    lines + "\n"
 }
 
 fn join(words: impl Iterator<Item = String>) -> String {
@@ -444,8 +470,9 @@ fn answers(answer: Answer) -> Vec<String> {
     }
 }
 
+/// DIAG-03
 #[test]
-fn diag_03_the_page_of_causes_is_the_table() {
+fn the_page_of_causes_is_the_table() {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../docs/causes.md");
     if std::env::var_os("HMEM_BLESS").is_some() {
         std::fs::write(&path, page()).expect("write the page");
@@ -458,8 +485,9 @@ fn diag_03_the_page_of_causes_is_the_table() {
     );
 }
 
+/// DIAG-03
 #[test]
-fn diag_03_the_table_is_whole() {
+fn the_table_is_whole() {
     let names: BTreeSet<_> = CAUSES.iter().map(|cause| cause.name).collect();
     assert_eq!(names.len(), CAUSES.len(), "a name stands twice");
     for cause in CAUSES {

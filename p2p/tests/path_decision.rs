@@ -1,4 +1,5 @@
-//! Which way is taken, who it is decided for, and what is remembered of it (P2P-01, P2P-03, P2P-04, HM-09).
+//! Which way is taken, who it is decided for, and what is remembered of it (P2P-01, P2P-03, P2P-04,
+//! HM-09).
 
 mod path_support;
 
@@ -9,10 +10,8 @@ use hmem_core::{
     provider::{Imports, Provider},
 };
 use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated};
-use hmem_p2p::{
-    loopback::{Call as NicCall, Loopback},
-    path::{ExplainRequest, Paths},
-};
+use hmem_p2p::path::{ExplainRequest, Paths};
+use hmem_provider_loopback::{Call as NicCall, Loopback};
 use path_support::{ALL_IMPORTS, Bench, PAGE, close, register};
 
 const DMA_BUF: Imports =
@@ -22,8 +21,9 @@ fn device() -> hmem_iface_system::SimulatedBuilder {
     Simulated::builder().devices(2).dma_buf(DmaBufKind::MemFd)
 }
 
+/// P2P-01
 #[test]
-fn p2p_01_each_device_and_nic_has_its_own_decision() {
+fn each_device_and_nic_has_its_own_decision() {
     let matrix = P2pMatrix::all_reachable().block(DeviceId(0), "loop1").block(DeviceId(1), "loop0");
     let bench = Bench::new(device().p2p(matrix), DMA_BUF);
     for round in 0..3 {
@@ -47,8 +47,9 @@ fn p2p_01_each_device_and_nic_has_its_own_decision() {
     }
 }
 
+/// P2P-01
 #[test]
-fn p2p_01_a_pair_without_a_direct_path_is_probed_once() {
+fn a_pair_without_a_direct_path_is_probed_once() {
     let matrix = P2pMatrix::none_reachable();
     let bench = Bench::new(device().p2p(matrix).peer_memory(true), ALL_IMPORTS);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
@@ -56,7 +57,8 @@ fn p2p_01_a_pair_without_a_direct_path_is_probed_once() {
         [Call::ExportDmaBuf, Call::ExportPeerMemory, Call::Segments].map(|call| bench.calls(call))
     };
     let first = close(register(&domain, bench.buffer(PAGE)).unwrap());
-    // The buffer and one page to tell whether it was the buffer: two mappings and a peer-memory export each.
+    // The buffer and one page to tell whether it was the buffer: two mappings and a peer-memory
+    // export each.
     assert_eq!(calls(), [4, 2, 2]);
     assert_eq!(bench.calls(Call::CreateMemory), 2, "one page was allocated to try with");
     for _ in 0..50 {
@@ -71,8 +73,9 @@ fn p2p_01_a_pair_without_a_direct_path_is_probed_once() {
     assert_eq!(calls(), [8, 4, 4]);
 }
 
+/// P2P-01
 #[test]
-fn p2p_01_a_pair_with_a_direct_path_needs_no_probe_but_the_registration() {
+fn a_pair_with_a_direct_path_needs_no_probe_but_the_registration() {
     let bench = Bench::new(device(), DMA_BUF);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     for done in 1..=20 {
@@ -82,8 +85,9 @@ fn p2p_01_a_pair_with_a_direct_path_needs_no_probe_but_the_registration() {
     assert_eq!(bench.calls(Call::CreateMemory), 20, "only the test allocated");
 }
 
+/// HM-09
 #[test]
-fn hm_09_the_pcie_mapping_is_tried_first_and_its_refusal_is_remembered() {
+fn the_pcie_mapping_is_tried_first_and_its_refusal_is_remembered() {
     // A driver that says it has the mapping and does not: a fault for each time it is asked.
     let bench = Bench::new(device(), ALL_IMPORTS);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
@@ -111,8 +115,9 @@ fn hm_09_the_pcie_mapping_is_tried_first_and_its_refusal_is_remembered() {
     );
 }
 
+/// P2P-01
 #[test]
-fn p2p_01_odd_buffers_demote_no_ordinary_one() {
+fn odd_buffers_demote_no_ordinary_one() {
     let bench = Bench::new(device(), DMA_BUF);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     let path = |buffer| close_and_path(&domain, buffer);
@@ -140,8 +145,9 @@ fn close_and_path(domain: &hmem_core::Domain, buffer: hmem_core::DeviceBuffer) -
     path
 }
 
+/// P2P-01
 #[test]
-fn p2p_01_many_odd_buffers_cost_few_probes() {
+fn many_odd_buffers_cost_few_probes() {
     let bench = Bench::new(device(), DMA_BUF);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     close(register(&domain, bench.buffer(PAGE)).unwrap());
@@ -154,8 +160,9 @@ fn p2p_01_many_odd_buffers_cost_few_probes() {
     assert!((1..=7).contains(&probes), "{probes} pages to try with for 64 odd buffers");
 }
 
+/// P2P-01
 #[test]
-fn p2p_01_a_failure_forgets_the_decision() {
+fn a_failure_forgets_the_decision() {
     let bench = Bench::new(device(), DMA_BUF);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     let attr = domain.provider_attr();
@@ -179,8 +186,9 @@ fn p2p_01_a_failure_forgets_the_decision() {
     assert!(remembered().is_none());
 }
 
+/// P2P-01
 #[test]
-fn p2p_01_decisions_are_never_shared_by_the_process() {
+fn decisions_are_never_shared_by_the_process() {
     let near = Bench::new(device(), DMA_BUF);
     let far = Bench::new(device().p2p(P2pMatrix::none_reachable()), DMA_BUF);
     for _ in 0..2 {
@@ -191,8 +199,9 @@ fn p2p_01_decisions_are_never_shared_by_the_process() {
     }
 }
 
+/// P2P-03
 #[test]
-fn p2p_03_the_trace_is_there_on_success_in_errors_in_text_and_in_json() {
+fn the_trace_is_there_on_success_in_errors_in_text_and_in_json() {
     let bench = Bench::new(device().p2p(P2pMatrix::none_reachable()), DMA_BUF);
     let enabled = bench.domain("loop0", P2pPolicy::Enabled);
     let buffer = bench.buffer(PAGE);
@@ -234,8 +243,9 @@ fn p2p_03_the_trace_is_there_on_success_in_errors_in_text_and_in_json() {
     assert_eq!(source.to_string(), error.trace()[0].error.as_ref().unwrap().to_string());
 }
 
+/// P2P-04
 #[test]
-fn p2p_04_what_is_claimed_is_tried_all_the_same_and_everything_is_undone() {
+fn claimed_abilities_are_tried_all_the_same_and_undone() {
     // The device says that it exports nothing, the NIC that it imports everything: both are asked.
     let bench = Bench::new(device().dma_buf(DmaBufKind::None).peer_memory(true), ALL_IMPORTS);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
@@ -247,8 +257,9 @@ fn p2p_04_what_is_claimed_is_tried_all_the_same_and_everything_is_undone() {
     assert_eq!((domain.live().regions, domain.live().bytes), (0, 0));
 }
 
+/// P2P-04
 #[test]
-fn p2p_04_an_explanation_is_a_decision_that_leaves_nothing_behind() {
+fn an_explanation_is_a_decision_that_leaves_nothing_behind() {
     let matrix = P2pMatrix::all_reachable().block(DeviceId(1), "loop0");
     let bench = Bench::new(device().p2p(matrix), DMA_BUF);
     let before = bench.device.stats().live_allocations;
@@ -300,8 +311,9 @@ fn p2p_04_an_explanation_is_a_decision_that_leaves_nothing_behind() {
     assert!(bench.paths.remembered(&owner, domain.provider_attr(), P2pPolicy::Enabled).is_none());
 }
 
+/// P2P-04
 #[test]
-fn p2p_04_an_explanation_says_that_the_process_switched_direct_access_off() {
+fn an_explanation_says_that_the_process_switched_direct_access_off() {
     let provider = Loopback::builder().imports(DMA_BUF);
     let bench = Bench::with(device(), provider, Paths::new().disable_p2p(true));
     let request = ExplainRequest::new(hmem_iface_system::SIMULATED);
@@ -311,8 +323,9 @@ fn p2p_04_an_explanation_says_that_the_process_switched_direct_access_off() {
     assert_eq!(bench.provider.nics().unwrap()[0].nic.name, "loop0");
 }
 
+/// P2P-01
 #[test]
-fn p2p_01_a_request_that_no_way_can_meet_ends_the_decision() {
+fn a_request_that_no_way_can_meet_ends_the_decision() {
     use hmem_core::{MrAttr, MrFlags};
     let bench = Bench::with(device(), Loopback::builder().imports(DMA_BUF), Paths::new());
     let attr = hmem_core::DomainAttr { hmem: true, ..hmem_core::DomainAttr::default() };

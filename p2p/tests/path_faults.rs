@@ -1,5 +1,5 @@
-//! A fault at every driver and provider call of every path, one at a time (REL-01): it is said, nothing leaks, and the next
-//! life of a region from opening the NIC to closing it works.
+//! A fault at every driver and provider call of every path, one at a time (REL-01): it is said,
+//! nothing leaks, and the next life of a region from opening the NIC to closing it works.
 
 mod path_support;
 
@@ -13,10 +13,8 @@ use hmem_core::{
     provider::{Imports, Live},
 };
 use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated};
-use hmem_p2p::{
-    loopback::{Call as NicCall, Loopback},
-    path::Paths,
-};
+use hmem_p2p::path::Paths;
+use hmem_provider_loopback::{Call as NicCall, Loopback};
 use path_support::{
     ALL_IMPORTS, Bench, REMOTE, alone,
     wire::{LOCAL, Wire},
@@ -188,11 +186,9 @@ fn transfer(bench: &Bench, [near, far]: [&Domain; 2], region: &MemoryRegion) -> 
     let back = wire.pull(&key, 77, BYTES.len())?;
     assert!(back == *BYTES, "bytes of a transfer that succeeded");
     let (mut last, last_at) = ([0], BYTES.len() as u64 - 1);
-    hmem_core::IfaceExt::read(
-        &*bench.device,
-        region.range().slice(77 + last_at, 1).expect("inside").start(),
-        &mut last,
-    )?;
+    let last_byte = region.range().slice(77 + last_at, 1).expect("inside").start();
+    // SAFETY: the region is open, and its memory is freed after it.
+    unsafe { hmem_core::IfaceExt::read(&*bench.device, last_byte, &mut last) }?;
     assert_eq!(last[0], BYTES[last_at as usize]);
     wire.close()
 }
@@ -203,7 +199,8 @@ fn nothing() -> Live {
 }
 
 fn held(bench: &Bench) -> Live {
-    // The NIC's limits and counts are of all its domains; a new one shows that none of its own is taken.
+    // The NIC's limits and counts are of all its domains; a new one shows that none of its own is
+    // taken.
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     let live = domain.live();
     domain.close().map_err(Error::from).expect("a new domain holds nothing");
@@ -280,8 +277,11 @@ fn every_fault(way: &Way) {
     assert!(hit >= 12, "{way:?}: only {hit} kinds of call were made");
 }
 
+/// Makes a test of each way. An entry's doc comment, which has its acceptance ids, becomes the
+/// test's.
 macro_rules! over_ways {
-    ($($name:ident: $at:literal,)+) => {$(
+    ($($(#[$meta:meta])* $name:ident: $at:literal,)+) => {$(
+        $(#[$meta])*
         #[test]
         fn $name() {
             let _alone = alone();
@@ -291,11 +291,18 @@ macro_rules! over_ways {
 }
 
 over_ways! {
-    rel_01_a_fault_at_every_call_of_host_pages: 0,
-    rel_01_a_fault_at_every_call_of_a_dma_buf: 1,
-    rel_01_a_fault_at_every_call_of_a_required_dma_buf_of_several_segments: 2,
-    rel_01_a_fault_at_every_call_of_peer_memory: 3,
-    rel_01_a_fault_at_every_call_of_required_peer_memory: 4,
-    rel_01_a_fault_at_every_call_of_staged_copies: 5,
-    rel_01_a_fault_at_every_call_of_a_pair_without_a_direct_path: 6,
+    /// REL-01
+    a_fault_at_every_call_of_host_pages: 0,
+    /// REL-01
+    a_fault_at_every_call_of_a_dma_buf: 1,
+    /// REL-01
+    a_fault_at_every_call_of_a_required_dma_buf_of_several_segments: 2,
+    /// REL-01
+    a_fault_at_every_call_of_peer_memory: 3,
+    /// REL-01
+    a_fault_at_every_call_of_required_peer_memory: 4,
+    /// REL-01
+    a_fault_at_every_call_of_staged_copies: 5,
+    /// REL-01
+    a_fault_at_every_call_of_a_pair_without_a_direct_path: 6,
 }

@@ -13,10 +13,8 @@ use hmem_core::{
     regattr_on, register_on,
 };
 use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated, SimulatedBuilder};
-use hmem_p2p::{
-    loopback::{Call as NicCall, Loopback},
-    path::Paths,
-};
+use hmem_p2p::path::Paths;
+use hmem_provider_loopback::{Call as NicCall, Loopback};
 use path_support::{
     ALL_IMPORTS, Bench, PAGE, REMOTE, alone,
     recording::Handed,
@@ -55,8 +53,9 @@ fn close(registered: MultiRegistered<DeviceBuffer>) -> DeviceBuffer {
     registered.close().map_err(Error::from).expect("close")
 }
 
+/// VRB-08
 #[test]
-fn vrb_08_one_export_of_each_segment_serves_every_nic() {
+fn one_export_of_each_segment_serves_every_nic() {
     let _alone = alone();
     for (kind, segments) in [(AllocationKind::Device, 1), (AllocationKind::Virtual, 3)] {
         let bench = bench_of(Simulated::builder().segment_len(PAGE), DIRECT);
@@ -99,8 +98,9 @@ fn vrb_08_one_export_of_each_segment_serves_every_nic() {
     }
 }
 
+/// VRB-08
 #[test]
-fn vrb_08_every_nic_reaches_the_same_bytes_with_its_own_key() {
+fn every_nic_reaches_the_same_bytes_with_its_own_key() {
     let _alone = alone();
     let matrix = P2pMatrix::all_reachable().block(DeviceId(0), "loop2");
     let bench = bench_of(Simulated::builder().p2p(matrix), DIRECT);
@@ -132,8 +132,9 @@ fn vrb_08_every_nic_reaches_the_same_bytes_with_its_own_key() {
     close(shared);
 }
 
+/// VRB-08
 #[test]
-fn vrb_08_a_fault_at_any_call_of_any_nic_leaves_nothing_registered() {
+fn a_fault_at_any_call_of_any_nic_leaves_nothing_registered() {
     let _alone = alone();
     let device_calls = [
         Call::Query,
@@ -204,7 +205,8 @@ fn breaks(
             assert_eq!(regions(&domains), 0, "{}", rejected.error);
             close(rejected.value)
         }
-        // A probe that could not be made, a mapping that another replaced, an export that was given back with complaints.
+        // A probe that could not be made, a mapping that another replaced, an export that was given
+        // back with complaints.
         Ok(shared) => close(shared),
     };
     assert_eq!(regions(&domains), 0);
@@ -215,8 +217,9 @@ fn breaks(
     fired
 }
 
+/// VRB-08
 #[test]
-fn vrb_08_a_registration_that_the_last_nic_refuses_is_undone_at_the_others() {
+fn a_registration_that_the_last_nic_refuses_is_undone_at_the_others() {
     let _alone = alone();
     let bench = bench(DIRECT);
     let domains = domains(&bench, P2pPolicy::Required);
@@ -234,8 +237,9 @@ fn vrb_08_a_registration_that_the_last_nic_refuses_is_undone_at_the_others() {
     close(register(&domains, close(rejected.value)).unwrap());
 }
 
+/// VRB-08
 #[test]
-fn vrb_08_what_a_driver_does_not_let_go_comes_back_with_the_error() {
+fn a_registration_that_a_driver_keeps_comes_back_with_the_error() {
     let _alone = alone();
     let bench = bench(DIRECT);
     let domains = domains(&bench, P2pPolicy::Required);
@@ -258,8 +262,9 @@ fn vrb_08_what_a_driver_does_not_let_go_comes_back_with_the_error() {
     assert_eq!(regions(&domains), 0);
 }
 
+/// VRB-08
 #[test]
-fn vrb_08_a_close_that_is_refused_hands_back_what_is_left() {
+fn a_close_that_is_refused_hands_back_what_is_left() {
     let _alone = alone();
     let bench = bench(DIRECT);
     let domains = domains(&bench, P2pPolicy::Required);
@@ -282,8 +287,9 @@ fn vrb_08_a_close_that_is_refused_hands_back_what_is_left() {
     assert_eq!(bench.device.stats().live_allocations, 0);
 }
 
+/// VRB-08
 #[test]
-fn vrb_08_dropping_it_deregisters_everywhere() {
+fn dropping_it_deregisters_everywhere() {
     let _alone = alone();
     let bench = bench(DIRECT);
     let domains = domains(&bench, P2pPolicy::Required);
@@ -291,8 +297,9 @@ fn vrb_08_dropping_it_deregisters_everywhere() {
     assert_eq!((regions(&domains), bench.device.stats().live_allocations), (0, 0));
 }
 
+/// VRB-08
 #[test]
-fn vrb_08_host_memory_and_brought_dma_bufs_register_on_several_nics() {
+fn host_memory_and_brought_dma_bufs_register_on_several_nics() {
     let _alone = alone();
     let bench = bench(DIRECT);
     let owned = domains(&bench, P2pPolicy::Required);
@@ -323,8 +330,9 @@ fn vrb_08_host_memory_and_brought_dma_bufs_register_on_several_nics() {
     bench.device.release_dma_buf(export).unwrap();
 }
 
+/// VRB-08
 #[test]
-fn vrb_08_domains_that_do_not_belong_together_are_refused() {
+fn domains_that_do_not_belong_together_are_refused() {
     let _alone = alone();
     let (one, two) = (bench(DIRECT), bench(DIRECT));
     let (near, far) =

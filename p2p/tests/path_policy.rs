@@ -1,4 +1,5 @@
-//! What the policy allows, over every combination of device and NIC (P2P-02), by the NIC's own record of what it was given.
+//! What the policy allows, over every combination of device and NIC (P2P-02), by the NIC's own
+//! record of what it was given.
 
 mod path_support;
 
@@ -11,7 +12,8 @@ use hmem_core::{
     provider::{Imports, Nic},
 };
 use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated, Style};
-use hmem_p2p::{loopback::Loopback, path::Paths};
+use hmem_p2p::path::Paths;
+use hmem_provider_loopback::Loopback;
 use path_support::{Bench, PAGE, REMOTE, close, recording::Handed, register};
 
 /// One machine.
@@ -97,8 +99,9 @@ impl Case {
     }
 }
 
+/// P2P-02
 #[test]
-fn p2p_02_every_combination_takes_the_path_that_its_policy_allows() {
+fn every_combination_takes_the_path_that_its_policy_allows() {
     let cases = Case::all();
     assert_eq!(cases.len(), 2 * 6 * 2 * 16 * 2 * 4);
     let threads = thread::available_parallelism().map_or(1, NonZeroUsize::get);
@@ -172,9 +175,11 @@ impl Case {
     }
 }
 
+/// P2P-02
+///
 /// Domains of every policy share the decisions of one library: none takes another's.
 #[test]
-fn p2p_02_what_is_remembered_under_one_policy_is_not_taken_under_another() {
+fn a_path_remembered_under_one_policy_is_not_taken_under_another() {
     for disabled in [false, true] {
         let device = Simulated::builder().dma_buf(DmaBufKind::MemFd);
         let bench = Bench::with(device, Loopback::builder(), Paths::new().disable_p2p(disabled));
@@ -194,8 +199,9 @@ fn p2p_02_what_is_remembered_under_one_policy_is_not_taken_under_another() {
     }
 }
 
+/// P2P-02
 #[test]
-fn p2p_02_memory_that_the_cpu_reaches_is_registered_as_host_pages_under_every_policy() {
+fn memory_that_the_cpu_reaches_is_registered_as_host_pages_under_every_policy() {
     for (policy, disabled) in
         P2pPolicy::ALL.into_iter().flat_map(|policy| [(policy, false), (policy, true)])
     {
@@ -225,8 +231,9 @@ fn p2p_02_memory_that_the_cpu_reaches_is_registered_as_host_pages_under_every_po
     }
 }
 
+/// P2P-02
 #[test]
-fn p2p_02_a_dma_buf_that_the_application_brings_is_kept_from_the_nic_where_direct_access_is_off() {
+fn a_dma_buf_that_the_application_brings_is_kept_from_the_nic_where_direct_access_is_off() {
     for (policy, disabled) in
         P2pPolicy::ALL.into_iter().flat_map(|policy| [(policy, false), (policy, true)])
     {

@@ -1,9 +1,9 @@
-//! Ranges over several physical segments (HM-07): one dma-buf and one registration for all of them; one for each segment
-//! where the driver or the NIC refuses that; the decision says which, and why.
+//! Ranges over several physical segments (HM-07): one dma-buf and one registration for all of them;
+//! one for each segment where the driver or the NIC refuses that; the decision says which, and why.
 
 mod path_support;
-#[cfg(feature = "verbs")]
 #[allow(dead_code, reason = "other tests use the rest of it")]
+#[path = "../../provider-verbs/tests/fake/mod.rs"]
 mod verbs_fake;
 
 use std::{
@@ -23,10 +23,8 @@ use hmem_core::{
     register_on,
 };
 use hmem_iface_system::{Call, DmaBufKind, Simulated};
-use hmem_p2p::{
-    loopback::{Call as NicCall, Loopback},
-    path::{ExplainRequest, Paths},
-};
+use hmem_p2p::path::{ExplainRequest, Paths};
+use hmem_provider_loopback::{Call as NicCall, Loopback};
 use path_support::{
     ALL_IMPORTS, Bench, PAGE, REMOTE, alone, close,
     recording::Handed,
@@ -124,8 +122,9 @@ fn calls(decision: &Decision) -> Vec<(&str, bool)> {
     decision.attempts.iter().map(|attempt| (attempt.call.as_str(), said(attempt))).collect()
 }
 
+/// HM-07
 #[test]
-fn hm_07_a_range_over_several_segments_is_one_dma_buf_and_one_registration() {
+fn a_range_over_several_segments_is_one_dma_buf_and_one_registration() {
     let _alone = alone();
     let world = segmented(|_| {});
     close(world.register(4));
@@ -147,8 +146,9 @@ fn hm_07_a_range_over_several_segments_is_one_dma_buf_and_one_registration() {
     assert_eq!(world.bench.residue_after(&before), before);
 }
 
+/// HM-07
 #[test]
-fn hm_07_a_range_that_the_driver_does_not_export_whole_is_a_dma_buf_for_each_segment() {
+fn a_range_that_the_driver_does_not_export_whole_is_a_dma_buf_for_each_segment() {
     let _alone = alone();
     let world = segmented(|vendor| vendor.whole = not_alike);
     close(world.register(4));
@@ -168,8 +168,9 @@ fn hm_07_a_range_that_the_driver_does_not_export_whole_is_a_dma_buf_for_each_seg
     assert_eq!(world.bench.residue_after(&before), before);
 }
 
+/// HM-07
 #[test]
-fn hm_07_a_range_that_the_nic_does_not_register_whole_is_a_dma_buf_for_each_segment() {
+fn a_range_that_the_nic_does_not_register_whole_is_a_dma_buf_for_each_segment() {
     let _alone = alone();
     let world = segmented(|_| {});
     close(world.register(4));
@@ -193,9 +194,11 @@ fn hm_07_a_range_that_the_nic_does_not_register_whole_is_a_dma_buf_for_each_segm
     assert_eq!(world.bench.residue_after(&before), before);
 }
 
+/// P2P-01
+///
 /// How often does not matter: the next buffer has its one key.
 #[test]
-fn p2p_01_a_whole_that_the_nic_refused_takes_one_registration_from_no_other() {
+fn a_whole_that_the_nic_refused_takes_one_registration_from_no_other() {
     let _alone = alone();
     let world = segmented(|_| {});
     for refused in [true, true, true, true, true, false, true, false] {
@@ -212,8 +215,9 @@ fn p2p_01_a_whole_that_the_nic_refused_takes_one_registration_from_no_other() {
     }
 }
 
+/// HM-07
 #[test]
-fn hm_07_where_neither_works_both_are_in_the_error_and_nothing_is_left() {
+fn if_neither_works_both_are_in_the_error_and_nothing_is_left() {
     let _alone = alone();
     for nic in [false, true] {
         let world = segmented(|vendor| {
@@ -247,8 +251,9 @@ fn hm_07_where_neither_works_both_are_in_the_error_and_nothing_is_left() {
     }
 }
 
+/// HM-07
 #[test]
-fn hm_07_a_request_that_no_way_fulfils_is_not_tried_for_each_segment() {
+fn a_request_that_no_way_fulfils_is_not_tried_for_each_segment() {
     let _alone = alone();
     let world = segmented(|_| {});
     let memory = close(world.register(4));
@@ -259,8 +264,9 @@ fn hm_07_a_request_that_no_way_fulfils_is_not_tried_for_each_segment() {
     assert_eq!((world.bench.record.handed().len(), refused.trace().len()), (1, 1), "{refused}");
 }
 
+/// P2P-03
 #[test]
-fn p2p_03_how_one_range_was_exported_is_not_said_of_another() {
+fn how_one_range_was_exported_is_not_said_of_another() {
     let _alone = alone();
     let world = segmented(|vendor| vendor.whole = not_alike);
     close(world.register(4));
@@ -280,9 +286,11 @@ fn p2p_03_how_one_range_was_exported_is_not_said_of_another() {
     close(several);
 }
 
+/// P2P-03
+///
 /// Why the PCIe mapping is not taken is said of every registration that the remembered way serves.
 #[test]
-fn p2p_03_a_remembered_way_over_several_segments_says_why_the_first_mapping_was_not_taken() {
+fn a_remembered_way_over_several_segments_says_why_the_first_mapping_was_not_taken() {
     let _alone = alone();
     for whole in [None, Some(not_alike as Refuse)] {
         let world = segmented_pcie_first(|vendor| {
@@ -312,9 +320,12 @@ fn p2p_03_a_remembered_way_over_several_segments_says_why_the_first_mapping_was_
     }
 }
 
-/// A refusal under the PCIe mapping may be of the mapping, of the whole, or of the memory: what else was refused tells.
+/// P2P-03
+///
+/// A refusal under the PCIe mapping may be of the mapping, of the whole, or of the memory: what
+/// else was refused tells.
 #[test]
-fn p2p_03_the_pcie_mapping_is_blamed_only_where_the_segments_are_refused_and_the_default_is_not() {
+fn the_pcie_mapping_is_blamed_only_where_the_segments_are_refused_and_the_default_is_not() {
     type Breaks = fn(&mut Vendor);
     const MAPPING: &str = "no-pcie-mapping";
     const WHOLE: &str = "segments-not-in-one";
@@ -360,9 +371,11 @@ fn p2p_03_the_pcie_mapping_is_blamed_only_where_the_segments_are_refused_and_the
     }
 }
 
+/// P2P-03
+///
 /// The default mapping is remembered, so that it is the one that is refused first.
 #[test]
-fn p2p_03_the_pcie_mapping_is_not_blamed_after_the_default_was_refused() {
+fn the_pcie_mapping_is_not_blamed_after_the_default_was_refused() {
     static NONE_ANY_LONGER: AtomicBool = AtomicBool::new(false);
     let _alone = alone();
     let world = segmented_pcie_first(|vendor| {
@@ -381,8 +394,9 @@ fn p2p_03_the_pcie_mapping_is_not_blamed_after_the_default_was_refused() {
     refused(1, ", Pcie)");
 }
 
+/// P2P-03
 #[test]
-fn p2p_03_an_explanation_says_how_the_segments_were_exported() {
+fn an_explanation_says_how_the_segments_were_exported() {
     let _alone = alone();
     for (whole, spread) in
         [(None, "2 segments in 1 dma-buf"), (Some(not_alike as Refuse), "2 segments in 2")]
@@ -398,8 +412,9 @@ fn p2p_03_an_explanation_says_how_the_segments_were_exported() {
     }
 }
 
+/// VRB-08
 #[test]
-fn vrb_08_a_nic_that_refuses_the_whole_range_takes_it_from_nobody_else() {
+fn a_nic_that_refuses_the_whole_range_takes_it_from_nobody_else() {
     let _alone = alone();
     let world = segmented(|_| {});
     let domains =
@@ -425,8 +440,9 @@ fn vrb_08_a_nic_that_refuses_the_whole_range_takes_it_from_nobody_else() {
     drop(memory);
 }
 
+/// VRB-08
 #[test]
-fn vrb_08_what_the_driver_does_not_export_whole_is_asked_for_once_for_all_nics() {
+fn a_whole_range_export_that_is_refused_is_asked_for_once_for_all_nics() {
     let _alone = alone();
     let world = segmented(|vendor| vendor.whole = not_alike);
     let domains =
@@ -453,9 +469,12 @@ fn vrb_08_what_the_driver_does_not_export_whole_is_asked_for_once_for_all_nics()
     assert_eq!(world.bench.device.stats().live_exports, 0);
 }
 
-/// The driver is not asked for a whole whose parts the iface says cannot be exported: the first of those is named.
+/// HM-07
+///
+/// The driver is not asked for a whole whose parts the iface says cannot be exported: the first of
+/// those is named.
 #[test]
-fn hm_07_a_segment_that_cannot_be_exported_keeps_the_range_from_being_asked_for_whole() {
+fn a_segment_that_cannot_be_exported_keeps_the_range_from_being_asked_for_whole() {
     let _alone = alone();
     let bench =
         Bench::new(Simulated::builder().dma_buf(DmaBufKind::MemFd).segment_len(STEP), IMPORTS);
@@ -469,12 +488,13 @@ fn hm_07_a_segment_that_cannot_be_exported_keeps_the_range_from_being_asked_for_
     assert_eq!(bench.device.stats().live_exports, 0);
 }
 
+/// HM-07
+///
 /// One dma-buf is one key with verbs, too.
-#[cfg(feature = "verbs")]
 #[test]
-fn hm_07_a_range_over_several_segments_has_one_verbs_key() {
+fn a_range_over_several_segments_has_one_verbs_key() {
     use hmem_core::{DomainAttr, MrMode};
-    use hmem_p2p::verbs::Verbs;
+    use hmem_provider_verbs::Verbs;
 
     let _alone = alone();
     let mut raw = Vec::new();

@@ -37,9 +37,12 @@ fn matrix(topology: &Topology, nics: impl Fn(usize) -> String, count: usize) -> 
     topology.accelerators().map(|gpu| row(gpu.bus_id)).collect()
 }
 
-/// P2P-05: NVIDIA/nccl#1505 publishes rows 0 to 4; 5 to 7 follow from the box's symmetry (fixtures/topology/README.md).
+/// P2P-05
+///
+/// NVIDIA/nccl#1505 publishes rows 0 to 4; 5 to 7 follow from the box's symmetry
+/// (fixtures/topology/README.md).
 #[test]
-fn p2p_05_a_dgx_a100_has_its_published_distances() {
+fn a_dgx_a100_has_its_published_distances() {
     let published = [
         "PXB PXB SYS SYS SYS SYS SYS SYS SYS SYS SYS SYS",
         "PXB PXB SYS SYS SYS SYS SYS SYS SYS SYS SYS SYS",
@@ -61,9 +64,11 @@ fn p2p_05_a_dgx_a100_has_its_published_distances() {
     assert_eq!(cpus, ["48-63,176-191", "16-31,144-159", "112-127,240-255"]);
 }
 
-/// P2P-05: NVIDIA/nccl#1453 publishes every row.
+/// P2P-05
+///
+/// NVIDIA/nccl#1453 publishes every row.
 #[test]
-fn p2p_05_an_hgx_h100_has_its_published_distances() {
+fn an_hgx_h100_has_its_published_distances() {
     let published = [
         "SYS SYS SYS SYS SYS NODE NODE NODE PIX",
         "SYS SYS SYS SYS SYS NODE NODE PIX NODE",
@@ -76,15 +81,18 @@ fn p2p_05_an_hgx_h100_has_its_published_distances() {
     ];
     let hgx = open("hgx-h100");
     assert_eq!(matrix(&hgx, |column| format!("mlx5_{column}"), 9), published);
-    // The NIC that is far from all: its NUMA node is not known, and the path says that it is a guess.
+    // The NIC that is far from all: its NUMA node is not known, and the path says that it is a
+    // guess.
     let gpu = hgx.accelerators().next().unwrap().bus_id;
     assert!(hgx.path(gpu, nic(&hgx, "mlx5_0")).unwrap().numa_unknown);
     assert!(!hgx.path(gpu, nic(&hgx, "mlx5_1")).unwrap().numa_unknown);
 }
 
-/// P2P-05: lattice/quda#669 publishes the whole matrix, GPUs among one another included.
+/// P2P-05
+///
+/// lattice/quda#669 publishes the whole matrix, GPUs among one another included.
 #[test]
-fn p2p_05_a_two_socket_server_has_its_published_distances() {
+fn a_two_socket_server_has_its_published_distances() {
     let published = [
         "X PIX PXB PXB SYS SYS SYS SYS SYS",
         "PIX X PXB PXB SYS SYS SYS SYS SYS",
@@ -106,9 +114,11 @@ fn p2p_05_a_two_socket_server_has_its_published_distances() {
     assert_eq!(all.iter().map(row).collect::<Vec<_>>(), published);
 }
 
-/// P2P-05: NVIDIA/nccl-tests#29 publishes rows 0 to 6.
+/// P2P-05
+///
+/// NVIDIA/nccl-tests#29 publishes rows 0 to 6.
 #[test]
-fn p2p_05_a_server_with_nics_behind_a_switch_has_its_published_distances() {
+fn a_server_with_nics_behind_a_switch_has_its_published_distances() {
     let server = open("switch-acs");
     let published = [
         "NODE NODE",
@@ -127,9 +137,12 @@ fn p2p_05_a_server_with_nics_behind_a_switch_has_its_published_distances() {
     assert_eq!((ports.distance, ports.hops.len()), (Distance::Pix, 3), "two functions of a card");
 }
 
-/// P2P-05: what has no structure is as far as the host bridge, everywhere (NVIDIA/nccl#1674).
+/// P2P-05
+///
+/// Devices without any structure between them are as far apart as the host bridge
+/// (NVIDIA/nccl#1674).
 #[test]
-fn p2p_05_a_flat_virtual_machine_is_one_host_bridge() {
+fn a_flat_virtual_machine_is_one_host_bridge() {
     let vm = open("cloud-vm");
     assert_eq!(matrix(&vm, |_| "mlx5_0".into(), 1), ["PHB"; 8]);
     assert_eq!(vm.iommu(), IommuMode::Off);
@@ -137,9 +150,11 @@ fn p2p_05_a_flat_virtual_machine_is_one_host_bridge() {
     assert_eq!(vm.nearest_accelerators(nic(&vm, "mlx5_0")).len(), 8);
 }
 
-/// P2P-05: nothing to be near to is no error.
+/// P2P-05
+///
+/// Nothing to be near to is no error.
 #[test]
-fn p2p_05_a_laptop_has_gpus_and_no_nic() {
+fn a_laptop_has_gpus_and_no_nic() {
     let laptop = open("laptop");
     let gpus: Vec<_> = laptop.accelerators().map(|gpu| gpu.bus_id).collect();
     assert_eq!(gpus, [id("0000:00:02.0"), id("0000:01:00.0")]);
@@ -148,7 +163,8 @@ fn p2p_05_a_laptop_has_gpus_and_no_nic() {
     let path = laptop.path(gpus[0], gpus[1]).unwrap();
     assert_eq!(path.distance, Distance::Phb);
     assert_eq!(path.redirection, Redirection::None, "it goes to the root complex anyway");
-    // A process without privilege sees 64 bytes of configuration space, and so knows nothing of ACS.
+    // A process without privilege sees 64 bytes of configuration space, and so knows nothing of
+    // ACS.
     assert_eq!(laptop.unreadable_ports().count(), 3);
     assert_eq!(laptop.device(id("0000:00:01.0")).unwrap().port, Port::RootPort);
     assert!(laptop.device(gpus[1]).unwrap().link.unwrap().is_degraded());
@@ -158,7 +174,7 @@ fn p2p_05_a_laptop_has_gpus_and_no_nic() {
 
 /// P2P-05
 #[test]
-fn p2p_05_the_nearest_nic_and_the_nearest_devices_are_found() {
+fn the_nearest_nic_and_the_nearest_devices_are_found() {
     let dgx = open("dgx-a100");
     let near = |gpu: &str| -> Vec<String> {
         let nics = dgx.nearest_nics(id(gpu));
@@ -178,9 +194,12 @@ fn p2p_05_the_nearest_nic_and_the_nearest_devices_are_found() {
     assert!(dgx.nics_by_distance(id("0000:ff:00.0")).is_empty());
 }
 
-/// P2P-05: the driver's ordinals depend on the environment; addresses, however they are written, do not.
+/// P2P-05
+///
+/// The driver's ordinals depend on the environment; addresses, however they are written, do
+/// not.
 #[test]
-fn p2p_05_renumbered_devices_have_the_same_nearest_nic() {
+fn renumbered_devices_have_the_same_nearest_nic() {
     let dgx = open("dgx-a100");
     // As the CUDA driver lists them without, and with, CUDA_VISIBLE_DEVICES=7,2,0.
     let all =
@@ -192,9 +211,11 @@ fn p2p_05_renumbered_devices_have_the_same_nearest_nic() {
     assert_ne!(nearest(&visible[0]), nearest(&all[0]), "ordinal 0 is another device now");
 }
 
-/// P2P-05, DIAG-03: what ACS and the IOMMU do to a pair is told with the pair.
+/// P2P-05, DIAG-03
+///
+/// Effects of ACS and the IOMMU on a pair are listed with the pair.
 #[test]
-fn p2p_05_ports_that_redirect_are_named() {
+fn ports_that_redirect_are_named() {
     let server = open("two-socket-acs");
     let gpus: Vec<_> = server.accelerators().map(|gpu| gpu.bus_id).collect();
     let path = server.path(gpus[0], gpus[1]).unwrap();
@@ -235,9 +256,11 @@ fn p2p_05_ports_that_redirect_are_named() {
     assert!(!ports.iter().any(|port| port.contains("host-bridge")), "{ports:?}");
 }
 
-/// DIAG-03: the facts that causes are told apart by know what ACS does between the two.
+/// DIAG-03
+///
+/// The facts that causes are told apart by know what ACS does between the two.
 #[test]
-fn diag_03_the_facts_of_a_refusal_know_about_acs() {
+fn the_facts_of_a_refusal_know_about_acs() {
     let nic =
         |id: &str| Nic { provider: "verbs".into(), name: "x".into(), pci_bus_id: Some(id.into()) };
     let machine = make("switch-acs");
@@ -263,9 +286,11 @@ fn diag_03_the_facts_of_a_refusal_know_about_acs() {
     );
 }
 
-/// P2P-05, DIAG-03: BARs, links, modules and kernel options, as far as a cause can lie in them.
+/// P2P-05, DIAG-03
+///
+/// BARs, links, modules and kernel options, as far as a cause can lie in them.
 #[test]
-fn p2p_05_what_a_cause_can_lie_in_is_read() {
+fn facts_that_a_cause_can_lie_in_are_read() {
     let dgx = open("dgx-a100");
     let gpu = dgx.device(id("0000:07:00.0")).unwrap();
     assert_eq!(gpu.largest_bar(), 64 << 30);
@@ -319,9 +344,11 @@ fn holds(haystack: &[u8], needle: &[u8]) -> bool {
     haystack.windows(needle.len()).any(|window| window.eq_ignore_ascii_case(needle))
 }
 
-/// P2P-05: a recording can be shown to anybody.
+/// P2P-05
+///
+/// A recording can be shown to anybody.
 #[test]
-fn p2p_05_a_recording_holds_no_serial_number_address_or_host_name() {
+fn a_recording_holds_no_serial_number_address_or_host_name() {
     for name in MACHINES {
         let machine = make(name);
         // A kernel and an RDMA device that somebody named after the machine.
@@ -353,9 +380,11 @@ fn p2p_05_a_recording_holds_no_serial_number_address_or_host_name() {
     }
 }
 
-/// P2P-05: a recording says what the machine said, packed or not, recorded once or twice.
+/// P2P-05
+///
+/// A recording says what the machine said, packed or not, recorded once or twice.
 #[test]
-fn p2p_05_a_recording_reads_as_the_machine_does() {
+fn a_recording_reads_as_the_machine_does() {
     for name in MACHINES {
         let machine = make(name);
         fs::remove_file(machine.path().join("proc/sys/kernel/hostname")).unwrap();
@@ -368,9 +397,11 @@ fn p2p_05_a_recording_reads_as_the_machine_does() {
     }
 }
 
-/// P2P-05: this machine, whatever it is.
+/// P2P-05
+///
+/// This machine, whatever it is.
 #[test]
-fn p2p_05_this_machine_reads_and_its_recording_says_the_same() {
+fn this_machine_reads_and_its_recording_says_the_same() {
     let here = Topology::read().unwrap();
     let folder = Folder::new();
     let archive = folder.path().join("here.tar.gz");
@@ -388,7 +419,9 @@ fn refused(folder: &Folder) -> (ErrorKind, String) {
     (error.kind(), error.to_string())
 }
 
-/// REL-03: each wrong file is named.
+/// REL-03
+///
+/// Each wrong file is named.
 #[test]
 fn a_wrong_file_is_named_with_what_to_do() {
     let gpu = "sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0";
@@ -425,7 +458,10 @@ fn a_wrong_file_is_named_with_what_to_do() {
     assert!(refused(&machine).1.contains("not text"));
 }
 
-/// REL-03: what vanishes while the tree is read, links that lead elsewhere, and what is no file.
+/// REL-03
+///
+/// Entries that vanish while the tree is read, links that lead elsewhere, and entries that
+/// are no files.
 #[test]
 fn files_that_vanish_and_links_that_lead_elsewhere_are_named() {
     let vanished = |path: &str| {
@@ -471,7 +507,9 @@ fn files_that_vanish_and_links_that_lead_elsewhere_are_named() {
     assert!(error.to_string().contains("nowhere"), "{error}");
 }
 
-/// REL-03: a description of a machine, and one of the repository's recordings, cut off anywhere.
+/// REL-03
+///
+/// A description of a machine, and one of the repository's recordings, cut off anywhere.
 #[test]
 fn a_recording_that_is_cut_off_is_refused() {
     let whole = fs::read(recording("laptop")).unwrap();

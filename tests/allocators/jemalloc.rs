@@ -33,21 +33,24 @@ fn collect() {
     assert_eq!(unsafe { _rjem_mallctl(name.as_ptr(), none, ptr::null_mut(), none, 0) }, 0);
 }
 
-fn mon_03_jemalloc_does_not_deadlock() {
+fn jemalloc_does_not_deadlock() {
     under_memhooks(collect);
 }
 
-fn mon_03_jemalloc_does_not_deadlock_with_a_net() {
+fn jemalloc_does_not_deadlock_with_a_net() {
     under_memhooks_and_userfaultfd(collect);
 }
 
-fn mon_03_jemallocs_own_calls_are_seen() {
+fn jemallocs_own_calls_are_seen() {
     large_blocks_are_told(collect);
 }
 
 cases! {
-    mon_03_jemalloc_does_not_deadlock,
-    mon_03_jemalloc_does_not_deadlock_with_a_net,
-    mon_03_jemallocs_own_calls_are_seen;
+    /// MON-03
+    jemalloc_does_not_deadlock,
+    /// MON-03
+    jemalloc_does_not_deadlock_with_a_net,
+    /// MON-03
+    jemallocs_own_calls_are_seen;
     slow:
 }

@@ -20,21 +20,24 @@ fn collect() {
     unsafe { mi_collect(true) };
 }
 
-fn mon_03_mimalloc_does_not_deadlock() {
+fn mimalloc_does_not_deadlock() {
     under_memhooks(collect);
 }
 
-fn mon_03_mimalloc_does_not_deadlock_with_a_net() {
+fn mimalloc_does_not_deadlock_with_a_net() {
     under_memhooks_and_userfaultfd(collect);
 }
 
-fn mon_03_mimallocs_own_calls_are_seen() {
+fn mimallocs_own_calls_are_seen() {
     large_blocks_are_told(collect);
 }
 
 cases! {
-    mon_03_mimalloc_does_not_deadlock,
-    mon_03_mimalloc_does_not_deadlock_with_a_net,
-    mon_03_mimallocs_own_calls_are_seen;
+    /// MON-03
+    mimalloc_does_not_deadlock,
+    /// MON-03
+    mimalloc_does_not_deadlock_with_a_net,
+    /// MON-03
+    mimallocs_own_calls_are_seen;
     slow:
 }

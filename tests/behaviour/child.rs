@@ -1,4 +1,5 @@
-//! Runs a test again, alone in a process of its own: for what a process has once (fds, standard output, environment).
+//! Runs a test again, alone in a process of its own: for what a process has once (fds, standard
+//! output, environment).
 
 use std::{
     env,

@@ -19,7 +19,8 @@ use crate::{
 };
 
 over_worlds! {
-    diag_04_each_registration_is_a_span_with_its_range_and_outcome: Pairs;
+    /// DIAG-04
+    each_registration_is_a_span_with_its_range_and_outcome: Pairs;
 }
 
 /// Writes down what it is told.
@@ -74,12 +75,12 @@ impl Subscriber for Notes {
     fn exit(&self, _: &span::Id) {}
 }
 
-fn diag_04_each_registration_is_a_span_with_its_range_and_outcome(world: &World) {
+fn each_registration_is_a_span_with_its_range_and_outcome(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(4096);
     let notes = Notes::default();
-    // With one subscriber alone, tracing asks the thread that first comes to an event whether anybody listens, which
-    // may be another test's.
+    // With one subscriber alone, tracing asks the thread that first comes to an event whether
+    // anybody listens, which may be another test's.
     let _second = tracing::Dispatch::new(Notes::default());
     tracing::subscriber::with_default(notes.clone(), || {
         for offset in [0, 100] {
@@ -106,8 +107,9 @@ fn diag_04_each_registration_is_a_span_with_its_range_and_outcome(world: &World)
     });
 }
 
+/// P2P-03
 #[test]
-fn p2p_03_each_refused_way_is_told_inside_the_registration_with_call_error_cause_and_remedy() {
+fn each_refused_way_is_told_inside_the_registration_with_call_error_cause_and_remedy() {
     use hmem::system::Style;
 
     use crate::world::Memory;
@@ -141,7 +143,7 @@ fn p2p_03_each_refused_way_is_told_inside_the_registration_with_call_error_cause
 
 /// Makes the library want to talk: refusals, fallbacks, leaks.
 fn provoke() {
-    use hmem::{Errno, p2p::loopback::Call, path::P2pPolicy, system::Style};
+    use hmem::{Errno, loopback::Call, path::P2pPolicy, system::Style};
 
     use crate::world::Memory;
     let world = World {
@@ -164,9 +166,10 @@ fn provoke() {
     drop(hmem::Hmem::builder().build());
 }
 
+/// DIAG-04
 #[test]
-fn diag_04_nothing_is_printed() {
-    const NAME: &str = "diag::diag_04_nothing_is_printed";
+fn nothing_is_printed() {
+    const NAME: &str = "diag::nothing_is_printed";
     if child::is_alone(NAME) {
         return provoke();
     }

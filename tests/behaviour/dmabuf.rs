@@ -8,17 +8,22 @@ use hmem::{
 };
 
 use crate::{
-    memory::pattern,
+    memory::{HeldCopies, pattern},
     net::{Net, REMOTE},
     world::{World, need, needs, over_worlds},
 };
 
 over_worlds! {
-    mr_13_a_dma_buf_registers_with_and_without_a_base_address: Pairs, needs::DMA_BUFS;
-    mr_13_a_dma_buf_and_a_base_region_exclude_each_other: Pairs, needs::DMA_BUFS;
-    mr_13_a_part_of_a_dma_bufs_region_is_a_sub_region: Pairs, needs::SUB_REGIONS;
-    mr_13_what_is_wrong_with_a_dma_buf_is_refused: Pairs, needs::DMA_BUFS;
-    mr_13_a_device_kept_from_nics_is_not_reached_by_its_dma_buf: Pairs,
+    /// MR-13
+    a_dma_buf_registers_with_and_without_a_base_address: Pairs, needs::DMA_BUFS;
+    /// MR-13
+    a_dma_buf_and_a_base_region_exclude_each_other: Pairs, needs::DMA_BUFS;
+    /// MR-13
+    a_part_of_a_dma_bufs_region_is_a_sub_region: Pairs, needs::SUB_REGIONS;
+    /// MR-13
+    wrong_dma_buf_requests_are_refused: Pairs, needs::DMA_BUFS;
+    /// MR-13
+    a_device_kept_from_nics_is_not_reached_by_its_dma_buf: Pairs,
         need("direct path", "device memory may be reached directly", World::staged);
 }
 
@@ -26,7 +31,6 @@ const LEN: u64 = 20_000;
 
 /// A memory file of the system iface with a pattern in it, and its export.
 fn exported(net: &Net) -> (System, hmem::Allocation, DmaBufExport) {
-    use hmem::IfaceExt;
     let system = System::new();
     let memory = system.memfd(LEN).expect("memory file");
     system.write(memory.base(), &pattern(13, LEN as usize)).expect("write");
@@ -42,8 +46,7 @@ fn register(net: &Net, dma_buf: DmaBufAttr<'_>) -> Result<hmem::MemoryRegion> {
     )
 }
 
-fn mr_13_a_dma_buf_registers_with_and_without_a_base_address(world: &World) {
-    use hmem::IfaceExt;
+fn a_dma_buf_registers_with_and_without_a_base_address(world: &World) {
     let net = Net::open(world);
     let (system, memory, export) = exported(&net);
     let before = net.live();
@@ -83,7 +86,7 @@ fn mr_13_a_dma_buf_registers_with_and_without_a_base_address(world: &World) {
     assert_eq!(net.pull(&net.key(&region), 0, 8).expect("read"), pattern(13, 8));
 }
 
-fn mr_13_a_dma_buf_and_a_base_region_exclude_each_other(world: &World) {
+fn a_dma_buf_and_a_base_region_exclude_each_other(world: &World) {
     let net = Net::open(world);
     let (_system, _memory, export) = exported(&net);
     let attr =
@@ -98,7 +101,7 @@ fn mr_13_a_dma_buf_and_a_base_region_exclude_each_other(world: &World) {
     assert_eq!(net.live(), before);
 }
 
-fn mr_13_a_part_of_a_dma_bufs_region_is_a_sub_region(world: &World) {
+fn a_part_of_a_dma_bufs_region_is_a_sub_region(world: &World) {
     let net = Net::open(world);
     let (_system, _memory, export) = exported(&net);
     let attr =
@@ -110,7 +113,7 @@ fn mr_13_a_part_of_a_dma_bufs_region_is_a_sub_region(world: &World) {
     assert_eq!(net.pull(&net.key(&sub), 0, 50).expect("read"), pattern(13, LEN as usize)[100..150]);
 }
 
-fn mr_13_what_is_wrong_with_a_dma_buf_is_refused(world: &World) {
+fn wrong_dma_buf_requests_are_refused(world: &World) {
     let net = Net::open(world);
     let (_system, memory, export) = exported(&net);
     let before = net.live();
@@ -169,7 +172,7 @@ fn mr_13_what_is_wrong_with_a_dma_buf_is_refused(world: &World) {
     assert_eq!(net.live(), before);
 }
 
-fn mr_13_a_device_kept_from_nics_is_not_reached_by_its_dma_buf(world: &World) {
+fn a_device_kept_from_nics_is_not_reached_by_its_dma_buf(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&pattern(1, 4096));
     let device = net.device.as_ref().expect("a device");

@@ -11,7 +11,7 @@ use hmem::{
     RegionState,
     counter::Counter,
     event_queue::{Event, EventQueue},
-    p2p::loopback::Call,
+    loopback::Call,
 };
 
 use crate::{
@@ -21,16 +21,28 @@ use crate::{
 };
 
 over_worlds! {
-    evt_01_a_bound_queue_reports_each_registration_with_its_context: Pairs;
-    evt_01_the_region_is_written_before_its_event_can_be_read: Places;
-    evt_01_a_refused_call_gives_no_event_and_a_later_failure_gives_one: Pairs;
-    mr_10_before_completion_there_is_neither_descriptor_nor_key: Pairs;
-    evt_02_a_counter_counts_each_remote_write_and_atomic_once: Pairs, needs::COUNTERS;
-    evt_02_an_endpoint_without_rma_event_is_refused: Pairs, needs::COUNTERS;
-    evt_03_close_during_a_registration_neither_leaks_nor_loses_its_event: Pairs;
-    evt_03_close_at_any_moment_neither_leaks_nor_loses_an_event: Pairs;
-    evt_03_a_domain_dropped_during_registrations_ends_cleanly: Places;
-    evt_03_a_domain_dropped_right_after_submitting_ends_cleanly: Places;
+    /// EVT-01
+    a_bound_queue_reports_each_registration_with_its_context: Pairs;
+    /// EVT-01
+    the_region_is_written_before_its_event_can_be_read: Places;
+    /// EVT-01
+    a_refused_call_gives_no_event_and_a_later_failure_gives_one: Pairs;
+    /// MR-10
+    before_completion_there_is_neither_descriptor_nor_key: Pairs;
+    /// EVT-02
+    a_counter_counts_each_remote_write_and_atomic_once: Pairs, needs::COUNTERS;
+    /// EVT-02
+    every_counter_of_a_region_counts_each_write_and_atomic_once: Pairs, needs::COUNTERS;
+    /// EVT-02
+    an_endpoint_without_rma_event_is_refused: Pairs, needs::COUNTERS;
+    /// EVT-03
+    close_during_a_registration_neither_leaks_nor_loses_its_event: Pairs;
+    /// EVT-03
+    close_at_any_moment_neither_leaks_nor_loses_an_event: Pairs;
+    /// EVT-03
+    a_domain_dropped_during_registrations_ends_cleanly: Places;
+    /// EVT-03
+    a_domain_dropped_right_after_submitting_ends_cleanly: Places;
 }
 
 const LONG: Duration = Duration::from_secs(60);
@@ -51,7 +63,7 @@ fn submit(net: &Net, attr: &MrAttr<'_>) -> MemoryRegion {
         .expect("submit")
 }
 
-fn evt_01_a_bound_queue_reports_each_registration_with_its_context(world: &World) {
+fn a_bound_queue_reports_each_registration_with_its_context(world: &World) {
     let net = Net::open(world);
     let queue = bound(&net);
     let again = net.target.domain.bind(&Arc::default(), DomainBindFlags::REG_MR).unwrap_err();
@@ -79,7 +91,7 @@ fn evt_01_a_bound_queue_reports_each_registration_with_its_context(world: &World
     assert_eq!(net.live().regions, 0);
 }
 
-fn evt_01_the_region_is_written_before_its_event_can_be_read(world: &World) {
+fn the_region_is_written_before_its_event_can_be_read(world: &World) {
     let net = Net::open(world);
     let queue = bound(&net);
     let memory = net.bytes(64);
@@ -110,7 +122,7 @@ fn evt_01_the_region_is_written_before_its_event_can_be_read(world: &World) {
     }
 }
 
-fn evt_01_a_refused_call_gives_no_event_and_a_later_failure_gives_one(world: &World) {
+fn a_refused_call_gives_no_event_and_a_later_failure_gives_one(world: &World) {
     let net = Net::open(world);
     let queue = bound(&net);
     let memory = net.bytes(64);
@@ -146,7 +158,7 @@ fn evt_01_a_refused_call_gives_no_event_and_a_later_failure_gives_one(world: &Wo
     drop(next);
 }
 
-fn mr_10_before_completion_there_is_neither_descriptor_nor_key(world: &World) {
+fn before_completion_there_is_neither_descriptor_nor_key(world: &World) {
     let net = Net::open(world);
     let queue = bound(&net);
     let memory = net.bytes(64);
@@ -185,7 +197,7 @@ fn counted(net: &Net, range: hmem::AddressRange, counter: &Arc<Counter>) -> Memo
     region
 }
 
-fn evt_02_a_counter_counts_each_remote_write_and_atomic_once(world: &World) {
+fn a_counter_counts_each_remote_write_and_atomic_once(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(4096);
     let counter = Arc::new(Counter::new());
@@ -205,8 +217,6 @@ fn evt_02_a_counter_counts_each_remote_write_and_atomic_once(world: &World) {
     net.push(&uncounted, 0, &[1]).expect("another region over the same bytes is not counted");
     net.push(&key, 2048, &[1]).expect_err("outside");
     assert_eq!((counter.value(), counter.errors()), (expected, counter.errors()));
-    let twice = region.bind_counter(&Arc::default(), BindFlags::REMOTE_WRITE).unwrap_err();
-    assert_eq!(twice.kind(), ErrorKind::BadState);
     assert_eq!(
         other.bind_counter(&counter, BindFlags::empty()).unwrap_err().kind(),
         ErrorKind::BadFlags
@@ -216,11 +226,53 @@ fn evt_02_a_counter_counts_each_remote_write_and_atomic_once(world: &World) {
     assert_eq!(counter.value(), expected, "a closed counter counted");
 }
 
+/// EVT-02
+fn every_counter_of_a_region_counts_each_write_and_atomic_once(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(4096);
+    let counters = [(); 3].map(|()| Arc::new(Counter::new()));
+    let ranges = [memory.range()];
+    let attr = MrAttr::new(&ranges, REMOTE).key(net.fresh_key());
+    // SAFETY: the test's memory outlives the region and is referenced by nobody.
+    let region = unsafe { net.target.domain.regattr(&attr, MrFlags::RMA_EVENT) }.expect("register");
+    for counter in &counters {
+        region.bind_counter(counter, BindFlags::REMOTE_WRITE).expect("bind another counter");
+        let twice = region.bind_counter(counter, BindFlags::REMOTE_WRITE).unwrap_err();
+        assert_eq!(twice.kind(), ErrorKind::BadState, "a counter that is bound already");
+    }
+    if world.has(MrMode::ENDPOINT) {
+        region.bind_endpoint(&net.target.endpoint).expect("bind the endpoint");
+    }
+    if region.state() == RegionState::Disabled {
+        region.enable().expect("enable");
+    }
+    if world.has(MrMode::RMA_EVENT) || world.has(MrMode::ENDPOINT) {
+        let late = region.bind_counter(&Arc::default(), BindFlags::REMOTE_WRITE).unwrap_err();
+        assert_eq!(late.kind(), ErrorKind::BadState, "bound after enable");
+    }
+    let key = net.key(&region);
+    let mut expected = 0;
+    for _ in 0..5 {
+        net.push(&key, 0, &[1; 700]).expect("write");
+        expected += 1;
+        if needs_atomics(world) {
+            net.fetch_add(&key, 8, 1).expect("atomic");
+            expected += 1;
+        }
+        assert_eq!(counters.each_ref().map(|counter| counter.value()), [expected; 3]);
+    }
+    net.pull(&key, 0, 100).expect("reads are not counted");
+    counters[1].close();
+    net.push(&key, 0, &[1]).expect("write");
+    let values = counters.each_ref().map(|counter| counter.value());
+    assert_eq!(values, [expected + 1, expected, expected + 1], "a closed counter counts no more");
+}
+
 fn needs_atomics(world: &World) -> bool {
     (needs::ATOMICS.met)(world)
 }
 
-fn evt_02_an_endpoint_without_rma_event_is_refused(world: &World) {
+fn an_endpoint_without_rma_event_is_refused(world: &World) {
     let mut setup = Setup::of(world);
     setup.rma_event = false;
     let net = setup.open();
@@ -236,8 +288,9 @@ fn evt_02_an_endpoint_without_rma_event_is_refused(world: &World) {
     net.assert_works(&net.key(&plain));
 }
 
+/// EVT-02
 #[test]
-fn evt_02_binding_is_nosys_where_the_provider_cannot_count() {
+fn binding_is_nosys_where_the_provider_cannot_count() {
     let mut setup = Setup::of(&World::PLAIN);
     setup.provider = setup.provider.region_counters(false);
     let net = setup.open();
@@ -249,7 +302,7 @@ fn evt_02_binding_is_nosys_where_the_provider_cannot_count() {
     region.close().expect("nothing was bound");
 }
 
-fn evt_03_close_during_a_registration_neither_leaks_nor_loses_its_event(world: &World) {
+fn close_during_a_registration_neither_leaks_nor_loses_its_event(world: &World) {
     let net = Net::open(world);
     let queue = bound(&net);
     let memory = net.bytes(64);
@@ -284,7 +337,7 @@ fn evt_03_close_during_a_registration_neither_leaks_nor_loses_its_event(world: &
     assert_eq!((net.live().regions, net.live().bytes), (0, 0), "something stayed registered");
 }
 
-fn evt_03_close_at_any_moment_neither_leaks_nor_loses_an_event(world: &World) {
+fn close_at_any_moment_neither_leaks_nor_loses_an_event(world: &World) {
     const ROUNDS: u64 = 20;
     let net = Net::open(world);
     let queue = bound(&net);
@@ -318,7 +371,7 @@ fn evt_03_close_at_any_moment_neither_leaks_nor_loses_an_event(world: &World) {
     eventually("the end of what was dropped", || (net.live().regions, net.live().bytes) == (0, 0));
 }
 
-fn evt_03_a_domain_dropped_right_after_submitting_ends_cleanly(world: &World) {
+fn a_domain_dropped_right_after_submitting_ends_cleanly(world: &World) {
     let net = Net::open(world);
     let queue = bound(&net);
     let memory = net.bytes(64);
@@ -333,7 +386,7 @@ fn evt_03_a_domain_dropped_right_after_submitting_ends_cleanly(world: &World) {
     drop(memory);
 }
 
-fn evt_03_a_domain_dropped_during_registrations_ends_cleanly(world: &World) {
+fn a_domain_dropped_during_registrations_ends_cleanly(world: &World) {
     let net = Net::open(world);
     let queue = bound(&net);
     let memory = net.bytes(64);

@@ -4,7 +4,7 @@ use std::{os::unix::process::ExitStatusExt, process::Output, sync::Arc};
 
 use hmem::{
     Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, ErrorKind, Hmem,
-    Iface, IfaceExt, IfaceKind, Registry,
+    Iface, IfaceKind, Registry,
     iface::{AllocRequest, DmaBufMapping},
     provider::Nic,
     registry::Owner,
@@ -14,15 +14,17 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::{
     child,
-    memory::pattern,
+    memory::{HeldCopies, pattern},
     net::{Net, REMOTE, device},
     plug_in_iface::FileMemory,
     world::{World, needs, over_worlds},
 };
 
 over_worlds! {
-    hm_06_unaligned_parts_of_device_memory_reach_exactly_their_bytes_through_a_nic: Pairs, needs::DEVICE;
-    hm_06_registrations_through_a_nic_leave_no_fd: Hardware;
+    /// HM-06
+    unaligned_parts_of_device_memory_reach_exactly_their_bytes_through_a_nic: Pairs, needs::DEVICE;
+    /// HM-06
+    registrations_through_a_nic_leave_no_fd: Hardware;
 }
 
 fn request(len: u64, device: u32, kind: AllocationKind) -> AllocRequest {
@@ -48,8 +50,9 @@ fn ifaces() -> Vec<(Arc<dyn Iface>, AllocationKind)> {
     ]
 }
 
+/// HM-01
 #[test]
-fn hm_01_ifaces_answer_whose_an_address_is() {
+fn ifaces_answer_whose_an_address_is() {
     for (iface, kind) in ifaces() {
         let name = iface.name().to_owned();
         let memory = allocate(&*iface, 10_000, kind);
@@ -88,8 +91,9 @@ fn hm_01_ifaces_answer_whose_an_address_is() {
     }
 }
 
+/// HM-01
 #[test]
-fn hm_01_the_simulated_device_has_every_kind() {
+fn the_simulated_device_has_every_kind() {
     let simulated = device(Style::Identity);
     for (kind, on_device) in [
         (AllocationKind::Device, true),
@@ -110,8 +114,9 @@ fn hm_01_the_simulated_device_has_every_kind() {
     );
 }
 
+/// HM-02
 #[test]
-fn hm_02_the_owner_of_any_address_is_found_among_ten_thousand() {
+fn the_owner_of_any_address_is_found_among_ten_thousand() {
     let simulated = device(Style::Identity);
     let mut registry = Registry::new();
     registry.add(Arc::new(System::new())).unwrap();
@@ -147,8 +152,9 @@ fn hm_02_the_owner_of_any_address_is_found_among_ten_thousand() {
     assert_eq!(identity(memories[7500].base()), Some(memories[7500].id));
 }
 
+/// HM-03
 #[test]
-fn hm_03_copies_reach_exactly_their_bytes_in_every_size_class() {
+fn copies_reach_exactly_their_bytes_in_every_size_class() {
     const LEN: u64 = (4 << 20) + 100;
     for (iface, kind) in ifaces() {
         let name = iface.name().to_owned();
@@ -191,8 +197,9 @@ fn hm_03_copies_reach_exactly_their_bytes_in_every_size_class() {
     }
 }
 
+/// HM-03
 #[test]
-fn hm_03_asynchronous_copies_end_with_their_event() {
+fn asynchronous_copies_end_with_their_event() {
     use hmem::system::Stepping;
     let simulated =
         Simulated::builder().window(1 << 30).stepping(Stepping::ByHand).build().unwrap();
@@ -215,8 +222,9 @@ fn hm_03_asynchronous_copies_end_with_their_event() {
     assert_eq!(past.unwrap_err().kind(), ErrorKind::OutOfBounds);
 }
 
+/// HM-04
 #[test]
-fn hm_04_vendors_that_are_not_there_say_why_and_the_others_go_on() {
+fn vendors_that_are_not_there_say_why_and_the_others_go_on() {
     let hmem = Hmem::builder().shared_iface(device(Style::Identity)).build().expect("start");
     let vendors = [
         (IfaceKind::CUDA, cfg!(feature = "cuda"), "cuda", "libcuda"),
@@ -260,8 +268,9 @@ fn mapped(fd: &impl std::os::fd::AsFd, offset: u64, len: usize) -> Vec<u8> {
     }
 }
 
+/// HM-06
 #[test]
-fn hm_06_exports_reach_exactly_their_bytes() {
+fn exports_reach_exactly_their_bytes() {
     let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
     for (iface, kind) in &ifaces()[1..] {
         // Neighbours in front, so that offsets in the allocation and in the export differ.
@@ -291,7 +300,7 @@ fn hm_06_exports_reach_exactly_their_bytes() {
     }
 }
 
-fn hm_06_unaligned_parts_of_device_memory_reach_exactly_their_bytes_through_a_nic(world: &World) {
+fn unaligned_parts_of_device_memory_reach_exactly_their_bytes_through_a_nic(world: &World) {
     const LEN: usize = 100_000;
     let net = Net::open(world);
     let memory = net.filled(&pattern(6, LEN));
@@ -325,21 +334,17 @@ fn hm_06_unaligned_parts_of_device_memory_reach_exactly_their_bytes_through_a_ni
     assert_eq!(exports, 0, "an export was not given back");
 }
 
-fn hm_06_registrations_through_a_nic_leave_no_fd(world: &World) {
-    child::alone_in(
-        world,
-        "hm::over_worlds::hm_06_registrations_through_a_nic_leave_no_fd",
-        || {
-            let net = Net::open(world);
-            let memory = net.bytes(65_536);
-            let fds = child::open_fds();
-            for n in 0..200 {
-                let region = net.expose(memory.part(n * 131, 1 + n * 17), REMOTE);
-                region.close().expect("close");
-            }
-            assert_eq!(child::open_fds(), fds, "after 200 registrations");
-        },
-    );
+fn registrations_through_a_nic_leave_no_fd(world: &World) {
+    child::alone_in(world, "hm::over_worlds::registrations_through_a_nic_leave_no_fd", || {
+        let net = Net::open(world);
+        let memory = net.bytes(65_536);
+        let fds = child::open_fds();
+        for n in 0..200 {
+            let region = net.expose(memory.part(n * 131, 1 + n * 17), REMOTE);
+            region.close().expect("close");
+        }
+        assert_eq!(child::open_fds(), fds, "after 200 registrations");
+    });
 }
 
 fn exports(count: usize) {
@@ -356,18 +361,21 @@ fn exports(count: usize) {
     assert_eq!(simulated.stats().live_exports, 0);
 }
 
+/// HM-06
 #[test]
-fn hm_06_a_million_exports_leave_no_fd() {
-    child::alone("hm::hm_06_a_million_exports_leave_no_fd", || exports(1_000_000));
+fn a_million_exports_leave_no_fd() {
+    child::alone("hm::a_million_exports_leave_no_fd", || exports(1_000_000));
 }
 
+/// HM-11
 #[test]
-fn hm_11_an_iface_from_outside_the_workspace_plugs_in() {
+fn an_iface_from_outside_the_workspace_plugs_in() {
     crate::plug_in_iface::run().expect("the example");
 }
 
+/// HM-12
 #[test]
-fn hm_12_the_filter_picks_ifaces_by_name() {
+fn the_filter_picks_ifaces_by_name() {
     let build = |names: &str| {
         let simulated = Simulated::builder()
             .kind(IfaceKind(0x111))
@@ -397,9 +405,10 @@ fn hm_12_the_filter_picks_ifaces_by_name() {
     }
 }
 
+/// HM-12
 #[test]
-fn hm_12_the_environment_filters_and_the_builder_wins() {
-    const NAME: &str = "hm::hm_12_the_environment_filters_and_the_builder_wins";
+fn the_environment_filters_and_the_builder_wins() {
+    const NAME: &str = "hm::the_environment_filters_and_the_builder_wins";
     if child::is_alone(NAME) {
         let build = || Hmem::builder().shared_iface(device(Style::Identity));
         let count = |hmem: &Hmem| hmem.registry().iter().count();
@@ -428,9 +437,10 @@ fn hm_12_the_environment_filters_and_the_builder_wins() {
     }
 }
 
+/// HM-13
 #[test]
-fn hm_13_a_stray_dereference_of_device_memory_faults() {
-    const NAME: &str = "hm::hm_13_a_stray_dereference_of_device_memory_faults";
+fn a_stray_dereference_of_device_memory_faults() {
+    const NAME: &str = "hm::a_stray_dereference_of_device_memory_faults";
     if child::is_alone(NAME) {
         let simulated = device(Style::Identity);
         let memory = allocate(&*simulated, 4096, AllocationKind::Device);

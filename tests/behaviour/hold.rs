@@ -1,7 +1,7 @@
-//! A registration held on its way: in the software NIC by its faults; over an RDMA device between the provider's call of
-//! `ibv_reg_mr` and libibverbs.
+//! A registration held on its way: in the software NIC by its faults; over an RDMA device between
+//! the provider's call of `ibv_reg_mr` and libibverbs.
 
-use hmem::p2p::loopback::Gate;
+use hmem::loopback::Gate;
 
 use crate::net::eventually;
 
@@ -49,7 +49,7 @@ pub(crate) mod verbs {
 
     use hmem::{
         Domain,
-        p2p::verbs::{
+        verbs::{
             VerbsDomain,
             sys::{Functions, Mr, Pd},
         },
@@ -187,8 +187,8 @@ pub(crate) mod verbs {
                 _ => found.cast_const().cast(),
             })
         };
-        // SAFETY: the functions are the library's own under the names and versions of its header, and the two above, which
-        // have the signatures of those that they call.
+        // SAFETY: the functions are the library's own under the names and versions of its header,
+        // and the two above, which have the signatures of those that they call.
         unsafe { Functions::from_lookup(own) }.expect("libibverbs is complete")
     }
 }

@@ -11,21 +11,30 @@ use crate::{
 };
 
 over_worlds! {
-    key_01_a_requested_key_in_use_is_refused_and_free_again_after_close: Pairs, needs::OWN_KEYS;
-    key_01_who_asks_for_no_key_gets_one_that_is_free: Pairs;
-    key_01_a_key_that_the_provider_cannot_give_is_rejected: Pairs, needs::OWN_KEYS;
-    key_02_keys_of_closed_regions_do_not_come_back_soon: Pairs, needs::KEYS_AT_HAND,
+    /// KEY-01
+    a_requested_key_in_use_is_refused_and_free_again_after_close: Pairs, needs::OWN_KEYS;
+    /// KEY-01
+    a_request_without_a_key_gets_one_that_is_free: Pairs;
+    /// KEY-01
+    a_key_that_the_provider_cannot_give_is_rejected: Pairs, needs::OWN_KEYS;
+    /// KEY-02
+    keys_of_closed_regions_do_not_come_back_soon: Pairs, needs::KEYS_AT_HAND,
         need("modes without PROV_KEY", "the application picks the keys", |world| world.has(MrMode::PROV_KEY)),
         need("verbs", "the device numbers its keys as it likes", World::is_loopback);
-    key_03_raw_attr_says_the_size_needed_and_works_on_every_region: Pairs;
-    key_04_raw_keys_are_mapped_and_unmapped: Pairs;
-    key_04_a_domain_with_mapped_keys_is_busy_at_close: Plain;
-    key_05_only_peers_with_the_same_key_reach_the_region: Pairs,
+    /// KEY-03
+    raw_attr_says_the_size_needed_and_works_on_every_region: Pairs;
+    /// KEY-04
+    raw_keys_are_mapped_and_unmapped: Pairs;
+    /// KEY-04
+    a_domain_with_mapped_keys_is_busy_at_close: Plain;
+    /// KEY-05
+    only_peers_with_the_same_key_reach_the_region: Pairs,
         need("verbs", "verbs has no authorization keys", World::is_loopback);
-    key_06_a_key_crosses_processes_unchanged: Hardware;
+    /// KEY-06
+    a_key_crosses_processes_unchanged: Hardware;
 }
 
-fn key_01_a_requested_key_in_use_is_refused_and_free_again_after_close(world: &World) {
+fn a_requested_key_in_use_is_refused_and_free_again_after_close(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
@@ -47,7 +56,7 @@ fn key_01_a_requested_key_in_use_is_refused_and_free_again_after_close(world: &W
     net.assert_works(&net.key(&again));
 }
 
-fn key_01_who_asks_for_no_key_gets_one_that_is_free(world: &World) {
+fn a_request_without_a_key_gets_one_that_is_free(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
@@ -65,7 +74,7 @@ fn key_01_who_asks_for_no_key_gets_one_that_is_free(world: &World) {
     }
 }
 
-fn key_01_a_key_that_the_provider_cannot_give_is_rejected(world: &World) {
+fn a_key_that_the_provider_cannot_give_is_rejected(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
@@ -90,7 +99,7 @@ fn key_01_a_key_that_the_provider_cannot_give_is_rejected(world: &World) {
     }
 }
 
-fn key_02_keys_of_closed_regions_do_not_come_back_soon(world: &World) {
+fn keys_of_closed_regions_do_not_come_back_soon(world: &World) {
     const ROUNDS: usize = 1000;
     let net = Net::open(world);
     let memory = net.bytes(64);
@@ -122,7 +131,7 @@ fn key_02_keys_of_closed_regions_do_not_come_back_soon(world: &World) {
     );
 }
 
-fn key_03_raw_attr_says_the_size_needed_and_works_on_every_region(world: &World) {
+fn raw_attr_says_the_size_needed_and_works_on_every_region(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(4096);
     let whole = net.expose(memory.part(100, 1000), REMOTE);
@@ -155,7 +164,7 @@ fn key_03_raw_attr_says_the_size_needed_and_works_on_every_region(world: &World)
     assert_eq!(raws.len(), regions.len(), "two regions have one raw key");
 }
 
-fn key_04_raw_keys_are_mapped_and_unmapped(world: &World) {
+fn raw_keys_are_mapped_and_unmapped(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64);
     let region = net.expose(memory.range(), REMOTE);
@@ -209,7 +218,7 @@ fn map_of(net: &Net, raw: &[u8]) -> Result<(), ErrorKind> {
     mapped.map(|_| ()).map_err(|error| error.kind())
 }
 
-fn key_04_a_domain_with_mapped_keys_is_busy_at_close(world: &World) {
+fn a_domain_with_mapped_keys_is_busy_at_close(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64);
     let region = net.expose(memory.range(), REMOTE);
@@ -223,9 +232,10 @@ fn key_04_a_domain_with_mapped_keys_is_busy_at_close(world: &World) {
     rejected.value.close().expect("nothing is left");
 }
 
-fn key_05_only_peers_with_the_same_key_reach_the_region(world: &World) {
+fn only_peers_with_the_same_key_reach_the_region(world: &World) {
     let (ours, theirs) = (AuthKey(b"ours".to_vec()), AuthKey(b"theirs".to_vec()));
-    // The domains' key is `ours`; the initiator's endpoint carries `ours`, the domain's by default, or `theirs`.
+    // The domains' key is `ours`; the initiator's endpoint carries `ours`, the domain's by default,
+    // or `theirs`.
     for (endpoint, reaches_ours) in
         [(Some(ours.clone()), true), (None, true), (Some(theirs.clone()), false)]
     {
@@ -274,8 +284,8 @@ fn hexadecimal(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn key_06_a_key_crosses_processes_unchanged(world: &World) {
-    const NAME: &str = "key::over_worlds::key_06_a_key_crosses_processes_unchanged";
+fn a_key_crosses_processes_unchanged(world: &World) {
+    const NAME: &str = "key::over_worlds::a_key_crosses_processes_unchanged";
     if child::is_alone(NAME) {
         let text = std::env::var(SENT).expect("the key");
         let bytes: Vec<_> = (0..text.len() / 2)
@@ -302,8 +312,9 @@ fn key_06_a_key_crosses_processes_unchanged(world: &World) {
     assert!(text.contains(&expected), "{expected:?} is not in {text}");
 }
 
+/// KEY-06
 #[test]
-fn key_06_truncated_and_altered_keys_are_refused() {
+fn truncated_and_altered_keys_are_refused() {
     let piece = |base| hmem::RemotePiece { base: Iova(base), len: 4096, key: base ^ 0x5A5A };
     for key in [
         RemoteKey::new(Addressing::ZeroBased, Iova(0), 1, 0),

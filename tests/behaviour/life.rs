@@ -9,9 +9,9 @@ use std::{
 };
 
 use hmem::{
-    ErrorKind, MemoryRegion, MrAttr, MrFlags, MrMode, RegionState,
+    Endpoint, ErrorKind, MemoryRegion, MrAttr, MrFlags, MrMode, RegionState,
     counter::Counter,
-    p2p::loopback::{Call, Progress},
+    loopback::{Call, Progress},
     provider::WindowType,
     system::{AddressReuse, Style},
     transfer::{Operation, PeerId, WorkRequest},
@@ -19,22 +19,35 @@ use hmem::{
 
 use crate::{
     memory::{Bytes, HostPages, pattern},
-    net::{LOCAL, Net, REMOTE, Setup, eventually, remote, wait_held},
-    world::{Memory, World, need, needs, over_worlds},
+    net::{LOCAL, Net, REMOTE, Setup, eventually, open_endpoint, remote, wait_held},
+    world::{Memory, Need, World, need, needs, over_worlds},
 };
 
 over_worlds! {
-    mr_05_close_ends_transfers_in_flight_before_it_returns: Pairs, needs::HELD_TRANSFERS;
-    mr_05_close_of_a_local_buffer_ends_transfers_in_flight_too: Pairs, needs::HELD_TRANSFERS;
-    mr_05_close_amid_a_stream_of_writes_leaves_the_memory_alone: Pairs, needs::KEYS_AT_HAND;
-    mr_05_what_was_posted_and_has_not_begun_fails_after_close: Pairs, needs::BY_HAND;
-    mr_05_after_close_the_peer_fails_and_the_local_endpoint_works_on: Every;
-    mr_06_a_region_with_a_counter_is_busy_and_works_on: Pairs, needs::COUNTERS;
-    mr_06_a_region_with_a_window_is_busy_and_works_on: Pairs, needs::WINDOWS;
-    mr_06_in_endpoint_mode_the_endpoint_closes_last: Pairs,
-        need("other modes", "regions are bound to endpoints in ENDPOINT mode only", |world| world.has(MrMode::ENDPOINT));
-    mr_07_memory_that_comes_back_at_its_address_is_reached_anew_five_times: Pairs;
-    mr_07_memory_that_comes_back_at_its_address_is_reached_anew_ten_thousand_times: Places,
+    /// MR-05
+    close_ends_transfers_in_flight_before_it_returns: Pairs, needs::HELD_TRANSFERS;
+    /// MR-05
+    close_of_a_local_buffer_ends_transfers_in_flight_too: Pairs, needs::HELD_TRANSFERS;
+    /// MR-05
+    close_amid_a_stream_of_writes_leaves_the_memory_alone: Pairs, needs::KEYS_AT_HAND;
+    /// MR-05
+    posted_transfers_that_have_not_begun_fail_after_close: Pairs, needs::BY_HAND;
+    /// MR-05
+    after_close_the_peer_fails_and_the_local_endpoint_works_on: Every;
+    /// MR-06
+    a_region_with_a_counter_is_busy_and_works_on: Pairs, needs::COUNTERS;
+    /// MR-06
+    a_region_with_a_window_is_busy_and_works_on: Pairs, needs::WINDOWS;
+    /// MR-06
+    a_region_closes_after_the_last_of_its_counters: Pairs, needs::COUNTERS;
+    /// MR-06
+    a_region_closes_before_its_endpoint: Pairs, ENDPOINT;
+    /// MR-06
+    a_region_closes_after_its_endpoint_and_is_unreachable_until_then: Pairs, ENDPOINT;
+    /// MR-07
+    memory_that_comes_back_at_its_address_is_reached_anew_five_times: Pairs;
+    /// MR-07
+    memory_that_comes_back_at_its_address_is_reached_anew_ten_thousand_times: Places,
         need("progress by thread", "the test steps transfers itself", |world| {
             world.progress == Progress::ByHand || !world.is_loopback()
         }),
@@ -44,13 +57,21 @@ over_worlds! {
         need("device memory on verbs", "five times there, where each export takes its time", |world| {
             world.is_loopback() || world.is_system()
         });
-    mr_07_without_registering_again_pinned_pages_are_the_old_ones: Pairs, needs::SYSTEM, needs::PINNED;
-    mr_07_without_registering_again_followed_pages_are_the_new_ones: Pairs, needs::SYSTEM, needs::FOLLOW;
-    mr_14_a_single_use_key_works_once: Pairs,
+    /// MR-07
+    without_registering_again_pinned_pages_are_the_old_ones: Pairs, needs::SYSTEM, needs::PINNED;
+    /// MR-07
+    without_registering_again_followed_pages_are_the_new_ones: Pairs, needs::SYSTEM, needs::FOLLOW;
+    /// MR-14
+    a_single_use_key_works_once: Pairs,
         need("verbs", "keys of verbs regions work until they are closed", World::is_loopback);
 }
 
-fn mr_05_close_ends_transfers_in_flight_before_it_returns(world: &World) {
+const ENDPOINT: Need =
+    need("other modes", "regions are bound to endpoints in ENDPOINT mode only", |world| {
+        world.has(MrMode::ENDPOINT)
+    });
+
+fn close_ends_transfers_in_flight_before_it_returns(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&[0x11; 4096]);
     let region = net.expose(memory.range(), REMOTE);
@@ -80,7 +101,7 @@ fn mr_05_close_ends_transfers_in_flight_before_it_returns(world: &World) {
     });
 }
 
-fn mr_05_close_of_a_local_buffer_ends_transfers_in_flight_too(world: &World) {
+fn close_of_a_local_buffer_ends_transfers_in_flight_too(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&[0x22; 4096]);
     let region = net.expose(memory.range(), REMOTE);
@@ -115,7 +136,7 @@ fn mr_05_close_of_a_local_buffer_ends_transfers_in_flight_too(world: &World) {
     });
 }
 
-fn mr_05_close_amid_a_stream_of_writes_leaves_the_memory_alone(world: &World) {
+fn close_amid_a_stream_of_writes_leaves_the_memory_alone(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&[0x11; 4096]);
     for round in 1..=10 {
@@ -140,7 +161,7 @@ fn mr_05_close_amid_a_stream_of_writes_leaves_the_memory_alone(world: &World) {
     }
 }
 
-fn mr_05_what_was_posted_and_has_not_begun_fails_after_close(world: &World) {
+fn posted_transfers_that_have_not_begun_fail_after_close(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&[0x11; 64]);
     let region = net.expose(memory.range(), REMOTE);
@@ -174,7 +195,7 @@ fn mr_05_what_was_posted_and_has_not_begun_fails_after_close(world: &World) {
     );
 }
 
-fn mr_05_after_close_the_peer_fails_and_the_local_endpoint_works_on(world: &World) {
+fn after_close_the_peer_fails_and_the_local_endpoint_works_on(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&[0x11; 64]);
     let before = net.live();
@@ -201,13 +222,15 @@ fn mr_05_after_close_the_peer_fails_and_the_local_endpoint_works_on(world: &Worl
     assert_eq!(inbox.all(), b"still listening!");
 }
 
-/// A region with a counter, ready for use.
-fn counted(net: &Net, memory: &Bytes, counter: &Arc<Counter>) -> MemoryRegion {
+/// A region with counters, ready for use.
+fn counted(net: &Net, memory: &Bytes, counters: &[&Arc<Counter>]) -> MemoryRegion {
     let ranges = [memory.range()];
     let attr = MrAttr::new(&ranges, REMOTE).key(net.fresh_key());
     // SAFETY: the test's memory outlives the region and is referenced by nobody.
     let region = unsafe { net.target.domain.regattr(&attr, MrFlags::RMA_EVENT) }.expect("register");
-    region.bind_counter(counter, hmem::BindFlags::REMOTE_WRITE).expect("bind the counter");
+    for counter in counters {
+        region.bind_counter(counter, hmem::BindFlags::REMOTE_WRITE).expect("bind the counter");
+    }
     if net.world.has(MrMode::ENDPOINT) {
         region.bind_endpoint(&net.target.endpoint).expect("bind the endpoint");
     }
@@ -217,11 +240,11 @@ fn counted(net: &Net, memory: &Bytes, counter: &Arc<Counter>) -> MemoryRegion {
     region
 }
 
-fn mr_06_a_region_with_a_counter_is_busy_and_works_on(world: &World) {
+fn a_region_with_a_counter_is_busy_and_works_on(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64);
     let counter = Arc::new(Counter::new());
-    let region = counted(&net, &memory, &counter);
+    let region = counted(&net, &memory, &[&counter]);
     let key = net.key(&region);
     let rejected = region.close().expect_err("closed under its counter");
     assert_eq!((rejected.error.kind(), rejected.error.fi_errno()), (ErrorKind::Busy, 16));
@@ -233,7 +256,31 @@ fn mr_06_a_region_with_a_counter_is_busy_and_works_on(world: &World) {
     assert_eq!(net.live().regions, 0);
 }
 
-fn mr_06_a_region_with_a_window_is_busy_and_works_on(world: &World) {
+/// MR-06
+fn a_region_closes_after_the_last_of_its_counters(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(64);
+    let counters = [(); 3].map(|()| Arc::new(Counter::new()));
+    let mut region = counted(&net, &memory, &counters.each_ref());
+    let key = net.key(&region);
+    // In another order than they were bound in.
+    for (closed, at) in [1, 0, 2].into_iter().enumerate() {
+        let rejected = region.close().expect_err("closed under an open counter");
+        assert_eq!(rejected.error.kind(), ErrorKind::Busy);
+        let open = (counters.len() - closed).to_string();
+        assert_eq!(rejected.error.context_value("open_counters"), Some(&*open));
+        net.assert_works(&key);
+        counters[at].close();
+        region = rejected.value;
+    }
+    region.close().expect("close after every counter");
+    assert_eq!(net.live().regions, 0);
+    for counter in &counters {
+        assert_eq!(Arc::strong_count(counter), 1, "a closed region keeps its counter");
+    }
+}
+
+fn a_region_with_a_window_is_busy_and_works_on(world: &World) {
     let mut setup = Setup::of(world);
     setup.windows = true;
     let net = setup.open();
@@ -250,26 +297,69 @@ fn mr_06_a_region_with_a_window_is_busy_and_works_on(world: &World) {
     assert_eq!(net.live().regions, 0);
 }
 
-fn mr_06_in_endpoint_mode_the_endpoint_closes_last(world: &World) {
-    let mut net = Net::open(world);
-    let memory = net.bytes(64);
-    let (second, _cq) = crate::net::open_endpoint(&net.target.domain, true, None);
+/// A region that is bound to the first of two endpoints of the target, and the second.
+fn bound_to_an_endpoint(net: &mut Net, memory: &Bytes) -> (MemoryRegion, Endpoint) {
+    let (second, cq) = open_endpoint(&net.target.domain, true, None);
+    // The region must not depend on what keeps the queue of its endpoint alive.
+    drop(cq);
     let first = std::mem::replace(&mut net.target.endpoint, second);
-    let peer = net.initiator.endpoint.resolve(&first.name()).expect("resolve");
-    net.peer = peer;
+    net.peer = net.initiator.endpoint.resolve(&first.name()).expect("resolve");
     let ranges = [memory.range()];
-    let attr = MrAttr::new(&ranges, REMOTE).key(5);
+    let attr = MrAttr::new(&ranges, REMOTE | LOCAL).key(net.fresh_key());
     // SAFETY: the test's memory outlives the region and is referenced by nobody.
     let region = unsafe { net.target.domain.regattr(&attr, MrFlags::empty()) }.expect("register");
     region.bind_endpoint(&first).expect("bind");
     region.enable().expect("enable");
+    net.assert_works(&net.key(&region));
+    (region, first)
+}
+
+/// MR-06
+fn a_region_closes_before_its_endpoint(world: &World) {
+    let mut net = Net::open(world);
+    let memory = net.bytes(64);
+    let (region, first) = bound_to_an_endpoint(&mut net, &memory);
     let key = net.key(&region);
-    let rejected = first.close().expect_err("closed under its region");
-    assert_eq!(rejected.error.kind(), ErrorKind::Busy);
-    net.assert_works(&key);
     region.close().expect("the region closes first");
-    rejected.value.close().expect("then its endpoint");
+    assert_eq!(net.push(&key, 0, &[1]).unwrap_err().kind(), net.seen(ErrorKind::InvalidKey));
+    // The endpoint serves other regions on.
+    let ranges = [memory.range()];
+    let attr = MrAttr::new(&ranges, REMOTE).key(net.fresh_key());
+    // SAFETY: the test's memory outlives the region and is referenced by nobody.
+    let other = unsafe { net.target.domain.regattr(&attr, MrFlags::empty()) }.expect("register");
+    other.bind_endpoint(&first).expect("bind");
+    other.enable().expect("enable");
+    net.assert_works(&net.key(&other));
+    other.close().expect("close");
+    first.close().expect("then the endpoint");
+    assert_eq!((net.live().endpoints, net.live().regions), (1, 0));
+}
+
+/// MR-06
+fn a_region_closes_after_its_endpoint_and_is_unreachable_until_then(world: &World) {
+    let mut net = Net::open(world);
+    let memory = net.bytes(64);
+    let (region, first) = bound_to_an_endpoint(&mut net, &memory);
+    let key = net.key(&region);
+    memory.put(0, &[6; 64]);
+    first.close().expect("the endpoint closes first");
     assert_eq!(net.live().endpoints, 1);
+    let gone = net.push(&key, 0, &[1]).expect_err("reached through a closed endpoint");
+    assert_eq!(gone.kind(), ErrorKind::Unreachable, "{gone}");
+    // No other endpoint stands in for it, nor one that is opened later.
+    let (later, _cq) = open_endpoint(&net.target.domain, true, None);
+    for endpoint in [&net.target.endpoint, &later] {
+        net.peer = net.initiator.endpoint.resolve(&endpoint.name()).expect("resolve");
+        for refused in [net.push(&key, 0, &[1]).map(|_| ()), net.pull(&key, 0, 1).map(|_| ())] {
+            let error = refused.expect_err("reached through another endpoint");
+            assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
+        }
+    }
+    let again = region.bind_endpoint(&later).unwrap_err();
+    assert_eq!(again.kind(), ErrorKind::BadState, "bound again");
+    assert_eq!(memory.all(), [6; 64]);
+    region.close().expect("the region closes after its endpoint");
+    assert_eq!(net.live().regions, 0);
 }
 
 /// Frees the memory and gets other memory at the same address.
@@ -317,11 +407,11 @@ fn rounds(world: &World, rounds: u64) {
     assert_eq!(net.live().regions, 1);
 }
 
-fn mr_07_memory_that_comes_back_at_its_address_is_reached_anew_five_times(world: &World) {
+fn memory_that_comes_back_at_its_address_is_reached_anew_five_times(world: &World) {
     rounds(world, 5);
 }
 
-fn mr_07_memory_that_comes_back_at_its_address_is_reached_anew_ten_thousand_times(world: &World) {
+fn memory_that_comes_back_at_its_address_is_reached_anew_ten_thousand_times(world: &World) {
     rounds(world, 10_000);
 }
 
@@ -343,7 +433,7 @@ fn read_stale(world: &World) -> (Vec<u8>, Vec<u8>) {
     (read, memory.get(0, 9))
 }
 
-fn mr_07_without_registering_again_pinned_pages_are_the_old_ones(world: &World) {
+fn without_registering_again_pinned_pages_are_the_old_ones(world: &World) {
     let expected = if world.has(MrMode::MMU_NOTIFY) {
         (b"new pages", b"written!!")
     } else {
@@ -357,12 +447,12 @@ fn mr_07_without_registering_again_pinned_pages_are_the_old_ones(world: &World) 
     );
 }
 
-fn mr_07_without_registering_again_followed_pages_are_the_new_ones(world: &World) {
+fn without_registering_again_followed_pages_are_the_new_ones(world: &World) {
     let (read, memory) = read_stale(world);
     assert_eq!((&read[..], &memory[..]), (&b"new pages"[..], &b"written!!"[..]));
 }
 
-fn mr_14_a_single_use_key_works_once(world: &World) {
+fn a_single_use_key_works_once(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&[7; 64]);
     let ranges = [memory.range()];

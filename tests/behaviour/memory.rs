@@ -3,7 +3,8 @@
 use std::{ptr, slice, sync::Arc};
 
 use hmem::{
-    Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Iface, iface::AllocRequest,
+    Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Iface, IfaceExt, Result,
+    iface::AllocRequest,
 };
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
@@ -115,7 +116,8 @@ impl Bytes {
         match self {
             Self::Host(pages) => {
                 let to = pages.pointer(offset, bytes.len() as u64);
-                // SAFETY: in bounds as just checked; nothing else uses the bytes while no transfer is under way.
+                // SAFETY: in bounds as just checked; nothing else uses the bytes while no transfer
+                // is under way.
                 unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
             }
             Self::Device(buffer) => buffer.write(offset, bytes).expect("copy to the device"),
@@ -149,11 +151,26 @@ impl Bytes {
     }
 }
 
-/// Bytes that tell their position and their seed apart, none of them 0. They repeat after a prime number of bytes, so
-/// that no page, chunk or word looks like its neighbour.
+/// Bytes that tell their position and their seed apart, none of them 0. They repeat after a prime
+/// number of bytes, so that no page, chunk or word looks like its neighbour.
 pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let block: Vec<_> = (0..257).map(|at| ((at * 31 + seed * 97) % 251 + 1) as u8).collect();
     let mut bytes = block.repeat(len / block.len() + 1);
     bytes.truncate(len);
     bytes
 }
+
+/// Copies by address. The tests that use them free no memory while they copy it.
+pub(crate) trait HeldCopies: Iface {
+    fn read(&self, from: Address, into: &mut [u8]) -> Result<()> {
+        // SAFETY: the test keeps the memory for the length of the call.
+        unsafe { IfaceExt::read(self, from, into) }
+    }
+
+    fn write(&self, to: Address, from: &[u8]) -> Result<()> {
+        // SAFETY: the test keeps the memory for the length of the call, and refers to none of it.
+        unsafe { IfaceExt::write(self, to, from) }
+    }
+}
+
+impl<I: Iface + ?Sized> HeldCopies for I {}

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hmem::{
     Access, AddressRange, Addressing, DomainAttr, ErrorKind, Hmem, Iova, MrAttr, MrFlags, MrMode,
     RegionState, RemoteKey,
-    p2p::loopback::{Call, Loopback},
+    loopback::{Call, Loopback},
     transfer::Operation,
 };
 
@@ -19,34 +19,49 @@ use crate::{
 };
 
 over_worlds! {
-    mode_01_the_mode_in_force_is_what_was_negotiated: Pairs;
-    mode_02_any_addresses_register_and_absent_pages_fail_the_transfer_only: Pairs,
+    /// MODE-01
+    the_mode_in_force_is_what_was_negotiated: Pairs;
+    /// MODE-02
+    any_addresses_register_and_absent_pages_fail_the_transfer_only: Pairs,
         needs::SYSTEM, needs::FOLLOW, DEFAULT_RULES;
-    mode_02_peers_address_from_0_with_the_requested_key: Pairs, DEFAULT_RULES;
-    mode_03_local_buffers_need_a_descriptor_of_a_live_region: Pairs;
-    mode_04_raw_keys_work_once_mapped: Pairs,
-        need("modes without RAW", "key_04 shows that raw keys work there too", |world| world.has(MrMode::RAW));
-    mode_05_peers_use_the_targets_addresses_for_every_range: Pairs,
-        need("modes without VIRT_ADDR", "peers address from 0 there: mode_02 and mr_03 show it", World::virtual_addresses);
-    mode_06_a_range_without_pages_is_refused: Pairs, needs::SYSTEM,
-        need("modes without ALLOCATED", "pages may come later there: mode_02 shows it", |world| {
+    /// MODE-02
+    peers_address_from_0_with_the_requested_key: Pairs, DEFAULT_RULES;
+    /// MODE-03
+    local_buffers_need_a_descriptor_of_a_live_region: Pairs;
+    /// MODE-04
+    raw_keys_work_once_mapped: Pairs,
+        need("modes without RAW", "KEY-04 shows that raw keys work there too", |world| world.has(MrMode::RAW));
+    /// MODE-05
+    peers_use_the_targets_addresses_for_every_range: Pairs,
+        need("modes without VIRT_ADDR", "peers address from 0 there: MODE-02 and MR-03 show it", World::virtual_addresses);
+    /// MODE-06
+    a_range_without_pages_is_refused: Pairs, needs::SYSTEM,
+        need("modes without ALLOCATED", "pages may come later there: MODE-02 shows it", |world| {
             world.has(MrMode::ALLOCATED)
         });
-    mode_07_the_requested_key_is_ignored: Pairs, needs::KEYS_AT_HAND,
-        need("modes without PROV_KEY", "the requested key is the key there: mode_02 shows it", |world| {
+    /// MODE-07
+    the_requested_key_is_ignored: Pairs, needs::KEYS_AT_HAND,
+        need("modes without PROV_KEY", "the requested key is the key there: MODE-02 shows it", |world| {
             world.has(MrMode::PROV_KEY)
         });
-    mode_08_only_refreshed_pages_are_promised: Pairs, needs::SYSTEM, needs::FOLLOW, MMU_NOTIFY;
-    mode_08_peers_fail_during_a_refresh: Pairs, needs::SYSTEM, MMU_NOTIFY;
-    mode_09_regions_with_events_are_bound_before_they_are_enabled: Pairs,
-        need("modes without RMA_EVENT", "counters are bound at any time there: evt_02 shows it", |world| {
+    /// MODE-08
+    only_refreshed_pages_are_promised: Pairs, needs::SYSTEM, needs::FOLLOW, MMU_NOTIFY;
+    /// MODE-08
+    peers_fail_during_a_refresh: Pairs, needs::SYSTEM, MMU_NOTIFY;
+    /// MODE-09
+    regions_with_events_are_bound_before_they_are_enabled: Pairs,
+        need("modes without RMA_EVENT", "RMA_EVENT asks for the order (EVT-02 shows it in ENDPOINT mode)", |world| {
             world.has(MrMode::RMA_EVENT)
         });
-    mode_10_regions_are_reached_through_their_endpoint_only: Pairs,
+    /// MODE-10
+    regions_are_reached_through_their_endpoint_only: Pairs,
         need("modes without ENDPOINT", "binding to an endpoint is refused there", |world| world.has(MrMode::ENDPOINT));
-    mode_10_other_modes_do_not_bind_to_endpoints: Modes, needs::NO_ENDPOINT;
-    mode_11_device_buffers_need_a_descriptor_or_are_found_out: Pairs, needs::DEVICE;
-    mode_12_buffers_of_a_broadcast_need_the_collective_right: Pairs,
+    /// MODE-10
+    other_modes_do_not_bind_to_endpoints: Modes, needs::NO_ENDPOINT;
+    /// MODE-11
+    device_buffers_need_a_descriptor_or_are_found_out: Pairs, needs::DEVICE;
+    /// MODE-12
+    buffers_of_a_broadcast_need_the_collective_right: Pairs,
         need("verbs", "verbs has no collectives", World::is_loopback);
 }
 
@@ -56,7 +71,7 @@ const MMU_NOTIFY: Need = need("modes without MMU_NOTIFY", "no page has to be pro
     world.has(MrMode::MMU_NOTIFY)
 });
 
-fn mode_01_the_mode_in_force_is_what_was_negotiated(world: &World) {
+fn the_mode_in_force_is_what_was_negotiated(world: &World) {
     let net = Net::open(world);
     let (offered, provider) = (world.mode.offered, provider_name(world));
     let kept =
@@ -75,7 +90,7 @@ fn mode_01_the_mode_in_force_is_what_was_negotiated(world: &World) {
     assert_eq!(net.hmem.domain(provider, unknown).unwrap_err().kind(), ErrorKind::ModeMismatch);
 }
 
-fn mode_02_any_addresses_register_and_absent_pages_fail_the_transfer_only(world: &World) {
+fn any_addresses_register_and_absent_pages_fail_the_transfer_only(world: &World) {
     let net = Net::open(world);
     let pages = HostPages::reserved(16384);
     let region = net.expose(pages.range(), REMOTE);
@@ -100,7 +115,7 @@ fn mode_02_any_addresses_register_and_absent_pages_fail_the_transfer_only(world:
     assert_eq!(net.pull(&net.key(&region), 0, 16).unwrap_err().kind(), ErrorKind::BadAddress);
 }
 
-fn mode_02_peers_address_from_0_with_the_requested_key(world: &World) {
+fn peers_address_from_0_with_the_requested_key(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(4096);
     for requested in [1, 0, 0xFFFF_FFFE, 42] {
@@ -120,7 +135,7 @@ fn mode_02_peers_address_from_0_with_the_requested_key(world: &World) {
     }
 }
 
-fn mode_03_local_buffers_need_a_descriptor_of_a_live_region(world: &World) {
+fn local_buffers_need_a_descriptor_of_a_live_region(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64);
     let region = net.expose(memory.range(), REMOTE | LOCAL);
@@ -165,7 +180,8 @@ fn mode_03_local_buffers_need_a_descriptor_of_a_live_region(world: &World) {
         );
     };
     with_stale();
-    // What the provider numbered it with comes back; the descriptor does not, though the memory is registered.
+    // What the provider numbered it with comes back; the descriptor does not, though the memory is
+    // registered.
     let ranges = [bytes.range()];
     let again = |_| {
         net.initiator.register(&MrAttr::new(&ranges, LOCAL), MrFlags::empty()).expect("register")
@@ -175,7 +191,7 @@ fn mode_03_local_buffers_need_a_descriptor_of_a_live_region(world: &World) {
     assert_eq!(memory.all(), before, "a refused transfer moved bytes");
 }
 
-fn mode_04_raw_keys_work_once_mapped(world: &World) {
+fn raw_keys_work_once_mapped(world: &World) {
     const REQUESTED: u64 = 77;
     let net = Net::open(world);
     let memory = net.bytes(64);
@@ -204,7 +220,7 @@ fn mode_04_raw_keys_work_once_mapped(world: &World) {
     );
 }
 
-fn mode_05_peers_use_the_targets_addresses_for_every_range(world: &World) {
+fn peers_use_the_targets_addresses_for_every_range(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(16 << 10);
     let ranges = [memory.part(8192, 100), memory.part(3, 77), memory.part(4096, 500)];
@@ -231,7 +247,7 @@ fn mode_05_peers_use_the_targets_addresses_for_every_range(world: &World) {
     );
 }
 
-fn mode_06_a_range_without_pages_is_refused(world: &World) {
+fn a_range_without_pages_is_refused(world: &World) {
     let net = Net::open(world);
     let before = net.live();
     let (pages, hole) = (HostPages::new(8192), HostPages::reserved(4096));
@@ -255,7 +271,7 @@ fn mode_06_a_range_without_pages_is_refused(world: &World) {
     assert_eq!(net.live(), before);
 }
 
-fn mode_07_the_requested_key_is_ignored(world: &World) {
+fn the_requested_key_is_ignored(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
@@ -274,7 +290,7 @@ fn mode_07_the_requested_key_is_ignored(world: &World) {
     }
 }
 
-fn mode_08_only_refreshed_pages_are_promised(world: &World) {
+fn only_refreshed_pages_are_promised(world: &World) {
     let net = Net::open(world);
     let memory = Bytes::Host(HostPages::new(4 * 4096));
     let region = net.expose(memory.range(), REMOTE);
@@ -311,7 +327,7 @@ fn mode_08_only_refreshed_pages_are_promised(world: &World) {
     );
 }
 
-fn mode_08_peers_fail_during_a_refresh(world: &World) {
+fn peers_fail_during_a_refresh(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&[4; 4096]);
     let region = net.expose(memory.range(), REMOTE);
@@ -319,7 +335,8 @@ fn mode_08_peers_fail_during_a_refresh(world: &World) {
     net.assert_works(&key);
     memory.put(0, &[4; 4096]);
     std::thread::scope(|scope| {
-        // In the scope, which waits for its threads also when it fails: the gate is dropped, and lets go, before.
+        // In the scope, which waits for its threads also when it fails: the gate is dropped, and
+        // lets go, before.
         let gate = net.faults.hold(Call::Refresh);
         let refreshing = scope.spawn(|| region.refresh(&[]));
         wait_held(&gate);
@@ -332,7 +349,7 @@ fn mode_08_peers_fail_during_a_refresh(world: &World) {
     net.assert_works(&key);
 }
 
-fn mode_09_regions_with_events_are_bound_before_they_are_enabled(world: &World) {
+fn regions_with_events_are_bound_before_they_are_enabled(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&[6; 64]);
     let counter = Arc::new(hmem::counter::Counter::new());
@@ -364,7 +381,7 @@ fn mode_09_regions_with_events_are_bound_before_they_are_enabled(world: &World) 
     net.assert_works(&net.key(&plain));
 }
 
-fn mode_10_regions_are_reached_through_their_endpoint_only(world: &World) {
+fn regions_are_reached_through_their_endpoint_only(world: &World) {
     let mut net = Net::open(world);
     let memory = net.filled(&[6; 64]);
     let ranges = [memory.range()];
@@ -397,7 +414,7 @@ fn mode_10_regions_are_reached_through_their_endpoint_only(world: &World) {
     net.assert_works(&key);
 }
 
-fn mode_10_other_modes_do_not_bind_to_endpoints(world: &World) {
+fn other_modes_do_not_bind_to_endpoints(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64);
     let region = net.expose(memory.range(), REMOTE);
@@ -406,7 +423,7 @@ fn mode_10_other_modes_do_not_bind_to_endpoints(world: &World) {
     net.assert_works(&net.key(&region));
 }
 
-fn mode_11_device_buffers_need_a_descriptor_or_are_found_out(world: &World) {
+fn device_buffers_need_a_descriptor_or_are_found_out(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(128);
     let region = net.expose(memory.range(), REMOTE | LOCAL);
@@ -441,7 +458,7 @@ fn mode_11_device_buffers_need_a_descriptor_or_are_found_out(world: &World) {
     );
 }
 
-fn mode_12_buffers_of_a_broadcast_need_the_collective_right(world: &World) {
+fn buffers_of_a_broadcast_need_the_collective_right(world: &World) {
     let needed = world.has(MrMode::COLLECTIVE);
     let net = Net::open(world);
     assert_eq!(net.target.domain.mr_mode().contains(MrMode::COLLECTIVE), needed);
@@ -488,8 +505,9 @@ fn broadcast<B: hmem::OwnedBuffer>(net: &Net, needed: bool, buffer: impl Fn() ->
     }
 }
 
+/// MODE-13
 #[test]
-fn mode_13_basic_and_scalable_stand_alone() {
+fn basic_and_scalable_stand_alone() {
     let hmem = |needs: MrMode, can: MrMode| {
         let provider = Loopback::builder().needs(needs).can(can).build().expect("build");
         Hmem::builder().without_vendor_ifaces().provider(provider).build().expect("start")
@@ -523,10 +541,14 @@ fn mode_13_basic_and_scalable_stand_alone() {
         Err(ErrorKind::ModeMismatch),
         "SCALABLE offers nothing"
     );
-    assert_eq!(
-        open(&hmem(MrMode::LOCAL, MrMode::BASIC_MEANS), MrMode::BASIC),
-        Err(ErrorKind::ModeMismatch)
-    );
+    let local = hmem(MrMode::LOCAL, MrMode::BASIC_MEANS);
+    assert_eq!(open(&local, MrMode::BASIC), Err(ErrorKind::ModeMismatch));
+    let basic = MrMode::BASIC | MrMode::LOCAL;
+    assert_eq!(open(&local, basic), Ok(basic), "LOCAL is needed, and stands beside BASIC");
+    for bit in MrMode::all().difference(basic).iter() {
+        assert_eq!(open(&local, basic | bit), Err(ErrorKind::ModeMismatch), "{basic} with {bit}");
+    }
+    assert_eq!(open(&local, MrMode::SCALABLE | MrMode::LOCAL), Err(ErrorKind::ModeMismatch));
     assert_eq!(
         open(&hmem(MrMode::empty(), MrMode::VIRT_ADDR), MrMode::BASIC),
         Err(ErrorKind::ModeMismatch)

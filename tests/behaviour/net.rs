@@ -1,4 +1,5 @@
-//! Two domains on one software NIC: a target that exposes memory, and an initiator that reaches for it.
+//! Two domains on one software NIC: a target that exposes memory, and an initiator that reaches for
+//! it.
 
 use std::{
     sync::{
@@ -11,7 +12,7 @@ use std::{
 use hmem::{
     Access, AddressRange, AuthKey, Domain, DomainAttr, Endpoint, ErrorKind, Hmem, Iface, Iova,
     LocalKey, MemoryRegion, MrAttr, MrFlags, MrMode, RemoteKey, Result,
-    p2p::loopback::{self, Call, Faults, Gate, Loopback},
+    loopback::{self, Call, Faults, Gate, Loopback},
     provider::{CompletionQueue, EndpointAttr, Live, Provider},
     system::{Simulated, Style},
     transfer::{
@@ -128,7 +129,7 @@ pub(crate) fn nic_name(world: &World) -> Option<String> {
 /// RDMA devices, whose connections are made and made anew as if there were none.
 #[cfg(feature = "verbs")]
 pub(crate) fn verbs(windows: bool) -> Arc<dyn Provider> {
-    use hmem::p2p::verbs::{Verbs, VerbsOptions};
+    use hmem::verbs::{Verbs, VerbsOptions};
     let options = if windows { VerbsOptions::MW_BIND } else { VerbsOptions::empty() };
     let builder = Verbs::builder().functions(hold::verbs::functions());
     Arc::new(builder.connect_in_process(true).options(options).build().expect("start"))
@@ -167,7 +168,8 @@ impl Side {
 
     /// Registers and makes usable: bound to the endpoint and enabled in ENDPOINT mode.
     pub(crate) fn register(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<MemoryRegion> {
-        // SAFETY: the tests own the memory for longer than the regions and hold no references into it.
+        // SAFETY: the tests own the memory for longer than the regions and hold no references into
+        // it.
         let region = unsafe { self.domain.regattr(attr, flags)? };
         self.make_usable(&region)?;
         Ok(region)
@@ -194,7 +196,8 @@ impl Side {
     }
 }
 
-/// Waits for a state that another thread brings about; a minute without it is a failure instead of a hang.
+/// Waits for a state that another thread brings about; a minute without it is a failure instead of
+/// a hang.
 pub(crate) fn eventually(what: &str, mut reached: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !reached() {
@@ -292,7 +295,8 @@ impl Net {
         self.next_key.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Memory of the world's kind, zeroed. Where only pages that are there at registration are promised, they are.
+    /// Memory of the world's kind, zeroed. Where only pages that are there at registration are
+    /// promised, they are.
     pub(crate) fn bytes(&self, len: usize) -> Bytes {
         let memory = match &self.device {
             None => Bytes::Host(HostPages::new(len)),
@@ -385,7 +389,8 @@ impl Net {
         self.transfer(Operation::Write { remote: &remote }, &[local.segment(0, bytes.len() as u64)])
     }
 
-    /// Reads bytes from an offset of the region behind `key`. Nothing of the local buffer changes where it fails.
+    /// Reads bytes from an offset of the region behind `key`. Nothing of the local buffer changes
+    /// where it fails.
     pub(crate) fn pull(&self, key: &RemoteKey, offset: u64, len: usize) -> Result<Vec<u8>> {
         let local = self.scratch();
         let before = vec![0xEE; len];

@@ -9,13 +9,15 @@ use crate::{
 };
 
 over_worlds! {
-    p2p_06_the_same_transfers_give_the_same_bytes_on_every_path: Every;
-    p2p_06_the_path_is_the_one_that_the_policy_asks_for: Pairs;
+    /// P2P-06
+    transfers_give_the_same_bytes_on_every_path: Every;
+    /// P2P-06
+    the_path_is_the_one_that_the_policy_asks_for: Pairs;
 }
 
 const LEN: usize = 300 << 10;
 
-fn p2p_06_the_same_transfers_give_the_same_bytes_on_every_path(world: &World) {
+fn transfers_give_the_same_bytes_on_every_path(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&pattern(1, LEN));
     let mut model = pattern(1, LEN);
@@ -62,7 +64,7 @@ fn p2p_06_the_same_transfers_give_the_same_bytes_on_every_path(world: &World) {
     assert!(local.bytes.all() == local_model, "the initiator's bytes differ from the model's");
 }
 
-fn p2p_06_the_path_is_the_one_that_the_policy_asks_for(world: &World) {
+fn the_path_is_the_one_that_the_policy_asks_for(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64);
     let region = net.expose(memory.range(), REMOTE);
@@ -86,8 +88,9 @@ fn p2p_06_the_path_is_the_one_that_the_policy_asks_for(world: &World) {
     }
 }
 
+/// P2P-06
 #[test]
-fn p2p_06_a_required_path_that_is_blocked_fails_and_enabled_goes_round_it() {
+fn a_required_path_that_is_blocked_fails_and_enabled_goes_round_it() {
     use crate::world::Memory;
     use hmem::system::Style;
     let world = World { memory: Memory::Device(Style::Identity), ..World::PLAIN };

@@ -1,20 +1,37 @@
-//! MR-08 and MR-09: every access is checked against the rights and bounds of its key, on both sides.
+//! MR-08 and MR-09: every access is checked against the rights and bounds of its key, on both
+//! sides.
 
-use hmem::{Access, Error, ErrorKind, MrMode, transfer::Operation};
+use hmem::{
+    Access, Error, ErrorKind, MrMode, RemoteKey,
+    provider::WindowType,
+    transfer::{AtomicOp, AtomicType, Operation},
+};
 
 use crate::{
-    memory::pattern,
-    net::{LOCAL, Net, REMOTE, remote, segment},
+    memory::{Bytes, pattern},
+    net::{LOCAL, Net, REMOTE, Setup, remote, segment},
     world::{Need, World, need, needs, over_worlds},
 };
 
 over_worlds! {
-    mr_08_overlapping_regions_grant_each_its_own_rights: Every;
-    mr_09_peers_get_the_rights_of_the_key_and_no_others: Every;
-    mr_09_atomics_need_the_right_to_write: Pairs, needs::ATOMICS;
-    mr_09_one_byte_past_either_end_fails_and_moves_nothing: Every;
-    mr_09_the_local_side_needs_its_right: Pairs, LOCAL_MODE;
-    mr_09_receives_need_their_right_and_bounds: Pairs, LOCAL_MODE;
+    /// MR-08
+    overlapping_regions_grant_each_its_own_rights: Every;
+    /// MR-09
+    peers_get_the_rights_of_the_key_and_no_others: Every;
+    /// MR-09
+    atomics_need_the_right_to_write: Pairs, needs::ATOMICS;
+    /// MR-09
+    writes_and_atomics_can_be_granted_apart: Pairs, needs::ATOMICS;
+    /// MR-09
+    sub_regions_grant_writes_and_atomics_apart: Pairs, needs::ATOMICS, needs::SUB_REGIONS;
+    /// MR-09
+    windows_grant_writes_and_atomics_apart: Pairs, needs::ATOMICS, needs::KEYS_AT_HAND, needs::WINDOWS;
+    /// MR-09
+    one_byte_past_either_end_fails_and_moves_nothing: Every;
+    /// MR-09
+    the_local_side_needs_its_right: Pairs, LOCAL_MODE;
+    /// MR-09
+    receives_need_their_right_and_bounds: Pairs, LOCAL_MODE;
 }
 
 const LOCAL_MODE: Need =
@@ -22,7 +39,7 @@ const LOCAL_MODE: Need =
         world.has(MrMode::LOCAL)
     });
 
-fn mr_08_overlapping_regions_grant_each_its_own_rights(world: &World) {
+fn overlapping_regions_grant_each_its_own_rights(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&pattern(1, 4096));
     let reads = net.expose(memory.part(0, 3000), Access::REMOTE_READ);
@@ -46,7 +63,7 @@ fn mr_08_overlapping_regions_grant_each_its_own_rights(world: &World) {
     net.pull(&reader, 0, 3000).expect("read");
 }
 
-fn mr_09_peers_get_the_rights_of_the_key_and_no_others(world: &World) {
+fn peers_get_the_rights_of_the_key_and_no_others(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&pattern(2, 256));
     for access in
@@ -76,7 +93,7 @@ fn mr_09_peers_get_the_rights_of_the_key_and_no_others(world: &World) {
     }
 }
 
-fn mr_09_atomics_need_the_right_to_write(world: &World) {
+fn atomics_need_the_right_to_write(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&40u64.to_le_bytes());
     let reads = net.expose(memory.range(), Access::REMOTE_READ | LOCAL);
@@ -88,7 +105,115 @@ fn mr_09_atomics_need_the_right_to_write(world: &World) {
     assert_eq!(memory.all(), 42u64.to_le_bytes());
 }
 
-fn mr_09_one_byte_past_either_end_fails_and_moves_nothing(world: &World) {
+/// A key grants writes and atomics as `access` says, and moves no byte otherwise.
+fn assert_grants(net: &Net, memory: &Bytes, key: &RemoteKey, access: Access, by: &str) {
+    memory.put(0, &40u64.to_le_bytes());
+    let outcome = |result: Result<u64, Error>| result.map(|_| ()).map_err(|error| error.kind());
+    let expected = |granted| if granted { Ok(()) } else { Err(ErrorKind::AccessDenied) };
+    let both = access.contains(Access::REMOTE_WRITE);
+    let atomics = both || access.contains(Access::REMOTE_ATOMIC);
+    let added = outcome(net.fetch_add(key, 0, 2));
+    assert_eq!(added, expected(atomics), "an atomic by a {by} with {access}");
+    let value = if atomics { 42u64 } else { 40 };
+    assert_eq!(memory.get(0, 8), value.to_le_bytes(), "an atomic by a {by} with {access}");
+    let writes = both || access.contains(Access::REMOTE_RMA_WRITE);
+    let written = outcome(net.push(key, 0, &7u64.to_le_bytes()));
+    assert_eq!(written, expected(writes), "a write by a {by} with {access}");
+    let value = if writes { 7 } else { value };
+    assert_eq!(memory.get(0, 8), value.to_le_bytes(), "a write by a {by} with {access}");
+    let read = outcome(net.pull(key, 0, 8).map(|_| 0));
+    assert_eq!(read, expected(access.contains(Access::REMOTE_READ)), "a read by a {by}");
+}
+
+/// Every combination of the rights to change memory, without and with the right to read it.
+fn rights_to_change() -> impl Iterator<Item = Access> {
+    let [both, atomic, write] =
+        [Access::REMOTE_WRITE, Access::REMOTE_ATOMIC, Access::REMOTE_RMA_WRITE];
+    let none = Access::empty();
+    [none, both, atomic, write, atomic | write, both | atomic, both | write]
+        .into_iter()
+        .flat_map(|access| [access, access | Access::REMOTE_READ])
+}
+
+/// MR-09
+fn writes_and_atomics_can_be_granted_apart(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(8);
+    for access in rights_to_change() {
+        let region = net.expose(memory.range(), access);
+        assert_grants(&net, &memory, &net.key(&region), access, "region");
+        region.close().expect("close");
+    }
+}
+
+/// MR-09
+fn sub_regions_grant_writes_and_atomics_apart(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(8);
+    // The rights of the base are for its own key.
+    for base in [REMOTE, Access::REMOTE_ATOMIC, Access::REMOTE_RMA_WRITE] {
+        let base = net.expose(memory.range(), base);
+        for access in rights_to_change() {
+            let sub = base.sub(memory.range(), access, net.fresh_key()).expect("sub-region");
+            net.target.make_usable(&sub).expect("bind and enable");
+            assert_grants(&net, &memory, &net.key(&sub), access, "sub-region");
+            sub.close().expect("close");
+        }
+        base.close().expect("close");
+    }
+}
+
+/// MR-09, MW-05
+fn windows_grant_writes_and_atomics_apart(world: &World) {
+    let mut setup = Setup::of(world);
+    setup.windows = true;
+    let net = setup.open();
+    let memory = net.bytes(8);
+    let window = net.target.domain.alloc_window(WindowType::One).expect("window");
+    let writable = net.expose(memory.range(), LOCAL);
+    for access in rights_to_change().filter(|access| !access.is_empty()) {
+        let key = window.bind(&writable, 0, 8, access).expect("bind");
+        assert_grants(&net, &memory, &key, access, "window");
+    }
+    window.unbind().expect("unbind");
+    let read_only = net.expose(memory.range(), Access::SEND | Access::WRITE);
+    for access in [Access::REMOTE_ATOMIC, Access::REMOTE_RMA_WRITE] {
+        let error = window.bind(&read_only, 0, 8, access).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::AccessDenied, "{access} on a region that is read only");
+    }
+}
+
+/// MR-09
+#[test]
+fn an_atomic_read_needs_a_right_to_read_or_to_atomics() {
+    let net = Net::open(&World::PLAIN);
+    let memory = net.filled(&40u64.to_le_bytes());
+    let result = net.local(8, LOCAL);
+    for (access, granted) in [
+        (Access::empty(), false),
+        (Access::REMOTE_RMA_WRITE, false),
+        (Access::REMOTE_READ, true),
+        (Access::REMOTE_ATOMIC, true),
+        (Access::REMOTE_WRITE, true),
+    ] {
+        let region = net.expose(memory.range(), access);
+        let key = net.key(&region);
+        result.bytes.put(0, &[0; 8]);
+        let operation = Operation::Atomic {
+            op: AtomicOp::AtomicRead,
+            datatype: AtomicType::U64,
+            remote: remote(&key, 0, 8),
+            result: Some(result.segment(0, 8)),
+            compare: None,
+        };
+        let kind = net.transfer(operation, &[]).map_err(|error| error.kind());
+        assert_eq!(kind, if granted { Ok(8) } else { Err(ErrorKind::AccessDenied) }, "{access}");
+        let expected = if granted { 40u64 } else { 0 };
+        assert_eq!(result.bytes.all(), expected.to_le_bytes(), "{access}");
+    }
+}
+
+fn one_byte_past_either_end_fails_and_moves_nothing(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&pattern(4, 1024));
     let region = net.expose(memory.part(100, 500), REMOTE);
@@ -125,7 +250,7 @@ fn mr_09_one_byte_past_either_end_fails_and_moves_nothing(world: &World) {
     );
 }
 
-fn mr_09_the_local_side_needs_its_right(world: &World) {
+fn the_local_side_needs_its_right(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&[5; 64]);
     let region = net.expose(memory.range(), REMOTE | LOCAL);
@@ -149,7 +274,7 @@ fn mr_09_the_local_side_needs_its_right(world: &World) {
     }
 }
 
-fn mr_09_receives_need_their_right_and_bounds(world: &World) {
+fn receives_need_their_right_and_bounds(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&[5; 64]);
     let deaf = net.expose(memory.range(), REMOTE | (LOCAL - Access::RECV));

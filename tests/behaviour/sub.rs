@@ -1,22 +1,41 @@
-//! SUB-01 to SUB-03: regions within regions.
+//! Regions within regions.
 
-use hmem::{Access, ErrorKind, MrAttr, MrFlags, os_page_sizes};
+use std::sync::Arc;
+
+use hmem::{
+    Access, AuthKey, BindFlags, ErrorKind, MemoryRegion, MrAttr, MrFlags, MrMode, RegionState,
+    counter::Counter, os_page_sizes,
+};
 
 use crate::{
     memory::pattern,
-    net::{LOCAL, Net, REMOTE},
-    world::{World, needs, over_worlds},
+    net::{LOCAL, Net, REMOTE, Setup, open_endpoint},
+    world::{World, need, needs, over_worlds},
 };
 
 over_worlds! {
-    sub_01_a_sub_region_has_its_own_key_rights_and_bounds: Every, needs::SUB_REGIONS;
-    sub_01_outside_the_base_or_wider_than_it_is_refused: Pairs, needs::SUB_REGIONS;
-    sub_02_a_base_closes_after_its_sub_regions_three_levels_deep: Pairs, needs::SUB_REGIONS;
-    sub_02_a_dropped_base_lives_as_long_as_its_sub_regions: Pairs, needs::SUB_REGIONS;
-    sub_03_sub_regions_pin_and_register_no_pages: Pairs, needs::SUB_REGIONS;
+    /// SUB-01
+    a_sub_region_has_its_own_key_rights_and_bounds: Every, needs::SUB_REGIONS;
+    /// SUB-01
+    outside_the_base_or_wider_than_it_is_refused: Pairs, needs::SUB_REGIONS;
+    /// SUB-02
+    a_base_closes_after_its_sub_regions_three_levels_deep: Pairs, needs::SUB_REGIONS;
+    /// SUB-02
+    a_dropped_base_lives_as_long_as_its_sub_regions: Pairs, needs::SUB_REGIONS;
+    /// SUB-03
+    sub_regions_pin_and_register_no_pages: Pairs, needs::SUB_REGIONS;
+    /// KEY-08
+    a_sub_region_is_reached_with_its_own_auth_key_only: Pairs, needs::SUB_REGIONS;
+    /// KEY-08
+    a_sub_region_is_reached_through_its_own_endpoint_only: Pairs, needs::SUB_REGIONS,
+        need("modes without ENDPOINT", "binding to an endpoint is refused there", |world| world.has(MrMode::ENDPOINT));
+    /// KEY-08
+    a_counted_sub_region_needs_rma_event: Pairs, needs::SUB_REGIONS, needs::COUNTERS;
+    /// EVT-02
+    a_sub_region_counts_its_own_writes: Pairs, needs::SUB_REGIONS, needs::COUNTERS;
 }
 
-fn sub_01_a_sub_region_has_its_own_key_rights_and_bounds(world: &World) {
+fn a_sub_region_has_its_own_key_rights_and_bounds(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&pattern(1, 8192));
     let ranges = [memory.part(100, 8000)];
@@ -52,7 +71,7 @@ fn sub_01_a_sub_region_has_its_own_key_rights_and_bounds(world: &World) {
     assert_eq!(net.pull(&base_key, 4900, 8).expect("read"), b"sub wrot");
 }
 
-fn sub_01_outside_the_base_or_wider_than_it_is_refused(world: &World) {
+fn outside_the_base_or_wider_than_it_is_refused(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(8192);
     let base = net.expose(memory.part(1000, 1000), Access::REMOTE_READ | Access::SEND);
@@ -84,7 +103,7 @@ fn sub_01_outside_the_base_or_wider_than_it_is_refused(world: &World) {
     base.close().expect("nothing depends on it");
 }
 
-fn sub_02_a_base_closes_after_its_sub_regions_three_levels_deep(world: &World) {
+fn a_base_closes_after_its_sub_regions_three_levels_deep(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&pattern(2, 4096));
     let base = net.expose(memory.range(), REMOTE);
@@ -114,7 +133,7 @@ fn sub_02_a_base_closes_after_its_sub_regions_three_levels_deep(world: &World) {
     assert_eq!((net.live().regions, net.live().bytes), (0, 0));
 }
 
-fn sub_02_a_dropped_base_lives_as_long_as_its_sub_regions(world: &World) {
+fn a_dropped_base_lives_as_long_as_its_sub_regions(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&pattern(3, 4096));
     let base = net.expose(memory.range(), REMOTE);
@@ -126,7 +145,7 @@ fn sub_02_a_dropped_base_lives_as_long_as_its_sub_regions(world: &World) {
     assert_eq!((net.live().regions, net.live().page_registrations, net.live().bytes), (0, 0, 0));
 }
 
-fn sub_03_sub_regions_pin_and_register_no_pages(world: &World) {
+fn sub_regions_pin_and_register_no_pages(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64 << 10);
     let base = net.expose(memory.range(), REMOTE);
@@ -145,4 +164,109 @@ fn sub_03_sub_regions_pin_and_register_no_pages(world: &World) {
     }
     drop(subs);
     assert_eq!(net.live(), before);
+}
+
+fn a_sub_region_is_reached_with_its_own_auth_key_only(world: &World) {
+    let (ours, theirs) = (AuthKey(b"ours".to_vec()), AuthKey(b"theirs".to_vec()));
+    for initiators in [&ours, &theirs] {
+        let mut setup = Setup::of(world);
+        setup.target.auth_key = ours.clone();
+        setup.initiator.auth_key = ours.clone();
+        setup.initiator_key = Some(initiators.clone());
+        let net = setup.open();
+        let memory = net.filled(&[3; 64]);
+        let (all, part) = ([memory.range()], [memory.part(8, 32)]);
+        let expose = |attr: MrAttr<'_>| net.try_expose(&attr, MrFlags::empty()).expect("register");
+        let open = expose(MrAttr::new(&all, REMOTE));
+        let guarded = expose(MrAttr { auth_key: Some(&theirs), ..MrAttr::new(&all, REMOTE) });
+        let part = MrAttr::new(&part, REMOTE);
+        for (base, auth_key, reached) in [
+            (&open, Some(&theirs), initiators == &theirs),
+            (&open, None, initiators == &ours),
+            (&guarded, Some(&theirs), initiators == &theirs),
+            (&guarded, None, initiators == &ours),
+        ] {
+            let sub = expose(MrAttr { base: Some(base), auth_key, ..part });
+            let key = net.key(&sub);
+            if reached {
+                net.assert_works(&key);
+                memory.put(0, &[3; 64]);
+            } else {
+                for error in [net.push(&key, 0, &[1]).map(|_| ()), net.pull(&key, 0, 1).map(|_| ())]
+                {
+                    let error = error.expect_err("reached with the wrong authorization key");
+                    assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
+                }
+                assert_eq!(memory.all(), [3; 64]);
+            }
+        }
+    }
+}
+
+fn a_sub_region_is_reached_through_its_own_endpoint_only(world: &World) {
+    let mut net = Net::open(world);
+    let memory = net.filled(&[3; 64]);
+    let base = net.expose(memory.range(), REMOTE);
+    let sub = base.sub(memory.part(8, 32), REMOTE, net.fresh_key()).expect("sub-region");
+    let (base_key, key) = (net.key(&base), net.key(&sub));
+    let refused = |net: &Net, key: &_| {
+        let error = net.push(key, 0, &[1]).expect_err("reached through another endpoint");
+        assert!(matches!(error.kind(), ErrorKind::AccessDenied | ErrorKind::BadState), "{error}");
+        assert_eq!(memory.all(), [3; 64]);
+    };
+    refused(&net, &key);
+    let (other, _cq) = open_endpoint(&net.target.domain, true, None);
+    sub.bind_endpoint(&other).expect("bind to an endpoint that is not the base's");
+    sub.enable().expect("enable");
+    refused(&net, &key);
+    net.peer = net.initiator.endpoint.resolve(&other.name()).expect("resolve");
+    refused(&net, &base_key);
+    net.assert_works(&key);
+    sub.close().expect("close before the endpoint that it is bound to");
+}
+
+/// A region of 64 bytes with a sub-region that has a counter of its own.
+fn counted_sub(net: &Net, range: hmem::AddressRange) -> (MemoryRegion, MemoryRegion, Arc<Counter>) {
+    let base = net.expose(range, REMOTE);
+    let part = [range.slice(8, 32).expect("a part")];
+    let attr = MrAttr { base: Some(&base), ..MrAttr::new(&part, REMOTE) }.key(net.fresh_key());
+    // SAFETY: the test owns the memory for longer than the region and refers to it by no reference.
+    let sub = unsafe { net.target.domain.regattr(&attr, MrFlags::RMA_EVENT) }.expect("sub-region");
+    let counter = Arc::new(Counter::new());
+    sub.bind_counter(&counter, BindFlags::REMOTE_WRITE).expect("bind the counter");
+    if net.world.has(MrMode::ENDPOINT) {
+        sub.bind_endpoint(&net.target.endpoint).expect("bind the endpoint");
+    }
+    if sub.state() == RegionState::Disabled {
+        sub.enable().expect("enable");
+    }
+    (base, sub, counter)
+}
+
+fn a_counted_sub_region_needs_rma_event(world: &World) {
+    let mut setup = Setup::of(world);
+    setup.rma_event = false;
+    let net = setup.open();
+    let memory = net.filled(&[3; 64]);
+    let (base, sub, counter) = counted_sub(&net, memory.range());
+    let error = net.push(&net.key(&sub), 0, &[1]).expect_err("an access that cannot be counted");
+    assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
+    assert_eq!((memory.all(), counter.value()), (vec![3; 64], 0));
+    net.assert_works(&net.key(&base));
+}
+
+fn a_sub_region_counts_its_own_writes(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(64);
+    let (base, sub, counter) = counted_sub(&net, memory.range());
+    let (base_key, key) = (net.key(&base), net.key(&sub));
+    for count in 1..=3 {
+        net.push(&key, 0, &[1; 32]).expect("write");
+        net.push(&base_key, 8, &[2; 32]).expect("write by the base's key, which has no counter");
+        assert_eq!(counter.value(), count);
+    }
+    if (needs::ATOMICS.met)(world) {
+        net.fetch_add(&key, 0, 1).expect("atomic");
+        assert_eq!(counter.value(), 4);
+    }
 }

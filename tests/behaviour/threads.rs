@@ -12,7 +12,7 @@ use std::{
 
 use hmem::{
     Domain, DomainAttr, Hmem, MrAttr, MrFlags, MrMode, Prefault, Result,
-    p2p::loopback::{Loopback, Memory as Pages, Progress},
+    loopback::{Loopback, Memory as Pages, Progress},
     prefault,
     provider::{DomainRequest, Live, Provider, ProviderAttr, ProviderDomain, WindowType},
 };
@@ -25,14 +25,20 @@ use crate::{
 };
 
 over_worlds! {
-    mr_11_any_order_of_drops_leaves_nothing: Plain, needs::SYSTEM;
-    mr_11_closing_a_domain_says_what_is_left: Plain;
-    mr_16_threads_register_transfer_and_close_at_once: Places;
-    mr_16_a_registration_in_the_driver_holds_up_nobody_else: Pairs;
-    mr_16_registering_touches_pages_where_asked_and_reports_progress: Plain, needs::SYSTEM;
+    /// MR-11
+    any_order_of_drops_leaves_nothing: Plain, needs::SYSTEM;
+    /// MR-11
+    closing_a_domain_says_what_is_left: Plain;
+    /// MR-16
+    threads_register_transfer_and_close_at_once: Places;
+    /// MR-16
+    a_registration_in_the_driver_holds_up_nobody_else: Pairs;
+    /// MR-16
+    registering_touches_pages_where_asked_and_reports_progress: Plain, needs::SYSTEM;
 }
 
-/// A provider that keeps a handle of every domain it opens, so that a test sees what is left when all is dropped.
+/// A provider that keeps a handle of every domain it opens, so that a test sees what is left when
+/// all is dropped.
 #[derive(Debug)]
 struct Watched {
     provider: Arc<dyn Provider>,
@@ -147,8 +153,8 @@ fn every_order_on_loopback(progress: Progress, mode: MrMode) {
 }
 
 /// Without sub-regions, which not every NIC has.
-fn mr_11_any_order_of_drops_leaves_nothing(world: &World) {
-    child::alone_in(world, "threads::over_worlds::mr_11_any_order_of_drops_leaves_nothing", || {
+fn any_order_of_drops_leaves_nothing(world: &World) {
+    child::alone_in(world, "threads::over_worlds::any_order_of_drops_leaves_nothing", || {
         every_order(world, false, || match world.nic {
             Nic::Loopback => Arc::new(Loopback::builder().build().expect("build")),
             Nic::Verbs { .. } => crate::net::verbs(true),
@@ -156,24 +162,27 @@ fn mr_11_any_order_of_drops_leaves_nothing(world: &World) {
     });
 }
 
+/// MR-11
 #[test]
-fn mr_11_any_order_of_drops_leaves_nothing_with_progress_by_hand() {
-    child::alone("threads::mr_11_any_order_of_drops_leaves_nothing_with_progress_by_hand", || {
+fn any_order_of_drops_leaves_nothing_with_progress_by_hand() {
+    child::alone("threads::any_order_of_drops_leaves_nothing_with_progress_by_hand", || {
         every_order_on_loopback(Progress::ByHand, MrMode::empty());
     });
 }
 
+/// MR-11
 #[test]
-fn mr_11_any_order_of_drops_leaves_nothing_with_a_progress_thread() {
-    child::alone("threads::mr_11_any_order_of_drops_leaves_nothing_with_a_progress_thread", || {
+fn any_order_of_drops_leaves_nothing_with_a_progress_thread() {
+    child::alone("threads::any_order_of_drops_leaves_nothing_with_a_progress_thread", || {
         every_order_on_loopback(Progress::Thread, MrMode::empty());
     });
 }
 
+/// MR-11
 #[test]
-fn mr_11_any_order_of_drops_leaves_nothing_with_regions_bound_to_endpoints() {
+fn any_order_of_drops_leaves_nothing_with_regions_bound_to_endpoints() {
     child::alone(
-        "threads::mr_11_any_order_of_drops_leaves_nothing_with_regions_bound_to_endpoints",
+        "threads::any_order_of_drops_leaves_nothing_with_regions_bound_to_endpoints",
         || {
             every_order_on_loopback(Progress::ByHand, MrMode::ENDPOINT);
             every_order_on_loopback(Progress::Thread, MrMode::ENDPOINT);
@@ -181,7 +190,7 @@ fn mr_11_any_order_of_drops_leaves_nothing_with_regions_bound_to_endpoints() {
     );
 }
 
-fn mr_11_closing_a_domain_says_what_is_left(world: &World) {
+fn closing_a_domain_says_what_is_left(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64);
     let region = net.expose(memory.range(), REMOTE);
@@ -203,7 +212,7 @@ fn mr_11_closing_a_domain_says_what_is_left(world: &World) {
     domain.close().expect("nothing is left");
 }
 
-fn mr_16_threads_register_transfer_and_close_at_once(world: &World) {
+fn threads_register_transfer_and_close_at_once(world: &World) {
     const THREADS: u64 = 3;
     const KEPT: u64 = 150;
     let net = Net::open(world);
@@ -252,13 +261,14 @@ fn mr_16_threads_register_transfer_and_close_at_once(world: &World) {
     assert_eq!(net.live().regions, before.regions, "regions that the threads kept outlived them");
 }
 
-fn mr_16_a_registration_in_the_driver_holds_up_nobody_else(world: &World) {
+fn a_registration_in_the_driver_holds_up_nobody_else(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(8192);
     let warm = net.expose(memory.range(), REMOTE);
     net.assert_works(&net.key(&warm));
     thread::scope(|scope| {
-        // In the scope, which waits for its threads also when it fails: the gate is dropped, and lets go, before.
+        // In the scope, which waits for its threads also when it fails: the gate is dropped, and
+        // lets go, before.
         let gate = net.hold_registration();
         let slow = scope.spawn(|| net.expose(memory.part(4096, 4096), REMOTE));
         gate.wait();
@@ -286,8 +296,9 @@ fn present(pages: &HostPages) -> usize {
     entries.chunks(8).filter(|entry| entry[7] & 0x80 != 0).count()
 }
 
+/// MR-16
 #[test]
-fn mr_16_a_huge_range_is_touched_in_parallel_and_reports_progress() {
+fn a_huge_range_is_touched_in_parallel_and_reports_progress() {
     const LEN: usize = 96 << 20;
     let pages = HostPages::new(LEN);
     assert_eq!(present(&pages), 0);
@@ -311,7 +322,7 @@ fn mr_16_a_huge_range_is_touched_in_parallel_and_reports_progress() {
     assert_eq!(present(&pages), LEN / 4096);
 }
 
-fn mr_16_registering_touches_pages_where_asked_and_reports_progress(world: &World) {
+fn registering_touches_pages_where_asked_and_reports_progress(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(1 << 20);
     let ranges = [memory.range()];

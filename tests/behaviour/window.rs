@@ -1,21 +1,27 @@
-//! MW-01 to MW-07: memory windows (InfiniBand 10.6.7).
+//! Memory windows (InfiniBand 10.6.7).
 
 use std::sync::Arc;
 
 use hmem::{
-    Access, Addressing, Endpoint, ErrorKind, Iova, MemoryRegion, MemoryWindow, MrMode, RemoteKey,
-    Result,
+    Access, Addressing, AuthKey, BindFlags, Endpoint, ErrorKind, Iova, MemoryRegion, MemoryWindow,
+    MrAttr, MrFlags, MrMode, RegionState, RemoteKey, Result,
+    counter::Counter,
+    loopback::Call,
     provider::{CompletionQueue, WindowType},
     transfer::{Completion, CompletionKind, PeerId},
 };
 
 use crate::{
     memory::{Bytes, pattern},
-    net::{LOCAL, Net, REMOTE, open_endpoint},
+    net::{LOCAL, Net, REMOTE, Setup, open_endpoint},
     world::{Need, World, need, needs, over_worlds},
 };
 
-const NEEDS: Need = needs::KEYS_AT_HAND;
+const NEEDS: Need = need(
+    "mode RAW",
+    "windows have no raw keys, and no other key works there: MODE-04 shows it",
+    |world| !world.has(MrMode::RAW),
+);
 const UNBOUND: Need =
     need("mode ENDPOINT", "the region itself is bound to the queue pair there", |world| {
         !world.has(MrMode::ENDPOINT)
@@ -23,21 +29,51 @@ const UNBOUND: Need =
 
 const LOOPBACK: Need = need(
     "verbs",
-    "p2p/tests/verbs_window.rs shows the types that the device at hand has",
+    "provider-verbs/tests/window.rs shows the types that the device at hand has",
     World::is_loopback,
 );
 
 over_worlds! {
-    mw_01_type_1_binds_by_a_call_and_turns_its_key: Pairs, NEEDS, LOOPBACK;
-    mw_01_type_1_refuses_what_type_2_does: Pairs, NEEDS, LOOPBACK;
-    mw_02_type_2_binds_by_a_request_with_the_callers_tag: Pairs, NEEDS, LOOPBACK;
-    mw_03_2a_is_reached_through_its_queue_pair_only: Pairs, NEEDS, UNBOUND, LOOPBACK;
-    mw_03_2b_lets_its_queue_pair_go: Pairs, NEEDS, UNBOUND, LOOPBACK;
-    mw_04_invalidation_kills_the_key_and_keeps_the_window: Pairs, NEEDS, LOOPBACK;
-    mw_04_a_peer_invalidates_by_sending: Pairs, NEEDS, LOOPBACK;
-    mw_05_windows_carry_rights_of_their_own: Pairs, NEEDS, LOOPBACK;
-    mw_06_windows_overlap_and_hold_their_region: Pairs, NEEDS, LOOPBACK;
-    mw_07_outside_the_region_or_on_anothers_is_refused: Pairs, NEEDS, LOOPBACK;
+    /// MW-01
+    type_1_binds_by_a_call_and_turns_its_key: Pairs, NEEDS, LOOPBACK;
+    /// MW-01
+    type_1_refuses_what_type_2_does: Pairs, NEEDS, LOOPBACK;
+    /// MW-02
+    type_2_binds_by_a_request_with_the_callers_tag: Pairs, NEEDS, LOOPBACK;
+    /// MW-03
+    type_2a_is_reached_through_its_queue_pair_only: Pairs, NEEDS, UNBOUND, LOOPBACK;
+    /// MW-03
+    type_2b_lets_its_queue_pair_go: Pairs, NEEDS, UNBOUND, LOOPBACK;
+    /// MW-04
+    invalidation_kills_the_key_and_keeps_the_window: Pairs, NEEDS, LOOPBACK;
+    /// MW-04
+    a_peer_invalidates_by_sending: Pairs, NEEDS, LOOPBACK;
+    /// MW-04
+    a_peer_does_not_invalidate_a_type_1_window: Pairs, NEEDS, LOOPBACK;
+    /// MW-04
+    a_peer_invalidates_through_the_queue_pair_of_the_window_only: Pairs, NEEDS, LOOPBACK;
+    /// MW-05
+    windows_carry_rights_of_their_own: Pairs, NEEDS, LOOPBACK;
+    /// MW-06
+    windows_overlap_and_hold_their_region: Pairs, NEEDS, LOOPBACK;
+    /// MW-07
+    outside_the_region_or_on_anothers_is_refused: Pairs, LOOPBACK;
+    /// MW-08
+    binding_registers_and_exports_nothing: Pairs, NEEDS, LOOPBACK;
+    /// KEY-08
+    a_window_is_reached_with_the_auth_key_of_its_region_only: Pairs, NEEDS, LOOPBACK;
+    /// KEY-08
+    a_window_is_reached_through_the_endpoint_of_its_region_only: Pairs, NEEDS, LOOPBACK,
+        need("modes without ENDPOINT", "binding to an endpoint is refused there", |world| world.has(MrMode::ENDPOINT));
+    /// KEY-08
+    a_window_on_a_counted_region_needs_rma_event: Pairs, NEEDS, LOOPBACK;
+    /// EVT-02
+    writes_and_atomics_through_a_window_count_once: Pairs, NEEDS, LOOPBACK;
+    /// MODE-04
+    no_key_of_a_window_works_in_raw_mode: Pairs,
+        need("modes without RAW", "keys of windows work there: MW-01 and MW-02 show it", |world| {
+            world.has(MrMode::RAW)
+        });
 }
 
 struct Fixture {
@@ -102,7 +138,19 @@ impl Fixture {
     }
 }
 
-fn mw_01_type_1_binds_by_a_call_and_turns_its_key(world: &World) {
+fn no_key_of_a_window_works_in_raw_mode(world: &World) {
+    let f = fixture(world);
+    let (one, two) = (f.window(WindowType::One), f.window(WindowType::TwoB));
+    let first = one.bind(&f.region, 0, 64, REMOTE).expect("bind");
+    let second = f.bind_2(&two, (0, 64), REMOTE, Addressing::Virtual, 7).expect("bind");
+    for key in [first, second] {
+        f.dead(&key);
+        let error = f.net.pull(&key, 0, 8).expect_err("a key that was not mapped");
+        assert!(error.to_string().contains("RAW"), "{error}");
+    }
+}
+
+fn type_1_binds_by_a_call_and_turns_its_key(world: &World) {
     let f = fixture(world);
     let window = f.window(WindowType::One);
     assert!(window.key().is_none());
@@ -135,7 +183,7 @@ fn mw_01_type_1_binds_by_a_call_and_turns_its_key(world: &World) {
     f.region.close().expect("close");
 }
 
-fn mw_01_type_1_refuses_what_type_2_does(world: &World) {
+fn type_1_refuses_what_type_2_does(world: &World) {
     let f = fixture(world);
     let window = f.window(WindowType::One);
     let key = window.bind(&f.region, 0, 64, REMOTE).expect("bind");
@@ -147,7 +195,7 @@ fn mw_01_type_1_refuses_what_type_2_does(world: &World) {
     assert_eq!(f.net.pull(&key, 0, 64).expect("none of this touched the binding").len(), 64);
 }
 
-fn mw_02_type_2_binds_by_a_request_with_the_callers_tag(world: &World) {
+fn type_2_binds_by_a_request_with_the_callers_tag(world: &World) {
     let f = fixture(world);
     for kind in [WindowType::TwoA, WindowType::TwoB] {
         let window = f.window(kind);
@@ -184,7 +232,7 @@ fn mw_02_type_2_binds_by_a_request_with_the_callers_tag(world: &World) {
     }
 }
 
-fn mw_03_2a_is_reached_through_its_queue_pair_only(world: &World) {
+fn type_2a_is_reached_through_its_queue_pair_only(world: &World) {
     let mut f = fixture(world);
     let window = f.window(WindowType::TwoA);
     let key = f.bind_2(&window, (0, 64), REMOTE, Addressing::Virtual, 1).expect("bind");
@@ -202,7 +250,7 @@ fn mw_03_2a_is_reached_through_its_queue_pair_only(world: &World) {
     rejected.value.close().expect("once the window is gone");
 }
 
-fn mw_03_2b_lets_its_queue_pair_go(world: &World) {
+fn type_2b_lets_its_queue_pair_go(world: &World) {
     let mut f = fixture(world);
     let window = f.window(WindowType::TwoB);
     let key = f.bind_2(&window, (0, 64), REMOTE, Addressing::Virtual, 1).expect("bind");
@@ -221,7 +269,7 @@ fn mw_03_2b_lets_its_queue_pair_go(world: &World) {
     f.region.close().expect("nothing is bound");
 }
 
-fn mw_04_invalidation_kills_the_key_and_keeps_the_window(world: &World) {
+fn invalidation_kills_the_key_and_keeps_the_window(world: &World) {
     let f = fixture(world);
     let window = f.window(WindowType::TwoB);
     f.invalidate(&window).expect("a free window may be invalidated, which changes nothing");
@@ -243,7 +291,7 @@ fn mw_04_invalidation_kills_the_key_and_keeps_the_window(world: &World) {
     f.dead(&second);
 }
 
-fn mw_04_a_peer_invalidates_by_sending(world: &World) {
+fn a_peer_invalidates_by_sending(world: &World) {
     let f = fixture(world);
     let window = f.window(WindowType::TwoB);
     let key = f.bind_2(&window, (0, 64), REMOTE, Addressing::ZeroBased, 7).expect("bind");
@@ -268,7 +316,43 @@ fn mw_04_a_peer_invalidates_by_sending(world: &World) {
     f.net.pull(&second, 0, 8).expect("read");
 }
 
-fn mw_05_windows_carry_rights_of_their_own(world: &World) {
+/// Sends from the initiator to the endpoint that it knows as `f.net.peer`, naming `key` for
+/// invalidation.
+fn send_invalidating(f: &Fixture, key: &RemoteKey) -> Result<u64> {
+    let send = hmem::transfer::Operation::Send { tag: None, invalidate: Some(key) };
+    f.net.transfer(send, &[])
+}
+
+fn a_peer_does_not_invalidate_a_type_1_window(world: &World) {
+    let f = fixture(world);
+    let window = f.window(WindowType::One);
+    let key = window.bind(&f.region, 0, 64, REMOTE).expect("bind");
+    let error = send_invalidating(&f, &key).expect_err("a peer invalidated a type 1 window");
+    assert_eq!(error.kind(), ErrorKind::BadState, "{error}");
+    f.net.push(&key, 0, b"alive").expect("the refused invalidation changed nothing");
+    assert_eq!(f.net.pull(&key, 0, 5).expect("read"), b"alive");
+    let rejected = f.region.close().expect_err("the window is still bound");
+    assert_eq!(rejected.error.kind(), ErrorKind::Busy);
+}
+
+fn a_peer_invalidates_through_the_queue_pair_of_the_window_only(world: &World) {
+    let mut f = fixture(world);
+    let (_other, _cq, foreign) = f.other_endpoint();
+    for kind in [WindowType::TwoA, WindowType::TwoB] {
+        let window = f.window(kind);
+        let key = f.bind_2(&window, (0, 64), REMOTE, Addressing::ZeroBased, 7).expect("bind");
+        let own = std::mem::replace(&mut f.net.peer, foreign);
+        let error = send_invalidating(&f, &key)
+            .expect_err("a window was invalidated through a foreign queue pair");
+        assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
+        f.net.peer = own;
+        assert_eq!(f.net.pull(&key, 0, 64).expect("it is still bound").len(), 64);
+        send_invalidating(&f, &key).expect("through the queue pair that it was bound with");
+        f.dead(&key);
+    }
+}
+
+fn windows_carry_rights_of_their_own(world: &World) {
     let f = fixture(world);
     let base = f.region.key().expect("key");
     let [reads, writes] = [Access::REMOTE_READ, Access::REMOTE_WRITE].map(|access| {
@@ -304,7 +388,7 @@ fn mw_05_windows_carry_rights_of_their_own(world: &World) {
     f.net.pull(&key, 0, 7).expect("a refused bind leaves the binding as it was");
 }
 
-fn mw_06_windows_overlap_and_hold_their_region(world: &World) {
+fn windows_overlap_and_hold_their_region(world: &World) {
     let f = fixture(world);
     let one = f.window(WindowType::One);
     let two = f.window(WindowType::TwoB);
@@ -324,7 +408,7 @@ fn mw_06_windows_overlap_and_hold_their_region(world: &World) {
     assert_eq!((f.net.live().regions, f.net.live().windows), (0, 2));
 }
 
-fn mw_07_outside_the_region_or_on_anothers_is_refused(world: &World) {
+fn outside_the_region_or_on_anothers_is_refused(world: &World) {
     let f = fixture(world);
     let (one, two) = (f.window(WindowType::One), f.window(WindowType::TwoA));
     for (offset, len) in [(4096, 1), (4095, 2), (0, 4097), (u64::MAX, 1), (1, u64::MAX)] {
@@ -340,4 +424,140 @@ fn mw_07_outside_the_region_or_on_anothers_is_refused(world: &World) {
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     assert!(one.key().is_none() && two.key().is_none());
     f.region.close().expect("nothing was bound");
+}
+
+fn binding_registers_and_exports_nothing(world: &World) {
+    let f = fixture(world);
+    let calls = || f.net.device.as_ref().map(|device| device.stats());
+    let registered =
+        |net: &Net| (net.live().regions, net.live().page_registrations, net.live().bytes);
+    let one = f.window(WindowType::One);
+    let two = f.window(WindowType::TwoB);
+    let (before, calls_before) = (registered(&f.net), calls());
+    f.net.faults.count();
+    for round in 0..300 {
+        let key = one.bind(&f.region, round, 64, REMOTE).expect("bind");
+        assert_eq!(key.first_len(), 64);
+        f.bind_2(&two, (round, 64), REMOTE, Addressing::Virtual, round as u8).expect("bind");
+        f.invalidate(&two).expect("invalidate");
+    }
+    one.unbind().expect("unbind");
+    for call in [Call::Register, Call::RegisterSub, Call::Deregister, Call::Refresh] {
+        assert_eq!(f.net.faults.calls(call), 0, "binding made the provider do {call:?}");
+    }
+    assert_eq!(registered(&f.net), before);
+    assert_eq!(calls(), calls_before, "binding called the device's iface");
+}
+
+/// A window of 64 bytes of each type on `region`, and the keys.
+fn windows_on(f: &Fixture, region: &MemoryRegion) -> Vec<(MemoryWindow, RemoteKey)> {
+    let one = f.window(WindowType::One);
+    let one_key = one.bind(region, 0, 64, REMOTE).expect("bind");
+    let two = f.window(WindowType::TwoB);
+    let endpoint = &f.net.target.endpoint;
+    let two_key = two
+        .post_bind(endpoint, region, (0, 64), REMOTE, Addressing::ZeroBased, 5, 77)
+        .expect("post a bind");
+    f.target_completion().result.expect("bind");
+    vec![(one, one_key), (two, two_key)]
+}
+
+fn a_window_is_reached_with_the_auth_key_of_its_region_only(world: &World) {
+    let (ours, theirs) = (AuthKey(b"ours".to_vec()), AuthKey(b"theirs".to_vec()));
+    for initiators in [&ours, &theirs] {
+        let mut setup = Setup::of(world);
+        setup.target.auth_key = ours.clone();
+        setup.initiator.auth_key = ours.clone();
+        setup.initiator_key = Some(initiators.clone());
+        let net = setup.open();
+        let memory = net.filled(&pattern(1, 4096));
+        let ranges = [memory.range()];
+        let attr = MrAttr::new(&ranges, LOCAL | Access::REMOTE_READ);
+        let region = net.try_expose(&attr, MrFlags::empty()).expect("register");
+        let guarded = MrAttr { auth_key: Some(&theirs), ..attr };
+        let guarded = net.try_expose(&guarded, MrFlags::empty()).expect("register");
+        let f = Fixture { net, memory, region };
+        for (region, reached) in
+            [(&f.region, initiators == &ours), (&guarded, initiators == &theirs)]
+        {
+            for (_window, key) in windows_on(&f, region) {
+                f.memory.put(0, &pattern(1, 4096));
+                let written = f.net.push(&key, 0, &[1; 8]);
+                let read = f.net.pull(&key, 0, 8);
+                if reached {
+                    written.expect("write with the region's authorization key");
+                    assert_eq!(read.expect("read"), [1; 8]);
+                } else {
+                    for error in [written.map(|_| ()), read.map(|_| ())].map(Result::unwrap_err) {
+                        assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
+                    }
+                    assert_eq!(f.memory.all(), pattern(1, 4096));
+                }
+            }
+        }
+    }
+}
+
+fn a_window_is_reached_through_the_endpoint_of_its_region_only(world: &World) {
+    let mut f = fixture(world);
+    let window = f.window(WindowType::One);
+    let key = window.bind(&f.region, 0, 64, REMOTE).expect("bind");
+    let (_other, _cq, foreign) = f.other_endpoint();
+    let own = std::mem::replace(&mut f.net.peer, foreign);
+    for error in [f.net.push(&key, 0, &[1]).map(|_| ()), f.net.pull(&key, 0, 1).map(|_| ())] {
+        let error = error.expect_err("reached through an endpoint that the region is not bound to");
+        assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
+    }
+    assert_eq!(f.memory.all(), pattern(1, 4096));
+    f.net.peer = own;
+    f.net.push(&key, 0, &[1]).expect("through the region's endpoint");
+}
+
+/// A fixture whose region counts writes.
+fn counted(world: &World, rma_event: bool) -> (Fixture, Arc<Counter>) {
+    let mut setup = Setup::of(world);
+    setup.rma_event = rma_event;
+    let net = setup.open();
+    let memory = net.filled(&pattern(1, 4096));
+    let ranges = [memory.range()];
+    let attr = MrAttr::new(&ranges, LOCAL | REMOTE).key(net.fresh_key());
+    // SAFETY: the test owns the memory for longer than the region and refers to it by no reference.
+    let region = unsafe { net.target.domain.regattr(&attr, MrFlags::RMA_EVENT) }.expect("register");
+    let counter = Arc::new(Counter::new());
+    region.bind_counter(&counter, BindFlags::REMOTE_WRITE).expect("bind the counter");
+    if world.has(MrMode::ENDPOINT) {
+        region.bind_endpoint(&net.target.endpoint).expect("bind the endpoint");
+    }
+    if region.state() == RegionState::Disabled {
+        region.enable().expect("enable");
+    }
+    (Fixture { net, memory, region }, counter)
+}
+
+fn a_window_on_a_counted_region_needs_rma_event(world: &World) {
+    let (f, counter) = counted(world, false);
+    for (_window, key) in windows_on(&f, &f.region) {
+        let error = f.net.push(&key, 0, &[1]).expect_err("an access that cannot be counted");
+        assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
+    }
+    assert_eq!((f.memory.all(), counter.value()), (pattern(1, 4096), 0));
+}
+
+fn writes_and_atomics_through_a_window_count_once(world: &World) {
+    let (f, counter) = counted(world, true);
+    let mut expected = 0;
+    for (_window, key) in windows_on(&f, &f.region) {
+        for _ in 0..3 {
+            f.net.push(&key, 0, &[1; 32]).expect("write");
+            expected += 1;
+            assert_eq!(counter.value(), expected);
+        }
+        if (needs::ATOMICS.met)(world) {
+            f.net.fetch_add(&key, 8, 1).expect("atomic");
+            expected += 1;
+        }
+        f.net.pull(&key, 0, 8).expect("reads are not counted");
+        f.net.push(&key, 64, &[1]).expect_err("outside the window");
+        assert_eq!(counter.value(), expected);
+    }
 }

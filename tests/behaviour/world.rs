@@ -1,8 +1,9 @@
-//! The worlds that behaviours are shown in: memory x mr_mode x key size x progress x pages x path on the software NIC,
-//! and, where `HMEM_VERBS_DEVICE` names one, memory x path on an RDMA device.
+//! The worlds that behaviours are shown in: memory x mr_mode x key size x progress x pages x path
+//! on the software NIC, and, where `HMEM_VERBS_DEVICE` names one, memory x path on an RDMA device.
 //!
-//! A behaviour is a function over a [`World`]. What a world cannot show is declared as a [`Need`] with its reason, and
-//! ends up in `tests/skipped.txt` or `tests/skipped-verbs.txt`; a behaviour that no world showed fails.
+//! A behaviour is a function over a [`World`]. What a world cannot show is declared as a [`Need`]
+//! with its reason, and ends up in `tests/skipped.txt` or `tests/skipped-verbs.txt`; a behaviour
+//! that no world showed fails.
 
 use std::{
     fmt,
@@ -11,7 +12,7 @@ use std::{
 
 use hmem::{
     ErrorKind, MrMode,
-    p2p::loopback::{Memory as Pages, Progress},
+    loopback::{Memory as Pages, Progress},
     path::P2pPolicy,
     system::Style,
 };
@@ -106,7 +107,8 @@ const PROGRESSES: [Progress; 2] = [Progress::ByHand, Progress::Thread];
 const PAGES: [Pages; 2] = [Pages::Follow, Pages::Pinned];
 
 impl World {
-    /// The default mode over host memory, stepped by hand: for behaviours that no dimension changes.
+    /// The default mode over host memory, stepped by hand: for behaviours that no dimension
+    /// changes.
     pub(crate) const PLAIN: Self = Self {
         nic: Nic::Loopback,
         memory: Memory::System,
@@ -156,8 +158,9 @@ impl World {
         self.is_loopback() || self.is_system()
     }
 
-    /// How the initiator sees that the target refused. The software NIC says why. RDMA devices answer a dead key, a
-    /// range outside and a missing right alike, with a remote access error.
+    /// How the initiator sees that the target refused. The software NIC says why. RDMA devices
+    /// answer a dead key, a range outside and a missing right alike, with a remote access
+    /// error.
     pub(crate) fn seen(&self, refusal: ErrorKind) -> ErrorKind {
         let at_the_target = matches!(
             refusal,
@@ -194,8 +197,8 @@ impl fmt::Display for World {
 pub(crate) enum Worlds {
     /// The whole product.
     Every,
-    /// Every mode with every memory and path, the other dimensions turning so that any two values of any two
-    /// dimensions meet.
+    /// Every mode with every memory and path, the other dimensions turning so that any two values
+    /// of any two dimensions meet.
     Pairs,
     /// Every mode, over host memory.
     Modes,
@@ -220,7 +223,8 @@ impl Worlds {
     }
 }
 
-/// The worlds of an RDMA device, whether it is here or not. Every behaviour is shown in each that can.
+/// The worlds of an RDMA device, whether it is here or not. Every behaviour is shown in each that
+/// can.
 pub(crate) fn verbs_worlds() -> Vec<World> {
     let world = |dma_buf, memory, policy| World {
         nic: Nic::Verbs { dma_buf },
@@ -242,7 +246,7 @@ pub(crate) fn verbs_worlds() -> Vec<World> {
 pub(crate) const VERBS_NEEDS: [Need; 2] = [
     need(
         "staged path",
-        "no peer reaches staged memory over a device: `p2p/tests/verbs_staging.rs` shows what the owner does with it",
+        "no peer reaches staged memory over a device: `provider-verbs/tests/staging.rs` shows what the owner does with it",
         |world| !world.staged(),
     ),
     need(
@@ -339,7 +343,7 @@ pub(crate) mod needs {
             world.progress == Progress::ByHand
         });
     pub(crate) const KEYS_AT_HAND: Need =
-        need("mode RAW", "keys are exchanged raw: mode_04 and key_04 show it", |world| {
+        need("mode RAW", "keys are exchanged raw: MODE-04 and KEY-04 show it", |world| {
             !world.has(MrMode::RAW)
         });
     pub(crate) const OWN_KEYS: Need =
@@ -350,8 +354,11 @@ pub(crate) mod needs {
         });
     pub(crate) const DMA_BUFS: Need =
         need("a driver without dma-bufs", "it is about dma-bufs", World::imports_dma_bufs);
-    pub(crate) const HELD_TRANSFERS: Need =
-        need("verbs", "transfers are held in the software NIC only", World::is_loopback);
+    pub(crate) const HELD_TRANSFERS: Need = need(
+        "verbs",
+        "the test holds a transfer: `provider-verbs/tests/transfer.rs` closes regions amid a device's",
+        World::is_loopback,
+    );
     pub(crate) const SUB_REGIONS: Need =
         need("verbs", "verbs has no key for a part of a registration", World::is_loopback);
     pub(crate) const COUNTERS: Need =
@@ -363,7 +370,7 @@ pub(crate) mod needs {
     );
     pub(crate) const NO_ENDPOINT: Need = need(
         "mode ENDPOINT",
-        "a region is bound to its endpoint before use: mode_10 shows it",
+        "a region is bound to its endpoint before use: MODE-10 shows it",
         |world| !world.has(MrMode::ENDPOINT),
     );
 }
@@ -377,8 +384,8 @@ pub(crate) struct Behaviour {
 }
 
 impl Behaviour {
-    /// Shows it in every world that can, and names those where it failed. `HMEM_WORLD` picks the worlds whose names
-    /// contain it, to look into one.
+    /// Shows it in every world that can, and names those where it failed. `HMEM_WORLD` picks the
+    /// worlds whose names contain it, to look into one.
     pub(crate) fn run(&self) {
         let mut shown = 0;
         let mut failures = Vec::new();
@@ -418,8 +425,8 @@ impl Behaviour {
             .map(|need| format!("{} | {}: {}", self.name, need.class, need.reason))
     }
 
-    /// The same for the worlds of an RDMA device. Where none of them can show it, or none without dma-bufs, the class
-    /// says so.
+    /// The same for the worlds of an RDMA device. Where none of them can show it, or none without
+    /// dma-bufs, the class says so.
     pub(crate) fn skipped_verbs(&self) -> Vec<String> {
         let worlds: Vec<_> = verbs_worlds()
             .into_iter()
@@ -448,7 +455,8 @@ impl Behaviour {
     }
 }
 
-/// Failing worlds after which a behaviour is not tried in more: each may have waited for something in vain.
+/// Failing worlds after which a behaviour is not tried in more: each may have waited for something
+/// in vain.
 const ENOUGH: usize = 4;
 
 fn message(panic: &(dyn std::any::Any + Send)) -> &str {
@@ -457,8 +465,9 @@ fn message(panic: &(dyn std::any::Any + Send)) -> &str {
 }
 
 /// Makes a test of each behaviour of a module, and the table that the list of skips is read from.
+/// An entry's doc comment, which has its acceptance ids, becomes the test's.
 macro_rules! over_worlds {
-    ($($name:ident: $worlds:ident $(, $need:expr)*;)+) => {
+    ($($(#[$meta:meta])* $name:ident: $worlds:ident $(, $need:expr)*;)+) => {
         pub(crate) const BEHAVIOURS: &[$crate::world::Behaviour] = &[$(
             $crate::world::Behaviour {
                 name: stringify!($name),
@@ -471,7 +480,8 @@ macro_rules! over_worlds {
         mod over_worlds {
             use super::BEHAVIOURS;
 
-            $(#[test]
+            $($(#[$meta])*
+            #[test]
             fn $name() {
                 BEHAVIOURS.iter().find(|behaviour| behaviour.name == stringify!($name)).expect("in the table").run();
             })+

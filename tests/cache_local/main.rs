@@ -1,5 +1,6 @@
-//! Local memory of transfers that name no region, on a NIC that wants one: the domain's cache registers it, and holds it until
-//! the transfer has ended. Over the loopback's pinned mode, in which a stale registration moves stale bytes.
+//! Local memory of transfers that name no region, on a NIC that wants one: the domain's cache
+//! registers it, and holds it until the transfer has ended. Over the loopback's pinned mode, in
+//! which a stale registration moves stale bytes.
 
 #[path = "../counting/mod.rs"]
 mod counting;
@@ -24,7 +25,7 @@ use hmem::{
     Access, Address, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr, Endpoint,
     Errno, ErrorKind, Hmem, Iface, MrMode,
     iface::AllocRequest,
-    p2p::loopback::{Call, Faults, Loopback, Memory},
+    loopback::{Call, Faults, Loopback, Memory},
     provider::EndpointAttr,
     system::{
         AddressReuse, Simulated,
@@ -39,7 +40,8 @@ use silent::Silent;
 /// What the queues' own contexts begin with.
 const MARKED: u64 = 0xCAC4 << 48;
 
-/// Writes from, reads into, and sends from memory that goes and comes back: how often a byte of earlier memory was moved.
+/// Writes from, reads into, and sends from memory that goes and comes back: how often a byte of
+/// earlier memory was moved.
 fn stale_transfers(hmem: &Hmem, rounds: u32) -> u32 {
     let net = Net::open(hmem, MrMode::LOCAL);
     let mut pages = Pages::new(PAGE);
@@ -75,15 +77,17 @@ fn stale_transfers(hmem: &Hmem, rounds: u32) -> u32 {
     stale
 }
 
+/// MR-07
 #[test]
-fn mr_07_local_memory_without_a_descriptor_moves_its_bytes_after_it_came_back() {
+fn local_memory_without_a_descriptor_moves_its_bytes_after_it_came_back() {
     let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(MonitorKind::MemHooks);
     let hmem = builder.provider(nic().build().expect("a NIC")).build().expect("memhooks work here");
     assert_eq!(stale_transfers(&hmem, 3_000), 0);
 }
 
+/// MR-07
 #[test]
-fn mr_07_with_a_monitor_that_says_nothing_the_same_transfers_are_stale() {
+fn with_a_monitor_that_says_nothing_the_same_transfers_are_stale() {
     let (hmem, _silent) = told(nic());
     assert!(stale_transfers(&hmem, 30) >= 20, "the rounds do not notice a stale registration");
 }
@@ -105,8 +109,9 @@ fn transfers_of_the_same_memory_register_it_once() {
     net.assert_nothing_left();
 }
 
+/// CACHE-08
 #[test]
-fn cache_08_memory_that_changes_under_a_transfer_stays_registered_until_its_completion_is_read() {
+fn memory_that_changes_under_a_transfer_stays_registered_until_its_completion_is_read() {
     let (hmem, import) = told(nic());
     let net = Net::open(&hmem, MrMode::LOCAL);
     let pages = Pages::new(PAGE);
@@ -222,7 +227,8 @@ fn a_request_that_is_refused_holds_nothing() {
     net.post(Operation::Write { remote: &outside }, &[pages.bare(0, 64)], 3).expect("posted");
     let failed = net.wait(&net.cq);
     assert_eq!((failed.context, failed.result.unwrap_err().kind()), (3, ErrorKind::OutOfBounds));
-    // Memory that nobody may touch: unlike addresses with nothing there, it stays so while other tests map theirs.
+    // Memory that nobody may touch: unlike addresses with nothing there, it stays so while other
+    // tests map theirs.
     let forbidden = Pages::new(PAGE);
     forbidden.forbid();
     assert_eq!(net.write(&[forbidden.bare(0, 64)], 4).unwrap_err().kind(), ErrorKind::BadAddress);
@@ -320,8 +326,9 @@ fn lists_atomics_and_segments_of_nothing_need_no_descriptor_either() {
     net.assert_nothing_left();
 }
 
+/// MODE-04
 #[test]
-fn mode_04_without_a_cache_or_with_a_foreign_queue_a_missing_descriptor_is_refused() {
+fn without_a_cache_or_with_a_foreign_queue_a_missing_descriptor_is_refused() {
     let (hmem, _import) = told(nic());
     let net = Net::open(&hmem, MrMode::LOCAL);
     let pages = Pages::new(PAGE);
@@ -342,8 +349,9 @@ fn mode_04_without_a_cache_or_with_a_foreign_queue_a_missing_descriptor_is_refus
     assert_eq!(net.statistics().registrations, 0);
 }
 
+/// MON-07
 #[test]
-fn mon_07_device_memory_without_a_descriptor_in_hmem_mode_is_never_a_stale_hit() {
+fn device_memory_without_a_descriptor_in_hmem_mode_is_never_a_stale_hit() {
     let device = Arc::new(
         Simulated::builder().address_reuse(AddressReuse::JustFreed).build().expect("a device"),
     );
@@ -385,7 +393,8 @@ fn mon_07_device_memory_without_a_descriptor_in_hmem_mode_is_never_a_stale_hit()
 fn threads_that_post_and_read_together_leave_nothing() {
     let (hmem, import) = told(nic());
     const EACH: u64 = 1_000;
-    // Who reads completions executes what is posted, as long as there is some: the queue takes them all.
+    // Who reads completions executes what is posted, as long as there is some: the queue takes them
+    // all.
     let attr = DomainAttr { mr_mode: MrMode::LOCAL, ..DomainAttr::default() };
     let net = Net::with(&hmem, attr, 64, 3 * EACH as usize);
     let panicked = AtomicBool::new(false);

@@ -1,11 +1,12 @@
-//! The software NIC of these tests, with a domain that caches on this side, and a peer on the other.
+//! The software NIC of these tests, with a domain that caches on this side, and a peer on the
+//! other.
 
 use std::sync::Arc;
 
 use hmem::{
     Access, CacheAttr, Domain, DomainAttr, Endpoint, Hmem, MrMode, RemoteKey, Result,
     cache::Statistics,
-    p2p::loopback::{Builder, Loopback, Memory},
+    loopback::{Builder, Loopback, Memory},
     provider::{CompletionQueue, EndpointAttr},
     system::monitor::Import,
     transfer::{Completion, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
@@ -69,7 +70,8 @@ impl Net {
         context: u64,
     ) -> Result<()> {
         let request = WorkRequest { operation, local, peer: self.peer, context };
-        // SAFETY: the memory is the test's own, outlives the transfer, and is referred to by nobody.
+        // SAFETY: the memory is the test's own, outlives the transfer, and is referred to by
+        // nobody.
         unsafe { self.endpoint.as_ref().expect("open").post(&request) }
     }
 

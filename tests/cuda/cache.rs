@@ -1,29 +1,29 @@
-//! Cached registrations of CUDA memory: a freed and reallocated address is never a hit, whoever frees, and a hit asks the
-//! driver once at most.
+//! Cached registrations of CUDA memory: a freed and reallocated address is never a hit, whoever
+//! frees, and a hit asks the driver once at most.
 
 use std::sync::Arc;
 
 use hmem::{
-    Access, Address, AddressRange, AllocationKind, DeviceId, Domain, Endpoint, Iface, IfaceExt,
-    MemoryRegion,
+    Access, Address, AddressRange, AllocationKind, DeviceId, Domain, Endpoint, Iface, MemoryRegion,
     cache::Uncached,
     cuda::{
         MonitorKind,
         sys::{CuContext, CuDevicePtr, CuResult, Functions},
     },
     iface::AllocRequest,
+    loopback::Memory,
     monitor::Cause,
-    p2p::loopback::Memory,
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr},
     transfer::{PeerId, RemoteSegment},
 };
 use hmem_fake_cuda::Profile;
 
-use crate::link::{IMPORTS, Link, came_back, check, not_over_a_gpu, profiles, real};
+use crate::link::{HeldCopies, IMPORTS, Link, came_back, check, not_over_a_gpu, profiles, real};
 use crate::segments::Segments;
 
-/// The monitors that can be shown here: hooks patch the fake's entries, which are the real library's on x86-64 only.
+/// The monitors that can be shown here: hooks patch the fake's entries, which are the real
+/// library's on x86-64 only.
 const MONITORS: &[MonitorKind] = if cfg!(target_arch = "x86_64") {
     &[MonitorKind::Identity, MonitorKind::Hooks]
 } else {
@@ -193,9 +193,11 @@ fn worlds(rounds_each: u32, show: impl Fn(&Link, MonitorKind, u32)) {
     }
 }
 
-/// MR-07, CACHE-02 and MON-07: over every profile, monitor and way to free, 4,800 rounds in all.
+/// MR-07, CACHE-02, MON-07
+///
+/// Over every profile, monitor and way to free, 4,800 rounds in all.
 #[test]
-fn mr_07_cached_cuda_memory_that_comes_back_at_its_address_is_never_a_stale_hit() {
+fn cached_cuda_memory_that_comes_back_at_its_address_is_never_a_stale_hit() {
     worlds(200, |link, monitor, count| {
         for freed in [Freed::ThroughTheIface, Freed::ByTheApplication] {
             let shown = rounds(link, AllocationKind::Device, freed, count);
@@ -219,9 +221,11 @@ fn mr_07_cached_cuda_memory_that_comes_back_at_its_address_is_never_a_stale_hit(
     });
 }
 
-/// MR-07: ten thousand times over at one address, freed by the application.
+/// MR-07
+///
+/// Ten thousand times over at one address, freed by the application.
 #[test]
-fn mr_07_cuda_memory_that_comes_back_ten_thousand_times_is_never_a_stale_hit() {
+fn cuda_memory_that_comes_back_ten_thousand_times_is_never_a_stale_hit() {
     let link = Link::cached(
         Profile::default(),
         IMPORTS,
@@ -233,9 +237,11 @@ fn mr_07_cuda_memory_that_comes_back_ten_thousand_times_is_never_a_stale_hit() {
     came_back(shown.reused == 9_999);
 }
 
-/// CACHE-02 for the other kinds that are cached: what a hit may rest on differs.
+/// CACHE-02
+///
+/// The other kinds that are cached, whose hits rest on other identities.
 #[test]
-fn cache_02_each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
+fn each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
     worlds(20, |link, monitor, count| {
         let kinds = [AllocationKind::Host, AllocationKind::Managed, AllocationKind::StreamOrdered];
         for kind in kinds.into_iter().filter(|kind| !link.lacks(*kind)) {
@@ -264,10 +270,12 @@ fn cache_02_each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
     });
 }
 
-/// CACHE-02: other memory mapped into a reservation, whose identity stays, is never a hit, whatever context the driver names
-/// for it.
+/// CACHE-02
+///
+/// Other memory mapped into a reservation, whose identity stays, is never a hit, whatever
+/// context the driver names for it.
 #[test]
-fn cache_02_other_memory_at_the_same_place_of_a_reservation_is_never_a_hit() {
+fn other_memory_at_the_same_place_of_a_reservation_is_never_a_hit() {
     for vmm_names_context in [false, true] {
         for monitor in MONITORS {
             let profile = Profile { vmm_names_context, ..Profile::default() };
@@ -301,9 +309,11 @@ fn cache_02_other_memory_at_the_same_place_of_a_reservation_is_never_a_hit() {
     }
 }
 
-/// CACHE-02: two devices have two entries, and what one frees does not touch the other.
+/// CACHE-02
+///
+/// Two devices have two entries, and what one frees does not touch the other.
 #[test]
-fn cache_02_memory_of_two_devices_is_two_entries_and_each_dies_by_its_own_free() {
+fn memory_of_two_devices_is_two_entries_and_each_dies_by_its_own_free() {
     worlds(1, |link, monitor, _| {
         if link.cuda.devices().expect("devices").len() < 2 {
             assert!(not_over_a_gpu("the machine has one device"));
@@ -336,10 +346,12 @@ fn cache_02_memory_of_two_devices_is_two_entries_and_each_dies_by_its_own_free()
     });
 }
 
+/// MON-07
+///
 /// With hooks a registration is closed when its memory goes, and not when somebody next asks.
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn mon_07_with_hooks_nothing_stays_registered_when_the_application_frees() {
+fn with_hooks_nothing_stays_registered_when_the_application_frees() {
     for profile in profiles() {
         let link =
             Link::cached(profile, IMPORTS, P2pPolicy::Enabled, Memory::Pinned, MonitorKind::Hooks);
@@ -379,9 +391,11 @@ fn mon_07_with_hooks_nothing_stays_registered_when_the_application_frees() {
     }
 }
 
-/// MR-07 with several threads, among which the driver hands the same addresses around.
+/// MR-07
+///
+/// Several threads, among which the driver hands the same addresses around.
 #[test]
-fn mr_07_threads_that_free_what_others_get_at_once_never_hit_what_was_there_before() {
+fn threads_that_free_what_others_get_at_once_never_hit_what_was_there_before() {
     for monitor in MONITORS {
         let link =
             Link::cached(Profile::default(), IMPORTS, P2pPolicy::Enabled, Memory::Pinned, *monitor);

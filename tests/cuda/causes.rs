@@ -1,4 +1,5 @@
-//! DIAG-03: each cause that the CUDA driver gives is named, with its text, by a registration of its memory.
+//! DIAG-03: each cause that the CUDA driver gives is named, with its text, by a registration of its
+//! memory.
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -10,12 +11,10 @@ use hmem::{
         sys::{CuResult, Functions},
     },
     iface::AllocRequest,
-    p2p::{
-        loopback::{Call, Faults, Loopback},
-        path::{
-            FactSource, Facts, Paths,
-            cause::{Answer, CAUSES},
-        },
+    loopback::{Call, Faults, Loopback},
+    p2p::path::{
+        FactSource, Facts, Paths,
+        cause::{Answer, CAUSES},
     },
     path::Trace,
     provider::{Imports, Nic},
@@ -76,7 +75,8 @@ impl Default for Scene {
 impl Scene {
     fn play(self) -> Trace {
         let driver = FakeDriver::start(self.profile);
-        // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
+        // SAFETY: each function has the signature of its name in `cuda.h`, and functions live
+        // forever.
         let functions =
             unsafe { Functions::from_lookup(|name| driver.symbol(name)) }.expect("the table");
         let cuda = Cuda::builder().functions(functions.clone()).monitor(MonitorKind::Identity);
@@ -109,7 +109,8 @@ impl Scene {
             }
             let ranges = [range];
             let attr = MrAttr { iface: Some(IfaceKind::CUDA), ..MrAttr::new(&ranges, REMOTE) };
-            // SAFETY: the region is closed before its memory goes, and nobody has a reference into it.
+            // SAFETY: the region is closed before its memory goes, and nobody has a reference into
+            // it.
             match unsafe { domain.regattr(&attr, MrFlags::empty()) } {
                 Ok(region) => {
                     let trace = region.decision().expect("decision").attempts.clone();
@@ -249,9 +250,12 @@ fn scenes() -> Vec<(&'static str, Scene)> {
     scenes
 }
 
-/// A NIC that asks for the PCIe mapping first, over a driver that has it: what is refused under it is refused for what it is.
+/// DIAG-03
+///
+/// A NIC that asks for the PCIe mapping first, over a driver that has it: what is refused under it
+/// is refused for what it is.
 #[test]
-fn diag_03_a_driver_that_has_the_pcie_mapping_is_not_said_to_lack_it() {
+fn a_driver_that_has_the_pcie_mapping_is_not_said_to_lack_it() {
     if not_over_a_gpu("the driver is to have the mapping, and to refuse") {
         return;
     }
@@ -284,8 +288,9 @@ fn diag_03_a_driver_that_has_the_pcie_mapping_is_not_said_to_lack_it() {
     }
 }
 
+/// DIAG-03
 #[test]
-fn diag_03_each_cause_on_cudas_side_is_named_by_a_registration_that_meets_it() {
+fn each_cause_on_cudas_side_is_named_by_a_registration_that_meets_it() {
     if not_over_a_gpu("every answer of the driver is one that the fake is told to give") {
         return;
     }

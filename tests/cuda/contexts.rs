@@ -5,9 +5,11 @@ use hmem_fake_cuda::{Live, Profile};
 
 use crate::link::{Link, check, not_over_a_gpu};
 
-/// HM-05: though the driver refuses each direct way, so that there is something to find out.
+/// HM-05
+///
+/// Though the driver refuses each direct way, so that there is something to find out.
 #[test]
-fn hm_05_registering_memory_of_the_applications_context_makes_no_other() {
+fn registering_memory_of_the_applications_context_makes_no_other() {
     if not_over_a_gpu("the driver is to refuse each direct way") {
         return;
     }

@@ -1,4 +1,5 @@
-//! What a NIC wrote into memory of a context is flushed in that context before its completion is read.
+//! What a NIC wrote into memory of a context is flushed in that context before its completion is
+//! read.
 
 use hmem_fake_cuda::Profile;
 
@@ -6,7 +7,7 @@ use crate::link::{Link, check, not_over_a_gpu, pattern};
 
 /// HM-14
 #[test]
-fn hm_14_a_completion_is_read_after_a_flush_in_the_context_of_the_memory() {
+fn a_completion_is_read_after_a_flush_in_the_context_of_the_memory() {
     if not_over_a_gpu("which contexts are flushed the fake driver says") {
         return;
     }

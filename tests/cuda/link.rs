@@ -1,5 +1,5 @@
-//! A driver, the iface over it, and two endpoints of a software NIC: over the fake driver, or, where `HMEM_CUDA=real` asks for
-//! one, over the machine's and its GPU.
+//! A driver, the iface over it, and two endpoints of a software NIC: over the fake driver, or,
+//! where `HMEM_CUDA=real` asks for one, over the machine's and its GPU.
 
 use std::{
     ops::Deref,
@@ -8,14 +8,14 @@ use std::{
 
 use hmem::{
     Access, Address, AddressRange, AllocationKind, CacheAttr, CachedRegion, DeviceBuffer, DeviceId,
-    Domain, DomainAttr, Endpoint, Hmem, Iface, Iova, MemoryRegion, MrAttr, MrFlags, Registered,
-    RemoteKey, Result,
+    Domain, DomainAttr, Endpoint, Hmem, Iface, IfaceExt, Iova, MemoryRegion, MrAttr, MrFlags,
+    Registered, RemoteKey, Result,
     cuda::{
         Cuda, MonitorKind,
         sys::{self, CuContext, CuDeviceAttribute, CuResult, Functions},
     },
     iface::AllocRequest,
-    p2p::loopback::{Loopback, Memory},
+    loopback::{Loopback, Memory},
     path::{P2pPolicy, Path},
     provider::{CompletionQueue, EndpointAttr, Imports},
     transfer::{Completion, PeerId, RemoteSegment},
@@ -38,8 +38,8 @@ pub(crate) fn real() -> bool {
     std::env::var("HMEM_CUDA").is_ok_and(|names| names.split(',').any(|name| name.trim() == "real"))
 }
 
-/// Where a GPU is asked for: says why a test is not shown over it, which `tests/gpu/run` makes a row of its report. Whether
-/// one is.
+/// Where a GPU is asked for: says why a test is not shown over it, which `tests/gpu/run` makes a
+/// row of its report. Whether one is.
 pub(crate) fn not_over_a_gpu(why: &str) -> bool {
     if real() {
         println!("not over a GPU: {why}");
@@ -47,12 +47,14 @@ pub(crate) fn not_over_a_gpu(why: &str) -> bool {
     real()
 }
 
-/// The drivers that a behaviour is shown over: the fake in every profile, or the one of the machine.
+/// The drivers that a behaviour is shown over: the fake in every profile, or the one of the
+/// machine.
 pub(crate) fn profiles() -> Vec<Profile> {
     if real() { vec![Profile::default()] } else { Profile::all() }
 }
 
-/// The policy that asks for a dma-buf. A software NIC maps it, which not every driver has: over a GPU copies may take its place.
+/// The policy that asks for a dma-buf. A software NIC maps it, which not every driver has: over a
+/// GPU copies may take its place.
 pub(crate) fn direct() -> P2pPolicy {
     if real() { P2pPolicy::Enabled } else { P2pPolicy::Required }
 }
@@ -134,8 +136,9 @@ impl Link {
         let turn = real().then(|| TURN.lock().unwrap_or_else(PoisonError::into_inner));
         let driver = Fake((!real()).then(|| FakeDriver::start(profile)));
         let functions = match &driver.0 {
-            // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
             Some(fake) => {
+                // SAFETY: each function has the signature of its name in `cuda.h`, and functions
+                // live forever.
                 unsafe { Functions::from_lookup(|name| fake.symbol(name)) }.expect("the table")
             }
             None => {
@@ -177,8 +180,9 @@ impl Link {
         !real() || (code.is_success() && says != 0)
     }
 
-    /// Whether memory of a kind went by a dma-buf. A software NIC maps it: where a GPU's driver lets nobody map one, copies stand
-    /// in for it, which is said as [`not_over_a_gpu`] does. A device that says that the CPU can map its dma-bufs owes them.
+    /// Whether memory of a kind went by a dma-buf. A software NIC maps it: where a GPU's driver
+    /// lets nobody map one, copies stand in for it, which is said as [`not_over_a_gpu`] does. A
+    /// device that says that the CPU can map its dma-bufs owes them.
     pub(crate) fn is_direct(&self, path: Path, kind: AllocationKind) -> bool {
         if path == Path::DmaBuf {
             return true;
@@ -207,8 +211,9 @@ impl Link {
         !there && not_over_a_gpu(&format!("the device has no {} memory", kind.name()))
     }
 
-    /// Whether a GPU's driver says of memory that was not created for RDMA that it is reached all the same (`cuda.h`:
-    /// gpuDirectRDMACapable is a hint); says so, as [`not_over_a_gpu`] does.
+    /// Whether a GPU's driver says of memory that was not created for RDMA that it is reached all
+    /// the same (`cuda.h`: gpuDirectRDMACapable is a hint); says so, as [`not_over_a_gpu`]
+    /// does.
     pub(crate) fn reaches_anything(&self, address: u64) -> bool {
         let (mut attribute, mut capable) =
             (sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE, 0u64);
@@ -225,13 +230,15 @@ impl Link {
             )
     }
 
-    /// Where a GPU is asked for and NICs reach no memory of it by its address: says so, as [`not_over_a_gpu`] does.
+    /// Where a GPU is asked for and NICs reach no memory of it by its address: says so, as
+    /// [`not_over_a_gpu`] does.
     pub(crate) fn no_rdma(&self) -> bool {
         !self.has(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
             && not_over_a_gpu("the device has no GPUDirect RDMA")
     }
 
-    /// Where a GPU is asked for and NICs reach no VMM memory of it: says so, as [`not_over_a_gpu`] does.
+    /// Where a GPU is asked for and NICs reach no VMM memory of it: says so, as [`not_over_a_gpu`]
+    /// does.
     pub(crate) fn no_rdma_with_vmm(&self) -> bool {
         !self.has(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)
             && not_over_a_gpu("the device has no GPUDirect RDMA to VMM memory")
@@ -266,7 +273,8 @@ impl Link {
         unsafe { cache.get(range, REMOTE) }.expect("registered")
     }
 
-    /// A context of the application's with 8 KiB of memory, current nowhere. `cuCtxDestroy_v2` of the fake driver ends it.
+    /// A context of the application's with 8 KiB of memory, current nowhere. `cuCtxDestroy_v2` of
+    /// the fake driver ends it.
     pub(crate) fn own_context(&self) -> (CuContext, AddressRange) {
         let (mut context, mut popped, mut pointer) = (CuContext::NULL, CuContext::NULL, 0);
         // SAFETY: places are writable; device 0 is there.
@@ -280,7 +288,8 @@ impl Link {
 
     /// Registers for peers. The caller keeps the memory alive until the region is closed.
     pub(crate) fn expose(&self, range: AddressRange) -> Result<MemoryRegion> {
-        // SAFETY: tests close the region before they free the memory, and hold no reference into it.
+        // SAFETY: tests close the region before they free the memory, and hold no reference into
+        // it.
         unsafe { self.domain.regattr(&MrAttr::new(&[range], REMOTE), MrFlags::empty()) }
     }
 
@@ -322,3 +331,18 @@ pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
 pub(crate) fn close(region: Registered<DeviceBuffer>) -> DeviceBuffer {
     region.close().map_err(hmem::Error::from).expect("close")
 }
+
+/// Copies by address. The tests that use them free no memory while they copy it.
+pub(crate) trait HeldCopies: Iface {
+    fn read(&self, from: Address, into: &mut [u8]) -> Result<()> {
+        // SAFETY: the test keeps the memory for the length of the call.
+        unsafe { IfaceExt::read(self, from, into) }
+    }
+
+    fn write(&self, to: Address, from: &[u8]) -> Result<()> {
+        // SAFETY: the test keeps the memory for the length of the call, and refers to none of it.
+        unsafe { IfaceExt::write(self, to, from) }
+    }
+}
+
+impl<I: Iface + ?Sized> HeldCopies for I {}

@@ -1,5 +1,6 @@
-//! CUDA memory under a NIC: the fake driver's memory, or with `HMEM_CUDA=real` a GPU's, registered over the software NIC, with
-//! every byte that moves compared. What the iface does on its own is shown in `iface-cuda/tests/suite`.
+//! CUDA memory under a NIC: the fake driver's memory, or with `HMEM_CUDA=real` a GPU's, registered
+//! over the software NIC, with every byte that moves compared. What the iface does on its own is
+//! shown in `iface-cuda/tests/suite`.
 #![cfg(feature = "cuda")]
 #![allow(unsafe_code)]
 

@@ -1,18 +1,18 @@
 //! Which way each kind of memory goes, and what the decision says.
 
 use hmem::{
-    Address, AddressRange, AllocationKind, Decision, ErrorKind, Iface, IfaceExt, Path,
-    cuda::sys::CuResult, iface::DmaBufMapping, p2p::loopback::Memory, path::P2pPolicy,
-    provider::Imports,
+    Address, AddressRange, AllocationKind, Decision, ErrorKind, Iface, Path, cuda::sys::CuResult,
+    iface::DmaBufMapping, loopback::Memory, path::P2pPolicy, provider::Imports,
 };
 use hmem_fake_cuda::Profile;
 
 use crate::{
-    link::{IMPORTS, Link, close, direct, not_over_a_gpu, pattern, profiles, real},
+    link::{HeldCopies, IMPORTS, Link, close, direct, not_over_a_gpu, pattern, profiles, real},
     segments::Segments,
 };
 
-/// Registers whole memory of a kind, moves bytes both ways through the NIC, and returns the decision.
+/// Registers whole memory of a kind, moves bytes both ways through the NIC, and returns the
+/// decision.
 fn moved(link: &Link, kind: AllocationKind, len: u64) -> std::sync::Arc<Decision> {
     let region = link
         .domain
@@ -41,8 +41,9 @@ const KINDS: [AllocationKind; 5] = [
     AllocationKind::Managed,
 ];
 
+/// P2P-01
 #[test]
-fn p2p_01_each_kind_of_memory_goes_its_own_way_and_its_bytes_arrive() {
+fn each_kind_of_memory_goes_its_own_way_and_its_bytes_arrive() {
     for profile in profiles() {
         let open = profile.dma_buf;
         let link = Link::open(profile);
@@ -67,9 +68,11 @@ fn p2p_01_each_kind_of_memory_goes_its_own_way_and_its_bytes_arrive() {
     }
 }
 
-/// HM-08: the result says what was done.
+/// HM-08
+///
+/// The result says what was done.
 #[test]
-fn hm_08_managed_memory_is_registered_as_host_pages_and_says_so() {
+fn managed_memory_is_registered_as_host_pages_and_says_so() {
     let link = Link::open(Profile::default());
     if link.lacks(AllocationKind::Managed) {
         return;
@@ -79,9 +82,12 @@ fn hm_08_managed_memory_is_registered_as_host_pages_and_says_so() {
     assert!(decision.reason.contains("migrates"), "{decision}");
 }
 
-/// The software NIC reaches a device address by the iface's copies, as a peer-memory client resolves one.
+/// P2P-01
+///
+/// The software NIC reaches a device address by the iface's copies, as a peer-memory client
+/// resolves one.
 #[test]
-fn p2p_01_a_nic_with_peer_memory_alone_gets_device_addresses() {
+fn a_nic_with_peer_memory_alone_gets_device_addresses() {
     let imports = Imports { dma_buf: false, peer_memory: true, ..IMPORTS };
     let link = Link::with(
         Profile::named("550-closed").expect("a profile"),
@@ -109,8 +115,9 @@ fn p2p_01_a_nic_with_peer_memory_alone_gets_device_addresses() {
     drop(close(region));
 }
 
+/// P2P-01
 #[test]
-fn p2p_01_one_refused_buffer_demotes_no_other() {
+fn one_refused_buffer_demotes_no_other() {
     if not_over_a_gpu("the driver is to refuse one export alone") {
         return;
     }
@@ -122,8 +129,9 @@ fn p2p_01_one_refused_buffer_demotes_no_other() {
     assert_eq!(moved(&link, AllocationKind::Device, 5000).path, Path::DmaBuf);
 }
 
+/// P2P-03
 #[test]
-fn p2p_03_the_decision_names_each_call_its_error_its_cause_and_its_remedy() {
+fn the_decision_names_each_call_its_error_its_cause_and_its_remedy() {
     if not_over_a_gpu("the driver is to have no dma-bufs") {
         return;
     }
@@ -149,9 +157,12 @@ fn p2p_03_the_decision_names_each_call_its_error_its_cause_and_its_remedy() {
     );
 }
 
-/// P2P-03 and P2P-04: whether stream-ordered memory is exported the driver is asked, and its answer is the trace's.
+/// P2P-04, P2P-03
+///
+/// The driver is asked to export stream-ordered memory, and its answer is the
+/// trace's.
 #[test]
-fn p2p_04_the_driver_is_asked_for_the_export_of_memory_that_is_not_vmm() {
+fn the_driver_is_asked_for_the_export_of_memory_that_is_not_vmm() {
     let link = Link::open(Profile::default());
     if link.no_dma_bufs() || link.lacks(AllocationKind::StreamOrdered) {
         return;
@@ -171,9 +182,11 @@ fn p2p_04_the_driver_is_asked_for_the_export_of_memory_that_is_not_vmm() {
     assert_eq!(refused.cause_name, Some("stream-ordered-pool"), "{decision}");
 }
 
-/// P2P-03: an export that was not asked for is none that was refused.
+/// P2P-03
+///
+/// An export that was not asked for is none that was refused.
 #[test]
-fn p2p_03_a_handle_made_without_rdma_is_a_step_of_segments_with_its_attribute() {
+fn a_handle_made_without_rdma_is_a_step_of_segments_with_its_attribute() {
     let link = Link::open(Profile::default());
     if link.lacks(AllocationKind::Virtual) {
         return;
@@ -195,9 +208,11 @@ fn p2p_03_a_handle_made_without_rdma_is_a_step_of_segments_with_its_attribute() 
     region.close().expect("close");
 }
 
-/// HM-09 and P2P-03: both attempts are in the trace.
+/// HM-09, P2P-03
+///
+/// Both attempts are in the trace.
 #[test]
-fn hm_09_the_pcie_mapping_is_tried_first_and_then_without() {
+fn the_pcie_mapping_is_tried_first_and_then_without() {
     if not_over_a_gpu("drivers with and without the mapping are compared") {
         return;
     }
@@ -219,8 +234,8 @@ fn hm_09_the_pcie_mapping_is_tried_first_and_then_without() {
     }
 }
 
-/// Registers a range over four handles, moves bytes over every seam both ways, and returns the decision. Nothing is left,
-/// and the driver was asked for so many exports.
+/// Registers a range over four handles, moves bytes over every seam both ways, and returns the
+/// decision. Nothing is left, and the driver was asked for so many exports.
 fn moved_over_seams(link: &Link, segments: &Segments<'_>, exports: u64) -> Decision {
     let once = || {
         let range = segments.range(12_345, 3 * segments.step);
@@ -268,8 +283,9 @@ fn with_dma_bufs(profile: Profile) -> Link {
     Link::with(profile, IMPORTS, direct(), Memory::Follow)
 }
 
+/// HM-07
 #[test]
-fn hm_07_a_range_over_several_handles_is_registered_whole() {
+fn a_range_over_several_handles_is_registered_whole() {
     let link = with_dma_bufs(Profile::default());
     if link.no_rdma_with_vmm() {
         return;
@@ -283,8 +299,9 @@ fn hm_07_a_range_over_several_handles_is_registered_whole() {
     assert!(decision.attempts[0].call.contains("4 segments in 1 dma-buf"), "{decision}");
 }
 
+/// HM-07
 #[test]
-fn hm_07_handles_that_the_driver_does_not_export_as_one_are_exported_one_by_one() {
+fn handles_that_the_driver_does_not_export_as_one_are_exported_one_by_one() {
     if not_over_a_gpu("the driver is to refuse one export of several handles") {
         return;
     }
@@ -309,8 +326,9 @@ fn hm_07_handles_that_the_driver_does_not_export_as_one_are_exported_one_by_one(
     }
 }
 
+/// HM-07
 #[test]
-fn hm_07_a_range_with_a_segment_that_cannot_is_refused_naming_the_first() {
+fn a_range_with_a_segment_that_cannot_is_refused_naming_the_first() {
     let link = Link::with(Profile::default(), IMPORTS, P2pPolicy::Required, Memory::Follow);
     if link.no_dma_bufs() || link.no_rdma_with_vmm() {
         return;
@@ -327,8 +345,9 @@ fn hm_07_a_range_with_a_segment_that_cannot_is_refused_naming_the_first() {
     assert!(error.to_string().contains("gpuDirectRDMACapable"), "{error}");
 }
 
+/// HM-01
 #[test]
-fn hm_01_host_memory_that_was_page_locked_in_part_is_registered_as_the_applications_own() {
+fn host_memory_that_was_page_locked_in_part_is_registered_as_the_applications_own() {
     let link = Link::open(Profile::default());
     let memory = vec![5u8; 1 << 20];
     let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096);
@@ -343,8 +362,9 @@ fn hm_01_host_memory_that_was_page_locked_in_part_is_registered_as_the_applicati
     link.cuda.host_unregister(locked).expect("unregister");
 }
 
+/// HM-06
 #[test]
-fn hm_06_registrations_of_device_memory_leave_nothing() {
+fn registrations_of_device_memory_leave_nothing() {
     let link = Link::open(Profile::default());
     let memory = link.buffer(300_000, AllocationKind::Device);
     let count = || if real() { Err(open_fds()) } else { Ok(link.driver.live()) };

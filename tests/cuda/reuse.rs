@@ -2,15 +2,18 @@
 
 use hmem::{
     Address, AddressRange, AllocationKind, ErrorKind, IfaceKind, MrAttr, MrFlags, Path,
-    cuda::MonitorKind, p2p::loopback::Memory, path::P2pPolicy,
+    cuda::MonitorKind, loopback::Memory, path::P2pPolicy,
 };
 use hmem_fake_cuda::Profile;
 
 use crate::link::{IMPORTS, Link, REMOTE, came_back, close, direct, not_over_a_gpu, pattern};
 
-/// MR-07 on device memory, over a NIC that keeps the pages of registration and over one that follows.
+/// MR-07
+///
+/// Device memory, over a NIC that keeps the pages of registration and over one that
+/// follows.
 #[test]
-fn mr_07_registering_freeing_and_allocating_again_reaches_the_new_bytes() {
+fn registering_freeing_and_allocating_again_reaches_the_new_bytes() {
     for (memory, policy) in [
         (Memory::Follow, direct()),
         (Memory::Pinned, direct()),
@@ -52,9 +55,11 @@ fn mr_07_registering_freeing_and_allocating_again_reaches_the_new_bytes() {
     }
 }
 
-/// MR-12: what the driver does not know, the iface does not either, whatever the caller claims.
+/// MR-12
+///
+/// Memory that the driver does not know is not the iface's, whatever the caller claims.
 #[test]
-fn mr_12_a_freed_or_foreign_pointer_that_is_claimed_for_cuda_is_said_to_be_unknown() {
+fn a_freed_or_foreign_pointer_that_is_claimed_for_cuda_is_said_to_be_unknown() {
     for cached in [false, true] {
         let (profile, follow) = (Profile::default(), Memory::Follow);
         let link = if cached {
@@ -87,10 +92,13 @@ fn mr_12_a_freed_or_foreign_pointer_that_is_claimed_for_cuda_is_said_to_be_unkno
     }
 }
 
-/// The bug that the behaviour is about, live: a region kept over a free moves stale bytes, and never the new
-/// allocation's. That it does not fault shows that the fake's exported pages outlive their allocation, as a dma-buf does.
+/// MR-07
+///
+/// The bug that the behaviour is about, live: a region kept over a free moves stale bytes, and
+/// never the new allocation's. That it does not fault shows that the fake's exported pages outlive
+/// their allocation, as a dma-buf does.
 #[test]
-fn mr_07_a_region_that_outlives_its_memory_reaches_none_of_the_memory_that_took_its_place() {
+fn a_region_that_outlives_its_memory_reaches_none_of_the_memory_that_took_its_place() {
     if not_over_a_gpu("what becomes of memory that is freed under a dma-buf is the driver's own") {
         return;
     }

@@ -5,7 +5,8 @@ use hmem::{
     cuda::sys::{self, Functions},
 };
 
-/// What PyTorch's expandable segments are: one reservation, a handle for each step, all the application's own.
+/// What PyTorch's expandable segments are: one reservation, a handle for each step, all the
+/// application's own.
 pub(crate) struct Segments<'a> {
     functions: &'a Functions,
     pub(crate) base: u64,

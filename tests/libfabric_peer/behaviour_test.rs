@@ -1,38 +1,32 @@
-//! What a bench relies on. Without libfabric each case that needs it prints why it did nothing.
+//! Behaviours of libfabric that the benches rely on.
 
 use crate::libfabric::error::FabricErrno;
 use crate::libfabric::{
     FabricError, KeyOrder, Libfabric, RegistrationPeer, RegistrationProvider, ShmWritePath,
     ShmWritePeer, sys,
 };
+use crate::trials::{Outcome, Skipped};
 
-/// The library, or nothing after printing why.
-fn libfabric() -> Option<Libfabric> {
-    match Libfabric::load() {
-        Ok(libfabric) => Some(libfabric),
-        Err(reason) => {
-            println!("skipped: {reason}");
-            None
-        }
-    }
+/// Returns the library. The test is skipped where it is not installed.
+fn libfabric() -> Result<Libfabric, Skipped> {
+    Libfabric::load().map_err(|reason| Skipped(reason.to_string()))
 }
 
-#[test]
-fn an_absent_library_is_a_printable_reason() {
+pub(crate) fn an_absent_library_is_a_printable_reason() -> Outcome {
     let error = Libfabric::load_from("libfabric-that-is-not-there.so").unwrap_err();
     assert!(matches!(error, FabricError::LibraryMissing { .. }));
     assert!(error.to_string().contains("libfabric-that-is-not-there.so"));
+    Ok(())
 }
 
-#[test]
-fn a_library_that_is_something_else_names_the_missing_symbol() {
+pub(crate) fn a_library_that_is_something_else_names_the_missing_symbol() -> Outcome {
     let error = Libfabric::load_from("libc.so.6").unwrap_err();
     assert!(matches!(error, FabricError::SymbolMissing { .. }));
     assert!(error.to_string().contains("fi_version"));
+    Ok(())
 }
 
-#[test]
-fn the_first_symbol_that_cannot_be_found_ends_the_look_up() {
+pub(crate) fn the_first_symbol_that_cannot_be_found_ends_the_look_up() -> Outcome {
     let mut asked = Vec::new();
     let lookup = |symbol: &'static std::ffi::CStr| {
         asked.push(symbol);
@@ -42,11 +36,12 @@ fn the_first_symbol_that_cannot_be_found_ends_the_look_up() {
     let error = unsafe { sys::Functions::from_lookup(lookup) }.unwrap_err();
     assert!(matches!(error, FabricError::OperationMissing { .. }));
     assert_eq!(asked, [c"fi_version"]);
+    Ok(())
 }
 
-#[test]
-fn a_vacant_key_can_be_registered_again_and_again_and_a_populated_one_cannot() {
-    let Some(libfabric) = libfabric() else { return };
+pub(crate) fn a_vacant_key_can_be_registered_again_and_again_and_a_populated_one_cannot() -> Outcome
+{
+    let libfabric = libfabric()?;
     for provider in
         [RegistrationProvider::Tcp, RegistrationProvider::TcpRxm, RegistrationProvider::Shm]
     {
@@ -74,11 +69,11 @@ fn a_vacant_key_can_be_registered_again_and_again_and_a_populated_one_cannot() {
         peer.reg_close(buffer.as_ptr(), buffer.len(), access, 2).unwrap();
         peer.close().unwrap();
     }
+    Ok(())
 }
 
-#[test]
-fn threads_register_at_once_under_different_keys() {
-    let Some(libfabric) = libfabric() else { return };
+pub(crate) fn threads_register_at_once_under_different_keys() -> Outcome {
+    let libfabric = libfabric()?;
     let mut peer = RegistrationPeer::open(libfabric, RegistrationProvider::Tcp).unwrap();
     peer.populate(2, KeyOrder::Ascending).unwrap();
     let buffer = vec![0_u8; 4096];
@@ -99,11 +94,11 @@ fn threads_register_at_once_under_different_keys() {
         }
     });
     peer.close().unwrap();
+    Ok(())
 }
 
-#[test]
-fn a_write_has_arrived_when_it_returns() {
-    let Some(libfabric) = libfabric() else { return };
+pub(crate) fn a_write_has_arrived_when_it_returns() -> Outcome {
+    let libfabric = libfabric()?;
     for path in [ShmWritePath::CommandQueue, ShmWritePath::CrossMemoryAttach, ShmWritePath::Bounce]
     {
         let mut peer = ShmWritePeer::open(libfabric, path).unwrap();
@@ -118,14 +113,15 @@ fn a_write_has_arrived_when_it_returns() {
         }
         peer.close().unwrap();
     }
+    Ok(())
 }
 
-#[test]
-fn a_length_that_cannot_be_written_is_refused() {
-    let Some(libfabric) = libfabric() else { return };
+pub(crate) fn a_length_that_cannot_be_written_is_refused() -> Outcome {
+    let libfabric = libfabric()?;
     let mut peer = ShmWritePeer::open(libfabric, ShmWritePath::CommandQueue).unwrap();
     for len in [0, 4, 12, ShmWritePeer::LARGEST + 8] {
         let refused = peer.write(len);
         assert!(matches!(refused, Err(FabricError::Length { given, .. }) if given == len));
     }
+    Ok(())
 }

@@ -57,8 +57,8 @@ impl FabricErrno {
     }
 }
 
-// Errors are made out of line: a `FabricError` owns memory, and one that is made in advance and then
-// dropped costs nanoseconds that would be put down to libfabric.
+// Errors are made out of line: a `FabricError` owns memory, and one that is made in advance and
+// then dropped costs nanoseconds that would be put down to libfabric.
 #[cold]
 fn missing(operation: &'static str) -> FabricError {
     FabricError::OperationMissing { operation }

@@ -204,8 +204,8 @@ impl RegistrationPeer {
     }
 
     /// The `pick`-th key, counted from 0 and modulo their number, that no populated region has:
-    /// below the lowest of theirs for 0, above the highest for `populated()`, between two otherwise.
-    /// Two threads must not have the same one in use at once.
+    /// below the lowest of theirs for 0, above the highest for `populated()`, between two
+    /// otherwise. Two threads must not have the same one in use at once.
     ///
     /// With many regions alive the cost depends on the choice: one key over and over keeps its
     /// branch of the tree in the processor's cache, picks all over the range do not.

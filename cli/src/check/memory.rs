@@ -64,7 +64,8 @@ impl Memory {
         }
     }
 
-    /// The sort within the iface: `heap`, `mmap`, `borrowed`, `memfd`, `huge-pages`, or the allocation kind.
+    /// The sort within the iface: `heap`, `mmap`, `borrowed`, `memfd`, `huge-pages`, or the
+    /// allocation kind.
     #[must_use]
     pub fn sort(&self) -> &'static str {
         match self {
@@ -117,8 +118,8 @@ pub(crate) fn heap(len: u64) -> Result<Vec<u8>> {
 #[derive(Debug)]
 pub(super) struct FileBuffer(pub(super) MemFd);
 
-// SAFETY: the file stays mapped where it is until it is dropped, sealed against shrinking, and `MemFd` makes no
-// reference into the mapping.
+// SAFETY: the file stays mapped where it is until it is dropped, sealed against shrinking, and
+// `MemFd` makes no reference into the mapping.
 #[allow(unsafe_code, reason = "the trait states what a buffer promises")]
 unsafe impl OwnedBuffer for FileBuffer {
     type Parts = MemFd;
@@ -176,7 +177,8 @@ impl Drop for HugeBuffer {
     }
 }
 
-// SAFETY: the pages stay mapped where they are until they are freed on drop, and no reference into them is made.
+// SAFETY: the pages stay mapped where they are until they are freed on drop, and no reference into
+// them is made.
 #[allow(unsafe_code, reason = "the trait states what a buffer promises")]
 unsafe impl OwnedBuffer for HugeBuffer {
     type Parts = Self;
@@ -193,11 +195,18 @@ unsafe impl OwnedBuffer for HugeBuffer {
         parts.allocation.range
     }
 
+    #[allow(unsafe_code, reason = "a copy by address")]
     fn read(parts: &Self, offset: u64, into: &mut [u8]) -> Result<()> {
-        parts.system.read(parts.part(offset, into.len())?, into)
+        let from = parts.part(offset, into.len())?;
+        // SAFETY: `parts` frees the pages when it is dropped, which the borrow excludes.
+        unsafe { parts.system.read(from, into) }
     }
 
+    #[allow(unsafe_code, reason = "a copy by address")]
     fn write(parts: &Self, offset: u64, from: &[u8]) -> Result<()> {
-        parts.system.write(parts.part(offset, from.len())?, from)
+        let to = parts.part(offset, from.len())?;
+        // SAFETY: `parts` frees the pages when it is dropped, which the borrow excludes, and makes
+        // no reference into them.
+        unsafe { parts.system.write(to, from) }
     }
 }

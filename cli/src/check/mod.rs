@@ -1,7 +1,7 @@
 //! `hmem check`: registers memory of every kind with every NIC, moves bytes, and compares them.
 //!
-//! `plan` lists what there is to check, `run` checks one combination, `stale` tortures the registration cache, `report` says
-//! what came of it.
+//! `plan` lists what there is to check, `run` checks one combination, `stale` tortures the
+//! registration cache, `report` says what came of it.
 
 mod link;
 mod memory;
@@ -79,8 +79,9 @@ impl Selection {
     /// What the command line asks for.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for an iface or provider that this machine does not know, naming those that
-    /// it does; [`ErrorKind::OutOfResources`] for more bytes than its memory allows.
+    /// [`ErrorKind::InvalidArgument`] for an iface or provider that this machine does not know,
+    /// naming those that it does; [`ErrorKind::OutOfResources`] for more bytes than its memory
+    /// allows.
     pub fn new(args: &CheckArgs, machine: &Machine) -> Result<Self> {
         if let Some(name) = args.iface.as_deref().filter(|name| !machine.knows_iface(name)) {
             return Err(unknown("check --iface", name, &machine.iface_names()));
@@ -111,7 +112,8 @@ impl Selection {
 /// Copies of the bytes that one combination keeps, all together.
 const COPIES: u64 = 6;
 
-/// Refuses what would drive the machine out of memory. Where the system does not say what it has, all is allowed.
+/// Refuses what would drive the machine out of memory. Where the system does not say what it has,
+/// all is allowed.
 fn enough_memory_for(bytes: u64) -> Result<()> {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
@@ -134,8 +136,8 @@ pub(crate) fn unknown(option: &'static str, name: &str, known: &[String]) -> Err
         .remedy(format!("known here: {}", known.join(", ")))
 }
 
-/// Checks everything selected; `progress` is told before each combination how many are done, of how many, and
-/// which is next.
+/// Checks everything selected; `progress` is told before each combination how many are done, of how
+/// many, and which is next.
 #[must_use]
 pub fn check(
     machine: &Machine,

@@ -65,7 +65,8 @@ impl Pages {
             })?,
             _ => {
                 let elsewhere = map(ptr::null_mut(), OWN)?;
-                // SAFETY: as above, for both; the pages at `elsewhere` are replaced and then given back.
+                // SAFETY: as above, for both; the pages at `elsewhere` are replaced and then given
+                // back.
                 let moved = unsafe {
                     let how = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
                     libc::mremap(self.at, LEN as usize, LEN as usize, how, elsewhere)
@@ -93,7 +94,8 @@ impl Pages {
 
 /// Maps pages. With MAP_FIXED, the caller owns what is there.
 fn map(at: *mut libc::c_void, flags: i32) -> Result<*mut libc::c_void> {
-    // SAFETY: new pages, where the kernel likes or where the caller says that nothing of others is replaced.
+    // SAFETY: new pages, where the kernel likes or where the caller says that nothing of others is
+    // replaced.
     let mapped = unsafe { libc::mmap(at, LEN as usize, RW, flags, -1, 0) };
     if mapped == libc::MAP_FAILED {
         return Err(refused("mmap", &io::Error::last_os_error()));

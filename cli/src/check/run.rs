@@ -107,7 +107,8 @@ fn attempt(
     let ended = match machine.open(case.nic, case.way.policy()) {
         Ok(domain) => {
             let ended = on_domain(case, selection, &domain, &mut shown, report);
-            // What failed half-way has dropped its regions by now: the domain must be empty either way.
+            // What failed half-way has dropped its regions by now: the domain must be empty either
+            // way.
             let closed = closed(domain);
             ended.and(closed)
         }
@@ -141,7 +142,8 @@ fn on_domain(
         };
         match trial.allocate_and_run() {
             Ok(()) => shown.sizes.push(extent.len),
-            // A limit on locked memory bounds how much a NIC that pins can take, not whether it works.
+            // A limit on locked memory bounds how much a NIC that pins can take, not whether it
+            // works.
             Err(Ended::Cannot(why)) if why.kind() == ErrorKind::OutOfResources => {
                 if shown.sizes.is_empty() {
                     return Err(why.into());
@@ -306,7 +308,8 @@ impl Trial<'_> {
         same(expected, &found, how)
     }
 
-    /// Adds to an aligned word of the target; on a staged path that must be refused, and change nothing.
+    /// Adds to an aligned word of the target; on a staged path that must be refused, and change
+    /// nothing.
     fn fetch_add(
         &mut self,
         target: &impl Registration,
@@ -336,7 +339,8 @@ impl Trial<'_> {
                 self.shown.atomic = Atomic::Verified;
             }
             Err(error) if error.kind() == ErrorKind::Unsupported => {
-                // The software NIC resolves peer memory by the iface's copies, so it has no atomics there either.
+                // The software NIC resolves peer memory by the iface's copies, so it has no atomics
+                // there either.
                 let copies = matches!(self.case.way.path(), Path::Staged | Path::PeerMemory);
                 let may_refuse = copies || !self.case.nic.software;
                 if !may_refuse {

@@ -1,8 +1,9 @@
-//! Stale registrations: memory goes, other memory comes to its address, and the registration cache must not hand out the
-//! old one.
+//! Stale registrations: memory goes, other memory comes to its address, and the registration cache
+//! must not hand out the old one.
 //!
-//! A NIC keeps the pages that it registered, whatever becomes of the addresses. The loopback's pinned mode does as well, so
-//! that a registration which outlived its memory moves bytes of memory that is not there any more.
+//! A NIC keeps the pages that it registered, whatever becomes of the addresses. The loopback's
+//! pinned mode does as well, so that a registration which outlived its memory moves bytes of memory
+//! that is not there any more.
 
 use std::sync::Arc;
 
@@ -123,7 +124,8 @@ impl HostMonitor {
     }
 }
 
-/// The application's side of an imported monitor: the check knows what it frees, and needs not be told what to watch.
+/// The application's side of an imported monitor: the check knows what it frees, and needs not be
+/// told what to watch.
 #[derive(Debug)]
 struct Told;
 
@@ -254,7 +256,11 @@ impl Case<'_> {
                 let (monitor, told) = kind.start()?;
                 let hmem = host(Hmem::builder()).imported_cache_monitor(monitor).build()?;
                 let place = Box::new(Pages::map(told)?);
-                Ok(Prepared { monitor: kind.name().to_owned(), hmem: Whose::Own(hmem), place })
+                Ok(Prepared {
+                    monitor: kind.name().to_owned(),
+                    hmem: Whose::Own(Box::new(hmem)),
+                    place,
+                })
             }
             Memory::Device(iface) => {
                 let monitor = iface.monitor()?.name().to_owned();
@@ -270,7 +276,7 @@ impl Case<'_> {
                 let hmem = Hmem::builder().without_vendor_ifaces().ifaces(iface.name());
                 let hmem = hmem.shared_iface(Arc::clone(&iface)).build()?;
                 let place = Box::new(OnDevice::allocate(&iface)?);
-                Ok(Prepared { monitor, hmem: Whose::Own(hmem), place })
+                Ok(Prepared { monitor, hmem: Whose::Own(Box::new(hmem)), place })
             }
         }
     }
@@ -315,7 +321,7 @@ impl Tally {
 
 enum Whose<'a> {
     Machine(&'a Machine),
-    Own(Hmem),
+    Own(Box<Hmem>),
 }
 
 struct Prepared<'a> {
@@ -364,7 +370,8 @@ struct Round<'a> {
 }
 
 impl Round<'_> {
-    /// Gives the memory new bytes, has a peer read or write it through the cache, and takes the memory away.
+    /// Gives the memory new bytes, has a peer read or write it through the cache, and takes the
+    /// memory away.
     fn run(&mut self, number: u64, tally: &mut Tally) -> Result<()> {
         let (mut before, mut after) = ([0; MOVED as usize], [0; MOVED as usize]);
         pattern::fill(&mut before, number << 16);
@@ -373,11 +380,15 @@ impl Round<'_> {
         self.place.write(&before)?;
         let cache = self.domain.cache()?;
         {
-            // SAFETY: the place is plain addresses into which there are no references, and nothing is done with it
-            // while a transfer runs. What is cached when it goes is what the check is about: the NIC keeps the pages.
+            // SAFETY: the place is plain addresses into which there are no references, and nothing
+            // is done with it while a transfer runs. What is cached when it goes is
+            // what the check is about: the NIC keeps the pages.
             #[allow(unsafe_code, reason = "the region is of memory that the place owns")]
             let region = unsafe { cache.get(range, Access::REMOTE_READ | Access::REMOTE_WRITE)? };
-            if let Some(Uncached::Unwatched(why)) = region.lease().uncached() {
+            // Busy: a change of the round before may not be over yet, as far as the monitor knows.
+            if let Some(Uncached::Unwatched(why)) = region.lease().uncached()
+                && !why.is_busy()
+            {
                 return Err(why.clone());
             }
             let key = region.key()?;

@@ -38,8 +38,8 @@ impl<B: OwnedBuffer> Registration for Registered<B> {
     }
 }
 
-/// Memory registered by its address alone, as `fi_mr_reg` and `ibv_reg_mr` do: the NIC must cope with pages that
-/// nobody keeps for it.
+/// Memory registered by its address alone, as `fi_mr_reg` and `ibv_reg_mr` do: the NIC must cope
+/// with pages that nobody keeps for it.
 #[derive(Debug)]
 pub(super) struct Borrowed {
     /// Before the buffer, so that it is dropped first.
@@ -55,8 +55,8 @@ impl Borrowed {
     ) -> Result<Self, Rejected<DeviceBuffer>> {
         let ranges = [buffer.allocation().range];
         let attr = MrAttr { ranges: &ranges, ..*attr };
-        // SAFETY: the buffer is plain addresses to which no reference exists, and it is freed after the region is
-        // closed or dropped: `close` and the order of the fields see to that.
+        // SAFETY: the buffer is plain addresses to which no reference exists, and it is freed after
+        // the region is closed or dropped: `close` and the order of the fields see to that.
         #[allow(unsafe_code, reason = "the region borrows what this value owns")]
         match unsafe { domain.regattr(&attr, MrFlags::empty()) } {
             Ok(region) => Ok(Self { region, buffer }),

@@ -29,8 +29,8 @@ struct Pair<'a> {
 /// Explains every pair that was asked for.
 ///
 /// # Errors
-/// [`ErrorKind::InvalidArgument`] for an iface, device or NIC that this machine does not know, naming those that it
-/// does.
+/// [`ErrorKind::InvalidArgument`] for an iface, device or NIC that this machine does not know,
+/// naming those that it does.
 pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report> {
     if let Some(name) = args.iface.as_deref().filter(|name| !machine.knows_iface(name)) {
         return Err(unknown("explain --iface", name, &machine.iface_names()));

@@ -86,7 +86,7 @@ pub struct CacheMonitorEntry {
     /// Why that one.
     pub why: String,
     /// What it does not notice.
-    pub limits: &'static str,
+    pub limits: String,
     /// What was tried, in order.
     pub tried: Vec<TriedMonitor>,
 }
@@ -211,7 +211,8 @@ pub struct P2pEntry {
     pub trace: Vec<Attempt>,
 }
 
-/// Looks at the machine: starts nothing that is not started, registers a page for each pair of device and NIC.
+/// Looks at the machine: starts nothing that is not started, registers a page for each pair of
+/// device and NIC.
 #[must_use]
 pub fn inventory(machine: &Machine) -> Inventory {
     let mut absent: Vec<_> = machine.absent.iter().map(Skipped::from).collect();
@@ -279,7 +280,7 @@ fn cache_monitor(machine: &Machine) -> CacheMonitorEntry {
         requested: choice.requested.name(),
         name: choice.name,
         why: choice.why.clone(),
-        limits: choice.limits,
+        limits: choice.limits.clone(),
         tried: tried.collect(),
     }
 }

@@ -76,7 +76,7 @@ fn cache_monitor(out: &mut dyn Write, monitor: &CacheMonitorEntry, style: Style)
     style.heading(out, "Cache monitor of host memory")?;
     let asked = if monitor.requested == monitor.name { "" } else { ", picked" };
     style.item(out, &format!("{}{asked}:", monitor.name), &monitor.why)?;
-    style.item(out, "limits:", monitor.limits)?;
+    style.item(out, "limits:", &monitor.limits)?;
     for tried in &monitor.tried {
         let verdict = match (&tried.refused, &tried.remedy) {
             (None, _) => "passed its test".to_owned(),

@@ -160,7 +160,8 @@ impl Client<'_> {
         Ok(row)
     }
 
-    /// One run of transfers, from preparing the memory to verifying it; how many there were, and how long they took.
+    /// One run of transfers, from preparing the memory to verifying it; how many there were, and
+    /// how long they took.
     fn run(
         &mut self,
         size: u64,

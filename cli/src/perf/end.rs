@@ -138,8 +138,8 @@ impl End {
     }
 }
 
-/// What a side does that has nothing to do: first it tries again, then it lets others run, and now and then it looks
-/// whether the other side is still there.
+/// What a side does that has nothing to do: first it tries again, then it lets others run, and now
+/// and then it looks whether the other side is still there.
 #[derive(Debug)]
 pub(super) struct Idle {
     turns: u32,

@@ -4,7 +4,8 @@ use hmem::{Error, ErrorKind, Result};
 
 use crate::{args::PerfOp, check::pattern};
 
-/// Bytes that the slots of small transfers take together: they should stay in caches, as an application's would.
+/// Bytes that the slots of small transfers take together: they should stay in caches, as an
+/// application's would.
 const BUDGET: u64 = 4 << 20;
 const PAGE: u64 = 4096;
 const LINE: u64 = 64;
@@ -25,7 +26,8 @@ pub(super) struct Layout {
 impl Layout {
     /// For transfers of `size` bytes, none of which is longer than `largest`.
     pub(super) fn new(op: PerfOp, size: u64, largest: u64, depth: u32) -> Self {
-        // Receives are posted before it is known how long the message will be: their slots fit every message.
+        // Receives are posted before it is known how long the message will be: their slots fit
+        // every message.
         let room = if op == PerfOp::Send { largest } else { size };
         let stride = room.next_multiple_of(if room < PAGE { LINE } else { PAGE });
         Self { size, slots: (BUDGET / stride).clamp(1, u64::from(depth)), stride }
@@ -46,8 +48,8 @@ impl Layout {
         transfers / self.slots + u64::from(slot < transfers % self.slots)
     }
 
-    /// Fills the slots that `transfers` reach with the pattern of `seed`, the first of them going to slot `first`, and
-    /// everything else with a background.
+    /// Fills the slots that `transfers` reach with the pattern of `seed`, the first of them going
+    /// to slot `first`, and everything else with a background.
     pub(super) fn fill(self, into: &mut [u8], seed: u64, transfers: u64, first: u64) {
         pattern::fill(into, !seed);
         for number in 0..transfers.min(self.slots) {
@@ -56,7 +58,8 @@ impl Layout {
         }
     }
 
-    /// Fills the slots with the words that `transfers` fetch-adds brought back, and everything else with a background.
+    /// Fills the slots with the words that `transfers` fetch-adds brought back, and everything else
+    /// with a background.
     pub(super) fn fill_fetched(self, into: &mut [u8], seed: u64, transfers: u64) {
         pattern::fill(into, !seed);
         for slot in 0..transfers.min(self.slots) {

@@ -1,7 +1,7 @@
 //! `hmem perf`: moves verified bytes between two hosts, and measures how fast.
 //!
-//! `wire` is what the sides say over TCP, `layout` is which bytes belong where, `end` is the memory and endpoint of a
-//! side, `client` and `server` are the sides, `report` is what both print.
+//! `wire` is what the sides say over TCP, `layout` is which bytes belong where, `end` is the memory
+//! and endpoint of a side, `client` and `server` are the sides, `report` is what both print.
 
 mod client;
 mod end;
@@ -14,6 +14,7 @@ use std::{
     hash::{BuildHasher, Hasher, RandomState},
     io,
     net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
+    sync::{Arc, mpsc},
     thread,
     time::Duration,
 };
@@ -25,6 +26,7 @@ use self::{
     client::{Amount, Wish},
     end::Place,
     layout::{Layout, WORD},
+    server::Client,
     wire::Request,
 };
 use crate::{
@@ -34,6 +36,9 @@ use crate::{
 };
 
 const CONNECT: Duration = Duration::from_secs(10);
+
+/// Number of clients whose requests a persistent server awaits at once.
+const ACCEPTORS: usize = 64;
 
 impl Request {
     fn largest(&self) -> u64 {
@@ -48,8 +53,8 @@ impl Request {
 /// Runs one side, or both, and prints what came of it.
 ///
 /// # Errors
-/// [`Failure::Usage`] for a NIC, iface or device that is not here; [`Failure::Measurement`] for what went wrong with the
-/// other side; [`Failure::Output`] for a report that cannot be printed.
+/// [`Failure::Usage`] for a NIC, iface or device that is not here; [`Failure::Measurement`] for
+/// what went wrong with the other side; [`Failure::Output`] for a report that cannot be printed.
 pub fn run(
     machine: &Machine,
     args: &PerfArgs,
@@ -59,7 +64,7 @@ pub fn run(
     if args.server {
         let listener =
             listen(SocketAddr::new(args.bind, args.port)).map_err(Failure::Measurement)?;
-        return serve(&place, &listener, args.persistent, &mut print);
+        return serve(&place, listener, args.persistent, &mut print);
     }
     let wish = wish(args)?;
     let report = match &args.host {
@@ -72,24 +77,45 @@ pub fn run(
 
 fn serve(
     place: &Place<'_>,
-    listener: &TcpListener,
+    listener: TcpListener,
     persistent: bool,
     print: &mut dyn FnMut(&Report) -> io::Result<()>,
 ) -> Result<(), Failure> {
-    loop {
-        let served = listener
-            .accept()
-            .map_err(|error| Error::os(Errno::of(&error), "accept"))
-            .and_then(|(stream, address)| server::serve(place, stream, address));
-        match served {
+    if !persistent {
+        let client = accept(&listener).map_err(Failure::Measurement)?;
+        return Ok(print(&client.serve(place).map_err(Failure::Measurement)?)?);
+    }
+    for client in accepted(listener).map_err(Failure::Measurement)? {
+        match client.and_then(|client| client.serve(place)) {
             Ok(report) => print(&report)?,
-            Err(error) if persistent => eprintln!("error: {error}"),
-            Err(error) => return Err(Failure::Measurement(error)),
-        }
-        if !persistent {
-            return Ok(());
+            Err(error) => eprintln!("error: {error}"),
         }
     }
+    Ok(())
+}
+
+/// Waits for the next connection and its request.
+fn accept(listener: &TcpListener) -> Result<Client> {
+    let accepted = listener.accept().map_err(|error| Error::os(Errno::of(&error), "accept"));
+    accepted.and_then(|(stream, address)| Client::accept(stream, address))
+}
+
+/// Returns the clients that connect, without end, each once its request has arrived.
+///
+/// [`ACCEPTORS`] threads accept them, so that a client which says nothing holds up no other. The
+/// threads end when the iterator is dropped, each at its next connection.
+fn accepted(listener: TcpListener) -> Result<mpsc::IntoIter<Result<Client>>> {
+    let listener = Arc::new(listener);
+    // Without room: a thread whose client waits for its turn accepts no other meanwhile.
+    let (sender, clients) = mpsc::sync_channel(0);
+    for _ in 0..ACCEPTORS {
+        let (listener, sender) = (Arc::clone(&listener), sender.clone());
+        thread::Builder::new()
+            .name("hmem-perf-accept".into())
+            .spawn(move || while sender.send(accept(&listener)).is_ok() {})
+            .map_err(|error| Error::os(Errno::of(&error), "start a thread"))?;
+    }
+    Ok(clients.into_iter())
 }
 
 /// Client and server in this process, which talk over TCP all the same.
@@ -109,7 +135,7 @@ fn both(place: &Place<'_>, wish: &Wish) -> Result<Report> {
     thread::scope(|scope| {
         let server = thread::Builder::new()
             .name("hmem-perf-server".into())
-            .spawn_scoped(scope, || server::serve(place, far, far_address))
+            .spawn_scoped(scope, || Client::accept(far, far_address)?.serve(place))
             .map_err(os("start a thread"))?;
         let report = client::measure(place, wish, near, address);
         let served =
@@ -245,4 +271,67 @@ fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a Fabric> {
 
 fn one_of(names: &[String]) -> String {
     format!("use one of {}", names.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+    use crate::args::Measure;
+
+    fn place(machine: &Machine) -> Place<'_> {
+        let hardware = |nic: &&Fabric| nic.software && nic.attr.nic.name == "hardware";
+        Place {
+            hmem: &machine.hmem,
+            nic: machine.nics.iter().find(hardware).expect("the software NIC"),
+            iface: machine.hmem.registry().iter().next().expect("an iface"),
+            device: DeviceId(0),
+        }
+    }
+
+    /// Several clients say nothing, and the server still waits for each when another was served.
+    #[test]
+    fn silent_clients_hold_up_no_other() {
+        // A failed test leaves the server waiting for clients.
+        let machine = Box::leak(Box::new(Machine::find().expect("the software NIC at least")));
+        let place = place(machine);
+        let wish = Wish {
+            op: PerfOp::Write,
+            sizes: vec![8],
+            depth: 1,
+            measure: Measure::Bandwidth,
+            amount: Amount::Transfers(10),
+            seed: 1,
+        };
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("its address");
+        let mut silent: Vec<_> =
+            (0..8).map(|_| TcpStream::connect(address).expect("it listens")).collect();
+
+        let (sender, reports) = mpsc::channel();
+        let server = thread::spawn(move || {
+            // The first report cannot be printed, which ends the server.
+            serve(&place, listener, true, &mut |report| {
+                sender.send(report.role).expect("the test waits for it");
+                Err(io::ErrorKind::BrokenPipe.into())
+            })
+        });
+        let stream = TcpStream::connect(address).expect("it listens");
+        client::measure(&place, &wish, stream, address).expect("it is served");
+        assert_eq!(reports.recv(), Ok(Role::Server));
+        let ended = server.join().expect("no panic");
+        assert!(matches!(ended, Err(Failure::Output(_))), "{ended:?}");
+
+        for stream in &mut silent {
+            // The server has greeted it, and neither refused it nor hung up.
+            let mut greeting = [0; 12];
+            stream.read_exact(&mut greeting).expect("a greeting");
+            assert!(greeting.starts_with(b"hmemperf"));
+            stream.set_nonblocking(true).expect("a socket");
+            let more = stream.read(&mut [0]);
+            let waits = |error: &io::Error| error.kind() == io::ErrorKind::WouldBlock;
+            assert!(more.as_ref().is_err_and(waits), "{more:?}");
+        }
+    }
 }

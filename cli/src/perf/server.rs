@@ -16,27 +16,50 @@ use crate::{
 };
 
 const MOST_DEPTH: u32 = 4096;
-/// Receives posted beyond what the client may have outstanding, so that it does not wait for a new one.
+/// Receives posted beyond what the client may have outstanding, so that it does not wait for a new
+/// one.
 const SPARE_RECEIVES: u32 = 256;
 
-/// Serves one client.
-pub(super) fn serve(place: &Place<'_>, stream: TcpStream, address: SocketAddr) -> Result<Report> {
-    let mut peer = Peer::greet(stream, address)?;
-    match converse(place, &mut peer) {
-        Ok(report) => Ok(report),
-        Err(error) => {
-            peer.give_up(&error);
-            Err(error)
+/// A client that has sent a valid request and waits for the answer.
+#[derive(Debug)]
+pub(super) struct Client {
+    peer: Peer,
+    request: Request,
+}
+
+impl Client {
+    /// Exchanges greetings and reads the client's request.
+    pub(super) fn accept(stream: TcpStream, address: SocketAddr) -> Result<Self> {
+        let mut peer = Peer::greet(stream, address)?;
+        match receive_request(&mut peer) {
+            Ok(request) => Ok(Self { peer, request }),
+            Err(error) => {
+                peer.give_up(&error);
+                Err(error)
+            }
         }
+    }
+
+    /// Measures with this client until it sends its results.
+    pub(super) fn serve(mut self, place: &Place<'_>) -> Result<Report> {
+        let served = converse(place, &mut self.peer, self.request);
+        if let Err(error) = &served {
+            self.peer.give_up(error);
+        }
+        served
     }
 }
 
-fn converse(place: &Place<'_>, peer: &mut Peer) -> Result<Report> {
-    let request = match peer.receive("request", HANDSHAKE)? {
-        Message::Request(request) => request,
-        other => return Err(peer.out_of_turn("request", &other)),
-    };
-    let room = check(&request, peer)?;
+fn receive_request(peer: &mut Peer) -> Result<Request> {
+    match peer.receive("request", HANDSHAKE)? {
+        Message::Request(request) => check(&request, peer).map(|()| request),
+        other => Err(peer.out_of_turn("request", &other)),
+    }
+}
+
+fn converse(place: &Place<'_>, peer: &mut Peer, request: Request) -> Result<Report> {
+    let rooms = request.sizes.iter().map(|size| request.layout(*size).room());
+    let room = rooms.max().unwrap_or_default();
     let receives = request.depth + SPARE_RECEIVES;
     let depth = if request.op == PerfOp::Send { receives } else { request.depth };
     let end = End::open(place, Role::Server, request.op, room, depth as usize)?;
@@ -67,8 +90,8 @@ fn converse(place: &Place<'_>, peer: &mut Peer) -> Result<Report> {
     Ok(Report::new(super::report::Role::Server, peer.address(), &request, local, theirs, results))
 }
 
-/// Refuses what no client of this protocol asks for; gives the bytes of memory that the request needs.
-fn check(request: &Request, peer: &Peer) -> Result<u64> {
+/// Refuses a request that no client of this protocol sends.
+fn check(request: &Request, peer: &Peer) -> Result<()> {
     let refuse = |what: &'static str, value: u64| {
         Err(peer
             .malformed("request")
@@ -85,7 +108,7 @@ fn check(request: &Request, peer: &Peer) -> Result<u64> {
     if let Some(size) = request.sizes.iter().find(|size| !possible.contains(size)) {
         return refuse("size", *size);
     }
-    Ok(request.sizes.iter().map(|size| request.layout(*size).room()).max().unwrap_or_default())
+    Ok(())
 }
 
 struct Server<'a> {

@@ -1,8 +1,9 @@
 //! What both sides say to each other over TCP.
 //!
-//! A connection opens with a greeting in each direction: `hmemperf` and the protocol's version, 4 bytes, big endian. Then
-//! come messages: their length, 4 bytes, big endian, and as many bytes of JSON. Whatever a peer sends, no more than
-//! [`LIMIT`] bytes are kept of it, and every read ends after a time.
+//! A connection opens with a greeting in each direction: `hmemperf` and the protocol's version, 4
+//! bytes, big endian. Then come messages: their length, 4 bytes, big endian, and as many bytes of
+//! JSON. Whatever a peer sends, no more than [`LIMIT`] bytes are kept of it, and every read ends
+//! after a time.
 
 use std::{
     io::{self, Read, Write},
@@ -215,7 +216,8 @@ impl Peer {
 
     /// Tells the other side why this one gives up, and hangs up.
     pub(super) fn give_up(mut self, error: &Error) {
-        // A connection closed with bytes unread is reset, and what was sent last is lost: so read on for a moment.
+        // A connection closed with bytes unread is reset, and what was sent last is lost: so read
+        // on for a moment.
         let told = self.send(&Message::Failed { why: error.to_string() }).is_ok();
         if told && self.stream.shutdown(Shutdown::Write).is_ok() {
             let until = Instant::now() + Duration::from_millis(300);

@@ -30,7 +30,8 @@ use crate::{
 /// Reads the topology and prints, draws or records it.
 ///
 /// # Errors
-/// [`Failure::Topology`] for a tree that cannot be read and a file that cannot be written; [`Failure::Output`].
+/// [`Failure::Topology`] for a tree that cannot be read and a file that cannot be written;
+/// [`Failure::Output`].
 pub fn run(args: &TopoArgs, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
     let topology = match &args.from {
         Some(path) => Topology::open(path),

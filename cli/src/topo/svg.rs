@@ -1,4 +1,5 @@
-//! The picture: devices above, NICs below, a line for each pair in the colour of its distance, and the same as a table.
+//! The picture: devices above, NICs below, a line for each pair in the colour of its distance, and
+//! the same as a table.
 
 use std::fmt::Write;
 
@@ -19,8 +20,8 @@ const CELL: (usize, usize) = (66, 24);
 const HEADS: usize = 104;
 const NARROWEST: usize = 760;
 
-/// A colour that is told from the others in every common form of colour blindness too, the width of its line, and
-/// black or white for what is written on it.
+/// A colour that is told from the others in every common form of colour blindness too, the width of
+/// its line, and black or white for what is written on it.
 const fn look(distance: Distance) -> (&'static str, &'static str, &'static str) {
     match distance {
         Distance::Same => ("#444444", "1", "#ffffff"),

@@ -20,7 +20,8 @@ struct Tree<'a> {
     below: BTreeMap<BusId, Vec<&'a PciDevice>>,
 }
 
-/// Prints the tree. Without `all`, what is neither accelerator, network controller, nor above one, is counted only.
+/// Prints the tree. Without `all`, what is neither accelerator, network controller, nor above one,
+/// is counted only.
 ///
 /// # Errors
 /// What the writer reported.

@@ -33,8 +33,11 @@ pub(crate) struct Faulty {
     pub(crate) fault: Fault,
 }
 
-#[allow(unsafe_code, reason = "the trait's own unsafe methods")]
-impl Iface for Faulty {
+// SAFETY: each answer is the simulated device's, which is an iface. No planted fault reaches other
+// memory: a bit of the copied bytes is flipped, an fd or an allocation leaks, or memory counts as
+// unchanged that is not.
+#[allow(unsafe_code, reason = "the trait and its unsafe methods")]
+unsafe impl Iface for Faulty {
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
         if self.fault == Fault::KeepsMemory {
             return Ok(());
@@ -50,7 +53,8 @@ impl Iface for Faulty {
         if self.fault == Fault::FlipsABit && self.simulated.query(last)?.is_some() {
             let mut byte = 0u8;
             let here = Address::of_ptr(&raw mut byte);
-            // SAFETY: `byte` is valid for its one byte, and `last` lies in the range that was just copied to.
+            // SAFETY: `byte` is valid for its one byte, and `last` lies in the range that was just
+            // copied to.
             unsafe { self.simulated.copy(here, last, 1)? };
             byte ^= 0x10;
             // SAFETY: as above.

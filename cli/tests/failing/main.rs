@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hmem::{
     Errno, Hmem, Iface,
-    p2p::loopback::{self, Loopback},
+    loopback::{self, Loopback},
     provider::Provider,
     system::{self, AddressReuse, DmaBufKind, P2pMatrix, SIMULATED, Simulated},
 };
@@ -127,7 +127,9 @@ fn what_a_combination_leaves_behind_is_caught() {
     }
 }
 
-/// DIAG-02: exit status 1, with the driver's own error in text and JSON.
+/// DIAG-02
+///
+/// Exit status 1, with the driver's own error in text and JSON.
 #[test]
 fn a_failing_copy_fails_the_command_and_names_the_call() {
     let _alone = alone();
@@ -156,7 +158,9 @@ fn a_failing_copy_fails_the_command_and_names_the_call() {
     }
 }
 
-/// DIAG-02, CACHE-02: exit status 1, with the stale bytes counted in text and JSON.
+/// DIAG-02, CACHE-02
+///
+/// Exit status 1, with the stale bytes counted in text and JSON.
 #[test]
 fn a_monitor_that_misses_what_it_watches_fails_the_command() {
     let _alone = alone();
@@ -232,7 +236,9 @@ fn a_nic_that_loses_a_transfer_or_a_registration_is_caught() {
     }
 }
 
-/// DIAG-02: software has no excuse for refusing what it says it can.
+/// DIAG-02
+///
+/// Software has no excuse for refusing what it says it can.
 #[test]
 fn a_device_that_does_not_export_what_it_promised_fails() {
     let _alone = alone();
@@ -244,7 +250,9 @@ fn a_device_that_does_not_export_what_it_promised_fails() {
     assert!(row(&report, "device", "staged").verified);
 }
 
-/// P2P-01: what the device says it lacks is skipped, with the reason.
+/// P2P-01
+///
+/// A path that the device lacks is skipped, with the reason.
 #[test]
 fn a_device_without_export_is_skipped_directly_and_checked_staged() {
     let _alone = alone();
@@ -259,7 +267,9 @@ fn a_device_without_export_is_skipped_directly_and_checked_staged() {
     );
 }
 
-/// DIAG-02: no row is no success.
+/// DIAG-02
+///
+/// No row is no success.
 #[test]
 fn nothing_to_check_is_not_a_pass() {
     let _alone = alone();

@@ -1,5 +1,5 @@
-//! `hmem` as a process of its own, and what is expected of its output. `HMEM_PROGRAM` names another binary than the one
-//! built with the tests, for machines that have neither cargo nor its folders.
+//! `hmem` as a process of its own, and what is expected of its output. `HMEM_PROGRAM` names another
+//! binary than the one built with the tests, for machines that have neither cargo nor its folders.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::{
@@ -70,8 +70,8 @@ fn has(object: &Value, fields: &[&str]) {
     }
 }
 
-/// A client's document is as `docs/perf-schema.md` says, and its content was verified over these paths, this side's
-/// first.
+/// A client's document is as `docs/perf-schema.md` says, and its content was verified over these
+/// paths, this side's first.
 pub(crate) fn is_as_documented(document: &Value, paths: [&str; 2]) {
     has(
         document,

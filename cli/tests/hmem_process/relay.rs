@@ -1,4 +1,5 @@
-//! A relay between `hmem perf`'s two sides, that lets a test look at their messages and change them.
+//! A relay between `hmem perf`'s two sides, that lets a test look at their messages and change
+//! them.
 
 use std::{
     io::{self, Read, Write},
@@ -25,7 +26,8 @@ pub(crate) struct Relay {
 type Look = Box<dyn FnMut(From, &mut Value) + Send>;
 
 impl Relay {
-    /// Listens, and passes on what a client and the server at `port` say to each other; `look` sees each message first.
+    /// Listens, and passes on what a client and the server at `port` say to each other; `look` sees
+    /// each message first.
     pub(crate) fn to(port: u16, look: impl FnMut(From, &mut Value) + Send + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let own = listener.local_addr().expect("an address").port();

@@ -1,7 +1,7 @@
 //! Memory that keeps its type: what a late reader follows a stale index to is always a `T`.
 //!
-//! An arena reserves addresses for as many as it may ever hold and gives them memory as it grows, so that an index
-//! becomes a reference by one addition. Nothing is unmapped before the arena goes.
+//! An arena reserves addresses for as many as it may ever hold and gives them memory as it grows,
+//! so that an index becomes a reference by one addition. Nothing is unmapped before the arena goes.
 
 #[cfg(not(loom))]
 pub(super) use self::mapped::Arena;
@@ -45,8 +45,8 @@ mod mapped {
         usable: AtomicUsize,
     }
 
-    // SAFETY: the arena only hands out shared references; a `T` that is `Sync` may be shared, and nothing is dropped
-    // with it that would need `T: Send`.
+    // SAFETY: the arena only hands out shared references; a `T` that is `Sync` may be shared, and
+    // nothing is dropped with it that would need `T: Send`.
     unsafe impl<T: Sync> Sync for Arena<T> {}
     // SAFETY: as above.
     unsafe impl<T: Sync> Send for Arena<T> {}
@@ -79,7 +79,8 @@ mod mapped {
             self
         }
 
-        /// Gives memory to everything up to `index`; `false` if there is no more. Not from two threads at once.
+        /// Gives memory to everything up to `index`; `false` if there is no more. Not from two
+        /// threads at once.
         pub(in crate::cache) fn ensure(&self, index: u32) -> bool {
             let needed = (index as usize + 1) * size_of::<T>();
             let usable = self.usable.load(Ordering::Relaxed);
@@ -91,7 +92,8 @@ mod mapped {
             if wanted < needed {
                 return false;
             }
-            // SAFETY: the range lies in the mapping made by `reserve`, and pages only become accessible.
+            // SAFETY: the range lies in the mapping made by `reserve`, and pages only become
+            // accessible.
             let grown = unsafe {
                 mprotect(
                     self.base.as_ptr().cast(),
@@ -111,8 +113,9 @@ mod mapped {
             debug_assert!(
                 (index as usize + 1) * size_of::<T>() <= self.usable.load(Ordering::Relaxed)
             );
-            // SAFETY: indices are given out after `ensure` took them, so the memory is there, and it stays a `T` (zero
-            // bytes are one) until the arena goes, which the reference cannot outlive.
+            // SAFETY: indices are given out after `ensure` took them, so the memory is there, and
+            // it stays a `T` (zero bytes are one) until the arena goes, which the
+            // reference cannot outlive.
             unsafe { self.base.add(index as usize).as_ref() }
         }
 

@@ -1,4 +1,5 @@
-//! Lease blocks: where a thread says which entries it uses, on cache lines that only it writes while it looks up.
+//! Lease blocks: where a thread says which entries it uses, on cache lines that only it writes
+//! while it looks up.
 
 use super::{
     arena::{Arena, Zeroed},
@@ -12,7 +13,8 @@ const SLOTS: usize = 31;
 #[cfg(loom)]
 const SLOTS: usize = 2;
 
-/// Blocks that a cache can have: one for each thread that looks up at a time, more for those with many leases.
+/// Blocks that a cache can have: one for each thread that looks up at a time, more for those with
+/// many leases.
 #[cfg(not(loom))]
 const MAX_BLOCKS: usize = 1 << 16;
 #[cfg(loom)]
@@ -28,9 +30,11 @@ const NEAR: usize = 8;
 #[repr(C)]
 #[derive(Debug)]
 pub(super) struct Slot {
-    /// The index of an entry, or 0. Set by the block's owner and cleared by whoever drops the lease.
+    /// The index of an entry, or 0. Set by the block's owner and cleared by whoever drops the
+    /// lease.
     pub(super) entry: AtomicU32,
-    /// The entry that the last lookup with this slot found, which may be another's by now. The owner's.
+    /// The entry that the last lookup with this slot found, which may be another's by now. The
+    /// owner's.
     pub(super) last: AtomicU32,
     /// Leases of this slot that were hits. The owner's.
     hits: AtomicU64,
@@ -40,12 +44,13 @@ impl Slot {
     /// Whether it can be [leased](Slot::lease) in. Only for the owner.
     #[inline(always)]
     pub(super) fn is_free(&self) -> bool {
-        // Acquire, and Release when it is taken: whoever sees the next lease sees what was done with the one before, which may have
-        // ended on another thread.
+        // Acquire, and Release when it is taken: whoever sees the next lease sees what was done
+        // with the one before, which may have ended on another thread.
         self.entry.load(Ordering::Acquire) == 0
     }
 
-    /// Publishes a lease. Only for the owner, of a free slot or one that a lease of its own, not given out yet, is in.
+    /// Publishes a lease. Only for the owner, of a free slot or one that a lease of its own, not
+    /// given out yet, is in.
     #[inline(always)]
     pub(super) fn lease(&self, entry: u32) {
         self.entry.store(entry, Ordering::Release);
@@ -134,8 +139,8 @@ impl Blocks {
         })
     }
 
-    /// How many may look up. Under the cache's lock, where none is added; of those that left, whoever reads the slots after
-    /// this sees what they did with theirs.
+    /// How many may look up. Under the cache's lock, where none is added; of those that left,
+    /// whoever reads the slots after this sees what they did with theirs.
     pub(super) fn lookers(&self) -> u32 {
         self.lookers.load(Ordering::Acquire)
     }
@@ -152,7 +157,8 @@ impl Blocks {
             slots.iter().map(entry).filter(|entry| *entry != 0).for_each(&mut visit);
         };
         for block in self.each() {
-            // Most are free, which is seen for several at once. One that is taken meanwhile is what this cannot see anyhow.
+            // Most are free, which is seen for several at once. One that is taken meanwhile is what
+            // this cannot see anyhow.
             let (groups, rest) = block.slots.as_chunks::<AT_ONCE>();
             for slots in groups {
                 if slots.iter().fold(0, |any, slot| any | entry(slot)) != 0 {
@@ -171,8 +177,8 @@ impl Blocks {
             .sum()
     }
 
-    /// The first block of one more who looks up: the caller's alone until it [gives it back](Blocks::give_back).
-    /// `None` if there can be no more. Only under the cache's lock.
+    /// The first block of one more who looks up: the caller's alone until it [gives it
+    /// back](Blocks::give_back). `None` if there can be no more. Only under the cache's lock.
     pub(super) fn take_first(&self) -> Option<&Block> {
         let block = self.take()?;
         self.lookers.fetch_add(1, Ordering::Relaxed);
@@ -219,7 +225,8 @@ impl Blocks {
         block.first_slot()
     }
 
-    /// A free slot of the owner's, in another block if it must be; `None` if there can be no more blocks.
+    /// A free slot of the owner's, in another block if it must be; `None` if there can be no more
+    /// blocks.
     ///
     /// It looks where it found one last, and a few blocks on, before it takes another block.
     #[inline]

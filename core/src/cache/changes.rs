@@ -71,10 +71,11 @@ impl Place {
     }
 }
 
-/// A fixed number of ranges, published by claiming a place or by taking a bit; what finds neither counts as a change of everything.
+/// A fixed number of ranges, published by claiming a place or by taking a bit; what finds neither
+/// counts as a change of everything.
 ///
-/// A place that is claimed is let go by a store. To let go of a bit takes an exchange, which waits long where it comes after a
-/// system call: changes have bits only where others were before them.
+/// A place that is claimed is let go by a store. To let go of a bit takes an exchange, which waits
+/// long where it comes after a system call: changes have bits only where others were before them.
 #[derive(Debug)]
 pub(super) struct Changes {
     own: [Place; OWN],
@@ -93,12 +94,13 @@ impl Changes {
         }
     }
 
-    /// Publishes a range: with the exchange that takes the place, at first for all addresses. The caller then fences and looks
-    /// for entries.
+    /// Publishes a range: with the exchange that takes the place, at first for all addresses. The
+    /// caller then fences and looks for entries.
     #[inline]
     pub(super) fn begin(&self, start: u64, last: u64, cause: Cause) -> Change {
         let here = 0_u8;
-        // Threads look from different places on, by where their stacks are; a model must take the same place each time.
+        // Threads look from different places on, by where their stacks are; a model must take the
+        // same place each time.
         let stack = if cfg!(loom) { 0 } else { std::ptr::from_ref(&here).addr() >> 12 };
         let own = stack % OWN;
         if self.own[own].claim() {
@@ -154,8 +156,8 @@ impl Changes {
         }
     }
 
-    /// Why memory of this range changes, if a published range touches it. The caller has put its entry where changes
-    /// look, and fenced.
+    /// Why memory of this range changes, if a published range touches it. The caller has put its
+    /// entry where changes look, and fenced.
     #[inline]
     pub(super) fn touching(&self, start: u64, last: u64) -> Option<Cause> {
         let claimed = self.own.iter().fold(0, |any, own| any | own.claimed.load(Ordering::Acquire));
@@ -177,5 +179,44 @@ impl Changes {
         let taken = self.taken.load(Ordering::Acquire);
         let shared = self.shared.iter().enumerate().filter(|(at, _)| taken & 1 << at != 0);
         own.chain(shared.map(|(_, place)| place)).find_map(|place| place.touching(start, last))
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    /// CACHE-09
+    ///
+    /// A processor may show the exchange that claims a place before the stores of its range: in
+    /// between, the place must not stand for the range of the change before.
+    #[test]
+    fn a_place_that_is_claimed_again_stands_for_all_addresses_until_its_range_is_there() {
+        let changes = Changes::new();
+        let (start, last) = (0x1000, 0x1fff);
+        let mut begun = Vec::new();
+        for own in &changes.own {
+            assert!(own.claim());
+            own.say(start, last, Cause::Replace);
+        }
+        begun.extend((0..OWN).map(|own| Change((SHARED + own) as u32)));
+        // None of its own is left, so that these share.
+        begun.extend((0..SHARED).map(|_| changes.begin(start, last, Cause::Replace)));
+        assert_eq!(changes.touching(start, start), Some(Cause::Replace));
+        assert_eq!(changes.touching(last + 1, u64::MAX - 1), None);
+        begun.iter().for_each(|change| changes.end(change));
+        assert_eq!(changes.touching(0, u64::MAX), None);
+
+        for (number, own) in changes.own.iter().enumerate() {
+            assert!(own.claim());
+            assert!(changes.touching(last + 1, last + 1).is_some(), "own place {number}");
+            changes.end(&Change((SHARED + number) as u32));
+        }
+        for number in 0..SHARED {
+            changes.taken.store(1 << number, Ordering::SeqCst);
+            assert!(changes.touching(last + 1, last + 1).is_some(), "shared place {number}");
+            changes.end(&Change(number as u32));
+        }
+        assert_eq!(changes.touching(0, u64::MAX), None);
     }
 }

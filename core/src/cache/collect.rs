@@ -10,20 +10,18 @@ use super::{
     shared::{Retirees, Shared, Structure, Telling, Told},
     sync::Ordering,
 };
-use crate::{
-    AddressRange,
-    monitor::{Cause, Invalidator},
-};
+use crate::AddressRange;
 
-/// So many more dead entries than those that were leased lately a miss leaves where they are, if it takes a barrier to retire
-/// them.
+/// So many more dead entries than those that were leased lately a miss leaves where they are, if it
+/// takes a barrier to retire them.
 #[cfg(not(loom))]
 const CROWD: usize = 8;
 #[cfg(loom)]
 const CROWD: usize = 1;
 
 impl<S: Source> Shared<S> {
-    /// Takes up what the provider refused before, and what died; `false` if nothing of that waits for its last lease.
+    /// Takes up what the provider refused before, and what died; `false` if nothing of that waits
+    /// for its last lease.
     fn take_up(&self, structure: &mut Structure<S>, retired: &mut Retirees<S>) -> bool {
         self.drain_dead(structure);
         structure.retired += (structure.stuck.len() + structure.left.len()) as u64;
@@ -32,8 +30,9 @@ impl<S: Source> Shared<S> {
         !structure.dying.is_empty()
     }
 
-    /// Retires the dead for a miss, and leaves it to the worker to deregister them; unless it has much to do already. What is mapped
-    /// next is often where something was unmapped: the dead would be in the way of what is registered there.
+    /// Retires the dead for a miss, and leaves it to the worker to deregister them; unless it has
+    /// much to do already. What is mapped next is often where something was unmapped: the dead
+    /// would be in the way of what is registered there.
     #[inline]
     pub(super) fn tidy(&self, structure: &mut Structure<S>, retired: &mut Retirees<S>) {
         if structure.dying.len() > structure.leased_dead {
@@ -44,7 +43,8 @@ impl<S: Source> Shared<S> {
     #[cold]
     #[inline(never)]
     fn tidy_up(&self, structure: &mut Structure<S>, retired: &mut Retirees<S>) {
-        // As in `evict_for`: the caller is one of them, and it is asked before the look at the slots.
+        // As in `evict_for`: the caller is one of them, and it is asked before the look at the
+        // slots.
         let alone = self.blocks.lookers() == 1;
         let crowd = structure.dying.len() >= structure.leased_dead + CROWD;
         if !(alone || crowd && self.barrier()) {
@@ -73,8 +73,8 @@ impl<S: Source> Shared<S> {
         }
     }
 
-    /// Retires those of the dead that nobody uses any more and that were drained by then, before a barrier or where nobody else
-    /// may look up.
+    /// Retires those of the dead that nobody uses any more and that were drained by then, before a
+    /// barrier or where nobody else may look up.
     fn retire_dead(&self, structure: &mut Structure<S>, drained: u64, retired: &mut Retirees<S>) {
         self.scan(structure);
         let mut dying = std::mem::take(&mut structure.dying);
@@ -118,7 +118,8 @@ impl<S: Source> Shared<S> {
         self.flights.awaited();
     }
 
-    /// What the worker does when it is called. The barrier, a system call that interrupts every processor, holds up no miss.
+    /// What the worker does when it is called. The barrier, a system call that interrupts every
+    /// processor, holds up no miss.
     pub(super) fn collect_once(&self) {
         let mut retired = Retirees::new();
         let mut structure = self.structure.lock();
@@ -135,17 +136,24 @@ impl<S: Source> Shared<S> {
         self.deregister(&mut retired, &mut Telling::new());
     }
 
-    /// Marks everything dead that touches the range, and has `told` told once it is deregistered.
+    /// Marks the entries dead that have a byte of the range. Calls `told` once all of them are
+    /// deregistered.
     pub(super) fn invalidate_then(&self, range: AddressRange, told: Told) {
         let told = Arc::new(told);
-        let Some((first, last)) = radix::touched(range).filter(|_| !self.gate.is_forked()) else {
+        let Some(last) = range.len().checked_sub(1) else { return };
+        let (start, last) = (range.start().0, range.start().0 + last);
+        let Some((first_page, last_page)) = radix::touched(start, last) else { return };
+        if self.gate.is_forked() {
             return;
-        };
-        // Nothing is retired while the lock is held, so that each entry is found here, or was left to the worker or in flight before.
+        }
+        // Nothing is retired while the lock is held, so that each entry is found here, or was left
+        // to the worker or in flight before.
         let mut structure = self.structure.lock();
-        self.invalidate(range, Cause::Application);
-        self.radix.walk(first, last, &mut |index| {
-            if self.entries.at(index).state.load(Ordering::Acquire) & state::DEAD != 0 {
+        self.invalidate_bytes(range);
+        self.radix.walk(first_page, last_page, &mut |index| {
+            let entry = self.entries.at(index);
+            let dead = entry.state.load(Ordering::Acquire) & state::DEAD != 0;
+            if dead && entry.overlaps(start, last) {
                 let waiting = structure.told.entry(index).or_default();
                 if !waiting.iter().any(|other| Arc::ptr_eq(other, &told)) {
                     waiting.push(Arc::clone(&told));

@@ -12,13 +12,15 @@ const PAGE: u64 = 4096;
 
 /// Bits of the state word; above them counts the generation, one for each use of the entry.
 ///
-/// No bit but CHECKED, WAITED and UNUSED: live, so that a lookup asks one question. `IMPLEMENTATION.md` has the picture.
+/// No bit but CHECKED, WAITED and UNUSED: live, so that a lookup asks one question.
+/// `IMPLEMENTATION.md` has the picture.
 pub(super) mod state {
     /// Nobody's, or about to be.
     pub(in crate::cache) const FREE: u32 = 1;
     /// The provider is asked.
     pub(in crate::cache) const REGISTERING: u32 = 2;
-    /// The memory changed: never a hit again. Set once in a generation, by whoever then pushes it on the dead stack.
+    /// The memory changed: never a hit again. Set once in a generation, by whoever then pushes it
+    /// on the dead stack.
     pub(in crate::cache) const DEAD: u32 = 4;
     /// About to be evicted, unless somebody holds a lease.
     pub(in crate::cache) const EVICTING: u32 = 8;
@@ -79,8 +81,8 @@ pub(super) struct Entry<S: Source> {
     pub(super) allocation: AtomicU64,
     /// The next one on the dead stack.
     pub(super) next_dead: AtomicU32,
-    /// The number of the last scan that found a lease of it; numbers come round, and one that is met again keeps an entry
-    /// from one eviction. Under the cache's lock.
+    /// The number of the last scan that found a lease of it; numbers come round, and one that is
+    /// met again keeps an entry from one eviction. Under the cache's lock.
     pub(super) leased_at: AtomicU32,
     region: UnsafeCell<MaybeUninit<S::Region>>,
     watch: UnsafeCell<MaybeUninit<S::Watch>>,
@@ -88,12 +90,14 @@ pub(super) struct Entry<S: Source> {
     pub(super) born: AtomicU64,
 }
 
-// SAFETY: the cells are written only by the thread that registers, before the entry is live, which is stored with Release, and read only by
-// those who hold a lease and saw that with Acquire, or hold the cache's lock since they did, or by the one who retires the entry
-// and whom no lease can be there for.
+// SAFETY: the cells are written only by the thread that registers, before the entry is live, which
+// is stored with Release, and read only by those who hold a lease and saw that with Acquire, or
+// hold the cache's lock since they did, or by the one who retires the entry and whom no lease can
+// be there for.
 unsafe impl<S: Source> Sync for Entry<S> {}
 
-// SAFETY: atomics of zero bytes are 0, the cells may be uninitialised, and what they hold is taken out before the cache goes.
+// SAFETY: atomics of zero bytes are 0, the cells may be uninitialised, and what they hold is taken
+// out before the cache goes.
 unsafe impl<S: Source> Zeroed for Entry<S> {
     #[cfg(loom)]
     fn zeroed() -> Self {
@@ -123,8 +127,8 @@ impl<S: Source> Entry<S> {
         Self::holding(MaybeUninit::new(region))
     }
 
-    /// Whether it starts in the page in which the key does, if it is what it seems. One comparison: those of both ends would
-    /// each be what no processor guesses where lookups go at random.
+    /// Whether it starts in the page in which the key does, if it is what it seems. One comparison:
+    /// those of both ends would each be what no processor guesses where lookups go at random.
     #[inline(always)]
     pub(super) fn starts_near(&self, key: &Key) -> bool {
         self.start.load(Ordering::Relaxed) ^ key.start < PAGE
@@ -133,7 +137,8 @@ impl<S: Source> Entry<S> {
     /// [`Entry::covers`], read plainly.
     ///
     /// # Safety
-    /// The caller published a lease, and saw the entry live after that: nobody writes the fields until it is cleared.
+    /// The caller published a lease, and saw the entry live after that: nobody writes the fields
+    /// until it is cleared.
     #[inline(always)]
     pub(super) unsafe fn leased_covers(&self, key: &Key) -> bool {
         // SAFETY: nobody writes, says the caller.
@@ -228,7 +233,8 @@ impl<S: Source> Entry<S> {
             if word & (state::FREE | state::DEAD | state::FAILED) != 0 || !overlaps(self) {
                 return false;
             }
-            // A success says that nothing that was looked at changed hands meanwhile: the generation is in the word.
+            // A success says that nothing that was looked at changed hands meanwhile: the
+            // generation is in the word.
             let (ok, seen) = (Ordering::SeqCst, Ordering::Acquire);
             match self.state.compare_exchange_weak(word, word | state::DEAD, ok, seen) {
                 Ok(_) => return true,
@@ -242,7 +248,8 @@ impl<S: Source> Entry<S> {
     /// # Safety
     /// Only by the thread that registers this entry, once, before it ends the registration.
     pub(super) unsafe fn put(&self, region: S::Region, watch: S::Watch) {
-        // SAFETY: nobody reads the cells before the entry is live, and nobody else writes them, says the caller.
+        // SAFETY: nobody reads the cells before the entry is live, and nobody else writes them,
+        // says the caller.
         unsafe {
             (*self.region.get()).write(region);
             (*self.watch.get()).write(watch);
@@ -252,12 +259,12 @@ impl<S: Source> Entry<S> {
     /// The region.
     ///
     /// # Safety
-    /// The caller holds a lease published before it saw the entry registered, or the cache's lock since it did, or it is the
-    /// owner of an entry outside the table.
+    /// The caller holds a lease published before it saw the entry registered, or the cache's lock
+    /// since it did, or it is the owner of an entry outside the table.
     #[inline(always)]
     pub(super) unsafe fn region(&self) -> &S::Region {
-        // SAFETY: it was written before the state that the caller saw, and is not taken while there is a lease or the
-        // lock is held.
+        // SAFETY: it was written before the state that the caller saw, and is not taken while there
+        // is a lease or the lock is held.
         unsafe { (*self.region.get()).assume_init_ref() }
     }
 
@@ -273,7 +280,8 @@ impl<S: Source> Entry<S> {
     /// Takes both out.
     ///
     /// # Safety
-    /// The entry was registered and not taken from in this use, and no lease of it is left or can be published any more.
+    /// The entry was registered and not taken from in this use, and no lease of it is left or can
+    /// be published any more.
     pub(super) unsafe fn take(&self) -> (S::Region, S::Watch) {
         // SAFETY: both were written by `put`, says the caller, and are read out once.
         unsafe { (self.take_region(), (*self.watch.get()).assume_init_read()) }

@@ -4,8 +4,8 @@ use super::sync::{AtomicU32, AtomicU64, Ordering, announce_by_exchange};
 
 /// How many regions that were retired are deregistered, and whether anybody waits for that.
 ///
-/// Whoever ends some counts and then looks for waiters; whoever waits says so, and then looks at the count, each with a fence
-/// between the two. One of them sees the other.
+/// Whoever ends some counts and then looks for waiters; whoever waits says so, and then looks at
+/// the count, each with a fence between the two. One of them sees the other.
 #[derive(Debug)]
 pub(super) struct Flights {
     ended: AtomicU64,
@@ -17,7 +17,8 @@ impl Flights {
         Self { ended: AtomicU64::new(0), awaited: AtomicU32::new(0) }
     }
 
-    /// Whether some of the `begun`, which the lock protects, are under way. If not, all that was done before their ends is seen.
+    /// Whether some of the `begun`, which the lock protects, are under way. If not, all that was
+    /// done before their ends is seen.
     pub(super) fn any(&self, begun: u64) -> bool {
         self.ended.load(Ordering::Acquire) != begun
     }
@@ -29,7 +30,8 @@ impl Flights {
         self.awaited.load(Ordering::Relaxed) != 0
     }
 
-    /// Says that somebody waits. Under the lock, before the look at whether [any](Flights::any) are under way.
+    /// Says that somebody waits. Under the lock, before the look at whether [any](Flights::any) are
+    /// under way.
     pub(super) fn await_end(&self) {
         self.awaited.fetch_add(1, Ordering::SeqCst);
         announce_by_exchange();

@@ -36,7 +36,8 @@ impl Key {
     /// Host memory.
     ///
     /// # Errors
-    /// [`ErrorKind::ZeroLength`]; [`ErrorKind::BadAccess`] for a right that libfabric does not define.
+    /// [`ErrorKind::ZeroLength`]; [`ErrorKind::BadAccess`] for a right that libfabric does not
+    /// define.
     #[inline]
     pub fn new(range: AddressRange, access: Access) -> Result<Self> {
         if range.is_empty() || access.bits() & !Access::all().bits() != 0 {

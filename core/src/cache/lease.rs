@@ -9,9 +9,9 @@ use super::{
     shared::Shared,
     sync::Ordering,
 };
-use crate::Error;
+use crate::{Error, ProcessMark};
 
-/// Why a region is not cached: it is registered for its lease alone.
+/// The reason why a region is not cached. Such a region is registered for one lease.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Uncached {
@@ -23,6 +23,9 @@ pub enum Uncached {
     Full,
     /// A monitor is finding out what changed.
     ChangeUnderWay,
+    /// The kernel began to refuse `membarrier(2)` after it had allowed it (a seccomp filter, say):
+    /// the cache is closed for good.
+    Shut,
     /// The process is a forked child.
     Forked,
     /// The address is above those that the table has room for (2^48 bytes).
@@ -38,6 +41,7 @@ impl fmt::Display for Uncached {
             Self::TooLong => "longer than the cache's limit by bytes",
             Self::Full => "the cache is full of regions in use",
             Self::ChangeUnderWay => "a monitor is finding out what changed",
+            Self::Shut => "the kernel refuses membarrier(2), which it allowed before",
             Self::Forked => "the process is a forked child",
             Self::NoPlace => "the address is above 2^48",
             Self::Unwatched(why) => return write!(f, "no monitor watches the memory: {why}"),
@@ -59,7 +63,8 @@ pub struct Lease<'c, S: Source> {
     shared: &'c Shared<S>,
     /// One of the cache's, or that of a leaked [`Alone`] that the lease owns.
     entry: NonNull<Entry<S>>,
-    /// Where the entry is leased. With the lowest bit set, putting back is not plain: it fences, or there is no slot.
+    /// Where the entry is leased. With the lowest bit set, putting back is not plain: it fences,
+    /// or there is no slot.
     slot: *const Slot,
 }
 
@@ -70,10 +75,13 @@ const NOT_PLAIN: usize = 1;
 struct Alone<S: Source> {
     entry: Entry<S>,
     why: Uncached,
+    /// The process that registered the region. Only this process deregisters it.
+    process: ProcessMark,
 }
 
-// SAFETY: a lease refers to a cache, which is `Sync`, and to a slot that any thread may clear; what only the owner of the
-// slot's block may do was done when the lease was made. A region of its own is `Send`.
+// SAFETY: a lease refers to a cache, which is `Sync`, and to a slot that any thread may clear; what
+// only the owner of the slot's block may do was done when the lease was made. A region of its own
+// is `Send`.
 unsafe impl<S: Source> Send for Lease<'_, S> {}
 // SAFETY: through a shared lease only the shared region and the key are reached.
 unsafe impl<S: Source> Sync for Lease<'_, S> {}
@@ -82,7 +90,8 @@ impl<'c, S: Source> Lease<'c, S> {
     #[inline(always)]
     pub(super) fn cached(shared: &'c Shared<S>, held: Held<'c, S>) -> Self {
         let slot: *const Slot = held.slot;
-        // SAFETY: slots are aligned. Said again because the place comes from memory, and the end of the lease asks for the bit.
+        // SAFETY: slots are aligned. Said again because the place comes from memory, and the end of
+        // the lease asks for the bit.
         unsafe { std::hint::assert_unchecked(slot.addr() & NOT_PLAIN == 0) };
         Self { shared, entry: NonNull::from(held.entry), slot }
     }
@@ -97,12 +106,14 @@ impl<'c, S: Source> Lease<'c, S> {
     }
 
     pub(super) fn alone(shared: &'c Shared<S>, region: S::Region, why: Uncached) -> Self {
-        let alone = Box::leak(Box::new(Alone { entry: Entry::<S>::of_region(region), why }));
+        let (entry, process) = (Entry::<S>::of_region(region), shared.process.of_caller());
+        let alone = Box::leak(Box::new(Alone { entry, why, process }));
         let entry = NonNull::from(alone).cast();
         Self { shared, entry, slot: std::ptr::without_provenance(NOT_PLAIN) }
     }
 
-    /// The same lease, moved piece by piece: a hit then need not keep its pieces in memory for the sake of a miss.
+    /// The same lease, moved piece by piece: a hit then need not keep its pieces in memory for the
+    /// sake of a miss.
     #[inline(always)]
     pub(super) fn in_pieces(self) -> Self {
         let Self { shared, entry, slot } = *std::mem::ManuallyDrop::new(self);
@@ -112,8 +123,8 @@ impl<'c, S: Source> Lease<'c, S> {
     /// The entry and the slot, unless the lease has a region of its own.
     fn held(&self) -> Option<Held<'c, S>> {
         let slot = self.slot.map_addr(|place| place & !NOT_PLAIN);
-        // SAFETY: where there is a slot, it and the entry are the cache's, whose memory lives as long as the borrow of the
-        // cache.
+        // SAFETY: where there is a slot, it and the entry are the cache's, whose memory lives as
+        // long as the borrow of the cache.
         (!slot.is_null()).then(|| unsafe { Held { entry: self.entry.as_ref(), slot: &*slot } })
     }
 
@@ -134,7 +145,8 @@ impl<'c, S: Source> Lease<'c, S> {
         self.held().map(|held| held.entry.key())
     }
 
-    /// Whether the memory changed since the lease was taken: the region is then deregistered when the lease is dropped.
+    /// Whether the memory changed since the lease was taken: the region is then deregistered when
+    /// the lease is dropped.
     #[must_use]
     pub fn is_dead(&self) -> bool {
         self.held().is_some_and(|held| held.entry.state.load(Ordering::Acquire) & state::DEAD != 0)
@@ -146,8 +158,8 @@ impl<S: Source> Deref for Lease<'_, S> {
 
     #[inline(always)]
     fn deref(&self) -> &S::Region {
-        // SAFETY: the region of an entry stays while there is a lease, which was published before the entry was seen
-        // registered; that of a box as long as the box.
+        // SAFETY: the region of an entry stays while there is a lease, which was published before
+        // the entry was seen registered; that of a box as long as the box.
         unsafe { self.entry.as_ref().region() }
     }
 }
@@ -174,10 +186,11 @@ fn drop_anyhow<S: Source>(shared: &Shared<S>, entry: NonNull<Entry<S>>, slot: *c
         shared.release(&held);
         return;
     }
-    // SAFETY: without a slot, the entry is that of a box that was leaked for the lease, which is being dropped.
+    // SAFETY: without a slot, the entry is that of a box that was leaked for the lease, which is
+    // being dropped.
     let alone = unsafe { Box::from_raw(entry.cast::<Alone<S>>().as_ptr()) };
     // SAFETY: it was made with a region, which nobody else takes.
-    shared.drop_alone(unsafe { alone.entry.take_region() });
+    shared.drop_alone(unsafe { alone.entry.take_region() }, alone.process);
 }
 
 impl<S: Source> fmt::Debug for Lease<'_, S> {
@@ -190,7 +203,8 @@ impl<S: Source> fmt::Debug for Lease<'_, S> {
     }
 }
 
-/// A lease that keeps its cache alive: for what outlives the borrow, at the price of a shared reference count.
+/// A lease that keeps its cache alive: for what outlives the borrow, at the price of a shared
+/// reference count.
 pub struct OwnedLease<S: Source> {
     /// Dropped first: it refers to the cache.
     lease: Lease<'static, S>,
@@ -199,8 +213,8 @@ pub struct OwnedLease<S: Source> {
 
 impl<S: Source> OwnedLease<S> {
     pub(super) fn new(cache: &Arc<Cache<S>>, lease: Lease<'_, S>) -> Self {
-        // SAFETY: the lease refers to what the cache holds, at addresses that do not move; the cache lives as long as the
-        // reference beside it, which is dropped after the lease.
+        // SAFETY: the lease refers to what the cache holds, at addresses that do not move; the
+        // cache lives as long as the reference beside it, which is dropped after the lease.
         let lease = unsafe { std::mem::transmute::<Lease<'_, S>, Lease<'static, S>>(lease) };
         Self { lease, _cache: Arc::clone(cache) }
     }

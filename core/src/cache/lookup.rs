@@ -33,8 +33,9 @@ impl<'c, S: Source> Look<'c, S> {
 }
 
 impl<S: Source> Shared<S> {
-    /// A lease of a live entry that covers the key, if the first look finds one, and it was used lately, and there is
-    /// nobody to ask. The caller has seen the gate open and that lookups need no fence, and owns the slot's block.
+    /// A lease of a live entry that covers the key, if the first look finds one, and it was used
+    /// lately, and there is nobody to ask. The caller has seen the gate open and that lookups
+    /// need no fence, and owns the slot's block.
     #[inline(always)]
     pub(super) fn plain_hit<'c>(&'c self, slot: &'c Slot, key: &Key) -> Look<'c, S> {
         // A buffer is often used again and again.
@@ -74,7 +75,8 @@ impl<S: Source> Shared<S> {
         }
     }
 
-    /// Publishes a lease of an entry that was found, and takes it back unless the entry then is what the key asks for.
+    /// Publishes a lease of an entry that was found, and takes it back unless the entry then is
+    /// what the key asks for.
     #[inline(always)]
     fn lease_plainly<'c>(
         &'c self,
@@ -85,10 +87,10 @@ impl<S: Source> Shared<S> {
     ) -> Option<Held<'c, S>> {
         slot.lease(index);
         sync::light_unfenced();
-        // Entry 0, for none, is free. SAFETY: the lease is published, and the entry seen live after that.
-        if state::is_plain(entry.state.load(Ordering::Acquire))
-            && unsafe { entry.leased_covers(key) }
-        {
+        // Entry 0 stands for none and is free, which is not plain.
+        let plain = state::is_plain(entry.state.load(Ordering::Acquire));
+        // SAFETY: the lease is published, and the entry was seen live after that.
+        if plain && unsafe { entry.leased_covers(key) } {
             slot.count_hit();
             return Some(Held { entry, slot });
         }

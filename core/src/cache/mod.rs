@@ -1,8 +1,9 @@
 //! The registration cache: leases of regions that stay registered until their memory goes.
 //!
-//! A hit takes no lock and writes no line that another thread writes. A miss registers outside every lock, and others that
-//! want the same wait for it. Monitors report changes through [`Invalidator`], which a hook inside `munmap` may call.
-//! `IMPLEMENTATION.md`, beside this file, has the states, the orderings, and who frees what and when.
+//! A hit takes no lock and writes no line that another thread writes. A miss registers outside
+//! every lock, and others that want the same wait for it. Monitors report changes through
+//! [`Invalidator`], which a hook inside `munmap` may call. `IMPLEMENTATION.md`, beside this file,
+//! has the states, the orderings, and who frees what and when.
 //!
 //! [`Cache`] knows nothing of providers: what it caches is its [`Source`]'s.
 //!
@@ -87,12 +88,10 @@ pub use self::{
     lease::{Lease, OwnedLease, Uncached},
     statistics::{Listed, Statistics},
 };
-use crate::{
-    AddressRange, Error, ErrorKind, Rejected, Result,
-    monitor::{Cause, Invalidator},
-};
+use crate::{AddressRange, Error, ErrorKind, Rejected, Result, monitor::Invalidator};
 
-/// What a cache caches. Calls may come from any thread, several at once, with no lock of the cache held.
+/// What a cache caches. Calls may come from any thread, several at once, with no lock of the cache
+/// held.
 pub trait Source: Send + Sync + 'static {
     /// A registration.
     type Region: Send + Sync + 'static;
@@ -100,8 +99,9 @@ pub trait Source: Send + Sync + 'static {
     /// What watches the memory of one, to be taken back.
     type Watch: Send + Sync + 'static;
 
-    /// Starts watching the key's memory; from here on changes are told to `invalidator`, or [`Source::valid`] knows of
-    /// them. The entry can be found by changes already, and is not registered yet.
+    /// Starts watching the key's memory; from here on changes are told to `invalidator`, or
+    /// [`Source::valid`] knows of them. The entry can be found by changes already, and is not
+    /// registered yet.
     ///
     /// # Errors
     /// Why nobody can watch it: it is registered uncached then.
@@ -125,7 +125,8 @@ pub trait Source: Send + Sync + 'static {
     /// Registers.
     ///
     /// # Errors
-    /// The caller of [`Cache::get`] gets them; OutOfResources has idle entries given back and one more try.
+    /// The caller of [`Cache::get`] gets them; OutOfResources has idle entries given back and one
+    /// more try.
     fn register(&self, key: &Key) -> Result<Self::Region>;
 
     /// Deregisters.
@@ -138,7 +139,8 @@ pub trait Source: Send + Sync + 'static {
 /// How much a cache may hold, and whether it merges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Entries, in use or idle, that are not dead; 0 turns caching off. No more than 4,194,304 are held.
+    /// Entries, in use or idle, that are not dead; 0 turns caching off. No more than 4,194,304 are
+    /// held.
     pub max_count: usize,
     /// Their bytes; 0 turns caching off.
     pub max_bytes: u64,
@@ -155,11 +157,12 @@ impl Default for Limits {
 
 /// A cache of registrations.
 ///
-/// It starts one thread, which deregisters what died. In a forked child it registers for each get and touches nothing of
-/// the parent's.
+/// The cache starts one thread, which deregisters the regions of dead entries. In a forked child
+/// the cache registers a region for each get and deregisters it with the lease. It never touches
+/// the parent's registrations.
 ///
-/// Eviction takes entries that were not hit since its hand last passed them (second chance), and gives up at most a
-/// sixteenth of the entries, and no more than 64, beyond what is needed.
+/// Eviction takes entries that were not hit since its hand last passed them (second chance), and
+/// gives up at most a sixteenth of the entries, and no more than 64, beyond what is needed.
 pub struct Cache<S: Source> {
     shared: Arc<Shared<S>>,
     invalidator: Arc<dyn Invalidator>,
@@ -171,8 +174,8 @@ impl<S: Source> Cache<S> {
     /// A cache of `source` within `limits`.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfResources`] if addresses, memory or the thread cannot be had; what the operating system reported if
-    /// forks cannot be noticed (before Linux 4.14).
+    /// [`ErrorKind::OutOfResources`] if addresses, memory or the thread cannot be had; what the
+    /// operating system reported if forks cannot be noticed (before Linux 4.14).
     pub fn new(source: S, limits: Limits) -> Result<Self> {
         Self::with_barrier(source, limits, Barrier::choose())
     }
@@ -279,14 +282,20 @@ impl<S: Source> Cache<S> {
         &self.invalidator
     }
 
-    /// Makes everything dead that touches the range: no lookup finds it from now on, and it is deregistered once it is
-    /// idle.
+    /// Invalidates the entries that have a byte of the range. No lookup finds them from now on, and
+    /// each is deregistered once it is idle.
+    ///
+    /// Entries that only share a page with the range stay. [`Cache::invalidator`] invalidates those
+    /// too, since monitors report whole pages.
     pub fn invalidate(&self, range: AddressRange) {
-        self.invalidator.invalidate(range, Cause::Application);
+        self.shared.invalidate_bytes(range);
     }
 
-    /// [`Cache::invalidate`] that calls `told` once when everything that it made dead, and what was being deregistered
-    /// already, is deregistered; on whatever thread that happens, and at once if there is nothing.
+    /// Invalidates like [`Cache::invalidate`], and calls `told` once all of these entries are
+    /// deregistered. Entries of the range whose deregistration had begun before count too.
+    ///
+    /// The thread that deregisters the last of these entries calls `told`. If there are none, the
+    /// calling thread does.
     pub fn invalidate_then(&self, range: AddressRange, told: impl FnOnce() + Send + 'static) {
         self.shared.invalidate_then(range, Told::new(told));
     }
@@ -297,13 +306,14 @@ impl<S: Source> Cache<S> {
         self.shared.statistics()
     }
 
-    /// The registered entries, with what `read` makes of their regions; it runs under the cache's lock and must not use
-    /// the cache.
+    /// The registered entries, with what `read` makes of their regions; it runs under the cache's
+    /// lock and must not use the cache.
     pub fn entries<T>(&self, read: impl Fn(&S::Region) -> T) -> Vec<Listed<T>> {
         self.shared.list(read)
     }
 
-    /// Deregisters what is dead and idle, instead of the worker, and waits for what the worker has begun.
+    /// Deregisters what is dead and idle, instead of the worker, and waits for what the worker has
+    /// begun.
     pub fn flush(&self) {
         self.shared.flush();
     }
@@ -411,7 +421,9 @@ impl<'c, S: Source> Burst<'c, S> {
     #[inline(never)]
     fn get_anyhow(&self, key: &Key) -> Result<Lease<'c, S>> {
         let shared = &self.cache.shared;
-        let Some(own) = &self.own else { return shared.alone_without_slot(key) };
+        // Another block takes a lock, which a thread of the parent may have held at the fork.
+        let own = self.own.as_ref().filter(|_| !shared.gate.is_forked());
+        let Some(own) = own else { return shared.alone_without_slot(key) };
         let lease = self.cache.get_in(own.block, key);
         own.slot.set(shared.blocks.likely(own.block));
         lease
@@ -437,7 +449,8 @@ fn now() -> u64 {
     #[cfg(not(loom))]
     {
         let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: the call writes to the place that it is given. It cannot fail for a clock that Linux always has.
+        // SAFETY: the call writes to the place that it is given. It cannot fail for a clock that
+        // Linux always has.
         unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC_COARSE, &mut now) };
         now.tv_sec as u64 * 1000 + now.tv_nsec as u64 / 1_000_000
     }

@@ -1,7 +1,9 @@
-//! Orders of events, on a table of four pages: lookups, puts, changes, collections, evictions and registrations.
+//! Orders of events, on a table of four pages: lookups, puts, changes, collections, evictions and
+//! registrations.
 //!
-//! `IMPLEMENTATION.md` has the command and lists which races there are. Loom has no `membarrier`: both halves of the barrier
-//! are SeqCst fences here. That each kind of fence is needed is shown by models that fail without it.
+//! `IMPLEMENTATION.md` has the command and lists which races there are. Loom has no `membarrier`:
+//! both halves of the barrier are SeqCst fences here. That each kind of fence is needed is shown by
+//! models that fail without it.
 //!
 //! Each model must meet both outcomes of its race, so that one that never races does not pass.
 
@@ -30,7 +32,8 @@ use crate::{
 
 /// What is registered, and which memory was there when it was.
 ///
-/// Always read and written in one step, which sees the newest value, and Relaxed, so that it orders nothing else.
+/// Always read and written in one step, which sees the newest value, and Relaxed, so that it orders
+/// nothing else.
 struct Memory {
     /// Which memory is there now.
     version: AtomicU32,
@@ -45,7 +48,8 @@ struct Registration {
     number: u32,
     version: u32,
     start: u64,
-    /// Read by whoever uses the region and written by its end: loom sees whether the two are ordered.
+    /// Read by whoever uses the region and written by its end: loom sees whether the two are
+    /// ordered.
     used: UnsafeCell<()>,
 }
 
@@ -349,7 +353,8 @@ fn what_a_miss_leaves_to_the_worker_is_deregistered_once() {
     });
 }
 
-/// The worker passes the barrier for the first entry, while the second dies and is drained with no barrier after that.
+/// The worker passes the barrier for the first entry, while the second dies and is drained with no
+/// barrier after that.
 #[test]
 fn what_dies_after_the_workers_barrier_waits_for_the_next() {
     holds(|| {
@@ -362,7 +367,7 @@ fn what_dies_after_the_workers_barrier_waits_for_the_next() {
             let reader = in_thread(&cache, |cache| look_up(cache, block(cache), 1));
             let worker = in_thread(&cache, work);
             cache.invalidate(range(1));
-            cache.statistics();
+            drop(cache.statistics());
             reader.join().unwrap();
             worker.join().unwrap();
             work(&cache);
@@ -536,8 +541,8 @@ fn whoever_waits_for_a_registration_that_fails_is_told() {
 
 const UNTOLD: &str = "nobody said that it was deregistered";
 
-/// One thread evicts, or leaves what is dead to the worker, while the other wants to be told when what it invalidates is
-/// deregistered.
+/// One thread evicts, or leaves what is dead to the worker, while the other wants to be told when
+/// what it invalidates is deregistered.
 fn telling_against_a_miss(dead: bool) {
     model(move || {
         let cache = cache(1);
@@ -640,7 +645,8 @@ fn a_walk_sees_what_stays_while_a_node_changes_hands() {
         walk_beside(&[(2, 3, 1), (0, 0, 2)], 3, |radix, shape| {
             radix.remove(shape, 0, 0, 2);
             radix.prune(shape, 0);
-            // The node of the first two pages now hangs off a chain, with the entry of the last two.
+            // The node of the first two pages now hangs off a chain, with the entry of the last
+            // two.
             assert!(radix.insert(shape, 2, 2, 3));
             radix.remove(shape, 2, 2, 3);
         });

@@ -1,10 +1,12 @@
 //! The table from addresses to entries: a page table whose leaves point straight at entries.
 //!
-//! Three levels of nodes: a slot stands for a page at the bottom, for 16 MiB in the middle, for 64 GiB at the top. An entry
-//! stands in every slot whose span it covers, as high up as that goes, and in the slots of the pages that it covers in part.
-//! Where several things meet in one slot, a chain of buckets hangs off it: entries, and the node below.
+//! Three levels of nodes: a slot stands for a page at the bottom, for 16 MiB in the middle, for 64
+//! GiB at the top. An entry stands in every slot whose span it covers, as high up as that goes, and
+//! in the slots of the pages that it covers in part. Where several things meet in one slot, a chain
+//! of buckets hangs off it: entries, and the node below.
 //!
-//! Lookups and changes walk it without a lock; one thread at a time alters it ([`Shape`] is under the cache's lock).
+//! Lookups and changes walk it without a lock; one thread at a time alters it ([`Shape`] is under
+//! the cache's lock).
 
 mod alter;
 
@@ -12,7 +14,7 @@ use super::{
     arena::{Arena, Zeroed},
     sync::{AtomicU32, Ordering, fence},
 };
-use crate::{AddressRange, Result};
+use crate::Result;
 
 const PAGE_BITS: u32 = 12;
 #[cfg(not(loom))]
@@ -159,14 +161,14 @@ impl Radix {
         Ok((radix, shape))
     }
 
-    /// An entry at the page of `address`, or 0: one that `accept` took, or the only one that could be meant, which
-    /// `accept` was not asked about.
+    /// An entry at the page of `address`, or 0: one that `accept` took, or the only one that could
+    /// be meant, which `accept` was not asked about.
     pub(super) fn find(&self, address: u64, accept: impl Fn(u32) -> bool) -> u32 {
         self.find_at_page(address).unwrap_or_else(|met| self.find_from(address, met, accept))
     }
 
-    /// The way of [`Radix::find`] to an entry that stands alone at its page, or what it met before that: for
-    /// [`Radix::find_from`].
+    /// The way of [`Radix::find`] to an entry that stands alone at its page, or what it met before
+    /// that: for [`Radix::find_from`].
     #[inline(always)]
     pub(super) fn find_at_page(&self, address: u64) -> std::result::Result<u32, Met> {
         // An address above those of the table finds another's entry, which does not cover it.
@@ -221,8 +223,8 @@ impl Radix {
         }
     }
 
-    /// Calls `visit` with every entry that stands in a slot of these pages from before the walk until after it; more than
-    /// once where it stands in several. Others may be among them.
+    /// Calls `visit` with every entry that stands in a slot of these pages from before the walk
+    /// until after it; more than once where it stands in several. Others may be among them.
     pub(super) fn walk(&self, first: u64, last: u64, visit: &mut impl FnMut(u32)) {
         let last = last.min((END - 1) >> PAGE_BITS);
         // Changes come again and again where little or nothing is.
@@ -278,10 +280,11 @@ impl Radix {
         }
     }
 
-    /// Visits a chain's entries and returns what is left to see of the slot: its node, its only entry, or nothing.
+    /// Visits a chain's entries and returns what is left to see of the slot: its node, its only
+    /// entry, or nothing.
     ///
-    /// A chain that is taken apart under the walk could be in use elsewhere already and not show what is in this
-    /// slot: the generation tells, and the slot is read again.
+    /// A chain that is taken apart under the walk could be in use elsewhere already and not show
+    /// what is in this slot: the generation tells, and the slot is read again.
     #[cold]
     fn walk_chain(&self, slot: &AtomicU32, mut value: u32, visit: &mut impl FnMut(u32)) -> u32 {
         while value & CHAIN != 0 {
@@ -294,7 +297,8 @@ impl Radix {
             }
             let child = head.child.load(Ordering::Acquire);
             let mut bucket = head;
-            // A chain that changes hands may lead anywhere, round in a circle too, until that is seen.
+            // A chain that changes hands may lead anywhere, round in a circle too, until that is
+            // seen.
             loop {
                 for cell in &bucket.entries {
                     let entry = cell.load(Ordering::Acquire);
@@ -317,8 +321,8 @@ impl Radix {
         value
     }
 
-    /// The lowest node that has all these pages, and their slots of it, where they are not all of it and only nodes lead
-    /// there: the place of most entries.
+    /// The lowest node that has all these pages, and their slots of it, where they are not all of
+    /// it and only nodes lead there: the place of most entries.
     #[inline(always)]
     fn leaf(&self, first: u64, last: u64) -> Option<(u32, &[AtomicU32])> {
         if first >> FAN_BITS != last >> FAN_BITS || last - first + 1 == FAN as u64 {
@@ -349,10 +353,10 @@ enum Found {
     Below(u32),
 }
 
-/// The pages that a range of any form touches; for changes, which may name more than the table has room for.
-pub(super) fn touched(range: AddressRange) -> Option<(u64, u64)> {
-    let last = range.start().0.checked_add(range.len().checked_sub(1)?)?.min(END - 1);
-    (range.start().0 < END).then_some((range.start().0 >> PAGE_BITS, last >> PAGE_BITS))
+/// Returns the first and last page between the two addresses of a change, which may reach beyond
+/// the end of the table. Returns `None` if the change begins there.
+pub(super) fn touched(start: u64, last: u64) -> Option<(u64, u64)> {
+    (start < END).then_some((start >> PAGE_BITS, last.min(END - 1) >> PAGE_BITS))
 }
 
 #[cfg(all(test, not(loom)))]

@@ -1,4 +1,5 @@
-//! The way of a miss: find again, wait for another thread's registration, or register outside every lock.
+//! The way of a miss: find again, wait for another thread's registration, or register outside every
+//! lock.
 
 use std::{ops::ControlFlow, sync::Arc};
 
@@ -14,7 +15,8 @@ use super::{
 };
 use crate::{Error, ErrorKind, Result, monitor::Invalidator};
 
-/// How often a lookup lets others run before it does without the cache, while a monitor keeps the gate closed.
+/// How often a lookup lets others run before it does without the cache, while a monitor keeps the
+/// gate closed.
 const GATE_TRIES: u32 = 64;
 
 /// Ends a registration that its source left by a panic.
@@ -37,7 +39,8 @@ impl<S: Source> Drop for Ends<'_, S> {
 }
 
 impl<S: Source> Shared<S> {
-    /// Registers, or leases what another thread registers meanwhile. The slot is free, and of a block that the caller owns.
+    /// Registers, or leases what another thread registers meanwhile. The slot is free, and of a
+    /// block that the caller owns.
     #[cold]
     #[inline(never)]
     pub(super) fn miss<'c>(
@@ -57,10 +60,11 @@ impl<S: Source> Shared<S> {
                 ControlFlow::Break(lease) => return lease,
             };
         }
-        self.register(structure, invalidator, slot, key)
+        self.register(structure, invalidator, slot, key, self.limits.merge)
     }
 
-    /// The way of a miss that finds an entry under the lock; goes on with the lock if the entry is gone then.
+    /// The way of a miss that finds an entry under the lock; goes on with the lock if the entry is
+    /// gone then.
     #[cold]
     #[inline(never)]
     fn late<'c>(
@@ -73,7 +77,7 @@ impl<S: Source> Shared<S> {
         while index != 0 {
             slot.lease(index);
             let held = Held { entry: self.entries.at(index), slot };
-            if let Some(error) = self.wait(structure, index) {
+            if let Some(error) = self.wait(structure, index, key) {
                 count(&self.counters.failures);
                 self.release(&held);
                 return ControlFlow::Break(Err(error));
@@ -113,28 +117,38 @@ impl<S: Source> Shared<S> {
             if self.gate.is_open() {
                 return None;
             }
+            if self.gate.is_shut() {
+                return Some(Uncached::Shut);
+            }
             std::thread::yield_now();
         }
         Some(Uncached::ChangeUnderWay)
     }
 
-    /// Waits until an entry is registered that the caller leased under the lock; why it failed, if it did and says so.
+    /// Waits until the entry that the caller leased under the lock is registered.
+    ///
+    /// If the registration failed, returns its error only if it had exactly the caller's range and
+    /// rights. Otherwise a smaller range, or fewer rights, may well register.
     fn wait<'a>(
         &'a self,
         mut structure: MutexGuard<'a, Structure<S>>,
         index: u32,
+        key: &Key,
     ) -> Option<Error> {
         let entry = self.entries.at(index);
         if entry.state.load(Ordering::Acquire) & state::REGISTERING == 0 {
             return None;
         }
-        // The lease keeps the entry from being used anew, so that its state is about this registration.
+        // The lease keeps the entry from being used anew, so that its state is about this
+        // registration.
         let mut word = entry.state.fetch_or(state::WAITED, Ordering::AcqRel);
         while word & state::REGISTERING != 0 {
             structure = self.settled.wait(structure);
             word = entry.state.load(Ordering::Acquire);
         }
-        if word & state::FAILED == 0 { None } else { structure.failures.get(&index).cloned() }
+        let failed = word & state::FAILED != 0;
+        let asked_for = entry.bounds() == (key.start, key.last) && entry.key().access == key.access;
+        if failed && asked_for { structure.failures.get(&index).cloned() } else { None }
     }
 
     fn register<'c>(
@@ -142,12 +156,13 @@ impl<S: Source> Shared<S> {
         mut structure: MutexGuard<'c, Structure<S>>,
         invalidator: &Arc<dyn Invalidator>,
         slot: &'c Slot,
-        key: &Key,
+        own: &Key,
+        merge: bool,
     ) -> Result<Lease<'c, S>> {
         // Before `ends`, so that it is dropped after it, whatever happens.
         let mut telling = Telling::new();
         let mut retired = Retirees::new();
-        let reserved = self.reserve(&mut structure, key, &mut retired);
+        let reserved = self.reserve(&mut structure, own, merge, &mut retired);
         if let Ok(index) = reserved {
             structure.registrations += 1;
             slot.lease(index);
@@ -159,14 +174,16 @@ impl<S: Source> Shared<S> {
             Ok(index) => index,
             Err(why) => {
                 self.deregister(&mut retired, &mut telling);
-                return self.alone(key, why);
+                return self.alone(own, why);
             }
         };
         let mut ends = Ends { shared: self, index, slot, watch: None };
         let kept = self.deregister_for_another(&mut retired, &mut telling);
         let entry = self.entries.at(index);
-        let key = &if self.limits.merge { entry.key() } else { *key };
-        // Whoever changes memory from here on finds the entry; who began before is found here.
+        let key = &if merge { entry.key() } else { *own };
+        let merged = merge && (key.start, key.last) != (own.start, own.last);
+        // A change that begins from here on finds the entry. A change that began before is found
+        // here.
         if let Some(cause) = self.changes.touching(key.start, key.last) {
             self.kill(index, cause);
         }
@@ -177,6 +194,10 @@ impl<S: Source> Shared<S> {
             Err(why) => {
                 std::mem::forget(ends);
                 self.fail(index, slot, None);
+                if merged {
+                    drop(telling);
+                    return self.register_unmerged(invalidator, slot, own, &why);
+                }
                 let region = self.ask(key, &mut telling);
                 self.count_instead(region.is_ok());
                 return region.map(|region| Lease::alone(self, region, Uncached::Unwatched(why)));
@@ -190,6 +211,11 @@ impl<S: Source> Shared<S> {
             Err(error) => {
                 self.source.unwatch(watch);
                 std::mem::forget(ends);
+                if merged {
+                    self.fail(index, slot, None);
+                    drop(telling);
+                    return self.register_unmerged(invalidator, slot, own, &error);
+                }
                 self.fail(index, slot, Some(error.clone()));
                 return Err(error);
             }
@@ -200,6 +226,31 @@ impl<S: Source> Shared<S> {
         std::mem::forget(ends);
         self.settle(index, checked);
         Ok(Lease::cached_anyhow(self, Held { entry, slot }))
+    }
+
+    /// Registers the caller's own range after a merged registration failed. The reason may be a
+    /// neighbour's memory, for which the caller did not ask. The slot is free again.
+    #[cold]
+    #[inline(never)]
+    fn register_unmerged<'c>(
+        &'c self,
+        invalidator: &Arc<dyn Invalidator>,
+        slot: &'c Slot,
+        own: &Key,
+        why: &Error,
+    ) -> Result<Lease<'c, S>> {
+        tracing::debug!(%why, range = %own.range(), "a merged registration failed: not merging");
+        let mut structure = self.structure.lock();
+        // The lookup is counted by its final outcome, below.
+        structure.registrations -= 1;
+        let index = self.find_locked(own);
+        if index != 0 {
+            structure = match self.late(structure, index, slot, own) {
+                ControlFlow::Continue(structure) => structure,
+                ControlFlow::Break(lease) => return lease,
+            };
+        }
+        self.register(structure, invalidator, slot, own, false)
     }
 
     /// Ends a registration, and wakes those who wait for it.
@@ -220,8 +271,9 @@ impl<S: Source> Shared<S> {
         }
     }
 
-    /// Ends a registration without a region; those who waited get the error, or try themselves if there is none, and it
-    /// counts as a registration still.
+    /// Ends a registration without a region. Threads that waited for just this range and these
+    /// rights get the error; the others try themselves. Without an error all of them do, and the
+    /// miss still counts as a registration.
     #[cold]
     #[inline(never)]
     fn fail(&self, index: u32, slot: &Slot, error: Option<Error>) {
@@ -242,7 +294,8 @@ impl<S: Source> Shared<S> {
         self.deregister(&mut retired, &mut Telling::new());
     }
 
-    /// Counts a miss that made an entry as what became of it: in one step for those who read the counts.
+    /// Counts a miss that made an entry as what became of it: in one step for those who read the
+    /// counts.
     fn count_instead(&self, registered: bool) {
         let mut structure = self.structure.lock();
         structure.registrations -= 1;
@@ -274,7 +327,8 @@ impl<S: Source> Shared<S> {
         }
     }
 
-    /// Registers; when the provider is out of resources, once more after idle entries were given back.
+    /// Registers; when the provider is out of resources, once more after idle entries were given
+    /// back.
     #[inline]
     fn ask(&self, key: &Key, telling: &mut Telling) -> Result<S::Region> {
         self.source.register(key).or_else(|error| self.ask_again(key, error, telling))
@@ -290,11 +344,13 @@ impl<S: Source> Shared<S> {
         self.source.register(key)
     }
 
-    /// Takes an entry for the key, or for what it was merged to, which the entry says then; room is made by what goes to `retired`.
+    /// Takes an entry for the key or, with `merge`, for the range that it was merged to, which the
+    /// entry then has. The entries that make room for it go to `retired`.
     fn reserve(
         &self,
         structure: &mut Structure<S>,
         key: &Key,
+        merge: bool,
         retired: &mut Retirees<S>,
     ) -> Result<u32, Uncached> {
         if key.len() > self.limits.max_bytes {
@@ -304,7 +360,7 @@ impl<S: Source> Shared<S> {
         self.drain_dead(structure);
         self.tidy(structure, retired);
         let mut key = *key;
-        if self.limits.merge {
+        if merge {
             key = self.merge(structure, &key, retired);
             pages = radix::pages(key.start, key.last).ok_or(Uncached::NoPlace)?;
         }
@@ -331,7 +387,8 @@ impl<S: Source> Shared<S> {
                 entry.free();
                 structure.free.push(index);
             } else {
-                // A hook saw it: it is on the dead stack, and counts until it is collected from there.
+                // A hook saw it: it is on the dead stack, and counts until it is collected from
+                // there.
                 structure.count += 1;
                 structure.bytes += key.len();
                 entry.state.fetch_xor(state::REGISTERING | state::FAILED, Ordering::AcqRel);
@@ -343,8 +400,8 @@ impl<S: Source> Shared<S> {
         Ok(index)
     }
 
-    /// Grows the key over live entries of the same rights and memory that it overlaps or touches, and those that
-    /// these touch; they die, and those that are idle go to `retired`.
+    /// Grows the key over live entries of the same rights and memory that it overlaps or touches,
+    /// and over those that these touch. All of them die; the idle ones go to `retired`.
     #[cold]
     #[inline(never)]
     fn merge(&self, structure: &mut Structure<S>, key: &Key, retired: &mut Retirees<S>) -> Key {
@@ -377,15 +434,17 @@ impl<S: Source> Shared<S> {
                 break;
             }
         }
+        if into.is_empty() {
+            return merged;
+        }
         for index in into {
             if self.entries.at(index).kill(|_| true) {
                 count(&self.counters.merged);
                 self.push_dead(index);
             }
         }
-        if merged != *key {
-            self.collect(structure, retired);
-        }
+        // Also where the key contains all of them and did not grow: they are to go with the merge.
+        self.collect(structure, retired);
         merged
     }
 }

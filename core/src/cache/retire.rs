@@ -11,10 +11,10 @@ use super::{
     shared::{Retired, Retirees, Shared, Structure, Telling, Told},
     sync::Ordering,
 };
-use crate::Rejected;
+use crate::{ProcessMark, Rejected};
 
-/// Entries that one eviction may give up beyond what is needed: this part of those there are, and no more than
-/// [`MOST_AT_ONCE`]. They share one barrier.
+/// Entries that one eviction may give up beyond what is needed: this part of those there are, and
+/// no more than [`MOST_AT_ONCE`]. They share one barrier.
 const BATCH_PART: usize = 16;
 pub(super) const MOST_AT_ONCE: usize = 64;
 
@@ -30,7 +30,8 @@ struct Wanted {
     others_look: bool,
 }
 
-/// Ends deregistrations, those too that a source leaves by a panic: the ones behind it are tried again.
+/// Ends deregistrations, those too that a source leaves by a panic: the ones behind it are tried
+/// again.
 struct EndsFlights<'a, S: Source> {
     shared: &'a Shared<S>,
     many: usize,
@@ -52,8 +53,9 @@ impl<S: Source> Drop for EndsFlights<'_, S> {
     }
 }
 
-/// A watch of what is registered no more. A monitor that tells each cache once begins and ends that with a cache's first
-/// subscription and its last, at a price: so the last is not ended right before another begins.
+/// A watch of what is registered no more. A monitor that tells each cache once begins and ends that
+/// with a cache's first subscription and its last, at a price: so the last is not ended right
+/// before another begins.
 pub(super) struct Kept<'a, S: Source> {
     shared: &'a Shared<S>,
     watch: Option<S::Watch>,
@@ -93,7 +95,8 @@ impl<S: Source> Shared<S> {
 
     #[inline(never)]
     fn evict_for(&self, structure: &mut Structure<S>, len: u64, retired: &mut Retirees<S>) -> bool {
-        // The caller is one of them. Asked before the look at the slots: so that sees what those who left did with theirs.
+        // The caller is one of them. Asked before the look at the slots: so that sees what those
+        // who left did with theirs.
         let others_look = self.blocks.lookers() > 1;
         if !self.has_idle(structure) {
             return false;
@@ -110,7 +113,8 @@ impl<S: Source> Shared<S> {
         self.fits(structure, len)
     }
 
-    /// Evicts idle entries, of which [`Shared::has_idle`] marked those that are not; how many, and which, `wanted` says.
+    /// Evicts idle entries, of which [`Shared::has_idle`] marked those that are not; how many, and
+    /// which, `wanted` says.
     fn evict(
         &self,
         structure: &mut Structure<S>,
@@ -179,8 +183,8 @@ impl<S: Source> Shared<S> {
         structure.candidates = candidates;
     }
 
-    /// Where the hand comes by next that is live, was in no lease at the last scan and, unless `all` will do, was not hit since the
-    /// hand last passed; with its state.
+    /// Where the hand comes by next that is live, was in no lease at the last scan and, unless
+    /// `all` will do, was not hit since the hand last passed; with its state.
     fn next_idle(
         &self,
         structure: &mut Structure<S>,
@@ -203,8 +207,8 @@ impl<S: Source> Shared<S> {
         None
     }
 
-    /// Ends the use of an entry that nobody uses, if its state is `word` still: it counts no more, and is for
-    /// [`Shared::retire`].
+    /// Ends the use of an entry that nobody uses, if its state is `word` still: it counts no more,
+    /// and is for [`Shared::retire`].
     fn end(&self, structure: &mut Structure<S>, entry: &Entry<S>, word: u32) -> bool {
         let (ok, seen) = (Ordering::AcqRel, Ordering::Relaxed);
         let ended = entry.state.compare_exchange(word, state::unfindable(word), ok, seen).is_ok();
@@ -216,7 +220,8 @@ impl<S: Source> Shared<S> {
         ended
     }
 
-    /// Marks the entries that are leased as far as can be seen without a barrier; `false` if all are.
+    /// Marks the entries that are leased as far as can be seen without a barrier; `false` if all
+    /// are.
     fn has_idle(&self, structure: &mut Structure<S>) -> bool {
         structure.scan = structure.scan.wrapping_add(1);
         let scan = structure.scan;
@@ -232,20 +237,25 @@ impl<S: Source> Shared<S> {
         busy < structure.count
     }
 
-    /// Passes the barrier after which no lookup takes what was ended before it; `false` if there is none any more.
+    /// Passes the barrier after which no lookup takes what was ended before it; `false` if there is
+    /// none any more.
     pub(super) fn barrier(&self) -> bool {
         let passed = self.barrier.heavy();
-        if !passed {
-            // No lease can be ruled out any more: whatever is registered stays, and nothing is looked up.
+        // The cache cannot rule out leases any more: all regions stay registered, and lookups find
+        // none. The gate is closed once, however often the kernel refuses: the count of closings
+        // must not overflow.
+        if !passed && self.gate.shut() {
             tracing::error!(
-                "membarrier is refused after it worked: the registration cache is closed"
+                "membarrier is refused after it worked: the registration cache is closed for good, \
+                 and its regions stay registered until it is dropped; let the process call \
+                 membarrier(2), or open the domain after the filter is installed"
             );
-            self.gate.close();
         }
         passed
     }
 
-    /// Marks every entry that somebody holds a lease of with the scan's number. After a [barrier](Shared::barrier).
+    /// Marks every entry that somebody holds a lease of with the scan's number. After a
+    /// [barrier](Shared::barrier).
     pub(super) fn scan(&self, structure: &mut Structure<S>) {
         structure.scan = structure.scan.wrapping_add(1);
         let scan = structure.scan;
@@ -261,8 +271,9 @@ impl<S: Source> Shared<S> {
         retired: &mut Retirees<S>,
     ) {
         let entry = self.unlink(structure, index);
-        // SAFETY: it was registered, and no lookup takes it any more. There is no lease of it: a scan found none after the entry's
-        // end and a barrier, or after it or before it where nobody else could take one, or the cache is at its end, which borrows of it
+        // SAFETY: it was registered, and no lookup takes it any more. There is no lease of it: a
+        // scan found none after the entry's end and a barrier, or after it or before it
+        // where nobody else could take one, or the cache is at its end, which borrows of it
         // do not outlive.
         let (region, watch) = unsafe { entry.take() };
         let told = if structure.told.is_empty() { None } else { take_told(structure, index) };
@@ -374,11 +385,19 @@ impl<S: Source> Shared<S> {
         std::mem::take(&mut structure.told_after)
     }
 
-    /// Deregisters a region that no entry knew.
-    pub(super) fn drop_alone(&self, region: S::Region) {
-        if self.gate.is_forked() {
-            // It is the parent's, if it is anybody's.
+    /// Deregisters a region that belongs to no entry and that `process` registered.
+    pub(super) fn drop_alone(&self, region: S::Region, process: ProcessMark) {
+        if !process.is_current() {
+            // A copy of what a process registered that this one was forked from.
             std::mem::forget(region);
+            return;
+        }
+        if self.gate.is_forked() {
+            // The lock is not taken: a thread of the parent may have held it at the fork. So a
+            // failed deregistration is not retried.
+            if let Err(Rejected { error, .. }) = self.source.deregister(region) {
+                tracing::error!(%error, "a forked child could not deregister a region");
+            }
             return;
         }
         self.structure.lock().retired += 1;
@@ -386,7 +405,8 @@ impl<S: Source> Shared<S> {
         self.deregister(retired, &mut Telling::new());
     }
 
-    /// Gives back everything that is idle, and waits for deregistrations under way; `false` if there was nothing.
+    /// Gives back everything that is idle, and waits for deregistrations under way; `false` if
+    /// there was nothing.
     pub(super) fn give_back(&self, telling: &mut Telling) -> bool {
         if self.gate.is_forked() {
             return false;

@@ -4,6 +4,7 @@ use std::{
     collections::HashMap,
     fmt,
     ops::Deref,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, OnceLock},
 };
 
@@ -22,7 +23,7 @@ use super::{
     sync::{AtomicBool, AtomicU32, Barrier, Condvar, Mutex, Ordering, announce_by_exchange},
 };
 use crate::{
-    AddressRange, Error, Result,
+    AddressRange, Error, ProcessMark, Result,
     monitor::{Cause, Change, Invalidator},
 };
 
@@ -66,7 +67,10 @@ pub(super) struct Shared<S: Source> {
     pub(super) blocks: Arc<Blocks>,
     pub(super) limits: Limits,
     pub(super) source: S,
-    /// The dead stack: entries that were marked dead and are not collected yet, linked through themselves.
+    /// The process that made the cache.
+    pub(super) process: ProcessMark,
+    /// The dead stack: entries that were marked dead and are not collected yet, linked through
+    /// themselves.
     dead: Apart<AtomicU32>,
     pub(super) changes: Apart<Changes>,
     pub(super) structure: Apart<Mutex<Structure<S>>>,
@@ -90,7 +94,8 @@ pub(super) struct Structure<S: Source> {
     pub(super) registrations: u64,
     /// Entries given up for others.
     pub(super) evictions: u64,
-    /// Dead entries that wait for their last lease, each with the number of the draining that brought it.
+    /// Dead entries that wait for their last lease, each with the number of the draining that
+    /// brought it.
     pub(super) dying: Vec<(u32, u64)>,
     /// How many of them were leased when they were looked at last.
     pub(super) leased_dead: usize,
@@ -102,11 +107,13 @@ pub(super) struct Structure<S: Source> {
     pub(super) told: HashMap<u32, Vec<Arc<Told>>>,
     /// Regions ever retired, each of which is or was deregistered.
     pub(super) retired: u64,
-    /// Who wants to be told when no deregistration is under way; an await of [`Flights`] if there is anybody.
+    /// Who wants to be told when no deregistration is under way; an await of [`Flights`] if there
+    /// is anybody.
     pub(super) told_after: Vec<Arc<Told>>,
     /// Regions that the provider refused to deregister.
     pub(super) stuck: Vec<Retired<S>>,
-    /// Regions that died and that a miss has left to the worker: not among those that are counted as retired.
+    /// Regions that died and that a miss has left to the worker: not among those that are counted
+    /// as retired.
     pub(super) left: Vec<Retired<S>>,
     /// Where eviction looks next.
     pub(super) hand: u32,
@@ -122,7 +129,8 @@ pub(super) struct Retired<S: Source> {
     pub(super) told: Option<Box<[Arc<Told>]>>,
 }
 
-/// Who is told when this is dropped, and may use the cache then: whoever holds it holds no lock by that time, and registers nothing.
+/// Who is told when this is dropped, and may use the cache then: whoever holds it holds no lock by
+/// that time, and registers nothing.
 pub(super) type Telling = Vec<Arc<Told>>;
 
 /// What is retired at once: often one.
@@ -139,8 +147,11 @@ impl Told {
 
 impl Drop for Told {
     fn drop(&mut self) {
-        if let Ok(Some(told)) = self.0.get_mut().map(Option::take) {
-            told();
+        if let Ok(Some(told)) = self.0.get_mut().map(Option::take)
+            // Any thread may run the callback, often the worker, and further callbacks may follow.
+            && catch_unwind(AssertUnwindSafe(told)).is_err()
+        {
+            tracing::error!("an invalidation callback of a registration cache panicked");
         }
     }
 }
@@ -179,7 +190,8 @@ impl<S: Source> Shared<S> {
         if !entries.ensure(1) {
             return Err(Error::new(crate::ErrorKind::OutOfResources, "mprotect"));
         }
-        // What a lookup takes for an entry where there is none is free, so that it need not ask, and far from all memory.
+        // What a lookup takes for an entry where there is none is free, so that it need not ask,
+        // and far from all memory.
         Entry::<S>::free(entries.at(0));
         entries.at(0).start.store(u64::MAX, Ordering::Relaxed);
         let number = NEXT.fetch_add(1, Relaxed);
@@ -193,6 +205,7 @@ impl<S: Source> Shared<S> {
             blocks: Arc::new(Blocks::new()?),
             limits,
             source,
+            process: ProcessMark::current()?,
             dead: Apart(AtomicU32::new(0)),
             changes: Apart(Changes::new()),
             structure: Apart(Mutex::new(Structure {
@@ -223,14 +236,15 @@ impl<S: Source> Shared<S> {
         })
     }
 
-    /// A block for one more who looks up; `None` if there can be no more. Under the lock, so that whoever ends
-    /// entries knows who may look them up meanwhile.
+    /// A block for one more who looks up; `None` if there can be no more. Under the lock, so that
+    /// whoever ends entries knows who may look them up meanwhile.
     pub(super) fn take_block(&self) -> Option<&Block> {
         let _nobody_ends_entries = self.structure.lock();
         self.blocks.take_first()
     }
 
-    /// Puts an entry that was just marked dead where the worker finds it. For hooks: links, and no more.
+    /// Puts an entry that was just marked dead where the worker finds it. For hooks: links, and no
+    /// more.
     pub(super) fn push_dead(&self, index: u32) {
         let entry = self.entries.at(index);
         let mut head = self.dead.load(Ordering::Relaxed);
@@ -268,13 +282,33 @@ impl<S: Source> Shared<S> {
         }
     }
 
-    /// Marks everything dead that touches a page of the range.
-    fn kill_range(&self, range: AddressRange, cause: Cause) {
-        let Some((first, last)) = radix::touched(range) else { return };
-        let (start, whole_last) = whole_pages(range);
+    /// Marks the entries dead that have a byte of the range, but not those that only share a page
+    /// with it. Serves the application, which knows its bytes; monitors report pages.
+    pub(super) fn invalidate_bytes(&self, range: AddressRange) {
+        let Some(last) = range.len().checked_sub(1) else { return };
+        let start = range.start().0;
+        let change = self.publish(start, start + last, Cause::Application);
+        self.kill_between(start, start + last, Cause::Application);
+        self.end(change);
+    }
+
+    /// Publishes a change of the addresses from `start` to `last`; the caller then looks for
+    /// entries.
+    fn publish(&self, start: u64, last: u64, cause: Cause) -> Change {
+        let change = self.changes.begin(start, last, cause);
+        announce_by_exchange();
+        change
+    }
+
+    /// Marks entries dead that have an address from `start` to `last`.
+    fn kill_between(&self, start: u64, last: u64, cause: Cause) {
+        let Some((first_page, last_page)) = radix::touched(start, last) else { return };
+        if self.gate.is_forked() {
+            return;
+        }
         let mut any = false;
-        self.radix.walk(first, last, &mut |index| {
-            if self.entries.at(index).kill(|entry| entry.overlaps(start, whole_last)) {
+        self.radix.walk(first_page, last_page, &mut |index| {
+            if self.entries.at(index).kill(|entry| entry.overlaps(start, last)) {
                 self.counters.invalidated(cause);
                 self.push_dead(index);
                 any = true;
@@ -321,10 +355,9 @@ impl<S: Source> Invalidator for Shared<S> {
 
     fn begin(&self, range: AddressRange, cause: Cause) -> Change {
         let (start, last) = whole_pages(range);
-        let change = self.changes.begin(start, last, cause);
-        announce_by_exchange();
-        if !self.gate.is_forked() {
-            self.kill_range(range, cause);
+        let change = self.publish(start, last, cause);
+        if !range.is_empty() {
+            self.kill_between(start, last, cause);
         }
         change
     }

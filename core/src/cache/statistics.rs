@@ -10,7 +10,8 @@ use super::{
 };
 use crate::monitor::Cause;
 
-/// What a cache did and holds. `lookups` is `hits` and `misses`; `misses` is `registrations`, `uncached` and `failures`.
+/// What a cache did and holds. `lookups` is `hits` and `misses`; `misses` is `registrations`,
+/// `uncached` and `failures`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Statistics {
@@ -65,7 +66,8 @@ impl Statistics {
 pub struct Listed<T> {
     /// Range, rights and identity.
     pub key: Key,
-    /// Since when it is registered, to the resolution of the kernel's coarse clock (some milliseconds).
+    /// Since when it is registered, to the resolution of the kernel's coarse clock (some
+    /// milliseconds).
     pub age: Duration,
     /// Leases.
     pub users: usize,

@@ -8,7 +8,8 @@ use std::sync::{
 use super::{Barrier, Cache, Key, Limits, Source};
 use crate::{Access, Address, AddressRange, Rejected, Result, monitor::Invalidator};
 
-/// Registrations that are numbers: alive until they are deregistered, and harmless to read afterwards.
+/// Registrations that are numbers: alive until they are deregistered, and harmless to read
+/// afterwards.
 struct Numbers {
     next: AtomicU64,
     /// One more than the number that was deregistered last, of those that share a place.
@@ -79,11 +80,11 @@ impl Drop for Ends<'_> {
     }
 }
 
-/// One thread hits an entry while the other gives it back, over and over; in which round a lease was seen of what was
-/// deregistered.
+/// One thread hits an entry while the other gives it back, over and over; in which round a lease
+/// was seen of what was deregistered.
 ///
-/// Both start at once. The first has stores to lines that are far away under way when it publishes its lease, so that this one,
-/// which comes after them, is late to be seen by the other.
+/// Both start at once. The first has stores to lines that are far away under way when it publishes
+/// its lease, so that this one, which comes after them, is late to be seen by the other.
 fn a_lease_outlives_its_region(barrier: Barrier, rounds: u64) -> Option<u64> {
     let numbers =
         Numbers { next: AtomicU64::new(0), gone: (0..PLACES).map(|_| AtomicU64::new(0)).collect() };

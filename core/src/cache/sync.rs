@@ -1,4 +1,5 @@
-//! Atomics, locks and the two halves of the barrier between lookups and whoever ends an entry; loom's under `cfg(loom)`.
+//! Atomics, locks and the two halves of the barrier between lookups and whoever ends an entry;
+//! loom's under `cfg(loom)`.
 
 #[cfg(not(loom))]
 pub(super) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
@@ -35,12 +36,12 @@ impl Condvar {
 
 /// How lookups and whoever ends an entry agree on who came first.
 ///
-/// Both sides store, then load what the other stores: a lookup its lease and then the entry's state, the other
-/// side the state and then the leases. One of them must see the other.
+/// Both sides store, then load what the other stores: a lookup its lease and then the entry's
+/// state, the other side the state and then the leases. One of them must see the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Barrier {
-    /// `membarrier(2)`: lookups keep the compiler from reordering, and the ending side makes every other processor
-    /// pass a barrier.
+    /// `membarrier(2)`: lookups keep the compiler from reordering, and the ending side makes every
+    /// other processor pass a barrier.
     #[cfg_attr(loom, expect(dead_code, reason = "loom has no membarrier"))]
     Expedited,
     /// Both sides fence.
@@ -150,10 +151,11 @@ pub(super) unsafe fn settled_u32(value: &AtomicU32) -> u32 {
     return unsafe { value.unsync_load() };
 }
 
-/// The fence between what somebody announces and what they then look for, where a read-modify-write stands between the two:
-/// the exchange that claims a change's place, the end of the lock under which an entry was made (one where others may wait), a count of
-/// [`Flights`](super::flight::Flights). On x86-64 such an instruction is a fence, and one of its own would wait a second
-/// time, in every `munmap`.
+/// The fence between what somebody announces and what they then look for, where a read-modify-write
+/// stands between the two: the exchange that claims a change's place, the end of the lock under
+/// which an entry was made (one where others may wait), a count of
+/// [`Flights`](super::flight::Flights). On x86-64 such an instruction is a fence, and one of its
+/// own would wait a second time, in every `munmap`.
 #[inline(always)]
 pub(super) fn announce_by_exchange() {
     #[cfg(all(not(loom), target_arch = "x86_64"))]
@@ -164,7 +166,8 @@ pub(super) fn announce_by_exchange() {
     modelled::fence_unless(modelled::ANNOUNCE);
 }
 
-/// Counts up what tells a walk that a chain was taken apart under it, before the chain is used again.
+/// Counts up what tells a walk that a chain was taken apart under it, before the chain is used
+/// again.
 #[inline(always)]
 pub(super) fn end_generation(generation: &AtomicU32) {
     #[cfg(loom)]
@@ -177,7 +180,8 @@ pub(super) fn end_generation(generation: &AtomicU32) {
     fence(Ordering::Release);
 }
 
-/// Loom has no `membarrier`: both halves are fences, and a model can leave one kind out to show that it is needed.
+/// Loom has no `membarrier`: both halves are fences, and a model can leave one kind out to show
+/// that it is needed.
 #[cfg(loom)]
 pub(super) mod modelled {
     use std::sync::atomic::{AtomicU32 as Plain, Ordering::Relaxed};

@@ -1,5 +1,5 @@
-//! Which lease block a thread uses where nobody says. (Loom's threads share what the operating system's thread has: models
-//! say it.)
+//! Which lease block a thread uses where nobody says. (Loom's threads share what the operating
+//! system's thread has: models say it.)
 
 use std::{
     cell::{Cell, RefCell},
@@ -17,7 +17,8 @@ use super::{
 /// No gate's word.
 const NOBODY: u64 = u64::MAX;
 
-/// A thread's blocks, and the slots to try: of the cache whose open gate's word is in the same place.
+/// A thread's blocks, and the slots to try: of the cache whose open gate's word is in the same
+/// place.
 struct Ways {
     words: [Cell<u64>; WAYS],
     slots: [Cell<NonNull<Slot>>; WAYS],
@@ -52,7 +53,8 @@ impl Drop for Owned {
     }
 }
 
-/// The slot that the calling thread tries first, if it noted one and the gate is plainly open. The thread owns its block.
+/// The slot that the calling thread tries first, if it noted one and the gate is plainly open. The
+/// thread owns its block.
 #[inline(always)]
 pub(super) fn noted<S: Source>(shared: &Shared<S>) -> Option<&Slot> {
     WAYS_OF_THREAD.with(|ways| {
@@ -65,8 +67,9 @@ pub(super) fn noted<S: Source>(shared: &Shared<S>) -> Option<&Slot> {
         if word != shared.gate.read() {
             return None;
         }
-        // SAFETY: the word has the cache's number, which no other had, so the slot lies in one of its blocks, whose memory
-        // the caller's reference keeps; this thread owns it until its end, which resets the word.
+        // SAFETY: the word has the cache's number, which no other had, so the slot lies in one of
+        // its blocks, whose memory the caller's reference keeps; this thread owns it until
+        // its end, which resets the word.
         Some(unsafe { slot.as_ref() })
     })
 }
@@ -80,8 +83,8 @@ pub(super) fn note<S: Source>(shared: &Shared<S>, block: &Block) {
     });
 }
 
-/// The calling thread's block of a cache; `None` for a thread that is ending, in a forked child, or if there can
-/// be no more.
+/// The calling thread's block of a cache; `None` for a thread that is ending, in a forked child, or
+/// if there can be no more.
 pub(super) fn block<S: Source>(shared: &Shared<S>) -> Option<&Block> {
     if shared.gate.is_forked() {
         // A thread of the parent may have held the lock that a new block takes.

@@ -1,6 +1,7 @@
 //! The thread that deregisters what died.
 
 use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -12,8 +13,8 @@ use std::{
 use super::{Source, shared::Shared};
 use crate::{Error, ErrorKind, Result};
 
-/// As long as it was called lately, the worker looks again after this time instead of being woken: whoever changes memory
-/// again and again wakes nobody, and what died meanwhile shares one barrier.
+/// As long as it was called lately, the worker looks again after this time instead of being woken:
+/// whoever changes memory again and again wakes nobody, and what died meanwhile shares one barrier.
 const AGAIN: Duration = Duration::from_millis(1);
 /// So often it looks for nothing before it sleeps.
 const LOOKS: u32 = 16;
@@ -47,7 +48,16 @@ fn run<S: Source>(shared: &Shared<S>, ends: &AtomicBool) {
     while !ends.load(Ordering::Acquire) {
         if waker.called.swap(false, Ordering::SeqCst) {
             looks = 0;
-            shared.collect_once();
+            // The cache's state is whole after a panic of the source: `EndsFlights` puts its region
+            // and those behind it on the list of those to try again.
+            if catch_unwind(AssertUnwindSafe(|| shared.collect_once())).is_err() {
+                tracing::error!(
+                    "a source of a registration cache panicked as it deregistered: its region may \
+                     stay registered, and the others are tried again"
+                );
+                // Each region is lost to at most one panic, so that this loop ends.
+                waker.called.store(true, Ordering::SeqCst);
+            }
         }
         if looks < LOOKS {
             looks += 1;

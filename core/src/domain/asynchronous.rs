@@ -1,7 +1,7 @@
 //! Asynchronous registration: one worker thread for each domain with an event queue bound.
 //!
-//! A job holds the region, so that a region dropped while it waits is registered and deregistered by the worker
-//! alone, or not at all; nothing calls back into freed state (EVT-03).
+//! A job holds the region, so that a region dropped while it waits is registered and deregistered
+//! by the worker alone, or not at all; nothing calls back into freed state (EVT-03).
 
 use std::{
     collections::VecDeque,
@@ -23,7 +23,7 @@ use super::{
     shared::Shared,
 };
 use crate::{
-    AuthKey, DmaBufOffset, Errno, Error, ErrorKind, Result,
+    AuthKey, DmaBufOffset, Errno, Error, ErrorKind, ProcessMark, Result,
     event_queue::{Event, EventQueue, RegionId},
 };
 
@@ -52,10 +52,12 @@ pub(super) struct Worker {
     queue: Arc<Queue>,
     events: Arc<EventQueue>,
     thread: Option<JoinHandle<()>>,
+    process: ProcessMark,
 }
 
 impl Worker {
     pub(super) fn start(events: Arc<EventQueue>) -> Result<Self> {
+        let process = ProcessMark::current()?;
         let queue = Arc::new(Queue::default());
         let (shared, reports) = (Arc::clone(&queue), Arc::clone(&events));
         let thread = std::thread::Builder::new()
@@ -66,10 +68,11 @@ impl Worker {
                     .caused_by(error)
                     .context("thread", "hmem-register")
             })?;
-        Ok(Self { queue, events, thread: Some(thread) })
+        Ok(Self { queue, events, thread: Some(thread), process })
     }
 
-    /// Copies what the request borrows. Progress callbacks stay behind: they would outlive the call.
+    /// Copies what the request borrows. Progress callbacks stay behind: they would outlive the
+    /// call.
     pub(super) fn job(&self, region: &MemoryRegion, attr: &MrAttr<'_>) -> Result<Job> {
         let dma_buf = match attr.dma_buf {
             None => None,
@@ -105,7 +108,8 @@ impl Worker {
 }
 
 impl Worker {
-    /// Takes back a job that did not begin, for a region that was given up; `false` if the thread has it already.
+    /// Takes back a job that did not begin, for a region that was given up; `false` if the thread
+    /// has it already.
     pub(super) fn withdraw(&self, id: RegionId) -> bool {
         let withdrawn = {
             let jobs = &mut self.queue.jobs.lock().0;
@@ -127,9 +131,16 @@ fn given_up() -> Error {
 
 impl Drop for Worker {
     fn drop(&mut self) {
+        if !self.process.is_current() {
+            // A forked child has no such thread, and a thread of the parent may have held the lock
+            // at the fork.
+            std::mem::forget(self.thread.take());
+            return;
+        }
         self.queue.jobs.lock().1 = true;
         self.queue.arrived.notify_one();
-        // The last region of a domain may be dropped by the worker itself, which cannot wait for its own end.
+        // The last region of a domain may be dropped by the worker itself, which cannot wait for
+        // its own end.
         if let Some(thread) = self.thread.take()
             && thread.thread().id() != std::thread::current().id()
             && thread.join().is_err()
@@ -175,8 +186,8 @@ impl Job {
         if result.is_err() {
             self.region.fail();
         }
-        // In this order: once the region is let go, nothing of the job keeps it or its domain busy; then a waiting
-        // close goes on; then the event can be read.
+        // In this order: once the region is let go, nothing of the job keeps it or its domain busy;
+        // then a waiting close goes on; then the event can be read.
         let ended = self.region.ended();
         drop(self);
         if let Some(ended) = ended {
@@ -196,7 +207,8 @@ impl Job {
             }),
             ..self.attr
         };
-        let outcome = self.region.domain().register_pages(&self.region, &attr)?;
+        let register = || self.region.domain().register_pages(&self.region, &attr);
+        let outcome = self.region.keep_if_panics(register)?;
         self.region.complete(outcome);
         Ok(())
     }

@@ -16,7 +16,8 @@ pub struct DomainAttr {
     pub nic: Option<String>,
     /// The mr_mode bits that the application is ready for.
     pub mr_mode: MrMode,
-    /// Whether the application uses device memory (`FI_HMEM`). Without it `MrAttr::iface` is ignored.
+    /// Whether the application uses device memory (`FI_HMEM`). Without it `MrAttr::iface` is
+    /// ignored.
     pub hmem: bool,
     /// The authorization key of regions and endpoints that name none.
     pub auth_key: AuthKey,
@@ -56,8 +57,8 @@ pub struct DmaBufAttr<'a> {
     pub offset: DmaBufOffset,
     /// Bytes, more than 0.
     pub len: u64,
-    /// The address that the application knows the buffer's start by; `None` counts as 0. In VIRT_ADDR mode peers
-    /// address from `base_addr + offset`.
+    /// The address that the application knows the buffer's start by; `None` counts as 0. In
+    /// VIRT_ADDR mode peers address from `base_addr + offset`.
     pub base_addr: Option<Address>,
 }
 
@@ -79,16 +80,18 @@ impl fmt::Debug for Prefault<'_> {
     }
 }
 
-/// Registering a long range of host memory by several calls of the driver at once, each for a part: pinning takes one CPU
-/// per call, 0.06 ns a byte or more.
+/// Registering a long range of host memory by several calls of the driver at once, each for a part:
+/// pinning takes one CPU per call, 0.06 ns a byte or more.
 ///
-/// The region is one to its owner and has a key for each part: [`RemoteKey`](crate::RemoteKey) lists them, and transfers
-/// are cut at the seams. Its single key is Unsupported. A provider that registers in one call whatever the length does so.
+/// The region is one to its owner and has a key for each part: [`RemoteKey`](crate::RemoteKey)
+/// lists them, and transfers are cut at the seams. Its single key is Unsupported. A provider that
+/// registers in one call whatever the length does so.
 #[derive(Clone, Copy, Default)]
 pub struct Parallel<'a> {
     /// Calls in flight at once; 0 for one per CPU.
     pub threads: usize,
-    /// Bytes of a part, a page at least; 0 leaves it to the provider, which then cuts only what gains by it.
+    /// Bytes of a part, a page at least; 0 leaves it to the provider, which then cuts only what
+    /// gains by it.
     pub chunk: u64,
     /// Told after each part, from any of the threads: bytes registered and bytes in all.
     pub progress: Option<Progress<'a>>,
@@ -112,13 +115,15 @@ pub struct MrAttr<'a> {
     pub access: Access,
     /// Reserved: 0.
     pub offset: u64,
-    /// The key to use; ignored in PROV_KEY mode. `None` (which `fi_mr_attr` cannot say) leaves it to the provider.
+    /// The key to use; ignored in PROV_KEY mode. `None` (which `fi_mr_attr` cannot say) leaves it
+    /// to the provider.
     pub requested_key: Option<u64>,
     /// Returned with the event of an asynchronous registration.
     pub context: u64,
     /// Who may reach the region; `None` for the domain's key.
     pub auth_key: Option<&'a AuthKey>,
-    /// The owner of the memory, if the caller knows it; found out otherwise. Ignored without the HMEM capability.
+    /// The owner of the memory, if the caller knows it; found out otherwise. Ignored without the
+    /// HMEM capability.
     pub iface: Option<IfaceKind>,
     /// The device, if the caller knows it.
     pub device: Option<DeviceId>,

@@ -1,4 +1,4 @@
-//! The safe door: regions that own their memory.
+//! Regions that own their memory, which are registered without `unsafe`.
 
 use std::{
     fmt,
@@ -13,16 +13,20 @@ use std::{
 
 use super::{DomainInner, MemoryRegion, MrAttr, inner::MemoryOwner};
 use crate::{
-    Access, Address, AddressRange, Allocation, Error, ErrorKind, Iface, IfaceExt, MrFlags,
-    Rejected, Result, iface::AllocRequest, transfer::LocalSegment,
+    Access, Address, AddressRange, Allocation, Error, ErrorKind, Iface, IfaceExt, IfaceKind,
+    MrFlags, Rejected, Result, iface::AllocRequest, transfer::LocalSegment,
 };
 
 /// A buffer that a region can own.
 ///
 /// # Safety
-/// For as long as the parts live, the range that [`OwnedBuffer::range`] returns is valid memory of its iface that
-/// does not move, host memory is mapped readable and writable, and no Rust reference to it exists: the parts are plain
-/// addresses.
+/// An implementation promises, for as long as the parts live:
+///
+/// - The range that [`OwnedBuffer::range`] returns is the same each time. It is valid memory of the
+///   iface that [`OwnedBuffer::iface`] names, and belongs to the parts alone. Host memory is mapped
+///   readable and writable.
+/// - No Rust reference to the memory exists: the parts are plain addresses.
+/// - Any bytes in the memory are a valid value of the buffer, which peers may have written.
 pub unsafe trait OwnedBuffer: Sized {
     /// The buffer taken apart. Dropping the parts frees the memory.
     type Parts: Send + Sync + 'static;
@@ -35,6 +39,13 @@ pub unsafe trait OwnedBuffer: Sized {
 
     /// The memory. May be empty; registering it is then refused.
     fn range(parts: &Self::Parts) -> AddressRange;
+
+    /// Returns the iface of the memory: the system's, unless an implementation says otherwise. A
+    /// domain that does not have this iface refuses to register the buffer.
+    fn iface(parts: &Self::Parts) -> IfaceKind {
+        let _ = parts;
+        IfaceKind::SYSTEM
+    }
 
     /// Copies bytes out, from `offset` bytes in.
     ///
@@ -49,8 +60,8 @@ pub unsafe trait OwnedBuffer: Sized {
     fn write(parts: &Self::Parts, offset: u64, from: &[u8]) -> Result<()>;
 }
 
-/// Copies host bytes that a NIC may be writing. Byte-wise atomics make a race a mixture of old and new bytes
-/// instead of undefined behaviour.
+/// Copies host bytes that a NIC may be writing. Byte-wise atomics make a race a mixture of old and
+/// new bytes instead of undefined behaviour.
 pub(super) fn copy_out(from: Address, into: &mut [u8]) {
     for (at, byte) in into.iter_mut().enumerate() {
         *byte = cell(from, at).load(Ordering::Relaxed);
@@ -67,8 +78,9 @@ pub(super) fn copy_in(to: Address, from: &[u8]) {
 }
 
 fn cell<'a>(base: Address, at: usize) -> &'a AtomicU8 {
-    // SAFETY: callers pass addresses inside memory that a region owns (or borrows for a scope) as host memory,
-    // checked to be in bounds; nobody holds a non-atomic reference to it meanwhile.
+    // SAFETY: callers pass addresses inside memory that a region owns (or borrows for a scope) as
+    // host memory, checked to be in bounds; nobody holds a non-atomic reference to it
+    // meanwhile.
     unsafe { AtomicU8::from_ptr((base.0 as usize + at) as *mut u8) }
 }
 
@@ -96,7 +108,8 @@ impl VecParts {
 
     fn into_vec(self) -> Vec<u8> {
         let parts = ManuallyDrop::new(self);
-        // SAFETY: the three came from one Vec in `new`, and `ManuallyDrop` keeps the block from being freed twice.
+        // SAFETY: the three came from one Vec in `new`, and `ManuallyDrop` keeps the block from
+        // being freed twice.
         unsafe { Vec::from_raw_parts(parts.pointer.as_ptr(), parts.len, parts.capacity) }
     }
 
@@ -206,7 +219,9 @@ impl DeviceBuffer {
     /// # Errors
     /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
-        self.iface.read(self.slice(offset, into.len() as u64)?.start(), into)
+        let from = self.slice(offset, into.len() as u64)?.start();
+        // SAFETY: the allocation is freed when `self` is dropped, which the borrow excludes.
+        unsafe { self.iface.read(from, into) }
     }
 
     /// Copies bytes in.
@@ -214,7 +229,10 @@ impl DeviceBuffer {
     /// # Errors
     /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
-        self.iface.write(self.slice(offset, from.len() as u64)?.start(), from)
+        let to = self.slice(offset, from.len() as u64)?.start();
+        // SAFETY: the allocation is freed when `self` is dropped, which the borrow excludes. No
+        // reference to it exists, as `Iface::allocate` promises and as `self` gives out none.
+        unsafe { self.iface.write(to, from) }
     }
 }
 
@@ -236,8 +254,8 @@ impl fmt::Debug for DeviceBuffer {
     }
 }
 
-// SAFETY: the allocation stays where it is until it is freed on drop; no references into it exist, since
-// addresses of an iface are not pointers.
+// SAFETY: the allocation stays where it is until it is freed on drop; no references into it exist,
+// since addresses of an iface are not pointers.
 unsafe impl OwnedBuffer for DeviceBuffer {
     type Parts = Self;
 
@@ -253,6 +271,10 @@ unsafe impl OwnedBuffer for DeviceBuffer {
         parts.allocation.range
     }
 
+    fn iface(parts: &Self) -> IfaceKind {
+        parts.iface.kind()
+    }
+
     fn read(parts: &Self, offset: u64, into: &mut [u8]) -> Result<()> {
         parts.read(offset, into)
     }
@@ -262,7 +284,8 @@ unsafe impl OwnedBuffer for DeviceBuffer {
     }
 }
 
-/// A piece of a region that owns its memory: what the safe transfers of an [`Endpoint`](super::Endpoint) take.
+/// A piece of a region that owns its memory: what the safe transfers of an
+/// [`Endpoint`](super::Endpoint) take.
 ///
 /// It may outlive the region: the descriptor in it is refused once the region is closed.
 #[derive(Clone, Copy, Debug)]
@@ -299,9 +322,11 @@ impl RegionSlice {
 
 /// A region together with the buffer that it owns.
 ///
-/// The bytes are reached by copies: no slice is handed out while a NIC may write to them. Derefs to the region.
+/// The bytes are reached by copies: no slice is handed out while a NIC may write to them. Derefs to
+/// the region.
 ///
-/// If a sub-region or a window still needs the memory when this is dropped, the last of them frees it.
+/// If a sub-region or a window still needs the memory when this is dropped, the last of them frees
+/// it.
 pub struct Registered<B: OwnedBuffer> {
     region: MemoryRegion,
     parts: Arc<B::Parts>,
@@ -323,26 +348,30 @@ impl<B: OwnedBuffer> Registered<B> {
         let parts = Arc::new(buffer.into_parts());
         let range = [B::range(&parts)];
         let attr = MrAttr { ranges: &range, ..*attr };
-        let owner: MemoryOwner = Arc::clone(&parts) as _;
+        let owner = MemoryOwner::of::<B>(&parts);
         let region = domain
             .prepare(&attr, flags, Some(owner))
             .and_then(|region| domain.submit(region, &attr));
         match region {
             Ok(region) => Ok(Self { region, parts }),
-            Err(error) => Err(Rejected::new(B::from_parts(sole(parts)), error)),
+            Err(error) => {
+                let parts = Arc::into_inner(parts).expect("a region that failed lets go of them");
+                Err(Rejected::new(B::from_parts(parts), error))
+            }
         }
     }
 
     /// A piece for the safe transfers of an endpoint.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] if it reaches outside; [`ErrorKind::BadState`] before the registration completed.
+    /// [`ErrorKind::OutOfBounds`] if it reaches outside; [`ErrorKind::BadState`] before the
+    /// registration completed.
     pub fn slice(&self, offset: u64, len: u64) -> Result<RegionSlice> {
         RegionSlice::of(&self.region, offset, len)
     }
 
-    /// Copies bytes out. Bytes that the NIC writes meanwhile come out in any mixture; those of a completed transfer are
-    /// all there.
+    /// Copies bytes out. Bytes that the NIC writes meanwhile come out in any mixture; those of a
+    /// completed transfer are all there.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
@@ -361,21 +390,30 @@ impl<B: OwnedBuffer> Registered<B> {
     /// Closes the region and gives the buffer back.
     ///
     /// # Errors
-    /// As [`MemoryRegion::close`]; the region comes back, still working.
+    /// As [`MemoryRegion::close`]; the region comes back, still working. [`ErrorKind::Driver`] if an
+    /// asynchronous registration panicked: the buffer is not given back, since a NIC may reach it.
     pub fn close(self) -> Result<B, Rejected<Self>> {
-        match self.region.inner().close() {
-            Ok(()) => {}
-            Err(error) => return Err(Rejected::new(self, error)),
+        if let Err(error) = self.region.inner().close() {
+            return Err(Rejected::new(self, error));
         }
         drop(self.region.inner().release_owner());
-        Ok(B::from_parts(sole(self.parts)))
+        let Self { region, parts } = self;
+        match take_back(parts) {
+            Ok(buffer) => Ok(buffer),
+            Err((parts, error)) => Err(Rejected::new(Self { region, parts }, error)),
+        }
     }
 }
 
-/// The parts, once the region has let go of them.
-pub(super) fn sole<P>(parts: Arc<P>) -> P {
-    Arc::into_inner(parts)
-        .expect("only the region shared the parts, and it was closed or never made")
+/// Reassembles a buffer after its regions have released its parts.
+pub(super) fn take_back<B: OwnedBuffer>(parts: Arc<B::Parts>) -> Result<B, (Arc<B::Parts>, Error)> {
+    Arc::try_unwrap(parts).map(B::from_parts).map_err(|parts| {
+        let error = Error::new(ErrorKind::Driver, "close region")
+            .context("range", B::range(&parts))
+            .context("why", "its registration panicked, so the NIC may reach the memory")
+            .remedy("leave the memory alone until the process ends");
+        (parts, error)
+    })
 }
 
 impl<B: OwnedBuffer> Deref for Registered<B> {

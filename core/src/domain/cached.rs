@@ -1,6 +1,10 @@
 //! Regions that stay registered: the registration cache of a domain.
 
-use std::{fmt, ops::Deref, sync::Arc};
+use std::{
+    fmt,
+    ops::Deref,
+    sync::{Arc, OnceLock, Weak},
+};
 
 use parking_lot::Mutex;
 
@@ -14,8 +18,8 @@ use crate::{
     registry::Owner,
 };
 
-/// How a domain caches registrations; what is not said is libfabric's environment variable where the domain is opened through
-/// `hmem::Hmem`, and the default of [`Limits`] otherwise.
+/// How a domain caches registrations; what is not said is libfabric's environment variable where
+/// the domain is opened through `hmem::Hmem`, and the default of [`Limits`] otherwise.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CacheAttr {
     /// Entries; 0 turns caching off.
@@ -59,14 +63,16 @@ impl CacheAttr {
 
 /// The cached registrations of a domain.
 ///
-/// Host memory is watched by the monitor of the system iface, device memory by its own iface's; each is started and
-/// fails apart. What none watches is registered uncached, and the lease says why.
+/// Host memory is watched by the monitor of the system iface, device memory by its own iface's;
+/// each is started and fails apart. What none watches is registered uncached, and the lease says
+/// why.
 #[derive(Debug)]
 pub struct RegionCache {
     cache: Arc<Cache<Registrations>>,
 }
 
-/// A cached region in use: a [`MemoryRegion`] of the domain that stays registered when this is dropped.
+/// A cached region in use: a [`MemoryRegion`] of the domain that stays registered when this is
+/// dropped.
 #[derive(Debug)]
 pub struct CachedRegion<'c>(Lease<'c, Registrations>);
 
@@ -92,8 +98,11 @@ impl RegionCache {
             domain: Arc::clone(domain),
             without: attr.without_monitors.clone().unwrap_or_default(),
             monitors: Mutex::new(Vec::new()),
+            cache: OnceLock::new(),
         };
-        Ok(Self { cache: Arc::new(Cache::new(registrations, attr.limits())?) })
+        let cache = Arc::new(Cache::new(registrations, attr.limits())?);
+        cache.source().cache.get_or_init(|| Arc::downgrade(&cache));
+        Ok(Self { cache })
     }
 
     /// A region that covers `range` with at least the rights `access`: a cached one, or a new one.
@@ -101,12 +110,17 @@ impl RegionCache {
     /// Its iface and device are found out where it is not cached.
     ///
     /// # Safety
-    /// As [`Domain::regattr`], for as long as the region stays in the cache, which is longer than the lease: until it is
-    /// evicted, invalidated, or the domain goes. Memory that is given back to an allocator without being unmapped stays
-    /// reachable for peers that hold its key.
+    /// As [`Domain::regattr`], for as long as the region stays registered, which is longer than the
+    /// lease. The region stays registered until both of these have happened:
+    ///
+    /// - it was evicted or invalidated, or the domain was dropped;
+    /// - every lease, sub-region and window of the region is gone.
+    ///
+    /// Memory that is given back to an allocator without being unmapped stays reachable for peers
+    /// that hold its key.
     ///
     /// # Errors
-    /// As [`Domain::regattr`].
+    /// As [`Domain::regattr`]; [`ErrorKind::BadState`] in a forked child.
     #[inline]
     pub unsafe fn get(&self, range: AddressRange, access: Access) -> Result<CachedRegion<'_>> {
         match self.cache.find(&Key::new(range, access)?.of_any_owner()) {
@@ -115,7 +129,8 @@ impl RegionCache {
         }
     }
 
-    /// [`RegionCache::get`] of memory that is to be of this iface and, where one is named, of this device.
+    /// [`RegionCache::get`] of memory that is to be of this iface and, where one is named, of this
+    /// device.
     ///
     /// # Safety
     /// As [`RegionCache::get`].
@@ -130,7 +145,7 @@ impl RegionCache {
         device: Option<DeviceId>,
     ) -> Result<CachedRegion<'_>> {
         let registry = &self.cache.source().domain.registry;
-        let owner = registry.owner_of_range(range)?;
+        let owner = self.owner_of(range)?;
         if owner.iface != iface {
             return Err(registry.refuse_claim("cached registration", range, &owner, iface));
         }
@@ -149,8 +164,16 @@ impl RegionCache {
 
     #[cold]
     fn register(&self, range: AddressRange, access: Access) -> Result<CachedRegion<'_>> {
-        let owner = self.cache.source().domain.registry.owner_of_range(range)?;
+        let owner = self.owner_of(range)?;
         Ok(CachedRegion(self.cache.get(&key_of(range, access, &owner)?)?))
+    }
+
+    /// Returns the owner of memory that is about to be registered. In a forked child it fails
+    /// before it takes any lock, which a thread of the parent may have held at the fork.
+    fn owner_of(&self, range: AddressRange) -> Result<Owner> {
+        let domain = &self.cache.source().domain;
+        domain.process.check("cached registration")?;
+        domain.registry.owner_of_range(range)
     }
 
     /// For many lookups from one place: finds the thread's part of the cache once.
@@ -159,7 +182,8 @@ impl RegionCache {
         RegionBurst { burst: self.cache.burst(), cache: self }
     }
 
-    /// A lease that outlives the borrow, of device memory or, with `host`, of any; `None` for other memory.
+    /// A lease that outlives the borrow, of device memory or, with `host`, of any; `None` for other
+    /// memory.
     pub(super) fn lease(
         &self,
         range: AddressRange,
@@ -169,7 +193,7 @@ impl RegionCache {
         if let Some(lease) = self.cache.find_owned(&Key::new(range, access)?.of_any_owner()) {
             return Ok(Some(lease));
         }
-        let owner = self.cache.source().domain.registry.owner_of_range(range)?;
+        let owner = self.owner_of(range)?;
         if owner.iface == IfaceKind::SYSTEM && !host {
             return Ok(None);
         }
@@ -181,12 +205,16 @@ impl RegionCache {
         Self { cache: Arc::clone(&self.cache) }
     }
 
-    /// Makes everything dead that touches the range, for memory that changes without a monitor's notice.
+    /// Invalidates the cached regions that have a byte of `range`. Call it for memory that changes
+    /// without a monitor's notice.
+    ///
+    /// Regions that only share a page with `range` stay. If pages are replaced, pass whole pages.
     pub fn invalidate(&self, range: AddressRange) {
         self.cache.invalidate(range);
     }
 
-    /// [`RegionCache::invalidate`] that calls `told` once, when it is deregistered.
+    /// Invalidates like [`RegionCache::invalidate`], and calls `told` once these regions are
+    /// deregistered.
     pub fn invalidate_then(&self, range: AddressRange, told: impl FnOnce() + Send + 'static) {
         self.cache.invalidate_then(range, told);
     }
@@ -217,12 +245,15 @@ impl RegionCache {
         self.cache.try_empty()
     }
 
-    /// The monitor of an iface's memory as this cache uses it.
+    /// Returns the monitor that this cache uses for the memory of an iface.
     ///
     /// # Errors
-    /// Why it has none: the iface's own reason, or that it was asked to do without.
+    /// The iface's own reason for having none, or that monitors are switched off.
+    /// [`ErrorKind::BadState`] in a forked child.
     pub fn monitor(&self, iface: IfaceKind) -> Result<Arc<dyn Monitor>> {
-        self.cache.source().monitor(iface)
+        let source = self.cache.source();
+        source.domain.process.check("cache monitor")?;
+        source.monitor(iface)
     }
 }
 
@@ -251,7 +282,7 @@ impl<'c> RegionBurst<'c> {
 
     #[cold]
     fn register(&self, range: AddressRange, access: Access) -> Result<CachedRegion<'c>> {
-        let owner = self.cache.cache.source().domain.registry.owner_of_range(range)?;
+        let owner = self.cache.owner_of(range)?;
         Ok(CachedRegion(self.burst.get(&key_of(range, access, &owner)?)?))
     }
 }
@@ -274,6 +305,8 @@ pub struct Registrations {
     without: Vec<IfaceKind>,
     /// Monitors that were started, or why they were not.
     monitors: Mutex<Vec<OfIface>>,
+    /// The cache whose source this is.
+    cache: OnceLock<Weak<Cache<Self>>>,
 }
 
 /// What watches a cached region.
@@ -317,13 +350,33 @@ impl Registrations {
     }
 }
 
+impl Registrations {
+    /// Subscribes. If the monitor returns OutOfResources, evicts the idle entries and retries once.
+    fn subscribe(
+        &self,
+        monitor: &Arc<dyn Monitor>,
+        range: AddressRange,
+        invalidator: &Arc<dyn Invalidator>,
+    ) -> Result<Subscription> {
+        let subscribe = || monitor.subscribe(range, Arc::clone(invalidator));
+        subscribe().or_else(|error| {
+            let cache = self.cache.get().and_then(Weak::upgrade);
+            let out_of_room = error.kind() == ErrorKind::OutOfResources;
+            let Some(cache) = cache.filter(|_| out_of_room) else { return Err(error) };
+            tracing::debug!(%error, "the cache evicts its idle regions and subscribes once more");
+            cache.clear();
+            subscribe()
+        })
+    }
+}
+
 impl Source for Registrations {
     type Region = MemoryRegion;
     type Watch = Watch;
 
     fn watch(&self, key: &Key, invalidator: &Arc<dyn Invalidator>) -> Result<Watch> {
         let monitor = self.monitor(key.iface())?;
-        let subscription = monitor.subscribe(key.range(), Arc::clone(invalidator))?;
+        let subscription = self.subscribe(&monitor, key.range(), invalidator)?;
         let Some(id) = key.allocation() else {
             return Ok(Watch { monitor, subscription, allocation: None });
         };
@@ -386,12 +439,13 @@ impl fmt::Debug for Registrations {
 }
 
 impl Domain {
-    /// The registration cache, where [`DomainAttr::cache`](super::DomainAttr::cache) asked for one; its thread starts with
-    /// the first call.
+    /// The registration cache, where [`DomainAttr::cache`](super::DomainAttr::cache) asked for one;
+    /// its thread starts with the first call.
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] if the domain was opened without; [`ErrorKind::Unsupported`] in ENDPOINT mode, where a region
-    /// works with one endpoint only; [`ErrorKind::OutOfResources`] if it cannot start.
+    /// [`ErrorKind::BadState`] if the domain was opened without; [`ErrorKind::Unsupported`] in
+    /// ENDPOINT mode, where a region works with one endpoint only;
+    /// [`ErrorKind::OutOfResources`] if it cannot start.
     pub fn cache(&self) -> Result<&RegionCache> {
         if let Some(cache) = self.cache.get() {
             return Ok(cache);
@@ -407,6 +461,7 @@ impl Domain {
                     "in ENDPOINT mode a region works with the endpoint that it is bound to: register it",
                 ));
         }
+        self.inner.process.check("domain cache")?;
         let cache = RegionCache::new(&self.inner, attr)?;
         Ok(self.cache.get_or_init(|| cache))
     }

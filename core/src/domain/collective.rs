@@ -4,16 +4,18 @@ use super::{Endpoint, RegionSlice};
 use crate::{Access, Error, ErrorKind, MrMode, Result, transfer::PeerId};
 
 impl Endpoint {
-    /// This endpoint's part of a broadcast among its `members`, which all call it with the same tag: the root sends
-    /// the bytes of `buffer` to every other member (one completion each, with `context`), the others receive them.
+    /// This endpoint's part of a broadcast among its `members`, which all call it with the same
+    /// tag: the root sends the bytes of `buffer` to every other member (one completion each,
+    /// with `context`), the others receive them.
     ///
-    /// `members` holds the other members as this endpoint resolved them; `root` is one of them, or `None` if this
-    /// endpoint is the root. The buffer's region needs SEND at the root and RECV elsewhere, and in COLLECTIVE mode
-    /// the COLLECTIVE right (`fi_mr(3)`).
+    /// `members` holds the other members as this endpoint resolved them; `root` is one of them, or
+    /// `None` if this endpoint is the root. The buffer's region needs SEND at the root and RECV
+    /// elsewhere, and in COLLECTIVE mode the COLLECTIVE right (`fi_mr(3)`).
     ///
     /// # Errors
-    /// [`ErrorKind::AccessDenied`] for a region without COLLECTIVE in that mode; [`ErrorKind::InvalidArgument`] for a
-    /// root that is no member; as [`Endpoint::post`] otherwise.
+    /// [`ErrorKind::AccessDenied`] for a region without COLLECTIVE in that mode;
+    /// [`ErrorKind::InvalidArgument`] for a root that is no member; as [`Endpoint::post`]
+    /// otherwise.
     pub fn broadcast(
         &self,
         buffer: RegionSlice,

@@ -18,8 +18,8 @@ use crate::{
 
 /// An endpoint: posts transfers and receives messages.
 ///
-/// The safe methods take [`RegionSlice`]s, pieces of regions that own their memory; [`Endpoint::post`] takes raw
-/// addresses.
+/// The safe methods take [`RegionSlice`]s, pieces of regions that own their memory;
+/// [`Endpoint::post`] takes raw addresses.
 pub struct Endpoint {
     inner: Arc<dyn ProviderEndpoint>,
     domain: Arc<DomainInner>,
@@ -80,7 +80,8 @@ impl Endpoint {
     /// Finds the peer of a name.
     ///
     /// # Errors
-    /// [`ErrorKind::Unreachable`] if nobody answers to it; [`ErrorKind::Malformed`] for bytes that are no name.
+    /// [`ErrorKind::Unreachable`] if nobody answers to it; [`ErrorKind::Malformed`] for bytes that
+    /// are no name.
     pub fn resolve(&self, name: &EndpointName) -> Result<PeerId> {
         self.inner.resolve(name)
     }
@@ -88,14 +89,15 @@ impl Endpoint {
     /// Posts any work request over raw addresses.
     ///
     /// # Safety
-    /// Until its completion, local memory named without a descriptor stays valid and, where the operation writes
-    /// it, unreferenced. Where the domain's cache registers it, [`RegionCache::get`](super::RegionCache::get)'s conditions are
-    /// added, with no right for peers.
+    /// Until its completion, local memory named without a descriptor stays valid and, where the
+    /// operation writes it, unreferenced. Where the domain's cache registers it,
+    /// [`RegionCache::get`](super::RegionCache::get)'s conditions are added, with no right for
+    /// peers.
     ///
     /// # Errors
-    /// [`ErrorKind::Again`] if the queue is full; [`ErrorKind::NoRegion`] for a descriptor that is missing or foreign; where the
-    /// cache registers what names no region, the errors of that. What only the target can know comes back as a failed
-    /// completion.
+    /// [`ErrorKind::Again`] if the queue is full; [`ErrorKind::NoRegion`] for a descriptor that is
+    /// missing or foreign; where the cache registers what names no region, the errors of that.
+    /// What only the target can know comes back as a failed completion.
     #[inline]
     pub unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()> {
         match &self.leasing {
@@ -132,8 +134,9 @@ impl Endpoint {
             *segment = slice.segment();
         }
         let request = WorkRequest { operation, local: &segments[..local.len()], peer, context };
-        // SAFETY: every segment carries the descriptor of a region that owns its memory; the provider refuses it
-        // once that region is closed, and the memory is not freed before.
+        // SAFETY: every segment carries the descriptor of a region that owns its memory; the
+        // provider refuses it once that region is closed, and the memory is not freed
+        // before.
         unsafe { self.post(&request) }
     }
 
@@ -224,8 +227,13 @@ impl Endpoint {
 
     /// Closes the endpoint; outstanding requests complete as canceled.
     ///
+    /// In ENDPOINT mode a region that is bound to the endpoint does not keep it open. From then on
+    /// no new access reaches that region, and it can still be closed, which waits for accesses in
+    /// flight. `fi_mr(3)` has the endpoint close first, libfabric's providers the region; here
+    /// either order works.
+    ///
     /// # Errors
-    /// [`ErrorKind::Busy`] with the endpoint back, as long as a region (ENDPOINT mode) or a type 2A window is bound.
+    /// [`ErrorKind::Busy`] with the endpoint back, as long as a type 2A window is bound.
     pub fn close(mut self) -> Result<(), Rejected<Self>> {
         match self.shut() {
             Ok(()) => {
@@ -237,6 +245,11 @@ impl Endpoint {
     }
 
     fn shut(&self) -> Result<()> {
+        if !self.domain.process.is_current() {
+            // In a forked child, closing it would close what the parent uses.
+            std::mem::forget(Arc::clone(&self.inner));
+            return Ok(());
+        }
         self.inner.close()?;
         if let Some(leasing) = &self.leasing {
             leasing.release();
@@ -250,7 +263,7 @@ impl Drop for Endpoint {
         if self.closed {
             return;
         }
-        // A region that is bound keeps the provider's endpoint alive, and is unreachable from now on.
+        // A type 2A window that is bound keeps the provider's endpoint alive.
         match self.shut() {
             Ok(()) => {}
             Err(error) if error.kind() == ErrorKind::Busy => {

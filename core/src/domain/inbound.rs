@@ -1,9 +1,12 @@
-//! Bytes that a NIC brought into a device's memory, made visible to what the device does next (HM-14).
+//! Bytes that a NIC brought into a device's memory, made visible to what the device does next
+//! (HM-14).
 //!
-//! A completion says that the NIC is done, not that work which the device starts next finds the bytes: a device may need a flush
-//! for that ([`Iface::flush_inbound`](crate::Iface::flush_inbound), which does nothing where it does not). Whoever reads a completion that may stand for bytes in device
-//! memory of the domain has them flushed before it is theirs. Such are receives, reads and atomics; a receive also stands for
-//! the writes of its sender before it, of which the target has no completion.
+//! A completion says that the NIC is done, not that work which the device starts next finds the
+//! bytes: a device may need a flush
+//! for that ([`Iface::flush_inbound`](crate::Iface::flush_inbound), which does nothing where it
+//! does not). Whoever reads a completion that may stand for bytes in device memory of the domain
+//! has them flushed before it is theirs. Such are receives, reads and atomics; a receive also
+//! stands for the writes of its sender before it, of which the target has no completion.
 
 use std::{
     any::Any,
@@ -61,7 +64,8 @@ impl Inbound {
         }
     }
 
-    /// Flushes every one; the error is the first one's that failed, and the others are flushed all the same.
+    /// Flushes every one; the error is the first one's that failed, and the others are flushed all
+    /// the same.
     pub(super) fn flush(&self) -> Result<()> {
         if self.count.load(Ordering::Acquire) == 0 {
             return Ok(());

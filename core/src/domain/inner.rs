@@ -2,6 +2,7 @@
 
 use std::{
     any::Any,
+    mem::ManuallyDrop,
     sync::{
         Arc, OnceLock,
         atomic::{AtomicU8, AtomicU32, Ordering},
@@ -11,17 +12,28 @@ use std::{
 use parking_lot::{Condvar, Mutex};
 
 use super::{
-    DomainInner, MrAttr, RegionState,
+    DomainInner, MrAttr, OwnedBuffer, RegionState,
     set_once::SetOnce,
     shared::{Shared, Unique},
 };
 use crate::{
-    Access, AddressRange, Decision, Error, ErrorKind, LocalKey, MrFlags, MrMode, Result,
+    Access, AddressRange, Decision, Error, ErrorKind, IfaceKind, LocalKey, MrFlags, MrMode, Result,
     counter::Counter, event_queue::RegionId, path::PathOutcome, provider::ProviderRegion,
 };
 
 /// Memory that a region keeps alive.
-pub(super) type MemoryOwner = Arc<dyn Any + Send + Sync>;
+#[derive(Clone)]
+pub(super) struct MemoryOwner {
+    /// The iface of the memory, as the memory's owner reports it.
+    pub(super) iface: IfaceKind,
+    _memory: Arc<dyn Any + Send + Sync>,
+}
+
+impl MemoryOwner {
+    pub(super) fn of<B: OwnedBuffer>(parts: &Arc<B::Parts>) -> Self {
+        Self { iface: B::iface(parts), _memory: Arc::clone(parts) as _ }
+    }
+}
 
 /// The hot part; what few regions have is in `rare`, because a million regions may be live.
 pub(crate) struct RegionInner {
@@ -38,9 +50,9 @@ pub(crate) struct RegionInner {
     pub(super) state: AtomicU8,
 }
 
-/// A [`ProviderRegion`] and its decision. The numbers of the region lie apart, and not in its own order, so that they are
-/// copied from where the provider has just written them one by one: one wide load over several narrow stores that are still
-/// under way waits for all of them.
+/// A [`ProviderRegion`] and its decision. The numbers of the region lie apart, and not in its own
+/// order, so that they are copied from where the provider has just written them one by one: one
+/// wide load over several narrow stores that are still under way waits for all of them.
 #[repr(C)]
 pub(super) struct Registration {
     local: LocalKey,
@@ -68,7 +80,9 @@ pub(super) struct Rare {
     pub(super) ranges: Vec<AddressRange>,
     pub(super) parent: Option<Shared<RegionInner>>,
     pub(super) owner: Mutex<Option<MemoryOwner>>,
-    pub(super) owned: bool,
+    /// Returns the iface of memory that cannot be freed while it is registered: the region owns it,
+    /// or a scope borrows it.
+    pub(super) owned: Option<IfaceKind>,
     pub(super) page_size: usize,
     pub(super) asynchronous: Option<(RegionId, Arc<Ended>)>,
 }
@@ -96,7 +110,7 @@ impl Ended {
 
 #[derive(Default)]
 pub(super) struct Bindings {
-    pub(super) counter: Mutex<Option<Arc<Counter>>>,
+    pub(super) counters: Mutex<Vec<Arc<Counter>>>,
     pub(super) endpoint: Mutex<bool>,
 }
 
@@ -123,7 +137,7 @@ impl RegionInner {
             }
             let asynchronous = id.map(|id| (id, Arc::default()));
             let ranges = if attr.ranges.len() > 1 { attr.ranges.to_vec() } else { Vec::new() };
-            let owned = owner.is_some();
+            let owned = owner.as_ref().map(|owner| owner.iface);
             Box::new(Rare {
                 ranges,
                 parent,
@@ -186,12 +200,19 @@ impl RegionInner {
 
     #[inline]
     pub(super) fn owns_memory(&self) -> bool {
-        self.rare.as_ref().is_some_and(|rare| rare.owned)
+        self.owned_memory().is_some()
     }
 
-    /// For [`super::scope`]: the borrow outlives the registration, as if the region owned the memory.
+    /// The iface of memory that the region owns.
+    #[inline]
+    pub(super) fn owned_memory(&self) -> Option<IfaceKind> {
+        self.rare.as_ref()?.owned
+    }
+
+    /// For [`super::scope`]: the borrow of host memory outlives the registration, as if the region
+    /// owned it.
     pub(super) fn borrow_for_scope(&mut self) {
-        self.rare.get_or_insert_default().owned = true;
+        self.rare.get_or_insert_default().owned = Some(IfaceKind::SYSTEM);
     }
 
     #[inline]
@@ -209,6 +230,25 @@ impl RegionInner {
 
     pub(super) fn recorded_decision(&self) -> Option<Arc<Decision>> {
         self.registered.get()?.decision.clone()
+    }
+
+    /// Runs a registration. If it panics, nobody knows whether the memory is registered, so memory
+    /// that the region owns is leaked.
+    #[inline(always)]
+    pub(super) fn keep_if_panics<T>(&self, register: impl FnOnce() -> T) -> T {
+        struct Keep<'a>(&'a RegionInner);
+
+        impl Drop for Keep<'_> {
+            #[cold]
+            fn drop(&mut self) {
+                std::mem::forget(self.0.release_owner());
+            }
+        }
+
+        let keep = Keep(self);
+        let registered = register();
+        std::mem::forget(keep);
+        registered
     }
 
     /// Lets go of the memory, once closed.
@@ -295,7 +335,8 @@ impl RegionInner {
         self.dependents.fetch_sub(1, Ordering::AcqRel);
     }
 
-    /// Takes back a registration that did not begin, and waits for one that did; `true` if nothing was registered.
+    /// Takes back a registration that did not begin, and waits for one that did; `true` if nothing
+    /// was registered.
     ///
     /// Either way the worker holds nothing of the region afterwards.
     fn give_up_or_wait(&self) -> bool {
@@ -316,6 +357,9 @@ impl RegionInner {
 
     #[inline]
     pub(super) fn close(&self) -> Result<()> {
+        if !self.domain.process.is_current() {
+            return Ok(());
+        }
         if self.rare.is_some() && self.give_up_or_wait() {
             return Ok(());
         }
@@ -326,19 +370,23 @@ impl RegionInner {
                 .context("dependents", dependents)
                 .remedy("close its sub-regions and free or unbind its windows first"));
         }
-        if let Some(bindings) = self.bindings.get()
-            && bindings.counter.lock().as_ref().is_some_and(|counter| !counter.is_closed())
-        {
+        let open_counters = self.bindings.get().map_or(0, |bindings| {
+            bindings.counters.lock().iter().filter(|counter| !counter.is_closed()).count()
+        });
+        if open_counters > 0 {
             return Err(Error::new(ErrorKind::Busy, "close region")
                 .context("range", self.range)
                 .context("bound", "counter")
-                .remedy("close the counter first"));
+                .context("open_counters", open_counters)
+                .remedy("close every counter that is bound to it first"));
         }
         self.deregister()
     }
 
     fn deregister(&self) -> Result<()> {
         let open = matches!(self.state(), RegionState::Enabled | RegionState::Disabled);
+        // In a forked child this is a copy: the registration is the parent's.
+        let open = open && self.domain.process.is_current();
         if let Some(registration) = self.registered.get().filter(|_| open) {
             self.domain.provider().deregister(registration.region())?;
             self.state.store(RegionState::Closed as u8, Ordering::Release);
@@ -349,10 +397,14 @@ impl RegionInner {
 
 impl Drop for RegionInner {
     fn drop(&mut self) {
-        if let Err(error) = self.deregister() {
-            tracing::error!(range = %self.range, %error, "a region could not be deregistered; its memory is leaked");
-            // The NIC can still reach it: giving it back to the allocator would let it write to other data.
-            std::mem::forget(self.release_owner());
+        // Freed only once the NIC cannot reach it: the allocator would let the NIC write to other
+        // data. A panic leaks it too.
+        let owner = ManuallyDrop::new(self.release_owner());
+        match self.deregister() {
+            Ok(()) => drop(ManuallyDrop::into_inner(owner)),
+            Err(error) => {
+                tracing::error!(range = %self.range, %error, "a region could not be deregistered; its memory is leaked");
+            }
         }
         if let Some(parent) = self.parent() {
             parent.remove_dependent();

@@ -1,11 +1,14 @@
-//! Local memory of transfers that name no region: leased from the domain's cache until the transfer has ended.
+//! Local memory of transfers that name no region: leased from the domain's cache until the transfer
+//! has ended.
 //!
-//! A NIC that needs a descriptor for every local buffer (`mr_mode` LOCAL), or for those in device memory (HMEM), gets one of a
-//! cached region for each that comes without. The leases of a request stay with its completion queue. The request is
-//! posted under a context of the queue's own, by which its completion finds them; whoever reads the completion sees the
-//! application's context and ends the leases. An application's context that looks like one of the queue's is carried in the same
-//! way, so that none is taken for the other among the endpoints of the domain; all others pass as they are. Closing an endpoint ends the leases of its
-//! requests, since the NIC is done with them then; their completions keep their contexts until they are read.
+//! A NIC that needs a descriptor for every local buffer (`mr_mode` LOCAL), or for those in device
+//! memory (HMEM), gets one of a cached region for each that comes without. The leases of a request
+//! stay with its completion queue. The request is posted under a context of the queue's own, by
+//! which its completion finds them; whoever reads the completion sees the application's context and
+//! ends the leases. An application's context that looks like one of the queue's is carried in the
+//! same way, so that none is taken for the other among the endpoints of the domain; all others pass
+//! as they are. Closing an endpoint ends the leases of its requests, since the NIC is done with
+//! them then; their completions keep their contexts until they are read.
 
 use std::{any::Any, fmt, sync::Arc};
 
@@ -22,12 +25,13 @@ use crate::{
     transfer::{Completion, LocalSegment, Operation, WorkRequest},
 };
 
-/// What the NIC reads, and what it writes: rights that fit every transfer of the sort, so that one region serves all. A region
-/// for reading can be of memory that is read-only.
+/// What the NIC reads, and what it writes: rights that fit every transfer of the sort, so that one
+/// region serves all. A region for reading can be of memory that is read-only.
 const SOURCE: Access = Access::SEND.union(Access::WRITE);
 const SINK: Access = SOURCE.union(Access::RECV).union(Access::READ);
 
-/// The upper 16 bits of a queue's own contexts; below are 24 bits of a slot's generation and 24 of its place.
+/// The upper 16 bits of a queue's own contexts; below are 24 bits of a slot's generation and 24 of
+/// its place.
 const MARK: u64 = 0xCAC4 << 48;
 const MARK_BITS: u64 = 0xFFFF << 48;
 const PLACE_BITS: u32 = 24;
@@ -107,7 +111,8 @@ impl InFlight {
         }
     }
 
-    /// Ends a request and its leases; gives the application's context, or `None` for a request that is not here.
+    /// Ends a request and its leases; gives the application's context, or `None` for a request that
+    /// is not here.
     fn end(&self, marked: u64) -> Option<u64> {
         let (context, mut leases) = {
             let mut slots = self.slots.lock();
@@ -125,7 +130,8 @@ impl InFlight {
         Some(context)
     }
 
-    /// Ends the leases of an endpoint's requests, which the NIC is done with; their completions are still to be read.
+    /// Ends the leases of an endpoint's requests, which the NIC is done with; their completions are
+    /// still to be read.
     fn release(&self, endpoint: u64) {
         let mut released = Vec::new();
         let mut slots = self.slots.lock();
@@ -313,7 +319,8 @@ impl Leasing {
             }
         }
         let local = &segments[..count];
-        // SAFETY: passed on to the caller. Leased regions stay registered until the completion is read or the endpoint closed.
+        // SAFETY: passed on to the caller. Leased regions stay registered until the completion is
+        // read or the endpoint closed.
         unsafe { to.post(&WorkRequest { operation, local, context, ..*request }) }
     }
 

@@ -48,7 +48,7 @@ use self::{
 };
 use crate::{
     Access, AddressRange, Addressing, AuthKey, Decision, DomainBindFlags, Error, ErrorKind, Iova,
-    MrFlags, MrMode, RawKey, Registry, Rejected, RemoteKey, Result,
+    MrFlags, MrMode, ProcessMark, RawKey, Registry, Rejected, RemoteKey, Result,
     event_queue::EventQueue,
     path::PathDecider,
     provider::{
@@ -59,8 +59,13 @@ use crate::{
 
 /// An open domain: registers memory with one NIC.
 ///
-/// Cheap to share by reference; every method may be called from any thread at once. Regions, endpoints and windows
-/// keep what they need alive, so that dropping a domain early is harmless; [`Domain::close`] says what is left.
+/// Cheap to share by reference; every method may be called from any thread at once. Regions,
+/// endpoints and windows keep what they need alive, so that dropping a domain early is harmless;
+/// [`Domain::close`] says what is left.
+///
+/// A domain belongs to the process that opened it. In a forked child it registers nothing
+/// ([`ErrorKind::BadState`]), and closing or dropping the copy of a region leaves the parent's
+/// registration as it is.
 pub struct Domain {
     /// Before the rest: its regions go first.
     cache: OnceLock<RegionCache>,
@@ -76,6 +81,8 @@ pub(crate) struct DomainInner {
     effective: MrMode,
     provider_attr: ProviderAttr,
     plain_host: Arc<Decision>,
+    /// The process that opened the domain. A forked child uses nothing of the domain.
+    process: ProcessMark,
     worker: OnceLock<Worker>,
     inbound: Arc<Inbound>,
 }
@@ -84,9 +91,10 @@ impl Domain {
     /// Opens a domain of `provider` over the ifaces of `registry`.
     ///
     /// # Errors
-    /// [`ErrorKind::ModeMismatch`] that names the bits which the provider needs and `attr.mr_mode` does not offer, or
-    /// a BASIC that the provider cannot run; [`ErrorKind::InvalidArgument`] for a NIC that it does not have, or no
-    /// staging buffers; what the driver reported otherwise.
+    /// [`ErrorKind::ModeMismatch`] that names the bits which the provider needs and `attr.mr_mode`
+    /// does not offer, or a BASIC that the provider cannot run; [`ErrorKind::InvalidArgument`]
+    /// for a NIC that it does not have, or no staging buffers; what the driver reported
+    /// otherwise.
     pub fn open(
         provider: &dyn Provider,
         registry: Arc<Registry>,
@@ -124,6 +132,7 @@ impl Domain {
             registry: Arc::clone(&registry),
             staging: attr.staging,
         };
+        let process = ProcessMark::current()?;
         let plain_host = Arc::new(decider.plain_host(&nic.nic));
         let provider = provider.open_domain(&request)?;
         let worker = OnceLock::new();
@@ -139,6 +148,7 @@ impl Domain {
                 mode,
                 effective: mode.effective(),
                 plain_host,
+                process,
                 worker,
                 inbound,
             }),
@@ -171,14 +181,18 @@ impl Domain {
         &self.inner.registry
     }
 
-    /// What the provider holds for this domain now.
+    /// Returns what the provider holds for this domain now: nothing in a forked child.
     #[must_use]
     pub fn live(&self) -> Live {
+        if !self.inner.process.is_current() {
+            return Live::default();
+        }
         self.inner.provider.live()
     }
 
-    /// Bytes of the domain's staging buffers, registered with the NIC where it needs that: 0 before the first staged region,
-    /// the same ever after. How many are in use is in [`Live::staging_slots`].
+    /// Bytes of the domain's staging buffers, registered with the NIC where it needs that: 0 before
+    /// the first staged region, the same ever after. How many are in use is in
+    /// [`Live::staging_slots`].
     #[must_use]
     pub fn staging_bytes(&self) -> u64 {
         self.inner.provider.staging_bytes()
@@ -192,12 +206,12 @@ impl Domain {
         self.inner.provider.progress()
     }
 
-    /// Reports registrations of this domain through `queue` from now on (`fi_domain_bind` with `FI_REG_MR`):
-    /// they complete asynchronously, on a thread that ends with the domain.
+    /// Reports registrations of this domain through `queue` from now on (`fi_domain_bind` with
+    /// `FI_REG_MR`): they complete asynchronously, on a thread that ends with the domain.
     ///
     /// # Errors
-    /// [`ErrorKind::BadFlags`] unless `flags` is REG_MR; [`ErrorKind::BadState`] if a queue is bound already;
-    /// [`ErrorKind::OutOfResources`] if the thread cannot be started.
+    /// [`ErrorKind::BadFlags`] unless `flags` is REG_MR; [`ErrorKind::BadState`] if a queue is
+    /// bound already; [`ErrorKind::OutOfResources`] if the thread cannot be started.
     pub fn bind(&self, queue: &Arc<EventQueue>, flags: DomainBindFlags) -> Result<()> {
         if flags != DomainBindFlags::REG_MR {
             return Err(Error::new(ErrorKind::BadFlags, "domain bind")
@@ -248,19 +262,23 @@ impl Domain {
 
     /// Registers memory by its raw addresses or its dma-buf (`fi_mr_regattr`).
     ///
-    /// With an event queue bound ([`Domain::bind`]) the region comes back pending: what is wrong with the request is
-    /// still an error of this call and gives no event; what fails later is an error event.
+    /// With an event queue bound ([`Domain::bind`]) the region comes back pending: what is wrong
+    /// with the request is still an error of this call and gives no event; what fails later is
+    /// an error event.
     ///
     /// # Safety
-    /// Until the region is closed, the NIC and peers that hold the key read and (as far as `attr.access` lets the NIC
-    /// write) write this memory behind the compiler's back: no Rust reference may be live that forbids it, and the
-    /// memory must not be given to another use while the key works.
+    /// Until the region is closed, the NIC and peers that hold the key read and (as far as
+    /// `attr.access` lets the NIC write) write this memory behind the compiler's back: no Rust
+    /// reference may be live that forbids it, and the memory must not be given to another use
+    /// while the key works. A dropped region is closed once its sub-regions and windows are gone,
+    /// which safe code can make ([`MemoryRegion::sub`], [`MemoryWindow::bind`]).
     ///
     /// # Errors
-    /// Each its own kind, with nothing registered: ZeroLength, TooManyRanges, TooLong, BadFlags, BadAccess,
-    /// ReservedOffset, ReservedHmemData, BadPageSize, InvalidArgument (attributes that exclude each other, a wrong
-    /// iface or device), OutOfBounds (outside the base or the allocation), NoKey, KeyRejected, BadAddress (no
-    /// pages in ALLOCATED mode), OutOfResources, and what kept device memory from the NIC.
+    /// Each its own kind, with nothing registered: ZeroLength, TooManyRanges, TooLong, BadFlags,
+    /// BadAccess, ReservedOffset, ReservedHmemData, BadPageSize, InvalidArgument (attributes
+    /// that exclude each other, a wrong iface or device), OutOfBounds (outside the base or the
+    /// allocation), NoKey, KeyRejected, BadAddress (no pages in ALLOCATED mode),
+    /// OutOfResources, and what kept device memory from the NIC.
     #[inline]
     pub unsafe fn regattr(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<MemoryRegion> {
         let region = self.inner.prepare(attr, flags, None)?;
@@ -313,8 +331,8 @@ impl Domain {
         self.register_with(buffer, &MrAttr::new(&[], access), MrFlags::empty())
     }
 
-    /// [`Domain::register`] with every attribute; `attr.ranges` is taken from the buffer, a base and a dma-buf are
-    /// refused.
+    /// [`Domain::register`] with every attribute; `attr.ranges` is taken from the buffer, a base
+    /// and a dma-buf are refused.
     ///
     /// # Errors
     /// As [`Domain::regattr`]; the buffer comes back with the error.
@@ -327,13 +345,15 @@ impl Domain {
         Registered::register(&self.inner, buffer, attr, flags)
     }
 
-    /// Registers borrowed memory for as long as `body` runs; the region is closed before this returns, also by a panic.
+    /// Registers borrowed memory for as long as `body` runs; the region is closed before this
+    /// returns, also by a panic.
     ///
-    /// If the provider refuses to close it, the process is aborted: the borrow would end while peers can still write
-    /// to the memory.
+    /// If the provider refuses to close it, or panics while it registers, the process is aborted:
+    /// the borrow would end while peers can still write to the memory.
     ///
     /// # Errors
-    /// As [`Domain::regattr`], and [`ErrorKind::BadState`] in ENDPOINT mode; `body` does not run then.
+    /// As [`Domain::regattr`], and [`ErrorKind::BadState`] in ENDPOINT mode; `body` does not run
+    /// then.
     pub fn scope<R>(
         &self,
         bytes: &mut [u8],
@@ -346,7 +366,11 @@ impl Domain {
     /// [`Domain::scope`] for memory of any iface, by its addresses.
     ///
     /// # Safety
-    /// As [`Domain::regattr`], for as long as `body` runs: the range stays allocated, and is given to no other use.
+    /// While `body` runs:
+    ///
+    /// - the range stays allocated and is given to no other use;
+    /// - no Rust reference to the range is live, whatever `access` says: safe code in `body` may
+    ///   post transfers of this domain that write to the range.
     ///
     /// # Errors
     /// As [`Domain::scope`].
@@ -361,7 +385,8 @@ impl Domain {
 
     /// Makes a peer's raw key usable in transfers of this domain (`fi_mr_map_raw`).
     ///
-    /// `base` and `len` are what the peer sent along with it; they only describe the key, the peer's NIC enforces.
+    /// `base` and `len` are what the peer sent along with it; they only describe the key, the
+    /// peer's NIC enforces.
     ///
     /// # Errors
     /// [`ErrorKind::Malformed`] for bytes that are no raw key; [`ErrorKind::OutOfResources`].
@@ -379,13 +404,16 @@ impl Domain {
 
     /// Opens a completion queue.
     ///
-    /// Where the NIC may write into memory of devices (a region of theirs was registered for receives, reads or remote writes),
-    /// reading a receive, a read or an atomic flushes it first where the device needs that: work that the device starts then finds
-    /// the bytes, and what the sender of a received message had written before it. A flush that fails is logged once.
+    /// Where the NIC may write into memory of devices (a region of theirs was registered for
+    /// receives, reads or remote writes), reading a receive, a read or an atomic flushes it
+    /// first where the device needs that: work that the device starts then finds the bytes, and
+    /// what the sender of a received message had written before it. A flush that fails is logged
+    /// once.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfResources`].
     pub fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
+        self.inner.process.check("open completion queue")?;
         let mut queue = self.inner.provider.open_cq(depth)?;
         if self.inner.inbound.may_have_any() {
             queue = Arc::new(FlushingQueue::new(queue, Arc::clone(&self.inner.inbound)));
@@ -393,26 +421,31 @@ impl Domain {
         Ok(if self.leases_local_memory() { Arc::new(LeasingQueue::new(queue)) } else { queue })
     }
 
-    /// Makes what the NIC has written into memory of devices visible to work that they start after this call, for who learns of
-    /// a remote write by other means than a completion of this domain: a counter, a flag in memory, a message elsewhere.
+    /// Makes what the NIC has written into memory of devices visible to work that they start after
+    /// this call, for who learns of a remote write by other means than a completion of this
+    /// domain: a counter, a flag in memory, a message elsewhere.
     ///
     /// # Errors
-    /// What the device's driver reported, of the first device that failed; the others are flushed all the same.
+    /// What the device's driver reported, of the first device that failed; the others are flushed
+    /// all the same.
     pub fn flush_inbound(&self) -> Result<()> {
         self.inner.inbound.flush()
     }
 
     /// Opens an endpoint.
     ///
-    /// Where the domain has a cache, and its mode wants a descriptor for local memory (LOCAL, and HMEM for that of devices),
-    /// transfers may leave it out: such memory is registered through the cache, as with [`RegionCache::get`], and its region is
-    /// held until the completion is read or the endpoint closed. Both queues are then to be of [`Domain::open_cq`]. In ENDPOINT mode,
-    /// where a region serves an endpoint only once it is bound to it, descriptors stay the application's to name.
+    /// Where the domain has a cache, and its mode wants a descriptor for local memory (LOCAL, and
+    /// HMEM for that of devices), transfers may leave it out: such memory is registered through
+    /// the cache, as with [`RegionCache::get`], and its region is held until the completion is
+    /// read or the endpoint closed. Both queues are then to be of [`Domain::open_cq`]. In ENDPOINT
+    /// mode, where a region serves an endpoint only once it is bound to it, descriptors stay
+    /// the application's to name.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfResources`], also where the domain's cache starts here and cannot; [`ErrorKind::InvalidArgument`]
-    /// for queues of another provider.
+    /// [`ErrorKind::OutOfResources`], also where the domain's cache starts here and cannot;
+    /// [`ErrorKind::InvalidArgument`] for queues of another provider.
     pub fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Endpoint> {
+        self.inner.process.check("open endpoint")?;
         let leasing = match self.leases_local_memory() {
             true => Some(Leasing::new(
                 self.cache()?,
@@ -442,8 +475,8 @@ impl Domain {
     /// Closes the domain.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] with the domain back, as long as regions, endpoints, windows or mapped keys are left, or something
-    /// cached cannot be given back.
+    /// [`ErrorKind::Busy`] with the domain back, as long as regions, endpoints, windows or mapped
+    /// keys are left, or something cached cannot be given back.
     pub fn close(mut self) -> Result<(), Rejected<Self>> {
         if let Some(Err(error)) = self.cache.get().map(RegionCache::try_empty) {
             return Err(Rejected::new(self, error));
@@ -473,6 +506,15 @@ impl fmt::Debug for Domain {
             .field("mr_mode", &self.inner.mode)
             .field("live", &self.live())
             .finish_non_exhaustive()
+    }
+}
+
+impl Drop for DomainInner {
+    fn drop(&mut self) {
+        if !self.process.is_current() {
+            // In a forked child, closing the domain would close objects that the parent uses.
+            std::mem::forget(Arc::clone(&self.provider));
+        }
     }
 }
 

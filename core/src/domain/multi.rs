@@ -17,7 +17,7 @@ use std::{fmt, ops::Deref, sync::Arc};
 
 use super::{
     Domain, DomainInner, MemoryRegion, MrAttr,
-    buffer::{OwnedBuffer, RegionSlice, sole},
+    buffer::{OwnedBuffer, RegionSlice, take_back},
     inner::MemoryOwner,
 };
 use crate::{
@@ -26,20 +26,21 @@ use crate::{
     provider::ProviderDomain,
 };
 
-/// Registers one range with several NICs, each through a domain of its own, by raw addresses or a dma-buf.
+/// Registers one range with several NICs, each through a domain of its own, by raw addresses or a
+/// dma-buf.
 ///
 /// The domains share their ifaces and path decisions: they were opened by one `Hmem`. The memory is
-/// exported once, and every NIC that takes the export registers the same dma-buf; one that does not takes its next way
-/// under the policy of its domain. A requested key is asked of every NIC. The registration is done when this returns, also
-/// where an event queue is bound, and gives no event.
+/// exported once, and every NIC that takes the export registers the same dma-buf; one that does not
+/// takes its next way under the policy of its domain. A requested key is asked of every NIC. The
+/// registration is done when this returns, also where an event queue is bound, and gives no event.
 ///
 /// # Safety
 /// As [`Domain::regattr`], for every domain.
 ///
 /// # Errors
-/// As [`Domain::regattr`], and [`ErrorKind::InvalidArgument`] for no domain, domains of different registries, or a base
-/// region. Everything registered before is closed again: the value of the error is empty. If a driver refuses that,
-/// the value holds what is left, to be closed again.
+/// As [`Domain::regattr`], and [`ErrorKind::InvalidArgument`] for no domain, domains of different
+/// registries, or a base region. Everything registered before is closed again: the value of the
+/// error is empty. If a driver refuses that, the value holds what is left, to be closed again.
 pub unsafe fn regattr_on(
     domains: &[&Domain],
     attr: &MrAttr<'_>,
@@ -51,8 +52,9 @@ pub unsafe fn regattr_on(
 /// [`regattr_on`] for a buffer that the regions then own together: the safe door.
 ///
 /// # Errors
-/// As [`regattr_on`]. The buffer is in the value of the error, whose [`close`](MultiRegistered::close) gives it back: at once,
-/// unless a driver refused to undo what was registered before.
+/// As [`regattr_on`]. The buffer is in the value of the error, whose
+/// [`close`](MultiRegistered::close) gives it back: at once, unless a driver refused to undo what
+/// was registered before.
 pub fn register_on<B: OwnedBuffer>(
     domains: &[&Domain],
     buffer: B,
@@ -60,7 +62,7 @@ pub fn register_on<B: OwnedBuffer>(
 ) -> Result<MultiRegistered<B>, Rejected<MultiRegistered<B>>> {
     let parts = Arc::new(buffer.into_parts());
     let range = [B::range(&parts)];
-    let owner: MemoryOwner = Arc::clone(&parts) as _;
+    let owner = MemoryOwner::of::<B>(&parts);
     match register_all(domains, &MrAttr::new(&range, access), MrFlags::empty(), Some(&owner)) {
         Ok(regions) => Ok(MultiRegistered { regions, parts }),
         Err(Rejected { value: regions, error }) => {
@@ -120,8 +122,11 @@ fn try_register_all(
         let span =
             tracing::debug_span!("register on", nics = domains.len(), range = %pending[0].range());
         let _entered = span.enter();
-        // SAFETY: the memory is the caller's of the unsafe `regattr_on`, or owned by the regions, each of which keeps it.
-        unsafe { first.decider.register_on(&requests, &first.registry, &mut done) }
+        pending[0].keep_if_panics(|| {
+            // SAFETY: either the caller of the unsafe `regattr_on` vouches for the memory, or the
+            // regions own it, and each of them keeps it.
+            unsafe { first.decider.register_on(&requests, &first.registry, &mut done) }
+        })
     };
     for (mut region, PathOutcome { region: handle, decision }) in pending.into_iter().zip(done) {
         region.complete_unshared(&handle, decision);
@@ -199,8 +204,8 @@ impl MultiRegion {
     /// Closes the regions of all NICs.
     ///
     /// # Errors
-    /// As [`MemoryRegion::close`], the first of them; every region is tried, and those that were refused come back, still
-    /// working.
+    /// As [`MemoryRegion::close`], the first of them; every region is tried, and those that were
+    /// refused come back, still working.
     pub fn close(mut self) -> Result<(), Rejected<Self>> {
         match self.close_each() {
             Ok(()) => Ok(()),
@@ -212,9 +217,14 @@ impl MultiRegion {
         let mut first = Ok(());
         let mut left = Vec::new();
         for region in std::mem::take(&mut self.regions) {
-            if let Err(Rejected { value, error }) = region.close() {
-                left.push(value);
-                first = first.and(Err(error));
+            match region.inner().close() {
+                // Not left to the drop of the region: a sub-region that another thread is dropping
+                // may hold it a little longer.
+                Ok(()) => drop(region.inner().release_owner()),
+                Err(error) => {
+                    left.push(region);
+                    first = first.and(Err(error));
+                }
             }
         }
         self.regions = left;
@@ -225,14 +235,16 @@ impl MultiRegion {
 
 /// One buffer registered with several NICs and owned by their regions together.
 ///
-/// Derefs to the regions. The bytes are reached by copies, as those of [`Registered`](super::Registered).
+/// Derefs to the regions. The bytes are reached by copies, as those of
+/// [`Registered`](super::Registered).
 pub struct MultiRegistered<B: OwnedBuffer> {
     regions: MultiRegion,
     parts: Arc<B::Parts>,
 }
 
 impl<B: OwnedBuffer> MultiRegistered<B> {
-    /// A piece for the safe transfers of an endpoint of the NIC at `nic`, in the order of the domains.
+    /// A piece for the safe transfers of an endpoint of the NIC at `nic`, in the order of the
+    /// domains.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfBounds`] if it reaches outside, or for a NIC past the last.
@@ -266,9 +278,13 @@ impl<B: OwnedBuffer> MultiRegistered<B> {
     /// # Errors
     /// As [`MultiRegion::close`]: what is left comes back, with the buffer.
     pub fn close(mut self) -> Result<B, Rejected<Self>> {
-        match self.regions.close_each() {
-            Ok(()) => Ok(B::from_parts(sole(self.parts))),
-            Err(error) => Err(Rejected::new(self, error)),
+        if let Err(error) = self.regions.close_each() {
+            return Err(Rejected::new(self, error));
+        }
+        let Self { regions, parts } = self;
+        match take_back(parts) {
+            Ok(buffer) => Ok(buffer),
+            Err((parts, error)) => Err(Rejected::new(Self { regions, parts }, error)),
         }
     }
 }

@@ -37,7 +37,8 @@ impl DomainInner {
         Ok(Some(device))
     }
 
-    /// Whether a range is ordinary host memory that nothing special was asked for: most registrations.
+    /// Whether a range is ordinary host memory that nothing special was asked for: most
+    /// registrations.
     #[inline]
     pub(super) fn is_plain_host(
         &self,

@@ -52,8 +52,8 @@ impl RegionState {
 
 /// A registered memory region (`fid_mr`).
 ///
-/// Dropping it deregisters, unless a sub-region or a window still needs it: then the last of them does.
-/// [`MemoryRegion::close`] does the same and says what went wrong.
+/// Dropping it deregisters, unless a sub-region or a window still needs it: then the last of them
+/// does. [`MemoryRegion::close`] does the same and says what went wrong.
 pub struct MemoryRegion {
     inner: Shared<RegionInner>,
 }
@@ -155,8 +155,9 @@ impl MemoryRegion {
     /// The remote key (`fi_mr_key`).
     ///
     /// # Errors
-    /// [`ErrorKind::KeyNotAvailable`] before the registration completed, after it failed, in RAW mode, and for a staged
-    /// region of a NIC that needs this side's help to reach it: no peer can.
+    /// [`ErrorKind::KeyNotAvailable`] before the registration completed, after it failed, in RAW
+    /// mode, and for a staged region of a NIC that needs this side's help to reach it: no peer
+    /// can.
     pub fn key(&self) -> Result<RemoteKey> {
         let unavailable =
             |why: &'static str| Error::new(ErrorKind::KeyNotAvailable, "key").remedy(why);
@@ -181,13 +182,14 @@ impl MemoryRegion {
         }
     }
 
-    /// The raw key (`fi_mr_raw_attr`): writes it to `buffer` and returns the base address and the key's length.
+    /// The raw key (`fi_mr_raw_attr`): writes it to `buffer` and returns the base address and the
+    /// key's length.
     ///
     /// Works in every mode.
     ///
     /// # Errors
-    /// [`ErrorKind::TooSmall`] whose context `needed` is the size; [`ErrorKind::KeyNotAvailable`] before the registration
-    /// completed.
+    /// [`ErrorKind::TooSmall`] whose context `needed` is the size; [`ErrorKind::KeyNotAvailable`]
+    /// before the registration completed.
     pub fn raw_attr(&self, buffer: &mut [u8]) -> Result<(Iova, usize)> {
         let raw = self.raw_key()?;
         let Some(out) = buffer.get_mut(..raw.0.len()) else {
@@ -217,8 +219,8 @@ impl MemoryRegion {
     /// The part inherits iface, device and page size; it keeps this region's memory registered.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] outside this region; [`ErrorKind::AccessDenied`] for rights that let the NIC write
-    /// when this region has none; NoKey, KeyRejected.
+    /// [`ErrorKind::OutOfBounds`] outside this region; [`ErrorKind::AccessDenied`] for rights that
+    /// let the NIC write when this region has none; NoKey, KeyRejected.
     pub fn sub(
         &self,
         range: AddressRange,
@@ -232,12 +234,16 @@ impl MemoryRegion {
         self.inner.domain.submit(region, &attr)
     }
 
-    /// Counts what peers do to the region (`fi_mr_bind` with a counter).
+    /// Binds a counter, which counts each remote write and atomic of the region once
+    /// (`fi_mr_bind` with a counter).
+    ///
+    /// Several counters may be bound, one call each. The region closes once all of them are closed.
     ///
     /// # Errors
-    /// [`ErrorKind::NoSys`] where the provider cannot; [`ErrorKind::BadFlags`] unless `flags` is REMOTE_WRITE;
-    /// [`ErrorKind::BadState`] in RMA_EVENT mode for a region without the RMA_EVENT flag or already enabled, and
-    /// where a counter is bound.
+    /// [`ErrorKind::NoSys`] where the provider cannot; [`ErrorKind::BadFlags`] unless `flags` is
+    /// REMOTE_WRITE; [`ErrorKind::BadState`] in RMA_EVENT mode for a region without the
+    /// RMA_EVENT flag, for a region that was created disabled and is enabled, and where this
+    /// counter is bound already.
     pub fn bind_counter(&self, counter: &Arc<Counter>, flags: BindFlags) -> Result<()> {
         let domain = &self.inner.domain;
         let refuse = |kind, why: &'static str| Err(Error::new(kind, "bind counter").remedy(why));
@@ -253,31 +259,35 @@ impl MemoryRegion {
             );
         }
         let registration = self.inner.registration("bind counter")?;
-        if domain.effective().contains(MrMode::RMA_EVENT) {
-            if !self.inner.flags.contains(MrFlags::RMA_EVENT) {
-                return refuse(
-                    ErrorKind::BadState,
-                    "in RMA_EVENT mode register with the RMA_EVENT flag",
-                );
-            }
-            if self.state() != RegionState::Disabled {
-                return refuse(ErrorKind::BadState, "in RMA_EVENT mode bind before enable");
-            }
+        if domain.effective().contains(MrMode::RMA_EVENT)
+            && !self.inner.flags.contains(MrFlags::RMA_EVENT)
+        {
+            return refuse(
+                ErrorKind::BadState,
+                "in RMA_EVENT mode register with the RMA_EVENT flag",
+            );
         }
-        let mut bound = self.inner.bindings().counter.lock();
-        if bound.is_some() {
-            return refuse(ErrorKind::BadState, "a counter is bound already");
+        if !self.inner.starts_enabled() && self.state() != RegionState::Disabled {
+            return refuse(ErrorKind::BadState, "bind before enable (RMA_EVENT, ENDPOINT)");
+        }
+        let mut bound = self.inner.bindings().counters.lock();
+        if bound.iter().any(|bound| Arc::ptr_eq(bound, counter)) {
+            return refuse(ErrorKind::BadState, "this counter is bound already: bind it once");
         }
         domain.provider().bind_counter(registration.region(), counter)?;
-        *bound = Some(Arc::clone(counter));
+        bound.push(Arc::clone(counter));
         Ok(())
     }
 
-    /// Makes the region reachable through `endpoint` (`fi_mr_bind` with an endpoint), in ENDPOINT mode.
+    /// Makes the region reachable through `endpoint` (`fi_mr_bind` with an endpoint), in ENDPOINT
+    /// mode.
+    ///
+    /// Region and endpoint close in either order. Once the endpoint is closed nothing reaches the
+    /// region, which is closed as usual.
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] in other modes, once enabled, or bound; [`ErrorKind::InvalidArgument`] for another
-    /// domain's endpoint.
+    /// [`ErrorKind::BadState`] in other modes, once enabled, or bound;
+    /// [`ErrorKind::InvalidArgument`] for another domain's endpoint.
     pub fn bind_endpoint(&self, endpoint: &Endpoint) -> Result<()> {
         let domain = &self.inner.domain;
         let refuse = |kind, why: &'static str| Err(Error::new(kind, "bind endpoint").remedy(why));
@@ -306,7 +316,8 @@ impl MemoryRegion {
     /// Makes a disabled region usable (`fi_mr_enable`).
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] if it is not disabled, or in ENDPOINT mode without an endpoint bound.
+    /// [`ErrorKind::BadState`] if it is not disabled, or in ENDPOINT mode without an endpoint
+    /// bound.
     pub fn enable(&self) -> Result<()> {
         let registration = self.inner.registration("enable")?;
         if self.state() != RegionState::Disabled {
@@ -324,10 +335,12 @@ impl MemoryRegion {
         Ok(())
     }
 
-    /// Tells the provider that pages changed (`fi_mr_refresh`): in `ranges`, or anywhere if there are none.
+    /// Tells the provider that pages changed (`fi_mr_refresh`): in `ranges`, or anywhere if there
+    /// are none.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] for a range outside the region; [`ErrorKind::BadAddress`] where pages are missing.
+    /// [`ErrorKind::OutOfBounds`] for a range outside the region; [`ErrorKind::BadAddress`] where
+    /// pages are missing.
     pub fn refresh(&self, ranges: &[AddressRange]) -> Result<()> {
         let registration = self.inner.registration("refresh")?;
         for range in ranges {
@@ -341,13 +354,14 @@ impl MemoryRegion {
         self.inner.domain.provider().refresh(registration.region(), ranges)
     }
 
-    /// Closes the region (`fi_close`): after it returns nothing touches the memory and the keys are dead.
+    /// Closes the region (`fi_close`): after it returns nothing touches the memory and the keys are
+    /// dead.
     ///
     /// A registration still pending is given up; one that the worker is busy with is waited for.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] as long as a sub-region, a window or an open counter is bound to it; what the driver
-    /// reported otherwise. The region comes back, still working.
+    /// [`ErrorKind::Busy`] as long as a sub-region, a window or an open counter is bound to it;
+    /// what the driver reported otherwise. The region comes back, still working.
     pub fn close(self) -> Result<(), Rejected<Self>> {
         match self.inner.close() {
             Ok(()) => Ok(()),

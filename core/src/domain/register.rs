@@ -38,6 +38,7 @@ impl DomainInner {
         flags: MrFlags,
         owner: Option<MemoryOwner>,
     ) -> Result<Unique<RegionInner>> {
+        self.process.check("regattr")?;
         let checked = validate::check(attr, flags, self.effective, &self.provider_attr)
             .and_then(|checked| {
                 attr.base.map_or(Ok(()), |base| self.check_base(base, attr)).map(|()| checked)
@@ -71,11 +72,12 @@ impl DomainInner {
         attr: &MrAttr<'_>,
     ) -> Result<MemoryRegion> {
         if !tracing::enabled!(tracing::Level::DEBUG)
-            && let Some(registered) = self.register_plain(&region, attr)?
+            && let Some(registered) =
+                region.keep_if_panics(|| self.register_plain(&region, attr))?
         {
             region.complete_unshared(&registered, None);
         } else {
-            let outcome = self.register_pages(&region, attr)?;
+            let outcome = region.keep_if_panics(|| self.register_pages(&region, attr))?;
             region.complete_unshared(&outcome.region, outcome.decision);
         }
         Ok(MemoryRegion::new(region))
@@ -184,7 +186,8 @@ impl DomainInner {
         }
     }
 
-    /// Registers one range of ordinary host memory, about which there is nothing to decide; `None` if it is anything else.
+    /// Registers one range of ordinary host memory, about which there is nothing to decide; `None`
+    /// if it is anything else.
     #[inline(always)]
     fn register_plain(
         &self,
@@ -198,10 +201,11 @@ impl DomainInner {
         if !self.is_plain_host(*range, attr, inner.flags())? {
             return Ok(None);
         }
+        check_owner(inner, IfaceKind::SYSTEM)?;
         let piece =
             [Piece { range: *range, backing: Backing::Host { owned: inner.owns_memory() } }];
-        // SAFETY: the memory is the caller's of an unsafe registration call, or owned by the region or borrowed
-        // by the scope that is being registered; `owns_memory` says which.
+        // SAFETY: the memory is the caller's of an unsafe registration call, or owned by the region
+        // or borrowed by the scope that is being registered; `owns_memory` says which.
         unsafe { self.provider.register(&self.request(inner, attr), &piece) }.map(Some)
     }
 
@@ -237,7 +241,9 @@ impl DomainInner {
         let owner = if attr.dma_buf.is_some() {
             self.claimed_owner(attr, inner.flags())?
         } else {
-            self.owner(ranges, attr, inner.flags())?
+            let owner = self.owner(ranges, attr, inner.flags())?;
+            check_owner(inner, owner.iface)?;
+            owner
         };
         if let Some(prefault) = &attr.prefault
             && owner.iface == IfaceKind::SYSTEM
@@ -266,5 +272,23 @@ impl DomainInner {
             owned: inner.owns_memory(),
             policy: self.attr.p2p,
         }
+    }
+}
+
+/// Refuses memory that belongs to another iface than its buffer names. The domain would treat
+/// memory of an iface that it does not have as host memory, and a software NIC would access it.
+#[inline]
+fn check_owner(inner: &RegionInner, found: IfaceKind) -> Result<()> {
+    match inner.owned_memory() {
+        // A device's API knows host memory that is nevertheless the allocator's.
+        None | Some(IfaceKind::SYSTEM) => Ok(()),
+        Some(iface) if iface == found => Ok(()),
+        Some(iface) => Err(Error::new(ErrorKind::InvalidArgument, "register")
+            .iface(iface)
+            .context("range", inner.range())
+            .context("found", found)
+            .remedy(
+                "add the iface that allocated the buffer to the builder of the domain's `Hmem`",
+            )),
     }
 }

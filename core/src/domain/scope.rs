@@ -1,7 +1,7 @@
 //! Registering borrowed memory for the length of a closure.
 //!
-//! A region that borrowed its memory in its type would be unsound: it can be forgotten, and then outlives the
-//! borrow while its key works. A closure cannot forget what it never owns.
+//! A region that borrowed its memory in its type would be unsound: it can be forgotten, and then
+//! outlives the borrow while its key works. A closure cannot forget what it never owns.
 
 use std::sync::Arc;
 
@@ -52,7 +52,8 @@ impl Scoped<'_> {
     /// Copies bytes of the region out; bytes that the NIC writes meanwhile come out in any mixture.
     ///
     /// # Errors
-    /// OutOfBounds if they reach outside the region; Unsupported for memory of a device, which its iface copies.
+    /// OutOfBounds if they reach outside the region; Unsupported for memory of a device, which its
+    /// owner copies.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let slice = self.host_slice(offset, into.len())?;
         super::buffer::copy_out(slice.address(), into);
@@ -75,7 +76,7 @@ impl Scoped<'_> {
         }
         Err(Error::new(ErrorKind::Unsupported, "scoped copy")
             .context("range", self.range())
-            .remedy("copy through the memory's iface (IfaceExt::read, IfaceExt::write)"))
+            .remedy("copy by the owner of the memory (DeviceBuffer::read, DeviceBuffer::write)"))
     }
 }
 
@@ -90,6 +91,17 @@ impl Drop for CloseOnExit {
             tracing::error!(error = %rejected.error, "a scoped region could not be closed");
             std::process::abort();
         }
+    }
+}
+
+/// Aborts the process if a registration panics. The memory may be registered then, and unwinding
+/// would end the borrow.
+struct AbortOnPanic;
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        tracing::error!("the registration of borrowed memory panicked");
+        std::process::abort();
     }
 }
 
@@ -124,7 +136,10 @@ pub(super) fn run_over<R>(
     if host {
         region.borrow_for_scope();
     }
-    let guard = CloseOnExit(Some(domain.register_now(region, &attr)?));
+    let panicked = AbortOnPanic;
+    let registered = domain.register_now(region, &attr);
+    std::mem::forget(panicked);
+    let guard = CloseOnExit(Some(registered?));
     let region = guard.0.as_ref().expect("set one line above");
     Ok(body(&Scoped { region, host }))
 }

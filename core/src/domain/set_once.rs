@@ -1,7 +1,7 @@
 //! A cell that is set once and then read by anybody.
 //!
-//! `OnceLock` does this too, with a queue for writers that compete; every registration would pay for it, and a
-//! region has one writer: the call or the job that registers it.
+//! `OnceLock` does this too, with a queue for writers that compete; every registration would pay
+//! for it, and a region has one writer: the call or the job that registers it.
 
 use std::{
     cell::UnsafeCell,
@@ -20,8 +20,9 @@ pub(super) struct SetOnce<T> {
     value: UnsafeCell<MaybeUninit<T>>,
 }
 
-// SAFETY: the value is written once, by whoever moved the state from EMPTY to BEING_SET, and only shared after the
-// Release of SET; `T: Send` because it is dropped wherever the cell is, `T: Sync` because references to it are shared.
+// SAFETY: the value is written once, by whoever moved the state from EMPTY to BEING_SET, and only
+// shared after the Release of SET; `T: Send` because it is dropped wherever the cell is, `T: Sync`
+// because references to it are shared.
 unsafe impl<T: Send + Sync> Sync for SetOnce<T> {}
 // SAFETY: the cell owns its value.
 unsafe impl<T: Send> Send for SetOnce<T> {}
@@ -51,7 +52,8 @@ impl<T> SetOnce<T> {
         let claimed =
             self.state.compare_exchange(EMPTY, BEING_SET, Ordering::Relaxed, Ordering::Relaxed);
         assert!(claimed.is_ok(), "{ONCE}");
-        // SAFETY: the state was EMPTY and is not any more, so nobody else writes, and nobody reads before SET.
+        // SAFETY: the state was EMPTY and is not any more, so nobody else writes, and nobody reads
+        // before SET.
         unsafe { (*self.value.get()).write(value) };
         self.state.store(SET, Ordering::Release);
     }

@@ -1,7 +1,8 @@
 //! Reference counts that cost nothing where there is one reference.
 //!
-//! Nearly every region has one owner for all of its life. The last reference to go looks whether it is the only one: then
-//! nobody else can be adding or dropping any, and the count needs no locked instruction.
+//! Nearly every region has one owner for all of its life. The last reference to go looks whether it
+//! is the only one: then nobody else can be adding or dropping any, and the count needs no locked
+//! instruction.
 
 #![allow(unsafe_code)]
 
@@ -19,7 +20,8 @@ pub(super) struct Shared<T>(ManuallyDrop<Arc<ManuallyDrop<T>>>);
 pub(super) struct Unique<T>(Shared<T>);
 
 impl<T> Unique<T> {
-    /// Makes the value where it will stay: with the memory there first, its fields are written there and nowhere else.
+    /// Makes the value where it will stay: with the memory there first, its fields are written
+    /// there and nowhere else.
     #[inline(always)]
     pub(super) fn new_with(make: impl FnOnce() -> T) -> Self {
         let mut place = UniqueArc::new_uninit();
@@ -77,7 +79,8 @@ impl<T> Drop for Shared<T> {
         else {
             return;
         };
-        // SAFETY: this was the last reference, so nobody uses the value again, and it is dropped nowhere else.
+        // SAFETY: this was the last reference, so nobody uses the value again, and it is dropped
+        // nowhere else.
         unsafe { ManuallyDrop::drop(&mut *last) };
         // Frees the memory; what is left of the value is nothing to drop.
         let _dropped = UniqueArc::into_inner(last);

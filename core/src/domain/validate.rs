@@ -178,7 +178,8 @@ fn check_page_size(page_size: usize, provider: &ProviderAttr) -> Result<()> {
         .remedy("use 0, or a size that both the operating system and the provider have"))
 }
 
-/// The page sizes of this machine in bytes: the base size, then those of `/sys/kernel/mm/hugepages`.
+/// The page sizes of this machine in bytes: the base size, then those of
+/// `/sys/kernel/mm/hugepages`.
 #[must_use]
 pub fn os_page_sizes() -> &'static [usize] {
     static SIZES: OnceLock<Vec<usize>> = OnceLock::new();

@@ -1,7 +1,8 @@
 //! Memory windows: remote rights on part of a region, changed without registering again.
 //!
-//! A type 1 window is bound by a call and gets a new key each time; type 2 windows are bound and invalidated by
-//! requests posted to an endpoint, with the caller's 8-bit tag (InfiniBand 10.6.7.2).
+//! A type 1 window is bound by a call and gets a new key each time; type 2 windows are bound and
+//! invalidated by requests posted to an endpoint, with the caller's 8-bit tag (InfiniBand
+//! 10.6.7.2).
 
 use std::{fmt, sync::Arc};
 
@@ -14,7 +15,8 @@ use crate::{
     transfer::{Operation, PeerId, WorkRequest},
 };
 
-/// A memory window. While it is bound it keeps its region registered, and the region cannot be closed.
+/// A memory window. While it is bound it keeps its region registered, and the region cannot be
+/// closed.
 pub struct MemoryWindow {
     domain: Arc<DomainInner>,
     kind: WindowType,
@@ -50,6 +52,7 @@ const KEY_TAG: u64 = 0xff;
 
 impl MemoryWindow {
     pub(super) fn alloc(domain: &Arc<DomainInner>, kind: WindowType) -> Result<Self> {
+        domain.process.check("alloc window")?;
         let window = domain.provider().alloc_window(kind)?;
         Ok(Self {
             domain: Arc::clone(domain),
@@ -81,27 +84,29 @@ impl MemoryWindow {
         if offset > region.len() || len > region.len() - offset {
             return refuse(ErrorKind::OutOfBounds, "a window lies inside its region");
         }
-        if !Access::REMOTE_READ.union(Access::REMOTE_WRITE).contains(access) {
+        if !Access::ANY_REMOTE.contains(access) {
             return refuse(
                 ErrorKind::BadAccess,
-                "a window grants REMOTE_READ and REMOTE_WRITE only",
+                "a window grants remote rights only: REMOTE_READ, REMOTE_WRITE, REMOTE_RMA_WRITE \
+                 and REMOTE_ATOMIC",
             );
         }
-        if access.contains(Access::REMOTE_WRITE) && !region.access().nic_writes() {
+        if access.peers_write() && !region.access().nic_writes() {
             return refuse(
                 ErrorKind::AccessDenied,
-                "remote write through a window needs a region that the NIC may write (IBA 10.6.7.2.2)",
+                "remote write or atomic through a window needs a region that the NIC may write \
+                 (IBA 10.6.7.2.2)",
             );
         }
         Ok(())
     }
 
-    /// Binds a type 1 window to `len` bytes from `offset` of `region` and returns its new key; the old key is dead.
-    /// Addresses are virtual.
+    /// Binds a type 1 window to `len` bytes from `offset` of `region` and returns its new key; the
+    /// old key is dead. Addresses are virtual.
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] for type 2; OutOfBounds, AccessDenied, BadAccess; InvalidArgument for another domain's
-    /// region.
+    /// [`ErrorKind::BadState`] for type 2; OutOfBounds, AccessDenied, BadAccess; InvalidArgument
+    /// for another domain's region.
     pub fn bind(
         &self,
         region: &MemoryRegion,
@@ -143,13 +148,15 @@ impl MemoryWindow {
         Ok(())
     }
 
-    /// Posts the bind of a type 2 window with the low 8 bits of its key, and returns the key; it works once the
-    /// request has completed. The window counts as bound from now on: after a bind that completed in error, post an
-    /// invalidation, or say [`MemoryWindow::bind_failed`].
+    /// Posts the bind of a type 2 window with the low 8 bits of its key, and returns the key; it
+    /// works once the request has completed. The window counts as bound from now on: after a
+    /// bind that completed in error, post an invalidation, or say
+    /// [`MemoryWindow::bind_failed`].
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] for type 1, or when bound already (invalidate first); [`ErrorKind::ZeroLength`]; OutOfBounds,
-    /// AccessDenied, BadAccess; InvalidArgument for another domain's region.
+    /// [`ErrorKind::BadState`] for type 1, or when bound already (invalidate first);
+    /// [`ErrorKind::ZeroLength`]; OutOfBounds, AccessDenied, BadAccess; InvalidArgument for
+    /// another domain's region.
     #[allow(clippy::too_many_arguments, reason = "the fields of a bind work request")]
     pub fn post_bind(
         &self,
@@ -193,7 +200,8 @@ impl MemoryWindow {
         Ok(RemoteKey::new(addressing, base, len, state.window.key))
     }
 
-    /// Posts the invalidation of a type 2 window's key; the window can be bound again after the request completed.
+    /// Posts the invalidation of a type 2 window's key; the window can be bound again after the
+    /// request completed.
     ///
     /// # Errors
     /// [`ErrorKind::BadState`] for type 1, whose keys die by binding again.
@@ -206,7 +214,8 @@ impl MemoryWindow {
         Ok(())
     }
 
-    /// Notes that a posted bind completed in error: the window is unbound, and its region free of it.
+    /// Notes that a posted bind completed in error: the window is unbound, and its region free of
+    /// it.
     pub fn bind_failed(&self) {
         self.state.lock().bound = None;
     }
@@ -275,6 +284,10 @@ fn post(endpoint: &Endpoint, operation: Operation<'_>, context: u64) -> Result<(
 
 impl Drop for MemoryWindow {
     fn drop(&mut self) {
+        if !self.domain.process.is_current() {
+            // In a forked child, freeing it would free what the parent uses.
+            return;
+        }
         let window = self.state.get_mut().window;
         if let Err(error) = self.domain.provider().free_window(window) {
             tracing::error!(%error, "a memory window could not be freed");

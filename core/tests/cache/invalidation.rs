@@ -1,8 +1,12 @@
 //! Changes of memory: what dies, when it is deregistered, who is told.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicUsize, Ordering},
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+        mpsc,
+    },
+    time::Duration,
 };
 
 use hmem_core::{
@@ -12,8 +16,9 @@ use hmem_core::{
 
 use crate::support::*;
 
+/// CACHE-08
 #[test]
-fn cache_08_an_invalidated_entry_in_use_is_no_hit_and_goes_at_the_last_put_told_once() {
+fn an_invalidated_entry_in_use_is_no_hit_and_goes_at_the_last_put_told_once() {
     let (cache, books) = cache(Limits::default());
     let first = cache.get(&key(0, 2 * PAGE)).unwrap();
     let second = cache.get(&key(PAGE, PAGE)).unwrap();
@@ -49,8 +54,9 @@ fn cache_08_an_invalidated_entry_in_use_is_no_hit_and_goes_at_the_last_put_told_
     assert_eq!(told.load(Ordering::SeqCst), 2);
 }
 
+/// CACHE-08
 #[test]
-fn cache_08_the_worker_deregisters_by_itself_at_the_last_put() {
+fn the_worker_deregisters_by_itself_at_the_last_put() {
     let (cache, books) = cache(Limits::default());
     for _ in 0..1000 {
         let lease = cache.get(&key(0, PAGE)).unwrap();
@@ -64,7 +70,8 @@ fn cache_08_the_worker_deregisters_by_itself_at_the_last_put() {
 }
 
 #[test]
-fn an_invalidation_touches_what_shares_a_page_and_nothing_else() {
+fn an_explicit_invalidation_ends_entries_that_share_a_byte_and_a_monitors_those_that_share_a_page()
+{
     let (cache, _books) = cache(Limits::default());
     let base = 1 << 30;
     let keys: Vec<_> = (0..8).map(|i| key(base + i * PAGE + 100, 200)).collect();
@@ -72,17 +79,44 @@ fn an_invalidation_touches_what_shares_a_page_and_nothing_else() {
     for key in keys.iter().chain([&huge]) {
         cache.get(key).unwrap();
     }
-    cache.invalidate(range(base + 2 * PAGE + 4000, 2 * PAGE));
-    let left: Vec<_> = (0..8).filter(|i| cache.find(&keys[*i]).is_some()).collect();
-    assert_eq!(left, [0, 1, 5, 6, 7]);
+    let left = || (0..8).filter(|i| cache.find(&keys[*i as usize]).is_some()).collect::<Vec<u64>>();
+    // Between them, then up to the first byte of one, from the last byte of another, and nothing.
+    cache.invalidate(range(base, 100));
+    cache.invalidate(range(base + 300, PAGE - 200));
+    assert_eq!(left(), [0, 1, 2, 3, 4, 5, 6, 7]);
+    cache.invalidate(range(base + 2 * PAGE + 4000, PAGE + 196));
+    cache.invalidate(range(base + 5 * PAGE + 299, 10));
+    cache.invalidate(range(base, 0));
+    assert_eq!(left(), [0, 1, 2, 4, 6, 7]);
+    cache.invalidate_then(range(base + 6 * PAGE + 300, 10), || {});
+    assert_eq!(left(), [0, 1, 2, 4, 6, 7]);
+    cache.invalidator().invalidate(range(base + 3 * PAGE + 4000, 200), Cause::Unmap);
+    assert_eq!(left(), [0, 1, 2, 6, 7]);
     assert!(cache.find(&huge).is_some());
     cache.invalidate(range(0, u64::MAX));
     assert!(keys.iter().chain([&huge]).all(|key| cache.find(key).is_none()));
-    assert_eq!(cache.statistics().invalidations(Cause::Application), 9);
+    let now = cache.statistics();
+    assert_eq!(now.invalidations(Cause::Application) + now.invalidations(Cause::Unmap), 9);
 }
 
 #[test]
-fn cache_09_memory_that_goes_while_it_is_registered_gives_a_dead_entry() {
+fn the_callback_of_an_invalidation_does_not_wait_for_entries_that_only_share_a_page() {
+    let (cache, _books) = cache(Limits::default());
+    let beside = cache.get(&key(2048, 1024)).unwrap();
+    cache.invalidate(range(2048, 1));
+    assert!(beside.is_dead());
+    cache.get(&key(0, 1024)).unwrap();
+    let (tell, told) = mpsc::channel();
+    cache.invalidate_then(range(0, 1024), move || tell.send(()).expect("the test waits"));
+    cache.flush();
+    // The worker may be the thread that tells.
+    told.recv_timeout(Duration::from_secs(60)).expect("told while the other is in use");
+    drop(beside);
+}
+
+/// CACHE-09
+#[test]
+fn memory_that_goes_while_it_is_registered_gives_a_dead_entry() {
     let (cache, books) = cache(Limits::default());
     let invalidator = Arc::clone(cache.invalidator());
     *books.registering.meanwhile.lock() =
@@ -98,8 +132,9 @@ fn cache_09_memory_that_goes_while_it_is_registered_gives_a_dead_entry() {
     assert_eq!(cache.statistics().invalidations(Cause::Unmap), 1);
 }
 
+/// CACHE-09
 #[test]
-fn cache_09_nothing_becomes_live_over_a_change_under_way() {
+fn nothing_becomes_live_over_a_change_under_way() {
     let (cache, books) = cache(Limits::default());
     let invalidator = Arc::clone(cache.invalidator());
     let change = invalidator.begin(range(0, 4 * PAGE), Cause::Remap);
@@ -116,8 +151,9 @@ fn cache_09_nothing_becomes_live_over_a_change_under_way() {
     assert_eq!(cache.statistics().invalidations(Cause::Remap), 3);
 }
 
+/// CACHE-09
 #[test]
-fn cache_09_more_changes_than_there_are_places_for_count_as_changes_of_everything() {
+fn more_changes_than_there_are_places_for_count_as_changes_of_everything() {
     let (cache, _books) = cache(Limits::default());
     let invalidator = cache.invalidator();
     let changes: Vec<Change> = (0..100)
@@ -147,8 +183,9 @@ fn while_the_gate_is_closed_nothing_hits() {
     assert_eq!(cache.get(&key(0, PAGE)).unwrap().id, id);
 }
 
+/// MON-05
 #[test]
-fn mon_05_any_number_of_invalidations_is_remembered() {
+fn any_number_of_invalidations_is_remembered() {
     const COUNT: u64 = 40_000;
     let (cache, books) = cache(Limits::default());
     let leases: Vec<_> = (0..COUNT).map(|i| cache.get(&key(i * PAGE, PAGE)).unwrap()).collect();

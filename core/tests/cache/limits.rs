@@ -10,8 +10,9 @@ use proptest::prelude::*;
 
 use crate::support::*;
 
+/// CACHE-03
 #[test]
-fn cache_03_idle_entries_never_exceed_the_limits() {
+fn idle_entries_never_exceed_the_limits() {
     for max_count in [1, 2, 7, 100] {
         let (cache, books) = cache(limits(max_count));
         for i in 0..5 * max_count as u64 {
@@ -32,8 +33,9 @@ fn cache_03_idle_entries_never_exceed_the_limits() {
     assert!(cache.statistics().bytes <= 10 * PAGE);
 }
 
+/// CACHE-03
 #[test]
-fn cache_03_what_was_hit_since_the_last_pass_stays_and_the_rest_goes_within_the_slack() {
+fn entries_hit_since_the_last_pass_stay_and_the_others_go_within_the_slack() {
     const COUNT: u64 = 320;
     let (cache, _books) = cache(limits(COUNT as usize));
     for i in 0..COUNT {
@@ -55,8 +57,9 @@ fn cache_03_what_was_hit_since_the_last_pass_stays_and_the_rest_goes_within_the_
     assert!(cache.statistics().evictions <= COUNT / 2 + slack);
 }
 
+/// CACHE-03
 #[test]
-fn cache_03_entries_in_use_are_never_evicted_and_a_full_cache_gives_uncached_regions() {
+fn entries_in_use_are_never_evicted_and_a_full_cache_gives_uncached_regions() {
     let (cache, books) = cache(limits(8));
     let leases: Vec<_> = (0..8).map(|i| cache.get(&key(i * PAGE, PAGE)).unwrap()).collect();
     for i in 8..40 {
@@ -73,9 +76,11 @@ fn cache_03_entries_in_use_are_never_evicted_and_a_full_cache_gives_uncached_reg
     assert_eq!(books.live(), 8);
 }
 
+/// CACHE-03
+///
 /// The first watch of a cache, and its last, have a price with some monitors.
 #[test]
-fn cache_03_an_eviction_of_all_there_is_deregisters_first_and_unwatches_last() {
+fn an_eviction_of_all_there_is_deregisters_first_and_unwatches_last() {
     let (cache, books) = cache(limits(1));
     books.room.store(1, Ordering::SeqCst);
     for number in 0..100 {
@@ -98,8 +103,9 @@ fn cache_03_an_eviction_of_all_there_is_deregisters_first_and_unwatches_last() {
     assert_empty(&books);
 }
 
+/// CACHE-03
 #[test]
-fn cache_03_what_cannot_be_watched_is_uncached_with_the_reason() {
+fn memory_that_cannot_be_watched_is_uncached_with_the_reason() {
     let (cache, books) = cache(Limits::default());
     books.unwatchable.store(true, Ordering::SeqCst);
     let lease = cache.get(&key(0, PAGE)).unwrap();
@@ -111,8 +117,9 @@ fn cache_03_what_cannot_be_watched_is_uncached_with_the_reason() {
     assert!(cache.get(&key(0, PAGE)).unwrap().uncached().is_none());
 }
 
+/// CACHE-04
 #[test]
-fn cache_04_with_a_limit_of_0_every_get_registers_and_every_put_closes() {
+fn with_a_limit_of_0_every_get_registers_and_every_put_closes() {
     for limits in [limits(0), Limits { max_bytes: 0, ..Limits::default() }] {
         let (cache, books) = cache(limits);
         for round in 1..=5 {
@@ -127,9 +134,11 @@ fn cache_04_with_a_limit_of_0_every_get_registers_and_every_put_closes() {
 }
 
 proptest! {
+    /// CACHE-03
+    ///
     /// Any mix of gets and puts: the books agree with the statistics, and no lease points at what is gone.
     #[test]
-    fn cache_03_limits_hold_under_any_mix_of_leases(
+    fn limits_hold_under_any_mix_of_leases(
         max_count in 1..12_usize,
         max_pages in 1..40_u64,
         steps in proptest::collection::vec((0..30_u64, 1..6_u64, any::<bool>()), 1..200),

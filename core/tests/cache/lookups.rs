@@ -9,8 +9,9 @@ use hmem_core::{
 
 use crate::support::*;
 
+/// CACHE-01
 #[test]
-fn cache_01_a_covered_get_is_a_hit_and_returns_the_same_region() {
+fn a_covered_get_is_a_hit_and_returns_the_same_region() {
     let (cache, books) = cache(Limits::default());
     let whole = cache.get(&key(0x10_0000, 4 * PAGE)).unwrap();
     for (start, len) in [(0x10_0000, 1), (0x10_0000 + 3 * PAGE, PAGE), (0x10_0001, 4 * PAGE - 1)] {
@@ -26,8 +27,9 @@ fn cache_01_a_covered_get_is_a_hit_and_returns_the_same_region() {
     assert_empty(&books);
 }
 
+/// CACHE-01
 #[test]
-fn cache_01_more_rights_than_registered_is_a_miss_and_fewer_is_a_hit() {
+fn more_rights_than_registered_is_a_miss_and_fewer_is_a_hit() {
     let (cache, books) = cache(Limits::default());
     let at = range(0x20_0000, PAGE);
     let send = Key::new(at, Access::SEND).unwrap();
@@ -44,8 +46,9 @@ fn cache_01_more_rights_than_registered_is_a_miss_and_fewer_is_a_hit() {
     assert_eq!(books.registrations.load(Ordering::SeqCst), 3);
 }
 
+/// CACHE-01
 #[test]
-fn cache_01_many_ranges_in_one_page_and_large_ones_over_them_are_told_apart() {
+fn many_ranges_in_one_page_and_large_ones_over_them_are_told_apart() {
     let (cache, books) = cache(Limits::default());
     let base = 1 << 40;
     let keys: Vec<_> = (0..40)
@@ -64,8 +67,9 @@ fn cache_01_many_ranges_in_one_page_and_large_ones_over_them_are_told_apart() {
     assert_empty(&books);
 }
 
+/// CACHE-02
 #[test]
-fn cache_02_owner_and_allocation_are_part_of_the_identity() {
+fn owner_and_allocation_are_part_of_the_identity() {
     let (cache, books) = cache(Limits::default());
     let host = key(0x30_0000, PAGE);
     let on = |device| host.owned_by(IfaceKind::CUDA, Some(DeviceId(device)));
@@ -97,8 +101,9 @@ fn a_key_of_nothing_and_a_right_that_is_none_are_refused() {
     assert_eq!(unknown.kind(), ErrorKind::BadAccess);
 }
 
+/// CACHE-03
 #[test]
-fn cache_03_addresses_beyond_the_table_are_uncached_and_say_so() {
+fn addresses_beyond_the_table_are_uncached_and_say_so() {
     let (cache, books) = cache(Limits::default());
     for start in [1 << 48, u64::MAX - 2 * PAGE, (1 << 48) - 1] {
         let at = AddressRange::new(Address(start), PAGE).unwrap();
@@ -162,7 +167,13 @@ fn a_source_that_must_be_asked_is_asked_once_a_hit_and_believed() {
         assert_eq!(books.asked.load(Ordering::SeqCst), asked);
     }
     books.invalid.store(true, Ordering::SeqCst);
-    assert_ne!(cache.get(&key(0, PAGE)).unwrap().id, first);
+    let second = cache.get(&key(0, PAGE)).unwrap().id;
+    assert_ne!(second, first);
+    cache.flush();
+    assert_eq!(books.live(), 1);
+    // A question that fails confirms nothing.
+    books.unsure.store(true, Ordering::SeqCst);
+    assert_ne!(cache.get(&key(0, PAGE)).unwrap().id, second);
     cache.flush();
     assert_eq!(books.live(), 1);
 }

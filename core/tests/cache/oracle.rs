@@ -1,4 +1,5 @@
-//! Threads at random against real mappings, with a source that remembers what was there when it registered.
+//! Threads at random against real mappings, with a source that remembers what was there when it
+//! registered.
 
 use std::{
     collections::BTreeMap,
@@ -20,8 +21,8 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 const PAGES: usize = 16;
 const PAGE: usize = 4096;
 
-/// A file whose every page says its number, mapped in pieces that are replaced by others all the time: what a page says is
-/// which mapping it is.
+/// A file whose every page says its number, mapped in pieces that are replaced by others all the
+/// time: what a page says is which mapping it is.
 struct Place {
     base: usize,
     file: std::os::fd::OwnedFd,
@@ -156,8 +157,8 @@ impl Source for Pinning {
     }
 }
 
-/// Threads get ranges and replace pages of their own part, and check after each of their changes that what they get is what
-/// is mapped; everybody gets everybody's.
+/// Threads get ranges and replace pages of their own part, and check after each of their changes
+/// that what they get is what is mapped; everybody gets everybody's.
 fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
     let place = Arc::new(Place::new(threads * rounds));
     let pinning = Pinning {
@@ -186,7 +187,8 @@ fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
                     let start = Address(place.address(first) as u64);
                     let range = AddressRange::new(start, (pages * PAGE) as u64).expect("no wrap");
                     let key = Key::new(range, Access::SEND).expect("a key");
-                    // Nobody but this thread changes its own pages, so they say the same until it does.
+                    // Nobody but this thread changes its own pages, so they say the same until it
+                    // does.
                     if let Ok(lease) = cache.get(&key) {
                         assert!(cache.source().alive.lock().contains_key(&lease.id));
                         for page in (first..first + pages).filter(|page| own(*page)) {
@@ -222,24 +224,27 @@ fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
     assert_eq!(pinning.watches.load(Ordering::SeqCst), 0, "lost watches");
 }
 
+/// CACHE-11
 #[test]
-fn cache_11_no_stale_hit_no_lost_registration_no_double_deregistration() {
+fn no_stale_hit_no_lost_registration_no_double_deregistration() {
     for (seed, max_count, merge) in [(1, 6, false), (2, 1000, false), (3, 6, true), (4, 1000, true)]
     {
         run(3, 5_000, Limits { max_count, merge, ..Limits::default() }, 0, seed);
     }
 }
 
+/// CACHE-11
 #[test]
-fn cache_11_the_same_with_a_provider_that_fails_at_random() {
+fn a_lookup_finds_what_is_mapped_while_the_provider_fails_at_random() {
     for (seed, max_count, merge) in [(5, 6, false), (6, 1000, false), (7, 6, true)] {
         run(3, 5_000, Limits { max_count, merge, ..Limits::default() }, 16, seed);
     }
 }
 
+/// CACHE-11
 #[test]
 #[ignore = "the slow tier"]
-fn cache_11_slow_a_million_rounds() {
+fn a_lookup_finds_what_is_mapped_in_a_million_rounds() {
     for seed in 0..10 {
         let limits = Limits {
             max_count: 6 + seed as usize % 3 * 500,
@@ -275,9 +280,11 @@ mod properties {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
+        /// CACHE-11
+        ///
         /// One thread, any order: what is got is always what is mapped.
         #[test]
-        fn cache_11_what_is_got_is_what_is_mapped(
+        fn a_lookup_finds_what_is_mapped(
             max_count in 0..6_usize,
             merge in any::<bool>(),
             failing in prop_oneof![Just(0_u64), Just(6)],

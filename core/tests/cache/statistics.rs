@@ -22,8 +22,9 @@ fn assert_adds_up(now: &Statistics, lookups: u64, books: &Books) {
     assert_eq!(registered.values().map(|key| key.range().len()).sum::<u64>(), now.bytes);
 }
 
+/// CACHE-10
 #[test]
-fn cache_10_statistics_add_up_under_load() {
+fn statistics_add_up_under_load() {
     const ROUNDS: u64 = 20_000;
     const THREADS: u64 = 3;
     let (cache, books) = cache(limits(50));
@@ -56,8 +57,9 @@ fn cache_10_statistics_add_up_under_load() {
     assert_empty(&books);
 }
 
+/// CACHE-10
 #[test]
-fn cache_10_entries_are_listed_with_rights_age_users_and_what_the_region_says() {
+fn entries_are_listed_with_rights_age_users_and_what_the_region_says() {
     let (cache, _books) = cache(Limits::default());
     let first = cache.get(&key(0, PAGE)).unwrap();
     let _again = cache.get(&key(0, PAGE)).unwrap();

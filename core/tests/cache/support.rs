@@ -6,6 +6,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
+    time::{Duration, Instant},
 };
 
 use hmem_core::{
@@ -39,9 +40,14 @@ pub(crate) struct Books {
     /// Registrations that the provider has room for; 0 for any number.
     pub(crate) room: AtomicUsize,
     pub(crate) unwatchable: AtomicBool,
+    /// Memory that cannot be registered, and memory that cannot be watched.
+    pub(crate) bad: Mutex<Option<Key>>,
+    pub(crate) blind: Mutex<Option<Key>>,
     /// Hits must ask, and are told this.
     pub(crate) checked: AtomicBool,
     pub(crate) invalid: AtomicBool,
+    /// The next question fails.
+    pub(crate) unsure: AtomicBool,
     pub(crate) asked: AtomicUsize,
     pub(crate) registering: Gate,
     pub(crate) deregistering: Gate,
@@ -109,7 +115,7 @@ impl Source for Ledger {
     type Watch = Key;
 
     fn watch(&self, key: &Key, _: &Arc<dyn Invalidator>) -> Result<Key> {
-        if self.0.unwatchable.load(Ordering::SeqCst) {
+        if self.0.unwatchable.load(Ordering::SeqCst) || touches(&self.0.blind, key) {
             return Err(
                 Error::new(ErrorKind::Unsupported, "subscribe").remedy("nobody watches this")
             );
@@ -132,6 +138,9 @@ impl Source for Ledger {
 
     fn valid(&self, _: &Key) -> Result<bool> {
         self.0.asked.fetch_add(1, Ordering::SeqCst);
+        if self.0.unsure.swap(false, Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::Driver, "valid"));
+        }
         Ok(!self.0.invalid.swap(false, Ordering::SeqCst))
     }
 
@@ -144,6 +153,9 @@ impl Source for Ledger {
         self.0.registering.pass();
         if let Some(kind) = self.0.failing.lock().pop() {
             return Err(Error::new(kind, "register").context("range", key.range()));
+        }
+        if touches(&self.0.bad, key) {
+            return Err(Error::new(ErrorKind::BadAddress, "register").context("range", key.range()));
         }
         let mut registered = self.0.registered.lock();
         let room = self.0.room.load(Ordering::SeqCst);
@@ -168,6 +180,10 @@ impl Source for Ledger {
     }
 }
 
+fn touches(memory: &Mutex<Option<Key>>, key: &Key) -> bool {
+    memory.lock().is_some_and(|memory| memory.range().overlaps(key.range()))
+}
+
 pub(crate) const PAGE: u64 = 4096;
 
 pub(crate) fn range(start: u64, len: u64) -> AddressRange {
@@ -187,6 +203,15 @@ pub(crate) fn cache(limits: Limits) -> (Cache<Ledger>, Arc<Books>) {
 
 pub(crate) fn limits(max_count: usize) -> Limits {
     Limits { max_count, ..Limits::default() }
+}
+
+/// Lets others run until it is so, and fails if that does not come.
+pub(crate) fn until(is_so: impl Fn() -> bool) {
+    let end = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < end, "waited in vain");
+        std::thread::yield_now();
+    }
 }
 
 /// Everything that was registered is deregistered, everything that was watched is watched no more.

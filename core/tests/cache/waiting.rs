@@ -1,16 +1,26 @@
-//! Registrations and deregistrations under way: who waits for them and who does not; and those that fail.
+//! Registrations and deregistrations under way: who waits for them and who does not; and those that
+//! fail.
 
 use std::{
-    sync::{Arc, Barrier, atomic::Ordering, mpsc},
+    sync::{
+        Arc, Barrier,
+        atomic::{AtomicUsize, Ordering},
+        mpsc,
+    },
     thread,
+    time::Duration,
 };
 
-use hmem_core::{ErrorKind, cache::Limits};
+use hmem_core::{
+    Access, ErrorKind,
+    cache::{Key, Limits},
+};
 
 use crate::support::*;
 
+/// CACHE-06
 #[test]
-fn cache_06_a_registration_in_progress_holds_up_no_other_lookup() {
+fn a_registration_in_progress_holds_up_no_other_lookup() {
     let (cache, books) = cache(Limits::default());
     let cached = cache.get(&key(0, PAGE)).unwrap().id;
     books.registering.hold();
@@ -29,8 +39,9 @@ fn cache_06_a_registration_in_progress_holds_up_no_other_lookup() {
     });
 }
 
+/// CACHE-06
 #[test]
-fn cache_06_threads_that_want_the_same_range_register_once() {
+fn threads_that_want_the_same_range_register_once() {
     const THREADS: usize = 8;
     let (cache, books) = cache(Limits::default());
     books.registering.hold();
@@ -56,8 +67,9 @@ fn cache_06_threads_that_want_the_same_range_register_once() {
     assert_eq!((now.lookups, now.hits, now.registrations), (THREADS as u64, THREADS as u64 - 1, 1));
 }
 
+/// CACHE-07
 #[test]
-fn cache_07_a_failed_registration_is_every_waiters_error_and_leaves_nothing() {
+fn a_failed_registration_is_every_waiters_error_and_leaves_nothing() {
     const THREADS: usize = 4;
     let (cache, books) = cache(Limits::default());
     books.registering.hold();
@@ -88,8 +100,37 @@ fn cache_07_a_failed_registration_is_every_waiters_error_and_leaves_nothing() {
     assert!(cache.get(&key(0, PAGE)).is_ok());
 }
 
+/// CACHE-14
 #[test]
-fn cache_07_a_source_that_panics_as_it_deregisters_leaves_the_rest_to_others() {
+fn a_waiter_for_a_part_of_a_range_that_cannot_be_registered_gets_its_part() {
+    let with = |start, len, access| Key::new(range(start, len), access).unwrap();
+    let whole = with(0, 4 * PAGE, Access::SEND | Access::RECV);
+    // Fewer bytes, or fewer rights.
+    for part in [with(0, PAGE, whole.access()), with(0, 4 * PAGE, Access::SEND)] {
+        let (cache, books) = cache(Limits::default());
+        books.registering.hold();
+        books.fail_next(ErrorKind::BadAddress);
+        std::thread::scope(|scope| {
+            let first = scope.spawn(|| cache.get(&whole).map(|lease| lease.id));
+            books.registering.until_held(1);
+            let second = scope.spawn(|| cache.get(&part).map(|lease| lease.key));
+            while cache.statistics().leases < 2 {
+                std::thread::yield_now();
+            }
+            books.registering.release();
+            assert_eq!(first.join().unwrap().unwrap_err().kind(), ErrorKind::BadAddress);
+            assert_eq!(second.join().unwrap().unwrap(), part);
+        });
+        let now = cache.statistics();
+        assert_eq!((now.lookups, now.registrations, now.failures), (2, 1, 1));
+        drop(cache);
+        assert_empty(&books);
+    }
+}
+
+/// CACHE-07
+#[test]
+fn a_source_that_panics_as_it_deregisters_leaves_the_rest_to_others() {
     let (cache, books) = cache(Limits::default());
     for number in 0..3 {
         drop(cache.get(&key(number * PAGE, PAGE)).unwrap());
@@ -107,8 +148,51 @@ fn cache_07_a_source_that_panics_as_it_deregisters_leaves_the_rest_to_others() {
     );
 }
 
+/// CACHE-07
 #[test]
-fn cache_07_who_is_told_in_the_middle_of_a_registration_may_ask_for_the_same() {
+fn a_source_that_panics_on_the_workers_thread_does_not_end_the_worker() {
+    let (cache, books) = cache(Limits::default());
+    let counted = |count: &AtomicUsize| count.load(Ordering::SeqCst);
+    for number in 0..3 {
+        drop(cache.get(&key(number * PAGE, PAGE)).unwrap());
+    }
+    *books.deregistering.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
+    cache.invalidate(range(0, 3 * PAGE));
+    // Nobody but the worker: the regions behind the one that panicked, and all watches.
+    until(|| counted(&books.deregistrations) == 2 && counted(&books.unwatches) == 3);
+    assert_eq!(books.live(), 1, "the region that panicked stays registered");
+    drop(cache.get(&key(0, PAGE)).unwrap());
+    cache.invalidate(range(0, PAGE));
+    until(|| counted(&books.deregistrations) == 3 && counted(&books.unwatches) == 4);
+    let (tell, told) = mpsc::channel();
+    thread::spawn(move || {
+        cache.flush();
+        tell.send(cache.try_empty().map_err(|error| error.to_string())).expect("the test waits");
+    });
+    told.recv_timeout(Duration::from_secs(60)).expect("a flush hangs").expect("nothing is left");
+}
+
+/// CACHE-08
+#[test]
+fn a_callback_that_panics_does_not_end_the_worker_nor_keep_others_from_being_told() {
+    let (cache, books) = cache(Limits::default());
+    let leased = cache.get(&key(0, PAGE)).unwrap();
+    let (tell, told) = mpsc::channel();
+    cache.invalidate_then(range(0, PAGE), || panic!("by the test"));
+    cache.invalidate_then(range(0, PAGE), move || tell.send(()).expect("the test waits"));
+    drop(leased);
+    told.recv_timeout(Duration::from_secs(60)).expect("the second callback");
+    drop(cache.get(&key(0, PAGE)).unwrap());
+    cache.invalidate(range(0, PAGE));
+    until(|| books.live() == 0);
+    // On the calling thread too: there is nothing to wait for.
+    cache.flush();
+    cache.invalidate_then(range(0, PAGE), || panic!("by the test"));
+}
+
+/// CACHE-07
+#[test]
+fn a_callback_during_a_registration_may_look_up_the_same_range() {
     let (cache, books) = cache(Limits::default());
     let cache = Arc::new(cache);
     let leased = cache.get(&key(0, PAGE)).unwrap();
@@ -133,8 +217,9 @@ fn cache_07_who_is_told_in_the_middle_of_a_registration_may_ask_for_the_same() {
     assert_eq!(books.registrations.load(Ordering::SeqCst), 2 + 2, "the last was refused once");
 }
 
+/// CACHE-07
 #[test]
-fn cache_07_a_source_that_panics_leaves_nothing_and_nobody_waiting() {
+fn a_source_that_panics_leaves_nothing_and_nobody_waiting() {
     let (cache, books) = cache(Limits::default());
     *books.registering.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
     let panicked =
@@ -146,8 +231,9 @@ fn cache_07_a_source_that_panics_leaves_nothing_and_nobody_waiting() {
     assert!(cache.get(&key(0, PAGE)).is_ok());
 }
 
+/// CACHE-07
 #[test]
-fn cache_07_idle_entries_are_given_back_when_the_provider_is_out_of_resources() {
+fn idle_entries_are_given_back_when_the_provider_is_out_of_resources() {
     let (cache, books) = cache(Limits::default());
     books.room.store(4, Ordering::SeqCst);
     let busy = cache.get(&key(0, PAGE)).unwrap();

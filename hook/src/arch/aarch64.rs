@@ -1,10 +1,12 @@
-//! aarch64: a `b` (reach 128 MiB) over one 4-byte instruction. It has met no hardware: it runs under qemu-user.
+//! aarch64: a `b` (reach 128 MiB) over one 4-byte instruction. It has met no hardware: it runs
+//! under qemu-user.
 //!
-//! glibc's wrappers are a few register moves and then `svc #0`. It is the `svc` that is replaced: the architecture lets `SVC`
-//! be replaced by `B` while other processors run it (Arm ARM B2.2.5), and does not say so of a `mov`. `mremap` is
-//! compiled C with a frame: there the first instruction, `stp x29, x30, [sp, #-n]!`, is replaced, which the
-//! architecture leaves unpredictable for a processor that runs it at that very moment, and which implementations
-//! answer with the one instruction or the other.
+//! glibc's wrappers are a few register moves and then `svc #0`. It is the `svc` that is replaced:
+//! the architecture lets `SVC` be replaced by `B` while other processors run it (Arm ARM B2.2.5),
+//! and does not say so of a `mov`. `mremap` is compiled C with a frame: there the first
+//! instruction, `stp x29, x30, [sp, #-n]!`, is replaced, which the architecture leaves
+//! unpredictable for a processor that runs it at that very moment, and which implementations answer
+//! with the one instruction or the other.
 
 use std::{
     arch::asm,
@@ -25,7 +27,8 @@ fn word(code: &[u8], at: usize) -> u32 {
 enum Known {
     /// Copied for the way from the hook: register moves among registers that no argument is in.
     Copied,
-    /// Not copied: it branches away for arguments that the function refuses, which then never come this far.
+    /// Not copied: it branches away for arguments that the function refuses, which then never come
+    /// this far.
     Branch,
     MovX8(i64),
 }
@@ -180,7 +183,8 @@ pub(super) fn absolute_jump(target: u64) -> Vec<u8> {
     code
 }
 
-/// Where a jump among the first instructions of `code`, which lies at `address`, leads; for the name of its owner.
+/// Where a jump among the first instructions of `code`, which lies at `address`, leads; for the
+/// name of its owner.
 pub(super) fn jump_target(address: u64, code: &[u8; LOOKED_AT]) -> Option<u64> {
     let at = (0..LOOKED_AT).step_by(4).find(|at| is_jump(word(code, *at)))?;
     let instruction = word(code, at);

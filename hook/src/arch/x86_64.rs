@@ -1,9 +1,10 @@
 //! x86-64: a 5-byte `jmp rel32` over one instruction of at least that length.
 //!
-//! glibc's wrappers begin with `mov $nr,%eax` (5 bytes), which has exactly its length; `mmap` has a 7-byte `test` before.
-//! Every entry of NVIDIA's `libcuda` begins with a 10-byte comparison of a word of its own with a constant.
-//! The jump must lie within 8 aligned bytes, or within 16 where the processor has `cmpxchg16b`: stores of those
-//! are seen by every processor as a whole, by instruction fetch too.
+//! glibc's wrappers begin with `mov $nr,%eax` (5 bytes), which has exactly its length; `mmap` has a
+//! 7-byte `test` before. Every entry of NVIDIA's `libcuda` begins with a 10-byte comparison of a
+//! word of its own with a constant. The jump must lie within 8 aligned bytes, or within 16 where
+//! the processor has `cmpxchg16b`: stores of those are seen by every processor as a whole, by
+//! instruction fetch too.
 
 use std::{
     arch::asm,
@@ -51,14 +52,16 @@ fn known(code: &[u8]) -> Option<Known> {
 }
 
 fn is_jump(code: &[u8]) -> bool {
-    // jmp rel32, call rel32, jmp rel8, jmp *m, movabs into r11 or rax (of an absolute jump), push imm32
+    // jmp rel32, call rel32, jmp rel8, jmp *m, movabs into r11 or rax (of an absolute jump), push
+    // imm32
     matches!(
         *code,
         [0xe9 | 0xe8 | 0xeb | 0x68, ..] | [0xff, 0x25, ..] | [0x49, 0xbb, ..] | [0x48, 0xb8, ..]
     )
 }
 
-/// Looks for the instruction to replace in `code`, which lies at `address` and makes system call `nr`, if any.
+/// Looks for the instruction to replace in `code`, which lies at `address` and makes system call
+/// `nr`, if any.
 pub(super) fn decode(address: u64, code: &[u8; LOOKED_AT], nr: Option<i64>) -> Result<Fit, Misfit> {
     let mut at = 0;
     let (mut undo, mut relative) = (Vec::new(), Vec::new());
@@ -140,7 +143,8 @@ impl Patch {
     unsafe fn read(&self) -> u128 {
         let at = std::ptr::with_exposed_provenance_mut::<u64>(self.start as usize);
         let word = |index: usize| {
-            // SAFETY: readable as the caller says, and aligned; others change these bytes by whole aligned words only.
+            // SAFETY: readable as the caller says, and aligned; others change these bytes by whole
+            // aligned words only.
             let word = unsafe { AtomicU64::from_ptr(at.add(index)) };
             u128::from(word.load(Ordering::Acquire))
         };
@@ -187,7 +191,8 @@ impl Patch {
             word.compare_exchange(from as u64, to as u64, Ordering::SeqCst, Ordering::SeqCst)
                 .is_ok()
         } else {
-            // SAFETY: aligned to 16 bytes by `window`, which has asked for the feature; writable as the caller says.
+            // SAFETY: aligned to 16 bytes by `window`, which has asked for the feature; writable as
+            // the caller says.
             unsafe { exchange_wide(at, from, to) }
         }
     }
@@ -238,7 +243,8 @@ pub(super) fn absolute_jump(target: u64) -> Vec<u8> {
     code
 }
 
-/// Where a jump at the beginning of `code`, which lies at `address`, leads; for the name of its owner.
+/// Where a jump at the beginning of `code`, which lies at `address`, leads; for the name of its
+/// owner.
 pub(super) fn jump_target(address: u64, code: &[u8; LOOKED_AT]) -> Option<u64> {
     let skip = if code.starts_with(&[0xf3, 0x0f, 0x1e, 0xfa]) { 4 } else { 0 };
     let word = |at: usize| code[at..at + 8].try_into().map(u64::from_le_bytes).ok();

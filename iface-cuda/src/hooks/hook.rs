@@ -1,7 +1,7 @@
 //! What runs in place of the driver's frees.
 //!
-//! On whatever thread calls them: nothing here allocates, locks or logs. The driver is asked one thing, before it
-//! frees: how far the allocation reaches.
+//! On whatever thread calls them: nothing here allocates, locks or logs. The driver is asked one
+//! thing, before it frees: how far the allocation reaches.
 
 use std::{
     ffi::c_void,
@@ -91,10 +91,11 @@ pub(super) unsafe extern "C" fn hook<const FUNCTION: usize>(
 pub(super) unsafe fn probe(subscribers: &Subscribers<Shared>, entry: usize) -> bool {
     let probes = &subscribers.shared().probes;
     let before = probes.load(Ordering::SeqCst);
-    // SAFETY: the entry of a function that takes at most six arguments in registers, as its hook does.
+    // SAFETY: the entry of a function that takes at most six arguments in registers, as its hook
+    // does.
     let call: Call = unsafe { std::mem::transmute(ptr::with_exposed_provenance::<()>(entry)) };
-    // SAFETY: the hook returns at once. If somebody overwrote the patch this very moment, the driver refuses the
-    // address of a static, which is none of its own.
+    // SAFETY: the hook returns at once. If somebody overwrote the patch this very moment, the
+    // driver refuses the address of a static, which is none of its own.
     unsafe { call(ptr::addr_of!(PROBE).addr(), 0, 0, 0, 0, 0) };
     probes.load(Ordering::SeqCst) != before
 }
@@ -141,8 +142,8 @@ unsafe fn told(pass: &Pass<'_>, function: Function, args: Args) -> usize {
     result
 }
 
-/// What a call is about to take away: everything, where the driver does not say how far the allocation reaches; `None` for
-/// nothing.
+/// What a call is about to take away: everything, where the driver does not say how far the
+/// allocation reaches; `None` for nothing.
 fn taken(function: Function, args: &Args) -> Option<AddressRange> {
     let everything = || clamped(0, u64::MAX);
     match function.pointer(args) {
@@ -174,8 +175,8 @@ fn allocation_at(pointer: u64) -> Option<AddressRange> {
 #[inline(always)]
 unsafe fn original(function: Function, [a, b, c, d, e, f]: Args) -> usize {
     let original = ORIGINALS[function as usize].load(Ordering::Relaxed);
-    // SAFETY: the plan of the patches, by which an entry led here, has written the way past what it replaced; the store
-    // of the patch orders it.
+    // SAFETY: the plan of the patches, by which an entry led here, has written the way past what it
+    // replaced; the store of the patch orders it.
     let original: Call =
         unsafe { std::mem::transmute(ptr::with_exposed_provenance::<()>(original)) };
     // SAFETY: as the caller's.

@@ -1,9 +1,10 @@
 //! The driver's frees, hooked where they begin.
 //!
-//! An application frees by calling the driver, not this crate. Where its exported functions can be patched, a hook tells
-//! who wants to know before the memory goes. Every entry of `libcuda` 535 and 550 begins with one comparison that can be
-//! replaced, and `cuGetProcAddress` gives out those very entries, so that whoever got a function by that is seen too; a
-//! test shows both with the real libraries.
+//! An application frees by calling the driver, not this crate. Where its exported functions can be
+//! patched, a hook tells who wants to know before the memory goes. Every entry of `libcuda` 535 and
+//! 550 begins with one comparison that can be replaced, and `cuGetProcAddress` gives out those very
+//! entries, so that whoever got a function by that is seen too; a test shows both with the real
+//! libraries.
 //!
 //! # What is hooked
 //!
@@ -16,19 +17,21 @@
 //!
 //! Each with the versions that the ABI has of it (`_v2`, `_ptsz`, `Async`).
 //!
-//! A release of a primary context is told as everything also where others still hold it, this crate for one: what was
-//! allocated there lives on, but only for those who hold the context, and the last of them to let go may be this crate. It
-//! gives a context back untold, as no memory of its own is left in it then, and whoever else had memory there has let go of
-//! it and was told of. If neither release were told, that memory would go with its registrations alive.
+//! A release of a primary context is told as everything also where others still hold it, this crate
+//! for one: what was allocated there lives on, but only for those who hold the context, and the
+//! last of them to let go may be this crate. It gives a context back untold, as no memory of its
+//! own is left in it then, and whoever else had memory there has let go of it and was told of. If
+//! neither release were told, that memory would go with its registrations alive.
 //!
 //! # What is not
 //!
-//! `cuMemUnmap`, `cuMemAddressFree`, `cuMemRelease` and `cuMemHostUnregister` take memory that is never cached by this
-//! iface's monitor. `cuMemPoolTrimTo` and `cuMemPoolDestroy` take nothing that was not freed before; stream-ordered
-//! memory is watched by identity in any case, since it goes when its stream gets there. Not seen: memory of graph nodes
-//! (`cuGraphAddMemFreeNode`), which launches free; a checkpoint of the process; `cuEGLStreamConsumerReleaseFrame`; and
-//! frees that the CUDA runtime may make by tables of its own (`cuGetExportTable`): 12.9 asks for the functions above by
-//! name, and no run over a device has shown that it uses nothing else.
+//! `cuMemUnmap`, `cuMemAddressFree`, `cuMemRelease` and `cuMemHostUnregister` take memory that is
+//! never cached by this iface's monitor. `cuMemPoolTrimTo` and `cuMemPoolDestroy` take nothing that
+//! was not freed before; stream-ordered memory is watched by identity in any case, since it goes
+//! when its stream gets there. Not seen: memory of graph nodes (`cuGraphAddMemFreeNode`), which
+//! launches free; a checkpoint of the process; `cuEGLStreamConsumerReleaseFrame`; and frees that
+//! the CUDA runtime may make by tables of its own (`cuGetExportTable`): 12.9 asks for the functions
+//! above by name, and no run over a device has shown that it uses nothing else.
 
 mod function;
 mod hook;
@@ -60,23 +63,26 @@ const NAME: MonitorName = MonitorName {
 
 /// The hooks in the driver's frees.
 ///
-/// All values of a process share the patches: the first one puts them in, the last one to be dropped takes them out.
+/// All values of a process share the patches: the first one puts them in, the last one to be
+/// dropped takes them out.
 #[derive(Debug)]
 pub struct FreeHooks {
     hooks: Hooks<Shared>,
 }
 
-/// The first entry of the library that the patches are of, as there is one driver: claimed before anything is written for
-/// its hooks.
+/// The first entry of the library that the patches are of, as there is one driver: claimed before
+/// anything is written for its hooks.
 static LIBRARY: AtomicUsize = AtomicUsize::new(0);
 
 impl FreeHooks {
-    /// Patches the frees of the library that these functions are of, and sees that each leads to its hook.
+    /// Patches the frees of the library that these functions are of, and sees that each leads to
+    /// its hook.
     ///
     /// # Errors
-    /// Unsupported naming the function whose entry does not allow it, and whose code it leads to if another library was
-    /// there first; where the hooks of this process are in another library. PermissionDenied or AccessDenied where a security
-    /// policy forbids changing code. Busy if a call did not arrive.
+    /// Unsupported naming the function whose entry does not allow it, and whose code it leads to if
+    /// another library was there first; where the hooks of this process are in another library.
+    /// PermissionDenied or AccessDenied where a security policy forbids changing code. Busy if
+    /// a call did not arrive.
     pub fn start(functions: &Functions) -> Result<Arc<Self>> {
         claim(functions)?;
         let this = Arc::new(Self { hooks: Hooks::start(&PLACE, NAME, || plan(functions))? });
@@ -87,11 +93,13 @@ impl FreeHooks {
     /// Sees again that every patch is in place and leads to its hook.
     ///
     /// # Errors
-    /// Busy, naming the function and the library that overwrote its patch; Unsupported in a forked child.
+    /// Busy, naming the function and the library that overwrote its patch; Unsupported in a forked
+    /// child.
     pub fn check(&self) -> Result<()> {
         self.hooks.in_place("check")?;
         for (function, entry) in self.hooks.entries() {
-            // SAFETY: the patch of this entry was in place just now, and its hook keeps the call to itself.
+            // SAFETY: the patch of this entry was in place just now, and its hook keeps the call to
+            // itself.
             let arrived = unsafe { hook::probe(self.hooks.subscribers(), entry) };
             if !arrived {
                 let error = NAME.error(ErrorKind::Busy).context("function", function);
@@ -109,11 +117,12 @@ impl FreeHooks {
         self.hooks.functions().collect()
     }
 
-    /// Tells `invalidator` of every free, until unsubscribed. When it returns, every free under way is told.
+    /// Tells `invalidator` of every free, until unsubscribed. When it returns, every free under way
+    /// is told.
     ///
     /// # Errors
-    /// Busy, naming the function whose patch was overwritten; OutOfResources with too many invalidators; Unsupported in
-    /// a forked child.
+    /// Busy, naming the function whose patch was overwritten; OutOfResources with too many
+    /// invalidators; Unsupported in a forked child.
     pub fn subscribe(&self, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
         self.hooks.subscribe(&invalidator)
     }
@@ -155,9 +164,10 @@ fn plan(functions: &Functions) -> Result<Patches> {
         original: hook::original_of(function),
     };
     let targets: Vec<_> = entries(functions).map(target).collect();
-    // SAFETY: the entries are those of a library that `Functions` keeps loaded for good, or what its injector promised to be
-    // functions of these names; hooks take and pass on whole registers, and have an `original` each, which nobody goes by
-    // yet: nothing is patched before a plan is kept.
+    // SAFETY: the entries are those of a library that `Functions` keeps loaded for good, or what
+    // its injector promised to be functions of these names; hooks take and pass on whole
+    // registers, and have an `original` each, which nobody goes by yet: nothing is patched
+    // before a plan is kept.
     let patches = unsafe { Patches::plan(NAME, &targets) }?;
     hook::ask_by(functions.pointer_get_attributes);
     Ok(patches)

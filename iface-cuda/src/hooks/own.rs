@@ -2,8 +2,8 @@
 
 use std::sync::atomic::{AtomicI32, Ordering};
 
-/// The threads that make such a call now, 0 for none. More at once than there are places are told like other calls, which
-/// costs what is cached and is never wrong.
+/// The threads that make such a call now, 0 for none. More at once than there are places are told
+/// like other calls, which costs what is cached and is never wrong.
 static CALLERS: [AtomicI32; 16] = [const { AtomicI32::new(0) }; 16];
 
 /// Runs a call that takes no memory with it: hooks on this thread tell nobody of it.
@@ -20,7 +20,8 @@ pub(crate) fn untold<T>(call: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Whether the calling thread makes such a call. A thread sees its own entry, and no other's is like it.
+/// Whether the calling thread makes such a call. A thread sees its own entry, and no other's is
+/// like it.
 pub(super) fn is_own() -> bool {
     let me = this_thread();
     CALLERS.iter().any(|place| place.load(Ordering::Relaxed) == me)

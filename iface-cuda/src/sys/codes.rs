@@ -12,8 +12,9 @@ impl CuResult {
         self.0 == Self::CUDA_SUCCESS.0
     }
 
-    /// Whether the process has lost its device: a fault of the hardware or of a kernel, after which, as `cuda.h` says of
-    /// most of these codes, "any further CUDA work will return the same error" and the process must be terminated.
+    /// Whether the process has lost its device: a fault of the hardware or of a kernel, after
+    /// which, as `cuda.h` says of most of these codes, "any further CUDA work will return the
+    /// same error" and the process must be terminated.
     #[must_use]
     pub const fn is_sticky(self) -> bool {
         matches!(

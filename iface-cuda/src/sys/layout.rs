@@ -1,4 +1,5 @@
-//! Types, layouts and constants of `cuda.h`, laid out by hand; `tests/layout.rs` compares them with the header.
+//! Types, layouts and constants of `cuda.h`, laid out by hand; `tests/layout.rs` compares them with
+//! the header.
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ushort};
 
@@ -33,7 +34,8 @@ macro_rules! handles {
     )+};
 }
 
-// Opaque pointers of the driver, which nobody follows: kept as numbers, so that they may change threads.
+// Opaque pointers of the driver, which nobody follows: kept as numbers, so that they may change
+// threads.
 handles! {
     /// `CUcontext`: an opaque pointer.
     CuContext,

@@ -1,4 +1,5 @@
-//! How many calls of the driver questions cost: a table whose functions count, and go on to the driver's.
+//! How many calls of the driver questions cost: a table whose functions count, and go on to the
+//! driver's.
 
 use std::{
     ffi::{c_char, c_int, c_uint, c_void},
@@ -137,8 +138,9 @@ fn calls<T>(ask: impl FnOnce() -> hmem_core::Result<T>) -> Outcome<(T, u64)> {
     Ok((answer, CALLS.load(Ordering::Relaxed) - before))
 }
 
-/// Whether the calls of the first question and of the next are as owed: one, of page-locked memory more the first time. Memory
-/// of a context that legacy handles do not reach is VMM memory or not by its handle, which is asked for and given back.
+/// Whether the calls of the first question and of the next are as owed: one, of page-locked memory
+/// more the first time. Memory of a context that legacy handles do not reach is VMM memory or not
+/// by its handle, which is asked for and given back.
 pub(crate) fn owed(first: u64, then: u64, kind: Option<AllocationKind>) -> bool {
     let (most_first, most) = match kind {
         Some(AllocationKind::Host | AllocationKind::HostRegistered) => (FIRST, 1),
@@ -224,8 +226,8 @@ fn monitored(
     and(outcome, close(cuda))
 }
 
-/// The first question and the second with a context current, and one without. The last is not judged: what a driver that wants a
-/// context costs is its own.
+/// The first question and the second with a context current, and one without. The last is not
+/// judged: what a driver that wants a context costs is its own.
 fn asked(
     driver: &Driver,
     cuda: &Cuda,

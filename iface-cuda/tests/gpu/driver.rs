@@ -55,7 +55,8 @@ pub(crate) struct Driver {
 
 impl Driver {
     /// # Errors
-    /// [`Absent`] without a driver or without a GPU. What is there and does not start is an error of the driver's.
+    /// [`Absent`] without a driver or without a GPU. What is there and does not start is an error
+    /// of the driver's.
     pub(crate) fn real() -> Result<Self, Absent> {
         let path = std::env::var(Cuda::LIBRARY_VARIABLE).ok().filter(|path| !path.is_empty());
         let path = path.unwrap_or_else(|| Functions::LIBRARY.into());
@@ -86,7 +87,8 @@ impl Driver {
 
     pub(crate) fn fake() -> Self {
         let fake = FakeDriver::start(Profile::default());
-        // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
+        // SAFETY: each function has the signature of its name in `cuda.h`, and functions live
+        // forever.
         let functions =
             unsafe { Functions::from_lookup(|name| fake.symbol(name)) }.expect("the table");
         let cuda = Cuda::builder()
@@ -97,8 +99,8 @@ impl Driver {
         Self { cuda, functions, memcpy: hmem_fake_cuda::cuMemcpy, real: false, fake: Some(fake) }
     }
 
-    /// What cached registrations rest on where nobody names it. It hooks the driver's frees where that can be done, which
-    /// nothing else here does.
+    /// What cached registrations rest on where nobody names it. It hooks the driver's frees where
+    /// that can be done, which nothing else here does.
     pub(crate) fn monitor(&self) -> Outcome<String> {
         let cuda =
             Cuda::builder().functions(self.functions.clone()).monitor(MonitorKind::Auto).open()?;
@@ -143,8 +145,8 @@ impl Driver {
         }
     }
 
-    /// Runs over memory that is freed afterwards, whatever comes of it. What the machine lacks is no failure: a kind of
-    /// memory, or memory for more than [`OWED`].
+    /// Runs over memory that is freed afterwards, whatever comes of it. What the machine lacks is
+    /// no failure: a kind of memory, or memory for more than [`OWED`].
     pub(crate) fn with<T>(
         &self,
         len: u64,
@@ -168,7 +170,8 @@ impl Driver {
         and(outcome, freed.map_err(Failure::from))
     }
 
-    /// How long the driver's own blocking copy takes, in the primary context, as an application makes it.
+    /// How long the driver's own blocking copy takes, in the primary context, as an application
+    /// makes it.
     pub(crate) fn memcpy(&self, to: u64, from: u64, len: u64) -> Outcome<Duration> {
         self.in_context(|| {
             let start = Instant::now();
@@ -182,8 +185,8 @@ impl Driver {
     /// Runs with the primary context of device 0 current.
     pub(crate) fn in_context<T>(&self, run: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
         let (mut context, mut popped) = (CuContext::NULL, CuContext::NULL);
-        // SAFETY: the place is writable; device 0 is there.
         check(
+            // SAFETY: the place is writable; device 0 is there.
             unsafe { (self.functions.primary_ctx_retain)(&mut context, 0) },
             "cuDevicePrimaryCtxRetain",
         )?;

@@ -1,5 +1,5 @@
-//! dma-bufs of each kind of memory at each size: whether, how long it takes, whether the CPU can map them, and that no fd
-//! stays open.
+//! dma-bufs of each kind of memory at each size: whether, how long it takes, whether the CPU can
+//! map them, and that no fd stays open.
 
 use std::time::{Duration, Instant};
 
@@ -44,7 +44,8 @@ pub(crate) fn write(
     ));
 }
 
-/// What the driver opens for itself it opens at the first export of each mapping, before fds are counted.
+/// What the driver opens for itself it opens at the first export of each mapping, before fds are
+/// counted.
 fn row(driver: &Driver, memory: &Allocation) -> Outcome<Row> {
     let (first, _) = (
         export(driver, memory, DmaBufMapping::Default)?,
@@ -70,7 +71,8 @@ fn row(driver: &Driver, memory: &Allocation) -> Outcome<Row> {
     Ok(Row::new([cell(first), cell(again), pcie, maps, left.to_string()]).met(met))
 }
 
-/// Whether a device that has dma-bufs owes them of a kind of memory: of VMM memory where it has GPUDirect RDMA to that.
+/// Whether a device that has dma-bufs owes them of a kind of memory: of VMM memory where it has
+/// GPUDirect RDMA to that.
 pub(crate) fn owed_of(kind: AllocationKind, vmm: bool) -> bool {
     kind == AllocationKind::Device || kind == AllocationKind::Virtual && vmm
 }
@@ -80,8 +82,9 @@ pub(crate) fn exported<T, E>(owed: bool, first: &Result<T, E>, again: &Result<T,
     !owed || (first.is_ok() && again.is_ok())
 }
 
-/// The cell of what a mapping by the CPU came to, and whether that is as owed: `cuda.h` has the fd "passed as the file
-/// descriptor argument to the mmap() system call" where the device says DMA_BUF_MMAP_SUPPORTED.
+/// The cell of what a mapping by the CPU came to, and whether that is as owed: `cuda.h` has the fd
+/// "passed as the file descriptor argument to the mmap() system call" where the device says
+/// DMA_BUF_MMAP_SUPPORTED.
 pub(crate) fn mappable(came_to: String, owed: bool) -> (String, bool) {
     if owed && came_to != "yes" { (format!("NOT MET: {came_to}"), false) } else { (came_to, true) }
 }

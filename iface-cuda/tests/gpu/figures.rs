@@ -62,7 +62,8 @@ pub(crate) fn reused(times: u64) -> String {
     if times == 0 { "0: nothing is shown".to_owned() } else { times.to_string() }
 }
 
-/// Each size both ways, by the iface and by `cuMemcpy`, in turns; the ratio is ours over the driver's.
+/// Each size both ways, by the iface and by `cuMemcpy`, in turns; the ratio is ours over the
+/// driver's.
 pub(crate) fn copies(driver: &Driver, extent: Extent, locked: bool, report: &mut Report<'_>) {
     let host = if locked { "page-locked" } else { "pageable" };
     report.table(
@@ -107,7 +108,8 @@ fn copy(driver: &Driver, extent: Extent, to: Address, from: Address, len: u64) -
         for mine in [round % 2 == 0, round % 2 != 0] {
             if mine {
                 let start = Instant::now();
-                // SAFETY: both sides were allocated for at least `len` bytes, and nobody else uses them.
+                // SAFETY: both sides were allocated for at least `len` bytes, and nobody else uses
+                // them.
                 unsafe { driver.cuda.copy(to, from, len) }?;
                 ours.push(start.elapsed());
             } else {
@@ -170,7 +172,8 @@ pub(crate) fn costs(
                     let found = driver.cuda.query(inside)?;
                     found.map(|_| ()).ok_or_else(|| "not taken for CUDA's".to_owned().into())
                 })?;
-                // Memory that is mapped piece by piece has no identity, so that nothing of it is told to be there.
+                // Memory that is mapped piece by piece has no identity, so that nothing of it is
+                // told to be there.
                 let known = kind != AllocationKind::Virtual;
                 let valid = nanos(extent, || match monitor.valid(memory)? {
                     there if there == known => Ok(()),

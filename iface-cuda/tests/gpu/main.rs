@@ -1,10 +1,11 @@
-//! What a GPU does, as a report in markdown: exports of every kind and size, identities on reuse, copies beside the
-//! driver's own, and what asking costs.
+//! What a GPU does, as a report in markdown: exports of every kind and size, identities on reuse,
+//! copies beside the driver's own, and what asking costs.
 //!
-//! With `HMEM_CUDA=real` it runs over the machine's driver; otherwise over the fake one, small, to show that the program
-//! works, and that failures are told. Arguments name the parts to run, of those that `--parts` lists; without them all are.
-//! Exit status: 0 passed, 1 something failed, 2 usage, 3 no driver or no GPU. `tests/gpu/run` is the command. It needs
-//! nothing but the driver library, so that it can be built on one machine and carried to another.
+//! With `HMEM_CUDA=real` it runs over the machine's driver; otherwise over the fake one, small, to
+//! show that the program works, and that failures are told. Arguments name the parts to run, of
+//! those that `--parts` lists; without them all are. Exit status: 0 passed, 1 something failed, 2
+//! usage, 3 no driver or no GPU. `tests/gpu/run` is the command. It needs nothing but the driver
+//! library, so that it can be built on one machine and carried to another.
 #![allow(unsafe_code)]
 
 mod calls;

@@ -1,5 +1,5 @@
-//! What no kind of allocation stands for: host memory that is page-locked where it lies, another process's memory, and the
-//! CPU's own way to device memory, GDRCopy.
+//! What no kind of allocation stands for: host memory that is page-locked where it lies, another
+//! process's memory, and the CPU's own way to device memory, GDRCopy.
 
 use std::process::Command;
 
@@ -40,7 +40,8 @@ fn exports(driver: &Driver, range: AddressRange) -> Outcome<[String; 3]> {
     Ok([dma_buf, peer, left.to_string()])
 }
 
-/// Memory of the application's own is host memory, of which no NIC is handed an address of a device.
+/// Memory of the application's own is host memory, of which no NIC is handed an address of a
+/// device.
 pub(crate) fn page_locked(driver: &Driver, report: &mut Report<'_>) {
     report.table("Exports of host memory that is page-locked where it lies", &COLUMNS);
     let memory = vec![0u8; 3 << 12];
@@ -67,7 +68,8 @@ pub(crate) fn refused([dma_buf, peer, left]: [String; 3]) -> ([String; 3], bool)
     ([dma_buf, peer, left], first && second && none)
 }
 
-/// Memory that another process allocated: `cuda.h` says nothing of handing it on, so that any answer of the driver's is one.
+/// Memory that another process allocated: `cuda.h` says nothing of handing it on, so that any
+/// answer of the driver's is one.
 pub(crate) fn imported(driver: &Driver, report: &mut Report<'_>) {
     report.table("Exports of another process's memory", &COLUMNS);
     report.row(&["imported", "the driver's own answer, exported or a code"], || {
@@ -141,7 +143,8 @@ pub(crate) fn gdrcopy(driver: &Driver, report: &mut Report<'_>) {
             let bytes: Vec<u8> = (0..5000u32).map(|at| (at * 31 % 251) as u8).collect();
             let (mut by_copy, mut by_window) = (vec![0; 5000], vec![0; 5000]);
             window.write(0, &bytes)?;
-            driver.cuda.read(range.start(), &mut by_copy)?;
+            // SAFETY: `with` frees the memory when this closure has returned.
+            unsafe { driver.cuda.read(range.start(), &mut by_copy) }?;
             window.read(0, &mut by_window)?;
             if by_copy != bytes || by_window != bytes {
                 return Err("other bytes came back than were written".to_owned().into());

@@ -1,4 +1,5 @@
-//! What is written, row by row as it is measured: a measurement that fails is a row that says why, and the next one follows.
+//! What is written, row by row as it is measured: a measurement that fails is a row that says why,
+//! and the next one follows.
 
 use std::{
     fmt::Display,

@@ -1,4 +1,5 @@
-//! The program over the fake driver: everything is reported, and what fails is a row while the others stay.
+//! The program over the fake driver: everything is reported, and what fails is a row while the
+//! others stay.
 
 use std::{path::Path, process::Command};
 
@@ -83,7 +84,8 @@ fn verdicts() {
     assert_eq!(mappable("no: EPERM (1)".into(), true), ("NOT MET: no: EPERM (1)".into(), false));
 }
 
-/// Runs this program over the fake as a library, as it runs over a GPU: its exit status, and the report.
+/// Runs this program over the fake as a library, as it runs over a GPU: its exit status, and the
+/// report.
 fn run(library: &Path, fault: &str, parts: &[&str]) -> (Option<i32>, String) {
     let program = std::env::current_exe().expect("this program");
     let output = Command::new(program)
@@ -166,7 +168,8 @@ fn gdrcopy() {
     std::fs::remove_dir_all(&folder).expect("made above");
 }
 
-/// Without a driver or a GPU there is no report, and the exit status says why; a driver that fails is a failure.
+/// Without a driver or a GPU there is no report, and the exit status says why; a driver that fails
+/// is a failure.
 fn absence() {
     for (library, fault, wanted) in [
         (Path::new("/nowhere/libcuda.so.1"), "devices=1", 3),

@@ -1,12 +1,12 @@
 //! The calling thread's context is its own.
 
-use hmem_core::{
-    Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceExt, iface::AllocRequest,
-};
+use hmem_core::{Address, AddressRange, AllocationKind, DeviceId, Iface, iface::AllocRequest};
 use hmem_fake_cuda::{Live, Profile};
 use hmem_iface_cuda::sys::{CU_CTX_SYNC_MEMOPS, CuContext, CuDevicePtr, CuResult};
 
-use crate::world::{Expandable, KINDS, World, check, each, nic, not_over_a_gpu, over, pattern};
+use crate::world::{
+    Expandable, HeldCopies, KINDS, World, check, each, nic, not_over_a_gpu, over, pattern,
+};
 
 fn current(world: &World) -> CuContext {
     let mut current = CuContext::NULL;
@@ -32,8 +32,9 @@ fn use_everything(world: &World) {
     world.free(&memory);
 }
 
+/// HM-05
 #[test]
-fn hm_05_a_thread_without_context_has_none_afterwards() {
+fn a_thread_without_context_has_none_afterwards() {
     each(|world| {
         assert!(current(world).is_null(), "{}", world.name);
         use_everything(world);
@@ -41,8 +42,9 @@ fn hm_05_a_thread_without_context_has_none_afterwards() {
     });
 }
 
+/// HM-05
 #[test]
-fn hm_05_a_wrong_current_context_is_neither_used_nor_changed() {
+fn a_wrong_current_context_is_neither_used_nor_changed() {
     each(|world| {
         let foreign = world.app.create_context();
         use_everything(world);
@@ -51,8 +53,9 @@ fn hm_05_a_wrong_current_context_is_neither_used_nor_changed() {
     });
 }
 
+/// HM-05
 #[test]
-fn hm_05_memory_of_another_context_is_worked_on_in_that_context() {
+fn memory_of_another_context_is_worked_on_in_that_context() {
     each(|world| {
         let foreign = world.app.create_context();
         let mut pointer: CuDevicePtr = 0;
@@ -87,8 +90,9 @@ fn hm_05_memory_of_another_context_is_worked_on_in_that_context() {
     });
 }
 
+/// HM-05
 #[test]
-fn hm_05_opening_and_asking_make_no_context() {
+fn opening_and_asking_make_no_context() {
     over(Profile::default(), |world| {
         let on_the_stack = 0u8;
         for address in [Address(0), Address::of_ptr(&on_the_stack)] {
@@ -104,8 +108,9 @@ fn hm_05_opening_and_asking_make_no_context() {
     });
 }
 
+/// HM-05
 #[test]
-fn hm_05_each_device_has_its_own_context_retained_once_and_given_back() {
+fn each_device_has_its_own_context_retained_once_and_given_back() {
     over(Profile::default(), |world| {
         for _ in 0..3 {
             for device in [0, 1] {
@@ -128,8 +133,9 @@ fn too_much(kind: AllocationKind) -> AllocRequest {
     AllocRequest { len: 1 << 50, device: DeviceId(0), kind }
 }
 
+/// HM-05
 #[test]
-fn hm_05_a_refused_allocation_leaves_no_context() {
+fn a_refused_allocation_leaves_no_context() {
     each(|world| {
         for kind in world.kinds(&KINDS) {
             assert!(world.active().is_empty(), "{}: {kind:?}", world.name);
@@ -147,8 +153,9 @@ fn hm_05_a_refused_allocation_leaves_no_context() {
     });
 }
 
+/// HM-05
 #[test]
-fn hm_05_an_allocation_that_the_driver_does_not_know_afterwards_leaves_no_context() {
+fn an_allocation_that_the_driver_does_not_know_afterwards_leaves_no_context() {
     over(Profile::default(), |world| {
         for kind in world.kinds(&KINDS) {
             world.driver().fail("cuPointerGetAttributes", CuResult::CUDA_ERROR_UNKNOWN);
@@ -159,9 +166,12 @@ fn hm_05_an_allocation_that_the_driver_does_not_know_afterwards_leaves_no_contex
     });
 }
 
-/// While one thread's attempt is refused, another works in the context: it stays until that has ended.
+/// HM-05
+///
+/// While one thread's attempt is refused, another works in the context: it stays until that has
+/// ended.
 #[test]
-fn hm_05_a_refused_attempt_takes_no_context_from_under_another_thread() {
+fn a_refused_attempt_takes_no_context_from_under_another_thread() {
     over(Profile::default(), |world| {
         let cuda = &world.cuda;
         let memory = std::thread::scope(|scope| {
@@ -180,9 +190,12 @@ fn hm_05_a_refused_attempt_takes_no_context_from_under_another_thread() {
     });
 }
 
-/// A context that the driver does not take back is given back by the next call, or as the iface closes.
+/// HM-05
+///
+/// A context that the driver does not take back is given back by the next call, or as the iface
+/// closes.
 #[test]
-fn hm_05_a_context_that_was_not_given_back_is_with_the_next_call() {
+fn a_context_that_was_not_given_back_is_with_the_next_call() {
     over(Profile::default(), |world| {
         let release = "cuDevicePrimaryCtxRelease_v2";
         for _ in 0..2 {
@@ -222,8 +235,9 @@ fn page_lock(world: &World) {
     world.cuda.host_unregister(range).expect_err("undone already");
 }
 
+/// HM-05
 #[test]
-fn hm_05_page_locking_makes_no_context_where_another_device_has_one() {
+fn page_locking_makes_no_context_where_another_device_has_one() {
     each(|world| {
         if world.cuda.devices().expect("devices").len() < 2 {
             assert!(not_over_a_gpu("the machine has one device"), "{} has one device", world.name);
@@ -239,9 +253,11 @@ fn hm_05_page_locking_makes_no_context_where_another_device_has_one() {
     });
 }
 
+/// HM-05
+///
 /// Of two that are there it is the thread's.
 #[test]
-fn hm_05_page_locking_is_done_on_the_device_that_the_thread_works_on() {
+fn page_locking_is_done_on_the_device_that_the_thread_works_on() {
     over(Profile::default(), |world| {
         let mut contexts = [CuContext::NULL; 2];
         for (device, context) in contexts.iter_mut().enumerate() {
@@ -261,8 +277,9 @@ fn hm_05_page_locking_is_done_on_the_device_that_the_thread_works_on() {
     });
 }
 
+/// HM-05
 #[test]
-fn hm_05_page_locking_is_done_in_the_threads_own_context_where_no_other_is() {
+fn page_locking_is_done_in_the_threads_own_context_where_no_other_is() {
     each(|world| {
         let foreign = world.app.create_context();
         page_lock(world);
@@ -288,8 +305,9 @@ fn hm_05_page_locking_is_done_in_the_threads_own_context_where_no_other_is() {
     });
 }
 
+/// HM-05
 #[test]
-fn hm_05_page_locking_that_is_refused_leaves_no_context() {
+fn page_locking_that_is_refused_leaves_no_context() {
     each(|world| {
         let (_memory, range) = pages();
         let foreign = world.app.create_context();
@@ -324,8 +342,9 @@ fn use_mapped(world: &World, range: AddressRange) {
     assert!(back == bytes, "{}", world.name);
 }
 
+/// HM-05
 #[test]
-fn hm_05_memory_of_no_context_is_worked_on_in_the_threads_own() {
+fn memory_of_no_context_is_worked_on_in_the_threads_own() {
     each(|world| {
         if world.no_rdma_to_vmm() {
             return;
@@ -347,9 +366,11 @@ fn hm_05_memory_of_no_context_is_worked_on_in_the_threads_own() {
     });
 }
 
+/// HM-05
+///
 /// An asynchronous copy of such memory has ended when the application may destroy the context.
 #[test]
-fn hm_05_a_copy_in_the_threads_own_context_outlives_it() {
+fn a_copy_in_the_threads_own_context_outlives_it() {
     each(|world| {
         if let Some((driver, _)) = &world.fake {
             driver.change(|profile| profile.slow_copies = true);
@@ -375,8 +396,9 @@ fn hm_05_a_copy_in_the_threads_own_context_outlives_it() {
     });
 }
 
+/// HM-05
 #[test]
-fn hm_05_a_question_about_memory_of_no_context_leaves_none() {
+fn a_question_about_memory_of_no_context_leaves_none() {
     each(|world| {
         if world.no_rdma_to_vmm() {
             return;
@@ -401,7 +423,8 @@ fn hm_05_a_question_about_memory_of_no_context_leaves_none() {
             driver.fail("cuMemcpyAsync", CuResult::CUDA_ERROR_UNKNOWN);
             world.cuda.write(capable.start(), &[1]).expect_err("refused");
             assert!(world.active().is_empty(), "{}", world.name);
-            // The flag that makes copies of such memory synchronous is that of a context in which somebody works.
+            // The flag that makes copies of such memory synchronous is that of a context in which
+            // somebody works.
             world.cuda.export_peer_memory(capable, &nic()).expect("peer memory");
             assert!(world.active().is_empty(), "{}: none is made to have the flag", world.name);
         }
@@ -412,8 +435,9 @@ fn hm_05_a_question_about_memory_of_no_context_leaves_none() {
     });
 }
 
+/// HM-05
 #[test]
-fn hm_05_a_current_context_of_another_device_is_not_taken() {
+fn a_current_context_of_another_device_is_not_taken() {
     over(Profile::default(), |world| {
         let foreign = world.app.create_context();
         let parts = [Some(true)];
@@ -446,8 +470,9 @@ fn hm_05_a_current_context_of_another_device_is_not_taken() {
     });
 }
 
+/// HM-05
 #[test]
-fn hm_05_a_flush_makes_no_context() {
+fn a_flush_makes_no_context() {
     over(Profile { writes_ordering: 0, ..Profile::default() }, |world| {
         let flush =
             |world: &World, device| world.cuda.flush_inbound(DeviceId(device)).expect("flush");
@@ -472,9 +497,11 @@ fn hm_05_a_flush_makes_no_context() {
     });
 }
 
+/// HM-05
+///
 /// One in which the flush is refused is not kept.
 #[test]
-fn hm_05_a_refused_flush_keeps_no_context() {
+fn a_refused_flush_keeps_no_context() {
     over(Profile { writes_ordering: 0, ..Profile::default() }, |world| {
         world.app.current(|_| ());
         world.driver().fail("cuFlushGPUDirectRDMAWrites", CuResult::CUDA_ERROR_UNKNOWN);
@@ -485,9 +512,11 @@ fn hm_05_a_refused_flush_keeps_no_context() {
     });
 }
 
+/// HM-05
+///
 /// Detection asks in a context that somebody has, and keeps none of it.
 #[test]
-fn hm_05_a_query_keeps_no_context_of_the_application() {
+fn a_query_keeps_no_context_of_the_application() {
     over(Profile { queries_need_context: true, ..Profile::default() }, |world| {
         let mut pointer: CuDevicePtr = 0;
         // SAFETY: the place is writable; the memory is freed below.
@@ -504,9 +533,11 @@ fn hm_05_a_query_keeps_no_context_of_the_application() {
     });
 }
 
+/// HM-05
+///
 /// A thread that cannot be rid of the context has one that is there.
 #[test]
-fn hm_05_a_context_that_stays_current_is_not_destroyed() {
+fn a_context_that_stays_current_is_not_destroyed() {
     over(Profile::default(), |world| {
         world.driver().fail_always("cuCtxPopCurrent_v2", CuResult::CUDA_ERROR_UNKNOWN);
         world.cuda.allocate(&too_much(AllocationKind::Device)).expect_err("too much");
@@ -516,8 +547,9 @@ fn hm_05_a_context_that_stays_current_is_not_destroyed() {
     });
 }
 
+/// HM-05
 #[test]
-fn hm_05_threads_work_at_once() {
+fn threads_work_at_once() {
     each(|world| {
         let world = &*world;
         let cuda = &world.cuda;

@@ -1,15 +1,14 @@
 //! Moving bytes.
 
-use hmem_core::{
-    Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::AllocRequest,
-};
+use hmem_core::{Address, AllocationKind, DeviceId, ErrorKind, Iface, iface::AllocRequest};
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::{Cuda, sys::CuResult};
 
-use crate::world::{Expandable, KINDS, World, check, each, over, pattern};
+use crate::world::{Expandable, HeldCopies, KINDS, World, check, each, over, pattern};
 
+/// HM-03
 #[test]
-fn hm_03_bytes_come_back_from_every_kind_at_every_size() {
+fn bytes_come_back_from_every_kind_at_every_size() {
     each(|world| {
         for kind in world.kinds(&KINDS) {
             for len in [1, 2, 63, 64, 4095, 4096, 4097, 65_537, (1 << 20) + 1, 4 << 20] {
@@ -29,8 +28,9 @@ fn hm_03_bytes_come_back_from_every_kind_at_every_size() {
     });
 }
 
+/// HM-03
 #[test]
-fn hm_03_bytes_move_between_devices_memories_and_within_one() {
+fn bytes_move_between_devices_memories_and_within_one() {
     each(|world| {
         let last = world.cuda.devices().expect("devices").len() as u32 - 1;
         let request =
@@ -52,8 +52,9 @@ fn hm_03_bytes_move_between_devices_memories_and_within_one() {
     });
 }
 
+/// HM-03
 #[test]
-fn hm_03_a_copy_past_an_allocation_is_refused_and_moves_nothing() {
+fn a_copy_past_an_allocation_is_refused_and_moves_nothing() {
     each(|world| {
         for kind in world.kinds(&KINDS) {
             let memory = world.allocate(4 << 20, kind);
@@ -72,8 +73,9 @@ fn hm_03_a_copy_past_an_allocation_is_refused_and_moves_nothing() {
     });
 }
 
+/// HM-03
 #[test]
-fn hm_03_a_copy_into_freed_memory_is_refused() {
+fn a_copy_into_freed_memory_is_refused() {
     each(|world| {
         let memory = world.allocate(8 << 20, AllocationKind::Device);
         world.free(&memory);
@@ -82,8 +84,33 @@ fn hm_03_a_copy_into_freed_memory_is_refused() {
     });
 }
 
+/// MR-18
 #[test]
-fn hm_03_copies_span_the_mappings_of_a_reservation() {
+fn a_copy_of_freed_memory_is_never_one_of_host_memory() {
+    each(|world| {
+        let memory = world.allocate(8 << 20, AllocationKind::Device);
+        world.free(&memory);
+        let mut bytes = [9_u8; 64];
+        let here = Address::of_ptr(bytes.as_mut_ptr());
+        // SAFETY: the array is valid for the copies, which are refused before they start: the
+        // driver does not know the other side any longer.
+        let refused = unsafe {
+            [
+                world.cuda.copy(here, memory.base(), 64),
+                world.cuda.copy(memory.base(), here, 64),
+                world.cuda.copy_async(here, memory.base(), 64).map(drop),
+            ]
+        };
+        for error in refused.map(|copied| copied.expect_err("freed")) {
+            assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{}: {error}", world.name);
+        }
+        assert_eq!(bytes, [9; 64]);
+    });
+}
+
+/// HM-03
+#[test]
+fn copies_span_the_mappings_of_a_reservation() {
     each(|world| {
         if world.no_rdma_to_vmm() {
             return;
@@ -109,8 +136,9 @@ fn start(
     unsafe { world.cuda.copy_async(to, from, len) }.expect("start")
 }
 
+/// HM-03
 #[test]
-fn hm_03_asynchronous_copies_end_with_their_events() {
+fn asynchronous_copies_end_with_their_events() {
     each(|world| {
         let memory = world.allocate(1 << 20, AllocationKind::Device);
         let bytes = pattern(4, 1 << 20);
@@ -138,8 +166,9 @@ fn hm_03_asynchronous_copies_end_with_their_events() {
     });
 }
 
+/// HM-03
 #[test]
-fn hm_03_an_event_says_when_its_copy_is_under_way() {
+fn an_event_says_when_its_copy_is_under_way() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let bytes = pattern(5, 4096);
@@ -155,9 +184,11 @@ fn hm_03_an_event_says_when_its_copy_is_under_way() {
     });
 }
 
-/// HM-03: what blocks waits for itself alone: an asynchronous copy that is under way stays so.
+/// HM-03
+///
+/// A blocking copy waits for itself alone: an asynchronous copy in flight stays in flight.
 #[test]
-fn hm_03_a_blocking_copy_waits_for_no_asynchronous_one() {
+fn a_blocking_copy_waits_for_no_asynchronous_one() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
         let memory = [(); 2].map(|()| world.allocate(4096, AllocationKind::Device));
         let bytes = [1, 2].map(|seed| pattern(seed, 4096));
@@ -179,9 +210,12 @@ fn hm_03_a_blocking_copy_waits_for_no_asynchronous_one() {
     });
 }
 
-/// HM-03: blocking copies of several threads run at once, on streams that are used again and given back by the end.
+/// HM-03
+///
+/// Blocking copies of several threads run at once, on streams that are used again and given
+/// back by the end.
 #[test]
-fn hm_03_blocking_copies_of_two_threads_have_a_stream_each() {
+fn blocking_copies_of_two_threads_have_a_stream_each() {
     over(Profile::default(), |world| {
         let memory = [(); 2].map(|()| world.allocate(4096, AllocationKind::Device));
         let (driver, cuda) = (world.driver(), &world.cuda);
@@ -208,9 +242,11 @@ fn hm_03_blocking_copies_of_two_threads_have_a_stream_each() {
     });
 }
 
-/// HM-03, HM-05: an open event keeps the iface from closing.
+/// HM-05, HM-03
+///
+/// An open event keeps the iface from closing.
 #[test]
-fn hm_05_closing_with_a_copy_or_an_allocation_left_is_refused_and_hands_the_iface_back() {
+fn closing_with_a_copy_or_an_allocation_left_is_refused_and_hands_the_iface_back() {
     let mut world = World::fake(Profile { slow_copies: true, ..Profile::default() });
     let memory = world.allocate(4096, AllocationKind::Device);
     let bytes = pattern(5, 4096);
@@ -227,10 +263,12 @@ fn hm_05_closing_with_a_copy_or_an_allocation_left_is_refused_and_hands_the_ifac
     world.end();
 }
 
-/// HM-03: where the driver calls the iface's own memory foreign, neither the CPU copies in its place nor the driver with an
-/// address that it takes for the host's.
+/// HM-03
+///
+/// Memory of the iface that the driver calls foreign is copied neither by the CPU nor by the
+/// driver, which would take its address for the host's.
 #[test]
-fn hm_03_memory_that_the_driver_has_forgotten_is_not_copied() {
+fn memory_that_the_driver_has_forgotten_is_not_copied() {
     over(Profile::default(), |world| {
         let memory = world.allocate(10_000, AllocationKind::Device);
         let others =
@@ -269,7 +307,8 @@ fn of_the_application(world: &World) -> Address {
     Address(pointer)
 }
 
-/// A copy that is refused after it began: the caller gets its memory back, so nothing runs on, and nothing is left of it.
+/// A copy that is refused after it began: the caller gets its memory back, so nothing runs on, and
+/// nothing is left of it.
 fn refused(world: &World, to: Address) -> hmem_core::Error {
     let bytes = pattern(9, 4096);
     let from = Address::of_ptr(bytes.as_ptr());
@@ -281,9 +320,12 @@ fn refused(world: &World, to: Address) -> hmem_core::Error {
 
 const REFUSED: CuResult = CuResult::CUDA_ERROR_UNKNOWN;
 
-/// HM-03, HM-05: over the stream and events that are kept, while the application has the context too.
+/// HM-03, HM-05
+///
+/// Over the stream and events that are kept, while the application has the context
+/// too.
 #[test]
-fn hm_03_a_copy_that_is_refused_after_it_began_has_ended_and_loses_nothing() {
+fn a_copy_that_is_refused_after_it_began_has_ended_and_loses_nothing() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         world.app.current(|_| ());
@@ -317,9 +359,11 @@ fn hm_03_a_copy_that_is_refused_after_it_began_has_ended_and_loses_nothing() {
     });
 }
 
+/// HM-03
+///
 /// The same where stream and event are made for the copy, in a context of the application's own.
 #[test]
-fn hm_03_a_copy_that_is_refused_in_the_applications_context_leaves_nothing_there() {
+fn a_copy_that_is_refused_in_the_applications_context_leaves_nothing_there() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
         let foreign = world.app.create_context();
         let to = of_the_application(world);

@@ -8,8 +8,9 @@ use hmem_iface_cuda::sys::{CuDevicePtr, CuResult};
 
 use crate::world::{Expandable, KINDS, World, check, each, over};
 
+/// HM-01
 #[test]
-fn hm_01_every_kind_is_told_apart_at_both_ends_and_inside() {
+fn every_kind_is_told_apart_at_both_ends_and_inside() {
     each(|world| {
         for kind in world.kinds(&KINDS) {
             let memory = world.allocate(100_000, kind);
@@ -48,8 +49,9 @@ fn hm_01_every_kind_is_told_apart_at_both_ends_and_inside() {
     });
 }
 
+/// HM-01
 #[test]
-fn hm_01_memory_of_the_applications_own_is_recognised() {
+fn memory_of_the_applications_own_is_recognised() {
     each(|world| {
         let mut pointer: CuDevicePtr = 0;
         // SAFETY: the place is writable.
@@ -69,8 +71,9 @@ fn hm_01_memory_of_the_applications_own_is_recognised() {
     });
 }
 
+/// HM-01
 #[test]
-fn hm_01_host_memory_that_the_application_page_locked_is_recognised_as_its_own() {
+fn host_memory_that_the_application_page_locked_is_recognised_as_its_own() {
     each(|world| {
         let memory = vec![0u8; 1 << 20];
         let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096);
@@ -100,8 +103,9 @@ fn hm_01_host_memory_that_the_application_page_locked_is_recognised_as_its_own()
     });
 }
 
+/// HM-01
 #[test]
-fn hm_01_host_memory_that_somebody_else_page_locked_is_recognised_as_the_applications() {
+fn host_memory_that_somebody_else_page_locked_is_recognised_as_the_applications() {
     each(|world| {
         let memory = vec![0u8; 1 << 16];
         let start =
@@ -115,8 +119,9 @@ fn hm_01_host_memory_that_somebody_else_page_locked_is_recognised_as_the_applica
     });
 }
 
+/// HM-02
 #[test]
-fn hm_02_addresses_are_found_among_ten_thousand_allocations() {
+fn addresses_are_found_among_ten_thousand_allocations() {
     over(Profile::default(), |world| {
         let memory: Vec<_> = (0..10_000)
             .map(|n| world.allocate(1 + n * 13 % 5000, AllocationKind::Device))
@@ -133,8 +138,9 @@ fn hm_02_addresses_are_found_among_ten_thousand_allocations() {
     });
 }
 
+/// HM-02
 #[test]
-fn hm_02_a_foreign_address_is_nobodys_and_costs_one_driver_call() {
+fn a_foreign_address_is_nobodys_and_costs_one_driver_call() {
     each(|world| {
         let on_the_stack = 0u8;
         for address in [Address(0), Address::of_ptr(&on_the_stack), Address(u64::MAX)] {
@@ -147,8 +153,9 @@ fn hm_02_a_foreign_address_is_nobodys_and_costs_one_driver_call() {
     });
 }
 
+/// HM-02
 #[test]
-fn hm_02_detection_makes_one_call_and_no_context() {
+fn detection_makes_one_call_and_no_context() {
     over(Profile::default(), |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let (before, references) =
@@ -171,9 +178,12 @@ fn with_page_locked(world: &mut World, show: impl FnOnce(&World, Address)) {
     world.app.current(|driver| check(unsafe { (driver.mem_host_unregister)(start) }));
 }
 
-/// HM-02: whose page-locked memory is is asked once; from then on it costs what other memory costs.
+/// HM-02
+///
+/// The owner of page-locked memory is asked for once; later lookups cost what those of other
+/// memory cost.
 #[test]
-fn hm_02_page_locked_memory_that_was_seen_before_costs_one_driver_call() {
+fn page_locked_memory_that_was_seen_before_costs_one_driver_call() {
     over(Profile::default(), |world| {
         let calls = |world: &World, address: Address, kind: AllocationKind| {
             let before = world.driver().all_calls();
@@ -211,9 +221,12 @@ fn hm_02_page_locked_memory_that_was_seen_before_costs_one_driver_call() {
     });
 }
 
-/// HM-01: memory without an identity is told apart each time, and never taken for other memory without one.
+/// HM-01
+///
+/// Memory without an identity is told apart each time, and never taken for other memory
+/// without one.
 #[test]
-fn hm_01_page_locked_memory_without_an_identity_is_not_confused() {
+fn page_locked_memory_without_an_identity_is_not_confused() {
     over(Profile { registered_without_identity: true, ..Profile::default() }, |world| {
         for _ in 0..2 {
             with_page_locked(world, |world, start| {
@@ -232,9 +245,11 @@ fn hm_01_page_locked_memory_without_an_identity_is_not_confused() {
     });
 }
 
-/// HM-01: what is kept of page-locked memory is bounded, and what is forgotten is found out again.
+/// HM-01
+///
+/// The table of page-locked memory is bounded, and forgotten entries are found out again.
 #[test]
-fn hm_01_a_thousand_page_locked_allocations_are_told_apart() {
+fn a_thousand_page_locked_allocations_are_told_apart() {
     over(Profile::default(), |world| {
         with_page_locked(world, |world, start| {
             let memory: Vec<_> =
@@ -254,9 +269,11 @@ fn hm_01_a_thousand_page_locked_allocations_are_told_apart() {
     });
 }
 
-/// HM-01, and MON-07's need of it: what a driver does not know it is not asked for.
+/// HM-01, MON-07
+///
+/// A driver is not asked for what it does not know.
 #[test]
-fn hm_01_a_driver_that_does_not_know_pools_is_asked_for_the_rest() {
+fn a_driver_that_does_not_know_pools_is_asked_for_the_rest() {
     over(Profile { last_pointer_attribute: 16, ..Profile::default() }, |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let found = world.cuda.query(memory.base()).expect("query").expect("known");
@@ -265,9 +282,12 @@ fn hm_01_a_driver_that_does_not_know_pools_is_asked_for_the_rest() {
     });
 }
 
-/// HM-05: the driver answers INVALID_CONTEXT to a thread without a context; the memory is still the device's.
+/// HM-05
+///
+/// The driver answers INVALID_CONTEXT to a thread without a context; the memory is still the
+/// device's.
 #[test]
-fn hm_05_device_memory_is_not_taken_for_host_memory_on_a_thread_without_context() {
+fn device_memory_is_not_taken_for_host_memory_on_a_thread_without_context() {
     let profile = Profile { queries_need_context: true, ..Profile::default() };
     over(profile, |world| {
         let mut pointer: CuDevicePtr = 0;
@@ -286,9 +306,11 @@ fn hm_05_device_memory_is_not_taken_for_host_memory_on_a_thread_without_context(
     });
 }
 
-/// HM-05: nor on a thread whose current context another thread destroyed.
+/// HM-05
+///
+/// The answer is right too on a thread whose current context another thread destroyed.
 #[test]
-fn hm_05_device_memory_is_not_taken_for_host_memory_on_a_thread_whose_context_was_destroyed() {
+fn device_memory_is_not_taken_for_host_memory_on_a_thread_whose_context_was_destroyed() {
     let profile = Profile { queries_need_context: true, ..Profile::default() };
     over(profile, |world| {
         let mut pointer: CuDevicePtr = 0;
@@ -315,8 +337,9 @@ fn hm_05_device_memory_is_not_taken_for_host_memory_on_a_thread_whose_context_wa
     });
 }
 
+/// HM-07
 #[test]
-fn hm_07_segments_are_the_mappings_of_a_reservation() {
+fn segments_are_the_mappings_of_a_reservation() {
     each(|world| {
         if world.no_rdma_to_vmm() {
             return;
@@ -343,8 +366,9 @@ fn hm_07_segments_are_the_mappings_of_a_reservation() {
     });
 }
 
+/// HM-07
 #[test]
-fn hm_07_a_hole_in_a_reservation_is_named() {
+fn a_hole_in_a_reservation_is_named() {
     each(|world| {
         if world.no_rdma_to_vmm() {
             return;
@@ -360,8 +384,9 @@ fn hm_07_a_hole_in_a_reservation_is_named() {
     });
 }
 
+/// HM-07
 #[test]
-fn hm_07_memory_that_was_not_created_for_rdma_is_not_exportable() {
+fn memory_that_was_not_created_for_rdma_is_not_exportable() {
     each(|world| {
         if world.no_rdma_to_vmm() {
             return;
@@ -376,8 +401,9 @@ fn hm_07_memory_that_was_not_created_for_rdma_is_not_exportable() {
     });
 }
 
+/// HM-05
 #[test]
-fn hm_05_a_device_out_of_range_is_an_invalid_argument() {
+fn a_device_out_of_range_is_an_invalid_argument() {
     each(|world| {
         let request =
             AllocRequest { len: 4096, device: DeviceId(99), kind: AllocationKind::Device };
@@ -391,8 +417,9 @@ fn hm_05_a_device_out_of_range_is_an_invalid_argument() {
     });
 }
 
+/// HM-01
 #[test]
-fn hm_01_a_failed_query_is_an_error_with_the_drivers_code_and_the_address() {
+fn a_failed_query_is_an_error_with_the_drivers_code_and_the_address() {
     over(Profile::default(), |world| {
         world.driver().fail("cuPointerGetAttributes", CuResult::CUDA_ERROR_DEINITIALIZED);
         let error = world.cuda.query(Address(0x7000_0000)).expect_err("the driver refused");
@@ -405,10 +432,12 @@ fn hm_01_a_failed_query_is_an_error_with_the_drivers_code_and_the_address() {
     });
 }
 
-/// HM-07: an older driver does not say whether an address can be reached by RDMA; the memory's properties do.
+/// HM-07
+///
+/// An older driver does not say whether an address can be reached by RDMA; the memory's
+/// properties do.
 #[test]
-fn hm_07_what_memory_was_created_for_is_asked_of_its_handle_where_the_driver_says_nothing_of_its_address()
- {
+fn the_purpose_of_memory_is_asked_of_its_handle_if_the_driver_says_nothing_of_its_address() {
     over(Profile { last_pointer_attribute: 14, ..Profile::default() }, |world| {
         let parts = [Some(true), Some(false)];
         let memory = Expandable::new(&mut world.app, &parts);
@@ -443,9 +472,12 @@ fn hm_07_what_memory_was_created_for_is_asked_of_its_handle_where_the_driver_say
     });
 }
 
-/// HM-01: the driver knows the question: that it calls it invalid says nothing of whose the memory is.
+/// HM-01
+///
+/// The driver knows the question: that it calls it invalid says nothing of whose the memory
+/// is.
 #[test]
-fn hm_01_a_question_that_the_driver_refuses_makes_no_host_memory_of_a_devices() {
+fn a_question_that_the_driver_refuses_makes_no_host_memory_of_a_devices() {
     over(Profile::default(), |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         world.driver().fail("cuPointerGetAttributes", CuResult::CUDA_ERROR_INVALID_VALUE);
@@ -457,9 +489,11 @@ fn hm_01_a_question_that_the_driver_refuses_makes_no_host_memory_of_a_devices() 
     });
 }
 
-/// HM-01: a driver that answers nothing without a context shows what it knows when there is one.
+/// HM-01
+///
+/// A driver that answers nothing without a context shows what it knows when there is one.
 #[test]
-fn hm_01_what_a_driver_knows_is_found_out_when_it_answers() {
+fn a_drivers_abilities_are_found_out_when_it_answers() {
     for last_pointer_attribute in [16, 17] {
         let profile =
             Profile { queries_need_context: true, last_pointer_attribute, ..Profile::default() };
@@ -478,10 +512,12 @@ fn hm_01_what_a_driver_knows_is_found_out_when_it_answers() {
     }
 }
 
-/// HM-01, CACHE-02's need of it: what is mapped into a reservation can change under its identity, whatever context the
-/// driver names for it.
+/// HM-01, CACHE-02
+///
+/// Memory mapped into a reservation can change under its identity,
+/// whatever context the driver names for it.
 #[test]
-fn hm_01_vmm_memory_is_told_apart_where_the_driver_names_a_context_for_it() {
+fn vmm_memory_is_told_apart_where_the_driver_names_a_context_for_it() {
     let driver = Profile { vmm_names_context: true, ..Profile::default() };
     let old = Profile { absent: vec!["cuMemRetainAllocationHandle"], ..driver.clone() };
     for profile in [driver, old] {
@@ -514,9 +550,11 @@ fn hm_01_vmm_memory_is_told_apart_where_the_driver_names_a_context_for_it() {
     }
 }
 
-/// HM-01: memory that is no VMM memory and that no legacy handle is to be had of stays what it is.
+/// HM-01
+///
+/// Memory that is no VMM memory and that no legacy handle is to be had of stays what it is.
 #[test]
-fn hm_01_device_memory_of_which_there_is_no_legacy_handle_is_no_vmm_memory() {
+fn device_memory_of_which_there_is_no_legacy_handle_is_no_vmm_memory() {
     over(Profile { allocates_by_vmm: true, ..Profile::default() }, |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let found = world.cuda.query(memory.base()).expect("query").expect("known");

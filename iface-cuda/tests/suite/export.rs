@@ -3,17 +3,18 @@
 use std::os::fd::AsFd;
 
 use hmem_core::{
-    AddressRange, AllocOffset, AllocationKind, ErrorKind, Iface, IfaceExt, iface::DmaBufMapping,
+    AddressRange, AllocOffset, AllocationKind, ErrorKind, Iface, iface::DmaBufMapping,
 };
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::{self, CuResult};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::world::{
-    Expandable, World, check, each, nic, not_over_a_gpu, once, open_fds, over, pattern,
+    Expandable, HeldCopies, World, check, each, nic, not_over_a_gpu, once, open_fds, over, pattern,
 };
 
-/// The bytes of an exported fd, through a mapping as a NIC has one; `None` where the driver does not let the CPU map.
+/// The bytes of an exported fd, through a mapping as a NIC has one; `None` where the driver does
+/// not let the CPU map.
 fn mapped(fd: &impl AsFd, offset: u64, len: usize) -> Option<Vec<u8>> {
     let (page, inside) = (offset & !4095, (offset & 4095) as usize);
     // SAFETY: a new mapping at an address that the kernel picks, read while it is mapped.
@@ -27,8 +28,9 @@ fn mapped(fd: &impl AsFd, offset: u64, len: usize) -> Option<Vec<u8>> {
     }
 }
 
+/// HM-06
 #[test]
-fn hm_06_exports_reach_exactly_their_bytes_at_any_offset() {
+fn exports_reach_exactly_their_bytes_at_any_offset() {
     each(|world| {
         if !world.exports_dma_bufs() {
             not_over_a_gpu("the device has no dma-bufs");
@@ -79,8 +81,9 @@ fn hm_06_exports_reach_exactly_their_bytes_at_any_offset() {
     });
 }
 
+/// HM-06
 #[test]
-fn hm_06_a_range_past_its_allocation_or_empty_is_not_exported() {
+fn a_range_past_its_allocation_or_empty_is_not_exported() {
     each(|world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let past =
@@ -103,17 +106,21 @@ fn hm_06_a_range_past_its_allocation_or_empty_is_not_exported() {
     });
 }
 
-/// HM-06. In a process of its own, as other tests open fds too.
+/// HM-06
+///
+/// In a process of its own, as other tests open fds too.
 #[test]
-fn hm_06_many_exports_leave_no_fd() {
-    leave_no_fd("export::hm_06_many_exports_leave_no_fd", 20_000);
+fn many_exports_leave_no_fd() {
+    leave_no_fd("export::many_exports_leave_no_fd", 20_000);
 }
 
-/// HM-06, in the slow tier.
+/// HM-06
+///
+/// The slow tier.
 #[test]
 #[ignore = "slow: a million exports"]
-fn hm_06_a_million_exports_leave_no_fd() {
-    leave_no_fd("export::hm_06_a_million_exports_leave_no_fd", 1_000_000);
+fn a_million_exports_leave_no_fd() {
+    leave_no_fd("export::a_million_exports_leave_no_fd", 1_000_000);
 }
 
 fn leave_no_fd(name: &str, rounds: u64) {
@@ -145,9 +152,11 @@ fn leave_no_fd(name: &str, rounds: u64) {
     });
 }
 
-/// HM-07, HM-08 and the rules of the other kinds.
+/// HM-08, HM-07
+///
+/// The rules of every kind of memory.
 #[test]
-fn hm_08_memory_that_is_not_the_devices_own_is_not_exported_and_says_what_to_do() {
+fn memory_that_is_not_the_devices_own_is_not_exported_and_says_what_to_do() {
     each(|world| {
         for (kind, word) in
             [(AllocationKind::Managed, "migrates"), (AllocationKind::Host, "host memory")]
@@ -177,8 +186,9 @@ fn hm_08_memory_that_is_not_the_devices_own_is_not_exported_and_says_what_to_do(
     });
 }
 
+/// HM-07
 #[test]
-fn hm_07_the_first_segment_that_cannot_is_named() {
+fn the_first_segment_that_cannot_is_named() {
     each(|world| {
         if world.no_rdma_to_vmm() {
             return;
@@ -208,9 +218,11 @@ fn hm_07_the_first_segment_that_cannot_is_named() {
     });
 }
 
-/// HM-09: which drivers have the mapping they say themselves.
+/// HM-09
+///
+/// A driver itself reports whether it has the PCIe mapping.
 #[test]
-fn hm_09_the_pcie_mapping_is_used_or_refused_as_unsupported() {
+fn the_pcie_mapping_is_used_or_refused_as_unsupported() {
     for (profile, code) in [
         (Profile::named("535-open").expect("a profile"), Some(CuResult::CUDA_ERROR_INVALID_VALUE)),
         (
@@ -243,8 +255,9 @@ fn hm_09_the_pcie_mapping_is_used_or_refused_as_unsupported() {
     }
 }
 
+/// HM-06
 #[test]
-fn hm_06_synchronous_operations_are_made_so_before_a_nic_may_read() {
+fn synchronous_operations_are_made_so_before_a_nic_may_read() {
     over(Profile::default(), |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         assert!(!world.driver().sync_memops(memory.base().0));
@@ -267,9 +280,12 @@ fn hm_06_synchronous_operations_are_made_so_before_a_nic_may_read() {
     });
 }
 
-/// HM-06: memory is exported whose synchronous operations can be made so by its context alone, whatever its kind.
+/// HM-06
+///
+/// Memory is exported whose synchronous operations can be made so by its context alone,
+/// whatever its kind.
 #[test]
-fn hm_06_memory_without_a_flag_of_its_own_is_synchronised_by_its_context() {
+fn memory_without_a_flag_of_its_own_is_synchronised_by_its_context() {
     for peer_memory in [false, true] {
         over(Profile { allocates_by_vmm: true, ..Profile::default() }, |world| {
             let memory = world.allocate(4096, AllocationKind::Device);
@@ -296,9 +312,11 @@ fn hm_06_memory_without_a_flag_of_its_own_is_synchronised_by_its_context() {
     });
 }
 
-/// HM-06: an export that the driver refuses changes nothing of the context.
+/// HM-06
+///
+/// An export that the driver refuses changes nothing of the context.
 #[test]
-fn hm_06_a_refused_export_of_stream_ordered_memory_is_the_drivers_and_leaves_no_flag() {
+fn a_refused_export_of_stream_ordered_memory_is_the_drivers_and_leaves_no_flag() {
     over(Profile::default(), |world| {
         let memory = world.allocate(100_000, AllocationKind::StreamOrdered);
         assert!(
@@ -317,9 +335,11 @@ fn hm_06_a_refused_export_of_stream_ordered_memory_is_the_drivers_and_leaves_no_
     });
 }
 
-/// HM-06: memory of no context is synchronised by the contexts that may work on it.
+/// HM-06
+///
+/// Memory of no context is synchronised by the contexts that may work on it.
 #[test]
-fn hm_06_memory_of_no_context_is_synchronised_by_the_threads_own_and_the_primary_one() {
+fn memory_of_no_context_is_synchronised_by_the_threads_own_and_the_primary_one() {
     for peer_memory in [false, true] {
         over(Profile::default(), |world| {
             let parts = [Some(true)];
@@ -354,9 +374,11 @@ fn hm_06_memory_of_no_context_is_synchronised_by_the_threads_own_and_the_primary
     }
 }
 
-/// HM-06: what was under way before the context made its operations synchronous is waited for.
+/// HM-06
+///
+/// Operations in flight before the context made its operations synchronous are waited for.
 #[test]
-fn hm_06_a_copy_under_way_on_the_default_stream_has_ended_when_its_memory_is_exported() {
+fn a_copy_under_way_on_the_default_stream_has_ended_when_its_memory_is_exported() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
         let parts = [Some(true)];
         let context = world.app.create_context();

@@ -1,16 +1,17 @@
 //! What comes back when the driver refuses, and that nothing stays behind.
 
 use hmem_core::{
-    Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt,
+    Address, AllocationKind, DeviceId, ErrorKind, Iface,
     iface::{AllocRequest, DmaBufMapping},
 };
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::CuResult;
 
-use crate::world::{World, nic, over};
+use crate::world::{HeldCopies, World, nic, over};
 
+/// DIAG-03
 #[test]
-fn diag_03_a_lost_device_is_unavailable_at_every_operation_and_says_what_helps() {
+fn a_lost_device_is_unavailable_at_every_operation_and_says_what_helps() {
     let mut world = World::fake(Profile::default());
     let memory = world.allocate(4096, AllocationKind::Device);
     for code in [
@@ -44,8 +45,9 @@ fn diag_03_a_lost_device_is_unavailable_at_every_operation_and_says_what_helps()
     world.end();
 }
 
+/// DIAG-03
 #[test]
-fn diag_03_out_of_memory_is_named_with_device_length_and_remedy() {
+fn out_of_memory_is_named_with_device_length_and_remedy() {
     over(Profile { memory: 64 << 20, ..Profile::default() }, |world| {
         for kind in [
             AllocationKind::Device,
@@ -64,9 +66,11 @@ fn diag_03_out_of_memory_is_named_with_device_length_and_remedy() {
     });
 }
 
-/// DIAG-03: each cause with the words that lead on.
+/// DIAG-03
+///
+/// Each cause with the words that lead on.
 #[test]
-fn diag_03_each_cause_of_a_refused_export_has_its_remedy() {
+fn each_cause_of_a_refused_export_has_its_remedy() {
     let closed = Profile::named("550-closed").expect("a profile");
     over(closed, |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
@@ -128,10 +132,12 @@ fn diag_03_each_cause_of_a_refused_export_has_its_remedy() {
     }
 }
 
-/// REL-01: a step of freeing VMM memory that the driver refuses is an error whatever its code, and what was done before it is
-/// not done again.
+/// REL-01
+///
+/// A step of freeing VMM memory that the driver refuses is an error whatever its code, and
+/// what was done before it is not done again.
 #[test]
-fn rel_01_vmm_memory_whose_free_is_refused_stays_until_the_driver_takes_each_step_back_once() {
+fn vmm_memory_whose_free_is_refused_stays_until_the_driver_takes_each_step_back_once() {
     for code in [CuResult::CUDA_ERROR_INVALID_VALUE, CuResult::CUDA_ERROR_UNKNOWN] {
         over(Profile::default(), |world| {
             let memory = world.allocate(4096, AllocationKind::Virtual);
@@ -152,9 +158,11 @@ fn rel_01_vmm_memory_whose_free_is_refused_stays_until_the_driver_takes_each_ste
     }
 }
 
-/// HM-01: stream-ordered memory that could not be freed as it came is not taken.
+/// HM-01
+///
+/// Stream-ordered memory that could not be freed as it came is not taken.
 #[test]
-fn hm_01_a_library_without_a_stream_ordered_free_allocates_no_such_memory() {
+fn a_library_without_a_stream_ordered_free_allocates_no_such_memory() {
     for symbol in ["cuMemAllocAsync", "cuMemFreeAsync"] {
         over(Profile { absent: vec![symbol], ..Profile::default() }, |world| {
             let kind = AllocationKind::StreamOrdered;
@@ -167,8 +175,9 @@ fn hm_01_a_library_without_a_stream_ordered_free_allocates_no_such_memory() {
     }
 }
 
+/// HM-01
 #[test]
-fn hm_01_a_double_free_is_refused_and_names_the_identity() {
+fn a_double_free_is_refused_and_names_the_identity() {
     crate::world::each(|world| {
         let memory = world.allocate(2 << 20, AllocationKind::Device);
         world.free(&memory);

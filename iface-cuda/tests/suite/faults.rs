@@ -1,10 +1,10 @@
-//! A fault at every driver call (REL-01): an error comes back, nothing is left, and the same works once the fault is gone.
+//! A fault at every driver call (REL-01): an error comes back, nothing is left, and the same works
+//! once the fault is gone.
 
 use std::{collections::BTreeSet, thread};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt,
-    Result,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, Result,
     iface::{AllocRequest, DmaBufMapping, IpcHandle},
 };
 use hmem_fake_cuda::{FakeDriver, Live, Profile};
@@ -15,7 +15,7 @@ use hmem_iface_cuda::{
 
 use crate::{
     child, ipc,
-    world::{World, check, nic, open_fds, over, pattern},
+    world::{HeldCopies, World, check, nic, open_fds, over, pattern},
 };
 
 /// What a call answers instead of doing what it does.
@@ -42,13 +42,14 @@ impl Fault {
         code
     }
 
-    /// Whether the header has a call answer so where nothing is wrong: what follows from that is no error, or another.
+    /// Whether the header has a call answer so where nothing is wrong: what follows from that is no
+    /// error, or another.
     fn is_an_answer(self, symbol: &str) -> bool {
         let Self::Once(code) = self else { return false };
         let invalid = code == CuResult::CUDA_ERROR_INVALID_VALUE;
         match symbol {
-            // An attribute that the driver does not know; an address that is not its own; memory that the application
-            // page-locked.
+            // An attribute that the driver does not know; an address that is not its own; memory
+            // that the application page-locked.
             "cuDeviceGetAttribute" | "cuPointerGetAttributes" | "cuMemHostGetFlags" => invalid,
             // Memory that has no flag or no handle of its own.
             "cuPointerSetAttribute" | "cuMemRetainAllocationHandle" => {
@@ -83,7 +84,8 @@ fn may_be_silent(symbol: &str, place: Place) -> bool {
 /// What of the table the iface never calls: names and texts of codes are in its own table.
 const NEVER_CALLED: [&str; 3] = ["cuGetErrorName", "cuGetErrorString", "cuDriverGetVersion"];
 
-/// Drivers between which every function of the table is called, and whether the application has a context current.
+/// Drivers between which every function of the table is called, and whether the application has a
+/// context current.
 fn profiles() -> [(Profile, bool); 4] {
     let old = Profile { writes_ordering: 0, ..Profile::default() };
     [
@@ -123,7 +125,8 @@ struct Round<'a> {
     /// The application's own pages.
     pages: AddressRange,
     kinds: &'a [AllocationKind],
-    /// The call that is watched for: of which function, and the how many-th since the driver started.
+    /// The call that is watched for: of which function, and the how many-th since the driver
+    /// started.
     watched: Option<(&'a FakeDriver, &'static str, u64)>,
     /// What it was made for.
     place: Option<Place>,
@@ -153,7 +156,8 @@ impl Round<'_> {
         }
     }
 
-    /// Gives back, twice if need be; what was given back in spite of an error is not live the second time.
+    /// Gives back, twice if need be; what was given back in spite of an error is not live the
+    /// second time.
     fn give_back(&mut self, taken: Taken) {
         let ended = taken.end(self.cuda);
         self.did(match taken {
@@ -303,7 +307,8 @@ impl<'a> Setting<'a> {
         self.driver.calls(symbol) - before
     }
 
-    /// A life of the iface whose `nth` call of a function fails: the first error that it shows, and what the call was made for.
+    /// A life of the iface whose `nth` call of a function fails: the first error that it shows, and
+    /// what the call was made for.
     fn life(&self, symbol: &'static str, nth: u64, fault: Fault) -> (Result<()>, Place) {
         let when = format!("{symbol} {nth}, {fault:?}");
         let before = self.driver.contexts_of_this_thread();
@@ -347,8 +352,9 @@ impl<'a> Setting<'a> {
         };
         assert!(self.driver.calls(symbol) >= end, "{when}: there is no such call");
         self.driver.heal();
-        // A lost device takes nothing back that a call has to undo before it returns: neither the thread's context, nor
-        // memory that nobody has got yet. All else is given back above.
+        // A lost device takes nothing back that a call has to undo before it returns: neither the
+        // thread's context, nor memory that nobody has got yet. All else is given back
+        // above.
         if matches!(fault, Fault::Once(_)) {
             assert_eq!(self.driver.contexts_of_this_thread(), before, "{when}");
             assert_eq!(self.driver.live(), Live::default(), "{when}: {seen:?}");
@@ -389,10 +395,13 @@ impl<'a> Setting<'a> {
     }
 }
 
-/// REL-01. In a process of its own, for its fds to be counted, with memory of the process that started it.
+/// REL-01
+///
+/// In a process of its own, for its fds to be counted, with memory of the process that
+/// started it.
 #[test]
-fn rel_01_a_fault_at_every_driver_call_is_an_error_and_leaves_nothing() {
-    const NAME: &str = "faults::rel_01_a_fault_at_every_driver_call_is_an_error_and_leaves_nothing";
+fn a_fault_at_every_driver_call_is_an_error_and_leaves_nothing() {
+    const NAME: &str = "faults::a_fault_at_every_driver_call_is_an_error_and_leaves_nothing";
     let Some(text) = child::passed() else {
         return over(Profile::default(), |world| {
             let memory = world.allocate(3 << 20, AllocationKind::Device);

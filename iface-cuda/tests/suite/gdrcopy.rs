@@ -5,11 +5,11 @@ use std::{
     sync::atomic::{AtomicI32, AtomicU64, Ordering},
 };
 
-use hmem_core::{AllocationKind, ErrorKind, IfaceExt};
+use hmem_core::{AllocationKind, ErrorKind};
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::gdrcopy::{GPU_PAGE, GdrFunctions, GdrHandle, Gdrcopy};
 
-use crate::world::{over, pattern};
+use crate::world::{HeldCopies, over, pattern};
 
 /// Pinned buffers and mappings alive.
 static ALIVE: AtomicI32 = AtomicI32::new(0);
@@ -104,8 +104,9 @@ fn functions() -> GdrFunctions {
     }
 }
 
+/// HM-03
 #[test]
-fn hm_03_the_cpu_reaches_device_memory_through_a_window() {
+fn the_cpu_reaches_device_memory_through_a_window() {
     over(Profile::default(), |world| {
         let gdr = Gdrcopy::with(functions()).expect("open");
         let memory = world.allocate(300_000, AllocationKind::Device);
@@ -160,7 +161,7 @@ fn hm_03_the_cpu_reaches_device_memory_through_a_window() {
 
 /// HM-04
 #[test]
-fn hm_04_without_gdrcopy_its_absence_is_named() {
+fn without_gdrcopy_its_absence_is_named() {
     for (path, word) in [("/nowhere/libgdrapi.so.2", "No such file"), ("libm.so.6", "gdr_open")] {
         let error = Gdrcopy::load(path).expect_err("not GDRCopy");
         assert_eq!(error.kind(), ErrorKind::Unavailable);

@@ -6,9 +6,9 @@ use crate::world::{NOT_OVER_A_GPU, not_over_a_gpu};
 
 /// What a device that is alone and has no dma-bufs cannot show.
 const NOT_OVER_A_SMALL_ONE: [&str; 3] = [
-    "contexts::hm_05_page_locking_makes_no_context_where_another_device_has_one",
-    "export::hm_06_exports_reach_exactly_their_bytes_at_any_offset",
-    "export::hm_06_many_exports_leave_no_fd",
+    "contexts::page_locking_makes_no_context_where_another_device_has_one",
+    "export::exports_reach_exactly_their_bytes_at_any_offset",
+    "export::many_exports_leave_no_fd",
 ];
 
 #[test]

@@ -1,5 +1,6 @@
-//! The driver's frees, hooked: over the fake, whose entries are the real library's, or over a GPU where `HMEM_CUDA=real`
-//! asks for one. A process has hooks in one library, so that it is the one or the other.
+//! The driver's frees, hooked: over the fake, whose entries are the real library's, or over a GPU
+//! where `HMEM_CUDA=real` asks for one. A process has hooks in one library, so that it is the one
+//! or the other.
 
 use std::sync::Arc;
 
@@ -35,8 +36,8 @@ impl Witness {
         Arc::new(Self { functions, at, seen: Mutex::default(), ended: Mutex::default() })
     }
 
-    /// The changes that were told, with whether the memory was there. A GPU's driver may make one call by another, which is one
-    /// free told twice.
+    /// The changes that were told, with whether the memory was there. A GPU's driver may make one
+    /// call by another, which is one free told twice.
     fn told(&self) -> Vec<(AddressRange, bool)> {
         let mut seen = self.seen.lock().clone();
         if support::asked_for("real") {
@@ -147,8 +148,9 @@ const KINDS: [AllocationKind; 4] = [
     AllocationKind::StreamOrdered,
 ];
 
+/// MON-07
 #[test]
-fn mon_07_hooked_frees_of_the_application_are_told_before_the_memory_goes() {
+fn hooked_frees_of_the_application_are_told_before_the_memory_goes() {
     each(|world, monitor| {
         assert_eq!((monitor.name(), monitor.style()), ("cuda-hooks", MonitorStyle::Identity));
         assert!(monitor.watches(Cause::Free) && monitor.why().contains("as was asked for"));
@@ -177,8 +179,9 @@ fn mon_07_hooked_frees_of_the_application_are_told_before_the_memory_goes() {
     });
 }
 
+/// MON-07
 #[test]
-fn mon_07_with_hooks_alone_a_hit_asks_nothing_but_of_stream_ordered_memory() {
+fn with_hooks_alone_a_hit_asks_nothing_but_of_stream_ordered_memory() {
     each(|world, monitor| {
         for kind in world.kinds(&KINDS) {
             let memory = world.allocate(4096, kind);
@@ -195,9 +198,11 @@ fn mon_07_with_hooks_alone_a_hit_asks_nothing_but_of_stream_ordered_memory() {
     });
 }
 
+/// MON-07
+///
 /// What the driver cannot say the extent of takes everything with it; a null pointer takes nothing.
 #[test]
-fn mon_07_a_free_of_unknown_extent_is_told_as_everything() {
+fn a_free_of_unknown_extent_is_told_as_everything() {
     each(|world, monitor| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let witness = Witness::new(world, memory.base().0);
@@ -221,9 +226,12 @@ fn mon_07_a_free_of_unknown_extent_is_told_as_everything() {
     });
 }
 
-/// HM-05, MON-07: contexts that the iface gives back take nothing with them, and nothing that is cached dies of it.
+/// MON-07, HM-05
+///
+/// Contexts that the iface gives back take nothing with them, and nothing that is
+/// cached dies of it.
 #[test]
-fn mon_07_only_the_application_letting_go_of_a_context_is_told_as_everything() {
+fn only_the_application_letting_go_of_a_context_is_told_as_everything() {
     each(|world, monitor| {
         let context = world.app.create_context();
         let mut at: CuDevicePtr = 0;
@@ -268,8 +276,9 @@ fn mon_07_only_the_application_letting_go_of_a_context_is_told_as_everything() {
     });
 }
 
+/// MON-03
 #[test]
-fn mon_03_hooks_are_put_in_once_and_taken_out_with_their_last_user() {
+fn hooks_are_put_in_once_and_taken_out_with_their_last_user() {
     for world in worlds(MonitorKind::Identity) {
         let functions = &world.app.functions;
         let code = || -> Vec<[u8; 16]> {
@@ -293,9 +302,11 @@ fn mon_03_hooks_are_put_in_once_and_taken_out_with_their_last_user() {
     }
 }
 
-/// MON-04: each explains itself, and injected functions are not patched unless it is asked for.
+/// MON-04
+///
+/// Each explains itself, and injected functions are not patched unless it is asked for.
 #[test]
-fn mon_04_the_monitor_says_which_it_is_and_why() {
+fn the_monitor_says_which_it_is_and_why() {
     let auto = if support::asked_for("real") {
         ("cuda-hooks+identity", "told before the memory goes")
     } else {

@@ -1,12 +1,12 @@
 //! Memory of another process.
 
-use hmem_core::{AllocationKind, ErrorKind, Iface, IfaceExt, IfaceKind, iface::IpcHandle};
+use hmem_core::{AllocationKind, ErrorKind, Iface, IfaceKind, iface::IpcHandle};
 use hmem_fake_cuda::{Live, Profile};
 use hmem_iface_cuda::sys::CuResult;
 
 use crate::{
     child,
-    world::{World, over, pattern},
+    world::{HeldCopies, World, over, pattern},
 };
 
 pub(crate) fn hex(bytes: &[u8]) -> String {
@@ -89,19 +89,22 @@ fn show(name: &str, world: &mut World) {
     }
 }
 
+/// HM-10
 #[test]
-fn hm_10_another_process_opens_reads_writes_and_closes() {
+fn another_process_opens_reads_writes_and_closes() {
     over(Profile::default(), |world| {
-        show("ipc::hm_10_another_process_opens_reads_writes_and_closes", world)
+        show("ipc::another_process_opens_reads_writes_and_closes", world)
     });
 }
 
-/// HM-10 over a GPU, where one is asked for.
+/// HM-10
+///
+/// Over a GPU, if the environment asks for one.
 #[test]
-fn hm_10_another_process_reaches_memory_of_a_real_device() {
+fn another_process_reaches_memory_of_a_real_device() {
     if crate::support::asked_for("real") {
         let mut world = World::real(hmem_iface_cuda::MonitorKind::Identity);
-        show("ipc::hm_10_another_process_reaches_memory_of_a_real_device", &mut world);
+        show("ipc::another_process_reaches_memory_of_a_real_device", &mut world);
         world.end();
     }
 }
@@ -116,10 +119,12 @@ fn lend(name: &str) {
     });
 }
 
-/// HM-10: each open is closed once, whoever closes it.
+/// HM-10
+///
+/// Each open is closed once, whoever closes it.
 #[test]
-fn hm_10_two_threads_that_close_what_was_opened_twice_close_it() {
-    const NAME: &str = "ipc::hm_10_two_threads_that_close_what_was_opened_twice_close_it";
+fn two_threads_that_close_what_was_opened_twice_close_it() {
+    const NAME: &str = "ipc::two_threads_that_close_what_was_opened_twice_close_it";
     let Some(text) = child::passed() else { return lend(NAME) };
     over(Profile::default(), |world| {
         let memory = world.cuda.ipc_open(&handle(&text)).expect("open");
@@ -142,11 +147,12 @@ fn hm_10_two_threads_that_close_what_was_opened_twice_close_it() {
     });
 }
 
-/// HM-10: memory is an import until the driver has closed it, and after a close that it refused.
+/// HM-10
+///
+/// Memory is an import until the driver has closed it, and after a close that it refused.
 #[test]
-fn hm_10_an_import_stays_one_while_its_last_close_is_under_way_and_refused() {
-    const NAME: &str =
-        "ipc::hm_10_an_import_stays_one_while_its_last_close_is_under_way_and_refused";
+fn an_import_stays_one_while_its_last_close_is_under_way_and_refused() {
+    const NAME: &str = "ipc::an_import_stays_one_while_its_last_close_is_under_way_and_refused";
     let Some(text) = child::passed() else { return lend(NAME) };
     over(Profile::default(), |world| {
         let memory = world.cuda.ipc_open(&handle(&text)).expect("open");
@@ -174,9 +180,10 @@ fn hm_10_an_import_stays_one_while_its_last_close_is_under_way_and_refused() {
     });
 }
 
+/// HM-10
 #[test]
-fn hm_10_what_is_no_handle_is_malformed_and_what_is_gone_unavailable() {
-    const NAME: &str = "ipc::hm_10_what_is_no_handle_is_malformed_and_what_is_gone_unavailable";
+fn a_wrong_handle_is_malformed_and_one_of_freed_memory_unavailable() {
+    const NAME: &str = "ipc::a_wrong_handle_is_malformed_and_one_of_freed_memory_unavailable";
     if let Some(text) = child::passed() {
         return over(Profile::default(), |world| {
             let error = world.cuda.ipc_open(&handle(&text)).expect_err("freed");

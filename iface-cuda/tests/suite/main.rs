@@ -1,4 +1,5 @@
-//! What a user sees of CUDA memory, over the fake driver in every profile or, with `HMEM_CUDA=real`, over a GPU.
+//! What a user sees of CUDA memory, over the fake driver in every profile or, with
+//! `HMEM_CUDA=real`, over a GPU.
 #![allow(unsafe_code)]
 
 mod child;

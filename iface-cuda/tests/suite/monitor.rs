@@ -42,8 +42,9 @@ impl Invalidator for Told {
     fn open_gate(&self) {}
 }
 
+/// MON-07
 #[test]
-fn mon_07_a_freed_and_reused_address_is_never_valid_again() {
+fn a_freed_and_reused_address_is_never_valid_again() {
     each(|world| {
         let monitor = world.cuda.monitor().expect("monitor");
         assert_eq!(monitor.style(), MonitorStyle::Identity);
@@ -77,8 +78,9 @@ fn mon_07_a_freed_and_reused_address_is_never_valid_again() {
     });
 }
 
+/// MON-07
 #[test]
-fn mon_07_asking_whether_memory_is_still_there_costs_one_call() {
+fn asking_whether_memory_is_still_there_costs_one_call() {
     over(Profile::default(), |world| {
         let (monitor, memory) =
             (world.cuda.monitor().expect("monitor"), world.allocate(4096, AllocationKind::Device));
@@ -89,8 +91,9 @@ fn mon_07_asking_whether_memory_is_still_there_costs_one_call() {
     });
 }
 
+/// MON-07
 #[test]
-fn mon_07_a_free_by_the_application_itself_is_noticed_by_identity() {
+fn a_free_by_the_application_itself_is_noticed_by_identity() {
     each(|world| {
         let monitor = world.cuda.monitor().expect("monitor");
         let mut pointer: CuDevicePtr = 0;
@@ -111,8 +114,9 @@ fn mon_07_a_free_by_the_application_itself_is_noticed_by_identity() {
     });
 }
 
+/// MON-07
 #[test]
-fn mon_07_frees_through_the_iface_are_told_before_the_memory_goes() {
+fn frees_through_the_iface_are_told_before_the_memory_goes() {
     each(|world| {
         let monitor = world.cuda.monitor().expect("monitor");
         let (memory, other) = (
@@ -137,9 +141,11 @@ fn mon_07_frees_through_the_iface_are_told_before_the_memory_goes() {
     });
 }
 
-/// MON-07: an application that frees by itself, and knows when, can say so.
+/// MON-07
+///
+/// An application that frees by itself, and knows when, can say so.
 #[test]
-fn mon_07_an_application_can_tell_of_its_own_frees_before_they_happen() {
+fn an_application_can_tell_of_its_own_frees_before_they_happen() {
     each(|world| {
         let monitor = world.cuda.monitor().expect("monitor");
         let mut pointer: CuDevicePtr = 0;
@@ -158,10 +164,12 @@ fn mon_07_an_application_can_tell_of_its_own_frees_before_they_happen() {
     });
 }
 
-/// MON-07: the driver gives an address to another thread as soon as it has it back, and that thread may free it before
-/// the first free has told of its end.
+/// MON-07
+///
+/// The driver gives an address to another thread as soon as it has it back, and that thread
+/// may free it before the first free has told of its end.
 #[test]
-fn mon_07_an_address_may_be_given_out_and_freed_again_before_its_free_has_ended() {
+fn an_address_may_be_given_out_and_freed_again_before_its_free_has_ended() {
     each(|world| {
         let monitor = world.cuda.monitor().expect("monitor");
         let memory = world.allocate(10_000, AllocationKind::Device);
@@ -178,9 +186,12 @@ fn mon_07_an_address_may_be_given_out_and_freed_again_before_its_free_has_ended(
     });
 }
 
-/// MON-07, CACHE-02's need of it: what cannot be watched is refused with the reason, so that it stays uncached.
+/// MON-07, CACHE-02
+///
+/// Memory that cannot be watched is refused with the reason, so that it stays
+/// uncached.
 #[test]
-fn mon_07_memory_that_cannot_be_watched_is_refused_with_the_reason() {
+fn memory_that_cannot_be_watched_is_refused_with_the_reason() {
     each(|world| {
         let monitor = world.cuda.monitor().expect("monitor");
         if world.no_rdma_to_vmm() {
@@ -202,8 +213,9 @@ fn mon_07_memory_that_cannot_be_watched_is_refused_with_the_reason() {
     });
 }
 
+/// MON-07
 #[test]
-fn mon_07_a_monitor_outlives_its_iface_and_says_so() {
+fn a_monitor_outlives_its_iface_and_says_so() {
     let world = crate::world::World::fake(Profile::default());
     let monitor = world.cuda.monitor().expect("monitor");
     let memory = world.allocate(4096, AllocationKind::Device);

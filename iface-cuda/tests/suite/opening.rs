@@ -17,8 +17,9 @@ fn open(driver: &FakeDriver) -> hmem_core::Result<Cuda> {
     Cuda::builder().functions(unsafe { Functions::from_lookup(|name| driver.symbol(name)) }?).open()
 }
 
+/// HM-04
 #[test]
-fn hm_04_a_missing_symbol_is_named_whichever_it_is() {
+fn a_missing_symbol_is_named_whichever_it_is() {
     for missing in Functions::SYMBOLS {
         let driver = start(Profile { absent: vec![missing], ..Profile::default() });
         let error = open(&driver).expect_err("a symbol is missing");
@@ -27,8 +28,9 @@ fn hm_04_a_missing_symbol_is_named_whichever_it_is() {
     }
 }
 
+/// HM-04
 #[test]
-fn hm_04_a_driver_older_than_an_optional_symbol_opens_and_names_it_where_it_is_needed() {
+fn a_driver_older_than_an_optional_symbol_opens_and_names_it_where_it_is_needed() {
     for missing in Functions::OPTIONAL_SYMBOLS {
         let driver = start(Profile { absent: vec![missing], ..Profile::default() });
         let cuda = open(&driver).expect("an older driver");
@@ -51,8 +53,9 @@ fn hm_04_a_driver_older_than_an_optional_symbol_opens_and_names_it_where_it_is_n
     }
 }
 
+/// HM-04
 #[test]
-fn hm_04_a_driver_that_does_not_start_is_unavailable_with_its_own_code_and_the_remedy() {
+fn a_driver_that_does_not_start_is_unavailable_with_its_own_code_and_the_remedy() {
     for (code, remedy) in [
         (CuResult::CUDA_ERROR_NO_DEVICE, "CUDA_VISIBLE_DEVICES"),
         (CuResult::CUDA_ERROR_STUB_LIBRARY, "stub: take its folder"),
@@ -70,15 +73,17 @@ fn hm_04_a_driver_that_does_not_start_is_unavailable_with_its_own_code_and_the_r
     }
 }
 
+/// HM-04
 #[test]
-fn hm_04_a_driver_without_devices_is_unavailable() {
+fn a_driver_without_devices_is_unavailable() {
     let driver = start(Profile { devices: 0, ..Profile::default() });
     let error = open(&driver).expect_err("no device");
     assert_eq!(error.driver().expect("code").name, "CUDA_ERROR_NO_DEVICE");
 }
 
+/// HM-04
 #[test]
-fn hm_04_a_driver_that_cannot_say_which_range_an_address_is_in_is_unavailable() {
+fn a_driver_that_cannot_say_which_range_an_address_is_in_is_unavailable() {
     let driver = start(Profile { last_pointer_attribute: 10, ..Profile::default() });
     let error = open(&driver).expect_err("too old");
     assert_eq!(error.kind(), ErrorKind::Unavailable);
@@ -94,8 +99,9 @@ fn a_gpu_that_is_asked_for_is_shown_alone() {
     assert_eq!(seen.into_inner(), wanted);
 }
 
+/// HM-01
 #[test]
-fn hm_01_devices_are_listed_with_name_memory_and_pci_bus_id() {
+fn devices_are_listed_with_name_memory_and_pci_bus_id() {
     each(|world| {
         assert_eq!((world.cuda.kind(), world.cuda.name()), (IfaceKind::CUDA, "cuda"));
         let devices = world.cuda.devices().expect("devices");

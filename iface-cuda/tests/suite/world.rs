@@ -1,10 +1,11 @@
-//! The drivers that the behaviours are shown over: the fake in every profile, or a real GPU where `HMEM_CUDA=real` asks for
-//! one (its absence is then a failure).
+//! The drivers that the behaviours are shown over: the fake in every profile, or a real GPU where
+//! `HMEM_CUDA=real` asks for one (its absence is then a failure).
 
 use std::sync::{Mutex, MutexGuard};
 
 use hmem_core::{
-    AddressRange, Allocation, AllocationKind, DeviceId, Iface, iface::AllocRequest, provider::Nic,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, Iface, IfaceExt, Result,
+    iface::AllocRequest, provider::Nic,
 };
 use hmem_fake_cuda::{FakeDriver, Live, Profile};
 use hmem_iface_cuda::{
@@ -36,8 +37,8 @@ pub(crate) struct App {
 
 static REAL: Mutex<()> = Mutex::new(());
 
-/// Shows a behaviour over every profile of the fake, or over real hardware alone where it is asked for: nothing of the fake
-/// hides what hardware does.
+/// Shows a behaviour over every profile of the fake, or over real hardware alone where it is asked
+/// for: nothing of the fake hides what hardware does.
 pub(crate) fn each(show: impl Fn(&mut World)) {
     if support::asked_for("real") {
         // Code can be hooked of one library in a process: `hooks.rs` shows that.
@@ -61,8 +62,8 @@ pub(crate) fn once(show: impl FnOnce(&mut World)) {
     over(Profile::default(), show);
 }
 
-/// Where a GPU is asked for: says why a test, or a part of it, is not shown over it, which `tests/gpu/run` makes a row of its
-/// report. Whether one is.
+/// Where a GPU is asked for: says why a test, or a part of it, is not shown over it, which
+/// `tests/gpu/run` makes a row of its report. Whether one is.
 pub(crate) fn not_over_a_gpu(why: &str) -> bool {
     if support::asked_for("real") {
         println!("{NOT_OVER_A_GPU}{why}");
@@ -106,7 +107,8 @@ impl World {
 
     pub(crate) fn with(profile: Profile, monitor: MonitorKind) -> Self {
         let fake = start(profile.clone());
-        // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
+        // SAFETY: each function has the signature of its name in `cuda.h`, and functions live
+        // forever.
         let functions =
             unsafe { Functions::from_lookup(|name| fake.symbol(name)) }.expect("the table");
         let lookup = Box::new(|name: &str| hmem_fake_cuda_symbol(name));
@@ -230,8 +232,9 @@ impl World {
             && not_over_a_gpu("the device has no GPUDirect RDMA to VMM memory")
     }
 
-    /// Whether a GPU's driver says of memory that was not created for RDMA that it is reached all the same (`cuda.h`:
-    /// gpuDirectRDMACapable is a hint); says so, as what needs such memory is then not shown.
+    /// Whether a GPU's driver says of memory that was not created for RDMA that it is reached all
+    /// the same (`cuda.h`: gpuDirectRDMACapable is a hint); says so, as what needs such memory
+    /// is then not shown.
     pub(crate) fn reaches_anything(&self, address: u64) -> bool {
         let (mut attribute, mut capable) =
             (sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE, 0u64);
@@ -258,7 +261,8 @@ fn hmem_fake_cuda_symbol(name: &str) -> *const () {
 }
 
 impl App {
-    /// Runs with the primary context of device 0 current, which the application keeps from its first use on.
+    /// Runs with the primary context of device 0 current, which the application keeps from its
+    /// first use on.
     pub(crate) fn current<T>(&mut self, run: impl FnOnce(&Functions) -> T) -> T {
         if self.primary.is_null() {
             // SAFETY: the place is writable; device 0 is there.
@@ -310,7 +314,8 @@ impl App {
     }
 }
 
-/// A reservation of the application's with several handles mapped into it, as PyTorch's expandable segments have.
+/// A reservation of the application's with several handles mapped into it, as PyTorch's expandable
+/// segments have.
 pub(crate) struct Expandable {
     pub(crate) base: u64,
     pub(crate) step: u64,
@@ -407,3 +412,18 @@ pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
 pub(crate) fn open_fds() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("/proc").count()
 }
+
+/// Copies by address. The tests that use them free no memory while they copy it.
+pub(crate) trait HeldCopies: Iface {
+    fn read(&self, from: Address, into: &mut [u8]) -> Result<()> {
+        // SAFETY: the test keeps the memory for the length of the call.
+        unsafe { IfaceExt::read(self, from, into) }
+    }
+
+    fn write(&self, to: Address, from: &[u8]) -> Result<()> {
+        // SAFETY: the test keeps the memory for the length of the call, and refers to none of it.
+        unsafe { IfaceExt::write(self, to, from) }
+    }
+}
+
+impl<I: Iface + ?Sized> HeldCopies for I {}

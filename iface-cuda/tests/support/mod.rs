@@ -1,7 +1,8 @@
 //! What the CUDA tests find on the machine: headers and drivers that `tests/cuda/fetch` downloaded.
 //!
-//! `HMEM_CUDA` names what must be there, with commas between: `headers`, `driver` (the library without a device), `real`
-//! (a GPU). What is named and absent is a failure; what is not named and absent is a skip that is said.
+//! `HMEM_CUDA` names what must be there, with commas between: `headers`, `driver` (the library
+//! without a device), `real` (a GPU). What is named and absent is a failure; what is not named and
+//! absent is a skip that is said.
 #![allow(dead_code)] // Each test binary uses a part.
 
 use std::path::PathBuf;

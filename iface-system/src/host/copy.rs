@@ -12,8 +12,8 @@ impl System {
         // Held over the copy: a record that is freed meanwhile keeps its memory until here.
         let _to_stays = self.check_side(to, len)?;
         let _from_stays = self.check_side(from, len)?;
-        // SAFETY: valid for `len` bytes as the caller promises, and where an allocation is ours, as just
-        // checked; overlaps are allowed.
+        // SAFETY: valid for `len` bytes as the caller promises, and where an allocation is ours, as
+        // just checked; overlaps are allowed.
         unsafe { sys::copy_bytes(sys::host_ptr(from), sys::host_ptr(to), len as usize) };
         Ok(())
     }

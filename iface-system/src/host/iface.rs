@@ -19,7 +19,10 @@ fn unsupported(operation: &'static str, remedy: &'static str) -> Error {
     Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::SYSTEM).remedy(remedy)
 }
 
-impl Iface for System {
+// SAFETY: `query` answers from the records of live allocations, whose identities count up. Each
+// record owns its memory, which is freed with the record. `check_side` bounds both sides of a copy,
+// which has ended when it returns. Exports hold the memory file of the allocation itself.
+unsafe impl Iface for System {
     fn kind(&self) -> IfaceKind {
         IfaceKind::SYSTEM
     }
@@ -51,7 +54,8 @@ impl Iface for System {
         Ok(self.record_at(address).map(|record| record.allocation))
     }
 
-    /// One segment, whatever the pages behind it: nothing that takes host memory needs them contiguous.
+    /// One segment, whatever the pages behind it: nothing that takes host memory needs them
+    /// contiguous.
     fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
         let record = self.record_at(range.start());
         let exportable = record.is_some_and(|record| {

@@ -11,8 +11,8 @@ use crate::sys::{self, Mapping};
 
 /// A memory file of a fixed size, mapped.
 ///
-/// Sealed against shrinking, so that no mapping of it can lose its pages and `/dev/udmabuf` makes dma-bufs of
-/// it. Whoever gets the fd reaches the same bytes.
+/// Sealed against shrinking, so that no mapping of it can lose its pages and `/dev/udmabuf` makes
+/// dma-bufs of it. Whoever gets the fd reaches the same bytes.
 ///
 /// ```
 /// use hmem_iface_system::MemFd;
@@ -72,8 +72,8 @@ impl MemFd {
         self.len == 0
     }
 
-    /// Fills `into` from `offset`, in bytes. No reference to the content is made, so that a NIC may write it
-    /// meanwhile.
+    /// Fills `into` from `offset`, in bytes. No reference to the content is made, so that a NIC may
+    /// write it meanwhile.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfBounds`] for a range that reaches past the end.

@@ -25,7 +25,8 @@ pub(super) struct Heap {
     layout: Layout,
 }
 
-// SAFETY: owned memory, which any thread may free; its bytes are only reached through raw addresses.
+// SAFETY: owned memory, which any thread may free; its bytes are only reached through raw
+// addresses.
 unsafe impl Send for Heap {}
 // SAFETY: as above; `&Heap` gives out nothing.
 unsafe impl Sync for Heap {}
@@ -83,12 +84,12 @@ impl Record {
 }
 
 impl System {
-    /// Allocates `len` bytes as the global allocator does, aligned to `align` bytes: what a `Vec` has, neighbours
-    /// in the same page included.
+    /// Allocates `len` bytes as the global allocator does, aligned to `align` bytes: what a `Vec`
+    /// has, neighbours in the same page included.
     ///
     /// # Errors
-    /// [`ErrorKind::ZeroLength`]; [`ErrorKind::InvalidArgument`] for an alignment that is no power of two;
-    /// [`ErrorKind::OutOfResources`].
+    /// [`ErrorKind::ZeroLength`]; [`ErrorKind::InvalidArgument`] for an alignment that is no power
+    /// of two; [`ErrorKind::OutOfResources`].
     pub fn heap(&self, len: u64, align: u64) -> Result<Allocation> {
         let len = checked_len(len, "allocate heap")?;
         let layout =
@@ -107,8 +108,8 @@ impl System {
         self.enter(Backing::Heap(heap), len as u64)
     }
 
-    /// Allocates `len` bytes of anonymous memory in pages of its own. [`Iface::allocate`](hmem_core::Iface) does
-    /// the same.
+    /// Allocates `len` bytes of anonymous memory in pages of its own.
+    /// [`Iface::allocate`](hmem_core::Iface) does the same.
     ///
     /// # Errors
     /// [`ErrorKind::ZeroLength`]; what `mmap` reported.
@@ -118,7 +119,8 @@ impl System {
         self.enter(Backing::Mapping(mapping), len)
     }
 
-    /// Allocates `len` bytes in a memory file of their own, which can be exported and opened by other processes.
+    /// Allocates `len` bytes in a memory file of their own, which can be exported and opened by
+    /// other processes.
     ///
     /// # Errors
     /// As [`MemFd::new`].
@@ -129,8 +131,8 @@ impl System {
     /// Allocates `len` bytes, rounded up to 2 MiB, in huge pages.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] if the machine has too few free ones, with the number that it has in all and
-    /// how to get more; [`ErrorKind::ZeroLength`]; what `mmap` reported otherwise.
+    /// [`ErrorKind::Unavailable`] if the machine has too few free ones, with the number that it has
+    /// in all and how to get more; [`ErrorKind::ZeroLength`]; what `mmap` reported otherwise.
     pub fn huge_pages(&self, len: u64) -> Result<Allocation> {
         let bytes = checked_len(len, "allocate huge pages")?;
         let whole = bytes.checked_next_multiple_of(HUGE_PAGE as usize).unwrap_or(usize::MAX);
@@ -182,7 +184,8 @@ impl System {
             return Err(not_live(allocation, operation));
         }
         let record = book.by_start.remove(&start);
-        // Unmapping outside the lock: it takes its time, and may be watched by something that asks us.
+        // Unmapping outside the lock: it takes its time, and may be watched by something that asks
+        // us.
         drop(book);
         drop(record);
         Ok(())

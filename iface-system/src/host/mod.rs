@@ -1,7 +1,8 @@
 //! Host memory: what the operating system gives without any device.
 //!
-//! Any host address can be copied to and from and registered; the [`System`] iface keeps a book only of what it
-//! allocated itself, since those allocations have identities and, where a memory file backs them, exports.
+//! Any host address can be copied to and from and registered; the [`System`] iface keeps a book
+//! only of what it allocated itself, since those allocations have identities and, where a memory
+//! file backs them, exports.
 
 #[allow(unsafe_code)]
 mod copy;
@@ -35,7 +36,8 @@ use crate::{monitor::SystemMonitor, sys::Udmabuf};
 ///
 /// let system = System::new();
 /// let memory = system.memfd(8192)?;
-/// system.write(memory.base(), b"bytes")?;
+/// // SAFETY: the memory is freed below, and nothing refers to it.
+/// unsafe { system.write(memory.base(), b"bytes")? };
 /// assert_eq!(system.query(memory.base())?, Some(memory));
 ///
 /// // Memory of others is host memory too, but not an allocation of this iface.

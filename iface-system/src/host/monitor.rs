@@ -1,4 +1,5 @@
-//! What notices that host memory went: started when it is first asked for, since it may patch the C library.
+//! What notices that host memory went: started when it is first asked for, since it may patch the C
+//! library.
 
 use std::sync::Arc;
 
@@ -8,7 +9,8 @@ use super::System;
 use crate::monitor::SystemMonitor;
 
 impl System {
-    /// Uses this monitor instead of the one that [`MonitorKind::Auto`](crate::monitor::MonitorKind::Auto) picks.
+    /// Uses this monitor instead of the one that
+    /// [`MonitorKind::Auto`](crate::monitor::MonitorKind::Auto) picks.
     #[must_use]
     pub fn with_monitor(mut self, monitor: SystemMonitor) -> Self {
         self.monitor = monitor.into();

@@ -1,7 +1,9 @@
-//! What is mapped at an address, and whether a monitor of this process can see all that can happen to it.
+//! What is mapped at an address, and whether a monitor of this process can see all that can happen
+//! to it.
 //!
-//! Nothing here allocates, locks or calls libc: `shmdt` inside a hook asks too. Linux 6.11 answers for one
-//! address (`PROCMAP_QUERY` of `linux/fs.h`); before that, `/proc/self/maps` is read up to the address.
+//! Nothing here allocates, locks or calls libc: `shmdt` inside a hook asks too. Linux 6.11 answers
+//! for one address (`PROCMAP_QUERY` of `linux/fs.h`); before that, `/proc/self/maps` is read up to
+//! the address.
 
 use std::{
     ffi::CStr,
@@ -27,7 +29,8 @@ pub(crate) enum Backing {
     Anonymous,
     /// A System V segment of this identifier.
     SysV(i32),
-    /// A file, a memory file or a device: whoever has it open can change what is behind the mapping.
+    /// A file, a memory file or a device: whoever has it open can change what is behind the
+    /// mapping.
     File,
 }
 
@@ -38,7 +41,8 @@ pub(crate) struct Area {
     /// One past the last byte.
     pub(crate) end: u64,
     pub(crate) backing: Backing,
-    /// Bytes of one of its pages; assumed to be 2 MiB for huge pages where the kernel does not say.
+    /// Bytes of one of its pages; assumed to be 2 MiB for huge pages where the kernel does not
+    /// say.
     pub(crate) page_size: u64,
     name: [u8; NAME],
     name_len: usize,
@@ -104,7 +108,8 @@ struct ProcmapQuery {
 const PROCMAP_QUERY: Opcode = opcode::read_write::<ProcmapQuery>(b'f', 17);
 const COVERING_OR_NEXT_VMA: u64 = 0x10;
 
-/// Whether a query failed because the kernel has none, or qemu-user, which says that it has no such call.
+/// Whether a query failed because the kernel has none, or qemu-user, which says that it has no such
+/// call.
 pub(super) fn has_no_query(errno: Errno) -> bool {
     matches!(errno, Errno::NOTTY | Errno::NOSYS)
 }
@@ -155,8 +160,8 @@ pub(super) fn queried(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>
 }
 
 fn ioctl(maps: BorrowedFd<'_>, query: &mut ProcmapQuery) -> Result<(), Errno> {
-    // SAFETY: the ioctl reads and writes one `ProcmapQuery`, and writes up to `vma_name_size` bytes at
-    // `vma_name_addr`, which `queried` points at a buffer of that size, or at none.
+    // SAFETY: the ioctl reads and writes one `ProcmapQuery`, and writes up to `vma_name_size` bytes
+    // at `vma_name_addr`, which `queried` points at a buffer of that size, or at none.
     unsafe { rustix::ioctl::ioctl(maps, Updater::<PROCMAP_QUERY, _>::new(query)) }
 }
 
@@ -206,14 +211,14 @@ fn parsed(line: &[u8]) -> Option<Area> {
     Some(Area::new(start, end, inode, None, rest.trim_ascii_start()))
 }
 
-/// Whether all of `range` is memory that only calls of this process on its addresses can take away; `at_or_after` is
-/// [that](at_or_after), or one that does the same.
+/// Whether all of `range` is memory that only calls of this process on its addresses can take away;
+/// `at_or_after` is [that](at_or_after), or one that does the same.
 ///
 /// Returns the mapping that holds the end of the range, for callers that remember.
 ///
 /// # Errors
-/// BadAddress where nothing is mapped. Unsupported for a file's mapping, since truncating the file, or
-/// punching a hole into it, takes the pages away without any call that names the range.
+/// BadAddress where nothing is mapped. Unsupported for a file's mapping, since truncating the file,
+/// or punching a hole into it, takes the pages away without any call that names the range.
 pub(crate) fn check(
     range: AddressRange,
     monitor: &'static str,
@@ -278,8 +283,8 @@ pub(crate) fn attached(address: u64) -> AddressRange {
 /// Bytes of a System V segment, in whole pages.
 pub(crate) fn segment_len(id: i32) -> Option<u64> {
     let mut status = std::mem::MaybeUninit::<libc::shmid_ds>::zeroed();
-    // SAFETY: IPC_STAT writes one `shmid_ds`. libc's shmctl is a thin wrapper that is not patched, allocates
-    // nothing, and whose errno the hooks put back.
+    // SAFETY: IPC_STAT writes one `shmid_ds`. libc's shmctl is a thin wrapper that is not patched,
+    // allocates nothing, and whose errno the hooks put back.
     if unsafe { libc::shmctl(id, libc::IPC_STAT, status.as_mut_ptr()) } != 0 {
         return None;
     }
@@ -314,7 +319,8 @@ mod tests {
             area.map(|area| (area.start, area.end, area.backing, area.name().to_owned()))
         };
         let compare = |address| {
-            // Other tests map and unmap next to it: until a query came between two texts that are alike.
+            // Other tests map and unmap next to it: until a query came between two texts that are
+            // alike.
             loop {
                 let (before, by_query, after) =
                     (text(address), at_or_after(address).unwrap(), text(address));

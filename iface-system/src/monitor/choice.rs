@@ -99,17 +99,19 @@ pub struct Tried {
 
 /// Which monitor was chosen for host memory, and why.
 ///
-/// `Display` is one line; it serialises as `{"requested","name","why","limits","tried":[{"name","refused"}]}`.
+/// `Display` is one line; it serialises as
+/// `{"requested","name","why","limits","tried":[{"name","refused"}]}`.
 #[derive(Debug, Serialize)]
 pub struct MonitorChoice {
     /// What was asked for.
     pub requested: MonitorKind,
-    /// What is used: a monitor's name, `disabled` if that was asked for, `none` if no monitor works here.
+    /// What is used: a monitor's name, `disabled` if that was asked for, `none` if no monitor
+    /// works here.
     pub name: &'static str,
     /// Why that one.
     pub why: String,
-    /// What it does not see.
-    pub limits: &'static str,
+    /// Returns the changes that the monitor misses, and the number of ranges that it watches.
+    pub limits: String,
     /// What was tried, in order.
     pub tried: Vec<Tried>,
 }
@@ -144,9 +146,13 @@ pub struct SystemMonitor {
 }
 
 const HOOKS_ALONE: &str = "memory that raw system calls or the dynamic loader unmap is not noticed";
-const NET_ALONE: &str = "a thread that maps the addresses anew at once, while another still unmaps them, can hit what was there before";
-const LAYERED: &str = "of memory that raw system calls unmap, another thread can hit what was there before for a moment";
+const NET_ALONE: &str = "a thread that maps the addresses anew at once, while another still unmaps them, can hit what was there before; memory that madvise discards is registered uncached until the call has certainly returned; remap_file_pages and shmat(SHM_REMAP) are not noticed";
+const LAYERED: &str = "of memory that raw system calls unmap, another thread can hit what was there before for a moment; memory that a raw madvise discards is registered uncached until the call has certainly returned; raw calls of remap_file_pages and shmat(SHM_REMAP) are not noticed";
 const NOTHING: &str = "host memory is registered anew each time";
+
+fn net_alone(net: &UserFaultFd) -> String {
+    format!("{NET_ALONE}; {} are cached", net.budget())
+}
 
 impl SystemMonitor {
     /// Starts the monitor of a kind, and sees that it works.
@@ -154,13 +160,17 @@ impl SystemMonitor {
     /// `Auto` never fails: without any monitor it says so, loudly, and host memory is not cached.
     ///
     /// # Errors
-    /// Why the monitor that was asked for by name does not work here; InvalidArgument for `Import`, which is the
-    /// application's to make ([`SystemMonitor::imported`]).
+    /// Why the monitor that was asked for by name does not work here; InvalidArgument for `Import`,
+    /// which is the application's to make ([`SystemMonitor::imported`]).
     pub fn start(kind: MonitorKind) -> Result<Self> {
         match kind {
             MonitorKind::Auto => Ok(Self::auto()),
-            MonitorKind::MemHooks => Ok(Self::named(kind, MemHooks::start()?, HOOKS_ALONE)),
-            MonitorKind::UserFaultFd => Ok(Self::named(kind, UserFaultFd::start()?, NET_ALONE)),
+            MonitorKind::MemHooks => Ok(Self::named(kind, MemHooks::start()?, HOOKS_ALONE.into())),
+            MonitorKind::UserFaultFd => {
+                let net = UserFaultFd::start()?;
+                let limits = net_alone(&net);
+                Ok(Self::named(kind, net, limits))
+            }
             MonitorKind::Import => Err(Error::new(ErrorKind::InvalidArgument, "cache monitor")
                 .iface(IfaceKind::SYSTEM)
                 .context("name", kind)
@@ -171,7 +181,7 @@ impl SystemMonitor {
                     requested: kind,
                     name: kind.name(),
                     why: "it was asked for".into(),
-                    limits: NOTHING,
+                    limits: NOTHING.into(),
                     tried: Vec::new(),
                 },
             }),
@@ -184,11 +194,11 @@ impl SystemMonitor {
         Self::named(
             MonitorKind::Import,
             monitor,
-            "what the application does not tell is not noticed",
+            "what the application does not tell is not noticed".into(),
         )
     }
 
-    fn named(kind: MonitorKind, monitor: Arc<dyn Monitor>, limits: &'static str) -> Self {
+    fn named(kind: MonitorKind, monitor: Arc<dyn Monitor>, limits: String) -> Self {
         let choice = MonitorChoice {
             requested: kind,
             name: kind.name(),
@@ -207,7 +217,7 @@ impl SystemMonitor {
     fn best(hooks: Result<Arc<MemHooks>>, net: Result<Arc<UserFaultFd>>) -> Self {
         let (memhooks, userfaultfd) =
             (MonitorKind::MemHooks.name(), MonitorKind::UserFaultFd.name());
-        let choice = |name, why: &str, limits, tried| MonitorChoice {
+        let choice = |name, why: &str, limits: String, tried| MonitorChoice {
             requested: MonitorKind::Auto,
             name,
             why: why.into(),
@@ -217,32 +227,41 @@ impl SystemMonitor {
         let passed = |name| Tried { name, refused: None };
         let refused = |name, error| Tried { name, refused: Some(error) };
         match (hooks, net) {
-            (Ok(hooks), Ok(net)) => Self {
-                monitor: Some(Layered::new(hooks, net)),
-                choice: choice(
-                    "memhooks+userfaultfd",
-                    "calls of the C library are noticed before the memory goes, and raw system calls by the kernel's events",
-                    LAYERED,
-                    vec![passed(memhooks), passed(userfaultfd)],
-                ),
-            },
-            (Ok(hooks), Err(error)) => Self {
-                monitor: Some(hooks),
-                choice: choice(
-                    memhooks,
-                    "calls of the C library are noticed before the memory goes",
-                    HOOKS_ALONE,
-                    vec![passed(memhooks), refused(userfaultfd, error)],
-                ),
-            },
+            (Ok(hooks), Ok(net)) => {
+                let budget = net.budget();
+                Self {
+                    monitor: Some(Layered::new(hooks, net)),
+                    choice: choice(
+                        "memhooks+userfaultfd",
+                        "calls of the C library are noticed before the memory goes, and raw system calls by the kernel's events",
+                        format!(
+                            "{LAYERED}; {budget} are watched for raw system calls, and any more by the hooks alone"
+                        ),
+                        vec![passed(memhooks), passed(userfaultfd)],
+                    ),
+                }
+            }
+            (Ok(hooks), Err(error)) => {
+                tracing::warn!(%error, limits = HOOKS_ALONE, "userfaultfd does not work here: host memory is watched by memhooks alone");
+                Self {
+                    monitor: Some(hooks),
+                    choice: choice(
+                        memhooks,
+                        "calls of the C library are noticed before the memory goes",
+                        HOOKS_ALONE.into(),
+                        vec![passed(memhooks), refused(userfaultfd, error)],
+                    ),
+                }
+            }
             (Err(error), Ok(net)) => {
                 tracing::warn!(%error, limits = NET_ALONE, "memhooks do not work here: host memory is watched by userfaultfd alone");
+                let limits = net_alone(&net);
                 Self {
                     monitor: Some(net),
                     choice: choice(
                         userfaultfd,
                         "the kernel's events are the only ones to be had",
-                        NET_ALONE,
+                        limits,
                         vec![refused(memhooks, error), passed(userfaultfd)],
                     ),
                 }
@@ -254,7 +273,7 @@ impl SystemMonitor {
                     choice: choice(
                         "none",
                         "no monitor of host memory works here",
-                        NOTHING,
+                        NOTHING.into(),
                         vec![refused(memhooks, hooks), refused(userfaultfd, net)],
                     ),
                 }
@@ -265,7 +284,8 @@ impl SystemMonitor {
     /// The monitor.
     ///
     /// # Errors
-    /// Unsupported where there is none, because it was disabled or because none works, with the reasons.
+    /// Unsupported where there is none, because it was disabled or because none works, with the
+    /// reasons.
     pub fn monitor(&self) -> Result<Arc<dyn Monitor>> {
         self.monitor.clone().ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, "monitor")
@@ -291,8 +311,9 @@ mod tests {
         Error::new(ErrorKind::Unsupported, what).remedy("try another machine")
     }
 
+    /// MON-04
     #[test]
-    fn mon_04_auto_says_what_it_took_and_why_not_the_others() {
+    fn auto_says_what_it_took_and_why_not_the_others() {
         let none = SystemMonitor::best(Err(no("hooks")), Err(no("net")));
         assert_eq!(none.choice().name, "none");
         let text = none.choice().to_string();

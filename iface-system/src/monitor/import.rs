@@ -1,4 +1,5 @@
-//! Changes that the application tells: for memory whose comings and goings it knows better than any hook.
+//! Changes that the application tells: for memory whose comings and goings it knows better than any
+//! hook.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -15,13 +16,15 @@ const NAME: MonitorName =
 /// What an application's own monitor does, as `fi_ops_mem_monitor` of libfabric.
 pub trait Watcher: std::fmt::Debug + Send + Sync {
     /// A range is about to be cached: from now on the application calls [`Import::invalidate`], or
-    /// [`Import::while_changing`], before its memory goes. Ranges may overlap, and come more than once.
+    /// [`Import::while_changing`], before its memory goes. Ranges may overlap, and come more than
+    /// once.
     ///
     /// # Errors
     /// Unsupported if the application cannot watch it: it is then not cached.
     fn subscribe(&self, range: AddressRange) -> Result<()>;
 
-    /// The range is not cached any more. Called once for each successful [`Watcher::subscribe`], with the same range.
+    /// The range is not cached any more. Called once for each successful [`Watcher::subscribe`],
+    /// with the same range.
     fn unsubscribe(&self, range: AddressRange);
 }
 
@@ -69,14 +72,15 @@ impl Import {
     /// The monitor of an application that watches by `watcher`.
     ///
     /// # Errors
-    /// OutOfResources without memory, Unsupported where the kernel cannot tell forked children apart.
+    /// OutOfResources without memory, Unsupported where the kernel cannot tell forked children
+    /// apart.
     pub fn new(watcher: Arc<dyn Watcher>) -> Result<Arc<Self>> {
         let subscribers = Subscribers::new(NAME)?;
         Ok(Arc::new(Self { watcher, subscribers, book: Mutex::default() }))
     }
 
-    /// The memory behind `range` goes, and does not come back as something else before this returns. Allocates
-    /// nothing and takes no lock.
+    /// The memory behind `range` goes, and does not come back as something else before this
+    /// returns. Allocates nothing and takes no lock.
     pub fn invalidate(&self, range: AddressRange) {
         self.subscribers
             .table()
@@ -84,9 +88,10 @@ impl Import {
             .each(|_, invalidator| invalidator.invalidate(range, Cause::Application));
     }
 
-    /// The memory behind `range` goes while `change` runs: what is cached over it is dead before, and nothing over
-    /// it is cached until after. For changes that another thread could register over while they are under way.
-    /// `change` must not wait for a subscription of this monitor: the first one of a cache waits for it.
+    /// The memory behind `range` goes while `change` runs: what is cached over it is dead before,
+    /// and nothing over it is cached until after. For changes that another thread could
+    /// register over while they are under way. `change` must not wait for a subscription of
+    /// this monitor: the first one of a cache waits for it.
     pub fn while_changing<R>(&self, range: AddressRange, change: impl FnOnce() -> R) -> R {
         let pass = self.subscribers.table().pass();
         let mut changes = [const { None::<Change> }; SLOTS];

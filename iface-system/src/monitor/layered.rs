@@ -1,5 +1,5 @@
-//! Function hooks with the kernel's events beneath: before the memory goes for calls of the C library, and after it
-//! went for raw system calls.
+//! Function hooks with the kernel's events beneath: before the memory goes for calls of the C
+//! library, and after it went for raw system calls.
 
 use std::{
     collections::HashMap,
@@ -10,7 +10,7 @@ use std::{
 };
 
 use hmem_core::{
-    AddressRange, Allocation, Error, Result,
+    AddressRange, Allocation, Error, ErrorKind, Result,
     monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
 };
 use parking_lot::Mutex;
@@ -19,8 +19,10 @@ use super::{MemHooks, UserFaultFd};
 
 /// [`MemHooks`] with [`UserFaultFd`] as its net.
 ///
-/// A range that the kernel does not watch (System V segments, too many mappings) is watched by the hooks alone;
-/// [`Layered::without_net`] counts those.
+/// The hooks alone watch two kinds of ranges, which [`Layered::without_net`] counts:
+///
+/// - ranges that the kernel does not watch (System V segments);
+/// - ranges beyond the budget of mappings ([`UserFaultFd::most_ranges`]).
 #[derive(Debug)]
 pub struct Layered {
     hooks: Arc<MemHooks>,
@@ -30,12 +32,16 @@ pub struct Layered {
     next: AtomicU64,
     without_net: AtomicU64,
     why_without: Mutex<Option<Error>>,
+    /// The kinds of refusals that were logged.
+    logged: Mutex<Vec<ErrorKind>>,
 }
 
 impl Layered {
-    /// Puts one under the other.
+    /// Combines the hooks with a net beneath them. From then on the net serves this value alone: it
+    /// relies on the hooks to announce discards by the C library's `madvise`.
     #[must_use]
     pub fn new(hooks: Arc<MemHooks>, net: Arc<UserFaultFd>) -> Arc<Self> {
+        net.beneath_hooks();
         Arc::new(Self {
             hooks,
             net,
@@ -43,6 +49,7 @@ impl Layered {
             next: AtomicU64::new(0),
             without_net: AtomicU64::new(0),
             why_without: Mutex::default(),
+            logged: Mutex::default(),
         })
     }
 
@@ -73,7 +80,15 @@ impl Monitor for Layered {
     }
 
     fn why(&self) -> String {
-        format!("{}; of raw system calls {}", self.hooks.why(), self.net.why())
+        let hooks = self.hooks.why();
+        let without = match self.without_net() {
+            0 => String::new(),
+            count => format!("; {count} so far were watched by the hooks alone"),
+        };
+        format!(
+            "{hooks}; of raw system calls, {} by the kernel's events{without}",
+            self.net.budget()
+        )
     }
 
     fn style(&self) -> MonitorStyle {
@@ -93,13 +108,23 @@ impl Monitor for Layered {
         let caught = match self.net.watch(range, invalidator, None) {
             Ok(caught) => Some(caught),
             Err(error) => {
-                if self.without_net.fetch_add(1, Ordering::Relaxed) == 0 {
+                self.without_net.fetch_add(1, Ordering::Relaxed);
+                let mut logged = self.logged.lock();
+                if !logged.contains(&error.kind()) {
+                    logged.push(error.kind());
                     tracing::warn!(%error, "the net under memhooks does not hold a range: raw system calls on it are not seen");
                 }
                 *self.why_without.lock() = Some(error);
                 None
             }
         };
+        if let Err(error) = self.net.settled(range) {
+            if let Some(caught) = caught {
+                self.net.unsubscribe(caught);
+            }
+            self.hooks.unsubscribe(hooked);
+            return Err(error);
+        }
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         self.subscriptions.lock().insert(number, (hooked, caught));
         Ok(Subscription(number))

@@ -18,8 +18,9 @@ const MARK: OFlags = OFlags::NONBLOCK;
 #[derive(Debug, Default)]
 pub(super) struct Maps(RwLock<Option<Kept>>);
 
-/// An open file that answers queries. A program may close what it does not know, and the number be another file's then; if
-/// that is the same file opened again, its answers are as good, but it is not ours to close: ours is marked.
+/// An open file that answers queries. A program may close what it does not know, and the number be
+/// another file's then; if that is the same file opened again, its answers are as good, but it is
+/// not ours to close: ours is marked.
 #[derive(Debug)]
 struct Kept {
     file: ManuallyDrop<OwnedFd>,

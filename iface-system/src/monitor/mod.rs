@@ -1,6 +1,7 @@
 //! Monitors of host memory: what notices that memory went under a cached registration.
 //!
-//! [`SystemMonitor::start`] picks one and says why; `docs/monitors.md` has the table of what each notices.
+//! [`SystemMonitor::start`] picks one and says why; `docs/monitors.md` has the table of what each
+//! notices.
 //!
 //! # Examples
 //! ```

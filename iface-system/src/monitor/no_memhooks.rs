@@ -1,4 +1,5 @@
-//! Where the C library's functions cannot be patched: another library than glibc, or another architecture.
+//! Where the C library's functions cannot be patched: another library than glibc, or another
+//! architecture.
 
 use std::sync::Arc;
 
@@ -6,6 +7,11 @@ use hmem_core::{
     AddressRange, Allocation, Error, ErrorKind, IfaceKind, Result,
     monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
 };
+
+/// No call is hooked.
+pub(super) fn tells_of_discard(_: u64, _: u64) -> bool {
+    false
+}
 
 /// The monitor that patches the C library: there is none for this target.
 #[derive(Debug)]

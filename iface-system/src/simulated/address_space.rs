@@ -10,7 +10,8 @@ pub enum AddressReuse {
     /// An address comes back only when the whole window has been used.
     #[default]
     Off,
-    /// The next allocation that fits gets the address that was freed last, as CUDA's allocator tends to do.
+    /// The next allocation that fits gets the address that was freed last, as CUDA's allocator
+    /// tends to do.
     JustFreed,
 }
 

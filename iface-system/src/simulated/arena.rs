@@ -1,12 +1,14 @@
 //! Where content lives: memory files that many allocations share.
 //!
-//! An arena is one sealed memory file, mapped once for the copy engine. A hundred thousand small allocations
-//! are a handful of fds and mappings. The file begins with a header, so that no allocation lies at offset 0 of
-//! the file and mistaking an offset in the allocation for an offset in the file is caught.
+//! An arena is one sealed memory file, mapped once for the copy engine. A hundred thousand small
+//! allocations are a handful of fds and mappings. The file begins with a header, so that no
+//! allocation lies at offset 0 of the file and mistaking an offset in the allocation for an offset
+//! in the file is caught.
 //!
-//! An exported fd keeps memory as a dma-buf does: extents of an allocation that was exported are not used again
-//! while anyone has the arena's file open or mapped. Memory files don't count their users, but a lease does
-//! ([`sys::is_open_elsewhere`]), since every exported fd is the file opened anew.
+//! An exported fd keeps memory as a dma-buf does: extents of an allocation that was exported are
+//! not used again while anyone has the arena's file open or mapped. Memory files don't count their
+//! users, but a lease does ([`sys::is_open_elsewhere`]), since every exported fd is the file opened
+//! anew.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -47,7 +49,8 @@ impl ArenaFile {
         self.mapping.at(offset)
     }
 
-    /// The identity that a header shows for an allocation open to other processes; 0 once it is freed.
+    /// The identity that a header shows for an allocation open to other processes; 0 once it is
+    /// freed.
     pub(crate) fn stamp(&self, slot: u16) -> u64 {
         self.stamp_word(slot).map_or(0, |word| word.load(Ordering::Acquire))
     }
@@ -63,8 +66,8 @@ impl ArenaFile {
         if offset + 8 > STAMP_BYTES.min(self.mapping.len() as u64) {
             return None;
         }
-        // SAFETY: in the mapping, which lives as long as `self`, and aligned, as mappings are and 8 divides the
-        // offset.
+        // SAFETY: in the mapping, which lives as long as `self`, and aligned, as mappings are and 8
+        // divides the offset.
         Some(unsafe { sys::atomic_word(self.at(offset)) })
     }
 }
@@ -101,7 +104,8 @@ struct Arena {
     /// Extents of freed allocations whose exports may live on.
     quarantine: Vec<(u64, u64)>,
     exported: bool,
-    /// Times that users were looked for since there were none, plus 1: the more often in vain, the rarer.
+    /// Times that users were looked for since there were none, plus 1: the more often in vain, the
+    /// rarer.
     probes: usize,
     free_stamps: Vec<u16>,
     stamps_used: u16,
@@ -127,7 +131,8 @@ impl Arenas {
         self.arenas.iter().flatten().count()
     }
 
-    /// Takes `len` bytes, whole pages, from an arena with room; from one of its own if `dedicated` or large.
+    /// Takes `len` bytes, whole pages, from an arena with room; from one of its own if `dedicated`
+    /// or large.
     pub(crate) fn take(&mut self, len: u64, dedicated: bool) -> Result<Extent> {
         let own = dedicated || len > self.arena_len / 4;
         if !own {
@@ -248,8 +253,9 @@ impl Arenas {
         if arena.live == 0 || arena.quarantine.len() >= QUARANTINE * arena.probes {
             arena.release_quarantine();
         }
-        // Whoever still has the file of a dropped arena open or mapped keeps its memory, and nobody else can
-        // reach it. One empty arena stays, so that one allocation that comes and goes costs no file.
+        // Whoever still has the file of a dropped arena open or mapped keeps its memory, and nobody
+        // else can reach it. One empty arena stays, so that one allocation that comes and
+        // goes costs no file.
         if arena.live == 0
             && (arena.dedicated || number != self.current || !arena.quarantine.is_empty())
         {

@@ -91,7 +91,8 @@ impl Default for SimulatedBuilder {
 }
 
 impl SimulatedBuilder {
-    /// Its kind, 0x100 or higher, so that several can live in one process; [`SIMULATED`] unless set.
+    /// Its kind, 0x100 or higher, so that several can live in one process; [`SIMULATED`] unless
+    /// set.
     #[must_use]
     pub fn kind(mut self, kind: IfaceKind) -> Self {
         self.config.kind = kind;
@@ -112,8 +113,8 @@ impl SimulatedBuilder {
         self
     }
 
-    /// Where the devices say that they are plugged in, in the order of their numbers, so that a test can put them into a
-    /// recorded topology; nowhere unless set.
+    /// Where the devices say that they are plugged in, in the order of their numbers, so that a
+    /// test can put them into a recorded topology; nowhere unless set.
     #[must_use]
     pub fn pci_bus_ids(mut self, ids: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.config.pci_bus_ids = ids.into_iter().map(Into::into).collect();
@@ -162,15 +163,16 @@ impl SimulatedBuilder {
         self
     }
 
-    /// Who runs asynchronous copies; a thread unless set. By hand, latency and bandwidth do not count, and
-    /// blocking copies pass those that wait.
+    /// Who runs asynchronous copies; a thread unless set. By hand, latency and bandwidth do not
+    /// count, and blocking copies pass those that wait.
     #[must_use]
     pub fn stepping(mut self, stepping: Stepping) -> Self {
         self.stepping = stepping;
         self
     }
 
-    /// Bytes of addresses to reserve; 1 TiB unless set, and less where the system does not have them.
+    /// Bytes of addresses to reserve; 1 TiB unless set, and less where the system does not have
+    /// them.
     #[must_use]
     pub fn window(mut self, bytes: u64) -> Self {
         self.window = bytes;
@@ -184,8 +186,8 @@ impl SimulatedBuilder {
         self
     }
 
-    /// Bytes of a segment of a virtual allocation, rounded up to pages; 2 MiB unless set. The last one may be
-    /// shorter.
+    /// Bytes of a segment of a virtual allocation, rounded up to pages; 2 MiB unless set. The last
+    /// one may be shorter.
     #[must_use]
     pub fn segment_len(mut self, bytes: u64) -> Self {
         self.config.segment_len = bytes;
@@ -224,9 +226,9 @@ impl SimulatedBuilder {
     /// Makes the device.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for a kind that is no plug-in's, or an arena or segment length of 0;
-    /// [`ErrorKind::OutOfResources`] if no window of addresses can be had; Unavailable if a genuine dma-buf was
-    /// asked for and `/dev/udmabuf` cannot be opened.
+    /// [`ErrorKind::InvalidArgument`] for a kind that is no plug-in's, or an arena or segment
+    /// length of 0; [`ErrorKind::OutOfResources`] if no window of addresses can be had;
+    /// Unavailable if a genuine dma-buf was asked for and `/dev/udmabuf` cannot be opened.
     pub fn build(self) -> Result<Simulated> {
         let mut config = self.config;
         if !config.kind.is_plug_in() || self.arena == 0 || config.segment_len == 0 {

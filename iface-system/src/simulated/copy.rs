@@ -15,19 +15,21 @@ pub(crate) struct Piece {
     pub(crate) len: u64,
 }
 
-/// One side of a copy.
+/// A side of a copy in memory of this iface. It keeps the files that it needs, but not the
+/// allocation.
 #[derive(Debug)]
-enum Side {
-    Host(Address),
-    Own { allocation: Allocation, start: Address, pieces: Vec<Piece> },
+struct Own {
+    allocation: Allocation,
+    start: Address,
+    pieces: Vec<Piece>,
 }
 
-/// A checked copy. It keeps the files that it needs, but not the allocations.
+/// A checked copy. Addresses are of host memory.
 #[derive(Debug)]
-struct Transfer {
-    to: Side,
-    from: Side,
-    len: u64,
+enum Transfer {
+    In { to: Own, from: Address },
+    Out { to: Address, from: Own },
+    Within { to: Own, from: Own },
 }
 
 impl Inner {
@@ -75,33 +77,47 @@ impl Inner {
                 let inner =
                     inner.upgrade().ok_or_else(|| Error::new(ErrorKind::Canceled, "copy"))?;
                 inner.call(Call::EngineCopy)?;
-                // SAFETY: the caller's promise about host memory holds until the event is done, which is after
-                // this returns.
+                // SAFETY: the caller's promise about host memory holds until the event is done,
+                // which is after this returns.
                 unsafe { inner.finish(&transfer) }
             }),
         )
     }
 
     fn transfer(&self, to: Address, from: Address, len: u64) -> Result<Transfer> {
-        Ok(Transfer { to: self.side(to, len)?, from: self.side(from, len)?, len })
+        match (self.side(to, len)?, self.side(from, len)?) {
+            (Some(to), None) => Ok(Transfer::In { to, from }),
+            (None, Some(from)) => Ok(Transfer::Out { to, from }),
+            (Some(to), Some(from)) => Ok(Transfer::Within { to, from }),
+            (None, None) => Err(Error::new(ErrorKind::OutOfBounds, "copy")
+                .iface(self.config.kind)
+                .context("to", to)
+                .context("from", from)
+                .context("why", "neither side is memory of this iface")
+                .remedy("copy host memory without a device's iface")),
+        }
     }
 
-    fn side(&self, address: Address, len: u64) -> Result<Side> {
+    /// Returns the side at `address`, or `None` for host memory.
+    fn side(&self, address: Address, len: u64) -> Result<Option<Own>> {
         let range = AddressRange::new(address, len)?;
         if !self.table.is_mine(address) {
-            return Ok(Side::Host(address));
+            return Ok(None);
         }
         let (allocation, pieces) = self.pieces(range)?;
-        Ok(Side::Own { allocation, start: address, pieces })
+        Ok(Some(Own { allocation, start: address, pieces }))
     }
 
-    /// A copy whose time has come must not reach memory that was freed since, and belongs to another allocation
-    /// perhaps.
+    /// A copy whose time has come must not reach memory that was freed since, and belongs to
+    /// another allocation perhaps.
     fn check_still_there(&self, transfer: &Transfer) -> Result<()> {
-        for side in [&transfer.to, &transfer.from] {
-            if let Side::Own { allocation, start, .. } = side
-                && self.table.lookup(*start).map(|now| now.id) != Some(allocation.id)
-            {
+        let sides = match transfer {
+            Transfer::In { to, .. } => [Some(to), None],
+            Transfer::Out { from, .. } => [None, Some(from)],
+            Transfer::Within { to, from } => [Some(to), Some(from)],
+        };
+        for Own { allocation, start, .. } in sides.into_iter().flatten() {
+            if self.table.lookup(*start).map(|now| now.id) != Some(allocation.id) {
                 return Err(Error::new(ErrorKind::BadState, "copy")
                     .iface(self.config.kind)
                     .context("allocation", allocation.range)
@@ -117,43 +133,34 @@ impl Transfer {
     /// # Safety
     /// Host sides are valid for `len` bytes, and a host destination is not referenced elsewhere.
     unsafe fn run(&self) -> Result<()> {
-        match (&self.to, &self.from) {
-            (Side::Host(to), Side::Host(from)) => {
-                // SAFETY: both valid for `len` bytes as the caller promises.
-                unsafe {
-                    sys::copy_bytes(sys::host_ptr(*from), sys::host_ptr(*to), self.len as usize)
-                };
-                Ok(())
-            }
-            (Side::Own { pieces, .. }, Side::Host(from)) => {
+        match self {
+            Self::In { to, from } => {
                 let mut from = *from;
-                for piece in pieces {
+                for piece in &to.pieces {
                     sys::write_at(piece.file.fd(), piece.offset, from, piece.len)?;
                     from = Address(from.0 + piece.len);
                 }
                 Ok(())
             }
-            (Side::Host(to), Side::Own { pieces, .. }) => {
+            Self::Out { to, from } => {
                 let mut to = *to;
-                for piece in pieces {
+                for piece in &from.pieces {
                     // SAFETY: the destination may be overwritten as the caller promises.
                     unsafe { sys::read_at(piece.file.fd(), piece.offset, to, piece.len)? };
                     to = Address(to.0 + piece.len);
                 }
                 Ok(())
             }
-            (
-                Side::Own { pieces: to, start: to_start, .. },
-                Side::Own { pieces: from, start: from_start, .. },
-            ) => {
-                let mut runs = common_runs(to, from);
-                if to_start > from_start {
+            Self::Within { to, from } => {
+                let mut runs = common_runs(&to.pieces, &from.pieces);
+                if to.start > from.start {
                     // Where the two overlap, later bytes must go before they are overwritten.
                     runs.reverse();
                 }
                 for (to, from, len) in runs {
-                    // SAFETY: both pointers lie in mappings that the pieces keep, with `len` bytes after them; they
-                    // may overlap within one mapping, and one byte is in one mapping only.
+                    // SAFETY: both pointers lie in mappings that the pieces keep, with `len` bytes
+                    // after them; they may overlap within one mapping, and one
+                    // byte is in one mapping only.
                     unsafe { sys::copy_bytes(from.cast_const(), to, len as usize) };
                 }
                 Ok(())
@@ -207,7 +214,8 @@ mod tests {
         let error = unsafe { simulated.inner.finish(&transfer) }.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::BadState);
         let mut back = [1; 64];
-        simulated.read(fresh.base(), &mut back).unwrap();
+        // SAFETY: the allocation is not freed.
+        unsafe { simulated.read(fresh.base(), &mut back) }.unwrap();
         assert_eq!(back, [0; 64]);
     }
 }

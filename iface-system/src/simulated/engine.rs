@@ -1,7 +1,7 @@
 //! The copy engine's queue: copies in order, one at a time, by a thread or by hand.
 //!
-//! Latency and bandwidth are deadlines on the monotonic clock: a copy's bytes move when its time has come, so
-//! that whoever looks earlier sees that they have not. By hand no clock is asked.
+//! Latency and bandwidth are deadlines on the monotonic clock: a copy's bytes move when its time
+//! has come, so that whoever looks earlier sees that they have not. By hand no clock is asked.
 
 use std::{
     collections::VecDeque,

@@ -95,7 +95,8 @@ impl Inner {
         let extent = part.extent.clone();
         let alloc_offset = allocation.offset_of(range.start()).unwrap_or(AllocOffset(0));
         if self.udmabuf.is_none() {
-            // A dma-buf holds the pages themselves; a memory file must not be used again under its users.
+            // A dma-buf holds the pages themselves; a memory file must not be used again under its
+            // users.
             record.exported = true;
             book.arenas.mark_exported(&extent);
         }

@@ -20,7 +20,11 @@ use hmem_core::{
 
 use super::{Call, DmaBufKind, Inner, Simulated, Style, memory::Origin, monitor::SimulatedMonitor};
 
-impl Iface for Simulated {
+// SAFETY: `query` answers from the table of live allocations, whose identities count up and whose
+// addresses lie in one window, reserved for the life of the iface. A copy keeps the memory of its
+// own sides and bounds them in `Inner::pieces`; its event is done when its job has run or will not
+// run. Exports hold the memory file of the allocation.
+unsafe impl Iface for Simulated {
     fn kind(&self) -> IfaceKind {
         self.inner.config.kind
     }
@@ -130,8 +134,8 @@ impl Iface for Simulated {
     fn flush_inbound(&self, device: DeviceId) -> Result<()> {
         self.inner.device(device)?;
         self.inner.call(Call::FlushInbound)?;
-        // Memory files are coherent; what another thread wrote through its mapping before it called us is
-        // ordered before what we do after.
+        // Memory files are coherent; what another thread wrote through its mapping before it called
+        // us is ordered before what we do after.
         fence(Ordering::SeqCst);
         Ok(())
     }

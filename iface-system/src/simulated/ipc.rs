@@ -1,8 +1,8 @@
 //! Allocations of other processes.
 //!
-//! A handle names the owner's memory file and the word of its header that shows the allocation's identity
-//! while it lives. Whoever opens it checks both, so that neither a reused fd number nor a reused range of the
-//! file passes for the allocation.
+//! A handle names the owner's memory file and the word of its header that shows the allocation's
+//! identity while it lives. Whoever opens it checks both, so that neither a reused fd number nor a
+//! reused range of the file passes for the allocation.
 
 use std::{os::fd::AsRawFd, sync::Arc};
 

@@ -172,7 +172,8 @@ impl Inner {
         Ok(allocation)
     }
 
-    /// Creates the files' parts behind an allocation and maps them where the CPU may go; all or nothing.
+    /// Creates the files' parts behind an allocation and maps them where the CPU may go; all or
+    /// nothing.
     fn back_memory(
         &self,
         book: &mut Book,

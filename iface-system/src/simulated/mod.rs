@@ -1,9 +1,10 @@
 //! A device that is not there, and behaves as if it were.
 //!
-//! Content lives in memory files ([`arena`]); addresses are a reserved window without access, so that the CPU
-//! faults on device memory as it does on hardware; bytes move through a copy engine or through exported fds.
-//! Nothing here is simpler than hardware where simpler would hide a bug: addresses come back on demand,
-//! identities never do, frees are told before they happen or not at all, and any call can be made to fail.
+//! Content lives in memory files ([`arena`]); addresses are a reserved window without access, so
+//! that the CPU faults on device memory as it does on hardware; bytes move through a copy engine or
+//! through exported fds. Nothing here is simpler than hardware where simpler would hide a bug:
+//! addresses come back on demand, identities never do, frees are told before they happen or not at
+//! all, and any call can be made to fail.
 
 mod address_space;
 #[allow(unsafe_code)]
@@ -43,26 +44,29 @@ pub use self::{
 use self::{builder::Config, engine::Engine, memory::Book, monitor::Subscriptions, table::Table};
 use crate::sys::{Mapping, Udmabuf};
 
-/// The kind that a simulated device has unless it is built with another: the first of the plug-ins'.
+/// The kind that a simulated device has unless it is built with another: the first of the
+/// plug-ins'.
 pub const SIMULATED: IfaceKind = IfaceKind::FIRST_PLUG_IN;
 
 /// The simulated device iface.
 ///
 /// ```
-/// use hmem_core::{AllocationKind, DeviceId, Iface, IfaceExt, iface::AllocRequest};
+/// use std::sync::Arc;
+///
+/// use hmem_core::{AllocationKind, DeviceBuffer, DeviceId, Iface, iface::AllocRequest};
 /// use hmem_iface_system::Simulated;
 ///
-/// let simulated = Simulated::builder().devices(2).build()?;
+/// let simulated = Arc::new(Simulated::builder().devices(2).build()?);
+/// let iface: Arc<dyn Iface> = Arc::clone(&simulated) as _;
 /// let request = AllocRequest { len: 100, device: DeviceId(1), kind: AllocationKind::Device };
-/// let memory = simulated.allocate(&request)?;
+/// let memory = DeviceBuffer::allocate(&iface, &request)?;
 ///
-/// simulated.write(memory.base(), b"not a pointer")?;
+/// memory.write(0, b"not a pointer")?;
 /// let mut bytes = [0; 7];
-/// simulated.read(memory.base().checked_add(6).unwrap(), &mut bytes)?;
+/// memory.read(6, &mut bytes)?;
 /// assert_eq!(&bytes, b"pointer");
 ///
-/// // SAFETY: nothing uses the memory any longer.
-/// unsafe { simulated.free(&memory)? };
+/// drop(memory);
 /// assert_eq!(simulated.stats().live_allocations, 0);
 /// # Ok::<(), hmem_core::Error>(())
 /// ```
@@ -114,8 +118,8 @@ impl Simulated {
         self.inner.book.lock().set_address_reuse(reuse);
     }
 
-    /// Sets whether the segment around `address` can be exported to NICs. Every allocation is one segment but
-    /// for virtual ones.
+    /// Sets whether the segment around `address` can be exported to NICs. Every allocation is one
+    /// segment but for virtual ones.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfBounds`] if no live allocation holds the address.
@@ -124,7 +128,8 @@ impl Simulated {
     }
 
     /// Runs the oldest asynchronous copy that has not begun; `false` if there is none. For
-    /// [`Stepping::ByHand`]; with an engine thread it takes the copy from under it, deadline or not.
+    /// [`Stepping::ByHand`]; with an engine thread it takes the copy from under it, deadline or
+    /// not.
     pub fn step(&self) -> bool {
         self.inner.engine.step()
     }

@@ -28,8 +28,8 @@ pub enum Style {
 struct Watch {
     range: AddressRange,
     invalidator: Arc<dyn Invalidator>,
-    /// Whether still subscribed. Held during the call, so that unsubscribing waits for its end; reentrant, so
-    /// that an invalidator may unsubscribe itself.
+    /// Whether still subscribed. Held during the call, so that unsubscribing waits for its end;
+    /// reentrant, so that an invalidator may unsubscribe itself.
     active: ReentrantMutex<Cell<bool>>,
 }
 
@@ -46,8 +46,8 @@ impl Watch {
 struct Watches {
     next: u64,
     by_id: HashMap<u64, Arc<Watch>>,
-    /// By the power of two of the length, then by start: what overlaps a range is then found by looking no
-    /// further back than twice that power.
+    /// By the power of two of the length, then by start: what overlaps a range is then found by
+    /// looking no further back than twice that power.
     by_length: [BTreeMap<(u64, u64), Arc<Watch>>; 64],
     /// Ranges whose subscribers are being told, or were, and whose memory is still there.
     going: Vec<AddressRange>,
@@ -102,8 +102,8 @@ impl Subscriptions {
         watch.active.lock().set(false);
     }
 
-    /// Tells the subscribers of `range`, with no lock held that they could want, except that unsubscribing one
-    /// of them waits.
+    /// Tells the subscribers of `range`, with no lock held that they could want, except that
+    /// unsubscribing one of them waits.
     pub(crate) fn tell(&self, range: AddressRange) {
         let mut told = Vec::new();
         let mut watches = self.0.lock();

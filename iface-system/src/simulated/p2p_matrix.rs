@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use hmem_core::{DeviceId, provider::Nic};
 
-/// Reachability by device and NIC name; what was not said is reachable, or not, as the matrix was made.
+/// Reachability by device and NIC name; what was not said is reachable, or not, as the matrix was
+/// made.
 ///
 /// ```
 /// use hmem_core::DeviceId;
@@ -56,7 +57,8 @@ impl P2pMatrix {
     /// Whether the NIC of this name reaches the device.
     #[must_use]
     pub fn reaches(&self, device: DeviceId, nic: &str) -> bool {
-        // The borrowed key would need a second map; matrices are small and asked once a registration.
+        // The borrowed key would need a second map; matrices are small and asked once a
+        // registration.
         self.known.get(&(device, nic.to_owned())).copied().unwrap_or(self.otherwise)
     }
 

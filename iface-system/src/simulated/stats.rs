@@ -14,8 +14,9 @@ pub struct SimulatedStats {
     pub live_bytes: u64,
     /// Allocations of other processes that are open here.
     pub opened_allocations: u64,
-    /// Exported fds that live on. Exact while fds end through `release_dma_buf`; of fds that were just closed it
-    /// is only seen that all of them are gone, and of genuine dma-bufs not even that.
+    /// Exported fds that live on. Exact while fds end through `release_dma_buf`; of fds that were
+    /// just closed it is only seen that all of them are gone, and of genuine dma-bufs not even
+    /// that.
     pub live_exports: u64,
     /// Subscriptions of the monitor.
     pub subscriptions: u64,

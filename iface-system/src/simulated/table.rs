@@ -1,16 +1,17 @@
 //! From an address to its allocation: a page table read without locks.
 //!
-//! The window of addresses is cut into pages, and as many pages as a page has slots make a block (1,024 where
-//! pages are 4 KiB), so that the slots of an empty block can be given back. A block that one allocation covers
-//! whole has a slot of its own; all other pages have a slot each. A slot holds the place of an [`Entry`], or 0, where
-//! an entry lies that is never written. Slots and entries lie in arrays that take memory only where they are used, so a
-//! lookup is two loads that don't wait for each other, and the entry.
+//! The window of addresses is cut into pages, and as many pages as a page has slots make a block
+//! (1,024 where pages are 4 KiB), so that the slots of an empty block can be given back. A block
+//! that one allocation covers whole has a slot of its own; all other pages have a slot each. A slot
+//! holds the place of an [`Entry`], or 0, where an entry lies that is never written. Slots and
+//! entries lie in arrays that take memory only where they are used, so a lookup is two loads that
+//! don't wait for each other, and the entry.
 //!
-//! Entries are type-stable: a freed one is used again, never unmapped. Its identity doubles as the sequence
-//! number of a seqlock: it is 0 while the fields change, and no identity comes twice, so a reader that sees the
-//! same identity before and after has fields that belong together. A reader that doesn't has raced with a free
-//! of the allocation that its slot named, and may answer that there is none: at some moment of the lookup there
-//! was none. No reader ever waits.
+//! Entries are type-stable: a freed one is used again, never unmapped. Its identity doubles as the
+//! sequence number of a seqlock: it is 0 while the fields change, and no identity comes twice, so a
+//! reader that sees the same identity before and after has fields that belong together. A reader
+//! that doesn't has raced with a free of the allocation that its slot named, and may answer that
+//! there is none: at some moment of the lookup there was none. No reader ever waits.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
@@ -24,7 +25,8 @@ use crate::lazy::{LazyArray, ZeroValid};
 /// Allocations that can be alive at once.
 pub(crate) const MAX_ENTRIES: usize = 1 << 24;
 
-/// The lowest bit of an entry's last word: whether its upper half is a device's number. The kind lies in between.
+/// The lowest bit of an entry's last word: whether its upper half is a device's number. The kind
+/// lies in between.
 const HAS_DEVICE: u64 = 1;
 const KIND_SHIFT: u32 = 1;
 
@@ -107,7 +109,8 @@ impl Table {
         block_shift(self.page_shift())
     }
 
-    /// The slot that an address leads to: 0 where there is nothing, `None` outside the window. Only exact for writers.
+    /// The slot that an address leads to: 0 where there is nothing, `None` outside the window. Only
+    /// exact for writers.
     #[inline]
     fn slot_of(&self, address: Address) -> Option<u32> {
         // The window is whole pages, so that what lies outside has no page in it.
@@ -128,8 +131,9 @@ impl Table {
         self.slot_of(address)?.checked_sub(1)
     }
 
-    /// The allocation of a slot's entry, if it holds the address. `meanwhile` is what other threads do between the
-    /// fields and the second look at the identity; only tests have something there.
+    /// The allocation of a slot's entry, if it holds the address. `meanwhile` is what other threads
+    /// do between the fields and the second look at the identity; only tests have something
+    /// there.
     #[inline]
     fn read(&self, slot: u32, address: Address, meanwhile: impl FnOnce()) -> Option<Allocation> {
         let entry = self.entries.get(slot as usize)?;
@@ -141,7 +145,8 @@ impl Table {
         let len = entry.len.load(Ordering::Relaxed);
         let kind_and_device = entry.kind_and_device.load(Ordering::Relaxed);
         meanwhile();
-        // Pairs with the release fence of a writer whose fields we may have read: then we see its identity too.
+        // Pairs with the release fence of a writer whose fields we may have read: then we see its
+        // identity too.
         fence(Ordering::Acquire);
         if entry.id.load(Ordering::Relaxed) != id || address.0.wrapping_sub(base) >= len {
             return None;
@@ -201,8 +206,8 @@ impl Table {
 }
 
 impl TableWriter {
-    /// Keeps the count of a block, and gives the slots of an emptied block back once another one has emptied:
-    /// a block that fills and empties in turn costs no system call.
+    /// Keeps the count of a block, and gives the slots of an emptied block back once another one
+    /// has emptied: a block that fills and empties in turn costs no system call.
     fn count(&mut self, table: &Table, block: usize, pages: u16, used: bool) {
         if used {
             self.used_pages[block] += pages;

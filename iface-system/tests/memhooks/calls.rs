@@ -14,7 +14,7 @@ use hmem_iface_system::{
 
 use crate::{ANONYMOUS, RW, counting, monitors::*, observed};
 
-pub(crate) fn mon_03_each_function_tells_before_and_after() {
+pub(crate) fn each_function_tells_before_and_after() {
     let monitor = MemHooks::start().unwrap();
     let recorder = Recorder::new();
     let page = page();
@@ -73,7 +73,7 @@ pub(crate) fn mon_03_each_function_tells_before_and_after() {
     unmap(at(0), 3 * page);
 }
 
-pub(crate) fn mon_03_results_and_errno_are_those_of_the_c_library() {
+pub(crate) fn results_and_errno_are_those_of_the_c_library() {
     let page = page();
     let nowhere = ptr::without_provenance_mut::<libc::c_void>(1);
     let results = || {
@@ -119,7 +119,7 @@ pub(crate) fn mon_03_results_and_errno_are_those_of_the_c_library() {
     assert_eq!(results(), unhooked, "unhooked again");
 }
 
-pub(crate) fn mon_03_glibcs_own_calls_are_seen() {
+pub(crate) fn glibcs_own_calls_are_seen() {
     let monitor = MemHooks::start().unwrap();
     let recorder = Recorder::new();
     // Above the threshold at which malloc maps each block on its own.
@@ -138,7 +138,7 @@ pub(crate) fn mon_03_glibcs_own_calls_are_seen() {
     drop(monitor);
 }
 
-pub(crate) fn mon_03_hooks_allocate_nothing_and_take_no_lock() {
+pub(crate) fn hooks_allocate_nothing_and_take_no_lock() {
     let monitor = MemHooks::start().unwrap();
     let page = page();
     let block = map(page);
@@ -170,10 +170,10 @@ pub(crate) fn mon_03_hooks_allocate_nothing_and_take_no_lock() {
     for subscription in subscribed {
         monitor.unsubscribe(subscription);
     }
-    // No lock: `mon_03_subscribing_waits_for_a_change_under_way` unmaps while the lock is held.
+    // No lock: `subscribing_waits_for_a_change_under_way` unmaps while the lock is held.
 }
 
-pub(crate) fn mon_05_unmaps_of_uncached_memory_cost_bounded_memory() {
+pub(crate) fn unmaps_of_uncached_memory_cost_bounded_memory() {
     let monitor = MemHooks::start().unwrap();
     assert!(told_of_uncached_unmaps(&*monitor) >= 160_000);
 }

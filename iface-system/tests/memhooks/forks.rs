@@ -55,7 +55,7 @@ fn in_children(monitor: &Arc<MemHooks>, subscription: Subscription, here: Addres
     unmap(block, page);
 }
 
-pub(crate) fn mon_06_a_forked_child_is_disarmed_and_the_parent_undisturbed() {
+pub(crate) fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
     /// Counts in memory that a child shares.
     #[derive(Debug)]
     struct Shared(usize);
@@ -91,7 +91,7 @@ pub(crate) fn mon_06_a_forked_child_is_disarmed_and_the_parent_undisturbed() {
     monitor.check().unwrap();
 }
 
-pub(crate) fn mon_06_forks_while_other_threads_subscribe_do_not_deadlock() {
+pub(crate) fn forks_while_other_threads_subscribe_do_not_deadlock() {
     let monitor = MemHooks::start().unwrap();
     let page = page();
     let block = map(page);
@@ -133,6 +133,7 @@ fn raw_fork_safe(
         Arc::new(Mortal { alive: AtomicU64::new(ALIVE), told: Arc::default() });
     assert!(monitor.subscribe(here, own).is_err());
     unmap(block, page);
-    // SAFETY: the reference that the child has is its own; dropping it as the last one must not wait either.
+    // SAFETY: the reference that the child has is its own; dropping it as the last one must not
+    // wait either.
     drop(unsafe { Arc::from_raw(Arc::as_ptr(monitor)) });
 }

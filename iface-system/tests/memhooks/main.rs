@@ -19,25 +19,42 @@ use patching::*;
 use subscribing::*;
 
 cases! {
-    mon_03_each_function_tells_before_and_after,
-    mon_03_results_and_errno_are_those_of_the_c_library,
-    mon_03_glibcs_own_calls_are_seen,
-    mon_03_hooks_allocate_nothing_and_take_no_lock,
-    mon_03_a_thread_inside_the_call_while_it_is_patched_and_unpatched_comes_back,
-    mon_03_threads_run_the_functions_while_they_are_patched,
-    mon_03_install_twice_and_uninstall,
-    mon_03_threads_that_start_at_once_share_the_patches,
-    mon_03_a_later_patch_of_another_library_is_noticed,
-    mon_03_an_earlier_patch_of_another_library_is_refused_by_name,
-    mon_03_subscribing_waits_for_a_change_under_way,
-    mon_03_an_invalidator_is_not_called_after_its_last_subscription,
-    mon_05_unmaps_of_uncached_memory_cost_bounded_memory,
-    mon_06_a_forked_child_is_disarmed_and_the_parent_undisturbed,
-    mon_06_forks_while_other_threads_subscribe_do_not_deadlock,
+    /// MON-03
+    each_function_tells_before_and_after,
+    /// MON-03
+    results_and_errno_are_those_of_the_c_library,
+    /// MON-03
+    glibcs_own_calls_are_seen,
+    /// MON-03
+    hooks_allocate_nothing_and_take_no_lock,
+    /// MON-03
+    a_thread_inside_the_call_while_it_is_patched_and_unpatched_comes_back,
+    /// MON-03
+    threads_run_the_functions_while_they_are_patched,
+    /// MON-03
+    patches_are_installed_once_and_removed_with_the_last_monitor,
+    /// MON-03
+    threads_that_start_at_once_share_the_patches,
+    /// MON-03
+    a_later_patch_of_another_library_is_noticed,
+    /// MON-03
+    an_earlier_patch_of_another_library_is_refused_by_name,
+    /// MON-03
+    subscribing_waits_for_a_change_under_way,
+    /// MON-03
+    an_invalidator_is_not_called_after_its_last_subscription,
+    /// MON-05
+    unmaps_of_uncached_memory_cost_bounded_memory,
+    /// MON-06
+    a_forked_child_is_disarmed_and_the_parent_undisturbed,
+    /// MON-06
+    forks_while_other_threads_subscribe_do_not_deadlock,
     more_invalidators_than_slots_are_refused,
     files_are_refused_with_the_reason,
     the_system_ifaces_own_frees_are_told;
-    slow: mon_03_threads_run_the_functions_while_they_are_patched_many_times,
+    slow:
+    /// MON-03
+    threads_run_the_functions_while_they_are_patched_many_times,
 }
 
 const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;

@@ -1,4 +1,5 @@
-//! Patches put in and taken out under running threads, once and again, and beside those of other libraries.
+//! Patches put in and taken out under running threads, once and again, and beside those of other
+//! libraries.
 
 use std::{
     ptr,
@@ -34,7 +35,7 @@ fn code(name: &std::ffi::CStr) -> [u8; 32] {
 const PATCHED: [&std::ffi::CStr; 7] =
     [c"munmap", c"mmap", c"mremap", c"madvise", c"brk", c"shmat", c"shmdt"];
 
-pub(crate) fn mon_03_a_thread_inside_the_call_while_it_is_patched_and_unpatched_comes_back() {
+pub(crate) fn a_thread_inside_the_call_while_it_is_patched_and_unpatched_comes_back() {
     need_userfaultfd();
     let page = page();
     let blocked = |at: usize| {
@@ -65,7 +66,8 @@ pub(crate) fn mon_03_a_thread_inside_the_call_while_it_is_patched_and_unpatched_
     assert_eq!(inside.join().unwrap(), (0, 77));
 }
 
-/// Threads loop over every function while the patches come and go; returns how often each thread went round.
+/// Threads loop over every function while the patches come and go; returns how often each thread
+/// went round.
 fn stress(patchings: usize) {
     let page = page();
     let threads = 4;
@@ -127,15 +129,15 @@ fn stress(patchings: usize) {
     });
 }
 
-pub(crate) fn mon_03_threads_run_the_functions_while_they_are_patched() {
+pub(crate) fn threads_run_the_functions_while_they_are_patched() {
     stress(200);
 }
 
-pub(crate) fn mon_03_threads_run_the_functions_while_they_are_patched_many_times() {
+pub(crate) fn threads_run_the_functions_while_they_are_patched_many_times() {
     stress(20_000);
 }
 
-pub(crate) fn mon_03_install_twice_and_uninstall() {
+pub(crate) fn patches_are_installed_once_and_removed_with_the_last_monitor() {
     let page = page();
     let original: Vec<_> = PATCHED.iter().map(|name| code(name)).collect();
     let (first, second) = (MemHooks::start().unwrap(), MemHooks::start().unwrap());
@@ -169,7 +171,7 @@ pub(crate) fn mon_03_install_twice_and_uninstall() {
 }
 
 /// The first starts of a process plan the patches; nobody may go by a plan that is not whole.
-pub(crate) fn mon_03_threads_that_start_at_once_share_the_patches() {
+pub(crate) fn threads_that_start_at_once_share_the_patches() {
     const THREADS: usize = 8;
     let (page, together) = (page(), Barrier::new(THREADS));
     thread::scope(|scope| {
@@ -192,7 +194,8 @@ unsafe extern "C" fn their_munmap(at: *mut libc::c_void, len: usize) -> i32 {
     unsafe { libc::syscall(libc::SYS_munmap, at, len) as i32 }
 }
 
-/// Patches the entry of munmap as other libraries do: an absolute jump over its first bytes, threads or no threads.
+/// Patches the entry of munmap as other libraries do: an absolute jump over its first bytes,
+/// threads or no threads.
 fn patch_as_others_do() {
     let at = entry(c"munmap");
     let target = (their_munmap as *const ()).addr() as u64;
@@ -221,7 +224,7 @@ fn patch_as_others_do() {
     }
 }
 
-pub(crate) fn mon_03_a_later_patch_of_another_library_is_noticed() {
+pub(crate) fn a_later_patch_of_another_library_is_noticed() {
     let monitor = MemHooks::start().unwrap();
     let page = page();
     let block = map(page);
@@ -251,7 +254,7 @@ pub(crate) fn mon_03_a_later_patch_of_another_library_is_noticed() {
     assert!(error.is_busy() && error.to_string().contains("munmap"), "{error}");
 }
 
-pub(crate) fn mon_03_an_earlier_patch_of_another_library_is_refused_by_name() {
+pub(crate) fn an_earlier_patch_of_another_library_is_refused_by_name() {
     patch_as_others_do();
     let others = code(c"mmap");
     let error = MemHooks::start().unwrap_err();

@@ -17,7 +17,7 @@ use hmem_iface_system::monitor::MemHooks;
 
 use crate::{RW, monitors::*, need_userfaultfd};
 
-pub(crate) fn mon_03_subscribing_waits_for_a_change_under_way() {
+pub(crate) fn subscribing_waits_for_a_change_under_way() {
     need_userfaultfd();
     let monitor = MemHooks::start().unwrap();
     let page = page();
@@ -81,7 +81,7 @@ impl Drop for Mortal {
     }
 }
 
-pub(crate) fn mon_03_an_invalidator_is_not_called_after_its_last_subscription() {
+pub(crate) fn an_invalidator_is_not_called_after_its_last_subscription() {
     let monitor = MemHooks::start().unwrap();
     let page = page();
     let told = Arc::new(AtomicU64::new(0));

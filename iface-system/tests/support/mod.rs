@@ -8,7 +8,7 @@ use std::{
 };
 
 use hmem_core::{
-    Address, Allocation, AllocationKind, DeviceId, Iface, Result,
+    Address, Allocation, AllocationKind, DeviceId, Iface, IfaceExt, Result,
     iface::{AllocRequest, DmaBufExport},
     provider::Nic,
 };
@@ -149,3 +149,18 @@ pub fn unhex(text: &str) -> Vec<u8> {
         .map(|i| u8::from_str_radix(&text[2 * i..2 * i + 2], 16).expect("hex"))
         .collect()
 }
+
+/// Copies by address. The tests that use them free no memory while they copy it.
+pub trait HeldCopies: Iface {
+    fn read(&self, from: Address, into: &mut [u8]) -> Result<()> {
+        // SAFETY: the test keeps the memory for the length of the call.
+        unsafe { IfaceExt::read(self, from, into) }
+    }
+
+    fn write(&self, to: Address, from: &[u8]) -> Result<()> {
+        // SAFETY: the test keeps the memory for the length of the call, and refers to none of it.
+        unsafe { IfaceExt::write(self, to, from) }
+    }
+}
+
+impl<I: Iface + ?Sized> HeldCopies for I {}

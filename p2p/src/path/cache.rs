@@ -1,11 +1,13 @@
 //! Decisions already made, found again without a lock.
 //!
-//! One slot for each (iface, device, kind of memory, NIC with what it imports, policy) of one [`Paths`](super::Paths);
-//! nothing is shared by the process. A slot holds what the next registration of its class tries first, and forgets it
-//! when that fails. What one odd buffer ran into is never remembered for others: see [`super::probe`].
+//! One slot for each (iface, device, kind of memory, NIC with what it imports, policy) of one
+//! [`Paths`](super::Paths); nothing is shared by the process. A slot holds what the next
+//! registration of its class tries first, and forgets it when that fails. What one odd buffer ran
+//! into is never remembered for others: see [`super::probe`].
 //!
-//! Slots are chained in buckets and stay until the cache goes, forgotten ones empty: there are as many as devices and NICs were ever
-//! paired, and a reader needs neither a lock nor a count to keep one.
+//! Slots are chained in buckets and stay until the cache goes, forgotten ones empty: there are as
+//! many as devices and NICs were ever paired, and a reader needs neither a lock nor a count to keep
+//! one.
 
 use std::{
     fmt,
@@ -128,8 +130,9 @@ impl Slot {
         self.decided.compare_and_swap(failed, None);
     }
 
-    /// Counts a buffer that was refused, and says whether it is time to look at an ordinary page: at the first,
-    /// second, fourth, eighth. Odd buffers thus cost few probes, and a pair that broke later is noticed.
+    /// Counts a buffer that was refused, and says whether it is time to look at an ordinary page:
+    /// at the first, second, fourth, eighth. Odd buffers thus cost few probes, and a pair that
+    /// broke later is noticed.
     pub(super) fn count_refused(&self) -> bool {
         self.refused.fetch_add(1, Ordering::Relaxed).wrapping_add(1).is_power_of_two()
     }
@@ -251,7 +254,8 @@ mod tests {
         })
     }
 
-    /// As many keys as make buckets of several slots, and names that only their beginnings tell apart.
+    /// As many keys as make buckets of several slots, and names that only their beginnings tell
+    /// apart.
     fn classes_and_nics() -> Vec<(Class, Nic)> {
         let mut keys = Vec::new();
         for device in [None, Some(DeviceId(0)), Some(DeviceId(1))] {

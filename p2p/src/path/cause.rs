@@ -1,4 +1,5 @@
-//! Why ways are refused, and what to do about it: one table, from what was tried and what it answered to the probable cause.
+//! Why ways are refused, and what to do about it: one table, from what was tried and what it
+//! answered to the probable cause.
 //!
 //! `docs/causes.md` is this table as a page; a test compares the two.
 
@@ -13,8 +14,8 @@ pub enum Step {
     Import,
     /// Finding the physical segments.
     Segments,
-    /// Exporting a range of several physical segments as one dma-buf. Where a segment is refused in the same way, the
-    /// refusal of the whole is one of [`Step::Export`].
+    /// Exporting a range of several physical segments as one dma-buf. Where a segment is refused in
+    /// the same way, the refusal of the whole is one of [`Step::Export`].
     ExportWhole,
     /// Exporting, as a dma-buf or to peer-memory clients.
     Export,
@@ -58,7 +59,8 @@ pub struct Circumstance<'a> {
     pub iface: IfaceKind,
     /// Which kind of memory.
     pub kind: AllocationKind,
-    /// The mapping of the dma-buf that may be at fault: the default one where that is refused as well.
+    /// The mapping of the dma-buf that may be at fault: the default one where that is refused as
+    /// well.
     pub mapping: DmaBufMapping,
     /// The answer.
     pub error: &'a Error,
@@ -104,7 +106,8 @@ const DIRECT: &[Path] = &[Path::DmaBuf, Path::PeerMemory];
 const HOST: &[Path] = &[Path::PlainHost, Path::Staged];
 const EVERY: &[Path] = &[Path::PlainHost, Path::DmaBuf, Path::PeerMemory, Path::Staged];
 const EXPORT: &[Step] = &[Step::Export];
-/// What holds for a range of one segment, and for one of several whose segments are exported by themselves.
+/// What holds for a range of one segment, and for one of several whose segments are exported by
+/// themselves.
 const ANY_EXPORT: &[Step] = &[Step::ExportWhole, Step::Export];
 const SEGMENTS_OR_EXPORT: &[Step] = &[Step::Segments, Step::ExportWhole, Step::Export];
 const EXPORT_OR_REGISTER: &[Step] = &[Step::ExportWhole, Step::Export, Step::Register];
@@ -151,7 +154,8 @@ fn rocr_options_missing(facts: &Facts) -> bool {
     ["DMABUF_MOVE_NOTIFY", "PCI_P2PDMA"].iter().any(|name| facts.has_option(name) == Some(false))
 }
 
-/// Every known cause. The first that fits is the probable one: special cases stand before the general.
+/// Every known cause. The first that fits is the probable one: special cases stand before the
+/// general.
 pub const CAUSES: &[Cause] = &[
     Cause {
         name: "file-descriptors",

@@ -23,7 +23,8 @@ pub struct ExplainRequest {
     pub iface: IfaceKind,
     /// On which device; the first unless said, ignored for host memory.
     pub device: Option<DeviceId>,
-    /// Which kind of memory; [`AllocationKind::System`] for host memory, [`AllocationKind::Device`] otherwise, unless said.
+    /// Which kind of memory; [`AllocationKind::System`] for host memory,
+    /// [`AllocationKind::Device`] otherwise, unless said.
     pub kind: Option<AllocationKind>,
     /// Which of the provider's NICs; the first unless said.
     pub nic: Option<String>,
@@ -62,7 +63,8 @@ pub struct Explanation {
     pub nic_pci_bus_id: Option<String>,
     /// The policy asked for.
     pub policy: P2pPolicy,
-    /// Whether device memory is kept from every NIC, whatever the policy (`FI_HMEM_DISABLE_P2P`, or the builder).
+    /// Whether device memory is kept from every NIC, whatever the policy (`FI_HMEM_DISABLE_P2P`,
+    /// or the builder).
     pub p2p_disabled: bool,
     /// The way; `None` if every one was refused.
     pub path: Option<Path>,
@@ -81,14 +83,15 @@ fn display<T: fmt::Display, S: Serializer>(value: &T, serializer: S) -> Result<S
 }
 
 impl Paths {
-    /// Says which way a registration would take, by allocating and registering `request.size` bytes and undoing both.
-    /// Nothing remembered is used, and nothing is remembered.
+    /// Says which way a registration would take, by allocating and registering `request.size` bytes
+    /// and undoing both. Nothing remembered is used, and nothing is remembered.
     ///
-    /// A way that is refused, or all of them, is a result; errors are for what keeps it from being found out.
+    /// A way that is refused, or all of them, is a result; errors are for what keeps it from being
+    /// found out.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for an iface, device or NIC that is not there; [`ErrorKind::ZeroLength`]; what
-    /// allocating or opening the NIC reported.
+    /// [`ErrorKind::InvalidArgument`] for an iface, device or NIC that is not there;
+    /// [`ErrorKind::ZeroLength`]; what allocating or opening the NIC reported.
     pub fn explain(
         &self,
         registry: &Arc<Registry>,

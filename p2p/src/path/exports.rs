@@ -1,5 +1,5 @@
-//! Exports of one decision: one dma-buf for each range where the driver gives it so, or else for each physical segment,
-//! whatever the number of NICs that register it.
+//! Exports of one decision: one dma-buf for each range where the driver gives it so, or else for
+//! each physical segment, whatever the number of NICs that register it.
 
 use std::{fmt, os::fd::AsFd};
 
@@ -15,7 +15,8 @@ use super::{
     trial::{Refusal, Way},
 };
 
-/// Exports of the ranges of one request, given back in the iface's own way when the decision is made.
+/// Exports of the ranges of one request, given back in the iface's own way when the decision is
+/// made.
 pub(super) struct Exports<'a> {
     iface: &'a dyn Iface,
     ranges: &'a [AddressRange],
@@ -29,7 +30,8 @@ pub(super) struct Exports<'a> {
 /// What one dma-buf is to hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Grain {
-    /// A range, however many segments it has; its segments only where the driver does not give it whole.
+    /// A range, however many segments it has; its segments only where the driver does not give it
+    /// whole.
     Range,
     /// A physical segment.
     Segment,
@@ -227,12 +229,14 @@ impl<'a> Exports<'a> {
     }
 }
 
-/// What says of a segment that it cannot be exported, in the words of the iface's driver where it has some.
+/// What says of a segment that it cannot be exported, in the words of the iface's driver where it
+/// has some.
 fn attribute(kind: IfaceKind) -> &'static str {
     if kind == IfaceKind::CUDA { "IS_GPU_DIRECT_RDMA_CAPABLE is 0" } else { "not exportable" }
 }
 
-/// A range that the driver does not export whole, as far as is known before its segments are asked for.
+/// A range that the driver does not export whole, as far as is known before its segments are asked
+/// for.
 fn whole((call, error): (String, Error)) -> Refusal {
     Refusal::new(Step::ExportWhole, call, error)
 }

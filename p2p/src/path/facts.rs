@@ -1,6 +1,7 @@
 //! What is known of the machine, to tell causes apart that answer with the same number.
 //!
-//! No path is chosen by these facts: ways are tried. They only make the sentence that goes with a refusal more exact.
+//! No path is chosen by these facts: ways are tried. They only make the sentence that goes with a
+//! refusal more exact.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,9 +26,11 @@ use crate::topology::{KeptOptions, Kernel, Setting, Topology};
 pub struct Facts {
     /// The kernel's version and patch level: `(6, 12)`.
     pub kernel: Option<(u32, u32)>,
-    /// Those of [`MODULES`](crate::topology::MODULES) that are loaded, or built in and have parameters, with underscores.
+    /// Those of [`MODULES`](crate::topology::MODULES) that are loaded, or built in and have
+    /// parameters, with underscores.
     pub modules: Option<BTreeSet<String>>,
-    /// Those of [`OPTIONS`](crate::topology::OPTIONS) that the kernel was built with, as `y` or `m`, without `CONFIG_`.
+    /// Those of [`OPTIONS`](crate::topology::OPTIONS) that the kernel was built with, as `y` or
+    /// `m`, without `CONFIG_`.
     pub kernel_options: Option<BTreeSet<String>>,
     /// Whether NVIDIA's kernel modules are the open ones.
     pub nvidia_modules_open: Option<bool>,
@@ -42,13 +45,15 @@ pub struct Facts {
 }
 
 impl Facts {
-    /// Whether a module of [`MODULES`](crate::topology::MODULES) is there, by its name with underscores.
+    /// Whether a module of [`MODULES`](crate::topology::MODULES) is there, by its name with
+    /// underscores.
     #[must_use]
     pub fn has_module(&self, name: &str) -> Option<bool> {
         self.modules.as_ref().map(|modules| modules.contains(name))
     }
 
-    /// Whether a build option of [`OPTIONS`](crate::topology::OPTIONS) is set, by its name without `CONFIG_`.
+    /// Whether a build option of [`OPTIONS`](crate::topology::OPTIONS) is set, by its name without
+    /// `CONFIG_`.
     #[must_use]
     pub fn has_option(&self, name: &str) -> Option<bool> {
         self.kernel_options.as_ref().map(|options| options.contains(name))
@@ -63,7 +68,8 @@ pub trait FactSource: fmt::Debug + Send + Sync {
 
 /// The machine that this runs on, by procfs and sysfs.
 ///
-/// The kernel's options are read once, for it and its clones, as they stay what they are; all else is read each time.
+/// The kernel's options are read once, for it and its clones, as they stay what they are; all else
+/// is read each time.
 #[derive(Clone, Debug)]
 pub struct ThisMachine {
     root: PathBuf,
@@ -217,7 +223,8 @@ mod tests {
         assert_eq!((version("7.3.4"), version("7"), version("x")), (Some((7, 3)), None, None));
     }
 
-    /// Distributions without `/boot/config-*` have the options packed in procfs; a module that is still loading is none.
+    /// Distributions without `/boot/config-*` have the options packed in procfs; a module that is
+    /// still loading is none.
     #[test]
     fn facts_of_the_kernel_are_those_of_the_topology() {
         let root = std::env::temp_dir().join(format!("hmem-facts-packed-{}", std::process::id()));

@@ -1,9 +1,10 @@
 //! Which way a NIC gets at memory: plain host, dma-buf, peer memory, or staged copies.
 //!
-//! Ways are tried, not guessed: each attempt registers, and a refusal is recorded with its error, probable cause and
-//! remedy before the next way is tried. What worked is tried first the next time for the same iface, device, kind of
-//! memory, NIC and policy, and is forgotten when it fails. One odd buffer demotes nobody: where a way was refused, a page of
-//! the same kind is registered and given back, and only what that page showed is remembered.
+//! Ways are tried, not guessed: each attempt registers, and a refusal is recorded with its error,
+//! probable cause and remedy before the next way is tried. What worked is tried first the next time
+//! for the same iface, device, kind of memory, NIC and policy, and is forgotten when it fails. One
+//! odd buffer demotes nobody: where a way was refused, a page of the same kind is registered and
+//! given back, and only what that page showed is remembered.
 //!
 //! [`Paths::explain`] says what would be decided without leaving anything registered.
 //!
@@ -71,7 +72,8 @@ impl Paths {
         Self::default()
     }
 
-    /// Keeps device memory from every NIC, whatever the domains' policies (`FI_HMEM_DISABLE_P2P=1`).
+    /// Keeps device memory from every NIC, whatever the domains' policies
+    /// (`FI_HMEM_DISABLE_P2P=1`).
     #[must_use]
     pub fn disable_p2p(mut self, disable: bool) -> Self {
         self.disable_p2p = disable;
@@ -91,7 +93,8 @@ impl Paths {
         self.disable_p2p
     }
 
-    /// What is tried first for memory of this owner on this NIC: the decision made earlier for its class, if there is one.
+    /// What is tried first for memory of this owner on this NIC: the decision made earlier for its
+    /// class, if there is one.
     ///
     /// Takes no lock and asks no driver.
     #[must_use]
@@ -105,7 +108,8 @@ impl Paths {
         self.cache.decision(&key)
     }
 
-    /// Forgets every decision, so that what changed on the machine (a module loaded, a limit raised) is found out.
+    /// Forgets every decision, so that what changed on the machine (a module loaded, a limit
+    /// raised) is found out.
     pub fn forget(&self) {
         self.cache.clear();
     }
@@ -191,8 +195,8 @@ impl Paths {
         Ok(PathOutcome { region, decision: Some(decision) })
     }
 
-    /// Decides by a page, before anything is exported that several NICs are to share: what one of them can do is then not
-    /// found out by an export of the range for it alone.
+    /// Decides by a page, before anything is exported that several NICs are to share: what one of
+    /// them can do is then not found out by an export of the range for it alone.
     fn decide_beforehand(&self, subject: &Subject<'_>) {
         let attr = subject.provider.attr();
         let owner = &subject.request.owner;
@@ -265,8 +269,8 @@ struct Learn {
     spread: bool,
 }
 
-/// The remembered decision, or a copy where something is to be added: how ranges of several segments went, exports that
-/// could not be given back, or that it was another mapping.
+/// The remembered decision, or a copy where something is to be added: how ranges of several
+/// segments went, exports that could not be given back, or that it was another mapping.
 #[inline]
 fn remembered_now(decision: &Arc<Decision>, way: Way, trial: Trial<'_>) -> Arc<Decision> {
     let spread = trial.spread;
@@ -278,7 +282,8 @@ fn remembered_now(decision: &Arc<Decision>, way: Way, trial: Trial<'_>) -> Arc<D
     }
 }
 
-/// Under the mapping decided earlier, why that one still holds; under another, only what was done now.
+/// Under the mapping decided earlier, why that one still holds; under another, only what was done
+/// now.
 #[cold]
 fn added_to(
     decision: &Decision,
@@ -403,7 +408,9 @@ fn kind_of(owner: &Owner) -> AllocationKind {
     }
 }
 
-impl PathDecider for Paths {
+// SAFETY: the handle of an outcome is what the request's own provider returned for its ranges and
+// rights. A way that fails has registered nothing, as `ProviderDomain` promises.
+unsafe impl PathDecider for Paths {
     fn plain_host(&self, nic: &Nic) -> Decision {
         Decision {
             path: Path::PlainHost,

@@ -1,7 +1,9 @@
-//! Finding out by doing what a device and a NIC can do: a page is allocated, exported and registered, and all of it undone.
+//! Finding out by doing what a device and a NIC can do: a page is allocated, exported and
+//! registered, and all of it undone.
 //!
-//! A registration is a proof by itself where the first way works. Where one was refused, the buffer may be at fault, and what
-//! happened to it says nothing about others: an ordinary page of the same kind tells the two apart.
+//! A registration is a proof by itself where the first way works. Where one was refused, the buffer
+//! may be at fault, and what happened to it says nothing about others: an ordinary page of the same
+//! kind tells the two apart.
 
 use hmem_core::{
     Allocation, AllocationKind, Decision, DeviceId, ErrorKind, MrFlags, Result,
@@ -41,9 +43,10 @@ fn device_of(subject: &Subject<'_>) -> DeviceId {
     subject.request.owner.device.unwrap_or(DeviceId(0))
 }
 
-/// Tries the direct ways on a page of the subject's iface, device and kind. A device that is not started is not started
-/// for it: what its driver makes for the first allocation (CUDA's primary context) would stay behind, and nobody would use
-/// it. Registrations of its memory then find out each for itself.
+/// Tries the direct ways on a page of the subject's iface, device and kind. A device that is not
+/// started is not started for it: what its driver makes for the first allocation (CUDA's primary
+/// context) would stay behind, and nobody would use it. Registrations of its memory then find out
+/// each for itself.
 pub(super) fn probe(subject: &Subject<'_>) -> Shown {
     let span = tracing::debug_span!("probe", iface = %subject.iface.kind(), nic = %subject.provider.attr().nic);
     let _entered = span.enter();
@@ -57,7 +60,8 @@ pub(super) fn probe(subject: &Subject<'_>) -> Shown {
     }
     match Page::allocate(subject, subject.kind) {
         Ok(page) => page.try_out(subject),
-        // A kind that cannot be allocated by itself (a mapping of several): no better than plain device memory.
+        // A kind that cannot be allocated by itself (a mapping of several): no better than plain
+        // device memory.
         Err(ErrorKind::Unsupported) if subject.kind != AllocationKind::Device => {
             match Page::allocate(subject, AllocationKind::Device).map(|page| page.try_out(subject))
             {
@@ -112,8 +116,8 @@ impl<'a> Page<'a> {
         let page = Subject { asked, iface: subject.iface };
         let mut exports = page.exports();
         let mut trial = Trial::new(asked);
-        // SAFETY: the page is this function's own, nobody refers to its bytes, and it is freed only after it was
-        // deregistered.
+        // SAFETY: the page is this function's own, nobody refers to its bytes, and it is freed only
+        // after it was deregistered.
         let direct = unsafe { trial.direct(&page, &mut exports, None) };
         trial.note(exports.close());
         match direct {

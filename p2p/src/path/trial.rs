@@ -83,7 +83,8 @@ pub(super) struct Refusal {
     pub(super) step: Step,
     pub(super) call: String,
     pub(super) error: Error,
-    /// Whether it is about this buffer alone, by what the iface says of its segments: no driver was asked.
+    /// Whether it is about this buffer alone, by what the iface says of its segments: no driver
+    /// was asked.
     pub(super) own: bool,
     /// What was refused of the same way before, with more of the range in one dma-buf.
     pub(super) before: Vec<Refusal>,
@@ -96,7 +97,8 @@ impl Refusal {
         Self { step, call, error, own: false, before: Vec::new(), also: Vec::new() }
     }
 
-    /// Whether every way would meet the same refusal: it is about what was asked for, not about how the NIC gets there.
+    /// Whether every way would meet the same refusal: it is about what was asked for, not about how
+    /// the NIC gets there.
     pub(super) fn is_about_the_request(&self) -> bool {
         matches!(
             self.error.kind(),
@@ -128,7 +130,8 @@ impl Refusal {
         )
     }
 
-    /// Whether another buffer of the same class would meet the same refusal at another time, as far as its kind tells.
+    /// Whether another buffer of the same class would meet the same refusal at another time, as far
+    /// as its kind tells.
     fn lasts(&self) -> bool {
         matches!(
             self.error.kind(),
@@ -240,7 +243,10 @@ impl<'a> Subject<'a> {
             }
             Way::Staged => {
                 let pieces = self.pieces(|range| {
-                    Backing::Staged(Arc::new(StagedRange::new(Arc::clone(self.iface), range)))
+                    // SAFETY: the caller keeps the memory while it is registered, and the provider
+                    // does not use the range after that, as `ProviderDomain` promises.
+                    let staged = unsafe { StagedRange::new(Arc::clone(self.iface), range) };
+                    Backing::Staged(Arc::new(staged))
                 });
                 // SAFETY: passed on to the caller.
                 unsafe { self.register(&pieces) }
@@ -252,8 +258,8 @@ impl<'a> Subject<'a> {
         }
     }
 
-    /// Registers from one dma-buf for each range; from one for each physical segment where the driver or the NIC
-    /// refuses that.
+    /// Registers from one dma-buf for each range; from one for each physical segment where the
+    /// driver or the NIC refuses that.
     ///
     /// # Safety
     /// As [`ProviderDomain::register`], for the ranges of the request.
@@ -320,7 +326,8 @@ pub(super) struct Trial<'a> {
     pub(super) may_pass: bool,
     /// Whether no other way needs to be tried.
     pub(super) request_refused: bool,
-    /// Whether the driver does not export under the mapping that every driver has: no other mapping is at fault then.
+    /// Whether the driver does not export under the mapping that every driver has: no other
+    /// mapping is at fault then.
     default_lacking: bool,
     /// How the segments lie in the way that worked, where a range has several.
     pub(super) spread: Option<Spread>,
@@ -476,7 +483,8 @@ impl<'a> Trial<'a> {
         self.attempts.extend(also);
     }
 
-    /// The driver exports under no mapping: the cause of that is the cause of what was said of another mapping before.
+    /// The driver exports under no mapping: the cause of that is the cause of what was said of
+    /// another mapping before.
     fn default_lacks(&mut self, cause: Option<&'static Cause>) {
         self.default_lacking = true;
         for attempt in &mut self.attempts {

@@ -1,38 +1,39 @@
 //! How a message is cut into chunks.
 
-/// The longest chunk is this part of a message: where engine and wire are equally fast, one of them is idle for as long as
-/// the longest chunk takes.
+/// The longest chunk is this part of a message: where engine and wire are equally fast, one of them
+/// is idle for as long as the longest chunk takes.
 const CHUNKS: u64 = 16;
-/// What a chunk has at least, where buffers hold it and so much is left: below, starting the copies would cost more than is won.
+/// What a chunk has at least, where buffers hold it and so much is left: below, starting the copies
+/// would cost more than is won.
 const SHORTEST: u64 = 128 << 10;
 /// A rest of this length is not worth a copy of its own.
 const WORTHLESS: u64 = SHORTEST / 2;
 /// Chunks begin at multiples of this, where buffers hold it.
 const ALIGN: u64 = 4096;
 
-/// How a message is cut into chunks.
+/// Plan by which a message is cut into chunks.
 ///
-/// What does not overlap is the first chunk on its first way and the last one on its last, so that those are short; the rest
-/// are long, since each copy has a price. In between a chunk is no longer than all before it, nor than all behind it:
-/// while it takes one of its ways, others are on the other way, which may be half as fast.
+/// What does not overlap is the first chunk on its first way and the last one on its last, so that
+/// those are short; the rest are long, since each copy has a price. In between a chunk is no longer
+/// than all before it, nor than all behind it: while it takes one of its ways, others are on the
+/// other way, which may be half as fast.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Cut {
+pub struct Cut {
     pub(super) len: u64,
     shortest: u64,
     longest: u64,
 }
 
 impl Cut {
-    /// A message of `len` bytes, in chunks of which each has room in a buffer of `slot_len` bytes.
-    pub(crate) fn chunks(len: u64, slot_len: u64) -> Self {
+    /// Plans a message of `len` bytes in chunks that fit into buffers of `slot_len` bytes.
+    pub fn chunks(len: u64, slot_len: u64) -> Self {
         let even = len.div_ceil(CHUNKS).next_multiple_of(ALIGN);
         let longest = even.max(SHORTEST + WORTHLESS);
         Self { len, shortest: SHORTEST.min(slot_len), longest: longest.min(slot_len) }
     }
 
-    /// A message of `len` bytes in one piece.
-    #[cfg(feature = "verbs")]
-    pub(crate) const fn whole(len: u64) -> Self {
+    /// Plans a message of `len` bytes as one chunk.
+    pub const fn whole(len: u64) -> Self {
         Self { len, shortest: len, longest: len }
     }
 

@@ -1,5 +1,5 @@
-//! The host memory of a pool: one mapping, of huge pages where the machine has them free, near the NIC where it is known
-//! where that is.
+//! The host memory of a pool: one mapping, of huge pages where the machine has them free, near the
+//! NIC where it is known where that is.
 
 use std::ptr;
 
@@ -49,7 +49,8 @@ impl Memory {
         if huge_wanted {
             memory.advise(Advice::LinuxHugepage, "huge pages");
         }
-        // A child would get the pages at its first write, and we others: what the NIC has pinned must stay ours (MON-06).
+        // A child would get the pages at its first write, and we others: what the NIC has pinned
+        // must stay ours (MON-06).
         memory.advise(Advice::LinuxDontFork, "keeping from children");
         if let Some(node) = node {
             memory.prefer(node);

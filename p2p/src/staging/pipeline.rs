@@ -1,9 +1,10 @@
 //! One message on its way through staging buffers, chunk by chunk.
 //!
-//! A chunk is filled from the device (where the message comes from there), handed to the wire, and drained into the
-//! device (where it goes there). Chunks go to the wire in the order of the message; several are under way at a time, each
-//! where it happens to be. A failure anywhere begins nothing more and lets what is under way end, so that no copy and no
-//! request uses a buffer that was given back.
+//! A chunk is filled from the device (where the message comes from there), handed to the wire, and
+//! drained into the device (where it goes there). Chunks go to the wire in the order of the
+//! message; several are under way at a time, each where it happens to be. A failure anywhere begins
+//! nothing more and lets what is under way end, so that no copy and no request uses a buffer that
+//! was given back.
 
 use std::{collections::VecDeque, ops::Deref};
 
@@ -23,65 +24,57 @@ const MOST: usize = 64;
 
 /// A run of bytes of a message that lies in staged memory.
 #[derive(Debug)]
-pub(crate) struct Run<M> {
-    /// Where in the message.
-    pub(crate) at: u64,
-    /// Bytes, more than 0.
-    pub(crate) len: u64,
-    pub(crate) memory: M,
-    /// Where in the memory.
-    pub(crate) offset: u64,
+pub struct Run<M> {
+    /// Offset of the run in the message.
+    pub at: u64,
+    /// Length in bytes, more than 0.
+    pub len: u64,
+    /// Memory that the bytes are copied from or to.
+    pub memory: M,
+    /// Offset of the run in the memory.
+    pub offset: u64,
 }
 
-/// Where a transfer failed.
+/// Part of a staged transfer in which it failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Part {
-    /// Copying from the memory that it comes from.
+pub enum Part {
+    /// The copy from the source memory into a staging buffer.
     Source,
-    /// Between the two, or because it was given up.
+    /// The transfer on the wire. A canceled transfer fails here too.
     Wire,
-    /// Copying into the memory that it goes to.
+    /// The copy from a staging buffer into the target memory.
     Target,
 }
 
-/// What became of a chunk that was handed to the wire.
+/// Answer of the wire to a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Posted {
-    /// Its bytes are where they go.
+pub enum Posted {
+    /// The wire has moved the bytes.
     Done,
-    /// They will be: [`Pipeline::landed`] says when.
-    #[cfg_attr(
-        not(feature = "verbs"),
-        allow(dead_code, reason = "the software NIC's wire is a copy")
-    )]
+    /// The wire has accepted the chunk. The caller reports its end to [`Pipeline::landed`].
     Sent,
-    /// There is no room: try again later.
-    #[cfg_attr(
-        not(feature = "verbs"),
-        allow(dead_code, reason = "the software NIC's wire is a copy")
-    )]
+    /// The wire has no room. The pipeline offers the chunk again at a later step.
     Full,
 }
 
-/// A chunk as the wire sees it.
+/// Chunk that is offered to the wire.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct View<'a> {
-    /// By which [`Pipeline::landed`] knows it.
-    #[cfg_attr(
-        not(feature = "verbs"),
-        allow(dead_code, reason = "the software NIC's wire is a copy")
-    )]
-    pub(crate) number: u64,
-    /// Where in the message.
-    pub(crate) at: u64,
-    pub(crate) len: u64,
+pub struct View<'a> {
+    /// Number of the chunk, which [`Pipeline::landed`] takes.
+    pub number: u64,
+    /// Offset of the chunk in the message.
+    pub at: u64,
+    /// Length in bytes.
+    pub len: u64,
     slots: Option<&'a Slots>,
 }
 
 impl View<'_> {
-    /// Where the buffers have `len` bytes of the message from `at` on, which lie in this chunk: address, place in the
-    /// message, length.
-    pub(crate) fn parts(&self, at: u64, len: u64) -> impl Iterator<Item = (Address, u64, u64)> {
+    /// Returns the staging buffers that hold `len` bytes of the message from offset `at`.
+    ///
+    /// Each item is an address, an offset in the message and a length. The bytes lie within this
+    /// chunk.
+    pub fn parts(&self, at: u64, len: u64) -> impl Iterator<Item = (Address, u64, u64)> {
         let start = self.at;
         self.slots
             .into_iter()
@@ -110,9 +103,11 @@ struct Chunk {
     slots: Option<Slots>,
 }
 
-/// A message under way. Before it is dropped its requests on the wire have ended; dropping it waits for its copies.
+/// Staged transfer of one message.
+///
+/// The owner drops it after the chunks on the wire have ended. Dropping it waits for its copies.
 #[derive(Debug)]
-pub(crate) struct Pipeline<M> {
+pub struct Pipeline<M> {
     sources: Vec<Run<M>>,
     targets: Vec<Run<M>>,
     cut: Cut,
@@ -124,14 +119,17 @@ pub(crate) struct Pipeline<M> {
     granted: Option<Slots>,
     moved: u64,
     failure: Option<(Part, Error)>,
-    /// Copies are waited for where they begin: for messages of one chunk, where nothing can overlap.
+    /// Copies are waited for where they begin: for messages of one chunk, where nothing can
+    /// overlap.
     waits: bool,
 }
 
 impl<M> Pipeline<M> {
-    /// A message of more than 0 bytes, which is cut as said. `sources` and `targets` are those of its bytes that come from,
-    /// and go to, staged memory, in the order of the message.
-    pub(crate) fn new(
+    /// Creates the transfer of a message of at least one byte, in the chunks of `cut`.
+    ///
+    /// `sources` and `targets` name the bytes that come from and go to staged memory, in the order
+    /// of the message.
+    pub fn new(
         claim: Claim,
         purpose: Use,
         cut: Cut,
@@ -154,42 +152,39 @@ impl<M> Pipeline<M> {
         }
     }
 
-    /// Whether nothing is under way and nothing more will be.
-    pub(crate) fn is_over(&self) -> bool {
+    /// Returns true once no chunk is in flight and none will follow.
+    pub fn is_over(&self) -> bool {
         self.chunks.is_empty() && (self.failure.is_some() || self.begun == self.cut.len)
     }
 
-    /// How it ended.
-    pub(crate) fn result(&mut self) -> Result<u64, (Part, Error)> {
+    /// Takes the outcome: the bytes moved, or the first failure.
+    pub fn result(&mut self) -> Result<u64, (Part, Error)> {
         match self.failure.take() {
             Some(failure) => Err(failure),
             None => Ok(self.moved),
         }
     }
 
-    /// Gives it up: nothing more begins.
-    pub(crate) fn fail(&mut self, part: Part, error: Error) {
+    /// Fails the transfer: no further chunk begins, and the first failure is kept.
+    pub fn fail(&mut self, part: Part, error: Error) {
         self.failure.get_or_insert((part, error));
         // Whoever waits behind it for buffers need not wait any longer.
         self.claim = Claim::new(self.claim.pool());
         self.granted = None;
     }
 
-    /// Whether it failed; what is under way may go on for a while.
-    #[cfg(feature = "verbs")]
-    pub(crate) fn has_failed(&self) -> bool {
+    /// Returns whether the transfer failed. Chunks may still be in flight.
+    pub fn has_failed(&self) -> bool {
         self.failure.is_some()
     }
 
-    /// Whether it takes no more buffers.
-    #[cfg(feature = "verbs")]
-    pub(crate) fn has_begun(&self) -> bool {
+    /// Returns true once the transfer takes no further buffer.
+    pub fn has_begun(&self) -> bool {
         self.failure.is_some() || self.begun == self.cut.len
     }
 
-    /// Changes what further buffers are taken for.
-    #[cfg(feature = "verbs")]
-    pub(crate) fn set_purpose(&mut self, purpose: Use) {
+    /// Sets the use under which the pool counts further buffers.
+    pub fn set_purpose(&mut self, purpose: Use) {
         if self.purpose != purpose {
             self.purpose = purpose;
             // Its place in the queue was for the other.
@@ -197,22 +192,21 @@ impl<M> Pipeline<M> {
         }
     }
 
-    /// Whether all of it was handed to the wire, or will not be.
-    #[cfg(feature = "verbs")]
-    pub(crate) fn is_posted(&self) -> bool {
+    /// Returns true once the wire has every chunk, or the transfer failed.
+    pub fn is_posted(&self) -> bool {
         let waits = |chunk: &Chunk| matches!(chunk.stage, Stage::Filling | Stage::Ready);
         self.failure.is_some() || (self.begun == self.cut.len && !self.chunks.iter().any(waits))
     }
 
-    /// The memories that it copies from and to.
-    #[cfg(feature = "verbs")]
-    pub(crate) fn memories(&self) -> impl Iterator<Item = &M> {
+    /// Returns the memories that the transfer copies from and to.
+    pub fn memories(&self) -> impl Iterator<Item = &M> {
         self.sources.iter().chain(&self.targets).map(|run| &run.memory)
     }
 
-    /// The end of a chunk on the wire: the bytes that were moved, which for a message that was received may be fewer.
-    #[cfg(feature = "verbs")]
-    pub(crate) fn landed(&mut self, number: u64, result: Result<u64>) {
+    /// Reports that chunk `number` left the wire, and how many bytes were moved.
+    ///
+    /// A received message may be shorter than its chunk.
+    pub fn landed(&mut self, number: u64, result: Result<u64>) {
         let is_it = |chunk: &&mut Chunk| chunk.number == number && chunk.stage == Stage::OnWire;
         let Some(chunk) = self.chunks.iter_mut().find(is_it) else { return };
         match result {
@@ -227,9 +221,8 @@ impl<M> Pipeline<M> {
         }
     }
 
-    /// Waits for the copies of a transfer that was given up, and lets go of what is not on the wire.
-    #[cfg(feature = "verbs")]
-    pub(crate) fn stop(&mut self) {
+    /// Waits for the copies of a failed transfer and releases every chunk that is not on the wire.
+    pub fn stop(&mut self) {
         self.wait_for_copies();
         self.retire();
     }
@@ -280,8 +273,8 @@ impl<M> Pipeline<M> {
         progressed
     }
 
-    /// Hands filled chunks to the wire, in order: all that it takes, or one where it carries them while it is asked, as the
-    /// copy engine would have nothing to do meanwhile.
+    /// Hands filled chunks to the wire, in order: all that it takes, or one where it carries them
+    /// while it is asked, as the copy engine would have nothing to do meanwhile.
     fn post(&mut self, wire: &mut impl FnMut(View<'_>) -> Result<Posted>) -> bool {
         let mut progressed = false;
         let mut failed = None;
@@ -350,13 +343,15 @@ where
     M: Deref<Target = D>,
     D: StagedMemory + ?Sized,
 {
-    /// Does what can be done now; whether that was anything. Without `may_begin` it takes no buffers.
-    pub(crate) fn step(
+    /// Does what can be done now; whether that was anything. Without `may_begin` it takes no
+    /// buffers.
+    pub fn step(
         &mut self,
         may_begin: bool,
         wire: &mut impl FnMut(View<'_>) -> Result<Posted>,
     ) -> bool {
-        // The wire comes last: it may keep us, and the copy engine then has all the work that there is for it.
+        // The wire comes last: it may keep us, and the copy engine then has all the work that there
+        // is for it.
         let mut progressed = self.settle();
         progressed |= self.drain();
         progressed |= self.settle();
@@ -368,8 +363,15 @@ where
         progressed
     }
 
-    /// Runs it to its end. A wire that says [`Posted::Sent`] or [`Posted::Full`] is none for this.
-    pub(crate) fn run(
+    /// Runs the transfer to its end on the calling thread.
+    ///
+    /// `wire` must move each chunk before it returns: it never answers [`Posted::Sent`] or
+    /// [`Posted::Full`]. The transfer fails with the error that `canceled` returns.
+    ///
+    /// # Errors
+    ///
+    /// The first failure, and the part of the transfer in which it happened.
+    pub fn run(
         mut self,
         canceled: impl Fn() -> Option<Error>,
         mut wire: impl FnMut(View<'_>) -> Result<Posted>,
@@ -487,7 +489,8 @@ where
     }
 }
 
-/// The parts of runs that lie in `len` bytes of the message from `at` on: the run, where in the message, bytes.
+/// The parts of runs that lie in `len` bytes of the message from `at` on: the run, where in the
+/// message, bytes.
 fn overlaps<M>(runs: &[Run<M>], at: u64, len: u64) -> impl Iterator<Item = (&Run<M>, u64, u64)> {
     let end = at + len;
     let first = runs.partition_point(|run| run.at + run.len <= at);
@@ -503,7 +506,8 @@ enum Direction {
     Drain,
 }
 
-/// Starts the copies between a run and the buffers of the chunk that begins at `base` in the message.
+/// Starts the copies between a run and the buffers of the chunk that begins at `base` in the
+/// message.
 fn start_copies<M, D>(
     run: &Run<M>,
     (start, len): (u64, u64),
@@ -521,10 +525,11 @@ where
         let at = run.offset + (base + offset - run.at);
         let pointer: *mut u8 = std::ptr::with_exposed_provenance_mut(address.0 as usize);
         let copy: Box<dyn CopyEvent> = match (direction, waits) {
-            // SAFETY: the buffer is the chunk's own until it is given back, which is after its copies ended; it is
-            // mapped as long as its pool, which it holds.
+            // SAFETY: the buffer is the chunk's own until it is given back, which is after its
+            // copies ended; it is mapped as long as its pool, which it holds.
             (Direction::Fill, false) => unsafe { run.memory.start_read(at, address, len) }?,
-            // SAFETY: as above; nothing writes to it meanwhile, since its request on the wire has ended.
+            // SAFETY: as above; nothing writes to it meanwhile, since its request on the wire has
+            // ended.
             (Direction::Drain, false) => unsafe { run.memory.start_write(at, address, len) }?,
             (Direction::Fill, true) => {
                 // SAFETY: as above, and zeroed when it was mapped.

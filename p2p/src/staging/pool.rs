@@ -1,9 +1,11 @@
-//! The staging buffers of a domain: a fixed number, handed out in the order in which they were asked for.
+//! The staging buffers of a domain: a fixed number, handed out in the order in which they were
+//! asked for.
 //!
-//! Who finds too few takes a place in the queue and gets its buffers when those before it have theirs. A chunk of an RMA
-//! transfer takes one and gives it back without needing another, so that those never wait for one another in a circle.
-//! A message that the NIC needs whole takes all its buffers at once and keeps them until the peer plays its part; receives
-//! and sends are therefore limited to a share each, and the rest is always there for RMA.
+//! Who finds too few takes a place in the queue and gets its buffers when those before it have
+//! theirs. A chunk of an RMA transfer takes one and gives it back without needing another, so that
+//! those never wait for one another in a circle. A message that the NIC needs whole takes all its
+//! buffers at once and keeps them until the peer plays its part; receives and sends are therefore
+//! limited to a share each, and the rest is always there for RMA.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -12,24 +14,20 @@ use parking_lot::{Condvar, Mutex};
 
 use super::memory::Memory;
 
-/// What a buffer is taken for.
+/// Purpose for which a staging buffer is taken. Each has a share of the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(
-    not(feature = "verbs"),
-    allow(dead_code, reason = "the software NIC matches a message before it takes buffers for it")
-)]
-pub(crate) enum Use {
-    /// A chunk of a write or read, or of anything that no peer can hold up.
+pub enum Use {
+    /// A chunk of an RMA transfer, or of another transfer that no peer can delay.
     Rma,
-    /// A whole message to send.
+    /// A whole outgoing message.
     Send,
-    /// Room for a whole message.
+    /// A whole incoming message.
     Receive,
 }
 
-/// A pool.
+/// Staging buffers of one domain.
 #[derive(Debug)]
-pub(crate) struct Pool {
+pub struct Pool {
     memory: Memory,
     attr: StagingAttr,
     stride: usize,
@@ -54,8 +52,12 @@ struct Waiting {
 }
 
 impl Pool {
-    /// Allocates the buffers, near `node` where that is known.
-    pub(crate) fn new(attr: StagingAttr, node: Option<u32>) -> Result<Arc<Self>> {
+    /// Allocates the buffers, on the NUMA node `node` if it is given.
+    ///
+    /// # Errors
+    ///
+    /// `InvalidArgument` for bad sizes, and the operating system's error if it has no memory.
+    pub fn new(attr: StagingAttr, node: Option<u32>) -> Result<Arc<Self>> {
         attr.check()?;
         // Buffers begin at cache lines; those of a page or more at pages.
         let align =
@@ -67,23 +69,23 @@ impl Pool {
         Ok(Arc::new(Self { memory, attr, stride, state, given_back: Condvar::new() }))
     }
 
-    /// All of its memory: what a NIC registers.
-    pub(crate) fn range(&self) -> AddressRange {
+    /// Returns the memory of all buffers, which a NIC registers as one range.
+    pub fn range(&self) -> AddressRange {
         self.memory.range()
     }
 
-    /// Bytes of a buffer.
-    pub(crate) fn slot_len(&self) -> u64 {
+    /// Returns the length of a buffer in bytes.
+    pub fn slot_len(&self) -> u64 {
         self.attr.chunk as u64
     }
 
-    /// Buffers in use.
-    pub(crate) fn held(&self) -> u64 {
+    /// Returns the number of buffers in use.
+    pub fn held(&self) -> u64 {
         self.state.lock().held.iter().sum::<usize>() as u64
     }
 
-    /// The buffers that a use may hold at once.
-    pub(crate) fn share(&self, purpose: Use) -> usize {
+    /// Returns how many buffers a use may hold at once.
+    pub fn share(&self, purpose: Use) -> usize {
         let all = self.attr.slots;
         match purpose {
             Use::Rma => all,
@@ -136,29 +138,33 @@ impl Pool {
     }
 }
 
-/// A place in the queue for buffers; given up when it is dropped.
+/// Request for staging buffers. Dropping it leaves the queue.
 #[derive(Debug)]
-pub(crate) struct Claim {
+pub struct Claim {
     pool: Arc<Pool>,
     number: Option<u64>,
 }
 
 impl Claim {
-    pub(crate) fn new(pool: &Arc<Pool>) -> Self {
+    /// Creates a claim that has no place in the queue yet.
+    pub fn new(pool: &Arc<Pool>) -> Self {
         Self { pool: Arc::clone(pool), number: None }
     }
 
-    pub(crate) fn pool(&self) -> &Arc<Pool> {
+    /// Returns the pool.
+    pub fn pool(&self) -> &Arc<Pool> {
         &self.pool
     }
 
-    /// Takes `want` buffers, which are within the share of their use, or a place in the queue.
-    pub(crate) fn take(&mut self, want: usize, purpose: Use) -> Option<Slots> {
+    /// Takes `want` buffers, or joins the queue and returns `None`.
+    ///
+    /// `want` must not exceed the share of `purpose`.
+    pub fn take(&mut self, want: usize, purpose: Use) -> Option<Slots> {
         self.pool.take(&mut self.pool.state.lock(), &mut self.number, want, purpose)
     }
 
-    /// Waits for them.
-    pub(crate) fn wait(&mut self, want: usize, purpose: Use) -> Slots {
+    /// Waits for `want` buffers and takes them.
+    pub fn wait(&mut self, want: usize, purpose: Use) -> Slots {
         let mut state = self.pool.state.lock();
         loop {
             if let Some(slots) = self.pool.take(&mut state, &mut self.number, want, purpose) {
@@ -178,17 +184,19 @@ impl Drop for Claim {
     }
 }
 
-/// Buffers in use, addressed as one run of bytes; given back when dropped.
+/// Staging buffers in use, addressed as one run of bytes. Dropping them returns them to the pool.
 #[derive(Debug)]
-pub(crate) struct Slots {
+pub struct Slots {
     pool: Arc<Pool>,
     purpose: Use,
     list: Vec<u32>,
 }
 
 impl Slots {
-    /// Where the bytes from `offset` on are, cut where buffers end: address, offset, length.
-    pub(crate) fn parts(&self, offset: u64, len: u64) -> impl Iterator<Item = (Address, u64, u64)> {
+    /// Returns the pieces of the bytes from `offset` on: address, offset and length of each.
+    ///
+    /// A piece ends where its buffer ends.
+    pub fn parts(&self, offset: u64, len: u64) -> impl Iterator<Item = (Address, u64, u64)> {
         let slot_len = self.pool.slot_len();
         let (mut at, end) = (offset, offset + len);
         std::iter::from_fn(move || {
@@ -245,8 +253,9 @@ mod tests {
         }
     }
 
+    /// BNC-02
     #[test]
-    fn bnc_02_who_asked_first_is_served_first_and_a_place_can_be_given_up() {
+    fn requests_for_buffers_are_served_in_order_and_can_be_withdrawn() {
         let pool = pool(8, 2);
         let (mut a, mut b, mut c) = (Claim::new(&pool), Claim::new(&pool), Claim::new(&pool));
         let held = a.take(2, Use::Rma).unwrap();
@@ -261,8 +270,9 @@ mod tests {
         assert_eq!(pool.held(), 0);
     }
 
+    /// BNC-02
     #[test]
-    fn bnc_02_messages_that_wait_for_peers_leave_buffers_for_rma() {
+    fn messages_that_wait_for_peers_leave_buffers_for_rma() {
         for slots in 1..20 {
             let pool = pool(8, slots);
             let mut held = Vec::new();

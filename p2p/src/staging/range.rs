@@ -9,6 +9,17 @@ use hmem_core::{
 };
 
 /// A range of an iface that is reached through its copy engine.
+///
+/// It copies without `unsafe`, so making one needs it:
+///
+/// ```compile_fail,E0133
+/// # use std::sync::Arc;
+/// # use hmem_core::{AddressRange, Iface};
+/// # use hmem_p2p::staging::StagedRange;
+/// fn stage(iface: Arc<dyn Iface>, range: AddressRange) -> StagedRange {
+///     StagedRange::new(iface, range)
+/// }
+/// ```
 #[derive(Debug)]
 pub struct StagedRange {
     iface: Arc<dyn Iface>,
@@ -19,8 +30,12 @@ pub struct StagedRange {
 
 impl StagedRange {
     /// Stages `range`, which belongs to `iface`.
+    ///
+    /// # Safety
+    /// The memory is not freed before the last use of the value, and no Rust reference to it exists
+    /// until then.
     #[must_use]
-    pub fn new(iface: Arc<dyn Iface>, range: AddressRange) -> Self {
+    pub unsafe fn new(iface: Arc<dyn Iface>, range: AddressRange) -> Self {
         let engine = iface.capability().async_copy;
         Self { iface, range, engine }
     }
@@ -52,14 +67,15 @@ impl StagedRange {
 impl StagedMemory for StagedRange {
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let from = self.at(offset, into.len() as u64)?;
-        // SAFETY: `into` is exclusively borrowed for its whole length; `from` lies in memory of the iface, which
-        // checks it.
+        // SAFETY: `into` is exclusively borrowed for its whole length; `from` lies in the range,
+        // which the caller of `new` keeps allocated.
         unsafe { self.iface.copy(Address::of_ptr(into.as_mut_ptr()), from, into.len() as u64) }
     }
 
     fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let to = self.at(offset, from.len() as u64)?;
-        // SAFETY: `from` is readable for its whole length; `to` lies in memory of the iface, which checks it.
+        // SAFETY: `from` is readable for its whole length; `to` lies in the range, which the caller
+        // of `new` keeps allocated.
         unsafe { self.iface.copy(to, Address::of_ptr(from.as_ptr()), from.len() as u64) }
     }
 
@@ -70,7 +86,8 @@ impl StagedMemory for StagedRange {
         len: u64,
     ) -> Result<Box<dyn CopyEvent>> {
         let from = self.at(offset, len)?;
-        // SAFETY: the caller vouches for `into`; `from` lies in memory of the iface, which checks it.
+        // SAFETY: the caller vouches for `into`; `from` lies in the range, which the caller of
+        // `new` keeps allocated.
         unsafe { self.start(into, from, len) }
     }
 
@@ -81,7 +98,8 @@ impl StagedMemory for StagedRange {
         len: u64,
     ) -> Result<Box<dyn CopyEvent>> {
         let to = self.at(offset, len)?;
-        // SAFETY: the caller vouches for `from`; `to` lies in memory of the iface, which checks it.
+        // SAFETY: the caller vouches for `from`; `to` lies in the range, which the caller of `new`
+        // keeps allocated.
         unsafe { self.start(to, from, len) }
     }
 }

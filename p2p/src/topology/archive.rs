@@ -7,12 +7,13 @@ use std::{
 };
 
 use flate2::{Compression, GzBuilder, read::GzDecoder};
-use hmem_core::{Error, ErrorKind, Result};
+use hmem_core::{Errno, Error, ErrorKind, Result};
 use tar::{EntryType, Header};
 
 use super::source::{Entry, LARGEST_FILE};
 
-/// Bytes of an archive once unpacked. A recording of a large server has less than one hundredth of this.
+/// Bytes of an archive once unpacked. A recording of a large server has less than one hundredth of
+/// this.
 const LARGEST_ARCHIVE: u64 = 64 << 20;
 const MOST_ENTRIES: usize = 1 << 17;
 const GZIP: [u8; 2] = [0x1f, 0x8b];
@@ -47,7 +48,8 @@ pub(super) fn unpack(name: &str, mut bytes: impl Read) -> Result<BTreeMap<String
         return Err(damaged(name, "not a tar archive, or cut off before its end"));
     }
     let mut entries = BTreeMap::new();
-    // What can seek is not skipped by reading: the crate zeroes a large buffer for that, at each entry.
+    // What can seek is not skipped by reading: the crate zeroes a large buffer for that, at each
+    // entry.
     let mut archive = tar::Archive::new(Cursor::new(&tar));
     for entry in archive.entries_with_seek().map_err(|error| damaged(name, error))? {
         let mut entry = entry.map_err(|error| damaged(name, error))?;
@@ -112,8 +114,17 @@ fn below_top_folder(entries: BTreeMap<String, Entry>) -> BTreeMap<String, Entry>
     entries.into_iter().map(|(path, entry)| (path[top.len()..].to_owned(), entry)).collect()
 }
 
-/// Packs entries into a tar with gzip. The same entries give the same bytes: no times, owners or names of this machine.
-pub(super) fn pack(entries: &BTreeMap<String, Entry>, out: impl Write) -> io::Result<()> {
+/// Packs entries into a tar with gzip. The same entries give the same bytes: no times, owners or
+/// names of this machine.
+pub(super) fn pack(entries: &BTreeMap<String, Entry>, out: impl Write) -> Result<()> {
+    write(entries, out).map_err(|error| {
+        Error::os(Errno::of(&error), "write recording")
+            .caused_by(error)
+            .remedy("write it where there is room")
+    })
+}
+
+fn write(entries: &BTreeMap<String, Entry>, out: impl Write) -> io::Result<()> {
     let gzip = GzBuilder::new().mtime(0).write(out, Compression::best());
     let mut tar = tar::Builder::new(gzip);
     for (path, entry) in entries {

@@ -1,6 +1,7 @@
 //! Base address registers: how much of a device's memory its peers can reach.
 
-/// A base address register cannot size more: addresses have 64 bits, and no bus has more than 52 of them.
+/// A base address register cannot size more: addresses have 64 bits, and no bus has more than 52 of
+/// them.
 const LARGEST_BAR: u64 = 1 << 52;
 
 /// A base address register.
@@ -23,8 +24,8 @@ const PORTS: u64 = 0x100;
 const PREFETCH: u64 = 0x2000;
 const WIDE: u64 = 0x10_0000;
 
-/// `resource`: start, end and flags of each register, one a line (`linux/ioport.h`). Lines past the sixth register and
-/// the ROM are windows of bridges.
+/// `resource`: start, end and flags of each register, one a line (`linux/ioport.h`). Lines past the
+/// sixth register and the ROM are windows of bridges.
 pub(super) fn read(text: &str) -> Result<Vec<Bar>, String> {
     let mut bars = Vec::new();
     for (index, line) in text.lines().take(7).enumerate() {

@@ -1,4 +1,5 @@
-//! Where a PCI function is plugged in: the one name of a device that no environment variable renumbers.
+//! Where a PCI function is plugged in: the one name of a device that no environment variable
+//! renumbers.
 
 use std::{fmt, str::FromStr};
 
@@ -6,9 +7,9 @@ use hmem_core::{Error, ErrorKind};
 
 /// The address of a PCI function: domain, bus, device, function.
 ///
-/// Ordinals of GPUs change with `CUDA_VISIBLE_DEVICES` and its like; this does not. It reads what sysfs
-/// (`0000:07:00.0`), CUDA (`00000000:07:00.0`, upper or lower case) and `lspci` (`07:00.0`, domain 0) write, and prints
-/// what sysfs writes.
+/// Ordinals of GPUs change with `CUDA_VISIBLE_DEVICES` and its like; this does not. It reads what
+/// sysfs (`0000:07:00.0`), CUDA (`00000000:07:00.0`, upper or lower case) and `lspci` (`07:00.0`,
+/// domain 0) write, and prints what sysfs writes.
 ///
 /// ```
 /// use hmem_p2p::topology::BusId;

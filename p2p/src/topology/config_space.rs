@@ -1,8 +1,9 @@
-//! PCI configuration space, as far as paths depend on it: the kind of port, and Access Control Services.
+//! PCI configuration space, as far as paths depend on it: the kind of port, and Access Control
+//! Services.
 //!
-//! Offsets and bits are those of `linux/pci_regs.h` and of the PCI Express base specification (7.5.3 for the port type,
-//! 7.7.11 for ACS). Both capabilities lie past the first 64 bytes, which is all that Linux shows to a process without
-//! `CAP_SYS_ADMIN`.
+//! Offsets and bits are those of `linux/pci_regs.h` and of the PCI Express base specification
+//! (7.5.3 for the port type, 7.7.11 for ACS). Both capabilities lie past the first 64 bytes, which
+//! is all that Linux shows to a process without `CAP_SYS_ADMIN`.
 
 use std::fmt;
 
@@ -41,10 +42,12 @@ impl fmt::Display for Port {
     }
 }
 
-/// Access Control Services of a port: whether it sends traffic between devices below it up to the root complex.
+/// Access Control Services of a port: whether it sends traffic between devices below it up to the
+/// root complex.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Acs {
-    /// Configuration space ends where the capability could begin (64 bytes): read it with `CAP_SYS_ADMIN`.
+    /// Configuration space ends where the capability could begin (64 bytes): read it with
+    /// `CAP_SYS_ADMIN`.
     Unreadable,
     /// The function has no such capability.
     Absent,

@@ -102,8 +102,9 @@ const AMD: u16 = 0x1002;
 const INTEL: u16 = 0x8086;
 
 impl PciDevice {
-    /// What it is to this library: GPUs are display controllers (03xx) of NVIDIA, AMD and Intel, so that a
-    /// management controller's VGA is none; processing accelerators are 12xx of any vendor.
+    /// What it is to this library: GPUs are display controllers (03xx) of NVIDIA, AMD and Intel, so
+    /// that a management controller's VGA is none; processing accelerators are 12xx of any
+    /// vendor.
     #[must_use]
     pub const fn role(&self) -> Role {
         match (self.class >> 16, self.vendor) {
@@ -120,7 +121,8 @@ impl PciDevice {
         self.class >> 8 == 0x0604
     }
 
-    /// The largest memory BAR in bytes: what a peer can reach of the device's memory at once; 0 without any.
+    /// The largest memory BAR in bytes: what a peer can reach of the device's memory at once; 0
+    /// without any.
     #[must_use]
     pub fn largest_bar(&self) -> u64 {
         self.bars
@@ -166,8 +168,8 @@ pub(super) struct Place {
 
 /// Reads a path such as `sys/devices/pci0000:00/0000:00:01.0/0000:07:00.0/infiniband/mlx5_0`.
 ///
-/// What is ahead of the host bridge does not count: a platform device, a hypervisor's bus, or the function that a volume
-/// management device (Intel VMD) puts a PCI domain of its own behind.
+/// What is ahead of the host bridge does not count: a platform device, a hypervisor's bus, or the
+/// function that a volume management device (Intel VMD) puts a PCI domain of its own behind.
 pub(super) fn place(path: &str) -> Option<Place> {
     let parts: Vec<_> = path.split('/').collect();
     let at = parts.iter().rposition(|part| RootBus::read(part).is_some())?;
@@ -257,8 +259,8 @@ fn check_bridges(source: &Source, devices: &BTreeMap<BusId, PciDevice>) -> Resul
     Ok(())
 }
 
-/// What configuration space does not tell, the place in the tree does: bridges in turn are root port, upstream port,
-/// downstream port, upstream port and so on.
+/// What configuration space does not tell, the place in the tree does: bridges in turn are root
+/// port, upstream port, downstream port, upstream port and so on.
 fn infer_ports(devices: &mut BTreeMap<BusId, PciDevice>) {
     let mut order: Vec<_> =
         devices.values().map(|device| (device.bridges.len(), device.bus_id)).collect();

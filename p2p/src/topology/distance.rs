@@ -187,8 +187,8 @@ impl Topology {
         self.device(id).map(|device| device.port)
     }
 
-    /// Ports below the meeting point decide: a request that one of them redirects goes up to the root complex. What goes
-    /// there anyway is not redirected (as in `drivers/pci/p2pdma.c`).
+    /// Ports below the meeting point decide: a request that one of them redirects goes up to the
+    /// root complex. What goes there anyway is not redirected (as in `drivers/pci/p2pdma.c`).
     fn redirection(&self, distance: Distance, up: &[BusId], down: &[BusId]) -> Redirection {
         if !matches!(distance, Distance::Pix | Distance::Pxb) {
             return Redirection::None;
@@ -210,7 +210,8 @@ impl Topology {
         }
     }
 
-    /// The RDMA NICs with a PCI address, nearest to `device` first; of two as near, the one with fewer hops.
+    /// The RDMA NICs with a PCI address, nearest to `device` first; of two as near, the one with
+    /// fewer hops.
     ///
     /// Nothing where `device` is not here or no NIC has a PCI address.
     #[must_use]
@@ -218,8 +219,8 @@ impl Topology {
         self.by_distance(device, self.rdma.iter().filter_map(|rdma| rdma.bus_id))
     }
 
-    /// The RDMA NICs that are nearest to `device`: those of [`nics_by_distance`](Self::nics_by_distance) with the first
-    /// one's distance.
+    /// The RDMA NICs that are nearest to `device`: those of
+    /// [`nics_by_distance`](Self::nics_by_distance) with the first one's distance.
     #[must_use]
     pub fn nearest_nics(&self, device: BusId) -> Vec<(BusId, PciPath)> {
         nearest(self.nics_by_distance(device))

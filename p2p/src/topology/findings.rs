@@ -28,10 +28,12 @@ const PEER_MEMORY: &str =
     "load nvidia_peermem, or install the driver's open kernel modules, which export dma-bufs";
 
 impl Topology {
-    /// What stands in the way of `device` and `nic`, worst first; nothing where one of them is not here.
+    /// What stands in the way of `device` and `nic`, worst first; nothing where one of them is not
+    /// here.
     ///
-    /// `memory` is how much the device has, in bytes, where that is known: a BAR that is smaller shows only part of it.
-    /// Whether direct access works all the same, only a registration tells.
+    /// `memory` is how much the device has, in bytes, where that is known: a BAR that is smaller
+    /// shows only part of it. Whether direct access works all the same, only a registration
+    /// tells.
     #[must_use]
     pub fn findings(&self, device: BusId, nic: BusId, memory: Option<u64>) -> Vec<Finding> {
         let (Some(path), Some(gpu), Some(card)) =

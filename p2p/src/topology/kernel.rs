@@ -1,4 +1,5 @@
-//! What of the kernel decides paths: its options, its command line, its modules, and the IOMMU's mode.
+//! What of the kernel decides paths: its options, its command line, its modules, and the IOMMU's
+//! mode.
 
 use std::{collections::BTreeMap, fmt, io::Read, sync::Arc};
 
@@ -87,7 +88,8 @@ const WORDS: [&str; 14] = [
 pub struct Kernel {
     /// Its release, as `uname -r` prints it.
     pub release: Option<String>,
-    /// The options of [`OPTIONS`] that its configuration sets; nothing where no configuration can be read.
+    /// The options of [`OPTIONS`] that its configuration sets; nothing where no configuration can
+    /// be read.
     pub options: Option<BTreeMap<String, Setting>>,
     /// The words of its command line that change how devices reach one another.
     pub command_line: Vec<String>,
@@ -184,12 +186,13 @@ impl fmt::Display for IommuMode {
     }
 }
 
-/// The options of a kernel once they were read: they are what they are for as long as it runs, and inflating them takes
-/// longer than all else that is asked of a machine.
+/// The options of a kernel once they were read: they are what they are for as long as it runs, and
+/// inflating them takes longer than all else that is asked of a machine.
 #[derive(Debug, Default)]
 pub(crate) struct KeptOptions(ArcSwapOption<KernelOptions>);
 
-/// A kernel's options with its release. A process that was moved to another kernel tells by the release.
+/// A kernel's options with its release. A process that was moved to another kernel tells by the
+/// release.
 #[derive(Debug)]
 struct KernelOptions {
     release: Option<String>,
@@ -197,7 +200,8 @@ struct KernelOptions {
 }
 
 impl KeptOptions {
-    /// The options that are kept for this release, or what can be read now. That nothing can be read is not kept.
+    /// The options that are kept for this release, or what can be read now. That nothing can be
+    /// read is not kept.
     fn or_read(
         &self,
         source: &Source,
@@ -219,7 +223,8 @@ impl KeptOptions {
 
 pub(super) const GROUPS: &str = "sys/kernel/iommu_groups";
 
-/// The IOMMU groups with their types (`identity`, `DMA`, `DMA-FQ`); the type is empty where the kernel does not say.
+/// The IOMMU groups with their types (`identity`, `DMA`, `DMA-FQ`); the type is empty where the
+/// kernel does not say.
 pub(super) fn groups(source: &Source) -> Result<BTreeMap<u32, String>> {
     let mut groups = BTreeMap::new();
     for name in source.names(GROUPS)?.unwrap_or_default() {
@@ -342,7 +347,8 @@ fn modules(source: &Source) -> Result<Vec<String>> {
 
 fn nvidia(source: &Source) -> Result<Option<NvidiaDriver>> {
     let Some(text) = source.text("proc/driver/nvidia/version")? else { return Ok(None) };
-    // "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.161.08  Release Build  (builder)"
+    // "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.161.08  Release Build
+    // (builder)"
     let line = text.lines().next().unwrap_or_default();
     let version = line.split_whitespace().find(|word| {
         word.contains('.')

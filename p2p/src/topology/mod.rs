@@ -1,11 +1,13 @@
 //! How the machine is wired: which device is near which NIC, and what lies between them.
 //!
-//! A [`Topology`] is read from sysfs and procfs: the PCIe tree with its switches and root ports, NUMA nodes, Access
-//! Control Services, IOMMU groups, sizes of base address registers, links, the kernel's options and its peer-memory
-//! modules. It comes from this machine ([`Topology::read`]) or from a recording of one ([`Topology::open`], which takes a
-//! folder, a tar or a tar.gz), and [`Topology::record`] makes a recording.
+//! A [`Topology`] is read from sysfs and procfs: the PCIe tree with its switches and root ports,
+//! NUMA nodes, Access Control Services, IOMMU groups, sizes of base address registers, links, the
+//! kernel's options and its peer-memory modules. It comes from this machine ([`Topology::read`]) or
+//! from a recording of one ([`Topology::open`], which takes a folder, a tar or a tar.gz), and
+//! [`Topology::record`] makes a recording.
 //!
-//! Everything is keyed by [`BusId`]: unlike ordinals, it is the same under every `CUDA_VISIBLE_DEVICES`.
+//! Everything is keyed by [`BusId`]: unlike ordinals, it is the same under every
+//! `CUDA_VISIBLE_DEVICES`.
 //!
 //! # Examples
 //!
@@ -23,9 +25,13 @@
 //!
 //! # Things this module does not do
 //!
-//! It decides nothing: what is near can be out of reach, and only a registration tells. It does not see NVLink, or
-//! what a hypervisor hides.
+//! It decides nothing: what is near can be out of reach, and only a registration tells. It does not
+//! see NVLink, or what a hypervisor hides.
 
+#[cfg(feature = "recordings")]
+mod archive;
+#[cfg(not(feature = "recordings"))]
+#[path = "no_archive.rs"]
 mod archive;
 mod bars;
 mod bus_id;
@@ -80,8 +86,9 @@ impl Topology {
     /// Reads this machine.
     ///
     /// # Errors
-    /// - Malformed: a file of another form than any kernel known here writes; the context names it. What a single device
-    ///   answers oddly (configuration space, registers, link) is left out and logged.
+    /// - Malformed: a file of another form than any kernel known here writes; the context names it.
+    ///   What a single device answers oddly (configuration space, registers, link) is left out and
+    ///   logged.
     /// - Unavailable: a file vanished meanwhile, as when a device is unplugged.
     /// - As the operating system's number says, where it failed to read.
     pub fn read() -> Result<Self> {
@@ -91,8 +98,10 @@ impl Topology {
     /// Reads a recording: a folder with `sys` and `proc` in it, or a tar or tar.gz of one.
     ///
     /// # Errors
-    /// - Malformed: cut off, altered, of absurd size, or of a later form; the context names the file.
+    /// - Malformed: cut off, altered, of absurd size, or of a later form; the context names the
+    ///   file.
     /// - Unavailable: a file that must be there is missing, or `path` itself.
+    /// - Unsupported: `path` is an archive, and the cargo feature `recordings` is off.
     /// - As the operating system's number says, where it failed to read.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
@@ -126,8 +135,8 @@ impl Topology {
         Ok(topology)
     }
 
-    /// Whether ACS redirects what two functions below `root` exchange, by reading them and the bridges above them alone;
-    /// nothing where they, or it, cannot be read.
+    /// Whether ACS redirects what two functions below `root` exchange, by reading them and the
+    /// bridges above them alone; nothing where they, or it, cannot be read.
     pub(crate) fn redirects_below(root: &Path, one: BusId, other: BusId) -> Option<bool> {
         let source = Source::Folder { root: root.to_owned(), live: root == Path::new("/") };
         let devices = device::read_with_bridges(&source, &[one, other]).ok()?;
@@ -146,8 +155,8 @@ impl Topology {
         }
     }
 
-    /// What of the kernel decides paths, read below `root` but for options kept from an earlier time; nothing where a file
-    /// of it makes no sense.
+    /// What of the kernel decides paths, read below `root` but for options kept from an earlier
+    /// time; nothing where a file of it makes no sense.
     pub(crate) fn kernel_below(root: &Path, kept: &KeptOptions) -> Option<Kernel> {
         kernel::read(&Source::Folder { root: root.to_owned(), live: root == Path::new("/") }, kept)
             .ok()
@@ -169,7 +178,8 @@ impl Topology {
         self.devices().filter(|device| device.role() == Role::Accelerator)
     }
 
-    /// The RDMA devices, in the order of their names and numbers; those of software have no PCI address.
+    /// The RDMA devices, in the order of their names and numbers; those of software have no PCI
+    /// address.
     #[must_use]
     pub fn rdma(&self) -> &[RdmaDevice] {
         &self.rdma
@@ -204,13 +214,15 @@ impl Topology {
         kernel::mode(&self.groups)
     }
 
-    /// The type of an IOMMU group, as in `identity`, `DMA` or `DMA-FQ`; nothing where the kernel does not say.
+    /// The type of an IOMMU group, as in `identity`, `DMA` or `DMA-FQ`; nothing where the kernel
+    /// does not say.
     #[must_use]
     pub fn group_type(&self, group: u32) -> Option<&str> {
         self.groups.get(&group).map(String::as_str).filter(|kind| !kind.is_empty())
     }
 
-    /// The ports of which configuration space ends before ACS: this process lacks the privilege to read it.
+    /// The ports of which configuration space ends before ACS: this process lacks the privilege to
+    /// read it.
     pub fn unreadable_ports(&self) -> impl Iterator<Item = &PciDevice> {
         self.devices().filter(|device| {
             device.acs == Acs::Unreadable

@@ -43,7 +43,8 @@ pub(super) fn read_all(source: &Source) -> Result<Vec<RdmaDevice>> {
         if !is_word(&name) {
             return Err(source.malformed(&entry, "not the name of an RDMA device"));
         }
-        // The entry is a link into the device's folder; a copy of the tree may have made a folder of it.
+        // The entry is a link into the device's folder; a copy of the tree may have made a folder
+        // of it.
         let folder = source.link(&entry)?;
         let device = match &folder {
             Some(folder) => Some(folder.clone()),

@@ -1,7 +1,9 @@
-//! Where the files come from: the machine, a folder that holds a copy of its sysfs and procfs, or an archive of one.
+//! Where the files come from: the machine, a folder that holds a copy of its sysfs and procfs, or
+//! an archive of one.
 //!
-//! Paths are relative to the root and pass through no link: links are read as text and followed by their words, so that
-//! a recording cannot lead out of itself and a loop of links cannot hold anybody up.
+//! Paths are relative to the root and pass through no link: links are read as text and followed by
+//! their words, so that a recording cannot lead out of itself and a loop of links cannot hold
+//! anybody up.
 
 use std::{
     collections::BTreeMap,
@@ -55,8 +57,9 @@ impl Source {
         }
     }
 
-    /// What was read, or what to make of it where it was of the wrong form: in a recording that is an error; on a live
-    /// machine it is a device that answers oddly, which must not hide all others, and is logged.
+    /// What was read, or what to make of it where it was of the wrong form: in a recording that is
+    /// an error; on a live machine it is a device that answers oddly, which must not hide all
+    /// others, and is logged.
     pub(super) fn doubted<T>(
         &self,
         path: &str,
@@ -255,7 +258,8 @@ fn read(path: &Path, live: bool) -> io::Result<Contents> {
     }
 }
 
-/// Follows a relative target by its words; nothing where it leads above the root or is not relative.
+/// Follows a relative target by its words; nothing where it leads above the root or is not
+/// relative.
 pub(super) fn resolve(folder: &str, target: &str) -> Option<String> {
     if target.starts_with('/') || target.len() > 4096 {
         return None;

@@ -1,4 +1,5 @@
-//! What the path suites share: a simulated device, software NICs that keep a record, and domains on them.
+//! What the path suites share: a simulated device, software NICs that keep a record, and domains on
+//! them.
 
 #![allow(dead_code, reason = "each suite uses a part of it")]
 
@@ -21,10 +22,8 @@ use hmem_core::{
     provider::{Imports, Nic},
 };
 use hmem_iface_system::{Call, Simulated, SimulatedBuilder, System};
-use hmem_p2p::{
-    loopback::{self, Faults, Loopback},
-    path::{FactSource, Facts, Paths},
-};
+use hmem_p2p::path::{FactSource, Facts, Paths};
+use hmem_provider_loopback::{self as loopback, Faults, Loopback};
 use parking_lot::{Mutex, MutexGuard};
 use recording::{Record, Recording};
 
@@ -35,7 +34,8 @@ pub(crate) const PAGE: u64 = 4096;
 pub(crate) const ALL_IMPORTS: Imports =
     Imports { dma_buf: true, pcie_mapping_first: true, peer_memory: true, staged: true };
 
-/// A machine of which nothing is known, so that no trace depends on where the tests run, or reads its kernel's options.
+/// A machine of which nothing is known, so that no trace depends on where the tests run, or reads
+/// its kernel's options.
 #[derive(Debug)]
 struct Unknown;
 
@@ -149,8 +149,9 @@ impl Bench {
         }
     }
 
-    /// The residue once it has no more threads than before, which after a minute is a leak: a thread that was joined is
-    /// listed a moment longer. One that was listed so before and is gone is no difference.
+    /// The residue once it has no more threads than before, which after a minute is a leak: a
+    /// thread that was joined is listed a moment longer. One that was listed so before and is
+    /// gone is no difference.
     pub(crate) fn residue_after(&self, before: &Residue) -> Residue {
         let deadline = Instant::now() + Duration::from_secs(60);
         loop {
@@ -186,8 +187,8 @@ pub(crate) fn open_fds() -> usize {
     fs::read_dir("/proc/self/fd").expect("procfs").count()
 }
 
-/// The library's threads in this process. Those of the test harness, which it starts and ends when it likes, have the
-/// names of tests.
+/// The library's threads in this process. Those of the test harness, which it starts and ends when
+/// it likes, have the names of tests.
 fn threads() -> usize {
     let tasks = fs::read_dir("/proc/self/task").expect("procfs");
     let name =

@@ -89,7 +89,8 @@ impl fmt::Debug for RecordingDomain {
     }
 }
 
-impl ProviderDomain for RecordingDomain {
+// SAFETY: every call is passed on to the domain of another provider.
+unsafe impl ProviderDomain for RecordingDomain {
     fn attr(&self) -> &ProviderAttr {
         self.inner.attr()
     }

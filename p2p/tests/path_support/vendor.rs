@@ -1,4 +1,5 @@
-//! An iface of any kind, over simulated memory, that refuses what it is told to with the errors of that kind's driver.
+//! An iface of any kind, over simulated memory, that refuses what it is told to with the errors of
+//! that kind's driver.
 
 use std::sync::Arc;
 
@@ -21,7 +22,8 @@ pub(crate) struct Vendor {
     pub(crate) kind: IfaceKind,
     pub(crate) memory: Arc<Simulated>,
     pub(crate) segments: Refuse,
-    /// Bytes of a physical segment, as this driver has it; of memory that is one, which can thus be exported whole.
+    /// Bytes of a physical segment, as this driver has it; of memory that is one, which can thus
+    /// be exported whole.
     pub(crate) segment_len: Option<u64>,
     pub(crate) dma_buf: Refuse,
     /// What exports of several segments in one are refused with.
@@ -58,7 +60,9 @@ fn check(refuse: Refuse) -> Result<()> {
     refuse().map_or(Ok(()), Err)
 }
 
-impl Iface for Vendor {
+// SAFETY: each answer is the simulated device's, which is an iface, under another kind. Segments are
+// cut smaller than they are, or refused.
+unsafe impl Iface for Vendor {
     fn kind(&self) -> IfaceKind {
         self.kind
     }

@@ -255,7 +255,8 @@ pub(crate) const KINDS: [CompletionKind; 3] =
 /// Where transfers start on both sides: aligned and not.
 pub(crate) const STARTS: [(u64, u64); 3] = [(0, 0), (1, 0), (3, 13)];
 
-/// BNC-01: 0 B, 1 B, around a chunk, several chunks, aligned and not, arrive whole. Messages up to `longest`.
+/// BNC-01: 0 B, 1 B, around a chunk, several chunks, aligned and not, arrive whole. Messages up to
+/// `longest`.
 pub(crate) fn every_size_arrives(net: &Net, sizes: &[u64], starts: &[(u64, u64)], longest: u64) {
     let room = sizes.iter().max().copied().unwrap_or(0) + 64;
     let near = net.near.device(&net.device, room, LOCAL).expect("stage device memory");
@@ -292,7 +293,8 @@ pub(crate) fn lists_arrive(net: &Net, chunk: u64, longest: u64) {
     }
 }
 
-/// Random sizes, chunks, buffers and latencies: the bytes of a plain copy, and every buffer free afterwards.
+/// Random sizes, chunks, buffers and latencies: the bytes of a plain copy, and every buffer free
+/// afterwards.
 pub(crate) fn anything_arrives(
     cases: u32,
     provider: impl Fn() -> (Arc<dyn Provider>, Option<String>),
@@ -348,8 +350,8 @@ pub(crate) fn staging_bytes(net: &Net) -> u64 {
     once
 }
 
-/// REL-01: every call of the copy engine fails in turn. The transfer fails with that error, nothing is left in use, and
-/// the next transfer works.
+/// REL-01: every call of the copy engine fails in turn. The transfer fails with that error, nothing
+/// is left in use, and the next transfer works.
 pub(crate) fn faults_drain_the_pipeline(net: &Net, len: u64, kinds: &[CompletionKind]) {
     let staged = net.near.device(&net.device, len + 64, LOCAL).expect("stage device memory");
     let far = net.far.host(len + 64, LOCAL | REMOTE);
@@ -357,7 +359,8 @@ pub(crate) fn faults_drain_the_pipeline(net: &Net, len: u64, kinds: &[Completion
         let mut failed = 0;
         for call in [Call::CopyAsync, Call::EngineCopy, Call::Copy] {
             for nth in 1.. {
-                // Buffers are filled and looked at through the same engine: after the fault is armed, by nobody else.
+                // Buffers are filled and looked at through the same engine: after the fault is
+                // armed, by nobody else.
                 let bytes = pattern(len, nth);
                 if *kind == CompletionKind::Read {
                     far.put(0, &bytes)
@@ -388,7 +391,8 @@ pub(crate) fn faults_drain_the_pipeline(net: &Net, len: u64, kinds: &[Completion
     }
 }
 
-/// Takes what a failed transfer left to the peer, and connects again where the failure ended the connection.
+/// Takes what a failed transfer left to the peer, and connects again where the failure ended the
+/// connection.
 pub(crate) fn settle(net: &Net) {
     net.connect();
     let mut left = Vec::new();
@@ -400,7 +404,8 @@ pub(crate) fn settle(net: &Net) {
     }
 }
 
-/// BNC-02: more transfers at once than buffers: each waits its turn, all arrive, and there are never more buffers.
+/// BNC-02: more transfers at once than buffers: each waits its turn, all arrive, and there are
+/// never more buffers.
 pub(crate) fn an_exhausted_pool_makes_transfers_wait(net: &Net, count: u64) {
     let chunk = net.staging.chunk as u64;
     let len = chunk * 3 + 1;

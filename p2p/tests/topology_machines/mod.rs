@@ -1,5 +1,6 @@
-//! Machines made of their descriptions: a folder with sysfs and procfs as a kernel shows them, serial numbers, network
-//! addresses and host name included, so that a test can see that a recording has none of them.
+//! Machines made of their descriptions: a folder with sysfs and procfs as a kernel shows them,
+//! serial numbers, network addresses and host name included, so that a test can see that a
+//! recording has none of them.
 
 use std::{
     fs,

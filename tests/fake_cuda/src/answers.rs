@@ -10,7 +10,8 @@ use crate::{
     state::{Kind, State},
 };
 
-/// A device attribute; INVALID_VALUE for one that the release does not know, as `cuDeviceGetAttribute` documents.
+/// A device attribute; INVALID_VALUE for one that the release does not know, as
+/// `cuDeviceGetAttribute` documents.
 pub(crate) fn attribute_of_device(
     profile: &Profile,
     attribute: CuDeviceAttribute,
@@ -35,8 +36,8 @@ pub(crate) fn attribute_of_device(
     })
 }
 
-/// Writes one pointer attribute. "this function will not return an error when the ptr encountered is not a valid CUDA
-/// pointer. Instead, the attributes are assigned default NULL values".
+/// Writes one pointer attribute. "this function will not return an error when the ptr encountered
+/// is not a valid CUDA pointer. Instead, the attributes are assigned default NULL values".
 pub(crate) fn pointer_attribute(
     state: &State,
     attribute: CuPointerAttribute,
@@ -91,7 +92,8 @@ pub(crate) fn pointer_attribute(
             put(place.cast(), ordinal)
         }
         sys::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE => {
-            // `cuIpcGetMemHandle` takes memory "created with cuMemAlloc". Decided here: not what a layer made of VMM memory.
+            // `cuIpcGetMemHandle` takes memory "created with cuMemAlloc". Decided here: not what a
+            // layer made of VMM memory.
             let capable = is(|kind| *kind == Kind::Memory) && !state.profile.allocates_by_vmm;
             put(place.cast(), u8::from(capable))
         }
@@ -99,8 +101,9 @@ pub(crate) fn pointer_attribute(
         sys::CU_POINTER_ATTRIBUTE_RANGE_SIZE => put(place.cast(), one.map_or(0, |one| one.len)),
         sys::CU_POINTER_ATTRIBUTE_MAPPED => put(place.cast(), u8::from(one.is_some())),
         sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE => {
-            // Of VMM memory what it was created with. Decided here, of stream-ordered memory: it is not, as it is not
-            // in the list of what `cuMemGetHandleForAddressRange` takes.
+            // Of VMM memory what it was created with. Decided here, of stream-ordered memory: it is
+            // not, as it is not in the list of what `cuMemGetHandleForAddressRange`
+            // takes.
             let capable = state.profile.rdma
                 && match physical {
                     Some(physical) => physical.properties.gpu_direct_rdma_capable != 0,

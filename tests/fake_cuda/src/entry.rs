@@ -1,5 +1,6 @@
-//! The driver's functions, by the names and with the answers of `cuda.h` (12.9 and 13.5), and of recorded runs where
-//! it says so: the real library without a device (`tests/cuda/fetch` downloads it) showed those.
+//! The driver's functions, by the names and with the answers of `cuda.h` (12.9 and 13.5), and of
+//! recorded runs where it says so: the real library without a device (`tests/cuda/fetch` downloads
+//! it) showed those.
 
 use std::ffi::{c_char, c_int};
 
@@ -7,7 +8,8 @@ use hmem_iface_cuda::sys::{CuDevice, CuResult};
 
 use crate::state::State;
 
-/// Functions as the driver's table has them: each counts its call, fails where it is told to, and answers.
+/// Functions as the driver's table has them: each counts its call, fails where it is told to, and
+/// answers.
 macro_rules! driver {
     ($($(#[doc = $doc:literal])* fn $name:ident($state:ident $(, $argument:ident: $type:ty)*) $body:block)+) => {
         $(

@@ -1,5 +1,5 @@
-//! Enough of `libgdrapi.so.2` to be loaded and opened: as a library, this one can stand in its place. Decided here: nothing
-//! can be pinned, which is ENODEV.
+//! Enough of `libgdrapi.so.2` to be loaded and opened: as a library, this one can stand in its
+//! place. Decided here: nothing can be pinned, which is ENODEV.
 
 use std::ffi::{c_int, c_ulong, c_void};
 

@@ -1,5 +1,5 @@
-//! Memory for other processes: the handle names this process, the file behind the memory, and where in it the
-//! allocation lies.
+//! Memory for other processes: the handle names this process, the file behind the memory, and where
+//! in it the allocation lies.
 
 use std::{
     ffi::c_char,
@@ -14,8 +14,8 @@ use crate::{
     state::{Allocation, Kind, State},
 };
 
-/// The numbers in a handle: process, fd, inode of the file, bytes of the file, offset and length of the allocation, and
-/// the allocation's identity.
+/// The numbers in a handle: process, fd, inode of the file, bytes of the file, offset and length of
+/// the allocation, and the allocation's identity.
 type Body = [u64; 7];
 
 pub(crate) fn export(state: &mut State, pointer: u64) -> Result<CuIpcMemHandle, CuResult> {
@@ -73,8 +73,8 @@ pub(crate) fn open(state: &mut State, handle: &CuIpcMemHandle) -> Result<u64, Cu
     if stat.st_ino != inode || stat.st_size as u64 != whole {
         return Err(CuResult::CUDA_ERROR_INVALID_HANDLE);
     }
-    // "If the memory handle has already been opened by the current context, the reference count on the handle is
-    // incremented by 1 and the existing device pointer is returned."
+    // "If the memory handle has already been opened by the current context, the reference count on
+    // the handle is incremented by 1 and the existing device pointer is returned."
     for (at, one) in &mut state.allocations {
         if let Kind::Imported { opened, inode: of } = &mut one.kind
             && *of == inode

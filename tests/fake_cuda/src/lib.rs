@@ -1,24 +1,27 @@
 //! A CUDA driver for tests: the symbols of `libcuda.so.1` over memory files.
 //!
-//! It is entered like the real one, through its function table: within a test's process by [`FakeDriver::symbol`], or as
-//! a library (`libhmem_fake_cuda.so`) that is loaded where `libcuda.so.1` would be. Device memory faults under the CPU;
-//! its addresses come back as soon as they are freed, its identities never; its dma-bufs are memory files that begin
-//! where the exported range does, so that bytes that a NIC moves are bytes of the device. Every call can be made to fail.
+//! It is entered like the real one, through its function table: within a test's process by
+//! [`FakeDriver::symbol`], or as a library (`libhmem_fake_cuda.so`) that is loaded where
+//! `libcuda.so.1` would be. Device memory faults under the CPU; its addresses come back as soon as
+//! they are freed, its identities never; its dma-bufs are memory files that begin
+//! where the exported range does, so that bytes that a NIC moves are bytes of the device. Every
+//! call can be made to fail.
 //!
-//! Its memory is not the simulated device's: that exports a file and an offset in it, which `cuMemGetHandleForAddressRange`
-//! has no way to say.
+//! Its memory is not the simulated device's: that exports a file and an offset in it, which
+//! `cuMemGetHandleForAddressRange` has no way to say.
 //!
 //! # What it cannot show
 //!
-//! Two dma-bufs that overlap with different page bounds, alive at once: the second export is refused (801), which a real
-//! driver does not do; small allocations that share a page are the case. What no header and no recorded run says is marked in the source as decided here.
+//! Two dma-bufs that overlap with different page bounds, alive at once: the second export is
+//! refused (801), which a real driver does not do; small allocations that share a page are the
+//! case. What no header and no recorded run says is marked in the source as decided here.
 //!
-//! On x86-64 its functions begin with the very instructions that those of the real library begin with, so that they can
-//! be hooked as those can.
+//! On x86-64 its functions begin with the very instructions that those of the real library begin
+//! with, so that they can be hooked as those can.
 //!
-//! As a library it is told by the environment what to be: `HMEM_FAKE_CUDA` is the name of a profile, followed by
-//! `;symbol=code` for calls that fail always, `;devices=n` and `;attributes=n` for the last
-//! device attribute that it knows.
+//! As a library it is told by the environment what to be: `HMEM_FAKE_CUDA` is the name of a
+//! profile, followed by `;symbol=code` for calls that fail always, `;devices=n` and `;attributes=n`
+//! for the last device attribute that it knows.
 
 #![allow(missing_docs)] // The functions of the driver are documented by cuda.h.
 
@@ -47,8 +50,8 @@ static HELD: Condvar = Condvar::new();
 /// Who has it, one test at a time.
 static TURN: Mutex<()> = Mutex::new(());
 static GENERATION: AtomicU64 = AtomicU64::new(1);
-/// The word that every entry compares, as the real library's do: it holds their mark once the driver is torn down,
-/// which this one never is.
+/// The word that every entry compares, as the real library's do: it holds their mark once the
+/// driver is torn down, which this one never is.
 static TORN_DOWN: AtomicU32 = AtomicU32::new(0);
 
 fn fresh(profile: Profile) -> State {
@@ -125,8 +128,8 @@ fn known(symbol: &str) -> &'static str {
     entry::known(symbol).unwrap_or_else(|| panic!("the driver has no {symbol}"))
 }
 
-/// How often a function was called since the driver started: for tests that load this library and so cannot ask a
-/// [`FakeDriver`]. Of all functions for an empty name, 0 for a name that is none.
+/// How often a function was called since the driver started: for tests that load this library and
+/// so cannot ask a [`FakeDriver`]. Of all functions for an empty name, 0 for a name that is none.
 ///
 /// # Safety
 /// `symbol` is a C string.
@@ -207,7 +210,8 @@ impl FakeDriver {
         self.with(|state| state.sticky = Some(code));
     }
 
-    /// Loses the device in the `nth` call of a function from now on: it and every call after it answer `code`.
+    /// Loses the device in the `nth` call of a function from now on: it and every call after it
+    /// answer `code`.
     pub fn lose_device_at(&self, symbol: &str, nth: u64, code: CuResult) {
         self.with(|state| state.lose(known(symbol), nth.saturating_sub(1), code));
     }
@@ -228,13 +232,14 @@ impl FakeDriver {
         });
     }
 
-    /// Forgets all faults, a lost device included, and knows again what it was told to [`FakeDriver::forget`].
+    /// Forgets all faults, a lost device included, and knows again what it was told to
+    /// [`FakeDriver::forget`].
     pub fn heal(&self) {
         self.with(State::clear_faults);
     }
 
-    /// Holds every call of a function before it does anything, until the answer is dropped: calls that a test wants at
-    /// once are.
+    /// Holds every call of a function before it does anything, until the answer is dropped: calls
+    /// that a test wants at once are.
     #[must_use]
     pub fn hold(&self, symbol: &str) -> Held<'_> {
         self.with(|state| state.hold = Some(state::Hold { symbol: known(symbol), held: 0 }));
@@ -295,7 +300,8 @@ impl FakeDriver {
         self.with(|state| std::mem::take(&mut state.flushed).into_iter().map(CuContext).collect())
     }
 
-    /// How often a context that is not there was to be made current: what a real driver does then nobody promises.
+    /// How often a context that is not there was to be made current: what a real driver does then
+    /// nobody promises.
     #[must_use]
     pub fn strangers(&self) -> u64 {
         self.with(|state| state.strangers)

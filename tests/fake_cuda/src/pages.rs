@@ -1,9 +1,10 @@
 //! The bytes of the devices: memory files behind two windows of addresses.
 //!
-//! The first window is what an application sees: addresses without access, on which the CPU faults as on real device
-//! memory (host and managed memory is mapped there too). The second, at a fixed distance, is how the driver reaches the
-//! bytes. An exported dma-buf begins at the exported range, and a memory file cannot begin in the middle of another:
-//! exporting moves the pages of the range into a file of their own, which then backs that part of the second window.
+//! The first window is what an application sees: addresses without access, on which the CPU faults
+//! as on real device memory (host and managed memory is mapped there too). The second, at a fixed
+//! distance, is how the driver reaches the bytes. An exported dma-buf begins at the exported range,
+//! and a memory file cannot begin in the middle of another: exporting moves the pages of the range
+//! into a file of their own, which then backs that part of the second window.
 
 use std::{
     collections::BTreeMap,
@@ -37,7 +38,8 @@ pub(crate) fn reopen(fd: BorrowedFd<'_>) -> rustix::io::Result<OwnedFd> {
     rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
 }
 
-/// Whether somebody else has the file open or mapped: a read lease is granted exactly when nobody has.
+/// Whether somebody else has the file open or mapped: a read lease is granted exactly when nobody
+/// has.
 fn is_used(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: plain fcntl on an open fd; the argument is a lease type.
     let granted = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) } == 0;
@@ -83,7 +85,8 @@ impl Pages {
         ptr::with_exposed_provenance_mut((address - self.visible + self.alias) as usize)
     }
 
-    /// Puts fresh zeroed pages behind a range; the CPU can reach them at their own address too if `host` says so.
+    /// Puts fresh zeroed pages behind a range; the CPU can reach them at their own address too if
+    /// `host` says so.
     pub(crate) fn back(&mut self, address: u64, len: u64, host: bool) -> rustix::io::Result<()> {
         let file = memory_file(len)?;
         if host {
@@ -117,9 +120,9 @@ impl Pages {
         }
     }
 
-    /// An fd whose first byte is that of the range: the file that backs exactly that range, made by moving its pages if
-    /// there is none. `None` if somebody still uses a file that backs a part of it with other bounds, which a real
-    /// driver allows and memory files cannot have.
+    /// An fd whose first byte is that of the range: the file that backs exactly that range, made by
+    /// moving its pages if there is none. `None` if somebody still uses a file that backs a
+    /// part of it with other bounds, which a real driver allows and memory files cannot have.
     pub(crate) fn export(&mut self, address: u64, len: u64) -> rustix::io::Result<Option<OwnedFd>> {
         if let Some((backed, file)) = self.files.get(&address)
             && *backed == len
@@ -132,7 +135,8 @@ impl Pages {
         reopen(self.files[&address].1.as_fd()).map(Some)
     }
 
-    /// Moves a range into a file of its own; `false` if somebody uses a file that it is in with other bounds.
+    /// Moves a range into a file of its own; `false` if somebody uses a file that it is in with
+    /// other bounds.
     fn own(&mut self, address: u64, len: u64) -> rustix::io::Result<bool> {
         let end = address + len;
         let touched = self.files.range(..end).filter(|(start, (len, _))| *start + len > address);
@@ -147,7 +151,8 @@ impl Pages {
         let file = memory_file(len)?;
         let mut done = 0;
         while done < len {
-            // SAFETY: the range is backed, and the driver's lock keeps everybody else of this process out.
+            // SAFETY: the range is backed, and the driver's lock keeps everybody else of this
+            // process out.
             let bytes = unsafe {
                 std::slice::from_raw_parts(self.at(address + done), (len - done) as usize)
             };
@@ -158,8 +163,8 @@ impl Pages {
         Ok(())
     }
 
-    /// Enters the file that backs a range from now on. What files of other bounds back besides stays mapped, but they
-    /// are no range's own file any longer.
+    /// Enters the file that backs a range from now on. What files of other bounds back besides
+    /// stays mapped, but they are no range's own file any longer.
     fn enter(&mut self, address: u64, len: u64, file: OwnedFd) {
         let end = address + len;
         let before =
@@ -190,7 +195,8 @@ impl Drop for Pages {
     fn drop(&mut self) {
         for start in [self.visible, self.alias] {
             let start: *mut c_void = ptr::with_exposed_provenance_mut(start as usize);
-            // SAFETY: reserved by this value; the driver is gone and with it everybody who used its memory.
+            // SAFETY: reserved by this value; the driver is gone and with it everybody who used its
+            // memory.
             unsafe { rustix::mm::munmap(start, WINDOW) }.expect("munmap");
         }
     }

@@ -7,8 +7,8 @@ use std::ffi::c_int;
 pub struct Profile {
     /// Its name: release and kernel module.
     pub name: &'static str,
-    /// What `cuDriverGetVersion` says: 1000 * major + 10 * minor of the CUDA release that came with the driver (535:
-    /// 12.2, 550: 12.4, 580: 13.0).
+    /// What `cuDriverGetVersion` says: 1000 * major + 10 * minor of the CUDA release that came
+    /// with the driver (535: 12.2, 550: 12.4, 580: 13.0).
     pub version: c_int,
     /// How many devices there are.
     pub devices: u32,
@@ -16,7 +16,8 @@ pub struct Profile {
     pub memory: u64,
     /// DMA_BUF_SUPPORTED: the open kernel modules have dma-bufs, the closed ones do not.
     pub dma_buf: bool,
-    /// Whether `CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` is known: `cuda.h` has it from 12.8 on.
+    /// Whether `CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` is known: `cuda.h` has it from 12.8
+    /// on.
     pub pcie_flag: bool,
     /// Whether the platform honours it: `cuda.h` has it "return an error otherwise".
     pub pcie_mapping: bool,
@@ -34,14 +35,15 @@ pub struct Profile {
     pub last_pointer_attribute: u32,
     /// The highest device attribute that it knows.
     pub last_device_attribute: u32,
-    /// Whether a thread without a current context gets INVALID_CONTEXT for its queries, and one whose context was destroyed
-    /// CONTEXT_IS_DESTROYED.
+    /// Whether a thread without a current context gets INVALID_CONTEXT for its queries, and one
+    /// whose context was destroyed CONTEXT_IS_DESTROYED.
     pub queries_need_context: bool,
-    /// Whether page-locked host memory has no identity: `cuda.h` promises one only of "every memory allocation", which
-    /// page-locking is not.
+    /// Whether page-locked host memory has no identity: `cuda.h` promises one only of "every
+    /// memory allocation", which page-locking is not.
     pub registered_without_identity: bool,
-    /// Whether `cuMemAlloc` is that of a layer in front of the driver which makes the memory of VMM memory: SYNC_MEMOPS is
-    /// then refused for it with 801, as such a layer's authors (lupine) and users of UCX over VMM memory report.
+    /// Whether `cuMemAlloc` is that of a layer in front of the driver which makes the memory of
+    /// VMM memory: SYNC_MEMOPS is then refused for it with 801, as such a layer's authors
+    /// (lupine) and users of UCX over VMM memory report.
     pub allocates_by_vmm: bool,
     /// Whether CONTEXT names a primary context for VMM memory. No header says that it names none.
     pub vmm_names_context: bool,
@@ -64,11 +66,12 @@ impl Profile {
             spanning_exports: true,
             rdma: true,
             rdma_with_vmm: true,
-            // Decided here, as a discrete GPU on PCIe: the owner sees writes in order (`cuda.h`: 100), and the host can
-            // flush (bit 1).
+            // Decided here, as a discrete GPU on PCIe: the owner sees writes in order (`cuda.h`:
+            // 100), and the host can flush (bit 1).
             writes_ordering: 100,
             flush_options: 1,
-            // Both decided here: no header says which release of the driver came to know which attribute.
+            // Both decided here: no header says which release of the driver came to know which
+            // attribute.
             last_pointer_attribute: if version >= 12_090 { 21 } else { 20 },
             last_device_attribute: if version >= 13_000 { 150 } else { 140 },
             queries_need_context: false,

@@ -15,11 +15,12 @@ use crate::{
 
 /// `CU_MEM_ALLOC_GRANULARITY_MINIMUM` of devices with 2 MiB pages.
 pub(crate) const GRANULARITY: u64 = 2 << 20;
-/// What addresses of `cuMemAlloc` are aligned to: the CUDA programming guide says "at least 256 bytes".
+/// What addresses of `cuMemAlloc` are aligned to: the CUDA programming guide says "at least 256
+/// bytes".
 const ALIGNMENT: u64 = 512;
 
-/// The bytes that a small allocation takes. Decided here: from a page on, allocations are whole pages, so that only
-/// smaller ones share a page and their dma-bufs overlap.
+/// The bytes that a small allocation takes. Decided here: from a page on, allocations are whole
+/// pages, so that only smaller ones share a page and their dma-bufs overlap.
 fn small_size(len: u64) -> u64 {
     if len < PAGE { len.next_multiple_of(ALIGNMENT) } else { len.next_multiple_of(PAGE) }
 }
@@ -203,7 +204,8 @@ impl State {
             hold: None,
             forgotten: None,
             next_handle: 0x1000,
-            // Identities are unique in a process, also across the drivers that a test has one after another.
+            // Identities are unique in a process, also across the drivers that a test has one after
+            // another.
             next_id: generation << 32 | 1,
             next_address: pages.first().next_multiple_of(GRANULARITY),
             block: (0, 0),
@@ -357,7 +359,8 @@ impl State {
         self.free.entry(len.next_multiple_of(GRANULARITY)).or_default().push(address);
     }
 
-    /// Memory of a device. Decided here: its addresses come back as soon as it is freed, so that tests meet them again.
+    /// Memory of a device. Decided here: its addresses come back as soon as it is freed, so that
+    /// tests meet them again.
     pub(crate) fn take_memory(&mut self, len: u64, kind: Kind) -> Result<u64, CuResult> {
         let context = self.current()?;
         let device = self.device_of(context);
@@ -422,7 +425,8 @@ impl State {
         }
         match allocation.kind {
             Kind::Memory | Kind::Pool if len < SMALL => {
-                // The block stays, with its pages: who has a registration of them sees what comes there next.
+                // The block stays, with its pages: who has a registration of them sees what comes
+                // there next.
                 self.free.entry(small_size(len)).or_default().push(address);
             }
             _ => {
@@ -492,7 +496,8 @@ impl State {
     pub(crate) fn move_bytes(&self, copy: Copy) {
         let Copy { to, from, len } = copy;
         if let (Ok(to), Ok(from)) = (self.side(to, len), self.side(from, len)) {
-            // SAFETY: both sides were checked when the copy was handed in; host memory is the caller's promise.
+            // SAFETY: both sides were checked when the copy was handed in; host memory is the
+            // caller's promise.
             unsafe { libc::memmove(to.cast(), from.cast_const().cast(), len) };
         }
     }

@@ -5,16 +5,14 @@ mark="@@hmem-vm-$$-$RANDOM@@"
 # One line of arguments to `cargo test` (`cargo bench` with --bench) for each set of binaries.
 suite() {
     if [[ $bench ]]; then
-        echo "--package hmem-p2p --features verbs --bench verbs"
+        echo "--package hmem-provider-verbs --bench verbs"
         echo "--package hmem-cli --bench perftest"
         return
     fi
     echo "--manifest-path tests/vm/smoke/Cargo.toml${dma_buf:+ --features dma-buf}"
     # Real memory, where a genuine exporter of it (/dev/udmabuf) is at hand.
     echo "--package hmem-iface-system --test system"
-    if compgen -G "$repository/p2p/tests/verbs_*.rs" >/dev/null; then
-        echo "--package hmem-p2p --features verbs --test verbs_*"
-    fi
+    echo "--package hmem-provider-verbs --test *"
     echo "--package hmem --test behaviour"
     echo "--package hmem --test cache_stale"
     # They run the command, which is built with them.

@@ -1,4 +1,5 @@
-//! The tier's own rdma_rxe (`--dma-buf`): dma-buf regions over genuine exporters, with bytes moved through them.
+//! The tier's own rdma_rxe (`--dma-buf`): dma-buf regions over genuine exporters, with bytes moved
+//! through them.
 
 use std::{
     env, fs, io,
@@ -61,7 +62,10 @@ impl Buffer {
             );
             let memory = OwnedFd::from_raw_fd(memory);
             checked(libc::ftruncate(memory.as_raw_fd(), file_length as i64), "ftruncate");
-            checked(libc::fcntl(memory.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK), "F_ADD_SEALS");
+            checked(
+                libc::fcntl(memory.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK),
+                "F_ADD_SEALS",
+            );
             let device = fs::File::options().read(true).write(true).open("/dev/udmabuf").unwrap();
             let create = Create {
                 memfd: memory.as_raw_fd() as u32,
@@ -69,8 +73,10 @@ impl Buffer {
                 offset: offset as u64,
                 size: length as u64,
             };
-            let fd = checked(libc::ioctl(device.as_raw_fd(), 0x4018_7542, &create), "UDMABUF_CREATE");
-            // A mapping of a huge-page file begins at a huge page: the whole file is mapped, this part of it used.
+            let fd =
+                checked(libc::ioctl(device.as_raw_fd(), 0x4018_7542, &create), "UDMABUF_CREATE");
+            // A mapping of a huge-page file begins at a huge page: the whole file is mapped, this
+            // part of it used.
             let mut buffer = Self::mapped(OwnedFd::from_raw_fd(fd), &memory, 0, file_length);
             buffer.mapping = buffer.mapping.add(offset);
             buffer.length = length;
@@ -98,7 +104,10 @@ fn system_heap_fd(length: usize, mode: i32) -> OwnedFd {
     let mut allocate = Allocate { length: length as u64, fd: 0, fd_flags, heap_flags: 0 };
     // SAFETY: a structure of the ioctl's shape; the descriptor that comes back is new.
     unsafe {
-        checked(libc::ioctl(heap.as_raw_fd(), 0xc018_4800_u64 as _, &mut allocate), "DMA_HEAP_IOCTL_ALLOC");
+        checked(
+            libc::ioctl(heap.as_raw_fd(), 0xc018_4800_u64 as _, &mut allocate),
+            "DMA_HEAP_IOCTL_ALLOC",
+        );
         OwnedFd::from_raw_fd(allocate.fd as i32)
     }
 }
@@ -107,7 +116,8 @@ impl Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: mapped for so many bytes until the process ends; the tests wait for completions before they look.
+        // SAFETY: mapped for so many bytes until the process ends; the tests wait for completions
+        // before they look.
         unsafe { slice::from_raw_parts(self.mapping, self.length) }
     }
 }
@@ -131,13 +141,14 @@ fn with_domain(test: impl FnOnce(&Domain<'_>)) {
     domain.close_device();
 }
 
-/// Writes into, reads out of and adds to a region over `buffer[offset..offset + length]`, with the descriptor closed once
-/// the region is there.
+/// Writes into, reads out of and adds to a region over `buffer[offset..offset + length]`, with the
+/// descriptor closed once the region is there.
 fn bytes_move(mut buffer: Buffer, offset: usize, length: usize, iova: u64) {
     with_domain(|domain| {
         buffer.fill(0xee);
-        let region =
-            domain.register_dma_buf(buffer.fd.as_raw_fd(), offset as u64, length, iova, ALL).unwrap();
+        let region = domain
+            .register_dma_buf(buffer.fd.as_raw_fd(), offset as u64, length, iova, ALL)
+            .unwrap();
         buffer.fd = fs::File::open("/dev/null").unwrap().into();
         let loopback = Loopback::new(domain);
         let mut source = pattern(length);
@@ -185,7 +196,12 @@ fn udmabuf_with_offset_and_address_inside_a_page() {
 #[test]
 fn udmabuf_of_huge_pages_beginning_inside_one() {
     let (huge, flags) = (2 << 20, libc::MFD_HUGETLB);
-    bytes_move(Buffer::udmabuf(flags, 2 * huge, 5 * PAGE, huge), 7 * PAGE + 16, huge - 9 * PAGE, 0x4000_0010);
+    bytes_move(
+        Buffer::udmabuf(flags, 2 * huge, 5 * PAGE, huge),
+        7 * PAGE + 16,
+        huge - 9 * PAGE,
+        0x4000_0010,
+    );
 }
 
 #[test]
@@ -198,12 +214,17 @@ fn the_local_side_may_be_a_dma_buf() {
     with_domain(|domain| {
         let mut buffer = Buffer::udmabuf(0, 4 * PAGE, 0, 4 * PAGE);
         buffer.copy_from_slice(&pattern(4 * PAGE));
-        let region = domain.register_dma_buf(buffer.fd.as_raw_fd(), 100, 2 * PAGE, 100, LOCAL_WRITE).unwrap();
+        let region = domain
+            .register_dma_buf(buffer.fd.as_raw_fd(), 100, 2 * PAGE, 100, LOCAL_WRITE)
+            .unwrap();
         let mut target = vec![0; 2 * PAGE];
         let target_region = domain.register(&mut target, ALL).unwrap();
         let remote = (target.as_ptr().expose_provenance() as u64, target_region.key());
         let loopback = Loopback::new(domain);
-        assert_eq!(loopback.run(Operation::Write, (100, 2 * PAGE as u32, region.key()), remote, 0), 0);
+        assert_eq!(
+            loopback.run(Operation::Write, (100, 2 * PAGE as u32, region.key()), remote, 0),
+            0
+        );
         assert!(target == buffer[100..100 + 2 * PAGE]);
     });
 }

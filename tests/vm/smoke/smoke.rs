@@ -1,5 +1,5 @@
-//! What the VM tier's guest gives every test: a kernel, RDMA devices by name, a libibverbs that opens them and registers
-//! memory. Nothing here uses hmem: when these fail, the guest is at fault.
+//! What the VM tier's guest gives every test: a kernel, RDMA devices by name, a libibverbs that
+//! opens them and registers memory. Nothing here uses hmem: when these fail, the guest is at fault.
 
 #![cfg(test)]
 
@@ -25,7 +25,8 @@ fn the_kernel_is_the_one_asked_for() {
 #[test]
 fn sysfs_shows_the_devices_with_an_active_port() {
     for device in devices_asked_for() {
-        let state = fs::read_to_string(format!("/sys/class/infiniband/{device}/ports/1/state")).unwrap();
+        let state =
+            fs::read_to_string(format!("/sys/class/infiniband/{device}/ports/1/state")).unwrap();
         assert_eq!(state.trim(), "4: ACTIVE", "{device}");
     }
 }

@@ -1,5 +1,5 @@
-//! As much of libibverbs as these tests call, looked up in the library at run time. Offsets are those of
-//! `infiniband/verbs.h` on 64-bit machines.
+//! As much of libibverbs as these tests call, looked up in the library at run time. Offsets are
+//! those of `infiniband/verbs.h` on 64-bit machines.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
@@ -29,7 +29,8 @@ impl Verbs {
     }
 
     fn function<F: Copy>(&self, name: &str) -> F {
-        // SAFETY: every caller names a function type that is the C declaration of that symbol; the library stays loaded.
+        // SAFETY: every caller names a function type that is the C declaration of that symbol; the
+        // library stays loaded.
         *unsafe { self.0.get::<F>(name) }.unwrap_or_else(|error| panic!("{error}"))
     }
 
@@ -38,9 +39,11 @@ impl Verbs {
     }
 
     fn with_devices<R>(&self, look: impl FnOnce(&[(String, Object)]) -> R) -> R {
-        let list: unsafe extern "C" fn(*mut c_int) -> *mut Object = self.function("ibv_get_device_list");
+        let list: unsafe extern "C" fn(*mut c_int) -> *mut Object =
+            self.function("ibv_get_device_list");
         let free: unsafe extern "C" fn(*mut Object) = self.function("ibv_free_device_list");
-        let name: unsafe extern "C" fn(Object) -> *const c_char = self.function("ibv_get_device_name");
+        let name: unsafe extern "C" fn(Object) -> *const c_char =
+            self.function("ibv_get_device_name");
         let mut count = 0;
         // SAFETY: `count` entries of the list are devices, which live until the list is freed.
         unsafe {
@@ -62,7 +65,8 @@ impl Verbs {
         let alloc: unsafe extern "C" fn(Object) -> Object = self.function("ibv_alloc_pd");
         // SAFETY: the device lives as long as the list; the context is checked before it is used.
         let (context, domain) = self.with_devices(|devices| unsafe {
-            let (_, device) = devices.iter().find(|(name, _)| name == wanted).expect("the device is there");
+            let (_, device) =
+                devices.iter().find(|(name, _)| name == wanted).expect("the device is there");
             let context = open(*device);
             assert!(!context.is_null(), "ibv_open_device {wanted}: {}", io::Error::last_os_error());
             (context, alloc(context))
@@ -73,7 +77,8 @@ impl Verbs {
 
     fn release(&self, name: &str, object: Object) -> c_int {
         let release: unsafe extern "C" fn(Object) -> c_int = self.function(name);
-        // SAFETY: callers give an object of the function's kind and, where it returns 0, never use it again.
+        // SAFETY: callers give an object of the function's kind and, where it returns 0, never use
+        // it again.
         unsafe { release(object) }
     }
 }
@@ -91,7 +96,9 @@ impl Domain<'_> {
         let register: unsafe extern "C" fn(Object, Object, usize, c_int) -> Object =
             self.verbs.function("ibv_reg_mr");
         // SAFETY: the slice is mapped and writable.
-        self.region(unsafe { register(self.domain, memory.as_mut_ptr().cast(), memory.len(), access) })
+        self.region(unsafe {
+            register(self.domain, memory.as_mut_ptr().cast(), memory.len(), access)
+        })
     }
 
     /// `ibv_reg_dmabuf_mr`.
@@ -149,8 +156,8 @@ impl Drop for Region<'_> {
     }
 }
 
-/// One-sided operations from a domain to itself, over two connected queue pairs. (One connected to itself would flush its
-/// request where its own answering side refuses it.)
+/// One-sided operations from a domain to itself, over two connected queue pairs. (One connected to
+/// itself would flush its request where its own answering side refuses it.)
 #[cfg(feature = "dma-buf")]
 pub(crate) struct Loopback<'d> {
     domain: &'d Domain<'d>,
@@ -179,10 +186,11 @@ impl<'d> Loopback<'d> {
             verbs.function("ibv_modify_qp");
         let query_gid: unsafe extern "C" fn(Object, u8, c_int, *mut [u8; 16]) -> c_int =
             verbs.function("ibv_query_gid");
-        // SAFETY: the arrays are as large and as aligned as `struct ibv_qp_init_attr` (64 bytes) and `struct ibv_qp_attr`
-        // (144 bytes), and zero is valid in every field of theirs.
+        // SAFETY: the arrays are as large and as aligned as `struct ibv_qp_init_attr` (64 bytes)
+        // and `struct ibv_qp_attr` (144 bytes), and zero is valid in every field of theirs.
         unsafe {
-            let completions = create_cq(domain.context, 16, std::ptr::null_mut(), std::ptr::null_mut(), 0);
+            let completions =
+                create_cq(domain.context, 16, std::ptr::null_mut(), std::ptr::null_mut(), 0);
             assert!(!completions.is_null(), "ibv_create_cq");
             let new_queue_pair = || {
                 let mut initial = [0_u64; 8];
@@ -230,14 +238,19 @@ impl<'d> Loopback<'d> {
                 put(28, number(other)); // dest_qp_num
                 for (state, mask) in masks {
                     put(0, state);
-                    assert_eq!(modify_qp(queue_pair, at.cast(), mask), 0, "ibv_modify_qp to state {state}");
+                    assert_eq!(
+                        modify_qp(queue_pair, at.cast(), mask),
+                        0,
+                        "ibv_modify_qp to state {state}"
+                    );
                 }
             }
             Self { domain, asking, answering, completions }
         }
     }
 
-    /// Posts one operation, waits for its completion and returns the completion's status (`enum ibv_wc_status`).
+    /// Posts one operation, waits for its completion and returns the completion's status (`enum
+    /// ibv_wc_status`).
     pub(crate) fn run(
         &self,
         operation: Operation,
@@ -259,8 +272,8 @@ impl<'d> Loopback<'d> {
         } else {
             request[6] = u64::from(rkey);
         }
-        // SAFETY: the operations lie at these offsets of `struct ibv_context`; the arrays are as large as `struct
-        // ibv_send_wr` (128 bytes) and `struct ibv_wc` (48 bytes).
+        // SAFETY: the operations lie at these offsets of `struct ibv_context`; the arrays are as
+        // large as `struct ibv_send_wr` (128 bytes) and `struct ibv_wc` (48 bytes).
         unsafe {
             let post_send: PostSend =
                 std::mem::transmute(self.domain.context.byte_add(208).cast::<usize>().read());
@@ -284,8 +297,16 @@ impl<'d> Loopback<'d> {
 impl Drop for Loopback<'_> {
     fn drop(&mut self) {
         for queue_pair in [self.asking, self.answering] {
-            assert_eq!(self.domain.verbs.release("ibv_destroy_qp", queue_pair), 0, "ibv_destroy_qp");
+            assert_eq!(
+                self.domain.verbs.release("ibv_destroy_qp", queue_pair),
+                0,
+                "ibv_destroy_qp"
+            );
         }
-        assert_eq!(self.domain.verbs.release("ibv_destroy_cq", self.completions), 0, "ibv_destroy_cq");
+        assert_eq!(
+            self.domain.verbs.release("ibv_destroy_cq", self.completions),
+            0,
+            "ibv_destroy_cq"
+        );
     }
 }

@@ -114,7 +114,8 @@ impl Radix {
         Some(child)
     }
 
-    /// The head of the chain that hangs off a slot in use; one is made of what the slot holds if it is none yet.
+    /// The head of the chain that hangs off a slot in use; one is made of what the slot holds if it
+    /// is none yet.
     fn chain_of(&self, shape: &mut Shape, slot: &AtomicU32, value: u32) -> Option<&Bucket> {
         if value & CHAIN != 0 {
             return Some(self.buckets.at(value & INDEX));
@@ -145,8 +146,8 @@ impl Radix {
         }
     }
 
-    /// Leaves the lowest node of this page, which is empty, where it is, and takes out the one that was left before: what is used
-    /// next is often near.
+    /// Leaves the lowest node of this page, which is empty, where it is, and takes out the one that
+    /// was left before: what is used next is often near.
     fn emptied(&self, shape: &mut Shape, page: u64) {
         if let Some(before) = shape.emptied.replace(page)
             && before >> FAN_BITS != page >> FAN_BITS

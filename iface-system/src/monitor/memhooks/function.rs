@@ -67,6 +67,8 @@ functions! {
     Shmat = (c"shmat", libc::SYS_shmat),
     /// `shmdt(address)`
     Shmdt = (c"shmdt", libc::SYS_shmdt),
+    /// `remap_file_pages(address, size, protection, page offset, flags)`
+    RemapFilePages = (c"remap_file_pages", libc::SYS_remap_file_pages),
 }
 
 /// `linux/mman.h`, since 6.13: the pages are dropped, and access faults.
@@ -91,7 +93,8 @@ const fn has(flags: usize, bits: i32) -> bool {
     flags as i32 & bits == bits
 }
 
-/// Sizes of huge pages, the largest first: those of x86-64, and of aarch64 with base pages of any size.
+/// Sizes of huge pages, the largest first: those of x86-64, and of aarch64 with base pages of any
+/// size.
 const HUGE: &[u64] = if cfg!(target_arch = "aarch64") {
     &[16 << 30, 1 << 30, 512 << 20, 32 << 20, 2 << 20, 64 << 10]
 } else {
@@ -105,13 +108,14 @@ fn largest(address: usize) -> Option<u64> {
     HUGE.iter().copied().find(|size| (address as u64).is_multiple_of(*size))
 }
 
-/// The largest pages that can begin at an address, if it makes a difference to one of these lengths that they are huge.
+/// The largest pages that can begin at an address, if it makes a difference to one of these lengths
+/// that they are huge.
 fn matters(address: usize, lens: [usize; 2]) -> Option<u64> {
     largest(address).filter(|huge| lens.iter().any(|len| !(*len as u64).is_multiple_of(*huge)))
 }
 
-/// Bytes of the huge pages that a mapping of `len` put at `address` would have, to which the kernel rounds its length; where
-/// that cannot be known, the largest that fit there.
+/// Bytes of the huge pages that a mapping of `len` put at `address` would have, to which the kernel
+/// rounds its length; where that cannot be known, the largest that fit there.
 #[cold]
 fn huge_of_new(address: usize, len: usize, flags: usize, fd: usize) -> Option<u64> {
     let fitting = matters(address, [len; 2])?;
@@ -121,7 +125,8 @@ fn huge_of_new(address: usize, len: usize, flags: usize, fd: usize) -> Option<u6
         return Some(if bits == 0 { fitting } else { 1 << bits });
     }
     let mut status = std::mem::MaybeUninit::<libc::statfs>::zeroed();
-    // SAFETY: fstatfs writes one `statfs`. It is a thin wrapper that allocates nothing, and the hooks put errno back.
+    // SAFETY: fstatfs writes one `statfs`. It is a thin wrapper that allocates nothing, and the
+    // hooks put errno back.
     if unsafe { libc::fstatfs(fd as i32, status.as_mut_ptr()) } != 0 {
         return Some(fitting);
     }
@@ -130,8 +135,8 @@ fn huge_of_new(address: usize, len: usize, flags: usize, fd: usize) -> Option<u6
     (status.f_type == HUGETLBFS_MAGIC).then_some(status.f_bsize as u64)
 }
 
-/// Bytes of the huge pages that are mapped at `address`, if that makes a difference to these lengths; where it cannot be
-/// known, of the largest that fit there.
+/// Bytes of the huge pages that are mapped at `address`, if that makes a difference to these
+/// lengths; where it cannot be known, of the largest that fit there.
 #[cold]
 fn huge_of_mapped(address: usize, lens: [usize; 2]) -> Option<u64> {
     let fitting = matters(address, lens)?;
@@ -155,14 +160,14 @@ impl Function {
 
     /// Whether the C library may be without it.
     pub(super) const fn optional(self) -> bool {
-        matches!(self, Self::ProcessMadvise)
+        matches!(self, Self::ProcessMadvise | Self::RemapFilePages)
     }
 
     /// Whether a call with these arguments can take memory away at all. Cheap: every call asks.
     #[inline(always)]
     pub(super) const fn takes(self, args: &Args) -> bool {
         match self {
-            Self::Munmap | Self::Shmdt => true,
+            Self::Munmap | Self::Shmdt | Self::RemapFilePages => true,
             // FIXED_NOREPLACE fails where something is mapped.
             Self::Mmap => has(args[3], libc::MAP_FIXED) && !has(args[3], libc::MAP_FIXED_NOREPLACE),
             Self::Mremap => has(args[3], libc::MREMAP_MAYMOVE) || args[2] < args[1],
@@ -192,7 +197,8 @@ impl Function {
                 Taken::one(start, rounded(len, huge), Cause::Replace)
             }
             Self::Madvise => Taken::one(args[0], pages(args[1]), Cause::Discard),
-            // The ranges lie in memory that may not be readable: only the kernel can look without harm.
+            // The ranges lie in memory that may not be readable: only the kernel can look without
+            // harm.
             Self::ProcessMadvise => Taken::one(0, u64::MAX, Cause::Discard),
             Self::Mremap => {
                 let [old, old_len, new_len, flags, new, _] = *args;
@@ -214,7 +220,8 @@ impl Function {
                 Taken([from, onto])
             }
             Self::Brk => {
-                // SAFETY: the kernel answers with the break, and changes nothing for an address below the heap.
+                // SAFETY: the kernel answers with the break, and changes nothing for an address
+                // below the heap.
                 let now = unsafe { libc::syscall(libc::SYS_brk, 0) } as usize;
                 let (to, now) = (pages(args[0]), pages(now));
                 if to < now {
@@ -234,6 +241,11 @@ impl Function {
             Self::Shmdt => {
                 let range = area::attached(args[0] as u64);
                 Taken([(!range.is_empty()).then_some((range, Cause::Detach)), None])
+            }
+            // The kernel rounds both down.
+            Self::RemapFilePages => {
+                let [start, size, ..] = args.map(|bytes| bytes as u64 & !within);
+                Taken([some(start, size, Cause::Replace), None])
             }
         }
     }
@@ -310,6 +322,11 @@ mod tests {
         assert_eq!(taken(Brk, &[0]), []);
         assert_eq!(taken(Brk, &[usize::MAX / 2]), []);
         assert_eq!(taken(Shmat, &[0, 0x10000, 0]), []);
+        assert_eq!(
+            taken(RemapFilePages, &[0x10001, 8191, 0, 7, 0]),
+            [(0x10000, 4096, Cause::Replace)]
+        );
+        assert_eq!(taken(RemapFilePages, &[0x10000, 4095, 0, 7, 0]), []);
         // Of a mapping that begins where no huge page can, nothing is asked.
         assert_eq!(
             taken(Mmap, &[0x1000, 1, 3, fixed_map, usize::MAX]),

@@ -1,17 +1,19 @@
 //! What runs in place of the C library's functions.
 //!
-//! On whatever thread calls them, inside allocators, signal handlers and with any lock held: nothing here
-//! allocates, locks, logs, runs a destructor or touches thread-local storage other than `errno`, which is put back.
+//! On whatever thread calls them, inside allocators, signal handlers and with any lock held:
+//! nothing here allocates, locks, logs, runs a destructor or touches thread-local storage other
+//! than `errno`, which is put back.
 
 use std::{
     mem::MaybeUninit,
     sync::atomic::{AtomicU64, AtomicUsize, Ordering},
 };
 
-use hmem_core::monitor::Change;
+use hmem_core::monitor::{Cause, Change};
 use hmem_hook::{HasTable, Pass, SLOTS, Table, Wipeable};
 
 use super::{
+    announced::Announced,
     function::{Args, Function, Taken},
     process::PLACE,
 };
@@ -23,9 +25,11 @@ pub(super) struct Shared {
     pub(super) table: Table,
     /// Calls of `brk(NULL)` that arrived: the only call of `brk` that a test may make.
     pub(super) brk_probes: AtomicU64,
+    /// Hooked discards in progress.
+    pub(super) announced: Announced,
 }
 
-// SAFETY: zeroes are an empty table and no arrivals; both are shared by atomics alone.
+// SAFETY: zeroes are an empty table, no arrivals and no calls; all is shared by atomics alone.
 unsafe impl Wipeable for Shared {}
 
 impl HasTable for Shared {
@@ -58,6 +62,7 @@ pub(super) fn address(function: Function) -> usize {
         Function::Brk => brk,
         Function::Shmat => shmat,
         Function::Shmdt => shmdt,
+        Function::RemapFilePages => remap_file_pages,
     };
     (hook as *const ()).expose_provenance()
 }
@@ -80,6 +85,7 @@ hooks! {
     brk = Function::Brk;
     shmat = Function::Shmat;
     shmdt = Function::Shmdt;
+    remap_file_pages = Function::RemapFilePages;
 }
 
 /// # Safety
@@ -96,27 +102,30 @@ unsafe fn hooked<const FUNCTION: usize>(args: Args) -> usize {
         return unsafe { original(function, args) };
     };
     let pass = subscribers.table().pass();
-    // The pass lasts over the system call even with nobody to tell: who subscribes meanwhile waits for it.
+    // The pass lasts over the system call even with nobody to tell: who subscribes meanwhile waits
+    // for it.
     if pass.is_empty() {
         // SAFETY: as the caller's.
         unsafe { original(function, args) }
     } else {
         // SAFETY: as the caller's.
-        unsafe { told::<FUNCTION>(&pass, args) }
+        unsafe { told::<FUNCTION>(&pass, &subscribers.shared().announced, args) }
     }
 }
 
-/// One for each function, so that none asks which it is; out of line, so that calls that nobody is told of need no room for
-/// it.
+/// One for each function, so that none asks which it is; out of line, so that calls that nobody is
+/// told of need no room for it.
 ///
 /// # Safety
 /// As for the function with these arguments.
 #[inline(never)]
-unsafe fn told<const FUNCTION: usize>(pass: &Pass<'_>, args: Args) -> usize {
+unsafe fn told<const FUNCTION: usize>(pass: &Pass<'_>, announced: &Announced, args: Args) -> usize {
     let function = Function::ALL[FUNCTION];
-    // SAFETY: `errno` of this thread, which libc keeps for as long as the thread runs.
-    let errno = unsafe { &mut *libc::__errno_location() };
-    let before = *errno;
+    // SAFETY: libc keeps `errno` of this thread for as long as the thread runs. It is read and
+    // written by the pointer alone: the original function and invalidators write it too.
+    let errno = unsafe { libc::__errno_location() };
+    // SAFETY: `errno` of this thread.
+    let before = unsafe { errno.read() };
     let Taken(taken) = function.taken(&args);
     let mut changes = [const { [const { MaybeUninit::<Change>::uninit() }; SLOTS] }; 2];
     for (taken, changes) in taken.iter().zip(&mut changes) {
@@ -124,19 +133,33 @@ unsafe fn told<const FUNCTION: usize>(pass: &Pass<'_>, args: Args) -> usize {
             pass.each(|slot, invalidator| _ = changes[slot].write(invalidator.begin(range, cause)));
         }
     }
-    *errno = before;
+    let call = match taken {
+        [Some((range, Cause::Discard)), _] => {
+            let start = range.start().0;
+            announced.announce(start, start.saturating_add(range.len()))
+        }
+        _ => None,
+    };
+    // SAFETY: `errno` of this thread.
+    unsafe { errno.write(before) };
     // SAFETY: as the caller's.
     let result = unsafe { original(function, args) };
-    let after = *errno;
+    // SAFETY: `errno` of this thread.
+    let after = unsafe { errno.read() };
+    if let Some(call) = call {
+        announced.retract(call);
+    }
     for (taken, changes) in taken.iter().zip(&changes) {
         if taken.is_some() {
             pass.each(|slot, invalidator| {
-                // SAFETY: this pass has the same slots each time, and `begin` wrote this one for the same range.
+                // SAFETY: this pass has the same slots each time, and `begin` wrote this one for
+                // the same range.
                 invalidator.end(unsafe { changes[slot].assume_init_read() });
             });
         }
     }
-    *errno = after;
+    // SAFETY: `errno` of this thread.
+    unsafe { errno.write(after) };
     result
 }
 
@@ -145,8 +168,8 @@ unsafe fn told<const FUNCTION: usize>(pass: &Pass<'_>, args: Args) -> usize {
 #[inline(always)]
 unsafe fn original(function: Function, [a, b, c, d, e, f]: Args) -> usize {
     let original = ORIGINALS[function as usize].load(Ordering::Relaxed);
-    // SAFETY: the plan of the patches, by which an entry led here, has written the way past what it replaced; the store
-    // of the patch orders it.
+    // SAFETY: the plan of the patches, by which an entry led here, has written the way past what it
+    // replaced; the store of the patch orders it.
     let original: Call =
         unsafe { std::mem::transmute(std::ptr::with_exposed_provenance::<()>(original)) };
     // SAFETY: as the caller's.

@@ -1,11 +1,14 @@
 //! Changes noticed at the entry of the C library's functions, before the memory goes.
 //!
-//! `munmap`, `mmap`, `mremap`, `madvise`, `process_madvise`, `brk` (and so `sbrk`), `shmat` and `shmdt` of glibc are
-//! patched where they begin, so that the library's own calls (of `free`, of ending threads) are seen too. What is not
-//! seen: raw system calls, the dynamic loader's own `munmap` (`dlclose`), and what other processes do.
+//! `munmap`, `mmap`, `mremap`, `madvise`, `process_madvise`, `brk` (and so `sbrk`), `shmat`,
+//! `shmdt` and `remap_file_pages` of glibc are patched where they begin, so that the library's own
+//! calls (of `free`, of ending threads) are seen too. Raw system calls, the dynamic loader's own
+//! `munmap` (`dlclose`), and changes made by other processes are not seen.
 //!
-//! The patching is that of `hmem-hook`; `hook.rs` has the rules of the hooks, `process.rs` what is process-wide.
+//! `hmem-hook` does the patching. `hook.rs` has the rules that the hooks obey, `process.rs` the
+//! process-wide state.
 
+mod announced;
 mod function;
 mod hook;
 mod process;
@@ -28,9 +31,17 @@ const NAME: MonitorName = MonitorName {
     otherwise: "use the userfaultfd monitor",
 };
 
+/// Returns whether a discard event of these addresses is that of a hooked call in progress.
+/// Allocates nothing and takes no lock.
+pub(super) fn tells_of_discard(start: u64, end: u64) -> bool {
+    let subscribers = process::PLACE.subscribers();
+    subscribers.is_some_and(|subscribers| subscribers.shared().announced.tells(start, end))
+}
+
 /// The monitor that patches the C library.
 ///
-/// All values of a process share the patches: the first one puts them in, the last one to be dropped takes them out.
+/// All values of a process share the patches: the first one puts them in, the last one to be
+/// dropped takes them out.
 #[derive(Debug)]
 pub struct MemHooks {
     hooks: Hooks<Shared>,
@@ -41,9 +52,10 @@ impl MemHooks {
     /// Patches the C library, and sees through each function that changes arrive.
     ///
     /// # Errors
-    /// Unavailable without a dynamically linked glibc. Unsupported naming the function whose entry does not allow
-    /// it, and whose code it leads to if another library was there first. PermissionDenied or AccessDenied where a
-    /// security policy forbids changing code. Busy if a change did not arrive.
+    /// Unavailable without a dynamically linked glibc. Unsupported naming the function whose entry
+    /// does not allow it, and whose code it leads to if another library was there first.
+    /// PermissionDenied or AccessDenied where a security policy forbids changing code. Busy if
+    /// a change did not arrive.
     pub fn start() -> Result<Arc<Self>> {
         let hooks = Hooks::start(&process::PLACE, NAME, process::plan)?;
         let this = Arc::new(Self { hooks, remembered: Remembered::default() });
@@ -54,8 +66,8 @@ impl MemHooks {
     /// Sees again that every patch is in place, and that a change arrives through each function.
     ///
     /// # Errors
-    /// Busy, naming the function and the library that overwrote its patch or stands before it; Unsupported in a
-    /// forked child.
+    /// Busy, naming the function and the library that overwrote its patch or stands before it;
+    /// Unsupported in a forked child.
     pub fn check(&self) -> Result<()> {
         self.hooks.in_place("check")?;
         self_test::run(self.hooks.subscribers())

@@ -36,8 +36,9 @@ pub(super) fn plan() -> Result<Patches> {
             }
         }
     }
-    // SAFETY: the entries are the C library's, which is never unloaded; hooks take and pass on whole registers, and have
-    // an `original` each, which nobody goes by yet: nothing is patched before a plan is kept.
+    // SAFETY: the entries are the C library's, which is never unloaded; hooks take and pass on
+    // whole registers, and have an `original` each, which nobody goes by yet: nothing is
+    // patched before a plan is kept.
     unsafe { Patches::plan(NAME, &targets) }
 }
 
@@ -46,7 +47,8 @@ struct Libc(*mut c_void);
 
 impl Libc {
     fn find() -> Result<Self> {
-        // SAFETY: loads nothing: it finds an object that is loaded already, and whose initialisers have run.
+        // SAFETY: loads nothing: it finds an object that is loaded already, and whose initialisers
+        // have run.
         let handle =
             unsafe { libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
         if handle.is_null() {

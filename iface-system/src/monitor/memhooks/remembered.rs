@@ -1,8 +1,9 @@
 //! Areas that were found to be memory and nothing else, as long as no hook has run since.
 //!
-//! Asking the kernel costs a microsecond or more, at each registration; a program that registers much and unmaps
-//! little asks once for each area. Whoever finds an area here takes no lock: a version that is odd while somebody
-//! writes, and that is another one afterwards, says whether what was read was whole.
+//! Asking the kernel costs a microsecond or more, at each registration; a program that registers
+//! much and unmaps little asks once for each area. Whoever finds an area here takes no lock: a
+//! version that is odd while somebody writes, and that is another one afterwards, says whether what
+//! was read was whole.
 
 use std::sync::atomic::{
     AtomicU64,
@@ -39,14 +40,15 @@ pub(super) struct Remembered {
 }
 
 impl Remembered {
-    /// Whether all of the range is memory that a monitor of this process sees the end of; the table is that of the hooks,
-    /// which tell the caller of changes already.
+    /// Whether all of the range is memory that a monitor of this process sees the end of; the table
+    /// is that of the hooks, which tell the caller of changes already.
     ///
     /// # Errors
     /// As [`Maps::check`].
     #[inline]
     pub(super) fn check(&self, table: &Table, range: AddressRange) -> Result<()> {
-        // Taken before looking, and none while a change is under way: what is found then may be gone already.
+        // Taken before looking, and none while a change is under way: what is found then may be
+        // gone already.
         let stamp = table.quiet_stamp();
         if stamp.is_some_and(|stamp| self.holds(stamp, range)) {
             return Ok(());

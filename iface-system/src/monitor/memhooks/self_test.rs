@@ -1,4 +1,5 @@
-//! Do changes arrive? Each function is called as the application calls it, on memory of the test's own.
+//! Do changes arrive? Each function is called as the application calls it, on memory of the test's
+//! own.
 
 use std::{
     ptr,
@@ -96,6 +97,8 @@ fn failed(function: &'static str) -> Error {
 
 /// Fires an event through each function and sees it arrive.
 ///
+/// `remap_file_pages` alone is not called: the kernel logs that the program uses a deprecated call.
+///
 /// # Errors
 /// Busy, naming the function whose event did not arrive.
 pub(super) fn run(subscribers: &Subscribers<Shared>) -> Result<()> {
@@ -117,7 +120,8 @@ fn fire(test: &Test<'_>) -> Result<()> {
         mapped => Ok(mapped),
     };
     let memory = map()?;
-    // SAFETY: here and below, each call is on pages that only this function knows, and none after it gave them away.
+    // SAFETY: here and below, each call is on pages that only this function knows, and none after
+    // it gave them away.
     test.arrives("madvise", (memory, page, Cause::Discard), || unsafe {
         libc::madvise(memory, page, libc::MADV_DONTNEED) == 0
     })?;
@@ -148,7 +152,8 @@ fn fire(test: &Test<'_>) -> Result<()> {
     fire_shm(test, page)
 }
 
-/// System V segments may be forbidden (a namespace's limits, seccomp): then nothing can be attached by anybody.
+/// System V segments may be forbidden (a namespace's limits, seccomp): then nothing can be attached
+/// by anybody.
 fn fire_shm(test: &Test<'_>, page: usize) -> Result<()> {
     // SAFETY: makes a new segment.
     let id = unsafe { libc::shmget(libc::IPC_PRIVATE, page, libc::IPC_CREAT | 0o600) };
@@ -174,11 +179,13 @@ fn fire_shm(test: &Test<'_>, page: usize) -> Result<()> {
 /// `linux/shm.h`
 const SHM_REMAP: libc::c_int = 0o40000;
 
-/// No test may move the break under other threads' allocations: `brk(NULL)` moves nothing, and the hook counts it.
+/// No test may move the break under other threads' allocations: `brk(NULL)` moves nothing, and the
+/// hook counts it.
 fn fire_brk(subscribers: &Subscribers<Shared>) -> Result<()> {
     let arrived = || subscribers.shared().brk_probes.load(Ordering::SeqCst);
     let before = arrived();
-    // SAFETY: asks for a break below the heap's start, which the kernel answers with the one that there is.
+    // SAFETY: asks for a break below the heap's start, which the kernel answers with the one that
+    // there is.
     unsafe { libc::brk(ptr::null_mut()) };
     if arrived() == before {
         return Err(failed("brk").remedy(

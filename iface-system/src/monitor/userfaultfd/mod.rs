@@ -1,24 +1,46 @@
 //! Changes noticed by the kernel, for every system call whoever makes it.
 //!
-//! Ranges are registered with a userfaultfd in write-protect mode and never write-protected, so that events of
-//! `munmap`, `mremap` and `madvise` arrive and no page fault of the application ever waits for this library. No
-//! privilege is needed since Linux 5.11.
+//! Ranges are registered with a userfaultfd in write-protect mode and never write-protected, so
+//! that events of `munmap`, `mremap` and `madvise` arrive and no page fault of the application ever
+//! waits for this library. No privilege is needed since Linux 5.11.
 //!
 //! # The window
 //!
-//! The thread that unmaps waits until the event is *read*. Between reading and invalidating, the gate of
-//! [`Invalidator`] is closed, so that this thread cannot hit what it has just unmapped. *Another* thread can: the
-//! kernel gives the addresses free before it queues the event, so that another thread may map them anew, look
-//! them up and hit before the monitor knows of anything. Likewise what another thread registers while a `madvise` is
-//! under way. A program in which one thread unmaps what another maps anew at once needs memhooks.
+//! The thread that unmaps waits until the event is *read*. Between reading and invalidating, the
+//! gate of [`Invalidator`] is closed, so that this thread cannot hit what it has just unmapped.
+//! *Another* thread can: the kernel gives the addresses free before it queues the event, so that
+//! another thread may map them anew, look them up and hit before the monitor knows of anything. A
+//! program in which one thread unmaps what another maps anew at once needs memhooks.
+//!
+//! # Discards
+//!
+//! `madvise` takes the pages after its event was read. The monitor keeps such a range out of caches
+//! until the call is over (`discards.rs`).
+//!
+//! # Mappings
+//!
+//! Each watched range that touches no other costs the process up to two mappings. The kernel allows
+//! `vm.max_map_count` of them, and all monitors together take only a share (`budget.rs`).
 
+mod budget;
+mod discards;
 mod ranges;
+mod ring;
 #[allow(unsafe_code)]
 mod sys;
 #[allow(unsafe_code)]
 mod thread;
 
-use std::{collections::HashMap, ops::Range, sync::Arc, thread::JoinHandle, time::Duration};
+use std::{
+    collections::HashMap,
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread::JoinHandle,
+    time::Duration,
+};
 
 use hmem_core::{
     AddressRange, Allocation, Error, ErrorKind, IfaceKind, Result,
@@ -28,7 +50,12 @@ use hmem_hook::{MonitorName, Subscribers};
 use parking_lot::Mutex;
 use rustix::{event::EventfdFlags, io::Errno};
 
-use self::{ranges::Counted, thread::Watched};
+use self::{
+    budget::{Beyond, Budget},
+    discards::Discards,
+    ranges::Counted,
+    thread::Watched,
+};
 use super::{area::Area, maps::Maps};
 use crate::sys::page_size;
 
@@ -56,29 +83,81 @@ pub struct UserFaultFd {
     thread: Option<JoinHandle<()>>,
     book: Mutex<Book>,
     maps: Maps,
+    discards: Mutex<Discards>,
+    /// Set if `discards` may have pending discards.
+    discarding: AtomicBool,
+    /// The number of subscriptions that were refused because of the budget.
+    beyond_budget: AtomicU64,
+    limit: usize,
+    most: usize,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Book {
     next: u64,
     subscriptions: HashMap<u64, (Range<u64>, u8)>,
     counted: Counted,
+    budget: Budget,
 }
 
 impl UserFaultFd {
     /// Opens a userfaultfd and starts the thread that reads its events.
     ///
     /// # Errors
-    /// Unsupported, PermissionDenied or OutOfResources, naming the kernel option, version, sysctl, seccomp filter or
-    /// limit that is in the way.
+    /// Unsupported, PermissionDenied or OutOfResources, naming the kernel option, version, sysctl,
+    /// seccomp filter or limit that is in the way.
     pub fn start() -> Result<Arc<Self>> {
         let events = sys::open()?;
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)
             .map_err(|errno| Error::os(errno, "eventfd").iface(IfaceKind::SYSTEM))?;
         let subscribers = Subscribers::new(NAME)?;
-        let watched = Arc::new(Watched { events, stop, subscribers });
+        let beneath_hooks = AtomicBool::new(false);
+        let watched = Arc::new(Watched { events, stop, subscribers, beneath_hooks });
+        let budget = Budget::new()?;
         let thread = Some(thread::start(&watched)?);
-        Ok(Arc::new(Self { watched, thread, book: Mutex::default(), maps: Maps::default() }))
+        let (limit, most) = (budget.limit(), budget.ranges());
+        let (subscriptions, counted) = (HashMap::new(), Counted::default());
+        let book = Mutex::new(Book { next: 0, subscriptions, counted, budget });
+        Ok(Arc::new(Self {
+            watched,
+            thread,
+            book,
+            maps: Maps::default(),
+            discards: Mutex::default(),
+            discarding: AtomicBool::new(false),
+            beyond_budget: AtomicU64::new(0),
+            limit,
+            most,
+        }))
+    }
+
+    /// The most separate ranges that the monitors of this process watch together: a share of
+    /// `vm.max_map_count`, so that the application keeps the other mappings. Ranges of one monitor
+    /// that touch count as one.
+    #[must_use]
+    pub fn most_ranges(&self) -> usize {
+        self.most
+    }
+
+    /// The number of subscriptions that the monitor refused because the share of mappings was used
+    /// up, or because the process had few left.
+    #[must_use]
+    pub fn beyond_budget(&self) -> u64 {
+        self.beyond_budget.load(Ordering::Relaxed)
+    }
+
+    /// Returns the budget as a part of a sentence.
+    pub(super) fn budget(&self) -> String {
+        let Self { most, limit, .. } = self;
+        format!(
+            "at most {most} separate ranges in the process, a 16th of vm.max_map_count = {limit} \
+             mappings,"
+        )
+    }
+
+    /// Relies on memhooks to notify every subscriber of this monitor as well.
+    pub(super) fn beneath_hooks(&self) {
+        self.watched.beneath_hooks.store(true, Ordering::Relaxed);
     }
 
     /// The subscriptions now.
@@ -110,33 +189,113 @@ impl UserFaultFd {
         let page = area.map_or_else(page_size, |area| area.page_size);
         let whole = range.page_aligned(page);
         let pages = whole.start().0..whole.start().0.saturating_add(whole.len());
-        // Before the kernel watches: an event that is being read now is told to those who are subscribed now.
+        // Before the kernel watches: an event that is being read now is told to those who are
+        // subscribed now.
         let slot = self.watched.subscribers.add(&invalidator)?;
+        // The lock is not held: a fault may wait for a handler of the application, which may
+        // register memory itself.
+        sys::touch(pages.start);
+        if pages.end - pages.start > page {
+            sys::touch(pages.end - page);
+        }
         let mut book = self.book.lock();
-        book.counted.add(pages.clone());
-        // Each time, whatever the counts say: the memory may be new since. Watching twice is watching.
-        if let Err(errno) =
-            sys::register(&self.watched.events, pages.start, pages.end - pages.start)
-        {
-            let unwatched = book.counted.remove(pages);
-            self.unregister(&unwatched);
+        // Each time, whatever the counts say: the memory may be new since. Watching twice is
+        // watching.
+        if let Err(unwatched) = self.register(&mut book, &pages) {
             drop(book);
             self.watched.subscribers.remove(slot);
             // Huge pages are watched whole, and the caller may not have looked whether it is those.
-            if errno == Errno::INVAL
+            if unwatched == Unwatched::Refused(Errno::INVAL)
                 && area.is_none()
                 && let Ok(area) = self.maps.check(range, NAME.name)
                 && area.page_size > page_size()
             {
                 return self.watch(range, invalidator, Some(&area));
             }
-            return Err(explained(range, errno));
+            return Err(self.explained(range, unwatched));
         }
         book.next += 1;
         let id = book.next;
         book.subscriptions.insert(id, (pages, slot));
         self.forget_moved(&book.counted);
         Ok(Subscription(id))
+    }
+
+    /// Asks the kernel to watch whole pages, if the budget allows it.
+    fn register(&self, book: &mut Book, pages: &Range<u64>) -> Result<(), Unwatched> {
+        book.counted.add(pages.clone());
+        let allowed = book.budget.allows(book.counted.apart());
+        let watched = allowed.map_err(Unwatched::Beyond).and_then(|()| {
+            let len = pages.end - pages.start;
+            sys::register(&self.watched.events, pages.start, len).map_err(Unwatched::Refused)
+        });
+        if let Err(unwatched) = watched {
+            let gone = book.counted.remove(pages.clone());
+            match unwatched {
+                Unwatched::Refused(errno) => {
+                    self.unregister(&gone);
+                    if errno == Errno::NOMEM {
+                        book.budget.refused();
+                    }
+                }
+                Unwatched::Beyond(_) => _ = self.beyond_budget.fetch_add(1, Ordering::Relaxed),
+            }
+        }
+        book.budget.watches(book.counted.apart());
+        watched
+    }
+
+    /// Fails while a discard of pages of `range` may be in progress. The caller has subscribed
+    /// before, so that it is notified of later discards.
+    ///
+    /// # Errors
+    /// Busy while such a discard may be in progress.
+    pub(super) fn settled(&self, range: AddressRange) -> Result<()> {
+        let shared = self.watched.subscribers.shared();
+        if shared.no_discards() && !self.discarding.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let mut discards = self.discards.lock();
+        // Set before the discards are taken, so that a thread that finds none to take sees it.
+        self.discarding.store(true, Ordering::Release);
+        discards.take(shared);
+        let whole = range.page_aligned(page_size());
+        let last = whole.start().0.saturating_add(whole.len());
+        let settled = discards.settled(&(whole.start().0..last));
+        self.discarding.store(!discards.is_empty(), Ordering::Release);
+        drop(discards);
+        if settled {
+            return Ok(());
+        }
+        Err(refused(range, ErrorKind::Busy)
+            .context(
+                "why",
+                "a thread has discarded pages of the range by madvise, and may not be done yet",
+            )
+            .remedy(
+                "it is cached again once the process's other threads were seen asleep, or use the memhooks monitor and the C library's madvise",
+            ))
+    }
+
+    /// Returns the error that says why a range is not watched.
+    fn explained(&self, range: AddressRange, unwatched: Unwatched) -> Error {
+        match unwatched {
+            Unwatched::Refused(errno) => explained(range, errno),
+            Unwatched::Beyond(Beyond::Share) => refused(range, ErrorKind::OutOfResources)
+                .context(
+                    "why",
+                    "each separately watched range takes mappings of the process, and the share of this process's monitors is used up",
+                )
+                .context("separate ranges", self.most)
+                .context("vm.max_map_count", self.limit)
+                .remedy(
+                    "raise vm.max_map_count, watch fewer or larger ranges, or use the memhooks monitor",
+                ),
+            Unwatched::Beyond(Beyond::Process) => refused(range, ErrorKind::Busy)
+                .context("why", "the process has few mappings left, and the monitor takes none of those")
+                .context("vm.max_map_count", self.limit)
+                .remedy("raise vm.max_map_count, or use the memhooks monitor"),
+        }
     }
 
     /// The book's lock is held.
@@ -154,20 +313,23 @@ impl UserFaultFd {
 
     /// What mremap moved is watched by the kernel where it went, and by nobody here.
     fn forget_moved(&self, counted: &Counted) {
-        while let Some((start, len)) = self.watched.subscribers.shared().take_moved() {
+        while let Some((start, len)) = self.watched.subscribers.shared().moved.take() {
             self.unregister(&counted.gaps(start..start.saturating_add(len)));
         }
     }
 
-    /// Stops watching everything, and waits until the thread has read every event that somebody waits for.
+    /// Stops watching everything, and waits until the thread has read every event that somebody
+    /// waits for.
     ///
-    /// Closing the file would do, if a forked child could not have it open too: then a thread that unmaps would wait
-    /// for a reader that is gone.
+    /// Closing the file would do, if a forked child could not have it open too: then a thread that
+    /// unmaps would wait for a reader that is gone.
     fn quiesce(&self) {
-        let book = self.book.lock();
+        let mut book = self.book.lock();
         self.forget_moved(&book.counted);
-        // Not mapping by mapping: before Linux 6.15 that would end the watch of other userfaultfds too.
+        // Not mapping by mapping: before Linux 6.15 that would end the watch of other userfaultfds
+        // too.
         self.unregister(&book.counted.all());
+        book.budget.watches(0);
         drop(book);
         while self.watched.subscribers.shared().failure().is_none()
             && sys::changes_under_way(&self.watched.events)
@@ -177,6 +339,13 @@ impl UserFaultFd {
     }
 }
 
+/// The reason why a range is not watched: beyond the budget, or refused by the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Unwatched {
+    Beyond(Beyond),
+    Refused(Errno),
+}
+
 fn refused(range: AddressRange, kind: ErrorKind) -> Error {
     Error::new(kind, "subscribe")
         .iface(IfaceKind::SYSTEM)
@@ -184,7 +353,7 @@ fn refused(range: AddressRange, kind: ErrorKind) -> Error {
         .context("range", range)
 }
 
-/// Why the kernel does not watch a range.
+/// Returns the error that says why the kernel does not watch a range.
 fn explained(range: AddressRange, errno: Errno) -> Error {
     let (kind, why, remedy) = match errno {
         Errno::NOMEM => (
@@ -217,14 +386,19 @@ impl Monitor for UserFaultFd {
     }
 
     fn why(&self) -> String {
-        "told by the kernel's events, after the memory went".into()
+        let beyond = match self.beyond_budget() {
+            0 => String::new(),
+            beyond => format!("; {beyond} refused so far"),
+        };
+        format!("told by the kernel's events, after the memory went, of {} {beyond}", self.budget())
     }
 
     fn style(&self) -> MonitorStyle {
         MonitorStyle::Callback
     }
 
-    /// MAP_FIXED over a range and a lower break are told as [`Cause::Unmap`], which is what the kernel says.
+    /// MAP_FIXED over a range and a lower break are told as [`Cause::Unmap`], which is what the
+    /// kernel says.
     fn watches(&self, cause: Cause) -> bool {
         matches!(
             cause,
@@ -241,7 +415,14 @@ impl Monitor for UserFaultFd {
             return Err(NAME.forked("subscribe"));
         }
         let area = self.maps.check(range, NAME.name)?;
-        self.watch(range, invalidator, Some(&area))
+        let before = self.beyond_budget();
+        let subscription = self.watch(range, invalidator, Some(&area)).inspect_err(|error| {
+            if before == 0 && self.beyond_budget() > 0 {
+                tracing::warn!(%error, "memory beyond the monitor's budget is not cached");
+            }
+        })?;
+        self.settled(range).inspect_err(|_| self.unsubscribe(subscription))?;
+        Ok(subscription)
     }
 
     fn unsubscribe(&self, subscription: Subscription) {
@@ -252,6 +433,8 @@ impl Monitor for UserFaultFd {
         let Some((pages, slot)) = book.subscriptions.remove(&subscription.0) else { return };
         let unwatched = book.counted.remove(pages);
         self.unregister(&unwatched);
+        let Book { counted, budget, .. } = &mut *book;
+        budget.watches(counted.apart());
         self.forget_moved(&book.counted);
         drop(book);
         self.watched.subscribers.remove(slot);

@@ -1,4 +1,5 @@
-//! How often each address is watched: runs of addresses with a count, cut where subscriptions begin and end.
+//! How often each address is watched: runs of addresses with a count, cut where subscriptions begin
+//! and end.
 
 use std::{collections::BTreeMap, ops::Range};
 
@@ -7,6 +8,8 @@ use std::{collections::BTreeMap, ops::Range};
 pub(super) struct Counted {
     /// End and count, by start.
     runs: BTreeMap<u64, (u64, u32)>,
+    /// Runs that touch none before them.
+    apart: usize,
 }
 
 impl Counted {
@@ -24,6 +27,7 @@ impl Counted {
                 }
                 found => {
                     let end = found.map_or(range.end, |(&start, _)| start);
+                    self.apart = self.apart + 1 - self.touching(&(at..end));
                     self.runs.insert(at, (end, 1));
                     at = end;
                 }
@@ -50,8 +54,22 @@ impl Counted {
             for start in starts {
                 self.runs.remove(&start);
             }
+            self.apart = self.apart + self.touching(gone) - 1;
         }
         unwatched
+    }
+
+    /// Returns the number of watched ranges that touch no other. The kernel makes a separate
+    /// mapping of each.
+    pub(super) fn apart(&self) -> usize {
+        self.apart
+    }
+
+    /// Returns the number of runs that end where this range begins, or begin where it ends.
+    fn touching(&self, range: &Range<u64>) -> usize {
+        let before = self.runs.range(..range.start).next_back();
+        usize::from(before.is_some_and(|(_, (end, _))| *end == range.start))
+            + usize::from(self.runs.contains_key(&range.end))
     }
 
     /// Everything that is watched.
@@ -130,6 +148,8 @@ mod tests {
                     prop_assert_eq!(told, unwatched);
                 }
                 prop_assert_eq!(watched(&counted), book.clone());
+                let begins = |page: &usize| book[*page] > 0 && (*page == 0 || book[*page - 1] == 0);
+                prop_assert_eq!(counted.apart(), (0..PAGES as usize).filter(begins).count());
                 let gaps: Vec<u64> = counted.gaps(3..PAGES - 2).into_iter().flatten().collect();
                 let free: Vec<u64> = (3..PAGES - 2).filter(|page| book[*page as usize] == 0).collect();
                 prop_assert_eq!(gaps, free);

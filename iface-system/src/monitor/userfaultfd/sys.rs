@@ -3,6 +3,8 @@
 use std::{
     fs,
     os::fd::{AsFd, FromRawFd, OwnedFd},
+    thread,
+    time::Duration,
 };
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
@@ -10,7 +12,7 @@ use rustix::{
     fs::{Mode, OFlags},
     io::Errno,
     ioctl::{self, Ioctl, IoctlOutput, Opcode, Updater, opcode},
-    mm::UserfaultfdFlags,
+    mm::{Advice, UserfaultfdFlags},
 };
 
 const UFFD_USER_MODE_ONLY: u32 = 1;
@@ -118,7 +120,8 @@ pub(super) fn read<'a>(fd: &OwnedFd, into: &'a mut [Message; 16]) -> Result<&'a 
 /// The file, for user-mode faults only, with the events that the monitor needs.
 ///
 /// # Errors
-/// PermissionDenied, Unsupported or OutOfResources, naming what refuses it: the kernel, a sysctl, a security policy.
+/// PermissionDenied, Unsupported or OutOfResources, naming what refuses it: the kernel, a sysctl, a
+/// security policy.
 pub(super) fn open() -> Result<OwnedFd> {
     let offered = Api { api: UFFD_API, features: 0, ioctls: 0 };
     // The handshake can be made once for each file: one to ask, one to use.
@@ -136,9 +139,26 @@ pub(super) fn open() -> Result<OwnedFd> {
     Ok(fd)
 }
 
+/// The number of times that a call is made while the kernel answers EAGAIN or EINTR.
+const TRIES: u32 = 10;
+
+/// Makes a call again while the kernel answers EAGAIN or EINTR, for some 50 ms at most.
+pub(super) fn persistent<T>(mut call: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
+    for tried in 0..TRIES {
+        match call() {
+            Err(Errno::AGAIN | Errno::INTR) => {
+                // Twice as long each time: from 50 us.
+                thread::sleep(Duration::from_micros(50 << tried));
+            }
+            answer => return answer,
+        }
+    }
+    call()
+}
+
 fn handshake(fd: &OwnedFd, mut api: Api) -> Result<Api> {
     // SAFETY: the ioctl reads and writes one `Api`.
-    unsafe { ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_API, _>::new(&mut api)) }
+    persistent(|| unsafe { ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_API, _>::new(&mut api)) })
         .map_err(|errno| Error::os(errno, "ioctl(UFFDIO_API)").iface(IfaceKind::SYSTEM))?;
     Ok(api)
 }
@@ -146,12 +166,12 @@ fn handshake(fd: &OwnedFd, mut api: Api) -> Result<Api> {
 fn new() -> Result<OwnedFd> {
     let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
     let user_mode = flags | UserfaultfdFlags::from_bits_retain(UFFD_USER_MODE_ONLY);
-    // SAFETY: a file on which this module does nothing but what its functions say.
-    let mut call = unsafe { rustix::mm::userfaultfd(user_mode) };
+    // SAFETY: a new file, on which this module does nothing but what its functions say.
+    let made = |flags| persistent(|| unsafe { rustix::mm::userfaultfd(flags) });
+    let mut call = made(user_mode);
     let before_user_mode = call.as_ref().is_err_and(|errno| *errno == Errno::INVAL);
     if before_user_mode {
-        // SAFETY: as above.
-        call = unsafe { rustix::mm::userfaultfd(flags) };
+        call = made(flags);
     }
     call.or_else(|errno| {
         let device =
@@ -218,24 +238,44 @@ fn cause(
     }
 }
 
-/// Watches whole pages: events only, no fault of anybody is intercepted, since nothing is ever write-protected.
+/// Watches whole pages: events only, no fault of anybody is intercepted, since nothing is ever
+/// write-protected.
 pub(super) fn register(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno> {
     let mut register =
         Register { range: Range { start, len }, mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
     // SAFETY: the ioctl reads and writes one `Register`, and changes no memory's content.
-    unsafe { ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_REGISTER, _>::new(&mut register)) }
+    persistent(|| unsafe {
+        ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_REGISTER, _>::new(&mut register))
+    })
+}
+
+/// Asks the kernel to populate a page as a first write does, without changing its bytes.
+///
+/// A private mapping may be cut before its first touch. Both sides of the cut then have different
+/// origins, so that the kernel never joins them again. Linux 5.14 has the call
+/// (`MADV_POPULATE_WRITE`). If the kernel refuses it, the mappings that stay cut are still part of
+/// the count of the process's mappings.
+pub(super) fn touch(page: u64) {
+    let at = std::ptr::with_exposed_provenance_mut(page as usize);
+    // SAFETY: the kernel checks the address, and leaves the content as it is.
+    if let Err(errno) = unsafe { rustix::mm::madvise(at, 1, Advice::LinuxPopulateWrite) } {
+        tracing::trace!(%errno, page, "the page is not written before its range is watched");
+    }
 }
 
 /// Stops watching whole pages.
 pub(super) fn unregister(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno> {
     let mut range = Range { start, len };
     // SAFETY: the ioctl reads one `Range`.
-    unsafe { ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_UNREGISTER, _>::new(&mut range)) }
+    persistent(|| unsafe {
+        ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_UNREGISTER, _>::new(&mut range))
+    })
 }
 
 /// Whether some thread has unmapped watched memory whose event was not read yet.
 ///
-/// The kernel refuses to write-protect while that is so, before it looks at the range: an empty one changes nothing.
+/// The kernel refuses to write-protect while that is so, before it looks at the range: an empty one
+/// changes nothing.
 pub(super) fn changes_under_way(fd: &OwnedFd) -> bool {
     let mut nothing = WriteProtect { range: Range { start: 0, len: 0 }, mode: 0 };
     // SAFETY: the ioctl reads one `WriteProtect`, whose empty range it refuses.
@@ -258,8 +298,9 @@ mod tests {
         assert_eq!(std::mem::offset_of!(Message, words), 8);
     }
 
+    /// MON-02
     #[test]
-    fn mon_02_a_refusal_names_kernel_sysctl_or_seccomp() {
+    fn a_refusal_names_kernel_sysctl_or_seccomp() {
         let (kind, why, remedy) = cause(Errno::PERM, false, true);
         assert_eq!(kind, ErrorKind::PermissionDenied);
         assert!(why.contains("seccomp") && remedy.contains("seccomp"), "{why}; {remedy}");

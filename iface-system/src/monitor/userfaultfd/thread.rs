@@ -1,44 +1,54 @@
-//! The thread that reads events. It is process-wide state because the kernel's file is: whoever unmaps watched
-//! memory waits until this thread has read the event.
+//! The thread that reads events. It is process-wide state because the kernel's file is: whoever
+//! unmaps watched memory waits until this thread has read the event.
 //!
-//! For the same reason it must never wait for such a thread: while it runs it allocates nothing, frees nothing,
-//! takes no lock and handles no signal. It says what went wrong when it has ended.
+//! For the same reason it must never wait for such a thread: while it runs it allocates nothing,
+//! frees nothing, takes no lock and handles no signal. It says what went wrong when it has ended.
 
 use std::{
     mem::MaybeUninit,
     os::fd::{AsFd, OwnedFd},
     sync::{
         Arc,
-        atomic::{AtomicU32, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU32, Ordering},
     },
     thread::JoinHandle,
 };
 
-use hmem_core::{Error, IfaceKind, Result, monitor::Cause};
+use hmem_core::{AddressRange, Error, IfaceKind, Result, monitor::Cause};
 use hmem_hook::{HasTable, Subscribers, Table, Wipeable, clamped};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     io::Errno,
 };
 
-use super::sys::{self, EVENT_REMAP, EVENT_REMOVE, EVENT_UNMAP, Message};
+use super::{
+    super::memhooks,
+    ring::Ring,
+    sys::{self, EVENT_REMAP, EVENT_REMOVE, EVENT_UNMAP, Message},
+};
 
-/// Moved mappings that are remembered until somebody can stop watching them.
+/// The most moved mappings that are remembered until a subscriber's thread stops watching them.
 const MOVED: usize = 64;
 
-/// What the thread shares with the rest of the process.
+/// The most discards that are remembered until a caller asks if they are over.
+const DISCARDED: usize = 256;
+
+/// The state that the thread shares with the rest of the process.
 #[repr(C)]
 pub(super) struct Shared {
     pub(super) table: Table,
     /// The errno that ended the thread.
     failed: AtomicU32,
-    /// Where mremap moved watched memory to: start and length. The kernel goes on watching it there.
-    moved: [[AtomicU64; 2]; MOVED],
-    moved_count: AtomicU32,
-    taken_count: AtomicU32,
+    /// Set if more discards were reported than `discarded` has room for.
+    lost_discards: AtomicBool,
+    /// The ranges to which mremap moved watched memory. The kernel goes on watching them.
+    pub(super) moved: Ring<MOVED>,
+    /// The ranges that `madvise` discards or is about to discard.
+    pub(super) discarded: Ring<DISCARDED>,
 }
 
-// SAFETY: zeroes are an empty table, no failure and nothing moved; all is shared by atomics alone.
+// SAFETY: zeroes are an empty table, no failure, nothing moved and nothing discarded; all is shared
+// by atomics alone.
 unsafe impl Wipeable for Shared {}
 
 impl HasTable for Shared {
@@ -56,27 +66,20 @@ impl Shared {
         }
     }
 
-    /// Remembers a move; one too many is forgotten, and its events cost time and no more.
-    fn moved(&self, start: u64, len: u64) {
-        let count = self.moved_count.load(Ordering::Relaxed);
-        if count.wrapping_sub(self.taken_count.load(Ordering::Acquire)) < MOVED as u32 {
-            let [at, bytes] = &self.moved[count as usize % MOVED];
-            at.store(start, Ordering::Relaxed);
-            bytes.store(len, Ordering::Relaxed);
-            self.moved_count.store(count.wrapping_add(1), Ordering::Release);
-        }
+    /// Returns true if no discard was reported since the last one was taken.
+    pub(super) fn no_discards(&self) -> bool {
+        self.discarded.is_empty() && !self.lost_discards.load(Ordering::Acquire)
     }
 
-    /// One move that was remembered. Callers hold a lock.
-    pub(super) fn take_moved(&self) -> Option<(u64, u64)> {
-        let taken = self.taken_count.load(Ordering::Relaxed);
-        if taken == self.moved_count.load(Ordering::Acquire) {
-            return None;
+    /// Returns true once if discards were lost, because `discarded` was full.
+    pub(super) fn take_lost_discards(&self) -> bool {
+        self.lost_discards.swap(false, Ordering::AcqRel)
+    }
+
+    fn discarded(&self, range: AddressRange) {
+        if !self.discarded.push(range.start().0, range.len()) {
+            self.lost_discards.store(true, Ordering::Release);
         }
-        let [at, bytes] = &self.moved[taken as usize % MOVED];
-        let moved = (at.load(Ordering::Relaxed), bytes.load(Ordering::Relaxed));
-        self.taken_count.store(taken.wrapping_add(1), Ordering::Release);
-        Some(moved)
     }
 }
 
@@ -86,10 +89,12 @@ pub(super) struct Watched {
     pub(super) events: OwnedFd,
     pub(super) stop: OwnedFd,
     pub(super) subscribers: Subscribers<Shared>,
+    /// Set if memhooks notify all subscribers too, before and after each call of the C library.
+    pub(super) beneath_hooks: AtomicBool,
 }
 
-/// Starts the thread, with every signal blocked: a handler of the application that unmapped watched memory here
-/// would wait for itself.
+/// Starts the thread, with every signal blocked: a handler of the application that unmapped watched
+/// memory here would wait for itself.
 pub(super) fn start(watched: &Arc<Watched>) -> Result<JoinHandle<()>> {
     let mut all = MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = MaybeUninit::<libc::sigset_t>::uninit();
@@ -98,16 +103,20 @@ pub(super) fn start(watched: &Arc<Watched>) -> Result<JoinHandle<()>> {
         libc::sigfillset(all.as_mut_ptr());
         libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
     }
-    let watched = Arc::clone(watched);
-    let thread = std::thread::Builder::new().name("hmem-userfaultfd".into()).spawn(move || {
-        if let Err(errno) = run(&watched) {
-            tracing::error!(%errno, "the userfaultfd monitor cannot go on: nothing it watches is found in a cache any more");
-        }
-    });
+    let spawn = || {
+        let watched = Arc::clone(watched);
+        let thread = std::thread::Builder::new().name("hmem-userfaultfd".into());
+        let thread = thread.spawn(move || {
+            if let Err(errno) = run(&watched) {
+                tracing::error!(%errno, "the userfaultfd monitor cannot go on: nothing it watches is found in a cache any more");
+            }
+        });
+        thread.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::AGAIN))
+    };
+    let thread = sys::persistent(spawn);
     // SAFETY: the mask was filled by the call above.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut()) };
-    thread.map_err(|error| {
-        let errno = Errno::from_io_error(&error).unwrap_or(Errno::AGAIN);
+    thread.map_err(|errno| {
         Error::os(errno, "start thread").iface(IfaceKind::SYSTEM).context("monitor", "userfaultfd")
     })
 }
@@ -121,7 +130,8 @@ fn run(watched: &Watched) -> Result<(), Errno> {
             PollFd::from_borrowed_fd(watched.stop.as_fd(), PollFlags::IN),
         ];
         let polled = match poll(&mut fds, None) {
-            Err(Errno::INTR) => continue,
+            // EAGAIN: the kernel has no memory for the call at this moment.
+            Err(Errno::INTR | Errno::AGAIN) => continue,
             Err(errno) => Err(errno),
             Ok(_) => Ok(()),
         };
@@ -129,7 +139,8 @@ fn run(watched: &Watched) -> Result<(), Errno> {
         if !stop.is_empty() {
             return Ok(());
         }
-        // From here until everybody is told, no lookup hits: who unmapped goes on as soon as the event is read.
+        // From here until everybody is told, no lookup hits: who unmapped goes on as soon as the
+        // event is read.
         let pass = shared.table.pass();
         pass.each(|_, invalidator| invalidator.close_gate());
         let told = polled.and_then(|()| {
@@ -162,9 +173,19 @@ fn tell(
         let [first, second, third] = message.words;
         let (range, cause) = match message.event() {
             EVENT_UNMAP => (clamped(first, second.saturating_sub(first)), Cause::Unmap),
-            EVENT_REMOVE => (clamped(first, second.saturating_sub(first)), Cause::Discard),
+            EVENT_REMOVE => {
+                let range = clamped(first, second.saturating_sub(first));
+                // Recorded before subscribers are notified, so that later registrations find it.
+                let hooked = watched.beneath_hooks.load(Ordering::Relaxed)
+                    && memhooks::tells_of_discard(first, second);
+                if !hooked {
+                    watched.subscribers.shared().discarded(range);
+                }
+                (range, Cause::Discard)
+            }
             EVENT_REMAP => {
-                watched.subscribers.shared().moved(second, third);
+                // One too many is forgotten, and its events cost time and no more.
+                watched.subscribers.shared().moved.push(second, third);
                 (clamped(first, third), Cause::Remap)
             }
             // No other event was asked for.

@@ -85,9 +85,10 @@ driver! {
     }
 }
 
-/// `cuda.h`: "address range obtained by a prior call to either ::cuMemAlloc or ::cuMemAddressReserve is supported"; the
-/// latter "must also be fully mapped via ::cuMemMap. [...] All the physical allocations backing the address range must be
-/// resident on the same device and have identical allocation properties."
+/// `cuda.h`: "address range obtained by a prior call to either ::cuMemAlloc or
+/// ::cuMemAddressReserve is supported"; the latter "must also be fully mapped via ::cuMemMap. [...]
+/// All the physical allocations backing the address range must be resident on the same device and
+/// have identical allocation properties."
 fn can_be_exported(state: &State, start: u64, len: u64) -> Answer {
     let end = start + len;
     // The range is rounded to pages, and so may begin before and end after its allocation.

@@ -114,7 +114,8 @@ fn copy(state: &mut State, to: u64, from: u64, len: usize, stream: CuStream) -> 
     state.side(to, len)?;
     state.side(from, len)?;
     let slow = state.profile.slow_copies;
-    // A context's default stream goes by the context's number, and is there while something is under way on it.
+    // A context's default stream goes by the context's number, and is there while something is
+    // under way on it.
     let stream = if stream.is_null() { context } else { stream.0 };
     if stream == context {
         let made = Stream { context, waiting: Default::default(), handed_in: 0, done: 0 };

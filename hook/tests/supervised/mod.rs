@@ -1,0 +1,80 @@
+//! A thread whose calls of one kind are seen, and may be answered, by the thread that made it: by a
+//! seccomp filter with a listener, which the thread alone has.
+
+use std::{
+    os::fd::{AsRawFd, FromRawFd, OwnedFd},
+    sync::mpsc,
+    thread,
+};
+
+/// Runs `act` on a thread of its own. Each call of the system call `number` there waits until
+/// `answer` has seen its first argument, and then fails with the errno that `answer` gave, or goes
+/// on if it gave none.
+pub(crate) fn run<R: Send>(
+    number: libc::c_long,
+    mut answer: impl FnMut(u64) -> Option<i32>,
+    act: impl FnOnce() -> R + Send,
+) -> R {
+    let (tell, told) = mpsc::channel();
+    thread::scope(|scope| {
+        let supervised = scope.spawn(move || {
+            tell.send(filter(number)).expect("a supervisor");
+            act()
+        });
+        let listener = told.recv().expect("a filter");
+        while !supervised.is_finished() {
+            answer_one(&listener, &mut answer);
+        }
+        supervised.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+/// Has the calls of this thread, and of threads that it starts, wait for the listener.
+fn filter(number: libc::c_long) -> OwnedFd {
+    let instruction = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
+    let filter = [
+        instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0),
+        libc::sock_filter {
+            jf: 1,
+            ..instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, number as u32)
+        },
+        instruction(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_USER_NOTIF),
+        instruction(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
+    // SAFETY: restricts this thread; the listener is a new file.
+    unsafe {
+        assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+        let (mode, flags) = (libc::SECCOMP_SET_MODE_FILTER, libc::SECCOMP_FILTER_FLAG_NEW_LISTENER);
+        let listener = libc::syscall(libc::SYS_seccomp, mode, flags, &raw const program);
+        assert!(listener >= 0, "seccomp: {}", std::io::Error::last_os_error());
+        OwnedFd::from_raw_fd(listener as i32)
+    }
+}
+
+/// Answers the next call, or returns after a while without one.
+fn answer_one(listener: &OwnedFd, answer: &mut impl FnMut(u64) -> Option<i32>) {
+    let file = listener.as_raw_fd();
+    let mut poll = libc::pollfd { fd: file, events: libc::POLLIN, revents: 0 };
+    // SAFETY: polls one file.
+    unsafe { libc::poll(&raw mut poll, 1, 10) };
+    if poll.revents & libc::POLLIN == 0 {
+        return;
+    }
+    // SAFETY: zeroes are valid, and what the kernel asks for.
+    let mut call: libc::seccomp_notif = unsafe { std::mem::zeroed() };
+    // SAFETY: the call fills the structure.
+    if unsafe { libc::ioctl(file, libc::SECCOMP_IOCTL_NOTIF_RECV, &raw mut call) } != 0 {
+        return;
+    }
+    let answer = answer(call.data.args[0]);
+    let mut response = libc::seccomp_notif_resp {
+        id: call.id,
+        val: 0,
+        error: -answer.unwrap_or(0),
+        flags: if answer.is_none() { libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32 } else { 0 },
+    };
+    // SAFETY: the call reads the structure.
+    let sent = unsafe { libc::ioctl(file, libc::SECCOMP_IOCTL_NOTIF_SEND, &raw mut response) };
+    assert_eq!(sent, 0, "seccomp: {}", std::io::Error::last_os_error());
+}

@@ -1,0 +1,75 @@
+//! Processors are made to fetch changed code before a monitor starts or ends.
+
+mod supervised;
+
+use std::{
+    mem::transmute,
+    ptr::with_exposed_provenance,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
+use hmem_core::{IfaceKind, Result};
+use hmem_hook::{Hooks, MonitorName, Patches, Place, Table, Target};
+
+type GetPpid = unsafe extern "C" fn() -> libc::pid_t;
+
+const NAME: MonitorName =
+    MonitorName { name: "test", iface: IfaceKind::SYSTEM, otherwise: "do without" };
+static PLACE: Place<Table> = Place::new();
+static ORIGINAL: AtomicUsize = AtomicUsize::new(0);
+
+/// Runs in place of `getppid`.
+unsafe extern "C" fn hook() -> libc::pid_t {
+    let original = with_exposed_provenance::<()>(ORIGINAL.load(Ordering::Relaxed));
+    // SAFETY: the plan has written the way into the function, which takes and does nothing.
+    unsafe { transmute::<*const (), GetPpid>(original)() }
+}
+
+fn entry() -> usize {
+    (libc::getppid as *const ()).expose_provenance()
+}
+
+fn plan() -> Result<Patches> {
+    let hook = (hook as *const ()).expose_provenance();
+    let call = Some(libc::SYS_getppid);
+    let getppid = Target { name: "getppid", entry: entry(), hook, call, original: &ORIGINAL };
+    // SAFETY: the C library stays loaded; the hook is of the function's type and has an `original`
+    // to itself.
+    unsafe { Patches::plan(NAME, &[getppid]) }
+}
+
+/// The function's first instructions as they are now.
+fn code() -> [u8; 32] {
+    // SAFETY: code of the C library, which is replaced by whole valid instructions only.
+    unsafe { with_exposed_provenance::<[u8; 32]>(entry()).read_volatile() }
+}
+
+/// `linux/membarrier.h`
+const SYNC_CORE: u64 = 1 << 5;
+const REGISTER_SYNC_CORE: u64 = 1 << 6;
+
+/// MON-03
+#[test]
+#[cfg_attr(target_arch = "aarch64", ignore = "qemu-user has no seccomp filters")]
+fn processors_fetch_the_code_anew_after_it_was_patched_and_after_it_was_taken_back() {
+    let unpatched = code();
+    let mut calls = Vec::new();
+    let seen = |command| {
+        calls.push((command, code() != unpatched));
+        None
+    };
+    supervised::run(libc::SYS_membarrier, seen, || {
+        drop(Hooks::start(&PLACE, NAME, plan).unwrap());
+    });
+    assert_eq!(code(), unpatched);
+    assert_eq!(
+        calls,
+        [
+            (REGISTER_SYNC_CORE, true),
+            (SYNC_CORE, true),
+            (REGISTER_SYNC_CORE, false),
+            (SYNC_CORE, false),
+        ],
+        "commands, and whether the code was patched then"
+    );
+}

@@ -1,0 +1,178 @@
+//! The budget of mappings: the number of the process's mappings that its monitors may use up.
+//!
+//! The kernel makes a separate mapping of every watched range that touches no other. It allows a
+//! process `vm.max_map_count` mappings, and refuses more to the application too. A monitor takes
+//! only a small share of them. It stops earlier if the process comes near the limit.
+//!
+//! The limit is the process's, so all monitors of a process count their ranges together against one
+//! share, from zero in a forked child.
+
+use std::{
+    fs::{self, File},
+    io::Read,
+    sync::{
+        OnceLock,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use hmem_core::Result;
+use hmem_hook::WipedOnFork;
+
+use super::NAME;
+
+/// The divisor of the monitors' share: together they take at most one mapping in `SHARE`.
+const SHARE: usize = 16;
+
+/// The divisor of the reserve: one mapping in `SPARE` always stays free for the process.
+const SPARE: usize = 64;
+
+/// The kernel's default of `vm.max_map_count`, used if the file cannot be read.
+const DEFAULT: usize = 65_530;
+
+/// The least number of new watched ranges between two counts of the process's mappings.
+const BETWEEN_COUNTS: usize = 1024;
+
+/// The number of separate ranges that all monitors of this process watch.
+static WATCHED: OnceLock<WipedOnFork<AtomicUsize>> = OnceLock::new();
+
+/// The reason why a range is beyond the budget.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Beyond {
+    /// The share of the process's monitors is used up.
+    Share,
+    /// The process has few mappings left.
+    Process,
+}
+
+/// A monitor's part of the share of mappings, and the process's distance from the limit.
+#[derive(Debug)]
+pub(super) struct Budget {
+    /// `vm.max_map_count`
+    limit: usize,
+    /// The number of separate ranges of all monitors of the process.
+    all: &'static AtomicUsize,
+    /// This monitor's part of `all`.
+    own: usize,
+    until_count: usize,
+    crowded: bool,
+}
+
+impl Budget {
+    /// Starts with no range.
+    ///
+    /// # Errors
+    /// As [`WipedOnFork::new`].
+    pub(super) fn new() -> Result<Self> {
+        let all = match WATCHED.get() {
+            Some(all) => all,
+            None => {
+                let all = WipedOnFork::new(NAME)?;
+                WATCHED.get_or_init(|| all)
+            }
+        };
+        let limit = fs::read_to_string("/proc/sys/vm/max_map_count");
+        let limit = limit.ok().and_then(|limit| limit.trim().parse().ok()).unwrap_or(DEFAULT);
+        Ok(Self { limit, all, own: 0, until_count: 0, crowded: false })
+    }
+
+    /// Returns `vm.max_map_count`, of which the share is a part.
+    pub(super) fn limit(&self) -> usize {
+        self.limit
+    }
+
+    /// Returns the most separate ranges that the monitors of a process may watch together. Each
+    /// range has two ends, and each end is a cut through a mapping.
+    pub(super) fn ranges(&self) -> usize {
+        self.limit / SHARE / 2
+    }
+
+    /// Fails unless the monitor may watch `own` separate ranges, and counts those that are new.
+    /// After the call to the kernel, the caller notes the real number by [`Budget::watches`].
+    pub(super) fn allows(&mut self, own: usize) -> Result<(), Beyond> {
+        if own <= self.own {
+            return Ok(());
+        }
+        let (new, most) = (own - self.own, self.ranges());
+        let more = |all| Some(all + new).filter(|all| *all <= most);
+        let all = self.all.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+        let ranges = all.map_err(|_| Beyond::Share)? + new;
+        self.own = own;
+        if self.until_count == 0 {
+            let mappings = mappings();
+            // The more mappings there are, the longer a count takes.
+            self.until_count = BETWEEN_COUNTS.max(mappings / 8);
+            // `ranges` is counted as two mappings each, as it will be.
+            let others = mappings.saturating_sub(2 * ranges);
+            self.crowded = others > self.limit - self.limit / SHARE - self.limit / SPARE;
+        }
+        self.until_count -= 1;
+        if self.crowded { Err(Beyond::Process) } else { Ok(()) }
+    }
+
+    /// Notes that the monitor watches `own` separate ranges now.
+    pub(super) fn watches(&mut self, own: usize) {
+        // A monitor may come to watch more: ranges fall apart when one that joined them goes.
+        self.all.fetch_add(own.wrapping_sub(self.own), Ordering::Relaxed);
+        self.own = own;
+    }
+
+    /// Notes that the kernel has refused one more mapping.
+    pub(super) fn refused(&mut self) {
+        (self.crowded, self.until_count) = (true, BETWEEN_COUNTS);
+    }
+}
+
+/// Returns the number of the process's mappings, or 0 if `/proc/self/maps` cannot be opened.
+fn mappings() -> usize {
+    let mut text = [0_u8; 1 << 14];
+    let mut lines = 0;
+    let Ok(mut maps) = File::open("/proc/self/maps") else { return 0 };
+    loop {
+        match maps.read(&mut text) {
+            Ok(0) | Err(_) => return lines,
+            Ok(read) => lines += text[..read].iter().filter(|byte| **byte == b'\n').count(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn budget(limit: usize, all: &'static AtomicUsize) -> Budget {
+        Budget { limit, all, own: 0, until_count: 0, crowded: false }
+    }
+
+    #[test]
+    fn the_budget_is_a_share_of_the_limit_and_ends_near_it() {
+        static ALL: AtomicUsize = AtomicUsize::new(0);
+        let mut large = budget(1_000_000, &ALL);
+        assert_eq!(large.ranges(), 31_250);
+        assert_eq!(large.allows(31_250), Ok(()));
+        assert_eq!(large.allows(31_251), Err(Beyond::Share));
+        large.watches(0);
+        large.refused();
+        assert_eq!(large.allows(1), Err(Beyond::Process));
+        large.watches(0);
+        // Fewer than this process has.
+        assert!(mappings() > 34);
+        assert_eq!(budget(32, &ALL).allows(1), Err(Beyond::Process));
+    }
+
+    /// MON-10
+    #[test]
+    fn monitors_share_one_budget_and_give_back_their_part() {
+        static ALL: AtomicUsize = AtomicUsize::new(0);
+        let (mut first, mut second) = (budget(1_000_000, &ALL), budget(1_000_000, &ALL));
+        assert_eq!(first.allows(31_000), Ok(()));
+        assert_eq!(second.allows(250), Ok(()));
+        assert_eq!(second.allows(251), Err(Beyond::Share));
+        assert_eq!(first.allows(31_001), Err(Beyond::Share));
+        first.watches(30_999);
+        assert_eq!(second.allows(251), Ok(()));
+        second.watches(0);
+        first.watches(0);
+        assert_eq!(ALL.load(Ordering::Relaxed), 0);
+    }
+}

@@ -1,0 +1,242 @@
+//! Discards by `madvise(2)` whose pages may still be there.
+//!
+//! The kernel reports MADV_DONTNEED, MADV_FREE and MADV_REMOVE *before* it takes the pages: the
+//! calling thread goes on as soon as the event is read, and takes them some time later. Pages that
+//! are registered in between are the old ones. So the range of such an event is *pending*, and not
+//! cached, until the call has certainly returned.
+//!
+//! The event does not name its thread. The call has certainly returned once every thread of the
+//! process was seen outside such calls after the event was read. `/proc/self/task` shows this for
+//! two kinds of threads:
+//!
+//! - a thread that sleeps in another system call;
+//! - the thread that reads `/proc/self/task`.
+//!
+//! It shows nothing of a thread that runs, which may be in the call or not. While such a thread
+//! runs without a pause, the range stays uncached.
+
+use std::{
+    collections::{HashMap, HashSet},
+    fs, io,
+    ops::Range,
+    os::unix::fs::MetadataExt,
+    path::Path,
+};
+
+use super::thread::Shared;
+
+/// The most pending ranges. With more, all memory counts as one pending range.
+const PENDING: usize = 4096;
+
+/// The number of times that the threads are looked at before a range is refused.
+const LOOKS: u32 = 16;
+
+/// The flag of an io_uring worker thread (`linux/sched.h`), which makes no system calls itself.
+const PF_IO_WORKER: u64 = 0x10;
+
+const TASKS: &str = "/proc/self/task";
+
+/// Reported discards, and the threads that were seen outside such calls since.
+///
+/// Discards are numbered in the order in which the monitor's thread handed them over.
+#[derive(Debug, Default)]
+pub(super) struct Discards {
+    /// The number of the last discard.
+    last: u64,
+    /// Ranges with the number of their discard, oldest first.
+    pending: Vec<(Range<u64>, u64)>,
+    /// For each thread, the last discard after whose event it was seen outside such calls.
+    outside: HashMap<u32, u64>,
+}
+
+impl Discards {
+    /// Takes the discards that the monitor's thread has reported.
+    pub(super) fn take(&mut self, shared: &Shared) {
+        while let Some((start, len)) = shared.discarded.take() {
+            self.add(start..start.saturating_add(len));
+        }
+        if shared.take_lost_discards() {
+            self.add(0..u64::MAX);
+        }
+    }
+
+    fn add(&mut self, range: Range<u64>) {
+        self.last += 1;
+        self.pending.retain(|(older, _)| older.start < range.start || range.end < older.end);
+        if self.pending.len() >= PENDING {
+            self.pending.clear();
+            self.pending.push((0..u64::MAX, self.last));
+        } else {
+            self.pending.push((range, self.last));
+        }
+    }
+
+    /// Returns true if no discard is pending.
+    pub(super) fn is_empty(&self) -> bool {
+        self.pending.is_empty()
+    }
+
+    /// Returns true if no pending discard touches `range`. If one does, looks at the process's
+    /// threads to find out if it is over.
+    pub(super) fn settled(&mut self, range: &Range<u64>) -> bool {
+        for _ in 0..LOOKS {
+            let touches = |(pending, _): &(Range<u64>, u64)| {
+                pending.start < range.end && range.start < pending.end
+            };
+            if !self.pending.iter().any(touches) {
+                return true;
+            }
+            // Without /proc nothing is known of other threads.
+            if self.look().is_err() {
+                return false;
+            }
+            std::thread::yield_now();
+        }
+        false
+    }
+
+    /// Looks once at every thread, and forgets the discards that are over.
+    fn look(&mut self) -> io::Result<()> {
+        let mut tasks = HashSet::new();
+        for task in fs::read_dir(TASKS)? {
+            if let Some(task) = task?.file_name().to_str().and_then(|name| name.parse().ok()) {
+                tasks.insert(task);
+            }
+        }
+        // A list that was read while threads ended may lack a live thread.
+        if fs::metadata(TASKS)?.nlink() != tasks.len() as u64 + 2 {
+            return Ok(());
+        }
+        self.outside.retain(|task, _| tasks.contains(task));
+        let mut over = self.last;
+        for task in tasks {
+            let outside = self.outside.entry(task).or_default();
+            if *outside < self.last && is_outside(task) {
+                *outside = self.last;
+            }
+            over = over.min(*outside);
+        }
+        self.pending.retain(|(_, number)| *number > over);
+        Ok(())
+    }
+}
+
+/// Returns true if a thread is certainly in no discarding call at this moment.
+fn is_outside(task: u32) -> bool {
+    if rustix::thread::gettid().as_raw_nonzero().get() as u32 == task {
+        return true;
+    }
+    let folder = format!("{TASKS}/{task}");
+    let gone = |error: &io::Error| {
+        error.raw_os_error() == Some(libc::ESRCH) || !Path::new(&folder).exists()
+    };
+    let status = match fs::read_to_string(format!("{folder}/stat")) {
+        Ok(status) => status,
+        Err(error) => return gone(&error),
+    };
+    match state_and_flags(&status) {
+        None => false,
+        Some(('Z' | 'X', _)) => true,
+        // Between the event and the end of the call no thread sleeps so that a signal wakes it.
+        Some((state, flags)) if flags & PF_IO_WORKER != 0 => state == 'S',
+        Some(_) => match fs::read_to_string(format!("{folder}/syscall")) {
+            Ok(line) => is_other_call(&line),
+            Err(error) => gone(&error),
+        },
+    }
+}
+
+/// Returns the state and flags from a line of `/proc/[pid]/stat`.
+fn state_and_flags(line: &str) -> Option<(char, u64)> {
+    // The thread's name, which comes before, may have any character.
+    let mut words = line.rsplit_once(") ")?.1.split(' ');
+    let state = words.next()?.chars().next()?;
+    Some((state, words.nth(5)?.parse().ok()?))
+}
+
+/// Returns whether a line of `/proc/[pid]/syscall` shows a thread that sleeps in a call that does
+/// not discard.
+fn is_other_call(line: &str) -> bool {
+    let number = line.split_whitespace().next().and_then(|number| number.parse().ok());
+    number.is_some_and(|number: libc::c_long| {
+        !matches!(number, libc::SYS_madvise | libc::SYS_process_madvise)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{
+        atomic::{AtomicBool, Ordering::SeqCst},
+        mpsc,
+    };
+
+    use super::*;
+
+    #[test]
+    fn a_thread_is_outside_when_it_sleeps_in_another_call_or_asks_itself() {
+        let own = rustix::thread::gettid().as_raw_nonzero().get() as u32;
+        assert!(is_outside(own));
+        let (tell, told) = mpsc::channel();
+        let (end, ended) = mpsc::channel::<()>();
+        let thread = std::thread::spawn(move || {
+            tell.send(rustix::thread::gettid().as_raw_nonzero().get() as u32).unwrap();
+            ended.recv().unwrap_err();
+        });
+        let task = told.recv().unwrap();
+        while !is_outside(task) {
+            std::thread::yield_now();
+        }
+        drop(end);
+        thread.join().unwrap();
+        while !is_outside(task) {
+            std::thread::yield_now();
+        }
+        let madvise = libc::SYS_madvise;
+        assert!(!is_other_call("running\n"));
+        assert!(!is_other_call(&format!("{madvise} 0x1000 0x1000 0x4 0x0 0x0 0x0 0x7f 0x7f\n")));
+        assert!(is_other_call("202 0x1000 0x1000 0x4 0x0 0x0 0x0 0x7f 0x7f\n"));
+        assert!(is_other_call("-1 0x7f 0x7f\n"));
+        assert!(!is_other_call(""));
+        assert_eq!(state_and_flags("7 (a) b) S 1 2 3 4 5 16 8"), Some(('S', 16)));
+    }
+
+    #[test]
+    fn a_range_is_pending_until_every_thread_was_seen_outside_after_it() {
+        let mut discards = Discards::default();
+        discards.add(0x1000..0x2000);
+        assert!(discards.settled(&(0x2000..0x3000)), "next to it");
+        // A thread that runs all the while, so that nothing is known of it.
+        let (runs, stop) = (AtomicBool::new(false), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                runs.store(true, SeqCst);
+                while !stop.load(SeqCst) {
+                    std::hint::spin_loop();
+                }
+            });
+            while !runs.load(SeqCst) {
+                std::thread::yield_now();
+            }
+            let settled = discards.settled(&(0x1fff..0x3000));
+            stop.store(true, SeqCst);
+            assert!(!settled);
+        });
+        // Other tests of this process run beside it: they sleep at some time.
+        while !discards.settled(&(0x1000..0x1001)) {
+            std::thread::yield_now();
+        }
+        assert!(discards.is_empty());
+    }
+
+    #[test]
+    fn more_pending_ranges_than_are_kept_are_all_memory() {
+        let mut discards = Discards::default();
+        for page in 0..PENDING as u64 {
+            discards.add(2 * page..2 * page + 1);
+            discards.add(2 * page..2 * page + 1);
+        }
+        assert_eq!(discards.pending.len(), PENDING, "a range that comes again replaces itself");
+        discards.add(u64::MAX - 1..u64::MAX);
+        assert_eq!(discards.pending, [(0..u64::MAX, discards.last)]);
+    }
+}

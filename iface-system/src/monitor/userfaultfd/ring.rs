@@ -1,0 +1,46 @@
+//! A queue of ranges from the monitor's thread, which takes no lock, to threads that may.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+/// A queue of `N` ranges (start and length) with one writer, which never waits.
+///
+/// All zeroes mean an empty queue. Readers take turns by a lock of their own.
+#[repr(C)]
+pub(super) struct Ring<const N: usize> {
+    ranges: [[AtomicU64; 2]; N],
+    pushed: AtomicU32,
+    taken: AtomicU32,
+}
+
+impl<const N: usize> Ring<N> {
+    /// Appends a range. Returns false if the queue is full; the range is then not in it.
+    pub(super) fn push(&self, start: u64, len: u64) -> bool {
+        let pushed = self.pushed.load(Ordering::Relaxed);
+        if pushed.wrapping_sub(self.taken.load(Ordering::Acquire)) >= N as u32 {
+            return false;
+        }
+        let [at, bytes] = &self.ranges[pushed as usize % N];
+        at.store(start, Ordering::Relaxed);
+        bytes.store(len, Ordering::Relaxed);
+        self.pushed.store(pushed.wrapping_add(1), Ordering::Release);
+        true
+    }
+
+    /// Removes the oldest range. Callers hold a lock.
+    pub(super) fn take(&self) -> Option<(u64, u64)> {
+        let taken = self.taken.load(Ordering::Relaxed);
+        if self.is_empty() {
+            return None;
+        }
+        let [at, bytes] = &self.ranges[taken as usize % N];
+        let range = (at.load(Ordering::Relaxed), bytes.load(Ordering::Relaxed));
+        self.taken.store(taken.wrapping_add(1), Ordering::Release);
+        Some(range)
+    }
+
+    /// Returns true if the queue is empty. The caller then sees everything that a reader wrote
+    /// before it took the last range.
+    pub(super) fn is_empty(&self) -> bool {
+        self.taken.load(Ordering::Acquire) == self.pushed.load(Ordering::Acquire)
+    }
+}

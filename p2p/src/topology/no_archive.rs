@@ -1,0 +1,26 @@
+//! Stands in for archives of recorded topologies while the feature `recordings` is off.
+
+use std::{
+    collections::BTreeMap,
+    io::{Read, Write},
+};
+
+use hmem_core::{Error, ErrorKind, Result};
+
+use super::source::Entry;
+
+fn compiled_out(operation: &'static str) -> Error {
+    Error::new(ErrorKind::Unsupported, operation)
+        .context("feature", "recordings")
+        .remedy("build hmem with the cargo feature `recordings`, or give an unpacked folder")
+}
+
+/// Refuses to unpack an archive.
+pub(super) fn unpack(name: &str, _bytes: impl Read) -> Result<BTreeMap<String, Entry>> {
+    Err(compiled_out("read topology").context("file", name))
+}
+
+/// Refuses to pack an archive.
+pub(super) fn pack(_entries: &BTreeMap<String, Entry>, _out: impl Write) -> Result<()> {
+    Err(compiled_out("write recording"))
+}

@@ -1,0 +1,312 @@
+//! Atomics: what each operation computes, and how it is atomic.
+//!
+//! On mapped memory the CPU's own atomics do it, so that operations of the application on the same
+//! words take part. On other memory the NIC reads, computes and writes under a lock, which makes
+//! its own operations atomic with each other. Both take the lock, so that all of the NIC's atomics
+//! agree. Locks are chosen by the place in the page, which all mappings of a page have in common.
+
+#![allow(unsafe_code)]
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU32, AtomicU64, Ordering},
+};
+
+use hmem_core::{
+    Access, Error, ErrorKind, Result,
+    transfer::{AtomicOp, AtomicType},
+};
+use parking_lot::Mutex;
+
+use super::{
+    Call, Few,
+    endpoint::EndpointState,
+    execute::{LocalSide, RemoteSide},
+    memory::{self, Span},
+    post::{AtomicTask, LocalPart, Work},
+};
+
+/// The locks under which a NIC's atomics run.
+#[derive(Debug)]
+pub(super) struct AtomicLocks {
+    locks: [Mutex<()>; 64],
+}
+
+impl Default for AtomicLocks {
+    fn default() -> Self {
+        Self { locks: std::array::from_fn(|_| Mutex::new(())) }
+    }
+}
+
+impl AtomicLocks {
+    fn of(&self, address: u64) -> &Mutex<()> {
+        &self.locks[(address >> 3) as usize % self.locks.len()]
+    }
+}
+
+/// What an operation leaves in the target: the new value, or `None` if it stays as it is.
+///
+/// Values of 32 bits are in the low half. Integer sums and products wrap; comparisons are `compare
+/// OP target`.
+pub(super) fn apply(
+    op: AtomicOp,
+    datatype: AtomicType,
+    target: u64,
+    operand: u64,
+    compare: u64,
+) -> Option<u64> {
+    match datatype {
+        AtomicType::I32 => integer::i32(op, target as i32, operand as i32, compare as i32)
+            .map(|v| u64::from(v as u32)),
+        AtomicType::U32 => {
+            integer::u32(op, target as u32, operand as u32, compare as u32).map(u64::from)
+        }
+        AtomicType::I64 => {
+            integer::i64(op, target as i64, operand as i64, compare as i64).map(|v| v as u64)
+        }
+        AtomicType::U64 => integer::u64(op, target, operand, compare),
+    }
+}
+
+mod integer {
+    use super::AtomicOp;
+
+    macro_rules! integer {
+        ($($type:ident),+) => {$(
+            pub(super) fn $type(op: AtomicOp, target: $type, operand: $type, compare: $type) -> Option<$type> {
+                let truth = |truth: bool| Some(<$type>::from(truth));
+                let swap_if = |condition: bool| condition.then_some(operand);
+                match op {
+                    AtomicOp::Min => swap_if(operand < target),
+                    AtomicOp::Max => swap_if(operand > target),
+                    AtomicOp::Sum => Some(target.wrapping_add(operand)),
+                    AtomicOp::Prod => Some(target.wrapping_mul(operand)),
+                    AtomicOp::Lor => truth(target != 0 || operand != 0),
+                    AtomicOp::Land => truth(target != 0 && operand != 0),
+                    AtomicOp::Lxor => truth((target != 0) != (operand != 0)),
+                    AtomicOp::Bor => Some(target | operand),
+                    AtomicOp::Band => Some(target & operand),
+                    AtomicOp::Bxor => Some(target ^ operand),
+                    AtomicOp::AtomicRead => None,
+                    AtomicOp::AtomicWrite => Some(operand),
+                    AtomicOp::Cswap => swap_if(compare == target),
+                    AtomicOp::CswapNe => swap_if(compare != target),
+                    AtomicOp::CswapLe => swap_if(compare <= target),
+                    AtomicOp::CswapLt => swap_if(compare < target),
+                    AtomicOp::CswapGe => swap_if(compare >= target),
+                    AtomicOp::CswapGt => swap_if(compare > target),
+                    AtomicOp::Mswap => Some((operand & compare) | (target & !compare)),
+                }
+            }
+        )+};
+    }
+
+    integer!(i32, u32, i64, u64);
+}
+
+impl EndpointState {
+    pub(super) fn atomic_transfer(self: &Arc<Self>, work: &Work, task: &AtomicTask) -> Result<u64> {
+        let target = &self.target(work)?;
+        let reads_only = task.op == AtomicOp::AtomicRead;
+        let (len, size) = (task.remote.len, task.datatype.size());
+        let operands =
+            if reads_only { vec![0; len as usize] } else { self.operands(&work.local, len)? };
+        let compares = match task.compare {
+            Some(part) => self.operands(&[part], len)?,
+            None => vec![0; len as usize],
+        };
+        let result_parts = task.result.as_slice();
+        let result_side = LocalSide::hold(self, result_parts, Access::READ)?;
+        let mut result_spans = Few::new();
+        result_side.spans(result_parts, &mut result_spans)?;
+        let atomics = Access::ANY_REMOTE_ATOMIC;
+        let any_of = if reads_only { atomics | Access::REMOTE_READ } else { atomics };
+        let remote = [task.remote];
+        let far = RemoteSide::hold(self, target, &remote, any_of)?;
+        let mut spans = Few::new();
+        far.spans(&remote, &mut spans)?;
+        for span in spans.iter() {
+            check_alignment(span, size)?;
+        }
+        far.spend()?;
+        self.domain.nic.config.faults.enter(Call::Transfer)?;
+        let mut old = vec![0; len as usize];
+        let mut done = 0;
+        for span in spans.iter() {
+            for at in (0..span.len()).step_by(size as usize) {
+                let here = done..done + size as usize;
+                let element = Element {
+                    op: task.op,
+                    datatype: task.datatype,
+                    operand: word(&operands[here.clone()]),
+                    compare: word(&compares[here.clone()]),
+                };
+                let value = element.execute(&target.domain.nic.atomics, span.part(at, size))?;
+                old[here].copy_from_slice(&value.to_le_bytes()[..size as usize]);
+                done += size as usize;
+            }
+        }
+        if !reads_only {
+            far.changed(target, &remote)?;
+        }
+        let mut rest = old.as_slice();
+        for span in result_spans.iter() {
+            let (part, after) = rest.split_at(span.len() as usize);
+            span.store(part)?;
+            rest = after;
+        }
+        Ok(len)
+    }
+
+    /// The bytes of operands.
+    fn operands(&self, parts: &[LocalPart], len: u64) -> Result<Vec<u8>> {
+        let side = LocalSide::hold(self, parts, Access::WRITE)?;
+        let mut spans = Few::new();
+        side.spans(parts, &mut spans)?;
+        memory::gather(spans.as_slice(), len)
+    }
+}
+
+const _: () =
+    assert!(cfg!(target_endian = "little"), "elements are kept in the low bytes of a word");
+
+fn word(bytes: &[u8]) -> u64 {
+    let mut word = [0; 8];
+    word[..bytes.len()].copy_from_slice(bytes);
+    u64::from_le_bytes(word)
+}
+
+/// Elements lie whole in one piece of memory, at their natural alignment.
+fn check_alignment(span: &Span<'_>, size: u64) -> Result<()> {
+    let address = match span {
+        Span::Direct { at, .. } | Span::Kernel { at, .. } => *at,
+        Span::Far { at, memory, .. } => memory.atomic_address(*at)?,
+    };
+    if address.is_multiple_of(size) && span.len().is_multiple_of(size) {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::InvalidArgument, "atomic")
+        .provider("loopback")
+        .context("address", format_args!("{address:#x}"))
+        .context("element", size)
+        .remedy("the target of an atomic is aligned to its elements"))
+}
+
+/// An operation on one element.
+struct Element {
+    op: AtomicOp,
+    datatype: AtomicType,
+    operand: u64,
+    compare: u64,
+}
+
+impl Element {
+    fn new_value(&self, target: u64) -> Option<u64> {
+        apply(self.op, self.datatype, target, self.operand, self.compare)
+    }
+
+    /// Executes it on a span of its size and alignment, and returns what was there before.
+    fn execute(&self, locks: &AtomicLocks, span: Span<'_>) -> Result<u64> {
+        let size = self.datatype.size() as usize;
+        match span {
+            Span::Direct { at, mapping, .. } => {
+                let _lock = locks.of(at).lock();
+                memory::announced(mapping, || self.execute_mapped(at))
+            }
+            Span::Kernel { .. } | Span::Far { .. } => {
+                let address = match span {
+                    Span::Far { at, memory, .. } => memory.atomic_address(at)?,
+                    Span::Kernel { at, .. } | Span::Direct { at, .. } => at,
+                };
+                let _lock = locks.of(address).lock();
+                let mut bytes = [0; 8];
+                span.load(&mut bytes[..size])?;
+                let before = u64::from_le_bytes(bytes);
+                if let Some(after) = self.new_value(before) {
+                    span.store(&after.to_le_bytes()[..size])?;
+                }
+                Ok(before)
+            }
+        }
+    }
+
+    fn execute_mapped(&self, at: u64) -> u64 {
+        let pointer = memory::direct_pointer(at);
+        if self.datatype.size() == 4 {
+            // SAFETY: the span is mapped while it is in use (`Span::Direct`), and `check_alignment`
+            // found it aligned.
+            let target = unsafe { AtomicU32::from_ptr(pointer.cast()) };
+            let new = |before| self.new_value(u64::from(before)).map(|after| after as u32);
+            match target.fetch_update(Ordering::SeqCst, Ordering::SeqCst, new) {
+                Ok(before) | Err(before) => u64::from(before),
+            }
+        } else {
+            // SAFETY: as above.
+            let target = unsafe { AtomicU64::from_ptr(pointer.cast()) };
+            match target
+                .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |before| self.new_value(before))
+            {
+                Ok(before) | Err(before) => before,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Another way to say the same, over wide integers.
+    fn naive(op: AtomicOp, datatype: AtomicType, target: u64, operand: u64, compare: u64) -> u64 {
+        let bits = 8 * datatype.size() as u32;
+        let signed = matches!(datatype, AtomicType::I32 | AtomicType::I64);
+        let mask = u128::MAX >> (128 - bits);
+        let value = |raw: u64| -> i128 {
+            let raw = i128::from(raw) & mask as i128;
+            if signed && raw >> (bits - 1) & 1 == 1 { raw - (1 << bits) } else { raw }
+        };
+        let (t, o, c) = (value(target), value(operand), value(compare));
+        let swap = |yes: bool| if yes { o } else { t };
+        let after = match op {
+            AtomicOp::Min => t.min(o),
+            AtomicOp::Max => t.max(o),
+            AtomicOp::Sum => t + o,
+            AtomicOp::Prod => t.wrapping_mul(o),
+            AtomicOp::Lor => i128::from(t != 0 || o != 0),
+            AtomicOp::Land => i128::from(t != 0 && o != 0),
+            AtomicOp::Lxor => i128::from((t != 0) ^ (o != 0)),
+            AtomicOp::Bor => t | o,
+            AtomicOp::Band => t & o,
+            AtomicOp::Bxor => t ^ o,
+            AtomicOp::AtomicRead => t,
+            AtomicOp::AtomicWrite => o,
+            AtomicOp::Cswap => swap(c == t),
+            AtomicOp::CswapNe => swap(c != t),
+            AtomicOp::CswapLe => swap(c <= t),
+            AtomicOp::CswapLt => swap(c < t),
+            AtomicOp::CswapGe => swap(c >= t),
+            AtomicOp::CswapGt => swap(c > t),
+            AtomicOp::Mswap => (o & c) | (t & !c),
+        };
+        (after as u128 & mask) as u64
+    }
+
+    fn operand() -> impl Strategy<Value = u64> {
+        prop_oneof![Just(0), Just(1), Just(u64::MAX), Just(1 << 31), Just(1 << 63), any::<u64>()]
+    }
+
+    proptest! {
+        #[test]
+        fn every_operation_agrees_with_the_naive_model(
+            op in prop::sample::select(AtomicOp::ALL.to_vec()),
+            datatype in prop::sample::select(AtomicType::ALL.to_vec()),
+            target in operand(), operand in operand(), compare in operand(),
+        ) {
+            let mask = if datatype.size() == 4 { u64::from(u32::MAX) } else { u64::MAX };
+            let after = apply(op, datatype, target, operand, compare).unwrap_or(target & mask);
+            prop_assert_eq!(after, naive(op, datatype, target, operand, compare));
+        }
+    }
+}

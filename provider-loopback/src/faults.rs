@@ -1,0 +1,354 @@
+//! Faults on demand: any call of the NIC can be made to fail or be held in flight.
+//!
+//! ```
+//! use hmem_core::Errno;
+//! use hmem_provider_loopback::{Call, Faults, Loopback};
+//!
+//! let faults = Faults::new();
+//! let provider = Loopback::builder().faults(&faults).build()?;
+//! faults.fail(Call::Register, 2, Errno(12)); // the registration after the next one
+//! # Ok::<(), hmem_core::Error>(())
+//! ```
+
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use hmem_core::{Errno, Error, Result};
+use parking_lot::{Condvar, Mutex};
+
+/// A kind of call that can fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(usize)]
+pub enum Call {
+    /// `Provider::open_domain`.
+    OpenDomain,
+    /// `ProviderDomain::register`; held after its pages were prepared, before its key is alive.
+    Register,
+    /// `ProviderDomain::register_sub`.
+    RegisterSub,
+    /// `ProviderDomain::deregister`; before anything changed.
+    Deregister,
+    /// `ProviderDomain::enable`.
+    Enable,
+    /// `ProviderDomain::bind_counter`.
+    BindCounter,
+    /// `ProviderDomain::bind_endpoint`.
+    BindEndpoint,
+    /// `ProviderDomain::refresh`; held while peers' accesses fail.
+    Refresh,
+    /// `ProviderDomain::raw_key`.
+    RawKey,
+    /// `ProviderDomain::map_raw`.
+    MapRaw,
+    /// `ProviderDomain::unmap_key`.
+    UnmapKey,
+    /// `ProviderDomain::alloc_window`.
+    AllocWindow,
+    /// `ProviderDomain::bind_window`.
+    BindWindow,
+    /// `ProviderDomain::free_window`.
+    FreeWindow,
+    /// `ProviderDomain::open_cq`.
+    OpenCq,
+    /// `ProviderDomain::open_endpoint`.
+    OpenEndpoint,
+    /// `ProviderDomain::progress`.
+    Progress,
+    /// `CompletionQueue::read`.
+    ReadCq,
+    /// `ProviderEndpoint::resolve`.
+    Resolve,
+    /// `ProviderEndpoint::post`.
+    Post,
+    /// `ProviderEndpoint::close`.
+    CloseEndpoint,
+    /// The execution of a write, read, atomic or send; held after every check, before a byte moves.
+    /// Its failure is a failed completion.
+    Transfer,
+    /// One chunk of a transfer through staging buffers, where the NIC copies it; held between the
+    /// copies of the engine. Its failure is that of the transfer.
+    Chunk,
+}
+
+impl Call {
+    /// Every kind of call.
+    pub const ALL: [Self; 23] = [
+        Self::OpenDomain,
+        Self::Register,
+        Self::RegisterSub,
+        Self::Deregister,
+        Self::Enable,
+        Self::BindCounter,
+        Self::BindEndpoint,
+        Self::Refresh,
+        Self::RawKey,
+        Self::MapRaw,
+        Self::UnmapKey,
+        Self::AllocWindow,
+        Self::BindWindow,
+        Self::FreeWindow,
+        Self::OpenCq,
+        Self::OpenEndpoint,
+        Self::Progress,
+        Self::ReadCq,
+        Self::Resolve,
+        Self::Post,
+        Self::CloseEndpoint,
+        Self::Transfer,
+        Self::Chunk,
+    ];
+
+    pub(super) const fn operation(self) -> &'static str {
+        match self {
+            Self::OpenDomain => "open domain",
+            Self::Register => "register",
+            Self::RegisterSub => "register sub-region",
+            Self::Deregister => "deregister",
+            Self::Enable => "enable",
+            Self::BindCounter => "bind counter",
+            Self::BindEndpoint => "bind endpoint",
+            Self::Refresh => "refresh",
+            Self::RawKey => "raw key",
+            Self::MapRaw => "map raw key",
+            Self::UnmapKey => "unmap key",
+            Self::AllocWindow => "allocate window",
+            Self::BindWindow => "bind window",
+            Self::FreeWindow => "free window",
+            Self::OpenCq => "open completion queue",
+            Self::OpenEndpoint => "open endpoint",
+            Self::Progress => "progress",
+            Self::ReadCq => "read completions",
+            Self::Resolve => "resolve",
+            Self::Post => "post",
+            Self::CloseEndpoint => "close endpoint",
+            Self::Transfer => "transfer",
+            Self::Chunk => "staged chunk",
+        }
+    }
+}
+
+/// The faults of a fabric; clones share them.
+#[derive(Clone, Default)]
+pub struct Faults {
+    shared: Arc<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
+    armed: AtomicBool,
+    plan: Mutex<Plan>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Plan {
+    calls: [u64; Call::ALL.len()],
+    failures: Vec<(Call, u64, Errno)>,
+    gates: Vec<(Call, Arc<GateState>)>,
+}
+
+#[derive(Debug, Default)]
+struct GateState {
+    stage: Mutex<Stage>,
+    changed: Condvar,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Stage {
+    #[default]
+    Open,
+    Holding,
+    Released,
+}
+
+impl Faults {
+    /// No faults.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Makes the `nth` call of this kind from now on fail with `errno`; 1 is the next. Later ones
+    /// succeed.
+    pub fn fail(&self, call: Call, nth: u64, errno: Errno) {
+        let mut plan = self.shared.plan.lock();
+        let at = plan.calls[call as usize] + nth.max(1);
+        plan.failures.push((call, at, errno));
+        self.shared.armed.store(true, Ordering::Release);
+    }
+
+    /// Holds the next call of this kind until the gate is released or dropped.
+    pub fn hold(&self, call: Call) -> Gate {
+        let state = Arc::new(GateState::default());
+        self.shared.plan.lock().gates.push((call, Arc::clone(&state)));
+        self.shared.armed.store(true, Ordering::Release);
+        Gate { state }
+    }
+
+    /// Starts counting calls without making any fail.
+    pub fn count(&self) {
+        self.shared.armed.store(true, Ordering::Release);
+    }
+
+    /// Returns the number of calls of this kind since a fault was first requested or
+    /// [`Faults::count`] was called.
+    #[must_use]
+    pub fn calls(&self, call: Call) -> u64 {
+        self.shared.plan.lock().calls[call as usize]
+    }
+
+    /// Blocks until there were at least `count` calls of this kind, as [`Faults::calls`] counts
+    /// them.
+    pub fn wait_for_calls(&self, call: Call, count: u64) {
+        let mut plan = self.shared.plan.lock();
+        while plan.calls[call as usize] < count {
+            self.shared.changed.wait(&mut plan);
+        }
+    }
+
+    /// Forgets failures not yet reached, and releases what is held.
+    pub fn clear(&self) {
+        let gates = {
+            let mut plan = self.shared.plan.lock();
+            plan.failures.clear();
+            std::mem::take(&mut plan.gates)
+        };
+        for (_, gate) in gates {
+            gate.release();
+        }
+    }
+
+    /// Called by the NIC at every call: counts it, holds it, or fails it.
+    #[inline]
+    pub(super) fn enter(&self, call: Call) -> Result<()> {
+        if self.shared.armed.load(Ordering::Relaxed) { self.enter_armed(call) } else { Ok(()) }
+    }
+
+    #[cold]
+    fn enter_armed(&self, call: Call) -> Result<()> {
+        let (gate, failure) = {
+            let mut plan = self.shared.plan.lock();
+            plan.calls[call as usize] += 1;
+            let now = plan.calls[call as usize];
+            let gate = plan
+                .gates
+                .iter()
+                .position(|(kind, _)| *kind == call)
+                .map(|at| plan.gates.remove(at).1);
+            let failure = plan
+                .failures
+                .iter()
+                .position(|(kind, at, _)| *kind == call && *at == now)
+                .map(|at| plan.failures.remove(at).2);
+            self.shared.changed.notify_all();
+            (gate, failure)
+        };
+        if let Some(gate) = gate {
+            gate.hold();
+        }
+        match failure {
+            Some(errno) => Err(Error::os(errno, call.operation())
+                .provider("loopback")
+                .remedy("this failure was asked for through Faults")),
+            None => Ok(()),
+        }
+    }
+}
+
+impl fmt::Debug for Faults {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let plan = self.shared.plan.lock();
+        f.debug_struct("Faults")
+            .field("failures", &plan.failures)
+            .field("gates", &plan.gates.len())
+            .finish()
+    }
+}
+
+impl GateState {
+    fn hold(&self) {
+        let mut stage = self.stage.lock();
+        if *stage == Stage::Open {
+            *stage = Stage::Holding;
+            self.changed.notify_all();
+        }
+        while *stage == Stage::Holding {
+            self.changed.wait(&mut stage);
+        }
+    }
+
+    fn release(&self) {
+        *self.stage.lock() = Stage::Released;
+        self.changed.notify_all();
+    }
+}
+
+/// Holds one call in flight; dropping it releases the call.
+#[derive(Debug)]
+pub struct Gate {
+    state: Arc<GateState>,
+}
+
+impl Gate {
+    /// Blocks until a call is held (or the gate was released).
+    pub fn wait_held(&self) {
+        let mut stage = self.state.stage.lock();
+        while *stage == Stage::Open {
+            self.state.changed.wait(&mut stage);
+        }
+    }
+
+    /// Returns whether a call is held now.
+    #[must_use]
+    pub fn is_holding(&self) -> bool {
+        *self.state.stage.lock() == Stage::Holding
+    }
+
+    /// Lets the held call go on, or the next one pass.
+    pub fn release(&self) {
+        self.state.release();
+    }
+}
+
+impl Drop for Gate {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use hmem_core::ErrorKind;
+
+    use super::*;
+
+    #[test]
+    fn only_the_nth_call_of_the_kind_fails() {
+        let faults = Faults::new();
+        faults.fail(Call::Register, 2, Errno(12));
+        faults.enter(Call::Register).unwrap();
+        faults.enter(Call::Deregister).unwrap();
+        assert_eq!(faults.enter(Call::Register).unwrap_err().kind(), ErrorKind::OutOfResources);
+        faults.enter(Call::Register).unwrap();
+        assert_eq!(faults.calls(Call::Register), 3);
+    }
+
+    #[test]
+    fn a_gate_holds_until_it_is_released() {
+        let faults = Faults::new();
+        let gate = faults.hold(Call::Transfer);
+        std::thread::scope(|scope| {
+            let held = scope.spawn(|| faults.enter(Call::Transfer));
+            gate.wait_held();
+            assert!(gate.is_holding() && !held.is_finished());
+            gate.release();
+            held.join().unwrap().unwrap();
+        });
+        faults.enter(Call::Transfer).unwrap();
+    }
+}

@@ -1,0 +1,71 @@
+//! A software NIC inside the process: a real data path to develop against, not a mock.
+//!
+//! It registers every backing that core can hand to a provider, gives keys that cannot be guessed,
+//! and checks key, domain, bounds, rights, authorization key, endpoint and window at every access.
+//! What a region does not own is reached through the kernel's fault-safe copies, so that absent
+//! pages fail the transfer and not the process. Every `mr_mode` bit can be asked for, transfers
+//! step by hand or by a thread of their own, and [`Faults`] make any call fail or hold it in
+//! flight.
+//!
+//! ```
+//! use hmem_core::{MrMode, provider::Provider};
+//! use hmem_provider_loopback::Loopback;
+//!
+//! let provider = Loopback::builder().nic("nic0").needs(MrMode::PROV_KEY).key_size(4).build()?;
+//! let nics = provider.nics()?;
+//! assert_eq!((nics[0].nic.name.as_str(), nics[0].key_size), ("nic0", 4));
+//! # Ok::<(), hmem_core::Error>(())
+//! ```
+//!
+//! # Rules that the man pages leave open
+//!
+//! - An access that is refused does not use up a single-use key; the first one that passes every
+//!   check does.
+//! - Every atomic needs REMOTE_WRITE or REMOTE_ATOMIC. Fetching atomics need no right to read. For
+//!   `AtomicRead`, which changes nothing, REMOTE_READ is enough as well.
+//! - Bytes that peers change in a region with RMA_PMEM are persistent before the write or atomic
+//!   completes, as far as the memory can be. If the NIC cannot make them so, the transfer fails.
+//!   Bytes that a transfer brings into local memory are not written back. The method depends on the
+//!   memory:
+//!   - mapped pages: `msync(MS_SYNC)` of the touched pages;
+//!   - device DAX, which `msync` refuses: a write-back of the cache lines, if the region owns the
+//!     memory;
+//!   - a file that was given by its fd: `msync` or `fdatasync`;
+//!   - memory of a device: the device's flush (`Iface::flush_inbound`).
+//! - A message that does not fit its receive ends the receive with Truncated and moves no byte; its
+//!   send succeeds.
+//! - Zero-length accesses need a valid key with the right, and no valid address; they count
+//!   nowhere.
+//!
+//! # Things this does not do
+//!
+//! It does not cross processes, keeps no order between endpoints, and its keys are unguessable, not
+//! cryptographic.
+
+#![deny(unsafe_code)]
+
+mod atomic;
+mod config;
+mod domain;
+mod endpoint;
+mod execute;
+mod faults;
+mod keys;
+mod memory;
+mod message;
+mod nic;
+mod post;
+mod progress;
+mod provider;
+mod queue;
+mod region;
+mod register;
+mod table;
+mod window;
+
+pub use config::{Builder, Memory, Progress};
+pub use faults::{Call, Faults, Gate};
+pub use provider::Loopback;
+
+/// A list that is nearly always one item long.
+type Few<T> = smallvec::SmallVec<[T; 1]>;

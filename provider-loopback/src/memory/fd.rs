@@ -1,0 +1,300 @@
+//! Memory behind a file descriptor: a dma-buf, or a memfd in its place.
+//!
+//! A file that cannot shrink (a genuine dma-buf, or a memfd sealed against it) is mapped, and then
+//! reached like owned memory. Any other file could lose its end under a mapping, which would end
+//! the process with SIGBUS; it is read and written through the descriptor, where a missing end
+//! fails the transfer.
+
+#![allow(unsafe_code)]
+
+use std::{
+    os::fd::{AsRawFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+};
+
+use hmem_core::{Errno, Error, ErrorKind, Result, provider::StagedMemory};
+use rustix::{
+    fs::{FileType, OFlags, SealFlags, SeekFrom},
+    mm::{MapFlags, ProtFlags},
+};
+
+use super::{Far, PieceMemory, bad_address, direct_pointer, persist::sync_pages};
+
+/// `DMA_BUF_MAGIC` of `linux/magic.h`.
+const DMA_BUF_MAGIC: u64 = 0x444d_4142;
+/// `DMA_BUF_IOCTL_SYNC` of `linux/dma-buf.h`: `_IOW('b', 0, struct dma_buf_sync)`.
+const DMA_BUF_IOCTL_SYNC: libc::Ioctl = 0x4008_6200;
+const DMA_BUF_SYNC_READ: u64 = 1;
+const DMA_BUF_SYNC_WRITE: u64 = 2;
+const DMA_BUF_SYNC_END: u64 = 4;
+
+/// Imports `len` bytes at `offset` of a file; the result begins at the second value of the pair.
+///
+/// # Errors
+/// InvalidArgument for an fd that is no memory or that appends, OutOfBounds past the end of the
+/// file, AccessDenied for rights that the fd does not have.
+pub(in super::super) fn import(
+    fd: BorrowedFd<'_>,
+    offset: u64,
+    len: u64,
+    write: bool,
+) -> Result<(PieceMemory, u64)> {
+    let file = Properties::of(fd)?;
+    if offset.checked_add(len).is_none_or(|end| end > file.len) {
+        return Err(Error::new(ErrorKind::OutOfBounds, "register")
+            .provider("loopback")
+            .context("offset", offset)
+            .context("length", len)
+            .context("file", format_args!("{} bytes", file.len))
+            .remedy("the range must lie in the exported buffer"));
+    }
+    if write && !file.writable {
+        return Err(Error::new(ErrorKind::AccessDenied, "register")
+            .provider("loopback")
+            .context(
+                "why",
+                "the fd is read-only or sealed against writes, and the rights let the NIC write",
+            )
+            .remedy("export the buffer writable, or register it without rights to write"));
+    }
+    if file.can_shrink {
+        let memory = FileMemory { fd: own(fd)? };
+        memory.check_position("register")?;
+        return Ok((PieceMemory::Far(Arc::new(memory)), offset));
+    }
+    let start = offset - offset % file.page;
+    let mapping = Mapping::new(fd, start, offset - start + len, &file)?;
+    let at = offset - start;
+    Ok((PieceMemory::Mapped(Arc::new(mapping)), at))
+}
+
+fn own(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
+    fd.try_clone_to_owned().map_err(|error| {
+        Error::os(Errno::of(&error), "fcntl(F_DUPFD_CLOEXEC)").provider("loopback")
+    })
+}
+
+/// What decides how a file is reached.
+struct Properties {
+    len: u64,
+    writable: bool,
+    can_shrink: bool,
+    dma_buf: bool,
+    /// What offsets of mappings are multiples of.
+    page: u64,
+}
+
+impl Properties {
+    fn of(fd: BorrowedFd<'_>) -> Result<Self> {
+        let failed = |call| move |errno| Error::os(errno, call).provider("loopback");
+        let dma_buf = rustix::fs::fstatfs(fd).is_ok_and(|fs| fs.f_type as u64 == DMA_BUF_MAGIC);
+        let stat = rustix::fs::fstat(fd).map_err(failed("fstat"))?;
+        let mode = rustix::fs::fcntl_getfl(fd).map_err(failed("fcntl(F_GETFL)"))? & OFlags::ACCMODE;
+        if !dma_buf && FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Err(Error::new(ErrorKind::InvalidArgument, "register")
+                .provider("loopback")
+                .context("why", "the fd is neither a dma-buf nor a file")
+                .remedy("pass the fd of a dma-buf export or of a memfd"));
+        }
+        if mode == OFlags::WRONLY {
+            return Err(Error::new(ErrorKind::AccessDenied, "register")
+                .provider("loopback")
+                .context("why", "the fd is write-only, and the NIC reads what it maps")
+                .remedy("open the file for reading and writing"));
+        }
+        let len = if dma_buf {
+            let len = rustix::fs::seek(fd, SeekFrom::End(0)).map_err(failed("lseek(SEEK_END)"))?;
+            rustix::fs::seek(fd, SeekFrom::Start(0)).map_err(failed("lseek(SEEK_SET)"))?;
+            len
+        } else {
+            stat.st_size.unsigned_abs()
+        };
+        // What is no memfd has no seals, and says EINVAL.
+        let seals = rustix::fs::fcntl_get_seals(fd).unwrap_or(SealFlags::empty());
+        let write_sealed = seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE);
+        let base_page = rustix::param::page_size() as u64;
+        let block = stat.st_blksize.unsigned_abs();
+        let huge = rustix::fs::fstatfs(fd)
+            .is_ok_and(|fs| fs.f_type as u64 == libc::HUGETLBFS_MAGIC as u64);
+        Ok(Self {
+            len,
+            writable: mode == OFlags::RDWR && !write_sealed,
+            can_shrink: !dma_buf && !seals.contains(SealFlags::SHRINK),
+            dma_buf,
+            page: if huge { block.max(base_page) } else { base_page },
+        })
+    }
+}
+
+/// A mapping of the NIC's own of a file that cannot shrink.
+#[derive(Debug)]
+pub(in super::super) struct Mapping {
+    base: u64,
+    len: u64,
+    /// To announce CPU accesses on, for a genuine dma-buf.
+    dma_buf: Option<OwnedFd>,
+}
+
+impl Mapping {
+    fn new(fd: BorrowedFd<'_>, start: u64, len: u64, file: &Properties) -> Result<Self> {
+        let dma_buf = if file.dma_buf { Some(own(fd)?) } else { None };
+        let mut protection = ProtFlags::READ;
+        if file.writable {
+            protection |= ProtFlags::WRITE;
+        }
+        // SAFETY: a new shared mapping at an address of the kernel's choice, of a file that cannot
+        // shrink (`Properties::of`), so that no access within it can fault for want of the
+        // file.
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                len as usize,
+                protection,
+                MapFlags::SHARED,
+                fd,
+                start,
+            )
+        }
+        .map_err(|errno| {
+            Error::os(errno, "mmap")
+                .provider("loopback")
+                .context("offset", start)
+                .context("length", len)
+                .remedy("the exporter does not let the CPU map this buffer")
+        })?;
+        Ok(Self { base: base.expose_provenance() as u64, len, dma_buf })
+    }
+
+    /// The address of a position.
+    #[inline]
+    pub(super) const fn address(&self, at: u64) -> u64 {
+        self.base + at
+    }
+
+    pub(super) fn begin(&self, write: bool) -> Result<()> {
+        self.announce(write, 0)
+    }
+
+    pub(super) fn end(&self, write: bool) -> Result<()> {
+        self.announce(write, DMA_BUF_SYNC_END)
+    }
+
+    fn announce(&self, write: bool, stage: u64) -> Result<()> {
+        let Some(fd) = &self.dma_buf else { return Ok(()) };
+        let access = if write { DMA_BUF_SYNC_READ | DMA_BUF_SYNC_WRITE } else { DMA_BUF_SYNC_READ };
+        let flags = access | stage;
+        loop {
+            // SAFETY: the request reads one `struct dma_buf_sync`, which is a u64 of flags.
+            let result =
+                unsafe { libc::ioctl(fd.as_raw_fd(), DMA_BUF_IOCTL_SYNC, &raw const flags) };
+            if result == 0 {
+                return Ok(());
+            }
+            let errno = Errno::of(&std::io::Error::last_os_error());
+            if errno.0 != libc::EINTR && errno.0 != libc::EAGAIN {
+                return Err(Error::os(errno, "DMA_BUF_IOCTL_SYNC").provider("loopback"));
+            }
+        }
+    }
+
+    /// Writes bytes back to the file. A genuine dma-buf has none: the announced end of the access
+    /// made them visible to its device.
+    pub(super) fn persist(&self, address: u64, len: u64) -> Result<()> {
+        if self.dma_buf.is_some() {
+            return Ok(());
+        }
+        sync_pages(address, len).map_err(|errno| Error::os(errno, "msync").provider("loopback"))
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made in `new`, and spans of it live no longer than the region
+        // that holds it.
+        let unmapped =
+            unsafe { rustix::mm::munmap(direct_pointer(self.base).cast(), self.len as usize) };
+        if let Err(errno) = unmapped {
+            tracing::error!(%errno, "a mapping of the NIC could not be removed");
+        }
+    }
+}
+
+/// A file that could shrink; positions are offsets in it.
+#[derive(Debug)]
+struct FileMemory {
+    fd: OwnedFd,
+}
+
+impl FileMemory {
+    /// Refuses a file whose writes go to its end instead of their position. The flag is the
+    /// application's to change at any time, as the NIC's fd is a duplicate of its own.
+    fn check_position(&self, operation: &'static str) -> Result<()> {
+        let flags = rustix::fs::fcntl_getfl(&self.fd)
+            .map_err(|errno| Error::os(errno, "fcntl(F_GETFL)").provider("loopback"))?;
+        if flags.contains(OFlags::APPEND) {
+            return Err(Error::new(ErrorKind::InvalidArgument, operation)
+                .provider("loopback")
+                .context(
+                    "why",
+                    "the fd was opened with O_APPEND: every write would go to the end of the file",
+                )
+                .remedy(
+                    "open the file without O_APPEND, or seal it against shrinking (F_SEAL_SHRINK)",
+                ));
+        }
+        Ok(())
+    }
+}
+
+impl Far for FileMemory {
+    fn load(&self, at: u64, into: &mut [u8]) -> Result<()> {
+        let mut done = 0;
+        while done < into.len() {
+            match rustix::io::pread(&self.fd, &mut into[done..], at + done as u64) {
+                Ok(0) => return Err(past_the_end(at, into.len())),
+                Ok(read) => done += read,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(Error::os(errno, "pread").provider("loopback")),
+            }
+        }
+        Ok(())
+    }
+
+    fn store(&self, at: u64, from: &[u8]) -> Result<()> {
+        self.check_position("transfer")?;
+        // A write past the end would make the file longer.
+        let stat = rustix::fs::fstat(&self.fd)
+            .map_err(|errno| Error::os(errno, "fstat").provider("loopback"))?;
+        if at + from.len() as u64 > stat.st_size.unsigned_abs() {
+            return Err(past_the_end(at, from.len()));
+        }
+        let mut done = 0;
+        while done < from.len() {
+            match rustix::io::pwrite(&self.fd, &from[done..], at + done as u64) {
+                Ok(0) => return Err(past_the_end(at, from.len())),
+                Ok(written) => done += written,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(Error::os(errno, "pwrite").provider("loopback")),
+            }
+        }
+        Ok(())
+    }
+
+    fn atomic_address(&self, at: u64) -> Result<u64> {
+        Ok(at)
+    }
+
+    fn persist(&self, _at: u64, _len: u64) -> Result<()> {
+        rustix::fs::fdatasync(&self.fd)
+            .map_err(|errno| Error::os(errno, "fdatasync").provider("loopback"))
+    }
+
+    fn staged(&self) -> Option<&dyn StagedMemory> {
+        None
+    }
+}
+
+#[cold]
+fn past_the_end(at: u64, len: usize) -> Error {
+    bad_address(at, len as u64).context("why", "the file became shorter than the region")
+}

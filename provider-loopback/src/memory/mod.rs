@@ -1,0 +1,323 @@
+//! How the NIC gets at bytes, and how it copies them.
+//!
+//! Memory that a region owns, and mappings of the NIC's own, are copied directly. Memory of the
+//! application that may go away is copied by the kernel, which fails where a plain load would
+//! fault. Everything else is *far*: read and written through calls, by way of a bounce buffer.
+
+#![allow(unsafe_code)]
+
+mod device;
+mod fd;
+mod host;
+mod persist;
+mod pinned;
+mod piped;
+mod promises;
+mod staged;
+
+use std::{fmt, sync::Arc};
+
+pub(super) use device::DeviceMemory;
+pub(super) use fd::{Mapping, import as import_fd};
+use hmem_core::{Error, ErrorKind, Result, provider::StagedMemory};
+pub(super) use host::{direct_pointer, load_host, populate, store_host};
+pub(super) use pinned::{Pinned, Pinner, Run};
+pub(super) use piped::{Failed, pipe};
+pub(super) use promises::Promises;
+pub(super) use staged::Staged;
+
+use self::persist::Written;
+
+/// Bytes that are copied at once by way of a bounce buffer.
+const BOUNCE: usize = 256 << 10;
+
+/// Memory behind calls.
+///
+/// Positions count from the start of what the implementation stands for. Calls may come from any
+/// thread.
+pub(super) trait Far: fmt::Debug + Send + Sync {
+    fn load(&self, at: u64, into: &mut [u8]) -> Result<()>;
+    fn store(&self, at: u64, from: &[u8]) -> Result<()>;
+    /// The address whose low bits say how `at` is aligned and where in its page it lies; or why
+    /// there are no atomics.
+    fn atomic_address(&self, at: u64) -> Result<u64>;
+    /// Makes bytes that were written persistent, as far as the memory can be.
+    fn persist(&self, at: u64, len: u64) -> Result<()>;
+    /// The memory, if it is reached through copies: the same positions.
+    fn staged(&self) -> Option<&dyn StagedMemory>;
+}
+
+/// The memory of a piece of a region.
+#[derive(Clone, Debug)]
+pub(super) enum PieceMemory {
+    /// The application's addresses, mapped for as long as the region lives.
+    Owned,
+    /// The application's addresses, whatever is mapped there.
+    Borrowed,
+    /// A mapping of the NIC's own.
+    Mapped(Arc<Mapping>),
+    /// The pages that were at the application's addresses when they were pinned.
+    Pinned(Arc<Pinned>),
+    /// Memory behind calls.
+    Far(Arc<dyn Far>),
+}
+
+impl PieceMemory {
+    /// Adds the bytes from `at` on; for host memory `at` is the address.
+    #[inline]
+    pub(super) fn span<'a>(
+        &'a self,
+        at: u64,
+        len: u64,
+        into: &mut super::Few<Span<'a>>,
+    ) -> Result<()> {
+        into.push(match self {
+            Self::Owned => Span::Direct { at, len, mapping: None },
+            Self::Borrowed => Span::Kernel { at, len },
+            Self::Mapped(mapping) => {
+                Span::Direct { at: mapping.address(at), len, mapping: Some(mapping) }
+            }
+            Self::Pinned(memory) => Span::Far { at, len, memory: &**memory },
+            Self::Far(memory) => Span::Far { at, len, memory: &**memory },
+        });
+        Ok(())
+    }
+}
+
+/// A run of bytes of one kind of memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Span<'a> {
+    /// Mapped while the span is in use: its region is held and owns the memory or the mapping, or
+    /// the caller of `post` vouches for it.
+    Direct { at: u64, len: u64, mapping: Option<&'a Mapping> },
+    /// The application's addresses, mapped or not.
+    Kernel { at: u64, len: u64 },
+    /// Behind calls.
+    Far { at: u64, len: u64, memory: &'a dyn Far },
+}
+
+impl<'a> Span<'a> {
+    #[inline]
+    pub(super) const fn len(&self) -> u64 {
+        match *self {
+            Self::Direct { len, .. } | Self::Kernel { len, .. } | Self::Far { len, .. } => len,
+        }
+    }
+
+    /// The memory and the position in it, if it is reached through copies.
+    pub(super) fn staged(self) -> Option<(&'a dyn StagedMemory, u64)> {
+        match self {
+            Self::Far { at, memory, .. } => Some((memory.staged()?, at)),
+            Self::Direct { .. } | Self::Kernel { .. } => None,
+        }
+    }
+
+    fn mapping(&self) -> Option<&'a Mapping> {
+        match self {
+            Self::Direct { mapping, .. } => *mapping,
+            Self::Kernel { .. } | Self::Far { .. } => None,
+        }
+    }
+
+    /// The part of `len` bytes that begins `skip` bytes in.
+    #[inline]
+    pub(super) const fn part(self, skip: u64, len: u64) -> Self {
+        match self {
+            Self::Direct { at, mapping, .. } => Self::Direct { at: at + skip, len, mapping },
+            Self::Kernel { at, .. } => Self::Kernel { at: at + skip, len },
+            Self::Far { at, memory, .. } => Self::Far { at: at + skip, len, memory },
+        }
+    }
+
+    /// Copies the span into `into`, which has its length.
+    pub(super) fn load(self, into: &mut [u8]) -> Result<()> {
+        match self {
+            Self::Far { at, memory, .. } => memory.load(at, into),
+            Self::Kernel { at, .. } => load_host(at, into),
+            Self::Direct { .. } => {
+                let to = Self::Direct {
+                    at: into.as_mut_ptr().expose_provenance() as u64,
+                    len: into.len() as u64,
+                    mapping: None,
+                };
+                copy_span(self, to)
+            }
+        }
+    }
+
+    /// Copies `from`, which has the span's length, into it.
+    pub(super) fn store(self, from: &[u8]) -> Result<()> {
+        match self {
+            Self::Far { at, memory, .. } => memory.store(at, from),
+            Self::Kernel { at, .. } => store_host(at, from),
+            Self::Direct { .. } => {
+                let from = Span::Direct {
+                    at: from.as_ptr().expose_provenance() as u64,
+                    len: from.len() as u64,
+                    mapping: None,
+                };
+                copy_span(from, self)
+            }
+        }
+    }
+
+    /// Makes bytes that were written persistent, as far as the memory can be ([`persist`]).
+    pub(super) fn persist(self) -> Result<()> {
+        match self {
+            Self::Far { at, len, memory } => memory.persist(at, len),
+            Self::Direct { at, len, mapping: Some(mapping) } => mapping.persist(at, len),
+            Self::Direct { at, len, mapping: None } => Written { at, len, owned: true }.persist(),
+            Self::Kernel { at, len } => Written { at, len, owned: false }.persist(),
+        }
+    }
+}
+
+/// Copies one run of bytes to another of the same total length; their seams need not agree.
+#[inline]
+pub(super) fn copy(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64> {
+    if let ([from], [to]) = (from, to) {
+        copy_span(*from, *to)?;
+        return Ok(to.len());
+    }
+    let mut moved = 0;
+    let (mut sources, mut source_skip) = (from.iter(), 0);
+    let mut source = sources.next();
+    for target in to {
+        let mut target_skip = 0;
+        while target_skip < target.len() {
+            let Some(span) = source else { return Ok(moved) };
+            let part = (span.len() - source_skip).min(target.len() - target_skip);
+            if part > 0 {
+                copy_span(span.part(source_skip, part), target.part(target_skip, part))?;
+            }
+            moved += part;
+            target_skip += part;
+            source_skip += part;
+            if source_skip == span.len() {
+                (source, source_skip) = (sources.next(), 0);
+            }
+        }
+    }
+    Ok(moved)
+}
+
+/// Copies between two spans of the same length.
+#[inline]
+pub(super) fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
+    match (from, to) {
+        (
+            Span::Direct { at: from, len, mapping: None },
+            Span::Direct { at: to, mapping: None, .. },
+        ) => {
+            // SAFETY: both runs are mapped while their spans are in use (`Span::Direct`), and
+            // racing accesses are those that `copy_direct` allows.
+            unsafe { host::copy_direct(direct_pointer(from), direct_pointer(to), len as usize) };
+            Ok(())
+        }
+        (Span::Far { .. }, _) | (_, Span::Far { .. }) => bounce(from, to),
+        _ => {
+            let _reading =
+                from.mapping().map(|mapping| Announced::begin(mapping, false)).transpose()?;
+            let _writing =
+                to.mapping().map(|mapping| Announced::begin(mapping, true)).transpose()?;
+            copy_near(from, to)
+        }
+    }
+}
+
+/// A CPU access under way.
+struct Announced<'a> {
+    mapping: &'a Mapping,
+    write: bool,
+}
+
+impl<'a> Announced<'a> {
+    fn begin(mapping: &'a Mapping, write: bool) -> Result<Self> {
+        mapping.begin(write)?;
+        Ok(Self { mapping, write })
+    }
+}
+
+impl Drop for Announced<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.mapping.end(self.write) {
+            tracing::warn!(%error, "the end of a CPU access to a dma-buf was refused");
+        }
+    }
+}
+
+/// Runs `access` on memory that may need its CPU accesses announced.
+pub(super) fn announced<T>(mapping: Option<&Mapping>, access: impl FnOnce() -> T) -> Result<T> {
+    let _announced = mapping.map(|mapping| Announced::begin(mapping, true)).transpose()?;
+    Ok(access())
+}
+
+/// Copies between spans that have addresses in this process.
+fn copy_near(from: Span<'_>, to: Span<'_>) -> Result<()> {
+    match (from, to) {
+        (Span::Direct { at: from, len, .. }, Span::Direct { at: to, .. }) => {
+            // SAFETY: as in `copy_span`.
+            unsafe { host::copy_direct(direct_pointer(from), direct_pointer(to), len as usize) };
+            Ok(())
+        }
+        (
+            Span::Kernel { at: from, len },
+            Span::Direct { at: to, .. } | Span::Kernel { at: to, .. },
+        ) => host::kernel_read(from, to, len),
+        (Span::Direct { at: from, len, .. }, Span::Kernel { at: to, .. }) => {
+            host::kernel_write(from, to, len)
+        }
+        (Span::Far { .. }, _) | (_, Span::Far { .. }) => bounce(from, to),
+    }
+}
+
+/// Copies by way of a buffer of the NIC's own.
+fn bounce(from: Span<'_>, to: Span<'_>) -> Result<()> {
+    let len = to.len();
+    let mut buffer = vec![0; BOUNCE.min(usize::try_from(len).unwrap_or(BOUNCE))];
+    let mut done = 0;
+    while done < len {
+        let part = (len - done).min(buffer.len() as u64);
+        let chunk = &mut buffer[..part as usize];
+        from.part(done, part).load(chunk)?;
+        to.part(done, part).store(chunk)?;
+        done += part;
+    }
+    Ok(())
+}
+
+/// The first `len` bytes of a run.
+pub(super) fn head<'a>(spans: &[Span<'a>], len: u64) -> super::Few<Span<'a>> {
+    let (mut head, mut left) = (super::Few::new(), len);
+    for span in spans {
+        let part = span.len().min(left);
+        if part == 0 {
+            break;
+        }
+        head.push(span.part(0, part));
+        left -= part;
+    }
+    head
+}
+
+/// The first `len` bytes of a run, as bytes of the NIC's own.
+pub(super) fn gather(spans: &[Span<'_>], len: u64) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; usize::try_from(len).expect("local memory fits the address space")];
+    let mut rest = bytes.as_mut_slice();
+    for span in head(spans, len).iter() {
+        let (part, after) = rest.split_at_mut(span.len() as usize);
+        span.load(part)?;
+        rest = after;
+    }
+    Ok(bytes)
+}
+
+/// An access to pages that are not there.
+#[cold]
+pub(super) fn bad_address(at: u64, len: u64) -> Error {
+    Error::new(ErrorKind::BadAddress, "transfer")
+        .provider("loopback")
+        .context("address", format_args!("{at:#x}"))
+        .context("length", len)
+        .remedy("pages must be mapped with the needed protection while a transfer reaches them")
+}

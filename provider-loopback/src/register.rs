@@ -1,0 +1,437 @@
+//! Registration: from a range and a way to reach it to a live entry in the table.
+
+use std::sync::Arc;
+
+use hmem_core::{
+    Access, AddressRange, AuthKey, Error, ErrorKind, IfaceKind, LocalKey, MrFlags, MrMode, Result,
+    counter::Counter,
+    provider::{Backing, KeyRequest, Piece, ProviderRegion, RegistrationRequest},
+};
+use parking_lot::RwLock;
+
+use super::{
+    Call,
+    domain::DomainState,
+    endpoint::EndpointState,
+    keys::{self, Token},
+    memory::{self, DeviceMemory, PieceMemory, Pinned, Pinner, Promises, Run, Staged},
+    region::{Body, Extended, Kind, NewBody, RegionPiece},
+    table::Birth,
+};
+
+impl DomainState {
+    pub(super) fn register(
+        &self,
+        request: &RegistrationRequest<'_>,
+        pieces: &[Piece<'_>],
+    ) -> Result<ProviderRegion> {
+        let len = self.check_size(pieces)?;
+        self.nic.reserve(len)?;
+        self.prepare(request, pieces, len)
+            .and_then(|body| {
+                self.nic.config.faults.enter(Call::Register)?;
+                self.insert(request, body, true)
+            })
+            .inspect_err(|_| self.nic.release(len))
+    }
+
+    fn check_size(&self, pieces: &[Piece<'_>]) -> Result<u64> {
+        let attr = &self.nic.attr;
+        let refuse = |limit: &'static str, value: u64, asked: u64| {
+            Error::new(ErrorKind::InvalidArgument, "register")
+                .provider("loopback")
+                .context("limit", limit)
+                .context("value", value)
+                .context("asked for", asked)
+                .remedy("split the region")
+        };
+        if pieces.is_empty() || pieces.len() > attr.mr_iov_limit {
+            return Err(refuse("mr_iov_limit", attr.mr_iov_limit as u64, pieces.len() as u64));
+        }
+        let len = pieces.iter().try_fold(0u64, |sum, piece| sum.checked_add(piece.range.len()));
+        match len {
+            Some(len) if len <= attr.max_mr_size => Ok(len),
+            _ => Err(refuse("max_mr_size", attr.max_mr_size, len.unwrap_or(u64::MAX))),
+        }
+    }
+
+    #[inline]
+    fn is_own_key(&self, key: &AuthKey) -> bool {
+        (key.0.is_empty() && self.auth_key.0.is_empty()) || *key == self.auth_key
+    }
+
+    /// The body of any region, its memory imported, pinned or checked as the mode demands.
+    fn prepare(
+        &self,
+        request: &RegistrationRequest<'_>,
+        pieces: &[Piece<'_>],
+        len: u64,
+    ) -> Result<NewBody> {
+        let mut extended = Extended {
+            auth_key: (!self.is_own_key(request.auth_key)).then(|| request.auth_key.clone()),
+            persistent: request.flags.contains(MrFlags::RMA_PMEM),
+            ..Extended::default()
+        };
+        let mut body = NewBody {
+            base: 0,
+            len,
+            extended: None,
+            access: request.access,
+            kind: Kind::Pieces,
+            addressing: request.addressing,
+        };
+        match pieces {
+            [Piece { range, backing: Backing::Host { owned } }]
+                if *owned || self.pinner.is_none() =>
+            {
+                if !owned {
+                    self.check_pages(request, *range)?;
+                }
+                body.base = range.start().0;
+                body.kind = if *owned { Kind::Owned } else { Kind::Borrowed };
+            }
+            _ => {
+                extended.pieces = pieces
+                    .iter()
+                    .map(|piece| self.import(request, piece))
+                    .collect::<Result<_>>()?;
+            }
+        }
+        let is_borrowed =
+            |piece: &&Piece<'_>| matches!(piece.backing, Backing::Host { owned: false });
+        if self.mode.contains(MrMode::MMU_NOTIFY) && pieces.iter().any(|piece| is_borrowed(&piece))
+        {
+            let mut promises =
+                Promises::present(pieces.iter().filter(is_borrowed).map(|piece| piece.range));
+            for piece in pieces.iter().filter(|piece| !is_borrowed(piece)) {
+                let start = piece.range.start().0;
+                promises.add(start, start.saturating_add(piece.range.len()));
+            }
+            extended.promises = Some(Arc::new(RwLock::new(promises)));
+        }
+        body.extended = (!extended.is_empty()).then(|| Box::new(extended));
+        Ok(body)
+    }
+
+    /// Checks that pages back borrowed memory, where they must.
+    #[inline]
+    fn check_pages(&self, request: &RegistrationRequest<'_>, range: AddressRange) -> Result<()> {
+        if self.mode.contains(MrMode::ALLOCATED) {
+            memory::populate(range, request.access.nic_writes(), "register")
+        } else {
+            Ok(())
+        }
+    }
+
+    fn import(&self, request: &RegistrationRequest<'_>, piece: &Piece<'_>) -> Result<RegionPiece> {
+        let imports = &self.nic.attr.imports;
+        let refuse = |what: &'static str| {
+            Error::new(ErrorKind::Unsupported, "register")
+                .provider("loopback")
+                .context("import", what)
+                .context("nic", &self.nic.attr.nic)
+                .remedy("this NIC was built without this import")
+        };
+        let start = piece.range.start().0;
+        let (memory, at) = match &piece.backing {
+            Backing::Host { owned: true } => (PieceMemory::Owned, start),
+            Backing::Host { owned: false } => (self.import_borrowed(request, piece.range)?, start),
+            Backing::DmaBuf { .. } if !imports.dma_buf => return Err(refuse("dma-buf")),
+            Backing::DmaBuf { fd, offset } => {
+                memory::import_fd(*fd, offset.0, piece.range.len(), request.access.nic_writes())?
+            }
+            Backing::PeerMemory { .. } if !imports.peer_memory => {
+                return Err(refuse("peer memory"));
+            }
+            Backing::PeerMemory { address } => {
+                let owner = self.registry.owner_of(*address)?.iface;
+                if owner == IfaceKind::SYSTEM {
+                    return Err(Error::new(ErrorKind::BadAddress, "register")
+                        .provider("loopback")
+                        .context("address", address)
+                        .remedy("no iface knows this device address"));
+                }
+                let memory = DeviceMemory::new(Arc::clone(self.registry.get(owner)?));
+                (PieceMemory::Far(Arc::new(memory)), address.0)
+            }
+            Backing::Staged(_) if !imports.staged => return Err(refuse("staged memory")),
+            Backing::Staged(staged) => {
+                self.staging_pool()?;
+                (PieceMemory::Far(Arc::new(Staged::new(Arc::clone(staged)))), 0)
+            }
+        };
+        Ok(RegionPiece { range: piece.range, memory, at })
+    }
+
+    fn import_borrowed(
+        &self,
+        request: &RegistrationRequest<'_>,
+        range: AddressRange,
+    ) -> Result<PieceMemory> {
+        let Some(pinner) = &self.pinner else {
+            self.check_pages(request, range)?;
+            return Ok(PieceMemory::Borrowed);
+        };
+        let runs = if self.mode.contains(MrMode::MMU_NOTIFY) {
+            self.pin_present(pinner, range)?
+        } else {
+            pinner.pin(range, "register")?
+        };
+        Ok(PieceMemory::Pinned(Arc::new(Pinned::new(runs))))
+    }
+
+    /// Pins those pages that are there; the application says when there are more.
+    fn pin_present(&self, pinner: &Pinner, range: AddressRange) -> Result<Vec<Run>> {
+        let mut runs = Vec::new();
+        for present in Promises::present(std::iter::once(range)).ranges() {
+            runs.extend(pinner.pin(present, "register")?);
+        }
+        Ok(runs)
+    }
+
+    /// Puts a region into the table under the key that the mode asks for.
+    #[inline(always)]
+    fn insert(
+        &self,
+        request: &RegistrationRequest<'_>,
+        body: NewBody,
+        pages: bool,
+    ) -> Result<ProviderRegion> {
+        let birth = Birth {
+            enabled: request.enabled,
+            single_use: request.flags.contains(MrFlags::MR_SINGLE_USE),
+            pages,
+        };
+        let table = &self.nic.table;
+        let (token, key) = if self.requested_keys() {
+            let number = match request.key {
+                KeyRequest::Application(number) => number,
+                KeyRequest::Provider => self.unused_key()?,
+            };
+            if self.is_window_key(number) {
+                return Err(window_has_key(number));
+            }
+            if self.keys.narrow() && number > u64::from(u32::MAX) {
+                return Err(too_wide(number));
+            }
+            (table.insert_requested(self.slot, number, body, birth)?, number)
+        } else {
+            table.insert_sealed(self.slot, &self.keys, body, birth)?
+        };
+        Ok(ProviderRegion {
+            token: token.to_u64(),
+            local: LocalKey::from_provider(token.to_u64()),
+            key,
+        })
+    }
+
+    /// A random key that is not in use.
+    #[cold]
+    fn unused_key(&self) -> Result<u64> {
+        loop {
+            let random = keys::random()?;
+            let number = if self.keys.narrow() { random & u64::from(u32::MAX) } else { random };
+            if !self.nic.table.is_requested(self.slot.id, number) {
+                return Ok(number);
+            }
+        }
+    }
+
+    /// Registers a part of a region under its own key.
+    ///
+    /// This call is safe, because it refuses everything that the promise of the base's caller to
+    /// `register` does not cover: bytes outside the base, and a right to write if the base has
+    /// none.
+    pub(super) fn register_sub(
+        &self,
+        base: Token,
+        request: &RegistrationRequest<'_>,
+        offset: u64,
+        len: u64,
+    ) -> Result<ProviderRegion> {
+        self.nic.config.faults.enter(Call::RegisterSub)?;
+        let table = &self.nic.table;
+        table.add_dependent(self.slot.id, base, "register sub-region")?;
+        let registered = table
+            .inspect(self.slot.id, base, "register sub-region", |parent| {
+                check_part(parent, request.access, offset, len)?;
+                let extended = Extended {
+                    pieces: parent.part(offset, len),
+                    auth_key: (!self.is_own_key(request.auth_key))
+                        .then(|| request.auth_key.clone()),
+                    promises: parent.extended().and_then(|extended| extended.promises.clone()),
+                    parent: Some(base),
+                    persistent: request.flags.contains(MrFlags::RMA_PMEM)
+                        || parent.extended().is_some_and(|extended| extended.persistent),
+                    ..Extended::default()
+                };
+                Ok(NewBody {
+                    base: parent.base.wrapping_add(offset),
+                    len,
+                    extended: Some(Box::new(extended)),
+                    access: request.access,
+                    kind: parent.kind,
+                    addressing: request.addressing,
+                })
+            })
+            .and_then(|body| body)
+            .and_then(|body| {
+                self.nic.reserve(0)?;
+                self.insert(request, body, false).inspect_err(|_| self.nic.release(0))
+            });
+        if registered.is_err() {
+            table.remove_dependent(base);
+        }
+        registered
+    }
+
+    #[inline]
+    pub(super) fn deregister(&self, token: Token) -> Result<()> {
+        let removed = self.nic.table.remove(self.slot, token, self.requested_keys())?;
+        self.nic.release(removed.bytes);
+        if let Some(extended) = removed.extended {
+            self.let_go(*extended);
+        }
+        Ok(())
+    }
+
+    /// Undoes what a removed region's extended part stands for.
+    #[cold]
+    fn let_go(&self, extended: Extended) {
+        if let Some(parent) = extended.parent {
+            self.nic.table.remove_dependent(parent);
+        }
+    }
+
+    /// Deregisters what a dropped domain left, parts before what they are part of.
+    pub(super) fn remove_all(&self, mut tokens: Vec<Token>) {
+        while !tokens.is_empty() {
+            let before = tokens.len();
+            tokens.retain(|token| self.deregister(*token).is_err());
+            if tokens.len() == before {
+                tracing::error!(
+                    regions = before,
+                    "regions with windows outlive their loopback domain"
+                );
+                return;
+            }
+        }
+    }
+
+    pub(super) fn bind_counter(&self, token: Token, counter: &Arc<Counter>) -> Result<()> {
+        if !self.nic.attr.region_counters {
+            return Err(Error::new(ErrorKind::NoSys, "bind counter")
+                .provider("loopback")
+                .remedy("this NIC counts no accesses of regions"));
+        }
+        self.nic.table.inspect(self.slot.id, token, "bind counter", |body| {
+            body.extend().counters.write().push(Arc::clone(counter));
+        })
+    }
+
+    pub(super) fn bind_endpoint(&self, token: Token, endpoint: &Arc<EndpointState>) -> Result<()> {
+        let refuse = |why: &'static str| {
+            Err(Error::new(ErrorKind::BadState, "bind endpoint").provider("loopback").remedy(why))
+        };
+        if endpoint.is_closed() {
+            return refuse("the endpoint is closed: bind one that is open");
+        }
+        self.nic
+            .table
+            .inspect(self.slot.id, token, "bind endpoint", |body| {
+                let mut bound = body.extend().endpoint.write();
+                if bound.is_some() {
+                    return refuse("a region is bound to one endpoint, once");
+                }
+                *bound = Some(Arc::downgrade(endpoint));
+                Ok(())
+            })
+            .and_then(|bound| bound)
+    }
+
+    pub(super) fn refresh(&self, token: Token, ranges: &[AddressRange]) -> Result<()> {
+        let refreshing = self.nic.table.refresh(self.slot.id, token)?;
+        self.nic.config.faults.enter(Call::Refresh)?;
+        let write = refreshing.access().nic_writes();
+        let mut done = Vec::new();
+        for piece in refreshing.borrowed() {
+            let named: Vec<_> = if ranges.is_empty() {
+                vec![piece.range]
+            } else {
+                ranges.iter().filter_map(|range| common(piece.range, *range)).collect()
+            };
+            for range in named {
+                let pages = range.page_aligned(rustix::param::page_size() as u64);
+                let runs = match (&self.pinner, piece.pinned) {
+                    (Some(pinner), Some(_)) => pinner.pin(pages, "refresh")?,
+                    _ => {
+                        memory::populate(range, write, "refresh")?;
+                        Vec::new()
+                    }
+                };
+                done.push((pages, piece.pinned, runs));
+            }
+        }
+        // Only now, that all pages are there, does anything change.
+        let promises = refreshing.extended().and_then(|extended| extended.promises.as_ref());
+        for (pages, pinned, runs) in done {
+            if let Some(pinned) = pinned {
+                pinned.replace(runs);
+            }
+            if let Some(promises) = promises {
+                promises.write().add(pages.start().0, pages.start().0.saturating_add(pages.len()));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Checks that a sub-region's bytes and rights lie within those of its base.
+fn check_part(base: &Body, access: Access, offset: u64, len: u64) -> Result<()> {
+    let refuse = |kind| Error::new(kind, "register sub-region").provider("loopback");
+    if len == 0 {
+        return Err(refuse(ErrorKind::ZeroLength).remedy("a sub-region has at least one byte"));
+    }
+    if offset > base.len || len > base.len - offset {
+        return Err(refuse(ErrorKind::OutOfBounds)
+            .context("offset", offset)
+            .context("length", len)
+            .context("base", base.len)
+            .remedy("a sub-region lies inside its base"));
+    }
+    if access.nic_writes() && !base.access().nic_writes() {
+        return Err(refuse(ErrorKind::AccessDenied)
+            .context("access", access)
+            .context("base_access", base.access())
+            .remedy("the base is registered for reading: register it with a right that writes"));
+    }
+    Ok(())
+}
+
+#[cold]
+fn window_has_key(key: u64) -> Error {
+    Error::new(ErrorKind::NoKey, "register")
+        .provider("loopback")
+        .context("key", format_args!("{key:#x}"))
+        .remedy("a window has this key: request another")
+}
+
+#[cold]
+fn too_wide(key: u64) -> Error {
+    Error::new(ErrorKind::KeyRejected, "register")
+        .provider("loopback")
+        .context("key", format_args!("{key:#x}"))
+        .context("key_size", 4)
+        .remedy("request a key that fits the NIC's key size")
+}
+
+/// The addresses that two ranges share.
+fn common(a: AddressRange, b: AddressRange) -> Option<AddressRange> {
+    let start = a.start().max(b.start());
+    let last = |range: AddressRange| range.start().0 + (range.len() - 1);
+    if !a.overlaps(b) {
+        return None;
+    }
+    let end = last(a).min(last(b));
+    AddressRange::new(start, end - start.0 + 1).ok()
+}

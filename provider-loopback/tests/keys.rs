@@ -1,0 +1,567 @@
+//! Keys of the loopback NIC: forged, stale and foreign ones reach nothing; raw keys; single use;
+//! sub-regions.
+
+mod support;
+
+use std::{collections::HashSet, sync::Arc};
+
+use hmem_core::{
+    Access, Addressing, AuthKey, ErrorKind, Iova, MrFlags, MrMode, RawKey, RemoteKey,
+    provider::{ProviderDomain, WindowBind, WindowType},
+    transfer::{AtomicOp, Operation, RemoteSegment},
+};
+use hmem_provider_loopback::{Loopback, Progress};
+use support::*;
+
+/// A small generator, so that tries are the same each time.
+struct Tries(u64);
+
+impl Tries {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+}
+
+/// Writes with each key; every one must be refused. Returns how many were tried.
+fn all_refused(pair: &Pair, keys: impl Iterator<Item = u64>) -> usize {
+    let source = Buffer::filled(8, 0xee);
+    let local = [source.whole()];
+    let mut out = Vec::new();
+    let mut tried = 0;
+    for number in keys {
+        let key = RemoteKey::new(Addressing::ZeroBased, Iova(0), 8, number);
+        let remote = [RemoteSegment { address: Iova(0), len: 8, key: &key }];
+        pair.here.post(Operation::Write { remote: &remote }, &local, pair.to, number).unwrap();
+        pair.here.cq.read(&mut out, 1).unwrap();
+        let completion = out.pop().unwrap();
+        assert_eq!(completion.result.unwrap_err().kind(), ErrorKind::InvalidKey, "key {number:#x}");
+        tried += 1;
+    }
+    tried
+}
+
+/// KEY-07
+#[test]
+fn forged_keys_reach_nothing() {
+    for mode in [MrMode::PROV_KEY, MrMode::empty()] {
+        let pair = Pair::new(Loopback::builder().build().unwrap(), mode);
+        let target = Buffer::new(8);
+        let domain = &*pair.there.domain;
+        let regions: Vec<_> = (0..1000)
+            .map(|n| {
+                How::key(0xabcd_ef01_0000_0000 ^ (n << 7))
+                    .register(domain, &[host(target.range(), true)])
+                    .unwrap()
+            })
+            .collect();
+        let keys: HashSet<u64> = regions.iter().map(|region| region.key).collect();
+        let mut tries = Tries(1);
+        // Near misses of live keys, their tokens and descriptors, small numbers, and noise.
+        let near = regions.iter().flat_map(|region| (0..64).map(move |bit| region.key ^ 1 << bit));
+        let inner = regions.iter().flat_map(|region| [region.token, region.local.to_provider()]);
+        let noise = (0..500_000).map(|_| tries.next());
+        let forged =
+            near.chain(inner).chain(0..10_000).chain(noise).filter(|key| !keys.contains(key));
+        let forged: Vec<u64> = if mode.is_empty() {
+            forged.filter(|key| *key >= 10_000).collect()
+        } else {
+            forged.collect()
+        };
+        assert!(all_refused(&pair, forged.into_iter()) > 500_000);
+        assert_eq!(target.bytes(), [0; 8]);
+    }
+}
+
+/// KEY-07
+#[test]
+fn stale_and_foreign_keys_reach_nothing() {
+    for size in [4, 8] {
+        let provider = Loopback::builder().key_size(size).build().unwrap();
+        let pair = Pair::new(provider, MrMode::PROV_KEY);
+        let target = Buffer::new(8);
+        let register = |domain: &dyn ProviderDomain| {
+            How::provider_key().register(domain, &[host(target.range(), true)]).unwrap()
+        };
+        let mut stale = Vec::new();
+        for _ in 0..2000 {
+            let region = register(&*pair.there.domain);
+            stale.push(region.key);
+            pair.there.domain.deregister(region).unwrap();
+        }
+        // Their own domain uses the entries of the stale keys again.
+        let live: Vec<_> = (0..100).map(|_| register(&*pair.there.domain)).collect();
+        let foreign: Vec<_> = (0..100).map(|_| register(&*pair.here.domain).key).collect();
+        all_refused(&pair, stale.iter().copied().chain(foreign));
+        assert_eq!(target.bytes(), [0; 8]);
+        let source = Buffer::filled(8, 1);
+        pair.here.write(pair.to, &[source.whole()], &remote(live[50], 8), 0).unwrap();
+    }
+}
+
+/// KEY-02
+#[test]
+fn narrow_keys_do_not_come_back_soon() {
+    let domain = domain(&Loopback::builder().key_size(4).build().unwrap(), MrMode::PROV_KEY);
+    let buffer = Buffer::new(8);
+    let mut seen = HashSet::new();
+    for _ in 0..60_000 {
+        let region = How::provider_key().register(&*domain, &[host(buffer.range(), true)]).unwrap();
+        assert!(region.key <= u64::from(u32::MAX));
+        assert!(
+            seen.insert(region.key),
+            "key {:#x} came back after {} others",
+            region.key,
+            seen.len()
+        );
+        domain.deregister(region).unwrap();
+    }
+    // 24-bit indices: few are in use, and their tags turned.
+    assert!(seen.iter().map(|key| key >> 8).collect::<HashSet<_>>().len() < 1000);
+}
+
+#[test]
+fn raw_keys_work_where_they_were_mapped_and_nowhere_else() {
+    for (size, mode) in
+        [(16, MrMode::RAW), (40, MrMode::RAW | MrMode::PROV_KEY), (8, MrMode::empty())]
+    {
+        let provider = Loopback::builder().raw_key_size(size).build().unwrap();
+        let pair = Pair::new(provider.clone(), mode);
+        let target = Buffer::new(64);
+        let region =
+            How::key(77).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+        let raw = pair.there.domain.raw_key(region).unwrap();
+        assert_eq!(raw.0.len(), size);
+        let mapped = pair.here.domain.map_raw(Iova(0), 64, Addressing::ZeroBased, &raw).unwrap();
+        assert!(mapped.is_mapped() && pair.here.domain.live().mapped_keys == 1);
+        let source = Buffer::filled(64, 1);
+        pair.here.write(pair.to, &[source.whole()], &mapped, 0).unwrap();
+        let plain = pair.here.write(pair.to, &[source.whole()], &remote(region, 64), 0);
+        if mode.contains(MrMode::RAW) {
+            refused(plain, ErrorKind::InvalidKey)
+        } else {
+            assert_eq!(plain.unwrap(), 64)
+        }
+        let elsewhere = End::open(&domain(&provider, mode));
+        let to = elsewhere.peer(&pair.there);
+        refused(elsewhere.write(to, &[source.whole()], &mapped, 0), ErrorKind::InvalidKey);
+        refused(elsewhere.domain.unmap_key(&mapped), ErrorKind::InvalidKey);
+        if size > 8 {
+            // The cookie is as much a part of the key as its number.
+            let mut altered = raw.clone();
+            altered.0[9] ^= 1;
+            match pair.here.domain.map_raw(Iova(0), 64, Addressing::ZeroBased, &altered) {
+                Ok(key) => refused(
+                    pair.here.write(pair.to, &[source.whole()], &key, 0),
+                    ErrorKind::InvalidKey,
+                ),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::Malformed),
+            }
+        }
+        let short = RawKey(raw.0[..size - 1].to_vec());
+        let result = pair.here.domain.map_raw(Iova(0), 64, Addressing::ZeroBased, &short);
+        refused(result, ErrorKind::Malformed);
+        pair.here.domain.unmap_key(&mapped).unwrap();
+        refused(pair.here.write(pair.to, &[source.whole()], &mapped, 0), ErrorKind::InvalidKey);
+        refused(pair.here.domain.unmap_key(&mapped), ErrorKind::InvalidKey);
+    }
+}
+
+/// MODE-04
+#[test]
+fn a_plain_key_is_refused_where_either_domain_is_in_raw_mode() {
+    for (initiator, target_mode) in [
+        (MrMode::empty(), MrMode::RAW),
+        (MrMode::RAW, MrMode::empty()),
+        (MrMode::PROV_KEY, MrMode::RAW | MrMode::PROV_KEY),
+    ] {
+        let provider = Loopback::builder().build().unwrap();
+        let here = End::open(&domain(&provider, initiator));
+        let there = End::open(&domain(&provider, target_mode));
+        let to = here.peer(&there);
+        let target = Buffer::new(8);
+        let region = How::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
+        let source = Buffer::filled(8, 1);
+        let plain = remote(region, 8);
+        refused(here.write(to, &[source.whole()], &plain, 0), ErrorKind::InvalidKey);
+        refused(here.read(to, &[source.whole()], &plain, 0), ErrorKind::InvalidKey);
+        refused(here.fetch(to, AtomicOp::Sum, 1, None, &plain, 0), ErrorKind::InvalidKey);
+        assert_eq!(target.bytes(), [0; 8], "a refused transfer moved bytes");
+        let raw = there.domain.raw_key(region).unwrap();
+        let mapped = here.domain.map_raw(Iova(0), 8, Addressing::ZeroBased, &raw).unwrap();
+        here.write(to, &[source.whole()], &mapped, 0).unwrap();
+        assert_eq!(target.bytes(), [1; 8]);
+    }
+}
+
+/// KEY-07
+///
+/// A window has no raw key, so that a raw key with its number is forged.
+#[test]
+fn a_forged_raw_key_with_the_number_of_a_bound_window_reaches_nothing() {
+    for key_size in [8, 4] {
+        for mode in [MrMode::empty(), MrMode::PROV_KEY, MrMode::RAW] {
+            // With 16 bytes a raw key is the number and the cookie, and no checksum.
+            let builder = Loopback::builder().key_size(key_size).raw_key_size(16);
+            let pair = Pair::new(builder.build().unwrap(), mode);
+            let target = Buffer::new(8);
+            let there = &*pair.there.domain;
+            let region = How::key(1).register(there, &[host(target.range(), true)]).unwrap();
+            let bind = WindowBind {
+                region,
+                offset: 0,
+                len: 8,
+                access: Access::REMOTE_READ | Access::REMOTE_WRITE,
+                addressing: Addressing::Virtual,
+            };
+            let window = there.alloc_window(WindowType::One).unwrap();
+            let window = there.bind_window(window, &bind).unwrap();
+            let base = target.address().0;
+            let source = Buffer::filled(8, 1);
+            let write = |key: &RemoteKey| pair.here.write(pair.to, &[source.whole()], key, base);
+            // The cookie of a region, and one made up.
+            let own = there.raw_key(region).unwrap().0[8..].to_vec();
+            for cookie in [own, vec![0; 8]] {
+                let forged = RawKey([window.key.to_le_bytes().to_vec(), cookie].concat());
+                let map = pair.here.domain.map_raw(Iova(base), 8, Addressing::Virtual, &forged);
+                refused(write(&map.unwrap()), ErrorKind::InvalidKey);
+            }
+            assert_eq!(target.bytes(), [0; 8], "a forged key moved bytes");
+            if !mode.contains(MrMode::RAW) {
+                let plain = RemoteKey::new(Addressing::Virtual, Iova(base), 8, window.key);
+                write(&plain).expect("the window is bound and grants the write");
+            }
+        }
+    }
+}
+
+/// KEY-07
+#[test]
+fn no_call_takes_a_region_of_another_domain_or_of_an_earlier_life() {
+    for mode in [MrMode::empty(), MrMode::PROV_KEY] {
+        let pair = Pair::new(Loopback::builder().build().unwrap(), mode);
+        let (target, source) = (Buffer::new(64), Buffer::filled(8, 1));
+        let there = &*pair.there.domain;
+        let register = |how: How| how.register(there, &[host(target.range(), true)]).unwrap();
+        let earlier = register(How::key(1));
+        there.deregister(earlier).unwrap();
+        let region = register(How::key(1).disabled());
+        let key = remote(region, 64);
+        for (end, region) in [(&pair.here, region), (&pair.there, earlier)] {
+            let domain = &*end.domain;
+            let window = domain.alloc_window(WindowType::One).unwrap();
+            let bind = WindowBind {
+                region,
+                offset: 0,
+                len: 8,
+                access: Access::REMOTE_READ,
+                addressing: Addressing::Virtual,
+            };
+            refused(domain.enable(region), ErrorKind::NoRegion);
+            refused(domain.bind_counter(region, &Arc::default()), ErrorKind::NoRegion);
+            refused(domain.bind_endpoint(region, &*end.endpoint), ErrorKind::NoRegion);
+            refused(domain.refresh(region, &[]), ErrorKind::NoRegion);
+            refused(domain.raw_key(region), ErrorKind::NoRegion);
+            let part = How::key(2);
+            refused(domain.register_sub(region, &part.request(), 0, 8), ErrorKind::NoRegion);
+            refused(domain.bind_window(window, &bind), ErrorKind::NoRegion);
+            refused(domain.deregister(region), ErrorKind::NoRegion);
+            domain.free_window(window).unwrap();
+            end.endpoint.close().expect("nothing was bound to the endpoint");
+        }
+        // The region of the present life is as it was.
+        let ends = [End::open(&pair.here.domain), End::open(&pair.there.domain)];
+        let to = ends[0].peer(&ends[1]);
+        refused(ends[0].write(to, &[source.whole()], &key, 0), ErrorKind::BadState);
+        there.enable(region).unwrap();
+        ends[0].write(to, &[source.whole()], &key, 0).unwrap();
+        there.deregister(region).unwrap();
+        assert_eq!(there.live().regions, 0);
+    }
+}
+
+/// MODE-03
+#[test]
+fn a_descriptor_of_a_closed_region_or_another_domain_is_refused_at_the_post() {
+    for mode in [MrMode::empty(), MrMode::LOCAL, MrMode::PROV_KEY] {
+        let pair = Pair::new(Loopback::builder().build().unwrap(), mode);
+        let (target, source) = (Buffer::new(8), Buffer::filled(8, 1));
+        let there = &*pair.there.domain;
+        let exposed = How::key(1).register(there, &[host(target.range(), true)]).unwrap();
+        let foreign = How::key(2).register(there, &[host(source.range(), true)]).unwrap();
+        let here = &*pair.here.domain;
+        let stale = How::key(2).register(here, &[host(source.range(), true)]).unwrap();
+        here.deregister(stale).unwrap();
+        // The next life of the same entry.
+        let next = How::key(2).register(here, &[host(source.range(), true)]).unwrap();
+        let key = remote(exposed, 8);
+        let list = [RemoteSegment { address: Iova(0), len: 8, key: &key }];
+        for region in [foreign, stale] {
+            let local = [source.segment(0, 8, Some(region.local))];
+            let write = Operation::Write { remote: &list };
+            refused(pair.here.post(write, &local, pair.to, 1), ErrorKind::NoRegion);
+            let receive = Operation::Receive { tag: None, from: None };
+            refused(pair.here.post(receive, &local, pair.to, 1), ErrorKind::NoRegion);
+            assert!(pair.here.try_next().is_none(), "a refused post completed");
+        }
+        assert_eq!(target.bytes(), [0; 8]);
+        let local = [source.segment(0, 8, Some(next.local))];
+        pair.here.write(pair.to, &local, &key, 0).unwrap();
+    }
+}
+
+#[test]
+fn a_single_use_key_dies_with_the_first_access_that_it_grants() {
+    for mode in [MrMode::empty(), MrMode::PROV_KEY] {
+        let pair = Pair::new(Loopback::builder().build().unwrap(), mode);
+        let target = Buffer::new(64);
+        let region = How::key(5)
+            .flags(MrFlags::MR_SINGLE_USE)
+            .access(Access::REMOTE_WRITE | Access::SEND)
+            .register(&*pair.there.domain, &[host(target.range(), true)])
+            .unwrap();
+        let key = remote(region, 64);
+        let source = Buffer::filled(64, 1);
+        refused(pair.here.read(pair.to, &[source.whole()], &key, 0), ErrorKind::AccessDenied);
+        refused(pair.here.write(pair.to, &[source.whole()], &key, 1), ErrorKind::OutOfBounds);
+        // A request that names the key twice uses it once.
+        let list = [0, 32].map(|at| RemoteSegment { address: Iova(at), len: 32, key: &key });
+        pair.here.run(Operation::Write { remote: &list }, &[source.whole()], pair.to).unwrap();
+        refused(pair.here.write(pair.to, &[source.whole()], &key, 0), ErrorKind::InvalidKey);
+        refused(pair.here.fetch(pair.to, AtomicOp::Sum, 1, None, &key, 0), ErrorKind::InvalidKey);
+        let send = Operation::Send { tag: None, invalidate: None };
+        let back = pair.there.peer(&pair.here);
+        pair.there.run(send, &[target.segment(0, 64, Some(region.local))], back).unwrap();
+        pair.there.domain.deregister(region).unwrap();
+    }
+}
+
+#[test]
+fn one_of_many_threads_gets_a_single_use_key() {
+    let provider = Loopback::builder().progress(Progress::Thread).build().unwrap();
+    let there = End::open(&domain(&provider, MrMode::empty()));
+    let ends: Vec<_> = (0..4).map(|_| End::open(&domain(&provider, MrMode::empty()))).collect();
+    let target = Buffer::new(8);
+    for round in 0..200 {
+        let region = How::key(round)
+            .flags(MrFlags::MR_SINGLE_USE)
+            .register(&*there.domain, &[host(target.range(), true)])
+            .unwrap();
+        let key = remote(region, 8);
+        let won: usize = std::thread::scope(|scope| {
+            let threads: Vec<_> = ends
+                .iter()
+                .map(|end| {
+                    let (there, key) = (&there, &key);
+                    scope.spawn(move || {
+                        let source = Buffer::filled(8, 1);
+                        let result = end.write(end.peer(there), &[source.whole()], key, 0);
+                        if let Err(error) = &result {
+                            assert_eq!(error.kind(), ErrorKind::InvalidKey);
+                        }
+                        usize::from(result.is_ok())
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+        });
+        assert_eq!(won, 1);
+        there.domain.deregister(region).unwrap();
+    }
+}
+
+#[test]
+fn sub_regions_have_their_own_keys_and_rights_and_hold_their_base() {
+    for owned in [true, false] {
+        let pair = Pair::new(Loopback::builder().build().unwrap(), MrMode::empty());
+        let target = Buffer::counting(1000);
+        let domain = &*pair.there.domain;
+        let base = How::key(1).register(domain, &[host(target.range(), owned)]).unwrap();
+        let both = How::key(2).access(Access::REMOTE_READ | Access::RECV);
+        let middle = domain.register_sub(base, &both.request(), 100, 500).unwrap();
+        let inner = domain.register_sub(middle, &How::key(3).request(), 50, 10).unwrap();
+        refused(
+            domain.register_sub(middle, &How::key(4).request(), 491, 10),
+            ErrorKind::OutOfBounds,
+        );
+        refused(domain.register_sub(middle, &How::key(3).request(), 0, 10), ErrorKind::NoKey);
+        let live = domain.live();
+        assert_eq!((live.regions, live.page_registrations, live.bytes), (3, 1, 1000));
+        let sink = Buffer::new(10);
+        pair.here.read(pair.to, &[sink.whole()], &remote(middle, 500), 50).unwrap();
+        assert_eq!(sink.bytes(), target.bytes()[150..160]);
+        refused(
+            pair.here.write(pair.to, &[sink.whole()], &remote(middle, 500), 50),
+            ErrorKind::AccessDenied,
+        );
+        let ones = Buffer::filled(10, 1);
+        pair.here.write(pair.to, &[ones.whole()], &remote(inner, 10), 0).unwrap();
+        assert_eq!(target.bytes()[150..160], [1; 10]);
+        refused(
+            pair.here.write(pair.to, &[ones.whole()], &remote(inner, 10), 1),
+            ErrorKind::OutOfBounds,
+        );
+        refused(domain.deregister(base), ErrorKind::Busy);
+        refused(domain.deregister(middle), ErrorKind::Busy);
+        for region in [inner, middle, base] {
+            domain.deregister(region).unwrap();
+        }
+        assert_eq!(domain.live().regions, 0);
+    }
+}
+
+/// SUB-01
+///
+/// `register_sub` is safe, so that it cannot grant what the unsafe call for the base did not.
+#[test]
+fn a_sub_region_with_more_rights_than_its_base_is_refused() {
+    let widening = [Access::REMOTE_WRITE, Access::READ, Access::RECV, all_rights()];
+    for mode in [MrMode::empty(), MrMode::PROV_KEY, MrMode::MMU_NOTIFY] {
+        for owned in [true, false] {
+            let pair = Pair::new(Loopback::builder().build().unwrap(), mode);
+            let target = Buffer::counting(300);
+            let domain = &*pair.there.domain;
+            let reads = How::key(1).access(Access::REMOTE_READ | Access::SEND | Access::WRITE);
+            let halves = [0, 150].map(|at| host(target.range().slice(at, 150).unwrap(), owned));
+            let whole = [host(target.range(), owned)];
+            for pieces in [&whole[..], &halves[..]] {
+                let base = reads.register(domain, pieces).unwrap();
+                let read = How::key(2).access(Access::REMOTE_READ);
+                let middle = domain.register_sub(base, &read.request(), 100, 100).unwrap();
+                let before = domain.live();
+                for access in widening {
+                    let wide = How::key(3).access(access);
+                    for (parent, len) in [(base, 300), (base, 1), (middle, 100)] {
+                        let widened = domain.register_sub(parent, &wide.request(), 0, len);
+                        refused(widened, ErrorKind::AccessDenied);
+                    }
+                }
+                assert_eq!(domain.live(), before, "a refused sub-region stayed registered");
+                let source = Buffer::filled(8, 0xFF);
+                for (region, len) in [(base, 300), (middle, 100)] {
+                    let write =
+                        pair.here.write(pair.to, &[source.whole()], &remote(region, len), 0);
+                    refused(write, ErrorKind::AccessDenied);
+                }
+                let sink = Buffer::new(100);
+                pair.here.read(pair.to, &[sink.whole()], &remote(middle, 100), 0).unwrap();
+                assert_eq!(sink.bytes(), target.bytes()[100..200]);
+                domain.deregister(middle).unwrap();
+                domain.deregister(base).expect("a refused sub-region does not hold its base");
+            }
+        }
+    }
+}
+
+/// SUB-01
+#[test]
+fn a_sub_region_that_is_empty_or_outside_its_base_is_refused() {
+    let pair = Pair::new(Loopback::builder().build().unwrap(), MrMode::empty());
+    let (target, foreign) = (Buffer::new(300), Buffer::new(300));
+    let domain = &*pair.there.domain;
+    let base = How::key(1).register(domain, &[host(target.range(), true)]).unwrap();
+    let sub = |parent, offset, len| {
+        domain.register_sub(parent, &How::key(2).request(), offset, len).map(|_| ())
+    };
+    let outside = [(0, 301), (1, 300), (299, 2), (300, 1), (301, 1), (u64::MAX, 1), (1, u64::MAX)];
+    for (offset, len) in outside {
+        refused(sub(base, offset, len), ErrorKind::OutOfBounds);
+    }
+    refused(sub(base, 0, 0), ErrorKind::ZeroLength);
+    let theirs = How::key(1).register(&*pair.here.domain, &[host(foreign.range(), true)]).unwrap();
+    refused(sub(theirs, 0, 8), ErrorKind::NoRegion);
+    assert_eq!(domain.live().regions, 1);
+    domain.deregister(base).unwrap();
+    refused(sub(base, 0, 8), ErrorKind::NoRegion);
+}
+
+#[test]
+fn sub_regions_of_several_pieces_cut_them_right() {
+    let pair = Pair::new(Loopback::builder().build().unwrap(), MrMode::empty());
+    let targets = [Buffer::new(10), Buffer::new(10), Buffer::new(10)];
+    let pieces: Vec<_> = targets.iter().map(|target| host(target.range(), true)).collect();
+    let base = How::key(1).register(&*pair.there.domain, &pieces).unwrap();
+    let sub = pair.there.domain.register_sub(base, &How::key(2).request(), 8, 14).unwrap();
+    let source = Buffer::counting(14);
+    pair.here.write(pair.to, &[source.whole()], &remote(sub, 14), 0).unwrap();
+    let all: Vec<u8> = targets.iter().flat_map(Buffer::bytes).collect();
+    assert_eq!(all[8..22], source.bytes());
+    assert_eq!((all[7], all[22]), (0, 0));
+}
+
+#[test]
+fn authorization_keys_must_agree() {
+    let provider = Loopback::builder().build().unwrap();
+    let there = End::open(&domain(&provider, MrMode::empty()));
+    let own = AuthKey(vec![1, 2, 3]);
+    let target = Buffer::new(8);
+    let plain = How::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
+    let guarded = How { auth_key: own.clone(), ..How::key(2) };
+    let guarded = guarded.register(&*there.domain, &[host(target.range(), true)]).unwrap();
+    let ours = domain(&provider, MrMode::empty());
+    let without = End::open(&ours);
+    let with = End::with(&ours, |attr| attr.auth_key = Some(own));
+    let source = Buffer::filled(8, 1);
+    for (end, region, granted) in [
+        (&without, plain, true),
+        (&without, guarded, false),
+        (&with, plain, false),
+        (&with, guarded, true),
+    ] {
+        let result = end.write(end.peer(&there), &[source.whole()], &remote(region, 8), 0);
+        if granted {
+            assert_eq!(result.unwrap(), 8)
+        } else {
+            refused(result, ErrorKind::AccessDenied)
+        }
+    }
+}
+
+#[test]
+fn keys_of_split_regions_are_posted_at_their_seams() {
+    let pair = Pair::new(Loopback::builder().build().unwrap(), MrMode::empty());
+    let targets = [Buffer::new(10), Buffer::new(20)];
+    let parts: Vec<_> = targets
+        .iter()
+        .zip(1..)
+        .map(|(target, key)| {
+            How::key(key).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap()
+        })
+        .collect();
+    let piece = |base, len, key| hmem_core::RemotePiece { base: Iova(base), len, key };
+    let key = RemoteKey::split(
+        Addressing::ZeroBased,
+        piece(0, 10, parts[0].key),
+        vec![piece(10, 20, parts[1].key)],
+    );
+    let source = Buffer::counting(25);
+    pair.here.write(pair.to, &[source.whole()], &key, 4).unwrap();
+    let all: Vec<u8> = targets.iter().flat_map(Buffer::bytes).collect();
+    assert_eq!(all[4..29], source.bytes());
+    refused(pair.here.write(pair.to, &[source.whole()], &key, 6), ErrorKind::OutOfBounds);
+}
+
+#[test]
+fn two_nics_of_a_fabric_reach_each_other_and_share_no_keys() {
+    let provider = Loopback::builder().nic("a").nic("b").build().unwrap();
+    let open = |nic: &str| {
+        let request = hmem_core::provider::DomainRequest {
+            nic: Some(nic.to_owned()),
+            ..support::request(MrMode::empty())
+        };
+        hmem_core::provider::Provider::open_domain(&provider, &request)
+    };
+    let (a, b) = (End::open(&open("a").unwrap()), End::open(&open("b").unwrap()));
+    assert_eq!(b.domain.attr().nic.name, "b");
+    refused(open("c").map(|_| ()), ErrorKind::InvalidArgument);
+    let target = Buffer::new(8);
+    let region = How::key(1).register(&*b.domain, &[host(target.range(), true)]).unwrap();
+    let source = Buffer::filled(8, 1);
+    let (to_b, to_a) = (a.peer(&b), b.peer(&a));
+    a.write(to_b, &[source.whole()], &remote(region, 8), 0).unwrap();
+    refused(b.write(to_a, &[source.whole()], &remote(region, 8), 0), ErrorKind::InvalidKey);
+    drop(Arc::clone(&a.domain));
+}

@@ -1,0 +1,704 @@
+//! How the loopback NIC reaches memory: pinned pages or mappings, missing pages, files, staged
+//! copies, atomics on each.
+
+mod support;
+#[path = "support/waiting_copies.rs"]
+mod waiting_copies;
+
+use std::{
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+    sync::{Arc, Mutex},
+};
+
+use hmem_core::{
+    Access, Address, AddressRange, Addressing, DmaBufOffset, Error, ErrorKind, Iova, MrMode,
+    RemoteKey, Result,
+    provider::{Backing, Piece, StagedMemory},
+    transfer::{AtomicOp, AtomicType, Operation, RemoteSegment},
+};
+use hmem_provider_loopback::{Call, Faults, Loopback, Memory, Progress};
+use rustix::{
+    fs::{MemfdFlags, OFlags, SealFlags},
+    mm::{MapFlags, MprotectFlags, ProtFlags},
+};
+use support::*;
+
+const PAGE: usize = 4096;
+
+/// Anonymous pages at an address that can be mapped anew.
+struct Pages {
+    start: *mut u8,
+    len: usize,
+}
+
+impl Pages {
+    fn new(pages: usize) -> Self {
+        let len = pages * PAGE;
+        let flags = MapFlags::PRIVATE;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let start = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                flags,
+            )
+        };
+        Self { start: start.unwrap().cast(), len }
+    }
+
+    /// Puts fresh pages at the same address.
+    fn remap(&self) {
+        self.replace(0, self.len, ProtFlags::READ | ProtFlags::WRITE);
+    }
+
+    /// Puts other pages in place of some in one step: in a gap between, another thread's memory
+    /// could come to lie.
+    fn replace(&self, offset: usize, len: usize, access: ProtFlags) {
+        assert!(offset + len <= self.len);
+        let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
+        // SAFETY: the range is this object's own mapping, and nothing holds references into it.
+        let again = unsafe {
+            rustix::mm::mmap_anonymous(self.start.add(offset).cast(), len, access, flags)
+        };
+        again.unwrap();
+    }
+
+    fn protect(&self, page: usize, protection: MprotectFlags) {
+        assert!(page * PAGE < self.len);
+        // SAFETY: a page of this object's own mapping.
+        unsafe {
+            rustix::mm::mprotect(self.start.add(page * PAGE).cast(), PAGE, protection).unwrap()
+        }
+    }
+
+    /// Takes one page and all access away, which leaves a hole that nobody else's memory gets into.
+    fn punch(&self, page: usize) {
+        self.replace(page * PAGE, PAGE, ProtFlags::empty());
+    }
+
+    fn set(&self, at: usize, byte: u8) {
+        assert!(at < self.len);
+        // SAFETY: in the mapping; pages that tests took away are not touched.
+        unsafe { self.start.add(at).write_volatile(byte) }
+    }
+
+    fn get(&self, at: usize) -> u8 {
+        assert!(at < self.len);
+        // SAFETY: as in `set`.
+        unsafe { self.start.add(at).read_volatile() }
+    }
+
+    fn range(&self) -> AddressRange {
+        AddressRange::new(Address(self.start.expose_provenance() as u64), self.len as u64).unwrap()
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: this object's own mapping.
+        unsafe { rustix::mm::munmap(self.start.cast(), self.len).unwrap() }
+    }
+}
+
+fn pair(memory: Memory, mode: MrMode) -> Pair {
+    Pair::new(Loopback::builder().memory(memory).build().unwrap(), mode)
+}
+
+fn memfd(len: u64, seals: SealFlags) -> OwnedFd {
+    let fd =
+        rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&fd, len).unwrap();
+    rustix::fs::fcntl_add_seals(&fd, seals).unwrap();
+    fd
+}
+
+fn file_bytes(fd: &OwnedFd, at: u64, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    assert_eq!(rustix::io::pread(fd, &mut bytes, at).unwrap(), len);
+    bytes
+}
+
+fn file(fd: &OwnedFd, offset: u64, len: u64) -> Piece<'_> {
+    Piece {
+        range: AddressRange::new(Address(0x7000_0000_0000 + offset % 4096), len).unwrap(),
+        backing: Backing::DmaBuf { fd: fd.as_fd(), offset: DmaBufOffset(offset) },
+    }
+}
+
+#[test]
+fn pinned_registrations_keep_the_old_pages_and_others_follow_the_mapping() {
+    for memory in [Memory::Pinned, Memory::Follow] {
+        let pair = pair(memory, MrMode::empty());
+        let pages = Pages::new(3);
+        for at in 0..pages.len {
+            pages.set(at, 1);
+        }
+        let region =
+            How::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
+        let key = remote(region, pages.len as u64);
+        pages.remap();
+        pages.set(100, 2);
+        let source = Buffer::filled(PAGE, 9);
+        let back = Buffer::new(pages.len);
+        pair.here.write(pair.to, &[source.whole()], &key, 5000).unwrap();
+        pair.here.read(pair.to, &[back.whole()], &key, 0).unwrap();
+        let (mapped, read) = (pages.get(5000), (back.get(0), back.get(100), back.get(5000)));
+        match memory {
+            // The stale registration moves stale bytes, and the new mapping does not see the write.
+            Memory::Pinned => assert_eq!((mapped, read), (0, (1, 1, 9))),
+            Memory::Follow => assert_eq!((mapped, read), (9, (0, 2, 9))),
+        }
+        pair.there.domain.refresh(region, &[]).unwrap();
+        pair.here.read(pair.to, &[back.whole()], &key, 0).unwrap();
+        assert_eq!((back.get(0), back.get(100)), (0, 2));
+        pair.there.domain.deregister(region).unwrap();
+    }
+}
+
+/// CACHE-13
+#[test]
+fn a_forked_childs_copy_of_a_domain_refuses_and_ends_nothing() {
+    let kinds = [
+        (Progress::ByHand, Memory::Pinned),
+        (Progress::ByHand, Memory::Follow),
+        (Progress::Thread, Memory::Follow),
+    ];
+    for (progress, memory) in kinds {
+        let provider = Loopback::builder().memory(memory).progress(progress).build().unwrap();
+        let domain = domain(&provider, MrMode::empty());
+        let pages = Pages::new(2);
+        let region = How::key(1).register(&*domain, &[host(pages.range(), false)]).unwrap();
+        // SAFETY: the child calls what is tested and leaves by `_exit`.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let alone = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                let part = How::key(3);
+                let refused_all = [
+                    How::key(2).register(&*domain, &[host(pages.range(), false)]).map(drop),
+                    domain.register_sub(region, &part.request(), 0, 8).map(drop),
+                    domain.refresh(region, &[]),
+                    domain.raw_key(region).map(drop),
+                    domain.progress().map(drop),
+                ];
+                // The child's copy of the region ends, which the parent's does not.
+                let ended = domain.deregister(region).is_ok();
+                // SAFETY: the original is in the parent; this process leaves without using it.
+                drop(unsafe { std::ptr::read(&raw const domain) });
+                let refused = |result: &Result<()>| {
+                    result.as_ref().is_err_and(|error| error.kind() == ErrorKind::BadState)
+                };
+                ended && refused_all.iter().all(refused)
+            }));
+            // SAFETY: ends the process.
+            unsafe { libc::_exit(i32::from(!alone.unwrap_or(false))) };
+        }
+        let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        let mut status = 0;
+        // SAFETY: looks for the child that was just made, without blocking: a hang is a failure.
+        while unsafe { libc::waitpid(child, &mut status, libc::WNOHANG) } != child {
+            if std::time::Instant::now() > end {
+                // SAFETY: the child was not waited for, so that the number is still its own.
+                unsafe { libc::kill(child, libc::SIGKILL) };
+                panic!("the child hangs with progress {progress:?}");
+            }
+            std::thread::yield_now();
+        }
+        assert_eq!(status, 0, "{progress:?}");
+        assert_eq!(domain.live().regions, 1);
+        domain.refresh(region, &[]).unwrap();
+        domain.deregister(region).unwrap();
+    }
+}
+
+#[test]
+fn pinned_memory_larger_than_the_scratch_file_moves_whole() {
+    let pair = pair(Memory::Pinned, MrMode::empty());
+    let len = (3 << 20) + 12_345;
+    let target = Buffer::new(len);
+    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), false)]).unwrap();
+    let source = Buffer::counting(len - 7);
+    pair.here.write(pair.to, &[source.whole()], &remote(region, len as u64), 3).unwrap();
+    let back = Buffer::new(len - 7);
+    pair.here.read(pair.to, &[back.whole()], &remote(region, len as u64), 3).unwrap();
+    assert!(target.bytes()[3..len - 4] == source.bytes()[..] && back.bytes() == source.bytes());
+}
+
+#[test]
+fn pinned_registrations_need_pages_and_give_them_back() {
+    let provider = Loopback::builder().memory(Memory::Pinned).build().unwrap();
+    let domain = domain(&provider, MrMode::empty());
+    let pages = Pages::new(3);
+    pages.punch(1);
+    refused(How::key(1).register(&*domain, &[host(pages.range(), false)]), ErrorKind::BadAddress);
+    assert_eq!(domain.live().regions, 0);
+    let buffer = Buffer::new(100);
+    // More than one table of buffers holds.
+    let regions: Vec<_> = (0..5000)
+        .map(|key| How::key(key).register(&*domain, &[host(buffer.range(), false)]).unwrap())
+        .collect();
+    for region in regions {
+        domain.deregister(region).unwrap();
+    }
+    assert_eq!(domain.live().bytes, 0);
+}
+
+#[test]
+fn absent_pages_fail_the_transfer_and_not_the_process() {
+    let pair = pair(Memory::Follow, MrMode::empty());
+    let pages = Pages::new(4);
+    let region = How::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
+    let key = remote(region, pages.len as u64);
+    let here = Buffer::new(2 * PAGE);
+    pages.punch(1);
+    pages.protect(2, MprotectFlags::READ);
+    pages.protect(3, MprotectFlags::empty());
+    let segment = |len| [here.segment(0, len, None)];
+    refused(pair.here.write(pair.to, &segment(8), &key, PAGE as u64), ErrorKind::BadAddress);
+    refused(pair.here.read(pair.to, &segment(8), &key, PAGE as u64 - 4), ErrorKind::BadAddress);
+    refused(pair.here.write(pair.to, &segment(8), &key, 2 * PAGE as u64), ErrorKind::BadAddress);
+    pair.here.read(pair.to, &segment(8), &key, 2 * PAGE as u64).unwrap();
+    refused(pair.here.read(pair.to, &segment(8), &key, 3 * PAGE as u64), ErrorKind::BadAddress);
+    refused(
+        pair.here.fetch(pair.to, AtomicOp::Sum, 1, None, &key, PAGE as u64),
+        ErrorKind::BadAddress,
+    );
+    pair.here.write(pair.to, &segment(PAGE), &key, 0).unwrap();
+    // A local descriptor over missing pages is a local failure of the same kind.
+    let local = How::key(2).register(&*pair.here.domain, &[host(pages.range(), false)]).unwrap();
+    let hole = hmem_core::transfer::LocalSegment {
+        address: Address(pages.range().start().0 + PAGE as u64),
+        len: 8,
+        desc: Some(local.local),
+    };
+    refused(pair.here.write(pair.to, &[hole], &key, 0), ErrorKind::BadAddress);
+}
+
+#[test]
+fn allocated_mode_wants_pages_at_registration() {
+    let domain = domain(&Loopback::builder().build().unwrap(), MrMode::ALLOCATED);
+    let pages = Pages::new(3);
+    let register = |access| {
+        let region =
+            How::key(1).access(access).register(&*domain, &[host(pages.range(), false)])?;
+        domain.deregister(region)
+    };
+    register(all_rights()).unwrap();
+    pages.protect(1, MprotectFlags::READ);
+    refused(register(all_rights()), ErrorKind::BadAddress);
+    register(Access::REMOTE_READ | Access::SEND).unwrap();
+    pages.protect(1, MprotectFlags::empty());
+    refused(register(Access::REMOTE_READ), ErrorKind::BadAddress);
+    pages.punch(1);
+    refused(register(Access::REMOTE_READ), ErrorKind::BadAddress);
+}
+
+#[test]
+fn mmu_notify_reaches_only_promised_pages() {
+    for memory in [Memory::Follow, Memory::Pinned] {
+        let pair = pair(memory, MrMode::MMU_NOTIFY);
+        let pages = Pages::new(4);
+        pages.set(0, 1);
+        let region =
+            How::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
+        let key = remote(region, pages.len as u64);
+        let here = Buffer::filled(16, 5);
+        let write =
+            |page: usize| pair.here.write(pair.to, &[here.whole()], &key, (page * PAGE) as u64);
+        write(0).unwrap();
+        refused(write(2), ErrorKind::BadAddress);
+        pages.set(2 * PAGE, 1);
+        refused(write(2), ErrorKind::BadAddress);
+        let page = |n: usize| pages.range().slice((n * PAGE) as u64, PAGE as u64).unwrap();
+        pair.there.domain.refresh(region, &[page(2)]).unwrap();
+        write(2).unwrap();
+        assert_eq!(pages.get(2 * PAGE), 5);
+        refused(write(1), ErrorKind::BadAddress);
+        pages.punch(3);
+        refused(pair.there.domain.refresh(region, &[page(1), page(3)]), ErrorKind::BadAddress);
+        refused(write(1), ErrorKind::BadAddress);
+        refused(pair.there.domain.refresh(region, &[]), ErrorKind::BadAddress);
+        write(0).unwrap();
+        write(2).unwrap();
+    }
+}
+
+/// MODE-08
+///
+/// The part has the promises of its base: those made before it and those made after.
+#[test]
+fn a_sub_region_reaches_only_the_promised_pages_of_its_base() {
+    for memory in [Memory::Follow, Memory::Pinned] {
+        for vectored in [false, true] {
+            let pair = pair(memory, MrMode::MMU_NOTIFY);
+            let pages = Pages::new(4);
+            pages.set(PAGE, 1);
+            let page = |n: usize| pages.range().slice((n * PAGE) as u64, PAGE as u64).unwrap();
+            let halves = [0, 2].map(|first| {
+                host(pages.range().slice(first * PAGE as u64, 2 * PAGE as u64).unwrap(), false)
+            });
+            let whole = [host(pages.range(), false)];
+            let pieces = if vectored { &halves[..] } else { &whole[..] };
+            let there = &*pair.there.domain;
+            let base = How::key(1).register(there, pieces).unwrap();
+            let (start, len) = (PAGE as u64, 3 * PAGE as u64);
+            let sub = there.register_sub(base, &How::key(2).request(), start, len).unwrap();
+            let nested = there.register_sub(sub, &How::key(3).request(), 0, len).unwrap();
+            let here = Buffer::filled(16, 5);
+            for region in [sub, nested] {
+                let key = remote(region, len);
+                let write = |at: usize| pair.here.write(pair.to, &[here.whole()], &key, at as u64);
+                write(0).unwrap();
+                refused(write(2 * PAGE), ErrorKind::BadAddress);
+                refused(write(PAGE - 8), ErrorKind::BadAddress);
+            }
+            there.refresh(base, &[page(3)]).unwrap();
+            for region in [sub, nested] {
+                let key = remote(region, len);
+                let write = |at: usize| pair.here.write(pair.to, &[here.whole()], &key, at as u64);
+                write(2 * PAGE).unwrap();
+                refused(write(PAGE), ErrorKind::BadAddress);
+            }
+            assert_eq!((pages.get(PAGE), pages.get(3 * PAGE)), (5, 5));
+            assert_eq!(pages.get(2 * PAGE - 8), 0, "a refused write moved bytes");
+        }
+    }
+}
+
+/// MODE-08
+#[test]
+fn mmu_notify_reaches_only_promised_pages_of_each_range_of_a_region() {
+    for memory in [Memory::Follow, Memory::Pinned] {
+        for addressing in [Addressing::ZeroBased, Addressing::Virtual] {
+            let pair = pair(memory, MrMode::MMU_NOTIFY);
+            let ranges = [Pages::new(2), Pages::new(2)];
+            ranges[0].set(PAGE, 1);
+            let pieces: Vec<_> = ranges.iter().map(|pages| host(pages.range(), false)).collect();
+            let how = How { addressing, ..How::key(1) };
+            let region = how.register(&*pair.there.domain, &pieces).unwrap();
+            let len = 4 * PAGE as u64;
+            // The place of a page, counted through both ranges.
+            let place = |page: usize| match addressing {
+                Addressing::ZeroBased => (page * PAGE) as u64,
+                Addressing::Virtual => {
+                    ranges[page / 2].range().start().0 + (page % 2 * PAGE) as u64
+                }
+            };
+            let key = RemoteKey::new(addressing, Iova(place(0)), len, region.key);
+            let here = Buffer::filled(16, 5);
+            let write = |at: u64| pair.here.write(pair.to, &[here.whole()], &key, at);
+            write(place(1)).unwrap();
+            refused(write(place(0)), ErrorKind::BadAddress);
+            refused(write(place(2)), ErrorKind::BadAddress);
+            let first_of_second = ranges[1].range().slice(0, PAGE as u64).unwrap();
+            if addressing == Addressing::ZeroBased {
+                let across_the_seam = place(2) - 8;
+                refused(write(across_the_seam), ErrorKind::BadAddress);
+                assert_eq!(ranges[0].get(2 * PAGE - 8), 0, "a refused write moved bytes");
+                pair.there.domain.refresh(region, &[first_of_second]).unwrap();
+                write(across_the_seam).unwrap();
+                assert_eq!((ranges[0].get(2 * PAGE - 8), ranges[1].get(7)), (5, 5));
+            } else {
+                pair.there.domain.refresh(region, &[first_of_second]).unwrap();
+            }
+            write(place(2)).unwrap();
+            refused(write(place(0)), ErrorKind::BadAddress);
+            refused(write(place(3)), ErrorKind::BadAddress);
+        }
+    }
+}
+
+#[test]
+fn peers_are_turned_away_during_a_refresh() {
+    let faults = Faults::new();
+    let provider = Loopback::builder().faults(&faults).build().unwrap();
+    let pair = Pair::new(provider, MrMode::MMU_NOTIFY);
+    let target = Buffer::filled(64, 1);
+    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), false)]).unwrap();
+    let here = Buffer::new(8);
+    std::thread::scope(|scope| {
+        let gate = faults.hold(Call::Refresh);
+        let refreshing = scope.spawn(|| pair.there.domain.refresh(region, &[]));
+        gate.wait_held();
+        let write = || pair.here.write(pair.to, &[here.whole()], &remote(region, 64), 0);
+        refused(write(), ErrorKind::BadState);
+        refused(pair.there.domain.refresh(region, &[]), ErrorKind::Busy);
+        gate.release();
+        refreshing.join().unwrap().unwrap();
+        write().unwrap();
+    });
+    pair.there.domain.refresh(region, &[]).expect("the refresh before has ended");
+}
+
+/// MODE-08
+#[test]
+fn a_refresh_waits_for_a_transfer_in_flight() {
+    let faults = Faults::new();
+    let provider = Loopback::builder().faults(&faults).build().unwrap();
+    let pair = Pair::new(provider, MrMode::MMU_NOTIFY);
+    let (target, source) = (Buffer::new(64), Buffer::filled(64, 3));
+    target.fill(0);
+    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), false)]).unwrap();
+    let key = remote(region, 64);
+    std::thread::scope(|scope| {
+        let gate = faults.hold(Call::Transfer);
+        let writing = scope.spawn(|| pair.here.write(pair.to, &[source.whole()], &key, 0));
+        gate.wait_held();
+        let refreshing = scope.spawn(|| {
+            pair.there.domain.refresh(region, &[]).unwrap();
+            target.bytes()
+        });
+        let late = End::open(&pair.here.domain);
+        let to = late.peer(&pair.there);
+        // Peers are turned away from when the refresh has begun.
+        while late.write(to, &[source.segment(0, 0, None)], &key, 0).is_ok() {
+            assert!(!refreshing.is_finished(), "refreshed in the middle of a transfer");
+            std::thread::yield_now();
+        }
+        // A refresh that does not wait gets the time to return before the transfer goes on.
+        for _ in 0..1000 {
+            std::thread::yield_now();
+        }
+        assert!(!refreshing.is_finished(), "refreshed in the middle of a transfer");
+        gate.release();
+        assert_eq!(writing.join().unwrap().unwrap(), 64);
+        assert_eq!(refreshing.join().unwrap(), [3; 64], "the refresh did not wait");
+    });
+}
+
+#[test]
+fn files_are_reached_at_exactly_their_bytes() {
+    for seals in [SealFlags::empty(), SealFlags::SHRINK, SealFlags::SHRINK | SealFlags::GROW] {
+        let pair = pair(Memory::Follow, MrMode::empty());
+        let fd = memfd(3 * PAGE as u64, seals);
+        let offset = PAGE as u64 + 123;
+        let region = How::key(1).register(&*pair.there.domain, &[file(&fd, offset, 5000)]).unwrap();
+        let key = remote(region, 5000);
+        let source = Buffer::counting(5000);
+        pair.here.write(pair.to, &[source.whole()], &key, 0).unwrap();
+        assert_eq!(file_bytes(&fd, offset, 5000), source.bytes());
+        assert_eq!(file_bytes(&fd, offset - 1, 1), [0]);
+        assert_eq!(file_bytes(&fd, offset + 5000, 1), [0]);
+        let kept = fd.try_clone().unwrap();
+        drop(fd);
+        let back = Buffer::new(100);
+        pair.here.read(pair.to, &[back.whole()], &key, 1000).unwrap();
+        assert_eq!(back.bytes(), source.bytes()[1000..1100]);
+        let old = pair.here.fetch(pair.to, AtomicOp::Sum, 3, None, &key, 5).unwrap();
+        assert_eq!(old, source.u64_at(5));
+        assert_eq!(file_bytes(&kept, offset + 5, 8), (old + 3).to_le_bytes());
+        refused(
+            pair.here.fetch(pair.to, AtomicOp::Sum, 3, None, &key, 6),
+            ErrorKind::InvalidArgument,
+        );
+    }
+}
+
+#[test]
+fn a_file_that_shrinks_fails_the_transfer() {
+    let pair = pair(Memory::Follow, MrMode::empty());
+    let fd = memfd(2 * PAGE as u64, SealFlags::empty());
+    let region =
+        How::key(1).register(&*pair.there.domain, &[file(&fd, 0, 2 * PAGE as u64)]).unwrap();
+    let key = remote(region, 2 * PAGE as u64);
+    rustix::fs::ftruncate(&fd, PAGE as u64).unwrap();
+    let here = Buffer::filled(16, 1);
+    refused(
+        pair.here.write(pair.to, &[here.whole()], &key, PAGE as u64 - 8),
+        ErrorKind::BadAddress,
+    );
+    refused(pair.here.read(pair.to, &[here.whole()], &key, PAGE as u64), ErrorKind::BadAddress);
+    assert_eq!(rustix::fs::fstat(&fd).unwrap().st_size, PAGE as i64);
+    pair.here.write(pair.to, &[here.whole()], &key, 0).unwrap();
+}
+
+#[test]
+fn files_that_cannot_be_registered_say_why() {
+    let domain = domain(&Loopback::builder().build().unwrap(), MrMode::empty());
+    let fd = memfd(PAGE as u64, SealFlags::SHRINK);
+    let all = How::key(1);
+    refused(all.register(&*domain, &[file(&fd, 1, PAGE as u64)]), ErrorKind::OutOfBounds);
+    refused(all.register(&*domain, &[file(&fd, u64::MAX, 2)]), ErrorKind::OutOfBounds);
+    let sealed = memfd(PAGE as u64, SealFlags::SHRINK | SealFlags::WRITE);
+    refused(all.register(&*domain, &[file(&sealed, 0, 10)]), ErrorKind::AccessDenied);
+    let region = How::key(1)
+        .access(Access::REMOTE_READ)
+        .register(&*domain, &[file(&sealed, 0, 10)])
+        .unwrap();
+    refused(domain.register_sub(region, &How::key(2).request(), 0, 5), ErrorKind::AccessDenied);
+    let (pipe, _other) = rustix::pipe::pipe().unwrap();
+    refused(all.register(&*domain, &[file(&pipe, 0, 10)]), ErrorKind::InvalidArgument);
+    assert_eq!(domain.live().regions, 1);
+}
+
+#[test]
+fn a_file_is_registered_only_if_its_fd_reads_and_writes_where_it_is_told() {
+    let pair = pair(Memory::Follow, MrMode::empty());
+    let domain = &*pair.there.domain;
+    let fd = memfd(PAGE as u64, SealFlags::empty());
+    let reopened = |flags| {
+        let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+        rustix::fs::open(path, flags | OFlags::CLOEXEC, rustix::fs::Mode::empty()).unwrap()
+    };
+    let all = How::key(1);
+    let appending = reopened(OFlags::RDWR | OFlags::APPEND);
+    let refusal = all.register(domain, &[file(&appending, 0, 64)]).unwrap_err();
+    assert_eq!(refusal.kind(), ErrorKind::InvalidArgument, "{refusal}");
+    assert!(refusal.to_string().contains("without O_APPEND"), "{refusal}");
+    let (read_only, write_only) = (reopened(OFlags::RDONLY), reopened(OFlags::WRONLY));
+    refused(all.register(domain, &[file(&read_only, 0, 64)]), ErrorKind::AccessDenied);
+    refused(
+        How::key(1).access(Access::REMOTE_READ).register(domain, &[file(&write_only, 0, 64)]),
+        ErrorKind::AccessDenied,
+    );
+    let region = How::key(1)
+        .access(Access::REMOTE_READ)
+        .register(domain, &[file(&read_only, 0, 64)])
+        .unwrap();
+    refused(domain.register_sub(region, &How::key(2).request(), 0, 8), ErrorKind::AccessDenied);
+    domain.deregister(region).unwrap();
+    // Appending comes later, through the fd that the application kept.
+    let region = all.register(domain, &[file(&fd, 0, 64)]).unwrap();
+    let source = Buffer::filled(8, 7);
+    pair.here.write(pair.to, &[source.whole()], &remote(region, 64), 8).unwrap();
+    rustix::fs::fcntl_setfl(&fd, OFlags::APPEND).unwrap();
+    let late = pair.here.write(pair.to, &[source.whole()], &remote(region, 64), 0);
+    refused(late, ErrorKind::InvalidArgument);
+    assert_eq!(rustix::fs::fstat(&fd).unwrap().st_size, PAGE as i64, "nothing was appended");
+    assert_eq!(file_bytes(&fd, 0, 16), [[0; 8], [7; 8]].concat());
+}
+
+/// Device memory as the staging path shows it.
+#[derive(Debug)]
+struct Device(Mutex<Vec<u8>>);
+
+impl StagedMemory for Device {
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        let bytes = self.0.lock().unwrap();
+        let offset = offset as usize;
+        into.copy_from_slice(
+            bytes
+                .get(offset..offset + into.len())
+                .ok_or_else(|| Error::new(ErrorKind::OutOfBounds, "staged"))?,
+        );
+        Ok(())
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
+        let offset = offset as usize;
+        self.0.lock().unwrap()[offset..offset + from.len()].copy_from_slice(from);
+        Ok(())
+    }
+
+    waiting_copies::waiting_copies!();
+}
+
+#[test]
+fn staged_memory_moves_in_pieces_and_refuses_atomics() {
+    let pair = pair(Memory::Follow, MrMode::empty());
+    let len = (1 << 20) + 77;
+    let device = Arc::new(Device(Mutex::new(vec![0; len])));
+    let piece = Piece {
+        range: AddressRange::new(Address(0x10_0000_0000), len as u64).unwrap(),
+        backing: Backing::Staged(Arc::clone(&device) as Arc<dyn StagedMemory>),
+    };
+    let region = How::key(1).register(&*pair.there.domain, &[piece]).unwrap();
+    let source = Buffer::counting(len - 1);
+    let key = remote(region, len as u64);
+    pair.here.write(pair.to, &[source.whole()], &key, 1).unwrap();
+    assert!(device.0.lock().unwrap()[1..] == source.bytes()[..]);
+    let back = Buffer::new(len - 1);
+    pair.here.read(pair.to, &[back.whole()], &key, 1).unwrap();
+    assert!(back.bytes() == source.bytes());
+    let refusal = pair.here.fetch(pair.to, AtomicOp::Sum, 1, None, &key, 0).unwrap_err();
+    assert_eq!(refusal.kind(), ErrorKind::Unsupported);
+    assert!(refusal.to_string().contains("staged copies"), "{refusal}");
+    let sub = pair.there.domain.register_sub(region, &How::key(2).request(), 1000, 10).unwrap();
+    pair.here.write(pair.to, &[source.segment(0, 10, None)], &remote(sub, 10), 0).unwrap();
+    assert_eq!(device.0.lock().unwrap()[1000..1010], source.bytes()[..10]);
+}
+
+#[test]
+fn imports_that_the_nic_lacks_are_unsupported() {
+    let imports = hmem_core::provider::Imports::default();
+    let domain = domain(&Loopback::builder().imports(imports).build().unwrap(), MrMode::empty());
+    let fd = memfd(PAGE as u64, SealFlags::SHRINK);
+    refused(How::key(1).register(&*domain, &[file(&fd, 0, 10)]), ErrorKind::Unsupported);
+    let staged = Piece {
+        range: AddressRange::new(Address(4096), 1).unwrap(),
+        backing: Backing::Staged(Arc::new(Device(Mutex::default()))),
+    };
+    refused(How::key(1).register(&*domain, &[staged]), ErrorKind::Unsupported);
+    let peer = Piece {
+        range: AddressRange::new(Address(4096), 1).unwrap(),
+        backing: Backing::PeerMemory { address: Address(4096) },
+    };
+    refused(How::key(1).register(&*domain, &[peer]), ErrorKind::Unsupported);
+}
+
+#[test]
+fn atomics_agree_however_the_same_word_is_reached() {
+    let pair = pair(Memory::Follow, MrMode::empty());
+    let target = Buffer::new(64);
+    let keys: Vec<_> = [true, false]
+        .iter()
+        .enumerate()
+        .map(|(n, owned)| {
+            How::key(n as u64)
+                .register(&*pair.there.domain, &[host(target.range(), *owned)])
+                .unwrap()
+        })
+        .map(|region| remote(region, 64))
+        .collect();
+    let rounds = 300;
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let end = End::open(&pair.here.domain);
+            let (there, keys) = (&pair.there, &keys);
+            scope.spawn(move || {
+                let to = end.peer(there);
+                for round in 0..rounds {
+                    end.fetch(to, AtomicOp::Sum, 1, None, &keys[(round + thread) % 2], 8).unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(target.u64_at(8), 4 * rounds as u64);
+}
+
+/// MR-09
+#[test]
+fn an_atomic_whose_element_crosses_the_seam_of_two_pieces_is_refused() {
+    for owned in [true, false] {
+        let pair = pair(Memory::Follow, MrMode::empty());
+        let targets = [Buffer::counting(64), Buffer::counting(64)];
+        let before = targets.each_ref().map(Buffer::bytes);
+        // Both pieces start at multiples of 8; the second starts in the middle of an element.
+        let pieces = targets
+            .each_ref()
+            .map(|target| host(target.range().slice(0, 12).expect("a part"), owned));
+        let region = How::key(1).register(&*pair.there.domain, &pieces).unwrap();
+        let key = remote(region, 24);
+        let operands = Buffer::filled(16, 1);
+        let add = |at: u64, len: usize, datatype: AtomicType| {
+            let operation = Operation::Atomic {
+                op: AtomicOp::Sum,
+                datatype,
+                remote: RemoteSegment { address: Iova(at), len: len as u64, key: &key },
+                result: None,
+                compare: None,
+            };
+            pair.here.run(operation, &[operands.segment(0, len, None)], pair.to)
+        };
+        refused(add(8, 8, AtomicType::U64), ErrorKind::InvalidArgument);
+        refused(add(0, 16, AtomicType::U64), ErrorKind::InvalidArgument);
+        assert_eq!(targets.each_ref().map(Buffer::bytes), before, "refused, and memory changed");
+        // Elements that meet the seam and do not cross it.
+        add(8, 8, AtomicType::U32).unwrap();
+        assert_eq!(targets[0].bytes()[8..12], [9, 10, 11, 12]);
+        assert_eq!(targets[1].bytes()[..4], [1, 2, 3, 4]);
+        for (target, before) in targets.iter().zip(&before) {
+            assert_eq!(target.bytes()[12..], before[12..], "bytes outside the pieces changed");
+        }
+    }
+}

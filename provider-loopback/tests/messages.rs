@@ -1,0 +1,356 @@
+//! Sends and receives on the loopback NIC: matching, order, bounds, cancellation, queues and
+//! counters.
+
+mod support;
+#[path = "support/waiting_copies.rs"]
+mod waiting_copies;
+
+use std::sync::Arc;
+
+use hmem_core::{
+    Access, Address, AddressRange, ErrorKind, MrMode, Result,
+    counter::Counter,
+    provider::{Backing, Piece, ProviderEndpoint, StagedMemory},
+    transfer::{Completion, CompletionKind, LocalSegment, Operation, PeerId},
+};
+use hmem_provider_loopback::{Call, Faults, Loopback, Progress};
+use support::*;
+
+fn pair() -> Pair {
+    Pair::new(Loopback::builder().build().unwrap(), MrMode::empty())
+}
+
+const fn send(tag: Option<u64>) -> Operation<'static> {
+    Operation::Send { tag, invalidate: None }
+}
+
+fn receive(
+    end: &End,
+    tag: Option<(u64, u64)>,
+    from: Option<PeerId>,
+    buffer: LocalSegment,
+    context: u64,
+) -> Result<()> {
+    end.post(Operation::Receive { tag, from }, &[buffer], PeerId(0), context)
+}
+
+/// What a receive reports, as a tuple to compare.
+fn received(completion: Completion) -> (u64, u64, Option<u64>) {
+    assert_eq!(completion.kind, CompletionKind::Receive);
+    (completion.context, completion.result.unwrap(), completion.tag)
+}
+
+#[test]
+fn messages_arrive_whether_the_receive_came_before_or_after() {
+    let pair = pair();
+    let (source, sink) = (Buffer::counting(100), Buffer::new(200));
+    receive(&pair.there, None, None, sink.segment(0, 100, None), 1).unwrap();
+    pair.here
+        .run(send(None), &[source.segment(0, 40, None), source.segment(40, 60, None)], pair.to)
+        .unwrap();
+    assert_eq!(received(pair.there.next()), (1, 100, None));
+    pair.here.run(send(None), &[source.segment(0, 50, None)], pair.to).unwrap();
+    assert!(pair.there.try_next().is_none());
+    receive(&pair.there, None, None, sink.segment(100, 100, None), 2).unwrap();
+    assert_eq!(received(pair.there.next()), (2, 50, None));
+    assert_eq!(sink.bytes()[..100], source.bytes());
+    assert_eq!(sink.bytes()[100..150], source.bytes()[..50]);
+}
+
+#[test]
+fn tags_match_under_the_ignore_mask_and_in_order() {
+    let pair = pair();
+    let sink = Buffer::new(64);
+    let byte = |n| Buffer::filled(1, n);
+    for (n, tag) in [(1, 0x10), (2, 0x11), (3, 0x20), (4, 0x12)] {
+        pair.here.run(send(Some(tag)), &[byte(n).whole()], pair.to).unwrap();
+    }
+    receive(&pair.there, Some((0x20, 0)), None, sink.segment(0, 1, None), 1).unwrap();
+    receive(&pair.there, Some((0x1f, 0x0f)), None, sink.segment(1, 1, None), 2).unwrap();
+    receive(&pair.there, Some((0x1f, 0x0f)), None, sink.segment(2, 1, None), 3).unwrap();
+    receive(&pair.there, None, None, sink.segment(3, 1, None), 4).unwrap();
+    assert_eq!(received(pair.there.next()), (1, 1, Some(0x20)));
+    assert_eq!(received(pair.there.next()), (2, 1, Some(0x10)));
+    assert_eq!(received(pair.there.next()), (3, 1, Some(0x11)));
+    // An untagged receive takes no tagged message.
+    assert!(pair.there.try_next().is_none());
+    pair.here.run(send(None), &[byte(9).whole()], pair.to).unwrap();
+    assert_eq!(received(pair.there.next()), (4, 1, None));
+    assert_eq!(sink.bytes()[..4], [3, 1, 2, 9]);
+}
+
+#[test]
+fn a_receive_can_wait_for_one_peer_only() {
+    let pair = pair();
+    let other = End::open(&pair.here.domain);
+    let (sink, source) = (Buffer::new(2), Buffer::filled(1, 1));
+    let from = pair.there.peer(&other);
+    receive(&pair.there, None, Some(from), sink.segment(0, 1, None), 1).unwrap();
+    pair.here.run(send(None), &[source.whole()], pair.to).unwrap();
+    assert!(pair.there.try_next().is_none());
+    let to = other.peer(&pair.there);
+    other.run(send(None), &[Buffer::filled(1, 7).whole()], to).unwrap();
+    assert_eq!(received(pair.there.next()), (1, 1, None));
+    assert_eq!(sink.get(0), 7);
+}
+
+#[test]
+fn a_message_that_does_not_fit_truncates_the_receive_and_moves_nothing() {
+    let pair = pair();
+    let sink = Buffer::new(8);
+    receive(&pair.there, None, None, sink.whole(), 1).unwrap();
+    pair.here.run(send(None), &[Buffer::filled(9, 1).whole()], pair.to).unwrap();
+    refused(pair.there.next().result, ErrorKind::Truncated);
+    assert_eq!(sink.bytes(), [0; 8]);
+}
+
+#[test]
+fn without_room_at_the_receiver_messages_wait_at_the_sender_in_order() {
+    let provider = Loopback::builder().unexpected_bytes(10).build().unwrap();
+    let pair = Pair::new(provider, MrMode::empty());
+    let target = Buffer::new(8);
+    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+    let key = remote(region, 8);
+    let messages = [Buffer::filled(8, 1), Buffer::filled(8, 2)];
+    for (n, message) in messages.iter().enumerate() {
+        pair.here.post(send(None), &[message.whole()], pair.to, n as u64).unwrap();
+    }
+    let write =
+        [hmem_core::transfer::RemoteSegment { address: hmem_core::Iova(0), len: 8, key: &key }];
+    pair.here
+        .post(Operation::Write { remote: &write }, &[messages[0].whole()], pair.to, 2)
+        .unwrap();
+    assert_eq!(pair.here.next().context, 0);
+    assert!(pair.here.try_next().is_none());
+    assert_eq!(target.bytes(), [0; 8], "what was posted behind a waiting message waits too");
+    let sink = Buffer::new(16);
+    receive(&pair.there, None, None, sink.segment(0, 8, None), 5).unwrap();
+    assert_eq!(received(pair.there.next()), (5, 8, None));
+    assert_eq!(pair.here.next().context, 1);
+    assert_eq!(pair.here.next().context, 2);
+    receive(&pair.there, None, None, sink.segment(8, 8, None), 6).unwrap();
+    assert_eq!(received(pair.there.next()), (6, 8, None));
+    assert_eq!(sink.bytes(), [[1; 8], [2; 8]].concat());
+}
+
+#[test]
+fn local_rights_are_needed_where_there_is_a_descriptor() {
+    let pair = pair();
+    let buffer = Buffer::filled(8, 1);
+    let with = |end: &End, access| {
+        let region = How::key(u64::from(access as u8)).access(if access {
+            Access::SEND
+        } else {
+            Access::RECV
+        });
+        region.register(&*end.domain, &[host(buffer.range(), true)]).unwrap()
+    };
+    let (sender, receiver) = (with(&pair.here, true), with(&pair.here, false));
+    let there = with(&pair.there, true);
+    refused(
+        pair.here.run(send(None), &[buffer.segment(0, 8, Some(receiver.local))], pair.to),
+        ErrorKind::AccessDenied,
+    );
+    receive(&pair.there, None, None, buffer.segment(0, 8, Some(there.local)), 1).unwrap();
+    pair.here.run(send(None), &[buffer.segment(0, 8, Some(sender.local))], pair.to).unwrap();
+    refused(pair.there.next().result, ErrorKind::AccessDenied);
+}
+
+#[test]
+fn a_failed_send_leaves_the_receive_in_its_place() {
+    let faults = Faults::new();
+    let pair = Pair::new(Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
+    let sink = Buffer::new(8);
+    receive(&pair.there, None, None, sink.whole(), 1).unwrap();
+    faults.fail(Call::Transfer, 1, hmem_core::Errno(5));
+    refused(pair.here.run(send(None), &[Buffer::filled(8, 1).whole()], pair.to), ErrorKind::Driver);
+    pair.here.run(send(None), &[Buffer::filled(8, 2).whole()], pair.to).unwrap();
+    assert_eq!(received(pair.there.next()), (1, 8, None));
+    assert_eq!(sink.bytes(), [2; 8]);
+}
+
+#[test]
+fn a_failed_send_leaves_the_order_of_receives_as_it_was() {
+    let faults = Faults::new();
+    let pair = Pair::new(Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
+    let sink = Buffer::new(2);
+    receive(&pair.there, Some((1, 0)), None, sink.segment(0, 1, None), 1).unwrap();
+    // Takes every tag, and so the one that the first one waits for.
+    receive(&pair.there, Some((0, u64::MAX)), None, sink.segment(1, 1, None), 2).unwrap();
+    faults.fail(Call::Transfer, 1, hmem_core::Errno(5));
+    refused(
+        pair.here.run(send(Some(2)), &[Buffer::filled(1, 1).whole()], pair.to),
+        ErrorKind::Driver,
+    );
+    pair.here.run(send(Some(1)), &[Buffer::filled(1, 2).whole()], pair.to).unwrap();
+    assert_eq!(received(pair.there.next()), (1, 1, Some(1)));
+    pair.here.run(send(Some(1)), &[Buffer::filled(1, 3).whole()], pair.to).unwrap();
+    assert_eq!(received(pair.there.next()), (2, 1, Some(1)));
+    assert_eq!(sink.bytes(), [2, 3]);
+}
+
+/// A copy engine that closes an endpoint when it is asked for bytes.
+#[derive(Debug)]
+struct Closing {
+    endpoint: Arc<dyn ProviderEndpoint>,
+    fails: bool,
+}
+
+impl StagedMemory for Closing {
+    fn read(&self, _offset: u64, into: &mut [u8]) -> Result<()> {
+        self.endpoint.close()?;
+        into.fill(9);
+        if self.fails { Err(hmem_core::Error::new(ErrorKind::Driver, "staged")) } else { Ok(()) }
+    }
+
+    fn write(&self, _offset: u64, _from: &[u8]) -> Result<()> {
+        Ok(())
+    }
+
+    waiting_copies::waiting_copies!();
+}
+
+#[test]
+fn a_receive_whose_endpoint_is_closed_in_the_middle_of_a_message_is_canceled() {
+    for fails in [true, false] {
+        let pair = pair();
+        let sink = Buffer::new(8);
+        for context in 0..2 {
+            receive(&pair.there, None, None, sink.whole(), context).unwrap();
+        }
+        let range = AddressRange::new(Address(4096), 8).unwrap();
+        let device = Arc::new(Closing { endpoint: Arc::clone(&pair.there.endpoint), fails });
+        let piece = Piece { range, backing: Backing::Staged(device) };
+        let region = How::key(1).register(&*pair.here.domain, &[piece]).unwrap();
+        let message = LocalSegment { address: range.start(), len: 8, desc: Some(region.local) };
+        let expected = if fails { ErrorKind::Driver } else { ErrorKind::Unreachable };
+        refused(pair.here.run(send(None), &[message], pair.to), expected);
+        let mut ended = [pair.there.next(), pair.there.next()];
+        ended.sort_by_key(|completion| completion.context);
+        for (completion, context) in ended.into_iter().zip(0..) {
+            assert_eq!(completion.context, context);
+            refused(completion.result, ErrorKind::Canceled);
+        }
+        assert!(pair.there.try_next().is_none());
+        assert_eq!(sink.bytes(), [0; 8]);
+    }
+}
+
+#[test]
+fn closing_an_endpoint_cancels_what_is_outstanding() {
+    let pair = pair();
+    let buffer = Buffer::new(8);
+    receive(&pair.there, None, None, buffer.whole(), 1).unwrap();
+    receive(&pair.there, Some((1, 0)), None, buffer.whole(), 2).unwrap();
+    let back = pair.there.peer(&pair.here);
+    pair.there.post(send(None), &[buffer.whole()], back, 3).unwrap();
+    pair.there.endpoint.close().unwrap();
+    pair.there.endpoint.close().unwrap();
+    let mut ended: Vec<_> = (0..3).map(|_| pair.there.next()).collect();
+    ended.sort_by_key(|completion| completion.context);
+    for (completion, context) in ended.into_iter().zip(1..) {
+        assert_eq!(completion.context, context);
+        refused(completion.result, ErrorKind::Canceled);
+    }
+    refused(receive(&pair.there, None, None, buffer.whole(), 4), ErrorKind::BadState);
+    refused(pair.here.run(send(None), &[buffer.whole()], pair.to), ErrorKind::Unreachable);
+    refused(pair.here.endpoint.resolve(&pair.there.endpoint.name()), ErrorKind::Unreachable);
+    assert_eq!(pair.there.domain.live().endpoints, 0);
+}
+
+#[test]
+fn names_are_checked() {
+    let pair = pair();
+    let name = pair.there.endpoint.name();
+    for at in 0..5 {
+        let mut altered = name.clone();
+        altered.0[at] ^= 1;
+        refused(pair.here.endpoint.resolve(&altered), ErrorKind::Malformed);
+    }
+    for len in 0..name.0.len() {
+        let cut = hmem_core::transfer::EndpointName(name.0[..len].to_vec());
+        refused(pair.here.endpoint.resolve(&cut), ErrorKind::Malformed);
+    }
+    let elsewhere = self::pair();
+    refused(pair.here.endpoint.resolve(&elsewhere.here.endpoint.name()), ErrorKind::Unreachable);
+    assert_eq!(pair.here.peer(&pair.there), pair.to, "a peer that is known keeps its number");
+}
+
+#[test]
+fn posts_beyond_the_depth_are_asked_to_come_again() {
+    let provider = Loopback::builder().build().unwrap();
+    let domain = domain(&provider, MrMode::empty());
+    let end = End::with(&domain, |attr| attr.depth = 2);
+    let to = end.peer(&end);
+    let buffer = Buffer::new(1);
+    for n in 0..2 {
+        end.post(send(None), &[buffer.whole()], to, n).unwrap();
+        receive(&end, None, None, buffer.whole(), 10 + n).unwrap();
+    }
+    refused(end.post(send(None), &[buffer.whole()], to, 2), ErrorKind::Again);
+    refused(receive(&end, None, None, buffer.whole(), 12), ErrorKind::Again);
+    let mut contexts: Vec<_> = (0..4).map(|_| end.next().context).collect();
+    contexts.sort_unstable();
+    assert_eq!(contexts, [0, 1, 10, 11]);
+    end.post(send(None), &[buffer.whole()], to, 2).unwrap();
+}
+
+#[test]
+fn an_overrun_queue_says_so_after_what_it_kept() {
+    let provider = Loopback::builder().build().unwrap();
+    let domain = domain(&provider, MrMode::empty());
+    let cq = domain.open_cq(2).unwrap();
+    let end = End::with(&domain, |attr| attr.tx_cq = Arc::clone(&cq));
+    let to = end.peer(&end);
+    for n in 0..3 {
+        end.post(send(None), &[], to, n).unwrap();
+    }
+    domain.progress().unwrap();
+    let mut out = Vec::new();
+    assert_eq!(cq.read(&mut out, 10).unwrap(), 2);
+    refused(cq.read(&mut out, 10), ErrorKind::OutOfResources);
+}
+
+#[test]
+fn counters_count_ends_of_either_kind() {
+    let provider = Loopback::builder().build().unwrap();
+    let domain = domain(&provider, MrMode::empty());
+    let (tx, rx) = (Arc::new(Counter::new()), Arc::new(Counter::new()));
+    let end = End::with(&domain, |attr| {
+        attr.tx_counter = Some(Arc::clone(&tx));
+        attr.rx_counter = Some(Arc::clone(&rx));
+    });
+    let to = end.peer(&end);
+    let sink = Buffer::new(1);
+    receive(&end, None, None, sink.whole(), 1).unwrap();
+    receive(&end, None, None, sink.whole(), 2).unwrap();
+    end.post(send(None), &[Buffer::new(1).whole()], to, 3).unwrap();
+    let big = Buffer::new(2);
+    end.post(send(None), &[big.whole()], to, 4).unwrap();
+    end.post(send(None), &[big.whole()], PeerId(99), 5).unwrap();
+    assert_eq!(domain.progress().unwrap(), 3);
+    assert_eq!((tx.value(), tx.errors(), rx.value(), rx.errors()), (2, 1, 1, 1));
+}
+
+#[test]
+fn a_progress_thread_moves_messages_by_itself() {
+    let provider =
+        Loopback::builder().progress(Progress::Thread).unexpected_bytes(16).build().unwrap();
+    let pair = Pair::new(provider, MrMode::empty());
+    let rounds = 500u64;
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for n in 0..rounds {
+                let message = Buffer::filled(8, n as u8);
+                pair.here.run(send(Some(n)), &[message.whole()], pair.to).unwrap();
+            }
+        });
+        for n in 0..rounds {
+            let sink = Buffer::new(8);
+            receive(&pair.there, Some((n, 0)), None, sink.whole(), n).unwrap();
+            assert_eq!(received(pair.there.next()), (n, 8, Some(n)));
+            assert_eq!(sink.bytes(), [n as u8; 8]);
+        }
+    });
+    assert_eq!(pair.here.domain.progress().unwrap(), 0);
+}

@@ -1,0 +1,438 @@
+//! What the mr_mode bits, flags, limits and faults of the loopback NIC do.
+
+mod support;
+#[path = "support/waiting_copies.rs"]
+mod waiting_copies;
+
+use std::sync::Arc;
+
+use hmem_core::{
+    Access, Errno, ErrorKind, MrFlags, MrMode,
+    counter::Counter,
+    provider::{Live, Provider},
+    transfer::{AtomicOp, Operation, PeerId, RemoteSegment},
+};
+use hmem_provider_loopback::{Call, Faults, Loopback};
+use support::*;
+
+fn pair(mode: MrMode) -> Pair {
+    Pair::new(Loopback::builder().build().unwrap(), mode)
+}
+
+#[test]
+fn a_disabled_region_is_no_use_until_it_is_enabled() {
+    let pair = pair(MrMode::RMA_EVENT);
+    let target = Buffer::new(8);
+    let region = How::key(1)
+        .disabled()
+        .register(&*pair.there.domain, &[host(target.range(), true)])
+        .unwrap();
+    let source = Buffer::filled(8, 1);
+    let write = || pair.here.write(pair.to, &[source.whole()], &remote(region, 8), 0);
+    refused(write(), ErrorKind::BadState);
+    pair.there.domain.enable(region).unwrap();
+    write().unwrap();
+    pair.there.domain.deregister(region).unwrap();
+    refused(pair.there.domain.enable(region), ErrorKind::NoRegion);
+}
+
+/// EVT-02
+#[test]
+fn counters_count_each_remote_write_and_atomic_once() {
+    let provider = Loopback::builder().build().unwrap();
+    let there = domain(&provider, MrMode::RMA_EVENT);
+    let with_events = End::with(&there, |attr| attr.rma_event = true);
+    let without = End::open(&there);
+    let here = End::open(&domain(&provider, MrMode::empty()));
+    let target = Buffer::new(64);
+    let region = How::key(1)
+        .flags(MrFlags::RMA_EVENT)
+        .disabled()
+        .register(&*there, &[host(target.range(), true)])
+        .unwrap();
+    let counter = Arc::new(Counter::new());
+    there.bind_counter(region, &counter).unwrap();
+    there.enable(region).unwrap();
+    let key = remote(region, 64);
+    let source = Buffer::filled(64, 1);
+    let to = here.peer(&with_events);
+    let list = [0, 32].map(|at| RemoteSegment { address: hmem_core::Iova(at), len: 32, key: &key });
+    here.run(Operation::Write { remote: &list }, &[source.whole()], to).unwrap();
+    assert_eq!(counter.value(), 1);
+    here.fetch(to, AtomicOp::Sum, 1, None, &key, 0).unwrap();
+    assert_eq!(counter.value(), 2);
+    here.fetch(to, AtomicOp::AtomicRead, 0, None, &key, 0).unwrap();
+    here.read(to, &[source.whole()], &key, 0).unwrap();
+    here.write(to, &[], &key, 0).unwrap();
+    refused(here.write(to, &[source.whole()], &key, 1), ErrorKind::OutOfBounds);
+    assert_eq!((counter.value(), counter.errors()), (2, 0));
+    let to = here.peer(&without);
+    refused(here.write(to, &[source.whole()], &key, 0), ErrorKind::AccessDenied);
+    assert_eq!(counter.value(), 2);
+    let lacking =
+        domain(&Loopback::builder().region_counters(false).build().unwrap(), MrMode::empty());
+    let region = How::key(1).register(&*lacking, &[host(target.range(), true)]).unwrap();
+    refused(lacking.bind_counter(region, &counter), ErrorKind::NoSys);
+}
+
+/// MODE-10
+#[test]
+fn regions_are_reached_through_their_endpoint_only() {
+    let provider = Loopback::builder().build().unwrap();
+    let there = domain(&provider, MrMode::ENDPOINT);
+    let (bound, other) = (End::open(&there), End::open(&there));
+    let here = End::open(&domain(&provider, MrMode::empty()));
+    let target = Buffer::new(8);
+    let register =
+        |key| How::key(key).disabled().register(&*there, &[host(target.range(), true)]).unwrap();
+    let region = register(1);
+    there.bind_endpoint(region, &*bound.endpoint).unwrap();
+    refused(there.bind_endpoint(region, &*other.endpoint), ErrorKind::BadState);
+    refused(there.bind_endpoint(region, &*here.endpoint), ErrorKind::InvalidArgument);
+    there.enable(region).unwrap();
+    let unbound = register(2);
+    there.enable(unbound).unwrap();
+    let source = Buffer::filled(8, 1);
+    let write = |end, region| here.write(here.peer(end), &[source.whole()], &remote(region, 8), 0);
+    write(&bound, region).unwrap();
+    refused(write(&other, region), ErrorKind::AccessDenied);
+    refused(write(&bound, unbound), ErrorKind::AccessDenied);
+    // Region and endpoint close in either order.
+    bound.endpoint.close().unwrap();
+    refused(there.bind_endpoint(unbound, &*bound.endpoint), ErrorKind::BadState);
+    there.deregister(region).unwrap();
+    other.endpoint.close().unwrap();
+    assert_eq!(
+        there.live(),
+        Live { regions: 1, page_registrations: 1, bytes: 8, ..Live::default() }
+    );
+}
+
+/// MODE-10
+#[test]
+fn local_buffers_are_used_through_their_endpoint_only() {
+    let provider = Loopback::builder().build().unwrap();
+    let here = domain(&provider, MrMode::ENDPOINT);
+    let (bound, other) = (End::open(&here), End::open(&here));
+    let there = End::open(&domain(&provider, MrMode::empty()));
+    let (target, local, sink) = (Buffer::new(8), Buffer::filled(8, 1), Buffer::new(8));
+    let exposed = How::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
+    let key = remote(exposed, 8);
+    for owned in [true, false] {
+        let register = |key, endpoint: Option<&End>| {
+            let how = How::key(key).disabled();
+            let region = how.register(&*here, &[host(local.range(), owned)]).unwrap();
+            if let Some(end) = endpoint {
+                here.bind_endpoint(region, &*end.endpoint).unwrap();
+            }
+            here.enable(region).unwrap();
+            region
+        };
+        let (region, unbound) = (register(10, Some(&bound)), register(11, None));
+        let segment =
+            |region: hmem_core::provider::ProviderRegion| local.segment(0, 8, Some(region.local));
+        for (end, region) in [(&other, region), (&bound, unbound)] {
+            let to = end.peer(&there);
+            refused(end.write(to, &[segment(region)], &key, 0), ErrorKind::AccessDenied);
+            refused(end.read(to, &[segment(region)], &key, 0), ErrorKind::AccessDenied);
+            // In a list, which goes another way, and as the buffer of a message.
+            let half =
+                [local.segment(0, 4, Some(region.local)), local.segment(4, 4, Some(region.local))];
+            refused(end.write(to, &half, &key, 0), ErrorKind::AccessDenied);
+            let send = Operation::Send { tag: None, invalidate: None };
+            refused(end.run(send, &[segment(region)], to), ErrorKind::AccessDenied);
+            end.post(
+                Operation::Receive { tag: None, from: None },
+                &[segment(region)],
+                PeerId(0),
+                3,
+            )
+            .unwrap();
+            there
+                .run(
+                    Operation::Send { tag: None, invalidate: None },
+                    &[sink.whole()],
+                    there.peer(end),
+                )
+                .unwrap();
+            let received = end.next();
+            assert_eq!(received.context, 3);
+            refused(received.result, ErrorKind::AccessDenied);
+        }
+        assert_eq!(
+            (target.bytes(), local.bytes()),
+            (vec![0; 8], vec![1; 8]),
+            "a refused transfer moved bytes"
+        );
+        bound.write(bound.peer(&there), &[segment(region)], &key, 0).unwrap();
+        assert_eq!(target.bytes(), [1; 8]);
+        target.fill(0);
+        here.deregister(region).unwrap();
+        here.deregister(unbound).unwrap();
+    }
+}
+
+#[test]
+fn zero_length_accesses_need_a_key_and_a_right() {
+    let pair = pair(MrMode::empty());
+    let target = Buffer::new(8);
+    let region = How::key(1)
+        .access(Access::REMOTE_READ)
+        .register(&*pair.there.domain, &[host(target.range(), true)])
+        .unwrap();
+    pair.here.read(pair.to, &[], &remote(region, 8), 8).unwrap();
+    refused(pair.here.write(pair.to, &[], &remote(region, 8), 0), ErrorKind::AccessDenied);
+    pair.there.domain.deregister(region).unwrap();
+    refused(pair.here.read(pair.to, &[], &remote(region, 8), 0), ErrorKind::InvalidKey);
+}
+
+#[test]
+fn every_atomic_form_is_checked_at_post() {
+    use hmem_core::transfer::AtomicType;
+    let pair = pair(MrMode::empty());
+    let target = Buffer::counting(64);
+    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+    let key = remote(region, 64);
+    let (buffer, result) = (Buffer::new(64), Buffer::new(64));
+    let run = |op, len, operands: usize, result_len: Option<usize>, compare: Option<usize>| {
+        let operation = Operation::Atomic {
+            op,
+            datatype: AtomicType::I32,
+            remote: RemoteSegment { address: hmem_core::Iova(0), len, key: &key },
+            result: result_len.map(|len| result.segment(0, len, None)),
+            compare: compare.map(|len| buffer.segment(0, len, None)),
+        };
+        pair.here.run(operation, &[buffer.segment(0, operands, None)], pair.to)
+    };
+    let bad = ErrorKind::InvalidArgument;
+    refused(run(AtomicOp::Sum, 6, 6, None, None), bad);
+    refused(run(AtomicOp::Sum, 0, 0, None, None), bad);
+    refused(run(AtomicOp::Sum, 8, 4, None, None), bad);
+    refused(run(AtomicOp::Sum, 8, 8, Some(4), None), bad);
+    refused(run(AtomicOp::Sum, 8, 8, None, Some(8)), bad);
+    refused(run(AtomicOp::Cswap, 8, 8, Some(8), None), bad);
+    refused(run(AtomicOp::Cswap, 8, 8, None, Some(8)), bad);
+    refused(run(AtomicOp::AtomicRead, 8, 0, None, None), bad);
+    assert_eq!(run(AtomicOp::Sum, 8, 8, None, None).unwrap(), 8);
+    assert_eq!(run(AtomicOp::AtomicRead, 64, 0, Some(64), None).unwrap(), 64);
+    assert_eq!(result.bytes(), target.bytes());
+    refused(pair.here.fetch(pair.to, AtomicOp::Sum, 1, None, &key, 4), bad);
+    refused(pair.here.fetch(pair.to, AtomicOp::Sum, 1, None, &key, 64), ErrorKind::OutOfBounds);
+}
+
+#[test]
+fn comparing_atomics_swap_only_if_compare_op_target_holds() {
+    for owned in [true, false] {
+        let pair = pair(MrMode::empty());
+        let target = Buffer::new(8);
+        let region =
+            How::key(1).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
+        let key = remote(region, 8);
+        for (op, compare, swaps) in [
+            (AtomicOp::Cswap, 5, true),
+            (AtomicOp::Cswap, 6, false),
+            (AtomicOp::CswapNe, 6, true),
+            (AtomicOp::CswapLe, 4, true),
+            (AtomicOp::CswapLt, 5, false),
+            (AtomicOp::CswapGe, 4, false),
+            (AtomicOp::CswapGt, 6, true),
+        ] {
+            target.write(0, &5u64.to_le_bytes());
+            let old = pair.here.fetch(pair.to, op, 9, Some(compare), &key, 0).unwrap();
+            assert_eq!((old, target.u64_at(0)), (5, if swaps { 9 } else { 5 }), "{op:?} {compare}");
+        }
+    }
+}
+
+#[test]
+fn limits_are_kept_and_given_back() {
+    let provider = Loopback::builder()
+        .max_mr_count(2)
+        .max_pinned_bytes(100)
+        .max_mr_size(80)
+        .mr_iov_limit(2)
+        .build()
+        .unwrap();
+    let (domain, other) = (domain(&provider, MrMode::empty()), domain(&provider, MrMode::empty()));
+    let buffer = Buffer::new(100);
+    let register = |key, len: u64| {
+        How::key(key).register(&*domain, &[host(buffer.range().slice(0, len).unwrap(), true)])
+    };
+    refused(register(1, 81), ErrorKind::InvalidArgument);
+    let piece = host(buffer.range().slice(0, 30).unwrap(), true);
+    let three = [piece.clone(), piece.clone(), piece.clone()];
+    refused(How::key(1).register(&*domain, &three), ErrorKind::InvalidArgument);
+    let first = register(1, 60).unwrap();
+    let refusal = register(2, 41).unwrap_err();
+    assert_eq!(refusal.kind(), ErrorKind::OutOfResources);
+    assert_eq!(refusal.context_value("limit"), Some("max_pinned_bytes"));
+    // The limits are the NIC's, not the domain's.
+    let second = How::key(1).register(&*other, &[piece]).unwrap();
+    refused(register(2, 1), ErrorKind::OutOfResources);
+    domain.deregister(first).unwrap();
+    refused(register(1, 71), ErrorKind::OutOfResources);
+    domain.deregister(register(1, 70).unwrap()).unwrap();
+    other.deregister(second).unwrap();
+}
+
+#[test]
+fn a_fault_at_any_call_leaves_nothing_behind() {
+    let faults = Faults::new();
+    let provider = Loopback::builder().faults(&faults).build().unwrap();
+    let pair = Pair::new(provider.clone(), MrMode::empty());
+    let target = Buffer::new(8);
+    let source = Buffer::filled(8, 1);
+    let there = &*pair.there.domain;
+    let scenario = || -> hmem_core::Result<()> {
+        provider.open_domain(&support::request(MrMode::empty()))?.open_cq(4)?;
+        let region = How::key(1).register(there, &[host(target.range(), true)])?;
+        let used = (|| {
+            let sub = there.register_sub(region, &How::key(2).request(), 0, 4)?;
+            there.deregister(sub)?;
+            let raw = there.raw_key(region)?;
+            let mapped =
+                there.map_raw(hmem_core::Iova(0), 8, hmem_core::Addressing::ZeroBased, &raw)?;
+            there.unmap_key(&mapped)?;
+            pair.here.write(pair.to, &[source.whole()], &remote(region, 8), 0)
+        })();
+        there.deregister(region).and(used.map(|_| ()))
+    };
+    faults.count();
+    scenario().unwrap();
+    let calls = [
+        Call::OpenDomain,
+        Call::OpenCq,
+        Call::Register,
+        Call::RegisterSub,
+        Call::RawKey,
+        Call::MapRaw,
+        Call::Post,
+        Call::Transfer,
+    ];
+    for call in calls {
+        faults.fail(call, 1, Errno(12));
+        refused(scenario(), ErrorKind::OutOfResources);
+        assert_eq!(there.live(), Live { endpoints: 1, ..Live::default() }, "{call:?}");
+        scenario().unwrap();
+    }
+}
+
+#[test]
+fn a_failed_deregistration_leaves_the_region_working() {
+    let faults = Faults::new();
+    let pair = Pair::new(Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
+    let target = Buffer::new(8);
+    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+    faults.fail(Call::Deregister, 1, Errno(5));
+    refused(pair.there.domain.deregister(region), ErrorKind::Driver);
+    let source = Buffer::filled(8, 1);
+    pair.here.write(pair.to, &[source.whole()], &remote(region, 8), 0).unwrap();
+    pair.there.domain.deregister(region).unwrap();
+}
+
+#[test]
+fn domains_and_endpoints_can_be_dropped_in_any_order() {
+    for thread in [false, true] {
+        for order in 0..6 {
+            let progress = if thread {
+                hmem_provider_loopback::Progress::Thread
+            } else {
+                hmem_provider_loopback::Progress::ByHand
+            };
+            let provider = Loopback::builder().progress(progress).build().unwrap();
+            let Pair { provider, here, there, to } = Pair::new(provider, MrMode::empty());
+            let target = Buffer::new(8);
+            let region =
+                How::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
+            let source = Buffer::filled(8, 1);
+            here.write(to, &[source.whole()], &remote(region, 8), 0).unwrap();
+            match order {
+                0 => drop((provider, here, there)),
+                1 => drop((there, here, provider)),
+                2 => {
+                    let End { domain, cq, endpoint } = there;
+                    drop(domain);
+                    drop(endpoint);
+                    refused(
+                        here.write(to, &[source.whole()], &remote(region, 8), 0),
+                        ErrorKind::Unreachable,
+                    );
+                    drop(cq);
+                }
+                3 => {
+                    let End { domain, cq, endpoint } = there;
+                    drop((cq, endpoint));
+                    domain.deregister(region).unwrap();
+                }
+                4 => {
+                    here.post(
+                        Operation::Send { tag: None, invalidate: None },
+                        &[source.whole()],
+                        to,
+                        1,
+                    )
+                    .unwrap();
+                    drop(there);
+                    drop(here);
+                }
+                _ => {
+                    there
+                        .post(
+                            Operation::Receive { tag: None, from: None },
+                            &[source.whole()],
+                            PeerId(0),
+                            1,
+                        )
+                        .unwrap();
+                    drop(provider);
+                    drop(there.domain);
+                    drop(here);
+                    drop(there.endpoint);
+                }
+            }
+        }
+    }
+}
+
+/// A copy engine that, when it is called, drops the last handles of the very domain that called it.
+#[derive(Debug)]
+struct Dropping(std::sync::Mutex<Option<End>>, std::sync::mpsc::Sender<std::thread::ThreadId>);
+
+impl hmem_core::provider::StagedMemory for Dropping {
+    fn read(&self, _offset: u64, _into: &mut [u8]) -> hmem_core::Result<()> {
+        Ok(())
+    }
+
+    fn write(&self, _offset: u64, _from: &[u8]) -> hmem_core::Result<()> {
+        drop(self.0.lock().unwrap().take());
+        self.1.send(std::thread::current().id()).unwrap();
+        Ok(())
+    }
+
+    waiting_copies::waiting_copies!();
+}
+
+#[test]
+fn a_domain_can_be_dropped_by_its_own_progress_thread() {
+    use hmem_core::{Address, AddressRange, provider::Backing, provider::Piece};
+    let provider =
+        Loopback::builder().progress(hmem_provider_loopback::Progress::Thread).build().unwrap();
+    let Pair { here, there, to, .. } = Pair::new(provider, MrMode::empty());
+    let (sender, dropped) = std::sync::mpsc::channel();
+    let device = Arc::new(Dropping(std::sync::Mutex::new(None), sender));
+    let piece = Piece {
+        range: AddressRange::new(Address(4096), 8).unwrap(),
+        backing: Backing::Staged(Arc::clone(&device) as Arc<dyn hmem_core::provider::StagedMemory>),
+    };
+    let region = How::key(1).register(&*there.domain, &[piece]).unwrap();
+    let source = Buffer::filled(8, 1);
+    let key = remote(region, 8);
+    let list = [RemoteSegment { address: hmem_core::Iova(0), len: 8, key: &key }];
+    // The device owns `here` before it is called: its lock is held until then.
+    let mut slot = device.0.lock().unwrap();
+    here.post(Operation::Write { remote: &list }, &[source.whole()], to, 1).unwrap();
+    *slot = Some(here);
+    drop(slot);
+    assert_ne!(dropped.recv().unwrap(), std::thread::current().id());
+    there.domain.deregister(region).unwrap();
+}

@@ -1,0 +1,267 @@
+//! Deregistration, transfers and registration at once on the loopback NIC; nothing here waits for
+//! time to pass.
+
+mod support;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use hmem_core::{
+    ErrorKind, MrMode,
+    transfer::{Operation, PeerId},
+};
+use hmem_provider_loopback::{Call, Faults, Loopback, Memory, Progress};
+use support::*;
+
+#[test]
+fn deregistration_waits_for_a_transfer_in_flight() {
+    for (owned, memory) in
+        [(true, Memory::Follow), (false, Memory::Follow), (false, Memory::Pinned)]
+    {
+        let faults = Faults::new();
+        let provider = Loopback::builder().faults(&faults).memory(memory).build().unwrap();
+        let pair = Pair::new(provider, MrMode::empty());
+        let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
+        let region =
+            How::key(1).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
+        let key = remote(region, 64);
+        let returned = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let gate = faults.hold(Call::Transfer);
+            let writing = scope.spawn(|| {
+                let result = pair.here.write(pair.to, &[source.whole()], &key, 0);
+                (result, returned.load(Ordering::SeqCst))
+            });
+            gate.wait_held();
+            let closing = scope.spawn(|| {
+                pair.there.domain.deregister(region).unwrap();
+                let seen = target.bytes();
+                returned.store(true, Ordering::SeqCst);
+                seen
+            });
+            // The key is dead before the deregistration returns.
+            let late = End::open(&pair.here.domain);
+            let to = late.peer(&pair.there);
+            while pair.there.domain.live().regions > 0 {
+                std::thread::yield_now();
+            }
+            refused(late.write(to, &[source.whole()], &key, 0), ErrorKind::InvalidKey);
+            assert!(!returned.load(Ordering::SeqCst) && !closing.is_finished());
+            assert_eq!(target.bytes(), [0; 64]);
+            gate.release();
+            assert_eq!(writing.join().unwrap().0.unwrap(), 64);
+            assert_eq!(
+                closing.join().unwrap(),
+                [1; 64],
+                "the transfer ended before the deregistration returned"
+            );
+        });
+    }
+}
+
+#[test]
+fn closing_an_endpoint_waits_for_what_it_executes() {
+    for message in [false, true] {
+        let faults = Faults::new();
+        let provider = Loopback::builder().faults(&faults).build().unwrap();
+        let pair = Pair::new(provider, MrMode::empty());
+        let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
+        let region =
+            How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+        let key = remote(region, 64);
+        // The initiator's endpoint executes a write; a message is in the hands of the receiver's.
+        let closed = if message { &pair.there } else { &pair.here };
+        let receive = Operation::Receive { tag: None, from: None };
+        if message {
+            pair.there.post(receive, &[target.whole()], PeerId(0), 1).unwrap();
+        }
+        std::thread::scope(|scope| {
+            let gate = faults.hold(Call::Transfer);
+            let moving = scope.spawn(|| {
+                if message {
+                    let send = Operation::Send { tag: None, invalidate: None };
+                    pair.here.run(send, &[source.whole()], pair.to)
+                } else {
+                    pair.here.write(pair.to, &[source.whole()], &key, 0)
+                }
+            });
+            gate.wait_held();
+            let closing = scope.spawn(|| {
+                closed.endpoint.close().unwrap();
+                target.bytes()
+            });
+            while closed.domain.live().endpoints > 0 {
+                std::thread::yield_now();
+            }
+            // A close that does not wait gets the time to return before the transfer goes on.
+            for _ in 0..1000 {
+                std::thread::yield_now();
+            }
+            assert!(!closing.is_finished(), "closed in the middle of a transfer");
+            assert_eq!(target.bytes(), [0; 64]);
+            gate.release();
+            let (moved, at_close) = (moving.join().unwrap(), closing.join().unwrap());
+            assert_eq!(target.bytes(), at_close, "memory was touched after close returned");
+            if message {
+                // The receiver went away before a byte of it had moved.
+                refused(moved, ErrorKind::Unreachable);
+                refused(pair.there.next().result, ErrorKind::Canceled);
+                assert_eq!(at_close, [0; 64]);
+            } else {
+                assert_eq!((moved.unwrap(), at_close), (64, vec![1; 64]));
+            }
+        });
+    }
+}
+
+#[test]
+fn invalidating_a_window_waits_for_a_transfer_through_it() {
+    use hmem_core::{
+        Access, Addressing,
+        provider::{WindowBind, WindowType},
+    };
+    let faults = Faults::new();
+    let pair = Pair::new(Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
+    let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
+    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+    let bind = |len| WindowBind {
+        region,
+        offset: 0,
+        len,
+        access: Access::REMOTE_WRITE,
+        addressing: Addressing::Virtual,
+    };
+    let window = pair.there.domain.alloc_window(WindowType::One).unwrap();
+    let window = pair.there.domain.bind_window(window, &bind(64)).unwrap();
+    let key = hmem_core::RemoteKey::new(
+        Addressing::Virtual,
+        hmem_core::Iova(target.address().0),
+        64,
+        window.key,
+    );
+    std::thread::scope(|scope| {
+        let gate = faults.hold(Call::Transfer);
+        let writing =
+            scope.spawn(|| pair.here.write(pair.to, &[source.whole()], &key, target.address().0));
+        gate.wait_held();
+        let unbinding = scope.spawn(|| {
+            pair.there.domain.bind_window(window, &bind(0)).unwrap();
+            target.bytes()
+        });
+        gate.release();
+        writing.join().unwrap().unwrap();
+        assert_eq!(unbinding.join().unwrap(), [1; 64]);
+    });
+}
+
+#[test]
+fn after_deregistration_no_byte_changes() {
+    for progress in [Progress::ByHand, Progress::Thread] {
+        let provider = Loopback::builder().progress(progress).build().unwrap();
+        let there = End::open(&domain(&provider, MrMode::empty()));
+        let target = Buffer::new(4096);
+        let stop = AtomicBool::new(false);
+        let key = remote(
+            hmem_core::provider::ProviderRegion {
+                token: 0,
+                local: hmem_core::LocalKey::from_provider(0),
+                key: 1,
+            },
+            4096,
+        );
+        let writes = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            for thread in 1..=3u8 {
+                let end = End::open(&domain(&provider, MrMode::empty()));
+                let (there, stop, key, writes) = (&there, &stop, &key, &writes);
+                scope.spawn(move || {
+                    let source = Buffer::filled(4096, thread);
+                    let to = end.peer(there);
+                    while !stop.load(Ordering::Relaxed) {
+                        match end.write(to, &[source.whole()], key, 0) {
+                            Ok(_) => {
+                                writes.fetch_add(1, Ordering::Relaxed);
+                            }
+                            Err(error) => assert_eq!(error.kind(), ErrorKind::InvalidKey),
+                        }
+                    }
+                });
+            }
+            for round in 0..300 {
+                let region = How::key(1)
+                    .register(&*there.domain, &[host(target.range(), round % 2 == 0)])
+                    .unwrap();
+                let before = writes.load(Ordering::Relaxed);
+                while writes.load(Ordering::Relaxed) == before {
+                    std::thread::yield_now();
+                }
+                there.domain.deregister(region).unwrap();
+                target.fill(0xff);
+                for _ in 0..3 {
+                    assert!(
+                        target.bytes().iter().all(|byte| *byte == 0xff),
+                        "written after deregistration"
+                    );
+                }
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+    }
+}
+
+#[test]
+fn threads_register_and_close_at_once_and_the_counts_are_exact() {
+    for mode in [MrMode::empty(), MrMode::PROV_KEY] {
+        for size in [4, 8] {
+            let domain = domain(&Loopback::builder().key_size(size).build().unwrap(), mode);
+            let buffer = Buffer::new(64);
+            std::thread::scope(|scope| {
+                for thread in 0..4u64 {
+                    let (domain, buffer) = (&domain, &buffer);
+                    scope.spawn(move || {
+                        let mut live = Vec::new();
+                        for n in 0..3000u64 {
+                            let how = How::key(thread << 16 | n);
+                            live.push(
+                                how.register(&**domain, &[host(buffer.range(), true)]).unwrap(),
+                            );
+                            if n % 3 == 2 {
+                                domain
+                                    .deregister(live.swap_remove((n as usize * 7) % live.len()))
+                                    .unwrap();
+                            }
+                        }
+                        for region in live.drain(500..) {
+                            domain.deregister(region).unwrap();
+                        }
+                    });
+                }
+            });
+            let live = domain.live();
+            assert_eq!(
+                (live.regions, live.page_registrations, live.bytes),
+                (2000, 2000, 2000 * 64)
+            );
+        }
+    }
+}
+
+#[test]
+fn registration_in_flight_is_not_there_yet() {
+    let faults = Faults::new();
+    let pair = Pair::new(Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
+    let target = Buffer::new(8);
+    let source = Buffer::filled(8, 1);
+    std::thread::scope(|scope| {
+        let gate = faults.hold(Call::Register);
+        let registering = scope
+            .spawn(|| How::key(9).register(&*pair.there.domain, &[host(target.range(), true)]));
+        gate.wait_held();
+        let key =
+            hmem_core::RemoteKey::new(hmem_core::Addressing::ZeroBased, hmem_core::Iova(0), 8, 9);
+        refused(pair.here.write(pair.to, &[source.whole()], &key, 0), ErrorKind::InvalidKey);
+        assert_eq!(pair.there.domain.live().regions, 0);
+        gate.release();
+        registering.join().unwrap().unwrap();
+        pair.here.write(pair.to, &[source.whole()], &key, 0).unwrap();
+    });
+}

@@ -1,0 +1,264 @@
+//! Writes, reads and keys on the loopback NIC, driven through the provider contract.
+
+mod support;
+
+use std::sync::Arc;
+
+use hmem_core::{
+    Access, Address, Addressing, ErrorKind, Iova, MrMode, RemoteKey,
+    counter::Counter,
+    provider::Live,
+    transfer::{LocalSegment, Operation, RemoteSegment},
+};
+use hmem_provider_loopback::{Loopback, Progress};
+use support::*;
+
+fn pair(mode: MrMode) -> Pair {
+    Pair::new(Loopback::builder().build().unwrap(), mode)
+}
+
+#[test]
+fn bytes_arrive_in_owned_and_in_borrowed_memory() {
+    for owned in [true, false] {
+        for mode in [MrMode::empty(), MrMode::PROV_KEY] {
+            let pair = pair(mode);
+            let target = Buffer::new(10_000);
+            let region =
+                How::key(5).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
+            let key = remote(region, 10_000);
+            let source = Buffer::counting(4_000);
+            assert_eq!(pair.here.write(pair.to, &[source.whole()], &key, 123).unwrap(), 4_000);
+            assert_eq!(target.bytes()[123..4_123], source.bytes());
+            let back = Buffer::new(4_000);
+            pair.here.read(pair.to, &[back.whole()], &key, 123).unwrap();
+            assert_eq!(back.bytes(), source.bytes());
+            pair.there.domain.deregister(region).unwrap();
+            refused(pair.here.write(pair.to, &[source.whole()], &key, 0), ErrorKind::InvalidKey);
+            assert_eq!(pair.there.domain.live(), Live { endpoints: 1, ..Live::default() });
+        }
+    }
+}
+
+#[test]
+fn uneven_seams_of_local_and_remote_lists_are_no_matter() {
+    let pair = pair(MrMode::empty());
+    let targets = [Buffer::new(100), Buffer::new(50), Buffer::new(7)];
+    let pieces: Vec<_> =
+        targets.iter().enumerate().map(|(n, b)| host(b.range(), n % 2 == 0)).collect();
+    let region = How::key(1).register(&*pair.there.domain, &pieces).unwrap();
+    let key = remote(region, 157);
+    let source = Buffer::counting(157);
+    let local =
+        [source.segment(0, 3, None), source.segment(3, 120, None), source.segment(123, 34, None)];
+    let list: Vec<_> = [(0u64, 99u64), (99, 2), (101, 56)]
+        .iter()
+        .map(|(at, len)| RemoteSegment { address: Iova(*at), len: *len, key: &key })
+        .collect();
+    assert_eq!(pair.here.run(Operation::Write { remote: &list }, &local, pair.to).unwrap(), 157);
+    let all: Vec<u8> = targets.iter().flat_map(Buffer::bytes).collect();
+    assert_eq!(all, source.bytes());
+}
+
+#[test]
+fn one_byte_past_either_end_moves_nothing() {
+    for owned in [true, false] {
+        let pair = pair(MrMode::empty());
+        let target = Buffer::new(64);
+        let region = How::key(1)
+            .virtual_addresses()
+            .register(&*pair.there.domain, &[host(target.range(), owned)])
+            .unwrap();
+        let key = remote_virtual(region, target.range());
+        let source = Buffer::filled(65, 9);
+        let base = target.address().0;
+        for (at, len) in [(base, 65), (base + 1, 64), (base - 1, 2), (base + 64, 1)] {
+            refused(
+                pair.here.write(pair.to, &[source.segment(0, len, None)], &key, at),
+                ErrorKind::OutOfBounds,
+            );
+        }
+        // All segments are checked before the first byte of any moves.
+        let list = [
+            RemoteSegment { address: Iova(base), len: 8, key: &key },
+            RemoteSegment { address: Iova(base + 60), len: 5, key: &key },
+        ];
+        let result = pair.here.run(
+            Operation::Write { remote: &list },
+            &[source.segment(0, 13, None)],
+            pair.to,
+        );
+        refused(result, ErrorKind::OutOfBounds);
+        assert_eq!(target.bytes(), [0; 64]);
+        assert_eq!(
+            pair.here.write(pair.to, &[source.segment(0, 64, None)], &key, base).unwrap(),
+            64
+        );
+    }
+}
+
+#[test]
+fn each_right_is_needed_on_its_side() {
+    let pair = pair(MrMode::LOCAL);
+    let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
+    let here = |access| {
+        How::key(100)
+            .access(access)
+            .register(&*pair.here.domain, &[host(source.range(), true)])
+            .unwrap()
+    };
+    let there = |access| {
+        How::key(200)
+            .access(access)
+            .register(&*pair.there.domain, &[host(target.range(), true)])
+            .unwrap()
+    };
+    let cases = [
+        (Access::WRITE, Access::REMOTE_WRITE, true, false),
+        (Access::READ, Access::REMOTE_READ, false, true),
+        (Access::READ, Access::REMOTE_WRITE, false, false),
+        (Access::WRITE, Access::REMOTE_READ, false, false),
+        (Access::SEND | Access::RECV, Access::REMOTE_READ | Access::REMOTE_WRITE, false, false),
+    ];
+    for (local, far, write, read) in cases {
+        let (local, region) = (here(local), there(far));
+        let key = remote(region, 64);
+        let segment = [source.segment(0, 64, Some(local.local))];
+        let results = [
+            (pair.here.write(pair.to, &segment, &key, 0), write),
+            (pair.here.read(pair.to, &segment, &key, 0), read),
+        ];
+        for (result, granted) in results {
+            if granted {
+                assert_eq!(result.unwrap(), 64)
+            } else {
+                refused(result, ErrorKind::AccessDenied)
+            }
+        }
+        pair.here.domain.deregister(local).unwrap();
+        pair.there.domain.deregister(region).unwrap();
+    }
+    let region = there(all_rights());
+    refused(
+        pair.here.write(pair.to, &[source.whole()], &remote(region, 64), 0),
+        ErrorKind::NoRegion,
+    );
+}
+
+#[test]
+fn a_descriptor_must_be_live_of_this_domain_and_cover_the_segment() {
+    let pair = pair(MrMode::empty());
+    let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
+    let theirs = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+    let ours = How::key(1).register(&*pair.here.domain, &[host(source.range(), true)]).unwrap();
+    let key = remote(theirs, 64);
+    let write = |desc| pair.here.write(pair.to, &[source.segment(0, 64, Some(desc))], &key, 0);
+    write(ours.local).unwrap();
+    refused(write(theirs.local), ErrorKind::NoRegion);
+    let outside = [target.segment(0, 8, Some(ours.local))];
+    refused(pair.here.write(pair.to, &outside, &key, 0), ErrorKind::OutOfBounds);
+    pair.here.domain.deregister(ours).unwrap();
+    refused(write(ours.local), ErrorKind::NoRegion);
+}
+
+#[test]
+fn virtual_addresses_reach_every_piece_and_cross_pieces_that_touch() {
+    let pair = pair(MrMode::VIRT_ADDR);
+    let block = Buffer::new(300);
+    let other = Buffer::new(100);
+    let pieces = [
+        host(block.range().slice(100, 100).unwrap(), true),
+        host(other.range(), true),
+        host(block.range().slice(0, 100).unwrap(), true),
+    ];
+    let region = How::key(1).virtual_addresses().register(&*pair.there.domain, &pieces).unwrap();
+    let key = RemoteKey::new(Addressing::Virtual, Iova(block.address().0), 300, region.key);
+    let source = Buffer::counting(150);
+    let base = block.address().0;
+    pair.here.write(pair.to, &[source.whole()], &key, base + 25).unwrap();
+    assert_eq!(block.bytes()[25..175], source.bytes());
+    pair.here.write(pair.to, &[source.segment(0, 100, None)], &key, other.address().0).unwrap();
+    assert_eq!(other.bytes(), source.bytes()[..100]);
+    refused(pair.here.write(pair.to, &[source.whole()], &key, base + 51), ErrorKind::OutOfBounds);
+}
+
+#[test]
+fn requested_keys_are_free_again_after_close() {
+    let domain = domain(&Loopback::builder().key_size(4).build().unwrap(), MrMode::empty());
+    let buffer = Buffer::new(64);
+    let register = |key| How::key(key).register(&*domain, &[host(buffer.range(), true)]);
+    let region = register(42).unwrap();
+    assert_eq!(region.key, 42);
+    refused(register(42), ErrorKind::NoKey);
+    refused(register(1 << 32), ErrorKind::KeyRejected);
+    register(u64::from(u32::MAX)).unwrap();
+    domain.deregister(region).unwrap();
+    refused(domain.deregister(region), ErrorKind::NoRegion);
+    register(42).unwrap();
+}
+
+/// MODE-02
+#[test]
+fn an_absent_page_under_a_local_buffer_without_descriptor_fails_the_transfer_and_not_the_process() {
+    let pair = pair(MrMode::empty());
+    for owned in [true, false] {
+        let target = Buffer::new(64);
+        let region =
+            How::key(7).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
+        let key = remote(region, 64);
+        let nothing = LocalSegment { address: Address(0x1000), len: 64, desc: None };
+        refused(pair.here.write(pair.to, &[nothing], &key, 0), ErrorKind::BadAddress);
+        refused(pair.here.read(pair.to, &[nothing], &key, 0), ErrorKind::BadAddress);
+        assert_eq!(target.bytes(), [0; 64]);
+        pair.there.domain.deregister(region).unwrap();
+    }
+}
+
+/// MR-11
+///
+/// An endpoint keeps the last peer that it wrote to, and that keeps nobody.
+#[test]
+fn endpoints_that_wrote_to_one_another_leave_nothing_behind() {
+    for by_thread in [true, false] {
+        for first in 0..3 {
+            let progress = if by_thread { Progress::Thread } else { Progress::ByHand };
+            let provider = Loopback::builder().progress(progress).build().unwrap();
+            let counter = Arc::new(Counter::new());
+            let open = || {
+                let domain = domain(&provider, MrMode::empty());
+                End::with(&domain, |attr| attr.tx_counter = Some(Arc::clone(&counter)))
+            };
+            let mut ends = vec![open(), open(), open()];
+            let buffer = Buffer::new(8);
+            let keys: Vec<_> = ends
+                .iter()
+                .map(|end| {
+                    How::key(1).register(&*end.domain, &[host(buffer.range(), true)]).unwrap()
+                })
+                .map(|region| remote(region, 8))
+                .collect();
+            // Around the ring, and each to itself.
+            for step in [1, 0] {
+                for from in 0..3 {
+                    let to = (from + step) % 3;
+                    let peer = ends[from].peer(&ends[to]);
+                    ends[from].write(peer, &[buffer.whole()], &keys[to], 0).unwrap();
+                }
+            }
+            let closed = ends[first].peer(&ends[first]);
+            let to_closed = ends[(first + 1) % 3].peer(&ends[first]);
+            ends[(first + 1) % 3].write(to_closed, &[buffer.whole()], &keys[first], 0).unwrap();
+            ends[first].endpoint.close().unwrap();
+            let again = ends[(first + 1) % 3].write(to_closed, &[buffer.whole()], &keys[first], 0);
+            refused(again, ErrorKind::Unreachable);
+            assert!(
+                ends[first]
+                    .post(Operation::Send { tag: None, invalidate: None }, &[], closed, 0)
+                    .is_err()
+            );
+            drop(ends.swap_remove(first));
+            drop(ends);
+            drop(provider);
+            assert_eq!(Arc::strong_count(&counter), 1, "an endpoint outlived its handle");
+        }
+    }
+}

@@ -1,0 +1,398 @@
+//! What the loopback suites share: domains, connected endpoints, and requests that run to their
+//! end.
+
+#![allow(dead_code, reason = "each suite uses a part of it")]
+
+use std::{fmt, sync::Arc};
+
+use hmem_core::{
+    Access, Address, AddressRange, Addressing, AuthKey, ErrorKind, Iova, LocalKey, MrFlags, MrMode,
+    Registry, RemoteKey, Result,
+    provider::{
+        Backing, CompletionQueue, DomainRequest, EndpointAttr, KeyRequest, Piece, Provider,
+        ProviderDomain, ProviderEndpoint, ProviderRegion, RegistrationRequest, StagingAttr,
+    },
+    transfer::{
+        AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment,
+        WorkRequest,
+    },
+};
+use hmem_provider_loopback::Loopback;
+
+/// Every right.
+pub(crate) fn all_rights() -> Access {
+    Access::all().difference(Access::COLLECTIVE)
+}
+
+/// A domain request with nothing special about it.
+pub(crate) fn request(mode: MrMode) -> DomainRequest {
+    DomainRequest {
+        nic: None,
+        mode,
+        auth_key: AuthKey::default(),
+        hmem: false,
+        registry: Arc::new(Registry::new()),
+        staging: StagingAttr::default(),
+    }
+}
+
+/// A domain on the first NIC.
+pub(crate) fn domain(provider: &Loopback, mode: MrMode) -> Arc<dyn ProviderDomain> {
+    provider.open_domain(&request(mode)).unwrap()
+}
+
+/// How to register; the defaults are a plain enabled region with every right.
+#[derive(Clone)]
+pub(crate) struct How {
+    pub(crate) access: Access,
+    pub(crate) flags: MrFlags,
+    pub(crate) key: KeyRequest,
+    pub(crate) auth_key: AuthKey,
+    pub(crate) addressing: Addressing,
+    pub(crate) enabled: bool,
+}
+
+impl How {
+    pub(crate) fn key(number: u64) -> Self {
+        Self {
+            access: all_rights(),
+            flags: MrFlags::empty(),
+            key: KeyRequest::Application(number),
+            auth_key: AuthKey::default(),
+            addressing: Addressing::ZeroBased,
+            enabled: true,
+        }
+    }
+
+    pub(crate) fn provider_key() -> Self {
+        Self { key: KeyRequest::Provider, ..Self::key(0) }
+    }
+
+    pub(crate) fn access(self, access: Access) -> Self {
+        Self { access, ..self }
+    }
+
+    pub(crate) fn flags(self, flags: MrFlags) -> Self {
+        Self { flags, ..self }
+    }
+
+    pub(crate) fn virtual_addresses(self) -> Self {
+        Self { addressing: Addressing::Virtual, ..self }
+    }
+
+    pub(crate) fn disabled(self) -> Self {
+        Self { enabled: false, ..self }
+    }
+
+    pub(crate) fn request(&self) -> RegistrationRequest<'_> {
+        RegistrationRequest {
+            access: self.access,
+            flags: self.flags,
+            key: self.key,
+            auth_key: &self.auth_key,
+            addressing: self.addressing,
+            page_size: 0,
+            enabled: self.enabled,
+            parallel: None,
+        }
+    }
+
+    pub(crate) fn register(
+        &self,
+        domain: &dyn ProviderDomain,
+        pieces: &[Piece<'_>],
+    ) -> Result<ProviderRegion> {
+        // SAFETY: the tests keep their memory until they have deregistered it, or say why not.
+        unsafe { domain.register(&self.request(), pieces) }
+    }
+}
+
+/// A piece of host memory.
+pub(crate) fn host(range: AddressRange, owned: bool) -> Piece<'static> {
+    Piece { range, backing: Backing::Host { owned } }
+}
+
+/// The range of a buffer.
+pub(crate) fn range_of(bytes: &Buffer) -> AddressRange {
+    AddressRange::new(bytes.address(), bytes.len() as u64).unwrap()
+}
+
+/// Bytes at a fixed, page-aligned address, read and written through pointers only: a NIC changes
+/// them.
+pub(crate) struct Buffer {
+    start: *mut u8,
+    len: usize,
+}
+
+// SAFETY: the memory is reached through volatile reads and writes of single bytes, and freed by the
+// one owner.
+unsafe impl Send for Buffer {}
+// SAFETY: as above.
+unsafe impl Sync for Buffer {}
+
+impl Buffer {
+    pub(crate) fn new(len: usize) -> Self {
+        Self::layout(len, 4096)
+    }
+
+    fn layout(len: usize, align: usize) -> Self {
+        let layout = std::alloc::Layout::from_size_align(len.max(1), align).unwrap();
+        // SAFETY: the layout has at least one byte.
+        let start = unsafe { std::alloc::alloc_zeroed(layout) };
+        assert!(!start.is_null());
+        Self { start, len }
+    }
+
+    pub(crate) fn filled(len: usize, byte: u8) -> Self {
+        let buffer = Self::new(len);
+        buffer.fill(byte);
+        buffer
+    }
+
+    pub(crate) fn counting(len: usize) -> Self {
+        let buffer = Self::new(len);
+        for at in 0..len {
+            buffer.set(at, (at % 251) as u8);
+        }
+        buffer
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn address(&self) -> Address {
+        Address(self.start.expose_provenance() as u64)
+    }
+
+    pub(crate) fn range(&self) -> AddressRange {
+        range_of(self)
+    }
+
+    pub(crate) fn get(&self, at: usize) -> u8 {
+        assert!(at < self.len);
+        // SAFETY: in bounds of the allocation, which lives as long as `self`.
+        unsafe { self.start.add(at).read_volatile() }
+    }
+
+    pub(crate) fn set(&self, at: usize, byte: u8) {
+        assert!(at < self.len);
+        // SAFETY: as in `get`.
+        unsafe { self.start.add(at).write_volatile(byte) }
+    }
+
+    pub(crate) fn fill(&self, byte: u8) {
+        for at in 0..self.len {
+            self.set(at, byte);
+        }
+    }
+
+    pub(crate) fn bytes(&self) -> Vec<u8> {
+        (0..self.len).map(|at| self.get(at)).collect()
+    }
+
+    pub(crate) fn write(&self, at: usize, bytes: &[u8]) {
+        for (offset, byte) in bytes.iter().enumerate() {
+            self.set(at + offset, *byte);
+        }
+    }
+
+    pub(crate) fn u64_at(&self, at: usize) -> u64 {
+        u64::from_le_bytes(std::array::from_fn(|n| self.get(at + n)))
+    }
+
+    pub(crate) fn segment(&self, at: usize, len: usize, desc: Option<LocalKey>) -> LocalSegment {
+        assert!(at + len <= self.len);
+        LocalSegment { address: Address(self.address().0 + at as u64), len: len as u64, desc }
+    }
+
+    pub(crate) fn whole(&self) -> LocalSegment {
+        self.segment(0, self.len, None)
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `layout` with this very layout.
+        unsafe {
+            std::alloc::dealloc(
+                self.start,
+                std::alloc::Layout::from_size_align(self.len.max(1), 4096).unwrap(),
+            );
+        }
+    }
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Buffer({:#x}+{})", self.address().0, self.len)
+    }
+}
+
+/// An endpoint with its queue.
+#[derive(Debug)]
+pub(crate) struct End {
+    pub(crate) domain: Arc<dyn ProviderDomain>,
+    pub(crate) cq: Arc<dyn CompletionQueue>,
+    pub(crate) endpoint: Arc<dyn ProviderEndpoint>,
+}
+
+impl End {
+    pub(crate) fn open(domain: &Arc<dyn ProviderDomain>) -> Self {
+        Self::with(domain, |_| {})
+    }
+
+    pub(crate) fn with(
+        domain: &Arc<dyn ProviderDomain>,
+        change: impl FnOnce(&mut EndpointAttr),
+    ) -> Self {
+        let cq = domain.open_cq(256).unwrap();
+        let mut attr = EndpointAttr {
+            tx_cq: Arc::clone(&cq),
+            rx_cq: Arc::clone(&cq),
+            rma_event: false,
+            auth_key: None,
+            tx_counter: None,
+            rx_counter: None,
+            depth: 64,
+        };
+        change(&mut attr);
+        let endpoint = domain.open_endpoint(&attr).unwrap();
+        Self { domain: Arc::clone(domain), cq, endpoint }
+    }
+
+    pub(crate) fn peer(&self, other: &Self) -> PeerId {
+        self.endpoint.resolve(&other.endpoint.name()).unwrap()
+    }
+
+    pub(crate) fn post(
+        &self,
+        operation: Operation<'_>,
+        local: &[LocalSegment],
+        peer: PeerId,
+        context: u64,
+    ) -> Result<()> {
+        // SAFETY: the suites keep the buffers of their requests until the completions, which they
+        // wait for.
+        unsafe { self.endpoint.post(&WorkRequest { operation, local, peer, context }) }
+    }
+
+    /// The next completion, however long it takes.
+    pub(crate) fn next(&self) -> Completion {
+        let mut out = Vec::new();
+        loop {
+            self.cq.read(&mut out, 1).unwrap();
+            match out.pop() {
+                Some(completion) => return completion,
+                None => std::thread::yield_now(),
+            }
+        }
+    }
+
+    /// Whether a completion is there now.
+    pub(crate) fn try_next(&self) -> Option<Completion> {
+        let mut out = Vec::new();
+        self.cq.read(&mut out, 1).unwrap();
+        out.pop()
+    }
+
+    /// Posts and waits for the end.
+    pub(crate) fn run(
+        &self,
+        operation: Operation<'_>,
+        local: &[LocalSegment],
+        peer: PeerId,
+    ) -> Result<u64> {
+        self.post(operation, local, peer, 7)?;
+        let completion = self.next();
+        assert_eq!(completion.context, 7);
+        completion.result
+    }
+
+    pub(crate) fn write(
+        &self,
+        peer: PeerId,
+        local: &[LocalSegment],
+        key: &RemoteKey,
+        at: u64,
+    ) -> Result<u64> {
+        let len = local.iter().map(|segment| segment.len).sum();
+        let remote = [RemoteSegment { address: Iova(at), len, key }];
+        self.run(Operation::Write { remote: &remote }, local, peer)
+    }
+
+    pub(crate) fn read(
+        &self,
+        peer: PeerId,
+        local: &[LocalSegment],
+        key: &RemoteKey,
+        at: u64,
+    ) -> Result<u64> {
+        let len = local.iter().map(|segment| segment.len).sum();
+        let remote = [RemoteSegment { address: Iova(at), len, key }];
+        self.run(Operation::Read { remote: &remote }, local, peer)
+    }
+
+    /// A fetching atomic on one 64-bit element; returns what was there.
+    pub(crate) fn fetch(
+        &self,
+        peer: PeerId,
+        op: AtomicOp,
+        operand: u64,
+        compare: Option<u64>,
+        key: &RemoteKey,
+        at: u64,
+    ) -> Result<u64> {
+        let buffers = [Buffer::new(8), Buffer::new(8), Buffer::new(8)];
+        buffers[0].write(0, &operand.to_le_bytes());
+        if let Some(compare) = compare {
+            buffers[1].write(0, &compare.to_le_bytes());
+        }
+        let operation = Operation::Atomic {
+            op,
+            datatype: AtomicType::U64,
+            remote: RemoteSegment { address: Iova(at), len: 8, key },
+            result: Some(buffers[2].whole()),
+            compare: compare.map(|_| buffers[1].whole()),
+        };
+        self.run(operation, &[buffers[0].whole()], peer)?;
+        Ok(buffers[2].u64_at(0))
+    }
+}
+
+/// The remote key of a zero-based region.
+pub(crate) fn remote(region: ProviderRegion, len: u64) -> RemoteKey {
+    RemoteKey::new(Addressing::ZeroBased, Iova(0), len, region.key)
+}
+
+/// The remote key of a region addressed by virtual addresses.
+pub(crate) fn remote_virtual(region: ProviderRegion, range: AddressRange) -> RemoteKey {
+    RemoteKey::new(Addressing::Virtual, Iova(range.start().0), range.len(), region.key)
+}
+
+/// Fails unless the error is of this kind.
+#[track_caller]
+pub(crate) fn refused<T: fmt::Debug>(result: Result<T>, kind: ErrorKind) {
+    match result {
+        Ok(value) => panic!("expected {kind:?}, got {value:?}"),
+        Err(error) => assert_eq!(error.kind(), kind, "{error}"),
+    }
+}
+
+/// Two endpoints of two domains of one NIC, each resolved by the other.
+pub(crate) struct Pair {
+    pub(crate) provider: Loopback,
+    pub(crate) here: End,
+    pub(crate) there: End,
+    /// `there` as `here` knows it.
+    pub(crate) to: PeerId,
+}
+
+impl Pair {
+    pub(crate) fn new(provider: Loopback, mode: MrMode) -> Self {
+        let here = End::open(&domain(&provider, mode));
+        let there = End::open(&domain(&provider, mode));
+        let to = here.peer(&there);
+        Self { provider, here, there, to }
+    }
+}

@@ -1,0 +1,230 @@
+//! Rights in libfabric's words and in verbs' words, and the flags that only verbs has.
+
+use hmem_core::{Access, Errno, Error, ErrorKind, Result};
+
+use super::{device::OpenDevice, sys::AccessFlags};
+
+bitflags::bitflags! {
+    /// Registration flags that fi_mr(3) does not have, with verbs' values.
+    ///
+    /// A flag reaches the driver if the device has it. Otherwise it is Unsupported, and the error
+    /// names the device.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct VerbsOptions: u32 {
+        /// Memory windows may be bound to the region. Gives peers nothing by itself.
+        const MW_BIND = AccessFlags::MW_BIND.bits();
+        /// Addresses start at 0, on both sides. One page-aligned range, in one registration.
+        const ZERO_BASED = AccessFlags::ZERO_BASED.bits();
+        /// Pages are brought in when the NIC reaches for them, and are not pinned.
+        const ON_DEMAND = AccessFlags::ON_DEMAND.bits();
+        /// The memory lies in huge pages, which the provider checks. For devices that page on
+        /// demand; a driver may ignore the flag unless ON_DEMAND is given too.
+        const HUGETLB = AccessFlags::HUGETLB.bits();
+        /// PCIe writes may pass each other. A driver may drop it silently.
+        const RELAXED_ORDERING = AccessFlags::RELAXED_ORDERING.bits();
+    }
+}
+
+/// The knowledge about an option that a registration asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Grant {
+    /// The driver took it: it refuses what it does not have.
+    Granted,
+    /// The driver was asked, and may have dropped it without a word (VRB-02).
+    RequestedNotConfirmable,
+}
+
+impl VerbsOptions {
+    /// Returns what is known about each of these options after a registration with them succeeded.
+    pub fn grants(self) -> impl Iterator<Item = (Self, Grant)> {
+        self.iter().map(move |option| {
+            let grant = match option {
+                Self::RELAXED_ORDERING => Grant::RequestedNotConfirmable,
+                Self::HUGETLB if !self.contains(Self::ON_DEMAND) => Grant::RequestedNotConfirmable,
+                _ => Grant::Granted,
+            };
+            (option, grant)
+        })
+    }
+
+    pub(super) const fn flags(self) -> AccessFlags {
+        AccessFlags::from_bits_truncate(self.bits())
+    }
+}
+
+/// The properties of a device on which the translation of rights depends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceRights {
+    /// It has atomics.
+    pub atomics: bool,
+    /// It speaks iWARP, where the sink of an RMA read must be remotely writable.
+    pub iwarp: bool,
+}
+
+/// Rights in verbs' words: exactly as wide as asked, but for the LOCAL_WRITE that verbs demands
+/// under remote rights to change memory (`ibv_reg_mr(3)`), and iWARP's rule for RMA reads.
+///
+/// REMOTE_WRITE grants RMA writes, and atomics where the device has them. REMOTE_RMA_WRITE and
+/// REMOTE_ATOMIC grant one of the two; a registration that names REMOTE_ATOMIC on a device without
+/// atomics is refused with Unsupported.
+///
+/// ```
+/// use hmem_core::Access;
+/// use hmem_provider_verbs::{DeviceRights, access_flags, sys::AccessFlags};
+///
+/// let device = DeviceRights { atomics: true, iwarp: false };
+/// assert_eq!(access_flags(Access::SEND | Access::WRITE, device), AccessFlags::empty());
+/// assert_eq!(
+///     access_flags(Access::REMOTE_WRITE, device),
+///     AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_ATOMIC | AccessFlags::LOCAL_WRITE,
+/// );
+/// assert_eq!(
+///     access_flags(Access::REMOTE_ATOMIC, device),
+///     AccessFlags::REMOTE_ATOMIC | AccessFlags::LOCAL_WRITE,
+/// );
+/// ```
+#[must_use]
+pub fn access_flags(access: Access, device: DeviceRights) -> AccessFlags {
+    let mut flags = AccessFlags::empty();
+    if access.intersects(Access::READ | Access::RECV) {
+        flags |= AccessFlags::LOCAL_WRITE;
+    }
+    if device.iwarp && access.contains(Access::READ) {
+        flags |= AccessFlags::REMOTE_WRITE;
+    }
+    if access.contains(Access::REMOTE_READ) {
+        flags |= AccessFlags::REMOTE_READ;
+    }
+    if access.peers_write() {
+        flags |= AccessFlags::LOCAL_WRITE | remote_changes(access, device);
+    }
+    flags
+}
+
+/// Returns the verbs rights of `access` by which peers change memory; REMOTE_ATOMIC only if the
+/// device has atomics.
+pub(super) fn remote_changes(access: Access, device: DeviceRights) -> AccessFlags {
+    let mut flags = AccessFlags::empty();
+    flags.set(AccessFlags::REMOTE_WRITE, access.intersects(Access::ANY_REMOTE_WRITE));
+    let atomics = device.atomics && access.intersects(Access::ANY_REMOTE_ATOMIC);
+    flags.set(AccessFlags::REMOTE_ATOMIC, atomics);
+    flags
+}
+
+/// Refuses the right REMOTE_ATOMIC, libfabric's or verbs', on a device without atomics.
+/// REMOTE_WRITE of fi_mr(3), which grants atomics too, grants only RMA writes on such a device.
+pub(super) fn check_atomics(
+    asked: bool,
+    device: &OpenDevice,
+    operation: &'static str,
+) -> Result<()> {
+    if device.rights().atomics || !asked {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::Unsupported, operation)
+        .provider(device.nic().to_string())
+        .context("access", "REMOTE_ATOMIC")
+        .remedy(format!("{} has no atomics: register without REMOTE_ATOMIC", device.nic().name)))
+}
+
+/// Returns the flags that [`access_flags`] adds to the requested rights: verbs' LOCAL_WRITE and
+/// iWARP's REMOTE_WRITE (VRB-03).
+pub(super) fn added(access: Access, device: DeviceRights) -> AccessFlags {
+    let mut asked = AccessFlags::empty();
+    asked.set(AccessFlags::LOCAL_WRITE, access.intersects(Access::READ | Access::RECV));
+    asked.set(AccessFlags::REMOTE_WRITE, access.intersects(Access::ANY_REMOTE_WRITE));
+    let limits = AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE;
+    access_flags(access, device).intersection(limits).difference(asked)
+}
+
+/// Rights in libfabric's words, for regions registered in verbs' words.
+pub(super) fn access_of(flags: AccessFlags) -> Access {
+    let mut access = Access::WRITE | Access::SEND;
+    if flags.contains(AccessFlags::LOCAL_WRITE) {
+        access |= Access::READ | Access::RECV;
+    }
+    access.set(Access::REMOTE_READ, flags.contains(AccessFlags::REMOTE_READ));
+    // REMOTE_WRITE of fi_mr(3) grants both.
+    access |= match (
+        flags.contains(AccessFlags::REMOTE_WRITE),
+        flags.contains(AccessFlags::REMOTE_ATOMIC),
+    ) {
+        (true, true) => Access::REMOTE_WRITE,
+        (true, false) => Access::REMOTE_RMA_WRITE,
+        (false, true) => Access::REMOTE_ATOMIC,
+        (false, false) => Access::empty(),
+    };
+    access
+}
+
+/// Refuses flags that every driver refuses with EINVAL (VRB-01), before the driver is called.
+///
+/// # Errors
+/// BadAccess for REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE, and for bits that verbs does
+/// not define.
+pub fn check_flags(flags: AccessFlags) -> Result<()> {
+    let refuse = |why: &'static str| {
+        Err(Error::new(ErrorKind::BadAccess, "ibv_reg_mr")
+            .errno(Errno(22))
+            .context("access", names(flags))
+            .remedy(why))
+    };
+    if !flags.difference(AccessFlags::all()).is_empty() {
+        return refuse("these bits are not access flags of ibv_reg_mr(3)");
+    }
+    let changes = flags.intersects(AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_ATOMIC);
+    if changes && !flags.contains(AccessFlags::LOCAL_WRITE) {
+        return refuse("REMOTE_WRITE and REMOTE_ATOMIC need LOCAL_WRITE (ibv_reg_mr(3))");
+    }
+    Ok(())
+}
+
+/// Flag names for messages.
+pub(super) fn names(flags: AccessFlags) -> String {
+    let mut names: Vec<_> = flags.iter_names().map(|(name, _)| name.to_owned()).collect();
+    let unknown = flags.bits() & !AccessFlags::all().bits();
+    if unknown != 0 {
+        names.push(format!("{unknown:#x}"));
+    }
+    if names.is_empty() { "none".to_owned() } else { names.join("|") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// VRB-03
+    #[test]
+    fn rights_that_were_added_are_told_apart_from_those_asked_for() {
+        let (plain, iwarp) = (DeviceRights::default(), DeviceRights { atomics: true, iwarp: true });
+        for (access, device, expected) in [
+            (Access::REMOTE_WRITE, plain, AccessFlags::LOCAL_WRITE),
+            (Access::REMOTE_WRITE | Access::READ, plain, AccessFlags::empty()),
+            (Access::READ, plain, AccessFlags::empty()),
+            (Access::READ, iwarp, AccessFlags::REMOTE_WRITE),
+            (Access::READ | Access::REMOTE_WRITE, iwarp, AccessFlags::empty()),
+            (Access::REMOTE_READ, iwarp, AccessFlags::empty()),
+            (Access::REMOTE_ATOMIC, plain, AccessFlags::LOCAL_WRITE),
+            (Access::REMOTE_RMA_WRITE | Access::RECV, iwarp, AccessFlags::empty()),
+        ] {
+            assert_eq!(added(access, device), expected, "{access} on {device:?}");
+        }
+    }
+
+    /// VRB-03
+    #[test]
+    fn rights_in_verbs_words_keep_writes_and_atomics_apart() {
+        let device = DeviceRights { atomics: true, iwarp: false };
+        let local = AccessFlags::LOCAL_WRITE;
+        for remote in [
+            AccessFlags::empty(),
+            AccessFlags::REMOTE_WRITE,
+            AccessFlags::REMOTE_ATOMIC,
+            AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_ATOMIC,
+        ] {
+            let access = access_of(remote | local);
+            let name = names(remote);
+            assert_eq!(access_flags(access, device), remote | local, "{name} as {access}");
+        }
+    }
+}

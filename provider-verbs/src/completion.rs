@@ -1,0 +1,131 @@
+//! Completions: from a work completion's status to an error that says what it means.
+
+use hmem_core::{Error, ErrorKind, transfer::CompletionKind};
+
+use super::sys::WcStatus;
+
+/// Returns the error that a failed work completion's status means for a request of `kind`.
+///
+/// ```
+/// use hmem_core::{ErrorKind, transfer::CompletionKind};
+/// use hmem_provider_verbs::{status_error, sys::WcStatus};
+///
+/// let error = status_error(WcStatus::IBV_WC_REM_ACCESS_ERR, 0x88, CompletionKind::Write);
+/// assert_eq!(error.kind(), ErrorKind::AccessDenied);
+/// assert!(error.to_string().contains("remote access error (10)"));
+/// ```
+#[must_use]
+pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Error {
+    use CompletionKind::{BindWindow, Receive, Send};
+    let (error, text, remedy) = match (status, kind) {
+        (WcStatus::IBV_WC_LOC_LEN_ERR, Receive) => (
+            ErrorKind::Truncated,
+            "local length error",
+            "post receives as long as the longest message",
+        ),
+        (WcStatus::IBV_WC_LOC_LEN_ERR, _) => {
+            (ErrorKind::MessageTooLong, "local length error", "send less at once")
+        }
+        // What rxe says where others say "local length error".
+        (WcStatus::IBV_WC_LOC_QP_OP_ERR, Receive) => (
+            ErrorKind::Truncated,
+            "local queue pair operation error",
+            "the message did not fit: post receives as long as the longest message",
+        ),
+        (WcStatus::IBV_WC_LOC_QP_OP_ERR, BindWindow) => (
+            ErrorKind::AccessDenied,
+            "local queue pair operation error",
+            "the NIC refused the bind: range, rights, MW_BIND of the region, or a key that is still valid",
+        ),
+        (WcStatus::IBV_WC_LOC_QP_OP_ERR, _) => (
+            ErrorKind::BadState,
+            "local queue pair operation error",
+            "the request does not fit the endpoint",
+        ),
+        (WcStatus::IBV_WC_LOC_PROT_ERR, _) => (
+            ErrorKind::AccessDenied,
+            "local protection error",
+            "a local segment lies outside its region, in a closed one, or in one without the right",
+        ),
+        (WcStatus::IBV_WC_WR_FLUSH_ERR, BindWindow) => (
+            ErrorKind::Canceled,
+            "flushed",
+            "the connection went down before or over the bind; rxe says so for every bind that it refuses",
+        ),
+        (WcStatus::IBV_WC_WR_FLUSH_ERR, _) => (
+            ErrorKind::Canceled,
+            "flushed",
+            "the connection ended over an earlier error: resolve the peer again on both sides",
+        ),
+        (WcStatus::IBV_WC_MW_BIND_ERR, _) => (
+            ErrorKind::AccessDenied,
+            "memory window bind error",
+            "the NIC refused the bind: range, rights, MW_BIND of the region, or a key that is still valid",
+        ),
+        (WcStatus::IBV_WC_LOC_ACCESS_ERR, _) => (
+            ErrorKind::AccessDenied,
+            "local access error",
+            "a protection error while receiving a remote write",
+        ),
+        (WcStatus::IBV_WC_REM_INV_REQ_ERR, Send) => (
+            ErrorKind::Truncated,
+            "remote invalid request error",
+            "the peer's receive is shorter than the message",
+        ),
+        (WcStatus::IBV_WC_REM_INV_REQ_ERR, _) => (
+            ErrorKind::InvalidArgument,
+            "remote invalid request error",
+            "the peer's NIC cannot do the operation",
+        ),
+        (WcStatus::IBV_WC_REM_ACCESS_ERR, _) => (
+            ErrorKind::AccessDenied,
+            "remote access error",
+            "the key is stale or foreign, the range reaches outside, or the right was not granted: the NIC does not \
+             say which",
+        ),
+        (WcStatus::IBV_WC_RETRY_EXC_ERR, _) => (
+            ErrorKind::Unreachable,
+            "transport retries exceeded",
+            "the peer does not answer: has it resolved this endpoint, and is it open?",
+        ),
+        (WcStatus::IBV_WC_RNR_RETRY_EXC_ERR, _) => {
+            (ErrorKind::Unreachable, "receiver not ready", "the peer has no receive posted")
+        }
+        (WcStatus::IBV_WC_REM_OP_ERR, Send) => (
+            ErrorKind::Driver,
+            "remote operation error",
+            "the peer's NIC could not complete it: its receive may be shorter than the message, or without rights",
+        ),
+        (WcStatus::IBV_WC_REM_OP_ERR, _) => {
+            (ErrorKind::Driver, "remote operation error", "the peer's NIC could not complete it")
+        }
+        (WcStatus::IBV_WC_REM_ABORT_ERR, _) => {
+            (ErrorKind::Canceled, "remote abort", "the peer gave up")
+        }
+        _ => (ErrorKind::Driver, "failed", "see the driver's log"),
+    };
+    let operation = match kind {
+        CompletionKind::Write => "rdma write",
+        CompletionKind::Read => "rdma read",
+        CompletionKind::Atomic => "rdma atomic",
+        CompletionKind::Send => "send",
+        CompletionKind::Receive => "receive",
+        CompletionKind::BindWindow => "bind window",
+        CompletionKind::InvalidateWindow => "invalidate window",
+    };
+    let completed = Error::new(error, operation)
+        .provider("verbs")
+        .driver_code(status.name().unwrap_or_default(), i64::from(status.0))
+        .context("status", format_args!("{text} ({})", status.0));
+    let completed = if vendor == 0 {
+        completed
+    } else {
+        completed.context("vendor", format_args!("{vendor:#x}"))
+    };
+    completed.remedy(remedy)
+}
+
+/// A request that its endpoint's closing cut short.
+pub(super) fn canceled(kind: CompletionKind) -> Error {
+    status_error(WcStatus::IBV_WC_WR_FLUSH_ERR, 0, kind).context("cause", "the endpoint was closed")
+}

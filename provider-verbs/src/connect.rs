@@ -1,0 +1,326 @@
+//! Queue pairs: their names, and the walk RESET, INIT, RTR, RTS of a reliable connection.
+
+use std::{
+    hash::{BuildHasher, Hasher, RandomState},
+    mem, ptr,
+    sync::Arc,
+};
+
+use hmem_core::{Error, ErrorKind, Result, transfer::EndpointName};
+
+use super::{
+    device::{OpenDevice, Port, ProtectionDomain},
+    errors,
+    queue::CqState,
+    sys::{
+        AccessFlags, AhAttr, Gid, GlobalRoute, Qp, QpAttr, QpAttrMask, QpCap, QpInitAttr, QpState,
+        QpType,
+    },
+};
+
+/// Reads and atomics on their way at once, in each direction.
+const DEPTH_OF_READS: i32 = 16;
+/// 4.096 us << 17: half a second before a packet is sent again.
+const TIMEOUT: u8 = 17;
+/// Packets are sent again this often before the peer counts as gone. Not 7, the most there is: rxe
+/// takes that as without end, and would never notice that a peer is gone.
+const RETRIES: u8 = 6;
+/// A receiver without a receive is waited for without end.
+const RECEIVER_RETRIES: u8 = 7;
+/// 0.64 ms before a sender tries a receiver that was not ready again.
+const RECEIVER_NOT_READY: u8 = 12;
+const HOPS: u8 = 64;
+
+/// Bytes that an endpoint's inline sends may have, where the device allows it.
+const INLINE: u32 = 220;
+const SEGMENTS: i32 = 16;
+
+/// What a peer must know to connect: an [`EndpointName`]'s bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct PeerName {
+    pub(super) qpn: u32,
+    pub(super) psn: u32,
+    pub(super) gid: [u8; 16],
+    pub(super) lid: u16,
+    pub(super) mtu: u8,
+    pub(super) reads: u8,
+    /// How often the connection went down: a name with another epoch is a connection to make anew.
+    pub(super) epoch: u16,
+}
+
+const MAGIC: [u8; 4] = *b"hmVE";
+const VERSION: u8 = 1;
+const NAME: usize = 38;
+
+impl PeerName {
+    pub(super) fn encode(&self) -> EndpointName {
+        let mut bytes = Vec::with_capacity(NAME);
+        bytes.extend_from_slice(&MAGIC);
+        bytes.extend_from_slice(&[VERSION, self.mtu, self.reads, 0]);
+        bytes.extend_from_slice(&self.qpn.to_be_bytes());
+        bytes.extend_from_slice(&self.psn.to_be_bytes());
+        bytes.extend_from_slice(&self.lid.to_be_bytes());
+        bytes.extend_from_slice(&self.epoch.to_be_bytes());
+        bytes.extend_from_slice(&self.gid);
+        let sum = bytes.iter().fold(0x1d_u16, |sum, byte| sum.rotate_left(3) ^ u16::from(*byte));
+        bytes.extend_from_slice(&sum.to_be_bytes());
+        EndpointName(bytes)
+    }
+
+    pub(super) fn decode(name: &EndpointName) -> Result<Self> {
+        let malformed = || {
+            Error::new(ErrorKind::Malformed, "resolve")
+                .provider("verbs")
+                .context("bytes", name.0.len())
+                .remedy("pass on the bytes of the peer's name unchanged and whole")
+        };
+        let bytes: &[u8; NAME] = name.0.as_slice().try_into().map_err(|_| malformed())?;
+        let number = |from: usize| {
+            bytes[from..].first_chunk::<4>().map_or(0, |part| u32::from_be_bytes(*part))
+        };
+        let short = |from: usize| {
+            bytes[from..].first_chunk::<2>().map_or(0, |part| u16::from_be_bytes(*part))
+        };
+        let sum = bytes[..NAME - 2]
+            .iter()
+            .fold(0x1d_u16, |sum, byte| sum.rotate_left(3) ^ u16::from(*byte));
+        if bytes[..4] != MAGIC || bytes[4] != VERSION || short(NAME - 2) != sum {
+            return Err(malformed());
+        }
+        let mut gid = [0; 16];
+        gid.copy_from_slice(&bytes[20..36]);
+        Ok(Self {
+            qpn: number(8),
+            psn: number(12),
+            gid,
+            lid: short(16),
+            mtu: bytes[5],
+            reads: bytes[6],
+            epoch: short(18),
+        })
+    }
+
+    /// Whether both are names of one queue pair.
+    pub(super) fn same_peer(&self, other: &Self) -> bool {
+        Self { epoch: 0, ..*self } == Self { epoch: 0, ..*other }
+    }
+}
+
+/// A queue pair, destroyed with it.
+#[derive(Debug)]
+pub(super) struct QueuePair {
+    pub(super) device: Arc<OpenDevice>,
+    pub(super) qp: *mut Qp,
+    pub(super) port: Port,
+    pub(super) cap: QpCap,
+    psn: u32,
+}
+
+// SAFETY: libibverbs objects may be used from any thread, several at once; the owner of this value
+// destroys it once.
+unsafe impl Send for QueuePair {}
+// SAFETY: libibverbs locks a queue pair in each call that takes it (ibverbs(7)).
+unsafe impl Sync for QueuePair {}
+
+impl QueuePair {
+    /// Creates an RC queue pair that completes to the given queues, and walks it to INIT.
+    pub(super) fn create(
+        pd: &ProtectionDomain,
+        (tx, rx): (&CqState, &CqState),
+        port: Port,
+        depth: usize,
+    ) -> Result<Self> {
+        let device = &pd.device;
+        let limits = device.attr();
+        let most = u32::try_from(limits.max_qp_wr).unwrap_or(0).max(1);
+        let depth = u32::try_from(depth).unwrap_or(u32::MAX).clamp(1, most);
+        let segments = u32::try_from(limits.max_sge.min(SEGMENTS)).unwrap_or(0).max(1);
+        let mut cap = QpCap {
+            max_send_wr: depth.saturating_add(16).min(most),
+            max_recv_wr: depth,
+            max_send_sge: segments,
+            max_recv_sge: segments,
+            max_inline_data: INLINE,
+        };
+        let mut created = Self::try_create(pd, (tx, rx), cap);
+        if created.is_err() {
+            cap.max_inline_data = 0;
+            created = Self::try_create(pd, (tx, rx), cap);
+        }
+        let (qp, cap) = created.map_err(|errno| {
+            errors::call(device.nic(), "ibv_create_qp", errno)
+                .context("depth", depth)
+                .remedy("the NIC is out of queue pairs, or locked memory (RLIMIT_MEMLOCK) is short")
+        })?;
+        let psn = RandomState::new().build_hasher().finish() as u32 & 0xff_ffff;
+        let pair = Self { device: Arc::clone(device), qp, port, cap, psn };
+        pair.to_init()?;
+        Ok(pair)
+    }
+
+    fn try_create(
+        pd: &ProtectionDomain,
+        (tx, rx): (&CqState, &CqState),
+        cap: QpCap,
+    ) -> Result<(*mut Qp, QpCap), hmem_core::Errno> {
+        let mut attr = QpInitAttr {
+            qp_context: ptr::null_mut(),
+            send_cq: tx.cq(),
+            recv_cq: rx.cq(),
+            srq: ptr::null_mut(),
+            cap,
+            qp_type: QpType::IBV_QPT_RC,
+            sq_sig_all: 0,
+        };
+        // SAFETY: the protection domain and both queues are alive, and the endpoint keeps them so.
+        let qp = unsafe { (pd.device.library().functions.create_qp)(pd.pd, &mut attr) };
+        if qp.is_null() { Err(errors::last()) } else { Ok((qp, attr.cap)) }
+    }
+
+    pub(super) fn number(&self) -> u32 {
+        // SAFETY: the queue pair lives as long as `self`; its number never changes.
+        unsafe { (*self.qp).qp_num }
+    }
+
+    fn reads(limit: i32) -> u8 {
+        u8::try_from(limit.clamp(0, DEPTH_OF_READS)).unwrap_or(0)
+    }
+
+    pub(super) fn name(&self, epoch: u16) -> PeerName {
+        PeerName {
+            qpn: self.number(),
+            psn: self.psn,
+            gid: self.port.gid.map_or([0; 16], |entry| entry.gid),
+            lid: self.port.lid,
+            mtu: u8::try_from(self.port.mtu).unwrap_or(1),
+            reads: Self::reads(self.device.attr().max_qp_rd_atom),
+            epoch,
+        }
+    }
+
+    fn modify(&self, mut attr: QpAttr, mask: QpAttrMask) -> Result<()> {
+        let modify = self.device.library().functions.modify_qp;
+        // SAFETY: the queue pair lives as long as `self`; the mask says which attributes are set.
+        errors::status(unsafe { modify(self.qp, &mut attr, mask.bits()) }).map_err(|errno| {
+            errors::call(self.device.nic(), "ibv_modify_qp", errno)
+                .context("state", attr.qp_state.name().unwrap_or_default())
+        })
+    }
+
+    fn to_init(&self) -> Result<()> {
+        let rights = AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE;
+        let atomic = if self.device.rights().atomics {
+            AccessFlags::REMOTE_ATOMIC
+        } else {
+            AccessFlags::empty()
+        };
+        let attr = QpAttr {
+            qp_state: QpState::IBV_QPS_INIT,
+            port_num: self.port.number,
+            qp_access_flags: (rights | atomic).bits(),
+            ..QpAttr::default()
+        };
+        let mask = QpAttrMask::STATE
+            | QpAttrMask::PKEY_INDEX
+            | QpAttrMask::PORT
+            | QpAttrMask::ACCESS_FLAGS;
+        self.modify(attr, mask)
+    }
+
+    /// Forgets the connection; what was outstanding is dropped without completions.
+    pub(super) fn reset(&self) -> Result<()> {
+        let attr = QpAttr { qp_state: QpState::IBV_QPS_RESET, ..QpAttr::default() };
+        self.modify(attr, QpAttrMask::STATE)?;
+        self.to_init()
+    }
+
+    /// Ends the connection; what was outstanding completes as flushed.
+    pub(super) fn to_error(&self) -> Result<()> {
+        let attr = QpAttr { qp_state: QpState::IBV_QPS_ERR, ..QpAttr::default() };
+        self.modify(attr, QpAttrMask::STATE)
+    }
+
+    /// From INIT to RTS.
+    pub(super) fn connect(&self, peer: &PeerName) -> Result<()> {
+        let global = peer.gid != [0; 16];
+        let gid_index = self.port.gid.map_or(0, |entry| entry.index);
+        let ah_attr = AhAttr {
+            grh: GlobalRoute {
+                dgid: Gid { raw: peer.gid },
+                flow_label: 0,
+                sgid_index: gid_index,
+                hop_limit: HOPS,
+                traffic_class: 0,
+            },
+            dlid: peer.lid,
+            is_global: u8::from(global),
+            port_num: self.port.number,
+            ..AhAttr::default()
+        };
+        let ready_to_receive = QpAttr {
+            qp_state: QpState::IBV_QPS_RTR,
+            path_mtu: self.port.mtu.min(i32::from(peer.mtu)).max(1),
+            dest_qp_num: peer.qpn,
+            rq_psn: peer.psn,
+            max_dest_rd_atomic: Self::reads(self.device.attr().max_qp_rd_atom),
+            min_rnr_timer: RECEIVER_NOT_READY,
+            ah_attr,
+            ..QpAttr::default()
+        };
+        self.modify(
+            ready_to_receive,
+            QpAttrMask::STATE
+                | QpAttrMask::AV
+                | QpAttrMask::PATH_MTU
+                | QpAttrMask::DEST_QPN
+                | QpAttrMask::RQ_PSN
+                | QpAttrMask::MAX_DEST_RD_ATOMIC
+                | QpAttrMask::MIN_RNR_TIMER,
+        )?;
+        let ready_to_send = QpAttr {
+            qp_state: QpState::IBV_QPS_RTS,
+            timeout: TIMEOUT,
+            retry_cnt: RETRIES,
+            rnr_retry: RECEIVER_RETRIES,
+            sq_psn: self.psn,
+            max_rd_atomic: Self::reads(self.device.attr().max_qp_init_rd_atom).min(peer.reads),
+            ..QpAttr::default()
+        };
+        self.modify(
+            ready_to_send,
+            QpAttrMask::STATE
+                | QpAttrMask::TIMEOUT
+                | QpAttrMask::RETRY_CNT
+                | QpAttrMask::RNR_RETRY
+                | QpAttrMask::SQ_PSN
+                | QpAttrMask::MAX_QP_RD_ATOMIC,
+        )
+    }
+
+    /// Where the NIC has it now.
+    pub(super) fn state(&self) -> Result<QpState> {
+        let mut attr = QpAttr::default();
+        // SAFETY: all zeros is a value of this plain structure.
+        let mut init: QpInitAttr = unsafe { mem::zeroed() };
+        let query = self.device.library().functions.query_qp;
+        // SAFETY: the queue pair lives as long as `self`; both structures are writable for the
+        // call.
+        errors::status(unsafe { query(self.qp, &mut attr, QpAttrMask::STATE.bits(), &mut init) })
+            .map_err(|errno| errors::call(self.device.nic(), "ibv_query_qp", errno))?;
+        Ok(attr.qp_state)
+    }
+}
+
+impl Drop for QueuePair {
+    fn drop(&mut self) {
+        if self.device.is_inherited() {
+            return;
+        }
+        let destroy = self.device.library().functions.destroy_qp;
+        // SAFETY: it was created by `create`, and each post to it borrows `self`.
+        let destroyed = unsafe { destroy(self.qp) };
+        if let Err(errno) = errors::status(destroyed) {
+            tracing::error!(nic = %self.device.nic(), %errno, "ibv_destroy_qp");
+        }
+    }
+}

@@ -1,0 +1,433 @@
+//! An open device: its attributes as core wants them, and its ports.
+
+use std::{
+    ffi::c_int,
+    fs,
+    mem::{self, offset_of},
+    ptr,
+    sync::{Arc, atomic::AtomicU32},
+};
+
+use hmem_core::{
+    Access, Errno, Error, ErrorKind, MrFlags, MrMode, ProcessMark, Result,
+    provider::{Imports, Nic, ProviderAttr, WindowType},
+};
+
+use super::{
+    DeviceRights, GidEntry, choose_gid, errors, gid,
+    library::{Library, device_name},
+    staged::Active,
+    sys::{
+        self, AtomicCap, Context, DeviceAttr, DeviceAttrEx, DeviceCaps, DeviceExInput, LinkLayer,
+        Pd, PortAttr, PortState, VerbsContext,
+    },
+};
+
+/// Ranges in one region: each is a registration of its own.
+const RANGES: usize = 32;
+
+/// A context of libibverbs, closed with it if it was opened here.
+#[derive(Debug)]
+pub(super) struct OpenDevice {
+    library: Arc<Library>,
+    context: *mut Context,
+    owned: bool,
+    nic: Nic,
+    attr: DeviceAttr,
+    rights: DeviceRights,
+    on_demand: bool,
+    provider_attr: ProviderAttr,
+    active: Active,
+    generations: AtomicU32,
+    /// The process that opened the context. A forked child destroys nothing of it.
+    process: ProcessMark,
+}
+
+// SAFETY: a context of libibverbs may be used from any thread, several at once ("thread safe",
+// ibverbs(7)); everything else here is plain data.
+unsafe impl Send for OpenDevice {}
+// SAFETY: libibverbs calls may share a context between threads (ibverbs(7)); nothing else here has
+// interior state of its own but locks and atomics.
+unsafe impl Sync for OpenDevice {}
+
+/// What an endpoint must know of the port that it speaks through.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Port {
+    pub(super) number: u8,
+    pub(super) lid: u16,
+    pub(super) mtu: c_int,
+    pub(super) max_message: u64,
+    pub(super) gid: Option<GidEntry>,
+}
+
+impl OpenDevice {
+    /// Opens a device by name, which wants the PCIe mapping of dma-bufs tried first, or does not.
+    pub(super) fn open(
+        library: &Arc<Library>,
+        name: &str,
+        pcie_mapping_first: bool,
+    ) -> Result<Self> {
+        let process = ProcessMark::current()?;
+        let context = library.open_device(name)?;
+        // SAFETY: the context was opened just now, and nobody else closes it.
+        unsafe { Self::new(library, context, true, pcie_mapping_first, process) }
+    }
+
+    /// Returns true in a forked child, where the driver's objects are the parent's.
+    pub(super) fn is_inherited(&self) -> bool {
+        !self.process.is_current()
+    }
+
+    /// Uses the context of somebody else's protection domain.
+    ///
+    /// # Safety
+    /// `pd` is a live protection domain of the same libibverbs, and stays so for as long as the
+    /// result.
+    pub(super) unsafe fn borrowed(
+        library: &Arc<Library>,
+        pd: *mut Pd,
+        pcie_mapping_first: bool,
+    ) -> Result<Self> {
+        let process = ProcessMark::current()?;
+        // SAFETY: the caller vouches for the protection domain, whose first field is its context.
+        unsafe { Self::new(library, (*pd).context, false, pcie_mapping_first, process) }
+    }
+
+    /// # Safety
+    /// `context` is open, and stays so for as long as the result, which closes it if `owned`.
+    unsafe fn new(
+        library: &Arc<Library>,
+        context: *mut Context,
+        owned: bool,
+        pcie_mapping_first: bool,
+        process: ProcessMark,
+    ) -> Result<Self> {
+        // SAFETY: an open context names its device.
+        let name = device_name(&library.functions, unsafe { (*context).device });
+        let nic = Nic { provider: "verbs".into(), pci_bus_id: pci_bus_id(&name), name };
+        // SAFETY: all zeros is a value of this plain structure.
+        let attr: DeviceAttr = unsafe { mem::zeroed() };
+        let mut device = Self {
+            library: Arc::clone(library),
+            context,
+            owned,
+            provider_attr: blank(&nic),
+            nic,
+            attr,
+            rights: DeviceRights::default(),
+            on_demand: false,
+            active: Active::default(),
+            generations: AtomicU32::new(0),
+            process,
+        };
+        // From here on, an error closes the context by dropping `device`.
+        // SAFETY: the context is open; the attributes are writable for the call.
+        errors::status(unsafe { (library.functions.query_device)(context, &mut device.attr) })
+            .map_err(|errno| errors::call(&device.nic, "ibv_query_device", errno))?;
+        device.rights = DeviceRights {
+            atomics: device.attr.atomic_cap != AtomicCap::IBV_ATOMIC_NONE,
+            iwarp: device.is_iwarp(),
+        };
+        device.on_demand = device.query_on_demand()?;
+        let dma_buf = device.probe_dma_buf()?;
+        device.provider_attr = device.describe(dma_buf, pcie_mapping_first);
+        Ok(device)
+    }
+
+    /// The generation of the first request of an endpoint that is opened now. Endpoints that close
+    /// add as many as they have used.
+    pub(super) fn generations(&self) -> &AtomicU32 {
+        &self.generations
+    }
+
+    /// The endpoints with staged transfers under way.
+    pub(super) fn active(&self) -> &Active {
+        &self.active
+    }
+
+    pub(super) fn library(&self) -> &Arc<Library> {
+        &self.library
+    }
+
+    pub(super) fn context(&self) -> *mut Context {
+        self.context
+    }
+
+    pub(super) fn nic(&self) -> &Nic {
+        &self.nic
+    }
+
+    pub(super) fn attr(&self) -> &DeviceAttr {
+        &self.attr
+    }
+
+    pub(super) fn provider_attr(&self) -> &ProviderAttr {
+        &self.provider_attr
+    }
+
+    /// Whether it says that it pages on demand.
+    pub(super) fn on_demand(&self) -> bool {
+        self.on_demand
+    }
+
+    /// Its operations, which the header's inline functions call.
+    pub(super) fn ops(&self) -> &sys::ContextOps {
+        // SAFETY: the context is open as long as `self`; its operations are set before it is handed
+        // out.
+        unsafe { &(*self.context).ops }
+    }
+
+    /// Asked at each registration: looked up once.
+    pub(super) fn rights(&self) -> DeviceRights {
+        self.rights
+    }
+
+    /// iWARP devices say so in sysfs: `node_type` is "4: RNIC".
+    fn is_iwarp(&self) -> bool {
+        let node_type = format!("/sys/class/infiniband/{}/node_type", self.nic.name);
+        fs::read_to_string(node_type).is_ok_and(|text| text.starts_with('4'))
+    }
+
+    /// The longest registration, in bytes.
+    pub(super) fn max_registration(&self) -> u64 {
+        match self.attr.max_mr_size {
+            0 => u64::MAX,
+            max => max,
+        }
+    }
+
+    fn query_on_demand(&self) -> Result<bool> {
+        // SAFETY: the context is open; `abi_compat` says whether a `verbs_context` surrounds it, as
+        // the header's `verbs_get_ctx` reads it.
+        let extended = unsafe { (*self.context).abi_compat }.addr() == sys::VERBS_ABI_IS_EXTENDED;
+        if !extended {
+            return Ok(false);
+        }
+        // SAFETY: `abi_compat` said that the context is the last field of a `verbs_context`.
+        let surrounding = unsafe { self.context.byte_sub(offset_of!(VerbsContext, context)) };
+        let surrounding: *mut VerbsContext = surrounding.cast();
+        let needed = size_of::<VerbsContext>() - offset_of!(VerbsContext, query_device_ex);
+        // SAFETY: `sz` lies right before the context in every version.
+        if unsafe { (*surrounding).sz } < needed {
+            return Ok(false);
+        }
+        // SAFETY: `sz` said that the structure reaches back as far as this field.
+        let Some(query) = (unsafe { (*surrounding).query_device_ex }) else { return Ok(false) };
+        // SAFETY: all zeros is a value of this plain structure.
+        let mut attr: DeviceAttrEx = unsafe { mem::zeroed() };
+        let input = DeviceExInput::default();
+        // SAFETY: the context is open; the size tells the driver how much of the attributes is
+        // there.
+        let done = unsafe { query(self.context, &input, &mut attr, size_of::<DeviceAttrEx>()) };
+        match errors::status(done) {
+            Ok(()) => Ok(attr.odp_caps.general_caps & sys::IBV_ODP_SUPPORT != 0),
+            Err(Errno(38 | 95)) => Ok(false),
+            Err(errno) => Err(errors::call(&self.nic, "ibv_query_device_ex", errno)),
+        }
+    }
+
+    /// Finds out by doing: a driver that imports dma-bufs says EBADF to fd -1, one that does not
+    /// EOPNOTSUPP.
+    fn probe_dma_buf(&self) -> Result<bool> {
+        let functions = &self.library.functions;
+        let Some(register) = functions.reg_dmabuf_mr else {
+            tracing::debug!(nic = %self.nic, "this libibverbs has no ibv_reg_dmabuf_mr");
+            return Ok(false);
+        };
+        // SAFETY: the context is open.
+        let pd = unsafe { (functions.alloc_pd)(self.context) };
+        if pd.is_null() {
+            return Err(errors::call(&self.nic, "ibv_alloc_pd", errors::last()));
+        }
+        // SAFETY: the protection domain was allocated just now; fd -1 is no file, so that nothing
+        // is registered.
+        let region = unsafe { register(pd, 0, 4096, 0, -1, 0) };
+        let refusal = errors::last();
+        if !region.is_null() {
+            // SAFETY: the region was registered just now and is used by nobody.
+            errors::status(unsafe { (functions.dereg_mr)(region) })
+                .map_err(|errno| errors::call(&self.nic, "ibv_dereg_mr", errno))?;
+        }
+        // SAFETY: nothing was left in the protection domain.
+        errors::status(unsafe { (functions.dealloc_pd)(pd) })
+            .map_err(|errno| errors::call(&self.nic, "ibv_dealloc_pd", errno))?;
+        let imports = region.is_null() && refusal == Errno(9);
+        tracing::debug!(nic = %self.nic, imports, errno = %refusal, "ibv_reg_dmabuf_mr(fd -1)");
+        Ok(imports)
+    }
+
+    fn describe(&self, dma_buf: bool, pcie_mapping_first: bool) -> ProviderAttr {
+        let caps = DeviceCaps::from_bits_truncate(self.attr.device_cap_flags);
+        let has_windows = self.attr.max_mw > 0 && self.ops().alloc_mw.is_some();
+        let windows = [
+            (DeviceCaps::MEM_WINDOW, WindowType::One),
+            (DeviceCaps::MEM_WINDOW_TYPE_2A, WindowType::TwoA),
+            (DeviceCaps::MEM_WINDOW_TYPE_2B, WindowType::TwoB),
+        ];
+        let max_mr_count = u64::try_from(self.attr.max_mr).unwrap_or(0).max(1);
+        let host = MrFlags::HMEM_HOST_ALLOC | MrFlags::HMEM_DEVICE_ONLY;
+        ProviderAttr {
+            max_mr_size: self.max_registration().saturating_mul(max_mr_count),
+            max_mr_count,
+            imports: Imports {
+                dma_buf,
+                // Whether a peer-memory client answers for a device's addresses, only their
+                // registration tells.
+                peer_memory: true,
+                staged: true,
+                // No call tells: whoever built the provider says it.
+                pcie_mapping_first: dma_buf && pcie_mapping_first,
+            },
+            flags: if dma_buf { host | MrFlags::MR_DMABUF } else { host },
+            windows: windows
+                .into_iter()
+                .filter(|(cap, _)| has_windows && caps.contains(*cap))
+                .map(|(_, kind)| kind)
+                .collect(),
+            ..blank(&self.nic)
+        }
+    }
+
+    /// The port to speak through: the one asked for, or the first that is active.
+    pub(super) fn port(&self, asked: Option<u8>, gid_index: Option<u8>) -> Result<Port> {
+        let mut down = Vec::new();
+        let numbers = asked.map_or(1..=self.attr.phys_port_cnt.max(1), |port| port..=port);
+        for number in numbers {
+            let mut attr = PortAttr::default();
+            let query = self.library.functions.query_port;
+            // SAFETY: the context is open; the attributes are writable and zeroed, as the header's
+            // inline fallback passes them.
+            errors::status(unsafe { query(self.context, number, &mut attr) }).map_err(|errno| {
+                errors::call(&self.nic, "ibv_query_port", errno)
+                    .context("port", number)
+                    .remedy(format!("the device has {} ports, from 1 on", self.attr.phys_port_cnt))
+            })?;
+            if asked.is_none() && attr.state != PortState::IBV_PORT_ACTIVE {
+                down.push(format!("{number}: {}", attr.state.name().unwrap_or("unknown state")));
+                continue;
+            }
+            return self.describe_port(number, &attr, gid_index);
+        }
+        Err(Error::new(ErrorKind::Unavailable, "ibv_query_port")
+            .provider(self.nic.to_string())
+            .context("ports", down.join(", "))
+            .remedy("no port is active: bring the link up, or name a port"))
+    }
+
+    fn describe_port(&self, number: u8, attr: &PortAttr, gid_index: Option<u8>) -> Result<Port> {
+        let failed =
+            |errno| errors::call(&self.nic, "ibv_query_gid", errno).context("port", number);
+        let ethernet = attr.link_layer == LinkLayer::IBV_LINK_LAYER_ETHERNET;
+        let gid = match gid_index {
+            Some(index) => {
+                let table = gid::table(self, number, attr).map_err(failed)?;
+                let entry = table.into_iter().find(|entry| entry.index == index);
+                Some(entry.ok_or_else(|| self.no_gid(number).context("index", index))?)
+            }
+            None if ethernet => {
+                let table = gid::table(self, number, attr).map_err(failed)?;
+                Some(choose_gid(&table).ok_or_else(|| self.no_gid(number))?)
+            }
+            None => None,
+        };
+        tracing::debug!(nic = %self.nic, port = number, ?gid, "port chosen");
+        let max_message = if attr.max_msg_sz == 0 { 1 << 30 } else { u64::from(attr.max_msg_sz) };
+        Ok(Port { number, lid: attr.lid, mtu: attr.active_mtu, max_message, gid })
+    }
+
+    fn no_gid(&self, port: u8) -> Error {
+        Error::new(ErrorKind::Unavailable, "ibv_query_gid")
+            .provider(self.nic.to_string())
+            .context("port", port)
+            .remedy("the port has no such GID: give its network interface an address")
+    }
+}
+
+impl Drop for OpenDevice {
+    fn drop(&mut self) {
+        if !self.owned || self.is_inherited() {
+            return;
+        }
+        let close = self.library.functions.close_device;
+        // SAFETY: the context was opened by `open`, and everything made from it holds this value.
+        let closed = unsafe { close(self.context) };
+        if let Err(errno) = errors::status(closed) {
+            tracing::error!(nic = %self.nic, %errno, "ibv_close_device");
+        }
+    }
+}
+
+fn blank(nic: &Nic) -> ProviderAttr {
+    let needs = MrMode::LOCAL | MrMode::VIRT_ADDR | MrMode::ALLOCATED | MrMode::PROV_KEY;
+    ProviderAttr {
+        nic: nic.clone(),
+        needs,
+        can: needs,
+        key_size: 4,
+        raw_key_size: super::region::RAW_KEY,
+        mr_iov_limit: RANGES,
+        max_mr_size: 0,
+        max_mr_count: 0,
+        page_sizes: vec![rustix::param::page_size()],
+        imports: Imports::default(),
+        staged_access: Access::READ | Access::WRITE | Access::SEND | Access::RECV,
+        flags: MrFlags::empty(),
+        windows: Vec::new(),
+        region_counters: false,
+    }
+}
+
+/// The bus id behind `/sys/class/infiniband/<name>/device`; software devices have none.
+fn pci_bus_id(name: &str) -> Option<String> {
+    let device = fs::canonicalize(format!("/sys/class/infiniband/{name}/device")).ok()?;
+    let id = device.file_name()?.to_str()?;
+    let (domain, rest) = id.split_once(':')?;
+    let hex = |text: &str| text.chars().all(|digit| digit.is_ascii_hexdigit());
+    (hex(domain) && rest.len() == 7 && rest.contains(':') && rest.contains('.'))
+        .then(|| id.to_owned())
+}
+
+/// A protection domain, deallocated with it if it was allocated here.
+#[derive(Debug)]
+pub(super) struct ProtectionDomain {
+    pub(super) device: Arc<OpenDevice>,
+    pub(super) pd: *mut Pd,
+    owned: bool,
+}
+
+// SAFETY: as for the context: libibverbs objects may be used from any thread.
+unsafe impl Send for ProtectionDomain {}
+// SAFETY: libibverbs calls may share a protection domain between threads (ibverbs(7)).
+unsafe impl Sync for ProtectionDomain {}
+
+impl ProtectionDomain {
+    pub(super) fn alloc(device: &Arc<OpenDevice>) -> Result<Self> {
+        // SAFETY: the context is open.
+        let pd = unsafe { (device.library.functions.alloc_pd)(device.context) };
+        if ptr::eq(pd, ptr::null()) {
+            return Err(errors::call(&device.nic, "ibv_alloc_pd", errors::last()));
+        }
+        Ok(Self { device: Arc::clone(device), pd, owned: true })
+    }
+
+    /// # Safety
+    /// `pd` is a live protection domain of `device`, and stays so for as long as the result.
+    pub(super) unsafe fn borrowed(device: &Arc<OpenDevice>, pd: *mut Pd) -> Self {
+        Self { device: Arc::clone(device), pd, owned: false }
+    }
+}
+
+impl Drop for ProtectionDomain {
+    fn drop(&mut self) {
+        if !self.owned || self.device.is_inherited() {
+            return;
+        }
+        let deallocate = self.device.library.functions.dealloc_pd;
+        // SAFETY: the protection domain was allocated by `alloc`; regions, windows and queue pairs
+        // in it hold the domain that owns this value, so that they are gone, or were
+        // leaked, which the driver refuses with EBUSY.
+        if let Err(errno) = errors::status(unsafe { deallocate(self.pd) }) {
+            tracing::error!(nic = %self.device.nic, %errno, "ibv_dealloc_pd");
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! Which of a port's GIDs an endpoint speaks from.
+
+use std::fs;
+
+use hmem_core::{Errno, provider::Nic};
+
+use super::{
+    device::OpenDevice,
+    errors,
+    sys::{Gid, PortAttr},
+};
+
+/// What a GID stands for (`/sys/class/infiniband/*/ports/*/gid_attrs/types/*`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GidType {
+    /// InfiniBand, or RoCE version 1, which sysfs names alike.
+    IbOrRoceV1,
+    /// RoCE version 2: UDP over IP.
+    RoceV2,
+    /// The kernel does not say.
+    Unknown,
+}
+
+/// An entry of a port's GID table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GidEntry {
+    /// Its place in the table.
+    pub index: u8,
+    /// The GID, in network order.
+    pub gid: [u8; 16],
+    /// What it stands for.
+    pub kind: GidType,
+}
+
+impl GidEntry {
+    fn rank(&self) -> Option<u8> {
+        let [first, second, ..] = self.gid;
+        let link_local = first == 0xfe && second & 0xc0 == 0x80;
+        let ipv4 = self.gid[..10] == [0; 10] && self.gid[10..12] == [0xff, 0xff];
+        match self.kind {
+            _ if self.gid == [0; 16] => None,
+            GidType::RoceV2 if ipv4 => Some(0),
+            GidType::RoceV2 if !link_local => Some(1),
+            GidType::RoceV2 => Some(2),
+            GidType::Unknown => Some(3),
+            GidType::IbOrRoceV1 if !link_local => Some(4),
+            GidType::IbOrRoceV1 => Some(5),
+        }
+    }
+}
+
+/// The GID to use on an Ethernet port: RoCE version 2 before version 1, routable before link-local,
+/// IPv4 first; the lowest index among equals. `None` if the table is empty.
+#[must_use]
+pub fn choose_gid(entries: &[GidEntry]) -> Option<GidEntry> {
+    let ranked = entries.iter().filter_map(|entry| Some((entry.rank()?, entry.index, *entry)));
+    ranked.min_by_key(|(rank, index, _)| (*rank, *index)).map(|(_, _, entry)| entry)
+}
+
+/// The GIDs of a port that are set.
+pub(super) fn table(
+    device: &OpenDevice,
+    port: u8,
+    attr: &PortAttr,
+) -> Result<Vec<GidEntry>, Errno> {
+    let mut entries = Vec::new();
+    for index in 0..u8::try_from(attr.gid_tbl_len.max(0)).unwrap_or(u8::MAX) {
+        let gid = match entry(device, port, index) {
+            Ok(gid) => gid,
+            // Kernels answer so for entries that are not set.
+            Err(Errno(2 | 22 | 61 | 11)) => continue,
+            Err(errno) => return Err(errno),
+        };
+        if gid.raw != [0; 16] {
+            entries.push(GidEntry { index, gid: gid.raw, kind: kind(device.nic(), port, index) });
+        }
+    }
+    Ok(entries)
+}
+
+/// One entry of the table.
+pub(super) fn entry(device: &OpenDevice, port: u8, index: u8) -> Result<Gid, Errno> {
+    let mut gid = Gid::default();
+    let functions = &device.library().functions;
+    // SAFETY: the context is open as long as `device`; `gid` is writable for the call.
+    errors::status(unsafe {
+        (functions.query_gid)(device.context(), port, i32::from(index), &mut gid)
+    })?;
+    Ok(gid)
+}
+
+fn kind(nic: &Nic, port: u8, index: u8) -> GidType {
+    let path = format!("/sys/class/infiniband/{}/ports/{port}/gid_attrs/types/{index}", nic.name);
+    match fs::read_to_string(path) {
+        Ok(text) if text.trim() == "RoCE v2" => GidType::RoceV2,
+        Ok(text) if text.trim() == "IB/RoCE v1" => GidType::IbOrRoceV1,
+        _ => GidType::Unknown,
+    }
+}

@@ -1,0 +1,78 @@
+//! Detection of memory in huge pages (`/proc/self/smaps`), which the HUGETLB option promises to the
+//! driver.
+
+use std::{
+    fs::File,
+    io::{self, BufRead, BufReader},
+};
+
+use hmem_core::AddressRange;
+
+/// Returns true if every byte of `range` is mapped with pages of hugetlbfs or MAP_HUGETLB.
+///
+/// # Errors
+/// The error of reading `/proc/self/smaps`.
+pub(super) fn lies_in_huge_pages(range: AddressRange) -> io::Result<bool> {
+    let smaps = BufReader::new(File::open("/proc/self/smaps")?);
+    covered(smaps.lines(), range.start().0, range.len(), rustix::param::page_size() as u64)
+}
+
+/// Returns true if every mapping that holds some of the `len` bytes from `start` has pages longer
+/// than `page`, and no byte is unmapped.
+fn covered(
+    lines: impl Iterator<Item = io::Result<String>>,
+    start: u64,
+    len: u64,
+    page: u64,
+) -> io::Result<bool> {
+    let end = start.saturating_add(len);
+    let (mut mapping, mut huge) = (0..0, 0);
+    for line in lines {
+        let line = line?;
+        if let Some(size) = line.strip_prefix("KernelPageSize:") {
+            let kib: u64 = size.trim().trim_end_matches("kB").trim().parse().unwrap_or(0);
+            if kib * 1024 > page {
+                huge += mapping.end.min(end).saturating_sub(mapping.start.max(start));
+            }
+        } else if let Some(addresses) = mapping_of(&line) {
+            mapping = addresses;
+        }
+    }
+    Ok(huge == len)
+}
+
+/// The addresses at the start of the first line of a mapping.
+fn mapping_of(line: &str) -> Option<std::ops::Range<u64>> {
+    let (start, end) = line.split_whitespace().next()?.split_once('-')?;
+    Some(u64::from_str_radix(start, 16).ok()?..u64::from_str_radix(end, 16).ok()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SMAPS: &str = "\
+10000000-10200000 rw-p 00000000 00:00 0 \n\
+KernelPageSize:        4 kB\n\
+10200000-10400000 rw-p 00000000 00:0f 21 /anon_hugepage (deleted)\n\
+Size:               2048 kB\n\
+KernelPageSize:     2048 kB\n\
+10400000-10600000 rw-p 00000000 00:0f 22 /anon_hugepage (deleted)\n\
+KernelPageSize:     2048 kB\n\
+10600000-10800000 rw-p 00000000 00:00 0 \n\
+KernelPageSize:        4 kB\n";
+
+    #[test]
+    fn a_range_lies_in_huge_pages_if_each_of_its_mappings_has_them() {
+        let covered = |start, len| {
+            let lines = SMAPS.lines().map(|line| Ok(line.to_owned()));
+            covered(lines, start, len, 4096).expect("no error in the lines")
+        };
+        assert!(covered(0x1020_0000, 0x20_0000));
+        assert!(covered(0x1020_0001, 0x3f_ffff), "two mappings, whole to the end");
+        assert!(!covered(0x101f_ffff, 2), "the first byte lies in an ordinary page");
+        assert!(!covered(0x105f_ffff, 2), "the last byte lies in an ordinary page");
+        assert!(!covered(0x1000_0000, 0x1000), "ordinary pages");
+        assert!(!covered(0x2000_0000, 0x1000), "nothing is mapped there");
+    }
+}

@@ -1,0 +1,95 @@
+//! RDMA hardware through libibverbs, which is loaded at run time: nothing is linked, nothing has to
+//! be installed.
+//!
+//! ```
+//! use hmem_core::provider::Provider;
+//! use hmem_provider_verbs::Verbs;
+//!
+//! match Verbs::open().and_then(|verbs| verbs.nics()) {
+//!     Ok(nics) => nics.iter().for_each(|nic| println!("{}: {} bytes per region", nic.nic, nic.max_mr_size)),
+//!     // No libibverbs, or no device: the error says which, and everything else works on.
+//!     Err(error) => assert!(error.is_unavailable(), "{error}"),
+//! }
+//! ```
+//!
+//! # How fi words become verbs words
+//!
+//! | fi access | verbs access |
+//! |---|---|
+//! | WRITE, SEND, COLLECTIVE | none: the NIC may always read a region locally |
+//! | READ, RECV | LOCAL_WRITE (on iWARP READ is LOCAL_WRITE and REMOTE_WRITE) |
+//! | REMOTE_READ | REMOTE_READ |
+//! | REMOTE_WRITE | REMOTE_WRITE, LOCAL_WRITE (verbs demands it), and REMOTE_ATOMIC where the device has atomics |
+//! | REMOTE_RMA_WRITE | REMOTE_WRITE, LOCAL_WRITE |
+//! | REMOTE_ATOMIC | REMOTE_ATOMIC, LOCAL_WRITE; Unsupported where the device has no atomics |
+//!
+//! What verbs does not check (WRITE and SEND on the local side) is checked when a request is
+//! posted. MW_BIND and the other flags that fi has no word for are [`VerbsOptions`]: asked for,
+//! never added. See [`access_flags`].
+//!
+//! # Endpoints
+//!
+//! An endpoint is one reliable connection (RC). Both sides exchange names and both call `resolve`.
+//! A failed completion ends the connection, as InfiniBand has it, often on both sides; `resolve`
+//! again on both, with the names of then. [`Builder::connect_in_process`] does both for endpoints
+//! of this process, which is how tests of one process run. The NIC cannot say why a peer refused: a
+//! stale or foreign key, a range that is too long and a missing right are all "remote access error
+//! (10)", here AccessDenied.
+//!
+//! # Things this does not do
+//!
+//! Tagged messages, atomics other than 64-bit fetch-and-add and compare-and-swap, sub-regions with
+//! a key of their own (verbs has none: register the part, or bind a window), counters of regions,
+//! authorization keys, addresses from 0 on more than one registration. Each is refused with its
+//! reason.
+
+#![deny(unsafe_code)]
+
+mod access;
+mod atomic;
+mod completion;
+#[allow(unsafe_code)]
+mod connect;
+#[allow(unsafe_code)]
+mod device;
+#[allow(unsafe_code)]
+mod domain;
+#[allow(unsafe_code)]
+mod endpoint;
+mod errors;
+#[allow(unsafe_code)]
+mod gid;
+mod huge;
+#[allow(unsafe_code)]
+mod library;
+#[allow(unsafe_code)]
+mod operand;
+mod parallel;
+#[allow(unsafe_code)]
+mod post;
+#[allow(unsafe_code)]
+mod provider;
+#[allow(unsafe_code)]
+mod queue;
+#[allow(unsafe_code)]
+mod region;
+#[allow(unsafe_code)]
+mod register;
+#[allow(unsafe_code)]
+mod single;
+mod split;
+#[allow(unsafe_code)]
+mod staged;
+#[allow(unsafe_code)]
+pub mod sys;
+#[allow(unsafe_code)]
+mod window;
+
+pub use access::{DeviceRights, Grant, VerbsOptions, access_flags, check_flags};
+pub use completion::status_error;
+pub use domain::VerbsDomain;
+pub use gid::{GidEntry, GidType, choose_gid};
+pub use library::ForkSupport;
+pub use provider::{Builder, ForkSafety, Verbs};
+pub use region::VerbsKey;
+pub use split::{Planned, Span, Target, plan, seams};

@@ -1,0 +1,192 @@
+//! The loaded library: device lists, opened devices, and safety over `fork`.
+
+use std::{
+    ffi::CStr,
+    fs::{self, File},
+    path::{Path, PathBuf},
+    ptr,
+};
+
+use hmem_core::{Errno, Error, ErrorKind, Result};
+
+use super::{
+    errors,
+    sys::{Context, Device, ForkStatus, Functions},
+};
+
+/// How pages under registration survive a `fork` of the process (MON-06).
+///
+/// Without help, the first write after a fork moves the *parent* to a copy, and the NIC keeps the
+/// old page.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ForkSupport {
+    /// The kernel copies pinned pages for the child at fork: nothing to do (Linux 5.12 and newer).
+    KernelCopies,
+    /// `ibv_fork_init` is in force: children do not see pages under registration. Each registration
+    /// costs an `madvise`.
+    Initialized,
+    /// Nobody takes care, with the reason. A forked child must not be used while regions are open.
+    Off(String),
+}
+
+/// The library's functions, and what was found out about it.
+#[derive(Debug)]
+pub(super) struct Library {
+    pub(super) functions: Functions,
+    pub(super) fork: ForkSupport,
+}
+
+/// The devices of a list, freed with it.
+struct DeviceList<'a> {
+    functions: &'a Functions,
+    list: *mut *mut Device,
+    count: usize,
+}
+
+impl Drop for DeviceList<'_> {
+    fn drop(&mut self) {
+        // SAFETY: the list came from ibv_get_device_list and is freed once.
+        unsafe { (self.functions.free_device_list)(self.list) }
+    }
+}
+
+impl DeviceList<'_> {
+    fn devices(&self) -> impl Iterator<Item = *mut Device> {
+        // SAFETY: the library's list has `count` entries and lives as long as `self`.
+        (0..self.count).map(|index| unsafe { *self.list.add(index) })
+    }
+
+    fn name(&self, device: *mut Device) -> String {
+        device_name(self.functions, device)
+    }
+}
+
+/// The name of a device of a live list or an open context.
+pub(super) fn device_name(functions: &Functions, device: *mut Device) -> String {
+    // SAFETY: the device belongs to a list or context that is alive; its name is NUL-terminated and
+    // lives as long.
+    let name = unsafe { CStr::from_ptr((functions.get_device_name)(device)) };
+    name.to_string_lossy().into_owned()
+}
+
+impl Library {
+    /// Prepares the library for use; `fork_init` says whether it may be told to protect pages over
+    /// `fork`.
+    pub(super) fn new(functions: Functions, fork_init: bool) -> Self {
+        let fork = fork_support(&functions, fork_init);
+        tracing::debug!(library = functions.library(), ?fork, "libibverbs in use");
+        Self { functions, fork }
+    }
+
+    fn list(&self) -> Result<DeviceList<'_>> {
+        let mut count = 0;
+        // SAFETY: `count` is writable for the call.
+        let list = unsafe { (self.functions.get_device_list)(&mut count) };
+        if list.is_null() {
+            let errno = errors::last();
+            let remedy = if errno == Errno(38) {
+                "the kernel has no RDMA devices: load the NIC's driver and ib_uverbs"
+            } else {
+                "check that ib_uverbs is loaded and that /dev/infiniband can be read"
+            };
+            return Err(self.no_device("ibv_get_device_list").errno(errno).remedy(remedy));
+        }
+        let list = DeviceList {
+            functions: &self.functions,
+            list,
+            count: usize::try_from(count).unwrap_or(0),
+        };
+        if list.count == 0 {
+            return Err(self
+                .no_device("ibv_get_device_list")
+                .remedy("no RDMA device is there: load the NIC's driver and ib_uverbs"));
+        }
+        Ok(list)
+    }
+
+    fn no_device(&self, operation: &'static str) -> Error {
+        Error::new(ErrorKind::Unavailable, operation)
+            .provider("verbs")
+            .context("library", self.functions.library())
+            .context("devices", 0)
+    }
+
+    /// The names of all devices.
+    pub(super) fn device_names(&self) -> Result<Vec<String>> {
+        let list = self.list()?;
+        Ok(list.devices().map(|device| list.name(device)).collect())
+    }
+
+    /// Opens a device by its name.
+    pub(super) fn open_device(&self, name: &str) -> Result<*mut Context> {
+        let list = self.list()?;
+        let device = list.devices().find(|device| list.name(*device) == name).ok_or_else(|| {
+            let names: Vec<_> = list.devices().map(|device| list.name(device)).collect();
+            Error::new(ErrorKind::Unavailable, "ibv_open_device")
+                .provider("verbs")
+                .context("device", name)
+                .context("devices", names.join(","))
+                .remedy("name a device that is there")
+        })?;
+        // SAFETY: the device is of the list that is still held.
+        let context = unsafe { (self.functions.open_device)(device) };
+        if ptr::eq(context, ptr::null()) {
+            return Err(not_opened(name, errors::last()));
+        }
+        Ok(context)
+    }
+}
+
+/// Why a device could not be opened. libibverbs says ENOENT, whatever the node's own error was.
+fn not_opened(name: &str, errno: Errno) -> Error {
+    let node = node(name);
+    let opened = node.as_ref().map(|node| File::options().read(true).write(true).open(node));
+    let errno = match opened {
+        Some(Err(error)) => Errno::of(&error),
+        _ => errno,
+    };
+    let error = Error::os(errno, "ibv_open_device").provider(format!("verbs/{name}"));
+    let error = match &node {
+        Some(node) => error.context("node", node.display()),
+        None => error,
+    };
+    match errno {
+        Errno(1 | 13) => error.remedy(
+            "the process may not open the device's node under /dev/infiniband: give its user or group read and write \
+             permission",
+        ),
+        Errno(2) => error.remedy(
+            "the device's node under /dev/infiniband is not there: load ib_uverbs, and pass the node into the container",
+        ),
+        _ => error.remedy("the process must be able to open the device's node under /dev/infiniband"),
+    }
+}
+
+/// The node through which processes reach a device; `None` where sysfs does not know the device.
+fn node(name: &str) -> Option<PathBuf> {
+    let is_it = |entry: &fs::DirEntry| {
+        fs::read_to_string(entry.path().join("ibdev")).is_ok_and(|device| device.trim() == name)
+    };
+    let entries = fs::read_dir("/sys/class/infiniband_verbs").ok()?;
+    let entry = entries.filter_map(|entry| entry.ok().filter(is_it)).next()?;
+    Some(Path::new("/dev/infiniband").join(entry.file_name()))
+}
+
+fn fork_support(functions: &Functions, fork_init: bool) -> ForkSupport {
+    // SAFETY: the call has no precondition.
+    let status = functions.is_fork_initialized.map(|ask| unsafe { ask() });
+    match status {
+        Some(ForkStatus::IBV_FORK_UNNEEDED) => return ForkSupport::KernelCopies,
+        Some(ForkStatus::IBV_FORK_ENABLED) => return ForkSupport::Initialized,
+        _ if !fork_init => return ForkSupport::Off("switched off by the application".to_owned()),
+        _ => {}
+    }
+    // SAFETY: the call has no precondition; it refuses by itself where regions exist already.
+    match errors::status(unsafe { (functions.fork_init)() }) {
+        Ok(()) => ForkSupport::Initialized,
+        Err(errno) => {
+            tracing::warn!(%errno, "ibv_fork_init was refused: do not fork while regions are open");
+            ForkSupport::Off(format!("ibv_fork_init: {errno}"))
+        }
+    }
+}

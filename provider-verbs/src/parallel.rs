@@ -1,0 +1,152 @@
+//! Long registrations by several driver calls at once: pinning takes one CPU for each.
+
+use std::{
+    num::NonZero,
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    thread,
+};
+
+use hmem_core::{Parallel, Progress, Result};
+use parking_lot::Mutex;
+
+use super::region::{Part, Parts};
+
+/// Below this a call is over before another CPU has woken up for the rest.
+const PAYS_FROM: u64 = 64 << 20;
+/// What the provider picks as a part's length is a multiple of a huge page.
+const HUGE: u64 = 2 << 20;
+
+/// How one range is registered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Cut {
+    /// Bytes of a part at most.
+    pub(super) part: u64,
+    /// Calls in flight at once at most.
+    pub(super) threads: usize,
+}
+
+impl Cut {
+    /// In as few calls as the device allows, one after the other.
+    pub(super) const fn none(max: u64) -> Self {
+        Self { part: max, threads: 1 }
+    }
+
+    /// `len` bytes of host memory on a device that registers `max` at once.
+    pub(super) fn new(len: u64, max: u64, asked: Option<&Parallel<'_>>, cpus: usize) -> Self {
+        let calls = |part: u64| usize::try_from(len.div_ceil(part.max(1))).unwrap_or(usize::MAX);
+        let Some(asked) = asked else {
+            // One after the other would only be slower, where there are several anyhow.
+            let threads = if len >= PAYS_FROM { cpus.min(calls(max)) } else { 1 };
+            return Self { part: max, threads: threads.max(1) };
+        };
+        let wanted = if asked.threads == 0 { cpus } else { asked.threads };
+        let part = match asked.chunk {
+            0 => {
+                let gain = usize::try_from(len / PAYS_FROM).unwrap_or(usize::MAX).min(wanted);
+                if gain > 1 { len.div_ceil(gain as u64).next_multiple_of(HUGE) } else { max }
+            }
+            chunk => chunk,
+        };
+        let part = part.min(max);
+        Self { part, threads: wanted.min(calls(part)).max(1) }
+    }
+}
+
+/// How many CPUs this process may use.
+pub(super) fn cpus() -> usize {
+    thread::available_parallelism().map_or(1, NonZero::get)
+}
+
+/// Registers the parts at `seams`, each an offset and a length, by up to `threads` calls at once,
+/// and puts them into `parts` in order.
+///
+/// After an error or a panic of `progress`, `parts` holds the registrations that succeeded.
+pub(super) fn register(
+    seams: &[(u64, u64)],
+    threads: usize,
+    progress: Option<Progress<'_>>,
+    one: impl Fn(u64, u64) -> Result<Part> + Sync,
+    parts: &mut Parts,
+) -> Result<()> {
+    let total = seams.iter().map(|(_, len)| len).sum();
+    let (next, done, stop) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicBool::new(false));
+    let made = Mutex::new(Vec::with_capacity(seams.len()));
+    let work = || -> Result<()> {
+        while !stop.load(Ordering::Relaxed) {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some(&(offset, len)) = seams.get(index) else { break };
+            let part = one(offset, len).inspect_err(|_| stop.store(true, Ordering::Relaxed))?;
+            made.lock().push((index, part));
+            let before = done.fetch_add(len, Ordering::Relaxed);
+            if let Some(progress) = progress {
+                let told = catch_unwind(AssertUnwindSafe(|| progress(before + len, total)));
+                told.unwrap_or_else(|panic| {
+                    stop.store(true, Ordering::Relaxed);
+                    resume_unwind(panic)
+                });
+            }
+        }
+        Ok(())
+    };
+    let all = || {
+        thread::scope(|scope| {
+            let workers: Vec<_> = (1..threads.min(seams.len()))
+                .filter_map(|_| {
+                    let worker = thread::Builder::new()
+                        .name("hmem-register".into())
+                        .spawn_scoped(scope, work);
+                    worker
+                        .inspect_err(
+                            |error| tracing::debug!(%error, "registering with fewer threads"),
+                        )
+                        .ok()
+                })
+                .collect();
+            let mine = work();
+            workers.into_iter().fold(mine, |result, worker| match worker.join() {
+                Ok(theirs) => result.and(theirs),
+                Err(panic) => resume_unwind(panic),
+            })
+        })
+    };
+    // Unwinding from here would lose the registrations, which have no owner yet.
+    let result = catch_unwind(AssertUnwindSafe(all));
+    let mut made = made.into_inner();
+    made.sort_unstable_by_key(|(index, _)| *index);
+    parts.extend(made.into_iter().map(|(_, part)| part));
+    result.unwrap_or_else(|panic| resume_unwind(panic))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn asked(threads: usize, chunk: u64) -> Parallel<'static> {
+        Parallel { threads, chunk, progress: None }
+    }
+
+    #[test]
+    fn a_range_is_cut_where_it_was_asked_for_and_pays() {
+        let cut =
+            |len, asked: Option<Parallel<'_>>, cpus| Cut::new(len, u64::MAX, asked.as_ref(), cpus);
+        assert_eq!(cut(GIB, None, 8), Cut::none(u64::MAX), "nobody asked: one key");
+        assert_eq!(cut(GIB, Some(asked(0, 0)), 8), Cut { part: GIB / 8, threads: 8 });
+        assert_eq!(cut(GIB, Some(asked(3, 0)), 8), Cut { part: 342 << 20, threads: 3 });
+        assert_eq!(cut(GIB, Some(asked(0, 0)), 1), Cut::none(u64::MAX), "one CPU gains nothing");
+        assert_eq!(cut(127 << 20, Some(asked(0, 0)), 8), Cut::none(u64::MAX), "too short to gain");
+        assert_eq!(cut(1 << 20, Some(asked(0, 64 << 10)), 8), Cut { part: 64 << 10, threads: 8 });
+        assert_eq!(cut(100 << 10, Some(asked(0, 64 << 10)), 8), Cut { part: 64 << 10, threads: 2 });
+    }
+
+    #[test]
+    fn what_the_device_cuts_anyhow_is_registered_at_once() {
+        let cut = |len, asked: Option<Parallel<'_>>| Cut::new(len, GIB, asked.as_ref(), 8);
+        assert_eq!(cut(4 * GIB, None), Cut { part: GIB, threads: 4 });
+        assert_eq!(cut(40 * GIB, Some(asked(2, 0))), Cut { part: GIB, threads: 2 });
+        assert_eq!(cut(40 * GIB, Some(asked(0, 8 * GIB))), Cut { part: GIB, threads: 8 });
+        assert_eq!(Cut::new(4096, 1024, None, 8), Cut::none(1024), "short: one after the other");
+    }
+}

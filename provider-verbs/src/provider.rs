@@ -1,0 +1,393 @@
+//! The provider: a library, its devices, and how domains on them are opened.
+
+use std::{
+    collections::HashMap,
+    env::VarError,
+    ffi::c_void,
+    fmt,
+    path::{Path, PathBuf},
+    sync::{Arc, Weak},
+    time::Duration,
+};
+
+use hmem_core::{
+    Error, ErrorKind, ProcessMark, Result,
+    provider::{DomainRequest, Provider, ProviderAttr, ProviderDomain},
+};
+use parking_lot::Mutex;
+
+use super::{
+    ForkSupport, VerbsDomain, VerbsOptions,
+    device::{OpenDevice, ProtectionDomain},
+    domain::DomainOptions,
+    endpoint::EndpointState,
+    library::Library,
+    sys::{Functions, Pd},
+};
+
+/// Whether pages under registration are protected over `fork` where the kernel does not do it
+/// (MON-06).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ForkSafety {
+    /// `ibv_fork_init` where the kernel does not copy pinned pages at fork.
+    #[default]
+    Auto,
+    /// Nothing: the application does not fork, or knows what it does.
+    Off,
+}
+
+/// How to start the provider.
+#[derive(Debug, Default)]
+pub struct Builder {
+    library: Option<PathBuf>,
+    functions: Option<Functions>,
+    fork: ForkSafety,
+    pcie_mapping_first: Option<bool>,
+    domain: DomainOptions,
+}
+
+impl Builder {
+    /// Loads libibverbs from `path` instead of by its usual name.
+    #[must_use]
+    pub fn library(mut self, path: impl Into<PathBuf>) -> Self {
+        self.library = Some(path.into());
+        self
+    }
+
+    /// Uses these functions instead of a library's.
+    #[must_use]
+    pub fn functions(mut self, functions: Functions) -> Self {
+        self.functions = Some(functions);
+        self
+    }
+
+    /// Whether pages are protected over `fork`.
+    #[must_use]
+    pub fn fork_safety(mut self, fork: ForkSafety) -> Self {
+        self.fork = fork;
+        self
+    }
+
+    /// Whether the devices need the PCIe mapping of device memory
+    /// (`CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` of CUDA), which no call tells: on
+    /// platforms where the device's memory is reached over PCIe only with it, as beside a coherent
+    /// link between CPU and GPU. An export with it is then tried first, and where it is refused
+    /// one without; the decision's trace has both. It overrides
+    /// [`Verbs::PCIE_MAPPING_VARIABLE`], and is off without either.
+    #[must_use]
+    pub fn pcie_mapping_first(mut self, first: bool) -> Self {
+        self.pcie_mapping_first = Some(first);
+        self
+    }
+
+    /// Options of every registration; one registration's own are those of
+    /// [`VerbsDomain::register_with`].
+    #[must_use]
+    pub fn options(mut self, options: VerbsOptions) -> Self {
+        self.domain.options = options;
+        self
+    }
+
+    /// Speaks through this port instead of the first active one.
+    #[must_use]
+    pub fn port(mut self, port: u8) -> Self {
+        self.domain.port = Some(port);
+        self
+    }
+
+    /// Speaks from this entry of the port's GID table instead of the best one.
+    #[must_use]
+    pub fn gid_index(mut self, index: u8) -> Self {
+        self.domain.gid_index = Some(index);
+        self
+    }
+
+    /// Splits registrations longer than this many bytes, if the device's own limit is not smaller
+    /// (VRB-07).
+    #[must_use]
+    pub fn max_registration(mut self, bytes: u64) -> Self {
+        self.domain.max_registration = bytes;
+        self
+    }
+
+    /// Connects both sides at `resolve` where the peer is an endpoint of this provider in this
+    /// process, and connects them again after a failed completion, as if they were
+    /// connectionless. For tests and single-process tools.
+    #[must_use]
+    pub fn connect_in_process(mut self, connect: bool) -> Self {
+        self.domain.connect_in_process = connect;
+        self
+    }
+
+    /// Sets the time after which the bind of a type 1 window counts as failed. Default: 30 seconds.
+    /// Binds are local, so only a device that is gone or stuck takes that long.
+    #[must_use]
+    pub fn bind_timeout(mut self, timeout: Duration) -> Self {
+        self.domain.bind_timeout = Some(timeout);
+        self
+    }
+
+    /// Loads the library.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] naming the library, with the loader's reason or the symbol that
+    /// it lacks; [`ErrorKind::InvalidArgument`] naming [`Verbs::PCIE_MAPPING_VARIABLE`] where
+    /// its value is none.
+    pub fn build(self) -> Result<Verbs> {
+        let pcie_mapping_first = self.needs_pcie_mapping()?;
+        let library = self.start()?;
+        Verbs::new(library, pcie_mapping_first, self.domain, None)
+    }
+
+    /// Uses another crate's protection domain: the provider's one NIC is that of its context, and
+    /// every domain opened registers in it (VRB-04).
+    ///
+    /// # Errors
+    /// As [`Builder::build`]; InvalidArgument for a null pointer; what the driver reported about
+    /// the device.
+    ///
+    /// # Safety
+    /// `pd` is a live `ibv_pd` of the same copy of libibverbs that this provider loads (or was
+    /// given), and outlives the provider and everything opened from it.
+    pub unsafe fn with_pd(self, pd: *mut c_void) -> Result<Verbs> {
+        let pd: *mut Pd = pd.cast();
+        if pd.is_null() {
+            return Err(Error::new(ErrorKind::InvalidArgument, "with_pd")
+                .provider("verbs")
+                .remedy("give a protection domain of ibv_alloc_pd"));
+        }
+        let pcie_mapping_first = self.needs_pcie_mapping()?;
+        let library = self.start()?;
+        // SAFETY: the caller vouches for the protection domain.
+        let device = Arc::new(unsafe { OpenDevice::borrowed(&library, pd, pcie_mapping_first) }?);
+        Verbs::new(library, pcie_mapping_first, self.domain, Some((device, BroughtPd(pd))))
+    }
+
+    /// What was said, or else what the environment says.
+    fn needs_pcie_mapping(&self) -> Result<bool> {
+        const VARIABLE: &str = Verbs::PCIE_MAPPING_VARIABLE;
+        let refused =
+            || Error::new(ErrorKind::InvalidArgument, "environment").context("variable", VARIABLE);
+        let text = match (self.pcie_mapping_first, std::env::var(VARIABLE)) {
+            (Some(first), _) => return Ok(first),
+            (None, Ok(text)) => text,
+            (None, Err(VarError::NotPresent)) => return Ok(false),
+            (None, Err(error)) => return Err(refused().caused_by(error)),
+        };
+        match text.to_ascii_lowercase().as_str() {
+            "" | "0" | "no" | "false" | "off" => Ok(false),
+            "1" | "yes" | "true" | "on" => Ok(true),
+            _ => Err(refused()
+                .context("value", text)
+                .remedy("use 0, no, false, off, 1, yes, true or on")),
+        }
+    }
+
+    fn start(&self) -> Result<Arc<Library>> {
+        let functions = match (&self.functions, &self.library) {
+            (Some(functions), _) => functions.clone(),
+            (None, Some(path)) => Functions::load(path)?,
+            (None, None) => Functions::load(Path::new(Functions::LIBRARY))?,
+        };
+        Ok(Arc::new(Library::new(functions, self.fork == ForkSafety::Auto)))
+    }
+}
+
+/// Devices that cannot be opened, with the reason for each.
+type LeftOut = Vec<(String, Error)>;
+
+#[derive(Clone, Copy, Debug)]
+struct BroughtPd(*mut Pd);
+
+// SAFETY: a protection domain may be used from any thread; `with_pd`'s caller keeps it alive.
+unsafe impl Send for BroughtPd {}
+// SAFETY: libibverbs calls may share a protection domain between threads (ibverbs(7)).
+unsafe impl Sync for BroughtPd {}
+
+/// RDMA hardware through libibverbs.
+#[derive(Clone)]
+pub struct Verbs {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    library: Arc<Library>,
+    pcie_mapping_first: bool,
+    options: DomainOptions,
+    brought: Option<(Arc<OpenDevice>, BroughtPd)>,
+    /// Kept open: opening costs milliseconds, and every domain of a device can share one context.
+    devices: Mutex<HashMap<String, Arc<OpenDevice>>>,
+    fabric: Arc<Fabric>,
+    /// The process that opened the provider, the only one in which it opens domains.
+    process: ProcessMark,
+}
+
+/// The endpoints of one provider, for [`Builder::connect_in_process`].
+#[derive(Debug, Default)]
+pub(super) struct Fabric {
+    endpoints: Mutex<Vec<Weak<EndpointState>>>,
+}
+
+impl Fabric {
+    pub(super) fn add(&self, endpoint: &Arc<EndpointState>) {
+        let mut endpoints = self.endpoints.lock();
+        endpoints.retain(|endpoint| endpoint.strong_count() > 0);
+        endpoints.push(Arc::downgrade(endpoint));
+    }
+
+    /// The endpoint that `is_it` holds for.
+    pub(super) fn find(
+        &self,
+        is_it: impl Fn(&EndpointState) -> bool,
+    ) -> Option<Arc<EndpointState>> {
+        let alive: Vec<_> = self.endpoints.lock().iter().filter_map(Weak::upgrade).collect();
+        alive.into_iter().find(|endpoint| is_it(endpoint))
+    }
+}
+
+impl Verbs {
+    /// The environment variable that says whether the devices need the PCIe mapping of device
+    /// memory, where the builder does not say it ([`Builder::pcie_mapping_first`]): 1, yes,
+    /// true or on, or 0, no, false or off.
+    pub const PCIE_MAPPING_VARIABLE: &str = "HMEM_VERBS_PCIE_MAPPING";
+
+    /// Loads libibverbs by its usual name.
+    ///
+    /// # Errors
+    /// As [`Builder::build`].
+    pub fn open() -> Result<Self> {
+        Self::builder().build()
+    }
+
+    /// Starts building.
+    #[must_use]
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    fn new(
+        library: Arc<Library>,
+        pcie_mapping_first: bool,
+        options: DomainOptions,
+        brought: Option<(Arc<OpenDevice>, BroughtPd)>,
+    ) -> Result<Self> {
+        let (devices, fabric) = (Mutex::default(), Arc::default());
+        let process = ProcessMark::current()?;
+        Ok(Self {
+            inner: Arc::new(Inner {
+                library,
+                pcie_mapping_first,
+                options,
+                brought,
+                devices,
+                fabric,
+                process,
+            }),
+        })
+    }
+
+    /// The library in use, as it was named.
+    #[must_use]
+    pub fn library(&self) -> &str {
+        self.inner.library.functions.library()
+    }
+
+    /// How pages under registration survive a `fork`.
+    #[must_use]
+    pub fn fork_support(&self) -> &ForkSupport {
+        &self.inner.library.fork
+    }
+
+    /// The devices that are there and cannot be opened, which [`Provider::nics`] leaves out, with
+    /// the reason for each.
+    ///
+    /// # Errors
+    /// Unavailable where there is no device at all.
+    pub fn left_out(&self) -> Result<Vec<(String, Error)>> {
+        if self.inner.brought.is_some() {
+            return Ok(Vec::new());
+        }
+        Ok(self.survey()?.1)
+    }
+
+    /// The devices that could be opened, and those that could not.
+    fn survey(&self) -> Result<(Vec<ProviderAttr>, LeftOut)> {
+        let names = self.inner.library.device_names()?;
+        self.inner.devices.lock().retain(|name, _| names.contains(name));
+        let (mut nics, mut left_out) = (Vec::with_capacity(names.len()), Vec::new());
+        for name in names {
+            match self.device(&name) {
+                Ok(device) => nics.push(device.provider_attr().clone()),
+                Err(error) => left_out.push((name, error)),
+            }
+        }
+        Ok((nics, left_out))
+    }
+
+    fn device(&self, name: &str) -> Result<Arc<OpenDevice>> {
+        if let Some(device) = self.inner.devices.lock().get(name) {
+            return Ok(Arc::clone(device));
+        }
+        let device = OpenDevice::open(&self.inner.library, name, self.inner.pcie_mapping_first)?;
+        let device = Arc::new(device);
+        Ok(Arc::clone(self.inner.devices.lock().entry(name.to_owned()).or_insert(device)))
+    }
+}
+
+impl Provider for Verbs {
+    fn name(&self) -> &str {
+        "verbs"
+    }
+
+    fn nics(&self) -> Result<Vec<ProviderAttr>> {
+        if let Some((device, _)) = &self.inner.brought {
+            return Ok(vec![device.provider_attr().clone()]);
+        }
+        let (nics, mut left_out) = self.survey()?;
+        for (device, error) in &left_out {
+            tracing::warn!(device, %error, "a device is left out");
+        }
+        match left_out.pop() {
+            Some((_, error)) if nics.is_empty() => Err(error),
+            _ => Ok(nics),
+        }
+    }
+
+    fn open_domain(&self, request: &DomainRequest) -> Result<Arc<dyn ProviderDomain>> {
+        self.inner.process.check("open domain")?;
+        let pd = match &self.inner.brought {
+            Some((device, pd)) => {
+                let name = &device.nic().name;
+                if request.nic.as_ref().is_some_and(|asked| asked != name) {
+                    return Err(Error::new(ErrorKind::InvalidArgument, "open domain")
+                        .provider(device.nic().to_string())
+                        .context("nic", request.nic.as_deref().unwrap_or_default())
+                        .remedy("the protection domain that was brought along belongs to the named device"));
+                }
+                // SAFETY: `with_pd`'s caller keeps it alive for as long as anything opened from
+                // this provider.
+                unsafe { ProtectionDomain::borrowed(device, pd.0) }
+            }
+            None => {
+                let name = match &request.nic {
+                    Some(name) => name.clone(),
+                    None => self.inner.library.device_names()?.swap_remove(0),
+                };
+                ProtectionDomain::alloc(&self.device(&name)?)?
+            }
+        };
+        let domain =
+            VerbsDomain::open(pd, self.inner.options, Arc::clone(&self.inner.fabric), request)?;
+        Ok(Arc::new(domain))
+    }
+}
+
+impl fmt::Debug for Verbs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Verbs")
+            .field("library", &self.library())
+            .field("fork", self.fork_support())
+            .field("options", &self.inner.options)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,480 @@
+//! Registering: checks, options, cuts, and the calls by address and by dma-buf.
+
+use std::{
+    ffi::c_int,
+    os::fd::{AsRawFd, BorrowedFd},
+    ptr,
+};
+
+use hmem_core::{
+    Access, Address, AddressRange, Addressing, DmaBufOffset, Error, ErrorKind, Parallel, Result,
+    provider::{Backing, KeyRequest, Piece, ProviderRegion, RegistrationRequest, WindowType},
+};
+
+use super::{
+    VerbsKey, VerbsOptions,
+    access::{access_flags, access_of, added, check_atomics, check_flags, names},
+    device::ProtectionDomain,
+    errors::{self, BackingKind, Registration},
+    huge::lies_in_huge_pages,
+    parallel::{self, Cut},
+    region::{CpuAccess, Kind, Part, Parts, Region, Regions, release},
+    split::seams,
+    sys::{self, AccessFlags, Mr},
+};
+
+const REREG: &str = "ibv_rereg_mr";
+
+/// How one domain registers: where, and with what limits.
+#[derive(Debug)]
+pub(super) struct Registrar<'a> {
+    pub(super) pd: &'a ProtectionDomain,
+    pub(super) regions: &'a Regions,
+    pub(super) max: u64,
+}
+
+impl Registrar<'_> {
+    fn refuse(&self, kind: ErrorKind, operation: &'static str, why: impl Into<String>) -> Error {
+        Error::new(kind, operation).provider(self.pd.device.nic().to_string()).remedy(why.into())
+    }
+
+    /// Checks what no registration can have.
+    pub(super) fn check(&self, request: &RegistrationRequest<'_>) -> Result<()> {
+        let refuse = |kind, why: &'static str| Err(self.refuse(kind, "register", why));
+        if let KeyRequest::Application(_) = request.key {
+            return refuse(ErrorKind::KeyRejected, "verbs chooses keys: offer PROV_KEY");
+        }
+        if !request.auth_key.0.is_empty() {
+            return refuse(
+                ErrorKind::Unsupported,
+                "verbs has no authorization keys: separate peers by protection domains (domains)",
+            );
+        }
+        if request.page_size != 0 && request.page_size != rustix::param::page_size() {
+            return refuse(
+                ErrorKind::BadPageSize,
+                "verbs takes its page size from the mapping: use 0",
+            );
+        }
+        if !request.enabled {
+            return refuse(ErrorKind::Unsupported, "verbs regions are usable at once");
+        }
+        Ok(())
+    }
+
+    /// Registers in fi words.
+    pub(super) fn register(
+        &self,
+        request: &RegistrationRequest<'_>,
+        pieces: &[Piece<'_>],
+        options: VerbsOptions,
+    ) -> Result<ProviderRegion> {
+        self.check(request)?;
+        let refuse = |kind, why: &'static str| Err(self.refuse(kind, "register", why));
+        let zero_based = options.contains(VerbsOptions::ZERO_BASED);
+        if request.addressing == Addressing::ZeroBased && !zero_based {
+            return refuse(
+                ErrorKind::Unsupported,
+                "offer VIRT_ADDR, or ask for the ZERO_BASED option",
+            );
+        }
+        let device = &self.pd.device;
+        check_atomics(request.access.contains(Access::REMOTE_ATOMIC), device, "register")?;
+        let flags = access_flags(request.access, device.rights());
+        if tracing::enabled!(tracing::Level::DEBUG) {
+            let added = added(request.access, self.pd.device.rights());
+            if !added.is_empty() {
+                tracing::debug!(nic = %self.pd.device.nic(), added = %names(added), "rights added: verbs demands them");
+            }
+        }
+        self.register_pieces(
+            request.access,
+            flags,
+            pieces,
+            options,
+            (request.parallel, Kind::Registered),
+        )
+    }
+
+    /// Registers the staging buffers, for every local use.
+    pub(super) fn register_buffers(&self, range: AddressRange) -> Result<ProviderRegion> {
+        let access = Access::READ | Access::WRITE | Access::SEND | Access::RECV;
+        let flags = access_flags(access, self.pd.device.rights());
+        let piece = Piece { range, backing: Backing::Host { owned: true } };
+        self.register_pieces(access, flags, &[piece], VerbsOptions::empty(), (None, Kind::Buffers))
+    }
+
+    /// Registers host pages in verbs' words.
+    pub(super) fn register_flags(
+        &self,
+        range: AddressRange,
+        flags: AccessFlags,
+    ) -> Result<ProviderRegion> {
+        check_flags(flags)?;
+        check_atomics(flags.contains(AccessFlags::REMOTE_ATOMIC), &self.pd.device, "ibv_reg_mr")?;
+        let options = VerbsOptions::from_bits_truncate(flags.bits());
+        let piece = Piece { range, backing: Backing::Host { owned: false } };
+        let flags = flags.difference(options.flags());
+        self.register_pieces(access_of(flags), flags, &[piece], options, (None, Kind::Registered))
+    }
+
+    fn register_pieces(
+        &self,
+        access: Access,
+        flags: AccessFlags,
+        pieces: &[Piece<'_>],
+        options: VerbsOptions,
+        (parallel, kind): (Option<&Parallel<'_>>, Kind),
+    ) -> Result<ProviderRegion> {
+        let flags = flags | options.flags();
+        check_flags(flags)?;
+        if !options.is_empty() {
+            self.check_options(options, pieces)?;
+        }
+        let cpu = match pieces {
+            _ if owned(pieces) && !options.contains(VerbsOptions::ZERO_BASED) => CpuAccess::Owned,
+            _ if pieces.iter().all(|piece| matches!(piece.backing, Backing::Host { .. })) => {
+                CpuAccess::Guarded
+            }
+            _ => CpuAccess::None,
+        };
+        let mut made = Unfinished { pd: self.pd, parts: Parts::with_capacity(pieces.len()) };
+        for piece in pieces {
+            self.register_piece(piece, flags, parallel, &mut made.parts)?;
+        }
+        let parts = std::mem::take(&mut made.parts);
+        if parts.len() > pieces.len() {
+            tracing::debug!(nic = %self.pd.device.nic(), parts = parts.len(), max = self.max, "region split");
+        }
+        Ok(self.regions.insert(Region { access, flags, options, cpu, parts, kind }))
+    }
+
+    fn check_options(&self, options: VerbsOptions, pieces: &[Piece<'_>]) -> Result<()> {
+        let device = &self.pd.device;
+        let lacks = |what: &'static str, why: String| {
+            Err(self.refuse(ErrorKind::Unsupported, "register", why).context("option", what))
+        };
+        if options.contains(VerbsOptions::ON_DEMAND) && !device.on_demand() {
+            return lacks("ON_DEMAND", format!("{} does not page on demand", device.nic().name));
+        }
+        if options.contains(VerbsOptions::HUGETLB) {
+            // No capability bit exists; the manual ties the flag to on-demand regions.
+            if !device.on_demand() {
+                return lacks(
+                    "HUGETLB",
+                    format!(
+                        "{} does not page on demand, and HUGETLB is for regions that do \
+                         (ibv_reg_mr(3)): register without it",
+                        device.nic().name
+                    ),
+                );
+            }
+            for piece in pieces {
+                self.check_huge(piece)?;
+            }
+        }
+        if options.contains(VerbsOptions::MW_BIND) && device.provider_attr().windows.is_empty() {
+            return lacks("MW_BIND", format!("{} has no memory windows", device.nic().name));
+        }
+        if options.contains(VerbsOptions::RELAXED_ORDERING) {
+            if device.library().functions.reg_mr_iova2.is_none() {
+                return lacks(
+                    "RELAXED_ORDERING",
+                    "this libibverbs is too old (before IBVERBS_1.8)".into(),
+                );
+            }
+            tracing::debug!(nic = %device.nic(), "RELAXED_ORDERING requested, not confirmable");
+        }
+        if options.contains(VerbsOptions::ZERO_BASED) {
+            let page = rustix::param::page_size() as u64;
+            match pieces {
+                [piece] if piece.range.len() <= self.max && piece.range.start().0 % page == 0 => {}
+                _ => {
+                    return Err(self.refuse(
+                        ErrorKind::InvalidArgument,
+                        "register",
+                        "ZERO_BASED takes one page-aligned range in one registration",
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses HUGETLB for memory that does not lie in huge pages: the driver may trust the flag.
+    fn check_huge(&self, piece: &Piece<'_>) -> Result<()> {
+        let refuse = |why| {
+            self.refuse(ErrorKind::InvalidArgument, "register", why)
+                .context("option", "HUGETLB")
+                .context("range", piece.range)
+        };
+        if !matches!(piece.backing, Backing::Host { .. }) {
+            return Err(refuse("HUGETLB is for host memory: register without it"));
+        }
+        match lies_in_huge_pages(piece.range) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(refuse(
+                "the memory does not lie in huge pages: map it with MAP_HUGETLB or from hugetlbfs",
+            )),
+            Err(error) => {
+                Err(refuse("HUGETLB needs /proc/self/smaps to be readable").caused_by(error))
+            }
+        }
+    }
+
+    fn register_piece(
+        &self,
+        piece: &Piece<'_>,
+        flags: AccessFlags,
+        parallel: Option<&Parallel<'_>>,
+        parts: &mut Parts,
+    ) -> Result<()> {
+        let range = piece.range;
+        if range.is_empty() {
+            return Err(self.refuse(
+                ErrorKind::ZeroLength,
+                "register",
+                "register at least one byte",
+            ));
+        }
+        // Pages that come on demand take no time now, and addresses from 0 need one registration.
+        let whole = AccessFlags::ON_DEMAND | AccessFlags::ZERO_BASED;
+        let cut = match &piece.backing {
+            Backing::Host { .. }
+                if !flags.intersects(whole) && (parallel.is_some() || range.len() > self.max) =>
+            {
+                Cut::new(range.len(), self.max, parallel, parallel::cpus())
+            }
+            _ => Cut::none(self.max),
+        };
+        let one = |offset: u64, len: u64| self.register_part(piece, flags, offset, len);
+        if range.len() <= cut.part {
+            parts.push(one(0, range.len())?);
+            return Ok(());
+        }
+        let page = rustix::param::page_size() as u64;
+        let seams: Vec<_> = seams(range.start().0, range.len(), cut.part, page).collect();
+        let progress = parallel.and_then(|parallel| parallel.progress);
+        parallel::register(&seams, cut.threads, progress, one, parts)
+    }
+
+    /// One registration: `len` bytes at `offset` of a piece.
+    fn register_part(
+        &self,
+        piece: &Piece<'_>,
+        flags: AccessFlags,
+        offset: u64,
+        len: u64,
+    ) -> Result<Part> {
+        let part = AddressRange::new(Address(piece.range.start().0 + offset), len)?;
+        let base = if flags.contains(AccessFlags::ZERO_BASED) { 0 } else { part.start().0 };
+        let mr = match &piece.backing {
+            Backing::Host { .. } => {
+                self.by_address(part, part.start(), base, flags, BackingKind::Host)?
+            }
+            Backing::PeerMemory { address } => {
+                let address = Address(address.0.wrapping_add(offset));
+                self.by_address(part, address, base, flags, BackingKind::PeerMemory)?
+            }
+            Backing::DmaBuf { fd, offset: start } => {
+                let start = start.0.checked_add(offset).ok_or_else(|| {
+                    self.refuse(ErrorKind::AddressWraps, "ibv_reg_dmabuf_mr", "the offset wraps")
+                })?;
+                self.by_dma_buf(part, *fd, DmaBufOffset(start), base, flags)?
+            }
+            Backing::Staged(_) => {
+                return Err(self.refuse(
+                    ErrorKind::Unsupported,
+                    "register",
+                    "a region is staged as a whole or not at all",
+                ));
+            }
+        };
+        // SAFETY: the driver made the region just now; its keys are set before it is returned.
+        let (lkey, rkey) = unsafe { ((*mr).lkey, (*mr).rkey) };
+        Ok(Part { mr, key: VerbsKey { range: part, base, lkey, rkey } })
+    }
+
+    fn by_address(
+        &self,
+        range: AddressRange,
+        address: Address,
+        base: u64,
+        flags: AccessFlags,
+        backing: BackingKind,
+    ) -> Result<*mut Mr> {
+        let functions = &self.pd.device.library().functions;
+        let pointer = ptr::with_exposed_provenance_mut(address.0 as usize);
+        let len = range.len() as usize;
+        let plain = base == address.0 && !flags.contains(AccessFlags::RELAXED_ORDERING);
+        let (symbol, mr) = match functions.reg_mr_iova2 {
+            Some(register) if !plain => {
+                // SAFETY: the protection domain is alive. The driver checks the range itself
+                // (EFAULT); that it may be read and written from now on is what the
+                // caller of the registration vouched for.
+                ("ibv_reg_mr_iova2", unsafe {
+                    register(self.pd.pd, pointer, len, base, flags.bits())
+                })
+            }
+            _ if plain => {
+                // SAFETY: the protection domain is alive, and the driver checks the range. The
+                // caller of the registration vouched for its use.
+                let mr =
+                    unsafe { (functions.reg_mr)(self.pd.pd, pointer, len, flags.bits() as c_int) };
+                ("ibv_reg_mr", mr)
+            }
+            _ => {
+                return Err(self.refuse(
+                    ErrorKind::Unsupported,
+                    "ibv_reg_mr_iova2",
+                    "this libibverbs is too old (before IBVERBS_1.8)",
+                ));
+            }
+        };
+        if mr.is_null() {
+            let errno = errors::last();
+            let what = Registration { symbol, range, flags, backing };
+            return Err(errors::registration(self.pd.device.nic(), errno, &what));
+        }
+        Ok(mr)
+    }
+
+    fn by_dma_buf(
+        &self,
+        range: AddressRange,
+        fd: BorrowedFd<'_>,
+        DmaBufOffset(offset): DmaBufOffset,
+        base: u64,
+        flags: AccessFlags,
+    ) -> Result<*mut Mr> {
+        const SYMBOL: &str = "ibv_reg_dmabuf_mr";
+        let lacks = || {
+            self.refuse(
+                ErrorKind::Unsupported,
+                SYMBOL,
+                "this libibverbs is too old (before IBVERBS_1.12)",
+            )
+        };
+        let register = self.pd.device.library().functions.reg_dmabuf_mr.ok_or_else(lacks)?;
+        if flags.contains(AccessFlags::LOCAL_WRITE) {
+            // Not every exporter and driver looks: a heap's read-only fd registers with write
+            // rights.
+            let mode = rustix::fs::fcntl_getfl(fd).map_err(|errno| {
+                Error::os(errno, "fcntl(F_GETFL)").provider(self.pd.device.nic().to_string())
+            })?;
+            if !mode.contains(rustix::fs::OFlags::RDWR) {
+                return Err(self
+                    .refuse(
+                        ErrorKind::AccessDenied,
+                        SYMBOL,
+                        "the fd is read-only: export it for writing",
+                    )
+                    .context("access", names(flags)));
+            }
+        }
+        let (len, raw, access) = (range.len() as usize, fd.as_raw_fd(), flags.bits() as c_int);
+        // SAFETY: the protection domain is alive and the fd open for the call; the driver checks
+        // offset and length.
+        let mr = unsafe { register(self.pd.pd, offset, len, base, raw, access) };
+        if mr.is_null() {
+            let errno = errors::last();
+            let what = Registration { symbol: SYMBOL, range, flags, backing: BackingKind::DmaBuf };
+            return Err(
+                errors::registration(self.pd.device.nic(), errno, &what).context("offset", offset)
+            );
+        }
+        Ok(mr)
+    }
+
+    /// Changes rights in place, if the driver has the call (VRB-01). Keys may change:
+    /// [`Regions::keys`] has the new ones.
+    pub(super) fn rereg(&self, handle: ProviderRegion, access: Access) -> Result<()> {
+        let lacks =
+            || self.refuse(ErrorKind::Unsupported, REREG, "this libibverbs has no ibv_rereg_mr");
+        let rereg = self.pd.device.library().functions.rereg_mr.ok_or_else(lacks)?;
+        self.regions.change(handle, REREG, |region| self.rereg_parts(rereg, region, access))
+    }
+
+    fn rereg_parts(&self, rereg: sys::ReregMr, region: &mut Region, access: Access) -> Result<()> {
+        let device = &self.pd.device;
+        check_atomics(access.contains(Access::REMOTE_ATOMIC), device, REREG)?;
+        let flags = access_flags(access, device.rights()) | region.options.flags();
+        for index in 0..region.parts.len() {
+            let Err((error, mut lost)) = self.rereg_part(rereg, &mut region.parts[index], flags)
+            else {
+                continue;
+            };
+            // The parts before this one have the new rights already, which no other code knows.
+            for part in &mut region.parts[..index] {
+                if let Err((error, _)) = self.rereg_part(rereg, part, region.flags) {
+                    tracing::error!(%error, "a part of a region keeps rights that were refused");
+                    lost = true;
+                }
+            }
+            return Err(if lost {
+                error.remedy("the driver says that the region must not be used any more: close it")
+            } else {
+                error.remedy("the region is as it was: register again with the other rights")
+            });
+        }
+        (region.access, region.flags) = (access, flags);
+        Ok(())
+    }
+
+    /// Changes the rights of one registration. On failure returns the error, and true if the
+    /// registration is lost.
+    fn rereg_part(
+        &self,
+        rereg: sys::ReregMr,
+        part: &mut Part,
+        flags: AccessFlags,
+    ) -> Result<(), (Error, bool)> {
+        let (pd, address, bits) = (ptr::null_mut(), ptr::null_mut(), flags.bits() as c_int);
+        // SAFETY: `Regions::change` took the region out of the table, so that no other thread has
+        // its registrations. Only rights change, to those that the caller of
+        // `VerbsDomain::rereg` vouched for.
+        let done = unsafe { rereg(part.mr, sys::IBV_REREG_MR_CHANGE_ACCESS, pd, address, 0, bits) };
+        if done != 0 {
+            // The call returns a class of failure, and the number in errno.
+            let errno = errors::last();
+            let error = Error::os(errno, REREG)
+                .provider(self.pd.device.nic().to_string())
+                .context("range", part.key.range)
+                .context("access", names(flags));
+            // A driver without the call has touched nothing, whatever class the library puts that
+            // in.
+            let lost = done <= sys::IBV_REREG_MR_ERR_CMD && errno.kind() != ErrorKind::Unsupported;
+            return Err((error, lost));
+        }
+        // SAFETY: the registration is alive, and no other thread has it (see above); the driver
+        // has put the keys in force there.
+        (part.key.lkey, part.key.rkey) = unsafe { ((*part.mr).lkey, (*part.mr).rkey) };
+        Ok(())
+    }
+}
+
+/// The registrations of a region that is not complete. Dropping the value deregisters them: after
+/// an error, and after a panic of the caller's progress callback, the caller may free the memory.
+struct Unfinished<'a> {
+    pd: &'a ProtectionDomain,
+    parts: Parts,
+}
+
+impl Drop for Unfinished<'_> {
+    fn drop(&mut self) {
+        for part in &self.parts {
+            if let Err(error) = release(self.pd, part) {
+                tracing::error!(%error, "a part of a refused registration is left registered");
+            }
+        }
+    }
+}
+
+fn owned(pieces: &[Piece<'_>]) -> bool {
+    pieces.iter().all(|piece| matches!(piece.backing, Backing::Host { owned: true }))
+}
+
+/// Whether a device has a window type.
+pub(super) fn has_window(pd: &ProtectionDomain, kind: WindowType) -> bool {
+    pd.device.provider_attr().windows.contains(&kind)
+}

@@ -1,0 +1,137 @@
+//! Seams: a region cut into registrations that the device can make, and transfers cut where keys
+//! change.
+//!
+//! Pure arithmetic, kept apart from the driver so that it can be tested against an oracle.
+
+use super::sys::Sge;
+
+/// Where a run of `len` bytes from `start` is cut so that no part is longer than `max`: each part's
+/// offset and length. Cuts lie on multiples of `page` addresses where `max` allows it.
+///
+/// ```
+/// use hmem_provider_verbs::seams;
+///
+/// assert_eq!(seams(0x1800, 0x3000, 0x1000, 0x1000).collect::<Vec<_>>(), [
+///     (0, 0x800), (0x800, 0x1000), (0x1800, 0x1000), (0x2800, 0x800),
+/// ]);
+/// ```
+pub fn seams(start: u64, len: u64, max: u64, page: u64) -> impl Iterator<Item = (u64, u64)> {
+    let max = max.max(1);
+    let mut offset = 0u64;
+    std::iter::from_fn(move || {
+        let left = len - offset;
+        if left == 0 {
+            return None;
+        }
+        let at = offset;
+        let mut part = left.min(max);
+        if part < left {
+            // Pages on both sides of a seam would be registered twice: end on a page where one lies
+            // in reach.
+            let over = start.wrapping_add(offset).wrapping_add(part) & (page - 1);
+            if over < part {
+                part -= over;
+            }
+        }
+        offset += part;
+        Some((at, part))
+    })
+}
+
+/// A run of local bytes under one lkey.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// Where it starts, as the NIC addresses it.
+    pub address: u64,
+    /// Bytes.
+    pub len: u64,
+    /// The key.
+    pub lkey: u32,
+}
+
+/// A run of a peer's bytes under one rkey.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// Where it starts, as the peer's NIC addresses it.
+    pub address: u64,
+    /// Bytes.
+    pub len: u64,
+    /// The key.
+    pub rkey: u32,
+}
+
+/// One work request: a remote address and the local segments for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Planned {
+    /// Where it goes.
+    pub address: u64,
+    /// Bytes.
+    pub len: u64,
+    /// The peer's key.
+    pub rkey: u32,
+    /// Its first segment in the list.
+    pub first: usize,
+    /// How many segments it has.
+    pub count: usize,
+}
+
+/// Cuts a transfer into work requests of at most `max_sge` segments and `max_message` bytes, none
+/// across a change of rkey. Both lists hold the same number of bytes; with none, one empty request
+/// goes to the first target.
+pub fn plan(
+    local: &[Span],
+    remote: &[Target],
+    (max_sge, max_message): (usize, u64),
+    segments: &mut Vec<Sge>,
+    requests: &mut Vec<Planned>,
+) {
+    segments.clear();
+    requests.clear();
+    // A segment's length has 32 bits.
+    let max_message = max_message.clamp(1, u64::from(u32::MAX));
+    let max_sge = max_sge.max(1);
+    let mut spans = local.iter().copied().filter(|span| span.len > 0);
+    let mut span = spans.next();
+    for target in remote.iter().filter(|target| target.len > 0) {
+        let (mut address, mut left) = (target.address, target.len);
+        while left > 0 {
+            let first = segments.len();
+            let mut bytes = 0;
+            while let Some(from) = span
+                && bytes < left.min(max_message)
+                && segments.len() - first < max_sge
+            {
+                let take = from.len.min(left.min(max_message) - bytes);
+                segments.push(Sge { addr: from.address, length: take as u32, lkey: from.lkey });
+                bytes += take;
+                span = if take == from.len {
+                    spans.next()
+                } else {
+                    Some(Span {
+                        address: from.address.wrapping_add(take),
+                        len: from.len - take,
+                        ..from
+                    })
+                };
+            }
+            if bytes == 0 {
+                return;
+            }
+            let count = segments.len() - first;
+            requests.push(Planned { address, len: bytes, rkey: target.rkey, first, count });
+            address = address.wrapping_add(bytes);
+            left -= bytes;
+        }
+    }
+    if requests.is_empty()
+        && let Some(target) = remote.first()
+    {
+        requests.push(Planned {
+            address: target.address,
+            len: 0,
+            rkey: target.rkey,
+            first: 0,
+            count: 0,
+        });
+    }
+}

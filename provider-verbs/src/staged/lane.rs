@@ -1,0 +1,496 @@
+//! Lanes: the requests of one direction of an endpoint, from the first that names staged memory
+//! until there is none.
+//!
+//! The NIC runs requests in the order in which they were posted, and so does a lane: it posts one
+//! request's chunks after all of those before it, and hands completions out in that order. What is
+//! posted while the lane is not empty goes through it, staged or not. A request that fails in a
+//! lane ends the connection, as any failed request does, and takes those behind it along.
+//!
+//! A request takes buffers when those before it have all of theirs, so that none of them waits for
+//! one that waits for it. And what is behind a message is behind its receiver: its buffers are then
+//! taken from the share of messages, not from that which is always there for RMA.
+//!
+//! Lanes are stepped by whoever posts to them and whoever reads a completion queue of the device,
+//! all lanes at once: a transfer waits for buffers of another whose queue nobody happens to read.
+
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+};
+
+use hmem_core::{
+    ErrorKind, LocalKey, Result,
+    transfer::{CompletionKind, Operation, PeerId, WorkRequest},
+};
+use hmem_p2p::staging::{Claim, Cut, Part, Pipeline, Posted, Use, View};
+use parking_lot::Mutex;
+
+use super::{
+    StagedPiece, region_closed,
+    request::{Direct, Lists, Movement, kind_of},
+};
+use crate::{completion::canceled, endpoint::EndpointState, region::Local};
+
+/// By which a request on the wire is known to its lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in super::super) struct Token {
+    entry: u64,
+    chunk: u64,
+}
+
+/// Both directions of an endpoint.
+#[derive(Debug, Default)]
+pub(in super::super) struct Lanes {
+    send: Lane,
+    receive: Lane,
+}
+
+#[derive(Debug, Default)]
+struct Lane {
+    /// How many entries there are; changed under the lock of the entries.
+    busy: AtomicUsize,
+    entries: Mutex<VecDeque<Entry>>,
+    /// The number of the next entry.
+    next: AtomicU64,
+    mail: Mutex<Mail>,
+}
+
+/// What the NIC said, for whoever steps the lane next. Its lock is the innermost.
+#[derive(Debug, Default)]
+struct Mail {
+    ended: Vec<(Token, Result<u64>)>,
+    /// Entries before this one go with the connection that they were posted to.
+    canceled_before: u64,
+}
+
+#[derive(Debug)]
+struct Entry {
+    number: u64,
+    kind: CompletionKind,
+    context: u64,
+    task: Task,
+    /// Its failure took along what was behind it.
+    noticed: bool,
+}
+
+#[derive(Debug)]
+enum Task {
+    Staged(Box<Transfer>),
+    Waiting(Direct),
+    Posted,
+    Ended(Result<u64>),
+}
+
+/// A request that names staged memory.
+#[derive(Debug)]
+struct Transfer {
+    pipeline: Pipeline<Arc<StagedPiece>>,
+    lists: Lists,
+    movement: Movement,
+    buffers: LocalKey,
+    peer: PeerId,
+}
+
+impl Entry {
+    fn is_over(&self) -> bool {
+        match &self.task {
+            Task::Staged(transfer) => transfer.pipeline.is_over(),
+            Task::Ended(_) => true,
+            Task::Waiting(_) | Task::Posted => false,
+        }
+    }
+
+    fn has_failed(&self) -> bool {
+        match &self.task {
+            Task::Staged(transfer) => transfer.pipeline.has_failed(),
+            Task::Ended(result) => result.is_err(),
+            Task::Waiting(_) | Task::Posted => false,
+        }
+    }
+
+    /// Gives up what is not on the wire.
+    fn cancel(&mut self) {
+        match &mut self.task {
+            Task::Staged(transfer) => transfer.pipeline.fail(Part::Wire, canceled(self.kind)),
+            Task::Waiting(_) => self.task = Task::Ended(Err(canceled(self.kind))),
+            Task::Posted | Task::Ended(_) => {}
+        }
+    }
+
+    fn ended(&mut self, token: Token, result: Result<u64>) {
+        match &mut self.task {
+            Task::Staged(transfer) => transfer.pipeline.landed(token.chunk, result),
+            task => *task = Task::Ended(result),
+        }
+    }
+
+    fn result(self) -> Result<u64> {
+        match self.task {
+            Task::Staged(mut transfer) => transfer.pipeline.result().map_err(|(_, error)| error),
+            Task::Ended(result) => result,
+            Task::Waiting(_) | Task::Posted => Err(canceled(self.kind)),
+        }
+    }
+}
+
+impl Lanes {
+    fn of(&self, kind: CompletionKind) -> &Lane {
+        if kind == CompletionKind::Receive { &self.receive } else { &self.send }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.send.busy.load(Ordering::Acquire) == 0
+            && self.receive.busy.load(Ordering::Acquire) == 0
+    }
+
+    /// Notes the end of a request.
+    pub(in super::super) fn tell(&self, kind: CompletionKind, token: Token, result: Result<u64>) {
+        self.of(kind).mail.lock().ended.push((token, result));
+    }
+
+    /// Gives up everything that was posted before now and is not on the wire.
+    pub(in super::super) fn cancel(&self) {
+        for lane in [&self.send, &self.receive] {
+            lane.mail.lock().canceled_before = lane.next.load(Ordering::Acquire);
+        }
+    }
+}
+
+impl EndpointState {
+    /// Whether a request has to go through a lane.
+    pub(in super::super) fn needs_lane(&self, request: &WorkRequest<'_>) -> bool {
+        if self.lanes.of(kind_of(&request.operation)).busy.load(Ordering::Acquire) > 0 {
+            return true;
+        }
+        self.domain.staging.has_regions()
+            && request.local.iter().any(|segment| self.domain.regions.is_staged(segment))
+    }
+
+    /// Puts a request into its lane.
+    pub(in super::super) fn post_to_lane(
+        self: &Arc<Self>,
+        request: &WorkRequest<'_>,
+    ) -> Result<()> {
+        let kind = kind_of(&request.operation);
+        let task = self.task(request)?;
+        let depth = self.depth(kind)?;
+        let lane = self.lanes.of(kind);
+        let mut entries = lane.entries.lock();
+        if entries.len() >= depth {
+            return Err(self.refuse(ErrorKind::Again, "the queue is full: read completions"));
+        }
+        // A failure of before is noticed before, and does not take this request along.
+        self.step(lane, &mut entries);
+        let number = lane.next.fetch_add(1, Ordering::AcqRel);
+        entries.push_back(Entry { number, kind, context: request.context, task, noticed: false });
+        lane.busy.store(entries.len(), Ordering::Release);
+        self.domain.pd.device.active().add(self);
+        self.step(lane, &mut entries);
+        Ok(())
+    }
+
+    /// Checks a request and copies it.
+    fn task(&self, request: &WorkRequest<'_>) -> Result<Task> {
+        let movement = Movement::of(&request.operation);
+        let right = movement.as_ref().map(|(_, right)| *right);
+        let mut lists = Lists::default();
+        for segment in request.local {
+            match self.domain.regions.local(segment, right)? {
+                Local::Plain => lists.push_plain(*segment),
+                Local::Staged(staged) => {
+                    let runs = staged.runs(segment.address, segment.len);
+                    for (piece, offset, len) in runs.ok_or_else(|| {
+                        self.refuse(
+                            ErrorKind::OutOfBounds,
+                            "the segment reaches outside its region",
+                        )
+                        .context("address", segment.address)
+                        .context("length", segment.len)
+                    })? {
+                        lists.push_staged(piece, offset, len);
+                    }
+                }
+            }
+        }
+        if lists.runs.is_empty() {
+            let direct = Direct::of(request);
+            let unknown = || {
+                self.refuse(
+                    ErrorKind::Unsupported,
+                    "verbs has no tagged messages: send without a tag",
+                )
+            };
+            return direct.map(Task::Waiting).ok_or_else(unknown);
+        }
+        let Some((movement, _)) = movement else {
+            let why = match request.operation {
+                Operation::Atomic { .. } => {
+                    "the operands are reached through copies: keep them in host memory"
+                }
+                _ => "verbs has no tagged messages: send without a tag",
+            };
+            return Err(self.refuse(ErrorKind::Unsupported, why));
+        };
+        movement.check(lists.len)?;
+        self.transfer(request.peer, movement, lists)
+            .map(|transfer| Task::Staged(Box::new(transfer)))
+    }
+
+    fn transfer(&self, peer: PeerId, movement: Movement, mut lists: Lists) -> Result<Transfer> {
+        let buffers = self.domain.staging.buffers();
+        let (pool, buffers) =
+            buffers.ok_or_else(|| self.refuse(ErrorKind::NoRegion, "the region is closed"))?;
+        let slot_len = pool.slot_len();
+        let (purpose, cut) = match &movement {
+            Movement::Send(_) => (Use::Send, Cut::whole(lists.len)),
+            Movement::Receive => (Use::Receive, Cut::whole(lists.len)),
+            Movement::Write(_) | Movement::Read(_) => (Use::Rma, Cut::chunks(lists.len, slot_len)),
+        };
+        if movement.is_message() {
+            let most = pool.share(purpose) as u64 * slot_len;
+            let segments = lists.segments(slot_len);
+            let cap = self.message_segments(&movement)?;
+            if lists.len > most || segments > cap {
+                return Err(self
+                    .refuse(
+                        ErrorKind::MessageTooLong,
+                        "a staged message lies in buffers as a whole: give the domain more or longer ones \
+                         (DomainAttr::staging), send less at once, or use RMA, which is cut into chunks",
+                    )
+                    .context("length", lists.len)
+                    .context("buffers hold", most)
+                    .context("segments", segments)
+                    .context("max_sge", cap));
+            }
+        }
+        let runs = std::mem::take(&mut lists.runs);
+        let (sources, targets) =
+            if movement.goes_out() { (runs, Vec::new()) } else { (Vec::new(), runs) };
+        let pipeline = Pipeline::new(Claim::new(&pool), purpose, cut, sources, targets);
+        Ok(Transfer { pipeline, lists, movement, buffers, peer })
+    }
+
+    fn message_segments(&self, movement: &Movement) -> Result<u64> {
+        let inner = self.lock();
+        let cap = &inner.open()?.cap;
+        let receives = matches!(movement, Movement::Receive);
+        Ok(u64::from(if receives { cap.max_recv_sge } else { cap.max_send_sge }))
+    }
+
+    fn depth(&self, kind: CompletionKind) -> Result<usize> {
+        let inner = self.lock();
+        let cap = &inner.open()?.cap;
+        Ok(if kind == CompletionKind::Receive { cap.max_recv_wr } else { cap.max_send_wr } as usize)
+    }
+
+    /// Steps both lanes; returns how many requests ended.
+    fn step_lanes(self: &Arc<Self>) -> usize {
+        let mut ended = 0;
+        for lane in [&self.lanes.send, &self.lanes.receive] {
+            // Whoever has the lock steps it.
+            if lane.busy.load(Ordering::Acquire) > 0
+                && let Some(mut entries) = lane.entries.try_lock()
+            {
+                ended += self.step(lane, &mut entries);
+            }
+        }
+        ended
+    }
+
+    fn step(self: &Arc<Self>, lane: &Lane, entries: &mut VecDeque<Entry>) -> usize {
+        while self.advance(lane, entries) {}
+        self.hand_out(lane, entries)
+    }
+
+    /// Does what can be done now; whether that was anything.
+    fn advance(self: &Arc<Self>, lane: &Lane, entries: &mut VecDeque<Entry>) -> bool {
+        let mut progressed = take_mail(lane, entries);
+        let (mut may_begin, mut may_post, mut failed) = (true, true, false);
+        let mut behind_message = self.lock().has_messages();
+        for entry in entries.iter_mut() {
+            if failed && !entry.has_failed() {
+                entry.cancel();
+                entry.noticed = true;
+                progressed = true;
+            }
+            let failed_before = entry.has_failed();
+            let (number, context) = (entry.number, entry.context);
+            match &mut entry.task {
+                Task::Staged(transfer) => {
+                    let Transfer { pipeline, lists, movement, buffers, peer } = &mut **transfer;
+                    if !movement.is_message() {
+                        pipeline.set_purpose(if behind_message { Use::Send } else { Use::Rma });
+                    }
+                    progressed |= pipeline.step(may_begin, &mut |view: View<'_>| {
+                        if !may_post {
+                            return Ok(Posted::Full);
+                        }
+                        let token = Token { entry: number, chunk: view.number };
+                        movement.with_chunk(lists, &view, (*buffers, *peer, context), |request| {
+                            self.post_for_lane(request, token)
+                        })
+                    });
+                    may_begin &= pipeline.has_begun();
+                    may_post &= pipeline.is_posted();
+                }
+                Task::Waiting(request) if may_post => {
+                    let token = Token { entry: number, chunk: 0 };
+                    match request.with(|request| self.post_for_lane(request, token)) {
+                        Ok(Posted::Full) => may_post = false,
+                        Ok(_) => (entry.task, progressed) = (Task::Posted, true),
+                        Err(error) => (entry.task, progressed) = (Task::Ended(Err(error)), true),
+                    }
+                }
+                Task::Waiting(_) | Task::Posted | Task::Ended(_) => {}
+            }
+            behind_message |= entry.kind == CompletionKind::Send && !entry.is_over();
+            if entry.has_failed() && !entry.noticed {
+                (entry.noticed, failed) = (true, true);
+                if !failed_before {
+                    self.end_connection();
+                }
+            }
+        }
+        progressed
+    }
+
+    fn post_for_lane(self: &Arc<Self>, request: &WorkRequest<'_>, token: Token) -> Result<Posted> {
+        // SAFETY: the memory is that of regions whose descriptors the request names, or staging
+        // buffers, which live as long as their domain.
+        match unsafe { self.post_now(request, Some(token)) } {
+            Ok(()) => Ok(Posted::Sent),
+            Err(error) if error.kind() == ErrorKind::Again => Ok(Posted::Full),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// What failed on this side must keep what is behind it from the peer, as what fails on the
+    /// wire does.
+    fn end_connection(&self) {
+        let mut inner = self.lock();
+        if inner.is_failed() {
+            return;
+        }
+        inner.note_failure();
+        if let Ok(Err(error)) = inner.open().map(super::super::connect::QueuePair::to_error) {
+            tracing::error!(%error, "a connection with a failed staged transfer could not be stopped");
+        }
+    }
+
+    /// Gives completions of entries that are over to their queue, in order.
+    fn hand_out(&self, lane: &Lane, entries: &mut VecDeque<Entry>) -> usize {
+        let mut ended = 0;
+        while entries.front().is_some_and(Entry::is_over)
+            && let Some(entry) = entries.pop_front()
+        {
+            let (kind, context) = (entry.kind, entry.context);
+            self.queue(kind).push(self.finish(kind, context, entry.result()));
+            ended += 1;
+        }
+        lane.busy.store(entries.len(), Ordering::Release);
+        ended
+    }
+
+    /// Ends every entry, when nothing of the endpoint is on the wire any more.
+    pub(in super::super) fn shut_lanes(&self) {
+        for lane in [&self.lanes.send, &self.lanes.receive] {
+            let mut entries = lane.entries.lock();
+            take_mail(lane, &mut entries);
+            for entry in entries.iter_mut() {
+                entry.cancel();
+                if let Task::Staged(transfer) = &mut entry.task {
+                    transfer.pipeline.stop();
+                }
+            }
+            self.hand_out(lane, &mut entries);
+        }
+    }
+
+    /// Stops what uses a region that was closed.
+    fn abandon_closed(&self) {
+        for lane in [&self.lanes.send, &self.lanes.receive] {
+            if lane.busy.load(Ordering::Acquire) == 0 {
+                continue;
+            }
+            for entry in lane.entries.lock().iter_mut() {
+                if let Task::Staged(transfer) = &mut entry.task
+                    && transfer.pipeline.memories().any(|piece| piece.is_closed())
+                {
+                    transfer.pipeline.fail(Part::Wire, region_closed());
+                    transfer.pipeline.stop();
+                }
+            }
+        }
+    }
+}
+
+fn take_mail(lane: &Lane, entries: &mut VecDeque<Entry>) -> bool {
+    let (ended, canceled_before) = {
+        let mut mail = lane.mail.lock();
+        (std::mem::take(&mut mail.ended), std::mem::take(&mut mail.canceled_before))
+    };
+    for entry in entries.iter_mut().filter(|entry| entry.number < canceled_before) {
+        entry.cancel();
+    }
+    let any = !ended.is_empty() || canceled_before > 0;
+    for (token, result) in ended {
+        if let Some(entry) = entries.iter_mut().find(|entry| entry.number == token.entry) {
+            entry.ended(token, result);
+        }
+    }
+    any
+}
+
+/// The endpoints of a device whose lanes are not empty.
+#[derive(Debug, Default)]
+pub(in super::super) struct Active {
+    count: AtomicUsize,
+    endpoints: Mutex<Vec<Weak<EndpointState>>>,
+}
+
+impl Active {
+    fn add(&self, endpoint: &Arc<EndpointState>) {
+        let mut endpoints = self.endpoints.lock();
+        if !endpoints.iter().any(|known| std::ptr::eq(known.as_ptr(), Arc::as_ptr(endpoint))) {
+            endpoints.push(Arc::downgrade(endpoint));
+            self.count.store(endpoints.len(), Ordering::Release);
+        }
+    }
+
+    fn list(&self) -> Vec<Arc<EndpointState>> {
+        self.endpoints.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Steps all lanes of the device; returns how many requests ended.
+    pub(in super::super) fn progress(&self) -> usize {
+        if self.count.load(Ordering::Acquire) == 0 {
+            return 0;
+        }
+        let mut ended = 0;
+        for endpoint in self.list() {
+            if let Err(error) = endpoint.drain_queues() {
+                // Its own reader gets the same answer.
+                tracing::debug!(%error, "a queue with staged transfers could not be read");
+            }
+            ended += endpoint.step_lanes();
+        }
+        // An endpoint that is busy again is so since before it asks to be added, for which it needs
+        // this lock.
+        let mut endpoints = self.endpoints.lock();
+        endpoints.retain(|endpoint| {
+            endpoint.upgrade().is_some_and(|endpoint| !endpoint.lanes.is_idle())
+        });
+        self.count.store(endpoints.len(), Ordering::Release);
+        ended
+    }
+
+    /// Waits until no copy touches a region that was closed.
+    pub(in super::super) fn abandon_closed(&self) {
+        for endpoint in self.list() {
+            endpoint.abandon_closed();
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! The function table, filled from the library or from a lookup of the caller's own.
+
+use std::{
+    ffi::{c_char, c_int, c_uint, c_void},
+    mem,
+    path::Path,
+    sync::Arc,
+};
+
+use hmem_core::{Error, ErrorKind, Result};
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+
+use super::{
+    codes::ForkStatus,
+    layout::{Context, Cq, Device, DeviceAttr, Gid, Mr, Pd, PortAttr, Qp, QpAttr, QpInitAttr},
+};
+
+/// `ibv_rereg_mr(mr, flags, pd, address, length, access)`
+pub type ReregMr =
+    unsafe extern "C" fn(*mut Mr, c_int, *mut Pd, *mut c_void, usize, c_int) -> c_int;
+
+macro_rules! functions {
+    (
+        required { $($(#[doc = $doc:literal])+ $field:ident: $symbol:ident@$version:literal = $type:ty;)+ }
+        optional { $($(#[doc = $odoc:literal])+ $ofield:ident: $osymbol:ident@$oversion:literal = $otype:ty;)+ }
+    ) => {
+        /// The functions of libibverbs.so.1 that this crate calls.
+        #[derive(Clone, Debug)]
+        pub struct Functions {
+            library: Arc<str>,
+            $($(#[doc = $doc])+ pub(crate) $field: $type,)+
+            $($(#[doc = $odoc])+ pub(crate) $ofield: Option<$otype>,)+
+        }
+
+        impl Functions {
+            /// Every symbol that the library must have, with its version.
+            pub const SYMBOLS: &[(&str, &str)] = &[$((stringify!($symbol), $version)),+];
+            /// Symbols that newer libraries have.
+            pub const OPTIONAL: &[(&str, &str)] = &[$((stringify!($osymbol), $oversion)),+];
+
+            /// # Safety
+            /// As [`Functions::from_lookup`].
+            unsafe fn fill(
+                library: &str,
+                mut lookup: impl FnMut(&'static str, &'static str) -> Option<*const ()>,
+            ) -> Result<Self> {
+                Ok(Self {
+                    library: library.into(),
+                    $($field: {
+                        let address = lookup(stringify!($symbol), $version)
+                            .filter(|address| !address.is_null())
+                            .ok_or_else(|| {
+                                lacks_symbol(library, concat!(stringify!($symbol), "@", $version))
+                            })?;
+                        // SAFETY: the caller promises that what it returns under this name and version is a
+                        // function with the signature that the header declares for it, which is the one here.
+                        unsafe { mem::transmute::<*const (), $type>(address) }
+                    },)+
+                    $($ofield: lookup(stringify!($osymbol), $oversion)
+                        .filter(|address| !address.is_null())
+                        // SAFETY: as above.
+                        .map(|address| unsafe { mem::transmute::<*const (), $otype>(address) }),)+
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    required {
+        /// `ibv_get_device_list(count)`
+        get_device_list: ibv_get_device_list@"IBVERBS_1.1" =
+            unsafe extern "C" fn(*mut c_int) -> *mut *mut Device;
+        /// `ibv_free_device_list(list)`
+        free_device_list: ibv_free_device_list@"IBVERBS_1.1" = unsafe extern "C" fn(*mut *mut Device);
+        /// `ibv_get_device_name(device)`
+        get_device_name: ibv_get_device_name@"IBVERBS_1.1" =
+            unsafe extern "C" fn(*mut Device) -> *const c_char;
+        /// `ibv_open_device(device)`
+        open_device: ibv_open_device@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Device) -> *mut Context;
+        /// `ibv_close_device(context)`
+        close_device: ibv_close_device@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Context) -> c_int;
+        /// `ibv_query_device(context, attr)`
+        query_device: ibv_query_device@"IBVERBS_1.1" =
+            unsafe extern "C" fn(*mut Context, *mut DeviceAttr) -> c_int;
+        /// `ibv_query_port(context, port, attr)`: fills the part of the attributes that every version has
+        query_port: ibv_query_port@"IBVERBS_1.1" =
+            unsafe extern "C" fn(*mut Context, u8, *mut PortAttr) -> c_int;
+        /// `ibv_query_gid(context, port, index, gid)`
+        query_gid: ibv_query_gid@"IBVERBS_1.1" =
+            unsafe extern "C" fn(*mut Context, u8, c_int, *mut Gid) -> c_int;
+        /// `ibv_alloc_pd(context)`
+        alloc_pd: ibv_alloc_pd@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Context) -> *mut Pd;
+        /// `ibv_dealloc_pd(pd)`
+        dealloc_pd: ibv_dealloc_pd@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Pd) -> c_int;
+        /// `ibv_reg_mr(pd, address, length, access)`
+        reg_mr: ibv_reg_mr@"IBVERBS_1.1" =
+            unsafe extern "C" fn(*mut Pd, *mut c_void, usize, c_int) -> *mut Mr;
+        /// `ibv_dereg_mr(mr)`
+        dereg_mr: ibv_dereg_mr@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Mr) -> c_int;
+        /// `ibv_create_cq(context, entries, context, channel, vector)`
+        create_cq: ibv_create_cq@"IBVERBS_1.1" =
+            unsafe extern "C" fn(*mut Context, c_int, *mut c_void, *mut c_void, c_int) -> *mut Cq;
+        /// `ibv_destroy_cq(cq)`
+        destroy_cq: ibv_destroy_cq@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Cq) -> c_int;
+        /// `ibv_create_qp(pd, attr)`
+        create_qp: ibv_create_qp@"IBVERBS_1.1" =
+            unsafe extern "C" fn(*mut Pd, *mut QpInitAttr) -> *mut Qp;
+        /// `ibv_destroy_qp(qp)`
+        destroy_qp: ibv_destroy_qp@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Qp) -> c_int;
+        /// `ibv_modify_qp(qp, attr, mask)`
+        modify_qp: ibv_modify_qp@"IBVERBS_1.1" =
+            unsafe extern "C" fn(*mut Qp, *mut QpAttr, c_int) -> c_int;
+        /// `ibv_query_qp(qp, attr, mask, init)`
+        query_qp: ibv_query_qp@"IBVERBS_1.1" =
+            unsafe extern "C" fn(*mut Qp, *mut QpAttr, c_int, *mut QpInitAttr) -> c_int;
+        /// `ibv_fork_init()`
+        fork_init: ibv_fork_init@"IBVERBS_1.1" = unsafe extern "C" fn() -> c_int;
+    }
+    optional {
+        /// `ibv_reg_mr_iova2(pd, address, length, iova, access)`
+        reg_mr_iova2: ibv_reg_mr_iova2@"IBVERBS_1.8" =
+            unsafe extern "C" fn(*mut Pd, *mut c_void, usize, u64, c_uint) -> *mut Mr;
+        /// `ibv_reg_dmabuf_mr(pd, offset, length, iova, fd, access)`
+        reg_dmabuf_mr: ibv_reg_dmabuf_mr@"IBVERBS_1.12" =
+            unsafe extern "C" fn(*mut Pd, u64, usize, u64, c_int, c_int) -> *mut Mr;
+        /// `ibv_rereg_mr(mr, flags, pd, address, length, access)`
+        rereg_mr: ibv_rereg_mr@"IBVERBS_1.1" = ReregMr;
+        /// `ibv_is_fork_initialized()`
+        is_fork_initialized: ibv_is_fork_initialized@"IBVERBS_1.13" = unsafe extern "C" fn() -> ForkStatus;
+    }
+}
+
+impl Functions {
+    /// The name by which the dynamic loader finds the library.
+    pub const LIBRARY: &str = "libibverbs.so.1";
+
+    /// Loads the library at `path` and fills the table from it.
+    ///
+    /// The library stays loaded for the rest of the process.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] naming the library, with the loader's reason, or with the first
+    /// symbol that it lacks.
+    pub fn load(path: &Path) -> Result<Self> {
+        let library = path.display().to_string();
+        // SAFETY: loading runs the library's initialisers; the caller names libibverbs, whose
+        // initialisers have no precondition.
+        let loaded = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }
+            .map_err(|reason| not_loaded(&library, reason))?;
+        let handle = loaded.into_raw();
+        // SAFETY: the addresses come from the library itself under the names and versions of its
+        // own header. It is never unloaded: the handle was given up above, since its
+        // drivers leave threads and fork handlers behind.
+        unsafe { Self::fill(&library, |symbol, version| versioned(handle, symbol, version)) }
+    }
+
+    /// Fills the table from a lookup closure over symbol and version: a driver of the caller's own,
+    /// such as a test's.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup` has
+    /// nothing.
+    ///
+    /// # Safety
+    /// Each address that `lookup` returns is a function with the signature that
+    /// `infiniband/verbs.h` declares for that name, keeps that header's rules about the objects
+    /// it returns, and stays callable from any thread for as long as a copy of the table
+    /// exists.
+    pub unsafe fn from_lookup(
+        lookup: impl FnMut(&'static str, &'static str) -> Option<*const ()>,
+    ) -> Result<Self> {
+        // SAFETY: the same promise, made by the caller.
+        unsafe { Self::fill("(injected)", lookup) }
+    }
+
+    /// The library that the functions came from, as it was named.
+    #[must_use]
+    pub fn library(&self) -> &str {
+        &self.library
+    }
+}
+
+/// `dlvsym`: a symbol in exactly this version.
+#[cfg(target_env = "gnu")]
+fn versioned(handle: *mut c_void, symbol: &str, version: &str) -> Option<*const ()> {
+    let symbol = std::ffi::CString::new(symbol).ok()?;
+    let version = std::ffi::CString::new(version).ok()?;
+    // SAFETY: the handle came from dlopen and is never closed; both names are NUL-terminated.
+    let address = unsafe { libc::dlvsym(handle, symbol.as_ptr(), version.as_ptr()) };
+    (!address.is_null()).then_some(address.cast_const().cast())
+}
+
+/// `dlsym`: other C libraries know no versions, and take the default one.
+#[cfg(not(target_env = "gnu"))]
+fn versioned(handle: *mut c_void, symbol: &str, _version: &str) -> Option<*const ()> {
+    let symbol = std::ffi::CString::new(symbol).ok()?;
+    // SAFETY: the handle came from dlopen and is never closed; the name is NUL-terminated.
+    let address = unsafe { libc::dlsym(handle, symbol.as_ptr()) };
+    (!address.is_null()).then_some(address.cast_const().cast())
+}
+
+fn not_loaded(library: &str, reason: libloading::Error) -> Error {
+    let error = Error::new(ErrorKind::Unavailable, "load library")
+        .provider("verbs")
+        .context("library", library)
+        .remedy("install rdma-core's libibverbs, or name its library with Verbs::builder().library(path)");
+    match reason {
+        libloading::Error::DlOpen { source } => error.caused_by(source),
+        other => error.caused_by(other),
+    }
+}
+
+fn lacks_symbol(library: &str, symbol: &'static str) -> Error {
+    Error::new(ErrorKind::Unavailable, "load library")
+        .provider("verbs")
+        .context("library", library)
+        .context("symbol", symbol)
+        .remedy("install a libibverbs of rdma-core, version 17 or newer")
+}

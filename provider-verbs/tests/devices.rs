@@ -1,0 +1,141 @@
+//! Devices that cannot be opened, and ports that cannot be spoken through.
+
+#[allow(dead_code, reason = "other tests use the rest of it")]
+mod fake;
+mod support;
+#[path = "../../tests/trials/mod.rs"]
+mod trials;
+
+use std::{path::Path, ptr, sync::Arc};
+
+use fake::{calls, functions, with};
+use hmem_core::{
+    Address, AddressRange, Domain, DomainAttr, ErrorKind, Registry,
+    provider::{EndpointAttr, Provider},
+};
+use hmem_p2p::path::Paths;
+use hmem_provider_verbs::{
+    Grant, Verbs, VerbsDomain, VerbsOptions,
+    sys::{AccessFlags, Functions},
+};
+use support::{device, open};
+use trials::{Outcome, Skipped, trials};
+
+trials! {
+    a_device_that_may_not_be_opened_is_left_out_with_its_reason,
+    a_port_or_gid_that_is_not_there_is_named,
+    a_device_that_is_not_there_is_named_with_those_that_are,
+    /// VRB-06
+    the_installed_library_has_every_symbol_in_its_version,
+    /// VRB-02
+    the_hugetlb_option_reaches_the_driver_for_memory_in_huge_pages,
+}
+
+fn a_device_that_may_not_be_opened_is_left_out_with_its_reason() -> Outcome {
+    let verbs = Verbs::builder().functions(functions()).build().expect("start");
+    with(|script| (script.devices, script.closed) = (Some(3), Some((1, 13))));
+    let nics: Vec<_> =
+        verbs.nics().expect("two are left").into_iter().map(|attr| attr.nic.name).collect();
+    assert_eq!(nics, ["fake0", "fake2"]);
+    let left_out = verbs.left_out().expect("devices are there");
+    let [(name, error)] = &left_out[..] else { panic!("{left_out:?}") };
+    assert_eq!((name.as_str(), error.kind()), ("fake1", ErrorKind::AccessDenied));
+    assert_eq!(error.os_errno().map(|errno| errno.0), Some(13));
+    assert!(
+        error.remedy_text().is_some_and(|remedy| remedy.contains("/dev/infiniband")),
+        "{error}"
+    );
+
+    // One device, and no permission: that is the error.
+    with(|script| (script.devices, script.closed) = (Some(1), Some((0, 13))));
+    let verbs = Verbs::builder().functions(functions()).build().expect("start");
+    with(|script| script.closed = Some((0, 13)));
+    let error = verbs.nics().expect_err("none is left");
+    assert_eq!(
+        (error.kind(), error.operation()),
+        (ErrorKind::AccessDenied, "ibv_open_device"),
+        "{error}"
+    );
+    Ok(())
+}
+
+fn a_port_or_gid_that_is_not_there_is_named() -> Outcome {
+    let name = device()?;
+    for (builder, words) in [
+        (Verbs::builder().port(9), &["ibv_query_port", "port=9"][..]),
+        (Verbs::builder().gid_index(200), &["ibv_query_gid", "index=200", "address"]),
+    ] {
+        let verbs = builder.build().expect("load libibverbs");
+        let domain = open(&verbs, &name);
+        let queue = domain.open_cq(4).expect("open a completion queue");
+        let error = domain.open_endpoint(&EndpointAttr::new(&queue)).expect_err("no such port");
+        let line = error.to_string();
+        for word in words {
+            assert!(line.contains(word), "{word} is not in: {line}");
+        }
+        assert!(error.remedy_text().is_some(), "{line}");
+        assert_eq!(domain.live().endpoints, 0);
+    }
+    Ok(())
+}
+
+fn a_device_that_is_not_there_is_named_with_those_that_are() -> Outcome {
+    let name = device()?;
+    let verbs = Verbs::open().expect("load libibverbs");
+    let attr = DomainAttr { nic: Some("nonsense".into()), ..DomainAttr::default() };
+    let error = Domain::open(&verbs, Arc::new(Registry::new()), Arc::new(Paths::new()), attr)
+        .expect_err("no such device");
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    assert_eq!(error.context_value("nic"), Some("nonsense"));
+    assert!(
+        error.context_value("nics").is_some_and(|nics| nics.split(',').any(|nic| nic == name)),
+        "{error}"
+    );
+    Ok(())
+}
+
+/// VRB-06
+fn the_installed_library_has_every_symbol_in_its_version() -> Outcome {
+    match Functions::load(Path::new(Functions::LIBRARY)) {
+        Ok(_) => Ok(()),
+        Err(error) if error.context_value("symbol").is_none() => Err(Skipped(error.to_string())),
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// VRB-02
+fn the_hugetlb_option_reaches_the_driver_for_memory_in_huge_pages() -> Outcome {
+    const LEN: usize = 2 << 20;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_NORESERVE;
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new private mapping touches nobody's memory.
+    let mapped = unsafe { libc::mmap(ptr::null_mut(), LEN, protection, flags, -1, 0) };
+    if mapped == libc::MAP_FAILED {
+        let error = std::io::Error::last_os_error();
+        return Err(Skipped(format!("huge pages cannot be mapped here: {error}")));
+    }
+    let start = Address(mapped.expose_provenance() as u64);
+    let functions = functions();
+    with(|script| script.on_demand = true);
+    let verbs = Verbs::builder().functions(functions).build().expect("start");
+    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(Paths::new()));
+    let domain = Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open");
+    let verbs = VerbsDomain::of(&domain).expect("verbs");
+    let register = |flags| {
+        let range = AddressRange::new(start, LEN as u64).expect("range");
+        calls();
+        // SAFETY: the fake touches no memory.
+        let region = unsafe { verbs.reg_mr(range, flags) }.expect("register");
+        let bits = flags.bits();
+        assert_eq!(calls(), [format!("reg_mr {:#x}+{LEN:#x} {bits:#x}", start.0)]);
+        verbs.options(region).expect("options")
+    };
+    let (huge, paging) = (VerbsOptions::HUGETLB, VerbsOptions::ON_DEMAND);
+    // A driver may ignore it in a region that does not page.
+    assert_eq!(register(AccessFlags::HUGETLB), [(huge, Grant::RequestedNotConfirmable)]);
+    let granted = register(AccessFlags::HUGETLB | AccessFlags::ON_DEMAND);
+    assert_eq!(granted, [(paging, Grant::Granted), (huge, Grant::Granted)]);
+    // SAFETY: the mapping is this test's own.
+    unsafe { libc::munmap(mapped, LEN) };
+    Ok(())
+}

@@ -1,0 +1,334 @@
+//! A libibverbs of the tests' own: one device per thread, whose answers are set and whose calls are
+//! written down.
+
+use std::{
+    cell::RefCell,
+    ffi::{CStr, c_char, c_int, c_uint, c_void},
+    mem, ptr,
+};
+
+use hmem_provider_verbs::sys::{
+    AtomicCap, Context, Cq, Device, DeviceAttr, DeviceAttrEx, DeviceExInput, ForkStatus, Functions,
+    Gid, IBV_ODP_SUPPORT, Mr, Pd, PortAttr, Qp, QpAttr, QpInitAttr, VERBS_ABI_IS_EXTENDED,
+    VerbsContext,
+};
+
+/// What the fake answers, and what it was asked.
+#[derive(Default)]
+pub(crate) struct Script {
+    /// How many devices there are; `None` for a null list with errno 38.
+    pub(crate) devices: Option<usize>,
+    pub(crate) max_mr_size: u64,
+    /// The errno of each registration to come; 0 and past the end: it works.
+    pub(crate) register: Vec<i32>,
+    /// The errno of a dma-buf registration.
+    pub(crate) dma_buf: i32,
+    pub(crate) dereg: i32,
+    /// The device that cannot be opened, and the errno that says so.
+    pub(crate) closed: Option<(usize, i32)>,
+    /// The result and errno of each change of rights to come. With 0 and past the end it succeeds.
+    pub(crate) rereg: Vec<(c_int, i32)>,
+    /// Gives devices that are opened from now on on-demand paging.
+    pub(crate) on_demand: bool,
+    /// Devices that are opened from now on have no atomics.
+    pub(crate) no_atomics: bool,
+    pub(crate) fork: c_int,
+    pub(crate) calls: Vec<String>,
+    next_key: u32,
+}
+
+thread_local! {
+    static SCRIPT: RefCell<Script> = RefCell::default();
+}
+
+pub(crate) fn with<T>(body: impl FnOnce(&mut Script) -> T) -> T {
+    SCRIPT.with_borrow_mut(body)
+}
+
+pub(crate) fn called(call: String) {
+    with(|script| script.calls.push(call));
+}
+
+/// The calls since the last time this was asked.
+pub(crate) fn calls() -> Vec<String> {
+    with(|script| mem::take(&mut script.calls))
+}
+
+fn set_errno(errno: i32) {
+    // SAFETY: the thread's own errno.
+    unsafe { *libc::__errno_location() = errno };
+}
+
+extern "C" fn get_device_list(count: *mut c_int) -> *mut *mut Device {
+    let devices = with(|script| script.devices);
+    let n = devices.unwrap_or(0);
+    // SAFETY: the caller gives a place for the count.
+    unsafe { *count = n as c_int };
+    if devices.is_none() {
+        set_errno(38);
+        return ptr::null_mut();
+    }
+    let list: Vec<*mut Device> = (0..n)
+        .map(|index| ptr::without_provenance_mut(index + 1))
+        .chain([ptr::null_mut()])
+        .collect();
+    Box::into_raw(list.into_boxed_slice()).cast()
+}
+
+extern "C" fn free_device_list(_list: *mut *mut Device) {
+    called("free_device_list".into());
+}
+
+extern "C" fn get_device_name(device: *mut Device) -> *const c_char {
+    const NAMES: [&CStr; 3] = [c"fake0", c"fake1", c"fake2"];
+    NAMES[device.addr() - 1].as_ptr()
+}
+
+extern "C" fn open_device(device: *mut Device) -> *mut Context {
+    called("open_device".into());
+    if let Some((_, errno)) =
+        with(|script| script.closed).filter(|(closed, _)| closed + 1 == device.addr())
+    {
+        set_errno(errno);
+        return ptr::null_mut();
+    }
+    context(device)
+}
+
+pub(crate) fn context(device: *mut Device) -> *mut Context {
+    // SAFETY: all zeros is a value of this plain structure.
+    let mut surrounding: VerbsContext = unsafe { mem::zeroed() };
+    surrounding.context.device = device;
+    if with(|script| script.on_demand) {
+        surrounding.context.abi_compat = ptr::without_provenance_mut(VERBS_ABI_IS_EXTENDED);
+        surrounding.sz = size_of::<VerbsContext>();
+        surrounding.query_device_ex = Some(query_on_demand);
+    }
+    // SAFETY: the field of the value that was boxed just now.
+    unsafe { &raw mut (*Box::into_raw(Box::new(surrounding))).context }
+}
+
+unsafe extern "C" fn query_on_demand(
+    _context: *mut Context,
+    _input: *const DeviceExInput,
+    attr: *mut DeviceAttrEx,
+    _size: usize,
+) -> c_int {
+    // SAFETY: the caller gives a place for the attributes.
+    unsafe { (*attr).odp_caps.general_caps = IBV_ODP_SUPPORT };
+    0
+}
+
+/// A protection domain of another crate.
+pub(crate) fn foreign_pd() -> *mut c_void {
+    Box::into_raw(Box::new(Pd { context: context(ptr::without_provenance_mut(1)), handle: 9 }))
+        .cast()
+}
+
+extern "C" fn close_device(_context: *mut Context) -> c_int {
+    called("close_device".into());
+    0
+}
+
+extern "C" fn query_device(_context: *mut Context, attr: *mut DeviceAttr) -> c_int {
+    // SAFETY: the caller gives a place for the attributes.
+    let attr = unsafe { &mut *attr };
+    (attr.max_mr_size, attr.max_mr, attr.phys_port_cnt) =
+        (with(|script| script.max_mr_size), 1000, 1);
+    (attr.max_cqe, attr.max_qp_wr, attr.max_sge, attr.atomic_cap) = (1000, 100, 4, atomics());
+    0
+}
+
+/// The atomics of the device.
+pub(crate) fn atomics() -> AtomicCap {
+    if with(|script| script.no_atomics) {
+        AtomicCap::IBV_ATOMIC_NONE
+    } else {
+        AtomicCap::IBV_ATOMIC_HCA
+    }
+}
+
+extern "C" fn query_port(_context: *mut Context, _port: u8, _attr: *mut PortAttr) -> c_int {
+    22
+}
+
+extern "C" fn query_gid(_context: *mut Context, _port: u8, _index: c_int, _gid: *mut Gid) -> c_int {
+    22
+}
+
+extern "C" fn alloc_pd(context: *mut Context) -> *mut Pd {
+    called("alloc_pd".into());
+    Box::into_raw(Box::new(Pd { context, handle: 1 }))
+}
+
+extern "C" fn dealloc_pd(_pd: *mut Pd) -> c_int {
+    called("dealloc_pd".into());
+    0
+}
+
+fn register(pd: *mut Pd, addr: *mut c_void, length: usize) -> *mut Mr {
+    let (errno, key) = with(|script| {
+        script.next_key += 0x100;
+        let errno = if script.register.is_empty() { 0 } else { script.register.remove(0) };
+        (errno, script.next_key)
+    });
+    if errno != 0 {
+        set_errno(errno);
+        return ptr::null_mut();
+    }
+    let context = ptr::null_mut();
+    Box::into_raw(Box::new(Mr { context, pd, addr, length, handle: 0, lkey: key, rkey: key | 1 }))
+}
+
+extern "C" fn reg_mr(pd: *mut Pd, addr: *mut c_void, length: usize, access: c_int) -> *mut Mr {
+    called(format!("reg_mr {:#x}+{length:#x} {access:#x}", addr.addr()));
+    register(pd, addr, length)
+}
+
+extern "C" fn reg_mr_iova2(
+    pd: *mut Pd,
+    addr: *mut c_void,
+    length: usize,
+    iova: u64,
+    access: c_uint,
+) -> *mut Mr {
+    called(format!("reg_mr_iova2 {:#x}+{length:#x} at {iova:#x} {access:#x}", addr.addr()));
+    register(pd, addr, length)
+}
+
+extern "C" fn reg_dmabuf_mr(
+    pd: *mut Pd,
+    offset: u64,
+    length: usize,
+    iova: u64,
+    fd: c_int,
+    access: c_int,
+) -> *mut Mr {
+    let errno = with(|script| script.dma_buf);
+    if fd == -1 || errno == 95 {
+        set_errno(if errno == 95 { 95 } else { 9 });
+        return ptr::null_mut();
+    }
+    called(format!("reg_dmabuf_mr {offset:#x}+{length:#x} at {iova:#x} {access:#x}"));
+    if errno != 0 {
+        set_errno(errno);
+        return ptr::null_mut();
+    }
+    register(pd, ptr::null_mut(), length)
+}
+
+extern "C" fn dereg_mr(_mr: *mut Mr) -> c_int {
+    called("dereg_mr".into());
+    with(|script| mem::take(&mut script.dereg))
+}
+
+extern "C" fn rereg_mr(
+    mr: *mut Mr,
+    flags: c_int,
+    _pd: *mut Pd,
+    _addr: *mut c_void,
+    _length: usize,
+    access: c_int,
+) -> c_int {
+    called(format!("rereg_mr {flags:#x} {access:#x}"));
+    let (class, errno) =
+        with(|script| if script.rereg.is_empty() { (0, 0) } else { script.rereg.remove(0) });
+    if class == 0 {
+        // SAFETY: the caller gives a live region; a driver may change its keys.
+        unsafe { ((*mr).lkey, (*mr).rkey) = ((*mr).lkey + 0x10, (*mr).rkey + 0x10) };
+    } else {
+        set_errno(errno);
+    }
+    class
+}
+
+extern "C" fn create_cq(
+    _: *mut Context,
+    _: c_int,
+    _: *mut c_void,
+    _: *mut c_void,
+    _: c_int,
+) -> *mut Cq {
+    set_errno(12);
+    ptr::null_mut()
+}
+
+extern "C" fn destroy_cq(_cq: *mut Cq) -> c_int {
+    0
+}
+
+extern "C" fn create_qp(_pd: *mut Pd, _attr: *mut QpInitAttr) -> *mut Qp {
+    set_errno(12);
+    ptr::null_mut()
+}
+
+extern "C" fn destroy_qp(_qp: *mut Qp) -> c_int {
+    0
+}
+
+extern "C" fn modify_qp(_qp: *mut Qp, _attr: *mut QpAttr, _mask: c_int) -> c_int {
+    22
+}
+
+extern "C" fn query_qp(
+    _qp: *mut Qp,
+    _attr: *mut QpAttr,
+    _mask: c_int,
+    _init: *mut QpInitAttr,
+) -> c_int {
+    22
+}
+
+extern "C" fn fork_init() -> c_int {
+    called("fork_init".into());
+    0
+}
+
+extern "C" fn is_fork_initialized() -> ForkStatus {
+    ForkStatus(with(|script| script.fork))
+}
+
+/// The address of a symbol, if the fake has it.
+pub(crate) fn symbol(name: &str) -> Option<*const ()> {
+    Some(match name {
+        "ibv_get_device_list" => get_device_list as *const (),
+        "ibv_free_device_list" => free_device_list as *const (),
+        "ibv_get_device_name" => get_device_name as *const (),
+        "ibv_open_device" => open_device as *const (),
+        "ibv_close_device" => close_device as *const (),
+        "ibv_query_device" => query_device as *const (),
+        "ibv_query_port" => query_port as *const (),
+        "ibv_query_gid" => query_gid as *const (),
+        "ibv_alloc_pd" => alloc_pd as *const (),
+        "ibv_dealloc_pd" => dealloc_pd as *const (),
+        "ibv_reg_mr" => reg_mr as *const (),
+        "ibv_reg_mr_iova2" => reg_mr_iova2 as *const (),
+        "ibv_reg_dmabuf_mr" => reg_dmabuf_mr as *const (),
+        "ibv_dereg_mr" => dereg_mr as *const (),
+        "ibv_rereg_mr" => rereg_mr as *const (),
+        "ibv_create_cq" => create_cq as *const (),
+        "ibv_destroy_cq" => destroy_cq as *const (),
+        "ibv_create_qp" => create_qp as *const (),
+        "ibv_destroy_qp" => destroy_qp as *const (),
+        "ibv_modify_qp" => modify_qp as *const (),
+        "ibv_query_qp" => query_qp as *const (),
+        "ibv_fork_init" => fork_init as *const (),
+        "ibv_is_fork_initialized" => is_fork_initialized as *const (),
+        _ => return None,
+    })
+}
+
+/// The whole library, with one device.
+pub(crate) fn functions() -> Functions {
+    with(|script| {
+        *script = Script {
+            devices: Some(1),
+            max_mr_size: 1 << 40,
+            dma_buf: 95,
+            fork: 2,
+            ..Script::default()
+        };
+    });
+    // SAFETY: the functions above have the header's signatures.
+    unsafe { Functions::from_lookup(|name, _| symbol(name)) }.expect("the fake is complete")
+}

@@ -1,0 +1,772 @@
+//! The verbs provider over a library of the tests' own: what it loads, asks, pre-empts, cuts and
+//! says.
+
+mod fake;
+
+use std::{
+    os::fd::{AsFd, OwnedFd},
+    sync::{Arc, Mutex},
+};
+
+use fake::{calls, functions, symbol, with};
+use hmem_core::{
+    Access, Address, AddressRange, Addressing, AllocationKind, AuthKey, Decision, DeviceBuffer,
+    DeviceId, DmaBufOffset, Domain, DomainAttr, Errno, Error, ErrorKind, Iface, MrAttr, MrFlags,
+    MrMode, Path as HmemPath, Registry, RemoteKey, Result,
+    iface::{AllocRequest, DmaBufMapping},
+    provider::{
+        Backing, KeyRequest, Piece, Provider, ProviderDomain, ProviderRegion, RegistrationRequest,
+    },
+};
+use hmem_iface_system::{Call, Simulated};
+use hmem_p2p::path::Paths;
+use hmem_provider_verbs::{
+    DeviceRights, ForkSafety, ForkSupport, GidEntry, GidType, Planned, Span, Target, Verbs,
+    VerbsDomain, VerbsOptions, access_flags, choose_gid, plan, seams,
+    sys::{AccessFlags, Functions},
+};
+use proptest::prelude::*;
+
+fn open(verbs: &Verbs) -> Domain {
+    Domain::open(verbs, Arc::new(Registry::new()), Arc::new(Paths::new()), DomainAttr::default())
+        .expect("open")
+}
+
+fn domain() -> Domain {
+    open(&Verbs::builder().functions(functions()).build().expect("start"))
+}
+
+fn range(start: u64, len: u64) -> AddressRange {
+    AddressRange::new(Address(start), len).expect("range")
+}
+
+fn register(
+    domain: &Domain,
+    pieces: &[Piece<'_>],
+    access: Access,
+    options: VerbsOptions,
+) -> Result<ProviderRegion> {
+    let auth_key = AuthKey::default();
+    let request = RegistrationRequest {
+        access,
+        flags: MrFlags::empty(),
+        key: KeyRequest::Provider,
+        auth_key: &auth_key,
+        addressing: Addressing::Virtual,
+        page_size: 0,
+        enabled: true,
+        parallel: None,
+    };
+    // SAFETY: the fake touches no memory.
+    unsafe { VerbsDomain::of(domain).expect("verbs").register_with(&request, pieces, options) }
+}
+
+fn host(start: u64, len: u64) -> Piece<'static> {
+    Piece { range: range(start, len), backing: Backing::Host { owned: false } }
+}
+
+/// VRB-06
+#[test]
+fn an_absent_library_is_named_with_the_loaders_reason() {
+    let error =
+        Verbs::builder().library("/nowhere/libibverbs.so.1").build().expect_err("not there");
+    assert!(error.is_unavailable());
+    assert_eq!(error.context_value("library"), Some("/nowhere/libibverbs.so.1"));
+    assert!(error.to_string().contains("cannot open shared object file"), "{error}");
+    assert!(error.remedy_text().is_some_and(|text| text.contains("libibverbs")), "{error}");
+}
+
+/// VRB-06
+#[test]
+fn a_missing_symbol_is_named_with_its_version() {
+    for (missing, version) in Functions::SYMBOLS {
+        // SAFETY: the fake's functions have the header's signatures.
+        let error = unsafe {
+            Functions::from_lookup(|name, _| if name == *missing { None } else { symbol(name) })
+        }
+        .expect_err("a symbol is missing");
+        assert_eq!(error.context_value("symbol"), Some(format!("{missing}@{version}").as_str()));
+        assert!(error.is_unavailable());
+    }
+    for (missing, _) in Functions::OPTIONAL {
+        // SAFETY: as above.
+        unsafe {
+            Functions::from_lookup(|name, _| if name == *missing { None } else { symbol(name) })
+        }
+        .expect("the library is usable without it");
+    }
+}
+
+/// VRB-06
+#[test]
+fn no_device_is_unavailable_and_names_the_library() {
+    let verbs = Verbs::builder().functions(functions()).build().expect("start");
+    with(|script| script.devices = None);
+    let error = verbs.nics().expect_err("errno 38");
+    assert!(error.is_unavailable());
+    assert_eq!(error.os_errno().map(|errno| errno.0), Some(38));
+    assert_eq!(error.context_value("library"), Some("(injected)"));
+    with(|script| script.devices = Some(0));
+    let error = verbs.nics().expect_err("an empty list");
+    assert!(error.is_unavailable(), "{error}");
+    assert!(calls().contains(&"free_device_list".to_owned()));
+}
+
+/// VRB-03
+#[test]
+fn rights_are_translated_exactly_as_wide_as_asked() {
+    let plain = DeviceRights::default();
+    let atomics = DeviceRights { atomics: true, iwarp: false };
+    let iwarp = DeviceRights { atomics: false, iwarp: true };
+    let (write, read, local) =
+        (AccessFlags::REMOTE_WRITE, AccessFlags::REMOTE_READ, AccessFlags::LOCAL_WRITE);
+    for (access, device, expected) in [
+        (Access::empty(), atomics, AccessFlags::empty()),
+        (Access::SEND | Access::WRITE | Access::COLLECTIVE, atomics, AccessFlags::empty()),
+        (Access::READ, atomics, local),
+        (Access::RECV, iwarp, local),
+        (Access::READ, iwarp, local | write),
+        (Access::REMOTE_READ, atomics, read),
+        (Access::REMOTE_WRITE, plain, write | local),
+        (Access::REMOTE_WRITE, atomics, write | local | AccessFlags::REMOTE_ATOMIC),
+        (Access::all(), plain, write | local | read),
+    ] {
+        assert_eq!(access_flags(access, device), expected, "{access} on {device:?}");
+    }
+}
+
+/// Keeps the events of this crate.
+#[derive(Default)]
+struct Events(Mutex<String>);
+
+impl tracing::field::Visit for &Events {
+    fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+        let mut text = self.0.lock().expect("not poisoned");
+        *text += &format!("{field}={value:?} ");
+    }
+}
+
+impl tracing::Subscriber for &'static Events {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        metadata.target().starts_with("hmem_provider_verbs")
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        event.record(&mut &**self);
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+/// VRB-03
+#[test]
+fn a_right_that_verbs_adds_is_said_in_the_trace() {
+    let domain = domain();
+    // With one subscriber alone, tracing asks the thread that first comes to an event whether
+    // anybody listens, which may be another test's.
+    let _second = tracing::Dispatch::new::<&'static Events>(Box::leak(Box::default()));
+    let said = |access| {
+        let events: &'static Events = Box::leak(Box::default());
+        tracing::subscriber::with_default(events, || {
+            register(&domain, &[host(0x1000, 64)], access, VerbsOptions::empty())
+                .expect("register");
+        });
+        events.0.lock().expect("not poisoned").clone()
+    };
+    let added = said(Access::REMOTE_WRITE);
+    assert!(added.contains("added=LOCAL_WRITE"), "{added:?}");
+    for as_asked in [Access::REMOTE_WRITE | Access::RECV, Access::REMOTE_READ, Access::SEND] {
+        let text = said(as_asked);
+        assert!(!text.contains("added="), "{as_asked}: {text:?}");
+    }
+}
+
+#[test]
+fn every_refusal_of_a_driver_says_what_it_means() {
+    let domain = domain();
+    for (errno, kind, word) in [
+        (12, ErrorKind::OutOfResources, ""),
+        (14, ErrorKind::BadAddress, "map the whole range"),
+        (22, ErrorKind::InvalidArgument, "refused the range"),
+        (95, ErrorKind::Unsupported, ""),
+        (524, ErrorKind::Unsupported, ""),
+        (5, ErrorKind::Driver, ""),
+    ] {
+        with(|script| script.register = vec![errno]);
+        let error = register(&domain, &[host(0x10000, 4096)], Access::SEND, VerbsOptions::empty())
+            .expect_err("refused");
+        assert_eq!(error.kind(), kind, "{error}");
+        assert_eq!(error.os_errno().map(|errno| errno.0), Some(errno));
+        assert_eq!(error.provider_name(), Some("verbs/fake0"));
+        assert!(error.to_string().contains(word), "{error}");
+    }
+    let address = Address(0x7000_0000);
+    let peer = Piece { range: range(0x7000_0000, 4096), backing: Backing::PeerMemory { address } };
+    with(|script| script.register = vec![14]);
+    let error =
+        register(&domain, &[peer], Access::SEND, VerbsOptions::empty()).expect_err("refused");
+    assert!(error.to_string().contains("peer-memory client"), "{error}");
+    assert_eq!(domain.live().regions, 0);
+}
+
+/// P2P-04
+///
+/// No file says whether a peer-memory client answers for a device: its addresses are registered.
+#[test]
+fn peer_memory_is_found_out_by_registering_a_device_address() {
+    let verbs = Verbs::builder().functions(functions()).build().expect("start");
+    let simulated =
+        Simulated::builder().window(1 << 30).peer_memory(true).build().expect("a device");
+    let device: Arc<dyn Iface> = Arc::new(simulated);
+    let mut registry = Registry::new();
+    registry.add(Arc::clone(&device)).expect("add the device");
+    let registry = Arc::new(registry);
+    // What the driver says to the buffer; to the staging buffers; to a page of the same kind as the
+    // buffer.
+    for (answers, expected) in [(vec![], HmemPath::PeerMemory), (vec![14, 0, 14], HmemPath::Staged)]
+    {
+        let decider = Arc::new(Paths::new());
+        let domain = Domain::open(&verbs, Arc::clone(&registry), decider, DomainAttr::default());
+        let domain = domain.expect("open");
+        with(|script| script.register = answers);
+        let wanted = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
+        let buffer = DeviceBuffer::allocate(&device, &wanted).expect("device memory");
+        calls();
+        let region = domain.register(buffer, Access::READ | Access::WRITE).expect("register");
+        let address = region.range().start();
+        let asked = calls();
+        assert!(asked[0].starts_with(&format!("reg_mr {:#x}+0x2000", address.0)), "{asked:?}");
+        let decision = region.decision().expect("decided");
+        assert_eq!(decision.path, expected, "{decision}");
+        let tried = decision.attempts.iter().find(|attempt| attempt.path == HmemPath::PeerMemory);
+        let tried = tried.expect("it is in the trace");
+        let errno = tried.error.as_ref().and_then(|error| error.os_errno()).map(|errno| errno.0);
+        assert_eq!(errno, (expected == HmemPath::Staged).then_some(14));
+        assert!(tried.asked, "the driver was asked");
+        region.close().expect("close");
+    }
+}
+
+/// Registers memory of a device over a provider, of which the exports numbered `refused` fail, and
+/// the registrations as `answers` says.
+fn decided(verbs: &Verbs, refused: &[u64], answers: Vec<i32>) -> Arc<Decision> {
+    let simulated = Arc::new(Simulated::builder().window(1 << 30).build().expect("a device"));
+    let device: Arc<dyn Iface> = Arc::clone(&simulated) as _;
+    let mut registry = Registry::new();
+    registry.add(Arc::clone(&device)).expect("add the device");
+    let attr = DomainAttr::default();
+    let domain =
+        Domain::open(verbs, Arc::new(registry), Arc::new(Paths::new()), attr).expect("open");
+    let wanted = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
+    let buffer = DeviceBuffer::allocate(&device, &wanted).expect("device memory");
+    refused.iter().for_each(|nth| simulated.faults().fail_nth(Call::ExportDmaBuf, *nth, Errno(95)));
+    with(|script| script.register = answers);
+    let region = domain.register(buffer, Access::REMOTE_WRITE).expect("register");
+    let decision = Arc::clone(region.decision().expect("decided"));
+    region.close().expect("close");
+    with(|script| script.register = Vec::new());
+    decision
+}
+
+/// HM-09
+#[test]
+fn a_device_that_needs_the_pcie_mapping_has_it_tried_first_and_then_without() {
+    let functions = functions();
+    with(|script| script.dma_buf = 0);
+    let verbs = |first| {
+        let verbs = Verbs::builder().functions(functions.clone()).pcie_mapping_first(first).build();
+        let verbs = verbs.expect("start");
+        let nics = verbs.nics().expect("one device");
+        assert!(nics.iter().all(|nic| nic.imports.pcie_mapping_first == first));
+        verbs
+    };
+    let tried = |decision: &Decision| {
+        let attempts = decision.attempts.iter();
+        let tried =
+            attempts.map(|tried| (tried.call.clone(), tried.error.is_some())).collect::<Vec<_>>();
+        (decision.mapping, tried)
+    };
+    let with_mapping = ("register(dma-buf, Pcie mapping)".to_owned(), false);
+    let without = ("register(dma-buf, Default mapping)".to_owned(), false);
+    assert_eq!(
+        tried(&decided(&verbs(true), &[], vec![])),
+        (DmaBufMapping::Pcie, vec![with_mapping.clone()])
+    );
+    assert_eq!(
+        tried(&decided(&verbs(false), &[], vec![])),
+        (DmaBufMapping::Default, vec![without.clone()])
+    );
+    // The device refuses it: for the buffer, and for a page of the same kind.
+    let (mapping, attempts) = tried(&decided(&verbs(true), &[1, 3], vec![]));
+    assert_eq!((mapping, attempts.len()), (DmaBufMapping::Default, 2), "{attempts:?}");
+    let (call, failed) = &attempts[0];
+    assert!(
+        call.starts_with("export_dma_buf(") && call.ends_with(", Pcie)") && *failed,
+        "{attempts:?}"
+    );
+    assert_eq!(attempts[1], without);
+    // The NIC's driver does.
+    let (mapping, attempts) = tried(&decided(&verbs(true), &[], vec![524, 0, 524]));
+    assert_eq!(mapping, DmaBufMapping::Default);
+    assert_eq!(attempts, [(with_mapping.0, true), without]);
+}
+
+/// HM-09
+///
+/// Each value in a process of its own.
+#[test]
+fn the_environment_says_that_devices_need_the_pcie_mapping() {
+    const VARIABLE: &str = Verbs::PCIE_MAPPING_VARIABLE;
+    const IN_CHILD: &str = "HMEM_TEST_EXPECTED";
+    let Ok(expected) = std::env::var(IN_CHILD) else {
+        for (value, expected) in
+            [("1", "true"), ("YES", "true"), ("off", "false"), ("", "false"), ("5", "")]
+        {
+            let own = std::env::current_exe().expect("this test");
+            let mut child = std::process::Command::new(own);
+            child.args(["--exact", "the_environment_says_that_devices_need_the_pcie_mapping"]);
+            let output =
+                child.env(VARIABLE, value).env(IN_CHILD, expected).output().expect("it runs");
+            let said = String::from_utf8_lossy(&output.stdout).into_owned();
+            assert!(output.status.success() && said.contains("1 passed"), "{value}: {said}");
+        }
+        return;
+    };
+    let functions = functions();
+    with(|script| script.dma_buf = 0);
+    let first = |verbs: Verbs| verbs.nics().expect("one device")[0].imports.pcie_mapping_first;
+    let builder = || Verbs::builder().functions(functions.clone());
+    match expected.as_str() {
+        "" => {
+            let error = builder().build().expect_err("no boolean");
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert_eq!(error.context_value("variable"), Some(VARIABLE));
+            assert_eq!(error.context_value("value"), Some("5"));
+            assert!(error.remedy_text().is_some());
+        }
+        said => assert_eq!(first(builder().build().expect("start")).to_string(), said),
+    }
+    // The builder wins.
+    for says in [false, true] {
+        assert_eq!(first(builder().pcie_mapping_first(says).build().expect("start")), says);
+    }
+    let pd = fake::foreign_pd();
+    // SAFETY: the fake's protection domain is never freed.
+    let brought = unsafe { builder().pcie_mapping_first(true).with_pd(pd) }.expect("start");
+    assert!(first(brought));
+}
+
+/// VRB-02, VRB-01
+///
+/// Rights that verbs does not have by themselves.
+#[test]
+fn flags_that_verbs_lacks_are_refused_before_the_driver_is_asked() {
+    let domain = domain();
+    let verbs = VerbsDomain::of(&domain).expect("verbs");
+    calls();
+    for flags in [AccessFlags::REMOTE_WRITE, AccessFlags::REMOTE_ATOMIC] {
+        // SAFETY: nothing is registered.
+        let error =
+            unsafe { verbs.reg_mr(range(0x1000, 4096), flags) }.expect_err("no LOCAL_WRITE");
+        let errno = error.os_errno().map(|errno| errno.0);
+        assert_eq!((error.kind(), errno), (ErrorKind::BadAccess, Some(22)), "{error}");
+    }
+    for option in [VerbsOptions::ON_DEMAND, VerbsOptions::MW_BIND, VerbsOptions::HUGETLB] {
+        let error = register(&domain, &[host(0x1000, 4096)], Access::SEND, option)
+            .expect_err("the fake has none");
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.to_string().contains("fake0"), "{error}");
+    }
+    let error = register(&domain, &[host(0x1001, 4096)], Access::SEND, VerbsOptions::ZERO_BASED)
+        .expect_err("unaligned");
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    let error = register(&domain, &[host(0x1000, 0)], Access::SEND, VerbsOptions::empty())
+        .expect_err("empty");
+    assert_eq!(error.kind(), ErrorKind::ZeroLength);
+    assert!(calls().is_empty(), "the driver was asked");
+}
+
+/// VRB-02
+#[test]
+fn options_travel_by_the_call_that_takes_them() {
+    let domain = domain();
+    calls();
+    let region =
+        register(&domain, &[host(0x1000, 4096)], Access::SEND, VerbsOptions::RELAXED_ORDERING)
+            .expect("register");
+    assert_eq!(calls(), ["reg_mr_iova2 0x1000+0x1000 at 0x1000 0x100000"]);
+    let verbs = VerbsDomain::of(&domain).expect("verbs");
+    verbs.deregister(region).expect("deregister");
+    calls();
+    let region = register(&domain, &[host(0x1000, 4096)], Access::READ, VerbsOptions::ZERO_BASED)
+        .expect("register");
+    assert_eq!(calls(), ["reg_mr_iova2 0x1000+0x1000 at 0x0 0x21"]);
+    let key = verbs.remote_key(region).expect("a key").expect("not the usual key");
+    assert_eq!((key.addressing(), key.base().0), (Addressing::ZeroBased, 0));
+    assert_eq!(verbs.keys(region).expect("keys")[0].base, 0);
+}
+
+/// KEY-04
+///
+/// Each domain's mapped keys are its own, in whatever order both mapped.
+#[test]
+fn another_domains_mapped_key_unmaps_nothing() {
+    let (mine, theirs) = (domain(), domain());
+    // SAFETY: the fake touches no memory.
+    let region = unsafe { mine.reg(range(0x1000, 64), Access::REMOTE_READ, 0, MrFlags::empty()) }
+        .expect("register");
+    let raw = region.raw_key().expect("raw key");
+    let map = |domain: &Domain| {
+        [(); 8].map(|()| domain.map_raw(region.base_addr(), region.len(), &raw).expect("map"))
+    };
+    let (own, foreign) = (map(&mine), map(&theirs));
+    for key in &foreign {
+        assert_eq!(
+            mine.unmap_key(key).expect_err("another domain's").kind(),
+            ErrorKind::InvalidKey
+        );
+    }
+    assert_eq!(mine.live().mapped_keys, 8);
+    for key in &own {
+        mine.unmap_key(key).expect("it is still there");
+    }
+    assert_eq!((mine.live().mapped_keys, theirs.live().mapped_keys), (0, 8));
+}
+
+/// KEY-08
+#[test]
+fn authorization_keys_are_refused_since_verbs_has_none() {
+    let verbs = Verbs::builder().functions(functions()).build().expect("start");
+    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(Paths::new()));
+    let key = AuthKey(vec![1, 2, 3]);
+    let attr = DomainAttr { auth_key: key.clone(), ..DomainAttr::default() };
+    let refused = |error: Error| {
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert_eq!(error.provider_name(), Some("verbs/fake0"), "{error}");
+        assert!(error.to_string().contains("authorization keys"), "{error}");
+    };
+    refused(Domain::open(&verbs, registry, paths, attr).expect_err("a domain with a key"));
+
+    let domain = open(&verbs);
+    calls();
+    let ranges = [range(0x1000, 64)];
+    let attr = MrAttr { auth_key: Some(&key), ..MrAttr::new(&ranges, Access::REMOTE_READ) };
+    // SAFETY: nothing is registered.
+    let region = unsafe { domain.regattr(&attr, MrFlags::empty()) };
+    refused(region.expect_err("a region with a key"));
+    assert!(calls().is_empty(), "the driver was asked");
+    assert_eq!(domain.live().regions, 0);
+    // An empty key is none.
+    let attr = MrAttr { auth_key: Some(&AuthKey(Vec::new())), ..attr };
+    // SAFETY: the fake touches no memory.
+    unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("no key");
+}
+
+/// MODE-13
+#[test]
+fn basic_registration_runs_with_local_beside_it() {
+    let verbs = Verbs::builder().functions(functions()).build().expect("start");
+    let open = |mr_mode| {
+        let (registry, paths) = (Arc::new(Registry::new()), Arc::new(Paths::new()));
+        Domain::open(&verbs, registry, paths, DomainAttr { mr_mode, ..DomainAttr::default() })
+    };
+    let error = open(MrMode::BASIC).expect_err("verbs needs LOCAL");
+    assert_eq!(error.kind(), ErrorKind::ModeMismatch, "{error}");
+    assert_eq!(error.context_value("bits"), Some("LOCAL"), "{error}");
+    let domain = open(MrMode::BASIC | MrMode::LOCAL).expect("BASIC with LOCAL");
+    assert_eq!(domain.mr_mode(), MrMode::BASIC | MrMode::LOCAL, "neither is cleared");
+    // VIRT_ADDR and PROV_KEY, as BASIC means.
+    // SAFETY: the fake touches no memory.
+    let region = unsafe { domain.reg(range(0x1000, 64), Access::REMOTE_READ, 7, MrFlags::empty()) };
+    let region = region.expect("register");
+    assert_eq!(region.base_addr().0, 0x1000);
+    assert_ne!(region.key().expect("key").as_u64().expect("a number"), 7);
+    region.desc().expect("the descriptor that LOCAL asks for");
+}
+
+/// VRB-02
+#[test]
+fn the_hugetlb_option_is_for_memory_in_huge_pages() {
+    let functions = functions();
+    with(|script| script.on_demand = true);
+    let domain = open(&Verbs::builder().functions(functions).build().expect("start"));
+    let ordinary = vec![0_u8; 8192];
+    let memory = [host(ordinary.as_ptr().expose_provenance() as u64, 8192)];
+    calls();
+    let huge = VerbsOptions::HUGETLB;
+    let error = register(&domain, &memory, Access::SEND, huge).expect_err("ordinary pages");
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    assert_eq!(error.context_value("option"), Some("HUGETLB"), "{error}");
+    assert!(error.to_string().contains("MAP_HUGETLB"), "{error}");
+    assert!(calls().is_empty(), "the driver was asked");
+    register(&domain, &memory, Access::SEND, VerbsOptions::ON_DEMAND).expect("the device pages");
+    assert_eq!(calls().len(), 1);
+}
+
+/// VRB-07
+#[test]
+fn a_long_region_is_split_and_a_refused_part_takes_the_others_back() {
+    let functions = functions();
+    with(|script| script.max_mr_size = 0x3000);
+    let domain = open(&Verbs::builder().functions(functions).build().expect("start"));
+    assert_eq!(
+        domain.provider_attr().max_mr_size,
+        0x3000 * 1000,
+        "what can be presented as one region"
+    );
+    calls();
+    // SAFETY: the fake touches no memory.
+    let region = unsafe {
+        domain
+            .regattr(&MrAttr::new(&[range(0x1800, 0x7000)], Access::REMOTE_READ), MrFlags::empty())
+    }
+    .expect("register");
+    assert_eq!(
+        calls(),
+        ["reg_mr 0x1800+0x2800 0x4", "reg_mr 0x4000+0x3000 0x4", "reg_mr 0x7000+0x1800 0x4"]
+    );
+    let key = region.key().expect("key");
+    let pieces: Vec<_> = key.pieces().map(|piece| (piece.base.0, piece.len)).collect();
+    assert_eq!(pieces, [(0x1800, 0x2800), (0x4000, 0x3000), (0x7000, 0x1800)]);
+    assert_eq!(RemoteKey::from_bytes(&key.to_bytes()).expect("on the wire"), key);
+    assert_eq!(key.as_u64().expect_err("three keys").kind(), ErrorKind::Unsupported);
+    let mut small = [0; 24];
+    let error = region.raw_attr(&mut small).expect_err("three pieces do not fit");
+    assert_eq!(error.context_value("needed"), Some("64"));
+    with(|script| script.dereg = 16);
+    let refused = region.close().expect_err("the driver says Busy");
+    assert_eq!(refused.error.kind(), ErrorKind::Busy);
+    assert_eq!(domain.live().regions, 1);
+    refused.value.close().map_err(|rejected| rejected.error).expect("the second time it works");
+    assert_eq!(domain.live().page_registrations, 0);
+
+    calls();
+    with(|script| script.register = vec![0, 0, 12]);
+    register(&domain, &[host(0x1800, 0x7000)], Access::SEND, VerbsOptions::empty())
+        .expect_err("no room for the third");
+    assert_eq!(calls()[3..], ["dereg_mr", "dereg_mr"]);
+    assert_eq!(domain.live().regions, 0);
+}
+
+#[test]
+fn dma_bufs_are_found_out_by_doing_and_a_read_only_fd_is_refused_here() {
+    assert!(!domain().provider_attr().imports.dma_buf, "EOPNOTSUPP to fd -1");
+    let functions = functions();
+    with(|script| script.dma_buf = 0);
+    let domain = open(&Verbs::builder().functions(functions).build().expect("start"));
+    assert!(domain.provider_attr().imports.dma_buf, "EBADF to fd -1");
+    assert!(domain.provider_attr().flags.contains(MrFlags::MR_DMABUF));
+    let path = std::env::temp_dir().join(format!("hmem-verbs-fd-{}", std::process::id()));
+    std::fs::write(&path, [0; 16]).expect("write");
+    let read_only = OwnedFd::from(std::fs::File::open(&path).expect("open"));
+    let writable =
+        OwnedFd::from(std::fs::File::options().read(true).write(true).open(&path).expect("open"));
+    std::fs::remove_file(&path).expect("remove");
+    let piece = |fd| Piece {
+        range: range(0x5000, 4096),
+        backing: Backing::DmaBuf { fd, offset: DmaBufOffset(0x2000) },
+    };
+    calls();
+    let none = VerbsOptions::empty();
+    let error = register(&domain, &[piece(read_only.as_fd())], Access::REMOTE_WRITE, none)
+        .expect_err("read-only");
+    assert_eq!(error.kind(), ErrorKind::AccessDenied);
+    assert!(calls().is_empty(), "the driver was asked");
+    register(&domain, &[piece(read_only.as_fd())], Access::REMOTE_READ, none)
+        .expect("reading is granted");
+    register(&domain, &[piece(writable.as_fd())], Access::RECV, none).expect("writing is granted");
+    assert_eq!(
+        calls(),
+        ["reg_dmabuf_mr 0x2000+0x1000 at 0x5000 0x4", "reg_dmabuf_mr 0x2000+0x1000 at 0x5000 0x1"]
+    );
+    for (errno, kind) in [(22, ErrorKind::InvalidArgument), (524, ErrorKind::Unsupported)] {
+        with(|script| script.dma_buf = errno);
+        let error =
+            register(&domain, &[piece(writable.as_fd())], Access::SEND, none).expect_err("refused");
+        assert_eq!(error.kind(), kind, "{error}");
+    }
+}
+
+/// VRB-04
+#[test]
+fn a_protection_domain_that_was_brought_along_is_used_and_left_alone() {
+    let functions = functions();
+    let pd = fake::foreign_pd();
+    // SAFETY: a null pointer is what is tested.
+    let error =
+        unsafe { Verbs::builder().functions(functions.clone()).with_pd(std::ptr::null_mut()) }
+            .expect_err("null");
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    // SAFETY: the fake's protection domain is never freed.
+    let verbs = unsafe { Verbs::builder().functions(functions).with_pd(pd) }.expect("start");
+    calls();
+    let domain = open(&verbs);
+    assert_eq!(VerbsDomain::of(&domain).expect("verbs").pd(), pd);
+    // SAFETY: the fake touches no memory.
+    let region = unsafe { domain.reg(range(0x1000, 64), Access::SEND, 0, MrFlags::empty()) }
+        .expect("register");
+    region.close().map_err(|rejected| rejected.error).expect("close");
+    domain.close().map_err(|rejected| rejected.error).expect("close");
+    drop(verbs);
+    assert_eq!(calls(), ["reg_mr 0x1000+0x40 0x0", "dereg_mr"], "nothing else was opened or freed");
+}
+
+#[test]
+fn fork_is_left_to_the_kernel_where_it_copies_and_to_fork_init_elsewhere() {
+    for (status, safety, support, asked) in [
+        (2, ForkSafety::Auto, ForkSupport::KernelCopies, false),
+        (1, ForkSafety::Auto, ForkSupport::Initialized, false),
+        (0, ForkSafety::Auto, ForkSupport::Initialized, true),
+        (0, ForkSafety::Off, ForkSupport::Off("switched off by the application".into()), false),
+    ] {
+        let functions = functions();
+        with(|script| script.fork = status);
+        let verbs =
+            Verbs::builder().functions(functions).fork_safety(safety).build().expect("start");
+        assert_eq!(*verbs.fork_support(), support);
+        assert_eq!(calls().contains(&"fork_init".to_owned()), asked);
+    }
+}
+
+/// CACHE-13
+#[test]
+fn a_forked_child_asks_the_driver_for_nothing_with_copies_of_its_parents_objects() {
+    let domain = domain();
+    // SAFETY: the fake touches no memory.
+    let reg = || unsafe { domain.reg(range(0x1000, 64), Access::SEND, 0, MrFlags::empty()) };
+    let (dropped, closed) = (reg().expect("register"), reg().expect("register"));
+    calls();
+    // SAFETY: the child calls what is tested and leaves by `_exit`.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let alone = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let refused = reg().is_err_and(|error| error.kind() == ErrorKind::BadState);
+            // SAFETY: the originals are in the parent; this process leaves without using them.
+            unsafe {
+                drop(std::ptr::read(&raw const dropped));
+                let closes = std::ptr::read(&raw const closed).close().is_ok();
+                drop(std::ptr::read(&raw const domain));
+                refused && closes && calls().is_empty()
+            }
+        }));
+        // SAFETY: ends the process.
+        unsafe { libc::_exit(i32::from(!alone.unwrap_or(false))) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child that was just made.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    assert_eq!(status, 0);
+    drop((dropped, closed, domain));
+    assert_eq!(calls(), ["dereg_mr", "dereg_mr", "dealloc_pd", "close_device"]);
+}
+
+#[test]
+fn a_domain_leaves_nothing_behind() {
+    let verbs = Verbs::builder().functions(functions()).build().expect("start");
+    let domain = open(&verbs);
+    register(&domain, &[host(0x1000, 64)], Access::SEND, VerbsOptions::empty()).expect("register");
+    calls();
+    drop(domain);
+    drop(verbs);
+    assert_eq!(calls(), ["dereg_mr", "dealloc_pd", "close_device"]);
+}
+
+#[test]
+fn the_gid_that_routes_best_is_spoken_from() {
+    let gid = |bytes: [u8; 4], ipv4: bool| {
+        let mut gid = [0; 16];
+        if ipv4 {
+            gid[10..12].fill(0xff);
+            gid[12..].copy_from_slice(&bytes);
+        } else {
+            gid[..4].copy_from_slice(&bytes);
+            gid[15] = 1;
+        }
+        gid
+    };
+    let entry = |index, gid, kind| GidEntry { index, gid, kind };
+    let link = gid([0xfe, 0x80, 0, 0], false);
+    let table = [
+        entry(0, link, GidType::IbOrRoceV1),
+        entry(1, link, GidType::RoceV2),
+        entry(2, gid([10, 1, 0, 1], true), GidType::IbOrRoceV1),
+        entry(3, gid([10, 1, 0, 1], true), GidType::RoceV2),
+        entry(4, gid([0x20, 1, 0, 0], false), GidType::RoceV2),
+        entry(5, gid([10, 2, 0, 1], true), GidType::RoceV2),
+    ];
+    assert_eq!(choose_gid(&table).map(|entry| entry.index), Some(3));
+    assert_eq!(choose_gid(&table[..3]).map(|entry| entry.index), Some(1));
+    assert_eq!(choose_gid(&table[..1]).map(|entry| entry.index), Some(0));
+    assert_eq!(choose_gid(&[entry(0, [0; 16], GidType::RoceV2)]), None);
+}
+
+proptest! {
+    #[test]
+    fn seams_cover_the_range_and_lie_on_pages(
+        start in 0_u64..1 << 40, len in 1_u64..1 << 24, max in 1_u64..1 << 22, page_bits in 12_u32..16,
+    ) {
+        let page = 1 << page_bits;
+        prop_assume!(len / max < 5000);
+        let parts: Vec<_> = seams(start, len, max, page).collect();
+        let mut next = 0;
+        for (index, (offset, part)) in parts.iter().enumerate() {
+            prop_assert_eq!(*offset, next);
+            prop_assert!(*part >= 1 && *part <= max);
+            next += part;
+            if index + 1 < parts.len() && max >= page {
+                prop_assert_eq!((start + next) % page, 0, "a page lies in reach of every seam");
+            }
+        }
+        prop_assert_eq!(next, len);
+    }
+
+    #[test]
+    fn planned_requests_move_every_byte_to_its_place(
+        local in prop::collection::vec(0_u64..50, 0..12),
+        cuts in prop::collection::vec(1_u64..60, 1..8),
+        max_sge in 1_usize..5, max_message in 1_u64..80,
+    ) {
+        // Each byte is known by where it comes from and where it goes; the oracle pairs them one by one.
+        let mut spans = Vec::new();
+        let mut from = Vec::new();
+        for (index, len) in local.iter().enumerate() {
+            let (address, lkey) = (index as u64 * 1000, index as u32);
+            spans.push(Span { address, len: *len, lkey });
+            from.extend((0..*len).map(|byte| (address + byte, lkey)));
+        }
+        let mut targets = Vec::new();
+        let mut left = from.len() as u64;
+        let mut to = Vec::new();
+        for (index, cut) in cuts.iter().enumerate() {
+            let len = if index + 1 == cuts.len() { left } else { left.min(*cut) };
+            let (address, rkey) = (1 << 20 | (index as u64 * 10_000), 100 + index as u32);
+            targets.push(Target { address, len, rkey });
+            to.extend((0..len).map(|byte| (address + byte, rkey)));
+            left -= len;
+        }
+        let (mut segments, mut requests) = (Vec::new(), Vec::<Planned>::new());
+        plan(&spans, &targets, (max_sge, max_message), &mut segments, &mut requests);
+        let mut moved = Vec::new();
+        for request in &requests {
+            prop_assert!(request.count <= max_sge && request.len <= max_message);
+            let mut at = request.address;
+            for segment in &segments[request.first..request.first + request.count] {
+                for byte in 0..u64::from(segment.length) {
+                    moved.push(((segment.addr + byte, segment.lkey), (at, request.rkey)));
+                    at += 1;
+                }
+            }
+            prop_assert_eq!(at - request.address, request.len);
+        }
+        let expected: Vec<_> = from.into_iter().zip(to).collect();
+        prop_assert_eq!(moved, expected);
+        prop_assert!(!requests.is_empty());
+    }
+}

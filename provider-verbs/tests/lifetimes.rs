@@ -1,0 +1,306 @@
+//! Lifetimes of objects that need each other, over injected functions that move bytes: endpoints
+//! whose close fails, late completions, binds that never end, windows and their queue pairs.
+
+#[allow(dead_code, reason = "other tests use the rest of it")]
+mod fake;
+#[allow(dead_code, reason = "other tests use the rest of it")]
+mod wire;
+
+use std::{sync::Arc, time::Duration};
+
+use hmem_core::{
+    Access, Addressing, AuthKey, Domain, DomainAttr, Endpoint, ErrorKind, MemoryWindow, Registered,
+    Registry, Result,
+    provider::{CompletionQueue, EndpointAttr, ProviderDomain, WindowBind, WindowType},
+    transfer::{Completion, Operation, PeerId, RemoteSegment, WorkRequest},
+};
+use hmem_p2p::path::Paths;
+use hmem_provider_verbs::{Verbs, VerbsDomain, VerbsOptions, sys::WcStatus};
+use wire::{Misbehaviour, misbehave};
+
+const LOCAL: Access = Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
+const FINE: Misbehaviour = Misbehaviour {
+    polls_fail: false,
+    stands_still: false,
+    refuses_resets: 0,
+    completes_late: false,
+    bind: Some(WcStatus::IBV_WC_SUCCESS),
+};
+
+fn open() -> Domain {
+    let builder = Verbs::builder().functions(wire::functions());
+    let builder = builder.options(VerbsOptions::MW_BIND).bind_timeout(Duration::ZERO);
+    let verbs = builder.build().expect("start");
+    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(Paths::new()));
+    Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open")
+}
+
+/// An endpoint that is its own peer.
+fn endpoint(domain: &Domain, cq: &Arc<dyn CompletionQueue>) -> Endpoint {
+    let endpoint = domain.open_endpoint(&EndpointAttr::new(cq)).expect("open an endpoint");
+    endpoint.resolve(&endpoint.name()).expect("connect it to itself");
+    endpoint
+}
+
+fn buffer(domain: &Domain, byte: u8) -> Registered<Vec<u8>> {
+    let access = LOCAL | Access::REMOTE_READ | Access::REMOTE_WRITE;
+    domain.register(vec![byte; 1024], access).map_err(|rejected| rejected.error).expect("register")
+}
+
+fn write(endpoint: &Endpoint, from: &Registered<Vec<u8>>, to: &Registered<Vec<u8>>, context: u64) {
+    try_write(endpoint, from, to, context).expect("post");
+}
+
+fn try_write(
+    endpoint: &Endpoint,
+    from: &Registered<Vec<u8>>,
+    to: &Registered<Vec<u8>>,
+    context: u64,
+) -> Result<()> {
+    let key = to.key().expect("key");
+    let remote = [RemoteSegment { address: key.base(), len: 1024, key: &key }];
+    let from = [from.slice(0, 1024).expect("slice")];
+    endpoint.write(&from, &remote, PeerId(0), context)
+}
+
+fn read(cq: &Arc<dyn CompletionQueue>) -> Vec<Completion> {
+    let mut out = Vec::new();
+    cq.read(&mut out, 1).expect("read completions");
+    out
+}
+
+fn calls_about(words: &[&str]) -> Vec<String> {
+    let calls = fake::calls().into_iter();
+    calls.filter(|call| words.iter().any(|word| call.starts_with(word))).collect()
+}
+
+/// MR-11
+#[test]
+fn an_endpoint_whose_close_fails_goes_before_its_queues_and_its_domain() {
+    let domain = open();
+    let cq = domain.open_cq(8).expect("open a queue");
+    let endpoint = endpoint(&domain, &cq);
+    misbehave(Misbehaviour { polls_fail: true, ..FINE });
+    let rejected = endpoint.close().expect_err("its queue cannot be read");
+    assert_eq!(rejected.error.kind(), ErrorKind::Driver, "{}", rejected.error);
+    assert_eq!(domain.live().endpoints, 1, "it is handed back");
+    drop((cq, domain));
+    fake::calls();
+    drop(rejected.value);
+    let gone = calls_about(&["destroy", "dealloc"]);
+    assert_eq!(gone, ["destroy_qp", "destroy_cq", "dealloc_pd"]);
+}
+
+/// KEY-08
+#[test]
+fn an_endpoint_with_an_authorization_key_is_refused() {
+    let domain = open();
+    let cq = domain.open_cq(8).expect("open a queue");
+    let with = |key| EndpointAttr { auth_key: Some(AuthKey(key)), ..EndpointAttr::new(&cq) };
+    let error = domain.open_endpoint(&with(vec![1])).expect_err("verbs has no such keys");
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+    assert!(error.to_string().contains("authorization keys"), "{error}");
+    assert_eq!(domain.live().endpoints, 0);
+    domain.open_endpoint(&with(Vec::new())).expect("an empty key is none");
+}
+
+/// MW-03
+#[test]
+fn a_dropped_endpoint_frees_the_type_2a_window_that_keeps_it_from_closing() {
+    let domain = open();
+    let cq = domain.open_cq(8).expect("open a queue");
+    let endpoint = endpoint(&domain, &cq);
+    let region = buffer(&domain, 1);
+    let window = domain.alloc_window(WindowType::TwoA).expect("allocate");
+    bind(&window, &endpoint, &region).expect("post the bind");
+    read(&cq).remove(0).result.expect("bind");
+    let rejected = endpoint.close().expect_err("a window of type 2A is bound through it");
+    assert_eq!(rejected.error.kind(), ErrorKind::Busy, "{}", rejected.error);
+    fake::calls();
+    drop(rejected.value);
+    assert_eq!(calls_about(&["destroy", "dealloc"]), ["dealloc_mw", "destroy_qp"]);
+    assert_eq!(domain.live().endpoints, 0);
+    drop(window);
+    assert_eq!(calls_about(&["dealloc"]), [""; 0], "it is freed once");
+}
+
+/// MR-05
+#[test]
+fn a_late_completion_of_a_closed_endpoint_ends_no_request_of_the_next() {
+    let domain = open();
+    let cq = domain.open_cq(8).expect("open a queue");
+    let (from, to) = (buffer(&domain, 1), buffer(&domain, 2));
+    for used in [1, 3] {
+        let old = endpoint(&domain, &cq);
+        misbehave(FINE);
+        for context in 1..used {
+            write(&old, &from, &to, context);
+            while read(&cq).is_empty() {}
+        }
+        misbehave(Misbehaviour { stands_still: true, completes_late: true, ..FINE });
+        write(&old, &from, &to, 10);
+        old.close().map_err(|rejected| rejected.error).expect("close");
+        let ended = read(&cq).remove(0);
+        assert_eq!((ended.context, ended.result.unwrap_err().kind()), (10, ErrorKind::Canceled));
+        // Its number is that of the old one, whose request completes only now.
+        let new = endpoint(&domain, &cq);
+        // As many requests as the old one had completed are numbered, and refused by the driver.
+        for _ in 2..used {
+            wire::refuse_post(1, 5);
+            try_write(&new, &from, &to, 30).expect_err("the post is refused");
+        }
+        for context in 1..=used {
+            write(&new, &from, &to, 20 + context);
+        }
+        let early: Vec<_> = (0..used + 1).flat_map(|_| read(&cq)).collect();
+        assert!(early.is_empty(), "nothing of the new endpoint has run: {early:?}");
+        misbehave(FINE);
+        for context in 1..=used {
+            let mut ended = read(&cq);
+            while ended.is_empty() {
+                ended = read(&cq);
+            }
+            let ended = ended.remove(0);
+            assert_eq!((ended.context, ended.result.expect("write")), (20 + context, 1024));
+        }
+        new.close().map_err(|rejected| rejected.error).expect("close");
+    }
+}
+
+/// MW-01
+#[test]
+fn the_late_completion_of_a_bind_is_not_that_of_the_next() {
+    let domain = open();
+    let region = buffer(&domain, 1);
+    let window = domain.alloc_window(WindowType::One).expect("allocate");
+    let bind = || window.bind(&region, 0, 64, Access::REMOTE_READ);
+    let first = bind().expect("bind");
+    misbehave(Misbehaviour { bind: None, ..FINE });
+    let error = bind().expect_err("it does not complete in time");
+    assert_eq!(error.kind(), ErrorKind::Driver, "{error}");
+    assert!(error.to_string().contains("never completed"), "{error}");
+    misbehave(Misbehaviour { bind: Some(WcStatus::IBV_WC_MW_BIND_ERR), ..FINE });
+    let error = bind().expect_err("refused, while the first one's success is on its way");
+    assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
+    misbehave(FINE);
+    let last = bind().expect("the next bind works");
+    assert_ne!(first.as_u64().expect("key"), last.as_u64().expect("key"));
+}
+
+fn bind(
+    window: &MemoryWindow,
+    endpoint: &Endpoint,
+    region: &Registered<Vec<u8>>,
+) -> Result<hmem_core::RemoteKey> {
+    let (access, addressing) = (Access::REMOTE_READ, Addressing::Virtual);
+    window.post_bind(endpoint, region, (0, 64), access, addressing, 7, 1)
+}
+
+/// MW-10
+#[test]
+fn a_window_is_invalidated_through_the_queue_pair_that_it_is_bound_through_only() {
+    let domain = open();
+    let cq = domain.open_cq(8).expect("open a queue");
+    let (own, foreign) = (endpoint(&domain, &cq), endpoint(&domain, &cq));
+    let region = buffer(&domain, 1);
+    for kind in [WindowType::TwoA, WindowType::TwoB] {
+        let window = domain.alloc_window(kind).expect("allocate");
+        bind(&window, &own, &region).expect("post the bind");
+        read(&cq).remove(0).result.expect("bind");
+        let error = window.post_invalidate(&foreign, 2).expect_err("a foreign queue pair");
+        assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
+        assert!(window.key().is_some(), "the window stays bound");
+        window.post_invalidate(&own, 3).expect("its own queue pair");
+        read(&cq).remove(0).result.expect("invalidate");
+        // A free window may be invalidated and bound through any.
+        window.post_invalidate(&foreign, 6).expect("a free window");
+        read(&cq).remove(0).result.expect("invalidate");
+        bind(&window, &foreign, &region).expect("post the bind");
+        read(&cq).remove(0).result.expect("bind");
+        let error = window.post_invalidate(&own, 4).expect_err("now this one is foreign");
+        assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
+        window.post_invalidate(&foreign, 5).expect("its own queue pair");
+        read(&cq).remove(0).result.expect("invalidate");
+    }
+}
+
+/// MW-01
+#[test]
+fn requests_for_the_other_type_of_window_are_refused_by_the_provider() {
+    let domain = open();
+    let cq = domain.open_cq(8).expect("open a queue");
+    let endpoint = endpoint(&domain, &cq);
+    let region = buffer(&domain, 1);
+    let region = region.provider_region().expect("handle");
+    let verbs = VerbsDomain::of(&domain).expect("verbs");
+    let one = verbs.alloc_window(WindowType::One).expect("allocate");
+    let two = verbs.alloc_window(WindowType::TwoB).expect("allocate");
+    let (offset, len, access, addressing) = (0, 64, Access::REMOTE_READ, Addressing::Virtual);
+    let post = |operation| {
+        let request = WorkRequest { operation, local: &[], peer: PeerId(0), context: 1 };
+        // SAFETY: window operations name no local memory.
+        unsafe { endpoint.post(&request) }.expect_err("another type").kind()
+    };
+    assert_eq!(post(Operation::InvalidateWindow { window: one }), ErrorKind::BadState);
+    let bind =
+        Operation::BindWindow { window: one, region, offset, len, access, addressing, tag: 1 };
+    assert_eq!(post(bind), ErrorKind::BadState);
+    let bind = WindowBind { region, offset, len, access, addressing };
+    let error = verbs.bind_window(two, &bind).expect_err("type 2 is bound by a request");
+    assert_eq!(error.kind(), ErrorKind::BadState, "{error}");
+    let zero_based = WindowBind { addressing: Addressing::ZeroBased, ..bind };
+    let error = verbs.bind_window(one, &zero_based).expect_err("type 1 has virtual addresses");
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+    verbs.bind_window(one, &bind).expect("type 1 is bound by a call");
+    for window in [one, two] {
+        verbs.free_window(window).expect("free");
+        let error = verbs.free_window(window).expect_err("it is freed once");
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    }
+}
+
+/// CACHE-13
+#[test]
+#[allow(unsafe_code)]
+fn a_forked_child_destroys_no_queue_and_no_window_of_its_parent() {
+    let domain = open();
+    let window = domain.alloc_window(WindowType::One).expect("allocate");
+    let (cq, lone_cq) = (domain.open_cq(4).expect("queue"), domain.open_cq(4).expect("queue"));
+    let (dropped, closed) = (endpoint(&domain, &cq), endpoint(&domain, &cq));
+    // A request in flight, which closing its endpoint would end.
+    let (from, to) = (buffer(&domain, 1), buffer(&domain, 2));
+    misbehave(Misbehaviour { completes_late: true, ..FINE });
+    write(&dropped, &from, &to, 1);
+    fake::calls();
+    // SAFETY: the child calls what is tested and leaves by `_exit`.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let untouched = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            // SAFETY: the originals are in the parent; this process leaves without using them.
+            unsafe {
+                drop(std::ptr::read(&raw const window));
+                drop(std::ptr::read(&raw const dropped));
+                drop(std::ptr::read(&raw const lone_cq));
+                let closes = std::ptr::read(&raw const closed).close().is_ok();
+                let refused = domain.open_cq(4).is_err()
+                    && domain.open_endpoint(&EndpointAttr::new(&cq)).is_err()
+                    && domain.alloc_window(WindowType::One).is_err();
+                drop(std::ptr::read(&raw const cq));
+                drop(std::ptr::read(&raw const domain));
+                closes && refused && fake::calls().is_empty()
+            }
+        }));
+        // SAFETY: ends the process.
+        unsafe { libc::_exit(i32::from(!untouched.unwrap_or(false))) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child that was just made.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    assert_eq!(status, 0);
+    misbehave(FINE);
+    drop((dropped, closed, window, from, to, cq, lone_cq, domain));
+    let destroyed = calls_about(&["destroy_qp", "destroy_cq", "dealloc_mw", "dealloc_pd"]);
+    let count = |call: &str| destroyed.iter().filter(|name| name.starts_with(call)).count();
+    assert_eq!((count("destroy_qp"), count("destroy_cq")), (2, 2), "{destroyed:?}");
+    assert_eq!((count("dealloc_mw"), count("dealloc_pd")), (1, 1), "{destroyed:?}");
+}

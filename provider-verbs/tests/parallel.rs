@@ -1,0 +1,291 @@
+//! MR-16: long registrations by several driver calls at once, over a driver that can hold its
+//! calls.
+
+#[allow(dead_code, reason = "other tests use the rest of it")]
+mod fake;
+#[path = "../../tests/trials/mod.rs"]
+mod trials;
+
+use std::{
+    collections::BTreeMap,
+    ffi::{c_int, c_void},
+    panic::{self, AssertUnwindSafe},
+    ptr,
+    sync::{Arc, Condvar, Mutex, MutexGuard},
+    thread,
+    time::Duration,
+};
+
+use hmem_core::{
+    Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, MrAttr, MrFlags, Parallel,
+    Registry, provider::ProviderDomain,
+};
+use hmem_p2p::path::Paths;
+use hmem_provider_verbs::{
+    Verbs, VerbsDomain,
+    sys::{Functions, Mr, Pd},
+};
+use trials::{Outcome, Skipped, trials};
+
+trials! {
+    /// MR-16
+    a_huge_range_is_registered_by_several_driver_calls_at_once,
+    /// MR-16
+    parts_that_the_device_limit_cuts_are_registered_at_once_unasked,
+    /// MR-16
+    unasked_a_range_that_fits_is_one_call_with_one_key,
+    /// MR-16
+    a_part_that_is_refused_takes_all_others_back,
+    /// MR-16
+    a_panic_of_the_progress_callback_takes_all_parts_back,
+    /// MR-16
+    parts_shorter_than_a_page_are_refused_before_the_driver_is_asked,
+    /// MR-16
+    no_lock_is_held_while_the_driver_registers,
+}
+
+/// The driver's registrations, on whatever thread.
+#[derive(Default)]
+struct Driver {
+    /// A call returns when so many calls have come.
+    hold_for: usize,
+    calls: usize,
+    in_flight: usize,
+    most_in_flight: usize,
+    /// Ranges that start here are refused with ENOMEM.
+    refuse: Option<usize>,
+    live: BTreeMap<usize, usize>,
+}
+
+static DRIVER: (Mutex<Driver>, Condvar) = (
+    Mutex::new(Driver {
+        hold_for: 0,
+        calls: 0,
+        in_flight: 0,
+        most_in_flight: 0,
+        refuse: None,
+        live: BTreeMap::new(),
+    }),
+    Condvar::new(),
+);
+
+fn driver() -> MutexGuard<'static, Driver> {
+    DRIVER.0.lock().expect("no panic")
+}
+
+/// How many calls there were, and how many at once.
+fn calls() -> (usize, usize) {
+    let driver = driver();
+    (driver.calls, driver.most_in_flight)
+}
+
+extern "C" fn reg_mr(pd: *mut Pd, addr: *mut c_void, length: usize, _access: c_int) -> *mut Mr {
+    let mut driver = driver();
+    driver.calls += 1;
+    driver.in_flight += 1;
+    driver.most_in_flight = driver.most_in_flight.max(driver.in_flight);
+    DRIVER.1.notify_all();
+    // The end of a wait that the test would otherwise never come out of.
+    let patience = Duration::from_secs(60);
+    let (mut driver, waited) = DRIVER
+        .1
+        .wait_timeout_while(driver, patience, |driver| driver.calls < driver.hold_for)
+        .expect("no panic");
+    driver.in_flight -= 1;
+    if waited.timed_out() || driver.refuse == Some(addr.addr()) {
+        // SAFETY: the thread's own errno.
+        unsafe { *libc::__errno_location() = libc::ENOMEM };
+        return ptr::null_mut();
+    }
+    driver.live.insert(addr.addr(), length);
+    let key = (addr.addr() >> 12) as u32;
+    let context = ptr::null_mut();
+    Box::into_raw(Box::new(Mr { context, pd, addr, length, handle: 0, lkey: key, rkey: key }))
+}
+
+extern "C" fn dereg_mr(mr: *mut Mr) -> c_int {
+    // SAFETY: it was boxed by `reg_mr`, and is deregistered once.
+    let mr = unsafe { Box::from_raw(mr) };
+    if driver().live.remove(&mr.addr.addr()).is_some() { 0 } else { libc::EINVAL }
+}
+
+/// A domain on a device of the tests' own, and the right to be alone with its driver.
+fn domain(max_mr_size: u64) -> (Domain, MutexGuard<'static, ()>) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    DRIVER.0.clear_poison();
+    *driver() = Driver::default();
+    fake::functions();
+    fake::with(|script| script.max_mr_size = max_mr_size);
+    // SAFETY: the functions have the header's signatures.
+    let functions = unsafe {
+        Functions::from_lookup(|name, _| match name {
+            "ibv_reg_mr" => Some(reg_mr as *const ()),
+            "ibv_dereg_mr" => Some(dereg_mr as *const ()),
+            _ => fake::symbol(name),
+        })
+    };
+    let verbs = Verbs::builder().functions(functions.expect("complete")).build().expect("start");
+    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(Paths::new()));
+    (Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open"), alone)
+}
+
+fn range(start: u64, len: u64) -> AddressRange {
+    AddressRange::new(Address(start), len).expect("range")
+}
+
+const MIB: u64 = 1 << 20;
+
+fn a_huge_range_is_registered_by_several_driver_calls_at_once() -> Outcome {
+    let (domain, _alone) = domain(1 << 40);
+    driver().hold_for = 4;
+    let told = Mutex::new(Vec::new());
+    let progress = |done, total| told.lock().expect("no panic").push((done, total));
+    // Starts in the middle of a page, and ends in the middle of a part.
+    let ranges = [range(0x10_0000_0800, 7 * MIB)];
+    let parallel = Some(Parallel { threads: 4, chunk: 2 * MIB, progress: Some(&progress) });
+    let attr = MrAttr { parallel, ..MrAttr::new(&ranges, Access::REMOTE_READ) };
+    // SAFETY: the driver touches no memory.
+    let region = unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("register");
+    assert_eq!(calls(), (4, 4));
+
+    let live: Vec<_> =
+        driver().live.iter().map(|(start, len)| (*start as u64, *len as u64)).collect();
+    assert_eq!(live[0].0, 0x10_0000_0800);
+    assert!(
+        live.windows(2).all(|pair| pair[0].0 + pair[0].1 == pair[1].0),
+        "no gap, no overlap: {live:x?}"
+    );
+    assert!(live[1..].iter().all(|(start, _)| start % 4096 == 0), "seams lie on pages: {live:x?}");
+    assert_eq!(live.iter().map(|(_, len)| len).sum::<u64>(), 7 * MIB);
+    let pieces: Vec<_> =
+        region.key().expect("key").pieces().map(|piece| (piece.base.0, piece.len)).collect();
+    assert_eq!(pieces, live, "one region, in the order of its addresses");
+
+    let mut told = told.into_inner().expect("no panic");
+    told.sort_unstable();
+    assert_eq!(told.len(), 4);
+    assert_eq!(told.last(), Some(&(7 * MIB, 7 * MIB)), "{told:?}");
+    region.close().map_err(|rejected| rejected.error).expect("close");
+    assert!(driver().live.is_empty());
+    Ok(())
+}
+
+/// VRB-07: the parts of a long range that the device's limit cuts are registered at once.
+fn parts_that_the_device_limit_cuts_are_registered_at_once_unasked() -> Outcome {
+    if thread::available_parallelism().is_ok_and(|cpus| cpus.get() == 1) {
+        return Err(Skipped("one CPU registers one part after the other".to_owned()));
+    }
+    let (domain, _alone) = domain(64 * MIB);
+    driver().hold_for = 2;
+    // SAFETY: the driver touches no memory.
+    let region =
+        unsafe { domain.reg(range(0x10_0000_0000, 128 * MIB), Access::SEND, 0, MrFlags::empty()) };
+    let region = region.expect("register");
+    assert_eq!(calls(), (2, 2));
+    region.close().map_err(|rejected| rejected.error).expect("close");
+    assert!(driver().live.is_empty());
+    Ok(())
+}
+
+fn unasked_a_range_that_fits_is_one_call_with_one_key() -> Outcome {
+    let (domain, _alone) = domain(1 << 40);
+    // SAFETY: the driver touches no memory.
+    let region =
+        unsafe { domain.reg(range(0x10_0000_0000, 1 << 38), Access::SEND, 0, MrFlags::empty()) };
+    let region = region.expect("register");
+    assert_eq!(driver().calls, 1);
+    region.key().expect("key").as_u64().expect("one key");
+    Ok(())
+}
+
+fn a_part_that_is_refused_takes_all_others_back() -> Outcome {
+    let (domain, _alone) = domain(1 << 40);
+    let ranges = [range(0x10_0000_0000, 8 * MIB)];
+    let parallel = Some(Parallel { threads: 4, chunk: MIB, progress: None });
+    let attr = MrAttr { parallel, ..MrAttr::new(&ranges, Access::SEND) };
+    for refused in [0, 2, 7] {
+        let start = 0x10_0000_0000 + refused * MIB;
+        *driver() = Driver { hold_for: 4, refuse: Some(start as usize), ..Driver::default() };
+        // SAFETY: the driver touches no memory.
+        let error =
+            unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect_err("a part is refused");
+        assert_eq!(error.os_errno().map(|errno| errno.0), Some(12), "{error}");
+        assert!(error.to_string().contains(&format!("{start:#x}")), "it names the part: {error}");
+        assert_eq!(driver().live, BTreeMap::new(), "part {refused}");
+        assert_eq!((domain.live().regions, domain.live().page_registrations), (0, 0));
+    }
+    Ok(())
+}
+
+/// MR-18
+fn a_panic_of_the_progress_callback_takes_all_parts_back() -> Outcome {
+    let (domain, _alone) = domain(1 << 40);
+    for threads in [1, 4] {
+        *driver() = Driver { hold_for: threads, ..Driver::default() };
+        let progress = |done: u64, _| {
+            if done >= 3 * MIB {
+                panic::resume_unwind(Box::new("the caller's own panic"));
+            }
+        };
+        let parallel = Some(Parallel { threads, chunk: MIB, progress: Some(&progress) });
+        let buffer = vec![0_u8; 8 << 20];
+        let attr = MrAttr { parallel, ..MrAttr::new(&[], Access::SEND) };
+        let registered = panic::catch_unwind(AssertUnwindSafe(|| {
+            domain.register_with(buffer, &attr, MrFlags::empty())
+        }));
+        let panic = registered.map(drop).expect_err("the panic goes on to the caller");
+        let text = panic.downcast_ref::<&str>().copied();
+        assert_eq!(text, Some("the caller's own panic"), "{threads} threads");
+        assert!(driver().calls >= 3, "parts were registered: {}", driver().calls);
+        // The buffer is freed by now.
+        assert_eq!(driver().live, BTreeMap::new(), "{threads} threads");
+        assert_eq!((domain.live().regions, domain.live().page_registrations), (0, 0));
+    }
+    Ok(())
+}
+
+fn parts_shorter_than_a_page_are_refused_before_the_driver_is_asked() -> Outcome {
+    let (domain, _alone) = domain(1 << 40);
+    let ranges = [range(0x10_0000_0000, MIB)];
+    let parallel = Some(Parallel { chunk: 100, ..Parallel::default() });
+    // SAFETY: nothing is registered.
+    let error = unsafe {
+        domain.regattr(&MrAttr { parallel, ..MrAttr::new(&ranges, Access::SEND) }, MrFlags::empty())
+    }
+    .expect_err("a part of 100 bytes");
+    assert_eq!(
+        (error.kind(), error.context_value("chunk")),
+        (ErrorKind::InvalidArgument, Some("100"))
+    );
+    assert_eq!(driver().calls, 0);
+    Ok(())
+}
+
+fn no_lock_is_held_while_the_driver_registers() -> Outcome {
+    let (domain, _alone) = domain(1 << 40);
+    // SAFETY: the driver touches no memory.
+    let register =
+        |start| unsafe { domain.reg(range(start, 4096), Access::REMOTE_READ, 0, MrFlags::empty()) };
+    let before = register(0x1000).expect("register");
+    driver().hold_for = 3;
+    thread::scope(|scope| {
+        let held = scope.spawn(|| register(0x2000));
+        let driver_has_it =
+            DRIVER.1.wait_while(driver(), |driver| driver.calls < 2).expect("no panic");
+        drop(driver_has_it);
+        // While that call is in the driver, everything else goes on.
+        before.key().expect("key").as_u64().expect("a number");
+        before.raw_key().expect("raw key");
+        assert_eq!(domain.live().regions, 1);
+        let verbs = VerbsDomain::of(&domain).expect("verbs");
+        verbs.keys(before.provider_region().expect("handle")).expect("keys");
+        before.close().map_err(|rejected| rejected.error).expect("close");
+        assert_eq!((driver().in_flight, verbs.live().regions), (1, 0));
+        // The third call lets the second go.
+        let third = register(0x3000).expect("register");
+        held.join().expect("no panic").expect("it was only held");
+        drop(third);
+    });
+    Ok(())
+}

@@ -1,0 +1,434 @@
+//! Registrations over a real driver: rights, refusals that agree with the raw call, limits,
+//! options, fork.
+
+mod support;
+#[path = "../../tests/trials/mod.rs"]
+mod trials;
+
+use std::{
+    ffi::{c_int, c_void},
+    ptr,
+};
+
+use hmem_core::{
+    Access, Address, AddressRange, Addressing, AuthKey, ErrorKind, Iova, MrFlags, RemoteKey,
+    provider::{Backing, KeyRequest, Piece, ProviderDomain, ProviderRegion, RegistrationRequest},
+};
+use hmem_provider_verbs::{ForkSupport, Grant, Verbs, VerbsDomain, VerbsOptions, sys::AccessFlags};
+use support::{LOCAL, Pages, Pair, REMOTE, Side, device, open, remote, segment};
+use trials::{Outcome, Skipped, trials};
+
+trials! {
+    /// VRB-03
+    every_subset_of_rights_registers_and_closes,
+    /// VRB-01
+    the_driver_refuses_the_rights_that_are_refused_before_it_is_asked,
+    /// VRB-01
+    no_right_at_all_still_lets_the_nic_read_locally,
+    memory_that_is_not_there_or_may_not_be_written_is_a_bad_address,
+    /// VRB-02
+    options_reach_the_driver_or_are_unsupported_by_name,
+    /// VRB-02
+    pages_on_demand_follow_their_mapping,
+    /// VRB-01
+    rights_change_in_place_or_the_region_stays_as_it_was,
+    /// VRB-05
+    the_locked_memory_limit_is_named_with_its_value_and_remedy,
+    pages_under_registration_survive_a_fork,
+    the_same_address_five_times_over_reaches_the_new_bytes,
+}
+
+/// The driver's own calls, found in the process as any C program finds them.
+struct Raw {
+    reg_mr: unsafe extern "C" fn(*mut c_void, *mut c_void, usize, c_int) -> *mut c_void,
+    dereg_mr: unsafe extern "C" fn(*mut c_void) -> c_int,
+}
+
+impl Raw {
+    fn load() -> Self {
+        // SAFETY: libibverbs has no precondition on loading, and stays loaded: the provider holds
+        // it too.
+        let find = |name: &std::ffi::CStr| unsafe {
+            let library = libc::dlopen(c"libibverbs.so.1".as_ptr(), libc::RTLD_NOW);
+            assert!(!library.is_null(), "libibverbs loads");
+            let symbol = libc::dlvsym(library, name.as_ptr(), c"IBVERBS_1.1".as_ptr());
+            assert!(!symbol.is_null(), "{name:?}");
+            symbol
+        };
+        // SAFETY: the signatures are those of the header.
+        unsafe {
+            Self {
+                reg_mr: std::mem::transmute::<
+                    *mut c_void,
+                    unsafe extern "C" fn(*mut c_void, *mut c_void, usize, c_int) -> *mut c_void,
+                >(find(c"ibv_reg_mr")),
+                dereg_mr: std::mem::transmute::<
+                    *mut c_void,
+                    unsafe extern "C" fn(*mut c_void) -> c_int,
+                >(find(c"ibv_dereg_mr")),
+            }
+        }
+    }
+
+    /// The errno of the raw call; 0 if it worked.
+    fn register(&self, domain: &VerbsDomain, address: u64, len: usize, flags: AccessFlags) -> i32 {
+        let address = ptr::with_exposed_provenance_mut(address as usize);
+        // SAFETY: the protection domain is alive; the driver checks the range.
+        let mr = unsafe { (self.reg_mr)(domain.pd(), address, len, flags.bits() as c_int) };
+        if mr.is_null() {
+            return std::io::Error::last_os_error().raw_os_error().unwrap_or(0);
+        }
+        // SAFETY: it was registered just now.
+        assert_eq!(unsafe { (self.dereg_mr)(mr) }, 0);
+        0
+    }
+}
+
+fn side(name: &str) -> Side {
+    Side::new(open(&Verbs::open().expect("load libibverbs"), name))
+}
+
+fn with_options(
+    side: &Side,
+    range: AddressRange,
+    options: VerbsOptions,
+) -> hmem_core::Result<ProviderRegion> {
+    let auth_key = AuthKey::default();
+    let request = RegistrationRequest {
+        access: LOCAL | REMOTE,
+        flags: MrFlags::empty(),
+        key: KeyRequest::Provider,
+        auth_key: &auth_key,
+        addressing: Addressing::Virtual,
+        page_size: 0,
+        enabled: true,
+        parallel: None,
+    };
+    let pieces = [Piece { range, backing: Backing::Host { owned: false } }];
+    // SAFETY: the tests' pages outlive their regions, or their loss is what is tested.
+    unsafe { side.verbs().register_with(&request, &pieces, options) }
+}
+
+fn every_subset_of_rights_registers_and_closes() -> Outcome {
+    let name = device()?;
+    let side = side(&name);
+    let pages = Pages::new(1 << 20);
+    for bits in 0..1_u64 << 7 {
+        let bit = |index: u32, right: Access| {
+            if bits & (1 << index) != 0 { right } else { Access::empty() }
+        };
+        let access = bit(0, Access::READ)
+            | bit(1, Access::WRITE)
+            | bit(2, Access::RECV)
+            | bit(3, Access::SEND)
+            | bit(4, Access::REMOTE_READ)
+            | bit(5, Access::REMOTE_WRITE)
+            | bit(6, Access::COLLECTIVE);
+        let (start, len) = ((bits * 37) % 5000, 1 + bits * 8001 % 900_000);
+        let region = side.register(pages.part(start, len), access).expect("register");
+        let flags = side.verbs().flags(region.provider_region().expect("handle")).expect("flags");
+        assert_eq!(
+            flags.contains(AccessFlags::REMOTE_WRITE),
+            access.contains(Access::REMOTE_WRITE)
+        );
+        assert_eq!(flags.contains(AccessFlags::REMOTE_READ), access.contains(Access::REMOTE_READ));
+        assert_eq!(flags.contains(AccessFlags::LOCAL_WRITE), access.nic_writes());
+        region.close().map_err(|rejected| rejected.error).expect("close");
+    }
+    assert_eq!(side.domain.live().page_registrations, 0);
+    Ok(())
+}
+
+fn the_driver_refuses_the_rights_that_are_refused_before_it_is_asked() -> Outcome {
+    let name = device()?;
+    let (side, raw) = (side(&name), Raw::load());
+    let pages = Pages::new(8192);
+    let verbs = side.verbs();
+    for flags in [AccessFlags::REMOTE_WRITE, AccessFlags::REMOTE_ATOMIC] {
+        // SAFETY: the pages outlive the region, of which there is none.
+        let error = unsafe { verbs.reg_mr(pages.range(), flags) }.expect_err("no LOCAL_WRITE");
+        assert_eq!(error.kind(), ErrorKind::BadAccess, "{error}");
+        let errno = error.os_errno().expect("the raw call's number").0;
+        assert_eq!(errno, raw.register(verbs, pages.address, pages.len, flags), "{flags:?}");
+    }
+    let empty = AddressRange::new(Address(pages.address), 0).expect("range");
+    // SAFETY: as above.
+    let error = unsafe { verbs.reg_mr(empty, AccessFlags::empty()) }.expect_err("empty");
+    assert_eq!(error.kind(), ErrorKind::ZeroLength);
+    assert_eq!(raw.register(verbs, pages.address, 0, AccessFlags::empty()), 22);
+    assert!(
+        AddressRange::new(Address(u64::MAX - 4095), 8192).is_err(),
+        "a range that wraps cannot be named"
+    );
+    assert_eq!(raw.register(verbs, u64::MAX - 4095, 8192, AccessFlags::empty()), 22);
+    assert_eq!(
+        raw.register(
+            verbs,
+            pages.address,
+            pages.len,
+            AccessFlags::all() & AccessFlags::LOCAL_WRITE
+        ),
+        0
+    );
+    assert_eq!(side.domain.live().regions, 0);
+    Ok(())
+}
+
+fn no_right_at_all_still_lets_the_nic_read_locally() -> Outcome {
+    let name = device()?;
+    let pair = Pair::new(&name);
+    let (from, to) = (Pages::new(4096), Pages::new(4096));
+    let bytes = from.fill(8);
+    // SAFETY: the pages outlive the region.
+    let source =
+        unsafe { pair.near.verbs().reg_mr(from.range(), AccessFlags::empty()) }.expect("register");
+    let target = pair.far.register(to.range(), REMOTE).expect("register");
+    let key = target.key().expect("key");
+    pair.near.write(segment(from.range(), source.local), remote(&key, 0, 4096)).expect("write");
+    assert_eq!(to.get(0, 4096), bytes);
+    pair.near.verbs().deregister(source).expect("deregister");
+    Ok(())
+}
+
+fn memory_that_is_not_there_or_may_not_be_written_is_a_bad_address() -> Outcome {
+    let name = device()?;
+    let side = side(&name);
+    let gone = {
+        let pages = Pages::new(8192);
+        pages.range()
+    };
+    let read_only = Pages::with_protection(8192, libc::PROT_READ);
+    let none = Pages::with_protection(8192, libc::PROT_NONE);
+    for (what, range, access) in [
+        ("unmapped", gone, LOCAL),
+        ("read-only, to be written", read_only.range(), LOCAL),
+        ("PROT_NONE", none.range(), Access::SEND),
+    ] {
+        let error = side.register(range, access).expect_err(what);
+        assert_eq!(error.kind(), ErrorKind::BadAddress, "{what}: {error}");
+        assert_eq!(error.os_errno().map(|errno| errno.0), Some(14), "{what}: {error}");
+        assert!(
+            error.remedy_text().is_some_and(|text| text.contains("map the whole range")),
+            "{error}"
+        );
+    }
+    let region = side
+        .register(read_only.range(), Access::SEND | Access::REMOTE_READ)
+        .expect("read-only pages");
+    drop(region);
+    assert_eq!(side.domain.live().page_registrations, 0);
+    Ok(())
+}
+
+fn options_reach_the_driver_or_are_unsupported_by_name() -> Outcome {
+    let name = device()?;
+    let side = side(&name);
+    let pages = Pages::new(8192);
+    let mut answers = Vec::new();
+    for (word, option) in VerbsOptions::all().iter_names() {
+        match with_options(&side, pages.range(), option) {
+            Ok(region) => {
+                let grants = side.verbs().options(region).expect("options");
+                let unsure = option == VerbsOptions::RELAXED_ORDERING;
+                let grant = if unsure { Grant::RequestedNotConfirmable } else { Grant::Granted };
+                assert_eq!(grants, [(option, grant)]);
+                assert!(side.verbs().flags(region).expect("flags").bits() & option.bits() != 0);
+                side.verbs().deregister(region).expect("deregister");
+                answers.push(format!("{word} granted"));
+            }
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::Unsupported, "{word}: {error}");
+                assert!(
+                    error.provider_name().is_some_and(|provider| provider.contains(&name)),
+                    "{error}"
+                );
+                answers.push(format!("{word} unsupported"));
+            }
+        }
+    }
+    println!("{name}: {}", answers.join(", "));
+    if name.starts_with("rxe") {
+        for expected in [
+            "MW_BIND granted",
+            "ZERO_BASED unsupported",
+            "HUGETLB unsupported",
+            "RELAXED_ORDERING granted",
+        ] {
+            assert!(answers.iter().any(|answer| answer == expected), "{expected}: {answers:?}");
+        }
+    }
+    Ok(())
+}
+
+/// The opposite of pinned pages: what was mapped anew is what peers reach.
+fn pages_on_demand_follow_their_mapping() -> Outcome {
+    let name = device()?;
+    let pair = Pair::new(&name);
+    let (from, to) = (Pages::new(8192), Pages::new(8192));
+    let granted = with_options(&pair.far, to.range(), VerbsOptions::ON_DEMAND);
+    let newer = std::env::var("HMEM_VM_KERNEL").is_ok_and(|release| !release.starts_with("6."));
+    let region = match granted {
+        Ok(region) => region,
+        Err(error) if !newer => {
+            assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+            return Err(Skipped(error.to_string()));
+        }
+        Err(error) => panic!("rxe of this kernel pages on demand: {error}"),
+    };
+    let bytes = from.fill(61);
+    let source = pair.near.register(from.range(), LOCAL).expect("register");
+    let key = pair.far.verbs().keys(region).expect("keys")[0];
+    let key = RemoteKey::new(Addressing::Virtual, Iova(key.base), 8192, u64::from(key.rkey));
+    // One packet to a page: rxe of Linux 7.3 puts every packet at the start of its page.
+    const LEN: usize = 512;
+    let desc = source.desc().expect("desc");
+    let write = |page: usize| {
+        let remote = remote(&key, page as u64, LEN as u64);
+        pair.near.write(segment(from.part(page as u64, LEN as u64), desc), remote).expect("write");
+    };
+    for page in [0, 4096] {
+        write(page);
+        assert!(to.get(page, LEN) == bytes[page..page + LEN], "page at {page}");
+    }
+    to.map_anew();
+    for page in [0, 4096] {
+        assert!(to.get(page, LEN) == [0; LEN], "new page at {page}");
+        write(page);
+        assert!(to.get(page, LEN) == bytes[page..page + LEN], "the NIC has followed to {page}");
+    }
+    pair.far.verbs().deregister(region).expect("deregister");
+    Ok(())
+}
+
+fn rights_change_in_place_or_the_region_stays_as_it_was() -> Outcome {
+    let name = device()?;
+    let pair = Pair::new(&name);
+    let (from, to) = (Pages::new(4096), Pages::new(4096));
+    let source = pair.near.register(from.range(), LOCAL).expect("register");
+    let target = pair.far.register(to.range(), Access::REMOTE_READ).expect("register");
+    let handle = target.provider_region().expect("handle");
+    let local = segment(from.part(0, 64), source.desc().expect("desc"));
+    // SAFETY: the pages outlive the region, and may be written.
+    match unsafe { pair.far.verbs().rereg(handle, REMOTE) } {
+        Ok(()) => {
+            let key = target.key().expect("key");
+            pair.near.write(local, remote(&key, 0, 64)).expect("the new right works");
+        }
+        Err(error) => {
+            assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+            assert!(error.remedy_text().is_some_and(|text| text.contains("as it was")), "{error}");
+            println!("{name}: {error}");
+            let key = target.key().expect("key");
+            pair.near.read(local, remote(&key, 0, 64)).expect("the old right still works");
+        }
+    }
+    Ok(())
+}
+
+/// What the test runs in a process of its own, since limits and users cannot be put back.
+fn register_over_the_limit(name: &str, limit: u64, errno: i32) {
+    let side = side(name);
+    let pages = Pages::new(1 << 20);
+    let rlimit = libc::rlimit { rlim_cur: limit, rlim_max: limit };
+    // SAFETY: this process is the test's own.
+    unsafe {
+        assert_eq!(libc::setrlimit(libc::RLIMIT_MEMLOCK, &rlimit), 0);
+        assert_eq!(libc::setresuid(65534, 65534, 65534), 0);
+    }
+    let error = side.register(pages.range(), LOCAL).expect_err("over the limit");
+    assert_eq!(error.kind(), ErrorKind::OutOfResources, "{error}");
+    assert_eq!(error.os_errno().map(|errno| errno.0), Some(errno), "{error}");
+    assert_eq!(error.context_value("limit"), Some("RLIMIT_MEMLOCK"), "{error}");
+    assert_eq!(error.context_value("value"), Some(format!("{limit} bytes").as_str()), "{error}");
+    assert!(error.remedy_text().is_some_and(|text| text.contains("ulimit -l")), "{error}");
+    assert_eq!(side.domain.live().page_registrations, 0);
+    let status = std::fs::read_to_string("/proc/self/status").expect("status");
+    let pinned = status.lines().find(|line| line.starts_with("VmPin")).expect("VmPin");
+    assert_eq!(pinned.split_whitespace().nth(1), Some("0"), "nothing stays pinned: {pinned}");
+}
+
+fn the_locked_memory_limit_is_named_with_its_value_and_remedy() -> Outcome {
+    const LIMIT: &str = "HMEM_VERBS_TEST_LIMIT";
+    let name = device()?;
+    if let Ok(limit) = std::env::var(LIMIT) {
+        let limit: u64 = limit.parse().expect("a number");
+        register_over_the_limit(&name, limit, if limit == 0 { 1 } else { 12 });
+        return Ok(());
+    }
+    // SAFETY: no precondition.
+    if unsafe { libc::geteuid() } != 0 {
+        return Err(Skipped("becoming a user whom the limit binds needs root".to_owned()));
+    }
+    for limit in ["65536", "0"] {
+        let output = std::process::Command::new(std::env::current_exe().expect("this test"))
+            .args(["--exact", "the_locked_memory_limit_is_named_with_its_value_and_remedy"])
+            .env(LIMIT, limit)
+            .output()
+            .expect("run this test again");
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("1 passed"), "limit {limit}: {text}");
+    }
+    Ok(())
+}
+
+/// MON-06
+fn pages_under_registration_survive_a_fork() -> Outcome {
+    let name = device()?;
+    let pair = Pair::new(&name);
+    let (from, to) = (Pages::new(8192), Pages::new(8192));
+    let source = pair.near.register(from.range(), LOCAL).expect("register");
+    let target = pair.far.register(to.range(), REMOTE).expect("register");
+    assert!(
+        !matches!(pair.verbs.fork_support(), ForkSupport::Off(_)),
+        "{:?}",
+        pair.verbs.fork_support()
+    );
+    println!("{name}: {:?}", pair.verbs.fork_support());
+    let mut hold = [0; 2];
+    // SAFETY: two descriptors are written.
+    assert_eq!(unsafe { libc::pipe(hold.as_mut_ptr()) }, 0);
+    // SAFETY: the child makes system calls only.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: as above: the child shares the pages until it is told to go.
+        unsafe {
+            libc::close(hold[1]);
+            libc::read(hold[0], hold.as_mut_ptr().cast(), 1);
+            libc::_exit(0);
+        }
+    }
+    // The first write after a fork is the one that would move the parent to a copy.
+    let bytes = from.fill(21);
+    to.put(0, &vec![1; 8192]);
+    let key = target.key().expect("key");
+    pair.near
+        .write(segment(from.range(), source.desc().expect("desc")), remote(&key, 0, 8192))
+        .expect("write");
+    assert_eq!(to.get(0, 8192), bytes, "the NIC and the parent see the same pages");
+    // SAFETY: the descriptors and the child are this test's own.
+    unsafe {
+        libc::close(hold[0]);
+        libc::close(hold[1]);
+        libc::waitpid(child, ptr::null_mut(), 0);
+    }
+    Ok(())
+}
+
+fn the_same_address_five_times_over_reaches_the_new_bytes() -> Outcome {
+    let name = device()?;
+    let pair = Pair::new(&name);
+    let to = Pages::new(4096);
+    let target = pair.far.register(to.range(), REMOTE).expect("register");
+    let key = target.key().expect("key");
+    let pages = Pages::new(1 << 16);
+    for round in 0..5 {
+        pages.map_anew();
+        let bytes = pages.fill(round);
+        let source = pair.near.register(pages.range(), LOCAL).expect("register");
+        let local = segment(pages.part(0, 4096), source.desc().expect("desc"));
+        pair.near.write(local, remote(&key, 0, 4096)).expect("write");
+        assert_eq!(to.get(0, 4096), bytes[..4096], "round {round}");
+        source.close().map_err(|rejected| rejected.error).expect("close");
+    }
+    Ok(())
+}

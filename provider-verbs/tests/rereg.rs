@@ -1,0 +1,280 @@
+//! Changing a region's rights in place, over a driver of the tests' own: the drivers at hand refuse
+//! it.
+
+#[allow(dead_code, reason = "other tests use the rest of it")]
+mod fake;
+
+use std::{
+    ffi::{c_int, c_void},
+    fs,
+    mem::ManuallyDrop,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard,
+        atomic::{AtomicI32, Ordering},
+    },
+    thread,
+};
+
+use fake::{calls, functions, with};
+use hmem_core::{
+    Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, MemoryRegion, MrFlags, Registry,
+    provider::ProviderDomain,
+};
+use hmem_p2p::path::Paths;
+use hmem_provider_verbs::{
+    Verbs, VerbsDomain,
+    sys::{AccessFlags, Functions, Mr, Pd},
+};
+
+fn domain(max_mr_size: u64) -> Domain {
+    let functions = functions();
+    with(|script| script.max_mr_size = max_mr_size);
+    let verbs = Verbs::builder().functions(functions).build().expect("start");
+    Domain::open(&verbs, Arc::new(Registry::new()), Arc::new(Paths::new()), DomainAttr::default())
+        .expect("open")
+}
+
+fn register(domain: &Domain, len: u64) -> MemoryRegion {
+    let range = AddressRange::new(Address(0x1000), len).expect("range");
+    // SAFETY: the fake touches no memory.
+    unsafe { domain.reg(range, Access::REMOTE_READ, 0, MrFlags::empty()) }.expect("register")
+}
+
+/// VRB-01
+#[test]
+fn rereg_changes_rights_and_keys_of_every_part() {
+    let domain = domain(0x2000);
+    let verbs = VerbsDomain::of(&domain).expect("verbs");
+    let region = register(&domain, 0x4000);
+    let handle = region.provider_region().expect("handle");
+    let before = verbs.keys(handle).expect("keys");
+    calls();
+    // SAFETY: the fake touches no memory.
+    unsafe { verbs.rereg(handle, Access::REMOTE_READ | Access::REMOTE_WRITE) }
+        .expect("the fake changes rights");
+    // CHANGE_ACCESS; remote read, write and atomic, and the local write that verbs demands.
+    assert_eq!(calls(), ["rereg_mr 0x4 0xf", "rereg_mr 0x4 0xf"]);
+    let after = verbs.keys(handle).expect("keys");
+    for (before, after) in before.iter().zip(&after) {
+        assert_eq!((after.rkey, after.lkey), (before.rkey + 0x10, before.lkey + 0x10));
+    }
+    assert!(verbs.flags(handle).expect("flags").contains(AccessFlags::REMOTE_WRITE));
+    let keys: Vec<_> = region.key().expect("key").pieces().map(|piece| piece.key).collect();
+    assert_eq!(
+        keys,
+        after.iter().map(|key| u64::from(key.rkey)).collect::<Vec<_>>(),
+        "peers get the new ones"
+    );
+}
+
+/// VRB-01
+#[test]
+fn a_refused_rereg_leaves_the_region_or_says_that_it_is_lost() {
+    let domain = domain(1 << 40);
+    let verbs = VerbsDomain::of(&domain).expect("verbs");
+    let region = register(&domain, 0x1000);
+    let handle = region.provider_region().expect("handle");
+    for (class, errno, kind, word) in [
+        (-1, 22, ErrorKind::InvalidArgument, "as it was"),
+        (-4, 95, ErrorKind::Unsupported, "as it was"),
+        (-4, 12, ErrorKind::OutOfResources, "must not be used"),
+        (-5, 5, ErrorKind::Driver, "must not be used"),
+    ] {
+        with(|script| script.rereg = vec![(class, errno)]);
+        // SAFETY: the fake touches no memory.
+        let error = unsafe { verbs.rereg(handle, Access::REMOTE_WRITE) }.expect_err("refused");
+        assert_eq!(
+            (error.kind(), error.os_errno().map(|errno| errno.0)),
+            (kind, Some(errno)),
+            "{error}"
+        );
+        assert!(
+            error.remedy_text().is_some_and(|remedy| remedy.contains(word)),
+            "class {class}: {error}"
+        );
+        assert_eq!(verbs.flags(handle).expect("flags"), AccessFlags::REMOTE_READ);
+    }
+    region.close().map_err(|rejected| rejected.error).expect("it can still be closed");
+    assert_eq!(domain.live().page_registrations, 0);
+}
+
+/// VRB-01
+#[test]
+fn a_rereg_refused_for_a_later_part_takes_the_rights_of_the_earlier_back() {
+    let domain = domain(0x2000);
+    let verbs = VerbsDomain::of(&domain).expect("verbs");
+    let region = register(&domain, 0x6000);
+    let handle = region.provider_region().expect("handle");
+    for (answers, word) in [
+        (vec![(0, 0), (0, 0), (-1, 22)], "as it was"),
+        (vec![(0, 0), (0, 0), (-1, 22), (-1, 5)], "must not be used"),
+    ] {
+        calls();
+        with(|script| script.rereg = answers);
+        // SAFETY: the fake touches no memory.
+        let error = unsafe { verbs.rereg(handle, Access::REMOTE_WRITE) }.expect_err("refused");
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        assert!(error.remedy_text().is_some_and(|remedy| remedy.contains(word)), "{error}");
+        // Remote write with what belongs to it, then remote read again.
+        let asked = ["rereg_mr 0x4 0xb"; 3].into_iter().chain(["rereg_mr 0x4 0x4"; 2]);
+        assert_eq!(calls(), asked.collect::<Vec<_>>());
+        assert_eq!(verbs.flags(handle).expect("flags"), AccessFlags::REMOTE_READ);
+    }
+    // Keys that the driver changed on the way are those that peers get.
+    let keys = verbs.keys(handle).expect("keys");
+    let pieces: Vec<_> = region.key().expect("key").pieces().map(|piece| piece.key).collect();
+    assert_eq!(pieces, keys.iter().map(|key| u64::from(key.rkey)).collect::<Vec<_>>());
+}
+
+/// A subscriber that panics when it is told of an event.
+struct Panics;
+
+impl tracing::Subscriber for Panics {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn event(&self, _: &tracing::Event<'_>) {
+        panic!("as asked for");
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+/// MR-18
+#[test]
+fn a_region_whose_change_of_rights_panicked_can_be_closed() {
+    let domain = domain(0x2000);
+    let verbs = VerbsDomain::of(&domain).expect("verbs");
+    // A failed assertion must not drop the region, which would wait for the change to end.
+    let region = ManuallyDrop::new(register(&domain, 0x4000));
+    let handle = region.provider_region().expect("handle");
+    // The provider logs that the first part keeps the rights refused for the second.
+    with(|script| script.rereg = vec![(0, 0), (-1, 22), (-1, 5)]);
+    // With one subscriber alone, tracing asks the thread that first comes to an event whether
+    // anybody listens, which may be another test's.
+    let _second = tracing::Dispatch::new(Panics);
+    let panicked = tracing::subscriber::with_default(Panics, || {
+        // SAFETY: the fake touches no memory.
+        let rereg = || unsafe { verbs.rereg(handle, Access::REMOTE_WRITE) };
+        catch_unwind(AssertUnwindSafe(rereg))
+    });
+    assert!(panicked.is_err(), "the subscriber was not told");
+    assert_eq!(verbs.keys(handle).expect("no change is under way").len(), 2);
+    calls();
+    let region = ManuallyDrop::into_inner(region);
+    region.close().map_err(|rejected| rejected.error).expect("close");
+    assert_eq!(calls(), ["dereg_mr"; 2]);
+    assert_eq!(domain.live().regions, 0);
+}
+
+/// A driver whose change of rights waits, on whatever thread, until it is let go.
+#[derive(Default)]
+struct Gate {
+    inside: bool,
+    open: bool,
+    log: Vec<&'static str>,
+}
+
+static GATE: (Mutex<Gate>, Condvar) =
+    (Mutex::new(Gate { inside: false, open: false, log: Vec::new() }), Condvar::new());
+
+fn gate() -> MutexGuard<'static, Gate> {
+    GATE.0.lock().expect("no panic")
+}
+
+/// Lets the driver's call go, after a failed assertion too.
+struct Release;
+
+impl Drop for Release {
+    fn drop(&mut self) {
+        gate().open = true;
+        GATE.1.notify_all();
+    }
+}
+
+/// Returns true if a thread of this process waits for something.
+fn sleeps(thread: i32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap_or_default();
+    // The state is the first field behind the thread's name in parentheses.
+    stat.rsplit(')').next().is_some_and(|fields| fields.trim_start().starts_with('S'))
+}
+
+unsafe extern "C" fn held_rereg(
+    _mr: *mut Mr,
+    _flags: c_int,
+    _pd: *mut Pd,
+    _addr: *mut c_void,
+    _length: usize,
+    _access: c_int,
+) -> c_int {
+    let mut gate = gate();
+    gate.inside = true;
+    gate.log.push("rereg begins");
+    GATE.1.notify_all();
+    let mut gate = GATE.1.wait_while(gate, |gate| !gate.open).expect("no panic");
+    gate.log.push("rereg ends");
+    0
+}
+
+extern "C" fn logged_dereg(_mr: *mut Mr) -> c_int {
+    gate().log.push("dereg");
+    0
+}
+
+/// MR-18
+#[test]
+fn a_region_is_closed_after_the_change_of_its_rights_and_is_deregistered() {
+    drop(functions());
+    // SAFETY: the functions have the header's signatures.
+    let functions = unsafe {
+        Functions::from_lookup(|name, _| match name {
+            "ibv_rereg_mr" => Some(held_rereg as *const ()),
+            "ibv_dereg_mr" => Some(logged_dereg as *const ()),
+            _ => fake::symbol(name),
+        })
+    };
+    let verbs = Verbs::builder().functions(functions.expect("complete")).build().expect("start");
+    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(Paths::new()));
+    let domain = Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open");
+    let verbs = VerbsDomain::of(&domain).expect("verbs");
+    let (region, other) = (register(&domain, 0x1000), register(&domain, 0x1000));
+    let handle = region.provider_region().expect("handle");
+    let closer = AtomicI32::new(0);
+    thread::scope(|scope| {
+        let (release, closer) = (Release, &closer);
+        // SAFETY: the fake touches no memory.
+        let change = scope.spawn(|| unsafe { verbs.rereg(handle, Access::REMOTE_WRITE) });
+        drop(GATE.1.wait_while(gate(), |gate| !gate.inside).expect("no panic"));
+        // Meanwhile calls on this region are refused, and other regions close.
+        assert_eq!(verbs.keys(handle).expect_err("in the driver").kind(), ErrorKind::Busy);
+        assert_eq!(verbs.raw_key(handle).expect_err("in the driver").kind(), ErrorKind::Busy);
+        assert_eq!(region.key().expect_err("in the driver").kind(), ErrorKind::Busy);
+        other.close().map_err(|rejected| rejected.error).expect("close the other region");
+        assert_eq!(gate().log, ["rereg begins", "dereg"]);
+        let close = scope.spawn(move || {
+            // SAFETY: the call has no precondition.
+            closer.store(unsafe { libc::gettid() }, Ordering::SeqCst);
+            region.close().map(drop).map_err(|rejected| rejected.error)
+        });
+        // Until it waits or has returned, which it must not.
+        while !close.is_finished() && !sleeps(closer.load(Ordering::SeqCst)) {
+            thread::yield_now();
+        }
+        assert!(!close.is_finished(), "closed while the driver worked on it");
+        drop(release);
+        change.join().expect("no panic").expect("the rights change");
+        close.join().expect("no panic").expect("close");
+    });
+    assert_eq!(gate().log, ["rereg begins", "dereg", "rereg ends", "dereg"]);
+    assert_eq!(domain.live().regions, 0);
+    assert_eq!(verbs.keys(handle).expect_err("closed").kind(), ErrorKind::InvalidArgument);
+}

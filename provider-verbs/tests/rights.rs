@@ -1,0 +1,139 @@
+//! Rights to write and rights to atomics in verbs' words, over a library of the tests' own.
+
+#[allow(dead_code, reason = "other tests use more of it")]
+mod fake;
+
+use std::sync::Arc;
+
+use fake::{calls, functions, with};
+use hmem_core::{
+    Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, MrAttr, MrFlags, Registry,
+};
+use hmem_p2p::path::Paths;
+use hmem_provider_verbs::{
+    DeviceRights, Verbs, VerbsDomain, access_flags,
+    sys::{AccessFlags, Functions},
+};
+
+fn open(functions: Functions) -> Domain {
+    let verbs = Verbs::builder().functions(functions).build().expect("start");
+    Domain::open(&verbs, Arc::new(Registry::new()), Arc::new(Paths::new()), DomainAttr::default())
+        .expect("open")
+}
+
+/// The tests' library, whose device has no atomics.
+fn without_atomics() -> Functions {
+    let functions = functions();
+    with(|script| script.no_atomics = true);
+    functions
+}
+
+fn range() -> AddressRange {
+    AddressRange::new(Address(0x1000), 4096).expect("range")
+}
+
+/// VRB-03
+#[test]
+fn rights_to_write_and_to_atomics_reach_verbs_apart() {
+    let plain = DeviceRights::default();
+    let atomics = DeviceRights { atomics: true, iwarp: false };
+    let (write, atomic, local) =
+        (AccessFlags::REMOTE_WRITE, AccessFlags::REMOTE_ATOMIC, AccessFlags::LOCAL_WRITE);
+    for (access, device, expected) in [
+        (Access::REMOTE_RMA_WRITE, atomics, write | local),
+        (Access::REMOTE_ATOMIC, atomics, atomic | local),
+        (Access::REMOTE_RMA_WRITE | Access::REMOTE_ATOMIC, atomics, write | atomic | local),
+        (Access::REMOTE_WRITE, atomics, write | atomic | local),
+        (Access::REMOTE_WRITE, plain, write | local),
+        (Access::REMOTE_RMA_WRITE, plain, write | local),
+    ] {
+        assert_eq!(access_flags(access, device), expected, "{access} on {device:?}");
+    }
+}
+
+/// VRB-03
+#[test]
+fn the_driver_is_asked_for_no_wider_right_than_the_region_has() {
+    let domain = open(functions());
+    calls();
+    for (access, bits) in [
+        (Access::REMOTE_RMA_WRITE, "0x3"),
+        (Access::REMOTE_ATOMIC, "0x9"),
+        (Access::REMOTE_WRITE, "0xb"),
+    ] {
+        let ranges = [range()];
+        // SAFETY: the tests' library registers nothing.
+        let region = unsafe { domain.regattr(&MrAttr::new(&ranges, access), MrFlags::empty()) }
+            .expect("register");
+        let asked = calls();
+        assert!(asked.len() == 1 && asked[0].ends_with(&format!(" {bits}")), "{access}: {asked:?}");
+        region.close().expect("close");
+        calls();
+    }
+}
+
+/// VRB-02
+#[test]
+fn a_device_without_atomics_refuses_the_right_to_them_and_is_named() {
+    let domain = open(without_atomics());
+    let verbs = VerbsDomain::of(&domain).expect("verbs");
+    calls();
+    let ranges = [range()];
+    let attr = MrAttr::new(&ranges, Access::REMOTE_ATOMIC);
+    let flags = AccessFlags::REMOTE_ATOMIC | AccessFlags::LOCAL_WRITE;
+    // SAFETY: the tests' library registers nothing.
+    let (in_fi_words, in_verbs_words) = unsafe {
+        (domain.regattr(&attr, MrFlags::empty()).map(|_| ()), verbs.reg_mr(range(), flags))
+    };
+    for error in [in_fi_words.unwrap_err(), in_verbs_words.unwrap_err()] {
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert!(error.to_string().contains("fake0"), "{error}");
+    }
+    assert!(calls().is_empty(), "the driver was asked");
+    // REMOTE_WRITE means what the device has of it.
+    let attr = MrAttr::new(&ranges, Access::REMOTE_WRITE);
+    // SAFETY: as said above, the tests' library registers nothing.
+    unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("register");
+}
+
+/// VRB-02
+#[test]
+fn a_device_without_atomics_refuses_to_change_a_region_to_the_right_to_them() {
+    let domain = open(without_atomics());
+    let verbs = VerbsDomain::of(&domain).expect("verbs");
+    let ranges = [range()];
+    // SAFETY: the tests' library registers nothing.
+    let region =
+        unsafe { domain.regattr(&MrAttr::new(&ranges, Access::REMOTE_READ), MrFlags::empty()) }
+            .expect("register");
+    let handle = region.provider_region().expect("handle");
+    calls();
+    for access in [Access::REMOTE_ATOMIC, Access::REMOTE_ATOMIC | Access::REMOTE_READ] {
+        // SAFETY: the tests' library registers nothing.
+        let error = unsafe { verbs.rereg(handle, access) }.expect_err("no atomics");
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert_eq!(error.context_value("access"), Some("REMOTE_ATOMIC"), "{error}");
+        assert!(error.to_string().contains("fake0"), "{error}");
+        assert!(calls().is_empty(), "the driver was asked");
+        assert_eq!(verbs.flags(handle).expect("flags"), AccessFlags::REMOTE_READ);
+    }
+    // REMOTE_WRITE means what the device has of it.
+    // SAFETY: the tests' library registers nothing.
+    unsafe { verbs.rereg(handle, Access::REMOTE_WRITE) }.expect("change the rights");
+    assert_eq!(calls(), ["rereg_mr 0x4 0x3"]);
+}
+
+/// MR-12
+#[test]
+fn verbs_refuses_persistent_memory_with_bad_flags() {
+    let domain = open(functions());
+    calls();
+    let ranges = [range()];
+    let attr = MrAttr::new(&ranges, Access::REMOTE_WRITE);
+    // SAFETY: nothing is registered.
+    let error = unsafe { domain.regattr(&attr, MrFlags::RMA_PMEM) }.unwrap_err();
+    assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::BadFlags, 260));
+    assert_eq!(error.context_value("flags"), Some("RMA_PMEM"));
+    assert!(error.to_string().contains("fake0"), "{error}");
+    assert!(calls().is_empty(), "the driver was asked");
+}

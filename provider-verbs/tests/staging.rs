@@ -1,0 +1,637 @@
+//! Staging buffers over verbs: the cases of every provider, and what only a NIC that knows nothing
+//! of staged memory can show. Over the device that `HMEM_VERBS_DEVICE` names, or over injected
+//! functions that move bytes.
+
+#[allow(dead_code, reason = "other tests use the rest of it")]
+mod fake;
+#[path = "../../p2p/tests/staging_cases/mod.rs"]
+mod staging_cases;
+mod wire;
+
+use std::{sync::Arc, time::Duration};
+
+use hmem_core::{
+    Access, Address, Endpoint, Errno, ErrorKind, Iova, Path,
+    provider::{CompletionQueue, EndpointAttr, Provider, StagingAttr},
+    transfer::{AtomicOp, AtomicType, Completion, CompletionKind, PeerId, RemoteSegment},
+};
+use hmem_iface_system::{Call, Simulated, Stepping};
+use hmem_provider_verbs::Verbs;
+use staging_cases::*;
+use wire::{Misbehaviour, misbehave};
+
+const CHUNK: u64 = 4096;
+const STAGING: StagingAttr = StagingAttr { chunk: CHUNK as usize, slots: 8 };
+/// A quarter of the buffers.
+const LONGEST: u64 = CHUNK * 2;
+
+fn verbs() -> (Arc<dyn Provider>, Option<String>) {
+    let name = std::env::var("HMEM_VERBS_DEVICE").ok().filter(|name| !name.is_empty());
+    let builder = Verbs::builder();
+    let builder = if name.is_some() { builder } else { builder.functions(wire::functions()) };
+    (Arc::new(builder.build().expect("load libibverbs")), name)
+}
+
+fn device() -> Simulated {
+    Simulated::builder().window(1 << 32).build().expect("build the device")
+}
+
+fn net_with(staging: StagingAttr, device: Simulated) -> Net {
+    let (provider, nic) = verbs();
+    Net::new(provider, nic, staging, device)
+}
+
+/// Over the injected functions on every machine: a driver's calls cannot be made to fail.
+fn injected() -> Net {
+    let verbs = Verbs::builder().functions(wire::functions()).build().expect("start");
+    Net::new(Arc::new(verbs), None, STAGING, device())
+}
+
+fn net() -> Net {
+    net_with(STAGING, device())
+}
+
+/// BNC-01
+#[test]
+fn every_size_arrives_whole_over_verbs() {
+    let net = net();
+    let sizes = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK * 2, CHUNK * 20 + 1];
+    every_size_arrives(&net, &sizes, &STARTS, LONGEST);
+}
+
+/// BNC-01
+#[test]
+fn megabytes_arrive_whole_over_verbs() {
+    let net = net_with(StagingAttr::default(), device());
+    let chunk = StagingAttr::default().chunk as u64;
+    every_size_arrives(&net, &[chunk * 2 + 1], &STARTS[2..], chunk * 2);
+}
+
+/// BNC-01
+#[test]
+#[ignore = "the slow tier: moves a gigabyte each way"]
+fn a_gigabyte_arrives_whole_over_verbs() {
+    let net = net_with(StagingAttr::default(), device());
+    let len = std::env::var("HMEM_STAGED_BYTES")
+        .ok()
+        .and_then(|bytes| bytes.parse().ok())
+        .unwrap_or(1 << 30);
+    let near = net.near.device(&net.device, len, LOCAL).expect("stage device memory");
+    let far = net.far.host(len + 1, LOCAL | REMOTE);
+    for kind in [CompletionKind::Write, CompletionKind::Read] {
+        moves(&net, kind, &[(&near, 0, len)], (&far, 0, len));
+    }
+}
+
+/// BNC-01
+#[test]
+fn lists_of_staged_and_host_memory_arrive_whole_over_verbs() {
+    let net = net();
+    lists_arrive(&net, CHUNK, LONGEST);
+}
+
+/// BNC-01
+#[test]
+fn any_transfer_moves_the_bytes_of_a_plain_copy_over_verbs() {
+    anything_arrives(12, verbs);
+}
+
+/// BNC-01
+#[test]
+fn messages_pass_between_staged_memory_of_both_sides_over_verbs() {
+    let net = net();
+    let near = net.near.device(&net.device, CHUNK * 4, LOCAL).unwrap();
+    let far = net.far.device(&net.device, CHUNK * 4, LOCAL).unwrap();
+    for len in [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, LONGEST] {
+        moves(&net, CompletionKind::Send, &[(&near, 1, len)], (&far, 2, len));
+    }
+    // A receive may have more room than the message needs; the rest of it stays as it was.
+    far.put(0, &[0x55; 4096]);
+    near.put(0, &[0x66; 4096]);
+    net.far.endpoint.receive(&[far.slice(0, CHUNK * 3)], None, 6).unwrap();
+    net.near.endpoint.send(&[near.slice(0, 100)], None, PeerId(0), 5).unwrap();
+    let (_, mut there) = net.complete(1, 1);
+    assert_eq!(there.remove(0).result.unwrap(), 100);
+    assert_eq!(far.get(0, 101), [&[0x66; 100][..], &[0x55]].concat());
+    net.assert_idle();
+}
+
+/// BNC-01
+#[test]
+fn the_copy_engine_works_while_the_wire_carries_a_chunk_over_verbs() {
+    let net = net_with(STAGING, Simulated::builder().stepping(Stepping::ByHand).build().unwrap());
+    let staged = net.near.device(&net.device, CHUNK * 4, LOCAL).unwrap();
+    let far = net.far.host(CHUNK * 4, LOCAL | REMOTE);
+    let bytes = pattern(CHUNK * 4, 1);
+    staged.put(0, &bytes);
+    let key = far.region().key().unwrap();
+    let remote = [RemoteSegment { address: key.base(), len: CHUNK * 4, key: &key }];
+    net.near.endpoint.write(&[staged.slice(0, CHUNK * 4)], &remote, PeerId(0), 5).unwrap();
+    // The engine is asked for all four at once, and the first goes out while the others wait for
+    // it.
+    assert_eq!(net.device.pending_copies(), 4);
+    let mut out = Vec::new();
+    for chunk in 0..4 {
+        assert!(net.device.step());
+        let from = chunk * CHUNK;
+        while far.get(from, CHUNK) != bytes[from as usize..][..CHUNK as usize] {
+            net.near.cq.read(&mut out, 1).unwrap();
+            std::thread::yield_now();
+        }
+        assert_eq!(net.device.pending_copies() as u64, 3 - chunk);
+    }
+    while out.is_empty() {
+        net.near.cq.read(&mut out, 1).unwrap();
+    }
+    assert_eq!(out.remove(0).result.unwrap(), CHUNK * 4);
+    net.assert_idle();
+}
+
+/// BNC-01
+#[test]
+fn requests_posted_after_a_staged_write_arrive_after_it() {
+    let net = net();
+    let len = CHUNK * 20;
+    let staged = net.near.device(&net.device, len, LOCAL).unwrap();
+    let (far, flag, host) =
+        (net.far.host(len, LOCAL | REMOTE), net.far.host(8, LOCAL), net.near.host(8, LOCAL));
+    let key = far.region().key().unwrap();
+    for round in 0..10 {
+        let bytes = pattern(len, round);
+        staged.put(0, &bytes);
+        host.put(0, &round.to_le_bytes());
+        let remote = [RemoteSegment { address: key.base(), len, key: &key }];
+        net.far.endpoint.receive(&[flag.slice(0, 8)], None, 6).unwrap();
+        net.near.endpoint.write(&[staged.slice(0, len)], &remote, PeerId(0), 1).unwrap();
+        net.near.endpoint.send(&[host.slice(0, 8)], None, PeerId(0), 2).unwrap();
+        let mut sent = Vec::new();
+        let mut received = Vec::new();
+        while received.is_empty() {
+            net.near.cq.read(&mut sent, 2).unwrap();
+            net.far.cq.read(&mut received, 1).unwrap();
+        }
+        assert!(far.get(0, len) == bytes, "the message overtook the write");
+        assert_eq!(flag.get(0, 8), round.to_le_bytes());
+        while sent.len() < 2 {
+            net.near.cq.read(&mut sent, 2).unwrap();
+        }
+        assert_eq!(sent.iter().map(|completion| completion.context).collect::<Vec<_>>(), [1, 2]);
+        assert!(sent.into_iter().all(|completion| completion.result.is_ok()));
+    }
+    net.assert_idle();
+}
+
+/// REL-01, BNC-02
+#[test]
+fn a_failed_copy_drains_the_pipeline_and_leaks_nothing_over_verbs() {
+    let net = net();
+    faults_drain_the_pipeline(&net, CHUNK * 3 + 1, &[CompletionKind::Write, CompletionKind::Read]);
+    faults_drain_the_pipeline(&net, CHUNK * 2, &[CompletionKind::Send]);
+}
+
+/// REL-01, BNC-02
+#[test]
+fn a_refused_post_drains_the_pipeline_and_leaks_nothing() {
+    let net = injected();
+    let len = CHUNK * 5;
+    let staged = net.near.device(&net.device, len, LOCAL).unwrap();
+    let far = net.far.host(len + 1, LOCAL | REMOTE);
+    for kind in [CompletionKind::Write, CompletionKind::Read] {
+        for nth in 1.. {
+            wire::refuse_post(nth, 5);
+            let ended = net.transfer(kind, &[staged.slice(0, len)], (&far, 0, len));
+            net.assert_idle();
+            if wire::forget_refusal() {
+                assert_eq!((ended.unwrap(), nth), (len, 6), "one post for each chunk");
+                break;
+            }
+            assert_eq!(ended.unwrap_err().os_errno(), Some(Errno(5)));
+            settle(&net);
+        }
+        // ENOMEM is a full queue: the chunk waits, and nothing fails.
+        for nth in 1..=5 {
+            wire::refuse_post(nth, 12);
+            moves(&net, kind, &[(&staged, 0, len)], (&far, 0, len));
+            assert!(!wire::forget_refusal());
+        }
+    }
+    let Net { near, far: other, .. } = net;
+    assert_eq!(
+        wire::regions(),
+        2,
+        "the peer's region, and the buffers once: staged memory itself is not"
+    );
+    drop((staged, far, near, other));
+    assert_eq!(wire::regions(), 0);
+}
+
+/// MR-05
+#[test]
+fn requests_end_and_their_buffers_go_back_only_once_the_queue_pair_is_reset() {
+    let net = injected();
+    let staged = net.near.device(&net.device, CHUNK, LOCAL).unwrap();
+    let (host, far) = (net.near.host(CHUNK, LOCAL), net.far.host(CHUNK, LOCAL | REMOTE));
+    let key = far.region().key().unwrap();
+    let remote = [RemoteSegment { address: key.base(), len: CHUNK, key: &key }];
+    // The NIC is at work on one request of host memory and on one of a staging buffer.
+    let still = Misbehaviour { stands_still: true, ..Misbehaviour::default() };
+    misbehave(still);
+    net.near.endpoint.read(&[host.slice(0, CHUNK)], &remote, PeerId(0), 1).unwrap();
+    net.near.endpoint.read(&[staged.slice(0, CHUNK)], &remote, PeerId(0), 2).unwrap();
+    assert_eq!(net.near.domain.live().staging_slots, 1);
+    // The far side lost its connection, and wants a new one.
+    wire::fail_last_pair();
+    misbehave(Misbehaviour { refuses_resets: 5, ..still });
+    let error = net.near.endpoint.resolve(&net.far.endpoint.name()).expect_err("no reset");
+    assert_eq!(error.os_errno(), Some(Errno(5)), "{error}");
+    let mut out = Vec::new();
+    net.near.cq.read(&mut out, 8).unwrap();
+    assert!(out.is_empty(), "the NIC may still use their memory: {out:?}");
+    assert_eq!(net.near.domain.live().staging_slots, 1, "the buffer is the NIC's");
+    misbehave(still);
+    net.near.endpoint.resolve(&net.far.endpoint.name()).expect("the reset works");
+    while out.len() < 2 {
+        net.near.cq.read(&mut out, 8).unwrap();
+    }
+    let ended = out.into_iter().map(|end| (end.context, end.result.unwrap_err().kind()));
+    let canceled = [(1, ErrorKind::Canceled), (2, ErrorKind::Canceled)];
+    assert_eq!(ended.collect::<Vec<_>>(), canceled);
+    assert_eq!(net.near.domain.live().staging_slots, 0);
+    misbehave(Misbehaviour::default());
+}
+
+/// REL-01, BNC-02
+#[test]
+fn a_refusing_peer_drains_the_pipeline_and_leaks_nothing_over_verbs() {
+    let net = net();
+    let len = CHUNK * 12;
+    let staged = net.near.device(&net.device, len, LOCAL).unwrap();
+    let far = net.far.host(len, LOCAL | REMOTE);
+    let key = far.region().key().unwrap();
+    // The chunk that reaches over the end is the first, one in the middle, the last.
+    for over in [len, len / 2, 1] {
+        let remote = [RemoteSegment { address: Iova(key.base().0 + over), len, key: &key }];
+        for read in [false, true] {
+            let list = [staged.slice(0, len)];
+            if read {
+                net.near.endpoint.read(&list, &remote, PeerId(0), 5).unwrap();
+            } else {
+                net.near.endpoint.write(&list, &remote, PeerId(0), 5).unwrap();
+            }
+            // Behind it, and taken along by it.
+            net.near
+                .endpoint
+                .write(
+                    &[staged.slice(0, 1)],
+                    &[RemoteSegment { len: 1, ..remote[0] }],
+                    PeerId(0),
+                    6,
+                )
+                .unwrap();
+            let (mut ended, _) = net.complete(2, 0);
+            let refused = ended.remove(0);
+            assert_eq!(
+                (refused.context, refused.result.unwrap_err().kind()),
+                (5, ErrorKind::AccessDenied)
+            );
+            let behind = ended.remove(0);
+            assert_eq!(
+                (behind.context, behind.result.unwrap_err().kind()),
+                (6, ErrorKind::Canceled)
+            );
+            net.assert_idle();
+            settle(&net);
+        }
+        moves(&net, CompletionKind::Write, &[(&staged, 0, len - 1)], (&far, 0, len - 1));
+    }
+}
+
+/// BNC-02
+#[test]
+fn an_exhausted_pool_makes_transfers_wait_over_verbs() {
+    for slots in [1, 2, 5] {
+        let net = net_with(StagingAttr { slots, ..STAGING }, device());
+        an_exhausted_pool_makes_transfers_wait(&net, 20);
+    }
+}
+
+/// Staged and host memory of six chunks; three buffers, and a device that copies when it is told
+/// to.
+fn stepped() -> (Net, Mem, Mem) {
+    let device = Simulated::builder().stepping(Stepping::ByHand).build().unwrap();
+    let net = net_with(StagingAttr { slots: 3, ..STAGING }, device);
+    let staged = net.near.device(&net.device, CHUNK * 6, LOCAL).unwrap();
+    let far = net.far.host(CHUNK * 6, LOCAL | REMOTE);
+    (net, staged, far)
+}
+
+/// Tells the device to copy so many times; what has completed after each.
+fn step(net: &Net, times: usize) -> Vec<Completion> {
+    let mut out = Vec::new();
+    for _ in 0..times {
+        net.device.step();
+        net.near.cq.read(&mut out, 8).unwrap();
+    }
+    out
+}
+
+/// BNC-02
+#[test]
+fn an_endpoint_closed_in_the_middle_cancels_and_leaks_nothing() {
+    for steps in 0..6 {
+        let (net, staged, far) = stepped();
+        let len = CHUNK * 6;
+        let key = far.region().key().unwrap();
+        let remote = [RemoteSegment { address: key.base(), len, key: &key }];
+        net.near.endpoint.write(&[staged.slice(0, len)], &remote, PeerId(0), 1).unwrap();
+        net.near.endpoint.read(&[staged.slice(0, len)], &remote, PeerId(0), 2).unwrap();
+        net.near.endpoint.receive(&[staged.slice(0, CHUNK)], None, 3).unwrap();
+        let mut out = step(&net, steps);
+        let Net { near, device, .. } = net;
+        near.endpoint.close().map_err(|rejected| rejected.error).unwrap();
+        while out.len() < 3 {
+            assert!(near.cq.read(&mut out, 8).unwrap() > 0, "a request has no completion");
+        }
+        let mut contexts: Vec<_> = out.iter().map(|completion| completion.context).collect();
+        contexts.sort_unstable();
+        assert_eq!(contexts, [1, 2, 3]);
+        for completion in out {
+            assert_eq!(completion.result.unwrap_err().kind(), ErrorKind::Canceled);
+        }
+        assert_eq!((near.domain.live().staging_slots, device.pending_copies()), (0, 0));
+    }
+}
+
+/// MR-05
+#[test]
+fn a_staged_region_closed_in_the_middle_is_touched_no_more() {
+    for steps in 0..4 {
+        let (net, staged, far) = stepped();
+        let len = CHUNK * 6;
+        let key = far.region().key().unwrap();
+        let remote = [RemoteSegment { address: key.base(), len, key: &key }];
+        net.near.endpoint.write(&[staged.slice(0, len)], &remote, PeerId(0), 1).unwrap();
+        let mut out = step(&net, steps);
+        let (slice, begun) = (staged.slice(0, len), net.device.faults().count(Call::CopyAsync));
+        drop(staged);
+        assert_eq!(
+            net.device.pending_copies(),
+            0,
+            "a copy is under way after the region was closed"
+        );
+        while out.is_empty() {
+            net.near.cq.read(&mut out, 8).unwrap();
+        }
+        assert_eq!(out.remove(0).result.unwrap_err().kind(), ErrorKind::NoRegion);
+        assert_eq!(
+            net.device.faults().count(Call::CopyAsync),
+            begun,
+            "a copy began after the region was closed"
+        );
+        let stale = net.near.endpoint.write(&[slice], &remote, PeerId(0), 1).unwrap_err();
+        assert_eq!(stale.kind(), ErrorKind::NoRegion);
+        net.assert_idle();
+    }
+}
+
+/// MR-09
+#[test]
+fn the_local_rights_of_a_staged_region_are_enforced() {
+    let net = net();
+    let far = net.far.host(64, LOCAL | REMOTE);
+    for (kind, right) in [
+        (CompletionKind::Write, Access::WRITE),
+        (CompletionKind::Read, Access::READ),
+        (CompletionKind::Send, Access::SEND),
+    ] {
+        let without = net.near.device(&net.device, 64, LOCAL.difference(right)).unwrap();
+        if kind != CompletionKind::Send {
+            let refused = net.transfer(kind, &[without.slice(0, 8)], (&far, 0, 8)).unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::AccessDenied);
+        } else {
+            let refused =
+                net.near.endpoint.send(&[without.slice(0, 8)], None, PeerId(0), 1).unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::AccessDenied);
+        }
+        let only = net.near.device(&net.device, 64, right).unwrap();
+        moves_one_way(&net, kind, &only, &far);
+    }
+}
+
+fn moves_one_way(net: &Net, kind: CompletionKind, near: &Mem, far: &Mem) {
+    assert_eq!(net.transfer(kind, &[near.slice(1, 9)], (far, 3, 9)).unwrap(), 9);
+}
+
+/// BNC-03
+#[test]
+fn requests_that_copies_cannot_do_are_refused_with_the_reason() {
+    let net = net();
+    let refused = net.near.device(&net.device, 64, LOCAL | REMOTE).map(|_| ()).unwrap_err();
+    assert!(refused.to_string().contains("cannot reach memory through copies"), "{refused}");
+    let staged = net.near.device(&net.device, CHUNK * 40, LOCAL).unwrap();
+    for refused in [staged.region().key().map(|_| ()), staged.region().raw_key().map(|_| ())] {
+        let refused = refused.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::KeyNotAvailable);
+        assert!(
+            refused.remedy_text().is_some_and(|text| text.contains("through copies")),
+            "{refused}"
+        );
+    }
+    let far = net.far.host(64, LOCAL | REMOTE);
+    let key = far.region().key().unwrap();
+    let host = net.near.host(64, LOCAL);
+    for (operand, result) in [(&staged, &host), (&host, &staged)] {
+        let refused = net
+            .near
+            .endpoint
+            .atomic(
+                &hmem_core::Atomic {
+                    op: AtomicOp::Sum,
+                    datatype: AtomicType::U64,
+                    remote: RemoteSegment { address: key.base(), len: 8, key: &key },
+                    operand: operand.slice(0, 8),
+                    result: Some(result.slice(0, 8)),
+                    compare: None,
+                },
+                PeerId(0),
+                1,
+            )
+            .unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Unsupported);
+        assert!(refused.to_string().contains("copies"), "{refused}");
+    }
+    // A message lies in buffers as a whole.
+    let long =
+        net.near.endpoint.send(&[staged.slice(0, LONGEST + 1)], None, PeerId(0), 1).unwrap_err();
+    assert_eq!(long.kind(), ErrorKind::MessageTooLong);
+    assert!(long.remedy_text().is_some_and(|text| text.contains("DomainAttr::staging")), "{long}");
+    let outside = hmem_core::transfer::LocalSegment {
+        address: Address(staged.region().range().start().0 + CHUNK * 40 - 1),
+        len: 2,
+        desc: Some(staged.region().desc().unwrap()),
+    };
+    let request = hmem_core::transfer::WorkRequest {
+        operation: hmem_core::transfer::Operation::Send { tag: None, invalidate: None },
+        local: &[outside],
+        peer: PeerId(0),
+        context: 1,
+    };
+    // SAFETY: the segment has a descriptor.
+    let refused = unsafe { net.near.endpoint.post(&request) }.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::OutOfBounds);
+    net.assert_idle();
+    assert_eq!(staged.region().decision().unwrap().path, Path::Staged);
+}
+
+/// P2P-06
+#[test]
+fn transfers_give_the_same_bytes_staged_and_direct() {
+    let net = net_with(StagingAttr { chunk: 1000, slots: 7 }, device());
+    let staged = net.near.device(&net.device, 70_000, LOCAL).unwrap();
+    let host = net.near.host(70_000, LOCAL);
+    let (a, b) = (net.far.host(70_000, LOCAL | REMOTE), net.far.host(70_000, LOCAL | REMOTE));
+    let bytes = pattern(70_000, 9);
+    for kind in KINDS {
+        for (offset, len) in [(0, 1), (3, 999), (1, 1000), (7, 1001), (2, 60_000)] {
+            if kind == CompletionKind::Send && len > 2000 {
+                continue;
+            }
+            for mem in [&staged, &host, &a, &b] {
+                mem.put(0, &vec![0; 70_000]);
+            }
+            let read = kind == CompletionKind::Read;
+            for mem in if read { [&a, &b] } else { [&staged, &host] } {
+                mem.put(0, &bytes);
+            }
+            net.transfer(kind, &[staged.slice(offset, len)], (&a, 5, len)).unwrap();
+            net.transfer(kind, &[host.slice(offset, len)], (&b, 5, len)).unwrap();
+            assert!(a.get(0, 70_000) == b.get(0, 70_000), "{kind:?} of {len}");
+            // HM-14: bytes of a completed transfer are what the device's next work sees.
+            assert!(staged.get(0, 70_000) == host.get(0, 70_000), "{kind:?} of {len}");
+        }
+    }
+}
+
+type End = (Endpoint, Arc<dyn CompletionQueue>);
+
+/// Further endpoints of the same domains, connected.
+fn another(net: &Net) -> (End, End) {
+    let open = |side: &Side| {
+        let cq = side.domain.open_cq(16).unwrap();
+        (side.domain.open_endpoint(&EndpointAttr::new(&cq)).unwrap(), cq)
+    };
+    let (near, far) = (open(&net.near), open(&net.far));
+    near.0.resolve(&far.0.name()).unwrap();
+    far.0.resolve(&near.0.name()).unwrap();
+    (near, far)
+}
+
+/// Staged and host memory of 64 chunks.
+fn wide() -> (Net, Mem, Mem) {
+    let net = net();
+    let near = net.near.device(&net.device, CHUNK * 64, LOCAL).unwrap();
+    let far = net.far.host(CHUNK * 64, LOCAL | REMOTE);
+    (net, near, far)
+}
+
+/// A write of 20 chunks, of which nobody reads any other queue.
+fn writes((endpoint, cq): &End, near: &Mem, far: &Mem) {
+    let bytes = pattern(CHUNK * 20, 4);
+    near.put(CHUNK * 40, &bytes);
+    let key = far.region().key().unwrap();
+    let remote =
+        [RemoteSegment { address: Iova(key.base().0 + CHUNK * 30), len: CHUNK * 20, key: &key }];
+    endpoint.write(&[near.slice(CHUNK * 40, CHUNK * 20)], &remote, PeerId(0), 9).unwrap();
+    let mut out = Vec::new();
+    while out.is_empty() {
+        cq.read(&mut out, 1).unwrap();
+        std::thread::yield_now();
+    }
+    assert_eq!(out.remove(0).result.unwrap(), CHUNK * 20);
+    assert!(far.get(CHUNK * 30, CHUNK * 20) == bytes);
+}
+
+/// BNC-02
+#[test]
+fn a_transfer_whose_queue_nobody_reads_holds_up_no_other() {
+    let (net, near, far) = wide();
+    let key = far.region().key().unwrap();
+    let remote = [RemoteSegment { address: key.base(), len: CHUNK * 20, key: &key }];
+    net.near.endpoint.write(&[near.slice(0, CHUNK * 20)], &remote, PeerId(0), 2).unwrap();
+    let (beside, _peer) = another(&net);
+    writes(&beside, &near, &far);
+    net.complete(1, 0).0.remove(0).result.unwrap();
+    net.assert_idle();
+}
+
+/// BNC-02
+#[test]
+fn transfers_behind_a_message_without_a_receiver_leave_buffers_for_others() {
+    let (net, near, far) = wide();
+    let key = far.region().key().unwrap();
+    let remote = [RemoteSegment { address: key.base(), len: CHUNK * 20, key: &key }];
+    // Nobody receives this, and the write behind it is stuck.
+    net.near.endpoint.send(&[near.slice(0, CHUNK)], None, PeerId(0), 1).unwrap();
+    net.near.endpoint.write(&[near.slice(0, CHUNK * 20)], &remote, PeerId(0), 2).unwrap();
+    let (beside, _peer) = another(&net);
+    writes(&beside, &near, &far);
+    net.far.endpoint.receive(&[far.slice(CHUNK * 60, CHUNK)], None, 3).unwrap();
+    let (ended, received) = net.complete(2, 1);
+    for completion in ended.into_iter().chain(received) {
+        completion.result.unwrap();
+    }
+    net.assert_idle();
+}
+
+/// BNC-02
+#[test]
+fn receives_that_wait_leave_buffers_for_everyone_else() {
+    let (net, near, far) = wide();
+    // Far more receives than half of the buffers; they are not matched until the end.
+    for context in 0..12 {
+        net.near
+            .endpoint
+            .receive(&[near.slice(context * CHUNK, CHUNK)], None, 100 + context)
+            .unwrap();
+    }
+    assert_eq!(net.near.slots(), 4, "receives hold their share");
+    let list = [near.slice(CHUNK * 20, CHUNK * 20)];
+    net.transfer(CompletionKind::Write, &list, (&far, 0, CHUNK * 20)).unwrap();
+    for context in 0..12_u64 {
+        far.put(0, &pattern(CHUNK, context));
+        net.far.endpoint.send(&[far.slice(0, CHUNK)], None, PeerId(0), 1).unwrap();
+        let (mut here, _) = net.complete(1, 1);
+        let received = here.remove(0);
+        assert_eq!((received.context, received.result.unwrap()), (100 + context, CHUNK));
+        assert!(near.get(context * CHUNK, CHUNK) == pattern(CHUNK, context));
+    }
+    net.assert_idle();
+}
+
+/// BNC-02
+#[test]
+fn latency_and_faults_at_random_leave_nothing_behind() {
+    let (provider, nic) = verbs();
+    for seed in 0..4_u64 {
+        let device =
+            Simulated::builder().copy_latency(Duration::from_micros(seed * 10)).build().unwrap();
+        let staging = StagingAttr { chunk: 700 + 331 * seed as usize, slots: 1 + seed as usize };
+        let net = Net::new(Arc::clone(&provider), nic.clone(), staging, device);
+        let staged = net.near.device(&net.device, 40_000, LOCAL).unwrap();
+        let far = net.far.host(40_000, LOCAL | REMOTE);
+        for round in 0..3_u64 {
+            let len = (seed * 7919 + round * 104_729) % 30_000 + 1;
+            let kind = KINDS[(round % 2) as usize];
+            let call = [Call::CopyAsync, Call::EngineCopy][(seed % 2) as usize];
+            net.device.faults().fail_nth(call, 1 + round * 3, Errno(5));
+            let ended = net.transfer(kind, &[staged.slice(0, len)], (&far, 1, len));
+            net.device.faults().clear();
+            net.assert_idle();
+            if let Err(error) = ended {
+                assert_eq!(error.os_errno(), Some(Errno(5)));
+                settle(&net);
+            }
+            moves(&net, kind, &[(&staged, 1, len)], (&far, 2, len));
+        }
+    }
+}

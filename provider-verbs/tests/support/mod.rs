@@ -1,0 +1,233 @@
+//! What the tests against a real driver share: the device named by `HMEM_VERBS_DEVICE`, pages, two
+//! connected ends.
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+use std::{
+    ffi::c_void,
+    ptr,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use hmem_core::{
+    Access, Address, AddressRange, Domain, DomainAttr, Endpoint, Iova, LocalKey, MemoryRegion,
+    MrAttr, MrFlags, Registry, RemoteKey, Result,
+    provider::{CompletionQueue, EndpointAttr},
+    transfer::{
+        AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment,
+        WorkRequest,
+    },
+};
+use hmem_p2p::path::Paths;
+use hmem_provider_verbs::{Builder, Verbs, VerbsDomain};
+
+use crate::trials::Skipped;
+
+/// Every right of the local side.
+pub(crate) const LOCAL: Access =
+    Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
+/// Every right of peers.
+pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+
+/// The device to test on. Not named: the test is ignored. Named and absent: it fails.
+pub(crate) fn device() -> Result<String, Skipped> {
+    let name = std::env::var("HMEM_VERBS_DEVICE").ok().filter(|name| !name.is_empty());
+    name.ok_or_else(|| Skipped("HMEM_VERBS_DEVICE names no device".to_owned()))
+}
+
+/// Anonymous pages, unmapped with it.
+pub(crate) struct Pages {
+    pub(crate) address: u64,
+    pub(crate) len: usize,
+}
+
+impl Pages {
+    pub(crate) fn new(len: usize) -> Self {
+        Self::with_protection(len, libc::PROT_READ | libc::PROT_WRITE)
+    }
+
+    pub(crate) fn with_protection(len: usize, protection: i32) -> Self {
+        // SAFETY: a new private mapping touches nobody's memory.
+        let mapped = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                len,
+                protection,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        assert_ne!(mapped, libc::MAP_FAILED, "mmap");
+        Self { address: mapped.expose_provenance() as u64, len }
+    }
+
+    pub(crate) fn range(&self) -> AddressRange {
+        self.part(0, self.len as u64)
+    }
+
+    pub(crate) fn part(&self, offset: u64, len: u64) -> AddressRange {
+        AddressRange::new(Address(self.address + offset), len).expect("inside the pages")
+    }
+
+    /// Puts new, empty pages at the same addresses.
+    pub(crate) fn map_anew(&self) {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: the mapping that is replaced is this value's own.
+        let mapped =
+            unsafe { libc::mmap(self.pointer(0).cast(), self.len, protection, flags, -1, 0) };
+        assert_ne!(mapped, libc::MAP_FAILED, "mmap");
+    }
+
+    fn pointer(&self, offset: usize) -> *mut u8 {
+        ptr::with_exposed_provenance_mut(self.address as usize + offset)
+    }
+
+    pub(crate) fn put(&self, offset: usize, bytes: &[u8]) {
+        assert!(offset + bytes.len() <= self.len);
+        // SAFETY: inside the mapping; the NIC writes only while a transfer runs, which the tests
+        // wait for.
+        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.pointer(offset), bytes.len()) }
+    }
+
+    pub(crate) fn get(&self, offset: usize, len: usize) -> Vec<u8> {
+        assert!(offset + len <= self.len);
+        let mut bytes = vec![0; len];
+        // SAFETY: as above.
+        unsafe { ptr::copy_nonoverlapping(self.pointer(offset), bytes.as_mut_ptr(), len) };
+        bytes
+    }
+
+    /// Bytes that differ from place to place.
+    pub(crate) fn fill(&self, seed: u8) -> Vec<u8> {
+        let bytes: Vec<u8> = (0..self.len)
+            .map(|index| (index as u8).wrapping_mul(31) ^ (index >> 8) as u8 ^ seed)
+            .collect();
+        self.put(0, &bytes);
+        bytes
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this value's own.
+        unsafe { libc::munmap(self.pointer(0).cast::<c_void>(), self.len) };
+    }
+}
+
+pub(crate) fn open(verbs: &Verbs, name: &str) -> Domain {
+    let attr = DomainAttr { nic: Some(name.to_owned()), ..DomainAttr::default() };
+    Domain::open(verbs, Arc::new(Registry::new()), Arc::new(Paths::new()), attr)
+        .expect("open a domain")
+}
+
+/// One side of a connection.
+pub(crate) struct Side {
+    pub(crate) endpoint: Endpoint,
+    pub(crate) cq: Arc<dyn CompletionQueue>,
+    pub(crate) domain: Domain,
+}
+
+impl Side {
+    pub(crate) fn new(domain: Domain) -> Self {
+        let cq = domain.open_cq(64).expect("open a completion queue");
+        let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint");
+        Self { endpoint, cq, domain }
+    }
+
+    pub(crate) fn verbs(&self) -> &VerbsDomain {
+        VerbsDomain::of(&self.domain).expect("a domain of the verbs provider")
+    }
+
+    pub(crate) fn register(&self, range: AddressRange, access: Access) -> Result<MemoryRegion> {
+        // SAFETY: the tests' pages outlive their regions, or their loss is what is tested.
+        unsafe { self.domain.regattr(&MrAttr::new(&[range], access), MrFlags::empty()) }
+    }
+
+    pub(crate) fn post(
+        &self,
+        operation: Operation<'_>,
+        local: &[LocalSegment],
+        context: u64,
+    ) -> Result<()> {
+        let request = WorkRequest { operation, local, peer: PeerId(0), context };
+        // SAFETY: the tests' pages outlive their transfers.
+        unsafe { self.endpoint.post(&request) }
+    }
+
+    pub(crate) fn wait(&self) -> Completion {
+        let until = Instant::now() + Duration::from_secs(60);
+        let mut out = Vec::new();
+        while self.cq.read(&mut out, 1).expect("read completions") == 0 {
+            assert!(Instant::now() < until, "a transfer never completed");
+            std::thread::yield_now();
+        }
+        out.remove(0)
+    }
+
+    pub(crate) fn transfer(&self, operation: Operation<'_>, local: &[LocalSegment]) -> Result<u64> {
+        self.post(operation, local, 7)?;
+        let completion = self.wait();
+        assert_eq!(completion.context, 7, "a completion of another request");
+        completion.result
+    }
+
+    pub(crate) fn write(&self, local: LocalSegment, remote: RemoteSegment<'_>) -> Result<u64> {
+        self.transfer(Operation::Write { remote: &[remote] }, &[local])
+    }
+
+    pub(crate) fn read(&self, local: LocalSegment, remote: RemoteSegment<'_>) -> Result<u64> {
+        self.transfer(Operation::Read { remote: &[remote] }, &[local])
+    }
+
+    pub(crate) fn atomic(
+        &self,
+        op: AtomicOp,
+        remote: RemoteSegment<'_>,
+        local: LocalSegment,
+        result: Option<LocalSegment>,
+        compare: Option<LocalSegment>,
+    ) -> Result<u64> {
+        let operation =
+            Operation::Atomic { op, datatype: AtomicType::U64, remote, result, compare };
+        self.transfer(operation, &[local])
+    }
+}
+
+pub(crate) fn segment(range: AddressRange, desc: LocalKey) -> LocalSegment {
+    LocalSegment { address: range.start(), len: range.len(), desc: Some(desc) }
+}
+
+pub(crate) fn remote(key: &RemoteKey, offset: u64, len: u64) -> RemoteSegment<'_> {
+    RemoteSegment { address: Iova(key.base().0 + offset), len, key }
+}
+
+/// Two domains of one process on one device, connected.
+pub(crate) struct Pair {
+    pub(crate) near: Side,
+    pub(crate) far: Side,
+    pub(crate) verbs: Verbs,
+}
+
+impl Pair {
+    pub(crate) fn new(name: &str) -> Self {
+        Self::with(name, Verbs::builder())
+    }
+
+    pub(crate) fn with(name: &str, builder: Builder) -> Self {
+        let verbs = builder.build().expect("load libibverbs");
+        let (near, far) = (Side::new(open(&verbs, name)), Side::new(open(&verbs, name)));
+        let pair = Self { near, far, verbs };
+        pair.connect();
+        pair
+    }
+
+    /// Each side resolves the other's name of now: the first time, and after each failed
+    /// completion.
+    pub(crate) fn connect(&self) {
+        let (near, far) = (self.near.endpoint.name(), self.far.endpoint.name());
+        self.near.endpoint.resolve(&far).expect("connect the near side");
+        self.far.endpoint.resolve(&near).expect("connect the far side");
+    }
+}

@@ -1,0 +1,452 @@
+//! Transfers over a real driver: bytes moved, keys refused, connections made anew.
+
+mod support;
+#[path = "../../tests/trials/mod.rs"]
+mod trials;
+
+use hmem_core::{
+    Access, Address, ErrorKind, LocalKey, MrAttr, MrFlags, Parallel, RemoteKey,
+    transfer::{AtomicOp, CompletionKind, LocalSegment, Operation},
+};
+use hmem_provider_verbs::{Verbs, VerbsDomain};
+use support::{LOCAL, Pages, Pair, REMOTE, device, remote, segment};
+use trials::{Outcome, Skipped, trials};
+
+trials! {
+    writes_and_reads_move_their_bytes,
+    bytes_of_a_safe_buffer_are_sent_inline_and_arrive,
+    messages_arrive_in_order_and_a_long_one_is_truncated,
+    vectors_on_both_sides_move_as_one_run_of_bytes,
+    a_transfer_to_a_peer_that_is_gone_ends_as_unreachable,
+    /// MR-16
+    a_region_registered_by_several_calls_at_once_works_as_one,
+    /// VRB-07
+    a_region_longer_than_the_device_takes_is_split_and_works_as_one,
+    stale_foreign_and_narrow_keys_are_refused_by_the_peer_and_move_nothing,
+    the_local_side_is_refused_before_the_connection_is_lost,
+    atomics_that_verbs_has_work_and_others_are_refused_with_their_reason,
+    endpoints_of_one_process_connect_and_recover_by_themselves_where_asked,
+    requests_of_a_closed_endpoint_complete_as_canceled,
+    /// MR-05
+    closing_a_local_region_ends_the_reads_into_it,
+    /// MR-05
+    closing_a_target_ends_the_writes_to_it,
+    /// VRB-04
+    our_keys_work_on_a_protection_domain_that_was_brought_along,
+}
+
+fn writes_and_reads_move_their_bytes() -> Outcome {
+    let name = device()?;
+    let pair = Pair::new(&name);
+    for len in [1_usize, 64, 4096, 70_000, 1 << 20] {
+        let (from, to) = (Pages::new(len), Pages::new(len));
+        let bytes = from.fill(len as u8);
+        let near = pair.near.register(from.range(), LOCAL).expect("register the source");
+        let far = pair.far.register(to.range(), REMOTE).expect("register the target");
+        let key = far.key().expect("key");
+        let desc = near.desc().expect("desc");
+        let moved = pair
+            .near
+            .write(segment(from.range(), desc), remote(&key, 0, len as u64))
+            .expect("write");
+        assert_eq!(moved, len as u64);
+        assert_eq!(to.get(0, len), bytes, "{len} bytes written");
+        from.put(0, &vec![0; len]);
+        pair.near.read(segment(from.range(), desc), remote(&key, 0, len as u64)).expect("read");
+        assert_eq!(from.get(0, len), bytes, "{len} bytes read back");
+    }
+    Ok(())
+}
+
+fn bytes_of_a_safe_buffer_are_sent_inline_and_arrive() -> Outcome {
+    let name = device()?;
+    let pair = Pair::new(&name);
+    let to = Pages::new(4096);
+    let far = pair.far.register(to.range(), REMOTE).expect("register the target");
+    let near = pair
+        .near
+        .domain
+        .register(vec![0x5a_u8; 100], LOCAL)
+        .map_err(|r| r.error)
+        .expect("register");
+    let key = far.key().expect("key");
+    let peer = hmem_core::transfer::PeerId(0);
+    let slice = near.slice(0, 100).expect("slice");
+    pair.near.endpoint.write(&[slice], &[remote(&key, 8, 100)], peer, 3).expect("post");
+    let done = pair.near.wait();
+    assert_eq!(
+        (done.context, done.kind, done.result.expect("write")),
+        (3, CompletionKind::Write, 100)
+    );
+    assert_eq!(to.get(0, 120), [vec![0; 8], vec![0x5a; 100], vec![0; 12]].concat());
+    Ok(())
+}
+
+fn messages_arrive_in_order_and_a_long_one_is_truncated() -> Outcome {
+    let name = device()?;
+    let pair = Pair::new(&name);
+    let (from, to) = (Pages::new(8192), Pages::new(8192));
+    let bytes = from.fill(3);
+    let near = pair.near.register(from.range(), LOCAL).expect("register");
+    let far = pair.far.register(to.range(), LOCAL).expect("register");
+    let (near_desc, far_desc) = (near.desc().expect("desc"), far.desc().expect("desc"));
+    let receive = || Operation::Receive { tag: None, from: None };
+    let send = || Operation::Send { tag: None, invalidate: None };
+    for index in 0..3 {
+        pair.far
+            .post(receive(), &[segment(to.part(index * 100, 100), far_desc)], index)
+            .expect("receive");
+    }
+    for index in 0..3_u64 {
+        let part = segment(from.part(index * 50, 40 + index), near_desc);
+        assert_eq!(pair.near.transfer(send(), &[part]).expect("send"), 40 + index);
+    }
+    for index in 0..3_u64 {
+        let done = pair.far.wait();
+        assert_eq!((done.context, done.result.expect("receive")), (index, 40 + index));
+        let (at, len) = (index as usize, 40 + index as usize);
+        assert_eq!(to.get(at * 100, len), bytes[at * 50..at * 50 + len]);
+    }
+
+    pair.far.post(receive(), &[segment(to.part(0, 16), far_desc)], 9).expect("receive");
+    let error =
+        pair.near.transfer(send(), &[segment(from.part(0, 64), near_desc)]).expect_err("too long");
+    // The target's NIC may say "invalid request (9)", from which the cause follows, or "operation
+    // error (11)" (rxe).
+    let status = error.driver().map(|code| code.code);
+    assert!(error.kind() == ErrorKind::Truncated || status == Some(11), "{error}");
+    let error = pair.far.wait().result.expect_err("too long");
+    assert_eq!(error.kind(), ErrorKind::Truncated, "{error}");
+    Ok(())
+}
+
+fn vectors_on_both_sides_move_as_one_run_of_bytes() -> Outcome {
+    let name = device()?;
+    let pair = Pair::new(&name);
+    let (from, to) = (Pages::new(16384), Pages::new(16384));
+    let bytes = from.fill(9);
+    let near = pair.near.register(from.range(), LOCAL).expect("register");
+    let desc = near.desc().expect("desc");
+    let ranges = [to.part(8192, 1000), to.part(100, 3000)];
+    // SAFETY: the pages outlive the region.
+    let far = unsafe { pair.far.domain.regattr(&MrAttr::new(&ranges, REMOTE), MrFlags::empty()) };
+    let far = far.expect("register two ranges");
+    let key = far.key().expect("key");
+    assert_eq!(key.pieces().count(), 2);
+    assert_eq!(key.as_u64().expect_err("two keys").kind(), ErrorKind::Unsupported);
+    let local: Vec<_> = (0..40).map(|index| segment(from.part(index * 300, 100), desc)).collect();
+    let at = |address: u64, len| hmem_core::transfer::RemoteSegment {
+        address: hmem_core::Iova(address),
+        len,
+        key: &key,
+    };
+    let far_list = [at(ranges[0].start().0, 1000), at(ranges[1].start().0, 3000)];
+    assert_eq!(
+        pair.near.transfer(Operation::Write { remote: &far_list }, &local).expect("write"),
+        4000
+    );
+    let sent: Vec<u8> =
+        (0..40).flat_map(|index| bytes[index * 300..index * 300 + 100].to_vec()).collect();
+    assert_eq!(to.get(8192, 1000), sent[..1000]);
+    assert_eq!(to.get(100, 3000), sent[1000..]);
+    assert_eq!(to.get(3100, 64), [0; 64]);
+    Ok(())
+}
+
+/// The peer's process may be gone, or its network: nobody answers.
+fn a_transfer_to_a_peer_that_is_gone_ends_as_unreachable() -> Outcome {
+    let name = device()?;
+    let pair = Pair::new(&name);
+    let (from, to) = (Pages::new(4096), Pages::new(4096));
+    let near = pair.near.register(from.range(), LOCAL).expect("register");
+    let far = pair.far.register(to.range(), REMOTE).expect("register");
+    let key = far.key().expect("key");
+    pair.far.endpoint.close().expect("close");
+    let local = segment(from.range(), near.desc().expect("desc"));
+    let error = pair.near.write(local, remote(&key, 0, 4096)).expect_err("nobody answers");
+    assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
+    assert_eq!(error.driver().map(|code| code.code), Some(12), "{error}");
+    assert!(
+        error.remedy_text().is_some_and(|remedy| remedy.contains("does not answer")),
+        "{error}"
+    );
+    assert_eq!(to.get(0, 4096), [0; 4096]);
+    pair.near.endpoint.close().expect("close");
+    near.close().map_err(|rejected| rejected.error).expect("close");
+    assert_eq!(
+        (pair.near.domain.live().endpoints, pair.near.domain.live().page_registrations),
+        (0, 0)
+    );
+    Ok(())
+}
+
+fn a_region_registered_by_several_calls_at_once_works_as_one() -> Outcome {
+    let name = device()?;
+    let pair = Pair::new(&name);
+    let len = 40 * 4096 + 100;
+    let (from, to) = (Pages::new(len), Pages::new(len));
+    let bytes = from.fill(41);
+    let ranges = [to.part(50, len as u64 - 50)];
+    let parallel = Some(Parallel { threads: 3, chunk: 8 * 4096, progress: None });
+    let attr = MrAttr { parallel, ..MrAttr::new(&ranges, REMOTE) };
+    let near = pair.near.register(from.range(), LOCAL).expect("register");
+    // SAFETY: the pages outlive the region.
+    let far = unsafe { pair.far.domain.regattr(&attr, MrFlags::empty()) }.expect("register");
+    assert_eq!(pair.far.domain.live().page_registrations, 6);
+    let key = RemoteKey::from_bytes(&far.key().expect("key").to_bytes()).expect("on the wire");
+    let local = segment(from.part(50, len as u64 - 50), near.desc().expect("desc"));
+    pair.near.write(local, remote(&key, 0, len as u64 - 50)).expect("write over every seam");
+    assert_eq!(to.get(50, len - 50), bytes[50..]);
+    far.close().map_err(|rejected| rejected.error).expect("close");
+    assert_eq!(pair.far.domain.live().page_registrations, 0);
+    Ok(())
+}
+
+fn a_region_longer_than_the_device_takes_is_split_and_works_as_one() -> Outcome {
+    let name = device()?;
+    let pair = Pair::with(&name, Verbs::builder().max_registration(3 * 4096));
+    let len = 10 * 4096 + 100;
+    let (from, to) = (Pages::new(len), Pages::new(len));
+    let bytes = from.fill(77);
+    let near = pair.near.register(from.part(50, len as u64 - 50), LOCAL).expect("register");
+    let far = pair.far.register(to.part(50, len as u64 - 50), REMOTE).expect("register");
+    assert_eq!(pair.far.domain.live().regions, 1);
+    assert_eq!(pair.far.domain.live().page_registrations, 4);
+    let key = far.key().expect("key");
+    assert_eq!(
+        key.pieces().map(|piece| piece.len).sum::<u64>(),
+        len as u64 - 50,
+        "nothing is clipped"
+    );
+    let wire = RemoteKey::from_bytes(&key.to_bytes()).expect("a split key survives the wire");
+    let whole = segment(from.part(50, len as u64 - 50), near.desc().expect("desc"));
+    pair.near.write(whole, remote(&wire, 0, len as u64 - 50)).expect("write across the seams");
+    assert_eq!(to.get(50, len - 50), bytes[50..]);
+    let raw = far.raw_key().expect("raw key");
+    let mapped = pair.near.domain.map_raw(far.base_addr(), far.len(), &raw).expect("map");
+    from.put(0, &vec![0; len]);
+    pair.near.read(whole, remote(&mapped, 0, len as u64 - 50)).expect("read over the mapped key");
+    assert_eq!(from.get(50, len - 50), bytes[50..]);
+    pair.near.domain.unmap_key(&mapped).expect("unmap");
+    far.close().map_err(|rejected| rejected.error).expect("close");
+    assert_eq!(pair.far.domain.live().page_registrations, 0);
+    Ok(())
+}
+
+fn stale_foreign_and_narrow_keys_are_refused_by_the_peer_and_move_nothing() -> Outcome {
+    let name = device()?;
+    let pair = Pair::new(&name);
+    let (from, to) = (Pages::new(4096), Pages::new(4096));
+    from.fill(1);
+    let near = pair.near.register(from.range(), LOCAL).expect("register");
+    let local = |len| segment(from.part(0, len), near.desc().expect("desc"));
+    let refused = |what: &str, key: &RemoteKey, offset: u64, write: bool| {
+        let far = remote(key, offset, 64);
+        let result =
+            if write { pair.near.write(local(64), far) } else { pair.near.read(local(64), far) };
+        let error = result.expect_err(what);
+        assert_eq!(error.kind(), ErrorKind::AccessDenied, "{what}: {error}");
+        assert_eq!(error.driver().map(|code| code.code), Some(10), "{what}: {error}");
+        assert!(error.to_string().contains("remote access error (10)"), "{what}: {error}");
+        assert_eq!(to.get(0, 4096), [0; 4096], "{what} moved bytes");
+        pair.connect();
+    };
+    let region = pair.far.register(to.range(), REMOTE).expect("register");
+    let stale = region.key().expect("key");
+    region.close().map_err(|rejected| rejected.error).expect("close");
+    refused("a stale key", &stale, 0, true);
+
+    let read_only = pair.far.register(to.range(), Access::REMOTE_READ).expect("register");
+    refused("a write without REMOTE_WRITE", &read_only.key().expect("key"), 0, true);
+    let write_only = pair.far.register(to.range(), Access::REMOTE_WRITE).expect("register");
+    refused("a read without REMOTE_READ", &write_only.key().expect("key"), 0, false);
+    refused("one byte past the end", &write_only.key().expect("key"), 4096 - 63, true);
+    // The near side's own key, at the far side: another protection domain.
+    let foreign = pair.near.register(to.range(), REMOTE).expect("register");
+    refused("another domain's key", &foreign.key().expect("key"), 0, true);
+    pair.near
+        .write(local(64), remote(&write_only.key().expect("key"), 0, 64))
+        .expect("the endpoint works on");
+    Ok(())
+}
+
+fn the_local_side_is_refused_before_the_connection_is_lost() -> Outcome {
+    let name = device()?;
+    let pair = Pair::new(&name);
+    let (from, to) = (Pages::new(4096), Pages::new(4096));
+    let far = pair.far.register(to.range(), REMOTE).expect("register");
+    let key = far.key().expect("key");
+    let sender = pair.near.register(from.range(), Access::SEND).expect("register");
+    let desc = sender.desc().expect("desc");
+    let target = || remote(&key, 0, 64);
+    let kind = |result: hmem_core::Result<u64>| result.expect_err("refused").kind();
+    assert_eq!(
+        kind(pair.near.read(segment(from.part(0, 64), desc), target())),
+        ErrorKind::AccessDenied
+    );
+    assert_eq!(
+        kind(pair.near.write(segment(from.part(0, 64), desc), target())),
+        ErrorKind::AccessDenied
+    );
+    let none = LocalSegment { desc: None, ..segment(from.part(0, 64), desc) };
+    assert_eq!(kind(pair.near.write(none, target())), ErrorKind::NoRegion);
+    let unknown = LocalSegment { desc: Some(LocalKey::from_provider(0xdead_beef)), ..none };
+    assert_eq!(kind(pair.near.write(unknown, target())), ErrorKind::NoRegion);
+    let writer = pair.near.register(from.range(), Access::WRITE).expect("register");
+    let past = LocalSegment {
+        address: Address(from.address + 4090),
+        ..segment(from.part(0, 64), writer.desc().expect("desc"))
+    };
+    assert_eq!(kind(pair.near.write(past, target())), ErrorKind::OutOfBounds);
+    let tagged = Operation::Send { tag: Some(1), invalidate: None };
+    assert_eq!(kind(pair.near.transfer(tagged, &[])), ErrorKind::Unsupported);
+    let fine = segment(from.part(0, 64), writer.desc().expect("desc"));
+    pair.near.write(fine, target()).expect("nothing of that went to the NIC");
+    Ok(())
+}
+
+fn atomics_that_verbs_has_work_and_others_are_refused_with_their_reason() -> Outcome {
+    let name = device()?;
+    let pair = Pair::new(&name);
+    let (from, to) = (Pages::new(4096), Pages::new(4096));
+    let near = pair.near.register(from.range(), LOCAL).expect("register");
+    let far = pair.far.register(to.range(), REMOTE).expect("register");
+    let (desc, key) = (near.desc().expect("desc"), far.key().expect("key"));
+    let word = |slot: u64| segment(from.part(slot * 8, 8), desc);
+    to.put(0, &40_u64.to_ne_bytes());
+    from.put(0, &2_u64.to_ne_bytes());
+    pair.near
+        .atomic(AtomicOp::Sum, remote(&key, 0, 8), word(0), Some(word(1)), None)
+        .expect("fetch and add");
+    assert_eq!(from.get(8, 8), 40_u64.to_ne_bytes());
+    assert_eq!(to.get(0, 8), 42_u64.to_ne_bytes());
+    pair.near.atomic(AtomicOp::Sum, remote(&key, 0, 8), word(0), None, None).expect("add");
+    assert_eq!(to.get(0, 8), 44_u64.to_ne_bytes());
+    from.put(16, &44_u64.to_ne_bytes());
+    from.put(0, &7_u64.to_ne_bytes());
+    pair.near
+        .atomic(AtomicOp::Cswap, remote(&key, 0, 8), word(0), Some(word(1)), Some(word(2)))
+        .expect("compare and swap");
+    assert_eq!(
+        (from.get(8, 8), to.get(0, 8)),
+        (44_u64.to_ne_bytes().to_vec(), 7_u64.to_ne_bytes().to_vec())
+    );
+    let error = pair
+        .near
+        .atomic(AtomicOp::Max, remote(&key, 0, 8), word(0), None, None)
+        .expect_err("no such atomic");
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.to_string().contains("fetch-and-add"), "{error}");
+    let error = pair
+        .near
+        .atomic(AtomicOp::Sum, remote(&key, 4, 8), word(0), None, None)
+        .expect_err("misaligned");
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    Ok(())
+}
+
+fn endpoints_of_one_process_connect_and_recover_by_themselves_where_asked() -> Outcome {
+    let name = device()?;
+    let verbs = Verbs::builder().connect_in_process(true).build().expect("load libibverbs");
+    let near = support::Side::new(support::open(&verbs, &name));
+    let far = support::Side::new(support::open(&verbs, &name));
+    near.endpoint.resolve(&far.endpoint.name()).expect("one side resolves");
+    let pages = Pages::new(8192);
+    let source = near.register(pages.part(0, 4096), LOCAL).expect("register");
+    let target = far.register(pages.part(4096, 4096), REMOTE).expect("register");
+    let (desc, key) = (source.desc().expect("desc"), target.key().expect("key"));
+    for round in 0..3 {
+        near.write(segment(pages.part(0, 64), desc), remote(&key, 0, 64)).expect("write");
+        let error = near
+            .write(segment(pages.part(0, 64), desc), remote(&key, 4090, 64))
+            .expect_err("outside");
+        assert_eq!(error.kind(), ErrorKind::AccessDenied, "round {round}: {error}");
+    }
+    Ok(())
+}
+
+fn requests_of_a_closed_endpoint_complete_as_canceled() -> Outcome {
+    let name = device()?;
+    let pair = Pair::new(&name);
+    let pages = Pages::new(4096);
+    let region = pair.near.register(pages.range(), LOCAL).expect("register");
+    let receive = Operation::Receive { tag: None, from: None };
+    pair.near
+        .post(receive, &[segment(pages.range(), region.desc().expect("desc"))], 5)
+        .expect("receive");
+    let support::Side { endpoint, cq, domain } = pair.near;
+    endpoint.close().map_err(|rejected| rejected.error).expect("close");
+    let mut out = Vec::new();
+    assert_eq!(cq.read(&mut out, 8).expect("read"), 1);
+    assert_eq!(out[0].context, 5);
+    assert_eq!(out.remove(0).result.expect_err("canceled").kind(), ErrorKind::Canceled);
+    assert_eq!(domain.live().endpoints, 0);
+    Ok(())
+}
+
+fn our_keys_work_on_a_protection_domain_that_was_brought_along() -> Outcome {
+    let name = device()?;
+    let lender = Pair::new(&name);
+    let pd = VerbsDomain::of(&lender.far.domain).expect("verbs").pd();
+    // SAFETY: the lender outlives the borrower.
+    let borrower = unsafe { Verbs::builder().with_pd(pd) }.expect("use the protection domain");
+    let domain = support::open(&borrower, &name);
+    let (from, to) = (Pages::new(4096), Pages::new(4096));
+    let bytes = from.fill(4);
+    // Registered by the borrower, reached through the lender's queue pair.
+    let guest = support::Side::new(domain);
+    let region = guest.register(to.range(), REMOTE).expect("register");
+    let source = lender.near.register(from.range(), LOCAL).expect("register");
+    let key = region.key().expect("key");
+    lender
+        .near
+        .write(segment(from.range(), source.desc().expect("desc")), remote(&key, 0, 4096))
+        .expect("the key works on the lender's endpoint");
+    assert_eq!(to.get(0, 4096), bytes);
+    Ok(())
+}
+
+/// Posts transfers of a megabyte each, all of the same bytes, closes one of their regions, and waits
+/// for them. Memory must stay as it was when close returned. Tries again until a transfer was in
+/// flight by then, which its failure shows.
+fn close_amid_transfers(name: &str, into_local: bool) -> Outcome {
+    const LEN: usize = 1 << 20;
+    const TRANSFERS: u64 = 8;
+    for round in 1..=20 {
+        let pair = Pair::new(name);
+        let (local, far) = (Pages::new(LEN), Pages::new(LEN));
+        let (sink, source) = if into_local { (&local, &far) } else { (&far, &local) };
+        source.fill(round);
+        let near_region = pair.near.register(local.range(), LOCAL).expect("register");
+        let far_region = pair.far.register(far.range(), REMOTE).expect("register");
+        let (key, desc) = (far_region.key().expect("key"), near_region.desc().expect("desc"));
+        let (to, from) = ([remote(&key, 0, LEN as u64)], [segment(local.range(), desc)]);
+        for context in 0..TRANSFERS {
+            let operation = if into_local {
+                Operation::Read { remote: &to }
+            } else {
+                Operation::Write { remote: &to }
+            };
+            pair.near.post(operation, &from, context).expect("post");
+        }
+        let closed = if into_local { near_region } else { far_region };
+        closed.close().map_err(|rejected| rejected.error).expect("close");
+        let at_close = sink.get(0, LEN);
+        let ended: Vec<_> = (0..TRANSFERS).map(|_| pair.near.wait().result).collect();
+        assert!(sink.get(0, LEN) == at_close, "memory was touched after close returned");
+        if ended.iter().any(Result::is_err) {
+            return Ok(());
+        }
+    }
+    Err(Skipped(format!("{name} had ended every transfer when the region was closed")))
+}
+
+/// MR-05
+fn closing_a_local_region_ends_the_reads_into_it() -> Outcome {
+    close_amid_transfers(&device()?, true)
+}
+
+/// MR-05
+fn closing_a_target_ends_the_writes_to_it() -> Outcome {
+    close_amid_transfers(&device()?, false)
+}

@@ -1,0 +1,537 @@
+//! A libibverbs of the tests' own that moves bytes: reliable connections between queue pairs of one
+//! thread, with keys, bounds and rights enforced, receives waited for, and connections that end
+//! with their first failure. It runs requests when a completion queue is polled, so that what is
+//! posted is in flight until then.
+
+use std::{
+    cell::RefCell,
+    collections::{HashMap, VecDeque},
+    ffi::{c_int, c_void},
+    mem, ptr,
+};
+
+use hmem_provider_verbs::sys::{
+    AccessFlags, Context, Cq, Device, DeviceAttr, DeviceCaps, Functions, LinkLayer, Mr, Mw, MwBind,
+    MwBindInfo, MwType, Pd, PortAttr, PortState, Qp, QpAttr, QpAttrMask, QpInitAttr, QpState,
+    RecvWr, SendFlags, SendWr, Sge, Wc, WcStatus, WrOpcode,
+};
+
+use crate::fake;
+
+#[derive(Clone, Copy)]
+struct Region {
+    start: u64,
+    len: u64,
+    access: AccessFlags,
+}
+
+struct Send {
+    wr_id: u64,
+    opcode: WrOpcode,
+    signaled: bool,
+    segments: Vec<Sge>,
+    /// What was copied when it was posted.
+    inline: Option<Vec<u8>>,
+    remote: (u64, u32),
+}
+
+struct Receive {
+    wr_id: u64,
+    segments: Vec<Sge>,
+}
+
+struct Pair {
+    state: QpState,
+    peer: u32,
+    cqs: (usize, usize),
+    sends: VecDeque<Send>,
+    receives: VecDeque<Receive>,
+}
+
+#[derive(Default)]
+struct Wire {
+    next: u32,
+    regions: HashMap<u32, Region>,
+    pairs: HashMap<u32, Pair>,
+    done: HashMap<usize, VecDeque<Wc>>,
+    /// The errno of a post to come, by its number.
+    refuse: Option<(u64, c_int)>,
+    posts: u64,
+    misbehaviour: Misbehaviour,
+    /// The completions of binds that come late: their queue pair and queue.
+    late_binds: Vec<(u32, usize, Wc)>,
+    /// The number of the last queue pair that was destroyed.
+    free: Option<u32>,
+}
+
+/// The device's misbehaviour that a test asks for.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Misbehaviour {
+    /// Completion queues cannot be read.
+    pub(crate) polls_fail: bool,
+    /// No request is run, and none is flushed.
+    pub(crate) stands_still: bool,
+    /// The errno of a reset of a queue pair.
+    pub(crate) refuses_resets: c_int,
+    /// Requests outstanding on a queue pair complete with success when it is destroyed. The next
+    /// queue pair has its number.
+    pub(crate) completes_late: bool,
+    /// The status with which binds of type 1 windows end. `None` stands for a success that comes
+    /// after the next bind was posted.
+    pub(crate) bind: Option<WcStatus>,
+}
+
+/// Makes the device behave in this way from now on.
+pub(crate) fn misbehave(misbehaviour: Misbehaviour) {
+    with(|wire| wire.misbehaviour = misbehaviour);
+}
+
+thread_local! {
+    static WIRE: RefCell<Wire> = RefCell::default();
+}
+
+fn with<T>(body: impl FnOnce(&mut Wire) -> T) -> T {
+    WIRE.with_borrow_mut(body)
+}
+
+/// Makes the `nth` post of a send request from now on fail.
+pub(crate) fn refuse_post(nth: u64, errno: c_int) {
+    with(|wire| wire.refuse = Some((wire.posts + nth, errno)));
+}
+
+/// Whether a refusal that was asked for has not come up, and forgets it.
+pub(crate) fn forget_refusal() -> bool {
+    with(|wire| wire.refuse.take()).is_some()
+}
+
+/// Ends the connection of the queue pair that was created last.
+pub(crate) fn fail_last_pair() {
+    with(|wire| {
+        let last = wire.pairs.keys().copied().max().expect("a queue pair");
+        wire.fail(last);
+    });
+}
+
+/// Registrations that are alive.
+pub(crate) fn regions() -> usize {
+    with(|wire| wire.regions.len())
+}
+
+impl Wire {
+    /// The bytes of a segment, if its key grants `right`.
+    fn reach(&self, key: u32, address: u64, len: u64, right: AccessFlags) -> Option<*mut u8> {
+        let region =
+            self.regions.get(&(key >> 8)).filter(|region| region.access.contains(right))?;
+        let offset = address.checked_sub(region.start)?;
+        (offset <= region.len && len <= region.len - offset)
+            .then(|| ptr::with_exposed_provenance_mut(address as usize))
+    }
+
+    fn gather(&self, segments: &[Sge]) -> Option<Vec<u8>> {
+        let mut bytes = Vec::new();
+        for segment in segments {
+            let len = segment.length as usize;
+            let from = self.reach(
+                segment.lkey,
+                segment.addr,
+                u64::from(segment.length),
+                AccessFlags::empty(),
+            )?;
+            // SAFETY: registered memory is mapped, by the promise of who registered it.
+            bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(from, len) });
+        }
+        Some(bytes)
+    }
+
+    fn scatter(&self, segments: &[Sge], mut bytes: &[u8]) -> Option<()> {
+        for segment in segments {
+            let (part, rest) = bytes.split_at(bytes.len().min(segment.length as usize));
+            let to = self.reach(
+                segment.lkey,
+                segment.addr,
+                part.len() as u64,
+                AccessFlags::LOCAL_WRITE,
+            )?;
+            // SAFETY: as above.
+            unsafe { ptr::copy_nonoverlapping(part.as_ptr(), to, part.len()) };
+            bytes = rest;
+        }
+        bytes.is_empty().then_some(())
+    }
+
+    fn push(&mut self, cq: usize, qp_num: u32, wr_id: u64, status: WcStatus, bytes: u64) {
+        let wc = Wc { wr_id, status, qp_num, byte_len: bytes as u32, ..Wc::default() };
+        self.done.entry(cq).or_default().push_back(wc);
+    }
+
+    fn fail(&mut self, number: u32) {
+        if let Some(pair) = self.pairs.get_mut(&number) {
+            pair.state = QpState::IBV_QPS_ERR;
+        }
+    }
+
+    /// Runs what can be run of one queue pair; whether that was anything.
+    fn run(&mut self, number: u32) -> bool {
+        if self.misbehaviour.stands_still {
+            return false;
+        }
+        let Some(pair) = self.pairs.get_mut(&number) else { return false };
+        let (peer, cqs) = (pair.peer, pair.cqs);
+        if pair.state == QpState::IBV_QPS_ERR {
+            let (sends, receives) = (mem::take(&mut pair.sends), mem::take(&mut pair.receives));
+            let any = !sends.is_empty() || !receives.is_empty();
+            for send in sends {
+                self.push(cqs.0, number, send.wr_id, WcStatus::IBV_WC_WR_FLUSH_ERR, 0);
+            }
+            for receive in receives {
+                self.push(cqs.1, number, receive.wr_id, WcStatus::IBV_WC_WR_FLUSH_ERR, 0);
+            }
+            return any;
+        }
+        if pair.state != QpState::IBV_QPS_RTS {
+            return false;
+        }
+        let Some(send) = pair.sends.pop_front() else { return false };
+        if send.opcode == WrOpcode::IBV_WR_SEND
+            && self.pairs.get(&peer).is_none_or(|pair| pair.receives.is_empty())
+        {
+            self.pairs.get_mut(&number).expect("it was there").sends.push_front(send);
+            return false;
+        }
+        let status = self.carry(peer, &send);
+        if status != WcStatus::IBV_WC_SUCCESS {
+            self.fail(number);
+            self.fail(peer);
+        }
+        if send.signaled || status != WcStatus::IBV_WC_SUCCESS {
+            self.push(cqs.0, number, send.wr_id, status, 0);
+        }
+        true
+    }
+
+    fn carry(&mut self, peer: u32, send: &Send) -> WcStatus {
+        let len = send.segments.iter().map(|segment| u64::from(segment.length)).sum();
+        let (address, rkey) = send.remote;
+        if matches!(send.opcode, WrOpcode::IBV_WR_BIND_MW | WrOpcode::IBV_WR_LOCAL_INV) {
+            return WcStatus::IBV_WC_SUCCESS;
+        }
+        if send.opcode == WrOpcode::IBV_WR_RDMA_READ {
+            let Some(from) = self.reach(rkey, address, len, AccessFlags::REMOTE_READ) else {
+                return WcStatus::IBV_WC_REM_ACCESS_ERR;
+            };
+            // SAFETY: as above.
+            let bytes = unsafe { std::slice::from_raw_parts(from, len as usize) }.to_vec();
+            return match self.scatter(&send.segments, &bytes) {
+                Some(()) => WcStatus::IBV_WC_SUCCESS,
+                None => WcStatus::IBV_WC_LOC_PROT_ERR,
+            };
+        }
+        let Some(bytes) = send.inline.clone().or_else(|| self.gather(&send.segments)) else {
+            return WcStatus::IBV_WC_LOC_PROT_ERR;
+        };
+        if send.opcode == WrOpcode::IBV_WR_RDMA_WRITE {
+            let Some(to) = self.reach(rkey, address, len, AccessFlags::REMOTE_WRITE) else {
+                return WcStatus::IBV_WC_REM_ACCESS_ERR;
+            };
+            // SAFETY: as above.
+            unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+            return WcStatus::IBV_WC_SUCCESS;
+        }
+        let pair = self.pairs.get_mut(&peer).expect("it was there");
+        let (receive, cq) = (pair.receives.pop_front().expect("it was there"), pair.cqs.1);
+        let (here, there) = match self.scatter(&receive.segments, &bytes) {
+            Some(()) => (WcStatus::IBV_WC_SUCCESS, WcStatus::IBV_WC_SUCCESS),
+            None => (WcStatus::IBV_WC_REM_INV_REQ_ERR, WcStatus::IBV_WC_LOC_LEN_ERR),
+        };
+        self.push(cq, peer, receive.wr_id, there, len);
+        here
+    }
+}
+
+extern "C" fn query_device(_context: *mut Context, attr: *mut DeviceAttr) -> c_int {
+    // SAFETY: the caller gives a place for the attributes.
+    let attr = unsafe { &mut *attr };
+    (attr.max_mr_size, attr.max_mr, attr.phys_port_cnt) = (1 << 40, 1000, 1);
+    (attr.max_cqe, attr.max_qp_wr, attr.max_sge) = (10_000, 1000, 16);
+    (attr.max_qp_rd_atom, attr.max_qp_init_rd_atom) = (16, 16);
+    attr.atomic_cap = fake::atomics();
+    attr.max_mw = 100;
+    attr.device_cap_flags = DeviceCaps::all().bits();
+    0
+}
+
+extern "C" fn query_port(_context: *mut Context, _port: u8, attr: *mut PortAttr) -> c_int {
+    // SAFETY: the caller gives a place for the attributes.
+    let attr = unsafe { &mut *attr };
+    (attr.state, attr.active_mtu, attr.max_msg_sz, attr.lid) =
+        (PortState::IBV_PORT_ACTIVE, 5, 1 << 30, 7);
+    attr.link_layer = LinkLayer::IBV_LINK_LAYER_INFINIBAND;
+    0
+}
+
+extern "C" fn open_device(device: *mut Device) -> *mut Context {
+    let context = fake::context(device);
+    // SAFETY: it was boxed just now.
+    let ops = unsafe { &mut (*context).ops };
+    ops.poll_cq = Some(poll_cq);
+    ops.post_send = Some(post_send);
+    ops.post_recv = Some(post_recv);
+    ops.alloc_mw = Some(alloc_mw);
+    ops.bind_mw = Some(bind_mw);
+    ops.dealloc_mw = Some(dealloc_mw);
+    context
+}
+
+extern "C" fn reg_mr(pd: *mut Pd, addr: *mut c_void, length: usize, access: c_int) -> *mut Mr {
+    let key = with(|wire| {
+        wire.next += 1;
+        let access = AccessFlags::from_bits_truncate(access as u32);
+        let start = addr.expose_provenance() as u64;
+        wire.regions.insert(wire.next, Region { start, len: length as u64, access });
+        wire.next << 8
+    });
+    let context = ptr::null_mut();
+    Box::into_raw(Box::new(Mr { context, pd, addr, length, handle: 0, lkey: key, rkey: key | 1 }))
+}
+
+extern "C" fn dereg_mr(mr: *mut Mr) -> c_int {
+    // SAFETY: it was boxed by `reg_mr`, and is deregistered once.
+    let mr = unsafe { Box::from_raw(mr) };
+    with(|wire| wire.regions.remove(&(mr.lkey >> 8)));
+    0
+}
+
+extern "C" fn create_cq(
+    context: *mut Context,
+    _: c_int,
+    _: *mut c_void,
+    _: *mut c_void,
+    _: c_int,
+) -> *mut Cq {
+    // SAFETY: all zeros is a value of this plain structure.
+    let mut cq: Cq = unsafe { mem::zeroed() };
+    cq.context = context;
+    Box::into_raw(Box::new(cq))
+}
+
+extern "C" fn destroy_cq(cq: *mut Cq) -> c_int {
+    fake::called("destroy_cq".into());
+    with(|wire| wire.done.remove(&cq.addr()));
+    // SAFETY: it was boxed by `create_cq`, and is destroyed once.
+    drop(unsafe { Box::from_raw(cq) });
+    0
+}
+
+extern "C" fn create_qp(pd: *mut Pd, attr: *mut QpInitAttr) -> *mut Qp {
+    // SAFETY: all zeros is a value of this plain structure; the caller gives attributes and a
+    // protection domain.
+    let (mut qp, attr) = unsafe { (mem::zeroed::<Qp>(), &*attr) };
+    (qp.pd, qp.send_cq, qp.recv_cq) = (pd, attr.send_cq, attr.recv_cq);
+    qp.qp_num = with(|wire| {
+        let reused = wire.free.take().filter(|_| wire.misbehaviour.completes_late);
+        wire.next += 1;
+        let number = reused.unwrap_or(wire.next);
+        let cqs = (attr.send_cq.addr(), attr.recv_cq.addr());
+        let (sends, receives) = (VecDeque::new(), VecDeque::new());
+        wire.pairs
+            .insert(number, Pair { state: QpState::IBV_QPS_RESET, peer: 0, cqs, sends, receives });
+        number
+    });
+    Box::into_raw(Box::new(qp))
+}
+
+extern "C" fn destroy_qp(qp: *mut Qp) -> c_int {
+    // SAFETY: it was boxed by `create_qp`, and is destroyed once.
+    let qp = unsafe { Box::from_raw(qp) };
+    fake::called("destroy_qp".into());
+    with(|wire| {
+        let pair = wire.pairs.remove(&qp.qp_num).expect("a queue pair that is alive");
+        wire.late_binds.retain(|(number, ..)| *number != qp.qp_num);
+        wire.free = Some(qp.qp_num);
+        if wire.misbehaviour.completes_late {
+            for send in pair.sends.iter().filter(|send| send.signaled) {
+                wire.push(pair.cqs.0, qp.qp_num, send.wr_id, WcStatus::IBV_WC_SUCCESS, 0);
+            }
+        }
+    });
+    0
+}
+
+extern "C" fn modify_qp(qp: *mut Qp, attr: *mut QpAttr, mask: c_int) -> c_int {
+    // SAFETY: the caller gives a queue pair that is alive, and its attributes.
+    let (number, attr) = unsafe { ((*qp).qp_num, &*attr) };
+    let mask = QpAttrMask::from_bits_truncate(mask);
+    with(|wire| {
+        if attr.qp_state == QpState::IBV_QPS_RESET && wire.misbehaviour.refuses_resets != 0 {
+            return wire.misbehaviour.refuses_resets;
+        }
+        let pair = wire.pairs.get_mut(&number).expect("a queue pair that is alive");
+        pair.state = attr.qp_state;
+        if mask.contains(QpAttrMask::DEST_QPN) {
+            pair.peer = attr.dest_qp_num;
+        }
+        if attr.qp_state == QpState::IBV_QPS_RESET {
+            pair.sends.clear();
+            pair.receives.clear();
+        }
+        0
+    })
+}
+
+extern "C" fn query_qp(
+    qp: *mut Qp,
+    attr: *mut QpAttr,
+    _mask: c_int,
+    _init: *mut QpInitAttr,
+) -> c_int {
+    // SAFETY: as above.
+    let (number, attr) = unsafe { ((*qp).qp_num, &mut *attr) };
+    attr.qp_state = with(|wire| wire.pairs[&number].state);
+    0
+}
+
+/// # Safety
+/// The list has that many segments.
+unsafe fn segments(list: *const Sge, count: c_int) -> Vec<Sge> {
+    if count == 0 {
+        return Vec::new();
+    }
+    // SAFETY: passed on to the caller.
+    unsafe { std::slice::from_raw_parts(list, count as usize) }.to_vec()
+}
+
+unsafe extern "C" fn post_send(qp: *mut Qp, mut wr: *mut SendWr, bad: *mut *mut SendWr) -> c_int {
+    with(|wire| {
+        wire.posts += 1;
+        if let Some((_, errno)) = wire.refuse.take_if(|(nth, _)| *nth == wire.posts) {
+            // SAFETY: the caller gives a place for the request that was refused.
+            unsafe { *bad = wr };
+            return errno;
+        }
+        // SAFETY: the caller gives a queue pair that is alive, and a chain of requests with their
+        // lists.
+        unsafe {
+            let number = (*qp).qp_num;
+            while !wr.is_null() {
+                let request = &*wr;
+                let segments = segments(request.sg_list, request.num_sge);
+                let flags = SendFlags::from_bits_truncate(request.send_flags);
+                let copy = |segment: &Sge| {
+                    let from = ptr::with_exposed_provenance::<u8>(segment.addr as usize);
+                    std::slice::from_raw_parts(from, segment.length as usize).to_vec()
+                };
+                let inline = flags
+                    .contains(SendFlags::INLINE)
+                    .then(|| segments.iter().flat_map(copy).collect());
+                let remote = match request.opcode {
+                    WrOpcode::IBV_WR_SEND => (0, 0),
+                    _ => (request.wr.rdma.remote_addr, request.wr.rdma.rkey),
+                };
+                let signaled = flags.contains(SendFlags::SIGNALED);
+                let (wr_id, opcode) = (request.wr_id, request.opcode);
+                let send = Send { wr_id, opcode, signaled, segments, inline, remote };
+                wire.pairs
+                    .get_mut(&number)
+                    .expect("a queue pair that is alive")
+                    .sends
+                    .push_back(send);
+                wr = request.next;
+            }
+        }
+        0
+    })
+}
+
+unsafe extern "C" fn post_recv(qp: *mut Qp, wr: *mut RecvWr, _bad: *mut *mut RecvWr) -> c_int {
+    // SAFETY: as above, for one request.
+    let (number, request, segments) =
+        unsafe { ((*qp).qp_num, &*wr, segments((*wr).sg_list, (*wr).num_sge)) };
+    with(|wire| {
+        let pair = wire.pairs.get_mut(&number).expect("a queue pair that is alive");
+        pair.receives.push_back(Receive { wr_id: request.wr_id, segments });
+    });
+    0
+}
+
+unsafe extern "C" fn alloc_mw(pd: *mut Pd, mw_type: MwType) -> *mut Mw {
+    let rkey = with(|wire| {
+        wire.next += 1;
+        wire.next << 8
+    });
+    // SAFETY: the caller gives a protection domain.
+    let context = unsafe { (*pd).context };
+    Box::into_raw(Box::new(Mw { context, pd, rkey, handle: 0, mw_type }))
+}
+
+unsafe extern "C" fn dealloc_mw(mw: *mut Mw) -> c_int {
+    fake::called("dealloc_mw".into());
+    // SAFETY: it was boxed by `alloc_mw`, and is freed once.
+    drop(unsafe { Box::from_raw(mw) });
+    0
+}
+
+unsafe extern "C" fn bind_mw(qp: *mut Qp, mw: *mut Mw, bind: *mut MwBind) -> c_int {
+    // SAFETY: the caller gives a queue pair and a window that are alive, and what to bind.
+    let (qp_num, wr_id) = unsafe {
+        let MwBindInfo { addr, length, mw_access_flags, .. } = (*bind).bind_info;
+        fake::called(format!("bind_mw {addr:#x}+{length:#x} {mw_access_flags:#x}"));
+        (*mw).rkey = ((*mw).rkey & !0xff) | (((*mw).rkey + 1) & 0xff);
+        ((*qp).qp_num, (*bind).wr_id)
+    };
+    with(|wire| {
+        for (_, cq, wc) in mem::take(&mut wire.late_binds) {
+            wire.done.entry(cq).or_default().push_back(wc);
+        }
+        let cq = wire.pairs[&qp_num].cqs.0;
+        match wire.misbehaviour.bind {
+            Some(status) => wire.push(cq, qp_num, wr_id, status, 0),
+            None => wire.late_binds.push((qp_num, cq, Wc { wr_id, qp_num, ..Wc::default() })),
+        }
+    });
+    0
+}
+
+unsafe extern "C" fn poll_cq(cq: *mut Cq, most: c_int, out: *mut Wc) -> c_int {
+    with(|wire| {
+        if wire.misbehaviour.polls_fail {
+            return -1;
+        }
+        let numbers: Vec<_> = wire.pairs.keys().copied().collect();
+        for number in numbers {
+            // One request each: others come in between, and there is always something in flight.
+            wire.run(number);
+        }
+        let Some(done) = wire.done.get_mut(&cq.addr()) else { return 0 };
+        let count = done.len().min(most as usize);
+        for (index, wc) in done.drain(..count).enumerate() {
+            // SAFETY: the caller gives a place for `most` completions.
+            unsafe { *out.add(index) = wc };
+        }
+        count as c_int
+    })
+}
+
+/// The library, with one device.
+pub(crate) fn functions() -> Functions {
+    // Sets the script of the functions that are not replaced here.
+    drop(fake::functions());
+    misbehave(Misbehaviour { bind: Some(WcStatus::IBV_WC_SUCCESS), ..Misbehaviour::default() });
+    let symbol = |name: &str| {
+        Some(match name {
+            "ibv_open_device" => open_device as *const (),
+            "ibv_query_device" => query_device as *const (),
+            "ibv_query_port" => query_port as *const (),
+            "ibv_reg_mr" => reg_mr as *const (),
+            "ibv_dereg_mr" => dereg_mr as *const (),
+            "ibv_create_cq" => create_cq as *const (),
+            "ibv_destroy_cq" => destroy_cq as *const (),
+            "ibv_create_qp" => create_qp as *const (),
+            "ibv_destroy_qp" => destroy_qp as *const (),
+            "ibv_modify_qp" => modify_qp as *const (),
+            "ibv_query_qp" => query_qp as *const (),
+            other => return fake::symbol(other),
+        })
+    };
+    // SAFETY: the functions above have the header's signatures.
+    unsafe { Functions::from_lookup(|name, _| symbol(name)) }.expect("the library is complete")
+}

@@ -1,0 +1,329 @@
+//! Persistent memory (RMA_PMEM): a remote write completes after its bytes were written back.
+//!
+//! The calls that write memory back are refused, which fails the transfers that make them. Hence a
+//! test sees from outside which transfer asks the kernel to write back which pages.
+
+use std::{ops::Range, os::fd::AsFd, thread};
+
+use hmem::{
+    DmaBufAttr, DmaBufOffset, Errno, Error, ErrorKind, MrAttr, MrFlags, Registered, RemoteKey,
+    provider::WindowType, system::Call,
+};
+use rustix::fs::{MemfdFlags, SealFlags};
+
+use crate::{
+    memory::{Bytes, HostPages, pattern},
+    net::{LOCAL, Net, REMOTE},
+    world::{Need, World, need, needs, over_worlds},
+};
+
+over_worlds! {
+    /// MR-12
+    a_write_to_persistent_memory_ends_after_its_pages_are_written_back: Pairs, LOOPBACK, HOST;
+    /// MR-12
+    persistent_memory_of_a_device_is_flushed_before_a_write_ends: Pairs, LOOPBACK, needs::DEVICE;
+}
+
+const LOOPBACK: Need = need(
+    "verbs",
+    "no RMA_PMEM there: provider-verbs/tests/rights.rs shows that it is refused",
+    World::is_loopback,
+);
+
+const HOST: Need = need(
+    "device memory",
+    "persistent_memory_of_a_device_is_flushed_before_a_write_ends shows it",
+    World::is_system,
+);
+
+const PAGE: u64 = 4096;
+
+/// The errno of a thread's `msync` that is expected, and of every other one.
+const EXPECTED: i32 = libc::EIO;
+const UNEXPECTED: i32 = libc::E2BIG;
+/// The errno of a thread's `fdatasync`.
+const FILE: i32 = libc::ENOSPC;
+
+/// Runs `body` on a thread on which calls that write memory back fail; so do those of the threads
+/// that it starts.
+///
+/// `msync(MS_SYNC)` fails with `errno` if it covers just the pages that begin at the addresses in
+/// `pages`, and with [`UNEXPECTED`] otherwise. `fdatasync` fails with [`FILE`].
+fn refusing<T: Send>(pages: Range<u64>, errno: i32, body: impl FnOnce() -> T + Send) -> T {
+    let len = pages.end - pages.start;
+    thread::scope(|scope| {
+        let refused = scope.spawn(|| {
+            refuse(pages.start, len as u32, errno);
+            body()
+        });
+        refused.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+/// Installs the filter for this thread.
+fn refuse(start: u64, len: u32, errno: i32) {
+    const LOAD: u32 = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
+    const EQUAL: u32 = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
+    const ABOVE: u32 = libc::BPF_JMP | libc::BPF_JGT | libc::BPF_K;
+    const RETURN: u32 = libc::BPF_RET | libc::BPF_K;
+    /// `struct seccomp_data`: the number, and the low half of an argument (little endian).
+    const NUMBER: u32 = 0;
+    let argument = |at: u32| 16 + 8 * at;
+    let line =
+        |code: u32, k: u32, jt: u8, jf: u8| libc::sock_filter { code: code as u16, jt, jf, k };
+    let fail = |errno: i32| libc::SECCOMP_RET_ERRNO | errno as u32;
+    let (low, high) = (start as u32, (start >> 32) as u32);
+    let mut program = [
+        line(LOAD, NUMBER, 0, 0),
+        line(EQUAL, libc::SYS_fdatasync as u32, 14, 0),
+        line(EQUAL, libc::SYS_msync as u32, 0, 12),
+        line(LOAD, argument(0), 0, 0),
+        line(EQUAL, low, 0, 9),
+        line(LOAD, argument(0) + 4, 0, 0),
+        line(EQUAL, high, 0, 7),
+        // The kernel rounds the length up to pages.
+        line(LOAD, argument(1), 0, 0),
+        line(ABOVE, len, 5, 0),
+        line(ABOVE, len - PAGE as u32, 0, 4),
+        line(LOAD, argument(2), 0, 0),
+        line(EQUAL, libc::MS_SYNC as u32, 0, 2),
+        line(RETURN, fail(errno), 0, 0),
+        line(RETURN, 0, 0, 0),
+        line(RETURN, fail(UNEXPECTED), 0, 0),
+        line(RETURN, libc::SECCOMP_RET_ALLOW, 0, 0),
+        line(RETURN, fail(FILE), 0, 0),
+    ];
+    let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+    // SAFETY: both calls concern this thread alone, and the program outlives the second.
+    unsafe {
+        assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0, "no_new_privs");
+        let mode = libc::SECCOMP_SET_MODE_FILTER;
+        let installed = libc::syscall(libc::SYS_seccomp, mode, 0, &raw const program);
+        assert_eq!(installed, 0, "seccomp: {}", std::io::Error::last_os_error());
+    }
+}
+
+/// The errno with which a transfer failed; `None` if it worked.
+fn errno<T>(result: Result<T, Error>) -> Option<i32> {
+    result.err().map(|error| error.os_errno().unwrap_or_else(|| panic!("{error}")).0)
+}
+
+/// MR-12
+fn a_write_to_persistent_memory_ends_after_its_pages_are_written_back(world: &World) {
+    let memory = Bytes::Host(HostPages::new(4 * PAGE as usize));
+    memory.put(0, &pattern(1, 4 * PAGE as usize));
+    let start = memory.range().start().0;
+    // From the last byte of the second page to the first one of the fourth.
+    let (at, len) = (2 * PAGE - 1, PAGE as usize + 2);
+    refusing(start + PAGE..start + 4 * PAGE, EXPECTED, || {
+        let net = Net::open(world);
+        let ranges = [memory.range()];
+        let attr = MrAttr::new(&ranges, REMOTE);
+        let persistent = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
+        let ordinary = net.expose(memory.range(), REMOTE);
+        let (key, plain) = (net.key(&persistent), net.key(&ordinary));
+        assert_eq!(errno(net.push(&key, at, &pattern(2, len))), Some(EXPECTED));
+        assert_eq!(memory.get(at, len), pattern(2, len), "the bytes arrive all the same");
+        net.push(&plain, at, &pattern(3, len)).expect("memory that is not said to be persistent");
+        assert_eq!(net.pull(&key, at, len).expect("reads change nothing"), pattern(3, len));
+        assert_eq!(errno(net.push(&key, 0, &[1])), Some(UNEXPECTED), "other pages, written back");
+        // A failed write does not wear out the region.
+        assert_eq!(errno(net.push(&key, at, &pattern(4, len))), Some(EXPECTED));
+    });
+    refusing(start + PAGE..start + 2 * PAGE, EXPECTED, || {
+        let net = Net::open(world);
+        let ranges = [memory.range()];
+        let attr = MrAttr::new(&ranges, REMOTE);
+        let persistent = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
+        assert_eq!(errno(net.fetch_add(&net.key(&persistent), PAGE + 8, 1)), Some(EXPECTED));
+    });
+    // If the kernel writes the memory back, the remote write succeeds.
+    let net = Net::open(world);
+    let ranges = [memory.range()];
+    let persistent =
+        net.try_expose(&MrAttr::new(&ranges, REMOTE), MrFlags::RMA_PMEM).expect("register");
+    net.assert_works(&net.key(&persistent));
+}
+
+/// MR-12
+fn persistent_memory_of_a_device_is_flushed_before_a_write_ends(world: &World) {
+    let net = Net::open(world);
+    let memory = net.bytes(64);
+    let device = net.device.as_ref().expect("a device");
+    let ranges = [memory.range()];
+    let attr = MrAttr::new(&ranges, REMOTE);
+    let persistent = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
+    let ordinary = net.expose(memory.range(), REMOTE);
+    let (key, plain) = (net.key(&persistent), net.key(&ordinary));
+    // The initiator's own buffers exist before the fault does.
+    net.assert_works(&key);
+    device.faults().fail_always(Call::FlushInbound, Errno(EXPECTED));
+    assert_eq!(errno(net.push(&key, 0, &[7; 8])), Some(EXPECTED));
+    net.push(&plain, 0, &[8; 8]).expect("memory that is not said to be persistent");
+    device.faults().clear();
+    net.assert_works(&key);
+}
+
+/// A write through each of these keys asks for the same page to be written back.
+fn assert_written_back(net: &Net, keys: &[(&str, RemoteKey)]) {
+    for (name, key) in keys {
+        assert_eq!(errno(net.push(key, 0, &[9; 16])), Some(EXPECTED), "{name}");
+    }
+}
+
+/// MR-12
+#[test]
+fn persistent_memory_is_written_back_through_windows_and_sub_regions_too() {
+    let memory = Bytes::Host(HostPages::new(PAGE as usize));
+    let start = memory.range().start().0;
+    refusing(start..start + PAGE, EXPECTED, || {
+        let net = Net::open(&World::PLAIN);
+        let ranges = [memory.range()];
+        let attr = MrAttr::new(&ranges, REMOTE | LOCAL);
+        let base = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
+        let sub = base.sub(memory.part(64, 64), REMOTE, net.fresh_key()).expect("sub-region");
+        let window = net.target.domain.alloc_window(WindowType::One).expect("window");
+        let through = window.bind(&base, 128, 64, REMOTE).expect("bind");
+        let keys = [("sub-region", net.key(&sub)), ("window", through)];
+        assert_written_back(&net, &keys);
+
+        let plain = net.expose(memory.range(), REMOTE | LOCAL);
+        let ranges = [memory.part(64, 64)];
+        let attr = MrAttr { base: Some(&plain), ..MrAttr::new(&ranges, REMOTE) };
+        let own = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("sub-region");
+        assert_written_back(&net, &[("a sub-region's own flag", net.key(&own))]);
+        net.assert_works(&net.key(&plain));
+    });
+}
+
+/// The kernel is said to have written back the pages of one range; those of the other are refused.
+///
+/// MR-12
+#[test]
+fn a_write_across_the_seam_of_a_persistent_region_writes_back_both_ranges() {
+    const WRITTEN_BACK: i32 = 0;
+    let memory = Bytes::Host(HostPages::new(3 * PAGE as usize));
+    // Against the order of addresses, with a page between them.
+    let ranges = [memory.part(2 * PAGE, PAGE), memory.part(0, PAGE)];
+    let seam = PAGE - 8;
+    for (only, its_own, others) in [(0, 0, PAGE), (1, PAGE, 0)] {
+        let start = ranges[only].start().0;
+        refusing(start..start + PAGE, WRITTEN_BACK, || {
+            let net = Net::open(&World::PLAIN);
+            let attr = MrAttr::new(&ranges, REMOTE);
+            let region = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
+            let key = net.key(&region);
+            let bytes = pattern(only as u64 + 1, 16);
+            assert_eq!(errno(net.push(&key, seam, &bytes)), Some(UNEXPECTED), "range {only}");
+            assert_eq!(memory.get(3 * PAGE - 8, 8), bytes[..8]);
+            assert_eq!(memory.get(0, 8), bytes[8..]);
+            net.push(&key, its_own, &[1; 8]).expect("its pages are written back");
+            assert_eq!(errno(net.push(&key, others, &[1; 8])), Some(UNEXPECTED), "range {only}");
+        });
+    }
+}
+
+/// MR-12
+#[test]
+fn one_request_writes_back_its_persistent_regions_alone() {
+    use hmem::transfer::Operation;
+    let (kept, passing) =
+        (Bytes::Host(HostPages::new(PAGE as usize)), Bytes::Host(HostPages::new(PAGE as usize)));
+    let start = kept.range().start().0;
+    refusing(start..start + PAGE, EXPECTED, || {
+        let net = Net::open(&World::PLAIN);
+        let ranges = [kept.range()];
+        let attr = MrAttr::new(&ranges, REMOTE);
+        let kept = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
+        let passing = net.expose(passing.range(), REMOTE);
+        let (first, second) = (net.key(&passing), net.key(&kept));
+        let local = net.local(32, LOCAL);
+        let remote = [crate::net::remote(&first, 0, 16), crate::net::remote(&second, 0, 16)];
+        let written = net.transfer(Operation::Write { remote: &remote }, &[local.segment(0, 32)]);
+        assert_eq!(errno(written), Some(EXPECTED));
+    });
+}
+
+/// MR-12
+#[test]
+fn persistent_files_given_by_their_fd_are_written_back() {
+    for (seals, expected) in [(SealFlags::empty(), FILE), (SealFlags::SHRINK, UNEXPECTED)] {
+        let fd = rustix::fs::memfd_create("persistent", MemfdFlags::ALLOW_SEALING).expect("memfd");
+        rustix::fs::ftruncate(&fd, PAGE).expect("ftruncate");
+        rustix::fs::fcntl_add_seals(&fd, seals).expect("seals");
+        // The address of the NIC's own mapping is not known: any is unexpected.
+        refusing(PAGE..2 * PAGE, EXPECTED, || {
+            let net = Net::open(&World::PLAIN);
+            let buffer =
+                DmaBufAttr { fd: fd.as_fd(), offset: DmaBufOffset(0), len: PAGE, base_addr: None };
+            let attr = MrAttr { dma_buf: Some(buffer), ..MrAttr::new(&[], REMOTE) };
+            let expose =
+                |flags| net.try_expose(&attr, flags | MrFlags::MR_DMABUF).expect("register");
+            let (kept, passing) = (expose(MrFlags::RMA_PMEM), expose(MrFlags::empty()));
+            assert_eq!(errno(net.push(&net.key(&kept), 8, &[1; 8])), Some(expected), "{seals:?}");
+            net.push(&net.key(&passing), 8, &[2; 8]).expect("without the flag");
+        });
+    }
+}
+
+/// Device DAX has no file to write to, which the kernel says with EINVAL.
+///
+/// MR-12
+#[test]
+fn device_dax_is_written_back_by_cache_lines_where_the_region_owns_it() {
+    let memory = Bytes::Host(HostPages::new(PAGE as usize));
+    let start = memory.range().start().0;
+    refusing(start..start + PAGE, libc::EINVAL, || {
+        let net = Net::open(&World::PLAIN);
+        let ranges = [memory.range()];
+        let attr = MrAttr::new(&ranges, REMOTE);
+        let borrowed = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
+        let error = net.push(&net.key(&borrowed), 0, &[1; 8]).expect_err("not written back");
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert!(error.remedy_text().is_some_and(|text| text.contains("device DAX")), "{error}");
+    });
+    let (buffer, page) = owned();
+    refusing(page.start..page.end, libc::EINVAL, || {
+        let net = Net::open(&World::PLAIN);
+        let (region, key, at) = register_owned(&net, buffer, page.start);
+        let written = net.push(&key, at, &[5; 16]);
+        if cfg!(target_arch = "x86_64") {
+            written.expect("written back without the kernel");
+        } else {
+            assert_eq!(written.expect_err("not written back").kind(), ErrorKind::Unsupported);
+        }
+        let bytes = region.close().expect("close");
+        assert_eq!(bytes[at as usize..at as usize + 16], [5; 16]);
+    });
+}
+
+/// A buffer for a region to own, and a page that lies in it.
+fn owned() -> (Vec<u8>, Range<u64>) {
+    let buffer = vec![0; 3 * PAGE as usize];
+    let page = (buffer.as_ptr().addr() as u64).next_multiple_of(PAGE);
+    (buffer, page..page + PAGE)
+}
+
+/// Registers a buffer as persistent memory: the region, its key, and where in it `page` lies.
+fn register_owned(net: &Net, buffer: Vec<u8>, page: u64) -> (Registered<Vec<u8>>, RemoteKey, u64) {
+    let at = page - buffer.as_ptr().addr() as u64;
+    let attr = MrAttr::new(&[], REMOTE).key(net.fresh_key());
+    let region = net
+        .target
+        .domain
+        .register_with(buffer, &attr, MrFlags::RMA_PMEM)
+        .unwrap_or_else(|rejected| panic!("register: {}", rejected.error));
+    let key = region.key().expect("key");
+    (region, key, at)
+}
+
+/// MR-12
+#[test]
+fn persistent_memory_that_the_region_owns_is_written_back() {
+    let (buffer, page) = owned();
+    refusing(page.start..page.end, EXPECTED, || {
+        let net = Net::open(&World::PLAIN);
+        let (_region, key, at) = register_owned(&net, buffer, page.start);
+        assert_eq!(errno(net.push(&key, at, &[5; 16])), Some(EXPECTED));
+    });
+}

@@ -1,0 +1,261 @@
+//! Forked children of a process whose domain caches regions over a software NIC with pinned pages.
+#![allow(unsafe_code)]
+
+use std::{
+    io::{PipeReader, PipeWriter, Read, Write},
+    ptr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use hmem::{
+    Access, AddressRange, CacheAttr, Domain, DomainAttr, Endpoint, ErrorKind, Hmem, IfaceKind,
+    MemoryRegion, MrFlags, MrMode, Result,
+    loopback::{Loopback, Memory},
+    provider::{CompletionQueue, EndpointAttr},
+    transfer::{EndpointName, RemoteSegment},
+};
+
+const PAGE: usize = 4096;
+const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+const LONG: Duration = Duration::from_secs(60);
+
+/// Pages of one byte, mapped for the rest of the process.
+fn pages(byte: u8) -> AddressRange {
+    let bytes: &'static mut [u8] = vec![byte; 3 * PAGE].leak();
+    let range = AddressRange::of(bytes);
+    let skip = range.start().0.next_multiple_of(PAGE as u64) - range.start().0;
+    range.slice(skip, PAGE as u64).expect("inside")
+}
+
+/// A domain with a cache, and a peer that reads through its NIC.
+struct Net {
+    hmem: Hmem,
+    target: Domain,
+    initiator: Domain,
+    endpoint: Endpoint,
+    cq: Arc<dyn CompletionQueue>,
+    name: EndpointName,
+    _target_endpoint: Endpoint,
+}
+
+impl Net {
+    fn open() -> Self {
+        let nic = Loopback::builder().memory(Memory::Pinned).build().expect("a software NIC");
+        let hmem = Hmem::builder().without_vendor_ifaces().provider(nic).build().expect("started");
+        let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
+        let cached = DomainAttr { cache: Some(CacheAttr::default()), ..attr.clone() };
+        let target = hmem.domain("loopback", cached).expect("a domain");
+        let initiator = hmem.domain("loopback", attr).expect("a domain");
+        let cq = initiator.open_cq(8).expect("a queue");
+        let endpoint = initiator.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint");
+        let target_cq = target.open_cq(8).expect("a queue");
+        let target_endpoint =
+            target.open_endpoint(&EndpointAttr::new(&target_cq)).expect("an endpoint");
+        let name = target_endpoint.name();
+        Self { hmem, target, initiator, endpoint, cq, name, _target_endpoint: target_endpoint }
+    }
+
+    /// Bytes that a peer reads at the region's start.
+    fn pulled(&self, region: &MemoryRegion) -> Result<[u8; 16]> {
+        let buffer = self.initiator.register(vec![0_u8; 16], Access::READ)?;
+        let key = region.key()?;
+        let remote = [RemoteSegment { address: region.base_addr(), len: 16, key: &key }];
+        let peer = self.endpoint.resolve(&self.name)?;
+        self.endpoint.read(&[buffer.slice(0, 16)?], &remote, peer, 1)?;
+        let mut done = Vec::new();
+        while self.cq.read(&mut done, 1)? == 0 {
+            self.target.progress()?;
+        }
+        done.remove(0).result?;
+        let mut bytes = [0; 16];
+        buffer.read(0, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    fn cached_get(&self, range: AddressRange) -> Result<()> {
+        // SAFETY: the pages stay mapped, and nothing else writes them.
+        unsafe { self.target.cache()?.get(range, REMOTE) }.map(drop)
+    }
+}
+
+/// A child, killed if it still runs when this is dropped.
+struct Child(libc::pid_t);
+
+impl Child {
+    /// Forks; the child runs the closure and leaves without running what belongs to the parent.
+    fn fork(body: impl FnOnce() -> u8) -> Self {
+        // SAFETY: the child runs the closure and leaves by `_exit`.
+        let pid = unsafe { libc::fork() };
+        if pid == 0 {
+            let body = std::panic::AssertUnwindSafe(body);
+            let status = std::panic::catch_unwind(body).unwrap_or(255);
+            // SAFETY: ends the process.
+            unsafe { libc::_exit(status.into()) };
+        }
+        assert!(pid > 0, "fork failed");
+        Self(pid)
+    }
+
+    /// The status that the child left with; a hang is a failure.
+    fn status(self) -> i32 {
+        let end = Instant::now() + LONG;
+        let mut status = 0;
+        // SAFETY: looks for the child that this is, without blocking.
+        while unsafe { libc::waitpid(self.0, &mut status, libc::WNOHANG) } != self.0 {
+            assert!(Instant::now() < end, "the child hangs");
+            thread::yield_now();
+        }
+        std::mem::forget(self);
+        assert!(libc::WIFEXITED(status), "the child died: {status:#x}");
+        libc::WEXITSTATUS(status)
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        // SAFETY: the child was not waited for, so that the number is still its own.
+        unsafe {
+            libc::kill(self.0, libc::SIGKILL);
+            libc::waitpid(self.0, ptr::null_mut(), 0);
+        }
+    }
+}
+
+fn signal(mut pipe: &PipeWriter) {
+    pipe.write_all(&[1]).expect("the other side waits");
+}
+
+fn await_signal(mut pipe: &PipeReader) {
+    pipe.read_exact(&mut [0]).expect("the other side says so");
+}
+
+/// CACHE-13
+#[test]
+fn a_childs_cached_get_changes_no_buffer_that_its_parent_pinned() {
+    let net = Net::open();
+    let cache = net.target.cache().expect("a cache");
+    let (old, new, childs) = (pages(1), pages(2), pages(3));
+    // SAFETY: the pages stay mapped, and nothing else writes them.
+    let get = |range| unsafe { cache.get(range, REMOTE) }.expect("registered");
+    let held = get(old);
+    let (ready, begin) = std::io::pipe().expect("a pipe");
+    let child = Child::fork(|| {
+        // The parent has pinned another buffer since the fork, which the child's tables lack.
+        await_signal(&ready);
+        let kinds = [net.cached_get(childs), net.cached_get(old), net.cached_get(new)]
+            .map(|got| got.expect_err("a copy of the parent's domain").kind());
+        u8::from(kinds != [ErrorKind::BadState; 3])
+    });
+    let later = get(new);
+    signal(&begin);
+    assert_eq!(child.status(), 0);
+    assert_eq!(net.pulled(&held).expect("read"), [1; 16]);
+    assert_eq!(net.pulled(&later).expect("read"), [2; 16]);
+    drop((held, later));
+    cache.clear();
+    assert_eq!(net.target.live().regions, 0);
+}
+
+/// CACHE-13
+#[test]
+fn a_child_that_drops_its_copies_leaves_the_parents_registrations_as_they_are() {
+    let net = Net::open();
+    let cache = net.target.cache().expect("a cache");
+    // SAFETY: the pages stay mapped, and nothing else writes them.
+    let cached = unsafe { cache.get(pages(4), REMOTE) }.expect("registered");
+    // SAFETY: as for the one before; these are pages of their own.
+    let plain =
+        unsafe { net.target.reg(pages(5), REMOTE, 77, MrFlags::empty()) }.expect("registered");
+    // SAFETY: as for the ones before; these are pages of their own.
+    let closed =
+        unsafe { net.target.reg(pages(6), REMOTE, 78, MrFlags::empty()) }.expect("registered");
+    let child = Child::fork(|| {
+        // Bytes that the child moves would go through the parent's ring and file.
+        let moved = net.pulled(&cached).is_ok() || net.pulled(&plain).is_ok();
+        // SAFETY: the originals are in the parent; this process leaves without using them again.
+        unsafe {
+            drop(ptr::read(&raw const cached));
+            drop(ptr::read(&raw const plain));
+            let closes = ptr::read(&raw const closed).close().is_ok();
+            drop(ptr::read(&raw const net.target));
+            u8::from(moved || !closes)
+        }
+    });
+    assert_eq!(child.status(), 0);
+    for (region, byte) in [(&*cached, 4), (&plain, 5), (&closed, 6)] {
+        assert_eq!(net.pulled(region).expect("read"), [byte; 16]);
+    }
+    drop((cached, plain, closed));
+    cache.clear();
+    assert_eq!(net.target.live().regions, 0);
+}
+
+/// CACHE-13
+#[test]
+fn a_child_of_a_parent_whose_threads_register_does_not_hang() {
+    let net = Net::open();
+    net.target.cache().expect("a cache");
+    let stop = AtomicBool::new(false);
+    let ranges: Vec<_> = (0..4).map(pages).collect();
+    thread::scope(|scope| {
+        for range in &ranges[..2] {
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    net.cached_get(*range).expect("registered");
+                    net.target.cache().expect("a cache").invalidate(*range);
+                    // SAFETY: the pages stay mapped, and nothing else writes them.
+                    let region = unsafe {
+                        net.target.reg(*range, REMOTE, range.start().0, MrFlags::empty())
+                    };
+                    region.expect("registered").close().expect("closed");
+                }
+            });
+        }
+        // Ends the threads also where a child hangs.
+        let _ends = Ends(&stop);
+        for _ in 0..100 {
+            let child = Child::fork(|| {
+                let cached = net.cached_get(ranges[2]).is_err();
+                // SAFETY: the pages stay mapped, and nothing else writes them.
+                let plain = unsafe { net.target.reg(ranges[3], REMOTE, 1, MrFlags::empty()) };
+                let opened = net.hmem.domain("loopback", DomainAttr::default());
+                let inspected = net.target.live().regions == 0
+                    && net.target.cache().expect("a cache").monitor(IfaceKind::SYSTEM).is_err();
+                u8::from(!cached || plain.is_ok() || opened.is_ok() || !inspected)
+            });
+            assert_eq!(child.status(), 0);
+        }
+    });
+}
+
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// CACHE-13
+#[test]
+fn a_child_opens_a_domain_of_its_own() {
+    let net = Net::open();
+    net.cached_get(pages(7)).expect("registered");
+    let child = Child::fork(|| {
+        let own = Net::open();
+        let range = pages(8);
+        // SAFETY: the pages stay mapped, and nothing else writes them.
+        let region = unsafe { own.target.cache().expect("a cache").get(range, REMOTE) };
+        let region = region.expect("registered");
+        let fine = region.lease().uncached().is_none() && own.pulled(&region).unwrap() == [8; 16];
+        drop(region);
+        own.target.cache().expect("a cache").clear();
+        u8::from(!fine || own.target.live().regions != 0)
+    });
+    assert_eq!(child.status(), 0);
+}

@@ -1,0 +1,176 @@
+//! Caching with default settings leaves the application its mappings.
+//!
+//! Each test runs alone in a process: mappings are the process's, and so is their limit.
+
+use std::{env, fs, process::Command, ptr};
+
+use hmem::{
+    Access, Address, AddressRange, CacheAttr, Domain, DomainAttr, Hmem, IfaceKind, MrMode,
+    cache::Statistics,
+    loopback::{Loopback, Memory},
+    system::monitor::MonitorKind,
+};
+
+const PAGE: usize = 4096;
+const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+
+/// Pages of a run that everybody makes: without a budget they are cut apart into more mappings than
+/// a process may have.
+const PAGES: usize = 40_000;
+
+/// Pages that lie in one mapping before it is cut.
+const BLOCK: usize = 1 << 16;
+
+/// Runs this test again, alone in a process.
+fn alone(name: &str) -> bool {
+    const ALONE: &str = "HMEM_TEST_ALONE";
+    if env::var(ALONE).is_ok_and(|alone| alone == name) {
+        return true;
+    }
+    let mut child = Command::new(env::current_exe().expect("the test binary"));
+    child.args([name, "--exact", "--nocapture", "--include-ignored", "--test-threads=1"]);
+    let output = child.env(ALONE, name).output().expect("a child");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && text.contains("1 passed"),
+        "{text}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    false
+}
+
+fn map(pages: usize, sharing: i32) -> *mut libc::c_void {
+    let flags = sharing | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new mapping.
+    let at = unsafe { libc::mmap(ptr::null_mut(), pages * PAGE, protection, flags, -1, 0) };
+    assert_ne!(at, libc::MAP_FAILED, "mmap: {}", std::io::Error::last_os_error());
+    at
+}
+
+fn unmap(at: *mut libc::c_void, pages: usize) {
+    // SAFETY: a mapping of the test's own, which nobody refers into.
+    assert_eq!(unsafe { libc::munmap(at, pages * PAGE) }, 0);
+}
+
+/// The most mappings that a process may have.
+fn limit() -> usize {
+    let limit = fs::read_to_string("/proc/sys/vm/max_map_count").expect("/proc");
+    limit.trim().parse().expect("a number")
+}
+
+fn mappings() -> usize {
+    fs::read_to_string("/proc/self/maps").expect("/proc").lines().count()
+}
+
+/// Makes the application's own mappings: 60,000 of the 65,530 that Linux allows by default.
+fn take_mappings() {
+    let own = limit() - 5_530;
+    let at = map(own, libc::MAP_PRIVATE);
+    for page in (0..own).step_by(2) {
+        let at = at.wrapping_byte_add(page * PAGE);
+        // SAFETY: the test's own pages.
+        assert_eq!(unsafe { libc::mprotect(at, PAGE, libc::PROT_READ) }, 0);
+    }
+    assert!(mappings() >= own, "{} mappings", mappings());
+}
+
+/// Passes pages that do not touch through the cache of a domain with default settings, while the
+/// application maps and unmaps.
+fn pass(hmem: &Hmem, pages: usize) -> (Domain, Statistics) {
+    let domain = {
+        let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
+        let cache = Some(CacheAttr::default());
+        hmem.domain("loopback", DomainAttr { cache, ..attr }).expect("a domain")
+    };
+    take_mappings();
+    let cache = domain.cache().expect("a cache");
+    let mut left = pages;
+    while left > 0 {
+        let now = left.min(BLOCK);
+        let block = map(2 * now, libc::MAP_PRIVATE);
+        for index in 0..now {
+            let at = block.wrapping_byte_add(2 * index * PAGE);
+            let range = AddressRange::new(Address::of_ptr(at), PAGE as u64).expect("no wrap");
+            // SAFETY: the page is unmapped when no lease is left, and the cache is told of that.
+            let region = unsafe { cache.get(range, REMOTE) };
+            drop(region.unwrap_or_else(|error| panic!("page {index}: {error}")));
+            if index % 500 == 0 {
+                // Memory that is joined with no other mapping.
+                unmap(map(1, libc::MAP_SHARED), 1);
+            }
+        }
+        assert!(mappings() < limit(), "{} mappings", mappings());
+        left -= now;
+        if left > 0 {
+            unmap(block, 2 * now);
+        }
+    }
+    let statistics = cache.statistics();
+    assert_eq!(statistics.registrations + statistics.uncached, pages as u64, "{statistics:?}");
+    assert_eq!(statistics.failures, 0);
+    (domain, statistics)
+}
+
+fn hmem(kind: Option<MonitorKind>) -> Hmem {
+    let loopback = Loopback::builder().memory(Memory::Pinned).build().expect("a software NIC");
+    let builder = Hmem::builder().without_vendor_ifaces().provider(loopback);
+    match kind {
+        Some(kind) => builder.cache_monitor(kind),
+        None => builder,
+    }
+    .build()
+    .expect("nothing in the way")
+}
+
+fn with_defaults(pages: usize) {
+    let hmem = hmem(None);
+    assert_eq!(hmem.cache_monitor().choice().name, "memhooks+userfaultfd");
+    let limits = &hmem.cache_monitor().choice().limits;
+    assert!(limits.contains(&format!("vm.max_map_count = {}", limit())), "{limits}");
+    let (domain, statistics) = pass(&hmem, pages);
+    assert_eq!(statistics.uncached, 0, "the hooks watch what the net does not");
+    let why = domain.cache().expect("a cache").monitor(IfaceKind::SYSTEM).expect("one").why();
+    assert!(why.contains("watched by the hooks alone"), "{why}");
+}
+
+fn with_userfaultfd_alone(pages: usize) {
+    let (domain, statistics) = pass(&hmem(Some(MonitorKind::UserFaultFd)), pages);
+    assert!(statistics.registrations > pages as u64 / 2, "{statistics:?}");
+    let why = domain.cache().expect("a cache").monitor(IfaceKind::SYSTEM).expect("one").why();
+    assert!(why.contains("refused so far"), "{why}");
+}
+
+/// MON-10
+#[test]
+fn pages_that_pass_through_the_cache_leave_the_application_its_mappings() {
+    if alone("pages_that_pass_through_the_cache_leave_the_application_its_mappings") {
+        with_defaults(PAGES);
+    }
+}
+
+/// MON-10
+#[test]
+fn pages_that_pass_through_under_userfaultfd_alone_leave_the_application_its_mappings() {
+    if alone("pages_that_pass_through_under_userfaultfd_alone_leave_the_application_its_mappings") {
+        with_userfaultfd_alone(PAGES);
+    }
+}
+
+/// MON-10
+#[test]
+#[ignore = "the slow tier: a million pages"]
+fn a_million_pages_that_pass_through_the_cache_leave_the_application_its_mappings() {
+    if alone("a_million_pages_that_pass_through_the_cache_leave_the_application_its_mappings") {
+        with_defaults(1_000_000);
+    }
+}
+
+/// MON-10
+#[test]
+#[ignore = "the slow tier: a million pages"]
+fn a_million_pages_under_userfaultfd_alone_leave_the_application_its_mappings() {
+    if alone("a_million_pages_under_userfaultfd_alone_leave_the_application_its_mappings") {
+        with_userfaultfd_alone(1_000_000);
+    }
+}

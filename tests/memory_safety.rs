@@ -1,0 +1,352 @@
+//! Misuse of memory that safe code cannot commit: free it while it is registered, register it as
+//! another's, or lose it in a panic.
+
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{
+        Arc, Barrier,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use hmem::{
+    Access, AddressRange, AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, DomainAttr,
+    DomainBindFlags, Error, ErrorKind, Hmem, Iface, MrFlags, MrMode, OwnedBuffer, Registry,
+    Rejected, Result,
+    event_queue::EventQueue,
+    iface::AllocRequest,
+    loopback::Loopback,
+    p2p::path::Paths,
+    path::{PathDecider, PathOutcome, PathRequest},
+    provider::{Nic, ProviderDomain},
+    register_on,
+    system::{Simulated, System},
+};
+use tracing::{Event, Metadata, Subscriber, span};
+
+const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+
+fn hmem(device: &Arc<Simulated>) -> Hmem {
+    Hmem::builder()
+        .without_vendor_ifaces()
+        .shared_iface(Arc::clone(device) as _)
+        .provider(Loopback::builder().build().expect("a software NIC"))
+        .build()
+        .expect("nothing in the environment forbids it")
+}
+
+fn simulated() -> Arc<Simulated> {
+    Arc::new(Simulated::builder().build().expect("a simulated device"))
+}
+
+fn attr() -> DomainAttr {
+    DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() }
+}
+
+fn domain(hmem: &Hmem) -> Domain {
+    hmem.domain("loopback", attr()).expect("the loopback needs no mode")
+}
+
+fn buffer(iface: &Arc<dyn Iface>, kind: AllocationKind) -> DeviceBuffer {
+    let request = AllocRequest { len: 8192, device: DeviceId(0), kind };
+    DeviceBuffer::allocate(iface, &request).expect("memory")
+}
+
+/// Calls `close` on the value until it succeeds, which nothing but Busy may delay.
+fn close_at_last<T, B>(mut value: T, close: impl Fn(T) -> Result<B, Rejected<T>>) -> B {
+    loop {
+        match close(value) {
+            Ok(buffer) => return buffer,
+            Err(Rejected { value: back, error }) => {
+                assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+                value = back;
+            }
+        }
+    }
+}
+
+/// Runs both at once, many times: `close` until it succeeds, and `drop` of what keeps it busy.
+fn beside<D: Send>(rounds: usize, mut start: impl FnMut() -> (D, Box<dyn FnOnce() + Send>)) {
+    for _ in 0..rounds {
+        let (dependent, close) = start();
+        let together = Barrier::new(2);
+        std::thread::scope(|scope| {
+            let closing = scope.spawn(|| {
+                together.wait();
+                close();
+            });
+            together.wait();
+            drop(dependent);
+            closing.join().expect("a close that gives Busy or the buffer");
+        });
+    }
+}
+
+/// MR-18
+#[test]
+fn closing_a_buffer_of_several_nics_beside_the_drop_of_a_sub_region_gives_busy_or_the_buffer() {
+    let hmem = hmem(&simulated());
+    let domains = Arc::new([domain(&hmem), domain(&hmem)]);
+    beside(10_000, || {
+        let shared = register_on(&[&domains[0], &domains[1]], vec![5_u8; 64], REMOTE);
+        let shared = shared.expect("both take host memory");
+        let region = &shared.regions()[1];
+        let sub = region.sub(region.range(), REMOTE, None).expect("the whole of it");
+        let close = || {
+            let bytes = close_at_last(shared, |shared| shared.close());
+            assert_eq!(bytes, [5; 64]);
+        };
+        (sub, Box::new(close) as _)
+    });
+    assert_eq!((domains[0].live().regions, domains[1].live().regions), (0, 0));
+}
+
+/// MR-18
+#[test]
+fn closing_a_buffer_beside_the_drop_of_a_sub_region_gives_busy_or_the_buffer() {
+    let hmem = hmem(&simulated());
+    let domain = domain(&hmem);
+    beside(5_000, || {
+        let region = domain.register(vec![5_u8; 64], REMOTE).expect("host memory");
+        let sub = region.sub(region.range(), REMOTE, None).expect("the whole of it");
+        let close = || {
+            assert_eq!(close_at_last(region, |region| region.close()), [5; 64]);
+        };
+        (sub, Box::new(close) as _)
+    });
+    assert_eq!(domain.live().regions, 0);
+}
+
+/// MR-18
+#[test]
+fn a_buffer_of_an_iface_that_the_domain_does_not_have_is_refused() {
+    let device = simulated();
+    let hmem = hmem(&device);
+    let domains = [domain(&hmem), domain(&hmem)];
+    // Of the kind that the domain has, but not the object: it knows none of this memory.
+    let foreign: Arc<dyn Iface> = simulated();
+    for kind in [AllocationKind::Device, AllocationKind::Managed] {
+        let refused = domains[0].register(buffer(&foreign, kind), REMOTE).unwrap_err();
+        assert_eq!(refused.error.kind(), ErrorKind::InvalidArgument, "{kind:?}: {refused}");
+        let mut bytes = [1; 4];
+        refused.value.read(0, &mut bytes).expect("the buffer is whole");
+        assert_eq!(bytes, [0; 4]);
+        let refused = register_on(&[&domains[0], &domains[1]], buffer(&foreign, kind), REMOTE);
+        let refused = refused.unwrap_err();
+        assert_eq!(refused.error.kind(), ErrorKind::InvalidArgument, "{kind:?}: {refused}");
+        assert!(refused.value.close().is_ok(), "nothing was registered");
+    }
+    assert_eq!((domains[0].live().regions, domains[1].live().regions), (0, 0));
+
+    // Its own, and memory of a system iface that no domain has, are registered.
+    let own: Arc<dyn Iface> = device;
+    let system: Arc<dyn Iface> = Arc::new(System::new());
+    for taken in [buffer(&own, AllocationKind::Device), buffer(&system, AllocationKind::System)] {
+        let region = domains[0].register(taken, REMOTE).expect("memory of the domain's ifaces");
+        assert!(region.close().is_ok());
+    }
+}
+
+/// Panics when a registration is told of, which is after the NIC has the memory.
+struct PanicsAtRegistered;
+
+impl Subscriber for PanicsAtRegistered {
+    fn enabled(&self, _: &Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut registered = false;
+        event.record(&mut |field: &tracing::field::Field, value: &dyn std::fmt::Debug| {
+            registered |= field.name() == "message" && format!("{value:?}") == "registered";
+        });
+        assert!(!registered, "as asked for");
+    }
+
+    fn enter(&self, _: &span::Id) {}
+
+    fn exit(&self, _: &span::Id) {}
+}
+
+/// Heap memory whose end is counted.
+struct Counted(Vec<u8>, Arc<AtomicUsize>);
+
+struct CountedParts(<Vec<u8> as OwnedBuffer>::Parts, Arc<AtomicUsize>);
+
+impl Drop for CountedParts {
+    fn drop(&mut self) {
+        self.1.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+// SAFETY: the memory is that of a `Vec`, whose own implementation keeps the promises.
+unsafe impl OwnedBuffer for Counted {
+    type Parts = CountedParts;
+
+    fn into_parts(self) -> CountedParts {
+        CountedParts(OwnedBuffer::into_parts(self.0), self.1)
+    }
+
+    fn from_parts(_: CountedParts) -> Self {
+        unreachable!("the test gets no buffer back")
+    }
+
+    fn range(parts: &CountedParts) -> AddressRange {
+        <Vec<u8> as OwnedBuffer>::range(&parts.0)
+    }
+
+    fn read(parts: &CountedParts, offset: u64, into: &mut [u8]) -> Result<()> {
+        <Vec<u8> as OwnedBuffer>::read(&parts.0, offset, into)
+    }
+
+    fn write(parts: &CountedParts, offset: u64, from: &[u8]) -> Result<()> {
+        <Vec<u8> as OwnedBuffer>::write(&parts.0, offset, from)
+    }
+}
+
+/// MR-18
+#[test]
+fn memory_whose_registration_panics_once_the_nic_has_it_is_not_freed() {
+    let hmem = hmem(&simulated());
+    let domain = domain(&hmem);
+    let ends = Arc::new(AtomicUsize::new(0));
+    let register = || domain.register(Counted(vec![0; 64], Arc::clone(&ends)), REMOTE).is_ok();
+    let panicked = tracing::subscriber::with_default(PanicsAtRegistered, || {
+        catch_unwind(AssertUnwindSafe(register))
+    });
+    assert!(panicked.is_err(), "the subscriber was not told");
+    assert_eq!(domain.live().regions, 1, "the NIC has the memory");
+    assert_eq!(ends.load(Ordering::SeqCst), 0, "it is freed under the NIC");
+}
+
+/// Panics instead of finding a path.
+#[derive(Debug)]
+struct Panics(Paths);
+
+// SAFETY: it registers nothing.
+unsafe impl PathDecider for Panics {
+    fn plain_host(&self, nic: &Nic) -> Decision {
+        self.0.plain_host(nic)
+    }
+
+    unsafe fn register(
+        &self,
+        _: &PathRequest<'_>,
+        _: &Registry,
+        _: &dyn ProviderDomain,
+    ) -> Result<PathOutcome> {
+        panic!("as asked for")
+    }
+
+    unsafe fn register_on(
+        &self,
+        _: &[(PathRequest<'_>, &dyn ProviderDomain)],
+        _: &Registry,
+        _: &mut Vec<PathOutcome>,
+    ) -> Result<()> {
+        panic!("as asked for")
+    }
+}
+
+/// MR-18
+#[test]
+fn memory_whose_registration_panics_is_leaked_whether_it_is_waited_for_or_not() {
+    let device = simulated();
+    let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
+    let mut registry = Registry::new();
+    registry.add(Arc::clone(&iface)).expect("the first");
+    let (registry, decider) = (Arc::new(registry), Arc::new(Panics(Paths::new())));
+    let loopback = Loopback::builder().build().expect("a software NIC");
+    let domain = || {
+        let decider = Arc::clone(&decider) as _;
+        Domain::open(&loopback, Arc::clone(&registry), decider, attr()).expect("opens")
+    };
+    let leaked = || device.stats().live_allocations;
+    let memory = || buffer(&iface, AllocationKind::Device);
+
+    let waited_for = domain();
+    let register = || waited_for.register(memory(), REMOTE).is_ok();
+    assert!(catch_unwind(AssertUnwindSafe(register)).is_err());
+    assert_eq!(leaked(), 1, "registered here");
+    let other = domain();
+    let register_on_both = || register_on(&[&waited_for, &other], memory(), REMOTE).is_ok();
+    assert!(catch_unwind(AssertUnwindSafe(register_on_both)).is_err());
+    assert_eq!(leaked(), 2, "registered with several NICs");
+
+    let asynchronous = domain();
+    let events = Arc::new(EventQueue::new());
+    asynchronous.bind(&events, DomainBindFlags::REG_MR).expect("the first queue");
+    let region = asynchronous.register(memory(), REMOTE).expect("a sound request");
+    let event = events.wait(Duration::from_secs(60)).expect("the registration has its event");
+    assert_eq!(event.result.unwrap_err().kind(), ErrorKind::Driver);
+    let Rejected { value: region, error } = region.close().expect_err("a NIC may reach it");
+    assert_eq!(error.kind(), ErrorKind::Driver, "{error}");
+    drop(region);
+    assert_eq!(leaked(), 3, "registered by a thread");
+}
+
+/// MR-12
+#[test]
+fn memory_that_the_cpu_can_access_is_not_registered_as_the_devices_only() {
+    let device = simulated();
+    let hmem = hmem(&device);
+    let domain = domain(&hmem);
+    let iface: Arc<dyn Iface> = device;
+    let register = |kind, flags| {
+        let attr = hmem::MrAttr::new(&[], REMOTE);
+        let registered = domain.register_with(buffer(&iface, kind), &attr, flags);
+        registered.map(drop).map_err(|rejected| rejected.error.kind())
+    };
+    let refused: Result<(), ErrorKind> = Err(ErrorKind::InvalidArgument);
+    for (kind, device_only, host_alloc) in [
+        (AllocationKind::Device, Ok(()), refused),
+        (AllocationKind::StreamOrdered, Ok(()), refused),
+        (AllocationKind::Virtual, Ok(()), refused),
+        (AllocationKind::Managed, refused, refused),
+        (AllocationKind::Host, refused, Ok(())),
+    ] {
+        assert_eq!(register(kind, MrFlags::empty()), Ok(()), "{kind:?}");
+        assert_eq!(register(kind, MrFlags::HMEM_DEVICE_ONLY), device_only, "{kind:?}");
+        assert_eq!(register(kind, MrFlags::HMEM_HOST_ALLOC), host_alloc, "{kind:?}");
+    }
+    assert_eq!(domain.live().regions, 0);
+}
+
+/// MR-15
+#[test]
+fn a_page_size_is_one_that_both_the_system_and_the_nic_have() {
+    let base = hmem::os_page_sizes()[0];
+    let lacks = |size: usize| !hmem::os_page_sizes().contains(&size);
+    // A size between two that hardware has is no machine's.
+    let odd = 3 * base;
+    assert!(lacks(odd));
+    let register = |nic: &[usize], page_size| {
+        let loopback = Loopback::builder().page_sizes(nic).build().expect("a software NIC");
+        let hmem = Hmem::builder().without_vendor_ifaces().provider(loopback).build();
+        let domain = domain(&hmem.expect("builds"));
+        let attr = hmem::MrAttr { page_size, ..hmem::MrAttr::new(&[], REMOTE) };
+        let registered = domain.register_with(vec![0_u8; 64], &attr, MrFlags::empty());
+        let registered = registered.map(|region| region.page_size());
+        registered.map_err(|rejected: Rejected<_>| -> Error { rejected.error })
+    };
+    assert_eq!(register(&[base, odd], base).expect("both have it"), base);
+    assert_eq!(register(&[odd], 0).expect("the NIC's choice"), 0);
+    for (nic, asked) in [
+        // The NIC alone has it; the system alone; neither.
+        (&[base, odd][..], odd),
+        (&[odd][..], base),
+        (&[base][..], odd),
+    ] {
+        let error = register(nic, asked).expect_err("one of them lacks it");
+        assert_eq!(error.kind(), ErrorKind::BadPageSize, "{nic:?}, {asked}: {error}");
+    }
+}

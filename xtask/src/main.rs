@@ -1,0 +1,266 @@
+//! Runs the tasks of this repository.
+//!
+//! `cargo xtask` lists them, and `cargo xtask TASK [ARGUMENT...]` runs one. A task is a script of
+//! the repository or a list of commands with their environment. Nothing is written twice: where a
+//! script exists, its task only starts it, and `.ci/run` calls tasks for what has no script.
+
+#![forbid(unsafe_code)]
+
+use std::{
+    env,
+    path::Path,
+    process::{Command, ExitCode},
+};
+
+/// Command of a task, with its environment. The task's own arguments follow those of the last one.
+struct Step {
+    environment: &'static [(&'static str, &'static str)],
+    command: &'static [&'static str],
+}
+
+struct Task {
+    name: &'static str,
+    about: &'static str,
+    steps: &'static [Step],
+}
+
+const fn step(command: &'static [&'static str]) -> Step {
+    Step { environment: &[], command }
+}
+
+const TSAN: &[(&str, &str)] = &[
+    ("RUSTC_BOOTSTRAP", "1"),
+    ("RUSTFLAGS", "-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer"),
+    ("TSAN_OPTIONS", "suppressions={root}/core/tests/thread_sanitizer.supp"),
+];
+
+const AARCH64: &[(&str, &str)] = &[
+    ("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER", "aarch64-linux-gnu-gcc"),
+    ("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER", "qemu-aarch64 -L /usr/aarch64-linux-gnu"),
+    ("HMEM_TEST_RUNNER", "qemu-aarch64 -L /usr/aarch64-linux-gnu"),
+];
+
+const TASKS: &[Task] = &[
+    Task {
+        name: "ci",
+        about: "everything that continuous integration runs",
+        steps: &[step(&[".ci/run"])],
+    },
+    Task {
+        name: "test",
+        about: "the tests that need no special hardware",
+        steps: &[step(&["cargo", "test", "--workspace"])],
+    },
+    Task {
+        name: "slow",
+        about: "the slow tier: the same properties with more repetitions",
+        steps: &[step(&["cargo", "test", "--workspace", "--release", "--", "--ignored"])],
+    },
+    Task {
+        name: "vm",
+        about: "tests over soft-RoCE devices in a virtual machine (arguments: see --help)",
+        steps: &[step(&["tests/vm/run"])],
+    },
+    Task {
+        name: "vm-check",
+        about: "shows that the virtual machine tier notices failures",
+        steps: &[step(&["tests/vm/check"])],
+    },
+    Task {
+        name: "gpu",
+        about: "a report of what an NVIDIA GPU does, as markdown for docs/hardware.md",
+        steps: &[step(&["tests/gpu/run"])],
+    },
+    Task {
+        name: "vendors",
+        about: "the vendors' own headers and libraries, without a device",
+        steps: &[
+            step(&["tests/cuda/fetch"]),
+            Step {
+                environment: &[("HMEM_CUDA", "headers,driver")],
+                command: &["cargo", "test", "-p", "hmem-iface-cuda"],
+            },
+        ],
+    },
+    Task {
+        name: "cudarc",
+        about: "slices of the crate cudarc, over the fake CUDA driver",
+        steps: &[step(&[
+            "cargo",
+            "test",
+            "-p",
+            "hmem-iface-cuda",
+            "--features",
+            "cudarc",
+            "--test",
+            "cudarc",
+        ])],
+    },
+    Task {
+        name: "allocators",
+        about: "programs with jemalloc and mimalloc under patched C library functions",
+        steps: &[step(&[
+            "cargo",
+            "test",
+            "--manifest-path",
+            "tests/allocators/Cargo.toml",
+            "--target-dir",
+            "{target}/allocators",
+        ])],
+    },
+    Task {
+        name: "loom",
+        about: "models of the registration cache's races",
+        steps: &[Step {
+            environment: &[
+                ("RUSTFLAGS", "--cfg loom"),
+                ("CARGO_PROFILE_RELEASE_LTO", "off"),
+                ("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16"),
+            ],
+            command: &[
+                "cargo",
+                "test",
+                "--release",
+                "-p",
+                "hmem-core",
+                "--lib",
+                "--target-dir",
+                "{target}/loom",
+                "cache::models",
+            ],
+        }],
+    },
+    Task {
+        name: "sanitize",
+        about: "the registration cache's tests under ThreadSanitizer",
+        steps: &[
+            Step {
+                environment: TSAN,
+                command: &[
+                    "cargo",
+                    "test",
+                    "-p",
+                    "hmem-core",
+                    "--target",
+                    "x86_64-unknown-linux-gnu",
+                    "--target-dir",
+                    "{target}/tsan",
+                    "--test",
+                    "cache",
+                ],
+            },
+            Step {
+                environment: TSAN,
+                command: &[
+                    "cargo",
+                    "test",
+                    "-p",
+                    "hmem-core",
+                    "--target",
+                    "x86_64-unknown-linux-gnu",
+                    "--target-dir",
+                    "{target}/tsan",
+                    "--lib",
+                    "cache::",
+                ],
+            },
+        ],
+    },
+    Task {
+        name: "aarch64",
+        about: "the function patches of aarch64, under qemu-user",
+        steps: &[Step {
+            environment: AARCH64,
+            command: &[
+                "cargo",
+                "test",
+                "-p",
+                "hmem-hook",
+                "-p",
+                "hmem-iface-system",
+                "--target",
+                "aarch64-unknown-linux-gnu",
+                "--lib",
+                "--test",
+                "memhooks",
+            ],
+        }],
+    },
+    Task {
+        name: "bench",
+        about: "measurements, each with its peer or limit in the same run",
+        steps: &[step(&["cargo", "bench"])],
+    },
+    Task {
+        name: "docs",
+        about: "the documentation, with warnings denied",
+        steps: &[Step {
+            environment: &[("RUSTDOCFLAGS", "-D warnings")],
+            command: &["cargo", "doc", "--workspace", "--no-deps"],
+        }],
+    },
+    Task {
+        name: "lint",
+        about: "formatting and clippy, with warnings denied",
+        steps: &[
+            step(&["cargo", "fmt", "--all", "--check"]),
+            step(&["cargo", "clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]),
+        ],
+    },
+];
+
+fn usage() {
+    println!("usage: cargo xtask TASK [ARGUMENT...]\n");
+    for Task { name, about, .. } in TASKS {
+        println!("  {name:<12} {about}");
+    }
+}
+
+fn main() -> ExitCode {
+    let mut arguments = env::args().skip(1);
+    let Some(name) = arguments.next().filter(|name| name != "--help" && name != "-h") else {
+        usage();
+        return ExitCode::SUCCESS;
+    };
+    let Some(task) = TASKS.iter().find(|task| task.name == name) else {
+        eprintln!("xtask: there is no task `{name}`; `cargo xtask` lists them");
+        return ExitCode::from(2);
+    };
+    run(task, &arguments.collect::<Vec<_>>())
+}
+
+/// Runs the steps of a task from the repository's root. Returns the status of the first that
+/// fails.
+fn run(task: &Task, arguments: &[String]) -> ExitCode {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the root");
+    let target =
+        env::var("CARGO_TARGET_DIR").unwrap_or_else(|_| root.join("target").display().to_string());
+    let fill = |text: &str| {
+        text.replace("{root}", &root.display().to_string()).replace("{target}", &target)
+    };
+    let last = task.steps.len() - 1;
+    for (number, Step { environment, command }) in task.steps.iter().enumerate() {
+        let mut words = command.iter().map(|word| fill(word));
+        let program = words.next().expect("a step names a program");
+        let program = if program.contains('/') { root.join(program) } else { program.into() };
+        let mut started = Command::new(&program);
+        started.current_dir(root).args(words);
+        started.envs(environment.iter().map(|(name, value)| (name, fill(value))));
+        if number == last {
+            started.args(arguments);
+        }
+        let status = match started.status() {
+            Ok(status) => status,
+            Err(error) => {
+                eprintln!("xtask: cannot start {}: {error}", program.display());
+                return ExitCode::from(3);
+            }
+        };
+        if !status.success() {
+            return ExitCode::from(
+                status.code().and_then(|code| code.try_into().ok()).unwrap_or(1),
+            );
+        }
+    }
+    ExitCode::SUCCESS
+}
