@@ -14,6 +14,15 @@ use hmem_iface_system::monitor::{Layered, MemHooks, UserFaultFd};
 
 use crate::monitors::*;
 
+/// Clears a flag when dropped, also by a panic, so that the thread that reads it ends.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, SeqCst);
+    }
+}
+
 /// Threads allocate and free blocks of all sizes, some freed by other threads, while the patches come and go, and
 /// while memory of the allocator's own is subscribed. `collect` makes the allocator give back what it has kept.
 fn churn(monitor: &dyn Monitor, collect: fn()) {
@@ -38,6 +47,7 @@ fn churn(monitor: &dyn Monitor, collect: fn()) {
         }
     };
     thread::scope(|scope| {
+        let stop = Stop(&running);
         let workers: Vec<_> = (0..3).map(|_| scope.spawn(busy)).collect();
         scope.spawn(|| {
             while running.load(SeqCst) {
@@ -57,7 +67,7 @@ fn churn(monitor: &dyn Monitor, collect: fn()) {
         for worker in workers {
             worker.join().unwrap();
         }
-        running.store(false, SeqCst);
+        drop(stop);
     });
     let left = handed_over.load(SeqCst);
     if left != 0 {

@@ -13,6 +13,11 @@ pub(super) fn tells_of_discard(_: u64, _: u64) -> bool {
     false
 }
 
+/// No call waits.
+pub(super) fn reading_discards() -> Option<()> {
+    None
+}
+
 /// The monitor that patches the C library: there is none for this target.
 #[derive(Debug)]
 pub enum MemHooks {}

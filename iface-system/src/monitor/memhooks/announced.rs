@@ -12,10 +12,18 @@
 //! covered: userfaultfd stops watching the range between the two events, so that the announced
 //! call raises none. That takes two threads that discard the same pages at the same moment, one of
 //! them by a raw call.
+//!
+//! The kernel lets the calling thread go on once the event is read, before the reading thread has
+//! compared the event with the announcements. So an announced call waits until no thread is
+//! between reading and comparing ([`Announced::reading`]). Otherwise its event could be taken for
+//! that of a raw call, and the range would stay uncached for as long as another thread runs.
 
-use std::sync::atomic::{
-    AtomicU64,
-    Ordering::{Relaxed, SeqCst},
+use std::{
+    sync::atomic::{
+        AtomicU64,
+        Ordering::{Relaxed, SeqCst},
+    },
+    time::Duration,
 };
 
 /// The most calls that are announced at a time. Events of further calls are treated as those of raw
@@ -37,24 +45,50 @@ struct Call {
     read: AtomicU64,
 }
 
-/// The announced calls. All zeroes mean that no call is announced.
+/// The length of one pause of a call that waits for reading threads, and the most pauses. A call
+/// that gives up may have its event taken for that of a raw call.
+const PAUSE: Duration = Duration::from_micros(20);
+const PAUSES: u32 = 5_000;
+
+/// The announced calls. All zeroes mean that no call is announced, and that no thread reads events.
 #[repr(C)]
 #[derive(Debug)]
-pub(super) struct Announced([Call; CALLS]);
+pub(super) struct Announced {
+    calls: [Call; CALLS],
+    /// The number of threads that read events and compare them.
+    reading: AtomicU64,
+}
+
+/// A guard of a thread that reads events. Dropping it says that the events were compared.
+#[derive(Debug)]
+pub(in super::super) struct Reading(&'static AtomicU64);
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, SeqCst);
+    }
+}
 
 /// The index of one announced call.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place(usize);
 
 impl Announced {
+    /// Makes announced calls wait until the guard is dropped. The caller takes the guard before it
+    /// reads events.
+    pub(super) fn reading(&'static self) -> Reading {
+        self.reading.fetch_add(1, SeqCst);
+        Reading(&self.reading)
+    }
+
     /// Announces a call, if there is a place for it. The caller retracts it.
     pub(super) fn announce(&self, start: u64, end: u64) -> Option<Place> {
-        let claimed = self.0.iter().position(|call| {
+        let claimed = self.calls.iter().position(|call| {
             let word = call.word.load(Relaxed);
             word.is_multiple_of(PHASES)
                 && call.word.compare_exchange(word, word + WRITING, SeqCst, Relaxed).is_ok()
         })?;
-        let call = &self.0[claimed];
+        let call = &self.calls[claimed];
         call.start.store(start, SeqCst);
         call.end.store(end, SeqCst);
         call.read.store(start, SeqCst);
@@ -62,9 +96,19 @@ impl Announced {
         Some(Place(claimed))
     }
 
-    /// Ends the announcement of a call, which has returned.
+    /// Ends the announcement of a call, which has returned. Waits until every event that was read
+    /// during the call was compared with it. Changes `errno`.
     pub(super) fn retract(&self, Place(at): Place) {
-        let word = &self.0[at].word;
+        // A reading thread waits for nobody, so this ends unless that thread gets no processor.
+        for _ in 0..PAUSES {
+            if self.reading.load(SeqCst) == 0 {
+                break;
+            }
+            let pause = libc::timespec { tv_sec: 0, tv_nsec: PAUSE.as_nanos() as libc::c_long };
+            // SAFETY: reads the time, and writes nothing without a second pointer.
+            unsafe { libc::nanosleep(&raw const pause, std::ptr::null_mut()) };
+        }
+        let word = &self.calls[at].word;
         // In a child that was forked during the call, the kernel has zeroed the word.
         if word.load(SeqCst) % PHASES == ANNOUNCED {
             word.fetch_add(PHASES - ANNOUNCED, SeqCst);
@@ -74,7 +118,7 @@ impl Announced {
     /// Returns whether an event of these addresses is that of an announced call. Counts the event
     /// as read.
     pub(super) fn tells(&self, start: u64, end: u64) -> bool {
-        self.0.iter().any(|call| {
+        self.calls.iter().any(|call| {
             let word = call.word.load(SeqCst);
             let within = word % PHASES == ANNOUNCED
                 && call.start.load(SeqCst) <= start
@@ -95,7 +139,25 @@ mod tests {
     fn announced() -> Announced {
         let zero = || AtomicU64::new(0);
         let call = |_| Call { word: zero(), start: zero(), end: zero(), read: zero() };
-        Announced(std::array::from_fn(call))
+        Announced { calls: std::array::from_fn(call), reading: zero() }
+    }
+
+    #[test]
+    fn a_call_stays_announced_until_events_that_were_read_before_its_end_are_compared() {
+        let announced: &'static Announced = Box::leak(Box::new(announced()));
+        let call = announced.announce(0x1000, 0x2000).unwrap();
+        let reading = announced.reading();
+        std::thread::scope(|scope| {
+            let returned = scope.spawn(|| announced.retract(call));
+            // The call returns only after the guard is gone, so its event is always known here.
+            for _ in 0..100 {
+                std::thread::yield_now();
+            }
+            assert!(announced.tells(0x1000, 0x2000));
+            assert!(!returned.is_finished());
+            drop(reading);
+        });
+        assert!(!announced.tells(0x1000, 0x2000));
     }
 
     #[test]

@@ -23,7 +23,7 @@ use hmem_core::{
 };
 use hmem_hook::{Hooks, MonitorName};
 
-use self::{hook::Shared, remembered::Remembered};
+use self::{announced::Reading, hook::Shared, remembered::Remembered};
 
 const NAME: MonitorName = MonitorName {
     name: "memhooks",
@@ -36,6 +36,12 @@ const NAME: MonitorName = MonitorName {
 pub(super) fn tells_of_discard(start: u64, end: u64) -> bool {
     let subscribers = process::PLACE.subscribers();
     subscribers.is_some_and(|subscribers| subscribers.shared().announced.tells(start, end))
+}
+
+/// Makes hooked discards that return wait until the guard is dropped. A thread takes it before it
+/// reads events that it compares by [`tells_of_discard`]. Allocates nothing and takes no lock.
+pub(super) fn reading_discards() -> Option<Reading> {
+    process::PLACE.subscribers().map(|subscribers| subscribers.shared().announced.reading())
 }
 
 /// The monitor that patches the C library.

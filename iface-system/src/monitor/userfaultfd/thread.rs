@@ -139,13 +139,16 @@ fn run(watched: &Watched) -> Result<(), Errno> {
         if !stop.is_empty() {
             return Ok(());
         }
+        // A hooked discard whose event is read here returns after the gates are open again.
+        let beneath_hooks = watched.beneath_hooks.load(Ordering::Relaxed);
+        let _reading = beneath_hooks.then(memhooks::reading_discards);
         // From here until everybody is told, no lookup hits: who unmapped goes on as soon as the
         // event is read.
         let pass = shared.table.pass();
         pass.each(|_, invalidator| invalidator.close_gate());
         let told = polled.and_then(|()| {
             if events.intersects(PollFlags::IN) {
-                tell(watched, &pass, &mut messages)
+                tell(watched, beneath_hooks, &pass, &mut messages)
             } else {
                 Err(Errno::BADF)
             }
@@ -161,6 +164,7 @@ fn run(watched: &Watched) -> Result<(), Errno> {
 
 fn tell(
     watched: &Watched,
+    beneath_hooks: bool,
     pass: &hmem_hook::Pass<'_>,
     messages: &mut [Message; 16],
 ) -> Result<(), Errno> {
@@ -176,8 +180,7 @@ fn tell(
             EVENT_REMOVE => {
                 let range = clamped(first, second.saturating_sub(first));
                 // Recorded before subscribers are notified, so that later registrations find it.
-                let hooked = watched.beneath_hooks.load(Ordering::Relaxed)
-                    && memhooks::tells_of_discard(first, second);
+                let hooked = beneath_hooks && memhooks::tells_of_discard(first, second);
                 if !hooked {
                     watched.subscribers.shared().discarded(range);
                 }
