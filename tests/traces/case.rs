@@ -1,0 +1,474 @@
+//! One situation and the doors through which it is registered.
+
+use std::{os::fd::AsFd, sync::Arc, time::Duration};
+
+use hmem::{
+    Access, Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, DmaBufAttr,
+    DmaBufOffset, Domain, DomainAttr, DomainBindFlags, Errno, Error, Iface, IfaceKind,
+    MemoryRegion, MrAttr, MrFlags, Registry, Result,
+    cuda::{
+        Cuda, MonitorKind,
+        sys::{CuResult, Functions},
+    },
+    event_queue::EventQueue,
+    iface::AllocRequest,
+    loopback::{self, Faults, Loopback},
+    p2p::path::{ExplainRequest, FactSource, Facts, Paths},
+    path::P2pPolicy,
+    provider::{Imports, Nic},
+    regattr_on,
+    system::{Call, DmaBufKind, Simulated, SimulatedBuilder, System},
+};
+use hmem_fake_cuda::{FakeDriver, Profile};
+use tracing::{Event, Metadata, Subscriber, span};
+
+use crate::{
+    listing::{self, Names, Outcome},
+    segments::Segments,
+};
+
+pub(crate) const PAGE: u64 = 4096;
+const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+
+/// A machine as a situation wants it.
+#[derive(Debug)]
+struct Known(Facts);
+
+impl FactSource for Known {
+    fn facts(&self, _: Option<&str>, _: &Nic) -> Facts {
+        self.0.clone()
+    }
+}
+
+/// A subscriber that is interested in everything and keeps nothing.
+struct Listening;
+
+impl Subscriber for Listening {
+    fn enabled(&self, _: &Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+    fn event(&self, _: &Event<'_>) {}
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+    fn enter(&self, _: &span::Id) {}
+    fn exit(&self, _: &span::Id) {}
+}
+
+/// The device beside host memory.
+#[derive(Clone)]
+pub(crate) enum Device {
+    Simulated(fn(SimulatedBuilder) -> SimulatedBuilder),
+    Cuda(Profile),
+}
+
+/// The memory that is registered.
+#[derive(Clone, Copy)]
+pub(crate) enum Memory {
+    /// An allocation of the device.
+    Of(AllocationKind),
+    /// An allocation that the simulated device does not export.
+    NotExportable(AllocationKind),
+    /// Two allocations in one region.
+    Two(AllocationKind),
+    /// A part of a registered allocation, as its sub-region.
+    Part(AllocationKind),
+    /// An allocation that was freed.
+    Freed,
+    /// More than an allocation holds.
+    PastTheEnd,
+    /// CUDA memory of several handles, each made for RDMA or not.
+    Handles(&'static [bool]),
+    /// A part of 8 pages of the application's host memory.
+    Host { offset: u64, len: u64 },
+    /// Two ranges of host memory.
+    HostTwice,
+    /// A range of host memory and an allocation of the device.
+    Mixed,
+    /// A memory file that the application brings as a dma-buf.
+    File,
+}
+
+/// A situation.
+#[derive(Clone)]
+pub(crate) struct Case {
+    /// The words that tell it from others of the same memory, imports and policy.
+    pub(crate) what: String,
+    pub(crate) device: Device,
+    pub(crate) memory: Memory,
+    pub(crate) len: u64,
+    pub(crate) imports: Imports,
+    pub(crate) policy: P2pPolicy,
+    pub(crate) p2p_off: bool,
+    pub(crate) facts: Facts,
+    pub(crate) nics: &'static [&'static str],
+    /// The iface that the caller names.
+    pub(crate) claim: Option<IfaceKind>,
+    /// Refusals of the simulated device: call, number of the call, code.
+    pub(crate) device_refuses: Option<(Call, u64, i32)>,
+    /// Refusals of the CUDA driver, in the same form.
+    pub(crate) driver_refuses: Option<(&'static str, u64, CuResult)>,
+    /// The NIC's answers to its first registrations.
+    pub(crate) nic_refuses: Vec<i32>,
+}
+
+/// The ways into the library that lead to a registration.
+#[derive(Clone, Copy, PartialEq)]
+enum Door {
+    Regattr,
+    Traced,
+    Asynchronous,
+    RegattrOn,
+}
+
+/// The ifaces, the fabric and the device of one play.
+struct World {
+    simulated: Option<Arc<Simulated>>,
+    cuda: Option<(Functions, FakeDriver)>,
+    device: Arc<dyn Iface>,
+    registry: Arc<Registry>,
+    paths: Arc<Paths>,
+    provider: Loopback,
+    faults: Faults,
+}
+
+impl Case {
+    /// The situation in a line, without its policy.
+    pub(crate) fn subject(&self) -> String {
+        let kind = |kind: AllocationKind| kind.name();
+        let memory = match self.memory {
+            Memory::Of(of) => format!("{} memory", kind(of)),
+            Memory::NotExportable(of) => format!("{} memory, not exportable", kind(of)),
+            Memory::Two(of) => format!("two ranges of {} memory", kind(of)),
+            Memory::Part(of) => format!("sub-region of {} memory", kind(of)),
+            Memory::Freed => "freed device memory".into(),
+            Memory::PastTheEnd => "more than an allocation".into(),
+            Memory::Handles(capable) => format!("handles, for RDMA: {capable:?}"),
+            Memory::Host { offset, len } => format!("{len} bytes of host memory at {offset}"),
+            Memory::HostTwice => "two ranges of host memory".into(),
+            Memory::Mixed => "host memory and device memory".into(),
+            Memory::File => "dma-buf of the application".into(),
+        };
+        let imports = [
+            (self.imports.dma_buf, "dma-buf"),
+            (self.imports.pcie_mapping_first, "PCIe first"),
+            (self.imports.peer_memory, "peer memory"),
+            (self.imports.staged, "staged"),
+        ];
+        let imports: Vec<_> = imports.iter().filter(|(has, _)| *has).map(|(_, n)| *n).collect();
+        let device = match &self.device {
+            Device::Simulated(_) => "simulated",
+            Device::Cuda(profile) => profile.name,
+        };
+        let what = if self.what.is_empty() { String::new() } else { format!(" | {}", self.what) };
+        let imports = if imports.is_empty() { "nothing".into() } else { imports.join(", ") };
+        format!("{device} | {memory} | NIC imports {imports}{what}")
+    }
+
+    /// The lines of the situation.
+    pub(crate) fn play(&self) -> Vec<String> {
+        let (first, again) = self.through(Door::Regattr);
+        let mut lines = listing::twice(&first, &again);
+        for (name, door) in [
+            ("traced", Door::Traced),
+            ("asynchronous", Door::Asynchronous),
+            ("regattr_on", Door::RegattrOn),
+        ] {
+            let other = self.through(door);
+            if other != (first.clone(), again.clone()) {
+                lines.push(format!("- {name}"));
+                lines.extend(listing::twice(&other.0, &other.1));
+            }
+        }
+        if let (Memory::Of(kind), None, [nic]) = (self.memory, self.claim, self.nics) {
+            let explained = self.explained(kind, nic);
+            let of_path = |head: &str| head.split(' ').next().map(str::to_owned);
+            if of_path(&explained.head) != of_path(&first[0].head)
+                || explained.attempts != first[0].attempts
+            {
+                lines.push("- explain".into());
+                lines.extend(explained.lines());
+            }
+        }
+        lines
+    }
+
+    fn world(&self) -> World {
+        let mut registry = Registry::new();
+        registry.add(Arc::new(System::new())).expect("the first");
+        let (mut simulated, mut cuda) = (None, None);
+        let device: Arc<dyn Iface> = match &self.device {
+            Device::Simulated(build) => {
+                let builder = Simulated::builder().window(1 << 32).dma_buf(DmaBufKind::MemFd);
+                let device = Arc::new(build(builder).build().expect("a simulated device"));
+                simulated = Some(Arc::clone(&device));
+                device
+            }
+            Device::Cuda(profile) => {
+                let driver = FakeDriver::start(profile.clone());
+                // SAFETY: each function has the signature of its name in `cuda.h`, and functions
+                // live forever.
+                let functions = unsafe { Functions::from_lookup(|name| driver.symbol(name)) }
+                    .expect("the table");
+                cuda = Some((functions.clone(), driver));
+                let device = Cuda::builder().functions(functions).monitor(MonitorKind::Identity);
+                Arc::new(device.open().expect("a driver"))
+            }
+        };
+        registry.add(Arc::clone(&device)).expect("its kind is free");
+        let paths = Paths::new().disable_p2p(self.p2p_off);
+        let faults = Faults::new();
+        let builder = self.nics.iter().fold(Loopback::builder(), |all, name| all.nic(*name));
+        World {
+            simulated,
+            cuda,
+            device,
+            registry: Arc::new(registry),
+            paths: Arc::new(paths.facts(Arc::new(Known(self.facts.clone())))),
+            provider: builder.imports(self.imports).faults(&faults).build().expect("a fabric"),
+            faults,
+        }
+    }
+
+    /// Registers twice through a door.
+    fn through(&self, door: Door) -> (Vec<Outcome>, Vec<Outcome>) {
+        let world = self.world();
+        let events = Arc::new(EventQueue::new());
+        let open = |nic: &&str| {
+            let attr = DomainAttr {
+                nic: Some((*nic).to_owned()),
+                p2p: self.policy,
+                ..DomainAttr::default()
+            };
+            let domain = Domain::open(
+                &world.provider,
+                Arc::clone(&world.registry),
+                Arc::clone(&world.paths) as _,
+                attr,
+            )
+            .expect("a domain");
+            if door == Door::Asynchronous {
+                domain.bind(&events, DomainBindFlags::REG_MR).expect("the first queue");
+            }
+            domain
+        };
+        let domains: Vec<_> = self.nics.iter().map(open).collect();
+        let play = Play { case: self, world: &world, domains: &domains, door, events: &events };
+        let outcomes = if door == Door::Traced {
+            tracing::subscriber::with_default(Listening, || play.of_memory())
+        } else {
+            play.of_memory()
+        };
+        assert!(domains.iter().all(|domain| domain.live().regions == 0), "{}", self.subject());
+        outcomes
+    }
+
+    fn explained(&self, kind: AllocationKind, nic: &str) -> Outcome {
+        let world = self.world();
+        let request = ExplainRequest {
+            kind: Some(kind),
+            size: self.len,
+            nic: Some(nic.to_owned()),
+            policy: self.policy,
+            ..ExplainRequest::new(world.device.kind())
+        };
+        self.refuse(&world);
+        // The memory is the explanation's own: its address has no name here.
+        let names = Names::new();
+        match world.paths.explain(&world.registry, &world.provider, &request) {
+            Ok(explanation) => {
+                let attempts = listing::attempts(&explanation.attempts, &names);
+                let attempts = attempts.iter().map(|line| line.replace("elsewhere", "memory"));
+                let path = explanation.path.map_or("refused:", |path| path.name());
+                Outcome {
+                    head: format!("{path} {}", explanation.reason),
+                    remembered: false,
+                    attempts: attempts.collect(),
+                }
+            }
+            Err(error) => Outcome::failed(&error, &names),
+        }
+    }
+
+    /// Arms the refusals of the situation.
+    fn refuse(&self, world: &World) {
+        if let (Some((call, nth, code)), Some(device)) = (self.device_refuses, &world.simulated) {
+            device.faults().fail_nth(call, nth, Errno(code));
+        }
+        if let (Some((symbol, nth, code)), Some((_, driver))) = (self.driver_refuses, &world.cuda) {
+            driver.fail_nth(symbol, nth, code);
+        }
+        for (at, code) in self.nic_refuses.iter().enumerate() {
+            world.faults.fail(loopback::Call::Register, at as u64 + 1, Errno(*code));
+        }
+    }
+}
+
+/// A registration that is under way.
+struct Play<'a> {
+    case: &'a Case,
+    world: &'a World,
+    domains: &'a [Domain],
+    door: Door,
+    events: &'a Arc<EventQueue>,
+}
+
+impl Play<'_> {
+    fn allocate(&self, kind: AllocationKind) -> (AddressRange, DeviceBuffer) {
+        let request = AllocRequest { len: self.case.len, device: DeviceId(0), kind };
+        let buffer = DeviceBuffer::allocate(&self.world.device, &request).expect("memory");
+        (buffer.allocation().range, buffer)
+    }
+
+    fn attr<'a>(&self, ranges: &'a [AddressRange]) -> MrAttr<'a> {
+        MrAttr { iface: self.case.claim, ..MrAttr::new(ranges, REMOTE) }
+    }
+
+    /// Makes the memory and registers it twice.
+    fn of_memory(&self) -> (Vec<Outcome>, Vec<Outcome>) {
+        let twice = |names: Names, ranges: &[AddressRange]| self.twice(&names, &self.attr(ranges));
+        let host = vec![1u8; 9 * PAGE as usize];
+        let start = Address::of_ptr(host.as_ptr()).0.next_multiple_of(PAGE);
+        let host = AddressRange::new(Address(start), 8 * PAGE).expect("a range");
+        match self.case.memory {
+            Memory::Of(kind) => {
+                let (memory, _buffer) = self.allocate(kind);
+                twice(vec![("memory", memory)], &[memory])
+            }
+            Memory::NotExportable(kind) => {
+                let (memory, _buffer) = self.allocate(kind);
+                let simulated = self.world.simulated.as_ref().expect("the simulated device's");
+                let last = Address(memory.start().0 + memory.len() - 1);
+                simulated.set_exportable(last, false).expect("a live allocation");
+                twice(vec![("memory", memory)], &[memory])
+            }
+            Memory::Two(kind) => {
+                let ((memory, _buffer), (second, _other)) =
+                    (self.allocate(kind), self.allocate(kind));
+                twice(vec![("memory", memory), ("second", second)], &[memory, second])
+            }
+            Memory::Part(kind) => {
+                let (memory, _buffer) = self.allocate(kind);
+                let whole = [memory];
+                let names = vec![("memory", memory)];
+                let base = match self.register(self.domains, &self.attr(&whole)).remove(0) {
+                    Ok(base) => base,
+                    Err(error) => return (vec![Outcome::failed(&error, &names)], Vec::new()),
+                };
+                let part = [memory.slice(64, 64).expect("inside")];
+                let of_base = MrAttr { base: Some(&base), ..self.attr(&part) };
+                self.twice(&names, &of_base)
+            }
+            Memory::Freed => {
+                let (memory, buffer) = self.allocate(AllocationKind::Device);
+                drop(buffer);
+                twice(vec![("memory", memory)], &[memory])
+            }
+            Memory::PastTheEnd => {
+                let (memory, _buffer) = self.allocate(AllocationKind::Device);
+                let longer = AddressRange::new(memory.start(), 2 * memory.len()).expect("a range");
+                twice(vec![("memory", longer)], &[longer])
+            }
+            Memory::Handles(capable) => {
+                let (functions, _) = self.world.cuda.as_ref().expect("CUDA memory");
+                let segments = Segments::new(functions, capable);
+                let whole = segments.range(0, capable.len() as u64 * segments.step);
+                twice(vec![("memory", whole)], &[whole])
+            }
+            Memory::Host { offset, len } => {
+                twice(vec![("host", host)], &[host.slice(offset, len).expect("inside")])
+            }
+            Memory::HostTwice => {
+                let part = |at| host.slice(at, PAGE + 7).expect("inside");
+                twice(vec![("host", host)], &[part(0), part(4 * PAGE)])
+            }
+            Memory::Mixed => {
+                let (memory, _buffer) = self.allocate(AllocationKind::Device);
+                let part = host.slice(0, PAGE).expect("inside");
+                twice(vec![("host", host), ("memory", memory)], &[part, memory])
+            }
+            Memory::File => {
+                let flags = rustix::fs::MemfdFlags::CLOEXEC;
+                let file = rustix::fs::memfd_create("traces", flags).expect("a memory file");
+                rustix::fs::ftruncate(&file, 4 * PAGE).expect("a length");
+                let dma_buf = DmaBufAttr {
+                    fd: file.as_fd(),
+                    offset: DmaBufOffset(PAGE),
+                    len: 2 * PAGE,
+                    base_addr: None,
+                };
+                self.twice(&Names::new(), &MrAttr { dma_buf: Some(dma_buf), ..self.attr(&[]) })
+            }
+        }
+    }
+
+    fn twice(&self, names: &Names, attr: &MrAttr<'_>) -> (Vec<Outcome>, Vec<Outcome>) {
+        self.case.refuse(self.world);
+        (self.outcomes(names, attr), self.outcomes(names, attr))
+    }
+
+    fn outcomes(&self, names: &Names, attr: &MrAttr<'_>) -> Vec<Outcome> {
+        let of_region = |registered: Result<MemoryRegion>| {
+            let region = match registered {
+                Ok(region) => region,
+                Err(error) => return Outcome::failed(&error, names),
+            };
+            let decision = Arc::clone(region.decision().expect("registered"));
+            region.close().map_err(Error::from).expect("nothing depends on it");
+            Outcome::decided(&decision, self.case.policy, names)
+        };
+        self.register(self.domains, attr).into_iter().map(of_region).collect()
+    }
+
+    fn register(&self, domains: &[Domain], attr: &MrAttr<'_>) -> Vec<Result<MemoryRegion>> {
+        let is_file = attr.dma_buf.is_some();
+        let flags = if is_file { MrFlags::MR_DMABUF } else { MrFlags::empty() };
+        if self.door == Door::RegattrOn {
+            let domains: Vec<_> = domains.iter().collect();
+            // SAFETY: the memory stays until the regions are closed, and nothing refers to it.
+            return match unsafe { regattr_on(&domains, attr, flags) } {
+                Ok(regions) => regions.into_regions().into_iter().map(Ok).collect(),
+                Err(rejected) => vec![Err(rejected.error)],
+            };
+        }
+        let one = |domain: &Domain| {
+            // SAFETY: as above.
+            let region = unsafe { domain.regattr(attr, flags) }?;
+            if self.door == Door::Asynchronous {
+                let event = self.events.wait(Duration::from_secs(60)).expect("an event");
+                event.result?;
+            }
+            Ok(region)
+        };
+        domains.iter().map(one).collect()
+    }
+}
+
+impl Default for Case {
+    fn default() -> Self {
+        Self {
+            what: String::new(),
+            device: Device::Simulated(|builder| builder),
+            memory: Memory::Of(AllocationKind::Device),
+            len: 2 * PAGE,
+            imports: Imports {
+                dma_buf: true,
+                pcie_mapping_first: false,
+                peer_memory: false,
+                staged: true,
+            },
+            policy: P2pPolicy::Enabled,
+            p2p_off: false,
+            facts: Facts::default(),
+            nics: &["loop0"],
+            claim: None,
+            device_refuses: None,
+            driver_refuses: None,
+            nic_refuses: Vec::new(),
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! Traces as text, and what differs between two texts.
+
+use std::{collections::BTreeMap, fmt::Write as _};
+
+use hmem::{
+    AddressRange, Decision, Error,
+    path::{Attempt, P2pPolicy, Trace},
+};
+
+use crate::case::Case;
+
+/// Memory by the names that stand for its addresses in the text.
+pub(crate) type Names = Vec<(&'static str, AddressRange)>;
+
+/// Situations, each with its policies.
+type Headings = Vec<(String, Vec<&'static str>)>;
+
+/// The situations and their traces. Situations with equal traces stand at the first of them,
+/// policies of one situation in one line.
+pub(crate) fn of(cases: &[Case]) -> String {
+    let mut sections: Vec<(Headings, String)> = Vec::new();
+    for case in cases {
+        let (subject, policy, lines) = (case.subject(), case.policy.name(), case.play().join("\n"));
+        let at = sections.iter().position(|(_, known)| *known == lines).unwrap_or_else(|| {
+            sections.push((Vec::new(), lines));
+            sections.len() - 1
+        });
+        let subjects = &mut sections[at].0;
+        match subjects.iter_mut().find(|(known, _)| *known == subject) {
+            Some((_, policies)) => policies.push(policy),
+            None => subjects.push((subject, vec![policy])),
+        }
+    }
+    let mut text = String::new();
+    for (subjects, lines) in sections {
+        for (subject, policies) in subjects {
+            writeln!(text, "== {subject}{SEPARATOR}{} ==", policies.join(", ")).expect("a String");
+        }
+        writeln!(text, "{lines}\n").expect("a String takes everything");
+    }
+    text
+}
+
+/// Stands between a situation and its policies.
+const SEPARATOR: &str = " | policy ";
+
+/// A registration as text.
+#[derive(Clone, PartialEq)]
+pub(crate) struct Outcome {
+    pub(crate) head: String,
+    pub(crate) remembered: bool,
+    pub(crate) attempts: Vec<String>,
+}
+
+impl Outcome {
+    /// The text of a decision under the policy of the domain.
+    pub(crate) fn decided(decision: &Decision, policy: P2pPolicy, names: &Names) -> Self {
+        let mut head = format!("{} of {}", decision.path, decision.iface);
+        if let Some(device) = decision.device {
+            write!(head, " device {device}").expect("a String takes everything");
+        }
+        if decision.policy != policy {
+            write!(head, " under {}", decision.policy).expect("a String takes everything");
+        }
+        write!(head, " on {}, {:?} mapping: {}", decision.nic, decision.mapping, decision.reason)
+            .expect("a String takes everything");
+        let attempts = attempts(&decision.attempts, names);
+        Self { head: stable(&head, names), remembered: decision.remembered, attempts }
+    }
+
+    /// The text of a registration that failed.
+    pub(crate) fn failed(error: &Error, names: &Names) -> Self {
+        let remedy = error.remedy_text().map_or(String::new(), |text| format!("; remedy: {text}"));
+        let head = stable(&format!("refused: {}{remedy}", refusal(error)), names);
+        Self { head, remembered: false, attempts: attempts(error.trace(), names) }
+    }
+
+    pub(crate) fn lines(&self) -> Vec<String> {
+        let mark = if self.remembered { " [remembered]" } else { "" };
+        let head = std::iter::once(format!("{}{mark}", self.head));
+        head.chain(self.attempts.iter().cloned()).collect()
+    }
+}
+
+/// Lines of a registration on each NIC and of a second one of the memory.
+pub(crate) fn twice(first: &[Outcome], again: &[Outcome]) -> Vec<String> {
+    let mut lines: Vec<_> = first.iter().flat_map(Outcome::lines).collect();
+    let remembered = |outcome: &Outcome| Outcome { remembered: true, ..outcome.clone() };
+    if again == first {
+        return lines;
+    }
+    if again.iter().cloned().eq(first.iter().map(remembered)) {
+        lines.push("- again: the same, remembered".into());
+    } else {
+        lines.push("- again".into());
+        for (at, outcome) in again.iter().enumerate() {
+            let mut of_nic = outcome.lines();
+            if first.get(at).is_some_and(|first| {
+                first.attempts == outcome.attempts && !first.attempts.is_empty()
+            }) {
+                of_nic.truncate(1);
+                of_nic.push("  (the same attempts)".into());
+            }
+            lines.extend(of_nic);
+        }
+    }
+    lines
+}
+
+/// A line for each attempt.
+pub(crate) fn attempts(trace: &Trace, names: &Names) -> Vec<String> {
+    let line = |(at, attempt): (usize, &Attempt)| {
+        let asked = if attempt.asked { "" } else { " (not asked)" };
+        let mut line = format!("  {}. {}: {}{asked}", at + 1, attempt.path, attempt.call);
+        if let Some(error) = &attempt.error {
+            let cause = attempt.cause_name.unwrap_or("no known cause");
+            write!(line, " -> {}; {cause}", refusal(error)).expect("a String takes everything");
+        }
+        if let Some(remedy) = &attempt.remedy {
+            write!(line, "; remedy: {remedy}").expect("a String takes everything");
+        }
+        stable(&line, names)
+    };
+    trace.iter().enumerate().map(line).collect()
+}
+
+/// The operation that failed, with its kind and codes.
+fn refusal(error: &Error) -> String {
+    let mut text = format!("{} {:?}", error.operation(), error.kind());
+    if let Some(errno) = error.os_errno() {
+        write!(text, ", {errno}").expect("a String takes everything");
+    }
+    if let Some(driver) = error.driver() {
+        write!(text, ", {driver}").expect("a String takes everything");
+    }
+    text
+}
+
+/// Puts names in the place of addresses.
+fn stable(text: &str, names: &Names) -> String {
+    let mut out = String::new();
+    let mut rest = text;
+    while let Some(at) = rest.find("0x") {
+        let digits = &rest[at + 2..];
+        let len = digits.find(|c: char| !c.is_ascii_hexdigit()).unwrap_or(digits.len());
+        out.push_str(&rest[..at]);
+        rest = &digits[len..];
+        let address = u64::from_str_radix(&digits[..len], 16).expect("hexadecimal digits");
+        let named = names
+            .iter()
+            .find(|(_, range)| (range.start().0..range.start().0 + range.len()).contains(&address));
+        match named {
+            Some((name, range)) if range.start().0 == address => out.push_str(name),
+            Some((name, range)) => {
+                write!(out, "{name}[{}]", address - range.start().0).expect("a String");
+            }
+            None if address < 1 << 20 => write!(out, "{address:#x}").expect("a String"),
+            None => out.push_str("elsewhere"),
+        }
+    }
+    out + rest
+}
+
+/// Lines of each situation under each policy, in the order of the text.
+fn sections(text: &str) -> Vec<(String, Vec<&str>)> {
+    let mut sections = Vec::new();
+    let mut headings = Vec::new();
+    let mut lines = text.lines().peekable();
+    while let Some(line) = lines.next() {
+        let heading = line.strip_prefix("== ").and_then(|line| line.strip_suffix(" =="));
+        if let Some((subject, policies)) = heading.and_then(|text| text.rsplit_once(SEPARATOR)) {
+            let each = policies.split(", ").map(|policy| format!("{subject}{SEPARATOR}{policy}"));
+            headings.extend(each);
+        }
+        if lines.peek().is_some_and(|next| !next.starts_with("== ")) {
+            let body: Vec<_> = lines.by_ref().take_while(|line| !line.is_empty()).collect();
+            sections.extend(headings.drain(..).map(|heading| (heading, body.clone())));
+        }
+    }
+    sections
+}
+
+/// Situations that differ, with the lines of both; empty for equal texts.
+pub(crate) fn difference(golden: &str, now: &str) -> String {
+    let (before, after) = (sections(golden), sections(now));
+    let (old, new): (BTreeMap<_, _>, BTreeMap<_, _>) =
+        (before.iter().cloned().collect(), after.iter().cloned().collect());
+    let (mut text, mut last, none) = (String::new(), String::new(), Vec::new());
+    let gone = before.iter().filter(|(name, _)| !new.contains_key(name.as_str()));
+    for (name, _) in after.iter().chain(gone) {
+        let changed = changed_lines(old.get(name).unwrap_or(&none), new.get(name).unwrap_or(&none));
+        if changed.is_empty() {
+            continue;
+        }
+        if changed == last {
+            text.truncate(text.len() - changed.len());
+        }
+        write!(text, "== {name} ==\n{changed}").expect("a String takes everything");
+        last = changed;
+    }
+    text
+}
+
+/// Both versions of some lines, without a second copy of how they begin and end.
+fn changed_lines(old: &[&str], new: &[&str]) -> String {
+    if old == new {
+        return String::new();
+    }
+    let start = old.iter().zip(new).take_while(|(old, new)| old == new).count();
+    let ends = old[start..].iter().rev().zip(new[start..].iter().rev());
+    let end = ends.take_while(|(old, new)| old == new).count();
+    let parts = [
+        ("  ", &old[..start]),
+        ("- ", &old[start..old.len() - end]),
+        ("+ ", &new[start..new.len() - end]),
+        ("  ", &new[new.len() - end..]),
+    ];
+    let marked = |(mark, lines): (&str, &[&str])| -> String {
+        lines.iter().map(|line| format!("{mark}{line}\n")).collect()
+    };
+    parts.into_iter().map(marked).collect::<String>() + "\n"
+}

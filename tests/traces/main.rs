@@ -1,0 +1,46 @@
+//! Golden traces: the path, the reason and every attempt of registrations in many situations, as
+//! `traces.txt` lists them. A change of the registration path must not change a line unless the
+//! behaviour changes on purpose; `HMEM_BLESS=1` rewrites the list.
+//!
+//! Each situation is registered through every door: `regattr`, `regattr` with tracing on, an event
+//! queue, `regattr_on` and `explain`. A door that decides like `regattr` has no lines of its own.
+#![cfg(feature = "cuda")]
+#![allow(unsafe_code)]
+
+mod case;
+mod listing;
+#[allow(dead_code, reason = "the CUDA tests use the rest")]
+#[path = "../cuda/segments.rs"]
+mod segments;
+mod situations;
+
+use std::{env, fs, path::Path};
+
+/// P2P-01, P2P-03, P2P-04, P2P-05, DIAG-03
+#[test]
+fn registrations_decide_as_the_golden_traces_say() {
+    let now = listing::of(&situations::all());
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/traces/traces.txt");
+    if env::var_os("HMEM_BLESS").is_some() {
+        fs::write(&file, &now).expect("the list can be written");
+    }
+    let golden = fs::read_to_string(&file).unwrap_or_default();
+    let difference = listing::difference(&golden, &now);
+    assert!(
+        difference.is_empty(),
+        "traces changed (- golden, + now); HMEM_BLESS=1 takes them as they are now\n{difference}"
+    );
+}
+
+#[test]
+fn difference_names_the_situation_and_its_changed_lines() {
+    let golden = "== a | policy x, y ==\npath\nreason\n\n== c | policy x ==\nsame\n\n";
+    assert_eq!(listing::difference(golden, golden), "");
+    let now = "== a | policy x ==\npath\nreason\n\n== a | policy y ==\npath\nother\n\n\
+               == c | policy x ==\n== d | policy x ==\nsame\n\n";
+    let changed = "== a | policy y ==\n  path\n- reason\n+ other\n\n\
+                   == d | policy x ==\n+ same\n\n";
+    assert_eq!(listing::difference(golden, now), changed);
+    let gone = "== a | policy x ==\n== a | policy y ==\n- path\n- reason\n\n";
+    assert_eq!(listing::difference(golden, "== c | policy x ==\nsame\n\n"), gone);
+}
