@@ -1,0 +1,365 @@
+//! The number of times that one registration queries each iface for the owner of its memory.
+#![allow(unsafe_code)]
+
+mod silent;
+
+use std::{
+    fmt::Write as _,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use hmem::{
+    Access, Address, AddressRange, Allocation, AllocationKind, CacheAttr, DeviceBuffer, DeviceId,
+    Domain, DomainAttr, DomainBindFlags, Error, Hmem, Iface, IfaceKind, MemoryRegion, MrAttr,
+    MrFlags, Result, Segment,
+    event_queue::EventQueue,
+    iface::{
+        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle,
+        PeerMemoryExport,
+    },
+    loopback::Loopback,
+    monitor::Monitor,
+    provider::Nic,
+    regattr_on,
+    system::{DmaBufKind, Simulated, monitor::Import},
+};
+use silent::Silent;
+use tracing::{Event, Metadata, Subscriber, span};
+
+const PAGE: u64 = 4096;
+const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+
+/// A simulated device that counts its queries. It names no range of addresses, so that it is asked
+/// about every address.
+#[derive(Debug)]
+struct Counting {
+    device: Simulated,
+    queries: AtomicU64,
+}
+
+// SAFETY: each answer is the simulated device's.
+unsafe impl Iface for Counting {
+    fn kind(&self) -> IfaceKind {
+        self.device.kind()
+    }
+
+    fn name(&self) -> &str {
+        self.device.name()
+    }
+
+    fn capability(&self) -> Capability {
+        Capability { window: None, ..self.device.capability() }
+    }
+
+    fn devices(&self) -> Result<Vec<Device>> {
+        self.device.devices()
+    }
+
+    fn query(&self, address: Address) -> Result<Option<Allocation>> {
+        self.queries.fetch_add(1, Ordering::Relaxed);
+        self.device.query(address)
+    }
+
+    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
+        self.device.segments(range)
+    }
+
+    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+        self.device.allocate(request)
+    }
+
+    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.device.free(allocation) }
+    }
+
+    unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.device.copy(to, from, len) }
+    }
+
+    unsafe fn copy_async(
+        &self,
+        to: Address,
+        from: Address,
+        len: u64,
+    ) -> Result<Box<dyn CopyEvent>> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.device.copy_async(to, from, len) }
+    }
+
+    fn export_dma_buf(
+        &self,
+        range: AddressRange,
+        nic: &Nic,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport> {
+        self.device.export_dma_buf(range, nic, mapping)
+    }
+
+    fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
+        self.device.release_dma_buf(export)
+    }
+
+    fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
+        self.device.export_peer_memory(range, nic)
+    }
+
+    unsafe fn host_register(&self, range: AddressRange) -> Result<()> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.device.host_register(range) }
+    }
+
+    fn host_unregister(&self, range: AddressRange) -> Result<()> {
+        self.device.host_unregister(range)
+    }
+
+    fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
+        self.device.ipc_export(allocation)
+    }
+
+    fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
+        self.device.ipc_open(handle)
+    }
+
+    unsafe fn ipc_close(&self, allocation: &Allocation) -> Result<()> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.device.ipc_close(allocation) }
+    }
+
+    fn flush_inbound(&self, device: DeviceId) -> Result<()> {
+        self.device.flush_inbound(device)
+    }
+
+    fn is_started(&self, device: DeviceId) -> Result<bool> {
+        self.device.is_started(device)
+    }
+
+    fn monitor(&self) -> Result<Arc<dyn Monitor>> {
+        self.device.monitor()
+    }
+}
+
+/// A subscriber that is interested in everything and keeps nothing.
+struct Listening;
+
+impl Subscriber for Listening {
+    fn enabled(&self, _: &Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+    fn event(&self, _: &Event<'_>) {}
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+    fn enter(&self, _: &span::Id) {}
+    fn exit(&self, _: &span::Id) {}
+}
+
+/// The way into the library.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Door {
+    Regattr,
+    /// With the owner named by the caller.
+    Named,
+    Traced,
+    Asynchronous,
+    RegattrOn,
+    SubRegion,
+    CachedMiss,
+    CachedMissOn,
+    CachedHit,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Memory {
+    /// Host memory inside a page.
+    HostPage,
+    /// Host memory over the border of two pages.
+    HostPages,
+    Device,
+}
+
+/// Two ifaces, two NICs and domains on them.
+struct World {
+    ifaces: [Arc<Counting>; 2],
+    hmem: Hmem,
+}
+
+impl World {
+    fn new() -> Self {
+        let iface = |number| {
+            let builder = Simulated::builder().kind(IfaceKind(number)).window(1 << 32);
+            let device = builder.dma_buf(DmaBufKind::MemFd).build().expect("a simulated device");
+            Arc::new(Counting { device, queries: AtomicU64::new(0) })
+        };
+        let ifaces = [iface(0x100), iface(0x101)];
+        let nics = Loopback::builder().nic("loop0").nic("loop1").build().expect("a fabric");
+        let import = Import::new(Arc::new(Silent)).expect("a monitor");
+        let builder = Hmem::builder().without_vendor_ifaces().provider(nics);
+        let builder = builder.imported_cache_monitor(import);
+        let add = |builder: hmem::Builder, iface: &Arc<Counting>| {
+            builder.shared_iface(Arc::clone(iface) as Arc<dyn Iface>)
+        };
+        let hmem = ifaces.iter().fold(builder, add).build().expect("the ifaces start");
+        Self { ifaces, hmem }
+    }
+
+    fn domain(&self, nic: &str) -> Domain {
+        let attr = DomainAttr {
+            nic: Some(nic.to_owned()),
+            cache: Some(CacheAttr::default()),
+            ..DomainAttr::default()
+        };
+        self.hmem.domain("loopback", attr).expect("a domain")
+    }
+
+    /// Queries of each iface during a call.
+    fn counted(&self, call: impl FnOnce()) -> [u64; 2] {
+        let counts = || self.ifaces.each_ref().map(|iface| iface.queries.load(Ordering::Relaxed));
+        let before = counts();
+        call();
+        let after = counts();
+        [after[0] - before[0], after[1] - before[1]]
+    }
+}
+
+/// Registers new memory through a door, and returns the queries of each iface. The second iface
+/// owns the memory if a device does.
+fn queries(world: &World, door: Door, memory: Memory) -> [u64; 2] {
+    let owner: Arc<dyn Iface> = Arc::clone(&world.ifaces[1]) as _;
+    let request = AllocRequest { len: 4 * PAGE, device: DeviceId(0), kind: AllocationKind::Device };
+    let buffer = DeviceBuffer::allocate(&owner, &request).expect("device memory");
+    let host = vec![1u8; 4 * PAGE as usize];
+    // Dropped before the memory, with what their caches hold.
+    let domains = [world.domain("loop0"), world.domain("loop1")];
+    let domain = &domains[0];
+    let page = Address::of_ptr(host.as_ptr()).0.next_multiple_of(PAGE);
+    let (range, kind) = match memory {
+        Memory::HostPage => (AddressRange::new(Address(page + 64), 128), IfaceKind::SYSTEM),
+        Memory::HostPages => (AddressRange::new(Address(page + 64), PAGE), IfaceKind::SYSTEM),
+        Memory::Device => (Ok(buffer.allocation().range), owner.kind()),
+    };
+    let ranges = [range.expect("a range")];
+    let attr = MrAttr::new(&ranges, REMOTE);
+    // SAFETY: host memory and buffer are dropped after the domains, and thus after every region and
+    // cached registration, and nothing refers to their bytes.
+    let register = |attr: &MrAttr<'_>| unsafe { domain.regattr(attr, MrFlags::empty()) };
+    let close = |region: MemoryRegion| region.close().map_err(Error::from).expect("closed");
+    let registered = |attr: &MrAttr<'_>| {
+        let mut region = None;
+        let counts = world.counted(|| region = Some(register(attr).expect("registered")));
+        close(region.expect("registered"));
+        counts
+    };
+    let cache = domain.cache().expect("a cache");
+    // SAFETY: the memory outlives the domains, and nothing refers to its bytes.
+    let cached = || drop(unsafe { cache.get(ranges[0], REMOTE) }.expect("registered"));
+    match door {
+        Door::Regattr => registered(&attr),
+        Door::Named => registered(&MrAttr { iface: Some(kind), ..attr }),
+        Door::Traced => tracing::subscriber::with_default(Listening, || registered(&attr)),
+        Door::Asynchronous => {
+            let events = Arc::new(EventQueue::new());
+            domain.bind(&events, DomainBindFlags::REG_MR).expect("the first queue");
+            let mut region = None;
+            let counts = world.counted(|| {
+                region = Some(register(&attr).expect("a sound request"));
+                let event = events.wait(Duration::from_secs(60)).expect("an event");
+                event.result.expect("registered");
+            });
+            close(region.expect("registered"));
+            counts
+        }
+        Door::RegattrOn => world.counted(|| {
+            // SAFETY: the memory outlives the domains, and nothing refers to its bytes.
+            let regions = unsafe { regattr_on(&domains.each_ref(), &attr, MrFlags::empty()) };
+            regions
+                .map_err(Error::from)
+                .expect("registered")
+                .close()
+                .map_err(Error::from)
+                .expect("closed");
+        }),
+        Door::SubRegion => {
+            let base = register(&attr).expect("registered");
+            let part = [ranges[0].slice(8, 8).expect("inside")];
+            let counts = registered(&MrAttr { base: Some(&base), ..MrAttr::new(&part, REMOTE) });
+            close(base);
+            counts
+        }
+        Door::CachedMiss => world.counted(cached),
+        Door::CachedMissOn => world.counted(|| {
+            // SAFETY: the memory outlives the domains, and nothing refers to its bytes.
+            drop(unsafe { cache.get_on(ranges[0], REMOTE, kind, None) }.expect("registered"));
+        }),
+        Door::CachedHit => {
+            cached();
+            world.counted(cached)
+        }
+    }
+}
+
+/// Queries of each iface now, and the most that are allowed: one for each end of a host range that
+/// lies in a page of its own, one for a device range, and one more for a cached miss of device
+/// memory, which closes a race with a free.
+#[rustfmt::skip]
+const TABLE: [(Door, Memory, [u64; 2], u64); 27] = [
+    (Door::Regattr, Memory::HostPage, [1, 1], 1),
+    (Door::Regattr, Memory::HostPages, [2, 2], 2),
+    (Door::Regattr, Memory::Device, [5, 3], 1),
+    (Door::Named, Memory::HostPage, [1, 1], 1),
+    (Door::Named, Memory::HostPages, [2, 2], 2),
+    (Door::Named, Memory::Device, [1, 1], 1),
+    (Door::Traced, Memory::HostPage, [1, 1], 1),
+    (Door::Traced, Memory::HostPages, [2, 2], 2),
+    (Door::Traced, Memory::Device, [3, 2], 1),
+    (Door::Asynchronous, Memory::HostPage, [1, 1], 1),
+    (Door::Asynchronous, Memory::HostPages, [2, 2], 2),
+    (Door::Asynchronous, Memory::Device, [3, 2], 1),
+    (Door::RegattrOn, Memory::HostPage, [1, 1], 1),
+    (Door::RegattrOn, Memory::HostPages, [2, 2], 2),
+    (Door::RegattrOn, Memory::Device, [1, 1], 1),
+    (Door::SubRegion, Memory::HostPage, [0, 0], 0),
+    (Door::SubRegion, Memory::HostPages, [0, 0], 0),
+    (Door::SubRegion, Memory::Device, [0, 0], 0),
+    (Door::CachedMiss, Memory::HostPage, [2, 2], 1),
+    (Door::CachedMiss, Memory::HostPages, [4, 4], 2),
+    (Door::CachedMiss, Memory::Device, [7, 5], 2),
+    (Door::CachedMissOn, Memory::HostPage, [3, 3], 1),
+    (Door::CachedMissOn, Memory::HostPages, [6, 6], 2),
+    (Door::CachedMissOn, Memory::Device, [8, 6], 2),
+    (Door::CachedHit, Memory::HostPage, [0, 0], 0),
+    (Door::CachedHit, Memory::HostPages, [0, 0], 0),
+    (Door::CachedHit, Memory::Device, [0, 0], 0),
+];
+
+/// HM-01
+///
+/// A first registration and one that finds its path decided query alike.
+#[test]
+fn each_iface_is_queried_as_often_as_the_table_says() {
+    let world = World::new();
+    let mut wrong = String::new();
+    for (door, memory, now, limit) in TABLE {
+        assert!(now.iter().all(|now| *now >= limit), "{door:?} {memory:?}: below the limit");
+        for round in ["first", "again"] {
+            let counts = queries(&world, door, memory);
+            if counts != now {
+                writeln!(
+                    wrong,
+                    "{door:?} {memory:?} {round}: {counts:?} queries, table {now:?}, limit {limit}"
+                )
+                .expect("a String takes everything");
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "other numbers of queries: correct the table\n{wrong}");
+}
