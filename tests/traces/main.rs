@@ -16,7 +16,7 @@ mod situations;
 
 use std::{env, fs, path::Path};
 
-/// P2P-01, P2P-03, P2P-04, P2P-05, DIAG-03
+/// P2P-01, P2P-02, P2P-03, P2P-04, DIAG-03
 #[test]
 fn registrations_decide_as_the_golden_traces_say() {
     let now = listing::of(&situations::all());

@@ -1,0 +1,210 @@
+//! Import layers: inside a crate, files import each other without circles. `tests/layers.txt` lists
+//! the circles that are left, each with its reason; a new one and a listed one that has gone both
+//! fail. `HMEM_BLESS=1` rewrites the list.
+//!
+//! Imports are `use` items and paths, also inside macros, followed through re-exports to the file
+//! that defines the item. A file may import those of its own submodules: such an import is no part
+//! of a circle. Code under `cfg(test)` does not count.
+
+mod imports;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    env,
+    fmt::Write as _,
+    fs,
+    path::Path,
+    process::Command,
+};
+
+use imports::{Imports, Sources};
+use serde_json::Value;
+
+/// Files of a circle, by their paths below the folder of the crate.
+type Circle = BTreeSet<String>;
+
+/// The strongly connected files of a crate, where there are several.
+fn circles(imports: &Imports) -> BTreeSet<Circle> {
+    let reached = |from: &String| {
+        let (mut found, mut open) = (BTreeSet::new(), vec![from]);
+        while let Some(file) = open.pop() {
+            let next = imports.get(file).into_iter().flat_map(BTreeMap::keys);
+            open.extend(next.filter(|file| found.insert((*file).clone())));
+        }
+        found
+    };
+    let reached: BTreeMap<_, _> = imports.keys().map(|file| (file, reached(file))).collect();
+    let mutual = |file: &String| -> Circle {
+        let back = |other: &&String| reached.get(other).is_some_and(|from| from.contains(file));
+        reached[file].iter().filter(back).cloned().collect()
+    };
+    imports.keys().map(mutual).filter(|circle| circle.len() > 1).collect()
+}
+
+/// Source files below a folder, by their paths below the crate's.
+fn read(folder: &Path, name: &str, sources: &mut Sources) {
+    for entry in fs::read_dir(folder).expect("the folder can be read") {
+        let path = entry.expect("an entry").path();
+        let file = path.file_name().and_then(|name| name.to_str()).expect("a name");
+        let name = format!("{name}/{file}");
+        if path.is_dir() {
+            read(&path, &name, sources);
+        } else if name.ends_with(".rs") {
+            sources.insert(name, fs::read_to_string(&path).expect("a source file"));
+        }
+    }
+}
+
+/// Imports of each crate of the workspace.
+fn workspace() -> BTreeMap<String, Imports> {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--format-version=1", "--no-deps", "--offline"])
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output()
+        .expect("cargo runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let metadata: Value =
+        serde_json::from_slice(&output.stdout).expect("cargo metadata prints JSON");
+    let packages = metadata["packages"].as_array().expect("packages");
+    let of_package = |package: &Value| {
+        let manifest = package["manifest_path"].as_str().expect("a path");
+        let mut sources = Sources::new();
+        read(&Path::new(manifest).with_file_name("src"), "src", &mut sources);
+        let name = package["name"].as_str().expect("a name").to_owned();
+        (name, imports::of(&sources))
+    };
+    packages.iter().map(of_package).collect()
+}
+
+/// Circles of the list with their reasons.
+fn listed(text: &str) -> BTreeMap<(String, Circle), String> {
+    let mut circles = Vec::new();
+    for line in text.lines().filter(|line| !line.starts_with('#') && !line.is_empty()) {
+        match (line.strip_prefix("  reason: "), line.strip_prefix("  ")) {
+            (None, None) => circles.push((line.to_owned(), Circle::new(), String::new())),
+            (Some(reason), _) => circles.last_mut().expect("a crate").2 = reason.to_owned(),
+            (None, Some(file)) => {
+                circles.last_mut().expect("a crate").1.insert(file.to_owned());
+            }
+        }
+    }
+    circles.into_iter().map(|(name, files, reason)| ((name, files), reason)).collect()
+}
+
+/// Stands for a reason that is still to be written.
+const NO_REASON: &str = "not known";
+
+/// The list of circles, with the reasons that stand in an older one.
+fn list(circles: &BTreeSet<(String, Circle)>, old: &BTreeMap<(String, Circle), String>) -> String {
+    let mut text = "# Circles of imports, see tests/layers/main.rs. Each is to go.\n".to_owned();
+    for (name, files) in circles {
+        let is_like =
+            |(key, _): &(&(String, Circle), &String)| key.0 == *name && !key.1.is_disjoint(files);
+        let reason = old.iter().find(is_like).map_or(NO_REASON, |(_, reason)| reason);
+        writeln!(text, "\n{name}\n  reason: {reason}").expect("a String takes everything");
+        for file in files {
+            writeln!(text, "  {file}").expect("a String takes everything");
+        }
+    }
+    text
+}
+
+#[test]
+fn files_of_a_crate_import_each_other_in_the_listed_circles_only() {
+    let imports = workspace();
+    let of_crate = |(name, imports): (&String, &Imports)| {
+        let name = name.clone();
+        circles(imports).into_iter().map(move |files| (name.clone(), files)).collect::<Vec<_>>()
+    };
+    let now: BTreeSet<_> = imports.iter().flat_map(of_crate).collect();
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/layers.txt");
+    let known = listed(&fs::read_to_string(&file).unwrap_or_default());
+    if env::var_os("HMEM_BLESS").is_some() {
+        fs::write(&file, list(&now, &known)).expect("the list can be written");
+        return;
+    }
+    let mut wrong = String::new();
+    for (name, files) in now.iter().filter(|circle| !known.contains_key(circle)) {
+        writeln!(wrong, "not listed: {name}, {} files", files.len()).expect("a String");
+        for from in files {
+            let into_circle = imports[name][from].iter().filter(|(to, _)| files.contains(*to));
+            for (to, path) in into_circle {
+                writeln!(wrong, "  {from} -> {to} ({path})").expect("a String");
+            }
+        }
+    }
+    for (name, files) in known.keys().filter(|circle| !now.contains(circle)) {
+        writeln!(wrong, "listed, but gone: {name}, {files:?}").expect("a String");
+    }
+    for ((name, files), _) in known.iter().filter(|(_, reason)| *reason == NO_REASON) {
+        writeln!(wrong, "write the reason in tests/layers.txt: {name}, {files:?}")
+            .expect("a String");
+    }
+    assert!(wrong.is_empty(), "circles of imports changed; HMEM_BLESS=1 lists them anew\n{wrong}");
+}
+
+/// Circles of a crate of these files.
+fn circles_of<const N: usize>(files: [(&str, &str); N]) -> Vec<Vec<String>> {
+    let own = |(name, text): (&str, &str)| (name.to_owned(), text.to_owned());
+    let imports = imports::of(&files.into_iter().map(own).collect());
+    circles(&imports).into_iter().map(|circle| circle.into_iter().collect()).collect()
+}
+
+#[test]
+fn circle_by_qualified_paths_is_found() {
+    let files = [
+        ("src/lib.rs", "mod a; mod b; mod c;"),
+        ("src/a.rs", "use crate::b::B; pub struct A(B);"),
+        ("src/b.rs", "pub struct B; impl B { fn c(&self) -> super::c::C { todo!() } }"),
+        ("src/c.rs", "pub struct C; fn f() { println!(\"{:?}\", crate::a::A::new()); }"),
+    ];
+    assert_eq!(circles_of(files), [["src/a.rs", "src/b.rs", "src/c.rs"]]);
+}
+
+#[test]
+fn circle_by_a_reexport_is_found() {
+    let files = [
+        ("src/lib.rs", "mod a; mod b; pub use a::A as Renamed;"),
+        ("src/a/mod.rs", "mod inner; mod other; pub use self::inner::*; use self::other::Other;"),
+        ("src/a/inner.rs", "use crate::b; pub struct A; fn f() { b::g() }"),
+        ("src/a/other.rs", "pub struct Other;"),
+        ("src/b.rs", "use crate::Renamed; pub fn g() -> Renamed { Renamed }"),
+    ];
+    assert_eq!(circles_of(files), [["src/a/inner.rs", "src/b.rs"]]);
+}
+
+#[test]
+fn item_of_a_parent_is_an_import_and_a_submodule_is_none() {
+    let parent = "mod a; mod b; pub struct P(a::A); use b::B;";
+    let files = |of_b| {
+        [
+            ("src/lib.rs", "mod p;"),
+            ("src/p/mod.rs", parent),
+            (
+                "src/p/a.rs",
+                "pub struct A; use super::P; #[cfg(test)] mod tests { use super::super::B; }",
+            ),
+            ("src/p/b.rs", of_b),
+        ]
+    };
+    assert_eq!(
+        circles_of(files("pub struct B; use super::{P, a}; fn f() { a::A; }")),
+        [[""; 0]; 0]
+    );
+    let (a, b) = ("src/p/a.rs", "pub struct A; use super::B;");
+    let closed =
+        files("pub struct B; use super::a::A;").map(|file| if file.0 == a { (a, b) } else { file });
+    assert_eq!(circles_of(closed), [["src/p/a.rs", "src/p/b.rs"]]);
+}
+
+#[test]
+fn list_is_read_as_it_was_written_and_keeps_reasons() {
+    let circle = |files: &[&str]| -> (String, Circle) {
+        ("a".into(), files.iter().map(|file| (*file).to_owned()).collect())
+    };
+    let old = BTreeMap::from([(circle(&["x.rs", "y.rs"]), "because".to_owned())]);
+    let text = list(&BTreeSet::from([circle(&["w.rs", "x.rs"]), circle(&["z.rs"])]), &old);
+    let expected =
+        [(circle(&["w.rs", "x.rs"]), "because".to_owned()), (circle(&["z.rs"]), NO_REASON.into())];
+    assert_eq!(listed(&text), BTreeMap::from(expected));
+}
