@@ -13,7 +13,7 @@ use std::{hint::black_box, sync::Arc, time::Duration};
 
 use criterion::Criterion;
 use hmem::{
-    Address, AllocationKind, DeviceId, Iface, Registry,
+    Address, AllocationKind, DeviceId, Iface, IfaceExt, Registry,
     iface::AllocRequest,
     system::{Simulated, System},
 };

@@ -17,7 +17,7 @@ use std::{
 
 use hmem::{
     Access, Address, AllocationKind, DeviceBuffer, DeviceId, DomainAttr, Endpoint, Hmem, Iface,
-    MrMode, RegionSlice, Registered, RemoteKey,
+    IfaceExt, MrMode, RegionSlice, Registered, RemoteKey,
     iface::AllocRequest,
     loopback::{Loopback, Progress},
     path::P2pPolicy,
@@ -135,7 +135,7 @@ impl Net {
         // SAFETY: the host side is this value's own buffer of `LONGEST` bytes, and the copy is
         // waited for.
         let copy =
-            unsafe { self.unlimited.0.copy_async(to, from, len) }.expect("the engine takes it");
+            unsafe { self.unlimited.0.start_copy(to, from, len) }.expect("the engine takes it");
         copy.wait().expect("it arrives");
     }
 

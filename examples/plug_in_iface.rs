@@ -19,13 +19,9 @@ use std::{
 use hmem::{
     Access, Address, AddressRange, AllocOffset, Allocation, AllocationId, AllocationKind,
     DeviceBuffer, DeviceId, DmaBufOffset, DomainAttr, Errno, Error, ErrorKind, Hmem, Iface,
-    IfaceKind, Iova, MrMode, Result, Segment,
-    iface::{
-        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle,
-        PeerMemoryExport,
-    },
+    IfaceKind, Iova, MrMode, Result,
+    iface::{AllocRequest, Allocator, Device, DmaBufExport, DmaBufExporter, DmaBufMapping},
     loopback::Loopback,
-    monitor::Monitor,
     provider::{EndpointAttr, Nic},
     transfer::RemoteSegment,
 };
@@ -81,10 +77,6 @@ impl FileMemory {
     fn owns(&self, address: Address) -> bool {
         self.query(address).is_ok_and(|found| found.is_some())
     }
-
-    fn lacks<T>(operation: &'static str, why: &'static str) -> Result<T> {
-        Err(Error::new(ErrorKind::Unsupported, operation).iface(FILE_MEMORY).remedy(why))
-    }
 }
 
 // SAFETY: `query` answers from the blocks that are live, whose identities count up. A block's
@@ -97,10 +89,6 @@ unsafe impl Iface for FileMemory {
 
     fn name(&self) -> &str {
         "file-memory"
-    }
-
-    fn capability(&self) -> Capability {
-        Capability { allocate: true, dma_buf: true, identity: true, ..Capability::default() }
     }
 
     fn devices(&self) -> Result<Vec<Device>> {
@@ -119,11 +107,44 @@ unsafe impl Iface for FileMemory {
         Ok(around.filter(|allocation| allocation.range.contains(address)))
     }
 
-    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
-        self.locate(range)?;
-        Ok(vec![Segment { range, exportable: true }])
+    unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
+        match (self.owns(to), self.owns(from)) {
+            (true, false) => {
+                let (file, offset) = self.locate(AddressRange::new(to, len)?)?;
+                // SAFETY: the caller says that the host side is valid for `len` bytes.
+                let bytes = unsafe { slice::from_raw_parts(from.0 as *const u8, len as usize) };
+                write_all(&file, bytes, offset)
+            }
+            (false, true) => {
+                let (file, offset) = self.locate(AddressRange::new(from, len)?)?;
+                // SAFETY: the caller says that the host side is valid for `len` bytes and not
+                // referenced elsewhere.
+                let bytes = unsafe { slice::from_raw_parts_mut(to.0 as *mut u8, len as usize) };
+                read_all(&file, bytes, offset)
+            }
+            (true, true) => {
+                let (source, source_offset) = self.locate(AddressRange::new(from, len)?)?;
+                let (target, target_offset) = self.locate(AddressRange::new(to, len)?)?;
+                let mut bytes = vec![0; len as usize];
+                read_all(&source, &mut bytes, source_offset)?;
+                write_all(&target, &bytes, target_offset)
+            }
+            (false, false) => Err(Error::new(ErrorKind::OutOfBounds, "copy")
+                .iface(FILE_MEMORY)
+                .remedy("one side must be memory of this iface")),
+        }
     }
 
+    fn allocator(&self) -> Option<&dyn Allocator> {
+        Some(self)
+    }
+
+    fn dma_buf(&self) -> Option<&dyn DmaBufExporter> {
+        Some(self)
+    }
+}
+
+impl Allocator for FileMemory {
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
         if request.kind != AllocationKind::Device || request.device != DeviceId(0) {
             return Err(Error::new(ErrorKind::InvalidArgument, "allocate")
@@ -169,43 +190,14 @@ unsafe impl Iface for FileMemory {
         blocks.by_base.remove(&base);
         Ok(())
     }
+}
 
-    unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        match (self.owns(to), self.owns(from)) {
-            (true, false) => {
-                let (file, offset) = self.locate(AddressRange::new(to, len)?)?;
-                // SAFETY: the caller says that the host side is valid for `len` bytes.
-                let bytes = unsafe { slice::from_raw_parts(from.0 as *const u8, len as usize) };
-                write_all(&file, bytes, offset)
-            }
-            (false, true) => {
-                let (file, offset) = self.locate(AddressRange::new(from, len)?)?;
-                // SAFETY: the caller says that the host side is valid for `len` bytes and not
-                // referenced elsewhere.
-                let bytes = unsafe { slice::from_raw_parts_mut(to.0 as *mut u8, len as usize) };
-                read_all(&file, bytes, offset)
-            }
-            (true, true) => {
-                let (source, source_offset) = self.locate(AddressRange::new(from, len)?)?;
-                let (target, target_offset) = self.locate(AddressRange::new(to, len)?)?;
-                let mut bytes = vec![0; len as usize];
-                read_all(&source, &mut bytes, source_offset)?;
-                write_all(&target, &bytes, target_offset)
-            }
-            (false, false) => Self::lacks("copy", "one side must be memory of this iface"),
-        }
+impl DmaBufExporter for FileMemory {
+    fn mappings(&self) -> &'static [DmaBufMapping] {
+        &[DmaBufMapping::Default]
     }
 
-    unsafe fn copy_async(
-        &self,
-        _to: Address,
-        _from: Address,
-        _len: u64,
-    ) -> Result<Box<dyn CopyEvent>> {
-        Self::lacks("copy_async", "copies of files block")
-    }
-
-    fn export_dma_buf(
+    fn export(
         &self,
         range: AddressRange,
         _nic: &Nic,
@@ -214,47 +206,6 @@ unsafe impl Iface for FileMemory {
         let (fd, offset) = self.locate(range)?;
         let (offset, alloc_offset) = (DmaBufOffset(offset), AllocOffset(offset));
         Ok(DmaBufExport { fd, offset, alloc_offset, len: range.len(), mapping })
-    }
-
-    fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
-        drop(export);
-        Ok(())
-    }
-
-    fn export_peer_memory(&self, _range: AddressRange, _nic: &Nic) -> Result<PeerMemoryExport> {
-        Self::lacks("export_peer_memory", "no kernel client knows these addresses")
-    }
-
-    unsafe fn host_register(&self, _range: AddressRange) -> Result<()> {
-        Self::lacks("host_register", "files need no page-locked host memory")
-    }
-
-    fn host_unregister(&self, _range: AddressRange) -> Result<()> {
-        Self::lacks("host_unregister", "nothing can be registered")
-    }
-
-    fn ipc_export(&self, _allocation: &Allocation) -> Result<IpcHandle> {
-        Self::lacks("ipc_export", "send the exported fd over a socket instead")
-    }
-
-    fn ipc_open(&self, _handle: &IpcHandle) -> Result<Allocation> {
-        Self::lacks("ipc_open", "no handle of this iface exists")
-    }
-
-    unsafe fn ipc_close(&self, _allocation: &Allocation) -> Result<()> {
-        Self::lacks("ipc_close", "nothing can be opened")
-    }
-
-    fn flush_inbound(&self, _device: DeviceId) -> Result<()> {
-        Ok(())
-    }
-
-    fn is_started(&self, _: DeviceId) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn monitor(&self) -> Result<Arc<dyn Monitor>> {
-        Self::lacks("monitor", "compare allocation identities instead")
     }
 }
 

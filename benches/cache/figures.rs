@@ -12,7 +12,7 @@ use std::{
 
 use hdrhistogram::Histogram;
 use hmem::{
-    Address, AllocationKind, DeviceId, Error, ErrorKind, Iface, Registry, Result,
+    Address, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt, Registry, Result,
     cache::Cache,
     iface::AllocRequest,
     system::{Simulated, System},

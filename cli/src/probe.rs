@@ -40,7 +40,7 @@ pub(crate) fn device(
     iface: &Arc<dyn Iface>,
     device: DeviceId,
 ) -> Result<Arc<Decision>> {
-    if !iface.capability().allocate {
+    if iface.allocator().is_none() {
         return Err(Error::new(ErrorKind::Unsupported, "allocate")
             .iface(iface.kind())
             .device(device)

@@ -37,8 +37,8 @@ struct Asked {
 
 impl Asked {
     fn new(iface: Arc<dyn Iface>) -> Self {
-        let (first, span) = match iface.capability().window {
-            Some(window) => (window.start(), window.len().saturating_sub(1)),
+        let (first, span) = match iface.address_span() {
+            Some(span) => (span.start(), span.len().saturating_sub(1)),
             None => (Address(0), u64::MAX),
         };
         Self { first, span, iface }

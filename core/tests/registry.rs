@@ -9,14 +9,7 @@ use std::sync::{
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind,
-    Iface, IfaceKind, Registry, Result, Segment,
-    iface::{
-        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle,
-        PeerMemoryExport,
-    },
-    monitor::Monitor,
-    provider::Nic,
-    registry::Owner,
+    Iface, IfaceKind, Registry, Result, iface::Device, registry::Owner,
 };
 
 const KIND: IfaceKind = IfaceKind(0x123);
@@ -25,12 +18,12 @@ const KIND: IfaceKind = IfaceKind(0x123);
 #[derive(Debug)]
 struct One {
     allocation: Allocation,
-    window: Option<AddressRange>,
+    span: Option<AddressRange>,
     asked: AtomicUsize,
 }
 
 impl One {
-    fn new(start: u64, len: u64, window: Option<(u64, u64)>) -> Arc<Self> {
+    fn new(start: u64, len: u64, span: Option<(u64, u64)>) -> Arc<Self> {
         let range = |(start, len)| AddressRange::new(Address(start), len).unwrap();
         let allocation = Allocation {
             iface: KIND,
@@ -39,7 +32,7 @@ impl One {
             kind: AllocationKind::Device,
             id: AllocationId(1),
         };
-        Arc::new(Self { allocation, window: window.map(range), asked: AtomicUsize::new(0) })
+        Arc::new(Self { allocation, span: span.map(range), asked: AtomicUsize::new(0) })
     }
 }
 
@@ -48,7 +41,7 @@ fn lacks<T>() -> Result<T> {
 }
 
 // SAFETY: it allocates, copies and exports nothing. The addresses that it claims are never used, and
-// lie in its window where it says that it has one.
+// lie in its span where it says that it has one.
 unsafe impl Iface for One {
     fn kind(&self) -> IfaceKind {
         KIND
@@ -56,10 +49,6 @@ unsafe impl Iface for One {
 
     fn name(&self) -> &str {
         "one"
-    }
-
-    fn capability(&self) -> Capability {
-        Capability { window: self.window, ..Capability::default() }
     }
 
     fn devices(&self) -> Result<Vec<Device>> {
@@ -71,68 +60,12 @@ unsafe impl Iface for One {
         Ok(Some(self.allocation).filter(|allocation| allocation.range.contains(address)))
     }
 
-    fn segments(&self, _: AddressRange) -> Result<Vec<Segment>> {
-        lacks()
-    }
-
-    fn allocate(&self, _: &AllocRequest) -> Result<Allocation> {
-        lacks()
-    }
-
-    unsafe fn free(&self, _: &Allocation) -> Result<()> {
-        lacks()
-    }
-
     unsafe fn copy(&self, _: Address, _: Address, _: u64) -> Result<()> {
         lacks()
     }
 
-    unsafe fn copy_async(&self, _: Address, _: Address, _: u64) -> Result<Box<dyn CopyEvent>> {
-        lacks()
-    }
-
-    fn export_dma_buf(&self, _: AddressRange, _: &Nic, _: DmaBufMapping) -> Result<DmaBufExport> {
-        lacks()
-    }
-
-    fn release_dma_buf(&self, _: DmaBufExport) -> Result<()> {
-        lacks()
-    }
-
-    fn export_peer_memory(&self, _: AddressRange, _: &Nic) -> Result<PeerMemoryExport> {
-        lacks()
-    }
-
-    unsafe fn host_register(&self, _: AddressRange) -> Result<()> {
-        lacks()
-    }
-
-    fn host_unregister(&self, _: AddressRange) -> Result<()> {
-        lacks()
-    }
-
-    fn ipc_export(&self, _: &Allocation) -> Result<IpcHandle> {
-        lacks()
-    }
-
-    fn ipc_open(&self, _: &IpcHandle) -> Result<Allocation> {
-        lacks()
-    }
-
-    unsafe fn ipc_close(&self, _: &Allocation) -> Result<()> {
-        lacks()
-    }
-
-    fn flush_inbound(&self, _: DeviceId) -> Result<()> {
-        lacks()
-    }
-
-    fn is_started(&self, _: DeviceId) -> Result<bool> {
-        lacks()
-    }
-
-    fn monitor(&self) -> Result<Arc<dyn Monitor>> {
-        lacks()
+    fn address_span(&self) -> Option<AddressRange> {
+        self.span
     }
 }
 
@@ -153,7 +86,7 @@ fn seen(iface: &Arc<One>, registry: &Registry, address: u64) -> (usize, bool) {
 }
 
 #[test]
-fn an_iface_without_a_window_is_asked_about_every_address() {
+fn an_iface_without_an_address_span_is_asked_about_every_address() {
     let iface = One::new(0x10000, 0x1000, None);
     let registry = registry(&iface);
     for (address, mine) in
@@ -165,7 +98,8 @@ fn an_iface_without_a_window_is_asked_about_every_address() {
 }
 
 #[test]
-fn an_iface_is_asked_about_its_window_from_the_first_address_to_the_last_and_about_no_other() {
+fn an_iface_is_asked_about_its_address_span_from_the_first_address_to_the_last_and_about_no_other()
+{
     let iface = One::new(0x10000, 0x1000, Some((0xf000, 0x3000)));
     let registry = registry(&iface);
     for address in [0, 0xefff, 0x12000, u64::MAX] {
@@ -177,7 +111,7 @@ fn an_iface_is_asked_about_its_window_from_the_first_address_to_the_last_and_abo
 }
 
 #[test]
-fn a_window_may_reach_to_the_end_of_the_address_space() {
+fn an_address_span_may_reach_to_the_end_of_the_address_space() {
     let last = u64::MAX;
     let iface = One::new(last - 0xfff, 0x1000, Some((last - 0xffff, 0x10000)));
     let registry = registry(&iface);

@@ -4,7 +4,8 @@ use std::ffi::c_void;
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind,
-    Result, iface::AllocRequest,
+    Result,
+    iface::{AllocRequest, Allocator, HostRegistrar},
 };
 
 use crate::{
@@ -15,8 +16,8 @@ use crate::{
     sys::{self, CuDevicePtr, CuMemHandle, CuResult},
 };
 
-impl Driver {
-    pub(crate) fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+impl Allocator for Driver {
+    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
         let abilities = self.abilities("allocate", request.device)?;
         let described = |error: Error| {
             error
@@ -46,6 +47,96 @@ impl Driver {
         self.take(request).map_err(described)
     }
 
+    /// Frees what was allocated: subscribers of the monitor are told before, so that a cached
+    /// registration is dead when the memory goes.
+    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        let owned = self.owned("free", allocation)?;
+        if matches!(owned.origin, Origin::Imported { .. }) {
+            return Err(not_live("free", allocation).context("opened", "close it with ipc_close"));
+        }
+        self.end(allocation, &owned)
+    }
+
+    fn is_device_active(&self, device: DeviceId) -> Result<bool> {
+        self.is_active(device)
+    }
+}
+
+impl HostRegistrar for Driver {
+    unsafe fn register(&self, range: AddressRange) -> Result<()> {
+        if range.is_empty() {
+            return Err(Error::new(ErrorKind::ZeroLength, "host_register").iface(IfaceKind::CUDA));
+        }
+        let workplace = self.workplace_for_host()?;
+        let pointer = std::ptr::with_exposed_provenance_mut::<c_void>(range.start().0 as usize);
+        let locked = workplace
+            .within_or_undo(
+                || {
+                    let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
+                    // SAFETY: the caller of `HostRegistrar::register` keeps the range mapped.
+                    let code = unsafe {
+                        (self.functions.mem_host_register)(pointer, range.len() as usize, flags)
+                    };
+                    check(code, "cuMemHostRegister_v2")
+                },
+                |()| {
+                    // SAFETY: registered just now.
+                    let code = unsafe { (self.functions.mem_host_unregister)(pointer) };
+                    check(code, "cuMemHostUnregister")
+                },
+            )
+            .map_err(|error| error.context("range", range));
+        if locked.is_ok() {
+            workplace.keep();
+            let device = match &workplace {
+                Workplace::Theirs(..) => None,
+                Workplace::Held(hold) => Some(hold.device()),
+            };
+            self.book
+                .lock()
+                .registered
+                .insert(range.start().0, Registered { len: range.len(), device });
+        }
+        workplace.end(locked)
+    }
+
+    fn unregister(&self, range: AddressRange) -> Result<()> {
+        let start = range.start().0;
+        let mut book = self.book.lock();
+        let known = book.registered.get(&start).copied().filter(|known| known.len == range.len());
+        let Some(known) = known else {
+            return Err(Error::new(ErrorKind::InvalidArgument, "host_unregister")
+                .iface(IfaceKind::CUDA)
+                .context("range", range)
+                .remedy("unregister exactly the range that was registered, once"));
+        };
+        book.registered.remove(&start);
+        drop(book);
+        let pointer = std::ptr::with_exposed_provenance_mut::<c_void>(start as usize);
+        let mut gone = false;
+        let result = self.workplace_of_registered(range.start(), known).and_then(|workplace| {
+            let ended = workplace.within(|| {
+                // SAFETY: registered by this driver and unregistered once: the book's entry is
+                // gone.
+                let code = unsafe { (self.functions.mem_host_unregister)(pointer) };
+                let ended = if code == CuResult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED {
+                    tracing::debug!(%range, "the page-locking went with its context");
+                    Ok(())
+                } else {
+                    check(code, "cuMemHostUnregister")
+                };
+                ended.inspect(|()| gone = true)
+            });
+            workplace.end(ended)
+        });
+        if !gone {
+            self.book.lock().registered.insert(start, known);
+        }
+        result.map_err(|error| error.context("range", range))
+    }
+}
+
+impl Driver {
     /// Takes memory from the driver and enters it into the book; on an error nothing stays taken.
     fn take(&self, request: &AllocRequest) -> Result<Allocation> {
         let device = request.device;
@@ -269,16 +360,6 @@ impl Driver {
         })
     }
 
-    /// Frees what was allocated: subscribers of the monitor are told before, so that a cached
-    /// registration is dead when the memory goes.
-    pub(crate) fn free(&self, allocation: &Allocation) -> Result<()> {
-        let owned = self.owned("free", allocation)?;
-        if matches!(owned.origin, Origin::Imported { .. }) {
-            return Err(not_live("free", allocation).context("opened", "close it with ipc_close"));
-        }
-        self.end(allocation, &owned)
-    }
-
     /// Gives an allocation back and strikes it from the book, unless the driver refuses.
     fn end(&self, allocation: &Allocation, owned: &Owned) -> Result<()> {
         let base = allocation.base().0;
@@ -306,78 +387,6 @@ impl Driver {
                 Err(error)
             }
         }
-    }
-
-    pub(crate) fn host_register(&self, range: AddressRange) -> Result<()> {
-        if range.is_empty() {
-            return Err(Error::new(ErrorKind::ZeroLength, "host_register").iface(IfaceKind::CUDA));
-        }
-        let workplace = self.workplace_for_host()?;
-        let pointer = std::ptr::with_exposed_provenance_mut::<c_void>(range.start().0 as usize);
-        let locked = workplace
-            .within_or_undo(
-                || {
-                    let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
-                    // SAFETY: the caller of `Iface::host_register` keeps the range mapped.
-                    let code = unsafe {
-                        (self.functions.mem_host_register)(pointer, range.len() as usize, flags)
-                    };
-                    check(code, "cuMemHostRegister_v2")
-                },
-                |()| {
-                    // SAFETY: registered just now.
-                    let code = unsafe { (self.functions.mem_host_unregister)(pointer) };
-                    check(code, "cuMemHostUnregister")
-                },
-            )
-            .map_err(|error| error.context("range", range));
-        if locked.is_ok() {
-            workplace.keep();
-            let device = match &workplace {
-                Workplace::Theirs(..) => None,
-                Workplace::Held(hold) => Some(hold.device()),
-            };
-            self.book
-                .lock()
-                .registered
-                .insert(range.start().0, Registered { len: range.len(), device });
-        }
-        workplace.end(locked)
-    }
-
-    pub(crate) fn host_unregister(&self, range: AddressRange) -> Result<()> {
-        let start = range.start().0;
-        let mut book = self.book.lock();
-        let known = book.registered.get(&start).copied().filter(|known| known.len == range.len());
-        let Some(known) = known else {
-            return Err(Error::new(ErrorKind::InvalidArgument, "host_unregister")
-                .iface(IfaceKind::CUDA)
-                .context("range", range)
-                .remedy("unregister exactly the range that was registered, once"));
-        };
-        book.registered.remove(&start);
-        drop(book);
-        let pointer = std::ptr::with_exposed_provenance_mut::<c_void>(start as usize);
-        let mut gone = false;
-        let result = self.workplace_of_registered(range.start(), known).and_then(|workplace| {
-            let ended = workplace.within(|| {
-                // SAFETY: registered by this driver and unregistered once: the book's entry is
-                // gone.
-                let code = unsafe { (self.functions.mem_host_unregister)(pointer) };
-                let ended = if code == CuResult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED {
-                    tracing::debug!(%range, "the page-locking went with its context");
-                    Ok(())
-                } else {
-                    check(code, "cuMemHostUnregister")
-                };
-                ended.inspect(|()| gone = true)
-            });
-            workplace.end(ended)
-        });
-        if !gone {
-            self.book.lock().registered.insert(start, known);
-        }
-        result.map_err(|error| error.context("range", range))
     }
 
     /// The context in which host memory is page-locked; another where the application has destroyed

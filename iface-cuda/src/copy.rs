@@ -91,8 +91,8 @@ impl Driver {
     }
 
     /// # Safety
-    /// As [`hmem_core::Iface::copy_async`].
-    pub(crate) unsafe fn copy_async(
+    /// As [`hmem_core::iface::CopyEngine::start_copy`].
+    pub(crate) unsafe fn start_copy(
         self: &Arc<Self>,
         to: Address,
         from: Address,

@@ -7,7 +7,10 @@ use std::{
 
 use hmem_core::{
     AddressRange, AllocOffset, AllocationKind, DmaBufOffset, Error, ErrorKind, IfaceKind, Result,
-    iface::{DmaBufExport, DmaBufMapping, PeerMemoryExport},
+    iface::{
+        DmaBufExport, DmaBufExporter, DmaBufMapping, Facet, PeerMemoryExport, PeerMemoryExporter,
+        SegmentMap,
+    },
     provider::Nic,
 };
 
@@ -23,23 +26,32 @@ use crate::{
 /// What the kernel module says of itself, where it is loaded.
 const KERNEL_MODULE: &str = "/proc/driver/nvidia/version";
 
-impl Driver {
-    pub(crate) fn export_dma_buf(
+impl DmaBufExporter for Driver {
+    /// No attribute tells of the PCIe mapping: asking for it does.
+    fn mappings(&self) -> &'static [DmaBufMapping] {
+        if self.devices.iter().any(|entry| entry.abilities.dma_buf) {
+            &[DmaBufMapping::Default, DmaBufMapping::Pcie]
+        } else {
+            &[]
+        }
+    }
+
+    fn export(
         &self,
         range: AddressRange,
         nic: &Nic,
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport> {
-        const OPERATION: &str = "export_dma_buf";
+        const OPERATION: &str = Facet::DmaBuf.operation();
         let described = |error: Error| error.context("range", range).context("nic", nic);
         let found = self.exportable(OPERATION, range)?;
         let device = found.device();
         let get = self
             .functions
             .mem_get_handle_for_address_range
-            .ok_or_else(|| described(lacks_symbol(OPERATION, "cuMemGetHandleForAddressRange")))?;
+            .ok_or_else(|| described(no_export_call()))?;
         if !self.abilities(OPERATION, device)?.dma_buf {
-            return Err(described(no_dma_buf(OPERATION).device(device)));
+            return Err(described(no_dma_buf().device(device)));
         }
         // `cuda.h`: "Users must ensure the dptr and size are aligned to the host page size."
         let whole = range.page_aligned(rustix::param::page_size() as u64);
@@ -93,31 +105,24 @@ impl Driver {
             mapping,
         })
     }
+}
 
-    pub(crate) fn export_peer_memory(
-        &self,
-        range: AddressRange,
-        nic: &Nic,
-    ) -> Result<PeerMemoryExport> {
-        const OPERATION: &str = "export_peer_memory";
+impl PeerMemoryExporter for Driver {
+    fn export(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
+        const OPERATION: &str = Facet::PeerMemory.operation();
         let device = self.exportable(OPERATION, range)?.device();
         let described = |error: Error| error.device(device).context("nic", nic);
         if !self.abilities(OPERATION, device)?.peer_memory {
-            return Err(described(
-                lacks(OPERATION, "the device's memory cannot be pinned for other devices")
-                    .context("range", range)
-                    .context("attribute", "GPU_DIRECT_RDMA_SUPPORTED")
-                    .remedy(
-                        "GPUDirect RDMA needs a data centre or workstation GPU: stage the copies",
-                    ),
-            ));
+            return Err(described(no_peer_memory().context("range", range)));
         }
         let found = self.prepare_pinning(OPERATION, range).map_err(described)?;
         self.note_written(&found, range)?;
         // Whether a kernel client takes the address only registering it tells.
         Ok(PeerMemoryExport { address: range.start(), len: range.len() })
     }
+}
 
+impl Driver {
     /// Makes a range ready for a kernel client that pins it by address: the driver must say that
     /// GPUDirect RDMA reaches every part, and what calls itself synchronous must be so. Errors
     /// name the range.
@@ -267,10 +272,22 @@ impl Driver {
     }
 }
 
+/// A driver without the call that exports.
+pub(crate) fn no_export_call() -> Error {
+    lacks_symbol(Facet::DmaBuf.operation(), "cuMemGetHandleForAddressRange")
+}
+
+/// A device whose memory no kernel client can pin.
+pub(crate) fn no_peer_memory() -> Error {
+    lacks(Facet::PeerMemory.operation(), "the device's memory cannot be pinned for other devices")
+        .context("attribute", "GPU_DIRECT_RDMA_SUPPORTED")
+        .remedy("GPUDirect RDMA needs a data centre or workstation GPU: stage the copies")
+}
+
 /// A device without dma-bufs, and which kernel module is to blame.
-fn no_dma_buf(operation: &'static str) -> Error {
+fn no_dma_buf() -> Error {
     let error =
-        lacks(operation, "the device exports no dma-bufs").context("attribute", "DMA_BUF_SUPPORTED").remedy(
+        lacks(Facet::DmaBuf.operation(), "the device exports no dma-bufs").context("attribute", "DMA_BUF_SUPPORTED").remedy(
             "dma-bufs need NVIDIA's open kernel modules and Linux 5.12 or newer; else load nvidia_peermem",
         );
     match std::fs::read_to_string(KERNEL_MODULE) {

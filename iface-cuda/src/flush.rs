@@ -13,6 +13,7 @@ use std::collections::BTreeMap;
 
 use hmem_core::{
     Address, AddressRange, AllocationId, DeviceId, Error, ErrorKind, IfaceKind, Result,
+    iface::InboundFlush,
 };
 
 use crate::{
@@ -89,31 +90,12 @@ struct Alive {
     unknown: bool,
 }
 
-impl Driver {
-    /// A NIC may write this range of an allocation from now on.
-    pub(crate) fn note_written(&self, found: &Found, range: AddressRange) -> Result<()> {
-        let entry = device::get(&self.devices, "flush_inbound", found.device())?;
-        if entry.abilities.orders_writes {
-            return Ok(());
-        }
-        let mut written = entry.written.lock();
-        written.note(found, range);
-        if written.len() > written.limit {
-            // What cannot be asked now is asked later.
-            let is_dead = |address, id, context| {
-                self.witness(address, id, context)
-                    .is_ok_and(|witnessed| witnessed == Witnessed::Dead)
-            };
-            written.purge(is_dead);
-        }
-        Ok(())
-    }
-
+impl InboundFlush for Driver {
     /// Makes inbound writes visible to work that the device starts after this call.
     ///
     /// A device that orders them natively needs nothing (`cuda.h`: the call "will be a no-op and
     /// can be safely omitted").
-    pub(crate) fn flush_inbound(&self, device: DeviceId) -> Result<()> {
+    fn flush(&self, device: DeviceId) -> Result<()> {
         const OPERATION: &str = "flush_inbound";
         let abilities = self.abilities(OPERATION, device)?;
         if abilities.orders_writes {
@@ -142,6 +124,27 @@ impl Driver {
             check(unsafe { flush(target, scope) }, "cuFlushGPUDirectRDMAWrites")
         };
         self.flush_everywhere(device, flush).map_err(|error| error.device(device))
+    }
+}
+
+impl Driver {
+    /// A NIC may write this range of an allocation from now on.
+    pub(crate) fn note_written(&self, found: &Found, range: AddressRange) -> Result<()> {
+        let entry = device::get(&self.devices, "flush_inbound", found.device())?;
+        if entry.abilities.orders_writes {
+            return Ok(());
+        }
+        let mut written = entry.written.lock();
+        written.note(found, range);
+        if written.len() > written.limit {
+            // What cannot be asked now is asked later.
+            let is_dead = |address, id, context| {
+                self.witness(address, id, context)
+                    .is_ok_and(|witnessed| witnessed == Witnessed::Dead)
+            };
+            written.purge(is_dead);
+        }
+        Ok(())
     }
 
     /// Calls `flush` in every context that it is for. The error is the first; the others are

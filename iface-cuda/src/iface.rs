@@ -1,4 +1,4 @@
-//! The iface: opening the driver, and the trait, each operation in a line.
+//! The iface: opening the driver, and the trait, each facet in a line.
 
 use std::{
     path::{Path, PathBuf},
@@ -6,20 +6,19 @@ use std::{
 };
 
 use hmem_core::{
-    Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, Iface, IfaceKind, Rejected,
-    Result, Segment,
+    Address, AddressRange, Allocation, Error, ErrorKind, Iface, IfaceKind, Rejected, Result,
     iface::{
-        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle,
-        PeerMemoryExport,
+        Allocator, CopyEngine, CopyEvent, Device, DmaBufExporter, Facet, HostRegistrar,
+        InboundFlush, Ipc, MonitorSource, PeerMemoryExporter, SegmentMap,
     },
-    monitor::Monitor,
-    provider::Nic,
+    monitor::{Monitor, MonitorStyle},
 };
 
 use crate::{
     device,
     driver::Driver,
     error::{refused, unavailable},
+    export::{no_export_call, no_peer_memory},
     monitor::{CudaMonitor, MonitorKind},
     sys::Functions,
 };
@@ -228,28 +227,6 @@ unsafe impl Iface for Cuda {
         "cuda"
     }
 
-    fn capability(&self) -> Capability {
-        let any = |has: fn(&device::Abilities) -> bool| {
-            self.driver.devices.iter().any(|entry| has(&entry.abilities))
-        };
-        let exports = self.driver.functions.mem_get_handle_for_address_range.is_some();
-        let dma_buf = exports && any(|abilities| abilities.dma_buf);
-        Capability {
-            allocate: true,
-            dma_buf,
-            // No attribute tells: asking for it does.
-            pcie_mapping: dma_buf,
-            peer_memory: any(|abilities| abilities.peer_memory),
-            async_copy: true,
-            host_register: true,
-            ipc: true,
-            identity: true,
-            free_callback: false,
-            // Page-locked host memory is found too, and lies where the application has it.
-            window: None,
-        }
-    }
-
     fn devices(&self) -> Result<Vec<Device>> {
         Ok(self.driver.devices.iter().map(|entry| entry.description.clone()).collect())
     }
@@ -258,81 +235,81 @@ unsafe impl Iface for Cuda {
         Ok(self.driver.find(address)?.map(|found| found.allocation))
     }
 
-    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
-        self.driver.segments(range)
-    }
-
-    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
-        self.driver.allocate(request)
-    }
-
-    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        self.driver.free(allocation)
-    }
-
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         // SAFETY: the caller's promise is the same.
         unsafe { self.driver.copy(to, from, len) }
     }
 
-    unsafe fn copy_async(
+    // No `address_span`: page-locked host memory is found too, and lies where the application has
+    // it.
+
+    fn allocator(&self) -> Option<&dyn Allocator> {
+        Some(&*self.driver)
+    }
+
+    fn copy_engine(&self) -> Option<&dyn CopyEngine> {
+        Some(self)
+    }
+
+    fn dma_buf(&self) -> Option<&dyn DmaBufExporter> {
+        let call = self.driver.functions.mem_get_handle_for_address_range;
+        call.map(|_| &*self.driver as _)
+    }
+
+    fn peer_memory(&self) -> Option<&dyn PeerMemoryExporter> {
+        let pinned = self.driver.devices.iter().any(|entry| entry.abilities.peer_memory);
+        pinned.then_some(&*self.driver)
+    }
+
+    fn host_registrar(&self) -> Option<&dyn HostRegistrar> {
+        Some(&*self.driver)
+    }
+
+    fn ipc(&self) -> Option<&dyn Ipc> {
+        Some(&*self.driver)
+    }
+
+    fn segments(&self) -> Option<&dyn SegmentMap> {
+        Some(&*self.driver)
+    }
+
+    fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
+        Some(&*self.driver)
+    }
+
+    fn monitor(&self) -> Option<&dyn MonitorSource> {
+        Some(self)
+    }
+
+    fn unavailable(&self, facet: Facet) -> Error {
+        match facet {
+            Facet::DmaBuf => no_export_call(),
+            Facet::PeerMemory => no_peer_memory(),
+            _ => facet.unavailable(IfaceKind::CUDA),
+        }
+    }
+}
+
+impl CopyEngine for Cuda {
+    unsafe fn start_copy(
         &self,
         to: Address,
         from: Address,
         len: u64,
     ) -> Result<Box<dyn CopyEvent>> {
         // SAFETY: the caller's promise is the same.
-        unsafe { self.driver.copy_async(to, from, len) }
+        unsafe { self.driver.start_copy(to, from, len) }
+    }
+}
+
+impl MonitorSource for Cuda {
+    /// The driver has no callback for frees. Its functions can be hooked, which is the monitor's
+    /// own doing.
+    fn detection(&self) -> MonitorStyle {
+        MonitorStyle::Identity
     }
 
-    fn export_dma_buf(
-        &self,
-        range: AddressRange,
-        nic: &Nic,
-        mapping: DmaBufMapping,
-    ) -> Result<DmaBufExport> {
-        self.driver.export_dma_buf(range, nic, mapping)
-    }
-
-    /// Closes the fd: CUDA has no call of its own for it.
-    fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
-        drop(export);
-        Ok(())
-    }
-
-    fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
-        self.driver.export_peer_memory(range, nic)
-    }
-
-    unsafe fn host_register(&self, range: AddressRange) -> Result<()> {
-        self.driver.host_register(range)
-    }
-
-    fn host_unregister(&self, range: AddressRange) -> Result<()> {
-        self.driver.host_unregister(range)
-    }
-
-    fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
-        self.driver.ipc_export(allocation)
-    }
-
-    fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
-        self.driver.ipc_open(handle)
-    }
-
-    unsafe fn ipc_close(&self, allocation: &Allocation) -> Result<()> {
-        self.driver.ipc_close(allocation)
-    }
-
-    fn flush_inbound(&self, device: DeviceId) -> Result<()> {
-        self.driver.flush_inbound(device)
-    }
-
-    fn is_started(&self, device: DeviceId) -> Result<bool> {
-        self.driver.is_active(device)
-    }
-
-    fn monitor(&self) -> Result<Arc<dyn Monitor>> {
+    fn start(&self) -> Result<Arc<dyn Monitor>> {
         Ok(Arc::new(CudaMonitor::start(&self.driver, self.monitor)?))
     }
 }

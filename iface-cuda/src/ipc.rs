@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
-    iface::IpcHandle,
+    iface::{Ipc, IpcHandle},
 };
 
 use crate::{
@@ -55,8 +55,8 @@ impl Body {
     }
 }
 
-impl Driver {
-    pub(crate) fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
+impl Ipc for Driver {
+    fn export(&self, allocation: &Allocation) -> Result<IpcHandle> {
         const OPERATION: &str = "ipc_export";
         if allocation.kind != AllocationKind::Device {
             return Err(lacks(OPERATION, "CUDA hands out memory of cuMemAlloc only")
@@ -83,7 +83,7 @@ impl Driver {
         Ok(IpcHandle { iface: IfaceKind::CUDA, bytes: body.to_bytes() })
     }
 
-    pub(crate) fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
+    fn open(&self, handle: &IpcHandle) -> Result<Allocation> {
         const OPERATION: &str = "ipc_open";
         let malformed = || {
             Error::new(ErrorKind::Malformed, OPERATION)
@@ -129,6 +129,24 @@ impl Driver {
         entered
     }
 
+    unsafe fn close(&self, allocation: &Allocation) -> Result<()> {
+        let (mut owned, last) = self.begin_close(allocation)?;
+        let mut gone = false;
+        let ended = self.primary(owned.device).and_then(|context| {
+            let mut close = || {
+                within(&self.functions, context, || {
+                    self.give_back(allocation.base().0, owned.device, &mut owned.origin)
+                        .inspect(|()| gone = true)
+                })
+            };
+            if last { self.subscriptions.while_it_goes(allocation.range, close) } else { close() }
+        });
+        self.end_close(allocation, gone);
+        ended.map_err(|error| error.context("allocation", allocation.range))
+    }
+}
+
+impl Driver {
     fn enter_imported(
         &self,
         base: u64,
@@ -160,22 +178,6 @@ impl Driver {
             *opened += 1;
         }
         Ok(allocation)
-    }
-
-    pub(crate) fn ipc_close(&self, allocation: &Allocation) -> Result<()> {
-        let (mut owned, last) = self.begin_close(allocation)?;
-        let mut gone = false;
-        let ended = self.primary(owned.device).and_then(|context| {
-            let mut close = || {
-                within(&self.functions, context, || {
-                    self.give_back(allocation.base().0, owned.device, &mut owned.origin)
-                        .inspect(|()| gone = true)
-                })
-            };
-            if last { self.subscriptions.while_it_goes(allocation.range, close) } else { close() }
-        });
-        self.end_close(allocation, gone);
-        ended.map_err(|error| error.context("allocation", allocation.range))
     }
 
     /// Takes one open out of the book for a close to give back, so that of two threads that close

@@ -71,7 +71,7 @@
 //! not.
 //!
 //! Registering tries no page of its own on a device whose primary context nobody has
-//! ([`Iface::is_started`](hmem_core::Iface::is_started)).
+//! ([`Allocator::is_device_active`](hmem_core::iface::Allocator::is_device_active)).
 //!
 //! The thread's context is taken for memory of its device only. What is given back is so when the
 //! last call that works in it ends, and destroyed if nobody else has it; nothing that is cached

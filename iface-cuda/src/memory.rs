@@ -9,7 +9,7 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind,
-    IfaceKind, Result, Segment,
+    IfaceKind, Result, Segment, iface::SegmentMap,
 };
 
 use crate::{
@@ -116,6 +116,33 @@ enum Answer<const N: usize> {
     NoContext,
     /// An attribute that the driver does not know, or the dialect of some for "foreign".
     Invalid,
+}
+
+impl SegmentMap for Driver {
+    /// The parts of a range that are one mapping each, and whether they were made to be exported.
+    /// Of memory that is not VMM no property tells: asking the driver for the export does.
+    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
+        let outside = || {
+            Error::new(ErrorKind::OutOfBounds, "segments")
+                .iface(IfaceKind::CUDA)
+                .context("range", range)
+                .remedy("the range must lie in one live allocation")
+        };
+        let found = self.find(range.start())?.ok_or_else(outside)?;
+        let allocation = found.allocation;
+        if !allocation.range.contains_range(range) {
+            return Err(outside().context("allocation", allocation.range));
+        }
+        if allocation.kind.cpu_accessible() {
+            return Ok(vec![Segment { range, exportable: false }]);
+        }
+        if allocation.kind != AllocationKind::Virtual {
+            return Ok(vec![Segment { range, exportable: true }]);
+        }
+        let workplace = self.workplace(found.context, found.device())?;
+        let segments = self.mappings(range, &workplace);
+        workplace.end(segments)
+    }
 }
 
 impl Driver {
@@ -411,31 +438,6 @@ impl Driver {
             Answer::Values([context]) => Ok(CuContext(context as usize)),
             Answer::NoContext | Answer::Invalid => Ok(CuContext::NULL),
         }
-    }
-
-    /// The parts of a range that are one mapping each, and whether they were made to be exported.
-    /// Of memory that is not VMM no property tells: asking the driver for the export does.
-    pub(crate) fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
-        let outside = || {
-            Error::new(ErrorKind::OutOfBounds, "segments")
-                .iface(IfaceKind::CUDA)
-                .context("range", range)
-                .remedy("the range must lie in one live allocation")
-        };
-        let found = self.find(range.start())?.ok_or_else(outside)?;
-        let allocation = found.allocation;
-        if !allocation.range.contains_range(range) {
-            return Err(outside().context("allocation", allocation.range));
-        }
-        if allocation.kind.cpu_accessible() {
-            return Ok(vec![Segment { range, exportable: false }]);
-        }
-        if allocation.kind != AllocationKind::Virtual {
-            return Ok(vec![Segment { range, exportable: true }]);
-        }
-        let workplace = self.workplace(found.context, found.device())?;
-        let segments = self.mappings(range, &workplace);
-        workplace.end(segments)
     }
 
     /// The mapped parts of a range of a reservation.

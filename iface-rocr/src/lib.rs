@@ -23,10 +23,7 @@
 //! |---|---|
 //! | `iface` | [`Rocr`]: opening, devices, the trait, driver codes as errors |
 //! | [`sys`] | the function table, layouts and constants |
-//! | `memory` | the allocation around an address; allocating |
-//! | `copy` | copies |
-//! | `export` | dma-buf, peer memory, IPC |
-//! | `monitor` | noticing frees |
+//! | `memory` | the allocation around an address |
 //!
 //! # Things this crate does not do
 //!
@@ -40,13 +37,10 @@
 
 #![deny(unsafe_code)]
 
-mod copy;
-mod export;
 #[allow(unsafe_code)]
 mod iface;
 #[allow(unsafe_code)]
 mod memory;
-mod monitor;
 #[allow(unsafe_code)]
 pub mod sys;
 

@@ -1,10 +1,10 @@
-//! Memory by address and by request: which allocation an address lies in, and allocating.
+//! Memory by address: which allocation an address lies in.
 
 use std::{ffi::c_void, ptr};
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind,
-    Result, Segment, iface::AllocRequest,
+    Result,
 };
 
 use crate::{
@@ -12,10 +12,7 @@ use crate::{
     sys::{self, Agent, PointerInfo},
 };
 
-/// Allocations of ROCr have no identity: the runtime keeps none, which [`Iface::capability`] says
-/// too.
-///
-/// [`Iface::capability`]: hmem_core::Iface::capability
+/// Allocations of ROCr have no identity: the runtime keeps none.
 const NO_IDENTITY: AllocationId = AllocationId(0);
 
 pub(crate) fn query(rocr: &Rocr, address: Address) -> Result<Option<Allocation>> {
@@ -102,31 +99,4 @@ pub(crate) fn query(rocr: &Rocr, address: Address) -> Result<Option<Allocation>>
         .context("address", address)
         .context("type", info.kind)
         .context("length", info.len))
-}
-
-pub(crate) fn segments(_rocr: &Rocr, range: AddressRange) -> Result<Vec<Segment>> {
-    Err(lacks("segments", "hmem-iface-rocr does not list physical segments yet")
-        .context("range", range))
-}
-
-pub(crate) fn allocate(rocr: &Rocr, request: &AllocRequest) -> Result<Allocation> {
-    rocr.device("allocate", request.device)?;
-    Err(lacks("allocate", "hmem-iface-rocr does not allocate yet")
-        .device(request.device)
-        .context("kind", request.kind.name())
-        .context("length", request.len))
-}
-
-pub(crate) fn free(_rocr: &Rocr, allocation: &Allocation) -> Result<()> {
-    Err(lacks("free", "hmem-iface-rocr does not allocate yet").context("range", allocation.range))
-}
-
-pub(crate) fn host_register(_rocr: &Rocr, range: AddressRange) -> Result<()> {
-    Err(lacks("host_register", "hmem-iface-rocr does not page-lock host memory yet")
-        .context("range", range))
-}
-
-pub(crate) fn host_unregister(_rocr: &Rocr, range: AddressRange) -> Result<()> {
-    Err(lacks("host_unregister", "hmem-iface-rocr does not page-lock host memory yet")
-        .context("range", range))
 }

@@ -2,7 +2,7 @@
 
 use std::{hint::black_box, time::Instant};
 
-use hmem_core::{Address, AllocationKind, DeviceId, Iface, Result, iface::AllocRequest};
+use hmem_core::{Address, AllocationKind, DeviceId, Iface, IfaceExt, Result, iface::AllocRequest};
 use hmem_iface_system::Simulated;
 
 const ALLOCATIONS: u64 = 100_000;

@@ -4,7 +4,9 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use hmem_core::{Address, AllocationKind, DeviceId, ErrorKind, Iface, iface::DmaBufMapping};
+use hmem_core::{
+    Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::DmaBufMapping,
+};
 use hmem_iface_system::{Simulated, Stepping};
 use support::*;
 
@@ -19,9 +21,9 @@ fn copies_of_every_size_class_go_in_and_come_out() {
     for size in sizes {
         let allocation = device(&simulated, size as u64 + 13);
         let bytes = pattern(size + 1, size as u64);
-        simulated.write(at(&allocation, 7), &bytes[1..]).unwrap();
+        simulated.write_bytes(at(&allocation, 7), &bytes[1..]).unwrap();
         let mut back = vec![0; size + 3];
-        simulated.read(at(&allocation, 7), &mut back[3..]).unwrap();
+        simulated.read_bytes(at(&allocation, 7), &mut back[3..]).unwrap();
         assert!(back[3..] == bytes[1..], "{size} bytes");
         free(&simulated, &allocation).unwrap();
     }
@@ -36,11 +38,11 @@ fn every_kind_copies_to_every_kind() {
             let (from, to) =
                 (allocate(&simulated, 50_000, from_kind), allocate(&simulated, 50_000, to_kind));
             let bytes = pattern(45_000, 9);
-            simulated.write(at(&from, 3), &bytes).unwrap();
+            simulated.write_bytes(at(&from, 3), &bytes).unwrap();
             // SAFETY: both sides are the iface's own.
             unsafe { simulated.copy(at(&to, 4111), at(&from, 3), 45_000).unwrap() };
             let mut back = vec![0; 45_000];
-            simulated.read(at(&to, 4111), &mut back).unwrap();
+            simulated.read_bytes(at(&to, 4111), &mut back).unwrap();
             assert!(back == bytes, "{from_kind:?} to {to_kind:?}");
             free(&simulated, &from).unwrap();
             free(&simulated, &to).unwrap();
@@ -59,12 +61,12 @@ fn a_gather_of_uneven_ranges_lands_where_it_should() {
     for (offset, len) in
         [(1, 1), (4095, 2), (10_000, 4097), (70_001, 65_535), (999_999, 3), (300_000, 99_999)]
     {
-        simulated.write(at(&allocation, offset as u64), &bytes[from..from + len]).unwrap();
+        simulated.write_bytes(at(&allocation, offset as u64), &bytes[from..from + len]).unwrap();
         expected[offset..offset + len].copy_from_slice(&bytes[from..from + len]);
         from += len;
     }
     let mut back = vec![1; 1 << 20];
-    simulated.read(allocation.base(), &mut back).unwrap();
+    simulated.read_bytes(allocation.base(), &mut back).unwrap();
     assert!(back == expected);
 }
 
@@ -78,7 +80,7 @@ fn overlapping_copies_move_as_memmove_does() {
         for (to, from) in [(0, 1), (1, 0), (5000, 100), (100, 5000), (4096, 0), (0, 4096)] {
             let allocation = allocate(&simulated, 40_000, kind);
             let mut bytes = pattern(40_000, 8);
-            simulated.write(allocation.base(), &bytes).unwrap();
+            simulated.write_bytes(allocation.base(), &bytes).unwrap();
             // SAFETY: both sides are the iface's own.
             unsafe {
                 simulated
@@ -87,7 +89,7 @@ fn overlapping_copies_move_as_memmove_does() {
             };
             bytes.copy_within(from..from + 30_000, to);
             let mut back = vec![0; 40_000];
-            simulated.read(allocation.base(), &mut back).unwrap();
+            simulated.read_bytes(allocation.base(), &mut back).unwrap();
             assert!(back == bytes, "{kind:?} {from} to {to}");
             free(&simulated, &allocation).unwrap();
         }
@@ -99,7 +101,7 @@ fn overlapping_copies_move_as_memmove_does() {
 fn a_copy_past_the_allocation_is_refused_and_moves_nothing() {
     let simulated = simulated();
     let (allocation, neighbour) = (device(&simulated, 100), device(&simulated, 4096));
-    simulated.write(allocation.base(), &[7; 100]).unwrap();
+    simulated.write_bytes(allocation.base(), &[7; 100]).unwrap();
     let mut host = [1_u8; 101];
     let host_address = Address::of_ptr(host.as_mut_ptr());
     for (offset, len) in [(0, 101), (1, 100), (99, 2), (100, 1), (50, u64::MAX - 50)] {
@@ -108,7 +110,7 @@ fn a_copy_past_the_allocation_is_refused_and_moves_nothing() {
         // SAFETY: as above.
         let into = unsafe { simulated.copy(at(&allocation, offset), host_address, len) };
         // SAFETY: as above.
-        let queued = unsafe { simulated.copy_async(at(&allocation, offset), host_address, len) };
+        let queued = unsafe { simulated.start_copy(at(&allocation, offset), host_address, len) };
         let kinds = [ErrorKind::OutOfBounds, ErrorKind::AddressWraps];
         for error in [out.unwrap_err(), into.unwrap_err(), queued.map(drop).unwrap_err()] {
             assert!(kinds.contains(&error.kind()), "{error}");
@@ -117,7 +119,7 @@ fn a_copy_past_the_allocation_is_refused_and_moves_nothing() {
     assert_eq!(host, [1; 101]);
     free(&simulated, &neighbour).unwrap();
     assert_eq!(
-        simulated.read(neighbour.base(), &mut host).unwrap_err().kind(),
+        simulated.read_bytes(neighbour.base(), &mut host).unwrap_err().kind(),
         ErrorKind::OutOfBounds
     );
     assert_eq!(simulated.stats().copies_done, 1);
@@ -150,17 +152,17 @@ fn an_asynchronous_copy_moves_its_bytes_when_the_engine_comes_to_it() {
     let bytes = pattern(64, 2);
     // SAFETY: `bytes` outlives both copies.
     let first =
-        unsafe { simulated.copy_async(allocation.base(), Address::of_ptr(bytes.as_ptr()), 32) }
+        unsafe { simulated.start_copy(allocation.base(), Address::of_ptr(bytes.as_ptr()), 32) }
             .unwrap();
     // SAFETY: as above.
     let second = unsafe {
-        simulated.copy_async(at(&allocation, 32), Address::of_ptr(bytes[32..].as_ptr()), 32)
+        simulated.start_copy(at(&allocation, 32), Address::of_ptr(bytes[32..].as_ptr()), 32)
     }
     .unwrap();
     assert_eq!(simulated.pending_copies(), 2);
     let content = || {
         let mut back = [0; 64];
-        simulated.read(allocation.base(), &mut back).unwrap();
+        simulated.read_bytes(allocation.base(), &mut back).unwrap();
         back
     };
     assert!(!first.is_done());
@@ -187,14 +189,14 @@ fn the_engine_thread_ends_copies_in_order() {
         .iter()
         // SAFETY: `values` outlives the copies, which are waited for below.
         .map(|value| unsafe {
-            simulated.copy_async(allocation.base(), Address::of_ptr(value.as_ptr()), 8).unwrap()
+            simulated.start_copy(allocation.base(), Address::of_ptr(value.as_ptr()), 8).unwrap()
         })
         .collect();
     for event in events {
         event.wait().unwrap();
     }
     let mut last = [0; 8];
-    simulated.read(allocation.base(), &mut last).unwrap();
+    simulated.read_bytes(allocation.base(), &mut last).unwrap();
     assert_eq!(last, values[499]);
     assert_eq!(simulated.stats().copies_done, 501);
 }
@@ -211,12 +213,12 @@ fn a_copy_takes_at_least_latency_and_length_over_bandwidth() {
     let bytes = pattern(4096, 5);
     let least = latency + Duration::from_secs(1) * 4096 / (1 << 20);
     let start = Instant::now();
-    simulated.write(allocation.base(), &bytes).unwrap();
+    simulated.write_bytes(allocation.base(), &bytes).unwrap();
     assert!(start.elapsed() >= least);
     let start = Instant::now();
     // SAFETY: `bytes` outlives the copy.
     let event =
-        unsafe { simulated.copy_async(allocation.base(), Address::of_ptr(bytes.as_ptr()), 4096) }
+        unsafe { simulated.start_copy(allocation.base(), Address::of_ptr(bytes.as_ptr()), 4096) }
             .unwrap();
     event.wait().unwrap();
     assert!(start.elapsed() >= least);
@@ -233,7 +235,7 @@ fn a_queued_copy_does_not_reach_memory_that_was_freed_and_reused_since() {
     let bytes = [9; 64];
     // SAFETY: `bytes` outlives the copy.
     let event =
-        unsafe { simulated.copy_async(stale.base(), Address::of_ptr(bytes.as_ptr()), 64) }.unwrap();
+        unsafe { simulated.start_copy(stale.base(), Address::of_ptr(bytes.as_ptr()), 64) }.unwrap();
     free(&simulated, &stale).unwrap();
     let fresh = device(&simulated, 64);
     assert_eq!(fresh.base(), stale.base());
@@ -241,7 +243,7 @@ fn a_queued_copy_does_not_reach_memory_that_was_freed_and_reused_since() {
     assert_eq!(error.kind(), ErrorKind::BadState);
     assert_eq!(error.context_value("identity"), Some(stale.id.0.to_string().as_str()));
     let mut back = [1; 64];
-    simulated.read(fresh.base(), &mut back).unwrap();
+    simulated.read_bytes(fresh.base(), &mut back).unwrap();
     assert_eq!(back, [0; 64]);
 }
 
@@ -257,7 +259,7 @@ fn dropping_the_iface_cancels_what_its_engine_has_not_begun() {
         let bytes = [9; 64];
         // SAFETY: `bytes` outlives the copy.
         let event =
-            unsafe { simulated.copy_async(allocation.base(), Address::of_ptr(bytes.as_ptr()), 64) }
+            unsafe { simulated.start_copy(allocation.base(), Address::of_ptr(bytes.as_ptr()), 64) }
                 .unwrap();
         drop(simulated);
         assert_eq!(event.wait().unwrap_err().kind(), ErrorKind::Canceled);
@@ -277,9 +279,9 @@ fn the_device_sees_inbound_writes_after_a_flush() {
         simulated.flush_inbound(DeviceId(0)).unwrap();
         // Work on the device: a copy from device memory to device memory.
         // SAFETY: both sides are the iface's own.
-        unsafe { simulated.copy_async(copy.base(), range.start(), 5000) }.unwrap().wait().unwrap();
+        unsafe { simulated.start_copy(copy.base(), range.start(), 5000) }.unwrap().wait().unwrap();
         let mut back = vec![0; 5000];
-        simulated.read(copy.base(), &mut back).unwrap();
+        simulated.read_bytes(copy.base(), &mut back).unwrap();
         assert!(back == bytes);
     }
 }
@@ -292,7 +294,7 @@ fn a_copy_of_which_the_device_knows_no_side_is_refused_and_moves_nothing() {
     let (here, there) = (Address::of_ptr(to.as_mut_ptr()), Address::of_ptr(from.as_ptr()));
     // SAFETY: both arrays outlive the copy, which is refused before it starts.
     let refused = unsafe {
-        [simulated.copy(here, there, 64), simulated.copy_async(here, there, 64).map(drop)]
+        [simulated.copy(here, there, 64), simulated.start_copy(here, there, 64).map(drop)]
     };
     for error in refused.map(Result::unwrap_err) {
         assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{error}");

@@ -5,7 +5,7 @@ mod support;
 use std::sync::Mutex;
 
 use hmem_core::{
-    AllocationKind, DeviceId, Errno, ErrorKind, Iface,
+    AllocationKind, DeviceId, Errno, ErrorKind, IfaceExt,
     iface::{AllocRequest, DmaBufMapping},
 };
 use hmem_iface_system::{AddressReuse, DmaBufKind, P2pMatrix, Simulated};
@@ -24,10 +24,10 @@ fn page_unaligned_ranges_reach_exactly_their_bytes_through_the_exported_fd() {
     let _turn = turn();
     let simulated = simulated();
     let decoy = device(&simulated, 4096);
-    simulated.write(decoy.base(), &[0xee; 4096]).unwrap();
+    simulated.write_bytes(decoy.base(), &[0xee; 4096]).unwrap();
     let allocation = device(&simulated, 100_000);
     let bytes = pattern(100_000, 1);
-    simulated.write(allocation.base(), &bytes).unwrap();
+    simulated.write_bytes(allocation.base(), &bytes).unwrap();
     for (offset, len) in
         [(0, 1), (1, 1), (4095, 2), (4096, 4096), (5001, 33_333), (99_999, 1), (0, 100_000)]
     {
@@ -41,11 +41,11 @@ fn page_unaligned_ranges_reach_exactly_their_bytes_through_the_exported_fd() {
         let written = pattern(len as usize, offset + 77);
         write_through_fd(&export, &written);
         let mut all = vec![0; 100_000];
-        simulated.read(allocation.base(), &mut all).unwrap();
+        simulated.read_bytes(allocation.base(), &mut all).unwrap();
         let mut expected_all = bytes.clone();
         expected_all[offset as usize..(offset + len) as usize].copy_from_slice(&written);
         assert!(all == expected_all, "nothing but {offset}+{len} changed");
-        simulated.write(allocation.base(), &bytes).unwrap();
+        simulated.write_bytes(allocation.base(), &bytes).unwrap();
         simulated.release_dma_buf(export).unwrap();
     }
 }
@@ -97,14 +97,14 @@ fn an_export_outlives_the_allocation_and_never_shows_the_next_one() {
     let neighbour = device(&simulated, 4096);
     let allocation = device(&simulated, 4096);
     let bytes = pattern(4096, 6);
-    simulated.write(allocation.base(), &bytes).unwrap();
+    simulated.write_bytes(allocation.base(), &bytes).unwrap();
     let export =
         simulated.export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default).unwrap();
     free(&simulated, &allocation).unwrap();
     for _ in 0..5000 {
         let next = device(&simulated, 4096);
         assert_eq!(next.base(), allocation.base());
-        simulated.write(next.base(), &[0x55; 4096]).unwrap();
+        simulated.write_bytes(next.base(), &[0x55; 4096]).unwrap();
         free(&simulated, &next).unwrap();
     }
     assert!(read_through_fd(&export) == bytes, "a stale registration moves stale bytes");
@@ -123,7 +123,7 @@ fn one_export_that_stays_keeps_its_bytes_while_thousands_come_and_go() {
     let neighbour = device(&simulated, 4096);
     let export_and_free = |fill: u8| {
         let allocation = device(&simulated, 4096);
-        simulated.write(allocation.base(), &[fill; 4096]).unwrap();
+        simulated.write_bytes(allocation.base(), &[fill; 4096]).unwrap();
         let export = simulated
             .export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default)
             .unwrap();
@@ -170,10 +170,10 @@ fn a_virtual_allocation_lists_its_segments_and_exports_each() {
     let simulated = Simulated::builder().segment_len(8192).build().unwrap();
     let allocation = allocate(&simulated, 30_000, AllocationKind::Virtual);
     let bytes = pattern(30_000, 3);
-    simulated.write(allocation.base(), &bytes).unwrap();
+    simulated.write_bytes(allocation.base(), &bytes).unwrap();
 
     let range = allocation.range.slice(1000, 25_000).unwrap();
-    let segments = simulated.segments(range).unwrap();
+    let segments = simulated.physical_segments(range).unwrap();
     let offsets: Vec<_> =
         segments.iter().map(|s| (s.range.start().0 - allocation.base().0, s.range.len())).collect();
     assert_eq!(offsets, [(1000, 7192), (8192, 8192), (16_384, 8192), (24_576, 1424)]);
@@ -208,7 +208,7 @@ fn a_segment_that_cannot_be_exported_says_so_and_the_others_still_can() {
     let simulated = Simulated::builder().segment_len(4096).build().unwrap();
     let allocation = allocate(&simulated, 3 * 4096, AllocationKind::Virtual);
     simulated.set_exportable(at(&allocation, 5000), false).unwrap();
-    let segments = simulated.segments(allocation.range).unwrap();
+    let segments = simulated.physical_segments(allocation.range).unwrap();
     assert_eq!(segments.iter().map(|s| s.exportable).collect::<Vec<_>>(), [true, false, true]);
     for segment in segments {
         let export = simulated.export_dma_buf(segment.range, &nic("loop0"), DmaBufMapping::Default);
@@ -236,10 +236,11 @@ fn segments_of_neighbouring_allocations_are_listed_apart_and_a_gap_is_refused() 
     let simulated = simulated();
     let (one, two) = (device(&simulated, 4096), device(&simulated, 100));
     let both = hmem_core::AddressRange::new(one.base(), 4196).unwrap();
-    let segments: Vec<_> = simulated.segments(both).unwrap().iter().map(|s| s.range).collect();
+    let segments: Vec<_> =
+        simulated.physical_segments(both).unwrap().iter().map(|s| s.range).collect();
     assert_eq!(segments, [one.range, two.range]);
     let past = hmem_core::AddressRange::new(one.base(), 4197).unwrap();
-    assert_eq!(simulated.segments(past).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    assert_eq!(simulated.physical_segments(past).unwrap_err().kind(), ErrorKind::OutOfBounds);
     let export = simulated.export_dma_buf(both, &nic("loop0"), DmaBufMapping::Default);
     assert_eq!(export.unwrap_err().kind(), ErrorKind::OutOfBounds);
 }
@@ -329,7 +330,7 @@ fn genuine_dma_bufs_are_made_where_udmabuf_is_there_and_asking_for_them_elsewher
         Ok(simulated) => {
             let allocation = device(&simulated, 10_000);
             let bytes = pattern(10_000, 1);
-            simulated.write(allocation.base(), &bytes).unwrap();
+            simulated.write_bytes(allocation.base(), &bytes).unwrap();
             let range = allocation.range.slice(4100, 5000).unwrap();
             let export =
                 simulated.export_dma_buf(range, &nic("loop0"), DmaBufMapping::Default).unwrap();

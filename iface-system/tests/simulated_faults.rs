@@ -5,7 +5,7 @@ mod support;
 use std::sync::Mutex;
 
 use hmem_core::{
-    Address, AddressRange, AllocationKind, DeviceId, Errno, Iface, Result,
+    Address, AddressRange, AllocationKind, DeviceId, Errno, Iface, IfaceExt, Result,
     iface::{AllocRequest, DmaBufMapping},
     monitor::{Cause, Change, Invalidator},
 };
@@ -63,12 +63,12 @@ fn use_everything(simulated: &Simulated) -> Vec<hmem_core::Error> {
             }
         };
         keep(simulated.query(allocation.base()).map(drop));
-        keep(simulated.segments(allocation.range).map(drop));
+        keep(simulated.physical_segments(allocation.range).map(drop));
         // SAFETY: `host` is only read.
         keep(unsafe { simulated.copy(allocation.base(), host_address, 5000) });
         // SAFETY: `host` is only read, and lives until the copy is waited for.
         keep(
-            unsafe { simulated.copy_async(allocation.base(), host_address, 5000) }
+            unsafe { simulated.start_copy(allocation.base(), host_address, 5000) }
                 .and_then(|event| event.wait()),
         );
         if kind == AllocationKind::Device {
@@ -89,7 +89,7 @@ fn use_everything(simulated: &Simulated) -> Vec<hmem_core::Error> {
                 Err(error) => keep(Err(error)),
             }
         }
-        let monitor = simulated.monitor().unwrap();
+        let monitor = simulated.start_monitor().unwrap();
         let subscription = monitor.subscribe(allocation.range, std::sync::Arc::new(Deaf));
         let subscription = subscription.map_err(|error| keep(Err(error))).ok();
         while let Err(error) = free(simulated, &allocation) {

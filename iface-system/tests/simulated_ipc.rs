@@ -7,7 +7,7 @@ use std::{
     sync::Mutex,
 };
 
-use hmem_core::{AllocationKind, ErrorKind, Iface, IfaceKind, iface::IpcHandle};
+use hmem_core::{AllocationKind, ErrorKind, Iface, IfaceExt, IfaceKind, iface::IpcHandle};
 use hmem_iface_system::{AddressReuse, SIMULATED, Simulated, System};
 use support::*;
 
@@ -45,9 +45,9 @@ fn child_that_opens_a_handle() {
         assert_eq!(opened.range.len(), LEN as u64);
         assert_eq!(iface.query(opened.base()).unwrap(), Some(opened));
         let mut content = vec![0; LEN];
-        iface.read(opened.base(), &mut content).unwrap();
+        iface.read_bytes(opened.base(), &mut content).unwrap();
         assert!(content == pattern(LEN, if round == 0 { 1 } else { 2 }));
-        iface.write(opened.base(), &pattern(LEN, 2)).unwrap();
+        iface.write_bytes(opened.base(), &pattern(LEN, 2)).unwrap();
         assert_eq!(free(&*iface, &opened).unwrap_err().kind(), ErrorKind::InvalidArgument);
         close(&*iface, &opened).unwrap();
         assert_eq!(close(&*iface, &opened).unwrap_err().kind(), ErrorKind::InvalidArgument);
@@ -71,14 +71,14 @@ fn another_process_opens_reads_writes_and_closes_without_leaks() {
         [(&simulated, on_device), (&simulated, pooled), (&system, in_a_file)];
     let fds = open_fds();
     for (iface, allocation) in cases {
-        iface.write(allocation.base(), &pattern(LEN, 1)).unwrap();
+        iface.write_bytes(allocation.base(), &pattern(LEN, 1)).unwrap();
         let handle = iface.ipc_export(&allocation).unwrap();
         let input = format!("{} {}", handle.iface.0, hex(&handle.bytes));
         let output = spawn_child("child_that_opens_a_handle", &input).wait_with_output().unwrap();
         let said = String::from_utf8_lossy(&output.stdout);
         assert!(output.status.success() && said.contains("child is content"), "{said}");
         let mut content = vec![0; LEN];
-        iface.read(allocation.base(), &mut content).unwrap();
+        iface.read_bytes(allocation.base(), &mut content).unwrap();
         assert!(content == pattern(LEN, 2), "what the child wrote is here");
         free(iface, &allocation).unwrap();
     }
@@ -117,7 +117,7 @@ fn when_the_owner_is_gone_opening_is_unavailable_and_what_is_open_stays() {
         let handle = IpcHandle { iface: kind, bytes: handle };
         let iface = iface_of(kind);
         let opened = iface.ipc_open(&handle).unwrap();
-        iface.write(opened.base(), b"still here").unwrap();
+        iface.write_bytes(opened.base(), b"still here").unwrap();
         child.stdin.take().unwrap().write_all(b"\n").unwrap();
         lines.for_each(drop);
         child.wait().unwrap();
@@ -125,7 +125,7 @@ fn when_the_owner_is_gone_opening_is_unavailable_and_what_is_open_stays() {
         let error = iface.ipc_open(&handle).unwrap_err();
         assert!(error.is_unavailable(), "{error}");
         let mut content = [0; 10];
-        iface.read(opened.base(), &mut content).unwrap();
+        iface.read_bytes(opened.base(), &mut content).unwrap();
         assert_eq!(&content, b"still here");
         close(&*iface, &opened).unwrap();
     }
@@ -179,16 +179,16 @@ fn an_opened_allocation_outlives_its_owners_free() {
     let opener = simulated();
     let keeps_the_file = device(&owner, 64);
     let allocation = device(&owner, 4096);
-    owner.write(allocation.base(), &[3; 4096]).unwrap();
+    owner.write_bytes(allocation.base(), &[3; 4096]).unwrap();
     let opened = opener.ipc_open(&owner.ipc_export(&allocation).unwrap()).unwrap();
     free(&owner, &allocation).unwrap();
     for _ in 0..1000 {
         let next = device(&owner, 4096);
-        owner.write(next.base(), &[9; 4096]).unwrap();
+        owner.write_bytes(next.base(), &[9; 4096]).unwrap();
         free(&owner, &next).unwrap();
     }
     let mut content = [0; 4096];
-    opener.read(opened.base(), &mut content).unwrap();
+    opener.read_bytes(opened.base(), &mut content).unwrap();
     assert_eq!(content, [3; 4096]);
     close(&opener, &opened).unwrap();
     free(&owner, &keeps_the_file).unwrap();

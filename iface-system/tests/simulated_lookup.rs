@@ -12,8 +12,8 @@ use std::{
 };
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationKind, DeviceId, ErrorKind, Iface, IfaceKind,
-    Registry, iface::AllocRequest,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt,
+    IfaceKind, Registry, iface::AllocRequest,
 };
 use hmem_iface_system::{AddressReuse, SIMULATED, Simulated, System};
 use proptest::prelude::*;
@@ -163,7 +163,7 @@ fn any_thread_may_use_any_device() {
                 let allocation = simulated.allocate(&request).unwrap();
                 let other_thread = Arc::clone(&simulated);
                 thread::spawn(move || {
-                    other_thread.write(allocation.base(), &pattern(999, 1)).unwrap();
+                    other_thread.write_bytes(allocation.base(), &pattern(999, 1)).unwrap();
                     free(&*other_thread, &allocation).unwrap();
                 })
                 .join()

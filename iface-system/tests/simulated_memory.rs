@@ -4,7 +4,9 @@ mod support;
 
 use std::{os::unix::process::ExitStatusExt, sync::Mutex};
 
-use hmem_core::{AddressRange, AllocationKind, DeviceId, ErrorKind, Iface, iface::AllocRequest};
+use hmem_core::{
+    AddressRange, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::AllocRequest,
+};
 use hmem_iface_system::{AddressReuse, Simulated};
 use support::*;
 
@@ -28,7 +30,7 @@ fn child_that_dereferences_a_device_address() {
     let Some(kind) = child_input() else { return };
     let simulated = simulated();
     let allocation = allocate(&simulated, 4096, CPU_BLIND[kind.parse::<usize>().unwrap()]);
-    simulated.write(allocation.base(), &[1; 4096]).unwrap();
+    simulated.write_bytes(allocation.base(), &[1; 4096]).unwrap();
     println!("alive");
     // SAFETY: none: this is the stray dereference that must end the process.
     let byte = unsafe { pointer(&allocation).read_volatile() };
@@ -55,7 +57,7 @@ fn managed_and_host_memory_are_the_same_bytes_for_the_cpu_and_the_engine() {
     for kind in [AllocationKind::Managed, AllocationKind::Host] {
         let allocation = allocate(&simulated, 10_000, kind);
         let bytes = pattern(10_000, 1);
-        simulated.write(allocation.base(), &bytes).unwrap();
+        simulated.write_bytes(allocation.base(), &bytes).unwrap();
         // SAFETY: this kind is mapped, and nothing writes to it meanwhile.
         let by_cpu =
             unsafe { std::slice::from_raw_parts(pointer(&allocation).cast_const(), 10_000) };
@@ -63,7 +65,7 @@ fn managed_and_host_memory_are_the_same_bytes_for_the_cpu_and_the_engine() {
         // SAFETY: as above; the slice is not used any longer.
         unsafe { pointer(&allocation).wrapping_add(9_999).write_volatile(!bytes[9_999]) };
         let mut last = [0];
-        simulated.read(at(&allocation, 9_999), &mut last).unwrap();
+        simulated.read_bytes(at(&allocation, 9_999), &mut last).unwrap();
         assert_eq!(last, [!bytes[9_999]]);
         free(&simulated, &allocation).unwrap();
     }
@@ -75,12 +77,12 @@ fn fresh_memory_never_shows_what_was_there_before() {
     let simulated = Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap();
     for kind in DEVICE_KINDS {
         let first = allocate(&simulated, 5000, kind);
-        simulated.write(first.base(), &[0xaa; 5000]).unwrap();
+        simulated.write_bytes(first.base(), &[0xaa; 5000]).unwrap();
         free(&simulated, &first).unwrap();
         let second = allocate(&simulated, 5000, kind);
         assert_eq!(second.base(), first.base());
         let mut bytes = [1; 5000];
-        simulated.read(second.base(), &mut bytes).unwrap();
+        simulated.read_bytes(second.base(), &mut bytes).unwrap();
         assert_eq!(bytes, [0; 5000]);
     }
 }
@@ -180,7 +182,7 @@ fn a_million_allocations_that_come_and_go_leave_no_fd_and_no_memory() {
         for i in from..to {
             let allocation = device(&simulated, 1 + i % 3 * 4096);
             if i % 16 == 0 {
-                simulated.write(allocation.base(), &[1]).unwrap();
+                simulated.write_bytes(allocation.base(), &[1]).unwrap();
             }
             kept.push_back(allocation);
             if kept.len() > 32 {

@@ -12,7 +12,7 @@ use std::{
 };
 
 use hmem_core::{
-    Address, AddressRange, AllocationKind, ErrorKind, Iface,
+    Address, AddressRange, AllocationKind, ErrorKind, Iface, IfaceExt,
     monitor::{Cause, Change, Invalidator, MonitorStyle, Subscription},
 };
 use hmem_iface_system::{AddressReuse, Simulated, Style};
@@ -90,7 +90,7 @@ fn doing(action: impl Fn(AddressRange) + Send + Sync + 'static) -> Arc<dyn Inval
 fn a_reused_address_is_never_valid_in_either_style() {
     for style in [Style::Identity, Style::Callback] {
         let simulated = with_style(style);
-        let monitor = simulated.monitor().unwrap();
+        let monitor = simulated.start_monitor().unwrap();
         for kind in DEVICE_KINDS {
             let mut stale = Vec::new();
             for _ in 0..50 {
@@ -115,7 +115,7 @@ fn a_reused_address_is_never_valid_in_either_style() {
 #[test]
 fn the_callback_style_tells_exactly_the_subscribers_of_what_is_freed() {
     let simulated = with_style(Style::Callback);
-    let monitor = simulated.monitor().unwrap();
+    let monitor = simulated.start_monitor().unwrap();
     assert_eq!(monitor.style(), MonitorStyle::Callback);
     assert!(simulated.capability().free_callback);
     let (freed, kept) = (device(&*simulated, 1 << 20), device(&*simulated, 1 << 20));
@@ -144,9 +144,9 @@ fn the_callback_style_tells_exactly_the_subscribers_of_what_is_freed() {
 #[test]
 fn a_callback_comes_before_the_memory_goes_and_may_use_the_iface() {
     let simulated = with_style(Style::Callback);
-    let monitor = simulated.monitor().unwrap();
+    let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
-    simulated.write(allocation.base(), &[7; 16]).unwrap();
+    simulated.write_bytes(allocation.base(), &[7; 16]).unwrap();
     let seen = Arc::new(Mutex::new(None));
     let subscription = Arc::new(Mutex::new(None::<Subscription>));
     let callback = {
@@ -155,7 +155,7 @@ fn a_callback_comes_before_the_memory_goes_and_may_use_the_iface() {
         move |range: AddressRange| {
             let iface = Weak::upgrade(&iface).unwrap();
             let mut bytes = [0; 16];
-            iface.read(range.start(), &mut bytes).unwrap();
+            iface.read_bytes(range.start(), &mut bytes).unwrap();
             let found = iface.query(range.start()).unwrap();
             let other = device(&*iface, 64);
             free(&*iface, &other).unwrap();
@@ -172,7 +172,7 @@ fn a_callback_comes_before_the_memory_goes_and_may_use_the_iface() {
 #[test]
 fn who_subscribes_while_the_others_are_told_is_told_too() {
     let simulated = with_style(Style::Callback);
-    let monitor = simulated.monitor().unwrap();
+    let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
     let late = Told::new();
     let callback = {
@@ -189,7 +189,7 @@ fn who_subscribes_while_the_others_are_told_is_told_too() {
 #[test]
 fn a_free_that_begins_while_another_frees_the_same_is_a_double_free() {
     let simulated = with_style(Style::Callback);
-    let monitor = simulated.monitor().unwrap();
+    let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
     let second = Arc::new(Mutex::new(None));
     let callback = {
@@ -206,7 +206,7 @@ fn a_free_that_begins_while_another_frees_the_same_is_a_double_free() {
 #[test]
 fn after_unsubscribe_returns_the_invalidator_is_not_called() {
     let simulated = with_style(Style::Callback);
-    let monitor = simulated.monitor().unwrap();
+    let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
     let told = Told::new();
     let subscription = monitor.subscribe(allocation.range, Arc::clone(&told) as _).unwrap();
@@ -220,7 +220,7 @@ fn after_unsubscribe_returns_the_invalidator_is_not_called() {
 #[test]
 fn unsubscribe_waits_for_a_call_under_way() {
     let simulated = with_style(Style::Callback);
-    let monitor = simulated.monitor().unwrap();
+    let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
     let inside = Arc::new(Barrier::new(2));
     let ended = Arc::new(AtomicBool::new(false));
@@ -249,7 +249,7 @@ fn unsubscribe_waits_for_a_call_under_way() {
 fn subscriptions_come_and_go_in_pairs_in_both_styles() {
     for style in [Style::Identity, Style::Callback] {
         let simulated = with_style(style);
-        let monitor = simulated.monitor().unwrap();
+        let monitor = simulated.start_monitor().unwrap();
         let allocation = device(&*simulated, 1 << 20);
         let told = Told::new();
         let subscriptions: Vec<_> = (0..1000)
@@ -270,7 +270,7 @@ fn subscriptions_come_and_go_in_pairs_in_both_styles() {
 #[test]
 fn what_is_not_alive_cannot_be_watched() {
     let simulated = with_style(Style::Callback);
-    let monitor = simulated.monitor().unwrap();
+    let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
     free(&*simulated, &allocation).unwrap();
     let host = [0_u8; 16];
@@ -289,7 +289,7 @@ fn what_is_not_alive_cannot_be_watched() {
 #[test]
 fn many_subscribers_of_many_allocations_are_told_apart() {
     let simulated = with_style(Style::Callback);
-    let monitor = simulated.monitor().unwrap();
+    let monitor = simulated.start_monitor().unwrap();
     let allocations: Vec<_> =
         (0..40).map(|i| allocate(&*simulated, 1 + i * 7919, AllocationKind::Device)).collect();
     let subscribers: Vec<_> = (0..2000_u64)

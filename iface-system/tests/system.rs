@@ -5,7 +5,7 @@ mod support;
 use std::os::fd::AsFd;
 
 use hmem_core::{
-    Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceKind, iface::DmaBufMapping,
+    Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, IfaceKind, iface::DmaBufMapping,
 };
 use hmem_iface_system::{
     MemFd, System,
@@ -39,11 +39,11 @@ fn allocations_of_every_sort_are_found_by_address_and_freed_once() {
         assert_eq!(system.query(at(allocation, 9_999)).unwrap(), Some(*allocation));
         assert_ne!(system.query(at(allocation, 10_000)).unwrap(), Some(*allocation));
         let bytes = pattern(9_000, allocation.id.0);
-        system.write(at(allocation, 999), &bytes).unwrap();
+        system.write_bytes(at(allocation, 999), &bytes).unwrap();
         let mut back = vec![0; 9_000];
-        system.read(at(allocation, 999), &mut back).unwrap();
+        system.read_bytes(at(allocation, 999), &mut back).unwrap();
         assert!(back == bytes);
-        let past = system.write(at(allocation, 9_999), &[0; 2]).unwrap_err();
+        let past = system.write_bytes(at(allocation, 9_999), &[0; 2]).unwrap_err();
         assert_eq!(past.kind(), ErrorKind::OutOfBounds);
     }
     let mut ids: Vec<_> = all.iter().map(|allocation| allocation.id).collect();
@@ -63,12 +63,12 @@ fn copies_between_host_addresses_may_overlap_and_end_with_their_allocation() {
     let system = System::new();
     let allocation = system.mmap(10_000).unwrap();
     let mut bytes = pattern(10_000, 1);
-    system.write(allocation.base(), &bytes).unwrap();
+    system.write_bytes(allocation.base(), &bytes).unwrap();
     // SAFETY: both sides lie in the allocation.
     unsafe { system.copy(at(&allocation, 10), allocation.base(), 9_000).unwrap() };
     bytes.copy_within(0..9_000, 10);
     let mut back = vec![0; 10_000];
-    system.read(allocation.base(), &mut back).unwrap();
+    system.read_bytes(allocation.base(), &mut back).unwrap();
     assert!(back == bytes);
     // SAFETY: the iface refuses a copy past its allocation before it touches anything.
     let past = unsafe { system.copy(at(&allocation, 1), allocation.base(), 10_000) };
@@ -81,7 +81,7 @@ fn huge_pages_are_there_or_the_error_says_how_to_get_them() {
     match system.huge_pages(3 << 20) {
         Ok(allocation) => {
             assert_eq!(allocation.base().0 % (2 << 20), 0);
-            system.write(allocation.base(), &pattern(3 << 20, 1)).unwrap();
+            system.write_bytes(allocation.base(), &pattern(3 << 20, 1)).unwrap();
             free(&system, &allocation).unwrap();
         }
         Err(error) => {
@@ -100,14 +100,14 @@ fn a_memory_file_exports_exactly_the_bytes_of_a_range_and_outlives_its_allocatio
     let system = System::new();
     let allocation = system.memfd(50_000).unwrap();
     let bytes = pattern(50_000, 1);
-    system.write(allocation.base(), &bytes).unwrap();
+    system.write_bytes(allocation.base(), &bytes).unwrap();
     let range = allocation.range.slice(4097, 10_001).unwrap();
     let export = system.export_dma_buf(range, &nic("loop0"), DmaBufMapping::Default).unwrap();
     assert_eq!((export.alloc_offset.0, export.len), (4097, 10_001));
     assert!(read_through_fd(&export) == bytes[4097..14_098]);
     write_through_fd(&export, &[7; 10_001]);
     let mut back = vec![0; 50_000];
-    system.read(allocation.base(), &mut back).unwrap();
+    system.read_bytes(allocation.base(), &mut back).unwrap();
     assert!(back[..4097] == bytes[..4097] && back[14_098..] == bytes[14_098..]);
     assert!(back[4097..14_098].iter().all(|byte| *byte == 7));
     free(&system, &allocation).unwrap();
@@ -123,12 +123,12 @@ fn what_no_memory_file_backs_is_not_exported() {
             .export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default)
             .unwrap_err();
         assert!(error.is_unsupported() && error.remedy_text().is_some());
-        assert!(!system.segments(allocation.range).unwrap()[0].exportable);
+        assert!(!system.physical_segments(allocation.range).unwrap()[0].exportable);
     }
     let file = system.memfd(64).unwrap();
     let pcie = system.export_dma_buf(file.range, &nic("loop0"), DmaBufMapping::Pcie).unwrap_err();
     assert!(pcie.is_unsupported());
-    assert!(system.segments(file.range).unwrap()[0].exportable);
+    assert!(system.physical_segments(file.range).unwrap()[0].exportable);
 }
 
 #[test]
@@ -150,13 +150,13 @@ fn what_host_memory_lacks_is_unsupported_with_a_reason() {
     let range = hmem_core::AddressRange::of(&bytes);
     let address = Address::of_ptr(bytes.as_ptr());
     let errors = [
-        system.monitor().map(drop).unwrap_err(),
+        system.start_monitor().map(drop).unwrap_err(),
         system.export_peer_memory(range, &nic("loop0")).unwrap_err(),
         system.host_unregister(range).unwrap_err(),
         // SAFETY: refused before anything is touched.
         unsafe { system.host_register(range) }.unwrap_err(),
         // SAFETY: as above.
-        unsafe { system.copy_async(address, address, 8) }.map(drop).unwrap_err(),
+        unsafe { system.start_copy(address, address, 8) }.map(drop).unwrap_err(),
         try_allocate(&system, 64, AllocationKind::Device).unwrap_err(),
     ];
     for error in errors {

@@ -8,18 +8,12 @@ use std::{
 };
 
 use hmem_core::{
-    Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, Iface, IfaceKind, Rejected,
-    Result, Segment,
-    iface::{
-        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle,
-        PeerMemoryExport,
-    },
-    monitor::Monitor,
-    provider::Nic,
+    Address, Allocation, DeviceId, Error, ErrorKind, Iface, IfaceKind, Rejected, Result,
+    iface::{Device, Facet, InboundFlush},
 };
 
 use crate::{
-    copy, export, memory, monitor,
+    memory,
     sys::{
         self, ContextDescription, ContextHandle, DeviceHandle, DeviceMemoryProperties,
         DeviceProperties, DriverHandle, Functions, PciProperties, ZE_MAX_DEVICE_NAME, ZeResult,
@@ -423,10 +417,6 @@ unsafe impl Iface for LevelZero {
         "ze"
     }
 
-    fn capability(&self) -> Capability {
-        Capability { identity: true, ..Capability::default() }
-    }
-
     fn devices(&self) -> Result<Vec<Device>> {
         Ok(self.devices.clone())
     }
@@ -435,77 +425,40 @@ unsafe impl Iface for LevelZero {
         memory::query(self, address)
     }
 
-    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
-        memory::segments(self, range)
-    }
-
-    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
-        memory::allocate(self, request)
-    }
-
-    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        memory::free(self, allocation)
-    }
-
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        copy::copy(self, to, from, len)
+        Err(lacks("copy", "hmem-iface-ze does not copy yet")
+            .context("to", to)
+            .context("from", from)
+            .context("length", len))
     }
 
-    unsafe fn copy_async(
-        &self,
-        to: Address,
-        from: Address,
-        len: u64,
-    ) -> Result<Box<dyn CopyEvent>> {
-        copy::copy_async(self, to, from, len)
+    fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
+        Some(self)
     }
 
-    fn export_dma_buf(
-        &self,
-        range: AddressRange,
-        nic: &Nic,
-        mapping: DmaBufMapping,
-    ) -> Result<DmaBufExport> {
-        export::export_dma_buf(self, range, nic, mapping)
+    fn unavailable(&self, facet: Facet) -> Error {
+        lacks(
+            facet.operation(),
+            match facet {
+                Facet::Allocator => "hmem-iface-ze does not allocate yet",
+                Facet::CopyEngine => "hmem-iface-ze does not copy asynchronously yet",
+                Facet::DmaBuf => "hmem-iface-ze does not export dma-bufs yet",
+                Facet::PeerMemory => "hmem-iface-ze does not export peer memory yet",
+                Facet::HostRegistrar => "hmem-iface-ze does not page-lock host memory yet",
+                Facet::Ipc => "hmem-iface-ze does not hand allocations to other processes yet",
+                Facet::Monitor => "hmem-iface-ze does not monitor frees yet",
+                _ => "hmem-iface-ze does not have it yet",
+            },
+        )
     }
+}
 
-    fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
-        export::release_dma_buf(self, export)
-    }
-
-    fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
-        export::export_peer_memory(self, range, nic)
-    }
-
-    unsafe fn host_register(&self, range: AddressRange) -> Result<()> {
-        memory::host_register(self, range)
-    }
-
-    fn host_unregister(&self, range: AddressRange) -> Result<()> {
-        memory::host_unregister(self, range)
-    }
-
-    fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
-        export::ipc_export(self, allocation)
-    }
-
-    fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
-        export::ipc_open(self, handle)
-    }
-
-    unsafe fn ipc_close(&self, allocation: &Allocation) -> Result<()> {
-        export::ipc_close(self, allocation)
-    }
-
-    fn flush_inbound(&self, device: DeviceId) -> Result<()> {
-        export::flush_inbound(self, device)
-    }
-
-    fn is_started(&self, _: DeviceId) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn monitor(&self) -> Result<Arc<dyn Monitor>> {
-        monitor::monitor(self)
+/// Refuses, so that no caller takes writes of a NIC for visible: the devices may need a flush that
+/// this crate does not make yet.
+impl InboundFlush for LevelZero {
+    fn flush(&self, device: DeviceId) -> Result<()> {
+        self.device("flush_inbound", device)?;
+        Err(lacks("flush_inbound", "hmem-iface-ze does not flush inbound writes yet")
+            .device(device))
     }
 }

@@ -22,10 +22,7 @@
 //! |---|---|
 //! | `iface` | [`LevelZero`]: opening, devices, the trait, driver codes as errors |
 //! | [`sys`] | the function table, layouts and constants |
-//! | `memory` | the allocation around an address; allocating |
-//! | `copy` | copies |
-//! | `export` | dma-buf, peer memory, IPC |
-//! | `monitor` | noticing frees |
+//! | `memory` | the allocation around an address |
 //!
 //! # Things this crate does not do
 //!
@@ -38,13 +35,10 @@
 
 #![deny(unsafe_code)]
 
-mod copy;
-mod export;
 #[allow(unsafe_code)]
 mod iface;
 #[allow(unsafe_code)]
 mod memory;
-mod monitor;
 #[allow(unsafe_code)]
 pub mod sys;
 

@@ -1,14 +1,14 @@
-//! Memory by address and by request: which allocation an address lies in, and allocating.
+//! Memory by address: which allocation an address lies in.
 
 use std::{ffi::c_void, ptr};
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind,
-    Result, Segment, iface::AllocRequest,
+    Result,
 };
 
 use crate::{
-    iface::{LevelZero, check, lacks},
+    iface::{LevelZero, check},
     sys::{self, ContextHandle, DeviceHandle, MemoryAllocationProperties},
 };
 
@@ -97,31 +97,4 @@ fn inconsistent(address: Address) -> Error {
             "the driver's answer does not describe an allocation that holds the address",
         )
         .context("address", address)
-}
-
-pub(crate) fn segments(_level_zero: &LevelZero, range: AddressRange) -> Result<Vec<Segment>> {
-    Err(lacks("segments", "hmem-iface-ze does not list physical segments yet")
-        .context("range", range))
-}
-
-pub(crate) fn allocate(level_zero: &LevelZero, request: &AllocRequest) -> Result<Allocation> {
-    level_zero.device("allocate", request.device)?;
-    Err(lacks("allocate", "hmem-iface-ze does not allocate yet")
-        .device(request.device)
-        .context("kind", request.kind.name())
-        .context("length", request.len))
-}
-
-pub(crate) fn free(_level_zero: &LevelZero, allocation: &Allocation) -> Result<()> {
-    Err(lacks("free", "hmem-iface-ze does not allocate yet").context("range", allocation.range))
-}
-
-pub(crate) fn host_register(_level_zero: &LevelZero, range: AddressRange) -> Result<()> {
-    Err(lacks("host_register", "hmem-iface-ze does not page-lock host memory yet")
-        .context("range", range))
-}
-
-pub(crate) fn host_unregister(_level_zero: &LevelZero, range: AddressRange) -> Result<()> {
-    Err(lacks("host_unregister", "hmem-iface-ze does not page-lock host memory yet")
-        .context("range", range))
 }

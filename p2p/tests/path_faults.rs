@@ -6,8 +6,8 @@ mod path_support;
 use std::sync::{Arc, LazyLock};
 
 use hmem_core::{
-    AllocationKind, Decision, DeviceId, Domain, Errno, Error, Iface, MemoryRegion, MrAttr, MrFlags,
-    Path, Rejected, Result,
+    AllocationKind, Decision, DeviceId, Domain, Errno, Error, IfaceExt, MemoryRegion, MrAttr,
+    MrFlags, Path, Rejected, Result,
     iface::AllocRequest,
     path::P2pPolicy,
     provider::{Imports, Live},

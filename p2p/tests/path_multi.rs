@@ -6,7 +6,7 @@ use std::{os::fd::AsFd, sync::Arc};
 
 use hmem_core::{
     Allocation, AllocationKind, DeviceBuffer, DeviceId, DmaBufAttr, Domain, DomainAttr, Errno,
-    Error, ErrorKind, Iface, MrAttr, MrFlags, MultiRegistered, Path, Rejected,
+    Error, ErrorKind, IfaceExt, MrAttr, MrFlags, MultiRegistered, Path, Rejected,
     iface::DmaBufMapping,
     path::P2pPolicy,
     provider::{Imports, Nic},

@@ -6,7 +6,7 @@ mod path_support;
 use std::{num::NonZeroUsize, os::fd::AsFd, thread};
 
 use hmem_core::{
-    AllocationKind, DeviceId, DmaBufAttr, ErrorKind, Iface, MrAttr, MrFlags, Path,
+    AllocationKind, DeviceId, DmaBufAttr, ErrorKind, Iface, IfaceExt, MrAttr, MrFlags, Path,
     iface::DmaBufMapping,
     path::P2pPolicy,
     provider::{Imports, Nic},

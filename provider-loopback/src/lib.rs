@@ -31,7 +31,7 @@
 //!   - device DAX, which `msync` refuses: a write-back of the cache lines, if the region owns the
 //!     memory;
 //!   - a file that was given by its fd: `msync` or `fdatasync`;
-//!   - memory of a device: the device's flush (`Iface::flush_inbound`).
+//!   - memory of a device: the device's flush (`InboundFlush::flush`).
 //! - A message that does not fit its receive ends the receive with Truncated and moves no byte; its
 //!   send succeeds.
 //! - Zero-length accesses need a valid key with the right, and no valid address; they count

@@ -3,8 +3,8 @@
 use std::sync::{Arc, OnceLock, Weak};
 
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, AuthKey, Error, ErrorKind, Registry, Result,
-    counter::Counter,
+    Access, Address, AddressRange, Addressing, AuthKey, Error, ErrorKind, IfaceExt, Registry,
+    Result, counter::Counter,
 };
 use parking_lot::RwLock;
 

@@ -3,8 +3,8 @@
 use std::os::fd::AsFd;
 
 use hmem::{
-    Address, DeviceId, DmaBufAttr, DmaBufOffset, ErrorKind, Iface, IfaceKind, Iova, MrAttr,
-    MrFlags, Path, Result, iface::DmaBufExport, iface::DmaBufMapping, system::System,
+    Address, DeviceId, DmaBufAttr, DmaBufOffset, ErrorKind, Iface, IfaceExt, IfaceKind, Iova,
+    MrAttr, MrFlags, Path, Result, iface::DmaBufExport, iface::DmaBufMapping, system::System,
 };
 
 use crate::{
@@ -33,7 +33,7 @@ const LEN: u64 = 20_000;
 fn exported(net: &Net) -> (System, hmem::Allocation, DmaBufExport) {
     let system = System::new();
     let memory = system.memfd(LEN).expect("memory file");
-    system.write(memory.base(), &pattern(13, LEN as usize)).expect("write");
+    system.write_bytes(memory.base(), &pattern(13, LEN as usize)).expect("write");
     let nic = &net.target.domain.provider_attr().nic;
     let export = system.export_dma_buf(memory.range, nic, DmaBufMapping::Default).expect("export");
     (system, memory, export)
@@ -67,9 +67,9 @@ fn a_dma_buf_registers_with_and_without_a_base_address(world: &World) {
             net.push(&key, len - 1, &[0xFE]).expect("write");
             let mut last = [0];
             let at = Address(memory.base().0 + offset + len - 1);
-            system.read(at, &mut last).expect("read");
+            system.read_bytes(at, &mut last).expect("read");
             assert_eq!(last, [0xFE]);
-            system.write(at, &bytes[len as usize - 1..]).expect("write");
+            system.write_bytes(at, &bytes[len as usize - 1..]).expect("write");
             assert_eq!(
                 net.push(&key, len, &[1]).unwrap_err().kind(),
                 net.seen(ErrorKind::OutOfBounds)

@@ -4,7 +4,7 @@ use std::{os::unix::process::ExitStatusExt, process::Output, sync::Arc};
 
 use hmem::{
     Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, ErrorKind, Hmem,
-    Iface, IfaceKind, Registry,
+    Iface, IfaceExt, IfaceKind, Registry,
     iface::{AllocRequest, DmaBufMapping},
     provider::Nic,
     registry::Owner,
@@ -165,26 +165,26 @@ fn copies_reach_exactly_their_bytes_in_every_size_class() {
             {
                 let bytes = pattern(size + offset, len as usize);
                 let at = Address(memory.base().0 + offset);
-                iface.write(at, &bytes).unwrap_or_else(|error| panic!("{name}: {error}"));
+                iface.write_bytes(at, &bytes).unwrap_or_else(|error| panic!("{name}: {error}"));
                 let mut back = vec![0; len as usize];
-                iface.read(at, &mut back).unwrap_or_else(|error| panic!("{name}: {error}"));
+                iface.read_bytes(at, &mut back).unwrap_or_else(|error| panic!("{name}: {error}"));
                 assert!(back == bytes, "{name}: {len} bytes at {offset}");
             }
             size *= 4;
         }
         // Neighbouring bytes stay as they are, and uneven ranges meet.
-        iface.write(memory.base(), &[0xEE; 64]).unwrap();
+        iface.write_bytes(memory.base(), &[0xEE; 64]).unwrap();
         for (offset, len) in [(1u64, 3usize), (4, 7), (11, 1), (20, 13)] {
-            iface.write(Address(memory.base().0 + offset), &vec![len as u8; len]).unwrap();
+            iface.write_bytes(Address(memory.base().0 + offset), &vec![len as u8; len]).unwrap();
         }
         let mut bytes = [0; 34];
-        iface.read(memory.base(), &mut bytes).unwrap();
+        iface.read_bytes(memory.base(), &mut bytes).unwrap();
         let expected: Vec<u8> =
             [vec![0xEE], vec![3; 3], vec![7; 7], vec![1], vec![0xEE; 8], vec![13; 13], vec![0xEE]]
                 .concat();
         assert_eq!(bytes.to_vec(), expected, "{name}");
         let last = Address(memory.base().0 + LEN - 1);
-        for error in [iface.write(last, &[1, 2]), iface.read(last, &mut [0; 2])] {
+        for error in [iface.write_bytes(last, &[1, 2]), iface.read_bytes(last, &mut [0; 2])] {
             assert_eq!(
                 error.unwrap_err().kind(),
                 ErrorKind::OutOfBounds,
@@ -192,7 +192,7 @@ fn copies_reach_exactly_their_bytes_in_every_size_class() {
             );
         }
         free(&*iface, &memory);
-        let dead = iface.write(memory.base(), &[1]).expect_err("a copy to freed memory");
+        let dead = iface.write_bytes(memory.base(), &[1]).expect_err("a copy to freed memory");
         assert_eq!(dead.kind(), ErrorKind::OutOfBounds, "{name}");
     }
 }
@@ -208,8 +208,8 @@ fn asynchronous_copies_end_with_their_event() {
     let to = Address(memory.base().0 + 3);
     // SAFETY: the host sides outlive the copies, and nobody refers to the pages of `sink`.
     let (up, down) = unsafe {
-        let up = simulated.copy_async(to, Address::of_ptr(source.as_ptr()), 5000).expect("start");
-        (up, simulated.copy_async(sink.range().start(), to, 5000).expect("start"))
+        let up = simulated.start_copy(to, Address::of_ptr(source.as_ptr()), 5000).expect("start");
+        (up, simulated.start_copy(sink.range().start(), to, 5000).expect("start"))
     };
     assert!(!up.is_done() && !down.is_done() && simulated.pending_copies() == 2);
     assert!(simulated.step() && up.is_done() && !down.is_done());
@@ -218,7 +218,7 @@ fn asynchronous_copies_end_with_their_event() {
     assert!(!simulated.step());
     assert_eq!(crate::memory::Bytes::Host(sink).get(0, 5000), source);
     // SAFETY: as above; the copy is refused.
-    let past = unsafe { simulated.copy_async(to, Address::of_ptr(source.as_ptr()), 8192) };
+    let past = unsafe { simulated.start_copy(to, Address::of_ptr(source.as_ptr()), 8192) };
     assert_eq!(past.unwrap_err().kind(), ErrorKind::OutOfBounds);
 }
 
@@ -277,7 +277,7 @@ fn exports_reach_exactly_their_bytes() {
         let _in_front = allocate(&**iface, 50_000, *kind);
         let memory = allocate(&**iface, 100_000, *kind);
         let bytes = pattern(6, 100_000);
-        iface.write(memory.base(), &bytes).unwrap();
+        iface.write_bytes(memory.base(), &bytes).unwrap();
         for (offset, len) in
             [(0, 1), (1, 4096), (4095, 2), (12_345, 777), (99_999, 1), (0, 100_000)]
         {
@@ -444,7 +444,7 @@ fn a_stray_dereference_of_device_memory_faults() {
     if child::is_alone(NAME) {
         let simulated = device(Style::Identity);
         let memory = allocate(&*simulated, 4096, AllocationKind::Device);
-        simulated.write(memory.base(), &[1; 4096]).unwrap();
+        simulated.write_bytes(memory.base(), &[1; 4096]).unwrap();
         let pointer = std::ptr::with_exposed_provenance::<u8>(memory.base().0 as usize);
         // SAFETY: none: this is the bug that the fault is for.
         let byte = unsafe { pointer.read_volatile() };

@@ -4,7 +4,8 @@
 use std::sync::Arc;
 
 use hmem::{
-    Access, Address, AddressRange, AllocationKind, DeviceId, Domain, Endpoint, Iface, MemoryRegion,
+    Access, Address, AddressRange, AllocationKind, DeviceId, Domain, Endpoint, Iface, IfaceExt,
+    MemoryRegion,
     cache::Uncached,
     cuda::{
         MonitorKind,
@@ -140,7 +141,7 @@ fn rounds(link: &Link, kind: AllocationKind, freed: Freed, rounds: u32) -> Shown
             Freed::ByTheApplication => (app.allocate(request.len), None),
         };
         shown.reused += u32::from(last.replace(memory) == Some(memory));
-        link.cuda.write(memory.start(), &bytes_of(round)).expect("write");
+        link.cuda.write_bytes(memory.start(), &bytes_of(round)).expect("write");
         // SAFETY: the region is not used once its memory is freed, which is what the cache sees to.
         let first = unsafe { link.cache_get(memory) };
         assert!(first.lease().uncached().is_none(), "{:?}", first.lease());
@@ -287,8 +288,8 @@ fn other_memory_at_the_same_place_of_a_reservation_is_never_a_hit() {
             let mut memory = app.current(|_| Segments::new(&link.functions, &[true, true]));
             let (first, last) =
                 (memory.range(0, memory.step), memory.range(memory.step, memory.step));
-            link.cuda.write(first.start(), &bytes_of(0)).expect("write");
-            link.cuda.write(last.start(), &bytes_of(1)).expect("write");
+            link.cuda.write_bytes(first.start(), &bytes_of(0)).expect("write");
+            link.cuda.write_bytes(last.start(), &bytes_of(1)).expect("write");
             for round in [0, 1, 0, 1] {
                 // SAFETY: not used once the memory is unmapped.
                 let region = unsafe { link.cache_get(first) };
@@ -407,7 +408,7 @@ fn threads_that_free_what_others_get_at_once_never_hit_what_was_there_before() {
                     for round in 0..300 {
                         let mark = bytes_of(round * 4 + thread);
                         let memory = app.allocate(1 << 20);
-                        link.cuda.write(memory.start(), &mark).expect("write");
+                        link.cuda.write_bytes(memory.start(), &mark).expect("write");
                         for _ in 0..2 {
                             // SAFETY: not used once the memory is freed.
                             let region = unsafe { link.cache_get(memory) };

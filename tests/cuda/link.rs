@@ -334,12 +334,12 @@ pub(crate) fn close(region: Registered<DeviceBuffer>) -> DeviceBuffer {
 
 /// Copies by address. The tests that use them free no memory while they copy it.
 pub(crate) trait HeldCopies: Iface {
-    fn read(&self, from: Address, into: &mut [u8]) -> Result<()> {
+    fn read_bytes(&self, from: Address, into: &mut [u8]) -> Result<()> {
         // SAFETY: the test keeps the memory for the length of the call.
         unsafe { IfaceExt::read(self, from, into) }
     }
 
-    fn write(&self, to: Address, from: &[u8]) -> Result<()> {
+    fn write_bytes(&self, to: Address, from: &[u8]) -> Result<()> {
         // SAFETY: the test keeps the memory for the length of the call, and refers to none of it.
         unsafe { IfaceExt::write(self, to, from) }
     }

@@ -1,8 +1,9 @@
 //! Which way each kind of memory goes, and what the decision says.
 
 use hmem::{
-    Address, AddressRange, AllocationKind, Decision, ErrorKind, Iface, Path, cuda::sys::CuResult,
-    iface::DmaBufMapping, loopback::Memory, path::P2pPolicy, provider::Imports,
+    Address, AddressRange, AllocationKind, Decision, ErrorKind, IfaceExt, Path,
+    cuda::sys::CuResult, iface::DmaBufMapping, loopback::Memory, path::P2pPolicy,
+    provider::Imports,
 };
 use hmem_fake_cuda::Profile;
 
@@ -271,7 +272,7 @@ fn over_seams(link: &Link, segments: &Segments<'_>, region: &hmem::MemoryRegion)
     let (key, bytes) = (region.key().expect("key"), pattern(7, range.len() as usize));
     link.put(&key, 0, &bytes).expect("write over every seam");
     let mut found = vec![0; bytes.len()];
-    link.cuda.read(range.start(), &mut found).expect("read");
+    link.cuda.read_bytes(range.start(), &mut found).expect("read");
     assert!(found == bytes);
     assert!(
         link.get(&key, segments.step - 20_000, 40_000).expect("read")

@@ -3,7 +3,8 @@
 use std::{fmt, sync::Arc};
 
 use hmem::{
-    Access, AllocationKind, DeviceId, Iface, IfaceKind, Path, path::P2pPolicy, system::System,
+    Access, AllocationKind, DeviceId, Iface, IfaceExt, IfaceKind, Path, path::P2pPolicy,
+    system::System,
 };
 
 use super::{Memory, Selection, memory::HugeBuffer, skip};
@@ -145,7 +146,7 @@ fn huge_pages(skipped: &mut Vec<Skipped>) -> Option<Memory> {
 /// What a device iface allocates: each kind on each device, and host memory once.
 fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<Memory> {
     let name = iface.name();
-    if !iface.capability().allocate {
+    if iface.allocator().is_none() {
         skipped.push(skip(
             format!("iface {name}"),
             "it started, but does not allocate memory in this version",

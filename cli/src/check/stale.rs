@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use hmem::{
-    Access, CacheAttr, Error, ErrorKind, Hmem, Iface, IfaceKind, Path, Result,
+    Access, CacheAttr, Error, ErrorKind, Hmem, Iface, IfaceExt, IfaceKind, Path, Result,
     cache::Uncached,
     monitor::Monitor,
     path::P2pPolicy,
@@ -263,7 +263,7 @@ impl Case<'_> {
                 })
             }
             Memory::Device(iface) => {
-                let monitor = iface.monitor()?.name().to_owned();
+                let monitor = iface.start_monitor()?.name().to_owned();
                 let place = Box::new(OnDevice::allocate(iface)?);
                 Ok(Prepared { monitor, hmem: Whose::Machine(self.machine), place })
             }
@@ -272,7 +272,7 @@ impl Case<'_> {
                     .style(Style::Callback)
                     .address_reuse(AddressReuse::JustFreed);
                 let iface: Arc<dyn Iface> = Arc::new(device.build()?);
-                let monitor = iface.monitor()?.name().to_owned();
+                let monitor = iface.start_monitor()?.name().to_owned();
                 let hmem = Hmem::builder().without_vendor_ifaces().ifaces(iface.name());
                 let hmem = hmem.shared_iface(Arc::clone(&iface)).build()?;
                 let place = Box::new(OnDevice::allocate(&iface)?);

@@ -64,7 +64,7 @@ pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report> {
 }
 
 fn found(machine: &Machine, pair: &Pair<'_>, request: &ExplainRequest) -> Result<Explanation> {
-    if pair.device.is_some() && !pair.iface.capability().allocate {
+    if pair.device.is_some() && pair.iface.allocator().is_none() {
         return Err(Error::new(ErrorKind::Unsupported, "allocate")
             .iface(pair.iface.kind())
             .remedy("this iface does not allocate yet, so that nothing can be tried"));

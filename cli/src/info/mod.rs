@@ -3,7 +3,7 @@
 mod report;
 
 use hmem::{
-    Decision, Error, Iface, IfaceKind, Path,
+    Decision, Error, Iface, IfaceExt, IfaceKind, Path,
     cuda::gdrcopy::Gdrcopy,
     iface::Capability,
     provider::{Imports, ProviderAttr, WindowType},
@@ -298,7 +298,7 @@ fn device_monitor(machine: &Machine, iface: &dyn Iface) -> DeviceMonitorEntry {
             let why = format!("left out by {setting}: its memory is registered uncached");
             (None, why, Some(format!("change {setting} to have it cached")))
         }
-        None => match iface.monitor() {
+        None => match iface.start_monitor() {
             Ok(monitor) => (Some(monitor.name().to_owned()), monitor.why(), None),
             Err(error) => {
                 let (why, remedy) = reason_and_remedy(&error);

@@ -3,10 +3,10 @@
 use std::{mem, sync::Arc};
 
 use hmem::{
-    Address, AddressRange, Allocation, DeviceId, Iface, IfaceKind, Result, Segment,
+    Address, AddressRange, Allocation, Iface, IfaceExt, IfaceKind, Result,
     iface::{
-        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle,
-        PeerMemoryExport,
+        AllocRequest, Allocator, CopyEngine, Device, DmaBufExport, DmaBufExporter, DmaBufMapping,
+        HostRegistrar, InboundFlush, Ipc, MonitorSource, PeerMemoryExporter, SegmentMap,
     },
     monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
     provider::Nic,
@@ -38,12 +38,20 @@ pub(crate) struct Faulty {
 // unchanged that is not.
 #[allow(unsafe_code, reason = "the trait and its unsafe methods")]
 unsafe impl Iface for Faulty {
-    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        if self.fault == Fault::KeepsMemory {
-            return Ok(());
-        }
-        // SAFETY: the caller's promise is the same.
-        unsafe { self.simulated.free(allocation) }
+    fn kind(&self) -> IfaceKind {
+        self.simulated.kind()
+    }
+
+    fn name(&self) -> &str {
+        self.simulated.name()
+    }
+
+    fn devices(&self) -> Result<Vec<Device>> {
+        self.simulated.devices()
+    }
+
+    fn query(&self, address: Address) -> Result<Option<Allocation>> {
+        self.simulated.query(address)
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
@@ -63,17 +71,68 @@ unsafe impl Iface for Faulty {
         Ok(())
     }
 
-    unsafe fn copy_async(
-        &self,
-        to: Address,
-        from: Address,
-        len: u64,
-    ) -> Result<Box<dyn CopyEvent>> {
-        // SAFETY: the caller's promise is the same.
-        unsafe { self.simulated.copy_async(to, from, len) }
+    fn address_span(&self) -> Option<AddressRange> {
+        self.simulated.address_span()
     }
 
-    fn export_dma_buf(
+    fn allocator(&self) -> Option<&dyn Allocator> {
+        Some(self)
+    }
+
+    fn copy_engine(&self) -> Option<&dyn CopyEngine> {
+        self.simulated.copy_engine()
+    }
+
+    fn dma_buf(&self) -> Option<&dyn DmaBufExporter> {
+        Some(self)
+    }
+
+    fn peer_memory(&self) -> Option<&dyn PeerMemoryExporter> {
+        self.simulated.peer_memory()
+    }
+
+    fn host_registrar(&self) -> Option<&dyn HostRegistrar> {
+        self.simulated.host_registrar()
+    }
+
+    fn ipc(&self) -> Option<&dyn Ipc> {
+        self.simulated.ipc()
+    }
+
+    fn segments(&self) -> Option<&dyn SegmentMap> {
+        self.simulated.segments()
+    }
+
+    fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
+        self.simulated.inbound_flush()
+    }
+
+    fn monitor(&self) -> Option<&dyn MonitorSource> {
+        Some(self)
+    }
+}
+
+impl Allocator for Faulty {
+    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+        IfaceExt::allocate(&*self.simulated, request)
+    }
+
+    #[allow(unsafe_code, reason = "the trait and its unsafe methods")]
+    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        if self.fault == Fault::KeepsMemory {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise is the same.
+        unsafe { IfaceExt::free(&*self.simulated, allocation) }
+    }
+}
+
+impl DmaBufExporter for Faulty {
+    fn mappings(&self) -> &'static [DmaBufMapping] {
+        self.simulated.dma_buf().expect("a simulated device exports").mappings()
+    }
+
+    fn export(
         &self,
         range: AddressRange,
         nic: &Nic,
@@ -86,74 +145,18 @@ unsafe impl Iface for Faulty {
         Ok(export)
     }
 
-    unsafe fn host_register(&self, range: AddressRange) -> Result<()> {
-        // SAFETY: the caller's promise is the same.
-        unsafe { self.simulated.host_register(range) }
-    }
-
-    unsafe fn ipc_close(&self, allocation: &Allocation) -> Result<()> {
-        // SAFETY: the caller's promise is the same.
-        unsafe { self.simulated.ipc_close(allocation) }
-    }
-
-    fn kind(&self) -> IfaceKind {
-        self.simulated.kind()
-    }
-
-    fn name(&self) -> &str {
-        self.simulated.name()
-    }
-
-    fn capability(&self) -> Capability {
-        self.simulated.capability()
-    }
-
-    fn devices(&self) -> Result<Vec<Device>> {
-        self.simulated.devices()
-    }
-
-    fn query(&self, address: Address) -> Result<Option<Allocation>> {
-        self.simulated.query(address)
-    }
-
-    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
-        self.simulated.segments(range)
-    }
-
-    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
-        self.simulated.allocate(request)
-    }
-
-    fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
+    fn release(&self, export: DmaBufExport) -> Result<()> {
         self.simulated.release_dma_buf(export)
     }
+}
 
-    fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
-        self.simulated.export_peer_memory(range, nic)
+impl MonitorSource for Faulty {
+    fn detection(&self) -> MonitorStyle {
+        self.simulated.monitor().expect("a simulated device has a monitor").detection()
     }
 
-    fn host_unregister(&self, range: AddressRange) -> Result<()> {
-        self.simulated.host_unregister(range)
-    }
-
-    fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
-        self.simulated.ipc_export(allocation)
-    }
-
-    fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
-        self.simulated.ipc_open(handle)
-    }
-
-    fn flush_inbound(&self, device: DeviceId) -> Result<()> {
-        self.simulated.flush_inbound(device)
-    }
-
-    fn is_started(&self, device: DeviceId) -> Result<bool> {
-        self.simulated.is_started(device)
-    }
-
-    fn monitor(&self) -> Result<Arc<dyn Monitor>> {
-        let monitor = self.simulated.monitor()?;
+    fn start(&self) -> Result<Arc<dyn Monitor>> {
+        let monitor = self.simulated.start_monitor()?;
         Ok(if self.fault == Fault::ConfusesAllocations {
             Arc::new(Confused(monitor))
         } else {

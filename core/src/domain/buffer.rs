@@ -183,7 +183,7 @@ impl DeviceBuffer {
     /// Allocates.
     ///
     /// # Errors
-    /// As [`Iface::allocate`], and [`ErrorKind::ZeroLength`].
+    /// As [`Allocator::allocate`](crate::iface::Allocator::allocate), and [`ErrorKind::ZeroLength`].
     pub fn allocate(iface: &Arc<dyn Iface>, request: &AllocRequest) -> Result<Self> {
         if request.len == 0 {
             return Err(Error::new(ErrorKind::ZeroLength, "allocate").iface(iface.kind()));
@@ -231,7 +231,7 @@ impl DeviceBuffer {
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let to = self.slice(offset, from.len() as u64)?.start();
         // SAFETY: the allocation is freed when `self` is dropped, which the borrow excludes. No
-        // reference to it exists, as `Iface::allocate` promises and as `self` gives out none.
+        // reference to it exists, as `Allocator::allocate` promises and as `self` gives out none.
         unsafe { self.iface.write(to, from) }
     }
 }

@@ -10,8 +10,8 @@ use parking_lot::Mutex;
 
 use super::{Domain, DomainInner, MemoryRegion, MrAttr};
 use crate::{
-    Access, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, MrFlags, MrMode,
-    Rejected, Result,
+    Access, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceExt, IfaceKind, MrFlags,
+    MrMode, Rejected, Result,
     cache::{Burst, Cache, Key, Lease, Limits, Listed, OwnedLease, Source, Statistics},
     monitor::{Invalidator, Monitor, MonitorStyle, Subscription},
     path::Path,
@@ -341,7 +341,7 @@ impl Registrations {
                 .context("why", "it was asked to be left out")
                 .remedy("enable the iface's cache monitor"));
         }
-        let started = self.domain.registry.get(iface)?.monitor();
+        let started = self.domain.registry.get(iface)?.start_monitor();
         match &started {
             Ok(monitor) => tracing::debug!(%iface, monitor = monitor.name(), "cache monitor"),
             Err(why) => tracing::warn!(%iface, %why, "memory of the iface is registered uncached"),

@@ -3,7 +3,7 @@
 //!
 //! A completion says that the NIC is done, not that work which the device starts next finds the
 //! bytes: a device may need a flush
-//! for that ([`Iface::flush_inbound`](crate::Iface::flush_inbound), which does nothing where it
+//! for that ([`InboundFlush`](crate::iface::InboundFlush), a facet that an iface lacks where it
 //! does not). Whoever reads a completion that may stand for bytes in device memory of the domain
 //! has them flushed before it is theirs. Such are receives, reads and atomics; a receive also
 //! stands for the writes of its sender before it, of which the target has no completion.
@@ -19,7 +19,7 @@ use std::{
 use parking_lot::RwLock;
 
 use crate::{
-    Access, DeviceId, IfaceKind, Registry, Result,
+    Access, DeviceId, IfaceExt, IfaceKind, Registry, Result,
     provider::CompletionQueue,
     registry::Owner,
     transfer::{Completion, CompletionKind},

@@ -9,7 +9,7 @@ use std::{
     },
 };
 
-use hmem_core::{Address, AddressRange, AllocationKind, Iface, monitor::Monitor};
+use hmem_core::{Address, AddressRange, AllocationKind, Iface, IfaceExt, monitor::Monitor};
 use hmem_iface_cuda::{
     Cuda, MonitorKind,
     sys::{
@@ -222,7 +222,7 @@ fn monitored(
     hit: impl FnOnce(&dyn Monitor) -> Outcome<u64>,
 ) -> Outcome<u64> {
     let cuda = open(driver, kind)?;
-    let outcome = attempt(|| hit(&*cuda.monitor()?));
+    let outcome = attempt(|| hit(&*cuda.start_monitor()?));
     and(outcome, close(cuda))
 }
 

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use hmem_core::{
-    Allocation, AllocationKind, DeviceId, ErrorKind, Iface, iface::AllocRequest, provider::Nic,
+    Allocation, AllocationKind, DeviceId, ErrorKind, IfaceExt, iface::AllocRequest, provider::Nic,
 };
 use hmem_fake_cuda::{FakeDriver, Profile};
 use hmem_iface_cuda::{
@@ -104,7 +104,7 @@ impl Driver {
     pub(crate) fn monitor(&self) -> Outcome<String> {
         let cuda =
             Cuda::builder().functions(self.functions.clone()).monitor(MonitorKind::Auto).open()?;
-        let monitor = cuda.monitor()?;
+        let monitor = cuda.start_monitor()?;
         let text = format!("{}, as {}", monitor.name(), monitor.why());
         drop(monitor);
         cuda.close().map_err(|refused| refused.error)?;

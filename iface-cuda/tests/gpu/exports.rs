@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use hmem_core::{Allocation, AllocationKind, Errno, Iface, iface::DmaBufMapping};
+use hmem_core::{Allocation, AllocationKind, Errno, IfaceExt, iface::DmaBufMapping};
 use hmem_iface_cuda::sys;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 

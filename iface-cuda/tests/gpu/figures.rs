@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use hmem_core::{Address, Allocation, AllocationKind, Iface};
+use hmem_core::{Address, Allocation, AllocationKind, Iface, IfaceExt};
 
 use crate::{
     Extent,
@@ -36,7 +36,7 @@ pub(crate) fn identities(
     ];
     report.table(format_args!("Identities of reused addresses: {}", kind.name()), &columns);
     report.row(&[kind.name(), &extent.reuse_rounds.to_string()], || {
-        let monitor = driver.cuda.monitor()?;
+        let monitor = driver.cuda.start_monitor()?;
         let (mut address, mut identity, mut live) = (0u64, 0u64, 0u64);
         let mut last: Option<Allocation> = None;
         let start = Instant::now();
@@ -166,7 +166,7 @@ pub(crate) fn costs(
     for len in extent.cost_sizes {
         report.row(&[kind.name(), &size(*len)], || {
             driver.with(*len, kind, |memory| {
-                let monitor = driver.cuda.monitor()?;
+                let monitor = driver.cuda.start_monitor()?;
                 let inside = Address(memory.base().0 + len / 2);
                 let query = nanos(extent, || {
                     let found = driver.cuda.query(inside)?;
@@ -181,7 +181,7 @@ pub(crate) fn costs(
                     false => Err("live memory is taken for gone".to_owned().into()),
                 })?;
                 let segments = nanos(extent, || {
-                    black_box(driver.cuda.segments(memory.range)?);
+                    black_box(driver.cuda.physical_segments(memory.range)?);
                     Ok(())
                 })?;
                 Ok(Row::new([query, valid, segments, exports::cost(driver, extent, memory)?]))

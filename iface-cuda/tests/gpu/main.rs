@@ -18,7 +18,7 @@ mod trial;
 
 use std::{fs, io, process::ExitCode};
 
-use hmem_core::{AllocationKind, Iface};
+use hmem_core::{AllocationKind, Iface, IfaceExt};
 
 use self::{driver::Driver, report::Report};
 

@@ -4,7 +4,7 @@
 use std::process::Command;
 
 use hmem_core::{
-    Address, AddressRange, AllocationKind, Iface, IfaceExt, IfaceKind,
+    Address, AddressRange, AllocationKind, IfaceExt, IfaceKind,
     iface::{DmaBufMapping, IpcHandle},
 };
 use hmem_iface_cuda::gdrcopy::Gdrcopy;

@@ -1,6 +1,8 @@
 //! The calling thread's context is its own.
 
-use hmem_core::{Address, AddressRange, AllocationKind, DeviceId, Iface, iface::AllocRequest};
+use hmem_core::{
+    Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceExt, iface::AllocRequest,
+};
 use hmem_fake_cuda::{Live, Profile};
 use hmem_iface_cuda::sys::{CU_CTX_SYNC_MEMOPS, CuContext, CuDevicePtr, CuResult};
 
@@ -19,9 +21,9 @@ fn current(world: &World) -> CuContext {
 fn use_everything(world: &World) {
     let memory = world.allocate(100_000, AllocationKind::Device);
     let bytes = pattern(1, 100_000);
-    world.cuda.write(memory.base(), &bytes).expect("write");
+    world.cuda.write_bytes(memory.base(), &bytes).expect("write");
     let mut back = vec![0; bytes.len()];
-    world.cuda.read(memory.base(), &mut back).expect("read");
+    world.cuda.read_bytes(memory.base(), &mut back).expect("read");
     assert!(back == bytes);
     world.cuda.flush_inbound(DeviceId(0)).expect("flush");
     if world.exports_dma_bufs() {
@@ -65,13 +67,13 @@ fn memory_of_another_context_is_worked_on_in_that_context() {
         // SAFETY: the place is writable.
         check(unsafe { (world.app.functions.ctx_pop_current)(&mut popped) });
         let bytes = pattern(2, 50_000);
-        world.cuda.write(Address(pointer), &bytes).expect("write");
+        world.cuda.write_bytes(Address(pointer), &bytes).expect("write");
         let mut back = vec![0; bytes.len()];
         // SAFETY: the host side lives until the event is waited for.
         let event = unsafe {
             world
                 .cuda
-                .copy_async(Address::of_ptr(back.as_mut_ptr()), Address(pointer), 50_000)
+                .start_copy(Address::of_ptr(back.as_mut_ptr()), Address(pointer), 50_000)
                 .expect("start")
         };
         event.wait().expect("wait");
@@ -99,7 +101,7 @@ fn opening_and_asking_make_no_context() {
             assert_eq!(world.cuda.query(address).expect("query"), None);
         }
         world.cuda.devices().expect("devices");
-        world.cuda.monitor().expect("monitor");
+        world.cuda.start_monitor().expect("monitor");
         world.cuda.flush_inbound(DeviceId(0)).expect("ordered natively: nothing to do");
         // SAFETY: refused before anything is touched.
         unsafe { world.cuda.copy(Address(0), Address(0), 0) }.expect("nothing to copy");
@@ -329,16 +331,16 @@ fn page_locking_that_is_refused_leaves_no_context() {
 
 /// Asks all there is to ask about VMM memory, moves bytes of it and hands it to a NIC.
 fn use_mapped(world: &World, range: AddressRange) {
-    world.cuda.segments(range).expect("segments");
+    world.cuda.physical_segments(range).expect("segments");
     world.cuda.export_peer_memory(range, &nic()).expect("peer memory");
     if world.exports_dma_bufs() {
         let export = world.cuda.export_dma_buf(range, &nic(), Default::default()).expect("export");
         world.cuda.release_dma_buf(export).expect("release");
     }
     let bytes = pattern(5, range.len() as usize);
-    world.cuda.write(range.start(), &bytes).expect("write");
+    world.cuda.write_bytes(range.start(), &bytes).expect("write");
     let mut back = vec![0; bytes.len()];
-    world.cuda.read(range.start(), &mut back).expect("read");
+    world.cuda.read_bytes(range.start(), &mut back).expect("read");
     assert!(back == bytes, "{}", world.name);
 }
 
@@ -381,11 +383,11 @@ fn a_copy_in_the_threads_own_context_outlives_it() {
         let foreign = world.app.create_context();
         let memory = Expandable::here(&world.app.functions, &[Some(true)]);
         let (bytes, mut back) = (pattern(6, 5000), vec![0; 5000]);
-        world.cuda.write(Address(memory.base), &bytes).expect("write");
+        world.cuda.write_bytes(Address(memory.base), &bytes).expect("write");
         let to = Address::of_ptr(back.as_mut_ptr());
         // SAFETY: the host side lives until the event is waited for.
         let event =
-            unsafe { world.cuda.copy_async(to, Address(memory.base), 5000) }.expect("start");
+            unsafe { world.cuda.start_copy(to, Address(memory.base), 5000) }.expect("start");
         world.app.destroy_context(foreign);
         event.wait().expect("wait");
         assert!(back == bytes, "{}", world.name);
@@ -408,7 +410,7 @@ fn a_question_about_memory_of_no_context_leaves_none() {
         let memory = Expandable::here(&world.app.functions, &parts);
         world.app.pop();
         let (whole, capable) = (memory.range(0, 2 * memory.step), memory.range(0, memory.step));
-        world.cuda.segments(whole).expect("segments");
+        world.cuda.physical_segments(whole).expect("segments");
         assert!(world.active().is_empty(), "{}", world.name);
         if !world.reaches_anything(memory.base + memory.step) {
             world.cuda.export_peer_memory(whole, &nic()).expect_err("not all of it can be reached");
@@ -421,7 +423,7 @@ fn a_question_about_memory_of_no_context_leaves_none() {
         }
         if let Some((driver, _)) = &world.fake {
             driver.fail("cuMemcpyAsync", CuResult::CUDA_ERROR_UNKNOWN);
-            world.cuda.write(capable.start(), &[1]).expect_err("refused");
+            world.cuda.write_bytes(capable.start(), &[1]).expect_err("refused");
             assert!(world.active().is_empty(), "{}", world.name);
             // The flag that makes copies of such memory synchronous is that of a context in which
             // somebody works.
@@ -455,14 +457,14 @@ fn a_current_context_of_another_device_is_not_taken() {
         world.free(&other);
         // REL-01: what the driver cannot say of the current context is an error, and takes nothing.
         world.driver().fail("cuCtxGetDevice", CuResult::CUDA_ERROR_UNKNOWN);
-        let error = world.cuda.segments(memory.range(0, 4096)).expect_err("refused");
+        let error = world.cuda.physical_segments(memory.range(0, 4096)).expect_err("refused");
         assert!(error.to_string().contains("cuCtxGetDevice"), "{error}");
         // One that was destroyed is none.
         for code in
             [CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED, CuResult::CUDA_ERROR_INVALID_CONTEXT]
         {
             world.driver().fail("cuCtxGetDevice", code);
-            world.cuda.segments(memory.range(0, 4096)).expect("asked in another");
+            world.cuda.physical_segments(memory.range(0, 4096)).expect("asked in another");
         }
         assert_eq!(world.active(), [1]);
         memory.end_here(&world.app.functions, &parts);
@@ -564,9 +566,9 @@ fn threads_work_at_once() {
                     for round in 0..20 {
                         let memory = cuda.allocate(&request).expect("allocate");
                         let bytes = pattern(seed * 100 + round, 70_000);
-                        cuda.write(memory.base(), &bytes).expect("write");
+                        cuda.write_bytes(memory.base(), &bytes).expect("write");
                         let mut back = vec![0; bytes.len()];
-                        cuda.read(memory.base(), &mut back).expect("read");
+                        cuda.read_bytes(memory.base(), &mut back).expect("read");
                         assert!(back == bytes);
                         // SAFETY: nobody uses it any longer.
                         unsafe { cuda.free(&memory) }.expect("free");

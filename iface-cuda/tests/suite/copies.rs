@@ -1,6 +1,8 @@
 //! Moving bytes.
 
-use hmem_core::{Address, AllocationKind, DeviceId, ErrorKind, Iface, iface::AllocRequest};
+use hmem_core::{
+    Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::AllocRequest,
+};
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::{Cuda, sys::CuResult};
 
@@ -17,10 +19,10 @@ fn bytes_come_back_from_every_kind_at_every_size() {
                     (memory.base().checked_add(7).expect("inside"), pattern(len as u64, len));
                 world
                     .cuda
-                    .write(at, &bytes)
+                    .write_bytes(at, &bytes)
                     .unwrap_or_else(|error| panic!("{}: {error}", world.name));
                 let mut back = vec![0; len];
-                world.cuda.read(at, &mut back).expect("read");
+                world.cuda.read_bytes(at, &mut back).expect("read");
                 assert!(back == bytes, "{}: {len} bytes of {kind:?}", world.name);
                 world.free(&memory);
             }
@@ -40,12 +42,12 @@ fn bytes_move_between_devices_memories_and_within_one() {
             world.cuda.allocate(&request).expect("allocate"),
         );
         let bytes = pattern(3, 9000);
-        world.cuda.write(near.base(), &bytes).expect("write");
+        world.cuda.write_bytes(near.base(), &bytes).expect("write");
         // SAFETY: both sides belong to the iface, which checks them.
         unsafe { world.cuda.copy(Address(far.base().0 + 11), Address(near.base().0 + 5), 8000) }
             .expect("copy");
         let mut back = vec![0; 8000];
-        world.cuda.read(Address(far.base().0 + 11), &mut back).expect("read");
+        world.cuda.read_bytes(Address(far.base().0 + 11), &mut back).expect("read");
         assert!(back == bytes[5..8005], "{}", world.name);
         world.free(&near);
         world.free(&far);
@@ -59,7 +61,7 @@ fn a_copy_past_an_allocation_is_refused_and_moves_nothing() {
         for kind in world.kinds(&KINDS) {
             let memory = world.allocate(4 << 20, kind);
             let end = memory.base().0 + (4 << 20);
-            world.cuda.write(Address(end - 1), &[7]).expect("the last byte");
+            world.cuda.write_bytes(Address(end - 1), &[7]).expect("the last byte");
             let mut bytes = [9u8; 2];
             // SAFETY: the host side is this array; the other is checked by the iface.
             let error = unsafe {
@@ -79,7 +81,7 @@ fn a_copy_into_freed_memory_is_refused() {
     each(|world| {
         let memory = world.allocate(8 << 20, AllocationKind::Device);
         world.free(&memory);
-        let error = world.cuda.write(memory.base(), &[1]).expect_err("freed");
+        let error = world.cuda.write_bytes(memory.base(), &[1]).expect_err("freed");
         assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{}: {error}", world.name);
     });
 }
@@ -98,7 +100,7 @@ fn a_copy_of_freed_memory_is_never_one_of_host_memory() {
             [
                 world.cuda.copy(here, memory.base(), 64),
                 world.cuda.copy(memory.base(), here, 64),
-                world.cuda.copy_async(here, memory.base(), 64).map(drop),
+                world.cuda.start_copy(here, memory.base(), 64).map(drop),
             ]
         };
         for error in refused.map(|copied| copied.expect_err("freed")) {
@@ -118,9 +120,9 @@ fn copies_span_the_mappings_of_a_reservation() {
         let parts = [Some(true), Some(false), Some(true)];
         let memory = Expandable::new(&mut world.app, &parts);
         let bytes = pattern(8, 2 * memory.step as usize);
-        world.cuda.write(Address(memory.base + 77), &bytes).expect("write");
+        world.cuda.write_bytes(Address(memory.base + 77), &bytes).expect("write");
         let mut back = vec![0; bytes.len()];
-        world.cuda.read(Address(memory.base + 77), &mut back).expect("read");
+        world.cuda.read_bytes(Address(memory.base + 77), &mut back).expect("read");
         assert!(back == bytes, "{}", world.name);
         memory.end(&mut world.app, &parts);
     });
@@ -133,7 +135,7 @@ fn start(
     len: u64,
 ) -> Box<dyn hmem_core::iface::CopyEvent> {
     // SAFETY: callers keep the host side alive and unused until the event is done.
-    unsafe { world.cuda.copy_async(to, from, len) }.expect("start")
+    unsafe { world.cuda.start_copy(to, from, len) }.expect("start")
 }
 
 /// HM-03
@@ -193,16 +195,16 @@ fn a_blocking_copy_waits_for_no_asynchronous_one() {
         let memory = [(); 2].map(|()| world.allocate(4096, AllocationKind::Device));
         let bytes = [1, 2].map(|seed| pattern(seed, 4096));
         let event = start(world, memory[0].base(), Address::of_ptr(bytes[0].as_ptr()), 4096);
-        world.cuda.write(memory[1].base(), &bytes[1]).expect("write");
+        world.cuda.write_bytes(memory[1].base(), &bytes[1]).expect("write");
         let mut back = vec![0; 4096];
-        world.cuda.read(memory[1].base(), &mut back).expect("read");
+        world.cuda.read_bytes(memory[1].base(), &mut back).expect("read");
         assert!(back == bytes[1]);
         let pool = world.allocate(4096, AllocationKind::StreamOrdered);
         world.free(&pool);
         // The fake runs a copy only when somebody waits for its stream, or asked for it before.
         assert!(!event.is_done(), "somebody else waited for it");
         event.wait().expect("wait");
-        world.cuda.read(memory[0].base(), &mut back).expect("read");
+        world.cuda.read_bytes(memory[0].base(), &mut back).expect("read");
         assert!(back == bytes[0]);
         for one in &memory {
             world.free(one);
@@ -222,8 +224,9 @@ fn blocking_copies_of_two_threads_have_a_stream_each() {
         std::thread::scope(|scope| {
             let held = driver.hold("cuStreamSynchronize");
             let writers = memory.each_ref().map(|one| {
-                scope
-                    .spawn(move || cuda.write(one.base(), &pattern(one.id.0, 4096)).expect("write"))
+                scope.spawn(move || {
+                    cuda.write_bytes(one.base(), &pattern(one.id.0, 4096)).expect("write")
+                })
             });
             held.wait_for(2);
             assert_eq!(driver.live().streams, 2, "one of each");
@@ -234,7 +237,7 @@ fn blocking_copies_of_two_threads_have_a_stream_each() {
         });
         for one in &memory {
             let mut back = vec![0; 4096];
-            cuda.read(one.base(), &mut back).expect("read");
+            cuda.read_bytes(one.base(), &mut back).expect("read");
             assert!(back == pattern(one.id.0, 4096));
             world.free(one);
         }
@@ -288,11 +291,11 @@ fn memory_that_the_driver_has_forgotten_is_not_copied() {
                     Some(memory.range.to_string().as_str())
                 );
                 // SAFETY: as above.
-                unsafe { world.cuda.copy_async(to, from, 100) }.expect_err("refused");
+                unsafe { world.cuda.start_copy(to, from, 100) }.expect_err("refused");
             }
         }
         world.driver().heal();
-        world.cuda.write(inside, &bytes).expect("once it knows it");
+        world.cuda.write_bytes(inside, &bytes).expect("once it knows it");
         for one in [&memory, &others[0], &others[1]] {
             world.free(one);
         }
@@ -313,7 +316,7 @@ fn refused(world: &World, to: Address) -> hmem_core::Error {
     let bytes = pattern(9, 4096);
     let from = Address::of_ptr(bytes.as_ptr());
     // SAFETY: the host side lives until the copy, which is refused, has ended.
-    let error = unsafe { world.cuda.copy_async(to, from, 4096) }.expect_err("refused");
+    let error = unsafe { world.cuda.start_copy(to, from, 4096) }.expect_err("refused");
     assert_eq!(world.driver().live().copies, 0, "it runs on: {error}");
     error
 }
@@ -348,7 +351,7 @@ fn a_copy_that_is_refused_after_it_began_has_ended_and_loses_nothing() {
         world.driver().fail("cuStreamSynchronize", REFUSED);
         // SAFETY: the host side lives until the next copy on the stream has ended.
         let error =
-            unsafe { world.cuda.copy_async(memory.base(), Address::of_ptr(bytes.as_ptr()), 4096) };
+            unsafe { world.cuda.start_copy(memory.base(), Address::of_ptr(bytes.as_ptr()), 4096) };
         assert_eq!(
             error.expect_err("refused").operation(),
             "cuEventRecord",
@@ -392,7 +395,7 @@ fn a_copy_that_is_refused_in_the_applications_context_leaves_nothing_there() {
             world.driver().fail(symbol, REFUSED);
             world.driver().fail("cuStreamDestroy_v2", REFUSED);
             let error = match blocking {
-                true => world.cuda.write(to, &[7; 100]).expect_err("refused"),
+                true => world.cuda.write_bytes(to, &[7; 100]).expect_err("refused"),
                 false => refused(world, to),
             };
             assert_eq!(error.operation(), symbol, "the error of the work comes first");

@@ -1,7 +1,8 @@
 //! Which memory an address is of.
 
 use hmem_core::{
-    Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceKind, iface::AllocRequest,
+    Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceExt, IfaceKind,
+    iface::AllocRequest,
 };
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::{CuDevicePtr, CuResult};
@@ -358,7 +359,7 @@ fn segments_are_the_mappings_of_a_reservation() {
             found.range.contains_range(range),
             "the reservation holds ranges over several handles"
         );
-        let segments = world.cuda.segments(range).expect("segments");
+        let segments = world.cuda.physical_segments(range).expect("segments");
         let lens: Vec<_> = segments.iter().map(|segment| segment.range.len()).collect();
         assert_eq!(lens, [memory.step - 1000, memory.step, 1000], "{}", world.name);
         assert!(segments.iter().all(|segment| segment.exportable));
@@ -375,8 +376,10 @@ fn a_hole_in_a_reservation_is_named() {
         }
         let parts = [Some(true), None, Some(true)];
         let memory = Expandable::new(&mut world.app, &parts);
-        let error =
-            world.cuda.segments(memory.range(0, 3 * memory.step)).expect_err("not mapped whole");
+        let error = world
+            .cuda
+            .physical_segments(memory.range(0, 3 * memory.step))
+            .expect_err("not mapped whole");
         assert_eq!(error.kind(), hmem_core::ErrorKind::OutOfBounds, "{error}");
         let hole = Address(memory.base + memory.step).to_string();
         assert_eq!(error.context_value("address"), Some(hole.as_str()), "{error}");
@@ -393,7 +396,8 @@ fn memory_that_was_not_created_for_rdma_is_not_exportable() {
         }
         let parts = [Some(true), Some(false)];
         let memory = Expandable::new(&mut world.app, &parts);
-        let segments = world.cuda.segments(memory.range(0, 2 * memory.step)).expect("segments");
+        let segments =
+            world.cuda.physical_segments(memory.range(0, 2 * memory.step)).expect("segments");
         let exportable: Vec<_> = segments.iter().map(|segment| segment.exportable).collect();
         let anything = world.reaches_anything(memory.base + memory.step);
         assert_eq!(exportable, [true, anything], "{}", world.name);
@@ -441,7 +445,8 @@ fn the_purpose_of_memory_is_asked_of_its_handle_if_the_driver_says_nothing_of_it
     over(Profile { last_pointer_attribute: 14, ..Profile::default() }, |world| {
         let parts = [Some(true), Some(false)];
         let memory = Expandable::new(&mut world.app, &parts);
-        let segments = world.cuda.segments(memory.range(0, 2 * memory.step)).expect("segments");
+        let segments =
+            world.cuda.physical_segments(memory.range(0, 2 * memory.step)).expect("segments");
         let exportable: Vec<_> = segments.iter().map(|segment| segment.exportable).collect();
         assert_eq!(exportable, [true, false]);
         for symbol in [
@@ -450,7 +455,8 @@ fn the_purpose_of_memory_is_asked_of_its_handle_if_the_driver_says_nothing_of_it
             "cuMemRelease",
         ] {
             world.driver().fail(symbol, CuResult::CUDA_ERROR_UNKNOWN);
-            let error = world.cuda.segments(memory.range(0, 100)).expect_err("the driver refused");
+            let error =
+                world.cuda.physical_segments(memory.range(0, 100)).expect_err("the driver refused");
             assert_eq!(error.operation(), symbol);
             if symbol == "cuMemRelease" {
                 // The reference that could not be given back is the fake's to forget.
@@ -467,7 +473,7 @@ fn the_purpose_of_memory_is_asked_of_its_handle_if_the_driver_says_nothing_of_it
         memory.end(&mut world.app, &parts);
         // What has no handle is left to trying.
         let plain = world.allocate(4096, hmem_core::AllocationKind::Device);
-        assert!(world.cuda.segments(plain.range).expect("segments")[0].exportable);
+        assert!(world.cuda.physical_segments(plain.range).expect("segments")[0].exportable);
         world.free(&plain);
     });
 }
@@ -530,11 +536,15 @@ fn vmm_memory_is_told_apart_where_the_driver_names_a_context_for_it() {
             assert_eq!(found.kind, AllocationKind::Virtual);
             assert_eq!(world.driver().live().handles, handles);
             assert!(
-                !world.cuda.monitor().expect("monitor").valid(&found).expect("ask"),
+                !world.cuda.start_monitor().expect("monitor").valid(&found).expect("ask"),
                 "never a hit"
             );
             assert_eq!(
-                world.cuda.segments(memory.range(0, 2 * memory.step)).expect("segments").len(),
+                world
+                    .cuda
+                    .physical_segments(memory.range(0, 2 * memory.step))
+                    .expect("segments")
+                    .len(),
                 2
             );
             for symbol in ["cuMemRetainAllocationHandle", "cuMemRelease"] {

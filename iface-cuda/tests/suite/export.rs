@@ -3,7 +3,7 @@
 use std::os::fd::AsFd;
 
 use hmem_core::{
-    AddressRange, AllocOffset, AllocationKind, ErrorKind, Iface, iface::DmaBufMapping,
+    AddressRange, AllocOffset, AllocationKind, ErrorKind, IfaceExt, iface::DmaBufMapping,
 };
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::{self, CuResult};
@@ -44,7 +44,7 @@ fn exports_reach_exactly_their_bytes_at_any_offset() {
             }
             let memory = world.allocate(100_000, kind);
             let bytes = pattern(6, 100_000);
-            world.cuda.write(memory.base(), &bytes).expect("write");
+            world.cuda.write_bytes(memory.base(), &bytes).expect("write");
             for (offset, len) in
                 [(0, 1), (1, 4096), (4095, 2), (12_345, 777), (99_999, 1), (0, 100_000)]
             {
@@ -179,7 +179,7 @@ fn memory_that_is_not_the_devices_own_is_not_exported_and_says_what_to_do() {
                 );
                 assert!(error.remedy_text().is_some(), "{error}");
             }
-            let segments = world.cuda.segments(memory.range).expect("segments");
+            let segments = world.cuda.physical_segments(memory.range).expect("segments");
             assert!(segments.len() == 1 && !segments[0].exportable);
             world.free(&memory);
         }
@@ -320,7 +320,7 @@ fn a_refused_export_of_stream_ordered_memory_is_the_drivers_and_leaves_no_flag()
     over(Profile::default(), |world| {
         let memory = world.allocate(100_000, AllocationKind::StreamOrdered);
         assert!(
-            world.cuda.segments(memory.range).expect("segments")[0].exportable,
+            world.cuda.physical_segments(memory.range).expect("segments")[0].exportable,
             "the driver is asked"
         );
         let error = world

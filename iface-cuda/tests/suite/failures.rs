@@ -1,7 +1,7 @@
 //! What comes back when the driver refuses, and that nothing stays behind.
 
 use hmem_core::{
-    Address, AllocationKind, DeviceId, ErrorKind, Iface,
+    Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt,
     iface::{AllocRequest, DmaBufMapping},
 };
 use hmem_fake_cuda::Profile;
@@ -22,7 +22,7 @@ fn a_lost_device_is_unavailable_at_every_operation_and_says_what_helps() {
         world.driver().lose_device(code);
         for error in [
             world.cuda.query(memory.base()).expect_err("lost"),
-            world.cuda.write(memory.base(), &[1]).expect_err("lost"),
+            world.cuda.write_bytes(memory.base(), &[1]).expect_err("lost"),
             world
                 .cuda
                 .export_dma_buf(memory.range, &nic(), DmaBufMapping::Default)

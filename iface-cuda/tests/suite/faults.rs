@@ -4,7 +4,8 @@
 use std::{collections::BTreeSet, thread};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, Result,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt,
+    Result,
     iface::{AllocRequest, DmaBufMapping, IpcHandle},
 };
 use hmem_fake_cuda::{FakeDriver, Live, Profile};
@@ -178,12 +179,12 @@ impl Round<'_> {
     fn copies(&mut self, memory: &Allocation) {
         let bytes = pattern(1, 300);
         let mut back = [0u8; 300];
-        let written = self.note(self.cuda.write(memory.base(), &bytes));
-        let read = self.note(self.cuda.read(memory.base(), &mut back));
+        let written = self.note(self.cuda.write_bytes(memory.base(), &bytes));
+        let read = self.note(self.cuda.read_bytes(memory.base(), &mut back));
         assert!(written.and(read).is_none() || back[..] == bytes, "a copy that ended well is none");
         let from = Address::of_ptr(bytes.as_ptr());
         // SAFETY: the host side outlives the event, which is waited for.
-        let event = unsafe { self.cuda.copy_async(memory.base(), from, 300) };
+        let event = unsafe { self.cuda.start_copy(memory.base(), from, 300) };
         if let Some(event) = self.note(event) {
             event.is_done();
             self.did(Place::IsDone);
@@ -198,7 +199,7 @@ impl Round<'_> {
             let request = AllocRequest { len: 10_000, device: DeviceId(1), kind: *kind };
             let Some(memory) = self.note(cuda.allocate(&request)) else { continue };
             self.copies(&memory);
-            self.note(cuda.segments(memory.range));
+            self.note(cuda.physical_segments(memory.range));
             if matches!(kind, AllocationKind::Device | AllocationKind::Virtual) {
                 for mapping in [DmaBufMapping::Pcie, DmaBufMapping::Default] {
                     if let Some(export) =

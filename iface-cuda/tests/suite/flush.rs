@@ -1,6 +1,6 @@
 //! Inbound writes are flushed in the contexts that they are for.
 
-use hmem_core::{Address, AddressRange, AllocationKind, DeviceId, ErrorKind, Iface};
+use hmem_core::{Address, AddressRange, AllocationKind, DeviceId, ErrorKind, IfaceExt};
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::{CuContext, CuDevicePtr, CuResult};
 

@@ -119,9 +119,12 @@ fn the_cpu_reaches_device_memory_through_a_window() {
         );
         window.write(3, &pattern(1, 4000)).expect("write");
         let mut found = vec![0; 4000];
-        world.cuda.read(part.slice(3, 4000).expect("inside").start(), &mut found).expect("read");
+        world
+            .cuda
+            .read_bytes(part.slice(3, 4000).expect("inside").start(), &mut found)
+            .expect("read");
         assert!(found == pattern(1, 4000), "the device sees what the CPU wrote");
-        world.cuda.write(part.start(), &[9; 16]).expect("write");
+        world.cuda.write_bytes(part.start(), &[9; 16]).expect("write");
         let mut found = [0; 16];
         window.read(0, &mut found).expect("read");
         assert_eq!(found, [9; 16]);

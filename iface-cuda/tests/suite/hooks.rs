@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use hmem_core::{
-    Address, AddressRange, AllocationKind, DeviceId, ErrorKind, Iface,
+    Address, AddressRange, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt,
     iface::AllocRequest,
     monitor::{Cause, Change, Invalidator, Monitor, MonitorStyle},
 };
@@ -90,7 +90,7 @@ fn worlds(monitor: MonitorKind) -> Box<dyn Iterator<Item = World>> {
 /// A monitor that hooks, over each.
 fn each(show: impl Fn(&mut World, &dyn Monitor)) {
     for mut world in worlds(MonitorKind::Hooks) {
-        let monitor = world.cuda.monitor().expect("hooks work on these entries");
+        let monitor = world.cuda.start_monitor().expect("hooks work on these entries");
         show(&mut world, &*monitor);
         drop(monitor);
         world.end();
@@ -318,7 +318,7 @@ fn the_monitor_says_which_it_is_and_why() {
         (MonitorKind::Hooks, ("cuda-hooks", "graph nodes")),
     ] {
         for world in worlds(kind) {
-            let monitor = world.cuda.monitor().expect("a monitor");
+            let monitor = world.cuda.start_monitor().expect("a monitor");
             assert_eq!(monitor.name(), name);
             assert!(monitor.why().contains(words), "{}", monitor.why());
             drop(monitor);

@@ -1,6 +1,6 @@
 //! Memory of another process.
 
-use hmem_core::{AllocationKind, ErrorKind, Iface, IfaceKind, iface::IpcHandle};
+use hmem_core::{AllocationKind, ErrorKind, Iface, IfaceExt, IfaceKind, iface::IpcHandle};
 use hmem_fake_cuda::{Live, Profile};
 use hmem_iface_cuda::sys::CuResult;
 
@@ -53,9 +53,9 @@ fn use_it(world: &World, text: &str) {
     let extent = memory.range.len() as usize;
     assert!(extent == len || world.is_real() && extent > len, "{extent}");
     let mut bytes = vec![0; len];
-    world.cuda.read(memory.base(), &mut bytes).expect("read");
+    world.cuda.read_bytes(memory.base(), &mut bytes).expect("read");
     assert!(bytes == pattern(1, bytes.len()), "the owner's bytes");
-    world.cuda.write(memory.base(), &pattern(2, bytes.len())).expect("write");
+    world.cuda.write_bytes(memory.base(), &pattern(2, bytes.len())).expect("write");
     // SAFETY: nobody uses it; the call is refused.
     let error = unsafe { world.cuda.free(&memory) }.expect_err("opened, not allocated");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
@@ -79,11 +79,11 @@ fn show(name: &str, world: &mut World) {
     }
     for len in [40_000u64, 5 << 20] {
         let memory = world.allocate(len, AllocationKind::Device);
-        world.cuda.write(memory.base(), &pattern(1, len as usize)).expect("write");
+        world.cuda.write_bytes(memory.base(), &pattern(1, len as usize)).expect("write");
         let handle = world.cuda.ipc_export(&memory).expect("export");
         child::run(name, &format!("{}:{len}", hex(&handle.bytes)));
         let mut bytes = vec![0; len as usize];
-        world.cuda.read(memory.base(), &mut bytes).expect("read");
+        world.cuda.read_bytes(memory.base(), &mut bytes).expect("read");
         assert!(bytes == pattern(2, bytes.len()), "the other process wrote");
         world.free(&memory);
     }

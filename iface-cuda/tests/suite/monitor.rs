@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use hmem_core::{
-    Address, AddressRange, AllocationId, AllocationKind, Iface,
+    Address, AddressRange, AllocationId, AllocationKind, Iface, IfaceExt,
     monitor::{Cause, Change, Invalidator, MonitorStyle},
 };
 use hmem_fake_cuda::Profile;
@@ -46,7 +46,7 @@ impl Invalidator for Told {
 #[test]
 fn a_freed_and_reused_address_is_never_valid_again() {
     each(|world| {
-        let monitor = world.cuda.monitor().expect("monitor");
+        let monitor = world.cuda.start_monitor().expect("monitor");
         assert_eq!(monitor.style(), MonitorStyle::Identity);
         assert!(monitor.watches(Cause::Identity) && !monitor.watches(Cause::Free));
         for kind in world.kinds(&[
@@ -82,8 +82,10 @@ fn a_freed_and_reused_address_is_never_valid_again() {
 #[test]
 fn asking_whether_memory_is_still_there_costs_one_call() {
     over(Profile::default(), |world| {
-        let (monitor, memory) =
-            (world.cuda.monitor().expect("monitor"), world.allocate(4096, AllocationKind::Device));
+        let (monitor, memory) = (
+            world.cuda.start_monitor().expect("monitor"),
+            world.allocate(4096, AllocationKind::Device),
+        );
         let before = world.driver().all_calls();
         assert!(monitor.valid(&memory).expect("ask"));
         assert_eq!(world.driver().all_calls(), before + 1);
@@ -95,7 +97,7 @@ fn asking_whether_memory_is_still_there_costs_one_call() {
 #[test]
 fn a_free_by_the_application_itself_is_noticed_by_identity() {
     each(|world| {
-        let monitor = world.cuda.monitor().expect("monitor");
+        let monitor = world.cuda.start_monitor().expect("monitor");
         let mut pointer: CuDevicePtr = 0;
         // SAFETY: the place is writable.
         world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4 << 20) }));
@@ -118,7 +120,7 @@ fn a_free_by_the_application_itself_is_noticed_by_identity() {
 #[test]
 fn frees_through_the_iface_are_told_before_the_memory_goes() {
     each(|world| {
-        let monitor = world.cuda.monitor().expect("monitor");
+        let monitor = world.cuda.start_monitor().expect("monitor");
         let (memory, other) = (
             world.allocate(10_000, AllocationKind::Device),
             world.allocate(10_000, AllocationKind::Device),
@@ -147,7 +149,7 @@ fn frees_through_the_iface_are_told_before_the_memory_goes() {
 #[test]
 fn an_application_can_tell_of_its_own_frees_before_they_happen() {
     each(|world| {
-        let monitor = world.cuda.monitor().expect("monitor");
+        let monitor = world.cuda.start_monitor().expect("monitor");
         let mut pointer: CuDevicePtr = 0;
         // SAFETY: the place is writable.
         world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 10_000) }));
@@ -171,7 +173,7 @@ fn an_application_can_tell_of_its_own_frees_before_they_happen() {
 #[test]
 fn an_address_may_be_given_out_and_freed_again_before_its_free_has_ended() {
     each(|world| {
-        let monitor = world.cuda.monitor().expect("monitor");
+        let monitor = world.cuda.start_monitor().expect("monitor");
         let memory = world.allocate(10_000, AllocationKind::Device);
         let told = Arc::new(Told::default());
         let subscription =
@@ -193,7 +195,7 @@ fn an_address_may_be_given_out_and_freed_again_before_its_free_has_ended() {
 #[test]
 fn memory_that_cannot_be_watched_is_refused_with_the_reason() {
     each(|world| {
-        let monitor = world.cuda.monitor().expect("monitor");
+        let monitor = world.cuda.start_monitor().expect("monitor");
         if world.no_rdma_to_vmm() {
             return;
         }
@@ -217,7 +219,7 @@ fn memory_that_cannot_be_watched_is_refused_with_the_reason() {
 #[test]
 fn a_monitor_outlives_its_iface_and_says_so() {
     let world = crate::world::World::fake(Profile::default());
-    let monitor = world.cuda.monitor().expect("monitor");
+    let monitor = world.cuda.start_monitor().expect("monitor");
     let memory = world.allocate(4096, AllocationKind::Device);
     world.free(&memory);
     world.end();

@@ -1,6 +1,6 @@
 //! Opening a driver that is not what it should be.
 
-use hmem_core::{DeviceId, ErrorKind, Iface, IfaceKind};
+use hmem_core::{DeviceId, ErrorKind, Iface, IfaceExt, IfaceKind};
 use hmem_fake_cuda::{FakeDriver, Profile};
 use hmem_iface_cuda::{
     Cuda,

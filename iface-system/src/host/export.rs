@@ -5,7 +5,8 @@ use std::os::fd::{AsFd, AsRawFd};
 use hmem_core::{
     AddressRange, AllocOffset, Allocation, DmaBufOffset, Errno, Error, ErrorKind, IfaceKind,
     Result,
-    iface::{DmaBufExport, DmaBufMapping, IpcHandle},
+    iface::{DmaBufExport, DmaBufExporter, DmaBufMapping, IpcHandle},
+    provider::Nic,
 };
 
 use super::{
@@ -17,12 +18,12 @@ use crate::{
     sys,
 };
 
-impl System {
-    pub(super) fn export(
-        &self,
-        range: AddressRange,
-        mapping: DmaBufMapping,
-    ) -> Result<DmaBufExport> {
+impl DmaBufExporter for System {
+    fn mappings(&self) -> &'static [DmaBufMapping] {
+        &[DmaBufMapping::Default]
+    }
+
+    fn export(&self, range: AddressRange, _: &Nic, mapping: DmaBufMapping) -> Result<DmaBufExport> {
         let refused = |kind| {
             Error::new(kind, "export dma-buf").iface(IfaceKind::SYSTEM).context("range", range)
         };
@@ -68,7 +69,9 @@ impl System {
             mapping,
         })
     }
+}
 
+impl System {
     pub(super) fn handle_of(&self, allocation: &Allocation) -> Result<IpcHandle> {
         let record =
             self.record_at(allocation.base()).filter(|record| record.allocation == *allocation);
@@ -93,7 +96,7 @@ impl System {
         Ok(IpcHandle { iface: IfaceKind::SYSTEM, bytes: body.to_bytes() })
     }
 
-    pub(super) fn open(&self, handle: &IpcHandle) -> Result<Allocation> {
+    pub(super) fn open_handle(&self, handle: &IpcHandle) -> Result<Allocation> {
         check_iface(handle, IfaceKind::SYSTEM)?;
         let body = HandleBody::from_bytes(&handle.bytes)?;
         let (fd, file_len) = body.open_file()?;

@@ -109,7 +109,7 @@ impl System {
     }
 
     /// Allocates `len` bytes of anonymous memory in pages of its own.
-    /// [`Iface::allocate`](hmem_core::Iface) does the same.
+    /// [`Allocator::allocate`](hmem_core::iface::Allocator) does the same.
     ///
     /// # Errors
     /// [`ErrorKind::ZeroLength`]; what `mmap` reported.

@@ -3,7 +3,11 @@
 
 use std::sync::Arc;
 
-use hmem_core::{Result, monitor::Monitor};
+use hmem_core::{
+    Result,
+    iface::MonitorSource,
+    monitor::{Monitor, MonitorStyle},
+};
 
 use super::System;
 use crate::monitor::SystemMonitor;
@@ -21,8 +25,16 @@ impl System {
     pub fn cache_monitor(&self) -> &SystemMonitor {
         self.monitor.get_or_init(SystemMonitor::auto)
     }
+}
 
-    pub(super) fn watched_by(&self) -> Result<Arc<dyn Monitor>> {
+impl MonitorSource for System {
+    /// The kernel calls nobody back when memory goes. That the monitor is called before is its own
+    /// doing.
+    fn detection(&self) -> MonitorStyle {
+        MonitorStyle::Identity
+    }
+
+    fn start(&self) -> Result<Arc<dyn Monitor>> {
         self.cache_monitor().monitor()
     }
 }

@@ -2,9 +2,12 @@
 
 use std::sync::{Arc, atomic::Ordering};
 
-use hmem_core::{Address, AddressRange, Allocation, Error, ErrorKind, Result, iface::CopyEvent};
+use hmem_core::{
+    Address, AddressRange, Allocation, Error, ErrorKind, Result,
+    iface::{CopyEngine, CopyEvent},
+};
 
-use super::{Inner, arena::ArenaFile, faults::Call};
+use super::{Inner, Simulated, arena::ArenaFile, faults::Call};
 use crate::sys;
 
 /// Bytes of one file.
@@ -57,33 +60,6 @@ impl Inner {
         Ok(())
     }
 
-    /// Hands a copy to the engine.
-    ///
-    /// # Safety
-    /// As [`hmem_core::Iface::copy_async`].
-    pub(crate) unsafe fn copy_async(
-        self: &Arc<Self>,
-        to: Address,
-        from: Address,
-        len: u64,
-    ) -> Result<Box<dyn CopyEvent>> {
-        self.call(Call::CopyAsync)?;
-        let transfer = self.transfer(to, from, len)?;
-        // Weak, as a copy that nobody steps would otherwise keep the iface that would cancel it.
-        let inner = Arc::downgrade(self);
-        self.engine.submit(
-            len,
-            Box::new(move || {
-                let inner =
-                    inner.upgrade().ok_or_else(|| Error::new(ErrorKind::Canceled, "copy"))?;
-                inner.call(Call::EngineCopy)?;
-                // SAFETY: the caller's promise about host memory holds until the event is done,
-                // which is after this returns.
-                unsafe { inner.finish(&transfer) }
-            }),
-        )
-    }
-
     fn transfer(&self, to: Address, from: Address, len: u64) -> Result<Transfer> {
         match (self.side(to, len)?, self.side(from, len)?) {
             (Some(to), None) => Ok(Transfer::In { to, from }),
@@ -126,6 +102,32 @@ impl Inner {
             }
         }
         Ok(())
+    }
+}
+
+/// Hands copies to the engine.
+impl CopyEngine for Simulated {
+    unsafe fn start_copy(
+        &self,
+        to: Address,
+        from: Address,
+        len: u64,
+    ) -> Result<Box<dyn CopyEvent>> {
+        self.inner.call(Call::CopyAsync)?;
+        let transfer = self.inner.transfer(to, from, len)?;
+        // Weak, as a copy that nobody steps would otherwise keep the iface that would cancel it.
+        let inner = Arc::downgrade(&self.inner);
+        self.inner.engine.submit(
+            len,
+            Box::new(move || {
+                let inner =
+                    inner.upgrade().ok_or_else(|| Error::new(ErrorKind::Canceled, "copy"))?;
+                inner.call(Call::EngineCopy)?;
+                // SAFETY: the caller's promise about host memory holds until the event is done,
+                // which is after this returns.
+                unsafe { inner.finish(&transfer) }
+            }),
+        )
     }
 }
 
@@ -192,10 +194,10 @@ fn common_runs(to: &[Piece], from: &[Piece]) -> Vec<(*mut u8, *mut u8, u64)> {
 
 #[cfg(test)]
 mod tests {
-    use hmem_core::{AllocationKind, DeviceId, Iface, IfaceExt, iface::AllocRequest};
+    use hmem_core::{AllocationKind, DeviceId, IfaceExt, iface::AllocRequest};
 
     use super::*;
-    use crate::{AddressReuse, Simulated};
+    use crate::AddressReuse;
 
     #[test]
     fn a_copy_does_not_reach_memory_that_was_freed_while_its_time_passed() {

@@ -2,7 +2,7 @@
 
 use hmem_core::{
     AddressRange, AllocOffset, AllocationKind, DmaBufOffset, Errno, Error, ErrorKind, Result,
-    iface::{DmaBufExport, DmaBufMapping, PeerMemoryExport},
+    iface::{DmaBufExport, DmaBufExporter, DmaBufMapping, PeerMemoryExport, PeerMemoryExporter},
     provider::Nic,
 };
 
@@ -39,8 +39,18 @@ impl DmaBufKind {
     }
 }
 
-impl Inner {
-    pub(crate) fn export_dma_buf(
+impl DmaBufExporter for Inner {
+    fn mappings(&self) -> &'static [DmaBufMapping] {
+        if self.config.dma_buf == DmaBufKind::None {
+            &[]
+        } else if self.config.pcie_mapping {
+            &[DmaBufMapping::Default, DmaBufMapping::Pcie]
+        } else {
+            &[DmaBufMapping::Default]
+        }
+    }
+
+    fn export(
         &self,
         range: AddressRange,
         nic: &Nic,
@@ -125,6 +135,37 @@ impl Inner {
         })
     }
 
+    fn release(&self, export: DmaBufExport) -> Result<()> {
+        drop(export);
+        let mut book = self.book.lock();
+        book.exports = book.exports.saturating_sub(1);
+        drop(book);
+        self.call(Call::ReleaseDmaBuf)
+    }
+}
+
+impl PeerMemoryExporter for Inner {
+    fn export(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
+        const OPERATION: &str = "export peer memory";
+        self.call(Call::ExportPeerMemory)?;
+        let refused =
+            |kind| Error::new(kind, OPERATION).iface(self.config.kind).context("range", range);
+        let mut book = self.book.lock();
+        let record = self.record_of(&mut book, range)?;
+        let allocation = record.allocation;
+        if allocation.kind.cpu_accessible() {
+            return Err(refused(ErrorKind::Unsupported)
+                .remedy("peer-memory clients know device memory only"));
+        }
+        self.check_reachable(&allocation, nic, range, OPERATION)?;
+        if let Some((inside, _)) = record.parts_of(range).find(|(_, part)| !part.exportable) {
+            return Err(refused(ErrorKind::Unsupported).context("segment", inside.range));
+        }
+        Ok(PeerMemoryExport { address: range.start(), len: range.len() })
+    }
+}
+
+impl Inner {
     /// An fd, and where in it the bytes at `offset` of the extent lie.
     fn create_fd(
         &self,
@@ -141,42 +182,6 @@ impl Inner {
                 Ok((udmabuf.create(extent.file.fd(), in_file - in_page, whole_pages)?, in_page))
             }
         }
-    }
-
-    pub(crate) fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
-        drop(export);
-        let mut book = self.book.lock();
-        book.exports = book.exports.saturating_sub(1);
-        drop(book);
-        self.call(Call::ReleaseDmaBuf)
-    }
-
-    pub(crate) fn export_peer_memory(
-        &self,
-        range: AddressRange,
-        nic: &Nic,
-    ) -> Result<PeerMemoryExport> {
-        const OPERATION: &str = "export peer memory";
-        self.call(Call::ExportPeerMemory)?;
-        let refused =
-            |kind| Error::new(kind, OPERATION).iface(self.config.kind).context("range", range);
-        if !self.config.peer_memory {
-            return Err(refused(ErrorKind::Unsupported).remedy(
-                "no peer-memory client knows this device: export a dma-buf, or build it with peer memory",
-            ));
-        }
-        let mut book = self.book.lock();
-        let record = self.record_of(&mut book, range)?;
-        let allocation = record.allocation;
-        if allocation.kind.cpu_accessible() {
-            return Err(refused(ErrorKind::Unsupported)
-                .remedy("peer-memory clients know device memory only"));
-        }
-        self.check_reachable(&allocation, nic, range, OPERATION)?;
-        if let Some((inside, _)) = record.parts_of(range).find(|(_, part)| !part.exportable) {
-            return Err(refused(ErrorKind::Unsupported).context("segment", inside.range));
-        }
-        Ok(PeerMemoryExport { address: range.start(), len: range.len() })
     }
 
     fn check_reachable(

@@ -83,7 +83,7 @@ struct Fault {
 /// Counts the calls of a simulated device and makes chosen ones fail.
 ///
 /// ```
-/// use hmem_core::{AllocationKind, DeviceId, Errno, Iface, iface::AllocRequest};
+/// use hmem_core::{AllocationKind, DeviceId, Errno, IfaceExt, iface::AllocRequest};
 /// use hmem_iface_system::{Call, Simulated};
 ///
 /// let device = Simulated::builder().build()?;

@@ -1,24 +1,19 @@
-//! The iface's operations, each in a line or in its own file.
+//! The trait and the facets of the simulated device, each in a line or in its own file.
 
 use std::{
     fmt,
-    sync::{
-        Arc,
-        atomic::{Ordering, fence},
-    },
+    sync::atomic::{Ordering, fence},
 };
 
 use hmem_core::{
-    Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, Result, Segment,
+    Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, Result,
     iface::{
-        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, Iface, IpcHandle,
-        PeerMemoryExport,
+        AllocRequest, Allocator, CopyEngine, Device, DmaBufExporter, Facet, HostRegistrar, Iface,
+        InboundFlush, Ipc, IpcHandle, MonitorSource, PeerMemoryExporter, SegmentMap,
     },
-    monitor::Monitor,
-    provider::Nic,
 };
 
-use super::{Call, DmaBufKind, Inner, Simulated, Style, memory::Origin, monitor::SimulatedMonitor};
+use super::{Call, Inner, Simulated, memory::Origin};
 
 // SAFETY: `query` answers from the table of live allocations, whose identities count up and whose
 // addresses lie in one window, reserved for the life of the iface. A copy keeps the memory of its
@@ -31,22 +26,6 @@ unsafe impl Iface for Simulated {
 
     fn name(&self) -> &str {
         &self.inner.config.name
-    }
-
-    fn capability(&self) -> Capability {
-        let config = &self.inner.config;
-        Capability {
-            allocate: true,
-            dma_buf: config.dma_buf != DmaBufKind::None,
-            pcie_mapping: config.pcie_mapping,
-            peer_memory: config.peer_memory,
-            async_copy: true,
-            host_register: true,
-            ipc: true,
-            identity: true,
-            free_callback: config.style == Style::Callback,
-            window: Some(self.window()),
-        }
     }
 
     fn devices(&self) -> Result<Vec<Device>> {
@@ -65,98 +44,79 @@ unsafe impl Iface for Simulated {
         self.inner.query(address)
     }
 
-    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
-        self.inner.segments(range)
-    }
-
-    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
-        self.inner.allocate(request)
-    }
-
-    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        self.inner.call(Call::Free)?;
-        self.inner.end(allocation, Origin::Allocated, "free")
-    }
-
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         // SAFETY: the caller's promise is the same.
         unsafe { self.inner.copy(to, from, len) }
     }
 
-    unsafe fn copy_async(
-        &self,
-        to: Address,
-        from: Address,
-        len: u64,
-    ) -> Result<Box<dyn CopyEvent>> {
-        // SAFETY: the caller's promise is the same.
-        unsafe { self.inner.copy_async(to, from, len) }
+    fn address_span(&self) -> Option<AddressRange> {
+        Some(self.window())
     }
 
-    fn export_dma_buf(
-        &self,
-        range: AddressRange,
-        nic: &Nic,
-        mapping: DmaBufMapping,
-    ) -> Result<DmaBufExport> {
-        self.inner.export_dma_buf(range, nic, mapping)
+    fn allocator(&self) -> Option<&dyn Allocator> {
+        Some(&*self.inner)
     }
 
-    fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
-        self.inner.release_dma_buf(export)
+    fn copy_engine(&self) -> Option<&dyn CopyEngine> {
+        Some(self)
     }
 
-    fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
-        self.inner.export_peer_memory(range, nic)
+    fn dma_buf(&self) -> Option<&dyn DmaBufExporter> {
+        Some(&*self.inner)
     }
 
-    unsafe fn host_register(&self, range: AddressRange) -> Result<()> {
-        self.inner.host_register(range)
+    fn peer_memory(&self) -> Option<&dyn PeerMemoryExporter> {
+        self.inner.config.peer_memory.then_some(&*self.inner)
     }
 
-    fn host_unregister(&self, range: AddressRange) -> Result<()> {
-        self.inner.host_unregister(range)
+    fn host_registrar(&self) -> Option<&dyn HostRegistrar> {
+        Some(&*self.inner)
     }
 
-    fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
-        self.inner.ipc_export(allocation)
+    fn ipc(&self) -> Option<&dyn Ipc> {
+        Some(&*self.inner)
     }
 
-    fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
-        self.inner.ipc_open(handle)
+    fn segments(&self) -> Option<&dyn SegmentMap> {
+        Some(&*self.inner)
     }
 
-    unsafe fn ipc_close(&self, allocation: &Allocation) -> Result<()> {
-        self.inner.call(Call::IpcClose)?;
-        self.inner.end(allocation, Origin::Opened, "ipc close")
+    fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
+        Some(&*self.inner)
     }
 
-    fn flush_inbound(&self, device: DeviceId) -> Result<()> {
-        self.inner.device(device)?;
-        self.inner.call(Call::FlushInbound)?;
-        // Memory files are coherent; what another thread wrote through its mapping before it called
-        // us is ordered before what we do after.
-        fence(Ordering::SeqCst);
-        Ok(())
+    fn monitor(&self) -> Option<&dyn MonitorSource> {
+        Some(self)
     }
 
-    fn is_started(&self, device: DeviceId) -> Result<bool> {
-        self.inner.device(device).map(|_| true)
-    }
-
-    fn monitor(&self) -> Result<Arc<dyn Monitor>> {
-        Ok(Arc::new(SimulatedMonitor(Arc::clone(&self.inner))))
+    fn unavailable(&self, facet: Facet) -> Error {
+        let error = facet.unavailable(self.kind());
+        match facet {
+            Facet::PeerMemory => error.remedy(
+                "no peer-memory client knows this device: export a dma-buf, or build it with peer memory",
+            ),
+            _ => error,
+        }
     }
 }
 
-impl Inner {
-    pub(super) fn set_exportable(&self, range: AddressRange, exportable: bool) -> Result<()> {
-        let mut book = self.book.lock();
-        self.record_of(&mut book, range)?.set_exportable(range, exportable);
-        Ok(())
+impl Allocator for Inner {
+    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+        self.allocate_memory(request)
     }
 
-    fn host_register(&self, range: AddressRange) -> Result<()> {
+    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        self.call(Call::Free)?;
+        self.end(allocation, Origin::Allocated, "free")
+    }
+
+    fn is_device_active(&self, device: DeviceId) -> Result<bool> {
+        self.device(device).map(|_| true)
+    }
+}
+
+impl HostRegistrar for Inner {
+    unsafe fn register(&self, range: AddressRange) -> Result<()> {
         self.call(Call::HostRegister)?;
         let refused = |kind| {
             Error::new(kind, "host register").iface(self.config.kind).context("range", range)
@@ -181,7 +141,7 @@ impl Inner {
         Ok(())
     }
 
-    fn host_unregister(&self, range: AddressRange) -> Result<()> {
+    fn unregister(&self, range: AddressRange) -> Result<()> {
         self.call(Call::HostUnregister)?;
         let mut book = self.book.lock();
         if book.host_registered.get(&range.start().0) != Some(&range.len()) {
@@ -191,6 +151,40 @@ impl Inner {
                 .remedy("unregister exactly the range that was registered, once"));
         }
         book.host_registered.remove(&range.start().0);
+        Ok(())
+    }
+}
+
+impl Ipc for Inner {
+    fn export(&self, allocation: &Allocation) -> Result<IpcHandle> {
+        self.ipc_export(allocation)
+    }
+
+    fn open(&self, handle: &IpcHandle) -> Result<Allocation> {
+        self.ipc_open(handle)
+    }
+
+    unsafe fn close(&self, allocation: &Allocation) -> Result<()> {
+        self.call(Call::IpcClose)?;
+        self.end(allocation, Origin::Opened, "ipc close")
+    }
+}
+
+impl InboundFlush for Inner {
+    fn flush(&self, device: DeviceId) -> Result<()> {
+        self.device(device)?;
+        self.call(Call::FlushInbound)?;
+        // Memory files are coherent; what another thread wrote through its mapping before it called
+        // us is ordered before what we do after.
+        fence(Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+impl Inner {
+    pub(super) fn set_exportable(&self, range: AddressRange, exportable: bool) -> Result<()> {
+        let mut book = self.book.lock();
+        self.record_of(&mut book, range)?.set_exportable(range, exportable);
         Ok(())
     }
 }

@@ -110,7 +110,7 @@ impl Inner {
 mod tests {
     use std::os::fd::AsFd;
 
-    use hmem_core::Iface;
+    use hmem_core::{Iface, IfaceExt};
     use rustix::fs::{MemfdFlags, SealFlags};
 
     use super::*;

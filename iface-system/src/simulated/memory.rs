@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind,
-    Result, Segment, iface::AllocRequest,
+    Result, Segment,
+    iface::{AllocRequest, SegmentMap},
 };
 
 use super::{
@@ -105,7 +106,7 @@ impl Book {
 }
 
 impl Inner {
-    pub(crate) fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+    pub(crate) fn allocate_memory(&self, request: &AllocRequest) -> Result<Allocation> {
         let refused = |kind| {
             Error::new(kind, "allocate")
                 .iface(self.config.kind)
@@ -421,8 +422,10 @@ impl Inner {
             .collect();
         Ok((record.allocation, pieces))
     }
+}
 
-    pub(crate) fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
+impl SegmentMap for Inner {
+    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
         self.call(Call::Segments)?;
         let mut book = self.book.lock();
         let mut segments = Vec::new();

@@ -8,11 +8,12 @@ use std::{
 
 use hmem_core::{
     AddressRange, Allocation, Error, ErrorKind, Result,
+    iface::MonitorSource,
     monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
 };
 use parking_lot::{Mutex, ReentrantMutex};
 
-use super::{Inner, faults::Call};
+use super::{Inner, Simulated, faults::Call};
 
 /// How a simulated device lets its frees be noticed: the two ways that drivers have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -22,6 +23,15 @@ pub enum Style {
     Identity,
     /// Subscribers are called before memory goes, as with ROCr's deallocation callback.
     Callback,
+}
+
+impl Style {
+    fn detection(self) -> MonitorStyle {
+        match self {
+            Self::Identity => MonitorStyle::Identity,
+            Self::Callback => MonitorStyle::Callback,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -135,9 +145,19 @@ impl Subscriptions {
     }
 }
 
+impl MonitorSource for Simulated {
+    fn detection(&self) -> MonitorStyle {
+        self.inner.config.style.detection()
+    }
+
+    fn start(&self) -> Result<Arc<dyn Monitor>> {
+        Ok(Arc::new(SimulatedMonitor(Arc::clone(&self.inner))))
+    }
+}
+
 /// The monitor of a simulated device.
 #[derive(Debug)]
-pub(crate) struct SimulatedMonitor(pub(crate) Arc<Inner>);
+struct SimulatedMonitor(Arc<Inner>);
 
 impl Monitor for SimulatedMonitor {
     fn name(&self) -> &str {
@@ -164,10 +184,7 @@ impl Monitor for SimulatedMonitor {
     }
 
     fn style(&self) -> MonitorStyle {
-        match self.0.config.style {
-            Style::Identity => MonitorStyle::Identity,
-            Style::Callback => MonitorStyle::Callback,
-        }
+        self.0.config.style.detection()
     }
 
     fn subscribe(

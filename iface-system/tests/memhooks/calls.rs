@@ -3,7 +3,7 @@
 use std::{ptr, sync::Arc};
 
 use hmem_core::{
-    AddressRange, AllocationKind, DeviceId, Iface,
+    AddressRange, AllocationKind, DeviceId, IfaceExt,
     iface::AllocRequest,
     monitor::{Cause, Monitor},
 };
@@ -182,7 +182,7 @@ pub(crate) fn unmaps_of_uncached_memory_cost_bounded_memory() {
 pub(crate) fn the_system_ifaces_own_frees_are_told() {
     let monitor = MemHooks::start().unwrap();
     let system = System::new().with_monitor(SystemMonitor::start(MonitorKind::MemHooks).unwrap());
-    assert_eq!(system.monitor().unwrap().name(), "memhooks");
+    assert_eq!(system.start_monitor().unwrap().name(), "memhooks");
     let request = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::System };
     let memory = system.allocate(&request).unwrap();
     let recorder = Recorder::new();

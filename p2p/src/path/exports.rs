@@ -4,7 +4,7 @@
 use std::{fmt, os::fd::AsFd};
 
 use hmem_core::{
-    AddressRange, Error, ErrorKind, Iface, IfaceKind, Segment,
+    AddressRange, Error, ErrorKind, Iface, IfaceExt, IfaceKind, Segment,
     iface::{DmaBufExport, DmaBufMapping},
     path::Attempt,
     provider::{Backing, Nic, Piece},
@@ -201,7 +201,7 @@ impl<'a> Exports<'a> {
             let call = || format!("segments({range})");
             let segments = self
                 .iface
-                .segments(*range)
+                .physical_segments(*range)
                 .map_err(|error| Refusal::new(Step::Segments, call(), error))?;
             if !cover(&segments, *range) {
                 let error = Error::new(ErrorKind::OutOfBounds, "segments")

@@ -6,7 +6,7 @@
 //! kind tells the two apart.
 
 use hmem_core::{
-    Allocation, AllocationKind, Decision, DeviceId, ErrorKind, MrFlags, Result,
+    Allocation, AllocationKind, Decision, DeviceId, ErrorKind, IfaceExt, MrFlags, Result,
     iface::AllocRequest,
     path::{Attempt, PathRequest},
     provider::{KeyRequest, RegistrationRequest},
@@ -50,7 +50,7 @@ fn device_of(subject: &Subject<'_>) -> DeviceId {
 pub(super) fn probe(subject: &Subject<'_>) -> Shown {
     let span = tracing::debug_span!("probe", iface = %subject.iface.kind(), nic = %subject.provider.attr().nic);
     let _entered = span.enter();
-    match subject.iface.is_started(device_of(subject)) {
+    match subject.iface.is_device_active(device_of(subject)) {
         Ok(true) => {}
         Ok(false) => return Shown::Nothing,
         Err(error) => {

@@ -3,7 +3,8 @@
 use std::{ops::Deref, sync::Arc};
 
 use hmem_core::{
-    AddressRange, AllocationKind, Decision, DeviceId, Error, ErrorKind, Iface, Path, Result,
+    AddressRange, AllocationKind, Decision, DeviceId, Error, ErrorKind, Iface, IfaceExt, Path,
+    Result,
     iface::DmaBufMapping,
     path::{Attempt, P2pPolicy, PathRequest, Trace},
     provider::{Backing, Imports, Nic, Piece, ProviderDomain, ProviderRegion},
@@ -361,7 +362,10 @@ impl<'a> Trial<'a> {
         if !imports.dma_buf {
             self.lacks(Path::DmaBuf, "dma-buf");
         }
-        let pcie = subject.iface.capability().pcie_mapping;
+        let pcie = subject
+            .iface
+            .dma_buf()
+            .is_some_and(|exporter| exporter.mappings().contains(&DmaBufMapping::Pcie));
         let mut mappings = mappings(imports.pcie_mapping_first, pcie).to_vec();
         if let Some(existing) = exports.existing() {
             // One export for all NICs: another mapping only where this one is refused.

@@ -24,8 +24,6 @@ use hmem_core::{
 pub struct StagedRange {
     iface: Arc<dyn Iface>,
     range: AddressRange,
-    /// Whether the iface copies asynchronously; otherwise it copies and waits.
-    engine: bool,
 }
 
 impl StagedRange {
@@ -36,8 +34,7 @@ impl StagedRange {
     /// until then.
     #[must_use]
     pub unsafe fn new(iface: Arc<dyn Iface>, range: AddressRange) -> Self {
-        let engine = iface.capability().async_copy;
-        Self { iface, range, engine }
+        Self { iface, range }
     }
 
     fn at(&self, offset: u64, len: u64) -> Result<Address> {
@@ -51,12 +48,14 @@ impl StagedRange {
         Ok(part.start())
     }
 
+    /// Starts a copy. An iface without a copy engine copies before this returns.
+    ///
     /// # Safety
-    /// As [`Iface::copy_async`].
+    /// As [`CopyEngine::start_copy`](hmem_core::iface::CopyEngine::start_copy).
     unsafe fn start(&self, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
-        if self.engine {
+        if let Some(engine) = self.iface.copy_engine() {
             // SAFETY: passed on to the caller.
-            return unsafe { self.iface.copy_async(to, from, len) };
+            return unsafe { engine.start_copy(to, from, len) };
         }
         // SAFETY: passed on to the caller.
         unsafe { self.iface.copy(to, from, len) }?;

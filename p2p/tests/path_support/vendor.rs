@@ -4,12 +4,12 @@
 use std::sync::Arc;
 
 use hmem_core::{
-    Address, AddressRange, Allocation, DeviceId, Error, Iface, IfaceKind, Result, Segment,
+    Address, AddressRange, Allocation, DeviceId, Error, Iface, IfaceExt, IfaceKind, Result,
+    Segment,
     iface::{
-        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle,
-        PeerMemoryExport,
+        AllocRequest, Allocator, CopyEngine, Device, DmaBufExport, DmaBufExporter, DmaBufMapping,
+        InboundFlush, MonitorSource, PeerMemoryExport, PeerMemoryExporter, SegmentMap,
     },
-    monitor::Monitor,
     provider::Nic,
 };
 use hmem_iface_system::Simulated;
@@ -71,10 +71,6 @@ unsafe impl Iface for Vendor {
         self.kind.name().unwrap_or("vendor")
     }
 
-    fn capability(&self) -> Capability {
-        self.memory.capability()
-    }
-
     fn devices(&self) -> Result<Vec<Device>> {
         self.memory.devices()
     }
@@ -83,45 +79,65 @@ unsafe impl Iface for Vendor {
         Ok(self.memory.query(address)?.map(|allocation| self.own(allocation)))
     }
 
-    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
-        check(self.segments)?;
-        let physical = self.memory.segments(range)?;
-        let Some(step) = self.segment_len else { return Ok(physical) };
-        let mut segments = Vec::new();
-        for Segment { range, exportable } in physical {
-            for at in (0..range.len()).step_by(step as usize) {
-                let range = range.slice(at, step.min(range.len() - at)).expect("inside");
-                segments.push(Segment { range, exportable });
-            }
-        }
-        Ok(segments)
-    }
-
-    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
-        Ok(self.own(self.memory.allocate(request)?))
-    }
-
-    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        // SAFETY: the caller's promise is the same.
-        unsafe { self.memory.free(&self.theirs(allocation)) }
-    }
-
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         // SAFETY: the caller's promise is the same.
         unsafe { self.memory.copy(to, from, len) }
     }
 
-    unsafe fn copy_async(
-        &self,
-        to: Address,
-        from: Address,
-        len: u64,
-    ) -> Result<Box<dyn CopyEvent>> {
-        // SAFETY: the caller's promise is the same.
-        unsafe { self.memory.copy_async(to, from, len) }
+    fn address_span(&self) -> Option<AddressRange> {
+        self.memory.address_span()
     }
 
-    fn export_dma_buf(
+    fn allocator(&self) -> Option<&dyn Allocator> {
+        Some(self)
+    }
+
+    fn copy_engine(&self) -> Option<&dyn CopyEngine> {
+        self.memory.copy_engine()
+    }
+
+    fn dma_buf(&self) -> Option<&dyn DmaBufExporter> {
+        Some(self)
+    }
+
+    fn peer_memory(&self) -> Option<&dyn PeerMemoryExporter> {
+        Some(self)
+    }
+
+    fn segments(&self) -> Option<&dyn SegmentMap> {
+        Some(self)
+    }
+
+    fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
+        self.memory.inbound_flush()
+    }
+
+    fn monitor(&self) -> Option<&dyn MonitorSource> {
+        self.memory.monitor()
+    }
+}
+
+impl Allocator for Vendor {
+    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+        Ok(self.own(IfaceExt::allocate(&*self.memory, request)?))
+    }
+
+    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { IfaceExt::free(&*self.memory, &self.theirs(allocation)) }
+    }
+
+    fn is_device_active(&self, device: DeviceId) -> Result<bool> {
+        IfaceExt::is_device_active(&*self.memory, device)
+    }
+}
+
+impl DmaBufExporter for Vendor {
+    fn mappings(&self) -> &'static [DmaBufMapping] {
+        self.memory.dma_buf().map_or(&[DmaBufMapping::Default], DmaBufExporter::mappings)
+    }
+
+    fn export(
         &self,
         range: AddressRange,
         nic: &Nic,
@@ -134,46 +150,30 @@ unsafe impl Iface for Vendor {
         self.memory.export_dma_buf(range, nic, mapping)
     }
 
-    fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
+    fn release(&self, export: DmaBufExport) -> Result<()> {
         self.memory.release_dma_buf(export)
     }
+}
 
-    fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
+impl PeerMemoryExporter for Vendor {
+    fn export(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
         check(self.peer_memory)?;
         self.memory.export_peer_memory(range, nic)
     }
+}
 
-    unsafe fn host_register(&self, range: AddressRange) -> Result<()> {
-        // SAFETY: the caller's promise is the same.
-        unsafe { self.memory.host_register(range) }
-    }
-
-    fn host_unregister(&self, range: AddressRange) -> Result<()> {
-        self.memory.host_unregister(range)
-    }
-
-    fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
-        self.memory.ipc_export(&self.theirs(allocation))
-    }
-
-    fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
-        Ok(self.own(self.memory.ipc_open(handle)?))
-    }
-
-    unsafe fn ipc_close(&self, allocation: &Allocation) -> Result<()> {
-        // SAFETY: the caller's promise is the same.
-        unsafe { self.memory.ipc_close(&self.theirs(allocation)) }
-    }
-
-    fn flush_inbound(&self, device: DeviceId) -> Result<()> {
-        self.memory.flush_inbound(device)
-    }
-
-    fn is_started(&self, device: DeviceId) -> Result<bool> {
-        self.memory.is_started(device)
-    }
-
-    fn monitor(&self) -> Result<Arc<dyn Monitor>> {
-        self.memory.monitor()
+impl SegmentMap for Vendor {
+    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
+        check(self.segments)?;
+        let physical = self.memory.physical_segments(range)?;
+        let Some(step) = self.segment_len else { return Ok(physical) };
+        let mut segments = Vec::new();
+        for Segment { range, exportable } in physical {
+            for at in (0..range.len()).step_by(step as usize) {
+                let range = range.slice(at, step.min(range.len() - at)).expect("inside");
+                segments.push(Segment { range, exportable });
+            }
+        }
+        Ok(segments)
     }
 }

@@ -7,7 +7,7 @@
 //! | device DAX, not owned by the region | nothing: the transfer fails |
 //! | anonymous and private pages | nothing: no copy of them outlives the process |
 //! | a file that the NIC imported by its fd | `msync` of its mapping, or `fdatasync` |
-//! | memory of a device | the device's flush (`Iface::flush_inbound`) |
+//! | memory of a device | the device's flush (`InboundFlush::flush`) |
 //!
 //! The kernel acts on the current mapping, which may have changed since the registration. It
 //! refuses device DAX with EINVAL, since that has no file to write to.
