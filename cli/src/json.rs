@@ -13,7 +13,7 @@ use hmem::{Error, Path, path};
 use serde::{Deserialize, Serialize};
 
 /// The schema number of the documents.
-pub const SCHEMA: u32 = 1;
+pub const SCHEMA: u32 = 2;
 
 /// One way that was tried.
 #[derive(Clone, Debug, Serialize, Deserialize)]

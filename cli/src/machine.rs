@@ -322,7 +322,7 @@ impl Fabric {
     ) -> Result<Domain> {
         let attr = DomainAttr {
             nic: Some(self.attr.nic.name.clone()),
-            mr_mode: HARDWARE_LIKE | self.attr.needs,
+            mr_mode: HARDWARE_LIKE | self.attr.required_mr_mode,
             p2p,
             cache,
             ..DomainAttr::default()

@@ -71,7 +71,10 @@ fn info_shows_the_devices_and_the_paths_to_them() -> Outcome {
         };
         assert_eq!((&nic["software"], &nic["key_size"]), (&false.into(), &4.into()), "{nic}");
         for bit in ["LOCAL", "VIRT_ADDR", "ALLOCATED", "PROV_KEY"] {
-            assert!(nic["needs"].as_array().expect("bits").contains(&bit.into()), "{bit}: {nic}");
+            assert!(
+                nic["required_mr_mode"].as_array().expect("bits").contains(&bit.into()),
+                "{bit}: {nic}"
+            );
         }
         assert!(nic["max_mr_size"].as_u64().is_some_and(|max| max > 0), "{nic}");
         let paths = rows(&document, "p2p", &device);

@@ -77,7 +77,7 @@ const WAY: [&str; 5] = ["distance", "numa_unknown", "hops", "redirection", "port
 fn explain_says_the_path_of_every_pair_in_the_documented_json() {
     let document = json(&hmem(&["explain", "--json"], &[]), 0);
     matches(&document, &["schema", "version", "explanations", "skipped"]);
-    assert_eq!(document["schema"], 1);
+    assert_eq!(document["schema"], 2);
     let explanations = list(&document, "explanations");
     let info = json(&hmem(&["info", "--json"], &[]), 0);
     let (devices, nics) = (list(&info, "devices"), list(&info, "providers"));

@@ -166,7 +166,7 @@ fn the_json_is_what_the_schema_document_says() {
             &document,
             &["schema", "version", "from", "kernel", "iommu", "numa", "functions", "nics", "paths"],
         );
-        assert_eq!(document["schema"], 1);
+        assert_eq!(document["schema"], 2);
         matches(
             &document["kernel"],
             &["release", "command_line", "options", "modules", "peer_memory", "nvidia"],

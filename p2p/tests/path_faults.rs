@@ -10,7 +10,7 @@ use hmem_core::{
     MrFlags, Path, Rejected, Result,
     iface::AllocRequest,
     path::P2pPolicy,
-    provider::{Imports, Live},
+    provider::{Imports, LiveObjects},
 };
 use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated};
 use hmem_p2p::path::Paths;
@@ -194,11 +194,11 @@ fn transfer(bench: &Bench, [near, far]: [&Domain; 2], region: &MemoryRegion) -> 
 }
 
 /// What both domains of a NIC and the device hold when nothing is alive.
-fn nothing() -> Live {
-    Live::default()
+fn nothing() -> LiveObjects {
+    LiveObjects::default()
 }
 
-fn held(bench: &Bench) -> Live {
+fn held(bench: &Bench) -> LiveObjects {
     // The NIC's limits and counts are of all its domains; a new one shows that none of its own is
     // taken.
     let domain = bench.domain("loop0", P2pPolicy::Enabled);

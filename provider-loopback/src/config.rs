@@ -4,7 +4,7 @@ use std::fmt;
 
 use hmem_core::{
     Access, Error, ErrorKind, MrFlags, MrMode, Result,
-    provider::{Imports, Nic, ProviderAttr, WindowType},
+    provider::{Imports, MsgOrder, Nic, ProgressModel, ProviderAttr, WindowType},
 };
 
 use super::{Faults, Loopback};
@@ -59,7 +59,8 @@ pub struct Builder {
 pub(super) struct Config {
     pub(super) attr: ProviderAttr,
     pub(super) memory: Memory,
-    pub(super) progress: Progress,
+    pub(super) windows: Vec<WindowType>,
+    pub(super) region_counters: bool,
     pub(super) faults: Faults,
     pub(super) max_pinned_bytes: Option<u64>,
     pub(super) limit_regions: bool,
@@ -73,8 +74,8 @@ impl Default for Builder {
     fn default() -> Self {
         let attr = ProviderAttr {
             nic: Nic { provider: "loopback".into(), name: String::new(), pci_bus_id: None },
-            needs: MrMode::empty(),
-            can: MrMode::BASIC_MEANS,
+            required_mr_mode: MrMode::empty(),
+            basic_mr_mode: MrMode::BASIC_MEANS,
             key_size: 8,
             raw_key_size: 32,
             mr_iov_limit: 16,
@@ -89,15 +90,17 @@ impl Default for Builder {
                 staged: true,
             },
             flags: MrFlags::all(),
-            windows: vec![WindowType::One, WindowType::TwoA, WindowType::TwoB],
-            region_counters: true,
+            progress: ProgressModel::Manual,
+            // An endpoint executes its requests one after the other, each to its end.
+            order: MsgOrder::all(),
         };
         Self {
             names: Vec::new(),
             config: Config {
                 attr,
                 memory: Memory::Follow,
-                progress: Progress::ByHand,
+                windows: vec![WindowType::One, WindowType::TwoA, WindowType::TwoB],
+                region_counters: true,
                 faults: Faults::new(),
                 max_pinned_bytes: None,
                 limit_regions: false,
@@ -123,13 +126,13 @@ impl Builder {
 
     /// The mr_mode bits that an application must offer. Default: none.
     pub fn needs(mut self, modes: MrMode) -> Self {
-        self.config.attr.needs = modes;
+        self.config.attr.required_mr_mode = modes;
         self
     }
 
     /// The mr_mode bits that BASIC may force. Default: those that BASIC stands for.
     pub fn can(mut self, modes: MrMode) -> Self {
-        self.config.attr.can = modes;
+        self.config.attr.basic_mr_mode = modes;
         self
     }
 
@@ -191,13 +194,13 @@ impl Builder {
 
     /// The window types. Default: all.
     pub fn windows(mut self, types: impl Into<Vec<WindowType>>) -> Self {
-        self.config.attr.windows = types.into();
+        self.config.windows = types.into();
         self
     }
 
     /// Sets whether counters can be bound to regions. Default: yes.
     pub fn region_counters(mut self, possible: bool) -> Self {
-        self.config.attr.region_counters = possible;
+        self.config.region_counters = possible;
         self
     }
 
@@ -216,7 +219,10 @@ impl Builder {
 
     /// Sets the thread that executes posted requests. Default: [`Progress::ByHand`].
     pub fn progress(mut self, progress: Progress) -> Self {
-        self.config.progress = progress;
+        self.config.attr.progress = match progress {
+            Progress::ByHand => ProgressModel::Manual,
+            Progress::Thread => ProgressModel::Thread,
+        };
         self
     }
 
@@ -252,10 +258,11 @@ impl Builder {
         if attr.mr_iov_limit == 0 {
             return refuse("mr_iov_limit", &0, "a region has at least one range");
         }
-        if attr.needs.intersects(MrMode::BASIC | MrMode::SCALABLE)
-            || !MrMode::all().contains(attr.needs)
+        let required = attr.required_mr_mode;
+        if required.intersects(MrMode::BASIC | MrMode::SCALABLE)
+            || !MrMode::all().contains(required)
         {
-            return refuse("needs", &attr.needs, "name single mode bits");
+            return refuse("needs", &required, "name single mode bits");
         }
         if self.names.is_empty() {
             self.names.push("loop0".into());
@@ -275,7 +282,6 @@ impl fmt::Debug for Builder {
             .field("nics", &self.names)
             .field("attr", &self.config.attr)
             .field("memory", &self.config.memory)
-            .field("progress", &self.config.progress)
             .finish_non_exhaustive()
     }
 }

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use std::{
+    any::Any,
     collections::HashMap,
     fmt,
     sync::{Arc, Weak},
@@ -13,16 +14,17 @@ use hmem_core::{
     RawKey, Registry, RemoteKey, Result,
     counter::Counter,
     provider::{
-        CompletionQueue, DomainRequest, EndpointAttr, Live, Piece, ProviderAttr, ProviderDomain,
-        ProviderEndpoint, ProviderRegion, ProviderWindow, RegistrationRequest, StagingAttr,
-        WindowBind, WindowType,
+        self, CompletionQueue, DomainRequest, Enabling, EndpointAttr, EndpointBinding, LiveObjects,
+        ManualProgress, Piece, ProgressModel, ProviderAttr, ProviderDomain, ProviderEndpoint,
+        ProviderRegion, ProviderWindow, RawKeys, Refresh, RegionCounters, RegistrationRequest,
+        StagingAccess, StagingAttr, SubRegions, WindowBind, WindowType,
     },
 };
 use hmem_p2p::staging::Pool;
 use parking_lot::{Mutex, RwLock};
 
 use super::{
-    Call, Memory, Progress,
+    Call, Memory,
     endpoint::{Endpoint, EndpointState},
     keys::{self, DomainKeys, RawParts, Token},
     memory::Pinner,
@@ -165,9 +167,9 @@ impl Domain {
             staging: request.staging,
             pool: Mutex::default(),
         });
-        let thread = match nic.config.progress {
-            Progress::ByHand => None,
-            Progress::Thread => match ProgressThread::start(&state) {
+        let thread = match nic.attr.progress {
+            ProgressModel::Nic | ProgressModel::Manual => None,
+            ProgressModel::Thread => match ProgressThread::start(&state) {
                 Ok(thread) => Some(thread),
                 Err(error) => {
                     nic.dismiss_domain(state.slot);
@@ -243,6 +245,76 @@ unsafe impl ProviderDomain for Domain {
         self.state.register(request, pieces)
     }
 
+    fn deregister(&self, region: ProviderRegion) -> Result<()> {
+        if !self.state.process.is_current() {
+            // The registration belongs to the parent, and stays.
+            return Ok(());
+        }
+        self.enter(Call::Deregister)?;
+        self.state.deregister(token_of(region))
+    }
+
+    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
+        self.enter(Call::OpenCq)?;
+        Ok(Arc::new(Cq::new(depth, self.this())))
+    }
+
+    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
+        self.enter(Call::OpenEndpoint)?;
+        Ok(Arc::new(Endpoint::open(self.this(), attr)?))
+    }
+
+    fn live(&self) -> LiveObjects {
+        let counts = self.state.nic.table.counts(self.state.slot);
+        LiveObjects {
+            regions: counts.regions,
+            page_registrations: counts.page_registrations,
+            bytes: counts.bytes,
+            windows: self.state.windows.len(),
+            mapped_keys: self.state.mapped.read().len() as u64,
+            endpoints: self.state.endpoints.read().len() as u64,
+            staging_buffers: self.state.pool().map_or(0, |pool| pool.held()),
+        }
+    }
+
+    fn sub_regions(&self) -> Option<&dyn SubRegions> {
+        Some(self)
+    }
+
+    fn enabling(&self) -> Option<&dyn Enabling> {
+        Some(self)
+    }
+
+    fn raw_keys(&self) -> Option<&dyn RawKeys> {
+        Some(self)
+    }
+
+    fn refresh(&self) -> Option<&dyn Refresh> {
+        Some(self)
+    }
+
+    fn windows(&self) -> Option<&dyn provider::Windows> {
+        (!self.state.nic.config.windows.is_empty()).then_some(self as _)
+    }
+
+    fn region_counters(&self) -> Option<&dyn RegionCounters> {
+        self.state.nic.config.region_counters.then_some(self as _)
+    }
+
+    fn endpoint_binding(&self) -> Option<&dyn EndpointBinding> {
+        Some(self)
+    }
+
+    fn staging(&self) -> Option<&dyn StagingAccess> {
+        Some(self)
+    }
+
+    fn manual_progress(&self) -> Option<&dyn ManualProgress> {
+        self.by_hand().then_some(self as _)
+    }
+}
+
+impl SubRegions for Domain {
     fn register_sub(
         &self,
         base: ProviderRegion,
@@ -253,45 +325,16 @@ unsafe impl ProviderDomain for Domain {
         self.state.process.check("register sub-region")?;
         self.state.register_sub(token_of(base), request, offset, len)
     }
+}
 
-    fn deregister(&self, region: ProviderRegion) -> Result<()> {
-        if !self.state.process.is_current() {
-            // The registration belongs to the parent, and stays.
-            return Ok(());
-        }
-        self.enter(Call::Deregister)?;
-        self.state.deregister(token_of(region))
-    }
-
+impl Enabling for Domain {
     fn enable(&self, region: ProviderRegion) -> Result<()> {
         self.enter(Call::Enable)?;
         self.state.nic.table.enable(self.state.slot.id, token_of(region))
     }
+}
 
-    fn bind_counter(&self, region: ProviderRegion, counter: &Arc<Counter>) -> Result<()> {
-        self.enter(Call::BindCounter)?;
-        self.state.bind_counter(token_of(region), counter)
-    }
-
-    fn bind_endpoint(&self, region: ProviderRegion, endpoint: &dyn ProviderEndpoint) -> Result<()> {
-        self.enter(Call::BindEndpoint)?;
-        let endpoint = endpoint
-            .as_any()
-            .downcast_ref::<Endpoint>()
-            .filter(|endpoint| Arc::ptr_eq(&endpoint.state().domain, &self.state))
-            .ok_or_else(|| {
-                Error::new(ErrorKind::InvalidArgument, "bind endpoint")
-                    .provider("loopback")
-                    .remedy("bind a region to an endpoint of its own domain")
-            })?;
-        self.state.bind_endpoint(token_of(region), endpoint.state())
-    }
-
-    fn refresh(&self, region: ProviderRegion, ranges: &[AddressRange]) -> Result<()> {
-        self.state.process.check("refresh")?;
-        self.state.refresh(token_of(region), ranges)
-    }
-
+impl RawKeys for Domain {
     fn raw_key(&self, region: ProviderRegion) -> Result<RawKey> {
         self.enter(Call::RawKey)?;
         let token = token_of(region);
@@ -302,10 +345,6 @@ unsafe impl ProviderDomain for Domain {
             self.state.keys.cookie(key, token),
             self.state.nic.attr.raw_key_size,
         ))
-    }
-
-    fn remote_key(&self, _region: ProviderRegion) -> Result<Option<RemoteKey>> {
-        Ok(None)
     }
 
     fn map_raw(
@@ -338,6 +377,19 @@ unsafe impl ProviderDomain for Domain {
             .provider("loopback")
             .remedy("unmap a key once, in the domain that mapped it"))
     }
+}
+
+impl Refresh for Domain {
+    fn refresh_pages(&self, region: ProviderRegion, ranges: &[AddressRange]) -> Result<()> {
+        self.state.process.check("refresh")?;
+        self.state.refresh(token_of(region), ranges)
+    }
+}
+
+impl provider::Windows for Domain {
+    fn window_types(&self) -> &[WindowType] {
+        &self.state.nic.config.windows
+    }
 
     fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow> {
         self.enter(Call::AllocWindow)?;
@@ -353,40 +405,39 @@ unsafe impl ProviderDomain for Domain {
         self.enter(Call::FreeWindow)?;
         self.state.free_window(window)
     }
+}
 
-    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
-        self.enter(Call::OpenCq)?;
-        Ok(Arc::new(Cq::new(depth, self.this())))
+impl RegionCounters for Domain {
+    fn bind_counter(&self, region: ProviderRegion, counter: &Arc<Counter>) -> Result<()> {
+        self.enter(Call::BindCounter)?;
+        self.state.bind_counter(token_of(region), counter)
     }
+}
 
-    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
-        self.enter(Call::OpenEndpoint)?;
-        Ok(Arc::new(Endpoint::open(self.this(), attr)?))
+impl EndpointBinding for Domain {
+    fn bind_endpoint(&self, region: ProviderRegion, endpoint: &dyn ProviderEndpoint) -> Result<()> {
+        self.enter(Call::BindEndpoint)?;
+        let endpoint = (endpoint as &dyn Any)
+            .downcast_ref::<Endpoint>()
+            .filter(|endpoint| Arc::ptr_eq(&endpoint.state().domain, &self.state))
+            .ok_or_else(|| {
+                Error::new(ErrorKind::InvalidArgument, "bind endpoint")
+                    .provider("loopback")
+                    .remedy("bind a region to an endpoint of its own domain")
+            })?;
+        self.state.bind_endpoint(token_of(region), endpoint.state())
     }
+}
 
-    fn progress(&self) -> Result<usize> {
-        self.enter(Call::Progress)?;
-        Ok(if self.by_hand() { self.state.step() } else { 0 })
-    }
-
-    fn live(&self) -> Live {
-        let counts = self.state.nic.table.counts(self.state.slot);
-        Live {
-            regions: counts.regions,
-            page_registrations: counts.page_registrations,
-            bytes: counts.bytes,
-            windows: self.state.windows.len(),
-            mapped_keys: self.state.mapped.read().len() as u64,
-            endpoints: self.state.endpoints.read().len() as u64,
-            staging_slots: self.state.pool().map_or(0, |pool| pool.held()),
-        }
-    }
-
+impl StagingAccess for Domain {
     fn staging_bytes(&self) -> u64 {
         self.state.pool().map_or(0, |pool| pool.range().len())
     }
+}
 
-    fn as_any(&self) -> &dyn std::any::Any {
-        self
+impl ManualProgress for Domain {
+    fn progress(&self) -> Result<usize> {
+        self.enter(Call::Progress)?;
+        Ok(self.state.step())
     }
 }

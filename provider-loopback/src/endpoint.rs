@@ -255,7 +255,7 @@ pub(super) struct Endpoint {
 impl Endpoint {
     pub(super) fn open(domain: Arc<Domain>, attr: &EndpointAttr) -> Result<Self> {
         let queue = |cq: &dyn hmem_core::provider::CompletionQueue| {
-            cq.as_any()
+            (cq as &dyn Any)
                 .downcast_ref::<Cq>()
                 .filter(|cq| Arc::ptr_eq(&cq.domain, &domain))
                 .map(|cq| Arc::clone(&cq.queue))
@@ -336,10 +336,6 @@ impl ProviderEndpoint for Endpoint {
     fn close(&self) -> Result<()> {
         self.state.domain.nic.config.faults.enter(Call::CloseEndpoint)?;
         self.state.shut(false)
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 }
 

@@ -1,6 +1,6 @@
 //! Completion queues.
 
-use std::{any::Any, collections::VecDeque, fmt, sync::Arc};
+use std::{collections::VecDeque, fmt, sync::Arc};
 
 use hmem_core::{Error, ErrorKind, Result, provider::CompletionQueue, transfer::Completion};
 use parking_lot::Mutex;
@@ -79,10 +79,6 @@ impl CompletionQueue for Cq {
             state.step();
         }
         self.queue.pop(out, max)
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 }
 

@@ -319,11 +319,6 @@ impl DomainState {
     }
 
     pub(super) fn bind_counter(&self, token: Token, counter: &Arc<Counter>) -> Result<()> {
-        if !self.nic.attr.region_counters {
-            return Err(Error::new(ErrorKind::NoSys, "bind counter")
-                .provider("loopback")
-                .remedy("this NIC counts no accesses of regions"));
-        }
         self.nic.table.inspect(self.slot.id, token, "bind counter", |body| {
             body.extend().counters.write().push(Arc::clone(counter));
         })

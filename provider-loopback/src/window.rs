@@ -145,7 +145,7 @@ impl DomainState {
     }
 
     pub(super) fn alloc_window(&self, kind: WindowType) -> Result<ProviderWindow> {
-        if !self.nic.attr.windows.contains(&kind) {
+        if !self.nic.config.windows.contains(&kind) {
             return Err(Error::new(ErrorKind::Unsupported, "allocate window")
                 .provider("loopback")
                 .context("type", format_args!("{kind:?}"))

@@ -203,7 +203,12 @@ fn peer_memory_is_reached_through_the_iface_that_owns_it() {
         ErrorKind::OutOfBounds,
     );
     // A part of it, and the region as a local buffer.
-    let sub = there.domain.register_sub(region, &How::key(2).request(), 1000, 10).unwrap();
+    let sub = there
+        .domain
+        .sub_regions()
+        .unwrap()
+        .register_sub(region, &How::key(2).request(), 1000, 10)
+        .unwrap();
     here.write(*to, &[source.segment(0, 10, None)], &remote(sub, 10), 0).unwrap();
     assert_eq!(net.bytes(Address(range.start().0 + 1000), 10), source.bytes()[..10]);
     let from = LocalSegment {

@@ -133,9 +133,15 @@ fn raw_keys_work_where_they_were_mapped_and_nowhere_else() {
         let target = Buffer::new(64);
         let region =
             How::key(77).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
-        let raw = pair.there.domain.raw_key(region).unwrap();
+        let raw = pair.there.domain.raw_keys().unwrap().raw_key(region).unwrap();
         assert_eq!(raw.0.len(), size);
-        let mapped = pair.here.domain.map_raw(Iova(0), 64, Addressing::ZeroBased, &raw).unwrap();
+        let mapped = pair
+            .here
+            .domain
+            .raw_keys()
+            .unwrap()
+            .map_raw(Iova(0), 64, Addressing::ZeroBased, &raw)
+            .unwrap();
         assert!(mapped.is_mapped() && pair.here.domain.live().mapped_keys == 1);
         let source = Buffer::filled(64, 1);
         pair.here.write(pair.to, &[source.whole()], &mapped, 0).unwrap();
@@ -148,12 +154,17 @@ fn raw_keys_work_where_they_were_mapped_and_nowhere_else() {
         let elsewhere = End::open(&domain(&provider, mode));
         let to = elsewhere.peer(&pair.there);
         refused(elsewhere.write(to, &[source.whole()], &mapped, 0), ErrorKind::InvalidKey);
-        refused(elsewhere.domain.unmap_key(&mapped), ErrorKind::InvalidKey);
+        refused(elsewhere.domain.raw_keys().unwrap().unmap_key(&mapped), ErrorKind::InvalidKey);
         if size > 8 {
             // The cookie is as much a part of the key as its number.
             let mut altered = raw.clone();
             altered.0[9] ^= 1;
-            match pair.here.domain.map_raw(Iova(0), 64, Addressing::ZeroBased, &altered) {
+            match pair.here.domain.raw_keys().unwrap().map_raw(
+                Iova(0),
+                64,
+                Addressing::ZeroBased,
+                &altered,
+            ) {
                 Ok(key) => refused(
                     pair.here.write(pair.to, &[source.whole()], &key, 0),
                     ErrorKind::InvalidKey,
@@ -162,11 +173,16 @@ fn raw_keys_work_where_they_were_mapped_and_nowhere_else() {
             }
         }
         let short = RawKey(raw.0[..size - 1].to_vec());
-        let result = pair.here.domain.map_raw(Iova(0), 64, Addressing::ZeroBased, &short);
+        let result = pair.here.domain.raw_keys().unwrap().map_raw(
+            Iova(0),
+            64,
+            Addressing::ZeroBased,
+            &short,
+        );
         refused(result, ErrorKind::Malformed);
-        pair.here.domain.unmap_key(&mapped).unwrap();
+        pair.here.domain.raw_keys().unwrap().unmap_key(&mapped).unwrap();
         refused(pair.here.write(pair.to, &[source.whole()], &mapped, 0), ErrorKind::InvalidKey);
-        refused(pair.here.domain.unmap_key(&mapped), ErrorKind::InvalidKey);
+        refused(pair.here.domain.raw_keys().unwrap().unmap_key(&mapped), ErrorKind::InvalidKey);
     }
 }
 
@@ -190,8 +206,13 @@ fn a_plain_key_is_refused_where_either_domain_is_in_raw_mode() {
         refused(here.read(to, &[source.whole()], &plain, 0), ErrorKind::InvalidKey);
         refused(here.fetch(to, AtomicOp::Sum, 1, None, &plain, 0), ErrorKind::InvalidKey);
         assert_eq!(target.bytes(), [0; 8], "a refused transfer moved bytes");
-        let raw = there.domain.raw_key(region).unwrap();
-        let mapped = here.domain.map_raw(Iova(0), 8, Addressing::ZeroBased, &raw).unwrap();
+        let raw = there.domain.raw_keys().unwrap().raw_key(region).unwrap();
+        let mapped = here
+            .domain
+            .raw_keys()
+            .unwrap()
+            .map_raw(Iova(0), 8, Addressing::ZeroBased, &raw)
+            .unwrap();
         here.write(to, &[source.whole()], &mapped, 0).unwrap();
         assert_eq!(target.bytes(), [1; 8]);
     }
@@ -217,16 +238,21 @@ fn a_forged_raw_key_with_the_number_of_a_bound_window_reaches_nothing() {
                 access: Access::REMOTE_READ | Access::REMOTE_WRITE,
                 addressing: Addressing::Virtual,
             };
-            let window = there.alloc_window(WindowType::One).unwrap();
-            let window = there.bind_window(window, &bind).unwrap();
+            let window = there.windows().unwrap().alloc_window(WindowType::One).unwrap();
+            let window = there.windows().unwrap().bind_window(window, &bind).unwrap();
             let base = target.address().0;
             let source = Buffer::filled(8, 1);
             let write = |key: &RemoteKey| pair.here.write(pair.to, &[source.whole()], key, base);
             // The cookie of a region, and one made up.
-            let own = there.raw_key(region).unwrap().0[8..].to_vec();
+            let own = there.raw_keys().unwrap().raw_key(region).unwrap().0[8..].to_vec();
             for cookie in [own, vec![0; 8]] {
                 let forged = RawKey([window.key.to_le_bytes().to_vec(), cookie].concat());
-                let map = pair.here.domain.map_raw(Iova(base), 8, Addressing::Virtual, &forged);
+                let map = pair.here.domain.raw_keys().unwrap().map_raw(
+                    Iova(base),
+                    8,
+                    Addressing::Virtual,
+                    &forged,
+                );
                 refused(write(&map.unwrap()), ErrorKind::InvalidKey);
             }
             assert_eq!(target.bytes(), [0; 8], "a forged key moved bytes");
@@ -252,7 +278,7 @@ fn no_call_takes_a_region_of_another_domain_or_of_an_earlier_life() {
         let key = remote(region, 64);
         for (end, region) in [(&pair.here, region), (&pair.there, earlier)] {
             let domain = &*end.domain;
-            let window = domain.alloc_window(WindowType::One).unwrap();
+            let window = domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
             let bind = WindowBind {
                 region,
                 offset: 0,
@@ -260,23 +286,32 @@ fn no_call_takes_a_region_of_another_domain_or_of_an_earlier_life() {
                 access: Access::REMOTE_READ,
                 addressing: Addressing::Virtual,
             };
-            refused(domain.enable(region), ErrorKind::NoRegion);
-            refused(domain.bind_counter(region, &Arc::default()), ErrorKind::NoRegion);
-            refused(domain.bind_endpoint(region, &*end.endpoint), ErrorKind::NoRegion);
-            refused(domain.refresh(region, &[]), ErrorKind::NoRegion);
-            refused(domain.raw_key(region), ErrorKind::NoRegion);
+            refused(domain.enabling().unwrap().enable(region), ErrorKind::NoRegion);
+            refused(
+                domain.region_counters().unwrap().bind_counter(region, &Arc::default()),
+                ErrorKind::NoRegion,
+            );
+            refused(
+                domain.endpoint_binding().unwrap().bind_endpoint(region, &*end.endpoint),
+                ErrorKind::NoRegion,
+            );
+            refused(domain.refresh().unwrap().refresh_pages(region, &[]), ErrorKind::NoRegion);
+            refused(domain.raw_keys().unwrap().raw_key(region), ErrorKind::NoRegion);
             let part = How::key(2);
-            refused(domain.register_sub(region, &part.request(), 0, 8), ErrorKind::NoRegion);
-            refused(domain.bind_window(window, &bind), ErrorKind::NoRegion);
+            refused(
+                domain.sub_regions().unwrap().register_sub(region, &part.request(), 0, 8),
+                ErrorKind::NoRegion,
+            );
+            refused(domain.windows().unwrap().bind_window(window, &bind), ErrorKind::NoRegion);
             refused(domain.deregister(region), ErrorKind::NoRegion);
-            domain.free_window(window).unwrap();
+            domain.windows().unwrap().free_window(window).unwrap();
             end.endpoint.close().expect("nothing was bound to the endpoint");
         }
         // The region of the present life is as it was.
         let ends = [End::open(&pair.here.domain), End::open(&pair.there.domain)];
         let to = ends[0].peer(&ends[1]);
         refused(ends[0].write(to, &[source.whole()], &key, 0), ErrorKind::BadState);
-        there.enable(region).unwrap();
+        there.enabling().unwrap().enable(region).unwrap();
         ends[0].write(to, &[source.whole()], &key, 0).unwrap();
         there.deregister(region).unwrap();
         assert_eq!(there.live().regions, 0);
@@ -381,13 +416,21 @@ fn sub_regions_have_their_own_keys_and_rights_and_hold_their_base() {
         let domain = &*pair.there.domain;
         let base = How::key(1).register(domain, &[host(target.range(), owned)]).unwrap();
         let both = How::key(2).access(Access::REMOTE_READ | Access::RECV);
-        let middle = domain.register_sub(base, &both.request(), 100, 500).unwrap();
-        let inner = domain.register_sub(middle, &How::key(3).request(), 50, 10).unwrap();
+        let middle =
+            domain.sub_regions().unwrap().register_sub(base, &both.request(), 100, 500).unwrap();
+        let inner = domain
+            .sub_regions()
+            .unwrap()
+            .register_sub(middle, &How::key(3).request(), 50, 10)
+            .unwrap();
         refused(
-            domain.register_sub(middle, &How::key(4).request(), 491, 10),
+            domain.sub_regions().unwrap().register_sub(middle, &How::key(4).request(), 491, 10),
             ErrorKind::OutOfBounds,
         );
-        refused(domain.register_sub(middle, &How::key(3).request(), 0, 10), ErrorKind::NoKey);
+        refused(
+            domain.sub_regions().unwrap().register_sub(middle, &How::key(3).request(), 0, 10),
+            ErrorKind::NoKey,
+        );
         let live = domain.live();
         assert_eq!((live.regions, live.page_registrations, live.bytes), (3, 1, 1000));
         let sink = Buffer::new(10);
@@ -430,12 +473,21 @@ fn a_sub_region_with_more_rights_than_its_base_is_refused() {
             for pieces in [&whole[..], &halves[..]] {
                 let base = reads.register(domain, pieces).unwrap();
                 let read = How::key(2).access(Access::REMOTE_READ);
-                let middle = domain.register_sub(base, &read.request(), 100, 100).unwrap();
+                let middle = domain
+                    .sub_regions()
+                    .unwrap()
+                    .register_sub(base, &read.request(), 100, 100)
+                    .unwrap();
                 let before = domain.live();
                 for access in widening {
                     let wide = How::key(3).access(access);
                     for (parent, len) in [(base, 300), (base, 1), (middle, 100)] {
-                        let widened = domain.register_sub(parent, &wide.request(), 0, len);
+                        let widened = domain.sub_regions().unwrap().register_sub(
+                            parent,
+                            &wide.request(),
+                            0,
+                            len,
+                        );
                         refused(widened, ErrorKind::AccessDenied);
                     }
                 }
@@ -464,7 +516,11 @@ fn a_sub_region_that_is_empty_or_outside_its_base_is_refused() {
     let domain = &*pair.there.domain;
     let base = How::key(1).register(domain, &[host(target.range(), true)]).unwrap();
     let sub = |parent, offset, len| {
-        domain.register_sub(parent, &How::key(2).request(), offset, len).map(|_| ())
+        domain
+            .sub_regions()
+            .unwrap()
+            .register_sub(parent, &How::key(2).request(), offset, len)
+            .map(|_| ())
     };
     let outside = [(0, 301), (1, 300), (299, 2), (300, 1), (301, 1), (u64::MAX, 1), (1, u64::MAX)];
     for (offset, len) in outside {
@@ -484,7 +540,13 @@ fn sub_regions_of_several_pieces_cut_them_right() {
     let targets = [Buffer::new(10), Buffer::new(10), Buffer::new(10)];
     let pieces: Vec<_> = targets.iter().map(|target| host(target.range(), true)).collect();
     let base = How::key(1).register(&*pair.there.domain, &pieces).unwrap();
-    let sub = pair.there.domain.register_sub(base, &How::key(2).request(), 8, 14).unwrap();
+    let sub = pair
+        .there
+        .domain
+        .sub_regions()
+        .unwrap()
+        .register_sub(base, &How::key(2).request(), 8, 14)
+        .unwrap();
     let source = Buffer::counting(14);
     pair.here.write(pair.to, &[source.whole()], &remote(sub, 14), 0).unwrap();
     let all: Vec<u8> = targets.iter().flat_map(Buffer::bytes).collect();

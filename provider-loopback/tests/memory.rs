@@ -13,7 +13,7 @@ use std::{
 use hmem_core::{
     Access, Address, AddressRange, Addressing, DmaBufOffset, Error, ErrorKind, Iova, MrMode,
     RemoteKey, Result,
-    provider::{Backing, Piece, StagedMemory},
+    provider::{Backing, ManualProgress, Piece, StagedMemory},
     transfer::{AtomicOp, AtomicType, Operation, RemoteSegment},
 };
 use hmem_provider_loopback::{Call, Faults, Loopback, Memory, Progress};
@@ -149,7 +149,7 @@ fn pinned_registrations_keep_the_old_pages_and_others_follow_the_mapping() {
             Memory::Pinned => assert_eq!((mapped, read), (0, (1, 1, 9))),
             Memory::Follow => assert_eq!((mapped, read), (9, (0, 2, 9))),
         }
-        pair.there.domain.refresh(region, &[]).unwrap();
+        pair.there.domain.refresh().unwrap().refresh_pages(region, &[]).unwrap();
         pair.here.read(pair.to, &[back.whole()], &key, 0).unwrap();
         assert_eq!((back.get(0), back.get(100)), (0, 2));
         pair.there.domain.deregister(region).unwrap();
@@ -174,13 +174,18 @@ fn a_forked_childs_copy_of_a_domain_refuses_and_ends_nothing() {
         if child == 0 {
             let alone = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 let part = How::key(3);
+                let progress = |work: &dyn ManualProgress| work.progress().map(drop);
                 let refused_all = [
                     How::key(2).register(&*domain, &[host(pages.range(), false)]).map(drop),
-                    domain.register_sub(region, &part.request(), 0, 8).map(drop),
-                    domain.refresh(region, &[]),
-                    domain.raw_key(region).map(drop),
-                    domain.progress().map(drop),
+                    domain
+                        .sub_regions()
+                        .unwrap()
+                        .register_sub(region, &part.request(), 0, 8)
+                        .map(drop),
+                    domain.refresh().unwrap().refresh_pages(region, &[]),
+                    domain.raw_keys().unwrap().raw_key(region).map(drop),
                 ];
+                let stepped = domain.manual_progress().map(progress);
                 // The child's copy of the region ends, which the parent's does not.
                 let ended = domain.deregister(region).is_ok();
                 // SAFETY: the original is in the parent; this process leaves without using it.
@@ -188,7 +193,7 @@ fn a_forked_childs_copy_of_a_domain_refuses_and_ends_nothing() {
                 let refused = |result: &Result<()>| {
                     result.as_ref().is_err_and(|error| error.kind() == ErrorKind::BadState)
                 };
-                ended && refused_all.iter().all(refused)
+                ended && refused_all.iter().chain(&stepped).all(refused)
             }));
             // SAFETY: ends the process.
             unsafe { libc::_exit(i32::from(!alone.unwrap_or(false))) };
@@ -206,7 +211,7 @@ fn a_forked_childs_copy_of_a_domain_refuses_and_ends_nothing() {
         }
         assert_eq!(status, 0, "{progress:?}");
         assert_eq!(domain.live().regions, 1);
-        domain.refresh(region, &[]).unwrap();
+        domain.refresh().unwrap().refresh_pages(region, &[]).unwrap();
         domain.deregister(region).unwrap();
     }
 }
@@ -310,14 +315,20 @@ fn mmu_notify_reaches_only_promised_pages() {
         pages.set(2 * PAGE, 1);
         refused(write(2), ErrorKind::BadAddress);
         let page = |n: usize| pages.range().slice((n * PAGE) as u64, PAGE as u64).unwrap();
-        pair.there.domain.refresh(region, &[page(2)]).unwrap();
+        pair.there.domain.refresh().unwrap().refresh_pages(region, &[page(2)]).unwrap();
         write(2).unwrap();
         assert_eq!(pages.get(2 * PAGE), 5);
         refused(write(1), ErrorKind::BadAddress);
         pages.punch(3);
-        refused(pair.there.domain.refresh(region, &[page(1), page(3)]), ErrorKind::BadAddress);
+        refused(
+            pair.there.domain.refresh().unwrap().refresh_pages(region, &[page(1), page(3)]),
+            ErrorKind::BadAddress,
+        );
         refused(write(1), ErrorKind::BadAddress);
-        refused(pair.there.domain.refresh(region, &[]), ErrorKind::BadAddress);
+        refused(
+            pair.there.domain.refresh().unwrap().refresh_pages(region, &[]),
+            ErrorKind::BadAddress,
+        );
         write(0).unwrap();
         write(2).unwrap();
     }
@@ -342,8 +353,16 @@ fn a_sub_region_reaches_only_the_promised_pages_of_its_base() {
             let there = &*pair.there.domain;
             let base = How::key(1).register(there, pieces).unwrap();
             let (start, len) = (PAGE as u64, 3 * PAGE as u64);
-            let sub = there.register_sub(base, &How::key(2).request(), start, len).unwrap();
-            let nested = there.register_sub(sub, &How::key(3).request(), 0, len).unwrap();
+            let sub = there
+                .sub_regions()
+                .unwrap()
+                .register_sub(base, &How::key(2).request(), start, len)
+                .unwrap();
+            let nested = there
+                .sub_regions()
+                .unwrap()
+                .register_sub(sub, &How::key(3).request(), 0, len)
+                .unwrap();
             let here = Buffer::filled(16, 5);
             for region in [sub, nested] {
                 let key = remote(region, len);
@@ -352,7 +371,7 @@ fn a_sub_region_reaches_only_the_promised_pages_of_its_base() {
                 refused(write(2 * PAGE), ErrorKind::BadAddress);
                 refused(write(PAGE - 8), ErrorKind::BadAddress);
             }
-            there.refresh(base, &[page(3)]).unwrap();
+            there.refresh().unwrap().refresh_pages(base, &[page(3)]).unwrap();
             for region in [sub, nested] {
                 let key = remote(region, len);
                 let write = |at: usize| pair.here.write(pair.to, &[here.whole()], &key, at as u64);
@@ -395,11 +414,21 @@ fn mmu_notify_reaches_only_promised_pages_of_each_range_of_a_region() {
                 let across_the_seam = place(2) - 8;
                 refused(write(across_the_seam), ErrorKind::BadAddress);
                 assert_eq!(ranges[0].get(2 * PAGE - 8), 0, "a refused write moved bytes");
-                pair.there.domain.refresh(region, &[first_of_second]).unwrap();
+                pair.there
+                    .domain
+                    .refresh()
+                    .unwrap()
+                    .refresh_pages(region, &[first_of_second])
+                    .unwrap();
                 write(across_the_seam).unwrap();
                 assert_eq!((ranges[0].get(2 * PAGE - 8), ranges[1].get(7)), (5, 5));
             } else {
-                pair.there.domain.refresh(region, &[first_of_second]).unwrap();
+                pair.there
+                    .domain
+                    .refresh()
+                    .unwrap()
+                    .refresh_pages(region, &[first_of_second])
+                    .unwrap();
             }
             write(place(2)).unwrap();
             refused(write(place(0)), ErrorKind::BadAddress);
@@ -418,16 +447,22 @@ fn peers_are_turned_away_during_a_refresh() {
     let here = Buffer::new(8);
     std::thread::scope(|scope| {
         let gate = faults.hold(Call::Refresh);
-        let refreshing = scope.spawn(|| pair.there.domain.refresh(region, &[]));
+        let refreshing =
+            scope.spawn(|| pair.there.domain.refresh().unwrap().refresh_pages(region, &[]));
         gate.wait_held();
         let write = || pair.here.write(pair.to, &[here.whole()], &remote(region, 64), 0);
         refused(write(), ErrorKind::BadState);
-        refused(pair.there.domain.refresh(region, &[]), ErrorKind::Busy);
+        refused(pair.there.domain.refresh().unwrap().refresh_pages(region, &[]), ErrorKind::Busy);
         gate.release();
         refreshing.join().unwrap().unwrap();
         write().unwrap();
     });
-    pair.there.domain.refresh(region, &[]).expect("the refresh before has ended");
+    pair.there
+        .domain
+        .refresh()
+        .unwrap()
+        .refresh_pages(region, &[])
+        .expect("the refresh before has ended");
 }
 
 /// MODE-08
@@ -445,7 +480,7 @@ fn a_refresh_waits_for_a_transfer_in_flight() {
         let writing = scope.spawn(|| pair.here.write(pair.to, &[source.whole()], &key, 0));
         gate.wait_held();
         let refreshing = scope.spawn(|| {
-            pair.there.domain.refresh(region, &[]).unwrap();
+            pair.there.domain.refresh().unwrap().refresh_pages(region, &[]).unwrap();
             target.bytes()
         });
         let late = End::open(&pair.here.domain);
@@ -525,7 +560,10 @@ fn files_that_cannot_be_registered_say_why() {
         .access(Access::REMOTE_READ)
         .register(&*domain, &[file(&sealed, 0, 10)])
         .unwrap();
-    refused(domain.register_sub(region, &How::key(2).request(), 0, 5), ErrorKind::AccessDenied);
+    refused(
+        domain.sub_regions().unwrap().register_sub(region, &How::key(2).request(), 0, 5),
+        ErrorKind::AccessDenied,
+    );
     let (pipe, _other) = rustix::pipe::pipe().unwrap();
     refused(all.register(&*domain, &[file(&pipe, 0, 10)]), ErrorKind::InvalidArgument);
     assert_eq!(domain.live().regions, 1);
@@ -555,7 +593,10 @@ fn a_file_is_registered_only_if_its_fd_reads_and_writes_where_it_is_told() {
         .access(Access::REMOTE_READ)
         .register(domain, &[file(&read_only, 0, 64)])
         .unwrap();
-    refused(domain.register_sub(region, &How::key(2).request(), 0, 8), ErrorKind::AccessDenied);
+    refused(
+        domain.sub_regions().unwrap().register_sub(region, &How::key(2).request(), 0, 8),
+        ErrorKind::AccessDenied,
+    );
     domain.deregister(region).unwrap();
     // Appending comes later, through the fd that the application kept.
     let region = all.register(domain, &[file(&fd, 0, 64)]).unwrap();
@@ -613,7 +654,13 @@ fn staged_memory_moves_in_pieces_and_refuses_atomics() {
     let refusal = pair.here.fetch(pair.to, AtomicOp::Sum, 1, None, &key, 0).unwrap_err();
     assert_eq!(refusal.kind(), ErrorKind::Unsupported);
     assert!(refusal.to_string().contains("staged copies"), "{refusal}");
-    let sub = pair.there.domain.register_sub(region, &How::key(2).request(), 1000, 10).unwrap();
+    let sub = pair
+        .there
+        .domain
+        .sub_regions()
+        .unwrap()
+        .register_sub(region, &How::key(2).request(), 1000, 10)
+        .unwrap();
     pair.here.write(pair.to, &[source.segment(0, 10, None)], &remote(sub, 10), 0).unwrap();
     assert_eq!(device.0.lock().unwrap()[1000..1010], source.bytes()[..10]);
 }

@@ -9,10 +9,10 @@ use std::sync::Arc;
 use hmem_core::{
     Access, Errno, ErrorKind, MrFlags, MrMode,
     counter::Counter,
-    provider::{Live, Provider},
+    provider::{Features, LiveObjects, ProgressModel, Provider, WindowType},
     transfer::{AtomicOp, Operation, PeerId, RemoteSegment},
 };
-use hmem_provider_loopback::{Call, Faults, Loopback};
+use hmem_provider_loopback::{Builder, Call, Faults, Loopback, Progress};
 use support::*;
 
 fn pair(mode: MrMode) -> Pair {
@@ -30,10 +30,10 @@ fn a_disabled_region_is_no_use_until_it_is_enabled() {
     let source = Buffer::filled(8, 1);
     let write = || pair.here.write(pair.to, &[source.whole()], &remote(region, 8), 0);
     refused(write(), ErrorKind::BadState);
-    pair.there.domain.enable(region).unwrap();
+    pair.there.domain.enabling().unwrap().enable(region).unwrap();
     write().unwrap();
     pair.there.domain.deregister(region).unwrap();
-    refused(pair.there.domain.enable(region), ErrorKind::NoRegion);
+    refused(pair.there.domain.enabling().unwrap().enable(region), ErrorKind::NoRegion);
 }
 
 /// EVT-02
@@ -51,8 +51,8 @@ fn counters_count_each_remote_write_and_atomic_once() {
         .register(&*there, &[host(target.range(), true)])
         .unwrap();
     let counter = Arc::new(Counter::new());
-    there.bind_counter(region, &counter).unwrap();
-    there.enable(region).unwrap();
+    there.region_counters().unwrap().bind_counter(region, &counter).unwrap();
+    there.enabling().unwrap().enable(region).unwrap();
     let key = remote(region, 64);
     let source = Buffer::filled(64, 1);
     let to = here.peer(&with_events);
@@ -71,8 +71,24 @@ fn counters_count_each_remote_write_and_atomic_once() {
     assert_eq!(counter.value(), 2);
     let lacking =
         domain(&Loopback::builder().region_counters(false).build().unwrap(), MrMode::empty());
-    let region = How::key(1).register(&*lacking, &[host(target.range(), true)]).unwrap();
-    refused(lacking.bind_counter(region, &counter), ErrorKind::NoSys);
+    assert!(lacking.region_counters().is_none());
+}
+
+#[test]
+fn features_and_attributes_follow_the_builder() {
+    let open = |builder: Builder| domain(&builder.build().unwrap(), MrMode::empty());
+    let all = Features::all() - Features::COMPOSITE_KEYS;
+    let stepped = open(Loopback::builder());
+    assert_eq!(Features::of(&*stepped), all);
+    assert_eq!(stepped.attr().progress, ProgressModel::Manual);
+    let bare = open(Loopback::builder().windows([]).region_counters(false));
+    let missing = Features::WINDOWS | Features::REGION_COUNTERS;
+    assert_eq!(Features::of(&*bare), all - missing);
+    let threaded = open(Loopback::builder().progress(Progress::Thread));
+    assert_eq!(Features::of(&*threaded), all - Features::MANUAL_PROGRESS);
+    assert_eq!(threaded.attr().progress, ProgressModel::Thread);
+    let one = open(Loopback::builder().windows([WindowType::One]));
+    assert_eq!(one.windows().unwrap().window_types(), [WindowType::One]);
 }
 
 /// MODE-10
@@ -86,12 +102,18 @@ fn regions_are_reached_through_their_endpoint_only() {
     let register =
         |key| How::key(key).disabled().register(&*there, &[host(target.range(), true)]).unwrap();
     let region = register(1);
-    there.bind_endpoint(region, &*bound.endpoint).unwrap();
-    refused(there.bind_endpoint(region, &*other.endpoint), ErrorKind::BadState);
-    refused(there.bind_endpoint(region, &*here.endpoint), ErrorKind::InvalidArgument);
-    there.enable(region).unwrap();
+    there.endpoint_binding().unwrap().bind_endpoint(region, &*bound.endpoint).unwrap();
+    refused(
+        there.endpoint_binding().unwrap().bind_endpoint(region, &*other.endpoint),
+        ErrorKind::BadState,
+    );
+    refused(
+        there.endpoint_binding().unwrap().bind_endpoint(region, &*here.endpoint),
+        ErrorKind::InvalidArgument,
+    );
+    there.enabling().unwrap().enable(region).unwrap();
     let unbound = register(2);
-    there.enable(unbound).unwrap();
+    there.enabling().unwrap().enable(unbound).unwrap();
     let source = Buffer::filled(8, 1);
     let write = |end, region| here.write(here.peer(end), &[source.whole()], &remote(region, 8), 0);
     write(&bound, region).unwrap();
@@ -99,12 +121,15 @@ fn regions_are_reached_through_their_endpoint_only() {
     refused(write(&bound, unbound), ErrorKind::AccessDenied);
     // Region and endpoint close in either order.
     bound.endpoint.close().unwrap();
-    refused(there.bind_endpoint(unbound, &*bound.endpoint), ErrorKind::BadState);
+    refused(
+        there.endpoint_binding().unwrap().bind_endpoint(unbound, &*bound.endpoint),
+        ErrorKind::BadState,
+    );
     there.deregister(region).unwrap();
     other.endpoint.close().unwrap();
     assert_eq!(
         there.live(),
-        Live { regions: 1, page_registrations: 1, bytes: 8, ..Live::default() }
+        LiveObjects { regions: 1, page_registrations: 1, bytes: 8, ..LiveObjects::default() }
     );
 }
 
@@ -123,9 +148,9 @@ fn local_buffers_are_used_through_their_endpoint_only() {
             let how = How::key(key).disabled();
             let region = how.register(&*here, &[host(local.range(), owned)]).unwrap();
             if let Some(end) = endpoint {
-                here.bind_endpoint(region, &*end.endpoint).unwrap();
+                here.endpoint_binding().unwrap().bind_endpoint(region, &*end.endpoint).unwrap();
             }
-            here.enable(region).unwrap();
+            here.enabling().unwrap().enable(region).unwrap();
             region
         };
         let (region, unbound) = (register(10, Some(&bound)), register(11, None));
@@ -287,12 +312,17 @@ fn a_fault_at_any_call_leaves_nothing_behind() {
         provider.open_domain(&support::request(MrMode::empty()))?.open_cq(4)?;
         let region = How::key(1).register(there, &[host(target.range(), true)])?;
         let used = (|| {
-            let sub = there.register_sub(region, &How::key(2).request(), 0, 4)?;
+            let sub =
+                there.sub_regions().unwrap().register_sub(region, &How::key(2).request(), 0, 4)?;
             there.deregister(sub)?;
-            let raw = there.raw_key(region)?;
-            let mapped =
-                there.map_raw(hmem_core::Iova(0), 8, hmem_core::Addressing::ZeroBased, &raw)?;
-            there.unmap_key(&mapped)?;
+            let raw = there.raw_keys().unwrap().raw_key(region)?;
+            let mapped = there.raw_keys().unwrap().map_raw(
+                hmem_core::Iova(0),
+                8,
+                hmem_core::Addressing::ZeroBased,
+                &raw,
+            )?;
+            there.raw_keys().unwrap().unmap_key(&mapped)?;
             pair.here.write(pair.to, &[source.whole()], &remote(region, 8), 0)
         })();
         there.deregister(region).and(used.map(|_| ()))
@@ -312,7 +342,11 @@ fn a_fault_at_any_call_leaves_nothing_behind() {
     for call in calls {
         faults.fail(call, 1, Errno(12));
         refused(scenario(), ErrorKind::OutOfResources);
-        assert_eq!(there.live(), Live { endpoints: 1, ..Live::default() }, "{call:?}");
+        assert_eq!(
+            there.live(),
+            LiveObjects { endpoints: 1, ..LiveObjects::default() },
+            "{call:?}"
+        );
         scenario().unwrap();
     }
 }
@@ -334,11 +368,8 @@ fn a_failed_deregistration_leaves_the_region_working() {
 fn domains_and_endpoints_can_be_dropped_in_any_order() {
     for thread in [false, true] {
         for order in 0..6 {
-            let progress = if thread {
-                hmem_provider_loopback::Progress::Thread
-            } else {
-                hmem_provider_loopback::Progress::ByHand
-            };
+            let progress =
+                if thread { Progress::Thread } else { hmem_provider_loopback::Progress::ByHand };
             let provider = Loopback::builder().progress(progress).build().unwrap();
             let Pair { provider, here, there, to } = Pair::new(provider, MrMode::empty());
             let target = Buffer::new(8);
@@ -415,8 +446,7 @@ impl hmem_core::provider::StagedMemory for Dropping {
 #[test]
 fn a_domain_can_be_dropped_by_its_own_progress_thread() {
     use hmem_core::{Address, AddressRange, provider::Backing, provider::Piece};
-    let provider =
-        Loopback::builder().progress(hmem_provider_loopback::Progress::Thread).build().unwrap();
+    let provider = Loopback::builder().progress(Progress::Thread).build().unwrap();
     let Pair { here, there, to, .. } = Pair::new(provider, MrMode::empty());
     let (sender, dropped) = std::sync::mpsc::channel();
     let device = Arc::new(Dropping(std::sync::Mutex::new(None), sender));

@@ -130,8 +130,8 @@ fn invalidating_a_window_waits_for_a_transfer_through_it() {
         access: Access::REMOTE_WRITE,
         addressing: Addressing::Virtual,
     };
-    let window = pair.there.domain.alloc_window(WindowType::One).unwrap();
-    let window = pair.there.domain.bind_window(window, &bind(64)).unwrap();
+    let window = pair.there.domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
+    let window = pair.there.domain.windows().unwrap().bind_window(window, &bind(64)).unwrap();
     let key = hmem_core::RemoteKey::new(
         Addressing::Virtual,
         hmem_core::Iova(target.address().0),
@@ -144,7 +144,7 @@ fn invalidating_a_window_waits_for_a_transfer_through_it() {
             scope.spawn(|| pair.here.write(pair.to, &[source.whole()], &key, target.address().0));
         gate.wait_held();
         let unbinding = scope.spawn(|| {
-            pair.there.domain.bind_window(window, &bind(0)).unwrap();
+            pair.there.domain.windows().unwrap().bind_window(window, &bind(0)).unwrap();
             target.bytes()
         });
         gate.release();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use hmem_core::{
     Access, Address, Addressing, ErrorKind, Iova, MrMode, RemoteKey,
     counter::Counter,
-    provider::Live,
+    provider::LiveObjects,
     transfer::{LocalSegment, Operation, RemoteSegment},
 };
 use hmem_provider_loopback::{Loopback, Progress};
@@ -34,7 +34,10 @@ fn bytes_arrive_in_owned_and_in_borrowed_memory() {
             assert_eq!(back.bytes(), source.bytes());
             pair.there.domain.deregister(region).unwrap();
             refused(pair.here.write(pair.to, &[source.whole()], &key, 0), ErrorKind::InvalidKey);
-            assert_eq!(pair.there.domain.live(), Live { endpoints: 1, ..Live::default() });
+            assert_eq!(
+                pair.there.domain.live(),
+                LiveObjects { endpoints: 1, ..LiveObjects::default() }
+            );
         }
     }
 }

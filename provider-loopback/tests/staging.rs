@@ -17,7 +17,7 @@ use proptest::prelude::*;
 use staging_cases::*;
 
 const CHUNK: u64 = 4096;
-const STAGING: StagingAttr = StagingAttr { chunk: CHUNK as usize, slots: 4 };
+const STAGING: StagingAttr = StagingAttr { buffer_len: CHUNK as usize, buffer_count: 4 };
 const SIZES: [u64; 8] =
     [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK * 4, CHUNK * 7 + 5, CHUNK * 40 + 1];
 
@@ -204,7 +204,7 @@ fn a_failed_copy_of_a_message_is_its_own_sides() {
 fn an_exhausted_pool_of_staging_buffers_makes_transfers_wait() {
     for slots in [1, 2, 3] {
         for progress in PROGRESSES {
-            let staging = StagingAttr { slots, ..STAGING };
+            let staging = StagingAttr { buffer_count: slots, ..STAGING };
             an_exhausted_pool_makes_transfers_wait(
                 &net_with(progress, &Faults::new(), staging, device()),
                 20,
@@ -217,8 +217,12 @@ fn an_exhausted_pool_of_staging_buffers_makes_transfers_wait() {
 #[test]
 fn transfers_of_several_threads_share_the_pool() {
     for slots in [1, 2, 5] {
-        let net =
-            net_with(Progress::ByHand, &Faults::new(), StagingAttr { slots, ..STAGING }, device());
+        let net = net_with(
+            Progress::ByHand,
+            &Faults::new(),
+            StagingAttr { buffer_count: slots, ..STAGING },
+            device(),
+        );
         let far = net.far.host(CHUNK * 40, LOCAL | REMOTE);
         let key = far.region().key().unwrap();
         std::thread::scope(|scope| {
@@ -310,7 +314,7 @@ proptest! {
     ) {
         let faults = Faults::new();
         let device = Simulated::builder().copy_latency(Duration::from_micros(latency * 50)).build().unwrap();
-        let net = net_with(Progress::Thread, &faults, StagingAttr { slots, ..STAGING }, device);
+        let net = net_with(Progress::Thread, &faults, StagingAttr { buffer_count: slots, ..STAGING }, device);
         let len = chunks as u64 * CHUNK;
         let staged = net.near.device(&net.device, len, LOCAL).unwrap();
         let far = net.far.host(len, LOCAL | REMOTE);
@@ -352,7 +356,7 @@ proptest! {
                 prop_assert_eq!(error.kind(), expected);
             }
         }
-        prop_assert_eq!(near.domain.live().staging_slots, 0);
+        prop_assert_eq!(near.domain.live().staging_buffers, 0);
         prop_assert_eq!(device.pending_copies(), 0);
         drop(kept);
     }

@@ -50,7 +50,7 @@ impl Scene {
     ) -> Result<ProviderWindow> {
         let addressing = Addressing::Virtual;
         let bind = WindowBind { region: self.region, offset, len, access, addressing };
-        self.pair.there.domain.bind_window(window, &bind)
+        self.pair.there.domain.windows().unwrap().bind_window(window, &bind)
     }
 
     fn post_bind(
@@ -92,7 +92,8 @@ impl Scene {
 #[test]
 fn binding_a_type_1_window_turns_the_tag_and_kills_the_old_key() {
     for scene in scenes() {
-        let window = scene.pair.there.domain.alloc_window(WindowType::One).unwrap();
+        let window =
+            scene.pair.there.domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
         let base = scene.target.address().0;
         let mut window = scene.bind(window, 64, 64, READ | WRITE).unwrap();
         for _ in 0..600 {
@@ -117,13 +118,16 @@ fn binding_a_type_1_window_turns_the_tag_and_kills_the_old_key() {
             access: READ,
             addressing: Addressing::ZeroBased,
         };
-        refused(scene.pair.there.domain.bind_window(unbound, &zero), ErrorKind::InvalidArgument);
+        refused(
+            scene.pair.there.domain.windows().unwrap().bind_window(unbound, &zero),
+            ErrorKind::InvalidArgument,
+        );
         let there = &scene.pair.there;
         let invalidate = Operation::InvalidateWindow { window: unbound };
         refused(there.run(invalidate, &[], PeerId(0)), ErrorKind::BadState);
         refused(scene.post_bind(there, unbound, 8, Addressing::Virtual, 1), ErrorKind::BadState);
-        there.domain.free_window(unbound).unwrap();
-        refused(there.domain.free_window(unbound), ErrorKind::InvalidArgument);
+        there.domain.windows().unwrap().free_window(unbound).unwrap();
+        refused(there.domain.windows().unwrap().free_window(unbound), ErrorKind::InvalidArgument);
         there.domain.deregister(scene.region).unwrap();
         assert_eq!(there.domain.live().windows, 0);
     }
@@ -135,7 +139,7 @@ fn type_2_windows_are_bound_by_posting_with_the_callers_tag() {
     for scene in scenes() {
         for kind in [WindowType::TwoA, WindowType::TwoB] {
             let there = &scene.pair.there;
-            let window = there.domain.alloc_window(kind).unwrap();
+            let window = there.domain.windows().unwrap().alloc_window(kind).unwrap();
             refused(scene.bind(window, 0, 8, READ), ErrorKind::BadState);
             refused(
                 scene.post_bind(there, window, 0, Addressing::Virtual, 1),
@@ -161,7 +165,7 @@ fn type_2_windows_are_bound_by_posting_with_the_callers_tag() {
             for (at, len) in [(1, 64), (64, 1), (u64::MAX, 1)] {
                 refused(scene.write(&zero_based, at, len), ErrorKind::OutOfBounds);
             }
-            there.domain.free_window(window).unwrap();
+            there.domain.windows().unwrap().free_window(window).unwrap();
             refused(scene.write(&zero_based, 0, 1), ErrorKind::InvalidKey);
         }
     }
@@ -173,7 +177,7 @@ fn type_2_windows_are_tied_to_their_endpoint() {
     for scene in scenes() {
         for (kind, holds) in [(WindowType::TwoA, true), (WindowType::TwoB, false)] {
             let other = End::open(&scene.pair.there.domain);
-            let window = scene.pair.there.domain.alloc_window(kind).unwrap();
+            let window = scene.pair.there.domain.windows().unwrap().alloc_window(kind).unwrap();
             let key = scene.post_bind(&other, window, 64, Addressing::ZeroBased, 1).unwrap();
             let key = RemoteKey::new(Addressing::ZeroBased, Iova(0), 64, key);
             refused(scene.write(&key, 0, 8), ErrorKind::AccessDenied);
@@ -185,7 +189,7 @@ fn type_2_windows_are_tied_to_their_endpoint() {
                 other.run(Operation::InvalidateWindow { window }, &[], PeerId(0)).unwrap();
             }
             other.endpoint.close().unwrap();
-            scene.pair.there.domain.free_window(window).unwrap();
+            scene.pair.there.domain.windows().unwrap().free_window(window).unwrap();
         }
     }
 }
@@ -195,7 +199,7 @@ fn type_2_windows_are_tied_to_their_endpoint() {
 fn send_with_invalidate_kills_the_key_and_not_the_window() {
     for scene in scenes() {
         let there = &scene.pair.there;
-        let window = there.domain.alloc_window(WindowType::TwoB).unwrap();
+        let window = there.domain.windows().unwrap().alloc_window(WindowType::TwoB).unwrap();
         let number = scene.post_bind(there, window, 64, Addressing::ZeroBased, 9).unwrap();
         let key = RemoteKey::new(Addressing::ZeroBased, Iova(0), 64, number);
         let wrong = RemoteKey::new(Addressing::ZeroBased, Iova(0), 64, number ^ 1);
@@ -226,7 +230,7 @@ fn windows_follow_their_own_rights() {
         // The region lets the NIC write but grants peers nothing; the window grants what the region
         // does not.
         refused(scene.write(&remote(scene.region, 256), 0, 8), ErrorKind::AccessDenied);
-        let window = there.domain.alloc_window(WindowType::One).unwrap();
+        let window = there.domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
         let window = scene.bind(window, 0, 64, WRITE).unwrap();
         let key = scene.virtual_key(window.key, 0, 64);
         scene.write(&key, base, 8).unwrap();
@@ -243,7 +247,7 @@ fn windows_follow_their_own_rights() {
                 access,
                 addressing: Addressing::Virtual,
             };
-            there.domain.bind_window(window, &bind)
+            there.domain.windows().unwrap().bind_window(window, &bind)
         };
         refused(bind(WRITE), ErrorKind::AccessDenied);
         refused(bind(Access::SEND), ErrorKind::BadAccess);
@@ -258,9 +262,9 @@ fn windows_follow_their_own_rights() {
 fn windows_overlap_and_keep_their_region() {
     for scene in scenes() {
         let there = &scene.pair.there;
-        let one = there.domain.alloc_window(WindowType::One).unwrap();
+        let one = there.domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
         let one = scene.bind(one, 32, 64, READ).unwrap();
-        let two = there.domain.alloc_window(WindowType::TwoB).unwrap();
+        let two = there.domain.windows().unwrap().alloc_window(WindowType::TwoB).unwrap();
         let two_key = scene.post_bind(there, two, 64, Addressing::ZeroBased, 1).unwrap();
         let base = scene.target.address().0;
         scene.write(&RemoteKey::new(Addressing::ZeroBased, Iova(0), 64, two_key), 0, 64).unwrap();
@@ -285,7 +289,7 @@ fn windows_overlap_and_keep_their_region() {
 fn windows_outside_their_region_or_of_another_domain_are_refused() {
     for scene in scenes() {
         let there = &scene.pair.there;
-        let window = there.domain.alloc_window(WindowType::One).unwrap();
+        let window = there.domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
         refused(scene.bind(window, 200, 57, READ), ErrorKind::OutOfBounds);
         refused(scene.bind(window, u64::MAX, 1, READ), ErrorKind::OutOfBounds);
         let foreign = How::key(9)
@@ -298,14 +302,17 @@ fn windows_outside_their_region_or_of_another_domain_are_refused() {
             access: READ,
             addressing: Addressing::Virtual,
         };
-        refused(there.domain.bind_window(window, &bind), ErrorKind::NoRegion);
-        refused(scene.pair.here.domain.free_window(window), ErrorKind::InvalidArgument);
+        refused(there.domain.windows().unwrap().bind_window(window, &bind), ErrorKind::NoRegion);
+        refused(
+            scene.pair.here.domain.windows().unwrap().free_window(window),
+            ErrorKind::InvalidArgument,
+        );
         there.domain.deregister(scene.region).unwrap();
         refused(scene.bind(window, 0, 1, READ), ErrorKind::NoRegion);
     }
     let provider = Loopback::builder().windows([WindowType::One]).build().unwrap();
     refused(
-        domain(&provider, MrMode::empty()).alloc_window(WindowType::TwoA),
+        domain(&provider, MrMode::empty()).windows().unwrap().alloc_window(WindowType::TwoA),
         ErrorKind::Unsupported,
     );
 }
@@ -319,8 +326,12 @@ fn the_end_of_a_binding_waits_for_transfers_through_the_window() {
     let ends: [(WindowType, Ending); 5] = [
         (WindowType::One, |scene, window| scene.bind(window, 0, 8, READ).map(|_| ()).unwrap()),
         (WindowType::One, |scene, window| scene.bind(window, 0, 0, READ).map(|_| ()).unwrap()),
-        (WindowType::One, |scene, window| scene.pair.there.domain.free_window(window).unwrap()),
-        (WindowType::TwoB, |scene, window| scene.pair.there.domain.free_window(window).unwrap()),
+        (WindowType::One, |scene, window| {
+            scene.pair.there.domain.windows().unwrap().free_window(window).unwrap()
+        }),
+        (WindowType::TwoB, |scene, window| {
+            scene.pair.there.domain.windows().unwrap().free_window(window).unwrap()
+        }),
         (WindowType::TwoB, |scene, window| {
             let invalidate = Operation::InvalidateWindow { window };
             scene.pair.there.run(invalidate, &[], PeerId(0)).map(|_| ()).unwrap();
@@ -330,7 +341,7 @@ fn the_end_of_a_binding_waits_for_transfers_through_the_window() {
         let faults = Faults::new();
         let provider = Loopback::builder().faults(&faults).build().unwrap();
         let scene = Scene::new(Pair::new(provider, MrMode::empty()));
-        let window = scene.pair.there.domain.alloc_window(kind).unwrap();
+        let window = scene.pair.there.domain.windows().unwrap().alloc_window(kind).unwrap();
         let number = if kind == WindowType::One {
             scene.bind(window, 64, 64, READ | WRITE).unwrap().key
         } else {
@@ -399,8 +410,10 @@ fn bind_without_system_calls(status: i32) -> ! {
     const ROUNDS: u64 = 700;
     let bound: Vec<_> = scenes()
         .map(|scene| {
-            let one = scene.pair.there.domain.alloc_window(WindowType::One).unwrap();
-            let two = scene.pair.there.domain.alloc_window(WindowType::TwoB).unwrap();
+            let one =
+                scene.pair.there.domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
+            let two =
+                scene.pair.there.domain.windows().unwrap().alloc_window(WindowType::TwoB).unwrap();
             (scene, one, two)
         })
         .collect();

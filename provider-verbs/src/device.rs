@@ -10,7 +10,7 @@ use std::{
 
 use hmem_core::{
     Access, Errno, Error, ErrorKind, MrFlags, MrMode, ProcessMark, Result,
-    provider::{Imports, Nic, ProviderAttr, WindowType},
+    provider::{Imports, MsgOrder, Nic, ProgressModel, ProviderAttr, WindowType},
 };
 
 use super::{
@@ -26,6 +26,23 @@ use super::{
 /// Ranges in one region: each is a registration of its own.
 const RANGES: usize = 32;
 
+/// The order of a reliable connection, as libfabric's verbs provider declares it too. It has no WAR
+/// and no SAR: without a fence, a read or fetching atomic orders no write and no message after it
+/// (InfiniBand, "Send Queue Ordering Rules").
+const RC_ORDER: MsgOrder = MsgOrder::RAR
+    .union(MsgOrder::RAW)
+    .union(MsgOrder::RAS)
+    .union(MsgOrder::WAW)
+    .union(MsgOrder::WAS)
+    .union(MsgOrder::SAW)
+    .union(MsgOrder::SAS)
+    .union(MsgOrder::RMA_RAR)
+    .union(MsgOrder::RMA_RAW)
+    .union(MsgOrder::RMA_WAW)
+    .union(MsgOrder::ATOMIC_RAR)
+    .union(MsgOrder::ATOMIC_RAW)
+    .union(MsgOrder::ATOMIC_WAW);
+
 /// A context of libibverbs, closed with it if it was opened here.
 #[derive(Debug)]
 pub(super) struct OpenDevice {
@@ -37,6 +54,7 @@ pub(super) struct OpenDevice {
     rights: DeviceRights,
     on_demand: bool,
     provider_attr: ProviderAttr,
+    window_types: Vec<WindowType>,
     active: Active,
     generations: AtomicU32,
     /// The process that opened the context. A forked child destroys nothing of it.
@@ -112,6 +130,7 @@ impl OpenDevice {
             context,
             owned,
             provider_attr: blank(&nic),
+            window_types: Vec::new(),
             nic,
             attr,
             rights: DeviceRights::default(),
@@ -131,6 +150,7 @@ impl OpenDevice {
         device.on_demand = device.query_on_demand()?;
         let dma_buf = device.probe_dma_buf()?;
         device.provider_attr = device.describe(dma_buf, pcie_mapping_first);
+        device.window_types = device.describe_windows();
         Ok(device)
     }
 
@@ -163,6 +183,11 @@ impl OpenDevice {
 
     pub(super) fn provider_attr(&self) -> &ProviderAttr {
         &self.provider_attr
+    }
+
+    /// Returns the types of memory windows that the device has.
+    pub(super) fn window_types(&self) -> &[WindowType] {
+        &self.window_types
     }
 
     /// Whether it says that it pages on demand.
@@ -257,13 +282,6 @@ impl OpenDevice {
     }
 
     fn describe(&self, dma_buf: bool, pcie_mapping_first: bool) -> ProviderAttr {
-        let caps = DeviceCaps::from_bits_truncate(self.attr.device_cap_flags);
-        let has_windows = self.attr.max_mw > 0 && self.ops().alloc_mw.is_some();
-        let windows = [
-            (DeviceCaps::MEM_WINDOW, WindowType::One),
-            (DeviceCaps::MEM_WINDOW_TYPE_2A, WindowType::TwoA),
-            (DeviceCaps::MEM_WINDOW_TYPE_2B, WindowType::TwoB),
-        ];
         let max_mr_count = u64::try_from(self.attr.max_mr).unwrap_or(0).max(1);
         let host = MrFlags::HMEM_HOST_ALLOC | MrFlags::HMEM_DEVICE_ONLY;
         ProviderAttr {
@@ -279,13 +297,22 @@ impl OpenDevice {
                 pcie_mapping_first: dma_buf && pcie_mapping_first,
             },
             flags: if dma_buf { host | MrFlags::MR_DMABUF } else { host },
-            windows: windows
-                .into_iter()
-                .filter(|(cap, _)| has_windows && caps.contains(*cap))
-                .map(|(_, kind)| kind)
-                .collect(),
             ..blank(&self.nic)
         }
+    }
+
+    fn describe_windows(&self) -> Vec<WindowType> {
+        if self.attr.max_mw <= 0 || self.ops().alloc_mw.is_none() {
+            return Vec::new();
+        }
+        let caps = DeviceCaps::from_bits_truncate(self.attr.device_cap_flags);
+        let windows = [
+            (DeviceCaps::MEM_WINDOW, WindowType::One),
+            (DeviceCaps::MEM_WINDOW_TYPE_2A, WindowType::TwoA),
+            (DeviceCaps::MEM_WINDOW_TYPE_2B, WindowType::TwoB),
+        ];
+        let found = windows.into_iter().filter(|(cap, _)| caps.contains(*cap));
+        found.map(|(_, kind)| kind).collect()
     }
 
     /// The port to speak through: the one asked for, or the first that is active.
@@ -358,11 +385,11 @@ impl Drop for OpenDevice {
 }
 
 fn blank(nic: &Nic) -> ProviderAttr {
-    let needs = MrMode::LOCAL | MrMode::VIRT_ADDR | MrMode::ALLOCATED | MrMode::PROV_KEY;
+    let required_mr_mode = MrMode::LOCAL | MrMode::VIRT_ADDR | MrMode::ALLOCATED | MrMode::PROV_KEY;
     ProviderAttr {
         nic: nic.clone(),
-        needs,
-        can: needs,
+        required_mr_mode,
+        basic_mr_mode: required_mr_mode,
         key_size: 4,
         raw_key_size: super::region::RAW_KEY,
         mr_iov_limit: RANGES,
@@ -372,8 +399,8 @@ fn blank(nic: &Nic) -> ProviderAttr {
         imports: Imports::default(),
         staged_access: Access::READ | Access::WRITE | Access::SEND | Access::RECV,
         flags: MrFlags::empty(),
-        windows: Vec::new(),
-        region_counters: false,
+        progress: ProgressModel::Nic,
+        order: RC_ORDER,
     }
 }
 

@@ -16,11 +16,11 @@ use hmem_core::random::random_u64;
 use hmem_core::{
     Access, AddressRange, Addressing, Domain, Error, ErrorKind, Iova, LocalKey, RawKey, RemoteKey,
     RemotePiece, Result,
-    counter::Counter,
     provider::{
-        Backing, CompletionQueue, DomainRequest, EndpointAttr, Live, Piece, ProviderAttr,
-        ProviderDomain, ProviderEndpoint, ProviderRegion, ProviderWindow, RegistrationRequest,
-        WindowBind, WindowType,
+        self, Backing, CompletionQueue, CompositeKeys, DomainRequest, EndpointAttr, Features,
+        LiveObjects, ManualProgress, Piece, ProviderAttr, ProviderDomain, ProviderEndpoint,
+        ProviderRegion, ProviderWindow, RawKeys, RegistrationRequest, StagingAccess, WindowBind,
+        WindowType,
     },
 };
 use parking_lot::RwLock;
@@ -210,7 +210,7 @@ impl VerbsDomain {
     /// The verbs side of a domain; `None` if its provider is another.
     #[must_use]
     pub fn of(domain: &Domain) -> Option<&Self> {
-        domain.provider_domain().as_any().downcast_ref()
+        (domain.provider_domain() as &dyn Any).downcast_ref()
     }
 
     /// Its `ibv_pd`, for another crate's calls. It lives as long as the domain.
@@ -328,10 +328,6 @@ impl VerbsDomain {
     pub unsafe fn rereg(&self, region: ProviderRegion, access: Access) -> Result<()> {
         self.state.registrar().rereg(region, access)
     }
-
-    fn lacks(&self, operation: &'static str, kind: ErrorKind, why: &'static str) -> Error {
-        Error::new(kind, operation).provider(self.attr().nic.to_string()).remedy(why)
-    }
 }
 
 // SAFETY: every handle is looked up in the domain's own tables before the driver is called. A region
@@ -352,20 +348,6 @@ unsafe impl ProviderDomain for VerbsDomain {
         unsafe { self.register_with(request, pieces, self.state.options.options) }
     }
 
-    fn register_sub(
-        &self,
-        _base: ProviderRegion,
-        _request: &RegistrationRequest<'_>,
-        _offset: u64,
-        _len: u64,
-    ) -> Result<ProviderRegion> {
-        Err(self.lacks(
-            "register sub-region",
-            ErrorKind::Unsupported,
-            "verbs has no key for part of a registration: register the part by itself, or bind a memory window",
-        ))
-    }
-
     fn deregister(&self, region: ProviderRegion) -> Result<()> {
         let taken = self.state.regions.take(region)?;
         if let Kind::Staged(staged) = &taken.kind {
@@ -375,45 +357,69 @@ unsafe impl ProviderDomain for VerbsDomain {
         self.state.regions.deregister(&self.state.pd, region, taken)
     }
 
-    fn enable(&self, region: ProviderRegion) -> Result<()> {
-        // Usable since it was registered.
-        self.state.regions.with(region, "enable", |_| Ok(()))
+    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
+        Ok(Arc::new(Queue { state: Arc::new(CqState::create(&self.state.pd.device, depth)?) }))
     }
 
-    fn bind_counter(&self, _region: ProviderRegion, _counter: &Arc<Counter>) -> Result<()> {
-        Err(self.lacks(
-            "bind counter",
-            ErrorKind::NoSys,
-            "verbs does not count accesses to a region",
-        ))
+    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
+        Ok(Arc::new(Endpoint::open(&self.state, attr)?))
     }
 
-    fn bind_endpoint(
-        &self,
-        _region: ProviderRegion,
-        _endpoint: &dyn ProviderEndpoint,
-    ) -> Result<()> {
-        Err(self.lacks(
-            "bind endpoint",
-            ErrorKind::NoSys,
-            "verbs regions belong to a protection domain: bind a type 2 window to limit a key to one endpoint",
-        ))
+    fn live(&self) -> LiveObjects {
+        let (regions, page_registrations, bytes) = self.state.regions.counts();
+        LiveObjects {
+            regions,
+            page_registrations,
+            bytes,
+            windows: self.state.windows.count(),
+            mapped_keys: self.state.mapped.read().len() as u64,
+            endpoints: self.state.endpoints.load(Ordering::Relaxed),
+            staging_buffers: self.state.staging.pool().map_or(0, |pool| pool.held()),
+        }
     }
 
-    fn refresh(&self, _region: ProviderRegion, _ranges: &[AddressRange]) -> Result<()> {
-        Err(self.lacks(
-            "refresh",
-            ErrorKind::NoSys,
-            "a verbs region keeps its pages: close it and register again, or use the ON_DEMAND option",
-        ))
+    fn composite_keys(&self) -> Option<&dyn CompositeKeys> {
+        Some(self)
     }
 
-    fn raw_key(&self, region: ProviderRegion) -> Result<RawKey> {
-        self.state.regions.raw_key(region)
+    fn raw_keys(&self) -> Option<&dyn RawKeys> {
+        Some(self)
     }
 
+    fn windows(&self) -> Option<&dyn provider::Windows> {
+        (!self.state.pd.device.window_types().is_empty()).then_some(self as _)
+    }
+
+    fn staging(&self) -> Option<&dyn StagingAccess> {
+        Some(self)
+    }
+
+    fn manual_progress(&self) -> Option<&dyn ManualProgress> {
+        Some(self)
+    }
+
+    fn remedy_without(&self, missing: Features) -> Option<&'static str> {
+        match missing {
+            Features::SUB_REGIONS => Some(
+                "verbs has no key for part of a registration: register the part by itself, or bind a memory window",
+            ),
+            Features::REFRESH => Some(
+                "a verbs region keeps its pages: close it and register again, or use the ON_DEMAND option",
+            ),
+            _ => None,
+        }
+    }
+}
+
+impl CompositeKeys for VerbsDomain {
     fn remote_key(&self, region: ProviderRegion) -> Result<Option<RemoteKey>> {
         self.state.regions.remote_key(region)
+    }
+}
+
+impl RawKeys for VerbsDomain {
+    fn raw_key(&self, region: ProviderRegion) -> Result<RawKey> {
+        self.state.regions.raw_key(region)
     }
 
     fn map_raw(
@@ -439,11 +445,15 @@ unsafe impl ProviderDomain for VerbsDomain {
         if key.is_mapped() && self.state.mapped.write().remove(&key.as_u64()?).is_some() {
             return Ok(());
         }
-        Err(self.lacks(
-            "unmap key",
-            ErrorKind::InvalidKey,
-            "unmap a key once, in the domain that mapped it",
-        ))
+        Err(Error::new(ErrorKind::InvalidKey, "unmap key")
+            .provider(self.attr().nic.to_string())
+            .remedy("unmap a key once, in the domain that mapped it"))
+    }
+}
+
+impl provider::Windows for VerbsDomain {
+    fn window_types(&self) -> &[WindowType] {
+        self.state.pd.device.window_types()
     }
 
     fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow> {
@@ -457,39 +467,18 @@ unsafe impl ProviderDomain for VerbsDomain {
     fn free_window(&self, window: ProviderWindow) -> Result<()> {
         self.state.windows.free(&self.state, window)
     }
+}
 
-    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
-        Ok(Arc::new(Queue { state: Arc::new(CqState::create(&self.state.pd.device, depth)?) }))
-    }
-
-    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
-        Ok(Arc::new(Endpoint::open(&self.state, attr)?))
-    }
-
-    fn progress(&self) -> Result<usize> {
-        // The NIC runs by itself; staged transfers do not.
-        Ok(self.state.pd.device.active().progress())
-    }
-
-    fn live(&self) -> Live {
-        let (regions, page_registrations, bytes) = self.state.regions.counts();
-        Live {
-            regions,
-            page_registrations,
-            bytes,
-            windows: self.state.windows.count(),
-            mapped_keys: self.state.mapped.read().len() as u64,
-            endpoints: self.state.endpoints.load(Ordering::Relaxed),
-            staging_slots: self.state.staging.pool().map_or(0, |pool| pool.held()),
-        }
-    }
-
+impl StagingAccess for VerbsDomain {
     fn staging_bytes(&self) -> u64 {
         self.state.staging.pool().map_or(0, |pool| pool.range().len())
     }
+}
 
-    fn as_any(&self) -> &dyn Any {
-        self
+/// The NIC executes requests by itself, but those that name staged memory.
+impl ManualProgress for VerbsDomain {
+    fn progress(&self) -> Result<usize> {
+        Ok(self.state.pd.device.active().progress())
     }
 }
 

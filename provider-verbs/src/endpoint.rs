@@ -10,7 +10,7 @@ use std::{
 use hmem_core::{
     Error, ErrorKind, Result,
     counter::Counter,
-    provider::{EndpointAttr, ProviderEndpoint},
+    provider::{CompletionQueue, EndpointAttr, ProviderEndpoint},
     transfer::{Completion, CompletionKind, EndpointName, PeerId, WorkRequest},
 };
 use parking_lot::{Mutex, MutexGuard};
@@ -425,9 +425,9 @@ impl Endpoint {
         let refuse = |kind, why: &'static str| {
             Error::new(kind, "open endpoint").provider(nic.to_string()).remedy(why)
         };
-        let queue = |queue: &Arc<dyn hmem_core::provider::CompletionQueue>| {
+        let queue = |queue: &dyn CompletionQueue| {
             let queue =
-                queue.as_any().downcast_ref::<Queue>().map(|queue| Arc::clone(&queue.state));
+                (queue as &dyn Any).downcast_ref::<Queue>().map(|queue| Arc::clone(&queue.state));
             queue.filter(|queue| Arc::ptr_eq(queue.device(), &domain.pd.device)).ok_or_else(|| {
                 refuse(
                     ErrorKind::InvalidArgument,
@@ -441,7 +441,7 @@ impl Endpoint {
                 "verbs has no authorization keys: use another domain",
             ));
         }
-        let (tx, rx) = (queue(&attr.tx_cq)?, queue(&attr.rx_cq)?);
+        let (tx, rx) = (queue(&*attr.tx_cq)?, queue(&*attr.rx_cq)?);
         let pair = QueuePair::create(&domain.pd, (&tx, &rx), domain.port()?, attr.depth)?;
         let number = pair.number();
         let generation = domain.pd.device.generations().load(Ordering::Relaxed);
@@ -523,9 +523,5 @@ impl ProviderEndpoint for Endpoint {
 
     fn close(&self) -> Result<()> {
         self.state.close()
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 }

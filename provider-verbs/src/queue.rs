@@ -1,7 +1,6 @@
 //! Completion queues.
 
 use std::{
-    any::Any,
     collections::VecDeque,
     ffi::c_int,
     mem::MaybeUninit,
@@ -179,9 +178,5 @@ impl CompletionQueue for Queue {
             count += self.state.poll(max - count, |completion| out.push(completion))?;
         }
         Ok(count)
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 }

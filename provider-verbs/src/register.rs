@@ -173,7 +173,7 @@ impl Registrar<'_> {
                 self.check_huge(piece)?;
             }
         }
-        if options.contains(VerbsOptions::MW_BIND) && device.provider_attr().windows.is_empty() {
+        if options.contains(VerbsOptions::MW_BIND) && device.window_types().is_empty() {
             return lacks("MW_BIND", format!("{} has no memory windows", device.nic().name));
         }
         if options.contains(VerbsOptions::RELAXED_ORDERING) {
@@ -476,5 +476,5 @@ fn owned(pieces: &[Piece<'_>]) -> bool {
 
 /// Whether a device has a window type.
 pub(super) fn has_window(pd: &ProtectionDomain, kind: WindowType) -> bool {
-    pd.device.provider_attr().windows.contains(&kind)
+    pd.device.window_types().contains(&kind)
 }

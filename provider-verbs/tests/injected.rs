@@ -10,12 +10,13 @@ use std::{
 
 use fake::{calls, functions, symbol, with};
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, AllocationKind, AuthKey, Decision, DeviceBuffer,
-    DeviceId, DmaBufOffset, Domain, DomainAttr, Errno, Error, ErrorKind, Iface, MrAttr, MrFlags,
-    MrMode, Path as HmemPath, Registry, RemoteKey, Result,
+    Access, Address, AddressRange, Addressing, AllocationKind, AuthKey, BindFlags, Decision,
+    DeviceBuffer, DeviceId, DmaBufOffset, Domain, DomainAttr, Errno, Error, ErrorKind, Iface,
+    MrAttr, MrFlags, MrMode, Path as HmemPath, Registry, RemoteKey, Result,
     iface::{AllocRequest, DmaBufMapping},
     provider::{
-        Backing, KeyRequest, Piece, Provider, ProviderDomain, ProviderRegion, RegistrationRequest,
+        Backing, CompositeKeys, Features, KeyRequest, Piece, Provider, ProviderDomain,
+        ProviderRegion, RegistrationRequest, WindowType,
     },
 };
 use hmem_iface_system::{Call, Simulated};
@@ -411,6 +412,32 @@ fn options_travel_by_the_call_that_takes_them() {
     let key = verbs.remote_key(region).expect("a key").expect("not the usual key");
     assert_eq!((key.addressing(), key.base().0), (Addressing::ZeroBased, 0));
     assert_eq!(verbs.keys(region).expect("keys")[0].base, 0);
+}
+
+/// Facets of a device without windows, and the advice for those that verbs never has.
+#[test]
+fn missing_facets_are_refused_with_advice_of_verbs() {
+    let domain = domain();
+    let has = Features::COMPOSITE_KEYS
+        | Features::RAW_KEYS
+        | Features::STAGING
+        | Features::MANUAL_PROGRESS;
+    assert_eq!(domain.features(), has);
+    // SAFETY: the fake touches no memory.
+    let region = unsafe { domain.reg(range(0x1000, 4096), Access::READ, 0, MrFlags::empty()) }
+        .expect("register");
+    let refused = |error: Error, kind: ErrorKind, advice: &str| {
+        assert_eq!(error.kind(), kind, "{error}");
+        assert!(error.to_string().contains("verbs/fake0"), "{error}");
+        assert!(error.remedy_text().is_some_and(|text| text.contains(advice)), "{error}");
+    };
+    let sub = region.sub(range(0x1000, 64), Access::READ, None);
+    refused(sub.unwrap_err(), ErrorKind::Unsupported, "bind a memory window");
+    refused(region.refresh(&[]).unwrap_err(), ErrorKind::NoSys, "ON_DEMAND");
+    let counter = region.bind_counter(&Arc::default(), BindFlags::REMOTE_WRITE);
+    refused(counter.unwrap_err(), ErrorKind::NoSys, "does not count");
+    let window = domain.alloc_window(WindowType::One);
+    refused(window.unwrap_err(), ErrorKind::Unsupported, "no memory windows");
 }
 
 /// KEY-04

@@ -11,7 +11,7 @@ use std::{sync::Arc, time::Duration};
 use hmem_core::{
     Access, Addressing, AuthKey, Domain, DomainAttr, Endpoint, ErrorKind, MemoryWindow, Registered,
     Registry, Result,
-    provider::{CompletionQueue, EndpointAttr, ProviderDomain, WindowBind, WindowType},
+    provider::{CompletionQueue, EndpointAttr, WindowBind, WindowType, Windows},
     transfer::{Completion, Operation, PeerId, RemoteSegment, WorkRequest},
 };
 use hmem_p2p::path::Paths;

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use hmem_core::{
     Access, Address, AddressRange, Addressing, Domain, DomainAttr, Endpoint, ErrorKind, LocalKey,
     Registered, Registry, Result,
-    provider::{CompletionQueue, EndpointAttr, ProviderDomain, WindowBind, WindowType},
+    provider::{CompletionQueue, EndpointAttr, ProviderDomain, WindowBind, WindowType, Windows},
     transfer::{LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
 };
 use hmem_p2p::path::Paths;

@@ -19,7 +19,7 @@ use std::{
 use fake::{calls, functions, with};
 use hmem_core::{
     Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, MemoryRegion, MrFlags, Registry,
-    provider::ProviderDomain,
+    provider::RawKeys,
 };
 use hmem_p2p::path::Paths;
 use hmem_provider_verbs::{

@@ -21,7 +21,7 @@ use staging_cases::*;
 use wire::{Misbehaviour, misbehave};
 
 const CHUNK: u64 = 4096;
-const STAGING: StagingAttr = StagingAttr { chunk: CHUNK as usize, slots: 8 };
+const STAGING: StagingAttr = StagingAttr { buffer_len: CHUNK as usize, buffer_count: 8 };
 /// A quarter of the buffers.
 const LONGEST: u64 = CHUNK * 2;
 
@@ -63,7 +63,7 @@ fn every_size_arrives_whole_over_verbs() {
 #[test]
 fn megabytes_arrive_whole_over_verbs() {
     let net = net_with(StagingAttr::default(), device());
-    let chunk = StagingAttr::default().chunk as u64;
+    let chunk = StagingAttr::default().buffer_len as u64;
     every_size_arrives(&net, &[chunk * 2 + 1], &STARTS[2..], chunk * 2);
 }
 
@@ -238,7 +238,7 @@ fn requests_end_and_their_buffers_go_back_only_once_the_queue_pair_is_reset() {
     misbehave(still);
     net.near.endpoint.read(&[host.slice(0, CHUNK)], &remote, PeerId(0), 1).unwrap();
     net.near.endpoint.read(&[staged.slice(0, CHUNK)], &remote, PeerId(0), 2).unwrap();
-    assert_eq!(net.near.domain.live().staging_slots, 1);
+    assert_eq!(net.near.domain.live().staging_buffers, 1);
     // The far side lost its connection, and wants a new one.
     wire::fail_last_pair();
     misbehave(Misbehaviour { refuses_resets: 5, ..still });
@@ -247,7 +247,7 @@ fn requests_end_and_their_buffers_go_back_only_once_the_queue_pair_is_reset() {
     let mut out = Vec::new();
     net.near.cq.read(&mut out, 8).unwrap();
     assert!(out.is_empty(), "the NIC may still use their memory: {out:?}");
-    assert_eq!(net.near.domain.live().staging_slots, 1, "the buffer is the NIC's");
+    assert_eq!(net.near.domain.live().staging_buffers, 1, "the buffer is the NIC's");
     misbehave(still);
     net.near.endpoint.resolve(&net.far.endpoint.name()).expect("the reset works");
     while out.len() < 2 {
@@ -256,7 +256,7 @@ fn requests_end_and_their_buffers_go_back_only_once_the_queue_pair_is_reset() {
     let ended = out.into_iter().map(|end| (end.context, end.result.unwrap_err().kind()));
     let canceled = [(1, ErrorKind::Canceled), (2, ErrorKind::Canceled)];
     assert_eq!(ended.collect::<Vec<_>>(), canceled);
-    assert_eq!(net.near.domain.live().staging_slots, 0);
+    assert_eq!(net.near.domain.live().staging_buffers, 0);
     misbehave(Misbehaviour::default());
 }
 
@@ -310,7 +310,7 @@ fn a_refusing_peer_drains_the_pipeline_and_leaks_nothing_over_verbs() {
 #[test]
 fn an_exhausted_pool_makes_transfers_wait_over_verbs() {
     for slots in [1, 2, 5] {
-        let net = net_with(StagingAttr { slots, ..STAGING }, device());
+        let net = net_with(StagingAttr { buffer_count: slots, ..STAGING }, device());
         an_exhausted_pool_makes_transfers_wait(&net, 20);
     }
 }
@@ -319,7 +319,7 @@ fn an_exhausted_pool_makes_transfers_wait_over_verbs() {
 /// to.
 fn stepped() -> (Net, Mem, Mem) {
     let device = Simulated::builder().stepping(Stepping::ByHand).build().unwrap();
-    let net = net_with(StagingAttr { slots: 3, ..STAGING }, device);
+    let net = net_with(StagingAttr { buffer_count: 3, ..STAGING }, device);
     let staged = net.near.device(&net.device, CHUNK * 6, LOCAL).unwrap();
     let far = net.far.host(CHUNK * 6, LOCAL | REMOTE);
     (net, staged, far)
@@ -358,7 +358,7 @@ fn an_endpoint_closed_in_the_middle_cancels_and_leaks_nothing() {
         for completion in out {
             assert_eq!(completion.result.unwrap_err().kind(), ErrorKind::Canceled);
         }
-        assert_eq!((near.domain.live().staging_slots, device.pending_copies()), (0, 0));
+        assert_eq!((near.domain.live().staging_buffers, device.pending_copies()), (0, 0));
     }
 }
 
@@ -486,7 +486,7 @@ fn requests_that_copies_cannot_do_are_refused_with_the_reason() {
 /// P2P-06
 #[test]
 fn transfers_give_the_same_bytes_staged_and_direct() {
-    let net = net_with(StagingAttr { chunk: 1000, slots: 7 }, device());
+    let net = net_with(StagingAttr { buffer_len: 1000, buffer_count: 7 }, device());
     let staged = net.near.device(&net.device, 70_000, LOCAL).unwrap();
     let host = net.near.host(70_000, LOCAL);
     let (a, b) = (net.far.host(70_000, LOCAL | REMOTE), net.far.host(70_000, LOCAL | REMOTE));
@@ -615,7 +615,8 @@ fn latency_and_faults_at_random_leave_nothing_behind() {
     for seed in 0..4_u64 {
         let device =
             Simulated::builder().copy_latency(Duration::from_micros(seed * 10)).build().unwrap();
-        let staging = StagingAttr { chunk: 700 + 331 * seed as usize, slots: 1 + seed as usize };
+        let staging =
+            StagingAttr { buffer_len: 700 + 331 * seed as usize, buffer_count: 1 + seed as usize };
         let net = Net::new(Arc::clone(&provider), nic.clone(), staging, device);
         let staged = net.near.device(&net.device, 40_000, LOCAL).unwrap();
         let far = net.far.host(40_000, LOCAL | REMOTE);

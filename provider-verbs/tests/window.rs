@@ -26,7 +26,8 @@ trials! {
 
 fn pair(name: &str, window: WindowType) -> Result<Pair, Skipped> {
     let pair = Pair::with(name, Verbs::builder().options(VerbsOptions::MW_BIND));
-    if !pair.far.domain.provider_attr().windows.contains(&window) {
+    let windows = pair.far.domain.provider_domain().windows();
+    if !windows.is_some_and(|windows| windows.window_types().contains(&window)) {
         return Err(Skipped(format!("{name} has no windows of type {window:?}")));
     }
     Ok(pair)

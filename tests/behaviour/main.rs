@@ -24,6 +24,7 @@ mod rights;
 mod skips;
 mod sub;
 mod threads;
+mod transfers;
 mod window;
 mod world;
 

@@ -13,7 +13,7 @@ use hmem::{
     Access, AddressRange, AuthKey, Domain, DomainAttr, Endpoint, ErrorKind, Hmem, Iface, Iova,
     LocalKey, MemoryRegion, MrAttr, MrFlags, MrMode, RemoteKey, Result,
     loopback::{self, Call, Faults, Gate, Loopback},
-    provider::{CompletionQueue, EndpointAttr, Live, Provider},
+    provider::{CompletionQueue, EndpointAttr, LiveObjects, Provider},
     system::{Simulated, Style},
     transfer::{
         AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment,
@@ -275,7 +275,7 @@ impl Net {
     }
 
     /// What the target's domain holds.
-    pub(crate) fn live(&self) -> Live {
+    pub(crate) fn live(&self) -> LiveObjects {
         self.target.domain.live()
     }
 

@@ -18,6 +18,7 @@ const TABLES: &[&[Behaviour]] = &[
     crate::rights::BEHAVIOURS,
     crate::sub::BEHAVIOURS,
     crate::threads::BEHAVIOURS,
+    crate::transfers::BEHAVIOURS,
     crate::window::BEHAVIOURS,
 ];
 

@@ -14,7 +14,7 @@ use hmem::{
     Domain, DomainAttr, Hmem, MrAttr, MrFlags, MrMode, Prefault, Result,
     loopback::{Loopback, Memory as Pages, Progress},
     prefault,
-    provider::{DomainRequest, Live, Provider, ProviderAttr, ProviderDomain, WindowType},
+    provider::{DomainRequest, LiveObjects, Provider, ProviderAttr, ProviderDomain, WindowType},
 };
 
 use crate::{
@@ -138,7 +138,7 @@ fn every_order(world: &World, subs: bool, provider: impl Fn() -> Arc<dyn Provide
         let opened = std::mem::take(&mut *provider.opened.lock().expect("not poisoned"));
         drop(provider);
         let live: Vec<_> = opened.iter().map(|domain| domain.live()).collect();
-        assert_eq!(live, [Live::default()], "left after dropping in the order {order:?}");
+        assert_eq!(live, [LiveObjects::default()], "left after dropping in the order {order:?}");
     }
     eventually("the end of every thread", || threads_of_this_process() == threads);
     assert_eq!(child::open_fds(), fds);

@@ -4,6 +4,7 @@
 //! Without a compiler or without libfabric's headers it prints so and does nothing.
 
 use crate::trials::{Outcome, Skipped};
+use hmem::provider::MsgOrder;
 use std::fmt::Write as _;
 use std::path::Path;
 use std::process::Command;
@@ -121,6 +122,9 @@ fn expectations() -> Vec<Expectation> {
         FI_HMEM, FI_SOURCE, FI_MR_VIRT_ADDR, FI_MR_ALLOCATED, FI_MR_PROV_KEY, FI_MR_HMEM,
         FI_ORDER_RMA_WAW, FI_AV_TABLE, FI_CQ_FORMAT_CONTEXT, FI_WAIT_NONE, FI_THREAD_SAFE,
         FI_EP_MSG, FI_EP_RDM, FI_HMEM_SYSTEM, FI_ENABLE, FI_EAGAIN, FI_ENODATA, FI_EAVAIL, FI_ENOKEY,
+    }
+    for (name, flag) in MsgOrder::all().iter_names() {
+        out.push((format!("(uint64_t) (FI_ORDER_{name})"), flag.bits()));
     }
     out.push(("FI_VERSION(1, 17)".to_owned(), u64::from(sys::API_VERSION)));
     out.push(("sizeof(fi_addr_t)".to_owned(), size_of::<sys::fi_addr_t>() as u64));

@@ -4,8 +4,8 @@ use std::{sync::Arc, time::Instant};
 
 use hmem::{
     Access, AllocationKind, DeviceBuffer, DeviceId, Domain, Error, ErrorKind, Iface, MemoryRegion,
-    MrAttr, MrFlags, OwnedBuffer, Path, Registered, RemoteKey, iface::AllocRequest, provider::Live,
-    system::MemFd,
+    MrAttr, MrFlags, OwnedBuffer, Path, Registered, RemoteKey, iface::AllocRequest,
+    provider::LiveObjects, system::MemFd,
 };
 
 use super::{
@@ -159,7 +159,7 @@ fn on_domain(
 
 fn closed(domain: Domain) -> Result<(), Ended> {
     let live = domain.live();
-    if live != Live::default() {
+    if live != LiveObjects::default() {
         return Err(Ended::Wrong(format!("left registered: {live:?}")));
     }
     Ok(domain.close()?)

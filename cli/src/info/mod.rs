@@ -6,7 +6,8 @@ use hmem::{
     Decision, Error, Iface, IfaceExt, IfaceKind, Path,
     cuda::gdrcopy::Gdrcopy,
     iface::Capability,
-    provider::{Imports, ProviderAttr, WindowType},
+    path::P2pPolicy,
+    provider::{Features, Imports, ProgressModel, ProviderAttr, WindowType},
 };
 use serde::Serialize;
 
@@ -161,9 +162,9 @@ pub struct NicEntry {
     /// Where it is plugged in.
     pub pci_bus_id: Option<String>,
     /// The mr_mode bits that an application must offer.
-    pub needs: Vec<String>,
+    pub required_mr_mode: Vec<String>,
     /// The mr_mode bits that it can run in if BASIC forces them.
-    pub can: Vec<String>,
+    pub basic_mr_mode: Vec<String>,
     /// Bytes of a key.
     pub key_size: usize,
     /// Bytes of a raw key.
@@ -180,10 +181,14 @@ pub struct NicEntry {
     pub imports: Vec<&'static str>,
     /// The registration flags that it honours.
     pub flags: Vec<String>,
+    /// The agent that executes transfers.
+    pub progress: &'static str,
+    /// The order that the requests of one endpoint keep.
+    pub order: Vec<String>,
+    /// The facets of a domain; null where none can be opened.
+    pub features: Option<Vec<String>>,
     /// The types of memory windows.
     pub windows: Vec<&'static str>,
-    /// Whether counters can be bound to regions.
-    pub region_counters: bool,
 }
 
 /// The path from one device to one NIC.
@@ -217,6 +222,7 @@ pub struct P2pEntry {
 pub fn inventory(machine: &Machine) -> Inventory {
     let mut absent: Vec<_> = machine.absent.iter().map(Skipped::from).collect();
     let devices = devices(machine, &mut absent);
+    let providers = machine.nics.iter().map(|fabric| nic(machine, fabric, &mut absent)).collect();
     Inventory {
         schema: SCHEMA,
         version: env!("CARGO_PKG_VERSION"),
@@ -227,7 +233,7 @@ pub fn inventory(machine: &Machine) -> Inventory {
         device_monitors: device_monitors(machine),
         gdrcopy: gdrcopy(),
         devices,
-        providers: machine.nics.iter().map(nic).collect(),
+        providers,
         absent,
     }
 }
@@ -370,8 +376,16 @@ fn imports(imports: Imports) -> Vec<&'static str> {
     all.into_iter().filter(|(has, _)| *has).map(|(_, name)| name).collect()
 }
 
-fn nic(fabric: &Fabric) -> NicEntry {
-    let ProviderAttr { nic, needs, can, .. } = &fabric.attr;
+/// Only an open domain has facets, so that one is opened for them.
+fn nic(machine: &Machine, fabric: &Fabric, absent: &mut Vec<Skipped>) -> NicEntry {
+    let domain = fabric.open(&machine.hmem, P2pPolicy::default());
+    if let Err(error) = &domain {
+        let subject = format!("domain on {}", fabric.attr.nic);
+        absent.push(Skipped { what: subject, why: error.to_string() });
+    }
+    let domain = domain.ok();
+    let windows = domain.as_ref().and_then(|domain| domain.provider_domain().windows());
+    let ProviderAttr { nic, required_mr_mode, basic_mr_mode, .. } = &fabric.attr;
     let attr = &fabric.attr;
     NicEntry {
         provider: nic.provider.clone(),
@@ -379,8 +393,8 @@ fn nic(fabric: &Fabric) -> NicEntry {
         software: fabric.software,
         note: fabric.note.to_owned(),
         pci_bus_id: nic.pci_bus_id.clone(),
-        needs: names(needs.iter_names().map(|(name, _)| name)),
-        can: names(can.iter_names().map(|(name, _)| name)),
+        required_mr_mode: names(required_mr_mode.iter_names().map(|(name, _)| name)),
+        basic_mr_mode: names(basic_mr_mode.iter_names().map(|(name, _)| name)),
         key_size: attr.key_size,
         raw_key_size: attr.raw_key_size,
         mr_iov_limit: attr.mr_iov_limit,
@@ -389,9 +403,21 @@ fn nic(fabric: &Fabric) -> NicEntry {
         page_sizes: attr.page_sizes.clone(),
         imports: imports(attr.imports),
         flags: names(attr.flags.iter_names().map(|(name, _)| name)),
-        windows: attr.windows.iter().map(|window| window_name(*window)).collect(),
-        region_counters: attr.region_counters,
+        progress: match attr.progress {
+            ProgressModel::Nic => "nic",
+            ProgressModel::Thread => "thread",
+            ProgressModel::Manual => "manual",
+        },
+        order: names(attr.order.iter_names().map(|(name, _)| name)),
+        features: domain.as_ref().map(|domain| features(domain.features())),
+        windows: windows.map_or_else(Vec::new, |windows| {
+            windows.window_types().iter().map(|window| window_name(*window)).collect()
+        }),
     }
+}
+
+fn features(features: Features) -> Vec<String> {
+    features.iter_names().map(|(name, _)| name.to_lowercase().replace('_', "-")).collect()
 }
 
 const fn window_name(window: WindowType) -> &'static str {

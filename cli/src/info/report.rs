@@ -147,6 +147,12 @@ fn list<T: AsRef<str>>(names: &[T]) -> String {
 type Attribute = fn(&NicEntry) -> String;
 
 /// One column for each NIC: there are few of them, and much to say of each.
+/// Names the ordered pairs of requests; those of RMA and atomics alone are parts of them.
+fn order(nic: &NicEntry) -> String {
+    let pairs: Vec<_> = nic.order.iter().filter(|name| name.len() == 3).cloned().collect();
+    if pairs.len() == 9 { "all".to_owned() } else { list(&pairs) }
+}
+
 fn nics(out: &mut dyn Write, nics: &[NicEntry], style: Style) -> io::Result<()> {
     if nics.is_empty() {
         return Ok(());
@@ -155,13 +161,13 @@ fn nics(out: &mut dyn Write, nics: &[NicEntry], style: Style) -> io::Result<()> 
     let names: Vec<_> = nics.iter().map(|nic| format!("{}/{}", nic.provider, nic.nic)).collect();
     let header: Vec<_> = std::iter::once("").chain(names.iter().map(String::as_str)).collect();
     let mut table = style.table(&header);
-    let attributes: [(&str, Attribute); 13] = [
+    let attributes: [(&str, Attribute); 15] = [
         ("kind", |nic| {
             if nic.software { "software, in this process" } else { "hardware" }.to_owned()
         }),
         ("stands for", |nic| nic.note.clone()),
         ("PCI bus id", |nic| nic.pci_bus_id.clone().unwrap_or_else(|| "-".into())),
-        ("needs mr_mode", |nic| list(&nic.needs)),
+        ("needs mr_mode", |nic| list(&nic.required_mr_mode)),
         ("imports", |nic| list(&nic.imports)),
         ("key, raw key", |nic| format!("{} B, {} B", nic.key_size, nic.raw_key_size)),
         ("region: ranges", |nic| nic.mr_iov_limit.to_string()),
@@ -171,7 +177,11 @@ fn nics(out: &mut dyn Write, nics: &[NicEntry], style: Style) -> io::Result<()> 
             list(&nic.page_sizes.iter().map(|size| bytes(*size as u64)).collect::<Vec<_>>())
         }),
         ("windows", |nic| format!("types {}", list(&nic.windows))),
-        ("region counters", |nic| if nic.region_counters { "yes" } else { "no" }.to_owned()),
+        ("progress", |nic| nic.progress.to_owned()),
+        ("order", order),
+        ("features", |nic| {
+            nic.features.as_ref().map_or_else(|| "unknown".to_owned(), |features| list(features))
+        }),
         ("flags", |nic| list(&nic.flags)),
     ];
     for (name, value) in attributes {

@@ -77,7 +77,7 @@ pub(crate) fn is_as_documented(document: &Value, paths: [&str; 2]) {
         document,
         &["schema", "version", "role", "peer", "op", "seed", "local", "remote", "results"],
     );
-    assert_eq!((&document["schema"], &document["role"]), (&1.into(), &"client".into()));
+    assert_eq!((&document["schema"], &document["role"]), (&2.into(), &"client".into()));
     for (side, path) in [("local", paths[0]), ("remote", paths[1])] {
         let side = &document[side];
         has(side, &["iface", "device", "provider", "nic", "path", "reason", "trace"]);

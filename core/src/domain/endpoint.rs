@@ -65,7 +65,8 @@ impl Endpoint {
         &*self.inner
     }
 
-    /// The provider's own endpoint, for what only that provider has ([`ProviderEndpoint::as_any`]).
+    /// Returns the provider's own endpoint. As a `&dyn Any` it can be cast down to the provider's
+    /// type, for abilities that only that provider has.
     #[must_use]
     pub fn provider_endpoint(&self) -> &dyn ProviderEndpoint {
         &*self.inner

@@ -108,7 +108,8 @@ impl FlushingQueue {
 
     /// The provider's own queue.
     pub(super) fn unwrapped(queue: &Arc<dyn CompletionQueue>) -> &Arc<dyn CompletionQueue> {
-        queue.as_any().downcast_ref().map_or(queue, |flushing: &Self| &flushing.queue)
+        let any: &dyn Any = &**queue;
+        any.downcast_ref().map_or(queue, |flushing: &Self| &flushing.queue)
     }
 }
 
@@ -118,9 +119,5 @@ impl CompletionQueue for FlushingQueue {
         let read = self.queue.read(out, max);
         self.inbound.flush_for(&out[before..]);
         read
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 }

@@ -165,7 +165,8 @@ impl LeasingQueue {
     }
 
     fn of(queue: &Arc<dyn CompletionQueue>) -> Option<&Self> {
-        queue.as_any().downcast_ref()
+        let any: &dyn Any = &**queue;
+        any.downcast_ref()
     }
 
     /// The attributes with the provider's own queues, which are all that a provider knows.
@@ -186,10 +187,6 @@ impl CompletionQueue for LeasingQueue {
         // What was read before an error is the application's too.
         self.in_flight.translate(&mut out[before..]);
         read
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 }
 

@@ -52,8 +52,8 @@ use crate::{
     event_queue::EventQueue,
     path::PathDecider,
     provider::{
-        CompletionQueue, DomainRequest, EndpointAttr, Live, Provider, ProviderAttr, ProviderDomain,
-        WindowType,
+        CompletionQueue, DomainRequest, EndpointAttr, Features, LiveObjects, Provider,
+        ProviderAttr, ProviderDomain, RawKeys, WindowType,
     },
 };
 
@@ -115,8 +115,9 @@ impl Domain {
                 .context("nics", names.join(","))
                 .remedy("name one of the provider's NICs")
         })?;
-        let mode = attr.mr_mode.negotiate(nic.needs)?;
-        if mode.contains(MrMode::BASIC) && !nic.can.union(nic.needs).contains(MrMode::BASIC_MEANS) {
+        let mode = attr.mr_mode.negotiate(nic.required_mr_mode)?;
+        let basic = nic.basic_mr_mode.union(nic.required_mr_mode);
+        if mode.contains(MrMode::BASIC) && !basic.contains(MrMode::BASIC_MEANS) {
             return Err(Error::new(ErrorKind::ModeMismatch, "open domain")
                 .provider(nic.nic.to_string())
                 .context("bits", MrMode::BASIC)
@@ -167,7 +168,14 @@ impl Domain {
         &self.inner.provider_attr
     }
 
-    /// The provider's own domain, for what only that provider has ([`ProviderDomain::as_any`]).
+    /// Returns the facets of the provider's domain.
+    #[must_use]
+    pub fn features(&self) -> Features {
+        Features::of(self.provider_domain())
+    }
+
+    /// Returns the provider's own domain. As a `&dyn Any` it can be cast down to the provider's
+    /// type, for abilities that only that provider has.
     ///
     /// Regions that are registered or deregistered through it are none of this domain's.
     #[must_use]
@@ -183,27 +191,31 @@ impl Domain {
 
     /// Returns what the provider holds for this domain now: nothing in a forked child.
     #[must_use]
-    pub fn live(&self) -> Live {
+    pub fn live(&self) -> LiveObjects {
         if !self.inner.process.is_current() {
-            return Live::default();
+            return LiveObjects::default();
         }
         self.inner.provider.live()
     }
 
     /// Bytes of the domain's staging buffers, registered with the NIC where it needs that: 0 before
     /// the first staged region, the same ever after. How many are in use is in
-    /// [`Live::staging_slots`].
+    /// [`LiveObjects::staging_buffers`].
     #[must_use]
     pub fn staging_bytes(&self) -> u64 {
-        self.inner.provider.staging_bytes()
+        self.inner.provider.staging().map_or(0, |staging| staging.staging_bytes())
     }
 
-    /// Executes posted work where progress is by hand.
+    /// Executes posted work that only calls execute ([`ProviderAttr::progress`] says for which
+    /// transfers that is), and returns how many requests it ended.
     ///
     /// # Errors
     /// A dead device.
     pub fn progress(&self) -> Result<usize> {
-        self.inner.provider.progress()
+        match self.inner.provider.manual_progress() {
+            Some(work) => work.progress(),
+            None => self.inner.process.check("progress").map(|()| 0),
+        }
     }
 
     /// Reports registrations of this domain through `queue` from now on (`fi_domain_bind` with
@@ -389,17 +401,19 @@ impl Domain {
     /// peer's NIC enforces.
     ///
     /// # Errors
-    /// [`ErrorKind::Malformed`] for bytes that are no raw key; [`ErrorKind::OutOfResources`].
+    /// [`ErrorKind::Malformed`] for bytes that are no raw key; [`ErrorKind::OutOfResources`];
+    /// [`ErrorKind::Unsupported`] where the provider has no raw keys.
     pub fn map_raw(&self, base: Iova, len: u64, raw: &RawKey) -> Result<RemoteKey> {
-        self.inner.provider.map_raw(base, len, self.inner.addressing(), raw)
+        self.inner.raw_keys("map raw key")?.map_raw(base, len, self.inner.addressing(), raw)
     }
 
     /// Frees a mapped key (`fi_mr_unmap_key`).
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidKey`] for a key that this domain did not map.
+    /// [`ErrorKind::InvalidKey`] for a key that this domain did not map;
+    /// [`ErrorKind::Unsupported`] where the provider has no raw keys.
     pub fn unmap_key(&self, key: &RemoteKey) -> Result<()> {
-        self.inner.provider.unmap_key(key)
+        self.inner.raw_keys("unmap key")?.unmap_key(key)
     }
 
     /// Opens a completion queue.
@@ -529,16 +543,38 @@ impl DomainInner {
         self.effective
     }
 
-    pub(crate) fn provider_attr(&self) -> &ProviderAttr {
-        &self.provider_attr
-    }
-
     pub(crate) fn addressing(&self) -> Addressing {
         if self.effective().contains(MrMode::VIRT_ADDR) {
             Addressing::Virtual
         } else {
             Addressing::ZeroBased
         }
+    }
+
+    pub(crate) fn raw_keys(&self, operation: &'static str) -> Result<&dyn RawKeys> {
+        self.provider.raw_keys().ok_or_else(|| {
+            self.missing(
+                Features::RAW_KEYS,
+                operation,
+                ErrorKind::Unsupported,
+                "this provider has no raw keys: exchange the key of the region",
+            )
+        })
+    }
+
+    /// Returns the error of a call that needs a facet which the provider's domain lacks, with the
+    /// provider's advice or else `remedy`.
+    #[cold]
+    pub(crate) fn missing(
+        &self,
+        feature: Features,
+        operation: &'static str,
+        kind: ErrorKind,
+        remedy: &'static str,
+    ) -> Error {
+        Error::new(kind, operation)
+            .provider(self.provider_attr.nic.to_string())
+            .remedy(self.provider.remedy_without(feature).unwrap_or(remedy))
     }
 
     fn auth_key<'a>(&'a self, given: Option<&'a AuthKey>) -> &'a AuthKey {

@@ -16,7 +16,7 @@ use crate::{
         shared::{Shared, Unique},
     },
     event_queue::RegionId,
-    provider::ProviderRegion,
+    provider::{Features, ProviderRegion},
 };
 
 /// Where a region is in its life.
@@ -170,7 +170,11 @@ impl MemoryRegion {
         let single = || {
             RemoteKey::new(self.inner.domain.addressing(), self.base_addr(), self.len(), region.key)
         };
-        Ok(self.inner.domain.provider().remote_key(region)?.unwrap_or_else(single))
+        let composite = match self.inner.domain.provider().composite_keys() {
+            Some(keys) => keys.remote_key(region)?,
+            None => None,
+        };
+        Ok(composite.unwrap_or_else(single))
     }
 
     /// Where peers' addresses start: 0, or the first virtual address in VIRT_ADDR mode.
@@ -211,7 +215,7 @@ impl MemoryRegion {
             Error::new(ErrorKind::KeyNotAvailable, "raw_attr")
                 .remedy("the registration has not completed: wait for its event")
         })?;
-        self.inner.domain.provider().raw_key(region)
+        self.inner.domain.raw_keys("raw_attr")?.raw_key(region)
     }
 
     /// Registers part of this region under its own key and rights, without new pages (`base_mr`).
@@ -247,11 +251,14 @@ impl MemoryRegion {
     pub fn bind_counter(&self, counter: &Arc<Counter>, flags: BindFlags) -> Result<()> {
         let domain = &self.inner.domain;
         let refuse = |kind, why: &'static str| Err(Error::new(kind, "bind counter").remedy(why));
-        if !domain.provider_attr().region_counters {
-            return Err(Error::new(ErrorKind::NoSys, "bind counter")
-                .provider(domain.provider_attr().nic.to_string())
-                .remedy("this provider does not count accesses to a region"));
-        }
+        let counters = domain.provider().region_counters().ok_or_else(|| {
+            domain.missing(
+                Features::REGION_COUNTERS,
+                "bind counter",
+                ErrorKind::NoSys,
+                "this provider does not count accesses to a region",
+            )
+        })?;
         if flags != BindFlags::REMOTE_WRITE {
             return refuse(
                 ErrorKind::BadFlags,
@@ -274,7 +281,7 @@ impl MemoryRegion {
         if bound.iter().any(|bound| Arc::ptr_eq(bound, counter)) {
             return refuse(ErrorKind::BadState, "this counter is bound already: bind it once");
         }
-        domain.provider().bind_counter(registration.region(), counter)?;
+        counters.bind_counter(registration.region(), counter)?;
         bound.push(Arc::clone(counter));
         Ok(())
     }
@@ -287,7 +294,8 @@ impl MemoryRegion {
     ///
     /// # Errors
     /// [`ErrorKind::BadState`] in other modes, once enabled, or bound;
-    /// [`ErrorKind::InvalidArgument`] for another domain's endpoint.
+    /// [`ErrorKind::InvalidArgument`] for another domain's endpoint; [`ErrorKind::NoSys`] where the
+    /// provider cannot.
     pub fn bind_endpoint(&self, endpoint: &Endpoint) -> Result<()> {
         let domain = &self.inner.domain;
         let refuse = |kind, why: &'static str| Err(Error::new(kind, "bind endpoint").remedy(why));
@@ -308,7 +316,15 @@ impl MemoryRegion {
         if *bound {
             return refuse(ErrorKind::BadState, "an endpoint is bound already");
         }
-        domain.provider().bind_endpoint(registration.region(), endpoint.provider())?;
+        let binding = domain.provider().endpoint_binding().ok_or_else(|| {
+            domain.missing(
+                Features::ENDPOINT_BINDING,
+                "bind endpoint",
+                ErrorKind::NoSys,
+                "this provider does not bind regions to endpoints",
+            )
+        })?;
+        binding.bind_endpoint(registration.region(), endpoint.provider())?;
         *bound = true;
         Ok(())
     }
@@ -330,7 +346,10 @@ impl MemoryRegion {
             return Err(Error::new(ErrorKind::BadState, "enable")
                 .remedy("in ENDPOINT mode bind the region to an endpoint first"));
         }
-        self.inner.domain.provider().enable(registration.region())?;
+        // Without the facet, the region has been usable since it was registered.
+        if let Some(enabling) = self.inner.domain.provider().enabling() {
+            enabling.enable(registration.region())?;
+        }
         self.inner.state.store(RegionState::Enabled as u8, Ordering::Release);
         Ok(())
     }
@@ -340,7 +359,7 @@ impl MemoryRegion {
     ///
     /// # Errors
     /// [`ErrorKind::OutOfBounds`] for a range outside the region; [`ErrorKind::BadAddress`] where
-    /// pages are missing.
+    /// pages are missing; [`ErrorKind::NoSys`] where the provider cannot.
     pub fn refresh(&self, ranges: &[AddressRange]) -> Result<()> {
         let registration = self.inner.registration("refresh")?;
         for range in ranges {
@@ -351,7 +370,16 @@ impl MemoryRegion {
                     .remedy("refresh ranges inside the region"));
             }
         }
-        self.inner.domain.provider().refresh(registration.region(), ranges)
+        let domain = &self.inner.domain;
+        let refresh = domain.provider().refresh().ok_or_else(|| {
+            domain.missing(
+                Features::REFRESH,
+                "refresh",
+                ErrorKind::NoSys,
+                "regions of this provider keep their pages: close the region and register again",
+            )
+        })?;
+        refresh.refresh_pages(registration.region(), ranges)
     }
 
     /// Closes the region (`fi_close`): after it returns nothing touches the memory and the keys are

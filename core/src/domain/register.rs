@@ -13,7 +13,7 @@ use crate::{
     Error, ErrorKind, IfaceKind, MrFlags, MrMode, Result,
     event_queue::RegionId,
     path::{PathOutcome, PathRequest},
-    provider::{Backing, KeyRequest, Piece, ProviderRegion, RegistrationRequest},
+    provider::{Backing, Features, KeyRequest, Piece, ProviderRegion, RegistrationRequest},
     registry::Owner,
 };
 
@@ -226,7 +226,15 @@ impl DomainInner {
                 );
             };
             let len = inner.range().len();
-            let region = self.provider.register_sub(parent_region, &registration, offset, len)?;
+            let sub_regions = self.provider.sub_regions().ok_or_else(|| {
+                self.missing(
+                    Features::SUB_REGIONS,
+                    "register sub-region",
+                    ErrorKind::Unsupported,
+                    "this provider has no key for part of a registration: register the part by itself",
+                )
+            })?;
+            let region = sub_regions.register_sub(parent_region, &registration, offset, len)?;
             return Ok(PathOutcome { region, decision: parent.recorded_decision() });
         }
         let owner = self.resolve(inner, attr)?;

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use super::{DomainInner, Endpoint, MemoryRegion, inner::RegionInner, shared::Shared};
 use crate::{
     Access, Addressing, Error, ErrorKind, Iova, RemoteKey, Result,
-    provider::{ProviderWindow, WindowBind, WindowType},
+    provider::{Features, ProviderWindow, WindowBind, WindowType, Windows},
     transfer::{Operation, PeerId, WorkRequest},
 };
 
@@ -50,10 +50,23 @@ impl Drop for Bound {
 
 const KEY_TAG: u64 = 0xff;
 
+impl DomainInner {
+    fn windows(&self) -> Result<&dyn Windows> {
+        self.provider.windows().ok_or_else(|| {
+            self.missing(
+                Features::WINDOWS,
+                "alloc window",
+                ErrorKind::Unsupported,
+                "this NIC has no memory windows",
+            )
+        })
+    }
+}
+
 impl MemoryWindow {
     pub(super) fn alloc(domain: &Arc<DomainInner>, kind: WindowType) -> Result<Self> {
         domain.process.check("alloc window")?;
-        let window = domain.provider().alloc_window(kind)?;
+        let window = domain.windows()?.alloc_window(kind)?;
         Ok(Self {
             domain: Arc::clone(domain),
             kind,
@@ -124,7 +137,7 @@ impl MemoryWindow {
         let mut state = self.state.lock();
         let bind =
             WindowBind { region: target, offset, len, access, addressing: Addressing::Virtual };
-        state.window = self.domain.provider().bind_window(state.window, &bind)?;
+        state.window = self.domain.windows()?.bind_window(state.window, &bind)?;
         let base = virtual_address(region, offset);
         state.bound = Some(Bound::new(region.inner(), base, len, Addressing::Virtual));
         Ok(RemoteKey::new(Addressing::Virtual, base, len, state.window.key))
@@ -143,7 +156,7 @@ impl MemoryWindow {
             })?;
         let addressing = Addressing::Virtual;
         let bind = WindowBind { region, offset: 0, len: 0, access: Access::empty(), addressing };
-        state.window = self.domain.provider().bind_window(state.window, &bind)?;
+        state.window = self.domain.windows()?.bind_window(state.window, &bind)?;
         state.bound = None;
         Ok(())
     }
@@ -289,7 +302,7 @@ impl Drop for MemoryWindow {
             return;
         }
         let window = self.state.get_mut().window;
-        if let Err(error) = self.domain.provider().free_window(window) {
+        if let Err(error) = self.domain.windows().and_then(|windows| windows.free_window(window)) {
             tracing::error!(%error, "a memory window could not be freed");
         }
     }

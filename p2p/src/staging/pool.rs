@@ -60,11 +60,14 @@ impl Pool {
     pub fn new(attr: StagingAttr, node: Option<u32>) -> Result<Arc<Self>> {
         attr.check()?;
         // Buffers begin at cache lines; those of a page or more at pages.
-        let align =
-            if attr.chunk >= rustix::param::page_size() { rustix::param::page_size() } else { 64 };
-        let stride = attr.chunk.next_multiple_of(align);
-        let memory = Memory::map(stride * attr.slots, node)?;
-        let free = (0..u32::try_from(attr.slots).unwrap_or(u32::MAX)).rev().collect();
+        let align = if attr.buffer_len >= rustix::param::page_size() {
+            rustix::param::page_size()
+        } else {
+            64
+        };
+        let stride = attr.buffer_len.next_multiple_of(align);
+        let memory = Memory::map(stride * attr.buffer_count, node)?;
+        let free = (0..u32::try_from(attr.buffer_count).unwrap_or(u32::MAX)).rev().collect();
         let state = Mutex::new(State { free, held: [0; 3], waiting: VecDeque::new(), next: 0 });
         Ok(Arc::new(Self { memory, attr, stride, state, given_back: Condvar::new() }))
     }
@@ -76,7 +79,7 @@ impl Pool {
 
     /// Returns the length of a buffer in bytes.
     pub fn slot_len(&self) -> u64 {
-        self.attr.chunk as u64
+        self.attr.buffer_len as u64
     }
 
     /// Returns the number of buffers in use.
@@ -86,7 +89,7 @@ impl Pool {
 
     /// Returns how many buffers a use may hold at once.
     pub fn share(&self, purpose: Use) -> usize {
-        let all = self.attr.slots;
+        let all = self.attr.buffer_count;
         match purpose {
             Use::Rma => all,
             Use::Receive => all / 2,
@@ -232,7 +235,7 @@ mod tests {
     use super::*;
 
     fn pool(chunk: usize, slots: usize) -> Arc<Pool> {
-        Pool::new(StagingAttr { chunk, slots }, Some(0)).unwrap()
+        Pool::new(StagingAttr { buffer_len: chunk, buffer_count: slots }, Some(0)).unwrap()
     }
 
     #[test]

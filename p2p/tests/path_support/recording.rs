@@ -1,14 +1,14 @@
 //! A provider that keeps a record of what it was given, in front of the software NIC.
 
-use std::{any::Any, fmt, os::fd::AsRawFd, sync::Arc};
+use std::{fmt, os::fd::AsRawFd, sync::Arc};
 
 use hmem_core::{
-    AddressRange, Addressing, Iova, RawKey, RemoteKey, Result,
-    counter::Counter,
+    Result,
     provider::{
-        Backing, CompletionQueue, DomainRequest, EndpointAttr, Live, Piece, Provider, ProviderAttr,
-        ProviderDomain, ProviderEndpoint, ProviderRegion, ProviderWindow, RegistrationRequest,
-        WindowBind, WindowType,
+        Backing, CompletionQueue, CompositeKeys, DomainRequest, Enabling, EndpointAttr,
+        EndpointBinding, Features, LiveObjects, ManualProgress, Piece, Provider, ProviderAttr,
+        ProviderDomain, ProviderEndpoint, ProviderRegion, RawKeys, Refresh, RegionCounters,
+        RegistrationRequest, StagingAccess, SubRegions, Windows,
     },
 };
 use parking_lot::Mutex;
@@ -89,7 +89,7 @@ impl fmt::Debug for RecordingDomain {
     }
 }
 
-// SAFETY: every call is passed on to the domain of another provider.
+// SAFETY: every call is passed on to the domain of another provider, whose facets these are.
 unsafe impl ProviderDomain for RecordingDomain {
     fn attr(&self) -> &ProviderAttr {
         self.inner.attr()
@@ -107,68 +107,8 @@ unsafe impl ProviderDomain for RecordingDomain {
         unsafe { self.inner.register(request, pieces) }
     }
 
-    fn register_sub(
-        &self,
-        base: ProviderRegion,
-        request: &RegistrationRequest<'_>,
-        offset: u64,
-        len: u64,
-    ) -> Result<ProviderRegion> {
-        self.inner.register_sub(base, request, offset, len)
-    }
-
     fn deregister(&self, region: ProviderRegion) -> Result<()> {
         self.inner.deregister(region)
-    }
-
-    fn enable(&self, region: ProviderRegion) -> Result<()> {
-        self.inner.enable(region)
-    }
-
-    fn bind_counter(&self, region: ProviderRegion, counter: &Arc<Counter>) -> Result<()> {
-        self.inner.bind_counter(region, counter)
-    }
-
-    fn bind_endpoint(&self, region: ProviderRegion, endpoint: &dyn ProviderEndpoint) -> Result<()> {
-        self.inner.bind_endpoint(region, endpoint)
-    }
-
-    fn refresh(&self, region: ProviderRegion, ranges: &[AddressRange]) -> Result<()> {
-        self.inner.refresh(region, ranges)
-    }
-
-    fn raw_key(&self, region: ProviderRegion) -> Result<RawKey> {
-        self.inner.raw_key(region)
-    }
-
-    fn remote_key(&self, region: ProviderRegion) -> Result<Option<RemoteKey>> {
-        self.inner.remote_key(region)
-    }
-
-    fn map_raw(
-        &self,
-        base: Iova,
-        len: u64,
-        addressing: Addressing,
-        raw: &RawKey,
-    ) -> Result<RemoteKey> {
-        self.inner.map_raw(base, len, addressing, raw)
-    }
-
-    fn unmap_key(&self, key: &RemoteKey) -> Result<()> {
-        self.inner.unmap_key(key)
-    }
-
-    fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow> {
-        self.inner.alloc_window(window)
-    }
-
-    fn bind_window(&self, window: ProviderWindow, bind: &WindowBind) -> Result<ProviderWindow> {
-        self.inner.bind_window(window, bind)
-    }
-
-    fn free_window(&self, window: ProviderWindow) -> Result<()> {
-        self.inner.free_window(window)
     }
 
     fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
@@ -179,19 +119,51 @@ unsafe impl ProviderDomain for RecordingDomain {
         self.inner.open_endpoint(attr)
     }
 
-    fn progress(&self) -> Result<usize> {
-        self.inner.progress()
-    }
-
-    fn live(&self) -> Live {
+    fn live(&self) -> LiveObjects {
         self.inner.live()
     }
 
-    fn staging_bytes(&self) -> u64 {
-        self.inner.staging_bytes()
+    fn sub_regions(&self) -> Option<&dyn SubRegions> {
+        self.inner.sub_regions()
     }
 
-    fn as_any(&self) -> &dyn Any {
-        self.inner.as_any()
+    fn enabling(&self) -> Option<&dyn Enabling> {
+        self.inner.enabling()
+    }
+
+    fn composite_keys(&self) -> Option<&dyn CompositeKeys> {
+        self.inner.composite_keys()
+    }
+
+    fn raw_keys(&self) -> Option<&dyn RawKeys> {
+        self.inner.raw_keys()
+    }
+
+    fn refresh(&self) -> Option<&dyn Refresh> {
+        self.inner.refresh()
+    }
+
+    fn windows(&self) -> Option<&dyn Windows> {
+        self.inner.windows()
+    }
+
+    fn region_counters(&self) -> Option<&dyn RegionCounters> {
+        self.inner.region_counters()
+    }
+
+    fn endpoint_binding(&self) -> Option<&dyn EndpointBinding> {
+        self.inner.endpoint_binding()
+    }
+
+    fn staging(&self) -> Option<&dyn StagingAccess> {
+        self.inner.staging()
+    }
+
+    fn manual_progress(&self) -> Option<&dyn ManualProgress> {
+        self.inner.manual_progress()
+    }
+
+    fn remedy_without(&self, missing: Features) -> Option<&'static str> {
+        self.inner.remedy_without(missing)
     }
 }

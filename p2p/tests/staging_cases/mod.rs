@@ -89,7 +89,7 @@ impl Side {
     }
 
     pub(crate) fn slots(&self) -> u64 {
-        self.domain.live().staging_slots
+        self.domain.live().staging_buffers
     }
 }
 
@@ -316,7 +316,7 @@ pub(crate) fn anything_arrives(
             let device = Simulated::builder()
                 .window(1 << 30)
                 .copy_latency(Duration::from_micros(latency * 20));
-            let staging = StagingAttr { chunk, slots };
+            let staging = StagingAttr { buffer_len: chunk, buffer_count: slots };
             let net = Net::new(provider, nic, staging, device.build().expect("build the device"));
             let staged =
                 net.near.device(&net.device, 64 << 10, LOCAL).expect("stage device memory");
@@ -344,7 +344,7 @@ pub(crate) fn anything_arrives(
 pub(crate) fn staging_bytes(net: &Net) -> u64 {
     let once = net.near.domain.staging_bytes();
     assert!(
-        once >= (net.staging.chunk * net.staging.slots) as u64,
+        once >= (net.staging.buffer_len * net.staging.buffer_count) as u64,
         "the pool is smaller than asked for"
     );
     once
@@ -386,7 +386,10 @@ pub(crate) fn faults_drain_the_pipeline(net: &Net, len: u64, kinds: &[Completion
                 failed += 1;
             }
         }
-        assert!(failed >= len / net.staging.chunk as u64, "only {failed} calls failed in {kind:?}");
+        assert!(
+            failed >= len / net.staging.buffer_len as u64,
+            "only {failed} calls failed in {kind:?}"
+        );
         moves(net, *kind, &[(&staged, 1, len)], (&far, 2, len));
     }
 }
@@ -407,7 +410,7 @@ pub(crate) fn settle(net: &Net) {
 /// BNC-02: more transfers at once than buffers: each waits its turn, all arrive, and there are
 /// never more buffers.
 pub(crate) fn an_exhausted_pool_makes_transfers_wait(net: &Net, count: u64) {
-    let chunk = net.staging.chunk as u64;
+    let chunk = net.staging.buffer_len as u64;
     let len = chunk * 3 + 1;
     let staged = net.near.device(&net.device, len * count, LOCAL).expect("stage device memory");
     let again = net.near.device(&net.device, 8, LOCAL).expect("stage device memory");
@@ -424,7 +427,7 @@ pub(crate) fn an_exhausted_pool_makes_transfers_wait(net: &Net, count: u64) {
             .endpoint
             .write(&local, &remote, PeerId(0), context)
             .expect("there is room to post");
-        assert!(net.near.slots() <= net.staging.slots as u64);
+        assert!(net.near.slots() <= net.staging.buffer_count as u64);
     }
     let (ended, _) = net.complete(count as usize, 0);
     for (completion, context) in ended.into_iter().zip(0..) {
