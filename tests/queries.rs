@@ -15,15 +15,13 @@ use std::{
 use hmem::{
     Access, Address, AddressRange, Allocation, AllocationKind, CacheAttr, DeviceBuffer, DeviceId,
     Domain, DomainAttr, DomainBindFlags, Error, Hmem, Iface, IfaceKind, MemoryRegion, MrAttr,
-    MrFlags, Result, Segment,
+    MrFlags, Result,
     event_queue::EventQueue,
     iface::{
-        AllocRequest, Capability, CopyEvent, Device, DmaBufExport, DmaBufMapping, IpcHandle,
-        PeerMemoryExport,
+        AllocRequest, Allocator, CopyEngine, Device, DmaBufExporter, InboundFlush, MonitorSource,
+        PeerMemoryExporter, SegmentMap,
     },
     loopback::Loopback,
-    monitor::Monitor,
-    provider::Nic,
     regattr_on,
     system::{DmaBufKind, Simulated, monitor::Import},
 };
@@ -41,7 +39,7 @@ struct Counting {
     queries: AtomicU64,
 }
 
-// SAFETY: each answer is the simulated device's.
+// SAFETY: each answer and facet is the simulated device's.
 unsafe impl Iface for Counting {
     fn kind(&self) -> IfaceKind {
         self.device.kind()
@@ -49,10 +47,6 @@ unsafe impl Iface for Counting {
 
     fn name(&self) -> &str {
         self.device.name()
-    }
-
-    fn capability(&self) -> Capability {
-        Capability { window: None, ..self.device.capability() }
     }
 
     fn devices(&self) -> Result<Vec<Device>> {
@@ -64,82 +58,36 @@ unsafe impl Iface for Counting {
         self.device.query(address)
     }
 
-    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
-        self.device.segments(range)
-    }
-
-    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
-        self.device.allocate(request)
-    }
-
-    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        // SAFETY: the caller's promise is the same.
-        unsafe { self.device.free(allocation) }
-    }
-
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         // SAFETY: the caller's promise is the same.
         unsafe { self.device.copy(to, from, len) }
     }
 
-    unsafe fn copy_async(
-        &self,
-        to: Address,
-        from: Address,
-        len: u64,
-    ) -> Result<Box<dyn CopyEvent>> {
-        // SAFETY: the caller's promise is the same.
-        unsafe { self.device.copy_async(to, from, len) }
+    fn allocator(&self) -> Option<&dyn Allocator> {
+        self.device.allocator()
     }
 
-    fn export_dma_buf(
-        &self,
-        range: AddressRange,
-        nic: &Nic,
-        mapping: DmaBufMapping,
-    ) -> Result<DmaBufExport> {
-        self.device.export_dma_buf(range, nic, mapping)
+    fn copy_engine(&self) -> Option<&dyn CopyEngine> {
+        self.device.copy_engine()
     }
 
-    fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
-        self.device.release_dma_buf(export)
+    fn dma_buf(&self) -> Option<&dyn DmaBufExporter> {
+        self.device.dma_buf()
     }
 
-    fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
-        self.device.export_peer_memory(range, nic)
+    fn peer_memory(&self) -> Option<&dyn PeerMemoryExporter> {
+        self.device.peer_memory()
     }
 
-    unsafe fn host_register(&self, range: AddressRange) -> Result<()> {
-        // SAFETY: the caller's promise is the same.
-        unsafe { self.device.host_register(range) }
+    fn segments(&self) -> Option<&dyn SegmentMap> {
+        self.device.segments()
     }
 
-    fn host_unregister(&self, range: AddressRange) -> Result<()> {
-        self.device.host_unregister(range)
+    fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
+        self.device.inbound_flush()
     }
 
-    fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
-        self.device.ipc_export(allocation)
-    }
-
-    fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
-        self.device.ipc_open(handle)
-    }
-
-    unsafe fn ipc_close(&self, allocation: &Allocation) -> Result<()> {
-        // SAFETY: the caller's promise is the same.
-        unsafe { self.device.ipc_close(allocation) }
-    }
-
-    fn flush_inbound(&self, device: DeviceId) -> Result<()> {
-        self.device.flush_inbound(device)
-    }
-
-    fn is_started(&self, device: DeviceId) -> Result<bool> {
-        self.device.is_started(device)
-    }
-
-    fn monitor(&self) -> Result<Arc<dyn Monitor>> {
+    fn monitor(&self) -> Option<&dyn MonitorSource> {
         self.device.monitor()
     }
 }
