@@ -7,14 +7,14 @@ use hmem_core::{
     Result,
     cache::Limits,
     monitor::Monitor,
-    path::PathDecider,
+    path::PathSelector,
     provider::{Provider, ProviderAttr},
 };
 use hmem_iface_system::{
     System,
     monitor::{MonitorKind, SystemMonitor},
 };
-use hmem_p2p::path::{ExplainRequest, Explanation, Paths};
+use hmem_p2p::path::{DefaultPathSelector, ExplainRequest, Explanation};
 
 use crate::env;
 
@@ -24,7 +24,7 @@ pub struct Hmem {
     registry: Arc<Registry>,
     providers: Vec<Arc<dyn Provider>>,
     absent_providers: Vec<(String, Error)>,
-    paths: Arc<Paths>,
+    paths: Arc<DefaultPathSelector>,
     p2p_disabled: bool,
     system: Arc<System>,
     cache: CacheAttr,
@@ -202,13 +202,13 @@ impl Hmem {
     pub fn domain_on(&self, provider: &dyn Provider, mut attr: DomainAttr) -> Result<Domain> {
         self.process.check("open domain")?;
         attr.cache = attr.cache.map(|cache| filled_in(cache, &self.cache));
-        let decider: Arc<dyn PathDecider> = Arc::clone(&self.paths) as _;
+        let decider: Arc<dyn PathSelector> = Arc::clone(&self.paths) as _;
         Domain::open(provider, Arc::clone(&self.registry), decider, attr)
     }
 
     /// The path decisions of its domains: what is remembered, and how to have it forgotten.
     #[must_use]
-    pub fn paths(&self) -> &Paths {
+    pub fn paths(&self) -> &DefaultPathSelector {
         &self.paths
     }
 
@@ -217,7 +217,7 @@ impl Hmem {
     /// for the decision and one for each attempt and remedy.
     ///
     /// # Errors
-    /// As [`Hmem::provider`] and [`Paths::explain`]. A path that was refused is no error.
+    /// As [`Hmem::provider`] and [`DefaultPathSelector::explain`]. A path that was refused is no error.
     pub fn explain(&self, provider: &str, request: &ExplainRequest) -> Result<Explanation> {
         self.explain_on(&**self.provider(provider)?, request)
     }
@@ -225,7 +225,7 @@ impl Hmem {
     /// [`Hmem::explain`] for a provider that need not have been added, as in [`Hmem::domain_on`].
     ///
     /// # Errors
-    /// As [`Paths::explain`].
+    /// As [`DefaultPathSelector::explain`].
     pub fn explain_on(
         &self,
         provider: &dyn Provider,
@@ -392,7 +392,7 @@ impl Builder {
             registry: Arc::new(registry),
             providers: self.providers,
             absent_providers: self.absent_providers,
-            paths: Arc::new(Paths::new().disable_p2p(disable_p2p)),
+            paths: Arc::new(DefaultPathSelector::new().disable_p2p(disable_p2p)),
             p2p_disabled: disable_p2p,
             system,
             cache,

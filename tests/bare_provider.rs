@@ -9,8 +9,7 @@ use hmem::{
     loopback::Loopback,
     provider::{
         CompletionQueue, DomainRequest, EndpointAttr, Features, LiveObjects, Piece, Provider,
-        ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion, RegistrationRequest,
-        WindowType,
+        ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion, Registration, WindowType,
     },
 };
 
@@ -43,11 +42,11 @@ unsafe impl ProviderDomain for BareDomain {
 
     unsafe fn register(
         &self,
-        request: &RegistrationRequest<'_>,
+        request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
         // SAFETY: passed on to the caller.
-        unsafe { self.0.register(&RegistrationRequest { enabled: true, ..*request }, pieces) }
+        unsafe { self.0.register(&Registration { enabled: true, ..*request }, pieces) }
     }
 
     fn deregister(&self, region: ProviderRegion) -> Result<()> {

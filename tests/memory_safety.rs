@@ -17,9 +17,9 @@ use hmem::{
     event_queue::EventQueue,
     iface::AllocRequest,
     loopback::Loopback,
-    p2p::path::Paths,
-    path::{PathDecider, PathOutcome, PathRequest},
-    provider::{Nic, ProviderDomain},
+    p2p::path::DefaultPathSelector,
+    path::{PathRegistration, PathSelector, Target},
+    provider::Nic,
     register_on,
     system::{Simulated, System},
 };
@@ -230,29 +230,15 @@ fn memory_whose_registration_panics_once_the_nic_has_it_is_not_freed() {
 
 /// Panics instead of finding a path.
 #[derive(Debug)]
-struct Panics(Paths);
+struct Panics(DefaultPathSelector);
 
 // SAFETY: it registers nothing.
-unsafe impl PathDecider for Panics {
+unsafe impl PathSelector for Panics {
     fn plain_host(&self, nic: &Nic) -> Decision {
         self.0.plain_host(nic)
     }
 
-    unsafe fn register(
-        &self,
-        _: &PathRequest<'_>,
-        _: &Registry,
-        _: &dyn ProviderDomain,
-    ) -> Result<PathOutcome> {
-        panic!("as asked for")
-    }
-
-    unsafe fn register_on(
-        &self,
-        _: &[(PathRequest<'_>, &dyn ProviderDomain)],
-        _: &Registry,
-        _: &mut Vec<PathOutcome>,
-    ) -> Result<()> {
+    unsafe fn register(&self, _: &[Target<'_>], _: &mut dyn FnMut(PathRegistration)) -> Result<()> {
         panic!("as asked for")
     }
 }
@@ -264,7 +250,7 @@ fn memory_whose_registration_panics_is_leaked_whether_it_is_waited_for_or_not() 
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let mut registry = Registry::new();
     registry.add(Arc::clone(&iface)).expect("the first");
-    let (registry, decider) = (Arc::new(registry), Arc::new(Panics(Paths::new())));
+    let (registry, decider) = (Arc::new(registry), Arc::new(Panics(DefaultPathSelector::new())));
     let loopback = Loopback::builder().build().expect("a software NIC");
     let domain = || {
         let decider = Arc::clone(&decider) as _;

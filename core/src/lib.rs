@@ -36,6 +36,7 @@ mod process;
 #[allow(unsafe_code)]
 pub mod provider;
 pub mod random;
+pub mod registration;
 pub mod registry;
 pub mod transfer;
 
@@ -44,9 +45,9 @@ pub use address::{Address, AddressRange, AllocOffset, DmaBufOffset, Iova};
 pub use allocation::{Allocation, AllocationId, AllocationKind, Segment};
 pub use domain::{
     Atomic, CacheAttr, CachedRegion, DeviceBuffer, DmaBufAttr, Domain, DomainAttr, Endpoint,
-    MemoryRegion, MemoryWindow, MrAttr, MultiRegion, MultiRegistered, OwnedBuffer, Parallel,
-    Prefault, Progress, RegionBurst, RegionCache, RegionSlice, RegionState, Registered,
-    Registrations, Scoped, VecParts, Watch, os_page_sizes, prefault, regattr_on, register_on,
+    MemoryRegion, MemoryWindow, MrAttr, MultiRegion, MultiRegistered, OwnedBuffer, Prefault,
+    RegionBurst, RegionCache, RegionSlice, RegionState, Registered, Registrations, Scoped,
+    VecParts, Watch, os_page_sizes, prefault, regattr_on, register_on,
 };
 pub use error::{DriverCode, Errno, Error, ErrorKind, Rejected, Result};
 pub use flags::{BindFlags, DomainBindFlags, MrFlags};
@@ -56,4 +57,5 @@ pub use key::{Addressing, AuthKey, LocalKey, RawKey, RemoteKey, RemotePiece};
 pub use mr_mode::MrMode;
 pub use path::{Decision, Path};
 pub use process::ProcessMark;
+pub use registration::{Parallel, Progress};
 pub use registry::Registry;

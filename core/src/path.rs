@@ -1,15 +1,15 @@
 //! How the NIC gets at memory, and why that way: the decision is a value that is kept with the
 //! region.
 
-use std::{fmt, ops::Deref, os::fd::BorrowedFd, sync::Arc};
+use std::{fmt, ops::Deref, sync::Arc};
 
 use serde::{Serialize, Serializer};
 
 use crate::{
-    AddressRange, DeviceId, DmaBufOffset, Error, IfaceKind, Result,
+    DeviceId, Error, IfaceKind, Result,
     iface::DmaBufMapping,
-    provider::{Nic, ProviderDomain, ProviderRegion, RegistrationRequest},
-    registry::{Owner, Registry},
+    provider::{Nic, ProviderDomain},
+    registration::{ProviderRegion, Registration},
 };
 
 /// The ways from memory to a NIC.
@@ -278,78 +278,54 @@ impl fmt::Display for Decision {
     }
 }
 
-/// A request to find a path and register over it.
-#[derive(Debug)]
-pub struct PathRequest<'a> {
-    /// What to register; the decider adds the pieces.
-    pub registration: RegistrationRequest<'a>,
-    /// The ranges, at least one.
-    pub ranges: &'a [AddressRange],
-    /// A dma-buf that the application brought along (MR_DMABUF), for the one range.
-    pub dma_buf: Option<(BorrowedFd<'a>, DmaBufOffset)>,
-    /// Who owns the ranges (all the same).
-    pub owner: Owner,
-    /// Whether the region owns the memory, so that it cannot go while registered.
-    pub owned: bool,
-    /// The policy of the domain.
-    pub policy: P2pPolicy,
-}
-
-/// What came of it.
-#[derive(Debug)]
-pub struct PathOutcome {
+/// A registered region with the reason for its path.
+#[derive(Clone, Debug)]
+pub struct PathRegistration {
     /// The provider's handle.
     pub region: ProviderRegion,
-    /// Why it is reached in this way; `None` for [`PathDecider::plain_host`]'s decision, which
-    /// every registration of ordinary host memory shares.
+    /// The decision; `None` for that of [`PathSelector::plain_host`], which every registration of
+    /// host memory shares.
     pub decision: Option<Arc<Decision>>,
 }
 
-/// Finds the path for each registration and registers over it. Implemented by `hmem-p2p`.
+/// One NIC that a registration is for.
+#[derive(Clone, Copy, Debug)]
+pub struct Target<'a> {
+    /// What to register.
+    pub registration: &'a Registration<'a>,
+    /// The NIC's domain.
+    pub provider: &'a dyn ProviderDomain,
+}
+
+/// Finds the path of device memory and registers over it. Implemented by `hmem-p2p`.
 ///
 /// # Safety
-/// The library closes a region by the handle that the decider returned for it, and then frees the
+/// The library closes a region by the handle that the selector returned for it, and then frees the
 /// memory. So an implementation promises:
 ///
-/// - Each [`PathOutcome`] holds the handle of a registration of the request's own ranges, with its
-///   rights, at its provider.
-/// - Nothing else is registered for the request when the call returns, fails or panics.
-pub unsafe trait PathDecider: fmt::Debug + Send + Sync {
-    /// The decision for ordinary host memory on `nic`.
+/// - Each [`PathRegistration`] holds the handle of a registration of the target's own ranges, with
+///   its rights, at its provider.
+/// - Nothing else is registered for the targets when the call returns, fails or panics.
+pub unsafe trait PathSelector: fmt::Debug + Send + Sync {
+    /// Returns the decision for host memory on `nic`.
     fn plain_host(&self, nic: &Nic) -> Decision;
 
-    /// Decides, exports, registers.
+    /// Finds a path for each target, exports what it needs and registers.
     ///
-    /// On an error nothing is registered and nothing exported.
+    /// The targets name the same device memory or dma-buf, and all NICs register from the same
+    /// exports. `done` receives the regions in the order of the targets. On an error it has
+    /// received those that came before, which stay registered until the caller closes them.
+    /// Nothing stays exported.
     ///
     /// # Safety
-    /// As [`ProviderDomain::register`], for the ranges of the request.
+    /// As [`ProviderDomain::register`], for the ranges of each target.
     ///
     /// # Errors
-    /// The error of the last attempt, with the whole trace in its context, if every way was
+    /// The error of the last attempt, with the whole trace in its context, if every path was
     /// refused.
     unsafe fn register(
         &self,
-        request: &PathRequest<'_>,
-        registry: &Registry,
-        provider: &dyn ProviderDomain,
-    ) -> Result<PathOutcome>;
-
-    /// Decides and registers for several NICs, from the same exports.
-    ///
-    /// The requests name the same ranges. Outcomes are added to `done` in the order of the
-    /// requests; on an error it holds those that came before, which stay registered until the
-    /// caller undoes them. Nothing stays exported.
-    ///
-    /// # Safety
-    /// As [`ProviderDomain::register`], for the ranges of each request.
-    ///
-    /// # Errors
-    /// As [`PathDecider::register`], of the NIC that refused.
-    unsafe fn register_on(
-        &self,
-        requests: &[(PathRequest<'_>, &dyn ProviderDomain)],
-        registry: &Registry,
-        done: &mut Vec<PathOutcome>,
+        targets: &[Target<'_>],
+        done: &mut dyn FnMut(PathRegistration),
     ) -> Result<()>;
 }

@@ -9,12 +9,12 @@ use std::{os::unix::fs::symlink, path::PathBuf, process::Command, sync::Arc};
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream};
 use hmem_core::{
     Access, Domain, DomainAttr, Endpoint, ErrorKind, Iface, Iova, Path, Registry, RemoteKey,
-    path::PathDecider,
+    path::PathSelector,
     provider::{CompletionQueue, EndpointAttr},
     transfer::{PeerId, RemoteSegment},
 };
 use hmem_iface_cuda::{Cuda, cudarc::CudarcBuffer};
-use hmem_p2p::path::Paths;
+use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_loopback::Loopback;
 
 /// Runs the test `name` in a process in which both cudarc and this library find the fake driver.
@@ -58,7 +58,7 @@ impl Link {
         let mut registry = Registry::new();
         registry.add(Arc::clone(&iface)).expect("add");
         let nic = Loopback::builder().build().expect("the software NIC");
-        let decider: Arc<dyn PathDecider> = Arc::new(Paths::new());
+        let decider: Arc<dyn PathSelector> = Arc::new(DefaultPathSelector::new());
         let domain = Domain::open(&nic, Arc::new(registry), decider, DomainAttr::default())
             .expect("a domain");
         let queue = domain.open_cq(16).expect("a queue");

@@ -69,8 +69,11 @@ fn over_every_way(mut play: impl FnMut(&Wire<'_>, &Target, &RemoteKey)) {
                     .segment_len(16 * PAGE);
                 let provider =
                     Loopback::builder().imports(way.imports).progress(progress).mr_iov_limit(64);
-                let bench =
-                    Bench::with((way.device)(device), provider, hmem_p2p::path::Paths::new());
+                let bench = Bench::with(
+                    (way.device)(device),
+                    provider,
+                    hmem_p2p::path::DefaultPathSelector::new(),
+                );
                 let (near, far) = (bench.domain("loop0", *policy), bench.domain("loop0", *policy));
                 // Decided, and remembered.
                 for _ in 0..2 {

@@ -14,7 +14,7 @@ use hmem_core::{
 };
 use hmem_iface_system::{DmaBufKind, Simulated, System};
 use hmem_p2p::path::{
-    ExplainRequest, FactSource, Facts, Paths,
+    DefaultPathSelector, ExplainRequest, FactSource, Facts,
     cause::{Answer, CAUSES, Cause},
 };
 use hmem_provider_loopback::{Call, Faults, Loopback};
@@ -94,7 +94,7 @@ impl Scene {
         let faults = Faults::new();
         let provider =
             Loopback::builder().imports(self.imports).faults(&faults).build().expect("a fabric");
-        let paths = Arc::new(Paths::new().facts(Arc::new(Told(self.facts.clone()))));
+        let paths = Arc::new(DefaultPathSelector::new().facts(Arc::new(Told(self.facts.clone()))));
         let answer = || {
             for (nth, errno) in self.nic_answers.iter().enumerate() {
                 faults.fail(Call::Register, nth as u64 + 1, Errno(*errno));
@@ -391,7 +391,7 @@ fn host_memory_that_is_refused_has_its_cause_explained() {
     let mut registry = Registry::new();
     registry.add(Arc::new(System::new())).unwrap();
     let facts = Facts { memlock: Some(65536), ..Facts::default() };
-    let paths = Paths::new().facts(Arc::new(Told(facts)));
+    let paths = DefaultPathSelector::new().facts(Arc::new(Told(facts)));
     faults.fail(Call::Register, 1, Errno(12));
     let explanation = paths
         .explain(&Arc::new(registry), &provider, &ExplainRequest::new(IfaceKind::SYSTEM))

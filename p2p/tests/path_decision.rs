@@ -10,7 +10,7 @@ use hmem_core::{
     provider::{Imports, Provider},
 };
 use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated};
-use hmem_p2p::path::{ExplainRequest, Paths};
+use hmem_p2p::path::{DefaultPathSelector, ExplainRequest};
 use hmem_provider_loopback::{Call as NicCall, Loopback};
 use path_support::{ALL_IMPORTS, Bench, PAGE, close, register};
 
@@ -315,7 +315,7 @@ fn an_explanation_is_a_decision_that_leaves_nothing_behind() {
 #[test]
 fn an_explanation_says_that_the_process_switched_direct_access_off() {
     let provider = Loopback::builder().imports(DMA_BUF);
-    let bench = Bench::with(device(), provider, Paths::new().disable_p2p(true));
+    let bench = Bench::with(device(), provider, DefaultPathSelector::new().disable_p2p(true));
     let request = ExplainRequest::new(hmem_iface_system::SIMULATED);
     let explanation = bench.paths.explain(&bench.registry, &bench.provider, &request).unwrap();
     assert!(explanation.p2p_disabled && explanation.path == Some(Path::Staged));
@@ -327,7 +327,8 @@ fn an_explanation_says_that_the_process_switched_direct_access_off() {
 #[test]
 fn a_request_that_no_way_can_meet_ends_the_decision() {
     use hmem_core::{MrAttr, MrFlags};
-    let bench = Bench::with(device(), Loopback::builder().imports(DMA_BUF), Paths::new());
+    let bench =
+        Bench::with(device(), Loopback::builder().imports(DMA_BUF), DefaultPathSelector::new());
     let attr = hmem_core::DomainAttr { hmem: true, ..hmem_core::DomainAttr::default() };
     let registry = std::sync::Arc::clone(&bench.registry);
     let domain =

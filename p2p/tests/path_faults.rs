@@ -13,7 +13,7 @@ use hmem_core::{
     provider::{Imports, LiveObjects},
 };
 use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated};
-use hmem_p2p::path::Paths;
+use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_loopback::{Call as NicCall, Loopback};
 use path_support::{
     ALL_IMPORTS, Bench, REMOTE, alone,
@@ -98,7 +98,7 @@ impl Way {
             .peer_memory(true)
             .segment_len(SEGMENT)
             .p2p(matrix);
-        Bench::with(device, Loopback::builder().imports(self.imports), Paths::new())
+        Bench::with(device, Loopback::builder().imports(self.imports), DefaultPathSelector::new())
     }
 }
 

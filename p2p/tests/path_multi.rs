@@ -13,7 +13,7 @@ use hmem_core::{
     regattr_on, register_on,
 };
 use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated, SimulatedBuilder};
-use hmem_p2p::path::Paths;
+use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_loopback::{Call as NicCall, Loopback};
 use path_support::{
     ALL_IMPORTS, Bench, PAGE, REMOTE, alone,
@@ -27,7 +27,7 @@ const DIRECT: Imports = Imports { peer_memory: false, ..ALL_IMPORTS };
 fn bench_of(device: SimulatedBuilder, imports: Imports) -> Bench {
     let provider =
         NICS.iter().fold(Loopback::builder(), |builder, nic| builder.nic(*nic)).imports(imports);
-    Bench::with(device.dma_buf(DmaBufKind::MemFd), provider, Paths::new())
+    Bench::with(device.dma_buf(DmaBufKind::MemFd), provider, DefaultPathSelector::new())
 }
 
 fn bench(imports: Imports) -> Bench {

@@ -12,7 +12,7 @@ use hmem_core::{
     provider::{Imports, Nic},
 };
 use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated, Style};
-use hmem_p2p::path::Paths;
+use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_loopback::Loopback;
 use path_support::{Bench, PAGE, REMOTE, close, recording::Handed, register};
 
@@ -91,7 +91,7 @@ impl Case {
             .peer_memory(peer_memory)
             .p2p(matrix);
         let provider = Loopback::builder().imports(self.imports);
-        Bench::with(device, provider, Paths::new().disable_p2p(self.disabled))
+        Bench::with(device, provider, DefaultPathSelector::new().disable_p2p(self.disabled))
     }
 
     fn is_off(&self) -> bool {
@@ -182,7 +182,11 @@ impl Case {
 fn a_path_remembered_under_one_policy_is_not_taken_under_another() {
     for disabled in [false, true] {
         let device = Simulated::builder().dma_buf(DmaBufKind::MemFd);
-        let bench = Bench::with(device, Loopback::builder(), Paths::new().disable_p2p(disabled));
+        let bench = Bench::with(
+            device,
+            Loopback::builder(),
+            DefaultPathSelector::new().disable_p2p(disabled),
+        );
         for _ in 0..2 {
             for policy in P2pPolicy::ALL.into_iter().chain(P2pPolicy::ALL.into_iter().rev()) {
                 let domain = bench.domain("loop0", policy);
@@ -208,7 +212,7 @@ fn memory_that_the_cpu_reaches_is_registered_as_host_pages_under_every_policy() 
         let bench = Bench::with(
             Simulated::builder(),
             Loopback::builder(),
-            Paths::new().disable_p2p(disabled),
+            DefaultPathSelector::new().disable_p2p(disabled),
         );
         let domain = bench.domain("loop0", policy);
         for kind in [AllocationKind::Host, AllocationKind::Managed] {
@@ -238,7 +242,11 @@ fn a_dma_buf_that_the_application_brings_is_kept_from_the_nic_where_direct_acces
         P2pPolicy::ALL.into_iter().flat_map(|policy| [(policy, false), (policy, true)])
     {
         let device = Simulated::builder().dma_buf(DmaBufKind::MemFd);
-        let bench = Bench::with(device, Loopback::builder(), Paths::new().disable_p2p(disabled));
+        let bench = Bench::with(
+            device,
+            Loopback::builder(),
+            DefaultPathSelector::new().disable_p2p(disabled),
+        );
         let domain = bench.domain("loop0", policy);
         let buffer = bench.buffer(PAGE);
         let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };

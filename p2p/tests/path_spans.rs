@@ -23,7 +23,7 @@ use hmem_core::{
     register_on,
 };
 use hmem_iface_system::{Call, DmaBufKind, Simulated};
-use hmem_p2p::path::{ExplainRequest, Paths};
+use hmem_p2p::path::{DefaultPathSelector, ExplainRequest};
 use hmem_provider_loopback::{Call as NicCall, Loopback};
 use path_support::{
     ALL_IMPORTS, Bench, PAGE, REMOTE, alone, close,
@@ -60,7 +60,7 @@ fn segmented_for(imports: Imports, breaks: impl FnOnce(&mut Vendor)) -> Segmente
     breaks(&mut vendor);
     let vendor: Arc<dyn Iface> = Arc::new(vendor);
     let nics = Loopback::builder().nic("loop0").nic("loop1").nic("loop2").imports(imports);
-    let bench = Bench::over(memory, Arc::clone(&vendor), nics, Paths::new());
+    let bench = Bench::over(memory, Arc::clone(&vendor), nics, DefaultPathSelector::new());
     let domain = bench.domain("loop0", P2pPolicy::Required);
     Segmented { bench, vendor, domain }
 }
@@ -506,7 +506,8 @@ fn a_range_over_several_segments_has_one_verbs_key() {
         let attr =
             DomainAttr { mr_mode, hmem: true, p2p: P2pPolicy::Required, ..DomainAttr::default() };
         let registry = Arc::clone(&world.bench.registry);
-        let domain = Domain::open(&verbs, registry, Arc::new(Paths::new()), attr).expect("open");
+        let domain = Domain::open(&verbs, registry, Arc::new(DefaultPathSelector::new()), attr)
+            .expect("open");
         verbs_fake::calls();
         let region =
             domain.register(world.buffer(4), REMOTE).map_err(Error::from).expect("registered");

@@ -16,7 +16,7 @@ use hmem_core::{
     provider::{
         self, CompletionQueue, DomainRequest, Enabling, EndpointAttr, EndpointBinding, LiveObjects,
         ManualProgress, Piece, ProgressModel, ProviderAttr, ProviderDomain, ProviderEndpoint,
-        ProviderRegion, ProviderWindow, RawKeys, Refresh, RegionCounters, RegistrationRequest,
+        ProviderRegion, ProviderWindow, RawKeys, Refresh, RegionCounters, Registration,
         StagingAccess, StagingAttr, SubRegions, WindowBind, WindowType,
     },
 };
@@ -238,7 +238,7 @@ unsafe impl ProviderDomain for Domain {
 
     unsafe fn register(
         &self,
-        request: &RegistrationRequest<'_>,
+        request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
         self.state.process.check("register")?;
@@ -318,7 +318,7 @@ impl SubRegions for Domain {
     fn register_sub(
         &self,
         base: ProviderRegion,
-        request: &RegistrationRequest<'_>,
+        request: &Registration<'_>,
         offset: u64,
         len: u64,
     ) -> Result<ProviderRegion> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hmem_core::{
     Access, AddressRange, AuthKey, Error, ErrorKind, IfaceKind, LocalKey, MrFlags, MrMode, Result,
     counter::Counter,
-    provider::{Backing, KeyRequest, Piece, ProviderRegion, RegistrationRequest},
+    provider::{Backing, KeyRequest, Piece, ProviderRegion, Registration},
 };
 use parking_lot::RwLock;
 
@@ -22,7 +22,7 @@ use super::{
 impl DomainState {
     pub(super) fn register(
         &self,
-        request: &RegistrationRequest<'_>,
+        request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
         let len = self.check_size(pieces)?;
@@ -63,7 +63,7 @@ impl DomainState {
     /// The body of any region, its memory imported, pinned or checked as the mode demands.
     fn prepare(
         &self,
-        request: &RegistrationRequest<'_>,
+        request: &Registration<'_>,
         pieces: &[Piece<'_>],
         len: u64,
     ) -> Result<NewBody> {
@@ -115,7 +115,7 @@ impl DomainState {
 
     /// Checks that pages back borrowed memory, where they must.
     #[inline]
-    fn check_pages(&self, request: &RegistrationRequest<'_>, range: AddressRange) -> Result<()> {
+    fn check_pages(&self, request: &Registration<'_>, range: AddressRange) -> Result<()> {
         if self.mode.contains(MrMode::ALLOCATED) {
             memory::populate(range, request.access.nic_writes(), "register")
         } else {
@@ -123,7 +123,7 @@ impl DomainState {
         }
     }
 
-    fn import(&self, request: &RegistrationRequest<'_>, piece: &Piece<'_>) -> Result<RegionPiece> {
+    fn import(&self, request: &Registration<'_>, piece: &Piece<'_>) -> Result<RegionPiece> {
         let imports = &self.nic.attr.imports;
         let refuse = |what: &'static str| {
             Error::new(ErrorKind::Unsupported, "register")
@@ -165,7 +165,7 @@ impl DomainState {
 
     fn import_borrowed(
         &self,
-        request: &RegistrationRequest<'_>,
+        request: &Registration<'_>,
         range: AddressRange,
     ) -> Result<PieceMemory> {
         let Some(pinner) = &self.pinner else {
@@ -193,7 +193,7 @@ impl DomainState {
     #[inline(always)]
     fn insert(
         &self,
-        request: &RegistrationRequest<'_>,
+        request: &Registration<'_>,
         body: NewBody,
         pages: bool,
     ) -> Result<ProviderRegion> {
@@ -245,7 +245,7 @@ impl DomainState {
     pub(super) fn register_sub(
         &self,
         base: Token,
-        request: &RegistrationRequest<'_>,
+        request: &Registration<'_>,
         offset: u64,
         len: u64,
     ) -> Result<ProviderRegion> {

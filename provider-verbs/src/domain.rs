@@ -19,7 +19,7 @@ use hmem_core::{
     provider::{
         self, Backing, CompletionQueue, CompositeKeys, DomainRequest, EndpointAttr, Features,
         LiveObjects, ManualProgress, Piece, ProviderAttr, ProviderDomain, ProviderEndpoint,
-        ProviderRegion, ProviderWindow, RawKeys, RegistrationRequest, StagingAccess, WindowBind,
+        ProviderRegion, ProviderWindow, RawKeys, Registration, StagingAccess, WindowBind,
         WindowType,
     },
 };
@@ -254,12 +254,12 @@ impl VerbsDomain {
     /// The call hands raw addresses to hardware, so it is unsafe:
     ///
     /// ```compile_fail,E0133
-    /// use hmem_core::{Result, provider::{Piece, ProviderRegion, RegistrationRequest}};
+    /// use hmem_core::{Result, provider::{Piece, ProviderRegion, Registration}};
     /// use hmem_provider_verbs::{VerbsDomain, VerbsOptions};
     ///
     /// fn register(
     ///     verbs: &VerbsDomain,
-    ///     request: &RegistrationRequest<'_>,
+    ///     request: &Registration<'_>,
     ///     pieces: &[Piece<'_>],
     /// ) -> Result<ProviderRegion> {
     ///     verbs.register_with(request, pieces, VerbsOptions::MW_BIND)
@@ -273,7 +273,7 @@ impl VerbsDomain {
     /// As there; Unsupported naming the device for an option that it lacks.
     pub unsafe fn register_with(
         &self,
-        request: &RegistrationRequest<'_>,
+        request: &Registration<'_>,
         pieces: &[Piece<'_>],
         options: VerbsOptions,
     ) -> Result<ProviderRegion> {
@@ -341,7 +341,7 @@ unsafe impl ProviderDomain for VerbsDomain {
 
     unsafe fn register(
         &self,
-        request: &RegistrationRequest<'_>,
+        request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
         // SAFETY: the caller makes the same promise.

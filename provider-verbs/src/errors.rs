@@ -28,7 +28,7 @@ pub(super) fn call(nic: &Nic, symbol: &'static str, errno: Errno) -> Error {
 
 /// What a registration was about, for its error.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Registration {
+pub(super) struct RegistrationCall {
     pub(super) symbol: &'static str,
     pub(super) range: AddressRange,
     pub(super) flags: AccessFlags,
@@ -50,7 +50,7 @@ const OPTIONS: AccessFlags = AccessFlags::MW_BIND
     .union(AccessFlags::RELAXED_ORDERING);
 
 /// Why a driver refused a registration.
-pub(super) fn registration(nic: &Nic, errno: Errno, what: &Registration) -> Error {
+pub(super) fn registration(nic: &Nic, errno: Errno, what: &RegistrationCall) -> Error {
     let limit = getrlimit(Resource::Memlock).current;
     let base = |kind| {
         Error::new(kind, what.symbol)

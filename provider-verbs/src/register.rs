@@ -8,14 +8,14 @@ use std::{
 
 use hmem_core::{
     Access, Address, AddressRange, Addressing, DmaBufOffset, Error, ErrorKind, Parallel, Result,
-    provider::{Backing, KeyRequest, Piece, ProviderRegion, RegistrationRequest, WindowType},
+    provider::{Backing, KeyRequest, Piece, ProviderRegion, Registration, WindowType},
 };
 
 use super::{
     VerbsKey, VerbsOptions,
     access::{access_flags, access_of, added, check_atomics, check_flags, names},
     device::ProtectionDomain,
-    errors::{self, BackingKind, Registration},
+    errors::{self, BackingKind, RegistrationCall},
     huge::lies_in_huge_pages,
     parallel::{self, Cut},
     region::{CpuAccess, Kind, Part, Parts, Region, Regions, release},
@@ -39,7 +39,7 @@ impl Registrar<'_> {
     }
 
     /// Checks what no registration can have.
-    pub(super) fn check(&self, request: &RegistrationRequest<'_>) -> Result<()> {
+    pub(super) fn check(&self, request: &Registration<'_>) -> Result<()> {
         let refuse = |kind, why: &'static str| Err(self.refuse(kind, "register", why));
         if let KeyRequest::Application(_) = request.key {
             return refuse(ErrorKind::KeyRejected, "verbs chooses keys: offer PROV_KEY");
@@ -65,7 +65,7 @@ impl Registrar<'_> {
     /// Registers in fi words.
     pub(super) fn register(
         &self,
-        request: &RegistrationRequest<'_>,
+        request: &Registration<'_>,
         pieces: &[Piece<'_>],
         options: VerbsOptions,
     ) -> Result<ProviderRegion> {
@@ -333,7 +333,7 @@ impl Registrar<'_> {
         };
         if mr.is_null() {
             let errno = errors::last();
-            let what = Registration { symbol, range, flags, backing };
+            let what = RegistrationCall { symbol, range, flags, backing };
             return Err(errors::registration(self.pd.device.nic(), errno, &what));
         }
         Ok(mr)
@@ -378,7 +378,8 @@ impl Registrar<'_> {
         let mr = unsafe { register(self.pd.pd, offset, len, base, raw, access) };
         if mr.is_null() {
             let errno = errors::last();
-            let what = Registration { symbol: SYMBOL, range, flags, backing: BackingKind::DmaBuf };
+            let what =
+                RegistrationCall { symbol: SYMBOL, range, flags, backing: BackingKind::DmaBuf };
             return Err(
                 errors::registration(self.pd.device.nic(), errno, &what).context("offset", offset)
             );

@@ -13,7 +13,7 @@ use hmem_core::{
     Address, AddressRange, Domain, DomainAttr, ErrorKind, Registry,
     provider::{EndpointAttr, Provider},
 };
-use hmem_p2p::path::Paths;
+use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
     Grant, Verbs, VerbsDomain, VerbsOptions,
     sys::{AccessFlags, Functions},
@@ -83,8 +83,9 @@ fn a_device_that_is_not_there_is_named_with_those_that_are() -> Outcome {
     let name = device()?;
     let verbs = Verbs::open().expect("load libibverbs");
     let attr = DomainAttr { nic: Some("nonsense".into()), ..DomainAttr::default() };
-    let error = Domain::open(&verbs, Arc::new(Registry::new()), Arc::new(Paths::new()), attr)
-        .expect_err("no such device");
+    let error =
+        Domain::open(&verbs, Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()), attr)
+            .expect_err("no such device");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     assert_eq!(error.context_value("nic"), Some("nonsense"));
     assert!(
@@ -118,7 +119,7 @@ fn the_hugetlb_option_reaches_the_driver_for_memory_in_huge_pages() -> Outcome {
     let functions = functions();
     with(|script| script.on_demand = true);
     let verbs = Verbs::builder().functions(functions).build().expect("start");
-    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(Paths::new()));
+    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
     let domain = Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open");
     let verbs = VerbsDomain::of(&domain).expect("verbs");
     let register = |flags| {

@@ -16,11 +16,11 @@ use hmem_core::{
     iface::{AllocRequest, DmaBufMapping},
     provider::{
         Backing, CompositeKeys, Features, KeyRequest, Piece, Provider, ProviderDomain,
-        ProviderRegion, RegistrationRequest, WindowType,
+        ProviderRegion, Registration, WindowType,
     },
 };
 use hmem_iface_system::{Call, Simulated};
-use hmem_p2p::path::Paths;
+use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
     DeviceRights, ForkSafety, ForkSupport, GidEntry, GidType, Planned, Span, Target, Verbs,
     VerbsDomain, VerbsOptions, access_flags, choose_gid, plan, seams,
@@ -29,8 +29,13 @@ use hmem_provider_verbs::{
 use proptest::prelude::*;
 
 fn open(verbs: &Verbs) -> Domain {
-    Domain::open(verbs, Arc::new(Registry::new()), Arc::new(Paths::new()), DomainAttr::default())
-        .expect("open")
+    Domain::open(
+        verbs,
+        Arc::new(Registry::new()),
+        Arc::new(DefaultPathSelector::new()),
+        DomainAttr::default(),
+    )
+    .expect("open")
 }
 
 fn domain() -> Domain {
@@ -48,16 +53,8 @@ fn register(
     options: VerbsOptions,
 ) -> Result<ProviderRegion> {
     let auth_key = AuthKey::default();
-    let request = RegistrationRequest {
-        access,
-        flags: MrFlags::empty(),
-        key: KeyRequest::Provider,
-        auth_key: &auth_key,
-        addressing: Addressing::Virtual,
-        page_size: 0,
-        enabled: true,
-        parallel: None,
-    };
+    let ranges: Vec<_> = pieces.iter().map(|piece| piece.range).collect();
+    let request = Registration::new(&ranges, access, &auth_key);
     // SAFETY: the fake touches no memory.
     unsafe { VerbsDomain::of(domain).expect("verbs").register_with(&request, pieces, options) }
 }
@@ -233,7 +230,7 @@ fn peer_memory_is_found_out_by_registering_a_device_address() {
     // buffer.
     for (answers, expected) in [(vec![], HmemPath::PeerMemory), (vec![14, 0, 14], HmemPath::Staged)]
     {
-        let decider = Arc::new(Paths::new());
+        let decider = Arc::new(DefaultPathSelector::new());
         let domain = Domain::open(&verbs, Arc::clone(&registry), decider, DomainAttr::default());
         let domain = domain.expect("open");
         with(|script| script.register = answers);
@@ -264,7 +261,8 @@ fn decided(verbs: &Verbs, refused: &[u64], answers: Vec<i32>) -> Arc<Decision> {
     registry.add(Arc::clone(&device)).expect("add the device");
     let attr = DomainAttr::default();
     let domain =
-        Domain::open(verbs, Arc::new(registry), Arc::new(Paths::new()), attr).expect("open");
+        Domain::open(verbs, Arc::new(registry), Arc::new(DefaultPathSelector::new()), attr)
+            .expect("open");
     let wanted = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
     let buffer = DeviceBuffer::allocate(&device, &wanted).expect("device memory");
     refused.iter().for_each(|nth| simulated.faults().fail_nth(Call::ExportDmaBuf, *nth, Errno(95)));
@@ -471,7 +469,7 @@ fn another_domains_mapped_key_unmaps_nothing() {
 #[test]
 fn authorization_keys_are_refused_since_verbs_has_none() {
     let verbs = Verbs::builder().functions(functions()).build().expect("start");
-    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(Paths::new()));
+    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
     let key = AuthKey(vec![1, 2, 3]);
     let attr = DomainAttr { auth_key: key.clone(), ..DomainAttr::default() };
     let refused = |error: Error| {
@@ -501,7 +499,7 @@ fn authorization_keys_are_refused_since_verbs_has_none() {
 fn basic_registration_runs_with_local_beside_it() {
     let verbs = Verbs::builder().functions(functions()).build().expect("start");
     let open = |mr_mode| {
-        let (registry, paths) = (Arc::new(Registry::new()), Arc::new(Paths::new()));
+        let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
         Domain::open(&verbs, registry, paths, DomainAttr { mr_mode, ..DomainAttr::default() })
     };
     let error = open(MrMode::BASIC).expect_err("verbs needs LOCAL");

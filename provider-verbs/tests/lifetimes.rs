@@ -14,7 +14,7 @@ use hmem_core::{
     provider::{CompletionQueue, EndpointAttr, WindowBind, WindowType, Windows},
     transfer::{Completion, Operation, PeerId, RemoteSegment, WorkRequest},
 };
-use hmem_p2p::path::Paths;
+use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{Verbs, VerbsDomain, VerbsOptions, sys::WcStatus};
 use wire::{Misbehaviour, misbehave};
 
@@ -31,7 +31,7 @@ fn open() -> Domain {
     let builder = Verbs::builder().functions(wire::functions());
     let builder = builder.options(VerbsOptions::MW_BIND).bind_timeout(Duration::ZERO);
     let verbs = builder.build().expect("start");
-    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(Paths::new()));
+    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
     Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open")
 }
 

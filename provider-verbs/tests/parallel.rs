@@ -20,7 +20,7 @@ use hmem_core::{
     Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, MrAttr, MrFlags, Parallel,
     Registry, provider::ProviderDomain,
 };
-use hmem_p2p::path::Paths;
+use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
     Verbs, VerbsDomain,
     sys::{Functions, Mr, Pd},
@@ -126,7 +126,7 @@ fn domain(max_mr_size: u64) -> (Domain, MutexGuard<'static, ()>) {
         })
     };
     let verbs = Verbs::builder().functions(functions.expect("complete")).build().expect("start");
-    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(Paths::new()));
+    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
     (Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open"), alone)
 }
 

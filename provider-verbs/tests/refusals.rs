@@ -14,7 +14,7 @@ use hmem_core::{
     provider::{CompletionQueue, EndpointAttr, ProviderDomain, WindowBind, WindowType, Windows},
     transfer::{LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
 };
-use hmem_p2p::path::Paths;
+use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
     Verbs, VerbsDomain, VerbsOptions,
     sys::{AccessFlags, Functions},
@@ -29,7 +29,7 @@ fn open(options: VerbsOptions) -> Domain {
 fn open_on(functions: Functions, options: VerbsOptions) -> Domain {
     let builder = Verbs::builder().functions(functions).options(options);
     let verbs = builder.build().expect("start");
-    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(Paths::new()));
+    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
     Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open")
 }
 

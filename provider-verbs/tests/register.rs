@@ -11,8 +11,8 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, AuthKey, ErrorKind, Iova, MrFlags, RemoteKey,
-    provider::{Backing, KeyRequest, Piece, ProviderDomain, ProviderRegion, RegistrationRequest},
+    Access, Address, AddressRange, Addressing, AuthKey, ErrorKind, Iova, RemoteKey,
+    provider::{Backing, Piece, ProviderDomain, ProviderRegion, Registration},
 };
 use hmem_provider_verbs::{ForkSupport, Grant, Verbs, VerbsDomain, VerbsOptions, sys::AccessFlags};
 use support::{LOCAL, Pages, Pair, REMOTE, Side, device, open, remote, segment};
@@ -94,16 +94,8 @@ fn with_options(
     options: VerbsOptions,
 ) -> hmem_core::Result<ProviderRegion> {
     let auth_key = AuthKey::default();
-    let request = RegistrationRequest {
-        access: LOCAL | REMOTE,
-        flags: MrFlags::empty(),
-        key: KeyRequest::Provider,
-        auth_key: &auth_key,
-        addressing: Addressing::Virtual,
-        page_size: 0,
-        enabled: true,
-        parallel: None,
-    };
+    let ranges = [range];
+    let request = Registration::new(&ranges, LOCAL | REMOTE, &auth_key);
     let pieces = [Piece { range, backing: Backing::Host { owned: false } }];
     // SAFETY: the tests' pages outlive their regions, or their loss is what is tested.
     unsafe { side.verbs().register_with(&request, &pieces, options) }

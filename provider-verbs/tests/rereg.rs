@@ -21,7 +21,7 @@ use hmem_core::{
     Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, MemoryRegion, MrFlags, Registry,
     provider::RawKeys,
 };
-use hmem_p2p::path::Paths;
+use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
     Verbs, VerbsDomain,
     sys::{AccessFlags, Functions, Mr, Pd},
@@ -31,8 +31,13 @@ fn domain(max_mr_size: u64) -> Domain {
     let functions = functions();
     with(|script| script.max_mr_size = max_mr_size);
     let verbs = Verbs::builder().functions(functions).build().expect("start");
-    Domain::open(&verbs, Arc::new(Registry::new()), Arc::new(Paths::new()), DomainAttr::default())
-        .expect("open")
+    Domain::open(
+        &verbs,
+        Arc::new(Registry::new()),
+        Arc::new(DefaultPathSelector::new()),
+        DomainAttr::default(),
+    )
+    .expect("open")
 }
 
 fn register(domain: &Domain, len: u64) -> MemoryRegion {
@@ -243,7 +248,7 @@ fn a_region_is_closed_after_the_change_of_its_rights_and_is_deregistered() {
         })
     };
     let verbs = Verbs::builder().functions(functions.expect("complete")).build().expect("start");
-    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(Paths::new()));
+    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
     let domain = Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open");
     let verbs = VerbsDomain::of(&domain).expect("verbs");
     let (region, other) = (register(&domain, 0x1000), register(&domain, 0x1000));

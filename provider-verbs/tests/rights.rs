@@ -9,7 +9,7 @@ use fake::{calls, functions, with};
 use hmem_core::{
     Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, MrAttr, MrFlags, Registry,
 };
-use hmem_p2p::path::Paths;
+use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
     DeviceRights, Verbs, VerbsDomain, access_flags,
     sys::{AccessFlags, Functions},
@@ -17,8 +17,13 @@ use hmem_provider_verbs::{
 
 fn open(functions: Functions) -> Domain {
     let verbs = Verbs::builder().functions(functions).build().expect("start");
-    Domain::open(&verbs, Arc::new(Registry::new()), Arc::new(Paths::new()), DomainAttr::default())
-        .expect("open")
+    Domain::open(
+        &verbs,
+        Arc::new(Registry::new()),
+        Arc::new(DefaultPathSelector::new()),
+        DomainAttr::default(),
+    )
+    .expect("open")
 }
 
 /// The tests' library, whose device has no atomics.

@@ -11,7 +11,7 @@ use hmem_core::{
     MrMode, Path, Registry, iface::AllocRequest, path::P2pPolicy, provider::Provider, register_on,
 };
 use hmem_iface_system::{Call, DmaBufKind, Simulated, System};
-use hmem_p2p::path::Paths;
+use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_loopback::{Call as NicCall, Faults, Loopback};
 use hmem_provider_verbs::Verbs;
 use support::{LOCAL, Pages, REMOTE, Side, device, remote, segment};
@@ -28,7 +28,7 @@ const LEN: u64 = 64 << 10;
 struct Machine {
     memory: Arc<Simulated>,
     registry: Arc<Registry>,
-    paths: Arc<Paths>,
+    paths: Arc<DefaultPathSelector>,
     verbs: Verbs,
     names: [String; 2],
 }
@@ -52,7 +52,7 @@ impl Machine {
         let mut registry = Registry::new();
         registry.add(Arc::new(System::new())).expect("the first");
         registry.add(Arc::clone(&memory) as Arc<dyn Iface>).expect("its kind is free");
-        let paths = Arc::new(Paths::new());
+        let paths = Arc::new(DefaultPathSelector::new());
         Ok(Self { memory, registry: Arc::new(registry), paths, verbs, names: [first, second] })
     }
 

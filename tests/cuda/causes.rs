@@ -13,7 +13,7 @@ use hmem::{
     iface::AllocRequest,
     loopback::{Call, Faults, Loopback},
     p2p::path::{
-        FactSource, Facts, Paths,
+        DefaultPathSelector, FactSource, Facts,
         cause::{Answer, CAUSES},
     },
     path::Trace,
@@ -86,7 +86,7 @@ impl Scene {
         registry.add(Arc::clone(&cuda)).expect("its kind is free");
         let faults = Faults::new();
         let nic = Loopback::builder().imports(self.imports).faults(&faults).build().expect("a NIC");
-        let paths = Arc::new(Paths::new().facts(Arc::new(Told(self.facts))));
+        let paths = Arc::new(DefaultPathSelector::new().facts(Arc::new(Told(self.facts))));
         let mr_mode = MrMode::all().difference(MrMode::BASIC | MrMode::SCALABLE);
         let attr = DomainAttr { mr_mode, hmem: true, ..DomainAttr::default() };
         let domain = Domain::open(&nic, Arc::new(registry), paths, attr).expect("a domain");

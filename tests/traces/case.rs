@@ -13,7 +13,7 @@ use hmem::{
     event_queue::EventQueue,
     iface::AllocRequest,
     loopback::{self, Faults, Loopback},
-    p2p::path::{ExplainRequest, FactSource, Facts, Paths},
+    p2p::path::{DefaultPathSelector, ExplainRequest, FactSource, Facts},
     path::P2pPolicy,
     provider::{Imports, Nic},
     regattr_on,
@@ -131,7 +131,7 @@ struct World {
     cuda: Option<(Functions, FakeDriver)>,
     device: Arc<dyn Iface>,
     registry: Arc<Registry>,
-    paths: Arc<Paths>,
+    paths: Arc<DefaultPathSelector>,
     provider: Loopback,
     faults: Faults,
 }
@@ -220,7 +220,7 @@ impl Case {
             }
         };
         registry.add(Arc::clone(&device)).expect("its kind is free");
-        let paths = Paths::new().disable_p2p(self.p2p_off);
+        let paths = DefaultPathSelector::new().disable_p2p(self.p2p_off);
         let faults = Faults::new();
         let builder = self.nics.iter().fold(Loopback::builder(), |all, name| all.nic(*name));
         World {

@@ -17,14 +17,14 @@ use std::{
 use parking_lot::{Condvar, Mutex};
 
 use super::{
-    MemoryRegion, Parallel, Prefault,
-    attr::{DmaBufAttr, MrAttr},
+    DmaBufAttr, DomainInner, MemoryRegion, MrAttr, Prefault,
     inner::RegionInner,
-    shared::Shared,
+    register::{KeepAlive, register_on_nics},
 };
 use crate::{
-    AuthKey, DmaBufOffset, Errno, Error, ErrorKind, ProcessMark, Result,
+    Address, AuthKey, DmaBufOffset, Errno, Error, ErrorKind, MrFlags, ProcessMark, Result,
     event_queue::{Event, EventQueue, RegionId},
+    registration::Parallel,
 };
 
 impl RegionId {
@@ -36,10 +36,18 @@ impl RegionId {
 
 /// A registration to do, with nothing borrowed.
 pub(super) struct Job {
-    region: Shared<RegionInner>,
+    region: Arc<RegionInner>,
     attr: MrAttr<'static>,
     auth_key: Option<AuthKey>,
-    dma_buf: Option<(OwnedFd, DmaBufOffset, u64)>,
+    dma_buf: Option<OwnedDmaBuf>,
+}
+
+/// A copy of [`DmaBufAttr`] with a file of its own.
+struct OwnedDmaBuf {
+    fd: OwnedFd,
+    offset: DmaBufOffset,
+    len: u64,
+    base_addr: Option<Address>,
 }
 
 #[derive(Default)]
@@ -71,21 +79,29 @@ impl Worker {
         Ok(Self { queue, events, thread: Some(thread), process })
     }
 
-    /// Copies what the request borrows. Progress callbacks stay behind: they would outlive the
-    /// call.
-    pub(super) fn job(&self, region: &MemoryRegion, attr: &MrAttr<'_>) -> Result<Job> {
+    /// Makes a pending region and the job that registers it, with copies of what the request
+    /// borrows. Progress callbacks are left out: they would outlive the call.
+    pub(super) fn job(
+        &self,
+        domain: &Arc<DomainInner>,
+        attr: &MrAttr<'_>,
+        flags: MrFlags,
+        keep: KeepAlive,
+    ) -> Result<(MemoryRegion, Job)> {
+        let ranges = domain.check(attr, flags)?;
         let dma_buf = match attr.dma_buf {
             None => None,
-            Some(buffer) => {
-                let fd = buffer.fd.try_clone_to_owned().map_err(|error| {
+            Some(DmaBufAttr { fd, offset, len, base_addr }) => {
+                let fd = fd.try_clone_to_owned().map_err(|error| {
                     Error::os(Errno::of(&error), "dup")
                         .context("fd", "the dma-buf of an asynchronous registration")
                 })?;
-                Some((fd, buffer.offset, buffer.len))
+                Some(OwnedDmaBuf { fd, offset, len, base_addr })
             }
         };
-        Ok(Job {
-            region: Shared::clone(region.inner()),
+        let region = RegionInner::new(domain, &ranges, attr, flags, keep, Err(RegionId::next()));
+        let job = Job {
+            region: Arc::clone(&region),
             attr: MrAttr {
                 requested_key: attr.requested_key,
                 context: attr.context,
@@ -98,7 +114,8 @@ impl Worker {
             },
             auth_key: attr.auth_key.cloned(),
             dma_buf,
-        })
+        };
+        Ok((MemoryRegion::new(region), job))
     }
 
     pub(super) fn submit(&self, job: Job) {
@@ -177,6 +194,8 @@ impl Job {
         let result = if self.region.start_registering() {
             // A backend that panics must not leave a close waiting, nor the jobs behind this one.
             catch_unwind(AssertUnwindSafe(|| self.register())).unwrap_or_else(|_| {
+                // The NIC may have the memory.
+                std::mem::forget(self.region.release());
                 Err(Error::new(ErrorKind::Driver, "regattr")
                     .context("why", "the iface or provider panicked"))
             })
@@ -197,19 +216,24 @@ impl Job {
     }
 
     fn register(&self) -> Result<()> {
-        let attr = MrAttr {
-            auth_key: self.auth_key.as_ref(),
-            dma_buf: self.dma_buf.as_ref().map(|(fd, offset, len)| DmaBufAttr {
-                fd: fd.as_fd(),
-                offset: *offset,
-                len: *len,
-                base_addr: None,
-            }),
-            ..self.attr
-        };
-        let register = || self.region.domain().register_pages(&self.region, &attr);
-        let outcome = self.region.keep_if_panics(register)?;
-        self.region.complete(outcome);
-        Ok(())
+        let region = &self.region;
+        let base = region.parent().map(|parent| MemoryRegion::new(Arc::clone(parent)));
+        let dma_buf = self.dma_buf.as_ref().map(|OwnedDmaBuf { fd, offset, len, base_addr }| {
+            DmaBufAttr { fd: fd.as_fd(), offset: *offset, len: *len, base_addr: *base_addr }
+        });
+        let attr =
+            MrAttr { auth_key: self.auth_key.as_ref(), base: base.as_ref(), dma_buf, ..self.attr };
+        let (domain, ranges) = (region.domain(), region.ranges());
+        register_on_nics(
+            &[domain],
+            ranges,
+            &attr,
+            region.flags(),
+            region.owned(),
+            None,
+            &mut |done| {
+                region.complete(done);
+            },
+        )
     }
 }

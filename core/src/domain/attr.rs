@@ -7,6 +7,7 @@ use crate::{
     domain::{CacheAttr, MemoryRegion},
     path::P2pPolicy,
     provider::StagingAttr,
+    registration::{Parallel, Progress},
 };
 
 /// How to open a domain (`fi_domain_attr` and the capabilities of `fi_getinfo`).
@@ -62,9 +63,6 @@ pub struct DmaBufAttr<'a> {
     pub base_addr: Option<Address>,
 }
 
-/// Where a long registration reports: bytes done and bytes in all.
-pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
-
 /// Touching pages before they are registered.
 #[derive(Clone, Copy)]
 pub struct Prefault<'a> {
@@ -77,32 +75,6 @@ pub struct Prefault<'a> {
 impl fmt::Debug for Prefault<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Prefault").field("threads", &self.threads).finish_non_exhaustive()
-    }
-}
-
-/// Registering a long range of host memory by several calls of the driver at once, each for a part:
-/// pinning takes one CPU per call, 0.06 ns a byte or more.
-///
-/// The region is one to its owner and has a key for each part: [`RemoteKey`](crate::RemoteKey)
-/// lists them, and transfers are cut at the seams. Its single key is Unsupported. A provider that
-/// registers in one call whatever the length does so.
-#[derive(Clone, Copy, Default)]
-pub struct Parallel<'a> {
-    /// Calls in flight at once; 0 for one per CPU.
-    pub threads: usize,
-    /// Bytes of a part, a page at least; 0 leaves it to the provider, which then cuts only what
-    /// gains by it.
-    pub chunk: u64,
-    /// Told after each part, from any of the threads: bytes registered and bytes in all.
-    pub progress: Option<Progress<'a>>,
-}
-
-impl fmt::Debug for Parallel<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Parallel")
-            .field("threads", &self.threads)
-            .field("chunk", &self.chunk)
-            .finish_non_exhaustive()
     }
 }
 

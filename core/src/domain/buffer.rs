@@ -11,7 +11,7 @@ use std::{
     },
 };
 
-use super::{DomainInner, MemoryRegion, MrAttr, inner::MemoryOwner};
+use super::{DomainInner, MemoryRegion, MrAttr, register::KeepAlive};
 use crate::{
     Access, Address, AddressRange, Allocation, Error, ErrorKind, Iface, IfaceExt, IfaceKind,
     MrFlags, Rejected, Result, iface::AllocRequest, transfer::LocalSegment,
@@ -348,11 +348,7 @@ impl<B: OwnedBuffer> Registered<B> {
         let parts = Arc::new(buffer.into_parts());
         let range = [B::range(&parts)];
         let attr = MrAttr { ranges: &range, ..*attr };
-        let owner = MemoryOwner::of::<B>(&parts);
-        let region = domain
-            .prepare(&attr, flags, Some(owner))
-            .and_then(|region| domain.submit(region, &attr));
-        match region {
+        match domain.register(&attr, flags, KeepAlive::region::<B>(&parts)) {
             Ok(region) => Ok(Self { region, parts }),
             Err(error) => {
                 let parts = Arc::into_inner(parts).expect("a region that failed lets go of them");
@@ -396,7 +392,7 @@ impl<B: OwnedBuffer> Registered<B> {
         if let Err(error) = self.region.inner().close() {
             return Err(Rejected::new(self, error));
         }
-        drop(self.region.inner().release_owner());
+        drop(self.region.inner().release());
         let Self { region, parts } = self;
         match take_back(parts) {
             Ok(buffer) => Ok(buffer),

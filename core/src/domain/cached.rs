@@ -8,7 +8,7 @@ use std::{
 
 use parking_lot::Mutex;
 
-use super::{Domain, DomainInner, MemoryRegion, MrAttr};
+use super::{Domain, DomainInner, MemoryRegion, MrAttr, register::KeepAlive};
 use crate::{
     Access, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceExt, IfaceKind, MrFlags,
     MrMode, Rejected, Result,
@@ -421,8 +421,7 @@ impl Source for Registrations {
         let ranges = [key.range()];
         let attr = MrAttr::new(&ranges, key.access());
         // An event queue is not told of cached registrations: the caller waits for them.
-        let region = self.domain.prepare_as(None, &attr, MrFlags::empty(), None)?;
-        self.domain.register_now(region, &attr)
+        self.domain.register_now(&attr, MrFlags::empty(), KeepAlive::Caller, None)
     }
 
     fn deregister(&self, region: MemoryRegion) -> Result<(), Rejected<MemoryRegion>> {

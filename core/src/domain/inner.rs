@@ -1,8 +1,8 @@
 //! The state behind a [`MemoryRegion`]: small, because a million of them may be live.
 
 use std::{
-    any::Any,
     mem::ManuallyDrop,
+    ops::Deref,
     sync::{
         Arc, OnceLock,
         atomic::{AtomicU8, AtomicU32, Ordering},
@@ -11,34 +11,16 @@ use std::{
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{
-    DomainInner, MrAttr, OwnedBuffer, RegionState,
-    set_once::SetOnce,
-    shared::{Shared, Unique},
-};
+use super::{DomainInner, MrAttr, RegionState, register::KeepAlive};
 use crate::{
-    Access, AddressRange, Decision, Error, ErrorKind, IfaceKind, LocalKey, MrFlags, MrMode, Result,
-    counter::Counter, event_queue::RegionId, path::PathOutcome, provider::ProviderRegion,
+    Access, AddressRange, Decision, Error, ErrorKind, IfaceKind, MrFlags, Result, counter::Counter,
+    event_queue::RegionId, path::PathRegistration, provider::ProviderRegion,
 };
-
-/// Memory that a region keeps alive.
-#[derive(Clone)]
-pub(super) struct MemoryOwner {
-    /// The iface of the memory, as the memory's owner reports it.
-    pub(super) iface: IfaceKind,
-    _memory: Arc<dyn Any + Send + Sync>,
-}
-
-impl MemoryOwner {
-    pub(super) fn of<B: OwnedBuffer>(parts: &Arc<B::Parts>) -> Self {
-        Self { iface: B::iface(parts), _memory: Arc::clone(parts) as _ }
-    }
-}
 
 /// The hot part; what few regions have is in `rare`, because a million regions may be live.
 pub(crate) struct RegionInner {
     pub(super) domain: Arc<DomainInner>,
-    pub(super) registered: SetOnce<Registration>,
+    pub(super) registered: OnceLock<PathRegistration>,
     pub(super) range: AddressRange,
     pub(super) access: Access,
     pub(super) flags: MrFlags,
@@ -50,39 +32,11 @@ pub(crate) struct RegionInner {
     pub(super) state: AtomicU8,
 }
 
-/// A [`ProviderRegion`] and its decision. The numbers of the region lie apart, and not in its own
-/// order, so that they are copied from where the provider has just written them one by one: one
-/// wide load over several narrow stores that are still under way waits for all of them.
-#[repr(C)]
-pub(super) struct Registration {
-    local: LocalKey,
-    pub(super) decision: Option<Arc<Decision>>,
-    token: u64,
-    key: u64,
-}
-
-impl Registration {
-    #[inline]
-    fn new(region: &ProviderRegion, decision: Option<Arc<Decision>>) -> Self {
-        let ProviderRegion { token, local, key } = *region;
-        Self { local, decision, token, key }
-    }
-
-    #[inline]
-    pub(super) fn region(&self) -> ProviderRegion {
-        ProviderRegion { token: self.token, local: self.local, key: self.key }
-    }
-}
-
-/// What only vectored, nested, owned or asynchronous regions have.
-#[derive(Default)]
+/// State that only vectored, nested, owned or asynchronous regions have.
 pub(super) struct Rare {
     pub(super) ranges: Vec<AddressRange>,
-    pub(super) parent: Option<Shared<RegionInner>>,
-    pub(super) owner: Mutex<Option<MemoryOwner>>,
-    /// Returns the iface of memory that cannot be freed while it is registered: the region owns it,
-    /// or a scope borrows it.
-    pub(super) owned: Option<IfaceKind>,
+    pub(super) parent: Option<Dependent>,
+    pub(super) keep: Mutex<KeepAlive>,
     pub(super) page_size: usize,
     pub(super) asynchronous: Option<(RegionId, Arc<Ended>)>,
 }
@@ -114,50 +68,70 @@ pub(super) struct Bindings {
     pub(super) endpoint: Mutex<bool>,
 }
 
+/// A sub-region or a window, which keeps its region from being closed.
+pub(super) struct Dependent(Arc<RegionInner>);
+
+impl Dependent {
+    pub(super) fn of(region: &Arc<RegionInner>) -> Self {
+        region.dependents.fetch_add(1, Ordering::AcqRel);
+        Self(Arc::clone(region))
+    }
+}
+
+impl Deref for Dependent {
+    type Target = RegionInner;
+
+    fn deref(&self) -> &RegionInner {
+        &self.0
+    }
+}
+
+impl Drop for Dependent {
+    fn drop(&mut self) {
+        self.0.dependents.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
 impl RegionInner {
-    #[inline(always)]
-    pub(super) fn pending(
+    /// Makes a region: registered, or to be registered by the worker under an identifier.
+    #[inline]
+    pub(super) fn new(
         domain: &Arc<DomainInner>,
+        ranges: &[AddressRange],
         attr: &MrAttr<'_>,
         flags: MrFlags,
-        range: AddressRange,
-        owner: Option<MemoryOwner>,
-        id: Option<RegionId>,
-    ) -> Unique<Self> {
-        let needs_rare =
-            attr.ranges.len() > 1 || attr.base.is_some() || owner.is_some() || id.is_some();
-        let rare = (needs_rare || attr.page_size != 0).then(|| {
-            let parent = attr.base.map(|base| Shared::clone(base.inner()));
-            let page_size = match &parent {
-                Some(parent) => parent.page_size(),
-                None => attr.page_size,
-            };
-            if let Some(parent) = &parent {
-                parent.dependents.fetch_add(1, Ordering::AcqRel);
-            }
-            let asynchronous = id.map(|id| (id, Arc::default()));
-            let ranges = if attr.ranges.len() > 1 { attr.ranges.to_vec() } else { Vec::new() };
-            let owned = owner.as_ref().map(|owner| owner.iface);
+        keep: KeepAlive,
+        registered: Result<PathRegistration, RegionId>,
+    ) -> Arc<Self> {
+        let id = registered.as_ref().err().copied();
+        let owned = matches!(keep, KeepAlive::Region { .. });
+        let is_rare = ranges.len() > 1 || attr.base.is_some() || owned || id.is_some();
+        let rare = (is_rare || attr.page_size != 0).then(|| {
+            let parent = attr.base.map(|base| Dependent::of(base.inner()));
+            let page_size = parent.as_ref().map_or(attr.page_size, |parent| parent.page_size());
             Box::new(Rare {
-                ranges,
+                ranges: if ranges.len() > 1 { ranges.to_vec() } else { Vec::new() },
                 parent,
-                owner: Mutex::new(owner),
-                owned,
+                keep: Mutex::new(keep),
                 page_size,
-                asynchronous,
+                asynchronous: id.map(|id| (id, Arc::default())),
             })
         });
-        Unique::new_with(|| Self {
+        let state = match &registered {
+            Ok(_) => domain.first_state(flags),
+            Err(_) => RegionState::Pending,
+        };
+        Arc::new(Self {
             domain: Arc::clone(domain),
-            registered: SetOnce::new(),
-            range,
+            registered: registered.map_or_else(|_| OnceLock::new(), OnceLock::from),
+            range: ranges[0],
             access: attr.access,
             flags,
             context: attr.context,
             rare,
             bindings: OnceLock::new(),
             dependents: AtomicU32::new(0),
-            state: AtomicU8::new(RegionState::Pending as u8),
+            state: AtomicU8::new(state as u8),
         })
     }
 
@@ -168,10 +142,6 @@ impl RegionInner {
 
     pub(crate) fn domain(&self) -> &Arc<DomainInner> {
         &self.domain
-    }
-
-    pub(crate) fn range(&self) -> AddressRange {
-        self.range
     }
 
     pub(super) fn flags(&self) -> MrFlags {
@@ -198,62 +168,24 @@ impl RegionInner {
         self.rare.as_ref().map_or(0, |rare| rare.page_size)
     }
 
-    #[inline]
-    pub(super) fn owns_memory(&self) -> bool {
-        self.owned_memory().is_some()
-    }
-
-    /// The iface of memory that the region owns.
-    #[inline]
-    pub(super) fn owned_memory(&self) -> Option<IfaceKind> {
-        self.rare.as_ref()?.owned
-    }
-
-    /// For [`super::scope`]: the borrow of host memory outlives the registration, as if the region
-    /// owned it.
-    pub(super) fn borrow_for_scope(&mut self) {
-        self.rare.get_or_insert_default().owned = Some(IfaceKind::SYSTEM);
-    }
-
-    #[inline]
-    pub(super) fn starts_enabled(&self) -> bool {
-        let mode = self.domain.effective();
-        let waits_for_counter =
-            mode.contains(MrMode::RMA_EVENT) && self.flags.contains(MrFlags::RMA_EVENT);
-        !mode.contains(MrMode::ENDPOINT) && !waits_for_counter
+    /// Returns the iface of memory that cannot be freed while it is registered.
+    pub(super) fn owned(&self) -> Option<IfaceKind> {
+        self.rare.as_ref()?.keep.lock().iface()
     }
 
     #[inline]
     pub(crate) fn registered(&self) -> Option<ProviderRegion> {
-        self.registered.get().map(Registration::region)
+        self.registered.get().map(|registered| registered.region)
     }
 
     pub(super) fn recorded_decision(&self) -> Option<Arc<Decision>> {
         self.registered.get()?.decision.clone()
     }
 
-    /// Runs a registration. If it panics, nobody knows whether the memory is registered, so memory
-    /// that the region owns is leaked.
-    #[inline(always)]
-    pub(super) fn keep_if_panics<T>(&self, register: impl FnOnce() -> T) -> T {
-        struct Keep<'a>(&'a RegionInner);
-
-        impl Drop for Keep<'_> {
-            #[cold]
-            fn drop(&mut self) {
-                std::mem::forget(self.0.release_owner());
-            }
-        }
-
-        let keep = Keep(self);
-        let registered = register();
-        std::mem::forget(keep);
-        registered
-    }
-
     /// Lets go of the memory, once closed.
-    pub(super) fn release_owner(&self) -> Option<MemoryOwner> {
-        self.rare.as_ref()?.owner.lock().take()
+    pub(super) fn release(&self) -> KeepAlive {
+        let release = |rare: &Rare| std::mem::replace(&mut *rare.keep.lock(), KeepAlive::Caller);
+        self.rare.as_deref().map_or(KeepAlive::Caller, release)
     }
 
     pub(super) fn bindings(&self) -> &Bindings {
@@ -261,7 +193,7 @@ impl RegionInner {
     }
 
     #[inline]
-    pub(super) fn registration(&self, operation: &'static str) -> Result<&Registration> {
+    pub(super) fn registration(&self, operation: &'static str) -> Result<&PathRegistration> {
         self.registered.get().ok_or_else(|| {
             Error::new(ErrorKind::BadState, operation)
                 .context("state", format_args!("{:?}", self.state()))
@@ -281,27 +213,11 @@ impl RegionInner {
         None
     }
 
-    /// Ends a registration that worked, of a region that nobody else knows yet.
-    #[inline]
-    pub(super) fn complete_unshared(
-        &mut self,
-        region: &ProviderRegion,
-        decision: Option<Arc<Decision>>,
-    ) {
-        self.registered.set_unshared(Registration::new(region, decision));
-        *self.state.get_mut() = self.first_state() as u8;
-    }
-
-    /// Ends a registration that worked.
-    #[inline]
-    pub(super) fn complete(&self, outcome: PathOutcome) {
-        self.registered.set(Registration::new(&outcome.region, outcome.decision));
-        self.state.store(self.first_state() as u8, Ordering::Release);
-    }
-
-    #[inline]
-    fn first_state(&self) -> RegionState {
-        if self.starts_enabled() { RegionState::Enabled } else { RegionState::Disabled }
+    /// For the worker: ends a registration that worked.
+    pub(super) fn complete(&self, registered: PathRegistration) {
+        let set = self.registered.set(registered);
+        debug_assert!(set.is_ok(), "the worker registers a region once");
+        self.state.store(self.domain.first_state(self.flags) as u8, Ordering::Release);
     }
 
     /// For the worker: claims a pending registration; `false` if it was given up.
@@ -323,16 +239,8 @@ impl RegionInner {
         self.rare.as_ref()?.asynchronous.as_ref().map(|(_, ended)| Arc::clone(ended))
     }
 
-    pub(crate) fn parent(&self) -> Option<&Shared<Self>> {
-        self.rare.as_ref()?.parent.as_ref()
-    }
-
-    pub(super) fn add_dependent(&self) {
-        self.dependents.fetch_add(1, Ordering::AcqRel);
-    }
-
-    pub(super) fn remove_dependent(&self) {
-        self.dependents.fetch_sub(1, Ordering::AcqRel);
+    pub(crate) fn parent(&self) -> Option<&Arc<Self>> {
+        self.rare.as_ref()?.parent.as_ref().map(|parent| &parent.0)
     }
 
     /// Takes back a registration that did not begin, and waits for one that did; `true` if nothing
@@ -387,8 +295,8 @@ impl RegionInner {
         let open = matches!(self.state(), RegionState::Enabled | RegionState::Disabled);
         // In a forked child this is a copy: the registration is the parent's.
         let open = open && self.domain.process.is_current();
-        if let Some(registration) = self.registered.get().filter(|_| open) {
-            self.domain.provider().deregister(registration.region())?;
+        if let Some(registered) = self.registered.get().filter(|_| open) {
+            self.domain.provider().deregister(registered.region)?;
             self.state.store(RegionState::Closed as u8, Ordering::Release);
         }
         Ok(())
@@ -399,15 +307,12 @@ impl Drop for RegionInner {
     fn drop(&mut self) {
         // Freed only once the NIC cannot reach it: the allocator would let the NIC write to other
         // data. A panic leaks it too.
-        let owner = ManuallyDrop::new(self.release_owner());
+        let keep = ManuallyDrop::new(self.release());
         match self.deregister() {
-            Ok(()) => drop(ManuallyDrop::into_inner(owner)),
+            Ok(()) => drop(ManuallyDrop::into_inner(keep)),
             Err(error) => {
                 tracing::error!(range = %self.range, %error, "a region could not be deregistered; its memory is leaked");
             }
-        }
-        if let Some(parent) = self.parent() {
-            parent.remove_dependent();
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Domains: `fi_mr(3)` semantics over any provider.
 //!
 //! Everything a caller can get wrong is caught here; an iface is asked who owns the memory, a
-//! [`PathDecider`] how the NIC gets at it, and a provider to register it.
+//! [`PathSelector`] how the NIC gets at it, and a provider to register it.
 
 mod asynchronous;
 mod attr;
@@ -18,8 +18,6 @@ mod prefault;
 mod region;
 mod register;
 mod scope;
-mod set_once;
-mod shared;
 mod validate;
 mod window;
 
@@ -29,7 +27,7 @@ use std::{
 };
 
 pub use self::{
-    attr::{DmaBufAttr, DomainAttr, MrAttr, Parallel, Prefault, Progress},
+    attr::{DmaBufAttr, DomainAttr, MrAttr, Prefault},
     buffer::{DeviceBuffer, OwnedBuffer, RegionSlice, Registered, VecParts},
     cached::{CacheAttr, CachedRegion, RegionBurst, RegionCache, Registrations, Watch},
     endpoint::{Atomic, Endpoint},
@@ -45,12 +43,13 @@ use self::{
     asynchronous::Worker,
     inbound::{FlushingQueue, Inbound},
     local::{Leasing, LeasingQueue},
+    register::KeepAlive,
 };
 use crate::{
     Access, AddressRange, Addressing, AuthKey, Decision, DomainBindFlags, Error, ErrorKind, Iova,
     MrFlags, MrMode, ProcessMark, RawKey, Registry, Rejected, RemoteKey, Result,
     event_queue::EventQueue,
-    path::PathDecider,
+    path::PathSelector,
     provider::{
         CompletionQueue, DomainRequest, EndpointAttr, Features, LiveObjects, Provider,
         ProviderAttr, ProviderDomain, RawKeys, WindowType,
@@ -75,7 +74,7 @@ pub struct Domain {
 pub(crate) struct DomainInner {
     provider: Arc<dyn ProviderDomain>,
     registry: Arc<Registry>,
-    decider: Arc<dyn PathDecider>,
+    selector: Arc<dyn PathSelector>,
     attr: DomainAttr,
     mode: MrMode,
     effective: MrMode,
@@ -98,7 +97,7 @@ impl Domain {
     pub fn open(
         provider: &dyn Provider,
         registry: Arc<Registry>,
-        decider: Arc<dyn PathDecider>,
+        selector: Arc<dyn PathSelector>,
         attr: DomainAttr,
     ) -> Result<Self> {
         attr.staging.check()?;
@@ -134,7 +133,7 @@ impl Domain {
             staging: attr.staging,
         };
         let process = ProcessMark::current()?;
-        let plain_host = Arc::new(decider.plain_host(&nic.nic));
+        let plain_host = Arc::new(selector.plain_host(&nic.nic));
         let provider = provider.open_domain(&request)?;
         let worker = OnceLock::new();
         let inbound = Arc::new(Inbound::new(Arc::clone(&registry)));
@@ -144,7 +143,7 @@ impl Domain {
                 provider_attr: provider.attr().clone(),
                 provider,
                 registry,
-                decider,
+                selector,
                 attr,
                 mode,
                 effective: mode.effective(),
@@ -293,8 +292,7 @@ impl Domain {
     /// OutOfResources, and what kept device memory from the NIC.
     #[inline]
     pub unsafe fn regattr(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<MemoryRegion> {
-        let region = self.inner.prepare(attr, flags, None)?;
-        self.inner.submit(region, attr)
+        self.inner.register(attr, flags, KeepAlive::Caller)
     }
 
     /// [`Domain::regattr`] that writes the region to `out` before its event can be read.
@@ -318,12 +316,11 @@ impl Domain {
         if out.get().is_some() {
             return Err(taken());
         }
-        let region = self.inner.prepare(attr, flags, None)?;
-        match self.inner.worker.get() {
-            None => out.set(self.inner.register_now(region, attr)?).map_err(|_| taken()),
+        let (inner, keep) = (&self.inner, KeepAlive::Caller);
+        match inner.worker.get() {
+            None => out.set(inner.register_now(attr, flags, keep, None)?).map_err(|_| taken()),
             Some(worker) => {
-                let region = MemoryRegion::new(region);
-                let job = worker.job(&region, attr)?;
+                let (region, job) = worker.job(inner, attr, flags, keep)?;
                 out.set(region).map_err(|_| taken())?;
                 worker.submit(job);
                 Ok(())
@@ -575,6 +572,18 @@ impl DomainInner {
         Error::new(kind, operation)
             .provider(self.provider_attr.nic.to_string())
             .remedy(self.provider.remedy_without(feature).unwrap_or(remedy))
+    }
+
+    /// Returns true if a region with these flags can be used as soon as it is registered.
+    #[inline]
+    fn starts_enabled(&self, flags: MrFlags) -> bool {
+        let waits_for_counter =
+            self.effective.contains(MrMode::RMA_EVENT) && flags.contains(MrFlags::RMA_EVENT);
+        !self.effective.contains(MrMode::ENDPOINT) && !waits_for_counter
+    }
+
+    fn first_state(&self, flags: MrFlags) -> RegionState {
+        if self.starts_enabled(flags) { RegionState::Enabled } else { RegionState::Disabled }
     }
 
     fn auth_key<'a>(&'a self, given: Option<&'a AuthKey>) -> &'a AuthKey {

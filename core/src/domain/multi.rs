@@ -16,15 +16,11 @@
 use std::{fmt, ops::Deref, sync::Arc};
 
 use super::{
-    Domain, DomainInner, MemoryRegion, MrAttr,
+    Domain, MemoryRegion, MrAttr,
     buffer::{OwnedBuffer, RegionSlice, take_back},
-    inner::MemoryOwner,
+    register::{KeepAlive, LeakOnPanic, register_on_nics},
 };
-use crate::{
-    Access, Error, ErrorKind, MrFlags, Rejected, RemoteKey, Result,
-    path::{PathOutcome, PathRequest},
-    provider::ProviderDomain,
-};
+use crate::{Access, Error, ErrorKind, MrFlags, Rejected, RemoteKey, Result};
 
 /// Registers one range with several NICs, each through a domain of its own, by raw addresses or a
 /// dma-buf.
@@ -46,7 +42,7 @@ pub unsafe fn regattr_on(
     attr: &MrAttr<'_>,
     flags: MrFlags,
 ) -> Result<MultiRegion, Rejected<MultiRegion>> {
-    register_all(domains, attr, flags, None)
+    register_all(domains, attr, flags, &KeepAlive::Caller)
 }
 
 /// [`regattr_on`] for a buffer that the regions then own together: the safe door.
@@ -62,8 +58,8 @@ pub fn register_on<B: OwnedBuffer>(
 ) -> Result<MultiRegistered<B>, Rejected<MultiRegistered<B>>> {
     let parts = Arc::new(buffer.into_parts());
     let range = [B::range(&parts)];
-    let owner = MemoryOwner::of::<B>(&parts);
-    match register_all(domains, &MrAttr::new(&range, access), MrFlags::empty(), Some(&owner)) {
+    let keep = KeepAlive::region::<B>(&parts);
+    match register_all(domains, &MrAttr::new(&range, access), MrFlags::empty(), &keep) {
         Ok(regions) => Ok(MultiRegistered { regions, parts }),
         Err(Rejected { value: regions, error }) => {
             Err(Rejected::new(MultiRegistered { regions, parts }, error))
@@ -75,10 +71,10 @@ fn register_all(
     domains: &[&Domain],
     attr: &MrAttr<'_>,
     flags: MrFlags,
-    owner: Option<&MemoryOwner>,
+    keep: &KeepAlive,
 ) -> Result<MultiRegion, Rejected<MultiRegion>> {
     let mut regions = Vec::with_capacity(domains.len());
-    match try_register_all(domains, attr, flags, owner, &mut regions) {
+    match try_register_all(domains, attr, flags, keep, &mut regions) {
         Ok(()) => Ok(MultiRegion { regions }),
         Err(error) => {
             let registered = regions.len();
@@ -101,41 +97,30 @@ fn try_register_all(
     domains: &[&Domain],
     attr: &MrAttr<'_>,
     flags: MrFlags,
-    owner: Option<&MemoryOwner>,
+    keep: &KeepAlive,
     regions: &mut Vec<MemoryRegion>,
 ) -> Result<()> {
-    let first = check(domains, attr)?;
-    let mut pending = Vec::with_capacity(domains.len());
-    for domain in domains {
-        pending.push(domain.inner.prepare_as(None, attr, flags, owner.cloned())?);
+    check(domains, attr)?;
+    let domains: Vec<_> = domains.iter().map(|domain| &domain.inner).collect();
+    let ranges = domains[0].check(attr, flags)?;
+    for domain in &domains[1..] {
+        domain.check(attr, flags)?;
     }
+    let owned = keep.iface();
+    let keep = LeakOnPanic::new(keep.clone());
     let mut done = Vec::with_capacity(domains.len());
-    let registered = {
-        let memory = first.resolve(&pending[0], attr)?;
-        let mut requests: Vec<(PathRequest<'_>, &dyn ProviderDomain)> =
-            Vec::with_capacity(domains.len());
-        for (domain, region) in domains.iter().zip(&pending) {
-            let inner = &domain.inner;
-            let request = inner.path_request(region, attr, inner.request(region, attr), memory);
-            requests.push((request, &**inner.provider()));
-        }
-        let span =
-            tracing::debug_span!("register on", nics = domains.len(), range = %pending[0].range());
-        let _entered = span.enter();
-        pending[0].keep_if_panics(|| {
-            // SAFETY: either the caller of the unsafe `regattr_on` vouches for the memory, or the
-            // regions own it, and each of them keeps it.
-            unsafe { first.decider.register_on(&requests, &first.registry, &mut done) }
-        })
-    };
-    for (mut region, PathOutcome { region: handle, decision }) in pending.into_iter().zip(done) {
-        region.complete_unshared(&handle, decision);
-        regions.push(MemoryRegion::new(region));
+    let registered = register_on_nics(&domains, &ranges, attr, flags, owned, None, &mut |region| {
+        done.push(region)
+    });
+    let keep = keep.into_inner();
+    for (domain, region) in domains.into_iter().zip(done) {
+        let keep = keep.clone();
+        regions.push(MemoryRegion::registered(domain, &ranges, attr, flags, keep, region));
     }
     registered
 }
 
-fn check<'a>(domains: &[&'a Domain], attr: &MrAttr<'_>) -> Result<&'a Arc<DomainInner>> {
+fn check(domains: &[&Domain], attr: &MrAttr<'_>) -> Result<()> {
     let refuse = |what: &'static str, remedy: &'static str| {
         Err(Error::new(ErrorKind::InvalidArgument, "register on")
             .context("what", what)
@@ -146,7 +131,7 @@ fn check<'a>(domains: &[&'a Domain], attr: &MrAttr<'_>) -> Result<&'a Arc<Domain
     };
     let strange = |domain: &&&Domain| {
         !Arc::ptr_eq(&domain.inner.registry, &first.inner.registry)
-            || !Arc::ptr_eq(&domain.inner.decider, &first.inner.decider)
+            || !Arc::ptr_eq(&domain.inner.selector, &first.inner.selector)
     };
     if domains.iter().any(|domain| strange(&domain)) {
         return refuse("domains of different libraries", "open all domains from one `Hmem`");
@@ -157,7 +142,7 @@ fn check<'a>(domains: &[&'a Domain], attr: &MrAttr<'_>) -> Result<&'a Arc<Domain
             "a base is a region of one domain: register its parts with `sub`",
         );
     }
-    Ok(&first.inner)
+    Ok(())
 }
 
 /// One range registered with several NICs: a region for each, in the order of the domains.
@@ -220,7 +205,7 @@ impl MultiRegion {
             match region.inner().close() {
                 // Not left to the drop of the region: a sub-region that another thread is dropping
                 // may hold it a little longer.
-                Ok(()) => drop(region.inner().release_owner()),
+                Ok(()) => drop(region.inner().release()),
                 Err(error) => {
                     left.push(region);
                     first = first.and(Err(error));

@@ -37,21 +37,7 @@ impl DomainInner {
         Ok(Some(device))
     }
 
-    /// Whether a range is ordinary host memory that nothing special was asked for: most
-    /// registrations.
-    #[inline]
-    pub(super) fn is_plain_host(
-        &self,
-        range: AddressRange,
-        attr: &MrAttr<'_>,
-        flags: MrFlags,
-    ) -> Result<bool> {
-        let asks = flags.intersects(MrFlags::HMEM_DEVICE_ONLY | MrFlags::HMEM_HOST_ALLOC)
-            || (self.attr.hmem && attr.iface.is_some());
-        Ok(!asks && self.registry.is_host(range)?)
-    }
-
-    /// Finds out who owns the ranges and holds it against what the caller claims.
+    /// Resolves the owner of the ranges and checks it against what the caller claims.
     #[inline]
     pub(super) fn owner(
         &self,

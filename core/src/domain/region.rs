@@ -9,13 +9,9 @@ use crate::{
     Access, AddressRange, BindFlags, Decision, DeviceId, Error, ErrorKind, IfaceKind, Iova,
     LocalKey, MrFlags, MrMode, RawKey, Rejected, RemoteKey, Result,
     counter::Counter,
-    domain::{
-        MrAttr,
-        endpoint::Endpoint,
-        inner::RegionInner,
-        shared::{Shared, Unique},
-    },
+    domain::{DomainInner, MrAttr, endpoint::Endpoint, inner::RegionInner, register::KeepAlive},
     event_queue::RegionId,
+    path::PathRegistration,
     provider::{Features, ProviderRegion},
 };
 
@@ -55,17 +51,29 @@ impl RegionState {
 /// Dropping it deregisters, unless a sub-region or a window still needs it: then the last of them
 /// does. [`MemoryRegion::close`] does the same and says what went wrong.
 pub struct MemoryRegion {
-    inner: Shared<RegionInner>,
+    inner: Arc<RegionInner>,
 }
 
 impl MemoryRegion {
     #[inline]
-    pub(super) fn new(inner: Unique<RegionInner>) -> Self {
-        Self { inner: inner.shareable() }
+    pub(super) fn new(inner: Arc<RegionInner>) -> Self {
+        Self { inner }
     }
 
     #[inline]
-    pub(super) fn inner(&self) -> &Shared<RegionInner> {
+    pub(super) fn registered(
+        domain: &Arc<DomainInner>,
+        ranges: &[AddressRange],
+        attr: &MrAttr<'_>,
+        flags: MrFlags,
+        keep: KeepAlive,
+        registered: PathRegistration,
+    ) -> Self {
+        Self { inner: RegionInner::new(domain, ranges, attr, flags, keep, Ok(registered)) }
+    }
+
+    #[inline]
+    pub(super) fn inner(&self) -> &Arc<RegionInner> {
         &self.inner
     }
 
@@ -140,7 +148,7 @@ impl MemoryRegion {
     /// # Errors
     /// [`ErrorKind::BadState`] before the registration completed, or after it failed.
     pub fn provider_region(&self) -> Result<ProviderRegion> {
-        Ok(self.inner.registration("provider region")?.region())
+        Ok(self.inner.registration("provider region")?.region)
     }
 
     /// The local descriptor (`fi_mr_desc`).
@@ -149,7 +157,7 @@ impl MemoryRegion {
     /// [`ErrorKind::BadState`] before the registration completed, or after it failed.
     #[inline]
     pub fn desc(&self) -> Result<LocalKey> {
-        Ok(self.inner.registration("desc")?.region().local)
+        Ok(self.inner.registration("desc")?.region.local)
     }
 
     /// The remote key (`fi_mr_key`).
@@ -234,8 +242,7 @@ impl MemoryRegion {
         let ranges = [range];
         let requested_key = requested_key.into();
         let attr = MrAttr { base: Some(self), requested_key, ..MrAttr::new(&ranges, access) };
-        let region = self.inner.domain.prepare(&attr, MrFlags::empty(), None)?;
-        self.inner.domain.submit(region, &attr)
+        self.inner.domain.register(&attr, MrFlags::empty(), KeepAlive::Caller)
     }
 
     /// Binds a counter, which counts each remote write and atomic of the region once
@@ -274,14 +281,14 @@ impl MemoryRegion {
                 "in RMA_EVENT mode register with the RMA_EVENT flag",
             );
         }
-        if !self.inner.starts_enabled() && self.state() != RegionState::Disabled {
+        if !domain.starts_enabled(self.inner.flags) && self.state() != RegionState::Disabled {
             return refuse(ErrorKind::BadState, "bind before enable (RMA_EVENT, ENDPOINT)");
         }
         let mut bound = self.inner.bindings().counters.lock();
         if bound.iter().any(|bound| Arc::ptr_eq(bound, counter)) {
             return refuse(ErrorKind::BadState, "this counter is bound already: bind it once");
         }
-        counters.bind_counter(registration.region(), counter)?;
+        counters.bind_counter(registration.region, counter)?;
         bound.push(Arc::clone(counter));
         Ok(())
     }
@@ -324,7 +331,7 @@ impl MemoryRegion {
                 "this provider does not bind regions to endpoints",
             )
         })?;
-        binding.bind_endpoint(registration.region(), endpoint.provider())?;
+        binding.bind_endpoint(registration.region, endpoint.provider())?;
         *bound = true;
         Ok(())
     }
@@ -348,7 +355,7 @@ impl MemoryRegion {
         }
         // Without the facet, the region has been usable since it was registered.
         if let Some(enabling) = self.inner.domain.provider().enabling() {
-            enabling.enable(registration.region())?;
+            enabling.enable(registration.region)?;
         }
         self.inner.state.store(RegionState::Enabled as u8, Ordering::Release);
         Ok(())
@@ -379,7 +386,7 @@ impl MemoryRegion {
                 "regions of this provider keep their pages: close the region and register again",
             )
         })?;
-        refresh.refresh_pages(registration.region(), ranges)
+        refresh.refresh_pages(registration.region, ranges)
     }
 
     /// Closes the region (`fi_close`): after it returns nothing touches the memory and the keys are

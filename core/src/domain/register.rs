@@ -1,170 +1,193 @@
-//! From a checked request to a registered region.
+//! One registration, from the request to the provider's handle.
+//!
+//! Every kind of registration comes through [`register_on_nics`]: synchronous, asynchronous, cached, of
+//! sub-regions, and on several NICs.
 
-use std::sync::Arc;
+use std::{any::Any, sync::Arc};
+
+use smallvec::SmallVec;
 
 use super::{
-    DomainInner, MemoryRegion, MrAttr,
-    inner::{MemoryOwner, RegionInner},
-    prefault,
-    shared::Unique,
-    validate,
+    DmaBufAttr, DomainInner, MemoryRegion, MrAttr, OwnedBuffer, prefault,
+    validate::{self, Ranges},
 };
 use crate::{
-    Error, ErrorKind, IfaceKind, MrFlags, MrMode, Result,
-    event_queue::RegionId,
-    path::{PathOutcome, PathRequest},
-    provider::{Backing, Features, KeyRequest, Piece, ProviderRegion, RegistrationRequest},
+    AddressRange, Error, ErrorKind, IfaceKind, MrFlags, MrMode, Result,
+    path::{PathRegistration, Target},
+    provider::{Backing, Features, Piece},
+    registration::{KeyRequest, Memory, Registration},
     registry::Owner,
 };
 
+/// The reason why memory stays allocated while it is registered.
+#[derive(Clone)]
+pub(super) enum KeepAlive {
+    /// The caller of an unsafe function promises it.
+    Caller,
+    /// A scope borrows host memory.
+    Scope,
+    /// The region owns the memory.
+    Region {
+        /// The iface of the memory, as the memory's owner reports it.
+        iface: IfaceKind,
+        _memory: Arc<dyn Any + Send + Sync>,
+    },
+}
+
+impl KeepAlive {
+    pub(super) fn region<B: OwnedBuffer>(parts: &Arc<B::Parts>) -> Self {
+        Self::Region { iface: B::iface(parts), _memory: Arc::clone(parts) as _ }
+    }
+
+    /// Returns the iface of memory that cannot be freed while it is registered.
+    pub(super) fn iface(&self) -> Option<IfaceKind> {
+        match self {
+            Self::Caller => None,
+            Self::Scope => Some(IfaceKind::SYSTEM),
+            Self::Region { iface, .. } => Some(*iface),
+        }
+    }
+}
+
+/// Leaks the memory of a registration that panics: a NIC may have it. A registration that returns
+/// takes the memory out.
+pub(super) struct LeakOnPanic(Option<KeepAlive>);
+
+impl LeakOnPanic {
+    pub(super) fn new(keep: KeepAlive) -> Self {
+        Self(Some(keep))
+    }
+
+    pub(super) fn into_inner(mut self) -> KeepAlive {
+        self.0.take().unwrap_or(KeepAlive::Caller)
+    }
+}
+
+impl Drop for LeakOnPanic {
+    fn drop(&mut self) {
+        std::mem::forget(self.0.take());
+    }
+}
+
 impl DomainInner {
-    /// Checks the request and makes the region that it will fill; nothing is registered yet.
-    #[inline]
-    pub(super) fn prepare(
-        self: &Arc<Self>,
-        attr: &MrAttr<'_>,
-        flags: MrFlags,
-        owner: Option<MemoryOwner>,
-    ) -> Result<Unique<RegionInner>> {
-        let id = self.worker.get().map(|_| RegionId::next());
-        self.prepare_as(id, attr, flags, owner)
-    }
-
-    #[inline]
-    pub(super) fn prepare_as(
-        self: &Arc<Self>,
-        id: Option<RegionId>,
-        attr: &MrAttr<'_>,
-        flags: MrFlags,
-        owner: Option<MemoryOwner>,
-    ) -> Result<Unique<RegionInner>> {
-        self.process.check("regattr")?;
-        let checked = validate::check(attr, flags, self.effective, &self.provider_attr)
-            .and_then(|checked| {
-                attr.base.map_or(Ok(()), |base| self.check_base(base, attr)).map(|()| checked)
-            })
-            .inspect_err(|error| tracing::debug!(%error, "registration refused"))?;
-        let range = checked.dma_buf_range.unwrap_or_else(|| attr.ranges[0]);
-        Ok(RegionInner::pending(self, attr, flags, range, owner, id))
-    }
-
     /// Registers at once, or hands the region to the worker where an event queue is bound.
     #[inline]
-    pub(super) fn submit(
-        &self,
-        region: Unique<RegionInner>,
+    pub(super) fn register(
+        self: &Arc<Self>,
         attr: &MrAttr<'_>,
+        flags: MrFlags,
+        keep: KeepAlive,
     ) -> Result<MemoryRegion> {
         match self.worker.get() {
-            None => self.register_now(region, attr),
+            None => self.register_now(attr, flags, keep, None),
             Some(worker) => {
-                let region = MemoryRegion::new(region);
-                worker.submit(worker.job(&region, attr)?);
+                let (region, job) = worker.job(self, attr, flags, keep)?;
+                worker.submit(job);
                 Ok(region)
             }
         }
     }
 
+    /// Registers at once. `owner` is the owner of the memory, if the caller has resolved it.
     #[inline]
     pub(super) fn register_now(
-        &self,
-        mut region: Unique<RegionInner>,
+        self: &Arc<Self>,
         attr: &MrAttr<'_>,
+        flags: MrFlags,
+        keep: KeepAlive,
+        owner: Option<Owner>,
     ) -> Result<MemoryRegion> {
-        if !tracing::enabled!(tracing::Level::DEBUG)
-            && let Some(registered) =
-                region.keep_if_panics(|| self.register_plain(&region, attr))?
-        {
-            region.complete_unshared(&registered, None);
-        } else {
-            let outcome = region.keep_if_panics(|| self.register_pages(&region, attr))?;
-            region.complete_unshared(&outcome.region, outcome.decision);
-        }
-        Ok(MemoryRegion::new(region))
+        let ranges = self.check(attr, flags)?;
+        let owned = keep.iface();
+        let keep = LeakOnPanic::new(keep);
+        let mut region = None;
+        let registered =
+            register_on_nics(&[self], &ranges, attr, flags, owned, owner, &mut |done| {
+                region = Some(done);
+            });
+        let keep = keep.into_inner();
+        registered?;
+        let region = region.expect("one domain gives one region");
+        Ok(MemoryRegion::registered(self, &ranges, attr, flags, keep, region))
+    }
+
+    /// Checks everything that a caller can get wrong, and returns the ranges to register.
+    #[inline]
+    pub(super) fn check<'a>(&self, attr: &MrAttr<'a>, flags: MrFlags) -> Result<Ranges<'a>> {
+        self.process.check("regattr")?;
+        validate::check(attr, flags, self.effective, &self.provider_attr)
+            .and_then(|ranges| {
+                attr.base.map_or(Ok(()), |base| self.check_base(base, attr)).map(|()| ranges)
+            })
+            .inspect_err(|error| tracing::debug!(%error, "registration refused"))
     }
 
     fn check_base(&self, base: &MemoryRegion, attr: &MrAttr<'_>) -> Result<()> {
-        let refuse = |kind, remedy: &'static str| {
-            Err(Error::new(kind, "regattr").context("base", base.range()).remedy(remedy))
-        };
         if !std::ptr::eq(Arc::as_ptr(base.inner().domain()), self) {
-            return refuse(
-                ErrorKind::InvalidArgument,
-                "the base must be a region of the same domain",
-            );
-        }
-        if base.inner().registered().is_none() {
-            return refuse(ErrorKind::BadState, "wait until the base is registered");
-        }
-        let [range] = attr.ranges else {
-            return refuse(ErrorKind::TooManyRanges, "a sub-region is one range of its base");
-        };
-        if base.inner().offset_of(*range).is_none() {
-            return Err(Error::new(ErrorKind::OutOfBounds, "regattr")
-                .context("range", range)
+            return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
                 .context("base", base.range())
-                .remedy("a sub-region lies inside one range of its base"));
+                .remedy("the base must be a region of the same domain"));
         }
-        if attr.access.nic_writes() && !base.access().nic_writes() {
-            return Err(Error::new(ErrorKind::AccessDenied, "regattr")
-                .context("access", attr.access)
-                .context("base_access", base.access())
-                .remedy(
-                    "the base's pages are registered for reading: register it with a right that writes",
-                ));
-        }
-        if attr.page_size != 0 {
-            return refuse(
-                ErrorKind::BadPageSize,
-                "a sub-region inherits its base's page size: use 0",
-            );
-        }
-        Ok(())
+        validate::check_base(base, attr)
     }
 
-    #[inline]
-    pub(super) fn register_pages(
-        &self,
-        inner: &RegionInner,
-        attr: &MrAttr<'_>,
-    ) -> Result<PathOutcome> {
-        if tracing::enabled!(tracing::Level::DEBUG) {
-            self.register_traced(inner, attr)
-        } else {
-            self.register_decided(inner, attr)
-        }
-    }
-
-    #[cold]
-    fn register_traced(&self, inner: &RegionInner, attr: &MrAttr<'_>) -> Result<PathOutcome> {
-        let span = tracing::debug_span!(
-            "register",
-            nic = %self.provider_attr.nic,
-            range = %inner.range(),
-            ranges = inner.ranges().len(),
-            access = %attr.access,
-        );
-        let _entered = span.enter();
-        let outcome = self.register_decided(inner, attr);
-        match &outcome {
-            Ok(outcome) => {
-                let path = outcome.decision.as_ref().unwrap_or(&self.plain_host).path;
-                tracing::debug!(%path, "registered");
-            }
-            Err(error) => tracing::debug!(%error, "registration refused"),
-        }
-        outcome
-    }
-
-    #[inline]
-    pub(super) fn request<'a>(
+    /// Resolves the owner of the memory, and touches host pages where the caller asks for that.
+    /// This is the only query of the ifaces.
+    fn resolve<'a>(
         &'a self,
-        inner: &RegionInner,
+        ranges: &[AddressRange],
+        attr: &MrAttr<'a>,
+        flags: MrFlags,
+        owned: Option<IfaceKind>,
+        owner: Option<Owner>,
+    ) -> Result<Memory<'a>> {
+        if let Some(base) = attr.base {
+            let (Some(region), Some(offset)) =
+                (base.inner().registered(), base.inner().offset_of(ranges[0]))
+            else {
+                return Err(
+                    Error::new(ErrorKind::BadState, "regattr").context("base", base.range())
+                );
+            };
+            return Ok(Memory::Part { base: region, offset });
+        }
+        if let Some(DmaBufAttr { fd, offset, .. }) = attr.dma_buf {
+            let owner = self.claimed_owner(attr, flags)?;
+            return Ok(Memory::DmaBuf { fd, offset, owner });
+        }
+        let owner = match owner {
+            Some(owner) => owner,
+            None => self.owner(ranges, attr, flags)?,
+        };
+        check_owner(ranges[0], owned, owner.iface)?;
+        let owned = owned.is_some();
+        if owner.iface != IfaceKind::SYSTEM {
+            return Ok(Memory::Device { iface: self.registry.get(owner.iface)?, owner, owned });
+        }
+        if let Some(prefault) = &attr.prefault {
+            for range in ranges {
+                prefault::prefault(*range, attr.access.nic_writes(), prefault)?;
+            }
+        }
+        Ok(Memory::Host { owned })
+    }
+
+    #[inline]
+    fn registration<'a>(
+        &'a self,
+        ranges: &'a [AddressRange],
+        memory: Memory<'a>,
         attr: &'a MrAttr<'_>,
-    ) -> RegistrationRequest<'a> {
-        RegistrationRequest {
+        flags: MrFlags,
+    ) -> Registration<'a> {
+        if let Memory::Device { owner, .. } | Memory::DmaBuf { owner, .. } = &memory {
+            self.inbound.note(owner, attr.access);
+        }
+        Registration {
+            ranges,
+            memory,
             access: attr.access,
-            flags: inner.flags(),
+            flags,
             key: match attr.requested_key {
                 Some(key) if !self.effective.contains(MrMode::PROV_KEY) => {
                     KeyRequest::Application(key)
@@ -174,126 +197,110 @@ impl DomainInner {
             auth_key: self.auth_key(attr.auth_key),
             addressing: self.addressing(),
             page_size: attr.page_size,
-            enabled: inner.starts_enabled(),
+            enabled: self.starts_enabled(flags),
             parallel: attr.parallel.as_ref(),
+            policy: self.attr.p2p,
         }
     }
+}
 
-    fn register_decided(&self, inner: &RegionInner, attr: &MrAttr<'_>) -> Result<PathOutcome> {
-        match self.register_plain(inner, attr)? {
-            Some(region) => Ok(PathOutcome { region, decision: None }),
-            None => self.register_rare(inner, attr, self.request(inner, attr)),
-        }
-    }
+/// Registers the same memory with the NIC of each domain. `done` receives the regions in the order
+/// of the domains. On an error it has received those that came before.
+///
+/// The request was checked for every domain. `owned` is the iface of memory that stays allocated
+/// while it is registered, and `owner` the owner of the memory, if the caller has resolved it.
+pub(super) fn register_on_nics(
+    domains: &[&Arc<DomainInner>],
+    ranges: &[AddressRange],
+    attr: &MrAttr<'_>,
+    flags: MrFlags,
+    owned: Option<IfaceKind>,
+    owner: Option<Owner>,
+    done: &mut dyn FnMut(PathRegistration),
+) -> Result<()> {
+    let first = domains[0];
+    let span = tracing::debug_span!(
+        "register",
+        nic = %first.provider_attr.nic,
+        nics = domains.len(),
+        range = %ranges[0],
+        ranges = ranges.len(),
+        access = %attr.access,
+    );
+    let _entered = span.enter();
+    let mut done = |region: PathRegistration| {
+        let path = region.decision.as_ref().unwrap_or(&first.plain_host).path;
+        tracing::debug!(%path, "registered");
+        done(region);
+    };
+    first
+        .resolve(ranges, attr, flags, owned, owner)
+        .and_then(|memory| register_memory(domains, ranges, memory, attr, flags, &mut done))
+        .inspect_err(|error| tracing::debug!(%error, "registration refused"))
+}
 
-    /// Registers one range of ordinary host memory, about which there is nothing to decide; `None`
-    /// if it is anything else.
-    #[inline(always)]
-    fn register_plain(
-        &self,
-        inner: &RegionInner,
-        attr: &MrAttr<'_>,
-    ) -> Result<Option<ProviderRegion>> {
-        if inner.parent().is_some() || attr.dma_buf.is_some() || attr.prefault.is_some() {
-            return Ok(None);
-        }
-        let [range] = inner.ranges() else { return Ok(None) };
-        if !self.is_plain_host(*range, attr, inner.flags())? {
-            return Ok(None);
-        }
-        check_owner(inner, IfaceKind::SYSTEM)?;
-        let piece =
-            [Piece { range: *range, backing: Backing::Host { owned: inner.owns_memory() } }];
-        // SAFETY: the memory is the caller's of an unsafe registration call, or owned by the region
-        // or borrowed by the scope that is being registered; `owns_memory` says which.
-        unsafe { self.provider.register(&self.request(inner, attr), &piece) }.map(Some)
-    }
-
-    /// Sub-regions, dma-bufs, several ranges, device memory.
-    #[cold]
-    fn register_rare(
-        &self,
-        inner: &RegionInner,
-        attr: &MrAttr<'_>,
-        registration: RegistrationRequest<'_>,
-    ) -> Result<PathOutcome> {
-        if let Some(parent) = inner.parent() {
-            let (Some(parent_region), Some(offset)) =
-                (parent.registered(), parent.offset_of(inner.range()))
-            else {
-                return Err(
-                    Error::new(ErrorKind::BadState, "regattr").context("base", parent.range())
-                );
-            };
-            let len = inner.range().len();
-            let sub_regions = self.provider.sub_regions().ok_or_else(|| {
-                self.missing(
+/// Registers memory whose owner is known.
+fn register_memory(
+    domains: &[&Arc<DomainInner>],
+    ranges: &[AddressRange],
+    memory: Memory<'_>,
+    attr: &MrAttr<'_>,
+    flags: MrFlags,
+    done: &mut dyn FnMut(PathRegistration),
+) -> Result<()> {
+    let first = domains[0];
+    let registrations: SmallVec<[Registration<'_>; 1]> = domains
+        .iter()
+        .map(|domain| domain.registration(ranges, memory, attr, flags))
+        .collect();
+    let targets = domains.iter().zip(&registrations);
+    match memory {
+        Memory::Part { base, offset } => {
+            let len = ranges[0].len();
+            let sub_regions = first.provider.sub_regions().ok_or_else(|| {
+                first.missing(
                     Features::SUB_REGIONS,
                     "register sub-region",
                     ErrorKind::Unsupported,
                     "this provider has no key for part of a registration: register the part by itself",
                 )
             })?;
-            let region = sub_regions.register_sub(parent_region, &registration, offset, len)?;
-            return Ok(PathOutcome { region, decision: parent.recorded_decision() });
+            let region = sub_regions.register_sub(base, &registrations[0], offset, len)?;
+            let decision = attr.base.and_then(|base| base.inner().recorded_decision());
+            done(PathRegistration { region, decision });
         }
-        let owner = self.resolve(inner, attr)?;
-        let request = self.path_request(inner, attr, registration, owner);
-        // SAFETY: as in `register_decided`.
-        unsafe { self.decider.register(&request, &self.registry, &*self.provider) }
-    }
-
-    /// Finds out whose memory it is, and touches the pages where that was asked for.
-    pub(super) fn resolve(&self, inner: &RegionInner, attr: &MrAttr<'_>) -> Result<Owner> {
-        let ranges = inner.ranges();
-        let owner = if attr.dma_buf.is_some() {
-            self.claimed_owner(attr, inner.flags())?
-        } else {
-            let owner = self.owner(ranges, attr, inner.flags())?;
-            check_owner(inner, owner.iface)?;
-            owner
-        };
-        if let Some(prefault) = &attr.prefault
-            && owner.iface == IfaceKind::SYSTEM
-            && attr.dma_buf.is_none()
-        {
-            for range in ranges {
-                prefault::prefault(*range, attr.access.nic_writes(), prefault)?;
+        Memory::Host { owned } => {
+            let backing = Backing::Host { owned };
+            let piece = |range: &AddressRange| Piece { range: *range, backing: backing.clone() };
+            let pieces: SmallVec<[Piece<'_>; 1]> = ranges.iter().map(piece).collect();
+            for (domain, registration) in targets {
+                // SAFETY: the caller of an unsafe function promises that the memory may be
+                // registered; or the region owns it, or a scope borrows it, and `owned` says so.
+                let region = unsafe { domain.provider.register(registration, &pieces) }?;
+                done(PathRegistration { region, decision: None });
             }
         }
-        Ok(owner)
-    }
-
-    pub(super) fn path_request<'a>(
-        &self,
-        inner: &'a RegionInner,
-        attr: &MrAttr<'a>,
-        registration: RegistrationRequest<'a>,
-        owner: Owner,
-    ) -> PathRequest<'a> {
-        self.inbound.note(&owner, attr.access);
-        PathRequest {
-            registration,
-            ranges: inner.ranges(),
-            dma_buf: attr.dma_buf.map(|buffer| (buffer.fd, buffer.offset)),
-            owner,
-            owned: inner.owns_memory(),
-            policy: self.attr.p2p,
+        Memory::Device { .. } | Memory::DmaBuf { .. } => {
+            let targets: SmallVec<[Target<'_>; 1]> = targets
+                .map(|(domain, registration)| Target { registration, provider: &*domain.provider })
+                .collect();
+            // SAFETY: as for host memory above, for the same reasons.
+            unsafe { first.selector.register(&targets, done) }?;
         }
     }
+    Ok(())
 }
 
 /// Refuses memory that belongs to another iface than its buffer names. The domain would treat
 /// memory of an iface that it does not have as host memory, and a software NIC would access it.
-#[inline]
-fn check_owner(inner: &RegionInner, found: IfaceKind) -> Result<()> {
-    match inner.owned_memory() {
+fn check_owner(range: AddressRange, owned: Option<IfaceKind>, found: IfaceKind) -> Result<()> {
+    match owned {
         // A device's API knows host memory that is nevertheless the allocator's.
         None | Some(IfaceKind::SYSTEM) => Ok(()),
         Some(iface) if iface == found => Ok(()),
         Some(iface) => Err(Error::new(ErrorKind::InvalidArgument, "register")
             .iface(iface)
-            .context("range", inner.range())
+            .context("range", range)
             .context("found", found)
             .remedy(
                 "add the iface that allocated the buffer to the builder of the domain's `Hmem`",

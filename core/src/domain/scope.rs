@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use super::{DomainInner, MemoryRegion, MrAttr, buffer::RegionSlice};
+use super::{DomainInner, MemoryRegion, MrAttr, buffer::RegionSlice, register::KeepAlive};
 use crate::{
     Access, Address, AddressRange, Decision, Error, ErrorKind, MrFlags, MrMode, RemoteKey, Result,
 };
@@ -132,12 +132,9 @@ pub(super) fn run_over<R>(
                 "in ENDPOINT mode a region needs an endpoint before use: register a buffer instead",
             ));
     }
-    let mut region = domain.prepare_as(None, &attr, MrFlags::empty(), None)?;
-    if host {
-        region.borrow_for_scope();
-    }
+    let keep = if host { KeepAlive::Scope } else { KeepAlive::Caller };
     let panicked = AbortOnPanic;
-    let registered = domain.register_now(region, &attr);
+    let registered = domain.register_now(&attr, MrFlags::empty(), keep, None);
     std::mem::forget(panicked);
     let guard = CloseOnExit(Some(registered?));
     let region = guard.0.as_ref().expect("set one line above");

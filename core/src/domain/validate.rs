@@ -1,29 +1,44 @@
 //! Everything a caller can get wrong, caught before any iface or provider is asked.
 
-use std::sync::OnceLock;
+use std::{ops::Deref, sync::OnceLock};
 
+use super::{DmaBufAttr, MemoryRegion, MrAttr};
 use crate::{
     Access, AddressRange, DmaBufOffset, Error, ErrorKind, MrFlags, MrMode, Result,
-    domain::attr::{DmaBufAttr, MrAttr},
     provider::ProviderAttr,
 };
 
 /// `FI_KEY_NOTAVAIL`: the number that means "no key".
 pub(super) const KEY_NOT_AVAILABLE: u64 = u64::MAX;
 
-/// What is left to look at once the request is known to be sound.
-pub(super) struct Checked {
-    /// The range of a dma-buf registration.
-    pub(super) dma_buf_range: Option<AddressRange>,
+/// The ranges of a registration, at least one.
+pub(super) enum Ranges<'a> {
+    Given(&'a [AddressRange]),
+    /// The range of a dma-buf.
+    DmaBuf(AddressRange),
 }
 
+impl Deref for Ranges<'_> {
+    type Target = [AddressRange];
+
+    #[inline]
+    fn deref(&self) -> &[AddressRange] {
+        match self {
+            Self::Given(ranges) => ranges,
+            Self::DmaBuf(range) => std::slice::from_ref(range),
+        }
+    }
+}
+
+/// Checks a request against the domain's mode and the provider's limits.
+
 #[inline]
-pub(super) fn check(
-    attr: &MrAttr<'_>,
+pub(super) fn check<'a>(
+    attr: &MrAttr<'a>,
     flags: MrFlags,
     mode: MrMode,
     provider: &ProviderAttr,
-) -> Result<Checked> {
+) -> Result<Ranges<'a>> {
     check_bits(attr, flags, provider)?;
     if attr.offset != 0 {
         return Err(Error::new(ErrorKind::ReservedOffset, "regattr")
@@ -49,11 +64,9 @@ pub(super) fn check(
     match (attr.dma_buf, flags.contains(MrFlags::MR_DMABUF)) {
         (None, false) => {
             check_ranges(attr.ranges, provider)?;
-            Ok(Checked { dma_buf_range: None })
+            Ok(Ranges::Given(attr.ranges))
         }
-        (Some(buffer), true) => {
-            Ok(Checked { dma_buf_range: Some(check_dma_buf(attr, &buffer, provider)?) })
-        }
+        (Some(buffer), true) => Ok(Ranges::DmaBuf(check_dma_buf(attr, &buffer, provider)?)),
         (given, _) => Err(Error::new(ErrorKind::InvalidArgument, "regattr")
             .context("dma_buf", if given.is_some() { "given" } else { "missing" })
             .context("flags", flags)
@@ -153,6 +166,37 @@ fn check_dma_buf(
             .context("offset", buffer.offset)
     })?;
     AddressRange::new(start, buffer.len)
+}
+
+/// Checks a sub-region against its base, which is a region of the same domain.
+pub(super) fn check_base(base: &MemoryRegion, attr: &MrAttr<'_>) -> Result<()> {
+    let refuse = |kind, remedy: &'static str| {
+        Err(Error::new(kind, "regattr").context("base", base.range()).remedy(remedy))
+    };
+    if base.inner().registered().is_none() {
+        return refuse(ErrorKind::BadState, "wait until the base is registered");
+    }
+    let [range] = attr.ranges else {
+        return refuse(ErrorKind::TooManyRanges, "a sub-region is one range of its base");
+    };
+    if base.inner().offset_of(*range).is_none() {
+        return Err(Error::new(ErrorKind::OutOfBounds, "regattr")
+            .context("range", range)
+            .context("base", base.range())
+            .remedy("a sub-region lies inside one range of its base"));
+    }
+    if attr.access.nic_writes() && !base.access().nic_writes() {
+        return Err(Error::new(ErrorKind::AccessDenied, "regattr")
+            .context("access", attr.access)
+            .context("base_access", base.access())
+            .remedy(
+                "the base's pages are registered for reading: register it with a right that writes",
+            ));
+    }
+    if attr.page_size != 0 {
+        return refuse(ErrorKind::BadPageSize, "a sub-region inherits its base's page size: use 0");
+    }
+    Ok(())
 }
 
 #[cold]

@@ -8,7 +8,10 @@ use std::{fmt, sync::Arc};
 
 use parking_lot::Mutex;
 
-use super::{DomainInner, Endpoint, MemoryRegion, inner::RegionInner, shared::Shared};
+use super::{
+    DomainInner, Endpoint, MemoryRegion,
+    inner::{Dependent, RegionInner},
+};
 use crate::{
     Access, Addressing, Error, ErrorKind, Iova, RemoteKey, Result,
     provider::{Features, ProviderWindow, WindowBind, WindowType, Windows},
@@ -29,22 +32,15 @@ struct State {
 }
 
 struct Bound {
-    region: Shared<RegionInner>,
+    region: Dependent,
     base: Iova,
     len: u64,
     addressing: Addressing,
 }
 
 impl Bound {
-    fn new(region: &Shared<RegionInner>, base: Iova, len: u64, addressing: Addressing) -> Self {
-        region.add_dependent();
-        Self { region: Shared::clone(region), base, len, addressing }
-    }
-}
-
-impl Drop for Bound {
-    fn drop(&mut self) {
-        self.region.remove_dependent();
+    fn new(region: &Arc<RegionInner>, base: Iova, len: u64, addressing: Addressing) -> Self {
+        Self { region: Dependent::of(region), base, len, addressing }
     }
 }
 

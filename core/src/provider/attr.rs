@@ -22,7 +22,7 @@ impl fmt::Display for Nic {
 }
 
 /// What a NIC can import.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Imports {
     /// Registers dma-buf fds.
     pub dma_buf: bool,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{ProviderDomain, ProviderEndpoint, ProviderRegion, RegistrationRequest};
+use super::{ProviderDomain, ProviderEndpoint, ProviderRegion, Registration};
 use crate::{Access, AddressRange, Addressing, Iova, RawKey, RemoteKey, Result, counter::Counter};
 
 bitflags::bitflags! {
@@ -67,13 +67,13 @@ pub trait SubRegions {
     fn register_sub(
         &self,
         base: ProviderRegion,
-        request: &RegistrationRequest<'_>,
+        request: &Registration<'_>,
         offset: u64,
         len: u64,
     ) -> Result<ProviderRegion>;
 }
 
-/// Regions that are registered disabled ([`RegistrationRequest::enabled`]). Without this facet
+/// Regions that are registered disabled ([`Registration::enabled`]). Without this facet
 /// every region is usable once it is registered.
 pub trait Enabling {
     /// Makes a region usable that was registered disabled.

@@ -22,9 +22,9 @@ pub use self::{
     },
 };
 
+pub use crate::registration::{KeyRequest, ProviderRegion, Registration};
 use crate::{
-    Access, Address, AddressRange, Addressing, AuthKey, DmaBufOffset, LocalKey, MrFlags, MrMode,
-    Parallel, Result,
+    Address, AddressRange, AuthKey, DmaBufOffset, MrMode, Result,
     counter::Counter,
     iface::CopyEvent,
     registry::Registry,
@@ -46,37 +46,6 @@ pub struct DomainRequest {
     pub registry: Arc<Registry>,
     /// The staging buffers that staged regions get.
     pub staging: StagingAttr,
-}
-
-/// Which key a region should get.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KeyRequest {
-    /// This one (`requested_key`).
-    Application(u64),
-    /// Whatever the provider picks.
-    Provider,
-}
-
-/// What to register, apart from where it lies.
-#[derive(Clone, Copy, Debug)]
-pub struct RegistrationRequest<'a> {
-    /// Rights of local and remote accesses.
-    pub access: Access,
-    /// Flags; only those in [`ProviderAttr::flags`].
-    pub flags: MrFlags,
-    /// The key.
-    pub key: KeyRequest,
-    /// Who may reach it; already replaced by the domain's if none was given.
-    pub auth_key: &'a AuthKey,
-    /// How peers address it.
-    pub addressing: Addressing,
-    /// The page size to use, in bytes; 0 leaves it to the provider.
-    pub page_size: usize,
-    /// Whether it can be used at once; otherwise [`Enabling::enable`] follows.
-    pub enabled: bool,
-    /// Whether host memory may be registered in parts, several at once. A provider that has no use
-    /// for it reports all of the range as done once it is.
-    pub parallel: Option<&'a Parallel<'a>>,
 }
 
 /// Memory reached through copies: the software side of a staged path.
@@ -154,17 +123,6 @@ pub struct Piece<'a> {
     pub range: AddressRange,
     /// How the provider gets at it.
     pub backing: Backing<'a>,
-}
-
-/// A provider's handle of a registered region.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ProviderRegion {
-    /// The provider's own reference.
-    pub token: u64,
-    /// The local descriptor.
-    pub local: LocalKey,
-    /// The remote key as a number.
-    pub key: u64,
 }
 
 /// The objects that a provider domain holds, as a leak test reads them.
@@ -246,7 +204,7 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// Nothing stays registered or pinned.
     unsafe fn register(
         &self,
-        request: &RegistrationRequest<'_>,
+        registration: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion>;
 

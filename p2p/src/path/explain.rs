@@ -12,7 +12,7 @@ use hmem_core::{
 use serde::{Serialize, Serializer};
 
 use super::{
-    Facts, Paths,
+    DefaultPathSelector, Facts,
     cause::{self, Circumstance, Step},
 };
 
@@ -82,7 +82,7 @@ fn display<T: fmt::Display, S: Serializer>(value: &T, serializer: S) -> Result<S
     serializer.collect_str(value)
 }
 
-impl Paths {
+impl DefaultPathSelector {
     /// Says which way a registration would take, by allocating and registering `request.size` bytes
     /// and undoing both. Nothing remembered is used, and nothing is remembered.
     ///
@@ -110,7 +110,7 @@ impl Paths {
             p2p: request.policy,
             ..DomainAttr::default()
         };
-        let decider = Arc::new(self.without_memory());
+        let decider = Arc::new(self.without_decisions());
         let domain = Domain::open(provider, Arc::clone(registry), decider, attr)?;
         let wanted =
             AllocRequest { len: request.size, device: device.unwrap_or(DeviceId(0)), kind };

@@ -1,7 +1,7 @@
 //! Exports of one decision: one dma-buf for each range where the driver gives it so, or else for
 //! each physical segment, whatever the number of NICs that register it.
 
-use std::{fmt, os::fd::AsFd};
+use std::{fmt, os::fd::AsFd, sync::Arc};
 
 use hmem_core::{
     AddressRange, Error, ErrorKind, Iface, IfaceExt, IfaceKind, Segment,
@@ -12,13 +12,13 @@ use hmem_core::{
 
 use super::{
     cause::Step,
-    trial::{Refusal, Way},
+    search::{PathRefusal, PathVariant},
 };
 
 /// Exports of the ranges of one request, given back in the iface's own way when the decision is
 /// made.
-pub(super) struct Exports<'a> {
-    iface: &'a dyn Iface,
+pub(super) struct ExportSet<'a> {
+    iface: &'a Arc<dyn Iface>,
     ranges: &'a [AddressRange],
     /// Those of each range.
     segments: Option<Vec<Vec<Segment>>>,
@@ -47,37 +47,41 @@ struct Set {
 }
 
 /// What a NIC registers.
-pub(super) struct Laid<'e> {
+pub(super) struct Exported<'e> {
     pub(super) pieces: Vec<Piece<'e>>,
-    pub(super) spread: Option<Spread>,
+    pub(super) layout: Option<DmaBufLayout>,
     /// What the driver refused before it gave these.
-    pub(super) refused: Vec<Refusal>,
+    pub(super) refused: Vec<PathRefusal>,
 }
 
 /// In how many dma-bufs the segments lie, where a range has several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Spread {
+pub(super) struct DmaBufLayout {
     segments: usize,
     dma_bufs: usize,
 }
 
-impl Spread {
+impl DmaBufLayout {
     /// Whether some dma-buf holds several segments.
     pub(super) fn spans(self) -> bool {
         self.dma_bufs < self.segments
     }
 }
 
-impl fmt::Display for Spread {
+impl fmt::Display for DmaBufLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ending = if self.dma_bufs == 1 { "" } else { "s" };
         write!(f, "{} segments in {} dma-buf{ending}", self.segments, self.dma_bufs)
     }
 }
 
-impl<'a> Exports<'a> {
-    pub(super) fn new(iface: &'a dyn Iface, ranges: &'a [AddressRange]) -> Self {
+impl<'a> ExportSet<'a> {
+    pub(super) fn new(iface: &'a Arc<dyn Iface>, ranges: &'a [AddressRange]) -> Self {
         Self { iface, ranges, segments: None, sets: Vec::new(), shared: false }
+    }
+
+    pub(super) fn iface(&self) -> &'a Arc<dyn Iface> {
+        self.iface
     }
 
     /// The mapping under which the ranges are exported already.
@@ -91,7 +95,7 @@ impl<'a> Exports<'a> {
         mapping: DmaBufMapping,
         grain: Grain,
         nic: &Nic,
-    ) -> Result<Laid<'_>, Refusal> {
+    ) -> Result<Exported<'_>, PathRefusal> {
         let at = match self.at(mapping, grain) {
             Some(at) => at,
             None => {
@@ -105,10 +109,10 @@ impl<'a> Exports<'a> {
         };
         let set = &self.sets[at];
         let segments = self.segments.iter().flatten().map(Vec::len).sum();
-        let spread = Spread { segments, dma_bufs: set.made.len() };
-        Ok(Laid {
+        let layout = DmaBufLayout { segments, dma_bufs: set.made.len() };
+        Ok(Exported {
             pieces: set.made.iter().map(piece).collect(),
-            spread: (segments > self.ranges.len()).then_some(spread),
+            layout: (segments > self.ranges.len()).then_some(layout),
             refused: set.refused.iter().cloned().map(whole).collect(),
         })
     }
@@ -135,7 +139,7 @@ impl<'a> Exports<'a> {
     }
 
     /// The segments are known.
-    fn export(&self, mapping: DmaBufMapping, grain: Grain, nic: &Nic) -> Result<Set, Refusal> {
+    fn export(&self, mapping: DmaBufMapping, grain: Grain, nic: &Nic) -> Result<Set, PathRefusal> {
         let mut set = Set {
             mapping,
             grain,
@@ -166,7 +170,7 @@ impl<'a> Exports<'a> {
                             set.made.push((segment.range, export));
                             continue;
                         }
-                        Err((call, error)) => Refusal::new(Step::Export, call, error),
+                        Err((call, error)) => PathRefusal::new(Step::Export, call, error),
                     }
                 } else {
                     self.not_exportable(segment)
@@ -178,38 +182,41 @@ impl<'a> Exports<'a> {
                     of_whole.step = refusal.step;
                 }
                 let also = self.give_back(set.made);
-                return Err(Refusal { before, also, ..refusal });
+                return Err(PathRefusal { before, also, ..refusal });
             }
         }
         Ok(set)
     }
 
     /// Nothing is asked of the driver: the iface named the segment so.
-    fn not_exportable(&self, segment: &Segment) -> Refusal {
+    fn not_exportable(&self, segment: &Segment) -> PathRefusal {
         let error = Error::new(ErrorKind::Unsupported, "segments")
             .iface(self.iface.kind())
             .context("segment", segment.range)
             .context("attribute", attribute(self.iface.kind()))
             .remedy("this physical segment cannot be exported: allocate it as RDMA capable");
         let call = format!("segments({})", segment.range);
-        Refusal { own: true, ..Refusal::new(Step::Segments, call, error) }
+        PathRefusal { own: true, ..PathRefusal::new(Step::Segments, call, error) }
     }
 
-    fn find_segments(&self) -> Result<Vec<Vec<Segment>>, Refusal> {
+    fn find_segments(&self) -> Result<Vec<Vec<Segment>>, PathRefusal> {
         let mut all = Vec::with_capacity(self.ranges.len());
         for range in self.ranges {
             let call = || format!("segments({range})");
             let segments = self
                 .iface
                 .physical_segments(*range)
-                .map_err(|error| Refusal::new(Step::Segments, call(), error))?;
+                .map_err(|error| PathRefusal::new(Step::Segments, call(), error))?;
             if !cover(&segments, *range) {
                 let error = Error::new(ErrorKind::OutOfBounds, "segments")
                     .iface(self.iface.kind())
                     .context("range", range)
                     .context("segments", segments.len())
                     .remedy("the iface names segments that are not the whole range: nothing is registered in part");
-                return Err(Refusal { own: true, ..Refusal::new(Step::Segments, call(), error) });
+                return Err(PathRefusal {
+                    own: true,
+                    ..PathRefusal::new(Step::Segments, call(), error)
+                });
             }
             all.push(segments);
         }
@@ -221,7 +228,7 @@ impl<'a> Exports<'a> {
         for (range, export) in made {
             if let Err(error) = self.iface.release_dma_buf(export) {
                 tracing::warn!(%range, %error, "a dma-buf export could not be given back");
-                let path = Way::DmaBuf(DmaBufMapping::Default).path();
+                let path = PathVariant::DmaBuf(DmaBufMapping::Default).path();
                 refused.push(Attempt::refused(path, format!("release_dma_buf({range})"), error));
             }
         }
@@ -237,15 +244,15 @@ fn attribute(kind: IfaceKind) -> &'static str {
 
 /// A range that the driver does not export whole, as far as is known before its segments are asked
 /// for.
-fn whole((call, error): (String, Error)) -> Refusal {
-    Refusal::new(Step::ExportWhole, call, error)
+fn whole((call, error): (String, Error)) -> PathRefusal {
+    PathRefusal::new(Step::ExportWhole, call, error)
 }
 
 fn piece((range, export): &(AddressRange, DmaBufExport)) -> Piece<'_> {
     Piece { range: *range, backing: Backing::DmaBuf { fd: export.as_fd(), offset: export.offset } }
 }
 
-impl Drop for Exports<'_> {
+impl Drop for ExportSet<'_> {
     fn drop(&mut self) {
         // What was refused is logged where it happens; whoever keeps a trace has called `close`.
         drop(self.close());

@@ -1,91 +1,99 @@
-//! Finding out by doing what a device and a NIC can do: a page is allocated, exported and
-//! registered, and all of it undone.
+//! Probes: a page is allocated, exported and registered, and all of it is undone, to find out what a
+//! device and a NIC can do.
 //!
-//! A registration is a proof by itself where the first way works. Where one was refused, the buffer
-//! may be at fault, and what happened to it says nothing about others: an ordinary page of the same
-//! kind tells the two apart.
+//! A registration whose first path works needs no probe. After a refusal the buffer itself may be
+//! at fault, and then its refusal says nothing about others. An ordinary page of the same kind tells
+//! the two cases apart.
+
+use std::sync::Arc;
 
 use hmem_core::{
-    Allocation, AllocationKind, Decision, DeviceId, ErrorKind, IfaceExt, MrFlags, Result,
+    Allocation, AllocationKind, Decision, DeviceId, ErrorKind, Iface, IfaceExt, MrFlags, Result,
     iface::AllocRequest,
-    path::{Attempt, PathRequest},
-    provider::{KeyRequest, RegistrationRequest},
+    path::Attempt,
+    registration::{KeyRequest, Memory, Registration},
     registry::Owner,
 };
 
-use super::trial::{Asked, Subject, Trial, Way};
+use super::{
+    exports::ExportSet,
+    search::{PathSearch, PathVariant},
+};
 
-/// What an ordinary page showed.
+/// The result of a probe.
 #[derive(Debug)]
-pub(super) enum Shown {
-    /// This direct way works.
-    Direct(Way, Box<Decision>),
-    /// None does, and trying again would not help.
+pub(super) enum ProbeResult {
+    /// This direct path works.
+    Direct(PathVariant, Box<Decision>),
+    /// No direct path works, and another attempt would not help.
     NoDirect(Vec<Attempt>),
-    /// Nothing that holds for others: no page could be had, or a refusal may pass.
-    Nothing,
+    /// Nothing that holds for other buffers: no page could be allocated, or a refusal may pass.
+    Unknown,
 }
 
-/// Undoes something that nobody else will undo: what fails once is tried once more.
+/// Retries an undo once: nobody else will do it.
 fn twice(what: &'static str, undo: impl Fn() -> Result<()>) -> Result<()> {
     undo().or_else(|error| {
-        tracing::warn!(what, %error, "the page of a probe was not let go; trying again");
+        tracing::warn!(what, %error, "the page of a probe was not released; trying again");
         undo()
     })
 }
 
-/// Bytes to try with.
-fn page() -> u64 {
-    rustix::param::page_size() as u64
-}
-
-fn device_of(subject: &Subject<'_>) -> DeviceId {
-    subject.request.owner.device.unwrap_or(DeviceId(0))
-}
-
-/// Tries the direct ways on a page of the subject's iface, device and kind. A device that is not
-/// started is not started for it: what its driver makes for the first allocation (CUDA's primary
-/// context) would stay behind, and nobody would use it. Registrations of its memory then find out
-/// each for itself.
-pub(super) fn probe(subject: &Subject<'_>) -> Shown {
-    let span = tracing::debug_span!("probe", iface = %subject.iface.kind(), nic = %subject.provider.attr().nic);
+/// Tries the direct paths with a page of the search's iface, device and kind.
+///
+/// A device that the process does not use is not probed: the state that its driver makes for the
+/// first allocation (CUDA's primary context) would stay behind. Registrations of its memory then
+/// each find their own path.
+pub(super) fn probe(search: &PathSearch<'_>) -> ProbeResult {
+    let span = tracing::debug_span!("probe", iface = %search.owner.iface, nic = %search.attr().nic);
     let _entered = span.enter();
-    match subject.iface.is_device_active(device_of(subject)) {
+    let Memory::Device { iface, .. } = &search.registration.memory else {
+        return ProbeResult::Unknown;
+    };
+    match iface.is_device_active(device_of(search)) {
         Ok(true) => {}
-        Ok(false) => return Shown::Nothing,
+        Ok(false) => return ProbeResult::Unknown,
         Err(error) => {
             tracing::debug!(%error, "no page to try with");
-            return Shown::Nothing;
+            return ProbeResult::Unknown;
         }
     }
-    match Page::allocate(subject, subject.kind) {
-        Ok(page) => page.try_out(subject),
-        // A kind that cannot be allocated by itself (a mapping of several): no better than plain
-        // device memory.
-        Err(ErrorKind::Unsupported) if subject.kind != AllocationKind::Device => {
-            match Page::allocate(subject, AllocationKind::Device).map(|page| page.try_out(subject))
-            {
-                Ok(Shown::NoDirect(trace)) => Shown::NoDirect(trace),
-                Ok(_) | Err(_) => Shown::Nothing,
+    match Page::allocate(search, iface, search.kind) {
+        Ok(page) => page.try_out(),
+        // A kind that cannot be allocated by itself (a mapping of several) fares no better than
+        // plain device memory.
+        Err(ErrorKind::Unsupported) if search.kind != AllocationKind::Device => {
+            match Page::allocate(search, iface, AllocationKind::Device).map(Page::try_out) {
+                Ok(ProbeResult::NoDirect(attempts)) => ProbeResult::NoDirect(attempts),
+                Ok(_) | Err(_) => ProbeResult::Unknown,
             }
         }
-        Err(_) => Shown::Nothing,
+        Err(_) => ProbeResult::Unknown,
     }
 }
 
-/// A page of device memory.
+fn device_of(search: &PathSearch<'_>) -> DeviceId {
+    search.owner.device.unwrap_or(DeviceId(0))
+}
+
+/// A page of device memory, freed on drop.
 struct Page<'a> {
-    subject: &'a Subject<'a>,
+    search: &'a PathSearch<'a>,
+    iface: &'a Arc<dyn Iface>,
     allocation: Allocation,
-    /// Whether a NIC may still reach it, so that it must not be used for anything else.
+    /// Set if a NIC may still reach the page, which is then leaked.
     stuck: bool,
 }
 
 impl<'a> Page<'a> {
-    fn allocate(subject: &'a Subject<'a>, kind: AllocationKind) -> Result<Self, ErrorKind> {
-        let request = AllocRequest { len: page(), device: device_of(subject), kind };
-        match subject.iface.allocate(&request) {
-            Ok(allocation) => Ok(Self { subject, allocation, stuck: false }),
+    fn allocate(
+        search: &'a PathSearch<'a>,
+        iface: &'a Arc<dyn Iface>,
+        kind: AllocationKind,
+    ) -> Result<Self, ErrorKind> {
+        let len = rustix::param::page_size() as u64;
+        match iface.allocate(&AllocRequest { len, device: device_of(search), kind }) {
+            Ok(allocation) => Ok(Self { search, iface, allocation, stuck: false }),
             Err(error) => {
                 tracing::debug!(%error, "no page to try with");
                 Err(error.kind())
@@ -93,46 +101,39 @@ impl<'a> Page<'a> {
         }
     }
 
-    fn try_out(mut self, subject: &Subject<'_>) -> Shown {
+    fn try_out(mut self) -> ProbeResult {
         let ranges = [self.allocation.range];
-        let request = PathRequest {
-            registration: RegistrationRequest {
-                key: KeyRequest::Provider,
-                flags: MrFlags::empty(),
-                page_size: 0,
-                ..subject.request.registration
-            },
-            ranges: &ranges,
-            dma_buf: None,
-            owner: Owner {
-                iface: subject.request.owner.iface,
-                device: self.allocation.device,
-                allocation: Some(self.allocation),
-            },
-            owned: true,
-            policy: subject.request.policy,
+        let owner = Owner {
+            iface: self.search.owner.iface,
+            device: self.allocation.device,
+            allocation: Some(self.allocation),
         };
-        let asked = Asked { request: &request, ..subject.asked };
-        let page = Subject { asked, iface: subject.iface };
-        let mut exports = page.exports();
-        let mut trial = Trial::new(asked);
-        // SAFETY: the page is this function's own, nobody refers to its bytes, and it is freed only
+        let registration = Registration {
+            ranges: &ranges,
+            memory: Memory::Device { iface: self.iface, owner, owned: true },
+            key: KeyRequest::Provider,
+            flags: MrFlags::empty(),
+            page_size: 0,
+            ..*self.search.registration
+        };
+        let mut exports = ExportSet::new(self.iface, &ranges);
+        let mut search = self.search.restart(&registration, &owner);
+        // SAFETY: this function owns the page, nobody refers to its bytes, and it is freed only
         // after it was deregistered.
-        let direct = unsafe { trial.direct(&page, &mut exports, None) };
-        trial.note(exports.close());
+        let direct = unsafe { search.direct(&mut exports, None) };
+        search.note(exports.close());
         match direct {
-            Some((way, region)) => {
-                if let Err(error) = twice("deregister", || subject.provider.deregister(region)) {
+            Some((variant, region)) => {
+                if let Err(error) = twice("deregister", || search.provider.deregister(region)) {
                     tracing::error!(%error, "the page of a probe could not be deregistered; it is leaked");
                     self.stuck = true;
-                    return Shown::Nothing;
+                    return ProbeResult::Unknown;
                 }
-                let decision =
-                    trial.decision(way, "a page of the same kind was registered in this way");
-                Shown::Direct(way, Box::new(decision))
+                let reason = "a page of the same kind was registered in this way";
+                ProbeResult::Direct(variant, Box::new(search.decision(variant, reason)))
             }
-            None if trial.may_pass => Shown::Nothing,
-            None => Shown::NoDirect(trial.into_attempts()),
+            None if search.may_pass => ProbeResult::Unknown,
+            None => ProbeResult::NoDirect(search.into_attempts()),
         }
     }
 }
@@ -142,8 +143,8 @@ impl Drop for Page<'_> {
         if self.stuck {
             return;
         }
-        // SAFETY: the page was never referred to, and no NIC has it any more.
-        if let Err(error) = twice("free", || unsafe { self.subject.iface.free(&self.allocation) }) {
+        // SAFETY: no reference to the page was made, and no NIC has it any more.
+        if let Err(error) = twice("free", || unsafe { self.iface.free(&self.allocation) }) {
             tracing::error!(%error, "the page of a probe could not be freed");
         }
     }

@@ -1,11 +1,11 @@
 //! What of the kernel decides paths: its options, its command line, its modules, and the IOMMU's
 //! mode.
 
-use std::{collections::BTreeMap, fmt, io::Read, sync::Arc};
+use std::{collections::BTreeMap, fmt, io::Read};
 
-use arc_swap::ArcSwapOption;
 use flate2::read::GzDecoder;
 use hmem_core::Result;
+use parking_lot::Mutex;
 
 use super::{
     device::is_word,
@@ -189,7 +189,7 @@ impl fmt::Display for IommuMode {
 /// The options of a kernel once they were read: they are what they are for as long as it runs, and
 /// inflating them takes longer than all else that is asked of a machine.
 #[derive(Debug, Default)]
-pub(crate) struct KeptOptions(ArcSwapOption<KernelOptions>);
+pub(crate) struct KeptOptions(Mutex<Option<KernelOptions>>);
 
 /// A kernel's options with its release. A process that was moved to another kernel tells by the
 /// release.
@@ -207,7 +207,7 @@ impl KeptOptions {
         source: &Source,
         release: Option<&str>,
     ) -> Result<Option<BTreeMap<String, Setting>>> {
-        if let Some(kept) = &*self.0.load()
+        if let Some(kept) = &*self.0.lock()
             && kept.release.as_deref() == release
         {
             return Ok(Some(kept.options.clone()));
@@ -215,7 +215,7 @@ impl KeptOptions {
         let read = options(source, release)?;
         if let Some(options) = read.clone() {
             let release = release.map(str::to_owned);
-            self.0.store(Some(Arc::new(KernelOptions { release, options })));
+            *self.0.lock() = Some(KernelOptions { release, options });
         }
         Ok(read)
     }

@@ -22,7 +22,7 @@ use hmem_core::{
     provider::{Imports, Nic},
 };
 use hmem_iface_system::{Call, Simulated, SimulatedBuilder, System};
-use hmem_p2p::path::{FactSource, Facts, Paths};
+use hmem_p2p::path::{DefaultPathSelector, FactSource, Facts};
 use hmem_provider_loopback::{self as loopback, Faults, Loopback};
 use parking_lot::{Mutex, MutexGuard};
 use recording::{Record, Recording};
@@ -52,7 +52,7 @@ pub(crate) struct Bench {
     pub(crate) provider: Recording<Loopback>,
     pub(crate) record: Record,
     pub(crate) faults: Faults,
-    pub(crate) paths: Arc<Paths>,
+    pub(crate) paths: Arc<DefaultPathSelector>,
 }
 
 impl Bench {
@@ -61,14 +61,14 @@ impl Bench {
         Self::with(
             device,
             Loopback::builder().nic("loop0").nic("loop1").imports(imports),
-            Paths::new(),
+            DefaultPathSelector::new(),
         )
     }
 
     pub(crate) fn with(
         device: SimulatedBuilder,
         provider: loopback::Builder,
-        paths: Paths,
+        paths: DefaultPathSelector,
     ) -> Self {
         let device = Arc::new(device.window(1 << 32).build().expect("a simulated device"));
         let iface = Arc::clone(&device) as Arc<dyn Iface>;
@@ -80,7 +80,7 @@ impl Bench {
         device: Arc<Simulated>,
         iface: Arc<dyn Iface>,
         provider: loopback::Builder,
-        paths: Paths,
+        paths: DefaultPathSelector,
     ) -> Self {
         let mut registry = Registry::new();
         registry.add(Arc::new(System::new())).expect("the first");

@@ -8,7 +8,7 @@ use hmem_core::{
         Backing, CompletionQueue, CompositeKeys, DomainRequest, Enabling, EndpointAttr,
         EndpointBinding, Features, LiveObjects, ManualProgress, Piece, Provider, ProviderAttr,
         ProviderDomain, ProviderEndpoint, ProviderRegion, RawKeys, Refresh, RegionCounters,
-        RegistrationRequest, StagingAccess, SubRegions, Windows,
+        Registration, StagingAccess, SubRegions, Windows,
     },
 };
 use parking_lot::Mutex;
@@ -97,7 +97,7 @@ unsafe impl ProviderDomain for RecordingDomain {
 
     unsafe fn register(
         &self,
-        request: &RegistrationRequest<'_>,
+        request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
         let nic = self.attr().nic.name.clone();

@@ -15,7 +15,7 @@ use hmem_core::{
     transfer::{Completion, CompletionKind, PeerId, RemoteSegment},
 };
 use hmem_iface_system::{Call, Simulated};
-use hmem_p2p::path::Paths;
+use hmem_p2p::path::DefaultPathSelector;
 use proptest::{prelude::*, test_runner::TestRunner};
 
 /// Every right of the local side.
@@ -117,9 +117,13 @@ impl Net {
         let side = || {
             let p2p = P2pPolicy::Disabled;
             let attr = DomainAttr { nic: nic.clone(), p2p, staging, ..DomainAttr::default() };
-            let domain =
-                Domain::open(&*provider, Arc::clone(&registry), Arc::new(Paths::new()), attr)
-                    .expect("open a domain");
+            let domain = Domain::open(
+                &*provider,
+                Arc::clone(&registry),
+                Arc::new(DefaultPathSelector::new()),
+                attr,
+            )
+            .expect("open a domain");
             let cq = domain.open_cq(64).expect("open a queue");
             let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint");
             Side { endpoint, cq, domain }

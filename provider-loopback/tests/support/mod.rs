@@ -10,7 +10,7 @@ use hmem_core::{
     Registry, RemoteKey, Result,
     provider::{
         Backing, CompletionQueue, DomainRequest, EndpointAttr, KeyRequest, Piece, Provider,
-        ProviderDomain, ProviderEndpoint, ProviderRegion, RegistrationRequest, StagingAttr,
+        ProviderDomain, ProviderEndpoint, ProviderRegion, Registration, StagingAttr,
     },
     transfer::{
         AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment,
@@ -84,16 +84,13 @@ impl How {
         Self { enabled: false, ..self }
     }
 
-    pub(crate) fn request(&self) -> RegistrationRequest<'_> {
-        RegistrationRequest {
-            access: self.access,
+    pub(crate) fn request(&self) -> Registration<'_> {
+        Registration {
             flags: self.flags,
             key: self.key,
-            auth_key: &self.auth_key,
             addressing: self.addressing,
-            page_size: 0,
             enabled: self.enabled,
-            parallel: None,
+            ..Registration::new(&[], self.access, &self.auth_key)
         }
     }
 

@@ -30,7 +30,7 @@ use hmem_core::{
     provider::{CompletionQueue, EndpointAttr},
     transfer::{Completion, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
 };
-use hmem_p2p::path::Paths;
+use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
     Verbs, VerbsDomain,
     sys::{AccessFlags, RdmaPart, Sge},
@@ -70,7 +70,12 @@ const FLAGS: AccessFlags =
 impl Ours {
     fn open(verbs: &Verbs, nic: &str) -> Self {
         let attr = DomainAttr { nic: Some(nic.to_owned()), ..DomainAttr::default() };
-        let domain = Domain::open(verbs, Arc::new(Registry::new()), Arc::new(Paths::new()), attr);
+        let domain = Domain::open(
+            verbs,
+            Arc::new(Registry::new()),
+            Arc::new(DefaultPathSelector::new()),
+            attr,
+        );
         let domain = domain.expect("open a domain");
         let cq = domain.open_cq(64).expect("open a completion queue");
         let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint");

@@ -21,7 +21,7 @@ use std::{
 use hmem_core::{
     Address, AddressRange, Error, ErrorKind, LocalKey, Result,
     iface::CopyEvent,
-    provider::{Backing, Piece, ProviderRegion, RegistrationRequest, StagedMemory, StagingAttr},
+    provider::{Backing, Piece, ProviderRegion, Registration, StagedMemory, StagingAttr},
 };
 use hmem_p2p::staging::Pool;
 use parking_lot::Mutex;
@@ -164,7 +164,7 @@ impl DomainState {
     /// Registers memory that is reached through copies.
     pub(super) fn register_staged(
         &self,
-        request: &RegistrationRequest<'_>,
+        request: &Registration<'_>,
         pieces: &[Piece<'_>],
         options: VerbsOptions,
     ) -> Result<ProviderRegion> {

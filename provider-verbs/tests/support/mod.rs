@@ -18,7 +18,7 @@ use hmem_core::{
         WorkRequest,
     },
 };
-use hmem_p2p::path::Paths;
+use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{Builder, Verbs, VerbsDomain};
 
 use crate::trials::Skipped;
@@ -118,7 +118,7 @@ impl Drop for Pages {
 
 pub(crate) fn open(verbs: &Verbs, name: &str) -> Domain {
     let attr = DomainAttr { nic: Some(name.to_owned()), ..DomainAttr::default() };
-    Domain::open(verbs, Arc::new(Registry::new()), Arc::new(Paths::new()), attr)
+    Domain::open(verbs, Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()), attr)
         .expect("open a domain")
 }
 

@@ -1,0 +1,143 @@
+//! The inputs of one registration, which the domain builds once and every later step borrows.
+
+use std::{fmt, os::fd::BorrowedFd, sync::Arc};
+
+use crate::{
+    Access, AddressRange, Addressing, AuthKey, DmaBufOffset, Iface, LocalKey, MrFlags,
+    path::P2pPolicy, registry::Owner,
+};
+
+/// The memory of one registration and what to register it for.
+#[derive(Clone, Copy, Debug)]
+pub struct Registration<'a> {
+    /// The ranges, at least one. All of them belong to the owner of `memory`.
+    pub ranges: &'a [AddressRange],
+    /// The memory, whose owner was resolved once.
+    pub memory: Memory<'a>,
+    /// Rights of local and remote accesses.
+    pub access: Access,
+    /// Flags; only those in [`ProviderAttr::flags`](crate::provider::ProviderAttr::flags).
+    pub flags: MrFlags,
+    /// The key.
+    pub key: KeyRequest,
+    /// The authorization key: the domain's if the application gave none.
+    pub auth_key: &'a AuthKey,
+    /// How peers address the region.
+    pub addressing: Addressing,
+    /// The page size to use, in bytes; 0 leaves it to the provider.
+    pub page_size: usize,
+    /// Set if the region can be used at once. Otherwise the domain enables it later.
+    pub enabled: bool,
+    /// Set if host memory may be registered in parts, several at once. A provider that does not
+    /// register in parts reports the whole range as done at the end.
+    pub parallel: Option<&'a Parallel<'a>>,
+    /// The domain's policy for device memory.
+    pub policy: P2pPolicy,
+}
+
+impl<'a> Registration<'a> {
+    /// Creates the inputs for host memory that the caller keeps allocated: no flags, a key that the
+    /// provider picks, virtual addresses, enabled at once.
+    #[must_use]
+    pub fn new(ranges: &'a [AddressRange], access: Access, auth_key: &'a AuthKey) -> Self {
+        Self {
+            ranges,
+            memory: Memory::Host { owned: false },
+            access,
+            flags: MrFlags::empty(),
+            key: KeyRequest::Provider,
+            auth_key,
+            addressing: Addressing::Virtual,
+            page_size: 0,
+            enabled: true,
+            parallel: None,
+            policy: P2pPolicy::default(),
+        }
+    }
+}
+
+/// The memory of a registration.
+#[derive(Clone, Copy, Debug)]
+pub enum Memory<'a> {
+    /// Host pages at the ranges' own addresses.
+    Host {
+        /// Set if the region owns the pages or a scope borrows them: they stay mapped until the
+        /// region is closed.
+        owned: bool,
+    },
+    /// Memory of a device iface.
+    Device {
+        /// The iface.
+        iface: &'a Arc<dyn Iface>,
+        /// The owner of the first range. The others have the same iface and device.
+        owner: Owner,
+        /// As for [`Memory::Host`].
+        owned: bool,
+    },
+    /// A dma-buf of the application, for the one range.
+    DmaBuf {
+        /// The dma-buf.
+        fd: BorrowedFd<'a>,
+        /// The offset of the range in it.
+        offset: DmaBufOffset,
+        /// The owner as the application names it.
+        owner: Owner,
+    },
+    /// Part of a registered region.
+    Part {
+        /// The region.
+        base: ProviderRegion,
+        /// The offset of the part in it, in bytes.
+        offset: u64,
+    },
+}
+
+/// The key that a region should get.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KeyRequest {
+    /// This number (`requested_key`).
+    Application(u64),
+    /// Any number that the provider picks.
+    Provider,
+}
+
+/// A provider's handle of a registered region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProviderRegion {
+    /// The provider's own reference.
+    pub token: u64,
+    /// The local descriptor.
+    pub local: LocalKey,
+    /// The remote key as a number.
+    pub key: u64,
+}
+
+/// A callback of a long registration. It takes the bytes done and the bytes in all.
+pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
+
+/// Registering a long range of host memory by several calls of the driver at once, each for a part:
+/// pinning takes one CPU per call, 0.06 ns a byte or more.
+///
+/// The region is one to its owner and has a key for each part: [`RemoteKey`](crate::RemoteKey)
+/// lists them, and transfers are cut at the seams. Its single key is Unsupported. A provider that
+/// registers in one call whatever the length does so.
+#[derive(Clone, Copy, Default)]
+pub struct Parallel<'a> {
+    /// Calls in flight at once; 0 for one per CPU.
+    pub threads: usize,
+    /// Bytes of a part, a page at least; 0 leaves it to the provider, which then cuts only what
+    /// gains by it.
+    pub chunk: u64,
+    /// Called after each part, from any of the threads, with the bytes registered and the bytes in
+    /// all.
+    pub progress: Option<Progress<'a>>,
+}
+
+impl fmt::Debug for Parallel<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Parallel")
+            .field("threads", &self.threads)
+            .field("chunk", &self.chunk)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,195 @@
+//! Decisions of earlier registrations, by the class of memory and the NIC.
+//!
+//! A [`DefaultPathSelector`](super::DefaultPathSelector) has one table; the process shares none. An
+//! entry names the path that the next registration of its class tries first, and is removed when
+//! that path fails. The refusal of a single buffer is never recorded for others: see
+//! [`super::probe`].
+
+use std::{collections::HashMap, sync::Arc};
+
+use hmem_core::{
+    AllocationKind, Decision, DeviceId, IfaceKind,
+    path::P2pPolicy,
+    provider::{Imports, Nic, ProviderAttr},
+};
+use parking_lot::RwLock;
+
+use super::search::PathVariant;
+
+/// The registrations that share a decision: those of one class for one NIC.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Key<'a> {
+    class: Class,
+    nic: &'a Nic,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Class {
+    iface: IfaceKind,
+    device: Option<DeviceId>,
+    kind: AllocationKind,
+    /// The domain's policy. Where the process forbids direct access, it does so for all of them.
+    policy: P2pPolicy,
+    /// Providers of one name may differ in what their NICs import.
+    imports: Imports,
+}
+
+impl<'a> Key<'a> {
+    pub(super) fn new(
+        iface: IfaceKind,
+        device: Option<DeviceId>,
+        kind: AllocationKind,
+        policy: P2pPolicy,
+        attr: &'a ProviderAttr,
+    ) -> Self {
+        Self { class: Class { iface, device, kind, policy, imports: attr.imports }, nic: &attr.nic }
+    }
+}
+
+/// A decision and the path that it chose.
+#[derive(Clone, Debug)]
+pub(super) struct Decided {
+    pub(super) variant: PathVariant,
+    /// The decision as later registrations store it, with [`Decision::remembered`] set.
+    pub(super) decision: Arc<Decision>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    nic: Nic,
+    decided: Option<Decided>,
+    /// The number of buffers for which a driver refused a direct path.
+    refused: u32,
+}
+
+/// The decisions. A class has few NICs, so its entries are a list.
+#[derive(Debug, Default)]
+pub(super) struct DecisionTable(RwLock<HashMap<Class, Vec<Entry>>>);
+
+impl DecisionTable {
+    /// Returns the decision of a key.
+    pub(super) fn get(&self, key: &Key<'_>) -> Option<Decided> {
+        let classes = self.0.read();
+        classes.get(&key.class)?.iter().find(|entry| entry.is_of(key.nic))?.decided.clone()
+    }
+
+    pub(super) fn insert(&self, key: &Key<'_>, decided: Decided) {
+        self.change(key, |entry| entry.decided = Some(decided));
+    }
+
+    /// Removes a decision that failed, unless another thread has replaced it.
+    pub(super) fn remove(&self, key: &Key<'_>, failed: &Decided) {
+        self.change(key, |entry| {
+            entry.decided.take_if(|decided| Arc::ptr_eq(&decided.decision, &failed.decision));
+        });
+    }
+
+    /// Counts a buffer that was refused. Returns true if it is time to probe with an ordinary page:
+    /// at the first, second, fourth and eighth. So single odd buffers cost few probes, and a pair of
+    /// device and NIC that fails later is noticed.
+    pub(super) fn count_refused(&self, key: &Key<'_>) -> bool {
+        self.change(key, |entry| {
+            entry.refused = entry.refused.wrapping_add(1);
+            entry.refused.is_power_of_two()
+        })
+    }
+
+    pub(super) fn clear(&self) {
+        self.0.write().clear();
+    }
+
+    fn change<T>(&self, key: &Key<'_>, change: impl FnOnce(&mut Entry) -> T) -> T {
+        let mut classes = self.0.write();
+        let entries = classes.entry(key.class).or_default();
+        let at = entries.iter().position(|entry| entry.is_of(key.nic)).unwrap_or_else(|| {
+            entries.push(Entry { nic: key.nic.clone(), decided: None, refused: 0 });
+            entries.len() - 1
+        });
+        change(&mut entries[at])
+    }
+}
+
+impl Entry {
+    /// Compares the names alone: the bus id of a NIC says nothing more.
+    fn is_of(&self, nic: &Nic) -> bool {
+        self.nic.name == nic.name && self.nic.provider == nic.provider
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use hmem_core::iface::DmaBufMapping;
+
+    use super::*;
+
+    fn decided(reason: &str) -> Decided {
+        let decision = Arc::new(Decision {
+            path: hmem_core::Path::Staged,
+            reason: reason.to_owned(),
+            iface: IfaceKind::CUDA,
+            device: None,
+            nic: String::new(),
+            policy: P2pPolicy::Enabled,
+            mapping: DmaBufMapping::Default,
+            remembered: true,
+            attempts: Vec::new().into(),
+        });
+        Decided { variant: PathVariant::Staged, decision }
+    }
+
+    fn classes_and_nics() -> Vec<(Class, Nic)> {
+        let peer_memory = Imports { peer_memory: true, ..Imports::default() };
+        let mut keys = Vec::new();
+        for device in [None, Some(DeviceId(0)), Some(DeviceId(1))] {
+            for (policy, imports) in [
+                (P2pPolicy::Enabled, Imports::default()),
+                (P2pPolicy::Enabled, peer_memory),
+                (P2pPolicy::Disabled, Imports::default()),
+            ] {
+                let (iface, kind) = (IfaceKind::CUDA, AllocationKind::Device);
+                let class = Class { iface, device, kind, policy, imports };
+                for provider in ["verbs", "loopback"] {
+                    for name in ["mlx5_0", "mlx5_1"] {
+                        let (provider, name) = (provider.into(), name.into());
+                        keys.push((class, Nic { provider, name, pci_bus_id: None }));
+                    }
+                }
+            }
+        }
+        keys
+    }
+
+    #[test]
+    fn keys_that_differ_in_anything_have_decisions_of_their_own_until_all_are_cleared() {
+        let table = DecisionTable::default();
+        let all = classes_and_nics();
+        let keys = || all.iter().map(|(class, nic)| Key { class: *class, nic });
+        for (at, key) in keys().enumerate() {
+            assert!(table.get(&key).is_none());
+            table.insert(&key, decided(&at.to_string()));
+        }
+        for (at, key) in keys().enumerate() {
+            assert_eq!(table.get(&key).unwrap().decision.reason, at.to_string());
+        }
+        assert!(keys().all(|key| table.count_refused(&key)));
+        table.clear();
+        assert!(keys().all(|key| table.get(&key).is_none() && table.count_refused(&key)));
+        assert!(keys().all(|key| table.count_refused(&key)), "counted from the start again");
+        assert!(keys().all(|key| !table.count_refused(&key)), "the third is no power of two");
+    }
+
+    #[test]
+    fn a_decision_that_failed_is_removed_unless_it_was_replaced() {
+        let table = DecisionTable::default();
+        let all = classes_and_nics();
+        let (class, nic) = &all[0];
+        let key = Key { class: *class, nic };
+        table.insert(&key, decided("first"));
+        let first = table.get(&key).unwrap();
+        table.insert(&key, decided("second"));
+        table.remove(&key, &first);
+        let second = table.get(&key).expect("another decision is there by now");
+        table.remove(&key, &second);
+        assert!(table.get(&key).is_none());
+    }
+}

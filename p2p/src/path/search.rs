@@ -1,0 +1,551 @@
+//! The search for a path: tries the paths that a policy allows, and records each attempt.
+
+use std::sync::Arc;
+
+use hmem_core::{
+    AddressRange, AllocationKind, Decision, Error, ErrorKind, Iface, IfaceExt, IfaceKind, Path,
+    Result,
+    iface::DmaBufMapping,
+    path::{Attempt, P2pPolicy, Target, Trace},
+    provider::{Backing, Nic, Piece, ProviderAttr, ProviderDomain, ProviderRegion},
+    registration::{Memory, Registration},
+    registry::Owner,
+};
+
+use super::{
+    DefaultPathSelector,
+    cause::{self, Cause, Circumstance, NO_PCIE_MAPPING, Step},
+    exports::{DmaBufLayout, ExportSet, Exported, Grain},
+    facts::{FactSource, Facts},
+};
+use crate::staging::StagedRange;
+
+/// A path with the details that it takes to use it again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PathVariant {
+    HostPages,
+    DmaBuf(DmaBufMapping),
+    PeerMemory,
+    Staged,
+}
+
+impl PathVariant {
+    pub(super) const fn path(self) -> Path {
+        match self {
+            Self::HostPages => Path::PlainHost,
+            Self::DmaBuf(_) => Path::DmaBuf,
+            Self::PeerMemory => Path::PeerMemory,
+            Self::Staged => Path::Staged,
+        }
+    }
+
+    pub(super) const fn mapping(self) -> DmaBufMapping {
+        match self {
+            Self::DmaBuf(mapping) => mapping,
+            _ => DmaBufMapping::Default,
+        }
+    }
+
+    /// Returns the registering call as an attempt shows it. `layout` is given for ranges of several
+    /// segments.
+    pub(super) fn call(self, layout: Option<DmaBufLayout>) -> String {
+        match (self, layout) {
+            (Self::HostPages, _) => "register(host pages)".into(),
+            (Self::DmaBuf(mapping), None) => format!("register(dma-buf, {mapping:?} mapping)"),
+            (Self::DmaBuf(mapping), Some(layout)) => {
+                format!("register(dma-buf, {mapping:?} mapping, {layout})")
+            }
+            (Self::PeerMemory, _) => "register(peer memory)".into(),
+            (Self::Staged, _) => "register(staged)".into(),
+        }
+    }
+
+    /// Returns the attempt that succeeded.
+    pub(super) fn success(self, layout: Option<DmaBufLayout>) -> Attempt {
+        Attempt::success(self.path(), self.call(layout))
+    }
+}
+
+/// A region that was registered over a path.
+#[derive(Debug)]
+pub(super) struct Taken {
+    pub(super) region: ProviderRegion,
+    /// The layout of the segments, if a range has several.
+    pub(super) layout: Option<DmaBufLayout>,
+    /// Refusals of the same path before it, with more of the range in one dma-buf.
+    pub(super) refused: Vec<PathRefusal>,
+}
+
+/// The refusal of a path.
+#[derive(Debug)]
+pub(super) struct PathRefusal {
+    pub(super) step: Step,
+    pub(super) call: String,
+    pub(super) error: Error,
+    /// Set if the refusal concerns this buffer alone, because of its segments. No driver was asked.
+    pub(super) own: bool,
+    /// Refusals of the same path before this one, with more of the range in one dma-buf.
+    pub(super) before: Vec<PathRefusal>,
+    /// Errors of calls that undid parts of the path.
+    pub(super) also: Vec<Attempt>,
+}
+
+impl PathRefusal {
+    pub(super) fn new(step: Step, call: String, error: Error) -> Self {
+        Self { step, call, error, own: false, before: Vec::new(), also: Vec::new() }
+    }
+
+    /// Returns true if every path would be refused for the same reason: it lies in the request, and
+    /// not in how the NIC reaches the memory.
+    pub(super) fn is_about_the_request(&self) -> bool {
+        matches!(
+            self.error.kind(),
+            ErrorKind::NoKey
+                | ErrorKind::KeyRejected
+                | ErrorKind::BadFlags
+                | ErrorKind::BadAccess
+                | ErrorKind::BadPageSize
+                | ErrorKind::TooManyRanges
+                | ErrorKind::TooLong
+                | ErrorKind::ZeroLength
+                | ErrorKind::AddressWraps
+                | ErrorKind::ModeMismatch
+                | ErrorKind::BadState
+                | ErrorKind::Canceled
+        )
+    }
+
+    /// Returns true if both refusals have the same error kind, or both mean "not supported".
+    pub(super) fn is_like(&self, other: &Self) -> bool {
+        self.error.kind() == other.error.kind() || (self.is_unsupported() && other.is_unsupported())
+    }
+
+    /// Returns true for the kinds by which drivers say "not supported", which differ by release.
+    fn is_unsupported(&self) -> bool {
+        matches!(
+            self.error.kind(),
+            ErrorKind::Unsupported | ErrorKind::NoSys | ErrorKind::InvalidArgument
+        )
+    }
+
+    /// Returns true if other buffers of the class would be refused for the same reason later, as
+    /// far as the error kind tells.
+    fn lasts(&self) -> bool {
+        matches!(
+            self.error.kind(),
+            ErrorKind::Unsupported
+                | ErrorKind::NoSys
+                | ErrorKind::Unreachable
+                | ErrorKind::InvalidArgument
+                | ErrorKind::BadAddress
+                | ErrorKind::PermissionDenied
+                | ErrorKind::AccessDenied
+        )
+    }
+}
+
+/// One search: the memory and NIC that it is for, and the attempts so far.
+#[derive(Debug)]
+pub(super) struct PathSearch<'a> {
+    pub(super) registration: &'a Registration<'a>,
+    pub(super) provider: &'a dyn ProviderDomain,
+    pub(super) owner: &'a Owner,
+    /// The iface of the memory; `None` for a dma-buf of the application.
+    pub(super) iface: Option<&'a Arc<dyn Iface>>,
+    pub(super) kind: AllocationKind,
+    /// The policy in force.
+    pub(super) policy: P2pPolicy,
+    /// Set if direct access is disabled for the process.
+    pub(super) p2p_disabled: bool,
+    fact_source: &'a dyn FactSource,
+    /// Facts about the machine, read at the first refusal.
+    facts: Option<Facts>,
+    attempts: Vec<Attempt>,
+    /// Set if a driver refused a path, and not only the NIC's list of imports.
+    pub(super) refused_by_driver: bool,
+    /// Set if a refusal may be gone the next time.
+    pub(super) may_pass: bool,
+    /// Set if no other path needs to be tried.
+    pub(super) request_refused: bool,
+    /// Set if the driver does not export under the default mapping either: then no other mapping
+    /// is at fault.
+    default_refused: bool,
+    /// The layout of the segments in the path that was taken, if a range has several.
+    pub(super) layout: Option<DmaBufLayout>,
+}
+
+impl<'a> PathSearch<'a> {
+    pub(super) fn new(
+        selector: &'a DefaultPathSelector,
+        target: Target<'a>,
+        owner: &'a Owner,
+        iface: Option<&'a Arc<dyn Iface>>,
+    ) -> Self {
+        let Target { registration, provider } = target;
+        Self {
+            registration,
+            provider,
+            owner,
+            iface,
+            kind: kind_of(owner),
+            policy: selector.policy_in_force(registration.policy),
+            p2p_disabled: selector.disable_p2p,
+            fact_source: &*selector.facts,
+            facts: None,
+            attempts: Vec::new(),
+            refused_by_driver: false,
+            may_pass: false,
+            request_refused: false,
+            default_refused: false,
+            layout: None,
+        }
+    }
+
+    /// Starts the search for other memory with the same iface, device, NIC and policy.
+    pub(super) fn restart<'b>(
+        &self,
+        registration: &'b Registration<'b>,
+        owner: &'b Owner,
+    ) -> PathSearch<'b>
+    where
+        'a: 'b,
+    {
+        PathSearch {
+            registration,
+            owner,
+            kind: kind_of(owner),
+            facts: None,
+            attempts: Vec::new(),
+            refused_by_driver: false,
+            may_pass: false,
+            request_refused: false,
+            default_refused: false,
+            layout: None,
+            ..*self
+        }
+    }
+
+    pub(super) fn attr(&self) -> &'a ProviderAttr {
+        self.provider.attr()
+    }
+
+    fn nic(&self) -> &'a Nic {
+        &self.attr().nic
+    }
+
+    /// Takes one path.
+    ///
+    /// # Safety
+    /// As [`ProviderDomain::register`], for the ranges of the registration.
+    pub(super) unsafe fn take(
+        &self,
+        variant: PathVariant,
+        exports: &mut ExportSet<'_>,
+    ) -> Result<Taken, PathRefusal> {
+        let pieces: Vec<_> = match variant {
+            PathVariant::DmaBuf(mapping) => {
+                // SAFETY: passed on to the caller.
+                return unsafe { self.take_dma_bufs(mapping, exports) };
+            }
+            PathVariant::HostPages => {
+                let owned = matches!(self.registration.memory, Memory::Device { owned: true, .. });
+                self.pieces(|_| Ok(Backing::Host { owned }))
+            }
+            PathVariant::PeerMemory => self.pieces(|range| {
+                let iface = exports.iface();
+                let export = iface.export_peer_memory(range, self.nic()).map_err(|error| {
+                    PathRefusal::new(Step::Export, format!("export_peer_memory({range})"), error)
+                })?;
+                Ok(Backing::PeerMemory { address: export.address })
+            }),
+            PathVariant::Staged => self.pieces(|range| {
+                // SAFETY: the caller keeps the memory while it is registered, and the provider
+                // does not use the range after that, as `ProviderDomain` promises.
+                let staged = unsafe { StagedRange::new(Arc::clone(exports.iface()), range) };
+                Ok(Backing::Staged(Arc::new(staged)))
+            }),
+        }?;
+        // SAFETY: passed on to the caller.
+        match unsafe { self.provider.register(self.registration, &pieces) } {
+            Ok(region) => Ok(Taken { region, layout: None, refused: Vec::new() }),
+            Err(error) => Err(PathRefusal::new(Step::Register, variant.call(None), error)),
+        }
+    }
+
+    /// Registers from one dma-buf for each range. If the driver or the NIC refuses that, registers
+    /// from one dma-buf for each physical segment.
+    ///
+    /// # Safety
+    /// As [`ProviderDomain::register`], for the ranges of the registration.
+    unsafe fn take_dma_bufs(
+        &self,
+        mapping: DmaBufMapping,
+        exports: &mut ExportSet<'_>,
+    ) -> Result<Taken, PathRefusal> {
+        let mut refused = Vec::new();
+        let mut grain = Grain::Range;
+        loop {
+            let Exported { pieces, layout, refused: by_driver } =
+                match exports.pieces(mapping, grain, self.nic()) {
+                    Ok(exported) => exported,
+                    Err(mut refusal) => {
+                        refused.append(&mut refusal.before);
+                        return Err(PathRefusal { before: refused, ..refusal });
+                    }
+                };
+            refused.extend(by_driver);
+            // SAFETY: passed on to the caller.
+            let error = match unsafe { self.provider.register(self.registration, &pieces) } {
+                Ok(region) => return Ok(Taken { region, layout, refused }),
+                Err(error) => error,
+            };
+            let call = PathVariant::DmaBuf(mapping).call(layout);
+            let also = exports.refused(mapping, grain);
+            let refusal = PathRefusal { also, ..PathRefusal::new(Step::Register, call, error) };
+            if !layout.is_some_and(DmaBufLayout::spans) || refusal.is_about_the_request() {
+                return Err(PathRefusal { before: refused, ..refusal });
+            }
+            refused.push(refusal);
+            grain = Grain::Segment;
+        }
+    }
+
+    fn pieces<'b>(
+        &self,
+        backing: impl Fn(AddressRange) -> Result<Backing<'b>, PathRefusal>,
+    ) -> Result<Vec<Piece<'b>>, PathRefusal> {
+        let ranges = self.registration.ranges.iter();
+        ranges.map(|&range| Ok(Piece { range, backing: backing(range)? })).collect()
+    }
+
+    /// Tries the direct paths in order, except for `tried`.
+    ///
+    /// # Safety
+    /// As [`ProviderDomain::register`], for the ranges of the registration.
+    pub(super) unsafe fn direct(
+        &mut self,
+        exports: &mut ExportSet<'_>,
+        tried: Option<PathVariant>,
+    ) -> Option<(PathVariant, ProviderRegion)> {
+        let imports = self.attr().imports;
+        if !imports.dma_buf {
+            self.not_imported(Path::DmaBuf, "dma-buf");
+        }
+        let has_pcie = exports
+            .iface()
+            .dma_buf()
+            .is_some_and(|exporter| exporter.mappings().contains(&DmaBufMapping::Pcie));
+        let mut mappings = mappings(imports.pcie_mapping_first, has_pcie).to_vec();
+        if let Some(existing) = exports.existing() {
+            // All NICs use one export. Another mapping is tried only if this one is refused.
+            mappings.retain(|mapping| *mapping != existing);
+            mappings.insert(0, existing);
+        }
+        let dma_bufs = mappings.into_iter().filter(|_| imports.dma_buf).map(PathVariant::DmaBuf);
+        let peer_memory = imports.peer_memory.then_some(PathVariant::PeerMemory);
+        for variant in dma_bufs.chain(peer_memory) {
+            if tried == Some(variant) {
+                continue;
+            }
+            // SAFETY: passed on to the caller.
+            match unsafe { self.take(variant, exports) } {
+                Ok(taken) => return Some((variant, self.taken(variant, taken))),
+                Err(refusal) => self.refuse(variant, refusal),
+            }
+            if self.request_refused {
+                return None;
+            }
+        }
+        if !imports.peer_memory {
+            self.not_imported(Path::PeerMemory, "peer memory");
+        }
+        None
+    }
+
+    /// Stages copies.
+    ///
+    /// # Safety
+    /// As [`ProviderDomain::register`], for the ranges of the registration.
+    pub(super) unsafe fn staged(&mut self, exports: &mut ExportSet<'_>) -> Option<ProviderRegion> {
+        if !self.attr().imports.staged {
+            self.not_imported(Path::Staged, "staged copies");
+            return None;
+        }
+        // SAFETY: passed on to the caller.
+        match unsafe { self.take(PathVariant::Staged, exports) } {
+            Ok(taken) => Some(taken.region),
+            Err(refusal) => {
+                self.refuse(PathVariant::Staged, refusal);
+                None
+            }
+        }
+    }
+
+    fn not_imported(&mut self, path: Path, what: &'static str) {
+        let error = Error::new(ErrorKind::Unsupported, "import")
+            .provider(self.nic().to_string())
+            .context("what", what)
+            .remedy("use a NIC and driver that have it");
+        let cause = self.cause(path, Step::Import, DmaBufMapping::Default, &error);
+        tracing::debug!(%path, %error, "path not there");
+        self.attempts.push(explained(Attempt::lacking(path, error), cause));
+    }
+
+    fn cause(
+        &mut self,
+        path: Path,
+        step: Step,
+        mapping: DmaBufMapping,
+        error: &Error,
+    ) -> Option<&'static Cause> {
+        let facts = match self.facts.take() {
+            Some(facts) => facts,
+            None => {
+                let bus_id = self.bus_id().unwrap_or_else(|error| {
+                    self.attempts.push(Attempt::refused(path, "devices()", error));
+                    None
+                });
+                self.fact_source.facts(bus_id.as_deref(), self.nic())
+            }
+        };
+        let (facts, kind) = (self.facts.insert(facts), self.kind);
+        let iface = self.owner.iface;
+        cause::probable(&Circumstance { path, step, iface, kind, mapping, error }, facts)
+    }
+
+    /// Returns the PCI bus id of the memory's device.
+    fn bus_id(&self) -> Result<Option<String>> {
+        let (Some(iface), Some(device)) = (self.iface, self.owner.device) else { return Ok(None) };
+        let known = iface.devices()?.into_iter().find(|known| known.id == device);
+        Ok(known.and_then(|known| known.pci_bus_id))
+    }
+
+    /// Records the refusal of a path.
+    pub(super) fn refuse(&mut self, variant: PathVariant, refusal: PathRefusal) {
+        self.refused_by_driver = true;
+        self.may_pass |= !refusal.lasts();
+        self.request_refused |= refusal.is_about_the_request();
+        self.record(variant, refusal);
+    }
+
+    /// Records the refusals of a path that was taken in the end, and returns its region.
+    pub(super) fn taken(&mut self, variant: PathVariant, taken: Taken) -> ProviderRegion {
+        taken.refused.into_iter().for_each(|refusal| self.record(variant, refusal));
+        self.layout = taken.layout;
+        taken.region
+    }
+
+    fn record(&mut self, variant: PathVariant, refusal: PathRefusal) {
+        let unsupported = refusal.step == Step::Export && refusal.is_unsupported();
+        let PathRefusal { step, call, error, before, also, .. } = refusal;
+        before.into_iter().for_each(|refusal| self.record(variant, refusal));
+        let mapping = if self.default_refused { DmaBufMapping::Default } else { variant.mapping() };
+        let cause = self.cause(variant.path(), step, mapping, &error);
+        if unsupported && variant == PathVariant::DmaBuf(DmaBufMapping::Default) {
+            self.default_is_refused(cause);
+        }
+        let attempt = explained(Attempt::refused(variant.path(), call, error), cause);
+        tracing::debug!(
+            path = %attempt.path,
+            step = step.name(),
+            call = attempt.call,
+            error = attempt.error.as_ref().map(tracing::field::display),
+            cause = attempt.cause,
+            remedy = attempt.remedy,
+            "path refused"
+        );
+        self.attempts.push(attempt);
+        self.attempts.extend(also);
+    }
+
+    /// Gives earlier refusals of the PCIe mapping the cause of the default mapping's refusal: the
+    /// driver exports under no mapping.
+    fn default_is_refused(&mut self, cause: Option<&'static Cause>) {
+        self.default_refused = true;
+        for attempt in &mut self.attempts {
+            if attempt.cause_name != Some(NO_PCIE_MAPPING) {
+                continue;
+            }
+            let remedy = attempt.error.as_ref().and_then(Error::remedy_text).map(str::to_owned);
+            attempt.cause_name = cause.map(|cause| cause.name);
+            attempt.cause = cause.map(|cause| cause.cause.to_owned());
+            attempt.remedy = cause.map(|cause| cause.remedy.to_owned()).or(remedy);
+        }
+    }
+
+    /// Adds attempts that do not change which path is tried next.
+    pub(super) fn note(&mut self, attempts: Vec<Attempt>) {
+        self.attempts.extend(attempts);
+    }
+
+    pub(super) fn into_attempts(self) -> Vec<Attempt> {
+        self.attempts
+    }
+
+    /// Returns the decision for a path that was taken.
+    pub(super) fn decision(mut self, variant: PathVariant, reason: &str) -> Decision {
+        self.attempts.push(variant.success(self.layout));
+        self.recorded(variant, reason)
+    }
+
+    /// Returns the decision for a path whose success is among the attempts.
+    pub(super) fn recorded(self, variant: PathVariant, reason: &str) -> Decision {
+        let decision = Decision {
+            path: variant.path(),
+            reason: reason.into(),
+            iface: self.owner.iface,
+            device: self.owner.device,
+            nic: self.nic().to_string(),
+            policy: self.policy,
+            mapping: variant.mapping(),
+            remembered: false,
+            attempts: self.attempts.into(),
+        };
+        tracing::debug!(%decision, "path decided");
+        decision
+    }
+
+    /// Returns the error when no path is left: the kind of the last refusal, with the whole trace.
+    pub(super) fn exhausted(self, (why, remedy): (&'static str, &'static str)) -> Error {
+        let nic = self.nic().to_string();
+        let trace = Trace::from(self.attempts);
+        let kind = trace.refusal().map_or(ErrorKind::Unsupported, Error::kind);
+        let error = Error::new(kind, "path")
+            .iface(self.owner.iface)
+            .provider(nic)
+            .context("range", self.registration.ranges[0])
+            .context("policy", self.policy)
+            .context("why", why)
+            .remedy(remedy)
+            .with_trace(trace);
+        match self.owner.device {
+            Some(device) => error.device(device),
+            None => error,
+        }
+    }
+}
+
+/// Returns the kind of an owner's memory, as far as it is known.
+pub(super) fn kind_of(owner: &Owner) -> AllocationKind {
+    match owner.allocation {
+        Some(allocation) => allocation.kind,
+        None if owner.iface == IfaceKind::SYSTEM => AllocationKind::System,
+        None => AllocationKind::Device,
+    }
+}
+
+fn explained(attempt: Attempt, cause: Option<&'static Cause>) -> Attempt {
+    match cause {
+        Some(cause) => attempt.because(cause.name, cause.cause, cause.remedy),
+        None => attempt,
+    }
+}
+
+/// Returns the mappings in the order in which they are tried (HM-09).
+fn mappings(pcie_first: bool, has_pcie: bool) -> &'static [DmaBufMapping] {
+    if pcie_first && has_pcie {
+        &[DmaBufMapping::Pcie, DmaBufMapping::Default]
+    } else {
+        &[DmaBufMapping::Default]
+    }
+}
