@@ -3,7 +3,7 @@
 use std::{os::fd::AsFd, sync::Arc, time::Duration};
 
 use hmem::{
-    Access, Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, DmaBufAttr,
+    Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DmaBufAttr,
     DmaBufOffset, Domain, DomainAttr, DomainBindFlags, Errno, Error, Iface, IfaceKind,
     MemoryRegion, MrAttr, MrFlags, Registry, Result,
     cuda::{
@@ -23,7 +23,7 @@ use hmem_fake_cuda::{FakeDriver, Profile};
 use tracing::{Event, Metadata, Subscriber, span};
 
 use crate::{
-    listing::{self, Names, Outcome},
+    listing::{self, Names, Outcome, Section, Twice},
     segments::Segments,
 };
 
@@ -123,6 +123,8 @@ enum Door {
     Traced,
     Asynchronous,
     RegattrOn,
+    /// A miss of the registration cache; host memory is registered for one lease.
+    Cached,
 }
 
 /// The ifaces, the fabric and the device of one play.
@@ -171,30 +173,32 @@ impl Case {
 
     /// The lines of the situation.
     pub(crate) fn play(&self) -> Vec<String> {
-        let (first, again) = self.through(Door::Regattr);
-        let mut lines = listing::twice(&first, &again);
+        let plain = self.through(Door::Regattr);
+        let mut section = Section::default();
+        section.add_twice(&plain);
         for (name, door) in [
             ("traced", Door::Traced),
             ("asynchronous", Door::Asynchronous),
             ("regattr_on", Door::RegattrOn),
+            ("cached", Door::Cached),
         ] {
             let other = self.through(door);
-            if other != (first.clone(), again.clone()) {
-                lines.push(format!("- {name}"));
-                lines.extend(listing::twice(&other.0, &other.1));
+            if other != plain {
+                section.lines.push(format!("- {name}"));
+                section.add_twice(&other);
             }
         }
         if let (Memory::Of(kind), None, [nic]) = (self.memory, self.claim, self.nics) {
-            let explained = self.explained(kind, nic);
+            let (explained, first) = (self.explained(kind, nic), &plain.0[0]);
             let of_path = |head: &str| head.split(' ').next().map(str::to_owned);
-            if of_path(&explained.head) != of_path(&first[0].head)
-                || explained.attempts != first[0].attempts
+            if of_path(&explained.head) != of_path(&first.head)
+                || explained.attempts != first.attempts
             {
-                lines.push("- explain".into());
-                lines.extend(explained.lines());
+                section.lines.push("- explain".into());
+                section.add(&explained);
             }
         }
-        lines
+        section.lines
     }
 
     fn world(&self) -> World {
@@ -203,7 +207,8 @@ impl Case {
         let (mut simulated, mut cuda) = (None, None);
         let device: Arc<dyn Iface> = match &self.device {
             Device::Simulated(build) => {
-                let builder = Simulated::builder().window(1 << 32).dma_buf(DmaBufKind::MemFd);
+                let builder =
+                    Simulated::builder().window(64 << 20).arena(1 << 20).dma_buf(DmaBufKind::MemFd);
                 let device = Arc::new(build(builder).build().expect("a simulated device"));
                 simulated = Some(Arc::clone(&device));
                 device
@@ -235,13 +240,17 @@ impl Case {
     }
 
     /// Registers twice through a door.
-    fn through(&self, door: Door) -> (Vec<Outcome>, Vec<Outcome>) {
+    fn through(&self, door: Door) -> Twice {
         let world = self.world();
         let events = Arc::new(EventQueue::new());
         let open = |nic: &&str| {
             let attr = DomainAttr {
                 nic: Some((*nic).to_owned()),
                 p2p: self.policy,
+                cache: (door == Door::Cached).then(|| CacheAttr {
+                    without_monitors: Some(vec![IfaceKind::SYSTEM]),
+                    ..CacheAttr::default()
+                }),
                 ..DomainAttr::default()
             };
             let domain = Domain::open(
@@ -329,7 +338,7 @@ impl Play<'_> {
     }
 
     /// Makes the memory and registers it twice.
-    fn of_memory(&self) -> (Vec<Outcome>, Vec<Outcome>) {
+    fn of_memory(&self) -> Twice {
         let twice = |names: Names, ranges: &[AddressRange]| self.twice(&names, &self.attr(ranges));
         let host = vec![1u8; 9 * PAGE as usize];
         let start = Address::of_ptr(host.as_ptr()).0.next_multiple_of(PAGE);
@@ -406,12 +415,17 @@ impl Play<'_> {
         }
     }
 
-    fn twice(&self, names: &Names, attr: &MrAttr<'_>) -> (Vec<Outcome>, Vec<Outcome>) {
+    fn twice(&self, names: &Names, attr: &MrAttr<'_>) -> Twice {
         self.case.refuse(self.world);
         (self.outcomes(names, attr), self.outcomes(names, attr))
     }
 
     fn outcomes(&self, names: &Names, attr: &MrAttr<'_>) -> Vec<Outcome> {
+        if let (Door::Cached, None, None, None, [range]) =
+            (self.door, attr.iface, attr.base, attr.dma_buf, attr.ranges)
+        {
+            return self.domains.iter().map(|domain| self.cached(domain, *range, names)).collect();
+        }
         let of_region = |registered: Result<MemoryRegion>| {
             let region = match registered {
                 Ok(region) => region,
@@ -422,6 +436,20 @@ impl Play<'_> {
             Outcome::decided(&decision, self.case.policy, names)
         };
         self.register(self.domains, attr).into_iter().map(of_region).collect()
+    }
+
+    fn cached(&self, domain: &Domain, range: AddressRange, names: &Names) -> Outcome {
+        let cache = domain.cache().expect("a cache");
+        // SAFETY: the memory stays until the cache is cleared, and nothing refers to it.
+        let outcome = match unsafe { cache.get(range, REMOTE) } {
+            Ok(lease) => {
+                let decision = lease.decision().expect("registered");
+                Outcome::decided(decision, self.case.policy, names)
+            }
+            Err(error) => Outcome::failed(&error, names),
+        };
+        cache.clear();
+        outcome
     }
 
     fn register(&self, domains: &[Domain], attr: &MrAttr<'_>) -> Vec<Result<MemoryRegion>> {

@@ -74,37 +74,45 @@ impl Outcome {
         let head = stable(&format!("refused: {}{remedy}", refusal(error)), names);
         Self { head, remembered: false, attempts: attempts(error.trace(), names) }
     }
-
-    pub(crate) fn lines(&self) -> Vec<String> {
-        let mark = if self.remembered { " [remembered]" } else { "" };
-        let head = std::iter::once(format!("{}{mark}", self.head));
-        head.chain(self.attempts.iter().cloned()).collect()
-    }
 }
 
-/// Lines of a registration on each NIC and of a second one of the memory.
-pub(crate) fn twice(first: &[Outcome], again: &[Outcome]) -> Vec<String> {
-    let mut lines: Vec<_> = first.iter().flat_map(Outcome::lines).collect();
-    let remembered = |outcome: &Outcome| Outcome { remembered: true, ..outcome.clone() };
-    if again == first {
-        return lines;
-    }
-    if again.iter().cloned().eq(first.iter().map(remembered)) {
-        lines.push("- again: the same, remembered".into());
-    } else {
-        lines.push("- again".into());
-        for (at, outcome) in again.iter().enumerate() {
-            let mut of_nic = outcome.lines();
-            if first.get(at).is_some_and(|first| {
-                first.attempts == outcome.attempts && !first.attempts.is_empty()
-            }) {
-                of_nic.truncate(1);
-                of_nic.push("  (the same attempts)".into());
-            }
-            lines.extend(of_nic);
+/// Registrations on each NIC, and second ones.
+pub(crate) type Twice = (Vec<Outcome>, Vec<Outcome>);
+
+/// The lines of one situation.
+#[derive(Default)]
+pub(crate) struct Section {
+    pub(crate) lines: Vec<String>,
+    /// The attempts that were written last.
+    attempts: Vec<String>,
+}
+
+impl Section {
+    pub(crate) fn add(&mut self, outcome: &Outcome) {
+        let mark = if outcome.remembered { " [remembered]" } else { "" };
+        self.lines.push(format!("{}{mark}", outcome.head));
+        if outcome.attempts.len() > 1 && outcome.attempts == self.attempts {
+            self.lines.push("  (attempts as before)".into());
+        } else {
+            self.lines.extend(outcome.attempts.iter().cloned());
+            self.attempts.clone_from(&outcome.attempts);
         }
     }
-    lines
+
+    /// Adds a registration on each NIC and a second one of the memory.
+    pub(crate) fn add_twice(&mut self, (first, again): &Twice) {
+        first.iter().for_each(|outcome| self.add(outcome));
+        let remembered = |outcome: &Outcome| Outcome { remembered: true, ..outcome.clone() };
+        if again == first {
+            return;
+        }
+        if again.iter().cloned().eq(first.iter().map(remembered)) {
+            self.lines.push("- again: the same, remembered".into());
+        } else {
+            self.lines.push("- again".into());
+            again.iter().for_each(|outcome| self.add(outcome));
+        }
+    }
 }
 
 /// A line for each attempt.

@@ -3,7 +3,8 @@
 //! behaviour changes on purpose; `HMEM_BLESS=1` rewrites the list.
 //!
 //! Each situation is registered through every door: `regattr`, `regattr` with tracing on, an event
-//! queue, `regattr_on` and `explain`. A door that decides like `regattr` has no lines of its own.
+//! queue, `regattr_on`, a miss of the cache, and `explain`. A door that decides like `regattr` has
+//! no lines of its own.
 #![cfg(feature = "cuda")]
 #![allow(unsafe_code)]
 
