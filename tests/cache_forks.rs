@@ -15,7 +15,7 @@ use std::{
 use hmem::{
     Access, AddressRange, CacheAttr, Domain, DomainAttr, Endpoint, ErrorKind, Hmem, IfaceKind,
     MemoryRegion, MrFlags, MrMode, Result,
-    loopback::{Loopback, Memory},
+    loopback::{Loopback, Memory, Progress},
     provider::{CompletionQueue, EndpointAttr},
     transfer::{EndpointName, RemoteSegment},
 };
@@ -238,6 +238,23 @@ struct Ends<'a>(&'a AtomicBool);
 impl Drop for Ends<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// With and without a progress thread, which the child does not have.
+#[test]
+fn progress_in_a_forked_child_is_refused() {
+    for progress in [Progress::ByHand, Progress::Thread] {
+        let nic = Loopback::builder().progress(progress).build().expect("a software NIC");
+        let hmem = Hmem::builder().without_vendor_ifaces().provider(nic).build().expect("started");
+        let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
+        let domain = hmem.domain("loopback", attr).expect("a domain");
+        let child = Child::fork(|| {
+            let refused = domain.progress().is_err_and(|error| error.kind() == ErrorKind::BadState);
+            u8::from(!refused)
+        });
+        assert_eq!(child.status(), 0, "{progress:?}");
+        assert_eq!(domain.progress().expect("nothing is posted"), 0);
     }
 }
 

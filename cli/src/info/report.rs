@@ -176,7 +176,10 @@ fn nics(out: &mut dyn Write, nics: &[NicEntry], style: Style) -> io::Result<()> 
         ("page sizes", |nic| {
             list(&nic.page_sizes.iter().map(|size| bytes(*size as u64)).collect::<Vec<_>>())
         }),
-        ("windows", |nic| format!("types {}", list(&nic.windows))),
+        ("windows", |nic| match &nic.features {
+            Some(_) => format!("types {}", list(&nic.windows)),
+            None => "unknown".to_owned(),
+        }),
         ("progress", |nic| nic.progress.to_owned()),
         ("order", order),
         ("features", |nic| {

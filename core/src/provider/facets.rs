@@ -33,8 +33,8 @@ bitflags::bitflags! {
 }
 
 impl Features {
-    /// Returns the facets that a domain has. There is no other way to learn them, so that they
-    /// cannot differ from what the domain does.
+    /// Returns the facets that a domain has. They are read from the domain itself, so that they
+    /// cannot differ from what it does.
     #[must_use]
     pub fn of(domain: &dyn ProviderDomain) -> Self {
         let facets = [
