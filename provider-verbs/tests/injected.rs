@@ -15,8 +15,8 @@ use hmem_core::{
     MrAttr, MrFlags, MrMode, Path as HmemPath, Registry, RemoteKey, Result,
     iface::{AllocRequest, DmaBufMapping},
     provider::{
-        Backing, CompositeKeys, Features, KeyRequest, Piece, Provider, ProviderDomain,
-        ProviderRegion, Registration, WindowType,
+        Backing, CompositeKeys, Features, Piece, Provider, ProviderDomain, ProviderRegion,
+        Registration, WindowType,
     },
 };
 use hmem_iface_system::{Call, Simulated};

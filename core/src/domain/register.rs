@@ -249,10 +249,8 @@ fn register_memory(
     done: &mut dyn FnMut(PathRegistration),
 ) -> Result<()> {
     let first = domains[0];
-    let registrations: SmallVec<[Registration<'_>; 1]> = domains
-        .iter()
-        .map(|domain| domain.registration(ranges, memory, attr, flags))
-        .collect();
+    let registrations: SmallVec<[Registration<'_>; 1]> =
+        domains.iter().map(|domain| domain.registration(ranges, memory, attr, flags)).collect();
     let targets = domains.iter().zip(&registrations);
     match memory {
         Memory::Part { base, offset } => {
