@@ -14,9 +14,12 @@
 //! );
 //! ```
 
+mod trace;
+
 use std::{borrow::Cow, error::Error as StdError, fmt, sync::Arc};
 
-use crate::{DeviceId, IfaceKind, path::Trace};
+pub use self::trace::{Attempt, Path, Trace};
+use crate::{DeviceId, IfaceKind, iface_kind::UnknownIfaceName};
 
 /// The result of every fallible operation of this library.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -561,5 +564,12 @@ impl<T> StdError for Rejected<T> {
 impl<T> From<Rejected<T>> for Error {
     fn from(rejected: Rejected<T>) -> Self {
         rejected.error
+    }
+}
+impl From<UnknownIfaceName> for Error {
+    fn from(unknown: UnknownIfaceName) -> Self {
+        Self::new(ErrorKind::InvalidArgument, "iface name")
+            .context("name", unknown.0)
+            .remedy("one of system, cuda, rocr, ze, neuron, synapseai")
     }
 }

@@ -10,8 +10,6 @@
 
 use std::{fmt, str::FromStr};
 
-use crate::{Error, ErrorKind};
-
 /// A memory interface: `enum fi_hmem_iface` for 0..=5, plug-ins from 0x100 up.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct IfaceKind(pub u32);
@@ -70,18 +68,30 @@ impl fmt::Debug for IfaceKind {
 }
 
 impl FromStr for IfaceKind {
-    type Err = Error;
+    type Err = UnknownIfaceName;
 
-    /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for a name that libfabric does not number.
-    fn from_str(name: &str) -> Result<Self, Error> {
-        Self::NAMED.iter().find(|(_, n)| *n == name).map(|(kind, _)| *kind).ok_or_else(|| {
-            Error::new(ErrorKind::InvalidArgument, "iface name")
-                .context("name", name)
-                .remedy("one of system, cuda, rocr, ze, neuron, synapseai")
-        })
+    /// Parses the name of an iface that libfabric numbers.
+    fn from_str(name: &str) -> Result<Self, UnknownIfaceName> {
+        let named = Self::NAMED.iter().find(|(_, known)| *known == name);
+        named.map(|(kind, _)| *kind).ok_or_else(|| UnknownIfaceName(name.to_owned()))
     }
 }
+
+/// The error of a name that no iface of libfabric has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnknownIfaceName(pub String);
+
+impl fmt::Display for UnknownIfaceName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "unknown iface name {:?}: use one of system, cuda, rocr, ze, neuron, synapseai",
+            self.0
+        )
+    }
+}
+
+impl std::error::Error for UnknownIfaceName {}
 
 /// A device of an iface, by the iface's own ordinal, from 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -23,6 +23,7 @@ mod domain;
 mod error;
 pub mod event_queue;
 mod flags;
+mod handle;
 #[allow(unsafe_code)]
 pub mod iface;
 mod iface_kind;
@@ -52,7 +53,7 @@ pub use domain::{
 pub use error::{DriverCode, Errno, Error, ErrorKind, Rejected, Result};
 pub use flags::{BindFlags, DomainBindFlags, MrFlags};
 pub use iface::{Iface, IfaceExt};
-pub use iface_kind::{DeviceId, IfaceKind};
+pub use iface_kind::{DeviceId, IfaceKind, UnknownIfaceName};
 pub use key::{Addressing, AuthKey, LocalKey, RawKey, RemoteKey, RemotePiece};
 pub use mr_mode::MrMode;
 pub use path::{Decision, Path};

@@ -2,9 +2,11 @@
 
 use std::{fmt, os::fd::BorrowedFd, sync::Arc};
 
+use serde::Serialize;
+
 use crate::{
-    Access, AddressRange, Addressing, AuthKey, DmaBufOffset, Iface, LocalKey, MrFlags,
-    path::P2pPolicy, registry::Owner,
+    Access, AddressRange, Addressing, AuthKey, DmaBufOffset, Iface, MrFlags,
+    handle::ProviderRegion, registry::Owner,
 };
 
 /// The memory of one registration and what to register it for.
@@ -101,15 +103,42 @@ pub enum KeyRequest {
     Provider,
 }
 
-/// A provider's handle of a registered region.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ProviderRegion {
-    /// The provider's own reference.
-    pub token: u64,
-    /// The local descriptor.
-    pub local: LocalKey,
-    /// The remote key as a number.
-    pub key: u64,
+/// Whether device memory may, should or must be reached directly (`FI_OPT_FI_HMEM_P2P`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[repr(u32)]
+pub enum P2pPolicy {
+    /// Direct where possible, staged otherwise.
+    #[default]
+    Enabled = 0,
+    /// Direct, or an error.
+    Required = 1,
+    /// Direct where possible, with a warning when it is not.
+    Preferred = 2,
+    /// Never: always staged.
+    Disabled = 3,
+}
+
+impl P2pPolicy {
+    /// Every policy.
+    pub const ALL: [Self; 4] = [Self::Enabled, Self::Required, Self::Preferred, Self::Disabled];
+
+    /// The name as it is printed.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Enabled => "enabled",
+            Self::Required => "required",
+            Self::Preferred => "preferred",
+            Self::Disabled => "disabled",
+        }
+    }
+}
+
+impl fmt::Display for P2pPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
 }
 
 /// A callback of a long registration. It takes the bytes done and the bytes in all.

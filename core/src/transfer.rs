@@ -7,7 +7,7 @@ use std::fmt;
 
 use crate::{
     Access, Address, Addressing, Iova, LocalKey, RemoteKey, Result,
-    provider::{ProviderRegion, ProviderWindow},
+    handle::{ProviderRegion, ProviderWindow},
 };
 
 /// A piece of local memory in a work request.

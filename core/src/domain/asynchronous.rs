@@ -18,8 +18,8 @@ use parking_lot::{Condvar, Mutex};
 
 use super::{
     DmaBufAttr, DomainInner, MemoryRegion, MrAttr, Prefault,
-    inner::RegionInner,
-    register::{KeepAlive, register_on_nics},
+    region_state::{KeepAlive, RegionInner},
+    register::{new_region, register_on_nics},
 };
 use crate::{
     Address, AuthKey, DmaBufOffset, Errno, Error, ErrorKind, MrFlags, ProcessMark, Result,
@@ -99,7 +99,7 @@ impl Worker {
                 Some(OwnedDmaBuf { fd, offset, len, base_addr })
             }
         };
-        let region = RegionInner::new(domain, &ranges, attr, flags, keep, Err(RegionId::next()));
+        let region = new_region(domain, &ranges, attr, flags, keep, Err(RegionId::next()));
         let job = Job {
             region: Arc::clone(&region),
             attr: MrAttr {

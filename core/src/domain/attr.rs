@@ -4,7 +4,8 @@ use std::{fmt, os::fd::BorrowedFd};
 
 use crate::{
     Access, Address, AddressRange, AuthKey, DeviceId, DmaBufOffset, IfaceKind, MrMode,
-    domain::{CacheAttr, MemoryRegion},
+    cache::Limits,
+    domain::region::MemoryRegion,
     path::P2pPolicy,
     provider::StagingAttr,
     registration::{Parallel, Progress},
@@ -45,6 +46,49 @@ impl Default for DomainAttr {
             cache: None,
             p2p: P2pPolicy::Enabled,
             staging: StagingAttr::default(),
+        }
+    }
+}
+
+/// How a domain caches registrations; what is not said is libfabric's environment variable where
+/// the domain is opened through `hmem::Hmem`, and the default of [`Limits`] otherwise.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CacheAttr {
+    /// Entries; 0 turns caching off.
+    pub max_count: Option<usize>,
+    /// Bytes; 0 turns caching off.
+    pub max_bytes: Option<u64>,
+    /// Whether registrations are merged.
+    pub merge: Option<bool>,
+    /// Ifaces whose monitors are not to be used: their memory is registered uncached.
+    pub without_monitors: Option<Vec<IfaceKind>>,
+}
+
+impl CacheAttr {
+    /// At most so many entries.
+    #[must_use]
+    pub fn max_count(self, max_count: usize) -> Self {
+        Self { max_count: Some(max_count), ..self }
+    }
+
+    /// At most so many bytes.
+    #[must_use]
+    pub fn max_bytes(self, max_bytes: u64) -> Self {
+        Self { max_bytes: Some(max_bytes), ..self }
+    }
+
+    /// Joins registrations that overlap or touch, or not.
+    #[must_use]
+    pub fn merge(self, merge: bool) -> Self {
+        Self { merge: Some(merge), ..self }
+    }
+
+    pub(super) fn limits(&self) -> Limits {
+        let default = Limits::default();
+        Limits {
+            max_count: self.max_count.unwrap_or(default.max_count),
+            max_bytes: self.max_bytes.unwrap_or(default.max_bytes),
+            merge: self.merge.unwrap_or(default.merge),
         }
     }
 }

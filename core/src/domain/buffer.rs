@@ -11,7 +11,7 @@ use std::{
     },
 };
 
-use super::{DomainInner, MemoryRegion, MrAttr, register::KeepAlive};
+use super::{DomainInner, attr::MrAttr, region::MemoryRegion, region_state::KeepAlive};
 use crate::{
     Access, Address, AddressRange, Allocation, Error, ErrorKind, Iface, IfaceExt, IfaceKind,
     MrFlags, Rejected, Result, iface::AllocRequest, transfer::LocalSegment,
@@ -58,6 +58,11 @@ pub unsafe trait OwnedBuffer: Sized {
     /// # Errors
     /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
     fn write(parts: &Self::Parts, offset: u64, from: &[u8]) -> Result<()>;
+}
+
+/// Keeps a buffer's memory allocated for as long as a region is registered.
+pub(super) fn keep_alive<B: OwnedBuffer>(parts: &Arc<B::Parts>) -> KeepAlive {
+    KeepAlive::Region { iface: B::iface(parts), memory: Arc::clone(parts) as _ }
 }
 
 /// Copies host bytes that a NIC may be writing. Byte-wise atomics make a race a mixture of old and
@@ -348,7 +353,7 @@ impl<B: OwnedBuffer> Registered<B> {
         let parts = Arc::new(buffer.into_parts());
         let range = [B::range(&parts)];
         let attr = MrAttr { ranges: &range, ..*attr };
-        match domain.register(&attr, flags, KeepAlive::region::<B>(&parts)) {
+        match domain.register(&attr, flags, keep_alive::<B>(&parts)) {
             Ok(region) => Ok(Self { region, parts }),
             Err(error) => {
                 let parts = Arc::into_inner(parts).expect("a region that failed lets go of them");

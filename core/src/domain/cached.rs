@@ -8,58 +8,15 @@ use std::{
 
 use parking_lot::Mutex;
 
-use super::{Domain, DomainInner, MemoryRegion, MrAttr, register::KeepAlive};
+use super::{Domain, DomainInner, MemoryRegion, MrAttr, attr::CacheAttr, region_state::KeepAlive};
 use crate::{
     Access, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceExt, IfaceKind, MrFlags,
     MrMode, Rejected, Result,
-    cache::{Burst, Cache, Key, Lease, Limits, Listed, OwnedLease, Source, Statistics},
+    cache::{Burst, Cache, Key, Lease, Listed, OwnedLease, Source, Statistics},
     monitor::{Invalidator, Monitor, MonitorStyle, Subscription},
     path::Path,
     registry::Owner,
 };
-
-/// How a domain caches registrations; what is not said is libfabric's environment variable where
-/// the domain is opened through `hmem::Hmem`, and the default of [`Limits`] otherwise.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct CacheAttr {
-    /// Entries; 0 turns caching off.
-    pub max_count: Option<usize>,
-    /// Bytes; 0 turns caching off.
-    pub max_bytes: Option<u64>,
-    /// Whether registrations are merged.
-    pub merge: Option<bool>,
-    /// Ifaces whose monitors are not to be used: their memory is registered uncached.
-    pub without_monitors: Option<Vec<IfaceKind>>,
-}
-
-impl CacheAttr {
-    /// At most so many entries.
-    #[must_use]
-    pub fn max_count(self, max_count: usize) -> Self {
-        Self { max_count: Some(max_count), ..self }
-    }
-
-    /// At most so many bytes.
-    #[must_use]
-    pub fn max_bytes(self, max_bytes: u64) -> Self {
-        Self { max_bytes: Some(max_bytes), ..self }
-    }
-
-    /// Joins registrations that overlap or touch, or not.
-    #[must_use]
-    pub fn merge(self, merge: bool) -> Self {
-        Self { merge: Some(merge), ..self }
-    }
-
-    fn limits(&self) -> Limits {
-        let default = Limits::default();
-        Limits {
-            max_count: self.max_count.unwrap_or(default.max_count),
-            max_bytes: self.max_bytes.unwrap_or(default.max_bytes),
-            merge: self.merge.unwrap_or(default.merge),
-        }
-    }
-}
 
 /// The cached registrations of a domain.
 ///

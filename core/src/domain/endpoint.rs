@@ -6,10 +6,12 @@ use super::{
     DomainInner,
     buffer::RegionSlice,
     local::{Leasing, LeasingQueue},
+    region::MemoryRegion,
+    region_state::RegionState,
 };
 use crate::{
-    ErrorKind, Rejected, RemoteKey, Result,
-    provider::{EndpointAttr, ProviderEndpoint},
+    Access, Error, ErrorKind, MrMode, Rejected, RemoteKey, Result,
+    provider::{EndpointAttr, Features, ProviderEndpoint},
     transfer::{
         AtomicOp, AtomicType, EndpointName, LocalSegment, Operation, PeerId, RemoteSegment,
         WorkRequest,
@@ -255,6 +257,90 @@ impl Endpoint {
         if let Some(leasing) = &self.leasing {
             leasing.release();
         }
+        Ok(())
+    }
+
+    /// This endpoint's part of a broadcast among its `members`, which all call it with the same
+    /// tag: the root sends the bytes of `buffer` to every other member (one completion each,
+    /// with `context`), the others receive them.
+    ///
+    /// `members` holds the other members as this endpoint resolved them; `root` is one of them, or
+    /// `None` if this endpoint is the root. The buffer's region needs SEND at the root and RECV
+    /// elsewhere, and in COLLECTIVE mode the COLLECTIVE right (`fi_mr(3)`).
+    ///
+    /// # Errors
+    /// [`ErrorKind::AccessDenied`] for a region without COLLECTIVE in that mode;
+    /// [`ErrorKind::InvalidArgument`] for a root that is no member; as [`Endpoint::post`]
+    /// otherwise.
+    pub fn broadcast(
+        &self,
+        buffer: RegionSlice,
+        members: &[PeerId],
+        root: Option<PeerId>,
+        tag: u64,
+        context: u64,
+    ) -> Result<()> {
+        let needs_right = self.domain().effective().contains(MrMode::COLLECTIVE);
+        if needs_right && !buffer.access().contains(Access::COLLECTIVE) {
+            return Err(Error::new(ErrorKind::AccessDenied, "broadcast")
+                .context("access", buffer.access())
+                .remedy("in COLLECTIVE mode register the buffer with the COLLECTIVE right"));
+        }
+        match root {
+            Some(root) if members.contains(&root) => {
+                self.receive(&[buffer], Some((tag, 0)), context)
+            }
+            Some(root) => Err(Error::new(ErrorKind::InvalidArgument, "broadcast")
+                .context("root", root.0)
+                .remedy("the root is one of the members")),
+            None => members
+                .iter()
+                .try_for_each(|member| self.send(&[buffer], Some(tag), *member, context)),
+        }
+    }
+}
+
+impl MemoryRegion {
+    /// Makes the region reachable through `endpoint` (`fi_mr_bind` with an endpoint), in ENDPOINT
+    /// mode.
+    ///
+    /// Region and endpoint close in either order. Once the endpoint is closed nothing reaches the
+    /// region, which is closed as usual.
+    ///
+    /// # Errors
+    /// [`ErrorKind::BadState`] in other modes, once enabled, or bound;
+    /// [`ErrorKind::InvalidArgument`] for another domain's endpoint; [`ErrorKind::NoSys`] where the
+    /// provider cannot.
+    pub fn bind_endpoint(&self, endpoint: &Endpoint) -> Result<()> {
+        let domain = self.inner().domain();
+        let refuse = |kind, why: &'static str| Err(Error::new(kind, "bind endpoint").remedy(why));
+        if !domain.effective().contains(MrMode::ENDPOINT) {
+            return refuse(ErrorKind::BadState, "only ENDPOINT mode binds regions to endpoints");
+        }
+        if self.state() != RegionState::Disabled {
+            return refuse(ErrorKind::BadState, "bind after registration and before enable");
+        }
+        if !Arc::ptr_eq(endpoint.domain(), domain) {
+            return refuse(
+                ErrorKind::InvalidArgument,
+                "bind an endpoint of the region's own domain",
+            );
+        }
+        let registration = self.inner().registration("bind endpoint")?;
+        let mut bound = self.inner().bindings().endpoint.lock();
+        if *bound {
+            return refuse(ErrorKind::BadState, "an endpoint is bound already");
+        }
+        let binding = domain.provider().endpoint_binding().ok_or_else(|| {
+            domain.missing(
+                Features::ENDPOINT_BINDING,
+                "bind endpoint",
+                ErrorKind::NoSys,
+                "this provider does not bind regions to endpoints",
+            )
+        })?;
+        binding.bind_endpoint(registration.region, endpoint.provider())?;
+        *bound = true;
         Ok(())
     }
 }

@@ -1,21 +1,30 @@
 //! Domains: `fi_mr(3)` semantics over any provider.
 //!
-//! Everything a caller can get wrong is caught here; an iface is asked who owns the memory, a
-//! [`PathSelector`] how the NIC gets at it, and a provider to register it.
+//! A domain checks everything that a caller can get wrong, asks the registry for the owner of the
+//! memory, asks a [`PathSelector`] for the path of device memory, and registers with a provider.
+//!
+//! Layers, lower ones first. A file imports only from those before it, and `DomainInner` from this
+//! one:
+//!
+//! - `region_state`: the state behind a region; `region`: the handle
+//! - `attr`: requests; `validate`: their checks; `owner`: the claims about memory; `prefault`
+//! - `register`: one registration; `asynchronous`: the worker that runs it
+//! - `buffer`, `scope`, `multi`: registrations of owned and borrowed memory, and on several NICs
+//! - `cached`: the registration cache of a domain; `inbound`, `local`: completion queues
+//! - `endpoint`, `window`
 
 mod asynchronous;
 mod attr;
 mod buffer;
 mod cached;
-mod collective;
 mod endpoint;
 mod inbound;
-mod inner;
 mod local;
 mod multi;
 mod owner;
 mod prefault;
 mod region;
+mod region_state;
 mod register;
 mod scope;
 mod validate;
@@ -27,13 +36,14 @@ use std::{
 };
 
 pub use self::{
-    attr::{DmaBufAttr, DomainAttr, MrAttr, Prefault},
+    attr::{CacheAttr, DmaBufAttr, DomainAttr, MrAttr, Prefault},
     buffer::{DeviceBuffer, OwnedBuffer, RegionSlice, Registered, VecParts},
-    cached::{CacheAttr, CachedRegion, RegionBurst, RegionCache, Registrations, Watch},
+    cached::{CachedRegion, RegionBurst, RegionCache, Registrations, Watch},
     endpoint::{Atomic, Endpoint},
     multi::{MultiRegion, MultiRegistered, regattr_on, register_on},
     prefault::prefault,
-    region::{MemoryRegion, RegionState},
+    region::MemoryRegion,
+    region_state::RegionState,
     scope::Scoped,
     validate::os_page_sizes,
     window::MemoryWindow,
@@ -43,7 +53,7 @@ use self::{
     asynchronous::Worker,
     inbound::{FlushingQueue, Inbound},
     local::{Leasing, LeasingQueue},
-    register::KeepAlive,
+    region_state::KeepAlive,
 };
 use crate::{
     Access, AddressRange, Addressing, AuthKey, Decision, DomainBindFlags, Error, ErrorKind, Iova,

@@ -17,8 +17,9 @@ use std::{fmt, ops::Deref, sync::Arc};
 
 use super::{
     Domain, MemoryRegion, MrAttr,
-    buffer::{OwnedBuffer, RegionSlice, take_back},
-    register::{KeepAlive, LeakOnPanic, register_on_nics},
+    buffer::{OwnedBuffer, RegionSlice, keep_alive, take_back},
+    region_state::KeepAlive,
+    register::{LeakOnPanic, new_region, register_on_nics},
 };
 use crate::{Access, Error, ErrorKind, MrFlags, Rejected, RemoteKey, Result};
 
@@ -58,7 +59,7 @@ pub fn register_on<B: OwnedBuffer>(
 ) -> Result<MultiRegistered<B>, Rejected<MultiRegistered<B>>> {
     let parts = Arc::new(buffer.into_parts());
     let range = [B::range(&parts)];
-    let keep = KeepAlive::region::<B>(&parts);
+    let keep = keep_alive::<B>(&parts);
     match register_all(domains, &MrAttr::new(&range, access), MrFlags::empty(), &keep) {
         Ok(regions) => Ok(MultiRegistered { regions, parts }),
         Err(Rejected { value: regions, error }) => {
@@ -115,7 +116,8 @@ fn try_register_all(
     let keep = keep.into_inner();
     for (domain, region) in domains.into_iter().zip(done) {
         let keep = keep.clone();
-        regions.push(MemoryRegion::registered(domain, &ranges, attr, flags, keep, region));
+        let region = new_region(domain, &ranges, attr, flags, keep, Ok(region));
+        regions.push(MemoryRegion::new(region));
     }
     registered
 }

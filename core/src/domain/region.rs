@@ -9,42 +9,10 @@ use crate::{
     Access, AddressRange, BindFlags, Decision, DeviceId, Error, ErrorKind, IfaceKind, Iova,
     LocalKey, MrFlags, MrMode, RawKey, Rejected, RemoteKey, Result,
     counter::Counter,
-    domain::{DomainInner, MrAttr, endpoint::Endpoint, inner::RegionInner, register::KeepAlive},
+    domain::region_state::{RegionInner, RegionState},
     event_queue::RegionId,
-    path::PathRegistration,
     provider::{Features, ProviderRegion},
 };
-
-/// Where a region is in its life.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub enum RegionState {
-    /// Waiting for its asynchronous registration.
-    Pending = 0,
-    /// Being registered by the worker.
-    Registering = 1,
-    /// Registered, not usable before [`MemoryRegion::enable`].
-    Disabled = 2,
-    /// In use.
-    Enabled = 3,
-    /// Its asynchronous registration failed.
-    Failed = 4,
-    /// Closed, or given up before it was registered.
-    Closed = 5,
-}
-
-impl RegionState {
-    pub(super) fn from_u8(state: u8) -> Self {
-        match state {
-            0 => Self::Pending,
-            1 => Self::Registering,
-            2 => Self::Disabled,
-            3 => Self::Enabled,
-            4 => Self::Failed,
-            _ => Self::Closed,
-        }
-    }
-}
 
 /// A registered memory region (`fid_mr`).
 ///
@@ -58,18 +26,6 @@ impl MemoryRegion {
     #[inline]
     pub(super) fn new(inner: Arc<RegionInner>) -> Self {
         Self { inner }
-    }
-
-    #[inline]
-    pub(super) fn registered(
-        domain: &Arc<DomainInner>,
-        ranges: &[AddressRange],
-        attr: &MrAttr<'_>,
-        flags: MrFlags,
-        keep: KeepAlive,
-        registered: PathRegistration,
-    ) -> Self {
-        Self { inner: RegionInner::new(domain, ranges, attr, flags, keep, Ok(registered)) }
     }
 
     #[inline]
@@ -226,25 +182,6 @@ impl MemoryRegion {
         self.inner.domain.raw_keys("raw_attr")?.raw_key(region)
     }
 
-    /// Registers part of this region under its own key and rights, without new pages (`base_mr`).
-    ///
-    /// The part inherits iface, device and page size; it keeps this region's memory registered.
-    ///
-    /// # Errors
-    /// [`ErrorKind::OutOfBounds`] outside this region; [`ErrorKind::AccessDenied`] for rights that
-    /// let the NIC write when this region has none; NoKey, KeyRejected.
-    pub fn sub(
-        &self,
-        range: AddressRange,
-        access: Access,
-        requested_key: impl Into<Option<u64>>,
-    ) -> Result<Self> {
-        let ranges = [range];
-        let requested_key = requested_key.into();
-        let attr = MrAttr { base: Some(self), requested_key, ..MrAttr::new(&ranges, access) };
-        self.inner.domain.register(&attr, MrFlags::empty(), KeepAlive::Caller)
-    }
-
     /// Binds a counter, which counts each remote write and atomic of the region once
     /// (`fi_mr_bind` with a counter).
     ///
@@ -290,49 +227,6 @@ impl MemoryRegion {
         }
         counters.bind_counter(registration.region, counter)?;
         bound.push(Arc::clone(counter));
-        Ok(())
-    }
-
-    /// Makes the region reachable through `endpoint` (`fi_mr_bind` with an endpoint), in ENDPOINT
-    /// mode.
-    ///
-    /// Region and endpoint close in either order. Once the endpoint is closed nothing reaches the
-    /// region, which is closed as usual.
-    ///
-    /// # Errors
-    /// [`ErrorKind::BadState`] in other modes, once enabled, or bound;
-    /// [`ErrorKind::InvalidArgument`] for another domain's endpoint; [`ErrorKind::NoSys`] where the
-    /// provider cannot.
-    pub fn bind_endpoint(&self, endpoint: &Endpoint) -> Result<()> {
-        let domain = &self.inner.domain;
-        let refuse = |kind, why: &'static str| Err(Error::new(kind, "bind endpoint").remedy(why));
-        if !domain.effective().contains(MrMode::ENDPOINT) {
-            return refuse(ErrorKind::BadState, "only ENDPOINT mode binds regions to endpoints");
-        }
-        if self.state() != RegionState::Disabled {
-            return refuse(ErrorKind::BadState, "bind after registration and before enable");
-        }
-        if !Arc::ptr_eq(endpoint.domain(), domain) {
-            return refuse(
-                ErrorKind::InvalidArgument,
-                "bind an endpoint of the region's own domain",
-            );
-        }
-        let registration = self.inner.registration("bind endpoint")?;
-        let mut bound = self.inner.bindings().endpoint.lock();
-        if *bound {
-            return refuse(ErrorKind::BadState, "an endpoint is bound already");
-        }
-        let binding = domain.provider().endpoint_binding().ok_or_else(|| {
-            domain.missing(
-                Features::ENDPOINT_BINDING,
-                "bind endpoint",
-                ErrorKind::NoSys,
-                "this provider does not bind regions to endpoints",
-            )
-        })?;
-        binding.bind_endpoint(registration.region, endpoint.provider())?;
-        *bound = true;
         Ok(())
     }
 

@@ -3,51 +3,27 @@
 //! Every kind of registration comes through [`register_on_nics`]: synchronous, asynchronous, cached, of
 //! sub-regions, and on several NICs.
 
-use std::{any::Any, sync::Arc};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::{
-    DmaBufAttr, DomainInner, MemoryRegion, MrAttr, OwnedBuffer, prefault,
+    DomainInner,
+    attr::{DmaBufAttr, MrAttr},
+    prefault,
+    region::MemoryRegion,
+    region_state::{Dependent, KeepAlive, Rare, RegionInner},
     validate::{self, Ranges},
 };
 use crate::{
-    AddressRange, Error, ErrorKind, IfaceKind, MrFlags, MrMode, Result,
+    Access, AddressRange, Error, ErrorKind, IfaceKind, MrFlags, MrMode, Result,
+    event_queue::RegionId,
     path::{PathRegistration, Target},
     provider::{Backing, Features, Piece},
     registration::{KeyRequest, Memory, Registration},
     registry::Owner,
 };
-
-/// The reason why memory stays allocated while it is registered.
-#[derive(Clone)]
-pub(super) enum KeepAlive {
-    /// The caller of an unsafe function promises it.
-    Caller,
-    /// A scope borrows host memory.
-    Scope,
-    /// The region owns the memory.
-    Region {
-        /// The iface of the memory, as the memory's owner reports it.
-        iface: IfaceKind,
-        _memory: Arc<dyn Any + Send + Sync>,
-    },
-}
-
-impl KeepAlive {
-    pub(super) fn region<B: OwnedBuffer>(parts: &Arc<B::Parts>) -> Self {
-        Self::Region { iface: B::iface(parts), _memory: Arc::clone(parts) as _ }
-    }
-
-    /// Returns the iface of memory that cannot be freed while it is registered.
-    pub(super) fn iface(&self) -> Option<IfaceKind> {
-        match self {
-            Self::Caller => None,
-            Self::Scope => Some(IfaceKind::SYSTEM),
-            Self::Region { iface, .. } => Some(*iface),
-        }
-    }
-}
 
 /// Leaks the memory of a registration that panics: a NIC may have it. A registration that returns
 /// takes the memory out.
@@ -108,7 +84,7 @@ impl DomainInner {
         let keep = keep.into_inner();
         registered?;
         let region = region.expect("one domain gives one region");
-        Ok(MemoryRegion::registered(self, &ranges, attr, flags, keep, region))
+        Ok(MemoryRegion::new(new_region(self, &ranges, attr, flags, keep, Ok(region))))
     }
 
     /// Checks everything that a caller can get wrong, and returns the ranges to register.
@@ -303,5 +279,54 @@ fn check_owner(range: AddressRange, owned: Option<IfaceKind>, found: IfaceKind) 
             .remedy(
                 "add the iface that allocated the buffer to the builder of the domain's `Hmem`",
             )),
+    }
+}
+
+/// Makes a region: registered, or to be registered by the worker under an identifier.
+#[inline]
+pub(super) fn new_region(
+    domain: &Arc<DomainInner>,
+    ranges: &[AddressRange],
+    attr: &MrAttr<'_>,
+    flags: MrFlags,
+    keep: KeepAlive,
+    registered: Result<PathRegistration, RegionId>,
+) -> Arc<RegionInner> {
+    let id = registered.as_ref().err().copied();
+    let owned = matches!(keep, KeepAlive::Region { .. });
+    let is_rare = ranges.len() > 1 || attr.base.is_some() || owned || id.is_some();
+    let rare = (is_rare || attr.page_size != 0).then(|| {
+        let parent = attr.base.map(|base| Dependent::of(base.inner()));
+        let page_size = parent.as_ref().map_or(attr.page_size, |parent| parent.page_size());
+        Box::new(Rare {
+            ranges: if ranges.len() > 1 { ranges.to_vec() } else { Vec::new() },
+            parent,
+            keep: Mutex::new(keep),
+            page_size,
+            asynchronous: id.map(|id| (id, Arc::default())),
+        })
+    });
+    let MrAttr { access, context, .. } = *attr;
+    RegionInner::new(domain, ranges[0], access, flags, context, rare, registered.ok())
+}
+
+impl MemoryRegion {
+    /// Registers part of this region under its own key and rights, without new pages (`base_mr`).
+    ///
+    /// The part inherits iface, device and page size; it keeps this region's memory registered.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`] outside this region; [`ErrorKind::AccessDenied`] for rights that
+    /// let the NIC write when this region has none; NoKey, KeyRejected.
+    pub fn sub(
+        &self,
+        range: AddressRange,
+        access: Access,
+        requested_key: impl Into<Option<u64>>,
+    ) -> Result<Self> {
+        let ranges = [range];
+        let requested_key = requested_key.into();
+        let attr = MrAttr { base: Some(self), requested_key, ..MrAttr::new(&ranges, access) };
+        self.inner().domain.register(&attr, MrFlags::empty(), KeepAlive::Caller)
     }
 }

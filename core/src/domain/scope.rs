@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use super::{DomainInner, MemoryRegion, MrAttr, buffer::RegionSlice, register::KeepAlive};
+use super::{DomainInner, MemoryRegion, MrAttr, buffer::RegionSlice, region_state::KeepAlive};
 use crate::{
     Access, Address, AddressRange, Decision, Error, ErrorKind, MrFlags, MrMode, RemoteKey, Result,
 };

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 
 use super::{
     DomainInner, Endpoint, MemoryRegion,
-    inner::{Dependent, RegionInner},
+    region_state::{Dependent, RegionInner},
 };
 use crate::{
     Access, Addressing, Error, ErrorKind, Iova, RemoteKey, Result,

@@ -2,8 +2,13 @@
 
 use std::sync::Arc;
 
-use super::{ProviderDomain, ProviderEndpoint, ProviderRegion, Registration};
-use crate::{Access, AddressRange, Addressing, Iova, RawKey, RemoteKey, Result, counter::Counter};
+use super::{ProviderDomain, ProviderEndpoint};
+use crate::{
+    Access, AddressRange, Addressing, Iova, RawKey, RemoteKey, Result,
+    counter::Counter,
+    handle::{ProviderRegion, ProviderWindow},
+    registration::Registration,
+};
 
 bitflags::bitflags! {
     /// The facets of an open domain.
@@ -141,15 +146,6 @@ pub enum WindowType {
     TwoA,
     /// Bound by a posted request, tied to queue pair and protection domain.
     TwoB,
-}
-
-/// A provider's handle of a memory window.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ProviderWindow {
-    /// The provider's own reference.
-    pub token: u64,
-    /// The window's current key.
-    pub key: u64,
 }
 
 /// A part of a region to which a window is bound.

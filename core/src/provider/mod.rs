@@ -16,19 +16,21 @@ use std::{any::Any, fmt, os::fd::BorrowedFd, sync::Arc};
 pub use self::{
     attr::{Imports, MsgOrder, Nic, ProgressModel, ProviderAttr, StagingAttr},
     facets::{
-        CompositeKeys, Enabling, EndpointBinding, Features, ManualProgress, ProviderWindow,
-        RawKeys, Refresh, RegionCounters, StagingAccess, SubRegions, WindowBind, WindowType,
-        Windows,
+        CompositeKeys, Enabling, EndpointBinding, Features, ManualProgress, RawKeys, Refresh,
+        RegionCounters, StagingAccess, SubRegions, WindowBind, WindowType, Windows,
     },
 };
 
-pub use crate::registration::{KeyRequest, ProviderRegion, Registration};
 use crate::{
     Address, AddressRange, AuthKey, DmaBufOffset, MrMode, Result,
     counter::Counter,
     iface::CopyEvent,
     registry::Registry,
     transfer::{Completion, EndpointName, PeerId, WorkRequest},
+};
+pub use crate::{
+    handle::{ProviderRegion, ProviderWindow},
+    registration::{KeyRequest, Registration},
 };
 
 /// A request to open a domain; core has negotiated the mode.

@@ -1,6 +1,7 @@
 //! The state behind a [`MemoryRegion`]: small, because a million of them may be live.
 
 use std::{
+    any::Any,
     mem::ManuallyDrop,
     ops::Deref,
     sync::{
@@ -11,11 +12,69 @@ use std::{
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{DomainInner, MrAttr, RegionState, register::KeepAlive};
+use super::DomainInner;
 use crate::{
     Access, AddressRange, Decision, Error, ErrorKind, IfaceKind, MrFlags, Result, counter::Counter,
     event_queue::RegionId, path::PathRegistration, provider::ProviderRegion,
 };
+
+/// The state of a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum RegionState {
+    /// Waiting for its asynchronous registration.
+    Pending = 0,
+    /// Being registered by the worker.
+    Registering = 1,
+    /// Registered, not usable before [`MemoryRegion::enable`].
+    Disabled = 2,
+    /// In use.
+    Enabled = 3,
+    /// Its asynchronous registration failed.
+    Failed = 4,
+    /// Closed, or given up before it was registered.
+    Closed = 5,
+}
+
+impl RegionState {
+    pub(super) fn from_u8(state: u8) -> Self {
+        match state {
+            0 => Self::Pending,
+            1 => Self::Registering,
+            2 => Self::Disabled,
+            3 => Self::Enabled,
+            4 => Self::Failed,
+            _ => Self::Closed,
+        }
+    }
+}
+
+/// The reason why memory stays allocated while it is registered.
+#[derive(Clone)]
+pub(super) enum KeepAlive {
+    /// The caller of an unsafe function promises it.
+    Caller,
+    /// A scope borrows host memory.
+    Scope,
+    /// The region owns the memory.
+    Region {
+        /// The iface of the memory, as the memory's owner reports it.
+        iface: IfaceKind,
+        #[expect(dead_code, reason = "held until the region is closed")]
+        memory: Arc<dyn Any + Send + Sync>,
+    },
+}
+
+impl KeepAlive {
+    /// Returns the iface of memory that cannot be freed while it is registered.
+    pub(super) fn iface(&self) -> Option<IfaceKind> {
+        match self {
+            Self::Caller => None,
+            Self::Scope => Some(IfaceKind::SYSTEM),
+            Self::Region { iface, .. } => Some(*iface),
+        }
+    }
+}
 
 /// The hot part; what few regions have is in `rare`, because a million regions may be live.
 pub(crate) struct RegionInner {
@@ -93,41 +152,26 @@ impl Drop for Dependent {
 }
 
 impl RegionInner {
-    /// Makes a region: registered, or to be registered by the worker under an identifier.
+    /// Makes a region: registered, or to be registered by the worker.
     #[inline]
     pub(super) fn new(
         domain: &Arc<DomainInner>,
-        ranges: &[AddressRange],
-        attr: &MrAttr<'_>,
+        range: AddressRange,
+        access: Access,
         flags: MrFlags,
-        keep: KeepAlive,
-        registered: Result<PathRegistration, RegionId>,
+        context: u64,
+        rare: Option<Box<Rare>>,
+        registered: Option<PathRegistration>,
     ) -> Arc<Self> {
-        let id = registered.as_ref().err().copied();
-        let owned = matches!(keep, KeepAlive::Region { .. });
-        let is_rare = ranges.len() > 1 || attr.base.is_some() || owned || id.is_some();
-        let rare = (is_rare || attr.page_size != 0).then(|| {
-            let parent = attr.base.map(|base| Dependent::of(base.inner()));
-            let page_size = parent.as_ref().map_or(attr.page_size, |parent| parent.page_size());
-            Box::new(Rare {
-                ranges: if ranges.len() > 1 { ranges.to_vec() } else { Vec::new() },
-                parent,
-                keep: Mutex::new(keep),
-                page_size,
-                asynchronous: id.map(|id| (id, Arc::default())),
-            })
-        });
-        let state = match &registered {
-            Ok(_) => domain.first_state(flags),
-            Err(_) => RegionState::Pending,
-        };
+        let state =
+            if registered.is_some() { domain.first_state(flags) } else { RegionState::Pending };
         Arc::new(Self {
             domain: Arc::clone(domain),
-            registered: registered.map_or_else(|_| OnceLock::new(), OnceLock::from),
-            range: ranges[0],
-            access: attr.access,
+            registered: registered.map_or_else(OnceLock::new, OnceLock::from),
+            range,
+            access,
             flags,
-            context: attr.context,
+            context,
             rare,
             bindings: OnceLock::new(),
             dependents: AtomicU32::new(0),
