@@ -202,8 +202,8 @@ impl Hmem {
     pub fn domain_on(&self, provider: &dyn Provider, mut attr: DomainAttr) -> Result<Domain> {
         self.process.check("open domain")?;
         attr.cache = attr.cache.map(|cache| filled_in(cache, &self.cache));
-        let decider: Arc<dyn PathSelector> = Arc::clone(&self.paths) as _;
-        Domain::open(provider, Arc::clone(&self.registry), decider, attr)
+        let selector: Arc<dyn PathSelector> = Arc::clone(&self.paths) as _;
+        Domain::open(provider, Arc::clone(&self.registry), selector, attr)
     }
 
     /// The path decisions of its domains: what is remembered, and how to have it forgotten.

@@ -250,11 +250,11 @@ fn memory_whose_registration_panics_is_leaked_whether_it_is_waited_for_or_not() 
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let mut registry = Registry::new();
     registry.add(Arc::clone(&iface)).expect("the first");
-    let (registry, decider) = (Arc::new(registry), Arc::new(Panics(DefaultPathSelector::new())));
+    let (registry, selector) = (Arc::new(registry), Arc::new(Panics(DefaultPathSelector::new())));
     let loopback = Loopback::builder().build().expect("a software NIC");
     let domain = || {
-        let decider = Arc::clone(&decider) as _;
-        Domain::open(&loopback, Arc::clone(&registry), decider, attr()).expect("opens")
+        let selector = Arc::clone(&selector) as _;
+        Domain::open(&loopback, Arc::clone(&registry), selector, attr()).expect("opens")
     };
     let leaked = || device.stats().live_allocations;
     let memory = || buffer(&iface, AllocationKind::Device);

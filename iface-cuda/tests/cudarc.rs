@@ -58,8 +58,8 @@ impl Link {
         let mut registry = Registry::new();
         registry.add(Arc::clone(&iface)).expect("add");
         let nic = Loopback::builder().build().expect("the software NIC");
-        let decider: Arc<dyn PathSelector> = Arc::new(DefaultPathSelector::new());
-        let domain = Domain::open(&nic, Arc::new(registry), decider, DomainAttr::default())
+        let selector: Arc<dyn PathSelector> = Arc::new(DefaultPathSelector::new());
+        let domain = Domain::open(&nic, Arc::new(registry), selector, DomainAttr::default())
             .expect("a domain");
         let queue = domain.open_cq(16).expect("a queue");
         let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue)).expect("an endpoint");

@@ -230,8 +230,8 @@ fn peer_memory_is_found_out_by_registering_a_device_address() {
     // buffer.
     for (answers, expected) in [(vec![], HmemPath::PeerMemory), (vec![14, 0, 14], HmemPath::Staged)]
     {
-        let decider = Arc::new(DefaultPathSelector::new());
-        let domain = Domain::open(&verbs, Arc::clone(&registry), decider, DomainAttr::default());
+        let selector = Arc::new(DefaultPathSelector::new());
+        let domain = Domain::open(&verbs, Arc::clone(&registry), selector, DomainAttr::default());
         let domain = domain.expect("open");
         with(|script| script.register = answers);
         let wanted = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };

@@ -31,7 +31,6 @@ impl Deref for Ranges<'_> {
 }
 
 /// Checks a request against the domain's mode and the provider's limits.
-
 #[inline]
 pub(super) fn check<'a>(
     attr: &MrAttr<'a>,

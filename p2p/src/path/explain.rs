@@ -110,8 +110,8 @@ impl DefaultPathSelector {
             p2p: request.policy,
             ..DomainAttr::default()
         };
-        let decider = Arc::new(self.without_decisions());
-        let domain = Domain::open(provider, Arc::clone(registry), decider, attr)?;
+        let selector = Arc::new(self.without_decisions());
+        let domain = Domain::open(provider, Arc::clone(registry), selector, attr)?;
         let wanted =
             AllocRequest { len: request.size, device: device.unwrap_or(DeviceId(0)), kind };
         let buffer = DeviceBuffer::allocate(iface, &wanted)?;
