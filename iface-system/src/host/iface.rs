@@ -57,14 +57,20 @@ unsafe impl Iface for System {
     }
 
     fn unavailable(&self, facet: Facet) -> Error {
-        let error = facet.unavailable(IfaceKind::SYSTEM);
+        let lacks = |operation, remedy: &'static str| {
+            Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::SYSTEM).remedy(remedy)
+        };
         match facet {
-            Facet::CopyEngine => error.remedy("host memory has no copy engine: copy and wait"),
-            Facet::PeerMemory => error.remedy("host memory needs none: register it as host pages"),
-            Facet::HostRegistrar => {
-                error.remedy("this iface has no devices to page-lock memory for")
+            Facet::CopyEngine => {
+                lacks("copy async", "host memory has no copy engine: copy and wait")
             }
-            _ => error,
+            Facet::PeerMemory => {
+                lacks("export peer memory", "host memory needs none: register it as host pages")
+            }
+            Facet::HostRegistrar => {
+                lacks("host register", "this iface has no devices to page-lock memory for")
+            }
+            _ => facet.unavailable(IfaceKind::SYSTEM),
         }
     }
 }

@@ -90,12 +90,13 @@ unsafe impl Iface for Simulated {
     }
 
     fn unavailable(&self, facet: Facet) -> Error {
-        let error = facet.unavailable(self.kind());
         match facet {
-            Facet::PeerMemory => error.remedy(
-                "no peer-memory client knows this device: export a dma-buf, or build it with peer memory",
-            ),
-            _ => error,
+            Facet::PeerMemory => Error::new(ErrorKind::Unsupported, "export peer memory")
+                .iface(self.kind())
+                .remedy(
+                    "no peer-memory client knows this device: export a dma-buf, or build it with peer memory",
+                ),
+            _ => facet.unavailable(self.kind()),
         }
     }
 }
