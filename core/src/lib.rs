@@ -17,6 +17,7 @@ mod address;
 mod allocation;
 #[allow(unsafe_code)]
 pub mod cache;
+pub mod cause;
 pub mod counter;
 #[allow(unsafe_code)]
 mod domain;

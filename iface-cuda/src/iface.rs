@@ -7,6 +7,7 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange, Allocation, Error, ErrorKind, Iface, IfaceKind, Rejected, Result,
+    cause::RefusalCause,
     iface::{
         Allocator, CopyEngine, CopyEvent, Device, DmaBufExporter, Facet, HostRegistrar,
         InboundFlush, Ipc, MonitorSource, PeerMemoryExporter, SegmentMap,
@@ -15,6 +16,7 @@ use hmem_core::{
 };
 
 use crate::{
+    causes::CAUSES,
     device,
     driver::Driver,
     error::{refused, unavailable},
@@ -279,6 +281,10 @@ unsafe impl Iface for Cuda {
 
     fn monitor(&self) -> Option<&dyn MonitorSource> {
         Some(self)
+    }
+
+    fn causes(&self) -> &'static [RefusalCause] {
+        CAUSES
     }
 
     fn unavailable(&self, facet: Facet) -> Error {

@@ -32,6 +32,7 @@
 //! | `allocate` | allocating every kind, freeing, page-locking |
 //! | `copy` | copies |
 //! | `export`, `flush`, `ipc` | dma-buf, peer memory; what inbound writes need to be seen; other processes |
+//! | `causes` | what the driver's refusals mean: [`CAUSES`] |
 //! | `monitor` | noticing frees: which of identity and hooks is relied on |
 //! | `hooks` | the driver's frees, hooked |
 //! | `cudarc` | slices of the `cudarc` crate as buffers (cargo feature `cudarc`) |
@@ -88,6 +89,7 @@
 
 #[allow(unsafe_code)]
 mod allocate;
+mod causes;
 #[allow(unsafe_code)]
 mod context;
 #[allow(unsafe_code)]
@@ -121,6 +123,7 @@ mod monitor;
 #[allow(unsafe_code)]
 pub mod sys;
 
+pub use causes::CAUSES;
 pub use hooks::FreeHooks;
 pub use iface::{Builder, Cuda};
 pub use monitor::MonitorKind;

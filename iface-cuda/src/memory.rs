@@ -143,6 +143,10 @@ impl SegmentMap for Driver {
         let segments = self.mappings(range, &workplace);
         workplace.end(segments)
     }
+
+    fn not_exportable(&self) -> &'static str {
+        "IS_GPU_DIRECT_RDMA_CAPABLE is 0"
+    }
 }
 
 impl Driver {

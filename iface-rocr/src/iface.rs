@@ -9,10 +9,12 @@ use std::{
 
 use hmem_core::{
     Address, Allocation, DeviceId, Error, ErrorKind, Iface, IfaceKind, Rejected, Result,
+    cause::RefusalCause,
     iface::{Device, Facet, InboundFlush},
 };
 
 use crate::{
+    causes::CAUSES,
     memory,
     sys::{self, Agent, AgentAttribute, Functions, HsaStatus, MemoryPool, PoolAttribute},
 };
@@ -360,6 +362,10 @@ unsafe impl Iface for Rocr {
 
     fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
         Some(self)
+    }
+
+    fn causes(&self) -> &'static [RefusalCause] {
+        CAUSES
     }
 
     fn unavailable(&self, facet: Facet) -> Error {

@@ -23,6 +23,7 @@
 //! |---|---|
 //! | `iface` | [`Rocr`]: opening, devices, the trait, driver codes as errors |
 //! | [`sys`] | the function table, layouts and constants |
+//! | `causes` | what the driver's refusals mean: [`CAUSES`] |
 //! | `memory` | the allocation around an address |
 //!
 //! # Things this crate does not do
@@ -37,6 +38,7 @@
 
 #![deny(unsafe_code)]
 
+mod causes;
 #[allow(unsafe_code)]
 mod iface;
 #[allow(unsafe_code)]
@@ -44,4 +46,5 @@ mod memory;
 #[allow(unsafe_code)]
 pub mod sys;
 
+pub use causes::CAUSES;
 pub use iface::{Builder, Rocr};

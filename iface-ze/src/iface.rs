@@ -9,10 +9,12 @@ use std::{
 
 use hmem_core::{
     Address, Allocation, DeviceId, Error, ErrorKind, Iface, IfaceKind, Rejected, Result,
+    cause::RefusalCause,
     iface::{Device, Facet, InboundFlush},
 };
 
 use crate::{
+    causes::CAUSES,
     memory,
     sys::{
         self, ContextDescription, ContextHandle, DeviceHandle, DeviceMemoryProperties,
@@ -434,6 +436,10 @@ unsafe impl Iface for LevelZero {
 
     fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
         Some(self)
+    }
+
+    fn causes(&self) -> &'static [RefusalCause] {
+        CAUSES
     }
 
     fn unavailable(&self, facet: Facet) -> Error {

@@ -7,20 +7,18 @@ use std::{collections::BTreeSet, fmt::Write as _, path::PathBuf, sync::Arc};
 
 use hmem_core::{
     AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Error, ErrorKind, IfaceKind,
-    MrMode, Registry,
+    MrMode, Path, Registry,
+    cause::{Answer, RefusalCause, RefusalContext, Step},
     iface::{AllocRequest, DmaBufMapping},
     path::Trace,
     provider::{Imports, Nic},
 };
 use hmem_iface_system::{DmaBufKind, Simulated, System};
-use hmem_p2p::path::{
-    DefaultPathSelector, ExplainRequest, FactSource, Facts,
-    cause::{Answer, CAUSES, Cause},
-};
+use hmem_p2p::path::{DefaultPathSelector, ExplainRequest, FactSource, Facts, cause::CAUSES};
 use hmem_provider_loopback::{Call, Faults, Loopback};
 use path_support::{
     ALL_IMPORTS, PAGE, REMOTE,
-    vendor::{Refuse, Vendor},
+    vendor::{Refuse, Vendor, causes_of},
 };
 
 /// Facts as a test wants them.
@@ -129,6 +127,25 @@ impl Scene {
     }
 }
 
+/// The ifaces that know causes of their own.
+const VENDORS: [IfaceKind; 3] = [IfaceKind::CUDA, IfaceKind::ROCR, IfaceKind::ZE];
+
+/// Every cause, the general ones first, with the iface that gives it.
+fn causes() -> impl Iterator<Item = (Option<IfaceKind>, &'static RefusalCause)> {
+    let of = |kind: IfaceKind| causes_of(kind).iter().map(move |cause| (Some(kind), cause));
+    CAUSES.iter().map(|cause| (None, cause)).chain(VENDORS.into_iter().flat_map(of))
+}
+
+/// A machine whose NVIDIA driver says that its kernel modules are the closed ones.
+fn closed_modules() -> Facts {
+    let root = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("closed-modules");
+    let folder = root.join("proc/driver/nvidia");
+    std::fs::create_dir_all(&folder).expect("a folder of the tests");
+    let version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15\n";
+    std::fs::write(folder.join("version"), version).expect("a file of the tests");
+    Facts { root: Some(root), ..Facts::default() }
+}
+
 fn modules(names: &[&str]) -> Facts {
     let modules = names.iter().map(|name| (*name).to_owned()).collect();
     Facts { modules: Some(modules), ..Facts::default() }
@@ -179,10 +196,7 @@ fn scenes() -> Vec<(&'static str, Scene)> {
         ("nic-driver-without-dma-buf", Scene { imports: NOTHING, ..Scene::cuda() }),
         (
             "nvidia-closed-modules",
-            Scene {
-                facts: Facts { nvidia_modules_open: Some(false), ..Facts::default() },
-                ..broken(|vendor| vendor.dma_buf = not_supported)
-            },
+            Scene { facts: closed_modules(), ..broken(|vendor| vendor.dma_buf = not_supported) },
         ),
         (
             "vmm-range",
@@ -325,10 +339,8 @@ fn scenes() -> Vec<(&'static str, Scene)> {
 fn every_cause_is_named_by_a_registration_and_an_explanation_that_meet_it() {
     let mut met = BTreeSet::new();
     for (name, scene) in scenes() {
-        let cause = CAUSES
-            .iter()
-            .find(|cause| cause.name == name)
-            .unwrap_or_else(|| panic!("no cause {name}"));
+        let cause = causes().map(|(_, cause)| cause).find(|cause| cause.name == name);
+        let cause = cause.unwrap_or_else(|| panic!("no cause {name}"));
         for (who, trace) in ["registration", "explanation"].into_iter().zip(scene.play()) {
             // A page that the explanation allocates has segments that can be exported.
             if scene.unexportable && who == "explanation" {
@@ -343,8 +355,8 @@ fn every_cause_is_named_by_a_registration_and_an_explanation_that_meet_it() {
         }
         met.insert(name);
     }
-    let unmet: Vec<_> =
-        CAUSES.iter().filter(|cause| !met.contains(cause.name)).map(|cause| cause.name).collect();
+    let names = causes().map(|(_, cause)| cause.name);
+    let unmet: Vec<_> = names.filter(|name| !met.contains(name)).collect();
     assert!(unmet.is_empty(), "met by no scene: {unmet:?}");
 }
 
@@ -412,14 +424,14 @@ fn page() -> String {
          A range of several segments that is refused in one dma-buf, and then segment by segment in \
          the same way, has the cause that the export of a segment has. An export that is refused \
          under the default mapping too has the same cause under both.\n\n\
-         This page is `p2p/src/path/cause.rs`; a test compares them \
-         (`HMEM_BLESS=1 cargo test -p hmem-p2p --test path_causes` writes it).\n",
+         This page is `p2p/src/path/cause.rs` and the `causes.rs` of the ifaces; a test compares \
+         them (`HMEM_BLESS=1 cargo test -p hmem-p2p --test path_causes` writes it).\n",
     );
-    for cause in CAUSES {
+    for (iface, cause) in by_rank() {
         let paths = join(cause.paths.iter().map(|path| path.name().to_owned()));
         let steps = join(cause.steps.iter().map(|step| step.name().to_owned()));
         let mut when = format!("{paths}, on {steps}");
-        if let Some(iface) = cause.iface {
+        if let Some(iface) = iface {
             write!(when, ", {iface}").unwrap();
         }
         if let Some(kind) = cause.kind {
@@ -428,15 +440,31 @@ fn page() -> String {
         if cause.mapping == Some(DmaBufMapping::Pcie) {
             when.push_str(", PCIe mapping");
         }
-        let answers = join(cause.answers.iter().flat_map(|answer| answers(*answer)));
+        let alike = causes().filter(|(_, other)| other.name == cause.name);
+        let mut answered: Vec<_> = alike.flat_map(|(_, cause)| cause.answers).copied().collect();
+        answered.sort_by_key(|answer| match answer {
+            Answer::Errno(_) => 0,
+            Answer::Driver(_) => 1,
+            Answer::Kind(_) => 2,
+        });
+        let answers = join(answered.into_iter().flat_map(answers));
         write!(when, ": {answers}").unwrap();
         if let Some(needs) = cause.needs {
             write!(when, "; {}", needs.text).unwrap();
         }
-        let Cause { name, cause, remedy, .. } = cause;
+        let RefusalCause { name, cause, remedy, .. } = cause;
         write!(page, "\n## {name}\n\n{when}.\n\n- Cause: {cause}.\n- Remedy: {remedy}.\n").unwrap();
     }
     page.lines().map(wrapped).collect()
+}
+
+/// The causes in the order in which they are looked for. A row with which an iface adds answers of
+/// its driver to a general cause is left out.
+fn by_rank() -> Vec<(Option<IfaceKind>, &'static RefusalCause)> {
+    let mut all: Vec<_> = causes().collect();
+    all.sort_by_key(|(_, cause)| cause.rank);
+    all.dedup_by_key(|(_, cause)| cause.name);
+    all
 }
 
 /// The lines of at most 100 columns that a line becomes. Those of a list's item hang.
@@ -487,18 +515,27 @@ fn the_page_of_causes_is_the_table() {
 
 /// DIAG-03
 #[test]
-fn the_table_is_whole() {
-    let names: BTreeSet<_> = CAUSES.iter().map(|cause| cause.name).collect();
-    assert_eq!(names.len(), CAUSES.len(), "a name stands twice");
-    for cause in CAUSES {
-        let Cause { name, paths, steps, answers, cause, remedy, .. } = cause;
+fn the_tables_are_whole() {
+    for (iface, cause) in causes() {
+        let RefusalCause { name, rank, paths, steps, answers, cause, remedy, .. } = cause;
         assert!(!paths.is_empty() && !steps.is_empty() && !answers.is_empty(), "{name}");
         assert!(cause.len() > 20 && remedy.len() > 10, "{name}");
         assert!(!cause.ends_with('.') && !remedy.ends_with('.'), "{name} is a clause");
+        for (_, other) in causes().filter(|(other, _)| *other != iface) {
+            if other.name == *name {
+                let same = (other.rank, other.cause, other.remedy) == (*rank, *cause, *remedy);
+                assert!(same, "{name} stands twice, with different words");
+            } else {
+                assert_ne!(other.rank, *rank, "{name} and {}", other.name);
+            }
+        }
+    }
+    for table in [CAUSES].into_iter().chain(VENDORS.map(causes_of)) {
+        assert!(table.is_sorted_by(|one, next| one.rank < next.rank), "{table:?}");
     }
     // The numbers of InfiniBand's folklore each have an entry.
     for errno in [12, 14, 22, 95, 524] {
-        let named = |cause: &&Cause| {
+        let named = |cause: &&RefusalCause| {
             cause
                 .answers
                 .iter()
@@ -506,4 +543,147 @@ fn the_table_is_whole() {
         };
         assert!(CAUSES.iter().any(|cause| named(&cause)), "errno {errno}");
     }
+}
+
+/// The causes in the order of the single table that once held them all, of which the first that
+/// fits was the probable one.
+const ORDER: [&str; 34] = [
+    "file-descriptors",
+    "kernel-without-dma-buf",
+    "nic-driver-without-dma-buf",
+    "nvidia-closed-modules",
+    "no-pcie-mapping",
+    "vmm-range",
+    "stream-ordered-pool",
+    "segment-not-exportable",
+    "wrong-context",
+    "freed-or-outside",
+    "bar-small",
+    "bar-full",
+    "rocr-kernel-options",
+    "ze-not-exportable",
+    "segments-not-in-one",
+    "device-without-dma-buf",
+    "acs",
+    "iommu",
+    "device-not-reachable-from-nic",
+    "peer-memory-module-missing",
+    "peer-memory-range",
+    "nic-without-peer-memory",
+    "device-without-peer-memory",
+    "memlock",
+    "rdma-cgroup",
+    "nic-tables-full",
+    "beyond-the-export",
+    "dma-buf-not-mappable",
+    "bad-host-pages",
+    "closed-descriptor",
+    "device-files",
+    "device-lost",
+    "nic-lost",
+    "nic-takes-no-copies",
+];
+
+/// Refusals with each answer that a cause names. A code of a driver comes with the kind that
+/// `hmem-iface-cuda` gives it.
+fn answered() -> Vec<Error> {
+    let mut errors = vec![Error::new(ErrorKind::Driver, "call")];
+    for answer in causes().flat_map(|(_, cause)| cause.answers) {
+        match answer {
+            Answer::Errno(numbers) => {
+                errors.extend(numbers.iter().map(|errno| Error::os(Errno(*errno), "call")));
+            }
+            Answer::Kind(kinds) => {
+                errors.extend(kinds.iter().map(|kind| Error::new(*kind, "call")))
+            }
+            Answer::Driver(_) => {}
+        }
+    }
+    let codes = [
+        (1, ErrorKind::InvalidArgument),
+        (2, ErrorKind::OutOfResources),
+        (3, ErrorKind::Unavailable),
+        (4, ErrorKind::Unavailable),
+        (46, ErrorKind::Unavailable),
+        (100, ErrorKind::Unavailable),
+        (101, ErrorKind::InvalidArgument),
+        (201, ErrorKind::BadState),
+        (709, ErrorKind::BadState),
+        (801, ErrorKind::Unsupported),
+        // What the driver says of a mapping that it does not have.
+        (1, ErrorKind::Unsupported),
+    ];
+    errors.extend(codes.map(|(code, kind)| Error::new(kind, "call").driver_code("CODE", code)));
+    errors
+}
+
+/// Machines of which nothing is known, of which one thing is, and of which everything is.
+fn machines() -> Vec<Facts> {
+    let unknown = Facts::default;
+    let one = [
+        Facts { kernel: Some((5, 4)), ..unknown() },
+        Facts { kernel_options: Some(BTreeSet::new()), ..unknown() },
+        Facts { bar: Some(256 << 20), ..unknown() },
+        Facts { acs_redirects: Some(true), ..unknown() },
+        Facts { iommu_translates: Some(true), ..unknown() },
+        Facts { memlock: Some(65536), ..unknown() },
+        modules(&["nvidia"]),
+        closed_modules(),
+    ];
+    let every = Facts {
+        kernel: Some((5, 4)),
+        modules: modules(&["nvidia"]).modules,
+        kernel_options: Some(BTreeSet::new()),
+        memlock: Some(65536),
+        iommu_translates: Some(true),
+        acs_redirects: Some(true),
+        bar: Some(256 << 20),
+        root: closed_modules().root,
+    };
+    [unknown()].into_iter().chain(one).chain([every]).collect()
+}
+
+/// DIAG-03
+///
+/// The rows of an iface interleave with the general ones.
+#[test]
+fn ranks_keep_the_order_of_the_single_table_for_every_refusal() {
+    for (at, name) in ORDER.into_iter().enumerate() {
+        let rows = causes().filter(|(_, cause)| cause.name == name);
+        let ranks: Vec<_> = rows.map(|(_, cause)| cause.rank as usize).collect();
+        assert!(!ranks.is_empty() && ranks.iter().all(|rank| *rank == 10 * (at + 1)), "{name}");
+    }
+    let (errors, machines) = (answered(), machines());
+    let place = |row: &RefusalCause| ORDER.iter().position(|name| *name == row.name);
+    let mut named = BTreeSet::new();
+    for iface in VENDORS.into_iter().chain([IfaceKind::FIRST_PLUG_IN]) {
+        let rows: Vec<_> = causes_of(iface).iter().chain(CAUSES).collect();
+        let mut compare = |context: RefusalContext<'_>| {
+            for facts in &machines {
+                let fitting = rows.iter().filter(|row| row.fits(&context, facts));
+                let first = fitting.filter_map(|row| place(row)).min().map(|at| ORDER[at]);
+                let found = RefusalCause::probable(rows.iter().copied(), &context, facts);
+                let found = found.map(|cause| cause.name);
+                assert_eq!(found, first, "{iface}, {context:?}, {facts:?}");
+                named.extend(found);
+            }
+        };
+        for path in [Path::PlainHost, Path::DmaBuf, Path::PeerMemory, Path::Staged] {
+            for step in Step::ALL {
+                for kind in [
+                    AllocationKind::Host,
+                    AllocationKind::Device,
+                    AllocationKind::StreamOrdered,
+                    AllocationKind::Virtual,
+                ] {
+                    for mapping in [DmaBufMapping::Default, DmaBufMapping::Pcie] {
+                        for error in &errors {
+                            compare(RefusalContext { path, step, kind, mapping, error });
+                        }
+                    }
+                }
+            }
+        }
+    }
+    assert_eq!(named.len(), ORDER.len(), "each is the cause of some refusal");
 }

@@ -1,21 +1,18 @@
 //! DIAG-03: each cause that the CUDA driver gives is named, with its text, by a registration of its
 //! memory.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{collections::BTreeSet, path::PathBuf, sync::Arc};
 
 use hmem::{
     AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Iface,
     IfaceKind, MrAttr, MrFlags, MrMode, Registry,
     cuda::{
-        Cuda, MonitorKind,
+        CAUSES, Cuda, MonitorKind,
         sys::{CuResult, Functions},
     },
     iface::AllocRequest,
     loopback::{Call, Faults, Loopback},
-    p2p::path::{
-        DefaultPathSelector, FactSource, Facts,
-        cause::{Answer, CAUSES},
-    },
+    p2p::path::{DefaultPathSelector, FactSource, Facts, cause},
     path::Trace,
     provider::{Imports, Nic},
     system::System,
@@ -130,6 +127,16 @@ impl Scene {
     }
 }
 
+/// A machine whose NVIDIA driver says that its kernel modules are the closed ones.
+fn closed_modules() -> Facts {
+    let root = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("closed-modules-of-cuda");
+    let folder = root.join("proc/driver/nvidia");
+    std::fs::create_dir_all(&folder).expect("a folder of the tests");
+    let version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15\n";
+    std::fs::write(folder.join("version"), version).expect("a file of the tests");
+    Facts { root: Some(root), ..Facts::default() }
+}
+
 fn modules(names: &[&str]) -> Facts {
     let modules = names.iter().map(|name| (*name).to_owned()).collect();
     Facts { modules: Some(modules), ..Facts::default() }
@@ -147,11 +154,7 @@ fn scenes() -> Vec<(&'static str, Scene)> {
     let mut scenes = vec![
         (
             "nvidia-closed-modules",
-            Scene {
-                profile: closed(),
-                facts: Facts { nvidia_modules_open: Some(false), ..Facts::default() },
-                ..Scene::default()
-            },
+            Scene { profile: closed(), facts: closed_modules(), ..Scene::default() },
         ),
         ("device-without-dma-buf", Scene { profile: closed(), ..Scene::default() }),
         ("device-without-dma-buf", refused(CuResult::CUDA_ERROR_NOT_SUPPORTED)),
@@ -243,6 +246,7 @@ fn scenes() -> Vec<(&'static str, Scene)> {
     for code in [
         CuResult::CUDA_ERROR_DEVICE_UNAVAILABLE,
         CuResult::CUDA_ERROR_NO_DEVICE,
+        CuResult::CUDA_ERROR_INVALID_DEVICE,
         CuResult::CUDA_ERROR_ILLEGAL_ADDRESS,
     ] {
         scenes.push(("device-lost", refused(code)));
@@ -296,7 +300,7 @@ fn each_cause_on_cudas_side_is_named_by_a_registration_that_meets_it() {
     }
     let mut met = BTreeSet::new();
     for (name, scene) in scenes() {
-        let cause = CAUSES.iter().find(|cause| cause.name == name);
+        let cause = CAUSES.iter().chain(cause::CAUSES).find(|cause| cause.name == name);
         let cause = cause.unwrap_or_else(|| panic!("no cause {name}"));
         let trace = scene.play();
         let attempt = trace.iter().find(|attempt| attempt.cause_name == Some(name));
@@ -307,10 +311,19 @@ fn each_cause_on_cudas_side_is_named_by_a_registration_that_meets_it() {
         assert!(text.contains(cause.cause) && text.contains(cause.remedy), "{text}");
         met.insert(name);
     }
-    // Each entry that is CUDA's, or that a code of its driver leads to, has a scene.
-    for cause in CAUSES {
-        let codes = cause.answers.iter().any(|answer| matches!(answer, Answer::Driver(_)));
-        let ours = cause.iface.map_or(codes, |iface| iface == IfaceKind::CUDA);
-        assert!(!ours || met.contains(cause.name), "{} is met by no scene", cause.name);
+    // Each entry that is CUDA's, or that the kind of one of its driver's codes leads to, has a
+    // scene.
+    const BY_KIND: [&str; 8] = [
+        "no-pcie-mapping",
+        "vmm-range",
+        "stream-ordered-pool",
+        "bar-small",
+        "bar-full",
+        "segments-not-in-one",
+        "device-without-dma-buf",
+        "device-lost",
+    ];
+    for name in CAUSES.iter().map(|cause| cause.name).chain(BY_KIND) {
+        assert!(met.contains(name), "{name} is met by no scene");
     }
 }

@@ -1,6 +1,6 @@
 //! The table of situations.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, path::PathBuf};
 
 use hmem::{
     AllocationKind, DeviceId, IfaceKind,
@@ -35,6 +35,16 @@ fn imports(letters: &str) -> Imports {
 fn modules(names: &[&str]) -> Facts {
     let modules = names.iter().map(|name| (*name).to_owned()).collect();
     Facts { modules: Some(modules), ..Facts::default() }
+}
+
+/// A machine whose NVIDIA driver says that its kernel modules are the closed ones.
+fn closed_modules() -> Facts {
+    let root = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("closed-modules-of-traces");
+    let folder = root.join("proc/driver/nvidia");
+    std::fs::create_dir_all(&folder).expect("a folder of the tests");
+    let version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15\n";
+    std::fs::write(folder.join("version"), version).expect("a file of the tests");
+    Facts { root: Some(root), ..Facts::default() }
 }
 
 pub(crate) fn all() -> Vec<Case> {
@@ -168,7 +178,7 @@ fn refused_by_the_nic() -> Vec<Case> {
     for (what, facts) in [
         ("kernel 5.4", kernel(5, 4)),
         ("kernel 6.12", kernel(6, 12)),
-        ("closed modules", Facts { nvidia_modules_open: Some(false), ..Facts::default() }),
+        ("closed modules", closed_modules()),
         ("nvidia alone", modules(&["nvidia"])),
         ("nvidia_peermem", modules(&["nvidia_peermem"])),
         ("memlock", Facts { memlock: Some(65536), ..Facts::default() }),

@@ -276,6 +276,12 @@ pub trait SegmentMap {
     /// # Errors
     /// OutOfBounds if a part of it is not this iface's.
     fn segments(&self, range: AddressRange) -> Result<Vec<Segment>>;
+
+    /// Names what says of a segment that it is not exportable: the driver's attribute, where it has
+    /// one.
+    fn not_exportable(&self) -> &'static str {
+        "not exportable"
+    }
 }
 
 /// Makes the writes of NICs visible to devices (HM-14).

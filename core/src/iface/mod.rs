@@ -18,6 +18,7 @@ pub use facets::{
 
 use crate::{
     Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, Result, Segment,
+    cause::RefusalCause,
     monitor::{Monitor, MonitorStyle},
     provider::Nic,
 };
@@ -201,6 +202,11 @@ pub unsafe trait Iface: fmt::Debug + Send + Sync {
     /// Starts the monitor that notices frees.
     fn monitor(&self) -> Option<&dyn MonitorSource> {
         None
+    }
+
+    /// What the refusals of its driver mean, where more is known than the general causes say.
+    fn causes(&self) -> &'static [RefusalCause] {
+        &[]
     }
 
     /// Returns the error for a facet that this iface lacks. A back end overrides it to give the

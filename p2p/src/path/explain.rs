@@ -5,16 +5,14 @@ use std::{fmt, sync::Arc};
 use hmem_core::{
     Access, AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, ErrorKind,
     Iface, IfaceKind, MrMode, Path, Registry, Result,
+    cause::{Facts, RefusalCause, RefusalContext, Step},
     iface::{AllocRequest, DmaBufMapping},
     path::{Attempt, P2pPolicy, Trace},
     provider::{Nic, Provider},
 };
 use serde::{Serialize, Serializer};
 
-use super::{
-    DefaultPathSelector, Facts,
-    cause::{self, Circumstance, Step},
-};
+use super::{DefaultPathSelector, cause::CAUSES};
 
 /// What to explain.
 #[derive(Clone, Debug)]
@@ -211,15 +209,14 @@ impl Explanation {
         if self.iface != IfaceKind::SYSTEM {
             return Vec::new();
         }
-        let circumstance = Circumstance {
+        let context = RefusalContext {
             path: Path::PlainHost,
             step: Step::Register,
-            iface: self.iface,
             kind: AllocationKind::System,
             mapping: DmaBufMapping::Default,
             error: &error,
         };
-        let cause = cause::probable(&circumstance, facts);
+        let cause = RefusalCause::probable(CAUSES, &context, facts);
         let attempt = Attempt::refused(Path::PlainHost, "register(host pages)", error);
         vec![match cause {
             Some(cause) => attempt.because(cause.name, cause.cause, cause.remedy),

@@ -4,16 +4,14 @@
 use std::{fmt, os::fd::AsFd, sync::Arc};
 
 use hmem_core::{
-    AddressRange, Error, ErrorKind, Iface, IfaceExt, IfaceKind, Segment,
-    iface::{DmaBufExport, DmaBufMapping},
+    AddressRange, Error, ErrorKind, Iface, IfaceExt, Segment,
+    cause::Step,
+    iface::{DmaBufExport, DmaBufMapping, SegmentMap},
     path::Attempt,
     provider::{Backing, Nic, Piece},
 };
 
-use super::{
-    cause::Step,
-    search::{PathRefusal, PathVariant},
-};
+use super::search::{PathRefusal, PathVariant};
 
 /// Exports of the ranges of one request, given back in the iface's own way when the decision is
 /// made.
@@ -190,10 +188,11 @@ impl<'a> ExportSet<'a> {
 
     /// Nothing is asked of the driver: the iface named the segment so.
     fn not_exportable(&self, segment: &Segment) -> PathRefusal {
+        let attribute = self.iface.segments().map_or("not exportable", SegmentMap::not_exportable);
         let error = Error::new(ErrorKind::Unsupported, "segments")
             .iface(self.iface.kind())
             .context("segment", segment.range)
-            .context("attribute", attribute(self.iface.kind()))
+            .context("attribute", attribute)
             .remedy("this physical segment cannot be exported: allocate it as RDMA capable");
         let call = format!("segments({})", segment.range);
         PathRefusal { own: true, ..PathRefusal::new(Step::Segments, call, error) }
@@ -234,12 +233,6 @@ impl<'a> ExportSet<'a> {
         }
         refused
     }
-}
-
-/// What says of a segment that it cannot be exported, in the words of the iface's driver where it
-/// has some.
-fn attribute(kind: IfaceKind) -> &'static str {
-    if kind == IfaceKind::CUDA { "IS_GPU_DIRECT_RDMA_CAPABLE is 0" } else { "not exportable" }
 }
 
 /// A range that the driver does not export whole, as far as is known before its segments are asked

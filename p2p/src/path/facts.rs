@@ -10,55 +10,9 @@ use std::{
     sync::Arc,
 };
 
-use hmem_core::provider::Nic;
+use hmem_core::{cause::Facts, provider::Nic};
 
 use crate::topology::{KeptOptions, Kernel, Setting, Topology};
-
-/// Facts about a machine, each `None` (or empty) where it could not be found out.
-///
-/// ```
-/// use hmem_p2p::path::Facts;
-///
-/// let facts = Facts { kernel: Some((5, 4)), ..Facts::default() };
-/// assert_eq!(facts.has_module("nvidia_peermem"), None);
-/// ```
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Facts {
-    /// The kernel's version and patch level: `(6, 12)`.
-    pub kernel: Option<(u32, u32)>,
-    /// Those of [`MODULES`](crate::topology::MODULES) that are loaded, or built in and have
-    /// parameters, with underscores.
-    pub modules: Option<BTreeSet<String>>,
-    /// Those of [`OPTIONS`](crate::topology::OPTIONS) that the kernel was built with, as `y` or
-    /// `m`, without `CONFIG_`.
-    pub kernel_options: Option<BTreeSet<String>>,
-    /// Whether NVIDIA's kernel modules are the open ones.
-    pub nvidia_modules_open: Option<bool>,
-    /// The locked-memory limit of the process in bytes; `u64::MAX` is no limit.
-    pub memlock: Option<u64>,
-    /// Whether the IOMMU translates the addresses that the NIC (or the device) uses.
-    pub iommu_translates: Option<bool>,
-    /// Whether ACS sends what the two say to one another through the root complex.
-    pub acs_redirects: Option<bool>,
-    /// Bytes of the device's largest BAR.
-    pub bar: Option<u64>,
-}
-
-impl Facts {
-    /// Whether a module of [`MODULES`](crate::topology::MODULES) is there, by its name with
-    /// underscores.
-    #[must_use]
-    pub fn has_module(&self, name: &str) -> Option<bool> {
-        self.modules.as_ref().map(|modules| modules.contains(name))
-    }
-
-    /// Whether a build option of [`OPTIONS`](crate::topology::OPTIONS) is set, by its name without
-    /// `CONFIG_`.
-    #[must_use]
-    pub fn has_option(&self, name: &str) -> Option<bool> {
-        self.kernel_options.as_ref().map(|options| options.contains(name))
-    }
-}
 
 /// Where facts come from.
 pub trait FactSource: fmt::Debug + Send + Sync {
@@ -134,13 +88,13 @@ impl FactSource for ThisMachine {
             kernel: kernel.release.as_deref().and_then(version),
             modules: self.modules(&kernel),
             kernel_options: kernel.options.as_ref().map(built_with),
-            nvidia_modules_open: kernel.nvidia.as_ref().map(|driver| driver.open),
             memlock: self
                 .text("proc/self/limits")
                 .and_then(|text| limit(&text, "Max locked memory")),
             iommu_translates: translates.reduce(|one, other| one || other),
             acs_redirects: self.acs_redirects(device, nic),
             bar: device.and_then(|bus_id| self.bar(bus_id)),
+            root: Some(self.root.clone()),
         }
     }
 }
@@ -190,10 +144,6 @@ mod tests {
         );
         write("sys/module/nvidia_peermem/refcnt", "0");
         write(
-            "proc/driver/nvidia/version",
-            "NVRM version: NVIDIA UNIX Open Kernel Module  565.57\n",
-        );
-        write(
             "proc/self/limits",
             "Limit  Soft Limit  Hard Limit  Units\nMax locked memory  65536  65536  bytes\n",
         );
@@ -212,14 +162,15 @@ mod tests {
             kernel: Some((5, 4)),
             modules: names(&["nvidia_peermem"]),
             kernel_options: names(&["PCI_P2PDMA"]),
-            nvidia_modules_open: Some(true),
             memlock: Some(65536),
             iommu_translates: Some(true),
             acs_redirects: None,
             bar: Some(64 << 30),
+            root: Some(root),
         };
         assert_eq!(facts, expected);
-        assert_eq!(ThisMachine::below("/nonexistent").facts(None, &nic(None)), Facts::default());
+        let nothing = Facts { root: Some("/nonexistent".into()), ..Facts::default() };
+        assert_eq!(ThisMachine::below("/nonexistent").facts(None, &nic(None)), nothing);
         assert_eq!((version("7.3.4"), version("7"), version("x")), (Some((7, 3)), None, None));
     }
 

@@ -33,6 +33,7 @@ use std::{os::fd::BorrowedFd, sync::Arc};
 
 use hmem_core::{
     AllocationKind, Decision, DmaBufOffset, Error, ErrorKind, IfaceKind, Path, Result,
+    cause::Step,
     iface::DmaBufMapping,
     path::{Attempt, P2pPolicy, PathRegistration, PathSelector, Target},
     provider::{Backing, Nic, Piece, ProviderAttr, ProviderRegion},
@@ -41,7 +42,6 @@ use hmem_core::{
 };
 
 use self::{
-    cause::Step,
     decisions::{Decided, DecisionTable, Key},
     exports::{DmaBufLayout, ExportSet},
     probe::{ProbeResult, probe},
@@ -49,8 +49,9 @@ use self::{
 };
 pub use self::{
     explain::{ExplainRequest, Explanation},
-    facts::{FactSource, Facts, ThisMachine},
+    facts::{FactSource, ThisMachine},
 };
+pub use hmem_core::cause::Facts;
 
 /// The path decision of this library, with the decisions made so far.
 #[derive(Debug)]

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use hmem_core::{
     AddressRange, AllocationKind, Decision, Error, ErrorKind, Iface, IfaceExt, IfaceKind, Path,
     Result,
+    cause::{Facts, RefusalCause, RefusalContext, Step},
     iface::DmaBufMapping,
     path::{Attempt, P2pPolicy, Target, Trace},
     provider::{Backing, Nic, Piece, ProviderAttr, ProviderDomain, ProviderRegion},
@@ -14,9 +15,9 @@ use hmem_core::{
 
 use super::{
     DefaultPathSelector,
-    cause::{self, Cause, Circumstance, NO_PCIE_MAPPING, Step},
+    cause::{CAUSES, NO_PCIE_MAPPING},
     exports::{DmaBufLayout, ExportSet, Exported, Grain},
-    facts::{FactSource, Facts},
+    facts::FactSource,
 };
 use crate::staging::StagedRange;
 
@@ -397,7 +398,7 @@ impl<'a> PathSearch<'a> {
         step: Step,
         mapping: DmaBufMapping,
         error: &Error,
-    ) -> Option<&'static Cause> {
+    ) -> Option<&'static RefusalCause> {
         let facts = match self.facts.take() {
             Some(facts) => facts,
             None => {
@@ -409,8 +410,9 @@ impl<'a> PathSearch<'a> {
             }
         };
         let (facts, kind) = (self.facts.insert(facts), self.kind);
-        let iface = self.owner.iface;
-        cause::probable(&Circumstance { path, step, iface, kind, mapping, error }, facts)
+        let of_iface = self.iface.map_or(&[][..], |iface| iface.causes());
+        let context = RefusalContext { path, step, kind, mapping, error };
+        RefusalCause::probable(of_iface.iter().chain(CAUSES), &context, facts)
     }
 
     /// Returns the PCI bus id of the memory's device.
@@ -460,7 +462,7 @@ impl<'a> PathSearch<'a> {
 
     /// Gives earlier refusals of the PCIe mapping the cause of the default mapping's refusal: the
     /// driver exports under no mapping.
-    fn default_is_refused(&mut self, cause: Option<&'static Cause>) {
+    fn default_is_refused(&mut self, cause: Option<&'static RefusalCause>) {
         self.default_refused = true;
         for attempt in &mut self.attempts {
             if attempt.cause_name != Some(NO_PCIE_MAPPING) {
@@ -534,7 +536,7 @@ pub(super) fn kind_of(owner: &Owner) -> AllocationKind {
     }
 }
 
-fn explained(attempt: Attempt, cause: Option<&'static Cause>) -> Attempt {
+fn explained(attempt: Attempt, cause: Option<&'static RefusalCause>) -> Attempt {
     match cause {
         Some(cause) => attempt.because(cause.name, cause.cause, cause.remedy),
         None => attempt,

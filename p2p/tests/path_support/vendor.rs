@@ -6,6 +6,7 @@ use std::sync::Arc;
 use hmem_core::{
     Address, AddressRange, Allocation, DeviceId, Error, Iface, IfaceExt, IfaceKind, Result,
     Segment,
+    cause::RefusalCause,
     iface::{
         AllocRequest, Allocator, CopyEngine, Device, DmaBufExport, DmaBufExporter, DmaBufMapping,
         InboundFlush, MonitorSource, PeerMemoryExport, PeerMemoryExporter, SegmentMap,
@@ -56,6 +57,16 @@ impl Vendor {
     }
 }
 
+/// The causes that the iface of this kind gives.
+pub(crate) fn causes_of(kind: IfaceKind) -> &'static [RefusalCause] {
+    match kind {
+        IfaceKind::CUDA => hmem_iface_cuda::CAUSES,
+        IfaceKind::ROCR => hmem_iface_rocr::CAUSES,
+        IfaceKind::ZE => hmem_iface_ze::CAUSES,
+        _ => &[],
+    }
+}
+
 fn check(refuse: Refuse) -> Result<()> {
     refuse().map_or(Ok(()), Err)
 }
@@ -86,6 +97,10 @@ unsafe impl Iface for Vendor {
 
     fn address_span(&self) -> Option<AddressRange> {
         self.memory.address_span()
+    }
+
+    fn causes(&self) -> &'static [RefusalCause] {
+        causes_of(self.kind)
     }
 
     fn allocator(&self) -> Option<&dyn Allocator> {

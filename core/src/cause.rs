@@ -1,0 +1,245 @@
+//! Why a way from memory to a NIC is refused, and what to do about it: rules that lead from what
+//! was tried, and what it answered, to the probable cause.
+//!
+//! A rule of one driver belongs to its iface ([`Iface::causes`](crate::Iface::causes)). The rules
+//! that hold for any driver belong to the path decision.
+
+use std::{collections::BTreeSet, fs, path::PathBuf};
+
+use crate::{AllocationKind, Error, ErrorKind, Path, iface::DmaBufMapping};
+
+/// What was being done when a way was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Looking at what the NIC imports at all.
+    Import,
+    /// Finding the physical segments.
+    Segments,
+    /// Exporting a range of several physical segments as one dma-buf. Where a segment is refused in
+    /// the same way, the refusal of the whole is one of [`Step::Export`].
+    ExportWhole,
+    /// Exporting, as a dma-buf or to peer-memory clients.
+    Export,
+    /// Registering with the NIC.
+    Register,
+}
+
+impl Step {
+    /// Every step, in the order in which they are made.
+    pub const ALL: [Self; 5] =
+        [Self::Import, Self::Segments, Self::ExportWhole, Self::Export, Self::Register];
+
+    /// The name as it is printed.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Import => "import",
+            Self::Segments => "segments",
+            Self::ExportWhole => "export of several segments in one",
+            Self::Export => "export",
+            Self::Register => "register",
+        }
+    }
+}
+
+/// What a refusal answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// One of these numbers of the operating system.
+    Errno(&'static [i32]),
+    /// One of these codes of the iface's driver.
+    Driver(&'static [i64]),
+    /// One of these kinds, in whatever dialect.
+    Kind(&'static [ErrorKind]),
+}
+
+impl Answer {
+    /// The operation is lacking, in whatever dialect.
+    pub const UNSUPPORTED: Self = Self::Kind(&[ErrorKind::Unsupported, ErrorKind::NoSys]);
+
+    fn is(self, error: &Error) -> bool {
+        match self {
+            Self::Errno(numbers) => {
+                error.os_errno().is_some_and(|errno| numbers.contains(&errno.0))
+            }
+            Self::Driver(codes) => {
+                error.driver().is_some_and(|driver| codes.contains(&driver.code))
+            }
+            // These two numbers are turned into kinds that say less.
+            Self::Kind(kinds) => {
+                let exact = error.os_errno().is_some_and(|errno| matches!(errno.0, 121 | 524));
+                !exact && kinds.contains(&error.kind())
+            }
+        }
+    }
+}
+
+/// A refusal to find the cause of.
+#[derive(Clone, Copy, Debug)]
+pub struct RefusalContext<'a> {
+    /// Which way.
+    pub path: Path,
+    /// What was being done.
+    pub step: Step,
+    /// Which kind of memory.
+    pub kind: AllocationKind,
+    /// The mapping of the dma-buf that may be at fault: the default one where that is refused as
+    /// well.
+    pub mapping: DmaBufMapping,
+    /// The answer.
+    pub error: &'a Error,
+}
+
+/// Facts about a machine, each `None` (or empty) where it could not be found out.
+///
+/// No path is chosen by these facts: ways are tried. They only tell causes apart that answer with
+/// the same number.
+///
+/// ```
+/// use hmem_core::cause::Facts;
+///
+/// let facts = Facts { kernel: Some((5, 4)), ..Facts::default() };
+/// assert_eq!(facts.has_module("nvidia_peermem"), None);
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Facts {
+    /// The kernel's version and patch level: `(6, 12)`.
+    pub kernel: Option<(u32, u32)>,
+    /// The kernel modules that matter to paths and are loaded, or built in and have parameters,
+    /// with underscores.
+    pub modules: Option<BTreeSet<String>>,
+    /// The kernel options that matter to paths and are set, as `y` or `m`, without `CONFIG_`.
+    pub kernel_options: Option<BTreeSet<String>>,
+    /// The locked-memory limit of the process in bytes; `u64::MAX` is no limit.
+    pub memlock: Option<u64>,
+    /// Whether the IOMMU translates the addresses that the NIC (or the device) uses.
+    pub iommu_translates: Option<bool>,
+    /// Whether ACS sends what the two say to one another through the root complex.
+    pub acs_redirects: Option<bool>,
+    /// Bytes of the device's largest BAR.
+    pub bar: Option<u64>,
+    /// The folder below which the machine's files are read ([`Facts::text`]).
+    pub root: Option<PathBuf>,
+}
+
+impl Facts {
+    /// Returns whether a module that matters to paths is there, by its name with underscores.
+    #[must_use]
+    pub fn has_module(&self, name: &str) -> Option<bool> {
+        self.modules.as_ref().map(|modules| modules.contains(name))
+    }
+
+    /// Returns whether a build option that matters to paths is set, by its name without `CONFIG_`.
+    #[must_use]
+    pub fn has_option(&self, name: &str) -> Option<bool> {
+        self.kernel_options.as_ref().map(|options| options.contains(name))
+    }
+
+    /// Reads a file of the machine, by its path without the slash in front: a driver's own
+    /// statement in procfs, for example.
+    #[must_use]
+    pub fn text(&self, path: &str) -> Option<String> {
+        fs::read_to_string(self.root.as_ref()?.join(path)).ok()
+    }
+}
+
+/// A fact that a cause needs.
+#[derive(Clone, Copy, Debug)]
+pub struct Needs {
+    /// The fact as a clause.
+    pub text: &'static str,
+    /// Returns whether it is known to hold.
+    pub holds: fn(&Facts) -> bool,
+}
+
+impl Needs {
+    /// Shorthand for the field [`RefusalCause::needs`].
+    #[must_use]
+    pub const fn some(text: &'static str, holds: fn(&Facts) -> bool) -> Option<Self> {
+        Some(Self { text, holds })
+    }
+}
+
+/// A known cause. Every condition must hold.
+///
+/// ```
+/// use hmem_core::{
+///     Path,
+///     cause::{Answer, RefusalCause, Step},
+/// };
+///
+/// // A row of an iface: where its driver refuses an export, before the general rows.
+/// const NOT_SHARED: RefusalCause = RefusalCause {
+///     name: "mine-not-shared",
+///     rank: 35,
+///     paths: &[Path::DmaBuf],
+///     steps: &[Step::Export],
+///     answers: &[Answer::Driver(&[7])],
+///     cause: "the memory was not allocated to be shared",
+///     remedy: "allocate it with MY_SHARED",
+///     ..RefusalCause::ANY
+/// };
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct RefusalCause {
+    /// Its name: a heading in `docs/causes.md`.
+    pub name: &'static str,
+    /// Its place among all causes that fit, of which the lowest is the probable one: a special
+    /// cause has a lower rank than a general one. The general causes stand at multiples of 10.
+    pub rank: u32,
+    /// The ways that meet it.
+    pub paths: &'static [Path],
+    /// When.
+    pub steps: &'static [Step],
+    /// Which kind of memory; `None` for any.
+    pub kind: Option<AllocationKind>,
+    /// Under which mapping; `None` for any.
+    pub mapping: Option<DmaBufMapping>,
+    /// What is answered: any of these.
+    pub answers: &'static [Answer],
+    /// What must be known of the machine.
+    pub needs: Option<Needs>,
+    /// The probable cause, in a sentence.
+    pub cause: &'static str,
+    /// What to do.
+    pub remedy: &'static str,
+}
+
+impl RefusalCause {
+    /// The conditions that most rows share, to begin a row with: every path, on registering. It
+    /// fits nothing itself.
+    pub const ANY: Self = Self {
+        name: "",
+        rank: u32::MAX,
+        paths: &[Path::PlainHost, Path::DmaBuf, Path::PeerMemory, Path::Staged],
+        steps: &[Step::Register],
+        kind: None,
+        mapping: None,
+        answers: &[],
+        needs: None,
+        cause: "",
+        remedy: "",
+    };
+
+    /// Returns whether this is a cause of the refusal.
+    #[must_use]
+    pub fn fits(&self, context: &RefusalContext<'_>, facts: &Facts) -> bool {
+        let RefusalContext { path, step, kind, mapping, error } = context;
+        self.paths.contains(path)
+            && self.steps.contains(step)
+            && self.kind.is_none_or(|wanted| wanted == *kind)
+            && self.mapping.is_none_or(|wanted| wanted == *mapping)
+            && self.answers.iter().any(|answer| answer.is(error))
+            && self.needs.is_none_or(|needs| (needs.holds)(facts))
+    }
+
+    /// Returns the probable cause of a refusal: of the rows that fit, the one of the lowest rank.
+    #[must_use]
+    pub fn probable<'r>(
+        rows: impl IntoIterator<Item = &'r Self>,
+        context: &RefusalContext<'_>,
+        facts: &Facts,
+    ) -> Option<&'r Self> {
+        rows.into_iter().filter(|row| row.fits(context, facts)).min_by_key(|row| row.rank)
+    }
+}
