@@ -107,7 +107,7 @@ impl AddressRange {
         self.len
     }
 
-    /// Whether the length is 0.
+    /// Returns true if the length is 0.
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.len == 0
@@ -119,20 +119,21 @@ impl AddressRange {
         self.start.checked_add(self.len)
     }
 
-    /// Whether `address` lies inside.
+    /// Returns true if `address` lies inside.
     #[must_use]
     pub const fn contains(self, address: Address) -> bool {
         address.0.wrapping_sub(self.start.0) < self.len
     }
 
-    /// Whether all of `other` lies inside. An empty range lies in any range that it touches.
+    /// Returns true if all of `other` lies inside. An empty range lies in any range that it
+    /// touches.
     #[must_use]
     pub const fn contains_range(self, other: Self) -> bool {
         let offset = other.start.0.wrapping_sub(self.start.0);
         offset <= self.len && other.len <= self.len - offset
     }
 
-    /// Whether the two share a byte.
+    /// Returns true if the two ranges share a byte.
     #[must_use]
     pub const fn overlaps(self, other: Self) -> bool {
         self.len > 0 && other.len > 0 && (self.contains(other.start) || other.contains(self.start))

@@ -1,8 +1,8 @@
-//! What an iface knows about an address: the allocation around it.
+//! Allocations, which an iface reports for the addresses in them.
 
 use crate::{Address, AddressRange, AllocOffset, DeviceId, IfaceKind};
 
-/// How memory was allocated; each kind has its own registration rules.
+/// The way in which memory was allocated. Each kind has its own registration rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum AllocationKind {
@@ -41,7 +41,7 @@ impl AllocationKind {
         }
     }
 
-    /// Whether the CPU can load and store there.
+    /// Returns true if the CPU can load and store there.
     #[must_use]
     pub const fn cpu_accessible(self) -> bool {
         matches!(self, Self::Host | Self::HostRegistered | Self::Managed | Self::System)
@@ -61,9 +61,9 @@ pub struct Allocation {
     pub range: AddressRange,
     /// The device that holds it; `None` for memory of no particular device.
     pub device: Option<DeviceId>,
-    /// How it was allocated.
+    /// The kind of memory.
     pub kind: AllocationKind,
-    /// Which allocation it is, among all that ever had this address.
+    /// The identity, which differs from that of every other allocation at this address.
     pub id: AllocationId,
 }
 
@@ -74,7 +74,7 @@ impl Allocation {
         self.range.start()
     }
 
-    /// How far into the allocation `address` lies; `None` if it is outside.
+    /// Returns the offset of `address` in the allocation, or `None` if it is outside.
     #[must_use]
     pub const fn offset_of(&self, address: Address) -> Option<AllocOffset> {
         if self.range.contains(address) {
@@ -91,6 +91,6 @@ impl Allocation {
 pub struct Segment {
     /// The addresses that it backs.
     pub range: AddressRange,
-    /// Whether it can be exported to a NIC.
+    /// Set if the segment can be exported to a NIC.
     pub exportable: bool,
 }

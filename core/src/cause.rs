@@ -8,7 +8,7 @@ use std::{collections::BTreeSet, fs, path::PathBuf};
 
 use crate::{AllocationKind, Error, ErrorKind, Path, iface::DmaBufMapping};
 
-/// What was being done when a way was refused.
+/// The step of a path that was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Looking at what the NIC imports at all.
@@ -42,7 +42,7 @@ impl Step {
     }
 }
 
-/// What a refusal answered.
+/// The answer of a refusal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
     /// One of these numbers of the operating system.
@@ -77,11 +77,11 @@ impl Answer {
 /// A refusal to find the cause of.
 #[derive(Clone, Copy, Debug)]
 pub struct RefusalContext<'a> {
-    /// Which way.
+    /// The path.
     pub path: Path,
-    /// What was being done.
+    /// The step.
     pub step: Step,
-    /// Which kind of memory.
+    /// The kind of memory.
     pub kind: AllocationKind,
     /// The mapping of the dma-buf that may be at fault: the default one where that is refused as
     /// well.
@@ -112,9 +112,9 @@ pub struct Facts {
     pub kernel_options: Option<BTreeSet<String>>,
     /// The locked-memory limit of the process in bytes; `u64::MAX` is no limit.
     pub memlock: Option<u64>,
-    /// Whether the IOMMU translates the addresses that the NIC (or the device) uses.
+    /// Set if the IOMMU translates the addresses that the NIC (or the device) uses.
     pub iommu_translates: Option<bool>,
-    /// Whether ACS sends what the two say to one another through the root complex.
+    /// Set if ACS routes peer-to-peer traffic of the two through the root complex.
     pub acs_redirects: Option<bool>,
     /// Bytes of the device's largest BAR.
     pub bar: Option<u64>,
@@ -191,17 +191,17 @@ pub struct RefusalCause {
     pub paths: &'static [Path],
     /// When.
     pub steps: &'static [Step],
-    /// Which kind of memory; `None` for any.
+    /// The kind of memory; `None` for any.
     pub kind: Option<AllocationKind>,
     /// Under which mapping; `None` for any.
     pub mapping: Option<DmaBufMapping>,
-    /// What is answered: any of these.
+    /// The answers, any of which fits.
     pub answers: &'static [Answer],
-    /// What must be known of the machine.
+    /// The fact that must hold on the machine.
     pub needs: Option<Needs>,
     /// The probable cause, in a sentence.
     pub cause: &'static str,
-    /// What to do.
+    /// The remedy.
     pub remedy: &'static str,
 }
 

@@ -48,7 +48,7 @@ impl Counter {
         self.closed.store(true, Ordering::Release);
     }
 
-    /// Whether it was closed.
+    /// Returns true if the counter was closed.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)

@@ -26,7 +26,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 macro_rules! kinds {
     ($($(#[doc = $doc:literal])+ $name:ident = ($fi:literal, $text:literal),)+) => {
-        /// What went wrong, in the words of the field.
+        /// The kind of an error, in the terms of the field.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum ErrorKind { $($(#[doc = $doc])+ $name,)+ }
@@ -362,7 +362,7 @@ impl Error {
         self
     }
 
-    /// What went wrong.
+    /// Returns the kind.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
@@ -398,7 +398,7 @@ impl Error {
         self.0.provider.as_deref()
     }
 
-    /// What the caller can do about it, where known.
+    /// Returns the remedy, if one is known.
     #[must_use]
     pub fn remedy_text(&self) -> Option<&str> {
         self.0.remedy.as_deref()
@@ -428,19 +428,19 @@ impl Error {
         self.0.kind.fi_errno()
     }
 
-    /// Whether the operation is lacking (in any dialect) rather than failed.
+    /// Returns true if the operation is not supported (in any dialect) rather than failed.
     #[must_use]
     pub fn is_unsupported(&self) -> bool {
         matches!(self.0.kind, ErrorKind::Unsupported | ErrorKind::NoSys)
     }
 
-    /// Whether a library, driver or device is not there.
+    /// Returns true if a library, driver or device is unavailable.
     #[must_use]
     pub fn is_unavailable(&self) -> bool {
         self.0.kind == ErrorKind::Unavailable
     }
 
-    /// Whether something still depends on the object.
+    /// Returns true if something still depends on the object.
     #[must_use]
     pub fn is_busy(&self) -> bool {
         self.0.kind == ErrorKind::Busy

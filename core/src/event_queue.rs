@@ -20,7 +20,7 @@ pub struct Event {
     pub region: RegionId,
     /// The context given with the registration.
     pub context: u64,
-    /// Whether it is registered, or why not.
+    /// The result of the registration.
     pub result: Result<()>,
 }
 

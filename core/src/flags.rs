@@ -31,7 +31,7 @@ bitflags::bitflags! {
 }
 
 bitflags::bitflags! {
-    /// What a counter bound to a region counts (`fi_mr_bind`).
+    /// The accesses that a counter counts when it is bound to a region (`fi_mr_bind`).
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct BindFlags: u64 {
         /// One count for each remote write or atomic that changes the region.
@@ -40,7 +40,7 @@ bitflags::bitflags! {
 }
 
 bitflags::bitflags! {
-    /// What a domain reports through a bound event queue (`fi_domain_bind`).
+    /// The operations that a domain reports through a bound event queue (`fi_domain_bind`).
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct DomainBindFlags: u64 {
         /// Registrations complete asynchronously, by an event.

@@ -1,4 +1,4 @@
-//! Which software interface owns memory, and which of its devices.
+//! Numbers of ifaces and of their devices.
 //!
 //! ```
 //! use hmem_core::IfaceKind;
@@ -39,7 +39,7 @@ impl IfaceKind {
         (Self::SYNAPSEAI, "synapseai"),
     ];
 
-    /// Whether the number lies in the range left to plug-ins.
+    /// Returns true if the number lies in the range for plug-ins.
     #[must_use]
     pub const fn is_plug_in(self) -> bool {
         self.0 >= Self::FIRST_PLUG_IN.0

@@ -44,7 +44,7 @@ impl fmt::Debug for LocalKey {
     }
 }
 
-/// How peers address a region.
+/// The addresses by which peers reach a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Addressing {
     /// By an offset that starts at 0 (default), over all ranges as one run of bytes.
@@ -64,7 +64,7 @@ pub struct RemotePiece {
     pub key: u64,
 }
 
-/// What a peer needs to reach a region: its keys, and how to address it.
+/// The data by which a peer reaches a region: its keys and its addressing.
 ///
 /// One piece in almost every case; a region that the provider had to split lists one piece per part
 /// (VRB-07).
@@ -98,13 +98,13 @@ impl RemoteKey {
         Self { addressing, mapped: true, first: RemotePiece { base, len, key }, rest: Vec::new() }
     }
 
-    /// Whether `map_raw` made this key.
+    /// Returns true if `map_raw` made this key.
     #[must_use]
     pub const fn is_mapped(&self) -> bool {
         self.mapped
     }
 
-    /// How the peer addresses the region.
+    /// Returns the addressing of the region.
     #[must_use]
     pub const fn addressing(&self) -> Addressing {
         self.addressing

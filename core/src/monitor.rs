@@ -8,7 +8,7 @@ use std::{fmt, sync::Arc};
 
 use crate::{AddressRange, Allocation, Result};
 
-/// How a monitor learns of changes.
+/// The way in which a monitor detects changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MonitorStyle {
     /// It is called back before the memory goes.
@@ -17,7 +17,7 @@ pub enum MonitorStyle {
     Identity,
 }
 
-/// What happened, or is about to happen, to memory.
+/// A change of memory that happened or is about to happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[repr(u8)]
@@ -123,13 +123,13 @@ pub trait Monitor: fmt::Debug + Send + Sync {
     /// Its name as configuration and `info` use it: `memhooks`, `userfaultfd`, `import`.
     fn name(&self) -> &str;
 
-    /// How it came to be this one and what it does not see, in a line for people.
+    /// Returns one line: why this monitor was chosen and which changes it misses.
     fn why(&self) -> String;
 
-    /// How it learns of changes.
+    /// Returns the way in which the monitor detects changes.
     fn style(&self) -> MonitorStyle;
 
-    /// Whether it notices changes by `cause`, where it watches a range at all.
+    /// Returns true if the monitor detects changes by `cause` in the ranges that it watches.
     fn watches(&self, cause: Cause) -> bool;
 
     /// Watches `range` and reports to `invalidator` until unsubscribed.
@@ -150,7 +150,8 @@ pub trait Monitor: fmt::Debug + Send + Sync {
     /// it has others.
     fn unsubscribe(&self, subscription: Subscription);
 
-    /// Whether `allocation` still is what is at its address. Monitors that are called back say yes.
+    /// Returns true if `allocation` still exists at its address. Monitors that are called back
+    /// always return true.
     ///
     /// # Errors
     /// A failed driver call.

@@ -18,7 +18,8 @@ use std::fmt;
 use crate::{Error, ErrorKind, Result, access::write_names};
 
 bitflags::bitflags! {
-    /// What an application agrees to do, or a provider needs done (`fi_mr(3)`, "MR MODE BITS").
+    /// Duties that an application agrees to, or that a provider requires (`fi_mr(3)`, "MR MODE
+    /// BITS").
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct MrMode: u32 {
         /// Deprecated: exactly VIRT_ADDR, ALLOCATED and PROV_KEY. Stands alone, or beside LOCAL for
@@ -50,7 +51,7 @@ bitflags::bitflags! {
 }
 
 impl MrMode {
-    /// What BASIC stands for.
+    /// The bits that BASIC stands for.
     pub const BASIC_MEANS: Self = Self::VIRT_ADDR.union(Self::ALLOCATED).union(Self::PROV_KEY);
 
     /// The mode a domain runs in when the application offers `self` and the provider needs

@@ -1,5 +1,4 @@
-//! How the NIC gets at memory, and why that way: the decision is a value that is kept with the
-//! region.
+//! Decisions: the path of a registration with its reasons, kept with the region.
 
 use std::{fmt, sync::Arc};
 
@@ -34,7 +33,7 @@ fn display_option<T: fmt::Display, S: Serializer>(
     }
 }
 
-/// How a registration reached its memory: the attempts in order, the last of which succeeded.
+/// The path of a registration, with the attempts in order, the last of which succeeded.
 #[derive(Clone, Debug, Serialize)]
 pub struct Decision {
     /// The way taken.
@@ -53,8 +52,8 @@ pub struct Decision {
     pub policy: P2pPolicy,
     /// The mapping of the dma-buf, where one was made.
     pub mapping: DmaBufMapping,
-    /// Whether it was decided earlier, by a registration of the same iface, device, kind of
-    /// memory, NIC and policy. The attempts then begin with that registration's refusals,
+    /// Set if an earlier registration of the same iface, device, kind of memory, NIC and policy
+    /// made the decision. The attempts then begin with that registration's refusals,
     /// whose calls name its range; how ranges of several segments went is this registration's
     /// own and follows.
     pub remembered: bool,
@@ -92,7 +91,7 @@ pub struct PathRegistration {
 /// One NIC that a registration is for.
 #[derive(Clone, Copy, Debug)]
 pub struct Target<'a> {
-    /// What to register.
+    /// The registration.
     pub registration: &'a Registration<'a>,
     /// The NIC's domain.
     pub provider: &'a dyn ProviderDomain,

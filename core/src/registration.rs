@@ -24,7 +24,7 @@ pub struct Registration<'a> {
     pub key: KeyRequest,
     /// The authorization key: the domain's if the application gave none.
     pub auth_key: &'a AuthKey,
-    /// How peers address the region.
+    /// The addressing for peers.
     pub addressing: Addressing,
     /// The page size to use, in bytes; 0 leaves it to the provider.
     pub page_size: usize,
@@ -103,7 +103,7 @@ pub enum KeyRequest {
     Provider,
 }
 
-/// Whether device memory may, should or must be reached directly (`FI_OPT_FI_HMEM_P2P`).
+/// A policy for direct access to device memory (`FI_OPT_FI_HMEM_P2P`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[repr(u32)]

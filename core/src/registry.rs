@@ -1,4 +1,4 @@
-//! Which iface owns an address.
+//! The ifaces of a process, and the owner of each address.
 //!
 //! Ifaces that could not start are kept with their reasons, so that asking for one names the
 //! library or the cargo feature instead of failing later with a bare errno.
@@ -10,8 +10,7 @@ use crate::{
     IfaceKind, Result,
 };
 
-/// Who owns a range: iface, device where there is one, and the allocation where the iface keeps
-/// them.
+/// The owner of a range: iface, device if it has one, and allocation if the iface keeps them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owner {
     /// The iface.
@@ -44,8 +43,7 @@ impl Asked {
         Self { first, span, iface }
     }
 
-    /// Whether the iface is asked about an address: others' end here where it said where its memory
-    /// lies.
+    /// Returns false if the iface's address span excludes an address.
     #[inline]
     fn may_hold(&self, address: Address) -> bool {
         address.0.wrapping_sub(self.first.0) <= self.span
@@ -157,7 +155,7 @@ impl Registry {
         Ok(Owner::SYSTEM)
     }
 
-    /// Whether no device iface claims the first or the last byte of a range.
+    /// Returns true if no device iface claims the first or the last byte of a range.
     ///
     /// Each is asked once where both bytes lie in one page: a page of host memory is nobody else's.
     /// Over a page boundary both bytes are asked for: that nobody knows the first says nothing

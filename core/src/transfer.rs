@@ -24,7 +24,7 @@ pub struct LocalSegment {
 /// A piece of a peer's memory in a work request.
 #[derive(Clone, Copy, Debug)]
 pub struct RemoteSegment<'a> {
-    /// Where it starts, in the addressing of the key.
+    /// The first byte, in the addressing of the key.
     pub address: Iova,
     /// Bytes.
     pub len: u64,
@@ -100,7 +100,7 @@ impl AtomicOp {
         Self::Mswap,
     ];
 
-    /// Whether it takes a compare operand (`fi_compare_atomic`).
+    /// Returns true if the operation takes a compare operand (`fi_compare_atomic`).
     #[must_use]
     pub const fn compares(self) -> bool {
         matches!(
@@ -141,7 +141,7 @@ impl AtomicType {
     }
 }
 
-/// What a work request does.
+/// The operation of a work request.
 ///
 /// Local and remote lists of a write or read are runs of bytes of the same total length; the seams
 /// need not agree.
@@ -150,12 +150,12 @@ impl AtomicType {
 pub enum Operation<'a> {
     /// RMA write from the local segments to the remote ones.
     Write {
-        /// Where to.
+        /// The destination.
         remote: &'a [RemoteSegment<'a>],
     },
     /// RMA read from the remote segments into the local ones.
     Read {
-        /// Where from.
+        /// The source.
         remote: &'a [RemoteSegment<'a>],
     },
     /// Atomic over an array of elements: operands in the local segments. A fetching one gives
@@ -167,9 +167,9 @@ pub enum Operation<'a> {
         datatype: AtomicType,
         /// The target elements; aligned to the element size.
         remote: RemoteSegment<'a>,
-        /// Where the old values go, for fetching and comparing forms.
+        /// The destination of the old values, for fetching and comparing forms.
         result: Option<LocalSegment>,
-        /// What to compare with, for comparing forms.
+        /// The value to compare with, for comparing forms.
         compare: Option<LocalSegment>,
     },
     /// A message; a tagged one matches receives by tag.
@@ -190,7 +190,7 @@ pub enum Operation<'a> {
     BindWindow {
         /// The window.
         window: ProviderWindow,
-        /// What to bind it to.
+        /// The region to bind it to.
         region: ProviderRegion,
         /// First byte, from the start of the region.
         offset: u64,
@@ -198,7 +198,7 @@ pub enum Operation<'a> {
         len: u64,
         /// Remote rights.
         access: Access,
-        /// How peers address it.
+        /// The addressing for peers.
         addressing: Addressing,
         /// The low 8 bits of the new key.
         tag: u8,
@@ -213,7 +213,7 @@ pub enum Operation<'a> {
 /// One request to an endpoint.
 #[derive(Clone, Copy, Debug)]
 pub struct WorkRequest<'a> {
-    /// What to do.
+    /// The remedy.
     pub operation: Operation<'a>,
     /// The local memory, as one run of bytes.
     pub local: &'a [LocalSegment],
@@ -223,7 +223,7 @@ pub struct WorkRequest<'a> {
     pub context: u64,
 }
 
-/// What kind of request a completion ends.
+/// The kind of request that a completion ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(missing_docs, reason = "named like the operations")]
 pub enum CompletionKind {
@@ -241,7 +241,7 @@ pub enum CompletionKind {
 pub struct Completion {
     /// The request's context.
     pub context: u64,
-    /// What it was.
+    /// The kind of the request.
     pub kind: CompletionKind,
     /// Bytes moved, or why none may be relied on.
     ///

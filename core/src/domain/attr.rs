@@ -11,21 +11,21 @@ use crate::{
     registration::{Parallel, Progress},
 };
 
-/// How to open a domain (`fi_domain_attr` and the capabilities of `fi_getinfo`).
+/// Attributes of a domain (`fi_domain_attr` and the capabilities of `fi_getinfo`).
 #[derive(Clone, Debug)]
 pub struct DomainAttr {
     /// The NIC's name; `None` for the provider's first.
     pub nic: Option<String>,
     /// The mr_mode bits that the application is ready for.
     pub mr_mode: MrMode,
-    /// Whether the application uses device memory (`FI_HMEM`). Without it `MrAttr::iface` is
+    /// Set if the application uses device memory (`FI_HMEM`). Without it `MrAttr::iface` is
     /// ignored.
     pub hmem: bool,
     /// The authorization key of regions and endpoints that name none.
     pub auth_key: AuthKey,
     /// Caches registrations in [`Domain::cache`](crate::Domain::cache); `None` leaves it out.
     pub cache: Option<CacheAttr>,
-    /// Whether device memory may, should or must be reached directly.
+    /// The policy for direct access to device memory.
     pub p2p: P2pPolicy,
     /// The buffers through which device memory is copied that the NIC cannot reach.
     pub staging: StagingAttr,
@@ -50,7 +50,7 @@ impl Default for DomainAttr {
     }
 }
 
-/// How a domain caches registrations; what is not said is libfabric's environment variable where
+/// Limits of a domain's registration cache. An unset limit is libfabric's environment variable if
 /// the domain is opened through `hmem::Hmem`, and the default of [`Limits`] otherwise.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CacheAttr {
@@ -58,7 +58,7 @@ pub struct CacheAttr {
     pub max_count: Option<usize>,
     /// Bytes; 0 turns caching off.
     pub max_bytes: Option<u64>,
-    /// Whether registrations are merged.
+    /// Merges registrations that overlap or touch.
     pub merge: Option<bool>,
     /// Ifaces whose monitors are not to be used: their memory is registered uncached.
     pub without_monitors: Option<Vec<IfaceKind>>,
@@ -98,7 +98,7 @@ impl CacheAttr {
 pub struct DmaBufAttr<'a> {
     /// The dma-buf; the registration outlives it.
     pub fd: BorrowedFd<'a>,
-    /// Where the region starts in it.
+    /// The offset of the region in the dma-buf.
     pub offset: DmaBufOffset,
     /// Bytes, more than 0.
     pub len: u64,
@@ -122,7 +122,7 @@ impl fmt::Debug for Prefault<'_> {
     }
 }
 
-/// What to register (`struct fi_mr_attr`).
+/// A request to register memory (`struct fi_mr_attr`).
 #[derive(Clone, Copy, Debug)]
 pub struct MrAttr<'a> {
     /// The ranges, 1 to `mr_iov_limit`; none with [`MrAttr::dma_buf`].
@@ -136,7 +136,7 @@ pub struct MrAttr<'a> {
     pub requested_key: Option<u64>,
     /// Returned with the event of an asynchronous registration.
     pub context: u64,
-    /// Who may reach the region; `None` for the domain's key.
+    /// The authorization key; `None` for the domain's.
     pub auth_key: Option<&'a AuthKey>,
     /// The owner of the memory, if the caller knows it; found out otherwise. Ignored without the
     /// HMEM capability.

@@ -197,7 +197,7 @@ impl DeviceBuffer {
         Ok(Self { iface: Arc::clone(iface), allocation })
     }
 
-    /// What was allocated.
+    /// Returns the allocation.
     #[must_use]
     pub fn allocation(&self) -> &Allocation {
         &self.allocation

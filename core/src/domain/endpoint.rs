@@ -41,9 +41,9 @@ pub struct Atomic<'a> {
     pub remote: RemoteSegment<'a>,
     /// The operands.
     pub operand: RegionSlice,
-    /// Where the old values go, for fetching and comparing forms.
+    /// The destination of the old values, for fetching and comparing forms.
     pub result: Option<RegionSlice>,
-    /// What to compare with, for comparing forms.
+    /// The value to compare with, for comparing forms.
     pub compare: Option<RegionSlice>,
 }
 
@@ -100,7 +100,7 @@ impl Endpoint {
     /// # Errors
     /// [`ErrorKind::Again`] if the queue is full; [`ErrorKind::NoRegion`] for a descriptor that is
     /// missing or foreign; where the cache registers what names no region, the errors of that.
-    /// What only the target can know comes back as a failed completion.
+    /// Errors that only the target can detect come back as a failed completion.
     #[inline]
     pub unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()> {
         match &self.leasing {

@@ -29,7 +29,7 @@ use crate::{
 #[derive(Debug)]
 pub(super) struct Inbound {
     registry: Arc<Registry>,
-    /// How many there are; they never become fewer.
+    /// The number of devices, which never falls.
     count: AtomicUsize,
     devices: RwLock<Vec<(IfaceKind, DeviceId)>>,
     warned: AtomicBool,
@@ -45,7 +45,7 @@ impl Inbound {
         }
     }
 
-    /// Whether there can ever be one.
+    /// Returns true if the registry has ifaces of devices.
     pub(super) fn may_have_any(&self) -> bool {
         self.registry.iter().any(|iface| iface.kind() != IfaceKind::SYSTEM)
     }

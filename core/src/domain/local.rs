@@ -25,8 +25,8 @@ use crate::{
     transfer::{Completion, LocalSegment, Operation, WorkRequest},
 };
 
-/// What the NIC reads, and what it writes: rights that fit every transfer of the sort, so that one
-/// region serves all. A region for reading can be of memory that is read-only.
+/// Rights for memory that the NIC reads, and for memory that it writes. They fit every such
+/// transfer, so that one region serves all. A region for reading can be of memory that is read-only.
 const SOURCE: Access = Access::SEND.union(Access::WRITE);
 const SINK: Access = SOURCE.union(Access::RECV).union(Access::READ);
 
@@ -206,7 +206,7 @@ impl Side {
 /// An endpoint's part: where leases come from, and where they are kept.
 pub(super) struct Leasing {
     cache: RegionCache,
-    /// Whether host memory too needs a descriptor.
+    /// Set if host memory needs a descriptor too.
     host: bool,
     transmits: Option<Side>,
     receives: Option<Side>,

@@ -171,7 +171,7 @@ impl Domain {
         self.inner.mode
     }
 
-    /// What the NIC offers and needs.
+    /// Returns the attributes of the NIC.
     #[must_use]
     pub fn provider_attr(&self) -> &ProviderAttr {
         &self.inner.provider_attr
@@ -425,11 +425,10 @@ impl Domain {
 
     /// Opens a completion queue.
     ///
-    /// Where the NIC may write into memory of devices (a region of theirs was registered for
-    /// receives, reads or remote writes), reading a receive, a read or an atomic flushes it
-    /// first where the device needs that: work that the device starts then finds the bytes, and
-    /// what the sender of a received message had written before it. A flush that fails is logged
-    /// once.
+    /// If device memory of the domain is registered for the NIC to write, reading a receive, a read
+    /// or an atomic first flushes the devices that need it. Work that a device starts afterwards
+    /// finds the bytes, and those that the sender of a received message wrote before it. A flush
+    /// that fails is logged once.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfResources`].
@@ -447,16 +446,15 @@ impl Domain {
     /// domain: a counter, a flag in memory, a message elsewhere.
     ///
     /// # Errors
-    /// What the device's driver reported, of the first device that failed; the others are flushed
-    /// all the same.
+    /// The error of the first device that failed. The others are flushed all the same.
     pub fn flush_inbound(&self) -> Result<()> {
         self.inner.inbound.flush()
     }
 
     /// Opens an endpoint.
     ///
-    /// Where the domain has a cache, and its mode wants a descriptor for local memory (LOCAL, and
-    /// HMEM for that of devices), transfers may leave it out: such memory is registered through
+    /// If the domain has a cache, and its mode requires a descriptor for local memory (LOCAL, or
+    /// HMEM for that of devices), transfers may leave it out. Such memory is registered through
     /// the cache, as with [`RegionCache::get`], and its region is held until the completion is
     /// read or the endpoint closed. Both queues are then to be of [`Domain::open_cq`]. In ENDPOINT
     /// mode, where a region serves an endpoint only once it is bound to it, descriptors stay
@@ -478,7 +476,8 @@ impl Domain {
         Endpoint::open(&self.inner, attr, leasing)
     }
 
-    /// Whether local memory of transfers that name no region is registered through the cache.
+    /// Returns true if local memory of transfers that name no region is registered through the
+    /// cache.
     fn leases_local_memory(&self) -> bool {
         let mode = self.inner.effective;
         let wanted = mode.intersects(MrMode::LOCAL | MrMode::HMEM);

@@ -170,13 +170,14 @@ impl MultiRegion {
         self.regions.iter().map(MemoryRegion::key).collect()
     }
 
-    /// How many NICs have it.
+    /// Returns the number of NICs.
     #[must_use]
     pub fn len(&self) -> usize {
         self.regions.len()
     }
 
-    /// Whether no NIC has it: of the value of an error, that everything was undone.
+    /// Returns true if no NIC has the memory. In the value of an error this means that everything
+    /// was undone.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.regions.is_empty()

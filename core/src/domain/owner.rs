@@ -1,4 +1,4 @@
-//! Who owns the memory of a request: found out by address, and held against what the caller claims.
+//! The owner of the memory of a request, checked against what the caller claims.
 
 use super::{DomainInner, MrAttr};
 use crate::{

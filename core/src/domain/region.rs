@@ -63,7 +63,7 @@ impl MemoryRegion {
         self.inner.access
     }
 
-    /// Where it is in its life.
+    /// Returns the state.
     #[must_use]
     pub fn state(&self) -> RegionState {
         self.inner.state()
@@ -90,7 +90,7 @@ impl MemoryRegion {
         Ok((decision.iface, decision.device))
     }
 
-    /// How the NIC reaches the memory, and why that way.
+    /// Returns the path by which the NIC reaches the memory, with its reasons.
     ///
     /// # Errors
     /// [`ErrorKind::BadState`] before the registration completed.
@@ -141,7 +141,8 @@ impl MemoryRegion {
         Ok(composite.unwrap_or_else(single))
     }
 
-    /// Where peers' addresses start: 0, or the first virtual address in VIRT_ADDR mode.
+    /// Returns the address of the first byte for peers: 0, or the virtual address in VIRT_ADDR
+    /// mode.
     #[must_use]
     pub fn base_addr(&self) -> Iova {
         match self.inner.domain.addressing() {

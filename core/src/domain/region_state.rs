@@ -100,7 +100,7 @@ pub(super) struct Rare {
     pub(super) asynchronous: Option<(RegionId, Arc<Ended>)>,
 }
 
-/// Whether the worker is done with a region.
+/// A signal that the worker is done with a region.
 #[derive(Default)]
 pub(super) struct Ended {
     done: Mutex<bool>,
@@ -245,7 +245,7 @@ impl RegionInner {
         })
     }
 
-    /// How far into the region `range` starts, if it lies in one of its ranges.
+    /// Returns the offset of `range` in the region, if it lies in one of the region's ranges.
     pub(crate) fn offset_of(&self, range: AddressRange) -> Option<u64> {
         let mut before = 0;
         for own in self.ranges() {

@@ -14,7 +14,7 @@ use crate::{
 #[derive(Debug)]
 pub struct Scoped<'a> {
     region: &'a MemoryRegion,
-    /// Whether it is ordinary host memory, which the CPU reaches by its address.
+    /// Set if the memory is host memory, which the CPU reaches by its address.
     host: bool,
 }
 
@@ -33,7 +33,7 @@ impl Scoped<'_> {
         self.region.range()
     }
 
-    /// How the NIC reaches the memory.
+    /// Returns the path by which the NIC reaches the memory.
     ///
     /// # Errors
     /// As [`MemoryRegion::decision`].

@@ -42,11 +42,11 @@ impl fmt::Display for Path {
 /// One way that was tried.
 #[derive(Clone, Debug, Serialize)]
 pub struct Attempt {
-    /// Which way.
+    /// The path.
     pub path: Path,
     /// The exact call that decided it.
     pub call: String,
-    /// Whether a driver was asked; `false` where the NIC does not list the way among its imports.
+    /// Set if a driver was called; not set if the NIC does not list the path among its imports.
     pub asked: bool,
     /// The refusal; `None` for the attempt that succeeded.
     #[serde(serialize_with = "display_error")]
@@ -55,7 +55,7 @@ pub struct Attempt {
     pub cause_name: Option<&'static str>,
     /// The probable cause of the refusal, in a sentence.
     pub cause: Option<String>,
-    /// What would make it work.
+    /// The change that would make it work.
     pub remedy: Option<String>,
 }
 

@@ -1,4 +1,4 @@
-//! What an iface can do besides naming and copying its memory: one small trait for each.
+//! Facets of ifaces: one small trait for each ability beyond naming and copying memory.
 
 use std::{
     fmt,
@@ -63,11 +63,11 @@ pub struct AllocRequest {
     pub len: u64,
     /// On which device; ignored by ifaces without devices.
     pub device: DeviceId,
-    /// Which kind.
+    /// The kind of memory.
     pub kind: AllocationKind,
 }
 
-/// How device memory should be mapped for the importer of a dma-buf (HM-09).
+/// The mapping of device memory for the importer of a dma-buf (HM-09).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DmaBufMapping {
@@ -84,9 +84,9 @@ pub enum DmaBufMapping {
 pub struct DmaBufExport {
     /// The dma-buf. Closing it ends the export; registrations made from it live on.
     pub fd: OwnedFd,
-    /// Where the range starts in the dma-buf.
+    /// The offset of the range in the dma-buf.
     pub offset: DmaBufOffset,
-    /// Where the range starts in its allocation.
+    /// The offset of the range in its allocation.
     pub alloc_offset: AllocOffset,
     /// Bytes.
     pub len: u64,
@@ -111,12 +111,12 @@ pub struct PeerMemoryExport {
 
 /// A copy under way.
 pub trait CopyEvent: Send + fmt::Debug {
-    /// Whether the copy has ended; the result is kept for [`CopyEvent::wait`].
+    /// Returns true if the copy has ended. The result is kept for [`CopyEvent::wait`].
     fn is_done(&self) -> bool;
     /// Waits for the end.
     ///
     /// # Errors
-    /// What the device reported; the destination then holds unspecified bytes.
+    /// The error that the device reported. The destination then holds unspecified bytes.
     fn wait(self: Box<Self>) -> Result<()>;
 }
 
@@ -210,7 +210,7 @@ pub trait DmaBufExporter {
     /// Gives a dma-buf back in the way the driver wants it. The default closes the fd.
     ///
     /// # Errors
-    /// What the driver reported; the fd is closed all the same.
+    /// The error that the driver reported. The fd is closed all the same.
     fn release(&self, export: DmaBufExport) -> Result<()> {
         drop(export);
         Ok(())
@@ -234,7 +234,7 @@ pub trait HostRegistrar {
     /// The range must stay mapped until [`unregister`](Self::unregister).
     ///
     /// # Errors
-    /// What the driver reported.
+    /// The error that the driver reported.
     unsafe fn register(&self, range: AddressRange) -> Result<()>;
 
     /// Undoes [`register`](Self::register).
@@ -290,14 +290,14 @@ pub trait InboundFlush {
     /// calls it as its completions are read ([`Domain::open_cq`](crate::Domain::open_cq)).
     ///
     /// # Errors
-    /// What the driver reported.
+    /// The error that the driver reported.
     fn flush(&self, device: DeviceId) -> Result<()>;
 }
 
 /// Starts the monitor of an iface's memory.
 pub trait MonitorSource {
-    /// How the driver shows that memory was freed: it calls back, or only identities tell. This
-    /// is asked without starting the monitor, which may use other means as well.
+    /// Returns how the driver shows that memory was freed: it calls back, or only identities tell.
+    /// Does not start the monitor, which may use other means as well.
     fn detection(&self) -> MonitorStyle;
 
     /// Starts the monitor that notices when this iface's memory is freed.

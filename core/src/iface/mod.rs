@@ -1,4 +1,4 @@
-//! What every memory interface does: host memory, CUDA, ROCr, Level Zero, the simulated device, and
+//! Memory interfaces: host memory, CUDA, ROCr, Level Zero, the simulated device, and
 //! plug-ins from outside the workspace.
 //!
 //! [`Iface`] has a small required core. Everything else is a facet: a trait that a back end
@@ -23,7 +23,8 @@ use crate::{
     provider::Nic,
 };
 
-/// What an iface can do, as its facets show it; single devices may do less and say so when asked.
+/// The abilities of an iface, as its facets show them. Single devices may have fewer, and return
+/// an error then.
 ///
 /// [`Capability::of`] is the only way to get one, so that it cannot disagree with the facets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -204,7 +205,7 @@ pub unsafe trait Iface: fmt::Debug + Send + Sync {
         None
     }
 
-    /// What the refusals of its driver mean, where more is known than the general causes say.
+    /// Returns the causes of this driver's refusals, beyond the general causes.
     fn causes(&self) -> &'static [RefusalCause] {
         &[]
     }

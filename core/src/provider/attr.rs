@@ -21,7 +21,7 @@ impl fmt::Display for Nic {
     }
 }
 
-/// What a NIC can import.
+/// The kinds of memory that a NIC can import.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Imports {
     /// Registers dma-buf fds.
@@ -35,10 +35,10 @@ pub struct Imports {
     pub staged: bool,
 }
 
-/// What a NIC offers and needs; fixed while a domain is open on it.
+/// Attributes of a NIC. They do not change while a domain is open on it.
 #[derive(Clone, Debug)]
 pub struct ProviderAttr {
-    /// Which NIC.
+    /// The NIC.
     pub nic: Nic,
     /// The mr_mode bits that an application must offer.
     pub required_mr_mode: MrMode,
@@ -56,7 +56,7 @@ pub struct ProviderAttr {
     pub max_mr_count: u64,
     /// Page sizes that registrations may ask for, in bytes, ascending.
     pub page_sizes: Vec<usize>,
-    /// What it imports.
+    /// The kinds of memory that the NIC imports.
     pub imports: Imports,
     /// The rights that a staged region may have: the local ones where staged memory takes this
     /// side's help to reach, all where the NIC copies for peers too.
@@ -150,7 +150,7 @@ pub struct StagingAttr {
     /// sixteenth of it, of 128 KiB at least and shorter at its ends, as far as a buffer holds
     /// that.
     pub buffer_len: usize,
-    /// How many buffers, at least 1. Where a NIC needs a message whole, as verbs does, half of
+    /// The number of buffers, at least 1. Where a NIC needs a message whole, as verbs does, half of
     /// them serve receives and a quarter sends, so that transfers which wait for a peer never
     /// keep the others from going on.
     pub buffer_count: usize,

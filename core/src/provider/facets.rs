@@ -84,7 +84,7 @@ pub trait Enabling {
     /// Makes a region usable that was registered disabled.
     ///
     /// # Errors
-    /// What the driver reported.
+    /// The error that the driver reported.
     fn enable(&self, region: ProviderRegion) -> Result<()>;
 }
 
@@ -105,7 +105,7 @@ pub trait RawKeys {
     /// Returns the raw key of a region.
     ///
     /// # Errors
-    /// What the driver reported.
+    /// The error that the driver reported.
     fn raw_key(&self, region: ProviderRegion) -> Result<RawKey>;
 
     /// Makes a peer's raw key usable in transfers of this domain.
@@ -159,7 +159,7 @@ pub struct WindowBind {
     pub len: u64,
     /// Remote rights.
     pub access: Access,
-    /// How peers address it.
+    /// The addressing for peers.
     pub addressing: Addressing,
 }
 
@@ -184,7 +184,7 @@ pub trait Windows {
     /// Frees a window; its key is dead.
     ///
     /// # Errors
-    /// What the driver reported.
+    /// The error that the driver reported.
     fn free_window(&self, window: ProviderWindow) -> Result<()>;
 }
 
@@ -194,7 +194,7 @@ pub trait RegionCounters {
     /// counters, each bound once.
     ///
     /// # Errors
-    /// What the driver reported.
+    /// The error that the driver reported.
     fn bind_counter(&self, region: ProviderRegion, counter: &Arc<Counter>) -> Result<()>;
 }
 

@@ -42,7 +42,7 @@ pub struct DomainRequest {
     pub mode: MrMode,
     /// The domain's authorization key.
     pub auth_key: AuthKey,
-    /// Whether the application asked for the HMEM capability.
+    /// Set if the application asked for the HMEM capability.
     pub hmem: bool,
     /// The ifaces, for transfers that name device addresses without a descriptor.
     pub registry: Arc<Registry>,
@@ -57,13 +57,13 @@ pub trait StagedMemory: fmt::Debug + Send + Sync {
     /// Fills `into` from the memory.
     ///
     /// # Errors
-    /// What the copy engine reported.
+    /// The error that the copy engine reported.
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<()>;
 
     /// Writes `from` into the memory.
     ///
     /// # Errors
-    /// What the copy engine reported.
+    /// The error that the copy engine reported.
     fn write(&self, offset: u64, from: &[u8]) -> Result<()>;
 
     /// Starts filling `len` bytes of host memory from the memory. Where there is no engine to do
@@ -74,7 +74,7 @@ pub trait StagedMemory: fmt::Debug + Send + Sync {
     /// done.
     ///
     /// # Errors
-    /// What the copy engine reported.
+    /// The error that the copy engine reported.
     unsafe fn start_read(&self, offset: u64, into: Address, len: u64)
     -> Result<Box<dyn CopyEvent>>;
 
@@ -84,7 +84,7 @@ pub trait StagedMemory: fmt::Debug + Send + Sync {
     /// `from` is valid for reads of `len` bytes and does not change until the event is done.
     ///
     /// # Errors
-    /// What the copy engine reported.
+    /// The error that the copy engine reported.
     unsafe fn start_write(
         &self,
         offset: u64,
@@ -93,12 +93,12 @@ pub trait StagedMemory: fmt::Debug + Send + Sync {
     ) -> Result<Box<dyn CopyEvent>>;
 }
 
-/// How a provider gets at one piece of memory.
+/// The access of a provider to one piece of memory.
 #[derive(Clone, Debug)]
 pub enum Backing<'a> {
     /// Host pages at the range's own addresses.
     Host {
-        /// Whether the region owns them: they stay mapped until it is closed. Only then may a
+        /// Set if the region owns the pages: they stay mapped until it is closed. Only then may a
         /// software provider touch them with plain loads and stores.
         owned: bool,
     },
@@ -106,7 +106,7 @@ pub enum Backing<'a> {
     DmaBuf {
         /// The fd.
         fd: BorrowedFd<'a>,
-        /// Where in it the piece starts, in bytes.
+        /// The offset of the piece in the dma-buf, in bytes.
         offset: DmaBufOffset,
     },
     /// A device address that a peer-memory client resolves.
@@ -123,7 +123,7 @@ pub enum Backing<'a> {
 pub struct Piece<'a> {
     /// The addresses by which the application knows it.
     pub range: AddressRange,
-    /// How the provider gets at it.
+    /// The access of the provider to the piece.
     pub backing: Backing<'a>,
 }
 
@@ -191,7 +191,7 @@ pub trait Provider: fmt::Debug + Send + Sync {
 ///   outside the region of its descriptor.
 /// - A completion is reported only when the NIC is done with the local memory of its request.
 pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
-    /// What the NIC offers and needs.
+    /// Returns the attributes of the NIC.
     fn attr(&self) -> &ProviderAttr;
 
     /// Registers pieces as one region.
@@ -214,7 +214,7 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// included, and the keys are dead.
     ///
     /// # Errors
-    /// What the driver reported; the region is then still registered.
+    /// The error that the driver reported. The region is then still registered.
     fn deregister(&self, region: ProviderRegion) -> Result<()>;
 
     /// Opens a completion queue of at least `depth` entries.
@@ -293,9 +293,9 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
 /// A request to open an endpoint.
 #[derive(Clone, Debug)]
 pub struct EndpointAttr {
-    /// Where completions of transmits go.
+    /// The queue for completions of transmits.
     pub tx_cq: Arc<dyn CompletionQueue>,
-    /// Where completions of receives go.
+    /// The queue for completions of receives.
     pub rx_cq: Arc<dyn CompletionQueue>,
     /// Created with the RMA_EVENT capability: regions with counters can be reached through it
     /// (EVT-02).
@@ -361,7 +361,7 @@ pub trait ProviderEndpoint: Any + fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Again if the queue is full; NoRegion for a descriptor that is missing or foreign; BadAccess.
-    /// What only the target can know comes back as a failed completion.
+    /// Errors that only the target can detect come back as a failed completion.
     unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()>;
 
     /// Closes it: outstanding requests complete as canceled.

@@ -15,7 +15,7 @@ const DIRECT: &[Path] = &[Path::DmaBuf, Path::PeerMemory];
 const HOST: &[Path] = &[Path::PlainHost, Path::Staged];
 const EVERY: &[Path] = &[Path::PlainHost, Path::DmaBuf, Path::PeerMemory, Path::Staged];
 const EXPORT: &[Step] = &[Step::Export];
-/// What holds for a range of one segment, and for one of several whose segments are exported by
+/// Steps that export a range of one segment, or one of several whose segments are exported by
 /// themselves.
 const ANY_EXPORT: &[Step] = &[Step::ExportWhole, Step::Export];
 const SEGMENTS_OR_EXPORT: &[Step] = &[Step::Segments, Step::ExportWhole, Step::Export];
@@ -30,7 +30,7 @@ const NOT_REACHABLE: &[Answer] =
 /// The cause that holds only while the default mapping is not refused as well.
 pub(super) const NO_PCIE_MAPPING: &str = "no-pcie-mapping";
 
-/// What most entries have: nothing more is asked.
+/// The fields that most entries share: no further condition.
 const ANY: RefusalCause = RefusalCause::ANY;
 
 fn old_kernel(facts: &Facts) -> bool {

@@ -1,4 +1,4 @@
-//! What would be decided, found out by doing and undone: the library's side of `hmem explain`.
+//! Explains a decision by making it and undoing it: the library's side of `hmem explain`.
 
 use std::{fmt, sync::Arc};
 
@@ -14,17 +14,17 @@ use serde::{Serialize, Serializer};
 
 use super::{DefaultPathSelector, cause::CAUSES};
 
-/// What to explain.
+/// A decision to explain.
 #[derive(Clone, Debug)]
 pub struct ExplainRequest {
     /// Whose memory.
     pub iface: IfaceKind,
     /// On which device; the first unless said, ignored for host memory.
     pub device: Option<DeviceId>,
-    /// Which kind of memory; [`AllocationKind::System`] for host memory,
-    /// [`AllocationKind::Device`] otherwise, unless said.
+    /// The kind of memory. The default is [`AllocationKind::System`] for host memory and
+    /// [`AllocationKind::Device`] otherwise.
     pub kind: Option<AllocationKind>,
-    /// Which of the provider's NICs; the first unless said.
+    /// The name of the provider's NIC; `None` for its first.
     pub nic: Option<String>,
     /// Bytes, more than 0; a page unless said.
     pub size: u64,
@@ -49,19 +49,19 @@ pub struct Explanation {
     pub iface: IfaceKind,
     /// On which device; `None` for host memory.
     pub device: Option<u32>,
-    /// Where the device is plugged in.
+    /// The PCI bus id of the device.
     pub device_pci_bus_id: Option<String>,
-    /// Which kind of memory.
+    /// The kind of memory.
     pub kind: &'static str,
     /// Bytes.
     pub size: u64,
     /// The NIC, as `provider/name`.
     pub nic: String,
-    /// Where the NIC is plugged in.
+    /// The PCI bus id of the NIC.
     pub nic_pci_bus_id: Option<String>,
     /// The policy asked for.
     pub policy: P2pPolicy,
-    /// Whether device memory is kept from every NIC, whatever the policy (`FI_HMEM_DISABLE_P2P`,
+    /// Set if direct access is forbidden for every NIC, whatever the policy (`FI_HMEM_DISABLE_P2P`,
     /// or the builder).
     pub p2p_disabled: bool,
     /// The way; `None` if every one was refused.
@@ -70,7 +70,8 @@ pub struct Explanation {
     pub mapping: Option<DmaBufMapping>,
     /// Why that way, or why none.
     pub reason: String,
-    /// What to change to get a better way, or any at all; each once, in the order of the attempts.
+    /// Changes that allow a better path, or any path. Each is listed once, in the order of the
+    /// attempts.
     pub remedies: Vec<String>,
     /// Every way that was tried.
     pub attempts: Trace,
@@ -204,7 +205,7 @@ impl Explanation {
         }
     }
 
-    /// What was refused without a decision: host memory, whose one way is registered straight away.
+    /// Returns the attempt of host memory, which is registered without a decision.
     fn only_attempt(&self, error: Error, facts: &Facts) -> Vec<Attempt> {
         if self.iface != IfaceKind::SYSTEM {
             return Vec::new();

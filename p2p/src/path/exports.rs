@@ -21,11 +21,11 @@ pub(super) struct ExportSet<'a> {
     /// Those of each range.
     segments: Option<Vec<Vec<Segment>>>,
     sets: Vec<Set>,
-    /// Whether several NICs register from it, so that what one refuses is kept for the next.
+    /// Set if several NICs register from the exports, so that those which one refuses are kept.
     pub(super) shared: bool,
 }
 
-/// What one dma-buf is to hold.
+/// The content of one dma-buf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Grain {
     /// A range, however many segments it has; its segments only where the driver does not give it
@@ -44,11 +44,11 @@ struct Set {
     refused: Vec<(String, Error)>,
 }
 
-/// What a NIC registers.
+/// The pieces that a NIC registers.
 pub(super) struct Exported<'e> {
     pub(super) pieces: Vec<Piece<'e>>,
     pub(super) layout: Option<DmaBufLayout>,
-    /// What the driver refused before it gave these.
+    /// The driver's refusals before it exported these.
     pub(super) refused: Vec<PathRefusal>,
 }
 
@@ -60,7 +60,7 @@ pub(super) struct DmaBufLayout {
 }
 
 impl DmaBufLayout {
-    /// Whether some dma-buf holds several segments.
+    /// Returns true if a dma-buf holds several segments.
     pub(super) fn spans(self) -> bool {
         self.dma_bufs < self.segments
     }
@@ -252,7 +252,7 @@ impl Drop for ExportSet<'_> {
     }
 }
 
-/// Whether segments follow one another over the whole of a range.
+/// Returns true if segments follow one another over the whole of a range.
 fn cover(segments: &[Segment], range: AddressRange) -> bool {
     let end = segments.iter().try_fold(range.start(), |at, segment| {
         (segment.range.start() == at).then(|| segment.range.end()).flatten()

@@ -1,4 +1,4 @@
-//! What is known of the machine, to tell causes apart that answer with the same number.
+//! Facts about the machine, which tell causes apart that have the same error number.
 //!
 //! No path is chosen by these facts: ways are tried. They only make the sentence that goes with a
 //! refusal more exact.
@@ -14,7 +14,7 @@ use hmem_core::{cause::Facts, provider::Nic};
 
 use crate::topology::{KeptOptions, Kernel, Setting, Topology};
 
-/// Where facts come from.
+/// A source of facts about the machine.
 pub trait FactSource: fmt::Debug + Send + Sync {
     /// The facts that matter to a device (by PCI bus id, where it has one) and a NIC.
     fn facts(&self, device: Option<&str>, nic: &Nic) -> Facts;
