@@ -13,8 +13,9 @@ use hmem::{
 
 use super::{
     end::{End, Idle, Place, Role, completed},
+    figures::{Bandwidth, Latency, Row},
     layout::{ADDEND, Layout, WORD, same},
-    report::{Bandwidth, Latency, Report, Row},
+    report::Report,
     wire::{Begin, HANDSHAKE, HEARTBEAT, Message, PATIENCE, Peer, Request},
 };
 use crate::{

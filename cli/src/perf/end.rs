@@ -16,7 +16,7 @@ use hmem::{
 };
 
 use super::{
-    report::Side,
+    figures::{Side, plain},
     wire::{PATIENCE, Peer},
 };
 use crate::{args::PerfOp, check::heap, json::Attempt, machine::Fabric};
@@ -109,7 +109,7 @@ impl End {
         if mine.provider != theirs.provider {
             return Err(Error::new(ErrorKind::InvalidArgument, "connect")
                 .provider(mine.provider.clone())
-                .context("theirs", super::wire::plain(&theirs.provider))
+                .context("theirs", plain(&theirs.provider))
                 .remedy("use NICs of one provider on both sides (--nic)"));
         }
         self.endpoint.resolve(&EndpointName(name)).map_err(|error| {

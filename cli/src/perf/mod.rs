@@ -5,6 +5,7 @@
 
 mod client;
 mod end;
+mod figures;
 mod layout;
 mod report;
 mod server;
@@ -21,13 +22,16 @@ use std::{
 
 use hmem::{DeviceId, Errno, Error, ErrorKind, Result};
 
-pub use self::report::{Bandwidth, Latency, Report, Role, Row, Side, text};
 use self::{
     client::{Amount, Wish},
     end::Place,
     layout::{Layout, WORD},
     server::Client,
     wire::Request,
+};
+pub use self::{
+    figures::{Bandwidth, Latency, Row, Side},
+    report::{Report, Role, text},
 };
 use crate::{
     Failure,

@@ -14,7 +14,7 @@ use std::{
 use hmem::{Errno, Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
-use super::report::{Row, Side};
+use super::figures::{Row, Side, plain};
 use crate::args::PerfOp;
 
 /// The protocol's version: a change that the other side must know about takes a new one.
@@ -22,8 +22,6 @@ pub(super) const VERSION: u32 = 1;
 const MAGIC: [u8; 8] = *b"hmemperf";
 /// Bytes of the longest message.
 const LIMIT: usize = 256 << 10;
-/// Characters of a peer's words that are passed on.
-const WORDS: usize = 400;
 
 /// How long a peer may take to answer while nothing is measured.
 pub(super) const HANDSHAKE: Duration = Duration::from_secs(10);
@@ -284,12 +282,6 @@ impl Peer {
             _ => lost.errno(Errno::of(error)),
         }
     }
-}
-
-/// A peer's words on one line, without what a terminal would act on.
-pub(super) fn plain(words: &str) -> String {
-    let clean = words.chars().map(|c| if c.is_control() { ' ' } else { c });
-    clean.take(WORDS).collect::<String>().split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 #[cfg(test)]

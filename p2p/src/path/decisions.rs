@@ -14,7 +14,7 @@ use hmem_core::{
 };
 use parking_lot::RwLock;
 
-use super::search::PathVariant;
+use super::variant::PathVariant;
 
 /// The registrations that share a decision: those of one class for one NIC.
 #[derive(Clone, Copy, Debug)]

@@ -1,7 +1,7 @@
 //! Exports of one decision: one dma-buf for each range where the driver gives it so, or else for
 //! each physical segment, whatever the number of NICs that register it.
 
-use std::{fmt, os::fd::AsFd, sync::Arc};
+use std::{os::fd::AsFd, sync::Arc};
 
 use hmem_core::{
     AddressRange, Error, ErrorKind, Iface, IfaceExt, Segment,
@@ -11,10 +11,9 @@ use hmem_core::{
     provider::{Backing, Nic, Piece},
 };
 
-use super::search::{PathRefusal, PathVariant};
+use super::variant::{DmaBufLayout, PathRefusal, PathVariant};
 
-/// Exports of the ranges of one request, given back in the iface's own way when the decision is
-/// made.
+/// Exports of the ranges of one registration, released through the iface once the path is decided.
 pub(super) struct ExportSet<'a> {
     iface: &'a Arc<dyn Iface>,
     ranges: &'a [AddressRange],
@@ -50,27 +49,6 @@ pub(super) struct Exported<'e> {
     pub(super) layout: Option<DmaBufLayout>,
     /// The driver's refusals before it exported these.
     pub(super) refused: Vec<PathRefusal>,
-}
-
-/// In how many dma-bufs the segments lie, where a range has several.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct DmaBufLayout {
-    segments: usize,
-    dma_bufs: usize,
-}
-
-impl DmaBufLayout {
-    /// Returns true if a dma-buf holds several segments.
-    pub(super) fn spans(self) -> bool {
-        self.dma_bufs < self.segments
-    }
-}
-
-impl fmt::Display for DmaBufLayout {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ending = if self.dma_bufs == 1 { "" } else { "s" };
-        write!(f, "{} segments in {} dma-buf{ending}", self.segments, self.dma_bufs)
-    }
 }
 
 impl<'a> ExportSet<'a> {

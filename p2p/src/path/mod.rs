@@ -9,8 +9,8 @@
 //!
 //! [`DefaultPathSelector::explain`] shows a decision and leaves nothing registered.
 //!
-//! Layers, lower ones first: [`cause`], `facts`, `exports`, `search`, `probe`, `decisions`, this
-//! file, `explain`.
+//! Layers, lower ones first: [`cause`], `facts`, `variant`, `exports`, `search`, `probe`,
+//! `decisions`, this file, `explain`.
 //!
 //! ```
 //! use hmem_core::{Path, path::PathSelector, provider::Nic};
@@ -28,6 +28,7 @@ mod exports;
 mod facts;
 mod probe;
 mod search;
+mod variant;
 
 use std::{os::fd::BorrowedFd, sync::Arc};
 
@@ -43,9 +44,10 @@ use hmem_core::{
 
 use self::{
     decisions::{Decided, DecisionTable, Key},
-    exports::{DmaBufLayout, ExportSet},
+    exports::ExportSet,
     probe::{ProbeResult, probe},
-    search::{PathRefusal, PathSearch, PathVariant, kind_of},
+    search::{PathSearch, kind_of},
+    variant::{DmaBufLayout, PathRefusal, PathVariant},
 };
 pub use self::{
     explain::{ExplainRequest, Explanation},

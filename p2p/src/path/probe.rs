@@ -15,10 +15,7 @@ use hmem_core::{
     registry::Owner,
 };
 
-use super::{
-    exports::ExportSet,
-    search::{PathSearch, PathVariant},
-};
+use super::{exports::ExportSet, search::PathSearch, variant::PathVariant};
 
 /// The result of a probe.
 #[derive(Debug)]

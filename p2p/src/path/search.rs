@@ -16,56 +16,11 @@ use hmem_core::{
 use super::{
     DefaultPathSelector,
     cause::{CAUSES, NO_PCIE_MAPPING},
-    exports::{DmaBufLayout, ExportSet, Exported, Grain},
+    exports::{ExportSet, Exported, Grain},
     facts::FactSource,
+    variant::{DmaBufLayout, PathRefusal, PathVariant},
 };
 use crate::staging::StagedRange;
-
-/// A path with the details that it takes to use it again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum PathVariant {
-    HostPages,
-    DmaBuf(DmaBufMapping),
-    PeerMemory,
-    Staged,
-}
-
-impl PathVariant {
-    pub(super) const fn path(self) -> Path {
-        match self {
-            Self::HostPages => Path::PlainHost,
-            Self::DmaBuf(_) => Path::DmaBuf,
-            Self::PeerMemory => Path::PeerMemory,
-            Self::Staged => Path::Staged,
-        }
-    }
-
-    pub(super) const fn mapping(self) -> DmaBufMapping {
-        match self {
-            Self::DmaBuf(mapping) => mapping,
-            _ => DmaBufMapping::Default,
-        }
-    }
-
-    /// Returns the registering call as an attempt shows it. `layout` is given for ranges of several
-    /// segments.
-    pub(super) fn call(self, layout: Option<DmaBufLayout>) -> String {
-        match (self, layout) {
-            (Self::HostPages, _) => "register(host pages)".into(),
-            (Self::DmaBuf(mapping), None) => format!("register(dma-buf, {mapping:?} mapping)"),
-            (Self::DmaBuf(mapping), Some(layout)) => {
-                format!("register(dma-buf, {mapping:?} mapping, {layout})")
-            }
-            (Self::PeerMemory, _) => "register(peer memory)".into(),
-            (Self::Staged, _) => "register(staged)".into(),
-        }
-    }
-
-    /// Returns the attempt that succeeded.
-    pub(super) fn success(self, layout: Option<DmaBufLayout>) -> Attempt {
-        Attempt::success(self.path(), self.call(layout))
-    }
-}
 
 /// A region that was registered over a path.
 #[derive(Debug)]
@@ -75,74 +30,6 @@ pub(super) struct Taken {
     pub(super) layout: Option<DmaBufLayout>,
     /// Refusals of the same path before it, with more of the range in one dma-buf.
     pub(super) refused: Vec<PathRefusal>,
-}
-
-/// The refusal of a path.
-#[derive(Debug)]
-pub(super) struct PathRefusal {
-    pub(super) step: Step,
-    pub(super) call: String,
-    pub(super) error: Error,
-    /// Set if the refusal concerns this buffer alone, because of its segments. No driver was asked.
-    pub(super) own: bool,
-    /// Refusals of the same path before this one, with more of the range in one dma-buf.
-    pub(super) before: Vec<PathRefusal>,
-    /// Errors of calls that undid parts of the path.
-    pub(super) also: Vec<Attempt>,
-}
-
-impl PathRefusal {
-    pub(super) fn new(step: Step, call: String, error: Error) -> Self {
-        Self { step, call, error, own: false, before: Vec::new(), also: Vec::new() }
-    }
-
-    /// Returns true if every path would be refused for the same reason: it lies in the request, and
-    /// not in how the NIC reaches the memory.
-    pub(super) fn is_about_the_request(&self) -> bool {
-        matches!(
-            self.error.kind(),
-            ErrorKind::NoKey
-                | ErrorKind::KeyRejected
-                | ErrorKind::BadFlags
-                | ErrorKind::BadAccess
-                | ErrorKind::BadPageSize
-                | ErrorKind::TooManyRanges
-                | ErrorKind::TooLong
-                | ErrorKind::ZeroLength
-                | ErrorKind::AddressWraps
-                | ErrorKind::ModeMismatch
-                | ErrorKind::BadState
-                | ErrorKind::Canceled
-        )
-    }
-
-    /// Returns true if both refusals have the same error kind, or both mean "not supported".
-    pub(super) fn is_like(&self, other: &Self) -> bool {
-        self.error.kind() == other.error.kind() || (self.is_unsupported() && other.is_unsupported())
-    }
-
-    /// Returns true for the kinds by which drivers say "not supported", which differ by release.
-    fn is_unsupported(&self) -> bool {
-        matches!(
-            self.error.kind(),
-            ErrorKind::Unsupported | ErrorKind::NoSys | ErrorKind::InvalidArgument
-        )
-    }
-
-    /// Returns true if other buffers of the class would be refused for the same reason later, as
-    /// far as the error kind tells.
-    fn lasts(&self) -> bool {
-        matches!(
-            self.error.kind(),
-            ErrorKind::Unsupported
-                | ErrorKind::NoSys
-                | ErrorKind::Unreachable
-                | ErrorKind::InvalidArgument
-                | ErrorKind::BadAddress
-                | ErrorKind::PermissionDenied
-                | ErrorKind::AccessDenied
-        )
-    }
 }
 
 /// One search: the memory and NIC that it is for, and the attempts so far.

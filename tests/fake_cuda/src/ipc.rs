@@ -101,18 +101,9 @@ pub(crate) fn close(state: &mut State, pointer: u64) -> Result<(), CuResult> {
     };
     *opened -= 1;
     if *opened == 0 {
-        forget(state, pointer);
+        state.forget_imported(pointer);
     }
     Ok(())
-}
-
-/// Closes memory of another process, however often it was opened.
-pub(crate) fn forget(state: &mut State, pointer: u64) {
-    let Some(Allocation { len, .. }) = state.allocations.remove(&pointer) else { return };
-    let start = pointer - pointer % PAGE;
-    let whole = (pointer + len).next_multiple_of(PAGE) - start;
-    state.pages.clear(start, whole);
-    state.give_addresses(start, whole);
 }
 
 fn reopen(process: u64, fd: u64) -> Option<OwnedFd> {

@@ -437,7 +437,16 @@ impl State {
         Ok(())
     }
 
-    /// What a context takes with it when it goes.
+    /// Closes memory of another process, however often it was opened.
+    pub(crate) fn forget_imported(&mut self, pointer: u64) {
+        let Some(Allocation { len, .. }) = self.allocations.remove(&pointer) else { return };
+        let start = pointer - pointer % PAGE;
+        let whole = (pointer + len).next_multiple_of(PAGE) - start;
+        self.pages.clear(start, whole);
+        self.give_addresses(start, whole);
+    }
+
+    /// Destroys a context with the memory, streams and events that belong to it.
     pub(crate) fn destroy_context(&mut self, context: usize) {
         let ours = |allocation: &Allocation| allocation.context == context;
         let memory: Vec<_> =
@@ -445,7 +454,7 @@ impl State {
         for address in memory {
             match self.allocations[&address].kind {
                 Kind::Registered => drop(self.allocations.remove(&address)),
-                Kind::Imported { .. } => crate::ipc::forget(self, address),
+                Kind::Imported { .. } => self.forget_imported(address),
                 _ => self.free_memory(address).expect("listed just now"),
             }
         }

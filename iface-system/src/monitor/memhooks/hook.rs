@@ -10,15 +10,17 @@ use std::{
 };
 
 use hmem_core::monitor::{Cause, Change};
-use hmem_hook::{HasTable, Pass, SLOTS, Table, Wipeable};
+use hmem_hook::{HasTable, Pass, Place, SLOTS, Table, Wipeable};
 
 use super::{
     announced::Announced,
     function::{Args, Function, Taken},
-    process::PLACE,
 };
 
-/// What hooks share with the rest of the process.
+/// The place where hooks find the subscribers of the process.
+pub(super) static PLACE: Place<Shared> = Place::new();
+
+/// The state that hooks share with the rest of the process.
 #[repr(C)]
 #[derive(Debug)]
 pub(super) struct Shared {

@@ -34,14 +34,14 @@ const NAME: MonitorName = MonitorName {
 /// Returns whether a discard event of these addresses is that of a hooked call in progress.
 /// Allocates nothing and takes no lock.
 pub(super) fn tells_of_discard(start: u64, end: u64) -> bool {
-    let subscribers = process::PLACE.subscribers();
+    let subscribers = hook::PLACE.subscribers();
     subscribers.is_some_and(|subscribers| subscribers.shared().announced.tells(start, end))
 }
 
 /// Makes hooked discards that return wait until the guard is dropped. A thread takes it before it
 /// reads events that it compares by [`tells_of_discard`]. Allocates nothing and takes no lock.
 pub(super) fn reading_discards() -> Option<Reading> {
-    process::PLACE.subscribers().map(|subscribers| subscribers.shared().announced.reading())
+    hook::PLACE.subscribers().map(|subscribers| subscribers.shared().announced.reading())
 }
 
 /// The monitor that patches the C library.
@@ -63,7 +63,7 @@ impl MemHooks {
     /// PermissionDenied or AccessDenied where a security policy forbids changing code. Busy if
     /// a change did not arrive.
     pub fn start() -> Result<Arc<Self>> {
-        let hooks = Hooks::start(&process::PLACE, NAME, process::plan)?;
+        let hooks = Hooks::start(&hook::PLACE, NAME, process::plan)?;
         let this = Arc::new(Self { hooks, remembered: Remembered::default() });
         this.check()?;
         Ok(this)

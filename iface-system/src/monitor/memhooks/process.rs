@@ -1,18 +1,11 @@
-//! The patches of the C library, of which a process has one.
+//! The plan of the patches of the C library.
 
 use std::ffi::{CStr, c_void};
 
 use hmem_core::{ErrorKind, Result};
-use hmem_hook::{Patches, Place, Target};
+use hmem_hook::{Patches, Target};
 
-use super::{
-    NAME,
-    function::Function,
-    hook::{self, Shared},
-};
-
-/// Where hooks find whom they tell.
-pub(super) static PLACE: Place<Shared> = Place::new();
+use super::{NAME, function::Function, hook};
 
 /// Decodes the C library's functions.
 pub(super) fn plan() -> Result<Patches> {
