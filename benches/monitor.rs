@@ -18,7 +18,7 @@ use std::{
 
 use hmem::{
     Access, Address, AddressRange, Rejected, Result,
-    cache::{Cache, Key, Limits, Source},
+    cache::{Cache, CacheBackend, Key, Limits},
     monitor::{Cause, Change, Invalidator, Monitor, Subscription},
     system::monitor::{Layered, MemHooks, UserFaultFd},
 };
@@ -107,7 +107,7 @@ fn renewal(monitor: &dyn Monitor, invalidator: &Arc<Ignorant>, at: *mut libc::c_
 /// Registers nothing, and has every range watched.
 struct Watched(Arc<MemHooks>);
 
-impl Source for Watched {
+impl CacheBackend for Watched {
     type Region = ();
     type Watch = Subscription;
 
@@ -119,15 +119,15 @@ impl Source for Watched {
         self.0.unsubscribe(watch);
     }
 
-    fn checked(&self, _: &Subscription) -> bool {
+    fn needs_validation(&self, _: &Subscription) -> bool {
         false
     }
 
-    fn valid(&self, _: &Subscription) -> Result<bool> {
+    fn is_current(&self, _: &Subscription) -> Result<bool> {
         Ok(true)
     }
 
-    fn longest(&self) -> u64 {
+    fn max_len(&self) -> u64 {
         u64::MAX
     }
 
@@ -151,7 +151,11 @@ fn cached(hooks: &Arc<MemHooks>) -> Cache<Watched> {
     for page in 0..CACHED {
         let start = Address::of_ptr(start.wrapping_byte_add(page * PAGE));
         let range = AddressRange::new(start, PAGE as u64).expect("a mapping does not wrap");
-        drop(cache.get(&Key::new(range, Access::SEND).expect("a key")).expect("nothing refuses"));
+        drop(
+            cache
+                .get_or_register(&Key::new(range, Access::SEND).expect("a key"))
+                .expect("nothing refuses"),
+        );
     }
     let found = cache.statistics().registrations;
     assert_eq!(found, CACHED as u64);

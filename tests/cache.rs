@@ -11,7 +11,7 @@ use std::{
 use hmem::{
     Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain,
     DomainAttr, Endpoint, ErrorKind, Hmem, Iface, IfaceKind, MemoryRegion, MrMode, Path, Result,
-    cache::Uncached,
+    cache::UncachedReason,
     iface::AllocRequest,
     loopback::{Loopback, Memory},
     monitor::Cause,
@@ -144,8 +144,8 @@ fn stale_reads(hmem: &Hmem, rounds: u32) -> u32 {
         let byte = (round % 251) as u8 + 1;
         fill(at, byte);
         // SAFETY: the memory is the test's own, and nobody refers into it.
-        let region = unsafe { cache.get(range(at, PAGE), REMOTE) }.expect("registered");
-        assert!(region.lease().uncached().is_none(), "{:?}", region.lease());
+        let region = unsafe { cache.get_or_register(range(at, PAGE), REMOTE) }.expect("registered");
+        assert!(region.lease().uncached_reason().is_none(), "{:?}", region.lease());
         stale += u32::from(net.pulled(&region, 16) != [byte; 16]);
         drop(region);
         unmap(at, PAGE);
@@ -216,8 +216,8 @@ fn device_memory_freed_and_allocated_again_at_its_address_is_never_a_hit() {
             buffer.write(0, &[round; 16]).expect("inside");
             for _ in 0..2 {
                 // SAFETY: the buffer is the test's own.
-                let region = unsafe { cache.get(at, REMOTE) }.expect("registered");
-                assert!(region.lease().uncached().is_none(), "{:?}", region.lease());
+                let region = unsafe { cache.get_or_register(at, REMOTE) }.expect("registered");
+                assert!(region.lease().uncached_reason().is_none(), "{:?}", region.lease());
                 assert_eq!(region.iface().expect("registered"), (SIMULATED, Some(DeviceId(1))));
                 assert_eq!(net.pulled(&region, 16), [round; 16], "{style:?}");
             }
@@ -228,8 +228,8 @@ fn device_memory_freed_and_allocated_again_at_its_address_is_never_a_hit() {
         assert_eq!((now.registrations, now.hits), (50, 50));
         let cause = if style == Style::Identity { Cause::Identity } else { Cause::Free };
         assert!(now.invalidations(cause) >= 49, "{now:?}");
-        cache.clear();
-        cache.flush();
+        cache.evict_idle();
+        cache.reclaim();
         assert_eq!(net.target.live().regions, 0);
     }
 }
@@ -253,7 +253,7 @@ fn another_allocation_at_the_address_and_another_device_are_other_entries() {
         DeviceBuffer::allocate(&iface, &request).expect("device memory")
     };
     // SAFETY: the memory is the test's own, and nobody refers into it.
-    let get = |at| unsafe { cache.get(at, REMOTE) }.expect("registered");
+    let get = |at| unsafe { cache.get_or_register(at, REMOTE) }.expect("registered");
     let mut identities = Vec::new();
     // The address goes from device to device and from allocation to allocation.
     for round in 0..20_u32 {
@@ -274,7 +274,8 @@ fn another_allocation_at_the_address_and_another_device_are_other_entries() {
         // What was registered of memory that is not this is refused by name.
         let other = Some(DeviceId(1 - round % 2));
         // SAFETY: as above.
-        let refused = unsafe { cache.get_on(at, REMOTE, SIMULATED, other) }.unwrap_err();
+        let refused =
+            unsafe { cache.get_or_register_on(at, REMOTE, SIMULATED, other) }.unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
     }
     assert!(
@@ -284,8 +285,8 @@ fn another_allocation_at_the_address_and_another_device_are_other_entries() {
     identities.sort_by_key(|(_, id)| id.0);
     identities.dedup_by_key(|(_, id)| id.0);
     assert_eq!(identities.len(), 20, "every allocation has an identity of its own");
-    cache.clear();
-    cache.flush();
+    cache.evict_idle();
+    cache.reclaim();
     assert_eq!(net.target.live().regions, 0);
 }
 
@@ -302,7 +303,7 @@ fn a_burst_of_a_domain_hits_what_is_cached_and_registers_what_is_not() {
     let request = AllocRequest { len: 8192, device: DeviceId(1), kind: AllocationKind::Device };
     let buffer = DeviceBuffer::allocate(&iface, &request).expect("device memory");
     let at = map(None, PAGE);
-    let burst = cache.burst();
+    let handle = cache.lookup_handle();
     for (memory, owner) in [
         (range(at, PAGE), (IfaceKind::SYSTEM, None)),
         (buffer.allocation().range, (SIMULATED, Some(DeviceId(1)))),
@@ -310,18 +311,22 @@ fn a_burst_of_a_domain_hits_what_is_cached_and_registers_what_is_not() {
         let before = cache.statistics();
         for part in [memory, memory, AddressRange::new(memory.start(), 100).expect("no wrap")] {
             // SAFETY: the memory is the test's own, and nobody refers into it.
-            let region = unsafe { burst.get(part, REMOTE) }.expect("registered");
+            let region = unsafe { handle.get_or_register(part, REMOTE) }.expect("registered");
             assert_eq!(region.iface().expect("registered"), owner);
-            assert!(region.lease().uncached().is_none(), "{:?}", region.lease().uncached());
+            assert!(
+                region.lease().uncached_reason().is_none(),
+                "{:?}",
+                region.lease().uncached_reason()
+            );
         }
         let now = cache.statistics();
         assert_eq!((now.registrations - before.registrations, now.hits - before.hits), (1, 2));
     }
     // SAFETY: it is refused.
-    unsafe { burst.get(range(at, 0), REMOTE) }.expect_err("there is nothing in it");
-    drop(burst);
+    unsafe { handle.get_or_register(range(at, 0), REMOTE) }.expect_err("there is nothing in it");
+    drop(handle);
     unmap(at, PAGE);
-    cache.flush();
+    cache.reclaim();
     assert_eq!(cache.statistics().entries, 1);
 }
 
@@ -360,10 +365,10 @@ fn monitors_of_different_ifaces_start_and_fail_apart() {
             (buffer.allocation().range, device_cached, SIMULATED),
         ] {
             // SAFETY: the memory is the test's own.
-            let region = unsafe { cache.get(at, REMOTE) }.expect("registered");
-            assert_eq!(region.lease().uncached().is_none(), cached, "{:?}", region.lease());
+            let region = unsafe { cache.get_or_register(at, REMOTE) }.expect("registered");
+            assert_eq!(region.lease().uncached_reason().is_none(), cached, "{:?}", region.lease());
             assert_eq!(cache.monitor(iface).is_ok(), cached);
-            if let Some(Uncached::Unwatched(why)) = region.lease().uncached() {
+            if let Some(UncachedReason::Unwatched(why)) = region.lease().uncached_reason() {
                 assert_eq!(why.iface_kind(), Some(iface), "{why}");
             }
         }
@@ -383,10 +388,11 @@ fn subscriptions_of_cached_regions_come_in_pairs() {
     let cache = net.target.cache().expect("a cache");
     for page in 0..16 {
         // SAFETY: the memory is the test's own.
-        unsafe { cache.get(range(at + page * PAGE, PAGE), REMOTE) }.expect("registered");
+        unsafe { cache.get_or_register(range(at + page * PAGE, PAGE), REMOTE) }
+            .expect("registered");
     }
     assert!(!watcher.0.lock().unwrap().is_empty());
-    cache.clear();
+    cache.evict_idle();
     assert!(watcher.0.lock().unwrap().is_empty());
     assert_eq!(net.target.live().regions, 0);
     unmap(at, 16 * PAGE);
@@ -411,7 +417,10 @@ fn entries_of_a_domain_name_their_path_and_a_domain_closes_with_idle_ones() {
         let cache = domain.cache().expect("a cache");
         // SAFETY: the memory is the test's own.
         let (host, there) = unsafe {
-            (cache.get(range(at, PAGE), REMOTE), cache.get(buffer.allocation().range, REMOTE))
+            (
+                cache.get_or_register(range(at, PAGE), REMOTE),
+                cache.get_or_register(buffer.allocation().range, REMOTE),
+            )
         };
         let (host, there) = (host.expect("registered"), there.expect("registered"));
         let mut paths: Vec<_> =
@@ -512,10 +521,11 @@ fn the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name()
     let cache = net.target.cache().expect("a cache");
     for page in 0..4 {
         // SAFETY: the memory is the test's own.
-        unsafe { cache.get(range(at + 2 * page * PAGE, PAGE), REMOTE) }.expect("registered");
+        unsafe { cache.get_or_register(range(at + 2 * page * PAGE, PAGE), REMOTE) }
+            .expect("registered");
     }
     assert_eq!(cache.statistics().entries, 2);
     // SAFETY: as above.
-    let long = unsafe { cache.get(range(at, 6 * PAGE), REMOTE) }.expect("registered");
-    assert!(matches!(long.lease().uncached(), Some(Uncached::TooLong)));
+    let long = unsafe { cache.get_or_register(range(at, 6 * PAGE), REMOTE) }.expect("registered");
+    assert!(matches!(long.lease().uncached_reason(), Some(UncachedReason::TooLong)));
 }

@@ -74,12 +74,16 @@ fn a_page_of_host_memory_takes_one_call_of_the_driver_and_a_cached_one_none() {
     let domain = hmem.domain("loopback", attr).expect("a domain");
     let cache = domain.cache().expect("a cache");
     // SAFETY: the memory is the test's own.
-    let get =
-        || drop(unsafe { cache.get(range(at, PAGE), Access::REMOTE_READ) }.expect("registered"));
+    let get = || {
+        drop(
+            unsafe { cache.get_or_register(range(at, PAGE), Access::REMOTE_READ) }
+                .expect("registered"),
+        )
+    };
     get();
     assert_eq!(of(&|| (0..10).for_each(|_| get())), 0);
     assert_eq!(cache.statistics().hits, 10);
-    cache.clear();
+    cache.evict_idle();
 
     // Device memory is found at whichever end of a range it is.
     let request = AllocRequest { len: 2 << 20, device: DeviceId(0), kind: AllocationKind::Device };

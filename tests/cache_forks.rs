@@ -79,7 +79,7 @@ impl Net {
 
     fn cached_get(&self, range: AddressRange) -> Result<()> {
         // SAFETY: the pages stay mapped, and nothing else writes them.
-        unsafe { self.target.cache()?.get(range, REMOTE) }.map(drop)
+        unsafe { self.target.cache()?.get_or_register(range, REMOTE) }.map(drop)
     }
 }
 
@@ -141,7 +141,7 @@ fn a_childs_cached_get_changes_no_buffer_that_its_parent_pinned() {
     let cache = net.target.cache().expect("a cache");
     let (old, new, childs) = (pages(1), pages(2), pages(3));
     // SAFETY: the pages stay mapped, and nothing else writes them.
-    let get = |range| unsafe { cache.get(range, REMOTE) }.expect("registered");
+    let get = |range| unsafe { cache.get_or_register(range, REMOTE) }.expect("registered");
     let held = get(old);
     let (ready, begin) = std::io::pipe().expect("a pipe");
     let child = Child::fork(|| {
@@ -157,7 +157,7 @@ fn a_childs_cached_get_changes_no_buffer_that_its_parent_pinned() {
     assert_eq!(net.pulled(&held).expect("read"), [1; 16]);
     assert_eq!(net.pulled(&later).expect("read"), [2; 16]);
     drop((held, later));
-    cache.clear();
+    cache.evict_idle();
     assert_eq!(net.target.live().regions, 0);
 }
 
@@ -167,7 +167,7 @@ fn a_child_that_drops_its_copies_leaves_the_parents_registrations_as_they_are() 
     let net = Net::open();
     let cache = net.target.cache().expect("a cache");
     // SAFETY: the pages stay mapped, and nothing else writes them.
-    let cached = unsafe { cache.get(pages(4), REMOTE) }.expect("registered");
+    let cached = unsafe { cache.get_or_register(pages(4), REMOTE) }.expect("registered");
     // SAFETY: as for the one before; these are pages of their own.
     let plain =
         unsafe { net.target.reg(pages(5), REMOTE, 77, MrFlags::empty()) }.expect("registered");
@@ -191,7 +191,7 @@ fn a_child_that_drops_its_copies_leaves_the_parents_registrations_as_they_are() 
         assert_eq!(net.pulled(region).expect("read"), [byte; 16]);
     }
     drop((cached, plain, closed));
-    cache.clear();
+    cache.evict_idle();
     assert_eq!(net.target.live().regions, 0);
 }
 
@@ -267,11 +267,12 @@ fn a_child_opens_a_domain_of_its_own() {
         let own = Net::open();
         let range = pages(8);
         // SAFETY: the pages stay mapped, and nothing else writes them.
-        let region = unsafe { own.target.cache().expect("a cache").get(range, REMOTE) };
+        let region = unsafe { own.target.cache().expect("a cache").get_or_register(range, REMOTE) };
         let region = region.expect("registered");
-        let fine = region.lease().uncached().is_none() && own.pulled(&region).unwrap() == [8; 16];
+        let fine =
+            region.lease().uncached_reason().is_none() && own.pulled(&region).unwrap() == [8; 16];
         drop(region);
-        own.target.cache().expect("a cache").clear();
+        own.target.cache().expect("a cache").evict_idle();
         u8::from(!fine || own.target.live().regions != 0)
     });
     assert_eq!(child.status(), 0);

@@ -6,7 +6,7 @@ use std::{env, fs, process::Command, ptr};
 
 use hmem::{
     Access, Address, AddressRange, CacheAttr, Domain, DomainAttr, Hmem, IfaceKind, MrMode,
-    cache::Statistics,
+    cache::CacheStatistics,
     loopback::{Loopback, Memory},
     system::monitor::MonitorKind,
 };
@@ -77,7 +77,7 @@ fn take_mappings() {
 
 /// Passes pages that do not touch through the cache of a domain with default settings, while the
 /// application maps and unmaps.
-fn pass(hmem: &Hmem, pages: usize) -> (Domain, Statistics) {
+fn pass(hmem: &Hmem, pages: usize) -> (Domain, CacheStatistics) {
     let domain = {
         let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
         let cache = Some(CacheAttr::default());
@@ -93,7 +93,7 @@ fn pass(hmem: &Hmem, pages: usize) -> (Domain, Statistics) {
             let at = block.wrapping_byte_add(2 * index * PAGE);
             let range = AddressRange::new(Address::of_ptr(at), PAGE as u64).expect("no wrap");
             // SAFETY: the page is unmapped when no lease is left, and the cache is told of that.
-            let region = unsafe { cache.get(range, REMOTE) };
+            let region = unsafe { cache.get_or_register(range, REMOTE) };
             drop(region.unwrap_or_else(|error| panic!("page {index}: {error}")));
             if index % 500 == 0 {
                 // Memory that is joined with no other mapping.

@@ -284,8 +284,9 @@ impl Net {
     fn pulled(&self, range: AddressRange) -> u64 {
         // SAFETY: the memory is the test's own; that it is cached when it goes is what the test is
         // about.
-        let region = unsafe { self.domain.cache().expect("a cache").get(range, REMOTE) }
-            .expect("registered");
+        let region =
+            unsafe { self.domain.cache().expect("a cache").get_or_register(range, REMOTE) }
+                .expect("registered");
         let key = region.key().expect("a key");
         let remote = [RemoteSegment { address: region.base_addr(), len: 8, key: &key }];
         let local = [self.seen.slice(0, 8).expect("all of it")];
@@ -327,7 +328,7 @@ fn stale(
                 while running.load(SeqCst) {
                     // Registers in the middle of changes; where nothing is mapped that is refused.
                     // SAFETY: as in `pulled`.
-                    drop(unsafe { cache.get(range, REMOTE) });
+                    drop(unsafe { cache.get_or_register(range, REMOTE) });
                     looked.fetch_add(1, SeqCst);
                 }
             });
@@ -350,8 +351,8 @@ fn stale(
     let cache = net.domain.cache().expect("a cache");
     let now = cache.statistics();
     assert_eq!(now.leases, 0);
-    cache.clear();
-    cache.flush();
+    cache.evict_idle();
+    cache.reclaim();
     assert_eq!(net.domain.live().regions, 1, "only the buffer is registered");
     unmap(at);
     (stale, now.all_invalidations())

@@ -72,8 +72,9 @@ fn frees_straight_through_a_loaded_library_kill_what_is_cached_before_the_memory
         for asked in [None, Some(1)] {
             let before = calls(c"");
             // SAFETY: not used once the memory is freed.
-            let region = unsafe { cache.get(range, Access::REMOTE_READ) }.expect("registered");
-            assert!(region.lease().uncached().is_none(), "{:?}", region.lease());
+            let region =
+                unsafe { cache.get_or_register(range, Access::REMOTE_READ) }.expect("registered");
+            assert!(region.lease().uncached_reason().is_none(), "{:?}", region.lease());
             if let Some(most) = asked {
                 assert_eq!(calls(c"") - before, most, "the driver's calls of a hit");
             }
@@ -81,7 +82,7 @@ fn frees_straight_through_a_loaded_library_kill_what_is_cached_before_the_memory
         assert_eq!(domain.live().regions, 1, "round {round}");
         // SAFETY: allocated above, and used by nobody.
         check(unsafe { (driver.mem_free)(at) });
-        cache.flush();
+        cache.reclaim();
         assert_eq!(domain.live().regions, 0, "round {round}: registered memory that is freed");
     }
     assert_eq!(reused, 499, "the address did not come back");

@@ -172,7 +172,9 @@ impl Bench {
             let ours = |start: u64, count: u64| {
                 for number in start..start + count {
                     black_box(
-                        *cache.get(&ground.key(number % all)).expect("registering nothing works"),
+                        *cache
+                            .get_or_register(&ground.key(number % all))
+                            .expect("registering nothing works"),
                     );
                 }
                 got.fetch_add(count, Ordering::Relaxed);
@@ -199,7 +201,7 @@ impl Bench {
         const REGIONS: u64 = 1_000;
         let ground = &self.ground;
         let cache = ground.cache(2 * REGIONS, REGIONS)?;
-        let slow = Arc::clone(&cache.source().slow);
+        let slow = Arc::clone(&cache.backend().slow);
         // Latencies of single lookups for as long as `going` says.
         let lookups = |going: &dyn Fn() -> bool| {
             let mut seen = Histogram::<u64>::new(3).expect("three digits");
@@ -207,7 +209,9 @@ impl Bench {
             while going() {
                 for _ in 0..1_000 {
                     let began = Instant::now();
-                    black_box(*cache.get(&ground.key(place(number, REGIONS))).expect("a hit"));
+                    black_box(
+                        *cache.get_or_register(&ground.key(place(number, REGIONS))).expect("a hit"),
+                    );
                     seen.saturating_record(began.elapsed().as_nanos() as u64);
                     number += 1;
                 }
@@ -217,7 +221,7 @@ impl Bench {
         let began = Instant::now();
         let idle = lookups(&|| began.elapsed() < Duration::from_secs(1));
         let busy = thread::scope(|scope| {
-            let registering = scope.spawn(|| cache.get(&ground.slow_key()).map(drop));
+            let registering = scope.spawn(|| cache.get_or_register(&ground.slow_key()).map(drop));
             while !slow.load(Ordering::Acquire) && !registering.is_finished() {
                 thread::yield_now();
             }
@@ -334,7 +338,7 @@ fn at_random(regions: u64) -> impl Draw {
 fn our_hits(ground: &Ground, cache: &Cache<Noop>, draw: impl Draw) -> impl Fn(u64, u64) + Sync {
     move |start, count| {
         for number in start..start + count {
-            let lease = cache.get(&ground.key(draw(number))).expect("a hit");
+            let lease = cache.get_or_register(&ground.key(draw(number))).expect("a hit");
             black_box(*lease);
         }
     }

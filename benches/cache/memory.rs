@@ -68,7 +68,10 @@ pub(super) fn of_layouts() -> Result<Vec<MemoryRow>> {
             let cache = Cache::new(Noop::default(), limits)?;
             for number in 0..layout.regions {
                 let start = Address(layout.start + number * layout.stride);
-                cache.get(&Key::new(AddressRange::new(start, layout.len)?, Access::SEND)?)?;
+                cache.get_or_register(&Key::new(
+                    AddressRange::new(start, layout.len)?,
+                    Access::SEND,
+                )?)?;
             }
             let grown = resident()?.saturating_sub(before);
             assert_eq!(cache.statistics().entries as u64, layout.regions);

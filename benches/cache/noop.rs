@@ -11,7 +11,7 @@ use std::{
 
 use hmem::{
     Access, Address, AddressRange, Error, ErrorKind, Rejected, Result,
-    cache::{Cache, Key, Limits, Source},
+    cache::{Cache, CacheBackend, Key, Limits},
     monitor::{Invalidator, Monitor, Subscription},
     system::monitor::MemHooks,
 };
@@ -89,7 +89,7 @@ impl Ground {
         let slow_at = self.address(self.regions);
         let cache = Cache::new(Noop { monitor, slow_at, ..Noop::default() }, limits)?;
         for number in 0..filled {
-            cache.get(&self.key(number))?;
+            cache.get_or_register(&self.key(number))?;
         }
         Ok(cache)
     }
@@ -105,7 +105,7 @@ pub(super) struct Noop {
     pub(super) slow: Arc<AtomicBool>,
 }
 
-impl Source for Noop {
+impl CacheBackend for Noop {
     type Region = u64;
     type Watch = Option<Subscription>;
 
@@ -120,15 +120,15 @@ impl Source for Noop {
         }
     }
 
-    fn checked(&self, _: &Self::Watch) -> bool {
+    fn needs_validation(&self, _: &Self::Watch) -> bool {
         false
     }
 
-    fn valid(&self, _: &Self::Watch) -> Result<bool> {
+    fn is_current(&self, _: &Self::Watch) -> Result<bool> {
         Ok(true)
     }
 
-    fn longest(&self) -> u64 {
+    fn max_len(&self) -> u64 {
         u64::MAX
     }
 

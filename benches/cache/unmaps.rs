@@ -63,7 +63,7 @@ fn cached_pairs(cache: &Cache<Noop>, count: u64) {
         let range =
             AddressRange::new(Address::of_ptr(at), LEN as u64).expect("a mapping does not wrap");
         let key = Key::new(range, Access::SEND).expect("not empty, and defined rights");
-        black_box(*cache.get(&key).expect("registering nothing works"));
+        black_box(*cache.get_or_register(&key).expect("registering nothing works"));
         unmap(at);
     }
 }

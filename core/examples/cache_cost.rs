@@ -11,13 +11,13 @@ use std::{env, hint::black_box, sync::Arc, time::Instant};
 
 use hmem_core::{
     Access, Address, AddressRange, Rejected, Result,
-    cache::{Cache, Key, Limits, Source},
+    cache::{Cache, CacheBackend, Key, Limits},
     monitor::{Cause, Invalidator},
 };
 
 struct Nothing;
 
-impl Source for Nothing {
+impl CacheBackend for Nothing {
     type Region = u64;
     type Watch = ();
 
@@ -25,13 +25,13 @@ impl Source for Nothing {
         Ok(())
     }
     fn unwatch(&self, _: ()) {}
-    fn checked(&self, _: &()) -> bool {
+    fn needs_validation(&self, _: &()) -> bool {
         false
     }
-    fn valid(&self, _: &()) -> Result<bool> {
+    fn is_current(&self, _: &()) -> Result<bool> {
         Ok(true)
     }
-    fn longest(&self) -> u64 {
+    fn max_len(&self) -> u64 {
         u64::MAX
     }
     fn register(&self, key: &Key) -> Result<u64> {
@@ -59,10 +59,10 @@ fn filled(regions: u64) -> Cache<Nothing> {
     let limits = Limits { max_count: regions as usize + 1, ..Limits::default() };
     let cache = Cache::new(Nothing, limits).expect("a cache");
     for region in 0..regions {
-        cache.get(&key(address(region))).expect("registered");
+        cache.get_or_register(&key(address(region))).expect("registered");
         // The first hit of an entry, and the first after eviction looked at it, notes that it is
         // used.
-        cache.get(&key(address(region))).expect("a hit");
+        cache.get_or_register(&key(address(region))).expect("a hit");
     }
     cache
 }
@@ -80,7 +80,7 @@ fn draw(regions: u64, count: u64, mut each: impl FnMut(u64)) {
 
 fn hits(cache: &Cache<Nothing>, regions: u64, count: u64) {
     draw(regions, count, |address| {
-        let lease = cache.get(&key(address)).expect("a hit");
+        let lease = cache.get_or_register(&key(address)).expect("a hit");
         black_box(*lease);
     });
 }
@@ -104,7 +104,9 @@ fn full(regions: u64) -> Cache<Nothing> {
 /// Each get is of a region that was evicted since it was last there.
 fn misses(cache: &Cache<Nothing>, regions: u64, count: u64) {
     for region in 0..count {
-        black_box(*cache.get(&key(address(region % (2 * regions + 1)))).expect("registered"));
+        black_box(
+            *cache.get_or_register(&key(address(region % (2 * regions + 1)))).expect("registered"),
+        );
     }
 }
 

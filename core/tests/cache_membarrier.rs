@@ -1,5 +1,5 @@
-//! A cache whose `membarrier(2)` is refused after it worked; alone in its process, since the filter
-//! that refuses it is the process's and cannot be taken back.
+//! A cache whose `membarrier(2)` is refused after it worked. The test has a process of its own,
+//! because the seccomp filter is for the whole process and cannot be removed.
 
 use std::{
     collections::BTreeSet,
@@ -14,7 +14,7 @@ use std::{
 
 use hmem_core::{
     Access, Address, AddressRange, Rejected, Result,
-    cache::{Cache, Key, Limits, Source, Uncached},
+    cache::{Cache, CacheBackend, Key, Limits, UncachedReason},
     monitor::Invalidator,
 };
 use parking_lot::{Condvar, Mutex};
@@ -26,7 +26,7 @@ const PAGE: u64 = 4096;
 struct Books {
     next: AtomicU64,
     live: Mutex<BTreeSet<u64>>,
-    /// Deregistrations that a cache's worker began.
+    /// Deregistrations begun by a cache's worker.
     by_worker: AtomicUsize,
     /// Holds the worker in a deregistration.
     held: Mutex<bool>,
@@ -43,7 +43,8 @@ impl Books {
     }
 }
 
-/// Holds a worker as long as it lives: a failure must not leave the cache's end waiting for it.
+/// Holds a worker until it is dropped, so that the drop of the cache does not wait forever if the
+/// test fails.
 struct Held(Arc<Books>);
 
 impl Held {
@@ -62,7 +63,7 @@ impl Drop for Held {
 
 struct Numbers(Arc<Books>);
 
-impl Source for Numbers {
+impl CacheBackend for Numbers {
     type Region = u64;
     type Watch = ();
 
@@ -72,15 +73,15 @@ impl Source for Numbers {
 
     fn unwatch(&self, (): ()) {}
 
-    fn checked(&self, (): &()) -> bool {
+    fn needs_validation(&self, (): &()) -> bool {
         false
     }
 
-    fn valid(&self, (): &()) -> Result<bool> {
+    fn is_current(&self, (): &()) -> Result<bool> {
         Ok(true)
     }
 
-    fn longest(&self) -> u64 {
+    fn max_len(&self) -> u64 {
         u64::MAX
     }
 
@@ -111,17 +112,20 @@ fn key(page: u64) -> Key {
     Key::new(range(page, 1), Access::SEND).expect("a key")
 }
 
-/// A cache with entries for pages 0 to `pages` - 1, all idle.
+/// Creates a cache with idle entries for the pages 0 to `pages` - 1.
 fn cache(max_count: usize, pages: u64) -> (Cache<Numbers>, Arc<Books>) {
     let books = Arc::<Books>::default();
     let limits = Limits { max_count, ..Limits::default() };
     let cache = Cache::new(Numbers(Arc::clone(&books)), limits).expect("a cache");
-    (0..pages).for_each(|page| drop(cache.get(&key(page)).expect("registered")));
+    (0..pages).for_each(|page| drop(cache.get_or_register(&key(page)).expect("registered")));
     (cache, books)
 }
 
-fn is_shut(cache: &Cache<Numbers>) -> bool {
-    matches!(cache.get(&key(1 << 20)).expect("registered").uncached(), Some(Uncached::Shut))
+fn is_closed(cache: &Cache<Numbers>) -> bool {
+    matches!(
+        cache.get_or_register(&key(1 << 20)).expect("registered").uncached_reason(),
+        Some(UncachedReason::MembarrierRefused)
+    )
 }
 
 fn until(is_so: impl Fn() -> bool) {
@@ -132,22 +136,22 @@ fn until(is_so: impl Fn() -> bool) {
     }
 }
 
-/// Has the kernel refuse `membarrier(2)` to every thread of the process from now on.
+/// Makes the kernel refuse `membarrier(2)` to every thread of the process.
 fn refuse_membarrier() -> io::Result<()> {
     let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
     let load_number = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
     let if_equal = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
     let answer = libc::BPF_RET | libc::BPF_K;
     let mut program = [
-        // The number of the call stands first in `struct seccomp_data`.
+        // The system call's number is the first field of `struct seccomp_data`.
         statement(load_number, 0),
         libc::sock_filter { jf: 1, ..statement(if_equal, libc::SYS_membarrier as u32) },
         statement(answer, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
         statement(answer, libc::SECCOMP_RET_ALLOW),
     ];
     let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
-    // SAFETY: the first call takes numbers only. The second reads the program, which lives until it
-    // returns.
+    // SAFETY: the first call takes only numbers. The second reads the program, which outlives the
+    // call.
     let refused = unsafe {
         libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0
             || libc::syscall(
@@ -161,7 +165,7 @@ fn refuse_membarrier() -> io::Result<()> {
 }
 
 #[test]
-fn a_membarrier_that_is_refused_later_closes_the_cache_and_frees_nothing() {
+fn membarrier_refused_later_closes_the_cache_and_frees_nothing() {
     use rustix::thread::{MembarrierCommand, membarrier};
 
     let (collected, collected_books) = cache(100, 1);
@@ -169,52 +173,58 @@ fn a_membarrier_that_is_refused_later_closes_the_cache_and_frees_nothing() {
     let (cleared, cleared_books) = cache(100, 2);
     let (worked, worked_books) = cache(100, 2);
     let (tidied, tidied_books) = cache(100, 20);
-    // The worker of this one has something to do until it is released.
+    // The worker of this cache is busy until it is released.
     let held = Held::hold(&tidied_books);
     tidied.invalidate(range(19, 1));
     until(|| tidied_books.by_worker() == 1);
-    // Others who may look up: without them nothing takes a barrier.
-    let others = (evicted.burst(), cleared.burst(), worked.burst(), tidied.burst());
+    // Other owners of lease blocks: without them no barrier is needed.
+    let others = (
+        evicted.lookup_handle(),
+        cleared.lookup_handle(),
+        worked.lookup_handle(),
+        tidied.lookup_handle(),
+    );
 
     membarrier(MembarrierCommand::PrivateExpedited).expect("the caches use membarrier(2)");
     refuse_membarrier().expect("a filter");
     membarrier(MembarrierCommand::PrivateExpedited).expect_err("the filter refuses it");
 
-    // Evicting for another: the new region is uncached, and those that are idle stay.
-    assert!(!is_shut(&evicted), "the cache does not know yet");
+    // An eviction for another entry: the new region is uncached, and the idle ones stay.
+    assert!(!is_closed(&evicted), "the cache does not know yet");
     assert_eq!(evicted_books.live(), 2);
-    assert!(is_shut(&evicted));
-    assert!(evicted.find(&key(0)).is_none());
+    assert!(is_closed(&evicted));
+    assert!(evicted.get_cached(&key(0)).is_none());
     assert_eq!((evicted_books.live(), evicted.statistics().evictions), (2, 0));
 
-    // Giving back what is idle.
-    cleared.clear();
-    assert!(is_shut(&cleared));
+    // An eviction of all idle entries.
+    cleared.evict_idle();
+    assert!(is_closed(&cleared));
     assert_eq!((cleared_books.live(), cleared.statistics().evictions), (2, 0));
 
-    // A miss that finds many dead.
+    // A miss that finds many invalidated entries.
     tidied.invalidate(range(0, 19));
-    let lease = tidied.get(&key(100)).expect("registered");
-    assert!(lease.uncached().is_none());
+    let lease = tidied.get_or_register(&key(100)).expect("registered");
+    assert!(lease.uncached_reason().is_none());
     drop(lease);
-    assert!(is_shut(&tidied));
-    assert_eq!((tidied_books.live(), tidied.statistics().dying), (21, 19));
+    assert!(is_closed(&tidied));
+    assert_eq!((tidied_books.live(), tidied.statistics().pending_reclaim), (21, 19));
     drop(held);
 
-    // The worker, of what died.
+    // The worker, with an invalidated entry.
     worked.invalidate(range(0, 1));
-    until(|| is_shut(&worked));
+    until(|| is_closed(&worked));
 
-    // Flushing what died; and however often it is refused, the gate stays shut.
+    // `reclaim`, with an invalidated entry. However often the kernel refuses, the gate stays
+    // closed.
     collected.invalidate(range(0, 1));
     for _ in 0..40_000 {
-        collected.flush();
+        collected.reclaim();
     }
-    assert!(is_shut(&collected));
-    assert!(collected.find(&key(0)).is_none());
-    assert_eq!((collected_books.live(), collected.statistics().dying), (1, 1));
+    assert!(is_closed(&collected));
+    assert!(collected.get_cached(&key(0)).is_none());
+    assert_eq!((collected_books.live(), collected.statistics().pending_reclaim), (1, 1));
 
-    // The caches' ends need no barrier.
+    // The drop of the caches needs no barrier.
     drop(others);
     let all = [
         (collected, collected_books, 0),

@@ -1,19 +1,19 @@
-//! What the cache costs in memory; alone in its process, since it reads what is resident.
+//! Memory of the cache. The test has a process of its own, because it reads the resident size.
 
 use std::sync::Arc;
 
 use hmem_core::{
     Access, Address, AddressRange, Rejected, Result,
-    cache::{Cache, Key, Limits, Source},
+    cache::{Cache, CacheBackend, Key, Limits},
     monitor::{Cause, Invalidator},
 };
 
 const PAGE: u64 = 4096;
 
-/// Regions and watches of no size.
+/// A backend whose regions and watches have no size.
 struct Nothing;
 
-impl Source for Nothing {
+impl CacheBackend for Nothing {
     type Region = ();
     type Watch = ();
 
@@ -23,15 +23,15 @@ impl Source for Nothing {
 
     fn unwatch(&self, (): ()) {}
 
-    fn checked(&self, (): &()) -> bool {
+    fn needs_validation(&self, (): &()) -> bool {
         false
     }
 
-    fn valid(&self, (): &()) -> Result<bool> {
+    fn is_current(&self, (): &()) -> Result<bool> {
         Ok(true)
     }
 
-    fn longest(&self) -> u64 {
+    fn max_len(&self) -> u64 {
         u64::MAX
     }
 
@@ -48,7 +48,7 @@ fn range(start: u64, len: u64) -> AddressRange {
     AddressRange::new(Address(start), len).expect("no wrap")
 }
 
-/// Resident bytes of this process.
+/// Returns the resident bytes of this process.
 fn resident() -> u64 {
     let statm = std::fs::read_to_string("/proc/self/statm").expect("the kernel's account");
     let pages = statm.split(' ').nth(1).expect("resident pages");
@@ -59,14 +59,14 @@ fn fill(cache: &Cache<Nothing>, count: u64, len: u64, apart: u64) -> u64 {
     let before = resident();
     for i in 0..count {
         let key = Key::new(range((1 << 40) + i * apart, len), Access::SEND).expect("a key");
-        assert!(cache.get(&key).expect("registered").uncached().is_none());
+        assert!(cache.get_or_register(&key).expect("registered").uncached_reason().is_none());
     }
     resident().saturating_sub(before)
 }
 
 /// MON-05
 #[test]
-fn unmaps_of_what_was_never_cached_cost_no_memory_and_cached_regions_little() {
+fn unmaps_of_uncached_ranges_cost_no_memory() {
     const COUNT: u64 = 20_000;
     for (len, apart, limit) in [
         (PAGE, PAGE, Some(256)),
@@ -81,10 +81,10 @@ fn unmaps_of_what_was_never_cached_cost_no_memory_and_cached_regions_little() {
             limit.is_none_or(|limit| grown <= limit * COUNT),
             "{grown} bytes for {COUNT} regions"
         );
-        // Nodes that are empty again have no memory.
+        // Nodes that became empty have no memory.
         cache.invalidator().invalidate(range(0, u64::MAX), Cause::Unmap);
         let full = resident();
-        cache.flush();
+        cache.reclaim();
         assert!(
             apart < 16 << 20 || full - resident() > COUNT * 3 * PAGE / 4,
             "memory of empty nodes is kept"

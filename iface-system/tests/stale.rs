@@ -20,7 +20,7 @@ use std::{
 
 use hmem_core::{
     Access, Error, ErrorKind, Rejected, Result,
-    cache::{Cache, Key, Limits, Source, Uncached},
+    cache::{Cache, CacheBackend, Key, Limits, UncachedReason},
     monitor::{Invalidator, Monitor, Subscription},
 };
 use hmem_iface_system::monitor::{Layered, MemHooks, UserFaultFd};
@@ -41,7 +41,7 @@ cases! {
 /// Registers by reading a word, which fails where nothing is mapped.
 struct Remembering(Option<Arc<dyn Monitor>>);
 
-impl Source for Remembering {
+impl CacheBackend for Remembering {
     type Region = u64;
     type Watch = Option<Subscription>;
 
@@ -57,15 +57,15 @@ impl Source for Remembering {
         }
     }
 
-    fn checked(&self, _: &Self::Watch) -> bool {
+    fn needs_validation(&self, _: &Self::Watch) -> bool {
         false
     }
 
-    fn valid(&self, _: &Self::Watch) -> Result<bool> {
+    fn is_current(&self, _: &Self::Watch) -> Result<bool> {
         Ok(true)
     }
 
-    fn longest(&self) -> u64 {
+    fn max_len(&self) -> u64 {
         u64::MAX
     }
 
@@ -151,7 +151,7 @@ fn stale_hits(
             scope.spawn(|| {
                 while running.load(SeqCst) {
                     // Registers in the middle of changes; where nothing is mapped that is refused.
-                    drop(cache.get(&key));
+                    drop(cache.get_or_register(&key));
                     looked.fetch_add(1, SeqCst);
                 }
             });
@@ -165,7 +165,7 @@ fn stale_hits(
             replace(at);
             // SAFETY: the test's own page, which others only read through the kernel.
             unsafe { at.cast::<u64>().write_volatile(round) };
-            let lease = cache.get(&key).unwrap();
+            let lease = cache.get_or_register(&key).unwrap();
             stale += u64::from(![0, round].contains(&*lease));
         }
     });
@@ -246,7 +246,7 @@ fn stale_after_discards(monitor: &Arc<dyn Monitor>, discard: Replace, rounds: u6
             for _ in 0..rounds {
                 begin.wait();
                 while !over.load(SeqCst) {
-                    drop(cache.get(&key).unwrap());
+                    drop(cache.get_or_register(&key).unwrap());
                 }
                 end.wait();
             }
@@ -256,13 +256,13 @@ fn stale_after_discards(monitor: &Arc<dyn Monitor>, discard: Replace, rounds: u6
             unsafe { at.cast::<u64>().write_volatile(round) };
             // The other thread goes to sleep, so that the page is cached again.
             cache.invalidate(key.range());
-            while cache.get(&key).unwrap().uncached().is_some() {
+            while cache.get_or_register(&key).unwrap().uncached_reason().is_some() {
                 thread::yield_now();
             }
             over.store(false, SeqCst);
             begin.wait();
             discard(at);
-            stale += u64::from(*cache.get(&key).unwrap() == round);
+            stale += u64::from(*cache.get_or_register(&key).unwrap() == round);
             over.store(true, SeqCst);
             end.wait();
         }
@@ -311,7 +311,7 @@ fn a_discarded_page_is_uncached_with_the_reason_while_another_thread_may_still_b
     let key = |index| {
         Key::new(range(at.wrapping_byte_add(index * page()), page()), Access::SEND).unwrap()
     };
-    let cached = |index| cache.get(&key(index)).unwrap().uncached().is_none();
+    let cached = |index| cache.get_or_register(&key(index)).unwrap().uncached_reason().is_none();
     let (running, goes_on) = (AtomicBool::new(false), AtomicBool::new(true));
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -330,8 +330,10 @@ fn a_discarded_page_is_uncached_with_the_reason_while_another_thread_may_still_b
         hooked(at);
         assert!(cached(0), "after the C library's madvise");
         raw(at);
-        let lease = cache.get(&key(0)).unwrap();
-        let Some(Uncached::Unwatched(why)) = lease.uncached() else { panic!("{lease:?}") };
+        let lease = cache.get_or_register(&key(0)).unwrap();
+        let Some(UncachedReason::Unwatched(why)) = lease.uncached_reason() else {
+            panic!("{lease:?}")
+        };
         assert!(why.is_busy() && why.to_string().contains("madvise"), "{why}");
         assert!(cached(1), "the page beside it");
     });

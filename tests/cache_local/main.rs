@@ -120,17 +120,17 @@ fn memory_that_changes_under_a_transfer_stays_registered_until_its_completion_is
     let cache = net.domain.cache().expect("a cache");
     assert_eq!((cache.statistics().leases, net.domain.live().regions), (1, 1));
     import.invalidate(pages.range());
-    cache.flush();
+    cache.reclaim();
     // Dead, and not deregistered under the NIC.
     let told = Arc::new(AtomicU32::new(0));
     let tell = Arc::clone(&told);
-    cache.invalidate_then(pages.range(), move || {
+    cache.invalidate_with_callback(pages.range(), move || {
         tell.fetch_add(1, SeqCst);
     });
-    assert_eq!((cache.statistics().dying, net.domain.live().regions), (1, 1));
+    assert_eq!((cache.statistics().pending_reclaim, net.domain.live().regions), (1, 1));
     assert_eq!(net.done(5), 64);
     assert_eq!(net.far_bytes(64), [9; 64]);
-    cache.flush();
+    cache.reclaim();
     assert_eq!((cache.statistics().leases, net.domain.live().regions), (0, 0));
     assert_eq!(told.load(SeqCst), 1);
 }

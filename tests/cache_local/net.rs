@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use hmem::{
     Access, CacheAttr, Domain, DomainAttr, Endpoint, Hmem, MrMode, RemoteKey, Result,
-    cache::Statistics,
+    cache::CacheStatistics,
     loopback::{Builder, Loopback, Memory},
     provider::{CompletionQueue, EndpointAttr},
     system::monitor::Import,
@@ -110,7 +110,7 @@ impl Net {
         bytes
     }
 
-    pub(crate) fn statistics(&self) -> Statistics {
+    pub(crate) fn statistics(&self) -> CacheStatistics {
         self.domain.cache().expect("a cache").statistics()
     }
 
@@ -118,8 +118,8 @@ impl Net {
     pub(crate) fn assert_nothing_left(&self) {
         assert_eq!(self.statistics().leases, 0);
         let cache = self.domain.cache().expect("a cache");
-        cache.clear();
-        cache.flush();
+        cache.evict_idle();
+        cache.reclaim();
         assert_eq!(self.domain.live().regions, 0, "{:?}", cache.statistics());
     }
 }

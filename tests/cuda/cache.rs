@@ -6,7 +6,7 @@ use std::sync::Arc;
 use hmem::{
     Access, Address, AddressRange, AllocationKind, DeviceId, Domain, Endpoint, Iface, IfaceExt,
     MemoryRegion,
-    cache::Uncached,
+    cache::UncachedReason,
     cuda::{
         MonitorKind,
         sys::{CuContext, CuDevicePtr, CuResult, Functions},
@@ -144,7 +144,7 @@ fn rounds(link: &Link, kind: AllocationKind, freed: Freed, rounds: u32) -> Shown
         link.cuda.write_bytes(memory.start(), &bytes_of(round)).expect("write");
         // SAFETY: the region is not used once its memory is freed, which is what the cache sees to.
         let first = unsafe { link.cache_get(memory) };
-        assert!(first.lease().uncached().is_none(), "{:?}", first.lease());
+        assert!(first.lease().uncached_reason().is_none(), "{:?}", first.lease());
         assert_eq!(
             reader.first(&first),
             bytes_of(round),
@@ -152,7 +152,7 @@ fn rounds(link: &Link, kind: AllocationKind, freed: Freed, rounds: u32) -> Shown
         );
         drop(first);
         // What the worker deregisters of the round before calls the driver too.
-        cache.flush();
+        cache.reclaim();
         let calls = link.calls();
         // SAFETY: as above.
         let again = unsafe { link.cache_get(memory) };
@@ -173,8 +173,8 @@ fn rounds(link: &Link, kind: AllocationKind, freed: Freed, rounds: u32) -> Shown
         "each allocation is registered once"
     );
     assert_eq!(after.hits - before.hits, count, "and hit once");
-    cache.clear();
-    cache.flush();
+    cache.evict_idle();
+    cache.reclaim();
     assert_eq!(cache.statistics().entries, 0);
     shown
 }
@@ -261,7 +261,7 @@ fn each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
         // SAFETY: closed before the memory is freed.
         let region = unsafe { link.cache_get(memory.range) };
         assert!(
-            matches!(region.lease().uncached(), Some(Uncached::Unwatched(_))),
+            matches!(region.lease().uncached_reason(), Some(UncachedReason::Unwatched(_))),
             "{:?}",
             region.lease()
         );
@@ -299,7 +299,7 @@ fn other_memory_at_the_same_place_of_a_reservation_is_never_a_hit() {
                     "{monitor}: memory that was there before"
                 );
                 assert!(
-                    matches!(region.lease().uncached(), Some(Uncached::Unwatched(_))),
+                    matches!(region.lease().uncached_reason(), Some(UncachedReason::Unwatched(_))),
                     "{monitor}"
                 );
                 drop(region);
@@ -365,7 +365,7 @@ fn with_hooks_nothing_stays_registered_when_the_application_frees() {
         assert_eq!((cache.statistics().entries, link.domain.live().regions), (20, 20));
         for (freed, memory) in memory.iter().enumerate() {
             app.free(*memory);
-            cache.flush();
+            cache.reclaim();
             assert_eq!(link.domain.live().regions, 19 - freed as u64, "and only that one");
         }
         if real() {
@@ -387,7 +387,7 @@ fn with_hooks_nothing_stays_registered_when_the_application_frees() {
             unsafe { std::mem::transmute(std::ptr::with_exposed_provenance::<()>(*reset)) };
         // SAFETY: nobody uses what goes with the context.
         check(unsafe { reset(0) });
-        cache.flush();
+        cache.reclaim();
         assert_eq!(link.domain.live().regions, 0, "{name}");
     }
 }

@@ -270,7 +270,7 @@ impl Link {
     pub(crate) unsafe fn cache_get(&self, range: AddressRange) -> CachedRegion<'_> {
         let cache = self.domain.cache().expect("a cache");
         // SAFETY: as the caller's.
-        unsafe { cache.get(range, REMOTE) }.expect("registered")
+        unsafe { cache.get_or_register(range, REMOTE) }.expect("registered")
     }
 
     /// A context of the application's with 8 KiB of memory, current nowhere. `cuCtxDestroy_v2` of

@@ -76,7 +76,8 @@ fn a_freed_or_foreign_pointer_that_is_claimed_for_cuda_is_said_to_be_unknown() {
             let error = if cached {
                 let cache = link.domain.cache().expect("a cache");
                 // SAFETY: it is refused.
-                unsafe { cache.get_on(unknown, REMOTE, IfaceKind::CUDA, None) }.map(drop)
+                unsafe { cache.get_or_register_on(unknown, REMOTE, IfaceKind::CUDA, None) }
+                    .map(drop)
             } else {
                 let ranges = [unknown];
                 let attr = MrAttr { iface: Some(IfaceKind::CUDA), ..MrAttr::new(&ranges, REMOTE) };

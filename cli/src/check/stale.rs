@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use hmem::{
     Access, CacheAttr, Error, ErrorKind, Hmem, Iface, IfaceExt, IfaceKind, Path, Result,
-    cache::Uncached,
+    cache::UncachedReason,
     monitor::Monitor,
     path::P2pPolicy,
     system::{
@@ -384,9 +384,11 @@ impl Round<'_> {
             // is done with it while a transfer runs. What is cached when it goes is
             // what the check is about: the NIC keeps the pages.
             #[allow(unsafe_code, reason = "the region is of memory that the place owns")]
-            let region = unsafe { cache.get(range, Access::REMOTE_READ | Access::REMOTE_WRITE)? };
+            let region = unsafe {
+                cache.get_or_register(range, Access::REMOTE_READ | Access::REMOTE_WRITE)?
+            };
             // Busy: a change of the round before may not be over yet, as far as the monitor knows.
-            if let Some(Uncached::Unwatched(why)) = region.lease().uncached()
+            if let Some(UncachedReason::Unwatched(why)) = region.lease().uncached_reason()
                 && !why.is_busy()
             {
                 return Err(why.clone());
@@ -409,7 +411,7 @@ impl Round<'_> {
         }
         // SAFETY: as above.
         #[allow(unsafe_code, reason = "as above")]
-        drop(unsafe { cache.get(range, Access::REMOTE_READ | Access::REMOTE_WRITE)? });
+        drop(unsafe { cache.get_or_register(range, Access::REMOTE_READ | Access::REMOTE_WRITE)? });
         self.place.renew(number)?;
         tally.reused += u64::from(self.place.range()? == range);
         tally.rounds += 1;

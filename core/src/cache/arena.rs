@@ -1,19 +1,20 @@
-//! Memory that keeps its type: what a late reader follows a stale index to is always a `T`.
+//! Memory that keeps its type: a stale index always leads to a `T`.
 //!
-//! An arena reserves addresses for as many as it may ever hold and gives them memory as it grows,
-//! so that an index becomes a reference by one addition. Nothing is unmapped before the arena goes.
+//! An arena reserves addresses for all the values that it may ever hold. It makes them accessible
+//! as it grows, so that one addition turns an index into a reference. The arena unmaps nothing
+//! before it is dropped.
 
 #[cfg(not(loom))]
 pub(super) use self::mapped::Arena;
 #[cfg(loom)]
 pub(super) use self::modelled::Arena;
 
-/// A type of which fresh memory of the operating system is a value.
+/// A type for which fresh memory of the operating system is a valid value.
 ///
 /// # Safety
 /// All bytes zero must be a valid value, and the type must need no drop.
 pub(super) unsafe trait Zeroed {
-    /// That value, for where memory does not come from the operating system.
+    /// Returns that value, for memory that does not come from the operating system.
     #[cfg(loom)]
     fn zeroed() -> Self;
 }
@@ -35,24 +36,25 @@ mod mapped {
 
     const PAGE: usize = 4096;
 
-    /// Up to a fixed number of `T`s; index 0 stands for none and is never used.
+    /// Up to a fixed number of `T`s. Index 0 means "none".
     pub(in crate::cache) struct Arena<T> {
         base: NonNull<T>,
-        /// Where the one of index 0 would be if all indices had the tag of [`Arena::at_tagged`].
+        /// The address of index 0 if all indices had the tag of [`Arena::at_tagged`].
         tagged: *const T,
         reserved: usize,
-        /// Bytes that have memory; grown under the cache's lock.
+        /// Accessible bytes. They grow under the cache's lock.
         usable: AtomicUsize,
     }
 
     // SAFETY: the arena only hands out shared references; a `T` that is `Sync` may be shared, and
     // nothing is dropped with it that would need `T: Send`.
     unsafe impl<T: Sync> Sync for Arena<T> {}
-    // SAFETY: as above.
+    // SAFETY: a moved arena still only hands out shared references to `T`s that are `Sync`, and
+    // drops no `T`.
     unsafe impl<T: Sync> Send for Arena<T> {}
 
     impl<T: Zeroed> Arena<T> {
-        /// Room for indices 1 to `count`.
+        /// Reserves addresses for the indices 1 to `count`.
         pub(in crate::cache) fn reserve(count: usize) -> Result<Self> {
             let reserved = ((count + 1) * size_of::<T>()).next_multiple_of(PAGE);
             // SAFETY: a new mapping replaces nothing.
@@ -73,14 +75,14 @@ mod mapped {
             Ok(Self { base, tagged: base.as_ptr(), reserved, usable: AtomicUsize::new(0) })
         }
 
-        /// Has [`Arena::at_tagged`] take indices with this tag, which stands above all indices.
+        /// Sets the tag of [`Arena::at_tagged`]: bits above those of all indices.
         pub(in crate::cache) fn tag(mut self, tag: u32) -> Self {
             self.tagged = self.base.as_ptr().wrapping_sub(tag as usize);
             self
         }
 
-        /// Gives memory to everything up to `index`; `false` if there is no more. Not from two
-        /// threads at once.
+        /// Makes everything up to `index` accessible. Returns `false` if the arena is full or
+        /// memory is short. The caller lets no other thread call it at the same time.
         pub(in crate::cache) fn ensure(&self, index: u32) -> bool {
             let needed = (index as usize + 1) * size_of::<T>();
             let usable = self.usable.load(Ordering::Relaxed);
@@ -107,42 +109,43 @@ mod mapped {
             grown.is_ok()
         }
 
-        /// The `index`th.
+        /// Returns the value with this index.
         #[inline(always)]
         pub(in crate::cache) fn at(&self, index: u32) -> &T {
             debug_assert!(
                 (index as usize + 1) * size_of::<T>() <= self.usable.load(Ordering::Relaxed)
             );
-            // SAFETY: indices are given out after `ensure` took them, so the memory is there, and
-            // it stays a `T` (zero bytes are one) until the arena goes, which the
+            // SAFETY: every index in use was passed to `ensure` before, so its memory is
+            // accessible. It stays a `T` (zero bytes are one) until the arena is dropped, which the
             // reference cannot outlive.
             unsafe { self.base.add(index as usize).as_ref() }
         }
 
-        /// The one whose index is what is left of `tagged` without the arena's tag, which it has.
+        /// Returns the value whose index is `tagged` without the arena's tag. `tagged` has the tag.
         #[inline(always)]
         pub(in crate::cache) fn at_tagged(&self, tagged: u32) -> &T {
-            // SAFETY: as for `at`; the detour outside the mapping is only arithmetic.
+            // SAFETY: the tag is subtracted and added by wrapping arithmetic only. The sum is the
+            // address of an index in use, which `ensure` made accessible.
             unsafe { &*self.tagged.wrapping_add(tagged as usize) }
         }
 
-        /// The index of one that [`Arena::at`] returned.
-        pub(in crate::cache) fn index_of(&self, one: &T) -> u32 {
-            ((ptr::from_ref(one).addr() - self.base.addr().get()) / size_of::<T>()) as u32
+        /// Returns the index of a value that [`Arena::at`] returned.
+        pub(in crate::cache) fn index_of(&self, value: &T) -> u32 {
+            ((ptr::from_ref(value).addr() - self.base.addr().get()) / size_of::<T>()) as u32
         }
 
-        /// Gives the memory of the `index`th, which is all zero, back, if it fills whole pages.
-        pub(in crate::cache) fn give_back(&self, index: u32) {
+        /// Returns the memory of a value of zero bytes to the system, if it fills whole pages.
+        pub(in crate::cache) fn release_pages(&self, index: u32) {
             let place = self.base.as_ptr().wrapping_add(index as usize).cast();
-            // SAFETY: the pages are the arena's own, and read as what they were: zeroes.
+            // SAFETY: the pages belong to the arena, and read as zeroes before and after.
             if let Err(errno) = unsafe { madvise(place, size_of::<T>(), Advice::LinuxDontNeed) } {
                 tracing::debug!(%errno, "memory of an empty node is kept");
             }
         }
 
-        /// Keeps huge pages away, which would give memory to what is far from used.
+        /// Disables huge pages, which would take memory for values that are not used yet.
         pub(in crate::cache) fn small_pages(self) -> Self {
-            // SAFETY: advice about the arena's own pages changes no content.
+            // SAFETY: the pages belong to the arena, and the advice changes no content.
             let advised = unsafe {
                 madvise(self.base.as_ptr().cast(), self.reserved, Advice::LinuxNoHugepage)
             };
@@ -155,7 +158,7 @@ mod mapped {
 
     impl<T> Drop for Arena<T> {
         fn drop(&mut self) {
-            // SAFETY: the mapping is the arena's own, and references to it have ended.
+            // SAFETY: the mapping belongs to the arena, and no reference to it outlives the arena.
             if let Err(errno) = unsafe { munmap(self.base.as_ptr().cast(), self.reserved) } {
                 tracing::error!(%errno, "memory of a registration cache is leaked");
             }
@@ -198,11 +201,11 @@ mod modelled {
             self.at(tagged - self.1)
         }
 
-        pub(in crate::cache) fn index_of(&self, one: &T) -> u32 {
-            self.0.iter().position(|other| std::ptr::eq(other, one)).expect("one of these") as u32
+        pub(in crate::cache) fn index_of(&self, value: &T) -> u32 {
+            self.0.iter().position(|other| std::ptr::eq(other, value)).expect("one of these") as u32
         }
 
-        pub(in crate::cache) fn give_back(&self, _index: u32) {}
+        pub(in crate::cache) fn release_pages(&self, _index: u32) {}
 
         pub(in crate::cache) fn small_pages(self) -> Self {
             self

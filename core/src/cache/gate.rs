@@ -1,29 +1,30 @@
-//! The word that every lookup reads first: whose it is, and whether it is open, closed by a
-//! monitor, or wiped because the process is a forked child.
+//! One word that every lookup loads first: cache number and close count; 0 after a fork.
 
 use super::sync::{AtomicU64, Ordering};
 use crate::Result;
 #[cfg(not(loom))]
 use crate::process::WipedWord;
 
-/// Set where lookups must fence: they are not to take the way on which they don't.
+/// Set if lookups must fence. Fast lookups, which do not fence, then see a closed gate.
 const FENCED: u64 = 1;
-/// Set when the gate is closed for good.
-const SHUT: u64 = 2;
-/// Added by each closing; above its bits stands the cache's number.
-const CLOSING: u64 = 4;
+/// Set once the gate is closed permanently.
+const CLOSED_PERMANENTLY: u64 = 2;
+/// Added by each close. The cache's number stands above the bits of this count.
+const CLOSE: u64 = 4;
 const NUMBER: u32 = 16;
 
-/// The word of cache `number` while lookups may hit without a fence.
-pub(super) const fn plainly_open(number: u64) -> u64 {
+/// Returns the word of cache `number` while the gate is open for lookups without a fence.
+pub(super) const fn fast_open(number: u64) -> u64 {
     number << NUMBER
 }
 
-const fn opened(number: u64, fenced: bool) -> u64 {
-    plainly_open(number) | if fenced { FENCED } else { 0 }
+const fn open(number: u64, fenced: bool) -> u64 {
+    fast_open(number) | if fenced { FENCED } else { 0 }
 }
 
-/// The word, on a page of its own that the kernel zeroes in a forked child (`MADV_WIPEONFORK`),
+/// Disables all hits while closed.
+///
+/// The word has a page of its own, which the kernel zeroes in a forked child (`MADV_WIPEONFORK`),
 /// however the fork was made.
 pub(super) struct Gate {
     #[cfg(not(loom))]
@@ -36,7 +37,7 @@ impl Gate {
     #[cfg(not(loom))]
     pub(super) fn new(number: u64, fenced: bool) -> Result<Self> {
         let word = WipedWord::new()?;
-        word.get().store(opened(number, fenced), Ordering::Release);
+        word.get().store(open(number, fenced), Ordering::Release);
         Ok(Self { word })
     }
 
@@ -48,7 +49,7 @@ impl Gate {
 
     #[cfg(loom)]
     pub(super) fn new(number: u64, fenced: bool) -> Result<Self> {
-        Ok(Self { word: AtomicU64::new(opened(number, fenced)) })
+        Ok(Self { word: AtomicU64::new(open(number, fenced)) })
     }
 
     #[cfg(loom)]
@@ -56,41 +57,43 @@ impl Gate {
         &self.word
     }
 
-    /// The word: [`plainly_open`] of the cache's number as long as lookups may hit without a fence.
+    /// Loads the word: [`fast_open`] of the cache's number while lookups may hit without a fence.
     #[inline(always)]
-    pub(super) fn read(&self) -> u64 {
+    pub(super) fn load(&self) -> u64 {
         self.word().load(Ordering::Acquire)
     }
 
-    /// Whether lookups may hit.
+    /// Returns whether lookups may hit.
     pub(super) fn is_open(&self) -> bool {
-        let word = self.read();
+        let word = self.load();
         word != 0 && word & ((1 << NUMBER) - 1) & !FENCED == 0
     }
 
-    /// Whether this process is a forked child of the one that made the cache: no lock, entry or
-    /// thread of it is usable.
+    /// Returns whether this process is a forked child of the process that created the cache. The
+    /// child can use no lock, entry or thread of the cache.
     pub(super) fn is_forked(&self) -> bool {
-        self.read() >> NUMBER == 0
+        self.load() >> NUMBER == 0
     }
 
-    /// Closes the gate for good. Returns `true` if this call closed it, `false` if an earlier call
-    /// did.
-    pub(super) fn shut(&self) -> bool {
-        self.word().fetch_or(SHUT, Ordering::SeqCst) & SHUT == 0
+    /// Closes the gate permanently. Returns `true` if this call closed it, `false` if an earlier
+    /// call did.
+    pub(super) fn close_permanently(&self) -> bool {
+        self.word().fetch_or(CLOSED_PERMANENTLY, Ordering::SeqCst) & CLOSED_PERMANENTLY == 0
     }
 
-    /// Returns whether the gate is closed for good.
-    pub(super) fn is_shut(&self) -> bool {
-        self.read() & SHUT != 0
+    /// Returns whether the gate is closed permanently.
+    pub(super) fn is_closed_permanently(&self) -> bool {
+        self.load() & CLOSED_PERMANENTLY != 0
     }
 
+    /// Closes the gate until a matching [`Gate::open`]. Closes are counted.
     pub(super) fn close(&self) {
-        self.word().fetch_add(CLOSING, Ordering::SeqCst);
+        self.word().fetch_add(CLOSE, Ordering::SeqCst);
     }
 
+    /// Undoes one [`Gate::close`].
     pub(super) fn open(&self) {
-        self.word().fetch_sub(CLOSING, Ordering::SeqCst);
+        self.word().fetch_sub(CLOSE, Ordering::SeqCst);
     }
 }
 

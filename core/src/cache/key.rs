@@ -1,10 +1,10 @@
-//! What a registration is known by.
+//! The identity of a registration.
 
 use crate::{
     Access, Address, AddressRange, AllocationId, DeviceId, Error, ErrorKind, IfaceKind, Result,
 };
 
-/// What a registration is known by: range, rights, iface, device and allocation.
+/// Identity of a registration: range, access rights, iface, device and allocation.
 ///
 /// ```
 /// use hmem_core::{Access, Address, AddressRange, AllocationId, DeviceId, IfaceKind, cache::Key};
@@ -25,7 +25,7 @@ pub struct Key {
     /// Iface and device.
     pub(super) owner: u64,
     pub(super) allocation: u64,
-    /// All ones if owner and allocation must agree, 0 if any will do.
+    /// All ones if owner and allocation must match, 0 if any owner matches.
     pub(super) exact: u64,
 }
 
@@ -33,15 +33,15 @@ const NO_DEVICE: u32 = u32::MAX;
 const NO_ALLOCATION: u64 = u64::MAX;
 
 impl Key {
-    /// Host memory.
+    /// Creates the key of host memory.
     ///
     /// # Errors
-    /// [`ErrorKind::ZeroLength`]; [`ErrorKind::BadAccess`] for a right that libfabric does not
-    /// define.
+    /// - [`ErrorKind::ZeroLength`] for an empty range.
+    /// - [`ErrorKind::BadAccess`] for a right that libfabric does not define.
     #[inline]
     pub fn new(range: AddressRange, access: Access) -> Result<Self> {
         if range.is_empty() || access.bits() & !Access::all().bits() != 0 {
-            return Err(refused(range, access));
+            return Err(invalid(range, access));
         }
         Ok(Self {
             start: range.start().0,
@@ -53,51 +53,52 @@ impl Key {
         })
     }
 
-    /// The same of an iface and, where it is memory of one, a device.
+    /// Sets the iface and, for device memory, the device.
     #[must_use]
     pub fn owned_by(self, iface: IfaceKind, device: Option<DeviceId>) -> Self {
         let device = device.map_or(NO_DEVICE, |device| device.0);
         Self { owner: u64::from(iface.0) << 32 | u64::from(device), ..self }
     }
 
-    /// The same in one allocation of the iface.
+    /// Sets the allocation of the iface.
     #[must_use]
     pub fn in_allocation(self, allocation: AllocationId) -> Self {
         Self { allocation: allocation.0, ..self }
     }
 
-    /// The same, whoever the memory belongs to: for [`Cache::find`](super::Cache::find) only.
+    /// Makes the key match memory of any owner. Such a key can be looked up, but not registered;
+    /// see [`Cache::get_cached`](super::Cache::get_cached).
     #[inline]
     #[must_use]
     pub fn of_any_owner(self) -> Self {
         Self { exact: 0, ..self }
     }
 
-    /// The range.
+    /// Returns the range.
     #[must_use]
     pub fn range(&self) -> AddressRange {
         AddressRange::new(Address(self.start), self.len()).expect("it was a range before")
     }
 
-    /// The rights.
+    /// Returns the access rights.
     #[must_use]
     pub fn access(&self) -> Access {
         Access::from_bits_retain(u64::from(self.access))
     }
 
-    /// The iface.
+    /// Returns the iface.
     #[must_use]
     pub fn iface(&self) -> IfaceKind {
         IfaceKind((self.owner >> 32) as u32)
     }
 
-    /// The device, for memory of one.
+    /// Returns the device of device memory.
     #[must_use]
     pub fn device(&self) -> Option<DeviceId> {
         Some(DeviceId(self.owner as u32)).filter(|device| device.0 != NO_DEVICE)
     }
 
-    /// The allocation, where one was named.
+    /// Returns the allocation, if the key names one.
     #[must_use]
     pub fn allocation(&self) -> Option<AllocationId> {
         Some(AllocationId(self.allocation)).filter(|allocation| allocation.0 != NO_ALLOCATION)
@@ -107,8 +108,9 @@ impl Key {
         self.last - self.start + 1
     }
 
-    /// Whether the two may be merged: the same rights of the same memory.
-    pub(super) fn joins(&self, other: &Self) -> bool {
+    /// Returns whether two registrations can be merged: adjacent or overlapping ranges of the same
+    /// owner and allocation with the same rights.
+    pub(super) fn is_mergeable_with(&self, other: &Self) -> bool {
         (self.access, self.owner, self.allocation) == (other.access, other.owner, other.allocation)
             && self.start <= other.last.saturating_add(1)
             && other.start <= self.last.saturating_add(1)
@@ -116,7 +118,7 @@ impl Key {
 }
 
 #[cold]
-fn refused(range: AddressRange, access: Access) -> Error {
+fn invalid(range: AddressRange, access: Access) -> Error {
     let kind = if range.is_empty() { ErrorKind::ZeroLength } else { ErrorKind::BadAccess };
     Error::new(kind, "cached registration").context("range", range).context("access", access)
 }

@@ -1,205 +1,211 @@
-//! The way of a hit, and putting back: no lock, and no line written that another thread writes.
+//! Lookups of cached entries, and the end of a lease: no lock, and no write to a shared line.
 
 use std::hint::cold_path;
 
 use super::{
-    Key, Source,
-    blocks::{Block, Slot},
-    entry::{Entry, state},
-    lease::Held,
-    radix::Met,
-    shared::Shared,
+    backend::CacheBackend,
+    cache_core::CacheCore,
+    index::entry::{Entry, state},
+    key::Key,
+    lease::blocks::{LeaseBlock, LeaseSlot},
     sync::{self, Ordering},
 };
 use crate::monitor::Cause;
 
-/// What the plain way found.
-pub(super) enum Look<'c, S: Source> {
-    Hit(Held<'c, S>),
-    /// No entry, and the slot is free.
-    Nothing,
-    /// What takes another way to find out.
-    Again,
+/// An entry with a published lease.
+pub(super) struct LeasedEntry<'c, S: CacheBackend> {
+    pub(super) entry: &'c Entry<S>,
+    pub(super) slot: &'c LeaseSlot,
 }
 
-impl<'c, S: Source> Look<'c, S> {
+/// The result of a fast lookup.
+pub(super) enum FastLookup<'c, S: CacheBackend> {
+    Hit(LeasedEntry<'c, S>),
+    /// The table has no entry for the key. The slot is free.
+    Miss,
+    /// A fast lookup cannot decide. `found` is the result of the table's search, or `None` if the
+    /// table was not searched.
+    SlowPath {
+        found: Option<u32>,
+    },
+}
+
+impl<S: CacheBackend> CacheCore<S> {
+    /// Looks up `key` with no lock or fence. Returns `SlowPath` if that cannot decide. Searches the
+    /// table at most once.
+    ///
+    /// The caller owns the slot's block. It has seen that the gate is open and that lookups need no
+    /// fence.
     #[inline(always)]
-    pub(super) fn hit(self) -> Option<Held<'c, S>> {
-        match self {
-            Self::Hit(held) => Some(held),
-            Self::Nothing | Self::Again => None,
+    pub(super) fn lookup_fast<'c>(&'c self, slot: &'c LeaseSlot, key: &Key) -> FastLookup<'c, S> {
+        // Many applications use one buffer again and again.
+        let last = slot.last.load(Ordering::Relaxed);
+        let entry = self.index.entries.at(last);
+        if entry.starts_in_same_page(key) {
+            return self.lookup_last(slot, last, entry, key);
         }
+        let index = self.index.find(key);
+        let entry = self.index.entries.at(index);
+        slot.last.store(index, Ordering::Relaxed);
+        if slot.is_free() {
+            match self.lease_fast(slot, index, entry, key) {
+                Some(leased) => return FastLookup::Hit(leased),
+                None if index == 0 => return FastLookup::Miss,
+                None => {}
+            }
+        }
+        cold_path();
+        FastLookup::SlowPath { found: Some(index) }
     }
-}
 
-impl<S: Source> Shared<S> {
-    /// A lease of a live entry that covers the key, if the first look finds one, and it was used
-    /// lately, and there is nobody to ask. The caller has seen the gate open and that lookups
-    /// need no fence, and owns the slot's block.
+    /// Looks up `key` in the slot's last entry, which starts in the same page.
     #[inline(always)]
-    pub(super) fn plain_hit<'c>(&'c self, slot: &'c Slot, key: &Key) -> Look<'c, S> {
-        // A buffer is often used again and again.
-        let mut index = slot.last.load(Ordering::Relaxed);
-        let mut entry = self.entries.at(index);
-        if !entry.starts_near(key) {
-            index = self.find_live(key);
-            entry = self.entries.at(index);
-            slot.last.store(index, Ordering::Relaxed);
-        }
+    fn lookup_last<'c>(
+        &'c self,
+        slot: &'c LeaseSlot,
+        last: u32,
+        entry: &'c Entry<S>,
+        key: &Key,
+    ) -> FastLookup<'c, S> {
         if !slot.is_free() {
             cold_path();
-            return Look::Again;
+            return FastLookup::SlowPath { found: None };
         }
-        if let Some(held) = self.lease_plainly(slot, index, entry, key) {
-            return Look::Hit(held);
+        if let Some(leased) = self.lease_fast(slot, last, entry, key) {
+            return FastLookup::Hit(leased);
         }
-        if index == 0 {
-            return Look::Nothing;
-        }
-        // A copy, as in `Cache::get`.
+        // A copy, so that a hit need not keep the key in memory.
         let key = *key;
-        if entry.covers(&key) { Look::Again } else { self.look_in_table(slot, &key) }
+        if entry.covers(&key) {
+            FastLookup::SlowPath { found: None }
+        } else {
+            self.lookup_in_table(slot, &key)
+        }
     }
 
-    /// The same where the slot's last entry is none for the key: others may start in the same page.
+    /// Continues a fast lookup whose slot's last entry does not cover the key. Another entry may
+    /// start in the same page.
     #[cold]
     #[inline(never)]
-    fn look_in_table<'c>(&'c self, slot: &'c Slot, key: &Key) -> Look<'c, S> {
-        let index = self.find_live(key);
-        let entry = self.entries.at(index);
+    fn lookup_in_table<'c>(&'c self, slot: &'c LeaseSlot, key: &Key) -> FastLookup<'c, S> {
+        let index = self.index.find(key);
+        let entry = self.index.entries.at(index);
         slot.last.store(index, Ordering::Relaxed);
-        match self.lease_plainly(slot, index, entry, key) {
-            Some(held) => Look::Hit(held),
-            None if index == 0 => Look::Nothing,
-            None => Look::Again,
+        match self.lease_fast(slot, index, entry, key) {
+            Some(leased) => FastLookup::Hit(leased),
+            None if index == 0 => FastLookup::Miss,
+            None => FastLookup::SlowPath { found: Some(index) },
         }
     }
 
-    /// Publishes a lease of an entry that was found, and takes it back unless the entry then is
-    /// what the key asks for.
+    /// Publishes a lease of an entry. Ends the lease again unless the entry is live and covers the
+    /// key.
     #[inline(always)]
-    fn lease_plainly<'c>(
+    fn lease_fast<'c>(
         &'c self,
-        slot: &'c Slot,
+        slot: &'c LeaseSlot,
         index: u32,
         entry: &'c Entry<S>,
         key: &Key,
-    ) -> Option<Held<'c, S>> {
-        slot.lease(index);
+    ) -> Option<LeasedEntry<'c, S>> {
+        slot.publish(index);
         sync::light_unfenced();
-        // Entry 0 stands for none and is free, which is not plain.
-        let plain = state::is_plain(entry.state.load(Ordering::Acquire));
-        // SAFETY: the lease is published, and the entry was seen live after that.
-        if plain && unsafe { entry.leased_covers(key) } {
+        // Entry 0 means "none" and is free, which allows no hit.
+        let live = state::allows_fast_hit(entry.state.load(Ordering::Acquire));
+        // SAFETY: the lease was published above, and the entry was seen live after that.
+        if live && unsafe { entry.leased_covers(key) } {
             slot.count_hit();
-            return Some(Held { entry, slot });
+            return Some(LeasedEntry { entry, slot });
         }
         cold_path();
-        self.release_plainly(entry, slot);
+        self.release_fast(entry, slot);
         None
     }
 
-    /// The same, however open the gate is and whatever the entry wants.
+    /// Looks up `key` with fences if the cache needs them, and with validation by the backend if
+    /// the entry needs it. Searches the table unless `found` has a fast lookup's result.
     #[inline]
-    pub(super) fn hit<'c>(&'c self, block: &'c Block, key: &Key) -> Option<Held<'c, S>> {
-        if !self.gate.is_open() {
+    pub(super) fn lookup_checked<'c>(
+        &'c self,
+        block: &'c LeaseBlock,
+        key: &Key,
+        found: Option<u32>,
+    ) -> Option<LeasedEntry<'c, S>> {
+        if !self.leases.gate.is_open() {
             return None;
         }
-        let index = self.find_live(key);
+        let index = found.unwrap_or_else(|| self.index.find(key));
         if index == 0 {
             return None;
         }
-        let slot = self.blocks.slot(block)?;
-        let entry = self.entries.at(index);
-        slot.lease(index);
-        self.barrier.light();
+        let slot = self.leases.blocks.free_slot(block)?;
+        let entry = self.index.entries.at(index);
+        slot.publish(index);
+        self.leases.barrier.light();
         if self.may_hit(entry, key) {
             slot.count_hit();
-            return Some(Held { entry, slot });
+            return Some(LeasedEntry { entry, slot });
         }
-        self.release_slot(entry, slot);
+        self.release_checked(entry, slot);
         None
     }
 
-    /// An entry that may be live and cover the key, or 0.
-    #[inline(always)]
-    fn find_live(&self, key: &Key) -> u32 {
-        match self.radix.find_at_page(key.start) {
-            Ok(index) => index,
-            Err(met) => {
-                // A copy, as in `Cache::get`.
-                let key = *key;
-                self.find_live_from(met, &key)
-            }
-        }
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn find_live_from(&self, met: Met, key: &Key) -> u32 {
-        self.radix.find_from(key.start, met, |index| {
-            let entry = self.entries.at(index);
-            state::is_live(entry.state.load(Ordering::Relaxed)) && entry.covers(key)
-        })
-    }
-
-    /// Whether an entry may be used of which the caller published a lease.
+    /// Returns whether a lookup may use an entry of which the caller published a lease.
     pub(super) fn may_hit(&self, entry: &Entry<S>, key: &Key) -> bool {
         let word = entry.state.load(Ordering::Acquire);
         if !state::is_live(word) || !entry.covers(key) {
             return false;
         }
-        if word & state::CHECKED != 0 && !self.is_valid(entry) {
+        if word & state::NEEDS_VALIDATION != 0 && !self.validate(entry) {
             return false;
         }
-        entry.mark_used(word);
+        entry.mark_referenced(word);
         true
     }
 
-    /// Asks the source; what it does not confirm is dead.
+    /// Asks the backend whether a live entry is current. Invalidates the entry if it is not. The
+    /// caller published a lease before it saw the entry live.
     #[inline(never)]
-    fn is_valid(&self, entry: &Entry<S>) -> bool {
-        // SAFETY: the caller published a lease before it saw the entry live.
-        match self.source.valid(unsafe { entry.watch() }) {
+    fn validate(&self, entry: &Entry<S>) -> bool {
+        // SAFETY: `may_hit` saw the entry live after its caller published a lease, which the caller
+        // keeps until this returns.
+        match self.backend.is_current(unsafe { entry.watch() }) {
             Ok(true) => return true,
             Ok(false) => {}
-            Err(error) => tracing::debug!(%error, "a cached region could not be confirmed"),
+            Err(error) => tracing::debug!(%error, "cannot validate a cached region"),
         }
-        if entry.kill(|_| true) {
-            self.counters.invalidated(Cause::Identity);
-            self.push_dead(self.entries.index_of(entry));
-        }
+        self.mark_invalidated(self.index.entries.index_of(entry), Cause::Identity);
         false
     }
 
-    /// Puts back.
-    pub(super) fn release(&self, held: &Held<'_, S>) {
-        self.release_slot(held.entry, held.slot);
-    }
-
-    /// Clears a slot, where lookups need no fence.
+    /// Ends a lease with no fence, in a cache whose lookups need none.
     #[inline(always)]
-    pub(super) fn release_plainly(&self, entry: &Entry<S>, slot: &Slot) {
+    pub(super) fn release_fast(&self, entry: &Entry<S>, slot: &LeaseSlot) {
         slot.entry.store(0, Ordering::Release);
         sync::light_unfenced();
-        // The entry may be another's by now, which at worst wakes the worker for nothing.
-        if entry.state.load(Ordering::Relaxed) & state::DEAD != 0 {
-            self.last_put();
-        }
+        self.wake_if_invalidated(entry);
     }
 
-    pub(super) fn release_slot(&self, entry: &Entry<S>, slot: &Slot) {
+    /// Ends a lease in any cache.
+    pub(super) fn release_checked(&self, entry: &Entry<S>, slot: &LeaseSlot) {
         slot.entry.store(0, Ordering::Release);
-        self.barrier.light();
-        if entry.state.load(Ordering::Relaxed) & state::DEAD != 0 {
-            self.last_put();
+        self.leases.barrier.light();
+        self.wake_if_invalidated(entry);
+    }
+
+    /// Wakes the worker if the entry is invalidated. The entry may be in another use by now, which
+    /// at worst wakes the worker for nothing.
+    #[inline(always)]
+    fn wake_if_invalidated(&self, entry: &Entry<S>) {
+        if entry.state.load(Ordering::Relaxed) & state::INVALIDATED != 0 {
+            self.wake_worker();
         }
     }
 
     #[cold]
     #[inline(never)]
-    fn last_put(&self) {
-        if !self.gate.is_forked() {
+    fn wake_worker(&self) {
+        if !self.leases.gate.is_forked() {
             self.waker.wake();
         }
     }

@@ -1,11 +1,9 @@
-//! Orders of events, on a table of four pages: lookups, puts, changes, collections, evictions and
-//! registrations.
+//! Models of the cache's races, on a table of four pages.
 //!
-//! `IMPLEMENTATION.md` has the command and lists which races there are. Loom has no `membarrier`:
-//! both halves of the barrier are SeqCst fences here. That each kind of fence is needed is shown by
-//! models that fail without it.
+//! The guide has the command and lists the races. Loom has no `membarrier`: both halves of the
+//! barrier are SeqCst fences here. Models that fail without a kind of fence show that it is needed.
 //!
-//! Each model must meet both outcomes of its race, so that one that never races does not pass.
+//! Each model must meet both outcomes of its race. A model that never races fails.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
@@ -19,28 +17,31 @@ use loom::{
 };
 
 use super::{
-    Barrier, Cache, Key, Limits, Source,
-    blocks::Block,
-    lease::{Lease, OwnedLease},
-    radix::{Radix, Shape},
-    sync::modelled::{ANNOUNCE, GENERATION, HEAVY, LEFT_OUT, LIGHT},
+    Cache, CacheBackend, Key, Lease, Limits, OwnedLease,
+    index::radix::{Radix, Shape},
+    lease::blocks::LeaseBlock,
+    lookup::{FastLookup, LeasedEntry},
+    sync::{
+        Barrier,
+        modelled::{ANNOUNCE, GENERATION, HEAVY, LEFT_OUT, LIGHT},
+    },
 };
 use crate::{
     Access, Address, AddressRange, Error, ErrorKind, Rejected, Result,
     monitor::{Cause, Invalidator},
 };
 
-/// What is registered, and which memory was there when it was.
+/// The modelled memory and its registrations.
 ///
-/// Always read and written in one step, which sees the newest value, and Relaxed, so that it orders
-/// nothing else.
+/// Each access is one read-modify-write, which sees the newest value. It is Relaxed, so that it
+/// orders nothing else.
 struct Memory {
-    /// Which memory is there now.
+    /// The version of the memory, incremented when the memory is replaced.
     version: AtomicU32,
-    /// A bit for each registration that is alive.
+    /// One bit for each live registration.
     alive: AtomicU32,
     made: AtomicU32,
-    /// Registrations that the provider refuses, from the first on.
+    /// Number of registrations that the provider refuses, from the first on.
     refused: u32,
 }
 
@@ -48,15 +49,14 @@ struct Registration {
     number: u32,
     version: u32,
     start: u64,
-    /// Read by whoever uses the region and written by its end: loom sees whether the two are
-    /// ordered.
+    /// Read by uses of the region and written by its end. Loom checks that the two are ordered.
     used: UnsafeCell<()>,
 }
 
-// SAFETY: loom panics where two accesses to the cell are not ordered, and one is a write.
+// SAFETY: loom panics if two accesses to the cell are not ordered and one of them is a write.
 unsafe impl Sync for Registration {}
 
-impl Source for Memory {
+impl CacheBackend for Memory {
     type Region = Registration;
     type Watch = ();
 
@@ -66,15 +66,15 @@ impl Source for Memory {
 
     fn unwatch(&self, (): ()) {}
 
-    fn checked(&self, (): &()) -> bool {
+    fn needs_validation(&self, (): &()) -> bool {
         false
     }
 
-    fn valid(&self, (): &()) -> Result<bool> {
+    fn is_current(&self, (): &()) -> Result<bool> {
         Ok(true)
     }
 
-    fn longest(&self) -> u64 {
+    fn max_len(&self) -> u64 {
         u64::MAX
     }
 
@@ -84,7 +84,7 @@ impl Source for Memory {
             return Err(Error::new(ErrorKind::OutOfResources, "modelled registration"));
         }
         self.alive.fetch_or(1 << number, Ordering::Relaxed);
-        // The kernel says what is mapped now: never something older.
+        // The kernel registers the memory that is mapped now, never an older one.
         let version = self.version.fetch_add(0, Ordering::Relaxed);
         Ok(Registration { number, version, start: key.start, used: UnsafeCell::new(()) })
     }
@@ -122,34 +122,45 @@ fn key(page: u64) -> Key {
     Key::new(range(page), Access::SEND).expect("a key")
 }
 
-fn block(cache: &Modelled) -> &Block {
-    cache.shared.take_block().expect("blocks enough")
+fn block(cache: &Modelled) -> &LeaseBlock {
+    cache.core.take_block().expect("blocks enough")
 }
 
-fn get<'c>(cache: &'c Modelled, block: &'c Block, page: u64) -> Lease<'c, Memory> {
-    cache.get_in(block, &key(page)).expect("registered")
+fn get<'c>(cache: &'c Modelled, block: &'c LeaseBlock, page: u64) -> Lease<'c, Memory> {
+    cache.lookup_in_block(block, &key(page), None).expect("registered")
 }
 
 fn alive(cache: &Modelled) -> u32 {
-    cache.source().alive.fetch_or(0, Ordering::Relaxed)
+    cache.backend().alive.fetch_or(0, Ordering::Relaxed)
 }
 
-/// Which outcomes of a race were met; no part of the model.
+/// The outcomes of a race that were met. Not part of the model.
 static MET: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
 
 fn meet(outcome: bool) {
     MET.fetch_or(1 << u32::from(outcome), std::sync::atomic::Ordering::SeqCst);
 }
 
-const OUTLIVED: &str = "a lease of what was deregistered";
+const OUTLIVED: &str = "a lease of a region that was deregistered";
 const OTHERS: &str = "a region of other memory";
 
-/// A lookup on the plain way, which uses the region if it hits.
-fn look_up(cache: &Modelled, block: &Block, page: u64) {
-    let held = cache.shared.plain_hit(block.first_slot(), &key(page)).hit();
-    meet(held.is_some());
-    if let Some(held) = held {
-        let lease = Lease::cached(&cache.shared, held);
+fn lookup_fast<'c>(
+    cache: &'c Modelled,
+    block: &'c LeaseBlock,
+    page: u64,
+) -> Option<LeasedEntry<'c, Memory>> {
+    match cache.core.lookup_fast(block.hinted_slot(), &key(page)) {
+        FastLookup::Hit(leased) => Some(leased),
+        FastLookup::Miss | FastLookup::SlowPath { .. } => None,
+    }
+}
+
+/// Looks up on the fast path, and uses the region of a hit.
+fn look_up(cache: &Modelled, block: &LeaseBlock, page: u64) {
+    let leased = lookup_fast(cache, block, page);
+    meet(leased.is_some());
+    if let Some(leased) = leased {
+        let lease = Lease::cached(&cache.core, leased);
         assert_eq!(lease.start, page << 12, "{OTHERS}");
         let bit = 1 << lease.number;
         assert!(alive(cache) & bit != 0, "{OUTLIVED}");
@@ -159,10 +170,10 @@ fn look_up(cache: &Modelled, block: &Block, page: u64) {
     }
 }
 
-/// What the worker does: collects as long as it is woken.
+/// Collects like the worker, as long as it is called.
 fn work(cache: &Modelled) {
-    while cache.shared.waker.called.swap(false, Ordering::SeqCst) {
-        cache.shared.collect_once();
+    while cache.core.waker.called.swap(false, Ordering::SeqCst) {
+        cache.core.collect_once();
     }
 }
 
@@ -173,7 +184,7 @@ fn model(body: impl Fn() + Sync + Send + 'static) {
     model.check(body);
 }
 
-/// Runs models one at a time, since what is left out is left out for all.
+/// Runs models one at a time without a kind of fence, which is left out for all threads.
 fn without(what: u32, models: impl FnOnce()) {
     static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -191,19 +202,19 @@ fn holds(models: fn()) {
     without(0, models);
 }
 
-/// Fails in one of these ways, and in no other.
-fn fails_without(what: u32, models: fn(), ways: &[&str]) {
+/// Asserts that the models fail, with one of these messages.
+fn fails_without(what: u32, models: fn(), messages: &[&str]) {
     let panic = catch_unwind(|| without(what, models))
         .expect_err("the model does not notice what is missing");
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or_default();
-    assert!(ways.iter().any(|way| text.contains(way)), "another failure: {text}");
+    assert!(messages.iter().any(|message| text.contains(message)), "another failure: {text}");
 }
 
-fn used_twice(cache: &Modelled, page: u64) -> &Block {
+fn used_twice(cache: &Modelled, page: u64) -> &LeaseBlock {
     let block = block(cache);
     drop(get(cache, block, page));
-    // The second is a hit, which clears the mark of new entries.
+    // The second is a hit, which clears UNREFERENCED.
     drop(get(cache, block, page));
     block
 }
@@ -219,23 +230,23 @@ fn lookup_against_invalidation() {
         used_twice(&cache, 0);
         let reader = in_thread(&cache, |cache| look_up(cache, block(cache), 0));
         cache.invalidate(range(0));
-        cache.shared.collect_once();
+        cache.core.collect_once();
         reader.join().unwrap();
-        cache.shared.collect_once();
+        cache.core.collect_once();
         assert_eq!(alive(&cache), 0, "{LOST}");
     });
 }
 
-/// Loom's word for accesses that are not ordered.
+/// Loom's message for accesses that are not ordered.
 const UNORDERED: &str = "Causality violation";
 
 #[test]
-fn no_lease_outlives_its_region_under_an_invalidation() {
+fn lease_does_not_outlive_its_region_during_an_invalidation() {
     holds(lookup_against_invalidation);
 }
 
 #[test]
-fn an_invalidation_fails_without_either_half_of_the_barrier() {
+fn invalidation_fails_without_either_half_of_the_barrier() {
     fails_without(LIGHT, lookup_against_invalidation, &[OUTLIVED, UNORDERED]);
     fails_without(HEAVY, lookup_against_invalidation, &[OUTLIVED, UNORDERED]);
 }
@@ -251,28 +262,28 @@ fn lookup_against_eviction() {
 }
 
 #[test]
-fn no_lease_outlives_its_region_under_an_eviction() {
+fn lease_does_not_outlive_its_region_during_an_eviction() {
     holds(lookup_against_eviction);
 }
 
 #[test]
-fn an_eviction_fails_without_either_half_of_the_barrier() {
+fn eviction_fails_without_either_half_of_the_barrier() {
     fails_without(LIGHT, lookup_against_eviction, &[OUTLIVED, OTHERS, UNORDERED]);
     fails_without(HEAVY, lookup_against_eviction, &[OUTLIVED, OTHERS, UNORDERED]);
 }
 
-/// A thread takes a lease and gives up its block, while another ends what nobody uses.
-fn leaving_against(ends: fn(&Modelled, &Block)) {
+/// One thread takes a lease and releases its block, while another ends idle entries.
+fn leaving_against(ends: fn(&Modelled, &LeaseBlock)) {
     model(move || {
         let cache = cache(1);
         let mine = used_twice(&cache, 0);
         let reader = in_thread(&cache, |cache| {
             let block = block(cache);
-            let held = cache.shared.plain_hit(block.first_slot(), &key(0)).hit();
-            meet(held.is_some());
-            cache.shared.blocks.give_back(block);
-            if let Some(held) = held {
-                let lease = Lease::cached(&cache.shared, held);
+            let leased = lookup_fast(cache, block, 0);
+            meet(leased.is_some());
+            cache.core.leases.blocks.release(block);
+            if let Some(leased) = leased {
+                let lease = Lease::cached(&cache.core, leased);
                 thread::yield_now();
                 lease.used.with(|_| ());
                 assert!(alive(cache) & 1 << lease.number != 0, "{OUTLIVED}");
@@ -284,22 +295,22 @@ fn leaving_against(ends: fn(&Modelled, &Block)) {
 }
 
 #[test]
-fn no_lease_of_a_thread_that_left_outlives_its_region_under_an_eviction() {
+fn lease_of_a_former_owner_survives_an_eviction() {
     holds(|| leaving_against(|cache, mine| drop(get(cache, mine, 1))));
 }
 
 #[test]
-fn no_lease_of_a_thread_that_left_outlives_its_region_under_a_clear() {
+fn lease_of_a_former_owner_survives_an_eviction_of_all_idle() {
     holds(|| {
         leaving_against(|cache, mine| {
-            cache.shared.blocks.give_back(mine);
-            cache.clear();
+            cache.core.leases.blocks.release(mine);
+            cache.evict_idle();
         });
     });
 }
 
 #[test]
-fn no_lease_of_a_thread_that_left_outlives_its_region_under_a_miss_that_finds_it_dead() {
+fn lease_of_a_former_owner_survives_a_collection_by_a_miss() {
     holds(|| {
         leaving_against(|cache, mine| {
             cache.invalidate(range(0));
@@ -309,7 +320,7 @@ fn no_lease_of_a_thread_that_left_outlives_its_region_under_a_miss_that_finds_it
     });
 }
 
-fn lookup_against_a_miss_that_finds_it_dead() {
+fn lookup_against_a_collection_by_a_miss() {
     model(|| {
         let cache = cache(2);
         let mine = used_twice(&cache, 0);
@@ -324,19 +335,19 @@ fn lookup_against_a_miss_that_finds_it_dead() {
 }
 
 #[test]
-fn no_lease_outlives_its_region_under_a_miss_that_finds_it_dead() {
-    holds(lookup_against_a_miss_that_finds_it_dead);
+fn lease_does_not_outlive_its_region_during_a_collection_by_a_miss() {
+    holds(lookup_against_a_collection_by_a_miss);
 }
 
 #[test]
-fn a_miss_that_finds_the_dead_fails_without_either_half_of_the_barrier() {
-    fails_without(LIGHT, lookup_against_a_miss_that_finds_it_dead, &[OUTLIVED, LOST, UNORDERED]);
-    fails_without(HEAVY, lookup_against_a_miss_that_finds_it_dead, &[OUTLIVED, LOST, UNORDERED]);
+fn collection_by_a_miss_fails_without_either_half_of_the_barrier() {
+    fails_without(LIGHT, lookup_against_a_collection_by_a_miss, &[OUTLIVED, LOST, UNORDERED]);
+    fails_without(HEAVY, lookup_against_a_collection_by_a_miss, &[OUTLIVED, LOST, UNORDERED]);
 }
 
-/// The worker collects while a miss finds the same entry dead.
+/// The worker collects while a miss finds the same entry invalidated.
 #[test]
-fn what_a_miss_leaves_to_the_worker_is_deregistered_once() {
+fn region_left_to_the_worker_is_deregistered_once() {
     holds(|| {
         model(|| {
             let cache = cache(2);
@@ -348,21 +359,21 @@ fn what_a_miss_leaves_to_the_worker_is_deregistered_once() {
             worker.join().unwrap();
             work(&cache);
             assert_eq!(alive(&cache), 1 << 1, "{LOST}");
-            assert_eq!(cache.statistics().dying, 0);
+            assert_eq!(cache.statistics().pending_reclaim, 0);
         });
     });
 }
 
-/// The worker passes the barrier for the first entry, while the second dies and is drained with no
-/// barrier after that.
+/// The worker issues the barrier for the first entry. Meanwhile the second is invalidated and
+/// retired, with no barrier after that.
 #[test]
-fn what_dies_after_the_workers_barrier_waits_for_the_next() {
+fn entry_retired_after_the_barrier_waits_for_the_next_one() {
     holds(|| {
         model(|| {
             let cache = cache(2);
             used_twice(&cache, 0);
             let mine = used_twice(&cache, 1);
-            cache.shared.blocks.give_back(mine);
+            cache.core.leases.blocks.release(mine);
             cache.invalidate(range(0));
             let reader = in_thread(&cache, |cache| look_up(cache, block(cache), 1));
             let worker = in_thread(&cache, work);
@@ -377,15 +388,15 @@ fn what_dies_after_the_workers_barrier_waits_for_the_next() {
 }
 
 #[test]
-fn a_stale_index_leads_to_no_other_region() {
+fn stale_index_leads_to_no_other_region() {
     holds(|| {
         model(|| {
             let cache = cache(2);
             let mine = used_twice(&cache, 0);
             let reader = in_thread(&cache, |cache| look_up(cache, block(cache), 0));
             cache.invalidate(range(0));
-            cache.shared.collect_once();
-            // Takes the same entry, unless the reader has it.
+            cache.core.collect_once();
+            // Reuses the entry unless the reader has a lease of it.
             drop(get(&cache, mine, 1));
             drop(get(&cache, mine, 1));
             reader.join().unwrap();
@@ -393,94 +404,94 @@ fn a_stale_index_leads_to_no_other_region() {
     });
 }
 
-const LOST: &str = "a last put was lost";
+const LOST: &str = "an invalidated region was not deregistered";
 
-fn last_put_against_collection() {
+fn last_release_against_collection() {
     model(|| {
         let cache = cache(1);
-        // Taken on this thread, dropped on the other.
+        // Leased on this thread, released on the other.
         let lease = OwnedLease::new(&cache, get(&cache, block(&cache), 0));
-        let putter = thread::spawn(move || {
+        let releaser = thread::spawn(move || {
             lease.used.with(|_| ());
             drop(lease);
         });
         cache.invalidate(range(0));
         work(&cache);
         meet(alive(&cache) == 0);
-        putter.join().unwrap();
+        releaser.join().unwrap();
         work(&cache);
         assert_eq!(alive(&cache), 0, "{LOST}");
     });
 }
 
 #[test]
-fn no_last_put_is_lost() {
-    holds(last_put_against_collection);
+fn last_release_leads_to_deregistration() {
+    holds(last_release_against_collection);
 }
 
 #[test]
-fn puts_fail_without_either_half_of_the_barrier() {
-    fails_without(LIGHT, last_put_against_collection, &[LOST]);
-    fails_without(HEAVY, last_put_against_collection, &[LOST]);
+fn last_release_fails_without_either_half_of_the_barrier() {
+    fails_without(LIGHT, last_release_against_collection, &[LOST]);
+    fails_without(HEAVY, last_release_against_collection, &[LOST]);
 }
 
 const REPLACED: &str = "a hit on memory that was replaced";
 
-fn registration_against_a_change() {
+fn registration_against_an_invalidation() {
     model(|| {
         let cache = cache(1);
-        let changer = in_thread(&cache, |cache| {
-            let change = cache.shared.begin(range(0), Cause::Replace);
-            cache.source().version.fetch_add(1, Ordering::Relaxed);
-            cache.shared.end(change);
+        let invalidator = in_thread(&cache, |cache| {
+            let change = cache.core.begin(range(0), Cause::Replace);
+            cache.backend().version.fetch_add(1, Ordering::Relaxed);
+            cache.core.end(change);
         });
         let mine = block(&cache);
         drop(get(&cache, mine, 0));
-        changer.join().unwrap();
-        let held = cache.shared.hit(mine, &key(0));
-        meet(held.is_some());
-        if let Some(held) = held {
-            let lease = Lease::cached(&cache.shared, held);
+        invalidator.join().unwrap();
+        let leased = cache.core.lookup_checked(mine, &key(0), None);
+        meet(leased.is_some());
+        if let Some(leased) = leased {
+            let lease = Lease::cached(&cache.core, leased);
             assert_eq!(lease.version, 1, "{REPLACED}");
         }
     });
 }
 
 #[test]
-fn nothing_becomes_live_over_a_change() {
-    holds(registration_against_a_change);
+fn live_entry_is_of_the_memory_after_an_invalidation() {
+    holds(registration_against_an_invalidation);
 }
 
 #[test]
-fn nothing_becomes_live_over_a_change_for_those_who_wait() {
+fn waiter_gets_no_region_of_replaced_memory() {
     holds(|| {
         model(|| {
             let cache = cache(1);
             let other = in_thread(&cache, |cache| {
                 let lease = get(cache, block(cache), 0);
-                meet(lease.is_dead());
+                meet(lease.is_invalidated());
                 lease.used.with(|_| ());
             });
-            let changer = in_thread(&cache, |cache| {
-                let change = cache.shared.begin(range(0), Cause::Replace);
-                cache.source().version.fetch_add(1, Ordering::Relaxed);
-                cache.shared.end(change);
-                // Whoever asks after the change gets what is there now.
+            let invalidator = in_thread(&cache, |cache| {
+                let change = cache.core.begin(range(0), Cause::Replace);
+                cache.backend().version.fetch_add(1, Ordering::Relaxed);
+                cache.core.end(change);
+                // A lookup after the invalidation gets the memory that is there now.
                 assert_eq!(get(cache, block(cache), 0).version, 1, "{REPLACED}");
             });
             other.join().unwrap();
-            changer.join().unwrap();
+            invalidator.join().unwrap();
         });
     });
 }
 
 #[test]
-fn a_change_fails_without_its_fence() {
-    fails_without(ANNOUNCE, registration_against_a_change, &[REPLACED]);
+fn invalidation_fails_without_the_fence_after_its_exchange() {
+    fails_without(ANNOUNCE, registration_against_an_invalidation, &[REPLACED]);
 }
 
 #[test]
-fn what_two_changes_kill_is_collected_once() {
+fn entry_invalidated_twice_is_reclaimed_once() {
     holds(|| {
         model(|| {
             let cache = cache(2);
@@ -496,15 +507,15 @@ fn what_two_changes_kill_is_collected_once() {
             meet(alive(&cache) == 0);
             other.join().unwrap();
             work(&cache);
-            assert_eq!(alive(&cache), 0, "a dead entry was not collected");
+            assert_eq!(alive(&cache), 0, "an invalidated entry was not collected");
             let left = cache.statistics();
-            assert_eq!((left.entries, left.dying, left.all_invalidations()), (0, 0, 2));
+            assert_eq!((left.entries, left.pending_reclaim, left.all_invalidations()), (0, 0, 2));
         });
     });
 }
 
 #[test]
-fn threads_that_want_the_same_register_once() {
+fn concurrent_lookups_of_the_same_range_register_once() {
     holds(|| {
         model(|| {
             let cache = cache(1);
@@ -515,79 +526,82 @@ fn threads_that_want_the_same_register_once() {
             });
             assert_eq!(get(&cache, block(&cache), 0).number, 0);
             other.join().unwrap();
-            assert_eq!(cache.source().made.load(Ordering::SeqCst), 1);
-            meet(cache.shared.counters.late_hits.load(Ordering::Relaxed) != 0);
+            assert_eq!(cache.backend().made.load(Ordering::SeqCst), 1);
+            meet(cache.core.counters.late_hits.load(Ordering::Relaxed) != 0);
         });
     });
 }
 
 #[test]
-fn whoever_waits_for_a_registration_that_fails_is_told() {
+fn failed_registration_wakes_its_waiters() {
     holds(|| {
         model(|| {
             let cache = cache_refused(1, 2);
-            // The first of them asks twice, since the provider says that it is out of resources.
+            // The first of them registers twice, since the provider is out of resources.
             let other = in_thread(&cache, |cache| {
-                meet(cache.get_in(block(cache), &key(0)).is_err());
+                meet(cache.lookup_in_block(block(cache), &key(0), None).is_err());
             });
-            drop(cache.get_in(block(&cache), &key(0)));
+            drop(cache.lookup_in_block(block(&cache), &key(0), None));
             other.join().unwrap();
-            cache.clear();
+            cache.evict_idle();
             let left = cache.statistics();
-            assert_eq!((left.entries, left.dying, left.leases, alive(&cache)), (0, 0, 0, 0));
+            assert_eq!(
+                (left.entries, left.pending_reclaim, left.leases, alive(&cache)),
+                (0, 0, 0, 0)
+            );
         });
     });
 }
 
-const UNTOLD: &str = "nobody said that it was deregistered";
+const UNCALLED: &str = "the callback did not run";
 
-/// One thread evicts, or leaves what is dead to the worker, while the other wants to be told when
-/// what it invalidates is deregistered.
-fn telling_against_a_miss(dead: bool) {
+/// One thread evicts a region, or leaves it to the worker if it is `invalidated` before. Meanwhile
+/// the other invalidates it with a callback.
+fn callback_against_a_miss(invalidated: bool) {
     model(move || {
         let cache = cache(1);
         used_twice(&cache, 0);
-        if dead {
+        if invalidated {
             cache.invalidate(range(0));
         }
         let other = in_thread(&cache, |cache| drop(get(cache, block(cache), 1)));
-        let told = Arc::new(std::sync::atomic::AtomicBool::new(false));
-        let (says, of) = (Arc::clone(&told), Arc::clone(&cache));
-        let left = dead && !cache.shared.structure.lock().left.is_empty();
-        cache.invalidate_then(range(0), move || {
-            assert_eq!(alive(&of) & 1, 0, "told before the end");
-            says.store(true, std::sync::atomic::Ordering::SeqCst);
+        let called = Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let (calls, of) = (Arc::clone(&called), Arc::clone(&cache));
+        let left = invalidated && !cache.core.state.lock().reclaim.left_to_worker.is_empty();
+        cache.invalidate_with_callback(range(0), move || {
+            assert_eq!(alive(&of) & 1, 0, "called before the deregistration");
+            calls.store(true, std::sync::atomic::Ordering::SeqCst);
         });
         work(&cache);
-        meet(if dead { left } else { told.load(std::sync::atomic::Ordering::SeqCst) });
+        meet(if invalidated { left } else { called.load(std::sync::atomic::Ordering::SeqCst) });
         other.join().unwrap();
         work(&cache);
-        assert!(told.load(std::sync::atomic::Ordering::SeqCst), "{UNTOLD}");
+        assert!(called.load(std::sync::atomic::Ordering::SeqCst), "{UNCALLED}");
     });
 }
 
-fn telling_against_a_deregistration() {
-    telling_against_a_miss(false);
+fn callback_against_a_deregistration() {
+    callback_against_a_miss(false);
 }
 
 #[test]
-fn whoever_asks_is_told_of_deregistrations_under_way() {
-    holds(telling_against_a_deregistration);
+fn callback_waits_for_a_deregistration_in_flight() {
+    holds(callback_against_a_deregistration);
 }
 
 #[test]
-fn whoever_asks_is_told_of_deregistrations_that_are_left_to_the_worker() {
-    holds(|| telling_against_a_miss(true));
+fn callback_waits_for_a_region_left_to_the_worker() {
+    holds(|| callback_against_a_miss(true));
 }
 
 #[test]
-fn telling_fails_without_the_fence_of_ends() {
-    fails_without(ANNOUNCE, telling_against_a_deregistration, &[UNTOLD]);
+fn callback_fails_without_the_fence_of_the_counter() {
+    fails_without(ANNOUNCE, callback_against_a_deregistration, &[UNCALLED]);
 }
 
-const UNSEEN: &str = "a change passed an entry over";
+const UNSEEN: &str = "a walk missed an entry";
 
-/// A walk of all pages up to `last` beside `alter`. Entry 1 stays, and entry 2 goes.
+/// Walks all pages up to `last` beside `alter`, which keeps entry 1 and removes entry 2.
 fn walk_beside(put: &'static [(u64, u64, u32)], last: u64, alter: fn(&Radix, &mut Shape)) {
     model(move || {
         let (radix, mut shape) = Radix::new(4).expect("a table");
@@ -611,7 +625,7 @@ fn walk_beside(put: &'static [(u64, u64, u32)], last: u64, alter: fn(&Radix, &mu
     });
 }
 
-/// The chain of the first page is taken apart, and its bucket used for the next page.
+/// Takes the chain of the first page apart, and uses its bucket for the next page.
 fn walk_against_an_alteration() {
     walk_beside(&[(0, 0, 1), (0, 0, 2)], 0, |radix, shape| {
         radix.remove(shape, 0, 0, 2);
@@ -622,12 +636,12 @@ fn walk_against_an_alteration() {
 }
 
 #[test]
-fn a_walk_sees_what_stays_while_the_table_is_altered() {
+fn walk_visits_entries_that_stay_while_a_chain_is_reused() {
     holds(walk_against_an_alteration);
 }
 
 #[test]
-fn a_walk_sees_what_stays_of_a_chain_of_two_buckets() {
+fn walk_visits_entries_that_stay_in_a_chain_of_two_buckets() {
     holds(|| {
         walk_beside(&[(0, 0, 1), (0, 0, 2), (0, 0, 3)], 0, |radix, shape| {
             radix.remove(shape, 0, 0, 2);
@@ -640,13 +654,12 @@ fn a_walk_sees_what_stays_of_a_chain_of_two_buckets() {
 }
 
 #[test]
-fn a_walk_sees_what_stays_while_a_node_changes_hands() {
+fn walk_visits_entries_that_stay_while_a_node_is_reused() {
     holds(|| {
         walk_beside(&[(2, 3, 1), (0, 0, 2)], 3, |radix, shape| {
             radix.remove(shape, 0, 0, 2);
             radix.prune(shape, 0);
-            // The node of the first two pages now hangs off a chain, with the entry of the last
-            // two.
+            // The node of the first two pages now hangs off a chain with the entry of the last two.
             assert!(radix.insert(shape, 2, 2, 3));
             radix.remove(shape, 2, 2, 3);
         });
@@ -654,6 +667,6 @@ fn a_walk_sees_what_stays_while_a_node_changes_hands() {
 }
 
 #[test]
-fn a_walk_fails_without_generations() {
+fn walk_fails_without_generations() {
     fails_without(GENERATION, walk_against_an_alteration, &[UNSEEN]);
 }

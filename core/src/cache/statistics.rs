@@ -1,165 +1,134 @@
-//! Counting what a cache does, and listing what it holds.
+//! Statistics of a cache, and a list of its entries.
 
 use std::{collections::HashMap, time::Duration};
 
 use super::{
-    Key, Source,
-    entry::state,
-    shared::Shared,
+    backend::CacheBackend,
+    cache_core::CacheCore,
+    index::entry::{self, state},
+    key::Key,
     sync::{AtomicU64, Ordering},
 };
 use crate::monitor::Cause;
 
-/// What a cache did and holds. `lookups` is `hits` and `misses`; `misses` is `registrations`,
-/// `uncached` and `failures`.
+/// Counts of a cache's lookups, and its current content.
+///
+/// `lookups` is `hits` + `misses`, and `misses` is `registrations` + `uncached` + `failures`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Statistics {
+pub struct CacheStatistics {
     /// Calls that asked for a region.
     pub lookups: u64,
-    /// Those that got a cached one, also if they waited for another thread's registration.
+    /// Lookups that got a cached region, also after waiting for another thread's registration.
     pub hits: u64,
-    /// Those that did not.
+    /// Lookups that did not.
     pub misses: u64,
-    /// Misses that made an entry, those under way among them.
+    /// Misses that made an entry, those in progress included.
     pub registrations: u64,
-    /// Misses that got a region of their own.
+    /// Misses that got an uncached region.
     pub uncached: u64,
     /// Misses that got an error.
     pub failures: u64,
-    /// Entries given up for others.
+    /// Entries evicted to make room.
     pub evictions: u64,
-    /// Entries that a larger one replaced.
+    /// Entries that a merged entry replaced.
     pub merged: u64,
     invalidations: [u64; Cause::ALL.len()],
     /// Entries that are live or being registered.
     pub entries: usize,
-    /// Their bytes.
+    /// Bytes of these entries.
     pub bytes: u64,
     /// Leases of cached regions.
     pub leases: usize,
-    /// Entries with at least one lease, dead ones included.
+    /// Entries with at least one lease, invalidated ones included.
     pub in_use: usize,
-    /// Dead entries that wait for their last put, or to be deregistered by the worker.
-    pub dying: usize,
-    /// Regions that the provider refused to deregister; tried again at each wake of the worker.
-    pub stuck: usize,
+    /// Invalidated entries that wait for the end of their last lease or for deregistration.
+    pub pending_reclaim: usize,
+    /// Regions that the provider refused to deregister. The worker retries.
+    pub deregister_failed: usize,
 }
 
-impl Statistics {
-    /// Entries that died by `cause`; those whose registration failed after that are among them.
+impl CacheStatistics {
+    /// Returns the number of entries invalidated by `cause`, including those whose registration
+    /// failed afterwards.
     #[must_use]
     pub fn invalidations(&self, cause: Cause) -> u64 {
         self.invalidations[cause as usize]
     }
 
-    /// Entries that died, by any cause.
+    /// Returns the number of entries invalidated by any cause.
     #[must_use]
     pub fn all_invalidations(&self) -> u64 {
         self.invalidations.iter().sum()
     }
 }
 
-/// An entry as a listing shows it.
+/// A registered entry in a list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Listed<T> {
+pub struct CachedEntryInfo<T> {
     /// Range, rights and identity.
     pub key: Key,
-    /// Since when it is registered, to the resolution of the kernel's coarse clock (some
+    /// Time since the registration, to the resolution of the kernel's coarse clock (a few
     /// milliseconds).
     pub age: Duration,
-    /// Leases.
+    /// Number of leases.
     pub users: usize,
-    /// What was read off the region.
+    /// The caller's data about the region.
     pub region: T,
 }
 
-/// What is counted outside the lock, hits excepted: these are counted in the threads' own blocks.
-#[derive(Debug)]
-pub(super) struct Counters {
-    /// Hits of those who waited or looked twice.
-    pub(super) late_hits: AtomicU64,
-    pub(super) uncached: AtomicU64,
-    pub(super) failures: AtomicU64,
-    pub(super) merged: AtomicU64,
-    invalidations: [AtomicU64; Cause::ALL.len()],
-}
-
-impl Default for Counters {
-    fn default() -> Self {
-        Self {
-            late_hits: AtomicU64::new(0),
-            uncached: AtomicU64::new(0),
-            failures: AtomicU64::new(0),
-            merged: AtomicU64::new(0),
-            invalidations: std::array::from_fn(|_| AtomicU64::new(0)),
+impl<S: CacheBackend> CacheCore<S> {
+    pub(super) fn statistics(&self) -> CacheStatistics {
+        if self.leases.gate.is_forked() {
+            return CacheStatistics::default();
         }
-    }
-}
-
-pub(super) fn count(counter: &AtomicU64) {
-    counter.fetch_add(1, Ordering::Relaxed);
-}
-
-impl Counters {
-    pub(super) fn invalidated(&self, cause: Cause) {
-        count(&self.invalidations[cause as usize]);
-    }
-}
-
-impl<S: Source> Shared<S> {
-    pub(super) fn statistics(&self) -> Statistics {
-        if self.gate.is_forked() {
-            return Statistics::default();
-        }
-        let mut structure = self.structure.lock();
-        self.drain_dead(&mut structure);
-        let mut users = HashMap::<u32, usize>::new();
-        self.blocks.leased(|index| *users.entry(index).or_default() += 1);
+        let mut locked = self.state.lock();
+        self.retire_invalidated(&mut locked);
+        let users = self.users_by_entry();
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let counters = &*self.counters;
-        let hits = self.blocks.hits() + read(&counters.late_hits);
-        let registrations = structure.registrations;
+        let hits = self.leases.blocks.hits() + read(&counters.late_hits);
+        let registrations = locked.misses.registrations;
         let (uncached, failures) = (read(&counters.uncached), read(&counters.failures));
         let misses = registrations + uncached + failures;
-        Statistics {
+        let reclaim = &locked.reclaim;
+        CacheStatistics {
             lookups: hits + misses,
             hits,
             misses,
             registrations,
             uncached,
             failures,
-            evictions: structure.evictions,
+            evictions: reclaim.eviction.evictions,
             merged: read(&counters.merged),
             invalidations: std::array::from_fn(|cause| read(&counters.invalidations[cause])),
-            entries: structure.count,
-            bytes: structure.bytes,
+            entries: locked.index.count,
+            bytes: locked.index.bytes,
             leases: users.values().sum(),
             in_use: users.len(),
-            dying: structure.dying.len() + structure.left.len(),
-            stuck: structure.stuck.len(),
+            pending_reclaim: reclaim.retire_list.len() + reclaim.left_to_worker.len(),
+            deregister_failed: reclaim.refused.len(),
         }
     }
 
-    pub(super) fn list<T>(&self, read: impl Fn(&S::Region) -> T) -> Vec<Listed<T>> {
-        if self.gate.is_forked() {
+    pub(super) fn entries<T>(&self, read: impl Fn(&S::Region) -> T) -> Vec<CachedEntryInfo<T>> {
+        if self.leases.gate.is_forked() {
             return Vec::new();
         }
-        let structure = self.structure.lock();
-        let mut users = HashMap::<u32, usize>::new();
-        self.blocks.leased(|index| *users.entry(index).or_default() += 1);
-        let now = super::now();
-        let registered = |index: &u32| {
-            let word = self.entries.at(*index).state.load(Ordering::Acquire);
-            state::is_registered(word) && word & state::DEAD == 0
+        let locked = self.state.lock();
+        let users = self.users_by_entry();
+        let now = entry::now_ms();
+        let is_valid = |index: &u32| {
+            let word = self.index.entries.at(*index).state.load(Ordering::Acquire);
+            state::is_registered(word) && word & state::INVALIDATED == 0
         };
-        (1..=structure.made)
-            .filter(registered)
+        (1..=locked.index.made)
+            .filter(is_valid)
             .map(|index| {
-                let entry = self.entries.at(index);
-                let age = now.saturating_sub(entry.born.load(Ordering::Relaxed));
-                Listed {
+                let entry = self.index.entries.at(index);
+                let age = now.saturating_sub(entry.registered_at_ms.load(Ordering::Relaxed));
+                CachedEntryInfo {
                     key: entry.key(),
                     age: Duration::from_millis(age),
                     users: users.get(&index).copied().unwrap_or(0),
@@ -168,5 +137,12 @@ impl<S: Source> Shared<S> {
                 }
             })
             .collect()
+    }
+
+    /// Returns the number of leases of each leased entry.
+    fn users_by_entry(&self) -> HashMap<u32, usize> {
+        let mut users = HashMap::new();
+        self.leases.blocks.for_each_lease(|index| *users.entry(index).or_default() += 1);
+        users
     }
 }

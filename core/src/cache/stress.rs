@@ -5,14 +5,13 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
-use super::{Barrier, Cache, Key, Limits, Source};
+use super::{Cache, CacheBackend, Key, Limits, sync::Barrier};
 use crate::{Access, Address, AddressRange, Rejected, Result, monitor::Invalidator};
 
-/// Registrations that are numbers: alive until they are deregistered, and harmless to read
-/// afterwards.
+/// Numbers as registrations, which are harmless to read after their deregistration.
 struct Numbers {
     next: AtomicU64,
-    /// One more than the number that was deregistered last, of those that share a place.
+    /// For each place, one more than the number in it that was deregistered last.
     gone: Box<[AtomicU64]>,
 }
 
@@ -24,7 +23,7 @@ impl Numbers {
     }
 }
 
-impl Source for Numbers {
+impl CacheBackend for Numbers {
     type Region = u64;
     type Watch = ();
 
@@ -34,15 +33,15 @@ impl Source for Numbers {
 
     fn unwatch(&self, (): ()) {}
 
-    fn checked(&self, (): &()) -> bool {
+    fn needs_validation(&self, (): &()) -> bool {
         false
     }
 
-    fn valid(&self, (): &()) -> Result<bool> {
+    fn is_current(&self, (): &()) -> Result<bool> {
         Ok(true)
     }
 
-    fn longest(&self) -> u64 {
+    fn max_len(&self) -> u64 {
         u64::MAX
     }
 
@@ -56,7 +55,7 @@ impl Source for Numbers {
     }
 }
 
-/// Spins until `turn` is `number`; `false` if it is [`OVER`].
+/// Spins until `turn` is `number`. Returns `false` if it is [`OVER`].
 fn await_turn(turn: &AtomicU64, number: u64) -> bool {
     for spins in 0_u64.. {
         match turn.load(Ordering::Acquire) {
@@ -71,7 +70,7 @@ fn await_turn(turn: &AtomicU64, number: u64) -> bool {
 
 const OVER: u64 = u64::MAX;
 
-/// Ends the other thread's waiting, also where this one panics.
+/// Ends the other thread's wait, even if this one panics.
 struct Ends<'a>(&'a AtomicU64);
 
 impl Drop for Ends<'_> {
@@ -80,12 +79,12 @@ impl Drop for Ends<'_> {
     }
 }
 
-/// One thread hits an entry while the other gives it back, over and over; in which round a lease
-/// was seen of what was deregistered.
+/// Hits an entry on one thread while another evicts it, again and again. Returns the first round in
+/// which a leased region was deregistered.
 ///
-/// Both start at once. The first has stores to lines that are far away under way when it publishes
-/// its lease, so that this one, which comes after them, is late to be seen by the other.
-fn a_lease_outlives_its_region(barrier: Barrier, rounds: u64) -> Option<u64> {
+/// Both threads start at once. The first issues stores to distant lines before it publishes its
+/// lease. The store of the lease comes after them, so that the other thread sees it late.
+fn find_stale_lease(barrier: Barrier, rounds: u64) -> Option<u64> {
     let numbers =
         Numbers { next: AtomicU64::new(0), gone: (0..PLACES).map(|_| AtomicU64::new(0)).collect() };
     let cache = Cache::with_barrier(numbers, Limits::default(), barrier).expect("a cache");
@@ -106,9 +105,9 @@ fn a_lease_outlives_its_region(barrier: Barrier, rounds: u64) -> Option<u64> {
                     place = place.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
                     far[(place >> 32) % FAR].store(round, Ordering::Relaxed);
                 }
-                let lease = cache.get(&key).expect("registered");
+                let lease = cache.get_or_register(&key).expect("registered");
                 let region = *lease;
-                if (0..LOOKS).any(|_| cache.source().is_gone(region)) {
+                if (0..LOOKS).any(|_| cache.backend().is_gone(region)) {
                     found.store(true, Ordering::Relaxed);
                 }
                 drop(lease);
@@ -117,24 +116,24 @@ fn a_lease_outlives_its_region(barrier: Barrier, rounds: u64) -> Option<u64> {
         });
         let _ends = Ends(&begun);
         (1..=rounds).find(|round| {
-            // Two, so that the other's is a plain one.
-            drop(cache.get(&key).expect("registered"));
-            drop(cache.get(&key).expect("registered"));
+            // Two lookups, so that the other thread's is a fast hit.
+            drop(cache.get_or_register(&key).expect("registered"));
+            drop(cache.get_or_register(&key).expect("registered"));
             begun.store(*round, Ordering::Release);
-            // Sometimes early, sometimes late.
+            // Evicts sometimes early, sometimes late.
             for _ in 0..round % LATEST {
                 std::hint::black_box(());
             }
-            cache.clear();
+            cache.evict_idle();
             assert!(await_turn(&done, *round), "the other thread has panicked");
             found.load(Ordering::Relaxed)
         })
     })
 }
 
-/// 32 MiB: more than what the nearest caches hold.
+/// 32 MiB, more than the nearest processor caches hold.
 const FAR: usize = 1 << 22;
-/// No more than a processor takes without waiting for them.
+/// No more stores than a processor buffers.
 const STORES: u32 = 32;
 const LOOKS: u32 = 300;
 const LATEST: u64 = 1024;
@@ -142,21 +141,18 @@ const LATEST: u64 = 1024;
 const ROUNDS: u64 = 20_000;
 
 #[test]
-fn no_lease_outlives_its_region_with_membarrier() {
-    assert_eq!(a_lease_outlives_its_region(Barrier::choose(), ROUNDS), None);
+fn lease_does_not_outlive_its_region_with_membarrier() {
+    assert_eq!(find_stale_lease(Barrier::choose(), ROUNDS), None);
 }
 
 #[test]
-fn no_lease_outlives_its_region_with_fences() {
-    assert_eq!(a_lease_outlives_its_region(Barrier::Fences, ROUNDS), None);
+fn lease_does_not_outlive_its_region_with_fences() {
+    assert_eq!(find_stale_lease(Barrier::Fences, ROUNDS), None);
 }
 
-/// Takes two processors; where others want them too, some ten thousands of rounds.
+/// Needs two processors. On a busy machine it takes some ten thousand rounds.
 #[test]
 #[ignore = "the slow tier"]
-fn a_lease_outlives_its_region_without_the_barrier() {
-    assert!(
-        a_lease_outlives_its_region(Barrier::Missing, 100 * ROUNDS).is_some(),
-        "the race was never lost"
-    );
+fn lease_outlives_its_region_without_the_barrier() {
+    assert!(find_stale_lease(Barrier::Missing, 100 * ROUNDS).is_some(), "the race was never lost");
 }

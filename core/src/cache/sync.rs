@@ -1,6 +1,8 @@
-//! Atomics, locks and the two halves of the barrier between lookups and whoever ends an entry;
-//! loom's under `cfg(loom)`.
+//! Atomics, locks and the asymmetric barrier between lookups and threads that end entries.
+//!
+//! Under `cfg(loom)` the types are loom's.
 
+use std::ops::Deref;
 #[cfg(not(loom))]
 pub(super) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 
@@ -13,7 +15,20 @@ pub(super) use parking_lot::{Mutex, MutexGuard};
 #[cfg(loom)]
 pub(super) use self::modelled::{Mutex, MutexGuard};
 
-/// A condition variable that takes the guard and gives it back.
+/// Aligns `T` to 128 bytes, so that writes do not invalidate lines that lookups read.
+#[repr(align(128))]
+#[derive(Debug)]
+pub(super) struct CachePadded<T>(pub(super) T);
+
+impl<T> Deref for CachePadded<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+/// A condition variable whose `wait` takes the guard and returns it.
 #[derive(Debug, Default)]
 pub(super) struct Condvar(#[cfg(not(loom))] parking_lot::Condvar, #[cfg(loom)] loom::sync::Condvar);
 
@@ -34,30 +49,31 @@ impl Condvar {
     }
 }
 
-/// How lookups and whoever ends an entry agree on who came first.
+/// The asymmetric barrier between a lookup and a thread that ends an entry.
 ///
-/// Both sides store, then load what the other stores: a lookup its lease and then the entry's
-/// state, the other side the state and then the leases. One of them must see the other.
+/// Each side stores, then loads what the other side stores. A lookup stores its lease and loads the
+/// entry's state. The ending thread stores the state and loads the leases. The barrier makes at
+/// least one of them see the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Barrier {
-    /// `membarrier(2)`: lookups keep the compiler from reordering, and the ending side makes every
-    /// other processor pass a barrier.
+    /// `membarrier(2)`: a lookup only keeps the compiler from reordering, and the ending thread
+    /// makes every other processor pass a barrier.
     #[cfg_attr(loom, expect(dead_code, reason = "loom has no membarrier"))]
     Expedited,
     /// Both sides fence.
     Fences,
-    /// As Expedited without its other half: shows that a test notices.
+    /// Like `Expedited` without the ending thread's half: shows that a test notices.
     #[cfg(all(test, not(loom)))]
     Missing,
 }
 
 impl Barrier {
-    /// Whether lookups have a fence of their own.
+    /// Returns whether each lookup needs a fence of its own.
     pub(super) fn lookups_fence(self) -> bool {
         self == Self::Fences
     }
 
-    /// The cheaper one where the kernel has it.
+    /// Returns the expedited barrier if the kernel has it, and fences otherwise.
     #[cfg(not(loom))]
     pub(super) fn choose() -> Self {
         use rustix::thread::{MembarrierCommand, membarrier};
@@ -70,7 +86,7 @@ impl Barrier {
         }
     }
 
-    /// The lookup's half: between its store and its load.
+    /// Issues the light barrier: a lookup's half, between its store and its load.
     #[cfg(not(loom))]
     pub(super) fn light(self) {
         if self == Self::Fences {
@@ -80,7 +96,8 @@ impl Barrier {
         }
     }
 
-    /// The other half. `false` if the kernel refuses it now: then no lease can be ruled out.
+    /// Issues the heavy barrier: the ending thread's half. Returns `false` if the kernel refuses it
+    /// now. Then no lease can be ruled out.
     #[cfg(not(loom))]
     #[must_use]
     pub(super) fn heavy(self) -> bool {
@@ -114,7 +131,7 @@ impl Barrier {
     }
 }
 
-/// [`Barrier::light`] where lookups need not fence.
+/// Issues [`Barrier::light`] in a cache whose lookups need no fence.
 #[inline(always)]
 pub(super) fn light_unfenced() {
     #[cfg(not(loom))]
@@ -123,41 +140,44 @@ pub(super) fn light_unfenced() {
     modelled::fence_unless(modelled::LIGHT);
 }
 
-/// The value of an atomic, read plainly, so that it may be an operand of what it is compared with.
+/// Reads an atomic without an atomic instruction, so that the compiler can compare it in memory.
 ///
 /// # Safety
-/// Its last write happened before, and none can happen beside this.
+/// The last write of `value` happened before this call, and no thread writes it during the call.
 #[inline(always)]
-pub(super) unsafe fn settled_u64(value: &AtomicU64) -> u64 {
+pub(super) unsafe fn read_settled_u64(value: &AtomicU64) -> u64 {
     #[cfg(not(loom))]
-    // SAFETY: nobody writes, says the caller.
+    // SAFETY: the caller guarantees that no thread writes `value` during this read.
     return unsafe { *value.as_ptr() };
     #[cfg(loom)]
-    // SAFETY: as above; loom looks.
+    // SAFETY: the caller guarantees that no thread writes `value` during this read; loom checks it.
     return unsafe { value.unsync_load() };
 }
 
-/// As [`settled_u64`].
+/// Reads an atomic like [`read_settled_u64`].
 ///
 /// # Safety
-/// As there.
+/// The last write of `value` happened before this call, and no thread writes it during the call.
 #[inline(always)]
-pub(super) unsafe fn settled_u32(value: &AtomicU32) -> u32 {
+pub(super) unsafe fn read_settled_u32(value: &AtomicU32) -> u32 {
     #[cfg(not(loom))]
-    // SAFETY: nobody writes, says the caller.
+    // SAFETY: the caller guarantees that no thread writes `value` during this read.
     return unsafe { *value.as_ptr() };
     #[cfg(loom)]
-    // SAFETY: as above; loom looks.
+    // SAFETY: the caller guarantees that no thread writes `value` during this read; loom checks it.
     return unsafe { value.unsync_load() };
 }
 
-/// The fence between what somebody announces and what they then look for, where a read-modify-write
-/// stands between the two: the exchange that claims a change's place, the end of the lock under
-/// which an entry was made (one where others may wait), a count of
-/// [`Flights`](super::flight::Flights). On x86-64 such an instruction is a fence, and one of its
-/// own would wait a second time, in every `munmap`.
+/// Fences between an announcement and a search for what it concerns, after a read-modify-write.
+///
+/// On x86-64 the read-modify-write is itself a full fence. A second one would stall every `munmap`.
+/// The callers' read-modify-writes are:
+///
+/// - the exchange that claims an invalidation's slot;
+/// - the unlock after an entry was made (an exchange, since other threads may wait);
+/// - a count of the deregistrations in flight.
 #[inline(always)]
-pub(super) fn announce_by_exchange() {
+pub(super) fn fence_after_exchange() {
     #[cfg(all(not(loom), target_arch = "x86_64"))]
     std::sync::atomic::compiler_fence(Ordering::SeqCst);
     #[cfg(all(not(loom), not(target_arch = "x86_64")))]
@@ -166,22 +186,22 @@ pub(super) fn announce_by_exchange() {
     modelled::fence_unless(modelled::ANNOUNCE);
 }
 
-/// Counts up what tells a walk that a chain was taken apart under it, before the chain is used
-/// again.
+/// Increments the generation of a chain that was taken apart, before any part of it is used again.
+/// A walk compares generations to see that the chain changed under it.
 #[inline(always)]
-pub(super) fn end_generation(generation: &AtomicU32) {
+pub(super) fn advance_generation(generation: &AtomicU32) {
     #[cfg(loom)]
     if modelled::is_left_out(modelled::GENERATION) {
         return;
     }
-    // Release: whoever sees the new generation sees that the slot holds the chain no more.
+    // Release: a thread that sees the new generation sees that the slot holds the chain no more.
     generation.store(generation.load(Ordering::Relaxed).wrapping_add(1), Ordering::Release);
-    // Whoever sees the chain's next use sees that its generation is over.
+    // A thread that sees the chain's next use sees the new generation.
     fence(Ordering::Release);
 }
 
-/// Loom has no `membarrier`: both halves are fences, and a model can leave one kind out to show
-/// that it is needed.
+/// Loom has no `membarrier`: both halves are fences. A model can leave one kind of fence out to
+/// show that it is needed.
 #[cfg(loom)]
 pub(super) mod modelled {
     use std::sync::atomic::{AtomicU32 as Plain, Ordering::Relaxed};
@@ -192,10 +212,10 @@ pub(super) mod modelled {
     pub(in crate::cache) const HEAVY: u32 = 2;
     pub(in crate::cache) const ANNOUNCE: u32 = 4;
 
-    /// No fence: chains that are taken apart are not counted.
+    /// No fence: the generation of a chain that is taken apart is not incremented.
     pub(in crate::cache) const GENERATION: u32 = 8;
 
-    /// What is left out; no part of the model.
+    /// The kinds that are left out. Not part of the model.
     pub(in crate::cache) static LEFT_OUT: Plain = Plain::new(0);
 
     pub(super) fn is_left_out(kind: u32) -> bool {

@@ -50,34 +50,36 @@ impl Default for DomainAttr {
     }
 }
 
-/// Limits of a domain's registration cache. An unset limit is libfabric's environment variable if
-/// the domain is opened through `hmem::Hmem`, and the default of [`Limits`] otherwise.
+/// Settings of a domain's registration cache.
+///
+/// A setting that is `None` is libfabric's environment variable if the domain is opened through
+/// `hmem::Hmem`, and the default of [`Limits`] otherwise.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CacheAttr {
-    /// Entries; 0 turns caching off.
+    /// Largest number of entries; 0 turns caching off.
     pub max_count: Option<usize>,
-    /// Bytes; 0 turns caching off.
+    /// Largest number of bytes; 0 turns caching off.
     pub max_bytes: Option<u64>,
     /// Merges registrations that overlap or touch.
     pub merge: Option<bool>,
-    /// Ifaces whose monitors are not to be used: their memory is registered uncached.
+    /// Ifaces whose monitors are disabled. Their memory is registered uncached.
     pub without_monitors: Option<Vec<IfaceKind>>,
 }
 
 impl CacheAttr {
-    /// At most so many entries.
+    /// Sets the largest number of entries.
     #[must_use]
     pub fn max_count(self, max_count: usize) -> Self {
         Self { max_count: Some(max_count), ..self }
     }
 
-    /// At most so many bytes.
+    /// Sets the largest number of bytes.
     #[must_use]
     pub fn max_bytes(self, max_bytes: u64) -> Self {
         Self { max_bytes: Some(max_bytes), ..self }
     }
 
-    /// Joins registrations that overlap or touch, or not.
+    /// Sets whether registrations that overlap or touch are merged.
     #[must_use]
     pub fn merge(self, merge: bool) -> Self {
         Self { merge: Some(merge), ..self }

@@ -1,4 +1,4 @@
-//! Regions that stay registered: the registration cache of a domain.
+//! The registration cache of a domain.
 
 use std::{
     fmt,
@@ -12,7 +12,9 @@ use super::{Domain, DomainInner, MemoryRegion, MrAttr, attr::CacheAttr, region_s
 use crate::{
     Access, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceExt, IfaceKind, MrFlags,
     MrMode, Rejected, Result,
-    cache::{Burst, Cache, Key, Lease, Listed, OwnedLease, Source, Statistics},
+    cache::{
+        Cache, CacheBackend, CacheStatistics, CachedEntryInfo, Key, Lease, LookupHandle, OwnedLease,
+    },
     monitor::{Invalidator, Monitor, MonitorStyle, Subscription},
     path::Path,
     registry::Owner,
@@ -20,21 +22,20 @@ use crate::{
 
 /// The cached registrations of a domain.
 ///
-/// Host memory is watched by the monitor of the system iface, device memory by its own iface's;
-/// each is started and fails apart. What none watches is registered uncached, and the lease says
-/// why.
+/// The monitor of the system iface watches host memory, and each device iface's monitor its own
+/// memory. Each starts and fails independently. Memory that no monitor watches is registered
+/// uncached, and the lease has the reason.
 #[derive(Debug)]
 pub struct RegionCache {
     cache: Arc<Cache<Registrations>>,
 }
 
-/// A cached region in use: a [`MemoryRegion`] of the domain that stays registered when this is
-/// dropped.
+/// A lease of a [`MemoryRegion`] of the domain, which stays registered when the lease is dropped.
 #[derive(Debug)]
 pub struct CachedRegion<'c>(Lease<'c, Registrations>);
 
 impl<'c> CachedRegion<'c> {
-    /// The lease: whether it is cached, why not, and whether its memory changed.
+    /// Returns the lease. It tells whether the region is cached, and whether it was invalidated.
     #[must_use]
     pub fn lease(&self) -> &Lease<'c, Registrations> {
         &self.0
@@ -58,50 +59,57 @@ impl RegionCache {
             cache: OnceLock::new(),
         };
         let cache = Arc::new(Cache::new(registrations, attr.limits())?);
-        cache.source().cache.get_or_init(|| Arc::downgrade(&cache));
+        cache.backend().cache.get_or_init(|| Arc::downgrade(&cache));
         Ok(Self { cache })
     }
 
-    /// A region that covers `range` with at least the rights `access`: a cached one, or a new one.
+    /// Returns a region that covers `range` with at least the rights `access`: a cached one, or a
+    /// new one.
     ///
-    /// Its iface and device are found out where it is not cached.
+    /// The owner of the memory is resolved only on a miss.
     ///
     /// # Safety
-    /// As [`Domain::regattr`], for as long as the region stays registered, which is longer than the
-    /// lease. The region stays registered until both of these have happened:
+    /// As for [`Domain::regattr`], for as long as the region stays registered, which is longer than
+    /// the lease. The region stays registered until both of these have happened:
     ///
     /// - it was evicted or invalidated, or the domain was dropped;
     /// - every lease, sub-region and window of the region is gone.
     ///
-    /// Memory that is given back to an allocator without being unmapped stays reachable for peers
-    /// that hold its key.
+    /// Memory that is freed to an allocator without being unmapped stays reachable for peers that
+    /// hold its key.
     ///
     /// # Errors
-    /// As [`Domain::regattr`]; [`ErrorKind::BadState`] in a forked child.
+    /// - The errors of [`Domain::regattr`].
+    /// - [`ErrorKind::BadState`] in a forked child.
     #[inline]
-    pub unsafe fn get(&self, range: AddressRange, access: Access) -> Result<CachedRegion<'_>> {
-        match self.cache.find(&Key::new(range, access)?.of_any_owner()) {
+    pub unsafe fn get_or_register(
+        &self,
+        range: AddressRange,
+        access: Access,
+    ) -> Result<CachedRegion<'_>> {
+        match self.cache.get_cached(&Key::new(range, access)?.of_any_owner()) {
             Some(lease) => Ok(CachedRegion(lease)),
             None => self.register(range, access),
         }
     }
 
-    /// [`RegionCache::get`] of memory that is to be of this iface and, where one is named, of this
-    /// device.
+    /// Returns a region like [`RegionCache::get_or_register`], of memory of this iface and, if one
+    /// is named, of this device.
     ///
     /// # Safety
-    /// As [`RegionCache::get`].
+    /// As for [`RegionCache::get_or_register`].
     ///
     /// # Errors
-    /// As [`RegionCache::get`]; [`ErrorKind::InvalidArgument`] if the memory is not theirs.
-    pub unsafe fn get_on(
+    /// - The errors of [`RegionCache::get_or_register`].
+    /// - [`ErrorKind::InvalidArgument`] if the memory has another owner.
+    pub unsafe fn get_or_register_on(
         &self,
         range: AddressRange,
         access: Access,
         iface: IfaceKind,
         device: Option<DeviceId>,
     ) -> Result<CachedRegion<'_>> {
-        let registry = &self.cache.source().domain.registry;
+        let registry = &self.cache.backend().domain.registry;
         let owner = self.owner_of(range)?;
         if owner.iface != iface {
             return Err(registry.refuse_claim("cached registration", range, &owner, iface));
@@ -116,48 +124,49 @@ impl RegionCache {
                 )
                 .remedy("the memory is on another device: name that one, or none"));
         }
-        self.register(range, access)
+        Ok(CachedRegion(self.cache.get_or_register(&key_of(range, access, &owner)?)?))
     }
 
     #[cold]
     fn register(&self, range: AddressRange, access: Access) -> Result<CachedRegion<'_>> {
         let owner = self.owner_of(range)?;
-        Ok(CachedRegion(self.cache.get(&key_of(range, access, &owner)?)?))
+        Ok(CachedRegion(self.cache.register_missing(&key_of(range, access, &owner)?)?))
     }
 
     /// Returns the owner of memory that is about to be registered. In a forked child it fails
     /// before it takes any lock, which a thread of the parent may have held at the fork.
     fn owner_of(&self, range: AddressRange) -> Result<Owner> {
-        let domain = &self.cache.source().domain;
+        let domain = &self.cache.backend().domain;
         domain.process.check("cached registration")?;
         domain.registry.owner_of_range(range)
     }
 
-    /// For many lookups from one place: finds the thread's part of the cache once.
+    /// Creates a handle for many lookups from one place. It finds the thread's part of the cache
+    /// once.
     #[must_use]
-    pub fn burst(&self) -> RegionBurst<'_> {
-        RegionBurst { burst: self.cache.burst(), cache: self }
+    pub fn lookup_handle(&self) -> RegionLookupHandle<'_> {
+        RegionLookupHandle { handle: self.cache.lookup_handle(), cache: self }
     }
 
-    /// A lease that outlives the borrow, of device memory or, with `host`, of any; `None` for other
-    /// memory.
+    /// Returns a lease that outlives the borrow. Returns `None` for host memory unless `host` is
+    /// true.
     pub(super) fn lease(
         &self,
         range: AddressRange,
         access: Access,
         host: bool,
     ) -> Result<Option<OwnedLease<Registrations>>> {
-        if let Some(lease) = self.cache.find_owned(&Key::new(range, access)?.of_any_owner()) {
+        if let Some(lease) = self.cache.get_cached_owned(&Key::new(range, access)?.of_any_owner()) {
             return Ok(Some(lease));
         }
         let owner = self.owner_of(range)?;
         if owner.iface == IfaceKind::SYSTEM && !host {
             return Ok(None);
         }
-        self.cache.get_owned(&key_of(range, access, &owner)?).map(Some)
+        self.cache.register_missing_owned(&key_of(range, access, &owner)?).map(Some)
     }
 
-    /// The same cache.
+    /// Returns another handle of this cache.
     pub(super) fn share(&self) -> Self {
         Self { cache: Arc::clone(&self.cache) }
     }
@@ -170,36 +179,41 @@ impl RegionCache {
         self.cache.invalidate(range);
     }
 
-    /// Invalidates like [`RegionCache::invalidate`], and calls `told` once these regions are
+    /// Invalidates like [`RegionCache::invalidate`], and calls `callback` once these regions are
     /// deregistered.
-    pub fn invalidate_then(&self, range: AddressRange, told: impl FnOnce() + Send + 'static) {
-        self.cache.invalidate_then(range, told);
+    pub fn invalidate_with_callback(
+        &self,
+        range: AddressRange,
+        callback: impl FnOnce() + Send + 'static,
+    ) {
+        self.cache.invalidate_with_callback(range, callback);
     }
 
-    /// What the cache did and holds.
+    /// Returns the statistics.
     #[must_use]
-    pub fn statistics(&self) -> Statistics {
+    pub fn statistics(&self) -> CacheStatistics {
         self.cache.statistics()
     }
 
-    /// The entries, with the way by which the NIC reaches each.
+    /// Lists the registered entries, each with the path by which the NIC reaches it.
     #[must_use]
-    pub fn entries(&self) -> Vec<Listed<Option<Path>>> {
+    pub fn entries(&self) -> Vec<CachedEntryInfo<Option<Path>>> {
         self.cache.entries(|region| region.decision().ok().map(|decision| decision.path))
     }
 
-    /// Deregisters what is dead and idle, and waits for what is being deregistered.
-    pub fn flush(&self) {
-        self.cache.flush();
+    /// Deregisters the regions of invalidated entries without leases, and waits for deregistrations
+    /// in flight.
+    pub fn reclaim(&self) {
+        self.cache.reclaim();
     }
 
-    /// Gives back everything idle.
-    pub fn clear(&self) {
-        self.cache.clear();
+    /// Evicts all idle entries.
+    pub fn evict_idle(&self) {
+        self.cache.evict_idle();
     }
 
-    pub(super) fn try_empty(&self) -> Result<()> {
-        self.cache.try_empty()
+    pub(super) fn try_clear(&self) -> Result<()> {
+        self.cache.try_clear()
     }
 
     /// Returns the monitor that this cache uses for the memory of an iface.
@@ -208,30 +222,34 @@ impl RegionCache {
     /// The iface's own reason for having none, or that monitors are switched off.
     /// [`ErrorKind::BadState`] in a forked child.
     pub fn monitor(&self, iface: IfaceKind) -> Result<Arc<dyn Monitor>> {
-        let source = self.cache.source();
+        let source = self.cache.backend();
         source.domain.process.check("cache monitor")?;
         source.monitor(iface)
     }
 }
 
-/// A burst of lookups in a [`RegionCache`], on one thread.
+/// Looks up in a [`RegionCache`] for one thread.
 #[derive(Debug)]
-pub struct RegionBurst<'c> {
-    burst: Burst<'c, Registrations>,
+pub struct RegionLookupHandle<'c> {
+    handle: LookupHandle<'c, Registrations>,
     cache: &'c RegionCache,
 }
 
-impl<'c> RegionBurst<'c> {
-    /// [`RegionCache::get`].
+impl<'c> RegionLookupHandle<'c> {
+    /// Returns a region like [`RegionCache::get_or_register`].
     ///
     /// # Safety
-    /// As [`RegionCache::get`].
+    /// As for [`RegionCache::get_or_register`].
     ///
     /// # Errors
-    /// As [`RegionCache::get`].
+    /// As for [`RegionCache::get_or_register`].
     #[inline]
-    pub unsafe fn get(&self, range: AddressRange, access: Access) -> Result<CachedRegion<'c>> {
-        match self.burst.find(&Key::new(range, access)?.of_any_owner()) {
+    pub unsafe fn get_or_register(
+        &self,
+        range: AddressRange,
+        access: Access,
+    ) -> Result<CachedRegion<'c>> {
+        match self.handle.get_cached(&Key::new(range, access)?.of_any_owner()) {
             Some(lease) => Ok(CachedRegion(lease)),
             None => self.register(range, access),
         }
@@ -240,11 +258,11 @@ impl<'c> RegionBurst<'c> {
     #[cold]
     fn register(&self, range: AddressRange, access: Access) -> Result<CachedRegion<'c>> {
         let owner = self.cache.owner_of(range)?;
-        Ok(CachedRegion(self.burst.get(&key_of(range, access, &owner)?)?))
+        Ok(CachedRegion(self.handle.register_missing(&key_of(range, access, &owner)?)?))
     }
 }
 
-/// The key of memory whose owner was found out.
+/// Returns the key of memory with this owner.
 fn key_of(range: AddressRange, access: Access, owner: &Owner) -> Result<Key> {
     let key = Key::new(range, access)?.owned_by(owner.iface, owner.device);
     Ok(match owner.allocation {
@@ -253,25 +271,25 @@ fn key_of(range: AddressRange, access: Access, owner: &Owner) -> Result<Key> {
     })
 }
 
-/// The monitor of an iface, or why it has none.
+/// The monitor of an iface, or the reason why it has none.
 type OfIface = (IfaceKind, Result<Arc<dyn Monitor>>);
 
-/// Registrations of a domain as the cache's source.
+/// The registrations of a domain, as the cache's backend.
 pub struct Registrations {
     domain: Arc<DomainInner>,
     without: Vec<IfaceKind>,
-    /// Monitors that were started, or why they were not.
+    /// Monitors that were started, or the reasons why they were not.
     monitors: Mutex<Vec<OfIface>>,
-    /// The cache whose source this is.
+    /// The cache whose backend this is.
     cache: OnceLock<Weak<Cache<Self>>>,
 }
 
-/// What watches a cached region.
+/// A cached region's subscription to a monitor.
 #[derive(Debug)]
 pub struct Watch {
     monitor: Arc<dyn Monitor>,
     subscription: Subscription,
-    /// For monitors that must be asked.
+    /// The allocation, for monitors that detect a free by its identity.
     allocation: Option<Box<Allocation>>,
 }
 
@@ -295,7 +313,7 @@ impl Registrations {
         if self.without.contains(&iface) {
             return Err(Error::new(ErrorKind::Unsupported, "cache monitor")
                 .iface(iface)
-                .context("why", "it was asked to be left out")
+                .context("why", "disabled by the builder or the environment")
                 .remedy("enable the iface's cache monitor"));
         }
         let started = self.domain.registry.get(iface)?.start_monitor();
@@ -321,13 +339,13 @@ impl Registrations {
             let out_of_room = error.kind() == ErrorKind::OutOfResources;
             let Some(cache) = cache.filter(|_| out_of_room) else { return Err(error) };
             tracing::debug!(%error, "the cache evicts its idle regions and subscribes once more");
-            cache.clear();
+            cache.evict_idle();
             subscribe()
         })
     }
 }
 
-impl Source for Registrations {
+impl CacheBackend for Registrations {
     type Region = MemoryRegion;
     type Watch = Watch;
 
@@ -337,7 +355,8 @@ impl Source for Registrations {
         let Some(id) = key.allocation() else {
             return Ok(Watch { monitor, subscription, allocation: None });
         };
-        // From here on a free is told, or seen by the identity; one before is seen here.
+        // From here on a free is notified, or detected by the identity. One before is detected
+        // here.
         let now = self.domain.registry.owner_of(key.range().start());
         match now {
             Ok(owner) if owner.allocation.is_some_and(|allocation| allocation.id == id) => {
@@ -359,25 +378,25 @@ impl Source for Registrations {
         watch.monitor.unsubscribe(watch.subscription);
     }
 
-    fn checked(&self, watch: &Watch) -> bool {
+    fn needs_validation(&self, watch: &Watch) -> bool {
         watch.allocation.is_some() && watch.monitor.style() == MonitorStyle::Identity
     }
 
-    fn valid(&self, watch: &Watch) -> Result<bool> {
+    fn is_current(&self, watch: &Watch) -> Result<bool> {
         match &watch.allocation {
             Some(allocation) => watch.monitor.valid(allocation),
             None => Ok(true),
         }
     }
 
-    fn longest(&self) -> u64 {
+    fn max_len(&self) -> u64 {
         self.domain.provider_attr.max_mr_size
     }
 
     fn register(&self, key: &Key) -> Result<MemoryRegion> {
         let ranges = [key.range()];
         let attr = MrAttr::new(&ranges, key.access());
-        // An event queue is not told of cached registrations: the caller waits for them.
+        // Cached registrations post no event: the caller waits for them.
         self.domain.register_now(&attr, MrFlags::empty(), KeepAlive::Caller, None)
     }
 
@@ -395,13 +414,13 @@ impl fmt::Debug for Registrations {
 }
 
 impl Domain {
-    /// The registration cache, where [`DomainAttr::cache`](super::DomainAttr::cache) asked for one;
-    /// its thread starts with the first call.
+    /// Returns the registration cache, if [`DomainAttr::cache`](super::DomainAttr::cache) enabled
+    /// it. The first call starts the cache's thread.
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] if the domain was opened without; [`ErrorKind::Unsupported`] in
-    /// ENDPOINT mode, where a region works with one endpoint only;
-    /// [`ErrorKind::OutOfResources`] if it cannot start.
+    /// - [`ErrorKind::BadState`] if the domain was opened without a cache.
+    /// - [`ErrorKind::Unsupported`] in ENDPOINT mode, where a region works with one endpoint only.
+    /// - [`ErrorKind::OutOfResources`] if the cache cannot start.
     pub fn cache(&self) -> Result<&RegionCache> {
         if let Some(cache) = self.cache.get() {
             return Ok(cache);

@@ -94,8 +94,8 @@ impl Endpoint {
     /// # Safety
     /// Until its completion, local memory named without a descriptor stays valid and, where the
     /// operation writes it, unreferenced. Where the domain's cache registers it,
-    /// [`RegionCache::get`](super::RegionCache::get)'s conditions are added, with no right for
-    /// peers.
+    /// [`RegionCache::get_or_register`](super::RegionCache::get_or_register)'s conditions are
+    /// added, with no right for peers.
     ///
     /// # Errors
     /// [`ErrorKind::Again`] if the queue is full; [`ErrorKind::NoRegion`] for a descriptor that is

@@ -38,7 +38,7 @@ use std::{
 pub use self::{
     attr::{CacheAttr, DmaBufAttr, DomainAttr, MrAttr, Prefault},
     buffer::{DeviceBuffer, OwnedBuffer, RegionSlice, Registered, VecParts},
-    cached::{CachedRegion, RegionBurst, RegionCache, Registrations, Watch},
+    cached::{CachedRegion, RegionCache, RegionLookupHandle, Registrations, Watch},
     endpoint::{Atomic, Endpoint},
     multi::{MultiRegion, MultiRegistered, regattr_on, register_on},
     prefault::prefault,
@@ -454,11 +454,11 @@ impl Domain {
     /// Opens an endpoint.
     ///
     /// If the domain has a cache, and its mode requires a descriptor for local memory (LOCAL, or
-    /// HMEM for that of devices), transfers may leave it out. Such memory is registered through
-    /// the cache, as with [`RegionCache::get`], and its region is held until the completion is
-    /// read or the endpoint closed. Both queues are then to be of [`Domain::open_cq`]. In ENDPOINT
-    /// mode, where a region serves an endpoint only once it is bound to it, descriptors stay
-    /// the application's to name.
+    /// HMEM for that of devices), transfers may leave it out. Such memory is registered through the
+    /// cache, as with [`RegionCache::get_or_register`], and its region is held until the completion
+    /// is read or the endpoint closed. Both queues are then to be of [`Domain::open_cq`]. In
+    /// ENDPOINT mode, where a region serves an endpoint only once it is bound to it, descriptors
+    /// stay the application's to name.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfResources`], also where the domain's cache starts here and cannot;
@@ -498,7 +498,7 @@ impl Domain {
     /// [`ErrorKind::Busy`] with the domain back, as long as regions, endpoints, windows or mapped
     /// keys are left, or something cached cannot be given back.
     pub fn close(mut self) -> Result<(), Rejected<Self>> {
-        if let Some(Err(error)) = self.cache.get().map(RegionCache::try_empty) {
+        if let Some(Err(error)) = self.cache.get().map(RegionCache::try_clear) {
             return Err(Rejected::new(self, error));
         }
         let live = self.live();

@@ -1,4 +1,4 @@
-//! A forked child has nothing of the parent's, and takes nothing from it.
+//! Forked children use no entry of the parent and change none.
 
 use std::{
     process,
@@ -10,27 +10,28 @@ use std::{
     time::{Duration, Instant},
 };
 
-use hmem_core::cache::{Limits, Uncached};
+use hmem_core::cache::{Limits, UncachedReason};
 
 use crate::support::*;
 
-/// Runs `child` in a fork and returns its exit status; it must not allocate more than the allocator
-/// survives in a fork (glibc's does survive one).
+/// Runs `child` in a fork and returns its exit status. The child may allocate if the allocator
+/// works after a fork, as glibc's does.
 fn in_fork(child: impl FnOnce() -> bool) -> i32 {
     // SAFETY: the child runs the closure and leaves by `_exit`.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
         let fine = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).unwrap_or(false);
-        // SAFETY: leaves without running what belongs to the parent.
+        // SAFETY: `_exit` runs no destructor of the parent's objects.
         unsafe { libc::_exit(i32::from(!fine)) };
     }
     assert!(pid > 0, "fork failed");
     let mut status = 0;
     let end = Instant::now() + Duration::from_secs(60);
-    // SAFETY: waits for the child that was just made, without blocking: a hang is a failure.
+    // SAFETY: waits for the child that was just forked, without blocking, since a hang is a
+    // failure.
     while unsafe { libc::waitpid(pid, &mut status, libc::WNOHANG) } != pid {
         if Instant::now() > end {
-            // SAFETY: the child was not waited for yet, so that the number is still its own.
+            // SAFETY: the child was not waited for yet, so that its number is not reused.
             unsafe { libc::kill(pid, libc::SIGKILL) };
             panic!("the child hangs");
         }
@@ -41,43 +42,44 @@ fn in_fork(child: impl FnOnce() -> bool) -> i32 {
 
 /// MON-06
 #[test]
-fn a_forked_child_uses_no_entry_and_the_parent_is_undisturbed() {
+fn forked_child_uses_no_entry_and_disturbs_no_parent() {
     let (cache, books) = cache(Limits::default());
-    let held = cache.get(&key(0, PAGE)).unwrap();
+    let held = cache.get_or_register(&key(0, PAGE)).unwrap();
     let id = held.id;
     books.unwatchable.store(true, Ordering::SeqCst);
-    let alone = cache.get(&key(PAGE, PAGE)).unwrap();
-    assert!(alone.uncached().is_some());
+    let alone = cache.get_or_register(&key(PAGE, PAGE)).unwrap();
+    assert!(alone.uncached_reason().is_some());
     books.unwatchable.store(false, Ordering::SeqCst);
-    let before = cache.burst();
+    let before = cache.lookup_handle();
     let parent = process::id();
     let status = in_fork(|| {
-        let mine = cache.get(&key(0, PAGE)).unwrap();
-        let fresh = mine.id != id && matches!(mine.uncached(), Some(Uncached::Forked));
-        let unseen =
-            cache.find(&key(0, PAGE)).is_none() && cache.entries(|region| region.id).is_empty();
+        let mine = cache.get_or_register(&key(0, PAGE)).unwrap();
+        let fresh = mine.id != id && matches!(mine.uncached_reason(), Some(UncachedReason::Forked));
+        let unseen = cache.get_cached(&key(0, PAGE)).is_none()
+            && cache.entries(|region| region.id).is_empty();
         cache.invalidate(range(0, PAGE));
-        cache.flush();
-        cache.clear();
-        // The child registered nothing yet, and deregistered nothing of the parent's.
+        cache.reclaim();
+        cache.evict_idle();
+        // The child registered nothing yet, and deregistered no region of the parent.
         let untouched = books.deregistrations.load(Ordering::SeqCst) == 0;
-        let burst = cache.burst();
-        let also = burst.get(&key(0, PAGE)).unwrap();
-        let also_fresh = matches!(also.uncached(), Some(Uncached::Forked));
-        let copied = before.get(&key(0, PAGE)).unwrap();
-        let also_fresh = also_fresh && matches!(copied.uncached(), Some(Uncached::Forked));
+        let handle = cache.lookup_handle();
+        let also = handle.get_or_register(&key(0, PAGE)).unwrap();
+        let also_fresh = matches!(also.uncached_reason(), Some(UncachedReason::Forked));
+        let copied = before.get_or_register(&key(0, PAGE)).unwrap();
+        let also_fresh =
+            also_fresh && matches!(copied.uncached_reason(), Some(UncachedReason::Forked));
         let copies = [mine.id, also.id, copied.id];
-        drop((mine, also, copied, burst));
+        drop((mine, also, copied, handle));
         let released = !copies.iter().any(|copy| books.registered.lock().contains_key(copy));
-        // A copy of the parent's lease and of its cache, dropped.
-        // SAFETY: the originals are in the parent; this process leaves without using them again.
+        // Drops copies of the parent's lease and cache.
+        // SAFETY: the originals are in the parent. This process exits without using them again.
         unsafe {
             drop(std::ptr::read(&raw const held));
             drop(std::ptr::read(&raw const alone));
             drop(std::ptr::read(&raw const before));
             drop(std::ptr::read(&raw const cache));
         }
-        // The child has deregistered its own registrations, and none of the parent's.
+        // The child deregistered its own regions and none of the parent.
         process::id() != parent
             && fresh
             && unseen
@@ -88,23 +90,23 @@ fn a_forked_child_uses_no_entry_and_the_parent_is_undisturbed() {
             && books.live() == 2
     });
     assert_eq!(status, 0);
-    assert!(!held.is_dead());
-    assert_eq!(cache.get(&key(0, PAGE)).unwrap().id, id);
+    assert!(!held.is_invalidated());
+    assert_eq!(cache.get_or_register(&key(0, PAGE)).unwrap().id, id);
     drop((held, alone, before));
     cache.invalidate(range(0, PAGE));
-    cache.flush();
+    cache.reclaim();
     assert_eq!(books.live(), 0);
 }
 
 /// CACHE-13
 #[test]
-fn a_child_of_a_child_deregisters_nothing_that_its_parent_registered() {
+fn grandchild_deregisters_no_region_of_its_parent() {
     let (cache, books) = cache(Limits::default());
     let status = in_fork(|| {
-        let mine = cache.get(&key(0, PAGE)).unwrap();
+        let mine = cache.get_or_register(&key(0, PAGE)).unwrap();
         let status = in_fork(|| {
-            let its_own = cache.get(&key(0, PAGE)).unwrap();
-            // SAFETY: the original is in the parent; this process leaves without using it again.
+            let its_own = cache.get_or_register(&key(0, PAGE)).unwrap();
+            // SAFETY: the original is in the parent. This process exits without using it again.
             drop(unsafe { std::ptr::read(&raw const mine) });
             let kept = books.live() == 2 && books.deregistrations.load(Ordering::SeqCst) == 0;
             drop(its_own);
@@ -119,10 +121,10 @@ fn a_child_of_a_child_deregisters_nothing_that_its_parent_registered() {
 
 /// CACHE-13
 #[test]
-fn a_region_that_a_child_cannot_deregister_is_no_hang() {
+fn failed_deregistration_in_a_child_does_not_hang() {
     let (cache, books) = cache(Limits::default());
     let status = in_fork(|| {
-        let mine = cache.get(&key(0, PAGE)).unwrap();
+        let mine = cache.get_or_register(&key(0, PAGE)).unwrap();
         books.refusing.store(1, Ordering::SeqCst);
         drop(mine);
         books.live() == 1 && books.refusing.load(Ordering::SeqCst) == 0
@@ -132,7 +134,7 @@ fn a_region_that_a_child_cannot_deregister_is_no_hang() {
 
 /// MON-06
 #[test]
-fn a_fork_in_the_middle_of_other_threads_work_deadlocks_on_nothing() {
+fn fork_beside_working_threads_does_not_deadlock() {
     let (cache, _books) = cache(limits(16));
     let stop = Arc::new(AtomicBool::new(false));
     std::thread::scope(|scope| {
@@ -142,17 +144,17 @@ fn a_fork_in_the_middle_of_other_threads_work_deadlocks_on_nothing() {
                 let mut page = thread;
                 while !stop.load(Ordering::Relaxed) {
                     page = (page * 7 + 3) % 64;
-                    cache.get(&key(page * PAGE, PAGE)).unwrap();
+                    cache.get_or_register(&key(page * PAGE, PAGE)).unwrap();
                 }
             });
         }
         for _ in 0..50 {
             let status = in_fork(|| {
-                let lease = cache.find(&key(0, PAGE));
+                let lease = cache.get_cached(&key(0, PAGE));
                 cache.invalidate(range(0, 64 * PAGE));
-                cache.flush();
-                let empty = cache.statistics() == hmem_core::cache::Statistics::default();
-                lease.is_none() && empty && cache.try_empty().is_ok()
+                cache.reclaim();
+                let empty = cache.statistics() == hmem_core::cache::CacheStatistics::default();
+                lease.is_none() && empty && cache.try_clear().is_ok()
             });
             assert_eq!(status, 0);
         }
@@ -162,35 +164,36 @@ fn a_fork_in_the_middle_of_other_threads_work_deadlocks_on_nothing() {
 
 /// CACHE-13
 #[test]
-fn a_child_of_a_parent_whose_thread_holds_the_caches_lock_does_not_hang() {
+fn child_forked_while_the_lock_is_held_does_not_hang() {
     let (cache, books) = cache(Limits::default());
-    let listed = cache.get(&key(0, PAGE)).unwrap();
-    let before = cache.burst();
+    let listed = cache.get_or_register(&key(0, PAGE)).unwrap();
+    let before = cache.lookup_handle();
     let (locked, is_locked) = mpsc::channel();
     let (unlock, may_unlock) = mpsc::channel();
     std::thread::scope(|scope| {
         let lists = &cache;
         scope.spawn(move || {
-            // The listing reads the regions under the lock.
+            // `entries` calls the closure under the lock.
             lists.entries(|_| {
                 locked.send(()).expect("the test waits");
-                // Also where the test ends before it says so.
+                // Also ends if the test fails before it sends.
                 let _released = may_unlock.recv();
             });
         });
         is_locked.recv().expect("the lock is held");
         let unlock = unlock;
         let status = in_fork(|| {
-            let leases = [cache.get(&key(0, PAGE)), before.get(&key(0, PAGE))];
+            let leases =
+                [cache.get_or_register(&key(0, PAGE)), before.get_or_register(&key(0, PAGE))];
             let registered = books.live() == 3;
             drop(leases);
-            let burst = cache.burst();
-            drop(burst.get(&key(PAGE, PAGE)));
+            let handle = cache.lookup_handle();
+            drop(handle.get_or_register(&key(PAGE, PAGE)));
             cache.invalidate(range(0, PAGE));
-            cache.flush();
-            cache.clear();
-            drop(burst);
-            registered && books.live() == 1 && cache.try_empty().is_ok()
+            cache.reclaim();
+            cache.evict_idle();
+            drop(handle);
+            registered && books.live() == 1 && cache.try_clear().is_ok()
         });
         unlock.send(()).expect("the thread waits");
         assert_eq!(status, 0);

@@ -1,10 +1,10 @@
-//! How much is held, and what gives way.
+//! Limits and eviction.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use hmem_core::{
     ErrorKind,
-    cache::{Limits, Uncached},
+    cache::{Limits, UncachedReason},
 };
 use proptest::prelude::*;
 
@@ -16,40 +16,40 @@ fn idle_entries_never_exceed_the_limits() {
     for max_count in [1, 2, 7, 100] {
         let (cache, books) = cache(limits(max_count));
         for i in 0..5 * max_count as u64 {
-            cache.get(&key(i * PAGE, PAGE)).unwrap();
+            cache.get_or_register(&key(i * PAGE, PAGE)).unwrap();
             assert!(books.live() <= max_count);
             assert!(cache.statistics().entries <= max_count);
         }
     }
     let (cache, books) = cache(Limits { max_bytes: 10 * PAGE, ..Limits::default() });
     for i in 0..50 {
-        cache.get(&key(i << 24, (i % 7 + 1) * PAGE)).unwrap();
+        cache.get_or_register(&key(i << 24, (i % 7 + 1) * PAGE)).unwrap();
         assert!(
             books.registered.lock().values().map(|key| key.range().len()).sum::<u64>() <= 10 * PAGE
         );
     }
-    let long = cache.get(&key(0, 11 * PAGE)).unwrap();
-    assert!(matches!(long.uncached(), Some(Uncached::TooLong)));
+    let long = cache.get_or_register(&key(0, 11 * PAGE)).unwrap();
+    assert!(matches!(long.uncached_reason(), Some(UncachedReason::TooLong)));
     assert!(cache.statistics().bytes <= 10 * PAGE);
 }
 
 /// CACHE-03
 #[test]
-fn entries_hit_since_the_last_pass_stay_and_the_others_go_within_the_slack() {
+fn eviction_spares_entries_hit_since_the_last_pass() {
     const COUNT: u64 = 320;
     let (cache, _books) = cache(limits(COUNT as usize));
     for i in 0..COUNT {
-        cache.get(&key(i * PAGE, PAGE)).unwrap();
+        cache.get_or_register(&key(i * PAGE, PAGE)).unwrap();
     }
     for i in (0..COUNT).step_by(2) {
-        cache.get(&key(i * PAGE, PAGE)).unwrap();
+        cache.get_or_register(&key(i * PAGE, PAGE)).unwrap();
     }
-    // One pass of the hand: as many as were not hit.
+    // One pass of the clock hand: as many as were not hit.
     for i in COUNT..COUNT + COUNT / 2 {
-        cache.get(&key(i * PAGE, PAGE)).unwrap();
+        cache.get_or_register(&key(i * PAGE, PAGE)).unwrap();
     }
     let kept =
-        (0..COUNT).filter(|i| cache.find(&key(i * PAGE, PAGE)).is_some()).collect::<Vec<_>>();
+        (0..COUNT).filter(|i| cache.get_cached(&key(i * PAGE, PAGE)).is_some()).collect::<Vec<_>>();
     let hit_and_lost = (0..COUNT).step_by(2).filter(|i| !kept.contains(i)).count() as u64;
     let slack = COUNT / 16;
     assert!(hit_and_lost <= slack, "{hit_and_lost} of those that were hit are gone");
@@ -59,72 +59,73 @@ fn entries_hit_since_the_last_pass_stay_and_the_others_go_within_the_slack() {
 
 /// CACHE-03
 #[test]
-fn entries_in_use_are_never_evicted_and_a_full_cache_gives_uncached_regions() {
+fn full_cache_evicts_no_leased_entry_and_registers_uncached() {
     let (cache, books) = cache(limits(8));
-    let leases: Vec<_> = (0..8).map(|i| cache.get(&key(i * PAGE, PAGE)).unwrap()).collect();
+    let leases: Vec<_> =
+        (0..8).map(|i| cache.get_or_register(&key(i * PAGE, PAGE)).unwrap()).collect();
     for i in 8..40 {
-        let lease = cache.get(&key(i * PAGE, PAGE)).unwrap();
-        assert!(matches!(lease.uncached(), Some(Uncached::Full)));
+        let lease = cache.get_or_register(&key(i * PAGE, PAGE)).unwrap();
+        assert!(matches!(lease.uncached_reason(), Some(UncachedReason::Full)));
         assert_eq!(books.live(), 9);
     }
     assert_eq!(books.live(), 8);
     for (i, lease) in leases.iter().enumerate() {
-        assert_eq!(cache.get(&key(i as u64 * PAGE, PAGE)).unwrap().id, lease.id);
+        assert_eq!(cache.get_or_register(&key(i as u64 * PAGE, PAGE)).unwrap().id, lease.id);
     }
     drop(leases);
-    assert!(cache.get(&key(8 * PAGE, PAGE)).unwrap().uncached().is_none());
+    assert!(cache.get_or_register(&key(8 * PAGE, PAGE)).unwrap().uncached_reason().is_none());
     assert_eq!(books.live(), 8);
 }
 
 /// CACHE-03
 ///
-/// The first watch of a cache, and its last, have a price with some monitors.
+/// The first and the last watch of a cache are expensive with some monitors.
 #[test]
-fn an_eviction_of_all_there_is_deregisters_first_and_unwatches_last() {
+fn evicting_the_last_entry_unwatches_after_the_next_watch() {
     let (cache, books) = cache(limits(1));
     books.room.store(1, Ordering::SeqCst);
     for number in 0..100 {
-        let lease = cache.get(&key(number << 12, 4096)).unwrap();
-        assert!(lease.uncached().is_none());
+        let lease = cache.get_or_register(&key(number << 12, 4096)).unwrap();
+        assert!(lease.uncached_reason().is_none());
         drop(lease);
         let counted = |count: &AtomicUsize| count.load(Ordering::SeqCst) as u64;
         assert_eq!((counted(&books.watches), counted(&books.unwatches)), (number + 1, number));
     }
     assert_eq!(books.unwatched.load(Ordering::SeqCst), 0);
-    // Where the next one cannot be watched, nor registered, too.
+    // Also if the next one can be neither watched nor registered.
     books.unwatchable.store(true, Ordering::SeqCst);
-    drop(cache.get(&key(1 << 30, 4096)).unwrap());
+    drop(cache.get_or_register(&key(1 << 30, 4096)).unwrap());
     assert_eq!(books.unwatched.load(Ordering::SeqCst), 1);
     books.unwatchable.store(false, Ordering::SeqCst);
-    drop(cache.get(&key(0, 4096)).unwrap());
+    drop(cache.get_or_register(&key(0, 4096)).unwrap());
     books.fail_next(ErrorKind::BadAddress);
-    cache.get(&key(4096, 4096)).unwrap_err();
+    cache.get_or_register(&key(4096, 4096)).unwrap_err();
     assert_eq!(books.unwatched.load(Ordering::SeqCst), 2);
     assert_empty(&books);
 }
 
 /// CACHE-03
 #[test]
-fn memory_that_cannot_be_watched_is_uncached_with_the_reason() {
+fn unwatchable_memory_is_uncached_with_the_reason() {
     let (cache, books) = cache(Limits::default());
     books.unwatchable.store(true, Ordering::SeqCst);
-    let lease = cache.get(&key(0, PAGE)).unwrap();
-    let Some(Uncached::Unwatched(why)) = lease.uncached() else { panic!("{lease:?}") };
+    let lease = cache.get_or_register(&key(0, PAGE)).unwrap();
+    let Some(UncachedReason::Unwatched(why)) = lease.uncached_reason() else { panic!("{lease:?}") };
     assert!(why.to_string().contains("nobody watches this"));
     drop(lease);
     assert_empty(&books);
     books.unwatchable.store(false, Ordering::SeqCst);
-    assert!(cache.get(&key(0, PAGE)).unwrap().uncached().is_none());
+    assert!(cache.get_or_register(&key(0, PAGE)).unwrap().uncached_reason().is_none());
 }
 
 /// CACHE-04
 #[test]
-fn with_a_limit_of_0_every_get_registers_and_every_put_closes() {
+fn limit_of_0_registers_each_lookup_and_deregisters_each_release() {
     for limits in [limits(0), Limits { max_bytes: 0, ..Limits::default() }] {
         let (cache, books) = cache(limits);
         for round in 1..=5 {
-            let lease = cache.get(&key(0, PAGE)).unwrap();
-            assert!(matches!(lease.uncached(), Some(Uncached::Off)));
+            let lease = cache.get_or_register(&key(0, PAGE)).unwrap();
+            assert!(matches!(lease.uncached_reason(), Some(UncachedReason::CachingOff)));
             assert_eq!((books.live(), books.registrations.load(Ordering::SeqCst)), (1, round));
             drop(lease);
             assert_eq!(books.live(), 0);
@@ -136,7 +137,8 @@ fn with_a_limit_of_0_every_get_registers_and_every_put_closes() {
 proptest! {
     /// CACHE-03
     ///
-    /// Any mix of gets and puts: the books agree with the statistics, and no lease points at what is gone.
+    /// Any mix of lookups and releases: the books agree with the statistics, and each lease is of a
+    /// live region.
     #[test]
     fn limits_hold_under_any_mix_of_leases(
         max_count in 1..12_usize,
@@ -146,7 +148,7 @@ proptest! {
         let (cache, books) = cache(Limits { max_count, max_bytes: max_pages * PAGE, merge: false });
         let mut leases = Vec::new();
         for (page, pages, put) in steps {
-            leases.push(cache.get(&key(page * PAGE, pages * PAGE)).unwrap());
+            leases.push(cache.get_or_register(&key(page * PAGE, pages * PAGE)).unwrap());
             if put {
                 leases.swap_remove(page as usize % leases.len());
             }
@@ -155,7 +157,7 @@ proptest! {
             drop(registered);
             let now = cache.statistics();
             prop_assert!(now.entries <= max_count && now.bytes <= max_pages * PAGE);
-            let alone = leases.iter().filter(|lease| lease.uncached().is_some()).count();
+            let alone = leases.iter().filter(|lease| lease.uncached_reason().is_some()).count();
             prop_assert_eq!(books.live(), now.entries + alone);
         }
         drop(leases);

@@ -1,26 +1,26 @@
-//! What hits and what does not.
+//! Hits and misses.
 
 use std::sync::{Arc, atomic::Ordering};
 
 use hmem_core::{
     Access, Address, AddressRange, AllocationId, DeviceId, ErrorKind, IfaceKind,
-    cache::{Key, Limits, Uncached},
+    cache::{Key, Limits, UncachedReason},
 };
 
 use crate::support::*;
 
 /// CACHE-01
 #[test]
-fn a_covered_get_is_a_hit_and_returns_the_same_region() {
+fn covered_lookup_is_a_hit_and_returns_the_same_region() {
     let (cache, books) = cache(Limits::default());
-    let whole = cache.get(&key(0x10_0000, 4 * PAGE)).unwrap();
+    let whole = cache.get_or_register(&key(0x10_0000, 4 * PAGE)).unwrap();
     for (start, len) in [(0x10_0000, 1), (0x10_0000 + 3 * PAGE, PAGE), (0x10_0001, 4 * PAGE - 1)] {
-        assert_eq!(cache.get(&key(start, len)).unwrap().id, whole.id);
+        assert_eq!(cache.get_or_register(&key(start, len)).unwrap().id, whole.id);
     }
     for (start, len) in [(0x10_0000 - 1, 1), (0x10_0000, 4 * PAGE + 1), (0x10_0000 + 4 * PAGE, 1)] {
-        assert_ne!(cache.get(&key(start, len)).unwrap().id, whole.id);
+        assert_ne!(cache.get_or_register(&key(start, len)).unwrap().id, whole.id);
     }
-    // The last of them is covered by the second.
+    // The second key covers the last.
     assert_eq!(books.registrations.load(Ordering::SeqCst), 3);
     drop(whole);
     drop(cache);
@@ -29,47 +29,47 @@ fn a_covered_get_is_a_hit_and_returns_the_same_region() {
 
 /// CACHE-01
 #[test]
-fn more_rights_than_registered_is_a_miss_and_fewer_is_a_hit() {
+fn lookup_with_more_rights_is_a_miss_and_with_fewer_a_hit() {
     let (cache, books) = cache(Limits::default());
     let at = range(0x20_0000, PAGE);
     let send = Key::new(at, Access::SEND).unwrap();
     let both = Key::new(at, Access::SEND | Access::REMOTE_WRITE).unwrap();
-    let first = cache.get(&send).unwrap();
-    let second = cache.get(&both).unwrap();
+    let first = cache.get_or_register(&send).unwrap();
+    let second = cache.get_or_register(&both).unwrap();
     assert_ne!(first.id, second.id);
-    // What each asked for was registered, and nothing wider.
+    // Each was registered with its own rights and no more.
     assert_eq!((first.key.access(), second.key.access()), (send.access(), both.access()));
     let remote = Key::new(at, Access::REMOTE_WRITE).unwrap();
-    assert_eq!(cache.get(&remote).unwrap().id, second.id);
+    assert_eq!(cache.get_or_register(&remote).unwrap().id, second.id);
     let receive = Key::new(at, Access::RECV).unwrap();
-    assert_eq!(cache.get(&receive).unwrap().key.access(), Access::RECV);
+    assert_eq!(cache.get_or_register(&receive).unwrap().key.access(), Access::RECV);
     assert_eq!(books.registrations.load(Ordering::SeqCst), 3);
 }
 
 /// CACHE-01
 #[test]
-fn many_ranges_in_one_page_and_large_ones_over_them_are_told_apart() {
+fn overlapping_ranges_in_one_page_are_distinguished() {
     let (cache, books) = cache(Limits::default());
     let base = 1 << 40;
     let keys: Vec<_> = (0..40)
         .map(|i| key(base + 64 * i, 64))
         .chain([key(base, 1 << 24), key(base - PAGE, 3 * PAGE), key(base, 1 << 37)])
         .collect();
-    // Larger ones last, so that each is a registration.
-    let ids: Vec<_> = keys.iter().map(|key| cache.get(key).unwrap().id).collect();
+    // Larger ranges come last, so that each is registered.
+    let ids: Vec<_> = keys.iter().map(|key| cache.get_or_register(key).unwrap().id).collect();
     assert_eq!(books.registrations.load(Ordering::SeqCst), keys.len());
     for (key, id) in keys.iter().zip(&ids) {
-        let lease = cache.get(key).unwrap();
+        let lease = cache.get_or_register(key).unwrap();
         assert!(lease.id == *id || lease.key.range().contains_range(key.range()));
     }
     assert_eq!(books.registrations.load(Ordering::SeqCst), keys.len());
-    cache.clear();
+    cache.evict_idle();
     assert_empty(&books);
 }
 
 /// CACHE-02
 #[test]
-fn owner_and_allocation_are_part_of_the_identity() {
+fn identity_includes_owner_and_allocation() {
     let (cache, books) = cache(Limits::default());
     let host = key(0x30_0000, PAGE);
     let on = |device| host.owned_by(IfaceKind::CUDA, Some(DeviceId(device)));
@@ -82,19 +82,19 @@ fn owner_and_allocation_are_part_of_the_identity() {
         on(1).in_allocation(AllocationId(2)),
         host.owned_by(IfaceKind::ZE, Some(DeviceId(1))),
     ];
-    let ids: Vec<_> = keys.iter().map(|key| cache.get(key).unwrap().id).collect();
+    let ids: Vec<_> = keys.iter().map(|key| cache.get_or_register(key).unwrap().id).collect();
     assert_eq!(books.registrations.load(Ordering::SeqCst), keys.len());
     for (key, id) in keys.iter().zip(ids) {
-        let lease = cache.get(key).unwrap();
+        let lease = cache.get_or_register(key).unwrap();
         assert_eq!((lease.id, lease.key), (id, *key));
     }
     assert_eq!(on(1).device(), Some(DeviceId(1)));
-    assert!(cache.find(&key(0x30_0000, PAGE).of_any_owner()).is_some());
-    assert!(cache.find(&key(0x40_0000, PAGE).of_any_owner()).is_none());
+    assert!(cache.get_cached(&key(0x30_0000, PAGE).of_any_owner()).is_some());
+    assert!(cache.get_cached(&key(0x40_0000, PAGE).of_any_owner()).is_none());
 }
 
 #[test]
-fn a_key_of_nothing_and_a_right_that_is_none_are_refused() {
+fn key_with_no_bytes_or_an_undefined_right_is_refused() {
     let empty = Key::new(range(0x1000, 0), Access::SEND).unwrap_err();
     assert_eq!(empty.kind(), ErrorKind::ZeroLength);
     let unknown = Key::new(range(0x1000, 1), Access::from_bits_retain(1 << 40)).unwrap_err();
@@ -103,22 +103,24 @@ fn a_key_of_nothing_and_a_right_that_is_none_are_refused() {
 
 /// CACHE-03
 #[test]
-fn addresses_beyond_the_table_are_uncached_and_say_so() {
+fn address_beyond_the_table_is_uncached_with_the_reason() {
     let (cache, books) = cache(Limits::default());
     for start in [1 << 48, u64::MAX - 2 * PAGE, (1 << 48) - 1] {
         let at = AddressRange::new(Address(start), PAGE).unwrap();
-        let lease = cache.get(&Key::new(at, Access::SEND).unwrap()).unwrap();
-        assert!(matches!(lease.uncached(), Some(Uncached::NoPlace)));
+        let lease = cache.get_or_register(&Key::new(at, Access::SEND).unwrap()).unwrap();
+        assert!(matches!(lease.uncached_reason(), Some(UncachedReason::AddressTooHigh)));
     }
     assert_eq!(books.live(), 0);
     assert_eq!(cache.statistics().uncached, 3);
 }
 
 #[test]
-fn leases_cross_threads_and_one_thread_may_hold_very_many() {
+fn leases_cross_threads_and_one_thread_may_hold_hundreds() {
     let (cache, books) = cache(Limits::default());
-    let leases: Vec<_> = (0..300).map(|i| cache.get(&key(i * PAGE, PAGE)).unwrap()).collect();
-    let again: Vec<_> = (0..300).map(|i| cache.get(&key(i * PAGE, PAGE)).unwrap()).collect();
+    let leases: Vec<_> =
+        (0..300).map(|i| cache.get_or_register(&key(i * PAGE, PAGE)).unwrap()).collect();
+    let again: Vec<_> =
+        (0..300).map(|i| cache.get_or_register(&key(i * PAGE, PAGE)).unwrap()).collect();
     assert_eq!(cache.statistics().leases, 600);
     assert_eq!(cache.statistics().in_use, 300);
     std::thread::scope(|scope| {
@@ -127,28 +129,31 @@ fn leases_cross_threads_and_one_thread_may_hold_very_many() {
     });
     assert_eq!(cache.statistics().leases, 0);
     assert_eq!(books.registrations.load(Ordering::SeqCst), 300);
-    // The blocks of threads that ended are used again, with what is leased in them.
+    // Other threads reuse the blocks of threads that ended, with the leases in them.
     std::thread::scope(|scope| {
-        let lease = scope.spawn(|| cache.get(&key(0, 1)).unwrap()).join().unwrap();
+        let lease = scope.spawn(|| cache.get_or_register(&key(0, 1)).unwrap()).join().unwrap();
         let id = lease.id;
         let cache = &cache;
-        scope.spawn(move || assert_eq!(cache.get(&key(0, 1)).unwrap().id, id)).join().unwrap();
+        scope
+            .spawn(move || assert_eq!(cache.get_or_register(&key(0, 1)).unwrap().id, id))
+            .join()
+            .unwrap();
         assert_eq!(cache.statistics().leases, 1);
     });
 }
 
 #[test]
-fn bursts_and_owned_leases_work_like_gets() {
+fn lookup_handles_and_owned_leases_work_like_the_cache() {
     let (cache, books) = cache(Limits::default());
     let cache = Arc::new(cache);
-    let burst = cache.burst();
-    let first = burst.get(&key(0, PAGE)).unwrap();
-    let second = burst.get(&key(0, PAGE)).unwrap();
-    drop(burst);
+    let handle = cache.lookup_handle();
+    let first = handle.get_or_register(&key(0, PAGE)).unwrap();
+    let second = handle.get_or_register(&key(0, PAGE)).unwrap();
+    drop(handle);
     assert_eq!(first.id, second.id);
     drop((first, second));
-    let owned = cache.get_owned(&key(0, PAGE)).unwrap();
-    assert!(owned.lease().uncached().is_none());
+    let owned = cache.get_or_register_owned(&key(0, PAGE)).unwrap();
+    assert!(owned.lease().uncached_reason().is_none());
     drop(cache);
     assert_eq!(books.live(), 1);
     assert_eq!(owned.id, 0);
@@ -157,23 +162,23 @@ fn bursts_and_owned_leases_work_like_gets() {
 }
 
 #[test]
-fn a_source_that_must_be_asked_is_asked_once_a_hit_and_believed() {
+fn entry_that_needs_validation_is_validated_once_per_hit() {
     let (cache, books) = cache(Limits::default());
     books.checked.store(true, Ordering::SeqCst);
-    let first = cache.get(&key(0, PAGE)).unwrap().id;
+    let first = cache.get_or_register(&key(0, PAGE)).unwrap().id;
     assert_eq!(books.asked.load(Ordering::SeqCst), 0);
     for asked in 1..=3 {
-        assert_eq!(cache.get(&key(0, PAGE)).unwrap().id, first);
+        assert_eq!(cache.get_or_register(&key(0, PAGE)).unwrap().id, first);
         assert_eq!(books.asked.load(Ordering::SeqCst), asked);
     }
     books.invalid.store(true, Ordering::SeqCst);
-    let second = cache.get(&key(0, PAGE)).unwrap().id;
+    let second = cache.get_or_register(&key(0, PAGE)).unwrap().id;
     assert_ne!(second, first);
-    cache.flush();
+    cache.reclaim();
     assert_eq!(books.live(), 1);
-    // A question that fails confirms nothing.
+    // A failed validation invalidates the entry.
     books.unsure.store(true, Ordering::SeqCst);
-    assert_ne!(cache.get(&key(0, PAGE)).unwrap().id, second);
-    cache.flush();
+    assert_ne!(cache.get_or_register(&key(0, PAGE)).unwrap().id, second);
+    cache.reclaim();
     assert_eq!(books.live(), 1);
 }

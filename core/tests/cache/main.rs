@@ -1,4 +1,4 @@
-//! The registration cache over a source that keeps books.
+//! The registration cache over a backend that keeps books.
 
 mod forks;
 mod invalidation;

@@ -1,5 +1,4 @@
-//! Threads at random against real mappings, with a source that remembers what was there when it
-//! registered.
+//! Random threads over real mappings, with a backend that remembers the memory that it registered.
 
 use std::{
     collections::BTreeMap,
@@ -12,7 +11,7 @@ use std::{
 
 use hmem_core::{
     Access, Address, AddressRange, Error, ErrorKind, Rejected, Result,
-    cache::{Cache, Key, Limits, Source},
+    cache::{Cache, CacheBackend, Key, Limits},
     monitor::{Cause, Invalidator},
 };
 use parking_lot::Mutex;
@@ -21,12 +20,12 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 const PAGES: usize = 16;
 const PAGE: usize = 4096;
 
-/// A file whose every page says its number, mapped in pieces that are replaced by others all the
-/// time: what a page says is which mapping it is.
+/// A file whose pages hold their numbers. Its pages are mapped and replaced all the time, so that
+/// the number identifies the mapping.
 struct Place {
     base: usize,
     file: std::os::fd::OwnedFd,
-    /// The next page of the file, never mapped before.
+    /// The next page of the file. It was never mapped before.
     next: AtomicU64,
     changing: Mutex<()>,
 }
@@ -52,15 +51,15 @@ impl Place {
         self.base + page * PAGE
     }
 
-    /// What is mapped there now. The page may be replaced at any time, but is always there.
+    /// Returns the number of the page that is mapped now. It may be replaced at any time.
     fn says(&self, page: usize) -> u64 {
-        // SAFETY: the pages of the place stay mapped; they are replaced in one step.
+        // SAFETY: the pages of this mapping stay mapped, since each is replaced in one step.
         unsafe { ptr::with_exposed_provenance::<AtomicU64>(self.address(page)).as_ref() }
             .expect("mapped")
             .load(Ordering::Relaxed)
     }
 
-    /// Puts the next page of the file there, as a patched `mmap` would have it told.
+    /// Maps the next page of the file there, and notifies like a patched `mmap`.
     fn replace(&self, page: usize, invalidator: &dyn Invalidator) {
         let _one_at_a_time = self.changing.lock();
         let range =
@@ -69,7 +68,7 @@ impl Place {
         let from = self.next.fetch_add(1, Ordering::Relaxed) * PAGE as u64;
         let at = ptr::with_exposed_provenance_mut(self.address(page));
         let flags = MapFlags::SHARED | MapFlags::FIXED;
-        // SAFETY: replaces a page of the place's own, which is only read through atomics.
+        // SAFETY: replaces a page of this mapping, which is only read through atomics.
         unsafe { mmap(at, PAGE, ProtFlags::READ, flags, &self.file, from) }.expect("a mapping");
         invalidator.end(change);
     }
@@ -77,13 +76,13 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        // SAFETY: the mapping is the place's own.
+        // SAFETY: the mapping belongs to this value, and no reference to it is left.
         unsafe { munmap(ptr::with_exposed_provenance_mut(self.base), PAGES * PAGE) }
             .expect("unmapped");
     }
 }
 
-/// What was mapped when it was registered: what a NIC with pinned pages would reach.
+/// The page that was mapped at registration, which a NIC with pinned pages would reach.
 struct Pinned {
     id: u64,
     first: usize,
@@ -95,7 +94,7 @@ struct Pinning {
     place: Arc<Place>,
     alive: Arc<Mutex<BTreeMap<u64, ()>>>,
     next: Arc<AtomicU64>,
-    /// One in so many calls fails; 0 for none.
+    /// One in this many calls fails; 0 for none.
     failing: u64,
     calls: Arc<AtomicU64>,
     watches: Arc<AtomicUsize>,
@@ -109,7 +108,7 @@ impl Pinning {
     }
 }
 
-impl Source for Pinning {
+impl CacheBackend for Pinning {
     type Region = Pinned;
     type Watch = ();
 
@@ -122,15 +121,15 @@ impl Source for Pinning {
         self.watches.fetch_sub(1, Ordering::SeqCst);
     }
 
-    fn checked(&self, (): &()) -> bool {
+    fn needs_validation(&self, (): &()) -> bool {
         false
     }
 
-    fn valid(&self, (): &()) -> Result<bool> {
+    fn is_current(&self, (): &()) -> Result<bool> {
         Ok(true)
     }
 
-    fn longest(&self) -> u64 {
+    fn max_len(&self) -> u64 {
         u64::MAX
     }
 
@@ -157,8 +156,8 @@ impl Source for Pinning {
     }
 }
 
-/// Threads get ranges and replace pages of their own part, and check after each of their changes
-/// that what they get is what is mapped; everybody gets everybody's.
+/// Runs threads that look up ranges of all threads and replace pages of their own part. After each
+/// replacement a thread checks that a lookup returns the page that is mapped.
 fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
     let place = Arc::new(Place::new(threads * rounds));
     let pinning = Pinning {
@@ -187,10 +186,9 @@ fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
                     let start = Address(place.address(first) as u64);
                     let range = AddressRange::new(start, (pages * PAGE) as u64).expect("no wrap");
                     let key = Key::new(range, Access::SEND).expect("a key");
-                    // Nobody but this thread changes its own pages, so they say the same until it
-                    // does.
-                    if let Ok(lease) = cache.get(&key) {
-                        assert!(cache.source().alive.lock().contains_key(&lease.id));
+                    // Only this thread replaces its own pages, so their numbers are stable here.
+                    if let Ok(lease) = cache.get_or_register(&key) {
+                        assert!(cache.backend().alive.lock().contains_key(&lease.id));
                         for page in (first..first + pages).filter(|page| own(*page)) {
                             assert_eq!(
                                 lease.said[page - lease.first],
@@ -214,19 +212,19 @@ fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
         }
     });
     for _ in 0..1000 {
-        cache.clear();
-        if cache.try_empty().is_ok() {
+        cache.evict_idle();
+        if cache.try_clear().is_ok() {
             break;
         }
     }
-    cache.try_empty().expect("all given back");
+    cache.try_clear().expect("all given back");
     assert_eq!(pinning.alive.lock().len(), 0, "lost registrations");
     assert_eq!(pinning.watches.load(Ordering::SeqCst), 0, "lost watches");
 }
 
 /// CACHE-11
 #[test]
-fn no_stale_hit_no_lost_registration_no_double_deregistration() {
+fn random_threads_meet_no_stale_hit_and_lose_no_registration() {
     for (seed, max_count, merge) in [(1, 6, false), (2, 1000, false), (3, 6, true), (4, 1000, true)]
     {
         run(3, 5_000, Limits { max_count, merge, ..Limits::default() }, 0, seed);
@@ -235,7 +233,7 @@ fn no_stale_hit_no_lost_registration_no_double_deregistration() {
 
 /// CACHE-11
 #[test]
-fn a_lookup_finds_what_is_mapped_while_the_provider_fails_at_random() {
+fn lookup_returns_mapped_memory_while_the_provider_fails() {
     for (seed, max_count, merge) in [(5, 6, false), (6, 1000, false), (7, 6, true)] {
         run(3, 5_000, Limits { max_count, merge, ..Limits::default() }, 16, seed);
     }
@@ -244,7 +242,7 @@ fn a_lookup_finds_what_is_mapped_while_the_provider_fails_at_random() {
 /// CACHE-11
 #[test]
 #[ignore = "the slow tier"]
-fn a_lookup_finds_what_is_mapped_in_a_million_rounds() {
+fn lookup_returns_mapped_memory_in_a_million_rounds() {
     for seed in 0..10 {
         let limits = Limits {
             max_count: 6 + seed as usize % 3 * 500,
@@ -282,9 +280,9 @@ mod properties {
 
         /// CACHE-11
         ///
-        /// One thread, any order: what is got is always what is mapped.
+        /// One thread, any order of steps: a lookup always returns the page that is mapped.
         #[test]
-        fn a_lookup_finds_what_is_mapped(
+        fn lookup_returns_mapped_memory_in_any_order_of_steps(
             max_count in 0..6_usize,
             merge in any::<bool>(),
             failing in prop_oneof![Just(0_u64), Just(6)],
@@ -299,14 +297,16 @@ mod properties {
                 calls: Arc::default(),
                 watches: Arc::default(),
             };
-            let cache = Cache::new(pinning.clone(), Limits { max_count, merge, ..Limits::default() }).unwrap();
+            let limits = Limits { max_count, merge, ..Limits::default() };
+            let cache = Cache::new(pinning.clone(), limits).unwrap();
             let mut kept = Vec::new();
             for step in steps {
                 match step {
                     Step::Get { first, pages, keep } => {
                         let start = Address(place.address(first) as u64);
                         let range = AddressRange::new(start, (pages * PAGE) as u64).unwrap();
-                        let Ok(lease) = cache.get(&Key::new(range, Access::SEND).unwrap()) else { continue };
+                        let key = Key::new(range, Access::SEND).unwrap();
+                        let Ok(lease) = cache.get_or_register(&key) else { continue };
                         for page in first..first + pages {
                             prop_assert_eq!(lease.said[page - lease.first], place.says(page));
                         }
@@ -319,7 +319,7 @@ mod properties {
                 }
             }
             drop(kept);
-            while cache.try_empty().is_err() {}
+            while cache.try_clear().is_err() {}
             prop_assert_eq!(pinning.alive.lock().len(), 0);
             prop_assert_eq!(pinning.watches.load(Ordering::SeqCst), 0);
         }

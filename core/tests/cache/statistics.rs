@@ -1,24 +1,24 @@
-//! Numbers and listings.
+//! Statistics and lists of entries.
 
 use std::sync::atomic::Ordering;
 
 use hmem_core::{
     ErrorKind,
-    cache::{Limits, Statistics},
+    cache::{CacheStatistics, Limits},
 };
 
 use crate::support::*;
 
-fn assert_adds_up(now: &Statistics, lookups: u64, books: &Books) {
+fn assert_adds_up(now: &CacheStatistics, lookups: u64, books: &Books) {
     assert_eq!(now.lookups, lookups);
     assert_eq!(now.lookups, now.hits + now.misses);
     assert_eq!(now.misses, now.registrations + now.uncached + now.failures);
     let gone = now.evictions + now.merged + now.all_invalidations();
-    // What died while its registration failed is both.
+    // An entry may be invalidated and then fail to register.
     let failed_and_dead = gone + now.entries as u64 - now.registrations;
     assert!(failed_and_dead <= now.failures, "{now:?}");
     let registered = books.registered.lock();
-    assert_eq!(registered.len(), now.entries + now.dying + now.stuck);
+    assert_eq!(registered.len(), now.entries + now.pending_reclaim + now.deregister_failed);
     assert_eq!(registered.values().map(|key| key.range().len()).sum::<u64>(), now.bytes);
 }
 
@@ -36,7 +36,7 @@ fn statistics_add_up_under_load() {
                 for round in 0..ROUNDS {
                     random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                     let page = (random >> 33) % 80;
-                    let lease = cache.get(&key(page * PAGE, PAGE));
+                    let lease = cache.get_or_register(&key(page * PAGE, PAGE));
                     if round % 64 == 0 {
                         cache.invalidate(range(page * PAGE, PAGE));
                     }
@@ -48,10 +48,10 @@ fn statistics_add_up_under_load() {
             });
         }
     });
-    cache.flush();
+    cache.reclaim();
     let now = cache.statistics();
     assert_adds_up(&now, ROUNDS * THREADS, &books);
-    assert_eq!((now.leases, now.in_use, now.dying), (0, 0, 0));
+    assert_eq!((now.leases, now.in_use, now.pending_reclaim), (0, 0, 0));
     assert!(now.hits > 0 && now.evictions > 0 && now.failures > 0 && now.all_invalidations() > 0);
     drop(cache);
     assert_empty(&books);
@@ -59,12 +59,12 @@ fn statistics_add_up_under_load() {
 
 /// CACHE-10
 #[test]
-fn entries_are_listed_with_rights_age_users_and_what_the_region_says() {
+fn entries_are_listed_with_rights_age_users_and_region_data() {
     let (cache, _books) = cache(Limits::default());
-    let first = cache.get(&key(0, PAGE)).unwrap();
-    let _again = cache.get(&key(0, PAGE)).unwrap();
-    cache.get(&key(PAGE, 3 * PAGE)).unwrap();
-    let dead = cache.get(&key(1 << 30, PAGE)).unwrap();
+    let first = cache.get_or_register(&key(0, PAGE)).unwrap();
+    let _again = cache.get_or_register(&key(0, PAGE)).unwrap();
+    cache.get_or_register(&key(PAGE, 3 * PAGE)).unwrap();
+    let dead = cache.get_or_register(&key(1 << 30, PAGE)).unwrap();
     cache.invalidate(range(1 << 30, PAGE));
     let mut listed = cache.entries(|region| region.id);
     listed.sort_by_key(|one| one.region);
@@ -77,16 +77,16 @@ fn entries_are_listed_with_rights_age_users_and_what_the_region_says() {
 }
 
 #[test]
-fn an_emptied_cache_says_what_is_left() {
+fn try_clear_reports_the_entries_that_remain() {
     let (cache, books) = cache(Limits::default());
-    let lease = cache.get(&key(0, PAGE)).unwrap();
-    cache.get(&key(PAGE, PAGE)).unwrap();
-    let error = cache.try_empty().unwrap_err();
+    let lease = cache.get_or_register(&key(0, PAGE)).unwrap();
+    cache.get_or_register(&key(PAGE, PAGE)).unwrap();
+    let error = cache.try_clear().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy);
     assert_eq!(error.context_value("leases"), Some("1"));
     assert_eq!(books.live(), 1);
     drop(lease);
-    cache.try_empty().unwrap();
+    cache.try_clear().unwrap();
     assert_eq!(books.live(), 0);
     assert_eq!(books.deregistrations.load(Ordering::SeqCst), 2);
 }

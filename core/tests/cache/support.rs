@@ -1,4 +1,4 @@
-//! A source that keeps books: what is registered, what is watched, what was asked for twice.
+//! A backend that keeps books of registrations, watches and calls.
 
 use std::{
     collections::BTreeMap,
@@ -11,12 +11,12 @@ use std::{
 
 use hmem_core::{
     Access, Address, AddressRange, Error, ErrorKind, Rejected, Result,
-    cache::{Cache, Key, Limits, Source},
+    cache::{Cache, CacheBackend, Key, Limits},
     monitor::Invalidator,
 };
 use parking_lot::{Condvar, Mutex};
 
-/// A registration of the books.
+/// A registration in the books.
 #[derive(Debug)]
 pub(crate) struct Region {
     pub(crate) id: u64,
@@ -31,35 +31,35 @@ pub(crate) struct Books {
     pub(crate) deregistrations: AtomicUsize,
     pub(crate) watches: AtomicUsize,
     pub(crate) unwatches: AtomicUsize,
-    /// How often nothing was watched any more.
+    /// How often the last watch ended.
     pub(crate) unwatched: AtomicUsize,
-    /// Registrations to fail, and as what.
+    /// Errors of the next registrations.
     failing: Mutex<Vec<ErrorKind>>,
-    /// Deregistrations to refuse.
+    /// Number of deregistrations to refuse.
     pub(crate) refusing: AtomicUsize,
-    /// Registrations that the provider has room for; 0 for any number.
+    /// Largest number of registrations; 0 for any number.
     pub(crate) room: AtomicUsize,
     pub(crate) unwatchable: AtomicBool,
     /// Memory that cannot be registered, and memory that cannot be watched.
     pub(crate) bad: Mutex<Option<Key>>,
     pub(crate) blind: Mutex<Option<Key>>,
-    /// Hits must ask, and are told this.
+    /// Hits need validation. The next one reports `invalid`.
     pub(crate) checked: AtomicBool,
     pub(crate) invalid: AtomicBool,
-    /// The next question fails.
+    /// The next validation fails.
     pub(crate) unsure: AtomicBool,
     pub(crate) asked: AtomicUsize,
     pub(crate) registering: Gate,
     pub(crate) deregistering: Gate,
 }
 
-/// What calls go through, one kind of them.
+/// Holds one kind of calls.
 #[derive(Default)]
 pub(crate) struct Gate {
     held: Mutex<bool>,
     released: Condvar,
     waiting: AtomicUsize,
-    /// Called in the middle of the next one.
+    /// Runs in the middle of the next call.
     pub(crate) meanwhile: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
@@ -74,7 +74,7 @@ impl Gate {
         self.released.notify_all();
     }
 
-    /// Lets others run until `count` calls are held.
+    /// Yields until `count` calls are held.
     pub(crate) fn until_held(&self, count: usize) {
         while self.waiting.load(Ordering::SeqCst) < count {
             std::thread::yield_now();
@@ -106,11 +106,11 @@ impl Books {
     }
 }
 
-/// The books as a source.
+/// The backend over the books.
 #[derive(Clone, Default)]
 pub(crate) struct Ledger(pub(crate) Arc<Books>);
 
-impl Source for Ledger {
+impl CacheBackend for Ledger {
     type Region = Region;
     type Watch = Key;
 
@@ -132,11 +132,11 @@ impl Source for Ledger {
         }
     }
 
-    fn checked(&self, _: &Key) -> bool {
+    fn needs_validation(&self, _: &Key) -> bool {
         self.0.checked.load(Ordering::SeqCst)
     }
 
-    fn valid(&self, _: &Key) -> Result<bool> {
+    fn is_current(&self, _: &Key) -> Result<bool> {
         self.0.asked.fetch_add(1, Ordering::SeqCst);
         if self.0.unsure.swap(false, Ordering::SeqCst) {
             return Err(Error::new(ErrorKind::Driver, "valid"));
@@ -144,7 +144,7 @@ impl Source for Ledger {
         Ok(!self.0.invalid.swap(false, Ordering::SeqCst))
     }
 
-    fn longest(&self) -> u64 {
+    fn max_len(&self) -> u64 {
         1 << 30
     }
 
@@ -194,7 +194,7 @@ pub(crate) fn key(start: u64, len: u64) -> Key {
     Key::new(range(start, len), Access::SEND).expect("a key")
 }
 
-/// A cache of a ledger with its books.
+/// Creates a cache over a ledger, with its books.
 pub(crate) fn cache(limits: Limits) -> (Cache<Ledger>, Arc<Books>) {
     let ledger = Ledger::default();
     let books = Arc::clone(&ledger.0);
@@ -205,7 +205,7 @@ pub(crate) fn limits(max_count: usize) -> Limits {
     Limits { max_count, ..Limits::default() }
 }
 
-/// Lets others run until it is so, and fails if that does not come.
+/// Yields until `is_so` returns true, and fails after a minute.
 pub(crate) fn until(is_so: impl Fn() -> bool) {
     let end = Instant::now() + Duration::from_secs(60);
     while !is_so() {
@@ -214,7 +214,7 @@ pub(crate) fn until(is_so: impl Fn() -> bool) {
     }
 }
 
-/// Everything that was registered is deregistered, everything that was watched is watched no more.
+/// Asserts that no region is registered and none is watched.
 pub(crate) fn assert_empty(books: &Books) {
     assert_eq!(books.live(), 0);
     assert_eq!(books.watches.load(Ordering::SeqCst), books.unwatches.load(Ordering::SeqCst));

@@ -1,5 +1,5 @@
-//! Registrations and deregistrations under way: who waits for them and who does not; and those that
-//! fail.
+//! Registrations and deregistrations in progress: who waits for them, and what their failures
+//! leave.
 
 use std::{
     sync::{
@@ -20,20 +20,21 @@ use crate::support::*;
 
 /// CACHE-06
 #[test]
-fn a_registration_in_progress_holds_up_no_other_lookup() {
+fn registration_in_progress_blocks_no_other_lookup() {
     let (cache, books) = cache(Limits::default());
-    let cached = cache.get(&key(0, PAGE)).unwrap().id;
+    let cached = cache.get_or_register(&key(0, PAGE)).unwrap().id;
     books.registering.hold();
     std::thread::scope(|scope| {
-        let slow = scope.spawn(|| cache.get(&key(PAGE, PAGE)).unwrap().id);
+        let slow = scope.spawn(|| cache.get_or_register(&key(PAGE, PAGE)).unwrap().id);
         books.registering.until_held(1);
-        // Hits, misses that wait for nobody, statistics, invalidation: all while it is held.
-        assert_eq!(cache.get(&key(0, PAGE)).unwrap().id, cached);
-        let other = scope.spawn(|| cache.get(&key(2 * PAGE, PAGE)).unwrap().id);
+        // Hits, misses of other memory, statistics and invalidation, while the registration is
+        // held.
+        assert_eq!(cache.get_or_register(&key(0, PAGE)).unwrap().id, cached);
+        let other = scope.spawn(|| cache.get_or_register(&key(2 * PAGE, PAGE)).unwrap().id);
         books.registering.until_held(2);
         assert_eq!(cache.statistics().entries, 3);
         cache.invalidate(range(0, PAGE));
-        assert!(cache.find(&key(0, PAGE)).is_none());
+        assert!(cache.get_cached(&key(0, PAGE)).is_none());
         books.registering.release();
         assert_ne!(slow.join().unwrap(), other.join().unwrap());
     });
@@ -41,7 +42,7 @@ fn a_registration_in_progress_holds_up_no_other_lookup() {
 
 /// CACHE-06
 #[test]
-fn threads_that_want_the_same_range_register_once() {
+fn concurrent_lookups_of_the_same_range_register_once() {
     const THREADS: usize = 8;
     let (cache, books) = cache(Limits::default());
     books.registering.hold();
@@ -52,7 +53,7 @@ fn threads_that_want_the_same_range_register_once() {
                 let (cache, start) = (&cache, &start);
                 scope.spawn(move || {
                     start.wait();
-                    cache.get(&key(0, PAGE)).unwrap().id
+                    cache.get_or_register(&key(0, PAGE)).unwrap().id
                 })
             })
             .collect();
@@ -69,18 +70,18 @@ fn threads_that_want_the_same_range_register_once() {
 
 /// CACHE-07
 #[test]
-fn a_failed_registration_is_every_waiters_error_and_leaves_nothing() {
+fn failed_registration_fails_all_waiters_and_leaves_nothing() {
     const THREADS: usize = 4;
     let (cache, books) = cache(Limits::default());
     books.registering.hold();
     books.fail_next(ErrorKind::BadAddress);
     std::thread::scope(|scope| {
-        let first = scope.spawn(|| cache.get(&key(0, PAGE)).map(|lease| lease.id));
+        let first = scope.spawn(|| cache.get_or_register(&key(0, PAGE)).map(|lease| lease.id));
         books.registering.until_held(1);
         let others: Vec<_> = (1..THREADS)
-            .map(|_| scope.spawn(|| cache.get(&key(0, PAGE)).map(|lease| lease.id)))
+            .map(|_| scope.spawn(|| cache.get_or_register(&key(0, PAGE)).map(|lease| lease.id)))
             .collect();
-        // A waiter has its lease before it waits, so that it is seen here.
+        // A waiter publishes its lease before it waits, so that the statistics show it.
         while cache.statistics().leases < THREADS {
             std::thread::yield_now();
         }
@@ -93,27 +94,30 @@ fn a_failed_registration_is_every_waiters_error_and_leaves_nothing() {
         }
     });
     assert_eq!(books.registrations.load(Ordering::SeqCst), 1);
-    cache.flush();
+    cache.reclaim();
     let now = cache.statistics();
-    assert_eq!((now.entries, now.bytes, now.dying, now.failures), (0, 0, 0, THREADS as u64));
+    assert_eq!(
+        (now.entries, now.bytes, now.pending_reclaim, now.failures),
+        (0, 0, 0, THREADS as u64)
+    );
     assert_empty(&books);
-    assert!(cache.get(&key(0, PAGE)).is_ok());
+    assert!(cache.get_or_register(&key(0, PAGE)).is_ok());
 }
 
 /// CACHE-14
 #[test]
-fn a_waiter_for_a_part_of_a_range_that_cannot_be_registered_gets_its_part() {
+fn waiter_for_a_part_of_a_failed_range_registers_its_part() {
     let with = |start, len, access| Key::new(range(start, len), access).unwrap();
     let whole = with(0, 4 * PAGE, Access::SEND | Access::RECV);
-    // Fewer bytes, or fewer rights.
+    // With fewer bytes, and with fewer rights.
     for part in [with(0, PAGE, whole.access()), with(0, 4 * PAGE, Access::SEND)] {
         let (cache, books) = cache(Limits::default());
         books.registering.hold();
         books.fail_next(ErrorKind::BadAddress);
         std::thread::scope(|scope| {
-            let first = scope.spawn(|| cache.get(&whole).map(|lease| lease.id));
+            let first = scope.spawn(|| cache.get_or_register(&whole).map(|lease| lease.id));
             books.registering.until_held(1);
-            let second = scope.spawn(|| cache.get(&part).map(|lease| lease.key));
+            let second = scope.spawn(|| cache.get_or_register(&part).map(|lease| lease.key));
             while cache.statistics().leases < 2 {
                 std::thread::yield_now();
             }
@@ -130,17 +134,17 @@ fn a_waiter_for_a_part_of_a_range_that_cannot_be_registered_gets_its_part() {
 
 /// CACHE-07
 #[test]
-fn a_source_that_panics_as_it_deregisters_leaves_the_rest_to_others() {
+fn panic_in_a_deregistration_leaves_the_others_to_be_retried() {
     let (cache, books) = cache(Limits::default());
     for number in 0..3 {
-        drop(cache.get(&key(number * PAGE, PAGE)).unwrap());
+        drop(cache.get_or_register(&key(number * PAGE, PAGE)).unwrap());
     }
     *books.deregistering.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
-    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| cache.clear()));
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| cache.evict_idle()));
     assert!(panicked.is_err());
-    // Nobody waits for what has ended, and those behind it are tried again.
-    cache.flush();
-    cache.try_empty().unwrap();
+    // No thread waits for the one that panicked, and the regions behind it are retried.
+    cache.reclaim();
+    cache.try_clear().unwrap();
     assert_eq!(books.deregistrations.load(Ordering::SeqCst), 2);
     assert_eq!(
         (books.watches.load(Ordering::SeqCst), books.unwatches.load(Ordering::SeqCst)),
@@ -150,65 +154,66 @@ fn a_source_that_panics_as_it_deregisters_leaves_the_rest_to_others() {
 
 /// CACHE-07
 #[test]
-fn a_source_that_panics_on_the_workers_thread_does_not_end_the_worker() {
+fn panic_of_the_backend_does_not_end_the_worker() {
     let (cache, books) = cache(Limits::default());
     let counted = |count: &AtomicUsize| count.load(Ordering::SeqCst);
     for number in 0..3 {
-        drop(cache.get(&key(number * PAGE, PAGE)).unwrap());
+        drop(cache.get_or_register(&key(number * PAGE, PAGE)).unwrap());
     }
     *books.deregistering.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
     cache.invalidate(range(0, 3 * PAGE));
-    // Nobody but the worker: the regions behind the one that panicked, and all watches.
+    // The worker alone handles the regions behind the one that panicked, and all watches.
     until(|| counted(&books.deregistrations) == 2 && counted(&books.unwatches) == 3);
     assert_eq!(books.live(), 1, "the region that panicked stays registered");
-    drop(cache.get(&key(0, PAGE)).unwrap());
+    drop(cache.get_or_register(&key(0, PAGE)).unwrap());
     cache.invalidate(range(0, PAGE));
     until(|| counted(&books.deregistrations) == 3 && counted(&books.unwatches) == 4);
     let (tell, told) = mpsc::channel();
     thread::spawn(move || {
-        cache.flush();
-        tell.send(cache.try_empty().map_err(|error| error.to_string())).expect("the test waits");
+        cache.reclaim();
+        tell.send(cache.try_clear().map_err(|error| error.to_string())).expect("the test waits");
     });
     told.recv_timeout(Duration::from_secs(60)).expect("a flush hangs").expect("nothing is left");
 }
 
 /// CACHE-08
 #[test]
-fn a_callback_that_panics_does_not_end_the_worker_nor_keep_others_from_being_told() {
+fn panic_of_a_callback_does_not_stop_other_callbacks() {
     let (cache, books) = cache(Limits::default());
-    let leased = cache.get(&key(0, PAGE)).unwrap();
+    let leased = cache.get_or_register(&key(0, PAGE)).unwrap();
     let (tell, told) = mpsc::channel();
-    cache.invalidate_then(range(0, PAGE), || panic!("by the test"));
-    cache.invalidate_then(range(0, PAGE), move || tell.send(()).expect("the test waits"));
+    cache.invalidate_with_callback(range(0, PAGE), || panic!("by the test"));
+    cache.invalidate_with_callback(range(0, PAGE), move || tell.send(()).expect("the test waits"));
     drop(leased);
     told.recv_timeout(Duration::from_secs(60)).expect("the second callback");
-    drop(cache.get(&key(0, PAGE)).unwrap());
+    drop(cache.get_or_register(&key(0, PAGE)).unwrap());
     cache.invalidate(range(0, PAGE));
     until(|| books.live() == 0);
-    // On the calling thread too: there is nothing to wait for.
-    cache.flush();
-    cache.invalidate_then(range(0, PAGE), || panic!("by the test"));
+    // On the calling thread too, since there is nothing to wait for.
+    cache.reclaim();
+    cache.invalidate_with_callback(range(0, PAGE), || panic!("by the test"));
 }
 
 /// CACHE-07
 #[test]
-fn a_callback_during_a_registration_may_look_up_the_same_range() {
+fn callback_may_look_up_the_range_being_registered() {
     let (cache, books) = cache(Limits::default());
     let cache = Arc::new(cache);
-    let leased = cache.get(&key(0, PAGE)).unwrap();
-    drop(cache.get(&key(PAGE, PAGE)).unwrap());
-    // The worker is busy with the second, so that the first is left to whoever is out of resources.
+    let leased = cache.get_or_register(&key(0, PAGE)).unwrap();
+    drop(cache.get_or_register(&key(PAGE, PAGE)).unwrap());
+    // The worker is busy with the second, so that the registration that is out of resources
+    // reclaims the first.
     books.deregistering.hold();
     cache.invalidate(range(PAGE, PAGE));
     books.deregistering.until_held(1);
     let (asks, asked) = (Arc::clone(&cache), mpsc::channel());
-    cache.invalidate_then(range(0, PAGE), move || {
-        asked.0.send(asks.get(&key(2 * PAGE, PAGE)).is_ok()).expect("the test waits");
+    cache.invalidate_with_callback(range(0, PAGE), move || {
+        asked.0.send(asks.get_or_register(&key(2 * PAGE, PAGE)).is_ok()).expect("the test waits");
     });
     drop(leased);
     books.room.store(books.live(), Ordering::SeqCst);
     thread::scope(|scope| {
-        let third = scope.spawn(|| cache.get(&key(2 * PAGE, PAGE)).is_ok());
+        let third = scope.spawn(|| cache.get_or_register(&key(2 * PAGE, PAGE)).is_ok());
         books.deregistering.until_held(2);
         books.deregistering.release();
         assert!(third.join().unwrap());
@@ -219,58 +224,61 @@ fn a_callback_during_a_registration_may_look_up_the_same_range() {
 
 /// CACHE-07
 #[test]
-fn a_source_that_panics_leaves_nothing_and_nobody_waiting() {
+fn panic_in_a_registration_leaves_no_entry_and_no_waiter() {
     let (cache, books) = cache(Limits::default());
     *books.registering.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
-    let panicked =
-        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| cache.get(&key(0, PAGE)).is_ok()));
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        cache.get_or_register(&key(0, PAGE)).is_ok()
+    }));
     assert!(panicked.is_err());
-    cache.flush();
+    cache.reclaim();
     assert_eq!(cache.statistics().entries, 0);
     assert_empty(&books);
-    assert!(cache.get(&key(0, PAGE)).is_ok());
+    assert!(cache.get_or_register(&key(0, PAGE)).is_ok());
 }
 
 /// CACHE-07
 #[test]
-fn idle_entries_are_given_back_when_the_provider_is_out_of_resources() {
+fn out_of_resources_evicts_idle_entries_and_retries_once() {
     let (cache, books) = cache(Limits::default());
     books.room.store(4, Ordering::SeqCst);
-    let busy = cache.get(&key(0, PAGE)).unwrap();
+    let busy = cache.get_or_register(&key(0, PAGE)).unwrap();
     for i in 1..4 {
-        cache.get(&key(i * PAGE, PAGE)).unwrap();
+        cache.get_or_register(&key(i * PAGE, PAGE)).unwrap();
     }
     assert_eq!(books.live(), 4);
     let before = books.registrations.load(Ordering::SeqCst);
-    let fifth = cache.get(&key(9 * PAGE, PAGE)).unwrap();
-    assert!(fifth.uncached().is_none());
-    // Refused once, then tried once more; what is in use stayed.
+    let fifth = cache.get_or_register(&key(9 * PAGE, PAGE)).unwrap();
+    assert!(fifth.uncached_reason().is_none());
+    // Refused once, then retried once. The leased entry stayed.
     assert_eq!(books.registrations.load(Ordering::SeqCst), before + 2);
     assert_eq!(books.live(), 2);
-    assert_eq!(cache.get(&key(0, PAGE)).unwrap().id, busy.id);
-    // With nothing to give back it is an error, after one try.
-    let (_third, _fourth) =
-        (cache.get(&key(1 << 20, PAGE)).unwrap(), cache.get(&key(2 << 20, PAGE)).unwrap());
-    let error = cache.get(&key(3 << 20, PAGE)).unwrap_err();
+    assert_eq!(cache.get_or_register(&key(0, PAGE)).unwrap().id, busy.id);
+    // With no idle entry it is an error after one try.
+    let (_third, _fourth) = (
+        cache.get_or_register(&key(1 << 20, PAGE)).unwrap(),
+        cache.get_or_register(&key(2 << 20, PAGE)).unwrap(),
+    );
+    let error = cache.get_or_register(&key(3 << 20, PAGE)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::OutOfResources);
     assert_eq!(books.registrations.load(Ordering::SeqCst), before + 5);
 }
 
 #[test]
-fn a_region_that_the_provider_will_not_deregister_is_tried_again_and_not_lost() {
+fn refused_deregistration_is_retried_and_loses_no_region() {
     let (cache, books) = cache(Limits::default());
-    cache.get(&key(0, PAGE)).unwrap();
+    cache.get_or_register(&key(0, PAGE)).unwrap();
     books.refusing.store(1, Ordering::SeqCst);
     cache.invalidate(range(0, PAGE));
     while books.refusing.load(Ordering::SeqCst) > 0 {
-        cache.flush();
+        cache.reclaim();
     }
-    cache.flush();
-    assert_eq!((books.live(), cache.statistics().stuck), (0, 0));
+    cache.reclaim();
+    assert_eq!((books.live(), cache.statistics().deregister_failed), (0, 0));
     assert_empty(&books);
 }
 
-/// Whether a thread of this process sleeps until somebody wakes it.
+/// Returns whether a thread of this process sleeps.
 fn is_asleep(thread: rustix::thread::Pid) -> bool {
     let stat =
         std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap_or_default();
@@ -278,9 +286,9 @@ fn is_asleep(thread: rustix::thread::Pid) -> bool {
 }
 
 #[test]
-fn emptying_waits_for_what_the_worker_is_deregistering() {
+fn try_clear_waits_for_deregistrations_of_the_worker() {
     let (cache, books) = cache(Limits::default());
-    cache.get(&key(0, PAGE)).unwrap();
+    cache.get_or_register(&key(0, PAGE)).unwrap();
     books.deregistering.hold();
     cache.invalidate(range(0, PAGE));
     books.deregistering.until_held(1);
@@ -289,7 +297,7 @@ fn emptying_waits_for_what_the_worker_is_deregistering() {
         let cache = &cache;
         let emptying = scope.spawn(move || {
             tell.send(rustix::thread::gettid()).unwrap();
-            cache.try_empty()
+            cache.try_clear()
         });
         let its_thread = told.recv().unwrap();
         while !emptying.is_finished() && !is_asleep(its_thread) {
@@ -304,19 +312,19 @@ fn emptying_waits_for_what_the_worker_is_deregistering() {
 }
 
 #[test]
-fn emptying_takes_what_dies_while_it_gives_back() {
-    // The worker is called for it too, and either may be first.
+fn try_clear_takes_entries_invalidated_meanwhile() {
+    // The worker is called for it too, and either thread may be first.
     for _ in 0..200 {
         let (cache, books) = cache(Limits::default());
         let cache = Arc::new(cache);
-        cache.get(&key(0, PAGE)).unwrap();
-        let leased = cache.get_owned(&key(PAGE, PAGE)).unwrap();
+        cache.get_or_register(&key(0, PAGE)).unwrap();
+        let leased = cache.get_or_register_owned(&key(PAGE, PAGE)).unwrap();
         let its = Arc::clone(&cache);
         *books.deregistering.meanwhile.lock() = Some(Box::new(move || {
             drop(leased);
             its.invalidate(range(PAGE, PAGE));
         }));
-        cache.try_empty().unwrap();
+        cache.try_clear().unwrap();
         assert_eq!(books.live(), 0);
     }
 }

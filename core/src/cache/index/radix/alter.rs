@@ -1,15 +1,16 @@
-//! How the table is altered, by one thread at a time, beside those that walk it.
+//! Alteration of the table, by one thread at a time, while other threads walk it.
 
 use super::{
-    super::sync::{AtomicU32, Ordering, end_generation},
+    super::super::sync::{AtomicU32, Ordering, advance_generation},
     Bucket, CHAIN, FAN, FAN_BITS, INDEX, NODE, ROOT, Radix, Shape, TOP, span_bits,
 };
 
-/// Empty nodes that keep their memory.
+/// Free nodes that keep their memory.
 const WARM_NODES: usize = 16;
 
 impl Radix {
-    /// Puts an entry into the slots of these pages; `false` if there is no room, with nothing put.
+    /// Inserts an entry into the slots of these pages. Returns `false`, with nothing inserted, if
+    /// the table has no room.
     #[inline]
     pub(in crate::cache) fn insert(
         &self,
@@ -92,7 +93,7 @@ impl Radix {
         true
     }
 
-    /// The node below a slot, made if it is missing.
+    /// Returns the node below a slot. Creates the node if the slot has none.
     fn child_of(&self, shape: &mut Shape, node: u32, slot: &AtomicU32) -> Option<u32> {
         let value = slot.load(Ordering::Relaxed);
         if value & NODE != 0 {
@@ -114,8 +115,8 @@ impl Radix {
         Some(child)
     }
 
-    /// The head of the chain that hangs off a slot in use; one is made of what the slot holds if it
-    /// is none yet.
+    /// Returns the head of the chain that hangs off a slot in use. If the slot has no chain, moves
+    /// its content into a new one.
     fn chain_of(&self, shape: &mut Shape, slot: &AtomicU32, value: u32) -> Option<&Bucket> {
         if value & CHAIN != 0 {
             return Some(self.buckets.at(value & INDEX));
@@ -131,7 +132,7 @@ impl Radix {
         Some(head)
     }
 
-    /// Takes an entry out of the slots of these pages.
+    /// Removes an entry from the slots of these pages.
     #[inline(always)]
     pub(in crate::cache) fn remove(&self, shape: &mut Shape, first: u64, last: u64, entry: u32) {
         let Some((node, slots)) = self.leaf(first, last) else {
@@ -142,13 +143,13 @@ impl Radix {
             self.remove_entry(shape, node, slot, entry);
         }
         if shape.filled[node as usize] == 0 {
-            self.emptied(shape, first);
+            self.leave_empty(shape, first);
         }
     }
 
-    /// Leaves the lowest node of this page, which is empty, where it is, and takes out the one that
-    /// was left before: what is used next is often near.
-    fn emptied(&self, shape: &mut Shape, page: u64) {
+    /// Leaves the empty lowest node of this page in the table and removes the one that was left
+    /// before. The next insertion is often near.
+    fn leave_empty(&self, shape: &mut Shape, page: u64) {
         if let Some(before) = shape.emptied.replace(page)
             && before >> FAN_BITS != page >> FAN_BITS
         {
@@ -156,12 +157,12 @@ impl Radix {
         }
     }
 
-    /// Takes the lowest node of a page out if it is empty, and those above that are empty then.
+    /// Removes the lowest node of a page if it is empty, and the nodes above that become empty.
     pub(in crate::cache) fn prune(&self, shape: &mut Shape, page: u64) {
         self.remove_from(shape, ROOT, TOP, page, page, 0);
     }
 
-    /// Takes the nodes out that are empty then, also if `entry` is 0, which is none.
+    /// Removes an entry, and then the empty nodes on the path to it. Entry 0 removes only nodes.
     fn remove_from(
         &self,
         shape: &mut Shape,
@@ -243,7 +244,7 @@ impl Radix {
         self.collapse(shape, node, slot, head);
     }
 
-    /// Replaces a chain by what is left in it, if the slot can hold that.
+    /// Replaces a chain by its content, if that is at most one entry or node.
     fn collapse(&self, shape: &mut Shape, node: u32, slot: &AtomicU32, head: u32) {
         let mut left = self.buckets.at(head).child.load(Ordering::Relaxed);
         let mut index = head;
@@ -262,7 +263,7 @@ impl Radix {
         if left == 0 {
             shape.filled[node as usize] -= 1;
         }
-        end_generation(&self.buckets.at(head).generation);
+        advance_generation(&self.buckets.at(head).generation);
         let mut index = head;
         while index != 0 {
             let bucket = self.buckets.at(index);
@@ -291,7 +292,7 @@ impl Radix {
 
     fn free_node(&self, shape: &mut Shape, node: u32) {
         if shape.free_nodes.len() >= WARM_NODES {
-            self.nodes.give_back(node);
+            self.nodes.release_pages(node);
         }
         shape.free_nodes.push(node);
     }

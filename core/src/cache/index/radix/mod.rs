@@ -1,16 +1,16 @@
 //! The table from addresses to entries: a page table whose leaves point straight at entries.
 //!
-//! Three levels of nodes: a slot stands for a page at the bottom, for 16 MiB in the middle, for 64
-//! GiB at the top. An entry stands in every slot whose span it covers, as high up as that goes, and
-//! in the slots of the pages that it covers in part. Where several things meet in one slot, a chain
-//! of buckets hangs off it: entries, and the node below.
+//! The table has three levels of nodes. A slot stands for a page at the bottom, for 16 MiB in the
+//! middle and for 64 GiB at the top. An entry stands in the highest slots whose spans it covers
+//! completely, and in the slots of the pages that it covers in part. If a slot holds several
+//! entries, or entries and a node, a chain of buckets hangs off it.
 //!
-//! Lookups and changes walk it without a lock; one thread at a time alters it ([`Shape`] is under
-//! the cache's lock).
+//! Lookups and invalidations walk the table without a lock. One thread at a time alters it:
+//! [`Shape`] is under the cache's lock.
 
 mod alter;
 
-use super::{
+use super::super::{
     arena::{Arena, Zeroed},
     sync::{AtomicU32, Ordering, fence},
 };
@@ -26,24 +26,24 @@ const FAN: usize = 1 << FAN_BITS;
 const TOP: u32 = 2;
 #[cfg(loom)]
 const TOP: u32 = 1;
-/// Addresses from here on have no place in the table: user addresses end at 2^47 or 2^48.
+/// The first address beyond the table. User addresses end at 2^47 or 2^48.
 const END: u64 = 1 << (PAGE_BITS + FAN_BITS * (TOP + 1));
 
-/// The node that is always there.
+/// The node that always exists.
 const ROOT: u32 = 1;
 
-/// What a slot holds, told by its two highest bits: nothing, an entry, a node or a chain.
+/// Tags in the two highest bits of a slot, which holds nothing, an entry, a node or a chain.
 const NODE: u32 = 1 << 31;
 const CHAIN: u32 = 1 << 30;
 const INDEX: u32 = CHAIN - 1;
 
 /// The highest index that an entry may have.
-pub(super) const MAX_INDEX: u32 = INDEX;
+pub(in crate::cache) const MAX_INDEX: u32 = INDEX;
 
-/// Slots that are read together.
+/// Slots that are tested together.
 const AT_ONCE: usize = 8;
 
-/// So many are read to see that they are empty before anything else is tried.
+/// A walk over up to this many slots of a leaf first tests whether all are empty.
 const FEW: usize = 64;
 
 #[repr(C)]
@@ -52,7 +52,7 @@ struct Node {
     slots: [AtomicU32; FAN],
 }
 
-// SAFETY: an atomic of zero bytes is 0, and needs no drop.
+// SAFETY: an atomic of zero bytes is 0 and needs no drop.
 unsafe impl Zeroed for Node {
     #[cfg(loom)]
     fn zeroed() -> Self {
@@ -65,19 +65,19 @@ const WIDTH: usize = 5;
 #[cfg(loom)]
 const WIDTH: usize = 2;
 
-/// A part of a chain.
+/// One part of a chain.
 #[repr(C)]
 #[derive(Debug)]
 struct Bucket {
-    /// Counts how often the chain that this is the head of was taken apart.
+    /// Counts how often the chain with this head was taken apart.
     generation: AtomicU32,
-    /// The node below the slot; only in the head.
+    /// The node below the slot. Only in the head.
     child: AtomicU32,
     next: AtomicU32,
     entries: [AtomicU32; WIDTH],
 }
 
-// SAFETY: an atomic of zero bytes is 0, and needs no drop.
+// SAFETY: an atomic of zero bytes is 0 and needs no drop.
 unsafe impl Zeroed for Bucket {
     #[cfg(loom)]
     fn zeroed() -> Self {
@@ -90,19 +90,19 @@ unsafe impl Zeroed for Bucket {
     }
 }
 
-/// What every thread may walk.
+/// Nodes and buckets, which any thread may walk.
 #[derive(Debug)]
-pub(super) struct Radix {
+pub(in crate::cache) struct Radix {
     nodes: Arena<Node>,
     buckets: Arena<Bucket>,
 }
 
-/// What only the thread that alters the table knows.
+/// State of the thread that alters the table.
 #[derive(Debug)]
-pub(super) struct Shape {
+pub(in crate::cache) struct Shape {
     /// Slots in use, by node.
     filled: Vec<u32>,
-    /// A page whose lowest node may have been left empty.
+    /// A page whose lowest node may be empty.
     emptied: Option<u64>,
     free_nodes: Vec<u32>,
     buckets_made: u32,
@@ -114,12 +114,12 @@ const fn slot_of(page: u64, level: u32) -> usize {
     (page >> (FAN_BITS * level)) as usize & (FAN - 1)
 }
 
-/// Pages that one slot of `level` stands for, as a power of two.
+/// Returns the binary logarithm of the number of pages that one slot of `level` stands for.
 const fn span_bits(level: u32) -> u32 {
     FAN_BITS * level
 }
 
-/// Whether slots held nothing when they were read, one after the other.
+/// Returns whether each slot was empty when it was read.
 #[inline(always)]
 fn is_empty(slots: &[AtomicU32]) -> bool {
     let any =
@@ -128,14 +128,14 @@ fn is_empty(slots: &[AtomicU32]) -> bool {
     groups.iter().fold(any(rest), |all, group| all | any(group)) == 0
 }
 
-/// First and last page between two addresses; `None` if they have no place in the table.
-pub(super) fn pages(start: u64, last: u64) -> Option<(u64, u64)> {
+/// Returns the first and last page of a range, or `None` if it reaches beyond the table.
+pub(in crate::cache) fn pages(start: u64, last: u64) -> Option<(u64, u64)> {
     (last < END).then_some((start >> PAGE_BITS, last >> PAGE_BITS))
 }
 
 impl Radix {
-    /// A table for `entries` ranges.
-    pub(super) fn new(entries: usize) -> Result<(Self, Shape)> {
+    /// Creates a table for `entries` ranges.
+    pub(in crate::cache) fn new(entries: usize) -> Result<(Self, Shape)> {
         #[cfg(not(loom))]
         // Ranges that overlap take a bucket for each page that they share.
         let (nodes, buckets) = (
@@ -161,32 +161,41 @@ impl Radix {
         Ok((radix, shape))
     }
 
-    /// An entry at the page of `address`, or 0: one that `accept` took, or the only one that could
-    /// be meant, which `accept` was not asked about.
-    pub(super) fn find(&self, address: u64, accept: impl Fn(u32) -> bool) -> u32 {
-        self.find_at_page(address).unwrap_or_else(|met| self.find_from(address, met, accept))
+    /// Returns an entry at the page of `address`, or 0. `accept` chooses among the entries of a
+    /// chain. It is not called for an entry that stands alone in its slot.
+    pub(in crate::cache) fn find(&self, address: u64, accept: impl Fn(u32) -> bool) -> u32 {
+        self.find_at_page(address)
+            .unwrap_or_else(|partial| self.find_from(address, partial, accept))
     }
 
-    /// The way of [`Radix::find`] to an entry that stands alone at its page, or what it met before
-    /// that: for [`Radix::find_from`].
+    /// Returns the entry that stands alone at the page of `address`, or 0. If the search meets
+    /// anything else, returns its state for [`Radix::find_from`].
     #[inline(always)]
-    pub(super) fn find_at_page(&self, address: u64) -> std::result::Result<u32, Met> {
-        // An address above those of the table finds another's entry, which does not cover it.
+    pub(in crate::cache) fn find_at_page(
+        &self,
+        address: u64,
+    ) -> std::result::Result<u32, PartialSearch> {
+        // An address beyond the table finds the entry of another page, which does not cover it.
         let page = address >> PAGE_BITS;
         let mut value = self.nodes.at(ROOT).slots[slot_of(page, TOP)].load(Ordering::Acquire);
         for level in (0..TOP).rev() {
             if value & NODE == 0 {
-                return Err(Met { value, level: level + 1 });
+                return Err(PartialSearch { value, level: level + 1 });
             }
             value = self.nodes.at_tagged(value).slots[slot_of(page, level)].load(Ordering::Acquire);
         }
-        if value < CHAIN { Ok(value) } else { Err(Met { value, level: 0 }) }
+        if value < CHAIN { Ok(value) } else { Err(PartialSearch { value, level: 0 }) }
     }
 
-    /// The rest of the way of [`Radix::find`].
-    pub(super) fn find_from(&self, address: u64, met: Met, accept: impl Fn(u32) -> bool) -> u32 {
+    /// Continues the search of [`Radix::find_at_page`].
+    pub(in crate::cache) fn find_from(
+        &self,
+        address: u64,
+        partial: PartialSearch,
+        accept: impl Fn(u32) -> bool,
+    ) -> u32 {
         let page = address >> PAGE_BITS;
-        let Met { mut value, mut level } = met;
+        let PartialSearch { mut value, mut level } = partial;
         loop {
             if value & CHAIN != 0 {
                 match self.find_in_chain(value & INDEX, &accept) {
@@ -195,7 +204,7 @@ impl Radix {
                 }
             }
             if value & NODE == 0 || level == 0 {
-                // A node below a page is what a slot says that changed meaning under this walk.
+                // A slot that changed its meaning during this search may show a node below a page.
                 return if value < CHAIN { value } else { 0 };
             }
             level -= 1;
@@ -224,10 +233,10 @@ impl Radix {
     }
 
     /// Calls `visit` with every entry that stands in a slot of these pages from before the walk
-    /// until after it; more than once where it stands in several. Others may be among them.
-    pub(super) fn walk(&self, first: u64, last: u64, visit: &mut impl FnMut(u32)) {
+    /// until after it, once for each slot. Other entries may be visited too.
+    pub(in crate::cache) fn walk(&self, first: u64, last: u64, visit: &mut impl FnMut(u32)) {
         let last = last.min((END - 1) >> PAGE_BITS);
-        // Changes come again and again where little or nothing is.
+        // Most invalidations concern pages with few entries or none.
         if let Some((_, slots)) = self.leaf(first, last)
             && slots.len() <= FEW
             && is_empty(slots)
@@ -235,7 +244,7 @@ impl Radix {
             return;
         }
         let (mut node, mut level) = (ROOT, TOP);
-        // Down to the lowest node that has all the pages, where only nodes lead.
+        // Descend to the lowest node that has all the pages, as long as slots hold only a node.
         while level > 0 && first >> span_bits(level) == last >> span_bits(level) {
             let value = self.nodes.at(node).slots[slot_of(first, level)].load(Ordering::Acquire);
             if value == 0 {
@@ -254,7 +263,7 @@ impl Radix {
         let slots = &self.nodes.at(node).slots[slot_of(first, level)..=slot_of(last, level)];
         let mut unit = first >> bits;
         let mut before = 0;
-        // Most are empty, which is seen for several at once.
+        // Most slots are empty, which one test shows for several slots.
         for slots in slots.chunks(AT_ONCE) {
             if is_empty(slots) {
                 unit += slots.len() as u64;
@@ -280,11 +289,11 @@ impl Radix {
         }
     }
 
-    /// Visits a chain's entries and returns what is left to see of the slot: its node, its only
+    /// Visits a chain's entries and returns the rest of the slot's content: its node, its only
     /// entry, or nothing.
     ///
-    /// A chain that is taken apart under the walk could be in use elsewhere already and not show
-    /// what is in this slot: the generation tells, and the slot is read again.
+    /// A chain that is taken apart during the walk may already be in use at another slot. Then the
+    /// generation differs, and the slot is read again.
     #[cold]
     fn walk_chain(&self, slot: &AtomicU32, mut value: u32, visit: &mut impl FnMut(u32)) -> u32 {
         while value & CHAIN != 0 {
@@ -297,8 +306,8 @@ impl Radix {
             }
             let child = head.child.load(Ordering::Acquire);
             let mut bucket = head;
-            // A chain that changes hands may lead anywhere, round in a circle too, until that is
-            // seen.
+            // A chain that is being reused may lead anywhere, even in a circle, until the
+            // generation shows it.
             loop {
                 for cell in &bucket.entries {
                     let entry = cell.load(Ordering::Acquire);
@@ -321,8 +330,8 @@ impl Radix {
         value
     }
 
-    /// The lowest node that has all these pages, and their slots of it, where they are not all of
-    /// it and only nodes lead there: the place of most entries.
+    /// Returns the lowest node and its slots for these pages, which is where most entries stand.
+    /// Returns `None` unless one lowest node has all the pages and more, and only nodes lead to it.
     #[inline(always)]
     fn leaf(&self, first: u64, last: u64) -> Option<(u32, &[AtomicU32])> {
         if first >> FAN_BITS != last >> FAN_BITS || last - first + 1 == FAN as u64 {
@@ -340,9 +349,9 @@ impl Radix {
     }
 }
 
-/// What a slot holds at a level.
+/// A slot's value at a level, where a search for a lone entry stopped.
 #[derive(Clone, Copy)]
-pub(super) struct Met {
+pub(in crate::cache) struct PartialSearch {
     value: u32,
     level: u32,
 }
@@ -353,9 +362,9 @@ enum Found {
     Below(u32),
 }
 
-/// Returns the first and last page between the two addresses of a change, which may reach beyond
-/// the end of the table. Returns `None` if the change begins there.
-pub(super) fn touched(start: u64, last: u64) -> Option<(u64, u64)> {
+/// Returns the first and last page of an invalidated range, cut at the end of the table. Returns
+/// `None` if the range begins beyond it.
+pub(in crate::cache) fn pages_within(start: u64, last: u64) -> Option<(u64, u64)> {
     (start < END).then_some((start >> PAGE_BITS, last.min(END - 1) >> PAGE_BITS))
 }
 
@@ -379,7 +388,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
         #[test]
-        fn finds_and_walks_exactly_what_was_inserted(
+        fn find_and_walk_return_exactly_the_inserted_entries(
             steps in proptest::collection::vec((ranges(), any::<bool>()), 1..12),
         ) {
             let (radix, mut shape) = Radix::new(64).unwrap();

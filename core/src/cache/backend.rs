@@ -1,0 +1,75 @@
+//! The interface between the cache and the code that registers, and the cache's limits.
+
+use std::sync::Arc;
+
+use super::key::Key;
+use crate::{Rejected, Result, monitor::Invalidator};
+
+/// Registers, deregisters and watches memory for a [`Cache`](super::Cache).
+///
+/// The cache may call the methods from any thread and from several threads at once. It holds no
+/// lock of its own during a call.
+pub trait CacheBackend: Send + Sync + 'static {
+    /// A registration.
+    type Region: Send + Sync + 'static;
+
+    /// A subscription to changes of one registration's memory.
+    type Watch: Send + Sync + 'static;
+
+    /// Starts to watch the key's memory.
+    ///
+    /// From now on `invalidator` is notified of changes, or [`CacheBackend::is_current`] detects
+    /// them. The entry is in the table already, where invalidations find it. It is not registered
+    /// yet.
+    ///
+    /// # Errors
+    /// The reason why no monitor can watch the memory. The cache then registers it uncached.
+    fn watch(&self, key: &Key, invalidator: &Arc<dyn Invalidator>) -> Result<Self::Watch>;
+
+    /// Stops watching. Called once for each watch, after the region is deregistered.
+    fn unwatch(&self, watch: Self::Watch);
+
+    /// Returns whether each hit must call [`CacheBackend::is_current`].
+    fn needs_validation(&self, watch: &Self::Watch) -> bool;
+
+    /// Returns whether the memory is still the memory that was registered.
+    ///
+    /// # Errors
+    /// A failed driver call. The cache then invalidates the entry.
+    fn is_current(&self, watch: &Self::Watch) -> Result<bool>;
+
+    /// Returns the largest number of bytes of one registration. Merging does not exceed it.
+    fn max_len(&self) -> u64;
+
+    /// Registers the key's memory.
+    ///
+    /// # Errors
+    /// The caller of [`Cache::get_or_register`](super::Cache::get_or_register) gets the error. On
+    /// `OutOfResources` the cache evicts idle entries and, if there were any, retries once.
+    fn register(&self, key: &Key) -> Result<Self::Region>;
+
+    /// Deregisters a region.
+    ///
+    /// # Errors
+    /// The region, still registered. The cache retries later.
+    fn deregister(&self, region: Self::Region) -> Result<(), Rejected<Self::Region>>;
+}
+
+/// Limits of a cache, and whether it merges.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Largest number of entries, in use or idle. Invalidated entries do not count. 0 turns caching
+    /// off. A cache never holds more than 4,194,304 entries.
+    pub max_count: usize,
+    /// Largest number of bytes of these entries. 0 turns caching off.
+    pub max_bytes: u64,
+    /// Merges a registration with entries of the same rights that it overlaps or touches.
+    pub merge: bool,
+}
+
+impl Default for Limits {
+    /// Returns 65,536 entries, any number of bytes, no merging.
+    fn default() -> Self {
+        Self { max_count: 65_536, max_bytes: u64::MAX, merge: false }
+    }
+}

@@ -1,0 +1,407 @@
+//! The cache's handle, lookup handles for one thread, and leases that keep the cache alive.
+
+use std::{cell::Cell, fmt, marker::PhantomData, ops::Deref, sync::Arc};
+
+#[cfg(not(loom))]
+use super::reclaim::worker::Worker;
+use super::{
+    backend::{CacheBackend, Limits},
+    cache_core::CacheCore,
+    gate::fast_open,
+    key::Key,
+    lease::{
+        blocks::{LeaseBlock, LeaseSlot},
+        guard::Lease,
+        threads,
+    },
+    lookup::FastLookup,
+    reclaim::state::{CompletionCallback, PendingCallbacks},
+    statistics::{CacheStatistics, CachedEntryInfo},
+    sync::Barrier,
+};
+use crate::{AddressRange, Error, ErrorKind, Result, monitor::Invalidator};
+
+/// A cache of registrations.
+///
+/// The cache starts one thread, which deregisters the regions of invalidated entries. In a forked
+/// child each lookup registers an uncached region. The child never touches the parent's
+/// registrations.
+///
+/// Eviction takes entries without a hit since its clock hand last passed (second chance). It evicts
+/// at most a sixteenth of the entries, and no more than 64, beyond what is needed.
+pub struct Cache<S: CacheBackend> {
+    pub(super) core: Arc<CacheCore<S>>,
+    invalidator: Arc<dyn Invalidator>,
+    #[cfg(not(loom))]
+    worker: Option<Worker>,
+}
+
+impl<S: CacheBackend> Cache<S> {
+    /// Creates a cache over `backend`.
+    ///
+    /// # Errors
+    /// - [`ErrorKind::OutOfResources`] if addresses, memory or the thread cannot be allocated.
+    /// - The operating system's error if it cannot detect forks (before Linux 4.14).
+    pub fn new(backend: S, limits: Limits) -> Result<Self> {
+        Self::with_barrier(backend, limits, Barrier::choose())
+    }
+
+    pub(super) fn with_barrier(backend: S, limits: Limits, barrier: Barrier) -> Result<Self> {
+        let core = Arc::new(CacheCore::new(backend, limits, barrier)?);
+        let invalidator: Arc<dyn Invalidator> = Arc::clone(&core) as _;
+        Ok(Self {
+            #[cfg(not(loom))]
+            worker: Some(Worker::start(&core)?),
+            core,
+            invalidator,
+        })
+    }
+
+    /// Returns a region that covers the key's range with at least its rights: a cached one, or a
+    /// new one.
+    ///
+    /// # Errors
+    /// The backend's error.
+    #[inline(always)]
+    pub fn get_or_register(&self, key: &Key) -> Result<Lease<'_, S>> {
+        let (mut free, mut found) = (None, None);
+        if let Some(slot) = threads::noted_slot(&self.core.leases) {
+            match self.core.lookup_fast(slot, key) {
+                FastLookup::Hit(leased) => return Ok(Lease::cached(&self.core, leased)),
+                FastLookup::Miss => free = Some(slot),
+                FastLookup::SlowPath { found: index } => found = index,
+            }
+        }
+        std::hint::cold_path();
+        // A copy, so that a hit need not keep the key in memory.
+        let key = *key;
+        let lease = match free {
+            Some(slot) => self.core.register_missing(&self.invalidator, slot, &key),
+            None => self.lookup_slow(&key, found),
+        };
+        Ok(lease?.by_fields())
+    }
+
+    /// Returns a region like [`Cache::get_or_register`], for a key that [`Cache::get_cached`] did
+    /// not find. Skips the search without the lock.
+    ///
+    /// # Errors
+    /// As for [`Cache::get_or_register`].
+    pub fn register_missing(&self, key: &Key) -> Result<Lease<'_, S>> {
+        self.lookup_slow(key, Some(NOT_FOUND))
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn lookup_slow(&self, key: &Key, found: Option<u32>) -> Result<Lease<'_, S>> {
+        let Some(block) = self.own_block() else {
+            return self.core.register_without_slot(key);
+        };
+        let lease = self.lookup_in_block(block, key, found);
+        threads::note_slot(&self.core.leases, block);
+        lease
+    }
+
+    fn own_block(&self) -> Option<&LeaseBlock> {
+        threads::own_block(&self.core.leases, || self.core.take_block())
+    }
+
+    /// Looks up with a block of the calling thread, and registers on a miss. `found` has the result
+    /// of a fast lookup's search, if there was one.
+    #[inline(never)]
+    pub(super) fn lookup_in_block<'c>(
+        &'c self,
+        block: &'c LeaseBlock,
+        key: &Key,
+        found: Option<u32>,
+    ) -> Result<Lease<'c, S>> {
+        if let Some(leased) = self.core.lookup_checked(block, key, found) {
+            return Ok(Lease::cached_checked(&self.core, leased));
+        }
+        match self.core.leases.blocks.free_slot(block) {
+            Some(slot) => self.core.register_missing(&self.invalidator, slot, key),
+            None => self.core.register_without_slot(key),
+        }
+    }
+
+    /// Returns a cached region, or `None`. The statistics count no miss. The key may be [of any
+    /// owner](Key::of_any_owner).
+    #[must_use]
+    pub fn get_cached(&self, key: &Key) -> Option<Lease<'_, S>> {
+        let mut found = None;
+        if let Some(slot) = threads::noted_slot(&self.core.leases) {
+            match self.core.lookup_fast(slot, key) {
+                FastLookup::Hit(leased) => return Some(Lease::cached(&self.core, leased)),
+                FastLookup::Miss => return None,
+                FastLookup::SlowPath { found: index } => found = index,
+            }
+        }
+        let block = self.own_block()?;
+        let leased = self.core.lookup_checked(block, key, found)?;
+        threads::note_slot(&self.core.leases, block);
+        Some(Lease::cached_checked(&self.core, leased))
+    }
+
+    /// Calls [`Cache::get_cached`] and returns a lease that keeps the cache alive.
+    #[must_use]
+    pub fn get_cached_owned(self: &Arc<Self>, key: &Key) -> Option<OwnedLease<S>> {
+        Some(OwnedLease::new(self, self.get_cached(key)?))
+    }
+
+    /// Calls [`Cache::get_or_register`] and returns a lease that keeps the cache alive.
+    ///
+    /// # Errors
+    /// As for [`Cache::get_or_register`].
+    pub fn get_or_register_owned(self: &Arc<Self>, key: &Key) -> Result<OwnedLease<S>> {
+        Ok(OwnedLease::new(self, self.get_or_register(key)?))
+    }
+
+    /// Calls [`Cache::register_missing`] and returns a lease that keeps the cache alive.
+    ///
+    /// # Errors
+    /// As for [`Cache::get_or_register`].
+    pub fn register_missing_owned(self: &Arc<Self>, key: &Key) -> Result<OwnedLease<S>> {
+        Ok(OwnedLease::new(self, self.register_missing(key)?))
+    }
+
+    /// Creates a handle for many lookups from one place. It finds the thread's lease block once.
+    #[must_use]
+    pub fn lookup_handle(&self) -> LookupHandle<'_, S> {
+        let usable = !self.core.leases.gate.is_forked();
+        let block = usable.then(|| self.core.take_block()).flatten();
+        let own = block.map(|block| HandleBlock {
+            block,
+            slot: Cell::new(self.core.leases.blocks.hinted_slot(block)),
+        });
+        LookupHandle { cache: self, own, not_send: PhantomData }
+    }
+
+    /// Returns the invalidator, which monitors notify of changes.
+    #[must_use]
+    pub fn invalidator(&self) -> &Arc<dyn Invalidator> {
+        &self.invalidator
+    }
+
+    /// Invalidates the entries that have a byte of the range. No lookup finds them from now on, and
+    /// each is deregistered once it has no lease.
+    ///
+    /// Entries that only share a page with the range stay. [`Cache::invalidator`] invalidates those
+    /// too, since monitors report whole pages.
+    pub fn invalidate(&self, range: AddressRange) {
+        self.core.invalidate_bytes(range);
+    }
+
+    /// Invalidates like [`Cache::invalidate`], and calls `callback` once all of these entries are
+    /// deregistered. Entries of the range whose deregistration had begun before count too.
+    ///
+    /// The thread that deregisters the last of these entries calls `callback`. If there are none,
+    /// the calling thread does.
+    pub fn invalidate_with_callback(
+        &self,
+        range: AddressRange,
+        callback: impl FnOnce() + Send + 'static,
+    ) {
+        self.core.invalidate_with_callback(range, CompletionCallback::new(callback));
+    }
+
+    /// Returns the statistics.
+    #[must_use]
+    pub fn statistics(&self) -> CacheStatistics {
+        self.core.statistics()
+    }
+
+    /// Lists the registered entries with the result of `read` for each region. `read` runs under
+    /// the cache's lock and must not use the cache.
+    pub fn entries<T>(&self, read: impl Fn(&S::Region) -> T) -> Vec<CachedEntryInfo<T>> {
+        self.core.entries(read)
+    }
+
+    /// Deregisters the regions of invalidated entries without leases, and waits for deregistrations
+    /// in flight.
+    pub fn reclaim(&self) {
+        self.core.reclaim();
+    }
+
+    /// Evicts all idle entries.
+    pub fn evict_idle(&self) {
+        self.core.evict_all_idle(&mut PendingCallbacks::new());
+    }
+
+    /// Evicts all idle entries. Fails with `Busy` if any entry remains.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] if there are leases, or if the provider refused to deregister a region.
+    pub fn try_clear(&self) -> Result<()> {
+        self.evict_idle();
+        // The worker may be deregistering entries that were invalidated meanwhile.
+        self.reclaim();
+        let left = self.statistics();
+        if left.entries + left.pending_reclaim + left.deregister_failed == 0 {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Busy, "empty cache")
+            .context("entries", left.entries)
+            .context("leases", left.leases)
+            .context("pending_reclaim", left.pending_reclaim)
+            .context("deregister_failed", left.deregister_failed)
+            .remedy("drop the leases first"))
+    }
+
+    /// Returns the backend.
+    #[must_use]
+    pub fn backend(&self) -> &S {
+        &self.core.backend
+    }
+}
+
+/// The index of a search that found no entry.
+const NOT_FOUND: u32 = 0;
+
+impl<S: CacheBackend> Drop for Cache<S> {
+    fn drop(&mut self) {
+        if self.core.leases.gate.is_forked() {
+            // Thread, locks and regions belong to the parent.
+            #[cfg(not(loom))]
+            std::mem::forget(self.worker.take());
+            return;
+        }
+        #[cfg(not(loom))]
+        drop(self.worker.take());
+        self.core.deregister_all();
+    }
+}
+
+impl<S: CacheBackend> fmt::Debug for Cache<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.core.fmt(f)
+    }
+}
+
+/// Looks up for one thread; see [`Cache::lookup_handle`]. Its leases may outlive it.
+pub struct LookupHandle<'c, S: CacheBackend> {
+    cache: &'c Cache<S>,
+    own: Option<HandleBlock<'c>>,
+    /// Only one thread may use the block.
+    not_send: PhantomData<*const ()>,
+}
+
+/// A handle's block, and the slot of it that a lookup tries first.
+struct HandleBlock<'c> {
+    block: &'c LeaseBlock,
+    slot: Cell<&'c LeaseSlot>,
+}
+
+impl<'c, S: CacheBackend> LookupHandle<'c, S> {
+    /// Returns a region like [`Cache::get_or_register`].
+    ///
+    /// # Errors
+    /// As for [`Cache::get_or_register`].
+    #[inline(always)]
+    pub fn get_or_register(&self, key: &Key) -> Result<Lease<'c, S>> {
+        let found = match self.lookup_fast(key) {
+            FastLookup::Hit(leased) => return Ok(Lease::cached(&self.cache.core, leased)),
+            FastLookup::Miss => Some(NOT_FOUND),
+            FastLookup::SlowPath { found } => found,
+        };
+        let key = *key;
+        Ok(self.lookup_slow(&key, found)?.by_fields())
+    }
+
+    /// Returns a region like [`Cache::register_missing`].
+    ///
+    /// # Errors
+    /// As for [`Cache::get_or_register`].
+    pub fn register_missing(&self, key: &Key) -> Result<Lease<'c, S>> {
+        self.lookup_slow(key, Some(NOT_FOUND))
+    }
+
+    /// Returns a cached region like [`Cache::get_cached`].
+    #[must_use]
+    pub fn get_cached(&self, key: &Key) -> Option<Lease<'c, S>> {
+        let core = &self.cache.core;
+        let found = match self.lookup_fast(key) {
+            FastLookup::Hit(leased) => return Some(Lease::cached(core, leased)),
+            FastLookup::Miss => return None,
+            FastLookup::SlowPath { found } => found,
+        };
+        let own = self.own.as_ref()?;
+        let leased = core.lookup_checked(own.block, key, found)?;
+        own.slot.set(core.leases.blocks.hinted_slot(own.block));
+        Some(Lease::cached_checked(core, leased))
+    }
+
+    #[inline(always)]
+    fn lookup_fast(&self, key: &Key) -> FastLookup<'c, S> {
+        let core = &self.cache.core;
+        match &self.own {
+            Some(own) if core.leases.gate.load() == fast_open(core.leases.number) => {
+                core.lookup_fast(own.slot.get(), key)
+            }
+            _ => FastLookup::SlowPath { found: None },
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn lookup_slow(&self, key: &Key, found: Option<u32>) -> Result<Lease<'c, S>> {
+        let core = &self.cache.core;
+        // Another block takes a lock, which a thread of the parent may have held at the fork.
+        let own = self.own.as_ref().filter(|_| !core.leases.gate.is_forked());
+        let Some(own) = own else { return core.register_without_slot(key) };
+        let lease = self.cache.lookup_in_block(own.block, key, found);
+        own.slot.set(core.leases.blocks.hinted_slot(own.block));
+        lease
+    }
+}
+
+impl<S: CacheBackend> Drop for LookupHandle<'_, S> {
+    fn drop(&mut self) {
+        if let Some(own) = &self.own {
+            self.cache.core.leases.blocks.release(own.block);
+        }
+    }
+}
+
+impl<S: CacheBackend> fmt::Debug for LookupHandle<'_, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LookupHandle").field("cache", self.cache).finish_non_exhaustive()
+    }
+}
+
+/// A lease that keeps its cache alive. It may outlive the borrow of the cache, and costs a shared
+/// reference count.
+pub struct OwnedLease<S: CacheBackend> {
+    /// Refers to the cache, so it is dropped first.
+    lease: Lease<'static, S>,
+    _cache: Arc<Cache<S>>,
+}
+
+impl<S: CacheBackend> OwnedLease<S> {
+    pub(super) fn new(cache: &Arc<Cache<S>>, lease: Lease<'_, S>) -> Self {
+        // SAFETY: the lease refers to the cache's core, whose address does not change. The core
+        // lives as long as the cache, which the reference beside the lease keeps alive. The lease
+        // is dropped before that reference.
+        let lease = unsafe { std::mem::transmute::<Lease<'_, S>, Lease<'static, S>>(lease) };
+        Self { lease, _cache: Arc::clone(cache) }
+    }
+
+    /// Returns the lease.
+    #[must_use]
+    pub fn lease(&self) -> &Lease<'_, S> {
+        &self.lease
+    }
+}
+
+impl<S: CacheBackend> Deref for OwnedLease<S> {
+    type Target = S::Region;
+
+    fn deref(&self) -> &S::Region {
+        &self.lease
+    }
+}
+
+impl<S: CacheBackend> fmt::Debug for OwnedLease<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.lease.fmt(f)
+    }
+}

@@ -1,0 +1,323 @@
+//! Entries: one cached registration each, in memory that stays an entry.
+
+use std::{cell::UnsafeCell, mem::MaybeUninit};
+
+use super::super::{
+    arena::Zeroed,
+    backend::CacheBackend,
+    key::Key,
+    sync::{self, AtomicU32, AtomicU64, Ordering},
+};
+
+const PAGE: u64 = 4096;
+
+/// Bits of the state word. Above them counts the generation, one for each use of the entry.
+///
+/// An entry is live if no bit but NEEDS_VALIDATION, HAS_WAITERS and UNREFERENCED is set, so that a
+/// lookup makes one test. The cache's guide has the transitions.
+pub(in crate::cache) mod state {
+    /// The entry is free, or is about to be.
+    pub(in crate::cache) const FREE: u32 = 1;
+    /// The provider is registering.
+    pub(in crate::cache) const REGISTERING: u32 = 2;
+    /// The memory changed, so that no lookup hits the entry again. Set once in a generation. The
+    /// thread that sets the bit then pushes the entry on the stack of invalidated entries.
+    pub(in crate::cache) const INVALIDATED: u32 = 4;
+    /// The entry is being evicted unless it has a lease.
+    pub(in crate::cache) const EVICTING: u32 = 8;
+    /// A hit asks the backend whether the registration is current.
+    pub(in crate::cache) const NEEDS_VALIDATION: u32 = 16;
+    /// The registration failed: the entry has no region.
+    pub(in crate::cache) const FAILED: u32 = 32;
+    /// A thread waits for the end of the registration.
+    pub(in crate::cache) const HAS_WAITERS: u32 = 64;
+    /// No hit since the clock hand of eviction last passed.
+    pub(in crate::cache) const UNREFERENCED: u32 = 128;
+    /// The first generation.
+    pub(in crate::cache) const GENERATION: u32 = 256;
+
+    /// Returns whether a lookup may hit.
+    #[inline(always)]
+    pub(in crate::cache) const fn is_live(word: u32) -> bool {
+        word & (FREE | REGISTERING | INVALIDATED | EVICTING | FAILED) == 0
+    }
+
+    /// Returns whether a lookup may hit and has nothing else to do.
+    #[inline(always)]
+    pub(in crate::cache) const fn allows_fast_hit(word: u32) -> bool {
+        const SLOW: u32 = NEEDS_VALIDATION | UNREFERENCED;
+        word & (FREE | REGISTERING | INVALIDATED | EVICTING | FAILED | SLOW) == 0
+    }
+
+    /// Returns whether the entry has a region, invalidated or not.
+    pub(in crate::cache) const fn is_registered(word: u32) -> bool {
+        word & (FREE | REGISTERING | FAILED) == 0
+    }
+
+    /// Returns whether a miss may wait for the registration.
+    pub(in crate::cache) const fn is_registering(word: u32) -> bool {
+        word & (REGISTERING | INVALIDATED) == REGISTERING
+    }
+
+    /// Returns the word of the same generation that no lookup can hit.
+    pub(in crate::cache) const fn ended(word: u32) -> u32 {
+        word & !(GENERATION - 1) | FREE
+    }
+
+    /// Returns the first free word of the next generation.
+    pub(in crate::cache) const fn freed(word: u32) -> u32 {
+        (word & !(GENERATION - 1)).wrapping_add(GENERATION) | FREE
+    }
+}
+
+/// A cached registration. Its first cache line has everything that a lookup reads.
+#[repr(C, align(64))]
+pub(in crate::cache) struct Entry<S: CacheBackend> {
+    pub(in crate::cache) state: AtomicU32,
+    /// The rights that the registration does not have.
+    missing_access: AtomicU32,
+    pub(in crate::cache) start: AtomicU64,
+    /// The last address.
+    pub(in crate::cache) last: AtomicU64,
+    pub(in crate::cache) owner: AtomicU64,
+    pub(in crate::cache) allocation: AtomicU64,
+    /// The next entry on the stack of invalidated entries.
+    pub(in crate::cache) next_invalidated: AtomicU32,
+    /// The number of the last scan that found a lease of the entry. Under the cache's lock. Scan
+    /// numbers wrap around; a repeated number only keeps the entry from one eviction.
+    pub(in crate::cache) leased_at_scan: AtomicU32,
+    region: UnsafeCell<MaybeUninit<S::Region>>,
+    watch: UnsafeCell<MaybeUninit<S::Watch>>,
+    /// Time of registration, see [`now_ms`].
+    pub(in crate::cache) registered_at_ms: AtomicU64,
+}
+
+// SAFETY: the cells are written only by the registering thread, before it stores the live state
+// with Release. They are read only by a thread that saw that state with Acquire while it held a
+// lease or the cache's lock, and by the thread that detaches the region, when no lease can exist.
+unsafe impl<S: CacheBackend> Sync for Entry<S> {}
+
+// SAFETY: atomics of zero bytes are 0, and the cells may be uninitialised. The cache takes their
+// values out before it is dropped, so that an entry needs no drop.
+unsafe impl<S: CacheBackend> Zeroed for Entry<S> {
+    #[cfg(loom)]
+    fn zeroed() -> Self {
+        Self::holding(MaybeUninit::uninit())
+    }
+}
+
+impl<S: CacheBackend> Entry<S> {
+    fn holding(region: MaybeUninit<S::Region>) -> Self {
+        Self {
+            state: AtomicU32::new(0),
+            missing_access: AtomicU32::new(0),
+            start: AtomicU64::new(0),
+            last: AtomicU64::new(0),
+            owner: AtomicU64::new(0),
+            allocation: AtomicU64::new(0),
+            next_invalidated: AtomicU32::new(0),
+            leased_at_scan: AtomicU32::new(0),
+            region: UnsafeCell::new(region),
+            watch: UnsafeCell::new(MaybeUninit::uninit()),
+            registered_at_ms: AtomicU64::new(0),
+        }
+    }
+
+    /// Creates an entry outside the table, for an uncached region.
+    pub(in crate::cache) fn of_region(region: S::Region) -> Self {
+        Self::holding(MaybeUninit::new(region))
+    }
+
+    /// Returns whether the entry starts in the same page as the key, as far as an unleased entry
+    /// can tell. One comparison: with random lookups, a branch for each end would be mispredicted.
+    #[inline(always)]
+    pub(in crate::cache) fn starts_in_same_page(&self, key: &Key) -> bool {
+        self.start.load(Ordering::Relaxed) ^ key.start < PAGE
+    }
+
+    /// Compares like [`Entry::covers`], with plain loads.
+    ///
+    /// # Safety
+    /// The caller published a lease and then saw the entry live, and has not ended the lease.
+    #[inline(always)]
+    pub(in crate::cache) unsafe fn leased_covers(&self, key: &Key) -> bool {
+        self.covers_with(
+            key,
+            // SAFETY: the caller published a lease and then saw the entry live, so no thread writes
+            // the entry until the lease ends.
+            |value| unsafe { sync::read_settled_u64(value) },
+            // SAFETY: the caller published a lease and then saw the entry live, so no thread writes
+            // the entry until the lease ends.
+            |value| unsafe { sync::read_settled_u32(value) },
+        )
+    }
+
+    /// Returns whether the entry covers the key's range with at least its rights, and has its owner
+    /// and allocation.
+    #[inline(always)]
+    pub(in crate::cache) fn covers(&self, key: &Key) -> bool {
+        self.covers_with(
+            key,
+            |value| value.load(Ordering::Relaxed),
+            |value| value.load(Ordering::Relaxed),
+        )
+    }
+
+    #[inline(always)]
+    fn covers_with(
+        &self,
+        key: &Key,
+        read: impl Fn(&AtomicU64) -> u64,
+        read_access: impl Fn(&AtomicU32) -> u32,
+    ) -> bool {
+        read_access(&self.missing_access) & key.access == 0
+            && read(&self.start) <= key.start
+            && key.last <= read(&self.last)
+            && (key.exact == 0
+                || read(&self.owner) == key.owner && read(&self.allocation) == key.allocation)
+    }
+
+    /// Notes a hit for eviction. Writes once between two passes of the clock hand.
+    pub(in crate::cache) fn mark_referenced(&self, word: u32) {
+        if word & state::UNREFERENCED != 0 {
+            self.state.fetch_and(!state::UNREFERENCED, Ordering::Relaxed);
+        }
+    }
+
+    pub(in crate::cache) fn overlaps(&self, start: u64, last: u64) -> bool {
+        self.start.load(Ordering::Relaxed) <= last && start <= self.last.load(Ordering::Relaxed)
+    }
+
+    /// Returns the first and last address.
+    #[inline]
+    pub(in crate::cache) fn bounds(&self) -> (u64, u64) {
+        (self.start.load(Ordering::Relaxed), self.last.load(Ordering::Relaxed))
+    }
+
+    pub(in crate::cache) fn len(&self) -> u64 {
+        let (start, last) = self.bounds();
+        last - start + 1
+    }
+
+    /// Returns the key that the entry was registered with.
+    pub(in crate::cache) fn key(&self) -> Key {
+        Key {
+            start: self.start.load(Ordering::Relaxed),
+            last: self.last.load(Ordering::Relaxed),
+            access: !self.missing_access.load(Ordering::Relaxed),
+            owner: self.owner.load(Ordering::Relaxed),
+            allocation: self.allocation.load(Ordering::Relaxed),
+            exact: u64::MAX,
+        }
+    }
+
+    /// Starts a use of a free entry.
+    pub(in crate::cache) fn fill(&self, key: &Key) {
+        self.start.store(key.start, Ordering::Relaxed);
+        self.last.store(key.last, Ordering::Relaxed);
+        self.owner.store(key.owner, Ordering::Relaxed);
+        self.allocation.store(key.allocation, Ordering::Relaxed);
+        self.missing_access.store(!key.access, Ordering::Relaxed);
+        self.leased_at_scan.store(0, Ordering::Relaxed);
+        let word = self.state.load(Ordering::Relaxed);
+        let word = word & !state::FREE | state::REGISTERING | state::UNREFERENCED;
+        self.state.store(word, Ordering::Release);
+    }
+
+    /// Ends a use.
+    pub(in crate::cache) fn free(&self) {
+        let word = self.state.load(Ordering::Relaxed);
+        self.state.store(state::freed(word), Ordering::Release);
+    }
+
+    /// Marks the entry invalidated if it is in use, `applies` to it and it was not invalidated
+    /// before. Returns `true` if this call marked it.
+    pub(in crate::cache) fn mark_invalidated(&self, applies: impl Fn(&Self) -> bool) -> bool {
+        let mut word = self.state.load(Ordering::Acquire);
+        loop {
+            if word & (state::FREE | state::INVALIDATED | state::FAILED) != 0 || !applies(self) {
+                return false;
+            }
+            // The word has the generation. So success shows that the entry that `applies` looked at
+            // is still in the same use.
+            let (ok, seen) = (Ordering::SeqCst, Ordering::Acquire);
+            match self.state.compare_exchange_weak(word, word | state::INVALIDATED, ok, seen) {
+                Ok(_) => return true,
+                Err(now) => word = now,
+            }
+        }
+    }
+
+    /// Stores the region and its watch.
+    ///
+    /// # Safety
+    /// The caller is the thread that registers this entry. It calls this once, before it ends the
+    /// registration.
+    pub(in crate::cache) unsafe fn set_registration(&self, region: S::Region, watch: S::Watch) {
+        // SAFETY: the caller is the registering thread, the only one that writes the cells. No
+        // thread reads them before the entry is live.
+        unsafe {
+            (*self.region.get()).write(region);
+            (*self.watch.get()).write(watch);
+        }
+    }
+
+    /// Returns the region.
+    ///
+    /// # Safety
+    /// One of these holds for as long as the reference is used:
+    ///
+    /// - The caller published a lease, then saw the entry registered, and keeps the lease.
+    /// - The caller saw the entry registered under the cache's lock, and still holds the lock.
+    /// - The caller owns an entry outside the table.
+    #[inline(always)]
+    pub(in crate::cache) unsafe fn region(&self) -> &S::Region {
+        // SAFETY: the region was written before the state that the caller saw. It is not taken out
+        // while the entry has a lease or the lock is held, and the caller ensures one of the two.
+        unsafe { (*self.region.get()).assume_init_ref() }
+    }
+
+    /// Returns the watch.
+    ///
+    /// # Safety
+    /// As for [`Entry::region`], for an entry in the table.
+    pub(in crate::cache) unsafe fn watch(&self) -> &S::Watch {
+        // SAFETY: the watch was written and is taken out together with the region, which the caller
+        // keeps in place.
+        unsafe { (*self.watch.get()).assume_init_ref() }
+    }
+
+    /// Takes the region and the watch out.
+    ///
+    /// # Safety
+    /// The entry was registered and nothing was taken out in this use. It has no lease, and no
+    /// thread can publish one any more.
+    pub(in crate::cache) unsafe fn take(&self) -> (S::Region, S::Watch) {
+        // SAFETY: `set_registration` wrote both cells, since the entry was registered. The caller
+        // guarantees that they are read out once and that no lease refers to them.
+        unsafe { (self.take_region(), (*self.watch.get()).assume_init_read()) }
+    }
+
+    /// Takes the region out.
+    ///
+    /// # Safety
+    /// As for [`Entry::take`], or the caller owns an entry outside the table and calls this once.
+    pub(in crate::cache) unsafe fn take_region(&self) -> S::Region {
+        // SAFETY: the region was written when the entry was registered or created. The caller
+        // guarantees that it is read out once.
+        unsafe { (*self.region.get()).assume_init_read() }
+    }
+}
+
+/// Returns the time of the coarse monotonic clock in milliseconds.
+pub(in crate::cache) fn now_ms() -> u64 {
+    #[cfg(not(loom))]
+    {
+        let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: the call writes to `now`. It cannot fail for a clock that Linux always has.
+        unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC_COARSE, &mut now) };
+        now.tv_sec as u64 * 1000 + now.tv_nsec as u64 / 1_000_000
+    }
+    #[cfg(loom)]
+    0
+}

@@ -1,0 +1,475 @@
+//! Misses: search under the lock, wait for another thread's registration, or register.
+
+use std::{ops::ControlFlow, sync::Arc};
+
+use super::{
+    backend::CacheBackend,
+    cache_core::{CacheCore, LockedState, count},
+    index::{
+        entry::{self, state},
+        radix,
+    },
+    key::Key,
+    lease::{
+        blocks::LeaseSlot,
+        guard::{Lease, UncachedReason},
+    },
+    lookup::LeasedEntry,
+    reclaim::state::{DetachedRegions, PendingCallbacks},
+    sync::{MutexGuard, Ordering, fence_after_exchange},
+};
+use crate::{Error, ErrorKind, Result, monitor::Invalidator};
+
+/// How often a miss yields while a monitor keeps the gate closed, before it registers uncached.
+const GATE_TRIES: u32 = 64;
+
+/// Fails a registration if the backend panics.
+struct RegistrationGuard<'c, S: CacheBackend> {
+    core: &'c CacheCore<S>,
+    index: u32,
+    slot: &'c LeaseSlot,
+    watch: Option<S::Watch>,
+}
+
+impl<S: CacheBackend> Drop for RegistrationGuard<'_, S> {
+    fn drop(&mut self) {
+        if let Some(watch) = self.watch.take() {
+            self.core.backend.unwatch(watch);
+        }
+        let panicked =
+            Error::new(ErrorKind::BadState, "cached registration").context("source", "panicked");
+        self.core.fail_registration(self.index, self.slot, Some(panicked));
+    }
+}
+
+impl<S: CacheBackend> CacheCore<S> {
+    /// Registers the key's memory, or leases an entry that another thread registers. Searches the
+    /// table once, and once more each time it waited in vain.
+    ///
+    /// The caller owns the slot's block, and the slot is free.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn register_missing<'c>(
+        &'c self,
+        invalidator: &Arc<dyn Invalidator>,
+        slot: &'c LeaseSlot,
+        key: &Key,
+    ) -> Result<Lease<'c, S>> {
+        if let Some(reason) = self.bypass_reason() {
+            return self.register_uncached(key, reason);
+        }
+        let mut locked = self.state.lock();
+        let index = self.index.find_locked(key);
+        if index != 0 {
+            locked = match self.wait_or_hit(locked, index, slot, key) {
+                ControlFlow::Continue(locked) => locked,
+                ControlFlow::Break(lease) => return lease,
+            };
+        }
+        self.register(locked, invalidator, slot, key, self.limits.merge)
+    }
+
+    /// Leases an entry that a miss found under the lock, after its registration ends. Continues
+    /// with the lock if no entry covers the key any more.
+    #[cold]
+    #[inline(never)]
+    fn wait_or_hit<'c>(
+        &'c self,
+        mut locked: MutexGuard<'c, LockedState<S>>,
+        mut index: u32,
+        slot: &'c LeaseSlot,
+        key: &Key,
+    ) -> ControlFlow<Result<Lease<'c, S>>, MutexGuard<'c, LockedState<S>>> {
+        while index != 0 {
+            slot.publish(index);
+            let leased = LeasedEntry { entry: self.index.entries.at(index), slot };
+            if let Some(error) = self.wait_for_registration(locked, index, key) {
+                count(&self.counters.failures);
+                self.release_checked(leased.entry, slot);
+                return ControlFlow::Break(Err(error));
+            }
+            self.leases.barrier.light();
+            if self.may_hit(leased.entry, key) {
+                count(&self.counters.late_hits);
+                return ControlFlow::Break(Ok(Lease::cached_checked(self, leased)));
+            }
+            self.release_checked(leased.entry, slot);
+            if let Some(reason) = self.bypass_reason() {
+                return ControlFlow::Break(self.register_uncached(key, reason));
+            }
+            locked = self.state.lock();
+            index = self.index.find_locked(key);
+        }
+        ControlFlow::Continue(locked)
+    }
+
+    /// Returns the reason why a miss cannot use the cache now.
+    #[inline]
+    fn bypass_reason(&self) -> Option<UncachedReason> {
+        let off = self.limits.max_count == 0 || self.limits.max_bytes == 0;
+        if self.leases.gate.is_open() && !off { None } else { self.find_bypass_reason() }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn find_bypass_reason(&self) -> Option<UncachedReason> {
+        let gate = &self.leases.gate;
+        for _ in 0..GATE_TRIES {
+            if gate.is_forked() {
+                return Some(UncachedReason::Forked);
+            }
+            if self.limits.max_count == 0 || self.limits.max_bytes == 0 {
+                return Some(UncachedReason::CachingOff);
+            }
+            if gate.is_open() {
+                return None;
+            }
+            if gate.is_closed_permanently() {
+                return Some(UncachedReason::MembarrierRefused);
+            }
+            std::thread::yield_now();
+        }
+        Some(UncachedReason::InvalidationInProgress)
+    }
+
+    /// Waits until the entry that the caller leased under the lock is registered.
+    ///
+    /// If the registration failed, returns its error only if it had exactly the caller's range and
+    /// rights. Otherwise a smaller range, or fewer rights, may well register.
+    fn wait_for_registration<'a>(
+        &'a self,
+        mut locked: MutexGuard<'a, LockedState<S>>,
+        index: u32,
+        key: &Key,
+    ) -> Option<Error> {
+        let entry = self.index.entries.at(index);
+        if entry.state.load(Ordering::Acquire) & state::REGISTERING == 0 {
+            return None;
+        }
+        // The lease keeps the entry in this use, so that its state tells about this registration.
+        let mut word = entry.state.fetch_or(state::HAS_WAITERS, Ordering::AcqRel);
+        while word & state::REGISTERING != 0 {
+            locked = self.ended.wait(locked);
+            word = entry.state.load(Ordering::Acquire);
+        }
+        let failed = word & state::FAILED != 0;
+        let exact = entry.bounds() == (key.start, key.last) && entry.key().access == key.access;
+        if failed && exact { locked.misses.failures.get(&index).cloned() } else { None }
+    }
+
+    fn register<'c>(
+        &'c self,
+        mut locked: MutexGuard<'c, LockedState<S>>,
+        invalidator: &Arc<dyn Invalidator>,
+        slot: &'c LeaseSlot,
+        own: &Key,
+        merge: bool,
+    ) -> Result<Lease<'c, S>> {
+        // Declared before `guard`, so that the callbacks run after it in any case.
+        let mut callbacks = PendingCallbacks::new();
+        let mut detached = DetachedRegions::new();
+        let made = self.make_entry(&mut locked, own, merge, &mut detached);
+        if let Ok(index) = made {
+            locked.misses.registrations += 1;
+            slot.publish(index);
+        }
+        // Announces the entry, which is in the table.
+        drop(locked);
+        fence_after_exchange();
+        let index = match made {
+            Ok(index) => index,
+            Err(reason) => {
+                self.deregister(&mut detached, &mut callbacks);
+                return self.register_uncached(own, reason);
+            }
+        };
+        let mut guard = RegistrationGuard { core: self, index, slot, watch: None };
+        let kept = self.deregister_before_watch(&mut detached, &mut callbacks);
+        let entry = self.index.entries.at(index);
+        let key = &if merge { entry.key() } else { *own };
+        let merged = merge && (key.start, key.last) != (own.start, own.last);
+        // An invalidation that begins from here on finds the entry. One that began before and has
+        // not ended is found here.
+        if let Some(cause) = self.active_invalidations.overlapping(key.start, key.last) {
+            self.mark_invalidated(index, cause);
+        }
+        let watch = self.backend.watch(key, invalidator);
+        drop(kept);
+        let watch = match watch {
+            Ok(watch) => guard.watch.insert(watch),
+            Err(why) => {
+                std::mem::forget(guard);
+                self.fail_registration(index, slot, None);
+                if merged {
+                    drop(callbacks);
+                    return self.register_unmerged(invalidator, slot, own, &why);
+                }
+                let region = self.register_in_backend(key, &mut callbacks);
+                self.recount_registration(region.is_ok());
+                let reason = UncachedReason::Unwatched(why);
+                return region.map(|region| Lease::uncached(self, region, reason));
+            }
+        };
+        let phase = if self.backend.needs_validation(watch) { state::NEEDS_VALIDATION } else { 0 };
+        let region = self.register_in_backend(key, &mut callbacks);
+        let watch = guard.watch.take().expect("set above");
+        let region = match region {
+            Ok(region) => region,
+            Err(error) => {
+                self.backend.unwatch(watch);
+                std::mem::forget(guard);
+                if merged {
+                    self.fail_registration(index, slot, None);
+                    drop(callbacks);
+                    return self.register_unmerged(invalidator, slot, own, &error);
+                }
+                self.fail_registration(index, slot, Some(error.clone()));
+                return Err(error);
+            }
+        };
+        entry.registered_at_ms.store(entry::now_ms(), Ordering::Relaxed);
+        // SAFETY: this thread made the entry, stores its registration once, and ends the
+        // registration below.
+        unsafe { entry.set_registration(region, watch) };
+        std::mem::forget(guard);
+        self.end_registration(index, phase);
+        Ok(Lease::cached_checked(self, LeasedEntry { entry, slot }))
+    }
+
+    /// Registers the caller's own range after a merged registration failed. The reason may be a
+    /// neighbour's memory, for which the caller did not ask. The slot is free again.
+    #[cold]
+    #[inline(never)]
+    fn register_unmerged<'c>(
+        &'c self,
+        invalidator: &Arc<dyn Invalidator>,
+        slot: &'c LeaseSlot,
+        own: &Key,
+        why: &Error,
+    ) -> Result<Lease<'c, S>> {
+        tracing::debug!(%why, range = %own.range(), "a merged registration failed: not merging");
+        let mut locked = self.state.lock();
+        // The lookup is counted by its final outcome, below.
+        locked.misses.registrations -= 1;
+        let index = self.index.find_locked(own);
+        if index != 0 {
+            locked = match self.wait_or_hit(locked, index, slot, own) {
+                ControlFlow::Continue(locked) => locked,
+                ControlFlow::Break(lease) => return lease,
+            };
+        }
+        self.register(locked, invalidator, slot, own, false)
+    }
+
+    /// Sets an entry's bits after its registration and wakes the threads that wait for it.
+    fn end_registration(&self, index: u32, phase: u32) {
+        let entry = self.index.entries.at(index);
+        let mut word = entry.state.load(Ordering::Relaxed);
+        loop {
+            let next = word & !(state::REGISTERING | state::HAS_WAITERS) | phase;
+            match entry.state.compare_exchange_weak(word, next, Ordering::AcqRel, Ordering::Relaxed)
+            {
+                Ok(_) => break,
+                Err(now) => word = now,
+            }
+        }
+        if word & state::HAS_WAITERS != 0 {
+            let _between_their_test_and_their_wait = self.state.lock();
+            self.ended.notify_all();
+        }
+    }
+
+    /// Ends a registration without a region.
+    ///
+    /// Threads that waited for exactly its range and rights get the error. Other waiters register
+    /// themselves. Without an error all waiters do, and the miss still counts as a registration.
+    #[cold]
+    #[inline(never)]
+    fn fail_registration(&self, index: u32, slot: &LeaseSlot, error: Option<Error>) {
+        if let Some(error) = error {
+            self.state.lock().misses.failures.insert(index, error);
+            self.recount_registration(false);
+        }
+        if self.index.entries.at(index).mark_invalidated(|_| true) {
+            self.push_invalidated(index);
+        }
+        self.end_registration(index, state::FAILED);
+        slot.entry.store(0, Ordering::Release);
+        let mut detached = DetachedRegions::new();
+        let mut locked = self.state.lock();
+        self.collect(&mut locked, &mut detached);
+        drop(locked);
+        self.deregister(&mut detached, &mut PendingCallbacks::new());
+    }
+
+    /// Counts a miss that made an entry as uncached or failed instead, under the lock, so that the
+    /// statistics always add up.
+    fn recount_registration(&self, registered: bool) {
+        let mut locked = self.state.lock();
+        locked.misses.registrations -= 1;
+        count(if registered { &self.counters.uncached } else { &self.counters.failures });
+    }
+
+    /// Registers an uncached region for a thread that can have no lease slot: the thread ends, or
+    /// the cache has no more blocks.
+    pub(super) fn register_without_slot(&self, key: &Key) -> Result<Lease<'_, S>> {
+        self.register_uncached(key, self.bypass_reason().unwrap_or(UncachedReason::Full))
+    }
+
+    /// Registers a region for one lease.
+    #[cold]
+    #[inline(never)]
+    fn register_uncached(&self, key: &Key, reason: UncachedReason) -> Result<Lease<'_, S>> {
+        let region = match reason {
+            UncachedReason::Forked => self.backend.register(key),
+            _ => self.register_in_backend(key, &mut PendingCallbacks::new()),
+        };
+        match region {
+            Ok(region) => {
+                count(&self.counters.uncached);
+                Ok(Lease::uncached(self, region, reason))
+            }
+            Err(error) => {
+                count(&self.counters.failures);
+                Err(error)
+            }
+        }
+    }
+
+    /// Registers. On `OutOfResources`, evicts idle entries and, if there were any, retries once.
+    #[inline]
+    fn register_in_backend(
+        &self,
+        key: &Key,
+        callbacks: &mut PendingCallbacks,
+    ) -> Result<S::Region> {
+        self.backend.register(key).or_else(|error| self.retry_registration(key, error, callbacks))
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn retry_registration(
+        &self,
+        key: &Key,
+        error: Error,
+        callbacks: &mut PendingCallbacks,
+    ) -> Result<S::Region> {
+        if error.kind() != ErrorKind::OutOfResources || !self.evict_all_idle(callbacks) {
+            return Err(error);
+        }
+        tracing::debug!(%error, "evicted idle cached regions; registering once more");
+        self.backend.register(key)
+    }
+
+    /// Makes an entry for the key, and puts it into the table. With `merge`, the entry has the
+    /// merged range. Moves the regions of evicted entries to `detached`.
+    fn make_entry(
+        &self,
+        locked: &mut LockedState<S>,
+        key: &Key,
+        merge: bool,
+        detached: &mut DetachedRegions<S>,
+    ) -> Result<u32, UncachedReason> {
+        if key.len() > self.limits.max_bytes {
+            return Err(UncachedReason::TooLong);
+        }
+        let mut pages = radix::pages(key.start, key.last).ok_or(UncachedReason::AddressTooHigh)?;
+        self.retire_invalidated(locked);
+        self.collect_for_miss(locked, detached);
+        let mut key = *key;
+        if merge {
+            key = self.merge(locked, &key, detached);
+            pages = radix::pages(key.start, key.last).ok_or(UncachedReason::AddressTooHigh)?;
+        }
+        let (first, last) = pages;
+        if !self.make_room(locked, key.len(), detached) {
+            return Err(UncachedReason::Full);
+        }
+        let entries = &self.index.entries;
+        let index = match locked.index.free.pop() {
+            Some(index) => index,
+            None if entries.ensure(locked.index.made + 1) => {
+                locked.index.made += 1;
+                locked.index.made
+            }
+            None => {
+                // The worker may not have collected the invalidated entries yet.
+                self.collect(locked, detached);
+                locked.index.free.pop().ok_or(UncachedReason::Full)?
+            }
+        };
+        let entry = entries.at(index);
+        entry.fill(&key);
+        let locked = &mut locked.index;
+        if !self.index.radix.insert(&mut locked.shape, first, last, index) {
+            if entry.mark_invalidated(|_| true) {
+                entry.free();
+                locked.free.push(index);
+            } else {
+                // An invalidation found the entry and pushed it on the stack. It counts until it is
+                // retired from there.
+                locked.count += 1;
+                locked.bytes += key.len();
+                entry.state.fetch_xor(state::REGISTERING | state::FAILED, Ordering::AcqRel);
+            }
+            return Err(UncachedReason::Full);
+        }
+        locked.count += 1;
+        locked.bytes += key.len();
+        Ok(index)
+    }
+
+    /// Extends the key over live entries of the same rights and memory that it overlaps or touches,
+    /// and over those that these touch. Invalidates all of them, and moves the idle ones to
+    /// `detached`.
+    #[cold]
+    #[inline(never)]
+    fn merge(
+        &self,
+        locked: &mut LockedState<S>,
+        key: &Key,
+        detached: &mut DetachedRegions<S>,
+    ) -> Key {
+        let mut merged = *key;
+        let mut replaced = Vec::new();
+        loop {
+            let before = merged;
+            let start = merged.start.saturating_sub(1);
+            let Some((first, last)) = radix::pages(start, merged.last.saturating_add(1)) else {
+                break;
+            };
+            let mut near = Vec::new();
+            self.index.radix.walk(first, last, &mut |index| near.push(index));
+            for index in near {
+                let entry = self.index.entries.at(index);
+                let other = entry.key();
+                let live = state::is_live(entry.state.load(Ordering::Acquire));
+                if !live || replaced.contains(&index) || !other.is_mergeable_with(&merged) {
+                    continue;
+                }
+                let start = merged.start.min(other.start);
+                let union = Key { start, last: merged.last.max(other.last), ..merged };
+                if union.len() > self.limits.max_bytes.min(self.backend.max_len()) {
+                    continue;
+                }
+                merged = union;
+                replaced.push(index);
+            }
+            if merged == before {
+                break;
+            }
+        }
+        if replaced.is_empty() {
+            return merged;
+        }
+        for index in replaced {
+            if self.index.entries.at(index).mark_invalidated(|_| true) {
+                count(&self.counters.merged);
+                self.push_invalidated(index);
+            }
+        }
+        // Even if the key contained all of them and did not grow, the merged entry replaces them.
+        self.collect(locked, detached);
+        merged
+    }
+}

@@ -1,0 +1,233 @@
+//! Detaching regions from their entries, and deregistering them with no lock held.
+
+use std::sync::Arc;
+
+use smallvec::smallvec;
+
+use super::{
+    super::{
+        backend::CacheBackend,
+        cache_core::{CacheCore, LockedState},
+        index::{entry::Entry, radix},
+    },
+    state::{CompletionCallback, DetachedRegion, DetachedRegions, PendingCallbacks, ReclaimState},
+};
+use crate::{ProcessMark, Rejected};
+
+/// Counts deregistrations as ended when dropped, even if the backend panics. The regions behind a
+/// panic are retried later.
+struct DeregistrationGuard<'a, S: CacheBackend> {
+    core: &'a CacheCore<S>,
+    count: usize,
+    detached: &'a mut DetachedRegions<S>,
+    refused: Vec<DetachedRegion<S>>,
+    callbacks: &'a mut PendingCallbacks,
+}
+
+impl<S: CacheBackend> Drop for DeregistrationGuard<'_, S> {
+    fn drop(&mut self) {
+        self.refused.extend(self.detached.drain(..));
+        if !self.refused.is_empty() {
+            // Before they count as ended, so that each is always in flight or on the list.
+            self.core.state.lock().reclaim.refused.append(&mut self.refused);
+        }
+        if self.core.in_flight.end(self.count) {
+            self.core.notify_deregistered(self.callbacks);
+        }
+    }
+}
+
+/// The watch of a deregistered region, kept until the next region is watched.
+///
+/// A monitor may start something with a cache's first watch and stop it with the last, which is
+/// expensive. So a miss that evicts the last watched region ends that watch after its own began.
+pub(in crate::cache) struct KeptWatch<'a, S: CacheBackend> {
+    core: &'a CacheCore<S>,
+    watch: Option<S::Watch>,
+}
+
+impl<S: CacheBackend> Drop for KeptWatch<'_, S> {
+    #[inline]
+    fn drop(&mut self) {
+        if let Some(watch) = self.watch.take() {
+            self.core.backend.unwatch(watch);
+        }
+    }
+}
+
+#[cold]
+fn take_callbacks<S: CacheBackend>(
+    reclaim: &mut ReclaimState<S>,
+    index: u32,
+) -> Option<Box<[Arc<CompletionCallback>]>> {
+    reclaim.callbacks.remove(&index).map(Vec::into_boxed_slice)
+}
+
+impl<S: CacheBackend> CacheCore<S> {
+    /// Removes an ended entry from the table, takes its region out and frees the entry. No lookup
+    /// can find or use the entry.
+    #[inline(always)]
+    pub(super) fn detach_region(
+        &self,
+        locked: &mut LockedState<S>,
+        index: u32,
+        detached: &mut DetachedRegions<S>,
+    ) {
+        let entry = self.remove_from_table(locked, index);
+        // SAFETY: the entry was registered, and no lookup takes it any more. It has no lease, for
+        // one of these reasons: a scan after the entry's end and a heavy barrier found none; a scan
+        // found none while no other thread could publish one; or the cache is being dropped, which
+        // no lease outlives.
+        let (region, watch) = unsafe { entry.take() };
+        let reclaim = &mut locked.reclaim;
+        let callbacks =
+            if reclaim.callbacks.is_empty() { None } else { take_callbacks(reclaim, index) };
+        entry.free();
+        locked.index.free.push(index);
+        reclaim.detached += 1;
+        detached.push(DetachedRegion { region: Some(region), watch: Some(watch), callbacks });
+    }
+
+    /// Removes the entry of a failed registration from the table and frees it.
+    pub(super) fn detach_failed(
+        &self,
+        locked: &mut LockedState<S>,
+        index: u32,
+        detached: &mut DetachedRegions<S>,
+    ) {
+        let entry = self.remove_from_table(locked, index);
+        locked.misses.failures.remove(&index);
+        let callbacks = take_callbacks(&mut locked.reclaim, index);
+        entry.free();
+        locked.index.free.push(index);
+        locked.reclaim.detached += 1;
+        detached.push(DetachedRegion { region: None, watch: None, callbacks });
+    }
+
+    #[inline(always)]
+    fn remove_from_table(&self, locked: &mut LockedState<S>, index: u32) -> &Entry<S> {
+        let entry = self.index.entries.at(index);
+        let (start, last) = entry.bounds();
+        if let Some((first, last)) = radix::pages(start, last) {
+            self.index.radix.remove(&mut locked.index.shape, first, last, index);
+        }
+        entry
+    }
+
+    /// Deregisters detached regions. The caller holds no lock.
+    #[inline]
+    pub(in crate::cache) fn deregister(
+        &self,
+        detached: &mut DetachedRegions<S>,
+        callbacks: &mut PendingCallbacks,
+    ) {
+        if !detached.is_empty() {
+            self.deregister_each(detached, callbacks, None);
+        }
+    }
+
+    /// Deregisters detached regions before the caller watches another one. Returns one of their
+    /// watches, to be dropped after that.
+    #[inline]
+    pub(in crate::cache) fn deregister_before_watch(
+        &self,
+        detached: &mut DetachedRegions<S>,
+        callbacks: &mut PendingCallbacks,
+    ) -> KeptWatch<'_, S> {
+        let mut kept = KeptWatch { core: self, watch: None };
+        if !detached.is_empty() {
+            self.deregister_each(detached, callbacks, Some(&mut kept));
+        }
+        kept
+    }
+
+    #[inline(never)]
+    fn deregister_each(
+        &self,
+        detached: &mut DetachedRegions<S>,
+        callbacks: &mut PendingCallbacks,
+        mut kept: Option<&mut KeptWatch<'_, S>>,
+    ) {
+        let count = detached.len();
+        let mut guard =
+            DeregistrationGuard { core: self, count, detached, refused: Vec::new(), callbacks };
+        while let Some(next) = guard.detached.last_mut() {
+            // The rest stays in the list, so that its watch is not lost if the backend panics.
+            let result = next.region.take().map(|region| self.backend.deregister(region));
+            let Some(mut done) = guard.detached.pop() else { break };
+            match result {
+                Some(Err(Rejected { value, error })) => {
+                    tracing::error!(%error, "cannot deregister a cached region; it is tried again");
+                    done.region = Some(value);
+                    guard.refused.push(done);
+                }
+                Some(Ok(())) | None => {
+                    let mut watch = done.watch.take();
+                    if watch.is_some()
+                        && let Some(kept) = &mut kept
+                    {
+                        std::mem::swap(&mut watch, &mut kept.watch);
+                    }
+                    if let Some(watch) = watch {
+                        self.backend.unwatch(watch);
+                    }
+                    if let Some(waiting) = done.callbacks.take() {
+                        guard.callbacks.extend(waiting);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Wakes the threads that wait for deregistrations, and takes the callbacks that do.
+    #[cold]
+    #[inline(never)]
+    fn notify_deregistered(&self, callbacks: &mut PendingCallbacks) {
+        let mut locked = self.state.lock();
+        callbacks.extend(self.take_callbacks_after_flight(&mut locked));
+        self.ended.notify_all();
+    }
+
+    /// Takes the callbacks that wait until no deregistration is in flight, if none is.
+    pub(super) fn take_callbacks_after_flight(
+        &self,
+        locked: &mut LockedState<S>,
+    ) -> PendingCallbacks {
+        let reclaim = &mut locked.reclaim;
+        if reclaim.callbacks_after_flight.is_empty() || self.in_flight.any(reclaim.detached) {
+            return PendingCallbacks::new();
+        }
+        self.in_flight.remove_waiter();
+        std::mem::take(&mut reclaim.callbacks_after_flight)
+    }
+
+    /// Waits until no deregistration is in flight.
+    pub(super) fn wait_for_deregistrations(&self) {
+        let mut locked = self.state.lock();
+        self.in_flight.add_waiter();
+        while self.in_flight.any(locked.reclaim.detached) {
+            locked = self.ended.wait(locked);
+        }
+        self.in_flight.remove_waiter();
+    }
+
+    /// Deregisters an uncached region that `process` registered.
+    pub(in crate::cache) fn drop_uncached(&self, region: S::Region, process: ProcessMark) {
+        if !process.is_current() {
+            // A copy, by fork, of a region that another process registered.
+            std::mem::forget(region);
+            return;
+        }
+        if self.leases.gate.is_forked() {
+            // The lock is not taken: a thread of the parent may have held it at the fork. So a
+            // failed deregistration is not retried.
+            if let Err(Rejected { error, .. }) = self.backend.deregister(region) {
+                tracing::error!(%error, "a forked child could not deregister a region");
+            }
+            return;
+        }
+        self.state.lock().reclaim.detached += 1;
+        let region = DetachedRegion { region: Some(region), watch: None, callbacks: None };
+        self.deregister(&mut smallvec![region], &mut PendingCallbacks::new());
+    }
+}

@@ -1,0 +1,85 @@
+//! The thread that collects invalidated entries.
+
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+use super::super::{backend::CacheBackend, cache_core::CacheCore};
+use crate::{Error, ErrorKind, Result};
+
+/// After a call the worker polls for more calls with this period instead of sleeping. A thread that
+/// unmaps again and again then wakes nobody, and entries invalidated meanwhile share one barrier.
+const POLL_PERIOD: Duration = Duration::from_millis(1);
+/// Polls without a call before the worker sleeps.
+const IDLE_POLLS: u32 = 16;
+
+pub(in crate::cache) struct Worker {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Worker {
+    pub(in crate::cache) fn start<S: CacheBackend>(core: &Arc<CacheCore<S>>) -> Result<Self> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let worker = (Arc::clone(core), Arc::clone(&stop));
+        let thread = thread::Builder::new()
+            .name("hmem-cache".to_owned())
+            .spawn(move || run(&worker.0, &worker.1))
+            .map_err(|error| {
+                Error::new(ErrorKind::OutOfResources, "registration cache")
+                    .context("thread", "hmem-cache")
+                    .caused_by(error)
+            })?;
+        let known = core.waker.worker.set(thread.thread().clone());
+        debug_assert!(known.is_ok(), "a cache has one worker");
+        Ok(Self { stop, thread: Some(thread) })
+    }
+}
+
+fn run<S: CacheBackend>(core: &CacheCore<S>, stop: &AtomicBool) {
+    let waker = &core.waker;
+    let mut idle_polls = IDLE_POLLS;
+    while !stop.load(Ordering::Acquire) {
+        if waker.called.swap(false, Ordering::SeqCst) {
+            idle_polls = 0;
+            // The cache's state stays consistent if the backend panics: `DeregistrationGuard` puts
+            // the regions behind the panic on the list of refused regions.
+            if catch_unwind(AssertUnwindSafe(|| core.collect_once())).is_err() {
+                tracing::error!(
+                    "the backend of a registration cache panicked while it deregistered: its \
+                     region may stay registered, and the others are tried again"
+                );
+                // Each region is lost to at most one panic, so that this loop ends.
+                waker.called.store(true, Ordering::SeqCst);
+            }
+        }
+        if idle_polls < IDLE_POLLS {
+            idle_polls += 1;
+            thread::park_timeout(POLL_PERIOD);
+            continue;
+        }
+        waker.asleep.store(true, Ordering::SeqCst);
+        if !waker.called.load(Ordering::SeqCst) {
+            thread::park();
+        }
+        waker.asleep.store(false, Ordering::SeqCst);
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        let Some(thread) = self.thread.take() else { return };
+        thread.thread().unpark();
+        // A callback that runs on the worker itself may drop the cache.
+        if thread.thread().id() != thread::current().id() && thread.join().is_err() {
+            tracing::error!("the thread of a registration cache panicked");
+        }
+    }
+}
