@@ -1,11 +1,14 @@
-//! What a hit, a miss and a change of the registration cache cost.
+//! Cost of a hit, a miss and an invalidation of the registration cache.
 //!
-//! `cargo run --release -p hmem-core --example cache_cost` prints nanoseconds. For instructions per
-//! hit, from the range's start and length to the end of the lease, the difference of two runs:
-//! `valgrind --tool=callgrind target/release/examples/cache_cost get REGIONS HITS` and the same
-//! with `nothing`, which draws the addresses and looks nothing up. `miss` gets what is not there
-//! from a cache that is full (two runs of different lengths tell). `change` tells the cache of
-//! changes of the 64 KiB behind what it holds, and `nothing` is what that takes besides.
+//! `cargo run --release -p hmem-core --example cache_cost` prints nanoseconds.
+//!
+//! Instructions are the difference of two runs under `valgrind --tool=callgrind
+//! target/release/examples/cache_cost WORK REGIONS COUNT`:
+//!
+//! - a hit, from the range's start and length to the end of the lease: `get` and `nothing`, which
+//!   draws the addresses and looks nothing up;
+//! - a miss in a full cache: two runs of `miss` with different counts;
+//! - an invalidation of the 64 KiB behind the cached regions: `change` and `nothing`.
 
 use std::{env, hint::black_box, sync::Arc, time::Instant};
 
@@ -60,20 +63,19 @@ fn filled(regions: u64) -> Cache<Nothing> {
     let cache = Cache::new(Nothing, limits).expect("a cache");
     for region in 0..regions {
         cache.get_or_register(&key(address(region))).expect("registered");
-        // The first hit of an entry, and the first after eviction looked at it, notes that it is
-        // used.
+        // The first hit of an entry, and the first after eviction looked at it, marks it referenced.
         cache.get_or_register(&key(address(region))).expect("a hit");
     }
     cache
 }
 
-/// Addresses of regions at random, one after the other.
+/// Calls `each` with addresses of random regions.
 #[inline(always)]
 fn draw(regions: u64, count: u64, mut each: impl FnMut(u64)) {
     let mut random = 1_u64;
     for _ in 0..count {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        // Nothing of how it was drawn is known to what comes.
+        // Hides from the compiler how the address was drawn.
         each(black_box(address(((random >> 32) * regions) >> 32)));
     }
 }
@@ -95,13 +97,13 @@ fn changes(cache: &Cache<Nothing>, regions: u64, count: u64) {
     });
 }
 
-/// A cache of no more than `regions`.
+/// Creates a cache for up to `regions` entries.
 fn full(regions: u64) -> Cache<Nothing> {
     let limits = Limits { max_count: regions as usize, ..Limits::default() };
     Cache::new(Nothing, limits).expect("a cache")
 }
 
-/// Each get is of a region that was evicted since it was last there.
+/// Looks up regions that were all evicted since their last use.
 fn misses(cache: &Cache<Nothing>, regions: u64, count: u64) {
     for region in 0..count {
         black_box(

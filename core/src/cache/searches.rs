@@ -119,7 +119,7 @@ fn miss_of_a_lookup_handle_searches_the_table_at_most_twice() {
     assert_searched_at_most_twice(&cache, |key| handle.get_or_register(key).expect("registered"));
 }
 
-/// The way of a domain's cache, which resolves the owner between the two calls.
+/// A domain's cache looks up like this, and resolves the owner between the two calls.
 #[test]
 fn miss_after_a_lookup_of_any_owner_searches_the_table_at_most_twice() {
     let cache = cache();

@@ -47,8 +47,8 @@ fn forked_child_uses_no_entry_and_disturbs_no_parent() {
     let held = cache.get_or_register(&key(0, PAGE)).unwrap();
     let id = held.id;
     books.unwatchable.store(true, Ordering::SeqCst);
-    let alone = cache.get_or_register(&key(PAGE, PAGE)).unwrap();
-    assert!(alone.uncached_reason().is_some());
+    let uncached = cache.get_or_register(&key(PAGE, PAGE)).unwrap();
+    assert!(uncached.uncached_reason().is_some());
     books.unwatchable.store(false, Ordering::SeqCst);
     let before = cache.lookup_handle();
     let parent = process::id();
@@ -75,7 +75,7 @@ fn forked_child_uses_no_entry_and_disturbs_no_parent() {
         // SAFETY: the originals are in the parent. This process exits without using them again.
         unsafe {
             drop(std::ptr::read(&raw const held));
-            drop(std::ptr::read(&raw const alone));
+            drop(std::ptr::read(&raw const uncached));
             drop(std::ptr::read(&raw const before));
             drop(std::ptr::read(&raw const cache));
         }
@@ -92,7 +92,7 @@ fn forked_child_uses_no_entry_and_disturbs_no_parent() {
     assert_eq!(status, 0);
     assert!(!held.is_invalidated());
     assert_eq!(cache.get_or_register(&key(0, PAGE)).unwrap().id, id);
-    drop((held, alone, before));
+    drop((held, uncached, before));
     cache.invalidate(range(0, PAGE));
     cache.reclaim();
     assert_eq!(books.live(), 0);

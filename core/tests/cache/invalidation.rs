@@ -22,8 +22,8 @@ fn invalidated_entry_is_kept_until_its_last_lease_ends() {
     let (cache, books) = cache(Limits::default());
     let first = cache.get_or_register(&key(0, 2 * PAGE)).unwrap();
     let second = cache.get_or_register(&key(PAGE, PAGE)).unwrap();
-    let told = Arc::new(AtomicUsize::new(0));
-    let count = Arc::clone(&told);
+    let calls = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&calls);
     cache.invalidate_with_callback(range(PAGE, 1), move || {
         count.fetch_add(1, Ordering::SeqCst);
     });
@@ -34,24 +34,24 @@ fn invalidated_entry_is_kept_until_its_last_lease_ends() {
     drop(first);
     cache.reclaim();
     assert!(books.registered.lock().contains_key(&id));
-    assert_eq!(told.load(Ordering::SeqCst), 0);
+    assert_eq!(calls.load(Ordering::SeqCst), 0);
     drop(second);
     cache.reclaim();
     assert!(!books.registered.lock().contains_key(&id));
-    while told.load(Ordering::SeqCst) == 0 {
+    while calls.load(Ordering::SeqCst) == 0 {
         std::thread::yield_now();
     }
     cache.invalidate(range(PAGE, 1));
     drop(fresh);
     cache.reclaim();
-    assert_eq!(told.load(Ordering::SeqCst), 1);
+    assert_eq!(calls.load(Ordering::SeqCst), 1);
     assert_eq!(books.live(), 0);
     // No entry: the callback runs at once.
-    let count = Arc::clone(&told);
+    let count = Arc::clone(&calls);
     cache.invalidate_with_callback(range(0, PAGE), move || {
         count.fetch_add(1, Ordering::SeqCst);
     });
-    assert_eq!(told.load(Ordering::SeqCst), 2);
+    assert_eq!(calls.load(Ordering::SeqCst), 2);
 }
 
 /// CACHE-08
@@ -106,11 +106,12 @@ fn callback_does_not_wait_for_entries_that_only_share_a_page() {
     cache.invalidate(range(2048, 1));
     assert!(beside.is_invalidated());
     cache.get_or_register(&key(0, 1024)).unwrap();
-    let (tell, told) = mpsc::channel();
-    cache.invalidate_with_callback(range(0, 1024), move || tell.send(()).expect("the test waits"));
+    let (sender, receiver) = mpsc::channel();
+    cache
+        .invalidate_with_callback(range(0, 1024), move || sender.send(()).expect("the test waits"));
     cache.reclaim();
     // The worker may be the thread that runs the callback.
-    told.recv_timeout(Duration::from_secs(60)).expect("told while the other is in use");
+    receiver.recv_timeout(Duration::from_secs(60)).expect("called while the other is in use");
     drop(beside);
 }
 
@@ -121,12 +122,12 @@ fn invalidation_during_registration_gives_an_invalidated_lease() {
     let invalidator = Arc::clone(cache.invalidator());
     *books.registering.meanwhile.lock() =
         Some(Box::new(move || invalidator.invalidate(range(0, 1), Cause::Unmap)));
-    let dead = cache.get_or_register(&key(0, PAGE)).unwrap();
-    assert!(dead.is_invalidated());
+    let invalidated = cache.get_or_register(&key(0, PAGE)).unwrap();
+    assert!(invalidated.is_invalidated());
     assert!(cache.get_cached(&key(0, PAGE)).is_none());
     let live = cache.get_or_register(&key(0, PAGE)).unwrap();
-    assert_ne!(live.id, dead.id);
-    drop((dead, live));
+    assert_ne!(live.id, invalidated.id);
+    drop((invalidated, live));
     cache.reclaim();
     assert_eq!(books.live(), 1);
     assert_eq!(cache.statistics().invalidations(Cause::Unmap), 1);

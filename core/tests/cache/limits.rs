@@ -157,8 +157,8 @@ proptest! {
             drop(registered);
             let now = cache.statistics();
             prop_assert!(now.entries <= max_count && now.bytes <= max_pages * PAGE);
-            let alone = leases.iter().filter(|lease| lease.uncached_reason().is_some()).count();
-            prop_assert_eq!(books.live(), now.entries + alone);
+            let uncached = leases.iter().filter(|lease| lease.uncached_reason().is_some()).count();
+            prop_assert_eq!(books.live(), now.entries + uncached);
         }
         drop(leases);
         drop(cache);

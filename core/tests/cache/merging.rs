@@ -133,12 +133,15 @@ fn merge_with_an_unwatchable_neighbour_caches_the_own_range() {
     let lease = cache.get_or_register(&key(PAGE, PAGE)).unwrap();
     assert_eq!(lease.key, key(PAGE, PAGE));
     assert!(lease.uncached_reason().is_none(), "{lease:?}");
-    let alone = cache.get_or_register(&key(0, PAGE)).unwrap();
-    assert_eq!(alone.key, key(0, PAGE));
-    assert!(matches!(alone.uncached_reason(), Some(UncachedReason::Unwatched(_))), "{alone:?}");
+    let uncached = cache.get_or_register(&key(0, PAGE)).unwrap();
+    assert_eq!(uncached.key, key(0, PAGE));
+    assert!(
+        matches!(uncached.uncached_reason(), Some(UncachedReason::Unwatched(_))),
+        "{uncached:?}"
+    );
     let now = cache.statistics();
     assert_eq!((now.lookups, now.registrations, now.uncached), (3, 2, 1));
-    drop((lease, alone));
+    drop((lease, uncached));
     drop(cache);
     assert_empty(&books);
 }

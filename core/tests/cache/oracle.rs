@@ -52,7 +52,7 @@ impl Place {
     }
 
     /// Returns the number of the page that is mapped now. It may be replaced at any time.
-    fn says(&self, page: usize) -> u64 {
+    fn number_at(&self, page: usize) -> u64 {
         // SAFETY: the pages of this mapping stay mapped, since each is replaced in one step.
         unsafe { ptr::with_exposed_provenance::<AtomicU64>(self.address(page)).as_ref() }
             .expect("mapped")
@@ -86,7 +86,7 @@ impl Drop for Place {
 struct Pinned {
     id: u64,
     first: usize,
-    said: Vec<u64>,
+    numbers: Vec<u64>,
 }
 
 #[derive(Clone)]
@@ -141,10 +141,10 @@ impl CacheBackend for Pinning {
         }
         let first = (key.range().start().0 as usize - self.place.base) / PAGE;
         let pages = (key.range().len() as usize).div_ceil(PAGE);
-        let said = (first..first + pages).map(|page| self.place.says(page)).collect();
+        let numbers = (first..first + pages).map(|page| self.place.number_at(page)).collect();
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         self.alive.lock().insert(id, ());
-        Ok(Pinned { id, first, said })
+        Ok(Pinned { id, first, numbers })
     }
 
     fn deregister(&self, region: Pinned) -> Result<(), Rejected<Pinned>> {
@@ -191,8 +191,8 @@ fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
                         assert!(cache.backend().alive.lock().contains_key(&lease.id));
                         for page in (first..first + pages).filter(|page| own(*page)) {
                             assert_eq!(
-                                lease.said[page - lease.first],
-                                place.says(page),
+                                lease.numbers[page - lease.first],
+                                place.number_at(page),
                                 "a stale hit"
                             );
                         }
@@ -308,7 +308,7 @@ mod properties {
                         let key = Key::new(range, Access::SEND).unwrap();
                         let Ok(lease) = cache.get_or_register(&key) else { continue };
                         for page in first..first + pages {
-                            prop_assert_eq!(lease.said[page - lease.first], place.says(page));
+                            prop_assert_eq!(lease.numbers[page - lease.first], place.number_at(page));
                         }
                         if keep {
                             kept.push(lease);

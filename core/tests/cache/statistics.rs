@@ -64,7 +64,7 @@ fn entries_are_listed_with_rights_age_users_and_region_data() {
     let first = cache.get_or_register(&key(0, PAGE)).unwrap();
     let _again = cache.get_or_register(&key(0, PAGE)).unwrap();
     cache.get_or_register(&key(PAGE, 3 * PAGE)).unwrap();
-    let dead = cache.get_or_register(&key(1 << 30, PAGE)).unwrap();
+    let invalidated = cache.get_or_register(&key(1 << 30, PAGE)).unwrap();
     cache.invalidate(range(1 << 30, PAGE));
     let mut listed = cache.entries(|region| region.id);
     listed.sort_by_key(|one| one.region);
@@ -73,7 +73,7 @@ fn entries_are_listed_with_rights_age_users_and_region_data() {
     assert!(listed.iter().all(|one| one.age.as_secs() < 3600));
     let now = cache.statistics();
     assert_eq!((now.entries, now.bytes, now.leases, now.in_use), (2, 4 * PAGE, 3, 2));
-    drop(dead);
+    drop(invalidated);
 }
 
 #[test]

@@ -168,12 +168,15 @@ fn panic_of_the_backend_does_not_end_the_worker() {
     drop(cache.get_or_register(&key(0, PAGE)).unwrap());
     cache.invalidate(range(0, PAGE));
     until(|| counted(&books.deregistrations) == 3 && counted(&books.unwatches) == 4);
-    let (tell, told) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     thread::spawn(move || {
         cache.reclaim();
-        tell.send(cache.try_clear().map_err(|error| error.to_string())).expect("the test waits");
+        sender.send(cache.try_clear().map_err(|error| error.to_string())).expect("the test waits");
     });
-    told.recv_timeout(Duration::from_secs(60)).expect("a flush hangs").expect("nothing is left");
+    receiver
+        .recv_timeout(Duration::from_secs(60))
+        .expect("try_clear hangs")
+        .expect("nothing is left");
 }
 
 /// CACHE-08
@@ -181,11 +184,12 @@ fn panic_of_the_backend_does_not_end_the_worker() {
 fn panic_of_a_callback_does_not_stop_other_callbacks() {
     let (cache, books) = cache(Limits::default());
     let leased = cache.get_or_register(&key(0, PAGE)).unwrap();
-    let (tell, told) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     cache.invalidate_with_callback(range(0, PAGE), || panic!("by the test"));
-    cache.invalidate_with_callback(range(0, PAGE), move || tell.send(()).expect("the test waits"));
+    cache
+        .invalidate_with_callback(range(0, PAGE), move || sender.send(()).expect("the test waits"));
     drop(leased);
-    told.recv_timeout(Duration::from_secs(60)).expect("the second callback");
+    receiver.recv_timeout(Duration::from_secs(60)).expect("the second callback");
     drop(cache.get_or_register(&key(0, PAGE)).unwrap());
     cache.invalidate(range(0, PAGE));
     until(|| books.live() == 0);
@@ -206,9 +210,10 @@ fn callback_may_look_up_the_range_being_registered() {
     books.deregistering.hold();
     cache.invalidate(range(PAGE, PAGE));
     books.deregistering.until_held(1);
-    let (asks, asked) = (Arc::clone(&cache), mpsc::channel());
+    let (shared, (sender, receiver)) = (Arc::clone(&cache), mpsc::channel());
     cache.invalidate_with_callback(range(0, PAGE), move || {
-        asked.0.send(asks.get_or_register(&key(2 * PAGE, PAGE)).is_ok()).expect("the test waits");
+        let lookup = shared.get_or_register(&key(2 * PAGE, PAGE));
+        sender.send(lookup.is_ok()).expect("the test waits");
     });
     drop(leased);
     books.room.store(books.live(), Ordering::SeqCst);
@@ -218,7 +223,7 @@ fn callback_may_look_up_the_range_being_registered() {
         books.deregistering.release();
         assert!(third.join().unwrap());
     });
-    assert!(asked.1.recv().unwrap());
+    assert!(receiver.recv().unwrap());
     assert_eq!(books.registrations.load(Ordering::SeqCst), 2 + 2, "the last was refused once");
 }
 
@@ -293,13 +298,13 @@ fn try_clear_waits_for_deregistrations_of_the_worker() {
     cache.invalidate(range(0, PAGE));
     books.deregistering.until_held(1);
     thread::scope(|scope| {
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let cache = &cache;
         let emptying = scope.spawn(move || {
-            tell.send(rustix::thread::gettid()).unwrap();
+            sender.send(rustix::thread::gettid()).unwrap();
             cache.try_clear()
         });
-        let its_thread = told.recv().unwrap();
+        let its_thread = receiver.recv().unwrap();
         while !emptying.is_finished() && !is_asleep(its_thread) {
             thread::yield_now();
         }

@@ -17,8 +17,8 @@ use super::{
 /// The word of no gate.
 const NO_CACHE: u64 = u64::MAX;
 
-/// A thread's noted blocks, and the slot to try in each. `words` tells which cache a place is for:
-/// the word of that cache's gate while it is open.
+/// A thread's noted blocks, and the slot to try in each. `words` identifies the cache of each
+/// place by the word of its gate while that is open.
 struct Ways {
     words: [Cell<u64>; WAYS],
     slots: [Cell<NonNull<LeaseSlot>>; WAYS],

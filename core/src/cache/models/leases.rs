@@ -1,0 +1,224 @@
+//! Models of leases: lookups and releases beside threads that end entries.
+
+use loom::thread;
+
+use super::{
+    super::{
+        Lease, OwnedLease,
+        lease::blocks::LeaseBlock,
+        sync::modelled::{HEAVY, LIGHT},
+    },
+    Modelled, OTHERS, OUTLIVED, alive, block, cache, fails_without, get, holds, in_thread, look_up,
+    lookup_fast, meet, model, range, used_twice, work,
+};
+
+fn lookup_against_invalidation() {
+    model(|| {
+        let cache = cache(1);
+        used_twice(&cache, 0);
+        let reader = in_thread(&cache, |cache| look_up(cache, block(cache), 0));
+        cache.invalidate(range(0));
+        cache.core.collect_once();
+        reader.join().unwrap();
+        cache.core.collect_once();
+        assert_eq!(alive(&cache), 0, "{LOST}");
+    });
+}
+
+/// Loom's message for accesses that are not ordered.
+const UNORDERED: &str = "Causality violation";
+
+#[test]
+fn lease_does_not_outlive_its_region_during_an_invalidation() {
+    holds(lookup_against_invalidation);
+}
+
+#[test]
+fn invalidation_fails_without_either_half_of_the_barrier() {
+    fails_without(LIGHT, lookup_against_invalidation, &[OUTLIVED, UNORDERED]);
+    fails_without(HEAVY, lookup_against_invalidation, &[OUTLIVED, UNORDERED]);
+}
+
+fn lookup_against_eviction() {
+    model(|| {
+        let cache = cache(1);
+        let mine = used_twice(&cache, 0);
+        let reader = in_thread(&cache, |cache| look_up(cache, block(cache), 0));
+        drop(get(&cache, mine, 1));
+        reader.join().unwrap();
+    });
+}
+
+#[test]
+fn lease_does_not_outlive_its_region_during_an_eviction() {
+    holds(lookup_against_eviction);
+}
+
+#[test]
+fn eviction_fails_without_either_half_of_the_barrier() {
+    fails_without(LIGHT, lookup_against_eviction, &[OUTLIVED, OTHERS, UNORDERED]);
+    fails_without(HEAVY, lookup_against_eviction, &[OUTLIVED, OTHERS, UNORDERED]);
+}
+
+/// One thread takes a lease and releases its block, while another ends idle entries.
+fn leaving_against(ends: fn(&Modelled, &LeaseBlock)) {
+    model(move || {
+        let cache = cache(1);
+        let mine = used_twice(&cache, 0);
+        let reader = in_thread(&cache, |cache| {
+            let block = block(cache);
+            let leased = lookup_fast(cache, block, 0);
+            meet(leased.is_some());
+            cache.core.leases.blocks.release(block);
+            if let Some(leased) = leased {
+                let lease = Lease::cached(&cache.core, leased);
+                thread::yield_now();
+                lease.used.with(|_| ());
+                assert!(alive(cache) & 1 << lease.number != 0, "{OUTLIVED}");
+            }
+        });
+        ends(&cache, mine);
+        reader.join().unwrap();
+    });
+}
+
+#[test]
+fn lease_of_a_former_owner_survives_an_eviction() {
+    holds(|| leaving_against(|cache, mine| drop(get(cache, mine, 1))));
+}
+
+#[test]
+fn lease_of_a_former_owner_survives_an_eviction_of_all_idle() {
+    holds(|| {
+        leaving_against(|cache, mine| {
+            cache.core.leases.blocks.release(mine);
+            cache.evict_idle();
+        });
+    });
+}
+
+#[test]
+fn lease_of_a_former_owner_survives_a_collection_by_a_miss() {
+    holds(|| {
+        leaving_against(|cache, mine| {
+            cache.invalidate(range(0));
+            drop(get(cache, mine, 1));
+            work(cache);
+        });
+    });
+}
+
+fn lookup_against_a_collection_by_a_miss() {
+    model(|| {
+        let cache = cache(2);
+        let mine = used_twice(&cache, 0);
+        let reader = in_thread(&cache, |cache| look_up(cache, block(cache), 0));
+        cache.invalidate(range(0));
+        drop(get(&cache, mine, 1));
+        work(&cache);
+        reader.join().unwrap();
+        work(&cache);
+        assert_eq!(alive(&cache), 1 << 1, "{LOST}");
+    });
+}
+
+#[test]
+fn lease_does_not_outlive_its_region_during_a_collection_by_a_miss() {
+    holds(lookup_against_a_collection_by_a_miss);
+}
+
+#[test]
+fn collection_by_a_miss_fails_without_either_half_of_the_barrier() {
+    fails_without(LIGHT, lookup_against_a_collection_by_a_miss, &[OUTLIVED, LOST, UNORDERED]);
+    fails_without(HEAVY, lookup_against_a_collection_by_a_miss, &[OUTLIVED, LOST, UNORDERED]);
+}
+
+/// The worker collects while a miss finds the same entry invalidated.
+#[test]
+fn region_left_to_the_worker_is_deregistered_once() {
+    holds(|| {
+        model(|| {
+            let cache = cache(2);
+            let mine = used_twice(&cache, 0);
+            cache.invalidate(range(0));
+            let worker = in_thread(&cache, |cache| work(cache));
+            drop(get(&cache, mine, 1));
+            meet(alive(&cache) & 1 == 0);
+            worker.join().unwrap();
+            work(&cache);
+            assert_eq!(alive(&cache), 1 << 1, "{LOST}");
+            assert_eq!(cache.statistics().pending_reclaim, 0);
+        });
+    });
+}
+
+/// The worker issues the barrier for the first entry. Meanwhile the second is invalidated and
+/// retired, with no barrier after that.
+#[test]
+fn entry_retired_after_the_barrier_waits_for_the_next_one() {
+    holds(|| {
+        model(|| {
+            let cache = cache(2);
+            used_twice(&cache, 0);
+            let mine = used_twice(&cache, 1);
+            cache.core.leases.blocks.release(mine);
+            cache.invalidate(range(0));
+            let reader = in_thread(&cache, |cache| look_up(cache, block(cache), 1));
+            let worker = in_thread(&cache, work);
+            cache.invalidate(range(1));
+            let _retires_the_entry = cache.statistics();
+            reader.join().unwrap();
+            worker.join().unwrap();
+            work(&cache);
+            assert_eq!(alive(&cache), 0, "{LOST}");
+        });
+    });
+}
+
+#[test]
+fn stale_index_leads_to_no_other_region() {
+    holds(|| {
+        model(|| {
+            let cache = cache(2);
+            let mine = used_twice(&cache, 0);
+            let reader = in_thread(&cache, |cache| look_up(cache, block(cache), 0));
+            cache.invalidate(range(0));
+            cache.core.collect_once();
+            // Reuses the entry unless the reader has a lease of it.
+            drop(get(&cache, mine, 1));
+            drop(get(&cache, mine, 1));
+            reader.join().unwrap();
+        });
+    });
+}
+
+const LOST: &str = "an invalidated region was not deregistered";
+
+fn last_release_against_collection() {
+    model(|| {
+        let cache = cache(1);
+        // Leased on this thread, released on the other.
+        let lease = OwnedLease::new(&cache, get(&cache, block(&cache), 0));
+        let releaser = thread::spawn(move || {
+            lease.used.with(|_| ());
+            drop(lease);
+        });
+        cache.invalidate(range(0));
+        work(&cache);
+        meet(alive(&cache) == 0);
+        releaser.join().unwrap();
+        work(&cache);
+        assert_eq!(alive(&cache), 0, "{LOST}");
+    });
+}
+
+#[test]
+fn last_release_leads_to_deregistration() {
+    holds(last_release_against_collection);
+}
+
+#[test]
+fn last_release_fails_without_either_half_of_the_barrier() {
+    fails_without(LIGHT, last_release_against_collection, &[LOST]);
+    fails_without(HEAVY, last_release_against_collection, &[LOST]);
+}

@@ -1,0 +1,224 @@
+//! Models of the cache's races, on a table of four pages.
+//!
+//! The guide has the command and lists the races. Loom has no `membarrier`: both halves of the
+//! barrier are SeqCst fences here. Models that fail without a kind of fence show that it is needed.
+//!
+//! Each model must meet both outcomes of its race. A model that never races fails.
+
+mod leases;
+mod registrations;
+mod walks;
+
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    sync::Arc,
+};
+
+use loom::{
+    cell::UnsafeCell,
+    sync::atomic::{AtomicU32, Ordering},
+    thread,
+};
+
+use super::{
+    Cache, CacheBackend, Key, Lease, Limits,
+    lease::blocks::LeaseBlock,
+    lookup::{FastLookup, LeasedEntry},
+    sync::{Barrier, modelled::LEFT_OUT},
+};
+use crate::{
+    Access, Address, AddressRange, Error, ErrorKind, Rejected, Result, monitor::Invalidator,
+};
+
+/// The modelled memory and its registrations.
+///
+/// Each access is one read-modify-write, which sees the newest value. It is Relaxed, so that it
+/// orders nothing else.
+struct Memory {
+    /// The version of the memory, incremented when the memory is replaced.
+    version: AtomicU32,
+    /// One bit for each live registration.
+    alive: AtomicU32,
+    made: AtomicU32,
+    /// Number of registrations that the provider refuses, from the first on.
+    refused: u32,
+}
+
+struct Registration {
+    number: u32,
+    version: u32,
+    start: u64,
+    /// Read by uses of the region and written by its end. Loom checks that the two are ordered.
+    used: UnsafeCell<()>,
+}
+
+// SAFETY: loom panics if two accesses to the cell are not ordered and one of them is a write.
+unsafe impl Sync for Registration {}
+
+impl CacheBackend for Memory {
+    type Region = Registration;
+    type Watch = ();
+
+    fn watch(&self, _: &Key, _: &Arc<dyn Invalidator>) -> Result<()> {
+        Ok(())
+    }
+
+    fn unwatch(&self, (): ()) {}
+
+    fn needs_validation(&self, (): &()) -> bool {
+        false
+    }
+
+    fn is_current(&self, (): &()) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn max_len(&self) -> u64 {
+        u64::MAX
+    }
+
+    fn register(&self, key: &Key) -> Result<Registration> {
+        let number = self.made.fetch_add(1, Ordering::Relaxed);
+        if number < self.refused {
+            return Err(Error::new(ErrorKind::OutOfResources, "modelled registration"));
+        }
+        self.alive.fetch_or(1 << number, Ordering::Relaxed);
+        // The kernel registers the memory that is mapped now, never an older one.
+        let version = self.version.fetch_add(0, Ordering::Relaxed);
+        Ok(Registration { number, version, start: key.start, used: UnsafeCell::new(()) })
+    }
+
+    fn deregister(&self, region: Registration) -> Result<(), Rejected<Registration>> {
+        let before = self.alive.fetch_and(!(1 << region.number), Ordering::Relaxed);
+        assert!(before & 1 << region.number != 0, "deregistered twice");
+        region.used.with_mut(|_| ());
+        Ok(())
+    }
+}
+
+type Modelled = Arc<Cache<Memory>>;
+
+fn cache(max_count: usize) -> Modelled {
+    cache_refused(max_count, 0)
+}
+
+fn cache_refused(max_count: usize, refused: u32) -> Modelled {
+    let memory = Memory {
+        version: AtomicU32::new(0),
+        alive: AtomicU32::new(0),
+        made: AtomicU32::new(0),
+        refused,
+    };
+    let limits = Limits { max_count, ..Limits::default() };
+    Arc::new(Cache::with_barrier(memory, limits, Barrier::choose()).expect("a cache"))
+}
+
+fn range(page: u64) -> AddressRange {
+    AddressRange::new(Address(page << 12), 4096).expect("no wrap")
+}
+
+fn key(page: u64) -> Key {
+    Key::new(range(page), Access::SEND).expect("a key")
+}
+
+fn block(cache: &Modelled) -> &LeaseBlock {
+    cache.core.take_block().expect("blocks enough")
+}
+
+fn get<'c>(cache: &'c Modelled, block: &'c LeaseBlock, page: u64) -> Lease<'c, Memory> {
+    cache.lookup_in_block(block, &key(page), None).expect("registered")
+}
+
+fn alive(cache: &Modelled) -> u32 {
+    cache.backend().alive.fetch_or(0, Ordering::Relaxed)
+}
+
+/// The outcomes of a race that were met. Not part of the model.
+static MET: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+
+fn meet(outcome: bool) {
+    MET.fetch_or(1 << u32::from(outcome), std::sync::atomic::Ordering::SeqCst);
+}
+
+const OUTLIVED: &str = "a lease of a region that was deregistered";
+const OTHERS: &str = "a region of other memory";
+
+fn lookup_fast<'c>(
+    cache: &'c Modelled,
+    block: &'c LeaseBlock,
+    page: u64,
+) -> Option<LeasedEntry<'c, Memory>> {
+    match cache.core.lookup_fast(block.hinted_slot(), &key(page)) {
+        FastLookup::Hit(leased) => Some(leased),
+        FastLookup::Miss | FastLookup::SlowPath { .. } => None,
+    }
+}
+
+/// Looks up on the fast path, and uses the region of a hit.
+fn look_up(cache: &Modelled, block: &LeaseBlock, page: u64) {
+    let leased = lookup_fast(cache, block, page);
+    meet(leased.is_some());
+    if let Some(leased) = leased {
+        let lease = Lease::cached(&cache.core, leased);
+        assert_eq!(lease.start, page << 12, "{OTHERS}");
+        let bit = 1 << lease.number;
+        assert!(alive(cache) & bit != 0, "{OUTLIVED}");
+        lease.used.with(|_| ());
+        thread::yield_now();
+        assert!(alive(cache) & bit != 0, "{OUTLIVED}");
+    }
+}
+
+/// Collects like the worker, as long as it is called.
+fn work(cache: &Modelled) {
+    while cache.core.waker.called.swap(false, Ordering::SeqCst) {
+        cache.core.collect_once();
+    }
+}
+
+fn model(body: impl Fn() + Sync + Send + 'static) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(3);
+    model.max_branches = 50_000;
+    model.check(body);
+}
+
+/// Runs models one at a time without a kind of fence, which is left out for all threads.
+fn without(what: u32, models: impl FnOnce()) {
+    static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    let _one = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    LEFT_OUT.store(what, std::sync::atomic::Ordering::SeqCst);
+    MET.store(0, std::sync::atomic::Ordering::SeqCst);
+    let result = catch_unwind(AssertUnwindSafe(models));
+    LEFT_OUT.store(0, std::sync::atomic::Ordering::SeqCst);
+    if let Err(panic) = result {
+        resume_unwind(panic);
+    }
+    assert_eq!(MET.load(std::sync::atomic::Ordering::SeqCst), 3, "one outcome was never met");
+}
+
+fn holds(models: fn()) {
+    without(0, models);
+}
+
+/// Asserts that the models fail, with one of these messages.
+fn fails_without(what: u32, models: fn(), messages: &[&str]) {
+    let panic = catch_unwind(|| without(what, models))
+        .expect_err("the model does not notice what is missing");
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or_default();
+    assert!(messages.iter().any(|message| text.contains(message)), "another failure: {text}");
+}
+
+fn used_twice(cache: &Modelled, page: u64) -> &LeaseBlock {
+    let block = block(cache);
+    drop(get(cache, block, page));
+    // The second is a hit, which clears UNREFERENCED.
+    drop(get(cache, block, page));
+    block
+}
+
+fn in_thread(cache: &Modelled, body: impl FnOnce(&Modelled) + 'static) -> thread::JoinHandle<()> {
+    let cache = Arc::clone(cache);
+    thread::spawn(move || body(&cache))
+}

@@ -1,0 +1,85 @@
+//! Models of an invalidation's walk beside a thread that alters the table.
+
+use std::sync::Arc;
+
+use loom::thread;
+
+use super::{
+    super::{
+        index::radix::{Radix, Shape},
+        sync::modelled::GENERATION,
+    },
+    fails_without, holds, meet, model,
+};
+
+const UNSEEN: &str = "a walk missed an entry";
+
+/// Walks all pages up to `last` beside `alter`, which keeps entry 1 and removes entry 2.
+fn walk_beside(put: &'static [(u64, u64, u32)], last: u64, alter: fn(&Radix, &mut Shape)) {
+    model(move || {
+        let (radix, mut shape) = Radix::new(4).expect("a table");
+        for (first, last, entry) in put {
+            assert!(radix.insert(&mut shape, *first, *last, *entry));
+        }
+        let radix = Arc::new(radix);
+        let walker = {
+            let radix = Arc::clone(&radix);
+            thread::spawn(move || {
+                let mut seen = (false, false);
+                radix.walk(0, last, &mut |entry| {
+                    seen = (seen.0 || entry == 1, seen.1 || entry == 2)
+                });
+                assert!(seen.0, "{UNSEEN}");
+                meet(seen.1);
+            })
+        };
+        alter(&radix, &mut shape);
+        walker.join().unwrap();
+    });
+}
+
+/// Takes the chain of the first page apart, and uses its bucket for the next page.
+fn walk_against_an_alteration() {
+    walk_beside(&[(0, 0, 1), (0, 0, 2)], 0, |radix, shape| {
+        radix.remove(shape, 0, 0, 2);
+        for entry in [3, 4] {
+            assert!(radix.insert(shape, 1, 1, entry));
+        }
+    });
+}
+
+#[test]
+fn walk_visits_entries_that_stay_while_a_chain_is_reused() {
+    holds(walk_against_an_alteration);
+}
+
+#[test]
+fn walk_visits_entries_that_stay_in_a_chain_of_two_buckets() {
+    holds(|| {
+        walk_beside(&[(0, 0, 1), (0, 0, 2), (0, 0, 3)], 0, |radix, shape| {
+            radix.remove(shape, 0, 0, 2);
+            radix.remove(shape, 0, 0, 3);
+            for entry in [4, 5] {
+                assert!(radix.insert(shape, 1, 1, entry));
+            }
+        });
+    });
+}
+
+#[test]
+fn walk_visits_entries_that_stay_while_a_node_is_reused() {
+    holds(|| {
+        walk_beside(&[(2, 3, 1), (0, 0, 2)], 3, |radix, shape| {
+            radix.remove(shape, 0, 0, 2);
+            radix.prune(shape, 0);
+            // The node of the first two pages now hangs off a chain with the entry of the last two.
+            assert!(radix.insert(shape, 2, 2, 3));
+            radix.remove(shape, 2, 2, 3);
+        });
+    });
+}
+
+#[test]
+fn walk_fails_without_generations() {
+    fails_without(GENERATION, walk_against_an_alteration, &[UNSEEN]);
+}
