@@ -73,12 +73,10 @@ fn a_page_of_host_memory_takes_one_call_of_the_driver_and_a_cached_one_none() {
     };
     let domain = hmem.domain("loopback", attr).expect("a domain");
     let cache = domain.cache().expect("a cache");
-    // SAFETY: the memory is the test's own.
     let get = || {
-        drop(
-            unsafe { cache.get_or_register(range(at, PAGE), Access::REMOTE_READ) }
-                .expect("registered"),
-        )
+        // SAFETY: the test owns the memory, and keeps it mapped.
+        let region = unsafe { cache.get_or_register(range(at, PAGE), Access::REMOTE_READ) };
+        drop(region.expect("registered"));
     };
     get();
     assert_eq!(of(&|| (0..10).for_each(|_| get())), 0);
