@@ -131,7 +131,7 @@ impl CacheBackend for Watched {
         u64::MAX
     }
 
-    fn register(&self, _: &Key) -> Result<()> {
+    fn register(&self, _: &Key, _: Option<&Self::Watch>) -> Result<()> {
         Ok(())
     }
 

@@ -132,7 +132,7 @@ impl CacheBackend for Noop {
         u64::MAX
     }
 
-    fn register(&self, key: &Key) -> Result<u64> {
+    fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<u64> {
         let start = key.range().start().0;
         if start == self.slow_at {
             self.slow.store(true, Ordering::Release);

@@ -48,8 +48,8 @@ pub use allocation::{Allocation, AllocationId, AllocationKind, Segment};
 pub use domain::{
     Atomic, CacheAttr, CachedRegion, DeviceBuffer, DmaBufAttr, Domain, DomainAttr, Endpoint,
     MemoryRegion, MemoryWindow, MrAttr, MultiRegion, MultiRegistered, OwnedBuffer, Prefault,
-    RegionCache, RegionLookupHandle, RegionSlice, RegionState, Registered,
-    Registrations, Scoped, VecParts, Watch, os_page_sizes, prefault, regattr_on, register_on,
+    RegionCache, RegionLookupHandle, RegionSlice, RegionState, Registered, Registrations, Scoped,
+    VecParts, Watch, os_page_sizes, prefault, regattr_on, register_on,
 };
 pub use error::{DriverCode, Errno, Error, ErrorKind, Rejected, Result};
 pub use flags::{BindFlags, DomainBindFlags, MrFlags};

@@ -24,6 +24,13 @@ pub struct Owner {
 impl Owner {
     /// Host memory of the operating system.
     pub const SYSTEM: Self = Self { iface: IfaceKind::SYSTEM, device: None, allocation: None };
+
+    /// Returns the owner of an allocation.
+    #[must_use]
+    pub const fn of(allocation: &Allocation) -> Self {
+        let Allocation { iface, device, .. } = *allocation;
+        Self { iface, device, allocation: Some(*allocation) }
+    }
 }
 
 /// An iface of devices, and the addresses that it is asked about.
@@ -140,11 +147,7 @@ impl Registry {
             // that made it.
             match &answer {
                 Ok(Some(allocation)) if is_claimed(allocation) => {
-                    return Ok(Owner {
-                        iface: allocation.iface,
-                        device: allocation.device,
-                        allocation: Some(*allocation),
-                    });
+                    return Ok(Owner::of(allocation));
                 }
                 Ok(_) => {}
                 Err(_) => {

@@ -85,7 +85,7 @@ impl CacheBackend for Numbers {
         u64::MAX
     }
 
-    fn register(&self, _: &Key) -> Result<u64> {
+    fn register(&self, _: &Key, _: Option<&Self::Watch>) -> Result<u64> {
         let region = self.0.next.fetch_add(1, Ordering::SeqCst);
         self.0.live.lock().insert(region);
         Ok(region)

@@ -35,7 +35,7 @@ impl CacheBackend for Nothing {
         u64::MAX
     }
 
-    fn register(&self, _: &Key) -> Result<()> {
+    fn register(&self, _: &Key, _: Option<&Self::Watch>) -> Result<()> {
         Ok(())
     }
 

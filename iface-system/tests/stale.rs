@@ -69,7 +69,7 @@ impl CacheBackend for Remembering {
         u64::MAX
     }
 
-    fn register(&self, key: &Key) -> Result<u64> {
+    fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<u64> {
         let mut word = 0_u64;
         let local = libc::iovec { iov_base: (&raw mut word).cast(), iov_len: 8 };
         let start = ptr::with_exposed_provenance_mut(key.range().start().0 as usize);

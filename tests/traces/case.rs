@@ -441,14 +441,14 @@ impl Play<'_> {
     fn cached(&self, domain: &Domain, range: AddressRange, names: &Names) -> Outcome {
         let cache = domain.cache().expect("a cache");
         // SAFETY: the memory stays until the cache is cleared, and nothing refers to it.
-        let outcome = match unsafe { cache.get(range, REMOTE) } {
+        let outcome = match unsafe { cache.get_or_register(range, REMOTE) } {
             Ok(lease) => {
                 let decision = lease.decision().expect("registered");
                 Outcome::decided(decision, self.case.policy, names)
             }
             Err(error) => Outcome::failed(&error, names),
         };
-        cache.clear();
+        cache.evict_idle();
         outcome
     }
 

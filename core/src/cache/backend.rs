@@ -41,12 +41,13 @@ pub trait CacheBackend: Send + Sync + 'static {
     /// Returns the largest number of bytes of one registration. Merging does not exceed it.
     fn max_len(&self) -> u64;
 
-    /// Registers the key's memory.
+    /// Registers the key's memory. `watch` is the result of [`CacheBackend::watch`] for the same
+    /// key; `None` if the region stays uncached.
     ///
     /// # Errors
     /// The caller of [`Cache::get_or_register`](super::Cache::get_or_register) gets the error. On
     /// `OutOfResources` the cache evicts idle entries and, if there were any, retries once.
-    fn register(&self, key: &Key) -> Result<Self::Region>;
+    fn register(&self, key: &Key, watch: Option<&Self::Watch>) -> Result<Self::Region>;
 
     /// Deregisters a region.
     ///

@@ -204,14 +204,14 @@ impl<S: CacheBackend> CacheCore<S> {
                     drop(callbacks);
                     return self.register_unmerged(invalidator, slot, own, &why);
                 }
-                let region = self.register_in_backend(key, &mut callbacks);
+                let region = self.register_in_backend(key, None, &mut callbacks);
                 self.recount_registration(region.is_ok());
                 let reason = UncachedReason::Unwatched(why);
                 return region.map(|region| Lease::uncached(self, region, reason));
             }
         };
         let phase = if self.backend.needs_validation(watch) { state::NEEDS_VALIDATION } else { 0 };
-        let region = self.register_in_backend(key, &mut callbacks);
+        let region = self.register_in_backend(key, Some(watch), &mut callbacks);
         let watch = guard.watch.take().expect("set above");
         let region = match region {
             Ok(region) => region,
@@ -321,8 +321,8 @@ impl<S: CacheBackend> CacheCore<S> {
     #[inline(never)]
     fn register_uncached(&self, key: &Key, reason: UncachedReason) -> Result<Lease<'_, S>> {
         let region = match reason {
-            UncachedReason::Forked => self.backend.register(key),
-            _ => self.register_in_backend(key, &mut PendingCallbacks::new()),
+            UncachedReason::Forked => self.backend.register(key, None),
+            _ => self.register_in_backend(key, None, &mut PendingCallbacks::new()),
         };
         match region {
             Ok(region) => {
@@ -341,9 +341,12 @@ impl<S: CacheBackend> CacheCore<S> {
     fn register_in_backend(
         &self,
         key: &Key,
+        watch: Option<&S::Watch>,
         callbacks: &mut PendingCallbacks,
     ) -> Result<S::Region> {
-        self.backend.register(key).or_else(|error| self.retry_registration(key, error, callbacks))
+        self.backend
+            .register(key, watch)
+            .or_else(|error| self.retry_registration(key, watch, error, callbacks))
     }
 
     #[cold]
@@ -351,6 +354,7 @@ impl<S: CacheBackend> CacheCore<S> {
     fn retry_registration(
         &self,
         key: &Key,
+        watch: Option<&S::Watch>,
         error: Error,
         callbacks: &mut PendingCallbacks,
     ) -> Result<S::Region> {
@@ -358,7 +362,7 @@ impl<S: CacheBackend> CacheCore<S> {
             return Err(error);
         }
         tracing::debug!(%error, "evicted idle cached regions; registering once more");
-        self.backend.register(key)
+        self.backend.register(key, watch)
     }
 
     /// Makes an entry for the key, and puts it into the table. With `merge`, the entry has the

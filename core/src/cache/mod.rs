@@ -36,7 +36,7 @@
 //!     fn max_len(&self) -> u64 {
 //!         u64::MAX
 //!     }
-//!     fn register(&self, key: &Key) -> Result<u64> {
+//!     fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<u64> {
 //!         Ok(key.range().start().0)
 //!     }
 //!     fn deregister(&self, _: u64) -> Result<(), Rejected<u64>> {

@@ -32,7 +32,7 @@ impl CacheBackend for Numbers {
         u64::MAX
     }
 
-    fn register(&self, key: &Key) -> Result<u64> {
+    fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<u64> {
         Ok(key.range().start().0)
     }
 

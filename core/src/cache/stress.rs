@@ -45,7 +45,7 @@ impl CacheBackend for Numbers {
         u64::MAX
     }
 
-    fn register(&self, _: &Key) -> Result<u64> {
+    fn register(&self, _: &Key, _: Option<&Self::Watch>) -> Result<u64> {
         Ok(self.next.fetch_add(1, Ordering::SeqCst))
     }
 

@@ -393,11 +393,17 @@ impl CacheBackend for Registrations {
         self.domain.provider_attr.max_mr_size
     }
 
-    fn register(&self, key: &Key) -> Result<MemoryRegion> {
+    fn register(&self, key: &Key, watch: Option<&Watch>) -> Result<MemoryRegion> {
         let ranges = [key.range()];
         let attr = MrAttr::new(&ranges, key.access());
         // Cached registrations post no event: the caller waits for them.
-        self.domain.register_now(&attr, MrFlags::empty(), KeepAlive::Caller, None)
+        // The key is of the owner that the caller resolved, and `watch` of an owner that was still
+        // the same after the subscription.
+        let owner = match watch.and_then(|watch| watch.allocation.as_deref()) {
+            Some(allocation) => Some(Owner::of(allocation)),
+            None => (key.iface() == IfaceKind::SYSTEM).then_some(Owner::SYSTEM),
+        };
+        self.domain.register_now(&attr, MrFlags::empty(), KeepAlive::Caller, owner)
     }
 
     fn deregister(&self, region: MemoryRegion) -> Result<(), Rejected<MemoryRegion>> {

@@ -133,7 +133,7 @@ impl CacheBackend for Pinning {
         u64::MAX
     }
 
-    fn register(&self, key: &Key) -> Result<Pinned> {
+    fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<Pinned> {
         if self.fails() {
             let kinds = [ErrorKind::OutOfResources, ErrorKind::BadAddress];
             let kind = kinds[self.calls.load(Ordering::Relaxed) as usize % 2];

@@ -148,7 +148,7 @@ impl CacheBackend for Ledger {
         1 << 30
     }
 
-    fn register(&self, key: &Key) -> Result<Region> {
+    fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<Region> {
         self.0.registrations.fetch_add(1, Ordering::SeqCst);
         self.0.registering.pass();
         if let Some(kind) = self.0.failing.lock().pop() {

@@ -77,7 +77,7 @@ impl CacheBackend for Memory {
         u64::MAX
     }
 
-    fn register(&self, key: &Key) -> Result<Registration> {
+    fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<Registration> {
         let number = self.made.fetch_add(1, Ordering::Relaxed);
         if number < self.refused {
             return Err(Error::new(ErrorKind::OutOfResources, "modelled registration"));
