@@ -15,7 +15,7 @@ pub enum Step {
     Import,
     /// Finding the physical segments.
     Segments,
-    /// Exporting a range of several physical segments as one dma-buf. Where a segment is refused in
+    /// Exporting a range of several physical segments as one dma-buf. If a segment is refused in
     /// the same way, the refusal of the whole is one of [`Step::Export`].
     ExportWhole,
     /// Exporting, as a dma-buf or to peer-memory clients.
@@ -42,7 +42,7 @@ impl Step {
     }
 }
 
-/// The answer of a refusal.
+/// The answers of a refusal that a cause knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
     /// One of these numbers of the operating system.
@@ -79,7 +79,7 @@ impl Answer {
 pub struct RefusalContext<'a> {
     /// The path.
     pub path: Path,
-    /// The step.
+    /// The step that was refused.
     pub step: Step,
     /// The kind of memory.
     pub kind: AllocationKind,
@@ -114,7 +114,7 @@ pub struct Facts {
     pub memlock: Option<u64>,
     /// Set if the IOMMU translates the addresses that the NIC (or the device) uses.
     pub iommu_translates: Option<bool>,
-    /// Set if ACS routes peer-to-peer traffic of the two through the root complex.
+    /// Set if ACS sends requests between the two through the root complex.
     pub acs_redirects: Option<bool>,
     /// Bytes of the device's largest BAR.
     pub bar: Option<u64>,
@@ -195,13 +195,13 @@ pub struct RefusalCause {
     pub kind: Option<AllocationKind>,
     /// Under which mapping; `None` for any.
     pub mapping: Option<DmaBufMapping>,
-    /// The answers, any of which fits.
+    /// The answers that lead here: any of these.
     pub answers: &'static [Answer],
-    /// The fact that must hold on the machine.
+    /// A fact that must be known of the machine.
     pub needs: Option<Needs>,
     /// The probable cause, in a sentence.
     pub cause: &'static str,
-    /// The remedy.
+    /// The remedy, as a clause.
     pub remedy: &'static str,
 }
 

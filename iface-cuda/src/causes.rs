@@ -1,11 +1,11 @@
-//! What the driver's refusals mean, where the general causes say less.
+//! The causes of refusals that only this driver gives, beside the general ones.
 
 use hmem_core::{
     Path,
     cause::{Answer, Facts, Needs, RefusalCause, Step},
 };
 
-/// What the kernel module says of itself, where it is loaded.
+/// The kernel module's statement about itself, if it is loaded.
 const KERNEL_MODULE: &str = "proc/driver/nvidia/version";
 
 /// The first line is `NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.161.08 ..`; that

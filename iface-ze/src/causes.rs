@@ -1,4 +1,4 @@
-//! What the driver's refusals mean, where the general causes say less.
+//! The causes of refusals that only this driver gives, beside the general ones.
 
 use hmem_core::{
     ErrorKind, Path,

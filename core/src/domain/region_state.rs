@@ -26,7 +26,7 @@ pub enum RegionState {
     Pending = 0,
     /// Being registered by the worker.
     Registering = 1,
-    /// Registered, not usable before [`MemoryRegion::enable`].
+    /// Registered, not usable before [`MemoryRegion::enable`](super::MemoryRegion::enable).
     Disabled = 2,
     /// In use.
     Enabled = 3,

@@ -1,4 +1,4 @@
-//! Facets of ifaces: one small trait for each ability beyond naming and copying memory.
+//! The facets of an iface: one small trait for each thing that a back end may have or lack.
 
 use std::{
     fmt,
@@ -84,9 +84,9 @@ pub enum DmaBufMapping {
 pub struct DmaBufExport {
     /// The dma-buf. Closing it ends the export; registrations made from it live on.
     pub fd: OwnedFd,
-    /// The offset of the range in the dma-buf.
+    /// Start of the range in the dma-buf.
     pub offset: DmaBufOffset,
-    /// The offset of the range in its allocation.
+    /// Start of the range in its allocation.
     pub alloc_offset: AllocOffset,
     /// Bytes.
     pub len: u64,
@@ -111,12 +111,12 @@ pub struct PeerMemoryExport {
 
 /// A copy under way.
 pub trait CopyEvent: Send + fmt::Debug {
-    /// Returns true if the copy has ended. The result is kept for [`CopyEvent::wait`].
+    /// Returns true if the copy has ended; the result is kept for [`CopyEvent::wait`].
     fn is_done(&self) -> bool;
     /// Waits for the end.
     ///
     /// # Errors
-    /// The error that the device reported. The destination then holds unspecified bytes.
+    /// The error that the device reported; the destination then holds unspecified bytes.
     fn wait(self: Box<Self>) -> Result<()>;
 }
 
@@ -210,7 +210,7 @@ pub trait DmaBufExporter {
     /// Gives a dma-buf back in the way the driver wants it. The default closes the fd.
     ///
     /// # Errors
-    /// The error that the driver reported. The fd is closed all the same.
+    /// The error that the driver reported; the fd is closed all the same.
     fn release(&self, export: DmaBufExport) -> Result<()> {
         drop(export);
         Ok(())
@@ -277,8 +277,7 @@ pub trait SegmentMap {
     /// OutOfBounds if a part of it is not this iface's.
     fn segments(&self, range: AddressRange) -> Result<Vec<Segment>>;
 
-    /// Names what says of a segment that it is not exportable: the driver's attribute, where it has
-    /// one.
+    /// Names the driver's attribute that says that a segment is not exportable.
     fn not_exportable(&self) -> &'static str {
         "not exportable"
     }

@@ -1,5 +1,5 @@
-//! Memory interfaces: host memory, CUDA, ROCr, Level Zero, the simulated device, and
-//! plug-ins from outside the workspace.
+//! The trait of every memory interface: host memory, CUDA, ROCr, Level Zero, the simulated device,
+//! and plug-ins from outside the workspace.
 //!
 //! [`Iface`] has a small required core. Everything else is a facet: a trait that a back end
 //! returns if it has it. All of them are object-safe. A missing facet is an error of kind
@@ -23,8 +23,8 @@ use crate::{
     provider::Nic,
 };
 
-/// The abilities of an iface, as its facets show them. Single devices may have fewer, and return
-/// an error then.
+/// The abilities of an iface, as its facets show them. A single device may do less, and refuses
+/// with the reason.
 ///
 /// [`Capability::of`] is the only way to get one, so that it cannot disagree with the facets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -205,7 +205,7 @@ pub unsafe trait Iface: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Returns the causes of this driver's refusals, beyond the general causes.
+    /// Returns the causes that only its driver's refusals have, beside the general ones.
     fn causes(&self) -> &'static [RefusalCause] {
         &[]
     }
