@@ -13,6 +13,13 @@
 //! functions, while a cache's monitor runs), starts no thread before an event queue, a progress
 //! thread, a copy engine or a registration cache is asked for, and prints nothing: it logs through
 //! `tracing`.
+//!
+//! # Layers
+//!
+//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//!
+//! - `env`
+//! - `builder`
 
 #![deny(unsafe_code)]
 

@@ -220,6 +220,9 @@ fn memory_whose_registration_panics_once_the_nic_has_it_is_not_freed() {
     let domain = domain(&hmem);
     let ends = Arc::new(AtomicUsize::new(0));
     let register = || domain.register(Counted(vec![0; 64], Arc::clone(&ends)), REMOTE).is_ok();
+    // With one subscriber alone, tracing asks the thread that first comes to an event whether
+    // anybody listens, which may be another test's.
+    let _second = tracing::Dispatch::new(PanicsAtRegistered);
     let panicked = tracing::subscriber::with_default(PanicsAtRegistered, || {
         catch_unwind(AssertUnwindSafe(register))
     });

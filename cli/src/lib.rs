@@ -3,6 +3,15 @@
 //! [`Machine`] is what the command looks at, [`mod@info`] lists it, [`mod@check`] tries it,
 //! [`mod@explain`] says why, [`mod@topo`] draws how it is wired, [`mod@perf`] measures it with
 //! another host, [`run`] is the command itself.
+//!
+//! # Layers
+//!
+//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//!
+//! - `args`, `json`
+//! - `machine`, `table`
+//! - `check`, `probe`, `topo`
+//! - `explain`, `info`, `perf`
 
 #![deny(unsafe_code)]
 

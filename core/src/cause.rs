@@ -6,7 +6,7 @@
 
 use std::{collections::BTreeSet, fs, path::PathBuf};
 
-use crate::{AllocationKind, Error, ErrorKind, Path, iface::DmaBufMapping};
+use crate::{AllocationKind, Error, ErrorKind, Path, dma_buf::DmaBufMapping};
 
 /// The step of a path that was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,6 +5,22 @@
 //! and implements the semantics of libfabric's `fi_mr(3)` once, above both. How memory is reached
 //! is a [`Decision`] that stays with the region.
 //!
+//! # Layers
+//!
+//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//!
+//! - `access`, `counter`, `dma_buf`, `iface_kind`, `nic`
+//! - `error`, `flags`
+//! - `address`, `event_queue`, `mr_mode`, `process`, `random`
+//! - `allocation`, `key`
+//! - `cause`, `handle`, `monitor`
+//! - `cache`, `iface`, `transfer`
+//! - `registry`
+//! - `registration`
+//! - `provider`
+//! - `path`
+//! - `domain`
+//!
 //! # Things this crate does not do
 //!
 //! It loads no library, starts no thread until an event queue is bound, opens no device, and prints
@@ -19,6 +35,7 @@ mod allocation;
 pub mod cache;
 pub mod cause;
 pub mod counter;
+mod dma_buf;
 #[allow(unsafe_code)]
 mod domain;
 mod error;
@@ -31,6 +48,7 @@ mod iface_kind;
 mod key;
 pub mod monitor;
 mod mr_mode;
+mod nic;
 #[allow(unsafe_code)]
 pub mod path;
 #[allow(unsafe_code)]

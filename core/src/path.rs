@@ -5,11 +5,8 @@ use std::{fmt, sync::Arc};
 use serde::{Serialize, Serializer};
 
 use crate::{
-    DeviceId, IfaceKind, Result,
-    handle::ProviderRegion,
-    iface::DmaBufMapping,
-    provider::{Nic, ProviderDomain},
-    registration::Registration,
+    DeviceId, IfaceKind, Result, dma_buf::DmaBufMapping, handle::ProviderRegion, nic::Nic,
+    provider::ProviderDomain, registration::Registration,
 };
 pub use crate::{
     error::{Attempt, Path, Trace},

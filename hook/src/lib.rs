@@ -18,6 +18,17 @@
 //!
 //! Patching is there for glibc on x86-64 and aarch64; the rest for every Linux.
 //!
+//! # Layers
+//!
+//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//!
+//! - `entry`, `name`
+//! - `arch`, `wiped`
+//! - `table`, `trampoline`
+//! - `patch`
+//! - `process`
+//! - `hooks`
+//!
 //! # Things this crate does not do
 //!
 //! It knows no library and no system call, decides nothing about caching, and hooks nothing by

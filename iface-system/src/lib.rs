@@ -8,6 +8,14 @@
 //!
 //! [`monitor`] notices that host memory went under a cached registration.
 //!
+//! # Layers
+//!
+//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//!
+//! - `sys`
+//! - `ipc_handle`, `lazy`, `monitor`
+//! - `host`, `simulated`
+//!
 //! # Things this crate does not do
 //!
 //! It pins nothing: that is what providers do. What its [`monitor`]s do not see is in their

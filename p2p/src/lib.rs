@@ -5,6 +5,13 @@
 //! - [`staging`] copies messages through host memory for NICs that cannot reach the device.
 //! - [`topology`] reads which device is near which NIC.
 //!
+//! # Layers
+//!
+//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//!
+//! - `staging`, `topology`
+//! - `path`
+//!
 //! # Limits
 //!
 //! The crate knows no vendor's memory API and no NIC; it calls both through the traits of

@@ -5,6 +5,9 @@
 //! Imports are `use` items and paths, also inside macros, followed through re-exports to the file
 //! that defines the item. A file may import those of its own submodules: such an import is no part
 //! of a circle. Code under `cfg(test)` does not count.
+//!
+//! The section "Layers" of a crate's `lib.rs` lists its modules, lower ones first. A module imports
+//! only from the lines before its own.
 
 mod imports;
 
@@ -55,8 +58,8 @@ fn read(folder: &Path, name: &str, sources: &mut Sources) {
     }
 }
 
-/// Imports of each crate of the workspace.
-fn workspace() -> BTreeMap<String, Imports> {
+/// The root file of each crate of the workspace, and its imports.
+fn workspace() -> BTreeMap<String, (String, Imports)> {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--format-version=1", "--no-deps", "--offline"])
         .current_dir(env!("CARGO_MANIFEST_DIR"))
@@ -71,7 +74,9 @@ fn workspace() -> BTreeMap<String, Imports> {
         let mut sources = Sources::new();
         read(&Path::new(manifest).with_file_name("src"), "src", &mut sources);
         let name = package["name"].as_str().expect("a name").to_owned();
-        (name, imports::of(&sources))
+        let root = ["src/lib.rs", "src/main.rs"].iter().find_map(|file| sources.get(*file));
+        let root = root.cloned().unwrap_or_default();
+        (name, (root, imports::of(&sources)))
     };
     packages.iter().map(of_package).collect()
 }
@@ -112,7 +117,7 @@ fn list(circles: &BTreeSet<(String, Circle)>, old: &BTreeMap<(String, Circle), S
 #[test]
 fn files_of_a_crate_import_each_other_in_the_listed_circles_only() {
     let imports = workspace();
-    let of_crate = |(name, imports): (&String, &Imports)| {
+    let of_crate = |(name, (_, imports)): (&String, &(String, Imports))| {
         let name = name.clone();
         circles(imports).into_iter().map(move |files| (name.clone(), files)).collect::<Vec<_>>()
     };
@@ -127,7 +132,7 @@ fn files_of_a_crate_import_each_other_in_the_listed_circles_only() {
     for (name, files) in now.iter().filter(|circle| !known.contains_key(circle)) {
         writeln!(wrong, "not listed: {name}, {} files", files.len()).expect("a String");
         for from in files {
-            let into_circle = imports[name][from].iter().filter(|(to, _)| files.contains(*to));
+            let into_circle = imports[name].1[from].iter().filter(|(to, _)| files.contains(*to));
             for (to, path) in into_circle {
                 writeln!(wrong, "  {from} -> {to} ({path})").expect("a String");
             }
@@ -141,6 +146,86 @@ fn files_of_a_crate_import_each_other_in_the_listed_circles_only() {
             .expect("a String");
     }
     assert!(wrong.is_empty(), "circles of imports changed; HMEM_BLESS=1 lists them anew\n{wrong}");
+}
+
+/// Layers of a crate's modules, as its `lib.rs` lists them; `None` without such a list.
+fn layers_listed(lib: &str) -> Option<BTreeMap<String, usize>> {
+    let docs = lib.lines().filter_map(|line| line.strip_prefix("//!")).map(str::trim);
+    let section = docs.skip_while(|line| *line != "# Layers").skip(1);
+    let lines = section.take_while(|line| !line.starts_with('#'));
+    let items: Vec<_> = lines.filter(|line| line.starts_with("- ")).collect();
+    let modules = |(layer, line): (usize, &&str)| -> Vec<_> {
+        let quoted = line.split('`').skip(1).step_by(2);
+        quoted.map(|module| (module.to_owned(), layer)).collect()
+    };
+    let listed: BTreeMap<_, _> = items.iter().enumerate().flat_map(modules).collect();
+    (!listed.is_empty()).then_some(listed)
+}
+
+/// Returns the module of the crate that a file belongs to.
+fn module(file: &str) -> Option<&str> {
+    let module = file.strip_prefix("src/")?.split('/').next()?.trim_end_matches(".rs");
+    (!["lib", "main"].contains(&module)).then_some(module)
+}
+
+/// Imports that run upward, and modules that the list lacks.
+fn against_layers(layers: &BTreeMap<String, usize>, imports: &Imports) -> Vec<String> {
+    let mut wrong = Vec::new();
+    let modules: BTreeSet<_> = imports.keys().filter_map(|file| module(file)).collect();
+    let missing = modules.iter().filter(|module| !layers.contains_key(**module));
+    wrong.extend(missing.map(|module| format!("{module} is not listed")));
+    let gone = layers.keys().filter(|module| !modules.contains(module.as_str()));
+    wrong.extend(gone.map(|module| format!("{module} is listed, and is no module")));
+    for (from, to) in imports.iter().flat_map(|(from, all)| all.keys().map(move |to| (from, to))) {
+        let (Some(importer), Some(imported)) = (module(from), module(to)) else { continue };
+        let upward = layers.get(importer) <= layers.get(imported);
+        if importer != imported && upward {
+            wrong.push(format!("{from} imports {to}"));
+        }
+    }
+    wrong
+}
+
+#[test]
+fn modules_import_only_from_lower_layers() {
+    let mut wrong = String::new();
+    for (name, (lib, imports)) in workspace() {
+        let modules: BTreeSet<_> = imports.keys().filter_map(|file| module(file)).collect();
+        if modules.len() < 2 {
+            continue;
+        }
+        match layers_listed(&lib) {
+            Some(layers) => {
+                for line in against_layers(&layers, &imports) {
+                    writeln!(wrong, "{name}: {line}").expect("a String");
+                }
+            }
+            None => writeln!(wrong, "{name}: src/lib.rs has no list of layers").expect("a String"),
+        }
+    }
+    assert!(
+        wrong.is_empty(),
+        "the lists of layers (src/lib.rs, section Layers) are wrong\n{wrong}"
+    );
+}
+
+#[test]
+fn import_of_a_higher_layer_and_a_missing_module_are_found() {
+    let files = [
+        ("src/lib.rs", "mod a; mod b; mod c;"),
+        ("src/a.rs", "use crate::b::B; pub struct A(B);"),
+        ("src/b.rs", "pub struct B;"),
+        ("src/c.rs", "pub struct C;"),
+    ];
+    let own = |(name, text): (&str, &str)| (name.to_owned(), text.to_owned());
+    let imports = imports::of(&files.into_iter().map(own).collect());
+    let list = |text: &str| layers_listed(text).expect("a list");
+    let sound =
+        list("//! # Layers\n//!\n//! - `b`, `c`: low\n//! - `a`\n//!\n//! # More\n//! - `d`");
+    assert_eq!(against_layers(&sound, &imports), [""; 0]);
+    let upward = list("//! # Layers\n//! - `a`\n//! - `b`\n");
+    assert_eq!(against_layers(&upward, &imports), ["c is not listed", "src/a.rs imports src/b.rs"]);
+    assert_eq!(layers_listed("//! No list.\n"), None);
 }
 
 /// Circles of a crate of these files.

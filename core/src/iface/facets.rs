@@ -6,11 +6,12 @@ use std::{
     sync::Arc,
 };
 
+pub use crate::dma_buf::DmaBufMapping;
 use crate::{
     Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, DmaBufOffset, Error,
     ErrorKind, IfaceKind, Result, Segment,
     monitor::{Monitor, MonitorStyle},
-    provider::Nic,
+    nic::Nic,
 };
 
 /// A part of an iface that a back end has or lacks: one for each trait of this module.
@@ -65,17 +66,6 @@ pub struct AllocRequest {
     pub device: DeviceId,
     /// The kind of memory.
     pub kind: AllocationKind,
-}
-
-/// The mapping of device memory for the importer of a dma-buf (HM-09).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum DmaBufMapping {
-    /// The driver's default.
-    #[default]
-    Default,
-    /// Through the PCIe BAR, even where a faster coherent link exists.
-    Pcie,
 }
 
 /// A dma-buf that an iface exported: an owned fd, and where in it and in its allocation the range

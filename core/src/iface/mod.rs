@@ -20,7 +20,7 @@ use crate::{
     Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, Result, Segment,
     cause::RefusalCause,
     monitor::{Monitor, MonitorStyle},
-    provider::Nic,
+    nic::Nic,
 };
 
 /// The abilities of an iface, as its facets show them. A single device may do less, and refuses

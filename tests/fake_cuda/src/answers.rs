@@ -5,10 +5,19 @@ use std::ffi::{c_int, c_void};
 use hmem_iface_cuda::sys::{self, CuDeviceAttribute, CuPointerAttribute, CuResult};
 
 use crate::{
-    entry::put,
     profile::Profile,
     state::{Kind, State},
 };
+
+/// Writes an answer. A null pointer is INVALID_VALUE, as in most calls.
+pub(crate) fn put<T>(place: *mut T, value: T) -> Result<(), CuResult> {
+    if place.is_null() {
+        return Err(CuResult::CUDA_ERROR_INVALID_VALUE);
+    }
+    // SAFETY: the caller of the driver passes writable places, as the header demands.
+    unsafe { place.write_unaligned(value) };
+    Ok(())
+}
 
 /// A device attribute; INVALID_VALUE for one that the release does not know, as
 /// `cuDeviceGetAttribute` documents.

@@ -6,7 +6,7 @@ use std::ffi::{c_char, c_int};
 
 use hmem_iface_cuda::sys::{CuDevice, CuResult};
 
-use crate::state::State;
+use crate::{answers::put, state::State};
 
 /// Functions as the driver's table has them: each counts its call, fails where it is told to, and
 /// answers.
@@ -90,16 +90,6 @@ type Answer = Result<(), CuResult>;
 const INVALID_VALUE: CuResult = CuResult::CUDA_ERROR_INVALID_VALUE;
 const NOT_SUPPORTED: CuResult = CuResult::CUDA_ERROR_NOT_SUPPORTED;
 const INVALID_HANDLE: CuResult = CuResult::CUDA_ERROR_INVALID_HANDLE;
-
-/// Writes an answer; a null place is an invalid value, as in most calls.
-pub(crate) fn put<T>(place: *mut T, value: T) -> Answer {
-    if place.is_null() {
-        return Err(INVALID_VALUE);
-    }
-    // SAFETY: the caller of the driver passes writable places, as the header demands.
-    unsafe { place.write_unaligned(value) };
-    Ok(())
-}
 
 fn device(state: &State, device: CuDevice) -> Result<u32, CuResult> {
     u32::try_from(device)

@@ -10,6 +10,15 @@
 //! Its memory is not the simulated device's: that exports a file and an offset in it, which
 //! `cuMemGetHandleForAddressRange` has no way to say.
 //!
+//! # Layers
+//!
+//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//!
+//! - `gdrapi`, `pages`, `profile`
+//! - `state`
+//! - `answers`, `ipc`
+//! - `entry`
+//!
 //! # What it cannot show
 //!
 //! Two dma-bufs that overlap with different page bounds, alive at once: the second export is
