@@ -2,7 +2,7 @@
 
 use hmem_core::{Access, Errno, Error, ErrorKind, Result};
 
-use super::{device::OpenDevice, sys::AccessFlags};
+use super::sys::AccessFlags;
 
 bitflags::bitflags! {
     /// Registration flags that fi_mr(3) does not have, with verbs' values.
@@ -109,22 +109,6 @@ pub(super) fn remote_changes(access: Access, device: DeviceRights) -> AccessFlag
     let atomics = device.atomics && access.intersects(Access::ANY_REMOTE_ATOMIC);
     flags.set(AccessFlags::REMOTE_ATOMIC, atomics);
     flags
-}
-
-/// Refuses the right REMOTE_ATOMIC, libfabric's or verbs', on a device without atomics.
-/// REMOTE_WRITE of fi_mr(3), which grants atomics too, grants only RMA writes on such a device.
-pub(super) fn check_atomics(
-    asked: bool,
-    device: &OpenDevice,
-    operation: &'static str,
-) -> Result<()> {
-    if device.rights().atomics || !asked {
-        return Ok(());
-    }
-    Err(Error::new(ErrorKind::Unsupported, operation)
-        .provider(device.nic().to_string())
-        .context("access", "REMOTE_ATOMIC")
-        .remedy(format!("{} has no atomics: register without REMOTE_ATOMIC", device.nic().name)))
 }
 
 /// Returns the flags that [`access_flags`] adds to the requested rights: verbs' LOCAL_WRITE and

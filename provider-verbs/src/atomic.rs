@@ -1,23 +1,83 @@
-//! Atomics: verbs has 64-bit fetch-and-add and compare-and-swap.
+//! Atomics: verbs has 64-bit fetch-and-add and compare-and-swap, with operands by value.
+
+use std::ptr;
 
 use hmem_core::{
-    Access, Error, ErrorKind, Result,
+    Access, Address, Error, ErrorKind, Result,
     provider::Nic,
     transfer::{AtomicOp, AtomicType, LocalSegment, RemoteSegment},
 };
 
 use super::{
-    endpoint::{EndpointState, InFlight, Inner},
-    post::Scratch,
-    region::Held,
-    split::plan,
-    sys::{AtomicPart, SendWr, WrOpcode, WrPart},
+    domain_state::DomainState,
+    errors,
+    region::{CpuAccess, Held},
+    sys::WrOpcode,
 };
 
 /// Bytes of an element.
 pub(super) const ELEMENT: u64 = 8;
 
-/// The work request for an atomic operation.
+/// The operation of an atomic in verbs' words, with its operands.
+pub(super) struct AtomicOperands {
+    pub(super) opcode: WrOpcode,
+    operands: Vec<u64>,
+    /// Empty unless the operation compares.
+    compares: Vec<u64>,
+}
+
+impl AtomicOperands {
+    /// Checks an atomic and reads its operands with the CPU.
+    pub(super) fn read(
+        domain: &DomainState,
+        held: &Held<'_>,
+        (op, datatype, remote): (AtomicOp, AtomicType, &RemoteSegment<'_>),
+        (local, compare): (&[LocalSegment], Option<LocalSegment>),
+    ) -> Result<Self> {
+        let device = &domain.pd.device;
+        let opcode = opcode(device.nic(), op, datatype)?;
+        if !device.rights().atomics {
+            return Err(domain.refuse_post(ErrorKind::Unsupported, "this device has no atomics"));
+        }
+        let whole = remote.len > 0 && remote.len.is_multiple_of(ELEMENT);
+        if !whole || !remote.address.0.is_multiple_of(ELEMENT) {
+            return Err(domain
+                .refuse_post(
+                    ErrorKind::InvalidArgument,
+                    "atomics take whole, aligned 64-bit elements",
+                )
+                .context("address", remote.address)
+                .context("length", remote.len));
+        }
+        let operands = read_elements(domain, held, local, remote.len)?;
+        let compares = match (op, compare) {
+            (AtomicOp::Cswap, Some(segment)) => {
+                read_elements(domain, held, &[segment], remote.len)?
+            }
+            (AtomicOp::Cswap, None) => {
+                return Err(domain.refuse_post(
+                    ErrorKind::InvalidArgument,
+                    "a comparing atomic takes a compare operand",
+                ));
+            }
+            _ => Vec::new(),
+        };
+        Ok(Self { opcode, operands, compares })
+    }
+
+    /// Returns the number of elements.
+    pub(super) fn len(&self) -> usize {
+        self.operands.len()
+    }
+
+    /// Returns the fields `compare_add` and `swap` of an element's work request.
+    pub(super) fn fields(&self, index: usize) -> (u64, u64) {
+        let operand = self.operands[index];
+        self.compares.get(index).map_or((operand, 0), |compare| (*compare, operand))
+    }
+}
+
+/// Returns the work request's opcode for an atomic operation.
 fn opcode(nic: &Nic, op: AtomicOp, datatype: AtomicType) -> Result<WrOpcode> {
     let refuse = |why: &'static str| {
         Err(Error::new(ErrorKind::Unsupported, "atomic")
@@ -36,77 +96,59 @@ fn opcode(nic: &Nic, op: AtomicOp, datatype: AtomicType) -> Result<WrOpcode> {
     }
 }
 
-impl EndpointState {
-    pub(super) fn post_atomic(
-        &self,
-        held: &Held<'_>,
-        inner: &mut Inner,
-        scratch: &mut Scratch,
-        (op, datatype, remote): (AtomicOp, AtomicType, RemoteSegment<'_>),
-        (local, result, compare): (&[LocalSegment], Option<LocalSegment>, Option<LocalSegment>),
-        mut entry: InFlight,
-    ) -> Result<()> {
-        let device = &self.domain.pd.device;
-        let opcode = opcode(device.nic(), op, datatype)?;
-        if !device.rights().atomics {
-            return Err(self.refuse(ErrorKind::Unsupported, "this device has no atomics"));
+/// Reads operands with the CPU: verbs takes them by value.
+fn read_elements(
+    domain: &DomainState,
+    held: &Held<'_>,
+    local: &[LocalSegment],
+    len: u64,
+) -> Result<Vec<u64>> {
+    let total: u64 = local.iter().map(|segment| segment.len).sum();
+    if total != len {
+        return Err(domain
+            .refuse_post(ErrorKind::InvalidArgument, "operands are as many as target elements")
+            .context("operands", total)
+            .context("target", len));
+    }
+    let mut bytes = Vec::with_capacity(len as usize);
+    for segment in local {
+        let mut spans = Vec::new();
+        let (desc, address) = (segment.desc, segment.address);
+        let cpu = held.translate(desc, address, segment.len, Access::WRITE, &mut spans)?;
+        if cpu == CpuAccess::None {
+            return Err(domain.refuse_post(
+                ErrorKind::Unsupported,
+                "verbs takes operands by value: keep them in host memory",
+            ));
         }
-        let whole = remote.len > 0 && remote.len.is_multiple_of(ELEMENT);
-        if !whole || !remote.address.0.is_multiple_of(ELEMENT) {
-            return Err(self
-                .refuse(ErrorKind::InvalidArgument, "atomics take whole, aligned 64-bit elements")
-                .context("address", remote.address)
-                .context("length", remote.len));
+        read_guarded(address, segment.len, &mut bytes)?;
+    }
+    let (elements, _) = bytes.as_chunks::<8>();
+    Ok(elements.iter().map(|element| u64::from_ne_bytes(*element)).collect())
+}
+
+/// Copies host bytes through the kernel, so that pages that are gone are an error and not a fault.
+fn read_guarded(address: Address, len: u64, into: &mut Vec<u8>) -> Result<()> {
+    let len = len as usize;
+    into.reserve(len);
+    let local =
+        libc::iovec { iov_base: into.spare_capacity_mut().as_mut_ptr().cast(), iov_len: len };
+    let remote = libc::iovec {
+        iov_base: ptr::with_exposed_provenance_mut(address.0 as usize),
+        iov_len: len,
+    };
+    // SAFETY: the call writes `len` bytes of spare capacity at most; the other side is checked by
+    // the kernel.
+    let copied = unsafe { libc::process_vm_readv(libc::getpid(), &local, 1, &remote, 1, 0) };
+    match usize::try_from(copied) {
+        Ok(copied) if copied == len => {
+            // SAFETY: the kernel wrote that many bytes.
+            unsafe { into.set_len(into.len() + len) };
+            Ok(())
         }
-        let operands = self.read_elements(held, local, remote.len)?;
-        let compares = match (op, compare) {
-            (AtomicOp::Cswap, Some(segment)) => self.read_elements(held, &[segment], remote.len)?,
-            (AtomicOp::Cswap, None) => {
-                return Err(self.refuse(
-                    ErrorKind::InvalidArgument,
-                    "a comparing atomic takes a compare operand",
-                ));
-            }
-            _ => Vec::new(),
-        };
-        match result {
-            Some(segment) if segment.len == remote.len => {
-                self.local(held, &mut scratch.spans, &[segment], Access::READ)?;
-            }
-            Some(_) => {
-                return Err(
-                    self.refuse(ErrorKind::InvalidArgument, "the result is as long as the target")
-                );
-            }
-            // Verbs always returns the old value: to a place where nobody looks.
-            None => {
-                let nowhere = self.domain.nowhere()?;
-                scratch.spans.extend(std::iter::repeat_n(nowhere, operands.len()));
-            }
+        Ok(_) => {
+            Err(Error::new(ErrorKind::BadAddress, "read operands").context("address", address))
         }
-        self.remote(&mut scratch.targets, &remote)?;
-        let limits = (usize::MAX, ELEMENT);
-        plan(&scratch.spans, &scratch.targets, limits, &mut scratch.segments, &mut scratch.planned);
-        for (index, planned) in scratch.planned.iter().enumerate() {
-            if planned.len != ELEMENT || planned.count != 1 {
-                return Err(self.refuse(
-                    ErrorKind::Unsupported,
-                    "an element lies across a seam of its region",
-                ));
-            }
-            let mut wr = SendWr::new(opcode, 0);
-            let operand = operands[index];
-            let (compare_add, swap) = match compares.get(index) {
-                Some(compare) => (*compare, operand),
-                None => (operand, 0),
-            };
-            let (remote_addr, rkey) = (planned.address, planned.rkey);
-            wr.wr = WrPart { atomic: AtomicPart { remote_addr, compare_add, swap, rkey } };
-            wr.num_sge = 1;
-            wr.sg_list = scratch.segments[planned.first..].as_mut_ptr();
-            scratch.requests.push(wr);
-        }
-        entry.bytes = remote.len;
-        self.submit(inner, &mut scratch.requests, entry)
+        Err(_) => Err(Error::os(errors::last(), "process_vm_readv").context("address", address)),
     }
 }

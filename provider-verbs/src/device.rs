@@ -1,7 +1,6 @@
-//! An open device: its attributes as core wants them, and its ports.
+//! An open device with its attributes as core wants them, and protection domains on it.
 
 use std::{
-    ffi::c_int,
     fs,
     mem::{self, offset_of},
     ptr,
@@ -14,12 +13,13 @@ use hmem_core::{
 };
 
 use super::{
-    DeviceRights, GidEntry, choose_gid, errors, gid,
+    access::DeviceRights,
+    errors,
     library::{Library, device_name},
-    staged::Active,
+    raw_key::RAW_KEY,
     sys::{
-        self, AtomicCap, Context, DeviceAttr, DeviceAttrEx, DeviceCaps, DeviceExInput, LinkLayer,
-        Pd, PortAttr, PortState, VerbsContext,
+        self, AtomicCap, Context, DeviceAttr, DeviceAttrEx, DeviceCaps, DeviceExInput, Pd,
+        VerbsContext,
     },
 };
 
@@ -55,7 +55,6 @@ pub(super) struct OpenDevice {
     on_demand: bool,
     provider_attr: ProviderAttr,
     window_types: Vec<WindowType>,
-    active: Active,
     generations: AtomicU32,
     /// The process that opened the context. A forked child destroys nothing of it.
     process: ProcessMark,
@@ -67,16 +66,6 @@ unsafe impl Send for OpenDevice {}
 // SAFETY: libibverbs calls may share a context between threads (ibverbs(7)); nothing else here has
 // interior state of its own but locks and atomics.
 unsafe impl Sync for OpenDevice {}
-
-/// What an endpoint must know of the port that it speaks through.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Port {
-    pub(super) number: u8,
-    pub(super) lid: u16,
-    pub(super) mtu: c_int,
-    pub(super) max_message: u64,
-    pub(super) gid: Option<GidEntry>,
-}
 
 impl OpenDevice {
     /// Opens a device by name, which wants the PCIe mapping of dma-bufs tried first, or does not.
@@ -135,7 +124,6 @@ impl OpenDevice {
             attr,
             rights: DeviceRights::default(),
             on_demand: false,
-            active: Active::default(),
             generations: AtomicU32::new(0),
             process,
         };
@@ -154,15 +142,10 @@ impl OpenDevice {
         Ok(device)
     }
 
-    /// The generation of the first request of an endpoint that is opened now. Endpoints that close
-    /// add as many as they have used.
+    /// Returns the generation of the first request of an endpoint that is opened now. Endpoints that
+    /// close add as many as they have used.
     pub(super) fn generations(&self) -> &AtomicU32 {
         &self.generations
-    }
-
-    /// The endpoints with staged transfers under way.
-    pub(super) fn active(&self) -> &Active {
-        &self.active
     }
 
     pub(super) fn library(&self) -> &Arc<Library> {
@@ -202,9 +185,21 @@ impl OpenDevice {
         unsafe { &(*self.context).ops }
     }
 
-    /// Asked at each registration: looked up once.
+    /// Returns the properties on which rights depend, looked up once.
     pub(super) fn rights(&self) -> DeviceRights {
         self.rights
+    }
+
+    /// Refuses the right REMOTE_ATOMIC, libfabric's or verbs', on a device without atomics.
+    /// REMOTE_WRITE of fi_mr(3), which grants atomics too, grants only RMA writes on such a device.
+    pub(super) fn check_atomics(&self, asked: bool, operation: &'static str) -> Result<()> {
+        if self.rights.atomics || !asked {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Unsupported, operation)
+            .provider(self.nic.to_string())
+            .context("access", "REMOTE_ATOMIC")
+            .remedy(format!("{} has no atomics: register without REMOTE_ATOMIC", self.nic.name)))
     }
 
     /// iWARP devices say so in sysfs: `node_type` is "4: RNIC".
@@ -314,60 +309,6 @@ impl OpenDevice {
         let found = windows.into_iter().filter(|(cap, _)| caps.contains(*cap));
         found.map(|(_, kind)| kind).collect()
     }
-
-    /// The port to speak through: the one asked for, or the first that is active.
-    pub(super) fn port(&self, asked: Option<u8>, gid_index: Option<u8>) -> Result<Port> {
-        let mut down = Vec::new();
-        let numbers = asked.map_or(1..=self.attr.phys_port_cnt.max(1), |port| port..=port);
-        for number in numbers {
-            let mut attr = PortAttr::default();
-            let query = self.library.functions.query_port;
-            // SAFETY: the context is open; the attributes are writable and zeroed, as the header's
-            // inline fallback passes them.
-            errors::status(unsafe { query(self.context, number, &mut attr) }).map_err(|errno| {
-                errors::call(&self.nic, "ibv_query_port", errno)
-                    .context("port", number)
-                    .remedy(format!("the device has {} ports, from 1 on", self.attr.phys_port_cnt))
-            })?;
-            if asked.is_none() && attr.state != PortState::IBV_PORT_ACTIVE {
-                down.push(format!("{number}: {}", attr.state.name().unwrap_or("unknown state")));
-                continue;
-            }
-            return self.describe_port(number, &attr, gid_index);
-        }
-        Err(Error::new(ErrorKind::Unavailable, "ibv_query_port")
-            .provider(self.nic.to_string())
-            .context("ports", down.join(", "))
-            .remedy("no port is active: bring the link up, or name a port"))
-    }
-
-    fn describe_port(&self, number: u8, attr: &PortAttr, gid_index: Option<u8>) -> Result<Port> {
-        let failed =
-            |errno| errors::call(&self.nic, "ibv_query_gid", errno).context("port", number);
-        let ethernet = attr.link_layer == LinkLayer::IBV_LINK_LAYER_ETHERNET;
-        let gid = match gid_index {
-            Some(index) => {
-                let table = gid::table(self, number, attr).map_err(failed)?;
-                let entry = table.into_iter().find(|entry| entry.index == index);
-                Some(entry.ok_or_else(|| self.no_gid(number).context("index", index))?)
-            }
-            None if ethernet => {
-                let table = gid::table(self, number, attr).map_err(failed)?;
-                Some(choose_gid(&table).ok_or_else(|| self.no_gid(number))?)
-            }
-            None => None,
-        };
-        tracing::debug!(nic = %self.nic, port = number, ?gid, "port chosen");
-        let max_message = if attr.max_msg_sz == 0 { 1 << 30 } else { u64::from(attr.max_msg_sz) };
-        Ok(Port { number, lid: attr.lid, mtu: attr.active_mtu, max_message, gid })
-    }
-
-    fn no_gid(&self, port: u8) -> Error {
-        Error::new(ErrorKind::Unavailable, "ibv_query_gid")
-            .provider(self.nic.to_string())
-            .context("port", port)
-            .remedy("the port has no such GID: give its network interface an address")
-    }
 }
 
 impl Drop for OpenDevice {
@@ -391,7 +332,7 @@ fn blank(nic: &Nic) -> ProviderAttr {
         required_mr_mode,
         basic_mr_mode: required_mr_mode,
         key_size: 4,
-        raw_key_size: super::region::RAW_KEY,
+        raw_key_size: RAW_KEY,
         mr_iov_limit: RANGES,
         max_mr_size: 0,
         max_mr_count: 0,

@@ -1,21 +1,14 @@
-//! A domain: a protection domain, its regions and windows, and the calls of the provider contract.
+//! The application's handle of a domain: the calls of the provider contract.
 
 use std::{
     any::Any,
-    collections::{HashMap, hash_map::Entry},
     ffi::c_void,
     fmt,
-    sync::{
-        Arc, OnceLock,
-        atomic::{AtomicU64, Ordering},
-    },
-    time::Duration,
+    sync::{Arc, atomic::Ordering},
 };
 
-use hmem_core::random::random_u64;
 use hmem_core::{
-    Access, AddressRange, Addressing, Domain, Error, ErrorKind, Iova, LocalKey, RawKey, RemoteKey,
-    RemotePiece, Result,
+    Access, AddressRange, Addressing, Domain, Error, ErrorKind, Iova, RawKey, RemoteKey, Result,
     provider::{
         self, Backing, CompletionQueue, CompositeKeys, DomainRequest, EndpointAttr, Features,
         LiveObjects, ManualProgress, Piece, ProviderAttr, ProviderDomain, ProviderEndpoint,
@@ -23,146 +16,19 @@ use hmem_core::{
         WindowType,
     },
 };
-use parking_lot::RwLock;
 
 use super::{
-    Grant, VerbsKey, VerbsOptions,
-    device::{Port, ProtectionDomain},
-    endpoint::Endpoint,
-    errors, post,
-    provider::Fabric,
-    queue::{CqState, Queue},
-    region::{Kind, Regions, read_raw},
-    register::Registrar,
-    split::Span,
-    staged::Staging,
-    sys::{AccessFlags, Mr},
-    window::Windows,
+    access::{Grant, VerbsOptions},
+    device::ProtectionDomain,
+    domain_state::{DomainOptions, DomainState},
+    endpoint::{Endpoint, Fabric, Queue},
+    region::{Kind, VerbsKey},
+    staged::ActiveLanes,
+    sys::AccessFlags,
+    window::BIND_TIMEOUT,
 };
 
-/// What the builder says about domains.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct DomainOptions {
-    pub(super) options: VerbsOptions,
-    pub(super) port: Option<u8>,
-    pub(super) gid_index: Option<u8>,
-    /// 0 for the device's.
-    pub(super) max_registration: u64,
-    pub(super) connect_in_process: bool,
-    /// `None` for [`PATIENCE`](super::window::PATIENCE).
-    pub(super) bind_timeout: Option<Duration>,
-}
-
-/// What endpoints, queues and the application's handle share.
-pub(super) struct DomainState {
-    pub(super) options: DomainOptions,
-    pub(super) fabric: Arc<Fabric>,
-    pub(super) regions: Regions,
-    pub(super) windows: Windows,
-    pub(super) staging: Staging,
-    pub(super) endpoints: AtomicU64,
-    mapped: RwLock<HashMap<u64, Arc<[RemotePiece]>>>,
-    nowhere: OnceLock<Nowhere>,
-    /// Last, so that everything in it is gone before.
-    pub(super) pd: ProtectionDomain,
-}
-
-/// Where the old values of atomics go that fetch nothing.
-struct Nowhere {
-    mr: *mut Mr,
-    lkey: u32,
-    /// Written by the NIC only.
-    memory: *mut u64,
-}
-
-// SAFETY: libibverbs objects may be used from any thread; the memory is never looked at.
-unsafe impl Send for Nowhere {}
-// SAFETY: no thread looks at the memory, and the region is only named by its key.
-unsafe impl Sync for Nowhere {}
-
-impl DomainState {
-    pub(super) fn registrar(&self) -> Registrar<'_> {
-        let device = self.pd.device.max_registration();
-        let max = match self.options.max_registration {
-            0 => device,
-            asked => asked.min(device),
-        };
-        Registrar { pd: &self.pd, regions: &self.regions, max }
-    }
-
-    pub(super) fn port(&self) -> Result<Port> {
-        self.pd.device.port(self.options.port, self.options.gid_index)
-    }
-
-    pub(super) fn mapped_key(&self, key: &RemoteKey) -> Result<Arc<[RemotePiece]>> {
-        let number = key.as_u64()?;
-        self.mapped.read().get(&number).cloned().ok_or_else(|| {
-            Error::new(ErrorKind::InvalidKey, "post")
-                .provider(self.pd.device.nic().to_string())
-                .remedy("map the raw key in this domain, and use it before it is unmapped")
-        })
-    }
-
-    /// Eight bytes that the NIC may write and nobody reads.
-    pub(super) fn nowhere(&self) -> Result<Span> {
-        let nowhere = match self.nowhere.get() {
-            Some(nowhere) => nowhere,
-            None => {
-                // No lock is held over the driver's call: of two threads that come here at once,
-                // one gives its back.
-                let made = Nowhere::register(&self.pd)?;
-                if let Err(late) = self.nowhere.set(made) {
-                    late.release(&self.pd);
-                }
-                self.nowhere.wait()
-            }
-        };
-        let address = nowhere.memory.expose_provenance() as u64;
-        Ok(post::span_of(address, LocalKey::from_provider(u64::from(nowhere.lkey))))
-    }
-}
-
-impl Nowhere {
-    fn register(pd: &ProtectionDomain) -> Result<Self> {
-        let memory: *mut u64 = Box::into_raw(Box::new(0));
-        let access = AccessFlags::LOCAL_WRITE.bits() as i32;
-        let register = pd.device.library().functions.reg_mr;
-        // SAFETY: the memory is freed only after the region is deregistered.
-        let mr = unsafe { register(pd.pd, memory.cast(), size_of::<u64>(), access) };
-        if mr.is_null() {
-            let error = errors::call(pd.device.nic(), "ibv_reg_mr", errors::last());
-            // SAFETY: it was boxed above and is registered nowhere.
-            drop(unsafe { Box::from_raw(memory) });
-            return Err(error);
-        }
-        // SAFETY: the driver made the region just now.
-        let lkey = unsafe { (*mr).lkey };
-        Ok(Self { mr, lkey, memory })
-    }
-
-    fn release(self, pd: &ProtectionDomain) {
-        let deregister = pd.device.library().functions.dereg_mr;
-        // SAFETY: nobody transfers there: the value was never handed out, or every endpoint is
-        // gone.
-        match errors::status(unsafe { deregister(self.mr) }) {
-            // SAFETY: it was boxed when it was registered, and is registered no more.
-            Ok(()) => drop(unsafe { Box::from_raw(self.memory) }),
-            Err(errno) => tracing::error!(%errno, "ibv_dereg_mr: eight bytes are leaked"),
-        }
-    }
-}
-
-impl Drop for DomainState {
-    fn drop(&mut self) {
-        self.windows.clear(self);
-        self.regions.clear(&self.pd);
-        if let Some(nowhere) = self.nowhere.take() {
-            nowhere.release(&self.pd);
-        }
-    }
-}
-
-/// An open domain, and what verbs has that core has no words for.
+/// An open domain, with the calls of verbs that core has no words for.
 ///
 /// ```no_run
 /// use hmem_core::Domain;
@@ -176,13 +42,15 @@ impl Drop for DomainState {
 /// ```
 pub struct VerbsDomain {
     state: Arc<DomainState>,
+    active: Arc<ActiveLanes>,
+    fabric: Arc<Fabric>,
 }
 
 impl VerbsDomain {
     pub(super) fn open(
         pd: ProtectionDomain,
         options: DomainOptions,
-        fabric: Arc<Fabric>,
+        (active, fabric): (Arc<ActiveLanes>, Arc<Fabric>),
         request: &DomainRequest,
     ) -> Result<Self> {
         if !request.auth_key.0.is_empty() {
@@ -193,18 +61,8 @@ impl VerbsDomain {
                 ));
         }
         tracing::debug!(nic = %pd.device.nic(), mode = %request.mode, ?options, "verbs domain opened");
-        let state = DomainState {
-            options,
-            fabric,
-            regions: Regions::default(),
-            windows: Windows::default(),
-            staging: Staging::new(request.staging),
-            endpoints: AtomicU64::new(0),
-            mapped: RwLock::default(),
-            nowhere: OnceLock::new(),
-            pd,
-        };
-        Ok(Self { state: Arc::new(state) })
+        let state = Arc::new(DomainState::new(pd, options, request.staging));
+        Ok(Self { state, active, fabric })
     }
 
     /// The verbs side of a domain; `None` if its provider is another.
@@ -279,8 +137,7 @@ impl VerbsDomain {
     ) -> Result<ProviderRegion> {
         let registrar = self.state.registrar();
         if pieces.iter().any(|piece| matches!(piece.backing, Backing::Staged(_))) {
-            registrar.check(request)?;
-            return self.state.register_staged(request, pieces, options);
+            return self.state.staging.register(&registrar, request, pieces, options);
         }
         registrar.register(request, pieces, options)
     }
@@ -351,18 +208,19 @@ unsafe impl ProviderDomain for VerbsDomain {
     fn deregister(&self, region: ProviderRegion) -> Result<()> {
         let taken = self.state.regions.take(region)?;
         if let Kind::Staged(staged) = &taken.kind {
-            self.state.close_staged(staged);
+            self.state.staging.close(staged);
+            self.active.abandon_closed();
             return Ok(());
         }
         self.state.regions.deregister(&self.state.pd, region, taken)
     }
 
     fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
-        Ok(Arc::new(Queue { state: Arc::new(CqState::create(&self.state.pd.device, depth)?) }))
+        Ok(Arc::new(Queue::open(&self.state.pd.device, Arc::clone(&self.active), depth)?))
     }
 
     fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
-        Ok(Arc::new(Endpoint::open(&self.state, attr)?))
+        Ok(Endpoint::open(&self.state, (&self.active, &self.fabric), attr)?)
     }
 
     fn live(&self) -> LiveObjects {
@@ -372,7 +230,7 @@ unsafe impl ProviderDomain for VerbsDomain {
             page_registrations,
             bytes,
             windows: self.state.windows.count(),
-            mapped_keys: self.state.mapped.read().len() as u64,
+            mapped_keys: self.state.mapped_keys(),
             endpoints: self.state.endpoints.load(Ordering::Relaxed),
             staging_buffers: self.state.staging.pool().map_or(0, |pool| pool.held()),
         }
@@ -429,25 +287,11 @@ impl RawKeys for VerbsDomain {
         addressing: Addressing,
         raw: &RawKey,
     ) -> Result<RemoteKey> {
-        let pieces: Arc<[_]> = read_raw(raw)?.into();
-        // Not counted: another domain's key must not name one of this.
-        let number = loop {
-            let number = random_u64("verbs")?;
-            if let Entry::Vacant(entry) = self.state.mapped.write().entry(number) {
-                entry.insert(pieces);
-                break number;
-            }
-        };
-        Ok(RemoteKey::mapped(addressing, base, len, number))
+        self.state.map_raw(base, len, addressing, raw)
     }
 
     fn unmap_key(&self, key: &RemoteKey) -> Result<()> {
-        if key.is_mapped() && self.state.mapped.write().remove(&key.as_u64()?).is_some() {
-            return Ok(());
-        }
-        Err(Error::new(ErrorKind::InvalidKey, "unmap key")
-            .provider(self.attr().nic.to_string())
-            .remedy("unmap a key once, in the domain that mapped it"))
+        self.state.unmap_key(key)
     }
 }
 
@@ -457,15 +301,17 @@ impl provider::Windows for VerbsDomain {
     }
 
     fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow> {
-        self.state.windows.alloc(&self.state, window)
+        self.state.windows.alloc(&self.state.pd, window)
     }
 
     fn bind_window(&self, window: ProviderWindow, bind: &WindowBind) -> Result<ProviderWindow> {
-        self.state.windows.bind_type_1(&self.state, window, bind)
+        let DomainState { pd, regions, windows, options, .. } = &*self.state;
+        let timeout = options.bind_timeout.unwrap_or(BIND_TIMEOUT);
+        windows.bind_type_1((pd, regions), (options.port, timeout), window, bind)
     }
 
     fn free_window(&self, window: ProviderWindow) -> Result<()> {
-        self.state.windows.free(&self.state, window)
+        self.state.windows.free(&self.state.pd, window)
     }
 }
 
@@ -478,7 +324,7 @@ impl StagingAccess for VerbsDomain {
 /// The NIC executes requests by itself, but those that name staged memory.
 impl ManualProgress for VerbsDomain {
     fn progress(&self) -> Result<usize> {
-        Ok(self.state.pd.device.active().progress())
+        Ok(self.active.progress())
     }
 }
 

@@ -1,4 +1,4 @@
-//! Which of a port's GIDs an endpoint speaks from.
+//! The GIDs of a port, and the choice of one.
 
 use std::fs;
 
@@ -10,7 +10,7 @@ use super::{
     sys::{Gid, PortAttr},
 };
 
-/// What a GID stands for (`/sys/class/infiniband/*/ports/*/gid_attrs/types/*`).
+/// The meaning of a GID (`/sys/class/infiniband/*/ports/*/gid_attrs/types/*`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GidType {
     /// InfiniBand, or RoCE version 1, which sysfs names alike.
@@ -28,7 +28,7 @@ pub struct GidEntry {
     pub index: u8,
     /// The GID, in network order.
     pub gid: [u8; 16],
-    /// What it stands for.
+    /// Its meaning.
     pub kind: GidType,
 }
 
@@ -57,7 +57,7 @@ pub fn choose_gid(entries: &[GidEntry]) -> Option<GidEntry> {
     ranked.min_by_key(|(rank, index, _)| (*rank, *index)).map(|(_, _, entry)| entry)
 }
 
-/// The GIDs of a port that are set.
+/// Returns the GIDs of a port that are set.
 pub(super) fn table(
     device: &OpenDevice,
     port: u8,
@@ -79,7 +79,7 @@ pub(super) fn table(
 }
 
 /// One entry of the table.
-pub(super) fn entry(device: &OpenDevice, port: u8, index: u8) -> Result<Gid, Errno> {
+fn entry(device: &OpenDevice, port: u8, index: u8) -> Result<Gid, Errno> {
     let mut gid = Gid::default();
     let functions = &device.library().functions;
     // SAFETY: the context is open as long as `device`; `gid` is writable for the call.

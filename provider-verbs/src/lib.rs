@@ -45,38 +45,60 @@
 
 #![deny(unsafe_code)]
 
+// The layers, lower ones first. A file imports only from layers above it in this list.
+//
+// - `sys`: functions and layouts of libibverbs; `split`: arithmetic of cuts; `huge`;
+// - `access`, `raw_key`: rights and raw keys; `errors`, `completion`: what drivers report;
+// - `library`, `device`, `gid`, `port`: `Library`, `OpenDevice`, `ProtectionDomain`, `Port`;
+// - `cq`, `connection`: `VerbsCq`, `QueuePair`, `Connection`;
+// - `staged/memory`, `region`, `parallel`, `register`, `staged/buffers`: `Regions`, `Registrar`,
+//   `Staging`;
+// - `window`: `Windows`;
+// - `domain_state`: `DomainState`, which owns the parts above;
+// - `atomic`, `chain`: `Chain`, which turns a request's lists into work requests;
+// - `in_flight`, `post`: `RequestTable`, and `Poster`, which owns it and the connection;
+// - `queue`: `CqState`, which passes work completions to posters;
+// - `staged/request`, `staged/lane`: `Lanes` of staged transfers;
+// - `endpoint`, `domain`, `provider`: the application's handles.
+
 mod access;
+#[allow(unsafe_code)]
 mod atomic;
+#[allow(unsafe_code)]
+mod chain;
 mod completion;
 #[allow(unsafe_code)]
-mod connect;
+mod connection;
+#[allow(unsafe_code)]
+mod cq;
 #[allow(unsafe_code)]
 mod device;
 #[allow(unsafe_code)]
 mod domain;
+#[allow(unsafe_code)]
+mod domain_state;
 #[allow(unsafe_code)]
 mod endpoint;
 mod errors;
 #[allow(unsafe_code)]
 mod gid;
 mod huge;
+mod in_flight;
 #[allow(unsafe_code)]
 mod library;
-#[allow(unsafe_code)]
-mod operand;
 mod parallel;
+#[allow(unsafe_code)]
+mod port;
 #[allow(unsafe_code)]
 mod post;
 #[allow(unsafe_code)]
 mod provider;
-#[allow(unsafe_code)]
 mod queue;
+mod raw_key;
 #[allow(unsafe_code)]
 mod region;
 #[allow(unsafe_code)]
 mod register;
-#[allow(unsafe_code)]
-mod single;
 mod split;
 #[allow(unsafe_code)]
 mod staged;

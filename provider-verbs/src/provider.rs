@@ -6,7 +6,7 @@ use std::{
     ffi::c_void,
     fmt,
     path::{Path, PathBuf},
-    sync::{Arc, Weak},
+    sync::Arc,
     time::Duration,
 };
 
@@ -17,11 +17,13 @@ use hmem_core::{
 use parking_lot::Mutex;
 
 use super::{
-    ForkSupport, VerbsDomain, VerbsOptions,
+    access::VerbsOptions,
     device::{OpenDevice, ProtectionDomain},
-    domain::DomainOptions,
-    endpoint::EndpointState,
-    library::Library,
+    domain::VerbsDomain,
+    domain_state::DomainOptions,
+    endpoint::Fabric,
+    library::{ForkSupport, Library},
+    staged::ActiveLanes,
     sys::{Functions, Pd},
 };
 
@@ -91,14 +93,14 @@ impl Builder {
     /// Speaks through this port instead of the first active one.
     #[must_use]
     pub fn port(mut self, port: u8) -> Self {
-        self.domain.port = Some(port);
+        self.domain.port.number = Some(port);
         self
     }
 
     /// Speaks from this entry of the port's GID table instead of the best one.
     #[must_use]
     pub fn gid_index(mut self, index: u8) -> Self {
-        self.domain.gid_index = Some(index);
+        self.domain.port.gid_index = Some(index);
         self
     }
 
@@ -159,8 +161,9 @@ impl Builder {
         let pcie_mapping_first = self.needs_pcie_mapping()?;
         let library = self.start()?;
         // SAFETY: the caller vouches for the protection domain.
-        let device = Arc::new(unsafe { OpenDevice::borrowed(&library, pd, pcie_mapping_first) }?);
-        Verbs::new(library, pcie_mapping_first, self.domain, Some((device, BroughtPd(pd))))
+        let device = unsafe { OpenDevice::borrowed(&library, pd, pcie_mapping_first) }?;
+        let brought = Some((Device::new(device), BroughtPd(pd)));
+        Verbs::new(library, pcie_mapping_first, self.domain, brought)
     }
 
     /// What was said, or else what the environment says.
@@ -214,34 +217,24 @@ struct Inner {
     library: Arc<Library>,
     pcie_mapping_first: bool,
     options: DomainOptions,
-    brought: Option<(Arc<OpenDevice>, BroughtPd)>,
+    brought: Option<(Device, BroughtPd)>,
     /// Kept open: opening costs milliseconds, and every domain of a device can share one context.
-    devices: Mutex<HashMap<String, Arc<OpenDevice>>>,
+    devices: Mutex<HashMap<String, Device>>,
     fabric: Arc<Fabric>,
     /// The process that opened the provider, the only one in which it opens domains.
     process: ProcessMark,
 }
 
-/// The endpoints of one provider, for [`Builder::connect_in_process`].
-#[derive(Debug, Default)]
-pub(super) struct Fabric {
-    endpoints: Mutex<Vec<Weak<EndpointState>>>,
+/// An open device, and the lanes of its endpoints.
+#[derive(Clone)]
+struct Device {
+    open: Arc<OpenDevice>,
+    active: Arc<ActiveLanes>,
 }
 
-impl Fabric {
-    pub(super) fn add(&self, endpoint: &Arc<EndpointState>) {
-        let mut endpoints = self.endpoints.lock();
-        endpoints.retain(|endpoint| endpoint.strong_count() > 0);
-        endpoints.push(Arc::downgrade(endpoint));
-    }
-
-    /// The endpoint that `is_it` holds for.
-    pub(super) fn find(
-        &self,
-        is_it: impl Fn(&EndpointState) -> bool,
-    ) -> Option<Arc<EndpointState>> {
-        let alive: Vec<_> = self.endpoints.lock().iter().filter_map(Weak::upgrade).collect();
-        alive.into_iter().find(|endpoint| is_it(endpoint))
+impl Device {
+    fn new(open: OpenDevice) -> Self {
+        Self { open: Arc::new(open), active: Arc::default() }
     }
 }
 
@@ -269,7 +262,7 @@ impl Verbs {
         library: Arc<Library>,
         pcie_mapping_first: bool,
         options: DomainOptions,
-        brought: Option<(Arc<OpenDevice>, BroughtPd)>,
+        brought: Option<(Device, BroughtPd)>,
     ) -> Result<Self> {
         let (devices, fabric) = (Mutex::default(), Arc::default());
         let process = ProcessMark::current()?;
@@ -317,20 +310,20 @@ impl Verbs {
         let (mut nics, mut left_out) = (Vec::with_capacity(names.len()), Vec::new());
         for name in names {
             match self.device(&name) {
-                Ok(device) => nics.push(device.provider_attr().clone()),
+                Ok(device) => nics.push(device.open.provider_attr().clone()),
                 Err(error) => left_out.push((name, error)),
             }
         }
         Ok((nics, left_out))
     }
 
-    fn device(&self, name: &str) -> Result<Arc<OpenDevice>> {
+    fn device(&self, name: &str) -> Result<Device> {
         if let Some(device) = self.inner.devices.lock().get(name) {
-            return Ok(Arc::clone(device));
+            return Ok(device.clone());
         }
         let device = OpenDevice::open(&self.inner.library, name, self.inner.pcie_mapping_first)?;
-        let device = Arc::new(device);
-        Ok(Arc::clone(self.inner.devices.lock().entry(name.to_owned()).or_insert(device)))
+        let device = Device::new(device);
+        Ok(self.inner.devices.lock().entry(name.to_owned()).or_insert(device).clone())
     }
 }
 
@@ -341,7 +334,7 @@ impl Provider for Verbs {
 
     fn nics(&self) -> Result<Vec<ProviderAttr>> {
         if let Some((device, _)) = &self.inner.brought {
-            return Ok(vec![device.provider_attr().clone()]);
+            return Ok(vec![device.open.provider_attr().clone()]);
         }
         let (nics, mut left_out) = self.survey()?;
         for (device, error) in &left_out {
@@ -355,29 +348,34 @@ impl Provider for Verbs {
 
     fn open_domain(&self, request: &DomainRequest) -> Result<Arc<dyn ProviderDomain>> {
         self.inner.process.check("open domain")?;
-        let pd = match &self.inner.brought {
+        let (pd, active) = match &self.inner.brought {
             Some((device, pd)) => {
-                let name = &device.nic().name;
+                let nic = device.open.nic();
+                let name = &nic.name;
                 if request.nic.as_ref().is_some_and(|asked| asked != name) {
                     return Err(Error::new(ErrorKind::InvalidArgument, "open domain")
-                        .provider(device.nic().to_string())
+                        .provider(nic.to_string())
                         .context("nic", request.nic.as_deref().unwrap_or_default())
                         .remedy("the protection domain that was brought along belongs to the named device"));
                 }
                 // SAFETY: `with_pd`'s caller keeps it alive for as long as anything opened from
                 // this provider.
-                unsafe { ProtectionDomain::borrowed(device, pd.0) }
+                (
+                    unsafe { ProtectionDomain::borrowed(&device.open, pd.0) },
+                    Arc::clone(&device.active),
+                )
             }
             None => {
                 let name = match &request.nic {
                     Some(name) => name.clone(),
                     None => self.inner.library.device_names()?.swap_remove(0),
                 };
-                ProtectionDomain::alloc(&self.device(&name)?)?
+                let device = self.device(&name)?;
+                (ProtectionDomain::alloc(&device.open)?, device.active)
             }
         };
-        let domain =
-            VerbsDomain::open(pd, self.inner.options, Arc::clone(&self.inner.fabric), request)?;
+        let shared = (active, Arc::clone(&self.inner.fabric));
+        let domain = VerbsDomain::open(pd, self.inner.options, shared, request)?;
         Ok(Arc::new(domain))
     }
 }

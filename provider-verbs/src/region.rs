@@ -17,9 +17,9 @@ use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
 use super::{
-    VerbsOptions,
+    access::VerbsOptions,
     device::ProtectionDomain,
-    errors,
+    errors, raw_key,
     split::Span,
     staged::StagedRegion,
     sys::{AccessFlags, Mr},
@@ -110,13 +110,6 @@ pub(super) struct Regions {
     next: AtomicU64,
 }
 
-/// Bytes of the raw key of a region of one registration; each further one adds the same without the
-/// header.
-pub(super) const RAW_KEY: usize = RAW_HEADER + RAW_PIECE;
-const RAW_HEADER: usize = 4;
-const RAW_PIECE: usize = 20;
-const RAW_MAGIC: [u8; 3] = *b"vk\x01";
-
 fn unknown(operation: &'static str) -> Error {
     Error::new(ErrorKind::InvalidArgument, operation)
         .provider("verbs")
@@ -146,7 +139,7 @@ impl Region {
         }
     }
 
-    fn pieces(&self) -> impl Iterator<Item = RemotePiece> {
+    fn pieces(&self) -> impl ExactSizeIterator<Item = RemotePiece> {
         self.parts.iter().map(|part| RemotePiece {
             base: Iova(part.key.base),
             len: part.key.range.len(),
@@ -417,15 +410,7 @@ impl Regions {
             if matches!(region.kind, Kind::Staged(_)) {
                 return Err(no_remote_key("raw_attr"));
             }
-            let mut raw = Vec::with_capacity(RAW_HEADER + RAW_PIECE * region.parts.len());
-            raw.extend_from_slice(&RAW_MAGIC);
-            raw.push(u8::from(region.addressing() == Addressing::ZeroBased));
-            for piece in region.pieces() {
-                raw.extend_from_slice(&piece.base.0.to_be_bytes());
-                raw.extend_from_slice(&piece.len.to_be_bytes());
-                raw.extend_from_slice(&(piece.key as u32).to_be_bytes());
-            }
-            Ok(RawKey(raw))
+            Ok(raw_key::encode(region.addressing(), region.pieces()))
         })
     }
 }
@@ -504,32 +489,6 @@ impl Held<'_> {
         }
         Ok(region.cpu)
     }
-}
-
-/// The pieces of a raw key.
-pub(super) fn read_raw(raw: &RawKey) -> Result<Vec<RemotePiece>> {
-    let malformed = || {
-        Error::new(ErrorKind::Malformed, "map raw key")
-            .provider("verbs")
-            .context("bytes", raw.0.len())
-            .remedy("pass on the bytes of raw_attr unchanged and whole")
-    };
-    let body = raw.0.strip_prefix(&RAW_MAGIC).ok_or_else(malformed)?;
-    let Some((0 | 1, body)) = body.split_first().map(|(zero, body)| (*zero, body)) else {
-        return Err(malformed());
-    };
-    let (pieces, rest) = body.as_chunks::<RAW_PIECE>();
-    if pieces.is_empty() || !rest.is_empty() {
-        return Err(malformed());
-    }
-    let read = |piece: &[u8; RAW_PIECE]| {
-        let number = |from: usize| {
-            piece[from..].first_chunk::<8>().map_or(0, |bytes| u64::from_be_bytes(*bytes))
-        };
-        let key = piece.last_chunk::<4>().map_or(0, |bytes| u32::from_be_bytes(*bytes));
-        RemotePiece { base: Iova(number(0)), len: number(8), key: u64::from(key) }
-    };
-    Ok(pieces.iter().map(read).collect())
 }
 
 /// Deregisters one part.

@@ -8,17 +8,16 @@ use std::{
 
 use hmem_core::{
     Access, Address, AddressRange, Addressing, DmaBufOffset, Error, ErrorKind, Parallel, Result,
-    provider::{Backing, KeyRequest, Piece, ProviderRegion, Registration, WindowType},
+    provider::{Backing, KeyRequest, Piece, ProviderRegion, Registration},
 };
 
 use super::{
-    VerbsKey, VerbsOptions,
-    access::{access_flags, access_of, added, check_atomics, check_flags, names},
+    access::{VerbsOptions, access_flags, access_of, added, check_flags, names},
     device::ProtectionDomain,
     errors::{self, BackingKind, RegistrationCall},
     huge::lies_in_huge_pages,
     parallel::{self, Cut},
-    region::{CpuAccess, Kind, Part, Parts, Region, Regions, release},
+    region::{CpuAccess, Kind, Part, Parts, Region, Regions, VerbsKey, release},
     split::seams,
     sys::{self, AccessFlags, Mr},
 };
@@ -79,7 +78,7 @@ impl Registrar<'_> {
             );
         }
         let device = &self.pd.device;
-        check_atomics(request.access.contains(Access::REMOTE_ATOMIC), device, "register")?;
+        device.check_atomics(request.access.contains(Access::REMOTE_ATOMIC), "register")?;
         let flags = access_flags(request.access, device.rights());
         if tracing::enabled!(tracing::Level::DEBUG) {
             let added = added(request.access, self.pd.device.rights());
@@ -111,7 +110,7 @@ impl Registrar<'_> {
         flags: AccessFlags,
     ) -> Result<ProviderRegion> {
         check_flags(flags)?;
-        check_atomics(flags.contains(AccessFlags::REMOTE_ATOMIC), &self.pd.device, "ibv_reg_mr")?;
+        self.pd.device.check_atomics(flags.contains(AccessFlags::REMOTE_ATOMIC), "ibv_reg_mr")?;
         let options = VerbsOptions::from_bits_truncate(flags.bits());
         let piece = Piece { range, backing: Backing::Host { owned: false } };
         let flags = flags.difference(options.flags());
@@ -398,7 +397,7 @@ impl Registrar<'_> {
 
     fn rereg_parts(&self, rereg: sys::ReregMr, region: &mut Region, access: Access) -> Result<()> {
         let device = &self.pd.device;
-        check_atomics(access.contains(Access::REMOTE_ATOMIC), device, REREG)?;
+        device.check_atomics(access.contains(Access::REMOTE_ATOMIC), REREG)?;
         let flags = access_flags(access, device.rights()) | region.options.flags();
         for index in 0..region.parts.len() {
             let Err((error, mut lost)) = self.rereg_part(rereg, &mut region.parts[index], flags)
@@ -473,9 +472,4 @@ impl Drop for Unfinished<'_> {
 
 fn owned(pieces: &[Piece<'_>]) -> bool {
     pieces.iter().all(|piece| matches!(piece.backing, Backing::Host { owned: true }))
-}
-
-/// Whether a device has a window type.
-pub(super) fn has_window(pd: &ProtectionDomain, kind: WindowType) -> bool {
-    pd.device.window_types().contains(&kind)
 }

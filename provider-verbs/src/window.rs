@@ -1,7 +1,8 @@
 //! Memory windows of type 1, bound by a call, and of type 2, bound by posted requests.
 //!
 //! A type 1 window is bound through a queue pair that is connected to itself, opened with the first
-//! bind: verbs wants one, and any of the protection domain will do.
+//! bind: verbs wants one, and any of the protection domain will do. A type 2 window is bound by a
+//! request that the caller posts, under the lock of the table.
 
 use std::{
     collections::HashMap,
@@ -13,22 +14,20 @@ use std::{
 
 use hmem_core::{
     Access, Address, Addressing, Error, ErrorKind, Result,
-    provider::{ProviderRegion, ProviderWindow, WindowBind, WindowType},
+    provider::{ProviderWindow, WindowBind, WindowType},
     transfer::CompletionKind,
 };
 use parking_lot::Mutex;
 
 use super::{
-    access::{check_atomics, remote_changes},
+    access::remote_changes,
     completion::status_error,
-    connect::QueuePair,
-    domain::DomainState,
-    endpoint::{EndpointState, InFlight, Inner},
+    connection::QueuePair,
+    cq::VerbsCq,
+    device::ProtectionDomain,
     errors,
-    post::Scratch,
-    queue::CqState,
-    region::{Part, Region},
-    register::has_window,
+    port::{Port, PortChoice},
+    region::{Part, Region, Regions},
     sys::{
         AccessFlags, BindPart, Mw, MwBind, MwBindInfo, MwType, SendFlags, SendWr, Wc, WcStatus,
         WrOpcode,
@@ -37,7 +36,7 @@ use super::{
 
 /// The default time limit of a type 1 window's bind. Binds are local, so that only a dead device
 /// takes this long.
-pub(super) const PATIENCE: Duration = Duration::from_secs(30);
+pub(super) const BIND_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[derive(Debug)]
 struct Window {
@@ -66,7 +65,7 @@ pub(super) struct Windows {
 #[derive(Debug)]
 struct Binder {
     pair: QueuePair,
-    cq: CqState,
+    cq: VerbsCq,
     failed: bool,
 }
 
@@ -87,24 +86,20 @@ impl Windows {
         self.map.lock().len() as u64
     }
 
-    pub(super) fn alloc(&self, domain: &DomainState, kind: WindowType) -> Result<ProviderWindow> {
-        let nic = domain.pd.device.nic();
+    pub(super) fn alloc(&self, pd: &ProtectionDomain, kind: WindowType) -> Result<ProviderWindow> {
+        let nic = pd.device.nic();
         let refuse = |why: String| {
             Error::new(ErrorKind::Unsupported, "ibv_alloc_mw").provider(nic.to_string()).remedy(why)
         };
-        if !has_window(&domain.pd, kind) {
+        if !pd.device.window_types().contains(&kind) {
             return Err(refuse(format!("{} has no windows of type {kind:?}", nic.name)));
         }
-        let alloc = domain
-            .pd
-            .device
-            .ops()
-            .alloc_mw
-            .ok_or_else(|| refuse("the driver has no windows".into()))?;
+        let alloc =
+            pd.device.ops().alloc_mw.ok_or_else(|| refuse("the driver has no windows".into()))?;
         let of =
             if kind == WindowType::One { MwType::IBV_MW_TYPE_1 } else { MwType::IBV_MW_TYPE_2 };
-        // SAFETY: the protection domain is alive as long as `domain`.
-        let mw = unsafe { alloc(domain.pd.pd, of) };
+        // SAFETY: the protection domain is alive as long as `pd`.
+        let mw = unsafe { alloc(pd.pd, of) };
         if mw.is_null() {
             return Err(errors::call(nic, "ibv_alloc_mw", errors::last()));
         }
@@ -115,16 +110,16 @@ impl Windows {
         Ok(ProviderWindow { token, key })
     }
 
-    pub(super) fn free(&self, domain: &DomainState, window: ProviderWindow) -> Result<()> {
+    pub(super) fn free(&self, pd: &ProtectionDomain, window: ProviderWindow) -> Result<()> {
         let taken = self.map.lock().remove(&window.token).ok_or_else(unknown)?;
-        if let Err(error) = dealloc(domain, taken.mw) {
+        if let Err(error) = dealloc(pd, taken.mw) {
             self.map.lock().insert(window.token, taken);
             return Err(error);
         }
         Ok(())
     }
 
-    /// Whether the queue pair that it is bound through has to stay.
+    /// Returns true if the queue pair that the window is bound through has to stay.
     pub(super) fn holds_pair(&self, token: u64) -> bool {
         self.map
             .lock()
@@ -133,10 +128,10 @@ impl Windows {
     }
 
     /// Frees a window before the queue pair that it is bound through.
-    pub(super) fn release_bound(&self, domain: &DomainState, token: u64) {
+    pub(super) fn release_bound(&self, pd: &ProtectionDomain, token: u64) {
         let mut map = self.map.lock();
         if let Some(window) = map.get_mut(&token) {
-            if let Err(error) = dealloc(domain, window.mw) {
+            if let Err(error) = dealloc(pd, window.mw) {
                 tracing::error!(%error, "a bound window could not be freed before its endpoint");
             }
             window.mw = ptr::null_mut();
@@ -169,85 +164,25 @@ impl Windows {
         }
     }
 
-    /// Checks what drivers answer with a dead connection or a crash, and finds the registration to
-    /// bind to.
-    pub(super) fn target<'a>(
-        &self,
-        domain: &DomainState,
-        region: &'a Region,
-        (offset, len): (u64, u64),
-        access: Access,
-    ) -> Result<(&'a Part, Address)> {
-        let refuse = |kind, why: &'static str| {
-            Error::new(kind, "bind window").provider(domain.pd.device.nic().to_string()).remedy(why)
-        };
-        if !region.flags.contains(AccessFlags::MW_BIND) {
-            return Err(refuse(
-                ErrorKind::AccessDenied,
-                "the region was registered without VerbsOptions::MW_BIND: ask for it",
-            ));
-        }
-        if access.peers_write() && !region.flags.contains(AccessFlags::LOCAL_WRITE) {
-            return Err(refuse(
-                ErrorKind::AccessDenied,
-                "remote write or atomic through a window needs a region that the NIC may write \
-                 (IBA 10.6.7.2.2)",
-            ));
-        }
-        let device = &domain.pd.device;
-        check_atomics(access.contains(Access::REMOTE_ATOMIC), device, "bind window")?;
-        if region.flags.contains(AccessFlags::ZERO_BASED) {
-            return Err(refuse(
-                ErrorKind::Unsupported,
-                "windows bind to regions with virtual addresses",
-            ));
-        }
-        let whole = region.parts.iter().map(|part| part.key.range.len()).sum::<u64>();
-        region.slice(offset, len).ok_or_else(|| {
-            if offset <= whole && len <= whole - offset {
-                refuse(
-                    ErrorKind::Unsupported,
-                    "the range crosses a seam of the region, which is split",
-                )
-            } else {
-                refuse(ErrorKind::OutOfBounds, "a window lies inside its region")
-            }
-        })
-    }
-
-    /// A window's rights in verbs' words.
-    pub(super) fn flags(
-        &self,
-        domain: &DomainState,
-        access: Access,
-        addressing: Addressing,
-    ) -> AccessFlags {
-        let mut flags = AccessFlags::empty();
-        flags.set(AccessFlags::REMOTE_READ, access.contains(Access::REMOTE_READ));
-        flags |= remote_changes(access, domain.pd.device.rights());
-        flags.set(AccessFlags::ZERO_BASED, addressing == Addressing::ZeroBased);
-        flags
-    }
-
     /// Binds a type 1 window, or unbinds it with length 0.
     pub(super) fn bind_type_1(
         &self,
-        domain: &DomainState,
+        (pd, regions): (&ProtectionDomain, &Regions),
+        (port, timeout): (PortChoice, Duration),
         window: ProviderWindow,
         bind: &WindowBind,
     ) -> Result<ProviderWindow> {
         let mut kept = self.binder.lock();
         let mut binder = match kept.take() {
             Some(binder) => binder,
-            None => Binder::open(domain)?,
+            None => Binder::open(pd, port)?,
         };
-        let bound = domain.regions.with(bind.region, "bind window", |region| {
+        let bound = regions.with(bind.region, "bind window", |region| {
             let (mr, address) = if bind.len == 0 {
                 // A null region crashes librxe: with length 0 it only names the domain.
                 region.parts.first().map(|part| (part.mr, 0)).ok_or_else(unknown)?
             } else {
-                let (part, address) =
-                    self.target(domain, region, (bind.offset, bind.len), bind.access)?;
+                let (part, address) = target(pd, region, bind)?;
                 (part.mr, address.0)
             };
             if bind.addressing == Addressing::ZeroBased {
@@ -255,9 +190,8 @@ impl Windows {
                     .provider("verbs")
                     .remedy("type 1 windows have virtual addresses"));
             }
-            let flags = self.flags(domain, bind.access, bind.addressing);
-            let info =
-                MwBindInfo { mr, addr: address, length: bind.len, mw_access_flags: flags.bits() };
+            let mw_access_flags = flags(pd, bind).bits();
+            let info = MwBindInfo { mr, addr: address, length: bind.len, mw_access_flags };
             let map = self.map.lock();
             let held = map.get(&window.token).ok_or_else(unknown)?;
             if held.kind != WindowType::One {
@@ -266,17 +200,77 @@ impl Windows {
                     .remedy("type 2 windows are bound by a posted request"));
             }
             // SAFETY: window and region are alive under their locks.
-            let key = unsafe { binder.bind(domain, held.mw, info) }?;
+            let key = unsafe { binder.bind(pd, held.mw, info, timeout) }?;
             Ok(ProviderWindow { key: u64::from(key), ..window })
         });
         *kept = Some(binder).filter(|binder| !binder.failed);
         bound
     }
 
+    /// Binds a type 2 window by the work request that `post` posts to the queue pair `through`.
+    /// `post` gets the window's key before the bind too.
+    pub(super) fn bind_type_2(
+        &self,
+        pd: &ProtectionDomain,
+        region: &Region,
+        (window, tag): (ProviderWindow, u8),
+        bind: &WindowBind,
+        through: u32,
+        post: impl FnOnce(SendWr, u32) -> Result<()>,
+    ) -> Result<()> {
+        let (part, address) = target(pd, region, bind)?;
+        let mw_access_flags = flags(pd, bind).bits();
+        let bind_info =
+            MwBindInfo { mr: part.mr, addr: address.0, length: bind.len, mw_access_flags };
+        self.with_type_2(window.token, |held| {
+            let mw = held.mw;
+            // SAFETY: the window is allocated, and the table's lock keeps it so; its key is only
+            // changed here and by failed completions, under the same lock.
+            let old_key = unsafe { (*mw).rkey };
+            let rkey = (old_key & !0xff) | u32::from(tag);
+            let mut wr = SendWr::new(WrOpcode::IBV_WR_BIND_MW, 0);
+            wr.bind_mw = BindPart { mw, rkey, bind_info };
+            post(wr, old_key)?;
+            // SAFETY: the table's lock keeps the window. The caller of the verb keeps the key up to
+            // date (ibv_post_send(3)).
+            unsafe { (*mw).rkey = rkey };
+            held.through = Some(through);
+            Ok(())
+        })
+    }
+
+    /// Invalidates a type 2 window by the work request that `post` posts to the queue pair
+    /// `through`. `post` gets the window's key too.
+    pub(super) fn invalidate(
+        &self,
+        pd: &ProtectionDomain,
+        window: ProviderWindow,
+        through: u32,
+        post: impl FnOnce(SendWr, u32) -> Result<()>,
+    ) -> Result<()> {
+        self.with_type_2(window.token, |held| {
+            // Not every NIC checks this (rxe does not).
+            if held.through.is_some_and(|bound| bound != through) {
+                return Err(Error::new(ErrorKind::AccessDenied, "post")
+                    .provider(pd.device.nic().to_string())
+                    .remedy(
+                        "invalidate the window through the endpoint that it was bound through",
+                    ));
+            }
+            let mut wr = SendWr::new(WrOpcode::IBV_WR_LOCAL_INV, 0);
+            // SAFETY: the window is allocated, and the table's lock keeps it so.
+            let key = unsafe { (*held.mw).rkey };
+            wr.invalidate_rkey = key;
+            post(wr, key)?;
+            held.through = None;
+            Ok(())
+        })
+    }
+
     /// Frees what is left when the domain goes.
-    pub(super) fn clear(&self, domain: &DomainState) {
+    pub(super) fn clear(&self, pd: &ProtectionDomain) {
         for window in self.map.lock().drain() {
-            if let Err(error) = dealloc(domain, window.1.mw) {
+            if let Err(error) = dealloc(pd, window.1.mw) {
                 tracing::error!(%error, "a window is left to the process's end");
             }
         }
@@ -284,19 +278,75 @@ impl Windows {
     }
 }
 
+/// Finds the registration and address to bind to. Refuses binds that drivers answer with a dead
+/// connection or a crash.
+fn target<'a>(
+    pd: &ProtectionDomain,
+    region: &'a Region,
+    bind: &WindowBind,
+) -> Result<(&'a Part, Address)> {
+    let refuse = |kind, why: &'static str| {
+        Error::new(kind, "bind window").provider(pd.device.nic().to_string()).remedy(why)
+    };
+    if !region.flags.contains(AccessFlags::MW_BIND) {
+        return Err(refuse(
+            ErrorKind::AccessDenied,
+            "the region was registered without VerbsOptions::MW_BIND: ask for it",
+        ));
+    }
+    if bind.access.peers_write() && !region.flags.contains(AccessFlags::LOCAL_WRITE) {
+        return Err(refuse(
+            ErrorKind::AccessDenied,
+            "remote write or atomic through a window needs a region that the NIC may write \
+             (IBA 10.6.7.2.2)",
+        ));
+    }
+    pd.device.check_atomics(bind.access.contains(Access::REMOTE_ATOMIC), "bind window")?;
+    if region.flags.contains(AccessFlags::ZERO_BASED) {
+        return Err(refuse(
+            ErrorKind::Unsupported,
+            "windows bind to regions with virtual addresses",
+        ));
+    }
+    let (offset, len) = (bind.offset, bind.len);
+    let whole = region.parts.iter().map(|part| part.key.range.len()).sum::<u64>();
+    region.slice(offset, len).ok_or_else(|| {
+        if offset <= whole && len <= whole - offset {
+            refuse(ErrorKind::Unsupported, "the range crosses a seam of the region, which is split")
+        } else {
+            refuse(ErrorKind::OutOfBounds, "a window lies inside its region")
+        }
+    })
+}
+
+/// Returns a window's rights in verbs' words.
+fn flags(pd: &ProtectionDomain, bind: &WindowBind) -> AccessFlags {
+    let mut flags = AccessFlags::empty();
+    flags.set(AccessFlags::REMOTE_READ, bind.access.contains(Access::REMOTE_READ));
+    flags |= remote_changes(bind.access, pd.device.rights());
+    flags.set(AccessFlags::ZERO_BASED, bind.addressing == Addressing::ZeroBased);
+    flags
+}
+
 impl Binder {
-    fn open(domain: &DomainState) -> Result<Self> {
-        let cq = CqState::create(&domain.pd.device, 16)?;
-        let pair = QueuePair::create(&domain.pd, (&cq, &cq), domain.port()?, 16)?;
+    fn open(pd: &ProtectionDomain, port: PortChoice) -> Result<Self> {
+        let cq = VerbsCq::create(&pd.device, 16)?;
+        let pair = QueuePair::create(pd, (&cq, &cq), Port::find(&pd.device, port)?, 16)?;
         pair.connect(&pair.name(0))?;
         Ok(Self { pair, cq, failed: false })
     }
 
     /// # Safety
     /// `mw` and `info.mr` are alive.
-    unsafe fn bind(&mut self, domain: &DomainState, mw: *mut Mw, info: MwBindInfo) -> Result<u32> {
-        let nic = domain.pd.device.nic();
-        let bind = domain.pd.device.ops().bind_mw.ok_or_else(|| {
+    unsafe fn bind(
+        &mut self,
+        pd: &ProtectionDomain,
+        mw: *mut Mw,
+        info: MwBindInfo,
+        timeout: Duration,
+    ) -> Result<u32> {
+        let nic = pd.device.nic();
+        let bind = pd.device.ops().bind_mw.ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, "ibv_bind_mw").provider(nic.to_string())
         })?;
         let mut request =
@@ -308,7 +358,7 @@ impl Binder {
         // not null, which is what the header's inline function and librxe go wrong about.
         errors::status(unsafe { bind(self.pair.qp, mw, &mut request) })
             .map_err(|errno| errors::call(nic, "ibv_bind_mw", errno))?;
-        let wc = self.wait(domain.options.bind_timeout.unwrap_or(PATIENCE))?;
+        let wc = self.wait(timeout)?;
         if wc.status == WcStatus::IBV_WC_SUCCESS {
             self.failed = false;
             // SAFETY: the caller vouches for the window, where the driver has put the new key.
@@ -319,11 +369,11 @@ impl Binder {
         Err(status_error(wc.status, wc.vendor_err, CompletionKind::BindWindow))
     }
 
-    fn wait(&self, patience: Duration) -> Result<Wc> {
-        let until = Instant::now() + patience;
+    fn wait(&self, timeout: Duration) -> Result<Wc> {
+        let until = Instant::now() + timeout;
         let mut wc = [MaybeUninit::uninit()];
         loop {
-            if let [wc] = self.cq.poll_raw(&mut wc)? {
+            if let [wc] = self.cq.poll(&mut wc)? {
                 return Ok(*wc);
             }
             if Instant::now() >= until {
@@ -336,81 +386,16 @@ impl Binder {
     }
 }
 
-fn dealloc(domain: &DomainState, mw: *mut Mw) -> Result<()> {
+fn dealloc(pd: &ProtectionDomain, mw: *mut Mw) -> Result<()> {
     if mw.is_null() {
         return Ok(());
     }
-    let nic = domain.pd.device.nic();
-    let dealloc = domain.pd.device.ops().dealloc_mw.ok_or_else(|| {
+    let nic = pd.device.nic();
+    let dealloc = pd.device.ops().dealloc_mw.ok_or_else(|| {
         Error::new(ErrorKind::Unsupported, "ibv_dealloc_mw").provider(nic.to_string())
     })?;
     // SAFETY: the window was allocated here and was taken out of the table, or is nulled there
     // next.
     errors::status(unsafe { dealloc(mw) })
         .map_err(|errno| errors::call(nic, "ibv_dealloc_mw", errno))
-}
-
-impl EndpointState {
-    pub(super) fn post_bind(
-        &self,
-        inner: &mut Inner,
-        scratch: &mut Scratch,
-        window: ProviderWindow,
-        (region, offset, len): (ProviderRegion, u64, u64),
-        (access, addressing, tag): (Access, Addressing, u8),
-        mut entry: InFlight,
-    ) -> Result<()> {
-        let windows = &self.domain.windows;
-        self.domain.regions.with(region, "bind window", |region| {
-            let (part, address) = windows.target(&self.domain, region, (offset, len), access)?;
-            let flags = windows.flags(&self.domain, access, addressing);
-            let mr = part.mr;
-            windows.with_type_2(window.token, |held| {
-                let mw = held.mw;
-                // SAFETY: the window is allocated, and the table's lock keeps it so; its key is
-                // only changed here and by failed completions, under the same lock.
-                let old_key = unsafe { (*mw).rkey };
-                let rkey = (old_key & !0xff) | u32::from(tag);
-                let mut wr = SendWr::new(WrOpcode::IBV_WR_BIND_MW, 0);
-                let bind_info =
-                    MwBindInfo { mr, addr: address.0, length: len, mw_access_flags: flags.bits() };
-                wr.bind_mw = BindPart { mw, rkey, bind_info };
-                scratch.requests.push(wr);
-                entry.window = Some((window.token, old_key));
-                self.submit(inner, &mut scratch.requests, entry)?;
-                // SAFETY: the table's lock keeps the window. The caller of the verb keeps the key
-                // up to date (ibv_post_send(3)).
-                unsafe { (*mw).rkey = rkey };
-                held.through = Some(self.number());
-                inner.note_window(window.token);
-                Ok(())
-            })
-        })
-    }
-
-    pub(super) fn post_invalidate(
-        &self,
-        inner: &mut Inner,
-        scratch: &mut Scratch,
-        window: ProviderWindow,
-        mut entry: InFlight,
-    ) -> Result<()> {
-        self.domain.windows.with_type_2(window.token, |held| {
-            // Not every NIC checks this (rxe does not).
-            if held.through.is_some_and(|through| through != self.number()) {
-                return Err(self.refuse(
-                    ErrorKind::AccessDenied,
-                    "invalidate the window through the endpoint that it was bound through",
-                ));
-            }
-            let mut wr = SendWr::new(WrOpcode::IBV_WR_LOCAL_INV, 0);
-            // SAFETY: the window is allocated, and the table's lock keeps it so.
-            wr.invalidate_rkey = unsafe { (*held.mw).rkey };
-            scratch.requests.push(wr);
-            entry.window = Some((window.token, wr.invalidate_rkey));
-            self.submit(inner, &mut scratch.requests, entry)?;
-            held.through = None;
-            Ok(())
-        })
-    }
 }

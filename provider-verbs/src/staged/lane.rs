@@ -29,41 +29,67 @@ use hmem_p2p::staging::{Claim, Cut, Part, Pipeline, Posted, Use, View};
 use parking_lot::Mutex;
 
 use super::{
-    StagedPiece, region_closed,
+    memory::{StagedPiece, region_closed},
     request::{Direct, Lists, Movement, kind_of},
 };
-use crate::{completion::canceled, endpoint::EndpointState, region::Local};
+use crate::{
+    completion::canceled,
+    in_flight::{Mail, Token},
+    post::Poster,
+    queue::Queues,
+    region::Local,
+};
 
-/// By which a request on the wire is known to its lane.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in super::super) struct Token {
-    entry: u64,
-    chunk: u64,
-}
-
-/// Both directions of an endpoint.
-#[derive(Debug, Default)]
-pub(in super::super) struct Lanes {
+/// The lanes of an endpoint, one in each direction.
+pub(crate) struct Lanes {
+    poster: Arc<Poster>,
+    queues: Queues,
+    active: Arc<ActiveLanes>,
     send: Lane,
     receive: Lane,
 }
 
-#[derive(Debug, Default)]
 struct Lane {
-    /// How many entries there are; changed under the lock of the entries.
+    /// The number of entries; changed under the lock of the entries.
     busy: AtomicUsize,
     entries: Mutex<VecDeque<Entry>>,
     /// The number of the next entry.
     next: AtomicU64,
-    mail: Mutex<Mail>,
+    /// Shared with the poster. Its lock is the innermost.
+    mail: Arc<Mutex<Mail>>,
 }
 
-/// What the NIC said, for whoever steps the lane next. Its lock is the innermost.
-#[derive(Debug, Default)]
-struct Mail {
-    ended: Vec<(Token, Result<u64>)>,
-    /// Entries before this one go with the connection that they were posted to.
-    canceled_before: u64,
+impl Lane {
+    fn new(mail: &Arc<Mutex<Mail>>) -> Self {
+        Self {
+            busy: AtomicUsize::new(0),
+            entries: Mutex::default(),
+            next: AtomicU64::new(0),
+            mail: Arc::clone(mail),
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.busy.load(Ordering::Acquire) == 0
+    }
+
+    /// Takes the results of the lane's requests.
+    fn take_mail(&self, entries: &mut VecDeque<Entry>) -> bool {
+        let (ended, canceled_before) = {
+            let mut mail = self.mail.lock();
+            (std::mem::take(&mut mail.ended), std::mem::take(&mut mail.canceled_before))
+        };
+        for entry in entries.iter_mut().filter(|entry| entry.number < canceled_before) {
+            entry.cancel();
+        }
+        let any = !ended.is_empty() || canceled_before > 0;
+        for (token, result) in ended {
+            if let Some(entry) = entries.iter_mut().find(|entry| entry.number == token.entry) {
+                entry.ended(token, result);
+            }
+        }
+        any
+    }
 }
 
 #[derive(Debug)]
@@ -72,7 +98,7 @@ struct Entry {
     kind: CompletionKind,
     context: u64,
     task: Task,
-    /// Its failure took along what was behind it.
+    /// Its failure has canceled the entries behind it.
     noticed: bool,
 }
 
@@ -111,7 +137,7 @@ impl Entry {
         }
     }
 
-    /// Gives up what is not on the wire.
+    /// Cancels what is not on the wire.
     fn cancel(&mut self) {
         match &mut self.task {
             Task::Staged(transfer) => transfer.pipeline.fail(Part::Wire, canceled(self.kind)),
@@ -137,57 +163,60 @@ impl Entry {
 }
 
 impl Lanes {
+    pub(crate) fn new(poster: &Arc<Poster>, queues: &Queues, active: &Arc<ActiveLanes>) -> Self {
+        Self {
+            poster: Arc::clone(poster),
+            queues: queues.clone(),
+            active: Arc::clone(active),
+            send: Lane::new(poster.mail(CompletionKind::Send)),
+            receive: Lane::new(poster.mail(CompletionKind::Receive)),
+        }
+    }
+
     fn of(&self, kind: CompletionKind) -> &Lane {
         if kind == CompletionKind::Receive { &self.receive } else { &self.send }
     }
 
     fn is_idle(&self) -> bool {
-        self.send.busy.load(Ordering::Acquire) == 0
-            && self.receive.busy.load(Ordering::Acquire) == 0
+        self.send.is_idle() && self.receive.is_idle()
     }
 
-    /// Notes the end of a request.
-    pub(in super::super) fn tell(&self, kind: CompletionKind, token: Token, result: Result<u64>) {
-        self.of(kind).mail.lock().ended.push((token, result));
-    }
-
-    /// Gives up everything that was posted before now and is not on the wire.
-    pub(in super::super) fn cancel(&self) {
+    /// Cancels everything that was posted before now and is not on the wire.
+    pub(crate) fn cancel(&self) {
         for lane in [&self.send, &self.receive] {
             lane.mail.lock().canceled_before = lane.next.load(Ordering::Acquire);
         }
     }
-}
 
-impl EndpointState {
-    /// Whether a request has to go through a lane.
-    pub(in super::super) fn needs_lane(&self, request: &WorkRequest<'_>) -> bool {
-        if self.lanes.of(kind_of(&request.operation)).busy.load(Ordering::Acquire) > 0 {
+    /// Returns true if a request has to go through a lane.
+    pub(crate) fn takes(&self, request: &WorkRequest<'_>) -> bool {
+        if self.of(kind_of(&request.operation)).busy.load(Ordering::Acquire) > 0 {
             return true;
         }
-        self.domain.staging.has_regions()
-            && request.local.iter().any(|segment| self.domain.regions.is_staged(segment))
+        let domain = &self.poster.domain;
+        domain.staging.has_regions()
+            && request.local.iter().any(|segment| domain.regions.is_staged(segment))
     }
 
     /// Puts a request into its lane.
-    pub(in super::super) fn post_to_lane(
-        self: &Arc<Self>,
-        request: &WorkRequest<'_>,
-    ) -> Result<()> {
+    pub(crate) fn post(self: &Arc<Self>, request: &WorkRequest<'_>) -> Result<()> {
         let kind = kind_of(&request.operation);
         let task = self.task(request)?;
         let depth = self.depth(kind)?;
-        let lane = self.lanes.of(kind);
+        let lane = self.of(kind);
         let mut entries = lane.entries.lock();
         if entries.len() >= depth {
-            return Err(self.refuse(ErrorKind::Again, "the queue is full: read completions"));
+            return Err(self
+                .poster
+                .domain
+                .refuse_post(ErrorKind::Again, "the queue is full: read completions"));
         }
         // A failure of before is noticed before, and does not take this request along.
         self.step(lane, &mut entries);
         let number = lane.next.fetch_add(1, Ordering::AcqRel);
         entries.push_back(Entry { number, kind, context: request.context, task, noticed: false });
         lane.busy.store(entries.len(), Ordering::Release);
-        self.domain.pd.device.active().add(self);
+        self.active.add(self);
         self.step(lane, &mut entries);
         Ok(())
     }
@@ -198,17 +227,19 @@ impl EndpointState {
         let right = movement.as_ref().map(|(_, right)| *right);
         let mut lists = Lists::default();
         for segment in request.local {
-            match self.domain.regions.local(segment, right)? {
+            match self.poster.domain.regions.local(segment, right)? {
                 Local::Plain => lists.push_plain(*segment),
                 Local::Staged(staged) => {
                     let runs = staged.runs(segment.address, segment.len);
                     for (piece, offset, len) in runs.ok_or_else(|| {
-                        self.refuse(
-                            ErrorKind::OutOfBounds,
-                            "the segment reaches outside its region",
-                        )
-                        .context("address", segment.address)
-                        .context("length", segment.len)
+                        self.poster
+                            .domain
+                            .refuse_post(
+                                ErrorKind::OutOfBounds,
+                                "the segment reaches outside its region",
+                            )
+                            .context("address", segment.address)
+                            .context("length", segment.len)
                     })? {
                         lists.push_staged(piece, offset, len);
                     }
@@ -218,7 +249,7 @@ impl EndpointState {
         if lists.runs.is_empty() {
             let direct = Direct::of(request);
             let unknown = || {
-                self.refuse(
+                self.poster.domain.refuse_post(
                     ErrorKind::Unsupported,
                     "verbs has no tagged messages: send without a tag",
                 )
@@ -232,7 +263,7 @@ impl EndpointState {
                 }
                 _ => "verbs has no tagged messages: send without a tag",
             };
-            return Err(self.refuse(ErrorKind::Unsupported, why));
+            return Err(self.poster.domain.refuse_post(ErrorKind::Unsupported, why));
         };
         movement.check(lists.len)?;
         self.transfer(request.peer, movement, lists)
@@ -240,9 +271,10 @@ impl EndpointState {
     }
 
     fn transfer(&self, peer: PeerId, movement: Movement, mut lists: Lists) -> Result<Transfer> {
-        let buffers = self.domain.staging.buffers();
-        let (pool, buffers) =
-            buffers.ok_or_else(|| self.refuse(ErrorKind::NoRegion, "the region is closed"))?;
+        let buffers = self.poster.domain.staging.buffers();
+        let (pool, buffers) = buffers.ok_or_else(|| {
+            self.poster.domain.refuse_post(ErrorKind::NoRegion, "the region is closed")
+        })?;
         let slot_len = pool.slot_len();
         let (purpose, cut) = match &movement {
             Movement::Send(_) => (Use::Send, Cut::whole(lists.len)),
@@ -255,7 +287,9 @@ impl EndpointState {
             let cap = self.message_segments(&movement)?;
             if lists.len > most || segments > cap {
                 return Err(self
-                    .refuse(
+                    .poster
+                    .domain
+                    .refuse_post(
                         ErrorKind::MessageTooLong,
                         "a staged message lies in buffers as a whole: give the domain more or longer ones \
                          (DomainAttr::staging), send less at once, or use RMA, which is cut into chunks",
@@ -274,23 +308,23 @@ impl EndpointState {
     }
 
     fn message_segments(&self, movement: &Movement) -> Result<u64> {
-        let inner = self.lock();
-        let cap = &inner.open()?.cap;
+        let state = self.poster.lock();
+        let cap = &state.connection.open()?.cap;
         let receives = matches!(movement, Movement::Receive);
         Ok(u64::from(if receives { cap.max_recv_sge } else { cap.max_send_sge }))
     }
 
     fn depth(&self, kind: CompletionKind) -> Result<usize> {
-        let inner = self.lock();
-        let cap = &inner.open()?.cap;
+        let state = self.poster.lock();
+        let cap = &state.connection.open()?.cap;
         Ok(if kind == CompletionKind::Receive { cap.max_recv_wr } else { cap.max_send_wr } as usize)
     }
 
-    /// Steps both lanes; returns how many requests ended.
-    fn step_lanes(self: &Arc<Self>) -> usize {
+    /// Steps both lanes. Returns how many requests ended.
+    fn step_all(&self) -> usize {
         let mut ended = 0;
-        for lane in [&self.lanes.send, &self.lanes.receive] {
-            // Whoever has the lock steps it.
+        for lane in [&self.send, &self.receive] {
+            // A thread that has the lock steps the lane.
             if lane.busy.load(Ordering::Acquire) > 0
                 && let Some(mut entries) = lane.entries.try_lock()
             {
@@ -300,16 +334,16 @@ impl EndpointState {
         ended
     }
 
-    fn step(self: &Arc<Self>, lane: &Lane, entries: &mut VecDeque<Entry>) -> usize {
+    fn step(&self, lane: &Lane, entries: &mut VecDeque<Entry>) -> usize {
         while self.advance(lane, entries) {}
         self.hand_out(lane, entries)
     }
 
-    /// Does what can be done now; whether that was anything.
-    fn advance(self: &Arc<Self>, lane: &Lane, entries: &mut VecDeque<Entry>) -> bool {
-        let mut progressed = take_mail(lane, entries);
+    /// Does what can be done now. Returns whether that was anything.
+    fn advance(&self, lane: &Lane, entries: &mut VecDeque<Entry>) -> bool {
+        let mut progressed = lane.take_mail(entries);
         let (mut may_begin, mut may_post, mut failed) = (true, true, false);
-        let mut behind_message = self.lock().has_messages();
+        let mut behind_message = self.poster.lock().requests.has_messages();
         for entry in entries.iter_mut() {
             if failed && !entry.has_failed() {
                 entry.cancel();
@@ -330,7 +364,7 @@ impl EndpointState {
                         }
                         let token = Token { entry: number, chunk: view.number };
                         movement.with_chunk(lists, &view, (*buffers, *peer, context), |request| {
-                            self.post_for_lane(request, token)
+                            self.post_now(request, token)
                         })
                     });
                     may_begin &= pipeline.has_begun();
@@ -338,7 +372,7 @@ impl EndpointState {
                 }
                 Task::Waiting(request) if may_post => {
                     let token = Token { entry: number, chunk: 0 };
-                    match request.with(|request| self.post_for_lane(request, token)) {
+                    match request.with(|request| self.post_now(request, token)) {
                         Ok(Posted::Full) => may_post = false,
                         Ok(_) => (entry.task, progressed) = (Task::Posted, true),
                         Err(error) => (entry.task, progressed) = (Task::Ended(Err(error)), true),
@@ -357,37 +391,33 @@ impl EndpointState {
         progressed
     }
 
-    fn post_for_lane(self: &Arc<Self>, request: &WorkRequest<'_>, token: Token) -> Result<Posted> {
+    fn post_now(&self, request: &WorkRequest<'_>, token: Token) -> Result<Posted> {
         // SAFETY: the memory is that of regions whose descriptors the request names, or staging
         // buffers, which live as long as their domain.
-        match unsafe { self.post_now(request, Some(token)) } {
+        match unsafe { self.poster.post(request, Some(token)) } {
             Ok(()) => Ok(Posted::Sent),
             Err(error) if error.kind() == ErrorKind::Again => Ok(Posted::Full),
             Err(error) => Err(error),
         }
     }
 
-    /// What failed on this side must keep what is behind it from the peer, as what fails on the
-    /// wire does.
+    /// Ends the connection. A failure on this side must keep the requests behind it from the peer,
+    /// as a failure on the wire does.
     fn end_connection(&self) {
-        let mut inner = self.lock();
-        if inner.is_failed() {
-            return;
-        }
-        inner.note_failure();
-        if let Ok(Err(error)) = inner.open().map(super::super::connect::QueuePair::to_error) {
-            tracing::error!(%error, "a connection with a failed staged transfer could not be stopped");
+        let connection = &mut self.poster.lock().connection;
+        if !connection.has_failed() {
+            connection.fail("a connection with a failed staged transfer could not be stopped");
         }
     }
 
-    /// Gives completions of entries that are over to their queue, in order.
+    /// Moves completions of entries that are over to their queue, in order.
     fn hand_out(&self, lane: &Lane, entries: &mut VecDeque<Entry>) -> usize {
         let mut ended = 0;
         while entries.front().is_some_and(Entry::is_over)
             && let Some(entry) = entries.pop_front()
         {
             let (kind, context) = (entry.kind, entry.context);
-            self.queue(kind).push(self.finish(kind, context, entry.result()));
+            self.queues.of(kind).push(self.poster.finish(kind, context, entry.result()));
             ended += 1;
         }
         lane.busy.store(entries.len(), Ordering::Release);
@@ -395,10 +425,10 @@ impl EndpointState {
     }
 
     /// Ends every entry, when nothing of the endpoint is on the wire any more.
-    pub(in super::super) fn shut_lanes(&self) {
-        for lane in [&self.lanes.send, &self.lanes.receive] {
+    pub(crate) fn shut(&self) {
+        for lane in [&self.send, &self.receive] {
             let mut entries = lane.entries.lock();
-            take_mail(lane, &mut entries);
+            lane.take_mail(&mut entries);
             for entry in entries.iter_mut() {
                 entry.cancel();
                 if let Task::Staged(transfer) = &mut entry.task {
@@ -411,7 +441,7 @@ impl EndpointState {
 
     /// Stops what uses a region that was closed.
     fn abandon_closed(&self) {
-        for lane in [&self.lanes.send, &self.lanes.receive] {
+        for lane in [&self.send, &self.receive] {
             if lane.busy.load(Ordering::Acquire) == 0 {
                 continue;
             }
@@ -427,70 +457,51 @@ impl EndpointState {
     }
 }
 
-fn take_mail(lane: &Lane, entries: &mut VecDeque<Entry>) -> bool {
-    let (ended, canceled_before) = {
-        let mut mail = lane.mail.lock();
-        (std::mem::take(&mut mail.ended), std::mem::take(&mut mail.canceled_before))
-    };
-    for entry in entries.iter_mut().filter(|entry| entry.number < canceled_before) {
-        entry.cancel();
-    }
-    let any = !ended.is_empty() || canceled_before > 0;
-    for (token, result) in ended {
-        if let Some(entry) = entries.iter_mut().find(|entry| entry.number == token.entry) {
-            entry.ended(token, result);
-        }
-    }
-    any
-}
-
-/// The endpoints of a device whose lanes are not empty.
-#[derive(Debug, Default)]
-pub(in super::super) struct Active {
+/// The lanes of a device that are not empty.
+#[derive(Default)]
+pub(crate) struct ActiveLanes {
     count: AtomicUsize,
-    endpoints: Mutex<Vec<Weak<EndpointState>>>,
+    lanes: Mutex<Vec<Weak<Lanes>>>,
 }
 
-impl Active {
-    fn add(&self, endpoint: &Arc<EndpointState>) {
-        let mut endpoints = self.endpoints.lock();
-        if !endpoints.iter().any(|known| std::ptr::eq(known.as_ptr(), Arc::as_ptr(endpoint))) {
-            endpoints.push(Arc::downgrade(endpoint));
-            self.count.store(endpoints.len(), Ordering::Release);
+impl ActiveLanes {
+    fn add(&self, lanes: &Arc<Lanes>) {
+        let mut active = self.lanes.lock();
+        if !active.iter().any(|known| std::ptr::eq(known.as_ptr(), Arc::as_ptr(lanes))) {
+            active.push(Arc::downgrade(lanes));
+            self.count.store(active.len(), Ordering::Release);
         }
     }
 
-    fn list(&self) -> Vec<Arc<EndpointState>> {
-        self.endpoints.lock().iter().filter_map(Weak::upgrade).collect()
+    fn list(&self) -> Vec<Arc<Lanes>> {
+        self.lanes.lock().iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Steps all lanes of the device; returns how many requests ended.
-    pub(in super::super) fn progress(&self) -> usize {
+    /// Steps all lanes of the device. Returns how many requests ended.
+    pub(crate) fn progress(&self) -> usize {
         if self.count.load(Ordering::Acquire) == 0 {
             return 0;
         }
         let mut ended = 0;
-        for endpoint in self.list() {
-            if let Err(error) = endpoint.drain_queues() {
+        for lanes in self.list() {
+            if let Err(error) = lanes.queues.drain() {
                 // Its own reader gets the same answer.
                 tracing::debug!(%error, "a queue with staged transfers could not be read");
             }
-            ended += endpoint.step_lanes();
+            ended += lanes.step_all();
         }
-        // An endpoint that is busy again is so since before it asks to be added, for which it needs
+        // Lanes that are busy again are so since before they ask to be added, for which they need
         // this lock.
-        let mut endpoints = self.endpoints.lock();
-        endpoints.retain(|endpoint| {
-            endpoint.upgrade().is_some_and(|endpoint| !endpoint.lanes.is_idle())
-        });
-        self.count.store(endpoints.len(), Ordering::Release);
+        let mut active = self.lanes.lock();
+        active.retain(|lanes| lanes.upgrade().is_some_and(|lanes| !lanes.is_idle()));
+        self.count.store(active.len(), Ordering::Release);
         ended
     }
 
     /// Waits until no copy touches a region that was closed.
-    pub(in super::super) fn abandon_closed(&self) {
-        for endpoint in self.list() {
-            endpoint.abandon_closed();
+    pub(crate) fn abandon_closed(&self) {
+        for lanes in self.list() {
+            lanes.abandon_closed();
         }
     }
 }

@@ -13,7 +13,7 @@ use hmem_core::{
 };
 use hmem_p2p::staging::{Run, View};
 
-use super::StagedPiece;
+use super::memory::StagedPiece;
 
 /// A piece of a peer's memory.
 #[derive(Clone, Debug)]

@@ -1,4 +1,4 @@
-//! Queue pairs: their names, and the walk RESET, INIT, RTR, RTS of a reliable connection.
+//! Reliable connections: queue pairs, their names, and their walk RESET, INIT, RTR, RTS.
 
 use std::{
     hash::{BuildHasher, Hasher, RandomState},
@@ -9,9 +9,10 @@ use std::{
 use hmem_core::{Error, ErrorKind, Result, transfer::EndpointName};
 
 use super::{
-    device::{OpenDevice, Port, ProtectionDomain},
+    cq::VerbsCq,
+    device::{OpenDevice, ProtectionDomain},
     errors,
-    queue::CqState,
+    port::Port,
     sys::{
         AccessFlags, AhAttr, Gid, GlobalRoute, Qp, QpAttr, QpAttrMask, QpCap, QpInitAttr, QpState,
         QpType,
@@ -35,7 +36,7 @@ const HOPS: u8 = 64;
 const INLINE: u32 = 220;
 const SEGMENTS: i32 = 16;
 
-/// What a peer must know to connect: an [`EndpointName`]'s bytes.
+/// The properties of a queue pair that a peer needs to connect: an [`EndpointName`]'s bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PeerName {
     pub(super) qpn: u32,
@@ -44,7 +45,8 @@ pub(super) struct PeerName {
     pub(super) lid: u16,
     pub(super) mtu: u8,
     pub(super) reads: u8,
-    /// How often the connection went down: a name with another epoch is a connection to make anew.
+    /// The number of times that the connection went down. A name with another epoch asks for a new
+    /// connection.
     pub(super) epoch: u16,
 }
 
@@ -100,13 +102,13 @@ impl PeerName {
         })
     }
 
-    /// Whether both are names of one queue pair.
+    /// Returns true if both are names of one queue pair.
     pub(super) fn same_peer(&self, other: &Self) -> bool {
         Self { epoch: 0, ..*self } == Self { epoch: 0, ..*other }
     }
 }
 
-/// A queue pair, destroyed with it.
+/// An `ibv_qp`. Dropping the value destroys the queue pair.
 #[derive(Debug)]
 pub(super) struct QueuePair {
     pub(super) device: Arc<OpenDevice>,
@@ -126,7 +128,7 @@ impl QueuePair {
     /// Creates an RC queue pair that completes to the given queues, and walks it to INIT.
     pub(super) fn create(
         pd: &ProtectionDomain,
-        (tx, rx): (&CqState, &CqState),
+        (tx, rx): (&VerbsCq, &VerbsCq),
         port: Port,
         depth: usize,
     ) -> Result<Self> {
@@ -160,7 +162,7 @@ impl QueuePair {
 
     fn try_create(
         pd: &ProtectionDomain,
-        (tx, rx): (&CqState, &CqState),
+        (tx, rx): (&VerbsCq, &VerbsCq),
         cap: QpCap,
     ) -> Result<(*mut Qp, QpCap), hmem_core::Errno> {
         let mut attr = QpInitAttr {
@@ -240,7 +242,7 @@ impl QueuePair {
         self.modify(attr, QpAttrMask::STATE)
     }
 
-    /// From INIT to RTS.
+    /// Walks from INIT to RTS.
     pub(super) fn connect(&self, peer: &PeerName) -> Result<()> {
         let global = peer.gid != [0; 16];
         let gid_index = self.port.gid.map_or(0, |entry| entry.index);
@@ -297,7 +299,7 @@ impl QueuePair {
         )
     }
 
-    /// Where the NIC has it now.
+    /// Asks the NIC for the current state.
     pub(super) fn state(&self) -> Result<QpState> {
         let mut attr = QpAttr::default();
         // SAFETY: all zeros is a value of this plain structure.
@@ -322,5 +324,123 @@ impl Drop for QueuePair {
         if let Err(errno) = errors::status(destroyed) {
             tracing::error!(nic = %self.device.nic(), %errno, "ibv_destroy_qp");
         }
+    }
+}
+
+/// The connection of an endpoint: its queue pair and the peer.
+pub(super) struct Connection {
+    /// `None` once closed.
+    pair: Option<QueuePair>,
+    peer: Option<PeerName>,
+    /// A request failed since the connection was made.
+    failed: bool,
+    epoch: u16,
+    /// Type 2 windows that were bound through the queue pair, to be freed before it.
+    windows: Vec<u64>,
+}
+
+impl Connection {
+    pub(super) fn new(pair: QueuePair) -> Self {
+        Self { pair: Some(pair), peer: None, failed: false, epoch: 0, windows: Vec::new() }
+    }
+
+    /// Returns the queue pair.
+    ///
+    /// # Errors
+    /// BadState if the endpoint is closed.
+    pub(super) fn open(&self) -> Result<&QueuePair> {
+        self.pair.as_ref().ok_or_else(|| {
+            Error::new(ErrorKind::BadState, "endpoint")
+                .provider("verbs")
+                .remedy("the endpoint is closed")
+        })
+    }
+
+    pub(super) fn is_open(&self) -> bool {
+        self.pair.is_some()
+    }
+
+    pub(super) fn peer(&self) -> Option<PeerName> {
+        self.peer
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        self.failed
+    }
+
+    /// Returns the name by which a peer connects now.
+    pub(super) fn name(&self) -> Result<PeerName> {
+        Ok(self.open()?.name(self.epoch))
+    }
+
+    /// Notes that a request failed, which ends the connection.
+    pub(super) fn note_failure(&mut self) {
+        if !self.failed {
+            self.failed = true;
+            self.epoch = self.epoch.wrapping_add(1);
+        }
+    }
+
+    /// Ends the connection after a failure on this side. Requests in flight complete as flushed.
+    pub(super) fn fail(&mut self, why: &'static str) {
+        self.note_failure();
+        if let Ok(Err(error)) = self.open().map(QueuePair::to_error) {
+            tracing::error!(%error, "{why}");
+        }
+    }
+
+    /// Asks the NIC for the state. The NIC ends a connection without a completion if this side had
+    /// posted nothing.
+    pub(super) fn refresh(&mut self) -> Result<()> {
+        if self.peer.is_some() && !self.failed && self.open()?.state()? != QpState::IBV_QPS_RTS {
+            self.note_failure();
+        }
+        Ok(())
+    }
+
+    /// Resets the queue pair if it has been connected, and returns whether it has. Requests in
+    /// flight are dropped without completions. Receives posted in INIT stay where they are.
+    pub(super) fn reset(&mut self) -> Result<bool> {
+        if self.peer.is_none() {
+            return Ok(false);
+        }
+        let pair = self.open()?;
+        pair.to_error()?;
+        pair.reset()?;
+        Ok(true)
+    }
+
+    /// Connects a queue pair that is new or that [`Connection::reset`] has reset.
+    pub(super) fn connect(&mut self, peer: PeerName) -> Result<()> {
+        let pair = self.open()?;
+        pair.connect(&peer)?;
+        tracing::debug!(
+            qp = pair.number(),
+            peer = peer.qpn,
+            epoch = peer.epoch,
+            "endpoint connected"
+        );
+        self.peer = Some(peer);
+        self.failed = false;
+        Ok(())
+    }
+
+    pub(super) fn note_window(&mut self, token: u64) {
+        if !self.windows.contains(&token) {
+            self.windows.push(token);
+        }
+    }
+
+    pub(super) fn forget_window(&mut self, token: u64) {
+        self.windows.retain(|bound| *bound != token);
+    }
+
+    pub(super) fn windows(&self) -> &[u64] {
+        &self.windows
+    }
+
+    /// Takes the queue pair, with the windows to free before it; `None` if that was done before.
+    pub(super) fn take(&mut self) -> Option<(QueuePair, Vec<u64>)> {
+        Some((self.pair.take()?, std::mem::take(&mut self.windows)))
     }
 }

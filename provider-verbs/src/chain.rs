@@ -1,0 +1,317 @@
+//! Chains of work requests, built from a request's lists.
+
+use hmem_core::{
+    Access, Error, ErrorKind, Iova, RemoteKey, RemotePiece, Result,
+    transfer::{AtomicOp, AtomicType, CompletionKind, LocalSegment, RemoteSegment},
+};
+
+use super::{
+    atomic::{AtomicOperands, ELEMENT},
+    connection::QueuePair,
+    domain_state::DomainState,
+    region::{CpuAccess, Held},
+    split::{Planned, Span, Target, plan},
+    sys::{AtomicPart, RdmaPart, SendFlags, SendWr, Sge, WrOpcode, WrPart},
+};
+
+/// An operation of RMA: its opcode, the right that it takes on the local side, and the kind of its
+/// completion.
+#[derive(Clone, Copy)]
+pub(super) struct Rma {
+    opcode: WrOpcode,
+    right: Access,
+    pub(super) kind: CompletionKind,
+}
+
+pub(super) const WRITE: Rma =
+    Rma { opcode: WrOpcode::IBV_WR_RDMA_WRITE, right: Access::WRITE, kind: CompletionKind::Write };
+pub(super) const READ: Rma =
+    Rma { opcode: WrOpcode::IBV_WR_RDMA_READ, right: Access::READ, kind: CompletionKind::Read };
+
+/// Returns the one work request of a common transfer: one run of bytes on each side, under one key
+/// each. Nothing is cut and no list is kept. The request names `segment`, which holds the local
+/// run.
+///
+/// Returns `None` for any other transfer, and for a wrong one, which [`Chain::rma`] refuses.
+#[inline]
+pub(super) fn single(
+    held: &Held<'_>,
+    pair: &QueuePair,
+    (local, remote): (&[LocalSegment], &[RemoteSegment<'_>]),
+    rma: Rma,
+    segment: &mut Sge,
+) -> Option<(SendWr, u64)> {
+    let ([local], [remote]) = (local, remote) else { return None };
+    let most = pair.port.max_message.min(u64::from(u32::MAX));
+    if local.len != remote.len || local.len == 0 || local.len > most || remote.key.is_mapped() {
+        return None;
+    }
+    let rkey = remote.key.as_u64().ok()? as u32;
+    let (part, cpu) = held.single(local, rma.right)?;
+    let write = rma.opcode == WrOpcode::IBV_WR_RDMA_WRITE;
+    let inline =
+        write && cpu == CpuAccess::Owned && local.len <= u64::from(pair.cap.max_inline_data);
+    let addr = part.base + (local.address.0 - part.range.start().0);
+    *segment = Sge { addr, length: local.len as u32, lkey: part.lkey };
+    let mut request = SendWr::new(rma.opcode, 0);
+    request.wr = WrPart { rdma: RdmaPart { remote_addr: remote.address.0, rkey } };
+    request.num_sge = 1;
+    request.sg_list = segment;
+    if inline {
+        request.send_flags = SendFlags::INLINE.bits();
+    }
+    Some((request, local.len))
+}
+
+/// The work requests of one post, or the segments of a receive. The lists are kept from post to
+/// post, so that posting allocates nothing.
+#[derive(Default)]
+pub(super) struct Chain {
+    spans: Vec<Span>,
+    targets: Vec<Target>,
+    pub(super) segments: Vec<Sge>,
+    planned: Vec<Planned>,
+    pub(super) requests: Vec<SendWr>,
+}
+
+// SAFETY: the raw pointers in `requests` point into the value's own vectors and are only followed
+// during a post, under the lock of the poster that holds the value.
+unsafe impl Send for Chain {}
+
+impl Chain {
+    pub(super) fn clear(&mut self) {
+        self.spans.clear();
+        self.targets.clear();
+        self.requests.clear();
+    }
+
+    /// Translates the local list. Returns whether the region owns all of it, and its length.
+    fn local(
+        &mut self,
+        held: &Held<'_>,
+        local: &[LocalSegment],
+        right: Access,
+    ) -> Result<(bool, u64)> {
+        let (mut owned, mut bytes) = (true, 0_u64);
+        for segment in local {
+            let LocalSegment { desc, address, len } = *segment;
+            let cpu = held.translate(desc, address, len, right, &mut self.spans)?;
+            owned &= cpu == CpuAccess::Owned;
+            bytes = bytes.saturating_add(len);
+        }
+        Ok((owned, bytes))
+    }
+
+    /// Translates a peer's range. Bytes that lie in no piece of its key go to the NIC with the last
+    /// key all the same: it is the target that enforces.
+    fn remote(&mut self, domain: &DomainState, segment: &RemoteSegment<'_>) -> Result<()> {
+        if segment.key.is_mapped() {
+            let pieces = domain.mapped_key(segment.key)?;
+            cut(&mut self.targets, pieces.iter(), segment);
+        } else {
+            cut(&mut self.targets, segment.key.pieces(), segment);
+        }
+        Ok(())
+    }
+
+    /// Builds an RMA transfer. Returns its length.
+    pub(super) fn rma(
+        &mut self,
+        domain: &DomainState,
+        held: &Held<'_>,
+        pair: &QueuePair,
+        (local, remote): (&[LocalSegment], &[RemoteSegment<'_>]),
+        rma: Rma,
+    ) -> Result<u64> {
+        let (owned, bytes) = self.local(held, local, rma.right)?;
+        let mut far = 0_u64;
+        for segment in remote {
+            far = far.saturating_add(segment.len);
+            self.remote(domain, segment)?;
+        }
+        if far != bytes {
+            return Err(domain
+                .refuse_post(ErrorKind::InvalidArgument, "both lists hold the same number of bytes")
+                .context("local", bytes)
+                .context("remote", far));
+        }
+        let limits = (pair.cap.max_send_sge as usize, pair.port.max_message);
+        let inline = owned
+            && rma.opcode == WrOpcode::IBV_WR_RDMA_WRITE
+            && bytes <= u64::from(pair.cap.max_inline_data);
+        let Self { spans, targets, segments, planned, requests } = self;
+        plan(spans, targets, limits, segments, planned);
+        for planned in planned {
+            let mut wr = SendWr::new(rma.opcode, 0);
+            wr.wr = WrPart { rdma: RdmaPart { remote_addr: planned.address, rkey: planned.rkey } };
+            wr.num_sge = planned.count as i32;
+            // Segments do not move any more: the list is complete.
+            wr.sg_list = segments[planned.first..].as_mut_ptr();
+            if inline && bytes > 0 {
+                wr.send_flags |= SendFlags::INLINE.bits();
+            }
+            requests.push(wr);
+        }
+        if requests.is_empty() {
+            return Err(domain.refuse_post(ErrorKind::InvalidArgument, "name a remote range"));
+        }
+        Ok(bytes)
+    }
+
+    /// Builds a message to send. Returns its length.
+    pub(super) fn send(
+        &mut self,
+        domain: &DomainState,
+        held: &Held<'_>,
+        pair: &QueuePair,
+        (local, invalidate): (&[LocalSegment], Option<&RemoteKey>),
+    ) -> Result<u64> {
+        let (owned, bytes) = self.local(held, local, Access::SEND)?;
+        self.message(domain, pair.cap.max_send_sge, pair.port.max_message, bytes)?;
+        let opcode = if invalidate.is_some() {
+            WrOpcode::IBV_WR_SEND_WITH_INV
+        } else {
+            WrOpcode::IBV_WR_SEND
+        };
+        let mut wr = SendWr::new(opcode, 0);
+        if let Some(key) = invalidate {
+            wr.invalidate_rkey = number(key)?;
+        }
+        wr.num_sge = self.segments.len() as i32;
+        wr.sg_list = self.segments.as_mut_ptr();
+        if owned && bytes > 0 && bytes <= u64::from(pair.cap.max_inline_data) {
+            wr.send_flags |= SendFlags::INLINE.bits();
+        }
+        self.requests.push(wr);
+        Ok(bytes)
+    }
+
+    /// Fills the segments of a receive.
+    pub(super) fn receive(
+        &mut self,
+        domain: &DomainState,
+        held: &Held<'_>,
+        pair: &QueuePair,
+        local: &[LocalSegment],
+    ) -> Result<()> {
+        let (_, bytes) = self.local(held, local, Access::RECV)?;
+        // A receive may be longer than any message.
+        self.message(domain, pair.cap.max_recv_sge, u64::MAX, bytes)
+    }
+
+    /// Fills the segments of a message, which cannot be cut.
+    fn message(
+        &mut self,
+        domain: &DomainState,
+        max_sge: u32,
+        max_message: u64,
+        bytes: u64,
+    ) -> Result<()> {
+        if bytes > max_message {
+            return Err(domain
+                .refuse_post(ErrorKind::MessageTooLong, "send less at once, or use RMA")
+                .context("length", bytes)
+                .context("max_msg_sz", max_message));
+        }
+        let message = [Target { address: 0, len: bytes, rkey: 0 }];
+        let limits = (usize::MAX, u64::MAX);
+        plan(&self.spans, &message, limits, &mut self.segments, &mut self.planned);
+        if self.segments.len() > max_sge as usize {
+            return Err(domain
+                .refuse_post(
+                    ErrorKind::TooManyRanges,
+                    "give fewer local segments: a message cannot be cut",
+                )
+                .context("segments", self.segments.len())
+                .context("max_sge", max_sge));
+        }
+        Ok(())
+    }
+
+    /// Builds an atomic operation, one work request for each element.
+    pub(super) fn atomic(
+        &mut self,
+        domain: &DomainState,
+        held: &Held<'_>,
+        (op, datatype, remote): (AtomicOp, AtomicType, &RemoteSegment<'_>),
+        (local, result, compare): (&[LocalSegment], Option<LocalSegment>, Option<LocalSegment>),
+    ) -> Result<u64> {
+        let operands =
+            AtomicOperands::read(domain, held, (op, datatype, remote), (local, compare))?;
+        match result {
+            Some(segment) if segment.len == remote.len => {
+                self.local(held, &[segment], Access::READ)?;
+            }
+            Some(_) => {
+                return Err(domain.refuse_post(
+                    ErrorKind::InvalidArgument,
+                    "the result is as long as the target",
+                ));
+            }
+            // Verbs always returns the old value: to a place that no code reads.
+            None => self.spans.extend(std::iter::repeat_n(domain.nowhere()?, operands.len())),
+        }
+        self.remote(domain, remote)?;
+        let Self { spans, targets, segments, planned, requests } = self;
+        plan(spans, targets, (usize::MAX, ELEMENT), segments, planned);
+        for (index, planned) in planned.iter().enumerate() {
+            if planned.len != ELEMENT || planned.count != 1 {
+                return Err(domain.refuse_post(
+                    ErrorKind::Unsupported,
+                    "an element lies across a seam of its region",
+                ));
+            }
+            let mut wr = SendWr::new(operands.opcode, 0);
+            let (compare_add, swap) = operands.fields(index);
+            let (remote_addr, rkey) = (planned.address, planned.rkey);
+            wr.wr = WrPart { atomic: AtomicPart { remote_addr, compare_add, swap, rkey } };
+            wr.num_sge = 1;
+            wr.sg_list = segments[planned.first..].as_mut_ptr();
+            requests.push(wr);
+        }
+        Ok(remote.len)
+    }
+}
+
+/// Cuts a remote segment where its key changes.
+fn cut<'a>(
+    targets: &mut Vec<Target>,
+    pieces: impl Iterator<Item = &'a RemotePiece> + Clone,
+    segment: &RemoteSegment<'_>,
+) {
+    let Iova(mut address) = segment.address;
+    let mut left = segment.len;
+    let mut rkey = 0;
+    while left > 0 {
+        let holds = |piece: &&RemotePiece| address.wrapping_sub(piece.base.0) < piece.len;
+        let len = match pieces.clone().find(holds) {
+            Some(piece) => {
+                rkey = piece.key as u32;
+                left.min(piece.len - (address - piece.base.0))
+            }
+            None => {
+                if rkey == 0 {
+                    rkey = pieces.clone().next().map_or(0, |piece| piece.key as u32);
+                }
+                left
+            }
+        };
+        // A single key is taken to the end: the target's bounds are its own to enforce.
+        let len = if pieces.clone().nth(1).is_none() { left } else { len };
+        targets.push(Target { address, len, rkey });
+        address = address.wrapping_add(len);
+        left -= len;
+    }
+    if segment.len == 0 {
+        let rkey = pieces.clone().next().map_or(0, |piece| piece.key as u32);
+        targets.push(Target { address, len: 0, rkey });
+    }
+}
+
+fn number(key: &RemoteKey) -> Result<u32> {
+    u32::try_from(key.as_u64()?).map_err(|_| {
+        Error::new(ErrorKind::InvalidKey, "post")
+            .provider("verbs")
+            .remedy("verbs keys have 32 bits")
+    })
+}

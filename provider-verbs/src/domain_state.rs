@@ -1,0 +1,195 @@
+//! The state of a domain that its endpoints share: its regions, windows and keys.
+
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    sync::{Arc, OnceLock, atomic::AtomicU64},
+    time::Duration,
+};
+
+use hmem_core::random::random_u64;
+use hmem_core::{
+    Addressing, Error, ErrorKind, Iova, RawKey, RemoteKey, RemotePiece, Result,
+    provider::StagingAttr,
+};
+use parking_lot::RwLock;
+
+use super::{
+    access::VerbsOptions,
+    device::ProtectionDomain,
+    errors,
+    port::PortChoice,
+    raw_key,
+    region::Regions,
+    register::Registrar,
+    split::Span,
+    staged::Staging,
+    sys::{AccessFlags, Mr},
+    window::Windows,
+};
+
+/// The builder's options for domains.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct DomainOptions {
+    pub(super) options: VerbsOptions,
+    pub(super) port: PortChoice,
+    /// 0 for the device's.
+    pub(super) max_registration: u64,
+    pub(super) connect_in_process: bool,
+    /// `None` for [`BIND_TIMEOUT`](super::window::BIND_TIMEOUT).
+    pub(super) bind_timeout: Option<Duration>,
+}
+
+/// The state that endpoints and the application's handle share.
+pub(super) struct DomainState {
+    pub(super) options: DomainOptions,
+    pub(super) regions: Regions,
+    pub(super) windows: Windows,
+    pub(super) staging: Staging,
+    mapped: RwLock<HashMap<u64, Arc<[RemotePiece]>>>,
+    pub(super) endpoints: AtomicU64,
+    nowhere: OnceLock<Nowhere>,
+    /// Last, so that everything in it is gone before.
+    pub(super) pd: ProtectionDomain,
+}
+
+impl DomainState {
+    pub(super) fn new(pd: ProtectionDomain, options: DomainOptions, staging: StagingAttr) -> Self {
+        Self {
+            options,
+            regions: Regions::default(),
+            windows: Windows::default(),
+            staging: Staging::new(staging),
+            mapped: RwLock::default(),
+            endpoints: AtomicU64::new(0),
+            nowhere: OnceLock::new(),
+            pd,
+        }
+    }
+
+    pub(super) fn registrar(&self) -> Registrar<'_> {
+        let device = self.pd.device.max_registration();
+        let max = match self.options.max_registration {
+            0 => device,
+            asked => asked.min(device),
+        };
+        Registrar { pd: &self.pd, regions: &self.regions, max }
+    }
+
+    /// Returns the error of a request that is refused before it is posted.
+    pub(super) fn refuse_post(&self, kind: ErrorKind, why: &'static str) -> Error {
+        Error::new(kind, "post").provider(self.pd.device.nic().to_string()).remedy(why)
+    }
+
+    pub(super) fn map_raw(
+        &self,
+        base: Iova,
+        len: u64,
+        addressing: Addressing,
+        raw: &RawKey,
+    ) -> Result<RemoteKey> {
+        let pieces: Arc<[_]> = raw_key::decode(raw)?.into();
+        // Not counted: another domain's key must not name one of this.
+        let number = loop {
+            let number = random_u64("verbs")?;
+            if let Entry::Vacant(entry) = self.mapped.write().entry(number) {
+                entry.insert(pieces);
+                break number;
+            }
+        };
+        Ok(RemoteKey::mapped(addressing, base, len, number))
+    }
+
+    pub(super) fn unmap_key(&self, key: &RemoteKey) -> Result<()> {
+        if key.is_mapped() && self.mapped.write().remove(&key.as_u64()?).is_some() {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::InvalidKey, "unmap key")
+            .provider(self.pd.device.nic().to_string())
+            .remedy("unmap a key once, in the domain that mapped it"))
+    }
+
+    pub(super) fn mapped_keys(&self) -> u64 {
+        self.mapped.read().len() as u64
+    }
+
+    /// Returns the pieces of a mapped key of a request.
+    pub(super) fn mapped_key(&self, key: &RemoteKey) -> Result<Arc<[RemotePiece]>> {
+        let number = key.as_u64()?;
+        self.mapped.read().get(&number).cloned().ok_or_else(|| {
+            Error::new(ErrorKind::InvalidKey, "post")
+                .provider(self.pd.device.nic().to_string())
+                .remedy("map the raw key in this domain, and use it before it is unmapped")
+        })
+    }
+
+    /// Returns eight bytes that the NIC may write and nobody reads.
+    pub(super) fn nowhere(&self) -> Result<Span> {
+        let nowhere = match self.nowhere.get() {
+            Some(nowhere) => nowhere,
+            None => {
+                // No lock is held over the driver's call: of two threads that come here at once,
+                // one gives its back.
+                let made = Nowhere::register(&self.pd)?;
+                if let Err(late) = self.nowhere.set(made) {
+                    late.release(&self.pd);
+                }
+                self.nowhere.wait()
+            }
+        };
+        let address = nowhere.memory.expose_provenance() as u64;
+        Ok(Span { address, len: size_of::<u64>() as u64, lkey: nowhere.lkey })
+    }
+}
+
+/// The target of the old values of atomics that fetch nothing.
+struct Nowhere {
+    mr: *mut Mr,
+    lkey: u32,
+    /// Written by the NIC only.
+    memory: *mut u64,
+}
+
+// SAFETY: libibverbs objects may be used from any thread; the memory is never looked at.
+unsafe impl Send for Nowhere {}
+// SAFETY: no thread looks at the memory, and the region is only named by its key.
+unsafe impl Sync for Nowhere {}
+
+impl Nowhere {
+    fn register(pd: &ProtectionDomain) -> Result<Self> {
+        let memory: *mut u64 = Box::into_raw(Box::new(0));
+        let access = AccessFlags::LOCAL_WRITE.bits() as i32;
+        let register = pd.device.library().functions.reg_mr;
+        // SAFETY: the memory is freed only after the region is deregistered.
+        let mr = unsafe { register(pd.pd, memory.cast(), size_of::<u64>(), access) };
+        if mr.is_null() {
+            let error = errors::call(pd.device.nic(), "ibv_reg_mr", errors::last());
+            // SAFETY: it was boxed above and is registered nowhere.
+            drop(unsafe { Box::from_raw(memory) });
+            return Err(error);
+        }
+        // SAFETY: the driver made the region just now.
+        let lkey = unsafe { (*mr).lkey };
+        Ok(Self { mr, lkey, memory })
+    }
+
+    fn release(self, pd: &ProtectionDomain) {
+        let deregister = pd.device.library().functions.dereg_mr;
+        // SAFETY: nobody transfers there: the value was never handed out, or every endpoint is
+        // gone.
+        match errors::status(unsafe { deregister(self.mr) }) {
+            // SAFETY: it was boxed when it was registered, and is registered no more.
+            Ok(()) => drop(unsafe { Box::from_raw(self.memory) }),
+            Err(errno) => tracing::error!(%errno, "ibv_dereg_mr: eight bytes are leaked"),
+        }
+    }
+}
+
+impl Drop for DomainState {
+    fn drop(&mut self) {
+        self.windows.clear(&self.pd);
+        self.regions.clear(&self.pd);
+        if let Some(nowhere) = self.nowhere.take() {
+            nowhere.release(&self.pd);
+        }
+    }
+}

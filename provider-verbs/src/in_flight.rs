@@ -1,0 +1,139 @@
+//! Requests in flight: posted, not completed.
+
+use std::ops::Range;
+
+use hmem_core::{Result, transfer::CompletionKind};
+
+/// The number of a request that a lane posted, by which the lane knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Token {
+    pub(super) entry: u64,
+    pub(super) chunk: u64,
+}
+
+/// A request that was posted.
+pub(super) struct InFlight {
+    pub(super) context: u64,
+    pub(super) kind: CompletionKind,
+    pub(super) bytes: u64,
+    /// Entries of the queue that the request takes.
+    pub(super) requests: u32,
+    /// For binds and invalidations: the window, and its key before.
+    pub(super) window: Option<(u64, u32)>,
+    /// Set if a lane posted the request.
+    pub(super) owner: Option<Token>,
+}
+
+/// A place in the table of requests.
+///
+/// The NIC returns a request's `wr_id`: the place, and the request's generation. Each request of an
+/// endpoint has another generation, and so has each request of an endpoint that was opened after
+/// this one closed. A NIC may give a new queue pair the number of an old one. Late completions of
+/// the old one then match no request.
+#[derive(Default)]
+struct Slot {
+    generation: u32,
+    entry: Option<InFlight>,
+}
+
+/// The requests in flight of one queue pair, by `wr_id`.
+pub(super) struct RequestTable {
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+    /// Generations that the table has used. The next request gets the end of the range.
+    generations: Range<u32>,
+    sends: u32,
+    /// Messages among the sends. They complete when the peer has a receive for them.
+    messages: u32,
+    receives: u32,
+}
+
+impl RequestTable {
+    /// Creates an empty table whose first request gets this generation.
+    pub(super) fn new(generation: u32) -> Self {
+        Self {
+            slots: Vec::new(),
+            free: Vec::new(),
+            generations: generation..generation,
+            sends: 0,
+            messages: 0,
+            receives: 0,
+        }
+    }
+
+    /// Adds a request and returns its `wr_id`.
+    pub(super) fn admit(&mut self, entry: InFlight) -> u64 {
+        if entry.kind == CompletionKind::Receive {
+            self.receives += entry.requests;
+        } else {
+            self.sends += entry.requests;
+            self.messages += u32::from(entry.kind == CompletionKind::Send);
+        }
+        let index = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(Slot::default());
+            self.slots.len() as u32 - 1
+        });
+        let generation = self.generations.end;
+        self.generations.end = generation.wrapping_add(1);
+        self.slots[index as usize] = Slot { generation, entry: Some(entry) };
+        u64::from(generation) << 32 | u64::from(index)
+    }
+
+    /// Removes a request. Returns `None` for one that ended before, such as the parts after the one
+    /// that failed.
+    pub(super) fn take(&mut self, wr_id: u64) -> Option<InFlight> {
+        let index = wr_id as u32;
+        let slot = self.slots.get_mut(index as usize)?;
+        if slot.generation != (wr_id >> 32) as u32 {
+            return None;
+        }
+        let entry = slot.entry.take()?;
+        self.free.push(index);
+        if entry.kind == CompletionKind::Receive {
+            self.receives -= entry.requests;
+        } else {
+            self.sends -= entry.requests;
+            self.messages -= u32::from(entry.kind == CompletionKind::Send);
+        }
+        Some(entry)
+    }
+
+    /// Removes all requests.
+    pub(super) fn take_all(&mut self) -> Vec<InFlight> {
+        let ids: Vec<_> = self
+            .slots
+            .iter()
+            .enumerate()
+            .filter(|(_, slot)| slot.entry.is_some())
+            .map(|(index, slot)| u64::from(slot.generation) << 32 | index as u64)
+            .collect();
+        ids.into_iter().filter_map(|id| self.take(id)).collect()
+    }
+
+    /// Returns the number of send queue entries in use.
+    pub(super) fn sends(&self) -> u32 {
+        self.sends
+    }
+
+    /// Returns the number of receive queue entries in use.
+    pub(super) fn receives(&self) -> u32 {
+        self.receives
+    }
+
+    pub(super) fn has_messages(&self) -> bool {
+        self.messages > 0
+    }
+
+    /// Returns how many generations the table has used.
+    pub(super) fn generations_used(&self) -> u32 {
+        self.generations.end.wrapping_sub(self.generations.start)
+    }
+}
+
+/// Results of a lane's requests, until the lane takes them.
+#[derive(Debug, Default)]
+pub(super) struct Mail {
+    pub(super) ended: Vec<(Token, Result<u64>)>,
+    /// Entries of the lane before this one end with the connection that they were posted to.
+    pub(super) canceled_before: u64,
+}

@@ -1,0 +1,93 @@
+//! The port of a device that endpoints use.
+
+use std::ffi::c_int;
+
+use hmem_core::{Error, ErrorKind, Result};
+
+use super::{
+    device::OpenDevice,
+    errors,
+    gid::{self, GidEntry, choose_gid},
+    sys::{LinkLayer, PortAttr, PortState},
+};
+
+/// The port and the entry of its GID table that an application asked for.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct PortChoice {
+    /// `None` for the first active port.
+    pub(super) number: Option<u8>,
+    /// `None` for the best entry.
+    pub(super) gid_index: Option<u8>,
+}
+
+/// The properties of a port that a queue pair needs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Port {
+    pub(super) number: u8,
+    pub(super) lid: u16,
+    pub(super) mtu: c_int,
+    pub(super) max_message: u64,
+    pub(super) gid: Option<GidEntry>,
+}
+
+impl Port {
+    /// Finds the chosen port of a device.
+    pub(super) fn find(device: &OpenDevice, choice: PortChoice) -> Result<Self> {
+        let ports = device.attr().phys_port_cnt;
+        let mut down = Vec::new();
+        for number in choice.number.map_or(1..=ports.max(1), |port| port..=port) {
+            let mut attr = PortAttr::default();
+            let query = device.library().functions.query_port;
+            // SAFETY: the context is open; the attributes are writable and zeroed, as the header's
+            // inline fallback passes them.
+            errors::status(unsafe { query(device.context(), number, &mut attr) }).map_err(
+                |errno| {
+                    errors::call(device.nic(), "ibv_query_port", errno)
+                        .context("port", number)
+                        .remedy(format!("the device has {ports} ports, from 1 on"))
+                },
+            )?;
+            if choice.number.is_none() && attr.state != PortState::IBV_PORT_ACTIVE {
+                down.push(format!("{number}: {}", attr.state.name().unwrap_or("unknown state")));
+                continue;
+            }
+            return Self::describe(device, number, &attr, choice.gid_index);
+        }
+        Err(Error::new(ErrorKind::Unavailable, "ibv_query_port")
+            .provider(device.nic().to_string())
+            .context("ports", down.join(", "))
+            .remedy("no port is active: bring the link up, or name a port"))
+    }
+
+    fn describe(
+        device: &OpenDevice,
+        number: u8,
+        attr: &PortAttr,
+        gid_index: Option<u8>,
+    ) -> Result<Self> {
+        let table = || {
+            gid::table(device, number, attr).map_err(|errno| {
+                errors::call(device.nic(), "ibv_query_gid", errno).context("port", number)
+            })
+        };
+        let no_gid = || {
+            Error::new(ErrorKind::Unavailable, "ibv_query_gid")
+                .provider(device.nic().to_string())
+                .context("port", number)
+                .remedy("the port has no such GID: give its network interface an address")
+        };
+        let gid = match gid_index {
+            Some(index) => {
+                let entry = table()?.into_iter().find(|entry| entry.index == index);
+                Some(entry.ok_or_else(|| no_gid().context("index", index))?)
+            }
+            None if attr.link_layer == LinkLayer::IBV_LINK_LAYER_ETHERNET => {
+                Some(choose_gid(&table()?).ok_or_else(no_gid)?)
+            }
+            None => None,
+        };
+        tracing::debug!(nic = %device.nic(), port = number, ?gid, "port chosen");
+        let max_message = if attr.max_msg_sz == 0 { 1 << 30 } else { u64::from(attr.max_msg_sz) };
+        Ok(Self { number, lid: attr.lid, mtu: attr.active_mtu, max_message, gid })
+    }
+}

@@ -1,0 +1,52 @@
+//! Raw keys: the bytes in which a region's key goes to a peer.
+
+use hmem_core::{Addressing, Error, ErrorKind, Iova, RawKey, RemotePiece, Result};
+
+/// Bytes of the raw key of a region with one registration. Each further registration adds the
+/// bytes of a piece.
+pub(super) const RAW_KEY: usize = HEADER + PIECE;
+const HEADER: usize = 4;
+const PIECE: usize = 20;
+const MAGIC: [u8; 3] = *b"vk\x01";
+
+/// Returns the raw key of these pieces.
+pub(super) fn encode(
+    addressing: Addressing,
+    pieces: impl ExactSizeIterator<Item = RemotePiece>,
+) -> RawKey {
+    let mut raw = Vec::with_capacity(HEADER + PIECE * pieces.len());
+    raw.extend_from_slice(&MAGIC);
+    raw.push(u8::from(addressing == Addressing::ZeroBased));
+    for piece in pieces {
+        raw.extend_from_slice(&piece.base.0.to_be_bytes());
+        raw.extend_from_slice(&piece.len.to_be_bytes());
+        raw.extend_from_slice(&(piece.key as u32).to_be_bytes());
+    }
+    RawKey(raw)
+}
+
+/// Returns the pieces of a raw key.
+pub(super) fn decode(raw: &RawKey) -> Result<Vec<RemotePiece>> {
+    let malformed = || {
+        Error::new(ErrorKind::Malformed, "map raw key")
+            .provider("verbs")
+            .context("bytes", raw.0.len())
+            .remedy("pass on the bytes of raw_attr unchanged and whole")
+    };
+    let body = raw.0.strip_prefix(&MAGIC).ok_or_else(malformed)?;
+    let Some((0 | 1, body)) = body.split_first().map(|(zero, body)| (*zero, body)) else {
+        return Err(malformed());
+    };
+    let (pieces, rest) = body.as_chunks::<PIECE>();
+    if pieces.is_empty() || !rest.is_empty() {
+        return Err(malformed());
+    }
+    let read = |piece: &[u8; PIECE]| {
+        let number = |from: usize| {
+            piece[from..].first_chunk::<8>().map_or(0, |bytes| u64::from_be_bytes(*bytes))
+        };
+        let key = piece.last_chunk::<4>().map_or(0, |bytes| u32::from_be_bytes(*bytes));
+        RemotePiece { base: Iova(number(0)), len: number(8), key: u64::from(key) }
+    };
+    Ok(pieces.iter().map(read).collect())
+}

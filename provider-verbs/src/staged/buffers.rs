@@ -1,0 +1,129 @@
+//! The staging buffers of a domain, and the registration of staged regions.
+
+use std::{
+    fs,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use hmem_core::{
+    Error, ErrorKind, LocalKey, Result,
+    provider::{Backing, Piece, ProviderRegion, Registration, StagingAttr},
+};
+use hmem_p2p::staging::Pool;
+use parking_lot::Mutex;
+
+use super::memory::StagedRegion;
+use crate::{
+    access::VerbsOptions,
+    region::{CpuAccess, Kind, Parts, Region},
+    register::Registrar,
+    sys::AccessFlags,
+};
+
+/// The staging buffers of a domain, and the number of regions that need them.
+#[derive(Debug)]
+pub(crate) struct Staging {
+    attr: StagingAttr,
+    buffers: Mutex<Option<(Arc<Pool>, LocalKey)>>,
+    regions: AtomicUsize,
+}
+
+impl Staging {
+    pub(crate) fn new(attr: StagingAttr) -> Self {
+        Self { attr, buffers: Mutex::default(), regions: AtomicUsize::new(0) }
+    }
+
+    /// Returns the buffers and their descriptor, once there are any.
+    pub(super) fn buffers(&self) -> Option<(Arc<Pool>, LocalKey)> {
+        self.buffers.lock().clone()
+    }
+
+    pub(crate) fn pool(&self) -> Option<Arc<Pool>> {
+        self.buffers().map(|(pool, _)| pool)
+    }
+
+    pub(super) fn has_regions(&self) -> bool {
+        self.regions.load(Ordering::Acquire) > 0
+    }
+
+    /// Registers memory that is reached through copies.
+    pub(crate) fn register(
+        &self,
+        registrar: &Registrar<'_>,
+        request: &Registration<'_>,
+        pieces: &[Piece<'_>],
+        options: VerbsOptions,
+    ) -> Result<ProviderRegion> {
+        registrar.check(request)?;
+        let device = &registrar.pd.device;
+        let refuse = |why: &'static str| {
+            Error::new(ErrorKind::Unsupported, "register")
+                .provider(device.nic().to_string())
+                .context("path", "staged")
+                .remedy(why)
+        };
+        let local = device.provider_attr().staged_access;
+        if !local.contains(request.access) {
+            return Err(refuse(
+                "a peer's NIC cannot reach memory through copies: ask for SEND, RECV, READ and WRITE only, and let \
+                 this side write to the peer, read from it or exchange messages; or make a direct path work",
+            )
+            .context("access", request.access - local));
+        }
+        if !options.is_empty() {
+            return Err(refuse(
+                "staged memory is not registered with the NIC: ask for none of verbs' options",
+            )
+            .context("options", format_args!("{options:?}")));
+        }
+        let staged = |piece: &Piece<'_>| match &piece.backing {
+            Backing::Staged(memory) => Ok((piece.range, Arc::clone(memory))),
+            _ => Err(refuse("a region is staged as a whole or not at all")),
+        };
+        let pieces = pieces.iter().map(staged).collect::<Result<Vec<_>>>()?;
+        self.prepare_buffers(registrar)?;
+        self.regions.fetch_add(1, Ordering::AcqRel);
+        Ok(registrar.regions.insert(Region {
+            access: request.access,
+            flags: AccessFlags::empty(),
+            options,
+            cpu: CpuAccess::None,
+            parts: Parts::new(),
+            kind: Kind::Staged(Arc::new(StagedRegion::new(pieces.into_iter()))),
+        }))
+    }
+
+    /// Allocates and registers the buffers, if they are not yet.
+    fn prepare_buffers(&self, registrar: &Registrar<'_>) -> Result<()> {
+        let mut buffers = self.buffers.lock();
+        if buffers.is_some() {
+            return Ok(());
+        }
+        let nic = registrar.pd.device.nic();
+        let pool = Pool::new(self.attr, numa_node(&nic.name))?;
+        let region = registrar.register_buffers(pool.range()).map_err(|error| {
+            error.context("for", "staging buffers").context("length", pool.range().len())
+        })?;
+        tracing::debug!(%nic, bytes = pool.range().len(), "staging buffers registered");
+        *buffers = Some((pool, region.local));
+        Ok(())
+    }
+
+    /// Lets no copy of a region begin any more. Copies that have begun go on until the lanes of the
+    /// device abandon them.
+    pub(crate) fn close(&self, region: &StagedRegion) {
+        self.regions.fetch_sub(1, Ordering::AcqRel);
+        region.close();
+    }
+}
+
+/// Returns the NUMA node of a device, if the kernel knows it.
+fn numa_node(device: &str) -> Option<u32> {
+    let text =
+        fs::read_to_string(format!("/sys/class/infiniband/{device}/device/numa_node")).ok()?;
+    // -1 is a machine that has none.
+    text.trim().parse().ok()
+}
