@@ -79,7 +79,7 @@ pub(super) struct Chain {
 unsafe impl Send for Chain {}
 
 impl Chain {
-    pub(super) fn clear(&mut self) {
+    fn clear(&mut self) {
         self.spans.clear();
         self.targets.clear();
         self.requests.clear();
@@ -123,6 +123,7 @@ impl Chain {
         (local, remote): (&[LocalSegment], &[RemoteSegment<'_>]),
         rma: Rma,
     ) -> Result<u64> {
+        self.clear();
         let (owned, bytes) = self.local(held, local, rma.right)?;
         let mut far = 0_u64;
         for segment in remote {
@@ -166,6 +167,7 @@ impl Chain {
         pair: &QueuePair,
         (local, invalidate): (&[LocalSegment], Option<&RemoteKey>),
     ) -> Result<u64> {
+        self.clear();
         let (owned, bytes) = self.local(held, local, Access::SEND)?;
         self.message(domain, pair.cap.max_send_sge, pair.port.max_message, bytes)?;
         let opcode = if invalidate.is_some() {
@@ -194,6 +196,7 @@ impl Chain {
         pair: &QueuePair,
         local: &[LocalSegment],
     ) -> Result<()> {
+        self.clear();
         let (_, bytes) = self.local(held, local, Access::RECV)?;
         // A receive may be longer than any message.
         self.message(domain, pair.cap.max_recv_sge, u64::MAX, bytes)
@@ -236,6 +239,7 @@ impl Chain {
         (op, datatype, remote): (AtomicOp, AtomicType, &RemoteSegment<'_>),
         (local, result, compare): (&[LocalSegment], Option<LocalSegment>, Option<LocalSegment>),
     ) -> Result<u64> {
+        self.clear();
         let operands =
             AtomicOperands::read(domain, held, (op, datatype, remote), (local, compare))?;
         match result {

@@ -1,8 +1,12 @@
-//! Completions: from a work completion's status to an error that says what it means.
+//! The errors that the statuses of failed work completions mean.
 
 use hmem_core::{Error, ErrorKind, transfer::CompletionKind};
 
 use super::sys::WcStatus;
+
+/// The remedy after a bind that the NIC refused.
+pub(super) const BIND_REFUSED: &str =
+    "the NIC refused the bind: range, rights, MW_BIND of the region, or a key that is still valid";
 
 /// Returns the error that a failed work completion's status means for a request of `kind`.
 ///
@@ -32,11 +36,9 @@ pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Erro
             "local queue pair operation error",
             "the message did not fit: post receives as long as the longest message",
         ),
-        (WcStatus::IBV_WC_LOC_QP_OP_ERR, BindWindow) => (
-            ErrorKind::AccessDenied,
-            "local queue pair operation error",
-            "the NIC refused the bind: range, rights, MW_BIND of the region, or a key that is still valid",
-        ),
+        (WcStatus::IBV_WC_LOC_QP_OP_ERR, BindWindow) => {
+            (ErrorKind::AccessDenied, "local queue pair operation error", BIND_REFUSED)
+        }
         (WcStatus::IBV_WC_LOC_QP_OP_ERR, _) => (
             ErrorKind::BadState,
             "local queue pair operation error",
@@ -57,11 +59,9 @@ pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Erro
             "flushed",
             "the connection ended over an earlier error: resolve the peer again on both sides",
         ),
-        (WcStatus::IBV_WC_MW_BIND_ERR, _) => (
-            ErrorKind::AccessDenied,
-            "memory window bind error",
-            "the NIC refused the bind: range, rights, MW_BIND of the region, or a key that is still valid",
-        ),
+        (WcStatus::IBV_WC_MW_BIND_ERR, _) => {
+            (ErrorKind::AccessDenied, "memory window bind error", BIND_REFUSED)
+        }
         (WcStatus::IBV_WC_LOC_ACCESS_ERR, _) => (
             ErrorKind::AccessDenied,
             "local access error",
@@ -125,7 +125,7 @@ pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Erro
     completed.remedy(remedy)
 }
 
-/// A request that its endpoint's closing cut short.
+/// Returns the error of a request that ended because its endpoint was closed.
 pub(super) fn canceled(kind: CompletionKind) -> Error {
     status_error(WcStatus::IBV_WC_WR_FLUSH_ERR, 0, kind).context("cause", "the endpoint was closed")
 }

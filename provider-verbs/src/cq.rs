@@ -70,10 +70,9 @@ impl VerbsCq {
             // is a value.
             return Ok(unsafe { batch[..read].assume_init_ref() });
         }
-        Err(Error::new(ErrorKind::Driver, "ibv_poll_cq")
-            .provider(self.device.nic().to_string())
-            .context("returned", count)
-            .remedy("the queue was overrun or the device is gone: open a deeper queue, read it more often"))
+        let why =
+            "the queue was overrun or the device is gone: open a deeper queue, read it more often";
+        Err(self.device.refuse(ErrorKind::Driver, "ibv_poll_cq", why).context("returned", count))
     }
 }
 

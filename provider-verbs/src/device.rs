@@ -1,6 +1,7 @@
 //! An open device with its attributes as core wants them, and protection domains on it.
 
 use std::{
+    borrow::Cow,
     fs,
     mem::{self, offset_of},
     ptr,
@@ -142,8 +143,8 @@ impl OpenDevice {
         Ok(device)
     }
 
-    /// Returns the generation of the first request of an endpoint that is opened now. Endpoints that
-    /// close add as many as they have used.
+    /// Returns the generation of the first request of an endpoint that is opened now. Endpoints add
+    /// as many as they have used when they close.
     pub(super) fn generations(&self) -> &AtomicU32 {
         &self.generations
     }
@@ -190,16 +191,24 @@ impl OpenDevice {
         self.rights
     }
 
+    /// Returns an error that names the device.
+    pub(super) fn refuse(
+        &self,
+        kind: ErrorKind,
+        operation: &'static str,
+        why: impl Into<Cow<'static, str>>,
+    ) -> Error {
+        Error::new(kind, operation).provider(self.nic.to_string()).remedy(why)
+    }
+
     /// Refuses the right REMOTE_ATOMIC, libfabric's or verbs', on a device without atomics.
     /// REMOTE_WRITE of fi_mr(3), which grants atomics too, grants only RMA writes on such a device.
     pub(super) fn check_atomics(&self, asked: bool, operation: &'static str) -> Result<()> {
         if self.rights.atomics || !asked {
             return Ok(());
         }
-        Err(Error::new(ErrorKind::Unsupported, operation)
-            .provider(self.nic.to_string())
-            .context("access", "REMOTE_ATOMIC")
-            .remedy(format!("{} has no atomics: register without REMOTE_ATOMIC", self.nic.name)))
+        let why = format!("{} has no atomics: register without REMOTE_ATOMIC", self.nic.name);
+        Err(self.refuse(ErrorKind::Unsupported, operation, why).context("access", "REMOTE_ATOMIC"))
     }
 
     /// iWARP devices say so in sysfs: `node_type` is "4: RNIC".

@@ -2,19 +2,21 @@
 
 use std::{
     any::Any,
+    collections::hash_map::Entry,
     ffi::c_void,
     fmt,
     sync::{Arc, atomic::Ordering},
 };
 
 use hmem_core::{
-    Access, AddressRange, Addressing, Domain, Error, ErrorKind, Iova, RawKey, RemoteKey, Result,
+    Access, AddressRange, Addressing, Domain, ErrorKind, Iova, RawKey, RemoteKey, Result,
     provider::{
         self, Backing, CompletionQueue, CompositeKeys, DomainRequest, EndpointAttr, Features,
         LiveObjects, ManualProgress, Piece, ProviderAttr, ProviderDomain, ProviderEndpoint,
         ProviderRegion, ProviderWindow, RawKeys, Registration, StagingAccess, WindowBind,
         WindowType,
     },
+    random::random_u64,
 };
 
 use super::{
@@ -22,6 +24,7 @@ use super::{
     device::ProtectionDomain,
     domain_state::{DomainOptions, DomainState},
     endpoint::{Endpoint, Fabric, Queue},
+    raw_key,
     region::{Kind, VerbsKey},
     staged::ActiveLanes,
     sys::AccessFlags,
@@ -54,11 +57,9 @@ impl VerbsDomain {
         request: &DomainRequest,
     ) -> Result<Self> {
         if !request.auth_key.0.is_empty() {
-            return Err(Error::new(ErrorKind::Unsupported, "open domain")
-                .provider(pd.device.nic().to_string())
-                .remedy(
-                    "verbs has no authorization keys: domains are separated by their protection domains",
-                ));
+            let why = "verbs has no authorization keys: domains are separated by their protection \
+                       domains";
+            return Err(pd.device.refuse(ErrorKind::Unsupported, "open domain", why));
         }
         tracing::debug!(nic = %pd.device.nic(), mode = %request.mode, ?options, "verbs domain opened");
         let state = Arc::new(DomainState::new(pd, options, request.staging));
@@ -230,7 +231,7 @@ unsafe impl ProviderDomain for VerbsDomain {
             page_registrations,
             bytes,
             windows: self.state.windows.count(),
-            mapped_keys: self.state.mapped_keys(),
+            mapped_keys: self.state.mapped.read().len() as u64,
             endpoints: self.state.endpoints.load(Ordering::Relaxed),
             staging_buffers: self.state.staging.pool().map_or(0, |pool| pool.held()),
         }
@@ -287,11 +288,24 @@ impl RawKeys for VerbsDomain {
         addressing: Addressing,
         raw: &RawKey,
     ) -> Result<RemoteKey> {
-        self.state.map_raw(base, len, addressing, raw)
+        let pieces: Arc<[_]> = raw_key::decode(raw)?.into();
+        // Not counted: another domain's key must not name one of this.
+        let number = loop {
+            let number = random_u64("verbs")?;
+            if let Entry::Vacant(entry) = self.state.mapped.write().entry(number) {
+                entry.insert(pieces);
+                break number;
+            }
+        };
+        Ok(RemoteKey::mapped(addressing, base, len, number))
     }
 
     fn unmap_key(&self, key: &RemoteKey) -> Result<()> {
-        self.state.unmap_key(key)
+        if key.is_mapped() && self.state.mapped.write().remove(&key.as_u64()?).is_some() {
+            return Ok(());
+        }
+        let why = "unmap a key once, in the domain that mapped it";
+        Err(self.state.pd.device.refuse(ErrorKind::InvalidKey, "unmap key", why))
     }
 }
 

@@ -1,16 +1,12 @@
 //! The state of a domain that its endpoints share: its regions, windows and keys.
 
 use std::{
-    collections::{HashMap, hash_map::Entry},
+    collections::HashMap,
     sync::{Arc, OnceLock, atomic::AtomicU64},
     time::Duration,
 };
 
-use hmem_core::random::random_u64;
-use hmem_core::{
-    Addressing, Error, ErrorKind, Iova, RawKey, RemoteKey, RemotePiece, Result,
-    provider::StagingAttr,
-};
+use hmem_core::{Error, ErrorKind, RemoteKey, RemotePiece, Result, provider::StagingAttr};
 use parking_lot::RwLock;
 
 use super::{
@@ -18,7 +14,6 @@ use super::{
     device::ProtectionDomain,
     errors,
     port::PortChoice,
-    raw_key,
     region::Regions,
     register::Registrar,
     split::Span,
@@ -45,7 +40,8 @@ pub(super) struct DomainState {
     pub(super) regions: Regions,
     pub(super) windows: Windows,
     pub(super) staging: Staging,
-    mapped: RwLock<HashMap<u64, Arc<[RemotePiece]>>>,
+    /// Raw keys of peers that were mapped into the domain.
+    pub(super) mapped: RwLock<HashMap<u64, Arc<[RemotePiece]>>>,
     pub(super) endpoints: AtomicU64,
     nowhere: OnceLock<Nowhere>,
     /// Last, so that everything in it is gone before.
@@ -77,48 +73,15 @@ impl DomainState {
 
     /// Returns the error of a request that is refused before it is posted.
     pub(super) fn refuse_post(&self, kind: ErrorKind, why: &'static str) -> Error {
-        Error::new(kind, "post").provider(self.pd.device.nic().to_string()).remedy(why)
-    }
-
-    pub(super) fn map_raw(
-        &self,
-        base: Iova,
-        len: u64,
-        addressing: Addressing,
-        raw: &RawKey,
-    ) -> Result<RemoteKey> {
-        let pieces: Arc<[_]> = raw_key::decode(raw)?.into();
-        // Not counted: another domain's key must not name one of this.
-        let number = loop {
-            let number = random_u64("verbs")?;
-            if let Entry::Vacant(entry) = self.mapped.write().entry(number) {
-                entry.insert(pieces);
-                break number;
-            }
-        };
-        Ok(RemoteKey::mapped(addressing, base, len, number))
-    }
-
-    pub(super) fn unmap_key(&self, key: &RemoteKey) -> Result<()> {
-        if key.is_mapped() && self.mapped.write().remove(&key.as_u64()?).is_some() {
-            return Ok(());
-        }
-        Err(Error::new(ErrorKind::InvalidKey, "unmap key")
-            .provider(self.pd.device.nic().to_string())
-            .remedy("unmap a key once, in the domain that mapped it"))
-    }
-
-    pub(super) fn mapped_keys(&self) -> u64 {
-        self.mapped.read().len() as u64
+        self.pd.device.refuse(kind, "post", why)
     }
 
     /// Returns the pieces of a mapped key of a request.
     pub(super) fn mapped_key(&self, key: &RemoteKey) -> Result<Arc<[RemotePiece]>> {
         let number = key.as_u64()?;
         self.mapped.read().get(&number).cloned().ok_or_else(|| {
-            Error::new(ErrorKind::InvalidKey, "post")
-                .provider(self.pd.device.nic().to_string())
-                .remedy("map the raw key in this domain, and use it before it is unmapped")
+            let why = "map the raw key in this domain, and use it before it is unmapped";
+            self.refuse_post(ErrorKind::InvalidKey, why)
         })
     }
 

@@ -7,7 +7,7 @@ use std::{
 };
 
 use hmem_core::{
-    Error, ErrorKind, Result,
+    ErrorKind, Result,
     provider::{CompletionQueue, EndpointAttr, ProviderEndpoint},
     transfer::{Completion, EndpointName, PeerId, WorkRequest},
 };
@@ -97,24 +97,18 @@ impl Endpoint {
         attr: &EndpointAttr,
     ) -> Result<Arc<Self>> {
         let device = &domain.pd.device;
-        let refuse = |kind, why: &'static str| {
-            Error::new(kind, "open endpoint").provider(device.nic().to_string()).remedy(why)
-        };
+        let refuse = |kind, why: &'static str| device.refuse(kind, "open endpoint", why);
         let queue = |queue: &dyn CompletionQueue| {
             let queue =
                 (queue as &dyn Any).downcast_ref::<Queue>().map(|queue| Arc::clone(&queue.state));
             queue.filter(|queue| Arc::ptr_eq(queue.cq().device(), device)).ok_or_else(|| {
-                refuse(
-                    ErrorKind::InvalidArgument,
-                    "use completion queues of the same provider and device",
-                )
+                let why = "use completion queues of the same provider and device";
+                refuse(ErrorKind::InvalidArgument, why)
             })
         };
         if attr.auth_key.as_ref().is_some_and(|key| !key.0.is_empty()) {
-            return Err(refuse(
-                ErrorKind::Unsupported,
-                "verbs has no authorization keys: use another domain",
-            ));
+            let why = "verbs has no authorization keys: use another domain";
+            return Err(refuse(ErrorKind::Unsupported, why));
         }
         let queues = Queues { tx: queue(&*attr.tx_cq)?, rx: queue(&*attr.rx_cq)? };
         let port = Port::find(device, domain.options.port)?;
@@ -208,9 +202,8 @@ impl Endpoint {
         let state = self.poster.lock();
         let holds_pair = |token: &u64| self.domain.windows.holds_pair(*token);
         if state.connection.windows().iter().any(holds_pair) {
-            return Err(Error::new(ErrorKind::Busy, "close endpoint")
-                .provider(self.domain.pd.device.nic().to_string())
-                .remedy("invalidate or free the type 2A windows bound through it first"));
+            let why = "invalidate or free the type 2A windows bound through it first";
+            return Err(self.domain.pd.device.refuse(ErrorKind::Busy, "close endpoint", why));
         }
         self.tear_down(state);
         Ok(())
@@ -255,9 +248,9 @@ impl ProviderEndpoint for Endpoint {
             connection.refresh()?;
             if let Some(old) = connection.peer() {
                 if !old.same_peer(&peer) {
-                    return Err(Error::new(ErrorKind::Busy, "resolve")
-                        .provider(self.domain.pd.device.nic().to_string())
-                        .remedy("a verbs endpoint is one connection (RC): open another for another peer"));
+                    let why =
+                        "a verbs endpoint is one connection (RC): open another for another peer";
+                    return Err(self.domain.pd.device.refuse(ErrorKind::Busy, "resolve", why));
                 }
                 if old.epoch == peer.epoch && !connection.has_failed() {
                     return Ok(PEER);

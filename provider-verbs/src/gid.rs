@@ -65,28 +65,21 @@ pub(super) fn table(
 ) -> Result<Vec<GidEntry>, Errno> {
     let mut entries = Vec::new();
     for index in 0..u8::try_from(attr.gid_tbl_len.max(0)).unwrap_or(u8::MAX) {
-        let gid = match entry(device, port, index) {
-            Ok(gid) => gid,
+        let mut gid = Gid::default();
+        let query = device.library().functions.query_gid;
+        // SAFETY: the context is open as long as `device`; `gid` is writable for the call.
+        let done = unsafe { query(device.context(), port, i32::from(index), &mut gid) };
+        match errors::status(done) {
+            Ok(()) => {}
             // Kernels answer so for entries that are not set.
             Err(Errno(2 | 22 | 61 | 11)) => continue,
             Err(errno) => return Err(errno),
-        };
+        }
         if gid.raw != [0; 16] {
             entries.push(GidEntry { index, gid: gid.raw, kind: kind(device.nic(), port, index) });
         }
     }
     Ok(entries)
-}
-
-/// One entry of the table.
-fn entry(device: &OpenDevice, port: u8, index: u8) -> Result<Gid, Errno> {
-    let mut gid = Gid::default();
-    let functions = &device.library().functions;
-    // SAFETY: the context is open as long as `device`; `gid` is writable for the call.
-    errors::status(unsafe {
-        (functions.query_gid)(device.context(), port, i32::from(index), &mut gid)
-    })?;
-    Ok(gid)
 }
 
 fn kind(nic: &Nic, port: u8, index: u8) -> GidType {

@@ -36,6 +36,10 @@ struct Slot {
     entry: Option<InFlight>,
 }
 
+fn wr_id(generation: u32, index: u32) -> u64 {
+    u64::from(generation) << 32 | u64::from(index)
+}
+
 /// The requests in flight of one queue pair, by `wr_id`.
 pub(super) struct RequestTable {
     slots: Vec<Slot>,
@@ -63,12 +67,8 @@ impl RequestTable {
 
     /// Adds a request and returns its `wr_id`.
     pub(super) fn admit(&mut self, entry: InFlight) -> u64 {
-        if entry.kind == CompletionKind::Receive {
-            self.receives += entry.requests;
-        } else {
-            self.sends += entry.requests;
-            self.messages += u32::from(entry.kind == CompletionKind::Send);
-        }
+        *self.in_use(entry.kind) += entry.requests;
+        self.messages += u32::from(entry.kind == CompletionKind::Send);
         let index = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Slot::default());
             self.slots.len() as u32 - 1
@@ -76,7 +76,7 @@ impl RequestTable {
         let generation = self.generations.end;
         self.generations.end = generation.wrapping_add(1);
         self.slots[index as usize] = Slot { generation, entry: Some(entry) };
-        u64::from(generation) << 32 | u64::from(index)
+        wr_id(generation, index)
     }
 
     /// Removes a request. Returns `None` for one that ended before, such as the parts after the one
@@ -89,35 +89,21 @@ impl RequestTable {
         }
         let entry = slot.entry.take()?;
         self.free.push(index);
-        if entry.kind == CompletionKind::Receive {
-            self.receives -= entry.requests;
-        } else {
-            self.sends -= entry.requests;
-            self.messages -= u32::from(entry.kind == CompletionKind::Send);
-        }
+        *self.in_use(entry.kind) -= entry.requests;
+        self.messages -= u32::from(entry.kind == CompletionKind::Send);
         Some(entry)
     }
 
     /// Removes all requests.
     pub(super) fn take_all(&mut self) -> Vec<InFlight> {
-        let ids: Vec<_> = self
-            .slots
-            .iter()
-            .enumerate()
-            .filter(|(_, slot)| slot.entry.is_some())
-            .map(|(index, slot)| u64::from(slot.generation) << 32 | index as u64)
-            .collect();
+        let wr_id = |(slot, index): (&Slot, u32)| wr_id(slot.generation, index);
+        let ids: Vec<_> = self.slots.iter().zip(0..).map(wr_id).collect();
         ids.into_iter().filter_map(|id| self.take(id)).collect()
     }
 
-    /// Returns the number of send queue entries in use.
-    pub(super) fn sends(&self) -> u32 {
-        self.sends
-    }
-
-    /// Returns the number of receive queue entries in use.
-    pub(super) fn receives(&self) -> u32 {
-        self.receives
+    /// Returns the number of entries in use of the queue for this kind of request.
+    pub(super) fn in_use(&mut self, kind: CompletionKind) -> &mut u32 {
+        if kind == CompletionKind::Receive { &mut self.receives } else { &mut self.sends }
     }
 
     pub(super) fn has_messages(&self) -> bool {

@@ -58,7 +58,7 @@
 // - `atomic`, `chain`: `Chain`, which turns a request's lists into work requests;
 // - `in_flight`, `post`: `RequestTable`, and `Poster`, which owns it and the connection;
 // - `queue`: `CqState`, which passes work completions to posters;
-// - `staged/request`, `staged/lane`: `Lanes` of staged transfers;
+// - `staged/request`, `staged/task`, `staged/lane`: `Lanes` of staged transfers;
 // - `endpoint`, `domain`, `provider`: the application's handles.
 
 mod access;

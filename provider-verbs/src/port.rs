@@ -2,7 +2,7 @@
 
 use std::ffi::c_int;
 
-use hmem_core::{Error, ErrorKind, Result};
+use hmem_core::{ErrorKind, Result};
 
 use super::{
     device::OpenDevice,
@@ -53,10 +53,9 @@ impl Port {
             }
             return Self::describe(device, number, &attr, choice.gid_index);
         }
-        Err(Error::new(ErrorKind::Unavailable, "ibv_query_port")
-            .provider(device.nic().to_string())
-            .context("ports", down.join(", "))
-            .remedy("no port is active: bring the link up, or name a port"))
+        let why = "no port is active: bring the link up, or name a port";
+        let refused = device.refuse(ErrorKind::Unavailable, "ibv_query_port", why);
+        Err(refused.context("ports", down.join(", ")))
     }
 
     fn describe(
@@ -71,10 +70,8 @@ impl Port {
             })
         };
         let no_gid = || {
-            Error::new(ErrorKind::Unavailable, "ibv_query_gid")
-                .provider(device.nic().to_string())
-                .context("port", number)
-                .remedy("the port has no such GID: give its network interface an address")
+            let why = "the port has no such GID: give its network interface an address";
+            device.refuse(ErrorKind::Unavailable, "ibv_query_gid", why).context("port", number)
         };
         let gid = match gid_index {
             Some(index) => {

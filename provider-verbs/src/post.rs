@@ -11,8 +11,8 @@ use hmem_core::{
 use parking_lot::{Mutex, MutexGuard};
 
 use super::{
-    chain::{self, Chain, READ, WRITE},
-    completion::status_error,
+    chain::{Chain, READ, WRITE, single},
+    completion::{BIND_REFUSED, status_error},
     connection::{Connection, QueuePair},
     domain_state::DomainState,
     errors,
@@ -24,12 +24,16 @@ use super::{
 pub(super) struct Poster {
     pub(super) domain: Arc<DomainState>,
     number: u32,
-    tx_counter: Option<Arc<Counter>>,
-    rx_counter: Option<Arc<Counter>>,
     state: Mutex<PostState>,
-    /// Results for the lane that sends, and for the lane that receives.
-    send_mail: Arc<Mutex<Mail>>,
-    receive_mail: Arc<Mutex<Mail>>,
+    send: Direction,
+    receive: Direction,
+}
+
+/// The destinations of results in one direction.
+struct Direction {
+    counter: Option<Arc<Counter>>,
+    /// Results for the lane.
+    mail: Arc<Mutex<Mail>>,
 }
 
 pub(super) struct PostState {
@@ -46,18 +50,20 @@ impl Poster {
         generation: u32,
         attr: &EndpointAttr,
     ) -> Self {
+        let direction = |counter: &Option<Arc<Counter>>| Direction {
+            counter: counter.clone(),
+            mail: Arc::default(),
+        };
         Self {
             domain: Arc::clone(domain),
             number: pair.number(),
-            tx_counter: attr.tx_counter.clone(),
-            rx_counter: attr.rx_counter.clone(),
             state: Mutex::new(PostState {
                 connection: Connection::new(pair),
                 requests: RequestTable::new(generation),
                 chain: Chain::default(),
             }),
-            send_mail: Arc::default(),
-            receive_mail: Arc::default(),
+            send: direction(&attr.tx_counter),
+            receive: direction(&attr.rx_counter),
         }
     }
 
@@ -70,9 +76,13 @@ impl Poster {
         self.state.lock()
     }
 
+    fn direction(&self, kind: CompletionKind) -> &Direction {
+        if kind == CompletionKind::Receive { &self.receive } else { &self.send }
+    }
+
     /// Returns the results for the lane of a kind of request.
     pub(super) fn mail(&self, kind: CompletionKind) -> &Arc<Mutex<Mail>> {
-        if kind == CompletionKind::Receive { &self.receive_mail } else { &self.send_mail }
+        &self.direction(kind).mail
     }
 
     /// Posts to the NIC, for the application or for a lane.
@@ -98,28 +108,16 @@ impl Poster {
             window: None,
             owner,
         };
-        let rma = match request.operation {
-            Operation::Write { remote } => Some((remote, WRITE)),
-            Operation::Read { remote } => Some((remote, READ)),
-            _ => None,
-        };
-        let mut segment = Sge::default();
-        if let Some((remote, rma)) = rma
-            && let Some((mut wr, bytes)) =
-                chain::single(&held, pair, (local, remote), rma, &mut segment)
-        {
-            let entry = entry(rma.kind, bytes);
-            return self.submit(connection, requests, slice::from_mut(&mut wr), entry);
-        }
-        chain.clear();
         let entry = match request.operation {
-            Operation::Write { remote } => {
-                let bytes = chain.rma(domain, &held, pair, (local, remote), WRITE)?;
-                entry(CompletionKind::Write, bytes)
-            }
-            Operation::Read { remote } => {
-                let bytes = chain.rma(domain, &held, pair, (local, remote), READ)?;
-                entry(CompletionKind::Read, bytes)
+            Operation::Write { remote } | Operation::Read { remote } => {
+                let is_write = matches!(request.operation, Operation::Write { .. });
+                let (rma, lists) = (if is_write { WRITE } else { READ }, (local, remote));
+                let mut segment = Sge::default();
+                if let Some((mut wr, bytes)) = single(&held, pair, lists, rma, &mut segment) {
+                    let entry = entry(rma.kind, bytes);
+                    return self.submit(connection, requests, slice::from_mut(&mut wr), entry);
+                }
+                entry(rma.kind, chain.rma(domain, &held, pair, lists, rma)?)
             }
             Operation::Send { tag: Some(_), .. } | Operation::Receive { tag: Some(_), .. } => {
                 return Err(domain.refuse_post(
@@ -179,7 +177,7 @@ impl Poster {
         mut entry: InFlight,
     ) -> Result<()> {
         let pair = connection.open()?;
-        if requests.receives() >= pair.cap.max_recv_wr {
+        if *requests.in_use(entry.kind) >= pair.cap.max_recv_wr {
             return Err(self
                 .domain
                 .refuse_post(ErrorKind::Again, "the receive queue is full: read completions"));
@@ -216,8 +214,9 @@ impl Poster {
         let pair = connection.open()?;
         let most = pair.cap.max_send_wr;
         let count = chain.len() as u32;
-        if requests.sends().saturating_add(count) > most {
-            let (kind, why) = if requests.sends() == 0 {
+        let in_use = *requests.in_use(entry.kind);
+        if in_use.saturating_add(count) > most {
+            let (kind, why) = if in_use == 0 {
                 (ErrorKind::MessageTooLong, "open the endpoint deeper, or transfer less at once")
             } else {
                 (ErrorKind::Again, "the send queue is full: read completions")
@@ -302,9 +301,10 @@ impl Poster {
             let flushed_first = wc.status == WcStatus::IBV_WC_WR_FLUSH_ERR && !failed_before;
             if flushed_first && entry.kind == CompletionKind::BindWindow {
                 // rxe flushes the bind that it refuses.
-                error = Error::new(ErrorKind::AccessDenied, "bind window").provider("verbs").caused_by(error).remedy(
-                    "the NIC refused the bind: range, rights, MW_BIND of the region, or a key that is still valid",
-                );
+                error = Error::new(ErrorKind::AccessDenied, "bind window")
+                    .provider("verbs")
+                    .caused_by(error)
+                    .remedy(BIND_REFUSED);
             }
             Err(error)
         };
@@ -330,8 +330,7 @@ impl Poster {
         context: u64,
         result: Result<u64>,
     ) -> Completion {
-        let receive = kind == CompletionKind::Receive;
-        if let Some(counter) = if receive { &self.rx_counter } else { &self.tx_counter } {
+        if let Some(counter) = &self.direction(kind).counter {
             match &result {
                 Ok(_) => counter.add(1),
                 Err(_) => counter.add_error(1),

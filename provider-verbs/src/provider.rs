@@ -161,9 +161,10 @@ impl Builder {
         let pcie_mapping_first = self.needs_pcie_mapping()?;
         let library = self.start()?;
         // SAFETY: the caller vouches for the protection domain.
-        let device = unsafe { OpenDevice::borrowed(&library, pd, pcie_mapping_first) }?;
-        let brought = Some((Device::new(device), BroughtPd(pd)));
-        Verbs::new(library, pcie_mapping_first, self.domain, brought)
+        let device = Arc::new(unsafe { OpenDevice::borrowed(&library, pd, pcie_mapping_first) }?);
+        // SAFETY: the caller keeps it alive for as long as anything opened from the provider.
+        let pd = unsafe { ProtectionDomain::borrowed(&device, pd) };
+        Verbs::new(library, pcie_mapping_first, self.domain, Some((pd, Arc::default())))
     }
 
     /// What was said, or else what the environment says.
@@ -199,14 +200,6 @@ impl Builder {
 /// Devices that cannot be opened, with the reason for each.
 type LeftOut = Vec<(String, Error)>;
 
-#[derive(Clone, Copy, Debug)]
-struct BroughtPd(*mut Pd);
-
-// SAFETY: a protection domain may be used from any thread; `with_pd`'s caller keeps it alive.
-unsafe impl Send for BroughtPd {}
-// SAFETY: libibverbs calls may share a protection domain between threads (ibverbs(7)).
-unsafe impl Sync for BroughtPd {}
-
 /// RDMA hardware through libibverbs.
 #[derive(Clone)]
 pub struct Verbs {
@@ -217,7 +210,7 @@ struct Inner {
     library: Arc<Library>,
     pcie_mapping_first: bool,
     options: DomainOptions,
-    brought: Option<(Device, BroughtPd)>,
+    brought: Option<(ProtectionDomain, Arc<ActiveLanes>)>,
     /// Kept open: opening costs milliseconds, and every domain of a device can share one context.
     devices: Mutex<HashMap<String, Device>>,
     fabric: Arc<Fabric>,
@@ -230,12 +223,6 @@ struct Inner {
 struct Device {
     open: Arc<OpenDevice>,
     active: Arc<ActiveLanes>,
-}
-
-impl Device {
-    fn new(open: OpenDevice) -> Self {
-        Self { open: Arc::new(open), active: Arc::default() }
-    }
 }
 
 impl Verbs {
@@ -262,7 +249,7 @@ impl Verbs {
         library: Arc<Library>,
         pcie_mapping_first: bool,
         options: DomainOptions,
-        brought: Option<(Device, BroughtPd)>,
+        brought: Option<(ProtectionDomain, Arc<ActiveLanes>)>,
     ) -> Result<Self> {
         let (devices, fabric) = (Mutex::default(), Arc::default());
         let process = ProcessMark::current()?;
@@ -322,7 +309,7 @@ impl Verbs {
             return Ok(device.clone());
         }
         let device = OpenDevice::open(&self.inner.library, name, self.inner.pcie_mapping_first)?;
-        let device = Device::new(device);
+        let device = Device { open: Arc::new(device), active: Arc::default() };
         Ok(self.inner.devices.lock().entry(name.to_owned()).or_insert(device).clone())
     }
 }
@@ -333,8 +320,8 @@ impl Provider for Verbs {
     }
 
     fn nics(&self) -> Result<Vec<ProviderAttr>> {
-        if let Some((device, _)) = &self.inner.brought {
-            return Ok(vec![device.open.provider_attr().clone()]);
+        if let Some((pd, _)) = &self.inner.brought {
+            return Ok(vec![pd.device.provider_attr().clone()]);
         }
         let (nics, mut left_out) = self.survey()?;
         for (device, error) in &left_out {
@@ -349,21 +336,20 @@ impl Provider for Verbs {
     fn open_domain(&self, request: &DomainRequest) -> Result<Arc<dyn ProviderDomain>> {
         self.inner.process.check("open domain")?;
         let (pd, active) = match &self.inner.brought {
-            Some((device, pd)) => {
-                let nic = device.open.nic();
-                let name = &nic.name;
+            Some((brought, active)) => {
+                let device = &brought.device;
+                let name = &device.nic().name;
                 if request.nic.as_ref().is_some_and(|asked| asked != name) {
-                    return Err(Error::new(ErrorKind::InvalidArgument, "open domain")
-                        .provider(nic.to_string())
-                        .context("nic", request.nic.as_deref().unwrap_or_default())
-                        .remedy("the protection domain that was brought along belongs to the named device"));
+                    let why =
+                        "the protection domain that was brought along belongs to the named device";
+                    return Err(device
+                        .refuse(ErrorKind::InvalidArgument, "open domain", why)
+                        .context("nic", request.nic.as_deref().unwrap_or_default()));
                 }
                 // SAFETY: `with_pd`'s caller keeps it alive for as long as anything opened from
                 // this provider.
-                (
-                    unsafe { ProtectionDomain::borrowed(&device.open, pd.0) },
-                    Arc::clone(&device.active),
-                )
+                let pd = unsafe { ProtectionDomain::borrowed(device, brought.pd) };
+                (pd, Arc::clone(active))
             }
             None => {
                 let name = match &request.nic {

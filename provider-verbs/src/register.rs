@@ -34,7 +34,7 @@ pub(super) struct Registrar<'a> {
 
 impl Registrar<'_> {
     fn refuse(&self, kind: ErrorKind, operation: &'static str, why: impl Into<String>) -> Error {
-        Error::new(kind, operation).provider(self.pd.device.nic().to_string()).remedy(why.into())
+        self.pd.device.refuse(kind, operation, why.into())
     }
 
     /// Checks what no registration can have.

@@ -88,9 +88,7 @@ impl Windows {
 
     pub(super) fn alloc(&self, pd: &ProtectionDomain, kind: WindowType) -> Result<ProviderWindow> {
         let nic = pd.device.nic();
-        let refuse = |why: String| {
-            Error::new(ErrorKind::Unsupported, "ibv_alloc_mw").provider(nic.to_string()).remedy(why)
-        };
+        let refuse = |why: String| pd.device.refuse(ErrorKind::Unsupported, "ibv_alloc_mw", why);
         if !pd.device.window_types().contains(&kind) {
             return Err(refuse(format!("{} has no windows of type {kind:?}", nic.name)));
         }
@@ -251,11 +249,8 @@ impl Windows {
         self.with_type_2(window.token, |held| {
             // Not every NIC checks this (rxe does not).
             if held.through.is_some_and(|bound| bound != through) {
-                return Err(Error::new(ErrorKind::AccessDenied, "post")
-                    .provider(pd.device.nic().to_string())
-                    .remedy(
-                        "invalidate the window through the endpoint that it was bound through",
-                    ));
+                let why = "invalidate the window through the endpoint that it was bound through";
+                return Err(pd.device.refuse(ErrorKind::AccessDenied, "post", why));
             }
             let mut wr = SendWr::new(WrOpcode::IBV_WR_LOCAL_INV, 0);
             // SAFETY: the window is allocated, and the table's lock keeps it so.
@@ -285,9 +280,7 @@ fn target<'a>(
     region: &'a Region,
     bind: &WindowBind,
 ) -> Result<(&'a Part, Address)> {
-    let refuse = |kind, why: &'static str| {
-        Error::new(kind, "bind window").provider(pd.device.nic().to_string()).remedy(why)
-    };
+    let refuse = |kind, why: &'static str| pd.device.refuse(kind, "bind window", why);
     if !region.flags.contains(AccessFlags::MW_BIND) {
         return Err(refuse(
             ErrorKind::AccessDenied,

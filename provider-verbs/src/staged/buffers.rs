@@ -9,7 +9,7 @@ use std::{
 };
 
 use hmem_core::{
-    Error, ErrorKind, LocalKey, Result,
+    ErrorKind, LocalKey, Result,
     provider::{Backing, Piece, ProviderRegion, Registration, StagingAttr},
 };
 use hmem_p2p::staging::Pool;
@@ -60,16 +60,14 @@ impl Staging {
         registrar.check(request)?;
         let device = &registrar.pd.device;
         let refuse = |why: &'static str| {
-            Error::new(ErrorKind::Unsupported, "register")
-                .provider(device.nic().to_string())
-                .context("path", "staged")
-                .remedy(why)
+            device.refuse(ErrorKind::Unsupported, "register", why).context("path", "staged")
         };
         let local = device.provider_attr().staged_access;
         if !local.contains(request.access) {
             return Err(refuse(
-                "a peer's NIC cannot reach memory through copies: ask for SEND, RECV, READ and WRITE only, and let \
-                 this side write to the peer, read from it or exchange messages; or make a direct path work",
+                "a peer's NIC cannot reach memory through copies: ask for SEND, RECV, READ and \
+                 WRITE only, and let this side write to the peer, read from it or exchange \
+                 messages; or make a direct path work",
             )
             .context("access", request.access - local));
         }

@@ -22,22 +22,21 @@ use std::{
 };
 
 use hmem_core::{
-    ErrorKind, LocalKey, Result,
-    transfer::{CompletionKind, Operation, PeerId, WorkRequest},
+    ErrorKind, Result,
+    transfer::{CompletionKind, WorkRequest},
 };
-use hmem_p2p::staging::{Claim, Cut, Part, Pipeline, Posted, Use, View};
+use hmem_p2p::staging::{Part, Posted, Use, View};
 use parking_lot::Mutex;
 
 use super::{
-    memory::{StagedPiece, region_closed},
-    request::{Direct, Lists, Movement, kind_of},
+    memory::region_closed,
+    request::kind_of,
+    task::{Entry, Task, Transfer},
 };
 use crate::{
-    completion::canceled,
     in_flight::{Mail, Token},
     post::Poster,
     queue::Queues,
-    region::Local,
 };
 
 /// The lanes of an endpoint, one in each direction.
@@ -92,76 +91,6 @@ impl Lane {
     }
 }
 
-#[derive(Debug)]
-struct Entry {
-    number: u64,
-    kind: CompletionKind,
-    context: u64,
-    task: Task,
-    /// Its failure has canceled the entries behind it.
-    noticed: bool,
-}
-
-#[derive(Debug)]
-enum Task {
-    Staged(Box<Transfer>),
-    Waiting(Direct),
-    Posted,
-    Ended(Result<u64>),
-}
-
-/// A request that names staged memory.
-#[derive(Debug)]
-struct Transfer {
-    pipeline: Pipeline<Arc<StagedPiece>>,
-    lists: Lists,
-    movement: Movement,
-    buffers: LocalKey,
-    peer: PeerId,
-}
-
-impl Entry {
-    fn is_over(&self) -> bool {
-        match &self.task {
-            Task::Staged(transfer) => transfer.pipeline.is_over(),
-            Task::Ended(_) => true,
-            Task::Waiting(_) | Task::Posted => false,
-        }
-    }
-
-    fn has_failed(&self) -> bool {
-        match &self.task {
-            Task::Staged(transfer) => transfer.pipeline.has_failed(),
-            Task::Ended(result) => result.is_err(),
-            Task::Waiting(_) | Task::Posted => false,
-        }
-    }
-
-    /// Cancels what is not on the wire.
-    fn cancel(&mut self) {
-        match &mut self.task {
-            Task::Staged(transfer) => transfer.pipeline.fail(Part::Wire, canceled(self.kind)),
-            Task::Waiting(_) => self.task = Task::Ended(Err(canceled(self.kind))),
-            Task::Posted | Task::Ended(_) => {}
-        }
-    }
-
-    fn ended(&mut self, token: Token, result: Result<u64>) {
-        match &mut self.task {
-            Task::Staged(transfer) => transfer.pipeline.landed(token.chunk, result),
-            task => *task = Task::Ended(result),
-        }
-    }
-
-    fn result(self) -> Result<u64> {
-        match self.task {
-            Task::Staged(mut transfer) => transfer.pipeline.result().map_err(|(_, error)| error),
-            Task::Ended(result) => result,
-            Task::Waiting(_) | Task::Posted => Err(canceled(self.kind)),
-        }
-    }
-}
-
 impl Lanes {
     pub(crate) fn new(poster: &Arc<Poster>, queues: &Queues, active: &Arc<ActiveLanes>) -> Self {
         Self {
@@ -201,11 +130,14 @@ impl Lanes {
     /// Puts a request into its lane.
     pub(crate) fn post(self: &Arc<Self>, request: &WorkRequest<'_>) -> Result<()> {
         let kind = kind_of(&request.operation);
-        let task = self.task(request)?;
-        let depth = self.depth(kind)?;
+        let cap = || Ok(self.poster.lock().connection.open()?.cap);
+        let task = Task::new(&self.poster.domain, request, cap)?;
+        let cap = cap()?;
+        let receives = kind == CompletionKind::Receive;
+        let depth = if receives { cap.max_recv_wr } else { cap.max_send_wr };
         let lane = self.of(kind);
         let mut entries = lane.entries.lock();
-        if entries.len() >= depth {
+        if entries.len() >= depth as usize {
             return Err(self
                 .poster
                 .domain
@@ -219,105 +151,6 @@ impl Lanes {
         self.active.add(self);
         self.step(lane, &mut entries);
         Ok(())
-    }
-
-    /// Checks a request and copies it.
-    fn task(&self, request: &WorkRequest<'_>) -> Result<Task> {
-        let movement = Movement::of(&request.operation);
-        let right = movement.as_ref().map(|(_, right)| *right);
-        let mut lists = Lists::default();
-        for segment in request.local {
-            match self.poster.domain.regions.local(segment, right)? {
-                Local::Plain => lists.push_plain(*segment),
-                Local::Staged(staged) => {
-                    let runs = staged.runs(segment.address, segment.len);
-                    for (piece, offset, len) in runs.ok_or_else(|| {
-                        self.poster
-                            .domain
-                            .refuse_post(
-                                ErrorKind::OutOfBounds,
-                                "the segment reaches outside its region",
-                            )
-                            .context("address", segment.address)
-                            .context("length", segment.len)
-                    })? {
-                        lists.push_staged(piece, offset, len);
-                    }
-                }
-            }
-        }
-        if lists.runs.is_empty() {
-            let direct = Direct::of(request);
-            let unknown = || {
-                self.poster.domain.refuse_post(
-                    ErrorKind::Unsupported,
-                    "verbs has no tagged messages: send without a tag",
-                )
-            };
-            return direct.map(Task::Waiting).ok_or_else(unknown);
-        }
-        let Some((movement, _)) = movement else {
-            let why = match request.operation {
-                Operation::Atomic { .. } => {
-                    "the operands are reached through copies: keep them in host memory"
-                }
-                _ => "verbs has no tagged messages: send without a tag",
-            };
-            return Err(self.poster.domain.refuse_post(ErrorKind::Unsupported, why));
-        };
-        movement.check(lists.len)?;
-        self.transfer(request.peer, movement, lists)
-            .map(|transfer| Task::Staged(Box::new(transfer)))
-    }
-
-    fn transfer(&self, peer: PeerId, movement: Movement, mut lists: Lists) -> Result<Transfer> {
-        let buffers = self.poster.domain.staging.buffers();
-        let (pool, buffers) = buffers.ok_or_else(|| {
-            self.poster.domain.refuse_post(ErrorKind::NoRegion, "the region is closed")
-        })?;
-        let slot_len = pool.slot_len();
-        let (purpose, cut) = match &movement {
-            Movement::Send(_) => (Use::Send, Cut::whole(lists.len)),
-            Movement::Receive => (Use::Receive, Cut::whole(lists.len)),
-            Movement::Write(_) | Movement::Read(_) => (Use::Rma, Cut::chunks(lists.len, slot_len)),
-        };
-        if movement.is_message() {
-            let most = pool.share(purpose) as u64 * slot_len;
-            let segments = lists.segments(slot_len);
-            let cap = self.message_segments(&movement)?;
-            if lists.len > most || segments > cap {
-                return Err(self
-                    .poster
-                    .domain
-                    .refuse_post(
-                        ErrorKind::MessageTooLong,
-                        "a staged message lies in buffers as a whole: give the domain more or longer ones \
-                         (DomainAttr::staging), send less at once, or use RMA, which is cut into chunks",
-                    )
-                    .context("length", lists.len)
-                    .context("buffers hold", most)
-                    .context("segments", segments)
-                    .context("max_sge", cap));
-            }
-        }
-        let runs = std::mem::take(&mut lists.runs);
-        let (sources, targets) =
-            if movement.goes_out() { (runs, Vec::new()) } else { (Vec::new(), runs) };
-        let pipeline = Pipeline::new(Claim::new(&pool), purpose, cut, sources, targets);
-        Ok(Transfer { pipeline, lists, movement, buffers, peer })
-    }
-
-    fn message_segments(&self, movement: &Movement) -> Result<u64> {
-        let state = self.poster.lock();
-        let cap = &state.connection.open()?.cap;
-        let receives = matches!(movement, Movement::Receive);
-        Ok(u64::from(if receives { cap.max_recv_sge } else { cap.max_send_sge }))
-    }
-
-    fn depth(&self, kind: CompletionKind) -> Result<usize> {
-        let state = self.poster.lock();
-        let cap = &state.connection.open()?.cap;
-        Ok(if kind == CompletionKind::Receive { cap.max_recv_wr } else { cap.max_send_wr } as usize)
     }
 
     /// Steps both lanes. Returns how many requests ended.

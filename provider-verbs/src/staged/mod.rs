@@ -11,6 +11,7 @@ mod buffers;
 mod lane;
 mod memory;
 mod request;
+mod task;
 
 pub(super) use self::{
     buffers::Staging,

@@ -1,11 +1,10 @@
-//! Requests that wait in a lane: what the caller's lists held, since those are the caller's again
-//! when `post` returns.
+//! Requests that wait in a lane. They own copies of the caller's lists, which are the caller's
+//! again when `post` returns.
 
 use std::sync::Arc;
 
 use hmem_core::{
-    Access, Address, Addressing, Error, ErrorKind, Iova, LocalKey, RemoteKey, Result,
-    provider::{ProviderRegion, ProviderWindow},
+    Access, Address, Error, ErrorKind, Iova, LocalKey, RemoteKey, Result,
     transfer::{
         AtomicOp, AtomicType, CompletionKind, LocalSegment, Operation, PeerId, RemoteSegment,
         WorkRequest,
@@ -33,45 +32,6 @@ impl Far {
     }
 }
 
-/// An [`Operation`] that owns what it names.
-#[derive(Debug)]
-enum Owned {
-    Write(Vec<Far>),
-    Read(Vec<Far>),
-    Atomic {
-        op: AtomicOp,
-        datatype: AtomicType,
-        remote: Far,
-        result: Option<LocalSegment>,
-        compare: Option<LocalSegment>,
-    },
-    Send(Option<RemoteKey>),
-    Receive,
-    BindWindow {
-        window: ProviderWindow,
-        region: ProviderRegion,
-        offset: u64,
-        len: u64,
-        access: Access,
-        addressing: Addressing,
-        tag: u8,
-    },
-    InvalidateWindow(ProviderWindow),
-}
-
-/// A request for memory that the NIC reaches, waiting behind others.
-#[derive(Debug)]
-pub(super) struct Direct {
-    operation: Owned,
-    local: Vec<LocalSegment>,
-    peer: PeerId,
-    context: u64,
-}
-
-fn far_list(remote: &[RemoteSegment<'_>]) -> Vec<Far> {
-    remote.iter().map(Far::of).collect()
-}
-
 pub(super) fn kind_of(operation: &Operation<'_>) -> CompletionKind {
     match operation {
         Operation::Write { .. } => CompletionKind::Write,
@@ -84,22 +44,126 @@ pub(super) fn kind_of(operation: &Operation<'_>) -> CompletionKind {
     }
 }
 
+/// An operation that moves bytes of the local list, and owns its remote list.
+#[derive(Debug)]
+pub(super) enum Movement {
+    Write(Vec<Far>),
+    Read(Vec<Far>),
+    Send(Option<RemoteKey>),
+    Receive,
+}
+
+impl Movement {
+    /// Returns the movement of an operation, with the local right that it needs.
+    pub(super) fn of(operation: &Operation<'_>) -> Option<(Self, Access)> {
+        let far_list = |remote: &[RemoteSegment<'_>]| remote.iter().map(Far::of).collect();
+        Some(match operation {
+            Operation::Write { remote } => (Self::Write(far_list(remote)), Access::WRITE),
+            Operation::Read { remote } => (Self::Read(far_list(remote)), Access::READ),
+            Operation::Send { tag: None, invalidate } => {
+                (Self::Send(invalidate.cloned()), Access::SEND)
+            }
+            Operation::Receive { tag: None, .. } => (Self::Receive, Access::RECV),
+            _ => return None,
+        })
+    }
+
+    fn remote(&self) -> &[Far] {
+        match self {
+            Self::Write(remote) | Self::Read(remote) => remote,
+            Self::Send(_) | Self::Receive => &[],
+        }
+    }
+
+    /// Returns the operation with this remote list.
+    fn operation<'a>(&'a self, remote: &'a [RemoteSegment<'a>]) -> Operation<'a> {
+        match self {
+            Self::Write(_) => Operation::Write { remote },
+            Self::Read(_) => Operation::Read { remote },
+            Self::Send(invalidate) => {
+                Operation::Send { tag: None, invalidate: invalidate.as_ref() }
+            }
+            Self::Receive => Operation::Receive { tag: None, from: None },
+        }
+    }
+
+    /// Returns true if the bytes come from this side.
+    pub(super) const fn goes_out(&self) -> bool {
+        matches!(self, Self::Write(_) | Self::Send(_))
+    }
+
+    /// Returns true if the NIC needs all of the bytes in one request.
+    pub(super) const fn is_message(&self) -> bool {
+        matches!(self, Self::Send(_) | Self::Receive)
+    }
+
+    /// Checks that both sides have the same length.
+    pub(super) fn check(&self, len: u64) -> Result<()> {
+        let far = self.remote().iter().fold(0_u64, |sum, part| sum.saturating_add(part.len));
+        if self.is_message() || far == len {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::InvalidArgument, "post")
+            .provider("verbs")
+            .context("local", len)
+            .context("remote", far)
+            .remedy("both lists hold the same number of bytes"))
+    }
+
+    /// Runs `with` on the request for a chunk.
+    pub(super) fn with_chunk<T>(
+        &self,
+        lists: &Lists,
+        view: &View<'_>,
+        (buffers, peer, context): (LocalKey, PeerId, u64),
+        with: impl FnOnce(&WorkRequest<'_>) -> T,
+    ) -> T {
+        let (local, remote) = (lists.local(view, buffers), part(self.remote(), view));
+        let operation = self.operation(&remote);
+        with(&WorkRequest { operation, local: &local, peer, context })
+    }
+}
+
+/// An [`Operation`] that owns its lists.
+#[derive(Debug)]
+enum Owned {
+    Movement(Movement),
+    Atomic {
+        op: AtomicOp,
+        datatype: AtomicType,
+        remote: Far,
+        result: Option<LocalSegment>,
+        compare: Option<LocalSegment>,
+    },
+    /// An operation on a window, which has no lists.
+    Window(Operation<'static>),
+}
+
+/// A request for memory that the NIC reaches, waiting behind others.
+#[derive(Debug)]
+pub(super) struct Direct {
+    operation: Owned,
+    local: Vec<LocalSegment>,
+    peer: PeerId,
+    context: u64,
+}
+
 impl Direct {
-    /// Copies a request; `None` for those that verbs refuses whatever is before them.
+    /// Copies a request. Returns `None` for one that verbs refuses whatever is before it.
     pub(super) fn of(request: &WorkRequest<'_>) -> Option<Self> {
         let operation = match request.operation {
-            Operation::Write { remote } => Owned::Write(far_list(remote)),
-            Operation::Read { remote } => Owned::Read(far_list(remote)),
             Operation::Atomic { op, datatype, remote, result, compare } => {
                 Owned::Atomic { op, datatype, remote: Far::of(&remote), result, compare }
             }
-            Operation::Send { tag: None, invalidate } => Owned::Send(invalidate.cloned()),
-            Operation::Receive { tag: None, .. } => Owned::Receive,
             Operation::BindWindow { window, region, offset, len, access, addressing, tag } => {
-                Owned::BindWindow { window, region, offset, len, access, addressing, tag }
+                let operation =
+                    Operation::BindWindow { window, region, offset, len, access, addressing, tag };
+                Owned::Window(operation)
             }
-            Operation::InvalidateWindow { window } => Owned::InvalidateWindow(window),
-            _ => return None,
+            Operation::InvalidateWindow { window } => {
+                Owned::Window(Operation::InvalidateWindow { window })
+            }
+            operation => Owned::Movement(Movement::of(&operation)?.0),
         };
         let (local, peer, context) = (request.local.to_vec(), request.peer, request.context);
         Some(Self { operation, local, peer, context })
@@ -107,15 +171,11 @@ impl Direct {
 
     /// Runs `with` on the request.
     pub(super) fn with<T>(&self, with: impl FnOnce(&WorkRequest<'_>) -> T) -> T {
-        let segments: Vec<_>;
+        let remote: Vec<_>;
         let operation = match &self.operation {
-            Owned::Write(remote) => {
-                segments = remote.iter().map(Far::segment).collect();
-                Operation::Write { remote: &segments }
-            }
-            Owned::Read(remote) => {
-                segments = remote.iter().map(Far::segment).collect();
-                Operation::Read { remote: &segments }
+            Owned::Movement(movement) => {
+                remote = movement.remote().iter().map(Far::segment).collect();
+                movement.operation(&remote)
             }
             Owned::Atomic { op, datatype, remote, result, compare } => Operation::Atomic {
                 op: *op,
@@ -124,22 +184,7 @@ impl Direct {
                 result: *result,
                 compare: *compare,
             },
-            Owned::Send(invalidate) => {
-                Operation::Send { tag: None, invalidate: invalidate.as_ref() }
-            }
-            Owned::Receive => Operation::Receive { tag: None, from: None },
-            Owned::BindWindow { window, region, offset, len, access, addressing, tag } => {
-                Operation::BindWindow {
-                    window: *window,
-                    region: *region,
-                    offset: *offset,
-                    len: *len,
-                    access: *access,
-                    addressing: *addressing,
-                    tag: *tag,
-                }
-            }
-            Owned::InvalidateWindow(window) => Operation::InvalidateWindow { window: *window },
+            Owned::Window(operation) => *operation,
         };
         with(&WorkRequest { operation, local: &self.local, peer: self.peer, context: self.context })
     }
@@ -226,81 +271,6 @@ impl Lists {
             at += near.len();
         }
         local
-    }
-}
-
-/// What a request does that names staged memory.
-#[derive(Debug)]
-pub(super) enum Movement {
-    Write(Vec<Far>),
-    Read(Vec<Far>),
-    Send(Option<RemoteKey>),
-    Receive,
-}
-
-impl Movement {
-    /// The movement of an operation, with the local right that it needs.
-    pub(super) fn of(operation: &Operation<'_>) -> Option<(Self, Access)> {
-        Some(match operation {
-            Operation::Write { remote } => (Self::Write(far_list(remote)), Access::WRITE),
-            Operation::Read { remote } => (Self::Read(far_list(remote)), Access::READ),
-            Operation::Send { tag: None, invalidate } => {
-                (Self::Send(invalidate.cloned()), Access::SEND)
-            }
-            Operation::Receive { tag: None, .. } => (Self::Receive, Access::RECV),
-            _ => return None,
-        })
-    }
-
-    /// Whether the bytes come from this side.
-    pub(super) const fn goes_out(&self) -> bool {
-        matches!(self, Self::Write(_) | Self::Send(_))
-    }
-
-    /// Whether the NIC needs all of it in one request.
-    pub(super) const fn is_message(&self) -> bool {
-        matches!(self, Self::Send(_) | Self::Receive)
-    }
-
-    /// Checks that both sides have the same length.
-    pub(super) fn check(&self, len: u64) -> Result<()> {
-        let (Self::Write(remote) | Self::Read(remote)) = self else { return Ok(()) };
-        let far = remote.iter().fold(0_u64, |sum, part| sum.saturating_add(part.len));
-        if far == len {
-            return Ok(());
-        }
-        Err(Error::new(ErrorKind::InvalidArgument, "post")
-            .provider("verbs")
-            .context("local", len)
-            .context("remote", far)
-            .remedy("both lists hold the same number of bytes"))
-    }
-
-    /// Runs `with` on the request for a chunk.
-    pub(super) fn with_chunk<T>(
-        &self,
-        lists: &Lists,
-        view: &View<'_>,
-        (buffers, peer, context): (LocalKey, PeerId, u64),
-        with: impl FnOnce(&WorkRequest<'_>) -> T,
-    ) -> T {
-        let local = lists.local(view, buffers);
-        let remote;
-        let operation = match self {
-            Self::Write(list) => {
-                remote = part(list, view);
-                Operation::Write { remote: &remote }
-            }
-            Self::Read(list) => {
-                remote = part(list, view);
-                Operation::Read { remote: &remote }
-            }
-            Self::Send(invalidate) => {
-                Operation::Send { tag: None, invalidate: invalidate.as_ref() }
-            }
-            Self::Receive => Operation::Receive { tag: None, from: None },
-        };
-        with(&WorkRequest { operation, local: &local, peer, context })
     }
 }
 

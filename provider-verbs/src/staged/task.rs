@@ -1,0 +1,180 @@
+//! The state of a request in a lane.
+
+use std::sync::Arc;
+
+use hmem_core::{
+    Access, ErrorKind, LocalKey, Result,
+    transfer::{CompletionKind, Operation, PeerId, WorkRequest},
+};
+use hmem_p2p::staging::{Claim, Cut, Part, Pipeline, Use};
+
+use super::{
+    memory::StagedPiece,
+    request::{Direct, Lists, Movement},
+};
+use crate::{
+    completion::canceled, domain_state::DomainState, in_flight::Token, region::Local, sys::QpCap,
+};
+
+/// A request in a lane.
+#[derive(Debug)]
+pub(super) struct Entry {
+    pub(super) number: u64,
+    pub(super) kind: CompletionKind,
+    pub(super) context: u64,
+    pub(super) task: Task,
+    /// Its failure has canceled the entries behind it.
+    pub(super) noticed: bool,
+}
+
+/// The work that a request still needs.
+#[derive(Debug)]
+pub(super) enum Task {
+    Staged(Box<Transfer>),
+    Waiting(Direct),
+    Posted,
+    Ended(Result<u64>),
+}
+
+/// A request that names staged memory.
+#[derive(Debug)]
+pub(super) struct Transfer {
+    pub(super) pipeline: Pipeline<Arc<StagedPiece>>,
+    pub(super) lists: Lists,
+    pub(super) movement: Movement,
+    pub(super) buffers: LocalKey,
+    pub(super) peer: PeerId,
+}
+
+impl Entry {
+    pub(super) fn is_over(&self) -> bool {
+        match &self.task {
+            Task::Staged(transfer) => transfer.pipeline.is_over(),
+            Task::Ended(_) => true,
+            Task::Waiting(_) | Task::Posted => false,
+        }
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        match &self.task {
+            Task::Staged(transfer) => transfer.pipeline.has_failed(),
+            Task::Ended(result) => result.is_err(),
+            Task::Waiting(_) | Task::Posted => false,
+        }
+    }
+
+    /// Cancels what is not on the wire.
+    pub(super) fn cancel(&mut self) {
+        match &mut self.task {
+            Task::Staged(transfer) => transfer.pipeline.fail(Part::Wire, canceled(self.kind)),
+            Task::Waiting(_) => self.task = Task::Ended(Err(canceled(self.kind))),
+            Task::Posted | Task::Ended(_) => {}
+        }
+    }
+
+    /// Notes the result of a request that the entry posted.
+    pub(super) fn ended(&mut self, token: Token, result: Result<u64>) {
+        match &mut self.task {
+            Task::Staged(transfer) => transfer.pipeline.landed(token.chunk, result),
+            task => *task = Task::Ended(result),
+        }
+    }
+
+    pub(super) fn result(self) -> Result<u64> {
+        match self.task {
+            Task::Staged(mut transfer) => transfer.pipeline.result().map_err(|(_, error)| error),
+            Task::Ended(result) => result,
+            Task::Waiting(_) | Task::Posted => Err(canceled(self.kind)),
+        }
+    }
+}
+
+impl Task {
+    /// Checks a request and copies it. `cap` returns the limits of the queue pair.
+    pub(super) fn new(
+        domain: &DomainState,
+        request: &WorkRequest<'_>,
+        cap: impl FnOnce() -> Result<QpCap>,
+    ) -> Result<Self> {
+        let movement = Movement::of(&request.operation);
+        let lists = lists(domain, request, movement.as_ref().map(|(_, right)| *right))?;
+        let refuse = |why| domain.refuse_post(ErrorKind::Unsupported, why);
+        let tagged = "verbs has no tagged messages: send without a tag";
+        if lists.runs.is_empty() {
+            return Direct::of(request).map(Self::Waiting).ok_or_else(|| refuse(tagged));
+        }
+        let atomic = "the operands are reached through copies: keep them in host memory";
+        let (movement, _) = movement.ok_or_else(|| {
+            let is_atomic = matches!(request.operation, Operation::Atomic { .. });
+            refuse(if is_atomic { atomic } else { tagged })
+        })?;
+        movement.check(lists.len)?;
+        let transfer = Transfer::new(domain, request.peer, movement, lists, cap)?;
+        Ok(Self::Staged(Box::new(transfer)))
+    }
+}
+
+/// Cuts the local list of a request into runs of plain and of staged memory.
+fn lists(domain: &DomainState, request: &WorkRequest<'_>, right: Option<Access>) -> Result<Lists> {
+    let mut lists = Lists::default();
+    for segment in request.local {
+        let Local::Staged(staged) = domain.regions.local(segment, right)? else {
+            lists.push_plain(*segment);
+            continue;
+        };
+        let runs = staged.runs(segment.address, segment.len).ok_or_else(|| {
+            domain
+                .refuse_post(ErrorKind::OutOfBounds, "the segment reaches outside its region")
+                .context("address", segment.address)
+                .context("length", segment.len)
+        })?;
+        for (piece, offset, len) in runs {
+            lists.push_staged(piece, offset, len);
+        }
+    }
+    Ok(lists)
+}
+
+impl Transfer {
+    fn new(
+        domain: &DomainState,
+        peer: PeerId,
+        movement: Movement,
+        mut lists: Lists,
+        cap: impl FnOnce() -> Result<QpCap>,
+    ) -> Result<Self> {
+        let (pool, buffers) = domain
+            .staging
+            .buffers()
+            .ok_or_else(|| domain.refuse_post(ErrorKind::NoRegion, "the region is closed"))?;
+        let slot_len = pool.slot_len();
+        let (purpose, cut) = match &movement {
+            Movement::Send(_) => (Use::Send, Cut::whole(lists.len)),
+            Movement::Receive => (Use::Receive, Cut::whole(lists.len)),
+            Movement::Write(_) | Movement::Read(_) => (Use::Rma, Cut::chunks(lists.len, slot_len)),
+        };
+        if movement.is_message() {
+            let most = pool.share(purpose) as u64 * slot_len;
+            let segments = lists.segments(slot_len);
+            let cap = cap()?;
+            let receives = matches!(movement, Movement::Receive);
+            let max_sge = if receives { cap.max_recv_sge } else { cap.max_send_sge };
+            if lists.len > most || segments > u64::from(max_sge) {
+                let why = "a staged message lies in buffers as a whole: give the domain more or \
+                           longer ones (DomainAttr::staging), send less at once, or use RMA, \
+                           which is cut into chunks";
+                return Err(domain
+                    .refuse_post(ErrorKind::MessageTooLong, why)
+                    .context("length", lists.len)
+                    .context("buffers hold", most)
+                    .context("segments", segments)
+                    .context("max_sge", max_sge));
+            }
+        }
+        let runs = std::mem::take(&mut lists.runs);
+        let (sources, targets) =
+            if movement.goes_out() { (runs, Vec::new()) } else { (Vec::new(), runs) };
+        let pipeline = Pipeline::new(Claim::new(&pool), purpose, cut, sources, targets);
+        Ok(Self { pipeline, lists, movement, buffers, peer })
+    }
+}
