@@ -61,8 +61,8 @@ pub struct DeviceRights {
     pub iwarp: bool,
 }
 
-/// Rights in verbs' words: exactly as wide as asked, but for the LOCAL_WRITE that verbs demands
-/// under remote rights to change memory (`ibv_reg_mr(3)`), and iWARP's rule for RMA reads.
+/// Returns rights in verbs' words: exactly as wide as asked, but for the LOCAL_WRITE that verbs
+/// demands under remote rights to change memory (`ibv_reg_mr(3)`), and iWARP's rule for RMA reads.
 ///
 /// REMOTE_WRITE grants RMA writes, and atomics where the device has them. REMOTE_RMA_WRITE and
 /// REMOTE_ATOMIC grant one of the two; a registration that names REMOTE_ATOMIC on a device without
@@ -121,7 +121,7 @@ pub(super) fn added(access: Access, device: DeviceRights) -> AccessFlags {
     access_flags(access, device).intersection(limits).difference(asked)
 }
 
-/// Rights in libfabric's words, for regions registered in verbs' words.
+/// Returns rights in libfabric's words, for regions registered in verbs' words.
 pub(super) fn access_of(flags: AccessFlags) -> Access {
     let mut access = Access::WRITE | Access::SEND;
     if flags.contains(AccessFlags::LOCAL_WRITE) {
@@ -163,7 +163,7 @@ pub fn check_flags(flags: AccessFlags) -> Result<()> {
     Ok(())
 }
 
-/// Flag names for messages.
+/// Returns the names of flags, for messages.
 pub(super) fn names(flags: AccessFlags) -> String {
     let mut names: Vec<_> = flags.iter_names().map(|(name, _)| name.to_owned()).collect();
     let unknown = flags.bits() & !AccessFlags::all().bits();

@@ -30,7 +30,7 @@ pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Erro
         (WcStatus::IBV_WC_LOC_LEN_ERR, _) => {
             (ErrorKind::MessageTooLong, "local length error", "send less at once")
         }
-        // What rxe says where others say "local length error".
+        // rxe reports this status for a "local length error".
         (WcStatus::IBV_WC_LOC_QP_OP_ERR, Receive) => (
             ErrorKind::Truncated,
             "local queue pair operation error",

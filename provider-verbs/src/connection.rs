@@ -19,12 +19,12 @@ use super::{
     },
 };
 
-/// Reads and atomics on their way at once, in each direction.
+/// Reads and atomics in flight at once, in each direction.
 const DEPTH_OF_READS: i32 = 16;
 /// 4.096 us << 17: half a second before a packet is sent again.
 const TIMEOUT: u8 = 17;
-/// Packets are sent again this often before the peer counts as gone. Not 7, the most there is: rxe
-/// takes that as without end, and would never notice that a peer is gone.
+/// Packets are sent again this often before the peer counts as gone. Not the maximum of 7, which
+/// rxe takes as without end: it would never notice that a peer is gone.
 const RETRIES: u8 = 6;
 /// A receiver without a receive is waited for without end.
 const RECEIVER_RETRIES: u8 = 7;
@@ -32,7 +32,7 @@ const RECEIVER_RETRIES: u8 = 7;
 const RECEIVER_NOT_READY: u8 = 12;
 const HOPS: u8 = 64;
 
-/// Bytes that an endpoint's inline sends may have, where the device allows it.
+/// Bytes that an endpoint's inline sends may have, if the device allows it.
 const INLINE: u32 = 220;
 const SEGMENTS: i32 = 16;
 
@@ -229,14 +229,15 @@ impl QueuePair {
         self.modify(attr, mask)
     }
 
-    /// Forgets the connection; what was outstanding is dropped without completions.
+    /// Resets the queue pair and walks it to INIT. Requests in flight are dropped without
+    /// completions.
     pub(super) fn reset(&self) -> Result<()> {
         let attr = QpAttr { qp_state: QpState::IBV_QPS_RESET, ..QpAttr::default() };
         self.modify(attr, QpAttrMask::STATE)?;
         self.to_init()
     }
 
-    /// Ends the connection; what was outstanding completes as flushed.
+    /// Ends the connection. Requests in flight complete as flushed.
     pub(super) fn to_error(&self) -> Result<()> {
         let attr = QpAttr { qp_state: QpState::IBV_QPS_ERR, ..QpAttr::default() };
         self.modify(attr, QpAttrMask::STATE)
@@ -398,8 +399,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Resets the queue pair if it has been connected, and returns whether it has. Requests in
-    /// flight are dropped without completions. Receives posted in INIT stay where they are.
+    /// Resets a queue pair that has been connected, and returns whether it has. Receives that were
+    /// posted before the first connection stay.
     pub(super) fn reset(&mut self) -> Result<bool> {
         if self.peer.is_none() {
             return Ok(false);
@@ -439,7 +440,7 @@ impl Connection {
         &self.windows
     }
 
-    /// Takes the queue pair, with the windows to free before it; `None` if that was done before.
+    /// Takes the queue pair, with the windows to free before it, unless that was done before.
     pub(super) fn take(&mut self) -> Option<(QueuePair, Vec<u64>)> {
         Some((self.pair.take()?, std::mem::take(&mut self.windows)))
     }

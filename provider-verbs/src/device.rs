@@ -44,7 +44,7 @@ const RC_ORDER: MsgOrder = MsgOrder::RAR
     .union(MsgOrder::ATOMIC_RAW)
     .union(MsgOrder::ATOMIC_WAW);
 
-/// A context of libibverbs, closed with it if it was opened here.
+/// An `ibv_context`. Dropping the value closes a context that it opened.
 #[derive(Debug)]
 pub(super) struct OpenDevice {
     library: Arc<Library>,
@@ -69,7 +69,7 @@ unsafe impl Send for OpenDevice {}
 unsafe impl Sync for OpenDevice {}
 
 impl OpenDevice {
-    /// Opens a device by name, which wants the PCIe mapping of dma-bufs tried first, or does not.
+    /// Opens a device by name. `pcie_mapping_first` asks for dma-bufs with that mapping first.
     pub(super) fn open(
         library: &Arc<Library>,
         name: &str,
@@ -86,7 +86,7 @@ impl OpenDevice {
         !self.process.is_current()
     }
 
-    /// Uses the context of somebody else's protection domain.
+    /// Borrows the context of the application's protection domain.
     ///
     /// # Safety
     /// `pd` is a live protection domain of the same libibverbs, and stays so for as long as the
@@ -174,12 +174,12 @@ impl OpenDevice {
         &self.window_types
     }
 
-    /// Whether it says that it pages on demand.
+    /// Returns true if the device reports that it pages on demand.
     pub(super) fn on_demand(&self) -> bool {
         self.on_demand
     }
 
-    /// Its operations, which the header's inline functions call.
+    /// Returns the driver's operations, which the header's inline functions call.
     pub(super) fn ops(&self) -> &sys::ContextOps {
         // SAFETY: the context is open as long as `self`; its operations are set before it is handed
         // out.
@@ -211,13 +211,13 @@ impl OpenDevice {
         Err(self.refuse(ErrorKind::Unsupported, operation, why).context("access", "REMOTE_ATOMIC"))
     }
 
-    /// iWARP devices say so in sysfs: `node_type` is "4: RNIC".
+    /// Returns true for an iWARP device, whose `node_type` in sysfs is "4: RNIC".
     fn is_iwarp(&self) -> bool {
         let node_type = format!("/sys/class/infiniband/{}/node_type", self.nic.name);
         fs::read_to_string(node_type).is_ok_and(|text| text.starts_with('4'))
     }
 
-    /// The longest registration, in bytes.
+    /// Returns the longest registration, in bytes.
     pub(super) fn max_registration(&self) -> u64 {
         match self.attr.max_mr_size {
             0 => u64::MAX,
@@ -255,7 +255,7 @@ impl OpenDevice {
         }
     }
 
-    /// Finds out by doing: a driver that imports dma-bufs says EBADF to fd -1, one that does not
+    /// Returns true if the driver imports dma-bufs. It then refuses fd -1 with EBADF, and else with
     /// EOPNOTSUPP.
     fn probe_dma_buf(&self) -> Result<bool> {
         let functions = &self.library.functions;
@@ -293,8 +293,7 @@ impl OpenDevice {
             max_mr_count,
             imports: Imports {
                 dma_buf,
-                // Whether a peer-memory client answers for a device's addresses, only their
-                // registration tells.
+                // Only a registration shows whether a peer-memory client handles the device.
                 peer_memory: true,
                 staged: true,
                 // No call tells: whoever built the provider says it.
@@ -354,7 +353,7 @@ fn blank(nic: &Nic) -> ProviderAttr {
     }
 }
 
-/// The bus id behind `/sys/class/infiniband/<name>/device`; software devices have none.
+/// Returns the bus id behind `/sys/class/infiniband/<name>/device`. Software devices have none.
 fn pci_bus_id(name: &str) -> Option<String> {
     let device = fs::canonicalize(format!("/sys/class/infiniband/{name}/device")).ok()?;
     let id = device.file_name()?.to_str()?;
@@ -364,7 +363,7 @@ fn pci_bus_id(name: &str) -> Option<String> {
         .then(|| id.to_owned())
 }
 
-/// A protection domain, deallocated with it if it was allocated here.
+/// An `ibv_pd`. Dropping the value deallocates a protection domain that it allocated.
 #[derive(Debug)]
 pub(super) struct ProtectionDomain {
     pub(super) device: Arc<OpenDevice>,

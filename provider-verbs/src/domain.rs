@@ -66,25 +66,25 @@ impl VerbsDomain {
         Ok(Self { state, active, fabric })
     }
 
-    /// The verbs side of a domain; `None` if its provider is another.
+    /// Returns the verbs side of a domain, or `None` if its provider is another.
     #[must_use]
     pub fn of(domain: &Domain) -> Option<&Self> {
         (domain.provider_domain() as &dyn Any).downcast_ref()
     }
 
-    /// Its `ibv_pd`, for another crate's calls. It lives as long as the domain.
+    /// Returns the `ibv_pd`, for another crate's calls. It lives as long as the domain.
     #[must_use]
     pub fn pd(&self) -> *mut c_void {
         self.state.pd.pd.cast()
     }
 
-    /// Its `ibv_context`. It lives as long as the domain.
+    /// Returns the `ibv_context`. It lives as long as the domain.
     #[must_use]
     pub fn context(&self) -> *mut c_void {
         self.state.pd.device.context().cast()
     }
 
-    /// The keys of a region, one for each registration that it took.
+    /// Returns the keys of a region, one for each registration that it took.
     ///
     /// # Errors
     /// InvalidArgument for a region that is not open here.
@@ -92,7 +92,7 @@ impl VerbsDomain {
         self.state.regions.keys(region)
     }
 
-    /// The options that a region was registered with, and what is known about each.
+    /// Returns the options that a region was registered with, and what is known about each.
     ///
     /// # Errors
     /// InvalidArgument for a region that is not open here.
@@ -100,7 +100,7 @@ impl VerbsDomain {
         self.state.regions.with(region, "options", |region| Ok(region.options.grants().collect()))
     }
 
-    /// The access flags that a region's registration was asked for with.
+    /// Returns the access flags with which a region was registered.
     ///
     /// # Errors
     /// InvalidArgument for a region that is not open here.
@@ -129,7 +129,8 @@ impl VerbsDomain {
     /// As [`ProviderDomain::register`].
     ///
     /// # Errors
-    /// As there; Unsupported naming the device for an option that it lacks.
+    /// Those of [`ProviderDomain::register`]; Unsupported naming the device for an option that it
+    /// lacks.
     pub unsafe fn register_with(
         &self,
         request: &Registration<'_>,
@@ -335,7 +336,7 @@ impl StagingAccess for VerbsDomain {
     }
 }
 
-/// The NIC executes requests by itself, but those that name staged memory.
+/// The NIC executes requests by itself, except those that name staged memory.
 impl ManualProgress for VerbsDomain {
     fn progress(&self) -> Result<usize> {
         Ok(self.active.progress())

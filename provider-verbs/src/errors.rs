@@ -7,12 +7,12 @@ use rustix::process::{Resource, getrlimit};
 
 use super::{access::names, sys::AccessFlags};
 
-/// The error of the last call that returned a null pointer.
+/// Returns the errno of the last call that returned a null pointer.
 pub(super) fn last() -> Errno {
     Errno::of(&std::io::Error::last_os_error())
 }
 
-/// The errno of a call that returns one; some calls return -1 and set it.
+/// Returns the errno of a call that returns it. Some calls return -1 and set it.
 pub(super) fn status(returned: c_int) -> Result<(), Errno> {
     match returned {
         0 => Ok(()),
@@ -21,12 +21,12 @@ pub(super) fn status(returned: c_int) -> Result<(), Errno> {
     }
 }
 
-/// A call that failed, with nothing known but its number.
+/// Returns the error of a failed call of which only the errno is known.
 pub(super) fn call(nic: &Nic, symbol: &'static str, errno: Errno) -> Error {
     Error::os(errno, symbol).provider(nic.to_string())
 }
 
-/// What a registration was about, for its error.
+/// The inputs of a registration, for its error.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RegistrationCall {
     pub(super) symbol: &'static str,
@@ -35,7 +35,7 @@ pub(super) struct RegistrationCall {
     pub(super) backing: BackingKind,
 }
 
-/// How the NIC was to get at the memory.
+/// The NIC's access to the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BackingKind {
     Host,
@@ -49,7 +49,7 @@ const OPTIONS: AccessFlags = AccessFlags::MW_BIND
     .union(AccessFlags::HUGETLB)
     .union(AccessFlags::RELAXED_ORDERING);
 
-/// Why a driver refused a registration.
+/// Returns the error of a registration that the driver refused.
 pub(super) fn registration(nic: &Nic, errno: Errno, what: &RegistrationCall) -> Error {
     let limit = getrlimit(Resource::Memlock).current;
     let base = |kind| {
@@ -93,7 +93,7 @@ pub(super) fn registration(nic: &Nic, errno: Errno, what: &RegistrationCall) -> 
     }
 }
 
-/// VRB-05: the limit, its value, and what to do.
+/// Adds the limit on locked memory, its value and a remedy (VRB-05).
 fn memlock(error: Error, limit: Option<u64>) -> Error {
     let value = limit.map_or_else(|| "unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
     error.context("limit", "RLIMIT_MEMLOCK").context("value", value).remedy(

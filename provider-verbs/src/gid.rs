@@ -49,8 +49,8 @@ impl GidEntry {
     }
 }
 
-/// The GID to use on an Ethernet port: RoCE version 2 before version 1, routable before link-local,
-/// IPv4 first; the lowest index among equals. `None` if the table is empty.
+/// Returns the GID to use on an Ethernet port: RoCE version 2 before version 1, routable before
+/// link-local, IPv4 first; the lowest index among equals. `None` if the table is empty.
 #[must_use]
 pub fn choose_gid(entries: &[GidEntry]) -> Option<GidEntry> {
     let ranked = entries.iter().filter_map(|entry| Some((entry.rank()?, entry.index, *entry)));

@@ -23,9 +23,9 @@
 //! | REMOTE_RMA_WRITE | REMOTE_WRITE, LOCAL_WRITE |
 //! | REMOTE_ATOMIC | REMOTE_ATOMIC, LOCAL_WRITE; Unsupported where the device has no atomics |
 //!
-//! What verbs does not check (WRITE and SEND on the local side) is checked when a request is
-//! posted. MW_BIND and the other flags that fi has no word for are [`VerbsOptions`]: asked for,
-//! never added. See [`access_flags`].
+//! The provider checks the rights that verbs does not (WRITE and SEND on the local side) when a
+//! request is posted. MW_BIND and the other flags that fi has no word for are [`VerbsOptions`]:
+//! asked for, never added. See [`access_flags`].
 //!
 //! # Endpoints
 //!

@@ -14,7 +14,7 @@ use super::{
     sys::{Context, Device, ForkStatus, Functions},
 };
 
-/// How pages under registration survive a `fork` of the process (MON-06).
+/// The way in which pages under registration survive a `fork` of the process (MON-06).
 ///
 /// Without help, the first write after a fork moves the *parent* to a copy, and the NIC keeps the
 /// old page.
@@ -25,18 +25,18 @@ pub enum ForkSupport {
     /// `ibv_fork_init` is in force: children do not see pages under registration. Each registration
     /// costs an `madvise`.
     Initialized,
-    /// Nobody takes care, with the reason. A forked child must not be used while regions are open.
+    /// They do not, with the reason. A forked child must not be used while regions are open.
     Off(String),
 }
 
-/// The library's functions, and what was found out about it.
+/// The library's functions, and its support for `fork`.
 #[derive(Debug)]
 pub(super) struct Library {
     pub(super) functions: Functions,
     pub(super) fork: ForkSupport,
 }
 
-/// The devices of a list, freed with it.
+/// A list of devices. Dropping the value frees the list.
 struct DeviceList<'a> {
     functions: &'a Functions,
     list: *mut *mut Device,
@@ -61,7 +61,7 @@ impl DeviceList<'_> {
     }
 }
 
-/// The name of a device of a live list or an open context.
+/// Returns the name of a device of a live list or an open context.
 pub(super) fn device_name(functions: &Functions, device: *mut Device) -> String {
     // SAFETY: the device belongs to a list or context that is alive; its name is NUL-terminated and
     // lives as long.
@@ -111,7 +111,7 @@ impl Library {
             .context("devices", 0)
     }
 
-    /// The names of all devices.
+    /// Returns the names of all devices.
     pub(super) fn device_names(&self) -> Result<Vec<String>> {
         let list = self.list()?;
         Ok(list.devices().map(|device| list.name(device)).collect())
@@ -137,7 +137,8 @@ impl Library {
     }
 }
 
-/// Why a device could not be opened. libibverbs says ENOENT, whatever the node's own error was.
+/// Returns the error of a device that could not be opened. libibverbs reports ENOENT, whatever the
+/// node's own error was.
 fn not_opened(name: &str, errno: Errno) -> Error {
     let node = node(name);
     let opened = node.as_ref().map(|node| File::options().read(true).write(true).open(node));
@@ -162,7 +163,7 @@ fn not_opened(name: &str, errno: Errno) -> Error {
     }
 }
 
-/// The node through which processes reach a device; `None` where sysfs does not know the device.
+/// Returns the node through which processes reach a device, or `None` if sysfs does not know it.
 fn node(name: &str) -> Option<PathBuf> {
     let is_it = |entry: &fs::DirEntry| {
         fs::read_to_string(entry.path().join("ibdev")).is_ok_and(|device| device.trim() == name)

@@ -14,10 +14,10 @@ use super::region::{Part, Parts};
 
 /// Below this a call is over before another CPU has woken up for the rest.
 const PAYS_FROM: u64 = 64 << 20;
-/// What the provider picks as a part's length is a multiple of a huge page.
+/// The length of a huge page. A part's length that the provider picks is a multiple of it.
 const HUGE: u64 = 2 << 20;
 
-/// How one range is registered.
+/// The cut of one range into registrations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Cut {
     /// Bytes of a part at most.
@@ -27,12 +27,12 @@ pub(super) struct Cut {
 }
 
 impl Cut {
-    /// In as few calls as the device allows, one after the other.
+    /// Cuts into as few calls as the device allows, one after the other.
     pub(super) const fn none(max: u64) -> Self {
         Self { part: max, threads: 1 }
     }
 
-    /// `len` bytes of host memory on a device that registers `max` at once.
+    /// Cuts `len` bytes of host memory on a device that registers `max` at once.
     pub(super) fn new(len: u64, max: u64, asked: Option<&Parallel<'_>>, cpus: usize) -> Self {
         let calls = |part: u64| usize::try_from(len.div_ceil(part.max(1))).unwrap_or(usize::MAX);
         let Some(asked) = asked else {
@@ -53,7 +53,7 @@ impl Cut {
     }
 }
 
-/// How many CPUs this process may use.
+/// Returns how many CPUs this process may use.
 pub(super) fn cpus() -> usize {
     thread::available_parallelism().map_or(1, NonZero::get)
 }

@@ -27,18 +27,18 @@ use super::{
     sys::{Functions, Pd},
 };
 
-/// Whether pages under registration are protected over `fork` where the kernel does not do it
+/// Protection of pages under registration over `fork`, if the kernel does not protect them
 /// (MON-06).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ForkSafety {
     /// `ibv_fork_init` where the kernel does not copy pinned pages at fork.
     #[default]
     Auto,
-    /// Nothing: the application does not fork, or knows what it does.
+    /// None: the application does not fork, or knows what it does.
     Off,
 }
 
-/// How to start the provider.
+/// Options for the provider.
 #[derive(Debug, Default)]
 pub struct Builder {
     library: Option<PathBuf>,
@@ -63,27 +63,26 @@ impl Builder {
         self
     }
 
-    /// Whether pages are protected over `fork`.
+    /// Sets whether pages are protected over `fork`.
     #[must_use]
     pub fn fork_safety(mut self, fork: ForkSafety) -> Self {
         self.fork = fork;
         self
     }
 
-    /// Whether the devices need the PCIe mapping of device memory
-    /// (`CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` of CUDA), which no call tells: on
-    /// platforms where the device's memory is reached over PCIe only with it, as beside a coherent
-    /// link between CPU and GPU. An export with it is then tried first, and where it is refused
-    /// one without; the decision's trace has both. It overrides
-    /// [`Verbs::PCIE_MAPPING_VARIABLE`], and is off without either.
+    /// Sets whether the devices need the PCIe mapping of device memory
+    /// (`CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` of CUDA), which no call reports. They need it
+    /// on platforms with a coherent link between CPU and GPU, say. An export with the mapping is
+    /// then tried first, and if it is refused, one without. The decision's trace has both.
+    ///
+    /// Overrides [`Verbs::PCIE_MAPPING_VARIABLE`]. Default, without either: off.
     #[must_use]
     pub fn pcie_mapping_first(mut self, first: bool) -> Self {
         self.pcie_mapping_first = Some(first);
         self
     }
 
-    /// Options of every registration; one registration's own are those of
-    /// [`VerbsDomain::register_with`].
+    /// Sets the options of every registration. [`VerbsDomain::register_with`] sets those of one.
     #[must_use]
     pub fn options(mut self, options: VerbsOptions) -> Self {
         self.domain.options = options;
@@ -112,9 +111,9 @@ impl Builder {
         self
     }
 
-    /// Connects both sides at `resolve` where the peer is an endpoint of this provider in this
-    /// process, and connects them again after a failed completion, as if they were
-    /// connectionless. For tests and single-process tools.
+    /// Connects both sides at `resolve` if the peer is an endpoint of this provider in this
+    /// process. Connects them again after a failed completion, as if they were connectionless. For
+    /// tests and single-process tools.
     #[must_use]
     pub fn connect_in_process(mut self, connect: bool) -> Self {
         self.domain.connect_in_process = connect;
@@ -133,8 +132,8 @@ impl Builder {
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] naming the library, with the loader's reason or the symbol that
-    /// it lacks; [`ErrorKind::InvalidArgument`] naming [`Verbs::PCIE_MAPPING_VARIABLE`] where
-    /// its value is none.
+    /// it lacks; [`ErrorKind::InvalidArgument`] naming [`Verbs::PCIE_MAPPING_VARIABLE`] if its
+    /// value is none of those listed there.
     pub fn build(self) -> Result<Verbs> {
         let pcie_mapping_first = self.needs_pcie_mapping()?;
         let library = self.start()?;
@@ -167,7 +166,7 @@ impl Builder {
         Verbs::new(library, pcie_mapping_first, self.domain, Some((pd, Arc::default())))
     }
 
-    /// What was said, or else what the environment says.
+    /// Returns the builder's setting, or else that of the environment.
     fn needs_pcie_mapping(&self) -> Result<bool> {
         const VARIABLE: &str = Verbs::PCIE_MAPPING_VARIABLE;
         let refused =
@@ -226,9 +225,9 @@ struct Device {
 }
 
 impl Verbs {
-    /// The environment variable that says whether the devices need the PCIe mapping of device
-    /// memory, where the builder does not say it ([`Builder::pcie_mapping_first`]): 1, yes,
-    /// true or on, or 0, no, false or off.
+    /// The environment variable that sets whether the devices need the PCIe mapping of device
+    /// memory, if the builder does not ([`Builder::pcie_mapping_first`]): 1, yes, true or on, or 0,
+    /// no, false or off.
     pub const PCIE_MAPPING_VARIABLE: &str = "HMEM_VERBS_PCIE_MAPPING";
 
     /// Loads libibverbs by its usual name.
@@ -266,23 +265,23 @@ impl Verbs {
         })
     }
 
-    /// The library in use, as it was named.
+    /// Returns the library in use, as it was named.
     #[must_use]
     pub fn library(&self) -> &str {
         self.inner.library.functions.library()
     }
 
-    /// How pages under registration survive a `fork`.
+    /// Returns how pages under registration survive a `fork`.
     #[must_use]
     pub fn fork_support(&self) -> &ForkSupport {
         &self.inner.library.fork
     }
 
-    /// The devices that are there and cannot be opened, which [`Provider::nics`] leaves out, with
-    /// the reason for each.
+    /// Returns the devices that are present and cannot be opened, which [`Provider::nics`] leaves
+    /// out, with the reason for each.
     ///
     /// # Errors
-    /// Unavailable where there is no device at all.
+    /// Unavailable if there is no device at all.
     pub fn left_out(&self) -> Result<Vec<(String, Error)>> {
         if self.inner.brought.is_some() {
             return Ok(Vec::new());
@@ -290,7 +289,7 @@ impl Verbs {
         Ok(self.survey()?.1)
     }
 
-    /// The devices that could be opened, and those that could not.
+    /// Opens all devices. Returns those that could be opened, and those that could not.
     fn survey(&self) -> Result<(Vec<ProviderAttr>, LeftOut)> {
         let names = self.inner.library.device_names()?;
         self.inner.devices.lock().retain(|name, _| names.contains(name));

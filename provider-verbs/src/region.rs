@@ -31,7 +31,7 @@ use super::{
 pub struct VerbsKey {
     /// The application's addresses.
     pub range: AddressRange,
-    /// Where the NIC's addresses of it start, on both sides: the same, or 0 with ZERO_BASED.
+    /// The start of the range in the NIC's addresses: the application's, or 0 with ZERO_BASED.
     pub base: u64,
     /// For local segments.
     pub lkey: u32,
@@ -39,7 +39,7 @@ pub struct VerbsKey {
     pub rkey: u32,
 }
 
-/// One `ibv_mr`.
+/// An `ibv_mr` with its keys.
 #[derive(Debug)]
 pub(super) struct Part {
     pub(super) mr: *mut Mr,
@@ -57,7 +57,7 @@ unsafe impl Sync for Part {}
 /// for it.
 pub(super) type Parts = SmallVec<[Part; 1]>;
 
-/// What the CPU may do with a region's memory.
+/// The CPU's access to a region's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CpuAccess {
     /// The region owns it: plain loads.
@@ -78,7 +78,7 @@ pub(super) struct Region {
     pub(super) kind: Kind,
 }
 
-/// Whose a region is.
+/// The owner of a region, and the NIC's access to it.
 #[derive(Clone, Debug)]
 pub(super) enum Kind {
     /// The application's, registered with the NIC.
@@ -92,7 +92,7 @@ pub(super) enum Kind {
     Changing(Arc<Mutex<()>>),
 }
 
-/// How local memory of a request is reached.
+/// The NIC's access to local memory of a request.
 #[derive(Debug)]
 pub(super) enum Local {
     Plain,
@@ -122,7 +122,7 @@ fn changing(operation: &'static str) -> Error {
         .remedy("another thread is changing the region's rights: wait until `rereg` has returned")
 }
 
-/// Peers cannot reach staged memory.
+/// Returns the error for a key of staged memory, which peers cannot reach.
 fn no_remote_key(operation: &'static str) -> Error {
     Error::new(ErrorKind::KeyNotAvailable, operation).provider("verbs").context("path", "staged").remedy(
         "a peer's NIC cannot reach memory through copies: let this side write, read or exchange messages, or make a \
@@ -147,13 +147,13 @@ impl Region {
         })
     }
 
-    /// The part that holds `address`.
+    /// Returns the part that holds `address`.
     pub(super) fn part_at(&self, address: Address) -> Option<&Part> {
         self.parts.iter().find(|part| part.key.range.contains(address))
     }
 
-    /// The part and address at `offset` from the region's start, for `len` bytes that lie in one
-    /// part.
+    /// Returns the part and address at `offset` from the region's start, for `len` bytes that lie
+    /// in one part.
     pub(super) fn slice(&self, offset: u64, len: u64) -> Option<(&Part, Address)> {
         let mut before = 0;
         for part in &self.parts {
@@ -300,7 +300,7 @@ impl Regions {
         }
     }
 
-    /// Whether a local segment lies in staged memory.
+    /// Returns true if a local segment lies in staged memory.
     pub(super) fn is_staged(&self, segment: &LocalSegment) -> bool {
         segment.len > 0
             && segment.desc.is_some_and(|desc| {
@@ -310,8 +310,8 @@ impl Regions {
             })
     }
 
-    /// How a local segment is reached, checked as [`Regions::translate`] checks it, for a right
-    /// where one is given.
+    /// Returns how the NIC reaches a local segment, after the checks of [`Held::translate`], for a
+    /// right if one is given.
     pub(super) fn local(&self, segment: &LocalSegment, right: Option<Access>) -> Result<Local> {
         let staged = segment.desc.filter(|_| segment.len > 0).and_then(|desc| {
             let map = self.map.read_recursive();
@@ -352,8 +352,8 @@ impl Regions {
         counts
     }
 
-    /// Deregisters a region that was taken out; what the driver keeps is put back, so that the call
-    /// can be made again.
+    /// Deregisters a region that was taken out. Puts the registrations that the driver keeps back,
+    /// so that the call can be made again.
     pub(super) fn deregister(
         &self,
         pd: &ProtectionDomain,
@@ -415,12 +415,12 @@ impl Regions {
     }
 }
 
-/// Regions that stay where they are.
+/// The table of regions, locked so that every region stays.
 pub(super) struct Held<'a>(RwLockReadGuard<'a, FxHashMap<u64, Region>>);
 
 impl Held<'_> {
-    /// The one registration that holds a local segment, if it lies in a region of one and may be
-    /// used so.
+    /// Returns the registration that holds a local segment, if the region has only one and grants
+    /// the right.
     #[inline]
     pub(super) fn single(
         &self,
@@ -435,8 +435,8 @@ impl Held<'_> {
         (inside && region.access.contains(right)).then_some((part.key, region.cpu))
     }
 
-    /// Translates a local segment, checked for its right and its bounds before the NIC would end
-    /// the connection over it.
+    /// Translates a local segment. Checks its right and its bounds, over which the NIC would end
+    /// the connection.
     pub(super) fn translate(
         &self,
         desc: Option<LocalKey>,

@@ -24,7 +24,7 @@ use super::{
 
 const REREG: &str = "ibv_rereg_mr";
 
-/// How one domain registers: where, and with what limits.
+/// The protection domain, table and limit of a domain's registrations.
 #[derive(Debug)]
 pub(super) struct Registrar<'a> {
     pub(super) pd: &'a ProtectionDomain,
@@ -37,7 +37,7 @@ impl Registrar<'_> {
         self.pd.device.refuse(kind, operation, why.into())
     }
 
-    /// Checks what no registration can have.
+    /// Refuses what no registration can have.
     pub(super) fn check(&self, request: &Registration<'_>) -> Result<()> {
         let refuse = |kind, why: &'static str| Err(self.refuse(kind, "register", why));
         if let KeyRequest::Application(_) = request.key {
@@ -257,7 +257,7 @@ impl Registrar<'_> {
         parallel::register(&seams, cut.threads, progress, one, parts)
     }
 
-    /// One registration: `len` bytes at `offset` of a piece.
+    /// Registers `len` bytes at `offset` of a piece.
     fn register_part(
         &self,
         piece: &Piece<'_>,

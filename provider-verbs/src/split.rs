@@ -5,8 +5,8 @@
 
 use super::sys::Sge;
 
-/// Where a run of `len` bytes from `start` is cut so that no part is longer than `max`: each part's
-/// offset and length. Cuts lie on multiples of `page` addresses where `max` allows it.
+/// Cuts a run of `len` bytes from `start` into parts no longer than `max`. Returns each part's
+/// offset and length. Cuts lie on multiples of `page` addresses if `max` allows it.
 ///
 /// ```
 /// use hmem_provider_verbs::seams;
@@ -41,7 +41,7 @@ pub fn seams(start: u64, len: u64, max: u64, page: u64) -> impl Iterator<Item = 
 /// A run of local bytes under one lkey.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// Where it starts, as the NIC addresses it.
+    /// Its start, as the NIC addresses it.
     pub address: u64,
     /// Bytes.
     pub len: u64,
@@ -52,7 +52,7 @@ pub struct Span {
 /// A run of a peer's bytes under one rkey.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Target {
-    /// Where it starts, as the peer's NIC addresses it.
+    /// Its start, as the peer's NIC addresses it.
     pub address: u64,
     /// Bytes.
     pub len: u64,
@@ -63,7 +63,7 @@ pub struct Target {
 /// One work request: a remote address and the local segments for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Planned {
-    /// Where it goes.
+    /// Its remote address.
     pub address: u64,
     /// Bytes.
     pub len: u64,
@@ -71,7 +71,7 @@ pub struct Planned {
     pub rkey: u32,
     /// Its first segment in the list.
     pub first: usize,
-    /// How many segments it has.
+    /// The number of its segments.
     pub count: usize,
 }
 

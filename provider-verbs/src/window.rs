@@ -43,8 +43,8 @@ struct Window {
     /// Null once freed because the queue pair that it was bound through went.
     mw: *mut Mw,
     kind: WindowType,
-    /// The number of the queue pair through which it is bound; `None` once an invalidation was
-    /// posted.
+    /// The number of the queue pair through which the window is bound. `None` once an invalidation
+    /// was posted.
     through: Option<u32>,
 }
 

@@ -2,16 +2,16 @@
 //! until there is none.
 //!
 //! The NIC runs requests in the order in which they were posted, and so does a lane: it posts one
-//! request's chunks after all of those before it, and hands completions out in that order. What is
-//! posted while the lane is not empty goes through it, staged or not. A request that fails in a
-//! lane ends the connection, as any failed request does, and takes those behind it along.
+//! request's chunks after all of those before it, and completes them in that order. A request that
+//! is posted while the lane is not empty goes through it, staged or not. A request that fails in a
+//! lane ends the connection, as any failed request does, and cancels those behind it.
 //!
 //! A request takes buffers when those before it have all of theirs, so that none of them waits for
-//! one that waits for it. And what is behind a message is behind its receiver: its buffers are then
-//! taken from the share of messages, not from that which is always there for RMA.
+//! one that waits for it. A request behind a message also waits for the receiver. Its buffers then
+//! come from the share of messages, not from the one that is reserved for RMA.
 //!
-//! Lanes are stepped by whoever posts to them and whoever reads a completion queue of the device,
-//! all lanes at once: a transfer waits for buffers of another whose queue nobody happens to read.
+//! A post steps its lane. A reader of any completion queue of the device steps all lanes of the
+//! device: a transfer may wait for buffers of another, whose queue no thread reads at the time.
 
 use std::{
     collections::VecDeque,

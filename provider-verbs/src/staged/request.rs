@@ -193,9 +193,9 @@ impl Direct {
 /// A run of the local bytes of a request that names staged memory.
 #[derive(Clone, Copy, Debug)]
 enum Near {
-    /// In staging buffers when it is their turn.
+    /// In staging buffers, once it has some.
     Staged { len: u64 },
-    /// Where the NIC reaches it.
+    /// In memory that the NIC reaches.
     Plain(LocalSegment),
 }
 
@@ -230,7 +230,8 @@ impl Lists {
         self.len = self.len.saturating_add(len);
     }
 
-    /// The most segments that a message of all of it takes, with buffers of `slot_len` bytes.
+    /// Returns the most segments that a message of all bytes takes, with buffers of `slot_len`
+    /// bytes.
     pub(super) fn segments(&self, slot_len: u64) -> u64 {
         let mut at = 0;
         let mut count = 0;
@@ -244,7 +245,7 @@ impl Lists {
         count
     }
 
-    /// The local list of a chunk.
+    /// Returns the local list of a chunk.
     fn local(&self, view: &View<'_>, buffers: LocalKey) -> Vec<LocalSegment> {
         let end = view.at + view.len;
         let mut at = 0;
@@ -274,7 +275,7 @@ impl Lists {
     }
 }
 
-/// The part of a remote list that a chunk covers.
+/// Returns the part of a remote list that a chunk covers.
 fn part<'a>(list: &'a [Far], view: &View<'_>) -> Vec<RemoteSegment<'a>> {
     let end = view.at + view.len;
     let mut at = 0;
