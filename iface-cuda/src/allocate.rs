@@ -1,24 +1,37 @@
-//! Memory by request: allocating every kind, freeing it, and page-locking the application's own.
+//! Allocating and freeing device memory of every kind.
 
-use std::ffi::c_void;
+use std::{ffi::c_void, sync::Arc};
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind,
     Result,
-    iface::{AllocRequest, Allocator, HostRegistrar},
+    iface::{AllocRequest, Allocator},
 };
 
 use crate::{
-    context::{Workplace, within},
-    device,
-    driver::{Driver, Left, Origin, Owned, Registered, not_live},
+    context::{PrimaryContexts, with_context},
+    driver::Driver,
     error::{check, lacks, lacks_symbol},
-    sys::{self, CuDevicePtr, CuMemHandle, CuResult},
+    lookup::PointerLookup,
+    monitor::FreeSubscriptions,
+    streams::synchronize,
+    sys::{self, CuDevicePtr, CuMemHandle, CuResult, Functions},
+    table::{AllocationTable, Left, Origin, OwnedAllocation},
 };
 
-impl Allocator for Driver {
+/// Allocates and frees memory of the driver.
+#[derive(Debug)]
+pub(crate) struct DeviceAllocator {
+    pub(crate) driver: Arc<Driver>,
+    pub(crate) contexts: Arc<PrimaryContexts>,
+    pub(crate) lookup: Arc<PointerLookup>,
+    pub(crate) allocations: Arc<AllocationTable>,
+    pub(crate) subscriptions: Arc<FreeSubscriptions>,
+}
+
+impl Allocator for DeviceAllocator {
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
-        let abilities = self.abilities("allocate", request.device)?;
+        let abilities = self.driver.device("allocate", request.device)?.abilities;
         let described = |error: Error| {
             error
                 .device(request.device)
@@ -44,108 +57,44 @@ impl Allocator for Driver {
             }
             _ => return refuse("the system iface allocates this kind"),
         }
-        self.take(request).map_err(described)
+        self.allocate_supported(request).map_err(described)
     }
 
-    /// Frees what was allocated: subscribers of the monitor are told before, so that a cached
-    /// registration is dead when the memory goes.
+    /// Frees memory. The subscribers of the monitor are notified before, so that a cached
+    /// registration is invalidated when the memory goes.
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        let owned = self.owned("free", allocation)?;
-        if matches!(owned.origin, Origin::Imported { .. }) {
-            return Err(not_live("free", allocation).context("opened", "close it with ipc_close"));
+        let mut owned = self.allocations.take(allocation)?;
+        let mut freed = false;
+        let result = self.contexts.retain_until_close(owned.device).and_then(|context| {
+            let free = || {
+                let (base, device) = (allocation.base().0, owned.device);
+                self.release(base, device, &mut owned.origin).inspect(|()| freed = true)
+            };
+            self.subscriptions.while_freeing(allocation.range, || {
+                with_context(&self.driver.functions, context, free)
+            })
+        });
+        if !freed {
+            self.allocations.insert(owned);
         }
-        self.end(allocation, &owned)
+        result.map_err(|error| error.context("allocation", allocation.range))
     }
 
     fn is_device_active(&self, device: DeviceId) -> Result<bool> {
-        self.is_active(device)
+        self.contexts.is_active(device)
     }
 }
 
-impl HostRegistrar for Driver {
-    unsafe fn register(&self, range: AddressRange) -> Result<()> {
-        if range.is_empty() {
-            return Err(Error::new(ErrorKind::ZeroLength, "host_register").iface(IfaceKind::CUDA));
-        }
-        let workplace = self.workplace_for_host()?;
-        let pointer = std::ptr::with_exposed_provenance_mut::<c_void>(range.start().0 as usize);
-        let locked = workplace
-            .within_or_undo(
-                || {
-                    let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
-                    // SAFETY: the caller of `HostRegistrar::register` keeps the range mapped.
-                    let code = unsafe {
-                        (self.functions.mem_host_register)(pointer, range.len() as usize, flags)
-                    };
-                    check(code, "cuMemHostRegister_v2")
-                },
-                |()| {
-                    // SAFETY: registered just now.
-                    let code = unsafe { (self.functions.mem_host_unregister)(pointer) };
-                    check(code, "cuMemHostUnregister")
-                },
-            )
-            .map_err(|error| error.context("range", range));
-        if locked.is_ok() {
-            workplace.keep();
-            let device = match &workplace {
-                Workplace::Theirs(..) => None,
-                Workplace::Held(hold) => Some(hold.device()),
-            };
-            self.book
-                .lock()
-                .registered
-                .insert(range.start().0, Registered { len: range.len(), device });
-        }
-        workplace.end(locked)
-    }
-
-    fn unregister(&self, range: AddressRange) -> Result<()> {
-        let start = range.start().0;
-        let mut book = self.book.lock();
-        let known = book.registered.get(&start).copied().filter(|known| known.len == range.len());
-        let Some(known) = known else {
-            return Err(Error::new(ErrorKind::InvalidArgument, "host_unregister")
-                .iface(IfaceKind::CUDA)
-                .context("range", range)
-                .remedy("unregister exactly the range that was registered, once"));
-        };
-        book.registered.remove(&start);
-        drop(book);
-        let pointer = std::ptr::with_exposed_provenance_mut::<c_void>(start as usize);
-        let mut gone = false;
-        let result = self.workplace_of_registered(range.start(), known).and_then(|workplace| {
-            let ended = workplace.within(|| {
-                // SAFETY: registered by this driver and unregistered once: the book's entry is
-                // gone.
-                let code = unsafe { (self.functions.mem_host_unregister)(pointer) };
-                let ended = if code == CuResult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED {
-                    tracing::debug!(%range, "the page-locking went with its context");
-                    Ok(())
-                } else {
-                    check(code, "cuMemHostUnregister")
-                };
-                ended.inspect(|()| gone = true)
-            });
-            workplace.end(ended)
-        });
-        if !gone {
-            self.book.lock().registered.insert(start, known);
-        }
-        result.map_err(|error| error.context("range", range))
-    }
-}
-
-impl Driver {
-    /// Takes memory from the driver and enters it into the book; on an error nothing stays taken.
-    fn take(&self, request: &AllocRequest) -> Result<Allocation> {
+impl DeviceAllocator {
+    /// Allocates memory and enters it into the table. On an error nothing stays allocated.
+    fn allocate_supported(&self, request: &AllocRequest) -> Result<Allocation> {
         let device = request.device;
         let len = usize::try_from(request.len).map_err(|_| {
             Error::new(ErrorKind::OutOfResources, "allocate")
                 .remedy("no machine has that much memory")
         })?;
-        let hold = self.hold(device)?;
-        let (base, mut origin) = hold.within_or_undo(
+        let guard = self.contexts.retain(device)?;
+        let (base, mut origin) = guard.with_context_or_undo(
             || match request.kind {
                 AllocationKind::Host => Ok((self.host_alloc(len)?, Origin::Host)),
                 AllocationKind::Managed => Ok((self.managed_alloc(len)?, Origin::Memory)),
@@ -153,43 +102,37 @@ impl Driver {
                 AllocationKind::Virtual => self.virtual_alloc(device, len),
                 _ => Ok((self.device_alloc(len)?, Origin::Memory)),
             },
-            |(base, mut origin)| self.give_back(base, device, &mut origin),
+            |(base, mut origin)| self.release(base, device, &mut origin),
         )?;
-        let entered = self.enter(base, request, device, &origin);
+        let entered = self.enter(base, request, &origin);
         if entered.is_ok() {
-            hold.keep();
-        } else if let Err(error) = hold.within(|| self.give_back(base, device, &mut origin)) {
-            hold.keep();
+            guard.keep();
+        } else if let Err(error) = guard.with_context(|| self.release(base, device, &mut origin)) {
+            guard.keep();
             tracing::error!(%error, "an allocation that failed stays taken");
         }
         entered
     }
 
-    fn enter(
-        &self,
-        base: u64,
-        request: &AllocRequest,
-        device: DeviceId,
-        origin: &Origin,
-    ) -> Result<Allocation> {
-        let found = self.find(Address(base))?.ok_or_else(|| {
+    fn enter(&self, base: u64, request: &AllocRequest, origin: &Origin) -> Result<Allocation> {
+        let found = self.lookup.find(Address(base))?.ok_or_else(|| {
             Error::new(ErrorKind::Driver, "allocate")
                 .iface(IfaceKind::CUDA)
                 .context("address", Address(base))
                 .context("reason", "the driver does not know memory that it allocated just now")
         })?;
-        // What was asked for; the driver may have rounded up.
+        // The requested length: the driver may have rounded it up.
         let range = AddressRange::new(Address(base), request.len)?;
         let allocation = Allocation { range, ..found.allocation };
-        let owned = Owned { id: allocation.id, range, device, origin: origin.clone() };
-        self.book.lock().owned.insert(base, owned);
+        let (id, device, origin) = (allocation.id, request.device, origin.clone());
+        self.allocations.insert(OwnedAllocation { id, range, device, origin });
         Ok(allocation)
     }
 
     fn device_alloc(&self, len: usize) -> Result<u64> {
         let mut base: CuDevicePtr = 0;
         // SAFETY: `base` is writable.
-        check(unsafe { (self.functions.mem_alloc)(&mut base, len) }, "cuMemAlloc_v2")?;
+        check(unsafe { (self.driver.functions.mem_alloc)(&mut base, len) }, "cuMemAlloc_v2")?;
         Ok(base)
     }
 
@@ -197,7 +140,7 @@ impl Driver {
         let mut base: CuDevicePtr = 0;
         // SAFETY: `base` is writable.
         let code = unsafe {
-            (self.functions.mem_alloc_managed)(&mut base, len, sys::CU_MEM_ATTACH_GLOBAL)
+            (self.driver.functions.mem_alloc_managed)(&mut base, len, sys::CU_MEM_ATTACH_GLOBAL)
         };
         check(code, "cuMemAllocManaged")?;
         Ok(base)
@@ -207,43 +150,37 @@ impl Driver {
         let mut base: *mut c_void = std::ptr::null_mut();
         // SAFETY: `base` is writable.
         let code = unsafe {
-            (self.functions.mem_host_alloc)(&mut base, len, sys::CU_MEMHOSTALLOC_PORTABLE)
+            (self.driver.functions.mem_host_alloc)(&mut base, len, sys::CU_MEMHOSTALLOC_PORTABLE)
         };
         check(code, "cuMemHostAlloc")?;
         Ok(base.expose_provenance() as u64)
     }
 
-    /// From the device's default pool, usable when this returns. Nothing is taken from a driver
-    /// that cannot free it.
+    /// Allocates from the device's default pool memory that can be used when this returns. Fails
+    /// before the allocation if the driver cannot free such memory.
     fn pool_alloc(&self, device: DeviceId, len: usize) -> Result<u64> {
-        self.functions.mem_free_async.ok_or_else(|| lacks_symbol("allocate", "cuMemFreeAsync"))?;
-        let allocate = self
-            .functions
-            .mem_alloc_async
-            .ok_or_else(|| lacks_symbol("allocate", "cuMemAllocAsync"))?;
-        self.with_own_stream(device, |stream| {
+        let functions = &self.driver.functions;
+        functions.mem_free_async.ok_or_else(|| lacks_symbol("allocate", "cuMemFreeAsync"))?;
+        let allocate =
+            functions.mem_alloc_async.ok_or_else(|| lacks_symbol("allocate", "cuMemAllocAsync"))?;
+        self.contexts.with_own_stream(device, |stream| {
             let mut base: CuDevicePtr = 0;
             // SAFETY: `base` is writable, and the stream is this driver's own.
             check(unsafe { allocate(&mut base, len, stream) }, "cuMemAllocAsync")?;
-            // SAFETY: the stream is this driver's own.
-            let ready = check(
-                unsafe { (self.functions.stream_synchronize)(stream) },
-                "cuStreamSynchronize",
-            );
-            if let Err(error) = ready {
-                // SAFETY: allocated just now, and seen by nobody.
-                check(unsafe { (self.functions.mem_free)(base) }, "cuMemFree_v2")?;
+            if let Err(error) = synchronize(functions, stream) {
+                // SAFETY: allocated just now, and passed to no caller.
+                check(unsafe { (functions.mem_free)(base) }, "cuMemFree_v2")?;
                 return Err(error);
             }
             Ok(base)
         })
     }
 
-    /// One handle, mapped into a reservation of its own, open to its device, and reachable by RDMA
-    /// where the device has that.
+    /// Maps one handle into a reservation of its own. Its device may access it, and so may RDMA where
+    /// the device supports that.
     fn virtual_alloc(&self, device: DeviceId, len: usize) -> Result<(u64, Origin)> {
-        let entry = device::get(&self.devices, "allocate", device)?;
-        let vmm = Vmm::of(self)?;
+        let entry = self.driver.device("allocate", device)?;
+        let vmm = Vmm::of(&self.driver.functions)?;
         let properties = sys::CuMemAllocationProp {
             kind: sys::CU_MEM_ALLOCATION_TYPE_PINNED,
             location: sys::CuMemLocation {
@@ -256,7 +193,7 @@ impl Driver {
         let mut step = 0;
         let option = sys::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
         check(
-            // SAFETY: `step` is writable and `properties` is whole.
+            // SAFETY: `step` is writable and `properties` is complete.
             unsafe { (vmm.granularity)(&mut step, &properties, option) },
             "cuMemGetAllocationGranularity",
         )?;
@@ -265,9 +202,9 @@ impl Driver {
                 .context("granularity", step)
         })?;
         let mut handle: CuMemHandle = 0;
-        // SAFETY: `handle` is writable and `properties` is whole.
+        // SAFETY: `handle` is writable and `properties` is complete.
         check(unsafe { (vmm.create)(&mut handle, size, &properties, 0) }, "cuMemCreate")?;
-        let mapped = self.map(&vmm, handle, size, properties.location);
+        let mapped = map(&vmm, handle, size, properties.location);
         if mapped.is_err() {
             // SAFETY: created above and mapped nowhere.
             check(unsafe { (vmm.release)(handle) }, "cuMemRelease")?;
@@ -275,51 +212,21 @@ impl Driver {
         Ok((mapped?, Origin::Virtual { size, handle, left: Left::Mapping }))
     }
 
-    /// Reserves addresses and maps `handle` there; on an error neither stays.
-    fn map(
-        &self,
-        vmm: &Vmm,
-        handle: CuMemHandle,
-        size: usize,
-        location: sys::CuMemLocation,
-    ) -> Result<CuDevicePtr> {
-        let mut base: CuDevicePtr = 0;
-        // SAFETY: `base` is writable.
-        check(unsafe { (vmm.reserve)(&mut base, size, 0, 0, 0) }, "cuMemAddressReserve")?;
-        // SAFETY: the reservation is new and of this size, and so is the handle.
-        let mapped = check(unsafe { (vmm.map)(base, size, 0, handle, 0) }, "cuMemMap");
-        let opened = mapped.and_then(|()| {
-            let who =
-                sys::CuMemAccessDesc { location, flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
-            // SAFETY: the range was mapped whole just now; `who` is one description.
-            let opened = check(unsafe { (vmm.set_access)(base, size, &who, 1) }, "cuMemSetAccess");
-            if opened.is_err() {
-                // SAFETY: mapped just now, and seen by nobody.
-                check(unsafe { (vmm.unmap)(base, size) }, "cuMemUnmap")?;
-            }
-            opened
-        });
-        if opened.is_err() {
-            // SAFETY: reserved above, with nothing mapped in it.
-            check(unsafe { (vmm.unreserve)(base, size) }, "cuMemAddressFree")?;
-        }
-        opened.map(|()| base)
-    }
-
-    /// Gives memory back as it came. The device's primary context is current. After a refusal
-    /// `origin` says what is left, and the next call goes on from there.
-    pub(crate) fn give_back(&self, base: u64, device: DeviceId, origin: &mut Origin) -> Result<()> {
+    /// Frees memory by the call that belongs to its origin. The device's primary context is current.
+    /// After a refusal `origin` has the steps that are left, and the next call goes on from there.
+    fn release(&self, base: u64, device: DeviceId, origin: &mut Origin) -> Result<()> {
+        let functions = &self.driver.functions;
         match origin {
-            // SAFETY: allocated by this driver and freed once: the book's entry goes with it.
-            Origin::Memory => check(unsafe { (self.functions.mem_free)(base) }, "cuMemFree_v2"),
+            // SAFETY: allocated by this driver and freed once: the table's entry goes with it.
+            Origin::Memory => check(unsafe { (functions.mem_free)(base) }, "cuMemFree_v2"),
             Origin::Host => {
                 let pointer = std::ptr::with_exposed_provenance_mut(base as usize);
-                // SAFETY: as above.
-                check(unsafe { (self.functions.mem_free_host)(pointer) }, "cuMemFreeHost")
+                // SAFETY: allocated by this driver and freed once: the table's entry goes with it.
+                check(unsafe { (functions.mem_free_host)(pointer) }, "cuMemFreeHost")
             }
             Origin::Pool => self.pool_free(base, device),
             Origin::Virtual { size, handle, left } => {
-                let vmm = Vmm::of(self)?;
+                let vmm = Vmm::of(functions)?;
                 if *left == Left::Mapping {
                     // SAFETY: mapped by this driver at `base` in this size.
                     check(unsafe { (vmm.unmap)(base, *size) }, "cuMemUnmap")?;
@@ -333,82 +240,61 @@ impl Driver {
                 // SAFETY: created by this driver and released once.
                 check(unsafe { (vmm.release)(*handle) }, "cuMemRelease")
             }
-            Origin::Imported { .. } => {
-                // SAFETY: opened by this driver, and closed as often as it was opened.
-                check(unsafe { (self.functions.ipc_close_mem_handle)(base) }, "cuIpcCloseMemHandle")
-            }
+            Origin::Imported { .. } => Err(Error::new(ErrorKind::BadState, "free")
+                .iface(IfaceKind::CUDA)
+                .remedy("memory of another process is closed, not freed")),
         }
     }
 
     fn pool_free(&self, base: u64, device: DeviceId) -> Result<()> {
+        let functions = &self.driver.functions;
         let free =
-            self.functions.mem_free_async.ok_or_else(|| lacks_symbol("free", "cuMemFreeAsync"))?;
-        self.with_own_stream(device, |stream| {
+            functions.mem_free_async.ok_or_else(|| lacks_symbol("free", "cuMemFreeAsync"))?;
+        self.contexts.with_own_stream(device, |stream| {
             // SAFETY: allocated by this driver and freed once; the caller promises that nothing
             // uses it any longer.
             check(unsafe { free(base, stream) }, "cuMemFreeAsync")?;
-            // The free has taken effect; a failure to wait for it is an error of the device and not
-            // of the free. SAFETY: the stream is this driver's own.
-            let waited = check(
-                unsafe { (self.functions.stream_synchronize)(stream) },
-                "cuStreamSynchronize",
-            );
-            if let Err(error) = waited {
+            // The free has taken effect: a failure to wait is an error of the device, not of the
+            // free.
+            if let Err(error) = synchronize(functions, stream) {
                 tracing::warn!(%error, "waiting for a free that was accepted");
             }
             Ok(())
         })
     }
-
-    /// Gives an allocation back and strikes it from the book, unless the driver refuses.
-    fn end(&self, allocation: &Allocation, owned: &Owned) -> Result<()> {
-        let base = allocation.base().0;
-        // Taken out first, so that of two threads that free the same memory only one reaches the
-        // driver.
-        let taken = self.book.lock().take(base, owned.id);
-        let Some(mut taken) = taken else { return Err(not_live("free", allocation)) };
-        let result = self.primary(taken.device).map(|context| {
-            self.subscriptions.while_it_goes(allocation.range, || {
-                let mut gone = false;
-                let ended = within(&self.functions, context, || {
-                    self.give_back(base, taken.device, &mut taken.origin).inspect(|()| gone = true)
-                });
-                (ended, gone)
-            })
-        });
-        match result {
-            Ok((ended, true)) => ended,
-            Ok((ended, false)) => {
-                self.book.lock().owned.insert(base, taken);
-                ended.map_err(|error| error.context("allocation", allocation.range))
-            }
-            Err(error) => {
-                self.book.lock().owned.insert(base, taken);
-                Err(error)
-            }
-        }
-    }
-
-    /// The context in which host memory is page-locked; another where the application has destroyed
-    /// it.
-    fn workplace_of_registered(
-        &self,
-        address: Address,
-        known: Registered,
-    ) -> Result<Workplace<'_>> {
-        if let Some(device) = known.device {
-            return self.hold(device).map(Workplace::Held);
-        }
-        let context = self.context_of(address)?;
-        if context.is_null() {
-            self.workplace_for_host()
-        } else {
-            Ok(Workplace::Theirs(self, context))
-        }
-    }
 }
 
-/// The calls of virtual memory management, which older drivers lack.
+/// Reserves addresses and maps `handle` there. On an error neither stays.
+fn map(
+    vmm: &Vmm,
+    handle: CuMemHandle,
+    size: usize,
+    location: sys::CuMemLocation,
+) -> Result<CuDevicePtr> {
+    let mut base: CuDevicePtr = 0;
+    // SAFETY: `base` is writable.
+    check(unsafe { (vmm.reserve)(&mut base, size, 0, 0, 0) }, "cuMemAddressReserve")?;
+    // SAFETY: the reservation is new and of this size, and so is the handle.
+    let mapped = check(unsafe { (vmm.map)(base, size, 0, handle, 0) }, "cuMemMap");
+    let opened = mapped.and_then(|()| {
+        let access =
+            sys::CuMemAccessDesc { location, flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
+        // SAFETY: the whole range was mapped just now; `access` is one description.
+        let opened = check(unsafe { (vmm.set_access)(base, size, &access, 1) }, "cuMemSetAccess");
+        if opened.is_err() {
+            // SAFETY: mapped just now, and passed to no caller.
+            check(unsafe { (vmm.unmap)(base, size) }, "cuMemUnmap")?;
+        }
+        opened
+    });
+    if opened.is_err() {
+        // SAFETY: reserved above, with nothing mapped in it.
+        check(unsafe { (vmm.unreserve)(base, size) }, "cuMemAddressFree")?;
+    }
+    opened.map(|()| base)
+}
+
+/// Functions of virtual memory management, which older drivers lack.
 struct Vmm {
     granularity: unsafe extern "C" fn(*mut usize, *const sys::CuMemAllocationProp, u32) -> CuResult,
     reserve: unsafe extern "C" fn(*mut CuDevicePtr, usize, usize, CuDevicePtr, u64) -> CuResult,
@@ -427,8 +313,7 @@ struct Vmm {
 }
 
 impl Vmm {
-    fn of(driver: &Driver) -> Result<Self> {
-        let f = &driver.functions;
+    fn of(f: &Functions) -> Result<Self> {
         let missing = |symbol| move || lacks_symbol("virtual memory", symbol);
         Ok(Self {
             granularity: f

@@ -1,89 +1,102 @@
-//! Contexts: which one a call works in, current only while it runs.
+//! Contexts: the one that a call works in, current only while the call runs.
 //!
-//! A device's primary context is the one that the CUDA runtime and every well-behaved library use.
-//! It exists once in a process, made by whoever retains it first, which is why this is the crate's
-//! one piece of process-wide state. A call holds it while it works in it ([`Hold`]). Where
-//! something lives on in it (an allocation, the stream of copies), it stays retained until the
-//! iface closes; else it is given back as the last call that works in it ends, so that a call that
-//! is refused, and one that only asks, leave no context behind. Contexts that the application made
-//! itself are worked in and never kept.
+//! The CUDA runtime and most libraries use a device's primary context. It exists once in a process
+//! and is created by the first retain, so that it is this crate's one piece of process-wide state.
+//! A call retains it while the call works in it ([`PrimaryContextGuard`]). If something lives on in
+//! it (an allocation, the stream of copies), it stays retained until the iface closes. Otherwise the
+//! last call that works in it releases it: a call that is refused, or that only queries, leaves no
+//! context behind. Contexts of the application are used for the duration of a call and never
+//! retained.
 
-use hmem_core::{DeviceId, Error, Result};
-use parking_lot::MutexGuard;
+use std::sync::Arc;
+
+use hmem_core::{DeviceId, Error, ErrorKind, IfaceKind, Result};
+use parking_lot::Mutex;
 
 use crate::{
-    device::{self, DeviceEntry},
-    driver::Driver,
+    driver::{DeviceEntry, Driver},
     error::check,
-    hooks::untold,
-    sys::{self, CuContext, CuDevice, CuEvent, CuResult, CuStream, Functions},
+    hooks::without_notifying,
+    streams::{ContextStreams, new_event, new_stream},
+    sys::{CuContext, CuDevice, CuEvent, CuResult, CuStream, Functions},
+    table::AllocationTable,
 };
 
-/// A retained primary context, with what was made in it.
+/// Primary contexts that the iface retains.
 #[derive(Debug)]
-pub(crate) struct Primary {
-    pub(crate) context: CuContext,
-    /// For asynchronous copies, which end in the order in which they began; null until the first.
-    stream: CuStream,
-    /// Streams of what waits for its end: one for each thread that did so at once. Those that are
-    /// not in use.
-    spare_streams: Vec<CuStream>,
-    /// Events that are not in use.
-    events: Vec<CuEvent>,
-    /// Calls that work in it now.
+pub(crate) struct PrimaryContexts {
+    driver: Arc<Driver>,
+    allocations: Arc<AllocationTable>,
+    /// One place for each device of the driver, in the same order.
+    retained: Vec<Mutex<Option<PrimaryContext>>>,
+}
+
+/// A retained primary context.
+#[derive(Debug)]
+struct PrimaryContext {
+    context: CuContext,
+    streams: ContextStreams,
+    /// Calls that work in the context now.
     users: usize,
-    /// Whether something lives on in it.
+    /// Something lives on in the context.
     kept: bool,
 }
 
-/// A device's primary context, there for as long as this lives. Ended or dropped, it is given back
+/// A device and the place of its primary context.
+#[derive(Clone, Copy, Debug)]
+struct Slot<'a> {
+    entry: &'a DeviceEntry,
+    primary: &'a Mutex<Option<PrimaryContext>>,
+}
+
+/// Keeps a device's primary context retained. When it is ended or dropped, the context is released
 /// unless another call works in it or something lives on in it.
 #[derive(Debug)]
 #[must_use = "dropped, the context may go"]
-pub(crate) struct Hold<'a> {
-    driver: &'a Driver,
-    entry: &'a DeviceEntry,
+pub(crate) struct PrimaryContextGuard<'a> {
+    contexts: &'a PrimaryContexts,
+    slot: Slot<'a>,
     context: CuContext,
     ended: bool,
 }
 
-impl Hold<'_> {
+impl PrimaryContextGuard<'_> {
     pub(crate) fn context(&self) -> CuContext {
         self.context
     }
 
     pub(crate) fn device(&self) -> DeviceId {
-        self.entry.description.id
+        self.slot.entry.description.id
     }
 
-    /// Something lives on in it: it stays retained until the iface closes.
+    /// Keeps the context retained until the iface closes: something lives on in it.
     pub(crate) fn keep(&self) {
-        if let Some(primary) = &mut *self.entry.primary.lock() {
+        if let Some(primary) = &mut *self.slot.primary.lock() {
             primary.kept = true;
         }
     }
 
-    /// [`within`]; a context that the thread cannot be rid of is kept, so that it has none that is
-    /// destroyed.
-    pub(crate) fn within<T>(&self, run: impl FnOnce() -> Result<T>) -> Result<T> {
-        self.within_or_undo(run, |_| Ok(()))
+    /// Like [`with_context`]. A context that cannot be popped is kept, so that the thread has no
+    /// destroyed one.
+    pub(crate) fn with_context<T>(&self, run: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.with_context_or_undo(run, |_| Ok(()))
     }
 
-    /// [`within_or_undo`], as above.
-    pub(crate) fn within_or_undo<T>(
+    /// Like [`WorkContext::with_context_or_undo`].
+    pub(crate) fn with_context_or_undo<T>(
         &self,
         run: impl FnOnce() -> Result<T>,
         undo: impl FnOnce(T) -> Result<()>,
     ) -> Result<T> {
-        current_while(&self.driver.functions, self.context, run, undo, || self.keep())
+        let functions = &self.contexts.driver.functions;
+        current_while(functions, self.context, run, undo, || self.keep())
     }
 
-    /// Gives back what `result` was got in. An error of the work comes before one of giving back,
-    /// which is told as dropping tells it.
+    /// Releases the context. If `result` is an error, returns it and logs a failed release.
     ///
     /// # Errors
-    /// That of `result`, or the driver does not take it back. It stays retained, and goes with its
-    /// next user or as the iface closes.
+    /// The error of `result`, or the driver refuses the release. The context then stays retained,
+    /// and goes with its next user or as the iface closes.
     pub(crate) fn end<T>(mut self, result: Result<T>) -> Result<T> {
         let value = result?;
         self.leave().map(|()| value)
@@ -93,17 +106,17 @@ impl Hold<'_> {
         if std::mem::replace(&mut self.ended, true) {
             return Ok(());
         }
-        let mut slot = self.entry.primary.lock();
-        let Some(primary) = &mut *slot else { return Ok(()) };
-        primary.users -= 1;
-        if primary.users > 0 || primary.kept {
+        let mut primary = self.slot.primary.lock();
+        let Some(retained) = &mut *primary else { return Ok(()) };
+        retained.users -= 1;
+        if retained.users > 0 || retained.kept {
             return Ok(());
         }
-        self.driver.release(self.entry, &mut slot)
+        self.contexts.release(self.slot.entry, &mut primary)
     }
 }
 
-impl Drop for Hold<'_> {
+impl Drop for PrimaryContextGuard<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.leave() {
             tracing::error!(%error, "a CUDA context is kept until its iface closes");
@@ -114,78 +127,72 @@ impl Drop for Hold<'_> {
 /// A context that a call works in.
 #[derive(Debug)]
 #[must_use = "dropped, the context may go"]
-pub(crate) enum Workplace<'a> {
-    /// Somebody else's: the memory's own, or the calling thread's.
-    Theirs(&'a Driver, CuContext),
-    /// A device's primary one.
-    Held(Hold<'a>),
+pub(crate) enum WorkContext<'a> {
+    /// A context of the application: the memory's own, or the calling thread's. Never retained.
+    Borrowed(&'a Functions, CuContext),
+    /// A device's primary context.
+    Primary(PrimaryContextGuard<'a>),
 }
 
-impl Workplace<'_> {
+impl WorkContext<'_> {
     pub(crate) fn context(&self) -> CuContext {
         match self {
-            Self::Theirs(_, context) => *context,
-            Self::Held(hold) => hold.context(),
+            Self::Borrowed(_, context) => *context,
+            Self::Primary(guard) => guard.context(),
         }
     }
 
-    /// As [`Hold::within`].
-    pub(crate) fn within<T>(&self, run: impl FnOnce() -> Result<T>) -> Result<T> {
-        self.within_or_undo(run, |_| Ok(()))
+    /// Like [`PrimaryContextGuard::with_context`].
+    pub(crate) fn with_context<T>(&self, run: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.with_context_or_undo(run, |_| Ok(()))
     }
 
-    /// As [`Hold::within_or_undo`].
-    pub(crate) fn within_or_undo<T>(
+    /// Like [`Self::with_context`], for work that leaves something behind. `undo` takes it back if
+    /// the thread's own context cannot be restored and the caller gets an error.
+    pub(crate) fn with_context_or_undo<T>(
         &self,
         run: impl FnOnce() -> Result<T>,
         undo: impl FnOnce(T) -> Result<()>,
     ) -> Result<T> {
         match self {
-            Self::Theirs(driver, context) => within_or_undo(&driver.functions, *context, run, undo),
-            Self::Held(hold) => hold.within_or_undo(run, undo),
+            Self::Borrowed(functions, context) => {
+                current_while(functions, *context, run, undo, || ())
+            }
+            Self::Primary(guard) => guard.with_context_or_undo(run, undo),
         }
     }
 
-    /// [`Hold::keep`]; somebody else's lives as long as its owner wants.
+    /// Like [`PrimaryContextGuard::keep`]. The owner of a borrowed context decides how long it
+    /// lives.
     pub(crate) fn keep(&self) {
-        if let Self::Held(hold) = self {
-            hold.keep();
+        if let Self::Primary(guard) = self {
+            guard.keep();
         }
     }
 
-    /// As [`Hold::end`].
+    /// Like [`PrimaryContextGuard::end`].
     pub(crate) fn end<T>(self, result: Result<T>) -> Result<T> {
         match self {
-            Self::Theirs(..) => result,
-            Self::Held(hold) => hold.end(result),
+            Self::Borrowed(..) => result,
+            Self::Primary(guard) => guard.end(result),
         }
     }
 }
 
-/// Runs `run` with `context` current on this thread, and puts the thread's own context back.
+/// Runs `run` with `context` current on this thread, and restores the thread's own context.
 ///
 /// # Errors
-/// What `run` or the driver refused.
-pub(crate) fn within<T>(
+/// The error of `run`, or of the driver.
+pub(crate) fn with_context<T>(
     functions: &Functions,
     context: CuContext,
     run: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
-    within_or_undo(functions, context, run, |_| Ok(()))
+    current_while(functions, context, run, |_| Ok(()), || ())
 }
 
-/// [`within`] for what leaves something behind: `undo` takes it back where the thread's own context
-/// cannot be put back and the caller gets an error.
-pub(crate) fn within_or_undo<T>(
-    functions: &Functions,
-    context: CuContext,
-    run: impl FnOnce() -> Result<T>,
-    undo: impl FnOnce(T) -> Result<()>,
-) -> Result<T> {
-    current_while(functions, context, run, undo, || ())
-}
-
-/// [`within_or_undo`], which tells `stuck` of a context that stays current.
+/// Calls `undo` if the thread's own context cannot be restored, and `stuck` if `context` stays
+/// current.
 fn current_while<T>(
     functions: &Functions,
     context: CuContext,
@@ -200,7 +207,7 @@ fn current_while<T>(
     let result = run();
     let Err(refused) = pop(functions) else { return result };
     let result = result.and_then(|value| undo(value).and(Err(refused)));
-    // Nobody wants to go on with a foreign context current: once more.
+    // The caller must not go on with a foreign context current: one more attempt.
     if let Err(error) = pop(functions) {
         tracing::error!(%error, "the calling thread keeps a CUDA context that is not its own");
         stuck();
@@ -214,84 +221,94 @@ fn pop(functions: &Functions) -> Result<()> {
     check(unsafe { (functions.ctx_pop_current)(&mut popped) }, "cuCtxPopCurrent_v2")
 }
 
-impl Driver {
-    /// Holds the primary context of a device, which is made where nobody has it.
-    pub(crate) fn hold(&self, device: DeviceId) -> Result<Hold<'_>> {
-        let entry = device::get(&self.devices, "cuDevicePrimaryCtxRetain", device)?;
-        self.join(entry, &mut entry.primary.lock())
+impl PrimaryContexts {
+    pub(crate) fn new(driver: Arc<Driver>, allocations: Arc<AllocationTable>) -> Self {
+        let retained = driver.devices.iter().map(|_| Mutex::new(None)).collect();
+        Self { driver, allocations, retained }
     }
 
-    /// The lock is that of the entry: who retains and who gives back do so one after the other.
+    fn slot(&self, operation: &'static str, device: DeviceId) -> Result<Slot<'_>> {
+        let entry = self.driver.device(operation, device)?;
+        Ok(Slot { entry, primary: &self.retained[device.0 as usize] })
+    }
+
+    fn slots(&self) -> impl Iterator<Item = Slot<'_>> {
+        let places = self.driver.devices.iter().zip(&self.retained);
+        places.map(|(entry, primary)| Slot { entry, primary })
+    }
+
+    /// Retains the primary context of a device. The driver creates it if no part of the process has
+    /// it.
+    pub(crate) fn retain(&self, device: DeviceId) -> Result<PrimaryContextGuard<'_>> {
+        let slot = self.slot("cuDevicePrimaryCtxRetain", device)?;
+        self.join(slot, &mut slot.primary.lock())
+    }
+
+    /// `primary` is the locked place of `slot`: retains and releases happen one after the other.
     fn join<'a>(
         &'a self,
-        entry: &'a DeviceEntry,
-        slot: &mut MutexGuard<'_, Option<Primary>>,
-    ) -> Result<Hold<'a>> {
-        let primary = match &mut **slot {
+        slot: Slot<'a>,
+        primary: &mut Option<PrimaryContext>,
+    ) -> Result<PrimaryContextGuard<'a>> {
+        let primary = match primary {
             Some(primary) => primary,
             empty => {
                 let mut context = CuContext::NULL;
+                let retain = self.driver.functions.primary_ctx_retain;
                 // SAFETY: `context` is writable, and the device is one that the driver listed.
-                let code =
-                    unsafe { (self.functions.primary_ctx_retain)(&mut context, entry.handle) };
+                let code = unsafe { retain(&mut context, slot.entry.handle) };
                 check(code, "cuDevicePrimaryCtxRetain")
-                    .map_err(|error| error.device(entry.description.id))?;
-                empty.insert(Primary {
-                    context,
-                    stream: CuStream::NULL,
-                    spare_streams: Vec::new(),
-                    events: Vec::new(),
-                    users: 0,
-                    kept: false,
-                })
+                    .map_err(|error| error.device(slot.entry.description.id))?;
+                let streams = ContextStreams::default();
+                empty.insert(PrimaryContext { context, streams, users: 0, kept: false })
             }
         };
         primary.users += 1;
-        Ok(Hold { driver: self, entry, context: primary.context, ended: false })
+        Ok(PrimaryContextGuard { contexts: self, slot, context: primary.context, ended: false })
     }
 
-    /// The primary context of a device, retained until the iface closes.
-    pub(crate) fn primary(&self, device: DeviceId) -> Result<CuContext> {
-        let hold = self.hold(device)?;
-        hold.keep();
-        Ok(hold.context())
+    /// Retains the primary context of a device until the iface closes.
+    pub(crate) fn retain_until_close(&self, device: DeviceId) -> Result<CuContext> {
+        let guard = self.retain(device)?;
+        guard.keep();
+        Ok(guard.context())
     }
 
-    /// Holds the primary context of a device if somebody in this process has it already.
-    pub(crate) fn hold_if_active(&self, device: DeviceId) -> Result<Option<Hold<'_>>> {
-        let entry = device::get(&self.devices, "cuDevicePrimaryCtxGetState", device)?;
-        let mut slot = entry.primary.lock();
-        if slot.is_none() && !self.somebody_has(entry)? {
+    /// Retains the primary context of a device if this process has it already.
+    pub(crate) fn retain_if_active(
+        &self,
+        device: DeviceId,
+    ) -> Result<Option<PrimaryContextGuard<'_>>> {
+        let slot = self.slot("cuDevicePrimaryCtxGetState", device)?;
+        let mut primary = slot.primary.lock();
+        if primary.is_none() && !self.is_active(device)? {
             return Ok(None);
         }
-        self.join(entry, &mut slot).map(Some)
+        self.join(slot, &mut primary).map(Some)
     }
 
-    /// Whether somebody in this process has the primary context of a device.
+    /// Returns true if this process has the primary context of a device.
     pub(crate) fn is_active(&self, device: DeviceId) -> Result<bool> {
-        self.somebody_has(device::get(&self.devices, "cuDevicePrimaryCtxGetState", device)?)
-    }
-
-    fn somebody_has(&self, entry: &DeviceEntry) -> Result<bool> {
+        let entry = self.driver.device("cuDevicePrimaryCtxGetState", device)?;
         let (mut flags, mut active) = (0, 0);
-        // SAFETY: both are writable.
-        let code = unsafe {
-            (self.functions.primary_ctx_get_state)(entry.handle, &mut flags, &mut active)
-        };
+        let get_state = self.driver.functions.primary_ctx_get_state;
+        // SAFETY: `flags` and `active` are writable.
+        let code = unsafe { get_state(entry.handle, &mut flags, &mut active) };
         check(code, "cuDevicePrimaryCtxGetState").map(|()| active != 0)
     }
 
-    /// The calling thread's current context and its device, if it has one that lives.
+    /// Returns the calling thread's current context and its device, if it has one that lives.
     pub(crate) fn current(&self) -> Result<Option<(CuContext, CuDevice)>> {
+        let functions = &self.driver.functions;
         let (mut context, mut device) = (CuContext::NULL, 0);
         // SAFETY: `context` is writable.
-        check(unsafe { (self.functions.ctx_get_current)(&mut context) }, "cuCtxGetCurrent")?;
+        check(unsafe { (functions.ctx_get_current)(&mut context) }, "cuCtxGetCurrent")?;
         if context.is_null() {
             return Ok(None);
         }
         // SAFETY: `device` is writable.
-        match unsafe { (self.functions.ctx_get_device)(&mut device) } {
-            // One that was destroyed may still be current.
+        match unsafe { (functions.ctx_get_device)(&mut device) } {
+            // A destroyed context may still be current.
             CuResult::CUDA_ERROR_INVALID_CONTEXT | CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED => {
                 Ok(None)
             }
@@ -299,199 +316,160 @@ impl Driver {
         }
     }
 
-    /// The context to work on memory in: its own, or for memory of none the calling thread's where
-    /// that is of the same device, else the device's primary one, which is made only if nobody
-    /// has it.
+    /// Returns the calling thread's current context if it is of the device.
+    pub(crate) fn current_of(&self, device: DeviceId) -> Result<Option<CuContext>> {
+        let entry = self.driver.device("cuCtxGetDevice", device)?;
+        let current = self.current()?.filter(|(_, of)| *of == entry.handle);
+        Ok(current.map(|(context, _)| context))
+    }
+
+    /// Returns the context to work on memory in. It is the first of these:
     ///
-    /// That the driver needs one for such memory is written nowhere; nor is that it does not.
-    pub(crate) fn workplace(&self, own: CuContext, device: DeviceId) -> Result<Workplace<'_>> {
-        if !own.is_null() {
-            return Ok(Workplace::Theirs(self, own));
-        }
-        let entry = device::get(&self.devices, "cuCtxGetDevice", device)?;
-        match self.current()? {
-            Some((context, of)) if of == entry.handle => Ok(Workplace::Theirs(self, context)),
-            _ => self.hold(device).map(Workplace::Held),
+    /// - the memory's own context, unless null;
+    /// - the calling thread's context, if it is of the same device;
+    /// - the device's primary context, which is created if this process does not have it.
+    ///
+    /// No document says that the driver needs a context for memory of none, nor that it does not.
+    pub(crate) fn work_context(&self, own: CuContext, device: DeviceId) -> Result<WorkContext<'_>> {
+        let borrowed = if own.is_null() { self.current_of(device)? } else { Some(own) };
+        match borrowed {
+            Some(context) => Ok(WorkContext::Borrowed(&self.driver.functions, context)),
+            None => self.retain(device).map(WorkContext::Primary),
         }
     }
 
-    /// The context to page-lock host memory in, of which every context knows afterwards. The
-    /// page-locking goes with its context, so that a primary one that somebody has comes first,
-    /// as it can be kept: of the device that the thread works on, else of any. Then the
-    /// thread's own; and only for a process without either the first device's is made.
-    pub(crate) fn workplace_for_host(&self) -> Result<Workplace<'_>> {
+    /// Returns the context to page-lock host memory in, of which every context knows afterwards.
+    ///
+    /// The page-locking goes with its context. So the first choice is a primary context that this
+    /// process has, as it can be kept: of the thread's device, else of any. Then comes the thread's
+    /// own context. The first device's primary context is created only for a process without either.
+    pub(crate) fn work_context_for_host(&self) -> Result<WorkContext<'_>> {
         let current = self.current()?;
         let of_thread =
             |entry: &&DeviceEntry| current.is_some_and(|(_, device)| device == entry.handle);
-        let (first, rest): (Vec<_>, Vec<_>) = self.devices.iter().partition(of_thread);
+        let (first, rest): (Vec<_>, Vec<_>) = self.driver.devices.iter().partition(of_thread);
         for entry in first.into_iter().chain(rest) {
-            if let Some(hold) = self.hold_if_active(entry.description.id)? {
-                return Ok(Workplace::Held(hold));
+            if let Some(guard) = self.retain_if_active(entry.description.id)? {
+                return Ok(WorkContext::Primary(guard));
             }
         }
         match current {
-            Some((context, _)) => Ok(Workplace::Theirs(self, context)),
-            None => self.hold(DeviceId(0)).map(Workplace::Held),
+            Some((context, _)) => Ok(WorkContext::Borrowed(&self.driver.functions, context)),
+            None => self.retain(DeviceId(0)).map(WorkContext::Primary),
         }
     }
 
-    /// The stream of a device's asynchronous copies, which exists from the first call on. The
-    /// primary context is current.
-    pub(crate) fn stream(&self, device: DeviceId) -> Result<CuStream> {
-        let entry = device::get(&self.devices, "cuStreamCreate", device)?;
-        let mut slot = entry.primary.lock();
-        let Some(primary) = &mut *slot else { return Err(not_retained()) };
-        if primary.stream.is_null() {
-            primary.stream = new_stream(&self.functions)?;
-        }
-        Ok(primary.stream)
+    /// Calls `with` with the streams of a device's retained primary context, which are locked.
+    fn streams<T>(
+        &self,
+        operation: &'static str,
+        device: DeviceId,
+        with: impl FnOnce(&mut ContextStreams) -> T,
+    ) -> Result<T> {
+        let mut primary = self.slot(operation, device)?.primary.lock();
+        let not_retained = || {
+            Error::new(ErrorKind::BadState, "context")
+                .iface(IfaceKind::CUDA)
+                .remedy("the iface gave its contexts back already")
+        };
+        primary.as_mut().map(|primary| with(&mut primary.streams)).ok_or_else(not_retained)
     }
 
-    /// Runs `run` with a stream of a device that nobody else uses meanwhile, so that waiting for
-    /// its end is waiting for nothing else. `run` leaves nothing under way on it. The primary
+    /// Returns the stream of a device's asynchronous copies. The first call creates it. The primary
     /// context is current.
+    pub(crate) fn ordered_stream(&self, device: DeviceId) -> Result<CuStream> {
+        self.streams("cuStreamCreate", device, |streams| {
+            if streams.ordered.is_null() {
+                streams.ordered = new_stream(&self.driver.functions)?;
+            }
+            Ok(streams.ordered)
+        })?
+    }
+
+    /// Runs `run` with a stream of a device that no other thread uses, so that waiting for its end
+    /// waits for no other work. `run` leaves nothing in flight on it. The primary context is
+    /// current.
     pub(crate) fn with_own_stream<T>(
         &self,
         device: DeviceId,
         run: impl FnOnce(CuStream) -> Result<T>,
     ) -> Result<T> {
-        let entry = device::get(&self.devices, "cuStreamCreate", device)?;
-        let spare = entry.primary.lock().as_mut().ok_or_else(not_retained)?.spare_streams.pop();
-        let stream = match spare {
+        const OPERATION: &str = "cuStreamCreate";
+        let stream = match self.streams(OPERATION, device, |streams| streams.spare.pop())? {
             Some(stream) => stream,
-            None => new_stream(&self.functions)?,
+            None => new_stream(&self.driver.functions)?,
         };
         let result = run(stream);
-        entry.primary.lock().as_mut().ok_or_else(not_retained)?.spare_streams.push(stream);
+        self.streams(OPERATION, device, |streams| streams.spare.push(stream))?;
         result
     }
 
-    /// An event of a device's primary context, which is current.
+    /// Returns an event of a device's primary context, which is current.
     pub(crate) fn take_event(&self, device: DeviceId) -> Result<CuEvent> {
-        let entry = device::get(&self.devices, "cuEventCreate", device)?;
-        let spare = entry.primary.lock().as_mut().ok_or_else(not_retained)?.events.pop();
-        match spare {
+        match self.streams("cuEventCreate", device, |streams| streams.events.pop())? {
             Some(event) => Ok(event),
-            None => new_event(&self.functions),
+            None => new_event(&self.driver.functions),
         }
     }
 
     /// Keeps an event for the next copy.
-    pub(crate) fn give_event(&self, device: DeviceId, event: CuEvent) -> Result<()> {
-        let entry = device::get(&self.devices, "cuEventDestroy_v2", device)?;
-        let mut slot = entry.primary.lock();
-        match &mut *slot {
-            Some(primary) => {
-                primary.events.push(event);
-                Ok(())
-            }
-            None => Err(not_retained()),
-        }
+    pub(crate) fn keep_event(&self, device: DeviceId, event: CuEvent) -> Result<()> {
+        self.streams("cuEventDestroy_v2", device, |streams| streams.events.push(event))
     }
 
-    /// Gives every retained context back, with what was made in it.
+    /// Releases every retained context, with its streams and events.
     ///
     /// # Errors
-    /// The first refusal; what was not given back is kept, and can be tried again.
-    pub(crate) fn release_contexts(&self) -> Result<()> {
-        for entry in &self.devices {
-            self.release(entry, &mut entry.primary.lock())?;
-        }
-        Ok(())
+    /// The first refusal. Contexts that were not released stay, and the call can be repeated.
+    pub(crate) fn release_all(&self) -> Result<()> {
+        self.slots().try_for_each(|slot| self.release(slot.entry, &mut slot.primary.lock()))
     }
 
-    /// Gives one back, with what was made in it. What was not given back on an error is kept.
-    fn release(
-        &self,
-        entry: &DeviceEntry,
-        slot: &mut MutexGuard<'_, Option<Primary>>,
-    ) -> Result<()> {
-        let Some(primary) = &mut **slot else { return Ok(()) };
-        self.clear(primary)
-            .and_then(|()| self.release_primary(entry))
-            .map_err(|error| error.device(entry.description.id))?;
-        **slot = None;
-        Ok(())
-    }
-
-    fn clear(&self, primary: &mut Primary) -> Result<()> {
-        if primary.events.is_empty() && primary.spare_streams.is_empty() && primary.stream.is_null()
-        {
-            return Ok(());
-        }
-        within(&self.functions, primary.context, || {
-            while let Some(event) = primary.events.last() {
-                // SAFETY: the event is ours, and no copy waits for it: it was given back.
-                check(unsafe { (self.functions.event_destroy)(*event) }, "cuEventDestroy_v2")?;
-                primary.events.pop();
-            }
-            while let Some(stream) = primary.spare_streams.last() {
-                // SAFETY: the stream is ours, and nobody has it: it was given back.
-                check(unsafe { (self.functions.stream_destroy)(*stream) }, "cuStreamDestroy_v2")?;
-                primary.spare_streams.pop();
-            }
-            if !primary.stream.is_null() {
-                check(
-                    // SAFETY: the stream is ours; copies that still run on it end before it goes.
-                    unsafe { (self.functions.stream_destroy)(primary.stream) },
-                    "cuStreamDestroy_v2",
-                )?;
-                primary.stream = CuStream::NULL;
-            }
+    /// Releases one context, with its streams and events. Those that the driver refuses to take
+    /// stay.
+    fn release(&self, entry: &DeviceEntry, place: &mut Option<PrimaryContext>) -> Result<()> {
+        let Some(primary) = place else { return Ok(()) };
+        let (functions, streams) = (&self.driver.functions, &mut primary.streams);
+        let destroyed = if streams.is_empty() {
             Ok(())
-        })
+        } else {
+            with_context(functions, primary.context, || streams.destroy(functions))
+        };
+        destroyed
+            .and_then(|()| self.drop_reference(entry))
+            .map_err(|error| error.device(entry.description.id))?;
+        *place = None;
+        Ok(())
     }
 
-    /// Drops the reference that [`Driver::hold`] took; the caller forgets it.
+    /// Drops the reference that [`Self::join`] took. The caller empties the place.
     ///
-    /// With no memory of this iface in it that takes nothing of what is registered: who has memory
-    /// there holds the context too, and letting go of it is told by the hooks.
-    fn release_primary(&self, entry: &DeviceEntry) -> Result<()> {
-        // SAFETY: retained once by `join`; the caller empties the slot.
-        let release = || unsafe { (self.functions.primary_ctx_release)(entry.handle) };
-        let device = entry.description.id;
-        let empty = !self.book.lock().owned.values().any(|owned| owned.device == device);
-        let code = if empty { untold(release) } else { release() };
+    /// Without memory of this iface in the context, the release ends no registered memory: others
+    /// with memory there retain the context too, and the hooks notify of their releases.
+    fn drop_reference(&self, entry: &DeviceEntry) -> Result<()> {
+        // SAFETY: retained once by `join`; the caller empties the place.
+        let release = || unsafe { (self.driver.functions.primary_ctx_release)(entry.handle) };
+        let code = if self.allocations.has_memory_of(entry.description.id) {
+            release()
+        } else {
+            without_notifying(release)
+        };
         check(code, "cuDevicePrimaryCtxRelease_v2")
     }
+}
 
-    /// The same at the end, when nobody can try again: a stream of a context that was reset, for
-    /// one, cannot be destroyed, and the reference to the context is dropped all the same.
-    pub(crate) fn abandon_contexts(&self) {
-        let Err(error) = self.release_contexts() else { return };
+impl Drop for PrimaryContexts {
+    /// Releases every context, for the last time. A stream of a context that was reset, for one,
+    /// cannot be destroyed; the reference to the context is dropped all the same.
+    fn drop(&mut self) {
+        let Err(error) = self.release_all() else { return };
         tracing::error!(%error, "a CUDA object could not be given back");
-        for entry in &self.devices {
-            if entry.primary.lock().take().is_some()
-                && let Err(error) = self.release_primary(entry)
+        for slot in self.slots() {
+            if slot.primary.lock().take().is_some()
+                && let Err(error) = self.drop_reference(slot.entry)
             {
                 tracing::error!(%error, "a CUDA context could not be given back");
             }
         }
     }
-}
-
-/// A stream of the current context that waits for no other.
-pub(crate) fn new_stream(functions: &Functions) -> Result<CuStream> {
-    let mut stream = CuStream::NULL;
-    check(
-        // SAFETY: `stream` is writable.
-        unsafe { (functions.stream_create)(&mut stream, sys::CU_STREAM_NON_BLOCKING) },
-        "cuStreamCreate",
-    )?;
-    Ok(stream)
-}
-
-/// An event of the current context.
-pub(crate) fn new_event(functions: &Functions) -> Result<CuEvent> {
-    let mut event = CuEvent::NULL;
-    let flags = sys::CU_EVENT_DISABLE_TIMING;
-    // SAFETY: `event` is writable.
-    check(unsafe { (functions.event_create)(&mut event, flags) }, "cuEventCreate")?;
-    Ok(event)
-}
-
-fn not_retained() -> Error {
-    Error::new(hmem_core::ErrorKind::BadState, "context")
-        .iface(hmem_core::IfaceKind::CUDA)
-        .remedy("the iface gave its contexts back already")
 }

@@ -1,163 +1,242 @@
 //! Copies between host memory and memory of the devices.
 //!
-//! They run on streams of this crate's own in the device's primary context: asynchronous ones on
-//! one, in order; each blocking one on another, so that it waits for no copy but itself. These
-//! streams are kept for the next copy.
+//! Copies run on streams of this crate in the device's primary context: asynchronous ones on one
+//! stream, in order; each blocking one on a stream of its own, so that it waits for no other copy.
+//! These streams are kept for the next copy.
 //!
-//! A copy runs in another context in two cases: its memory is of a context that the application
-//! made; or the memory is of no context, nobody has the primary one, and the thread is in another
-//! of the device. Then its stream is made for it and destroyed with it.
+//! A copy runs in another context in two cases:
 //!
-//! No stream is ordered behind those of the application: work that writes the source is waited for
-//! by whoever started it.
+//! - its memory is of a context that the application created;
+//! - its memory is of no context, the process does not have the primary one, and the thread is in
+//!   another of the device.
+//!
+//! Then its stream is created for it and destroyed with it.
+//!
+//! No stream is ordered behind those of the application: the application waits for its own work
+//! that writes the source.
 
 use std::{fmt, sync::Arc};
 
 use hmem_core::{
-    Address, AddressRange, DeviceId, Error, ErrorKind, IfaceKind, Result, iface::CopyEvent,
+    Address, AddressRange, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind, Result,
+    iface::{CopyEngine, CopyEvent, FinishedCopy},
 };
 
 use crate::{
-    context::{Workplace, new_event, new_stream, within},
+    context::{PrimaryContexts, WorkContext, with_context},
     driver::Driver,
     error::check,
-    memory::Found,
+    lookup::{FoundAllocation, PointerLookup},
+    streams::{destroy_event, destroy_stream, new_event, new_stream, synchronize},
     sys::{CuContext, CuEvent, CuResult, CuStream},
+    table::AllocationTable,
 };
 
-/// Where a copy runs.
-#[derive(Clone, Copy, Debug)]
-struct Place {
-    context: CuContext,
-    device: DeviceId,
-    /// Whether the context is the device's primary one, which has a stream and events for copies.
-    primary: bool,
-    /// Whether it is the calling thread's, and the memory not of it: the application may destroy
-    /// it and keep the memory.
-    lent: bool,
+/// Copies memory.
+#[derive(Debug)]
+pub(crate) struct Copier {
+    /// Shared with each copy in flight.
+    streams: Arc<CopyStreams>,
+    lookup: Arc<PointerLookup>,
+    allocations: Arc<AllocationTable>,
 }
 
-/// The owner of the memory on one side of a copy.
+/// Streams and events for copies. A primary context keeps its own; in another context they are
+/// created for one copy.
+#[derive(Debug)]
+struct CopyStreams {
+    driver: Arc<Driver>,
+    contexts: Arc<PrimaryContexts>,
+}
+
+/// Context that a copy runs in.
+#[derive(Clone, Copy, Debug)]
+struct CopyContext {
+    context: CuContext,
+    device: DeviceId,
+    /// The context is the device's primary one, which has a stream and events for copies.
+    primary: bool,
+    /// The context is the calling thread's, and the memory not of it: the application may destroy
+    /// it and keep the memory.
+    borrowed: bool,
+}
+
+/// Owner of the memory on one side of a copy.
 enum Side {
-    Ours(Found),
+    Ours(FoundAllocation),
     /// The application's own pages, of which a part is page-locked.
     PageLocked,
     /// Host memory, as far as the driver knows.
     Unknown,
 }
 
-impl Driver {
-    /// # Safety
-    /// As [`hmem_core::Iface::copy`].
-    pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        let Some((place, workplace)) = self.place(to, from, len)? else {
-            // SAFETY: both sides are host memory, which the caller promises to be valid.
-            unsafe { copy_host(to, from, len) };
-            return Ok(());
-        };
-        let copied = self.copy_at(&workplace, place, to, from, len);
-        if copied.is_ok() {
-            workplace.keep();
+impl CopyStreams {
+    fn stream(&self, at: CopyContext) -> Result<CuStream> {
+        if at.primary {
+            self.contexts.ordered_stream(at.device)
+        } else {
+            new_stream(&self.driver.functions)
         }
-        workplace.end(copied)
     }
 
-    fn copy_at(
+    fn leave_stream(&self, at: CopyContext, stream: CuStream) -> Result<()> {
+        if at.primary { Ok(()) } else { destroy_stream(&self.driver.functions, stream) }
+    }
+
+    fn event(&self, at: CopyContext) -> Result<CuEvent> {
+        if at.primary {
+            self.contexts.take_event(at.device)
+        } else {
+            new_event(&self.driver.functions)
+        }
+    }
+
+    fn leave_event(&self, at: CopyContext, event: CuEvent) -> Result<()> {
+        if at.primary {
+            self.contexts.keep_event(at.device, event)
+        } else {
+            destroy_event(&self.driver.functions, event)
+        }
+    }
+
+    /// Starts a copy on a stream of the current context, and records an event behind it.
+    fn start(
         &self,
-        workplace: &Workplace<'_>,
-        place: Place,
+        at: CopyContext,
         to: Address,
         from: Address,
         len: u64,
-    ) -> Result<()> {
-        workplace
-            .within(|| {
-                let copy = |stream| {
-                    self.start(stream, to, from, len)?;
-                    // SAFETY: the stream is this driver's own.
-                    check(
-                        unsafe { (self.functions.stream_synchronize)(stream) },
-                        "cuStreamSynchronize",
-                    )
-                };
-                if place.primary {
-                    return self.with_own_stream(place.device, copy);
-                }
-                let stream = new_stream(&self.functions)?;
-                let copied = copy(stream);
-                work_first(copied, self.leave_stream(place, stream))
-            })
-            .map_err(|error| error.context("to", to).context("from", from).context("length", len))
+    ) -> Result<(CuStream, CuEvent)> {
+        let stream = self.stream(at)?;
+        let event = match self.event(at) {
+            Ok(event) => event,
+            Err(error) => return work_first(Err(error), self.leave_stream(at, stream)),
+        };
+        let recorded = self.enqueue(stream, to, from, len).and_then(|()| {
+            // SAFETY: event and stream are this driver's own and of the current context.
+            check(unsafe { (self.driver.functions.event_record)(event, stream) }, "cuEventRecord")
+        });
+        match recorded {
+            Ok(()) => Ok((stream, event)),
+            // The copy may have begun.
+            Err(error) => work_first(Err(error), self.abandon(at, stream, event)),
+        }
     }
 
-    /// # Safety
-    /// As [`hmem_core::iface::CopyEngine::start_copy`].
-    pub(crate) unsafe fn start_copy(
-        self: &Arc<Self>,
+    fn enqueue(&self, stream: CuStream, to: Address, from: Address, len: u64) -> Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        // SAFETY: sides of this iface were checked in `side`; the caller of `Iface::copy` promises
+        // host memory to be valid until the copy has ended.
+        check(
+            unsafe { (self.driver.functions.memcpy_async)(to.0, from.0, len as usize, stream) },
+            "cuMemcpyAsync",
+        )
+    }
+
+    /// Copies and waits for the end, on a stream of its own.
+    fn run(&self, at: CopyContext, to: Address, from: Address, len: u64) -> Result<()> {
+        let functions = &self.driver.functions;
+        let copy = |stream| {
+            self.enqueue(stream, to, from, len)?;
+            synchronize(functions, stream)
+        };
+        if at.primary {
+            return self.contexts.with_own_stream(at.device, copy);
+        }
+        let stream = new_stream(functions)?;
+        work_first(copy(stream), destroy_stream(functions, stream))
+    }
+
+    /// Waits for a copy whose caller gets an error, and its memory back. Stream and event are given
+    /// back whatever waiting returns.
+    fn abandon(&self, at: CopyContext, stream: CuStream, event: CuEvent) -> Result<()> {
+        let ended = synchronize(&self.driver.functions, stream);
+        let ended = work_first(ended, self.leave_event(at, event));
+        work_first(ended, self.leave_stream(at, stream))
+    }
+}
+
+impl CopyEngine for Copier {
+    unsafe fn start_copy(
+        &self,
         to: Address,
         from: Address,
         len: u64,
     ) -> Result<Box<dyn CopyEvent>> {
-        let Some((place, workplace)) = self.place(to, from, len)? else {
-            // SAFETY: as in `copy`.
+        let Some((at, work_context)) = self.copy_context(to, from, len)? else {
+            // SAFETY: both sides are host memory, which the caller promises to be valid.
             unsafe { copy_host(to, from, len) };
-            return Ok(Box::new(Done));
+            return Ok(Box::new(FinishedCopy(Ok(()))));
         };
-        if place.lent {
-            // The context need not be there any longer when the event is asked.
-            self.copy_at(&workplace, place, to, from, len)?;
-            return Ok(Box::new(Done));
+        let described =
+            |error: Error| error.context("to", to).context("from", from).context("length", len);
+        if at.borrowed {
+            // The application may destroy the context before the event is asked.
+            let copied = work_context.with_context(|| self.streams.run(at, to, from, len));
+            work_context.end(copied.map_err(described))?;
+            return Ok(Box::new(FinishedCopy(Ok(()))));
         }
-        let started = workplace
-            .within_or_undo(
-                || {
-                    let stream = self.stream_at(place)?;
-                    let event = match self.event_at(place) {
-                        Ok(event) => event,
-                        Err(error) => {
-                            return work_first(Err(error), self.leave_stream(place, stream));
-                        }
-                    };
-                    let recorded = self.start(stream, to, from, len).and_then(|()| {
-                        // SAFETY: event and stream are this driver's own and of the current
-                        // context.
-                        check(
-                            unsafe { (self.functions.event_record)(event, stream) },
-                            "cuEventRecord",
-                        )
-                    });
-                    match recorded {
-                        Ok(()) => Ok((stream, event)),
-                        // The copy may have begun.
-                        Err(error) => work_first(Err(error), self.end_copy(place, stream, event)),
-                    }
-                },
-                |(stream, event)| self.end_copy(place, stream, event),
-            )
-            .map_err(|error| error.context("to", to).context("from", from).context("length", len));
+        let start = || self.streams.start(at, to, from, len);
+        let abandon = |(stream, event)| self.streams.abandon(at, stream, event);
+        let started = work_context.with_context_or_undo(start, abandon).map_err(described);
         if started.is_ok() {
-            workplace.keep();
+            work_context.keep();
         }
-        let (stream, event) = workplace.end(started)?;
-        Ok(Box::new(Event { driver: Arc::clone(self), place, stream, event }))
+        let (stream, event) = work_context.end(started)?;
+        Ok(Box::new(CopyInFlight { streams: Arc::clone(&self.streams), at, stream, event }))
+    }
+}
+
+impl Copier {
+    pub(crate) fn new(
+        driver: Arc<Driver>,
+        contexts: Arc<PrimaryContexts>,
+        lookup: Arc<PointerLookup>,
+        allocations: Arc<AllocationTable>,
+    ) -> Self {
+        Self { streams: Arc::new(CopyStreams { driver, contexts }), lookup, allocations }
     }
 
-    /// Returns the place where the copy runs.
+    /// Returns the number of asynchronous copies whose events were not dropped yet.
+    pub(crate) fn in_flight(&self) -> usize {
+        Arc::strong_count(&self.streams) - 1
+    }
+
+    /// # Safety
+    /// As [`hmem_core::Iface::copy`].
+    pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
+        let Some((at, work_context)) = self.copy_context(to, from, len)? else {
+            // SAFETY: both sides are host memory, which the caller promises to be valid.
+            unsafe { copy_host(to, from, len) };
+            return Ok(());
+        };
+        let copied = work_context
+            .with_context(|| self.streams.run(at, to, from, len))
+            .map_err(|error| error.context("to", to).context("from", from).context("length", len));
+        if copied.is_ok() {
+            work_context.keep();
+        }
+        work_context.end(copied)
+    }
+
+    /// Returns the context that the copy runs in.
     ///
     /// Returns `None` if neither side is CUDA memory and either the length is 0 or a side is host
     /// memory that the application page-locked.
-    fn place(
+    fn copy_context(
         &self,
         to: Address,
         from: Address,
         len: u64,
-    ) -> Result<Option<(Place, Workplace<'_>)>> {
+    ) -> Result<Option<(CopyContext, WorkContext<'_>)>> {
         let sides = [self.side(to, len)?, self.side(from, len)?];
         for (side, found) in [to, from].into_iter().zip(&sides) {
-            // Neither the CPU nor a driver that takes the address for the host's reaches what the
-            // driver has forgotten.
+            // Neither the CPU nor the driver, which takes the address for host memory, can access
+            // memory that the driver has forgotten.
             if matches!(found, Side::Unknown)
-                && let Some(allocation) = self.range_around(side)
+                && let Some(allocation) = self.allocations.range_around(side)
             {
                 return Err(Error::new(ErrorKind::Driver, "copy")
                     .iface(IfaceKind::CUDA)
@@ -165,7 +244,7 @@ impl Driver {
                     .context("allocation", allocation));
             }
         }
-        // Device memory decides: host memory is within reach of every context.
+        // Device memory decides: every context can access host memory.
         let known = sides.iter().filter_map(|side| match side {
             Side::Ours(found) => Some(found),
             Side::PageLocked | Side::Unknown => None,
@@ -184,31 +263,27 @@ impl Driver {
                 .context("why", "neither side is memory that the driver knows")
                 .remedy("copy memory of this iface before it is freed"));
         };
-        let device = found.device();
-        let own = found.context;
-        let workplace = match self.hold_if_active(device)? {
+        let (device, own) = (found.device(), found.context);
+        let contexts = &self.streams.contexts;
+        let work_context = match contexts.retain_if_active(device)? {
             // Its stream and events are there for copies.
-            Some(hold) if own.is_null() || own == hold.context() => Workplace::Held(hold),
-            Some(hold) => hold.end(self.workplace(own, device))?,
-            None => self.workplace(own, device)?,
+            Some(guard) if own.is_null() || own == guard.context() => WorkContext::Primary(guard),
+            Some(guard) => guard.end(contexts.work_context(own, device))?,
+            None => contexts.work_context(own, device)?,
         };
-        let primary = matches!(workplace, Workplace::Held(_));
-        let place = Place {
-            context: workplace.context(),
-            device,
-            primary,
-            lent: !primary && own.is_null(),
-        };
-        Ok(Some((place, workplace)))
+        let primary = matches!(work_context, WorkContext::Primary(_));
+        let context = work_context.context();
+        let at = CopyContext { context, device, primary, borrowed: !primary && own.is_null() };
+        Ok(Some((at, work_context)))
     }
 
     /// Returns one side of a copy. Fails if the side begins in a CUDA allocation and does not lie
     /// within it.
     fn side(&self, address: Address, len: u64) -> Result<Side> {
         let range = AddressRange::new(address, len)?;
-        let Some(found) = self.find(address)? else { return Ok(Side::Unknown) };
+        let Some(found) = self.lookup.find(address)? else { return Ok(Side::Unknown) };
         let allocation = &found.allocation;
-        if allocation.kind == hmem_core::AllocationKind::HostRegistered {
+        if allocation.kind == AllocationKind::HostRegistered {
             return Ok(Side::PageLocked);
         }
         if allocation.range.contains_range(range) {
@@ -220,62 +295,16 @@ impl Driver {
             .context("allocation", allocation.range)
             .remedy("the range must lie in one allocation of this iface"))
     }
-
-    fn start(&self, stream: CuStream, to: Address, from: Address, len: u64) -> Result<()> {
-        if len == 0 {
-            return Ok(());
-        }
-        // SAFETY: sides of this iface were checked in `side`; the caller of `Iface::copy` promises
-        // host memory to be valid until the copy has ended.
-        check(
-            unsafe { (self.functions.memcpy_async)(to.0, from.0, len as usize, stream) },
-            "cuMemcpyAsync",
-        )
-    }
-
-    /// For a copy that the caller hears nothing of but an error: it gets its memory back when the
-    /// copy has ended. Stream and event are given back whatever waiting says.
-    fn end_copy(&self, place: Place, stream: CuStream, event: CuEvent) -> Result<()> {
-        // SAFETY: the stream is this driver's own.
-        let ended =
-            check(unsafe { (self.functions.stream_synchronize)(stream) }, "cuStreamSynchronize");
-        let ended = work_first(ended, self.leave_event(place, event));
-        work_first(ended, self.leave_stream(place, stream))
-    }
-
-    fn stream_at(&self, place: Place) -> Result<CuStream> {
-        if place.primary { self.stream(place.device) } else { new_stream(&self.functions) }
-    }
-
-    fn leave_stream(&self, place: Place, stream: CuStream) -> Result<()> {
-        if place.primary {
-            return Ok(());
-        }
-        // SAFETY: made for this copy by `stream_at`.
-        check(unsafe { (self.functions.stream_destroy)(stream) }, "cuStreamDestroy_v2")
-    }
-
-    fn event_at(&self, place: Place) -> Result<CuEvent> {
-        if place.primary { self.take_event(place.device) } else { new_event(&self.functions) }
-    }
-
-    fn leave_event(&self, place: Place, event: CuEvent) -> Result<()> {
-        if place.primary {
-            return self.give_event(place.device, event);
-        }
-        // SAFETY: made for this copy by `event_at`.
-        check(unsafe { (self.functions.event_destroy)(event) }, "cuEventDestroy_v2")
-    }
 }
 
-/// An error of the work comes before one of giving back what it was done with, which is then only
-/// told.
+/// Combines the results of a copy and of giving back its stream or event. An error of the copy comes
+/// first, and the other is logged.
 fn work_first<T>(work: Result<T>, left: Result<()>) -> Result<T> {
     match (work, left) {
         (Ok(value), left) => left.map(|()| value),
         (Err(refused), left) => {
             if let Err(error) = left {
-                tracing::error!(%error, "what a copy that failed was done with");
+                tracing::error!(%error, "cannot release the stream or event of a failed copy");
             }
             Err(refused)
         }
@@ -287,7 +316,7 @@ fn work_first<T>(work: Result<T>, left: Result<()>) -> Result<T> {
 /// overlap.
 unsafe fn copy_host(to: Address, from: Address, len: u64) {
     let (to, from) = (to.0 as usize, from.0 as usize);
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller promises that both sides are valid.
     unsafe {
         std::ptr::copy(
             std::ptr::with_exposed_provenance::<u8>(from),
@@ -297,52 +326,41 @@ unsafe fn copy_host(to: Address, from: Address, len: u64) {
     }
 }
 
-/// A copy between two host buffers, done when it began.
-#[derive(Debug)]
-struct Done;
-
-impl CopyEvent for Done {
-    fn is_done(&self) -> bool {
-        true
-    }
-
-    fn wait(self: Box<Self>) -> Result<()> {
-        Ok(())
-    }
-}
-
-/// A copy on a stream. Dropped unread it waits for the copy's end, so that nobody frees memory
-/// under it.
-struct Event {
-    driver: Arc<Driver>,
-    place: Place,
+/// A copy on a stream. Dropping it waits for the end of the copy, so that its memory is not freed
+/// meanwhile.
+struct CopyInFlight {
+    streams: Arc<CopyStreams>,
+    at: CopyContext,
     stream: CuStream,
+    /// Null once the copy was waited for.
     event: CuEvent,
 }
 
-impl Event {
+impl CopyInFlight {
     fn finish(&mut self) -> Result<()> {
         if self.event.is_null() {
             return Ok(());
         }
-        let (driver, place) = (&self.driver, self.place);
+        let (streams, at) = (&self.streams, self.at);
+        let functions = &streams.driver.functions;
         let event = std::mem::take(&mut self.event);
-        within(&driver.functions, place.context, || {
+        with_context(functions, at.context, || {
             // SAFETY: the event is this copy's own, recorded when the copy began.
             let copied =
-                check(unsafe { (driver.functions.event_synchronize)(event) }, "cuEventSynchronize");
-            let copied = work_first(copied, driver.leave_event(place, event));
-            work_first(copied, driver.leave_stream(place, self.stream))
+                check(unsafe { (functions.event_synchronize)(event) }, "cuEventSynchronize");
+            let copied = work_first(copied, streams.leave_event(at, event));
+            work_first(copied, streams.leave_stream(at, self.stream))
         })
     }
 }
 
-impl CopyEvent for Event {
+impl CopyEvent for CopyInFlight {
     fn is_done(&self) -> bool {
+        let functions = &self.streams.driver.functions;
         // An error ends the copy too; `wait` then returns it.
-        let asked = within(&self.driver.functions, self.place.context, || {
+        let asked = with_context(functions, self.at.context, || {
             // SAFETY: the event is this copy's own.
-            Ok(unsafe { (self.driver.functions.event_query)(self.event) })
+            Ok(unsafe { (functions.event_query)(self.event) })
         });
         !matches!(asked, Ok(CuResult::CUDA_ERROR_NOT_READY))
     }
@@ -352,7 +370,7 @@ impl CopyEvent for Event {
     }
 }
 
-impl Drop for Event {
+impl Drop for CopyInFlight {
     fn drop(&mut self) {
         if let Err(error) = self.finish() {
             tracing::warn!(%error, "a copy that nobody waited for");
@@ -360,8 +378,8 @@ impl Drop for Event {
     }
 }
 
-impl fmt::Debug for Event {
+impl fmt::Debug for CopyInFlight {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Event").field("place", &self.place).finish_non_exhaustive()
+        f.debug_struct("CopyInFlight").field("at", &self.at).finish_non_exhaustive()
     }
 }

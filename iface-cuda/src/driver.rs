@@ -1,176 +1,139 @@
-//! The driver as one opened iface sees it: functions, devices, and what was taken from it.
+//! The opened driver: its functions and its devices, which never change.
+//!
+//! Abilities of a device are read from its attributes. A driver that does not know an attribute
+//! answers INVALID_VALUE; the device then lacks the ability.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    sync::atomic::{AtomicU32, AtomicUsize},
-};
+use std::ffi::{CStr, c_char, c_int};
 
-use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, DeviceId, Error, ErrorKind, IfaceKind, Result,
-};
-use parking_lot::Mutex;
+use hmem_core::{DeviceId, Error, ErrorKind, IfaceKind, Result, iface};
 
 use crate::{
-    device::{self, Abilities, DeviceEntry},
-    memory::HostKinds,
-    monitor::Subscriptions,
-    sys::{CuMemHandle, Functions},
+    error::check,
+    sys::{self, CuDevice, CuDeviceAttribute, CuResult, Functions},
 };
 
-/// Shared by the iface, its copies under way and its monitors.
+/// Functions and devices of one opened iface.
 #[derive(Debug)]
 pub(crate) struct Driver {
     pub(crate) functions: Functions,
+    /// Devices in the order of their ordinals.
     pub(crate) devices: Vec<DeviceEntry>,
-    /// How many of the pointer attributes the driver knows; 0 until it has shown it.
-    pub(crate) attributes: AtomicU32,
-    pub(crate) host_kinds: HostKinds,
-    pub(crate) book: Mutex<Book>,
-    /// How many allocations of other processes are in the book: spares most queries its lock.
-    /// Changed under that lock.
-    pub(crate) imported: AtomicUsize,
-    pub(crate) subscriptions: Subscriptions,
 }
 
-/// What was taken from the driver and has to be given back.
-#[derive(Debug, Default)]
-pub(crate) struct Book {
-    /// By first address.
-    pub(crate) owned: BTreeMap<u64, Owned>,
-    /// Host ranges that were page-locked, by first address.
-    pub(crate) registered: HashMap<u64, Registered>,
-}
-
-impl Book {
-    /// Takes the entry of one allocation out; of another at its address it takes nothing.
-    pub(crate) fn take(&mut self, base: u64, id: AllocationId) -> Option<Owned> {
-        self.owned.get(&base).filter(|owned| owned.id == id)?;
-        self.owned.remove(&base)
-    }
-}
-
-/// One page-locked host range.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Registered {
-    pub(crate) len: u64,
-    /// The device in whose primary context it was; `None` for a context of the application's.
-    pub(crate) device: Option<DeviceId>,
-}
-
-/// One allocation to give back.
-#[derive(Clone, Debug)]
-pub(crate) struct Owned {
-    pub(crate) id: AllocationId,
-    pub(crate) range: AddressRange,
-    pub(crate) device: DeviceId,
-    pub(crate) origin: Origin,
-}
-
-/// How it came, and so how it goes.
-#[derive(Clone, Debug)]
-pub(crate) enum Origin {
-    /// `cuMemAlloc`, `cuMemAllocManaged`.
-    Memory,
-    /// `cuMemHostAlloc`.
-    Host,
-    /// `cuMemAllocAsync`.
-    Pool,
-    /// `cuMemAddressReserve` of so many bytes, `cuMemCreate`, `cuMemMap`; and what of it is left to
-    /// undo before the handle is released.
-    Virtual { size: usize, handle: CuMemHandle, left: Left },
-    /// `cuIpcOpenMemHandle`: how many opens can still be closed, and how many closes are on their
-    /// way to the driver.
-    Imported { opened: u64, closing: u64 },
-}
-
-/// How much of VMM memory is there: giving it back takes steps, each of which the driver may
-/// refuse.
+/// Abilities that a device has by its attributes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Left {
-    /// Addresses, and the handle mapped at them.
-    Mapping,
-    /// Addresses alone.
-    Reservation,
-    /// Neither.
-    Handle,
+pub(crate) struct Abilities {
+    pub(crate) managed: bool,
+    pub(crate) vmm: bool,
+    /// `cuMemCreate` accepts the GPUDirect RDMA flag.
+    pub(crate) rdma_with_vmm: bool,
+    pub(crate) pools: bool,
+    /// Kernel clients can pin its memory.
+    pub(crate) peer_memory: bool,
+    pub(crate) dma_buf: bool,
+    /// The device sees inbound writes in order without a flush.
+    pub(crate) orders_writes: bool,
+    /// `cuFlushGPUDirectRDMAWrites` works on the device.
+    pub(crate) flushes: bool,
+}
+
+/// One device.
+#[derive(Debug)]
+pub(crate) struct DeviceEntry {
+    pub(crate) handle: CuDevice,
+    pub(crate) description: iface::Device,
+    pub(crate) abilities: Abilities,
 }
 
 impl Driver {
-    pub(crate) fn new(functions: Functions, devices: Vec<DeviceEntry>) -> Self {
-        Self {
-            functions,
-            devices,
-            attributes: AtomicU32::new(0),
-            host_kinds: HostKinds::default(),
-            book: Mutex::default(),
-            imported: AtomicUsize::new(0),
-            subscriptions: Subscriptions::default(),
-        }
+    /// Lists the devices of a driver that was initialised.
+    pub(crate) fn new(functions: Functions) -> Result<Self> {
+        let mut count: c_int = 0;
+        // SAFETY: `count` is writable.
+        check(unsafe { (functions.device_get_count)(&mut count) }, "cuDeviceGetCount")?;
+        let devices = (0..count.max(0).unsigned_abs())
+            .map(|ordinal| {
+                describe(&functions, ordinal).map_err(|error| error.device(DeviceId(ordinal)))
+            })
+            .collect::<Result<_>>()?;
+        Ok(Self { functions, devices })
     }
 
-    pub(crate) fn abilities(&self, operation: &'static str, device: DeviceId) -> Result<Abilities> {
-        Ok(device::get(&self.devices, operation, device)?.abilities)
-    }
-
-    /// What the iface took from the driver and still has.
-    pub(crate) fn in_use(&self) -> usize {
-        let book = self.book.lock();
-        book.owned.len() + book.registered.len()
-    }
-
-    /// The allocation of the book around an address.
-    pub(crate) fn range_around(&self, address: Address) -> Option<AddressRange> {
-        let book = self.book.lock();
-        // No two share an address, so that the last to begin at or before it is the only one to
-        // ask.
-        let (_, owned) = book.owned.range(..=address.0).next_back()?;
-        Some(owned.range).filter(|range| range.contains(address))
-    }
-
-    /// The book's entry of a live allocation.
-    pub(crate) fn owned(&self, operation: &'static str, allocation: &Allocation) -> Result<Owned> {
-        let owned = self.book.lock().owned.get(&allocation.base().0).cloned();
-        owned
-            .filter(|owned| owned.id == allocation.id)
-            .ok_or_else(|| not_live(operation, allocation))
+    /// Returns the device of a number.
+    pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&DeviceEntry> {
+        self.devices.get(device.0 as usize).ok_or_else(|| {
+            Error::new(ErrorKind::InvalidArgument, operation)
+                .iface(IfaceKind::CUDA)
+                .device(device)
+                .context("devices", self.devices.len())
+                .remedy("devices count from 0")
+        })
     }
 }
 
-pub(crate) fn not_live(operation: &'static str, allocation: &Allocation) -> Error {
-    Error::new(ErrorKind::InvalidArgument, operation)
-        .iface(IfaceKind::CUDA)
-        .context("allocation", allocation.range)
-        .context("identity", allocation.id.0)
-        .remedy(
-            "not a live allocation of this iface: freed already, or allocated by somebody else, who frees it",
+fn describe(functions: &Functions, ordinal: u32) -> Result<DeviceEntry> {
+    let mut handle: CuDevice = 0;
+    // SAFETY: `handle` is writable.
+    check(unsafe { (functions.device_get)(&mut handle, ordinal.cast_signed()) }, "cuDeviceGet")?;
+    let name = text(|buffer, len| {
+        // SAFETY: the buffer has `len` writable bytes.
+        check(unsafe { (functions.device_get_name)(buffer, len, handle) }, "cuDeviceGetName")
+    })?;
+    let mut memory = 0usize;
+    // SAFETY: `memory` is writable.
+    check(unsafe { (functions.device_total_mem)(&mut memory, handle) }, "cuDeviceTotalMem_v2")?;
+    let pci_bus_id = text(|buffer, len| {
+        // SAFETY: the buffer has `len` writable bytes.
+        check(
+            unsafe { (functions.device_get_pci_bus_id)(buffer, len, handle) },
+            "cuDeviceGetPCIBusId",
         )
+    })?;
+    let description = iface::Device {
+        id: DeviceId(ordinal),
+        name,
+        pci_bus_id: Some(pci_bus_id.to_ascii_lowercase()),
+        memory: memory as u64,
+    };
+    Ok(DeviceEntry { handle, description, abilities: abilities(functions, handle)? })
 }
 
-impl Drop for Driver {
-    fn drop(&mut self) {
-        let left = self.in_use();
-        if left > 0 {
-            tracing::warn!(left, "CUDA memory was not freed before its iface was dropped");
-        }
-        self.abandon_contexts();
-    }
+/// Returns the text that a driver call writes, up to its NUL.
+fn text(write: impl FnOnce(*mut c_char, c_int) -> Result<()>) -> Result<String> {
+    let mut buffer = [0u8; 256];
+    write(buffer.as_mut_ptr().cast(), 255)?;
+    Ok(CStr::from_bytes_until_nul(&buffer).unwrap_or_default().to_string_lossy().into_owned())
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+fn abilities(functions: &Functions, device: CuDevice) -> Result<Abilities> {
+    let value = |attribute| attribute_of(functions, device, attribute);
+    let has = |attribute| Ok::<_, Error>(value(attribute)? != 0);
+    let flushes = value(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)?;
+    let ordering = value(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)?;
+    Ok(Abilities {
+        managed: has(sys::CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY)?,
+        vmm: has(sys::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)?,
+        rdma_with_vmm: has(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)?,
+        pools: has(sys::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)?,
+        peer_memory: has(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)?,
+        dma_buf: has(sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED)?,
+        orders_writes: ordering >= sys::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER.cast_signed(),
+        flushes: flushes.unsigned_abs() & sys::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST != 0,
+    })
+}
 
-    /// Two threads free the same memory, and a third gets its address in between.
-    #[test]
-    fn what_ends_of_one_allocation_leaves_the_next_at_its_address_in_the_book() {
-        let (device, origin) = (DeviceId(0), Origin::Memory);
-        let range = AddressRange::new(Address(0x1000), 64).expect("a range");
-        let owned = |id| Owned { id: AllocationId(id), range, device, origin: origin.clone() };
-        let mut book = Book::default();
-        book.owned.insert(0x1000, owned(1));
-        assert!(book.take(0x1000, AllocationId(1)).is_some());
-        book.owned.insert(0x1000, owned(2));
-        assert!(book.take(0x1000, AllocationId(1)).is_none());
-        assert!(book.take(0x1000, AllocationId(2)).is_some(), "it is still there");
+/// Returns an attribute's value, or 0 if the driver does not know the attribute.
+fn attribute_of(
+    functions: &Functions,
+    device: CuDevice,
+    attribute: CuDeviceAttribute,
+) -> Result<c_int> {
+    let mut value: c_int = 0;
+    // SAFETY: `value` is writable.
+    match unsafe { (functions.device_get_attribute)(&mut value, attribute, device) } {
+        CuResult::CUDA_ERROR_INVALID_VALUE => Ok(0),
+        code => check(code, "cuDeviceGetAttribute")
+            .map(|()| value)
+            .map_err(|error| error.context("attribute", attribute)),
     }
 }

@@ -1,8 +1,9 @@
-//! Handing device memory to NICs: dma-bufs and peer memory.
+//! Exports of device memory to NICs: dma-bufs and peer memory.
 
 use std::{
     ffi::c_int,
     os::fd::{FromRawFd, OwnedFd},
+    sync::Arc,
 };
 
 use hmem_core::{
@@ -15,21 +16,34 @@ use hmem_core::{
 };
 
 use crate::{
-    context::within,
-    device,
+    context::{PrimaryContexts, with_context},
     driver::Driver,
     error::{check, lacks, lacks_symbol, refused},
-    memory::Found,
+    flush::InboundFlusher,
+    lookup::{FoundAllocation, PointerLookup},
+    segments::Segments,
+    streams::synchronize,
     sys::{self, CuResult, CuStream},
 };
 
-/// What the kernel module says of itself, where it is loaded.
+/// File in which a loaded kernel module states its version.
 const KERNEL_MODULE: &str = "/proc/driver/nvidia/version";
 
-impl DmaBufExporter for Driver {
-    /// No attribute tells of the PCIe mapping: asking for it does.
+/// Exports device memory.
+#[derive(Debug)]
+pub(crate) struct Exporter {
+    pub(crate) driver: Arc<Driver>,
+    pub(crate) contexts: Arc<PrimaryContexts>,
+    pub(crate) lookup: Arc<PointerLookup>,
+    pub(crate) segments: Arc<Segments>,
+    /// Told of exported memory, which NICs may write.
+    pub(crate) flusher: Arc<InboundFlusher>,
+}
+
+impl DmaBufExporter for Exporter {
+    /// No attribute says whether the device has the PCIe mapping: only an export shows it.
     fn mappings(&self) -> &'static [DmaBufMapping] {
-        if self.devices.iter().any(|entry| entry.abilities.dma_buf) {
+        if self.driver.devices.iter().any(|entry| entry.abilities.dma_buf) {
             &[DmaBufMapping::Default, DmaBufMapping::Pcie]
         } else {
             &[]
@@ -47,10 +61,11 @@ impl DmaBufExporter for Driver {
         let found = self.exportable(OPERATION, range)?;
         let device = found.device();
         let get = self
+            .driver
             .functions
             .mem_get_handle_for_address_range
             .ok_or_else(|| described(no_export_call()))?;
-        if !self.abilities(OPERATION, device)?.dma_buf {
+        if !self.driver.device(OPERATION, device)?.abilities.dma_buf {
             return Err(described(no_dma_buf().device(device)));
         }
         // `cuda.h`: "Users must ensure the dptr and size are aligned to the host page size."
@@ -59,8 +74,8 @@ impl DmaBufExporter for Driver {
             DmaBufMapping::Default => 0,
             DmaBufMapping::Pcie => sys::CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE,
         };
-        let workplace = self.workplace(found.context, device)?;
-        let exported = workplace.within(|| {
+        let work_context = self.contexts.work_context(found.context, device)?;
+        let exported = work_context.with_context(|| {
             let mut fd: c_int = -1;
             // SAFETY: for this type of handle the driver writes one int; the range is only looked
             // up.
@@ -89,11 +104,11 @@ impl DmaBufExporter for Driver {
             let of_contexts = self.synchronise_memory(&found, range).map_err(described)?;
             Ok((fd, of_contexts))
         });
-        let (fd, of_contexts) = workplace.end(exported)?;
+        let (fd, of_contexts) = work_context.end(exported)?;
         if of_contexts {
             self.synchronise_contexts(&found, range).map_err(described)?;
         }
-        self.note_written(&found, range)?;
+        self.flusher.note_exported(&found, range)?;
         rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC).map_err(|errno| {
             described(Error::os(errno, "fcntl(F_SETFD)").iface(IfaceKind::CUDA))
         })?;
@@ -107,34 +122,34 @@ impl DmaBufExporter for Driver {
     }
 }
 
-impl PeerMemoryExporter for Driver {
+impl PeerMemoryExporter for Exporter {
     fn export(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
         const OPERATION: &str = Facet::PeerMemory.operation();
         let device = self.exportable(OPERATION, range)?.device();
         let described = |error: Error| error.device(device).context("nic", nic);
-        if !self.abilities(OPERATION, device)?.peer_memory {
+        if !self.driver.device(OPERATION, device)?.abilities.peer_memory {
             return Err(described(no_peer_memory().context("range", range)));
         }
         let found = self.prepare_pinning(OPERATION, range).map_err(described)?;
-        self.note_written(&found, range)?;
-        // Whether a kernel client takes the address only registering it tells.
+        self.flusher.note_exported(&found, range)?;
+        // Only a registration shows whether a kernel client handles the address.
         Ok(PeerMemoryExport { address: range.start(), len: range.len() })
     }
 }
 
-impl Driver {
-    /// Makes a range ready for a kernel client that pins it by address: the driver must say that
-    /// GPUDirect RDMA reaches every part, and what calls itself synchronous must be so. Errors
-    /// name the range.
+impl Exporter {
+    /// Makes a range ready for a kernel client that pins it by address: GPUDirect RDMA must reach
+    /// every part, and synchronous operations on it are made so (SYNC_MEMOPS). Errors name the
+    /// range.
     pub(crate) fn prepare_pinning(
         &self,
         operation: &'static str,
         range: AddressRange,
-    ) -> Result<Found> {
+    ) -> Result<FoundAllocation> {
         let found = self.exportable(operation, range)?;
         let described = |error: Error| error.context("range", range);
-        for segment in self.segments(range).map_err(described)? {
-            if !self.is_rdma_capable(segment.range.start()).map_err(described)? {
+        for segment in self.segments.segments(range).map_err(described)? {
+            if !self.segments.is_rdma_capable(segment.range.start()).map_err(described)? {
                 return Err(described(
                     lacks(operation, "GPUDirect RDMA does not reach this memory")
                         .context("segment", segment.range)
@@ -145,16 +160,17 @@ impl Driver {
                 ));
             }
         }
-        let workplace = self.workplace(found.context, found.device()).map_err(described)?;
-        let prepared = workplace.within(|| self.synchronise_memory(&found, range));
-        if workplace.end(prepared).map_err(described)? {
+        let work_context =
+            self.contexts.work_context(found.context, found.device()).map_err(described)?;
+        let prepared = work_context.with_context(|| self.synchronise_memory(&found, range));
+        if work_context.end(prepared).map_err(described)? {
             self.synchronise_contexts(&found, range).map_err(described)?;
         }
         Ok(found)
     }
 
-    /// The allocation around a range, if its kind can be handed to a NIC as device memory.
-    fn exportable(&self, operation: &'static str, range: AddressRange) -> Result<Found> {
+    /// Returns the allocation around a range, if its kind can be exported as device memory.
+    fn exportable(&self, operation: &'static str, range: AddressRange) -> Result<FoundAllocation> {
         let refuse = |error: Error| error.context("range", range);
         let outside = || {
             refuse(
@@ -168,7 +184,7 @@ impl Driver {
                 Error::new(ErrorKind::ZeroLength, operation).iface(IfaceKind::CUDA),
             ));
         }
-        let found = self.find(range.start())?.ok_or_else(outside)?;
+        let found = self.lookup.find(range.start())?.ok_or_else(outside)?;
         let allocation = &found.allocation;
         if !allocation.range.contains_range(range) {
             return Err(outside().context("allocation", allocation.range));
@@ -186,19 +202,21 @@ impl Driver {
         }
     }
 
-    /// GPUDirect RDMA goes around the driver, so that operations that call themselves synchronous
-    /// must be so before a NIC reads the memory: SYNC_MEMOPS. Memory of `cuMemAlloc` has it per
-    /// allocation. The memory's context is current.
+    /// Sets SYNC_MEMOPS on an allocation. GPUDirect RDMA goes around the driver, so that operations
+    /// that are called synchronous must be so before a NIC reads the memory. The memory's context is
+    /// current.
     ///
-    /// Whether the memory has none, and its contexts are to have it: whatever the driver answers
-    /// NOT_SUPPORTED for (VMM memory, and what `cuMemAlloc` gives where a layer in front of the
-    /// driver makes it of VMM memory), and INVALID_VALUE where the kind is one that has none.
-    /// Of other kinds that answer is an error: the memory went.
-    fn synchronise_memory(&self, found: &Found, range: AddressRange) -> Result<bool> {
+    /// Returns true if the memory cannot have the attribute, and its contexts must have it instead:
+    ///
+    /// - the driver answers NOT_SUPPORTED: VMM memory, and memory of `cuMemAlloc` that a layer in
+    ///   front of the driver makes of VMM memory;
+    /// - the driver answers INVALID_VALUE for a kind without the attribute. For other kinds that
+    ///   answer is an error: the memory went.
+    fn synchronise_memory(&self, found: &FoundAllocation, range: AddressRange) -> Result<bool> {
         let on: std::ffi::c_uint = 1;
         // SAFETY: the value is an unsigned int, as this attribute takes it.
         let code = unsafe {
-            (self.functions.pointer_set_attribute)(
+            (self.driver.functions.pointer_set_attribute)(
                 (&raw const on).cast(),
                 sys::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS,
                 range.start().0,
@@ -220,14 +238,14 @@ impl Driver {
             .map_err(|error| error.context("attribute", "SYNC_MEMOPS"))
     }
 
-    /// Makes the operations of contexts synchronous, for memory that cannot have it: from CUDA 12.1
-    /// on it is a flag of contexts too, for operations "initiated on this context" (`cuda.h`).
-    /// Those are the memory's own context; for memory of none the calling thread's and the
-    /// device's primary one, each where it is there. None is made for it: nobody would work in
-    /// it.
-    fn synchronise_contexts(&self, found: &Found, range: AddressRange) -> Result<()> {
-        let (Some(get), Some(set)) = (self.functions.ctx_get_flags, self.functions.ctx_set_flags)
-        else {
+    /// Sets SYNC_MEMOPS on contexts, for memory that cannot have it: from CUDA 12.1 on it is a flag
+    /// of contexts too, for operations "initiated on this context" (`cuda.h`).
+    ///
+    /// The contexts are the memory's own; for memory of none the calling thread's and the device's
+    /// primary one, if they exist. No context is created for it: no work would run there.
+    fn synchronise_contexts(&self, found: &FoundAllocation, range: AddressRange) -> Result<()> {
+        let functions = &self.driver.functions;
+        let (Some(get), Some(set)) = (functions.ctx_get_flags, functions.ctx_set_flags) else {
             tracing::warn!(%range, "this driver has no SYNC_MEMOPS for such memory: wait for its copies before a transfer");
             return Ok(());
         };
@@ -240,22 +258,17 @@ impl Driver {
             }
             // SAFETY: the flags that the context has, and one more.
             check(unsafe { set(flags | sys::CU_CTX_SYNC_MEMOPS) }, "cuCtxSetFlags")?;
-            // That the flag waits for what is under way `cuda.h` does not say, as it does of the
-            // attribute. SAFETY: the null stream is the current context's default one.
-            check(
-                unsafe { (self.functions.stream_synchronize)(CuStream::NULL) },
-                "cuStreamSynchronize",
-            )
+            // `cuda.h` says of the attribute that it waits for work in flight, and not of the flag.
+            synchronize(functions, CuStream::NULL)
         };
         if !found.context.is_null() {
-            return within(&self.functions, found.context, synchronise);
+            return with_context(functions, found.context, synchronise);
         }
-        let entry = device::get(&self.devices, "cuCtxSetFlags", found.device())?;
-        let of_thread = self.current()?.filter(|(_, device)| *device == entry.handle);
-        if let Some((context, _)) = of_thread {
-            within(&self.functions, context, synchronise)?;
+        let of_thread = self.contexts.current_of(found.device())?;
+        if let Some(context) = of_thread {
+            with_context(functions, context, synchronise)?;
         }
-        let Some(hold) = self.hold_if_active(found.device())? else {
+        let Some(guard) = self.contexts.retain_if_active(found.device())? else {
             if of_thread.is_none() {
                 tracing::warn!(
                     %range,
@@ -264,27 +277,27 @@ impl Driver {
             }
             return Ok(());
         };
-        let synchronised = hold.within(synchronise);
+        let synchronised = guard.with_context(synchronise);
         if synchronised.is_ok() {
-            hold.keep();
+            guard.keep();
         }
-        hold.end(synchronised)
+        guard.end(synchronised)
     }
 }
 
-/// A driver without the call that exports.
+/// Returns the error for a driver without the call that exports.
 pub(crate) fn no_export_call() -> Error {
     lacks_symbol(Facet::DmaBuf.operation(), "cuMemGetHandleForAddressRange")
 }
 
-/// A device whose memory no kernel client can pin.
+/// Returns the error for a device whose memory no kernel client can pin.
 pub(crate) fn no_peer_memory() -> Error {
     lacks(Facet::PeerMemory.operation(), "the device's memory cannot be pinned for other devices")
         .context("attribute", "GPU_DIRECT_RDMA_SUPPORTED")
         .remedy("GPUDirect RDMA needs a data centre or workstation GPU: stage the copies")
 }
 
-/// A device without dma-bufs, and which kernel module is to blame.
+/// Returns the error for a device without dma-bufs, with the version of the kernel module.
 fn no_dma_buf() -> Error {
     let error =
         lacks(Facet::DmaBuf.operation(), "the device exports no dma-bufs").context("attribute", "DMA_BUF_SUPPORTED").remedy(
@@ -298,9 +311,9 @@ fn no_dma_buf() -> Error {
     }
 }
 
-/// A refused export. What the driver says of the PCIe mapping where it does not have it differs by
-/// release: INVALID_VALUE before the flag existed, NOT_SUPPORTED since. It says the same of memory
-/// that it exports under no mapping.
+/// Returns the error for a refused export. A driver without the PCIe mapping answers INVALID_VALUE
+/// if it does not know the flag, else NOT_SUPPORTED. It answers so too for memory that it exports
+/// under no mapping.
 fn dma_buf_refused(code: CuResult, mapping: DmaBufMapping) -> Error {
     const CALL: &str = "cuMemGetHandleForAddressRange";
     let lacking =

@@ -1,57 +1,61 @@
-//! Making what NICs wrote visible to work that a device starts next (HM-14).
+//! Flush of inbound writes: makes them visible to work that a device starts next (HM-14).
 //!
 //! `cuda.h`: `cuFlushGPUDirectRDMAWrites` blocks until the writes are visible "to the target
 //! context", and the one target is the current context. So it is called in each context whose
-//! memory was handed to a NIC, and in the device's primary one where somebody has it.
+//! memory was exported to a NIC, and in the device's primary one if the process has it.
 //!
-//! A context of the application's own goes when the application wants, and one that was destroyed
-//! must not be given to the driver. Memory goes with its context and its identity never comes back:
-//! a context lives as long as the driver knows memory of it by the identity that it had when it was
-//! handed out. That memory is the context's witness.
+//! The application may destroy its contexts at any time, and a destroyed one must not be passed to
+//! the driver. Memory goes with its context and its identity never comes back: a context lives as
+//! long as the driver knows memory of it by the identity that it had when it was exported. That
+//! memory is the context's witness.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 use hmem_core::{
     Address, AddressRange, AllocationId, DeviceId, Error, ErrorKind, IfaceKind, Result,
     iface::InboundFlush,
 };
+use parking_lot::Mutex;
 
 use crate::{
-    context::{Hold, within},
-    device,
+    context::{PrimaryContextGuard, PrimaryContexts, with_context},
     driver::Driver,
     error::{check, lacks, lacks_symbol},
-    memory::{Found, Witnessed},
+    lookup::{FoundAllocation, Liveness, PointerLookup},
     sys::{self, CuContext},
 };
 
-/// How many witnesses there are before the dead are looked for the first time.
+/// Number of witnesses at which dead ones are removed for the first time.
 const FEW: usize = 64;
 
-/// The memory of one device that was handed to NICs.
+/// Flushes inbound writes.
 #[derive(Debug)]
-pub(crate) struct Written {
-    contexts: Vec<Noted>,
-    /// How many witnesses there may be before the dead are looked for: twice as many as were alive
-    /// the last time.
-    limit: usize,
+pub(crate) struct InboundFlusher {
+    driver: Arc<Driver>,
+    contexts: Arc<PrimaryContexts>,
+    lookup: Arc<PointerLookup>,
+    /// Exported memory of each device of the driver, in the same order.
+    exported: Vec<Mutex<ExportedMemory>>,
 }
 
-impl Default for Written {
-    fn default() -> Self {
-        Self { contexts: Vec::new(), limit: FEW }
-    }
+/// Memory of one device that was exported to NICs.
+#[derive(Debug)]
+struct ExportedMemory {
+    contexts: Vec<WitnessedContext>,
+    /// Number of witnesses at which dead ones are removed: twice as many as were alive the last
+    /// time.
+    limit: usize,
 }
 
 /// A context with its witnesses: identities by address. Null for memory of no context.
 #[derive(Debug)]
-struct Noted {
+struct WitnessedContext {
     context: CuContext,
     witnesses: BTreeMap<u64, AllocationId>,
 }
 
-impl Written {
-    fn note(&mut self, found: &Found, range: AddressRange) {
+impl ExportedMemory {
+    fn note(&mut self, found: &FoundAllocation, range: AddressRange) {
         let (base, id) = (found.allocation.base(), found.allocation.id);
         // A reservation need not have memory where it begins.
         let address = if found.context.is_null() { range.start() } else { base };
@@ -60,7 +64,7 @@ impl Written {
             Some(at) => &mut self.contexts[at],
             None => {
                 let witnesses = BTreeMap::new();
-                self.contexts.push_mut(Noted { context: found.context, witnesses })
+                self.contexts.push_mut(WitnessedContext { context: found.context, witnesses })
             }
         };
         noted.witnesses.insert(address.0, id);
@@ -70,9 +74,9 @@ impl Written {
         self.contexts.iter().map(|noted| noted.witnesses.len()).sum()
     }
 
-    /// Drops what `is_dead` says is dead.
+    /// Removes the witnesses for which `is_dead` returns true.
     fn purge(&mut self, mut is_dead: impl FnMut(Address, AllocationId, CuContext) -> bool) {
-        self.contexts.retain_mut(|Noted { context, witnesses }| {
+        self.contexts.retain_mut(|WitnessedContext { context, witnesses }| {
             witnesses.retain(|address, id| !is_dead(Address(*address), *id, *context));
             !witnesses.is_empty()
         });
@@ -80,28 +84,28 @@ impl Written {
     }
 }
 
-/// The contexts in which memory lives that NICs may write.
+/// Contexts of live memory that NICs may write.
 #[derive(Debug, Default)]
 struct Alive {
     contexts: Vec<CuContext>,
-    /// Memory of no context is among it.
+    /// There is live memory of no context.
     without: bool,
-    /// The driver could not be asked of some.
+    /// The driver does not say whether some of the memory lives.
     unknown: bool,
 }
 
-impl InboundFlush for Driver {
+impl InboundFlush for InboundFlusher {
     /// Makes inbound writes visible to work that the device starts after this call.
     ///
     /// A device that orders them natively needs nothing (`cuda.h`: the call "will be a no-op and
     /// can be safely omitted").
     fn flush(&self, device: DeviceId) -> Result<()> {
         const OPERATION: &str = "flush_inbound";
-        let abilities = self.abilities(OPERATION, device)?;
+        let abilities = self.driver.device(OPERATION, device)?.abilities;
         if abilities.orders_writes {
             return Ok(());
         }
-        let flush = self.functions.flush_gpu_direct_rdma_writes;
+        let flush = self.driver.functions.flush_gpu_direct_rdma_writes;
         let flush = flush
             .ok_or_else(|| lacks_symbol(OPERATION, "cuFlushGPUDirectRDMAWrites").device(device))?;
         if !abilities.flushes {
@@ -127,80 +131,91 @@ impl InboundFlush for Driver {
     }
 }
 
-impl Driver {
-    /// A NIC may write this range of an allocation from now on.
-    pub(crate) fn note_written(&self, found: &Found, range: AddressRange) -> Result<()> {
-        let entry = device::get(&self.devices, "flush_inbound", found.device())?;
-        if entry.abilities.orders_writes {
+impl InboundFlusher {
+    pub(crate) fn new(
+        driver: Arc<Driver>,
+        contexts: Arc<PrimaryContexts>,
+        lookup: Arc<PointerLookup>,
+    ) -> Self {
+        let none = || Mutex::new(ExportedMemory { contexts: Vec::new(), limit: FEW });
+        let exported = driver.devices.iter().map(|_| none()).collect();
+        Self { driver, contexts, lookup, exported }
+    }
+
+    /// Notes that a NIC may write this range of an allocation from now on.
+    pub(crate) fn note_exported(&self, found: &FoundAllocation, range: AddressRange) -> Result<()> {
+        let device = found.device();
+        if self.driver.device("flush_inbound", device)?.abilities.orders_writes {
             return Ok(());
         }
-        let mut written = entry.written.lock();
-        written.note(found, range);
-        if written.len() > written.limit {
-            // What cannot be asked now is asked later.
+        let mut exported = self.exported[device.0 as usize].lock();
+        exported.note(found, range);
+        if exported.len() > exported.limit {
+            // A witness that cannot be looked up now is looked up later.
             let is_dead = |address, id, context| {
-                self.witness(address, id, context)
-                    .is_ok_and(|witnessed| witnessed == Witnessed::Dead)
+                let liveness = self.lookup.liveness(address, id, context);
+                liveness.is_ok_and(|liveness| liveness == Liveness::Dead)
             };
-            written.purge(is_dead);
+            exported.purge(is_dead);
         }
         Ok(())
     }
 
-    /// Calls `flush` in every context that it is for. The error is the first; the others are
-    /// flushed all the same.
+    /// Calls `flush` in every context of exported memory. Returns the first error, and flushes the
+    /// other contexts all the same.
     fn flush_everywhere(&self, device: DeviceId, flush: impl Fn() -> Result<()>) -> Result<()> {
-        let primary = self.hold_if_active(device)?;
-        let held = primary.as_ref().map(Hold::context);
-        let alive = self.alive(device, held)?;
-        let mut result = primary.map_or(Ok(()), |hold| flush_and_keep(hold, &flush));
+        let functions = &self.driver.functions;
+        let guard = self.contexts.retain_if_active(device)?;
+        let primary = guard.as_ref().map(PrimaryContextGuard::context);
+        let alive = self.alive(device, primary)?;
+        let mut result = guard.map_or(Ok(()), |guard| flush_and_keep(guard, &flush));
         for context in &alive.contexts {
-            result = result.and(within(&self.functions, *context, &flush));
+            result = result.and(with_context(functions, *context, &flush));
         }
         if alive.unknown {
             result = result.and(Err(unknown_context()));
         }
-        let none = held.is_none() && alive.contexts.is_empty();
+        let none = primary.is_none() && alive.contexts.is_empty();
         if !none && !alive.without {
             return result;
         }
-        // Memory of no context is of any: the thread's own stands for those that the application
-        // made.
-        let entry = device::get(&self.devices, "cuCtxGetDevice", device)?;
-        match self.current()?.filter(|(_, of)| *of == entry.handle) {
-            Some((current, _)) if Some(current) != held && !alive.contexts.contains(&current) => {
-                result.and(within(&self.functions, current, &flush))
+        // Memory of no context may be used in any: the thread's own context stands for those that
+        // the application created.
+        match self.contexts.current_of(device)? {
+            Some(current) if Some(current) != primary && !alive.contexts.contains(&current) => {
+                result.and(with_context(functions, current, &flush))
             }
-            None if none && alive.without => result.and(flush_and_keep(self.hold(device)?, &flush)),
+            None if none && alive.without => {
+                result.and(flush_and_keep(self.contexts.retain(device)?, &flush))
+            }
             _ => result,
         }
     }
 
-    /// The contexts that are noted and live, beside the one that is held. Asks one witness of each,
-    /// and forgets those that are dead.
-    fn alive(&self, device: DeviceId, held: Option<CuContext>) -> Result<Alive> {
-        let entry = device::get(&self.devices, "flush_inbound", device)?;
-        let mut written = entry.written.lock();
+    /// Returns the live contexts of exported memory, other than `primary`. Looks one witness of each
+    /// up, and removes dead ones.
+    fn alive(&self, device: DeviceId, primary: Option<CuContext>) -> Result<Alive> {
+        let mut exported = self.exported[device.0 as usize].lock();
         let mut alive = Alive::default();
         let mut failed = Ok(());
-        written.contexts.retain_mut(|Noted { context, witnesses }| {
-            if Some(*context) == held {
+        exported.contexts.retain_mut(|WitnessedContext { context, witnesses }| {
+            if Some(*context) == primary {
                 return true;
             }
             while let Some((address, id)) = witnesses.first_key_value() {
-                match self.witness(Address(*address), *id, *context) {
-                    Ok(Witnessed::Dead) => {
+                match self.lookup.liveness(Address(*address), *id, *context) {
+                    Ok(Liveness::Dead) => {
                         witnesses.pop_first();
                     }
-                    Ok(Witnessed::Alive) if context.is_null() => {
+                    Ok(Liveness::Alive) if context.is_null() => {
                         alive.without = true;
                         return true;
                     }
-                    Ok(Witnessed::Alive) => {
+                    Ok(Liveness::Alive) => {
                         alive.contexts.push(*context);
                         return true;
                     }
-                    Ok(Witnessed::Unknown) => {
+                    Ok(Liveness::Unknown) => {
                         alive.unknown = true;
                         return true;
                     }
@@ -216,13 +231,17 @@ impl Driver {
     }
 }
 
-/// The context stays retained, so that the next flush finds it: they come with every completion.
-fn flush_and_keep(hold: Hold<'_>, flush: impl FnOnce() -> Result<()>) -> Result<()> {
-    let flushed = hold.within(flush);
+/// Flushes in a primary context and keeps it: flushes come with every completion, and the next one
+/// finds it retained.
+fn flush_and_keep(
+    guard: PrimaryContextGuard<'_>,
+    flush: impl FnOnce() -> Result<()>,
+) -> Result<()> {
+    let flushed = guard.with_context(flush);
     if flushed.is_ok() {
-        hold.keep();
+        guard.keep();
     }
-    hold.end(flushed)
+    guard.end(flushed)
 }
 
 fn unknown_context() -> Error {

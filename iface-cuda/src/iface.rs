@@ -1,4 +1,4 @@
-//! The iface: opening the driver, and the trait, each facet in a line.
+//! The iface: opens the driver and holds a component for each facet.
 
 use std::{
     path::{Path, PathBuf},
@@ -9,20 +9,27 @@ use hmem_core::{
     Address, AddressRange, Allocation, Error, ErrorKind, Iface, IfaceKind, Rejected, Result,
     cause::RefusalCause,
     iface::{
-        Allocator, CopyEngine, CopyEvent, Device, DmaBufExporter, Facet, HostRegistrar,
-        InboundFlush, Ipc, MonitorSource, PeerMemoryExporter, SegmentMap,
+        Allocator, CopyEngine, Device, DmaBufExporter, Facet, HostRegistrar, InboundFlush, Ipc,
+        MonitorSource, PeerMemoryExporter, SegmentMap,
     },
-    monitor::{Monitor, MonitorStyle},
 };
 
 use crate::{
+    allocate::DeviceAllocator,
     causes::CAUSES,
-    device,
+    context::PrimaryContexts,
+    copy::Copier,
     driver::Driver,
     error::{refused, unavailable},
-    export::{no_export_call, no_peer_memory},
-    monitor::{CudaMonitor, MonitorKind},
+    export::{Exporter, no_export_call, no_peer_memory},
+    flush::InboundFlusher,
+    ipc::IpcExchange,
+    lookup::PointerLookup,
+    monitor::{CudaMonitorKind, CudaMonitors, FreeSubscriptions},
+    page_lock::PageLocker,
+    segments::Segments,
     sys::Functions,
+    table::AllocationTable,
 };
 
 /// CUDA memory, over the driver library.
@@ -40,11 +47,22 @@ use crate::{
 /// ```
 #[derive(Debug)]
 pub struct Cuda {
-    pub(crate) driver: Arc<Driver>,
-    monitor: MonitorKind,
+    driver: Arc<Driver>,
+    allocations: Arc<AllocationTable>,
+    contexts: Arc<PrimaryContexts>,
+    lookup: Arc<PointerLookup>,
+    segments: Arc<Segments>,
+    subscriptions: Arc<FreeSubscriptions>,
+    flusher: Arc<InboundFlusher>,
+    allocator: DeviceAllocator,
+    page_locker: PageLocker,
+    copier: Copier,
+    pub(crate) exporter: Exporter,
+    ipc: IpcExchange,
+    monitors: CudaMonitors,
 }
 
-/// Where [`Cuda`] finds its driver.
+/// Opens [`Cuda`] over a driver library of choice.
 ///
 /// # Examples
 /// ```
@@ -59,12 +77,12 @@ pub struct Cuda {
 #[must_use = "a builder does nothing until it opens"]
 pub struct Builder {
     source: Source,
-    monitor: Option<MonitorKind>,
+    monitor: Option<CudaMonitorKind>,
 }
 
 #[derive(Debug)]
 enum Source {
-    /// What the environment names, else the dynamic loader's.
+    /// The library that the environment names, else the one that the dynamic loader finds.
     Found,
     Library(PathBuf),
     Functions(Box<Functions>),
@@ -84,9 +102,9 @@ impl Builder {
         self
     }
 
-    /// What cached registrations of its memory rest on; overrides `HMEM_CUDA_MONITOR`. Without
-    /// either it is [`MonitorKind::Auto`].
-    pub fn monitor(mut self, kind: MonitorKind) -> Self {
+    /// Selects the detection that cached registrations of CUDA memory rely on. It overrides
+    /// `HMEM_CUDA_MONITOR`; the default is [`CudaMonitorKind::Auto`].
+    pub fn monitor(mut self, kind: CudaMonitorKind) -> Self {
         self.monitor = Some(kind);
         self
     }
@@ -94,10 +112,10 @@ impl Builder {
     /// Starts the driver and lists its devices.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for a monitor in the environment that is none.
+    /// [`ErrorKind::InvalidArgument`] for an unknown monitor in the environment.
     /// [`ErrorKind::Unavailable`] without the library, without a symbol of it, without a device, or
-    /// with a driver that does not start; the library is named, and the driver's code where
-    /// there is one. Otherwise what a device answered when asked for its properties.
+    /// with a driver that does not start. The error names the library, and the driver's code if
+    /// there is one. Otherwise the error of a device that was asked for its properties.
     pub fn open(self) -> Result<Cuda> {
         let named = || std::env::var(Cuda::MONITOR_VARIABLE).ok().filter(|name| !name.is_empty());
         let monitor = match self.monitor {
@@ -127,10 +145,10 @@ fn in_environment(error: Error) -> Error {
 }
 
 impl Cuda {
-    /// The environment variable that names the library to load, where the builder names none.
+    /// Environment variable that names the library to load, unless the builder names one.
     pub const LIBRARY_VARIABLE: &str = "HMEM_CUDA_LIBRARY";
 
-    /// The environment variable that names the [`MonitorKind`], where the builder names none.
+    /// Environment variable that names the [`CudaMonitorKind`], unless the builder names one.
     pub const MONITOR_VARIABLE: &str = "HMEM_CUDA_MONITOR";
 
     /// Opens the driver library that `HMEM_CUDA_LIBRARY` names, or the one that the dynamic loader
@@ -142,18 +160,16 @@ impl Cuda {
         Self::builder().open()
     }
 
-    /// To open another library, or a driver of one's own.
+    /// Returns a builder, which can open another library or injected functions.
     pub fn builder() -> Builder {
         Builder { source: Source::Found, monitor: None }
     }
 
-    /// Gives back what this iface holds of the driver: the streams and primary contexts that it
-    /// needed.
+    /// Releases the primary contexts that this iface retains, with their streams.
     ///
     /// # Errors
     /// [`ErrorKind::Busy`] while memory that it allocated, opened or page-locked is not given back,
-    /// or a copy is under way; what the driver reported otherwise. The iface comes back, still
-    /// working.
+    /// or a copy is in flight. Otherwise the driver's error. The iface comes back, still working.
     pub fn close(self) -> Result<(), Rejected<Self>> {
         let busy = |what: &'static str, count: usize| {
             Error::new(ErrorKind::Busy, "close")
@@ -161,30 +177,30 @@ impl Cuda {
                 .context(what, count)
                 .remedy("free what was allocated and wait for copies before the iface is closed")
         };
-        let (allocations, copies) = (self.driver.in_use(), Arc::strong_count(&self.driver) - 1);
+        let (allocations, copies) = (self.allocations.len(), self.copier.in_flight());
         if allocations > 0 {
             return Err(Rejected::new(self, busy("allocations", allocations)));
         }
         if copies > 0 {
             return Err(Rejected::new(self, busy("copies", copies)));
         }
-        match self.driver.release_contexts() {
+        match self.contexts.release_all() {
             Ok(()) => Ok(()),
             Err(error) => Err(Rejected::new(self, error)),
         }
     }
 
-    /// Frees memory of the application's own, with `free`, while everything cached over `range` is
-    /// dead.
+    /// Calls `free`, which frees memory of the application, while everything cached over `range` is
+    /// invalidated.
     ///
-    /// Identities tell of such a free in any case, when a cached registration is next asked for. An
-    /// allocator that knows its frees (PyTorch's pluggable one, for example) can tell of them
-    /// before: then nothing is registered any longer when the memory goes.
+    /// Identities detect such a free in any case, at the next hit. An allocator that knows its frees
+    /// (PyTorch's pluggable one, for example) can announce them: then no registration is left when
+    /// the memory goes.
     pub fn while_freeing<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> T {
-        self.driver.subscriptions.while_it_goes(range, free)
+        self.subscriptions.while_freeing(range, free)
     }
 
-    fn start(functions: Functions, monitor: MonitorKind) -> Result<Self> {
+    fn start(functions: Functions, kind: CudaMonitorKind) -> Result<Self> {
         let library = functions.library().to_owned();
         // SAFETY: no flags are defined, 0 is the one value; any thread may call it any number of
         // times.
@@ -197,28 +213,85 @@ impl Cuda {
                     "see `nvidia-smi` for the state of the driver".to_owned()
                 })));
         }
-        let devices = device::list(&functions)?;
-        if devices.is_empty() {
+        let driver = Arc::new(Driver::new(functions)?);
+        if driver.devices.is_empty() {
             return Err(unavailable("cuDeviceGetCount", &library).context("devices", 0).remedy(
                 "no NVIDIA device is visible: see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES",
             ));
         }
-        let driver = Driver::new(functions, devices);
-        driver.learn_attributes().map_err(|error| {
+        tracing::debug!(library, devices = driver.devices.len(), "CUDA opened");
+        Self::over(driver, kind).map_err(|error| {
             if error.is_unsupported() {
                 unavailable("cuPointerGetAttributes", &library).caused_by(error)
             } else {
                 error
             }
-        })?;
-        tracing::debug!(library, devices = driver.devices.len(), "CUDA opened");
-        Ok(Self { driver: Arc::new(driver), monitor })
+        })
+    }
+
+    /// Builds the components, lower layers first.
+    fn over(driver: Arc<Driver>, kind: CudaMonitorKind) -> Result<Self> {
+        let driver = || Arc::clone(&driver);
+        let allocations = Arc::new(AllocationTable::default());
+        let allocations = || Arc::clone(&allocations);
+        let contexts = Arc::new(PrimaryContexts::new(driver(), allocations()));
+        let contexts = || Arc::clone(&contexts);
+        let lookup = Arc::new(PointerLookup::new(driver(), contexts(), allocations())?);
+        let lookup = || Arc::clone(&lookup);
+        let segments = Segments { driver: driver(), contexts: contexts(), lookup: lookup() };
+        let segments = Arc::new(segments);
+        let subscriptions = Arc::new(FreeSubscriptions::default());
+        let subscriptions = || Arc::clone(&subscriptions);
+        let flusher = Arc::new(InboundFlusher::new(driver(), contexts(), lookup()));
+        Ok(Self {
+            allocator: DeviceAllocator {
+                driver: driver(),
+                contexts: contexts(),
+                lookup: lookup(),
+                allocations: allocations(),
+                subscriptions: subscriptions(),
+            },
+            page_locker: PageLocker {
+                driver: driver(),
+                contexts: contexts(),
+                lookup: lookup(),
+                allocations: allocations(),
+            },
+            copier: Copier::new(driver(), contexts(), lookup(), allocations()),
+            exporter: Exporter {
+                driver: driver(),
+                contexts: contexts(),
+                lookup: lookup(),
+                segments: Arc::clone(&segments),
+                flusher: Arc::clone(&flusher),
+            },
+            ipc: IpcExchange {
+                driver: driver(),
+                contexts: contexts(),
+                lookup: lookup(),
+                allocations: allocations(),
+                subscriptions: subscriptions(),
+            },
+            monitors: CudaMonitors {
+                driver: driver(),
+                lookup: lookup(),
+                subscriptions: subscriptions(),
+                kind,
+            },
+            driver: driver(),
+            allocations: allocations(),
+            contexts: contexts(),
+            lookup: lookup(),
+            segments,
+            subscriptions: subscriptions(),
+            flusher,
+        })
     }
 }
 
-// SAFETY: `query` and `segments` repeat what the driver knows of an address now, whose buffer ids
+// SAFETY: `query` and `segments` return what the driver knows of an address now, whose buffer ids
 // are never reused. Allocations are the driver's own, entered in a table until they are freed.
-// `Driver::side` checks both ends of a copy, whose event waits for its stream. Exports are made by
+// `Copier::side` checks both ends of a copy, whose event waits for its stream. Exports are made by
 // the driver, which keeps the memory behind them.
 unsafe impl Iface for Cuda {
     fn kind(&self) -> IfaceKind {
@@ -234,53 +307,52 @@ unsafe impl Iface for Cuda {
     }
 
     fn query(&self, address: Address) -> Result<Option<Allocation>> {
-        Ok(self.driver.find(address)?.map(|found| found.allocation))
+        Ok(self.lookup.find(address)?.map(|found| found.allocation))
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         // SAFETY: the caller's promise is the same.
-        unsafe { self.driver.copy(to, from, len) }
+        unsafe { self.copier.copy(to, from, len) }
     }
 
-    // No `address_span`: page-locked host memory is found too, and lies where the application has
-    // it.
+    // No `address_span`: page-locked host memory is found too, and lies anywhere.
 
     fn allocator(&self) -> Option<&dyn Allocator> {
-        Some(&*self.driver)
+        Some(&self.allocator)
     }
 
     fn copy_engine(&self) -> Option<&dyn CopyEngine> {
-        Some(self)
+        Some(&self.copier)
     }
 
     fn dma_buf(&self) -> Option<&dyn DmaBufExporter> {
         let call = self.driver.functions.mem_get_handle_for_address_range;
-        call.map(|_| &*self.driver as _)
+        call.map(|_| &self.exporter as _)
     }
 
     fn peer_memory(&self) -> Option<&dyn PeerMemoryExporter> {
         let pinned = self.driver.devices.iter().any(|entry| entry.abilities.peer_memory);
-        pinned.then_some(&*self.driver)
+        pinned.then_some(&self.exporter)
     }
 
     fn host_registrar(&self) -> Option<&dyn HostRegistrar> {
-        Some(&*self.driver)
+        Some(&self.page_locker)
     }
 
     fn ipc(&self) -> Option<&dyn Ipc> {
-        Some(&*self.driver)
+        Some(&self.ipc)
     }
 
     fn segments(&self) -> Option<&dyn SegmentMap> {
-        Some(&*self.driver)
+        Some(&*self.segments)
     }
 
     fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
-        Some(&*self.driver)
+        Some(&*self.flusher)
     }
 
     fn monitor(&self) -> Option<&dyn MonitorSource> {
-        Some(self)
+        Some(&self.monitors)
     }
 
     fn causes(&self) -> &'static [RefusalCause] {
@@ -293,29 +365,5 @@ unsafe impl Iface for Cuda {
             Facet::PeerMemory => no_peer_memory(),
             _ => facet.unavailable(IfaceKind::CUDA),
         }
-    }
-}
-
-impl CopyEngine for Cuda {
-    unsafe fn start_copy(
-        &self,
-        to: Address,
-        from: Address,
-        len: u64,
-    ) -> Result<Box<dyn CopyEvent>> {
-        // SAFETY: the caller's promise is the same.
-        unsafe { self.driver.start_copy(to, from, len) }
-    }
-}
-
-impl MonitorSource for Cuda {
-    /// The driver has no callback for frees. Its functions can be hooked, which is the monitor's
-    /// own doing.
-    fn detection(&self) -> MonitorStyle {
-        MonitorStyle::Identity
-    }
-
-    fn start(&self) -> Result<Arc<dyn Monitor>> {
-        Ok(Arc::new(CudaMonitor::start(&self.driver, self.monitor)?))
     }
 }

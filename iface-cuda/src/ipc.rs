@@ -1,31 +1,44 @@
-//! Allocations for other processes: CUDA's handle, with the device and the length that it does not
-//! carry.
+//! Allocations for other processes: CUDA's handle, with the device and the length that it lacks.
 
-use std::sync::atomic::Ordering;
+use std::sync::Arc;
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind,
+    Result,
     iface::{Ipc, IpcHandle},
 };
 
 use crate::{
-    context::within,
-    driver::{Driver, Origin, Owned, not_live},
+    context::{PrimaryContexts, with_context},
+    driver::{DeviceEntry, Driver},
     error::{check, lacks},
+    lookup::PointerLookup,
+    monitor::FreeSubscriptions,
     sys::{self, CU_IPC_HANDLE_SIZE, CuDevicePtr, CuIpcMemHandle, CuResult},
+    table::{AllocationTable, not_live},
 };
 
-/// The first bytes of a handle; the last of them is the version of the form.
+/// Exports allocations to other processes, and opens theirs.
+#[derive(Debug)]
+pub(crate) struct IpcExchange {
+    pub(crate) driver: Arc<Driver>,
+    pub(crate) contexts: Arc<PrimaryContexts>,
+    pub(crate) lookup: Arc<PointerLookup>,
+    pub(crate) allocations: Arc<AllocationTable>,
+    pub(crate) subscriptions: Arc<FreeSubscriptions>,
+}
+
+/// First bytes of a handle. The last of them is the version of the format.
 const MAGIC: [u8; 4] = *b"HMC\x01";
-/// Bytes of the checksum at the end.
+/// Length of the checksum at the end.
 const CHECKSUM: usize = 4;
 
-/// A handle taken apart.
+/// Fields of a handle.
 #[derive(Debug)]
 struct Body {
     handle: CuIpcMemHandle,
     len: u64,
-    /// The device, by the name that it has in every process.
+    /// Name that the device has in every process.
     pci_bus_id: String,
 }
 
@@ -55,7 +68,7 @@ impl Body {
     }
 }
 
-impl Ipc for Driver {
+impl Ipc for IpcExchange {
     fn export(&self, allocation: &Allocation) -> Result<IpcHandle> {
         const OPERATION: &str = "ipc_export";
         if allocation.kind != AllocationKind::Device {
@@ -63,21 +76,20 @@ impl Ipc for Driver {
                 .context("kind", allocation.kind.name())
                 .context("range", allocation.range));
         }
-        let found = self.find(allocation.base())?;
+        let found = self.lookup.find(allocation.base())?;
         let live = found.filter(|found| {
             found.allocation.id == allocation.id && found.allocation.base() == allocation.base()
         });
         let found = live.ok_or_else(|| not_live(OPERATION, allocation))?;
-        let workplace = self.workplace(found.context, found.device())?;
+        let work_context = self.contexts.work_context(found.context, found.device())?;
         let mut handle = CuIpcMemHandle { reserved: [0; CU_IPC_HANDLE_SIZE] };
-        let exported = workplace.within(|| {
+        let exported = work_context.with_context(|| {
+            let get = self.driver.functions.ipc_get_mem_handle;
             // SAFETY: `handle` is writable; the address is the first of a live allocation.
-            let code =
-                unsafe { (self.functions.ipc_get_mem_handle)(&mut handle, allocation.base().0) };
-            check(code, "cuIpcGetMemHandle")
+            check(unsafe { get(&mut handle, allocation.base().0) }, "cuIpcGetMemHandle")
         });
-        workplace.end(exported).map_err(|error| error.context("range", allocation.range))?;
-        let entry = crate::device::get(&self.devices, OPERATION, found.device())?;
+        work_context.end(exported).map_err(|error| error.context("range", allocation.range))?;
+        let entry = self.driver.device(OPERATION, found.device())?;
         let pci_bus_id = entry.description.pci_bus_id.clone().unwrap_or_default();
         let body = Body { handle, len: found.allocation.range.len(), pci_bus_id };
         Ok(IpcHandle { iface: IfaceKind::CUDA, bytes: body.to_bytes() })
@@ -95,65 +107,56 @@ impl Ipc for Driver {
             return Err(malformed().context("handle of", handle.iface));
         }
         let body = Body::parse(&handle.bytes).ok_or_else(malformed)?;
-        let same_device = |entry: &&crate::device::DeviceEntry| {
+        let same_device = |entry: &&DeviceEntry| {
             entry.description.pci_bus_id.as_deref() == Some(body.pci_bus_id.as_str())
         };
-        let entry = self.devices.iter().find(same_device).ok_or_else(|| {
+        let entry = self.driver.devices.iter().find(same_device).ok_or_else(|| {
             Error::new(ErrorKind::Unavailable, OPERATION)
                 .iface(IfaceKind::CUDA)
                 .context("device", &body.pci_bus_id)
                 .remedy("the device of the memory is not visible here: see CUDA_VISIBLE_DEVICES")
         })?;
         let device = entry.description.id;
-        let hold = self.hold(device)?;
+        let guard = self.contexts.retain(device)?;
         let open = || {
             let mut base: CuDevicePtr = 0;
             let flags = sys::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS;
             // SAFETY: `base` is writable; the driver checks the handle.
-            let code =
-                unsafe { (self.functions.ipc_open_mem_handle)(&mut base, body.handle, flags) };
-            ipc_refused(code).map(|()| base)
+            let code = unsafe {
+                (self.driver.functions.ipc_open_mem_handle)(&mut base, body.handle, flags)
+            };
+            opened(code).map(|()| base)
         };
-        let close = |base| {
-            // SAFETY: opened just now, and seen by nobody.
-            check(unsafe { (self.functions.ipc_close_mem_handle)(base) }, "cuIpcCloseMemHandle")
-        };
-        let base = hold.within_or_undo(open, close)?;
-        let entered = self.enter_imported(base, body.len, device);
+        let base = guard.with_context_or_undo(open, |base| self.close_handle(base))?;
+        let entered = self.enter(base, body.len, device);
         if entered.is_ok() {
-            hold.keep();
-        } else if let Err(error) = hold.within(|| close(base)) {
-            hold.keep();
+            guard.keep();
+        } else if let Err(error) = guard.with_context(|| self.close_handle(base)) {
+            guard.keep();
             tracing::error!(%error, "an opened allocation that failed stays open");
         }
         entered
     }
 
     unsafe fn close(&self, allocation: &Allocation) -> Result<()> {
-        let (mut owned, last) = self.begin_close(allocation)?;
-        let mut gone = false;
-        let ended = self.primary(owned.device).and_then(|context| {
+        let (device, last) = self.allocations.begin_close(allocation)?;
+        let mut closed = false;
+        let ended = self.contexts.retain_until_close(device).and_then(|context| {
             let mut close = || {
-                within(&self.functions, context, || {
-                    self.give_back(allocation.base().0, owned.device, &mut owned.origin)
-                        .inspect(|()| gone = true)
+                with_context(&self.driver.functions, context, || {
+                    self.close_handle(allocation.base().0).inspect(|()| closed = true)
                 })
             };
-            if last { self.subscriptions.while_it_goes(allocation.range, close) } else { close() }
+            if last { self.subscriptions.while_freeing(allocation.range, close) } else { close() }
         });
-        self.end_close(allocation, gone);
+        self.allocations.end_close(allocation, closed);
         ended.map_err(|error| error.context("allocation", allocation.range))
     }
 }
 
-impl Driver {
-    fn enter_imported(
-        &self,
-        base: u64,
-        len: u64,
-        device: hmem_core::DeviceId,
-    ) -> Result<Allocation> {
-        let found = self.find(Address(base))?.ok_or_else(|| {
+impl IpcExchange {
+    fn enter(&self, base: u64, len: u64, device: DeviceId) -> Result<Allocation> {
+        let found = self.lookup.find(Address(base))?.ok_or_else(|| {
             Error::new(ErrorKind::Driver, "ipc_open")
                 .iface(IfaceKind::CUDA)
                 .context("address", Address(base))
@@ -161,63 +164,21 @@ impl Driver {
         })?;
         let range = AddressRange::new(Address(base), len)?;
         let allocation = Allocation { range, kind: AllocationKind::Imported, ..found.allocation };
-        let mut book = self.book.lock();
-        let origin = Origin::Imported { opened: 0, closing: 0 };
-        let fresh = Owned { id: allocation.id, range, device, origin };
-        if !book.owned.contains_key(&base) {
-            self.imported.fetch_add(1, Ordering::AcqRel);
-        }
-        let owned = book.owned.entry(base).or_insert_with(|| fresh.clone());
-        if owned.id != allocation.id {
-            // The driver has closed what was here, and its closer has not come back to the book
-            // yet.
-            *owned = fresh;
-        }
-        // `cuda.h`: a handle that is open already counts its opens and gives the same address.
-        if let Origin::Imported { opened, .. } = &mut owned.origin {
-            *opened += 1;
-        }
+        self.allocations.insert_open(&allocation, device);
         Ok(allocation)
     }
 
-    /// Takes one open out of the book for a close to give back, so that of two threads that close
-    /// at once each has its own. The entry stays until the driver has closed the last: until
-    /// then the memory is an import.
-    fn begin_close(&self, allocation: &Allocation) -> Result<(Owned, bool)> {
-        let refused = || not_live("ipc_close", allocation);
-        let mut book = self.book.lock();
-        let owned =
-            book.owned.get_mut(&allocation.base().0).filter(|owned| owned.id == allocation.id);
-        let owned = owned.ok_or_else(refused)?;
-        let Origin::Imported { opened, closing } = &mut owned.origin else {
-            return Err(refused().context("allocated", "free it with free"));
-        };
-        *opened = opened.checked_sub(1).ok_or_else(refused)?;
-        *closing += 1;
-        let last = *opened == 0;
-        Ok((owned.clone(), last))
-    }
-
-    /// Writes down how a close ended: what the driver refused can be closed again.
-    fn end_close(&self, allocation: &Allocation, gone: bool) {
-        let base = allocation.base().0;
-        let mut book = self.book.lock();
-        let owned = book.owned.get_mut(&base).filter(|owned| owned.id == allocation.id);
-        let Some(Owned { origin: Origin::Imported { opened, closing }, .. }) = owned else {
-            return;
-        };
-        *closing -= 1;
-        if !gone {
-            *opened += 1;
-        }
-        if *opened == 0 && *closing == 0 {
-            book.owned.remove(&base);
-            self.imported.fetch_sub(1, Ordering::AcqRel);
-        }
+    /// Ends one open of a handle. The device's primary context is current.
+    fn close_handle(&self, base: u64) -> Result<()> {
+        let close = self.driver.functions.ipc_close_mem_handle;
+        // SAFETY: opened by this driver, and closed as often as it was opened: the table counts
+        // opens, and one that failed to be entered was passed to no caller.
+        check(unsafe { close(base) }, "cuIpcCloseMemHandle")
     }
 }
 
-fn ipc_refused(code: CuResult) -> Result<()> {
+/// Returns the result of opening a handle, with the remedy for a refusal.
+fn opened(code: CuResult) -> Result<()> {
     check(code, "cuIpcOpenMemHandle_v2").map_err(|error| match code {
         CuResult::CUDA_ERROR_INVALID_CONTEXT => error.remedy(
             "memory cannot be opened in the process that allocated it: use it there as it is",
@@ -240,7 +201,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_handle_survives_the_way_and_no_altered_byte_does() {
+    fn parsed_handle_equals_the_written_one_and_an_altered_one_is_refused() {
         let mut handle = CuIpcMemHandle { reserved: [0; CU_IPC_HANDLE_SIZE] };
         handle.reserved[3] = -7;
         let body = Body { handle, len: 4096, pci_bus_id: "0000:3a:00.0".into() };

@@ -21,23 +21,23 @@
 //! # Ok::<(), hmem_core::Error>(())
 //! ```
 //!
-//! | file | what it holds |
-//! |---|---|
-//! | `iface` | [`Cuda`]: opening, the trait |
-//! | [`sys`] | the function table, layouts and constants |
-//! | `driver` | what one opened iface shares: functions, devices, what is to be given back |
-//! | `device` | devices and their abilities |
-//! | `context` | which context a call works in, current only while it runs |
-//! | `memory` | the allocation around an address, segments |
-//! | `allocate` | allocating every kind, freeing, page-locking |
-//! | `copy` | copies |
-//! | `export`, `flush`, `ipc` | dma-buf, peer memory; what inbound writes need to be seen; other processes |
-//! | `causes` | what the driver's refusals mean: [`CAUSES`] |
-//! | `monitor` | noticing frees: which of identity and hooks is relied on |
-//! | `hooks` | the driver's frees, hooked |
-//! | `cudarc` | slices of the `cudarc` crate as buffers (cargo feature `cudarc`) |
-//! | [`gdrcopy`] | the CPU's own access to device memory, where GDRCopy is there |
-//! | `error` | driver codes as errors |
+//! # Layers
+//!
+//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//!
+//! - `sys`, `error`, `causes`: the function table, layouts and constants of the driver; its codes as
+//!   errors, and the meaning of its refusals
+//! - `hooks`, `no_hooks`: hooks of the driver's frees ([`FreeHooks`])
+//! - `driver`: the opened driver, its functions and devices; read only
+//! - `table`, `streams`: allocations and page-locked ranges to release; streams and events
+//! - `context`: primary contexts, and the context that a call works in
+//! - `lookup`: the allocation around an address
+//! - `segments`, `monitor`: parts of a range; detection of frees ([`CudaMonitorKind`])
+//! - `allocate`, `page_lock`, `copy`, `flush`, `ipc`: one facet each
+//! - `export`: dma-bufs and peer memory
+//! - `iface`: [`Cuda`], which holds the components
+//! - `gdrcopy`, `cudarc`: access of the CPU to device memory by GDRCopy; slices of the `cudarc`
+//!   crate as buffers (cargo feature `cudarc`)
 //!
 //! # Kinds of memory
 //!
@@ -49,7 +49,7 @@
 //! | `cuMemHostAlloc` | host memory with flags | host pages |
 //! | `cuMemHostRegister` | host memory without | host pages, by the rules of system memory, which it is |
 //! | `cuMemAllocManaged` | the managed attribute | host pages: it migrates, and is never registered as device memory |
-//! | `cuIpcOpenMemHandle` through this iface | the iface's book | an export is tried; `cuda.h` promises none |
+//! | `cuIpcOpenMemHandle` through this iface | the iface's table | an export is tried; `cuda.h` promises none |
 //!
 //! # Contexts
 //!
@@ -98,7 +98,6 @@ mod copy;
 #[allow(unsafe_code)]
 pub mod cudarc;
 #[allow(unsafe_code)]
-mod device;
 mod driver;
 mod error;
 #[allow(unsafe_code)]
@@ -118,12 +117,19 @@ mod iface;
 #[allow(unsafe_code)]
 mod ipc;
 #[allow(unsafe_code)]
-mod memory;
+mod lookup;
 mod monitor;
 #[allow(unsafe_code)]
+mod page_lock;
+#[allow(unsafe_code)]
+mod segments;
+#[allow(unsafe_code)]
+mod streams;
+#[allow(unsafe_code)]
 pub mod sys;
+mod table;
 
 pub use causes::CAUSES;
 pub use hooks::FreeHooks;
 pub use iface::{Builder, Cuda};
-pub use monitor::MonitorKind;
+pub use monitor::CudaMonitorKind;

@@ -1,13 +1,18 @@
-//! Noticing that memory of the devices was freed.
+//! Monitor: detects frees of CUDA memory.
 //!
 //! The driver has no callback for frees. It has identities: no two allocations of a process get the
-//! same buffer id, so that one call tells whether an address still holds what was registered. Frees
-//! are told besides, before the memory goes, where they are made through this iface, announced by
-//! the application ([`Cuda::while_freeing`](crate::Cuda::while_freeing)), or made through functions
-//! of the driver that are hooked ([`FreeHooks`]). [`MonitorKind`] says which of these is relied on.
+//! same buffer id, so that one call shows whether the registered memory is still at an address.
 //!
-//! VMM memory is not watched. The identity belongs to the reservation, and an application can map
-//! other memory there (PyTorch's expandable segments do) without its changing.
+//! These frees are notified of besides, before the memory goes:
+//!
+//! - frees through this iface;
+//! - frees that the application announces ([`Cuda::while_freeing`](crate::Cuda::while_freeing));
+//! - frees through hooked functions of the driver ([`FreeHooks`]).
+//!
+//! [`CudaMonitorKind`] selects which of them cached registrations rely on.
+//!
+//! VMM memory is not monitored. The identity belongs to the reservation, and an application can map
+//! other memory there without changing it (PyTorch's expandable segments do).
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -18,42 +23,43 @@ use std::{
 
 use hmem_core::{
     AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
+    iface::MonitorSource,
     monitor::{Cause, Change, Invalidator, Monitor, MonitorStyle, Subscription},
 };
 use parking_lot::Mutex;
 
-use crate::{driver::Driver, hooks::FreeHooks};
+use crate::{driver::Driver, hooks::FreeHooks, lookup::PointerLookup};
 
-/// What a cached registration of CUDA memory rests on.
+/// Detection that cached registrations of CUDA memory rely on.
 ///
 /// # Examples
 /// ```
-/// use hmem_iface_cuda::MonitorKind;
+/// use hmem_iface_cuda::CudaMonitorKind;
 ///
-/// assert_eq!("hooks".parse::<MonitorKind>()?, MonitorKind::Hooks);
-/// assert!("hook".parse::<MonitorKind>().unwrap_err().to_string().contains("identity"));
+/// assert_eq!("hooks".parse::<CudaMonitorKind>()?, CudaMonitorKind::Hooks);
+/// assert!("hook".parse::<CudaMonitorKind>().unwrap_err().to_string().contains("identity"));
 /// # Ok::<(), hmem_core::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum MonitorKind {
-    /// The driver is asked for the identity at each hit; where its frees can be hooked, they are
-    /// told before the memory goes as well. Right whoever frees, and however.
+pub enum CudaMonitorKind {
+    /// Queries the driver for the identity at each hit. If the driver's frees can be hooked, they
+    /// invalidate before the memory goes as well. Detects every free.
     #[default]
     Auto,
     /// The hooks alone, so that a hit costs no call of the driver. For applications that free
-    /// through the driver's exported functions: what [`FreeHooks`] does not see leaves a stale
-    /// registration. Stream-ordered memory, which goes when its stream gets there, is asked for
-    /// its identity all the same.
+    /// through the driver's exported functions: a free that [`FreeHooks`] does not see leaves a
+    /// stale registration. The identity of stream-ordered memory is queried all the same, as such
+    /// memory goes when its stream gets there.
     Hooks,
     /// The identity alone: no code is patched.
     Identity,
 }
 
-impl MonitorKind {
+impl CudaMonitorKind {
     const ALL: [Self; 3] = [Self::Auto, Self::Hooks, Self::Identity];
 
-    /// The name as configuration has it.
+    /// Returns the name used in the configuration.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -64,17 +70,17 @@ impl MonitorKind {
     }
 }
 
-impl fmt::Display for MonitorKind {
+impl fmt::Display for CudaMonitorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-impl FromStr for MonitorKind {
+impl FromStr for CudaMonitorKind {
     type Err = Error;
 
     /// # Errors
-    /// InvalidArgument for an unknown name, with those that are known.
+    /// InvalidArgument for an unknown name, with the known ones.
     fn from_str(name: &str) -> Result<Self> {
         let given = name.trim().to_ascii_lowercase();
         Self::ALL.into_iter().find(|kind| kind.name() == given).ok_or_else(|| {
@@ -86,38 +92,39 @@ impl FromStr for MonitorKind {
     }
 }
 
+/// A range that an invalidator is notified of.
 #[derive(Clone, Debug)]
-struct Watch {
+struct WatchedRange {
     range: AddressRange,
     invalidator: Arc<dyn Invalidator>,
-    /// Held while the invalidator is called, so that unsubscribing waits for its end.
+    /// Locked while the invalidator is called, so that unsubscribing waits for its end.
     active: Arc<Mutex<bool>>,
 }
 
 #[derive(Debug, Default)]
-struct Watches {
+struct WatchedRanges {
     next: u64,
-    by_id: BTreeMap<u64, Watch>,
-    /// Ranges that are being freed, each as often as it is.
+    by_id: BTreeMap<u64, WatchedRange>,
+    /// Ranges that are being freed, each once for each free in progress.
     going: Vec<AddressRange>,
 }
 
-/// Who wants to know of frees.
+/// Subscriptions to frees that this process makes through the iface or announces.
 #[derive(Debug, Default)]
-pub(crate) struct Subscriptions(Mutex<Watches>);
+pub(crate) struct FreeSubscriptions(Mutex<WatchedRanges>);
 
-impl Subscriptions {
-    /// Runs `free` while everything cached over `range` is dead and stays so.
+impl FreeSubscriptions {
+    /// Runs `free` while everything cached over `range` is invalidated and stays so.
     ///
     /// Frees of one range may overlap: as soon as the driver has an address back it may give it to
-    /// another thread, which may free it before the first free has told of its end here.
-    pub(crate) fn while_it_goes<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> T {
-        let mut watches = self.0.lock();
-        watches.going.push(range);
-        let touched = watches.by_id.values().filter(|watch| watch.range.overlaps(range));
-        let told: Vec<_> = touched.cloned().collect();
-        drop(watches);
-        let changes: Vec<(Watch, Change)> = told
+    /// another thread, which may free it before the first free has ended here.
+    pub(crate) fn while_freeing<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> T {
+        let mut watched = self.0.lock();
+        watched.going.push(range);
+        let touched = watched.by_id.values().filter(|watch| watch.range.overlaps(range));
+        let touched: Vec<_> = touched.cloned().collect();
+        drop(watched);
+        let changes: Vec<(WatchedRange, Change)> = touched
             .into_iter()
             .filter_map(|watch| {
                 let active = watch.active.lock();
@@ -130,22 +137,22 @@ impl Subscriptions {
         for (watch, change) in changes {
             watch.invalidator.end(change);
         }
-        let mut watches = self.0.lock();
-        if let Some(at) = watches.going.iter().position(|going| *going == range) {
-            watches.going.swap_remove(at);
+        let mut watched = self.0.lock();
+        if let Some(at) = watched.going.iter().position(|going| *going == range) {
+            watched.going.swap_remove(at);
         }
         result
     }
 
     fn add(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Subscription {
-        let watch = Watch { range, invalidator, active: Arc::new(Mutex::new(true)) };
-        let mut watches = self.0.lock();
-        watches.next += 1;
-        let id = watches.next;
-        watches.by_id.insert(id, watch.clone());
-        // Who comes while the memory goes would never be told.
-        let missed = watches.going.iter().copied().find(|going| going.overlaps(range));
-        drop(watches);
+        let watch = WatchedRange { range, invalidator, active: Arc::new(Mutex::new(true)) };
+        let mut watched = self.0.lock();
+        watched.next += 1;
+        let id = watched.next;
+        watched.by_id.insert(id, watch.clone());
+        // A free in progress does not notify this subscription.
+        let missed = watched.going.iter().copied().find(|going| going.overlaps(range));
+        drop(watched);
         if let Some(going) = missed {
             watch.invalidator.invalidate(going, Cause::Free);
         }
@@ -160,37 +167,39 @@ impl Subscriptions {
     }
 }
 
-/// The monitor of CUDA memory.
+/// Starts monitors of CUDA memory.
 #[derive(Debug)]
-pub(crate) struct CudaMonitor {
-    driver: Weak<Driver>,
-    hooks: Option<Arc<FreeHooks>>,
-    /// Whether hits rest on the hooks, and not on the identity.
-    by_hooks: bool,
-    why: String,
-    /// Subscriptions of the hooks, by those of this monitor.
-    hooked: Mutex<HashMap<u64, Subscription>>,
+pub(crate) struct CudaMonitors {
+    pub(crate) driver: Arc<Driver>,
+    pub(crate) lookup: Arc<PointerLookup>,
+    pub(crate) subscriptions: Arc<FreeSubscriptions>,
+    pub(crate) kind: CudaMonitorKind,
 }
 
-impl CudaMonitor {
+impl MonitorSource for CudaMonitors {
+    /// The driver has no callback for frees. Hooking its functions is up to the monitor.
+    fn detection(&self) -> MonitorStyle {
+        MonitorStyle::Identity
+    }
+
     /// # Errors
-    /// Why the frees cannot be hooked, where hooks were asked for by name.
-    pub(crate) fn start(driver: &Arc<Driver>, kind: MonitorKind) -> Result<Self> {
+    /// The reason why frees cannot be hooked, if hooks were selected by name.
+    fn start(&self) -> Result<Arc<dyn Monitor>> {
         const ASKED: &str = "the driver is asked for the identity at each hit";
-        let functions = &driver.functions;
+        let (kind, functions) = (self.kind, &self.driver.functions);
         let (hooks, why) = match kind {
-            MonitorKind::Identity => (None, format!("{ASKED}; no other was asked for")),
-            MonitorKind::Hooks => {
+            CudaMonitorKind::Identity => (None, format!("{ASKED}; no other was asked for")),
+            CudaMonitorKind::Hooks => {
                 let hooks = FreeHooks::start(functions)?;
                 let why = "the driver's frees are hooked, and a hit asks nothing, as was asked for; memory of graph nodes \
                            and frees that the CUDA runtime makes by tables of its own are not seen";
                 (Some(hooks), why.to_owned())
             }
             // Whose code it is, only the application knows.
-            MonitorKind::Auto if !functions.is_loaded() => {
+            CudaMonitorKind::Auto if !functions.is_loaded() => {
                 (None, format!("{ASKED}; functions that were injected are not patched unasked"))
             }
-            MonitorKind::Auto => match FreeHooks::start(functions) {
+            CudaMonitorKind::Auto => match FreeHooks::start(functions) {
                 Ok(hooks) => {
                     let count = hooks.functions().len();
                     let why = format!(
@@ -205,17 +214,34 @@ impl CudaMonitor {
                 }
             },
         };
-        let by_hooks = kind == MonitorKind::Hooks;
         tracing::debug!(hooked = hooks.is_some(), "monitor of CUDA memory started");
-        Ok(Self { driver: Arc::downgrade(driver), hooks, by_hooks, why, hooked: Mutex::default() })
+        Ok(Arc::new(CudaMonitor {
+            lookup: Arc::downgrade(&self.lookup),
+            subscriptions: Arc::downgrade(&self.subscriptions),
+            hooks,
+            by_hooks: kind == CudaMonitorKind::Hooks,
+            why,
+            hooked: Mutex::default(),
+        }))
     }
+}
 
-    fn driver(&self) -> Result<Arc<Driver>> {
-        self.driver.upgrade().ok_or_else(closed)
-    }
+/// A monitor of CUDA memory. It does not keep its iface open.
+#[derive(Debug)]
+struct CudaMonitor {
+    lookup: Weak<PointerLookup>,
+    subscriptions: Weak<FreeSubscriptions>,
+    hooks: Option<Arc<FreeHooks>>,
+    /// Hits rely on the hooks, and not on the identity.
+    by_hooks: bool,
+    why: String,
+    /// Subscriptions of the hooks, by those of this monitor.
+    hooked: Mutex<HashMap<u64, Subscription>>,
+}
 
-    /// Tells the invalidator of hooked frees too. In their absence identities are enough, unless
-    /// hits rest on the hooks.
+impl CudaMonitor {
+    /// Subscribes the invalidator to hooked frees too. If that fails, identities are enough unless
+    /// hits rely on the hooks.
     fn hook(&self, subscription: Subscription, invalidator: Arc<dyn Invalidator>) -> Result<()> {
         let Some(hooks) = &self.hooks else { return Ok(()) };
         match hooks.subscribe(invalidator) {
@@ -225,7 +251,7 @@ impl CudaMonitor {
             }
             Err(error) if self.by_hooks => Err(error),
             Err(error) => {
-                tracing::warn!(%error, "frees of CUDA memory are not told any longer: its identity is asked");
+                tracing::warn!(%error, "cannot hook CUDA frees; cache hits query the allocation identity instead");
                 Ok(())
             }
         }
@@ -237,12 +263,6 @@ impl CudaMonitor {
             hooks.unsubscribe(hooked);
         }
     }
-}
-
-fn closed() -> Error {
-    Error::new(ErrorKind::Unavailable, "monitor")
-        .iface(IfaceKind::CUDA)
-        .remedy("the iface was closed: its memory is not watched any longer")
 }
 
 impl Monitor for CudaMonitor {
@@ -271,17 +291,18 @@ impl Monitor for CudaMonitor {
         range: AddressRange,
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription> {
-        let driver = self.driver()?;
+        let (lookup, subscriptions) = self.iface()?;
         let refuse = |remedy| {
             Err(Error::new(ErrorKind::Unsupported, "subscribe")
                 .iface(IfaceKind::CUDA)
                 .context("range", range)
                 .remedy(remedy))
         };
-        // Only after it was added: a free from here on is told, and one before is seen here.
-        let subscription = driver.subscriptions.add(range, Arc::clone(&invalidator));
+        // Looked up after it was added: a free from here on notifies, and an earlier one is seen
+        // here.
+        let subscription = subscriptions.add(range, Arc::clone(&invalidator));
         let found = match self.hook(subscription, invalidator) {
-            Ok(()) => driver.find(range.start()),
+            Ok(()) => lookup.find(range.start()),
             Err(error) => Err(error),
         };
         let watched = match &found {
@@ -295,7 +316,7 @@ impl Monitor for CudaMonitor {
             return Ok(subscription);
         }
         self.unhook(subscription);
-        driver.subscriptions.remove(subscription);
+        subscriptions.remove(subscription);
         match found?.map(|found| found.allocation.kind) {
             None => refuse("only live allocations of CUDA can be watched"),
             Some(AllocationKind::HostRegistered) => {
@@ -310,24 +331,34 @@ impl Monitor for CudaMonitor {
 
     fn unsubscribe(&self, subscription: Subscription) {
         self.unhook(subscription);
-        if let Some(driver) = self.driver.upgrade() {
-            driver.subscriptions.remove(subscription);
+        if let Some(subscriptions) = self.subscriptions.upgrade() {
+            subscriptions.remove(subscription);
         }
     }
 
     fn valid(&self, allocation: &Allocation) -> Result<bool> {
         match allocation.kind {
             AllocationKind::Virtual | AllocationKind::HostRegistered => Ok(false),
-            // Its free is told when it is asked for, and takes effect when its stream gets there.
-            AllocationKind::StreamOrdered => self.same(allocation),
-            _ if self.by_hooks && self.driver.strong_count() > 0 => Ok(true),
-            _ => self.same(allocation),
+            // Its free takes effect when its stream gets there, after the hook has run.
+            AllocationKind::StreamOrdered => self.is_same(allocation),
+            _ if self.by_hooks && self.lookup.strong_count() > 0 => Ok(true),
+            _ => self.is_same(allocation),
         }
     }
 }
 
 impl CudaMonitor {
-    fn same(&self, allocation: &Allocation) -> Result<bool> {
-        Ok(self.driver()?.identity(allocation.base())? == Some(allocation.id))
+    fn iface(&self) -> Result<(Arc<PointerLookup>, Arc<FreeSubscriptions>)> {
+        let iface = self.lookup.upgrade().zip(self.subscriptions.upgrade());
+        iface.ok_or_else(|| {
+            Error::new(ErrorKind::Unavailable, "monitor")
+                .iface(IfaceKind::CUDA)
+                .remedy("the iface was closed: its memory is not watched any longer")
+        })
+    }
+
+    fn is_same(&self, allocation: &Allocation) -> Result<bool> {
+        let (lookup, _) = self.iface()?;
+        Ok(lookup.identity(allocation.base())? == Some(allocation.id))
     }
 }

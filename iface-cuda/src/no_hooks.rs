@@ -53,7 +53,7 @@ impl FreeHooks {
     }
 }
 
-/// Runs a call that hooks tell nobody of: there are none.
-pub(crate) fn untold<T>(call: impl FnOnce() -> T) -> T {
+/// Runs a call. There are no hooks that could notify of it.
+pub(crate) fn without_notifying<T>(call: impl FnOnce() -> T) -> T {
     call()
 }

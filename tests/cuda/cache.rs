@@ -8,7 +8,7 @@ use hmem::{
     MemoryRegion,
     cache::UncachedReason,
     cuda::{
-        MonitorKind,
+        CudaMonitorKind,
         sys::{CuContext, CuDevicePtr, CuResult, Functions},
     },
     iface::AllocRequest,
@@ -25,10 +25,10 @@ use crate::segments::Segments;
 
 /// The monitors that can be shown here: hooks patch the fake's entries, which are the real
 /// library's on x86-64 only.
-const MONITORS: &[MonitorKind] = if cfg!(target_arch = "x86_64") {
-    &[MonitorKind::Identity, MonitorKind::Hooks]
+const MONITORS: &[CudaMonitorKind] = if cfg!(target_arch = "x86_64") {
+    &[CudaMonitorKind::Identity, CudaMonitorKind::Hooks]
 } else {
-    &[MonitorKind::Identity]
+    &[CudaMonitorKind::Identity]
 };
 
 /// The application's own calls of the driver, each with the device's primary context current.
@@ -179,7 +179,7 @@ fn rounds(link: &Link, kind: AllocationKind, freed: Freed, rounds: u32) -> Shown
     shown
 }
 
-fn worlds(rounds_each: u32, show: impl Fn(&Link, MonitorKind, u32)) {
+fn worlds(rounds_each: u32, show: impl Fn(&Link, CudaMonitorKind, u32)) {
     for profile in profiles() {
         for monitor in MONITORS {
             let link = Link::cached(
@@ -206,7 +206,7 @@ fn cached_cuda_memory_that_comes_back_at_its_address_is_never_a_stale_hit() {
             if real() {
                 continue;
             }
-            let most = u64::from(monitor == MonitorKind::Identity);
+            let most = u64::from(monitor == CudaMonitorKind::Identity);
             assert_eq!(shown.calls, most, "{monitor}, {freed:?}: driver calls of a hit");
         }
         if real() {
@@ -215,7 +215,7 @@ fn cached_cuda_memory_that_comes_back_at_its_address_is_never_a_stale_hit() {
         let now = link.domain.cache().expect("a cache").statistics();
         let (told, asked) = (now.invalidations(Cause::Free), now.invalidations(Cause::Identity));
         match monitor {
-            MonitorKind::Hooks => assert_eq!((told, asked), (2 * u64::from(count), 0), "{now:?}"),
+            CudaMonitorKind::Hooks => assert_eq!((told, asked), (2 * u64::from(count), 0), "{now:?}"),
             // The application's frees but for the last, which nobody asked after.
             _ => assert_eq!((told, asked), (count.into(), u64::from(count) - 1), "{now:?}"),
         }
@@ -232,7 +232,7 @@ fn cuda_memory_that_comes_back_ten_thousand_times_is_never_a_stale_hit() {
         IMPORTS,
         P2pPolicy::Enabled,
         Memory::Pinned,
-        MonitorKind::Auto,
+        CudaMonitorKind::Auto,
     );
     let shown = rounds(&link, AllocationKind::Device, Freed::ByTheApplication, 10_000);
     came_back(shown.reused == 9_999);
@@ -249,7 +249,7 @@ fn each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
             let shown = rounds(link, kind, Freed::ThroughTheIface, count);
             came_back(shown.reused > 0);
             // Stream-ordered memory goes when its stream gets there, whoever told of it before.
-            let asks = monitor == MonitorKind::Identity || kind == AllocationKind::StreamOrdered;
+            let asks = monitor == CudaMonitorKind::Identity || kind == AllocationKind::StreamOrdered;
             assert!(real() || shown.calls == u64::from(asks), "{monitor}, {kind:?}: {shown:?}");
         }
         if link.lacks(AllocationKind::Virtual) {
@@ -355,7 +355,7 @@ fn memory_of_two_devices_is_two_entries_and_each_dies_by_its_own_free() {
 fn with_hooks_nothing_stays_registered_when_the_application_frees() {
     for profile in profiles() {
         let link =
-            Link::cached(profile, IMPORTS, P2pPolicy::Enabled, Memory::Pinned, MonitorKind::Hooks);
+            Link::cached(profile, IMPORTS, P2pPolicy::Enabled, Memory::Pinned, CudaMonitorKind::Hooks);
         let (app, cache) = (App::new(&link.functions), link.domain.cache().expect("a cache"));
         let memory: Vec<_> = (0..20).map(|_| app.allocate(64 << 10)).collect();
         for memory in &memory {

@@ -7,7 +7,7 @@ use hmem::{
     AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Iface,
     IfaceKind, MrAttr, MrFlags, MrMode, Registry,
     cuda::{
-        CAUSES, Cuda, MonitorKind,
+        CAUSES, Cuda, CudaMonitorKind,
         sys::{CuResult, Functions},
     },
     iface::AllocRequest,
@@ -76,7 +76,7 @@ impl Scene {
         // forever.
         let functions =
             unsafe { Functions::from_lookup(|name| driver.symbol(name)) }.expect("the table");
-        let cuda = Cuda::builder().functions(functions.clone()).monitor(MonitorKind::Identity);
+        let cuda = Cuda::builder().functions(functions.clone()).monitor(CudaMonitorKind::Identity);
         let cuda: Arc<dyn Iface> = Arc::new(cuda.open().expect("open"));
         let mut registry = Registry::new();
         registry.add(Arc::new(System::new())).expect("the first");

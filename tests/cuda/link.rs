@@ -11,7 +11,7 @@ use hmem::{
     Domain, DomainAttr, Endpoint, Hmem, Iface, IfaceExt, Iova, MemoryRegion, MrAttr, MrFlags,
     Registered, RemoteKey, Result,
     cuda::{
-        Cuda, MonitorKind,
+        Cuda, CudaMonitorKind,
         sys::{self, CuContext, CuDeviceAttribute, CuResult, Functions},
     },
     iface::AllocRequest,
@@ -103,7 +103,7 @@ impl Link {
             profile,
             imports,
             memory,
-            MonitorKind::Auto,
+            CudaMonitorKind::Auto,
             DomainAttr { p2p, ..DomainAttr::default() },
         )
     }
@@ -114,7 +114,7 @@ impl Link {
         imports: Imports,
         p2p: P2pPolicy,
         memory: Memory,
-        monitor: MonitorKind,
+        monitor: CudaMonitorKind,
     ) -> Self {
         let cache = Some(CacheAttr::default());
         Self::new(
@@ -130,7 +130,7 @@ impl Link {
         profile: Profile,
         imports: Imports,
         memory: Memory,
-        monitor: MonitorKind,
+        monitor: CudaMonitorKind,
         attr: DomainAttr,
     ) -> Self {
         let turn = real().then(|| TURN.lock().unwrap_or_else(PoisonError::into_inner));

@@ -2,7 +2,7 @@
 
 use hmem::{
     Address, AddressRange, AllocationKind, ErrorKind, IfaceKind, MrAttr, MrFlags, Path,
-    cuda::MonitorKind, loopback::Memory, path::P2pPolicy,
+    cuda::CudaMonitorKind, loopback::Memory, path::P2pPolicy,
 };
 use hmem_fake_cuda::Profile;
 
@@ -63,7 +63,7 @@ fn a_freed_or_foreign_pointer_that_is_claimed_for_cuda_is_said_to_be_unknown() {
     for cached in [false, true] {
         let (profile, follow) = (Profile::default(), Memory::Follow);
         let link = if cached {
-            Link::cached(profile, IMPORTS, P2pPolicy::Enabled, follow, MonitorKind::Auto)
+            Link::cached(profile, IMPORTS, P2pPolicy::Enabled, follow, CudaMonitorKind::Auto)
         } else {
             Link::open(profile)
         };

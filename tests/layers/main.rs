@@ -6,8 +6,8 @@
 //! that defines the item. A file may import those of its own submodules: such an import is no part
 //! of a circle. Code under `cfg(test)` does not count.
 //!
-//! The section "Layers" of a crate's `lib.rs` lists its modules, lower ones first. A module imports
-//! only from the lines before its own.
+//! The section "Layers" of a crate's `lib.rs` lists its modules, lower ones first: a line for each
+//! layer, with the names before a colon. A module imports only from the lines before its own.
 
 mod imports;
 
@@ -155,7 +155,8 @@ fn layers_listed(lib: &str) -> Option<BTreeMap<String, usize>> {
     let lines = section.take_while(|line| !line.starts_with('#'));
     let items: Vec<_> = lines.filter(|line| line.starts_with("- ")).collect();
     let modules = |(layer, line): (usize, &&str)| -> Vec<_> {
-        let quoted = line.split('`').skip(1).step_by(2);
+        let names = line.split_once(": ").map_or(*line, |(names, _)| names);
+        let quoted = names.split('`').skip(1).step_by(2);
         quoted.map(|module| (module.to_owned(), layer)).collect()
     };
     let listed: BTreeMap<_, _> = items.iter().enumerate().flat_map(modules).collect();

@@ -7,7 +7,7 @@ use hmem::{
     DmaBufOffset, Domain, DomainAttr, DomainBindFlags, Errno, Error, Iface, IfaceKind,
     MemoryRegion, MrAttr, MrFlags, Registry, Result,
     cuda::{
-        Cuda, MonitorKind,
+        Cuda, CudaMonitorKind,
         sys::{CuResult, Functions},
     },
     event_queue::EventQueue,
@@ -220,7 +220,7 @@ impl Case {
                 let functions = unsafe { Functions::from_lookup(|name| driver.symbol(name)) }
                     .expect("the table");
                 cuda = Some((functions.clone(), driver));
-                let device = Cuda::builder().functions(functions).monitor(MonitorKind::Identity);
+                let device = Cuda::builder().functions(functions).monitor(CudaMonitorKind::Identity);
                 Arc::new(device.open().expect("a driver"))
             }
         };

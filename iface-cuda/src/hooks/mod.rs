@@ -19,7 +19,7 @@
 //!
 //! A release of a primary context is told as everything also where others still hold it, this crate
 //! for one: what was allocated there lives on, but only for those who hold the context, and the
-//! last of them to let go may be this crate. It gives a context back untold, as no memory of its
+//! last of them to let go may be this crate. It releases a context without notifying, as no memory of its
 //! own is left in it then, and whoever else had memory there has let go of it and was told of. If
 //! neither release were told, that memory would go with its registrations alive.
 //!
@@ -48,7 +48,7 @@ use hmem_core::{
 };
 use hmem_hook::{Hooks, MonitorName, Patches, Target};
 
-pub(crate) use self::own::untold;
+pub(crate) use self::own::without_notifying;
 use self::{
     function::Function,
     hook::{PLACE, Shared},

@@ -1,13 +1,13 @@
-//! Calls of this crate's own that take no memory with them, which hooks let by untold.
+//! Calls of this crate that free no memory, of which hooks do not notify.
 
 use std::sync::atomic::{AtomicI32, Ordering};
 
-/// The threads that make such a call now, 0 for none. More at once than there are places are told
-/// like other calls, which costs what is cached and is never wrong.
+/// Threads that make such a call now, 0 for none. A thread that finds no place notifies like any
+/// other call: that invalidates the cache and is never wrong.
 static CALLERS: [AtomicI32; 16] = [const { AtomicI32::new(0) }; 16];
 
-/// Runs a call that takes no memory with it: hooks on this thread tell nobody of it.
-pub(crate) fn untold<T>(call: impl FnOnce() -> T) -> T {
+/// Runs a call that frees no memory: hooks on this thread do not notify of it.
+pub(crate) fn without_notifying<T>(call: impl FnOnce() -> T) -> T {
     let me = this_thread();
     let free = |place: &&AtomicI32| {
         place.compare_exchange(0, me, Ordering::Relaxed, Ordering::Relaxed).is_ok()
@@ -20,8 +20,8 @@ pub(crate) fn untold<T>(call: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Whether the calling thread makes such a call. A thread sees its own entry, and no other's is
-/// like it.
+/// Returns true if the calling thread makes such a call. A thread sees its own entry, and no other
+/// thread writes the same value.
 pub(super) fn is_own() -> bool {
     let me = this_thread();
     CALLERS.iter().any(|place| place.load(Ordering::Relaxed) == me)

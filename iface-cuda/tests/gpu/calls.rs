@@ -11,7 +11,7 @@ use std::{
 
 use hmem_core::{Address, AddressRange, AllocationKind, Iface, IfaceExt, monitor::Monitor};
 use hmem_iface_cuda::{
-    Cuda, MonitorKind,
+    Cuda, CudaMonitorKind,
     sys::{
         CuContext, CuDevice, CuDeviceAttribute, CuDevicePtr, CuEvent, CuIpcMemHandle,
         CuMemAccessDesc, CuMemAllocationProp, CuMemHandle, CuPointerAttribute, CuResult, CuStream,
@@ -155,7 +155,7 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
     report.table("Driver calls to tell whose an address is", &columns);
     report.row(&["the stack"], || {
         let on_the_stack = 0u8;
-        let cuda = open(driver, MonitorKind::Identity)?;
+        let cuda = open(driver, CudaMonitorKind::Identity)?;
         let row = asked(driver, &cuda, Address::of_ptr(&on_the_stack), None);
         and(row, close(cuda))
     });
@@ -163,7 +163,7 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
         let memory = vec![0u8; 3 << 12];
         let start = Address(Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096));
         let range = AddressRange::new(start, 8192).expect("no wrap");
-        let cuda = open(driver, MonitorKind::Identity)?;
+        let cuda = open(driver, CudaMonitorKind::Identity)?;
         // SAFETY: the memory is there until it is given back below.
         unsafe { driver.cuda.host_register(range) }?;
         let row = attempt(|| asked(driver, &cuda, start, Some(AllocationKind::HostRegistered)));
@@ -173,7 +173,7 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
     for kind in KINDS {
         report.row(&[kind.name()], || {
             driver.with(1 << 20, kind, |memory| {
-                let cuda = open(driver, MonitorKind::Identity)?;
+                let cuda = open(driver, CudaMonitorKind::Identity)?;
                 let row = attempt(|| asked(driver, &cuda, memory.base(), Some(kind)));
                 and(row, close(cuda))
             })
@@ -194,10 +194,10 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
                         Err("live memory is taken for gone".to_owned().into())
                     }
                 };
-                let identity = monitored(driver, MonitorKind::Identity, hit)?;
+                let identity = monitored(driver, CudaMonitorKind::Identity, hit)?;
                 // Stream-ordered memory goes when its stream gets there, whoever told of it before.
                 let most = u64::from(kind == AllocationKind::StreamOrdered);
-                let (hooks, met) = match monitored(driver, MonitorKind::Hooks, hit) {
+                let (hooks, met) = match monitored(driver, CudaMonitorKind::Hooks, hit) {
                     Ok(calls) => (calls.to_string(), calls <= most),
                     Err(failure) => (format!("not to be had: {}", failure.text()), true),
                 };
@@ -208,7 +208,7 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
 }
 
 /// An iface over the functions that count.
-fn open(driver: &Driver, monitor: MonitorKind) -> Outcome<Cuda> {
+fn open(driver: &Driver, monitor: CudaMonitorKind) -> Outcome<Cuda> {
     Ok(Cuda::builder().functions(counted(&driver.functions)).monitor(monitor).open()?)
 }
 
@@ -218,7 +218,7 @@ fn close(cuda: Cuda) -> Outcome<()> {
 
 fn monitored(
     driver: &Driver,
-    kind: MonitorKind,
+    kind: CudaMonitorKind,
     hit: impl FnOnce(&dyn Monitor) -> Outcome<u64>,
 ) -> Outcome<u64> {
     let cuda = open(driver, kind)?;

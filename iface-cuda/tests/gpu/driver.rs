@@ -7,7 +7,7 @@ use hmem_core::{
 };
 use hmem_fake_cuda::{FakeDriver, Profile};
 use hmem_iface_cuda::{
-    Cuda, MonitorKind,
+    Cuda, CudaMonitorKind,
     sys::{self, CuContext, CuDeviceAttribute, CuDevicePtr, CuResult, Functions},
 };
 
@@ -71,7 +71,7 @@ impl Driver {
         std::mem::forget(library);
         let cuda = Cuda::builder()
             .functions(functions.clone())
-            .monitor(MonitorKind::Identity)
+            .monitor(CudaMonitorKind::Identity)
             .open()
             .map_err(|error| {
                 let code = error.driver().map(|driver| driver.code);
@@ -93,7 +93,7 @@ impl Driver {
             unsafe { Functions::from_lookup(|name| fake.symbol(name)) }.expect("the table");
         let cuda = Cuda::builder()
             .functions(functions.clone())
-            .monitor(MonitorKind::Identity)
+            .monitor(CudaMonitorKind::Identity)
             .open()
             .expect("open");
         Self { cuda, functions, memcpy: hmem_fake_cuda::cuMemcpy, real: false, fake: Some(fake) }
@@ -102,8 +102,10 @@ impl Driver {
     /// What cached registrations rest on where nobody names it. It hooks the driver's frees where
     /// that can be done, which nothing else here does.
     pub(crate) fn monitor(&self) -> Outcome<String> {
-        let cuda =
-            Cuda::builder().functions(self.functions.clone()).monitor(MonitorKind::Auto).open()?;
+        let cuda = Cuda::builder()
+            .functions(self.functions.clone())
+            .monitor(CudaMonitorKind::Auto)
+            .open()?;
         let monitor = cuda.start_monitor()?;
         let text = format!("{}, as {}", monitor.name(), monitor.why());
         drop(monitor);

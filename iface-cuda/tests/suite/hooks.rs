@@ -11,7 +11,7 @@ use hmem_core::{
 };
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::{
-    Builder, Cuda, FreeHooks, MonitorKind,
+    Builder, Cuda, CudaMonitorKind, FreeHooks,
     sys::{self, CuDevicePtr, Functions},
 };
 use parking_lot::Mutex;
@@ -79,7 +79,7 @@ impl Invalidator for Witness {
 }
 
 /// The driver that is asked for: the fake in every profile, or the real one.
-fn worlds(monitor: MonitorKind) -> Box<dyn Iterator<Item = World>> {
+fn worlds(monitor: CudaMonitorKind) -> Box<dyn Iterator<Item = World>> {
     if support::asked_for("real") {
         Box::new(std::iter::once_with(move || World::real(monitor)))
     } else {
@@ -89,7 +89,7 @@ fn worlds(monitor: MonitorKind) -> Box<dyn Iterator<Item = World>> {
 
 /// A monitor that hooks, over each.
 fn each(show: impl Fn(&mut World, &dyn Monitor)) {
-    for mut world in worlds(MonitorKind::Hooks) {
+    for mut world in worlds(CudaMonitorKind::Hooks) {
         let monitor = world.cuda.start_monitor().expect("hooks work on these entries");
         show(&mut world, &*monitor);
         drop(monitor);
@@ -99,7 +99,7 @@ fn each(show: impl Fn(&mut World, &dyn Monitor)) {
 
 /// Another iface over the same driver.
 fn builder_of(world: &World) -> Builder {
-    Cuda::builder().functions(world.app.functions.clone()).monitor(MonitorKind::Identity)
+    Cuda::builder().functions(world.app.functions.clone()).monitor(CudaMonitorKind::Identity)
 }
 
 /// How the application frees what it allocated.
@@ -279,7 +279,7 @@ fn only_the_application_letting_go_of_a_context_is_told_as_everything() {
 /// MON-03
 #[test]
 fn hooks_are_put_in_once_and_taken_out_with_their_last_user() {
-    for world in worlds(MonitorKind::Identity) {
+    for world in worlds(CudaMonitorKind::Identity) {
         let functions = &world.app.functions;
         let code = || -> Vec<[u8; 16]> {
             let entry = |entry: usize| std::ptr::with_exposed_provenance::<[u8; 16]>(entry);
@@ -313,9 +313,9 @@ fn the_monitor_says_which_it_is_and_why() {
         ("cuda-identity", "injected")
     };
     for (kind, (name, words)) in [
-        (MonitorKind::Auto, auto),
-        (MonitorKind::Identity, ("cuda-identity", "no other was asked for")),
-        (MonitorKind::Hooks, ("cuda-hooks", "graph nodes")),
+        (CudaMonitorKind::Auto, auto),
+        (CudaMonitorKind::Identity, ("cuda-identity", "no other was asked for")),
+        (CudaMonitorKind::Hooks, ("cuda-hooks", "graph nodes")),
     ] {
         for world in worlds(kind) {
             let monitor = world.cuda.start_monitor().expect("a monitor");
@@ -325,7 +325,7 @@ fn the_monitor_says_which_it_is_and_why() {
             world.end();
         }
     }
-    let error = "kdreg2".parse::<MonitorKind>().unwrap_err();
+    let error = "kdreg2".parse::<CudaMonitorKind>().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     for known in ["auto", "hooks", "identity", "kdreg2"] {
         assert!(error.to_string().contains(known), "{error}");

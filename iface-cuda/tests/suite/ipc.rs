@@ -103,7 +103,7 @@ fn another_process_opens_reads_writes_and_closes() {
 #[test]
 fn another_process_reaches_memory_of_a_real_device() {
     if crate::support::asked_for("real") {
-        let mut world = World::real(hmem_iface_cuda::MonitorKind::Identity);
+        let mut world = World::real(hmem_iface_cuda::CudaMonitorKind::Identity);
         show("ipc::another_process_reaches_memory_of_a_real_device", &mut world);
         world.end();
     }

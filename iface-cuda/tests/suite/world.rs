@@ -9,7 +9,7 @@ use hmem_core::{
 };
 use hmem_fake_cuda::{FakeDriver, Live, Profile};
 use hmem_iface_cuda::{
-    Cuda, MonitorKind,
+    Cuda, CudaMonitorKind,
     sys::{
         self, CuContext, CuDeviceAttribute, CuDevicePtr, CuMemAllocationProp, CuMemHandle,
         CuResult, Functions,
@@ -42,7 +42,7 @@ static REAL: Mutex<()> = Mutex::new(());
 pub(crate) fn each(show: impl Fn(&mut World)) {
     if support::asked_for("real") {
         // Code can be hooked of one library in a process: `hooks.rs` shows that.
-        let mut world = World::real(MonitorKind::Identity);
+        let mut world = World::real(CudaMonitorKind::Identity);
         show(&mut world);
         world.end();
         return;
@@ -55,7 +55,7 @@ pub(crate) fn each(show: impl Fn(&mut World)) {
 /// [`each`] over the fake in one profile.
 pub(crate) fn once(show: impl FnOnce(&mut World)) {
     if support::asked_for("real") {
-        let mut world = World::real(MonitorKind::Identity);
+        let mut world = World::real(CudaMonitorKind::Identity);
         show(&mut world);
         return world.end();
     }
@@ -102,10 +102,10 @@ pub(crate) fn check(code: CuResult) {
 
 impl World {
     pub(crate) fn fake(profile: Profile) -> Self {
-        Self::with(profile, MonitorKind::Auto)
+        Self::with(profile, CudaMonitorKind::Auto)
     }
 
-    pub(crate) fn with(profile: Profile, monitor: MonitorKind) -> Self {
+    pub(crate) fn with(profile: Profile, monitor: CudaMonitorKind) -> Self {
         let fake = start(profile.clone());
         // SAFETY: each function has the signature of its name in `cuda.h`, and functions live
         // forever.
@@ -118,7 +118,7 @@ impl World {
         Self { name: profile.name.into(), cuda, app, fake: Some((fake, profile)), _turn: None }
     }
 
-    pub(crate) fn real(monitor: MonitorKind) -> Self {
+    pub(crate) fn real(monitor: CudaMonitorKind) -> Self {
         let turn = REAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let path =
             std::env::var(Cuda::LIBRARY_VARIABLE).unwrap_or_else(|_| Functions::LIBRARY.into());

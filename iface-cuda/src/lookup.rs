@@ -1,0 +1,465 @@
+//! Lookup of addresses: the allocation that an address lies in, its kind and its identity.
+
+use std::{
+    ffi::c_void,
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, AtomicU64, Ordering},
+    },
+};
+
+use hmem_core::{
+    Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind,
+    IfaceKind, Result,
+};
+
+use crate::{
+    context::{PrimaryContexts, with_context},
+    driver::Driver,
+    error::check,
+    sys::{self, CuContext, CuMemHandle, CuPointerAttribute, CuResult, Functions},
+    table::AllocationTable,
+};
+
+/// Attributes that [`PointerLookup::find`] queries in one call. Older drivers lack the last.
+const ATTRIBUTES: [CuPointerAttribute; 9] = [
+    sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+    sys::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+    sys::CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+    sys::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+    sys::CU_POINTER_ATTRIBUTE_BUFFER_ID,
+    sys::CU_POINTER_ATTRIBUTE_IS_MANAGED,
+    sys::CU_POINTER_ATTRIBUTE_CONTEXT,
+    sys::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+    sys::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE,
+];
+
+/// Bit beside a number of attributes: the driver has not returned so many yet.
+const UNSEEN: u32 = 1 << 31;
+
+/// Looks addresses up in the driver.
+#[derive(Debug)]
+pub(crate) struct PointerLookup {
+    driver: Arc<Driver>,
+    contexts: Arc<PrimaryContexts>,
+    allocations: Arc<AllocationTable>,
+    /// Number of [`ATTRIBUTES`] that the driver knows, with [`UNSEEN`].
+    known: AtomicU32,
+    host_kinds: HostKinds,
+}
+
+/// An allocation as the driver describes it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FoundAllocation {
+    pub(crate) allocation: Allocation,
+    /// The context that it was allocated in; null for memory of no context.
+    pub(crate) context: CuContext,
+}
+
+impl FoundAllocation {
+    /// Returns the device to work on it with: its own, or the first for memory of no device.
+    pub(crate) fn device(&self) -> DeviceId {
+        self.allocation.device.unwrap_or(DeviceId(0))
+    }
+}
+
+/// Kind of page-locked memory (the application's own or allocated) by identity: no pointer attribute
+/// says it.
+///
+/// `cuda.h` on BUFFER_ID: "Subsequent allocations do not reuse IDs from previous freed
+/// allocations." So the kind of an identity never changes, and no entry need be forgotten.
+/// Page-locking is no allocation: that the driver gives it no identity that an allocation had
+/// before is an assumption. Were it wrong, the application's own pages would be taken for an
+/// allocation of CUDA and cached by that identity, which says nothing of their unmapping. An
+/// identity that earlier page-locking had does no harm.
+///
+/// Each identity has one place, where a later identity replaces an earlier one. A place is one word,
+/// so that a reader sees a whole entry or none.
+pub(crate) struct HostKinds([AtomicU64; Self::PLACES]);
+
+impl HostKinds {
+    const PLACES: usize = 256;
+
+    /// Returns the word for an identity. `None` if it is too wide, or 0, which is no identity.
+    fn entry(id: AllocationId, registered: bool) -> Option<u64> {
+        (id.0 != 0 && id.0 >> 63 == 0).then_some(id.0 << 1 | u64::from(registered))
+    }
+
+    fn place(&self, id: AllocationId) -> &AtomicU64 {
+        // Identities rise: neighbours do not share a place.
+        &self.0[id.0 as usize % Self::PLACES]
+    }
+
+    fn get(&self, id: AllocationId) -> Option<bool> {
+        let held = self.place(id).load(Ordering::Relaxed);
+        [false, true].into_iter().find(|registered| Self::entry(id, *registered) == Some(held))
+    }
+
+    fn keep(&self, id: AllocationId, registered: bool) {
+        if let Some(entry) = Self::entry(id, registered) {
+            self.place(id).store(entry, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Default for HostKinds {
+    fn default() -> Self {
+        Self([const { AtomicU64::new(0) }; Self::PLACES])
+    }
+}
+
+impl fmt::Debug for HostKinds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostKinds").finish_non_exhaustive()
+    }
+}
+
+/// State of memory that was looked up before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Liveness {
+    Alive,
+    Dead,
+    /// The driver wants a context to answer, and there was none.
+    Unknown,
+}
+
+/// Answer of the driver about an address.
+enum Answer<const N: usize> {
+    Values([u64; N]),
+    /// No context with unified addressing knows the address, or there was no context to ask in.
+    NoContext,
+    /// The driver does not know an attribute, or says so of addresses that are not its own.
+    Invalid,
+}
+
+impl PointerLookup {
+    /// Finds out how many of [`ATTRIBUTES`] the driver knows, by querying an address that is not
+    /// its own.
+    ///
+    /// From then on INVALID_VALUE is an error. A driver that answers so about foreign addresses
+    /// cannot be told from one that lacks an attribute, and is refused here.
+    ///
+    /// # Errors
+    /// Unsupported if the driver cannot say which range an address is in.
+    pub(crate) fn new(
+        driver: Arc<Driver>,
+        contexts: Arc<PrimaryContexts>,
+        allocations: Arc<AllocationTable>,
+    ) -> Result<Self> {
+        let host_kinds = HostKinds::default();
+        let lookup = Self { driver, contexts, allocations, known: AtomicU32::new(0), host_kinds };
+        let foreign = std::ptr::from_ref(&lookup).addr() as u64;
+        for count in [ATTRIBUTES.len() as u32, ATTRIBUTES.len() as u32 - 1] {
+            let known = match lookup.query(foreign, ATTRIBUTES, count)? {
+                Answer::Invalid => continue,
+                Answer::Values(_) => count,
+                // The driver may miss a context before it looks at the attributes.
+                Answer::NoContext => count | UNSEEN,
+            };
+            lookup.known.store(known, Ordering::Release);
+            return Ok(lookup);
+        }
+        Err(Error::new(ErrorKind::Unsupported, "cuPointerGetAttributes")
+            .iface(IfaceKind::CUDA)
+            .context("attribute", "RANGE_START_ADDR")
+            .remedy("the driver must be of CUDA 10.2 or newer to say which range an address is in"))
+    }
+
+    /// Queries all attributes in one call, which needs no context and dereferences nothing.
+    fn query<const N: usize>(
+        &self,
+        address: u64,
+        mut attributes: [CuPointerAttribute; N],
+        count: u32,
+    ) -> Result<Answer<N>> {
+        // Zeroed and as wide as the widest attribute: what the driver writes narrower reads back
+        // the same (little-endian), and what it does not write reads as the null that it
+        // documents.
+        const { assert!(cfg!(target_endian = "little")) };
+        let mut values = [0u64; N];
+        let mut places = values.each_mut().map(|value| std::ptr::from_mut(value).cast::<c_void>());
+        // SAFETY: the first `count` entries of both arrays exist, and each place has the 8 bytes
+        // that the widest attribute takes. The address is only looked up, never dereferenced.
+        let code = unsafe {
+            (self.driver.functions.pointer_get_attributes)(
+                count,
+                attributes.as_mut_ptr(),
+                places.as_mut_ptr(),
+                address,
+            )
+        };
+        match code {
+            CuResult::CUDA_ERROR_INVALID_CONTEXT | CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED => {
+                Ok(Answer::NoContext)
+            }
+            CuResult::CUDA_ERROR_INVALID_VALUE => Ok(Answer::Invalid),
+            code => check(code, "cuPointerGetAttributes")
+                .map(|()| Answer::Values(values))
+                .map_err(|error| error.context("address", Address(address))),
+        }
+    }
+
+    /// Queries; if this thread has no context and the driver wants one, queries again in those that
+    /// exist.
+    ///
+    /// `cuda.h`: INVALID_CONTEXT is the answer for an address that no context with unified
+    /// addressing knows. A thread without a current context gets it from some drivers for any
+    /// address, device memory included; so may one whose current context was destroyed.
+    ///
+    /// With such a driver, a thread without a context makes six calls for each device whose primary
+    /// context the process has. Retaining it longer would keep it from being destroyed.
+    fn query_anywhere<const N: usize>(
+        &self,
+        address: Address,
+        attributes: [CuPointerAttribute; N],
+        count: u32,
+    ) -> Result<Answer<N>> {
+        let query = || self.query(address.0, attributes, count);
+        let first = query()?;
+        if !matches!(first, Answer::NoContext) || self.contexts.current()?.is_some() {
+            return Ok(first);
+        }
+        for entry in &self.driver.devices {
+            let retained = self.contexts.retain_if_active(entry.description.id)?;
+            let Some(guard) = retained else { continue };
+            let answer = guard.with_context(query);
+            let answer = guard.end(answer)?;
+            if !matches!(answer, Answer::NoContext) {
+                return Ok(answer);
+            }
+        }
+        Ok(Answer::NoContext)
+    }
+
+    /// Returns the allocation around an address, or `None` if CUDA does not know the address.
+    pub(crate) fn find(&self, address: Address) -> Result<Option<FoundAllocation>> {
+        let known = self.known.load(Ordering::Acquire);
+        let (count, unseen) = (known & !UNSEEN, known & UNSEEN != 0);
+        match self.query_anywhere(address, ATTRIBUTES, count)? {
+            Answer::Values(values) => {
+                if unseen {
+                    self.known.store(count, Ordering::Release);
+                }
+                self.describe(address, values)
+            }
+            Answer::NoContext => Ok(None),
+            Answer::Invalid if unseen && count as usize == ATTRIBUTES.len() => {
+                self.known.store((count - 1) | UNSEEN, Ordering::Release);
+                self.find(address)
+            }
+            // Not "foreign": that is an answer to a query of one attribute. `cuda.h` on this one:
+            // it "will not return an error when the ptr encountered is not a valid CUDA pointer",
+            // and `new` has seen that it does not. If device memory were taken for foreign, the CPU
+            // would write to it.
+            Answer::Invalid => Err(Error::new(ErrorKind::Driver, "cuPointerGetAttributes")
+                .iface(IfaceKind::CUDA)
+                .driver_code(
+                    "CUDA_ERROR_INVALID_VALUE",
+                    CuResult::CUDA_ERROR_INVALID_VALUE.0.into(),
+                )
+                .context(
+                    "reason",
+                    "the driver refuses a question that it answered when the iface was opened",
+                )
+                .context("address", address)),
+        }
+    }
+
+    fn describe(
+        &self,
+        address: Address,
+        values: [u64; ATTRIBUTES.len()],
+    ) -> Result<Option<FoundAllocation>> {
+        let [memory_type, start, len, ordinal, buffer, managed, context, legacy, pool] = values;
+        let context = CuContext(context as usize);
+        let mut kind = match memory_type as u32 {
+            0 => return Ok(None),
+            _ if managed != 0 => AllocationKind::Managed,
+            sys::CU_MEMORYTYPE_HOST => AllocationKind::Host,
+            sys::CU_MEMORYTYPE_DEVICE if pool != 0 => AllocationKind::StreamOrdered,
+            sys::CU_MEMORYTYPE_DEVICE if context.is_null() => AllocationKind::Virtual,
+            // No document says that VMM memory has no context. Legacy handles are for what was
+            // "created with cuMemAlloc", which spares the next query.
+            sys::CU_MEMORYTYPE_DEVICE
+                if legacy == 0
+                    && !self.allocations.is_imported(Address(start))
+                    && self.has_handle(address)? =>
+            {
+                AllocationKind::Virtual
+            }
+            sys::CU_MEMORYTYPE_DEVICE => AllocationKind::Device,
+            other => return Err(inconsistent(address).context("memory_type", other)),
+        };
+        let range = AddressRange::new(Address(start), len)?;
+        if !range.contains(address) {
+            // Application memory that was page-locked may be known under the device's alias only.
+            // The CPU accesses it as memory of the system, and so does a NIC.
+            if kind == AllocationKind::Host {
+                tracing::debug!(%address, %range, "page-locked memory without a range of its own: left to the system");
+                return Ok(None);
+            }
+            return Err(inconsistent(address).context("range", range));
+        }
+        match kind {
+            AllocationKind::Host
+                if self.is_page_locked(AllocationId(buffer), range, context)? =>
+            {
+                kind = AllocationKind::HostRegistered;
+            }
+            AllocationKind::Device if self.allocations.is_imported(range.start()) => {
+                kind = AllocationKind::Imported
+            }
+            _ => {}
+        }
+        // Host memory belongs to no device, managed memory to several. A negative ordinal is none.
+        let device = match kind {
+            AllocationKind::Host | AllocationKind::HostRegistered | AllocationKind::Managed => None,
+            _ => u32::try_from(ordinal as i32).ok().map(DeviceId),
+        };
+        // The context of a reservation does not decide when its physical memory goes.
+        let context = if kind == AllocationKind::Virtual { CuContext::NULL } else { context };
+        let id = AllocationId(buffer);
+        let allocation = Allocation { iface: IfaceKind::CUDA, range, device, kind, id };
+        Ok(Some(FoundAllocation { allocation, context }))
+    }
+
+    /// Returns true if the memory at an address is VMM memory: `cuda.h` on
+    /// `cuMemRetainAllocationHandle`, "If the address requested is not mapped, the function will
+    /// fail", mapped meaning `cuMemMap`.
+    ///
+    /// A driver without the call gets true: handling memory as VMM memory is right for every kind.
+    /// It is exported by its mappings, and never cached.
+    fn has_handle(&self, address: Address) -> Result<bool> {
+        let functions = &self.driver.functions;
+        if functions.mem_retain_allocation_handle.is_none() || functions.mem_release.is_none() {
+            return Ok(true);
+        }
+        Ok(with_handle(functions, address, |_| Ok(()))?.is_some())
+    }
+
+    /// Returns true if page-locked memory is the application's own. The driver is asked once for
+    /// each identity.
+    fn is_page_locked(
+        &self,
+        id: AllocationId,
+        range: AddressRange,
+        context: CuContext,
+    ) -> Result<bool> {
+        if let Some(known) = self.host_kinds.get(id) {
+            return Ok(known);
+        }
+        let locked = match self.allocations.is_page_locked(range.start()) {
+            Some(locked) => locked,
+            None => self.query_page_locked(range, context)?,
+        };
+        self.host_kinds.keep(id, locked);
+        Ok(locked)
+    }
+
+    /// `cuda.h`: `cuMemHostGetFlags` fails for memory that `cuMemHostAlloc` did not allocate.
+    fn query_page_locked(&self, range: AddressRange, context: CuContext) -> Result<bool> {
+        let functions = &self.driver.functions;
+        let query = || {
+            let mut flags = 0;
+            // SAFETY: `flags` is writable; the address is looked up, not followed.
+            let code = unsafe {
+                (functions.mem_host_get_flags)(&mut flags, range.start().0 as *mut c_void)
+            };
+            match code {
+                CuResult::CUDA_ERROR_INVALID_VALUE => Ok(true),
+                code => check(code, "cuMemHostGetFlags")
+                    .map(|()| false)
+                    .map_err(|error| error.context("range", range)),
+            }
+        };
+        if context.is_null() { query() } else { with_context(functions, context, query) }
+    }
+
+    /// Returns the identity of the memory at `address` now, or `None` if CUDA does not know it.
+    pub(crate) fn identity(&self, address: Address) -> Result<Option<AllocationId>> {
+        const IDENTITY: [CuPointerAttribute; 2] =
+            [sys::CU_POINTER_ATTRIBUTE_BUFFER_ID, sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE];
+        match self.query_anywhere(address, IDENTITY, IDENTITY.len() as u32)? {
+            Answer::Values([id, memory_type]) if memory_type != 0 => Ok(Some(AllocationId(id))),
+            _ => Ok(None),
+        }
+    }
+
+    /// Returns whether the memory of this identity and context is still at `address`. For memory of
+    /// no context the identity alone decides.
+    pub(crate) fn liveness(
+        &self,
+        address: Address,
+        id: AllocationId,
+        context: CuContext,
+    ) -> Result<Liveness> {
+        const IDENTITY: [CuPointerAttribute; 2] =
+            [sys::CU_POINTER_ATTRIBUTE_BUFFER_ID, sys::CU_POINTER_ATTRIBUTE_CONTEXT];
+        Ok(match self.query_anywhere(address, IDENTITY, IDENTITY.len() as u32)? {
+            Answer::Values([found, of])
+                if found == id.0 && (context.is_null() || of == context.0 as u64) =>
+            {
+                Liveness::Alive
+            }
+            Answer::Values(_) | Answer::Invalid => Liveness::Dead,
+            Answer::NoContext => Liveness::Unknown,
+        })
+    }
+
+    /// Returns the context in which the memory at an address was allocated or page-locked, or null
+    /// if the driver names none.
+    pub(crate) fn context_of(&self, address: Address) -> Result<CuContext> {
+        let context = self.attribute(address, sys::CU_POINTER_ATTRIBUTE_CONTEXT)?;
+        Ok(context.map_or(CuContext::NULL, |context| CuContext(context as usize)))
+    }
+
+    /// Returns an attribute of the memory at an address, or `None` if the driver does not say it.
+    pub(crate) fn attribute(
+        &self,
+        address: Address,
+        attribute: CuPointerAttribute,
+    ) -> Result<Option<u64>> {
+        match self.query_anywhere(address, [attribute], 1)? {
+            Answer::Values([value]) => Ok(Some(value)),
+            Answer::NoContext | Answer::Invalid => Ok(None),
+        }
+    }
+}
+
+/// Calls `with` with the handle of the VMM memory at an address. Returns `None` if no VMM memory is
+/// there, or the driver has no handles.
+pub(crate) fn with_handle<T>(
+    functions: &Functions,
+    address: Address,
+    with: impl FnOnce(CuMemHandle) -> Result<T>,
+) -> Result<Option<T>> {
+    let (Some(retain), Some(release)) =
+        (functions.mem_retain_allocation_handle, functions.mem_release)
+    else {
+        return Ok(None);
+    };
+    let mut handle = 0;
+    // SAFETY: `handle` is writable; the address is looked up, not followed.
+    match unsafe { retain(&mut handle, address.0 as *mut c_void) } {
+        CuResult::CUDA_ERROR_INVALID_VALUE | CuResult::CUDA_ERROR_NOT_SUPPORTED => Ok(None),
+        code => {
+            check(code, "cuMemRetainAllocationHandle")?;
+            let result = with(handle);
+            // SAFETY: retained once above, released once.
+            check(unsafe { release(handle) }, "cuMemRelease")?;
+            result.map(Some)
+        }
+    }
+}
+
+/// Returns the error for attributes that contradict each other.
+pub(crate) fn inconsistent(address: Address) -> Error {
+    Error::new(ErrorKind::Driver, "query")
+        .iface(IfaceKind::CUDA)
+        .context(
+            "reason",
+            "the driver's attributes do not describe an allocation that holds the address",
+        )
+        .context("address", address)
+}

@@ -1,0 +1,103 @@
+//! Page-locking of the application's own memory.
+
+use std::{ffi::c_void, sync::Arc};
+
+use hmem_core::{AddressRange, Error, ErrorKind, IfaceKind, Result, iface::HostRegistrar};
+
+use crate::{
+    context::{PrimaryContexts, WorkContext},
+    driver::Driver,
+    error::check,
+    lookup::PointerLookup,
+    sys::{self, CuResult},
+    table::{AllocationTable, PageLockedRange},
+};
+
+/// Page-locks host memory.
+#[derive(Debug)]
+pub(crate) struct PageLocker {
+    pub(crate) driver: Arc<Driver>,
+    pub(crate) contexts: Arc<PrimaryContexts>,
+    pub(crate) lookup: Arc<PointerLookup>,
+    pub(crate) allocations: Arc<AllocationTable>,
+}
+
+impl HostRegistrar for PageLocker {
+    unsafe fn register(&self, range: AddressRange) -> Result<()> {
+        if range.is_empty() {
+            return Err(Error::new(ErrorKind::ZeroLength, "host_register").iface(IfaceKind::CUDA));
+        }
+        let functions = &self.driver.functions;
+        let work_context = self.contexts.work_context_for_host()?;
+        let pointer = std::ptr::with_exposed_provenance_mut::<c_void>(range.start().0 as usize);
+        let register = || {
+            let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
+            let len = range.len() as usize;
+            // SAFETY: the caller of `HostRegistrar::register` keeps the range mapped.
+            let code = unsafe { (functions.mem_host_register)(pointer, len, flags) };
+            check(code, "cuMemHostRegister_v2")
+        };
+        let undo = |()| {
+            // SAFETY: registered just now.
+            check(unsafe { (functions.mem_host_unregister)(pointer) }, "cuMemHostUnregister")
+        };
+        let locked = work_context
+            .with_context_or_undo(register, undo)
+            .map_err(|error| error.context("range", range));
+        if locked.is_ok() {
+            work_context.keep();
+            let device = match &work_context {
+                WorkContext::Borrowed(..) => None,
+                WorkContext::Primary(guard) => Some(guard.device()),
+            };
+            self.allocations.insert_page_locked(PageLockedRange { range, device });
+        }
+        work_context.end(locked)
+    }
+
+    fn unregister(&self, range: AddressRange) -> Result<()> {
+        let Some(locked) = self.allocations.take_page_locked(range) else {
+            return Err(Error::new(ErrorKind::InvalidArgument, "host_unregister")
+                .iface(IfaceKind::CUDA)
+                .context("range", range)
+                .remedy("unregister exactly the range that was registered, once"));
+        };
+        let pointer = std::ptr::with_exposed_provenance_mut::<c_void>(range.start().0 as usize);
+        let mut unlocked = false;
+        let result = self.context_of(locked).and_then(|work_context| {
+            let ended = work_context.with_context(|| {
+                // SAFETY: registered by this driver and unregistered once: the table's entry is
+                // gone.
+                let code = unsafe { (self.driver.functions.mem_host_unregister)(pointer) };
+                let ended = if code == CuResult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED {
+                    tracing::debug!(%range, "the page-locking went with its context");
+                    Ok(())
+                } else {
+                    check(code, "cuMemHostUnregister")
+                };
+                ended.inspect(|()| unlocked = true)
+            });
+            work_context.end(ended)
+        });
+        if !unlocked {
+            self.allocations.insert_page_locked(locked);
+        }
+        result.map_err(|error| error.context("range", range))
+    }
+}
+
+impl PageLocker {
+    /// Returns the context in which a range is page-locked, or another if the application destroyed
+    /// it.
+    fn context_of(&self, locked: PageLockedRange) -> Result<WorkContext<'_>> {
+        if let Some(device) = locked.device {
+            return self.contexts.retain(device).map(WorkContext::Primary);
+        }
+        let context = self.lookup.context_of(locked.range.start())?;
+        if context.is_null() {
+            self.contexts.work_context_for_host()
+        } else {
+            Ok(WorkContext::Borrowed(&self.driver.functions, context))
+        }
+    }
+}

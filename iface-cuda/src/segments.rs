@@ -1,0 +1,121 @@
+//! Parts of a range that NICs reach each by itself.
+
+use std::sync::Arc;
+
+use hmem_core::{
+    Address, AddressRange, AllocationKind, Error, ErrorKind, IfaceKind, Result, Segment,
+    iface::SegmentMap,
+};
+
+use crate::{
+    context::{PrimaryContexts, WorkContext},
+    driver::Driver,
+    error::check,
+    lookup::{PointerLookup, inconsistent, with_handle},
+    sys::{self, CuDevicePtr, CuResult},
+};
+
+/// Divides ranges into segments.
+#[derive(Debug)]
+pub(crate) struct Segments {
+    pub(crate) driver: Arc<Driver>,
+    pub(crate) contexts: Arc<PrimaryContexts>,
+    pub(crate) lookup: Arc<PointerLookup>,
+}
+
+impl SegmentMap for Segments {
+    /// Returns the mappings in a range, and whether each was created to be exported. No property
+    /// says it of memory that is not VMM memory: only an export shows it.
+    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
+        let outside = || {
+            Error::new(ErrorKind::OutOfBounds, "segments")
+                .iface(IfaceKind::CUDA)
+                .context("range", range)
+                .remedy("the range must lie in one live allocation")
+        };
+        let found = self.lookup.find(range.start())?.ok_or_else(outside)?;
+        let allocation = found.allocation;
+        if !allocation.range.contains_range(range) {
+            return Err(outside().context("allocation", allocation.range));
+        }
+        if allocation.kind.cpu_accessible() {
+            return Ok(vec![Segment { range, exportable: false }]);
+        }
+        if allocation.kind != AllocationKind::Virtual {
+            return Ok(vec![Segment { range, exportable: true }]);
+        }
+        let work_context = self.contexts.work_context(found.context, found.device())?;
+        let segments = self.mappings(range, &work_context);
+        work_context.end(segments)
+    }
+
+    fn not_exportable(&self) -> &'static str {
+        "IS_GPU_DIRECT_RDMA_CAPABLE is 0"
+    }
+}
+
+impl Segments {
+    /// Returns the mapped parts of a range of a reservation.
+    fn mappings(
+        &self,
+        range: AddressRange,
+        work_context: &WorkContext<'_>,
+    ) -> Result<Vec<Segment>> {
+        let mut segments = Vec::new();
+        let mut done = 0;
+        while let Some(rest) = range.slice(done, range.len() - done).filter(|rest| !rest.is_empty())
+        {
+            let mapping = work_context.with_context(|| self.mapping_at(rest.start()))?;
+            let offset = rest.start().0.wrapping_sub(mapping.start().0);
+            let len = mapping.len().saturating_sub(offset).min(rest.len());
+            let part = rest.slice(0, len).filter(|part| !part.is_empty());
+            let part =
+                part.ok_or_else(|| inconsistent(rest.start()).context("mapping", mapping))?;
+            segments.push(Segment { range: part, exportable: self.is_rdma_capable(part.start())? });
+            done += len;
+        }
+        Ok(segments)
+    }
+
+    /// Returns the mapping around an address of a reservation. `cuda.h` on RANGE_SIZE: "To retrieve
+    /// the size of the mapped region, see cuMemGetAddressRange".
+    fn mapping_at(&self, address: Address) -> Result<AddressRange> {
+        let (mut base, mut size): (CuDevicePtr, usize) = (0, 0);
+        let get = self.driver.functions.mem_get_address_range;
+        // SAFETY: `base` and `size` are writable.
+        match unsafe { get(&mut base, &mut size, address.0) } {
+            code @ (CuResult::CUDA_ERROR_INVALID_VALUE | CuResult::CUDA_ERROR_NOT_FOUND) => {
+                Err(Error::new(ErrorKind::OutOfBounds, "cuMemGetAddressRange_v2")
+                    .iface(IfaceKind::CUDA)
+                    .driver_code(code.name().unwrap_or_default(), code.0.into())
+                    .context("address", address)
+                    .remedy(
+                        "no memory is mapped there (cuMemMap): map it, or register the mapped parts",
+                    ))
+            }
+            code => check(code, "cuMemGetAddressRange_v2")
+                .and_then(|()| AddressRange::new(Address(base), size as u64)),
+        }
+    }
+
+    /// Returns true if GPUDirect RDMA reaches the memory at an address. The driver's attribute
+    /// decides, or on older drivers the property of the physical memory. If the driver has neither,
+    /// only an export shows it, and the result is true.
+    pub(crate) fn is_rdma_capable(&self, address: Address) -> Result<bool> {
+        let attribute = sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE;
+        if let Some(capable) = self.lookup.attribute(address, attribute)? {
+            return Ok(capable != 0);
+        }
+        let functions = &self.driver.functions;
+        let Some(properties) = functions.mem_get_allocation_properties else { return Ok(true) };
+        let capable = with_handle(functions, address, |handle| {
+            let mut of_memory = sys::CuMemAllocationProp::default();
+            // SAFETY: the place is writable, and the handle is retained meanwhile.
+            let code = unsafe { properties(&mut of_memory, handle) };
+            check(code, "cuMemGetAllocationPropertiesFromHandle")
+                .map(|()| of_memory.gpu_direct_rdma_capable != 0)
+        })?;
+        // Other memory than VMM memory has no handle.
+        Ok(capable.unwrap_or(true))
+    }
+}

@@ -1,0 +1,83 @@
+//! Streams and events: creating, waiting, destroying, and those that a context keeps.
+
+use hmem_core::Result;
+
+use crate::{
+    error::check,
+    sys::{self, CuEvent, CuStream, Functions},
+};
+
+/// Streams and events of one primary context.
+#[derive(Debug, Default)]
+pub(crate) struct ContextStreams {
+    /// Stream of asynchronous copies, which end in the order in which they began. Null until the
+    /// first of them.
+    pub(crate) ordered: CuStream,
+    /// Streams that are not in use. Each thread that waits for its own work takes one.
+    pub(crate) spare: Vec<CuStream>,
+    /// Events that are not in use.
+    pub(crate) events: Vec<CuEvent>,
+}
+
+impl ContextStreams {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.events.is_empty() && self.spare.is_empty() && self.ordered.is_null()
+    }
+
+    /// Destroys all streams and events. Their context is current. On an error those that were not
+    /// destroyed stay.
+    pub(crate) fn destroy(&mut self, functions: &Functions) -> Result<()> {
+        while let Some(event) = self.events.last() {
+            destroy_event(functions, *event)?;
+            self.events.pop();
+        }
+        while let Some(stream) = self.spare.last() {
+            destroy_stream(functions, *stream)?;
+            self.spare.pop();
+        }
+        if !self.ordered.is_null() {
+            // Copies that still run on it end before it goes.
+            destroy_stream(functions, self.ordered)?;
+            self.ordered = CuStream::NULL;
+        }
+        Ok(())
+    }
+}
+
+/// Creates a stream of the current context that waits for no other stream.
+pub(crate) fn new_stream(functions: &Functions) -> Result<CuStream> {
+    let mut stream = CuStream::NULL;
+    check(
+        // SAFETY: `stream` is writable.
+        unsafe { (functions.stream_create)(&mut stream, sys::CU_STREAM_NON_BLOCKING) },
+        "cuStreamCreate",
+    )?;
+    Ok(stream)
+}
+
+/// Creates an event of the current context.
+pub(crate) fn new_event(functions: &Functions) -> Result<CuEvent> {
+    let mut event = CuEvent::NULL;
+    let flags = sys::CU_EVENT_DISABLE_TIMING;
+    // SAFETY: `event` is writable.
+    check(unsafe { (functions.event_create)(&mut event, flags) }, "cuEventCreate")?;
+    Ok(event)
+}
+
+/// Waits for all work on a stream of [`new_stream`], or on the current context's default one (null).
+pub(crate) fn synchronize(functions: &Functions, stream: CuStream) -> Result<()> {
+    // SAFETY: the stream is one of `new_stream` that was not destroyed, or null.
+    check(unsafe { (functions.stream_synchronize)(stream) }, "cuStreamSynchronize")
+}
+
+/// Destroys a stream of [`new_stream`] that no thread uses.
+pub(crate) fn destroy_stream(functions: &Functions, stream: CuStream) -> Result<()> {
+    // SAFETY: the stream is one of `new_stream`, which its caller destroys once.
+    check(unsafe { (functions.stream_destroy)(stream) }, "cuStreamDestroy_v2")
+}
+
+/// Destroys an event of [`new_event`] that no copy waits for.
+pub(crate) fn destroy_event(functions: &Functions, event: CuEvent) -> Result<()> {
+    // SAFETY: the event is one of `new_event`, which its caller destroys once.
+    check(unsafe { (functions.event_destroy)(event) }, "cuEventDestroy_v2")
+}
