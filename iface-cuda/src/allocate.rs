@@ -9,29 +9,25 @@ use hmem_core::{
 };
 
 use crate::{
-    context::{PrimaryContexts, with_context},
-    driver::Driver,
+    context::with_context,
     error::{check, lacks, lacks_symbol},
     lookup::PointerLookup,
     monitor::FreeSubscriptions,
     streams::synchronize,
-    sys::{self, CuDevicePtr, CuMemHandle, CuResult, Functions},
-    table::{AllocationTable, Left, Origin, OwnedAllocation},
+    sys::{self, CuDevicePtr, CuMemHandle},
+    table::{Left, Origin, OwnedAllocation},
 };
 
 /// Allocates and frees memory of the driver.
 #[derive(Debug)]
 pub(crate) struct DeviceAllocator {
-    pub(crate) driver: Arc<Driver>,
-    pub(crate) contexts: Arc<PrimaryContexts>,
     pub(crate) lookup: Arc<PointerLookup>,
-    pub(crate) allocations: Arc<AllocationTable>,
     pub(crate) subscriptions: Arc<FreeSubscriptions>,
 }
 
 impl Allocator for DeviceAllocator {
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
-        let abilities = self.driver.device("allocate", request.device)?.abilities;
+        let abilities = self.lookup.driver().device("allocate", request.device)?.abilities;
         let described = |error: Error| {
             error
                 .device(request.device)
@@ -63,25 +59,25 @@ impl Allocator for DeviceAllocator {
     /// Frees memory. The subscribers of the monitor are notified before, so that a cached
     /// registration is invalidated when the memory goes.
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        let mut owned = self.allocations.take(allocation)?;
+        let mut owned = self.lookup.contexts.allocations.take(allocation)?;
         let mut freed = false;
-        let result = self.contexts.retain_until_close(owned.device).and_then(|context| {
+        let result = self.lookup.contexts.retain_until_close(owned.device).and_then(|context| {
             let free = || {
                 let (base, device) = (allocation.base().0, owned.device);
                 self.release(base, device, &mut owned.origin).inspect(|()| freed = true)
             };
             self.subscriptions.while_freeing(allocation.range, || {
-                with_context(&self.driver.functions, context, free)
+                with_context(&self.lookup.driver().functions, context, free)
             })
         });
         if !freed {
-            self.allocations.insert(owned);
+            self.lookup.contexts.allocations.insert(owned);
         }
         result.map_err(|error| error.context("allocation", allocation.range))
     }
 
     fn is_device_active(&self, device: DeviceId) -> Result<bool> {
-        self.contexts.is_active(device)
+        self.lookup.contexts.is_active(device)
     }
 }
 
@@ -93,7 +89,7 @@ impl DeviceAllocator {
             Error::new(ErrorKind::OutOfResources, "allocate")
                 .remedy("no machine has that much memory")
         })?;
-        let guard = self.contexts.retain(device)?;
+        let guard = self.lookup.contexts.retain(device)?;
         let (base, mut origin) = guard.with_context_or_undo(
             || match request.kind {
                 AllocationKind::Host => Ok((self.host_alloc(len)?, Origin::Host)),
@@ -125,33 +121,32 @@ impl DeviceAllocator {
         let range = AddressRange::new(Address(base), request.len)?;
         let allocation = Allocation { range, ..found.allocation };
         let (id, device, origin) = (allocation.id, request.device, origin.clone());
-        self.allocations.insert(OwnedAllocation { id, range, device, origin });
+        self.lookup.contexts.allocations.insert(OwnedAllocation { id, range, device, origin });
         Ok(allocation)
     }
 
     fn device_alloc(&self, len: usize) -> Result<u64> {
         let mut base: CuDevicePtr = 0;
+        let allocate = self.lookup.driver().functions.mem_alloc;
         // SAFETY: `base` is writable.
-        check(unsafe { (self.driver.functions.mem_alloc)(&mut base, len) }, "cuMemAlloc_v2")?;
+        check(unsafe { allocate(&mut base, len) }, "cuMemAlloc_v2")?;
         Ok(base)
     }
 
     fn managed_alloc(&self, len: usize) -> Result<u64> {
         let mut base: CuDevicePtr = 0;
+        let allocate = self.lookup.driver().functions.mem_alloc_managed;
         // SAFETY: `base` is writable.
-        let code = unsafe {
-            (self.driver.functions.mem_alloc_managed)(&mut base, len, sys::CU_MEM_ATTACH_GLOBAL)
-        };
+        let code = unsafe { allocate(&mut base, len, sys::CU_MEM_ATTACH_GLOBAL) };
         check(code, "cuMemAllocManaged")?;
         Ok(base)
     }
 
     fn host_alloc(&self, len: usize) -> Result<u64> {
         let mut base: *mut c_void = std::ptr::null_mut();
+        let allocate = self.lookup.driver().functions.mem_host_alloc;
         // SAFETY: `base` is writable.
-        let code = unsafe {
-            (self.driver.functions.mem_host_alloc)(&mut base, len, sys::CU_MEMHOSTALLOC_PORTABLE)
-        };
+        let code = unsafe { allocate(&mut base, len, sys::CU_MEMHOSTALLOC_PORTABLE) };
         check(code, "cuMemHostAlloc")?;
         Ok(base.expose_provenance() as u64)
     }
@@ -159,11 +154,11 @@ impl DeviceAllocator {
     /// Allocates from the device's default pool memory that can be used when this returns. Fails
     /// before the allocation if the driver cannot free such memory.
     fn pool_alloc(&self, device: DeviceId, len: usize) -> Result<u64> {
-        let functions = &self.driver.functions;
+        let functions = &self.lookup.driver().functions;
         functions.mem_free_async.ok_or_else(|| lacks_symbol("allocate", "cuMemFreeAsync"))?;
         let allocate =
             functions.mem_alloc_async.ok_or_else(|| lacks_symbol("allocate", "cuMemAllocAsync"))?;
-        self.contexts.with_own_stream(device, |stream| {
+        self.lookup.contexts.with_own_stream(device, |stream| {
             let mut base: CuDevicePtr = 0;
             // SAFETY: `base` is writable, and the stream is this driver's own.
             check(unsafe { allocate(&mut base, len, stream) }, "cuMemAllocAsync")?;
@@ -179,43 +174,61 @@ impl DeviceAllocator {
     /// Maps one handle into a reservation of its own. Its device may access it, and so may RDMA where
     /// the device supports that.
     fn virtual_alloc(&self, device: DeviceId, len: usize) -> Result<(u64, Origin)> {
-        let entry = self.driver.device("allocate", device)?;
-        let vmm = Vmm::of(&self.driver.functions)?;
+        let entry = self.lookup.driver().device("allocate", device)?;
+        let f = &self.lookup.driver().functions;
+        let granularity = vmm(f.mem_get_allocation_granularity, "cuMemGetAllocationGranularity")?;
+        let reserve = vmm(f.mem_address_reserve, "cuMemAddressReserve")?;
+        let create = vmm(f.mem_create, "cuMemCreate")?;
+        let map = vmm(f.mem_map, "cuMemMap")?;
+        let set_access = vmm(f.mem_set_access, "cuMemSetAccess")?;
+        // `release` calls these.
+        vmm(f.mem_unmap, "cuMemUnmap")?;
+        vmm(f.mem_address_free, "cuMemAddressFree")?;
+        vmm(f.mem_release, "cuMemRelease")?;
+        let location =
+            sys::CuMemLocation { kind: sys::CU_MEM_LOCATION_TYPE_DEVICE, id: entry.handle };
         let properties = sys::CuMemAllocationProp {
             kind: sys::CU_MEM_ALLOCATION_TYPE_PINNED,
-            location: sys::CuMemLocation {
-                kind: sys::CU_MEM_LOCATION_TYPE_DEVICE,
-                id: entry.handle,
-            },
+            location,
             gpu_direct_rdma_capable: entry.abilities.rdma_with_vmm.into(),
             ..sys::CuMemAllocationProp::default()
         };
         let mut step = 0;
         let option = sys::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
-        check(
-            // SAFETY: `step` is writable and `properties` is complete.
-            unsafe { (vmm.granularity)(&mut step, &properties, option) },
-            "cuMemGetAllocationGranularity",
-        )?;
+        // SAFETY: `step` is writable and `properties` is complete.
+        let code = unsafe { granularity(&mut step, &properties, option) };
+        check(code, "cuMemGetAllocationGranularity")?;
         let size = len.checked_next_multiple_of(step.max(1)).ok_or_else(|| {
             Error::new(ErrorKind::OutOfResources, "cuMemGetAllocationGranularity")
                 .context("granularity", step)
         })?;
-        let mut handle: CuMemHandle = 0;
+        let (mut handle, mut base, mut left): (CuMemHandle, CuDevicePtr, _) = (0, 0, Left::Handle);
         // SAFETY: `handle` is writable and `properties` is complete.
-        check(unsafe { (vmm.create)(&mut handle, size, &properties, 0) }, "cuMemCreate")?;
-        let mapped = map(&vmm, handle, size, properties.location);
+        check(unsafe { create(&mut handle, size, &properties, 0) }, "cuMemCreate")?;
+        let mut map_at_new_addresses = || {
+            // SAFETY: `base` is writable.
+            check(unsafe { reserve(&mut base, size, 0, 0, 0) }, "cuMemAddressReserve")?;
+            left = Left::Reservation;
+            // SAFETY: the reservation is new and of this size, and so is the handle.
+            check(unsafe { map(base, size, 0, handle, 0) }, "cuMemMap")?;
+            left = Left::Mapping;
+            let flags = sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+            let access = sys::CuMemAccessDesc { location, flags };
+            // SAFETY: the whole range was mapped just now; `access` is one description.
+            check(unsafe { set_access(base, size, &access, 1) }, "cuMemSetAccess")
+        };
+        let mapped = map_at_new_addresses();
+        let mut origin = Origin::Virtual { size, handle, left };
         if mapped.is_err() {
-            // SAFETY: created above and mapped nowhere.
-            check(unsafe { (vmm.release)(handle) }, "cuMemRelease")?;
+            self.release(base, device, &mut origin)?;
         }
-        Ok((mapped?, Origin::Virtual { size, handle, left: Left::Mapping }))
+        mapped.map(|()| (base, origin))
     }
 
     /// Frees memory by the call that belongs to its origin. The device's primary context is current.
     /// After a refusal `origin` has the steps that are left, and the next call goes on from there.
     fn release(&self, base: u64, device: DeviceId, origin: &mut Origin) -> Result<()> {
-        let functions = &self.driver.functions;
+        let functions = &self.lookup.driver().functions;
         match origin {
             // SAFETY: allocated by this driver and freed once: the table's entry goes with it.
             Origin::Memory => check(unsafe { (functions.mem_free)(base) }, "cuMemFree_v2"),
@@ -226,19 +239,21 @@ impl DeviceAllocator {
             }
             Origin::Pool => self.pool_free(base, device),
             Origin::Virtual { size, handle, left } => {
-                let vmm = Vmm::of(functions)?;
+                let unmap = vmm(functions.mem_unmap, "cuMemUnmap")?;
+                let unreserve = vmm(functions.mem_address_free, "cuMemAddressFree")?;
+                let release = vmm(functions.mem_release, "cuMemRelease")?;
                 if *left == Left::Mapping {
-                    // SAFETY: mapped by this driver at `base` in this size.
-                    check(unsafe { (vmm.unmap)(base, *size) }, "cuMemUnmap")?;
+                    // SAFETY: mapped by `virtual_alloc` at `base` in this size.
+                    check(unsafe { unmap(base, *size) }, "cuMemUnmap")?;
                     *left = Left::Reservation;
                 }
                 if *left == Left::Reservation {
-                    // SAFETY: the reservation of `map`, with nothing mapped in it any longer.
-                    check(unsafe { (vmm.unreserve)(base, *size) }, "cuMemAddressFree")?;
+                    // SAFETY: reserved by `virtual_alloc`, with nothing mapped in it any longer.
+                    check(unsafe { unreserve(base, *size) }, "cuMemAddressFree")?;
                     *left = Left::Handle;
                 }
-                // SAFETY: created by this driver and released once.
-                check(unsafe { (vmm.release)(*handle) }, "cuMemRelease")
+                // SAFETY: created by `virtual_alloc` and released once.
+                check(unsafe { release(*handle) }, "cuMemRelease")
             }
             Origin::Imported { .. } => Err(Error::new(ErrorKind::BadState, "free")
                 .iface(IfaceKind::CUDA)
@@ -247,10 +262,10 @@ impl DeviceAllocator {
     }
 
     fn pool_free(&self, base: u64, device: DeviceId) -> Result<()> {
-        let functions = &self.driver.functions;
+        let functions = &self.lookup.driver().functions;
         let free =
             functions.mem_free_async.ok_or_else(|| lacks_symbol("free", "cuMemFreeAsync"))?;
-        self.contexts.with_own_stream(device, |stream| {
+        self.lookup.contexts.with_own_stream(device, |stream| {
             // SAFETY: allocated by this driver and freed once; the caller promises that nothing
             // uses it any longer.
             check(unsafe { free(base, stream) }, "cuMemFreeAsync")?;
@@ -264,68 +279,7 @@ impl DeviceAllocator {
     }
 }
 
-/// Reserves addresses and maps `handle` there. On an error neither stays.
-fn map(
-    vmm: &Vmm,
-    handle: CuMemHandle,
-    size: usize,
-    location: sys::CuMemLocation,
-) -> Result<CuDevicePtr> {
-    let mut base: CuDevicePtr = 0;
-    // SAFETY: `base` is writable.
-    check(unsafe { (vmm.reserve)(&mut base, size, 0, 0, 0) }, "cuMemAddressReserve")?;
-    // SAFETY: the reservation is new and of this size, and so is the handle.
-    let mapped = check(unsafe { (vmm.map)(base, size, 0, handle, 0) }, "cuMemMap");
-    let opened = mapped.and_then(|()| {
-        let access =
-            sys::CuMemAccessDesc { location, flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
-        // SAFETY: the whole range was mapped just now; `access` is one description.
-        let opened = check(unsafe { (vmm.set_access)(base, size, &access, 1) }, "cuMemSetAccess");
-        if opened.is_err() {
-            // SAFETY: mapped just now, and passed to no caller.
-            check(unsafe { (vmm.unmap)(base, size) }, "cuMemUnmap")?;
-        }
-        opened
-    });
-    if opened.is_err() {
-        // SAFETY: reserved above, with nothing mapped in it.
-        check(unsafe { (vmm.unreserve)(base, size) }, "cuMemAddressFree")?;
-    }
-    opened.map(|()| base)
-}
-
-/// Functions of virtual memory management, which older drivers lack.
-struct Vmm {
-    granularity: unsafe extern "C" fn(*mut usize, *const sys::CuMemAllocationProp, u32) -> CuResult,
-    reserve: unsafe extern "C" fn(*mut CuDevicePtr, usize, usize, CuDevicePtr, u64) -> CuResult,
-    unreserve: unsafe extern "C" fn(CuDevicePtr, usize) -> CuResult,
-    create: unsafe extern "C" fn(
-        *mut CuMemHandle,
-        usize,
-        *const sys::CuMemAllocationProp,
-        u64,
-    ) -> CuResult,
-    release: unsafe extern "C" fn(CuMemHandle) -> CuResult,
-    map: unsafe extern "C" fn(CuDevicePtr, usize, usize, CuMemHandle, u64) -> CuResult,
-    unmap: unsafe extern "C" fn(CuDevicePtr, usize) -> CuResult,
-    set_access:
-        unsafe extern "C" fn(CuDevicePtr, usize, *const sys::CuMemAccessDesc, usize) -> CuResult,
-}
-
-impl Vmm {
-    fn of(f: &Functions) -> Result<Self> {
-        let missing = |symbol| move || lacks_symbol("virtual memory", symbol);
-        Ok(Self {
-            granularity: f
-                .mem_get_allocation_granularity
-                .ok_or_else(missing("cuMemGetAllocationGranularity"))?,
-            reserve: f.mem_address_reserve.ok_or_else(missing("cuMemAddressReserve"))?,
-            unreserve: f.mem_address_free.ok_or_else(missing("cuMemAddressFree"))?,
-            create: f.mem_create.ok_or_else(missing("cuMemCreate"))?,
-            release: f.mem_release.ok_or_else(missing("cuMemRelease"))?,
-            map: f.mem_map.ok_or_else(missing("cuMemMap"))?,
-            unmap: f.mem_unmap.ok_or_else(missing("cuMemUnmap"))?,
-            set_access: f.mem_set_access.ok_or_else(missing("cuMemSetAccess"))?,
-        })
-    }
+/// Returns a function of virtual memory management, which older drivers lack.
+fn vmm<F>(function: Option<F>, symbol: &'static str) -> Result<F> {
+    function.ok_or_else(|| lacks_symbol("virtual memory", symbol))
 }

@@ -2,13 +2,11 @@
 //!
 //! The CUDA runtime and most libraries use a device's primary context. It exists once in a process
 //! and is created by the first retain, so that it is this crate's one piece of process-wide state.
-//! A call retains it while the call works in it ([`PrimaryContextGuard`]). If something lives on in
+//! A call retains it while the call works in it ([`WorkContext`]). If something lives on in
 //! it (an allocation, the stream of copies), it stays retained until the iface closes. Otherwise the
 //! last call that works in it releases it: a call that is refused, or that only queries, leaves no
 //! context behind. Contexts of the application are used for the duration of a call and never
 //! retained.
-
-use std::sync::Arc;
 
 use hmem_core::{DeviceId, Error, ErrorKind, IfaceKind, Result};
 use parking_lot::Mutex;
@@ -17,16 +15,17 @@ use crate::{
     driver::{DeviceEntry, Driver},
     error::check,
     hooks::without_notifying,
-    streams::{ContextStreams, new_event, new_stream},
-    sys::{CuContext, CuDevice, CuEvent, CuResult, CuStream, Functions},
+    streams::{ContextStreams, new_stream},
+    sys::{CuContext, CuDevice, CuResult, CuStream, Functions},
     table::AllocationTable,
 };
 
 /// Primary contexts that the iface retains.
 #[derive(Debug)]
 pub(crate) struct PrimaryContexts {
-    driver: Arc<Driver>,
-    allocations: Arc<AllocationTable>,
+    pub(crate) driver: Driver,
+    /// Memory of the iface, most of which lives in these contexts.
+    pub(crate) allocations: AllocationTable,
     /// One place for each device of the driver, in the same order.
     retained: Vec<Mutex<Option<PrimaryContext>>>,
 }
@@ -49,61 +48,18 @@ struct Slot<'a> {
     primary: &'a Mutex<Option<PrimaryContext>>,
 }
 
-/// Keeps a device's primary context retained. When it is ended or dropped, the context is released
-/// unless another call works in it or something lives on in it.
+/// Keeps a device's primary context retained. When it is dropped, the context is released unless
+/// another call works in it or something lives on in it.
 #[derive(Debug)]
-#[must_use = "dropped, the context may go"]
-pub(crate) struct PrimaryContextGuard<'a> {
+struct PrimaryContextGuard<'a> {
     contexts: &'a PrimaryContexts,
     slot: Slot<'a>,
-    context: CuContext,
-    ended: bool,
+    released: bool,
 }
 
 impl PrimaryContextGuard<'_> {
-    pub(crate) fn context(&self) -> CuContext {
-        self.context
-    }
-
-    pub(crate) fn device(&self) -> DeviceId {
-        self.slot.entry.description.id
-    }
-
-    /// Keeps the context retained until the iface closes: something lives on in it.
-    pub(crate) fn keep(&self) {
-        if let Some(primary) = &mut *self.slot.primary.lock() {
-            primary.kept = true;
-        }
-    }
-
-    /// Like [`with_context`]. A context that cannot be popped is kept, so that the thread has no
-    /// destroyed one.
-    pub(crate) fn with_context<T>(&self, run: impl FnOnce() -> Result<T>) -> Result<T> {
-        self.with_context_or_undo(run, |_| Ok(()))
-    }
-
-    /// Like [`WorkContext::with_context_or_undo`].
-    pub(crate) fn with_context_or_undo<T>(
-        &self,
-        run: impl FnOnce() -> Result<T>,
-        undo: impl FnOnce(T) -> Result<()>,
-    ) -> Result<T> {
-        let functions = &self.contexts.driver.functions;
-        current_while(functions, self.context, run, undo, || self.keep())
-    }
-
-    /// Releases the context. If `result` is an error, returns it and logs a failed release.
-    ///
-    /// # Errors
-    /// The error of `result`, or the driver refuses the release. The context then stays retained,
-    /// and goes with its next user or as the iface closes.
-    pub(crate) fn end<T>(mut self, result: Result<T>) -> Result<T> {
-        let value = result?;
-        self.leave().map(|()| value)
-    }
-
-    fn leave(&mut self) -> Result<()> {
-        if std::mem::replace(&mut self.ended, true) {
+    fn release(&mut self) -> Result<()> {
+        if std::mem::replace(&mut self.released, true) {
             return Ok(());
         }
         let mut primary = self.slot.primary.lock();
@@ -118,7 +74,7 @@ impl PrimaryContextGuard<'_> {
 
 impl Drop for PrimaryContextGuard<'_> {
     fn drop(&mut self) {
-        if let Err(error) = self.leave() {
+        if let Err(error) = self.release() {
             tracing::error!(%error, "a CUDA context is kept until its iface closes");
         }
     }
@@ -127,22 +83,38 @@ impl Drop for PrimaryContextGuard<'_> {
 /// A context that a call works in.
 #[derive(Debug)]
 #[must_use = "dropped, the context may go"]
-pub(crate) enum WorkContext<'a> {
-    /// A context of the application: the memory's own, or the calling thread's. Never retained.
-    Borrowed(&'a Functions, CuContext),
-    /// A device's primary context.
-    Primary(PrimaryContextGuard<'a>),
+pub(crate) struct WorkContext<'a> {
+    functions: &'a Functions,
+    pub(crate) context: CuContext,
+    /// `None` for a context of the application: the memory's own, or the calling thread's. Its
+    /// owner decides how long it lives.
+    guard: Option<PrimaryContextGuard<'a>>,
 }
 
-impl WorkContext<'_> {
-    pub(crate) fn context(&self) -> CuContext {
-        match self {
-            Self::Borrowed(_, context) => *context,
-            Self::Primary(guard) => guard.context(),
+impl<'a> WorkContext<'a> {
+    /// Uses a context of the application, which is not retained.
+    pub(crate) fn borrowed(functions: &'a Functions, context: CuContext) -> Self {
+        Self { functions, context, guard: None }
+    }
+
+    /// Returns the device of a primary context.
+    pub(crate) fn primary_of(&self) -> Option<DeviceId> {
+        self.guard.as_ref().map(|guard| guard.slot.entry.description.id)
+    }
+
+    /// Keeps a primary context retained until the iface closes: something lives on in it.
+    pub(crate) fn keep(&self) {
+        if let Some(guard) = &self.guard
+            && let Some(primary) = &mut *guard.slot.primary.lock()
+        {
+            primary.kept = true;
         }
     }
 
-    /// Like [`PrimaryContextGuard::with_context`].
+    /// Runs `run` with the context current on this thread, and restores the thread's own context.
+    ///
+    /// # Errors
+    /// The error of `run`, or of the driver.
     pub(crate) fn with_context<T>(&self, run: impl FnOnce() -> Result<T>) -> Result<T> {
         self.with_context_or_undo(run, |_| Ok(()))
     }
@@ -154,65 +126,41 @@ impl WorkContext<'_> {
         run: impl FnOnce() -> Result<T>,
         undo: impl FnOnce(T) -> Result<()>,
     ) -> Result<T> {
-        match self {
-            Self::Borrowed(functions, context) => {
-                current_while(functions, *context, run, undo, || ())
-            }
-            Self::Primary(guard) => guard.with_context_or_undo(run, undo),
+        // SAFETY: the context is a retained primary one, one that the driver named as the calling
+        // thread's just now, or the context of memory that the driver knew just now, with which it
+        // would have gone.
+        let code = unsafe { (self.functions.ctx_push_current)(self.context) };
+        check(code, "cuCtxPushCurrent_v2")?;
+        let result = run();
+        let Err(refused) = pop(self.functions) else { return result };
+        let result = result.and_then(|value| undo(value).and(Err(refused)));
+        // The caller must not go on with a foreign context current: one more attempt.
+        if let Err(error) = pop(self.functions) {
+            tracing::error!(%error, "the calling thread keeps a CUDA context that is not its own");
+            // So that the thread has no destroyed context.
+            self.keep();
         }
+        result
     }
 
-    /// Like [`PrimaryContextGuard::keep`]. The owner of a borrowed context decides how long it
-    /// lives.
-    pub(crate) fn keep(&self) {
-        if let Self::Primary(guard) = self {
-            guard.keep();
-        }
-    }
-
-    /// Like [`PrimaryContextGuard::end`].
-    pub(crate) fn end<T>(self, result: Result<T>) -> Result<T> {
-        match self {
-            Self::Borrowed(..) => result,
-            Self::Primary(guard) => guard.end(result),
-        }
+    /// Releases the context. If `result` is an error, returns it and logs a failed release.
+    ///
+    /// # Errors
+    /// The error of `result`, or the driver refuses the release. The context then stays retained,
+    /// and goes with its next user or as the iface closes.
+    pub(crate) fn end<T>(mut self, result: Result<T>) -> Result<T> {
+        let value = result?;
+        self.guard.as_mut().map_or(Ok(()), PrimaryContextGuard::release).map(|()| value)
     }
 }
 
-/// Runs `run` with `context` current on this thread, and restores the thread's own context.
-///
-/// # Errors
-/// The error of `run`, or of the driver.
+/// Like [`WorkContext::with_context`], in a context that is not retained for it.
 pub(crate) fn with_context<T>(
     functions: &Functions,
     context: CuContext,
     run: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
-    current_while(functions, context, run, |_| Ok(()), || ())
-}
-
-/// Calls `undo` if the thread's own context cannot be restored, and `stuck` if `context` stays
-/// current.
-fn current_while<T>(
-    functions: &Functions,
-    context: CuContext,
-    run: impl FnOnce() -> Result<T>,
-    undo: impl FnOnce(T) -> Result<()>,
-    stuck: impl FnOnce(),
-) -> Result<T> {
-    // SAFETY: the context is a retained primary one, one that the driver named as the calling
-    // thread's just now, or the context of memory that the driver knew just now, with which it
-    // would have gone.
-    check(unsafe { (functions.ctx_push_current)(context) }, "cuCtxPushCurrent_v2")?;
-    let result = run();
-    let Err(refused) = pop(functions) else { return result };
-    let result = result.and_then(|value| undo(value).and(Err(refused)));
-    // The caller must not go on with a foreign context current: one more attempt.
-    if let Err(error) = pop(functions) {
-        tracing::error!(%error, "the calling thread keeps a CUDA context that is not its own");
-        stuck();
-    }
-    result
+    WorkContext::borrowed(functions, context).with_context(run)
 }
 
 fn pop(functions: &Functions) -> Result<()> {
@@ -222,9 +170,9 @@ fn pop(functions: &Functions) -> Result<()> {
 }
 
 impl PrimaryContexts {
-    pub(crate) fn new(driver: Arc<Driver>, allocations: Arc<AllocationTable>) -> Self {
+    pub(crate) fn new(driver: Driver) -> Self {
         let retained = driver.devices.iter().map(|_| Mutex::new(None)).collect();
-        Self { driver, allocations, retained }
+        Self { driver, allocations: AllocationTable::default(), retained }
     }
 
     fn slot(&self, operation: &'static str, device: DeviceId) -> Result<Slot<'_>> {
@@ -239,7 +187,7 @@ impl PrimaryContexts {
 
     /// Retains the primary context of a device. The driver creates it if no part of the process has
     /// it.
-    pub(crate) fn retain(&self, device: DeviceId) -> Result<PrimaryContextGuard<'_>> {
+    pub(crate) fn retain(&self, device: DeviceId) -> Result<WorkContext<'_>> {
         let slot = self.slot("cuDevicePrimaryCtxRetain", device)?;
         self.join(slot, &mut slot.primary.lock())
     }
@@ -249,7 +197,7 @@ impl PrimaryContexts {
         &'a self,
         slot: Slot<'a>,
         primary: &mut Option<PrimaryContext>,
-    ) -> Result<PrimaryContextGuard<'a>> {
+    ) -> Result<WorkContext<'a>> {
         let primary = match primary {
             Some(primary) => primary,
             empty => {
@@ -264,21 +212,20 @@ impl PrimaryContexts {
             }
         };
         primary.users += 1;
-        Ok(PrimaryContextGuard { contexts: self, slot, context: primary.context, ended: false })
+        let guard = PrimaryContextGuard { contexts: self, slot, released: false };
+        let functions = &self.driver.functions;
+        Ok(WorkContext { functions, context: primary.context, guard: Some(guard) })
     }
 
     /// Retains the primary context of a device until the iface closes.
     pub(crate) fn retain_until_close(&self, device: DeviceId) -> Result<CuContext> {
         let guard = self.retain(device)?;
         guard.keep();
-        Ok(guard.context())
+        Ok(guard.context)
     }
 
     /// Retains the primary context of a device if this process has it already.
-    pub(crate) fn retain_if_active(
-        &self,
-        device: DeviceId,
-    ) -> Result<Option<PrimaryContextGuard<'_>>> {
+    pub(crate) fn retain_if_active(&self, device: DeviceId) -> Result<Option<WorkContext<'_>>> {
         let slot = self.slot("cuDevicePrimaryCtxGetState", device)?;
         let mut primary = slot.primary.lock();
         if primary.is_none() && !self.is_active(device)? {
@@ -333,8 +280,8 @@ impl PrimaryContexts {
     pub(crate) fn work_context(&self, own: CuContext, device: DeviceId) -> Result<WorkContext<'_>> {
         let borrowed = if own.is_null() { self.current_of(device)? } else { Some(own) };
         match borrowed {
-            Some(context) => Ok(WorkContext::Borrowed(&self.driver.functions, context)),
-            None => self.retain(device).map(WorkContext::Primary),
+            Some(context) => Ok(WorkContext::borrowed(&self.driver.functions, context)),
+            None => self.retain(device),
         }
     }
 
@@ -350,40 +297,28 @@ impl PrimaryContexts {
         let (first, rest): (Vec<_>, Vec<_>) = self.driver.devices.iter().partition(of_thread);
         for entry in first.into_iter().chain(rest) {
             if let Some(guard) = self.retain_if_active(entry.description.id)? {
-                return Ok(WorkContext::Primary(guard));
+                return Ok(guard);
             }
         }
         match current {
-            Some((context, _)) => Ok(WorkContext::Borrowed(&self.driver.functions, context)),
-            None => self.retain(DeviceId(0)).map(WorkContext::Primary),
+            Some((context, _)) => Ok(WorkContext::borrowed(&self.driver.functions, context)),
+            None => self.retain(DeviceId(0)),
         }
     }
 
-    /// Calls `with` with the streams of a device's retained primary context, which are locked.
-    fn streams<T>(
+    /// Calls `with` with the streams and events of a device's retained primary context, locked.
+    pub(crate) fn streams<T>(
         &self,
-        operation: &'static str,
         device: DeviceId,
         with: impl FnOnce(&mut ContextStreams) -> T,
     ) -> Result<T> {
-        let mut primary = self.slot(operation, device)?.primary.lock();
+        let mut primary = self.retained[device.0 as usize].lock();
         let not_retained = || {
             Error::new(ErrorKind::BadState, "context")
                 .iface(IfaceKind::CUDA)
                 .remedy("the iface gave its contexts back already")
         };
         primary.as_mut().map(|primary| with(&mut primary.streams)).ok_or_else(not_retained)
-    }
-
-    /// Returns the stream of a device's asynchronous copies. The first call creates it. The primary
-    /// context is current.
-    pub(crate) fn ordered_stream(&self, device: DeviceId) -> Result<CuStream> {
-        self.streams("cuStreamCreate", device, |streams| {
-            if streams.ordered.is_null() {
-                streams.ordered = new_stream(&self.driver.functions)?;
-            }
-            Ok(streams.ordered)
-        })?
     }
 
     /// Runs `run` with a stream of a device that no other thread uses, so that waiting for its end
@@ -394,27 +329,13 @@ impl PrimaryContexts {
         device: DeviceId,
         run: impl FnOnce(CuStream) -> Result<T>,
     ) -> Result<T> {
-        const OPERATION: &str = "cuStreamCreate";
-        let stream = match self.streams(OPERATION, device, |streams| streams.spare.pop())? {
+        let stream = match self.streams(device, |streams| streams.spare.pop())? {
             Some(stream) => stream,
             None => new_stream(&self.driver.functions)?,
         };
         let result = run(stream);
-        self.streams(OPERATION, device, |streams| streams.spare.push(stream))?;
+        self.streams(device, |streams| streams.spare.push(stream))?;
         result
-    }
-
-    /// Returns an event of a device's primary context, which is current.
-    pub(crate) fn take_event(&self, device: DeviceId) -> Result<CuEvent> {
-        match self.streams("cuEventCreate", device, |streams| streams.events.pop())? {
-            Some(event) => Ok(event),
-            None => new_event(&self.driver.functions),
-        }
-    }
-
-    /// Keeps an event for the next copy.
-    pub(crate) fn keep_event(&self, device: DeviceId, event: CuEvent) -> Result<()> {
-        self.streams("cuEventDestroy_v2", device, |streams| streams.events.push(event))
     }
 
     /// Releases every retained context, with its streams and events.

@@ -23,30 +23,22 @@ use hmem_core::{
 };
 
 use crate::{
-    context::{PrimaryContexts, WorkContext, with_context},
-    driver::Driver,
+    context::{WorkContext, with_context},
     error::check,
     lookup::{FoundAllocation, PointerLookup},
     streams::{destroy_event, destroy_stream, new_event, new_stream, synchronize},
-    sys::{CuContext, CuEvent, CuResult, CuStream},
-    table::AllocationTable,
+    sys::{CuContext, CuEvent, CuResult, CuStream, Functions},
 };
 
-/// Copies memory.
+/// Copies memory. The streams are shared with each copy in flight.
 #[derive(Debug)]
-pub(crate) struct Copier {
-    /// Shared with each copy in flight.
-    streams: Arc<CopyStreams>,
-    lookup: Arc<PointerLookup>,
-    allocations: Arc<AllocationTable>,
-}
+pub(crate) struct Copier(Arc<CopyStreams>);
 
 /// Streams and events for copies. A primary context keeps its own; in another context they are
 /// created for one copy.
 #[derive(Debug)]
 struct CopyStreams {
-    driver: Arc<Driver>,
-    contexts: Arc<PrimaryContexts>,
+    lookup: Arc<PointerLookup>,
 }
 
 /// Context that a copy runs in.
@@ -61,6 +53,20 @@ struct CopyContext {
     borrowed: bool,
 }
 
+/// Sides and length of a copy.
+#[derive(Clone, Copy)]
+struct CopyRange {
+    to: Address,
+    from: Address,
+    len: u64,
+}
+
+impl CopyRange {
+    fn described(self, error: Error) -> Error {
+        error.context("to", self.to).context("from", self.from).context("length", self.len)
+    }
+}
+
 /// Owner of the memory on one side of a copy.
 enum Side {
     Ours(FoundAllocation),
@@ -71,50 +77,53 @@ enum Side {
 }
 
 impl CopyStreams {
+    fn functions(&self) -> &Functions {
+        &self.lookup.driver().functions
+    }
+
     fn stream(&self, at: CopyContext) -> Result<CuStream> {
-        if at.primary {
-            self.contexts.ordered_stream(at.device)
-        } else {
-            new_stream(&self.driver.functions)
+        if !at.primary {
+            return new_stream(self.functions());
         }
+        self.lookup.contexts.streams(at.device, |streams| {
+            if streams.ordered.is_null() {
+                streams.ordered = new_stream(self.functions())?;
+            }
+            Ok(streams.ordered)
+        })?
     }
 
     fn leave_stream(&self, at: CopyContext, stream: CuStream) -> Result<()> {
-        if at.primary { Ok(()) } else { destroy_stream(&self.driver.functions, stream) }
+        if at.primary { Ok(()) } else { destroy_stream(self.functions(), stream) }
     }
 
     fn event(&self, at: CopyContext) -> Result<CuEvent> {
-        if at.primary {
-            self.contexts.take_event(at.device)
+        let spare = if at.primary {
+            self.lookup.contexts.streams(at.device, |streams| streams.events.pop())?
         } else {
-            new_event(&self.driver.functions)
-        }
+            None
+        };
+        spare.map_or_else(|| new_event(self.functions()), Ok)
     }
 
     fn leave_event(&self, at: CopyContext, event: CuEvent) -> Result<()> {
         if at.primary {
-            self.contexts.keep_event(at.device, event)
+            self.lookup.contexts.streams(at.device, |streams| streams.events.push(event))
         } else {
-            destroy_event(&self.driver.functions, event)
+            destroy_event(self.functions(), event)
         }
     }
 
     /// Starts a copy on a stream of the current context, and records an event behind it.
-    fn start(
-        &self,
-        at: CopyContext,
-        to: Address,
-        from: Address,
-        len: u64,
-    ) -> Result<(CuStream, CuEvent)> {
+    fn start(&self, at: CopyContext, copy: CopyRange) -> Result<(CuStream, CuEvent)> {
         let stream = self.stream(at)?;
         let event = match self.event(at) {
             Ok(event) => event,
             Err(error) => return work_first(Err(error), self.leave_stream(at, stream)),
         };
-        let recorded = self.enqueue(stream, to, from, len).and_then(|()| {
+        let recorded = self.enqueue(stream, copy).and_then(|()| {
             // SAFETY: event and stream are this driver's own and of the current context.
-            check(unsafe { (self.driver.functions.event_record)(event, stream) }, "cuEventRecord")
+            check(unsafe { (self.functions().event_record)(event, stream) }, "cuEventRecord")
         });
         match recorded {
             Ok(()) => Ok((stream, event)),
@@ -123,36 +132,33 @@ impl CopyStreams {
         }
     }
 
-    fn enqueue(&self, stream: CuStream, to: Address, from: Address, len: u64) -> Result<()> {
-        if len == 0 {
+    fn enqueue(&self, stream: CuStream, copy: CopyRange) -> Result<()> {
+        if copy.len == 0 {
             return Ok(());
         }
+        let (to, from, len) = (copy.to.0, copy.from.0, copy.len as usize);
         // SAFETY: sides of this iface were checked in `side`; the caller of `Iface::copy` promises
         // host memory to be valid until the copy has ended.
-        check(
-            unsafe { (self.driver.functions.memcpy_async)(to.0, from.0, len as usize, stream) },
-            "cuMemcpyAsync",
-        )
+        check(unsafe { (self.functions().memcpy_async)(to, from, len, stream) }, "cuMemcpyAsync")
     }
 
-    /// Copies and waits for the end, on a stream of its own.
-    fn run(&self, at: CopyContext, to: Address, from: Address, len: u64) -> Result<()> {
-        let functions = &self.driver.functions;
-        let copy = |stream| {
-            self.enqueue(stream, to, from, len)?;
-            synchronize(functions, stream)
+    /// Copies and waits for the end, on a stream that no other copy uses.
+    fn run(&self, at: CopyContext, copy: CopyRange) -> Result<()> {
+        let run = |stream| {
+            self.enqueue(stream, copy)?;
+            synchronize(self.functions(), stream)
         };
         if at.primary {
-            return self.contexts.with_own_stream(at.device, copy);
+            return self.lookup.contexts.with_own_stream(at.device, run);
         }
-        let stream = new_stream(functions)?;
-        work_first(copy(stream), destroy_stream(functions, stream))
+        let stream = new_stream(self.functions())?;
+        work_first(run(stream), destroy_stream(self.functions(), stream))
     }
 
     /// Waits for a copy whose caller gets an error, and its memory back. Stream and event are given
     /// back whatever waiting returns.
     fn abandon(&self, at: CopyContext, stream: CuStream, event: CuEvent) -> Result<()> {
-        let ended = synchronize(&self.driver.functions, stream);
+        let ended = synchronize(self.functions(), stream);
         let ended = work_first(ended, self.leave_event(at, event));
         work_first(ended, self.leave_stream(at, stream))
     }
@@ -165,78 +171,82 @@ impl CopyEngine for Copier {
         from: Address,
         len: u64,
     ) -> Result<Box<dyn CopyEvent>> {
-        let Some((at, work_context)) = self.copy_context(to, from, len)? else {
-            // SAFETY: both sides are host memory, which the caller promises to be valid.
-            unsafe { copy_host(to, from, len) };
+        let copy = CopyRange { to, from, len };
+        // SAFETY: the caller's promise is the same.
+        let Some((at, work_context)) = (unsafe { self.begin(copy) })? else {
             return Ok(Box::new(FinishedCopy(Ok(()))));
         };
-        let described =
-            |error: Error| error.context("to", to).context("from", from).context("length", len);
         if at.borrowed {
             // The application may destroy the context before the event is asked.
-            let copied = work_context.with_context(|| self.streams.run(at, to, from, len));
-            work_context.end(copied.map_err(described))?;
+            self.wait_for(at, work_context, copy)?;
             return Ok(Box::new(FinishedCopy(Ok(()))));
         }
-        let start = || self.streams.start(at, to, from, len);
-        let abandon = |(stream, event)| self.streams.abandon(at, stream, event);
-        let started = work_context.with_context_or_undo(start, abandon).map_err(described);
+        let started = work_context
+            .with_context_or_undo(
+                || self.0.start(at, copy),
+                |(stream, event)| self.0.abandon(at, stream, event),
+            )
+            .map_err(|error| copy.described(error));
         if started.is_ok() {
             work_context.keep();
         }
         let (stream, event) = work_context.end(started)?;
-        Ok(Box::new(CopyInFlight { streams: Arc::clone(&self.streams), at, stream, event }))
+        Ok(Box::new(CopyInFlight { streams: Arc::clone(&self.0), at, stream, event }))
     }
 }
 
 impl Copier {
-    pub(crate) fn new(
-        driver: Arc<Driver>,
-        contexts: Arc<PrimaryContexts>,
-        lookup: Arc<PointerLookup>,
-        allocations: Arc<AllocationTable>,
-    ) -> Self {
-        Self { streams: Arc::new(CopyStreams { driver, contexts }), lookup, allocations }
+    pub(crate) fn new(lookup: Arc<PointerLookup>) -> Self {
+        Self(Arc::new(CopyStreams { lookup }))
     }
 
     /// Returns the number of asynchronous copies whose events were not dropped yet.
     pub(crate) fn in_flight(&self) -> usize {
-        Arc::strong_count(&self.streams) - 1
+        Arc::strong_count(&self.0) - 1
     }
 
     /// # Safety
     /// As [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        let Some((at, work_context)) = self.copy_context(to, from, len)? else {
-            // SAFETY: both sides are host memory, which the caller promises to be valid.
-            unsafe { copy_host(to, from, len) };
-            return Ok(());
-        };
+        let copy = CopyRange { to, from, len };
+        // SAFETY: the caller's promise is the same.
+        match unsafe { self.begin(copy) }? {
+            Some((at, work_context)) => self.wait_for(at, work_context, copy),
+            None => Ok(()),
+        }
+    }
+
+    fn wait_for(
+        &self,
+        at: CopyContext,
+        work_context: WorkContext<'_>,
+        copy: CopyRange,
+    ) -> Result<()> {
         let copied = work_context
-            .with_context(|| self.streams.run(at, to, from, len))
-            .map_err(|error| error.context("to", to).context("from", from).context("length", len));
+            .with_context(|| self.0.run(at, copy))
+            .map_err(|error| copy.described(error));
         if copied.is_ok() {
             work_context.keep();
         }
         work_context.end(copied)
     }
 
-    /// Returns the context that the copy runs in.
+    /// Copies at once if the CPU can: returns `None` then. Else returns the context that the copy
+    /// runs in.
     ///
-    /// Returns `None` if neither side is CUDA memory and either the length is 0 or a side is host
+    /// The CPU copies if neither side is CUDA memory and either the length is 0 or a side is host
     /// memory that the application page-locked.
-    fn copy_context(
-        &self,
-        to: Address,
-        from: Address,
-        len: u64,
-    ) -> Result<Option<(CopyContext, WorkContext<'_>)>> {
+    ///
+    /// # Safety
+    /// As [`hmem_core::Iface::copy`].
+    unsafe fn begin(&self, copy: CopyRange) -> Result<Option<(CopyContext, WorkContext<'_>)>> {
+        let CopyRange { to, from, len } = copy;
         let sides = [self.side(to, len)?, self.side(from, len)?];
         for (side, found) in [to, from].into_iter().zip(&sides) {
             // Neither the CPU nor the driver, which takes the address for host memory, can access
             // memory that the driver has forgotten.
             if matches!(found, Side::Unknown)
-                && let Some(allocation) = self.allocations.range_around(side)
+                && let Some(allocation) = self.0.lookup.contexts.allocations.range_around(side)
             {
                 return Err(Error::new(ErrorKind::Driver, "copy")
                     .iface(IfaceKind::CUDA)
@@ -253,6 +263,8 @@ impl Copier {
             known.clone().find(|found| found.allocation.device.is_some()).or(known.clone().next())
         else {
             if len == 0 || sides.iter().any(|side| matches!(side, Side::PageLocked)) {
+                // SAFETY: both sides are host memory, which the caller promises to be valid.
+                unsafe { copy_host(to, from, len) };
                 return Ok(None);
             }
             // The address of freed CUDA memory may belong to host memory by now.
@@ -264,15 +276,14 @@ impl Copier {
                 .remedy("copy memory of this iface before it is freed"));
         };
         let (device, own) = (found.device(), found.context);
-        let contexts = &self.streams.contexts;
+        let contexts = &self.0.lookup.contexts;
         let work_context = match contexts.retain_if_active(device)? {
             // Its stream and events are there for copies.
-            Some(guard) if own.is_null() || own == guard.context() => WorkContext::Primary(guard),
-            Some(guard) => guard.end(contexts.work_context(own, device))?,
+            Some(primary) if own.is_null() || own == primary.context => primary,
+            Some(primary) => primary.end(contexts.work_context(own, device))?,
             None => contexts.work_context(own, device)?,
         };
-        let primary = matches!(work_context, WorkContext::Primary(_));
-        let context = work_context.context();
+        let (context, primary) = (work_context.context, work_context.primary_of().is_some());
         let at = CopyContext { context, device, primary, borrowed: !primary && own.is_null() };
         Ok(Some((at, work_context)))
     }
@@ -281,7 +292,7 @@ impl Copier {
     /// within it.
     fn side(&self, address: Address, len: u64) -> Result<Side> {
         let range = AddressRange::new(address, len)?;
-        let Some(found) = self.lookup.find(address)? else { return Ok(Side::Unknown) };
+        let Some(found) = self.0.lookup.find(address)? else { return Ok(Side::Unknown) };
         let allocation = &found.allocation;
         if allocation.kind == AllocationKind::HostRegistered {
             return Ok(Side::PageLocked);
@@ -342,7 +353,7 @@ impl CopyInFlight {
             return Ok(());
         }
         let (streams, at) = (&self.streams, self.at);
-        let functions = &streams.driver.functions;
+        let functions = streams.functions();
         let event = std::mem::take(&mut self.event);
         with_context(functions, at.context, || {
             // SAFETY: the event is this copy's own, recorded when the copy began.
@@ -356,7 +367,7 @@ impl CopyInFlight {
 
 impl CopyEvent for CopyInFlight {
     fn is_done(&self) -> bool {
-        let functions = &self.streams.driver.functions;
+        let functions = self.streams.functions();
         // An error ends the copy too; `wait` then returns it.
         let asked = with_context(functions, self.at.context, || {
             // SAFETY: the event is this copy's own.

@@ -16,8 +16,7 @@ use hmem_core::{
 };
 
 use crate::{
-    context::{PrimaryContexts, with_context},
-    driver::Driver,
+    context::with_context,
     error::{check, lacks, lacks_symbol, refused},
     flush::InboundFlusher,
     lookup::{FoundAllocation, PointerLookup},
@@ -32,10 +31,8 @@ const KERNEL_MODULE: &str = "/proc/driver/nvidia/version";
 /// Exports device memory.
 #[derive(Debug)]
 pub(crate) struct Exporter {
-    pub(crate) driver: Arc<Driver>,
-    pub(crate) contexts: Arc<PrimaryContexts>,
     pub(crate) lookup: Arc<PointerLookup>,
-    pub(crate) segments: Arc<Segments>,
+    pub(crate) segments: Segments,
     /// Told of exported memory, which NICs may write.
     pub(crate) flusher: Arc<InboundFlusher>,
 }
@@ -43,7 +40,7 @@ pub(crate) struct Exporter {
 impl DmaBufExporter for Exporter {
     /// No attribute says whether the device has the PCIe mapping: only an export shows it.
     fn mappings(&self) -> &'static [DmaBufMapping] {
-        if self.driver.devices.iter().any(|entry| entry.abilities.dma_buf) {
+        if self.lookup.driver().devices.iter().any(|entry| entry.abilities.dma_buf) {
             &[DmaBufMapping::Default, DmaBufMapping::Pcie]
         } else {
             &[]
@@ -61,11 +58,12 @@ impl DmaBufExporter for Exporter {
         let found = self.exportable(OPERATION, range)?;
         let device = found.device();
         let get = self
-            .driver
+            .lookup
+            .driver()
             .functions
             .mem_get_handle_for_address_range
             .ok_or_else(|| described(no_export_call()))?;
-        if !self.driver.device(OPERATION, device)?.abilities.dma_buf {
+        if !self.lookup.driver().device(OPERATION, device)?.abilities.dma_buf {
             return Err(described(no_dma_buf().device(device)));
         }
         // `cuda.h`: "Users must ensure the dptr and size are aligned to the host page size."
@@ -74,7 +72,7 @@ impl DmaBufExporter for Exporter {
             DmaBufMapping::Default => 0,
             DmaBufMapping::Pcie => sys::CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE,
         };
-        let work_context = self.contexts.work_context(found.context, device)?;
+        let work_context = self.lookup.contexts.work_context(found.context, device)?;
         let exported = work_context.with_context(|| {
             let mut fd: c_int = -1;
             // SAFETY: for this type of handle the driver writes one int; the range is only looked
@@ -127,7 +125,7 @@ impl PeerMemoryExporter for Exporter {
         const OPERATION: &str = Facet::PeerMemory.operation();
         let device = self.exportable(OPERATION, range)?.device();
         let described = |error: Error| error.device(device).context("nic", nic);
-        if !self.driver.device(OPERATION, device)?.abilities.peer_memory {
+        if !self.lookup.driver().device(OPERATION, device)?.abilities.peer_memory {
             return Err(described(no_peer_memory().context("range", range)));
         }
         let found = self.prepare_pinning(OPERATION, range).map_err(described)?;
@@ -161,7 +159,7 @@ impl Exporter {
             }
         }
         let work_context =
-            self.contexts.work_context(found.context, found.device()).map_err(described)?;
+            self.lookup.contexts.work_context(found.context, found.device()).map_err(described)?;
         let prepared = work_context.with_context(|| self.synchronise_memory(&found, range));
         if work_context.end(prepared).map_err(described)? {
             self.synchronise_contexts(&found, range).map_err(described)?;
@@ -216,7 +214,7 @@ impl Exporter {
         let on: std::ffi::c_uint = 1;
         // SAFETY: the value is an unsigned int, as this attribute takes it.
         let code = unsafe {
-            (self.driver.functions.pointer_set_attribute)(
+            (self.lookup.driver().functions.pointer_set_attribute)(
                 (&raw const on).cast(),
                 sys::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS,
                 range.start().0,
@@ -244,7 +242,7 @@ impl Exporter {
     /// The contexts are the memory's own; for memory of none the calling thread's and the device's
     /// primary one, if they exist. No context is created for it: no work would run there.
     fn synchronise_contexts(&self, found: &FoundAllocation, range: AddressRange) -> Result<()> {
-        let functions = &self.driver.functions;
+        let functions = &self.lookup.driver().functions;
         let (Some(get), Some(set)) = (functions.ctx_get_flags, functions.ctx_set_flags) else {
             tracing::warn!(%range, "this driver has no SYNC_MEMOPS for such memory: wait for its copies before a transfer");
             return Ok(());
@@ -264,11 +262,11 @@ impl Exporter {
         if !found.context.is_null() {
             return with_context(functions, found.context, synchronise);
         }
-        let of_thread = self.contexts.current_of(found.device())?;
+        let of_thread = self.lookup.contexts.current_of(found.device())?;
         if let Some(context) = of_thread {
             with_context(functions, context, synchronise)?;
         }
-        let Some(guard) = self.contexts.retain_if_active(found.device())? else {
+        let Some(guard) = self.lookup.contexts.retain_if_active(found.device())? else {
             if of_thread.is_none() {
                 tracing::warn!(
                     %range,

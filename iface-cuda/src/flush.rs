@@ -18,8 +18,7 @@ use hmem_core::{
 use parking_lot::Mutex;
 
 use crate::{
-    context::{PrimaryContextGuard, PrimaryContexts, with_context},
-    driver::Driver,
+    context::{WorkContext, with_context},
     error::{check, lacks, lacks_symbol},
     lookup::{FoundAllocation, Liveness, PointerLookup},
     sys::{self, CuContext},
@@ -31,8 +30,6 @@ const FEW: usize = 64;
 /// Flushes inbound writes.
 #[derive(Debug)]
 pub(crate) struct InboundFlusher {
-    driver: Arc<Driver>,
-    contexts: Arc<PrimaryContexts>,
     lookup: Arc<PointerLookup>,
     /// Exported memory of each device of the driver, in the same order.
     exported: Vec<Mutex<ExportedMemory>>,
@@ -101,11 +98,11 @@ impl InboundFlush for InboundFlusher {
     /// can be safely omitted").
     fn flush(&self, device: DeviceId) -> Result<()> {
         const OPERATION: &str = "flush_inbound";
-        let abilities = self.driver.device(OPERATION, device)?.abilities;
+        let abilities = self.lookup.driver().device(OPERATION, device)?.abilities;
         if abilities.orders_writes {
             return Ok(());
         }
-        let flush = self.driver.functions.flush_gpu_direct_rdma_writes;
+        let flush = self.lookup.driver().functions.flush_gpu_direct_rdma_writes;
         let flush = flush
             .ok_or_else(|| lacks_symbol(OPERATION, "cuFlushGPUDirectRDMAWrites").device(device))?;
         if !abilities.flushes {
@@ -132,20 +129,16 @@ impl InboundFlush for InboundFlusher {
 }
 
 impl InboundFlusher {
-    pub(crate) fn new(
-        driver: Arc<Driver>,
-        contexts: Arc<PrimaryContexts>,
-        lookup: Arc<PointerLookup>,
-    ) -> Self {
+    pub(crate) fn new(lookup: Arc<PointerLookup>) -> Self {
         let none = || Mutex::new(ExportedMemory { contexts: Vec::new(), limit: FEW });
-        let exported = driver.devices.iter().map(|_| none()).collect();
-        Self { driver, contexts, lookup, exported }
+        let exported = lookup.driver().devices.iter().map(|_| none()).collect();
+        Self { lookup, exported }
     }
 
     /// Notes that a NIC may write this range of an allocation from now on.
     pub(crate) fn note_exported(&self, found: &FoundAllocation, range: AddressRange) -> Result<()> {
         let device = found.device();
-        if self.driver.device("flush_inbound", device)?.abilities.orders_writes {
+        if self.lookup.driver().device("flush_inbound", device)?.abilities.orders_writes {
             return Ok(());
         }
         let mut exported = self.exported[device.0 as usize].lock();
@@ -164,9 +157,9 @@ impl InboundFlusher {
     /// Calls `flush` in every context of exported memory. Returns the first error, and flushes the
     /// other contexts all the same.
     fn flush_everywhere(&self, device: DeviceId, flush: impl Fn() -> Result<()>) -> Result<()> {
-        let functions = &self.driver.functions;
-        let guard = self.contexts.retain_if_active(device)?;
-        let primary = guard.as_ref().map(PrimaryContextGuard::context);
+        let functions = &self.lookup.driver().functions;
+        let guard = self.lookup.contexts.retain_if_active(device)?;
+        let primary = guard.as_ref().map(|guard| guard.context);
         let alive = self.alive(device, primary)?;
         let mut result = guard.map_or(Ok(()), |guard| flush_and_keep(guard, &flush));
         for context in &alive.contexts {
@@ -181,12 +174,12 @@ impl InboundFlusher {
         }
         // Memory of no context may be used in any: the thread's own context stands for those that
         // the application created.
-        match self.contexts.current_of(device)? {
+        match self.lookup.contexts.current_of(device)? {
             Some(current) if Some(current) != primary && !alive.contexts.contains(&current) => {
                 result.and(with_context(functions, current, &flush))
             }
             None if none && alive.without => {
-                result.and(flush_and_keep(self.contexts.retain(device)?, &flush))
+                result.and(flush_and_keep(self.lookup.contexts.retain(device)?, &flush))
             }
             _ => result,
         }
@@ -233,10 +226,7 @@ impl InboundFlusher {
 
 /// Flushes in a primary context and keeps it: flushes come with every completion, and the next one
 /// finds it retained.
-fn flush_and_keep(
-    guard: PrimaryContextGuard<'_>,
-    flush: impl FnOnce() -> Result<()>,
-) -> Result<()> {
+fn flush_and_keep(guard: WorkContext<'_>, flush: impl FnOnce() -> Result<()>) -> Result<()> {
     let flushed = guard.with_context(flush);
     if flushed.is_ok() {
         guard.keep();

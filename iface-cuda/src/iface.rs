@@ -29,7 +29,6 @@ use crate::{
     page_lock::PageLocker,
     segments::Segments,
     sys::Functions,
-    table::AllocationTable,
 };
 
 /// CUDA memory, over the driver library.
@@ -47,12 +46,7 @@ use crate::{
 /// ```
 #[derive(Debug)]
 pub struct Cuda {
-    driver: Arc<Driver>,
-    allocations: Arc<AllocationTable>,
-    contexts: Arc<PrimaryContexts>,
     lookup: Arc<PointerLookup>,
-    segments: Arc<Segments>,
-    subscriptions: Arc<FreeSubscriptions>,
     flusher: Arc<InboundFlusher>,
     allocator: DeviceAllocator,
     page_locker: PageLocker,
@@ -177,14 +171,15 @@ impl Cuda {
                 .context(what, count)
                 .remedy("free what was allocated and wait for copies before the iface is closed")
         };
-        let (allocations, copies) = (self.allocations.len(), self.copier.in_flight());
+        let (allocations, copies) =
+            (self.lookup.contexts.allocations.len(), self.copier.in_flight());
         if allocations > 0 {
             return Err(Rejected::new(self, busy("allocations", allocations)));
         }
         if copies > 0 {
             return Err(Rejected::new(self, busy("copies", copies)));
         }
-        match self.contexts.release_all() {
+        match self.lookup.contexts.release_all() {
             Ok(()) => Ok(()),
             Err(error) => Err(Rejected::new(self, error)),
         }
@@ -197,7 +192,7 @@ impl Cuda {
     /// (PyTorch's pluggable one, for example) can announce them: then no registration is left when
     /// the memory goes.
     pub fn while_freeing<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> T {
-        self.subscriptions.while_freeing(range, free)
+        self.allocator.subscriptions.while_freeing(range, free)
     }
 
     fn start(functions: Functions, kind: CudaMonitorKind) -> Result<Self> {
@@ -213,78 +208,40 @@ impl Cuda {
                     "see `nvidia-smi` for the state of the driver".to_owned()
                 })));
         }
-        let driver = Arc::new(Driver::new(functions)?);
-        if driver.devices.is_empty() {
+        let driver = Driver::new(functions)?;
+        let devices = driver.devices.len();
+        if devices == 0 {
             return Err(unavailable("cuDeviceGetCount", &library).context("devices", 0).remedy(
                 "no NVIDIA device is visible: see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES",
             ));
         }
-        tracing::debug!(library, devices = driver.devices.len(), "CUDA opened");
-        Self::over(driver, kind).map_err(|error| {
+        let lookup = PointerLookup::new(PrimaryContexts::new(driver)).map_err(|error| {
             if error.is_unsupported() {
                 unavailable("cuPointerGetAttributes", &library).caused_by(error)
             } else {
                 error
             }
-        })
-    }
-
-    /// Builds the components, lower layers first.
-    fn over(driver: Arc<Driver>, kind: CudaMonitorKind) -> Result<Self> {
-        let driver = || Arc::clone(&driver);
-        let allocations = Arc::new(AllocationTable::default());
-        let allocations = || Arc::clone(&allocations);
-        let contexts = Arc::new(PrimaryContexts::new(driver(), allocations()));
-        let contexts = || Arc::clone(&contexts);
-        let lookup = Arc::new(PointerLookup::new(driver(), contexts(), allocations())?);
-        let lookup = || Arc::clone(&lookup);
-        let segments = Segments { driver: driver(), contexts: contexts(), lookup: lookup() };
-        let segments = Arc::new(segments);
+        })?;
+        tracing::debug!(library, devices, "CUDA opened");
+        let lookup = Arc::new(lookup);
+        let shared = || Arc::clone(&lookup);
+        let flusher = Arc::new(InboundFlusher::new(shared()));
         let subscriptions = Arc::new(FreeSubscriptions::default());
-        let subscriptions = || Arc::clone(&subscriptions);
-        let flusher = Arc::new(InboundFlusher::new(driver(), contexts(), lookup()));
+        let allocator = DeviceAllocator { lookup: shared(), subscriptions };
+        let subscriptions = || Arc::clone(&allocator.subscriptions);
         Ok(Self {
-            allocator: DeviceAllocator {
-                driver: driver(),
-                contexts: contexts(),
-                lookup: lookup(),
-                allocations: allocations(),
-                subscriptions: subscriptions(),
-            },
-            page_locker: PageLocker {
-                driver: driver(),
-                contexts: contexts(),
-                lookup: lookup(),
-                allocations: allocations(),
-            },
-            copier: Copier::new(driver(), contexts(), lookup(), allocations()),
+            page_locker: PageLocker { lookup: shared() },
+            copier: Copier::new(shared()),
             exporter: Exporter {
-                driver: driver(),
-                contexts: contexts(),
-                lookup: lookup(),
-                segments: Arc::clone(&segments),
+                lookup: shared(),
+                segments: Segments { lookup: shared() },
                 flusher: Arc::clone(&flusher),
             },
-            ipc: IpcExchange {
-                driver: driver(),
-                contexts: contexts(),
-                lookup: lookup(),
-                allocations: allocations(),
-                subscriptions: subscriptions(),
-            },
-            monitors: CudaMonitors {
-                driver: driver(),
-                lookup: lookup(),
-                subscriptions: subscriptions(),
-                kind,
-            },
-            driver: driver(),
-            allocations: allocations(),
-            contexts: contexts(),
-            lookup: lookup(),
-            segments,
-            subscriptions: subscriptions(),
+            ipc: IpcExchange { lookup: shared(), subscriptions: subscriptions() },
+            monitors: CudaMonitors { lookup: shared(), subscriptions: subscriptions(), kind },
+            allocator,
             flusher,
+            lookup,
         })
     }
 }
@@ -303,7 +260,7 @@ unsafe impl Iface for Cuda {
     }
 
     fn devices(&self) -> Result<Vec<Device>> {
-        Ok(self.driver.devices.iter().map(|entry| entry.description.clone()).collect())
+        Ok(self.lookup.driver().devices.iter().map(|entry| entry.description.clone()).collect())
     }
 
     fn query(&self, address: Address) -> Result<Option<Allocation>> {
@@ -326,12 +283,12 @@ unsafe impl Iface for Cuda {
     }
 
     fn dma_buf(&self) -> Option<&dyn DmaBufExporter> {
-        let call = self.driver.functions.mem_get_handle_for_address_range;
+        let call = self.lookup.driver().functions.mem_get_handle_for_address_range;
         call.map(|_| &self.exporter as _)
     }
 
     fn peer_memory(&self) -> Option<&dyn PeerMemoryExporter> {
-        let pinned = self.driver.devices.iter().any(|entry| entry.abilities.peer_memory);
+        let pinned = self.lookup.driver().devices.iter().any(|entry| entry.abilities.peer_memory);
         pinned.then_some(&self.exporter)
     }
 
@@ -344,7 +301,7 @@ unsafe impl Iface for Cuda {
     }
 
     fn segments(&self) -> Option<&dyn SegmentMap> {
-        Some(&*self.segments)
+        Some(&self.exporter.segments)
     }
 
     fn inbound_flush(&self) -> Option<&dyn InboundFlush> {

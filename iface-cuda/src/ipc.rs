@@ -9,22 +9,19 @@ use hmem_core::{
 };
 
 use crate::{
-    context::{PrimaryContexts, with_context},
-    driver::{DeviceEntry, Driver},
+    context::with_context,
+    driver::DeviceEntry,
     error::{check, lacks},
     lookup::PointerLookup,
     monitor::FreeSubscriptions,
     sys::{self, CU_IPC_HANDLE_SIZE, CuDevicePtr, CuIpcMemHandle, CuResult},
-    table::{AllocationTable, not_live},
+    table::not_live,
 };
 
 /// Exports allocations to other processes, and opens theirs.
 #[derive(Debug)]
 pub(crate) struct IpcExchange {
-    pub(crate) driver: Arc<Driver>,
-    pub(crate) contexts: Arc<PrimaryContexts>,
     pub(crate) lookup: Arc<PointerLookup>,
-    pub(crate) allocations: Arc<AllocationTable>,
     pub(crate) subscriptions: Arc<FreeSubscriptions>,
 }
 
@@ -81,15 +78,15 @@ impl Ipc for IpcExchange {
             found.allocation.id == allocation.id && found.allocation.base() == allocation.base()
         });
         let found = live.ok_or_else(|| not_live(OPERATION, allocation))?;
-        let work_context = self.contexts.work_context(found.context, found.device())?;
+        let work_context = self.lookup.contexts.work_context(found.context, found.device())?;
         let mut handle = CuIpcMemHandle { reserved: [0; CU_IPC_HANDLE_SIZE] };
         let exported = work_context.with_context(|| {
-            let get = self.driver.functions.ipc_get_mem_handle;
+            let get = self.lookup.driver().functions.ipc_get_mem_handle;
             // SAFETY: `handle` is writable; the address is the first of a live allocation.
             check(unsafe { get(&mut handle, allocation.base().0) }, "cuIpcGetMemHandle")
         });
         work_context.end(exported).map_err(|error| error.context("range", allocation.range))?;
-        let entry = self.driver.device(OPERATION, found.device())?;
+        let entry = self.lookup.driver().device(OPERATION, found.device())?;
         let pci_bus_id = entry.description.pci_bus_id.clone().unwrap_or_default();
         let body = Body { handle, len: found.allocation.range.len(), pci_bus_id };
         Ok(IpcHandle { iface: IfaceKind::CUDA, bytes: body.to_bytes() })
@@ -110,20 +107,20 @@ impl Ipc for IpcExchange {
         let same_device = |entry: &&DeviceEntry| {
             entry.description.pci_bus_id.as_deref() == Some(body.pci_bus_id.as_str())
         };
-        let entry = self.driver.devices.iter().find(same_device).ok_or_else(|| {
+        let entry = self.lookup.driver().devices.iter().find(same_device).ok_or_else(|| {
             Error::new(ErrorKind::Unavailable, OPERATION)
                 .iface(IfaceKind::CUDA)
                 .context("device", &body.pci_bus_id)
                 .remedy("the device of the memory is not visible here: see CUDA_VISIBLE_DEVICES")
         })?;
         let device = entry.description.id;
-        let guard = self.contexts.retain(device)?;
+        let guard = self.lookup.contexts.retain(device)?;
         let open = || {
             let mut base: CuDevicePtr = 0;
             let flags = sys::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS;
             // SAFETY: `base` is writable; the driver checks the handle.
             let code = unsafe {
-                (self.driver.functions.ipc_open_mem_handle)(&mut base, body.handle, flags)
+                (self.lookup.driver().functions.ipc_open_mem_handle)(&mut base, body.handle, flags)
             };
             opened(code).map(|()| base)
         };
@@ -139,17 +136,17 @@ impl Ipc for IpcExchange {
     }
 
     unsafe fn close(&self, allocation: &Allocation) -> Result<()> {
-        let (device, last) = self.allocations.begin_close(allocation)?;
+        let (device, last) = self.lookup.contexts.allocations.begin_close(allocation)?;
         let mut closed = false;
-        let ended = self.contexts.retain_until_close(device).and_then(|context| {
+        let ended = self.lookup.contexts.retain_until_close(device).and_then(|context| {
             let mut close = || {
-                with_context(&self.driver.functions, context, || {
+                with_context(&self.lookup.driver().functions, context, || {
                     self.close_handle(allocation.base().0).inspect(|()| closed = true)
                 })
             };
             if last { self.subscriptions.while_freeing(allocation.range, close) } else { close() }
         });
-        self.allocations.end_close(allocation, closed);
+        self.lookup.contexts.allocations.end_close(allocation, closed);
         ended.map_err(|error| error.context("allocation", allocation.range))
     }
 }
@@ -164,13 +161,13 @@ impl IpcExchange {
         })?;
         let range = AddressRange::new(Address(base), len)?;
         let allocation = Allocation { range, kind: AllocationKind::Imported, ..found.allocation };
-        self.allocations.insert_open(&allocation, device);
+        self.lookup.contexts.allocations.insert_open(&allocation, device);
         Ok(allocation)
     }
 
     /// Ends one open of a handle. The device's primary context is current.
     fn close_handle(&self, base: u64) -> Result<()> {
-        let close = self.driver.functions.ipc_close_mem_handle;
+        let close = self.lookup.driver().functions.ipc_close_mem_handle;
         // SAFETY: opened by this driver, and closed as often as it was opened: the table counts
         // opens, and one that failed to be entered was passed to no caller.
         check(unsafe { close(base) }, "cuIpcCloseMemHandle")

@@ -3,10 +3,7 @@
 use std::{
     ffi::c_void,
     fmt,
-    sync::{
-        Arc,
-        atomic::{AtomicU32, AtomicU64, Ordering},
-    },
+    sync::atomic::{AtomicU32, AtomicU64, Ordering},
 };
 
 use hmem_core::{
@@ -19,7 +16,6 @@ use crate::{
     driver::Driver,
     error::check,
     sys::{self, CuContext, CuMemHandle, CuPointerAttribute, CuResult, Functions},
-    table::AllocationTable,
 };
 
 /// Attributes that [`PointerLookup::find`] queries in one call. Older drivers lack the last.
@@ -41,9 +37,7 @@ const UNSEEN: u32 = 1 << 31;
 /// Looks addresses up in the driver.
 #[derive(Debug)]
 pub(crate) struct PointerLookup {
-    driver: Arc<Driver>,
-    contexts: Arc<PrimaryContexts>,
-    allocations: Arc<AllocationTable>,
+    pub(crate) contexts: PrimaryContexts,
     /// Number of [`ATTRIBUTES`] that the driver knows, with [`UNSEEN`].
     known: AtomicU32,
     host_kinds: HostKinds,
@@ -142,13 +136,9 @@ impl PointerLookup {
     ///
     /// # Errors
     /// Unsupported if the driver cannot say which range an address is in.
-    pub(crate) fn new(
-        driver: Arc<Driver>,
-        contexts: Arc<PrimaryContexts>,
-        allocations: Arc<AllocationTable>,
-    ) -> Result<Self> {
-        let host_kinds = HostKinds::default();
-        let lookup = Self { driver, contexts, allocations, known: AtomicU32::new(0), host_kinds };
+    pub(crate) fn new(contexts: PrimaryContexts) -> Result<Self> {
+        let (known, host_kinds) = (AtomicU32::new(0), HostKinds::default());
+        let lookup = Self { contexts, known, host_kinds };
         let foreign = std::ptr::from_ref(&lookup).addr() as u64;
         for count in [ATTRIBUTES.len() as u32, ATTRIBUTES.len() as u32 - 1] {
             let known = match lookup.query(foreign, ATTRIBUTES, count)? {
@@ -164,6 +154,10 @@ impl PointerLookup {
             .iface(IfaceKind::CUDA)
             .context("attribute", "RANGE_START_ADDR")
             .remedy("the driver must be of CUDA 10.2 or newer to say which range an address is in"))
+    }
+
+    pub(crate) fn driver(&self) -> &Driver {
+        &self.contexts.driver
     }
 
     /// Queries all attributes in one call, which needs no context and dereferences nothing.
@@ -182,7 +176,7 @@ impl PointerLookup {
         // SAFETY: the first `count` entries of both arrays exist, and each place has the 8 bytes
         // that the widest attribute takes. The address is only looked up, never dereferenced.
         let code = unsafe {
-            (self.driver.functions.pointer_get_attributes)(
+            (self.contexts.driver.functions.pointer_get_attributes)(
                 count,
                 attributes.as_mut_ptr(),
                 places.as_mut_ptr(),
@@ -220,7 +214,7 @@ impl PointerLookup {
         if !matches!(first, Answer::NoContext) || self.contexts.current()?.is_some() {
             return Ok(first);
         }
-        for entry in &self.driver.devices {
+        for entry in &self.contexts.driver.devices {
             let retained = self.contexts.retain_if_active(entry.description.id)?;
             let Some(guard) = retained else { continue };
             let answer = guard.with_context(query);
@@ -283,7 +277,7 @@ impl PointerLookup {
             // "created with cuMemAlloc", which spares the next query.
             sys::CU_MEMORYTYPE_DEVICE
                 if legacy == 0
-                    && !self.allocations.is_imported(Address(start))
+                    && !self.contexts.allocations.is_imported(Address(start))
                     && self.has_handle(address)? =>
             {
                 AllocationKind::Virtual
@@ -307,7 +301,7 @@ impl PointerLookup {
             {
                 kind = AllocationKind::HostRegistered;
             }
-            AllocationKind::Device if self.allocations.is_imported(range.start()) => {
+            AllocationKind::Device if self.contexts.allocations.is_imported(range.start()) => {
                 kind = AllocationKind::Imported
             }
             _ => {}
@@ -331,7 +325,7 @@ impl PointerLookup {
     /// A driver without the call gets true: handling memory as VMM memory is right for every kind.
     /// It is exported by its mappings, and never cached.
     fn has_handle(&self, address: Address) -> Result<bool> {
-        let functions = &self.driver.functions;
+        let functions = &self.contexts.driver.functions;
         if functions.mem_retain_allocation_handle.is_none() || functions.mem_release.is_none() {
             return Ok(true);
         }
@@ -349,7 +343,7 @@ impl PointerLookup {
         if let Some(known) = self.host_kinds.get(id) {
             return Ok(known);
         }
-        let locked = match self.allocations.is_page_locked(range.start()) {
+        let locked = match self.contexts.allocations.is_page_locked(range.start()) {
             Some(locked) => locked,
             None => self.query_page_locked(range, context)?,
         };
@@ -359,7 +353,7 @@ impl PointerLookup {
 
     /// `cuda.h`: `cuMemHostGetFlags` fails for memory that `cuMemHostAlloc` did not allocate.
     fn query_page_locked(&self, range: AddressRange, context: CuContext) -> Result<bool> {
-        let functions = &self.driver.functions;
+        let functions = &self.contexts.driver.functions;
         let query = || {
             let mut flags = 0;
             // SAFETY: `flags` is writable; the address is looked up, not followed.

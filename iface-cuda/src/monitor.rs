@@ -28,7 +28,7 @@ use hmem_core::{
 };
 use parking_lot::Mutex;
 
-use crate::{driver::Driver, hooks::FreeHooks, lookup::PointerLookup};
+use crate::{hooks::FreeHooks, lookup::PointerLookup};
 
 /// Detection that cached registrations of CUDA memory rely on.
 ///
@@ -170,7 +170,6 @@ impl FreeSubscriptions {
 /// Starts monitors of CUDA memory.
 #[derive(Debug)]
 pub(crate) struct CudaMonitors {
-    pub(crate) driver: Arc<Driver>,
     pub(crate) lookup: Arc<PointerLookup>,
     pub(crate) subscriptions: Arc<FreeSubscriptions>,
     pub(crate) kind: CudaMonitorKind,
@@ -186,7 +185,7 @@ impl MonitorSource for CudaMonitors {
     /// The reason why frees cannot be hooked, if hooks were selected by name.
     fn start(&self) -> Result<Arc<dyn Monitor>> {
         const ASKED: &str = "the driver is asked for the identity at each hit";
-        let (kind, functions) = (self.kind, &self.driver.functions);
+        let (kind, functions) = (self.kind, &self.lookup.driver().functions);
         let (hooks, why) = match kind {
             CudaMonitorKind::Identity => (None, format!("{ASKED}; no other was asked for")),
             CudaMonitorKind::Hooks => {

@@ -5,21 +5,17 @@ use std::{ffi::c_void, sync::Arc};
 use hmem_core::{AddressRange, Error, ErrorKind, IfaceKind, Result, iface::HostRegistrar};
 
 use crate::{
-    context::{PrimaryContexts, WorkContext},
-    driver::Driver,
+    context::WorkContext,
     error::check,
     lookup::PointerLookup,
     sys::{self, CuResult},
-    table::{AllocationTable, PageLockedRange},
+    table::PageLockedRange,
 };
 
 /// Page-locks host memory.
 #[derive(Debug)]
 pub(crate) struct PageLocker {
-    pub(crate) driver: Arc<Driver>,
-    pub(crate) contexts: Arc<PrimaryContexts>,
     pub(crate) lookup: Arc<PointerLookup>,
-    pub(crate) allocations: Arc<AllocationTable>,
 }
 
 impl HostRegistrar for PageLocker {
@@ -27,8 +23,8 @@ impl HostRegistrar for PageLocker {
         if range.is_empty() {
             return Err(Error::new(ErrorKind::ZeroLength, "host_register").iface(IfaceKind::CUDA));
         }
-        let functions = &self.driver.functions;
-        let work_context = self.contexts.work_context_for_host()?;
+        let functions = &self.lookup.driver().functions;
+        let work_context = self.lookup.contexts.work_context_for_host()?;
         let pointer = std::ptr::with_exposed_provenance_mut::<c_void>(range.start().0 as usize);
         let register = || {
             let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
@@ -46,17 +42,14 @@ impl HostRegistrar for PageLocker {
             .map_err(|error| error.context("range", range));
         if locked.is_ok() {
             work_context.keep();
-            let device = match &work_context {
-                WorkContext::Borrowed(..) => None,
-                WorkContext::Primary(guard) => Some(guard.device()),
-            };
-            self.allocations.insert_page_locked(PageLockedRange { range, device });
+            let device = work_context.primary_of();
+            self.lookup.contexts.allocations.insert_page_locked(PageLockedRange { range, device });
         }
         work_context.end(locked)
     }
 
     fn unregister(&self, range: AddressRange) -> Result<()> {
-        let Some(locked) = self.allocations.take_page_locked(range) else {
+        let Some(locked) = self.lookup.contexts.allocations.take_page_locked(range) else {
             return Err(Error::new(ErrorKind::InvalidArgument, "host_unregister")
                 .iface(IfaceKind::CUDA)
                 .context("range", range)
@@ -68,7 +61,7 @@ impl HostRegistrar for PageLocker {
             let ended = work_context.with_context(|| {
                 // SAFETY: registered by this driver and unregistered once: the table's entry is
                 // gone.
-                let code = unsafe { (self.driver.functions.mem_host_unregister)(pointer) };
+                let code = unsafe { (self.lookup.driver().functions.mem_host_unregister)(pointer) };
                 let ended = if code == CuResult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED {
                     tracing::debug!(%range, "the page-locking went with its context");
                     Ok(())
@@ -80,7 +73,7 @@ impl HostRegistrar for PageLocker {
             work_context.end(ended)
         });
         if !unlocked {
-            self.allocations.insert_page_locked(locked);
+            self.lookup.contexts.allocations.insert_page_locked(locked);
         }
         result.map_err(|error| error.context("range", range))
     }
@@ -91,13 +84,13 @@ impl PageLocker {
     /// it.
     fn context_of(&self, locked: PageLockedRange) -> Result<WorkContext<'_>> {
         if let Some(device) = locked.device {
-            return self.contexts.retain(device).map(WorkContext::Primary);
+            return self.lookup.contexts.retain(device);
         }
         let context = self.lookup.context_of(locked.range.start())?;
         if context.is_null() {
-            self.contexts.work_context_for_host()
+            self.lookup.contexts.work_context_for_host()
         } else {
-            Ok(WorkContext::Borrowed(&self.driver.functions, context))
+            Ok(WorkContext::borrowed(&self.lookup.driver().functions, context))
         }
     }
 }

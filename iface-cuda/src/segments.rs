@@ -8,8 +8,7 @@ use hmem_core::{
 };
 
 use crate::{
-    context::{PrimaryContexts, WorkContext},
-    driver::Driver,
+    context::WorkContext,
     error::check,
     lookup::{PointerLookup, inconsistent, with_handle},
     sys::{self, CuDevicePtr, CuResult},
@@ -18,8 +17,6 @@ use crate::{
 /// Divides ranges into segments.
 #[derive(Debug)]
 pub(crate) struct Segments {
-    pub(crate) driver: Arc<Driver>,
-    pub(crate) contexts: Arc<PrimaryContexts>,
     pub(crate) lookup: Arc<PointerLookup>,
 }
 
@@ -44,7 +41,7 @@ impl SegmentMap for Segments {
         if allocation.kind != AllocationKind::Virtual {
             return Ok(vec![Segment { range, exportable: true }]);
         }
-        let work_context = self.contexts.work_context(found.context, found.device())?;
+        let work_context = self.lookup.contexts.work_context(found.context, found.device())?;
         let segments = self.mappings(range, &work_context);
         work_context.end(segments)
     }
@@ -81,7 +78,7 @@ impl Segments {
     /// the size of the mapped region, see cuMemGetAddressRange".
     fn mapping_at(&self, address: Address) -> Result<AddressRange> {
         let (mut base, mut size): (CuDevicePtr, usize) = (0, 0);
-        let get = self.driver.functions.mem_get_address_range;
+        let get = self.lookup.driver().functions.mem_get_address_range;
         // SAFETY: `base` and `size` are writable.
         match unsafe { get(&mut base, &mut size, address.0) } {
             code @ (CuResult::CUDA_ERROR_INVALID_VALUE | CuResult::CUDA_ERROR_NOT_FOUND) => {
@@ -106,7 +103,7 @@ impl Segments {
         if let Some(capable) = self.lookup.attribute(address, attribute)? {
             return Ok(capable != 0);
         }
-        let functions = &self.driver.functions;
+        let functions = &self.lookup.driver().functions;
         let Some(properties) = functions.mem_get_allocation_properties else { return Ok(true) };
         let capable = with_handle(functions, address, |handle| {
             let mut of_memory = sys::CuMemAllocationProp::default();

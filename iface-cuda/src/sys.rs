@@ -97,10 +97,6 @@ functions! {
         init: cuInit(c_uint);
         /// `cuDriverGetVersion(version)`
         driver_get_version: cuDriverGetVersion(*mut c_int);
-        /// `cuGetErrorName(error, name)`
-        get_error_name: cuGetErrorName(CuResult, *mut *const c_char);
-        /// `cuGetErrorString(error, text)`
-        get_error_string: cuGetErrorString(CuResult, *mut *const c_char);
         /// `cuDeviceGetCount(count)`
         device_get_count: cuDeviceGetCount(*mut c_int);
         /// `cuDeviceGet(device, ordinal)`

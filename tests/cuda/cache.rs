@@ -215,7 +215,9 @@ fn cached_cuda_memory_that_comes_back_at_its_address_is_never_a_stale_hit() {
         let now = link.domain.cache().expect("a cache").statistics();
         let (told, asked) = (now.invalidations(Cause::Free), now.invalidations(Cause::Identity));
         match monitor {
-            CudaMonitorKind::Hooks => assert_eq!((told, asked), (2 * u64::from(count), 0), "{now:?}"),
+            CudaMonitorKind::Hooks => {
+                assert_eq!((told, asked), (2 * u64::from(count), 0), "{now:?}")
+            }
             // The application's frees but for the last, which nobody asked after.
             _ => assert_eq!((told, asked), (count.into(), u64::from(count) - 1), "{now:?}"),
         }
@@ -249,7 +251,8 @@ fn each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
             let shown = rounds(link, kind, Freed::ThroughTheIface, count);
             came_back(shown.reused > 0);
             // Stream-ordered memory goes when its stream gets there, whoever told of it before.
-            let asks = monitor == CudaMonitorKind::Identity || kind == AllocationKind::StreamOrdered;
+            let asks =
+                monitor == CudaMonitorKind::Identity || kind == AllocationKind::StreamOrdered;
             assert!(real() || shown.calls == u64::from(asks), "{monitor}, {kind:?}: {shown:?}");
         }
         if link.lacks(AllocationKind::Virtual) {
@@ -354,8 +357,13 @@ fn memory_of_two_devices_is_two_entries_and_each_dies_by_its_own_free() {
 #[test]
 fn with_hooks_nothing_stays_registered_when_the_application_frees() {
     for profile in profiles() {
-        let link =
-            Link::cached(profile, IMPORTS, P2pPolicy::Enabled, Memory::Pinned, CudaMonitorKind::Hooks);
+        let link = Link::cached(
+            profile,
+            IMPORTS,
+            P2pPolicy::Enabled,
+            Memory::Pinned,
+            CudaMonitorKind::Hooks,
+        );
         let (app, cache) = (App::new(&link.functions), link.domain.cache().expect("a cache"));
         let memory: Vec<_> = (0..20).map(|_| app.allocate(64 << 10)).collect();
         for memory in &memory {

@@ -220,7 +220,8 @@ impl Case {
                 let functions = unsafe { Functions::from_lookup(|name| driver.symbol(name)) }
                     .expect("the table");
                 cuda = Some((functions.clone(), driver));
-                let device = Cuda::builder().functions(functions).monitor(CudaMonitorKind::Identity);
+                let device =
+                    Cuda::builder().functions(functions).monitor(CudaMonitorKind::Identity);
                 Arc::new(device.open().expect("a driver"))
             }
         };

@@ -1,18 +1,16 @@
-//! The functions of the driver that take memory away, and what each takes.
-
-use super::hook;
+//! Functions of the driver that free memory, and which memory a call frees.
 
 /// Arguments as the registers hold them.
 pub(super) type Args = [usize; 6];
 
-/// What a call takes away.
+/// Memory that a call frees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Takes {
-    /// The allocation that its first argument points to.
+    /// The allocation that the first argument points to.
     Pointed,
-    /// The same, of 32 bits.
+    /// The allocation that the first argument points to, a pointer of 32 bits.
     PointedLow,
-    /// Nobody can say: any memory of the driver's.
+    /// Any memory of the driver: the arguments do not say which.
     Anything,
 }
 
@@ -28,20 +26,14 @@ macro_rules! functions {
             /// Every function, in the order of their numbers.
             pub(super) const ALL: [Self; [$(stringify!($name)),+].len()] = [$(Self::$name),+];
 
-            /// The name that it is exported under.
+            /// Returns the name of the exported function.
             pub(super) const fn symbol(self) -> &'static str {
                 match self { $(Self::$name => stringify!($name),)+ }
             }
 
-            /// What a call takes away.
+            /// Returns the memory that a call frees.
             pub(super) const fn takes(self) -> Takes {
                 match self { $(Self::$name => $takes,)+ }
-            }
-
-            /// Where its patched entry leads.
-            pub(super) fn hook(self) -> usize {
-                let hook = match self { $(Self::$name => hook::hook::<{ Self::$name as usize }> as *const (),)+ };
-                hook.expose_provenance()
             }
         }
     };
@@ -73,12 +65,12 @@ functions! {
 }
 
 impl Function {
-    /// The function of a name.
+    /// Returns the function of a name.
     pub(super) fn named(symbol: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|function| function.symbol() == symbol)
     }
 
-    /// The pointer that a call frees; 0, as the driver has it, is none.
+    /// Returns the pointer that a call frees. The driver takes 0 for none.
     pub(super) const fn pointer(self, args: &Args) -> Option<u64> {
         match self.takes() {
             Takes::Pointed => Some(args[0] as u64),

@@ -1,7 +1,7 @@
-//! What runs in place of the driver's frees.
+//! Hooks: code that runs in place of the driver's frees, on the thread that calls them.
 //!
-//! On whatever thread calls them: nothing here allocates, locks or logs. The driver is asked one
-//! thing, before it frees: how far the allocation reaches.
+//! Nothing here allocates, locks or logs. Before a free, a hook makes one call of the driver: it
+//! queries the range of the allocation.
 
 use std::{
     ffi::c_void,
@@ -22,19 +22,19 @@ use super::{
 };
 use crate::sys::{self, CuDevicePtr, CuPointerAttribute, CuResult};
 
-/// What hooks share with the rest of the process.
+/// State that hooks share with the rest of the process.
 #[repr(C)]
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct CudaHookState {
     pub(super) table: Table,
     /// Calls of a test that arrived.
     probes: AtomicU64,
 }
 
 // SAFETY: zeroes are an empty table and no arrivals; both are shared by atomics alone.
-unsafe impl Wipeable for Shared {}
+unsafe impl Wipeable for CudaHookState {}
 
-impl HasTable for Shared {
+impl HasTable for CudaHookState {
     #[inline]
     fn table(&self) -> &Table {
         &self.table
@@ -47,32 +47,46 @@ type Call = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> us
 type Ask =
     unsafe extern "C" fn(u32, *mut CuPointerAttribute, *mut *mut c_void, CuDevicePtr) -> CuResult;
 
-/// Where hooks find whom they tell.
-pub(super) static PLACE: Place<Shared> = Place::new();
+/// Subscribers of the hooks.
+pub(super) static PLACE: Place<CudaHookState> = Place::new();
 
-/// Where each function goes on behind the replaced instruction, by [`Function`].
+/// Address at which each function goes on behind the replaced instruction, by [`Function`].
 static ORIGINALS: [AtomicUsize; Function::ALL.len()] =
     [const { AtomicUsize::new(0) }; Function::ALL.len()];
 
 /// `cuPointerGetAttributes` of the library that is patched.
 static ASK: AtomicUsize = AtomicUsize::new(0);
 
-/// Its address marks the calls of a test, as no memory of the driver's can lie there.
+/// Static whose address marks the calls of a test: no memory of the driver can lie there.
 static PROBE: u8 = 0;
 
-/// Where the hook of `function` finds how to go on: written before its entry is patched.
+/// Returns the word with the address at which the hook of `function` goes on. It is written before
+/// the entry is patched.
 pub(super) fn original_of(function: Function) -> &'static AtomicUsize {
     &ORIGINALS[function as usize]
 }
 
-/// Makes hooks ask by this function.
+/// Makes hooks query by this function.
 pub(super) fn ask_by(ask: Ask) {
     ASK.store((ask as *const ()).expose_provenance(), Ordering::Release);
 }
 
+macro_rules! hooks {
+    ($($number:literal)+) => { [$(hook::<$number>),+] };
+}
+
+/// Hook of each function, by [`Function`].
+static HOOKS: [Call; Function::ALL.len()] =
+    hooks!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21);
+
+/// Returns the address that the patched entry of `function` leads to.
+pub(super) fn hook_of(function: Function) -> usize {
+    (HOOKS[function as usize] as *const ()).expose_provenance()
+}
+
 /// # Safety
 /// As for the function of this number.
-pub(super) unsafe extern "C" fn hook<const FUNCTION: usize>(
+unsafe extern "C" fn hook<const FUNCTION: usize>(
     a: usize,
     b: usize,
     c: usize,
@@ -84,11 +98,12 @@ pub(super) unsafe extern "C" fn hook<const FUNCTION: usize>(
     unsafe { hooked(const { Function::ALL[FUNCTION] }, [a, b, c, d, e, f]) }
 }
 
-/// Calls a patched entry so that its hook counts the call and keeps it to itself; whether it did.
+/// Calls a patched entry so that its hook counts the call and does not pass it on. Returns true if
+/// the hook did so.
 ///
 /// # Safety
 /// The patch of the entry is in place.
-pub(super) unsafe fn probe(subscribers: &Subscribers<Shared>, entry: usize) -> bool {
+pub(super) unsafe fn probe(subscribers: &Subscribers<CudaHookState>, entry: usize) -> bool {
     let probes = &subscribers.shared().probes;
     let before = probes.load(Ordering::SeqCst);
     // SAFETY: the entry of a function that takes at most six arguments in registers, as its hook
@@ -105,7 +120,7 @@ pub(super) unsafe fn probe(subscribers: &Subscribers<Shared>, entry: usize) -> b
 #[inline(always)]
 unsafe fn hooked(function: Function, args: Args) -> usize {
     let Some(subscribers) = PLACE.subscribers() else {
-        // SAFETY: as the caller's.
+        // SAFETY: the caller called the function with these arguments.
         return unsafe { original(function, args) };
     };
     if args[0] == ptr::addr_of!(PROBE).addr() {
@@ -113,27 +128,27 @@ unsafe fn hooked(function: Function, args: Args) -> usize {
         return 0;
     }
     let pass = subscribers.table().pass();
-    // The pass lasts over the call even with nobody to tell: who subscribes meanwhile waits for it.
+    // The pass lasts over the call even without subscribers: a subscription meanwhile waits for it.
     if pass.is_empty() {
-        // SAFETY: as the caller's.
+        // SAFETY: the caller called the function with these arguments.
         unsafe { original(function, args) }
     } else {
-        // SAFETY: as the caller's.
-        unsafe { told(&pass, function, args) }
+        // SAFETY: the caller called the function with these arguments.
+        unsafe { notified(&pass, function, args) }
     }
 }
 
 /// # Safety
 /// As for the function with these arguments.
 #[inline(never)]
-unsafe fn told(pass: &Pass<'_>, function: Function, args: Args) -> usize {
-    let Some(range) = taken(function, &args) else {
-        // SAFETY: as the caller's.
+unsafe fn notified(pass: &Pass<'_>, function: Function, args: Args) -> usize {
+    let Some(range) = freed_by(function, &args) else {
+        // SAFETY: the caller called the function with these arguments.
         return unsafe { original(function, args) };
     };
     let mut changes = [const { MaybeUninit::<Change>::uninit() }; SLOTS];
     pass.each(|slot, invalidator| _ = changes[slot].write(invalidator.begin(range, Cause::Free)));
-    // SAFETY: as the caller's.
+    // SAFETY: the caller called the function with these arguments.
     let result = unsafe { original(function, args) };
     pass.each(|slot, invalidator| {
         // SAFETY: this pass has the same slots each time, and `begin` wrote this one.
@@ -142,9 +157,9 @@ unsafe fn told(pass: &Pass<'_>, function: Function, args: Args) -> usize {
     result
 }
 
-/// What a call is about to take away: everything, where the driver does not say how far the
-/// allocation reaches; `None` for nothing.
-fn taken(function: Function, args: &Args) -> Option<AddressRange> {
+/// Returns the memory that a call is about to free: everything, if the driver does not know the
+/// allocation's range. `None` for nothing.
+fn freed_by(function: Function, args: &Args) -> Option<AddressRange> {
     let everything = || clamped(0, u64::MAX);
     match function.pointer(args) {
         Some(0) => None,
@@ -179,6 +194,6 @@ unsafe fn original(function: Function, [a, b, c, d, e, f]: Args) -> usize {
     // replaced; the store of the patch orders it.
     let original: Call =
         unsafe { std::mem::transmute(ptr::with_exposed_provenance::<()>(original)) };
-    // SAFETY: as the caller's.
+    // SAFETY: the caller called the function with these arguments.
     unsafe { original(a, b, c, d, e, f) }
 }

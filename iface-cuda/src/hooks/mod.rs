@@ -51,7 +51,7 @@ use hmem_hook::{Hooks, MonitorName, Patches, Target};
 pub(crate) use self::own::without_notifying;
 use self::{
     function::Function,
-    hook::{PLACE, Shared},
+    hook::{CudaHookState, PLACE},
 };
 use crate::sys::Functions;
 
@@ -67,7 +67,7 @@ const NAME: MonitorName = MonitorName {
 /// dropped takes them out.
 #[derive(Debug)]
 pub struct FreeHooks {
-    hooks: Hooks<Shared>,
+    hooks: Hooks<CudaHookState>,
 }
 
 /// The first entry of the library that the patches are of, as there is one driver: claimed before
@@ -159,7 +159,7 @@ fn plan(functions: &Functions) -> Result<Patches> {
     let target = |(function, entry): (Function, usize)| Target {
         name: function.symbol(),
         entry,
-        hook: function.hook(),
+        hook: hook::hook_of(function),
         call: None,
         original: hook::original_of(function),
     };

@@ -72,8 +72,6 @@ counted! {
     required {
         init(a: c_uint);
         driver_get_version(a: *mut c_int);
-        get_error_name(a: CuResult, b: *mut *const c_char);
-        get_error_string(a: CuResult, b: *mut *const c_char);
         device_get_count(a: *mut c_int);
         device_get(a: *mut CuDevice, b: c_int);
         device_get_name(a: *mut c_char, b: c_int, c: CuDevice);

@@ -76,14 +76,8 @@ fn enter(symbol: &'static str, run: impl FnOnce(&mut State) -> Result<(), CuResu
         HELD.wait_while(&mut state, |state| hold_of(state, symbol).is_some());
     }
     let state = state.get_or_insert_with(from_environment);
-    let needs_start = !matches!(
-        symbol,
-        "cuInit"
-            | "cuDriverGetVersion"
-            | "cuGetErrorName"
-            | "cuGetErrorString"
-            | "cuMemGetHandleForAddressRange"
-    );
+    let needs_start =
+        !matches!(symbol, "cuInit" | "cuDriverGetVersion" | "cuMemGetHandleForAddressRange");
     let result = state.call(symbol).and_then(|()| {
         // Recorded run: before `cuInit` succeeded calls answer 3.
         if needs_start && !state.started {

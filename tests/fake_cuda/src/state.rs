@@ -237,8 +237,8 @@ impl State {
         }
         match self.sticky {
             // `cuda.h`: "any further CUDA work will return the same error".
-            Some(code) if symbol != "cuGetErrorName" && symbol != "cuGetErrorString" => Err(code),
-            _ => Ok(()),
+            Some(code) => Err(code),
+            None => Ok(()),
         }
     }
 

@@ -22,24 +22,6 @@ driver! {
 
     fn cuDriverGetVersion(state, version: *mut c_int) { put(version, state.profile.version) }
 
-    fn cuGetErrorName(_state, error: CuResult, name: *mut *const c_char) {
-        let Some(known) = error.name() else {
-            put(name, std::ptr::null())?;
-            return Err(INVALID_VALUE);
-        };
-        // Names live as long as the process.
-        let leaked = std::ffi::CString::new(known).map_err(|_| INVALID_VALUE)?.into_raw();
-        put(name, leaked.cast_const())
-    }
-
-    fn cuGetErrorString(_state, error: CuResult, text: *mut *const c_char) {
-        if error.name().is_none() {
-            put(text, std::ptr::null())?;
-            return Err(INVALID_VALUE);
-        }
-        put(text, c"(no text)".as_ptr())
-    }
-
     fn cuDeviceGetCount(state, count: *mut c_int) { put(count, state.profile.devices as c_int) }
 
     fn cuDeviceGet(state, place: *mut CuDevice, ordinal: c_int) {
