@@ -25,8 +25,9 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `sys`, `error`, `causes`: the function table, layouts and constants of the driver; its codes as
-//!   errors, and the meaning of its refusals
+//! - `sys`, `causes`: the function table, layouts and constants of the driver; the meaning of its
+//!   refusals
+//! - `error`: the driver's codes as errors
 //! - `hooks`, `no_hooks`: hooks of the driver's frees ([`FreeHooks`])
 //! - `driver`: the opened driver, its functions and devices; read only
 //! - `table`, `streams`: allocations and page-locked ranges to release; streams and events

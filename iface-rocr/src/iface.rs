@@ -1,4 +1,4 @@
-//! The iface: opening the driver, its devices, the trait, and the driver's codes as errors.
+//! The iface: opens the driver, lists its devices and implements the trait.
 
 use std::{
     ffi::{CStr, c_void},
@@ -15,6 +15,7 @@ use hmem_core::{
 
 use crate::{
     causes::CAUSES,
+    error::{check, coded, lacks, unavailable},
     memory,
     sys::{self, Agent, AgentAttribute, Functions, HsaStatus, MemoryPool, PoolAttribute},
 };
@@ -34,15 +35,15 @@ use crate::{
 /// ```
 #[derive(Debug)]
 pub struct Rocr {
-    pub(crate) functions: Arc<Functions>,
+    functions: Arc<Functions>,
     devices: Vec<Device>,
-    /// Every agent, and which device it is; CPUs are none.
-    pub(crate) agents: Vec<(Agent, Option<DeviceId>)>,
-    /// Whether a count of the runtime is held.
+    /// Every agent with its device. `None` for a CPU.
+    agents: Vec<(Agent, Option<DeviceId>)>,
+    /// True while a count of the runtime is held.
     held: bool,
 }
 
-/// Where [`Rocr`] finds its driver.
+/// Opens [`Rocr`] over a driver library of choice.
 ///
 /// # Examples
 /// ```
@@ -82,8 +83,8 @@ impl Builder {
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] without the library, without a symbol of it, without a device, or
-    /// with a driver that does not start; the library is named, and the driver's code where
-    /// there is one. Otherwise what a device answered when asked for its properties.
+    /// with a driver that does not start. The error names the library, and the driver's code if
+    /// there is one. Otherwise the error of a device that was asked for its properties.
     pub fn open(self) -> Result<Rocr> {
         let functions = match self.driver {
             Driver::Library(path) => Functions::load(&path)?,
@@ -102,17 +103,17 @@ impl Rocr {
         Self::builder().open()
     }
 
-    /// To open another library, or a driver of one's own.
+    /// Returns a builder, which can open another library or injected functions.
     pub fn builder() -> Builder {
         Builder { driver: Driver::Library(PathBuf::from(Functions::LIBRARY)) }
     }
 
-    /// Gives back what this iface holds of the driver: one count of the runtime.
+    /// Gives the iface's one count of the runtime back.
     ///
     /// Dropping does the same, and can only log a refusal.
     ///
     /// # Errors
-    /// What the driver reported, with the iface.
+    /// The driver's error. The iface comes back.
     pub fn close(mut self) -> Result<(), Rejected<Self>> {
         match self.release() {
             Ok(()) => Ok(()),
@@ -163,7 +164,7 @@ impl Rocr {
         Ok(rocr)
     }
 
-    /// The device, if there is one of that number.
+    /// Returns the device of a number.
     pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&Device> {
         self.devices.get(device.0 as usize).ok_or_else(|| {
             Error::new(ErrorKind::InvalidArgument, operation)
@@ -211,7 +212,7 @@ fn describe(functions: &Functions, agent: Agent, id: DeviceId) -> Result<Device>
     })
 }
 
-/// The size of the largest global pool: coarse- and fine-grained pools are views of the same
+/// Returns the size of the largest global pool: coarse- and fine-grained pools are views of the same
 /// memory.
 fn memory_of(functions: &Functions, agent: Agent) -> Result<u64> {
     unsafe extern "C" fn collect(pool: MemoryPool, into: *mut c_void) -> HsaStatus {
@@ -281,52 +282,12 @@ fn pool_info<T: Copy>(
     Ok(value)
 }
 
-/// The text that a driver wrote, up to its NUL.
+/// Returns the text that a driver wrote, up to its NUL.
 fn text(buffer: [u8; 64]) -> String {
     match CStr::from_bytes_until_nul(&buffer) {
         Ok(text) => text.to_string_lossy().into_owned(),
         Err(_) => String::from_utf8_lossy(&buffer).into_owned(),
     }
-}
-
-/// A driver that does not start or has no device.
-fn unavailable(operation: &'static str, library: &str) -> Error {
-    Error::new(ErrorKind::Unavailable, operation).iface(IfaceKind::ROCR).context("library", library)
-}
-
-/// An operation that this crate does not have.
-pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
-    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::ROCR).context("reason", reason)
-}
-
-/// The one place where the driver's codes become errors.
-pub(crate) fn check(code: HsaStatus, operation: &'static str) -> Result<()> {
-    let kind = match code {
-        HsaStatus::HSA_STATUS_SUCCESS | HsaStatus::HSA_STATUS_INFO_BREAK => return Ok(()),
-        HsaStatus::HSA_STATUS_ERROR_INVALID_ARGUMENT
-        | HsaStatus::HSA_STATUS_ERROR_INVALID_ALLOCATION
-        | HsaStatus::HSA_STATUS_ERROR_INVALID_AGENT
-        | HsaStatus::HSA_STATUS_ERROR_INVALID_REGION
-        | HsaStatus::HSA_STATUS_ERROR_INVALID_SIGNAL
-        | HsaStatus::HSA_STATUS_ERROR_INVALID_MEMORY_POOL
-        | HsaStatus::HSA_STATUS_ERROR_INCOMPATIBLE_ARGUMENTS => ErrorKind::InvalidArgument,
-        HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES
-        | HsaStatus::HSA_STATUS_ERROR_REFCOUNT_OVERFLOW => ErrorKind::OutOfResources,
-        HsaStatus::HSA_STATUS_ERROR_NOT_INITIALIZED => ErrorKind::Unavailable,
-        HsaStatus::HSA_STATUS_ERROR_INVALID_RUNTIME_STATE
-        | HsaStatus::HSA_STATUS_ERROR_RESOURCE_FREE => ErrorKind::BadState,
-        HsaStatus::HSA_STATUS_ERROR_RESOURCE_BUSY => ErrorKind::Busy,
-        HsaStatus::HSA_STATUS_ERROR_MEMORY_FAULT
-        | HsaStatus::HSA_STATUS_ERROR_MEMORY_APERTURE_VIOLATION => ErrorKind::BadAddress,
-        HsaStatus::HSA_STATUS_ERROR_NOT_SUPPORTED => ErrorKind::Unsupported,
-        _ => ErrorKind::Driver,
-    };
-    Err(coded(Error::new(kind, operation).iface(IfaceKind::ROCR), code))
-}
-
-/// The code by name, and in the base in which the header writes it.
-fn coded(error: Error, code: HsaStatus) -> Error {
-    error.driver_code(code.name().unwrap_or_default(), code.0.into())
 }
 
 // SAFETY: nothing is allocated, copied or exported yet. `query` repeats what the driver knows of an
@@ -345,7 +306,7 @@ unsafe impl Iface for Rocr {
     }
 
     fn query(&self, address: Address) -> Result<Option<Allocation>> {
-        memory::query(self, address)
+        memory::query(&self.functions, &self.agents, address)
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
@@ -385,7 +346,7 @@ unsafe impl Iface for Rocr {
     }
 }
 
-/// Refuses, so that no caller takes writes of a NIC for visible: the devices may need a flush that
+/// Refuses, so that no caller takes a NIC's writes for visible: the devices may need a flush that
 /// this crate does not make yet.
 impl InboundFlush for Rocr {
     fn flush(&self, device: DeviceId) -> Result<()> {

@@ -19,12 +19,14 @@
 //! # Ok::<(), hmem_core::Error>(())
 //! ```
 //!
-//! | file | what it holds |
-//! |---|---|
-//! | `iface` | [`Rocr`]: opening, devices, the trait, driver codes as errors |
-//! | [`sys`] | the function table, layouts and constants |
-//! | `causes` | what the driver's refusals mean: [`CAUSES`] |
-//! | `memory` | the allocation around an address |
+//! # Layers
+//!
+//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//!
+//! - `sys`, `causes`: function table, layouts and constants; the meaning of the driver's refusals
+//! - `error`: driver codes as errors
+//! - `memory`: the allocation around an address
+//! - `iface`: [`Rocr`], which opens the driver and implements the trait
 //!
 //! # Things this crate does not do
 //!
@@ -39,6 +41,7 @@
 #![deny(unsafe_code)]
 
 mod causes;
+mod error;
 #[allow(unsafe_code)]
 mod iface;
 #[allow(unsafe_code)]

@@ -1,21 +1,26 @@
-//! Memory by address: which allocation an address lies in.
+//! Lookup of addresses: the allocation that an address lies in.
 
 use std::{ffi::c_void, ptr};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind,
-    Result,
+    Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind,
+    IfaceKind, Result,
 };
 
 use crate::{
-    iface::{Rocr, check, lacks},
-    sys::{self, Agent, PointerInfo},
+    error::{check, lacks},
+    sys::{self, Agent, Functions, PointerInfo},
 };
 
 /// Allocations of ROCr have no identity: the runtime keeps none.
 const NO_IDENTITY: AllocationId = AllocationId(0);
 
-pub(crate) fn query(rocr: &Rocr, address: Address) -> Result<Option<Allocation>> {
+/// Returns the allocation around an address, or `None` if the runtime does not know the address.
+pub(crate) fn query(
+    functions: &Functions,
+    agents: &[(Agent, Option<DeviceId>)],
+    address: Address,
+) -> Result<Option<Allocation>> {
     const CALL: &str = "hsa_amd_pointer_info";
     // The runtime calls the null pointer an invalid argument.
     if address.0 == 0 {
@@ -34,7 +39,7 @@ pub(crate) fn query(rocr: &Rocr, address: Address) -> Result<Option<Allocation>>
     // SAFETY: `info` is writable and says its size; without an allocator no list of agents is
     // written. The address is only looked up, never dereferenced.
     let code = unsafe {
-        (rocr.functions.pointer_info)(
+        (functions.pointer_info)(
             ptr::without_provenance::<c_void>(address.0 as usize),
             &mut info,
             None,
@@ -45,8 +50,7 @@ pub(crate) fn query(rocr: &Rocr, address: Address) -> Result<Option<Allocation>>
     check(code, CALL).map_err(|error| error.context("address", address))?;
 
     // Of an unknown address nothing but the type is written: read it first.
-    let owner =
-        rocr.agents.iter().find(|(agent, _)| *agent == info.owner).map(|(_, device)| *device);
+    let owner = agents.iter().find(|(agent, _)| *agent == info.owner).map(|(_, device)| *device);
     let (kind, device) = match info.kind {
         sys::HSA_EXT_POINTER_TYPE_UNKNOWN => return Ok(None),
         sys::HSA_EXT_POINTER_TYPE_LOCKED => (AllocationKind::Host, None),

@@ -1,4 +1,4 @@
-//! The iface: opening the driver, its devices, the trait, and the driver's codes as errors.
+//! The iface: opens the driver, lists its devices and implements the trait.
 
 use std::{
     ffi::{CStr, c_char},
@@ -15,6 +15,7 @@ use hmem_core::{
 
 use crate::{
     causes::CAUSES,
+    error::{check, coded, lacks, unavailable},
     memory,
     sys::{
         self, ContextDescription, ContextHandle, DeviceHandle, DeviceMemoryProperties,
@@ -37,15 +38,15 @@ use crate::{
 /// ```
 #[derive(Debug)]
 pub struct LevelZero {
-    pub(crate) functions: Arc<Functions>,
+    functions: Arc<Functions>,
     devices: Vec<Device>,
-    /// Every root and sub-device, and which device it counts as.
-    pub(crate) handles: Vec<(DeviceHandle, DeviceId)>,
+    /// Every root device and sub-device, with the device that it counts as.
+    handles: Vec<(DeviceHandle, DeviceId)>,
     /// One context for each driver with a GPU.
-    pub(crate) contexts: Vec<ContextHandle>,
+    contexts: Vec<ContextHandle>,
 }
 
-/// Where [`LevelZero`] finds its driver.
+/// Opens [`LevelZero`] over a driver library of choice.
 ///
 /// # Examples
 /// ```
@@ -85,8 +86,8 @@ impl Builder {
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] without the library, without a symbol of it, without a device, or
-    /// with a driver that does not start; the library is named, and the driver's code where
-    /// there is one. Otherwise what a device answered when asked for its properties.
+    /// with a driver that does not start. The error names the library, and the driver's code if
+    /// there is one. Otherwise the error of a device that was asked for its properties.
     pub fn open(self) -> Result<LevelZero> {
         let functions = match self.driver {
             Driver::Library(path) => Functions::load(&path)?,
@@ -105,17 +106,17 @@ impl LevelZero {
         Self::builder().open()
     }
 
-    /// To open another library, or a driver of one's own.
+    /// Returns a builder, which can open another library or injected functions.
     pub fn builder() -> Builder {
         Builder { driver: Driver::Library(PathBuf::from(Functions::LIBRARY)) }
     }
 
-    /// Gives back what this iface holds of the driver: its contexts.
+    /// Destroys the contexts of this iface.
     ///
     /// Dropping does the same, and can only log a refusal.
     ///
     /// # Errors
-    /// What the driver reported, with the iface.
+    /// The driver's error. The iface comes back.
     pub fn close(mut self) -> Result<(), Rejected<Self>> {
         match self.release() {
             Ok(()) => Ok(()),
@@ -191,7 +192,7 @@ impl LevelZero {
         Ok(())
     }
 
-    /// The device, if there is one of that number.
+    /// Returns the device of a number.
     pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&Device> {
         self.devices.get(device.0 as usize).ok_or_else(|| {
             Error::new(ErrorKind::InvalidArgument, operation)
@@ -221,7 +222,7 @@ impl Drop for LevelZero {
     }
 }
 
-/// What the driver says about a device; `None` if it is no GPU.
+/// Describes a device. Returns `None` if it is no GPU.
 fn describe(functions: &Functions, handle: DeviceHandle, id: DeviceId) -> Result<Option<Device>> {
     let mut properties = DeviceProperties {
         stype: sys::ZE_STRUCTURE_TYPE_DEVICE_PROPERTIES,
@@ -263,7 +264,7 @@ fn describe(functions: &Functions, handle: DeviceHandle, id: DeviceId) -> Result
     }))
 }
 
-/// Where the device sits; `None` if its driver does not say.
+/// Returns the PCI address of a device, or `None` if its driver does not say.
 ///
 /// A driver without the extension says unsupported; Intel's says uninitialized of a device that is
 /// on no PCI bus.
@@ -294,7 +295,7 @@ fn pci_bus_id(functions: &Functions, handle: DeviceHandle) -> Option<String> {
     }
 }
 
-/// The sum of the device's memories.
+/// Returns the sum of the device's memories.
 fn memory_of(functions: &Functions, handle: DeviceHandle) -> Result<u64> {
     let empty = DeviceMemoryProperties {
         stype: sys::ZE_STRUCTURE_TYPE_DEVICE_MEMORY_PROPERTIES,
@@ -353,59 +354,13 @@ fn list<T: Clone>(
     Ok(elements)
 }
 
-/// The text that a driver wrote, up to its NUL.
+/// Returns the text that a driver wrote, up to its NUL.
 fn text(buffer: [c_char; ZE_MAX_DEVICE_NAME]) -> String {
     let bytes = buffer.map(|character| character as u8);
     match CStr::from_bytes_until_nul(&bytes) {
         Ok(text) => text.to_string_lossy().into_owned(),
         Err(_) => String::from_utf8_lossy(&bytes).into_owned(),
     }
-}
-
-/// A driver that does not start or has no device.
-fn unavailable(operation: &'static str, library: &str) -> Error {
-    Error::new(ErrorKind::Unavailable, operation).iface(IfaceKind::ZE).context("library", library)
-}
-
-/// An operation that this crate does not have.
-pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
-    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::ZE).context("reason", reason)
-}
-
-/// The one place where the driver's codes become errors.
-pub(crate) fn check(code: ZeResult, operation: &'static str) -> Result<()> {
-    let kind = match code {
-        ZeResult::ZE_RESULT_SUCCESS => return Ok(()),
-        ZeResult::ZE_RESULT_ERROR_INVALID_ARGUMENT
-        | ZeResult::ZE_RESULT_ERROR_INVALID_NULL_HANDLE
-        | ZeResult::ZE_RESULT_ERROR_INVALID_NULL_POINTER
-        | ZeResult::ZE_RESULT_ERROR_INVALID_SIZE
-        | ZeResult::ZE_RESULT_ERROR_INVALID_ENUMERATION => ErrorKind::InvalidArgument,
-        ZeResult::ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY
-        | ZeResult::ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY => ErrorKind::OutOfResources,
-        ZeResult::ZE_RESULT_ERROR_UNINITIALIZED
-        | ZeResult::ZE_RESULT_ERROR_DEVICE_LOST
-        | ZeResult::ZE_RESULT_ERROR_DEVICE_REQUIRES_RESET
-        | ZeResult::ZE_RESULT_ERROR_SURVIVABILITY_MODE_DETECTED
-        | ZeResult::ZE_RESULT_ERROR_DEPENDENCY_UNAVAILABLE => ErrorKind::Unavailable,
-        ZeResult::ZE_RESULT_ERROR_DEVICE_IN_LOW_POWER_STATE => ErrorKind::BadState,
-        ZeResult::ZE_RESULT_NOT_READY => ErrorKind::Again,
-        ZeResult::ZE_RESULT_ERROR_HANDLE_OBJECT_IN_USE
-        | ZeResult::ZE_RESULT_ERROR_NOT_AVAILABLE => ErrorKind::Busy,
-        ZeResult::ZE_RESULT_ERROR_INSUFFICIENT_PERMISSIONS => ErrorKind::PermissionDenied,
-        ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_VERSION
-        | ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_FEATURE
-        | ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_SIZE
-        | ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_ALIGNMENT
-        | ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_ENUMERATION => ErrorKind::Unsupported,
-        _ => ErrorKind::Driver,
-    };
-    Err(coded(Error::new(kind, operation).iface(IfaceKind::ZE), code))
-}
-
-/// The code by name, and in the base in which the header writes it.
-fn coded(error: Error, code: ZeResult) -> Error {
-    error.driver_code(code.name().unwrap_or_default(), code.0.into())
 }
 
 // SAFETY: nothing is allocated, copied or exported yet. `query` repeats what the driver knows of an
@@ -424,7 +379,7 @@ unsafe impl Iface for LevelZero {
     }
 
     fn query(&self, address: Address) -> Result<Option<Allocation>> {
-        memory::query(self, address)
+        memory::query(&self.functions, &self.contexts, &self.handles, address)
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
@@ -459,7 +414,7 @@ unsafe impl Iface for LevelZero {
     }
 }
 
-/// Refuses, so that no caller takes writes of a NIC for visible: the devices may need a flush that
+/// Refuses, so that no caller takes a NIC's writes for visible: the devices may need a flush that
 /// this crate does not make yet.
 impl InboundFlush for LevelZero {
     fn flush(&self, device: DeviceId) -> Result<()> {

@@ -1,24 +1,31 @@
-//! Memory by address: which allocation an address lies in.
+//! Lookup of addresses: the allocation that an address lies in.
 
 use std::{ffi::c_void, ptr};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind,
-    Result,
+    Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind,
+    IfaceKind, Result,
 };
 
 use crate::{
-    iface::{LevelZero, check},
-    sys::{self, ContextHandle, DeviceHandle, MemoryAllocationProperties},
+    error::check,
+    sys::{self, ContextHandle, DeviceHandle, Functions, MemoryAllocationProperties},
 };
 
-pub(crate) fn query(level_zero: &LevelZero, address: Address) -> Result<Option<Allocation>> {
+/// Returns the allocation around an address, or `None` if no driver knows the address. `handles`
+/// has the device of each handle.
+pub(crate) fn query(
+    functions: &Functions,
+    contexts: &[ContextHandle],
+    handles: &[(DeviceHandle, DeviceId)],
+    address: Address,
+) -> Result<Option<Allocation>> {
     // Layers of the loader call the null pointer an invalid argument.
     if address.0 == 0 {
         return Ok(None);
     }
-    for (driver, context) in level_zero.contexts.iter().enumerate() {
-        if let Some(mut allocation) = query_in(level_zero, *context, address)? {
+    for (driver, context) in contexts.iter().enumerate() {
+        if let Some(mut allocation) = query_in(functions, *context, handles, address)? {
             // Each driver counts from 1: the driver's number above that keeps two drivers'
             // allocations apart.
             allocation.id.0 |= (driver as u64) << 56;
@@ -29,8 +36,9 @@ pub(crate) fn query(level_zero: &LevelZero, address: Address) -> Result<Option<A
 }
 
 fn query_in(
-    level_zero: &LevelZero,
+    functions: &Functions,
     context: ContextHandle,
+    handles: &[(DeviceHandle, DeviceId)],
     address: Address,
 ) -> Result<Option<Allocation>> {
     let pointer = ptr::without_provenance::<c_void>(address.0 as usize);
@@ -42,15 +50,10 @@ fn query_in(
         page_size: 0,
     };
     let mut owner = DeviceHandle::NULL;
-    // SAFETY: the context is held by `level_zero`; the structure says its type and ends the chain;
+    // SAFETY: the iface keeps the context until it closes; the structure says its type and ends the chain;
     // `owner` is writable. The address is only looked up, never dereferenced.
     let code = unsafe {
-        (level_zero.functions.mem_get_alloc_properties)(
-            context,
-            pointer,
-            &mut properties,
-            &mut owner,
-        )
+        (functions.mem_get_alloc_properties)(context, pointer, &mut properties, &mut owner)
     };
     check(code, "zeMemGetAllocProperties").map_err(|error| error.context("address", address))?;
     let kind = match properties.kind {
@@ -61,11 +64,9 @@ fn query_in(
         other => return Err(inconsistent(address).context("type", other)),
     };
     let (mut base, mut len) = (ptr::null_mut(), 0usize);
-    // SAFETY: the context is held by `level_zero`; `base` and `len` are writable. The address is
+    // SAFETY: the iface keeps the context until it closes; `base` and `len` are writable. The address is
     // only looked up.
-    let code = unsafe {
-        (level_zero.functions.mem_get_address_range)(context, pointer, &mut base, &mut len)
-    };
+    let code = unsafe { (functions.mem_get_address_range)(context, pointer, &mut base, &mut len) };
     check(code, "zeMemGetAddressRange").map_err(|error| error.context("address", address))?;
     let range = AddressRange::new(Address::of_ptr(base), len as u64)?;
     if !range.contains(address) {
@@ -73,11 +74,9 @@ fn query_in(
     }
     // Host memory belongs to no device, shared memory to several.
     let device = match kind {
-        AllocationKind::Device => level_zero
-            .handles
-            .iter()
-            .find(|(handle, _)| *handle == owner)
-            .map(|(_, device)| *device),
+        AllocationKind::Device => {
+            handles.iter().find(|(handle, _)| *handle == owner).map(|(_, device)| *device)
+        }
         _ => None,
     };
     Ok(Some(Allocation {

@@ -36,6 +36,37 @@
 //! stale or foreign key, a range that is too long and a missing right are all "remote access error
 //! (10)", here AccessDenied.
 //!
+//! # Layers
+//!
+//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//!
+//! - `sys`, `huge`: functions and layouts of libibverbs; huge pages
+//! - `split`: arithmetic of cuts
+//! - `access`, `raw_key`: rights and raw keys
+//! - `errors`, `completion`: the reports of drivers
+//! - `library`
+//! - `device`
+//! - `gid`
+//! - `port`
+//! - `cq`
+//! - `connection`: `QueuePair` and `Connection`
+//! - `staged/memory`
+//! - `region`
+//! - `parallel`
+//! - `register`: `Registrar`
+//! - `staged/buffers`
+//! - `window`
+//! - `domain_state`: `DomainState`, which owns the parts above
+//! - `atomic`
+//! - `chain`: `Chain`, which turns a request's lists into work requests
+//! - `in_flight`
+//! - `post`: `Poster`, which owns the request table and the connection
+//! - `queue`: `CqState`, which passes work completions to posters
+//! - `staged`: lanes of staged transfers
+//! - `endpoint`
+//! - `domain`
+//! - `provider`
+//!
 //! # Things this does not do
 //!
 //! Tagged messages, atomics other than 64-bit fetch-and-add and compare-and-swap, sub-regions with
@@ -44,22 +75,6 @@
 //! reason.
 
 #![deny(unsafe_code)]
-
-// The layers, lower ones first. A file imports only from layers above it in this list.
-//
-// - `sys`: functions and layouts of libibverbs; `split`: arithmetic of cuts; `huge`;
-// - `access`, `raw_key`: rights and raw keys; `errors`, `completion`: what drivers report;
-// - `library`, `device`, `gid`, `port`: `Library`, `OpenDevice`, `ProtectionDomain`, `Port`;
-// - `cq`, `connection`: `VerbsCq`, `QueuePair`, `Connection`;
-// - `staged/memory`, `region`, `parallel`, `register`, `staged/buffers`: `Regions`, `Registrar`,
-//   `Staging`;
-// - `window`: `Windows`;
-// - `domain_state`: `DomainState`, which owns the parts above;
-// - `atomic`, `chain`: `Chain`, which turns a request's lists into work requests;
-// - `in_flight`, `post`: `RequestTable`, and `Poster`, which owns it and the connection;
-// - `queue`: `CqState`, which passes work completions to posters;
-// - `staged/request`, `staged/task`, `staged/lane`: `Lanes` of staged transfers;
-// - `endpoint`, `domain`, `provider`: the application's handles.
 
 mod access;
 #[allow(unsafe_code)]

@@ -163,27 +163,43 @@ fn layers_listed(lib: &str) -> Option<BTreeMap<String, usize>> {
     (!listed.is_empty()).then_some(listed)
 }
 
-/// Returns the module of the crate that a file belongs to.
+/// Returns the path of a file's module, as lists of layers name it; `None` for the crate's root.
 fn module(file: &str) -> Option<&str> {
-    let module = file.strip_prefix("src/")?.split('/').next()?.trim_end_matches(".rs");
+    let module = file.strip_prefix("src/")?.trim_end_matches(".rs").trim_end_matches("/mod");
     (!["lib", "main"].contains(&module)).then_some(module)
+}
+
+/// Returns the listed name that a module belongs to: its own, or that of a module around it.
+fn layer<'l>(layers: &'l BTreeMap<String, usize>, module: &str) -> Option<(&'l str, usize)> {
+    let around = std::iter::successors(Some(module), |path| Some(path.rsplit_once('/')?.0));
+    let listed = around.filter_map(|path| layers.get_key_value(path)).next();
+    listed.map(|(name, layer)| (name.as_str(), *layer))
 }
 
 /// Imports that run upward, and modules that the list lacks.
 fn against_layers(layers: &BTreeMap<String, usize>, imports: &Imports) -> Vec<String> {
     let mut wrong = Vec::new();
-    let modules: BTreeSet<_> = imports.keys().filter_map(|file| module(file)).collect();
-    let missing = modules.iter().filter(|module| !layers.contains_key(**module));
-    wrong.extend(missing.map(|module| format!("{module} is not listed")));
-    let gone = layers.keys().filter(|module| !modules.contains(module.as_str()));
-    wrong.extend(gone.map(|module| format!("{module} is listed, and is no module")));
-    for (from, to) in imports.iter().flat_map(|(from, all)| all.keys().map(move |to| (from, to))) {
-        let (Some(importer), Some(imported)) = (module(from), module(to)) else { continue };
-        let upward = layers.get(importer) <= layers.get(imported);
-        if importer != imported && upward {
-            wrong.push(format!("{from} imports {to}"));
+    let of_file = |file: &str| module(file).map(|module| layer(layers, module));
+    for (file, all) in imports {
+        let Some(importer) = of_file(file) else { continue };
+        let Some((name, at)) = importer else {
+            wrong.push(format!("{file} is not listed"));
+            continue;
+        };
+        for (to, (imported, below)) in
+            all.keys().filter_map(|to| Some((to, of_file(to).flatten()?)))
+        {
+            if name != imported && at <= below {
+                wrong.push(format!("{file} imports {to}"));
+            }
         }
     }
+    let is_used = |name: &str| {
+        let of_name = |file: &String| of_file(file).flatten().is_some_and(|(own, _)| own == name);
+        imports.keys().any(of_name)
+    };
+    let gone = layers.keys().filter(|name| !is_used(name));
+    wrong.extend(gone.map(|name| format!("{name} is listed, and is no module")));
     wrong
 }
 
@@ -225,7 +241,10 @@ fn import_of_a_higher_layer_and_a_missing_module_are_found() {
         list("//! # Layers\n//!\n//! - `b`, `c`: low\n//! - `a`\n//!\n//! # More\n//! - `d`");
     assert_eq!(against_layers(&sound, &imports), [""; 0]);
     let upward = list("//! # Layers\n//! - `a`\n//! - `b`\n");
-    assert_eq!(against_layers(&upward, &imports), ["c is not listed", "src/a.rs imports src/b.rs"]);
+    assert_eq!(
+        against_layers(&upward, &imports),
+        ["src/a.rs imports src/b.rs", "src/c.rs is not listed"]
+    );
     assert_eq!(layers_listed("//! No list.\n"), None);
 }
 

@@ -1,0 +1,45 @@
+//! Driver codes as errors: the one place that gives them a kind.
+
+use hmem_core::{Error, ErrorKind, IfaceKind, Result};
+
+use crate::sys::HsaStatus;
+
+/// Returns the error for a driver that does not start or has no device.
+pub(crate) fn unavailable(operation: &'static str, library: &str) -> Error {
+    Error::new(ErrorKind::Unavailable, operation).iface(IfaceKind::ROCR).context("library", library)
+}
+
+/// Returns the error for an operation that this crate does not have.
+pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
+    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::ROCR).context("reason", reason)
+}
+
+/// Returns the driver's code as an error, or Ok for success.
+pub(crate) fn check(code: HsaStatus, operation: &'static str) -> Result<()> {
+    let kind = match code {
+        HsaStatus::HSA_STATUS_SUCCESS | HsaStatus::HSA_STATUS_INFO_BREAK => return Ok(()),
+        HsaStatus::HSA_STATUS_ERROR_INVALID_ARGUMENT
+        | HsaStatus::HSA_STATUS_ERROR_INVALID_ALLOCATION
+        | HsaStatus::HSA_STATUS_ERROR_INVALID_AGENT
+        | HsaStatus::HSA_STATUS_ERROR_INVALID_REGION
+        | HsaStatus::HSA_STATUS_ERROR_INVALID_SIGNAL
+        | HsaStatus::HSA_STATUS_ERROR_INVALID_MEMORY_POOL
+        | HsaStatus::HSA_STATUS_ERROR_INCOMPATIBLE_ARGUMENTS => ErrorKind::InvalidArgument,
+        HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES
+        | HsaStatus::HSA_STATUS_ERROR_REFCOUNT_OVERFLOW => ErrorKind::OutOfResources,
+        HsaStatus::HSA_STATUS_ERROR_NOT_INITIALIZED => ErrorKind::Unavailable,
+        HsaStatus::HSA_STATUS_ERROR_INVALID_RUNTIME_STATE
+        | HsaStatus::HSA_STATUS_ERROR_RESOURCE_FREE => ErrorKind::BadState,
+        HsaStatus::HSA_STATUS_ERROR_RESOURCE_BUSY => ErrorKind::Busy,
+        HsaStatus::HSA_STATUS_ERROR_MEMORY_FAULT
+        | HsaStatus::HSA_STATUS_ERROR_MEMORY_APERTURE_VIOLATION => ErrorKind::BadAddress,
+        HsaStatus::HSA_STATUS_ERROR_NOT_SUPPORTED => ErrorKind::Unsupported,
+        _ => ErrorKind::Driver,
+    };
+    Err(coded(Error::new(kind, operation).iface(IfaceKind::ROCR), code))
+}
+
+/// Adds the driver's code with its name.
+pub(crate) fn coded(error: Error, code: HsaStatus) -> Error {
+    error.driver_code(code.name().unwrap_or_default(), code.0.into())
+}

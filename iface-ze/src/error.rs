@@ -1,0 +1,51 @@
+//! Driver codes as errors: the one place that gives them a kind.
+
+use hmem_core::{Error, ErrorKind, IfaceKind, Result};
+
+use crate::sys::ZeResult;
+
+/// Returns the error for a driver that does not start or has no device.
+pub(crate) fn unavailable(operation: &'static str, library: &str) -> Error {
+    Error::new(ErrorKind::Unavailable, operation).iface(IfaceKind::ZE).context("library", library)
+}
+
+/// Returns the error for an operation that this crate does not have.
+pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
+    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::ZE).context("reason", reason)
+}
+
+/// Returns the driver's code as an error, or Ok for success.
+pub(crate) fn check(code: ZeResult, operation: &'static str) -> Result<()> {
+    let kind = match code {
+        ZeResult::ZE_RESULT_SUCCESS => return Ok(()),
+        ZeResult::ZE_RESULT_ERROR_INVALID_ARGUMENT
+        | ZeResult::ZE_RESULT_ERROR_INVALID_NULL_HANDLE
+        | ZeResult::ZE_RESULT_ERROR_INVALID_NULL_POINTER
+        | ZeResult::ZE_RESULT_ERROR_INVALID_SIZE
+        | ZeResult::ZE_RESULT_ERROR_INVALID_ENUMERATION => ErrorKind::InvalidArgument,
+        ZeResult::ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY
+        | ZeResult::ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY => ErrorKind::OutOfResources,
+        ZeResult::ZE_RESULT_ERROR_UNINITIALIZED
+        | ZeResult::ZE_RESULT_ERROR_DEVICE_LOST
+        | ZeResult::ZE_RESULT_ERROR_DEVICE_REQUIRES_RESET
+        | ZeResult::ZE_RESULT_ERROR_SURVIVABILITY_MODE_DETECTED
+        | ZeResult::ZE_RESULT_ERROR_DEPENDENCY_UNAVAILABLE => ErrorKind::Unavailable,
+        ZeResult::ZE_RESULT_ERROR_DEVICE_IN_LOW_POWER_STATE => ErrorKind::BadState,
+        ZeResult::ZE_RESULT_NOT_READY => ErrorKind::Again,
+        ZeResult::ZE_RESULT_ERROR_HANDLE_OBJECT_IN_USE
+        | ZeResult::ZE_RESULT_ERROR_NOT_AVAILABLE => ErrorKind::Busy,
+        ZeResult::ZE_RESULT_ERROR_INSUFFICIENT_PERMISSIONS => ErrorKind::PermissionDenied,
+        ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_VERSION
+        | ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_FEATURE
+        | ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_SIZE
+        | ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_ALIGNMENT
+        | ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_ENUMERATION => ErrorKind::Unsupported,
+        _ => ErrorKind::Driver,
+    };
+    Err(coded(Error::new(kind, operation).iface(IfaceKind::ZE), code))
+}
+
+/// Adds the driver's code with its name.
+pub(crate) fn coded(error: Error, code: ZeResult) -> Error {
+    error.driver_code(code.name().unwrap_or_default(), code.0.into())
+}
