@@ -171,8 +171,8 @@ impl DeviceAllocator {
         })
     }
 
-    /// Maps one handle into a reservation of its own. Its device may access it, and so may RDMA where
-    /// the device supports that.
+    /// Maps one handle into a reservation of its own. Its device may access it, and so may RDMA
+    /// where the device supports that.
     fn virtual_alloc(&self, device: DeviceId, len: usize) -> Result<(u64, Origin)> {
         let entry = self.lookup.driver().device("allocate", device)?;
         let f = &self.lookup.driver().functions;
@@ -225,8 +225,9 @@ impl DeviceAllocator {
         mapped.map(|()| (base, origin))
     }
 
-    /// Frees memory by the call that belongs to its origin. The device's primary context is current.
-    /// After a refusal `origin` has the steps that are left, and the next call goes on from there.
+    /// Frees memory by the call that belongs to its origin. The device's primary context is
+    /// current. After a refusal `origin` has the steps that are left, and the next call goes on
+    /// from there.
     fn release(&self, base: u64, device: DeviceId, origin: &mut Origin) -> Result<()> {
         let functions = &self.lookup.driver().functions;
         match origin {

@@ -2,9 +2,9 @@
 //!
 //! The CUDA runtime and most libraries use a device's primary context. It exists once in a process
 //! and is created by the first retain, so that it is this crate's one piece of process-wide state.
-//! A call retains it while the call works in it ([`WorkContext`]). If something lives on in
-//! it (an allocation, the stream of copies), it stays retained until the iface closes. Otherwise the
-//! last call that works in it releases it: a call that is refused, or that only queries, leaves no
+//! A call retains it while the call works in it ([`WorkContext`]). If something lives on in it (an
+//! allocation, the stream of copies), it stays retained until the iface closes. Otherwise the last
+//! call that works in it releases it: a call that is refused, or that only queries, leaves no
 //! context behind. Contexts of the application are used for the duration of a call and never
 //! retained.
 
@@ -289,7 +289,8 @@ impl PrimaryContexts {
     ///
     /// The page-locking goes with its context. So the first choice is a primary context that this
     /// process has, as it can be kept: of the thread's device, else of any. Then comes the thread's
-    /// own context. The first device's primary context is created only for a process without either.
+    /// own context. The first device's primary context is created only for a process without
+    /// either.
     pub(crate) fn work_context_for_host(&self) -> Result<WorkContext<'_>> {
         let current = self.current()?;
         let of_thread =

@@ -308,8 +308,8 @@ impl Copier {
     }
 }
 
-/// Combines the results of a copy and of giving back its stream or event. An error of the copy comes
-/// first, and the other is logged.
+/// Combines the results of a copy and of giving back its stream or event. An error of the copy
+/// comes first, and the other is logged.
 fn work_first<T>(work: Result<T>, left: Result<()>) -> Result<T> {
     match (work, left) {
         (Ok(value), left) => left.map(|()| value),

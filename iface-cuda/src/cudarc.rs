@@ -119,9 +119,9 @@ impl<T: AnyBits> fmt::Debug for CudarcBuffer<T> {
     }
 }
 
-// SAFETY: the slice owns its memory, which stays where it is until the slice is dropped. `ready` has
-// found it to be memory of the CUDA iface. A `CudaSlice` is no reference into it: device memory is
-// reached by addresses. Any bytes are valid elements, as `AnyBits` says.
+// SAFETY: the slice owns its memory, which stays where it is until the slice is dropped. `ready`
+// has found it to be memory of the CUDA iface. A `CudaSlice` is no reference into it: device memory
+// is reached by addresses. Any bytes are valid elements, as `AnyBits` says.
 unsafe impl<T: AnyBits> OwnedBuffer for CudarcBuffer<T> {
     type Parts = Self;
 

@@ -1,27 +1,27 @@
-//! The driver's codes as errors: the one place where they get a kind and a remedy.
+//! Driver codes as errors: the one place that gives them a kind and a remedy.
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 
 use crate::sys::CuResult;
 
-/// A driver that does not start or has no device.
+/// Returns the error for a driver that does not start or has no device.
 pub(crate) fn unavailable(operation: &'static str, library: &str) -> Error {
     Error::new(ErrorKind::Unavailable, operation).iface(IfaceKind::CUDA).context("library", library)
 }
 
-/// An operation that the driver, the device or this crate does not have.
+/// Returns the error for an operation that the driver, the device or this crate does not have.
 pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
     Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::CUDA).context("reason", reason)
 }
 
-/// An optional symbol that the loaded library does not have.
+/// Returns the error for an optional symbol that the loaded library does not have.
 pub(crate) fn lacks_symbol(operation: &'static str, symbol: &'static str) -> Error {
     lacks(operation, "the loaded driver is older than a call that this needs")
         .context("symbol", symbol)
         .remedy("update the NVIDIA driver")
 }
 
-/// Success, or the code as an error.
+/// Returns the code as an error, or Ok for success.
 pub(crate) fn check(code: CuResult, operation: &'static str) -> Result<()> {
     if code.is_success() { Ok(()) } else { Err(refused(code, operation)) }
 }
@@ -74,8 +74,8 @@ fn kind(code: CuResult) -> ErrorKind {
     }
 }
 
-/// The calls that say with INVALID_VALUE that an address is not the driver's. Others mean any of
-/// their arguments.
+/// Calls that answer INVALID_VALUE for an address that the driver does not know. For other calls
+/// any argument may be wrong.
 const OF_AN_ADDRESS: [&str; 11] = [
     "cuIpcCloseMemHandle",
     "cuIpcGetMemHandle",
@@ -180,7 +180,7 @@ mod tests {
         }
     }
 
-    /// What the driver says of no address is not blamed on one.
+    /// INVALID_VALUE of a call without an address has no remedy about an address.
     #[test]
     fn an_invalid_value_is_an_unknown_address_only_where_an_address_is_asked_about() {
         let remedy = |call| {

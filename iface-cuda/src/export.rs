@@ -33,7 +33,7 @@ const KERNEL_MODULE: &str = "/proc/driver/nvidia/version";
 pub(crate) struct Exporter {
     pub(crate) lookup: Arc<PointerLookup>,
     pub(crate) segments: Segments,
-    /// Told of exported memory, which NICs may write.
+    /// Keeps the contexts of exported memory, which NICs may write.
     pub(crate) flusher: Arc<InboundFlusher>,
 }
 
@@ -201,8 +201,8 @@ impl Exporter {
     }
 
     /// Sets SYNC_MEMOPS on an allocation. GPUDirect RDMA goes around the driver, so that operations
-    /// that are called synchronous must be so before a NIC reads the memory. The memory's context is
-    /// current.
+    /// that are called synchronous must be so before a NIC reads the memory. The memory's context
+    /// is current.
     ///
     /// Returns true if the memory cannot have the attribute, and its contexts must have it instead:
     ///

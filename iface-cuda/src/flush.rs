@@ -185,8 +185,8 @@ impl InboundFlusher {
         }
     }
 
-    /// Returns the live contexts of exported memory, other than `primary`. Looks one witness of each
-    /// up, and removes dead ones.
+    /// Returns the live contexts of exported memory, other than `primary`. Looks one witness of
+    /// each up, and removes dead ones.
     fn alive(&self, device: DeviceId, primary: Option<CuContext>) -> Result<Alive> {
         let mut exported = self.exported[device.0 as usize].lock();
         let mut alive = Alive::default();

@@ -55,8 +55,9 @@ macro_rules! functions {
             /// [`ErrorKind::Unavailable`] naming the first symbol for which `lookup` has nothing.
             ///
             /// # Safety
-            /// Each address that `lookup` returns is a function with the signature that `gdrapi.h` declares for that
-            /// name, and stays callable from any thread for as long as the table is used.
+            /// Each address that `lookup` returns is a function with the signature that `gdrapi.h`
+            /// declares for that name, and stays callable from any thread for as long as the table
+            /// is used.
             pub unsafe fn from_lookup(
                 mut lookup: impl FnMut(&'static str) -> Option<*const ()>,
             ) -> Result<Self> {
@@ -64,7 +65,8 @@ macro_rules! functions {
                     $($field: {
                         let address = lookup(stringify!($symbol)).filter(|address| !address.is_null());
                         let address = address.ok_or_else(|| absent("load library").context("symbol", stringify!($symbol)))?;
-                        // SAFETY: the caller promises that this is a function of the signature in this table.
+                        // SAFETY: the caller promises that this is a function of the signature in
+                        // this table.
                         unsafe {
                             std::mem::transmute::<*const (), unsafe extern "C" fn($($argument),*) -> $result>(address)
                         }

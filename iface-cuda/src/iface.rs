@@ -188,9 +188,9 @@ impl Cuda {
     /// Calls `free`, which frees memory of the application, while everything cached over `range` is
     /// invalidated.
     ///
-    /// Identities detect such a free in any case, at the next hit. An allocator that knows its frees
-    /// (PyTorch's pluggable one, for example) can announce them: then no registration is left when
-    /// the memory goes.
+    /// Identities detect such a free in any case, at the next hit. An allocator that knows its
+    /// frees (PyTorch's pluggable one, for example) can announce them: then no registration is left
+    /// when the memory goes.
     pub fn while_freeing<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> T {
         self.allocator.subscriptions.while_freeing(range, free)
     }

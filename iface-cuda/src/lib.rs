@@ -3,9 +3,8 @@
 //! [`Cuda`] is the [`Iface`](hmem_core::Iface) over the driver library, `libcuda.so.1`, which is
 //! loaded at run time: building needs no SDK, and a machine without the driver gets an error of
 //! kind [`Unavailable`](hmem_core::ErrorKind::Unavailable) that names the library. `libcuda.so` is
-//! never looked for: on a machine with the toolkit it may be a stub. What the driver and a device
-//! can do is found out from symbols and device attributes, and by doing; version numbers are not
-//! asked.
+//! never loaded: on a machine with the toolkit it may be a stub. Symbols, device attributes and
+//! attempts show the abilities of the driver and a device. Version numbers are not used.
 //!
 //! ```
 //! use hmem_core::Iface;
@@ -42,49 +41,67 @@
 //!
 //! # Kinds of memory
 //!
-//! | memory | told by | given to a NIC as |
-//! |---|---|---|
-//! | `cuMemAlloc` | a context, no pool | dma-buf or peer memory, SYNC_MEMOPS set on the allocation |
-//! | `cuMemAllocAsync` | its pool | the same, SYNC_MEMOPS set on the context |
-//! | `cuMemCreate`, `cuMemMap` | no pool; no context, or no legacy IPC handle and a VMM one | one dma-buf for the range, or else one for each mapping; refused, naming it, at the first that was not created GPUDirect RDMA capable; never cached |
-//! | `cuMemHostAlloc` | host memory with flags | host pages |
-//! | `cuMemHostRegister` | host memory without | host pages, by the rules of system memory, which it is |
-//! | `cuMemAllocManaged` | the managed attribute | host pages: it migrates, and is never registered as device memory |
-//! | `cuIpcOpenMemHandle` through this iface | the iface's table | an export is tried; `cuda.h` promises none |
+//! Each kind with the attributes that it is recognised by, and its way to a NIC:
+//!
+//! - `cuMemAlloc` (a context, no pool): dma-buf or peer memory, with SYNC_MEMOPS set on the
+//!   allocation.
+//! - `cuMemAllocAsync` (a pool): dma-buf or peer memory, with SYNC_MEMOPS set on the context.
+//! - `cuMemCreate` and `cuMemMap` (no pool, and either no context, or a VMM handle and no legacy
+//!   IPC handle): one dma-buf for the range, or else one for each mapping. Refused at the first
+//!   mapping that was not created GPUDirect RDMA capable, which the error names. Never cached.
+//! - `cuMemHostAlloc` (host memory with flags): host pages.
+//! - `cuMemHostRegister` (host memory without flags): host pages. It is system memory, and is
+//!   registered and monitored as such.
+//! - `cuMemAllocManaged` (the managed attribute): host pages. It migrates, and is never registered
+//!   as device memory.
+//! - `cuIpcOpenMemHandle` through this iface (an entry in the iface's table): an export is tried;
+//!   `cuda.h` promises none.
 //!
 //! # Contexts
 //!
-//! No call needs a current context on the calling thread, and each leaves the one that is there. A
-//! device's primary context is made only where nobody has it and nothing else will do:
+//! No call needs a current context on the calling thread, and each call leaves the thread's context
+//! as it was. A device's primary context is created only if the process does not have it and no
+//! other context will do. "Active" means below that the process has it already.
 //!
-//! | work | in | afterwards |
-//! |---|---|---|
-//! | allocating, opening another process's memory | the primary context | retained until the iface closes, unless refused |
-//! | copies | the memory's own context; for memory of none the primary one that somebody has, else the thread's | a primary one is retained for its streams, unless the copy is refused |
-//! | segments, exports, handles for other processes | the memory's own; for memory of none the thread's, else the primary one | given back |
-//! | SYNC_MEMOPS of memory that cannot have it by itself | the memory's own; for memory of none the thread's and the primary one that somebody has, and a warning where neither is there | a primary one is retained, with its flag |
-//! | page-locking | a primary one that somebody has, else the thread's, else the first device's | retained, unless refused; in the thread's the page-locking goes with it |
-//! | flushing inbound writes, where the device does not order them | each context whose memory was handed to a NIC and is still there, and the primary one that somebody has; where such memory has no context, and where none is found, the thread's too, and for such memory a primary one at last | a primary one is retained, so that the next flush asks for none |
-//! | queries, where the driver wants a context | the thread's, else a primary one that somebody has; none is made | given back |
+//! - **Allocating, opening memory of another process**: the primary context. It stays retained
+//!   until the iface closes, unless the call fails.
+//! - **Copies**: the memory's own context. For memory of none: the active primary context, else the
+//!   thread's, else the primary one. A primary context stays retained for its streams, unless the
+//!   copy fails.
+//! - **Segments, exports, handles for other processes**: the memory's own context. For memory of
+//!   none: the thread's, else the primary one. Released afterwards.
+//! - **SYNC_MEMOPS of memory that cannot have the attribute**: the memory's own context. For memory
+//!   of none: the thread's and the active primary one, or a warning without either. A primary
+//!   context stays retained, with its flag.
+//! - **Page-locking**: an active primary context, else the thread's, else the first device's
+//!   primary one. A primary context stays retained, unless the call fails. In the thread's, the
+//!   page-locking goes with it.
+//! - **Flushing inbound writes** (devices that do not order them): each context of exported memory
+//!   that is still there, and the active primary one. If such memory has no context, or none is
+//!   found: the thread's too, and for such memory at last the primary one. A primary context stays
+//!   retained, so that the next flush need not retain it.
+//! - **Queries, if the driver wants a context**: the thread's, else an active primary one. Released
+//!   afterwards. None is created.
 //!
-//! SYNC_MEMOPS of a context is for what is started in that context: other contexts that work on
-//! memory of none are not covered. The first time the flag is set what is under way on the
-//! context's default stream is waited for; what is on per-thread default streams and on others is
-//! not.
+//! SYNC_MEMOPS of a context covers work that is started in that context. Work of other contexts on
+//! memory of none is not covered. Setting the flag for the first time waits for the context's
+//! default stream, and not for per-thread default streams and others.
 //!
-//! Registering tries no page of its own on a device whose primary context nobody has
+//! Registering tries no page of its own on a device whose primary context is not active
 //! ([`Allocator::is_device_active`](hmem_core::iface::Allocator::is_device_active)).
 //!
-//! The thread's context is taken for memory of its device only. What is given back is so when the
-//! last call that works in it ends, and destroyed if nobody else has it; nothing that is cached
-//! dies of it.
+//! The thread's context is used for memory of its device only. A context is released when the last
+//! call that works in it ends, and destroyed if no other part of the process retains it. That
+//! invalidates nothing that is cached.
 //!
-//! # Things this crate does not do
+//! # Limits of this crate
 //!
-//! It never changes the calling thread's current context beyond a call, and creates no context for
-//! a query. It does not unload the driver library. Its hooks do not see every free that reaches the
-//! driver from elsewhere: identities tell of them. It does not order copies behind the application'
-//! s streams.
+//! - It never changes the calling thread's current context beyond a call, and creates no context
+//!   for a query.
+//! - It does not unload the driver library.
+//! - Its hooks do not see every free that reaches the driver from elsewhere. Identities detect
+//!   those.
+//! - It does not order copies behind the application's streams.
 
 #![deny(unsafe_code)]
 

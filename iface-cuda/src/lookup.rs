@@ -58,8 +58,8 @@ impl FoundAllocation {
     }
 }
 
-/// Kind of page-locked memory (the application's own or allocated) by identity: no pointer attribute
-/// says it.
+/// Kind of page-locked memory (the application's own or allocated) by identity: no pointer
+/// attribute says it.
 ///
 /// `cuda.h` on BUFFER_ID: "Subsequent allocations do not reuse IDs from previous freed
 /// allocations." So the kind of an identity never changes, and no entry need be forgotten.
@@ -68,8 +68,8 @@ impl FoundAllocation {
 /// allocation of CUDA and cached by that identity, which says nothing of their unmapping. An
 /// identity that earlier page-locking had does no harm.
 ///
-/// Each identity has one place, where a later identity replaces an earlier one. A place is one word,
-/// so that a reader sees a whole entry or none.
+/// Each identity has one place, where a later identity replaces an earlier one. A place is one
+/// word, so that a reader sees a whole entry or none.
 pub(crate) struct HostKinds([AtomicU64; Self::PLACES]);
 
 impl HostKinds {

@@ -1,4 +1,4 @@
-//! Where functions cannot be patched: another C library than glibc, or another architecture.
+//! Stub for targets on which functions cannot be patched: no glibc, or another architecture.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use hmem_core::{
 
 use crate::sys::Functions;
 
-/// The hooks in the driver's frees: there are none for this target.
+/// Hooks of the driver's frees. There are none for this target, and no value of this type.
 #[derive(Debug)]
 pub enum FreeHooks {}
 
@@ -25,29 +25,29 @@ impl FreeHooks {
             .remedy("functions are patched with glibc on x86-64 and aarch64: watch CUDA memory by identity"))
     }
 
-    /// There is nothing to check.
+    /// Never called.
     ///
     /// # Errors
-    /// None: there is no value.
+    /// None.
     pub fn check(&self) -> Result<()> {
         match *self {}
     }
 
-    /// There are none.
+    /// Never called.
     #[must_use]
     pub fn functions(&self) -> Vec<&'static str> {
         match *self {}
     }
 
-    /// There is nobody to tell.
+    /// Never called.
     ///
     /// # Errors
-    /// None: there is no value.
+    /// None.
     pub fn subscribe(&self, _: Arc<dyn Invalidator>) -> Result<Subscription> {
         match *self {}
     }
 
-    /// There is nothing to stop.
+    /// Never called.
     pub fn unsubscribe(&self, _: Subscription) {
         match *self {}
     }

@@ -64,7 +64,8 @@ pub(crate) fn new_event(functions: &Functions) -> Result<CuEvent> {
     Ok(event)
 }
 
-/// Waits for all work on a stream of [`new_stream`], or on the current context's default one (null).
+/// Waits for all work on a stream of [`new_stream`], or on the current context's default one
+/// (null).
 pub(crate) fn synchronize(functions: &Functions, stream: CuStream) -> Result<()> {
     // SAFETY: the stream is one of `new_stream` that was not destroyed, or null.
     check(unsafe { (functions.stream_synchronize)(stream) }, "cuStreamSynchronize")

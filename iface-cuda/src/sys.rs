@@ -1,6 +1,6 @@
 //! libcuda.so.1: its function table, and the layouts and constants of `cuda.h`, laid out by hand.
 //!
-//! Public so that a driver of one's own can be injected with [`Functions::from_lookup`].
+//! Public, so that other functions can be injected with [`Functions::from_lookup`].
 //!
 //! ```
 //! use hmem_iface_cuda::sys::{CuResult, Functions};
@@ -47,8 +47,8 @@ macro_rules! functions {
         impl Functions {
             /// Every symbol that the library must have.
             pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
-            /// The symbols that newer drivers have; without one of them the operations that need it are
-            /// [`ErrorKind::Unsupported`], naming it.
+            /// The symbols that newer drivers have; without one of them the operations that need it
+            /// are [`ErrorKind::Unsupported`], naming it.
             pub const OPTIONAL_SYMBOLS: &[&str] = &[$(stringify!($osymbol)),+];
             /// All of them with the types of their arguments.
             pub const SIGNATURES: &[Signature] = &[
@@ -73,14 +73,17 @@ macro_rules! functions {
                     $($field: {
                         let address = lookup(stringify!($symbol))
                             .ok_or_else(|| lacks_symbol(library, stringify!($symbol)))?;
-                        // SAFETY: the caller promises that what it returns under this name is a function with the
-                        // signature that the header declares for it, which is the one in this table.
+                        // SAFETY: the caller promises that what it returns under this name is a
+                        // function with the signature that the header declares for it, which is the
+                        // one in this table.
                         unsafe {
                             mem::transmute::<*const (), unsafe extern "C" fn($($argument),*) -> CuResult>(address)
                         }
                     },)+
                     $($ofield: lookup(stringify!($osymbol)).map(|address| {
-                        // SAFETY: as above.
+                        // SAFETY: the caller promises that what it returns under this name is a
+                        // function with the signature that the header declares for it, which is the
+                        // one in this table.
                         unsafe {
                             mem::transmute::<*const (), unsafe extern "C" fn($($oargument),*) -> CuResult>(address)
                         }
@@ -207,11 +210,11 @@ functions! {
 }
 
 impl Functions {
-    /// The name by which the dynamic loader finds the library.
+    /// Name by which the dynamic loader finds the library.
     pub const LIBRARY: &str = "libcuda.so.1";
 
-    /// The symbols whose calls take memory away, whoever makes them: what a cache monitor hooks,
-    /// where they are there. Most of them this crate never calls.
+    /// Symbols of functions that free memory, which a cache monitor hooks if the library has them.
+    /// This crate calls few of them.
     pub const FREES: &[&str] = &[
         "cuMemFree",
         "cuMemFree_v2",
@@ -266,7 +269,7 @@ impl Functions {
         Ok(Self { loaded: true, ..functions })
     }
 
-    /// Fills the table from a lookup closure: a driver of the caller's own, such as a test's.
+    /// Fills the table from a lookup closure, for a driver of a test, say.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup` has
@@ -283,19 +286,19 @@ impl Functions {
         unsafe { Self::fill("(injected)", lookup) }
     }
 
-    /// Whether they were loaded from a library, and not injected.
+    /// Returns true if the functions were loaded from a library, and not injected.
     #[must_use]
     pub fn is_loaded(&self) -> bool {
         self.loaded
     }
 
-    /// Where those of [`Functions::FREES`] begin that are there.
+    /// Returns the entries of those of [`Functions::FREES`] that the library has.
     #[must_use]
     pub fn frees(&self) -> &[(&'static str, usize)] {
         &self.frees
     }
 
-    /// The library that the functions came from, as it was named.
+    /// Returns the name of the library that the functions came from.
     #[must_use]
     pub fn library(&self) -> &str {
         &self.library

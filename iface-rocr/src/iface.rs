@@ -212,8 +212,8 @@ fn describe(functions: &Functions, agent: Agent, id: DeviceId) -> Result<Device>
     })
 }
 
-/// Returns the size of the largest global pool: coarse- and fine-grained pools are views of the same
-/// memory.
+/// Returns the size of the largest global pool: coarse- and fine-grained pools are views of the
+/// same memory.
 fn memory_of(functions: &Functions, agent: Agent) -> Result<u64> {
     unsafe extern "C" fn collect(pool: MemoryPool, into: *mut c_void) -> HsaStatus {
         // SAFETY: `into` is the vector given beside this callback, which nothing else touches

@@ -50,8 +50,8 @@ fn query_in(
         page_size: 0,
     };
     let mut owner = DeviceHandle::NULL;
-    // SAFETY: the iface keeps the context until it closes; the structure says its type and ends the chain;
-    // `owner` is writable. The address is only looked up, never dereferenced.
+    // SAFETY: the iface keeps the context until it closes; the structure says its type and ends the
+    // chain; `owner` is writable. The address is only looked up, never dereferenced.
     let code = unsafe {
         (functions.mem_get_alloc_properties)(context, pointer, &mut properties, &mut owner)
     };
@@ -64,8 +64,8 @@ fn query_in(
         other => return Err(inconsistent(address).context("type", other)),
     };
     let (mut base, mut len) = (ptr::null_mut(), 0usize);
-    // SAFETY: the iface keeps the context until it closes; `base` and `len` are writable. The address is
-    // only looked up.
+    // SAFETY: the iface keeps the context until it closes; `base` and `len` are writable. The
+    // address is only looked up.
     let code = unsafe { (functions.mem_get_address_range)(context, pointer, &mut base, &mut len) };
     check(code, "zeMemGetAddressRange").map_err(|error| error.context("address", address))?;
     let range = AddressRange::new(Address::of_ptr(base), len as u64)?;

@@ -1,37 +1,44 @@
-//! The driver's frees, hooked where they begin.
+//! Hooks of the driver's frees.
 //!
-//! An application frees by calling the driver, not this crate. Where its exported functions can be
-//! patched, a hook tells who wants to know before the memory goes. Every entry of `libcuda` 535 and
-//! 550 begins with one comparison that can be replaced, and `cuGetProcAddress` gives out those very
-//! entries, so that whoever got a function by that is seen too; a test shows both with the real
-//! libraries.
+//! An application frees by calling the driver, not this crate. If the driver's exported functions
+//! can be patched, a hook notifies subscribers before the memory goes. Every entry of `libcuda` 535
+//! and 550 begins with one comparison that can be replaced. `cuGetProcAddress` returns those very
+//! entries, so that calls through it are seen too. A test shows both with the real libraries.
 //!
-//! # What is hooked
+//! # Hooked functions
 //!
-//! | function | what goes |
-//! |---|---|
-//! | `cuMemFree`, `cuMemFreeHost`, `cuMemFreeAsync`, `cuIpcCloseMemHandle` | the allocation at the pointer, which the driver is asked for before it is freed |
-//! | `cuCtxDestroy`, `cuCtxDetach`, `cuDevicePrimaryCtxRelease`, `cuDevicePrimaryCtxReset`, `cuGreenCtxDestroy` | anything: everything cached dies |
-//! | `cuModuleUnload`, `cuLibraryUnload` | their global variables: the same |
-//! | `cuGraphicsUnmapResources`, `cuGraphicsUnregisterResource`, `cuGLUnmapBufferObject`, `cuGLUnregisterBufferObject` | what other APIs lent: the same |
+//! Each with the versions that the ABI has of it (`_v2`, `_ptsz`, `Async`), and the memory that a
+//! call invalidates:
 //!
-//! Each with the versions that the ABI has of it (`_v2`, `_ptsz`, `Async`).
+//! - `cuMemFree`, `cuMemFreeHost`, `cuMemFreeAsync`, `cuIpcCloseMemHandle`: the allocation at the
+//!   pointer, whose range the hook queries before the free.
+//! - `cuCtxDestroy`, `cuCtxDetach`, `cuDevicePrimaryCtxRelease`, `cuDevicePrimaryCtxReset`,
+//!   `cuGreenCtxDestroy`: everything.
+//! - `cuModuleUnload`, `cuLibraryUnload`, which free global variables: everything.
+//! - `cuGraphicsUnmapResources`, `cuGraphicsUnregisterResource`, `cuGLUnmapBufferObject`,
+//!   `cuGLUnregisterBufferObject`, which end mappings of other APIs: everything.
 //!
-//! A release of a primary context is told as everything also where others still hold it, this crate
-//! for one: what was allocated there lives on, but only for those who hold the context, and the
-//! last of them to let go may be this crate. It releases a context without notifying, as no memory of its
-//! own is left in it then, and whoever else had memory there has let go of it and was told of. If
-//! neither release were told, that memory would go with its registrations alive.
+//! A release of a primary context invalidates everything even if others still retain the context,
+//! this crate for one. Memory that was allocated there lives on, but only for those who retain the
+//! context, and the last of them to release it may be this crate. This crate releases a context
+//! without notifying: no memory of its own is left in it then, and the releases of all others that
+//! had memory there notified. If neither release did, that memory would go while it is registered.
 //!
-//! # What is not
+//! # Functions without a hook
 //!
-//! `cuMemUnmap`, `cuMemAddressFree`, `cuMemRelease` and `cuMemHostUnregister` take memory that is
-//! never cached by this iface's monitor. `cuMemPoolTrimTo` and `cuMemPoolDestroy` take nothing that
-//! was not freed before; stream-ordered memory is watched by identity in any case, since it goes
-//! when its stream gets there. Not seen: memory of graph nodes (`cuGraphAddMemFreeNode`), which
-//! launches free; a checkpoint of the process; `cuEGLStreamConsumerReleaseFrame`; and frees that
-//! the CUDA runtime may make by tables of its own (`cuGetExportTable`): 12.9 asks for the functions
-//! above by name, and no run over a device has shown that it uses nothing else.
+//! - `cuMemUnmap`, `cuMemAddressFree`, `cuMemRelease` and `cuMemHostUnregister` free memory that is
+//!   never cached with this iface's monitor.
+//! - `cuMemPoolTrimTo` and `cuMemPoolDestroy` free nothing that was not freed before.
+//!   Stream-ordered memory is monitored by identity in any case, as it goes when its stream gets
+//!   there.
+//!
+//! Not seen:
+//!
+//! - memory of graph nodes (`cuGraphAddMemFreeNode`), which launches free;
+//! - a checkpoint of the process;
+//! - `cuEGLStreamConsumerReleaseFrame`;
+//! - frees that the CUDA runtime may make by tables of its own (`cuGetExportTable`): 12.9 looks the
+//!   functions above up by name, and no run over a device has shown that it uses nothing else.
 
 mod function;
 mod hook;
@@ -61,28 +68,28 @@ const NAME: MonitorName = MonitorName {
     otherwise: "watch CUDA memory by identity (HMEM_CUDA_MONITOR=identity)",
 };
 
-/// The hooks in the driver's frees.
+/// Hooks of the driver's frees.
 ///
-/// All values of a process share the patches: the first one puts them in, the last one to be
-/// dropped takes them out.
+/// All values of a process share the patches. The first one patches, and dropping the last one
+/// restores the functions.
 #[derive(Debug)]
 pub struct FreeHooks {
     hooks: Hooks<CudaHookState>,
 }
 
-/// The first entry of the library that the patches are of, as there is one driver: claimed before
-/// anything is written for its hooks.
+/// First entry of the patched library: only one library of a process is hooked. Claimed before any
+/// state of its hooks is written.
 static LIBRARY: AtomicUsize = AtomicUsize::new(0);
 
 impl FreeHooks {
-    /// Patches the frees of the library that these functions are of, and sees that each leads to
-    /// its hook.
+    /// Patches the frees of the library of these functions, and checks that each leads to its hook.
     ///
     /// # Errors
-    /// Unsupported naming the function whose entry does not allow it, and whose code it leads to if
-    /// another library was there first; where the hooks of this process are in another library.
-    /// PermissionDenied or AccessDenied where a security policy forbids changing code. Busy if
-    /// a call did not arrive.
+    /// - Unsupported if the entry of a function cannot be patched, with the function, and the
+    ///   library that patched it before, if any; or if the hooks of this process are in another
+    ///   library.
+    /// - PermissionDenied or AccessDenied if a security policy forbids changing code.
+    /// - Busy if a call did not arrive.
     pub fn start(functions: &Functions) -> Result<Arc<Self>> {
         claim(functions)?;
         let this = Arc::new(Self { hooks: Hooks::start(&PLACE, NAME, || plan(functions))? });
@@ -90,16 +97,16 @@ impl FreeHooks {
         Ok(this)
     }
 
-    /// Sees again that every patch is in place and leads to its hook.
+    /// Checks that every patch is in place and leads to its hook.
     ///
     /// # Errors
-    /// Busy, naming the function and the library that overwrote its patch; Unsupported in a forked
+    /// Busy with the function and the library that overwrote its patch. Unsupported in a forked
     /// child.
     pub fn check(&self) -> Result<()> {
         self.hooks.in_place("check")?;
         for (function, entry) in self.hooks.entries() {
-            // SAFETY: the patch of this entry was in place just now, and its hook keeps the call to
-            // itself.
+            // SAFETY: the patch of this entry was in place just now, and its hook does not pass
+            // the call on.
             let arrived = unsafe { hook::probe(self.hooks.subscribers(), entry) };
             if !arrived {
                 let error = NAME.error(ErrorKind::Busy).context("function", function);
@@ -111,29 +118,29 @@ impl FreeHooks {
         Ok(())
     }
 
-    /// The functions that are patched.
+    /// Returns the patched functions.
     #[must_use]
     pub fn functions(&self) -> Vec<&'static str> {
         self.hooks.functions().collect()
     }
 
-    /// Tells `invalidator` of every free, until unsubscribed. When it returns, every free under way
-    /// is told.
+    /// Notifies `invalidator` of every free until it is unsubscribed. Frees in flight when this
+    /// returns notify too.
     ///
     /// # Errors
-    /// Busy, naming the function whose patch was overwritten; OutOfResources with too many
+    /// Busy with the function whose patch was overwritten; OutOfResources with too many
     /// invalidators; Unsupported in a forked child.
     pub fn subscribe(&self, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
         self.hooks.subscribe(&invalidator)
     }
 
-    /// Stops telling.
+    /// Ends a subscription.
     pub fn unsubscribe(&self, subscription: Subscription) {
         self.hooks.unsubscribe(subscription);
     }
 }
 
-/// Those of the library that is hooked for all of this process.
+/// Claims the library of these functions as the one that this process hooks.
 fn claim(functions: &Functions) -> Result<()> {
     let refused = |why: &'static str| {
         let error = NAME.error(ErrorKind::Unsupported).context("library", functions.library());
@@ -149,12 +156,12 @@ fn claim(functions: &Functions) -> Result<()> {
     Ok(())
 }
 
-/// The functions to hook, and where each begins.
+/// Returns the functions to hook, each with its entry.
 fn entries(functions: &Functions) -> impl Iterator<Item = (Function, usize)> {
     functions.frees().iter().filter_map(|(symbol, entry)| Some((Function::named(symbol)?, *entry)))
 }
 
-/// Decodes the functions of the library that these are of.
+/// Decodes the entries of these functions.
 fn plan(functions: &Functions) -> Result<Patches> {
     let target = |(function, entry): (Function, usize)| Target {
         name: function.symbol(),
@@ -166,7 +173,7 @@ fn plan(functions: &Functions) -> Result<Patches> {
     let targets: Vec<_> = entries(functions).map(target).collect();
     // SAFETY: the entries are those of a library that `Functions` keeps loaded for good, or what
     // its injector promised to be functions of these names; hooks take and pass on whole
-    // registers, and have an `original` each, which nobody goes by yet: nothing is patched
+    // registers, and have an `original` each, which no call uses yet: nothing is patched
     // before a plan is kept.
     let patches = unsafe { Patches::plan(NAME, &targets) }?;
     hook::ask_by(functions.pointer_get_attributes);
