@@ -143,6 +143,24 @@ impl<'a> WorkContext<'a> {
         result
     }
 
+    /// Runs `run` with the context current, and releases the context.
+    ///
+    /// # Errors
+    /// Those of [`Self::with_context`] and [`Self::end`].
+    pub(crate) fn run<T>(self, run: impl FnOnce() -> Result<T>) -> Result<T> {
+        let result = self.with_context(run);
+        self.end(result)
+    }
+
+    /// Like [`Self::run`]. Keeps a primary context if `run` succeeds.
+    pub(crate) fn run_and_keep<T>(self, run: impl FnOnce() -> Result<T>) -> Result<T> {
+        let result = self.with_context(run);
+        if result.is_ok() {
+            self.keep();
+        }
+        self.end(result)
+    }
+
     /// Releases the context. If `result` is an error, returns it and logs a failed release.
     ///
     /// # Errors

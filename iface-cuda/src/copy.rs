@@ -178,7 +178,8 @@ impl CopyEngine for Copier {
         };
         if at.borrowed {
             // The application may destroy the context before the event is asked.
-            self.wait_for(at, work_context, copy)?;
+            let copied = work_context.run(|| self.0.run(at, copy));
+            copied.map_err(|error| copy.described(error))?;
             return Ok(Box::new(FinishedCopy(Ok(()))));
         }
         let started = work_context
@@ -211,24 +212,11 @@ impl Copier {
         let copy = CopyRange { to, from, len };
         // SAFETY: the caller's promise is the same.
         match unsafe { self.begin(copy) }? {
-            Some((at, work_context)) => self.wait_for(at, work_context, copy),
+            Some((at, work_context)) => work_context
+                .run_and_keep(|| self.0.run(at, copy))
+                .map_err(|error| copy.described(error)),
             None => Ok(()),
         }
-    }
-
-    fn wait_for(
-        &self,
-        at: CopyContext,
-        work_context: WorkContext<'_>,
-        copy: CopyRange,
-    ) -> Result<()> {
-        let copied = work_context
-            .with_context(|| self.0.run(at, copy))
-            .map_err(|error| copy.described(error));
-        if copied.is_ok() {
-            work_context.keep();
-        }
-        work_context.end(copied)
     }
 
     /// Copies at once if the CPU can: returns `None` then. Else returns the context that the copy

@@ -73,7 +73,7 @@ impl DmaBufExporter for Exporter {
             DmaBufMapping::Pcie => sys::CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE,
         };
         let work_context = self.lookup.contexts.work_context(found.context, device)?;
-        let exported = work_context.with_context(|| {
+        let (fd, of_contexts) = work_context.run(|| {
             let mut fd: c_int = -1;
             // SAFETY: for this type of handle the driver writes one int; the range is only looked
             // up.
@@ -101,8 +101,7 @@ impl DmaBufExporter for Exporter {
             // After the driver has agreed: a refused export changes nothing.
             let of_contexts = self.synchronise_memory(&found, range).map_err(described)?;
             Ok((fd, of_contexts))
-        });
-        let (fd, of_contexts) = work_context.end(exported)?;
+        })?;
         if of_contexts {
             self.synchronise_contexts(&found, range).map_err(described)?;
         }
@@ -160,8 +159,8 @@ impl Exporter {
         }
         let work_context =
             self.lookup.contexts.work_context(found.context, found.device()).map_err(described)?;
-        let prepared = work_context.with_context(|| self.synchronise_memory(&found, range));
-        if work_context.end(prepared).map_err(described)? {
+        let prepared = work_context.run(|| self.synchronise_memory(&found, range));
+        if prepared.map_err(described)? {
             self.synchronise_contexts(&found, range).map_err(described)?;
         }
         Ok(found)
@@ -275,11 +274,7 @@ impl Exporter {
             }
             return Ok(());
         };
-        let synchronised = guard.with_context(synchronise);
-        if synchronised.is_ok() {
-            guard.keep();
-        }
-        guard.end(synchronised)
+        guard.run_and_keep(synchronise)
     }
 }
 

@@ -18,7 +18,7 @@ use hmem_core::{
 use parking_lot::Mutex;
 
 use crate::{
-    context::{WorkContext, with_context},
+    context::with_context,
     error::{check, lacks, lacks_symbol},
     lookup::{FoundAllocation, Liveness, PointerLookup},
     sys::{self, CuContext},
@@ -161,7 +161,8 @@ impl InboundFlusher {
         let guard = self.lookup.contexts.retain_if_active(device)?;
         let primary = guard.as_ref().map(|guard| guard.context);
         let alive = self.alive(device, primary)?;
-        let mut result = guard.map_or(Ok(()), |guard| flush_and_keep(guard, &flush));
+        // Kept, so that the next flush finds it retained: flushes come with every completion.
+        let mut result = guard.map_or(Ok(()), |guard| guard.run_and_keep(&flush));
         for context in &alive.contexts {
             result = result.and(with_context(functions, *context, &flush));
         }
@@ -179,7 +180,7 @@ impl InboundFlusher {
                 result.and(with_context(functions, current, &flush))
             }
             None if none && alive.without => {
-                result.and(flush_and_keep(self.lookup.contexts.retain(device)?, &flush))
+                result.and(self.lookup.contexts.retain(device)?.run_and_keep(&flush))
             }
             _ => result,
         }
@@ -222,16 +223,6 @@ impl InboundFlusher {
         });
         failed.map(|()| alive)
     }
-}
-
-/// Flushes in a primary context and keeps it: flushes come with every completion, and the next one
-/// finds it retained.
-fn flush_and_keep(guard: WorkContext<'_>, flush: impl FnOnce() -> Result<()>) -> Result<()> {
-    let flushed = guard.with_context(flush);
-    if flushed.is_ok() {
-        guard.keep();
-    }
-    guard.end(flushed)
 }
 
 fn unknown_context() -> Error {

@@ -80,12 +80,12 @@ impl Ipc for IpcExchange {
         let found = live.ok_or_else(|| not_live(OPERATION, allocation))?;
         let work_context = self.lookup.contexts.work_context(found.context, found.device())?;
         let mut handle = CuIpcMemHandle { reserved: [0; CU_IPC_HANDLE_SIZE] };
-        let exported = work_context.with_context(|| {
+        let exported = work_context.run(|| {
             let get = self.lookup.driver().functions.ipc_get_mem_handle;
             // SAFETY: `handle` is writable; the address is the first of a live allocation.
             check(unsafe { get(&mut handle, allocation.base().0) }, "cuIpcGetMemHandle")
         });
-        work_context.end(exported).map_err(|error| error.context("range", allocation.range))?;
+        exported.map_err(|error| error.context("range", allocation.range))?;
         let entry = self.lookup.driver().device(OPERATION, found.device())?;
         let pci_bus_id = entry.description.pci_bus_id.clone().unwrap_or_default();
         let body = Body { handle, len: found.allocation.range.len(), pci_bus_id };

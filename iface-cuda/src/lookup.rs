@@ -97,12 +97,6 @@ impl HostKinds {
     }
 }
 
-impl Default for HostKinds {
-    fn default() -> Self {
-        Self([const { AtomicU64::new(0) }; Self::PLACES])
-    }
-}
-
 impl fmt::Debug for HostKinds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("HostKinds").finish_non_exhaustive()
@@ -137,7 +131,8 @@ impl PointerLookup {
     /// # Errors
     /// Unsupported if the driver cannot say which range an address is in.
     pub(crate) fn new(contexts: PrimaryContexts) -> Result<Self> {
-        let (known, host_kinds) = (AtomicU32::new(0), HostKinds::default());
+        let (known, host_kinds) =
+            (AtomicU32::new(0), HostKinds([const { AtomicU64::new(0) }; HostKinds::PLACES]));
         let lookup = Self { contexts, known, host_kinds };
         let foreign = std::ptr::from_ref(&lookup).addr() as u64;
         for count in [ATTRIBUTES.len() as u32, ATTRIBUTES.len() as u32 - 1] {
@@ -217,8 +212,7 @@ impl PointerLookup {
         for entry in &self.contexts.driver.devices {
             let retained = self.contexts.retain_if_active(entry.description.id)?;
             let Some(guard) = retained else { continue };
-            let answer = guard.with_context(query);
-            let answer = guard.end(answer)?;
+            let answer = guard.run(query)?;
             if !matches!(answer, Answer::NoContext) {
                 return Ok(answer);
             }

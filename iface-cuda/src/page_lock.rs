@@ -58,7 +58,7 @@ impl HostRegistrar for PageLocker {
         let pointer = std::ptr::with_exposed_provenance_mut::<c_void>(range.start().0 as usize);
         let mut unlocked = false;
         let result = self.context_of(locked).and_then(|work_context| {
-            let ended = work_context.with_context(|| {
+            work_context.run(|| {
                 // SAFETY: registered by this driver and unregistered once: the table's entry is
                 // gone.
                 let code = unsafe { (self.lookup.driver().functions.mem_host_unregister)(pointer) };
@@ -69,8 +69,7 @@ impl HostRegistrar for PageLocker {
                     check(code, "cuMemHostUnregister")
                 };
                 ended.inspect(|()| unlocked = true)
-            });
-            work_context.end(ended)
+            })
         });
         if !unlocked {
             self.lookup.contexts.allocations.insert_page_locked(locked);

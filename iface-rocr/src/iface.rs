@@ -164,17 +164,6 @@ impl Rocr {
         Ok(rocr)
     }
 
-    /// Returns the device of a number.
-    pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&Device> {
-        self.devices.get(device.0 as usize).ok_or_else(|| {
-            Error::new(ErrorKind::InvalidArgument, operation)
-                .iface(IfaceKind::ROCR)
-                .device(device)
-                .context("devices", self.devices.len())
-                .remedy("devices count from 0")
-        })
-    }
-
     fn release(&mut self) -> Result<()> {
         if self.held {
             // SAFETY: gives back the one count that `start` took; `held` says that it is still
@@ -215,16 +204,11 @@ fn describe(functions: &Functions, agent: Agent, id: DeviceId) -> Result<Device>
 /// Returns the size of the largest global pool: coarse- and fine-grained pools are views of the
 /// same memory.
 fn memory_of(functions: &Functions, agent: Agent) -> Result<u64> {
-    unsafe extern "C" fn collect(pool: MemoryPool, into: *mut c_void) -> HsaStatus {
-        // SAFETY: `into` is the vector given beside this callback, which nothing else touches
-        // meanwhile.
-        unsafe { &mut *into.cast::<Vec<MemoryPool>>() }.push(pool);
-        HsaStatus::HSA_STATUS_SUCCESS
-    }
     let mut pools: Vec<MemoryPool> = Vec::new();
     let into = ptr::from_mut(&mut pools).cast();
-    // SAFETY: the callback gets what it casts back to, and is not called after the return.
-    let code = unsafe { (functions.agent_iterate_memory_pools)(agent, collect, into) };
+    // SAFETY: the callback gets the vector that it casts to, and is not called after the return.
+    let code =
+        unsafe { (functions.agent_iterate_memory_pools)(agent, collect::<MemoryPool>, into) };
     check(code, "hsa_amd_agent_iterate_memory_pools")?;
     let mut memory = 0;
     for pool in pools {
@@ -238,17 +222,21 @@ fn memory_of(functions: &Functions, agent: Agent) -> Result<u64> {
     Ok(memory)
 }
 
+/// Adds an item to a vector.
+///
+/// # Safety
+/// `into` points to a `Vec<T>`, which nothing else touches meanwhile.
+unsafe extern "C" fn collect<T>(item: T, into: *mut c_void) -> HsaStatus {
+    // SAFETY: the caller's promise.
+    unsafe { &mut *into.cast::<Vec<T>>() }.push(item);
+    HsaStatus::HSA_STATUS_SUCCESS
+}
+
 fn agents(functions: &Functions) -> Result<Vec<Agent>> {
-    unsafe extern "C" fn collect(agent: Agent, into: *mut c_void) -> HsaStatus {
-        // SAFETY: `into` is the vector given beside this callback, which nothing else touches
-        // meanwhile.
-        unsafe { &mut *into.cast::<Vec<Agent>>() }.push(agent);
-        HsaStatus::HSA_STATUS_SUCCESS
-    }
     let mut agents: Vec<Agent> = Vec::new();
     let into = ptr::from_mut(&mut agents).cast();
-    // SAFETY: the callback gets what it casts back to, and is not called after the return.
-    check(unsafe { (functions.iterate_agents)(collect, into) }, "hsa_iterate_agents")?;
+    // SAFETY: the callback gets the vector that it casts to, and is not called after the return.
+    check(unsafe { (functions.iterate_agents)(collect::<Agent>, into) }, "hsa_iterate_agents")?;
     Ok(agents)
 }
 
@@ -350,7 +338,13 @@ unsafe impl Iface for Rocr {
 /// this crate does not make yet.
 impl InboundFlush for Rocr {
     fn flush(&self, device: DeviceId) -> Result<()> {
-        self.device("flush_inbound", device)?;
+        if device.0 as usize >= self.devices.len() {
+            return Err(Error::new(ErrorKind::InvalidArgument, "flush_inbound")
+                .iface(IfaceKind::ROCR)
+                .device(device)
+                .context("devices", self.devices.len())
+                .remedy("devices count from 0"));
+        }
         Err(lacks("flush_inbound", "hmem-iface-rocr does not flush inbound writes yet")
             .device(device))
     }

@@ -192,17 +192,6 @@ impl LevelZero {
         Ok(())
     }
 
-    /// Returns the device of a number.
-    pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&Device> {
-        self.devices.get(device.0 as usize).ok_or_else(|| {
-            Error::new(ErrorKind::InvalidArgument, operation)
-                .iface(IfaceKind::ZE)
-                .device(device)
-                .context("devices", self.devices.len())
-                .remedy("devices count from 0")
-        })
-    }
-
     fn release(&mut self) -> Result<()> {
         while let Some(context) = self.contexts.last() {
             // SAFETY: `start` created it, nobody else knows it, and it leaves the list once
@@ -418,7 +407,13 @@ unsafe impl Iface for LevelZero {
 /// this crate does not make yet.
 impl InboundFlush for LevelZero {
     fn flush(&self, device: DeviceId) -> Result<()> {
-        self.device("flush_inbound", device)?;
+        if device.0 as usize >= self.devices.len() {
+            return Err(Error::new(ErrorKind::InvalidArgument, "flush_inbound")
+                .iface(IfaceKind::ZE)
+                .device(device)
+                .context("devices", self.devices.len())
+                .remedy("devices count from 0"));
+        }
         Err(lacks("flush_inbound", "hmem-iface-ze does not flush inbound writes yet")
             .device(device))
     }
