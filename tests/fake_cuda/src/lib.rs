@@ -323,6 +323,15 @@ impl Drop for FakeDriver {
     }
 }
 
+/// Starts the driver anew as one of a profile, and returns the lookup of its functions. It is for a
+/// process in which one test runs at a time, on any thread: without a [`FakeDriver`] nothing keeps
+/// others from using the driver.
+pub fn restart(profile: Profile) -> impl Fn(&str) -> Option<*const ()> {
+    let absent = profile.absent.clone();
+    *STATE.lock() = Some(fresh(profile));
+    move |name| if absent.contains(&name) { None } else { entry::symbol(name) }
+}
+
 /// Calls that are held. They go on when it is dropped.
 #[derive(Debug)]
 pub struct Held<'a> {

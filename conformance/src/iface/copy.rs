@@ -1,0 +1,113 @@
+//! Copies, blocking and started.
+
+use std::{sync::Arc, thread};
+
+use hmem_core::{Address, DeviceBuffer, ErrorKind, Iface, IfaceExt, IfaceKind, Result, iface::Facet};
+
+use super::{LEN, PARTS, assert_bytes, at, buffer, buffers, contents, need, pattern};
+use crate::trial::{Outcome, skip};
+
+/// A copy function: to, from, bytes.
+type Copy<'a> = &'a dyn Fn(Address, Address, u64) -> Result<()>;
+
+pub(super) fn copy_moves_exactly_the_named_bytes(iface: &Arc<dyn Iface>) -> Outcome {
+    // SAFETY: `assert_copies` names memory that it owns.
+    let copy = |to, from, len| unsafe { iface.copy(to, from, len) };
+    for buffer in buffers(iface)? {
+        assert_copies(&buffer, &copy);
+    }
+    Ok(())
+}
+
+pub(super) fn started_copy_moves_exactly_the_named_bytes(iface: &Arc<dyn Iface>) -> Outcome {
+    need(&**iface, iface.copy_engine(), Facet::CopyEngine)?;
+    // SAFETY: `assert_copies` names memory that it owns, and the copy has ended when this returns.
+    let copy = |to, from, len| unsafe { iface.start_copy(to, from, len) }?.wait();
+    for buffer in buffers(iface)? {
+        assert_copies(&buffer, &copy);
+    }
+    Ok(())
+}
+
+/// Copies parts in, out, and from one end of the buffer to the other. Each time the bytes around
+/// the part stay.
+fn assert_copies(buffer: &DeviceBuffer, copy: Copy<'_>) {
+    let kind = buffer.allocation().kind.name();
+    for (seed, (offset, len)) in PARTS.into_iter().enumerate() {
+        let mut expected = pattern(seed as u64, LEN);
+        copy(at(buffer, 0), Address::of_ptr(expected.as_ptr()), LEN).expect("copy all in");
+        let part = pattern(seed as u64 + 50, len);
+        copy(at(buffer, offset), Address::of_ptr(part.as_ptr()), len).expect("copy a part in");
+        let start = offset as usize;
+        expected[start..start + part.len()].copy_from_slice(&part);
+
+        let mut found = vec![0; LEN as usize];
+        copy(Address::of_ptr(found.as_mut_ptr()), at(buffer, 0), LEN).expect("copy all out");
+        assert_bytes(&found, &expected, &format!("{kind} memory, {len} bytes copied to {offset}"));
+
+        let mut guarded = vec![0xEE; part.len() + 2];
+        copy(Address::of_ptr(guarded[1..].as_mut_ptr()), at(buffer, offset), len)
+            .expect("copy a part out");
+        let framed = [&[0xEE], &part[..], &[0xEE]].concat();
+        assert_bytes(&guarded, &framed, &format!("{len} bytes copied from {offset}"));
+
+        let to = LEN - len;
+        if to >= offset + len {
+            copy(at(buffer, to), at(buffer, offset), len).expect("copy inside the memory");
+            expected[to as usize..].copy_from_slice(&part);
+            assert_bytes(&contents(buffer), &expected, "copied inside the memory");
+        }
+    }
+}
+
+pub(super) fn copies_on_several_threads_are_kept_apart(iface: &Arc<dyn Iface>) -> Outcome {
+    let buffers = buffers(iface)?.into_iter().chain(buffers(iface)?);
+    let buffers: Vec<_> = buffers.collect();
+    thread::scope(|scope| {
+        for (seed, buffer) in buffers.iter().enumerate() {
+            scope.spawn(move || {
+                for round in 0..8 {
+                    let bytes = pattern(seed as u64 * 8 + round, LEN);
+                    buffer.write(0, &bytes).expect("copy in");
+                    assert_bytes(&contents(buffer), &bytes, "copied by one of several threads");
+                }
+            });
+        }
+    });
+    Ok(())
+}
+
+pub(super) fn copy_past_an_allocation_is_refused(iface: &Arc<dyn Iface>) -> Outcome {
+    for buffer in buffers(iface)? {
+        let before = pattern(1, LEN);
+        buffer.write(0, &before).expect("copy in");
+        let mut host = vec![0xEE; 16];
+        let (near_end, own) = (at(&buffer, LEN - 8), Address::of_ptr(host.as_mut_ptr()));
+        // SAFETY: the host side is 16 bytes of a vector that nothing else uses. The other side
+        // is owned, and its end is what the copy must notice.
+        let refused = unsafe { [iface.copy(near_end, own, 16), iface.copy(own, near_end, 16)] };
+        for result in refused {
+            let error = result.expect_err("the copy leaves the allocation");
+            assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{error}");
+        }
+        assert_bytes(&host, &[0xEE; 16], "a refused copy");
+        assert_bytes(&contents(&buffer), &before, "a refused copy");
+    }
+    Ok(())
+}
+
+pub(super) fn copy_of_unknown_memory_is_refused(iface: &Arc<dyn Iface>) -> Outcome {
+    if iface.kind() == IfaceKind::SYSTEM {
+        return skip("all host memory is this iface's");
+    }
+    drop(buffer(iface)?);
+    let (from, mut to) = (vec![1u8; 64], vec![0xEE; 64]);
+    // SAFETY: both are vectors of 64 bytes, and nothing else uses `to`.
+    let copied = unsafe {
+        iface.copy(Address::of_ptr(to.as_mut_ptr()), Address::of_ptr(from.as_ptr()), 64)
+    };
+    let error = copied.expect_err("neither side is memory of the iface");
+    assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{error}");
+    assert_bytes(&to, &[0xEE; 64], "a refused copy");
+    Ok(())
+}

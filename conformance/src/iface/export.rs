@@ -1,0 +1,153 @@
+//! Dma-bufs.
+
+use std::{os::fd::AsFd, ptr, slice, sync::Arc};
+
+use hmem_core::{
+    AddressRange, DeviceBuffer, Iface, Result,
+    iface::{DmaBufExport, DmaBufExporter, DmaBufMapping, Facet},
+    provider::Nic,
+};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use super::{LEN, PARTS, assert_bytes, assert_no_fd_leaks, buffers, is_missing, memory::part, need, pattern};
+use crate::trial::{Outcome, Skipped, skip};
+
+/// The NIC that exports are for.
+fn nic() -> Nic {
+    Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None }
+}
+
+/// The exporter of an iface, and a buffer of each kind of memory that it exports.
+fn exportable<'a>(
+    iface: &'a Arc<dyn Iface>,
+) -> Result<(&'a dyn DmaBufExporter, Vec<DeviceBuffer>), Skipped> {
+    let exporter = need(&**iface, iface.dma_buf(), Facet::DmaBuf)?;
+    let mut exported = Vec::new();
+    let mut refusals = Vec::new();
+    for buffer in buffers(iface)? {
+        match exporter.export(buffer.allocation().range, &nic(), DmaBufMapping::Default) {
+            Ok(export) => {
+                exporter.release(export).expect("release a dma-buf");
+                exported.push(buffer);
+            }
+            Err(why) if is_missing(&why) => refusals.push(why.to_string()),
+            Err(why) => panic!("export {:?}: {why}", buffer.allocation()),
+        }
+    }
+    if exported.is_empty() {
+        return skip(format!("no kind of memory is exported: {}", refusals.join("; ")));
+    }
+    Ok((exporter, exported))
+}
+
+pub(super) fn dma_buf_has_the_offsets_and_the_length_of_its_range(
+    iface: &Arc<dyn Iface>,
+) -> Outcome {
+    let (exporter, buffers) = exportable(iface)?;
+    for buffer in buffers {
+        for extent in PARTS {
+            let range = part(&buffer, extent);
+            let export = exporter.export(range, &nic(), DmaBufMapping::Default).expect("export");
+            assert_eq!(export.alloc_offset.0, extent.0, "the offset in the allocation of {range}");
+            assert_eq!(export.len, extent.1, "the length of {range}");
+            // The kernel rounds a dma-buf to whole pages.
+            let size = rustix::fs::seek(&export.fd, rustix::fs::SeekFrom::End(0));
+            if let Ok(size) = size {
+                let end = export.offset.0 + export.len;
+                assert!(end <= size, "{range} ends at {end} in a dma-buf of {size} bytes");
+            }
+            exporter.release(export).expect("release");
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn dma_buf_holds_the_bytes_of_its_range(iface: &Arc<dyn Iface>) -> Outcome {
+    let (exporter, buffers) = exportable(iface)?;
+    for (seed, buffer) in buffers.iter().enumerate() {
+        let bytes = pattern(seed as u64, LEN);
+        buffer.write(0, &bytes).expect("copy in");
+        for extent in PARTS {
+            let range = part(buffer, extent);
+            let found = exported_bytes(exporter, range)?;
+            let (start, end) = (extent.0 as usize, (extent.0 + extent.1) as usize);
+            assert_bytes(&found, &bytes[start..end], &format!("the dma-buf of {extent:?}"));
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn dma_buf_past_an_allocation_is_refused(iface: &Arc<dyn Iface>) -> Outcome {
+    let (exporter, buffers) = exportable(iface)?;
+    for buffer in buffers {
+        let own = buffer.allocation().range;
+        let past = AddressRange::new(own.start(), LEN + (64 << 10)).expect("a range");
+        let export = exporter.export(past, &nic(), DmaBufMapping::Default);
+        export.expect_err("the range leaves the allocation");
+    }
+    Ok(())
+}
+
+pub(super) fn dma_buf_of_freed_memory_shows_no_other_memory(iface: &Arc<dyn Iface>) -> Outcome {
+    let (exporter, freed) = exportable(iface)?;
+    for buffer in freed {
+        let (secret, range) = (pattern(7, LEN), buffer.allocation().range);
+        let export = exporter.export(range, &nic(), DmaBufMapping::Default).expect("export");
+        drop(buffer);
+        for other in buffers(iface)? {
+            other.write(0, &secret).expect("copy in");
+        }
+        let live = buffers(iface)?;
+        for other in &live {
+            other.write(0, &secret).expect("copy in");
+        }
+        let found = mapped_bytes(&export)?;
+        assert_ne!(found, secret, "the dma-buf of freed memory shows what was allocated later");
+        exporter.release(export).expect("release");
+    }
+    Ok(())
+}
+
+pub(super) fn exporting_dma_bufs_leaks_no_fd(iface: &Arc<dyn Iface>) -> Outcome {
+    let (exporter, buffers) = exportable(iface)?;
+    for buffer in buffers {
+        for extent in PARTS {
+            assert_no_fd_leaks("export and release", || {
+                let export =
+                    exporter.export(part(&buffer, extent), &nic(), DmaBufMapping::Default);
+                exporter.release(export.expect("export")).expect("release");
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Exports a range and returns the bytes of the dma-buf.
+fn exported_bytes(exporter: &dyn DmaBufExporter, range: AddressRange) -> Result<Vec<u8>, Skipped> {
+    let export = exporter.export(range, &nic(), DmaBufMapping::Default).expect("export");
+    let bytes = mapped_bytes(&export);
+    exporter.release(export).expect("release");
+    bytes
+}
+
+/// Returns the bytes of a dma-buf through a mapping of its fd. Not every driver's can be mapped.
+fn mapped_bytes(export: &DmaBufExport) -> Result<Vec<u8>, Skipped> {
+    let page = rustix::param::page_size() as u64;
+    let in_page = export.offset.0 % page;
+    let len = (in_page + export.len).next_multiple_of(page) as usize;
+    let (access, offset) = (ProtFlags::READ, export.offset.0 - in_page);
+    // SAFETY: a new mapping at an address that the kernel picks replaces nothing.
+    let base = unsafe { mmap(ptr::null_mut(), len, access, MapFlags::SHARED, export.as_fd(), offset) };
+    let base = match base {
+        Ok(base) => base,
+        Err(errno) => return skip(format!("the dma-buf cannot be mapped by the CPU: {errno}")),
+    };
+    // SAFETY: the mapping is readable and `len` bytes long, and nothing writes the memory
+    // meanwhile. `fstat` is not asked: reading past the end of the file would raise SIGBUS, which
+    // ends the test as well.
+    let bytes = unsafe { slice::from_raw_parts(base.cast::<u8>(), len) };
+    let bytes = bytes[in_page as usize..][..export.len as usize].to_vec();
+    // SAFETY: mapped above, and no reference into it is left.
+    unsafe { munmap(base, len) }.expect("munmap");
+    Ok(bytes)
+}

@@ -1,0 +1,116 @@
+//! Facets that few ifaces have: segments, IPC, host registration, the flush of inbound writes.
+
+use std::sync::Arc;
+
+use hmem_core::{
+    Address, AddressRange, ErrorKind, Iface, IfaceExt,
+    iface::{Facet, IpcHandle},
+};
+
+use super::{LEN, PARTS, assert_bytes, buffers, is_missing, lacking, memory::part, need, pattern};
+use crate::trial::{Outcome, skip};
+
+pub(super) fn segments_cover_the_range(iface: &Arc<dyn Iface>) -> Outcome {
+    let Some(map) = iface.segments() else {
+        return skip("the iface says that each allocation is one segment");
+    };
+    for buffer in buffers(iface)? {
+        for extent in PARTS {
+            let range = part(&buffer, extent);
+            let segments = map.segments(range).expect("segments of an allocation");
+            let mut next = range.start().0;
+            for segment in &segments {
+                assert_eq!(segment.range.start().0, next, "a gap before it: {segments:?}");
+                assert!(!segment.range.is_empty(), "{segments:?}");
+                next += segment.range.len();
+            }
+            assert_eq!(next, range.start().0 + range.len(), "{range} ends otherwise: {segments:?}");
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn ipc_handle_opens_the_allocation(iface: &Arc<dyn Iface>) -> Outcome {
+    let ipc = need(&**iface, iface.ipc(), Facet::Ipc)?;
+    let mut refusals = Vec::new();
+    for buffer in buffers(iface)? {
+        let bytes = pattern(3, LEN);
+        buffer.write(0, &bytes).expect("copy in");
+        let opened = ipc.export(buffer.allocation()).and_then(|handle| ipc.open(&handle));
+        let opened = match opened {
+            Ok(opened) => opened,
+            Err(why) => {
+                refusals.push(format!("{}: {why}", buffer.allocation().kind.name()));
+                continue;
+            }
+        };
+        assert_eq!(opened.range.len(), LEN);
+        assert_eq!(iface.query(opened.base()).expect("query"), Some(opened), "it is claimed");
+        let mut found = vec![0; LEN as usize];
+        // SAFETY: the allocation is open until `close` below.
+        unsafe { iface.read(opened.base(), &mut found) }.expect("copy from what was opened");
+        assert_bytes(&found, &bytes, "opened memory");
+        // SAFETY: nothing uses the memory any longer.
+        unsafe { ipc.close(&opened) }.expect("close");
+        let left = iface.query(opened.base()).expect("query what was closed");
+        assert_ne!(left, Some(opened), "closed memory is claimed");
+        return Ok(());
+    }
+    skip(format!("no handle opens in the process that made it: {}", refusals.join("; ")))
+}
+
+pub(super) fn bytes_that_are_no_ipc_handle_are_refused(iface: &Arc<dyn Iface>) -> Outcome {
+    let ipc = need(&**iface, iface.ipc(), Facet::Ipc)?;
+    for bytes in [Vec::new(), vec![0xA5; 7], vec![0xA5; 1000]] {
+        let error = ipc.open(&IpcHandle { iface: iface.kind(), bytes }).expect_err("no handle");
+        assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
+    }
+    Ok(())
+}
+
+pub(super) fn host_memory_is_registered_and_unregistered_once(iface: &Arc<dyn Iface>) -> Outcome {
+    let registrar = need(&**iface, iface.host_registrar(), Facet::HostRegistrar)?;
+    let page = rustix::param::page_size() as u64;
+    let host = vec![1u8; 3 * page as usize];
+    let start = Address(Address::of_ptr(host.as_ptr()).0.next_multiple_of(page));
+    let range = AddressRange::new(start, page).expect("a page");
+    for _ in 0..2 {
+        // SAFETY: the vector outlives the registration.
+        match unsafe { registrar.register(range) } {
+            Ok(()) => {}
+            Err(why) if why.kind() == ErrorKind::Unsupported => return skip(why.to_string()),
+            Err(why) => panic!("register a page: {why}"),
+        }
+        registrar.unregister(range).expect("unregister");
+        let error = registrar.unregister(range).expect_err("it is not registered");
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    }
+    Ok(())
+}
+
+pub(super) fn inbound_flush_succeeds_on_every_device(iface: &Arc<dyn Iface>) -> Outcome {
+    let Some(flush) = iface.inbound_flush() else {
+        return skip("the iface says that inbound writes are visible without a flush");
+    };
+    // A device that nothing was allocated on may not be in use.
+    let buffers = buffers(iface)?;
+    for buffer in &buffers {
+        if let Some(device) = buffer.allocation().device {
+            flush.flush(device).expect("flush");
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn missing_facet_is_an_unsupported_error(iface: &Arc<dyn Iface>) -> Outcome {
+    let lacking = lacking(&**iface);
+    if lacking.is_empty() {
+        return skip("the iface has every facet");
+    }
+    for facet in lacking {
+        let error = iface.unavailable(facet);
+        assert!(is_missing(&error), "{facet:?}: {error}");
+        assert_eq!(error.iface_kind(), Some(iface.kind()), "{facet:?}: {error}");
+    }
+    Ok(())
+}

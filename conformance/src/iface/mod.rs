@@ -1,0 +1,216 @@
+//! The behaviours of an iface.
+
+mod copy;
+mod export;
+mod facets;
+mod memory;
+mod monitor;
+mod register;
+
+use std::{collections::BTreeSet, fs, sync::Arc};
+
+use hmem_core::{
+    Address, AllocationKind, DeviceBuffer, DeviceId, Error, ErrorKind, Iface, Result,
+    iface::{AllocRequest, Capability, Facet},
+};
+
+use crate::trial::{Skipped, behaviours, skip};
+use copy::*;
+use export::*;
+use facets::*;
+use memory::*;
+use monitor::*;
+use register::*;
+
+behaviours! {
+    dyn Iface:
+    /// HM-01 HM-02
+    query_claims_exactly_the_allocation,
+    /// HM-02
+    memory_of_nobody_is_not_claimed,
+    /// HM-01
+    allocation_has_the_length_kind_and_device_asked_for,
+    /// HM-01
+    live_allocations_do_not_overlap,
+    /// HM-05
+    allocation_on_an_unknown_device_is_refused,
+    /// HM-01
+    identities_are_never_reused,
+    /// HM-02
+    address_span_holds_every_allocation,
+    /// HM-01
+    freed_memory_is_no_longer_claimed,
+    /// MR-18
+    second_free_is_refused,
+    /// HM-15
+    freed_memory_can_be_allocated_again,
+    /// HM-15
+    allocating_and_freeing_leaks_no_fd,
+    /// HM-03
+    copy_moves_exactly_the_named_bytes,
+    /// HM-03
+    copies_on_several_threads_are_kept_apart,
+    /// HM-03
+    copy_past_an_allocation_is_refused,
+    /// HM-03 MR-18
+    copy_of_unknown_memory_is_refused,
+    /// HM-03
+    started_copy_moves_exactly_the_named_bytes,
+    /// HM-06
+    dma_buf_has_the_offsets_and_the_length_of_its_range,
+    /// HM-06
+    dma_buf_holds_the_bytes_of_its_range,
+    /// HM-06
+    dma_buf_past_an_allocation_is_refused,
+    /// MR-18
+    dma_buf_of_freed_memory_shows_no_other_memory,
+    /// HM-06
+    exporting_dma_bufs_leaks_no_fd,
+    /// HM-07
+    segments_cover_the_range,
+    /// HM-10
+    ipc_handle_opens_the_allocation,
+    /// HM-10
+    bytes_that_are_no_ipc_handle_are_refused,
+    /// HM-15
+    host_memory_is_registered_and_unregistered_once,
+    /// HM-14
+    inbound_flush_succeeds_on_every_device,
+    /// HM-15
+    missing_facet_is_an_unsupported_error,
+    /// MON-07
+    monitor_notices_a_free,
+    /// MON-08
+    monitor_is_silent_after_unsubscribing,
+    /// P2P-06
+    registration_in_the_middle_moves_its_bytes_by_the_default_path,
+    /// P2P-06
+    registration_in_the_middle_moves_its_bytes_by_the_direct_path,
+    /// P2P-06 BNC-03
+    registration_in_the_middle_moves_its_bytes_by_staged_copies,
+    /// HM-01
+    registration_queries_the_iface_once_per_end,
+}
+
+/// Bytes of the allocations: several pages of every size but huge.
+const LEN: u64 = 256 << 10;
+
+/// Parts of an allocation, as offset and length: all of it, whole pages in the middle, and bytes
+/// in the middle of pages.
+const PARTS: [(u64, u64); 3] = [(0, LEN), (64 << 10, 64 << 10), (70_001, 10_007)];
+
+/// The kinds that an iface may allocate.
+const KINDS: [AllocationKind; 6] = [
+    AllocationKind::Device,
+    AllocationKind::Host,
+    AllocationKind::Managed,
+    AllocationKind::StreamOrdered,
+    AllocationKind::Virtual,
+    AllocationKind::System,
+];
+
+/// Returns `facet`, or the outcome of a behaviour that needs it.
+fn need<T>(iface: &dyn Iface, facet: Option<T>, which: Facet) -> Result<T, Skipped> {
+    facet.map_or_else(|| skip(format!("the iface lacks it: {}", iface.unavailable(which))), Ok)
+}
+
+/// Returns the first device.
+fn first_device(iface: &dyn Iface) -> DeviceId {
+    iface.devices().expect("list the devices").first().map_or(DeviceId(0), |device| device.id)
+}
+
+/// Allocates a buffer of each kind that the iface has.
+fn buffers(iface: &Arc<dyn Iface>) -> Result<Vec<DeviceBuffer>, Skipped> {
+    need(&**iface, iface.allocator(), Facet::Allocator)?;
+    let device = first_device(&**iface);
+    let allocate = |kind| match DeviceBuffer::allocate(iface, &AllocRequest { len: LEN, device, kind })
+    {
+        Ok(buffer) => Some(buffer),
+        Err(why) if is_missing(&why) => None,
+        Err(why) => panic!("allocate {} memory: {why}", kind.name()),
+    };
+    let buffers: Vec<_> = KINDS.into_iter().filter_map(allocate).collect();
+    assert!(!buffers.is_empty(), "the iface has an allocator, which allocates no kind of memory");
+    Ok(buffers)
+}
+
+/// Allocates a buffer of the first kind that the iface has.
+fn buffer(iface: &Arc<dyn Iface>) -> Result<DeviceBuffer, Skipped> {
+    Ok(buffers(iface)?.swap_remove(0))
+}
+
+/// Returns a request for memory of the first kind that the iface has.
+fn request(iface: &Arc<dyn Iface>, len: u64) -> Result<AllocRequest, Skipped> {
+    let kind = buffer(iface)?.allocation().kind;
+    Ok(AllocRequest { len, device: first_device(&**iface), kind })
+}
+
+/// Returns true if an error says that the iface does not have what was asked for.
+fn is_missing(error: &Error) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::Unsupported | ErrorKind::Unavailable | ErrorKind::InvalidArgument
+    )
+}
+
+/// Bytes that tell their position and their seed, none of them 0.
+fn pattern(seed: u64, len: u64) -> Vec<u8> {
+    (0..len).map(|at| ((at * 31 + at / 256 * 7 + seed * 97) % 251 + 1) as u8).collect()
+}
+
+/// Reads a whole buffer.
+fn contents(buffer: &DeviceBuffer) -> Vec<u8> {
+    let mut bytes = vec![0; buffer.allocation().range.len() as usize];
+    buffer.read(0, &mut bytes).expect("copy from the memory");
+    bytes
+}
+
+/// Compares bytes without printing all of them.
+#[track_caller]
+fn assert_bytes(found: &[u8], expected: &[u8], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}: length");
+    if let Some(at) = (0..found.len()).find(|&at| found[at] != expected[at]) {
+        panic!("{what}: byte {at} is {:#x} instead of {:#x}", found[at], expected[at]);
+    }
+}
+
+/// Open files of the process.
+fn open_fds() -> BTreeSet<String> {
+    let names = fs::read_dir("/proc/self/fd").expect("list /proc/self/fd");
+    names.map(|name| name.expect("an fd").file_name().to_string_lossy().into_owned()).collect()
+}
+
+/// Repeats something, and checks that it leaves no more open files than a first time does.
+fn assert_no_fd_leaks(what: &str, mut repeat: impl FnMut()) {
+    const ROUNDS: usize = 16;
+    repeat();
+    let before = open_fds().len();
+    for _ in 0..ROUNDS {
+        repeat();
+    }
+    let after = open_fds().len();
+    assert!(after <= before, "{what}: {} open files more after {ROUNDS} times", after - before);
+}
+
+/// Returns the address of a byte that is `offset` bytes in.
+fn at(buffer: &DeviceBuffer, offset: u64) -> Address {
+    Address(buffer.allocation().base().0 + offset)
+}
+
+/// Returns the facets that an iface says it has, by the errors of those that it lacks.
+fn lacking(iface: &dyn Iface) -> Vec<Facet> {
+    let can = Capability::of(iface);
+    [
+        (can.allocate, Facet::Allocator),
+        (can.async_copy, Facet::CopyEngine),
+        (iface.dma_buf().is_some(), Facet::DmaBuf),
+        (can.peer_memory, Facet::PeerMemory),
+        (can.host_register, Facet::HostRegistrar),
+        (can.ipc, Facet::Ipc),
+        (iface.monitor().is_some(), Facet::Monitor),
+    ]
+    .into_iter()
+    .filter(|(has, _)| !has)
+    .map(|(_, facet)| facet)
+    .collect()
+}

@@ -1,0 +1,108 @@
+//! The monitor that notices frees.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
+
+use hmem_core::{
+    AddressRange, Iface, Result,
+    iface::Facet,
+    monitor::{Cause, Change, Invalidator, Monitor, MonitorStyle},
+};
+
+use super::{buffers, is_missing, need};
+use crate::trial::{Outcome, Skipped, skip};
+
+/// Counts what it is told about a range.
+#[derive(Debug)]
+struct Listener {
+    range: AddressRange,
+    notices: AtomicU64,
+}
+
+impl Listener {
+    fn of(range: AddressRange) -> Arc<Self> {
+        Arc::new(Self { range, notices: AtomicU64::new(0) })
+    }
+
+    fn notices(&self) -> u64 {
+        self.notices.load(Ordering::Relaxed)
+    }
+
+    fn note(&self, range: AddressRange) {
+        if range.overlaps(self.range) {
+            self.notices.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Invalidator for Listener {
+    fn invalidate(&self, range: AddressRange, _: Cause) {
+        self.note(range);
+    }
+
+    fn begin(&self, range: AddressRange, _: Cause) -> Change {
+        self.note(range);
+        Change(0)
+    }
+
+    fn end(&self, _: Change) {}
+    fn close_gate(&self) {}
+    fn open_gate(&self) {}
+}
+
+fn start(iface: &dyn Iface) -> Result<Arc<dyn Monitor>, Skipped> {
+    let source = need(iface, iface.monitor(), Facet::Monitor)?;
+    match source.start() {
+        Ok(monitor) => Ok(monitor),
+        Err(why) if is_missing(&why) => skip(why.to_string()),
+        Err(why) => panic!("start the monitor: {why}"),
+    }
+}
+
+/// By its callback, or by an identity that is no longer the one at the address.
+pub(super) fn monitor_notices_a_free(iface: &Arc<dyn Iface>) -> Outcome {
+    let monitor = start(&**iface)?;
+    for buffer in buffers(iface)? {
+        let allocation = *buffer.allocation();
+        let valid = || monitor.valid(&allocation).expect("ask for the identity");
+        let listener = Listener::of(allocation.range);
+        let subscription = match monitor.subscribe(allocation.range, listener.clone()) {
+            Ok(subscription) => subscription,
+            Err(why) if is_missing(&why) => continue,
+            Err(why) => panic!("watch {allocation:?}: {why}"),
+        };
+        assert!(valid(), "live memory is not valid: {allocation:?}");
+        assert_eq!(listener.notices(), 0, "nothing was freed");
+        drop(buffer);
+        match monitor.style() {
+            MonitorStyle::Callback => {
+                assert!(listener.notices() > 0, "no callback for the free of {allocation:?}");
+            }
+            MonitorStyle::Identity => {
+                assert!(!valid(), "freed memory is valid: {allocation:?}");
+                // The address may come again, with another identity.
+                let again = buffers(iface)?;
+                assert!(!valid(), "{allocation:?} is valid beside {again:?}");
+            }
+        }
+        monitor.unsubscribe(subscription);
+    }
+    Ok(())
+}
+
+pub(super) fn monitor_is_silent_after_unsubscribing(iface: &Arc<dyn Iface>) -> Outcome {
+    let monitor = start(&**iface)?;
+    for buffer in buffers(iface)? {
+        let listener = Listener::of(buffer.allocation().range);
+        match monitor.subscribe(buffer.allocation().range, listener.clone()) {
+            Ok(subscription) => monitor.unsubscribe(subscription),
+            Err(why) if is_missing(&why) => continue,
+            Err(why) => panic!("watch {:?}: {why}", buffer.allocation()),
+        }
+        drop(buffer);
+        assert_eq!(listener.notices(), 0, "told of a free after it unsubscribed");
+    }
+    Ok(())
+}

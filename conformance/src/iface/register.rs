@@ -1,0 +1,227 @@
+//! Registrations of the iface's memory over the software NIC.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
+
+use hmem_core::{
+    Access, Address, AddressRange, Allocation, DeviceBuffer, Domain, DomainAttr, Error, ErrorKind,
+    Iface, IfaceKind, MrFlags, MrMode, Path, Registry, Result,
+    iface::{
+        Allocator, CopyEngine, Device, DmaBufExporter, Facet, HostRegistrar, InboundFlush, Ipc,
+        MonitorSource, PeerMemoryExporter, SegmentMap,
+    },
+    path::P2pPolicy,
+    provider::{CompletionQueue, EndpointAttr, LiveObjects},
+    transfer::RemoteSegment,
+};
+use hmem_iface_system::System;
+use hmem_p2p::path::DefaultPathSelector;
+use hmem_provider_loopback::Loopback;
+
+use super::{LEN, PARTS, assert_bytes, at, buffer, buffers, contents, memory::part, pattern};
+use crate::trial::{Outcome, skip};
+
+const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+
+pub(super) fn registration_in_the_middle_moves_its_bytes_by_the_default_path(
+    iface: &Arc<dyn Iface>,
+) -> Outcome {
+    registered_by(iface, P2pPolicy::Enabled)
+}
+
+pub(super) fn registration_in_the_middle_moves_its_bytes_by_the_direct_path(
+    iface: &Arc<dyn Iface>,
+) -> Outcome {
+    registered_by(iface, P2pPolicy::Required)
+}
+
+pub(super) fn registration_in_the_middle_moves_its_bytes_by_staged_copies(
+    iface: &Arc<dyn Iface>,
+) -> Outcome {
+    registered_by(iface, P2pPolicy::Disabled)
+}
+
+/// Opens a domain of the software NIC over host memory and an iface.
+fn open(iface: &Arc<dyn Iface>, p2p: P2pPolicy) -> Domain {
+    let nic = Loopback::builder().needs(MrMode::VIRT_ADDR | MrMode::PROV_KEY).build();
+    let mut registry = Registry::new();
+    if iface.kind() != IfaceKind::SYSTEM {
+        registry.add(Arc::new(System::new())).expect("add host memory");
+    }
+    registry.add(Arc::clone(iface)).expect("add the iface");
+    let attr = DomainAttr { p2p, ..DomainAttr::default() };
+    let selector = Arc::new(DefaultPathSelector::new());
+    Domain::open(&nic.expect("a software NIC"), Arc::new(registry), selector, attr)
+        .expect("open a domain")
+}
+
+/// Registers parts of each kind of memory under a policy, writes and reads them by the NIC, and
+/// compares the bytes, those around the part too.
+fn registered_by(iface: &Arc<dyn Iface>, policy: P2pPolicy) -> Outcome {
+    if iface.kind() == IfaceKind::SYSTEM && policy != P2pPolicy::Enabled {
+        return skip("host memory is registered in one way, whatever the policy for devices");
+    }
+    let domain = open(iface, policy);
+    let (mut shown, mut refusals) = (false, Vec::new());
+    for buffer in buffers(iface)? {
+        for extent in PARTS {
+            match moves_bytes(&domain, &buffer, extent, policy) {
+                Ok(()) => shown = true,
+                Err(why) if why.kind() == ErrorKind::Unsupported && policy == P2pPolicy::Required => {
+                    refusals.push(format!("{}: {why}", buffer.allocation().kind.name()));
+                }
+                Err(why) => panic!("register {extent:?} of {:?}: {why}", buffer.allocation()),
+            }
+        }
+    }
+    if !shown {
+        refusals.dedup();
+        return skip(format!("no direct path: {}", refusals.join("; ")));
+    }
+    assert_eq!(domain.live(), LiveObjects::default(), "registrations are left");
+    Ok(())
+}
+
+fn moves_bytes(
+    domain: &Domain,
+    buffer: &DeviceBuffer,
+    extent: (u64, u64),
+    policy: P2pPolicy,
+) -> Result<()> {
+    let len = extent.1;
+    let mut expected = pattern(1, LEN);
+    buffer.write(0, &expected)?;
+    // SAFETY: the buffer outlives the region, and nothing refers to its bytes.
+    let region = unsafe { domain.reg(part(buffer, extent), REMOTE, 0, MrFlags::empty()) }?;
+    let path = region.decision()?.path;
+    let is_device = !buffer.allocation().kind.cpu_accessible();
+    match policy {
+        P2pPolicy::Required => assert_ne!(path, Path::Staged, "a staged path is not direct"),
+        P2pPolicy::Disabled if is_device => assert_eq!(path, Path::Staged, "a direct path"),
+        _ => {}
+    }
+
+    let cq = domain.open_cq(16)?;
+    let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq))?;
+    let peer = endpoint.resolve(&endpoint.name())?;
+    let key = region.key()?;
+    let remote = [RemoteSegment { address: key.base(), len, key: &key }];
+    let bytes = pattern(2, len);
+    let source = domain.register(bytes.clone(), Access::WRITE)?;
+    endpoint.write(&[source.slice(0, len)?], &remote, peer, 1)?;
+    assert_eq!(moved(&*cq)?, len, "bytes written");
+    let start = extent.0 as usize;
+    expected[start..start + bytes.len()].copy_from_slice(&bytes);
+    let what = format!("{len} bytes written to {start} over the {} path", path.name());
+    assert_bytes(&contents(buffer), &expected, &what);
+
+    let sink = domain.register(vec![0u8; len as usize], Access::READ)?;
+    endpoint.read(&[sink.slice(0, len)?], &remote, peer, 2)?;
+    assert_eq!(moved(&*cq)?, len, "bytes read");
+    region.close().map_err(Error::from)?;
+    source.close().map_err(Error::from)?;
+    assert_bytes(&sink.close().map_err(Error::from)?, &bytes, &format!("read by {}", path.name()));
+    endpoint.close().map_err(Error::from)
+}
+
+/// Waits for a transfer. Reading the queue of this NIC executes it.
+fn moved(cq: &dyn CompletionQueue) -> Result<u64> {
+    let mut done = Vec::new();
+    while cq.read(&mut done, 1)? == 0 {}
+    done.remove(0).result
+}
+
+/// Counts the queries of an iface.
+#[derive(Debug)]
+struct Counting {
+    iface: Arc<dyn Iface>,
+    queries: AtomicU64,
+}
+
+// SAFETY: each answer and facet is those of the iface, or `None`.
+unsafe impl Iface for Counting {
+    fn kind(&self) -> IfaceKind {
+        self.iface.kind()
+    }
+
+    fn name(&self) -> &str {
+        self.iface.name()
+    }
+
+    fn devices(&self) -> Result<Vec<Device>> {
+        self.iface.devices()
+    }
+
+    fn query(&self, address: Address) -> Result<Option<Allocation>> {
+        self.queries.fetch_add(1, Ordering::Relaxed);
+        self.iface.query(address)
+    }
+
+    unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.iface.copy(to, from, len) }
+    }
+
+    fn address_span(&self) -> Option<AddressRange> {
+        self.iface.address_span()
+    }
+
+    fn has_identities(&self) -> bool {
+        self.iface.has_identities()
+    }
+
+    fn allocator(&self) -> Option<&dyn Allocator> {
+        self.iface.allocator()
+    }
+
+    fn copy_engine(&self) -> Option<&dyn CopyEngine> {
+        self.iface.copy_engine()
+    }
+
+    fn dma_buf(&self) -> Option<&dyn DmaBufExporter> {
+        self.iface.dma_buf()
+    }
+
+    fn peer_memory(&self) -> Option<&dyn PeerMemoryExporter> {
+        self.iface.peer_memory()
+    }
+
+    fn host_registrar(&self) -> Option<&dyn HostRegistrar> {
+        self.iface.host_registrar()
+    }
+
+    fn ipc(&self) -> Option<&dyn Ipc> {
+        self.iface.ipc()
+    }
+
+    fn segments(&self) -> Option<&dyn SegmentMap> {
+        self.iface.segments()
+    }
+
+    fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
+        self.iface.inbound_flush()
+    }
+
+    fn monitor(&self) -> Option<&dyn MonitorSource> {
+        self.iface.monitor()
+    }
+
+    fn unavailable(&self, facet: Facet) -> Error {
+        self.iface.unavailable(facet)
+    }
+}
+
+pub(super) fn registration_queries_the_iface_once_per_end(iface: &Arc<dyn Iface>) -> Outcome {
+    let counting = Arc::new(Counting { iface: Arc::clone(iface), queries: AtomicU64::new(0) });
+    let domain = open(&(Arc::clone(&counting) as Arc<dyn Iface>), P2pPolicy::Enabled);
+    let buffer = buffer(iface)?;
+    let before = counting.queries.load(Ordering::Relaxed);
+    // SAFETY: the buffer outlives the region, and nothing refers to its bytes.
+    let region = unsafe { domain.reg(part(&buffer, PARTS[2]), REMOTE, 0, MrFlags::empty()) };
+    let queries = counting.queries.load(Ordering::Relaxed) - before;
+    region.expect("register").close().map_err(Error::from).expect("close");
+    assert!(queries <= 2, "{queries} queries for the two ends of a range at {}", at(&buffer, 0));
+    Ok(())
+}

@@ -1,0 +1,58 @@
+//! Behaviours as trials: one at a time, on a back end of their own.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use hmem_core::{ErrorKind, Result};
+use libtest_mimic::{Completion, Trial};
+
+/// Reason why a behaviour cannot be shown.
+#[derive(Debug)]
+pub(crate) struct Skipped(pub(crate) String);
+
+/// Result of a behaviour that holds or cannot be shown. One that does not hold panics.
+pub(crate) type Outcome = std::result::Result<(), Skipped>;
+
+/// Returns the outcome of a behaviour that cannot be shown.
+pub(crate) fn skip<T>(reason: impl Into<String>) -> std::result::Result<T, Skipped> {
+    Err(Skipped(reason.into()))
+}
+
+/// Name of a behaviour and the function that shows it on a fresh back end.
+pub(crate) type Behaviour<B> = (&'static str, fn(&Arc<B>) -> Outcome);
+
+/// Lists behaviours. The doc comment of an entry names the requirement that it holds.
+macro_rules! behaviours {
+    ($backend:ty: $($(#[doc = $doc:expr])* $name:ident,)*) => {
+        pub(crate) const BEHAVIOURS: &[$crate::trial::Behaviour<$backend>] =
+            &[$((stringify!($name), $name),)*];
+    };
+}
+pub(crate) use behaviours;
+
+/// Held while a behaviour runs: open files and address space are counted for the whole process.
+static TURN: Mutex<()> = Mutex::new(());
+
+/// Returns a trial for each behaviour.
+pub(crate) fn all<B: ?Sized + 'static>(
+    prefix: &str,
+    behaviours: &'static [Behaviour<B>],
+    make: impl Fn() -> Result<Arc<B>> + Send + Sync + 'static,
+) -> Vec<Trial> {
+    let make = Arc::new(make);
+    let trial = |&(name, show): &Behaviour<B>| {
+        let make = Arc::clone(&make);
+        Trial::ignorable_test(format!("{prefix}{name}"), move || {
+            let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+            let outcome = match make() {
+                Ok(backend) => show(&backend),
+                Err(why) if why.kind() == ErrorKind::Unavailable => skip(why.to_string()),
+                Err(why) => return Err(why.to_string().into()),
+            };
+            Ok(match outcome {
+                Ok(()) => Completion::Completed,
+                Err(Skipped(reason)) => Completion::ignored_with(reason),
+            })
+        })
+    };
+    behaviours.iter().map(trial).collect()
+}
