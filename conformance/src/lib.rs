@@ -55,7 +55,9 @@ pub fn iface(make: impl Fn() -> Result<Arc<dyn Iface>> + Send + Sync + 'static) 
 /// The trials of a provider. `make` returns a provider without open domains, once per trial; an
 /// error of kind [`Unavailable`](hmem_core::ErrorKind::Unavailable) has the trial ignored.
 #[must_use]
-pub fn provider(make: impl Fn() -> Result<Arc<dyn Provider>> + Send + Sync + 'static) -> Vec<Trial> {
+pub fn provider(
+    make: impl Fn() -> Result<Arc<dyn Provider>> + Send + Sync + 'static,
+) -> Vec<Trial> {
     trial::all("", provider::BEHAVIOURS, make)
 }
 

@@ -2,9 +2,11 @@
 
 use std::{sync::Arc, thread};
 
-use hmem_core::{Address, DeviceBuffer, ErrorKind, Iface, IfaceExt, IfaceKind, Result, iface::Facet};
+use hmem_core::{
+    Address, DeviceBuffer, ErrorKind, Iface, IfaceExt, IfaceKind, Result, iface::Facet,
+};
 
-use super::{LEN, PARTS, assert_bytes, at, buffer, buffers, contents, need, pattern};
+use super::{LEN, PARTS, assert_bytes, at, buffer, buffers, contents, need, pattern, whole};
 use crate::trial::{Outcome, skip};
 
 /// A copy function: to, from, bytes.
@@ -82,7 +84,8 @@ pub(super) fn copy_past_an_allocation_is_refused(iface: &Arc<dyn Iface>) -> Outc
         let before = pattern(1, LEN);
         buffer.write(0, &before).expect("copy in");
         let mut host = vec![0xEE; 16];
-        let (near_end, own) = (at(&buffer, LEN - 8), Address::of_ptr(host.as_mut_ptr()));
+        let (near_end, own) =
+            (at(&buffer, whole(&**iface, &buffer).len() - 8), Address::of_ptr(host.as_mut_ptr()));
         // SAFETY: the host side is 16 bytes of a vector that nothing else uses. The other side
         // is owned, and its end is what the copy must notice.
         let refused = unsafe { [iface.copy(near_end, own, 16), iface.copy(own, near_end, 16)] };
@@ -103,9 +106,8 @@ pub(super) fn copy_of_unknown_memory_is_refused(iface: &Arc<dyn Iface>) -> Outco
     drop(buffer(iface)?);
     let (from, mut to) = (vec![1u8; 64], vec![0xEE; 64]);
     // SAFETY: both are vectors of 64 bytes, and nothing else uses `to`.
-    let copied = unsafe {
-        iface.copy(Address::of_ptr(to.as_mut_ptr()), Address::of_ptr(from.as_ptr()), 64)
-    };
+    let copied =
+        unsafe { iface.copy(Address::of_ptr(to.as_mut_ptr()), Address::of_ptr(from.as_ptr()), 64) };
     let error = copied.expect_err("neither side is memory of the iface");
     assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{error}");
     assert_bytes(&to, &[0xEE; 64], "a refused copy");

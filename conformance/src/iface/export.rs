@@ -4,12 +4,18 @@ use std::{os::fd::AsFd, ptr, slice, sync::Arc};
 
 use hmem_core::{
     AddressRange, DeviceBuffer, Iface, Result,
-    iface::{DmaBufExport, DmaBufExporter, DmaBufMapping, Facet},
+    iface::{AllocRequest, DmaBufExport, DmaBufExporter, DmaBufMapping, Facet},
     provider::Nic,
 };
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::{
+    fs::{SeekFrom, seek},
+    mm::{MapFlags, ProtFlags, mmap, munmap},
+};
 
-use super::{LEN, PARTS, assert_bytes, assert_no_fd_leaks, buffers, is_missing, memory::part, need, pattern};
+use super::{
+    LEN, PARTS, assert_bytes, assert_no_fd_leaks, buffers, first_device, is_missing, memory::part,
+    need, pattern, whole,
+};
 use crate::trial::{Outcome, Skipped, skip};
 
 /// The NIC that exports are for.
@@ -50,12 +56,7 @@ pub(super) fn dma_buf_has_the_offsets_and_the_length_of_its_range(
             let export = exporter.export(range, &nic(), DmaBufMapping::Default).expect("export");
             assert_eq!(export.alloc_offset.0, extent.0, "the offset in the allocation of {range}");
             assert_eq!(export.len, extent.1, "the length of {range}");
-            // The kernel rounds a dma-buf to whole pages.
-            let size = rustix::fs::seek(&export.fd, rustix::fs::SeekFrom::End(0));
-            if let Ok(size) = size {
-                let end = export.offset.0 + export.len;
-                assert!(end <= size, "{range} ends at {end} in a dma-buf of {size} bytes");
-            }
+            assert_in_bounds(&export);
             exporter.release(export).expect("release");
         }
     }
@@ -80,29 +81,33 @@ pub(super) fn dma_buf_holds_the_bytes_of_its_range(iface: &Arc<dyn Iface>) -> Ou
 pub(super) fn dma_buf_past_an_allocation_is_refused(iface: &Arc<dyn Iface>) -> Outcome {
     let (exporter, buffers) = exportable(iface)?;
     for buffer in buffers {
-        let own = buffer.allocation().range;
-        let past = AddressRange::new(own.start(), LEN + (64 << 10)).expect("a range");
+        let own = whole(&**iface, &buffer);
+        let past = AddressRange::new(own.start(), own.len() + 1).expect("a range");
         let export = exporter.export(past, &nic(), DmaBufMapping::Default);
         export.expect_err("the range leaves the allocation");
     }
     Ok(())
 }
 
+/// With allocations of their own pages: drivers place small ones side by side, in memory that they
+/// keep.
 pub(super) fn dma_buf_of_freed_memory_shows_no_other_memory(iface: &Arc<dyn Iface>) -> Outcome {
-    let (exporter, freed) = exportable(iface)?;
-    for buffer in freed {
-        let (secret, range) = (pattern(7, LEN), buffer.allocation().range);
+    const OWN_PAGES: u64 = 2 << 20;
+    let (exporter, exported) = exportable(iface)?;
+    let secret = pattern(7, OWN_PAGES);
+    for kind in exported.iter().map(|buffer| buffer.allocation().kind) {
+        let request = AllocRequest { len: OWN_PAGES, device: first_device(&**iface), kind };
+        let allocate = || DeviceBuffer::allocate(iface, &request).expect("allocate");
+        let freed = allocate();
+        let range = freed.allocation().range;
         let export = exporter.export(range, &nic(), DmaBufMapping::Default).expect("export");
-        drop(buffer);
-        for other in buffers(iface)? {
-            other.write(0, &secret).expect("copy in");
-        }
-        let live = buffers(iface)?;
+        drop(freed);
+        let live = [allocate(), allocate()];
         for other in &live {
             other.write(0, &secret).expect("copy in");
         }
-        let found = mapped_bytes(&export)?;
-        assert_ne!(found, secret, "the dma-buf of freed memory shows what was allocated later");
+        let shown = mapped_bytes(&export)? == secret;
+        assert!(!shown, "the dma-buf of freed {} memory shows later memory", kind.name());
         exporter.release(export).expect("release");
     }
     Ok(())
@@ -113,8 +118,7 @@ pub(super) fn exporting_dma_bufs_leaks_no_fd(iface: &Arc<dyn Iface>) -> Outcome 
     for buffer in buffers {
         for extent in PARTS {
             assert_no_fd_leaks("export and release", || {
-                let export =
-                    exporter.export(part(&buffer, extent), &nic(), DmaBufMapping::Default);
+                let export = exporter.export(part(&buffer, extent), &nic(), DmaBufMapping::Default);
                 exporter.release(export.expect("export")).expect("release");
             });
         }
@@ -132,22 +136,31 @@ fn exported_bytes(exporter: &dyn DmaBufExporter, range: AddressRange) -> Result<
 
 /// Returns the bytes of a dma-buf through a mapping of its fd. Not every driver's can be mapped.
 fn mapped_bytes(export: &DmaBufExport) -> Result<Vec<u8>, Skipped> {
+    assert_in_bounds(export);
     let page = rustix::param::page_size() as u64;
     let in_page = export.offset.0 % page;
     let len = (in_page + export.len).next_multiple_of(page) as usize;
     let (access, offset) = (ProtFlags::READ, export.offset.0 - in_page);
     // SAFETY: a new mapping at an address that the kernel picks replaces nothing.
-    let base = unsafe { mmap(ptr::null_mut(), len, access, MapFlags::SHARED, export.as_fd(), offset) };
+    let base =
+        unsafe { mmap(ptr::null_mut(), len, access, MapFlags::SHARED, export.as_fd(), offset) };
     let base = match base {
         Ok(base) => base,
         Err(errno) => return skip(format!("the dma-buf cannot be mapped by the CPU: {errno}")),
     };
-    // SAFETY: the mapping is readable and `len` bytes long, and nothing writes the memory
-    // meanwhile. `fstat` is not asked: reading past the end of the file would raise SIGBUS, which
-    // ends the test as well.
+    // SAFETY: the mapping is readable and `len` bytes long, which the dma-buf has, and nothing
+    // writes the memory meanwhile.
     let bytes = unsafe { slice::from_raw_parts(base.cast::<u8>(), len) };
     let bytes = bytes[in_page as usize..][..export.len as usize].to_vec();
     // SAFETY: mapped above, and no reference into it is left.
     unsafe { munmap(base, len) }.expect("munmap");
     Ok(bytes)
+}
+
+/// Checks that a dma-buf holds its range, as far as its size can be found out.
+fn assert_in_bounds(export: &DmaBufExport) {
+    if let Ok(size) = seek(&export.fd, SeekFrom::End(0)) {
+        let end = export.offset.0 + export.len;
+        assert!(end <= size, "the range ends at {end} in a dma-buf of {size} bytes");
+    }
 }

@@ -3,22 +3,24 @@
 use std::{collections::HashSet, fs, sync::Arc};
 
 use hmem_core::{
-    Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, ErrorKind, Iface, IfaceExt,
+    Address, AddressRange, Allocation, AllocationKind, DeviceBuffer, DeviceId, ErrorKind, Iface,
+    IfaceExt,
     iface::{AllocRequest, Facet},
 };
 
-use super::{LEN, assert_no_fd_leaks, at, buffer, buffers, need, request};
+use super::{LEN, assert_no_fd_leaks, at, buffer, buffers, need, request, whole};
 use crate::trial::{Outcome, skip};
 
 pub(super) fn query_claims_exactly_the_allocation(iface: &Arc<dyn Iface>) -> Outcome {
     for buffer in buffers(iface)? {
         let own = *buffer.allocation();
-        let claims = |address| iface.query(address).expect("query") == Some(own);
-        for (what, offset) in [("first", 0), ("middle", LEN / 2 + 1), ("last", own.range.len() - 1)]
-        {
+        let range = whole(&**iface, &buffer);
+        let expected = Allocation { range, ..own };
+        let claims = |address| iface.query(address).expect("query") == Some(expected);
+        for (what, offset) in [("first", 0), ("middle", LEN / 2 + 1), ("last", range.len() - 1)] {
             assert!(claims(at(&buffer, offset)), "the {what} byte of {own:?} is not claimed as it");
         }
-        assert!(!claims(at(&buffer, own.range.len())), "one past the end of {own:?} is claimed");
+        assert!(!claims(at(&buffer, range.len())), "one past the end of {own:?} is claimed");
         assert!(!claims(Address(own.base().0 - 1)), "one before the start of {own:?} is claimed");
     }
     Ok(())

@@ -10,7 +10,7 @@ mod register;
 use std::{collections::BTreeSet, fs, sync::Arc};
 
 use hmem_core::{
-    Address, AllocationKind, DeviceBuffer, DeviceId, Error, ErrorKind, Iface, Result,
+    Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Error, ErrorKind, Iface, Result,
     iface::{AllocRequest, Capability, Facet},
 };
 
@@ -123,12 +123,12 @@ fn first_device(iface: &dyn Iface) -> DeviceId {
 fn buffers(iface: &Arc<dyn Iface>) -> Result<Vec<DeviceBuffer>, Skipped> {
     need(&**iface, iface.allocator(), Facet::Allocator)?;
     let device = first_device(&**iface);
-    let allocate = |kind| match DeviceBuffer::allocate(iface, &AllocRequest { len: LEN, device, kind })
-    {
-        Ok(buffer) => Some(buffer),
-        Err(why) if is_missing(&why) => None,
-        Err(why) => panic!("allocate {} memory: {why}", kind.name()),
-    };
+    let allocate =
+        |kind| match DeviceBuffer::allocate(iface, &AllocRequest { len: LEN, device, kind }) {
+            Ok(buffer) => Some(buffer),
+            Err(why) if is_missing(&why) => None,
+            Err(why) => panic!("allocate {} memory: {why}", kind.name()),
+        };
     let buffers: Vec<_> = KINDS.into_iter().filter_map(allocate).collect();
     assert!(!buffers.is_empty(), "the iface has an allocator, which allocates no kind of memory");
     Ok(buffers)
@@ -153,9 +153,13 @@ fn is_missing(error: &Error) -> bool {
     )
 }
 
-/// Bytes that tell their position and their seed, none of them 0.
-fn pattern(seed: u64, len: u64) -> Vec<u8> {
-    (0..len).map(|at| ((at * 31 + at / 256 * 7 + seed * 97) % 251 + 1) as u8).collect()
+/// Bytes that tell their position and their seed, none of them 0. They repeat after a prime number
+/// of bytes, so that no page looks like its neighbour.
+pub(crate) fn pattern(seed: u64, len: u64) -> Vec<u8> {
+    let block: Vec<_> = (0..257).map(|at| ((at * 31 + seed * 97) % 251 + 1) as u8).collect();
+    let mut bytes = block.repeat(len as usize / block.len() + 1);
+    bytes.truncate(len as usize);
+    bytes
 }
 
 /// Reads a whole buffer.
@@ -167,9 +171,10 @@ fn contents(buffer: &DeviceBuffer) -> Vec<u8> {
 
 /// Compares bytes without printing all of them.
 #[track_caller]
-fn assert_bytes(found: &[u8], expected: &[u8], what: &str) {
+pub(crate) fn assert_bytes(found: &[u8], expected: &[u8], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}: length");
-    if let Some(at) = (0..found.len()).find(|&at| found[at] != expected[at]) {
+    if found != expected {
+        let at = (0..found.len()).find(|&at| found[at] != expected[at]).expect("they differ");
         panic!("{what}: byte {at} is {:#x} instead of {:#x}", found[at], expected[at]);
     }
 }
@@ -195,6 +200,18 @@ fn assert_no_fd_leaks(what: &str, mut repeat: impl FnMut()) {
 /// Returns the address of a byte that is `offset` bytes in.
 fn at(buffer: &DeviceBuffer, offset: u64) -> Address {
     Address(buffer.allocation().base().0 + offset)
+}
+
+/// Returns the range of a buffer's allocation as a query names it. Drivers round virtual memory up.
+fn whole(iface: &dyn Iface, buffer: &DeviceBuffer) -> AddressRange {
+    let own = buffer.allocation();
+    let found = iface.query(own.base()).expect("query").expect("an allocation is claimed");
+    if own.kind == AllocationKind::Virtual {
+        assert!(found.range.contains_range(own.range), "{found:?} does not hold {own:?}");
+    } else {
+        assert_eq!(found.range, own.range, "the query names another range than the allocation");
+    }
+    found.range
 }
 
 /// Returns the facets that an iface says it has, by the errors of those that it lacks.

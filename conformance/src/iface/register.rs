@@ -69,7 +69,9 @@ fn registered_by(iface: &Arc<dyn Iface>, policy: P2pPolicy) -> Outcome {
         for extent in PARTS {
             match moves_bytes(&domain, &buffer, extent, policy) {
                 Ok(()) => shown = true,
-                Err(why) if why.kind() == ErrorKind::Unsupported && policy == P2pPolicy::Required => {
+                Err(why)
+                    if why.kind() == ErrorKind::Unsupported && policy == P2pPolicy::Required =>
+                {
                     refusals.push(format!("{}: {why}", buffer.allocation().kind.name()));
                 }
                 Err(why) => panic!("register {extent:?} of {:?}: {why}", buffer.allocation()),

@@ -1,0 +1,309 @@
+//! The suite notices what an iface does wrong: each planted fault fails the behaviour that is
+//! named for it, and the sound iface fails none.
+#![allow(unsafe_code)]
+
+use std::{
+    os::fd::IntoRawFd,
+    sync::{Arc, Mutex},
+};
+
+use hmem_core::{
+    Address, AddressRange, Allocation, AllocationId, Error, Iface, IfaceKind, Result,
+    iface::{
+        AllocRequest, Allocator, CopyEngine, Device, DmaBufExport, DmaBufExporter, DmaBufMapping,
+        Facet, HostRegistrar, InboundFlush, Ipc, MonitorSource, PeerMemoryExporter, SegmentMap,
+    },
+    monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
+    provider::Nic,
+};
+use hmem_iface_system::{AddressReuse, Simulated, Style};
+use libtest_mimic::{Arguments, Trial};
+
+/// What an iface does wrong.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Fault {
+    /// Nothing.
+    None,
+    /// A dma-buf's offset is always 0.
+    ExportOffset,
+    /// The offset in the allocation is one page too high.
+    AllocationOffset,
+    /// A dma-buf is said to be one page longer.
+    ExportLength,
+    /// A query claims one byte past the end.
+    QueryPastEnd,
+    /// The identity comes again with the address.
+    ReusedIdentity,
+    /// An export leaves an fd open.
+    LeakedFd,
+    /// Freed memory is forgotten instead of given back.
+    LeakedAllocation,
+    /// The monitor tells nobody of a free.
+    MissingCallback,
+    /// A copy leaves the last byte out.
+    ShortCopy,
+    /// The address span ends after the first page.
+    AddressSpan,
+}
+
+/// A simulated device with one fault.
+#[derive(Debug)]
+struct Faulty {
+    device: Simulated,
+    fault: Fault,
+    /// Allocations that were freed and not given back.
+    leaked: Mutex<Vec<Allocation>>,
+}
+
+impl Faulty {
+    fn new(fault: Fault) -> Result<Self> {
+        let builder = Simulated::builder().devices(2).style(Style::Callback);
+        let device = builder.address_reuse(AddressReuse::JustFreed).build()?;
+        Ok(Self { device, fault, leaked: Mutex::default() })
+    }
+
+    fn has(&self, fault: Fault) -> bool {
+        self.fault == fault
+    }
+
+    /// The allocation as the faulty iface shows it.
+    fn shown(&self, allocation: Allocation) -> Allocation {
+        let id = if self.has(Fault::ReusedIdentity) {
+            AllocationId(allocation.base().0)
+        } else {
+            allocation.id
+        };
+        Allocation { id, ..allocation }
+    }
+
+    fn allocator_of_device(&self) -> &dyn Allocator {
+        self.device.allocator().expect("the device allocates")
+    }
+
+    fn exporter_of_device(&self) -> &dyn DmaBufExporter {
+        self.device.dma_buf().expect("the device exports")
+    }
+}
+
+// SAFETY: without a fault each answer is the simulated device's. With one the promises are broken
+// on purpose, in ways that stay within memory of the device and of the test.
+unsafe impl Iface for Faulty {
+    fn kind(&self) -> IfaceKind {
+        self.device.kind()
+    }
+
+    fn name(&self) -> &str {
+        "faulty"
+    }
+
+    fn devices(&self) -> Result<Vec<Device>> {
+        self.device.devices()
+    }
+
+    fn query(&self, address: Address) -> Result<Option<Allocation>> {
+        let mut found = self.device.query(address)?;
+        if found.is_none() && self.has(Fault::QueryPastEnd) {
+            found = self.device.query(Address(address.0.saturating_sub(1)))?;
+        }
+        let leaked = self.leaked.lock().expect("no panic");
+        Ok(found.filter(|found| !leaked.contains(found)).map(|found| self.shown(found)))
+    }
+
+    unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
+        let len = len - u64::from(self.has(Fault::ShortCopy) && len > 0);
+        // SAFETY: passed on to the caller, for as many bytes or one less.
+        unsafe { self.device.copy(to, from, len) }
+    }
+
+    fn address_span(&self) -> Option<AddressRange> {
+        let span = self.device.address_span()?;
+        if self.has(Fault::AddressSpan) { span.slice(0, 4096) } else { Some(span) }
+    }
+
+    fn allocator(&self) -> Option<&dyn Allocator> {
+        Some(self)
+    }
+
+    fn copy_engine(&self) -> Option<&dyn CopyEngine> {
+        self.device.copy_engine()
+    }
+
+    fn dma_buf(&self) -> Option<&dyn DmaBufExporter> {
+        Some(self)
+    }
+
+    fn peer_memory(&self) -> Option<&dyn PeerMemoryExporter> {
+        self.device.peer_memory()
+    }
+
+    fn host_registrar(&self) -> Option<&dyn HostRegistrar> {
+        self.device.host_registrar()
+    }
+
+    fn ipc(&self) -> Option<&dyn Ipc> {
+        // Its handles are of the device's identities.
+        if self.has(Fault::ReusedIdentity) { None } else { self.device.ipc() }
+    }
+
+    fn segments(&self) -> Option<&dyn SegmentMap> {
+        self.device.segments()
+    }
+
+    fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
+        self.device.inbound_flush()
+    }
+
+    fn monitor(&self) -> Option<&dyn MonitorSource> {
+        Some(self)
+    }
+
+    fn unavailable(&self, facet: Facet) -> Error {
+        self.device.unavailable(facet)
+    }
+}
+
+impl Allocator for Faulty {
+    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+        self.allocator_of_device().allocate(request).map(|allocation| self.shown(allocation))
+    }
+
+    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        let own = self.device.query(allocation.base())?;
+        let own = own.filter(|own| self.shown(*own) == *allocation).unwrap_or(*allocation);
+        let mut leaked = self.leaked.lock().expect("no panic");
+        if self.has(Fault::LeakedAllocation) && !leaked.contains(&own) {
+            leaked.push(own);
+            return Ok(());
+        }
+        // SAFETY: passed on to the caller.
+        unsafe { self.allocator_of_device().free(&own) }
+    }
+}
+
+impl DmaBufExporter for Faulty {
+    fn mappings(&self) -> &'static [DmaBufMapping] {
+        self.exporter_of_device().mappings()
+    }
+
+    fn export(
+        &self,
+        range: AddressRange,
+        nic: &Nic,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport> {
+        let mut export = self.exporter_of_device().export(range, nic, mapping)?;
+        match self.fault {
+            Fault::ExportOffset => export.offset.0 = 0,
+            Fault::AllocationOffset => export.alloc_offset.0 += 4096,
+            Fault::ExportLength => export.len += 4096,
+            Fault::LeakedFd => {
+                let _leaked = export.fd.try_clone().expect("dup").into_raw_fd();
+            }
+            _ => {}
+        }
+        Ok(export)
+    }
+
+    fn release(&self, export: DmaBufExport) -> Result<()> {
+        self.exporter_of_device().release(export)
+    }
+}
+
+impl MonitorSource for Faulty {
+    fn detection(&self) -> MonitorStyle {
+        MonitorStyle::Callback
+    }
+
+    fn start(&self) -> Result<Arc<dyn Monitor>> {
+        let monitor = self.device.monitor().expect("the device has a monitor").start()?;
+        Ok(if self.has(Fault::MissingCallback) { Arc::new(Deaf(monitor)) } else { monitor })
+    }
+}
+
+/// A monitor that watches nothing.
+#[derive(Debug)]
+struct Deaf(Arc<dyn Monitor>);
+
+impl Monitor for Deaf {
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn why(&self) -> String {
+        self.0.why()
+    }
+
+    fn style(&self) -> MonitorStyle {
+        self.0.style()
+    }
+
+    fn watches(&self, cause: Cause) -> bool {
+        self.0.watches(cause)
+    }
+
+    fn subscribe(&self, _: AddressRange, _: Arc<dyn Invalidator>) -> Result<Subscription> {
+        Ok(Subscription(0))
+    }
+
+    fn unsubscribe(&self, _: Subscription) {}
+
+    fn valid(&self, allocation: &Allocation) -> Result<bool> {
+        self.0.valid(allocation)
+    }
+}
+
+/// Runs trials one by one, and returns the names of those that failed and of those that were
+/// ignored.
+fn run(trials: Vec<Trial>) -> [Vec<String>; 2] {
+    let arguments = Arguments {
+        test_threads: Some(1),
+        logfile: Some("/dev/null".to_owned()),
+        ..Arguments::default()
+    };
+    let [mut failed, mut ignored] = [Vec::new(), Vec::new()];
+    for trial in trials {
+        let name = trial.name().to_owned();
+        let conclusion = libtest_mimic::run(&arguments, vec![trial]);
+        match (conclusion.num_failed, conclusion.num_ignored) {
+            (0, 0) => assert_eq!(conclusion.num_passed, 1, "{name}"),
+            (0, _) => ignored.push(name),
+            _ => failed.push(name),
+        }
+    }
+    [failed, ignored]
+}
+
+/// Names of the behaviours that fail over an iface with a fault.
+fn failing(fault: Fault) -> Vec<String> {
+    let [failed, _] = run(hmem_conformance::iface(move || Ok(Arc::new(Faulty::new(fault)?))));
+    failed
+}
+
+/// HM-15
+#[test]
+fn sound_iface_fails_no_behaviour() {
+    let [failed, ignored] =
+        run(hmem_conformance::iface(|| Ok(Arc::new(Faulty::new(Fault::None)?))));
+    assert_eq!(failed, [""; 0]);
+    assert_eq!(ignored, [""; 0], "the simulated device has every facet but peer memory");
+}
+
+/// HM-15
+#[test]
+fn each_fault_of_an_iface_fails_its_behaviour() {
+    for (fault, behaviour) in [
+        (Fault::ExportOffset, "dma_buf_holds_the_bytes_of_its_range"),
+        (Fault::AllocationOffset, "dma_buf_has_the_offsets_and_the_length_of_its_range"),
+        (Fault::ExportLength, "dma_buf_has_the_offsets_and_the_length_of_its_range"),
+        (Fault::QueryPastEnd, "query_claims_exactly_the_allocation"),
+        (Fault::ReusedIdentity, "identities_are_never_reused"),
+        (Fault::LeakedFd, "exporting_dma_bufs_leaks_no_fd"),
+        (Fault::LeakedAllocation, "freed_memory_can_be_allocated_again"),
+        (Fault::MissingCallback, "monitor_notices_a_free"),
+        (Fault::ShortCopy, "copy_moves_exactly_the_named_bytes"),
+        (Fault::AddressSpan, "address_span_holds_every_allocation"),
+    ] {
+        let failed = failing(fault);
+        assert!(failed.iter().any(|name| name == behaviour), "{fault:?} fails only {failed:?}");
+    }
+}
