@@ -4,7 +4,11 @@
 
 use std::{process::ExitCode, sync::Arc};
 
-use hmem::system::{DmaBufKind, Simulated, Style, System};
+use hmem::{
+    MrMode,
+    loopback::{Loopback, Memory, Progress},
+    system::{DmaBufKind, Simulated, Style, System},
+};
 use hmem_conformance::Suite;
 
 #[path = "../examples/plug_in_iface.rs"]
@@ -24,6 +28,24 @@ fn main() -> ExitCode {
     suite.iface("plug-in", || Ok(Arc::new(plug_in_iface::FileMemory::default())));
     #[cfg(feature = "cuda")]
     cuda(&mut suite);
+
+    let hardware = MrMode::LOCAL | MrMode::ALLOCATED | MrMode::HMEM | MrMode::BASIC_MEANS;
+    for (name, mode) in [
+        ("loopback", MrMode::empty()),
+        ("loopback-hardware", hardware),
+        ("loopback-raw", MrMode::RAW),
+        ("loopback-notify", MrMode::MMU_NOTIFY),
+        ("loopback-rma-event", MrMode::RMA_EVENT),
+        ("loopback-endpoint", MrMode::ENDPOINT),
+    ] {
+        suite.provider(name, move || Ok(Arc::new(Loopback::builder().needs(mode).build()?)));
+    }
+    suite.provider("loopback-pinned", move || {
+        let builder = Loopback::builder().needs(hardware).key_size(4).memory(Memory::Pinned);
+        Ok(Arc::new(builder.progress(Progress::Thread).build()?))
+    });
+    #[cfg(feature = "verbs")]
+    suite.provider("verbs", verbs);
     suite.run()
 }
 
@@ -41,4 +63,21 @@ fn cuda(suite: &mut Suite) {
             Ok(Arc::new(Cuda::builder().functions(functions).open()?))
         });
     }
+}
+
+/// RDMA devices, where `HMEM_VERBS_DEVICE` asks for them.
+#[cfg(feature = "verbs")]
+fn verbs() -> hmem::Result<Arc<dyn hmem::provider::Provider>> {
+    use hmem::{
+        Error, ErrorKind,
+        verbs::{Verbs, VerbsOptions},
+    };
+
+    if std::env::var_os("HMEM_VERBS_DEVICE").is_none_or(|name| name.is_empty()) {
+        return Err(Error::new(ErrorKind::Unavailable, "verbs")
+            .remedy("name an RDMA device in HMEM_VERBS_DEVICE"));
+    }
+    // Endpoints are connected, and after an error connected anew, as if there were no connections.
+    let builder = Verbs::builder().connect_in_process(true).options(VerbsOptions::MW_BIND);
+    Ok(Arc::new(builder.build()?))
 }

@@ -33,6 +33,7 @@
 
 #![deny(unsafe_code)]
 
+mod bytes;
 #[allow(unsafe_code)]
 mod iface;
 #[allow(unsafe_code)]

@@ -1,5 +1,5 @@
-//! The suite notices what an iface does wrong: each planted fault fails the behaviour that is
-//! named for it, and the sound iface fails none.
+//! The suite notices what an iface or a provider does wrong: each planted fault fails the behaviour
+//! that is named for it, and the sound ones fail none.
 #![allow(unsafe_code)]
 
 use std::{
@@ -8,15 +8,20 @@ use std::{
 };
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, Error, Iface, IfaceKind, Result,
+    Access, Address, AddressRange, Allocation, AllocationId, Error, Iface, IfaceKind, Result,
     iface::{
         AllocRequest, Allocator, CopyEngine, Device, DmaBufExport, DmaBufExporter, DmaBufMapping,
         Facet, HostRegistrar, InboundFlush, Ipc, MonitorSource, PeerMemoryExporter, SegmentMap,
     },
     monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
-    provider::Nic,
+    provider::{
+        CompletionQueue, DomainRequest, EndpointAttr, LiveObjects, Nic, Piece, Provider,
+        ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion, ProviderWindow,
+        Registration, WindowBind, WindowType, Windows,
+    },
 };
 use hmem_iface_system::{AddressReuse, Simulated, Style};
+use hmem_provider_loopback::Loopback;
 use libtest_mimic::{Arguments, Trial};
 
 /// What an iface does wrong.
@@ -304,6 +309,160 @@ fn each_fault_of_an_iface_fails_its_behaviour() {
         (Fault::AddressSpan, "address_span_holds_every_allocation"),
     ] {
         let failed = failing(fault);
+        assert!(failed.iter().any(|name| name == behaviour), "{fault:?} fails only {failed:?}");
+    }
+}
+
+/// What a provider does wrong.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum ProviderFault {
+    /// Nothing.
+    None,
+    /// A window reaches the start of its region, wherever it is bound.
+    WindowOffset,
+    /// A window reaches one byte too many.
+    WindowLength,
+    /// A key grants every right.
+    WiderRights,
+    /// A region is said to be deregistered, and is not.
+    LeakedRegion,
+}
+
+/// The software NIC with one fault.
+#[derive(Debug)]
+struct FaultyProvider {
+    nic: Loopback,
+    fault: ProviderFault,
+}
+
+impl Provider for FaultyProvider {
+    fn name(&self) -> &str {
+        "faulty"
+    }
+
+    fn nics(&self) -> Result<Vec<ProviderAttr>> {
+        self.nic.nics()
+    }
+
+    fn open_domain(&self, request: &DomainRequest) -> Result<Arc<dyn ProviderDomain>> {
+        let domain = self.nic.open_domain(request)?;
+        Ok(Arc::new(FaultyDomain { domain, fault: self.fault }))
+    }
+}
+
+#[derive(Debug)]
+struct FaultyDomain {
+    domain: Arc<dyn ProviderDomain>,
+    fault: ProviderFault,
+}
+
+impl FaultyDomain {
+    fn windows_of_nic(&self) -> &dyn Windows {
+        self.domain.windows().expect("the NIC has windows")
+    }
+}
+
+// SAFETY: without a fault every call is passed on to the software NIC. With one the promises are
+// broken on purpose: the suite keeps the memory that it looks at, and posts nothing else to it.
+unsafe impl ProviderDomain for FaultyDomain {
+    fn attr(&self) -> &ProviderAttr {
+        self.domain.attr()
+    }
+
+    unsafe fn register(
+        &self,
+        registration: &Registration<'_>,
+        pieces: &[Piece<'_>],
+    ) -> Result<ProviderRegion> {
+        let wider = self.fault == ProviderFault::WiderRights;
+        let access = if wider { Access::all() } else { registration.access };
+        // SAFETY: passed on to the caller.
+        unsafe {
+            self.domain.register(&Registration { access, enabled: true, ..*registration }, pieces)
+        }
+    }
+
+    fn deregister(&self, region: ProviderRegion) -> Result<()> {
+        match self.fault {
+            ProviderFault::LeakedRegion => Ok(()),
+            _ => self.domain.deregister(region),
+        }
+    }
+
+    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
+        self.domain.open_cq(depth)
+    }
+
+    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
+        self.domain.open_endpoint(attr)
+    }
+
+    fn live(&self) -> LiveObjects {
+        self.domain.live()
+    }
+
+    fn windows(&self) -> Option<&dyn Windows> {
+        Some(self)
+    }
+}
+
+impl Windows for FaultyDomain {
+    fn window_types(&self) -> &[WindowType] {
+        &[WindowType::One]
+    }
+
+    fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow> {
+        self.windows_of_nic().alloc_window(window)
+    }
+
+    fn bind_window(&self, window: ProviderWindow, bind: &WindowBind) -> Result<ProviderWindow> {
+        let mut bind = *bind;
+        match self.fault {
+            ProviderFault::WindowOffset => bind.offset = 0,
+            ProviderFault::WindowLength if bind.len > 0 => bind.len += 1,
+            _ => {}
+        }
+        self.windows_of_nic().bind_window(window, &bind)
+    }
+
+    fn free_window(&self, window: ProviderWindow) -> Result<()> {
+        self.windows_of_nic().free_window(window)
+    }
+}
+
+/// Runs the suite over a provider with a fault.
+fn run_provider(fault: ProviderFault) -> [Vec<String>; 2] {
+    run(hmem_conformance::provider(move || {
+        Ok(Arc::new(FaultyProvider { nic: Loopback::builder().build()?, fault }))
+    }))
+}
+
+/// HM-15
+#[test]
+fn sound_provider_fails_no_behaviour() {
+    let [failed, ignored] = run_provider(ProviderFault::None);
+    assert_eq!(failed, [""; 0]);
+    let missing_facets = [
+        "local_memory_without_the_right_is_refused",
+        "raw_key_is_mapped_used_and_unmapped",
+        "sub_region_reaches_its_part_only",
+        "region_with_a_sub_region_is_busy",
+        "counter_counts_each_remote_write_once",
+        "refreshed_region_still_works",
+    ];
+    assert_eq!(ignored, missing_facets);
+}
+
+/// HM-15
+#[test]
+fn each_fault_of_a_provider_fails_its_behaviour() {
+    for (fault, behaviour) in [
+        (ProviderFault::WindowOffset, "window_reaches_its_part_until_it_is_invalidated"),
+        (ProviderFault::WindowLength, "window_reaches_its_part_until_it_is_invalidated"),
+        (ProviderFault::WiderRights, "peers_get_the_rights_of_the_key_and_no_others"),
+        (ProviderFault::LeakedRegion, "closed_region_is_out_of_reach"),
+    ] {
+        let [failed, _] = run_provider(fault);
         assert!(failed.iter().any(|name| name == behaviour), "{fault:?} fails only {failed:?}");
     }
 }

@@ -7,14 +7,17 @@ mod memory;
 mod monitor;
 mod register;
 
-use std::{collections::BTreeSet, fs, sync::Arc};
+use std::sync::Arc;
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Error, ErrorKind, Iface, Result,
     iface::{AllocRequest, Capability, Facet},
 };
 
-use crate::trial::{Skipped, behaviours, skip};
+use crate::{
+    bytes::{assert_bytes, assert_no_fd_leaks, pattern},
+    trial::{Skipped, behaviours, skip},
+};
 use copy::*;
 use export::*;
 use facets::*;
@@ -153,48 +156,11 @@ fn is_missing(error: &Error) -> bool {
     )
 }
 
-/// Bytes that tell their position and their seed, none of them 0. They repeat after a prime number
-/// of bytes, so that no page looks like its neighbour.
-pub(crate) fn pattern(seed: u64, len: u64) -> Vec<u8> {
-    let block: Vec<_> = (0..257).map(|at| ((at * 31 + seed * 97) % 251 + 1) as u8).collect();
-    let mut bytes = block.repeat(len as usize / block.len() + 1);
-    bytes.truncate(len as usize);
-    bytes
-}
-
 /// Reads a whole buffer.
 fn contents(buffer: &DeviceBuffer) -> Vec<u8> {
     let mut bytes = vec![0; buffer.allocation().range.len() as usize];
     buffer.read(0, &mut bytes).expect("copy from the memory");
     bytes
-}
-
-/// Compares bytes without printing all of them.
-#[track_caller]
-pub(crate) fn assert_bytes(found: &[u8], expected: &[u8], what: &str) {
-    assert_eq!(found.len(), expected.len(), "{what}: length");
-    if found != expected {
-        let at = (0..found.len()).find(|&at| found[at] != expected[at]).expect("they differ");
-        panic!("{what}: byte {at} is {:#x} instead of {:#x}", found[at], expected[at]);
-    }
-}
-
-/// Open files of the process.
-fn open_fds() -> BTreeSet<String> {
-    let names = fs::read_dir("/proc/self/fd").expect("list /proc/self/fd");
-    names.map(|name| name.expect("an fd").file_name().to_string_lossy().into_owned()).collect()
-}
-
-/// Repeats something, and checks that it leaves no more open files than a first time does.
-fn assert_no_fd_leaks(what: &str, mut repeat: impl FnMut()) {
-    const ROUNDS: usize = 16;
-    repeat();
-    let before = open_fds().len();
-    for _ in 0..ROUNDS {
-        repeat();
-    }
-    let after = open_fds().len();
-    assert!(after <= before, "{what}: {} open files more after {ROUNDS} times", after - before);
 }
 
 /// Returns the address of a byte that is `offset` bytes in.

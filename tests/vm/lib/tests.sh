@@ -15,6 +15,7 @@ suite() {
     echo "--package hmem-provider-verbs --test *"
     echo "--package hmem --test behaviour"
     echo "--package hmem --test cache_stale"
+    echo "--package hmem --test conformance"
     # They run the command, which is built with them.
     echo "--package hmem-cli --test *_verbs"
 }

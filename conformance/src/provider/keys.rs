@@ -1,0 +1,76 @@
+//! Keys and names.
+
+use std::{collections::HashSet, sync::Arc};
+
+use hmem_core::{ErrorKind, MrAttr, MrFlags, MrMode, provider::Provider, transfer::EndpointName};
+
+use super::link::{Link, REMOTE};
+use crate::{
+    bytes::pattern,
+    trial::{Outcome, skip},
+};
+
+pub(super) fn live_regions_have_keys_of_their_own(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    let mut seen = HashSet::new();
+    let regions: Vec<_> =
+        (0..32).map(|seed| link.target.register(pattern(seed, 256), REMOTE)).collect();
+    for region in &regions {
+        let key = region.provider_region().expect("registered").key;
+        assert!(seen.insert(key), "two live regions have the key {key:#x}");
+    }
+    for region in regions.iter().step_by(11) {
+        link.assert_works(&link.key(region));
+    }
+    Ok(())
+}
+
+pub(super) fn requested_key_in_use_is_refused(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    if link.has(MrMode::PROV_KEY) {
+        return skip("the provider picks the keys");
+    }
+    let register = || {
+        let attr = MrAttr::new(&[], REMOTE).key(77);
+        link.target.domain.register_with(vec![0u8; 64], &attr, MrFlags::empty())
+    };
+    let first = register().map_err(|rejected| rejected.error).expect("register");
+    assert_eq!(first.provider_region().expect("registered").key, 77, "not the requested key");
+    let error = register().expect_err("the key is in use").error;
+    assert_eq!(error.kind(), ErrorKind::NoKey, "{error}");
+    drop(first);
+    register().map_err(|rejected| rejected.error).expect("register once the key is free");
+    Ok(())
+}
+
+pub(super) fn raw_key_is_mapped_used_and_unmapped(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    if link.target.domain.provider_domain().raw_keys().is_none() {
+        return skip("the provider has no raw keys");
+    }
+    let region = link.target.register(pattern(1, 4096), REMOTE);
+    let error = region.raw_attr(&mut []).expect_err("no room for the key");
+    assert_eq!(error.kind(), ErrorKind::TooSmall, "{error}");
+    let mut room = vec![0; link.target.domain.provider_attr().raw_key_size];
+    let (base, len) = region.raw_attr(&mut room).expect("raw key");
+    assert_eq!((base, len <= room.len()), (region.base_addr(), true));
+    let raw = region.raw_key().expect("raw key");
+    let domain = &link.initiator.domain;
+    let key = domain.map_raw(base, region.len(), &raw).expect("map the raw key");
+    link.assert_works(&key);
+    assert_eq!(domain.live().mapped_keys, 1);
+    domain.unmap_key(&key).expect("unmap");
+    assert_eq!(domain.live().mapped_keys, 0);
+    let error = domain.unmap_key(&key).expect_err("it is not mapped");
+    assert_eq!(error.kind(), ErrorKind::InvalidKey, "{error}");
+    Ok(())
+}
+
+pub(super) fn name_that_is_none_is_refused(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    for bytes in [Vec::new(), vec![0xA5; 3]] {
+        let error = link.initiator.endpoint.resolve(&EndpointName(bytes)).expect_err("no name");
+        assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
+    }
+    Ok(())
+}

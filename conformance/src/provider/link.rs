@@ -1,0 +1,211 @@
+//! Two domains on one NIC: a target that exposes memory, and an initiator that reaches for it.
+
+use std::{
+    cell::Cell,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use hmem_core::{
+    Access, Domain, DomainAttr, Endpoint, Error, ErrorKind, Iova, MemoryRegion, MrAttr, MrFlags,
+    MrMode, OwnedBuffer, RegionState, Registered, Registry, RemoteKey, Result,
+    path::P2pPolicy,
+    provider::{CompletionQueue, EndpointAttr, Provider},
+    transfer::{Completion, PeerId, RemoteSegment},
+};
+use hmem_iface_system::{Simulated, System};
+use hmem_p2p::path::DefaultPathSelector;
+
+use crate::bytes::{assert_bytes, pattern};
+
+/// Every right of the local side.
+pub(super) const LOCAL: Access =
+    Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
+/// Every right of peers.
+pub(super) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+
+/// A domain with an endpoint and a completion queue.
+pub(super) struct Side {
+    pub(super) endpoint: Endpoint,
+    pub(super) cq: Arc<dyn CompletionQueue>,
+    pub(super) domain: Domain,
+    next_key: Cell<u64>,
+}
+
+impl Side {
+    fn open(provider: &dyn Provider, registry: &Arc<Registry>, attr: DomainAttr) -> Self {
+        let selector = Arc::new(DefaultPathSelector::new());
+        let domain = Domain::open(provider, Arc::clone(registry), selector, attr);
+        let domain = domain.expect("open a domain");
+        let cq = domain.open_cq(128).expect("open a completion queue");
+        let attr = EndpointAttr { rma_event: true, ..EndpointAttr::new(&cq) };
+        let endpoint = domain.open_endpoint(&attr).expect("open an endpoint");
+        Self { endpoint, cq, domain, next_key: Cell::new(100) }
+    }
+
+    /// A key that was not requested yet.
+    pub(super) fn fresh_key(&self) -> u64 {
+        self.next_key.replace(self.next_key.get() + 1)
+    }
+
+    /// Registers a buffer and makes the region usable.
+    pub(super) fn try_register<B: OwnedBuffer>(
+        &self,
+        buffer: B,
+        access: Access,
+    ) -> Result<Registered<B>> {
+        let attr = MrAttr::new(&[], access).key(self.fresh_key());
+        let region = self.domain.register_with(buffer, &attr, MrFlags::empty())?;
+        self.make_usable(&region)?;
+        Ok(region)
+    }
+
+    pub(super) fn register(&self, bytes: Vec<u8>, access: Access) -> Registered<Vec<u8>> {
+        self.try_register(bytes, access).expect("register")
+    }
+
+    /// Binds and enables a region where the mode wants it.
+    pub(super) fn make_usable(&self, region: &MemoryRegion) -> Result<()> {
+        if region.state() == RegionState::Disabled {
+            if self.domain.mr_mode().contains(MrMode::ENDPOINT) {
+                region.bind_endpoint(&self.endpoint)?;
+            }
+            region.enable()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the next completion, with progress on the other side too.
+    pub(super) fn wait(&self, other: &Self) -> Completion {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let mut done = Vec::new();
+        loop {
+            other.domain.progress().expect("progress");
+            if self.cq.read(&mut done, 1).expect("read completions") == 1 {
+                return done.remove(0);
+            }
+            assert!(Instant::now() < deadline, "a transfer never ended");
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// The fixture of the behaviours.
+pub(super) struct Link {
+    pub(super) initiator: Side,
+    pub(super) target: Side,
+    /// The target, as the initiator knows it.
+    pub(super) peer: PeerId,
+    pub(super) device: Arc<Simulated>,
+}
+
+impl Link {
+    pub(super) fn open(provider: &Arc<dyn Provider>) -> Self {
+        Self::with(provider, P2pPolicy::Enabled)
+    }
+
+    /// Opens both sides on the provider's first NIC, in the mode that it needs.
+    pub(super) fn with(provider: &Arc<dyn Provider>, p2p: P2pPolicy) -> Self {
+        let nics = provider.nics().expect("list the NICs");
+        let nic = nics.first().expect("the provider has a NIC");
+        let device = Arc::new(Simulated::builder().build().expect("a simulated device"));
+        let mut registry = Registry::new();
+        registry.add(Arc::new(System::new())).expect("add host memory");
+        registry.add(Arc::<Simulated>::clone(&device)).expect("add the device");
+        let registry = Arc::new(registry);
+        let attr = DomainAttr { mr_mode: nic.required_mr_mode, p2p, ..DomainAttr::default() };
+        let initiator = Side::open(&**provider, &registry, attr.clone());
+        let target = Side::open(&**provider, &registry, attr);
+        let peer = initiator.endpoint.resolve(&target.endpoint.name()).expect("find the target");
+        Self { initiator, target, peer, device }
+    }
+
+    pub(super) fn has(&self, mode: MrMode) -> bool {
+        self.target.domain.mr_mode().effective().contains(mode)
+    }
+
+    /// The key of a region as the initiator uses it: mapped there in RAW mode.
+    pub(super) fn key(&self, region: &MemoryRegion) -> RemoteKey {
+        if !self.has(MrMode::RAW) {
+            return region.key().expect("key");
+        }
+        let raw = region.raw_key().expect("raw key");
+        let mapped = self.initiator.domain.map_raw(region.base_addr(), region.len(), &raw);
+        mapped.expect("map the raw key")
+    }
+
+    /// Writes bytes to an offset of the region behind `key`.
+    pub(super) fn push(&self, key: &RemoteKey, offset: u64, bytes: &[u8]) -> Result<u64> {
+        let source = self.initiator.register(bytes.to_vec(), LOCAL);
+        let len = bytes.len() as u64;
+        let remote = [remote(key, offset, len)];
+        self.initiator.endpoint.write(&[source.slice(0, len)?], &remote, self.peer, 1)?;
+        self.ended()
+    }
+
+    /// Reads bytes from an offset of the region behind `key`.
+    pub(super) fn pull(&self, key: &RemoteKey, offset: u64, len: u64) -> Result<Vec<u8>> {
+        let sink = self.initiator.register(vec![0xEE; len as usize], LOCAL);
+        let remote = [remote(key, offset, len)];
+        self.initiator.endpoint.read(&[sink.slice(0, len)?], &remote, self.peer, 1)?;
+        let moved = self.ended();
+        let bytes = sink.close().map_err(Error::from)?;
+        match moved {
+            Ok(moved) => assert_eq!(moved, len, "a completed read moves all of its bytes"),
+            Err(_) => assert!(bytes.iter().all(|byte| *byte == 0xEE), "a failed read moved bytes"),
+        }
+        moved.map(|_| bytes)
+    }
+
+    /// Waits for the initiator's one request.
+    pub(super) fn ended(&self) -> Result<u64> {
+        let completion = self.initiator.wait(&self.target);
+        assert_eq!(completion.context, 1, "a completion of another request");
+        completion.result
+    }
+
+    /// Checks that neither a write nor a read through the key reaches memory.
+    #[track_caller]
+    pub(super) fn assert_dead(&self, key: &RemoteKey, offset: u64, what: &str) {
+        assert_refused(self.push(key, offset, &[0xFF]), what);
+        assert_refused(self.pull(key, offset, 1), what);
+    }
+
+    /// Checks that a region is written and read through its key.
+    #[track_caller]
+    pub(super) fn assert_works(&self, key: &RemoteKey) {
+        let bytes = pattern(9, 19);
+        assert_eq!(self.push(key, 0, &bytes).expect("write"), 19, "bytes written");
+        assert_bytes(&self.pull(key, 0, 19).expect("read"), &bytes, "bytes read");
+    }
+}
+
+/// `len` bytes from an offset of the region behind `key`.
+pub(super) fn remote(key: &RemoteKey, offset: u64, len: u64) -> RemoteSegment<'_> {
+    RemoteSegment { address: Iova(key.base().0.wrapping_add(offset)), len, key }
+}
+
+/// Checks that an access failed because the target refused it. RDMA devices do not say why.
+#[track_caller]
+pub(super) fn assert_refused<T>(result: Result<T>, what: &str) {
+    match result {
+        Ok(_) => panic!("{what} succeeded"),
+        Err(error) => assert!(
+            matches!(
+                error.kind(),
+                ErrorKind::AccessDenied
+                    | ErrorKind::InvalidKey
+                    | ErrorKind::OutOfBounds
+                    | ErrorKind::BadAddress
+            ),
+            "{what}: {error}"
+        ),
+    }
+}
+
+/// Reads all bytes that a region owns.
+pub(super) fn contents<B: OwnedBuffer>(region: &Registered<B>) -> Vec<u8> {
+    let mut bytes = vec![0; region.len() as usize];
+    region.read(0, &mut bytes).expect("copy from the memory");
+    bytes
+}

@@ -1,0 +1,71 @@
+//! The behaviours of a provider.
+
+mod keys;
+mod link;
+mod optional;
+mod regions;
+mod transfers;
+
+use hmem_core::provider::Provider;
+
+use crate::trial::behaviours;
+use keys::*;
+use optional::*;
+use regions::*;
+use transfers::*;
+
+behaviours! {
+    dyn Provider:
+    /// MR-01
+    write_and_read_move_exactly_the_named_bytes,
+    /// MR-03
+    region_of_several_ranges_is_one_run_of_bytes,
+    /// MR-09
+    message_arrives_in_the_posted_buffer,
+    /// MR-09
+    atomic_returns_the_old_value_and_adds,
+    /// P2P-06
+    device_memory_is_reached_by_its_dma_buf,
+    /// P2P-06 BNC-03
+    device_memory_is_reached_by_staged_copies,
+    /// MR-09
+    peers_get_the_rights_of_the_key_and_no_others,
+    /// MR-08
+    overlapping_regions_grant_each_their_own_rights,
+    /// MR-09
+    one_byte_past_either_end_is_refused,
+    /// MR-05
+    closed_region_is_out_of_reach,
+    /// MR-09
+    descriptor_of_a_closed_region_is_refused,
+    /// MR-09
+    local_memory_without_the_right_is_refused,
+    /// MR-07
+    memory_is_registered_again_after_close,
+    /// MR-11
+    closing_everything_leaves_nothing_live,
+    /// MR-11
+    opening_and_closing_leaks_no_fd,
+    /// KEY-02
+    live_regions_have_keys_of_their_own,
+    /// KEY-01
+    requested_key_in_use_is_refused,
+    /// KEY-03 KEY-04
+    raw_key_is_mapped_used_and_unmapped,
+    /// MODE-10
+    name_that_is_none_is_refused,
+    /// SUB-01
+    sub_region_reaches_its_part_only,
+    /// SUB-02
+    region_with_a_sub_region_is_busy,
+    /// MW-01 MW-02
+    window_reaches_its_part_until_it_is_invalidated,
+    /// MW-06
+    region_with_a_bound_window_is_busy,
+    /// EVT-02
+    counter_counts_each_remote_write_once,
+    /// MODE-07
+    refreshed_region_still_works,
+    /// EVT-01
+    asynchronous_registration_ends_in_one_event,
+}

@@ -1,0 +1,184 @@
+//! Facets of a domain: sub-regions, windows, counters, refresh; and registration by events.
+
+use std::{sync::Arc, time::Duration};
+
+use hmem_core::{
+    Access, Addressing, BindFlags, DomainBindFlags, Error, MemoryWindow, MrAttr, MrFlags, MrMode,
+    Registered, RemoteKey,
+    counter::Counter,
+    event_queue::EventQueue,
+    provider::{Provider, WindowType},
+};
+
+use super::{
+    link::{LOCAL, Link, REMOTE, assert_refused, contents},
+    regions::assert_busy,
+};
+use crate::{
+    bytes::{assert_bytes, pattern},
+    trial::{Outcome, Skipped, skip},
+};
+
+pub(super) fn sub_region_reaches_its_part_only(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    if link.target.domain.provider_domain().sub_regions().is_none() {
+        return skip("the provider has no sub-regions");
+    }
+    let mut expected = pattern(1, 4096);
+    let base = link.target.register(expected.clone(), REMOTE | LOCAL);
+    let pinned = link.target.domain.live().page_registrations;
+    let part = base.range().slice(1000, 50).expect("inside");
+    let sub = base.sub(part, REMOTE, link.target.fresh_key()).expect("sub-region");
+    link.target.make_usable(&sub).expect("bind and enable");
+    assert_eq!(link.target.domain.live().page_registrations, pinned, "it registered pages");
+    let key = link.key(&sub);
+    link.push(&key, 0, &[0xAA; 50]).expect("write");
+    expected[1000..1050].fill(0xAA);
+    assert_bytes(&contents(&base), &expected, "the base");
+    link.assert_dead(&key, 50, "an access past the sub-region");
+    link.assert_dead(&key, u64::MAX, "an access before the sub-region");
+    sub.close().map_err(Error::from).expect("close");
+    link.assert_dead(&key, 0, "an access to a closed sub-region");
+    link.assert_works(&link.key(&base));
+    Ok(())
+}
+
+pub(super) fn region_with_a_sub_region_is_busy(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    if link.target.domain.provider_domain().sub_regions().is_none() {
+        return skip("the provider has no sub-regions");
+    }
+    let base = link.target.register(pattern(1, 4096), REMOTE | LOCAL);
+    let part = base.range().slice(8, 8).expect("inside");
+    let sub = base.sub(part, Access::REMOTE_READ, link.target.fresh_key()).expect("sub-region");
+    let base = assert_busy(&link, base);
+    sub.close().map_err(Error::from).expect("close the sub-region");
+    base.close().map_err(Error::from).expect("close the base");
+    Ok(())
+}
+
+/// The types of windows, or the outcome of a behaviour that needs one.
+fn window_types(link: &Link) -> Result<Vec<WindowType>, Skipped> {
+    if link.has(MrMode::RAW) {
+        return skip("windows have no raw keys, and no other key works in this mode");
+    }
+    match link.target.domain.provider_domain().windows() {
+        Some(windows) => Ok(windows.window_types().to_vec()),
+        None => skip("the NIC has no windows"),
+    }
+}
+
+/// Binds a window of any type and returns its key.
+fn bind(
+    link: &Link,
+    window: &MemoryWindow,
+    region: &Registered<Vec<u8>>,
+    (offset, len): (u64, u64),
+) -> RemoteKey {
+    if window.window_type() == WindowType::One {
+        return window.bind(region, offset, len, REMOTE).expect("bind");
+    }
+    let (endpoint, part) = (&link.target.endpoint, (offset, len));
+    let key = window.post_bind(endpoint, region, part, REMOTE, Addressing::Virtual, 7, 5);
+    link.target.wait(&link.initiator).result.expect("bind");
+    key.expect("post a bind")
+}
+
+/// Unbinds a window of any type.
+fn unbind(link: &Link, window: &MemoryWindow) {
+    if window.window_type() == WindowType::One {
+        return window.unbind().expect("unbind");
+    }
+    window.post_invalidate(&link.target.endpoint, 6).expect("post an invalidation");
+    link.target.wait(&link.initiator).result.expect("invalidate");
+}
+
+pub(super) fn window_reaches_its_part_until_it_is_invalidated(
+    provider: &Arc<dyn Provider>,
+) -> Outcome {
+    let link = Link::open(provider);
+    for kind in window_types(&link)? {
+        let mut expected = pattern(1, 4096);
+        let region = link.target.register(expected.clone(), LOCAL);
+        let window = link.target.domain.alloc_window(kind).expect("allocate a window");
+        let key = bind(&link, &window, &region, (1000, 50));
+        let written = link.push(&key, 0, &[0xAA; 50]);
+        written.unwrap_or_else(|error| panic!("write through {kind:?}: {error}"));
+        expected[1000..1050].fill(0xAA);
+        assert_bytes(&contents(&region), &expected, &format!("written through {kind:?}"));
+        assert_refused(link.push(&key, 50, &[0xFF]), "a write past the window");
+        assert_refused(link.push(&key, u64::MAX, &[0xFF]), "a write before the window");
+        unbind(&link, &window);
+        link.assert_dead(&key, 0, "an access through an unbound window");
+        assert_bytes(&contents(&region), &expected, "the region after refused accesses");
+    }
+    Ok(())
+}
+
+pub(super) fn region_with_a_bound_window_is_busy(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    for kind in window_types(&link)? {
+        let region = link.target.register(pattern(1, 4096), LOCAL | REMOTE);
+        let window = link.target.domain.alloc_window(kind).expect("allocate a window");
+        let _key = bind(&link, &window, &region, (0, 64));
+        let region = assert_busy(&link, region);
+        unbind(&link, &window);
+        region.close().map_err(Error::from).expect("close the region");
+    }
+    Ok(())
+}
+
+pub(super) fn counter_counts_each_remote_write_once(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    if link.target.domain.provider_domain().region_counters().is_none() {
+        return skip("the NIC does not count accesses to a region");
+    }
+    let attr = MrAttr::new(&[], REMOTE).key(link.target.fresh_key());
+    let region = link.target.domain.register_with(pattern(1, 4096), &attr, MrFlags::RMA_EVENT);
+    let region = region.map_err(|rejected| rejected.error).expect("register");
+    let counter = Arc::new(Counter::new());
+    region.bind_counter(&counter, BindFlags::REMOTE_WRITE).expect("bind the counter");
+    link.target.make_usable(&region).expect("bind and enable");
+    let key = link.key(&region);
+    for count in 1..=5 {
+        link.push(&key, 0, &[1; 64]).expect("write");
+        link.pull(&key, 0, 64).expect("read");
+        assert_eq!((counter.value(), counter.errors()), (count, 0), "writes counted");
+    }
+    counter.close();
+    region.close().map_err(Error::from).expect("close");
+    Ok(())
+}
+
+pub(super) fn refreshed_region_still_works(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    if link.target.domain.provider_domain().refresh().is_none() {
+        return skip("the provider does not refresh pages");
+    }
+    let region = link.target.register(pattern(1, 8192), REMOTE);
+    let key = link.key(&region);
+    region.refresh(&[]).expect("refresh all");
+    link.assert_works(&key);
+    region.refresh(&[region.range().slice(0, 4096).expect("inside")]).expect("refresh a part");
+    link.assert_works(&key);
+    Ok(())
+}
+
+pub(super) fn asynchronous_registration_ends_in_one_event(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    let queue = Arc::new(EventQueue::new());
+    link.target.domain.bind(&queue, DomainBindFlags::REG_MR).expect("bind the event queue");
+    let attr = MrAttr { context: 42, ..MrAttr::new(&[], REMOTE).key(link.target.fresh_key()) };
+    let region = link.target.domain.register_with(pattern(1, 4096), &attr, MrFlags::empty());
+    let region = region.map_err(|rejected| rejected.error).expect("submit");
+    let event = queue.wait(Duration::from_secs(60)).expect("an event");
+    event.result.expect("registered");
+    assert_eq!((event.context, Some(event.region)), (42, region.id()));
+    assert!(queue.read().is_none(), "an event too many");
+    link.target.make_usable(&region).expect("bind and enable");
+    link.assert_works(&link.key(&region));
+    region.close().map_err(Error::from).expect("close");
+    let left = link.target.domain.live().regions;
+    assert_eq!(left, 0, "a closed region is live");
+    Ok(())
+}

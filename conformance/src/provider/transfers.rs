@@ -1,0 +1,159 @@
+//! Transfers: every byte arrives, and no other byte changes.
+
+use std::sync::Arc;
+
+use hmem_core::{
+    Access, Address, AddressRange, AllocationKind, Atomic, DeviceBuffer, DeviceId, Error,
+    ErrorKind, Iface, MrAttr, MrFlags, MrMode, Path,
+    iface::AllocRequest,
+    path::P2pPolicy,
+    provider::Provider,
+    transfer::{AtomicOp, AtomicType},
+};
+
+use super::link::{LOCAL, Link, REMOTE, contents, remote};
+use crate::{
+    bytes::{assert_bytes, pattern},
+    trial::{Outcome, skip},
+};
+
+/// Bytes of the regions.
+const LEN: u64 = 200_000;
+
+/// Parts of a region: all, one byte at each end, and an uneven one in the middle.
+const PARTS: [(u64, u64); 4] = [(0, LEN), (0, 1), (LEN - 1, 1), (4095, 70_001)];
+
+pub(super) fn write_and_read_move_exactly_the_named_bytes(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    let mut expected = pattern(1, LEN);
+    let region = link.target.register(expected.clone(), REMOTE);
+    let key = link.key(&region);
+    for (seed, (offset, len)) in PARTS.into_iter().enumerate() {
+        let bytes = pattern(seed as u64 + 10, len);
+        assert_eq!(link.push(&key, offset, &bytes).expect("write"), len, "bytes written");
+        expected[offset as usize..(offset + len) as usize].copy_from_slice(&bytes);
+        assert_bytes(&contents(&region), &expected, &format!("{len} bytes written to {offset}"));
+        let found = link.pull(&key, offset, len).expect("read");
+        assert_bytes(&found, &bytes, &format!("{len} bytes read from {offset}"));
+    }
+    Ok(())
+}
+
+pub(super) fn region_of_several_ranges_is_one_run_of_bytes(
+    provider: &Arc<dyn Provider>,
+) -> Outcome {
+    let link = Link::open(provider);
+    if link.target.domain.provider_attr().mr_iov_limit < 2 {
+        return skip("a region of this NIC has one range");
+    }
+    if link.has(MrMode::VIRT_ADDR) {
+        return skip("peers address each range by its own virtual address");
+    }
+    let memory = pattern(1, 12_288);
+    let whole = AddressRange::of(&memory);
+    let ranges =
+        [(8192, 1000), (100, 3000)].map(|(offset, len)| whole.slice(offset, len).expect("inside"));
+    let attr = MrAttr::new(&ranges, REMOTE).key(link.target.fresh_key());
+    // SAFETY: the vector outlives the region. Peers only read it, and so does this function.
+    let region = unsafe { link.target.domain.regattr(&attr, MrFlags::empty()) }.expect("register");
+    link.target.make_usable(&region).expect("bind and enable");
+    let found = link.pull(&link.key(&region), 0, 4000).expect("read");
+    let expected = [&memory[8192..9192], &memory[100..3100]].concat();
+    assert_bytes(&found, &expected, "two ranges as one run");
+    region.close().map_err(Error::from).expect("close");
+    Ok(())
+}
+
+pub(super) fn message_arrives_in_the_posted_buffer(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    let into = link.target.register(vec![0xEE; 5000], Access::RECV);
+    let message = pattern(2, 3000);
+    let from = link.initiator.register(message.clone(), Access::SEND);
+    let slice = into.slice(1000, 3000).expect("inside");
+    link.target.endpoint.receive(&[slice], None, 2).expect("post a receive");
+    let slice = from.slice(0, 3000).expect("inside");
+    link.initiator.endpoint.send(&[slice], None, link.peer, 1).expect("post a send");
+    assert_eq!(link.ended().expect("send"), 3000, "bytes sent");
+    let received = link.target.wait(&link.initiator);
+    assert_eq!((received.context, received.result.expect("receive")), (2, 3000));
+    let expected = [&[0xEE; 1000][..], &message, &[0xEE; 1000]].concat();
+    assert_bytes(&contents(&into), &expected, "the receive buffer");
+    Ok(())
+}
+
+pub(super) fn atomic_returns_the_old_value_and_adds(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    // Atomics want an aligned element, which a vector of bytes does not promise.
+    let bytes = pattern(3, 64);
+    let before = bytes.clone();
+    let region = link.target.register(bytes, REMOTE);
+    let aligned =
+        (region.range().start().0.next_multiple_of(8) - region.range().start().0) as usize;
+    region.write(aligned as u64, &40u64.to_le_bytes()).expect("copy in");
+    let key = link.key(&region);
+    let operands = link.initiator.register([2u64.to_le_bytes(), [0; 8]].concat(), LOCAL);
+    let atomic = Atomic {
+        op: AtomicOp::Sum,
+        datatype: AtomicType::U64,
+        remote: remote(&key, aligned as u64, 8),
+        operand: operands.slice(0, 8).expect("inside"),
+        result: Some(operands.slice(8, 8).expect("inside")),
+        compare: None,
+    };
+    let posted = link.initiator.endpoint.atomic(&atomic, link.peer, 1);
+    match posted.and_then(|()| link.ended()) {
+        Err(why) if why.kind() == ErrorKind::Unsupported => return skip(why.to_string()),
+        result => assert_eq!(result.expect("atomic"), 8, "bytes of an atomic"),
+    }
+    assert_bytes(&contents(&operands)[8..], &40u64.to_le_bytes(), "the old value");
+    let mut expected = before;
+    expected[aligned..aligned + 8].copy_from_slice(&42u64.to_le_bytes());
+    assert_bytes(&contents(&region), &expected, "the target of an atomic");
+    Ok(())
+}
+
+pub(super) fn device_memory_is_reached_by_its_dma_buf(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::with(provider, P2pPolicy::Required);
+    if !link.target.domain.provider_attr().imports.dma_buf {
+        return skip("the NIC imports no dma-bufs");
+    }
+    device_memory(&link, Path::DmaBuf)
+}
+
+pub(super) fn device_memory_is_reached_by_staged_copies(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::with(provider, P2pPolicy::Disabled);
+    let attr = link.target.domain.provider_attr();
+    if !attr.imports.staged || !attr.staged_access.contains(REMOTE) {
+        return skip("peers of this NIC do not reach staged memory");
+    }
+    device_memory(&link, Path::Staged)
+}
+
+/// Registers memory of the simulated device, from its start and in its middle.
+fn device_memory(link: &Link, path: Path) -> Outcome {
+    let device = Arc::<hmem_iface_system::Simulated>::clone(&link.device) as Arc<dyn Iface>;
+    let request = AllocRequest { len: LEN, device: DeviceId(0), kind: AllocationKind::Device };
+    let buffer = DeviceBuffer::allocate(&device, &request).expect("allocate");
+    let mut expected = pattern(4, LEN);
+    for (seed, (offset, len)) in PARTS.into_iter().enumerate() {
+        buffer.write(0, &expected).expect("copy in");
+        let start = Address(buffer.allocation().base().0 + offset);
+        let ranges = [AddressRange::new(start, len).expect("inside")];
+        let attr = MrAttr::new(&ranges, REMOTE).key(link.target.fresh_key());
+        // SAFETY: the buffer outlives the region, and nothing refers to its bytes.
+        let region = unsafe { link.target.domain.regattr(&attr, MrFlags::empty()) };
+        let region = region.expect("register device memory");
+        assert_eq!(region.decision().expect("decision").path, path);
+        link.target.make_usable(&region).expect("bind and enable");
+        let key = link.key(&region);
+        let bytes = pattern(seed as u64 + 20, len);
+        assert_eq!(link.push(&key, 0, &bytes).expect("write"), len, "bytes written");
+        expected[offset as usize..(offset + len) as usize].copy_from_slice(&bytes);
+        let mut found = vec![0; LEN as usize];
+        buffer.read(0, &mut found).expect("copy out");
+        assert_bytes(&found, &expected, &format!("{len} bytes written to {offset}"));
+        assert_bytes(&link.pull(&key, 0, len).expect("read"), &bytes, "bytes read");
+        region.close().map_err(Error::from).expect("close");
+    }
+    Ok(())
+}
