@@ -16,7 +16,7 @@ const FAMILIES: [&str; 15] = [
 ];
 
 /// Macros whose entries are tests.
-const TEST_LISTS: [&str; 4] = ["cases!", "over_ways!", "over_worlds!", "trials!"];
+const TEST_LISTS: [&str; 5] = ["behaviours!", "cases!", "over_ways!", "over_worlds!", "trials!"];
 
 /// Ids in a text, as `MR-04`.
 fn ids(text: &str) -> BTreeSet<String> {
@@ -186,4 +186,6 @@ fn ids_of_entries_in_lists_of_tests_count() {
         "over_worlds! {\n    /// MR-06\n    ///\n    /// Busy.\n    a: Pairs, needs::X;\n}";
     assert_eq!(of(worlds), list(&["MR-06"]));
     assert_eq!(of("over_ways! {\n    /// REL-01\n    a: 0,\n}"), list(&["REL-01"]));
+    let behaviours = "behaviours! {\n    dyn Iface:\n    /// HM-15\n    a,\n    b,\n}";
+    assert_eq!(of(behaviours), list(&["HM-15"]));
 }

@@ -1,5 +1,6 @@
 //! Dependencies between crates: `hook -> core`, `iface-* -> core, hook`, `p2p -> core`,
-//! `provider-* -> core, p2p`, `hmem ->` all of them, `hmem-cli -> hmem`.
+//! `provider-* -> core, p2p`, `conformance -> core, p2p, iface-system, provider-loopback`, `hmem ->`
+//! ifaces and providers, `hmem-cli -> hmem`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -44,8 +45,16 @@ fn dependencies_run_one_way() {
                 let may = BTreeSet::from(["hmem-core".to_owned(), "hmem-p2p".to_owned()]);
                 assert!(targets.is_subset(&may), "{provider} knows core and p2p only: {targets:?}");
             }
+            "hmem-conformance" => {
+                let partners =
+                    ["hmem-core", "hmem-p2p", "hmem-iface-system", "hmem-provider-loopback"];
+                let partners: BTreeSet<_> = partners.map(str::to_owned).into();
+                assert_eq!(targets, &partners, "the suite knows no vendor and no hardware");
+            }
             "hmem" => {
-                assert!(!targets.contains("hmem-cli"), "the library does not know the command")
+                for other in ["hmem-cli", "hmem-conformance"] {
+                    assert!(!targets.contains(other), "the library does not know {other}");
+                }
             }
             "hmem-cli" => assert_eq!(targets, &BTreeSet::from(["hmem".to_owned()])),
             "xtask" => assert!(targets.is_empty(), "the task runner only starts commands"),
@@ -63,5 +72,5 @@ fn dependencies_run_one_way() {
             other => panic!("say in this test what {other} may depend on"),
         }
     }
-    assert!(arrows.len() >= 12, "{arrows:?}");
+    assert!(arrows.len() >= 13, "{arrows:?}");
 }

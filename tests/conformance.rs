@@ -45,7 +45,7 @@ fn main() -> ExitCode {
         Ok(Arc::new(builder.progress(Progress::Thread).build()?))
     });
     #[cfg(feature = "verbs")]
-    suite.provider("verbs", verbs);
+    verbs(&mut suite);
     suite.run()
 }
 
@@ -67,17 +67,42 @@ fn cuda(suite: &mut Suite) {
 
 /// RDMA devices, where `HMEM_VERBS_DEVICE` asks for them.
 #[cfg(feature = "verbs")]
-fn verbs() -> hmem::Result<Arc<dyn hmem::provider::Provider>> {
+fn verbs(suite: &mut Suite) {
     use hmem::{
-        Error, ErrorKind,
+        Error, ErrorKind, Result,
+        provider::Provider,
         verbs::{Verbs, VerbsOptions},
     };
 
-    if std::env::var_os("HMEM_VERBS_DEVICE").is_none_or(|name| name.is_empty()) {
-        return Err(Error::new(ErrorKind::Unavailable, "verbs")
-            .remedy("name an RDMA device in HMEM_VERBS_DEVICE"));
+    let device = std::env::var("HMEM_VERBS_DEVICE").unwrap_or_default();
+    let is_rxe = device.starts_with("rxe");
+    let open = move |options| -> Result<Arc<dyn Provider>> {
+        if device.is_empty() {
+            return Err(Error::new(ErrorKind::Unavailable, "verbs")
+                .remedy("name an RDMA device in HMEM_VERBS_DEVICE"));
+        }
+        // Endpoints are connected, and after an error connected anew, as if there were no
+        // connections.
+        Ok(Arc::new(Verbs::builder().connect_in_process(true).options(options).build()?))
+    };
+    let with_windows = open.clone();
+    suite.provider("verbs", move || open(VerbsOptions::empty()));
+    suite.provider("verbs-windows", move || with_windows(VerbsOptions::MW_BIND));
+    for behaviour in [
+        "window_is_reached_until_it_is_invalidated",
+        "nothing_is_reached_outside_a_window",
+        "region_with_a_bound_window_is_busy",
+    ] {
+        suite.ignore(&format!("verbs::{behaviour}"), "its regions take no windows");
     }
-    // Endpoints are connected, and after an error connected anew, as if there were no connections.
-    let builder = Verbs::builder().connect_in_process(true).options(VerbsOptions::MW_BIND);
-    Ok(Arc::new(builder.build()?))
+    if is_rxe {
+        suite.ignore(
+            "verbs-windows::nothing_is_reached_outside_a_window",
+            "rdma_rxe enforces the bounds of a window's region, not those of the window",
+        );
+        suite.ignore(
+            "verbs-windows::device_memory_is_reached_by_its_dma_buf",
+            "the VM tier's rdma_rxe binds windows to host memory only",
+        );
+    }
 }

@@ -43,8 +43,8 @@ mod trial;
 use std::{process::ExitCode, sync::Arc};
 
 use hmem_core::{Iface, Result, provider::Provider};
-use libtest_mimic::Arguments;
 pub use libtest_mimic::Trial;
+use libtest_mimic::{Arguments, Completion};
 
 /// The trials of an iface. `make` returns an iface without allocations, once per trial; an error of
 /// kind [`Unavailable`](hmem_core::ErrorKind::Unavailable) has the trial ignored.
@@ -95,9 +95,24 @@ impl Suite {
         self.trials.extend(trial::all(&format!("{name}::"), provider::BEHAVIOURS, make));
     }
 
+    /// Replaces a trial, named `name::behaviour`, by one that is ignored with a reason: for what a
+    /// driver or a device is known not to do.
+    ///
+    /// # Panics
+    /// If there is no such trial.
+    pub fn ignore(&mut self, name: &str, reason: &'static str) {
+        let trial = self.trials.iter_mut().find(|trial| trial.name() == name);
+        let trial = trial.unwrap_or_else(|| panic!("there is no trial {name} to ignore"));
+        *trial = Trial::ignorable_test(name, move || Ok(Completion::ignored_with(reason)));
+    }
+
     /// Runs the trials that the arguments select, and prints a line for each.
     #[must_use]
     pub fn run(self) -> ExitCode {
         libtest_mimic::run(&self.arguments, self.trials).exit_code()
     }
 }
+
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/adding-an-iface.md")]
+struct AddingAnIface;

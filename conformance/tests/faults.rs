@@ -457,8 +457,8 @@ fn sound_provider_fails_no_behaviour() {
 #[test]
 fn each_fault_of_a_provider_fails_its_behaviour() {
     for (fault, behaviour) in [
-        (ProviderFault::WindowOffset, "window_reaches_its_part_until_it_is_invalidated"),
-        (ProviderFault::WindowLength, "window_reaches_its_part_until_it_is_invalidated"),
+        (ProviderFault::WindowOffset, "window_is_reached_until_it_is_invalidated"),
+        (ProviderFault::WindowLength, "nothing_is_reached_outside_a_window"),
         (ProviderFault::WiderRights, "peers_get_the_rights_of_the_key_and_no_others"),
         (ProviderFault::LeakedRegion, "closed_region_is_out_of_reach"),
     ] {

@@ -28,6 +28,9 @@ use crate::{args::CheckArgs, json::Skipped, machine::Machine};
 /// One transfer: so many bytes, so far into a region that is larger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
+    /// Bytes of the allocation before the region, and as many behind it; 0 registers all of the
+    /// allocation. Buffers that are no allocation of an iface are registered whole.
+    pub margin: u64,
     /// Bytes from the start of the region.
     pub offset: u64,
     /// Bytes.
@@ -52,13 +55,13 @@ pub struct Selection {
 }
 
 const SMALL: [Extent; 5] = [
-    Extent { offset: 0, len: 1 },
-    Extent { offset: 8, len: 64 },
-    Extent { offset: 0, len: 4096 },
-    Extent { offset: 5, len: 4099 },
-    Extent { offset: 4095, len: 65_537 },
+    Extent { margin: 0, offset: 0, len: 1 },
+    Extent { margin: 10_000, offset: 8, len: 64 },
+    Extent { margin: 0, offset: 0, len: 4096 },
+    Extent { margin: 65_536, offset: 5, len: 4099 },
+    Extent { margin: 0, offset: 4095, len: 65_537 },
 ];
-const LARGE: Extent = Extent { offset: 0, len: 8 << 20 };
+const LARGE: Extent = Extent { margin: 0, offset: 0, len: 8 << 20 };
 
 impl Default for Selection {
     /// Everything, with small transfers, unaligned ones, and a large one.
@@ -98,7 +101,7 @@ impl Selection {
         };
         if let Some(len) = args.bytes {
             enough_memory_for(len)?;
-            selection.extents = vec![Extent { offset: 0, len }];
+            selection.extents = vec![Extent { margin: 0, offset: 0, len }];
         }
         if args.quick {
             selection.extents.pop();

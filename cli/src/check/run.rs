@@ -182,6 +182,11 @@ impl Trial<'_> {
         self.extent.offset.saturating_add(self.extent.len).saturating_add(TAIL)
     }
 
+    /// Bytes in the allocation around the target region.
+    fn allocation_len(&self) -> u64 {
+        self.region_len().saturating_add(self.extent.margin.saturating_mul(2))
+    }
+
     fn allocate_and_run(&mut self) -> Result<(), Ended> {
         let len = self.region_len();
         match &self.case.memory {
@@ -194,12 +199,13 @@ impl Trial<'_> {
             },
             Memory::Mapped(iface) => self.own(mapped(iface, len)?),
             Memory::Borrowed(iface) => {
-                let target = Borrowed::register(self.domain, mapped(iface, len)?, &attr(1));
-                self.move_bytes(target.map_err(|rejected| rejected.error))
+                let buffer = mapped(iface, self.allocation_len())?;
+                self.borrow(buffer)
             }
             Memory::Allocated { iface, device, kind } => {
-                let request = AllocRequest { len, device: device.unwrap_or_default(), kind: *kind };
-                match DeviceBuffer::allocate(iface, &request) {
+                let (len, device) = (self.allocation_len(), device.unwrap_or_default());
+                match DeviceBuffer::allocate(iface, &AllocRequest { len, device, kind: *kind }) {
+                    Ok(buffer) if self.extent.margin > 0 => self.borrow(buffer),
                     Ok(buffer) => self.own(buffer),
                     // Not every iface has every kind.
                     Err(error) if error.is_unsupported() && !self.case.software => {
@@ -213,6 +219,13 @@ impl Trial<'_> {
 
     fn own<B: OwnedBuffer>(&mut self, buffer: B) -> Result<(), Ended> {
         let target = self.domain.register_with(buffer, &attr(1), MrFlags::empty());
+        self.move_bytes(target.map_err(|rejected| rejected.error))
+    }
+
+    /// Registers the bytes between the margins by their address.
+    fn borrow(&mut self, buffer: DeviceBuffer) -> Result<(), Ended> {
+        let part = (self.extent.margin, self.region_len());
+        let target = Borrowed::register(self.domain, buffer, part, &attr(1));
         self.move_bytes(target.map_err(|rejected| rejected.error))
     }
 

@@ -20,6 +20,8 @@ pub(crate) enum Fault {
     FlipsABit,
     /// Each export leaves an fd open.
     LeaksAnFd,
+    /// Each export begins where its allocation does.
+    ExportsFromTheStart,
     /// It says that memory is free and keeps it.
     KeepsMemory,
     /// Its monitor takes new memory at an address for what was there before.
@@ -34,8 +36,8 @@ pub(crate) struct Faulty {
 }
 
 // SAFETY: each answer is the simulated device's, which is an iface. No planted fault reaches other
-// memory: a bit of the copied bytes is flipped, an fd or an allocation leaks, or memory counts as
-// unchanged that is not.
+// memory: a bit of the copied bytes is flipped, an export is of other bytes of its allocation, an fd
+// or an allocation leaks, or memory counts as unchanged that is not.
 #[allow(unsafe_code, reason = "the trait and its unsafe methods")]
 unsafe impl Iface for Faulty {
     fn kind(&self) -> IfaceKind {
@@ -138,7 +140,13 @@ impl DmaBufExporter for Faulty {
         nic: &Nic,
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport> {
-        let export = self.simulated.export_dma_buf(range, nic, mapping)?;
+        let allocation = self.simulated.query(range.start())?.expect("an allocation is exported");
+        let exported = if self.fault == Fault::ExportsFromTheStart {
+            allocation.range.slice(0, range.len()).expect("no longer than the allocation")
+        } else {
+            range
+        };
+        let export = self.simulated.export_dma_buf(exported, nic, mapping)?;
         if self.fault == Fault::LeaksAnFd {
             mem::forget(export.fd.try_clone().expect("an fd to leak"));
         }

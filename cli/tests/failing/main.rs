@@ -112,6 +112,17 @@ fn a_copy_engine_that_flips_a_bit_is_caught() {
     failed(&report, "device", "staged", &["bytes are wrong"]);
 }
 
+/// DIAG-02 HM-06
+#[test]
+fn export_that_ignores_where_its_range_starts_is_caught() {
+    let _alone = alone();
+    let simulated = simulated();
+    let faulty = Faulty { simulated: Arc::clone(&simulated), fault: Fault::ExportsFromTheStart };
+    let report = run(&machine(Arc::new(faulty), loopback(), &simulated));
+    failed(&report, "device", "dma-buf", &["bytes are wrong"]);
+    assert!(row(&report, "device", "staged").verified);
+}
+
 /// DIAG-02
 #[test]
 fn what_a_combination_leaves_behind_is_caught() {

@@ -59,7 +59,9 @@ behaviours! {
     /// SUB-02
     region_with_a_sub_region_is_busy,
     /// MW-01 MW-02
-    window_reaches_its_part_until_it_is_invalidated,
+    window_is_reached_until_it_is_invalidated,
+    /// MW-07
+    nothing_is_reached_outside_a_window,
     /// MW-06
     region_with_a_bound_window_is_busy,
     /// EVT-02

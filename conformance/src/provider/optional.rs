@@ -93,9 +93,7 @@ fn unbind(link: &Link, window: &MemoryWindow) {
     link.target.wait(&link.initiator).result.expect("invalidate");
 }
 
-pub(super) fn window_reaches_its_part_until_it_is_invalidated(
-    provider: &Arc<dyn Provider>,
-) -> Outcome {
+pub(super) fn window_is_reached_until_it_is_invalidated(provider: &Arc<dyn Provider>) -> Outcome {
     let link = Link::open(provider);
     for kind in window_types(&link)? {
         let mut expected = pattern(1, 4096);
@@ -106,11 +104,23 @@ pub(super) fn window_reaches_its_part_until_it_is_invalidated(
         written.unwrap_or_else(|error| panic!("write through {kind:?}: {error}"));
         expected[1000..1050].fill(0xAA);
         assert_bytes(&contents(&region), &expected, &format!("written through {kind:?}"));
-        assert_refused(link.push(&key, 50, &[0xFF]), "a write past the window");
-        assert_refused(link.push(&key, u64::MAX, &[0xFF]), "a write before the window");
         unbind(&link, &window);
         link.assert_dead(&key, 0, "an access through an unbound window");
         assert_bytes(&contents(&region), &expected, "the region after refused accesses");
+    }
+    Ok(())
+}
+
+pub(super) fn nothing_is_reached_outside_a_window(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    for kind in window_types(&link)? {
+        let region = link.target.register(pattern(1, 4096), LOCAL);
+        let window = link.target.domain.alloc_window(kind).expect("allocate a window");
+        let key = bind(&link, &window, &region, (1000, 50));
+        assert_refused(link.push(&key, 50, &[0xFF]), "a write past the window");
+        assert_refused(link.push(&key, u64::MAX, &[0xFF]), "a write before the window");
+        assert_bytes(&contents(&region), &pattern(1, 4096), "the region after refused accesses");
+        unbind(&link, &window);
     }
     Ok(())
 }
