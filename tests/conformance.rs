@@ -5,7 +5,10 @@
 use std::{process::ExitCode, sync::Arc};
 
 use hmem::{
-    MrMode,
+    Address, Allocation, AllocationKind, Error, Iface, IfaceExt, IfaceKind, MrMode, Result,
+    iface::{
+        AllocRequest, Allocator, Device, DmaBufExporter, Facet, Ipc, MonitorSource, SegmentMap,
+    },
     loopback::{Loopback, Memory, Progress},
     system::{DmaBufKind, Simulated, Style, System},
 };
@@ -17,6 +20,7 @@ mod plug_in_iface;
 fn main() -> ExitCode {
     let mut suite = Suite::from_args();
     suite.iface("system", || Ok(Arc::new(System::new())));
+    suite.iface("system-files", || Ok(Arc::new(Files(System::new()))));
     for (name, style, exports) in [
         ("simulated", Style::Identity, DmaBufKind::Auto),
         ("simulated-callback", Style::Callback, DmaBufKind::MemFd),
@@ -49,12 +53,17 @@ fn main() -> ExitCode {
     suite.run()
 }
 
-/// The CUDA iface over the fake driver in each profile.
+/// The CUDA iface over the fake driver in each profile, or over a GPU where `HMEM_CUDA=real` asks
+/// for one.
 #[cfg(feature = "cuda")]
 fn cuda(suite: &mut Suite) {
     use hmem::cuda::{Cuda, sys::Functions};
     use hmem_fake_cuda::{Profile, restart};
 
+    let asked = std::env::var("HMEM_CUDA").unwrap_or_default();
+    if asked.split(',').any(|name| name.trim() == "real") {
+        return suite.iface("cuda", || Ok(Arc::new(Cuda::open()?)));
+    }
     for profile in Profile::all() {
         suite.iface(&format!("cuda-{}", profile.name), move || {
             // SAFETY: each function has the signature of its name in `cuda.h`, and functions live
@@ -69,7 +78,7 @@ fn cuda(suite: &mut Suite) {
 #[cfg(feature = "verbs")]
 fn verbs(suite: &mut Suite) {
     use hmem::{
-        Error, ErrorKind, Result,
+        ErrorKind,
         provider::Provider,
         verbs::{Verbs, VerbsOptions},
     };
@@ -104,5 +113,71 @@ fn verbs(suite: &mut Suite) {
             "verbs-windows::device_memory_is_reached_by_its_dma_buf",
             "the VM tier's rdma_rxe binds windows to host memory only",
         );
+    }
+}
+
+/// Host memory whose allocations are memory files, which can be exported.
+#[derive(Debug)]
+struct Files(System);
+
+// SAFETY: each answer is the system iface's, for an allocation of its own.
+unsafe impl Iface for Files {
+    fn kind(&self) -> IfaceKind {
+        self.0.kind()
+    }
+
+    fn name(&self) -> &str {
+        "system-files"
+    }
+
+    fn devices(&self) -> Result<Vec<Device>> {
+        self.0.devices()
+    }
+
+    fn query(&self, address: Address) -> Result<Option<Allocation>> {
+        self.0.query(address)
+    }
+
+    unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.0.copy(to, from, len) }
+    }
+
+    fn allocator(&self) -> Option<&dyn Allocator> {
+        Some(self)
+    }
+
+    fn dma_buf(&self) -> Option<&dyn DmaBufExporter> {
+        self.0.dma_buf()
+    }
+
+    fn ipc(&self) -> Option<&dyn Ipc> {
+        self.0.ipc()
+    }
+
+    fn segments(&self) -> Option<&dyn SegmentMap> {
+        Iface::segments(&self.0)
+    }
+
+    fn monitor(&self) -> Option<&dyn MonitorSource> {
+        self.0.monitor()
+    }
+
+    fn unavailable(&self, facet: Facet) -> Error {
+        self.0.unavailable(facet)
+    }
+}
+
+impl Allocator for Files {
+    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+        match request.kind {
+            AllocationKind::System => self.0.memfd(request.len),
+            _ => IfaceExt::allocate(&self.0, request),
+        }
+    }
+
+    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { IfaceExt::free(&self.0, allocation) }
     }
 }

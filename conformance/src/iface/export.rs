@@ -24,9 +24,7 @@ fn nic() -> Nic {
 }
 
 /// The exporter of an iface, and a buffer of each kind of memory that it exports.
-fn exportable<'a>(
-    iface: &'a Arc<dyn Iface>,
-) -> Result<(&'a dyn DmaBufExporter, Vec<DeviceBuffer>), Skipped> {
+fn exportable(iface: &Arc<dyn Iface>) -> Result<(&dyn DmaBufExporter, Vec<DeviceBuffer>), Skipped> {
     let exporter = need(&**iface, iface.dma_buf(), Facet::DmaBuf)?;
     let mut exported = Vec::new();
     let mut refusals = Vec::new();
