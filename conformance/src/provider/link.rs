@@ -77,16 +77,22 @@ impl Side {
 
     /// Waits for the next completion, with progress on the other side too.
     pub(super) fn wait(&self, other: &Self) -> Completion {
-        let deadline = Instant::now() + Duration::from_secs(60);
         let mut done = Vec::new();
-        loop {
+        eventually("the end of a transfer", || {
             other.domain.progress().expect("progress");
-            if self.cq.read(&mut done, 1).expect("read completions") == 1 {
-                return done.remove(0);
-            }
-            assert!(Instant::now() < deadline, "a transfer never ended");
-            std::thread::yield_now();
-        }
+            self.cq.read(&mut done, 1).expect("read completions") == 1
+        });
+        done.remove(0)
+    }
+}
+
+/// Waits for a state that another thread or the NIC brings about. A minute without it is a failure
+/// instead of a hang.
+pub(super) fn eventually(what: &str, mut reached: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !reached() {
+        assert!(Instant::now() < deadline, "{what} never came about");
+        std::thread::yield_now();
     }
 }
 

@@ -24,6 +24,9 @@ behaviours! {
     message_arrives_in_the_posted_buffer,
     /// MR-09
     atomic_returns_the_old_value_and_adds,
+    each_request_completes_once_with_its_context,
+    transfers_progress_by_the_declared_agent,
+    requests_take_effect_in_the_declared_order,
     /// P2P-06
     device_memory_is_reached_by_its_dma_buf,
     /// P2P-06 BNC-03
@@ -42,6 +45,8 @@ behaviours! {
     local_memory_without_the_right_is_refused,
     /// MR-07
     memory_is_registered_again_after_close,
+    /// MR-16
+    threads_register_and_close_at_once,
     /// MR-11
     closing_everything_leaves_nothing_live,
     /// MR-11

@@ -1,6 +1,6 @@
 //! Rights, bounds and the end of regions.
 
-use std::sync::Arc;
+use std::{sync::Arc, thread};
 
 use hmem_core::{
     Access, AddressRange, Error, ErrorKind, MrAttr, MrFlags, MrMode, Result,
@@ -136,6 +136,30 @@ pub(super) fn memory_is_registered_again_after_close(provider: &Arc<dyn Provider
         assert_bytes(&found, &round.to_le_bytes(), "bytes of this registration");
         bytes = region.close().map_err(Error::from).expect("close");
     }
+    Ok(())
+}
+
+pub(super) fn threads_register_and_close_at_once(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    let domain = &link.target.domain;
+    let idle = domain.live();
+    thread::scope(|scope| {
+        for thread in 0..4u64 {
+            scope.spawn(move || {
+                for round in 0..32 {
+                    let attr = MrAttr::new(&[], REMOTE).key(1000 + thread * 32 + round);
+                    let bytes = pattern(round, 5000);
+                    let region = domain.register_with(bytes.clone(), &attr, MrFlags::empty());
+                    let region = region.map_err(|rejected| rejected.error).expect("register");
+                    let found = region.close().map_err(Error::from).expect("close");
+                    assert_bytes(&found, &bytes, "memory that one of several threads registered");
+                }
+            });
+        }
+    });
+    assert_eq!(domain.live(), idle, "something is left of the threads' regions");
+    let region = link.target.register(pattern(1, 4096), REMOTE);
+    link.assert_works(&link.key(&region));
     Ok(())
 }
 

@@ -7,11 +7,11 @@ use hmem_core::{
     ErrorKind, Iface, MrAttr, MrFlags, MrMode, Path,
     iface::AllocRequest,
     path::P2pPolicy,
-    provider::Provider,
-    transfer::{AtomicOp, AtomicType},
+    provider::{MsgOrder, ProgressModel, Provider},
+    transfer::{AtomicOp, AtomicType, CompletionKind},
 };
 
-use super::link::{LOCAL, Link, REMOTE, contents, remote};
+use super::link::{LOCAL, Link, REMOTE, contents, eventually, remote};
 use crate::{
     bytes::{assert_bytes, pattern},
     trial::{Outcome, skip},
@@ -109,6 +109,97 @@ pub(super) fn atomic_returns_the_old_value_and_adds(provider: &Arc<dyn Provider>
     let mut expected = before;
     expected[aligned..aligned + 8].copy_from_slice(&42u64.to_le_bytes());
     assert_bytes(&contents(&region), &expected, "the target of an atomic");
+    Ok(())
+}
+
+pub(super) fn each_request_completes_once_with_its_context(
+    provider: &Arc<dyn Provider>,
+) -> Outcome {
+    const REQUESTS: u64 = 32;
+    let link = Link::open(provider);
+    let region = link.target.register(vec![0; REQUESTS as usize * 8], REMOTE);
+    let key = link.key(&region);
+    let bytes = pattern(5, REQUESTS * 8);
+    let source = link.initiator.register(bytes.clone(), LOCAL);
+    for number in 0..REQUESTS {
+        let (slice, to) = (source.slice(number * 8, 8), [remote(&key, number * 8, 8)]);
+        let endpoint = &link.initiator.endpoint;
+        endpoint.write(&[slice.expect("inside")], &to, link.peer, 1000 + number).expect("post");
+    }
+    let mut contexts = Vec::new();
+    for _ in 0..REQUESTS {
+        let completion = link.initiator.wait(&link.target);
+        assert_eq!(completion.kind, CompletionKind::Write);
+        assert_eq!(completion.result.expect("write"), 8, "bytes written");
+        contexts.push(completion.context);
+    }
+    contexts.sort_unstable();
+    assert_eq!(contexts, (1000..1000 + REQUESTS).collect::<Vec<_>>());
+    let mut more = Vec::new();
+    assert_eq!(link.initiator.cq.read(&mut more, 1).expect("read completions"), 0, "{more:?}");
+    assert_bytes(&contents(&region), &bytes, "all requests together");
+    Ok(())
+}
+
+pub(super) fn transfers_progress_by_the_declared_agent(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    let region = link.target.register(vec![1; 64], REMOTE);
+    let key = link.key(&region);
+    let source = link.initiator.register(vec![7; 64], LOCAL);
+    let slice = source.slice(0, 64).expect("inside");
+    link.initiator.endpoint.write(&[slice], &[remote(&key, 0, 64)], link.peer, 1).expect("post");
+    let has_arrived = || contents(&region) == [7; 64];
+    match link.initiator.domain.provider_attr().progress {
+        ProgressModel::Manual => {
+            assert!(!has_arrived(), "it moved without a call");
+            let domain = &link.initiator.domain;
+            if domain.provider_domain().manual_progress().is_some() {
+                assert_eq!(domain.progress().expect("progress"), 1, "requests ended by the call");
+                assert!(has_arrived(), "the call did not move it");
+            }
+        }
+        ProgressModel::Nic | ProgressModel::Thread => {
+            eventually("a transfer that nobody calls for", has_arrived);
+        }
+    }
+    assert_eq!(link.ended().expect("write"), 64, "bytes written");
+    assert!(has_arrived(), "it completed and moved nothing");
+    Ok(())
+}
+
+/// Two writes to the same bytes and a read of them, all in flight at once.
+pub(super) fn requests_take_effect_in_the_declared_order(provider: &Arc<dyn Provider>) -> Outcome {
+    const LEN: u64 = 16 << 10;
+    let link = Link::open(provider);
+    let order = link.initiator.domain.provider_attr().order;
+    if !order.contains(MsgOrder::WAW) {
+        return skip("the provider declares no order of writes");
+    }
+    let region = link.target.register(vec![1; LEN as usize], REMOTE);
+    let key = link.key(&region);
+    let there = [remote(&key, 0, LEN)];
+    let reads = order.contains(MsgOrder::RAW);
+    for round in 0..8 {
+        let [first, second, sink] =
+            [pattern(round, LEN), pattern(round + 50, LEN), vec![0; LEN as usize]]
+                .map(|bytes| link.initiator.register(bytes, LOCAL));
+        let endpoint = &link.initiator.endpoint;
+        for source in [&first, &second] {
+            let slice = source.slice(0, LEN).expect("inside");
+            endpoint.write(&[slice], &there, link.peer, 1).expect("post a write");
+        }
+        if reads {
+            let slice = sink.slice(0, LEN).expect("inside");
+            endpoint.read(&[slice], &there, link.peer, 1).expect("post a read");
+        }
+        for _ in 0..2 + u64::from(reads) {
+            link.ended().expect("transfer");
+        }
+        assert_bytes(&contents(&region), &contents(&second), "a write overtook one");
+        if reads {
+            assert_bytes(&contents(&sink), &contents(&second), "the read overtook a write");
+        }
+    }
     Ok(())
 }
 
