@@ -146,11 +146,12 @@ unsafe impl Iface for FileMemory {
 
 impl Allocator for FileMemory {
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
-        if request.kind != AllocationKind::Device || request.device != DeviceId(0) {
-            return Err(Error::new(ErrorKind::InvalidArgument, "allocate")
-                .iface(FILE_MEMORY)
-                .device(request.device)
-                .context("kind", request.kind.name()));
+        let refused = |kind| Error::new(kind, "allocate").iface(FILE_MEMORY);
+        if request.kind != AllocationKind::Device {
+            return Err(refused(ErrorKind::Unsupported).context("kind", request.kind.name()));
+        }
+        if request.device != DeviceId(0) {
+            return Err(refused(ErrorKind::InvalidArgument).device(request.device));
         }
         let file = memfd_create(c"file-memory", MemfdFlags::CLOEXEC)
             .map_err(|errno| Error::os(errno, "memfd_create"))?;

@@ -150,10 +150,7 @@ fn request(iface: &Arc<dyn Iface>, len: u64) -> Result<AllocRequest, Skipped> {
 
 /// Returns true if an error says that the iface does not have what was asked for.
 fn is_missing(error: &Error) -> bool {
-    matches!(
-        error.kind(),
-        ErrorKind::Unsupported | ErrorKind::Unavailable | ErrorKind::InvalidArgument
-    )
+    matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::Unavailable)
 }
 
 /// Reads a whole buffer.
