@@ -2,11 +2,15 @@
 
 use std::{collections::HashSet, sync::Arc};
 
-use hmem_core::{ErrorKind, MrAttr, MrFlags, MrMode, provider::Provider, transfer::EndpointName};
+use hmem_core::{
+    AuthKey, ErrorKind, MrAttr, MrFlags, MrMode,
+    provider::{EndpointAttr, Provider},
+    transfer::EndpointName,
+};
 
-use super::link::{Link, REMOTE};
+use super::link::{LOCAL, Link, REMOTE, assert_refused, contents, remote};
 use crate::{
-    bytes::pattern,
+    bytes::{assert_bytes, pattern},
     trial::{Outcome, skip},
 };
 
@@ -40,6 +44,29 @@ pub(super) fn requested_key_in_use_is_refused(provider: &Arc<dyn Provider>) -> O
     assert_eq!(error.kind(), ErrorKind::NoKey, "{error}");
     drop(first);
     register().map_err(|rejected| rejected.error).expect("register once the key is free");
+    Ok(())
+}
+
+pub(super) fn peer_with_another_auth_key_is_refused(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    let before = pattern(1, 64);
+    let region = link.target.register(before.clone(), REMOTE);
+    let key = link.key(&region);
+    let side = &link.initiator;
+    let auth_key = Some(AuthKey(b"another".to_vec()));
+    let attr = EndpointAttr { auth_key, ..EndpointAttr::new(&side.cq) };
+    let stranger = match side.domain.open_endpoint(&attr) {
+        Ok(endpoint) => endpoint,
+        Err(why) if why.is_unsupported() => return skip(why.to_string()),
+        Err(why) => panic!("open an endpoint with a key: {why}"),
+    };
+    let peer = stranger.resolve(&link.target.endpoint.name()).expect("find the target");
+    let source = side.register(vec![0xFF; 64], LOCAL);
+    let slice = source.slice(0, 64).expect("inside");
+    stranger.write(&[slice], &[remote(&key, 0, 64)], peer, 1).expect("post");
+    assert_refused(link.ended(), "a write with another authorization key");
+    assert_bytes(&contents(&region), &before, "the region");
+    link.assert_works(&key);
     Ok(())
 }
 

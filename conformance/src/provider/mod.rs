@@ -39,6 +39,8 @@ behaviours! {
     one_byte_past_either_end_is_refused,
     /// MR-05
     closed_region_is_out_of_reach,
+    /// MR-05
+    transfers_in_flight_leave_a_closed_region_alone,
     /// MR-09
     descriptor_of_a_closed_region_is_refused,
     /// MR-09
@@ -55,6 +57,8 @@ behaviours! {
     live_regions_have_keys_of_their_own,
     /// KEY-01
     requested_key_in_use_is_refused,
+    /// KEY-05
+    peer_with_another_auth_key_is_refused,
     /// KEY-03 KEY-04
     raw_key_is_mapped_used_and_unmapped,
     /// MODE-10

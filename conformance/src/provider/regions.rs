@@ -93,6 +93,36 @@ pub(super) fn closed_region_is_out_of_reach(provider: &Arc<dyn Provider>) -> Out
     Ok(())
 }
 
+/// Some of the writes may end well, before the region is closed.
+pub(super) fn transfers_in_flight_leave_a_closed_region_alone(
+    provider: &Arc<dyn Provider>,
+) -> Outcome {
+    const LEN: u64 = 64 << 10;
+    let link = Link::open(provider);
+    let source = link.initiator.register(vec![0xFF; LEN as usize], LOCAL);
+    for _ in 0..8 {
+        let region = link.target.register(pattern(4, LEN), REMOTE);
+        let key = link.key(&region);
+        let mut posted = 0;
+        for _ in 0..16 {
+            let slice = source.slice(0, LEN).expect("inside");
+            let to = [remote(&key, 0, LEN)];
+            let result = link.initiator.endpoint.write(&[slice], &to, link.peer, 1);
+            posted += u64::from(result.is_ok());
+        }
+        let mut bytes = region.close().map_err(Error::from).expect("close");
+        bytes.fill(0x11);
+        for _ in 0..posted {
+            // One that did not end before the close was refused.
+            if let Ok(moved) = link.ended() {
+                assert_eq!(moved, LEN, "a completed write moves all of its bytes");
+            }
+        }
+        assert!(bytes.iter().all(|byte| *byte == 0x11), "written to after the close");
+    }
+    Ok(())
+}
+
 pub(super) fn descriptor_of_a_closed_region_is_refused(provider: &Arc<dyn Provider>) -> Outcome {
     let link = Link::open(provider);
     let before = pattern(5, 64);
