@@ -18,7 +18,7 @@ use super::{
 /// completion.
 #[derive(Clone, Copy)]
 pub(super) struct Rma {
-    opcode: WrOpcode,
+    pub(super) opcode: WrOpcode,
     right: Access,
     pub(super) kind: CompletionKind,
 }
@@ -28,19 +28,21 @@ pub(super) const WRITE: Rma =
 pub(super) const READ: Rma =
     Rma { opcode: WrOpcode::IBV_WR_RDMA_READ, right: Access::READ, kind: CompletionKind::Read };
 
-/// Returns the one work request of a common transfer: one run of bytes on each side, under one key
+/// Builds the one work request of a common transfer: one run of bytes on each side, under one key
 /// each. Nothing is cut and no list is kept. The request names `segment`, which holds the local
 /// run.
 ///
-/// Returns `None` for any other transfer, and for a wrong one, which [`Chain::rma`] refuses.
+/// Returns the transfer's length. Returns `None` for any other transfer, and for a wrong one, which
+/// [`Chain::rma`] refuses.
 #[inline]
 pub(super) fn single(
     held: &Held<'_>,
     pair: &QueuePair,
     (local, remote): (&[LocalSegment], &[RemoteSegment<'_>]),
     rma: Rma,
+    request: &mut SendWr,
     segment: &mut Sge,
-) -> Option<(SendWr, u64)> {
+) -> Option<u64> {
     let ([local], [remote]) = (local, remote) else { return None };
     let most = pair.port.max_message.min(u64::from(u32::MAX));
     if local.len != remote.len || local.len == 0 || local.len > most || remote.key.is_mapped() {
@@ -53,14 +55,13 @@ pub(super) fn single(
         write && cpu == CpuAccess::Owned && local.len <= u64::from(pair.cap.max_inline_data);
     let addr = part.base + (local.address.0 - part.range.start().0);
     *segment = Sge { addr, length: local.len as u32, lkey: part.lkey };
-    let mut request = SendWr::new(rma.opcode, 0);
     request.wr = WrPart { rdma: RdmaPart { remote_addr: remote.address.0, rkey } };
     request.num_sge = 1;
     request.sg_list = segment;
     if inline {
         request.send_flags = SendFlags::INLINE.bits();
     }
-    Some((request, local.len))
+    Some(local.len)
 }
 
 /// The work requests of one post, or the segments of a receive. The lists are kept from post to

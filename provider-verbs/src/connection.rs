@@ -349,6 +349,7 @@ impl Connection {
     ///
     /// # Errors
     /// BadState if the endpoint is closed.
+    #[inline]
     pub(super) fn open(&self) -> Result<&QueuePair> {
         self.pair.as_ref().ok_or_else(|| {
             Error::new(ErrorKind::BadState, "endpoint")
@@ -365,6 +366,7 @@ impl Connection {
         self.peer
     }
 
+    #[inline]
     pub(super) fn has_failed(&self) -> bool {
         self.failed
     }

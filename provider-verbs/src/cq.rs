@@ -57,6 +57,7 @@ impl VerbsCq {
     }
 
     /// Reads up to a batch of work completions and returns those that were read.
+    #[inline]
     pub(super) fn poll<'a>(&self, batch: &'a mut [MaybeUninit<Wc>]) -> Result<&'a [Wc]> {
         let Some(poll) = self.device.ops().poll_cq else {
             return Err(Error::new(ErrorKind::Unsupported, "ibv_poll_cq")

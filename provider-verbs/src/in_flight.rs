@@ -66,6 +66,7 @@ impl RequestTable {
     }
 
     /// Adds a request and returns its `wr_id`.
+    #[inline]
     pub(super) fn admit(&mut self, entry: InFlight) -> u64 {
         *self.in_use(entry.kind) += entry.requests;
         self.messages += u32::from(entry.kind == CompletionKind::Send);
@@ -81,6 +82,7 @@ impl RequestTable {
 
     /// Removes a request. Returns `None` for one that ended before, such as the parts after the one
     /// that failed.
+    #[inline]
     pub(super) fn take(&mut self, wr_id: u64) -> Option<InFlight> {
         let index = wr_id as u32;
         let slot = self.slots.get_mut(index as usize)?;
@@ -102,6 +104,7 @@ impl RequestTable {
     }
 
     /// Returns the number of entries in use of the queue for this kind of request.
+    #[inline]
     pub(super) fn in_use(&mut self, kind: CompletionKind) -> &mut u32 {
         if kind == CompletionKind::Receive { &mut self.receives } else { &mut self.sends }
     }

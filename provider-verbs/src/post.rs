@@ -76,6 +76,7 @@ impl Poster {
         self.state.lock()
     }
 
+    #[inline]
     fn direction(&self, kind: CompletionKind) -> &Direction {
         if kind == CompletionKind::Receive { &self.receive } else { &self.send }
     }
@@ -112,8 +113,8 @@ impl Poster {
             Operation::Write { remote } | Operation::Read { remote } => {
                 let is_write = matches!(request.operation, Operation::Write { .. });
                 let (rma, lists) = (if is_write { WRITE } else { READ }, (local, remote));
-                let mut segment = Sge::default();
-                if let Some((mut wr, bytes)) = single(&held, pair, lists, rma, &mut segment) {
+                let (mut wr, mut segment) = (SendWr::new(rma.opcode, 0), Sge::default());
+                if let Some(bytes) = single(&held, pair, lists, rma, &mut wr, &mut segment) {
                     let entry = entry(rma.kind, bytes);
                     return self.submit(connection, requests, slice::from_mut(&mut wr), entry);
                 }

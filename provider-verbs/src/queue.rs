@@ -70,6 +70,7 @@ impl CqState {
     }
 
     /// Moves up to `max` completions to `out` and returns their number.
+    #[inline]
     pub(super) fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
         let _asking = self.asking.lock();
         let mut count = 0;

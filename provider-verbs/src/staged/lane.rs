@@ -118,6 +118,7 @@ impl Lanes {
     }
 
     /// Returns true if a request has to go through a lane.
+    #[inline]
     pub(crate) fn takes(&self, request: &WorkRequest<'_>) -> bool {
         if self.of(kind_of(&request.operation)).busy.load(Ordering::Acquire) > 0 {
             return true;
@@ -311,6 +312,7 @@ impl ActiveLanes {
     }
 
     /// Steps all lanes of the device. Returns how many requests ended.
+    #[inline]
     pub(crate) fn progress(&self) -> usize {
         if self.count.load(Ordering::Acquire) == 0 {
             return 0;
