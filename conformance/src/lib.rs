@@ -25,6 +25,13 @@
 //! The suite supplies what the back end needs to work with: host memory and the simulated device
 //! for a provider, the software NIC for an iface.
 //!
+//! # Layers
+//!
+//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//!
+//! - `bytes`, `trial`
+//! - `iface`, `provider`
+//!
 //! # Limits
 //!
 //! Behaviours run one at a time, since the open files and the address space that they count are
