@@ -180,7 +180,7 @@ fn word(bytes: &[u8]) -> u64 {
 fn check_alignment(span: &Span<'_>, size: u64) -> Result<()> {
     let address = match span {
         Span::Direct { at, .. } | Span::Kernel { at, .. } => *at,
-        Span::Far { at, memory, .. } => memory.atomic_address(*at)?,
+        Span::Indirect { at, memory, .. } => memory.atomic_address(*at)?,
     };
     if address.is_multiple_of(size) && span.len().is_multiple_of(size) {
         return Ok(());
@@ -213,9 +213,9 @@ impl Element {
                 let _lock = locks.of(at).lock();
                 memory::announced(mapping, || self.execute_mapped(at))
             }
-            Span::Kernel { .. } | Span::Far { .. } => {
+            Span::Kernel { .. } | Span::Indirect { .. } => {
                 let address = match span {
-                    Span::Far { at, memory, .. } => memory.atomic_address(at)?,
+                    Span::Indirect { at, memory, .. } => memory.atomic_address(at)?,
                     Span::Kernel { at, .. } | Span::Direct { at, .. } => at,
                 };
                 let _lock = locks.of(address).lock();

@@ -31,7 +31,7 @@ use super::{
     nic::{Fabric, Nic},
     progress::{ProgressThread, Wake},
     queue::Cq,
-    table::DomainSlot,
+    region::Region,
     window::Windows,
 };
 
@@ -41,7 +41,8 @@ type Endpoints = Arc<[Arc<EndpointState>]>;
 pub(super) struct DomainState {
     pub(super) fabric: Arc<Fabric>,
     pub(super) nic: Arc<Nic>,
-    pub(super) slot: DomainSlot,
+    /// The number of the domain on its NIC.
+    pub(super) id: u32,
     pub(super) mode: MrMode,
     pub(super) auth_key: AuthKey,
     pub(super) registry: Arc<Registry>,
@@ -90,16 +91,15 @@ impl DomainState {
     /// Gives back what the application left behind.
     pub(super) fn close(&self) {
         self.free_all_windows();
-        let table = &self.nic.table;
-        if table.counts(self.slot).regions > 0 {
-            let tokens = table.tokens_of(self.slot);
+        let tokens = self.nic.regions.tokens_of(self.id);
+        if !tokens.is_empty() {
             tracing::warn!(
                 regions = tokens.len(),
                 "a loopback domain was dropped with regions open"
             );
             self.remove_all(tokens);
         }
-        self.nic.dismiss_domain(self.slot);
+        self.nic.regions.dismiss(self.id);
     }
 
     /// The staging buffers, allocated now if they are not yet.
@@ -152,7 +152,7 @@ impl Domain {
         let state = Arc::new(DomainState {
             fabric: Arc::clone(fabric),
             nic: Arc::clone(nic),
-            slot: nic.admit_domain(),
+            id: nic.number_domain(),
             mode: request.mode,
             auth_key: request.auth_key.clone(),
             registry: Arc::clone(&request.registry),
@@ -169,13 +169,7 @@ impl Domain {
         });
         let thread = match nic.attr.progress {
             ProgressModel::Nic | ProgressModel::Manual => None,
-            ProgressModel::Thread => match ProgressThread::start(&state) {
-                Ok(thread) => Some(thread),
-                Err(error) => {
-                    nic.dismiss_domain(state.slot);
-                    return Err(error);
-                }
-            },
+            ProgressModel::Thread => Some(ProgressThread::start(&state)?),
         };
         tracing::debug!(nic = %nic.attr.nic, mode = %request.mode, "loopback domain opened");
         Ok(Arc::new_cyclic(|me| Self { me: me.clone(), thread, state }))
@@ -265,7 +259,7 @@ unsafe impl ProviderDomain for Domain {
     }
 
     fn live(&self) -> LiveObjects {
-        let counts = self.state.nic.table.counts(self.state.slot);
+        let counts = self.state.nic.regions.counts(self.state.id);
         LiveObjects {
             regions: counts.regions,
             page_registrations: counts.page_registrations,
@@ -330,7 +324,11 @@ impl SubRegions for Domain {
 impl Enabling for Domain {
     fn enable(&self, region: ProviderRegion) -> Result<()> {
         self.enter(Call::Enable)?;
-        self.state.nic.table.enable(self.state.slot.id, token_of(region))
+        let enable = |region: &Region| {
+            region.enable();
+            Ok(())
+        };
+        self.state.nic.regions.inspect(self.state.id, token_of(region), "enable", enable)
     }
 }
 
@@ -338,8 +336,8 @@ impl RawKeys for Domain {
     fn raw_key(&self, region: ProviderRegion) -> Result<RawKey> {
         self.enter(Call::RawKey)?;
         let token = token_of(region);
-        let key =
-            self.state.nic.table.inspect(self.state.slot.id, token, "raw key", |body| body.key)?;
+        let regions = &self.state.nic.regions;
+        let key = regions.inspect(self.state.id, token, "raw key", |region| Ok(region.key))?;
         Ok(keys::write_raw(
             key,
             self.state.keys.cookie(key, token),

@@ -229,7 +229,7 @@ impl fmt::Debug for EndpointState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("EndpointState")
             .field("id", &format_args!("{:#x}", self.id))
-            .field("domain", &self.domain.slot.id)
+            .field("domain", &self.domain.id)
             .field("waiting", &self.waiting)
             .field("standing", &*self.standing.lock())
             .finish_non_exhaustive()

@@ -13,8 +13,8 @@ use super::{
     keys::{KnownGeneration, Token},
     memory::{self, DeviceMemory, Span},
     post::{KeyUse, LocalPart, Origin, RemotePart, Task, Work},
-    region::{Body, Place},
-    table::{Held, Refusal},
+    region::{AccessStart, Refusal, Region, denied},
+    regions::RegionGuard,
     window::BoundUse,
 };
 
@@ -27,7 +27,6 @@ pub(super) enum Outcome {
 }
 
 impl EndpointState {
-    #[inline]
     pub(super) fn execute(self: &Arc<Self>, work: &Work) -> Outcome {
         let result = match &work.task {
             Task::Write(remote) => self.rma(work, remote, true),
@@ -99,21 +98,20 @@ impl EndpointState {
 }
 
 /// The local side of a transfer, held.
-pub(super) struct LocalSide<'t> {
-    holds: Few<LocalHold<'t>>,
+pub(super) struct LocalSide {
+    holds: Few<LocalHold>,
 }
 
-enum LocalHold<'t> {
-    Region(Held<'t>),
+enum LocalHold {
+    Region(RegionGuard),
     Host,
     Device(DeviceMemory),
 }
 
-impl<'t> LocalSide<'t> {
+impl LocalSide {
     /// Holds the regions of the parts, which must grant `right`.
-    #[inline]
     pub(super) fn hold(
-        endpoint: &'t EndpointState,
+        endpoint: &EndpointState,
         parts: &[LocalPart],
         right: Access,
     ) -> Result<Self> {
@@ -131,7 +129,6 @@ impl<'t> LocalSide<'t> {
     }
 
     /// Adds the bytes of the parts.
-    #[inline]
     pub(super) fn spans<'a>(&'a self, parts: &[LocalPart], into: &mut Few<Span<'a>>) -> Result<()> {
         for (hold, part) in self.holds.iter().zip(parts.iter()) {
             let (at, len) = (part.address, part.len);
@@ -139,9 +136,9 @@ impl<'t> LocalSide<'t> {
                 continue;
             }
             match hold {
-                LocalHold::Region(held) => held.spans(Place::Address(at), len, into)?,
+                LocalHold::Region(held) => held.spans(AccessStart::Address(at), len, into)?,
                 LocalHold::Host => into.push(Span::Kernel { at, len }),
-                LocalHold::Device(memory) => into.push(Span::Far { at, len, memory }),
+                LocalHold::Device(memory) => into.push(Span::Indirect { at, len, memory }),
             }
         }
         Ok(())
@@ -149,23 +146,22 @@ impl<'t> LocalSide<'t> {
 }
 
 /// The remote side of a transfer, held.
-pub(super) struct RemoteSide<'t> {
-    holds: Few<RemoteHold<'t>>,
+pub(super) struct RemoteSide {
+    holds: Few<RemoteHold>,
 }
 
-struct RemoteHold<'t> {
-    region: Held<'t>,
+struct RemoteHold {
+    region: RegionGuard,
     /// The window through which the region is reached.
     window: Option<BoundUse>,
 }
 
-impl<'t> RemoteSide<'t> {
+impl RemoteSide {
     /// Holds the regions that the keys of the parts name. Each key must grant `initiator` one of
     /// the rights in `any_of`, through `target`.
-    #[inline]
     pub(super) fn hold(
         initiator: &EndpointState,
-        target: &'t EndpointState,
+        target: &EndpointState,
         parts: &[RemotePart],
         any_of: Access,
     ) -> Result<Self> {
@@ -177,7 +173,6 @@ impl<'t> RemoteSide<'t> {
     }
 
     /// Adds the bytes of the parts.
-    #[inline]
     pub(super) fn spans<'a>(
         &'a self,
         parts: &[RemotePart],
@@ -190,7 +185,6 @@ impl<'t> RemoteSide<'t> {
     }
 
     /// Uses up single-use keys; a request that names one twice uses it once.
-    #[inline]
     pub(super) fn spend(&self) -> Result<()> {
         let holds = self.holds.as_slice();
         for (at, hold) in holds.iter().enumerate() {
@@ -199,7 +193,7 @@ impl<'t> RemoteSide<'t> {
                     .iter()
                     .any(|other| other.window.is_none() && other.region.token == hold.region.token);
             if first && !hold.region.spend() {
-                return Err(refused_remote(Refusal::Dead));
+                return Err(Refusal::Dead.of_key());
             }
         }
         Ok(())
@@ -207,131 +201,111 @@ impl<'t> RemoteSide<'t> {
 
     /// Makes a write or atomic persistent if its region asks for it (RMA_PMEM), and then counts it,
     /// once for each region.
-    #[inline]
     pub(super) fn changed(&self, target: &EndpointState, parts: &[RemotePart]) -> Result<()> {
         let holds = self.holds.as_slice();
-        if holds.iter().all(|hold| hold.region.extended().is_none()) {
-            return Ok(());
-        }
         for (hold, part) in holds.iter().zip(parts) {
-            if hold.region.is_persistent() {
+            if hold.region.attr.persistent {
                 let mut written = Few::new();
                 hold.spans(part, &mut written)?;
                 hold.region.persist(written.as_slice(), &target.domain.registry)?;
             }
         }
         for (at, hold) in holds.iter().enumerate() {
-            if holds[..at].iter().any(|other| other.region.token == hold.region.token) {
-                continue;
-            }
-            if let Some(extended) = hold.region.extended() {
-                for counter in extended.counters.read().iter() {
-                    counter.add(1);
-                }
+            if !holds[..at].iter().any(|other| other.region.token == hold.region.token) {
+                hold.region.counters.read().iter().for_each(|counter| counter.add(1));
             }
         }
         Ok(())
     }
 }
 
-impl RemoteHold<'_> {
+impl RemoteHold {
     /// Adds the bytes of a part that this key names.
-    #[inline]
     fn spans<'a>(&'a self, part: &RemotePart, into: &mut Few<Span<'a>>) -> Result<()> {
         if part.len == 0 {
             return Ok(());
         }
-        let place = match &self.window {
-            Some(window) => window.place(&self.region, part.address, part.len)?,
-            None => self.region.place(part.address),
+        let start = match &self.window {
+            Some(window) => window.access_start(&self.region, part.address, part.len)?,
+            None => self.region.access_start(part.address),
         };
-        self.region.spans(place, part.len, into)
+        self.region.spans(start, part.len, into)
     }
 }
 
 /// Holds the region of a local descriptor.
-#[inline]
-fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<Held<'_>> {
+fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<RegionGuard> {
+    let domain = &endpoint.domain;
     let known = KnownGeneration::Whole(token.generation);
-    let held = endpoint.domain.nic.table.hold(token.index, known, false).map_err(refused_local)?;
-    if held.domain() != endpoint.domain.slot.id {
-        return Err(refused_local(Refusal::Dead));
-    }
-    if !held.access().contains(right) {
+    let region = domain
+        .nic
+        .regions
+        .hold(domain.id, token.index, known, false)
+        .map_err(Refusal::of_descriptor)?;
+    if !region.attr.access.contains(right) {
         return Err(denied("local side", right));
     }
-    check_endpoint(&held, endpoint)?;
-    Ok(held)
+    check_endpoint(&region, endpoint)?;
+    Ok(region)
 }
 
 /// Holds the region that one key names; the key must grant one of the rights in `any_of`.
-#[inline(always)]
-fn hold_key<'t>(
+fn hold_key(
     initiator: &EndpointState,
-    target: &'t EndpointState,
+    target: &EndpointState,
     key: KeyUse,
     any_of: Access,
-) -> Result<RemoteHold<'t>> {
+) -> Result<RemoteHold> {
     let domain = &target.domain;
-    let table = &domain.nic.table;
+    let regions = &domain.nic.regions;
     let (number, cookie) = if key.mapped {
         let parts =
-            initiator.domain.mapped_key(key.number).ok_or_else(|| refused_remote(Refusal::Dead))?;
+            initiator.domain.mapped_key(key.number).ok_or_else(|| Refusal::Dead.of_key())?;
         (parts.key, Some(parts))
     } else if initiator.domain.mode.contains(MrMode::RAW) || domain.mode.contains(MrMode::RAW) {
-        return Err(refused_remote(Refusal::Dead)
+        return Err(Refusal::Dead
+            .of_key()
             .remedy("in RAW mode map the peer's raw key and use the mapped key"));
     } else {
         (key.number, None)
     };
     let held = if domain.requested_keys() {
-        table.hold_requested(domain.slot.id, number, true)
+        regions.hold_requested(domain.id, number)
     } else {
         match domain.keys.open(number) {
-            Some((index, known)) => table.hold(index, known, true).and_then(|held| {
-                // Another domain decodes the number to another token, which may be live.
-                if held.domain() == domain.slot.id { Ok(held) } else { Err(Refusal::Dead) }
-            }),
+            Some((index, known)) => regions.hold(domain.id, index, known, true),
             None => Err(Refusal::Dead),
         }
     };
-    let held = match held {
-        Ok(held) => held,
+    let region = match held {
+        Ok(region) => region,
         Err(Refusal::Dead) if cookie.is_none() && domain.has_windows() => {
             let (region, window) = domain.hold_window(number, target, any_of)?;
             check_peer(initiator, target, &region)?;
             return Ok(RemoteHold { region, window: Some(window) });
         }
-        Err(refusal) => return Err(refused_remote(refusal)),
+        Err(refusal) => return Err(refusal.of_key()),
     };
     if let Some(parts) = cookie
-        && (domain.keys.cookie(number, held.token) ^ parts.cookie) & parts.mask != 0
+        && (domain.keys.cookie(number, region.token) ^ parts.cookie) & parts.mask != 0
     {
-        return Err(refused_remote(Refusal::Dead));
+        return Err(Refusal::Dead.of_key());
     }
-    if !held.access().intersects(any_of) {
+    if !region.attr.access.intersects(any_of) {
         return Err(denied("key", any_of));
     }
-    check_peer(initiator, target, &held)?;
-    Ok(RemoteHold { region: held, window: None })
+    check_peer(initiator, target, &region)?;
+    Ok(RemoteHold { region, window: None })
 }
 
 /// Checks that the initiator may reach the region through this endpoint.
-#[inline]
-fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Body) -> Result<()> {
-    let extended = region.extended();
-    let auth_key =
-        extended.and_then(|extended| extended.auth_key.as_ref()).unwrap_or(&target.domain.auth_key);
-    let agree = (auth_key.0.is_empty() && initiator.auth_key.0.is_empty())
-        || *auth_key == initiator.auth_key;
-    if !agree {
+fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Region) -> Result<()> {
+    let auth_key = region.attr.auth_key.as_ref().unwrap_or(&target.domain.auth_key);
+    if *auth_key != initiator.auth_key {
         return Err(wrong_auth_key());
     }
     check_endpoint(region, target)?;
-    if let Some(extended) = extended
-        && !target.rma_event
-        && !extended.counters.read().is_empty()
-    {
+    if !target.rma_event && !region.counters.read().is_empty() {
         return Err(Error::new(ErrorKind::AccessDenied, "transfer")
             .provider("loopback")
             .context(
@@ -344,11 +318,9 @@ fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Body) 
 }
 
 /// Checks that the region may be reached through this endpoint of its domain.
-#[inline]
-fn check_endpoint(region: &Body, endpoint: &EndpointState) -> Result<()> {
-    let bound = region.extended().and_then(|extended| extended.endpoint.read().clone());
-    match bound {
-        Some(bound) if !std::ptr::eq(bound.as_ptr(), endpoint) => {
+fn check_endpoint(region: &Region, endpoint: &EndpointState) -> Result<()> {
+    match region.endpoint() {
+        Some(bound) if bound != endpoint.id => {
             Err(wrong_endpoint("the region is bound to another endpoint"))
         }
         None if endpoint.domain.mode.contains(MrMode::ENDPOINT) => {
@@ -358,7 +330,6 @@ fn check_endpoint(region: &Body, endpoint: &EndpointState) -> Result<()> {
     }
 }
 
-#[cold]
 fn wrong_auth_key() -> Error {
     Error::new(ErrorKind::AccessDenied, "transfer")
         .provider("loopback")
@@ -366,7 +337,6 @@ fn wrong_auth_key() -> Error {
         .remedy("open the endpoint with the authorization key of the region")
 }
 
-#[cold]
 fn wrong_endpoint(why: &'static str) -> Error {
     Error::new(ErrorKind::AccessDenied, "transfer")
         .provider("loopback")
@@ -374,53 +344,9 @@ fn wrong_endpoint(why: &'static str) -> Error {
         .remedy("a bound region is reached through its endpoint only")
 }
 
-#[cold]
 pub(super) fn unreachable_peer(peer: PeerId) -> Error {
     Error::new(ErrorKind::Unreachable, "transfer")
         .provider("loopback")
         .context("peer", peer.0)
         .remedy("the peer's endpoint is closed, or this endpoint did not resolve it")
-}
-
-/// Why a peer's key leads nowhere.
-#[cold]
-pub(super) fn refused_remote(refusal: Refusal) -> Error {
-    match refusal {
-        Refusal::Dead => Error::new(ErrorKind::InvalidKey, "transfer")
-            .provider("loopback")
-            .remedy("ask the peer for the key of a region that is open"),
-        _ => not_now(refusal, "the peer's region"),
-    }
-}
-
-#[cold]
-fn refused_local(refusal: Refusal) -> Error {
-    match refusal {
-        Refusal::Dead => Error::new(ErrorKind::NoRegion, "transfer")
-            .provider("loopback")
-            .remedy("keep the region of a descriptor open until the transfer completes"),
-        _ => not_now(refusal, "the local region"),
-    }
-}
-
-fn not_now(refusal: Refusal, which: &'static str) -> Error {
-    let why = match refusal {
-        Refusal::Disabled => "not enabled",
-        Refusal::Refreshing => "being refreshed",
-        Refusal::Dead => "closed",
-    };
-    Error::new(ErrorKind::BadState, "transfer")
-        .provider("loopback")
-        .context("region", which)
-        .context("why", why)
-}
-
-/// Returns the error for a missing right: any right of `any_of` would be enough.
-#[cold]
-pub(super) fn denied(side: &'static str, any_of: Access) -> Error {
-    Error::new(ErrorKind::AccessDenied, "transfer")
-        .provider("loopback")
-        .context("side", side)
-        .context("needs", any_of)
-        .remedy("register the region with this right, or with one of these rights")
 }

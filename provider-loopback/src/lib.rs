@@ -59,8 +59,8 @@ mod progress;
 mod provider;
 mod queue;
 mod region;
+mod regions;
 mod register;
-mod table;
 mod window;
 
 pub use config::{Builder, Memory, Progress};

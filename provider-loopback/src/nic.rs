@@ -5,20 +5,14 @@ use std::{
     fmt,
     sync::{
         Arc, Weak,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicU32, AtomicU64, Ordering},
     },
 };
 
 use hmem_core::{Error, ErrorKind, ProcessMark, Result, provider::ProviderAttr};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::RwLock;
 
-use super::{
-    atomic::AtomicLocks,
-    config::Config,
-    endpoint::EndpointState,
-    keys,
-    table::{DomainSlot, Table},
-};
+use super::{atomic::AtomicLocks, config::Config, endpoint::EndpointState, keys, regions::Regions};
 
 /// What all NICs share: the wire, that is who can be reached by which name.
 pub(super) struct Fabric {
@@ -62,18 +56,11 @@ impl fmt::Debug for Fabric {
 pub(super) struct Nic {
     pub(super) attr: ProviderAttr,
     pub(super) config: Config,
-    pub(super) table: Table,
+    pub(super) regions: Regions,
     pub(super) atomics: AtomicLocks,
-    domains: Mutex<Domains>,
-    regions: AtomicU64,
+    last_domain: AtomicU32,
+    registered: AtomicU64,
     pinned: AtomicU64,
-}
-
-#[derive(Debug, Default)]
-struct Domains {
-    last_id: u32,
-    slots: u32,
-    free_slots: Vec<u32>,
 }
 
 impl Nic {
@@ -84,43 +71,30 @@ impl Nic {
         Ok(Self {
             attr,
             config: config.clone(),
-            table: Table::new(keys::random()?, narrow),
+            regions: Regions::new(narrow),
             atomics: AtomicLocks::default(),
-            domains: Mutex::default(),
-            regions: AtomicU64::new(0),
+            last_domain: AtomicU32::new(0),
+            registered: AtomicU64::new(0),
             pinned: AtomicU64::new(0),
         })
     }
 
-    /// Numbers a new domain.
-    pub(super) fn admit_domain(&self) -> DomainSlot {
-        let mut domains = self.domains.lock();
-        domains.last_id += 1;
-        let slot = domains.free_slots.pop().unwrap_or_else(|| {
-            domains.slots += 1;
-            domains.slots - 1
-        });
-        let domain = DomainSlot { id: domains.last_id, slot };
-        self.table.admit(domain);
-        domain
-    }
-
-    /// Takes the slot of a closed domain back.
-    pub(super) fn dismiss_domain(&self, domain: DomainSlot) {
-        self.domains.lock().free_slots.push(domain.slot);
+    /// Numbers a new domain; numbers are not reused.
+    pub(super) fn number_domain(&self) -> u32 {
+        self.last_domain.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// Counts a registration of `bytes` against the limits, where there are any.
     #[inline]
     pub(super) fn reserve(&self, bytes: u64) -> Result<()> {
         if self.config.limit_regions {
-            take(&self.regions, 1, self.attr.max_mr_count, "max_mr_count")?;
+            take(&self.registered, 1, self.attr.max_mr_count, "max_mr_count")?;
         }
         if let Some(limit) = self.config.max_pinned_bytes
             && let Err(error) = take(&self.pinned, bytes, limit, "max_pinned_bytes")
         {
             if self.config.limit_regions {
-                self.regions.fetch_sub(1, Ordering::Relaxed);
+                self.registered.fetch_sub(1, Ordering::Relaxed);
             }
             return Err(error);
         }
@@ -131,7 +105,7 @@ impl Nic {
     #[inline]
     pub(super) fn release(&self, bytes: u64) {
         if self.config.limit_regions {
-            self.regions.fetch_sub(1, Ordering::Relaxed);
+            self.registered.fetch_sub(1, Ordering::Relaxed);
         }
         if self.config.max_pinned_bytes.is_some() {
             self.pinned.fetch_sub(bytes, Ordering::Relaxed);

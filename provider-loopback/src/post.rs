@@ -111,7 +111,7 @@ impl EndpointState {
         };
         if let Some(desc) = segment.desc {
             let token = Token::from_u64(desc.to_provider());
-            if self.domain.nic.table.is_live(self.domain.slot.id, token) {
+            if self.domain.nic.regions.is_live(self.domain.id, token) {
                 return Ok(LocalPart { address, len, origin: Origin::Region(token) });
             }
             return Err(refuse(

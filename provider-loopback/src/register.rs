@@ -15,8 +15,8 @@ use super::{
     endpoint::EndpointState,
     keys::{self, Token},
     memory::{self, DeviceMemory, PieceMemory, Pinned, Pinner, Promises, Run, Staged},
-    region::{Body, Extended, Kind, NewBody, RegionPiece},
-    table::Birth,
+    region::{Region, RegionAttr, RegionPiece},
+    regions::NewKey,
 };
 
 impl DomainState {
@@ -28,9 +28,9 @@ impl DomainState {
         let len = self.check_size(pieces)?;
         self.nic.reserve(len)?;
         self.prepare(request, pieces, len)
-            .and_then(|body| {
+            .and_then(|attr| {
                 self.nic.config.faults.enter(Call::Register)?;
-                self.insert(request, body, true)
+                self.insert(request.key, attr)
             })
             .inspect_err(|_| self.nic.release(len))
     }
@@ -55,66 +55,48 @@ impl DomainState {
         }
     }
 
-    #[inline]
-    fn is_own_key(&self, key: &AuthKey) -> bool {
-        (key.0.is_empty() && self.auth_key.0.is_empty()) || *key == self.auth_key
+    /// The authorization key that a region keeps: none if it is the domain's.
+    fn own_auth_key(&self, key: &AuthKey) -> Option<AuthKey> {
+        (*key != self.auth_key).then(|| key.clone())
     }
 
-    /// The body of any region, its memory imported, pinned or checked as the mode demands.
+    /// Imports, pins or checks the memory of a region, as the mode demands.
     fn prepare(
         &self,
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
         len: u64,
-    ) -> Result<NewBody> {
-        let mut extended = Extended {
-            auth_key: (!self.is_own_key(request.auth_key)).then(|| request.auth_key.clone()),
-            persistent: request.flags.contains(MrFlags::RMA_PMEM),
-            ..Extended::default()
-        };
-        let mut body = NewBody {
-            base: 0,
-            len,
-            extended: None,
-            access: request.access,
-            kind: Kind::Pieces,
-            addressing: request.addressing,
-        };
-        match pieces {
-            [Piece { range, backing: Backing::Host { owned } }]
-                if *owned || self.pinner.is_none() =>
-            {
-                if !owned {
-                    self.check_pages(request, *range)?;
-                }
-                body.base = range.start().0;
-                body.kind = if *owned { Kind::Owned } else { Kind::Borrowed };
-            }
-            _ => {
-                extended.pieces = pieces
-                    .iter()
-                    .map(|piece| self.import(request, piece))
-                    .collect::<Result<_>>()?;
-            }
-        }
+    ) -> Result<RegionAttr> {
         let is_borrowed =
             |piece: &&Piece<'_>| matches!(piece.backing, Backing::Host { owned: false });
-        if self.mode.contains(MrMode::MMU_NOTIFY) && pieces.iter().any(|piece| is_borrowed(&piece))
-        {
+        let imported =
+            pieces.iter().map(|piece| self.import(request, piece)).collect::<Result<_>>()?;
+        let notified = self.mode.contains(MrMode::MMU_NOTIFY)
+            && pieces.iter().any(|piece| is_borrowed(&piece));
+        let promises = notified.then(|| {
             let mut promises =
                 Promises::present(pieces.iter().filter(is_borrowed).map(|piece| piece.range));
             for piece in pieces.iter().filter(|piece| !is_borrowed(piece)) {
                 let start = piece.range.start().0;
                 promises.add(start, start.saturating_add(piece.range.len()));
             }
-            extended.promises = Some(Arc::new(RwLock::new(promises)));
-        }
-        body.extended = (!extended.is_empty()).then(|| Box::new(extended));
-        Ok(body)
+            Arc::new(RwLock::new(promises))
+        });
+        Ok(RegionAttr {
+            len,
+            access: request.access,
+            addressing: request.addressing,
+            pieces: imported,
+            auth_key: self.own_auth_key(request.auth_key),
+            promises,
+            parent: None,
+            persistent: request.flags.contains(MrFlags::RMA_PMEM),
+            single_use: request.flags.contains(MrFlags::MR_SINGLE_USE),
+            enabled: request.enabled,
+        })
     }
 
     /// Checks that pages back borrowed memory, where they must.
-    #[inline]
     fn check_pages(&self, request: &Registration<'_>, range: AddressRange) -> Result<()> {
         if self.mode.contains(MrMode::ALLOCATED) {
             memory::populate(range, request.access.nic_writes(), "register")
@@ -152,12 +134,12 @@ impl DomainState {
                         .remedy("no iface knows this device address"));
                 }
                 let memory = DeviceMemory::new(Arc::clone(self.registry.get(owner)?));
-                (PieceMemory::Far(Arc::new(memory)), address.0)
+                (PieceMemory::Indirect(Arc::new(memory)), address.0)
             }
             Backing::Staged(_) if !imports.staged => return Err(refuse("staged memory")),
             Backing::Staged(staged) => {
                 self.staging_pool()?;
-                (PieceMemory::Far(Arc::new(Staged::new(Arc::clone(staged)))), 0)
+                (PieceMemory::Indirect(Arc::new(Staged::new(Arc::clone(staged)))), 0)
             }
         };
         Ok(RegionPiece { range: piece.range, memory, at })
@@ -190,21 +172,9 @@ impl DomainState {
     }
 
     /// Puts a region into the table under the key that the mode asks for.
-    #[inline(always)]
-    fn insert(
-        &self,
-        request: &Registration<'_>,
-        body: NewBody,
-        pages: bool,
-    ) -> Result<ProviderRegion> {
-        let birth = Birth {
-            enabled: request.enabled,
-            single_use: request.flags.contains(MrFlags::MR_SINGLE_USE),
-            pages,
-        };
-        let table = &self.nic.table;
-        let (token, key) = if self.requested_keys() {
-            let number = match request.key {
+    fn insert(&self, key: KeyRequest, attr: RegionAttr) -> Result<ProviderRegion> {
+        let key = if self.requested_keys() {
+            let number = match key {
                 KeyRequest::Application(number) => number,
                 KeyRequest::Provider => self.unused_key()?,
             };
@@ -214,24 +184,21 @@ impl DomainState {
             if self.keys.narrow() && number > u64::from(u32::MAX) {
                 return Err(too_wide(number));
             }
-            (table.insert_requested(self.slot, number, body, birth)?, number)
+            NewKey::Requested(number)
         } else {
-            table.insert_sealed(self.slot, &self.keys, body, birth)?
+            NewKey::Sealed(&self.keys)
         };
-        Ok(ProviderRegion {
-            token: token.to_u64(),
-            local: LocalKey::from_provider(token.to_u64()),
-            key,
-        })
+        let (token, key) = self.nic.regions.insert(self.id, key, attr)?;
+        let token = token.to_u64();
+        Ok(ProviderRegion { token, local: LocalKey::from_provider(token), key })
     }
 
     /// A random key that is not in use.
-    #[cold]
     fn unused_key(&self) -> Result<u64> {
         loop {
             let random = keys::random()?;
             let number = if self.keys.narrow() { random & u64::from(u32::MAX) } else { random };
-            if !self.nic.table.is_requested(self.slot.id, number) {
+            if !self.nic.regions.is_requested(self.id, number) {
                 return Ok(number);
             }
         }
@@ -250,57 +217,42 @@ impl DomainState {
         len: u64,
     ) -> Result<ProviderRegion> {
         self.nic.config.faults.enter(Call::RegisterSub)?;
-        let table = &self.nic.table;
-        table.add_dependent(self.slot.id, base, "register sub-region")?;
-        let registered = table
-            .inspect(self.slot.id, base, "register sub-region", |parent| {
-                check_part(parent, request.access, offset, len)?;
-                let extended = Extended {
-                    pieces: parent.part(offset, len),
-                    auth_key: (!self.is_own_key(request.auth_key))
-                        .then(|| request.auth_key.clone()),
-                    promises: parent.extended().and_then(|extended| extended.promises.clone()),
-                    parent: Some(base),
-                    persistent: request.flags.contains(MrFlags::RMA_PMEM)
-                        || parent.extended().is_some_and(|extended| extended.persistent),
-                    ..Extended::default()
-                };
-                Ok(NewBody {
-                    base: parent.base.wrapping_add(offset),
-                    len,
-                    extended: Some(Box::new(extended)),
-                    access: request.access,
-                    kind: parent.kind,
-                    addressing: request.addressing,
-                })
+        let regions = &self.nic.regions;
+        regions.add_dependent(self.id, base, "register sub-region")?;
+        let part = |parent: &Region| {
+            let parent = &parent.attr;
+            check_part(parent, request.access, offset, len)?;
+            Ok(RegionAttr {
+                len,
+                access: request.access,
+                addressing: request.addressing,
+                pieces: parent.part(offset, len),
+                auth_key: self.own_auth_key(request.auth_key),
+                promises: parent.promises.clone(),
+                parent: Some(base),
+                persistent: request.flags.contains(MrFlags::RMA_PMEM) || parent.persistent,
+                single_use: request.flags.contains(MrFlags::MR_SINGLE_USE),
+                enabled: request.enabled,
             })
-            .and_then(|body| body)
-            .and_then(|body| {
+        };
+        let registered =
+            regions.inspect(self.id, base, "register sub-region", part).and_then(|attr| {
                 self.nic.reserve(0)?;
-                self.insert(request, body, false).inspect_err(|_| self.nic.release(0))
+                self.insert(request.key, attr).inspect_err(|_| self.nic.release(0))
             });
         if registered.is_err() {
-            table.remove_dependent(base);
+            regions.remove_dependent(self.id, base);
         }
         registered
     }
 
-    #[inline]
     pub(super) fn deregister(&self, token: Token) -> Result<()> {
-        let removed = self.nic.table.remove(self.slot, token, self.requested_keys())?;
-        self.nic.release(removed.bytes);
-        if let Some(extended) = removed.extended {
-            self.let_go(*extended);
+        let (bytes, parent) = self.nic.regions.remove(self.id, token)?;
+        self.nic.release(bytes);
+        if let Some(parent) = parent {
+            self.nic.regions.remove_dependent(self.id, parent);
         }
         Ok(())
-    }
-
-    /// Undoes what a removed region's extended part stands for.
-    #[cold]
-    fn let_go(&self, extended: Extended) {
-        if let Some(parent) = extended.parent {
-            self.nic.table.remove_dependent(parent);
-        }
     }
 
     /// Deregisters what a dropped domain left, parts before what they are part of.
@@ -319,61 +271,57 @@ impl DomainState {
     }
 
     pub(super) fn bind_counter(&self, token: Token, counter: &Arc<Counter>) -> Result<()> {
-        self.nic.table.inspect(self.slot.id, token, "bind counter", |body| {
-            body.extend().counters.write().push(Arc::clone(counter));
+        self.nic.regions.inspect(self.id, token, "bind counter", |region| {
+            region.counters.write().push(Arc::clone(counter));
+            Ok(())
         })
     }
 
-    pub(super) fn bind_endpoint(&self, token: Token, endpoint: &Arc<EndpointState>) -> Result<()> {
+    pub(super) fn bind_endpoint(&self, token: Token, endpoint: &EndpointState) -> Result<()> {
         let refuse = |why: &'static str| {
             Err(Error::new(ErrorKind::BadState, "bind endpoint").provider("loopback").remedy(why))
         };
         if endpoint.is_closed() {
             return refuse("the endpoint is closed: bind one that is open");
         }
-        self.nic
-            .table
-            .inspect(self.slot.id, token, "bind endpoint", |body| {
-                let mut bound = body.extend().endpoint.write();
-                if bound.is_some() {
-                    return refuse("a region is bound to one endpoint, once");
-                }
-                *bound = Some(Arc::downgrade(endpoint));
+        self.nic.regions.inspect(self.id, token, "bind endpoint", |region| {
+            if region.bind_endpoint(endpoint.id) {
                 Ok(())
-            })
-            .and_then(|bound| bound)
+            } else {
+                refuse("a region is bound to one endpoint, once")
+            }
+        })
     }
 
     pub(super) fn refresh(&self, token: Token, ranges: &[AddressRange]) -> Result<()> {
-        let refreshing = self.nic.table.refresh(self.slot.id, token)?;
+        let region = self.nic.regions.refresh(self.id, token)?;
         self.nic.config.faults.enter(Call::Refresh)?;
-        let write = refreshing.access().nic_writes();
+        let write = region.attr.access.nic_writes();
         let mut done = Vec::new();
-        for piece in refreshing.borrowed() {
+        for (piece, pinned) in region.borrowed() {
             let named: Vec<_> = if ranges.is_empty() {
-                vec![piece.range]
+                vec![piece]
             } else {
-                ranges.iter().filter_map(|range| common(piece.range, *range)).collect()
+                ranges.iter().filter_map(|range| common(piece, *range)).collect()
             };
             for range in named {
                 let pages = range.page_aligned(rustix::param::page_size() as u64);
-                let runs = match (&self.pinner, piece.pinned) {
+                let runs = match (&self.pinner, pinned) {
                     (Some(pinner), Some(_)) => pinner.pin(pages, "refresh")?,
                     _ => {
                         memory::populate(range, write, "refresh")?;
                         Vec::new()
                     }
                 };
-                done.push((pages, piece.pinned, runs));
+                done.push((pages, pinned, runs));
             }
         }
         // Only now, that all pages are there, does anything change.
-        let promises = refreshing.extended().and_then(|extended| extended.promises.as_ref());
         for (pages, pinned, runs) in done {
             if let Some(pinned) = pinned {
                 pinned.replace(runs);
             }
-            if let Some(promises) = promises {
+            if let Some(promises) = &region.attr.promises {
                 promises.write().add(pages.start().0, pages.start().0.saturating_add(pages.len()));
             }
         }
@@ -382,7 +330,7 @@ impl DomainState {
 }
 
 /// Checks that a sub-region's bytes and rights lie within those of its base.
-fn check_part(base: &Body, access: Access, offset: u64, len: u64) -> Result<()> {
+fn check_part(base: &RegionAttr, access: Access, offset: u64, len: u64) -> Result<()> {
     let refuse = |kind| Error::new(kind, "register sub-region").provider("loopback");
     if len == 0 {
         return Err(refuse(ErrorKind::ZeroLength).remedy("a sub-region has at least one byte"));
@@ -394,16 +342,15 @@ fn check_part(base: &Body, access: Access, offset: u64, len: u64) -> Result<()> 
             .context("base", base.len)
             .remedy("a sub-region lies inside its base"));
     }
-    if access.nic_writes() && !base.access().nic_writes() {
+    if access.nic_writes() && !base.access.nic_writes() {
         return Err(refuse(ErrorKind::AccessDenied)
             .context("access", access)
-            .context("base_access", base.access())
+            .context("base_access", base.access)
             .remedy("the base is registered for reading: register it with a right that writes"));
     }
     Ok(())
 }
 
-#[cold]
 fn window_has_key(key: u64) -> Error {
     Error::new(ErrorKind::NoKey, "register")
         .provider("loopback")
@@ -411,7 +358,6 @@ fn window_has_key(key: u64) -> Error {
         .remedy("a window has this key: request another")
 }
 
-#[cold]
 fn too_wide(key: u64) -> Error {
     Error::new(ErrorKind::KeyRejected, "register")
         .provider("loopback")

@@ -30,9 +30,9 @@ use self::{
 use super::{
     domain::{DomainState, token_of},
     endpoint::EndpointState,
-    execute::{denied, refused_remote},
     keys::KnownGeneration,
-    table::{Held, Refusal},
+    region::{Refusal, denied},
+    regions::RegionGuard,
 };
 
 /// The windows of a domain.
@@ -118,7 +118,7 @@ impl DomainState {
     /// Makes a key without a tag that names no region and no window yet.
     fn unused_prefix(&self, index: &mut Index) -> Result<u64> {
         if self.keys.narrow() && !self.requested_keys() {
-            return self.nic.table.reserve().map(u64::from);
+            return self.nic.regions.reserve_index().map(u64::from);
         }
         Ok(self.random_prefix(index))
     }
@@ -131,7 +131,7 @@ impl DomainState {
             let taken = index.by_prefix.contains_key(&prefix)
                 || (self.requested_keys()
                     && (0..=0xff)
-                        .any(|tag| self.nic.table.is_requested(self.slot.id, prefix << 8 | tag)));
+                        .any(|tag| self.nic.regions.is_requested(self.id, prefix << 8 | tag)));
             if !taken {
                 return prefix;
             }
@@ -140,7 +140,7 @@ impl DomainState {
 
     fn give_prefix(&self, prefix: u64) {
         if self.keys.narrow() && !self.requested_keys() {
-            self.nic.table.unreserve(prefix as u32);
+            self.nic.regions.free_index(prefix as u32);
         }
     }
 
@@ -171,35 +171,34 @@ impl DomainState {
         endpoint: Option<Tie>,
     ) -> Result<Arc<Bound>> {
         let region = token_of(bind.region);
-        let table = &self.nic.table;
+        let regions = &self.nic.regions;
         if !Access::ANY_REMOTE.contains(bind.access) {
             return Err(Error::new(ErrorKind::BadAccess, operation)
                 .provider("loopback")
                 .context("access", bind.access)
                 .remedy("a window grants remote rights only"));
         }
-        table.add_dependent(self.slot.id, region, operation)?;
-        let checked = table
-            .inspect(self.slot.id, region, operation, |body| {
-                if bind.offset > body.len || bind.len > body.len - bind.offset {
-                    return Err(Error::new(ErrorKind::OutOfBounds, operation)
-                        .provider("loopback")
-                        .context("offset", bind.offset)
-                        .context("length", bind.len)
-                        .context("region", body.len)
-                        .remedy("a window lies inside its region"));
-                }
-                if bind.access.peers_write() && !body.access().nic_writes() {
-                    return Err(denied("region", Access::REMOTE_WRITE).remedy(
-                        "a window with remote write or atomic needs a region that the NIC may \
-                         write (InfiniBand 10.6.7.2.2)",
-                    ));
-                }
-                Ok(())
-            })
-            .and_then(|checked| checked);
+        regions.add_dependent(self.id, region, operation)?;
+        let checked = regions.inspect(self.id, region, operation, |region| {
+            let attr = &region.attr;
+            if bind.offset > attr.len || bind.len > attr.len - bind.offset {
+                return Err(Error::new(ErrorKind::OutOfBounds, operation)
+                    .provider("loopback")
+                    .context("offset", bind.offset)
+                    .context("length", bind.len)
+                    .context("region", attr.len)
+                    .remedy("a window lies inside its region"));
+            }
+            if bind.access.peers_write() && !attr.access.nic_writes() {
+                return Err(denied("region", Access::REMOTE_WRITE).remedy(
+                    "a window with remote write or atomic needs a region that the NIC may \
+                     write (InfiniBand 10.6.7.2.2)",
+                ));
+            }
+            Ok(())
+        });
         if let Err(error) = checked {
-            table.remove_dependent(region);
+            regions.remove_dependent(self.id, region);
             return Err(error);
         }
         Ok(Arc::new(Bound::new(Arc::downgrade(self), region, bind, endpoint)))
@@ -296,8 +295,8 @@ impl DomainState {
         key: u64,
         through: &EndpointState,
         any_of: Access,
-    ) -> Result<(Held<'_>, BoundUse)> {
-        let dead = || refused_remote(Refusal::Dead);
+    ) -> Result<(RegionGuard, BoundUse)> {
+        let dead = || Refusal::Dead.of_key();
         let window = self
             .windows
             .index
@@ -322,7 +321,9 @@ impl DomainState {
             return Err(denied("window", any_of));
         }
         let known = KnownGeneration::Whole(bound.region.generation);
-        let held = self.nic.table.hold(bound.region.index, known, false).map_err(refused_remote)?;
+        let regions = &self.nic.regions;
+        let held =
+            regions.hold(self.id, bound.region.index, known, false).map_err(Refusal::of_key)?;
         Ok((held, used))
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use hmem_core::{Address, Error, ErrorKind, Iface, Result, provider::StagedMemory};
 
-use super::Far;
+use super::IndirectMemory;
 
 /// Positions are device addresses.
 #[derive(Debug)]
@@ -21,7 +21,7 @@ impl DeviceMemory {
     }
 }
 
-impl Far for DeviceMemory {
+impl IndirectMemory for DeviceMemory {
     fn load(&self, at: u64, into: &mut [u8]) -> Result<()> {
         // SAFETY: `into` is an exclusive borrow of its bytes; the iface checks its own side.
         unsafe {

@@ -18,7 +18,7 @@ use rustix::{
     mm::{MapFlags, ProtFlags},
 };
 
-use super::{Far, PieceMemory, bad_address, direct_pointer, persist::sync_pages};
+use super::{IndirectMemory, PieceMemory, bad_address, direct_pointer, persist::sync_pages};
 
 /// `DMA_BUF_MAGIC` of `linux/magic.h`.
 const DMA_BUF_MAGIC: u64 = 0x444d_4142;
@@ -60,7 +60,7 @@ pub(in super::super) fn import(
     if file.can_shrink {
         let memory = FileMemory { fd: own(fd)? };
         memory.check_position("register")?;
-        return Ok((PieceMemory::Far(Arc::new(memory)), offset));
+        return Ok((PieceMemory::Indirect(Arc::new(memory)), offset));
     }
     let start = offset - offset % file.page;
     let mapping = Mapping::new(fd, start, offset - start + len, &file)?;
@@ -246,7 +246,7 @@ impl FileMemory {
     }
 }
 
-impl Far for FileMemory {
+impl IndirectMemory for FileMemory {
     fn load(&self, at: u64, into: &mut [u8]) -> Result<()> {
         let mut done = 0;
         while done < into.len() {

@@ -2,7 +2,7 @@
 //!
 //! Memory that a region owns, and mappings of the NIC's own, are copied directly. Memory of the
 //! application that may go away is copied by the kernel, which fails where a plain load would
-//! fault. Everything else is *far*: read and written through calls, by way of a bounce buffer.
+//! fault. Everything else is *indirect*: read and written through calls, by way of a bounce buffer.
 
 #![allow(unsafe_code)]
 
@@ -35,7 +35,7 @@ const BOUNCE: usize = 256 << 10;
 ///
 /// Positions count from the start of what the implementation stands for. Calls may come from any
 /// thread.
-pub(super) trait Far: fmt::Debug + Send + Sync {
+pub(super) trait IndirectMemory: fmt::Debug + Send + Sync {
     fn load(&self, at: u64, into: &mut [u8]) -> Result<()>;
     fn store(&self, at: u64, from: &[u8]) -> Result<()>;
     /// The address whose low bits say how `at` is aligned and where in its page it lies; or why
@@ -59,55 +59,48 @@ pub(super) enum PieceMemory {
     /// The pages that were at the application's addresses when they were pinned.
     Pinned(Arc<Pinned>),
     /// Memory behind calls.
-    Far(Arc<dyn Far>),
+    Indirect(Arc<dyn IndirectMemory>),
 }
 
 impl PieceMemory {
-    /// Adds the bytes from `at` on; for host memory `at` is the address.
-    #[inline]
-    pub(super) fn span<'a>(
-        &'a self,
-        at: u64,
-        len: u64,
-        into: &mut super::Few<Span<'a>>,
-    ) -> Result<()> {
-        into.push(match self {
+    /// The `len` bytes from `at` on; for host memory `at` is the address.
+    pub(super) fn span(&self, at: u64, len: u64) -> Span<'_> {
+        match self {
             Self::Owned => Span::Direct { at, len, mapping: None },
             Self::Borrowed => Span::Kernel { at, len },
             Self::Mapped(mapping) => {
                 Span::Direct { at: mapping.address(at), len, mapping: Some(mapping) }
             }
-            Self::Pinned(memory) => Span::Far { at, len, memory: &**memory },
-            Self::Far(memory) => Span::Far { at, len, memory: &**memory },
-        });
-        Ok(())
+            Self::Pinned(memory) => Span::Indirect { at, len, memory: &**memory },
+            Self::Indirect(memory) => Span::Indirect { at, len, memory: &**memory },
+        }
     }
 }
 
 /// A run of bytes of one kind of memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Span<'a> {
-    /// Mapped while the span is in use: its region is held and owns the memory or the mapping, or
-    /// the caller of `post` vouches for it.
+    /// Mapped while the span is in use: a guard of its region is held, and the region owns the
+    /// memory or the mapping. Buffers of the NIC's own count too.
     Direct { at: u64, len: u64, mapping: Option<&'a Mapping> },
     /// The application's addresses, mapped or not.
     Kernel { at: u64, len: u64 },
     /// Behind calls.
-    Far { at: u64, len: u64, memory: &'a dyn Far },
+    Indirect { at: u64, len: u64, memory: &'a dyn IndirectMemory },
 }
 
 impl<'a> Span<'a> {
     #[inline]
     pub(super) const fn len(&self) -> u64 {
         match *self {
-            Self::Direct { len, .. } | Self::Kernel { len, .. } | Self::Far { len, .. } => len,
+            Self::Direct { len, .. } | Self::Kernel { len, .. } | Self::Indirect { len, .. } => len,
         }
     }
 
     /// The memory and the position in it, if it is reached through copies.
     pub(super) fn staged(self) -> Option<(&'a dyn StagedMemory, u64)> {
         match self {
-            Self::Far { at, memory, .. } => Some((memory.staged()?, at)),
+            Self::Indirect { at, memory, .. } => Some((memory.staged()?, at)),
             Self::Direct { .. } | Self::Kernel { .. } => None,
         }
     }
@@ -115,7 +108,7 @@ impl<'a> Span<'a> {
     fn mapping(&self) -> Option<&'a Mapping> {
         match self {
             Self::Direct { mapping, .. } => *mapping,
-            Self::Kernel { .. } | Self::Far { .. } => None,
+            Self::Kernel { .. } | Self::Indirect { .. } => None,
         }
     }
 
@@ -125,14 +118,14 @@ impl<'a> Span<'a> {
         match self {
             Self::Direct { at, mapping, .. } => Self::Direct { at: at + skip, len, mapping },
             Self::Kernel { at, .. } => Self::Kernel { at: at + skip, len },
-            Self::Far { at, memory, .. } => Self::Far { at: at + skip, len, memory },
+            Self::Indirect { at, memory, .. } => Self::Indirect { at: at + skip, len, memory },
         }
     }
 
     /// Copies the span into `into`, which has its length.
     pub(super) fn load(self, into: &mut [u8]) -> Result<()> {
         match self {
-            Self::Far { at, memory, .. } => memory.load(at, into),
+            Self::Indirect { at, memory, .. } => memory.load(at, into),
             Self::Kernel { at, .. } => load_host(at, into),
             Self::Direct { .. } => {
                 let to = Self::Direct {
@@ -148,7 +141,7 @@ impl<'a> Span<'a> {
     /// Copies `from`, which has the span's length, into it.
     pub(super) fn store(self, from: &[u8]) -> Result<()> {
         match self {
-            Self::Far { at, memory, .. } => memory.store(at, from),
+            Self::Indirect { at, memory, .. } => memory.store(at, from),
             Self::Kernel { at, .. } => store_host(at, from),
             Self::Direct { .. } => {
                 let from = Span::Direct {
@@ -164,7 +157,7 @@ impl<'a> Span<'a> {
     /// Makes bytes that were written persistent, as far as the memory can be ([`persist`]).
     pub(super) fn persist(self) -> Result<()> {
         match self {
-            Self::Far { at, len, memory } => memory.persist(at, len),
+            Self::Indirect { at, len, memory } => memory.persist(at, len),
             Self::Direct { at, len, mapping: Some(mapping) } => mapping.persist(at, len),
             Self::Direct { at, len, mapping: None } => Written { at, len, owned: true }.persist(),
             Self::Kernel { at, len } => Written { at, len, owned: false }.persist(),
@@ -214,7 +207,7 @@ pub(super) fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
             unsafe { host::copy_direct(direct_pointer(from), direct_pointer(to), len as usize) };
             Ok(())
         }
-        (Span::Far { .. }, _) | (_, Span::Far { .. }) => bounce(from, to),
+        (Span::Indirect { .. }, _) | (_, Span::Indirect { .. }) => bounce(from, to),
         _ => {
             let _reading =
                 from.mapping().map(|mapping| Announced::begin(mapping, false)).transpose()?;
@@ -267,7 +260,7 @@ fn copy_near(from: Span<'_>, to: Span<'_>) -> Result<()> {
         (Span::Direct { at: from, len, .. }, Span::Kernel { at: to, .. }) => {
             host::kernel_write(from, to, len)
         }
-        (Span::Far { .. }, _) | (_, Span::Far { .. }) => bounce(from, to),
+        (Span::Indirect { .. }, _) | (_, Span::Indirect { .. }) => bounce(from, to),
     }
 }
 

@@ -20,7 +20,7 @@ use io_uring::{IoUring, opcode, types};
 use parking_lot::{Mutex, RwLock};
 use rustix::fs::MemfdFlags;
 
-use super::{Far, bad_address, direct_pointer, persist::Written};
+use super::{IndirectMemory, bad_address, direct_pointer, persist::Written};
 
 /// Bytes that move at once.
 const SCRATCH: usize = 1 << 20;
@@ -385,7 +385,7 @@ impl Pinned {
     }
 }
 
-impl Far for Pinned {
+impl IndirectMemory for Pinned {
     fn load(&self, at: u64, into: &mut [u8]) -> Result<()> {
         let mut done = 0;
         while done < into.len() {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use hmem_core::{Error, ErrorKind, Result, provider::StagedMemory};
 
-use super::Far;
+use super::IndirectMemory;
 
 /// Positions count from the start of the piece.
 #[derive(Debug)]
@@ -18,7 +18,7 @@ impl Staged {
     }
 }
 
-impl Far for Staged {
+impl IndirectMemory for Staged {
     fn load(&self, at: u64, into: &mut [u8]) -> Result<()> {
         self.memory.read(at, into)
     }

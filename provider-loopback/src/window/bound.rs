@@ -9,7 +9,7 @@ use super::super::{
     domain::DomainState,
     endpoint::EndpointState,
     keys::Token,
-    region::{Body, Place},
+    region::{AccessStart, Region},
 };
 
 /// One binding of a window.
@@ -80,7 +80,7 @@ impl Bound {
             }
         }
         if let Some(domain) = self.domain.upgrade() {
-            domain.nic.table.remove_dependent(self.region);
+            domain.nic.regions.remove_dependent(domain.id, self.region);
         }
         if let Some(endpoint) =
             self.endpoint.as_ref().and_then(|tie| tie.holds.as_ref()).and_then(Weak::upgrade)
@@ -102,7 +102,12 @@ impl BoundUse {
     }
 
     /// Where in the region an access through the window begins.
-    pub(in super::super) fn place(&self, region: &Body, address: u64, len: u64) -> Result<Place> {
+    pub(in super::super) fn access_start(
+        &self,
+        region: &Region,
+        address: u64,
+        len: u64,
+    ) -> Result<AccessStart> {
         let bound = &self.bound;
         let offset = match bound.addressing {
             Addressing::ZeroBased => bound.offset.checked_add(address),
@@ -114,7 +119,7 @@ impl BoundUse {
                     .checked_sub(bound.offset)
                     .is_some_and(|skip| skip <= bound.len && len <= bound.len - skip)
             })
-            .map(Place::Offset)
+            .map(AccessStart::Offset)
             .ok_or_else(|| {
                 Error::new(ErrorKind::OutOfBounds, "transfer")
                     .provider("loopback")

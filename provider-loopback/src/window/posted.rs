@@ -11,9 +11,8 @@ use hmem_core::{
 use super::{
     super::{
         endpoint::EndpointState,
-        execute::refused_remote,
         post::{BindTask, KeyUse},
-        table::Refusal,
+        region::Refusal,
     },
     Window,
     bound::Tie,
@@ -85,7 +84,7 @@ impl EndpointState {
 
     /// The window whose key a message with invalidate names, if this endpoint may invalidate it.
     pub(in super::super) fn window_to_invalidate(&self, key: KeyUse) -> Result<Arc<Window>> {
-        let dead = || refused_remote(Refusal::Dead);
+        let dead = || Refusal::Dead.of_key();
         // A mapped key is a number of the sender's domain: no window has one.
         if key.mapped {
             return Err(dead());

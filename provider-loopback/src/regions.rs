@@ -1,0 +1,518 @@
+//! A NIC's table of regions.
+//!
+//! # Use and deregistration
+//!
+//! Each region has a lock. A transfer takes the lock's *read* guard ([`RegionGuard`]) before it
+//! looks at the region's memory, and keeps it until its last byte has moved. Deregistration and
+//! refresh take the *write* guard, and so wait for every transfer that uses the region.
+//!
+//! **A deregistered region is never touched.** A transfer takes its read guard under the lock of
+//! the table, which holds the region then. [`Regions::remove`] first takes the region out of the
+//! table, so that no new guard can be taken, then waits for the guards that exist, and then drops
+//! the region's memory. When it returns there is no guard, and there will be none.
+//!
+//! **Nobody waits for itself.** [`Regions::hold`] never blocks: it refuses a region whose write
+//! guard is taken or waited for. One region can therefore be on both sides of a transfer, even if
+//! its deregistration begins between the two holds: the second one fails. Nobody waits for the
+//! lock of a region while holding the table's.
+//!
+//! # Keys and indices
+//!
+//! A token is an index and a generation, which counts the lives of the index: a handle or key of an
+//! earlier life leads nowhere. An index whose generations are used up is retired. Where keys are
+//! narrow, they hold only 8 bits of the generation; freed indices then rest before they are reused.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::Arc,
+};
+
+use hmem_core::{Error, ErrorKind, Result};
+use parking_lot::{
+    ArcRwLockReadGuard, ArcRwLockUpgradableReadGuard, ArcRwLockWriteGuard, RawRwLock, RwLock,
+};
+
+use super::{
+    config::MAX_REGIONS,
+    keys::{DomainKeys, KnownGeneration, Token},
+    region::{Refusal, Region, RegionAttr},
+};
+
+/// A region in use: neither deregistered nor refreshed until the guard is dropped.
+pub(super) type RegionGuard = ArcRwLockReadGuard<RawRwLock, Region>;
+
+/// A region without users, that takes no new ones until the guard is dropped.
+pub(super) type RefreshGuard = ArcRwLockWriteGuard<RawRwLock, Region>;
+
+/// Where keys are narrow, freed indices rest until this many are free.
+const RESTING: usize = 256;
+
+/// What a domain has registered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Counts {
+    pub(super) regions: u64,
+    pub(super) page_registrations: u64,
+    pub(super) bytes: u64,
+}
+
+/// Key of a new region.
+#[derive(Clone, Copy)]
+pub(super) enum NewKey<'a> {
+    /// The application's own.
+    Requested(u64),
+    /// Made by the NIC for this domain.
+    Sealed(&'a DomainKeys),
+}
+
+/// The regions of a NIC.
+pub(super) struct Regions {
+    /// How many freed indices rest.
+    resting: usize,
+    state: RwLock<State>,
+}
+
+#[derive(Default)]
+struct State {
+    slots: Vec<Slot>,
+    /// Free indices, the oldest first.
+    free: VecDeque<u32>,
+    /// Indices by domain and requested key.
+    requested: HashMap<(u32, u64), u32>,
+    /// By the number of the domain.
+    counts: HashMap<u32, Counts>,
+}
+
+struct Slot {
+    generation: u32,
+    live: Option<Live>,
+}
+
+struct Live {
+    domain: u32,
+    /// How many windows and sub-regions keep the region from being removed.
+    dependents: u32,
+    /// The requested key, if the key is one.
+    requested: Option<u64>,
+    /// Bytes of pages; none for a part of another region.
+    pinned: Option<u64>,
+    region: Arc<RwLock<Region>>,
+}
+
+impl State {
+    /// Takes a free index, or the next one that was never used.
+    fn take_index(&mut self, resting: usize) -> Result<u32> {
+        let fresh = self.slots.len();
+        // A free index is preferred to a fresh one unless it has to rest.
+        if self.free.len() <= resting && fresh < MAX_REGIONS as usize {
+            self.slots.push(Slot { generation: 1, live: None });
+            return Ok(fresh as u32);
+        }
+        self.free.pop_front().ok_or_else(full)
+    }
+
+    /// Frees an index for its next generation; one that has none left is retired.
+    fn free_index(&mut self, index: u32) {
+        let slot = &mut self.slots[index as usize];
+        if let Some(next) = slot.generation.checked_add(1) {
+            slot.generation = next;
+            self.free.push_back(index);
+        }
+    }
+
+    fn live(&self, index: u32, known: KnownGeneration) -> Option<&Live> {
+        let slot = self.slots.get(index as usize)?;
+        slot.live.as_ref().filter(|_| known.matches(slot.generation))
+    }
+
+    /// The live region of a handle of the domain.
+    fn find(&self, domain: u32, token: Token) -> Option<&Live> {
+        let known = KnownGeneration::Whole(token.generation);
+        self.live(token.index, known).filter(|live| live.domain == domain)
+    }
+
+    fn find_mut(&mut self, domain: u32, token: Token) -> Option<&mut Live> {
+        self.find(domain, token)?;
+        self.slots[token.index as usize].live.as_mut()
+    }
+}
+
+impl Regions {
+    pub(super) fn new(narrow: bool) -> Self {
+        Self { resting: if narrow { RESTING } else { 0 }, state: RwLock::default() }
+    }
+
+    pub(super) fn counts(&self, domain: u32) -> Counts {
+        self.state.read().counts.get(&domain).copied().unwrap_or_default()
+    }
+
+    /// Adds a live region; returns its token and its key.
+    ///
+    /// # Errors
+    /// NoKey if the domain has a region with the requested key; OutOfResources if the table is
+    /// full.
+    pub(super) fn insert(
+        &self,
+        domain: u32,
+        key: NewKey<'_>,
+        attr: RegionAttr,
+    ) -> Result<(Token, u64)> {
+        let mut state = self.state.write();
+        let requested = match key {
+            NewKey::Requested(key) => Some(key),
+            NewKey::Sealed(_) => None,
+        };
+        if let Some(key) = requested
+            && state.requested.contains_key(&(domain, key))
+        {
+            return Err(key_in_use(key));
+        }
+        let index = state.take_index(self.resting)?;
+        let token = Token { index, generation: state.slots[index as usize].generation };
+        let key = match key {
+            NewKey::Requested(key) => key,
+            NewKey::Sealed(keys) => keys.seal(token),
+        };
+        if requested.is_some() {
+            state.requested.insert((domain, key), index);
+        }
+        let pinned = attr.parent.is_none().then_some(attr.len);
+        state.counts.entry(domain).or_default().add(pinned);
+        let region = Arc::new(RwLock::new(Region::new(token, key, attr)));
+        state.slots[index as usize].live =
+            Some(Live { domain, dependents: 0, requested, pinned, region });
+        Ok((token, key))
+    }
+
+    /// Removes a region. Its key is dead at once, and when this returns nobody uses it and its
+    /// memory is let go. Returns the bytes that it had pinned and the region of which it was a
+    /// part.
+    ///
+    /// # Errors
+    /// NoRegion for a stale handle; Busy while windows or sub-regions depend on the region.
+    pub(super) fn remove(&self, domain: u32, token: Token) -> Result<(u64, Option<Token>)> {
+        let live = {
+            let mut state = self.state.write();
+            let found = state.find(domain, token).ok_or_else(|| stale("deregister"))?;
+            if found.dependents > 0 {
+                return Err(depended_on(found.dependents));
+            }
+            let live = state.slots[token.index as usize].live.take();
+            let live = live.expect("the region was just found");
+            state.free_index(token.index);
+            if let Some(key) = live.requested {
+                state.requested.remove(&(domain, key));
+            }
+            state.counts.entry(domain).or_default().subtract(live.pinned);
+            live
+        };
+        let (pieces, parent) = {
+            // Waits for the users. No new one finds the region.
+            let mut region = live.region.write();
+            (std::mem::take(&mut region.attr.pieces), region.attr.parent)
+        };
+        drop(pieces);
+        Ok((live.pinned.unwrap_or(0), parent))
+    }
+
+    /// Returns whether a requested key is in use.
+    pub(super) fn is_requested(&self, domain: u32, key: u64) -> bool {
+        self.state.read().requested.contains_key(&(domain, key))
+    }
+
+    /// Returns whether a descriptor names a live region of the domain right now. A transfer finds
+    /// out again when it holds the region.
+    pub(super) fn is_live(&self, domain: u32, token: Token) -> bool {
+        self.state.read().find(domain, token).is_some()
+    }
+
+    /// Holds the region of an index for a transfer. Never waits.
+    ///
+    /// `by_key` says that a peer's key led here, and not the domain's own handle.
+    pub(super) fn hold(
+        &self,
+        domain: u32,
+        index: u32,
+        known: KnownGeneration,
+        by_key: bool,
+    ) -> Result<RegionGuard, Refusal> {
+        let state = self.state.read();
+        let live = state.live(index, known).filter(|live| live.domain == domain);
+        Self::hold_live(live.ok_or(Refusal::Dead)?, by_key)
+    }
+
+    /// Holds the region of a requested key for a transfer by a peer. Never waits.
+    pub(super) fn hold_requested(&self, domain: u32, key: u64) -> Result<RegionGuard, Refusal> {
+        let state = self.state.read();
+        let index = *state.requested.get(&(domain, key)).ok_or(Refusal::Dead)?;
+        let live = state.slots[index as usize].live.as_ref().ok_or(Refusal::Dead)?;
+        Self::hold_live(live, true)
+    }
+
+    /// Holds a region that the table has, under the table's lock. Its write guard can then be a
+    /// refresh's only: [`Regions::remove`] takes one after the region has left the table.
+    fn hold_live(live: &Live, by_key: bool) -> Result<RegionGuard, Refusal> {
+        let region = live.region.try_read_arc().ok_or(Refusal::Refreshing)?;
+        region.check_usable(by_key)?;
+        Ok(region)
+    }
+
+    /// Turns new users away and waits for the present ones, until the guard is dropped.
+    ///
+    /// # Errors
+    /// NoRegion for a stale handle; Busy during another refresh of the region.
+    pub(super) fn refresh(&self, domain: u32, token: Token) -> Result<RefreshGuard> {
+        let state = self.state.read();
+        let live = state.find(domain, token).ok_or_else(|| stale("refresh"))?;
+        // Of upgradable guards there is one at a time, besides those of users.
+        let guard = live.region.try_upgradable_read_arc().ok_or_else(refreshing)?;
+        drop(state);
+        Ok(ArcRwLockUpgradableReadGuard::upgrade(guard))
+    }
+
+    fn find(
+        &self,
+        domain: u32,
+        token: Token,
+        operation: &'static str,
+    ) -> Result<Arc<RwLock<Region>>> {
+        let state = self.state.read();
+        let live = state.find(domain, token).ok_or_else(|| stale(operation))?;
+        Ok(Arc::clone(&live.region))
+    }
+
+    /// Looks at a live region, enabled or not. Waits for a refresh, for no transfer.
+    pub(super) fn inspect<T>(
+        &self,
+        domain: u32,
+        token: Token,
+        operation: &'static str,
+        look: impl FnOnce(&Region) -> Result<T>,
+    ) -> Result<T> {
+        let region = self.find(domain, token, operation)?;
+        // A transfer of this very thread may hold the region while a refresh waits for it.
+        look(&region.read_recursive())
+    }
+
+    /// Adds a window or sub-region that keeps the region from being removed.
+    pub(super) fn add_dependent(
+        &self,
+        domain: u32,
+        token: Token,
+        operation: &'static str,
+    ) -> Result<()> {
+        let mut state = self.state.write();
+        state.find_mut(domain, token).ok_or_else(|| stale(operation))?.dependents += 1;
+        Ok(())
+    }
+
+    /// Takes away what [`Regions::add_dependent`] added.
+    pub(super) fn remove_dependent(&self, domain: u32, token: Token) {
+        let mut state = self.state.write();
+        let base = state.find_mut(domain, token);
+        base.expect("a region with dependents is not removed").dependents -= 1;
+    }
+
+    /// The regions that a domain still has.
+    pub(super) fn tokens_of(&self, domain: u32) -> Vec<Token> {
+        let state = self.state.read();
+        let of_domain = |slot: &Slot| slot.live.as_ref().is_some_and(|live| live.domain == domain);
+        (0..)
+            .zip(&state.slots)
+            .filter(|(_, slot)| of_domain(slot))
+            .map(|(index, slot)| Token { index, generation: slot.generation })
+            .collect()
+    }
+
+    /// Forgets the counts of a closed domain.
+    pub(super) fn dismiss(&self, domain: u32) {
+        self.state.write().counts.remove(&domain);
+    }
+
+    /// Reserves an index for something that is no region, such as a window.
+    pub(super) fn reserve_index(&self) -> Result<u32> {
+        self.state.write().take_index(self.resting)
+    }
+
+    /// Frees a reserved index.
+    pub(super) fn free_index(&self, index: u32) {
+        self.state.write().free_index(index);
+    }
+}
+
+impl Counts {
+    fn add(&mut self, pinned: Option<u64>) {
+        self.regions += 1;
+        self.page_registrations += u64::from(pinned.is_some());
+        self.bytes += pinned.unwrap_or(0);
+    }
+
+    fn subtract(&mut self, pinned: Option<u64>) {
+        self.regions -= 1;
+        self.page_registrations -= u64::from(pinned.is_some());
+        self.bytes -= pinned.unwrap_or(0);
+    }
+}
+
+fn full() -> Error {
+    Error::new(ErrorKind::OutOfResources, "register")
+        .provider("loopback")
+        .context("limit", "2^24 table entries")
+        .remedy("close regions before registering more")
+}
+
+fn depended_on(dependents: u32) -> Error {
+    Error::new(ErrorKind::Busy, "deregister")
+        .provider("loopback")
+        .context("dependents", dependents)
+        .remedy("close its sub-regions and unbind its windows first")
+}
+
+fn stale(operation: &'static str) -> Error {
+    Error::new(ErrorKind::NoRegion, operation)
+        .provider("loopback")
+        .remedy("the handle is stale or of another domain")
+}
+
+fn refreshing() -> Error {
+    Error::new(ErrorKind::Busy, "refresh")
+        .provider("loopback")
+        .remedy("another refresh of the region is under way")
+}
+
+fn key_in_use(key: u64) -> Error {
+    Error::new(ErrorKind::NoKey, "register")
+        .provider("loopback")
+        .context("key", format_args!("{key:#x}"))
+        .remedy("close the region that has this key, or request another")
+}
+
+#[cfg(test)]
+mod tests {
+    use hmem_core::{Access, Address, AddressRange, Addressing};
+
+    use super::*;
+    use crate::{Few, memory::PieceMemory, region::RegionPiece};
+
+    const DOMAIN: u32 = 7;
+
+    fn attr() -> RegionAttr {
+        let range = AddressRange::new(Address(4096), 64).unwrap();
+        let piece = RegionPiece { range, memory: PieceMemory::Borrowed, at: 4096 };
+        RegionAttr {
+            len: 64,
+            access: Access::REMOTE_READ,
+            addressing: Addressing::ZeroBased,
+            pieces: Few::from_iter([piece]),
+            auth_key: None,
+            promises: None,
+            parent: None,
+            persistent: false,
+            single_use: false,
+            enabled: true,
+        }
+    }
+
+    fn insert(regions: &Regions, attr: RegionAttr) -> Token {
+        regions.insert(DOMAIN, NewKey::Requested(1), attr).unwrap().0
+    }
+
+    fn hold(regions: &Regions, token: Token, by_key: bool) -> Result<RegionGuard, Refusal> {
+        let known = KnownGeneration::Whole(token.generation);
+        regions.hold(DOMAIN, token.index, known, by_key)
+    }
+
+    #[test]
+    fn a_token_is_good_for_one_life() {
+        let regions = Regions::new(false);
+        let first = insert(&regions, attr());
+        regions.remove(DOMAIN, first).unwrap();
+        let second = insert(&regions, attr());
+        assert_eq!(first.index, second.index);
+        assert_eq!(hold(&regions, first, true).unwrap_err(), Refusal::Dead);
+        assert_eq!(hold(&regions, second, true).unwrap().token, second);
+        assert!(!regions.is_live(DOMAIN, first) && regions.is_live(DOMAIN, second));
+        assert!(regions.remove(DOMAIN, first).is_err());
+        assert!(regions.remove(DOMAIN + 1, second).is_err());
+    }
+
+    #[test]
+    fn single_use_key_is_consumed_by_one_of_two_holders() {
+        let regions = Regions::new(false);
+        let token = insert(&regions, RegionAttr { single_use: true, ..attr() });
+        let hold_key = || regions.hold_requested(DOMAIN, 1);
+        let (one, two) = (hold_key().unwrap(), hold_key().unwrap());
+        assert!(one.spend() && !two.spend());
+        assert_eq!(hold_key().unwrap_err(), Refusal::Dead);
+        drop(hold(&regions, token, false).unwrap());
+    }
+
+    #[test]
+    fn removal_waits_for_users_and_lets_the_memory_go() {
+        let regions = Regions::new(false);
+        let token = insert(&regions, attr());
+        let user = hold(&regions, token, true).unwrap();
+        std::thread::scope(|scope| {
+            let removal = scope.spawn(|| regions.remove(DOMAIN, token).unwrap());
+            while regions.is_live(DOMAIN, token) {
+                std::thread::yield_now();
+            }
+            // On the other side of the same transfer, say: it is refused and does not wait.
+            assert_eq!(hold(&regions, token, true).unwrap_err(), Refusal::Dead);
+            assert!(!removal.is_finished());
+            assert_eq!(user.attr.pieces.len(), 1);
+            drop(user);
+            removal.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_refresh_waits_for_users_and_refuses_new_ones() {
+        let regions = Regions::new(false);
+        let token = insert(&regions, attr());
+        let user = hold(&regions, token, true).unwrap();
+        std::thread::scope(|scope| {
+            let refresh = scope.spawn(|| regions.refresh(DOMAIN, token).unwrap().attr.len);
+            while hold(&regions, token, true).is_ok() {
+                std::thread::yield_now();
+            }
+            assert_eq!(hold(&regions, token, true).unwrap_err(), Refusal::Refreshing);
+            assert!(!refresh.is_finished());
+            drop(user);
+            refresh.join().unwrap();
+        });
+        drop(hold(&regions, token, true).unwrap());
+    }
+
+    #[test]
+    fn narrow_tables_reuse_the_oldest_index_and_only_after_a_rest() {
+        let regions = Regions::new(true);
+        let keys = DomainKeys::new(4).unwrap();
+        let mut last_seen = HashMap::new();
+        for round in 0..10 * RESTING {
+            let (token, key) = regions.insert(DOMAIN, NewKey::Sealed(&keys), attr()).unwrap();
+            assert_eq!(key >> 8, u64::from(token.index));
+            if let Some(before) = last_seen.insert(token.index, round) {
+                assert!(
+                    round - before >= RESTING,
+                    "index {} came back after {}",
+                    token.index,
+                    round - before
+                );
+            }
+            regions.remove(DOMAIN, token).unwrap();
+        }
+        assert!(last_seen.len() <= RESTING + 1);
+    }
+
+    #[test]
+    fn an_index_whose_generations_are_used_up_is_retired() {
+        let regions = Regions::new(false);
+        let token = insert(&regions, attr());
+        regions.remove(DOMAIN, token).unwrap();
+        regions.state.write().slots[token.index as usize].generation = u32::MAX;
+        let old = insert(&regions, attr());
+        assert_eq!((old.index, old.generation), (token.index, u32::MAX));
+        regions.remove(DOMAIN, old).unwrap();
+        assert_ne!(insert(&regions, attr()).index, token.index);
+    }
+}
