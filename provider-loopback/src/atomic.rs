@@ -7,24 +7,15 @@
 
 #![allow(unsafe_code)]
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU32, AtomicU64, Ordering},
-};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use hmem_core::{
-    Access, Error, ErrorKind, Result,
+    Error, ErrorKind, Result,
     transfer::{AtomicOp, AtomicType},
 };
 use parking_lot::Mutex;
 
-use super::{
-    Call, Few,
-    endpoint::EndpointState,
-    execute::{LocalSide, RemoteSide},
-    memory::{self, Span},
-    post::{AtomicTask, LocalPart, Work},
-};
+use super::memory::{self, Span};
 
 /// The locks under which a NIC's atomics run.
 #[derive(Debug)]
@@ -44,11 +35,11 @@ impl AtomicLocks {
     }
 }
 
-/// What an operation leaves in the target: the new value, or `None` if it stays as it is.
+/// Computes what an operation leaves in the target: the new value, or `None` if it stays as it is.
 ///
 /// Values of 32 bits are in the low half. Integer sums and products wrap; comparisons are `compare
 /// OP target`.
-pub(super) fn apply(
+fn apply(
     op: AtomicOp,
     datatype: AtomicType,
     target: u64,
@@ -104,80 +95,18 @@ mod integer {
     integer!(i32, u32, i64, u64);
 }
 
-impl EndpointState {
-    pub(super) fn atomic_transfer(self: &Arc<Self>, work: &Work, task: &AtomicTask) -> Result<u64> {
-        let target = &self.target(work)?;
-        let reads_only = task.op == AtomicOp::AtomicRead;
-        let (len, size) = (task.remote.len, task.datatype.size());
-        let operands =
-            if reads_only { vec![0; len as usize] } else { self.operands(&work.local, len)? };
-        let compares = match task.compare {
-            Some(part) => self.operands(&[part], len)?,
-            None => vec![0; len as usize],
-        };
-        let result_parts = task.result.as_slice();
-        let result_side = LocalSide::hold(self, result_parts, Access::READ)?;
-        let mut result_spans = Few::new();
-        result_side.spans(result_parts, &mut result_spans)?;
-        let atomics = Access::ANY_REMOTE_ATOMIC;
-        let any_of = if reads_only { atomics | Access::REMOTE_READ } else { atomics };
-        let remote = [task.remote];
-        let far = RemoteSide::hold(self, target, &remote, any_of)?;
-        let mut spans = Few::new();
-        far.spans(&remote, &mut spans)?;
-        for span in spans.iter() {
-            check_alignment(span, size)?;
-        }
-        far.spend()?;
-        self.domain.nic.config.faults.enter(Call::Transfer)?;
-        let mut old = vec![0; len as usize];
-        let mut done = 0;
-        for span in spans.iter() {
-            for at in (0..span.len()).step_by(size as usize) {
-                let here = done..done + size as usize;
-                let element = Element {
-                    op: task.op,
-                    datatype: task.datatype,
-                    operand: word(&operands[here.clone()]),
-                    compare: word(&compares[here.clone()]),
-                };
-                let value = element.execute(&target.domain.nic.atomics, span.part(at, size))?;
-                old[here].copy_from_slice(&value.to_le_bytes()[..size as usize]);
-                done += size as usize;
-            }
-        }
-        if !reads_only {
-            far.changed(target, &remote)?;
-        }
-        let mut rest = old.as_slice();
-        for span in result_spans.iter() {
-            let (part, after) = rest.split_at(span.len() as usize);
-            span.store(part)?;
-            rest = after;
-        }
-        Ok(len)
-    }
-
-    /// The bytes of operands.
-    fn operands(&self, parts: &[LocalPart], len: u64) -> Result<Vec<u8>> {
-        let side = LocalSide::hold(self, parts, Access::WRITE)?;
-        let mut spans = Few::new();
-        side.spans(parts, &mut spans)?;
-        memory::gather(spans.as_slice(), len)
-    }
-}
-
 const _: () =
     assert!(cfg!(target_endian = "little"), "elements are kept in the low bytes of a word");
 
-fn word(bytes: &[u8]) -> u64 {
+/// The bytes of an element, zero-extended.
+pub(super) fn word(bytes: &[u8]) -> u64 {
     let mut word = [0; 8];
     word[..bytes.len()].copy_from_slice(bytes);
     u64::from_le_bytes(word)
 }
 
 /// Elements lie whole in one piece of memory, at their natural alignment.
-fn check_alignment(span: &Span<'_>, size: u64) -> Result<()> {
+pub(super) fn check_alignment(span: &Span<'_>, size: u64) -> Result<()> {
     let address = match span {
         Span::Direct { at, .. } | Span::Kernel { at, .. } => *at,
         Span::Indirect { at, memory, .. } => memory.atomic_address(*at)?,
@@ -193,11 +122,11 @@ fn check_alignment(span: &Span<'_>, size: u64) -> Result<()> {
 }
 
 /// An operation on one element.
-struct Element {
-    op: AtomicOp,
-    datatype: AtomicType,
-    operand: u64,
-    compare: u64,
+pub(super) struct Element {
+    pub(super) op: AtomicOp,
+    pub(super) datatype: AtomicType,
+    pub(super) operand: u64,
+    pub(super) compare: u64,
 }
 
 impl Element {
@@ -206,7 +135,7 @@ impl Element {
     }
 
     /// Executes it on a span of its size and alignment, and returns what was there before.
-    fn execute(&self, locks: &AtomicLocks, span: Span<'_>) -> Result<u64> {
+    pub(super) fn execute(&self, locks: &AtomicLocks, span: Span<'_>) -> Result<u64> {
         let size = self.datatype.size() as usize;
         match span {
             Span::Direct { at, mapping, .. } => {
@@ -241,7 +170,8 @@ impl Element {
                 Ok(before) | Err(before) => u64::from(before),
             }
         } else {
-            // SAFETY: as above.
+            // SAFETY: the span is mapped while it is in use (`Span::Direct`), and `check_alignment`
+            // found it aligned.
             let target = unsafe { AtomicU64::from_ptr(pointer.cast()) };
             match target
                 .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |before| self.new_value(before))

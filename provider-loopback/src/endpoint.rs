@@ -1,40 +1,36 @@
-//! Endpoints: their names, their peers, and their queues of posted requests.
-
-#![allow(unsafe_code)]
+//! Endpoints: their queues of posted requests and of completions, their peers, and the fabric that
+//! finds them by name.
 
 use std::{
-    any::Any,
     cell::RefCell,
     collections::{HashMap, VecDeque},
     fmt,
-    sync::{
-        Arc, Weak,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-    },
+    sync::{Arc, Weak},
 };
 
 use hmem_core::{
-    AuthKey, Error, ErrorKind, Result,
+    AuthKey, Error, ErrorKind, ProcessMark, Result,
     counter::Counter,
-    provider::{EndpointAttr, ProviderEndpoint},
+    provider::EndpointAttr,
     transfer::{Completion, CompletionKind, EndpointName, Operation, PeerId, WorkRequest},
 };
 use parking_lot::{Mutex, ReentrantMutex, RwLock};
 
 use super::{
     Call,
-    domain::{Domain, DomainState},
-    execute::Outcome,
+    domain::DomainState,
+    inbox::{Inbox, Receive},
     keys,
-    message::{Inbox, Receive},
-    post::{Work, invalid},
-    queue::{Cq, Queue},
+    request::{self, Work, full, invalid},
+    window::EndpointLife,
 };
 
-/// What the NIC knows of an endpoint.
+/// An endpoint. The fabric, the domain's progress and the application's handle share it.
 pub(super) struct EndpointState {
-    pub(super) id: u64,
+    pub(super) life: Arc<EndpointLife>,
     pub(super) domain: Arc<DomainState>,
+    fabric: Arc<Fabric>,
+    siblings: Arc<Siblings>,
     pub(super) auth_key: AuthKey,
     pub(super) rma_event: bool,
     depth: usize,
@@ -43,18 +39,13 @@ pub(super) struct EndpointState {
     tx_counter: Option<Arc<Counter>>,
     rx_counter: Option<Arc<Counter>>,
     posted: Mutex<VecDeque<Work>>,
-    /// How many are posted: lets progress pass by without the lock. Written under the lock of
-    /// `posted`.
-    waiting: AtomicUsize,
     /// Held while requests of this endpoint execute, which keeps their order.
     ///
     /// A copy engine that a request calls may close this endpoint on the same thread, so that the
     /// lock is re-entrant. The cell is borrowed while requests execute: they do not nest.
-    running: ReentrantMutex<RefCell<()>>,
+    pub(super) running: ReentrantMutex<RefCell<()>>,
     pub(super) inbox: Inbox,
     peers: RwLock<Peers>,
-    standing: Mutex<Standing>,
-    closed: AtomicBool,
 }
 
 /// The endpoints that an endpoint resolved; a [`PeerId`] is a place in the list.
@@ -64,137 +55,81 @@ struct Peers {
     by_endpoint: HashMap<u64, usize>,
 }
 
-#[derive(Debug, Default)]
-struct Standing {
-    closed: bool,
-    /// The number of type 2A windows that are bound to the endpoint.
-    bound: usize,
-}
-
 impl EndpointState {
-    /// Executes what is posted; returns how many requests ended.
-    #[inline]
-    pub(super) fn step(self: &Arc<Self>) -> usize {
-        let mut ended = 0;
-        if self.waiting.load(Ordering::Acquire) > 0
-            && let Some(running) = self.running.try_lock()
-            && let Ok(_executing) = running.try_borrow_mut()
-        {
-            ended += self.run();
-        }
-        ended + self.inbox.settle(self)
-    }
-
-    fn run(self: &Arc<Self>) -> usize {
-        let mut ended = 0;
-        while self.waiting.load(Ordering::Acquire) > 0 {
-            let next = {
-                let mut posted = self.posted.lock();
-                let next = posted.pop_front();
-                self.waiting.store(posted.len(), Ordering::Release);
-                next
-            };
-            let Some(work) = next else { break };
-            match self.execute(&work) {
-                Outcome::Done(result) => {
-                    self.complete_transmit(&work, result);
-                    ended += 1;
-                }
-                Outcome::NotReady => {
-                    let mut posted = self.posted.lock();
-                    posted.push_front(work);
-                    self.waiting.store(posted.len(), Ordering::Release);
-                    break;
-                }
-            }
-        }
-        ended
-    }
-
-    #[inline]
-    fn complete_transmit(&self, work: &Work, result: Result<u64>) {
-        count(self.tx_counter.as_deref(), &result);
-        self.tx.push(Completion {
-            context: work.context,
-            kind: work.task.kind(),
-            result,
-            tag: None,
+    /// Opens an endpoint, which its fabric then finds and its siblings' progress executes.
+    pub(super) fn open(
+        fabric: &Arc<Fabric>,
+        siblings: &Arc<Siblings>,
+        domain: &Arc<DomainState>,
+        attr: &EndpointAttr,
+        tx: Arc<Queue>,
+        rx: Arc<Queue>,
+    ) -> Result<Arc<Self>> {
+        let depth = attr.depth.max(1);
+        let endpoint = Arc::new(Self {
+            life: Arc::new(EndpointLife::new(keys::random()?)),
+            domain: Arc::clone(domain),
+            fabric: Arc::clone(fabric),
+            siblings: Arc::clone(siblings),
+            auth_key: attr.auth_key.clone().unwrap_or_else(|| domain.auth_key.clone()),
+            rma_event: attr.rma_event,
+            depth,
+            tx,
+            rx,
+            tx_counter: attr.tx_counter.clone(),
+            rx_counter: attr.rx_counter.clone(),
+            posted: Mutex::default(),
+            running: ReentrantMutex::default(),
+            inbox: Inbox::new(depth, domain.nic.config.unexpected_bytes),
+            peers: RwLock::default(),
         });
+        fabric.endpoints.write().insert(endpoint.life.id, Arc::downgrade(&endpoint));
+        siblings.add(&endpoint);
+        Ok(endpoint)
     }
 
-    pub(super) fn complete_receive(&self, context: u64, tag: Option<u64>, result: Result<u64>) {
-        count(self.rx_counter.as_deref(), &result);
-        self.rx.push(Completion { context, kind: CompletionKind::Receive, result, tag });
+    pub(super) fn id(&self) -> u64 {
+        self.life.id
     }
 
-    /// The endpoint of a peer, while it is open.
-    pub(super) fn peer(&self, peer: PeerId) -> Option<Arc<Self>> {
-        let found = self.peers.read().known.get(peer.0 as usize)?.1.upgrade()?;
-        (!found.is_closed()).then_some(found)
-    }
-
-    #[inline]
     pub(super) fn is_closed(&self) -> bool {
-        self.closed.load(Ordering::Acquire)
+        self.life.is_closed()
+    }
+
+    /// Adds a peer; the same endpoint has one number.
+    pub(super) fn add_peer(&self, peer: &Arc<Self>) -> PeerId {
+        let mut peers = self.peers.write();
+        let next = peers.known.len();
+        let at = *peers.by_endpoint.entry(peer.id()).or_insert(next);
+        if at == next {
+            peers.known.push((peer.id(), Arc::downgrade(peer)));
+        }
+        PeerId(at as u64)
+    }
+
+    /// The endpoint of a peer.
+    ///
+    /// # Errors
+    /// Unreachable if the peer is closed or was not resolved.
+    pub(super) fn peer(&self, peer: PeerId) -> Result<Arc<Self>> {
+        let known = self.peers.read().known.get(peer.0 as usize).map(|(_, peer)| Weak::clone(peer));
+        let open = known.and_then(|known| known.upgrade()).filter(|peer| !peer.is_closed());
+        open.ok_or_else(|| unreachable_peer(peer))
     }
 
     /// The number of a resolved peer's endpoint.
-    pub(super) fn peer_endpoint(&self, peer: PeerId) -> Option<u64> {
+    fn peer_endpoint(&self, peer: PeerId) -> Option<u64> {
         Some(self.peers.read().known.get(peer.0 as usize)?.0)
     }
 
-    /// Binds a type 2A window, which keeps the endpoint from being closed.
-    pub(super) fn bind(&self) -> Result<()> {
-        let mut standing = self.standing.lock();
-        if standing.closed {
-            return Err(closed("bind endpoint"));
-        }
-        standing.bound += 1;
-        Ok(())
-    }
-
-    pub(super) fn unbind(&self) {
-        self.standing.lock().bound -= 1;
-    }
-
-    fn shut(self: &Arc<Self>, force: bool) -> Result<()> {
-        {
-            let mut standing = self.standing.lock();
-            if standing.closed {
-                return Ok(());
-            }
-            if standing.bound > 0 && !force {
-                return Err(Error::new(ErrorKind::Busy, "close endpoint")
-                    .provider("loopback")
-                    .context("bound", standing.bound)
-                    .remedy("invalidate the type 2A windows that are bound to it first"));
-            }
-            standing.closed = true;
-            self.closed.store(true, Ordering::Release);
-        }
-        self.domain.fabric.detach(self.id);
-        self.domain.remove_endpoint(self.id);
-        // Waits for a request that another thread executes.
-        let _running = self.running.lock();
-        let canceled = {
-            let mut posted = self.posted.lock();
-            self.waiting.store(0, Ordering::Release);
-            std::mem::take(&mut *posted)
-        };
-        for work in canceled {
-            self.complete_transmit(&work, Err(canceled_request()));
-        }
-        self.inbox.cancel(self);
-        Ok(())
-    }
-
-    fn submit(&self, request: &WorkRequest<'_>) -> Result<()> {
-        if self.closed.load(Ordering::Acquire) {
-            return Err(closed("post"));
+    /// Adds a request to the queue of posted requests, or a receive to the inbox.
+    pub(super) fn submit(&self, request: &WorkRequest<'_>) -> Result<()> {
+        if self.is_closed() {
+            return Err(closed());
         }
         self.domain.nic.config.faults.enter(Call::Post)?;
         if let Operation::Receive { tag, from } = &request.operation {
-            let (local, capacity) = self.local_parts(request.local)?;
+            let (local, capacity) = request::local_parts(&self.domain, request.local)?;
             let from = match from {
                 Some(peer) => Some(self.peer_endpoint(*peer).ok_or_else(|| {
                     invalid("the peer of a receive was resolved by this endpoint")
@@ -203,156 +138,162 @@ impl EndpointState {
             };
             let receive =
                 Receive { local, capacity, tag: *tag, from, context: request.context, number: 0 };
-            self.inbox.post(receive, self.depth)?;
-            if self.closed.load(Ordering::Acquire) {
-                // Closed meanwhile: whoever takes the receive out of the inbox completes it.
-                self.inbox.cancel(self);
+            self.inbox.post(receive)?;
+            if self.is_closed() {
+                // Closed meanwhile: the thread that takes the receive out of the inbox completes
+                // it.
+                self.cancel_receives();
             }
         } else {
-            let work = self.work(request)?;
+            let work = request::work(&self.domain, request)?;
             let mut posted = self.posted.lock();
-            if self.closed.load(Ordering::Acquire) {
-                return Err(closed("post"));
+            if self.is_closed() {
+                return Err(closed());
             }
             if posted.len() >= self.depth {
                 return Err(full());
             }
             posted.push_back(work);
-            self.waiting.store(posted.len(), Ordering::Release);
         }
         self.domain.wake.wake();
         Ok(())
+    }
+
+    /// Takes the next posted request out of the queue. The caller holds `running`.
+    pub(super) fn next_posted(&self) -> Option<Work> {
+        self.posted.lock().pop_front()
+    }
+
+    /// Puts a request that cannot be executed yet back to where it was.
+    pub(super) fn put_back(&self, work: Work) {
+        self.posted.lock().push_front(work);
+    }
+
+    pub(super) fn complete_transmit(&self, work: &Work, result: Result<u64>) {
+        count(self.tx_counter.as_deref(), &result);
+        let kind = work.task.kind();
+        self.tx.push(Completion { context: work.context, kind, result, tag: None });
+    }
+
+    pub(super) fn complete_receive(&self, context: u64, tag: Option<u64>, result: Result<u64>) {
+        count(self.rx_counter.as_deref(), &result);
+        self.rx.push(Completion { context, kind: CompletionKind::Receive, result, tag });
+    }
+
+    /// Closes the endpoint: waits for what executes, and cancels the rest.
+    ///
+    /// # Errors
+    /// Busy while a type 2A window is bound to it, unless `force` is set.
+    pub(super) fn close(&self, force: bool) -> Result<()> {
+        if !self.life.close(force)? {
+            return Ok(());
+        }
+        self.fabric.endpoints.write().remove(&self.id());
+        self.siblings.remove(self.id());
+        // Waits for a request that another thread executes.
+        let _running = self.running.lock();
+        let canceled = std::mem::take(&mut *self.posted.lock());
+        for work in canceled {
+            self.complete_transmit(&work, Err(canceled_request()));
+        }
+        self.cancel_receives();
+        Ok(())
+    }
+
+    /// Ends every receive as canceled, and lets waiting senders find out.
+    pub(super) fn cancel_receives(&self) {
+        // A message on its way arrives first.
+        let _delivery = self.inbox.lock_delivery();
+        for receive in self.inbox.clear() {
+            self.complete_receive(receive.context, None, Err(canceled_request()));
+        }
     }
 }
 
 impl fmt::Debug for EndpointState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("EndpointState")
-            .field("id", &format_args!("{:#x}", self.id))
+            .field("life", &self.life)
             .field("domain", &self.domain.id)
-            .field("waiting", &self.waiting)
-            .field("standing", &*self.standing.lock())
+            .field("posted", &self.posted.lock().len())
             .finish_non_exhaustive()
     }
 }
 
-fn count(counter: Option<&Counter>, result: &Result<u64>) {
-    if let Some(counter) = counter {
-        match result {
-            Ok(_) => counter.add(1),
-            Err(_) => counter.add_error(1),
-        }
+/// The endpoints of a domain, which make progress together.
+#[derive(Debug, Default)]
+pub(super) struct Siblings {
+    /// Replaced as a whole, so that progress holds no lock while it executes.
+    endpoints: RwLock<Arc<[Arc<EndpointState>]>>,
+}
+
+impl Siblings {
+    pub(super) fn snapshot(&self) -> Arc<[Arc<EndpointState>]> {
+        Arc::clone(&self.endpoints.read())
+    }
+
+    pub(super) fn len(&self) -> u64 {
+        self.endpoints.read().len() as u64
+    }
+
+    fn add(&self, endpoint: &Arc<EndpointState>) {
+        let mut endpoints = self.endpoints.write();
+        *endpoints = endpoints.iter().chain([endpoint]).map(Arc::clone).collect();
+    }
+
+    fn remove(&self, id: u64) {
+        let mut endpoints = self.endpoints.write();
+        *endpoints =
+            endpoints.iter().filter(|endpoint| endpoint.id() != id).map(Arc::clone).collect();
     }
 }
 
-/// The application's handle of an endpoint.
-pub(super) struct Endpoint {
-    state: Arc<EndpointState>,
-    /// Keeps the domain, and its progress thread, alive.
-    domain: Arc<Domain>,
-}
-
-impl Endpoint {
-    pub(super) fn open(domain: Arc<Domain>, attr: &EndpointAttr) -> Result<Self> {
-        let queue = |cq: &dyn hmem_core::provider::CompletionQueue| {
-            (cq as &dyn Any)
-                .downcast_ref::<Cq>()
-                .filter(|cq| Arc::ptr_eq(&cq.domain, &domain))
-                .map(|cq| Arc::clone(&cq.queue))
-                .ok_or_else(|| {
-                    Error::new(ErrorKind::InvalidArgument, "open endpoint")
-                        .provider("loopback")
-                        .remedy("use completion queues of the same domain")
-                })
-        };
-        let state = domain.state();
-        let config = &state.nic.config;
-        let endpoint = Arc::new(EndpointState {
-            id: keys::random()?,
-            domain: Arc::clone(state),
-            auth_key: attr.auth_key.clone().unwrap_or_else(|| state.auth_key.clone()),
-            rma_event: attr.rma_event,
-            depth: attr.depth.max(1),
-            tx: queue(&*attr.tx_cq)?,
-            rx: queue(&*attr.rx_cq)?,
-            tx_counter: attr.tx_counter.clone(),
-            rx_counter: attr.rx_counter.clone(),
-            posted: Mutex::new(VecDeque::with_capacity(attr.depth.clamp(1, 64))),
-            waiting: AtomicUsize::new(0),
-            running: ReentrantMutex::default(),
-            inbox: Inbox::new(attr.depth.max(1), config.unexpected_bytes),
-            peers: RwLock::default(),
-            standing: Mutex::default(),
-            closed: AtomicBool::new(false),
-        });
-        state.fabric.attach(&endpoint);
-        state.add_endpoint(&endpoint);
-        Ok(Self { state: endpoint, domain })
-    }
-
-    pub(super) fn state(&self) -> &Arc<EndpointState> {
-        &self.state
-    }
+/// The wire that all NICs of a provider share: open endpoints by their numbers.
+pub(super) struct Fabric {
+    /// Goes into endpoint names, so that a name of another fabric is told apart.
+    id: u64,
+    endpoints: RwLock<HashMap<u64, Weak<EndpointState>>>,
+    /// The process that made the fabric, the only one in which it opens domains: a forked child
+    /// may have copied locks that another thread held.
+    pub(super) process: ProcessMark,
 }
 
 const NAME_MAGIC: &[u8; 4] = b"hmLE";
 const NAME_VERSION: u8 = 1;
 
-impl ProviderEndpoint for Endpoint {
-    /// Magic, version, fabric and endpoint: 21 bytes.
-    fn name(&self) -> EndpointName {
+impl Fabric {
+    pub(super) fn new() -> Result<Self> {
+        let process = ProcessMark::current()?;
+        Ok(Self { id: keys::random()?, endpoints: RwLock::default(), process })
+    }
+
+    /// Makes the name of an endpoint: magic, version, fabric and endpoint, 21 bytes.
+    pub(super) fn name_of(&self, endpoint: u64) -> EndpointName {
         let mut bytes = NAME_MAGIC.to_vec();
         bytes.push(NAME_VERSION);
-        bytes.extend_from_slice(&self.state.domain.fabric.id.to_le_bytes());
-        bytes.extend_from_slice(&self.state.id.to_le_bytes());
+        bytes.extend_from_slice(&self.id.to_le_bytes());
+        bytes.extend_from_slice(&endpoint.to_le_bytes());
         EndpointName(bytes)
     }
 
-    fn resolve(&self, name: &EndpointName) -> Result<PeerId> {
-        let fabric = &self.state.domain.fabric;
-        self.state.domain.nic.config.faults.enter(Call::Resolve)?;
-        let (fabric_id, endpoint_id) = parse_name(name)?;
-        let peer = (fabric_id == fabric.id)
-            .then(|| fabric.find(endpoint_id))
-            .flatten()
-            .ok_or_else(|| {
-                Error::new(ErrorKind::Unreachable, "resolve")
-                    .provider("loopback")
-                    .remedy("a loopback endpoint is found on its own fabric, while it is open")
-            })?;
-        let mut peers = self.state.peers.write();
-        let next = peers.known.len();
-        let at = *peers.by_endpoint.entry(endpoint_id).or_insert(next);
-        if at == next {
-            peers.known.push((endpoint_id, Arc::downgrade(&peer)));
-        }
-        Ok(PeerId(at as u64))
-    }
-
-    unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()> {
-        self.state.submit(request)
-    }
-
-    fn close(&self) -> Result<()> {
-        self.state.domain.nic.config.faults.enter(Call::CloseEndpoint)?;
-        self.state.shut(false)
+    /// Finds an endpoint by its name.
+    ///
+    /// # Errors
+    /// Malformed if the bytes are no name; Unreachable unless the endpoint is open on this fabric.
+    pub(super) fn find(&self, name: &EndpointName) -> Result<Arc<EndpointState>> {
+        let (fabric, endpoint) = parse_name(name)?;
+        let found = || self.endpoints.read().get(&endpoint).and_then(Weak::upgrade);
+        (fabric == self.id).then(found).flatten().ok_or_else(|| {
+            Error::new(ErrorKind::Unreachable, "resolve")
+                .provider("loopback")
+                .remedy("a loopback endpoint is found on its own fabric, while it is open")
+        })
     }
 }
 
-impl Drop for Endpoint {
-    fn drop(&mut self) {
-        if let Err(error) = self.state.shut(true) {
-            tracing::error!(%error, "a dropped loopback endpoint did not close");
-        }
-    }
-}
-
-impl fmt::Debug for Endpoint {
+impl fmt::Debug for Fabric {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Endpoint")
-            .field("state", &self.state)
-            .field("domain", &self.domain)
-            .finish()
+        f.debug_struct("Fabric").field("id", &self.id).finish_non_exhaustive()
     }
 }
 
@@ -374,23 +315,78 @@ fn parse_name(name: &EndpointName) -> Result<(u64, u64)> {
     Ok((u64::from_le_bytes(*fabric), u64::from_le_bytes(*endpoint)))
 }
 
-#[cold]
+/// Completions on their way to the application.
+#[derive(Debug)]
+pub(super) struct Queue {
+    depth: usize,
+    state: Mutex<QueueState>,
+}
+
+#[derive(Debug)]
+struct QueueState {
+    entries: VecDeque<Completion>,
+    overrun: bool,
+}
+
+impl Queue {
+    pub(super) fn new(depth: usize) -> Self {
+        let entries = VecDeque::with_capacity(depth.min(1024));
+        Self { depth, state: Mutex::new(QueueState { entries, overrun: false }) }
+    }
+
+    /// Adds a completion; one that finds no room is lost, and the queue is overrun.
+    fn push(&self, completion: Completion) {
+        let mut state = self.state.lock();
+        if state.entries.len() < self.depth {
+            state.entries.push_back(completion);
+        } else {
+            state.overrun = true;
+            drop(state);
+            tracing::error!(depth = self.depth, "a completion queue was overrun");
+        }
+    }
+
+    /// Moves at most `max` completions to `out`; returns how many.
+    pub(super) fn pop(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
+        let mut state = self.state.lock();
+        let count = max.min(state.entries.len());
+        if count == 0 && state.overrun {
+            return Err(Error::new(ErrorKind::OutOfResources, "read completions")
+                .provider("loopback")
+                .context("depth", self.depth)
+                .remedy(
+                    "the queue was overrun and lost completions: open it deeper, or read it more often",
+                ));
+        }
+        out.extend(state.entries.drain(..count));
+        Ok(count)
+    }
+}
+
+fn count(counter: Option<&Counter>, result: &Result<u64>) {
+    if let Some(counter) = counter {
+        match result {
+            Ok(_) => counter.add(1),
+            Err(_) => counter.add_error(1),
+        }
+    }
+}
+
+pub(super) fn unreachable_peer(peer: PeerId) -> Error {
+    Error::new(ErrorKind::Unreachable, "transfer")
+        .provider("loopback")
+        .context("peer", peer.0)
+        .remedy("the peer's endpoint is closed, or this endpoint did not resolve it")
+}
+
 pub(super) fn canceled_request() -> Error {
     Error::new(ErrorKind::Canceled, "transfer")
         .provider("loopback")
         .context("why", "its endpoint was closed")
 }
 
-#[cold]
-fn closed(operation: &'static str) -> Error {
-    Error::new(ErrorKind::BadState, operation)
+fn closed() -> Error {
+    Error::new(ErrorKind::BadState, "post")
         .provider("loopback")
         .context("why", "the endpoint is closed")
-}
-
-#[cold]
-pub(super) fn full() -> Error {
-    Error::new(ErrorKind::Again, "post")
-        .provider("loopback")
-        .remedy("as many requests are outstanding as the endpoint was opened for: read completions")
 }

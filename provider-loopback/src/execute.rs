@@ -1,352 +1,142 @@
-//! Executing a request: every check first, then the bytes.
-//!
-//! A transfer holds the regions of both sides from its first check until its last byte, so that
-//! deregistration waits for it, and it finds all the bytes of both sides before it moves any.
+//! Execution of posted requests.
 
 use std::sync::Arc;
 
-use hmem_core::{Access, Error, ErrorKind, MrMode, Result, transfer::PeerId};
+use hmem_core::{Access, Result, transfer::AtomicOp};
 
 use super::{
     Call, Few,
-    endpoint::{EndpointState, canceled_request},
-    keys::{KnownGeneration, Token},
-    memory::{self, DeviceMemory, Span},
-    post::{KeyUse, LocalPart, Origin, RemotePart, Task, Work},
-    region::{AccessStart, Refusal, Region, denied},
-    regions::RegionGuard,
-    window::BoundUse,
+    access::{self, LocalSide, RemoteSide},
+    atomic::{self, Element},
+    endpoint::{EndpointState, Siblings},
+    memory, message,
+    request::{AtomicTask, LocalPart, RemotePart, Task, Work},
 };
 
-/// How far a request came.
-pub(super) enum Outcome {
-    /// It ended.
-    Done(Result<u64>),
-    /// The receiver has no room: try again later, and nothing behind it before.
-    NotReady,
+/// Executes what was posted to any endpoint of a domain; returns how many requests ended.
+pub(super) fn step(endpoints: &Siblings) -> usize {
+    endpoints.snapshot().iter().map(step_endpoint).sum()
 }
 
-impl EndpointState {
-    pub(super) fn execute(self: &Arc<Self>, work: &Work) -> Outcome {
-        let result = match &work.task {
-            Task::Write(remote) => self.rma(work, remote, true),
-            Task::Read(remote) => self.rma(work, remote, false),
-            Task::Atomic(task) => self.atomic_transfer(work, task),
-            Task::Send { tag, invalidate } => return self.send(work, *tag, *invalidate),
-            Task::BindWindow(task) => self.bind_posted(task).map(|()| 0),
-            Task::InvalidateWindow(window) => self.domain.invalidate_window(*window).map(|()| 0),
-        };
-        Outcome::Done(result)
-    }
-
-    /// The peer of a request, if it is still there.
-    pub(super) fn target(&self, work: &Work) -> Result<Arc<Self>> {
-        self.peer(work.peer).ok_or_else(|| unreachable_peer(work.peer))
-    }
-
-    fn rma(&self, work: &Work, remote: &[RemotePart], write: bool) -> Result<u64> {
-        let target = &self.target(work)?;
-        let (local_right, remote_right) = if write {
-            (Access::WRITE, Access::ANY_REMOTE_WRITE)
-        } else {
-            (Access::READ, Access::REMOTE_READ)
-        };
-        let near = LocalSide::hold(self, &work.local, local_right)?;
-        let mut local = Few::new();
-        near.spans(&work.local, &mut local)?;
-        let far = RemoteSide::hold(self, target, remote, remote_right)?;
-        let mut spans = Few::new();
-        far.spans(remote, &mut spans)?;
-        far.spend()?;
-        self.domain.nic.config.faults.enter(Call::Transfer)?;
-        let moved = if write {
-            self.carry(target, (local.as_slice(), spans.as_slice()), local.as_slice())?
-        } else {
-            self.carry(target, (spans.as_slice(), local.as_slice()), local.as_slice())?
-        };
-        if write && moved > 0 {
-            far.changed(target, remote)?;
-        }
-        Ok(moved)
-    }
-
-    /// Copies a run of bytes from or to memory of `target`, through staging buffers where one side
-    /// needs them. `own` is the side that is this endpoint's.
-    pub(super) fn carry(
-        &self,
-        target: &Self,
-        (from, to): (&[Span<'_>], &[Span<'_>]),
-        own: &[Span<'_>],
-    ) -> std::result::Result<u64, memory::Failed> {
-        let staged = |spans: &[Span<'_>]| spans.iter().any(|span| span.staged().is_some());
-        if !staged(from) && !staged(to) {
-            return memory::copy(from, to).map_err(memory::Failed::on_the_wire);
-        }
-        let own = if staged(own) { self } else { target };
-        let pool = own.domain.staging_pool().map_err(memory::Failed::on_the_wire)?;
-        let canceled = || match (self.is_closed(), target.is_closed()) {
-            (true, _) => Some(canceled_request()),
-            (_, true) => Some(
-                Error::new(ErrorKind::Unreachable, "transfer")
-                    .provider("loopback")
-                    .remedy("the peer's endpoint was closed in the middle of the transfer"),
-            ),
-            _ => None,
-        };
-        memory::pipe(from, to, &pool, canceled, || self.domain.nic.config.faults.enter(Call::Chunk))
-    }
-}
-
-/// The local side of a transfer, held.
-pub(super) struct LocalSide {
-    holds: Few<LocalHold>,
-}
-
-enum LocalHold {
-    Region(RegionGuard),
-    Host,
-    Device(DeviceMemory),
-}
-
-impl LocalSide {
-    /// Holds the regions of the parts, which must grant `right`.
-    pub(super) fn hold(
-        endpoint: &EndpointState,
-        parts: &[LocalPart],
-        right: Access,
-    ) -> Result<Self> {
-        let mut holds = Few::new();
-        for part in parts.iter() {
-            holds.push(match part.origin {
-                Origin::Region(token) => LocalHold::Region(hold_local(endpoint, token, right)?),
-                Origin::Host => LocalHold::Host,
-                Origin::Device(kind) => LocalHold::Device(DeviceMemory::new(Arc::clone(
-                    endpoint.domain.registry.get(kind)?,
-                ))),
-            });
-        }
-        Ok(Self { holds })
-    }
-
-    /// Adds the bytes of the parts.
-    pub(super) fn spans<'a>(&'a self, parts: &[LocalPart], into: &mut Few<Span<'a>>) -> Result<()> {
-        for (hold, part) in self.holds.iter().zip(parts.iter()) {
-            let (at, len) = (part.address, part.len);
-            if len == 0 {
-                continue;
-            }
-            match hold {
-                LocalHold::Region(held) => held.spans(AccessStart::Address(at), len, into)?,
-                LocalHold::Host => into.push(Span::Kernel { at, len }),
-                LocalHold::Device(memory) => into.push(Span::Indirect { at, len, memory }),
-            }
-        }
-        Ok(())
-    }
-}
-
-/// The remote side of a transfer, held.
-pub(super) struct RemoteSide {
-    holds: Few<RemoteHold>,
-}
-
-struct RemoteHold {
-    region: RegionGuard,
-    /// The window through which the region is reached.
-    window: Option<BoundUse>,
-}
-
-impl RemoteSide {
-    /// Holds the regions that the keys of the parts name. Each key must grant `initiator` one of
-    /// the rights in `any_of`, through `target`.
-    pub(super) fn hold(
-        initiator: &EndpointState,
-        target: &EndpointState,
-        parts: &[RemotePart],
-        any_of: Access,
-    ) -> Result<Self> {
-        let mut holds = Few::new();
-        for part in parts {
-            holds.push(hold_key(initiator, target, part.key, any_of)?);
-        }
-        Ok(Self { holds })
-    }
-
-    /// Adds the bytes of the parts.
-    pub(super) fn spans<'a>(
-        &'a self,
-        parts: &[RemotePart],
-        into: &mut Few<Span<'a>>,
-    ) -> Result<()> {
-        for (hold, part) in self.holds.iter().zip(parts) {
-            hold.spans(part, into)?;
-        }
-        Ok(())
-    }
-
-    /// Uses up single-use keys; a request that names one twice uses it once.
-    pub(super) fn spend(&self) -> Result<()> {
-        let holds = self.holds.as_slice();
-        for (at, hold) in holds.iter().enumerate() {
-            let first = hold.window.is_none()
-                && !holds[..at]
-                    .iter()
-                    .any(|other| other.window.is_none() && other.region.token == hold.region.token);
-            if first && !hold.region.spend() {
-                return Err(Refusal::Dead.of_key());
-            }
-        }
-        Ok(())
-    }
-
-    /// Makes a write or atomic persistent if its region asks for it (RMA_PMEM), and then counts it,
-    /// once for each region.
-    pub(super) fn changed(&self, target: &EndpointState, parts: &[RemotePart]) -> Result<()> {
-        let holds = self.holds.as_slice();
-        for (hold, part) in holds.iter().zip(parts) {
-            if hold.region.attr.persistent {
-                let mut written = Few::new();
-                hold.spans(part, &mut written)?;
-                hold.region.persist(written.as_slice(), &target.domain.registry)?;
-            }
-        }
-        for (at, hold) in holds.iter().enumerate() {
-            if !holds[..at].iter().any(|other| other.region.token == hold.region.token) {
-                hold.region.counters.read().iter().for_each(|counter| counter.add(1));
-            }
-        }
-        Ok(())
-    }
-}
-
-impl RemoteHold {
-    /// Adds the bytes of a part that this key names.
-    fn spans<'a>(&'a self, part: &RemotePart, into: &mut Few<Span<'a>>) -> Result<()> {
-        if part.len == 0 {
-            return Ok(());
-        }
-        let start = match &self.window {
-            Some(window) => window.access_start(&self.region, part.address, part.len)?,
-            None => self.region.access_start(part.address),
-        };
-        self.region.spans(start, part.len, into)
-    }
-}
-
-/// Holds the region of a local descriptor.
-fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<RegionGuard> {
-    let domain = &endpoint.domain;
-    let known = KnownGeneration::Whole(token.generation);
-    let region = domain
-        .nic
-        .regions
-        .hold(domain.id, token.index, known, false)
-        .map_err(Refusal::of_descriptor)?;
-    if !region.attr.access.contains(right) {
-        return Err(denied("local side", right));
-    }
-    check_endpoint(&region, endpoint)?;
-    Ok(region)
-}
-
-/// Holds the region that one key names; the key must grant one of the rights in `any_of`.
-fn hold_key(
-    initiator: &EndpointState,
-    target: &EndpointState,
-    key: KeyUse,
-    any_of: Access,
-) -> Result<RemoteHold> {
-    let domain = &target.domain;
-    let regions = &domain.nic.regions;
-    let (number, cookie) = if key.mapped {
-        let parts =
-            initiator.domain.mapped_key(key.number).ok_or_else(|| Refusal::Dead.of_key())?;
-        (parts.key, Some(parts))
-    } else if initiator.domain.mode.contains(MrMode::RAW) || domain.mode.contains(MrMode::RAW) {
-        return Err(Refusal::Dead
-            .of_key()
-            .remedy("in RAW mode map the peer's raw key and use the mapped key"));
-    } else {
-        (key.number, None)
-    };
-    let held = if domain.requested_keys() {
-        regions.hold_requested(domain.id, number)
-    } else {
-        match domain.keys.open(number) {
-            Some((index, known)) => regions.hold(domain.id, index, known, true),
-            None => Err(Refusal::Dead),
-        }
-    };
-    let region = match held {
-        Ok(region) => region,
-        Err(Refusal::Dead) if cookie.is_none() && domain.has_windows() => {
-            let (region, window) = domain.hold_window(number, target, any_of)?;
-            check_peer(initiator, target, &region)?;
-            return Ok(RemoteHold { region, window: Some(window) });
-        }
-        Err(refusal) => return Err(refusal.of_key()),
-    };
-    if let Some(parts) = cookie
-        && (domain.keys.cookie(number, region.token) ^ parts.cookie) & parts.mask != 0
+fn step_endpoint(endpoint: &Arc<EndpointState>) -> usize {
+    let mut ended = 0;
+    if let Some(running) = endpoint.running.try_lock()
+        && let Ok(_executing) = running.try_borrow_mut()
     {
-        return Err(Refusal::Dead.of_key());
-    }
-    if !region.attr.access.intersects(any_of) {
-        return Err(denied("key", any_of));
-    }
-    check_peer(initiator, target, &region)?;
-    Ok(RemoteHold { region, window: None })
-}
-
-/// Checks that the initiator may reach the region through this endpoint.
-fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Region) -> Result<()> {
-    let auth_key = region.attr.auth_key.as_ref().unwrap_or(&target.domain.auth_key);
-    if *auth_key != initiator.auth_key {
-        return Err(wrong_auth_key());
-    }
-    check_endpoint(region, target)?;
-    if !target.rma_event && !region.counters.read().is_empty() {
-        return Err(Error::new(ErrorKind::AccessDenied, "transfer")
-            .provider("loopback")
-            .context(
-                "why",
-                "the region counts accesses and the target endpoint was opened without RMA_EVENT",
-            )
-            .remedy("open the target endpoint with the RMA_EVENT capability"));
-    }
-    Ok(())
-}
-
-/// Checks that the region may be reached through this endpoint of its domain.
-fn check_endpoint(region: &Region, endpoint: &EndpointState) -> Result<()> {
-    match region.endpoint() {
-        Some(bound) if bound != endpoint.id => {
-            Err(wrong_endpoint("the region is bound to another endpoint"))
+        while let Some(work) = endpoint.next_posted() {
+            let Some(result) = execute(endpoint, &work).transpose() else {
+                endpoint.put_back(work);
+                break;
+            };
+            endpoint.complete_transmit(&work, result);
+            ended += 1;
         }
-        None if endpoint.domain.mode.contains(MrMode::ENDPOINT) => {
-            Err(wrong_endpoint("the region is bound to no endpoint"))
+    }
+    ended + message::settle(endpoint)
+}
+
+/// Executes a request; returns the bytes that it moved, or `None` if its receiver has no room. Then
+/// it is tried again later, and nothing behind it before.
+fn execute(endpoint: &EndpointState, work: &Work) -> Result<Option<u64>> {
+    let windows = &endpoint.domain.windows;
+    match &work.task {
+        Task::Write(remote) => rma(endpoint, work, remote, true).map(Some),
+        Task::Read(remote) => rma(endpoint, work, remote, false).map(Some),
+        Task::Atomic(task) => atomic(endpoint, work, task).map(Some),
+        Task::Send { tag, invalidate } => message::send(endpoint, work, *tag, *invalidate),
+        Task::BindWindow { window, bind, tag } => {
+            windows.bind_posted(*window, bind, *tag, &endpoint.life).map(|()| Some(0))
         }
-        _ => Ok(()),
+        Task::InvalidateWindow(window) => windows.invalidate(*window).map(|()| Some(0)),
     }
 }
 
-fn wrong_auth_key() -> Error {
-    Error::new(ErrorKind::AccessDenied, "transfer")
-        .provider("loopback")
-        .context("why", "authorization keys differ")
-        .remedy("open the endpoint with the authorization key of the region")
+/// Executes a write or a read; returns the bytes that it moved.
+fn rma(initiator: &EndpointState, work: &Work, remote: &[RemotePart], write: bool) -> Result<u64> {
+    let target = &initiator.peer(work.peer)?;
+    let (local_right, remote_right) = if write {
+        (Access::WRITE, Access::ANY_REMOTE_WRITE)
+    } else {
+        (Access::READ, Access::REMOTE_READ)
+    };
+    let near = LocalSide::hold(initiator, &work.local, local_right)?;
+    let mut local = Few::new();
+    near.spans(&work.local, &mut local)?;
+    let far = RemoteSide::hold(initiator, target, remote, remote_right)?;
+    let mut spans = Few::new();
+    far.spans(remote, &mut spans)?;
+    far.spend()?;
+    initiator.domain.nic.config.faults.enter(Call::Transfer)?;
+    let (local, spans) = (local.as_slice(), spans.as_slice());
+    let run = if write { (local, spans) } else { (spans, local) };
+    let moved = access::carry(initiator, target, run, local)?;
+    if write && moved > 0 {
+        far.changed(target, remote)?;
+    }
+    Ok(moved)
 }
 
-fn wrong_endpoint(why: &'static str) -> Error {
-    Error::new(ErrorKind::AccessDenied, "transfer")
-        .provider("loopback")
-        .context("why", why)
-        .remedy("a bound region is reached through its endpoint only")
+/// Executes an atomic; returns the bytes of its target.
+fn atomic(initiator: &EndpointState, work: &Work, task: &AtomicTask) -> Result<u64> {
+    let target = &initiator.peer(work.peer)?;
+    let reads_only = task.op == AtomicOp::AtomicRead;
+    let (len, size) = (task.remote.len, task.datatype.size());
+    let operands = if reads_only {
+        vec![0; len as usize]
+    } else {
+        read_operands(initiator, &work.local, len)?
+    };
+    let compares = match task.compare {
+        Some(part) => read_operands(initiator, &[part], len)?,
+        None => vec![0; len as usize],
+    };
+    let result_parts = task.result.as_slice();
+    let result_side = LocalSide::hold(initiator, result_parts, Access::READ)?;
+    let mut result_spans = Few::new();
+    result_side.spans(result_parts, &mut result_spans)?;
+    let atomics = Access::ANY_REMOTE_ATOMIC;
+    let any_of = if reads_only { atomics | Access::REMOTE_READ } else { atomics };
+    let remote = [task.remote];
+    let far = RemoteSide::hold(initiator, target, &remote, any_of)?;
+    let mut spans = Few::new();
+    far.spans(&remote, &mut spans)?;
+    for span in spans.iter() {
+        atomic::check_alignment(span, size)?;
+    }
+    far.spend()?;
+    initiator.domain.nic.config.faults.enter(Call::Transfer)?;
+    let mut old = vec![0; len as usize];
+    let mut done = 0;
+    for span in spans.iter() {
+        for at in (0..span.len()).step_by(size as usize) {
+            let here = done..done + size as usize;
+            let element = Element {
+                op: task.op,
+                datatype: task.datatype,
+                operand: atomic::word(&operands[here.clone()]),
+                compare: atomic::word(&compares[here.clone()]),
+            };
+            let value = element.execute(&target.domain.nic.atomics, span.part(at, size))?;
+            old[here].copy_from_slice(&value.to_le_bytes()[..size as usize]);
+            done += size as usize;
+        }
+    }
+    if !reads_only {
+        far.changed(target, &remote)?;
+    }
+    let mut rest = old.as_slice();
+    for span in result_spans.iter() {
+        let (part, after) = rest.split_at(span.len() as usize);
+        span.store(part)?;
+        rest = after;
+    }
+    Ok(len)
 }
 
-pub(super) fn unreachable_peer(peer: PeerId) -> Error {
-    Error::new(ErrorKind::Unreachable, "transfer")
-        .provider("loopback")
-        .context("peer", peer.0)
-        .remedy("the peer's endpoint is closed, or this endpoint did not resolve it")
+/// Reads operands.
+fn read_operands(initiator: &EndpointState, parts: &[LocalPart], len: u64) -> Result<Vec<u8>> {
+    let side = LocalSide::hold(initiator, parts, Access::WRITE)?;
+    let mut spans = Few::new();
+    side.spans(parts, &mut spans)?;
+    memory::gather(spans.as_slice(), len)
 }

@@ -44,28 +44,30 @@
 
 #![deny(unsafe_code)]
 
+mod access;
 mod atomic;
 mod config;
 mod domain;
 mod endpoint;
 mod execute;
 mod faults;
+mod handles;
+mod inbox;
 mod keys;
 mod memory;
 mod message;
 mod nic;
-mod post;
 mod progress;
 mod provider;
-mod queue;
 mod region;
 mod regions;
 mod register;
+mod request;
 mod window;
 
-pub use config::{Builder, Memory, Progress};
+pub use config::{Memory, Progress};
 pub use faults::{Call, Faults, Gate};
-pub use provider::Loopback;
+pub use provider::{Builder, Loopback};
 
 /// A list that is nearly always one item long.
 type Few<T> = smallvec::SmallVec<[T; 1]>;

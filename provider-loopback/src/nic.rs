@@ -1,58 +1,15 @@
-//! A NIC of the fabric: its table of regions, its limits, and who shares them.
+//! A NIC: its attributes, its regions and its limits.
 
 use std::{
-    collections::HashMap,
     fmt,
-    sync::{
-        Arc, Weak,
-        atomic::{AtomicU32, AtomicU64, Ordering},
-    },
+    sync::atomic::{AtomicU32, AtomicU64, Ordering},
 };
 
-use hmem_core::{Error, ErrorKind, ProcessMark, Result, provider::ProviderAttr};
-use parking_lot::RwLock;
+use hmem_core::{Error, ErrorKind, Result, provider::ProviderAttr};
 
-use super::{atomic::AtomicLocks, config::Config, endpoint::EndpointState, keys, regions::Regions};
+use super::{atomic::AtomicLocks, config::Config, regions::Regions};
 
-/// What all NICs share: the wire, that is who can be reached by which name.
-pub(super) struct Fabric {
-    /// Goes into endpoint names, so that a name of another fabric is told apart.
-    pub(super) id: u64,
-    pub(super) nics: Vec<Arc<Nic>>,
-    endpoints: RwLock<HashMap<u64, Weak<EndpointState>>>,
-    /// The process that made the fabric, the only one in which it opens domains: a forked child
-    /// may have copied locks that another thread held.
-    pub(super) process: ProcessMark,
-}
-
-impl Fabric {
-    pub(super) fn new(names: &[String], config: &Config) -> Result<Self> {
-        let nics =
-            names.iter().map(|name| Nic::new(name, config).map(Arc::new)).collect::<Result<_>>()?;
-        let process = ProcessMark::current()?;
-        Ok(Self { id: keys::random()?, nics, endpoints: RwLock::default(), process })
-    }
-
-    pub(super) fn attach(&self, endpoint: &Arc<EndpointState>) {
-        self.endpoints.write().insert(endpoint.id, Arc::downgrade(endpoint));
-    }
-
-    pub(super) fn detach(&self, id: u64) {
-        self.endpoints.write().remove(&id);
-    }
-
-    pub(super) fn find(&self, id: u64) -> Option<Arc<EndpointState>> {
-        self.endpoints.read().get(&id).and_then(Weak::upgrade)
-    }
-}
-
-impl fmt::Debug for Fabric {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Fabric").field("nics", &self.nics).finish_non_exhaustive()
-    }
-}
-
-/// One NIC.
+/// A NIC. Its domains share it.
 pub(super) struct Nic {
     pub(super) attr: ProviderAttr,
     pub(super) config: Config,
@@ -64,11 +21,11 @@ pub(super) struct Nic {
 }
 
 impl Nic {
-    fn new(name: &str, config: &Config) -> Result<Self> {
+    pub(super) fn new(name: &str, config: &Config) -> Self {
         let mut attr = config.attr.clone();
         attr.nic.name = name.to_owned();
         let narrow = attr.key_size == 4;
-        Ok(Self {
+        Self {
             attr,
             config: config.clone(),
             regions: Regions::new(narrow),
@@ -76,7 +33,7 @@ impl Nic {
             last_domain: AtomicU32::new(0),
             registered: AtomicU64::new(0),
             pinned: AtomicU64::new(0),
-        })
+        }
     }
 
     /// Numbers a new domain; numbers are not reused.
@@ -85,7 +42,6 @@ impl Nic {
     }
 
     /// Counts a registration of `bytes` against the limits, where there are any.
-    #[inline]
     pub(super) fn reserve(&self, bytes: u64) -> Result<()> {
         if self.config.limit_regions {
             take(&self.registered, 1, self.attr.max_mr_count, "max_mr_count")?;
@@ -102,7 +58,6 @@ impl Nic {
     }
 
     /// Takes back what [`Nic::reserve`] counted.
-    #[inline]
     pub(super) fn release(&self, bytes: u64) {
         if self.config.limit_regions {
             self.registered.fetch_sub(1, Ordering::Relaxed);

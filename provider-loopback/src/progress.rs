@@ -1,4 +1,4 @@
-//! Executing what was posted: by whoever asks, or by a thread of the domain.
+//! A domain's progress thread, and how it is woken.
 
 use std::{
     sync::{
@@ -10,9 +10,7 @@ use std::{
 
 use hmem_core::{Errno, Error, Result};
 
-use super::domain::DomainState;
-
-/// Wakes a domain's progress thread; does nothing where there is none.
+/// Wakes a domain's progress thread. Does nothing if the domain has none.
 #[derive(Debug, Default)]
 pub(super) struct Wake {
     thread: OnceLock<Thread>,
@@ -21,8 +19,7 @@ pub(super) struct Wake {
 }
 
 impl Wake {
-    /// Says that there may be something to execute.
-    #[inline]
+    /// Tells the thread that there may be something to execute.
     pub(super) fn wake(&self) {
         if let Some(thread) = self.thread.get()
             && !self.pending.swap(true, Ordering::AcqRel)
@@ -32,51 +29,53 @@ impl Wake {
     }
 }
 
-/// A domain's progress thread.
+/// A domain's progress thread. Dropping it stops the thread.
 #[derive(Debug)]
 pub(super) struct ProgressThread {
     handle: Option<JoinHandle<()>>,
-    domain: Arc<DomainState>,
+    wake: Arc<Wake>,
 }
 
 impl ProgressThread {
-    pub(super) fn start(domain: &Arc<DomainState>) -> Result<Self> {
-        let state = Arc::clone(domain);
-        let handle = thread::Builder::new()
-            .name(format!("hmem-{}", domain.nic.attr.nic.name))
-            .spawn(move || run(&state))
-            .map_err(|error| {
-                Error::os(Errno::of(&error), "spawn progress thread").provider("loopback")
-            })?;
-        domain.wake.thread.get_or_init(|| handle.thread().clone());
-        domain.wake.wake();
-        Ok(Self { handle: Some(handle), domain: Arc::clone(domain) })
+    /// Starts a thread that calls `step`, which returns how many requests ended, until nothing is
+    /// left to do, and again after each wake. Before the thread ends it calls `close`.
+    pub(super) fn start(
+        name: String,
+        wake: &Arc<Wake>,
+        step: impl Fn() -> usize + Send + 'static,
+        close: impl FnOnce() + Send + 'static,
+    ) -> Result<Self> {
+        let own = Arc::clone(wake);
+        let run = move || {
+            while !own.stop.load(Ordering::Acquire) {
+                own.pending.swap(false, Ordering::AcqRel);
+                if step() == 0
+                    && !own.pending.load(Ordering::Acquire)
+                    && !own.stop.load(Ordering::Acquire)
+                {
+                    thread::park();
+                }
+            }
+            close();
+        };
+        let handle = thread::Builder::new().name(name).spawn(run).map_err(|error| {
+            Error::os(Errno::of(&error), "spawn progress thread").provider("loopback")
+        })?;
+        wake.thread.get_or_init(|| handle.thread().clone());
+        wake.wake();
+        Ok(Self { handle: Some(handle), wake: Arc::clone(wake) })
     }
 }
 
 impl Drop for ProgressThread {
     fn drop(&mut self) {
-        self.domain.wake.stop.store(true, Ordering::Release);
+        self.wake.stop.store(true, Ordering::Release);
         let Some(handle) = self.handle.take() else { return };
         handle.thread().unpark();
         // The domain may be dropped by the thread itself, from within a copy engine that it called;
-        // it then cleans up when it comes back from there.
+        // the thread then closes the domain when it comes back from there.
         if handle.thread().id() != thread::current().id() && handle.join().is_err() {
             tracing::error!("the progress thread of a loopback domain panicked");
         }
     }
-}
-
-fn run(domain: &DomainState) {
-    let wake = &domain.wake;
-    while !wake.stop.load(Ordering::Acquire) {
-        wake.pending.swap(false, Ordering::AcqRel);
-        if domain.step() == 0
-            && !wake.pending.load(Ordering::Acquire)
-            && !wake.stop.load(Ordering::Acquire)
-        {
-            thread::park();
-        }
-    }
-    domain.close();
 }

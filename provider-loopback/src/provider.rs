@@ -1,18 +1,27 @@
-//! The fabric as a provider.
+//! The fabric as a provider, and its builder.
 
-use std::sync::Arc;
+use std::{fmt, sync::Arc};
 
 use hmem_core::{
-    Error, ErrorKind, Result,
-    provider::{DomainRequest, Provider, ProviderAttr, ProviderDomain},
+    Error, ErrorKind, MrFlags, MrMode, Result,
+    provider::{
+        DomainRequest, Imports, ProgressModel, Provider, ProviderAttr, ProviderDomain, WindowType,
+    },
 };
 
-use super::{Builder, Call, config::Config, domain::Domain, nic::Fabric};
+use super::{
+    Call, Faults, Memory, Progress,
+    config::{Config, MAX_REGIONS},
+    endpoint::Fabric,
+    handles::Domain,
+    nic::Nic,
+};
 
 /// A fabric of software NICs. Endpoints of all its domains find one another by name.
 #[derive(Clone, Debug)]
 pub struct Loopback {
     fabric: Arc<Fabric>,
+    nics: Vec<Arc<Nic>>,
 }
 
 impl Loopback {
@@ -21,8 +30,9 @@ impl Loopback {
         Builder::default()
     }
 
-    pub(super) fn new(names: &[String], config: &Config) -> Result<Self> {
-        Ok(Self { fabric: Arc::new(Fabric::new(names, config)?) })
+    fn new(names: &[String], config: &Config) -> Result<Self> {
+        let nics = names.iter().map(|name| Arc::new(Nic::new(name, config))).collect();
+        Ok(Self { fabric: Arc::new(Fabric::new()?), nics })
     }
 }
 
@@ -32,12 +42,12 @@ impl Provider for Loopback {
     }
 
     fn nics(&self) -> Result<Vec<ProviderAttr>> {
-        Ok(self.fabric.nics.iter().map(|nic| nic.attr.clone()).collect())
+        Ok(self.nics.iter().map(|nic| nic.attr.clone()).collect())
     }
 
     fn open_domain(&self, request: &DomainRequest) -> Result<Arc<dyn ProviderDomain>> {
         self.fabric.process.check("open domain")?;
-        let nics = &self.fabric.nics;
+        let nics = &self.nics;
         let nic = match &request.nic {
             None => nics.first(),
             Some(name) => nics.iter().find(|nic| nic.attr.nic.name == *name),
@@ -53,5 +63,204 @@ impl Provider for Loopback {
         nic.config.faults.enter(Call::OpenDomain)?;
         let domain: Arc<dyn ProviderDomain> = Domain::open(&self.fabric, nic, request)?;
         Ok(domain)
+    }
+}
+
+/// Builds a [`Loopback`].
+///
+/// ```
+/// use hmem_provider_loopback::{Faults, Loopback, Memory, Progress};
+///
+/// let faults = Faults::new();
+/// let provider = Loopback::builder()
+///     .nic("nic0")
+///     .nic("nic1")
+///     .memory(Memory::Follow)
+///     .progress(Progress::Thread)
+///     .max_mr_count(1000)
+///     .faults(&faults)
+///     .build()?;
+/// # Ok::<(), hmem_core::Error>(())
+/// ```
+#[derive(Clone, Default)]
+#[must_use]
+pub struct Builder {
+    names: Vec<String>,
+    config: Config,
+}
+
+impl Builder {
+    /// Adds a NIC; without any there is one named `loop0`.
+    pub fn nic(mut self, name: impl Into<String>) -> Self {
+        self.names.push(name.into());
+        self
+    }
+
+    /// Sets the PCI address that the NICs report, so that a test can put them into a recorded
+    /// topology. Default: none.
+    pub fn pci_bus_id(mut self, id: impl Into<String>) -> Self {
+        self.config.attr.nic.pci_bus_id = Some(id.into());
+        self
+    }
+
+    /// The mr_mode bits that an application must offer. Default: none.
+    pub fn needs(mut self, modes: MrMode) -> Self {
+        self.config.attr.required_mr_mode = modes;
+        self
+    }
+
+    /// The mr_mode bits that BASIC may force. Default: those that BASIC stands for.
+    pub fn can(mut self, modes: MrMode) -> Self {
+        self.config.attr.basic_mr_mode = modes;
+        self
+    }
+
+    /// Bytes of a key: 4 (24-bit index, 8-bit tag) or 8 (salted per domain). Default: 8.
+    pub fn key_size(mut self, bytes: usize) -> Self {
+        self.config.attr.key_size = bytes;
+        self
+    }
+
+    /// Bytes of a raw key, 8 or more. Default: 32.
+    pub fn raw_key_size(mut self, bytes: usize) -> Self {
+        self.config.attr.raw_key_size = bytes;
+        self
+    }
+
+    /// Ranges in one region, at least 1. Default: 16.
+    pub fn mr_iov_limit(mut self, ranges: usize) -> Self {
+        self.config.attr.mr_iov_limit = ranges;
+        self
+    }
+
+    /// Bytes in one region. Default: no limit.
+    pub fn max_mr_size(mut self, bytes: u64) -> Self {
+        self.config.attr.max_mr_size = bytes;
+        self
+    }
+
+    /// Regions at once on a NIC. Default: 2^24.
+    pub fn max_mr_count(mut self, regions: u64) -> Self {
+        self.config.attr.max_mr_count = regions.min(MAX_REGIONS);
+        self.config.limit_regions = true;
+        self
+    }
+
+    /// Bytes that registrations may hold at once on a NIC, like RLIMIT_MEMLOCK: each region counts,
+    /// the same pages again too. Default: no limit.
+    pub fn max_pinned_bytes(mut self, bytes: u64) -> Self {
+        self.config.max_pinned_bytes = Some(bytes);
+        self
+    }
+
+    /// Sets the kinds of memory that the NICs import. Default: dma-buf fds and staged memory.
+    pub fn imports(mut self, imports: Imports) -> Self {
+        self.config.attr.imports = imports;
+        self
+    }
+
+    /// The page sizes that registrations may ask for, in bytes. Default: those of this machine.
+    pub fn page_sizes(mut self, sizes: impl Into<Vec<usize>>) -> Self {
+        self.config.attr.page_sizes = sizes.into();
+        self
+    }
+
+    /// The registration flags that are honoured. Default: all.
+    pub fn flags(mut self, flags: MrFlags) -> Self {
+        self.config.attr.flags = flags;
+        self
+    }
+
+    /// The window types. Default: all.
+    pub fn windows(mut self, types: impl Into<Vec<WindowType>>) -> Self {
+        self.config.windows = types.into();
+        self
+    }
+
+    /// Sets whether counters can be bound to regions. Default: yes.
+    pub fn region_counters(mut self, possible: bool) -> Self {
+        self.config.region_counters = possible;
+        self
+    }
+
+    /// Bytes of messages that an endpoint keeps before a receive is posted; beyond it they wait at
+    /// the sender. Default: 1 MiB.
+    pub fn unexpected_bytes(mut self, bytes: u64) -> Self {
+        self.config.unexpected_bytes = bytes;
+        self
+    }
+
+    /// Sets the pages that host registrations reach. Default: [`Memory::Follow`].
+    pub fn memory(mut self, memory: Memory) -> Self {
+        self.config.memory = memory;
+        self
+    }
+
+    /// Sets the thread that executes posted requests. Default: [`Progress::ByHand`].
+    pub fn progress(mut self, progress: Progress) -> Self {
+        self.config.attr.progress = match progress {
+            Progress::ByHand => ProgressModel::Manual,
+            Progress::Thread => ProgressModel::Thread,
+        };
+        self
+    }
+
+    /// Sets the faults, by which tests inject failures and hold calls in flight.
+    pub fn faults(mut self, faults: &Faults) -> Self {
+        self.config.faults = faults.clone();
+        self
+    }
+
+    /// Builds the fabric: endpoints of all its NICs and domains find one another.
+    ///
+    /// # Errors
+    /// InvalidArgument for a key size other than 4 and 8, a raw key size below 8, an iov limit of
+    /// 0, unknown mode bits, BASIC or SCALABLE among the needs, or two NICs of one name.
+    pub fn build(mut self) -> Result<Loopback> {
+        let attr = &self.config.attr;
+        let refuse = |what: &'static str, value: &dyn fmt::Display, remedy: &'static str| {
+            Err(Error::new(ErrorKind::InvalidArgument, "build loopback")
+                .provider("loopback")
+                .context(what, value)
+                .remedy(remedy))
+        };
+        if !matches!(attr.key_size, 4 | 8) {
+            return refuse("key_size", &attr.key_size, "a key has 4 or 8 bytes");
+        }
+        if attr.raw_key_size < 8 {
+            return refuse(
+                "raw_key_size",
+                &attr.raw_key_size,
+                "a raw key holds at least the 8 bytes of a key",
+            );
+        }
+        if attr.mr_iov_limit == 0 {
+            return refuse("mr_iov_limit", &0, "a region has at least one range");
+        }
+        let required = attr.required_mr_mode;
+        if required.intersects(MrMode::BASIC | MrMode::SCALABLE)
+            || !MrMode::all().contains(required)
+        {
+            return refuse("needs", &required, "name single mode bits");
+        }
+        if self.names.is_empty() {
+            self.names.push("loop0".into());
+        }
+        for (at, name) in self.names.iter().enumerate() {
+            if self.names[..at].contains(name) {
+                return refuse("nic", name, "NIC names are unique");
+            }
+        }
+        Loopback::new(&self.names, &self.config)
+    }
+}
+
+impl fmt::Debug for Builder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Builder")
+            .field("nics", &self.names)
+            .field("attr", &self.config.attr)
+            .field("memory", &self.config.memory)
+            .finish_non_exhaustive()
     }
 }

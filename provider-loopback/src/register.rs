@@ -1,4 +1,4 @@
-//! Registration: from a range and a way to reach it to a live entry in the table.
+//! Registration: from ranges and their backing to a live region in the table.
 
 use std::sync::Arc;
 
@@ -12,11 +12,11 @@ use parking_lot::RwLock;
 use super::{
     Call,
     domain::DomainState,
-    endpoint::EndpointState,
     keys::{self, Token},
     memory::{self, DeviceMemory, PieceMemory, Pinned, Pinner, Promises, Run, Staged},
     region::{Region, RegionAttr, RegionPiece},
     regions::NewKey,
+    window::EndpointLife,
 };
 
 impl DomainState {
@@ -178,7 +178,7 @@ impl DomainState {
                 KeyRequest::Application(number) => number,
                 KeyRequest::Provider => self.unused_key()?,
             };
-            if self.is_window_key(number) {
+            if self.windows.has_key(number) {
                 return Err(window_has_key(number));
             }
             if self.keys.narrow() && number > u64::from(u32::MAX) {
@@ -246,30 +246,6 @@ impl DomainState {
         registered
     }
 
-    pub(super) fn deregister(&self, token: Token) -> Result<()> {
-        let (bytes, parent) = self.nic.regions.remove(self.id, token)?;
-        self.nic.release(bytes);
-        if let Some(parent) = parent {
-            self.nic.regions.remove_dependent(self.id, parent);
-        }
-        Ok(())
-    }
-
-    /// Deregisters what a dropped domain left, parts before what they are part of.
-    pub(super) fn remove_all(&self, mut tokens: Vec<Token>) {
-        while !tokens.is_empty() {
-            let before = tokens.len();
-            tokens.retain(|token| self.deregister(*token).is_err());
-            if tokens.len() == before {
-                tracing::error!(
-                    regions = before,
-                    "regions with windows outlive their loopback domain"
-                );
-                return;
-            }
-        }
-    }
-
     pub(super) fn bind_counter(&self, token: Token, counter: &Arc<Counter>) -> Result<()> {
         self.nic.regions.inspect(self.id, token, "bind counter", |region| {
             region.counters.write().push(Arc::clone(counter));
@@ -277,7 +253,7 @@ impl DomainState {
         })
     }
 
-    pub(super) fn bind_endpoint(&self, token: Token, endpoint: &EndpointState) -> Result<()> {
+    pub(super) fn bind_endpoint(&self, token: Token, endpoint: &EndpointLife) -> Result<()> {
         let refuse = |why: &'static str| {
             Err(Error::new(ErrorKind::BadState, "bind endpoint").provider("loopback").remedy(why))
         };

@@ -1,19 +1,38 @@
-//! Host memory: direct copies of what is known to be mapped, and the kernel's fault-safe copies of
-//! what is not.
+//! Host memory: direct copies of what is known to be mapped, the kernel's fault-safe copies of what
+//! is not, the pages that are present, and write-back of persistent memory.
+//!
+//! # Persistent memory
+//!
+//! RMA_PMEM makes bytes persistent before a remote write completes:
+//!
+//! | memory | written back by |
+//! |---|---|
+//! | pages of a file, its page cache or DAX, MAP_SYNC too | `msync(MS_SYNC)` of the touched pages |
+//! | device DAX, owned by the region | the cache lines of the touched bytes |
+//! | device DAX, not owned by the region | nothing: the transfer fails |
+//! | anonymous and private pages | nothing: no copy of them outlives the process |
+//! | a file that the NIC imported by its fd | `msync` of its mapping, or `fdatasync` |
+//! | memory of a device | the device's flush (`InboundFlush::flush`) |
+//!
+//! The kernel acts on the current mapping, which may have changed since the registration. It
+//! refuses device DAX with EINVAL, since that has no file to write to.
 
 #![allow(unsafe_code)]
 
-use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    os::unix::fs::FileExt,
+    sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering},
+};
 
-use hmem_core::{AddressRange, Errno, Error, ErrorKind, Result};
-
-use super::bad_address;
+use hmem_core::{Address, AddressRange, Errno, Error, ErrorKind, Result};
+use rustix::mm::{MsyncFlags, msync};
 
 /// An address that a region or the caller of `post` vouches for, as a pointer.
 ///
 /// It is for memory that others use too, through pointers of their own: never make a reference of
 /// it.
-#[inline]
 pub(in super::super) fn direct_pointer(at: u64) -> *mut u8 {
     std::ptr::with_exposed_provenance_mut(at as usize)
 }
@@ -23,7 +42,6 @@ pub(in super::super) fn direct_pointer(at: u64) -> *mut u8 {
 ///
 /// # Safety
 /// Both runs of `len` bytes are mapped, readable and writable respectively.
-#[inline]
 pub(super) unsafe fn copy_direct(from: *const u8, to: *mut u8, len: usize) {
     macro_rules! word {
         ($atomic:ty) => {
@@ -101,12 +119,12 @@ fn kernel_copy(
 }
 
 /// Fills `into` from addresses that may not be mapped.
-pub(in super::super) fn load_host(at: u64, into: &mut [u8]) -> Result<()> {
+pub(super) fn load_host(at: u64, into: &mut [u8]) -> Result<()> {
     kernel_read(at, into.as_mut_ptr().expose_provenance() as u64, into.len() as u64)
 }
 
 /// Writes `from` to addresses that may not be mapped.
-pub(in super::super) fn store_host(at: u64, from: &[u8]) -> Result<()> {
+pub(super) fn store_host(at: u64, from: &[u8]) -> Result<()> {
     kernel_write(from.as_ptr().expose_provenance() as u64, at, from.len() as u64)
 }
 
@@ -137,5 +155,239 @@ pub(in super::super) fn populate(
             .context("range", range)
             .context("needed", if write { "writable pages" } else { "readable pages" })
             .remedy("map and protect the whole range before registering it"));
+    }
+}
+
+/// An access to pages that are not there.
+pub(super) fn bad_address(at: u64, len: u64) -> Error {
+    Error::new(ErrorKind::BadAddress, "transfer")
+        .provider("loopback")
+        .context("address", format_args!("{at:#x}"))
+        .context("length", len)
+        .remedy("pages must be mapped with the needed protection while a transfer reaches them")
+}
+
+/// Host memory of the application that was just written.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Written {
+    pub(super) at: u64,
+    pub(super) len: u64,
+    /// Set if the region owns the memory, so that every byte is mapped.
+    pub(super) owned: bool,
+}
+
+impl Written {
+    /// Writes the bytes back to the storage behind their mapping.
+    ///
+    /// # Errors
+    /// - BadAddress for pages that are no longer mapped.
+    /// - Unsupported for device DAX that the region does not own.
+    /// - Otherwise the error that the kernel reported.
+    ///
+    /// The bytes are in memory even after an error.
+    pub(super) fn persist(self) -> Result<()> {
+        let Self { at, len, owned } = self;
+        loop {
+            return match sync_pages(at, len) {
+                Ok(()) => Ok(()),
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(errno @ rustix::io::Errno::NOMEM) => {
+                    Err(bad_address(at, len).errno(Errno::from(errno)))
+                }
+                Err(rustix::io::Errno::INVAL) if owned && cfg!(target_arch = "x86_64") => {
+                    // SAFETY: the region owns the bytes and is held by the transfer, so that they
+                    // stay mapped.
+                    unsafe { write_back_lines(at, len) };
+                    Ok(())
+                }
+                Err(errno @ rustix::io::Errno::INVAL) => {
+                    Err(failed(ErrorKind::Unsupported, at, len).errno(Errno::from(errno)).remedy(
+                        "the kernel has no file to write this mapping back to (device DAX): \
+                         register it with Domain::register on x86-64, or map a file of a DAX \
+                         file system",
+                    ))
+                }
+                Err(errno) => Err(Error::os(errno, "msync")
+                    .provider("loopback")
+                    .context("address", format_args!("{at:#x}"))
+                    .context("length", len)
+                    .remedy(
+                        "the bytes were written and may not be persistent: see to the storage \
+                         behind the mapping and write them again",
+                    )),
+            };
+        }
+    }
+}
+
+/// Calls `msync(MS_SYNC)` on the pages that hold `len` bytes from `at`.
+pub(super) fn sync_pages(at: u64, len: u64) -> rustix::io::Result<()> {
+    let start = at - at % rustix::param::page_size() as u64;
+    let pages = direct_pointer(start).cast();
+    // SAFETY: writing pages back changes nothing in memory, and the kernel reports pages that are
+    // not mapped.
+    unsafe { msync(pages, (at - start + len) as usize, MsyncFlags::SYNC) }
+}
+
+/// Writes cache lines back with CLFLUSH, which every x86-64 processor has, and waits for them.
+///
+/// # Safety
+/// All `len` bytes from `at` are mapped.
+unsafe fn write_back_lines(at: u64, len: u64) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_mm_clflush, _mm_mfence};
+        /// The shortest line of any processor: more flushes than needed do no harm.
+        const LINE: u64 = 64;
+        let mut line = at - at % LINE;
+        while line < at + len {
+            // SAFETY: the line holds a byte of the run, which the caller vouches for, and lines do
+            // not cross pages.
+            unsafe { _mm_clflush(direct_pointer(line)) };
+            line += LINE;
+        }
+        // SAFETY: a fence has no conditions; SSE2 is part of x86-64.
+        unsafe { _mm_mfence() };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    unreachable!("asked for {len} bytes at {at:#x} on x86-64 only");
+}
+
+fn failed(kind: ErrorKind, at: u64, len: u64) -> Error {
+    Error::new(kind, "msync")
+        .provider("loopback")
+        .context("address", format_args!("{at:#x}"))
+        .context("length", len)
+}
+
+/// Promised addresses: disjoint runs, start to end, that do not touch.
+#[derive(Debug, Default)]
+pub(in super::super) struct Promises {
+    runs: BTreeMap<u64, u64>,
+}
+
+impl Promises {
+    /// Those parts of `ranges` that pages back now.
+    pub(in super::super) fn present(ranges: impl Iterator<Item = AddressRange>) -> Self {
+        let mut promises = Self::default();
+        for range in ranges {
+            for page in present_pages(range) {
+                promises.add(page.0, page.1);
+            }
+        }
+        promises
+    }
+
+    /// What is promised, in address order.
+    pub(in super::super) fn ranges(&self) -> impl Iterator<Item = AddressRange> {
+        self.runs
+            .iter()
+            .filter_map(|(&start, &end)| AddressRange::new(Address(start), end - start).ok())
+    }
+
+    /// Adds the addresses from `start` up to `end`.
+    pub(in super::super) fn add(&mut self, start: u64, end: u64) {
+        let (mut start, mut end) = (start, end);
+        while let Some((&from, &to)) = self.runs.range(..=end).next_back() {
+            if to < start {
+                break;
+            }
+            start = start.min(from);
+            end = end.max(to);
+            self.runs.remove(&from);
+        }
+        self.runs.insert(start, end);
+    }
+
+    /// Whether all of an access is promised.
+    pub(in super::super) fn check(&self, at: u64, len: u64) -> Result<()> {
+        match self.runs.range(..=at).next_back() {
+            Some((_, &end)) if len <= end - at.min(end) && at < end => Ok(()),
+            _ => {
+                Err(bad_address(at, len)
+                    .remedy("the pages changed: refresh the region (MMU_NOTIFY)"))
+            }
+        }
+    }
+}
+
+/// The parts of a range that the page table maps or has swapped out, by `/proc/self/pagemap`; none
+/// where that cannot be read, so that everything has to be refreshed.
+fn present_pages(range: AddressRange) -> Vec<(u64, u64)> {
+    const PRESENT_OR_SWAPPED: u64 = 1 << 63 | 1 << 62;
+    let page = rustix::param::page_size() as u64;
+    let pages = range.page_aligned(page);
+    let mut present = Vec::new();
+    let unknown = |error: std::io::Error| {
+        tracing::warn!(%error, %range, "/proc/self/pagemap cannot be read: pages count as absent until a refresh");
+    };
+    let pagemap = match File::open("/proc/self/pagemap") {
+        Ok(pagemap) => pagemap,
+        Err(error) => {
+            unknown(error);
+            return present;
+        }
+    };
+    let mut entries = vec![0; 8 * 4096];
+    let (mut first, last) = (pages.start().0 / page, pages.start().0 / page + pages.len() / page);
+    while first < last {
+        let want = ((last - first) * 8).min(entries.len() as u64) as usize;
+        let got = match pagemap.read_at(&mut entries[..want], first * 8) {
+            Ok(got) => got,
+            Err(error) => {
+                unknown(error);
+                break;
+            }
+        };
+        // Past the addresses that a process can have.
+        if got < 8 {
+            break;
+        }
+        for entry in entries[..got].chunks_exact(8) {
+            let entry = u64::from_ne_bytes(entry.try_into().expect("chunks of 8 bytes"));
+            if entry & PRESENT_OR_SWAPPED != 0 {
+                present.push((first * page, (first + 1) * page));
+            }
+            first += 1;
+        }
+    }
+    present
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn an_access_is_promised_if_every_byte_is(
+            runs in prop::collection::vec((0u64..200, 1u64..40), 0..12),
+            at in 0u64..240,
+            len in 1u64..60,
+        ) {
+            let mut promises = Promises::default();
+            let mut naive = [false; 512];
+            for (start, len) in runs {
+                promises.add(start, start + len);
+                naive[start as usize..(start + len) as usize].fill(true);
+            }
+            let expected = naive[at as usize..(at + len) as usize].iter().all(|byte| *byte);
+            prop_assert_eq!(promises.check(at, len).is_ok(), expected);
+        }
+    }
+
+    #[test]
+    fn the_last_page_of_all_addresses_is_never_present() {
+        let last = AddressRange::new(Address(u64::MAX - 4095), 4096).unwrap();
+        assert_eq!(Promises::present(std::iter::once(last)).ranges().count(), 0);
+    }
+
+    #[test]
+    fn touched_pages_are_present() {
+        let bytes = vec![1u8; 3 * 4096];
+        let promises = Promises::present(std::iter::once(AddressRange::of(&bytes)));
+        promises.check(bytes.as_ptr() as u64, bytes.len() as u64).unwrap();
     }
 }

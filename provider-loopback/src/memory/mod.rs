@@ -6,46 +6,27 @@
 
 #![allow(unsafe_code)]
 
-mod device;
-mod fd;
+mod file;
 mod host;
-mod persist;
+mod indirect;
 mod pinned;
-mod piped;
-mod promises;
-mod staged;
 
-use std::{fmt, sync::Arc};
+use std::sync::Arc;
 
-pub(super) use device::DeviceMemory;
-pub(super) use fd::{Mapping, import as import_fd};
-use hmem_core::{Error, ErrorKind, Result, provider::StagedMemory};
-pub(super) use host::{direct_pointer, load_host, populate, store_host};
+pub(super) use file::{Mapping, import as import_fd};
+use hmem_core::{Error, Result, provider::StagedMemory};
+use hmem_p2p::staging::{
+    Claim, Cut, Part, Pipeline, Pool, Posted, Run as StagedRun, Use as PoolUse, View,
+};
+pub(super) use host::{Promises, direct_pointer, populate};
+use host::{Written, load_host, store_host};
+pub(super) use indirect::{DeviceMemory, IndirectMemory, Staged};
 pub(super) use pinned::{Pinned, Pinner, Run};
-pub(super) use piped::{Failed, pipe};
-pub(super) use promises::Promises;
-pub(super) use staged::Staged;
 
-use self::persist::Written;
+use super::Few;
 
 /// Bytes that are copied at once by way of a bounce buffer.
 const BOUNCE: usize = 256 << 10;
-
-/// Memory behind calls.
-///
-/// Positions count from the start of what the implementation stands for. Calls may come from any
-/// thread.
-pub(super) trait IndirectMemory: fmt::Debug + Send + Sync {
-    fn load(&self, at: u64, into: &mut [u8]) -> Result<()>;
-    fn store(&self, at: u64, from: &[u8]) -> Result<()>;
-    /// The address whose low bits say how `at` is aligned and where in its page it lies; or why
-    /// there are no atomics.
-    fn atomic_address(&self, at: u64) -> Result<u64>;
-    /// Makes bytes that were written persistent, as far as the memory can be.
-    fn persist(&self, at: u64, len: u64) -> Result<()>;
-    /// The memory, if it is reached through copies: the same positions.
-    fn staged(&self) -> Option<&dyn StagedMemory>;
-}
 
 /// The memory of a piece of a region.
 #[derive(Clone, Debug)]
@@ -90,7 +71,6 @@ pub(super) enum Span<'a> {
 }
 
 impl<'a> Span<'a> {
-    #[inline]
     pub(super) const fn len(&self) -> u64 {
         match *self {
             Self::Direct { len, .. } | Self::Kernel { len, .. } | Self::Indirect { len, .. } => len,
@@ -113,7 +93,6 @@ impl<'a> Span<'a> {
     }
 
     /// The part of `len` bytes that begins `skip` bytes in.
-    #[inline]
     pub(super) const fn part(self, skip: u64, len: u64) -> Self {
         match self {
             Self::Direct { at, mapping, .. } => Self::Direct { at: at + skip, len, mapping },
@@ -154,7 +133,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Makes bytes that were written persistent, as far as the memory can be ([`persist`]).
+    /// Makes bytes that were written persistent, as far as the memory can be ([`host`]).
     pub(super) fn persist(self) -> Result<()> {
         match self {
             Self::Indirect { at, len, memory } => memory.persist(at, len),
@@ -166,7 +145,6 @@ impl<'a> Span<'a> {
 }
 
 /// Copies one run of bytes to another of the same total length; their seams need not agree.
-#[inline]
 pub(super) fn copy(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64> {
     if let ([from], [to]) = (from, to) {
         copy_span(*from, *to)?;
@@ -195,7 +173,6 @@ pub(super) fn copy(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64> {
 }
 
 /// Copies between two spans of the same length.
-#[inline]
 pub(super) fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
     match (from, to) {
         (
@@ -280,8 +257,8 @@ fn bounce(from: Span<'_>, to: Span<'_>) -> Result<()> {
 }
 
 /// The first `len` bytes of a run.
-pub(super) fn head<'a>(spans: &[Span<'a>], len: u64) -> super::Few<Span<'a>> {
-    let (mut head, mut left) = (super::Few::new(), len);
+pub(super) fn head<'a>(spans: &[Span<'a>], len: u64) -> Few<Span<'a>> {
+    let (mut head, mut left) = (Few::new(), len);
     for span in spans {
         let part = span.len().min(left);
         if part == 0 {
@@ -305,12 +282,102 @@ pub(super) fn gather(spans: &[Span<'_>], len: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// An access to pages that are not there.
-#[cold]
-pub(super) fn bad_address(at: u64, len: u64) -> Error {
-    Error::new(ErrorKind::BadAddress, "transfer")
-        .provider("loopback")
-        .context("address", format_args!("{at:#x}"))
-        .context("length", len)
-        .remedy("pages must be mapped with the needed protection while a transfer reaches them")
+/// Why a transfer failed, and where.
+#[derive(Debug)]
+pub(super) struct Failed {
+    pub(super) part: Part,
+    pub(super) error: Error,
+}
+
+impl Failed {
+    /// Neither side's own failure.
+    pub(super) fn on_the_wire(error: Error) -> Self {
+        Self { part: Part::Wire, error }
+    }
+}
+
+impl From<Failed> for Error {
+    fn from(failed: Failed) -> Self {
+        failed.error
+    }
+}
+
+/// Copies one run of bytes to another of the same length, of which some is staged: chunk by chunk
+/// through staging buffers, so that the copy engine works while the NIC copies.
+///
+/// `canceled` and `enter` are asked before each chunk: the first whether to go on, the second
+/// whether it fails.
+pub(super) fn pipe(
+    from: &[Span<'_>],
+    to: &[Span<'_>],
+    pool: &Arc<Pool>,
+    canceled: impl Fn() -> Option<Error>,
+    enter: impl Fn() -> Result<()>,
+) -> Result<u64, Failed> {
+    let len = to.iter().map(Span::len).sum();
+    if len == 0 {
+        return Ok(0);
+    }
+    let cut = Cut::chunks(len, pool.slot_len());
+    let (sources, targets) = (staged_runs(from), staged_runs(to));
+    let pipeline = Pipeline::new(Claim::new(pool), PoolUse::Rma, cut, sources, targets);
+    let carry = |view: View<'_>| {
+        enter()?;
+        let (near, far) = (near(from, &view), near(to, &view));
+        // What only passes from one staged memory to another is in its buffer already.
+        if near.iter().zip(&far).any(|(near, far)| !same(near, far)) || near.len() != far.len() {
+            copy(&near, &far)?;
+        }
+        Ok(Posted::Done)
+    };
+    pipeline.run(canceled, carry).map_err(|(part, error)| Failed { part, error })
+}
+
+fn staged_runs<'a>(spans: &[Span<'a>]) -> Vec<StagedRun<&'a dyn StagedMemory>> {
+    let mut at = 0;
+    let mut runs = Vec::new();
+    for span in spans {
+        if let Some((memory, offset)) = span.staged() {
+            runs.push(StagedRun { at, len: span.len(), memory, offset });
+        }
+        at += span.len();
+    }
+    runs
+}
+
+/// The bytes of a chunk, those of staged memory where its buffer has them.
+fn near<'a>(spans: &[Span<'a>], view: &View<'_>) -> Vec<Span<'a>> {
+    let end = view.at + view.len;
+    let mut at = 0;
+    let mut near = Vec::new();
+    for span in spans {
+        let (start, stop) = (at.max(view.at), (at + span.len()).min(end));
+        if start < stop {
+            if span.staged().is_some() {
+                let parts = view.parts(start, stop - start);
+                near.extend(parts.map(|(address, _, len)| Span::Direct {
+                    at: address.0,
+                    len,
+                    mapping: None,
+                }));
+            } else {
+                near.push(span.part(start - at, stop - start));
+            }
+        }
+        at += span.len();
+        if at >= end {
+            break;
+        }
+    }
+    near
+}
+
+fn same(near: &Span<'_>, far: &Span<'_>) -> bool {
+    match (near, far) {
+        (
+            Span::Direct { at: a, len: m, mapping: None },
+            Span::Direct { at: b, len: n, mapping: None },
+        ) => (a, m) == (b, n),
+        _ => false,
+    }
 }

@@ -20,7 +20,10 @@ use io_uring::{IoUring, opcode, types};
 use parking_lot::{Mutex, RwLock};
 use rustix::fs::MemfdFlags;
 
-use super::{IndirectMemory, bad_address, direct_pointer, persist::Written};
+use super::{
+    host::{Written, bad_address, direct_pointer},
+    indirect::IndirectMemory,
+};
 
 /// Bytes that move at once.
 const SCRATCH: usize = 1 << 20;

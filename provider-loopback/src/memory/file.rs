@@ -18,7 +18,11 @@ use rustix::{
     mm::{MapFlags, ProtFlags},
 };
 
-use super::{IndirectMemory, PieceMemory, bad_address, direct_pointer, persist::sync_pages};
+use super::{
+    PieceMemory,
+    host::{bad_address, direct_pointer, sync_pages},
+    indirect::IndirectMemory,
+};
 
 /// `DMA_BUF_MAGIC` of `linux/magic.h`.
 const DMA_BUF_MAGIC: u64 = 0x444d_4142;
@@ -166,7 +170,6 @@ impl Mapping {
     }
 
     /// The address of a position.
-    #[inline]
     pub(super) const fn address(&self, at: u64) -> u64 {
         self.base + at
     }
@@ -294,7 +297,6 @@ impl IndirectMemory for FileMemory {
     }
 }
 
-#[cold]
 fn past_the_end(at: u64, len: usize) -> Error {
     bad_address(at, len as u64).context("why", "the file became shorter than the region")
 }

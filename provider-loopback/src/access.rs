@@ -1,0 +1,294 @@
+//! The two sides of a transfer: every check first, then the bytes.
+//!
+//! A transfer holds the regions of both sides from its first check until its last byte, so that
+//! deregistration waits for it, and it finds all the bytes of both sides before it moves any.
+
+use std::sync::Arc;
+
+use hmem_core::{Access, Error, ErrorKind, MrMode, Result};
+
+use super::{
+    Call, Few,
+    endpoint::{EndpointState, canceled_request},
+    keys::{KnownGeneration, Token},
+    memory::{self, DeviceMemory, Span},
+    region::{AccessStart, Refusal, Region, denied},
+    regions::RegionGuard,
+    request::{KeyUse, LocalPart, Origin, RemotePart},
+    window::BindingGuard,
+};
+
+/// The local side of a transfer, held.
+pub(super) struct LocalSide {
+    holds: Few<LocalHold>,
+}
+
+enum LocalHold {
+    Region(RegionGuard),
+    Host,
+    Device(DeviceMemory),
+}
+
+impl LocalSide {
+    /// Holds the regions of the parts, which must grant `right`.
+    pub(super) fn hold(
+        endpoint: &EndpointState,
+        parts: &[LocalPart],
+        right: Access,
+    ) -> Result<Self> {
+        let mut holds = Few::new();
+        for part in parts.iter() {
+            holds.push(match part.origin {
+                Origin::Region(token) => LocalHold::Region(hold_local(endpoint, token, right)?),
+                Origin::Host => LocalHold::Host,
+                Origin::Device(kind) => LocalHold::Device(DeviceMemory::new(Arc::clone(
+                    endpoint.domain.registry.get(kind)?,
+                ))),
+            });
+        }
+        Ok(Self { holds })
+    }
+
+    /// Adds the bytes of the parts.
+    pub(super) fn spans<'a>(&'a self, parts: &[LocalPart], into: &mut Few<Span<'a>>) -> Result<()> {
+        for (hold, part) in self.holds.iter().zip(parts.iter()) {
+            let (at, len) = (part.address, part.len);
+            if len == 0 {
+                continue;
+            }
+            match hold {
+                LocalHold::Region(held) => held.spans(AccessStart::Address(at), len, into)?,
+                LocalHold::Host => into.push(Span::Kernel { at, len }),
+                LocalHold::Device(memory) => into.push(Span::Indirect { at, len, memory }),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The remote side of a transfer, held.
+pub(super) struct RemoteSide {
+    holds: Few<RemoteHold>,
+}
+
+struct RemoteHold {
+    region: RegionGuard,
+    /// The window through which the region is reached.
+    window: Option<BindingGuard>,
+}
+
+impl RemoteSide {
+    /// Holds the regions that the keys of the parts name. Each key must grant `initiator` one of
+    /// the rights in `any_of`, through `target`.
+    pub(super) fn hold(
+        initiator: &EndpointState,
+        target: &EndpointState,
+        parts: &[RemotePart],
+        any_of: Access,
+    ) -> Result<Self> {
+        let mut holds = Few::new();
+        for part in parts {
+            holds.push(hold_key(initiator, target, part.key, any_of)?);
+        }
+        Ok(Self { holds })
+    }
+
+    /// Adds the bytes of the parts.
+    pub(super) fn spans<'a>(
+        &'a self,
+        parts: &[RemotePart],
+        into: &mut Few<Span<'a>>,
+    ) -> Result<()> {
+        for (hold, part) in self.holds.iter().zip(parts) {
+            hold.spans(part, into)?;
+        }
+        Ok(())
+    }
+
+    /// Uses up single-use keys; a request that names one twice uses it once.
+    pub(super) fn spend(&self) -> Result<()> {
+        let holds = self.holds.as_slice();
+        for (at, hold) in holds.iter().enumerate() {
+            let first = hold.window.is_none()
+                && !holds[..at]
+                    .iter()
+                    .any(|other| other.window.is_none() && other.region.token == hold.region.token);
+            if first && !hold.region.spend() {
+                return Err(Refusal::Dead.of_key());
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes a write or atomic persistent if its region asks for it (RMA_PMEM), and then counts it,
+    /// once for each region.
+    pub(super) fn changed(&self, target: &EndpointState, parts: &[RemotePart]) -> Result<()> {
+        let holds = self.holds.as_slice();
+        for (hold, part) in holds.iter().zip(parts) {
+            if hold.region.attr.persistent {
+                let mut written = Few::new();
+                hold.spans(part, &mut written)?;
+                hold.region.persist(written.as_slice(), &target.domain.registry)?;
+            }
+        }
+        for (at, hold) in holds.iter().enumerate() {
+            if !holds[..at].iter().any(|other| other.region.token == hold.region.token) {
+                hold.region.counters.read().iter().for_each(|counter| counter.add(1));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl RemoteHold {
+    /// Adds the bytes of a part that this key names.
+    fn spans<'a>(&'a self, part: &RemotePart, into: &mut Few<Span<'a>>) -> Result<()> {
+        if part.len == 0 {
+            return Ok(());
+        }
+        let start = match &self.window {
+            Some(window) => window.access_start(&self.region, part.address, part.len)?,
+            None => self.region.access_start(part.address),
+        };
+        self.region.spans(start, part.len, into)
+    }
+}
+
+/// Holds the region of a local descriptor.
+fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<RegionGuard> {
+    let domain = &endpoint.domain;
+    let known = KnownGeneration::Whole(token.generation);
+    let region = domain
+        .nic
+        .regions
+        .hold(domain.id, token.index, known, false)
+        .map_err(Refusal::of_descriptor)?;
+    if !region.attr.access.contains(right) {
+        return Err(denied("local side", right));
+    }
+    check_endpoint(&region, endpoint)?;
+    Ok(region)
+}
+
+/// Holds the region that one key names; the key must grant one of the rights in `any_of`.
+fn hold_key(
+    initiator: &EndpointState,
+    target: &EndpointState,
+    key: KeyUse,
+    any_of: Access,
+) -> Result<RemoteHold> {
+    let domain = &target.domain;
+    let regions = &domain.nic.regions;
+    let (number, cookie) = if key.mapped {
+        let parts =
+            initiator.domain.mapped.get(key.number).ok_or_else(|| Refusal::Dead.of_key())?;
+        (parts.key, Some(parts))
+    } else if initiator.domain.mode.contains(MrMode::RAW) || domain.mode.contains(MrMode::RAW) {
+        return Err(Refusal::Dead
+            .of_key()
+            .remedy("in RAW mode map the peer's raw key and use the mapped key"));
+    } else {
+        (key.number, None)
+    };
+    let held = if domain.requested_keys() {
+        regions.hold_requested(domain.id, number)
+    } else {
+        match domain.keys.open(number) {
+            Some((index, known)) => regions.hold(domain.id, index, known, true),
+            None => Err(Refusal::Dead),
+        }
+    };
+    let region = match held {
+        Ok(region) => region,
+        Err(Refusal::Dead) if cookie.is_none() => {
+            let (region, window) = domain.windows.hold(number, target.id(), any_of)?;
+            check_peer(initiator, target, &region)?;
+            return Ok(RemoteHold { region, window: Some(window) });
+        }
+        Err(refusal) => return Err(refusal.of_key()),
+    };
+    if let Some(parts) = cookie
+        && (domain.keys.cookie(number, region.token) ^ parts.cookie) & parts.mask != 0
+    {
+        return Err(Refusal::Dead.of_key());
+    }
+    if !region.attr.access.intersects(any_of) {
+        return Err(denied("key", any_of));
+    }
+    check_peer(initiator, target, &region)?;
+    Ok(RemoteHold { region, window: None })
+}
+
+/// Checks that the initiator may reach the region through this endpoint.
+fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Region) -> Result<()> {
+    let auth_key = region.attr.auth_key.as_ref().unwrap_or(&target.domain.auth_key);
+    if *auth_key != initiator.auth_key {
+        return Err(wrong_auth_key());
+    }
+    check_endpoint(region, target)?;
+    if !target.rma_event && !region.counters.read().is_empty() {
+        return Err(Error::new(ErrorKind::AccessDenied, "transfer")
+            .provider("loopback")
+            .context(
+                "why",
+                "the region counts accesses and the target endpoint was opened without RMA_EVENT",
+            )
+            .remedy("open the target endpoint with the RMA_EVENT capability"));
+    }
+    Ok(())
+}
+
+/// Checks that the region may be reached through this endpoint of its domain.
+fn check_endpoint(region: &Region, endpoint: &EndpointState) -> Result<()> {
+    match region.endpoint() {
+        Some(bound) if bound != endpoint.id() => {
+            Err(wrong_endpoint("the region is bound to another endpoint"))
+        }
+        None if endpoint.domain.mode.contains(MrMode::ENDPOINT) => {
+            Err(wrong_endpoint("the region is bound to no endpoint"))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn wrong_auth_key() -> Error {
+    Error::new(ErrorKind::AccessDenied, "transfer")
+        .provider("loopback")
+        .context("why", "authorization keys differ")
+        .remedy("open the endpoint with the authorization key of the region")
+}
+
+fn wrong_endpoint(why: &'static str) -> Error {
+    Error::new(ErrorKind::AccessDenied, "transfer")
+        .provider("loopback")
+        .context("why", why)
+        .remedy("a bound region is reached through its endpoint only")
+}
+
+/// Copies a run of bytes between memory of `initiator` and of `target`, through staging buffers if
+/// one side needs them. `own` is the side of `initiator`.
+pub(super) fn carry(
+    initiator: &EndpointState,
+    target: &EndpointState,
+    (from, to): (&[Span<'_>], &[Span<'_>]),
+    own: &[Span<'_>],
+) -> std::result::Result<u64, memory::Failed> {
+    let staged = |spans: &[Span<'_>]| spans.iter().any(|span| span.staged().is_some());
+    if !staged(from) && !staged(to) {
+        return memory::copy(from, to).map_err(memory::Failed::on_the_wire);
+    }
+    let own = if staged(own) { initiator } else { target };
+    let pool = own.domain.staging_pool().map_err(memory::Failed::on_the_wire)?;
+    let canceled = || match (initiator.is_closed(), target.is_closed()) {
+        (true, _) => Some(canceled_request()),
+        (_, true) => Some(
+            Error::new(ErrorKind::Unreachable, "transfer")
+                .provider("loopback")
+                .remedy("the peer's endpoint was closed in the middle of the transfer"),
+        ),
+        _ => None,
+    };
+    memory::pipe(from, to, &pool, canceled, || {
+        initiator.domain.nic.config.faults.enter(Call::Chunk)
+    })
+}

@@ -1,0 +1,287 @@
+//! Work requests: their checks at posting, and the form in which the NIC keeps them.
+
+use hmem_core::{
+    Addressing, Error, ErrorKind, IfaceKind, Iova, MrMode, RemoteKey, Result,
+    provider::{ProviderWindow, WindowBind},
+    transfer::{
+        AtomicOp, AtomicType, CompletionKind, LocalSegment, Operation, PeerId, RemoteSegment,
+        WorkRequest,
+    },
+};
+
+use super::{Few, domain::DomainState, keys::Token};
+
+/// A posted request, waiting to be executed.
+#[derive(Debug)]
+pub(super) struct Work {
+    pub(super) task: Task,
+    pub(super) local: Few<LocalPart>,
+    pub(super) peer: PeerId,
+    pub(super) context: u64,
+}
+
+/// What a posted request does.
+#[derive(Debug)]
+pub(super) enum Task {
+    Write(Few<RemotePart>),
+    Read(Few<RemotePart>),
+    Atomic(Box<AtomicTask>),
+    Send { tag: Option<u64>, invalidate: Option<KeyUse> },
+    BindWindow { window: ProviderWindow, bind: Box<WindowBind>, tag: u8 },
+    InvalidateWindow(ProviderWindow),
+}
+
+impl Task {
+    pub(super) const fn kind(&self) -> CompletionKind {
+        match self {
+            Self::Write(_) => CompletionKind::Write,
+            Self::Read(_) => CompletionKind::Read,
+            Self::Atomic(_) => CompletionKind::Atomic,
+            Self::Send { .. } => CompletionKind::Send,
+            Self::BindWindow { .. } => CompletionKind::BindWindow,
+            Self::InvalidateWindow(_) => CompletionKind::InvalidateWindow,
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct AtomicTask {
+    pub(super) op: AtomicOp,
+    pub(super) datatype: AtomicType,
+    pub(super) remote: RemotePart,
+    pub(super) result: Option<LocalPart>,
+    pub(super) compare: Option<LocalPart>,
+}
+
+/// A run of local memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LocalPart {
+    pub(super) address: u64,
+    pub(super) len: u64,
+    pub(super) origin: Origin,
+}
+
+/// How local memory is reached.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Origin {
+    /// Through a region.
+    Region(Token),
+    /// Host memory that the caller of `post` vouches for.
+    Host,
+    /// Device memory, copied by its iface.
+    Device(IfaceKind),
+}
+
+/// A key as a request names it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct KeyUse {
+    pub(super) number: u64,
+    pub(super) mapped: bool,
+}
+
+/// A run of a peer's memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RemotePart {
+    pub(super) address: u64,
+    pub(super) len: u64,
+    pub(super) key: KeyUse,
+}
+
+fn local_part(domain: &DomainState, segment: &LocalSegment) -> Result<LocalPart> {
+    let (address, len) = (segment.address.0, segment.len);
+    let refuse = |why: &'static str, remedy: &'static str| {
+        Error::new(ErrorKind::NoRegion, "post")
+            .provider("loopback")
+            .context("address", segment.address)
+            .context("why", why)
+            .remedy(remedy)
+    };
+    if let Some(desc) = segment.desc {
+        let token = Token::from_u64(desc.to_provider());
+        if domain.nic.regions.is_live(domain.id, token) {
+            return Ok(LocalPart { address, len, origin: Origin::Region(token) });
+        }
+        return Err(refuse(
+            "the descriptor is stale or of another domain",
+            "pass the descriptor of a region of this domain that is open",
+        ));
+    }
+    let origin = if domain.mode.contains(MrMode::LOCAL) {
+        return Err(refuse("no descriptor", "in LOCAL mode every local buffer needs a descriptor"));
+    } else {
+        if len > 0 && address.checked_add(len - 1).is_none() {
+            return Err(Error::new(ErrorKind::AddressWraps, "post")
+                .provider("loopback")
+                .context("address", segment.address)
+                .context("length", len));
+        }
+        let owner = if len > 0 {
+            domain.registry.owner_of(segment.address)?.iface
+        } else {
+            IfaceKind::SYSTEM
+        };
+        if owner == IfaceKind::SYSTEM {
+            Origin::Host
+        } else if domain.mode.contains(MrMode::HMEM) {
+            return Err(refuse("device memory", "in HMEM mode device buffers need a descriptor")
+                .iface(owner));
+        } else {
+            Origin::Device(owner)
+        }
+    };
+    Ok(LocalPart { address, len, origin })
+}
+
+/// Checks local segments; returns their parts and their length in all.
+pub(super) fn local_parts(
+    domain: &DomainState,
+    segments: &[LocalSegment],
+) -> Result<(Few<LocalPart>, u64)> {
+    let mut parts = Few::new();
+    let mut total = 0u64;
+    for segment in segments {
+        parts.push(local_part(domain, segment)?);
+        total =
+            total.checked_add(segment.len).ok_or_else(|| invalid("the local lengths overflow"))?;
+    }
+    Ok((parts, total))
+}
+
+/// Checks a request that is no receive, and makes the NIC's form of it.
+pub(super) fn work(domain: &DomainState, request: &WorkRequest<'_>) -> Result<Work> {
+    let (local, len) = local_parts(domain, request.local)?;
+    let task = match &request.operation {
+        Operation::Write { remote } => Task::Write(remote_parts(remote, len)?),
+        Operation::Read { remote } => Task::Read(remote_parts(remote, len)?),
+        Operation::Atomic { op, datatype, remote, result, compare } => {
+            atomic(domain, *op, *datatype, remote, result.as_ref(), compare.as_ref(), len)?
+        }
+        Operation::Send { tag, invalidate } => Task::Send {
+            tag: *tag,
+            invalidate: invalidate
+                .map(|key| {
+                    Ok::<_, Error>(KeyUse { number: key.as_u64()?, mapped: key.is_mapped() })
+                })
+                .transpose()?,
+        },
+        Operation::BindWindow { window, region, offset, len, access, addressing, tag } => {
+            let (region, offset, len) = (*region, *offset, *len);
+            let (access, addressing) = (*access, *addressing);
+            let bind = Box::new(WindowBind { region, offset, len, access, addressing });
+            Task::BindWindow { window: *window, bind, tag: *tag }
+        }
+        Operation::InvalidateWindow { window } => Task::InvalidateWindow(*window),
+        other => {
+            return Err(Error::new(ErrorKind::Unsupported, "post")
+                .provider("loopback")
+                .context("operation", format_args!("{other:?}")));
+        }
+    };
+    Ok(Work { task, local, peer: request.peer, context: request.context })
+}
+
+fn atomic(
+    domain: &DomainState,
+    op: AtomicOp,
+    datatype: AtomicType,
+    remote: &RemoteSegment<'_>,
+    result: Option<&LocalSegment>,
+    compare: Option<&LocalSegment>,
+    operands: u64,
+) -> Result<Task> {
+    let fits = |len: u64| len == remote.len;
+    if remote.len == 0 || !remote.len.is_multiple_of(datatype.size()) {
+        return Err(invalid("the target of an atomic is one or more whole elements"));
+    }
+    if op != AtomicOp::AtomicRead && !fits(operands) {
+        return Err(invalid("an atomic has an operand for each element"));
+    }
+    if op.compares() != compare.is_some() {
+        return Err(invalid("comparing atomics, and no others, have a compare operand"));
+    }
+    if (op.compares() || op == AtomicOp::AtomicRead) && result.is_none() {
+        return Err(invalid("comparing and reading atomics have a result"));
+    }
+    if !result.is_none_or(|segment| fits(segment.len))
+        || !compare.is_none_or(|segment| fits(segment.len))
+    {
+        return Err(invalid("result and compare buffers have the length of the target"));
+    }
+    Ok(Task::Atomic(Box::new(AtomicTask {
+        op,
+        datatype,
+        remote: RemotePart {
+            address: remote.address.0,
+            len: remote.len,
+            key: KeyUse { number: remote.key.as_u64()?, mapped: remote.key.is_mapped() },
+        },
+        result: result.map(|segment| local_part(domain, segment)).transpose()?,
+        compare: compare.map(|segment| local_part(domain, segment)).transpose()?,
+    })))
+}
+
+/// The remote side of a write or read of `len` bytes; a split key's piece by piece.
+fn remote_parts(segments: &[RemoteSegment<'_>], len: u64) -> Result<Few<RemotePart>> {
+    let mut parts = Few::new();
+    let mut total = 0u64;
+    for segment in segments {
+        total =
+            total.checked_add(segment.len).ok_or_else(|| invalid("the remote lengths overflow"))?;
+        let mapped = segment.key.is_mapped();
+        match segment.key.as_u64() {
+            Ok(number) => parts.push(RemotePart {
+                address: segment.address.0,
+                len: segment.len,
+                key: KeyUse { number, mapped },
+            }),
+            Err(_) => split(segment.key, segment.address, segment.len, &mut parts)?,
+        }
+    }
+    if segments.is_empty() || total != len {
+        return Err(invalid(
+            "local and remote lists have the same total length, and a remote one names a key",
+        ));
+    }
+    Ok(parts)
+}
+
+/// Splits an access at the seams of a key of several pieces.
+fn split(key: &RemoteKey, address: Iova, len: u64, parts: &mut Few<RemotePart>) -> Result<()> {
+    let (mut at, mut left) = (address.0, len);
+    for piece in key.pieces() {
+        let skip = at.wrapping_sub(piece.base.0);
+        if skip >= piece.len {
+            continue;
+        }
+        let part = left.min(piece.len - skip);
+        let address = match key.addressing() {
+            Addressing::ZeroBased => skip,
+            Addressing::Virtual => at,
+        };
+        parts.push(RemotePart {
+            address,
+            len: part,
+            key: KeyUse { number: piece.key, mapped: key.is_mapped() },
+        });
+        at = at.wrapping_add(part);
+        left -= part;
+        if left == 0 {
+            return Ok(());
+        }
+    }
+    Err(Error::new(ErrorKind::OutOfBounds, "post")
+        .provider("loopback")
+        .context("address", address)
+        .context("length", len)
+        .remedy("every byte of an access lies in a piece of its key"))
+}
+
+pub(super) fn invalid(rule: &'static str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, "post").provider("loopback").remedy(rule)
+}
+
+pub(super) fn full() -> Error {
+    Error::new(ErrorKind::Again, "post")
+        .provider("loopback")
+        .remedy("as many requests are outstanding as the endpoint was opened for: read completions")
+}
