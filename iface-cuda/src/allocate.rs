@@ -89,8 +89,8 @@ impl DeviceAllocator {
             Error::new(ErrorKind::OutOfResources, "allocate")
                 .remedy("no machine has that much memory")
         })?;
-        let guard = self.lookup.contexts.retain(device)?;
-        let (base, mut origin) = guard.with_context_or_undo(
+        let primary = self.lookup.contexts.retain(device)?;
+        let (base, mut origin) = primary.with_context_or_undo(
             || match request.kind {
                 AllocationKind::Host => Ok((self.host_alloc(len)?, Origin::Host)),
                 AllocationKind::Managed => Ok((self.managed_alloc(len)?, Origin::Memory)),
@@ -102,9 +102,10 @@ impl DeviceAllocator {
         )?;
         let entered = self.enter(base, request, &origin);
         if entered.is_ok() {
-            guard.keep();
-        } else if let Err(error) = guard.with_context(|| self.release(base, device, &mut origin)) {
-            guard.keep();
+            primary.keep();
+        } else if let Err(error) = primary.with_context(|| self.release(base, device, &mut origin))
+        {
+            primary.keep();
             tracing::error!(%error, "an allocation that failed stays taken");
         }
         entered

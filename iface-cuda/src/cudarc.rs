@@ -1,13 +1,13 @@
 //! Memory of the [`cudarc`] crate, registered directly (cargo feature `cudarc`).
 //!
 //! A [`CudaSlice`] is handed over with [`CudarcBuffer`], whose region owns it until it is closed,
-//! or lent for a closure with [`scope`]. Which CUDA version `cudarc` is built for is the
-//! application's choice, by a `cuda-*` feature of its own dependency or the environment variable
-//! `CUDARC_CUDA_VERSION`: this crate picks none, as two that differ cannot be built together. How
-//! `cudarc` finds the driver library is its own affair too.
+//! or lent for a closure with [`scope`]. The application chooses the CUDA version that `cudarc` is
+//! built for, by a `cuda-*` feature of its own dependency or the environment variable
+//! `CUDARC_CUDA_VERSION`. This crate chooses none, as two that differ cannot be built together. Nor
+//! does it tell `cudarc` which driver library to load.
 //!
-//! By default `cudarc` allocates stream-ordered memory, which the driver may not let a NIC reach;
-//! the region's decision then says that it is staged, and why.
+//! By default `cudarc` allocates stream-ordered memory, which the driver may not export to a NIC.
+//! The region's decision then says that it is staged, and why.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -70,15 +70,14 @@ pub struct CudarcBuffer<T: AnyBits> {
 }
 
 impl<T: AnyBits> CudarcBuffer<T> {
-    /// Makes a slice ready to be registered. Waits for what its stream was given before, so that a
-    /// NIC sees it.
+    /// Makes a slice ready to be registered. Waits for the earlier work of its stream, so that a
+    /// NIC sees the result.
     ///
-    /// `iface` is the one that copies between the slice and the host: that of kind
-    /// [`IfaceKind::CUDA`].
+    /// `iface` copies between the slice and the host. Its kind must be [`IfaceKind::CUDA`].
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for another iface; [`ErrorKind::OutOfBounds`] for memory that
-    /// its driver does not know; what the driver reported. The slice comes back.
+    /// its driver does not know; otherwise the driver's error. The slice comes back.
     pub fn new(
         iface: &Arc<dyn Iface>,
         slice: CudaSlice<T>,
@@ -89,13 +88,13 @@ impl<T: AnyBits> CudarcBuffer<T> {
         }
     }
 
-    /// The slice.
+    /// Returns the slice.
     #[must_use]
     pub fn slice(&self) -> &CudaSlice<T> {
         &self.slice
     }
 
-    /// The slice back.
+    /// Returns the slice by value.
     #[must_use]
     pub fn into_slice(self) -> CudaSlice<T> {
         self.slice
@@ -155,8 +154,8 @@ unsafe impl<T: AnyBits> OwnedBuffer for CudarcBuffer<T> {
     }
 }
 
-/// Registers a borrowed slice for as long as `body` runs; the region is closed before this returns,
-/// also by a panic.
+/// Registers a borrowed slice while `body` runs. The region is closed before this returns, and if
+/// `body` panics.
 ///
 /// # Errors
 /// As [`Domain::scope`] and [`CudarcBuffer::new`]; `body` does not run then.
@@ -173,8 +172,7 @@ pub fn scope<T: AnyBits, R>(
     unsafe { domain.scope_range(range, access, body) }
 }
 
-/// The slice's range, once its stream has done what it was given and its memory is known to the
-/// iface.
+/// Waits for the slice's stream, and returns the slice's range if the iface knows its memory.
 fn ready<T>(iface: &dyn Iface, slice: &CudaSlice<T>) -> Result<AddressRange> {
     const OPERATION: &str = "register CudaSlice";
     if iface.kind() != IfaceKind::CUDA {

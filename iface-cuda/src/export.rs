@@ -265,7 +265,7 @@ impl Exporter {
         if let Some(context) = of_thread {
             with_context(functions, context, synchronise)?;
         }
-        let Some(guard) = self.lookup.contexts.retain_if_active(found.device())? else {
+        let Some(primary) = self.lookup.contexts.retain_if_active(found.device())? else {
             if of_thread.is_none() {
                 tracing::warn!(
                     %range,
@@ -274,7 +274,7 @@ impl Exporter {
             }
             return Ok(());
         };
-        guard.run_and_keep(synchronise)
+        primary.run_and_keep(synchronise)
     }
 }
 

@@ -158,11 +158,11 @@ impl InboundFlusher {
     /// other contexts all the same.
     fn flush_everywhere(&self, device: DeviceId, flush: impl Fn() -> Result<()>) -> Result<()> {
         let functions = &self.lookup.driver().functions;
-        let guard = self.lookup.contexts.retain_if_active(device)?;
-        let primary = guard.as_ref().map(|guard| guard.context);
+        let active = self.lookup.contexts.retain_if_active(device)?;
+        let primary = active.as_ref().map(|active| active.context);
         let alive = self.alive(device, primary)?;
         // Kept, so that the next flush finds it retained: flushes come with every completion.
-        let mut result = guard.map_or(Ok(()), |guard| guard.run_and_keep(&flush));
+        let mut result = active.map_or(Ok(()), |active| active.run_and_keep(&flush));
         for context in &alive.contexts {
             result = result.and(with_context(functions, *context, &flush));
         }

@@ -1,4 +1,4 @@
-//! The CPU's own access to device memory, through GDRCopy (`libgdrapi.so.2`) where it is there.
+//! Access of the CPU to device memory through GDRCopy (`libgdrapi.so.2`).
 //!
 //! A few bytes reach the device sooner through a mapping of its BAR than through a copy engine. The
 //! library is loaded at run time, and its absence is an error that names it. Memory must be of a
@@ -26,7 +26,7 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use crate::Cuda;
 
-/// `GPU_PAGE_SIZE` of `gdrapi.h`: what pinning is in steps of, in bytes.
+/// `GPU_PAGE_SIZE` of `gdrapi.h`: the granularity of pinning in bytes.
 pub const GPU_PAGE: u64 = 64 << 10;
 
 /// `gdr_mh_t`: a pinned buffer.
@@ -127,7 +127,7 @@ impl Drop for Inner {
     }
 }
 
-/// GDRCopy, opened.
+/// The opened GDRCopy library.
 #[derive(Clone)]
 pub struct Gdrcopy {
     inner: Arc<Inner>,
@@ -140,7 +140,7 @@ impl fmt::Debug for Gdrcopy {
 }
 
 impl Gdrcopy {
-    /// The name by which the dynamic loader finds the library.
+    /// Name by which the dynamic loader finds the library.
     pub const LIBRARY: &str = "libgdrapi.so.2";
 
     /// Loads the library that the dynamic loader finds, and opens its kernel module.
@@ -152,7 +152,7 @@ impl Gdrcopy {
         Self::load(Self::LIBRARY)
     }
 
-    /// [`Gdrcopy::open`] with the library at `path`.
+    /// Like [`Gdrcopy::open`], with the library at `path`.
     ///
     /// # Errors
     /// As [`Gdrcopy::open`].
@@ -184,7 +184,7 @@ impl Gdrcopy {
         Self::with(functions).map_err(described)
     }
 
-    /// Opens over functions of the caller's own.
+    /// Opens over injected functions.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] if `gdr_open` gives nothing.
@@ -199,8 +199,8 @@ impl Gdrcopy {
 
     /// Maps a range of device memory for the CPU.
     ///
-    /// The driver is told, as it is for NICs, to finish what it calls synchronous before it returns
-    /// (SYNC_MEMOPS): the CPU reads around it.
+    /// The driver is told, as for NICs, to finish synchronous operations before it returns
+    /// (SYNC_MEMOPS): the CPU reads without the driver.
     ///
     /// # Safety
     /// The memory is not freed before the window is closed or dropped: its mapping would be taken
@@ -209,7 +209,7 @@ impl Gdrcopy {
     /// # Errors
     /// [`ErrorKind::ZeroLength`]; [`ErrorKind::OutOfBounds`] for a range that is not in one
     /// allocation; [`ErrorKind::Unsupported`] for memory that kernel clients cannot pin, naming
-    /// it; what the driver or the library reported.
+    /// it; otherwise the error of the driver or the library.
     pub unsafe fn map(&self, cuda: &Cuda, range: AddressRange) -> Result<CpuWindow> {
         let described = |error: Error| error.context("range", range);
         cuda.exporter.prepare_pinning("gdr_pin_buffer", range)?;

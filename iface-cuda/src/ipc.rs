@@ -114,7 +114,7 @@ impl Ipc for IpcExchange {
                 .remedy("the device of the memory is not visible here: see CUDA_VISIBLE_DEVICES")
         })?;
         let device = entry.description.id;
-        let guard = self.lookup.contexts.retain(device)?;
+        let primary = self.lookup.contexts.retain(device)?;
         let open = || {
             let mut base: CuDevicePtr = 0;
             let flags = sys::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS;
@@ -124,12 +124,12 @@ impl Ipc for IpcExchange {
             };
             opened(code).map(|()| base)
         };
-        let base = guard.with_context_or_undo(open, |base| self.close_handle(base))?;
+        let base = primary.with_context_or_undo(open, |base| self.close_handle(base))?;
         let entered = self.enter(base, body.len, device);
         if entered.is_ok() {
-            guard.keep();
-        } else if let Err(error) = guard.with_context(|| self.close_handle(base)) {
-            guard.keep();
+            primary.keep();
+        } else if let Err(error) = primary.with_context(|| self.close_handle(base)) {
+            primary.keep();
             tracing::error!(%error, "an opened allocation that failed stays open");
         }
         entered

@@ -211,8 +211,8 @@ impl PointerLookup {
         }
         for entry in &self.contexts.driver.devices {
             let retained = self.contexts.retain_if_active(entry.description.id)?;
-            let Some(guard) = retained else { continue };
-            let answer = guard.run(query)?;
+            let Some(primary) = retained else { continue };
+            let answer = primary.run(query)?;
             if !matches!(answer, Answer::NoContext) {
                 return Ok(answer);
             }
