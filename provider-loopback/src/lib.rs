@@ -37,6 +37,25 @@
 //! - Zero-length accesses need a valid key with the right, and no valid address; they count
 //!   nowhere.
 //!
+//! # Layers
+//!
+//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//!
+//! - `faults`, `keys`, `memory`, `progress`
+//! - `atomic`, `config`, `region`
+//! - `regions`: the regions of a NIC, and the argument why it never touches a deregistered one
+//! - `nic`
+//! - `window`
+//! - `domain`
+//! - `register`, `request`
+//! - `inbox`
+//! - `endpoint`: the state of an endpoint
+//! - `access`
+//! - `message`
+//! - `execute`
+//! - `handles`
+//! - `provider`
+//!
 //! # Things this does not do
 //!
 //! It does not cross processes, keeps no order between endpoints, and its keys are unguessable, not
