@@ -130,14 +130,14 @@ fn with_defaults(pages: usize) {
     assert!(limits.contains(&format!("vm.max_map_count = {}", limit())), "{limits}");
     let (domain, statistics) = pass(&hmem, pages);
     assert_eq!(statistics.uncached, 0, "the hooks watch what the net does not");
-    let why = domain.cache().expect("a cache").monitor(IfaceKind::SYSTEM).expect("one").why();
+    let why = domain.cache().expect("a cache").monitor(IfaceKind::SYSTEM).expect("one").rationale();
     assert!(why.contains("watched by the hooks alone"), "{why}");
 }
 
 fn with_userfaultfd_alone(pages: usize) {
     let (domain, statistics) = pass(&hmem(Some(MonitorKind::UserFaultFd)), pages);
     assert!(statistics.registrations > pages as u64 / 2, "{statistics:?}");
-    let why = domain.cache().expect("a cache").monitor(IfaceKind::SYSTEM).expect("one").why();
+    let why = domain.cache().expect("a cache").monitor(IfaceKind::SYSTEM).expect("one").rationale();
     assert!(why.contains("refused so far"), "{why}");
 }
 

@@ -51,7 +51,7 @@ fn frees_straight_through_a_loaded_library_kill_what_is_cached_before_the_memory
     let domain = hmem.domain("loopback", attr).expect("a domain");
     let cache = domain.cache().expect("a cache");
     let monitor = cache.monitor(IfaceKind::CUDA).expect("a monitor");
-    assert_eq!(monitor.name(), "cuda-hooks+identity", "{}", monitor.why());
+    assert_eq!(monitor.name(), "cuda-hooks+identity", "{}", monitor.rationale());
 
     let check = |code| assert_eq!(code, CuResult::CUDA_SUCCESS);
     let mut context = CuContext::NULL;

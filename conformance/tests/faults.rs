@@ -13,7 +13,7 @@ use hmem_core::{
         AllocRequest, Allocator, CopyEngine, Device, DmaBufExport, DmaBufExporter, DmaBufMapping,
         Facet, HostRegistrar, InboundFlush, Ipc, MonitorSource, PeerMemoryExporter, SegmentMap,
     },
-    monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
+    monitor::{Cause, DetectionMethod, Invalidator, Monitor, Subscription},
     provider::{
         CompletionQueue, DomainRequest, EndpointAttr, LiveObjects, Nic, Piece, Provider,
         ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion, ProviderWindow,
@@ -215,8 +215,8 @@ impl DmaBufExporter for Faulty {
 }
 
 impl MonitorSource for Faulty {
-    fn detection(&self) -> MonitorStyle {
-        MonitorStyle::Callback
+    fn detection(&self) -> DetectionMethod {
+        DetectionMethod::Callback
     }
 
     fn start(&self) -> Result<Arc<dyn Monitor>> {
@@ -234,16 +234,16 @@ impl Monitor for Deaf {
         self.0.name()
     }
 
-    fn why(&self) -> String {
-        self.0.why()
+    fn rationale(&self) -> String {
+        self.0.rationale()
     }
 
-    fn style(&self) -> MonitorStyle {
-        self.0.style()
+    fn detection(&self) -> DetectionMethod {
+        self.0.detection()
     }
 
-    fn watches(&self, cause: Cause) -> bool {
-        self.0.watches(cause)
+    fn detects(&self, cause: Cause) -> bool {
+        self.0.detects(cause)
     }
 
     fn subscribe(&self, _: AddressRange, _: Arc<dyn Invalidator>) -> Result<Subscription> {

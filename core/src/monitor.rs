@@ -10,7 +10,7 @@ use crate::{AddressRange, Allocation, Result};
 
 /// The way in which a monitor detects changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MonitorStyle {
+pub enum DetectionMethod {
     /// It is called back before the memory goes.
     Callback,
     /// It compares identities when asked.
@@ -124,13 +124,13 @@ pub trait Monitor: fmt::Debug + Send + Sync {
     fn name(&self) -> &str;
 
     /// Returns one line: why this monitor was chosen and which changes it misses.
-    fn why(&self) -> String;
+    fn rationale(&self) -> String;
 
     /// Returns the way in which the monitor detects changes.
-    fn style(&self) -> MonitorStyle;
+    fn detection(&self) -> DetectionMethod;
 
     /// Returns true if the monitor detects changes by `cause` in the ranges that it watches.
-    fn watches(&self, cause: Cause) -> bool;
+    fn detects(&self, cause: Cause) -> bool;
 
     /// Watches `range` and reports to `invalidator` until unsubscribed.
     ///

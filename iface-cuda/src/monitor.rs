@@ -24,7 +24,7 @@ use std::{
 use hmem_core::{
     AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
     iface::MonitorSource,
-    monitor::{Cause, Change, Invalidator, Monitor, MonitorStyle, Subscription},
+    monitor::{Cause, Change, DetectionMethod, Invalidator, Monitor, Subscription},
 };
 use parking_lot::Mutex;
 
@@ -177,8 +177,8 @@ pub(crate) struct CudaMonitors {
 
 impl MonitorSource for CudaMonitors {
     /// The driver has no callback for frees. Hooking its functions is up to the monitor.
-    fn detection(&self) -> MonitorStyle {
-        MonitorStyle::Identity
+    fn detection(&self) -> DetectionMethod {
+        DetectionMethod::Identity
     }
 
     /// # Errors
@@ -273,15 +273,15 @@ impl Monitor for CudaMonitor {
         }
     }
 
-    fn why(&self) -> String {
+    fn rationale(&self) -> String {
         self.why.clone()
     }
 
-    fn style(&self) -> MonitorStyle {
-        MonitorStyle::Identity
+    fn detection(&self) -> DetectionMethod {
+        DetectionMethod::Identity
     }
 
-    fn watches(&self, cause: Cause) -> bool {
+    fn detects(&self, cause: Cause) -> bool {
         cause == Cause::Identity || cause == Cause::Free && self.hooks.is_some()
     }
 

@@ -13,7 +13,7 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, ErrorKind, Iface, IfaceExt,
-    monitor::{Cause, Change, Invalidator, MonitorStyle, Subscription},
+    monitor::{Cause, Change, DetectionMethod, Invalidator, Subscription},
 };
 use hmem_iface_system::{AddressReuse, Simulated, Style};
 use parking_lot::Mutex;
@@ -116,7 +116,7 @@ fn a_reused_address_is_never_valid_in_either_style() {
 fn the_callback_style_tells_exactly_the_subscribers_of_what_is_freed() {
     let simulated = with_style(Style::Callback);
     let monitor = simulated.start_monitor().unwrap();
-    assert_eq!(monitor.style(), MonitorStyle::Callback);
+    assert_eq!(monitor.detection(), DetectionMethod::Callback);
     assert!(simulated.capability().free_callback);
     let (freed, kept) = (device(&*simulated, 1 << 20), device(&*simulated, 1 << 20));
     let told: Vec<_> = (0..6).map(|_| Told::new()).collect();

@@ -8,7 +8,7 @@ use std::{fs, io::Read};
 use flate2::read::GzDecoder;
 use hmem_core::{ErrorKind, provider::Nic};
 use hmem_p2p::{
-    path::{FactSource, ThisMachine},
+    path::{FactSource, LocalMachine},
     topology::{Acs, BusId, Distance, IommuMode, Port, Redirection, Role, Setting, Topology},
 };
 use topology_machines::{Folder, SECRETS, SERIAL, fixtures, make, recording};
@@ -264,7 +264,7 @@ fn the_facts_of_a_refusal_know_about_acs() {
     let nic =
         |id: &str| Nic { provider: "verbs".into(), name: "x".into(), pci_bus_id: Some(id.into()) };
     let machine = make("switch-acs");
-    let here = ThisMachine::below(machine.path());
+    let here = LocalMachine::below(machine.path());
     let facts = here.facts(Some("0000:3d:00.0"), &nic("0000:3f:00.0"));
     assert_eq!((facts.acs_redirects, facts.iommu_translates), (Some(true), Some(true)));
     assert_eq!(here.facts(Some("0000:1a:00.0"), &nic("0000:3f:00.0")).acs_redirects, Some(false));

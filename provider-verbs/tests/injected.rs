@@ -247,7 +247,7 @@ fn peer_memory_is_found_out_by_registering_a_device_address() {
         let tried = tried.expect("it is in the trace");
         let errno = tried.error.as_ref().and_then(|error| error.os_errno()).map(|errno| errno.0);
         assert_eq!(errno, (expected == HmemPath::Staged).then_some(14));
-        assert!(tried.asked, "the driver was asked");
+        assert!(tried.driver_called, "the driver was asked");
         region.close().expect("close");
     }
 }

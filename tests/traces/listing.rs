@@ -118,7 +118,7 @@ impl Section {
 /// A line for each attempt.
 pub(crate) fn attempts(trace: &Trace, names: &Names) -> Vec<String> {
     let line = |(at, attempt): (usize, &Attempt)| {
-        let asked = if attempt.asked { "" } else { " (not asked)" };
+        let asked = if attempt.driver_called { "" } else { " (not asked)" };
         let mut line = format!("  {}. {}: {}{asked}", at + 1, attempt.path, attempt.call);
         if let Some(error) = &attempt.error {
             let cause = attempt.cause_name.unwrap_or("no known cause");

@@ -305,7 +305,7 @@ fn device_monitor(machine: &Machine, iface: &dyn Iface) -> DeviceMonitorEntry {
             (None, why, Some(format!("change {setting} to have it cached")))
         }
         None => match iface.start_monitor() {
-            Ok(monitor) => (Some(monitor.name().to_owned()), monitor.why(), None),
+            Ok(monitor) => (Some(monitor.name().to_owned()), monitor.rationale(), None),
             Err(error) => {
                 let (why, remedy) = reason_and_remedy(&error);
                 (None, why, remedy)

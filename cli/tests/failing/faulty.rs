@@ -8,7 +8,7 @@ use hmem::{
         AllocRequest, Allocator, CopyEngine, Device, DmaBufExport, DmaBufExporter, DmaBufMapping,
         HostRegistrar, InboundFlush, Ipc, MonitorSource, PeerMemoryExporter, SegmentMap,
     },
-    monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
+    monitor::{Cause, DetectionMethod, Invalidator, Monitor, Subscription},
     provider::Nic,
     system::Simulated,
 };
@@ -159,7 +159,7 @@ impl DmaBufExporter for Faulty {
 }
 
 impl MonitorSource for Faulty {
-    fn detection(&self) -> MonitorStyle {
+    fn detection(&self) -> DetectionMethod {
         self.simulated.monitor().expect("a simulated device has a monitor").detection()
     }
 
@@ -182,16 +182,16 @@ impl Monitor for Confused {
         self.0.name()
     }
 
-    fn why(&self) -> String {
-        self.0.why()
+    fn rationale(&self) -> String {
+        self.0.rationale()
     }
 
-    fn style(&self) -> MonitorStyle {
-        self.0.style()
+    fn detection(&self) -> DetectionMethod {
+        self.0.detection()
     }
 
-    fn watches(&self, cause: Cause) -> bool {
-        self.0.watches(cause)
+    fn detects(&self, cause: Cause) -> bool {
+        self.0.detects(cause)
     }
 
     fn subscribe(

@@ -8,7 +8,7 @@ use std::sync::{
 use hmem_core::{
     AddressRange, Iface, Result,
     iface::Facet,
-    monitor::{Cause, Change, Invalidator, Monitor, MonitorStyle},
+    monitor::{Cause, Change, DetectionMethod, Invalidator, Monitor},
 };
 
 use super::{buffers, is_missing, need};
@@ -76,11 +76,11 @@ pub(super) fn monitor_notices_a_free(iface: &Arc<dyn Iface>) -> Outcome {
         assert!(valid(), "live memory is not valid: {allocation:?}");
         assert_eq!(listener.notices(), 0, "nothing was freed");
         drop(buffer);
-        match monitor.style() {
-            MonitorStyle::Callback => {
+        match monitor.detection() {
+            DetectionMethod::Callback => {
                 assert!(listener.notices() > 0, "no callback for the free of {allocation:?}");
             }
-            MonitorStyle::Identity => {
+            DetectionMethod::Identity => {
                 assert!(!valid(), "freed memory is valid: {allocation:?}");
                 // The address may come again, with another identity.
                 let again = buffers(iface)?;

@@ -15,7 +15,7 @@ use crate::{
     cache::{
         Cache, CacheBackend, CacheStatistics, CachedEntryInfo, Key, Lease, LookupHandle, OwnedLease,
     },
-    monitor::{Invalidator, Monitor, MonitorStyle, Subscription},
+    monitor::{DetectionMethod, Invalidator, Monitor, Subscription},
     path::Path,
     registry::Owner,
 };
@@ -379,7 +379,7 @@ impl CacheBackend for Registrations {
     }
 
     fn needs_validation(&self, watch: &Watch) -> bool {
-        watch.allocation.is_some() && watch.monitor.style() == MonitorStyle::Identity
+        watch.allocation.is_some() && watch.monitor.detection() == DetectionMethod::Identity
     }
 
     fn is_current(&self, watch: &Watch) -> Result<bool> {

@@ -47,7 +47,7 @@ pub struct Attempt {
     /// The exact call that decided it.
     pub call: String,
     /// Set if a driver was called; not set if the NIC does not list the path among its imports.
-    pub asked: bool,
+    pub driver_called: bool,
     /// The refusal; `None` for the attempt that succeeded.
     #[serde(serialize_with = "display_error")]
     pub error: Option<Error>,
@@ -66,7 +66,7 @@ impl Attempt {
         Self {
             path,
             call: call.into(),
-            asked: true,
+            driver_called: true,
             error: None,
             cause_name: None,
             cause: None,
@@ -79,18 +79,26 @@ impl Attempt {
     pub fn refused(path: Path, call: impl Into<String>, error: Error) -> Self {
         let remedy = error.remedy_text().map(str::to_owned);
         let (cause_name, cause) = (None, None);
-        Self { path, call: call.into(), asked: true, error: Some(error), cause_name, cause, remedy }
+        Self {
+            path,
+            call: call.into(),
+            driver_called: true,
+            error: Some(error),
+            cause_name,
+            cause,
+            remedy,
+        }
     }
 
     /// A way that no driver was asked for, since the NIC does not have it.
     #[must_use]
-    pub fn lacking(path: Path, error: Error) -> Self {
-        Self { asked: false, ..Self::refused(path, "import", error) }
+    pub fn unsupported_import(path: Path, error: Error) -> Self {
+        Self { driver_called: false, ..Self::refused(path, "import", error) }
     }
 
     /// With a known cause and its remedy.
     #[must_use]
-    pub fn because(
+    pub fn with_cause(
         mut self,
         name: &'static str,
         cause: impl Into<String>,
@@ -135,7 +143,7 @@ impl Trace {
     #[must_use]
     pub fn refusal(&self) -> Option<&Error> {
         let refused = || self.iter().rev().filter(|attempt| attempt.error.is_some());
-        refused().find(|attempt| attempt.asked).or_else(|| refused().next())?.error.as_ref()
+        refused().find(|attempt| attempt.driver_called).or_else(|| refused().next())?.error.as_ref()
     }
 }
 

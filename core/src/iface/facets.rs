@@ -10,7 +10,7 @@ pub use crate::dma_buf::DmaBufMapping;
 use crate::{
     Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, DmaBufOffset, Error,
     ErrorKind, IfaceKind, Result, Segment,
-    monitor::{Monitor, MonitorStyle},
+    monitor::{DetectionMethod, Monitor},
     nic::Nic,
 };
 
@@ -287,7 +287,7 @@ pub trait InboundFlush {
 pub trait MonitorSource {
     /// Returns how the driver shows that memory was freed: it calls back, or only identities tell.
     /// Does not start the monitor, which may use other means as well.
-    fn detection(&self) -> MonitorStyle;
+    fn detection(&self) -> DetectionMethod;
 
     /// Starts the monitor that notices when this iface's memory is freed.
     ///

@@ -19,7 +19,7 @@ pub use facets::{
 use crate::{
     Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, Result, Segment,
     cause::RefusalCause,
-    monitor::{Monitor, MonitorStyle},
+    monitor::{DetectionMethod, Monitor},
     nic::Nic,
 };
 
@@ -65,7 +65,7 @@ impl Capability {
             host_register: iface.host_registrar().is_some(),
             ipc: iface.ipc().is_some(),
             identity: iface.has_identities(),
-            free_callback: detection == Some(MonitorStyle::Callback),
+            free_callback: detection == Some(DetectionMethod::Callback),
         }
     }
 }

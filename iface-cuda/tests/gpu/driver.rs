@@ -107,7 +107,7 @@ impl Driver {
             .monitor(CudaMonitorKind::Auto)
             .open()?;
         let monitor = cuda.start_monitor()?;
-        let text = format!("{}, as {}", monitor.name(), monitor.why());
+        let text = format!("{}, as {}", monitor.name(), monitor.rationale());
         drop(monitor);
         cuda.close().map_err(|refused| refused.error)?;
         Ok(text)

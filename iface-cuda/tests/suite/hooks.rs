@@ -7,7 +7,7 @@ use std::sync::Arc;
 use hmem_core::{
     Address, AddressRange, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt,
     iface::AllocRequest,
-    monitor::{Cause, Change, Invalidator, Monitor, MonitorStyle},
+    monitor::{Cause, Change, DetectionMethod, Invalidator, Monitor},
 };
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::{
@@ -152,8 +152,11 @@ const KINDS: [AllocationKind; 4] = [
 #[test]
 fn hooked_frees_of_the_application_are_told_before_the_memory_goes() {
     each(|world, monitor| {
-        assert_eq!((monitor.name(), monitor.style()), ("cuda-hooks", MonitorStyle::Identity));
-        assert!(monitor.watches(Cause::Free) && monitor.why().contains("as was asked for"));
+        assert_eq!(
+            (monitor.name(), monitor.detection()),
+            ("cuda-hooks", DetectionMethod::Identity)
+        );
+        assert!(monitor.detects(Cause::Free) && monitor.rationale().contains("as was asked for"));
         for kind in world.kinds(&KINDS) {
             let (at, free) = allocated(world, kind);
             let found = world.cuda.query(Address(at)).expect("query").expect("known");
@@ -320,7 +323,7 @@ fn the_monitor_says_which_it_is_and_why() {
         for world in worlds(kind) {
             let monitor = world.cuda.start_monitor().expect("a monitor");
             assert_eq!(monitor.name(), name);
-            assert!(monitor.why().contains(words), "{}", monitor.why());
+            assert!(monitor.rationale().contains(words), "{}", monitor.rationale());
             drop(monitor);
             world.end();
         }

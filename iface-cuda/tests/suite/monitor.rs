@@ -7,7 +7,7 @@ use std::sync::{
 
 use hmem_core::{
     Address, AddressRange, AllocationId, AllocationKind, Iface, IfaceExt,
-    monitor::{Cause, Change, Invalidator, MonitorStyle},
+    monitor::{Cause, Change, DetectionMethod, Invalidator},
 };
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::CuDevicePtr;
@@ -47,8 +47,8 @@ impl Invalidator for Told {
 fn a_freed_and_reused_address_is_never_valid_again() {
     each(|world| {
         let monitor = world.cuda.start_monitor().expect("monitor");
-        assert_eq!(monitor.style(), MonitorStyle::Identity);
-        assert!(monitor.watches(Cause::Identity) && !monitor.watches(Cause::Free));
+        assert_eq!(monitor.detection(), DetectionMethod::Identity);
+        assert!(monitor.detects(Cause::Identity) && !monitor.detects(Cause::Free));
         for kind in world.kinds(&[
             AllocationKind::Device,
             AllocationKind::Host,

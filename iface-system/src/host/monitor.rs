@@ -6,7 +6,7 @@ use std::sync::Arc;
 use hmem_core::{
     Result,
     iface::MonitorSource,
-    monitor::{Monitor, MonitorStyle},
+    monitor::{DetectionMethod, Monitor},
 };
 
 use super::System;
@@ -30,8 +30,8 @@ impl System {
 impl MonitorSource for System {
     /// The kernel calls nobody back when memory goes. That the monitor is called before is its own
     /// doing.
-    fn detection(&self) -> MonitorStyle {
-        MonitorStyle::Identity
+    fn detection(&self) -> DetectionMethod {
+        DetectionMethod::Identity
     }
 
     fn start(&self) -> Result<Arc<dyn Monitor>> {

@@ -5,7 +5,7 @@ use std::{collections::HashMap, sync::Arc};
 
 use hmem_core::{
     AddressRange, Allocation, IfaceKind, Result,
-    monitor::{Cause, Change, Invalidator, Monitor, MonitorStyle, Subscription},
+    monitor::{Cause, Change, DetectionMethod, Invalidator, Monitor, Subscription},
 };
 use hmem_hook::{MonitorName, SLOTS, Subscribers, Table};
 use parking_lot::Mutex;
@@ -113,15 +113,15 @@ impl Monitor for Import {
         NAME.name
     }
 
-    fn why(&self) -> String {
+    fn rationale(&self) -> String {
         "told by the application; what it does not tell is not seen".into()
     }
 
-    fn style(&self) -> MonitorStyle {
-        MonitorStyle::Callback
+    fn detection(&self) -> DetectionMethod {
+        DetectionMethod::Callback
     }
 
-    fn watches(&self, cause: Cause) -> bool {
+    fn detects(&self, cause: Cause) -> bool {
         cause == Cause::Application
     }
 

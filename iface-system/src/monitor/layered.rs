@@ -11,7 +11,7 @@ use std::{
 
 use hmem_core::{
     AddressRange, Allocation, Error, ErrorKind, Result,
-    monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
+    monitor::{Cause, DetectionMethod, Invalidator, Monitor, Subscription},
 };
 use parking_lot::Mutex;
 
@@ -79,8 +79,8 @@ impl Monitor for Layered {
         "memhooks+userfaultfd"
     }
 
-    fn why(&self) -> String {
-        let hooks = self.hooks.why();
+    fn rationale(&self) -> String {
+        let hooks = self.hooks.rationale();
         let without = match self.without_net() {
             0 => String::new(),
             count => format!("; {count} so far were watched by the hooks alone"),
@@ -91,12 +91,12 @@ impl Monitor for Layered {
         )
     }
 
-    fn style(&self) -> MonitorStyle {
-        MonitorStyle::Callback
+    fn detection(&self) -> DetectionMethod {
+        DetectionMethod::Callback
     }
 
-    fn watches(&self, cause: Cause) -> bool {
-        self.hooks.watches(cause) || self.net.watches(cause)
+    fn detects(&self, cause: Cause) -> bool {
+        self.hooks.detects(cause) || self.net.detects(cause)
     }
 
     fn subscribe(

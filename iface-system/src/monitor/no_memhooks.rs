@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use hmem_core::{
     AddressRange, Allocation, Error, ErrorKind, IfaceKind, Result,
-    monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
+    monitor::{Cause, DetectionMethod, Invalidator, Monitor, Subscription},
 };
 
 /// No call is hooked.
@@ -58,15 +58,15 @@ impl Monitor for MemHooks {
         match *self {}
     }
 
-    fn why(&self) -> String {
+    fn rationale(&self) -> String {
         match *self {}
     }
 
-    fn style(&self) -> MonitorStyle {
+    fn detection(&self) -> DetectionMethod {
         match *self {}
     }
 
-    fn watches(&self, _: Cause) -> bool {
+    fn detects(&self, _: Cause) -> bool {
         match *self {}
     }
 

@@ -9,7 +9,7 @@ use std::{
 use hmem_core::{
     AddressRange, Allocation, Error, ErrorKind, Result,
     iface::MonitorSource,
-    monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
+    monitor::{Cause, DetectionMethod, Invalidator, Monitor, Subscription},
 };
 use parking_lot::{Mutex, ReentrantMutex};
 
@@ -26,10 +26,10 @@ pub enum Style {
 }
 
 impl Style {
-    fn detection(self) -> MonitorStyle {
+    fn detection(self) -> DetectionMethod {
         match self {
-            Self::Identity => MonitorStyle::Identity,
-            Self::Callback => MonitorStyle::Callback,
+            Self::Identity => DetectionMethod::Identity,
+            Self::Callback => DetectionMethod::Callback,
         }
     }
 }
@@ -146,7 +146,7 @@ impl Subscriptions {
 }
 
 impl MonitorSource for Simulated {
-    fn detection(&self) -> MonitorStyle {
+    fn detection(&self) -> DetectionMethod {
         self.inner.config.style.detection()
     }
 
@@ -167,14 +167,14 @@ impl Monitor for SimulatedMonitor {
         }
     }
 
-    fn watches(&self, cause: Cause) -> bool {
+    fn detects(&self, cause: Cause) -> bool {
         match self.0.config.style {
             Style::Identity => cause == Cause::Identity,
             Style::Callback => cause == Cause::Free,
         }
     }
 
-    fn why(&self) -> String {
+    fn rationale(&self) -> String {
         match self.0.config.style {
             Style::Identity => {
                 "asked at each hit: the simulated device tells nobody of frees".into()
@@ -183,7 +183,7 @@ impl Monitor for SimulatedMonitor {
         }
     }
 
-    fn style(&self) -> MonitorStyle {
+    fn detection(&self) -> DetectionMethod {
         self.0.config.style.detection()
     }
 

@@ -220,7 +220,7 @@ impl Explanation {
         let cause = RefusalCause::probable(CAUSES, &context, facts);
         let attempt = Attempt::refused(Path::PlainHost, "register(host pages)", error);
         vec![match cause {
-            Some(cause) => attempt.because(cause.name, cause.cause, cause.remedy),
+            Some(cause) => attempt.with_cause(cause.name, cause.cause, cause.remedy),
             None => attempt,
         }]
     }

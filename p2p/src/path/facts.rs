@@ -25,18 +25,18 @@ pub trait FactSource: fmt::Debug + Send + Sync {
 /// The kernel's options are read once, for it and its clones, as they stay what they are; all else
 /// is read each time.
 #[derive(Clone, Debug)]
-pub struct ThisMachine {
+pub struct LocalMachine {
     root: PathBuf,
     options: Arc<KeptOptions>,
 }
 
-impl Default for ThisMachine {
+impl Default for LocalMachine {
     fn default() -> Self {
         Self::below("/")
     }
 }
 
-impl ThisMachine {
+impl LocalMachine {
     /// Reads `proc`, `sys` and `boot` below this folder.
     #[must_use]
     pub fn below(root: impl Into<PathBuf>) -> Self {
@@ -78,7 +78,7 @@ impl ThisMachine {
     }
 }
 
-impl FactSource for ThisMachine {
+impl FactSource for LocalMachine {
     fn facts(&self, device: Option<&str>, nic: &Nic) -> Facts {
         let bus_ids = [nic.pci_bus_id.as_deref(), device];
         let translates =
@@ -155,7 +155,7 @@ mod tests {
              0x0000000000000000 0x0000000000000000 0x0000000000000000\nnot numbers\n",
         );
         let facts =
-            ThisMachine::below(&root).facts(Some("0000:18:00.0"), &nic(Some("0000:17:00.0")));
+            LocalMachine::below(&root).facts(Some("0000:18:00.0"), &nic(Some("0000:17:00.0")));
         fs::remove_dir_all(&root).unwrap();
         let names = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect());
         let expected = Facts {
@@ -170,7 +170,7 @@ mod tests {
         };
         assert_eq!(facts, expected);
         let nothing = Facts { root: Some("/nonexistent".into()), ..Facts::default() };
-        assert_eq!(ThisMachine::below("/nonexistent").facts(None, &nic(None)), nothing);
+        assert_eq!(LocalMachine::below("/nonexistent").facts(None, &nic(None)), nothing);
         assert_eq!((version("7.3.4"), version("7"), version("x")), (Some((7, 3)), None, None));
     }
 
@@ -189,7 +189,7 @@ mod tests {
         fs::write(root.join("proc/config.gz"), packed.finish().unwrap()).unwrap();
         let modules = "nvidia_peermem 16384 0 - Loading 0x0\nib_uverbs 16384 0 - Live 0x0\n";
         fs::write(root.join("proc/modules"), modules).unwrap();
-        let facts = ThisMachine::below(&root).facts(None, &nic(None));
+        let facts = LocalMachine::below(&root).facts(None, &nic(None));
         fs::remove_dir_all(&root).unwrap();
         assert_eq!(
             (facts.has_option("PCI_P2PDMA"), facts.has_option("UDMABUF")),
@@ -208,8 +208,8 @@ mod tests {
         fs::create_dir_all(root.join("proc/sys/kernel")).unwrap();
         fs::create_dir_all(root.join("boot")).unwrap();
         let write = |path: &str, text: &str| fs::write(root.join(path), text).unwrap();
-        let machine = ThisMachine::below(&root);
-        let told = |machine: &ThisMachine| {
+        let machine = LocalMachine::below(&root);
+        let told = |machine: &LocalMachine| {
             let facts = machine.facts(None, &nic(None));
             (
                 facts.has_option("PCI_P2PDMA"),
@@ -229,7 +229,7 @@ mod tests {
         let later = (Some(true), Some(false), Some(true));
         assert_eq!((told(&machine), told(&machine.clone())), (later, later));
         assert_eq!(
-            ThisMachine::below(&root).facts(None, &nic(None)).kernel,
+            LocalMachine::below(&root).facts(None, &nic(None)).kernel,
             None,
             "it is there to be read"
         );
@@ -244,7 +244,7 @@ mod tests {
 
     #[test]
     fn this_machine_has_a_kernel_and_limits() {
-        let facts = ThisMachine::default().facts(None, &nic(None));
+        let facts = LocalMachine::default().facts(None, &nic(None));
         assert!(facts.kernel.is_some() && facts.memlock.is_some(), "{facts:?}");
     }
 }

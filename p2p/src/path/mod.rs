@@ -51,7 +51,7 @@ use self::{
 };
 pub use self::{
     explain::{ExplainRequest, Explanation},
-    facts::{FactSource, ThisMachine},
+    facts::{FactSource, LocalMachine},
 };
 pub use hmem_core::cause::Facts;
 
@@ -67,7 +67,7 @@ impl Default for DefaultPathSelector {
     fn default() -> Self {
         Self {
             disable_p2p: false,
-            facts: Arc::new(ThisMachine::default()),
+            facts: Arc::new(LocalMachine::default()),
             decisions: DecisionTable::default(),
         }
     }
@@ -89,7 +89,7 @@ impl DefaultPathSelector {
     }
 
     /// Sets the source of facts about the machine, by which causes are told apart. The default is
-    /// [`ThisMachine`].
+    /// [`LocalMachine`].
     #[must_use]
     pub fn facts(mut self, source: Arc<dyn FactSource>) -> Self {
         self.facts = source;

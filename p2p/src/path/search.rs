@@ -276,7 +276,7 @@ impl<'a> PathSearch<'a> {
             .remedy("use a NIC and driver that have it");
         let cause = self.cause(path, Step::Import, DmaBufMapping::Default, &error);
         tracing::debug!(%path, %error, "path not there");
-        self.attempts.push(explained(Attempt::lacking(path, error), cause));
+        self.attempts.push(explained(Attempt::unsupported_import(path, error), cause));
     }
 
     fn cause(
@@ -425,7 +425,7 @@ pub(super) fn kind_of(owner: &Owner) -> AllocationKind {
 
 fn explained(attempt: Attempt, cause: Option<&'static RefusalCause>) -> Attempt {
     match cause {
-        Some(cause) => attempt.because(cause.name, cause.cause, cause.remedy),
+        Some(cause) => attempt.with_cause(cause.name, cause.cause, cause.remedy),
         None => attempt,
     }
 }

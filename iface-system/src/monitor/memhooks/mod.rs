@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use hmem_core::{
     AddressRange, Allocation, IfaceKind, Result,
-    monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
+    monitor::{Cause, DetectionMethod, Invalidator, Monitor, Subscription},
 };
 use hmem_hook::{Hooks, MonitorName};
 
@@ -96,15 +96,15 @@ impl Monitor for MemHooks {
         NAME.name
     }
 
-    fn why(&self) -> String {
+    fn rationale(&self) -> String {
         "told by the C library's functions before the memory goes".into()
     }
 
-    fn style(&self) -> MonitorStyle {
-        MonitorStyle::Callback
+    fn detection(&self) -> DetectionMethod {
+        DetectionMethod::Callback
     }
 
-    fn watches(&self, cause: Cause) -> bool {
+    fn detects(&self, cause: Cause) -> bool {
         matches!(
             cause,
             Cause::Unmap

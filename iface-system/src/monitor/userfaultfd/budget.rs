@@ -111,7 +111,7 @@ impl Budget {
     }
 
     /// Notes that the monitor watches `own` separate ranges now.
-    pub(super) fn watches(&mut self, own: usize) {
+    pub(super) fn detects(&mut self, own: usize) {
         // A monitor may come to watch more: ranges fall apart when one that joined them goes.
         self.all.fetch_add(own.wrapping_sub(self.own), Ordering::Relaxed);
         self.own = own;
@@ -151,10 +151,10 @@ mod tests {
         assert_eq!(large.ranges(), 31_250);
         assert_eq!(large.allows(31_250), Ok(()));
         assert_eq!(large.allows(31_251), Err(Beyond::Share));
-        large.watches(0);
+        large.detects(0);
         large.refused();
         assert_eq!(large.allows(1), Err(Beyond::Process));
-        large.watches(0);
+        large.detects(0);
         // Fewer than this process has.
         assert!(mappings() > 34);
         assert_eq!(budget(32, &ALL).allows(1), Err(Beyond::Process));
@@ -169,10 +169,10 @@ mod tests {
         assert_eq!(second.allows(250), Ok(()));
         assert_eq!(second.allows(251), Err(Beyond::Share));
         assert_eq!(first.allows(31_001), Err(Beyond::Share));
-        first.watches(30_999);
+        first.detects(30_999);
         assert_eq!(second.allows(251), Ok(()));
-        second.watches(0);
-        first.watches(0);
+        second.detects(0);
+        first.detects(0);
         assert_eq!(ALL.load(Ordering::Relaxed), 0);
     }
 }

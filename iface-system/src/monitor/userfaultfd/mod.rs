@@ -44,7 +44,7 @@ use std::{
 
 use hmem_core::{
     AddressRange, Allocation, Error, ErrorKind, IfaceKind, Result,
-    monitor::{Cause, Invalidator, Monitor, MonitorStyle, Subscription},
+    monitor::{Cause, DetectionMethod, Invalidator, Monitor, Subscription},
 };
 use hmem_hook::{MonitorName, Subscribers};
 use parking_lot::Mutex;
@@ -241,7 +241,7 @@ impl UserFaultFd {
                 Unwatched::Beyond(_) => _ = self.beyond_budget.fetch_add(1, Ordering::Relaxed),
             }
         }
-        book.budget.watches(book.counted.apart());
+        book.budget.detects(book.counted.apart());
         watched
     }
 
@@ -329,7 +329,7 @@ impl UserFaultFd {
         // Not mapping by mapping: before Linux 6.15 that would end the watch of other userfaultfds
         // too.
         self.unregister(&book.counted.all());
-        book.budget.watches(0);
+        book.budget.detects(0);
         drop(book);
         while self.watched.subscribers.shared().failure().is_none()
             && sys::changes_under_way(&self.watched.events)
@@ -385,7 +385,7 @@ impl Monitor for UserFaultFd {
         NAME.name
     }
 
-    fn why(&self) -> String {
+    fn rationale(&self) -> String {
         let beyond = match self.beyond_budget() {
             0 => String::new(),
             beyond => format!("; {beyond} refused so far"),
@@ -393,13 +393,13 @@ impl Monitor for UserFaultFd {
         format!("told by the kernel's events, after the memory went, of {} {beyond}", self.budget())
     }
 
-    fn style(&self) -> MonitorStyle {
-        MonitorStyle::Callback
+    fn detection(&self) -> DetectionMethod {
+        DetectionMethod::Callback
     }
 
     /// MAP_FIXED over a range and a lower break are told as [`Cause::Unmap`], which is what the
     /// kernel says.
-    fn watches(&self, cause: Cause) -> bool {
+    fn detects(&self, cause: Cause) -> bool {
         matches!(
             cause,
             Cause::Unmap | Cause::Remap | Cause::Discard | Cause::Replace | Cause::Shrink
@@ -434,7 +434,7 @@ impl Monitor for UserFaultFd {
         let unwatched = book.counted.remove(pages);
         self.unregister(&unwatched);
         let Book { counted, budget, .. } = &mut *book;
-        budget.watches(counted.apart());
+        budget.detects(counted.apart());
         self.forget_moved(&book.counted);
         drop(book);
         self.watched.subscribers.remove(slot);
