@@ -24,7 +24,7 @@ use hmem_iface_system::{AddressReuse, Simulated, Style};
 use hmem_provider_loopback::Loopback;
 use libtest_mimic::{Arguments, Trial};
 
-/// What an iface does wrong.
+/// Fault of an iface.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     /// Nothing.
@@ -313,7 +313,7 @@ fn each_fault_of_an_iface_fails_its_behaviour() {
     }
 }
 
-/// What a provider does wrong.
+/// Fault of a provider.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum ProviderFault {
     /// Nothing.

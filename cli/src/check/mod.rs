@@ -37,7 +37,7 @@ pub struct Extent {
     pub len: u64,
 }
 
-/// What to check.
+/// Combinations and transfers to check.
 #[derive(Clone, Debug)]
 pub struct Selection {
     /// Only this iface.
@@ -79,7 +79,7 @@ impl Default for Selection {
 }
 
 impl Selection {
-    /// What the command line asks for.
+    /// Returns the selection that the command line asks for.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for an iface or provider that this machine does not know,

@@ -177,7 +177,7 @@ fn whole(iface: &dyn Iface, buffer: &DeviceBuffer) -> AddressRange {
     found.range
 }
 
-/// Returns the facets that an iface says it has, by the errors of those that it lacks.
+/// Returns the facets that an iface lacks.
 fn lacking(iface: &dyn Iface) -> Vec<Facet> {
     let can = Capability::of(iface);
     [

@@ -38,7 +38,8 @@ impl Side {
         let domain = Domain::open(provider, Arc::clone(registry), selector, attr);
         let domain = domain.expect("open a domain");
         let cq = domain.open_cq(128).expect("open a completion queue");
-        let attr = EndpointAttr { rma_event: true, ..EndpointAttr::new(&cq) };
+        let rma_event = domain.provider_domain().region_counters().is_some();
+        let attr = EndpointAttr { rma_event, ..EndpointAttr::new(&cq) };
         let endpoint = domain.open_endpoint(&attr).expect("open an endpoint");
         Self { endpoint, cq, domain, next_key: Cell::new(100) }
     }
