@@ -31,6 +31,7 @@ enum LocalHold {
 
 impl LocalSide {
     /// Holds the regions of the parts, which must grant `right`.
+    #[inline]
     pub(super) fn hold(
         endpoint: &EndpointState,
         parts: &[LocalPart],
@@ -50,6 +51,7 @@ impl LocalSide {
     }
 
     /// Adds the bytes of the parts.
+    #[inline]
     pub(super) fn spans<'a>(&'a self, parts: &[LocalPart], into: &mut Few<Span<'a>>) -> Result<()> {
         for (hold, part) in self.holds.iter().zip(parts.iter()) {
             let (at, len) = (part.address, part.len);
@@ -80,6 +82,7 @@ struct RemoteHold {
 impl RemoteSide {
     /// Holds the regions that the keys of the parts name. Each key must grant `initiator` one of
     /// the rights in `any_of`, through `target`.
+    #[inline]
     pub(super) fn hold(
         initiator: &EndpointState,
         target: &EndpointState,
@@ -94,6 +97,7 @@ impl RemoteSide {
     }
 
     /// Adds the bytes of the parts.
+    #[inline]
     pub(super) fn spans<'a>(
         &'a self,
         parts: &[RemotePart],
@@ -106,6 +110,7 @@ impl RemoteSide {
     }
 
     /// Uses up single-use keys; a request that names one twice uses it once.
+    #[inline]
     pub(super) fn spend(&self) -> Result<()> {
         let holds = self.holds.as_slice();
         for (at, hold) in holds.iter().enumerate() {
@@ -122,7 +127,12 @@ impl RemoteSide {
 
     /// Makes a write or atomic persistent if its region asks for it (RMA_PMEM), and then counts it,
     /// once for each region.
-    pub(super) fn changed(&self, target: &EndpointState, parts: &[RemotePart]) -> Result<()> {
+    #[inline]
+    pub(super) fn persist_and_count(
+        &self,
+        target: &EndpointState,
+        parts: &[RemotePart],
+    ) -> Result<()> {
         let holds = self.holds.as_slice();
         for (hold, part) in holds.iter().zip(parts) {
             if hold.region.attr.persistent {
@@ -133,7 +143,7 @@ impl RemoteSide {
         }
         for (at, hold) in holds.iter().enumerate() {
             if !holds[..at].iter().any(|other| other.region.token == hold.region.token) {
-                hold.region.counters.read().iter().for_each(|counter| counter.add(1));
+                hold.region.count();
             }
         }
         Ok(())
@@ -142,6 +152,7 @@ impl RemoteSide {
 
 impl RemoteHold {
     /// Adds the bytes of a part that this key names.
+    #[inline]
     fn spans<'a>(&'a self, part: &RemotePart, into: &mut Few<Span<'a>>) -> Result<()> {
         if part.len == 0 {
             return Ok(());
@@ -155,6 +166,7 @@ impl RemoteHold {
 }
 
 /// Holds the region of a local descriptor.
+#[inline]
 fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<RegionGuard> {
     let domain = &endpoint.domain;
     let known = KnownGeneration::Whole(token.generation);
@@ -171,6 +183,7 @@ fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<R
 }
 
 /// Holds the region that one key names; the key must grant one of the rights in `any_of`.
+#[inline]
 fn hold_key(
     initiator: &EndpointState,
     target: &EndpointState,
@@ -220,13 +233,14 @@ fn hold_key(
 }
 
 /// Checks that the initiator may reach the region through this endpoint.
+#[inline]
 fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Region) -> Result<()> {
     let auth_key = region.attr.auth_key.as_ref().unwrap_or(&target.domain.auth_key);
     if *auth_key != initiator.auth_key {
         return Err(wrong_auth_key());
     }
     check_endpoint(region, target)?;
-    if !target.rma_event && !region.counters.read().is_empty() {
+    if !target.rma_event && region.has_counters() {
         return Err(Error::new(ErrorKind::AccessDenied, "transfer")
             .provider("loopback")
             .context(
@@ -239,6 +253,7 @@ fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Region
 }
 
 /// Checks that the region may be reached through this endpoint of its domain.
+#[inline]
 fn check_endpoint(region: &Region, endpoint: &EndpointState) -> Result<()> {
     match region.endpoint() {
         Some(bound) if bound != endpoint.id() => {
@@ -267,18 +282,18 @@ fn wrong_endpoint(why: &'static str) -> Error {
 
 /// Copies a run of bytes between memory of `initiator` and of `target`, through staging buffers if
 /// one side needs them. `own` is the side of `initiator`.
-pub(super) fn carry(
+pub(super) fn copy(
     initiator: &EndpointState,
     target: &EndpointState,
     (from, to): (&[Span<'_>], &[Span<'_>]),
     own: &[Span<'_>],
-) -> std::result::Result<u64, memory::Failed> {
+) -> std::result::Result<u64, memory::CopyError> {
     let staged = |spans: &[Span<'_>]| spans.iter().any(|span| span.staged().is_some());
     if !staged(from) && !staged(to) {
-        return memory::copy(from, to).map_err(memory::Failed::on_the_wire);
+        return memory::copy(from, to).map_err(memory::CopyError::on_the_wire);
     }
     let own = if staged(own) { initiator } else { target };
-    let pool = own.domain.staging_pool().map_err(memory::Failed::on_the_wire)?;
+    let pool = own.domain.staging_pool().map_err(memory::CopyError::on_the_wire)?;
     let canceled = || match (initiator.is_closed(), target.is_closed()) {
         (true, _) => Some(canceled_request()),
         (_, true) => Some(

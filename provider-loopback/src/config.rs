@@ -10,10 +10,10 @@ use super::Faults;
 /// The pages that a host registration reaches after the application changed its mappings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Memory {
-    /// Those mapped now, as a NIC with on-demand paging does.
+    /// The pages mapped now, as a NIC with on-demand paging does.
     #[default]
     Follow,
-    /// Those mapped at registration, as most hardware does: they are pinned through io_uring
+    /// The pages mapped at registration, as most hardware does: they are pinned through io_uring
     /// registered buffers, and a stale registration moves stale bytes. Pages must be there, and
     /// writable, at registration.
     Pinned,

@@ -106,7 +106,6 @@ impl DomainState {
                 return;
             }
         }
-        self.nic.regions.dismiss(self.id);
     }
 
     /// The staging buffers, allocated now if they are not yet.

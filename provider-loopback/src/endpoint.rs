@@ -111,9 +111,10 @@ impl EndpointState {
     ///
     /// # Errors
     /// Unreachable if the peer is closed or was not resolved.
+    #[inline]
     pub(super) fn peer(&self, peer: PeerId) -> Result<Arc<Self>> {
-        let known = self.peers.read().known.get(peer.0 as usize).map(|(_, peer)| Weak::clone(peer));
-        let open = known.and_then(|known| known.upgrade()).filter(|peer| !peer.is_closed());
+        let known = |peers: &Peers| peers.known.get(peer.0 as usize)?.1.upgrade();
+        let open = known(&self.peers.read()).filter(|peer| !peer.is_closed());
         open.ok_or_else(|| unreachable_peer(peer))
     }
 
@@ -159,9 +160,12 @@ impl EndpointState {
         Ok(())
     }
 
-    /// Takes the next posted request out of the queue. The caller holds `running`.
-    pub(super) fn next_posted(&self) -> Option<Work> {
-        self.posted.lock().pop_front()
+    /// Takes the next posted request out of the queue, and says whether there are more. The caller
+    /// holds `running`.
+    pub(super) fn next_posted(&self) -> Option<(Work, bool)> {
+        let mut posted = self.posted.lock();
+        let work = posted.pop_front()?;
+        Some((work, !posted.is_empty()))
     }
 
     /// Puts a request that cannot be executed yet back to where it was.
@@ -169,6 +173,7 @@ impl EndpointState {
         self.posted.lock().push_front(work);
     }
 
+    #[inline]
     pub(super) fn complete_transmit(&self, work: &Work, result: Result<u64>) {
         count(self.tx_counter.as_deref(), &result);
         let kind = work.task.kind();
@@ -335,6 +340,7 @@ impl Queue {
     }
 
     /// Adds a completion; one that finds no room is lost, and the queue is overrun.
+    #[inline]
     fn push(&self, completion: Completion) {
         let mut state = self.state.lock();
         if state.entries.len() < self.depth {

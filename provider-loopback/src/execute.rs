@@ -23,13 +23,15 @@ fn step_endpoint(endpoint: &Arc<EndpointState>) -> usize {
     if let Some(running) = endpoint.running.try_lock()
         && let Ok(_executing) = running.try_borrow_mut()
     {
-        while let Some(work) = endpoint.next_posted() {
+        let mut next = endpoint.next_posted();
+        while let Some((work, more)) = next {
             let Some(result) = execute(endpoint, &work).transpose() else {
                 endpoint.put_back(work);
                 break;
             };
             endpoint.complete_transmit(&work, result);
             ended += 1;
+            next = if more { endpoint.next_posted() } else { None };
         }
     }
     ended + message::settle(endpoint)
@@ -69,9 +71,9 @@ fn rma(initiator: &EndpointState, work: &Work, remote: &[RemotePart], write: boo
     initiator.domain.nic.config.faults.enter(Call::Transfer)?;
     let (local, spans) = (local.as_slice(), spans.as_slice());
     let run = if write { (local, spans) } else { (spans, local) };
-    let moved = access::carry(initiator, target, run, local)?;
+    let moved = access::copy(initiator, target, run, local)?;
     if write && moved > 0 {
-        far.changed(target, remote)?;
+        far.persist_and_count(target, remote)?;
     }
     Ok(moved)
 }
@@ -122,7 +124,7 @@ fn atomic(initiator: &EndpointState, work: &Work, task: &AtomicTask) -> Result<u
         }
     }
     if !reads_only {
-        far.changed(target, &remote)?;
+        far.persist_and_count(target, &remote)?;
     }
     let mut rest = old.as_slice();
     for span in result_spans.iter() {

@@ -135,11 +135,11 @@ impl Call {
 /// The faults of a fabric; clones share them.
 #[derive(Clone, Default)]
 pub struct Faults {
-    shared: Arc<Shared>,
+    shared: Arc<FaultState>,
 }
 
 #[derive(Default)]
-struct Shared {
+struct FaultState {
     armed: AtomicBool,
     plan: Mutex<Plan>,
     changed: Condvar,
@@ -224,12 +224,10 @@ impl Faults {
     }
 
     /// Called by the NIC at every call: counts it, holds it, or fails it.
-    #[inline]
     pub(super) fn enter(&self, call: Call) -> Result<()> {
         if self.shared.armed.load(Ordering::Relaxed) { self.enter_armed(call) } else { Ok(()) }
     }
 
-    #[cold]
     fn enter_armed(&self, call: Call) -> Result<()> {
         let (gate, failure) = {
             let mut plan = self.shared.plan.lock();

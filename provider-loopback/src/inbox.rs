@@ -29,10 +29,10 @@ pub(super) struct Receive {
     pub(super) capacity: u64,
     /// Tag and ignore mask.
     pub(super) tag: Option<(u64, u64)>,
-    /// The endpoint from which alone it takes messages.
+    /// The only endpoint from which it takes messages.
     pub(super) from: Option<u64>,
     pub(super) context: u64,
-    /// How many receives were posted to the inbox before it. [`Inbox::post`] sets it.
+    /// The number of receives that were posted to the inbox before it. [`Inbox::post`] sets it.
     pub(super) number: u64,
 }
 
@@ -84,10 +84,10 @@ pub(super) struct Inbox {
 struct State {
     /// In the order of their numbers.
     receives: VecDeque<Receive>,
-    /// How many receives were ever posted.
+    /// The number of receives that were ever posted.
     posted: u64,
     messages: VecDeque<Message>,
-    /// Of the kept messages.
+    /// Bytes of the kept messages.
     bytes: u64,
     /// Domains of senders whose messages found no room.
     waiting: Vec<Arc<Wake>>,

@@ -1,5 +1,5 @@
-//! Keys of a domain: numbers that name a region to those who were told, and nothing to those who
-//! guess.
+//! Keys of a domain: numbers that name a region to a peer who was given one, and nothing to a peer
+//! who guesses.
 //!
 //! Keys that the NIC chooses hold the region's index in the table and its generation. With 8 bytes
 //! they go through a permutation that is secret and different in each domain, so that a guess hits
@@ -9,7 +9,7 @@
 
 use hmem_core::{Error, ErrorKind, RawKey, Result};
 
-/// A reference to one life of a table entry: its index, and how often it was used before.
+/// A reference to one region: its index in the table, and the generation of that index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Token {
     pub(super) index: u32,
@@ -17,12 +17,10 @@ pub(super) struct Token {
 }
 
 impl Token {
-    #[inline]
     pub(super) const fn to_u64(self) -> u64 {
         (self.index as u64) << 32 | self.generation as u64
     }
 
-    #[inline]
     pub(super) const fn from_u64(bits: u64) -> Self {
         Self { index: (bits >> 32) as u32, generation: bits as u32 }
     }
@@ -44,7 +42,6 @@ impl Permutation {
         Ok(Self { rounds })
     }
 
-    #[inline]
     pub(super) fn seal(&self, plain: u64) -> u64 {
         let (mut left, mut right) = ((plain >> 32) as u32, plain as u32);
         for secret in &self.rounds {
@@ -53,7 +50,6 @@ impl Permutation {
         u64::from(left) << 32 | u64::from(right)
     }
 
-    #[inline]
     pub(super) fn open(&self, sealed: u64) -> u64 {
         let (mut left, mut right) = ((sealed >> 32) as u32, sealed as u32);
         for secret in self.rounds.iter().rev() {
@@ -63,7 +59,6 @@ impl Permutation {
     }
 }
 
-#[inline]
 fn round(half: u32, (whiten, factor): (u64, u64)) -> u32 {
     let folded = fold(u64::from(half) ^ whiten, factor);
     (folded >> 32) as u32 ^ folded as u32
@@ -71,7 +66,6 @@ fn round(half: u32, (whiten, factor): (u64, u64)) -> u32 {
 
 /// The two halves of a product, mixed: every bit of the result depends on every bit of both
 /// factors.
-#[inline]
 pub(super) const fn fold(a: u64, b: u64) -> u64 {
     let product = a as u128 * b as u128;
     (product >> 64) as u64 ^ product as u64
@@ -82,7 +76,7 @@ pub(super) fn random() -> Result<u64> {
     hmem_core::random::random_u64("loopback")
 }
 
-/// How a domain makes and reads keys.
+/// Makes and reads the keys of a domain.
 #[derive(Clone)]
 pub(super) struct DomainKeys {
     narrow: bool,
@@ -99,13 +93,12 @@ impl DomainKeys {
         })
     }
 
-    /// Whether keys have 4 bytes.
+    /// Returns whether keys have 4 bytes.
     pub(super) const fn narrow(&self) -> bool {
         self.narrow
     }
 
     /// The key of a region.
-    #[inline]
     pub(super) fn seal(&self, token: Token) -> u64 {
         if self.narrow {
             u64::from(token.index << 8 | token.generation & 0xff)
@@ -122,7 +115,6 @@ impl DomainKeys {
     }
 
     /// The index, and what is known of the generation.
-    #[inline]
     pub(super) fn open(&self, key: u64) -> Option<(u32, KnownGeneration)> {
         if self.narrow {
             let key = u32::try_from(key).ok()?;
@@ -133,7 +125,7 @@ impl DomainKeys {
         }
     }
 
-    /// What a raw key carries beside the key, so that knowing the key is not enough.
+    /// A secret that a raw key carries beside the key, so that knowing the key is not enough.
     pub(super) fn cookie(&self, key: u64, token: Token) -> u64 {
         self.cookies.seal(self.cookies.seal(key) ^ token.to_u64())
     }
@@ -147,7 +139,6 @@ pub(super) enum KnownGeneration {
 }
 
 impl KnownGeneration {
-    #[inline]
     pub(super) const fn matches(self, generation: u32) -> bool {
         match self {
             Self::Tag(tag) => generation as u8 == tag,
@@ -202,12 +193,12 @@ pub(super) fn read_raw(raw: &RawKey, size: usize) -> Result<RawParts> {
     Ok(parts)
 }
 
-/// What a raw key says.
+/// Contents of a raw key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RawParts {
     pub(super) key: u64,
     pub(super) cookie: u64,
-    /// Which bits of the cookie are there.
+    /// Bits of the cookie that are there.
     pub(super) mask: u64,
 }
 

@@ -10,7 +10,7 @@ use super::{
     access::{self, LocalSide},
     endpoint::{EndpointState, unreachable_peer},
     inbox::{Message, Receive, Room},
-    memory::{self, Failed, Span},
+    memory::{self, CopyError, Span},
     region::Refusal,
     request::{KeyUse, Work},
 };
@@ -37,9 +37,9 @@ impl Content<'_> {
 fn fill(owner: &EndpointState, receive: &Receive, content: &Content<'_>) -> Result<Result<u64>> {
     let filled = fill_from(owner, receive, content);
     match filled {
-        Err(Failed { part: Part::Target, error }) => Ok(Err(error)),
-        Err(Failed { error, .. }) if matches!(content, Content::Sent(..)) => Err(error),
-        Err(Failed { error, .. }) => Ok(Err(error)),
+        Err(CopyError { part: Part::Target, error }) => Ok(Err(error)),
+        Err(CopyError { error, .. }) if matches!(content, Content::Sent(..)) => Err(error),
+        Err(CopyError { error, .. }) => Ok(Err(error)),
         Ok(len) => Ok(Ok(len)),
     }
 }
@@ -48,8 +48,8 @@ fn fill_from(
     owner: &EndpointState,
     receive: &Receive,
     content: &Content<'_>,
-) -> Result<u64, Failed> {
-    let receivers = |error| Failed { part: Part::Target, error };
+) -> Result<u64, CopyError> {
+    let receivers = |error| CopyError { part: Part::Target, error };
     let len = content.len();
     if len > receive.capacity {
         return Err(receivers(
@@ -66,7 +66,7 @@ fn fill_from(
     match content {
         Content::Sent(sender, from, len) => {
             let to = memory::head(spans.as_slice(), *len);
-            access::carry(sender, owner, (from, to.as_slice()), from)?;
+            access::copy(sender, owner, (from, to.as_slice()), from)?;
         }
         Content::Kept(bytes) => {
             let mut bytes = *bytes;

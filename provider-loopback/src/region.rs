@@ -9,7 +9,7 @@ use hmem_core::{
     Access, Address, AddressRange, Addressing, AuthKey, Error, ErrorKind, IfaceExt, Registry,
     Result, counter::Counter,
 };
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 
 use super::{
     Few,
@@ -27,7 +27,8 @@ pub(super) struct Region {
     enabled: AtomicBool,
     /// Set once a single-use key was used.
     spent: AtomicBool,
-    pub(super) counters: RwLock<Vec<Arc<Counter>>>,
+    /// Made with the first counter: most regions have none.
+    counters: OnceLock<Mutex<Vec<Arc<Counter>>>>,
     /// The only endpoint through which the region can be reached, by its number.
     endpoint: OnceLock<u64>,
 }
@@ -115,7 +116,7 @@ impl Region {
             key,
             enabled: AtomicBool::new(attr.enabled),
             spent: AtomicBool::new(false),
-            counters: RwLock::default(),
+            counters: OnceLock::new(),
             endpoint: OnceLock::new(),
             attr,
         }
@@ -126,6 +127,7 @@ impl Region {
     }
 
     /// Checks that the region can be used now, by a peer's key or by the domain's own handle.
+    #[inline]
     pub(super) fn check_usable(&self, by_key: bool) -> Result<(), Refusal> {
         if by_key && self.attr.single_use && self.spent.load(Ordering::Acquire) {
             return Err(Refusal::Dead);
@@ -134,8 +136,25 @@ impl Region {
     }
 
     /// Uses up the key if it is good for one use only. Returns false if another access was first.
+    #[inline]
     pub(super) fn spend(&self) -> bool {
         !self.attr.single_use || !self.spent.swap(true, Ordering::AcqRel)
+    }
+
+    pub(super) fn bind_counter(&self, counter: &Arc<Counter>) {
+        self.counters.get_or_init(Mutex::default).lock().push(Arc::clone(counter));
+    }
+
+    /// Returns whether counters are bound to the region.
+    pub(super) fn has_counters(&self) -> bool {
+        self.counters.get().is_some()
+    }
+
+    /// Counts a write or atomic of a peer.
+    pub(super) fn count(&self) {
+        if let Some(counters) = self.counters.get() {
+            counters.lock().iter().for_each(|counter| counter.add(1));
+        }
     }
 
     /// Binds the region to an endpoint. Returns false if it is bound already.
@@ -188,6 +207,7 @@ impl Region {
     }
 
     /// Finds the bytes of an access of at least one byte; all of it lies inside, or the call fails.
+    #[inline]
     pub(super) fn spans<'a>(
         &'a self,
         start: AccessStart,

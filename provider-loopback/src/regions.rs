@@ -23,7 +23,7 @@
 //! narrow, they hold only 8 bits of the generation; freed indices then rest before they are reused.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{VecDeque, hash_map::Entry},
     sync::Arc,
 };
 
@@ -31,6 +31,8 @@ use hmem_core::{Error, ErrorKind, Result};
 use parking_lot::{
     ArcRwLockReadGuard, ArcRwLockUpgradableReadGuard, ArcRwLockWriteGuard, RawRwLock, RwLock,
 };
+
+use rustc_hash::FxHashMap;
 
 use super::{
     config::MAX_REGIONS,
@@ -44,10 +46,10 @@ pub(super) type RegionGuard = ArcRwLockReadGuard<RawRwLock, Region>;
 /// A region without users, that takes no new ones until the guard is dropped.
 pub(super) type RefreshGuard = ArcRwLockWriteGuard<RawRwLock, Region>;
 
-/// Where keys are narrow, freed indices rest until this many are free.
+/// Freed indices that rest if keys are narrow.
 const RESTING: usize = 256;
 
-/// What a domain has registered.
+/// Counts of the open regions of a domain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counts {
     pub(super) regions: u64,
@@ -66,20 +68,23 @@ pub(super) enum NewKey<'a> {
 
 /// The regions of a NIC.
 pub(super) struct Regions {
-    /// How many freed indices rest.
-    resting: usize,
     state: RwLock<State>,
 }
 
-#[derive(Default)]
 struct State {
-    slots: Vec<Slot>,
+    slots: Slots,
+    /// Indices by domain and requested key. The application's own regions are the only ones whose
+    /// lookups its choice of keys can slow down.
+    requested: FxHashMap<(u32, u64), u32>,
+}
+
+/// Regions by their indices.
+struct Slots {
+    all: Vec<Slot>,
     /// Free indices, the oldest first.
     free: VecDeque<u32>,
-    /// Indices by domain and requested key.
-    requested: HashMap<(u32, u64), u32>,
-    /// By the number of the domain.
-    counts: HashMap<u32, Counts>,
+    /// The number of freed indices that rest; the oldest of more is reused.
+    resting: usize,
 }
 
 struct Slot {
@@ -89,7 +94,7 @@ struct Slot {
 
 struct Live {
     domain: u32,
-    /// How many windows and sub-regions keep the region from being removed.
+    /// The number of windows and sub-regions that keep the region from being removed.
     dependents: u32,
     /// The requested key, if the key is one.
     requested: Option<u64>,
@@ -98,21 +103,22 @@ struct Live {
     region: Arc<RwLock<Region>>,
 }
 
-impl State {
+impl Slots {
     /// Takes a free index, or the next one that was never used.
-    fn take_index(&mut self, resting: usize) -> Result<u32> {
-        let fresh = self.slots.len();
+    fn take(&mut self) -> Result<Token> {
+        let fresh = self.all.len();
         // A free index is preferred to a fresh one unless it has to rest.
-        if self.free.len() <= resting && fresh < MAX_REGIONS as usize {
-            self.slots.push(Slot { generation: 1, live: None });
-            return Ok(fresh as u32);
+        if self.free.len() <= self.resting && fresh < MAX_REGIONS as usize {
+            self.all.push(Slot { generation: 1, live: None });
+            return Ok(Token { index: fresh as u32, generation: 1 });
         }
-        self.free.pop_front().ok_or_else(full)
+        let index = self.free.pop_front().ok_or_else(full)?;
+        Ok(Token { index, generation: self.all[index as usize].generation })
     }
 
     /// Frees an index for its next generation; one that has none left is retired.
-    fn free_index(&mut self, index: u32) {
-        let slot = &mut self.slots[index as usize];
+    fn free(&mut self, index: u32) {
+        let slot = &mut self.all[index as usize];
         if let Some(next) = slot.generation.checked_add(1) {
             slot.generation = next;
             self.free.push_back(index);
@@ -120,7 +126,7 @@ impl State {
     }
 
     fn live(&self, index: u32, known: KnownGeneration) -> Option<&Live> {
-        let slot = self.slots.get(index as usize)?;
+        let slot = self.all.get(index as usize)?;
         slot.live.as_ref().filter(|_| known.matches(slot.generation))
     }
 
@@ -132,17 +138,34 @@ impl State {
 
     fn find_mut(&mut self, domain: u32, token: Token) -> Option<&mut Live> {
         self.find(domain, token)?;
-        self.slots[token.index as usize].live.as_mut()
+        self.all[token.index as usize].live.as_mut()
+    }
+
+    /// The live regions of a domain, with their tokens.
+    fn of_domain(&self, domain: u32) -> impl Iterator<Item = (Token, &Live)> {
+        (0..).zip(&self.all).filter_map(move |(index, slot)| {
+            let live = slot.live.as_ref().filter(|live| live.domain == domain)?;
+            Some((Token { index, generation: slot.generation }, live))
+        })
     }
 }
 
 impl Regions {
     pub(super) fn new(narrow: bool) -> Self {
-        Self { resting: if narrow { RESTING } else { 0 }, state: RwLock::default() }
+        let resting = if narrow { RESTING } else { 0 };
+        let slots = Slots { all: Vec::new(), free: VecDeque::new(), resting };
+        Self { state: RwLock::new(State { slots, requested: FxHashMap::default() }) }
     }
 
+    /// Counts the open regions of a domain: looks at every region of the NIC.
     pub(super) fn counts(&self, domain: u32) -> Counts {
-        self.state.read().counts.get(&domain).copied().unwrap_or_default()
+        let mut counts = Counts::default();
+        for (_, live) in self.state.read().slots.of_domain(domain) {
+            counts.regions += 1;
+            counts.page_registrations += u64::from(live.pinned.is_some());
+            counts.bytes += live.pinned.unwrap_or(0);
+        }
+        counts
     }
 
     /// Adds a live region; returns its token and its key.
@@ -156,29 +179,24 @@ impl Regions {
         key: NewKey<'_>,
         attr: RegionAttr,
     ) -> Result<(Token, u64)> {
-        let mut state = self.state.write();
-        let requested = match key {
-            NewKey::Requested(key) => Some(key),
-            NewKey::Sealed(_) => None,
+        let state = &mut *self.state.write();
+        let (token, key, requested) = match key {
+            NewKey::Requested(key) => {
+                let Entry::Vacant(unused) = state.requested.entry((domain, key)) else {
+                    return Err(key_in_use(key));
+                };
+                let token = state.slots.take()?;
+                unused.insert(token.index);
+                (token, key, Some(key))
+            }
+            NewKey::Sealed(keys) => {
+                let token = state.slots.take()?;
+                (token, keys.seal(token), None)
+            }
         };
-        if let Some(key) = requested
-            && state.requested.contains_key(&(domain, key))
-        {
-            return Err(key_in_use(key));
-        }
-        let index = state.take_index(self.resting)?;
-        let token = Token { index, generation: state.slots[index as usize].generation };
-        let key = match key {
-            NewKey::Requested(key) => key,
-            NewKey::Sealed(keys) => keys.seal(token),
-        };
-        if requested.is_some() {
-            state.requested.insert((domain, key), index);
-        }
         let pinned = attr.parent.is_none().then_some(attr.len);
-        state.counts.entry(domain).or_default().add(pinned);
         let region = Arc::new(RwLock::new(Region::new(token, key, attr)));
-        state.slots[index as usize].live =
+        state.slots.all[token.index as usize].live =
             Some(Live { domain, dependents: 0, requested, pinned, region });
         Ok((token, key))
     }
@@ -192,17 +210,16 @@ impl Regions {
     pub(super) fn remove(&self, domain: u32, token: Token) -> Result<(u64, Option<Token>)> {
         let live = {
             let mut state = self.state.write();
-            let found = state.find(domain, token).ok_or_else(|| stale("deregister"))?;
+            let found = state.slots.find(domain, token).ok_or_else(|| stale("deregister"))?;
             if found.dependents > 0 {
                 return Err(depended_on(found.dependents));
             }
-            let live = state.slots[token.index as usize].live.take();
+            let live = state.slots.all[token.index as usize].live.take();
             let live = live.expect("the region was just found");
-            state.free_index(token.index);
+            state.slots.free(token.index);
             if let Some(key) = live.requested {
                 state.requested.remove(&(domain, key));
             }
-            state.counts.entry(domain).or_default().subtract(live.pinned);
             live
         };
         let (pieces, parent) = {
@@ -221,13 +238,15 @@ impl Regions {
 
     /// Returns whether a descriptor names a live region of the domain right now. A transfer finds
     /// out again when it holds the region.
+    #[inline]
     pub(super) fn is_live(&self, domain: u32, token: Token) -> bool {
-        self.state.read().find(domain, token).is_some()
+        self.state.read().slots.find(domain, token).is_some()
     }
 
     /// Holds the region of an index for a transfer. Never waits.
     ///
     /// `by_key` says that a peer's key led here, and not the domain's own handle.
+    #[inline]
     pub(super) fn hold(
         &self,
         domain: u32,
@@ -236,20 +255,22 @@ impl Regions {
         by_key: bool,
     ) -> Result<RegionGuard, Refusal> {
         let state = self.state.read();
-        let live = state.live(index, known).filter(|live| live.domain == domain);
+        let live = state.slots.live(index, known).filter(|live| live.domain == domain);
         Self::hold_live(live.ok_or(Refusal::Dead)?, by_key)
     }
 
     /// Holds the region of a requested key for a transfer by a peer. Never waits.
+    #[inline]
     pub(super) fn hold_requested(&self, domain: u32, key: u64) -> Result<RegionGuard, Refusal> {
         let state = self.state.read();
         let index = *state.requested.get(&(domain, key)).ok_or(Refusal::Dead)?;
-        let live = state.slots[index as usize].live.as_ref().ok_or(Refusal::Dead)?;
+        let live = state.slots.all[index as usize].live.as_ref().ok_or(Refusal::Dead)?;
         Self::hold_live(live, true)
     }
 
     /// Holds a region that the table has, under the table's lock. Its write guard can then be a
     /// refresh's only: [`Regions::remove`] takes one after the region has left the table.
+    #[inline]
     fn hold_live(live: &Live, by_key: bool) -> Result<RegionGuard, Refusal> {
         let region = live.region.try_read_arc().ok_or(Refusal::Refreshing)?;
         region.check_usable(by_key)?;
@@ -262,8 +283,8 @@ impl Regions {
     /// NoRegion for a stale handle; Busy during another refresh of the region.
     pub(super) fn refresh(&self, domain: u32, token: Token) -> Result<RefreshGuard> {
         let state = self.state.read();
-        let live = state.find(domain, token).ok_or_else(|| stale("refresh"))?;
-        // Of upgradable guards there is one at a time, besides those of users.
+        let live = state.slots.find(domain, token).ok_or_else(|| stale("refresh"))?;
+        // There is one upgradable guard at a time, beside the read guards of users.
         let guard = live.region.try_upgradable_read_arc().ok_or_else(refreshing)?;
         drop(state);
         Ok(ArcRwLockUpgradableReadGuard::upgrade(guard))
@@ -276,7 +297,7 @@ impl Regions {
         operation: &'static str,
     ) -> Result<Arc<RwLock<Region>>> {
         let state = self.state.read();
-        let live = state.find(domain, token).ok_or_else(|| stale(operation))?;
+        let live = state.slots.find(domain, token).ok_or_else(|| stale(operation))?;
         Ok(Arc::clone(&live.region))
     }
 
@@ -301,55 +322,30 @@ impl Regions {
         operation: &'static str,
     ) -> Result<()> {
         let mut state = self.state.write();
-        state.find_mut(domain, token).ok_or_else(|| stale(operation))?.dependents += 1;
+        state.slots.find_mut(domain, token).ok_or_else(|| stale(operation))?.dependents += 1;
         Ok(())
     }
 
     /// Takes away what [`Regions::add_dependent`] added.
     pub(super) fn remove_dependent(&self, domain: u32, token: Token) {
         let mut state = self.state.write();
-        let base = state.find_mut(domain, token);
+        let base = state.slots.find_mut(domain, token);
         base.expect("a region with dependents is not removed").dependents -= 1;
     }
 
     /// The regions that a domain still has.
     pub(super) fn tokens_of(&self, domain: u32) -> Vec<Token> {
-        let state = self.state.read();
-        let of_domain = |slot: &Slot| slot.live.as_ref().is_some_and(|live| live.domain == domain);
-        (0..)
-            .zip(&state.slots)
-            .filter(|(_, slot)| of_domain(slot))
-            .map(|(index, slot)| Token { index, generation: slot.generation })
-            .collect()
-    }
-
-    /// Forgets the counts of a closed domain.
-    pub(super) fn dismiss(&self, domain: u32) {
-        self.state.write().counts.remove(&domain);
+        self.state.read().slots.of_domain(domain).map(|(token, _)| token).collect()
     }
 
     /// Reserves an index for something that is no region, such as a window.
     pub(super) fn reserve_index(&self) -> Result<u32> {
-        self.state.write().take_index(self.resting)
+        Ok(self.state.write().slots.take()?.index)
     }
 
     /// Frees a reserved index.
     pub(super) fn free_index(&self, index: u32) {
-        self.state.write().free_index(index);
-    }
-}
-
-impl Counts {
-    fn add(&mut self, pinned: Option<u64>) {
-        self.regions += 1;
-        self.page_registrations += u64::from(pinned.is_some());
-        self.bytes += pinned.unwrap_or(0);
-    }
-
-    fn subtract(&mut self, pinned: Option<u64>) {
-        self.regions -= 1;
-        self.page_registrations -= u64::from(pinned.is_some());
-        self.bytes -= pinned.unwrap_or(0);
+        self.state.write().slots.free(index);
     }
 }
 
@@ -487,7 +483,7 @@ mod tests {
     fn narrow_tables_reuse_the_oldest_index_and_only_after_a_rest() {
         let regions = Regions::new(true);
         let keys = DomainKeys::new(4).unwrap();
-        let mut last_seen = HashMap::new();
+        let mut last_seen = FxHashMap::default();
         for round in 0..10 * RESTING {
             let (token, key) = regions.insert(DOMAIN, NewKey::Sealed(&keys), attr()).unwrap();
             assert_eq!(key >> 8, u64::from(token.index));
@@ -509,7 +505,7 @@ mod tests {
         let regions = Regions::new(false);
         let token = insert(&regions, attr());
         regions.remove(DOMAIN, token).unwrap();
-        regions.state.write().slots[token.index as usize].generation = u32::MAX;
+        regions.state.write().slots.all[token.index as usize].generation = u32::MAX;
         let old = insert(&regions, attr());
         assert_eq!((old.index, old.generation), (token.index, u32::MAX));
         regions.remove(DOMAIN, old).unwrap();

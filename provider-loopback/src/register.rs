@@ -248,7 +248,7 @@ impl DomainState {
 
     pub(super) fn bind_counter(&self, token: Token, counter: &Arc<Counter>) -> Result<()> {
         self.nic.regions.inspect(self.id, token, "bind counter", |region| {
-            region.counters.write().push(Arc::clone(counter));
+            region.bind_counter(counter);
             Ok(())
         })
     }

@@ -20,7 +20,7 @@ pub(super) struct Work {
     pub(super) context: u64,
 }
 
-/// What a posted request does.
+/// Operation of a posted request.
 #[derive(Debug)]
 pub(super) enum Task {
     Write(Few<RemotePart>),
@@ -61,7 +61,7 @@ pub(super) struct LocalPart {
     pub(super) origin: Origin,
 }
 
-/// How local memory is reached.
+/// The means by which local memory is reached.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Origin {
     /// Through a region.
@@ -87,6 +87,7 @@ pub(super) struct RemotePart {
     pub(super) key: KeyUse,
 }
 
+#[inline]
 fn local_part(domain: &DomainState, segment: &LocalSegment) -> Result<LocalPart> {
     let (address, len) = (segment.address.0, segment.len);
     let refuse = |why: &'static str, remedy: &'static str| {
@@ -133,6 +134,7 @@ fn local_part(domain: &DomainState, segment: &LocalSegment) -> Result<LocalPart>
 }
 
 /// Checks local segments; returns their parts and their length in all.
+#[inline]
 pub(super) fn local_parts(
     domain: &DomainState,
     segments: &[LocalSegment],
@@ -221,6 +223,7 @@ fn atomic(
 }
 
 /// The remote side of a write or read of `len` bytes; a split key's piece by piece.
+#[inline]
 fn remote_parts(segments: &[RemoteSegment<'_>], len: u64) -> Result<Few<RemotePart>> {
     let mut parts = Few::new();
     let mut total = 0u64;

@@ -350,7 +350,7 @@ impl Windows {
             return Err(freed("bind window"));
         }
         state.tag = state.tag.wrapping_add(1);
-        // Where keys are wide, the key does not come back when the tag has turned once around.
+        // A wide key does not come back when the tag has turned once around.
         if state.tag == 0 && !self.keys.narrow() {
             let prefix = self.random_prefix(&mut index);
             index.by_prefix.remove(&state.prefix);

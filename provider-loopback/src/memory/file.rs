@@ -78,13 +78,13 @@ fn own(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     })
 }
 
-/// What decides how a file is reached.
+/// Properties that decide how a file is reached.
 struct Properties {
     len: u64,
     writable: bool,
     can_shrink: bool,
     dma_buf: bool,
-    /// What offsets of mappings are multiples of.
+    /// Offsets of mappings are multiples of this.
     page: u64,
 }
 
@@ -113,7 +113,7 @@ impl Properties {
         } else {
             stat.st_size.unsigned_abs()
         };
-        // What is no memfd has no seals, and says EINVAL.
+        // A file that is no memfd has no seals, and fails with EINVAL.
         let seals = rustix::fs::fcntl_get_seals(fd).unwrap_or(SealFlags::empty());
         let write_sealed = seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE);
         let base_page = rustix::param::page_size() as u64;

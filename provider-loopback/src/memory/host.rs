@@ -81,7 +81,8 @@ pub(super) fn kernel_read(from: u64, to: u64, len: u64) -> Result<()> {
 
 /// Copies from `from`, which is mapped, to `to`, mapped or not.
 pub(super) fn kernel_write(from: u64, to: u64, len: u64) -> Result<()> {
-    // SAFETY: as in `kernel_read`.
+    // SAFETY: the kernel checks both ranges and reports what it cannot reach; it writes to `to`
+    // only, which is memory that a region or a posted request names as a target.
     kernel_copy(to, from, len, |local, remote| unsafe {
         libc::process_vm_writev(libc::getpid(), &local, 1, &remote, 1, 0)
     })
@@ -260,14 +261,14 @@ fn failed(kind: ErrorKind, at: u64, len: u64) -> Error {
         .context("length", len)
 }
 
-/// Promised addresses: disjoint runs, start to end, that do not touch.
+/// Addresses that the NIC may touch, where the application says so (MMU_NOTIFY): disjoint runs, start to end, that do not touch.
 #[derive(Debug, Default)]
 pub(in super::super) struct Promises {
     runs: BTreeMap<u64, u64>,
 }
 
 impl Promises {
-    /// Those parts of `ranges` that pages back now.
+    /// Promises those parts of `ranges` that pages back now.
     pub(in super::super) fn present(ranges: impl Iterator<Item = AddressRange>) -> Self {
         let mut promises = Self::default();
         for range in ranges {
@@ -278,7 +279,7 @@ impl Promises {
         promises
     }
 
-    /// What is promised, in address order.
+    /// Returns the promised ranges in address order.
     pub(in super::super) fn ranges(&self) -> impl Iterator<Item = AddressRange> {
         self.runs
             .iter()
@@ -299,7 +300,7 @@ impl Promises {
         self.runs.insert(start, end);
     }
 
-    /// Whether all of an access is promised.
+    /// Checks that all of an access is promised.
     pub(in super::super) fn check(&self, at: u64, len: u64) -> Result<()> {
         match self.runs.range(..=at).next_back() {
             Some((_, &end)) if len <= end - at.min(end) && at < end => Ok(()),

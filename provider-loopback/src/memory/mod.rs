@@ -1,4 +1,4 @@
-//! How the NIC gets at bytes, and how it copies them.
+//! Memory as the NIC reaches it, and copies of it.
 //!
 //! Memory that a region owns, and mappings of the NIC's own, are copied directly. Memory of the
 //! application that may go away is copied by the kernel, which fails where a plain load would
@@ -45,6 +45,7 @@ pub(super) enum PieceMemory {
 
 impl PieceMemory {
     /// The `len` bytes from `at` on; for host memory `at` is the address.
+    #[inline]
     pub(super) fn span(&self, at: u64, len: u64) -> Span<'_> {
         match self {
             Self::Owned => Span::Direct { at, len, mapping: None },
@@ -145,6 +146,7 @@ impl<'a> Span<'a> {
 }
 
 /// Copies one run of bytes to another of the same total length; their seams need not agree.
+#[inline]
 pub(super) fn copy(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64> {
     if let ([from], [to]) = (from, to) {
         copy_span(*from, *to)?;
@@ -173,6 +175,7 @@ pub(super) fn copy(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64> {
 }
 
 /// Copies between two spans of the same length.
+#[inline]
 pub(super) fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
     match (from, to) {
         (
@@ -226,7 +229,8 @@ pub(super) fn announced<T>(mapping: Option<&Mapping>, access: impl FnOnce() -> T
 fn copy_near(from: Span<'_>, to: Span<'_>) -> Result<()> {
     match (from, to) {
         (Span::Direct { at: from, len, .. }, Span::Direct { at: to, .. }) => {
-            // SAFETY: as in `copy_span`.
+            // SAFETY: both runs are mapped while their spans are in use (`Span::Direct`), and
+            // racing accesses are those that `copy_direct` allows.
             unsafe { host::copy_direct(direct_pointer(from), direct_pointer(to), len as usize) };
             Ok(())
         }
@@ -282,22 +286,22 @@ pub(super) fn gather(spans: &[Span<'_>], len: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Why a transfer failed, and where.
+/// Error of a copy, and the side that failed.
 #[derive(Debug)]
-pub(super) struct Failed {
+pub(super) struct CopyError {
     pub(super) part: Part,
     pub(super) error: Error,
 }
 
-impl Failed {
+impl CopyError {
     /// Neither side's own failure.
     pub(super) fn on_the_wire(error: Error) -> Self {
         Self { part: Part::Wire, error }
     }
 }
 
-impl From<Failed> for Error {
-    fn from(failed: Failed) -> Self {
+impl From<CopyError> for Error {
+    fn from(failed: CopyError) -> Self {
         failed.error
     }
 }
@@ -313,7 +317,7 @@ pub(super) fn pipe(
     pool: &Arc<Pool>,
     canceled: impl Fn() -> Option<Error>,
     enter: impl Fn() -> Result<()>,
-) -> Result<u64, Failed> {
+) -> Result<u64, CopyError> {
     let len = to.iter().map(Span::len).sum();
     if len == 0 {
         return Ok(0);
@@ -324,13 +328,13 @@ pub(super) fn pipe(
     let carry = |view: View<'_>| {
         enter()?;
         let (near, far) = (near(from, &view), near(to, &view));
-        // What only passes from one staged memory to another is in its buffer already.
+        // Bytes that pass from one staged memory to another are in the buffer already.
         if near.iter().zip(&far).any(|(near, far)| !same(near, far)) || near.len() != far.len() {
             copy(&near, &far)?;
         }
         Ok(Posted::Done)
     };
-    pipeline.run(canceled, carry).map_err(|(part, error)| Failed { part, error })
+    pipeline.run(canceled, carry).map_err(|(part, error)| CopyError { part, error })
 }
 
 fn staged_runs<'a>(spans: &[Span<'a>]) -> Vec<StagedRun<&'a dyn StagedMemory>> {

@@ -29,10 +29,11 @@ use super::{
 const SCRATCH: usize = 1 << 20;
 /// Buffers of one ring; when they are used up there is another ring.
 const SLOTS: u16 = 4096;
-/// What io_uring takes as one buffer.
+/// Bytes that io_uring takes as one buffer.
 const BUFFER: u64 = 1 << 30;
 
-/// How often the kernel may refuse a request for want of memory before it counts as failed.
+/// The number of times that the kernel may refuse a request for want of memory before the request
+/// fails.
 const REFUSALS: u32 = 1000;
 
 /// Pins pages for a domain.
@@ -200,7 +201,7 @@ impl RingState {
     /// Runs one READ_FIXED or WRITE_FIXED on the scratch file and returns how many bytes it moved.
     ///
     /// # Errors
-    /// What io_uring said about the request. An error of `io_uring_enter` itself ends the use of
+    /// The error of io_uring for the request. An error of `io_uring_enter` itself ends the use of
     /// the ring.
     fn run(&mut self, entry: &io_uring::squeue::Entry) -> Result<u64> {
         if self.broken {
@@ -476,7 +477,7 @@ mod tests {
         assert_eq!(back, [0; 16]);
         // SAFETY: the vector is alive; the NIC may have written to it.
         assert_eq!(unsafe { memory.as_ptr().read_volatile() }, 7, "the refused request ran later");
-        // What is registered from now on has another ring.
+        // Later registrations have another ring.
         let again = Pinned::new(pinner.pin(range, "test").unwrap());
         again.load(at, &mut back).unwrap();
         assert_eq!(back, [7; 16]);
