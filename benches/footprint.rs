@@ -48,7 +48,7 @@ static ALLOCATOR: Counting = Counting;
 
 const REGIONS: usize = 1_000_000;
 const LEN: u64 = 64;
-const BUDGET: usize = 256;
+const BUDGET: usize = 512;
 
 fn run(mode: MrMode, name: &str) {
     let loopback = Loopback::builder()
