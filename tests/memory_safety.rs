@@ -246,6 +246,56 @@ unsafe impl PathSelector for Panics {
     }
 }
 
+/// Registers, and then fails or panics.
+#[derive(Debug)]
+struct EndsBadly {
+    selector: DefaultPathSelector,
+    panics: bool,
+}
+
+// SAFETY: each region is the selector's own. The trait lets an error follow regions that were handed
+// over; that a panic does breaks its promise, which is what the test is about.
+unsafe impl PathSelector for EndsBadly {
+    fn plain_host(&self, nic: &Nic) -> Decision {
+        self.selector.plain_host(nic)
+    }
+
+    unsafe fn register(
+        &self,
+        targets: &[Target<'_>],
+        done: &mut dyn FnMut(PathRegistration),
+    ) -> Result<()> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.selector.register(targets, done) }?;
+        assert!(!self.panics, "as asked for");
+        Err(Error::new(ErrorKind::Driver, "path"))
+    }
+}
+
+/// MR-18
+#[test]
+fn region_whose_path_search_fails_after_it_was_registered_is_closed() {
+    for panics in [false, true] {
+        let device = simulated();
+        let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
+        let mut registry = Registry::new();
+        registry.add(Arc::clone(&iface)).expect("the first");
+        let selector = Arc::new(EndsBadly { selector: DefaultPathSelector::new(), panics });
+        let loopback = Loopback::builder().build().expect("a software NIC");
+        let domain = Domain::open(&loopback, Arc::new(registry), selector, attr()).expect("opens");
+        let register = || {
+            let memory = buffer(&iface, AllocationKind::Device);
+            domain.register(memory, REMOTE).map_err(|rejected| rejected.error.kind())
+        };
+        match catch_unwind(AssertUnwindSafe(register)) {
+            Ok(registered) => assert_eq!(registered.unwrap_err(), ErrorKind::Driver),
+            Err(_) => assert!(panics),
+        }
+        assert_eq!(domain.live().regions, 0, "panics: {panics}");
+        assert_eq!(device.stats().live_allocations, u64::from(panics));
+    }
+}
+
 /// MR-18
 #[test]
 fn memory_whose_registration_panics_is_leaked_whether_it_is_waited_for_or_not() {

@@ -32,7 +32,8 @@ macro_rules! kinds {
         pub enum ErrorKind { $($(#[doc = $doc])+ $name,)+ }
 
         impl ErrorKind {
-            /// The libfabric errno (`rdma/fi_errno.h`) that this kind maps to, as a positive number.
+            /// The libfabric errno (`rdma/fi_errno.h`) that this kind maps to, as a positive
+            /// number.
             #[must_use]
             pub const fn fi_errno(self) -> i32 {
                 match self { $(Self::$name => $fi,)+ }
@@ -72,7 +73,8 @@ kinds! {
     OutOfBounds = (22, "outside the bounds"),
     /// mr_mode bits that the application did not offer but the provider needs, or a forbidden mix.
     ModeMismatch = (61, "mr_mode not acceptable"),
-    /// Addresses that cannot be reached: unmapped, protected, or past the end of a file (`FI_EFAULT`).
+    /// Addresses that cannot be reached: unmapped, protected, or past the end of a file
+    /// (`FI_EFAULT`).
     BadAddress = (14, "address not reachable"),
     /// The operation needs a right that the key or region does not grant (`FI_EACCES`).
     AccessDenied = (13, "access not granted"),
@@ -104,7 +106,8 @@ kinds! {
     MessageTooLong = (90, "message too long"),
     /// Out of memory, pinnable memory, regions, or another bounded resource (`FI_ENOMEM`).
     OutOfResources = (12, "out of resources"),
-    /// The driver, device or build lacks the operation, in whatever dialect it says so (`FI_EOPNOTSUPP`).
+    /// The driver, device or build lacks the operation, in whatever dialect it says so
+    /// (`FI_EOPNOTSUPP`).
     Unsupported = (95, "not supported"),
     /// The provider has no such call (`FI_ENOSYS`).
     NoSys = (38, "not implemented by this provider"),

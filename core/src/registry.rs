@@ -158,31 +158,8 @@ impl Registry {
         Ok(Owner::SYSTEM)
     }
 
-    /// Returns true if no device iface claims the first or the last byte of a range.
-    ///
-    /// Each is asked once where both bytes lie in one page: a page of host memory is nobody else's.
-    /// Over a page boundary both bytes are asked for: that nobody knows the first says nothing
-    /// of how far that holds, and devices' memory may begin at the next page.
-    ///
-    /// # Errors
-    /// A failed driver call.
-    #[inline]
-    pub fn is_host(&self, range: AddressRange) -> Result<bool> {
-        let (first, last) = ends(range);
-        for device in &self.devices {
-            for address in [Some(first), last].into_iter().flatten() {
-                if device.may_hold(address)
-                    && device.iface.query(address)?.as_ref().is_some_and(is_claimed)
-                {
-                    return Ok(false);
-                }
-            }
-        }
-        Ok(true)
-    }
-
-    /// Why memory is not of the iface that a caller claims it for: another has it, or nobody knows
-    /// it.
+    /// Returns the error for memory that is not of the iface which a caller claims: another iface
+    /// has it, or none knows it.
     #[cold]
     pub(crate) fn refuse_claim(
         &self,
@@ -211,7 +188,11 @@ impl Registry {
         )
     }
 
-    /// The owner of a whole range.
+    /// Returns the owner of a whole range.
+    ///
+    /// Each iface is queried once if the range lies in one page: host memory and device memory
+    /// share no page. Otherwise host memory is queried at both ends, since devices' memory may
+    /// begin at the next page.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfBounds`] if the range leaves the allocation that its first byte lies in

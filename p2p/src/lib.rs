@@ -1,7 +1,7 @@
 //! Path decisions for RDMA memory registration, staged copies, and PCIe topology.
 //!
-//! - [`path::DefaultPathSelector`] decides how a NIC reaches the memory of a device: by dma-buf, by peer memory
-//!   or by staged copies.
+//! - [`path::DefaultPathSelector`] decides how a NIC reaches the memory of a device: by dma-buf, by
+//!   peer memory or by staged copies.
 //! - [`staging`] copies messages through host memory for NICs that cannot reach the device.
 //! - [`topology`] reads which device is near which NIC.
 //!

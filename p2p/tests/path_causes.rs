@@ -3,7 +3,12 @@
 
 mod path_support;
 
-use std::{collections::BTreeSet, fmt::Write as _, path::PathBuf, sync::Arc};
+use std::{
+    collections::BTreeSet,
+    fmt::Write as _,
+    path::PathBuf,
+    sync::{Arc, LazyLock},
+};
 
 use hmem_core::{
     AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Error, ErrorKind, IfaceKind,
@@ -136,14 +141,18 @@ fn causes() -> impl Iterator<Item = (Option<IfaceKind>, &'static RefusalCause)> 
     CAUSES.iter().map(|cause| (None, cause)).chain(VENDORS.into_iter().flat_map(of))
 }
 
-/// A machine whose NVIDIA driver says that its kernel modules are the closed ones.
+/// A machine whose NVIDIA driver says that its kernel modules are the closed ones. The file is
+/// written once: other tests read it at the same time.
 fn closed_modules() -> Facts {
-    let root = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("closed-modules");
-    let folder = root.join("proc/driver/nvidia");
-    std::fs::create_dir_all(&folder).expect("a folder of the tests");
-    let version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15\n";
-    std::fs::write(folder.join("version"), version).expect("a file of the tests");
-    Facts { root: Some(root), ..Facts::default() }
+    static ROOT: LazyLock<PathBuf> = LazyLock::new(|| {
+        let root = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("closed-modules");
+        let folder = root.join("proc/driver/nvidia");
+        std::fs::create_dir_all(&folder).expect("a folder of the tests");
+        let version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15\n";
+        std::fs::write(folder.join("version"), version).expect("a file of the tests");
+        root
+    });
+    Facts { root: Some(ROOT.clone()), ..Facts::default() }
 }
 
 fn modules(names: &[&str]) -> Facts {

@@ -180,7 +180,7 @@ unsafe impl ProviderDomain for Domain {
     }
 
     fn staging(&self) -> Option<&dyn StagingAccess> {
-        Some(self)
+        self.attr().imports.staged.then_some(self as _)
     }
 
     fn manual_progress(&self) -> Option<&dyn ManualProgress> {

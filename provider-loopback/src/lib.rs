@@ -63,19 +63,6 @@
 //!
 //! It does not cross processes, keeps no order between endpoints, and its keys are unguessable, not
 //! cryptographic.
-//!
-//! # Layers
-//!
-//! A module imports modules of earlier lines, and earlier ones of its own line.
-//!
-//! 1. `faults`, `config`, `keys`, `progress`, `memory`: parts that know no region.
-//! 2. `region`, `regions`: a region, and the table of a NIC; the argument why a deregistered region
-//!    is never touched.
-//! 3. `atomic`, `nic`, `window`, `domain`: the state of a NIC and of its domains.
-//! 4. `register`: the calls on regions.
-//! 5. `request`, `inbox`, `endpoint`: posted requests, checked and queued.
-//! 6. `access`, `message`, `execute`: the two sides of a transfer, and its execution.
-//! 7. `handles`, `provider`: the provider contract.
 
 #![deny(unsafe_code)]
 

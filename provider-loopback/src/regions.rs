@@ -4,7 +4,9 @@
 //!
 //! Each region has a lock. A transfer takes the lock's *read* guard ([`RegionGuard`]) before it
 //! looks at the region's memory, and keeps it until its last byte has moved. Deregistration and
-//! refresh take the *write* guard, and so wait for every transfer that uses the region.
+//! refresh take the *write* guard, and so wait for every transfer that uses the region. A transfer
+//! through a sub-region has the guard of the sub-region alone: a refresh of its base does not wait
+//! for it, and replaces pages that such a transfer still holds.
 //!
 //! **A deregistered region is never touched.** A transfer takes its read guard under the lock of
 //! the table, which holds the region then. [`Regions::remove`] first takes the region out of the
@@ -14,7 +16,8 @@
 //! **Nobody waits for itself.** [`Regions::hold`] never blocks: it refuses a region whose write
 //! guard is taken or waited for. One region can therefore be on both sides of a transfer, even if
 //! its deregistration begins between the two holds: the second one fails. Nobody waits for the
-//! lock of a region while holding the table's.
+//! lock of a region while holding the table's. A copy engine that deregisters or refreshes the
+//! region of the transfer that called it would wait for itself.
 //!
 //! # Keys and indices
 //!

@@ -143,8 +143,8 @@ fn part(range: AddressRange, offset: u64, len: usize) -> Result<Address> {
 
 macro_rules! heap_buffer {
     ($($buffer:ty: $into:expr, $from:expr;)+) => {$(
-        // SAFETY: the heap block stays where it is until the parts are dropped, and `VecParts` holds it as a raw
-        // pointer.
+        // SAFETY: the heap block stays where it is until the parts are dropped, and `VecParts`
+        // holds it as a raw pointer.
         unsafe impl OwnedBuffer for $buffer {
             type Parts = VecParts;
 
@@ -188,7 +188,8 @@ impl DeviceBuffer {
     /// Allocates.
     ///
     /// # Errors
-    /// As [`Allocator::allocate`](crate::iface::Allocator::allocate), and [`ErrorKind::ZeroLength`].
+    /// As [`Allocator::allocate`](crate::iface::Allocator::allocate), and
+    /// [`ErrorKind::ZeroLength`].
     pub fn allocate(iface: &Arc<dyn Iface>, request: &AllocRequest) -> Result<Self> {
         if request.len == 0 {
             return Err(Error::new(ErrorKind::ZeroLength, "allocate").iface(iface.kind()));
@@ -391,8 +392,9 @@ impl<B: OwnedBuffer> Registered<B> {
     /// Closes the region and gives the buffer back.
     ///
     /// # Errors
-    /// As [`MemoryRegion::close`]; the region comes back, still working. [`ErrorKind::Driver`] if an
-    /// asynchronous registration panicked: the buffer is not given back, since a NIC may reach it.
+    /// As [`MemoryRegion::close`]; the region comes back, still working. [`ErrorKind::Driver`] if
+    /// an asynchronous registration panicked: the buffer is not given back, since a NIC may reach
+    /// it.
     pub fn close(self) -> Result<B, Rejected<Self>> {
         if let Err(error) = self.region.inner().close() {
             return Err(Rejected::new(self, error));

@@ -10,8 +10,8 @@ use parking_lot::Mutex;
 
 use super::{Domain, DomainInner, MemoryRegion, MrAttr, attr::CacheAttr, region_state::KeepAlive};
 use crate::{
-    Access, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceExt, IfaceKind, MrFlags,
-    MrMode, Rejected, Result,
+    Access, AddressRange, Allocation, AllocationId, DeviceId, Error, ErrorKind, IfaceExt,
+    IfaceKind, MrFlags, MrMode, Rejected, Result,
     cache::{
         Cache, CacheBackend, CacheStatistics, CachedEntryInfo, Key, Lease, LookupHandle, OwnedLease,
     },
@@ -262,6 +262,13 @@ impl<'c> RegionLookupHandle<'c> {
     }
 }
 
+/// Returns true if the owner is the allocation `id`, and the allocation contains the range.
+fn is_allocation(owner: &Owner, id: AllocationId, range: AddressRange) -> bool {
+    let same =
+        |allocation: Allocation| allocation.id == id && allocation.range.contains_range(range);
+    owner.allocation.is_some_and(same)
+}
+
 /// Returns the key of memory with this owner.
 fn key_of(range: AddressRange, access: Access, owner: &Owner) -> Result<Key> {
     let key = Key::new(range, access)?.owned_by(owner.iface, owner.device);
@@ -359,7 +366,7 @@ impl CacheBackend for Registrations {
         // here.
         let now = self.domain.registry.owner_of(key.range().start());
         match now {
-            Ok(owner) if owner.allocation.is_some_and(|allocation| allocation.id == id) => {
+            Ok(owner) if is_allocation(&owner, id, key.range()) => {
                 Ok(Watch { monitor, subscription, allocation: owner.allocation.map(Box::new) })
             }
             other => {

@@ -26,7 +26,8 @@ use crate::{
 };
 
 /// Rights for memory that the NIC reads, and for memory that it writes. They fit every such
-/// transfer, so that one region serves all. A region for reading can be of memory that is read-only.
+/// transfer, so that one region serves all. A region for reading can be of memory that is
+/// read-only.
 const SOURCE: Access = Access::SEND.union(Access::WRITE);
 const SINK: Access = SOURCE.union(Access::RECV).union(Access::READ);
 

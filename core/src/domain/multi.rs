@@ -109,16 +109,13 @@ fn try_register_all(
     }
     let owned = keep.iface();
     let keep = LeakOnPanic::new(keep.clone());
-    let mut done = Vec::with_capacity(domains.len());
-    let registered = register_on_nics(&domains, &ranges, attr, flags, owned, None, &mut |region| {
-        done.push(region)
-    });
-    let keep = keep.into_inner();
-    for (domain, region) in domains.into_iter().zip(done) {
-        let keep = keep.clone();
-        let region = new_region(domain, &ranges, attr, flags, keep, Ok(region));
+    let mut left = domains.iter();
+    let registered = register_on_nics(&domains, &ranges, attr, flags, owned, None, &mut |done| {
+        let domain = left.next().expect("one region for each domain");
+        let region = new_region(domain, &ranges, attr, flags, keep.get(), Ok(done));
         regions.push(MemoryRegion::new(region));
-    }
+    });
+    keep.release();
     registered
 }
 

@@ -1,7 +1,7 @@
 //! One registration, from the request to the provider's handle.
 //!
-//! Every kind of registration comes through [`register_on_nics`]: synchronous, asynchronous, cached, of
-//! sub-regions, and on several NICs.
+//! Every kind of registration comes through [`register_on_nics`]: synchronous, asynchronous,
+//! cached, of sub-regions, and on several NICs.
 
 use std::sync::Arc;
 
@@ -25,8 +25,7 @@ use crate::{
     registry::Owner,
 };
 
-/// Leaks the memory of a registration that panics: a NIC may have it. A registration that returns
-/// takes the memory out.
+/// Leaks the memory of a registration that panics: a NIC may have it.
 pub(super) struct LeakOnPanic(Option<KeepAlive>);
 
 impl LeakOnPanic {
@@ -34,8 +33,13 @@ impl LeakOnPanic {
         Self(Some(keep))
     }
 
-    pub(super) fn into_inner(mut self) -> KeepAlive {
-        self.0.take().unwrap_or(KeepAlive::Caller)
+    pub(super) fn get(&self) -> KeepAlive {
+        self.0.clone().unwrap_or(KeepAlive::Caller)
+    }
+
+    /// Ends the guard: the registration has returned.
+    pub(super) fn release(mut self) {
+        drop(self.0.take());
     }
 }
 
@@ -76,15 +80,19 @@ impl DomainInner {
         let ranges = self.check(attr, flags)?;
         let owned = keep.iface();
         let keep = LeakOnPanic::new(keep);
+        // Made as soon as the provider has returned: an error or a panic after that closes it.
         let mut region = None;
         let registered =
             register_on_nics(&[self], &ranges, attr, flags, owned, owner, &mut |done| {
-                region = Some(done);
+                let made = new_region(self, &ranges, attr, flags, keep.get(), Ok(done));
+                region = Some(MemoryRegion::new(made));
             });
-        let keep = keep.into_inner();
+        keep.release();
         registered?;
-        let region = region.expect("one domain gives one region");
-        Ok(MemoryRegion::new(new_region(self, &ranges, attr, flags, keep, Ok(region))))
+        region.ok_or_else(|| {
+            Error::new(ErrorKind::Driver, "regattr")
+                .context("why", "the path selector returned no region")
+        })
     }
 
     /// Checks everything that a caller can get wrong, and returns the ranges to register.
@@ -206,7 +214,7 @@ pub(super) fn register_on_nics(
     let _entered = span.enter();
     let mut done = |region: PathRegistration| {
         let path = region.decision.as_ref().unwrap_or(&first.plain_host).path;
-        tracing::debug!(%path, "registered");
+        tracing::debug!(nic = region.decision.as_ref().map(|decision| &*decision.nic), %path, "registered");
         done(region);
     };
     first

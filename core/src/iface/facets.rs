@@ -14,7 +14,8 @@ use crate::{
     nic::Nic,
 };
 
-/// A part of an iface that a back end has or lacks: one for each trait of this module.
+/// A facet whose absence is an error. An iface without [`SegmentMap`] has one segment, and one
+/// without [`InboundFlush`] needs no flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Facet {

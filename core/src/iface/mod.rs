@@ -317,7 +317,7 @@ pub trait IfaceExt: Iface {
         self.dma_buf().ok_or_else(lacking)?.export(range, nic, mapping)
     }
 
-    /// Calls [`DmaBufExporter::release`]. Without that facet it closes the fd.
+    /// Calls [`DmaBufExporter::release`]. Without that facet it closes the fd and returns an error.
     ///
     /// # Errors
     /// As [`DmaBufExporter::release`]; Unsupported without that facet.

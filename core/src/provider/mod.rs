@@ -176,19 +176,19 @@ pub trait Provider: fmt::Debug + Send + Sync {
 /// that it opens:
 ///
 /// - A registration reaches the bytes of its pieces and no others, and writes them only as the
-///   region's rights allow. A sub-region or a window reaches bytes of its region only, and grants no
-///   write where the region has no right by which the NIC writes.
+///   region's rights allow. A sub-region or a window reaches bytes of its region only, and grants
+///   no write where the region has no right by which the NIC writes.
 /// - [`register`](Self::register) leaves nothing registered when it fails or panics.
-/// - Once [`deregister`](Self::deregister) has returned `Ok`, nothing touches the memory through the
-///   region, its sub-regions or its windows, transfers in flight included. While it returns an
+/// - Once [`deregister`](Self::deregister) has returned `Ok`, nothing touches the memory through
+///   the region, its sub-regions or its windows, transfers in flight included. While it returns an
 ///   error, the region stays registered.
 /// - The other safe methods, those of facets included, register nothing, and keep no region from
 ///   being deregistered for good.
 /// - A [`ProviderRegion`] or [`ProviderWindow`] may be of another domain, of an object that is
 ///   gone, or made up. Such a handle is an error or names a live object of this domain. It never
 ///   leads to freed memory.
-/// - [`ProviderEndpoint::post`] refuses a descriptor of a region that is deregistered, and a segment
-///   outside the region of its descriptor.
+/// - [`ProviderEndpoint::post`] refuses a descriptor of a region that is deregistered, and a
+///   segment outside the region of its descriptor.
 /// - A completion is reported only when the NIC is done with the local memory of its request.
 pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// Returns the attributes of the NIC.

@@ -85,8 +85,8 @@ impl DecisionTable {
     }
 
     /// Counts a buffer that was refused. Returns true if it is time to probe with an ordinary page:
-    /// at the first, second, fourth and eighth. So single odd buffers cost few probes, and a pair of
-    /// device and NIC that fails later is noticed.
+    /// at the first, second, fourth and eighth. So single odd buffers cost few probes, and a pair
+    /// of device and NIC that fails later is noticed.
     pub(super) fn count_refused(&self, key: &Key<'_>) -> bool {
         self.change(key, |entry| {
             entry.refused = entry.refused.wrapping_add(1);

@@ -1,7 +1,7 @@
 //! Path decision: which path a NIC takes to a buffer (plain host, dma-buf, peer memory or staged
 //! copies).
 //!
-//! DefaultPathSelector are tried, not guessed. Each attempt registers. A refusal is recorded with its error,
+//! Paths are tried, not guessed. Each attempt registers. A refusal is recorded with its error,
 //! probable cause and remedy before the next path is tried. The path that worked is tried first the
 //! next time for the same iface, device, kind of memory, NIC and policy, and is forgotten when it
 //! fails. A single odd buffer changes nothing for others: after a refusal a page of the same kind
@@ -37,7 +37,7 @@ use hmem_core::{
     cause::Step,
     iface::DmaBufMapping,
     path::{Attempt, P2pPolicy, PathRegistration, PathSelector, Target},
-    provider::{Backing, Nic, Piece, ProviderAttr, ProviderRegion},
+    provider::{Backing, Nic, Piece, ProviderAttr, ProviderDomain, ProviderRegion},
     registration::Memory,
     registry::Owner,
 };
@@ -187,13 +187,15 @@ impl DefaultPathSelector {
         // SAFETY: passed on to the caller.
         let found =
             unsafe { search_by_policy(&mut search, exports, failed.map(|(variant, _)| variant)) };
-        if !exports.shared {
+        if !exports.shared || found.is_err() {
             search.note(exports.close());
         }
         let (variant, region) = match found {
             Ok(found) => found,
             Err(why) => return Err(search.exhausted(why)),
         };
+        let provider = search.provider;
+        let guard = DeregisterOnPanic { provider, region };
         let learn = Learn {
             refused_by_driver: search.refused_by_driver,
             own: failed.is_some_and(|(_, own)| own),
@@ -203,6 +205,7 @@ impl DefaultPathSelector {
         let reason = reason(variant, &search);
         let decision = Arc::new(search.decision(variant, reason));
         self.learn(&again, variant, &decision, learn);
+        std::mem::forget(guard);
         Ok(PathRegistration { region, decision: Some(decision) })
     }
 
@@ -262,6 +265,20 @@ impl DefaultPathSelector {
                 self.remember(&key, variant, decision);
             }
             ProbeResult::NoDirect(_) | ProbeResult::Unknown => {}
+        }
+    }
+}
+
+/// Deregisters a region if a panic keeps its handle from the caller.
+struct DeregisterOnPanic<'a> {
+    provider: &'a dyn ProviderDomain,
+    region: ProviderRegion,
+}
+
+impl Drop for DeregisterOnPanic<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.provider.deregister(self.region) {
+            tracing::error!(%error, "a region whose registration panicked is left registered");
         }
     }
 }

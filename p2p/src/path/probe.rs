@@ -1,9 +1,9 @@
-//! Probes: a page is allocated, exported and registered, and all of it is undone, to find out what a
-//! device and a NIC can do.
+//! Probes: a page is allocated, exported and registered, and all of it is undone, to find out what
+//! a device and a NIC can do.
 //!
 //! A registration whose first path works needs no probe. After a refusal the buffer itself may be
-//! at fault, and then its refusal says nothing about others. An ordinary page of the same kind tells
-//! the two cases apart.
+//! at fault, and then its refusal says nothing about others. An ordinary page of the same kind
+//! tells the two cases apart.
 
 use std::sync::Arc;
 
@@ -115,6 +115,8 @@ impl<'a> Page<'a> {
         };
         let mut exports = ExportSet::new(self.iface, &ranges);
         let mut search = self.search.restart(&registration, &owner);
+        // Until it is known that no NIC has the page, also during a panic.
+        self.stuck = true;
         // SAFETY: this function owns the page, nobody refers to its bytes, and it is freed only
         // after it was deregistered.
         let direct = unsafe { search.direct(&mut exports, None) };
@@ -123,14 +125,19 @@ impl<'a> Page<'a> {
             Some((variant, region)) => {
                 if let Err(error) = twice("deregister", || search.provider.deregister(region)) {
                     tracing::error!(%error, "the page of a probe could not be deregistered; it is leaked");
-                    self.stuck = true;
                     return ProbeResult::Unknown;
                 }
+                self.stuck = false;
                 let reason = "a page of the same kind was registered in this way";
                 ProbeResult::Direct(variant, Box::new(search.decision(variant, reason)))
             }
-            None if search.may_pass => ProbeResult::Unknown,
-            None => ProbeResult::NoDirect(search.into_attempts()),
+            None => {
+                self.stuck = false;
+                match search.may_pass {
+                    true => ProbeResult::Unknown,
+                    false => ProbeResult::NoDirect(search.into_attempts()),
+                }
+            }
         }
     }
 }

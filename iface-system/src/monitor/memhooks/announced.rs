@@ -8,14 +8,14 @@
 //! accounts for one event of each address. Any further event belongs to a raw call.
 //!
 //! The event of a raw call over the same range may come first. Then the announced call waits until
-//! its own event was read, and until then nothing over the range becomes valid. One case is not
-//! covered: userfaultfd stops watching the range between the two events, so that the announced
-//! call raises none. That takes two threads that discard the same pages at the same moment, one of
-//! them by a raw call.
+//! its own event was read, and until then nothing over the range becomes valid. Two cases are not
+//! covered, in which the announced call raises no event: userfaultfd stops watching the range
+//! between the two events, or the call fails. Both take two threads that discard the same pages at
+//! the same moment, one of them by a raw call.
 //!
 //! The kernel lets the calling thread go on once the event is read, before the reading thread has
-//! compared the event with the announcements. So an announced call waits until no thread is
-//! between reading and comparing ([`Announced::reading`]). Otherwise its event could be taken for
+//! compared the event with the announcements. So an announced call waits until as many threads have
+//! compared as had begun to read when it returned ([`Announced::reading`]). Otherwise its event could be taken for
 //! that of a raw call, and the range would stay uncached for as long as another thread runs.
 
 use std::{
@@ -55,8 +55,9 @@ const PAUSES: u32 = 5_000;
 #[derive(Debug)]
 pub(super) struct Announced {
     calls: [Call; CALLS],
-    /// The number of threads that read events and compare them.
-    reading: AtomicU64,
+    /// How often a thread began to read events, and how often one has compared them.
+    begun: AtomicU64,
+    compared: AtomicU64,
 }
 
 /// A guard of a thread that reads events. Dropping it says that the events were compared.
@@ -65,7 +66,7 @@ pub(in super::super) struct Reading(&'static AtomicU64);
 
 impl Drop for Reading {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, SeqCst);
+        self.0.fetch_add(1, SeqCst);
     }
 }
 
@@ -77,8 +78,8 @@ impl Announced {
     /// Makes announced calls wait until the guard is dropped. The caller takes the guard before it
     /// reads events.
     pub(super) fn reading(&'static self) -> Reading {
-        self.reading.fetch_add(1, SeqCst);
-        Reading(&self.reading)
+        self.begun.fetch_add(1, SeqCst);
+        Reading(&self.compared)
     }
 
     /// Announces a call, if there is a place for it. The caller retracts it.
@@ -99,9 +100,11 @@ impl Announced {
     /// Ends the announcement of a call, which has returned. Waits until every event that was read
     /// during the call was compared with it. Changes `errno`.
     pub(super) fn retract(&self, Place(at): Place) {
-        // A reading thread waits for nobody, so this ends unless that thread gets no processor.
+        let begun = self.begun.load(SeqCst);
+        // A reading thread waits for nobody, so this ends unless that thread gets no processor. In
+        // a child that was forked during the call, both counts are zero.
         for _ in 0..PAUSES {
-            if self.reading.load(SeqCst) == 0 {
+            if self.compared.load(SeqCst) >= begun {
                 break;
             }
             let pause = libc::timespec { tv_sec: 0, tv_nsec: PAUSE.as_nanos() as libc::c_long };
@@ -139,7 +142,7 @@ mod tests {
     fn announced() -> Announced {
         let zero = || AtomicU64::new(0);
         let call = |_| Call { word: zero(), start: zero(), end: zero(), read: zero() };
-        Announced { calls: std::array::from_fn(call), reading: zero() }
+        Announced { calls: std::array::from_fn(call), begun: zero(), compared: zero() }
     }
 
     #[test]

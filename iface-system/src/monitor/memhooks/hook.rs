@@ -135,8 +135,9 @@ unsafe fn told<const FUNCTION: usize>(pass: &Pass<'_>, announced: &Announced, ar
             pass.each(|slot, invalidator| _ = changes[slot].write(invalidator.begin(range, cause)));
         }
     }
-    let call = match taken {
-        [Some((range, Cause::Discard)), _] => {
+    // Of `process_madvise` the addresses are not known, nor whether they are this process's.
+    let call = match (function, taken) {
+        (Function::Madvise, [Some((range, Cause::Discard)), _]) => {
             let start = range.start().0;
             announced.announce(start, start.saturating_add(range.len()))
         }
