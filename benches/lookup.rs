@@ -1,5 +1,5 @@
-//! Who owns an address: among 100,000 device allocations, and for a host address with devices
-//! present.
+//! The cost of finding the owner of an address: among 100,000 device allocations, and of a host
+//! address with devices present.
 //!
 //! The limit that it is held against is one dependent load at a random place of a table of the same
 //! number of lines: what any lookup pays that has to look at the allocation.

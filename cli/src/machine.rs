@@ -107,8 +107,8 @@ impl Machine {
     /// This machine, with a simulated device of two devices and a loopback NIC in three modes.
     ///
     /// # Errors
-    /// What the environment says wrongly (`FI_HMEM`, `FI_HMEM_DISABLE_P2P`). What is not there is
-    /// no error: it is listed with its reason.
+    /// An invalid value in the environment (`FI_HMEM`, `FI_HMEM_DISABLE_P2P`). An unavailable iface or
+    /// provider is no error: it is listed with its reason.
     pub fn find() -> Result<Self> {
         let mut absent = Vec::new();
         let mut watches = Vec::new();
@@ -236,8 +236,7 @@ impl Machine {
     /// The PCI function at an address that an iface or provider gave, in whichever form.
     ///
     /// # Errors
-    /// Why there is none, in a few words: `what` has no address, or one that is not in the PCIe
-    /// tree.
+    /// The reason in a few words: `what` has no address, or one that is not in the PCIe tree.
     pub fn function(
         &self,
         what: &str,

@@ -1,5 +1,5 @@
-//! Why a way from memory to a NIC is refused, and what to do about it: rules that lead from what
-//! was tried, and what it answered, to the probable cause.
+//! Causes of refused paths and their remedies: rules that lead from an attempt and its answer to
+//! the probable cause.
 //!
 //! A rule of one driver belongs to its iface ([`Iface::causes`](crate::Iface::causes)). The rules
 //! that hold for any driver belong to the path decision.

@@ -1,5 +1,5 @@
-//! What one monitor has of the hooks of a kind: the patches for as long as it lives, and
-//! subscriptions of its own.
+//! One monitor's share of the hooks of a kind: the patches for as long as it lives, and its own
+//! subscriptions.
 
 use std::{
     array,

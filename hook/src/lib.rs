@@ -1,9 +1,9 @@
 //! Functions of loaded libraries, hooked where they begin, and the caches that hooks tell.
 //!
-//! What the monitors of several ifaces have in common: the C library's `munmap` and a driver's free
-//! are patched by the same rules, and hooks in them tell
-//! [`Invalidator`](hmem_core::monitor::Invalidator)s from the same kind of table. What a
-//! function takes away, and when, each monitor knows for itself.
+//! The monitors of several ifaces share this crate: it patches the C library's `munmap` and a
+//! driver's free by the same rules, and their hooks notify
+//! [`Invalidator`](hmem_core::monitor::Invalidator)s from the same kind of table. Each monitor
+//! itself knows which memory a function takes away, and when.
 //!
 //! | file | what it holds |
 //! |---|---|

@@ -138,8 +138,8 @@ impl End {
     }
 }
 
-/// What a side does that has nothing to do: first it tries again, then it lets others run, and now
-/// and then it looks whether the other side is still there.
+/// The waiting of a side without work: it first retries, then yields, and at times checks that the
+/// other side is still connected.
 #[derive(Debug)]
 pub(super) struct Idle {
     turns: u32,

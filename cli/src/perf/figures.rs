@@ -24,7 +24,7 @@ pub struct Side {
     pub nic: String,
     /// The path from memory to NIC.
     pub path: String,
-    /// Why that path.
+    /// The reason for the path.
     pub reason: String,
     /// The attempts of the path decision.
     pub trace: Vec<Attempt>,

@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{Error, ErrorKind, Result, monitor::Invalidator};
 
-/// How often a miss yields while a monitor keeps the gate closed, before it registers uncached.
+/// The number of times that a miss yields to a closed gate before it registers uncached.
 const GATE_TRIES: u32 = 64;
 
 /// Fails a registration if the backend panics.

@@ -31,7 +31,7 @@ pub(crate) struct Books {
     pub(crate) deregistrations: AtomicUsize,
     pub(crate) watches: AtomicUsize,
     pub(crate) unwatches: AtomicUsize,
-    /// How often the last watch ended.
+    /// The number of times that the last watch ended.
     pub(crate) unwatched: AtomicUsize,
     /// Errors of the next registrations.
     failing: Mutex<Vec<ErrorKind>>,

@@ -183,8 +183,8 @@ pub(super) fn absolute_jump(target: u64) -> Vec<u8> {
     code
 }
 
-/// Where a jump among the first instructions of `code`, which lies at `address`, leads; for the
-/// name of its owner.
+/// Returns the target of a jump among the first instructions of `code`, which lies at `address`.
+/// Errors name the library there.
 pub(super) fn jump_target(address: u64, code: &[u8; LOOKED_AT]) -> Option<u64> {
     let at = (0..LOOKED_AT).step_by(4).find(|at| is_jump(word(code, *at)))?;
     let instruction = word(code, at);

@@ -243,8 +243,8 @@ pub(super) fn absolute_jump(target: u64) -> Vec<u8> {
     code
 }
 
-/// Where a jump at the beginning of `code`, which lies at `address`, leads; for the name of its
-/// owner.
+/// Returns the target of a jump at the beginning of `code`, which lies at `address`. Errors name
+/// the library there.
 pub(super) fn jump_target(address: u64, code: &[u8; LOOKED_AT]) -> Option<u64> {
     let skip = if code.starts_with(&[0xf3, 0x0f, 0x1e, 0xfa]) { 4 } else { 0 };
     let word = |at: usize| code[at..at + 8].try_into().map(u64::from_le_bytes).ok();
